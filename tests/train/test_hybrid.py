@@ -17,7 +17,7 @@ from octavo.train.diagnose import NonFiniteError
 from octavo.train.ranks import join_ranks
 from octavo.train.record.metrics import NullProgress
 from octavo.train.record.statistics import read_statistics
-from octavo.train.run_plan import plan_memory, plan_step
+from octavo.train.run_plan import plan_memory
 from octavo.train.trainer import Trainer
 from processes import gloo  # noqa: F401  a fixture
 
@@ -413,7 +413,5 @@ def test_one_process_alone(settings, tmp_path, parallel):
     count = max(parallel.values())
     with pytest.raises(ConfigError, match=f"asks for {count} processes.*--nproc-per-node {count}"):
         job(settings(parallel=parallel), tmp_path / "out")
-    with pytest.raises(ConfigError, match="predicts data parallelism only"):
+    with pytest.raises(ConfigError, match="--memory predicts one GPU; for several give --gpu and --gpus"):
         plan_memory(parse_config(settings(parallel=parallel)))
-    with pytest.raises(ConfigError, match="predicts data parallelism only"):
-        plan_step(parse_config(settings(parallel=parallel)), gpu="h100", gpus=4)

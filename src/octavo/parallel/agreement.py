@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from octavo.kernels.adamw import ADAMW, CASE
 from octavo.nn.experts import is_converted_experts
 from octavo.nn.linear_subclasses import is_converted
+from octavo.runtime.torch_compat import unset_fake_temporarily
 
 
 def gather_reports(report: Any, mesh: Any) -> list[Any]:
@@ -19,7 +20,8 @@ def gather_reports(report: Any, mesh: Any) -> list[Any]:
     reports = [report]
     for group in mesh.get_all_groups() if isinstance(mesh, DeviceMesh) else [None]:
         parts: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(parts, reports, group)
+        with unset_fake_temporarily():  # of a plan
+            dist.all_gather_object(parts, reports, group)
         reports = [report for part in parts for report in part]
     return reports
 

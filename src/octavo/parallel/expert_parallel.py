@@ -47,7 +47,7 @@ from octavo.parallel.agreement import compare_ranks
 from octavo.parallel.exchange import exchange_rows
 from octavo.runtime.swap import all_or_nothing
 from octavo.runtime.switch import SWITCH
-from octavo.runtime.torch_compat import autocast_dtype
+from octavo.runtime.torch_compat import FakeTensor, autocast_dtype
 
 
 def expert_parallel(model: nn.Module, mesh: DeviceMesh, *, fp8_comm: bool = True) -> nn.Module:
@@ -164,9 +164,12 @@ class ExpertExchange:
         arriving = torch.empty_like(message)
         dist.all_to_all_single(arriving, message, group=group)
         arriving, codes = arriving[:, :-1], arriving[:, -1]  # [R,E/R]: rows from each rank for each expert that is here
-        numbers = torch.stack((counts.sum(1), arriving.sum(1), codes))
-        sent, received, codes = numbers.tolist()  # waits for the device
-        _compare_calls(codes, self.mesh)
+        if isinstance(offsets, FakeTensor):  # the numbers are unknown: equal ones, to count memory and bytes
+            sent = received = [rows.shape[0] // ranks] * ranks
+        else:
+            numbers = torch.stack((counts.sum(1), arriving.sum(1), codes))
+            sent, received, codes = numbers.tolist()  # waits for the device
+            _compare_calls(codes, self.mesh)
         x_spec = recipe.x.text if recipe.x.granularity.rows == 1 else DEFAULT_SPEC
         x = exchange_rows(rows[: sum(sent)], sent, received, group, fp8=self.fp8, spec=x_spec)
         here = torch.arange(counts.shape[1], device=counts.device).repeat(ranks)

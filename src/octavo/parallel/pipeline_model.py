@@ -151,6 +151,18 @@ def check_pipeline_model(model: Any, stages: int) -> None:
         model: The whole model; weights on any device but meta.
         stages: Stages of all ranks.
     """
+    check_pipeline_structure(model, stages)
+    training = model.training
+    model.eval()
+    try:
+        with disabled():
+            _try(model, find_block_list(model.base_model), type(model).__name__)
+    finally:
+        model.train(training)
+
+
+def check_pipeline_structure(model: Any, stages: int) -> None:
+    """Raise ValueError if the structure of a model, on any device, shows that it cannot be cut into so many stages."""
     kind, base = type(model).__name__, getattr(model, "base_model", None)
     blocks = find_block_list(base) if isinstance(base, nn.Module) else nn.ModuleList()
     ends = all(isinstance(getattr(base, name, None), nn.Module) for name in ("norm", "embed_tokens"))
@@ -174,13 +186,6 @@ def check_pipeline_model(model: Any, stages: int) -> None:
         )
     if adds_router_loss(model):
         raise ValueError(f"{kind} adds a loss of the routers of all blocks (output_router_logits), which no stage sees")
-    training = model.training
-    model.eval()
-    try:
-        with disabled():
-            _try(model, blocks, kind)
-    finally:
-        model.train(training)
 
 
 def _try(model: Any, blocks: nn.ModuleList, kind: str) -> None:
@@ -220,13 +225,17 @@ def cut(model: Any, mesh: DeviceMesh, schedule: str) -> list[int]:
     own = {index for stage in stages for index in divide(len(members), count)[stage]}
     for index in set(range(len(members))) - own:
         members[index] = Absent()
-    base = model.base_model
-    if 0 not in stages:
-        base.embed_tokens = Absent()
-    if count - 1 not in stages:
-        base.norm = Absent()
-        model.set_output_embeddings(Absent())
+    remove_ends(model, first=0 in stages, last=count - 1 in stages)
     return stages
+
+
+def remove_ends(model: Any, *, first: bool, last: bool) -> None:
+    """Replace the embedding by `Absent`, unless a rank has the `first` stage; norm and head, unless the `last`."""
+    if not first:
+        model.base_model.embed_tokens = Absent()
+    if not last:
+        model.base_model.norm = Absent()
+        model.set_output_embeddings(Absent())
 
 
 def stage_modules(

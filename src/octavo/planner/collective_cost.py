@@ -102,5 +102,6 @@ def bytes_saved_by_fp8_gather(
     for name, of_one in calls.items():
         recipe = recipes.get(name)
         if recipe is not None and recipe.supports_fp8_gather:
-            saved += of_one[0].n * of_one[0].k - 4 * of_one[0].n
+            weights = of_one if of_one[0].experts > 1 else of_one[:1]  # of experts, two
+            saved += sum(call.experts * (call.n * call.k - 4 * call.n) for call in weights)
     return saved

@@ -8,7 +8,7 @@ predictions with published measurements.
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ from octavo.planner.collective_cost import bytes_saved_by_fp8_gather
 from octavo.planner.decide import break_even, decide
 from octavo.planner.devices import Gpu
 from octavo.planner.memory_plan import MemoryPlan, merge_kinds
+from octavo.planner.pipeline_time import pipeline_time
 from octavo.planner.step import StepConfig, StepTime, linear_costs, step_time
 from octavo.planner.trace import Trace
 
@@ -189,27 +190,32 @@ def decide_by_cost(
 
 
 def predict_time(
-    plan: Plan, linears: Iterable[str], gpu: Gpu, trace: Trace, step_config: StepConfig, tokens: int
+    plan: Plan, gpu: Gpu, stages: Sequence[Trace], step_config: StepConfig, tokens: int, memory: MemoryPlan
 ) -> StepTime:
-    """Predict the time of a step of a plan; linear layers without a decision run in bf16.
+    """Predict the time of a step of a plan; linear layers and experts without a decision run in bf16.
 
     Args:
         plan: The decisions.
-        linears: Names of the linear layers.
         gpu: GPU to predict for.
-        trace: One forward.
+        stages: One forward of each stage of a pipeline, or of the model.
         step_config: How the step runs.
         tokens: Tokens of one micro-batch on one GPU.
+        memory: Memory of the step, with what each stage sends.
     """
-    recipes = {name: plan[name].recipe for name in linears if name in plan.decisions}
-    saved = bytes_saved_by_fp8_gather(trace.calls, recipes)
-    return step_time(gpu, trace, linear_costs(gpu, trace, recipes), step_config, tokens, saved)
+    times = []
+    for index, trace in enumerate(stages):
+        recipes = {name: plan[name].recipe for name in trace.calls if name in plan.decisions}
+        saved = bytes_saved_by_fp8_gather(trace.calls, recipes)
+        messages = memory.messages[index] if memory.messages else ()
+        costs = linear_costs(gpu, trace, recipes)
+        times.append(step_time(gpu, trace, costs, step_config, tokens, saved, messages))
+    return times[0] if len(times) == 1 else pipeline_time(gpu, times, step_config, memory.stage_message)
 
 
 def forecast(
     plan: Plan, times: Mapping[str, LinearTimes], gpu: Gpu, trace: Trace, recipes: Sequence[Recipe],
     step_config: StepConfig, tokens: int, *, memory: MemoryPlan, bf16_memory: MemoryPlan,
-    configured: tuple[Plan, MemoryPlan] | None = None,
+    configured: tuple[Plan, MemoryPlan] | None = None, stages: Sequence[tuple[Trace, Trace]] = (),
 ) -> Forecast:  # fmt: skip
     """Predict the step of a plan.
 
@@ -224,10 +230,12 @@ def forecast(
         memory: Memory of the step as planned.
         bf16_memory: Memory of the step at level bf16.
         configured: The plan of the run's configuration, and its memory.
+        stages: One forward of each stage, as planned and at level bf16; none if `trace` is what each GPU runs.
     """
+    traces, bf16_traces = zip(*stages, strict=True) if stages else ((trace,), (trace,))
 
-    def time(plan: Plan, step_config: StepConfig) -> StepTime:
-        return predict_time(plan, times, gpu, trace, step_config, tokens)
+    def time(plan: Plan, memory: MemoryPlan) -> StepTime:
+        return predict_time(plan, gpu, traces, step_config, tokens, memory)
 
     return Forecast(
         plan.decisions,
@@ -237,12 +245,12 @@ def forecast(
         tokens=tokens,
         parameters=trace.parameters,
         times=times,
-        planned=time(plan, step_config),
-        bf16=time(ALL_BF16, step_config.bf16),
+        planned=time(plan, memory),
+        bf16=predict_time(ALL_BF16, gpu, bf16_traces, step_config.bf16, tokens, bf16_memory),
         memory=memory,
         bf16_memory=bf16_memory,
         break_even=break_even(gpu, tokens, recipes, eager=step_config.eager),
         configured=None if configured is None else ConfiguredRun(
-            plan=configured[0], time=time(configured[0], step_config), memory=configured[1]
+            plan=configured[0], time=time(*configured), memory=configured[1]
         ),
     )  # fmt: skip

@@ -10,13 +10,23 @@ counted: the CUDA context (0.5 GB), workspaces inside kernels, and what the cach
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from octavo.numerics.display import Displayed, Table
 from octavo.numerics.names import merged, pattern
-from octavo.planner.timeline import ACTIVATIONS, BATCH, BUFFERS, GATHERED, GRADIENTS, PARAMETERS, STATES, TEMPORARIES
+from octavo.planner.timeline import (
+    ACTIVATIONS,
+    BATCH,
+    BUFFERS,
+    GATHERED,
+    GRADIENTS,
+    PARAMETERS,
+    STATES,
+    TEMPORARIES,
+    Message,
+)
 
 FORECAST_KINDS = (PARAMETERS, STATES, GRADIENTS, ACTIVATIONS, TEMPORARIES, GATHERED)
 """Categories of memory in a forecast; buffers and the batch are "other"."""
@@ -42,6 +52,9 @@ class MemoryPlan(Displayed):
         saved_by_dtype: Bytes that one forward saves for backward, by dtype; empty in a forecast.
         saved_by_layer: The same by the module that saves them.
         notes: Remarks for the reader.
+        messages: What a GPU hands to collectives of tensor, context and expert parallelism in a micro-batch, for each
+            stage of a pipeline.
+        stage_message: Bytes of one message between stages.
         traced_blocks: Number of blocks that were run, and of all blocks: (2, 80), or (80, 80) if all were run.
     """
 
@@ -56,6 +69,8 @@ class MemoryPlan(Displayed):
     saved_by_layer: Mapping[str, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     traced_blocks: tuple[int, int] = (0, 0)
+    messages: Sequence[Sequence[Message]] = ()
+    stage_message: int = 0
     replan: "Callable[[int], MemoryPlan] | None" = field(default=None, compare=False)
     """Plans the peak of the same step for another number of sequences."""
     _fitting: dict[int, int] = field(default_factory=dict, init=False, compare=False)

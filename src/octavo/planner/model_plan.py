@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from octavo.nn.convert import apply_plan, check_unconverted
+from octavo.nn.experts import looks_like_experts
 from octavo.nn.filters import FilterLike, both, of_precision
 from octavo.nn.memory_audit import call
 from octavo.nn.report import check_module
@@ -253,8 +254,9 @@ def default_decisions(model: nn.Module, request: PlanRequest) -> DefaultDecision
 
 
 def trace_model(
-    model: nn.Module, forward: Callable[[nn.Module], Any], shapes: Sequence[tuple[int, ...]], place: torch.device
-) -> Trace:
+    model: nn.Module, forward: Callable[[nn.Module], Any], shapes: Sequence[tuple[int, ...]], place: torch.device,
+    prepare: Callable[[nn.Module], Any] = lambda copy: None,
+) -> Trace:  # fmt: skip
     """Trace one forward of a model on fake copies, with only a few of its blocks if these are equal.
 
     Args:
@@ -262,6 +264,7 @@ def trace_model(
         forward: Runs a copy.
         shapes: Shapes of its input.
         place: Device that the copies report.
+        prepare: Called with each copy before it runs.
 
     Raises:
         ValueError: If the model cannot run.
@@ -270,7 +273,10 @@ def trace_model(
     def trace_copy(count: int | None) -> Trace:
         with fake_tensors() as mode:
             copy = copy_with_blocks(model, count, mode, place)
-            linears = {name: module for name, module in copy.named_modules() if is_linear(module)}
+            prepare(copy)
+            linears = {
+                n: module for n, module in copy.named_modules() if is_linear(module) or looks_like_experts(module)
+            }
             try:
                 return trace(copy, linears, lambda: forward(copy))
             except (RuntimeError, TypeError, IndexError) as error:

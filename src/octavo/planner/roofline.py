@@ -6,6 +6,8 @@
     quantization pass     max( bytes / bandwidth, launch )
     in eager PyTorch      at least the host's time (`octavo.planner.host_time`), per layer and per step
 
+The experts of a mixture are one grouped product with the tiles of all, where a recipe has such; else one each.
+
 Tiles run in waves, one per multiprocessor, and on average half of the last wave is idle; small outputs are split along
 the contraction. Shape enters only this way, for bf16 and FP8 alike, so at small shapes the passes decide: they do not
 shrink as fast as the products.
@@ -38,10 +40,11 @@ device and no tensor.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 
 from octavo.kernels.gemm import bf16_timing, cases_of
 from octavo.kernels.gemm.torch_scaled import unsupported_by_capability
+from octavo.kernels.grouped import is_grouped
 from octavo.numerics.recipe import Recipe
 from octavo.numerics.spec import FULL, QuantSpec
 from octavo.planner.devices import Gpu
@@ -67,6 +70,7 @@ class LinearCall:
         dgrad: Whether X needs a gradient.
         wgrad: Whether W needs a gradient.
         first: Whether this call is the first to read its X and therefore quantizes it.
+        experts: Number of experts that share the tokens equally, each with a weight of its own.
     """
 
     m: int
@@ -75,6 +79,7 @@ class LinearCall:
     dgrad: bool = True
     wgrad: bool = True
     first: bool = True
+    experts: int = 1
 
     @property
     def named_products(self) -> dict[str, tuple[int, int, int]]:
@@ -123,7 +128,9 @@ class Passes:
     backward: tuple[float, ...]
 
 
-def product(gpu: Gpu, m: int, n: int, k: int, *, operand: int = 2, rate: float | None = None) -> float:
+def product(
+    gpu: Gpu, m: float, n: float, k: float, *, operand: int = 2, rate: float | None = None, groups: int = 1
+) -> float:  # fmt: skip
     """Predict the seconds of [m,k]·[k,n] with a bf16 result.
 
     Args:
@@ -133,16 +140,18 @@ def product(gpu: Gpu, m: int, n: int, k: int, *, operand: int = 2, rate: float |
         k: Contracted dimension.
         operand: Bytes per element of the operands.
         rate: FLOP/s of a large product; None for the bf16 rate.
+        groups: Number of such products in one kernel.
     """
     if not m * n * k:
         return 0.0
     if rate is None:
         rate = gpu.bf16_tflops * 1e12 * gpu.bf16_efficiency
-    tiles = max(m / TILE, 1.0) * max(n / TILE, 1.0)
+    tiles = groups * max(m / TILE, 1.0) * max(n / TILE, 1.0)
     if tiles < gpu.multiprocessors:
         tiles = min(gpu.multiprocessors, tiles * max(k / SPLIT, 1.0))
-    compute = 2 * m * n * k / rate * (1 + gpu.multiprocessors / 2 / tiles)
-    return max(compute, (operand * (m * k + k * n) + 2 * m * n) / gpu.bandwidth, gpu.launch_us * 1e-6)
+    compute = groups * 2 * m * n * k / rate * (1 + gpu.multiprocessors / 2 / tiles)
+    moved = groups * (operand * (m * k + k * n) + 2 * m * n)
+    return max(compute, moved / gpu.bandwidth, gpu.launch_us * 1e-6)
 
 
 def memory_time(gpu: Gpu, moved: float) -> float:
@@ -180,6 +189,9 @@ def triton_reason(gpu: Gpu, recipe: Recipe) -> str | None:
 
 def bf16_linear(gpu: Gpu, linear: LinearCall) -> Cost:
     """Predict a linear layer in bf16: its products."""
+    if linear.experts > 1:
+        times = _grouped_products(gpu, linear)
+        return _sum_cost(times, [], [], host=host_seconds(gpu, None, len(times)))
     timed = {
         name: _timed(gpu, bf16_timing.MATMUL, bf16_timing.CASES[name], sizes, product(gpu, *sizes))
         for name, sizes in linear.named_products.items()
@@ -190,8 +202,11 @@ def bf16_linear(gpu: Gpu, linear: LinearCall) -> Cost:
 def fp8_linear(gpu: Gpu, linear: LinearCall, recipe: Recipe) -> Cost:
     """Predict a linear layer in FP8 as Octavo runs it, quantization included."""
     rate, cases = fp8_rate(gpu, recipe), cases_of(recipe)
-    products = {}
-    for name, sizes in linear.named_products.items():
+    if linear.experts > 1 and not is_grouped(recipe):  # `octavo.nn.linear` for each
+        each = fp8_linear(gpu, replace(linear, m=-(-linear.m // linear.experts), experts=1), recipe)
+        return Cost(**{name: linear.experts * seconds for name, seconds in asdict(each).items()})
+    products = {} if linear.experts == 1 else _grouped_products(gpu, linear, rate)
+    for name, sizes in linear.named_products.items() if not products else ():
         if name not in cases or rate is None:  # wgrad in high precision, or all products emulated
             products[name] = _timed(gpu, bf16_timing.MATMUL, bf16_timing.CASES[name], sizes, product(gpu, *sizes))
         else:
@@ -199,6 +214,17 @@ def fp8_linear(gpu: Gpu, linear: LinearCall, recipe: Recipe) -> Cost:
             products[name] = _timed(gpu, "scaled_mm", cases[name], sizes, predicted)
     forward, backward = quantization_times(gpu, linear, recipe)
     return _sum_cost(products, forward, backward, host=host_seconds(gpu, recipe, len(products)))
+
+
+def _grouped_products(gpu: Gpu, linear: LinearCall, rate: float | None = None) -> dict[str, Timed]:
+    """Predict the grouped products of experts: FP8 ones at a rate, or bf16 ones. None was measured."""
+    m, n, k = linear.m / linear.experts, linear.n, linear.k
+    sizes = {"forward": (m, n, k), "dgrad": (m, k, n), "wgrad": (n, k, m)}
+    operand = 2 if rate is None else 1
+    return {
+        name: (product(gpu, *sizes[name], operand=operand, rate=rate, groups=linear.experts), False)
+        for name in linear.named_products
+    }
 
 
 def quantization_times(gpu: Gpu, linear: LinearCall, recipe: Recipe) -> tuple[list[Timed], list[Timed]]:
@@ -273,7 +299,7 @@ def passes(linear: LinearCall, recipe: Recipe) -> Passes:
 
 def quantize_calls(linear: LinearCall, recipe: Recipe) -> tuple[list[QuantizeCall], list[QuantizeCall]]:
     """Return what Octavo quantizes for one linear layer, in forward and in backward."""
-    x, w, g = (linear.m, linear.k), (linear.n, linear.k), (linear.m, linear.n)
+    x, w, g = (linear.m, linear.k), (linear.experts * linear.n, linear.k), (linear.m, linear.n)
     if not math.prod((*x, linear.n)):
         return [], []
     wgrad_x = recipe.wgrad_x if linear.wgrad else None

@@ -27,11 +27,13 @@ class ShardGroup:
         gathered: Their weights, in the form in which they are gathered.
         gradients: Their whole gradients.
         reduced: Their gradients in the dtype of the reduction.
+        elements: Number of their trained elements.
     """
 
     gathered: int
     gradients: int
     reduced: int
+    elements: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +48,8 @@ class Shards:
         keeps_gathered: Whether gathered weights of blocks stay until backward has used them (ZeRO-2).
         accumulating: Whether gradients of earlier micro-batches exist already.
         offloaded: Whether shards, with their gradients and states, are in host memory.
+        spread: Bytes of all parameters over those of the traced process, which has a part of the experts.
+        accumulated: Bytes of all whole gradients, if they stay until the end of the step (FSDP2 in a pipeline); else 0.
         widened: Bytes of a sharded gradient's element over those of a whole gradient's: 2 for float32 shards of a model
             that computes in bf16.
     """
@@ -57,6 +61,8 @@ class Shards:
     keeps_gathered: bool = False
     accumulating: bool = False
     offloaded: bool = False
+    spread: float = 1.0
+    accumulated: int = 0
     widened: int = 1
 
 
@@ -72,18 +78,23 @@ def memory_per_rank(whole: MemorySeries, shards: Shards) -> MemorySeries:
     all_gradients = columns.get(GRADIENTS, zeros) + of_blocks
     finished = of_blocks >= shards.blocks * max(shards.block.gradients, 1)  # gradients of all blocks
     current = torch.where((of_blocks > 0) & ~finished, (of_blocks - 1) % max(shards.block.gradients, 1) + 1, 0)
-    if shards.accumulating:
+    if shards.accumulated:
+        gradients = torch.full_like(all_gradients, shards.accumulated) + backward * shards.block.gradients
+        in_flight, finished = torch.zeros_like(backward), torch.zeros_like(computing)
+        prefetching = finished
+    elif shards.accumulating:
         gradients = _reduced(all_gradients, shards) + backward * (shards.rest.gradients + shards.block.gradients)
         in_flight, prefetching, finished = backward, computing, torch.zeros_like(computing)
     else:
         gradients = columns.get(GRADIENTS, zeros) + current + _reduced(of_blocks - current, shards)
         in_flight = of_blocks > shards.block.gradients
         prefetching = computing & (of_blocks < (shards.blocks - 1) * shards.block.gradients)
+    keeps = shards.keeps_gathered or shards.accumulated > 0
     result[GRADIENTS] = torch.where(computing, gradients, _reduced(all_gradients, shards))
     result[GATHERED] = (
         computing * shards.rest.gathered
-        + (computing & ~finished) * shards.block.gathered * (shards.blocks if shards.keeps_gathered else 1)
-        + (prefetching * shards.block.gathered if not shards.keeps_gathered else 0)
+        + (computing & ~finished) * shards.block.gathered * (shards.blocks if keeps else 1)
+        + (prefetching * shards.block.gathered if not keeps else 0)
         + (computing & in_flight) * shards.block.reduced
     )
     names = (*kinds, *(kind for kind in (TEMPORARIES, GRADIENTS, GATHERED) if kind not in kinds))
@@ -95,7 +106,8 @@ _COMPUTING = (("backward",), ("forward", "backward"))
 
 
 def _split(size: Tensor, shards: Shards) -> Tensor:
-    return torch.zeros_like(size) if shards.offloaded else -(-size // shards.ranks)
+    whole = (size * shards.spread).long() if shards.spread != 1 else size
+    return torch.zeros_like(size) if shards.offloaded else -(-whole // shards.ranks)
 
 
 def _reduced(gradients: Tensor, shards: Shards) -> Tensor:

@@ -23,10 +23,12 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
 from octavo.numerics.recipe import Recipe
-from octavo.planner.collective_cost import FP8_BYTES_PER_ELEMENT, GPUS_PER_MACHINE, Links, Traffic, collective
+from octavo.planner.collective_cost import GPUS_PER_MACHINE
+from octavo.planner.communication import Sent, exchanged, sharded, traffic
 from octavo.planner.decide import total
 from octavo.planner.devices import Gpu
 from octavo.planner.roofline import Cost, bf16_linear, fp8_linear, memory_time
+from octavo.planner.timeline import Message
 from octavo.planner.trace import Trace
 
 OPTIMIZER_BYTES = {"fp32": 28.0, "fp8": 14.2}
@@ -76,6 +78,11 @@ class StepConfig:
     Attributes:
         gpus: Number of GPUs, each with its own batch.
         copies: Copies of the model, each shared by `gpus / copies` GPUs (FSDP2).
+        tp: GPUs that share each linear layer.
+        cp: GPUs that share each sequence.
+        ep: GPUs that share the experts of each layer.
+        pp: GPUs of a pipeline.
+        schedule: Schedule of the pipeline, a name of torch's.
         keeps_gathered: Whether gathered weights stay from forward to backward (ZeRO-2).
         fp8_gather: Whether the weights of converted layers are gathered in FP8.
         fp8_reduce: Whether gradients are communicated in FP8.
@@ -88,6 +95,11 @@ class StepConfig:
 
     gpus: int = 1
     copies: int = 1
+    tp: int = 1
+    cp: int = 1
+    ep: int = 1
+    pp: int = 1
+    schedule: str = "1F1B"
     keeps_gathered: bool = False
     fp8_gather: bool = False
     fp8_reduce: bool = False
@@ -105,13 +117,18 @@ class StepConfig:
 
     @property
     def shards(self) -> int:
-        """GPUs that share one copy of the model."""
-        return self.gpus // self.copies
+        """GPUs that share one copy of a GPU's layers (FSDP2)."""
+        return self.gpus // (self.copies * self.tp * self.pp)
+
+    @property
+    def batches(self) -> int:
+        """Groups of GPUs with sequences of their own."""
+        return self.gpus // (self.tp * self.cp * self.pp)
 
     @property
     def bf16(self) -> "StepConfig":
-        """The same step with bf16 communication and float32 moments."""
-        return replace(self, fp8_gather=False, fp8_reduce=False, states="fp32")
+        """The same step with bf16 communication and float32 moments; experts in bf16 are not distributed."""
+        return replace(self, fp8_gather=False, fp8_reduce=False, states="fp32", ep=1)
 
 
 def is_count(value: object) -> bool:
@@ -161,9 +178,13 @@ class StepTime:
         optimizer: AdamW.
         communication: Communication that compute does not hide.
         waiting: Waiting for the host, in eager mode.
+        bubble: Waiting for other stages of a pipeline.
         tokens: Tokens per step of all GPUs.
         flops: Operations of the model on all GPUs, without recomputation.
         peak: bf16 FLOP/s of all GPUs.
+        forward: One micro-batch's forward, with waiting.
+        backward: Its backward.
+        sent: What each GPU sends in a step.
     """
 
     linears: float
@@ -176,6 +197,10 @@ class StepTime:
     tokens: int
     flops: float
     peak: float
+    bubble: float = 0.0
+    forward: float = 0.0
+    backward: float = 0.0
+    sent: tuple[Sent, ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -199,7 +224,7 @@ class StepTime:
         }  # fmt: skip
 
 
-PARTS = ("linears", "attention", "products", "rest", "optimizer", "communication", "waiting")
+PARTS = ("linears", "attention", "products", "rest", "optimizer", "communication", "waiting", "bubble")
 
 
 def linear_costs(gpu: Gpu, trace: Trace, recipes: Mapping[str, Recipe | None]) -> list[Cost]:
@@ -212,8 +237,9 @@ def linear_costs(gpu: Gpu, trace: Trace, recipes: Mapping[str, Recipe | None]) -
 
 
 def step_time(
-    gpu: Gpu, trace: Trace, costs: Sequence[Cost], step_config: StepConfig, tokens: int, saved: float = 0.0
-) -> StepTime:
+    gpu: Gpu, trace: Trace, costs: Sequence[Cost], step_config: StepConfig, tokens: int, saved: float = 0.0,
+    messages: Sequence[Message] = (),
+) -> StepTime:  # fmt: skip
     """Predict the time of a step.
 
     Args:
@@ -223,6 +249,7 @@ def step_time(
         step_config: How the step runs.
         tokens: Tokens of one micro-batch on one GPU.
         saved: Bytes that gathering in FP8 saves, as `bytes_saved_by_fp8_gather` returns them.
+        messages: What the GPU sends of tokens of a micro-batch, while it does not compute.
     """
     recompute, linears = step_config.recompute, total(costs)
     rate = gpu.bf16_tflops * 1e12
@@ -234,12 +261,24 @@ def step_time(
         linears.backward + 2.5 * attention + 2 * (products + rest)
         + recompute.linears * (linears.forward + products) + recompute.attention * attention + recompute.rest * rest
     )  # fmt: skip
-    exposed = _exposed(gpu, _traffic(trace, step_config, saved), step_config, forward, backward)
+    micro_batches, pipelined = step_config.micro_batches, step_config.pp > 1
+    of_shards = traffic(
+        trace, step_config.shards, ep=step_config.ep, saved=saved if step_config.fp8_gather else 0.0,
+        fp8_reduce=step_config.fp8_reduce, reduce_bytes=step_config.reduce_bytes,
+    )  # fmt: skip
+    gathers, reductions = sharded(
+        gpu, of_shards, step_config.shards, step_config.copies, apart=step_config.tp, ep=step_config.ep
+    )
+    tokens_sent = exchanged(gpu, messages, ranks=step_config.tp * step_config.cp * step_config.ep)
+    exposed = _exposed(gathers, reductions, step_config, forward, backward)
+    forward += sum(row.seconds for row in tokens_sent if not row.backward)
+    backward += sum(row.seconds for row in tokens_sent if row.backward)
+    exposed += sum(row.seconds for row in tokens_sent)
     # Frozen parameters are gathered too, but not updated.
     optimizer = trace.trained / step_config.shards * OPTIMIZER_BYTES[step_config.states] / gpu.bandwidth
     others = 3 * (len(trace.rest) + len(trace.products)) * gpu.host_us * 1e-6
     host = linears.host + others if step_config.eager else 0.0
-    micro_batches = step_config.micro_batches
+    waiting = max(0.0, host - forward - backward)
     model_flops = 3 * trace.attention + 3 * sum(p.flops for p in trace.products)
     model_flops += sum(2 * m * n * k for calls in trace.calls.values() for c in calls for m, n, k in c.products)
     return StepTime(
@@ -249,33 +288,28 @@ def step_time(
         rest=micro_batches * rest * (3 + recompute.rest),
         optimizer=optimizer,
         communication=micro_batches * exposed,
-        waiting=micro_batches * max(0.0, host - forward - backward),
-        tokens=tokens * micro_batches * step_config.gpus,
+        waiting=micro_batches * waiting,
+        tokens=tokens * micro_batches * step_config.batches * step_config.cp,
         flops=model_flops * micro_batches * step_config.gpus,
         peak=rate * step_config.gpus,
+        forward=forward + waiting / 3,
+        backward=backward + waiting * 2 / 3,
+        sent=tuple(
+            row.times(1 if pipelined and row.of_gradients else micro_batches)
+            for row in (*tokens_sent, *gathers * (1 if pipelined or step_config.keeps_gathered else 2), *reductions)
+        ),
     )
 
 
-def _traffic(trace: Trace, step_config: StepConfig, saved: float) -> Traffic:
-    weights = 2.0 * trace.parameters - (saved if step_config.fp8_gather else 0.0)
-    reduced = trace.trained * step_config.reduce_bytes
-    copied = trace.trained * (FP8_BYTES_PER_ELEMENT if step_config.fp8_reduce else 2)
-    return Traffic(
-        weights=weights,
-        gradients=trace.trained * FP8_BYTES_PER_ELEMENT if step_config.fp8_reduce else reduced,
-        summed=reduced / step_config.shards if step_config.shards > 1 else copied,
-        fp8_gradients=step_config.fp8_reduce,
-    )
+def _exposed(
+    gathers: Sequence[Sent], reductions: Sequence[Sent], step_config: StepConfig, forward: float, backward: float
+) -> float:
+    """Return the seconds of a micro-batch's gathers and reductions that compute does not hide.
 
-
-def _exposed(gpu: Gpu, traffic: Traffic, step_config: StepConfig, forward: float, backward: float) -> float:
-    """Return the seconds of collectives that compute does not hide."""
-    links = Links(inside=gpu.link_gbs * 1e9 * gpu.link_efficiency, between=gpu.network_gbs * 1e9 * gpu.link_efficiency)
-    shards, copies = step_config.shards, step_config.copies
-    gather = collective("all-gather", traffic.weights, links, ranks=shards)
-    scatter = collective(
-        "all-to-all" if traffic.fp8_gradients else "reduce-scatter", traffic.gradients, links, ranks=shards
-    )
-    between = collective("all-reduce", traffic.summed, links, ranks=copies, apart=shards)
+    In a pipeline, gradients are reduced once in a step, and weights stay gathered from backward to the next forward.
+    """
+    gather, reduction = (sum(row.seconds for row in rows) for rows in (gathers, reductions))
+    if step_config.pp > 1:
+        return max(0.0, gather + reduction / step_config.micro_batches - backward)
     second_gather = 0.0 if step_config.keeps_gathered else gather
-    return max(0.0, gather - forward) + max(0.0, second_gather + scatter + between - backward)
+    return max(0.0, gather - forward) + max(0.0, second_gather + reduction - backward)

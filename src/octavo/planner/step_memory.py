@@ -28,6 +28,7 @@ from octavo.planner.memory_plan import MemoryPlan
 from octavo.planner.sharded_memory import ShardGroup, Shards, memory_per_rank
 from octavo.planner.step import StepConfig
 from octavo.planner.timeline import (
+    ACTIVATIONS,
     ALLOCATION_GRANULARITY,
     BATCH,
     BLOCK_GRADIENTS,
@@ -37,11 +38,13 @@ from octavo.planner.timeline import (
     KINDS,
     PARAMETERS,
     STATES,
+    MemorySeries,
+    Message,
     StorageEvents,
     Timeline,
 )
-from octavo.runtime.blocks import find_blocks
-from octavo.runtime.torch_compat import FakeTensorMode, tree_leaves
+from octavo.runtime.blocks import find_block_list, find_blocks
+from octavo.runtime.torch_compat import FakeTensorMode, local_part, tree_leaves
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -59,6 +62,7 @@ class StepTrace:
         block: Parameters of the largest block, which are gathered and scattered together if the model is sharded.
         rest: Parameters outside the blocks.
         saved: What a forward saves for backward, if that was listed.
+        messages: What it hands to collectives.
     """
 
     events: StorageEvents
@@ -66,10 +70,15 @@ class StepTrace:
     block: ShardGroup
     rest: ShardGroup
     saved: Audit
+    messages: Sequence[Message] = ()
 
     def gradients(self, blocks: int) -> int:
         """Return the bytes of all gradients of a model with this many such blocks."""
         return blocks * self.block.gradients + self.rest.gradients
+
+    def accumulated(self, blocks: int, step_config: StepConfig) -> int:
+        """Return the same in the dtype in which FSDP2 adds up micro-batches."""
+        return step_config.reduce_bytes * (blocks * self.block.elements + self.rest.elements)
 
 
 TraceStep = Callable[[int | None, int], StepTrace]
@@ -84,6 +93,8 @@ def predict_memory(
     blocks: int = 0,
     leading: int | None = None,
     offloaded: bool = False,
+    spread: float = 1.0,
+    beside: "Beside | None" = None,
 ) -> MemoryPlan:
     """Predict the memory of a step on each GPU.
 
@@ -95,12 +106,16 @@ def predict_memory(
         leading: First blocks that differ from the others, which are equal, so that a few of these stand for all; None
             if they are not (`leading_blocks`).
         offloaded: Whether shards are in host memory.
+        spread: As of `Shards`.
+        beside: Memory of the GPU that other micro-batches and stages take.
     """
-    series = None
+    series, messages = None, list[Message]()
     whole = step_config.shards == step_config.copies == 1 and not offloaded  # else all blocks are sharded as the first
     count = (leading or 0) + TRACED_BLOCKS
     if leading is not None and blocks > count + 1:
         step = trace(count + 1, size)
+        if step.messages:
+            messages = _extrapolate_messages(trace(count, size).messages, step.messages, blocks - count)
         if whole or not leading:
             few = repeat_block(step.events, -1) or trace(count, size).events
             series = extrapolate_blocks(few, step.events, blocks - count)
@@ -108,16 +123,19 @@ def predict_memory(
             series = repeated.series
     if series is None:
         step, count = trace(None, size), blocks
-        series = step.events.series
+        series, messages = step.events.series, [*step.messages]
     if step_config.shards > 1 or offloaded:
         shards = Shards(
             ranks=step_config.shards, block=step.block, rest=step.rest, blocks=blocks,
             keeps_gathered=step_config.keeps_gathered, accumulating=step_config.micro_batches > 1, offloaded=offloaded,
+            spread=spread, accumulated=step.accumulated(blocks, step_config) if step_config.pp > 1 else 0,
         )  # fmt: skip
         series = memory_per_rank(series, shards)
     # DDP's buckets hold all gradients a second time.
     buckets = {GATHERED: step.gradients(blocks)} if step_config.copies > 1 and step_config.shards == 1 else {}
     series = series.merge(BLOCK_GRADIENTS, GRADIENTS)
+    if beside is not None:
+        series = beside.add_to(series)
     peak = series.peak
     by_dtype = sorted(step.saved.by_dtype.items(), key=lambda item: -item[1])
     return MemoryPlan(
@@ -129,10 +147,56 @@ def predict_memory(
         saved_by_dtype={dtype_name(dtype): saved for dtype, saved in by_dtype},
         saved_by_layer=step.saved.by_owner,
         traced_blocks=(count, blocks),
+        messages=(tuple(messages),),
         replan=lambda other: predict_memory(
-            trace, other, step_config, blocks=blocks, leading=leading, offloaded=offloaded
+            trace, other, step_config, blocks=blocks, leading=leading, offloaded=offloaded, spread=spread
         ),
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beside:
+    """Memory that a GPU of a pipeline has beside a stage's micro-batch, in bytes.
+
+    Attributes:
+        held: What other stages of the GPU hold all the time, by category.
+        forward: Activations of other micro-batches during a forward, at most.
+        backward: The same during a backward.
+    """
+
+    held: Mapping[str, int]
+    forward: int = 0
+    backward: int = 0
+
+    def add_to(self, series: MemorySeries) -> MemorySeries:
+        """Return the series with these bytes."""
+        kinds = tuple(dict.fromkeys((*series.kinds, *self.held, ACTIVATIONS)))
+        table = torch.zeros(len(series.phases), len(kinds), dtype=torch.int64)
+        table[:, : len(series.kinds)] = series.table
+        for kind, size in self.held.items():
+            table[:, kinds.index(kind)] += size
+        for phase, size in (("forward", self.forward), ("backward", self.backward)):
+            rows = torch.tensor([other == phase for other in series.phases])
+            table[:, kinds.index(ACTIVATIONS)] += rows * size
+        return MemorySeries(kinds, series.phases, table)
+
+
+def _extrapolate_messages(few: Sequence[Message], more: Sequence[Message], extra: int) -> list[Message]:
+    """Return the messages of a model with `extra` blocks more than that of `few`, summed by operation; `more` is of one
+    block more.
+    """
+    sums = [sum_messages(messages) for messages in (few, more)]
+    keys = dict.fromkeys((*sums[0], *sums[1]))
+    return [Message(*key, sums[0].get(key, 0) + extra * (sums[1].get(key, 0) - sums[0].get(key, 0))) for key in keys]
+
+
+def sum_messages(messages: Sequence[Message]) -> dict[tuple[str, bool], int]:
+    """Return the bytes of messages by operation, in forward and in backward."""
+    sums: dict[tuple[str, bool], int] = {}
+    for message in messages:
+        key = message.op, message.backward
+        sums[key] = sums.get(key, 0) + message.bytes
+    return sums
 
 
 def follow_step(
@@ -169,6 +233,7 @@ def follow_step(
         others = [tensor for tensor in (*model.parameters(), *model.buffers()) if id(tensor) not in ids]
         timeline.hold_block(_held(last, states_of), _held(others, states_of))
     timeline.follow(model, blocks)
+    timeline.set_phase("forward")
     with timeline:
         forward_backward()
         timeline.label_gradients(gradients())
@@ -178,7 +243,9 @@ def follow_step(
     timeline.relabel([p.grad for p in inside.values() if p.grad is not None], BLOCK_GRADIENTS)
     compressed = _in_fp8(model) if step_config.fp8_gather else {}
     parameters_by_block = [list(block.parameters()) for block in blocks]
-    largest = max(parameters_by_block, key=lambda parameters: sum(p.numel() for p in parameters), default=[])
+    largest = max(
+        parameters_by_block, key=lambda parameters: sum(local_part(p).numel() for p in parameters), default=[]
+    )
     return StepTrace(
         events=timeline.events(),
         tokens=max(tensors[0].numel(), 1),
@@ -188,6 +255,7 @@ def follow_step(
             FP8_BYTES_PER_ELEMENT if step_config.fp8_reduce else step_config.reduce_bytes,
         ),
         saved=saved or Audit(rows=()),
+        messages=timeline.messages,
     )  # fmt: skip
 
 
@@ -218,7 +286,7 @@ def leading_blocks(model: nn.Module, plan: Plan) -> int | None:
         return None
     first = next((i + 1 for i in range(len(kinds) - 1, -1, -1) if kinds[i] != kinds[-1]), 0)
     settings = [_settings(block) for block in blocks[first:]]
-    uniform = all(_is_uniform([own.get(name) for own in settings], first) for name in settings[0])
+    uniform = all(_is_uniform([own.get(name) for own in settings]) for name in settings[0])
     return first if uniform and first < len(blocks) - 1 else None
 
 
@@ -232,9 +300,10 @@ def _settings(block: nn.Module) -> dict[str, Any]:
     }
 
 
-def _is_uniform(values: list[Any], first: int) -> bool:
-    """Return whether blocks from an index on agree in a setting, or it is their index."""
-    return len(set(values)) == 1 or values == list(range(first, first + len(values)))
+def _is_uniform(values: list[Any]) -> bool:
+    """Return whether blocks agree in a setting, or it is their index."""
+    consecutive = isinstance(values[0], int) and values == list(range(values[0], values[0] + len(values)))
+    return len(set(values)) == 1 or consecutive
 
 
 def copy_with_blocks(model: M, count: int | None, mode: FakeTensorMode, place: torch.device) -> M:
@@ -243,11 +312,10 @@ def copy_with_blocks(model: M, count: int | None, mode: FakeTensorMode, place: t
     removed = [] if count is None else blocks[count:]
     copy = fake_copy(model, mode, place, without=removed)
     if removed:
-        holder = next(
-            name for name, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) and m[0] is blocks[0]
-        )
+        members = find_block_list(model)
+        holder = next(name for name, module in model.named_modules() if module is members)
         stack: Any = copy.get_submodule(holder)
-        del stack[count:]
+        del stack[next(index for index, member in enumerate(members) if member is removed[0]) :]
     return copy
 
 
@@ -263,16 +331,18 @@ def _in_fp8(model: nn.Module) -> dict[int, int]:
     sizes = {}
     for module in model.modules():
         if is_converted(module) and module.recipe.supports_fp8_gather:
-            weight = module.weight
-            sizes[id(weight)] = weight.numel() + 4 * weight.shape[0]
+            weight = local_part(module.weight)
+            sizes[id(module.weight)] = weight.numel() + 4 * weight.shape[0]
     return sizes
 
 
 def _group(parameters: list[nn.Parameter], compressed: dict[int, int], reduced: float) -> ShardGroup:
     allocation_granularity = ALLOCATION_GRANULARITY["cuda"]
-    trained = [p for p in parameters if p.requires_grad]
+    trained = [local_part(p) for p in parameters if p.requires_grad]
+    elements = sum(p.numel() for p in trained)
     return ShardGroup(
-        gathered=sum(compressed.get(id(p), p.nbytes) for p in parameters),
+        gathered=sum(compressed.get(id(p), local_part(p).nbytes) for p in parameters),
         gradients=sum(-(-p.nbytes // allocation_granularity) * allocation_granularity for p in trained),
-        reduced=int(reduced * sum(p.numel() for p in trained)),
+        reduced=int(reduced * elements),
+        elements=elements,
     )

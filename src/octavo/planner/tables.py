@@ -97,7 +97,8 @@ def forecast_text(plan: Any, width: int | None = None) -> str:
     if gpu.measured:
         notes.append(f"Measured: {len(gpu.measured)} times of octavo calibrate on {gpu.measured.device}.")
     below = [] if is_wide else ["", why, *reasons]
-    return "\n".join([*layers.lines(width), *below, "", *_step(plan).lines(), "", *notes])
+    sent = ["", *_sent(plan).lines()] if plan.planned.sent else []
+    return "\n".join([*layers.lines(width), *below, "", *_step(plan).lines(), *sent, "", *notes])
 
 
 def _columns(plan: Any) -> list[tuple[str, StepTime, MemoryPlan]]:
@@ -119,7 +120,7 @@ def _step(plan: Any) -> Table:
     def of_memory(name: str, form: Callable[[MemoryPlan], str]) -> None:
         rows.append((name, *(form(memory) for _, _, memory in columns)))
 
-    for part in PARTS:
+    for part in (part for part in PARTS if part != "bubble" or plan.step_config.pp > 1):
         of_time(f"{part}, ms", lambda time, part=part: f"{1e3 * getattr(time, part):,.2f}")  # type: ignore[misc]
     rows.append(())
     of_time("total, ms", lambda time: f"{1e3 * time.seconds:,.2f}")
@@ -145,6 +146,26 @@ def _step(plan: Any) -> Table:
         *(name.replace(" ", "\n") for name, _, _ in columns),
     )
     return Table(headings=headings, align="<" + ">" * len(columns), rows=rows)
+
+
+def _sent(plan: Any) -> Table:
+    """Table of what each GPU sends in a step, by kind and column: GB, and milliseconds as if nothing hid them."""
+    columns = _columns(plan)
+    sums: dict[str, list[list[float]]] = {}
+    for index, (_, time, _) in enumerate(columns):
+        for row in time.sent:
+            cell = sums.setdefault(row.kind, [[0.0, 0.0] for _ in columns])[index]
+            cell[0] += row.bytes / 1e9
+            cell[1] += row.seconds * 1e3
+    rows = [
+        (kind, *(text for cell in cells for text in (f"{cell[0]:,.2f}", f"{cell[1]:,.1f}")))
+        for kind, cells in sums.items()
+    ]
+    headings = (
+        "sent by each GPU in a step",
+        *(text for name, _, _ in columns for text in (f"{name}\nGB".replace("this ", "this\n"), "ms")),
+    )
+    return Table(headings=headings, align="<" + ">>" * len(columns), rows=rows)
 
 
 def _fit_note(plan: Any, memory: MemoryPlan, name: str) -> str:

@@ -59,6 +59,22 @@ class MemorySample:
         return sum(self.bytes.values())
 
 
+@dataclass(frozen=True)
+class Message:
+    """What a rank hands to a collective: its operation, whether that is in backward, and bytes."""
+
+    op: str
+    backward: bool
+    bytes: int
+
+
+_COLLECTIVES = {
+    "_allgather_base_": ("all-gather", 1), "_reduce_scatter_base_": ("reduce-scatter", 1),
+    "alltoall_base_": ("all-to-all", 1), "allreduce_": ("all-reduce", 0),
+}  # fmt: skip
+"""Operations of c10d, and the position of what they send."""
+
+
 class MemorySeries:
     """Bytes by category at many times of a step.
 
@@ -165,6 +181,7 @@ class Timeline(TorchDispatchMode):
         self._kinds: dict[int, str] = {}
         self._events: list[tuple[int, int, str]] = []  # storage, change in bytes, phase
         self._alive: dict[int, weakref.ref[Any]] = {}
+        self.messages: list[Message] = []
         self._phase = ""
         self._in_backward = False
         self._marks: dict[str, int] = {}
@@ -282,6 +299,10 @@ class Timeline(TorchDispatchMode):
             self._phase = "backward" if backward else "after backward"
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # the autograd engine asks for it more often than all operations run
+        if func.namespace == "c10d" and (name := func._schema.name.partition("::")[2]) in _COLLECTIVES:
+            op, position = _COLLECTIVES[name]
+            size = sum(t.nbytes for t in tree_leaves(args[position]))
+            self.messages.append(Message(op, backward, size))
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor):

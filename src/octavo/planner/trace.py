@@ -18,9 +18,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from octavo.nn.experts import experts_shape, looks_like_experts
 from octavo.planner.memory_extrapolation import common_prefix
 from octavo.planner.roofline import LinearCall
-from octavo.runtime.torch_compat import TorchDispatchMode, tree_leaves
+from octavo.runtime.torch_compat import TorchDispatchMode, local_part, tree_leaves
 
 LOOKUPS = ("aten::embedding", "aten::index", "aten::index_select", "aten::gather")
 """Operations that read only as many bytes of their first input as they write."""
@@ -49,6 +50,7 @@ class Trace:
         regions: Bytes of the same, fused between products.
         parameters: Elements of all parameters, tied ones once.
         trained: Elements of those that require a gradient.
+        experts: Elements of experts' parameters.
         extrapolated: Whether a few blocks ran for all.
     """
 
@@ -59,6 +61,7 @@ class Trace:
     regions: tuple[float, ...]
     parameters: int
     trained: int
+    experts: int = 0
     extrapolated: bool = field(default=False, compare=False)
 
 
@@ -67,13 +70,15 @@ def trace(model: nn.Module, linears: Mapping[str, nn.Module], forward: Callable[
 
     Args:
         model: The model; on fake tensors nothing is computed.
-        linears: Modules to count as linear layers, by name; their weight is [N,K], or [K,N] as the input shows.
+        linears: Modules to count as linear layers, by name: their weight is [N,K], or [K,N] as the input shows; or
+            experts, which count as two grouped products.
         forward: Runs the model.
     """
     tracer = _Tracer()
     with _hooked(tracer, linears), tracer:
         forward()
-    parameters = list(model.parameters())
+    parameters = [local_part(p) for p in model.parameters()]
+    experts = (m for m in model.modules() if looks_like_experts(m))
     return Trace(
         calls={name: tuple(calls) for name, calls in tracer.calls.items()},
         attention=tracer.attention,
@@ -82,6 +87,7 @@ def trace(model: nn.Module, linears: Mapping[str, nn.Module], forward: Callable[
         regions=tuple(tracer.regions()),
         parameters=sum(p.numel() for p in parameters),
         trained=sum(p.numel() for p in parameters if p.requires_grad),
+        experts=sum(p.numel() for module in experts for p in module.parameters()),
     )
 
 
@@ -109,7 +115,7 @@ def extrapolate_trace(few: Trace, more: Trace, count: int, blocks: Sequence[str]
     return Trace(calls={**more.calls, **others}, **parts, **numbers, extrapolated=True)  # type: ignore[arg-type]
 
 
-_PARTS, _NUMBERS = ("products", "rest", "regions"), ("attention", "parameters", "trained")
+_PARTS, _NUMBERS = ("products", "rest", "regions"), ("attention", "parameters", "trained", "experts")
 
 
 def _block_calls(trace: Trace, block: str) -> dict[str, tuple[LinearCall, ...]]:
@@ -132,6 +138,10 @@ def _repeat_difference(few: tuple[Any, ...], more: tuple[Any, ...], extra: int) 
 def _hooked(tracer: "_Tracer", linears: Mapping[str, nn.Module]) -> Iterator[None]:
     handles = []
     for name, module in linears.items():
+        if looks_like_experts(module):
+            handles.append(module.register_forward_pre_hook(tracer.enter_experts_hook(name), with_kwargs=True))
+            handles.append(module.register_forward_hook(tracer.leave_experts, always_call=True))
+            continue
         handles.append(module.register_forward_pre_hook(tracer.enter_hook(name)))
         handles.append(module.register_forward_hook(tracer.leave, always_call=True))
     try:
@@ -149,6 +159,7 @@ class _Tracer(TorchDispatchMode):
         self.products: list[Work] = []
         self.rest: list[float] = []
         self._inside = 0
+        self._in_experts = 0
         self._input: Tensor | None = None
         self._region = 0  # odd numbers are products
         self._alive: list[Any] = []  # keeps storages alive so that their ids stay unique
@@ -158,7 +169,7 @@ class _Tracer(TorchDispatchMode):
 
     def enter_hook(self, name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
         def enter(module: nn.Module, inputs: tuple[Any, ...]) -> None:
-            x, weight = inputs[0], module.weight
+            x, weight = local_part(inputs[0]), local_part(module.weight)
             assert isinstance(x, Tensor) and isinstance(weight, Tensor)
             k = x.shape[-1]
             call = LinearCall(
@@ -176,6 +187,23 @@ class _Tracer(TorchDispatchMode):
             self._reads([x])
 
         return enter
+
+    def enter_experts_hook(self, name: str) -> Callable[..., None]:
+        def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            hidden, index = (*args, *kwargs.values())[:2]
+            count, k, both, inner = experts_shape(module)
+            calls = self.calls.setdefault(name, [])
+            wgrad = any(p.requires_grad for p in module.parameters())
+            for features, outputs, dgrad in ((k, both, hidden.requires_grad), (inner, k, True)):
+                calls.append(
+                    LinearCall(m=index.numel(), k=features, n=outputs, dgrad=dgrad, wgrad=wgrad, experts=count)
+                )
+            self._in_experts += 1
+
+        return enter
+
+    def leave_experts(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        self._in_experts -= 1
 
     def leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
         self._writes([output])
@@ -195,9 +223,13 @@ class _Tracer(TorchDispatchMode):
         yield from (size for region, size in sorted(moved.items()) if region % 2 == 0)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            return NotImplemented  # the subclass runs on its inner tensors, which arrive here
         out = func(*args, **(kwargs or {}))
         if self._inside:
             return out
+        if func.namespace == "c10d":
+            return out  # its time is that of the links
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         input_storages = {t.untyped_storage()._cdata for t in inputs}
@@ -231,16 +263,18 @@ class _Tracer(TorchDispatchMode):
             self.attention += fraction * 2 * scores * (q.shape[-1] + v.shape[-1])
             return
         contracted = args[1][0].numel() if name == "aten::convolution" else args[PRODUCTS[name]].shape[-1]
+        if self._in_experts:  # counted as calls
+            return
         flops = 2.0 * outputs[0].numel() * contracted
         self.products.append(Work(flops=flops, bytes=sum(_size(t) for t in (*inputs, *outputs))))
 
     def _reads(self, tensors: Any) -> None:
-        for tensor in tensors:
+        for tensor in map(local_part, tensors):
             self._read.setdefault(self._storage_id(tensor), set()).add(self._region)
 
     def _writes(self, tensors: Any) -> None:
         for tensor in tree_leaves(tensors):
-            if isinstance(tensor, Tensor):
+            if isinstance(tensor := local_part(tensor), Tensor):
                 self._written.setdefault(self._storage_id(tensor), self._region)
 
     def _storage_id(self, tensor: Tensor) -> int:

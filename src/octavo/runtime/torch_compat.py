@@ -5,8 +5,8 @@ range of releases; `make test-versions` runs the tests on both ends of it.
 """
 
 import sys
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from importlib import import_module
 from itertools import chain
@@ -192,6 +192,24 @@ def without_autocast(device_type: str) -> AbstractContextManager[Any]:
 def flattened(mesh: Any, name: str) -> Any:
     """Return a `DeviceMesh` of one dimension with the ranks of a mesh. All releases: there is no public function."""
     return mesh._flatten(name)
+
+
+@contextmanager
+def fake_process_group(size: int) -> Iterator[None]:
+    """A process group of so many ranks, of which this process is the first and the others do not exist.
+
+    Its collectives send nothing. Raises ValueError if this process is in a group already.
+    """
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():
+        raise ValueError("a plan of several ranks runs in one process: start it without torchrun")
+    dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def queue_callback(callback: Callable[[], None]) -> None:

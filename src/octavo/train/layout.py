@@ -179,11 +179,7 @@ def distribute(
         if settings.tp > 1 or settings.pp > 1:
             return _on_hybrid_mesh(model, settings, device, sends_fp8, micro_batches)
         if settings.ep > 1:
-            if not fp8:
-                raise ValueError(
-                    'ep distributes experts that compute in FP8, and precision.level = "bf16" has none: leave ep out, '
-                    "and dp_shard shards the experts"
-                )
+            check_experts_compute_in_fp8(fp8)
             mesh = _mesh(settings, device, (world // settings.ep, settings.ep), ("efsdp", "ep"))
             expert_parallel(model, mesh["ep"], fp8_comm=sends_fp8)
             return Layout(forward=parallelize(model, mesh, **_comm(data)), **alone)
@@ -212,10 +208,7 @@ def _on_hybrid_mesh(
     divides = settings.sequence_parallel and tp > 1
     stages = cut(model, mesh["pp"], settings.schedule) if pp > 1 else []
     if tp > 1:
-        tensor_parallel(
-            model, mesh["tp"], sequence_parallel=divides, gather="fp8" if sends_fp8 else "bf16",
-            reduce="fp8" if sends_fp8 and settings.fp8_comm == "on" and divides else "bf16",
-        )  # fmt: skip
+        tensor_parallel(model, mesh["tp"], **_token_formats(settings, sends_fp8))
     partial = partial_parameters(model)
     parts = stage_modules(model, stages, pp, settings.schedule, token_parts=tp if divides else 1)
     forward: Callable[..., Any] = model
@@ -255,11 +248,45 @@ def _comm(layout: Parallel) -> dict[str, Any]:
     return {name: getattr(layout, name) for name in ("fp8_comm", "reshard_after_forward", "cpu_offload")}
 
 
-def check_predicted(parallel: ParallelConfig) -> None:
-    """Raise ConfigError for a layout that is not predicted."""
-    sizes = {name: getattr(parallel, name) for name in ("tp", "cp", "ep", "pp")}
-    if name := next((name for name, size in sizes.items() if size > 1), None):
-        raise ConfigError(
-            f"parallel.{name} = {sizes[name]}: octavo plan predicts data parallelism only; plan without it (with a "
-            "smaller dp_shard for the memory of a shard), or train a few steps"
+def divide_layers(model: nn.Module, settings: ParallelConfig, mesh: DeviceMesh | None, *, fp8: bool) -> Layout:
+    """Leave in a model what one rank has of each layer, in place, and nothing of its data parallelism: for a plan.
+
+    Args:
+        model: Whole layers, of all stages or one.
+        settings: The section `[parallel]`.
+        mesh: The ranks of tp, cp or ep, one dimension of that name; None without.
+        fp8: As of `distribute`.
+
+    Raises:
+        ConfigError: As `distribute` does.
+    """
+    sends_fp8, divides = fp8 and settings.fp8_comm != "off", settings.sequence_parallel and settings.tp > 1
+    try:
+        if mesh is None:
+            pass
+        elif settings.tp > 1:
+            tensor_parallel(model, mesh, **_token_formats(settings, sends_fp8))
+        elif settings.cp > 1:
+            context_parallel(model, mesh, fp8_comm=sends_fp8)
+        elif settings.ep > 1:
+            expert_parallel(model, mesh, fp8_comm=sends_fp8)
+    except ValueError as error:
+        raise ConfigError(f"[parallel]: {error}") from None
+    labels = settings.tp if divides else settings.cp
+    return Layout(forward=model, inputs=(0, settings.cp), labels=(0, labels), loss_parts=settings.tp if divides else 1)
+
+
+def check_experts_compute_in_fp8(fp8: bool) -> None:
+    """Raise ValueError unless a model of expert parallelism computes in FP8."""
+    if not fp8:
+        raise ValueError(
+            'ep distributes experts that compute in FP8, and precision.level = "bf16" has none: leave ep out, '
+            "and dp_shard shards the experts"
         )
+
+
+def _token_formats(settings: ParallelConfig, sends_fp8: bool) -> dict[str, Any]:
+    """The arguments of `tensor_parallel` beside the mesh."""
+    divides = settings.sequence_parallel
+    reduce = "fp8" if sends_fp8 and settings.fp8_comm == "on" and divides else "bf16"
+    return {"sequence_parallel": divides, "gather": "fp8" if sends_fp8 else "bf16", "reduce": reduce}

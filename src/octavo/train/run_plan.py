@@ -32,7 +32,6 @@ from octavo.planner.model_plan import (
     check_gathered,
     default_decisions,
     plan_request,
-    trace_model,
     with_measurements,
 )
 from octavo.planner.step import CHECKPOINTING, StepConfig, layout_settings
@@ -40,18 +39,28 @@ from octavo.planner.step_memory import (
     StepTrace,
     copy_with_blocks,
     follow_step,
-    leading_blocks,
     predict_memory,
     restrict_plan,
 )
 from octavo.planner.timeline import ALLOCATION_GRANULARITY
 from octavo.planner.trace import Trace
-from octavo.runtime.blocks import find_blocks
 from octavo.runtime.torch_compat import tree_leaves
 from octavo.train.checkpoint.pretrained import one_line
 from octavo.train.config.run_config import ConfigError, TrainConfig, parse_config
-from octavo.train.layout import check_predicted
+from octavo.train.layout import Layout, check_experts_compute_in_fp8, check_layout, divide_layers
 from octavo.train.model import check_model
+from octavo.train.plan_parts import (
+    Stage,
+    cut_ends,
+    message_bytes,
+    shared_mesh,
+    stage_input,
+    stage_memory,
+    stage_module,
+    stages_of_model,
+    trace_stage,
+    without_experts,
+)
 from octavo.train.tasks.registry import task_of
 from octavo.train.tasks.task import Task
 from octavo.train.trainer import Trainer
@@ -86,7 +95,11 @@ def plan_memory(config: TrainConfig, *, device: str = "cuda", label: str | None 
     import transformers.masking_utils  # noqa: F401  which fake_tensors keeps from taking every batch for a packed one
 
     task = planned_task(config)
-    check_predicted(config.parallel)
+    for name in ("tp", "cp", "ep", "pp"):
+        if (size := getattr(config.parallel, name)) > 1:
+            raise ConfigError(
+                f"parallel.{name} = {size}: octavo plan --memory predicts one GPU; for several give --gpu and --gpus"
+            )
     fake = fake_device(torch.device(device))
 
     step_config = StepConfig(micro_batches=config.optim.micro_batches)
@@ -172,7 +185,7 @@ def plan_step(
         best, times, step.gpu, step.trace, request.recipes, step.config, tokens,
         memory=own_memory if _same_decisions(step.plan, best) else memory("the best plan", config, best, step.config),
         bf16_memory=memory("bf16", at_level(config, "bf16", {}), Plan({}), step.config.bf16),
-        configured=(step.plan, own_memory),
+        configured=(step.plan, own_memory), stages=step.stage_traces if config.parallel.pp > 1 else (),
     )  # fmt: skip
 
 
@@ -189,8 +202,9 @@ def plan_configured(config: TrainConfig, *, gpu: str, gpus: int = 1) -> Configur
         ValueError: For an unknown GPU.
     """
     step = _trace_run(config, gpu, gpus, None, _silent)
-    time = predict_time(step.plan, step.trace.calls, step.gpu, step.trace, step.config, step.tokens)
-    return ConfiguredRun(plan=step.plan, time=time, memory=step.memory(config, step.plan, step.config))
+    memory, stages = step.memory(config, step.plan, step.config), [own for own, _ in step.stage_traces] or [step.trace]
+    time = predict_time(step.plan, step.gpu, stages, step.config, step.tokens, memory)
+    return ConfiguredRun(plan=step.plan, time=time, memory=memory)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,14 +219,17 @@ class _TracedRun:
     sequences: int
     tokens: int
     offloaded: bool
+    stages: list[Stage]
+    stage_traces: tuple[tuple[Trace, Trace], ...] = ()
 
     def memory(self, run: TrainConfig, plan: Plan, step_config: StepConfig) -> MemoryPlan:
         """Predict the memory of a step of the same model in another configuration."""
-        steps = partial(_step_on_blocks, run, self.model, plan, step_config)
-        leading = leading_blocks(self.model, plan) if self.trace.extrapolated else None
-        return predict_memory(
-            steps, self.sequences, step_config, blocks=len(find_blocks(self.model)), leading=leading,
-            offloaded=self.offloaded,
+        hidden = self.model.config.get_text_config().hidden_size  # type: ignore[operator, union-attr]
+        fp8, length = bool(plan.decisions) and run.parallel.fp8_comm != "off", run.data.sequence_length
+        return stage_memory(
+            self.stages, partial(_step_on_blocks, run, plan), plan, self.sequences, step_config,
+            extrapolates=self.trace.extrapolated, offloaded=self.offloaded,
+            message=lambda size: message_bytes(run.parallel, (size, length), hidden, fp8=fp8),
         )  # fmt: skip
 
 
@@ -221,18 +238,24 @@ def _trace_run(
 ) -> _TracedRun:
     import transformers.masking_utils  # noqa: F401  which fake_tensors keeps from taking every batch for a packed one
 
-    check_predicted(config.parallel)
-    gpu_spec, layout = with_measurements(find_gpu(gpu), calibration), config.parallel.resolved
+    parallel = config.parallel
+    gpu_spec, layout = with_measurements(find_gpu(gpu), calibration), parallel.resolved
+    if parallel.tp * parallel.cp * parallel.ep * parallel.pp > 1:
+        try:
+            parallel.sizes(gpus)
+            if parallel.ep > 1:
+                check_experts_compute_in_fp8("fp8" in (config.resolved.matmul, config.resolved.activations))
+        except ValueError as error:
+            raise ConfigError(f"[parallel]: {error}") from None
+        layout = replace(layout, dp_shard=-1)  # of what is left
     parts = config.optim.micro_batches
     step_config = StepConfig(
-        **layout_settings(gpus, layout), micro_batches=parts, recompute=CHECKPOINTING[config.precision.checkpointing],
+        **layout_settings(gpus // (parallel.tp * parallel.pp), layout) | {"gpus": gpus},
+        **{name: getattr(parallel, name) for name in ("tp", "cp", "ep", "pp", "schedule")},
+        micro_batches=parts, recompute=CHECKPOINTING[config.precision.checkpointing],
         states=config.resolved.states,
     )  # fmt: skip
-    if config.optim.batch % (parts * gpus):
-        raise ConfigError(
-            f"optim.batch = {config.optim.batch} sequences in {parts} micro-batches cannot be shared by {gpus} GPUs "
-            f"evenly: set optim.batch to a multiple of {parts * gpus}"
-        )
+    check_layout(parallel, config.optim, config.data, gpus)
     if config.data.task == "image-classification":
         raise ConfigError(
             f'data.task = "{config.data.task}": octavo plan --gpu predicts language models, with images or without; '
@@ -240,23 +263,27 @@ def _trace_run(
         )
     task = planned_task(config)
     fake = fake_device(torch.device("cuda"))
-    shape = config.optim.batch // (parts * gpus), config.data.sequence_length
+    shape = config.optim.batch // (parts * step_config.batches), config.data.sequence_length
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         model = task.build(weights=False)
     progress(f"the linear layers on {gpu_spec.name}")
     plan = _configured(model, config.resolved, gpu_spec, shape[0] * shape[1])
     check_gathered(plan, layout)
 
-    def forward(copy: torch.nn.Module) -> Any:
-        ids = torch.zeros(shape, dtype=torch.int64, device=fake)
-        with torch.autocast(fake.type, torch.bfloat16, enabled=config.precision.parameters == "fp32"):
-            if config.data.task != "language":
-                return task.loss(copy, *task.empty_batch(shape[0], fake))
-            return copy(input_ids=ids, labels=ids, use_cache=False)
+    loss = None
+    if config.data.task != "language":
+        loss = lambda copy: task.loss(copy, *task.empty_batch(shape[0], fake))  # noqa: E731
 
+    def traced(stage: Stage, config: TrainConfig) -> Trace:
+        trace = partial(trace_stage, config, stage, shape, fake, loss)
+        return _run(trace, shape[0])  # type: ignore[no-any-return]
+
+    stages, whole = stages_of_model(model, parallel), Stage(model=model)
     return _TracedRun(
-        gpu=gpu_spec, config=step_config, model=model, plan=plan, sequences=shape[0], tokens=shape[0] * shape[1],
-        trace=_run(lambda: trace_model(model, forward, [shape], fake), shape[0]), offloaded=layout.cpu_offload,
+        gpu=gpu_spec, config=step_config, model=model, plan=plan, sequences=shape[0],
+        tokens=shape[0] * shape[1] // parallel.cp, trace=traced(whole, config), offloaded=layout.cpu_offload,
+        stages=stages, stage_traces=tuple((t, t) for t in map(partial(traced, config=config), stages))
+        if parallel.pp > 1 else (),
     )  # fmt: skip
 
 
@@ -277,17 +304,41 @@ def _same_decisions(one: Plan, other: Plan) -> bool:
 
 
 def _step_on_blocks(
-    config: TrainConfig, model: torch.nn.Module, plan: Plan, step_config: StepConfig, blocks: int | None, size: int
+    config: TrainConfig, plan: Plan, stage: Stage, step_config: StepConfig, blocks: int | None, size: int
 ) -> StepTrace:
-    """Trace a training step of one micro-batch of `size` sequences on `blocks` of the model's blocks."""
+    """Trace a training step of one micro-batch of `size` sequences on `blocks` of a stage's blocks."""
     fake = fake_device(torch.device("cuda"))
-    with fake_tensors() as mode:
-        copy = copy_with_blocks(model, blocks, mode, fake)
+    if step_config.ep == 1:
+        config = without_experts(config)
+    with shared_mesh(config.parallel, fake) as mesh, fake_tensors() as mode:
+        copy = copy_with_blocks(stage.model, blocks, mode, fake)
         task = planned_task(config)
-        trainer = Trainer(config, task.data, fake, copy, plan=restrict_plan(plan, copy))
-        batch, allocation_granularity = task.empty_batch(size, fake), ALLOCATION_GRANULARITY["cuda"]
-        trace: StepTrace = _run(lambda: _trace_step(trainer, batch, step_config, allocation_granularity), size)
+
+        def divide(model: torch.nn.Module) -> Layout:
+            layout = divide_layers(model, config.parallel, mesh, fp8=bool(plan.decisions))
+            cut_ends(model, stage)
+            return layout if stage.count == 1 else replace(layout, forward=stage_module(model, stage, config))
+
+        trainer = Trainer(config, task.data, fake, copy, plan=restrict_plan(plan, copy), divide=divide)
+        inputs, targets = task.empty_batch(size, fake)
+        batch = trainer.layout.own_tokens(inputs), trainer.layout.own_labels(targets)
+        if stage.count > 1:
+            batch = stage_input(copy, stage, config, batch[0]), batch[1]
+        granularity = ALLOCATION_GRANULARITY["cuda"]
+        of_stage = None if stage.count == 1 else partial(_run_stage, trainer, batch)
+        trace: StepTrace = _run(
+            lambda: _trace_step(trainer, batch, step_config, granularity, forward_backward=of_stage), size
+        )
         return trace
+
+
+def _run_stage(trainer: Trainer, batch: tuple[Tensor, Tensor]) -> None:
+    """Run forward and backward of a stage."""
+    inputs, labels = batch
+    with torch.autocast(inputs.device.type, torch.bfloat16, enabled=trainer.config.precision.parameters == "fp32"):
+        output = trainer.layout.forward(inputs, labels=labels)
+    output.backward(torch.empty_like(output))
+    trainer.optimizer.accumulate()
 
 
 def planned_task(config: TrainConfig) -> Task:
@@ -303,8 +354,10 @@ def _trace_step(
     step_config: StepConfig,
     allocation_granularity: int,
     saved: Audit | None = None,
+    forward_backward: Callable[[], Any] | None = None,
 ) -> StepTrace:
     """Record one step of the trainer."""
+    run = forward_backward or (lambda: trainer.accumulate(*batch, targets=batch[1].numel()))
     optimizer = trainer.optimizer
     make_states(optimizer.inner)
     states = [t for t in tree_leaves(optimizer.state_dict()) if isinstance(t, Tensor)]
@@ -316,8 +369,8 @@ def _trace_step(
             optimizer.step(0.0, norm)
 
     return follow_step(
-        trainer.model, batch, states, earlier, lambda: trainer.accumulate(*batch, targets=batch[1].numel()),
-        optimizer_step, step_config=step_config, allocation_granularity=allocation_granularity,
+        trainer.model, batch, states, earlier, run, optimizer_step, step_config=step_config,
+        allocation_granularity=allocation_granularity,
         gradients=lambda: list(optimizer.gradients().values()), saved=saved,
     )  # fmt: skip
 
@@ -325,6 +378,8 @@ def _trace_step(
 def _run(step: Any, size: int) -> Any:
     try:
         return step()
+    except ConfigError:
+        raise
     except Exception as error:  # of no common type
         raise ConfigError(f"the model cannot run a micro-batch of {size} sequences: {one_line(error)}") from error
 

@@ -12,6 +12,7 @@ fallen may be the cause. Loss and norm are reduced over all ranks, so all ranks 
 
 import platform
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,7 @@ class Trainer:
         model: A model to use instead of building one; for planning.
         ranks: The processes of the run; None for this process alone.
         plan: Precision plan of the layers; None to derive it from the configuration.
+        divide: Leaves in the model what one rank has of it; for planning.
 
     Attributes:
         step: Number of finished steps.
@@ -82,16 +84,15 @@ class Trainer:
 
     def __init__(
         self, config: TrainConfig, data: Any, device: torch.device, model: nn.Module | None = None,
-        *, ranks: Ranks | None = None, plan: Plan | None = None,
+        *, ranks: Ranks | None = None, plan: Plan | None = None, divide: Callable[[nn.Module], Layout] | None = None,
     ) -> None:  # fmt: skip
         precision, parallel = config.precision, config.parallel
-        self.config = config
-        self.step = 0
+        self.config, self.step = config, 0
         self.ranks = ranks = ranks or Ranks(device)
         self.task = task_of(config)(config, data)
         self._device = device
-        ranks.raise_together(lambda: check_layout(parallel, config.optim, config.data, ranks.world_size))
         if model is None:
+            ranks.raise_together(lambda: check_layout(parallel, config.optim, config.data, ranks.world_size))
             model, fp32_masters = build_on_ranks(config, self.task.kind, self.task.build, ranks)
             # FSDP moves its shards to the device block by block: the whole model may not fit there.
             distributed = self.ranks.world_size > 1 or parallel.cpu_offload
@@ -105,7 +106,7 @@ class Trainer:
         if loss != precision.loss:
             self.loss_note = f"whole logits: {parallel.schedule} runs the backward of the loss in two parts"
         self._checkpointing = Checkpointing(self.model, precision.checkpointing)
-        self.layout = Layout(forward=self.model)
+        self.layout = Layout(forward=self.model) if divide is None else divide(self.model)
         decayed = decayed_parameters(self.model)
         names = [name for name, param in self.model.named_parameters() if param.requires_grad]
         self._parameters = sum(param.numel() for param in self.model.parameters())
@@ -126,8 +127,7 @@ class Trainer:
         if any(is_converted(module) for module in self.model.modules()):
             self.pilot = Autopilot(self.model, watch=self.watch, thresholds=thresholds, restore_after=restore_after)
         self.recipe_changes: list[RecipeChange] = []
-        self.guard = SpikeGuard(config.guard)
-        self.skipped_batches = 0
+        self.guard, self.skipped_batches = SpikeGuard(config.guard), 0
         self._saver = CheckpointSaver(self.ranks, async_save=parallel.async_save, timeout=parallel.timeout)
 
     def train_step(self) -> StepMetrics:
@@ -136,8 +136,7 @@ class Trainer:
         Raises NonFiniteError; the state is then that before the step, with the loss scale from before skipped steps.
         """
         start = time.perf_counter()
-        config = self.config
-        inputs, targets = self._batch(self.step)
+        config, (inputs, targets) = self.config, self._batch(self.step)
         autopilot_state = self.pilot.state_dict() if self.pilot is not None else {}
         loss_value, norm = self._gradients_with_autopilot(inputs, targets)
         norm_value = norm.item()
@@ -382,9 +381,10 @@ def _convert(model: nn.Module, task: Task, device: torch.device, world: int, pla
         return None
     else:
         sharing = config.parallel.tp * config.parallel.pp
-        rows = config.optim.batch * sharing / (config.optim.micro_batches * world)
-        gpu, tokens = None if device.type == "cuda" else "cpu", round(rows * task.positions(model))
-        convert(model, precision=precision, device=gpu, tokens=tokens, verbose=False)
+        tokens = round(config.optim.batch * sharing / (config.optim.micro_batches * world) * task.positions(model))
+        convert(
+            model, precision=precision, device=None if device.type == "cuda" else "cpu", tokens=tokens, verbose=False
+        )
     return report(model)
 
 
