@@ -99,7 +99,7 @@ class Forecast(Plan):
         recipes = ", ".join(sorted({recipe.name for name in plan.converted if (recipe := plan[name].recipe)}))
         linears = sum(name in self.times for name in plan.converted)
         text = f"{linears} of {len(self.times)} linear layers"
-        if mixtures := len(plan.converted) - linears:  # of experts, which are not timed
+        if mixtures := len(plan.converted) - linears:  # of experts
             text += f" and {mixtures} mixture{'s' * (mixtures > 1)} of experts"
         text += f" in {recipes}" * bool(recipes)
         return (

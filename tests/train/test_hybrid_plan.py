@@ -1,0 +1,119 @@
+"""octavo plan of hybrid layouts: what real ranks hold and send."""
+
+import pytest
+import torch
+from test_hybrid import MIXTRAL, PIPELINE, settings  # noqa: F401  a fixture
+from test_ranks import tables  # noqa: F401  a fixture
+from torch.utils._pytree import tree_leaves
+
+from collective_recorder import CollectiveRecorder
+from octavo.planner.pipeline_time import schedule_actions, simulate
+from octavo.planner.step_memory import sum_messages
+from octavo.planner.timeline import ACTIVATIONS, GATHERED, PARAMETERS, STATES, Timeline
+from octavo.tensor import local_tensor
+from octavo.train import ConfigError, parse_config
+from octavo.train.data.corpus import load_corpus
+from octavo.train.ranks import Ranks
+from octavo.train.record.metrics import NullProgress
+from octavo.train.run_plan import plan_configured
+from octavo.train.trainer import Trainer
+from processes import gloo  # noqa: F401  a fixture
+
+pytestmark = pytest.mark.dist
+NAMES = {"all-gather": "_allgather_base_", "reduce-scatter": "_reduce_scatter_base_", "all-to-all": "alltoall_base_"}
+VOCABULARY = 512
+LAYOUTS = {
+    "tp": (2, {"tp": 2}),
+    "tp-fsdp": (4, {"tp": 2}),
+    "cp": (2, {"cp": 2}),
+    "ep-fsdp": (4, {"ep": 2}),
+    "pp": (2, {"pp": 2}),
+    "pp-interleaved": (2, {"pp": 2, "schedule": "Interleaved1F1B"}),
+    "pp-tp": (4, {"pp": 2, "tp": 2}),
+}
+
+
+class Recording(Timeline):
+    """A timeline that does not count weights that FSDP2 gathers as activations."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        if "split_with_sizes_copy" in func._schema.name:
+            self.relabel((kwargs or {}).get("out", []), GATHERED)
+        return out
+
+
+def measured(tables):  # noqa: F811
+    """Bytes of parameters, states and most activations of this rank, and what it sends."""
+    config, device = parse_config(tables), torch.device("cpu")
+    rank = torch.distributed.get_rank()
+    ranks = Ranks(device, rank, torch.distributed.get_world_size(), rank)
+    trainer = Trainer(config, load_corpus(config.data, config.model, NullProgress()), device, ranks=ranks)
+    trainer.train_step()  # states exist, and torch has inferred the shapes of stages
+    states = [t for t in tree_leaves(trainer.optimizer.state_dict()) if isinstance(t, torch.Tensor)]
+    held = [{t.untyped_storage()._cdata: t.nbytes for t in map(local_tensor, tensors)} for tensors in
+            (trainer.model.parameters(), states)]  # fmt: skip
+    inputs, targets = trainer._batch(0)
+    timeline, recorder = Recording(512), CollectiveRecorder()
+    timeline.label([*trainer.model.parameters(), *trainer.model.buffers(), *states, inputs, targets], PARAMETERS)
+    timeline.follow(trainer.model)
+    with timeline, recorder:
+        trainer.forward_backward(inputs, targets)
+    activations = timeline.events().series.largest.get(ACTIVATIONS, 0)
+    sent = {(op, back): 0 for op in NAMES for back in (False, True)}
+    for message in timeline.messages:
+        if message.op in NAMES:
+            sent[message.op, message.backward] += message.bytes
+    return [sum(sizes.values()) for sizes in held], activations, sent, recorder.bytes("send")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_a_rank_holds_and_sends(gloo, settings, layout):  # noqa: F811
+    world, parallel = LAYOUTS[layout]
+    family = "mixtral" if "ep" in parallel else "llama"
+    own = settings(family, parallel=parallel, optim={"batch": 8, "micro_batches": 4 if "pp" in parallel else 1})
+    own["model"]["config"] = (MIXTRAL if "ep" in parallel else PIPELINE) | {"vocab_size": VOCABULARY}
+    real = gloo.run(measured, world, own)
+    plan = plan_configured(parse_config(own), gpu="h100", gpus=world).memory
+    assert plan.largest[PARAMETERS] == pytest.approx(max(r[0][0] for r in real), rel=0.01)  # rounded to 512 bytes
+    assert plan.largest[STATES] == pytest.approx(max(r[0][1] for r in real), rel=0.01)
+    # Beside saved tensors, small ones of the trainer and of torch's stages are alive when backward begins.
+    if "ep" not in parallel:  # whose rows depend on the router
+        # FSDP2 has not scattered the head's gradient yet, which the loss made in forward.
+        head = VOCABULARY * 128 * 2 if layout in ("tp-fsdp", "cp") else 0
+        assert plan.largest[ACTIVATIONS] == pytest.approx(max(r[1] for r in real) - head, rel=0.1)
+    sent = real[0][2]
+    predicted = [sum_messages(messages) for messages in plan.messages]
+    if layout == "tp":
+        assert {key: size for key, size in sent.items() if size} == predicted[0]
+    if layout == "cp":
+        assert all(sent["all-to-all", back] == predicted[0]["all-to-all", back] for back in (False, True))
+    if layout == "tp-fsdp":  # gradients are scattered in backward
+        assert sent["reduce-scatter", False] == predicted[0]["reduce-scatter", False]
+    if "pp" in parallel:
+        ahead = {"pp": 1, "pp-interleaved": 3, "pp-tp": 1}[layout]  # messages of rank 0 for each micro-batch
+        assert real[0][3] == 4 * ahead * plan.stage_message
+    if layout == "pp-tp":
+        of_rank = [sum(sizes.values()) for sizes in (sent, predicted[0])]
+        assert of_rank[0] == 4 * of_rank[1]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "bubble"),
+    [("GPipe", 3 / 8), ("1F1B", 3 / 8), ("Interleaved1F1B", 3 / 16), ("LoopedBFS", 3 / 16), ("ZBVZeroBubble", 1 / 16)],
+)
+def test_bubbles_of_torchs_schedules(schedule, bubble):
+    """(p - 1) / m of the ideal time, divided by the stages of a rank; of ZBV a third of that, as B and W are apart."""
+    actions = schedule_actions(schedule, 4, 8)
+    stages = 1 + max(action.stage for row in actions for action in row)
+    seconds = simulate(actions, [4 / stages] * stages, [8 / stages] * stages)
+    assert seconds / (8 * 3) - 1 == pytest.approx(bubble)
+
+
+def test_the_plan_refuses_what_a_run_refuses(settings):  # noqa: F811
+    with pytest.raises(ConfigError, match="does not divide the 4 processes"):
+        plan_configured(parse_config(settings(parallel={"tp": 3})), gpu="h100", gpus=4)
+    with pytest.raises(ConfigError, match="ep distributes experts that compute in FP8"):
+        bf16 = settings("mixtral", parallel={"ep": 2}, precision={"level": "bf16"})
+        plan_configured(parse_config(bf16), gpu="h100", gpus=4)
