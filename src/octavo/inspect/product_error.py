@@ -14,11 +14,11 @@ the s of the layer for its own recipe, and for others with the s of these operan
 Every row has the same weight, however small: Adam takes steps of one size for gradients of any size, and a norm after a
 layer rescales all tokens. A product that lost nearly all of most rows has error 1; healthy ones have 0.03 to 0.10.
 
-Measured layers copy X and W in forward and multiply them three times per recipe in backward. For a weight that FSDP
-gathers in FP8, and for X that ranks of tensor parallelism gathered so, the gathered form counts as high precision, as
-nothing else is available. Each rank and micro-batch compares its own products; the mean is over all of them. Recipes
-with a scale per tensor, which tensor parallelism does not have, are not measured on its layers, so the autopilot does
-not choose them.
+Measured layers copy X and W in forward and multiply them three times per recipe in backward. X that ranks of tensor
+parallelism gathered in FP8 is gathered again in high precision. Of a weight that FSDP gathers in FP8 the gathered form
+counts as high precision, as nothing else is available. Each rank and micro-batch compares its own products; the mean is
+over all of them. Recipes with a scale per tensor, which tensor parallelism does not have, are not measured on its
+layers, so the autopilot does not choose them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -74,10 +74,12 @@ class ProductErrors:
         # float64 [4,2]: sum and number of the errors of Y, ∂X, ∂W, ∂W's columns
         self._sums: dict[RecipeKey, Tensor] = {}
 
+    def measures(self, layer: str) -> bool:
+        """Whether a layer is measured."""
+        return layer in self._measure
+
     def save_operands(self, layer: str, module: nn.Module, x_MK: Tensor, channels: ChannelScales | None) -> None:
-        """Copy the operands of a forward with the given channel scales if the layer is measured."""
-        if layer not in self._measure:
-            return
+        """Copy the operands of a forward of a measured layer, with the given channel scales."""
         if layer not in self._weights:
             weight: Any = local_part(module.weight)  # a part of a DTensor
             if is_transposed(module):

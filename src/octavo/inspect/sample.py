@@ -17,7 +17,8 @@ with the scales of the whole matrix, by tensor with the gathered scale. What-if 
 use the blocks of the shard.
 
 Under tensor parallelism X, W and G are the parts that this rank multiplies, as DTensors between the hooks of a style. X
-that was gathered in FP8 is counted before the gather, each rank its own tokens; products read its FP8 values.
+that was gathered in FP8 is counted before the gather, each rank its own tokens; products read its FP8 values. To
+compare these with high precision, ranks gather X a second time, without FP8.
 """
 
 import math
@@ -141,6 +142,7 @@ class Sample:
             with torch.no_grad(), disable_current_modes():
                 gathered = isinstance(x, GatheredInput)
                 own_x = _sent(own_x)
+                exact = _exact(x) if self.errors.measures(layer.name) else x
                 x = x.dequantized() if isinstance(x, GatheredInput) else x
                 own = current_channels(layer.module, x)
                 if own is not None:
@@ -150,7 +152,8 @@ class Sample:
                     counted = None if recomputed else own_x if gathered else x
                     self._of_inputs[layer.name] = self._count_x(layer, _matrix(x), channels, counted)
                     self._update_w(layer, channels)
-                self.errors.save_operands(layer.name, layer.module, _matrix(x), own)
+                if self.errors.measures(layer.name):
+                    self.errors.save_operands(layer.name, layer.module, _matrix(exact), own)
 
         return count_inputs
 
@@ -301,6 +304,14 @@ def _sent(x: Tensor) -> Tensor:
         return x
     sent = x.rows.sent
     return x.dequantized() if sent is None else sent.detach()
+
+
+def _exact(x: Tensor) -> Tensor:
+    """Return X in high precision; one that was gathered in FP8 is gathered again, on all ranks together."""
+    if not isinstance(x, GatheredInput):
+        return x
+    exact = x.rows.in_high_precision()
+    return x.dequantized() if exact is None else exact
 
 
 def _local_gradient(g: Tensor, places: Any) -> Tensor:

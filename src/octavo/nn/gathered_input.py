@@ -9,6 +9,7 @@ row read them in both products (`fits`). Any other operation reads the dequantiz
 import math
 import warnings
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -39,15 +40,23 @@ class Rows:
         x: Data [M,K], row-major, and scales [M,1].
     """
 
-    def __init__(self, x: ScaledTensor, sent: Tensor | None = None) -> None:
+    def __init__(
+        self, x: ScaledTensor, sent: Tensor | None = None, gather: Callable[[Tensor], Tensor] | None = None
+    ) -> None:
         self.x = x
         self._sent = None if sent is None else weakref.ref(sent)
+        self._gather = gather
         self._columns: Tensor | None = None
 
     @property
     def sent(self) -> Tensor | None:
         """This rank's part before it was quantized, [..., K]; None where it has been freed."""
         return None if self._sent is None else self._sent()
+
+    def in_high_precision(self) -> Tensor | None:
+        """Gather X [..., K] of all ranks in high precision, on all of them together; None where it has been freed."""
+        sent = self.sent
+        return None if sent is None or self._gather is None else self._gather(sent.detach())
 
     def for_wgrad(self) -> Tensor:
         """Return the data in the memory order that wgrad needs on this device; transposed at the first call."""

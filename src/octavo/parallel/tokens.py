@@ -98,7 +98,7 @@ class TokenExchange:
         quantized = quantize(x_MK, spec)
         assert quantized.scale is not None
         if self.sequence_dim is None:
-            return GatheredInput(Rows(quantized, x), x.shape, x.dtype)
+            return GatheredInput(Rows(quantized, x, self._exactly), x.shape, x.dtype)
         sent = torch.cat([part.reshape(-1).view(torch.uint8) for part in (quantized.data, quantized.scale)])
         received = sent.new_empty(self.mesh.size(), sent.numel())
         gather_single(received.view(-1), sent, group=self.mesh.get_group())
@@ -110,7 +110,10 @@ class TokenExchange:
             scale.flatten(0, -2).clone().view(spec.scale_dtype),  # a copy begins at whole scales
             spec,
         )
-        return GatheredInput(Rows(rows, x), data.shape, x.dtype)
+        return GatheredInput(Rows(rows, x, self._exactly), data.shape, x.dtype)
+
+    def _exactly(self, x: Tensor) -> Tensor:
+        return self.gather(x, fp8=False)
 
     def reduce(self, x: Tensor) -> Tensor:
         """Return the sum of all ranks' summands, for this rank's tokens."""
