@@ -11,10 +11,12 @@ from tiny_runs import Recorder
 
 from octavo.parallel.pipeline_model import SCHEDULES, check_pipeline_model, divide, stages_of
 from octavo.train import ConfigError, parse_config, read_metrics, run
+from octavo.train import trainer as trainer_module
 from octavo.train.checkpoint.store import checkpoints
 from octavo.train.data.corpus import load_corpus
 from octavo.train.diagnose import NonFiniteError
 from octavo.train.ranks import join_ranks
+from octavo.train.record.events import read_events
 from octavo.train.record.metrics import NullProgress
 from octavo.train.record.statistics import read_statistics
 from octavo.train.run_plan import plan_memory
@@ -262,6 +264,56 @@ def test_statistics_under_tensor_parallelism(gloo, settings, tmp_path):  # noqa:
     job(made | {"parallel": {}}, tmp_path / "one")
     rows = [{(r.layer, r.operand): r.sqnr for r in read_statistics(tmp_path / name)} for name in ("ranks", "one")]
     assert rows[0] == pytest.approx(rows[1], abs=0.7)
+
+
+MLP = "model.layers.{}.mlp"
+
+
+def outlier_channels(module, args):
+    """Channels of X beside which the others underflow."""
+    scale = torch.full((args[0].shape[-1],), 1e-4, dtype=args[0].dtype)
+    scale[5] = 1e3
+    return args[0] * scale
+
+
+def piloted_job(tables, out, resume=False):  # noqa: F811
+    """A run of which the last block's MLP gets outlier channels; the recipes of its layers on this rank."""
+    make = trainer_module.make_optimizer
+
+    def hooked(model, *args):
+        name = MLP.format(tables["model"]["config"]["num_hidden_layers"] - 1)
+        if (mlp := dict(model.named_modules()).get(name)) is not None and hasattr(mlp, "up_proj"):
+            mlp.register_forward_pre_hook(outlier_channels)
+        return make(model, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer_module, "make_optimizer", hooked)
+        return job(tables, out, resume)
+
+
+def moves(out):
+    """Layer and recipes of the autopilot's moves."""
+    texts = [event["text"] for event in read_events(out) if event["event"] == "move"]
+    return sorted(tuple(text.split(": ")[1:3]) for text in texts)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("parallel", [{"tp": 2}, slow({"tp": 2, "sequence_parallel": False}), {"pp": 2}], ids=str)
+def test_the_autopilot(gloo, settings, tmp_path, parallel):  # noqa: F811
+    """X that ranks gather in FP8 is compared with X in high precision; stages move the same layers, and resume."""
+    piloted = {"level": "fp8", "autopilot": True}
+    run_for = {"steps": 6, "save_every": 3}
+    made = settings(run=run_for, precision=piloted, parallel=parallel, optim={"micro_batches": 2})
+    gloo.run(piloted_job, 2, made, str(tmp_path / "ranks"))
+    piloted_job(made | {"parallel": {}}, tmp_path / "one")
+    mlp = MLP.format(made["model"]["config"]["num_hidden_layers"] - 1)
+    layers = [{layer for layer, _ in moves(tmp_path / name)} for name in ("ranks", "one")]
+    assert layers[0] == layers[1] >= {f"{mlp}.gate_proj", f"{mlp}.up_proj"}
+    shutil.copytree(tmp_path / "ranks", tmp_path / "part")
+    shutil.rmtree(checkpoints(tmp_path / "part")[-1])
+    gloo.run(piloted_job, 2, made, str(tmp_path / "part"), resume=True)
+    assert losses(tmp_path / "part") == losses(tmp_path / "ranks")
+    assert moves(tmp_path / "part") == moves(tmp_path / "ranks")
 
 
 def poisoned_job(tables, out, layer, backward):  # noqa: F811

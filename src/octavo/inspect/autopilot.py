@@ -31,7 +31,8 @@ The first step without non-finite values is sampled. Repeat a step in which laye
 numbers are bad from the start, the first steps do damage that hundreds of later ones do not undo (docs/adversarial.md
 measures both ways). The trainer does this.
 
-Statistics and errors are the same on all ranks, and so are the moves. `state_dict` holds all state, so a resumed run
+Statistics and errors are the same on all ranks, and so are the moves. Over the stages of a pipeline (`Watch(stages=…)`)
+every rank decides about all layers, and changes those that it has. `state_dict` holds all state, so a resumed run
 matches an uninterrupted one; `load_state_dict` undoes moves that are not in it.
 """
 
@@ -41,6 +42,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 
 from octavo.inspect.findings import Finding, Thresholds, findings
@@ -48,8 +50,9 @@ from octavo.inspect.stats import OperandStats
 from octavo.inspect.watch import HIGH_PRECISION, Watch
 from octavo.nn.change import change_recipe
 from octavo.nn.linear_subclasses import change_since, is_converted
+from octavo.nn.select import is_linear
 from octavo.numerics.names import nearest
-from octavo.numerics.recipe import Recipe
+from octavo.numerics.recipe import Recipe, get_recipe
 
 FALLBACK_RECIPES = ("tensorwise", "rowwise_equalized", "rowwise", "blockwise", "mxfp8", "rowwise_hp_wgrad")
 """Recipes that a layer may switch to, cheapest first; high precision comes last."""
@@ -123,13 +126,14 @@ class Autopilot:
         restore_after: int = 0,
         fallback_recipes: Sequence[str] = FALLBACK_RECIPES,
     ) -> None:
-        if not any(is_converted(module) for module in model.modules()):
+        self.watch = Watch(model, every=max(every, 1)) if watch is None else watch
+        self._elsewhere = _layers_of_other_stages(model, self.watch.stages)  # and their recipes now
+        if not any(is_converted(module) for module in model.modules()) and not any(self._elsewhere.values()):
             raise ValueError("Autopilot: this model has no converted layer to move: call octavo.convert(model) first")
         if every < 1:
             raise ValueError(f"Autopilot: every is a number of steps, 1 or more; got {every}")
         if restore_after < 0:
             raise ValueError(f"Autopilot: restore_after is a number of samples, 0 or more; got {restore_after}")
-        self.watch = Watch(model, every=every) if watch is None else watch
         self.findings: list[Finding] = []
         self.last_changes: list[RecipeChange] = []
         self.changes: list[RecipeChange] = []
@@ -172,13 +176,17 @@ class Autopilot:
         if self.should_repeat:
             names = dict(self._model.named_modules())
             for layer in self._suspects:
-                own = getattr(names[layer], "recipe", None)
+                own = getattr(names.get(layer), "recipe", None)
                 recipes_by_layer[layer] = [*([own] if own is not None else []), *self._fallbacks]
         for layer, before in self._trials.items():
             recipes_by_layer.setdefault(layer, []).append(self._recipe(layer, before) or before)
         for layer in self._first_recipes if self._restore_after else ():
             recipes_by_layer.setdefault(layer, []).append(self._first_recipes[layer])
-        return {layer: _without_duplicates(recipes) for layer, recipes in recipes_by_layer.items()}
+        return {
+            layer: _without_duplicates(recipes)
+            for layer, recipes in recipes_by_layer.items()
+            if layer not in self._elsewhere
+        }
 
     def act(
         self,
@@ -251,13 +259,16 @@ class Autopilot:
         moves = [RecipeChange(**fields) for fields in state["moves"]]
         names = dict(self._model.named_modules())
         for move in moves:
-            if move.layer not in names:
+            if move.layer not in names and move.layer not in self._elsewhere:
                 raise ValueError(f"Autopilot: the moves are of another model: this one has no {move.layer!r}")
         for layer, recipe in self._first_recipes.items():
-            change_recipe(self._model, layer, recipe, reason="as converted")
+            if layer in self._elsewhere:
+                self._elsewhere[layer] = recipe
+            else:
+                change_recipe(self._model, layer, recipe, reason="as converted")
         self._first_recipes, self.changes = {}, []
         for move in moves:
-            if move.layer in self._first_recipes or is_converted(names[move.layer]):
+            if move.layer in self._first_recipes or self._is_converted(move.layer):
                 self._move(move)
         self.last_changes, self.should_repeat = [], state.get("repeat", False)
         self._suspects = {layer: set(rejected) for layer, rejected in state.get("suspects", {}).items()}
@@ -271,11 +282,19 @@ class Autopilot:
         worst: dict[str, Finding] = {}
         for what in SUSPECT_LIMITS:
             for finding in self.findings:
-                module = self._model.get_submodule(finding.layer)
-                stuck = finding.layer in self._stuck and change_since(module) is not None
-                if finding.what == what and is_converted(module) and not stuck:
+                stuck = finding.layer in self._stuck and self._is_stuck(finding.layer)
+                if finding.what == what and self._is_converted(finding.layer) and not stuck:
                     worst.setdefault(finding.layer, finding)
         return list(worst.items())
+
+    def _is_converted(self, layer: str) -> bool:
+        if layer in self._elsewhere:
+            return self._elsewhere[layer] is not None
+        return is_converted(self._model.get_submodule(layer))
+
+    def _is_stuck(self, layer: str) -> bool:
+        """Whether a layer that could not be moved cannot be now; stages, which do not see others' layers, assume it."""
+        return self.watch.stages is not None or change_since(self._model.get_submodule(layer)) is not None
 
     def _switch_if_harmed(self, finding: Finding, recipe: str, errors: Mapping[str, float]) -> None:
         """Switch a harmed layer to a recipe that does not harm it, by the measured product errors."""
@@ -320,11 +339,8 @@ class Autopilot:
 
     def _move(self, move: RecipeChange) -> bool:
         """Carry out a move. A layer that cannot be moved stays as it is, with a warning; returns whether it was."""
-        module: Any = self._model.get_submodule(move.layer)
-        first = self._first_recipes.get(move.layer) or module.recipe
-        try:
-            change_recipe(self._model, move.layer, self._recipe(move.layer, move.after), reason=f"autopilot, {move}")
-        except ValueError as error:
+        first = self._first_recipes.get(move.layer) or self._current_recipe(move.layer)
+        if (error := self._change(move)) is not None:
             self._stuck.add(move.layer)
             warnings.warn(f"autopilot cannot do this and leaves the layer as it is: {move}: {error}", stacklevel=2)
             return False
@@ -334,6 +350,42 @@ class Autopilot:
         self.changes.append(move)
         self.last_changes.append(move)
         return True
+
+    def _current_recipe(self, layer: str) -> Recipe:
+        module: Any = None if layer in self._elsewhere else self._model.get_submodule(layer)
+        recipe: Any = self._elsewhere[layer] if module is None else module.recipe
+        assert isinstance(recipe, Recipe)
+        return recipe
+
+    def _change(self, move: RecipeChange) -> str | None:
+        """Change the recipe of a layer where it is. Returns why it cannot be, on all ranks."""
+        recipe, error = self._recipe(move.layer, move.after), None
+        if move.layer not in self._elsewhere:
+            try:
+                change_recipe(self._model, move.layer, recipe, reason=f"autopilot, {move}")
+            except ValueError as problem:
+                error = str(problem)
+        if self.watch.stages is not None:
+            errors: list[str | None] = [None] * dist.get_world_size(self.watch.stages)
+            dist.all_gather_object(errors, error, self.watch.stages)
+            error = next((text for text in errors if text is not None), None)
+        if error is None and move.layer in self._elsewhere:
+            self._elsewhere[move.layer] = None if recipe is None else get_recipe(recipe)
+        return error
+
+
+def _layers_of_other_stages(model: nn.Module, stages: dist.ProcessGroup | None) -> dict[str, Recipe | None]:
+    """Return the linear layers that only other ranks have, with their recipes."""
+    if stages is None:
+        return {}
+    own = {
+        name: module.recipe if is_converted(module) else None
+        for name, module in model.named_modules()
+        if is_converted(module) or is_linear(module)
+    }
+    by_rank: list[Any] = [None] * dist.get_world_size(stages)
+    dist.all_gather_object(by_rank, own, stages)
+    return {name: recipe for layers in by_rank for name, recipe in layers.items() if name not in own}
 
 
 def _without_duplicates(recipes: Sequence[str | Recipe]) -> list[str | Recipe]:

@@ -59,6 +59,8 @@ class Watch(Displayed):
         what_if: Names of recipes whose SQNR on the same tensors is measured as well.
         high_precision: Also measure layers that are not converted, with the default recipe.
         group: Ranks that train the model; None for the default group, if there is one.
+        stages: Ranks of all stages of a pipeline, which have layers of their own; `group` then has those of one stage,
+            and `rows` and `errors` are those of all stages, on every rank.
 
     Attributes:
         rows: Statistics of the last step, in the order in which operands were computed; empty if it was not sampled.
@@ -87,6 +89,7 @@ class Watch(Displayed):
         what_if: Sequence[str] = (),
         high_precision: bool = False,
         group: dist.ProcessGroup | None = None,
+        stages: dist.ProcessGroup | None = None,
     ) -> None:
         if every < 0:
             raise ValueError(f"Watch: every is a number of steps, or 0 for forced samples only; got {every}")
@@ -96,6 +99,7 @@ class Watch(Displayed):
         self.errors: dict[str, dict[str, float]] = {}
         self.number = 0
         self.history = History()
+        self.stages = stages
         self._model = model
         self._every = every
         self._what_if = [get_recipe(name) for name in dict.fromkeys(what_if)]
@@ -151,6 +155,8 @@ class Watch(Displayed):
             finally:
                 sample.remove()
         self.rows = self._rows(sample)
+        if self.stages is not None:
+            self._gather_stages(self.stages)
 
     def _layers(self, measured: Collection[str]) -> list[WatchedLayer]:
         """Return the layers to watch now."""
@@ -184,6 +190,14 @@ class Watch(Displayed):
                 row = replace(row, channel_scales=tuple(exponents[places].tolist()))
             rows.append(row)
         return rows
+
+    def _gather_stages(self, stages: dist.ProcessGroup) -> None:
+        """Join the rows and errors of all stages, in their order."""
+        by_rank: list[Any] = [None] * dist.get_world_size(stages)
+        dist.all_gather_object(by_rank, (self.rows, self.errors), stages)
+        rows = [row for rows, _ in reversed(by_rank) for row in reversed(rows)]
+        self.rows = list({(row.layer, row.operand, row.recipe): row for row in rows}.values())[::-1]
+        self.errors = {layer: error for _, errors in by_rank for layer, error in errors.items()}
 
     def _multi_rank_group(self, names: list[str], device: torch.device) -> dist.ProcessGroup | None:
         """Return the group if it has more than one rank. Compare the ranks' layers whenever they change."""

@@ -19,11 +19,13 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from octavo._version import __version__
 from octavo.inspect.autopilot import Autopilot, RecipeChange
+from octavo.inspect.findings import Thresholds, findings
 from octavo.inspect.watch import Watch
 from octavo.nn import Report, accumulating, apply_plan, report
 from octavo.nn.linear_subclasses import is_converted
@@ -120,11 +122,11 @@ class Trainer:
         every = config.inspect.every or (AUTOPILOT_EVERY if precision.autopilot else 0)
         self.watch = Watch(
             self.model, every=every, what_if=config.inspect.what_if, high_precision=self.layers is None,
-            group=self.layout.stage_group,
+            group=self.layout.stage_group, stages=dist.group.WORLD if self.layout.stages > 1 else None,
         )  # fmt: skip
         thresholds, restore_after = config.inspect.thresholds, config.inspect.restore_after
         self.pilot = None
-        if any(is_converted(module) for module in self.model.modules()):
+        if ranks.any(any(is_converted(module) for module in self.model.modules())):
             self.pilot = Autopilot(self.model, watch=self.watch, thresholds=thresholds, restore_after=restore_after)
         self.recipe_changes: list[RecipeChange] = []
         self.guard, self.skipped_batches = SpikeGuard(config.guard), 0
@@ -149,8 +151,8 @@ class Trainer:
             if self.pilot is not None and self.recipe_changes:
                 self.pilot.load_state_dict(autopilot_state)
                 self.recipe_changes = []
-            error: NonFiniteError = ZeroGradientError(self.step + 1, loss_value, scale)
-            error = self._diagnose(inputs, targets, loss_value) if must_stop else error
+            zero: NonFiniteError = ZeroGradientError(self.step + 1, loss_value, scale)
+            error = self._diagnose(inputs, targets, loss_value) if must_stop else zero
             self.optimizer.zero_grad()
             self.loss_scale.undo_fall()
             raise error
@@ -160,8 +162,7 @@ class Trainer:
             self.optimizer.step(lr, norm)
         self.optimizer.zero_grad()
         self.step += 1
-        seconds = time.perf_counter() - start
-        tokens = targets.numel() * self.layout.label_ranks
+        seconds, tokens = time.perf_counter() - start, targets.numel() * self.layout.label_ranks
         return StepMetrics(
             step=self.step,
             tokens=self.step * tokens,
@@ -316,9 +317,6 @@ class Trainer:
         sample, measure = (pilot.needs_sample, pilot.measures) if pilot is not None else (False, None)
         with self.watch.step(self.step + 1, force=sample, measure=measure):
             loss = self.forward_backward(inputs, targets)
-        if self.layout.stages > 1 and self.watch.due(self.step + 1):
-            rows = [row for own in self.ranks.all_gather(self.watch.rows) for row in own]
-            self.watch.rows = list({(row.layer, row.operand, row.recipe): row for row in reversed(rows)}.values())[::-1]
         self.layout.sum_partial(self.optimizer.gradients())
         squares = self.optimizer.gradient_squares(self.loss_scale.value, self.layout.copies)
         if self.ranks.world_size > 1:
@@ -358,7 +356,9 @@ class Trainer:
             return self._non_finite_error(self.step, "its update was not finite", f"parameter {bad}")
         with nullcontext() if self.watch.rows else self.watch.step(self.step + 1, force=True):
             origin = find_origin(self.model, lambda: self.forward_backward(inputs, targets), self.layout.pipeline)
-        operands = [finding for finding in self.watch.findings() if finding.what == "nonfinite"]
+        own = dict(self.model.named_modules())
+        rows = [row for row in self.watch.rows if row.layer in own]
+        operands = [finding for finding in findings(rows, Thresholds()) if finding.what == "nonfinite"]
         operand = f" (first operand: {operands[0].operand} of {operands[0].layer})" if operands else ""
         location = self.ranks.first_reported(origin.text and origin.text + operand, origin.order)
         location = location or f"none in particular, the norm of the gradient exceeds fp32{operand}"

@@ -123,11 +123,6 @@ class TrainConfig(Section):
                 f"guard.spike = {self.guard.spike:g} rolls back to checkpoints, and run.save_every = 0 saves "
                 "none before the end: set run.save_every, such as 100"
             )
-        if self.precision.autopilot and self.parallel.pp > 1:
-            raise ValueError(
-                f"precision.autopilot with parallel.pp = {self.parallel.pp}: the autopilot does not run over the "
-                "stages of a pipeline; leave one of them out"
-            )
         if self.precision.autopilot and self.resolved.matmul != "fp8":
             raise ValueError(
                 f"precision.autopilot changes the recipes of FP8 layers, and precision.level = "
