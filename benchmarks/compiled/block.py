@@ -6,7 +6,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import octavo
@@ -15,9 +14,11 @@ from octavo.kernels import library
 TOKENS, WIDTH, HIDDEN, HEADS, KV_HEADS = 8192, 4096, 14336, 32, 8
 ARMS = (
     "bf16", "octavo rowwise", "octavo tensorwise", "octavo blockwise", "opaque rowwise",
-    "opaque tensorwise", "opaque blockwise", "torchao rowwise", "torchao tensorwise",
+    "opaque tensorwise", "opaque blockwise", "torchao rowwise", "torchao tensorwise", "stored rowwise",
+    "stored tensorwise",
 )  # fmt: skip
-"""`octavo` as `torch.compile` sees it; `opaque` with its ops as opaque calls, as before they had decompositions."""
+"""`octavo` as `torch.compile` sees it; `opaque` with its ops as opaque calls, as before they had decompositions;
+`stored` with activations="fp8"."""
 
 _ATTENTION = torch.library.Library("octavo_benchmarks", "DEF")
 _ATTENTION.define("attention(Tensor q, Tensor k, Tensor v) -> (Tensor, Tensor)")
@@ -60,11 +61,26 @@ class Norm(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(WIDTH, dtype=torch.bfloat16, device="cuda"))
+        self.eps = 1e-5
 
     def forward(self, x: Tensor) -> Tensor:
         """X · rsqrt(mean(x²)) in float32, times the weight in bf16."""
-        values = x.float()
-        return (values * torch.rsqrt(values.pow(2).mean(-1, keepdim=True) + 1e-5)).to(x.dtype) * self.weight
+        dtype, x = x.dtype, x.to(torch.float32)
+        variance = x.pow(2).mean(-1, keepdim=True)
+        return self.weight * (x * torch.rsqrt(variance + self.eps)).to(dtype)
+
+
+class Mlp(nn.Module):
+    """Llama's gated MLP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = _linear(WIDTH, HIDDEN), _linear(WIDTH, HIDDEN), _linear(HIDDEN, WIDTH)
+        self.act = nn.SiLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """down(silu(gate(x)) · up(x))."""
+        return self.down(self.act(self.gate(x)) * self.up(x))
 
 
 class Block(nn.Module):
@@ -76,7 +92,7 @@ class Block(nn.Module):
         self.norm, self.mlp_norm = Norm(), Norm()
         self.q, self.k, self.v = _linear(WIDTH, WIDTH), _linear(WIDTH, small), _linear(WIDTH, small)
         self.o = _linear(WIDTH, WIDTH)
-        self.gate, self.up, self.down = _linear(WIDTH, HIDDEN), _linear(WIDTH, HIDDEN), _linear(HIDDEN, WIDTH)
+        self.mlp = Mlp()
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """X [1, tokens, width] with the rotary embedding's cos and sin [tokens, width / heads]."""
@@ -84,8 +100,7 @@ class Block(nn.Module):
         q, k, v = (part(y).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for part in (self.q, self.k, self.v))
         attended = torch.ops.octavo_benchmarks.attention(_rotated(q, cos, sin), _rotated(k, cos, sin), v)[0]
         x = x + self.o(attended.transpose(1, 2).flatten(2))
-        y = self.mlp_norm(x)
-        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+        return x + self.mlp(self.mlp_norm(x))
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -98,8 +113,8 @@ def built(arm: str) -> Iterator[nn.Module]:
     """Build the block of an arm. Raises ImportError for torchao where there is none."""
     kind, _, recipe = arm.partition(" ")
     block: Any = Block()
-    if kind in ("octavo", "opaque"):
-        octavo.convert(block, recipe, verbose=False)
+    if kind in ("octavo", "opaque", "stored"):
+        octavo.convert(block, recipe, verbose=False, activations="fp8" if kind == "stored" else "bf16")
     elif kind == "torchao":
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 

@@ -11,8 +11,9 @@ call. If the code has changed, an activation has hooks, or the ops do not take t
 runs.
 
 `octavo.convert` never replaces module objects: a converted module gets a class derived from one of these and its
-original class. Its attribute `octavo_storage` says how it stores. Under torch.compile and inside `octavo.disabled()`
-every module runs its own forward and saves what that saves.
+original class. Its attribute `octavo_storage` says how it stores. Inside `octavo.disabled()` every module runs
+its own forward and saves what that saves. Under torch.compile the first three compute as `octavo.activations.compiled`
+describes, and `saved_tensors` saves what its operations save.
 """
 
 import inspect
@@ -25,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from octavo.activations.compiled import combined, stored
 from octavo.activations.detect import (
     GLU_ACTIVATIONS,
     ORIGINAL,
@@ -44,7 +46,8 @@ from octavo.activations.functional import (
 from octavo.activations.saved_tensors import compressed, recording
 from octavo.numerics.formats import SUPPORTED_DTYPES
 from octavo.runtime.swap import become
-from octavo.runtime.torch_compat import global_module_hooks, is_traceable_wrapper_subclass
+from octavo.runtime.switch import SWITCH
+from octavo.runtime.torch_compat import constant_in_graphs, global_module_hooks, is_traceable_wrapper_subclass
 
 STORAGE_ATTRIBUTE = "octavo_storage"
 """Attribute of a converted module that holds its `Norm`, `Glu`, `Activation` or `HookedForward`."""
@@ -75,6 +78,9 @@ class Fp8SavingNorm(Fp8Saving):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the same as the original."""
         x, original = _only(args, kwargs), super().forward
+        if torch.compiler.is_compiling():
+            kind = _in_graph(self) if recording() and _is_matrix(x) else ""
+            return _combined(original, x, kind == "center") if x is not None and kind else original(*args, **kwargs)
         norm = spec_of(self) if recording() and _is_matrix(x) else None
         if x is None or not isinstance(norm, Norm):
             return original(*args, **kwargs)
@@ -101,15 +107,11 @@ class Fp8SavingGlu(Fp8Saving):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Compute down(act(gate(x)) · up(x)), the same as the original."""
-        x, glu = _only(args, kwargs), spec_of(self) if recording() else None
-        function: Any = None
-        if isinstance(glu, Glu):
-            own = vars(self) | self._modules
-            function = _FUNCTIONS[glu.function] if glu.function is not None else own.get(glu.activation or "")
-            if not all(name in self._modules for name in (glu.gate, glu.up or glu.gate, glu.down)):
-                function = None  # computed where they are read
-        act = None if function is None or _is_altered(function) else activation_of(function)
-        if x is None or not isinstance(glu, Glu) or act not in GLU_ACTIVATIONS:
+        if torch.compiler.is_compiling():
+            kind = _in_graph(self) if recording() else ""
+            return _gated_in_graph(self, kind, *args, **kwargs) if kind else super().forward(*args, **kwargs)
+        x, (glu, function, act) = _only(args, kwargs), _gate_of(self) if recording() else (None, None, None)
+        if x is None or glu is None or act is None:
             return compressed(self, (), super().forward, *args, **kwargs)
         return compressed(self, (), _gated, self, glu, function, act, x)
 
@@ -120,6 +122,9 @@ class Fp8SavingActivation(Fp8Saving):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the same as the original."""
         x, original = _only(args, kwargs), super().forward
+        if torch.compiler.is_compiling():
+            kind = _in_graph(self) if recording() and _is_matrix(x) else ""
+            return _combined(original, x) if x is not None and kind else original(*args, **kwargs)
         activation = activation_of(self) if recording() and _is_matrix(x) else None
         if x is None or activation is None or not x.requires_grad:
             return original(*args, **kwargs)
@@ -139,6 +144,66 @@ class Fp8SavingHooked(Fp8Saving):
 
 
 _FUNCTIONS: dict[str, Any] = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
+
+
+def _gate_of(module: nn.Module) -> tuple[Glu | None, Any, str | None]:
+    """Return what a gated MLP computes, its activation function and that one's name; None where it is not known."""
+    glu = spec_of(module)
+    if not isinstance(glu, Glu):
+        return None, None, None
+    own = vars(module) | module._modules
+    function: Any = _FUNCTIONS[glu.function] if glu.function is not None else own.get(glu.activation or "")
+    if not all(name in module._modules for name in (glu.gate, glu.up or glu.gate, glu.down)):
+        function = None  # computed where they are read
+    act = None if function is None or _is_altered(function) else activation_of(function)
+    return glu, function, act if act in GLU_ACTIVATIONS else None
+
+
+@constant_in_graphs
+def _in_graph(module: nn.Module) -> str:
+    """Return "center" for a layer norm and "plain" for another norm or activation, the names that `_gated_in_graph`
+    takes for a gated MLP, and "" for a module that runs its own forward under torch.compile.
+    """
+    spec = spec_of(module)
+    if isinstance(spec, Norm):
+        known = all(_has_parameter(module, name) for name in (spec.weight, spec.bias) if name is not None)
+        known &= len(getattr(module, "normalized_shape", "1")) == 1
+        return ("center" if spec.center else "plain") if known else ""
+    if isinstance(spec, Glu):
+        glu, _, act = _gate_of(module)
+        return "" if glu is None or act is None else f"{glu.gate} {glu.up or ''} {glu.down} {act} {glu.up_first:d}"
+    return "" if activation_of(module) is None else "plain"
+
+
+def _combined(function: Any, x: Tensor, center: bool = False) -> Any:
+    """Return function(x), whose backward reads the FP8 copy of x; see `octavo.activations.compiled`."""
+    with torch.no_grad():
+        y = function(x)
+    return combined(y, function(stored(x, None, center)))
+
+
+def _gated_in_graph(module: nn.Module, names: str, x: Tensor) -> Any:
+    """`_gated` under torch.compile."""
+    gate_name, up_name, down, act, up_first = names.split(" ")
+    act_and_mul = partial(_act_and_mul, _FUNCTIONS[act])
+    if up_name:
+        up = getattr(module, up_name)(x) if up_first == "1" else None
+        gate = getattr(module, gate_name)(x)
+        up = getattr(module, up_name)(x) if up is None else up
+    else:
+        first, second = getattr(module, gate_name)(x).chunk(2, dim=-1)
+        gate, up = (second, first) if up_first == "1" else (first, second)
+    bias = getattr(getattr(module, gate_name), "bias", None)
+    if bias is not None and not up_name:
+        bias = bias.chunk(2)[0 if up_first == "0" else 1]
+    with torch.no_grad():
+        h = act_and_mul(gate, up)
+    return getattr(module, down)(combined(h, act_and_mul(stored(gate, bias), stored(up))))
+
+
+def _act_and_mul(function: Any, gate: Tensor, up: Tensor) -> Tensor:
+    h: Tensor = function(gate) * up
+    return h
 
 
 def _gated(module: nn.Module, glu: Glu, function: Any, act: str, x: Tensor) -> Any:
@@ -189,6 +254,7 @@ def fp8_saving_class(module: nn.Module, storage: Storage) -> type[nn.Module]:
 
 def enable_fp8_saving(module: nn.Module, storage: Storage) -> None:
     """Make a module store its activations, in place."""
+    SWITCH.stored = True
     become(module, fp8_saving_class(module, storage), **{STORAGE_ATTRIBUTE: storage})
 
 

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.activations.autograd_graph import created_nodes, is_parameter, producer
+from octavo.activations.compiled import recomputable_in_graph
 from octavo.activations.exactness import may_be_rounded
 from octavo.activations.layouts import as_matrix, dense_strides, element_key
 from octavo.activations.recompute import (
@@ -37,17 +38,12 @@ from octavo.activations.recompute import (
     UnroundedMatrix,
     dequantize_saved,
     quantize_for_backward,
-)
+)  # fmt: skip
 from octavo.numerics.formats import SUPPORTED_DTYPES
 from octavo.runtime import torch_compat
 from octavo.runtime.linear_kinds import kind_of
-from octavo.runtime.switch import stores
-from octavo.runtime.torch_compat import (
-    held_for_backward,
-    is_traceable_wrapper_subclass,
-    own_saved_tensors_hooks,
-    tree_leaves,
-)
+from octavo.runtime.switch import stores, stores_in_graphs
+from octavo.runtime.torch_compat import held_for_backward, is_traceable_wrapper_subclass, own_saved_tensors_hooks
 
 T = TypeVar("T")
 
@@ -300,8 +296,8 @@ _INNERMOST = _Innermost()
 
 def recording() -> bool:
     """Whether modules save FP8 now: switched on, under autograd, not traced, and saved-tensor hooks allowed."""
-    if not (torch.is_grad_enabled() and stores()):
-        return False
+    if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and stores()):
+        return torch.is_grad_enabled() and stores()
     return torch_compat.saved_tensors_hooks_disabled() is None and torch_compat.tracing_state() is None
 
 
@@ -315,13 +311,13 @@ def compressed(module: nn.Module, unrounded: Sequence[str], function: Callable[.
         *args: Its arguments.
         **kwargs: Its keyword arguments.
     """
-    if not recording():
+    if torch.compiler.is_compiling() or not recording():  # a graph has no hooks
         return function(*args, **kwargs)
     return CompressionHooks(module, unrounded).run(function, *args, **kwargs)
 
 
 def unhooked(function: Callable[..., T], *arguments: Any) -> T:
-    """Call a function of this package, which saves FP8 itself, without the compression hooks in force."""
+    """Call a function that saves FP8 itself, without the compression hooks in force."""
     hooks = None if torch.compiler.is_compiling() else _INNERMOST.hooks
     if hooks is None or not hooks.in_force:
         return function(*arguments)
@@ -331,7 +327,9 @@ def unhooked(function: Callable[..., T], *arguments: Any) -> T:
 
 def recomputable_of(x: Tensor) -> Recomputable | None:
     """Return what to save for a tensor [..., K]: what it is recomputed from, or itself if it is saved anyway."""
-    if torch.compiler.is_compiling() or (_INNERMOST.hooks is None and not RECOMPUTABLE):
+    if torch.compiler.is_compiling():
+        return recomputable_in_graph(x) if stores_in_graphs() else None
+    if _INNERMOST.hooks is None and not RECOMPUTABLE:
         return None
     recomputable, hooks = RECOMPUTABLE.find(x, outer_hooks()), _INNERMOST.hooks
     if recomputable is None and hooks is not None and hooks.in_force and hooks.saved_output(x):
@@ -358,8 +356,7 @@ def _outer_hooks() -> Hooks | None:
     hooks = _INNERMOST.hooks
     if hooks is not None and hooks.in_force:
         return hooks._outer
-    top: Hooks | None = torch_compat.top_saved_tensors_hooks(False)
-    return top
+    return torch_compat.top_saved_tensors_hooks(False)
 
 
 class _Weights(set[int]):
@@ -393,7 +390,7 @@ def _saved_by(node: Any, name: str) -> Tensor | None:
 
 def _tensors(outputs: Any) -> Iterator[Tensor]:
     """Yield the tensors in a module's output: nested containers, data classes and mappings."""
-    for leaf in tree_leaves(outputs):
+    for leaf in torch_compat.tree_leaves(outputs):
         if isinstance(leaf, Tensor):
             yield leaf
         elif hasattr(leaf, "__dict__"):

@@ -1,16 +1,15 @@
 """The process-wide switch that decides whether converted modules compute and store in FP8."""
 
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
-from octavo.runtime.torch_compat import constant_in_graphs
-
 
 class _Switch:
     enabled = True
+    stored = False
+    """Whether any module of this process was ever converted to store its activations in FP8."""
 
 
 SWITCH = _Switch()
@@ -41,17 +40,10 @@ def disabled() -> Iterator[None]:
 
 
 def stores() -> bool:
-    """Return whether modules store their activations in FP8 now; warns once under torch.compile, where they do not."""
-    if torch.compiler.is_compiling():
-        return _compiled()
-    return SWITCH.enabled
+    """Return whether modules store their activations in FP8 now; not under torch.export, which has no backward."""
+    return SWITCH.enabled and not torch.compiler.is_exporting()
 
 
-@constant_in_graphs
-def _compiled() -> bool:
-    warnings.warn(
-        "octavo: under torch.compile activations='fp8' has no effect: activations are saved in their own dtype. FP8 "
-        "products work; octavo.convert(model) without activations='fp8' avoids this warning",
-        stacklevel=2,
-    )
-    return False
+def stores_in_graphs() -> bool:
+    """Return whether a graph that torch.compile traces may have modules that store in FP8."""
+    return SWITCH.stored and stores()

@@ -48,6 +48,8 @@ dispatch_modes = torch._C._len_torch_dispatch_stack
 current_graph_task_id = torch._C._current_graph_task_id
 disabled_torch_function: Any = torch._C._disabled_torch_function_impl
 saved_tensors_hooks_disabled = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message
+is_written: Callable[[Tensor], bool] = torch._functionalize_has_data_mutation  # type: ignore[attr-defined]
+"""Whether an operation in place wrote to the storage of a functional tensor that AOTAutograd traces."""
 sequence_number = torch._C._autograd._get_sequence_nr
 top_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 tracing_state = torch._C._get_tracing_state

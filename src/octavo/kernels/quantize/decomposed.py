@@ -58,6 +58,29 @@ def quantize_pair(
     return [*first, *quantize(x, spec_t, fold_t, None, None, "columns")]
 
 
+def quantize_groups(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Cast x [..., K] as `e4m3/1x32/e8m0` does, K a multiple of 32.
+
+    Returns:
+        FP8 data [..., K/32, 32], and the scales [..., K/32, 1] as biased exponents in uint8, the bytes of e8m0.
+    """
+    groups = x.unflatten(-1, (-1, 32))
+    values = _values(groups, None)
+    amax = (values.view(torch.int32) & 0x7FFFFFFF).amax(-1, keepdim=True).view(torch.float32)
+    scale, inverse = _scale_of(amax, _GROUPS)
+    exponents = (scale.view(torch.int32) >> 23).to(torch.uint8)
+    return (values * inverse).to(_GROUPS.format.dtype), exponents
+
+
+def dequantize_groups(data: Tensor, exponents: Tensor) -> Tensor:
+    """Return what `quantize_groups` cast, float32 [..., K]."""
+    scale = (exponents.to(torch.int32) << 23).view(torch.float32)
+    return (data.float() * scale).flatten(-2)
+
+
+_GROUPS = QuantSpec.parse("e4m3/1x32/e8m0")
+
+
 def _values(x: Tensor, fold: Tensor | None) -> Tensor:
     """Return x in float32, rounded to its own dtype before."""
     # `& -1` changes nothing, but two views without anything in between are removed.

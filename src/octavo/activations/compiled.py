@@ -1,0 +1,115 @@
+"""Activations saved in FP8 under `torch.compile`, where a graph and not autograd decides what forward saves.
+
+Each module computes its formula f twice, and AOTAutograd's partitioner moves the second one into backward:
+
+    y  = f(x)            without a gradient: the result
+    y' = f(x')           with a gradient, at x' = dequantize(quantize(x)), rounded as eager mode rounds it
+    out = y, ∂out = ∂y'  so that backward depends on x through its FP8 copy only, the smallest cut of the graph
+
+Forward needs nothing of y' but that copy. Linears that read `out` compute their weight gradient from y', as in eager
+mode (`octavo.activations.recompute`): the op `restored` returns it. AOTAutograd traces the forward of a whole graph in
+order, so a table from the storage of `out` to y', which exists only while it traces, connects the two. A linear in
+another graph than its producer saves its own input.
+
+All operations are PyTorch's, so Inductor fuses the cast into the producer of x and the recomputation into its readers.
+Rejected: PyTorch's pass `activation_quantization_aten_pass`, which selects saved tensors by size and dtype. It
+would round q, k and the output of attention too (`octavo.activations.exactness`).
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from octavo.activations.recompute import RECOMPUTABLE, Recomputable, UnroundedMatrix
+from octavo.kernels.library import define
+from octavo.kernels.quantize import decomposed
+from octavo.runtime.torch_compat import FunctionalTensor, is_written
+
+
+class _Stored(torch.autograd.Function):
+    """x [..., K] as its FP8 copy represents it, less its mean if `center`. The gradient passes unchanged."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, center: bool) -> Tensor:
+        if center:
+            return _rounded(x - x.mean(-1, keepdim=True, dtype=torch.float32), x.dtype)
+        if bias is None:
+            return _rounded(x, x.dtype)
+        bias = bias.to(x.dtype)
+        return _rounded(x - bias, x.dtype) + bias
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad, None, None
+
+
+class _Combined(torch.autograd.Function):
+    """The values of y and the gradient of y'; readers find y' by `restored`."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, restored: Tensor) -> Tensor:
+        combined: Tensor = torch.ops.octavo.restorable(y, restored)
+        return combined
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return None, grad
+
+
+def stored(x: Tensor, bias: Tensor | None = None, center: bool = False) -> Tensor:
+    """Return x [..., K] rounded as eager mode stores it for backward; the gradient is that of x.
+
+    Args:
+        x: float32, bfloat16 or float16.
+        bias: [K]; subtracted before the cast and added again.
+        center: Store x - mean, and return that.
+    """
+    result: Tensor = _Stored.apply(x, None if bias is None else bias.detach(), center)
+    return result
+
+
+def combined(y: Tensor, restored: Tensor) -> Tensor:
+    """Return y, with the gradient of `restored`, which backward recomputes and readers of y use there."""
+    result: Tensor = _Combined.apply(y, restored)
+    return result
+
+
+def recomputable_in_graph(x: Tensor) -> Recomputable:
+    """Return what a linear saves of its input [..., K] under torch.compile: y' if x is such a y, else x."""
+    restored: Tensor = torch.ops.octavo.restored(x.detach())
+    return Recomputable((restored,), UnroundedMatrix(x.dtype))
+
+
+def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+    columns, largest = x.shape[-1], torch.finfo(dtype).max
+    data, exponents = decomposed.quantize_groups(F.pad(x, (0, -columns % 32)) if columns % 32 else x)
+    values = decomposed.dequantize_groups(data, exponents)[..., :columns]
+    return values.to(dtype).clamp(-largest, largest)
+
+
+def _clone(x: Tensor, restored: Tensor | None = None) -> Tensor:
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _register(y: Tensor, restored: Tensor) -> Tensor:
+    """Trace `restorable`: note which storage y' belongs to. The entry lives as long as that storage."""
+    out = _clone(y)
+    if isinstance(out, FunctionalTensor):
+        RECOMPUTABLE.add_recomputed(out.elem, Recomputable((restored,), UnroundedMatrix(y.dtype)))
+    return out
+
+
+def _find(x: Tensor) -> Tensor:
+    """Trace `restored`."""
+    recomputable = None
+    if isinstance(x, FunctionalTensor) and not is_written(x.elem):
+        recomputable = RECOMPUTABLE.find(x.elem, None)
+    restored = x if recomputable is None else recomputable.tensors[0]
+    assert restored is not None
+    return restored.reshape(x.shape).detach()
+
+
+define("restorable(Tensor y, Tensor restored) -> Tensor", _clone, _clone, _register)
+define("restored(Tensor x) -> Tensor", _clone, _clone, _find)

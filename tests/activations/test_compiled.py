@@ -1,0 +1,159 @@
+"""activations="fp8" under torch.compile: what graphs save, and gradients against eager mode and float64."""
+
+import copy
+
+import pytest
+import torch
+from models import llama
+from test_modules import flat
+from torch import nn
+
+import octavo
+from octavo.numerics import sqnr
+
+
+def randn(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+class Normed(nn.Module):
+    """A norm, something between, and a linear."""
+
+    def __init__(self, norm=nn.RMSNorm, between=lambda y: y, width=64):
+        super().__init__()
+        self.norm, self.between, self.linear = norm(width), between, nn.Linear(width, 32, bias=False)
+
+    def forward(self, x):
+        return self.linear(self.between(self.norm(x)))
+
+
+class Mlp(nn.Module):
+    """A gated MLP; `joint` computes gate and up in one product, with a bias."""
+
+    def __init__(self, joint):
+        super().__init__()
+        self.gate = nn.Linear(64, 256 if joint else 128, bias=True)
+        self.up = None if joint else nn.Linear(64, 128)
+        self.down, self.act = nn.Linear(128, 64), nn.SiLU()
+
+
+class Separate(Mlp):
+    def forward(self, x):
+        return self.down(self.act(self.gate(x)) * self.up(x))
+
+
+class Joint(Mlp):
+    def forward(self, x):
+        gate, up = self.gate(x).chunk(2, dim=-1)
+        return self.down(up * self.act(gate))
+
+
+MODULES = {
+    "rms norm": Normed,
+    "layer norm": lambda: Normed(nn.LayerNorm),
+    "odd width": lambda: Normed(width=72),
+    "a view": lambda: Normed(between=lambda y: y.reshape(-1, 64)),
+    "written in place": lambda: Normed(between=lambda y: y.mul_(3)),
+    "activation": lambda: nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)),
+    "gated": lambda: Separate(False),
+    "joint gate": lambda: Joint(True),
+}
+
+
+def gradients(function, module, x):
+    """The result, and the gradients of x and of every parameter."""
+    x = x.clone().requires_grad_()
+    y = function(x)
+    names, parameters = zip(*module.named_parameters(), strict=True)
+    weights = torch.arange(1.0, 1 + y.numel(), dtype=x.dtype).sin().view(y.shape)
+    return y.detach(), dict(zip(("x", *names), torch.autograd.grad((y * weights).sum(), (x, *parameters)), strict=True))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", MODULES)
+def test_graphs_round_what_eager_mode_stores(name):
+    """In float32 the compiler rounds nothing, so gradients agree to float32's accuracy, and not with those of exact
+    storage.
+    """
+    torch._dynamo.reset()
+    torch.manual_seed(1)
+    module = MODULES[name]()
+    exact = octavo.convert(copy.deepcopy(module), "rowwise", verbose=False)
+    octavo.convert(module, "rowwise", activations="fp8", verbose=False)
+    x = randn(48, module.norm.weight.numel() if isinstance(module, Normed) else 64).mul(3).add(1)
+    y, expected = gradients(module, module, x)
+    z, actual = gradients(torch.compile(module, fullgraph=True, backend="aot_eager"), module, x)
+    assert sqnr(y, z) > 100
+    for key, gradient in expected.items():
+        # Two ways to compute a norm or gate in float32 may flip a code of FP8.
+        assert sqnr(gradient, actual[key]) > 45, key
+    plain = gradients(exact, exact, x)[1]
+    assert min(sqnr(plain[key], gradient) for key, gradient in actual.items()) < 45
+
+
+def saved_bytes(function, x):
+    """Bytes per row of x that a compiled forward returns for backward, without its inputs; and their dtypes."""
+    from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+    from torch._dynamo.backends.common import aot_autograd
+
+    saved = []
+
+    def forward(graph, _):
+        result, *others = graph.graph.output_node().args[0]
+        saved.extend(node.meta["val"] for node in others if node is not result and node.op != "placeholder")
+        return make_boxed_func(graph)
+
+    backend = aot_autograd(
+        fw_compiler=forward,
+        bw_compiler=lambda graph, _: make_boxed_func(graph),
+        partition_fn=min_cut_rematerialization_partition,
+    )
+    torch.compile(function, fullgraph=True, backend=backend)(x).sum().backward()
+    return sum(value.nbytes for value in saved) / len(x), {value.dtype for value in saved}
+
+
+def test_a_graph_saves_one_byte_per_element_of_gate_and_up():
+    """Gate and up of 128 at 33/32 bytes, X in FP8 with its scales, and the scales of 320 rows of weights."""
+    torch._dynamo.reset()
+    model = octavo.convert(Separate(False), "rowwise", activations="fp8", verbose=False)
+    size, dtypes = saved_bytes(model, randn(48, 64).requires_grad_())
+    assert size <= 256 * 33 / 32 + 64 + 4 + 320 * 4 / 48
+    assert torch.float8_e4m3fn in dtypes
+    torch._dynamo.reset()
+    exact, _ = saved_bytes(octavo.convert(Separate(False), "rowwise", verbose=False), randn(48, 64).requires_grad_())
+    assert exact > 2 * 256
+
+
+def test_disabled_graphs_store_nothing():
+    torch._dynamo.reset()
+    model = octavo.convert(Normed(), "rowwise", activations="fp8", verbose=False)
+    x = randn(48, 64)
+    with octavo.disabled():
+        expected = gradients(model, model, x)[1]
+        actual = gradients(torch.compile(model, fullgraph=True, backend="aot_eager"), model, x)[1]
+    assert sqnr(flat(expected), flat(actual)) > 100
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")  # of Inductor about itself
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_gradients_of_a_compiled_block_are_as_accurate_as_in_eager_mode(backend):
+    """Against float64, each gradient of a Llama block in bf16."""
+    torch._dynamo.reset()
+    exact = llama().double().model
+    block = copy.deepcopy(exact).bfloat16()
+    exact.load_state_dict(block.state_dict())
+    octavo.convert(block, "rowwise", activations="fp8", verbose=False)
+    x, positions = randn(1, 64, 64).bfloat16(), torch.arange(64)[None]
+    tables = [t.double() for t in exact.rotary_emb(x.double(), positions)]
+
+    def call(layer, dtype):
+        return lambda x: layer(x, position_embeddings=tuple(t.to(dtype) for t in tables))
+
+    expected = gradients(call(exact.layers[0], torch.float64), exact.layers[0], x.double())[1]
+    layer = block.layers[0]
+    eager = gradients(call(layer, torch.bfloat16), layer, x)[1]
+    compiled = gradients(torch.compile(call(layer, torch.bfloat16), fullgraph=True, backend=backend), layer, x)[1]
+    for name, gradient in expected.items():
+        # Both round differently, so each may be the better one by chance.
+        assert sqnr(gradient, compiled[name]) > sqnr(gradient, eager[name]) - 1, name
