@@ -112,6 +112,7 @@ def saved_bytes(function, x):
     return sum(value.nbytes for value in saved) / len(x), {value.dtype for value in saved}
 
 
+@pytest.mark.slow
 def test_a_graph_saves_one_byte_per_element_of_gate_and_up():
     """Gate and up of 128 at 33/32 bytes, X in FP8 with its scales, and the scales of 320 rows of weights."""
     torch._dynamo.reset()
