@@ -8,7 +8,7 @@ from octavo.experiments.ready_models import PlannedStep, ready_models
 from octavo.train.config.run_config import load_config
 
 KEPT = configs.read()
-OTHERS = {"demo", "own-data", "vit-digits"}
+OTHERS = {"demo", "own-data", "vit-digits", "vlm-digits"}
 ROWS = [(name, step) for name, steps in KEPT.items() for step in steps if step.layout is not None]
 
 

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import octavo
 from octavo.nn.memory_audit import saved_for_backward
 from octavo.numerics import E4M3, RECIPES, sqnr
+from octavo.runtime.switch import SWITCH
 
 by_recipe = pytest.mark.parametrize("name", RECIPES)
 by_compiled_recipe = pytest.mark.parametrize("name", [name for name, recipe in RECIPES.items() if not recipe.history])
@@ -116,8 +117,10 @@ def test_a_compiled_llama_block_has_no_graph_breaks_and_one_dynamic_recompile():
     assert counter.frame_count <= 2
 
 
-def test_compile_quantizes_a_shared_input_once():
+@pytest.mark.parametrize("stored", [False, True], ids=["", "beside stored activations"])
+def test_compile_quantizes_a_shared_input_once(stored, monkeypatch):
     torch._dynamo.reset()
+    monkeypatch.setattr(SWITCH, "stored", stored)
     mlp = octavo.convert(MLP(), verbose=False)
     graphs = []
 

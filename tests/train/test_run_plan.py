@@ -191,7 +191,7 @@ def test_the_command_as_json(config_file: Path):
         ([], "nothing to plan: give octavo plan --memory"),
         (["--gpu", "h10"], "unknown GPU 'h10' (did you mean 'h100'?)"),
         (["--gpu", "h100", "--gpus", "0"], "gpus is an integer of 1 or more; got 0"),
-        (["--gpu", "h100", "--gpus", "3", "optim.batch=8"], "cannot be shared by 3 GPUs evenly"),
+        (["--gpu", "h100", "--gpus", "3", "optim.batch=8"], "cannot be shared by 3 processes evenly"),
         (["--gpu", "h100", "--memory", "--json"], "--json is for one of them at a time"),
         (["--gpu", "h100", "--calibration", "none.json"], "cannot read the calibration from none.json"),
         (["--memory", "--calibration", "none.json"], "--calibration needs --gpu, the GPU that was measured"),

@@ -78,7 +78,8 @@ def combined(y: Tensor, restored: Tensor) -> Tensor:
 
 def recomputable_in_graph(x: Tensor) -> Recomputable:
     """Return what a linear saves of its input [..., K] under torch.compile: y' if x is such a y, else x."""
-    restored: Tensor = torch.ops.octavo.restored(x.detach())
+    with torch.no_grad():
+        restored: Tensor = torch.ops.octavo.restored(x)
     return Recomputable((restored,), UnroundedMatrix(x.dtype))
 
 
@@ -106,7 +107,9 @@ def _find(x: Tensor) -> Tensor:
     recomputable = None
     if isinstance(x, FunctionalTensor) and not is_written(x.elem):
         recomputable = RECOMPUTABLE.find(x.elem, None)
-    restored = x if recomputable is None else recomputable.tensors[0]
+    if recomputable is None:
+        return x  # the same node, so that its casts are merged with those of forward
+    restored = recomputable.tensors[0]
     assert restored is not None
     return restored.reshape(x.shape).detach()
 

@@ -15,6 +15,7 @@ does not matter: nothing is replayed, and checkpointing a region that begins bet
 same gradients as no checkpointing.
 """
 
+import math
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -127,7 +128,9 @@ class UnroundedMatrix(Rematerializer):
         self, tensors: Sequence[Any], spec: QuantSpec, order: str, columns: int, fold: Tensor | None = None
     ) -> ScaledTensor:
         """See `Rematerializer.quantized`."""
-        return quantize(tensors[0].reshape(-1, columns), spec, fold, order=order)  # type: ignore[arg-type]
+        x = tensors[0]  # viewed as in forward, so that torch.compile merges equal casts
+        x_MK = x if x.ndim == 2 else x.reshape(math.prod(x.shape[:-1]), columns)
+        return quantize(x_MK, spec, fold, order=order)  # type: ignore[arg-type]
 
 
 class Recomputable(NamedTuple):
