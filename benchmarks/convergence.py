@@ -42,6 +42,7 @@ OPTIMIZER = ("optim.states=fp8", "precision.master=remainder")
 ARMS: dict[str, tuple[str, ...]] = {
     "bf16": (),
     "products": ("precision.level=fp8",),
+    "products, equalized": ("precision.level=fp8", "precision.recipe=rowwise_equalized"),
     "activations": ("precision.activations=fp8",),
     "optimizer": OPTIMIZER,
     "products + activations": ("precision.level=fp8+activations",),
@@ -74,8 +75,7 @@ weights and see the same data in the same order. Loss: mean over the last 10 % o
 SPREAD = """
 BF16's own loss has a standard deviation of {spread:.2f} % over {seeds} seeds. A gap well below that is smaller than the
 effect of the seed. {seeds} seeds of one small model cannot detect a gap of {tenth:.2f} %, a tenth of that. Times are
-of this CPU, which emulates FP8 with products in float32, and BF16 too where it has no instructions for it: the best
-of {rounds} steps taken in turn. `everything` takes {slowdown:.2f} × BF16's (limit {slowest:g}), `products`
+of this CPU, which emulates FP8: the best of {rounds} steps taken in turn. `everything` takes {slowdown:.2f} × BF16's (limit {slowest:g}), `products`
 {products:.2f} ×.
 
 Limit: `everything` within ± {band:g} % of BF16 on each seed. Reached: at most {worst:.2f} %.
@@ -274,7 +274,7 @@ def main(arguments: list[str]) -> None:
         rows: list[Row] = []
         loaded = code()  # what is committed while it runs is none of it
         for number, (arm, seed, steps) in enumerate(runs, 1):
-            folder = options.runs / f"{arm.replace(' ', '')}-seed{seed}-{steps}"
+            folder = options.runs / f"{arm.replace(' ', '').replace(',', '-')}-seed{seed}-{steps}"
             rows.append(measured(arm, seed, steps, folder, options.overrides, loaded))
             row = rows[-1]
             gap = "" if arm == BASELINE else f"  {gaps(_of_length(rows, steps), arm)[-1]:+.2f} %"
