@@ -224,7 +224,7 @@ def picture(content: Mapping[str, Any]) -> figures.Figure:
     arms = [arm for arm in dict.fromkeys(row["arm"] for row in rows) if arm != BASELINE]
     axes = {"x": {"title": "step", "nticks": 4, "showgrid": False}, "y": {"title": "loss above BF16 [%]"}}
     axes["y"] |= {"zeroline": True, "zerolinecolor": "var(--soft)"}
-    places, settings = figures.panels(arms, len(arms), 170, **axes)
+    places, settings = figures.panels(arms, 3, 170, **axes)
     data, shapes = [], []
     for slot, (place, arm) in enumerate(zip(places, arms, strict=True)):
         for row in (row for row in rows if row["arm"] == arm):
