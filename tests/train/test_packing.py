@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from tiny_runs import LLAMA, At, MakeConfig, assert_same, curve, sentences, terminate
 from transformers import AutoModelForCausalLM
 
+from octavo.nn.causal import IGNORE
 from octavo.train import ConfigError, TrainConfig, parse_config, run
 from octavo.train.data.corpus import Corpus, load_corpus
-from octavo.train.data.packing import IGNORED, PackedRows, best_fit
+from octavo.train.data.packing import PackedRows, best_fit
 from octavo.train.probe import check_causal
 from octavo.train.ranks import Ranks, join_ranks
 from octavo.train.record.metrics import NullProgress
@@ -65,7 +66,7 @@ def test_rows_hold_each_target_of_each_document_once(lengths: list[int]) -> None
         for (token, position), target, before in zip(
             inputs.tolist(), targets.tolist(), [None, *inputs.tolist()[:-1]], strict=True
         ):
-            if target == IGNORED:
+            if target == IGNORE:
                 assert token == 999
                 continue
             pairs.append((token, target))
@@ -117,7 +118,7 @@ def test_losses_of_documents_are_those_on_their_own(
         for row in range(8):
             starts = [*torch.nonzero(inputs[row, :, 1] == 0).flatten().tolist(), inputs.shape[1]]
             for start, stop in pairwise(starts):
-                if (targets[row, start:stop] == IGNORED).all():
+                if (targets[row, start:stop] == IGNORE).all():
                     continue
                 logits = net(input_ids=inputs[row : row + 1, start:stop, 0], use_cache=False).logits[0]
                 expected = F.cross_entropy(logits, targets[row, start:stop])
@@ -127,7 +128,7 @@ def test_losses_of_documents_are_those_on_their_own(
     # The loss of the batch is the mean over its targets, by the trainer's own chunked loss too.
     with torch.no_grad():
         mean = trainer.task.loss(net, inputs, targets)
-    assert float(mean) == pytest.approx(float(losses.sum() / (targets != IGNORED).sum()), abs=1e-5)
+    assert float(mean) == pytest.approx(float(losses.sum() / (targets != IGNORE).sum()), abs=1e-5)
 
 
 MIXING = {
@@ -164,9 +165,9 @@ def test_the_probe_finds_a_model_that_ignores_positions(make_config: MakeConfig,
 
 
 def test_a_micro_batch_without_targets() -> None:
-    none = torch.full((2, 3), IGNORED)
+    none = torch.full((2, 3), IGNORE)
     count, targets = counted(none, uneven=True)
-    assert count == 0 and (targets != IGNORED).sum() == 1 and (none == IGNORED).all()
+    assert count == 0 and (targets != IGNORE).sum() == 1 and (none == IGNORE).all()
     ranks = Ranks(torch.device("cpu"))
     assert targets_per_rank(none, ranks, uneven=True) == 0 and targets_per_rank(none, ranks, uneven=False) == 6
 
@@ -181,8 +182,8 @@ def test_gradients_are_of_the_mean_over_all_targets(make_config: MakeConfig, lin
     trainer = Trainer(config, data, torch.device("cpu"))
     trainer._autocast = nullcontext  # all of it in fp32
     inputs, targets = data.batch(3, 0, 8)
-    targets[:2] = IGNORED  # of the first micro-batch none counts
-    targets[2, 3:] = IGNORED
+    targets[:2] = IGNORE  # of the first micro-batch none counts
+    targets[2, 3:] = IGNORE
     loss = trainer.forward_backward(inputs, targets)
     model = AutoModelForCausalLM.from_config(trainer.model.config)
     model.load_state_dict(trainer.model.state_dict())
@@ -245,7 +246,7 @@ def masked_gradient(tables: dict[str, Any]) -> tuple[float, torch.Tensor]:
         trainer = Trainer(config, corpus(config), ranks.device, ranks=ranks)
         trainer._autocast = nullcontext  # all of it in fp32
         inputs, targets = trainer.task.data.batch(3, 0, 4)
-        targets[2:] = IGNORED
+        targets[2:] = IGNORE
         targets[3, :3] = 7
         loss = trainer.forward_backward(trainer.layout.own_rows(inputs), trainer.layout.own_rows(targets))
         (total,) = ranks.all_reduce(loss)

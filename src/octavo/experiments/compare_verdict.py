@@ -270,7 +270,7 @@ def _notes(runs: Sequence[ArmRuns], losses: LossComparison) -> list[str]:
     if len(devices) > 1:
         notes.append(f"The runs are of different devices ({', '.join(devices)}): their speeds cannot be compared.")
     elif devices[0].endswith("cpu"):
-        notes.append("On a CPU FP8 is computed exactly but emulated: speeds here say nothing about a GPU's.")
+        notes.append("On a CPU FP8 is emulated: speeds here say nothing about a GPU's.")
     for package in sorted({package for result in results for package in result.versions}):
         versions = sorted({result.versions.get(package, "none") for result in results})
         if len(versions) > 1:

@@ -200,7 +200,7 @@ def _notes(a: RunResult, b: RunResult, prediction: PredictedSpeed | None) -> lis
         figure = f"{candidate} ran at {speed:.2f} × {baseline}'s tokens/s"
         if b.device == "cpu":
             notes.append(
-                f"{figure}, on a CPU, which has no FP8 matrix units: FP8 is computed exactly but emulated there. "
+                f"{figure}, on a CPU, which has no FP8 matrix units and emulates FP8. "
                 "This says nothing about the speed on a GPU."
             )
         else:

@@ -13,8 +13,7 @@ microseconds and 24 bytes per document, at each start.
 import numpy as np
 import torch
 
-IGNORED = -100
-"""Target of a position without one, as of PyTorch's cross-entropy."""
+from octavo.nn.causal import IGNORE
 
 
 class PackedRows:
@@ -48,7 +47,7 @@ class PackedRows:
         """Ids and positions, int64 [length, 2], and targets, int64 [length], of one row."""
         length = self._length
         inputs = np.stack([np.full(length, self._fill), np.arange(length)], 1)
-        targets = np.full(length, IGNORED)
+        targets = np.full(length, IGNORE)
         at = 0
         for piece in range(self._rows[index], self._rows[index + 1]):
             start, size = int(self._starts[piece]), int(self._sizes[piece])
