@@ -75,7 +75,7 @@ def test_few_steps_are_no_claim() -> None:
 
 def test_a_cpu_is_no_speed_claim_and_a_gpu_is_named() -> None:
     (on_cpu,) = [note for note in verdict(result(), result(FP8)).notes if "tokens/s" in note]
-    assert "0.40 ×" in on_cpu and "emulated" in on_cpu and "nothing about the speed on a GPU" in on_cpu
+    assert "0.40 ×" in on_cpu and "emulates" in on_cpu and "nothing about the speed on a GPU" in on_cpu
     of_gpu = verdict(result(device="NVIDIA H200"), result(FP8, device="NVIDIA H200", tokens_per_s=1300.0)).notes
     (on_gpu,) = [note for note in of_gpu if "tokens/s" in note]
     assert "1.30 ×" in on_gpu and "NVIDIA H200" in on_gpu and "emulated" not in on_gpu
