@@ -27,13 +27,20 @@ def test_the_page_is_that_of_the_plans() -> None:
     assert configs.document(KEPT).count("\n| [") == len(KEPT)
 
 
-def test_fp8_is_faster_and_smaller_than_bf16() -> None:
+GAIN_NO_TIME = {("deepseek-v3-16b", 512)}
+"""Models and numbers of GPUs, as docs/configurations.md says."""
+
+
+def test_fp8_is_faster_than_bf16_but_where_the_page_says_otherwise() -> None:
     """Of layouts that each level chose for itself."""
+    slower = set()
     for name, steps in KEPT.items():
         by_level = {(step.precision, step.gpus): step for step in steps if step.layout is not None}
         for (precision, gpus), bf16 in by_level.items():
             if precision == "bf16":
-                assert by_level["FP8", gpus].tokens_per_second > bf16.tokens_per_second, (name, gpus)
+                if by_level["FP8", gpus].tokens_per_second <= bf16.tokens_per_second:
+                    slower.add((name, gpus))
+    assert slower == GAIN_NO_TIME
 
 
 def check(name: str, step: PlannedStep) -> None:
