@@ -75,8 +75,8 @@ weights and see the same data in the same order. Loss: mean over the last 10 % o
 SPREAD = """
 BF16's own loss has a standard deviation of {spread:.2f} % over {seeds} seeds. A gap well below that is smaller than the
 effect of the seed. {seeds} seeds of one small model cannot detect a gap of {tenth:.2f} %, a tenth of that. Times are
-of this CPU, which emulates FP8: the best of {rounds} steps taken in turn. `everything` takes {slowdown:.2f} × BF16's (limit {slowest:g}), `products`
-{products:.2f} ×.
+of this CPU, which emulates FP8: the best of {rounds} steps taken in turn. `everything` takes {slowdown:.2f} × BF16's
+(limit {slowest:g}), `products` {products:.2f} ×.
 
 Limit: `everything` within ± {band:g} % of BF16 on each seed. Reached: at most {worst:.2f} %.
 
