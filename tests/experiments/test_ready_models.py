@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from typer.testing import CliRunner
 
 from octavo.cli import app
@@ -20,8 +20,10 @@ from octavo.train.config.run_config import ConfigError, load_config, parse_confi
 PUBLISHED = {
     "llama2-7b": 6.74, "llama2-13b": 13.02, "llama3-8b": 8.03, "llama3-70b": 70.55, "qwen3-8b": 8.19,
     "command-r-35b": 34.98, "mixtral-8x7b": 46.70, "qwen3-30b-a3b": 30.53, "deepseek-v3-16b": 16.00,
+    "nvila-like-8b": 8.05,
 }  # fmt: skip
-"""Parameters in billions as published; of deepseek-v3-16b Moonlight's 15.96, with compressed queries."""
+"""Parameters in billions as published; of deepseek-v3-16b Moonlight's 15.96, with compressed queries; of nvila-like-8b
+Qwen2-7B's 7.616, the 0.413 of a SigLIP-so400m tower without pooling, and 0.017 of the projector."""
 LAYOUT = Layout(gpus=8, sequences=2, micro_batches=4, checkpointing="none")
 SMALL = replace(
     ready_model("llama3-8b"), name="small", title="Small", gpus=1, sequence=64, batch=16,
@@ -35,7 +37,8 @@ SMALL = replace(
 def test_models_have_their_published_size(name: str) -> None:
     model = ready_model(name)
     with torch.device("meta"):
-        made = AutoModelForCausalLM.from_config(AutoConfig.for_model(model.type, **model.config))
+        auto = AutoModelForImageTextToText if name == "nvila-like-8b" else AutoModelForCausalLM
+        made = auto.from_config(AutoConfig.for_model(model.type, **model.config))
     assert sum(p.numel() for p in made.parameters()) / 1e9 == pytest.approx(PUBLISHED[name], abs=0.006)
 
 

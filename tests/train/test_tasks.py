@@ -6,8 +6,10 @@ from typing import Any
 import pytest
 import torch
 from tiny_runs import At, assert_same, fail
+from transformers import AutoModelForImageClassification
 
 from octavo.train import ConfigError, RunResult, TrainConfig, load_config, parse_config, read_metrics, run
+from octavo.train.checkpoint.export import export
 from octavo.train.data.images import ImageShape
 from octavo.train.data.labelled_images import LabelledImages, load_digits
 from octavo.train.model import check_model
@@ -135,6 +137,12 @@ def test_two_ranks_share_the_images(gloo, tmp_path):  # noqa: F811
     losses = [[row.loss for row in read_metrics(tmp_path / name)] for name in ("one", "two")]
     assert losses[1] == pytest.approx(losses[0], rel=2e-3)
     assert two[0].held_out == two[1].held_out and two[0].tokens == one.tokens
+    export(tmp_path / "two" / "checkpoints" / "step-000006", tmp_path / "exported")
+    model = AutoModelForImageClassification.from_pretrained(tmp_path / "exported")
+    other = AutoModelForImageClassification.from_pretrained(tmp_path / "one" / "checkpoints" / "step-000006")
+    for (name, weight), expected in zip(model.named_parameters(), other.parameters(), strict=True):
+        if not name.endswith("k_proj.bias"):  # which changes no output: its gradient is of rounding alone
+            torch.testing.assert_close(weight.float(), expected.float(), rtol=0, atol=2e-2, msg=name)
 
 
 @pytest.mark.thorough
