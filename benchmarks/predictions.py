@@ -288,13 +288,11 @@ octavo plan configs/llama3-8b.toml --gpu h100 --gpus 64 parallel.pp=4 optim.micr
 octavo plan configs/mixtral-8x7b.toml --gpu h100 --gpus 64 parallel.ep=8 optim.micro_batches=4
 ```
 
-One rank runs in torch's fake process group, through the code of a run. That gives memory, and the bytes of every
-collective of tokens. FSDP2 is added by rule. The memory is that of the stage that needs most, with the micro-batches
-in flight that torch's own schedule has. A simulation of this schedule gives the bubble: each rank computes its
-actions in torch's order, and waits for messages. A table shows what each GPU sends in a step, by kind: GB, and ms as
-if nothing hid them. Compute waits for collectives of tokens (tensor, expert and context parallelism), and hides those
-of weights and gradients. Links are NVLink inside a machine of 8, and the network between machines. At level bf16,
-experts are not distributed: that column is FSDP2 alone.
+One rank runs in torch's fake process group, through the code of a run. That gives memory and the bytes of collectives
+of tokens. FSDP2 is added by rule. The memory is that of the stage that needs most, with the micro-batches in flight
+that torch's own schedule has. A simulation of it gives the bubble. A table shows GB and ms of what each GPU sends, by
+kind. Compute waits for collectives of tokens (tensor, expert and context parallelism), and hides those of weights and
+gradients. At level bf16, experts are not distributed: that column is FSDP2 alone.
 
 On Gloo, parameters and optimizer states are within 1 % of those of 2 to 4 real ranks, activations within 10 % (of
 experts not held, since rows depend on the router), messages of tokens and stages exact (`pytest -m slow
