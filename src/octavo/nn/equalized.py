@@ -48,7 +48,7 @@ from octavo.numerics.equalization import ChannelScales, channel_amax, column_ama
 from octavo.numerics.recipe import Recipe
 from octavo.runtime.execution_context import is_capturing
 from octavo.runtime.switch import SWITCH
-from octavo.runtime.torch_compat import current_graph_task_id, local_part
+from octavo.runtime.torch_compat import in_backward, local_part
 from octavo.tensor import ScaledTensor
 
 ATTRIBUTE = "equalizer"
@@ -158,13 +158,11 @@ class Equalizer:
         if self._pass_ended:
             if self.measurement is not None:
                 self.scales = self.next_scales(training=True)
-            self.passes, self.backward_ran, self.measurement = self.passes + 1, False, None
+            self.advance()
 
     @property
     def _pass_ended(self) -> bool:
-        if not self.backward_ran or self.synchronized or current_graph_task_id() != -1:
-            return False
-        return self.scales is None or not self.scales.factor.is_cuda or not self._capturing
+        return self.backward_ran and not self.synchronized and not in_backward() and not self._capturing
 
     @property
     def _capturing(self) -> bool:

@@ -14,6 +14,7 @@ FP8, one byte for each element of all tokens. Rejected: to save this rank's part
 that memory and sends half as much again.
 """
 
+from abc import abstractmethod
 from functools import partial
 from typing import Any, Literal
 
@@ -70,12 +71,12 @@ class _Fp8Style(ParallelStyle):
         settings = (f"{name}={value!r}" for name, value in vars(self).items() if name != "src_data_rank")
         return f"{type(self).__name__}({', '.join(settings)})"
 
+    @abstractmethod
     def describe(self, layer: nn.Module) -> str:
         """Return what a layer sends."""
-        raise NotImplementedError
 
-    def _hook(self, layer: nn.Module, exchange: TokenExchange) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _hook(self, layer: nn.Module, exchange: TokenExchange) -> None: ...
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         problem = None
