@@ -3,6 +3,9 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 PEERS  := torchao
+# Tools that octavo.integrations is tested with where they are installed. Their requirements would replace other packages.
+TOOLS  := torchtitan torch_checkpointing torchdata tyro docstring_parser typeguard einops spmd_types==0.2.3 \
+          diffusers requests urllib3 certifi charset_normalizer importlib_metadata zipp trl bitsandbytes
 TRITON := 3.6
 # The oldest release of torch that pyproject.toml allows and the newest that is tested, with what each is tested with.
 TORCHES := 2.11.0 2.14.1
@@ -14,7 +17,7 @@ QUIET  := --quiet --disable-pip-version-check
 PIP    := $(BIN)/python -m pip $(QUIET)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-slow test-versions lint docs sass gpu bench clean
+.PHONY: help setup demo test test-all test-slow test-tools test-versions lint docs sass gpu bench clean
 
 help:            ## List what can be made
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/: .*## /\t/' | expand -t 14
@@ -41,6 +44,10 @@ $(VENV)/.docs: pyproject.toml constraints.txt
 
 $(VENV)/.peers: $(VENV)/.developer
 	@$(PIP) install --no-deps --upgrade --target $(VENV)/peers $(PEERS)
+	@touch $@
+
+$(VENV)/.tools: $(VENV)/.developer
+	@$(PIP) install --no-deps --upgrade --target $(VENV)/tools $(TOOLS)
 	@touch $@
 
 $(VENV)/.triton-$(TRITON): $(VENV)/.developer
@@ -72,6 +79,10 @@ test-all: test  ## The same, and the tests that take longer (a quarter of an hou
 
 test-slow: $(VENV)/.peers $(VENV)/.triton-$(TRITON) lint  ## All tests, with the slow ones, torchao and an older Triton
 	@$(BIN)/python -m pytest -n 2 -m 'not gpu'
+
+test-tools: $(VENV)/.tools  ## Tests with torchtitan, TRL, diffusers and bitsandbytes
+	@PYTHONPATH=$(VENV)/tools $(BIN)/python -m pytest -n 2 -m 'not gpu' \
+	  tests/integrations tests/nn/test_foreign_linears.py tests/test_examples.py
 
 test-versions: $(TORCHES:%=$(VENV)/torch-%/.ready)  ## The library's tests on the oldest and the newest torch (downloads GBs)
 	@failed=; for torch in $(TORCHES); do \
