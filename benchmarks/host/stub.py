@@ -15,7 +15,6 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -184,9 +183,11 @@ def _product(a: Tensor, b: Tensor, *_: Any, **__: Any) -> Tensor:
     """A bf16 product of the same sizes, in place of an FP8 one."""
     global _products
     _products += 1
-    return torch.mm(*_operands(a.shape, b.shape))
+    operands = _OPERANDS.get((a.shape, b.shape))
+    if operands is None:
+        operands = torch.ones(a.shape, dtype=torch.bfloat16), torch.ones(b.shape, dtype=torch.bfloat16)
+        _OPERANDS[a.shape, b.shape] = operands
+    return torch.mm(*operands)
 
 
-@lru_cache(maxsize=256)
-def _operands(a: torch.Size, b: torch.Size) -> tuple[Tensor, Tensor]:
-    return torch.ones(a, dtype=torch.bfloat16), torch.ones(b, dtype=torch.bfloat16)
+_OPERANDS: dict[tuple[torch.Size, torch.Size], tuple[Tensor, Tensor]] = {}

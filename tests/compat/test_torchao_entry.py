@@ -79,4 +79,4 @@ def test_unknown_configurations(config, error, message):
 def test_it_is_an_attribute():
     code = "import octavo; print(octavo.compat.torchao.convert_to_float8_training.__name__, dir(octavo.integrations))"
     text = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert text == "convert_to_float8_training ['accelerate', 'lightning', 'transformers']\n"
+    assert text == "convert_to_float8_training ['accelerate', 'lightning', 'torchtitan', 'transformers']\n"

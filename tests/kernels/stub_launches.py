@@ -119,7 +119,7 @@ def casts_pass_what_triton_passes():
             for run in (changed._run, lambda *a: changed.run(*a), changed._run):  # noqa: B023  the second is generated
                 allocated = iter(outputs)
                 with DRIVER.recorded() as records:
-                    run(x, *arguments, lambda size, device: (block, 32))
+                    run(x, *arguments, lambda size, device, stream: (block, 32))
                 keys.append([record.key() for record in records])
             if keys[0] != keys[1] or keys[1] != keys[2] or changed.run == changed._run:
                 failed.append(f"{[step.kernel.fn.__name__ for step in changed._launches]}")

@@ -214,7 +214,7 @@ def test_zeros_are_handed_out_once_and_not_under_a_dispatch_mode(on_gpu_path, mo
     zeros, cpu = direct.ZeroBlocks(), torch.device("cpu")
     parts = []
     for size in (1, 17, 100, 128, 129, *[100] * 20):
-        block, start = zeros(size, cpu)
+        block, start = zeros(size, cpu, 0)
         parts.append(block[start : start + size])
     for size, part in zip((1, 17, 100, 128, 129, *[100] * 20), parts, strict=True):
         assert len(part) == size and part.dtype == torch.int32

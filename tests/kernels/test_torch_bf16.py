@@ -44,6 +44,10 @@ def test_bf16_products_differ_from_the_reference_by_their_rounding(label, fast):
         actual = torch_bf16.scaled_mm(a, b, case[2], torch.bfloat16, bias, False)
         assert actual.dtype == torch.bfloat16
         assert sqnr(expected, actual) >= ROUNDING
+        if bias is None:
+            # One step of bf16, see `test_sizes_of_zero_and_one`; float32 sums that cancel depend on their order.
+            order = 2.0**-17 * expected.abs().max().item()
+            torch.testing.assert_close(actual, expected.bfloat16(), rtol=2**-7, atol=order)
         exact = torch_bf16.scaled_mm(a, b, case[2], torch.float32, bias, False)
         assert torch.equal(exact, expected)
 
@@ -103,6 +107,11 @@ def test_sizes_of_zero_and_one(m, n, k):
     bias = torch.randn(n)
     expected = reference.scaled_mm(a, b, "nt", torch.bfloat16, bias, False)
     actual = torch_bf16.scaled_mm(a, b, "nt", torch.bfloat16, bias, False)
+    # One step of bf16: x = m · 2^e with 1 <= m < 2 has a step of 2^(e - 7), at most 2^-7 of x.
+    #   - Rounding a sum to bf16 moves it by half a step at most, 2^-8 / m of its size.
+    #   - Scaling keeps that ratio, so the result, of mantissa m', moves by m' / 2m < 1 step.
+    #   - Rounding is monotone, so two numbers less than a step apart round to the same or to neighbours.
+    # A bias would add the step of a larger sum; here sums are 0 or 448², exact in bf16.
     torch.testing.assert_close(actual, expected, rtol=2**-7, atol=0)
 
 
@@ -111,6 +120,24 @@ def test_autocast_leaves_bf16_products_as_they_are():
     plain = torch_bf16.scaled_mm(a, b, "nt", torch.bfloat16, None, False)
     with torch.autocast("cpu", dtype=torch.float16):
         assert torch.equal(torch_bf16.scaled_mm(a, b, "nt", torch.bfloat16, None, False), plain)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_the_default_dtype_changes_neither_the_choice_nor_the_result(dtype, fast):
+    """Extreme scales beside unit scales, as of tiny gradients."""
+    case = SCALED_MM.cases["rowwise dgrad"]
+    a, b = _random_operands(case, 40, 48, 64, torch.Generator().manual_seed(0), CPU)
+    a = ScaledTensor(a.data, a.scale * 2.0**-60, a.spec)
+    expected = torch_bf16.scaled_mm(a, b, "nn", torch.bfloat16, None, False)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        assert torch.equal(torch_bf16.scaled_mm(a, b, "nn", torch.bfloat16, None, False), expected)
+        assert SCALED_MM.choose(CPU, case).name == "torch_bf16"
+        assert GROUPED_MM.choose(CPU, GROUPED_MM.cases["rowwise forward"]).name == "torch_bf16"
+        assert quantize(torch.zeros(0, 64).bfloat16(), QuantSpec.parse("e4m3/tensor")).scale.dtype == torch.float32
+    finally:
+        torch.set_default_dtype(before)
 
 
 def test_unit_scales_beside_scales_along_the_contraction(fast):

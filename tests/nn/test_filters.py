@@ -143,6 +143,13 @@ class Model(nn.Module):
         self.projector = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
 
 
+def test_a_dictionary_with_numbers_for_keys_is_a_stack():
+    model = nn.ModuleDict({str(n): block for n, block in enumerate([Block(), Other(), Block()])})
+    assert find_stacks(model) == [[*model.values()]]
+    named = nn.ModuleDict({"left": Block(), "right": Block()})
+    assert find_stacks(named) == [[*block.experts] for block in named.values()]
+
+
 def test_blocks_are_those_of_every_outermost_stack():
     model = Model()
     lists = [[*model.encoder], [*model.decoder["layers"]], [*model.towers[1].experts]]

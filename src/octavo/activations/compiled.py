@@ -84,10 +84,19 @@ def recomputable_in_graph(x: Tensor) -> Recomputable:
 
 
 def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+    rounded: Tensor = torch.ops.octavo.rounded_in_groups(x, dtype)
+    return rounded
+
+
+def _round_in_groups(x: Tensor, dtype: torch.dtype) -> Tensor:
     columns, largest = x.shape[-1], torch.finfo(dtype).max
     data, exponents = decomposed.quantize_groups(F.pad(x, (0, -columns % 32)) if columns % 32 else x)
     values = decomposed.dequantize_groups(data, exponents)[..., :columns]
     return values.to(dtype).clamp(-largest, largest)
+
+
+def _like(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.new_empty(x.shape, dtype=dtype)
 
 
 def _clone(x: Tensor, restored: Tensor | None = None) -> Tensor:
@@ -114,5 +123,8 @@ def _find(x: Tensor) -> Tensor:
     return restored.reshape(x.shape).detach()
 
 
+# An op, because with dynamic=True Dynamo lifts the format's numbers out of one autograd function and finds no input for
+# them in the next.
+define("rounded_in_groups(Tensor x, ScalarType dtype) -> Tensor", _round_in_groups, _like, _round_in_groups)
 define("restorable(Tensor y, Tensor restored) -> Tensor", _clone, _clone, _register)
 define("restored(Tensor x) -> Tensor", _clone, _clone, _find)

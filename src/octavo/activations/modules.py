@@ -108,8 +108,8 @@ class Fp8SavingGlu(Fp8Saving):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Compute down(act(gate(x)) · up(x)), the same as the original."""
         if torch.compiler.is_compiling():
-            kind = _in_graph(self) if recording() else ""
-            return _gated_in_graph(self, kind, *args, **kwargs) if kind else super().forward(*args, **kwargs)
+            x, kind = _only(args, kwargs), _in_graph(self) if recording() else ""
+            return _gated_in_graph(self, kind, x) if kind and x is not None else super().forward(*args, **kwargs)
         x, (glu, function, act) = _only(args, kwargs), _gate_of(self) if recording() else (None, None, None)
         if x is None or glu is None or act is None:
             return compressed(self, (), super().forward, *args, **kwargs)
@@ -171,7 +171,8 @@ def _in_graph(module: nn.Module) -> str:
         return ("center" if spec.center else "plain") if known else ""
     if isinstance(spec, Glu):
         glu, _, act = _gate_of(module)
-        return "" if glu is None or act is None else f"{glu.gate} {glu.up or ''} {glu.down} {act} {glu.up_first:d}"
+        names = glu and (glu.gate, glu.up or "", glu.down, glu.activation or "", act or "", f"{glu.up_first:d}")
+        return " ".join(names) if names and act else ""
     return "" if activation_of(module) is None else "plain"
 
 
@@ -183,9 +184,9 @@ def _combined(function: Any, x: Tensor, center: bool = False) -> Any:
 
 
 def _gated_in_graph(module: nn.Module, names: str, x: Tensor) -> Any:
-    """`_gated` under torch.compile."""
-    gate_name, up_name, down, act, up_first = names.split(" ")
-    act_and_mul = partial(_act_and_mul, _FUNCTIONS[act])
+    """`_gated` under torch.compile, which recompiles if a child, the activation included, is replaced."""
+    gate_name, up_name, down, activation, act, up_first = names.split(" ")
+    function = getattr(module, activation) if activation else _FUNCTIONS[act]
     if up_name:
         up = getattr(module, up_name)(x) if up_first == "1" else None
         gate = getattr(module, gate_name)(x)
@@ -193,17 +194,18 @@ def _gated_in_graph(module: nn.Module, names: str, x: Tensor) -> Any:
     else:
         first, second = getattr(module, gate_name)(x).chunk(2, dim=-1)
         gate, up = (second, first) if up_first == "1" else (first, second)
+    if not _same_kind(gate, up):
+        return getattr(module, down)(function(gate) * up)
     bias = getattr(getattr(module, gate_name), "bias", None)
     if bias is not None and not up_name:
         bias = bias.chunk(2)[0 if up_first == "0" else 1]
     with torch.no_grad():
-        h = act_and_mul(gate, up)
-    return getattr(module, down)(combined(h, act_and_mul(stored(gate, bias), stored(up))))
+        h = function(gate) * up
+    return getattr(module, down)(combined(h, _FUNCTIONS[act](stored(gate, bias)) * stored(up)))
 
 
-def _act_and_mul(function: Any, gate: Tensor, up: Tensor) -> Tensor:
-    h: Tensor = function(gate) * up
-    return h
+def _same_kind(gate: Tensor, up: Tensor) -> bool:
+    return gate.shape == up.shape and gate.dtype == up.dtype and _is_matrix(gate) and _is_matrix(up)
 
 
 def _gated(module: nn.Module, glu: Glu, function: Any, act: str, x: Tensor) -> Any:
@@ -221,8 +223,7 @@ def _gated(module: nn.Module, glu: Glu, function: Any, act: str, x: Tensor) -> A
     up = getattr(module, glu.up)(x) if glu.up_first else None
     gate = getattr(module, glu.gate)(x)
     up = getattr(module, glu.up)(x) if up is None else up
-    same_kind = gate.shape == up.shape and gate.dtype == up.dtype and _is_matrix(gate) and _is_matrix(up)
-    if not same_kind or not (gate.requires_grad or up.requires_grad):
+    if not _same_kind(gate, up) or not (gate.requires_grad or up.requires_grad):
         return down(function(gate) * up)
     with torch.no_grad():
         h = function(gate) * up

@@ -88,21 +88,24 @@ class ZeroBlocks(threading.local):
     """
 
     def __init__(self) -> None:
-        self._blocks: dict[tuple[torch.device, Any], tuple[Tensor, int]] = {}
+        self._blocks: dict[tuple[int | None, int], tuple[Tensor, int]] = {}
 
-    def __call__(self, size: int, device: torch.device) -> tuple[Tensor, int]:
-        """Return a block of int32 zeros and the index in it, a multiple of 16, where `size` of them begin."""
+    def __call__(self, size: int, device: torch.device, stream: int) -> tuple[Tensor, int]:
+        """Return a block of int32 zeros and the index in it, a multiple of 16, where `size` of them begin.
+
+        `stream` is the current one of the device.
+        """
         if 8 * size > BLOCK:
-            return new_zeros(size, device)
-        key = device, torch.cuda.current_stream(device) if device.type == "cuda" else None
+            return new_zeros(size, device, stream)
+        key = device.index, stream
         block, start = self._blocks.get(key, (None, BLOCK))
         if block is None or start + size > BLOCK:
-            block, start = new_zeros(BLOCK, device)
+            block, start = new_zeros(BLOCK, device, stream)
         self._blocks[key] = block, start + -(-size // 16) * 16
         return block, start
 
 
-def new_zeros(size: int, device: torch.device) -> tuple[Tensor, int]:
+def new_zeros(size: int, device: torch.device, stream: int) -> tuple[Tensor, int]:
     """Return [size] int32 zeros, which begin at index 0."""
     return torch.zeros(size, dtype=torch.int32, device=device), 0
 

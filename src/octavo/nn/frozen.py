@@ -23,6 +23,7 @@ from octavo.numerics.names import nearest
 from octavo.numerics.plan import Decision, Plan
 from octavo.numerics.recipe import RECIPES, Recipe, unequalized
 from octavo.numerics.spec import QuantSpec
+from octavo.runtime.torch_compat import FakeTensor
 
 FROZEN = ("bf16", "fp8")
 
@@ -161,7 +162,7 @@ def _checked_spec(fqn: str, module: nn.Module, recipe: Recipe) -> QuantSpec:
             f"frozen='fp8' stores one FP8 form of each weight, but recipe {recipe.name!r} of {fqn!r} needs one for "
             f"forward and another for backward: use one of {fitting}. The model was left as it was"
         )
-    if type(weight) is not nn.Parameter or hasattr(weight, "placements"):
+    if type(weight) not in (nn.Parameter, FakeTensor) or hasattr(weight, "placements"):
         raise ValueError(
             f"frozen='fp8' takes plain parameters; {fqn!r} has a {type(weight).__name__}: convert before the model is "
             "sharded or quantized by another library, or leave it out with skip=[…]. The model was left as it was"

@@ -115,7 +115,8 @@ class _LinearFunction(torch.autograd.Function):
         y_MN = scaled_mm(x, w, "nt", out_dtype=out_dtype, bias=bias, fast_accum=True)
         x_t = x_data if x_t_data is None else x_t_data, x_scale if x_t_scale is None else x_t_scale
         x_saved = operands.saved_input(x_MK, x_t, recomputable, recipe, out_dtype) if needs_wgrad else (None, None)
-        ctx.save_for_backward(*w_saved, *x_saved, factor, inverse)
+        ctx.channels = operands.saved_channels(factor, inverse)
+        ctx.save_for_backward(*w_saved, *x_saved, *(() if ctx.channels else (factor, inverse)))
         ctx.recipe, ctx.quantizer, ctx.columns = recipe, quantizer, x_MK.shape[1]
         ctx.rematerializer = recomputable.rematerializer if needs_wgrad and recomputable is not None else None
         ctx.dtypes = x_MK.dtype, w_NK.dtype, None if bias is None else bias.dtype
@@ -126,7 +127,8 @@ class _LinearFunction(torch.autograd.Function):
     def backward(ctx: Any, g_MN: Tensor) -> tuple[Tensor | None, ...]:
         recipe: Recipe = ctx.recipe
         x_dtype, w_dtype, bias_dtype = ctx.dtypes
-        *saved, factor, inverse = ctx.saved_tensors
+        tensors: tuple[Any, ...] = (*ctx.saved_tensors, *ctx.channels)
+        *saved, factor, inverse = tensors
         needs_dgrad, needs_wgrad, needs_bias = required_gradients(ctx, 3)
         dx_MK = dw_NK = dbias_N = w = x = None
         if needs_dgrad:

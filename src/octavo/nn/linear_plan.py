@@ -46,6 +46,7 @@ from octavo.runtime.torch_compat import (
     function_modes,
     guard_of,
     required_gradients,
+    short_backward,
 )
 
 Gradients = tuple[Tensor | None, ...]
@@ -93,8 +94,8 @@ def planned_linear(
     usual = saves_as_usual()
     if not usual and plan.saves_x and recomputable_of(input) is not None:
         return None
-    call = plan if channels is None else _EqualizedCall(plan, quantizer, channels)
-    y = _APPLY(input, weight, bias, call) if usual else unhooked(_APPLY, input, weight, bias, call)
+    arguments = input, weight, bias, plan, None if channels is None else quantizer, channels
+    y = _APPLY(*arguments) if usual else unhooked(_APPLY, *arguments)
     return y
 
 
@@ -157,7 +158,7 @@ class LinearPlan:
             inverse, factor = (None, None) if channels is None else (channels.inverse, channels.factor)
             self.x = _plan_cast(input.reshape(self.m, k), recipe.x, wgrad_x, inverse)
             self.w = _plan_cast(weight, recipe.w, wgrad_w, factor)
-        self.cast_key, self.one_cast_key = cast_key(recipe, True, None), cast_key(recipe, False, None)
+        self.cast_key, self.one_cast_key = (cast_key(recipe, both, None)[:2] for both in (True, False))
         self.saves_x, self.saves_w = wgrad, dgrad
         self.saves_x_cast, self.saves_w_cast = wgrad_x is not None, wgrad_w is not None
         self.w_KN: Any = None
@@ -171,17 +172,14 @@ class LinearPlan:
         self, ctx: Any, input: Tensor, w_NK: Tensor, bias: Tensor | None, channels: ChannelScales | None = None
     ) -> Any:
         """Return Y [..., N], and save for backward what the ordinary path saves."""
-        factor = inverse = None
-        scales: tuple[Tensor, ...] = ()
-        if channels is not None:
-            factor, inverse = scales = channels.factor, channels.inverse
+        factor, inverse = (None, None) if channels is None else (channels.factor, channels.inverse)
         casts = INPUT_CASTS.casts_of(input, _PLAIN if not self.is_cuda else (None, stream_of(self.device), False))
         cast = key = None
         if casts is not None:
-            key = self.cast_key if channels is None else (*self.cast_key[:2], channels)
+            key = (*self.cast_key, channels)
             cast = casts.get(key)
             if cast is None and not self.saves_x_cast:
-                key = self.one_cast_key if channels is None else (*self.one_cast_key[:2], channels)
+                key = (*self.one_cast_key, channels)
                 cast = casts.get(key)
         x_MK = input if self.is_matrix else input.reshape(self.m, self.k)
         if cast is None:
@@ -196,21 +194,21 @@ class LinearPlan:
                 self.w_KN = self.w.transposing(rows=True, columns=False)
         else:
             w, w_t, w_scale, w_t_scale = self.w_KN.run(w_NK, factor, None, None, ZEROS)
-            y_MN = self.y.call.run(x, w, x_scale, w_scale, bias)
+            y_MN = self.y.call.run(x, w, x_scale, w_scale, bias, bias is None)
             if y_MN is None:
                 y_MN = self.y(x, w.t(), x_scale, w_scale, bias)
         if not self.saves_x_cast:
             x_t = (x_MK if self.is_matrix else x_MK.detach()).to(self.out_dtype) if self.saves_x else None
             x_t_scale = None
         if self.saves_w_cast:
-            ctx.save_for_backward(w_NK, w_t, w_t_scale, x_t, x_t_scale, *scales)
+            ctx.save_for_backward(w_NK, w_t, w_t_scale, x_t, x_t_scale)
         elif self.saves_w:
-            ctx.save_for_backward(w_NK, None, w_scale if self.one_w_scale else None, x_t, x_t_scale, *scales)
+            ctx.save_for_backward(w_NK, None, w_scale if self.one_w_scale else None, x_t, x_t_scale)
         else:
-            ctx.save_for_backward(None, None, None, x_t, x_t_scale, *scales)
+            ctx.save_for_backward(None, None, None, x_t, x_t_scale)
         return y_MN if self.is_matrix else torch.ops.aten._unsafe_view(y_MN, self.out_shape)
 
-    def backward(self, ctx: Any, g: Tensor) -> Gradients:
+    def backward(self, ctx: Any, g: Tensor, channels: ChannelScales | None) -> Gradients:
         """Return ∂X, ∂W and ∂b for G = ∂loss/∂Y [..., N]; None for those that nothing needs."""
         g_MN = g if self.is_matrix else g.reshape(self.m, self.n)
         saved, needs = ctx.saved_tensors, required_gradients(ctx, 3)
@@ -224,20 +222,22 @@ class LinearPlan:
             ):  # fmt: skip
                 plan = candidate
         if plan is None:
-            plan = self._backward_of(g_MN, saved, needs)
+            plan = self._backward_of(g_MN, saved, needs, channels)
         if plan is None:
-            return self._ordinary(ctx, g_MN, saved, needs)
-        gradients = plan.run(g_MN, saved)
+            return self._ordinary(g_MN, saved, needs, channels)
+        gradients = plan.run(g_MN, saved, channels)
         return gradients if self.is_matrix else self._shaped(gradients)
 
-    def _backward_of(self, g_MN: Tensor, saved: Saved, needs: tuple[bool, ...]) -> "BackwardPlan | None":
+    def _backward_of(
+        self, g_MN: Tensor, saved: Saved, needs: tuple[bool, ...], channels: ChannelScales | None
+    ) -> "BackwardPlan | None":  # fmt: skip
         """Return the plan of a backward, found by the signature of its tensors; None without one."""
         tensors = signature(g_MN, *saved)
         if tensors is None or self.choices != CHOICES.changes:
             return None
         plan = self.backwards.get((needs, tensors))
         if plan is None:
-            plan = self.backwards.add((needs, tensors), BackwardPlan(self, g_MN, saved, *needs))
+            plan = self.backwards.add((needs, tensors), BackwardPlan(self, g_MN, saved, channels, *needs))
         if not plan.complete:
             return None
         indices = [i for i, tensor in enumerate(saved) if tensor is not None]
@@ -246,13 +246,16 @@ class LinearPlan:
             self._match = needs, itemgetter(*indices), matches, plan
         return plan
 
-    def _ordinary(self, ctx: Any, g_MN: Tensor, saved: Saved, needs: tuple[bool, ...]) -> Gradients:
+    def _ordinary(
+        self, g_MN: Tensor, saved: Saved, needs: tuple[bool, ...], channels: ChannelScales | None
+    ) -> Gradients:  # fmt: skip
         # A context of its own: hooks, such as those of checkpointing, may return a saved tensor only once.
+        scales = (None, None) if channels is None else (channels.factor, channels.inverse)
         context = SimpleNamespace(
-            saved_tensors=saved if self.equalized else (*saved, None, None), needs_input_grad=needs, next_functions=(),
-            recipe=self.recipe, quantizer=JUST_IN_TIME, rematerializer=None, columns=self.k, dtypes=self.dtypes,
+            saved_tensors=saved, needs_input_grad=needs, next_functions=(), recipe=self.recipe, channels=scales,
+            quantizer=JUST_IN_TIME, rematerializer=None, columns=self.k, dtypes=self.dtypes,
         )  # fmt: skip
-        gradients = (*self.ordinary(context, g_MN)[:3], None)
+        gradients = (*self.ordinary(context, g_MN)[:3], None, None, None)
         return gradients if self.is_matrix else self._shaped(gradients)
 
     def _shaped(self, gradients: Gradients) -> Gradients:
@@ -266,8 +269,8 @@ class BackwardPlan:
     Args:
         plan: The plan of the forward.
         g_MN: G.
-        saved: What forward saved: W, its cast for dgrad, the scales of that cast; X for wgrad, its scales; channel
-            scales and their inverses, if any.
+        saved: What forward saved: W, its cast for dgrad, the scales of that cast; X for wgrad, its scales.
+        channels: The channel scales of the forward, if any.
         dgrad: Whether ∂X is needed.
         wgrad: Whether ∂W is needed.
         dbias: Whether ∂b is needed.
@@ -279,10 +282,11 @@ class BackwardPlan:
     )  # fmt: skip
 
     def __init__(
-        self, plan: LinearPlan, g_MN: Tensor, saved: Saved, dgrad: bool, wgrad: bool, dbias: bool
+        self, plan: LinearPlan, g_MN: Tensor, saved: Saved, channels: ChannelScales | None, dgrad: bool, wgrad: bool,
+        dbias: bool,
     ) -> None:  # fmt: skip
-        recipe, (w_NK, w, w_scale, *_) = plan.recipe, saved
-        factor = saved[5] if plan.equalized else None
+        recipe, (w_NK, w, w_scale, _, _) = plan.recipe, saved
+        factor = None if channels is None else channels.factor
         x_dtype, self.w_dtype, self.bias_dtype = plan.dtypes
         self.dgrad, self.wgrad, self.dbias = dgrad, wgrad, dbias
         self.fp8_wgrad = wgrad and plan.saves_x_cast
@@ -313,10 +317,10 @@ class BackwardPlan:
             return plan_quantize(g_MN, recipe.dgrad_g, order="both")
         return plan_pair(g_MN, recipe.dgrad_g, fold_w, recipe.wgrad_g, fold_x)
 
-    def run(self, g_MN: Tensor, saved: Saved) -> Gradients:
-        """Return ∂X, ∂W and ∂b, None for those that are not needed, and None for an input that is no tensor."""
-        w_NK, w, w_scale, x, x_scale, *channels = saved
-        factor, inverse = channels or (None, None)
+    def run(self, g_MN: Tensor, saved: Saved, channels: ChannelScales | None) -> Gradients:
+        """Return ∂X, ∂W and ∂b, None for those that are not needed, and for the three inputs that are no tensors."""
+        w_NK, w, w_scale, x, x_scale = saved
+        factor, inverse = (None, None) if channels is None else (channels.factor, channels.inverse)
         dx_MK: Any = None
         dw_NK: Any = None
         dbias_N = fold_w = fold_x = None
@@ -333,7 +337,7 @@ class BackwardPlan:
             )
             if self.dgrad:
                 call = self.dx.call
-                dx_MK = None if call is None else call.run(g, w, g_scale, w_scale, None)
+                dx_MK = None if call is None else call.run(g, w, g_scale, w_scale, None, self.w is not None)
                 if dx_MK is None:
                     dx_MK = self.dx(g, w, g_scale, w_scale)
             if self.dw is not None:
@@ -347,41 +351,28 @@ class BackwardPlan:
             dw_NK = (g_MN.t() @ x).to(self.w_dtype)
         if self.dbias:
             dbias_N = g_MN.sum(0, dtype=torch.float32).to(self.bias_dtype)
-        return dx_MK, dw_NK, dbias_N, None
+        return dx_MK, dw_NK, dbias_N, None, None, None
 
 
-class _EqualizedCall:
-    """One forward of a plan with channel scales, and its backward."""
-
-    __slots__ = ("channels", "plan", "quantizer")
-
-    def __init__(self, plan: LinearPlan, quantizer: Quantizer, channels: ChannelScales) -> None:
-        self.plan, self.quantizer, self.channels = plan, quantizer, channels
-
-    def forward(self, ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
-        """See `LinearPlan.forward`."""
-        return self.plan.forward(ctx, input, weight, bias, self.channels)
-
-    def backward(self, ctx: Any, g: Tensor) -> Gradients:
-        """See `LinearPlan.backward`."""
-        self.quantizer.note_backward()
-        return self.plan.backward(ctx, g)
-
-
+@short_backward
 @explain_freed_nodes
 class _PlannedLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, call: LinearPlan | _EqualizedCall
+        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan, quantizer: Quantizer | None,
+        channels: ChannelScales | None,
     ) -> Tensor:  # fmt: skip
-        ctx.call = call
-        y: Tensor = call.forward(ctx, input, weight, bias)
+        ctx.call = plan, quantizer, channels
+        y: Tensor = plan.forward(ctx, input, weight, bias, channels)
         return y
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Gradients:
-        call: LinearPlan | _EqualizedCall = ctx.call
-        return call.backward(ctx, g)
+        plan, quantizer, channels = ctx.call
+        if quantizer is not None:
+            quantizer.note_backward()
+        gradients: Gradients = plan.backward(ctx, g, channels)
+        return gradients
 
 
 _PLAIN = (None,)

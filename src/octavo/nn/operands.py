@@ -194,6 +194,13 @@ def forward_operands(
     return x, w, (owner, w_t.data if w_t.other_order is None else w_t.other_order, w_t.scale)
 
 
+def saved_channels(factor: Tensor | None, inverse: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Return the channel scales that backward needs; () if `save_for_backward` has to keep them, as in a graph, which
+    computes them. In eager they are the layer's, and nothing writes them.
+    """
+    return () if torch.compiler.is_compiling() else (factor, inverse)
+
+
 def dgrad_weight(saved: Sequence[Tensor | None], factor: Tensor | None, recipe: Recipe) -> ScaledTensor:
     """Return W diag(factor) quantized for dgrad, with the scales of the forward cast if it has the same spec."""
     w_NK, data, scale = saved

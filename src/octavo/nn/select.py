@@ -22,6 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
@@ -52,6 +53,8 @@ STORED_HOW = {
 }
 """Reasons in `report` for modules that store their activations in FP8."""
 _SKIPPED = "skipped by pattern"
+_INTEGERS = (torch.uint8, torch.int8)
+"""Dtypes of weights that a subclass of nn.Linear has packed."""
 HEAD_REASON = "vocabulary head"
 """Start of the reason why a vocabulary head stays in high precision."""
 
@@ -173,8 +176,10 @@ def obstacle(module: nn.Module) -> str | None:
         return "sharded by fully_shard already: convert before sharding"
     if isinstance(module, NonDynamicallyQuantizableLinear):
         return "nn.MultiheadAttention reads its weight without calling it, so its forward would not be used"
+    if (quantized := _quantized_by(module)) is not None:
+        return quantized
     if kind_of_class(type(module)) is None and not computes_linear(module):
-        return f"{kind} is a subclass of nn.Linear with behaviour of its own"
+        return f"{kind} is a subclass of nn.Linear with behaviour of its own; use nn.Linear there to convert it"
     if (loss := lossy_subclass(module)) is not None:
         return loss
     if has_own_forward(module) and "_hf_hook" in vars(module):
@@ -184,6 +189,22 @@ def obstacle(module: nn.Module) -> str | None:
         )
     if has_own_forward(module):
         return "its forward was replaced on the instance, so it would not be used: convert before that is done"
+    return None
+
+
+def _quantized_by(module: nn.Module) -> str | None:
+    """Return why a linear that another library quantized stays as it is, and what to do; None for others."""
+    weight = own_weight(module)
+    libraries = {owner.__module__.partition(".")[0] for owner in (type(module), type(weight))}
+    if type(module).__module__.startswith("torch.ao."):
+        return f"{type(module).__name__} quantizes its weight (torch.ao): to train it in FP8, convert the model before"
+    packed = kind_of_class(type(module)) is None and weight is not None and weight.dtype in _INTEGERS
+    if packed or libraries & {"bitsandbytes", "torchao"}:
+        what = type(module if type(weight) is nn.Parameter else weight).__name__
+        return (
+            f"its weight is quantized ({what}): load the model without quantization to convert it; frozen='fp8' keeps "
+            "frozen weights at 1 byte per parameter"
+        )
     return None
 
 

@@ -22,6 +22,14 @@ def pattern(name: str) -> str:
     return re.sub(r"\d+", "#", name)
 
 
+def listed(names: Sequence[str]) -> str:
+    """List names, merging those of repeated layers: "layers.0.q", "layers.1.q", "head" → "layers.{0-1}.q, head"."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(pattern(name), []).append(name)
+    return ", ".join(merged(group) for group in groups.values())
+
+
 def _ranges(values: Iterable[str]) -> str:
     """Format numbers as ranges: 0,1,2,5 → "0-2,5"."""
     spans: list[list[int]] = []

@@ -7,6 +7,10 @@ from typing import Any
 
 from torch import nn
 
+CALLED_OUTSIDE = "octavo_called_outside"
+"""Attribute, True, of a module inside a block that is called outside of it as well: FSDP shards the block with the rest
+of the model, which stays gathered until backward."""
+
 
 class Absent(nn.Module):
     """In the place of a module that another rank of a pipeline has: returns its first argument."""
@@ -32,8 +36,8 @@ def find_stacks(model: nn.Module) -> list[list[nn.Module]]:
     """Every stack of blocks of a model, none inside a block of another: one of a decoder, two of encoder and decoder.
 
     A stack is an `nn.ModuleList` that is not all of different types (layers with and without attention, in turns, are
-    one stack), or an `nn.Sequential` of two or more members of one type. Its blocks have parts: a list of linears is
-    none.
+    one stack), or an `nn.Sequential` of two or more members of one type. An `nn.ModuleDict` with numbers for keys, as
+    torchtitan's models have, is a list. Its blocks have parts: a list of linears is none.
     """
     return list(_stacks(model))
 
@@ -41,9 +45,10 @@ def find_stacks(model: nn.Module) -> list[list[nn.Module]]:
 def _stacks(module: nn.Module) -> Iterator[list[nn.Module]]:
     members = list(module.children())
     kinds = {type(member) for member in members}
-    repeated = len(kinds) == 1 or (isinstance(module, nn.ModuleList) and len(kinds) < len(members))
-    enough = len(members) > 1 or isinstance(module, nn.ModuleList)
-    if isinstance(module, nn.ModuleList | nn.Sequential) and repeated and enough and all(map(_has_parts, members)):
+    listed = isinstance(module, nn.ModuleList) or (isinstance(module, nn.ModuleDict) and all(map(str.isdigit, module)))
+    repeated = len(kinds) == 1 or (listed and len(kinds) < len(members))
+    enough = len(members) > 1 or listed
+    if (listed or isinstance(module, nn.Sequential)) and repeated and enough and all(map(_has_parts, members)):
         yield members
         return
     for member in members:

@@ -17,28 +17,16 @@ import torch.nn.modules.module as torch_module
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    is_traceable_wrapper_subclass,
-)
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
 from torch.utils._python_dispatch import _get_current_dispatch_mode as current_dispatch_mode
 from torch.utils._pytree import tree_leaves, tree_map
 
 __all__ = [
-    "FakeCopyMode",
-    "FakeTensor",
-    "FakeTensorMode",
-    "FunctionalTensor",
-    "FunctionalTensorMode",
-    "TorchDispatchMode",
-    "current_dispatch_mode",
-    "disable_current_modes",
-    "is_traceable_wrapper_subclass",
-    "tree_leaves",
-    "tree_map",
+    "FakeCopyMode", "FakeTensor", "FakeTensorMode", "FunctionalTensor", "FunctionalTensorMode", "TorchDispatchMode",
+    "current_dispatch_mode", "disable_current_modes", "is_traceable_wrapper_subclass", "tree_leaves", "tree_map",
     "unset_fake_temporarily",
-]
+]  # fmt: skip
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -200,17 +188,27 @@ def flattened(mesh: Any, name: str) -> Any:
 def fake_process_group(size: int) -> Iterator[None]:
     """A process group of so many ranks, of which this process is the first and the others do not exist.
 
-    Its collectives send nothing. Raises ValueError if this process is in a group already.
+    Its collectives send nothing. DTensor infers shapes by an operation on whole tensors, once for each; dispatch modes,
+    which record what a rank runs, do not see it. Raises ValueError if this process is in a group already.
     """
     import torch.distributed as dist
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if dist.is_initialized():
         raise ValueError("a plan of several ranks runs in one process: start it without torchrun")
+    propagate = ShardingPropagator._propagate_tensor_meta_non_cached
+
+    def propagate_unseen(self: Any, op_schema: Any) -> Any:
+        with disable_current_modes():
+            return propagate(self, op_schema)
+
     dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
+    ShardingPropagator._propagate_tensor_meta_non_cached = propagate_unseen  # type: ignore[method-assign]
     try:
         yield
     finally:
+        ShardingPropagator._propagate_tensor_meta_non_cached = propagate  # type: ignore[method-assign]
         dist.destroy_process_group()
 
 
@@ -226,7 +224,7 @@ def cuda_sleep(cycles: int) -> None:
 
 def in_backward() -> bool:
     """Whether this thread runs inside the autograd engine. All releases: there is no public function for it."""
-    return torch._C._current_graph_task_id() != -1
+    return current_graph_task_id() != -1
 
 
 def explain_freed_nodes(function: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
@@ -249,6 +247,14 @@ def explain_freed_nodes(function: type[torch.autograd.Function]) -> type[torch.a
             ) from error
 
     node._input_metadata = property(input_metadata)
+    return function
+
+
+def short_backward(function: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
+    """Class decorator: let the engine call `backward` without the `apply` of the node's class, which looks it up and
+    refuses a `vjp` beside it. All releases.
+    """
+    function._backward_cls.apply = vars(function)["backward"].__func__  # type: ignore[attr-defined]
     return function
 
 
@@ -278,7 +284,7 @@ def required_gradients(ctx: Any, inputs: int) -> tuple[bool, ...]:
         return required
     # One entry per tensor input; the node is None if no gradient is required.
     executed = []
-    for needed, (node, _) in zip(required, ctx.next_functions, strict=False):
+    for needed, (node, _) in zip(required, ctx.next_functions):  # noqa: B905
         if needed:
             try:
                 needed = _will_execute(node)

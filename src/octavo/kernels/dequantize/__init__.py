@@ -58,7 +58,7 @@ def _triton_unsupported(device: torch.device, case: Case) -> str | None:
 
 def _probe(backend: Backend, device: torch.device, case: Case) -> str | None:
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(48, 272, generator=generator, device="cpu").to(device)
+    x = torch.randn(48, 272, generator=generator, device="cpu", dtype=torch.float32).to(device)
     spec = QuantSpec.parse(case[0])
     quantized = quantize(x, spec)
     assert quantized.scale is not None

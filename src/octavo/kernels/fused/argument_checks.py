@@ -63,4 +63,7 @@ def cases_of_inputs() -> list[str]:
 def sample(device: torch.device, count: int) -> list[Tensor]:
     """Return bf16 matrices [48,272], whose sizes are no multiple of a tile."""
     generator = torch.Generator().manual_seed(0)
-    return [torch.randn(48, 272, generator=generator, device="cpu").to(device, torch.bfloat16) for _ in range(count)]
+    return [
+        torch.randn(48, 272, generator=generator, device="cpu", dtype=torch.float32).to(device, torch.bfloat16)
+        for _ in range(count)
+    ]

@@ -226,7 +226,7 @@ def _probe(backend: Backend, device: torch.device, case: Case) -> str | None:
     n = 70
     generator = torch.Generator().manual_seed(0)
     a, b = _random_operands(case, 33, n, 167, generator, device)
-    some_bias = torch.randn(n, generator=generator, device="cpu").to(device, torch.bfloat16)
+    some_bias = torch.randn(n, generator=generator, device="cpu", dtype=torch.float32).to(device, torch.bfloat16)
     for dtype in (torch.bfloat16, torch.float32):
         for bias in (None, some_bias) if layout == "nt" else (None,):
             expected = reference.scaled_mm(a, b, layout, dtype, bias, False)
@@ -250,7 +250,9 @@ def _random_operands(
     a_text, b_text, layout = case
 
     def operand(text: str, shape: tuple[int, int], transposed: bool) -> ScaledTensor:
-        values = torch.randn(shape[::-1] if transposed else shape, generator=generator, device="cpu").to(device)
+        values = torch.randn(
+            shape[::-1] if transposed else shape, generator=generator, device="cpu", dtype=torch.float32
+        ).to(device)
         quantized = quantize(values, QuantSpec.parse(text if text != UNIT_SCALE else "e4m3/tensor"))
         return quantized.unscaled if text == UNIT_SCALE else quantized
 

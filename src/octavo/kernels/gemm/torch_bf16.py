@@ -55,7 +55,7 @@ def scaled_mm(
     y = _matmul(widen(left.data, torch.bfloat16), widen(right.data, torch.bfloat16))
     if left.scale is None and right.scale is None and bias is None:
         return y
-    one = torch.ones(1, 1, device=y.device)
+    one = torch.ones(1, 1, device=y.device, dtype=torch.float32)
     row_scale = one if left.scale is None else left.expanded_scale()
     column_scale = one if right.scale is None else right.expanded_scale()
     for chunk in row_chunks((y.shape[0], y.shape[1])):

@@ -79,25 +79,31 @@ class OneCall:
         return self.run(a, b, a_scale, b_scale, bias)
 
     def run(
-        self, a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None, bias: Tensor | None
-    ) -> Tensor | None:
+        self, a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None, bias: Tensor | None,
+        aligned: bool = False,
+    ) -> Tensor | None:  # fmt: skip
         """Return A B for A [m,k] row-major, B [k,n] column-major, scales of A [m,1] and scales of B of the shape that
-        the first ones had; None if they are not aligned.
+        the first ones had; None if they are not aligned. With `aligned` the caller says that they are, as allocations
+        of PyTorch are.
         """
+        if not (aligned or self._are_aligned(a, b, a_scale, b_scale, bias)):
+            return None
+        if a_scale is None:
+            a_scale = torch_scaled.ones(self._rows, self._device) if self._a_ones is None else self._a_ones
+        if b_scale is None:
+            b_scale = torch_scaled.ones(self._columns, self._device).t() if self._b_ones is None else self._b_ones
+        elif self._is_row and not self._b_is_row:
+            b_scale = reinterpreted(b_scale, (1, self._columns), (1, 1), 0)
+        result: Tensor = torch._scaled_mm(a, b, a_scale, b_scale, bias, None, self._out_dtype, self._fast_accum)
+        return result
+
+    def _are_aligned(
+        self, a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None, bias: Tensor | None
+    ) -> bool:
         addresses = a.data_ptr() | b.data_ptr()
         if bias is not None:
             addresses |= bias.data_ptr()
-        if a_scale is None:
-            a_scale = torch_scaled.ones(self._rows, self._device) if self._a_ones is None else self._a_ones
-        elif self._is_row:  # cuBLAS reads vectors of scales 16 bytes at a time
-            addresses |= a_scale.data_ptr()
-        if b_scale is None:
-            b_scale = torch_scaled.ones(self._columns, self._device).t() if self._b_ones is None else self._b_ones
-        elif self._is_row:
-            addresses |= b_scale.data_ptr()
-            if not self._b_is_row:
-                b_scale = reinterpreted(b_scale, (1, self._columns), (1, 1), 0)
-        if addresses & (ALIGNMENT - 1):
-            return None
-        result: Tensor = torch._scaled_mm(a, b, a_scale, b_scale, bias, None, self._out_dtype, self._fast_accum)
-        return result
+        if self._is_row:  # cuBLAS reads vectors of scales 16 bytes at a time
+            for scale in (a_scale, b_scale):
+                addresses |= 0 if scale is None else scale.data_ptr()
+        return not addresses & (ALIGNMENT - 1)

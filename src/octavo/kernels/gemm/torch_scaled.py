@@ -263,13 +263,15 @@ def _mismatch(kind: Scaling, device: torch.device, out_dtype: torch.dtype, biase
     spec, n, k = QuantSpec.parse(text), 256, 256
 
     def operand(rows: int) -> ScaledTensor:
-        magnitudes = 2.0 ** torch.randint(-2, 3, (rows, k // GROUP), generator=generator, device="cpu")
-        values = torch.randn((rows, k), generator=generator, device="cpu") * magnitudes.repeat_interleave(GROUP, 1)
+        magnitudes = (2.0 ** torch.randint(-2, 3, (rows, k // GROUP), generator=generator, device="cpu")).float()
+        values = torch.randn(
+            (rows, k), generator=generator, device="cpu", dtype=torch.float32
+        ) * magnitudes.repeat_interleave(GROUP, 1)
         data, scale = quantize(values, spec, None)
         return ScaledTensor(data, scale, spec)
 
     a, b = operand(64), operand(n)
-    bias = 64 * torch.randn(n, generator=generator, device="cpu").bfloat16() if biased else None
+    bias = 64 * torch.randn(n, generator=generator, device="cpu", dtype=torch.float32).bfloat16() if biased else None
     expected = reference.scaled_mm(a, b, "nt", torch.float32, bias, False)
     left, right = (
         Operand(x.data.to(device), None if x.scale is None else x.scale.to(device), spec.granularity) for x in (a, b)

@@ -164,19 +164,23 @@ def random_operands(
     generator = torch.Generator().manual_seed(seed)
     a_text, b_text, layout, biased = case
     experts, m = len(counts), sum(counts) + 3
-    offsets = torch.tensor(counts).cumsum(0).int().to(device)
+    offsets = torch.tensor(counts, device="cpu").cumsum(0).int().to(device)
 
     def operand(text: str, rows: int, columns: int) -> ScaledTensor:
-        values = torch.randn((rows, columns), generator=generator, device="cpu").to(device)
+        values = torch.randn((rows, columns), generator=generator, device="cpu", dtype=torch.float32).to(device)
         quantized = quantize(values, QuantSpec.parse("e4m3/tensor" if text == UNIT_SCALE else text))
         return quantized.unscaled if text == UNIT_SCALE else quantized
 
     a = operand(a_text, m, k if layout == "nt" else n)
     b = operand(b_text, m if layout == "tn" else experts * n, k)
     if layout == "tn":
-        by_group = torch.rand((experts, n), generator=generator, device="cpu").to(device)
+        by_group = torch.rand((experts, n), generator=generator, device="cpu", dtype=torch.float32).to(device)
         a = ScaledTensor(a.data, by_group, a.spec)
-    bias = torch.randn((experts, n), generator=generator, device="cpu").to(device, torch.bfloat16) if biased else None
+    bias = (
+        torch.randn((experts, n), generator=generator, device="cpu", dtype=torch.float32).to(device, torch.bfloat16)
+        if biased
+        else None
+    )
     return a, b, offsets, bias
 
 

@@ -47,7 +47,7 @@ def grouped_mm(
     weights = weights.transpose(1, 2) if layout == "nt" else weights  # [E, contraction, columns]
     padded_columns = columns + -columns % ALIGNMENT
     right = _columns_first(weights, left.shape[1], padded_columns)
-    b_scale = torch.ones((experts, padded_columns), device=left.device)
+    b_scale = torch.ones((experts, padded_columns), device=left.device, dtype=torch.float32)
     if b.scale is not None:
         b_scale[:, :columns] = b.scale.view(experts, columns)
     multiply: Any = torch._scaled_grouped_mm

@@ -176,8 +176,11 @@ def _check_precomputed(x: Tensor, spec: QuantSpec, amax: Tensor | None, scale: T
 def _sample(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """A matrix whose sizes are no multiple of a tile, with fold factors by row and by column."""
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(48, 272, generator=generator, device="cpu").to(device, torch.bfloat16)
-    rows, columns = (torch.rand(shape, generator=generator, device="cpu").to(device) for shape in ((48, 1), (1, 272)))
+    x = torch.randn(48, 272, generator=generator, device="cpu", dtype=torch.float32).to(device, torch.bfloat16)
+    rows, columns = (
+        torch.rand(shape, generator=generator, device="cpu", dtype=torch.float32).to(device)
+        for shape in ((48, 1), (1, 272))
+    )
     return x, rows, columns
 
 

@@ -18,7 +18,7 @@ import triton
 from torch import Tensor
 
 from octavo.kernels.direct import new_zeros
-from octavo.kernels.launch import HOOKS, Launch, PreparedLaunch
+from octavo.kernels.launch import HOOKS, Launch, PreparedLaunch, current_stream
 from octavo.kernels.quantize.device import maxima_kernel
 from octavo.kernels.quantize.reference import padded
 from octavo.kernels.quantize.rows_device import rows_kernel
@@ -84,7 +84,7 @@ class QuantizePlan:
 
     def _run(
         self, x: Tensor, fold: Tensor | None, fold_t: Tensor | None, precomputed: Tensor | None,
-        zeros: Callable[[int, torch.device], tuple[Tensor, int]] = new_zeros,
+        zeros: Callable[[int, torch.device, int], tuple[Tensor, int]] = new_zeros,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         """Return q, q_t (both [R,C], the second column-major), s, s_t; an output that the task does not write is
         another one. `zeros` allocates what maxima start from.
@@ -111,7 +111,8 @@ class QuantizePlan:
         fold_t = x if fold_t is None else fold_t if fold_t.is_contiguous() else fold_t.contiguous()
         start, bits = 0, x
         if self._two_passes:
-            bits, start = zeros(self._maxima, self._device)
+            stream = 0 if self._index is None else current_stream(self._index)
+            bits, start = zeros(self._maxima, self._device, stream)
         elif precomputed is not None:
             bits = precomputed if precomputed.is_contiguous() else precomputed.contiguous()
         bits_t = bits
@@ -152,9 +153,9 @@ class QuantizePlan:
         addresses |= {"s_t": "S_T"} if self._pair else {}
         lines += [f"{name} = {tensor}.data_ptr()" for name, tensor in addresses.items()]
         lines += [f"{name.lower()} = x" for name in ("FOLD", "FOLD_T") if name not in folds]
-        lines += ["s_t = s"] * (not self._pair)
+        lines += ["s_t = s"] * (not self._pair) + [f"stream = stream_of({self._index})"]
         if self._two_passes:
-            lines += [f"BLOCK, start = zeros({self._maxima}, device)", "amax = BLOCK.data_ptr() + 4 * start"]
+            lines += [f"BLOCK, start = zeros({self._maxima}, device, stream)", "amax = BLOCK.data_ptr() + 4 * start"]
         else:
             lines += ["amax = BITS.data_ptr()" if takes_scale else "amax = x"]
         lines += [
@@ -162,7 +163,7 @@ class QuantizePlan:
             "precomputed = amax",
         ]
         lines += [f"if ({' | '.join([*addresses, 'amax'])}) & 15 or {_HOOKED}: {_OTHERWISE}"]
-        lines += [f"stream = stream_of({self._index})", *map(str, launches), "return Q, Q_T, S, S_T"]
+        lines += [*map(str, launches), "return Q, Q_T, S, S_T"]
         exec("def run(X, FOLD, FOLD_T, GIVEN, zeros=new_zeros):\n " + "\n ".join(lines), constants)
         run: GeneratedFunction = constants["run"]
         return run

@@ -103,7 +103,7 @@ def _amax(x: Tensor, spec: QuantSpec, fold: Tensor | None) -> Tensor:
             largest = _blocks(_values(x, fold, chunk).abs(), spec).amax((1, 3))
         amaxes.append(largest)
     if not amaxes:
-        return torch.zeros(spec.granularity.scale_shape(shape), device=x.device)
+        return torch.zeros(spec.granularity.scale_shape(shape), device=x.device, dtype=torch.float32)
     return torch.stack(amaxes).amax(0) if spec.granularity.rows == FULL else torch.cat(amaxes)
 
 
