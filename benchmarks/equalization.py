@@ -104,8 +104,8 @@ def trained(model: str, recipe: Recipe | None, seed: int, steps: int) -> float:
     """Mean loss of the last tenth of the steps of a model, with all linears but the head in a recipe, or in bf16."""
     if model == "llama":
         from benchmarks.convergence import configuration
-        from octavo.train.data.corpus import load_corpus
-        from octavo.train.record.metrics import NullProgress
+        from octavo.train.data.load import load_corpus
+        from octavo.train.record.progress import NullProgress
         from octavo.train.trainer import Trainer
 
         config = configuration("bf16", seed, steps, LLAMA)
@@ -133,7 +133,7 @@ def measuring_passes(every: int, passes: int) -> int:
     """How many passes of a run measure."""
     equalizer, count = Equalizer(every, False), 0
     for number in range(passes):
-        equalizer.passes = number
+        equalizer.advance(number)
         count += equalizer.pass_measures
     return count
 

@@ -106,7 +106,7 @@ def test_rows_and_product_errors_are_those_of_scaled_operands():
     model, errors, rows = outlier_layer(NAME), {}, {}
     outlier_step(model, factor=1e-3)
     outlier_step(model, factor=1e-3)
-    model[0].equalizer.passes = 5  # measures no more
+    model[0].equalizer.advance(5)  # measures no more
     watch = Watch(model, every=1, what_if=("rowwise", "rowwise_equalized"))
     model.zero_grad()
     other = equalized("rowwise_hp_wgrad")

@@ -57,7 +57,8 @@ def table(name, scales=None):
     x, w, g = operands(name, 3)
     layer = layer_of(w)
     if scales is not None:
-        equalizer_of(layer).scales, equalizer_of(layer).passes = scales(x, w), 5
+        equalizer_of(layer).scales = scales(x, w)
+        equalizer_of(layer).advance(5)
     return accuracy(x, w, g, products(x, g, layer))
 
 
@@ -100,7 +101,8 @@ def test_products_are_those_of_scaled_operands(copies, recipe, monkeypatch):
     base = recipe.removesuffix("_equalized")
     for keep in (False, True):
         layer = layer_of(w, equalized(base), keep_weights=keep)
-        equalizer_of(layer).scales, equalizer_of(layer).passes = scales, 5
+        equalizer_of(layer).scales = scales
+        equalizer_of(layer).advance(5)
         y, dx, dw = passes(layer, x, g)
         y_0, dx_0, dw_0 = passes(layer_of(w * scales.factor, base, keep_weights=keep), x * scales.inverse, g)
         expected = dw_0 * scales.factor if base == "rowwise" else g.T @ x
@@ -177,7 +179,7 @@ def test_s_is_refreshed_in_few_passes():
 def test_a_steady_pass_measures_nothing_and_keeps_one_byte_per_element(monkeypatch):
     layer, x = layer_of(randn(48, 64).bfloat16()), randn(256, 64).bfloat16().requires_grad_()
     layer(x)
-    layer.equalizer.passes = 5
+    layer.equalizer.advance(5)
     for name in ("channel_amax", "column_amax", "equalize"):
         monkeypatch.setattr(f"octavo.nn.equalized.{name}", None)
     with saved_for_backward(layer) as saved:

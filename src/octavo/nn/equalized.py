@@ -48,7 +48,7 @@ from octavo.numerics.equalization import ChannelScales, channel_amax, column_ama
 from octavo.numerics.recipe import Recipe
 from octavo.runtime.execution_context import is_capturing
 from octavo.runtime.switch import SWITCH
-from octavo.runtime.torch_compat import in_backward, local_part
+from octavo.runtime.torch_compat import current_graph_task_id, local_part
 from octavo.tensor import ScaledTensor
 
 ATTRIBUTE = "equalizer"
@@ -129,6 +129,7 @@ class Equalizer:
     Attributes:
         scales: s; None before the first pass.
         passes: Passes that have ended.
+        pass_measures: Whether the current pass measures.
         backward_ran: Whether the backward of the current pass has run.
         measurement: What the current pass has measured.
         synchronized: Whether `octavo.nn.equalized_ranks` ends the passes, for all layers at once.
@@ -137,32 +138,20 @@ class Equalizer:
     def __init__(self, every: int, transposed: bool) -> None:
         self.every, self.transposed = every, transposed
         self.scales: ChannelScales | None = None
-        self.passes = 0
-        self.backward_ran = False
-        self.measurement: Measurement | None = None
         self.synchronized = False
-
-    @property
-    def pass_measures(self) -> bool:
-        """Whether the current pass measures."""
-        if self.passes >= self.every:
-            return self.passes % self.every == 0
-        return self.passes & (self.passes - 1) == 0
+        self.passes: int
+        self.measurement: Measurement | None
+        self.advance(0)
 
     def measures(self, backward: bool) -> bool:
         """Return whether a forward of the current pass measures. One without backward does only if there is no s."""
         return self.scales is None or (backward and self.pass_measures and not self._capturing)
 
-    def begin(self) -> None:
-        """End the current pass if its backward has run."""
-        if self._pass_ended:
-            if self.measurement is not None:
-                self.scales = self.next_scales(training=True)
-            self.advance()
-
-    @property
-    def _pass_ended(self) -> bool:
-        return self.backward_ran and not self.synchronized and not in_backward() and not self._capturing
+    def pass_ended(self) -> bool:
+        """Whether a forward in training would begin the next pass."""
+        if not self.backward_ran or self.synchronized or current_graph_task_id() != -1:  # as `in_backward`
+            return False
+        return self.scales is None or not (self.scales.factor.is_cuda and self._capturing)
 
     @property
     def _capturing(self) -> bool:
@@ -172,14 +161,16 @@ class Equalizer:
     def next_scales(self, training: bool) -> ChannelScales | None:
         """Return s of the next forward, which begins a pass if it is in training and the current one has ended."""
         # Without maxima of W, as from a checkpoint of several ranks or of a forward in another thread, s stays.
-        if self.measurement is None or self.measurement.w_amax is None or not (training and self._pass_ended):
+        if self.measurement is None or self.measurement.w_amax is None or not (training and self.pass_ended()):
             return self.scales
         with outside_autograd():
             return self.measurement.scales(self.scales, complete=True)
 
-    def advance(self) -> None:
-        """Begin the next pass."""
-        self.passes, self.backward_ran, self.measurement = self.passes + 1, False, None
+    def advance(self, to: int | None = None) -> None:
+        """Begin the next pass, or that after `to` passes."""
+        passes = self.passes + 1 if to is None else to
+        self.passes, self.backward_ran, self.measurement = passes, False, None
+        self.pass_measures = passes & (passes - 1) == 0 if passes < self.every else passes % self.every == 0
 
     def measure(self, input: Tensor, w_NK: Tensor) -> None:
         """Measure X and W of a forward, and set s if there is none."""
@@ -204,14 +195,16 @@ class EqualizedQuantizer:
         training: Whether the forward belongs to a pass.
     """
 
+    _gathered: tuple[Fp8AllGatherOutput, ChannelScales | None] | None = None
+
     def __init__(self, equalizer: Equalizer, training: bool) -> None:
         self.equalizer, self._training = equalizer, training
-        self._gathered: tuple[Fp8AllGatherOutput, ChannelScales | None] | None = None
 
     def steady_channels(self, input: Tensor, backward: bool) -> ChannelScales | None:
         """Return s if a forward, with a backward or not, only reads it."""
-        scales = self.equalizer.scales
-        if scales is None or (self._training and backward and self.equalizer.pass_measures):
+        equalizer = self.equalizer
+        scales = equalizer.scales
+        if scales is None or (equalizer.pass_measures and self._training and backward):
             return None
         return scales if scales.factor.device == input.device else None
 
@@ -289,10 +282,14 @@ class Equalized(LinearLike):
         """See `LinearLike.octavo_quantizer`."""
         if not self.recipe.equalization or not SWITCH.enabled:
             return JUST_IN_TIME
-        equalizer = equalizer_of(self)
+        equalizer = vars(self).get(ATTRIBUTE)
+        if equalizer is None or equalizer.every != self.recipe.equalization:
+            equalizer = equalizer_of(self)
         training = self.training and not torch.compiler.is_compiling()
-        if training and equalizer.backward_ran:
-            equalizer.begin()
+        if training and equalizer.backward_ran and equalizer.pass_ended():
+            if equalizer.measurement is not None:
+                equalizer.scales = equalizer.next_scales(training)
+            equalizer.advance()
         return EqualizedQuantizer(equalizer, training)
 
 

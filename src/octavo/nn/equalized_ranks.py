@@ -57,8 +57,8 @@ def _drop_different(
     same = torch.stack([part.all() for part in agrees.split([k + 2 for k in sizes])])
     for equalizer, equal in zip(equalizers, same.tolist(), strict=True):
         if not equal:
-            equalizer.scales, equalizer.measurement, equalizer.passes = None, None, 0
-            equalizer.backward_ran = False
+            equalizer.scales = None
+            equalizer.advance(0)
         equalizer.synchronized = True
 
 

@@ -84,7 +84,8 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
             )
             if type(passes) is not int or passes < 0 or type(backward_ran) is not bool:
                 raise ValueError(f"passes = {passes!r:.80}, backward_ran = {backward_ran!r:.80}")
-            equalizer.passes, equalizer.backward_ran = passes, backward_ran
+            equalizer.advance(passes)
+            equalizer.backward_ran = backward_ran
             weight = local_tensor(layer.weight)
             device = torch.device("cpu") if weight.is_meta else weight.device
             local = weight.shape[0 if layer.weight_is_transposed else 1]
