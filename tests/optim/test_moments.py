@@ -1,3 +1,5 @@
+from contextlib import contextmanager
+
 import pytest
 import torch
 from hypothesis import given
@@ -5,7 +7,7 @@ from hypothesis import strategies as st
 
 from octavo.kernels import quantize
 from octavo.kernels.adamw import compress, expand, random_bits
-from octavo.kernels.adamw.moments import _unsigned_values
+from octavo.kernels.adamw.moments import _shared_half_roots, _unsigned_values
 from octavo.numerics import E4M3, QuantSpec, sqnr
 from octavo.runtime.torch_compat import FakeTensorMode
 
@@ -118,3 +120,39 @@ def test_fake_codes_expand_to_fake_moments():
         codes, hi, k = torch.zeros(4, 200, dtype=E4M3.dtype), torch.ones(4, 2), torch.ones(4, 2, dtype=torch.uint8)
         assert expand(codes, hi, k, True).shape == (4, 200)
     assert expand(*compress(torch.ones(1, 3), True), True).tolist() == [[1, 1, 1]]
+
+
+@contextmanager
+def default_dtype(dtype):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+STATES = {
+    "float64 by default": lambda: default_dtype(torch.float64),
+    "bfloat16 by default": lambda: default_dtype(torch.bfloat16),
+    "meta by default": lambda: torch.device("meta"),
+    "fake mode": lambda: FakeTensorMode(allow_non_fake_inputs=True),
+    "inference mode": torch.inference_mode,
+}
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_moments_do_not_depend_on_the_state_of_the_first_step(state):
+    """The table of roots is shared by the process, so the first expansion must not leave its state there."""
+    values = lognormal(4, 256)
+    for signed in (True, False):
+        compressed = compress(values, signed)
+        expected = expand(*compressed, signed)
+        _shared_half_roots.cache_clear()
+        with STATES[state]():
+            first = expand(*compressed, signed)
+        if state != "fake mode":
+            assert first.dtype == torch.float32 and torch.equal(first, expected)
+        assert torch.equal(expand(*compressed, signed), expected)
+        table = _shared_half_roots(signed, values.device)
+        assert type(table) is torch.Tensor and table.dtype == torch.float32 and not table.is_inference()

@@ -2,5 +2,6 @@
 
 from octavo.optim.adamw import AdamW
 from octavo.optim.interface import Optimizer
+from octavo.optim.muon import Muon
 
-__all__ = ["AdamW", "Optimizer"]
+__all__ = ["AdamW", "Muon", "Optimizer"]

@@ -26,6 +26,7 @@ from octavo.numerics.names import nearest
 from octavo.optim.interface import Optimizer
 from octavo.optim.sharded import any_rank, first_row, local_rows, shard_like, splits_groups, sum_gradient
 from octavo.optim.states import (
+    MOMENTS,
     check_state,
     converted_group,
     from_torch,
@@ -115,7 +116,7 @@ class AdamW(Optimizer):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
-            _check_group(group)
+            self._check(group)
         except ValueError:
             self.param_groups.pop()
             raise
@@ -148,14 +149,18 @@ class AdamW(Optimizer):
             self.skipped += 1
             return loss
         index = {param: i for i, param in enumerate(p for g in self.param_groups for p in g["params"])}
+        self._update(work, index)
+        return loss
+
+    def _update(self, work: list[tuple[dict[str, Any], Tensor]], index: Mapping[Tensor, int]) -> None:
+        """Step parameters of groups, with finite gradients; `index`: the number of each parameter of the optimizer."""
         work_by_device: dict[torch.device, list[tuple[ParamState, HyperParams]]] = {}
         copies = []
         for group, param in work:
-            state = self.state[param]
-            if not state:
-                state.update(initial_state(param, group))
-            state["step"] += 1
-            count = int(state["step"].item())
+            rows = local_tensor(param)
+            dense = rows if rows.is_contiguous() else rows.contiguous()
+            copies += [] if dense is rows else [(rows, dense)]
+            param_state = self._next_state(group, param, dense, index)
             beta1, beta2 = group["betas"]
             hyper = HyperParams(
                 lr=float(group["lr"]),
@@ -163,22 +168,31 @@ class AdamW(Optimizer):
                 beta2=beta2,
                 eps=group["eps"],
                 weight_decay=group["weight_decay"],
-                step=count,
+                step=int(self.state[param]["step"].item()),
                 maximize=group["maximize"],
             )
-            rows = local_tensor(param)
-            dense = rows if rows.is_contiguous() else rows.contiguous()
-            copies += [] if dense is rows else [(rows, dense)]
-            seed = _seed(param, index[param], count) if group["stochastic_rounding"] else None
-            local = {name: local_tensor(value) for name, value in state.items()}
-            work_by_device.setdefault(rows.device, []).append(
-                (_param_state(dense, local_tensor(param.grad), local, seed), hyper)
-            )
+            work_by_device.setdefault(rows.device, []).append((param_state, hyper))
         for device_work in work_by_device.values():
             step(device_work)
         for rows, dense in copies:
             rows.copy_(dense)
-        return loss
+
+    def _next_state(
+        self, group: dict[str, Any], param: Tensor, dense: Tensor, index: Mapping[Tensor, int]
+    ) -> ParamState:
+        """Count a step of a parameter and view its states, made if missing, as matrices; `dense`: its local rows."""
+        state = self.state[param]
+        if not state:
+            state.update(initial_state(param, group))
+        state["step"] += 1
+        count = int(state["step"].item())
+        seed = _seed(param, index[param], count) if group["stochastic_rounding"] else None
+        assert param.grad is not None
+        return _param_state(dense, local_tensor(param.grad), {n: local_tensor(v) for n, v in state.items()}, seed)
+
+    def _check(self, group: dict[str, Any]) -> None:
+        """Raise ValueError for invalid values of a parameter group."""
+        _check_group(group)
 
     @torch.no_grad()
     def make_states(self) -> None:
@@ -270,7 +284,7 @@ class AdamW(Optimizer):
             names = tuple(name for name in self.defaults if name in own)  # torch adds a default when it loads a state
             settings, is_torch = converted_group(i, group, own, names)
             groups.append({**settings, "params": group["params"]})
-            _check_group({**settings, "params": own["params"]})
+            self._check({**settings, "params": own["params"]})
             for index, param in zip(saved[i], own["params"], strict=True):
                 state = state_dict["state"].get(index)
                 if state:
@@ -367,16 +381,14 @@ def _seed(param: Tensor, index: int, count: int) -> int:
 
 def _param_state(dense: Tensor, grad: Tensor, state: dict[str, Tensor], seed: int | None) -> ParamState:
     """View a contiguous parameter (or a shard's rows) with its gradient and states as matrices."""
+    moments = [name for name in MOMENTS if name in state]
     quantized = "exp_avg_hi" in state
-    scales = (
-        (state["exp_avg_hi"], state["exp_avg_k"], state["exp_avg_sq_hi"], state["exp_avg_sq_k"]) if quantized else None
-    )
     return ParamState(
         param=matrix_view(dense),
         grad=matrix_view(grad.contiguous()),
         exp_avg=matrix_view(state["exp_avg"]),
-        exp_avg_sq=matrix_view(state["exp_avg_sq"]),
-        scales=scales,
+        exp_avg_sq=matrix_view(state["exp_avg_sq"]) if "exp_avg_sq" in state else None,
+        scales=tuple(state[f"{name}_{part}"] for name in moments for part in ("hi", "k")) if quantized else None,
         remainder=matrix_view(state["remainder"]) if "remainder" in state else None,
         master=matrix_view(state["master"]) if "master" in state else None,
         seed=seed,

@@ -34,6 +34,27 @@ def column_splits(param: Tensor) -> int:
     return math.prod(owner.device_mesh.size(at) for at, placement in places if _dim(placement) not in (None, 0))
 
 
+def row_group(param: Tensor) -> dist.ProcessGroup | None:
+    """Return the ranks that share the rows of a matrix; None where this rank has whole matrices: those of a plain
+    tensor, or of a stack [E, rows, columns] that is sharded by matrices.
+
+    Raises:
+        ValueError: The shards have parts of rows, or are those of several dimensions of a mesh.
+    """
+    owner: Any = param
+    places = _placements(param)
+    sharded_dims = [dim for dim, placement in enumerate(places) if not placement.is_replicate()]
+    if not sharded_dims or (param.ndim == 3 and all(_dim(places[dim]) == 0 for dim in sharded_dims)):
+        return None
+    if param.ndim == 2 and len(sharded_dims) == 1 and places[sharded_dims[0]].is_shard(0):
+        group: dist.ProcessGroup = owner.device_mesh.get_group(sharded_dims[0])
+        return group
+    raise ValueError(
+        f"Muon needs whole matrices, and gathers rows over one dimension of a mesh; a parameter {list(param.shape)} is "
+        f"placed as {places}: use FSDP2 (dp_shard, dp_replicate) without tensor parallelism, or AdamW for it"
+    )
+
+
 def first_row(param: Tensor) -> int:
     """Return the index of the first local row in the whole parameter."""
     owner: Any = param

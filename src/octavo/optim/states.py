@@ -41,18 +41,24 @@ def matrix_view(tensor: Tensor) -> Tensor:
     return tensor.view(matrix_shape(tensor.shape))
 
 
+def moments_of(group: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the names of the moments of a group's parameters: Muon has the first one only."""
+    return MOMENTS[:1] if group.get("muon") else MOMENTS
+
+
 def state_layout(param: Tensor, group: dict[str, Any]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Return shape and dtype of each state of a parameter, or of its local rows."""
     rows, columns = matrix_shape(param.shape)
     shape = tuple(param.shape)
     states: dict[str, tuple[tuple[int, ...], torch.dtype]] = {"step": ((), torch.float32)}
     if group["states"] == "fp8" and param.ndim > 1 and columns >= MIN_FP8_COLUMNS:
-        states |= {"exp_avg": (shape, E4M3.dtype), "exp_avg_sq": (shape, torch.uint8)}
-        for name in MOMENTS:
+        for name in moments_of(group):
+            states[name] = shape, E4M3.dtype if name == "exp_avg" else torch.uint8
+        for name in moments_of(group):
             scales = rows, groups(columns)
             states |= {f"{name}_hi": (scales, torch.float32), f"{name}_k": (scales, torch.uint8)}
     else:
-        states |= {name: (shape, torch.float32) for name in MOMENTS}
+        states |= {name: (shape, torch.float32) for name in moments_of(group)}
     if param.dtype != torch.float32 and group["master"] is not None:
         master = group["master"] == "fp32"
         states["master" if master else "remainder"] = shape, torch.float32 if master else torch.int16
@@ -72,6 +78,18 @@ def initial_state(param: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
             value.copy_(rows.detach())
         state[name] = shard_like(param, value)
     return state
+
+
+@torch.no_grad()
+def master_values(param: Tensor, state: Mapping[str, Tensor]) -> Tensor:
+    """Return the float32 values of a parameter's local rows: those of its master, exact, or else its own."""
+    rows = local_tensor(param).detach()
+    if "master" in state:
+        return local_tensor(state["master"])
+    if "remainder" not in state:
+        return rows.float()
+    bits = rows.contiguous().view(torch.int16).int().bitwise_left_shift_(16).add_(local_tensor(state["remainder"]))
+    return bits.view(torch.float32)
 
 
 def check_state(index: int, param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:

@@ -55,7 +55,7 @@ def sample(device: torch.device) -> Work:
         generator = torch.Generator().manual_seed(kind)
 
         def random(*size: int, generator: torch.Generator = generator) -> Tensor:
-            return torch.randn(size, generator=generator, device="cpu").to(device)
+            return torch.randn(size, generator=generator, device="cpu", dtype=torch.float32).to(device)
 
         values, m, v = random(*shape), random(*shape) * 1e-3, random(*shape).square() * 1e-5
         upper, remainder = split(values)

@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.numerics.formats import E4M3, widen
+from octavo.runtime.torch_compat import disable_current_modes
 
 GROUP = 128
 """Elements that share hi and k."""
@@ -83,21 +84,27 @@ def expand(codes: Tensor, hi: Tensor, k: Tensor, signed: bool) -> Tensor:
     """Expand the result of `compress` to float32 moments [R,C]."""
     rows, columns = codes.shape
     indices = k.int().bitwise_left_shift_(8).unsqueeze(-1) + _grouped(codes.view(torch.uint8))
-    roots = _half_roots if type(codes) is Tensor else _half_roots.__wrapped__  # fake tensors mix with no real ones
+    roots = _shared_half_roots if type(codes) is Tensor else _half_roots  # fake tensors mix with no real ones
     half = roots(signed, codes.device).index_select(0, indices.flatten()).view(indices.shape)
     values = (half * hi.unsqueeze(-1)).mul_(half.abs_())
     return values.view(rows, hi.shape[1] * GROUP)[:, :columns]
 
 
 @lru_cache(maxsize=8)
+def _shared_half_roots(signed: bool, device: torch.device) -> Tensor:
+    """Return `_half_roots`, one table for the process, whatever modes the first caller is in."""
+    with disable_current_modes(), torch.inference_mode(False):
+        return _half_roots(signed, device)
+
+
 def _half_roots(signed: bool, device: torch.device) -> Tensor:
     """Return (|q| / top)^(1/2k) with the sign of q, for each k in sixteenths and code of q, float32 [256 · 256].
 
     The whole root may underflow. A table takes a fifth of the time of logarithms and powers of each element.
     """
-    codes = torch.arange(256, dtype=torch.uint8)
+    codes = torch.arange(256, dtype=torch.uint8, device="cpu")
     values = widen(codes.view(E4M3.dtype)) if signed else _unsigned_values(codes)
-    root = 16.0 / torch.arange(256).unsqueeze(-1)
+    root = 16.0 / torch.arange(256, dtype=torch.float32, device="cpu").unsqueeze(-1)
     ratio = values.abs().div_(TOP_SIGNED if signed else TOP_UNSIGNED).clamp_(min=2.0**-20)  # below every code
     half = ratio.log2_().mul(root / 2).exp2_().mul_(values != 0).copysign_(values)
     return half.flatten().to(device)

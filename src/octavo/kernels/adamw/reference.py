@@ -52,8 +52,8 @@ class ParamState:
         param: float32, bfloat16 or float16.
         grad: Any floating dtype.
         exp_avg: First moment: float32, or E4M3 codes.
-        exp_avg_sq: Second moment: float32, or codes (uint8).
-        scales: hi and k of both moments from `moments.compress`; None for float32 moments.
+        exp_avg_sq: Second moment: float32, or codes (uint8); None with a momentum only (Muon).
+        scales: hi and k of each moment from `moments.compress`; None for float32 moments.
         remainder: int16, the lower half of the master's bits, or None.
         master: float32 master; None if the parameter is its own master, or with a remainder.
         seed: Seed for stochastic rounding of moments and of a bf16 parameter without a master; None: to nearest.
@@ -63,8 +63,8 @@ class ParamState:
     param: Tensor
     grad: Tensor
     exp_avg: Tensor
-    exp_avg_sq: Tensor
-    scales: tuple[Tensor, Tensor, Tensor, Tensor] | None
+    exp_avg_sq: Tensor | None
+    scales: tuple[Tensor, ...] | None
     remainder: Tensor | None
     master: Tensor | None
     seed: int | None = None
@@ -80,8 +80,8 @@ class ParamState:
             param=self.param[start:end],
             grad=self.grad[start:end],
             exp_avg=self.exp_avg[start:end],
-            exp_avg_sq=self.exp_avg_sq[start:end],
-            scales=None if self.scales is None else tuple(s[start:end] for s in self.scales),  # type: ignore[arg-type]
+            exp_avg_sq=part(self.exp_avg_sq),
+            scales=None if self.scales is None else tuple(s[start:end] for s in self.scales),
             remainder=part(self.remainder),
             master=part(self.master),
             seed=self.seed,
@@ -125,6 +125,7 @@ def _upper(rounded: Tensor, nan: Tensor | None) -> Tensor:
 
 
 def _step(state: ParamState, hyper: HyperParams) -> None:
+    assert state.exp_avg_sq is not None
     grad = state.grad.float()
     if hyper.maximize:
         grad = -grad
@@ -135,12 +136,12 @@ def _step(state: ParamState, hyper: HyperParams) -> None:
         v = expand(state.exp_avg_sq, state.scales[2], state.scales[3], False)
     m.lerp_(grad, 1 - hyper.beta1)
     v.mul_(hyper.beta2).addcmul_(grad, grad, value=1 - hyper.beta2)
-    p = _master(state)
+    p = master_values(state)
     p.mul_(1 - hyper.lr * hyper.weight_decay)
     correction1, correction2 = 1 - hyper.beta1**hyper.step, 1 - hyper.beta2**hyper.step
     p.addcdiv_(m, v.sqrt().div_(correction2**0.5).add_(hyper.eps), value=-hyper.lr / correction1)
     if state.scales is not None:
-        random = _noise(state, 0)
+        random = random_bits_of(state, 0)
         for codes, hi, k, values in (
             (state.exp_avg, state.scales[0], state.scales[1], m),
             (state.exp_avg_sq, state.scales[2], state.scales[3], v),
@@ -148,10 +149,10 @@ def _step(state: ParamState, hyper: HyperParams) -> None:
             noise = random if random is None or values is m else random >> 16
             for old, new in zip((codes, hi, k), compress(values, values is m, noise), strict=True):
                 old.copy_(new)
-    _write(state, p)
+    write_parameter(state, p)
 
 
-def _noise(state: ParamState, which: int) -> Tensor | None:
+def random_bits_of(state: ParamState, which: int) -> Tensor | None:
     """Return random bits of these rows for both moments (0) or the parameter (1); None without a seed."""
     if state.seed is None:
         return None
@@ -159,7 +160,7 @@ def _noise(state: ParamState, which: int) -> Tensor | None:
     return random_bits(rows, columns, state.first, state.seed + which, state.param.device)
 
 
-def _master(state: ParamState) -> Tensor:
+def master_values(state: ParamState) -> Tensor:
     """Return the float32 values of the parameter, for in-place updates."""
     if state.master is not None:
         return state.master
@@ -169,14 +170,14 @@ def _master(state: ParamState) -> Tensor:
     return state.param if state.param.dtype == torch.float32 else state.param.float()
 
 
-def _write(state: ParamState, p: Tensor) -> None:
+def write_parameter(state: ParamState, p: Tensor) -> None:
     """Write the master's new values to the parameter and the remainder."""
     if state.remainder is not None:
         upper, remainder = split(p)
         state.param.copy_(upper)
         state.remainder.copy_(remainder)
     elif state.param.dtype == torch.bfloat16 and state.master is None and state.seed is not None:
-        random = _noise(state, 1)
+        random = random_bits_of(state, 1)
         assert random is not None
         random = random.view(p.shape[0], -1)[:, : p.shape[1]] & 0xFFFF
         state.param.view(torch.int16).copy_(_upper(p.view(torch.int32) + random, _nan(p)))

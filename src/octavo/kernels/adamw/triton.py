@@ -99,6 +99,7 @@ def _programs(shapes: tuple[tuple[int, int], ...], device: torch.device) -> Tens
 def _pointers(state: ParamState) -> list[int]:
     rest = state.remainder if state.remainder is not None else state.master
     scales = state.scales or (state.param,) * 4
+    assert state.exp_avg_sq is not None
     tensors = (state.param, state.grad, state.exp_avg, state.exp_avg_sq, *scales, state.param if rest is None else rest)
     return [tensor.data_ptr() for tensor in tensors]
 

@@ -1,0 +1,228 @@
+"""Muon: momentum, orthogonalized, for the hidden matrices of a model; AdamW for its other parameters.
+
+    m = μ m + (1 − μ) g        u = (1 − μ) g + μ m  (Nesterov)        W = W (1 − lr·λ) − lr · scale · orthogonalize(u)
+
+in the order of `torch.optim.Muon`. `orthogonalize` replaces the singular values of u by values near 1 with five
+Newton–Schulz iterations in bf16 (Keller Jordan, https://kellerjordan.github.io/posts/muon). `adjust_lr_fn` scales it:
+"original" by √max(1, rows/columns); "match_rms_adamw" by 0.2·√max(rows, columns), with which learning rate and weight
+decay of AdamW can be used (Moonlight, arXiv 2502.16982).
+
+Momentum is the first moment of `octavo.AdamW`: FP8 with dynamic range expansion, 1.04 bytes per parameter, with the
+same masters, seeds of stochastic rounding and shards. There is no second moment.
+
+A matrix of experts [E, rows, columns] is E matrices. Under FSDP2 each rank steps its own rows. Of every `world`
+matrices each rank orthogonalizes one: an all-to-all brings it the rows of u in bf16, another returns the rows of the
+result (2 · 2 bytes per parameter). The numbers are those of one process. Tensor parallelism along columns raises an
+error.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from octavo.kernels.adamw.momentum import momentum_step, subtract
+from octavo.numerics.names import nearest
+from octavo.optim.adamw import AdamW
+from octavo.optim.sharded import row_group
+from octavo.optim.states import matrix_view
+from octavo.runtime.torch_compat import FakeTensor
+from octavo.tensor import local_tensor
+
+COEFFICIENTS = 3.4445, -4.7750, 2.0315
+"""Of the quintic iteration; chosen by Keller Jordan for the steepest slope at 0."""
+EPS = 1e-7
+"""Smallest norm that a matrix is divided by."""
+PRODUCTS = torch.bfloat16
+"""Dtype of the Newton–Schulz products, and of u between ranks."""
+SCALES = ("original", "match_rms_adamw")
+_NAMES = ("muon", "momentum", "nesterov", "ns_steps", "adjust_lr_fn")
+
+
+class Muon(AdamW):
+    """Muon (Jordan et al., 2024) with FP8 momentum, and `octavo.AdamW` for groups with `muon=False`.
+
+    A subclass of `octavo.AdamW`: it only adds another update for some groups.
+
+    Args:
+        params: Matrices [rows, columns] and stacks of them [E, rows, columns], or groups. Give embeddings, heads,
+            norms and biases in groups with `muon=False`.
+        lr: Learning rate, a number or a tensor with one element.
+        momentum: Decay μ of the momentum.
+        weight_decay: Decoupled weight decay.
+        nesterov: Orthogonalize a mean of gradient and momentum, instead of the momentum.
+        ns_steps: Newton–Schulz iterations.
+        adjust_lr_fn: `"original"`: √max(1, rows/columns). `"match_rms_adamw"`: 0.2·√max(rows, columns).
+        muon: Whether a group is optimized by Muon; False: by AdamW.
+        betas: Of AdamW.
+        eps: Of AdamW.
+        options: `states`, `master`, `stochastic_rounding`, `nonfinite` and `maximize` of `octavo.AdamW`.
+
+    Raises:
+        ValueError: An argument is invalid, a parameter of a Muon group is no matrix, or its shards split rows.
+
+    Examples:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.LayerNorm(256)).bfloat16()
+        >>> matrices = [p for p in model.parameters() if p.ndim == 2]
+        >>> others = {"params": [p for p in model.parameters() if p.ndim < 2], "muon": False, "lr": 3e-4}
+        >>> optimizer = octavo.optim.Muon([{"params": matrices}, others], lr=2e-2)
+        >>> model(torch.ones(1, 256, dtype=torch.bfloat16)).square().sum().backward()
+        >>> optimizer.step()
+    """
+
+    step_allocates = True
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        momentum: float = 0.95,
+        weight_decay: float = 0.1,
+        *,
+        nesterov: bool = True,
+        ns_steps: int = 5,
+        adjust_lr_fn: Literal["original", "match_rms_adamw"] = "original",
+        muon: bool = True,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        **options: Any,
+    ) -> None:
+        self._own = dict(zip(_NAMES, (muon, momentum, nesterov, ns_steps, adjust_lr_fn), strict=True))
+        super().__init__(params, lr, betas, eps, weight_decay, **options)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a parameter group as `torch.optim.Optimizer` does, after checking its values."""
+        self.defaults |= self._own
+        super().add_param_group(param_group)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Take one step on every parameter that has a gradient, as `octavo.AdamW.step`."""
+        matrices = [param for group in self.param_groups if group["muon"] for param in group["params"]]
+        if matrices and isinstance(local_tensor(matrices[0]), FakeTensor):  # the planner measures what a step allocates
+            for param in matrices:
+                orthogonalize(torch.empty(param.shape, dtype=PRODUCTS, device=param.device))
+            return None
+        return super().step(closure)
+
+    def _check(self, group: dict[str, Any]) -> None:
+        super()._check(group)
+        if group["adjust_lr_fn"] not in SCALES:
+            hint = nearest(str(group["adjust_lr_fn"]), SCALES)
+            raise ValueError(
+                f"adjust_lr_fn must be one of {', '.join(map(repr, SCALES))}; got {group['adjust_lr_fn']!r}{hint}"
+            )
+        if not 0.0 <= group["momentum"] < 1.0:
+            raise ValueError(f"momentum must be at least 0 and below 1; got {group['momentum']}")
+        if group["ns_steps"] < 1:
+            raise ValueError(f"ns_steps must be at least 1; got {group['ns_steps']}")
+        for param in group["params"] if group["muon"] else ():
+            if param.ndim not in (2, 3):
+                raise ValueError(
+                    f"Muon orthogonalizes matrices [rows, columns] or [E, rows, columns]; got a parameter of shape "
+                    f"{list(param.shape)}: put it into a group with muon=False, which AdamW optimizes"
+                )
+            row_group(param)  # raises
+
+    def _update(self, work: list[tuple[dict[str, Any], Tensor]], index: Mapping[Tensor, int]) -> None:
+        super()._update([(group, param) for group, param in work if not group["muon"]], index)
+        by_ranks: dict[Any, list[tuple[dict[str, Any], Tensor]]] = {}
+        for group, param in work:
+            if group["muon"]:
+                by_ranks.setdefault(row_group(param), []).append((group, param))
+        for ranks, own_work in by_ranks.items():
+            count = 1 if ranks is None else dist.get_world_size(ranks)
+            for start in range(0, len(own_work), count):
+                self._update_matrices(own_work[start : start + count], index, ranks)
+
+    def _update_matrices(
+        self, work: list[tuple[dict[str, Any], Tensor]], index: Mapping[Tensor, int], ranks: Any
+    ) -> None:
+        """Step some matrices, at most one for each rank."""
+        states = []
+        updates = []
+        for group, param in work:
+            rows = local_tensor(param)
+            dense = rows.contiguous()
+            state = self._next_state(group, param, dense, index)
+            update = torch.empty(state.param.shape, dtype=PRODUCTS, device=dense.device)
+            momentum_step(state, group["momentum"], update, nesterov=group["nesterov"], maximize=group["maximize"])
+            states.append((state, rows, dense))
+            updates.append(update.view(rows.shape))
+        orthogonal = _orthogonalized(updates, work, ranks)
+        for (group, param), (state, rows, dense), update in zip(work, states, orthogonal, strict=True):
+            lr = float(group["lr"])
+            scale = _scale(param.shape, group["adjust_lr_fn"])
+            subtract(state, matrix_view(update), lr * scale, lr * group["weight_decay"])
+            if dense is not rows:
+                rows.copy_(dense)
+
+
+def orthogonalize(update: Tensor, steps: int = 5) -> Tensor:
+    """Approximate U Vᵀ of matrices U S Vᵀ with Newton–Schulz iterations; singular values end within 0.7 and 1.2.
+
+    Args:
+        update: [rows, columns] or [E, rows, columns], in `PRODUCTS`.
+        steps: Number of iterations.
+
+    Returns:
+        A matrix of the same shape and dtype; zeros for zeros.
+
+    Examples:
+        >>> octavo.optim.muon.orthogonalize(torch.eye(4, dtype=torch.bfloat16)).diagonal().min() > 0.6
+        tensor(True)
+    """
+    a, b, c = COEFFICIENTS
+    tall = update.shape[-2] > update.shape[-1]
+    x = update.mT if tall else update
+    norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
+    x = (x / norm.clamp(min=EPS)).to(x.dtype)
+    addmm = torch.addmm if x.ndim == 2 else torch.baddbmm
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = addmm(x, addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return (x.mT if tall else x).contiguous()
+
+
+def newton_schulz_flops(shape: Sequence[int], steps: int = 5) -> float:
+    """Return the floating point operations of `orthogonalize` for a shape: three products in each iteration."""
+    short, long = sorted(shape[-2:])
+    return float(steps * math.prod(shape[:-2]) * (4 * short * short * long + 2 * short**3))
+
+
+def _scale(shape: torch.Size, name: str) -> float:
+    rows, columns = shape[-2:]
+    return math.sqrt(max(1, rows / columns)) if name == "original" else 0.2 * math.sqrt(max(rows, columns))
+
+
+def _orthogonalized(updates: list[Tensor], work: list[tuple[dict[str, Any], Tensor]], ranks: Any) -> list[Tensor]:
+    """Return the local rows of the orthogonalized updates; of sharded matrices rank r orthogonalizes number r."""
+    if ranks is None:
+        return [orthogonalize(update, group["ns_steps"]) for update, (group, _) in zip(updates, work, strict=True)]
+    world, rank = dist.get_world_size(ranks), dist.get_rank(ranks)
+    sent = [update.numel() for update in updates] + [0] * (world - len(updates))
+    own = work[rank] if rank < len(work) else None
+    received = [0] * world
+    if own is not None:
+        rows, columns = own[1].shape
+        piece = -(-rows // world)
+        received = [columns * (min(rows, (at + 1) * piece) - min(rows, at * piece)) for at in range(world)]
+    whole = _exchange(torch.cat([update.flatten() for update in updates]), sent, received, ranks)
+    if own is not None:
+        whole = orthogonalize(whole.view(own[1].shape), own[0]["ns_steps"]).flatten()
+    pieces = _exchange(whole, received, sent, ranks).split(sent)
+    return [piece.view(update.shape) for piece, update in zip(pieces, updates, strict=False)]
+
+
+def _exchange(values: Tensor, sent: list[int], received: list[int], ranks: Any) -> Tensor:
+    """Send elements to the other ranks and receive theirs, as bytes."""
+    size = values.element_size()
+    result = torch.empty(sum(received), dtype=values.dtype, device=values.device)
+    dist.all_to_all_single(
+        result.view(torch.uint8), values.view(torch.uint8),
+        [size * number for number in received], [size * number for number in sent], group=ranks,
+    )  # fmt: skip
+    return result

@@ -1,0 +1,183 @@
+"""octavo.optim.Muon: torch.optim.Muon in high precision, FP8 momentum, experts, AdamW beside it, and FSDP2."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+import octavo
+from octavo.numerics.error import sqnr
+from octavo.optim import AdamW, Muon, muon
+from octavo.tensor import local_tensor
+from processes import gloo  # noqa: F401  a fixture
+
+SHAPES = [(96, 128), (128, 96), (64, 64), (7, 130)]
+
+
+def randn(shape, seed):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def parameters(shapes=SHAPES, dtype=torch.float32):
+    return [nn.Parameter(randn(shape, i).to(dtype)) for i, shape in enumerate(shapes)]
+
+
+def take_steps(optimizer, params, numbers):
+    for number in numbers:
+        for i, param in enumerate(params):
+            param.grad = (randn(param.shape, 100 * number + i) + 0.5 * randn(param.shape, i)).to(param.dtype)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("scale", ["original", "match_rms_adamw"])
+def test_each_step_is_that_of_torch_in_float64(nesterov, scale, monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "bfloat16", lambda tensor: tensor.double().clone())  # torch's own products
+    monkeypatch.setattr(muon, "PRODUCTS", torch.float64)
+    own = parameters()
+    reference = [nn.Parameter(param.detach().double()) for param in own]
+    options = {"lr": 2e-2, "momentum": 0.9, "weight_decay": 0.1, "nesterov": nesterov, "adjust_lr_fn": scale}
+    theirs, ours = torch.optim.Muon(reference, **options), Muon(own, states="fp32", **options)
+    for number in range(5):
+        for i, param in enumerate(own):
+            param.grad = randn(param.shape, 100 * number + i)
+            reference[i].grad = param.grad.double()
+        theirs.step()
+        ours.step()
+        for param, expected in zip(own, reference, strict=True):
+            assert sqnr(expected.detach(), param.detach().double()) > 115, (number, param.shape)
+
+
+@pytest.mark.parametrize("shape", [(40, 64), (64, 40), (3, 64, 32), (1, 50), (50, 1)], ids=str)
+def test_orthogonalized_matrices(shape):
+    result = muon.orthogonalize(randn(shape, 0).bfloat16())
+    assert result.shape == shape and result.dtype == torch.bfloat16
+    values = torch.linalg.svdvals(result.float())
+    assert 0.6 < values.min() and values.max() < 1.25
+    assert not muon.orthogonalize(torch.zeros(shape, dtype=torch.bfloat16)).any()
+
+
+def test_each_expert_is_a_matrix_of_its_own():
+    stack = nn.Parameter(randn((3, 32, 64), 0))
+    experts = [nn.Parameter(expert.clone()) for expert in stack.detach()]
+    stack.grad = randn(stack.shape, 1) * torch.tensor([1.0, 10.0, 100.0]).view(3, 1, 1)
+    for expert, grad in zip(experts, stack.grad, strict=True):
+        expert.grad = grad.clone()
+    for params in ([stack], experts):
+        Muon(params, lr=0.1, states="fp32").step()
+    for expert, own in zip(experts, stack, strict=True):
+        torch.testing.assert_close(own, expert, rtol=0, atol=2e-3)
+
+
+def test_momentum_in_fp8_follows_that_in_fp32():
+    moved = {}
+    for states in ("fp8", "fp32"):
+        params = parameters()
+        before = [param.detach().clone() for param in params]
+        optimizer = Muon(params, lr=1e-2, weight_decay=0.0, states=states)
+        take_steps(optimizer, params, range(20))
+        moved[states] = [param.detach() - old for param, old in zip(params, before, strict=True)]
+        if states == "fp8":
+            assert set(optimizer.state[params[0]]) == {"step", "exp_avg", "exp_avg_hi", "exp_avg_k"}
+            assert optimizer.state[params[0]]["exp_avg"].dtype == torch.float8_e4m3fn
+    for expected, other in zip(moved["fp32"], moved["fp8"], strict=True):
+        assert sqnr(expected, other) > 20
+
+
+def test_adamw_beside_it_is_octavos():
+    first, second = parameters(dtype=torch.bfloat16), parameters(dtype=torch.bfloat16)
+    beside = Muon([{"params": first[:1]}, {"params": first[1:], "muon": False, "lr": 3e-3}], betas=(0.9, 0.99))
+    alone = AdamW(second, lr=3e-3, betas=(0.9, 0.99), weight_decay=0.1)
+    take_steps(beside, first, range(3))
+    take_steps(alone, second, range(3))
+    assert all(torch.equal(one, two) for one, two in zip(first[1:], second[1:], strict=True))
+    assert not torch.equal(first[0], second[0])
+
+
+@pytest.mark.parametrize("master", ["remainder", "fp32", None])
+def test_a_loaded_state_continues_bitwise(master):
+    params = parameters(dtype=torch.bfloat16)
+    options = {"lr": 1e-2, "master": master}
+    optimizer = Muon([{"params": params[:3]}, {"params": params[3:], "muon": False}], **options)
+    take_steps(optimizer, params, range(3))
+    state = copy.deepcopy(optimizer.state_dict())
+    twins = [nn.Parameter(param.detach().clone()) for param in params]
+    restored = Muon([{"params": twins[:3]}, {"params": twins[3:], "muon": False}], **options)
+    restored.load_state_dict(state)
+    take_steps(optimizer, params, range(3, 6))
+    take_steps(restored, twins, range(3, 6))
+    assert all(torch.equal(one, two) for one, two in zip(params, twins, strict=True))
+    with pytest.raises(ValueError, match=r"does not fit: exp_avg_sq is none, expected"):
+        Muon([{"params": twins[:3], "muon": False}, {"params": twins[3:], "muon": False}]).load_state_dict(
+            state | {"param_groups": [group | {"muon": False} for group in state["param_groups"]]}
+        )
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "message"),
+    [
+        ((8,), {}, r"got a parameter of shape \[8\]: put it into a group with muon=False"),
+        ((8, 8), {"adjust_lr_fn": "orignal"}, r"adjust_lr_fn must be one of .* \(did you mean 'original'\?\)"),
+        ((8, 8), {"momentum": 1.0}, "momentum must be at least 0 and below 1; got 1.0"),
+        ((8, 8), {"ns_steps": 0}, "ns_steps must be at least 1; got 0"),
+        ((8, 8), {"states": "fp9"}, "states must be one of"),
+    ],
+    ids=str,
+)
+def test_mistakes(shape, options, message):
+    with pytest.raises(ValueError, match=message):
+        Muon([nn.Parameter(torch.zeros(shape))], **options)
+
+
+def test_the_planner_counts_states_and_products():
+    model = nn.Linear(512, 512, bias=False, dtype=torch.bfloat16, device="meta")
+    plans = {kind: octavo.inspect.memory(model, ((64, 512),), optimizer=kind) for kind in (AdamW, Muon)}
+    size = 512 * 512
+    states = {kind: plan.at_peak["optimizer states"] for kind, plan in plans.items()}
+    assert states[AdamW] == pytest.approx(size * (2 + 2 + 10 / 128), rel=0.01)
+    assert states[Muon] == pytest.approx(size * (1 + 2 + 5 / 128), rel=0.01)
+    assert plans[Muon].peak - states[Muon] >= plans[AdamW].peak - states[AdamW] + 2 * size
+
+
+class Weights(nn.Module):
+    def __init__(self, dtype):
+        super().__init__()
+        self.weights = nn.ParameterList(parameters([*SHAPES, (2, 40), (6, 24, 64), (9,)], dtype))
+
+
+def sharded_job(dtype, states):
+    """Whether rows of sharded matrices are those of one process, bit for bit; and the error of other shards."""
+    mesh = init_device_mesh("cpu", (3,))
+    models = Weights(dtype), fully_shard(Weights(dtype), mesh=mesh)
+    optimizers = []
+    for model in models:
+        params = list(model.parameters())
+        rest = {"params": params[-1:], "muon": False}
+        optimizers.append(Muon([{"params": params[:-1]}, rest], lr=1e-2, states=states))
+    for number in range(3):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            for i, param in enumerate(model.parameters()):
+                grad = randn(param.shape, 100 * number + i).to(dtype)
+                param.grad = distribute_tensor(grad, mesh, [Shard(0)]) if isinstance(param, DTensor) else grad
+            optimizer.step()
+    same = []
+    for whole, part in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        rows = distribute_tensor(whole.detach(), mesh, [Shard(0)]).to_local()
+        same.append(torch.equal(rows, local_tensor(part).detach()))
+    columns = nn.Parameter(distribute_tensor(torch.zeros(8, 6), mesh, [Shard(1)]))
+    try:
+        Muon([columns], states="fp32")
+    except ValueError as error:
+        return same, str(error)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(("dtype", "states"), [(torch.bfloat16, "fp8"), (torch.float32, "fp32")], ids=str)
+def test_shards_have_the_numbers_of_one_process(gloo, dtype, states):  # noqa: F811
+    for same, error in gloo.run(sharded_job, 3, dtype, states):
+        assert same == [True] * 7
+        assert "Muon needs whole matrices" in error
