@@ -221,11 +221,14 @@ def auto_of_several_job():
     """Two machines of two ranks: an all-to-all would send more between them than a ring does."""
     os.environ["LOCAL_WORLD_SIZE"] = "2"
     model = parallelize(make())
+    beside_neighbours = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))["dp_shard"]
+    of_both = parallelize(make(), beside_neighbours)
     os.environ.pop("LOCAL_WORLD_SIZE", None)
-    with CollectiveRecorder() as tap:
-        loss_of(model, share(0, 0, 0)).backward()
-    assert list(parameters_in_fp8(model))
-    assert not tap.named("alltoall_base_")
+    for each, alone in ((model, False), (of_both, True)):  # a rank of each machine
+        with CollectiveRecorder() as tap:
+            loss_of(each, share(0, 0, 0)).backward()
+        assert list(parameters_in_fp8(each))
+        assert bool(tap.named("alltoall_base_")) == alone
 
 
 def test_auto_is_fp8_between_machines(gloo):

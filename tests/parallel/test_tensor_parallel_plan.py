@@ -174,8 +174,12 @@ def refused_job(family, options, changes=None, size=None):
         ),
         ("llama", {}, {"num_key_value_heads": 1}, r"heads = 1 is not divided by 2 ranks"),
         ("llama", {"reduce": "fp8", "sequence_parallel": False}, {}, "needs a sequence_dim"),
+        ("doge", {}, {"chunked": False}, "ends the heads of model.layers.0.self_attn twice"),
+        ("doge", {"sequence_parallel": False}, {"chunked": False}, "ends the heads of model.layers.0.self_attn twice"),
+        ("hrm_text", {}, {"chunked": False}, "is not in these blocks: use sequence_parallel=False"),
+        ("gemma4_text", {}, {"hidden_size_per_layer_input": 8, "chunked": False}, "takes per_layer_input beside"),
     ],
-    ids=["no plan", "style", "attention", "heads", "reduce"],
+    ids=["no plan", "style", "attention", "heads", "reduce", "mask", "whole mask", "stacks", "per layer"],
 )
 def test_what_cannot_be_distributed_is_refused(gloo, family, options, changes, message):
     for text in gloo.run(refused_job, 2, family, options, changes):

@@ -225,6 +225,12 @@ def test_a_model_is_spread_as_parallelize_would(gpus, asked, expected):
         assert StepConfig(**layout_settings(gpus, None)) == setting
 
 
+@pytest.mark.parametrize(("apart", "gather", "reduce"), [(1, False, False), (2, True, False), (8, True, True)])
+def test_neighbours_that_share_layers_set_shards_apart(apart, gather, reduce):
+    setting = StepConfig(**layout_settings(8, Parallel(), apart=apart))
+    assert (setting.fp8_gather, setting.fp8_reduce) == (gather, reduce)
+
+
 def test_gpus_that_copies_do_not_divide():
     with pytest.raises(ValueError, match="dp_replicate = 3"):
         layout_settings(8, Parallel(dp_replicate=3))

@@ -36,7 +36,7 @@ from octavo.nn.gathered import GatherFormat, GlobalScales, ShardedWeight, sharde
 from octavo.nn.linear_like import LinearLike
 from octavo.numerics.equalization import ChannelScales
 from octavo.numerics.spec import TENSOR, QuantSpec
-from octavo.runtime.blocks import find_blocks
+from octavo.runtime.blocks import CALLED_OUTSIDE, find_blocks
 from octavo.runtime.torch_compat import forget_gathered, fsdp_parameters, local_part
 from octavo.tensor import local_tensor
 
@@ -92,7 +92,8 @@ def shard(
 ) -> nn.Module:
     """Apply `fully_shard` to the repeated blocks of a model, then to the rest, in place.
 
-    Blocks that share parameters with other modules belong to the rest, because one FSDP2 group must own them.
+    Blocks that share parameters with other modules, or have a part that is called outside of them (`CALLED_OUTSIDE`),
+    belong to the rest, because one FSDP2 group must own them, and gather them for both calls.
 
     Args:
         model: Converted or not.
@@ -134,7 +135,7 @@ def shard(
 
 
 def _unshared_blocks(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
-    """Return the blocks that share no parameter with another module."""
+    """Return the blocks that share no parameter with another module, and of which no part is called outside."""
     owners: dict[int, set[int]] = {}
     for place, block in enumerate([*blocks, model]):
         inside = {id(module) for other in blocks for module in other.modules()} if block is model else set()
@@ -142,7 +143,8 @@ def _unshared_blocks(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Modul
             if id(module) not in inside:
                 for parameter in module.parameters(recurse=False):
                     owners.setdefault(id(parameter), set()).add(place)
-    return [block for block in blocks if all(len(owners[id(p)]) == 1 for p in block.parameters())]
+    alone = [block for block in blocks if all(len(owners[id(p)]) == 1 for p in block.parameters())]
+    return [block for block in alone if not any(getattr(m, CALLED_OUTSIDE, False) for m in block.modules())]
 
 
 def _mark_fp8_weights(

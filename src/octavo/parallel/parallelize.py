@@ -170,8 +170,9 @@ def _parallelize(
     if not isinstance(mesh, DeviceMesh):
         mesh = make_mesh(layout, _device_type(model))
     agree_on_adamw(torch.device("cpu" if layout.cpu_offload else mesh.device_type), mesh)
-    crosses_machines = layout.fp8_comm == "auto" and _spans_machines(replicas * shards)
-    fp8 = layout.fp8_comm == "on" or (crosses_machines and _ranks_per_machine(replicas * shards) == 1)
+    machines = _machines(mesh) if layout.fp8_comm == "auto" else []
+    crosses_machines = len(set(machines)) > 1
+    fp8 = layout.fp8_comm == "on" or (crosses_machines and len(set(machines)) == len(machines))
     if shards == 1 and replicas > 1:
         sync_scaling_state(model, mesh)
         return replicate(model, mesh, fp8=DEFAULT_SPEC if fp8 else None)
@@ -289,10 +290,10 @@ def _check_recipes(model: nn.Module, fp8_comm: str) -> None:
         )
 
 
-def _spans_machines(size: int) -> bool:
-    """Return whether a group of this size spans several machines under torchrun."""
-    return size > _ranks_per_machine(size)
+def _machines(mesh: DeviceMesh) -> list[int]:
+    """Return the machine of each rank of a mesh under torchrun, which numbers those of a machine in a row.
 
-
-def _ranks_per_machine(size: int) -> int:
-    return int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    Ranks of tensor parallelism are neighbours, so eight ranks of a mesh beside it can be on eight machines.
+    """
+    on_each = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+    return [rank // on_each for rank in mesh.mesh.flatten().tolist()]

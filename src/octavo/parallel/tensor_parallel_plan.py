@@ -20,6 +20,7 @@ Without sequence parallelism every rank has all tokens and whole gradients, exce
 features, such as norms of q and k, or of an activation function.
 """
 
+import inspect
 import re
 from collections.abc import Iterable, Iterator
 from functools import partial
@@ -49,6 +50,11 @@ _EXPERT_STYLES = ("packed_colwise", "moe_tp_experts", "grouped_gemm", "ep_dispat
 _BETWEEN_HEADS = "replicated_with_grad_allreduce"
 _MIXES_TOKENS = ("attn", "attention", "mamba", "mixer", "conv", "rnn", "recurrent", "ssm", "delta")
 """Parts of names of modules in which tokens read each other."""
+_BLOCK_ARGUMENTS = {
+    "hidden_states", "attention_mask", "position_ids", "position_embeddings", "past_key_value", "past_key_values",
+    "layer_past", "use_cache", "cache_position", "output_attentions", "output_router_logits", "shared_kv_states",
+}  # fmt: skip
+"""Arguments of blocks that are right for a part of the tokens: attention, which has all of them, reads the others."""
 _PARTIAL: WeakKeyDictionary[nn.Module, frozenset[str]] = WeakKeyDictionary()
 """Names of the parameters of a model of whose gradients each rank has a summand."""
 
@@ -108,6 +114,7 @@ def tensor_parallel(
             raise ValueError(f"tensor_parallel takes a mesh of one dimension, such as mesh['tp']; got {mesh}")
         plan, partial_names = _plan(model, sequence_parallel, gather, reduce)
         if sequence_parallel:
+            _check_blocks(model, plan)
             _check_token_mixers(model, plan)
     except ValueError as error:
         problem = error
@@ -181,6 +188,12 @@ def _plan(
                 f"{kind}: its plan gives {name} the style {style!r}, which Octavo does not support: use dp_shard, cp "
                 "or pp instead of tensor parallelism"
             )
+    attention = [n.rpartition(".")[0] for n, style in styles.items() if isinstance(style, Fp8RowwiseParallel)]
+    if twice := next((n for n in attention if attention.count(n) > 1 and _is_attention(model.get_submodule(n))), None):
+        raise ValueError(
+            f"{kind}: its plan ends the heads of {twice} twice, by layers whose outputs are of all heads: attention of "
+            "a part of the heads cannot read them. Use dp_shard or cp instead of tensor parallelism"
+        )
     if not styles:
         raise ValueError(f"{kind}: no linear layer matches its plan for tensor parallelism, {list(patterns)}")
     names = {name for name, _ in model.named_parameters() if name.rpartition(".")[0] not in styles}
@@ -227,6 +240,31 @@ class _ColwiseOfGathered(Fp8ColwiseParallel):
 
 def _is_attention(module: nn.Module) -> bool:
     return hasattr(module, "is_causal") or "attention" in type(module).__name__.lower()
+
+
+def _check_blocks(model: Any, plan: dict[str, Any]) -> None:
+    """Raise ValueError for layers outside the blocks whose tokens are divided, and for blocks that read more tensors of
+    all tokens than hidden states.
+    """
+    kind, names = type(model).__name__, {module: name for name, module in model.named_modules()}
+    stack = find_block_list(model)
+    holder = names.get(stack, "")
+    if outside := [name for name in plan if not name.startswith(f"{holder}.")]:
+        raise ValueError(
+            f"{kind}: tokens are divided at the first block of {holder!r}, and {outside[0]} is not in these blocks: "
+            "use sequence_parallel=False"
+        )
+    for block in find_blocks(model):
+        parameters = inspect.signature(type(block).forward).parameters.values()
+        others = {p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+        others -= _BLOCK_ARGUMENTS | {"self"}
+        if not getattr(block, "hidden_size_per_layer_input", True):  # of Gemma's blocks
+            others.discard("per_layer_input")
+        if others:
+            raise ValueError(
+                f"{kind}: {names[block]} ({type(block).__name__}) takes {', '.join(sorted(others))} beside hidden "
+                "states, of which Octavo does not divide the tokens: use sequence_parallel=False"
+            )
 
 
 def _check_token_mixers(model: Any, plan: dict[str, Any]) -> None:

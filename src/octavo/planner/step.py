@@ -91,6 +91,8 @@ class StepConfig:
         eager: Without torch.compile.
         recompute: Activation checkpointing.
         states: Moments of AdamW, a key of `OPTIMIZER_BYTES`.
+        newton_schulz: FLOPs of the Newton–Schulz products of Muon for the layers of a stage, which its GPUs share; the
+            messages between them are left out.
     """
 
     gpus: int = 1
@@ -108,6 +110,7 @@ class StepConfig:
     eager: bool = True
     recompute: Recompute = CHECKPOINTING["none"]
     states: str = "fp32"
+    newton_schulz: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("gpus", "micro_batches"):
@@ -136,12 +139,17 @@ def is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
-def layout_settings(gpus: int, layout: ParallelLayout | None) -> dict[str, Any]:
+def layout_settings(gpus: int, layout: ParallelLayout | None, *, apart: int = 1) -> dict[str, Any]:
     """Return the `StepConfig` fields that describe how a model is distributed over GPUs, with the FP8 communication
     that `octavo.parallelize` would choose.
 
-    `"auto"` gathers in FP8 if weights cross machines of `GPUS_PER_MACHINE` GPUs. It sends gradients in FP8 only with
-    one rank per machine, which does not occur here.
+    `"auto"` gathers in FP8 if weights cross machines of `GPUS_PER_MACHINE` GPUs, and sends gradients in FP8 if each of
+    these GPUs is on another machine: if GPUs that share layers are between them.
+
+    Args:
+        gpus: Number of GPUs that share a model by data parallelism.
+        layout: How; None for shards alone.
+        apart: Distance between neighbours of them, in GPUs.
 
     Raises:
         ValueError: If the copies do not divide the GPUs, `gpus` is not a count, or copies without shards are offloaded.
@@ -159,10 +167,12 @@ def layout_settings(gpus: int, layout: ParallelLayout | None) -> dict[str, Any]:
     copies, shards = layout.sizes(gpus)
     if layout.cpu_offload and copies > 1 and shards == 1:
         raise ValueError("cpu_offload needs shards, and this layout has copies only: set dp_shard above 1")
-    gather = layout.fp8_comm in ("on", "gather") or (layout.fp8_comm == "auto" and gpus > GPUS_PER_MACHINE)
+    crosses = layout.fp8_comm == "auto" and gpus > 1 and gpus * apart > GPUS_PER_MACHINE
+    gather = layout.fp8_comm in ("on", "gather") or crosses
+    reduce = layout.fp8_comm == "on" or (crosses and apart >= GPUS_PER_MACHINE)
     return {
         "gpus": gpus, "copies": copies, "keeps_gathered": not layout.reshard_after_forward,
-        "fp8_gather": gather and shards > 1, "fp8_reduce": layout.fp8_comm == "on" and gpus > 1,
+        "fp8_gather": gather and shards > 1, "fp8_reduce": reduce and gpus > 1,
     }  # fmt: skip
 
 
@@ -276,6 +286,7 @@ def step_time(
     exposed += sum(row.seconds for row in tokens_sent)
     # Frozen parameters are gathered too, but not updated.
     optimizer = trace.trained / step_config.shards * OPTIMIZER_BYTES[step_config.states] / gpu.bandwidth
+    optimizer += step_config.newton_schulz / step_config.shards / (gpu.bf16_tflops * 1e12 * gpu.bf16_efficiency)
     others = 3 * (len(trace.rest) + len(trace.products)) * gpu.host_us * 1e-6
     host = linears.host + others if step_config.eager else 0.0
     waiting = max(0.0, host - forward - backward)

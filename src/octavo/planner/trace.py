@@ -160,7 +160,7 @@ class _Tracer(TorchDispatchMode):
         self.rest: list[float] = []
         self._inside = 0
         self._in_experts = 0
-        self._input: Tensor | None = None
+        self._input: Any = None
         self._region = 0  # odd numbers are products
         self._alive: list[Any] = []  # keeps storages alive so that their ids stay unique
         self._sizes: dict[int, float] = {}
@@ -169,19 +169,20 @@ class _Tracer(TorchDispatchMode):
 
     def enter_hook(self, name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
         def enter(module: nn.Module, inputs: tuple[Any, ...]) -> None:
-            x, weight = local_part(inputs[0]), local_part(module.weight)
+            given = inputs[0]  # a rank's part of a DTensor does not say whether that needs a gradient
+            x, weight = local_part(given), local_part(module.weight)
             assert isinstance(x, Tensor) and isinstance(weight, Tensor)
             k = x.shape[-1]
             call = LinearCall(
                 m=x.numel() // max(k, 1),
                 k=k,
                 n=weight.numel() // max(k, 1),
-                dgrad=x.requires_grad,
-                wgrad=weight.requires_grad,
-                first=x is not self._input or x.grad_fn is None,
+                dgrad=given.requires_grad,
+                wgrad=module.weight.requires_grad,  # type: ignore[arg-type]
+                first=given is not self._input or given.grad_fn is None,
             )
             self.calls.setdefault(name, []).append(call)
-            self._input = x
+            self._input = given
             self._inside += 1
             self._region += 1
             self._reads([x])
