@@ -70,6 +70,29 @@ def test_a_vision_transformer_of_timm(capsys):
     assert min(accuracies) > 30 and abs(accuracies[0] - accuracies[1]) < 15
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("name", "needs", "expected"),
+    [
+        ("sft_trl", "trl", "after three comes four"),
+        ("diffusers_dit", "diffusers", "FP8   step 60"),
+        ("torchtitan_llama3", "torchtitan", "155 linears in FP8, from layers.0.attention"),
+        ("accelerate_fsdp2", "accelerate", "converted 14 of 15 linear layers to rowwise"),
+    ],
+)
+def test_examples_of_other_tools(name, needs, expected, capsys):
+    pytest.importorskip(needs, reason=f"{needs} is not installed")
+    state = pytest.importorskip("accelerate.state")
+    for shared in (state.AcceleratorState, state.GradientState, state.PartialState):
+        shared._reset_state()
+    runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+    output = capsys.readouterr().out
+    assert expected in output
+    losses = [float(line.split()[-1]) for line in output.splitlines() if line.startswith(("step", "FP8 "))]
+    assert not losses or losses[-1] < losses[0]
+
+
 def test_examples_are_short():
     for path in EXAMPLES.glob("*.py"):
         assert len(path.read_text().splitlines()) <= 60, path

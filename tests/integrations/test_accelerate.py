@@ -14,7 +14,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import octavo
 from octavo.integrations.accelerate import Fp8Accelerator
-from octavo.integrations.common import Fp8State, fallback_recipes
+from octavo.integrations.common import Fp8State
+from octavo.integrations.monitor import fallback_recipes
 from processes import Gloo, gloo  # noqa: F401
 
 

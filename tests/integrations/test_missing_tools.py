@@ -7,7 +7,7 @@ import pytest
 import octavo
 
 
-@pytest.mark.parametrize("tool", ["accelerate", "lightning"])
+@pytest.mark.parametrize("tool", ["accelerate", "lightning", "torchtitan"])
 def test_a_missing_tool_is_named_with_what_installs_it(tool, monkeypatch):
     monkeypatch.delitem(sys.modules, f"octavo.integrations.{tool}", raising=False)
     monkeypatch.delitem(vars(octavo.integrations), tool, raising=False)
@@ -19,6 +19,6 @@ def test_a_missing_tool_is_named_with_what_installs_it(tool, monkeypatch):
 
 
 def test_other_attributes():
-    assert dir(octavo.integrations) == ["accelerate", "lightning", "transformers"]
-    with pytest.raises(AttributeError, match="has no attribute 'megatron': it has accelerate, lightning, transformers"):
+    assert dir(octavo.integrations) == ["accelerate", "lightning", "torchtitan", "transformers"]
+    with pytest.raises(AttributeError, match="has no attribute 'megatron': it has accelerate, lightning, torchtitan, "):
         octavo.integrations.megatron  # noqa: B018

@@ -7,14 +7,19 @@
 `prepare` and `prepare_model` convert models in place before accelerate wraps or shards them, so that an optimizer made
 before keeps its parameters. `save_state` and `load_state` carry the recipes and their state. accelerate's handlers of
 other FP8 libraries (`FP8RecipeKwargs` and the like) do not combine with it.
+
+With `inspect_every` or `autopilot`, a step begins with the first forward in training mode, and ends with the
+optimizer's step; its findings go to accelerate's trackers. Evaluation between two steps is not sampled.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from octavo.integrations.common import Fp8State, PrecisionLike, check_optimizer, precision_of, prepare
+from octavo.integrations.monitor import Monitor, monitor_of
 from octavo.runtime.extras import needs_extras
 
 with needs_extras("octavo.integrations.accelerate", "pip install accelerate"):
@@ -27,6 +32,10 @@ class Fp8Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     Args:
         args: As the Accelerator's.
         precision: A level such as "fp8+activations", an `octavo.Precision`, or a table of its fields.
+        inspect_every: Optimizer steps between samples of the operands of the first model that is prepared; logged to
+            accelerate's trackers as `octavo/findings`, `octavo/lowest_sqnr_db`. 0 for none.
+        autopilot: Move layers whose statistics cross a limit to a safer recipe; samples every `inspect_every` steps,
+            or 50. Logged as `octavo/moved_layers`.
         kwargs: As the Accelerator's.
 
     Raises:
@@ -34,8 +43,13 @@ class Fp8Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             `precision` has FP8 optimizer states and the optimizer is not `octavo.AdamW`.
     """
 
-    def __init__(self, *args: Any, precision: PrecisionLike = "fp8", **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, precision: PrecisionLike = "fp8", inspect_every: int = 0, autopilot: bool = False,
+        **kwargs: Any,
+    ) -> None:  # fmt: skip
         self.precision = precision_of(precision)
+        self._inspection = inspect_every, autopilot
+        self._monitor: Monitor | None = None
         label = f"precision={self.precision.label!r}"
         if kwargs.get("mixed_precision") == "fp8":
             raise ValueError(f"{label}, and mixed_precision='fp8' is accelerate's own FP8: set it to 'bf16'")
@@ -75,8 +89,20 @@ class Fp8Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         prepared: nn.Module = super().prepare_model(model, *args, evaluation_mode=evaluation_mode, **kwargs)
         return prepared
 
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Prepare an optimizer as `accelerate.Accelerator.prepare_optimizer` does; its steps end those of a sample."""
+        bare: Any = getattr(optimizer, "optimizer", optimizer)
+        if any(self._inspection) and not hasattr(bare, "octavo_step_hook"):
+            bare.octavo_step_hook = bare.register_step_post_hook(self._end_step)
+        return super().prepare_optimizer(optimizer, *args, **kwargs)
+
+    def _end_step(self, *_: Any) -> None:
+        if self._monitor is not None and (metrics := self._monitor.end()):
+            self.log(metrics, step=self._monitor.number)
+
     def free_memory(self, *objects: Any) -> Any:
         """Release all references, as `accelerate.Accelerator.free_memory` does, and those to models' FP8 state."""
+        self._monitor = None
         registered: list[Any] = self._custom_objects
         registered[:] = [item for item in registered if not isinstance(item, Fp8State)]
         return super().free_memory(*objects)
@@ -87,7 +113,17 @@ class Fp8Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         if registered or not any(True for _ in bare.parameters()):
             return
         prepare(bare, self.precision, verbose=self.is_main_process)
-        self.register_for_checkpointing(Fp8State(bare, self.precision))
+        first = not any(isinstance(item, Fp8State) for item in self._custom_objects)
+        monitor = monitor_of(bare, *self._inspection, verbose=self.is_main_process) if first else None
+        if monitor is not None:
+            self._monitor = monitor
+            bare.register_forward_pre_hook(partial(_begin_step, monitor))
+        self.register_for_checkpointing(Fp8State(bare, self.precision, monitor))
+
+
+def _begin_step(monitor: Monitor, module: nn.Module, _: Any) -> None:
+    if module.training and torch.is_grad_enabled():
+        monitor.begin()
 
 
 __all__ = ["Fp8Accelerator"]

@@ -10,7 +10,7 @@ from torch import nn
 
 from octavo._version import __version__
 from octavo.activations.modules import saves_fp8
-from octavo.inspect.autopilot import FALLBACK_RECIPES, Autopilot
+from octavo.integrations.monitor import Monitor
 from octavo.nn import change_recipe, delayed, equalized_state
 from octavo.nn.experts import is_converted_experts
 from octavo.nn.linear_subclasses import is_converted
@@ -18,7 +18,7 @@ from octavo.nn.report import PLAN_ATTRIBUTE
 from octavo.nn.select import is_layer
 from octavo.numerics.names import nearest
 from octavo.numerics.precision import AUTO, Precision
-from octavo.numerics.recipe import DEFAULT, Recipe, get_recipe
+from octavo.numerics.recipe import DEFAULT, Recipe
 from octavo.optim import AdamW
 from octavo.planner.auto_convert import convert
 
@@ -89,12 +89,6 @@ def check_optimizer(precision: Precision, optimizer: Any) -> None:
         )
 
 
-def fallback_recipes() -> tuple[str, ...]:
-    """Return the names of recipes to which an autopilot may move layers: on several ranks, none that keeps a state."""
-    ranks = dist.get_world_size() if dist.is_initialized() else 1
-    return tuple(name for name in FALLBACK_RECIPES if ranks == 1 or not get_recipe(name).layer_state)
-
-
 def _check_conversion(model: nn.Module, recipes: set[str], precision: Precision) -> None:
     """Raise ValueError if a converted model lacks what `precision` asks for."""
     plans = [vars(module)[PLAN_ATTRIBUTE] for module in model.modules() if PLAN_ATTRIBUTE in vars(module)]
@@ -131,15 +125,15 @@ class Fp8State:
     Args:
         model: A model, converted or not; not wrapped.
         precision: What the run asks for.
-        autopilot: Moves layers of the model, if given.
+        monitor: Samples the model, and may move layers of it, if given.
     """
 
-    def __init__(self, model: nn.Module, precision: Precision, autopilot: Autopilot | None = None) -> None:
-        self.model, self.precision, self.autopilot = model, precision, autopilot
+    def __init__(self, model: nn.Module, precision: Precision, monitor: Monitor | None = None) -> None:
+        self.model, self.precision, self.monitor = model, precision, monitor
 
     def state_dict(self) -> dict[str, Any]:
-        """Return version, precision, the recipe of each layer, amax histories, channel scales, and the state of the
-        autopilot, JSON-serializable.
+        """Return version, precision, the recipe of each layer, amax histories, channel scales, the step number and the
+        state of the autopilot, JSON-serializable.
         """
         layers = {name: module for name, module in self.model.named_modules() if is_layer(module)}
         return {
@@ -149,7 +143,7 @@ class Fp8State:
             "recipes": {name: _recipe_of(module) for name, module in layers.items()},
             "delayed": delayed.state_dict(self.model),
             "equalized": equalized_state.state_dict(self.model),
-            "autopilot": None if self.autopilot is None else self.autopilot.state_dict(),
+            **({"autopilot": None} if self.monitor is None else self.monitor.state_dict()),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -174,8 +168,8 @@ class Fp8State:
         if unknown or (unnamed := [name for name in own if name not in state["recipes"]]):
             fault = f"this one has no {unknown[0]!r}" if unknown else f"it has no recipe of {unnamed[0]!r}"
             raise ValueError(f"the FP8 state is of another model: {fault}")
-        if self.autopilot is not None and state.get("autopilot") is not None:
-            self.autopilot.load_state_dict(state["autopilot"])
+        if self.monitor is not None:
+            self.monitor.load_state_dict(state)
         for name, fields_of_recipe in state["recipes"].items():
             if name in modules and _recipe_of(modules[name]) != fields_of_recipe:
                 recipe = None if fields_of_recipe is None else Recipe.from_json(dict(fields_of_recipe))

@@ -5,8 +5,9 @@
 
 The plugin converts the module in place when the Trainer sets it up, before `configure_optimizers`; Fabric's converts
 what `fabric.setup` gets. Products that are not in FP8 run under bf16 autocast, as with `precision="bf16-mixed"`, unless
-`autocast=False`. Checkpoints carry the recipe of each layer and the state of recipes that have one. With FP8 optimizer
-states, return `octavo.AdamW` from `configure_optimizers`.
+`autocast=False`. With `inspect_every` or `autopilot`, the Trainer's loggers get findings and moves. Checkpoints carry
+the recipe of each layer and the state of recipes that have one. With FP8 optimizer states, return `octavo.AdamW` from
+`configure_optimizers`.
 """
 
 from contextlib import AbstractContextManager
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from octavo.integrations.common import Fp8State, PrecisionLike, check_optimizer, precision_of, prepare
+from octavo.integrations.monitor import Monitor, monitor_of
 from octavo.runtime.extras import needs_extras
 
 with needs_extras("octavo.integrations.lightning", "pip install lightning"):
@@ -29,27 +31,30 @@ class _Plugin:
 
     precision: Any = "bf16-mixed"
 
-    def __init__(self, precision: PrecisionLike = "fp8", *, autocast: bool = True) -> None:
+    def __init__(
+        self, precision: PrecisionLike = "fp8", *, autocast: bool = True, inspect_every: int = 0,
+        autopilot: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.settings, self._autocast = precision_of(precision), autocast
+        self._inspection = inspect_every, autopilot
+        self._monitor: Monitor | None = None
+        self._metrics: dict[str, float] = {}
         self.precision = "bf16-mixed" if autocast else "32-true"
         self._state: Fp8State | None = None
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Convert a module in place."""
-        prepare(module, self.settings, verbose=not dist.is_initialized() or dist.get_rank() == 0)
-        self._state = Fp8State(module, self.settings)
+        verbose = not dist.is_initialized() or dist.get_rank() == 0
+        prepare(module, self.settings, verbose=verbose)
+        self._monitor = monitor_of(module, *self._inspection, verbose=verbose)
+        self._state = Fp8State(module, self.settings, self._monitor)
         return module
 
     def forward_context(self) -> AbstractContextManager[Any]:
         """Return bf16 autocast, or a context without effect."""
         device = "cuda" if torch.cuda.is_available() else "cpu"
         return torch.autocast(device, dtype=torch.bfloat16, enabled=self._autocast)
-
-    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        """Step, and raise ValueError if `precision` has FP8 optimizer states and the optimizer has not."""
-        check_optimizer(self.settings, optimizer)
-        return super().optimizer_step(optimizer, **kwargs)  # type: ignore[misc]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the FP8 state of the module, for a checkpoint."""
@@ -61,20 +66,63 @@ class _Plugin:
             self._state.load_state_dict(state_dict)
 
 
-class Fp8Precision(_Plugin, Precision):  # type: ignore[misc]
+class Fp8Precision(_Plugin, Precision):
     """The plugin for `lightning.Trainer(plugins=[…])`.
 
     Args:
         precision: A level such as "fp8+activations", an `octavo.Precision`, or a table of its fields.
         autocast: Run what is not in FP8 under bf16 autocast.
+        inspect_every: Optimizer steps between samples of the layers' operands; the Trainer's loggers get
+            `octavo/findings` and `octavo/lowest_sqnr_db`. 0 for none.
+        autopilot: Move layers whose statistics cross a limit to a safer recipe; samples every `inspect_every` steps,
+            or 50. Logged as `octavo/moved_layers`.
     """
+
+    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+        """Step, and sample the micro-batch that runs with it if that is due.
+
+        Raises:
+            ValueError: If `precision` has FP8 optimizer states and the optimizer has not.
+        """
+        check_optimizer(self.settings, optimizer)
+        if self._monitor is None:
+            return super().optimizer_step(optimizer, **kwargs)
+        with self._monitor.step() as metrics:
+            result = super().optimizer_step(optimizer, **kwargs)
+        trainer = kwargs["model"].trainer
+        for logger in trainer.loggers if self._monitor.watch.rows else ():
+            logger.log_metrics(metrics, step=trainer.global_step)
+        return result
 
 
 class FabricFp8Precision(_Plugin, FabricPrecision):
     """The plugin for `lightning.Fabric(plugins=[…])`, with the arguments of `Fp8Precision`.
 
-    Fabric saves what `fabric.save` is given: add `plugin.state_dict()` to it, and give that to `load_state_dict`.
+    Fabric saves what `fabric.save` is given: add `plugin.state_dict()` to it, and give that to `load_state_dict`. It
+    logs what `fabric.log_dict` is given: `plugin.metrics()` after each step, empty if the step was not sampled.
     """
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        """Return the context of a forward; with the first one of a step in training mode, the step begins."""
+        trains = self._state is not None and self._state.model.training and torch.is_grad_enabled()
+        if self._monitor is not None and trains:
+            self._monitor.begin()
+        return super().forward_context()
+
+    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+        """Step.
+
+        Raises:
+            ValueError: If `precision` has FP8 optimizer states and the optimizer has not.
+        """
+        check_optimizer(self.settings, optimizer)
+        result = super().optimizer_step(optimizer, **kwargs)
+        self._metrics = {} if self._monitor is None else self._monitor.end()
+        return result
+
+    def metrics(self) -> dict[str, float]:
+        """Return the findings of the last step, for `fabric.log_dict`; empty if it was not sampled."""
+        return self._metrics
 
 
 __all__ = ["FabricFp8Precision", "Fp8Precision"]

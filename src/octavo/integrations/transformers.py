@@ -14,7 +14,6 @@ of recipes that have one. `resume_from_checkpoint` goes on from it, and `load_be
 """
 
 import json
-import math
 import warnings
 from functools import cache
 from pathlib import Path
@@ -24,16 +23,15 @@ import torch
 from torch import nn
 
 from octavo._version import __version__
-from octavo.inspect import Autopilot, Watch
 from octavo.integrations.common import (
     Fp8State,
     PrecisionLike,
-    fallback_recipes,
     optimizer_problem,
     precision_of,
     prepare,
     warn_if_forgotten,
 )
+from octavo.integrations.monitor import Monitor, monitor_of
 from octavo.optim import AdamW
 from octavo.runtime.extras import needs_extras
 
@@ -70,8 +68,8 @@ class Fp8TrainerMixin:
         **kwargs: Any,
     ) -> None:  # fmt: skip
         self.precision = precision_of(precision)
-        self._every, self._uses_autopilot = (inspect_every or 50 if autopilot else inspect_every), autopilot
-        self._monitor: Watch | Autopilot | None = None
+        self._inspection = inspect_every, autopilot
+        self._monitor: Monitor | None = None
         self._sampled_step = 0
         self._fp8_metrics: dict[str, float] = {}
         super().__init__(*args, **kwargs)
@@ -122,10 +120,7 @@ class Fp8TrainerMixin:
         prepare(model, self.precision, verbose=trainer.is_world_process_zero())
         if config is not None:
             config.octavo = {"version": __version__, "precision": self.precision.label}
-        if self._uses_autopilot:
-            self._monitor = Autopilot(model, every=self._every, fallback_recipes=fallback_recipes())
-        elif self._every:
-            self._monitor = Watch(model, every=self._every)
+        self._monitor = monitor_of(model, *self._inspection, verbose=trainer.is_world_process_zero())
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         """Make and convert the model: a Trainer with `model_init` calls this for each training."""
@@ -167,14 +162,9 @@ class Fp8TrainerMixin:
             loss: torch.Tensor = trainer.training_step(*args, **kwargs)
             return loss
         self._sampled_step = step
-        with self._monitor.step(step):
+        with self._monitor.step(step) as metrics:
             loss = trainer.training_step(*args, **kwargs)
-        watch = self._monitor.watch if isinstance(self._monitor, Autopilot) else self._monitor
-        if watch.rows:
-            lowest = min((row.sqnr for row in watch.rows if not math.isnan(row.sqnr)), default=math.nan)
-            self._fp8_metrics |= {"octavo/findings": len(watch.findings()), "octavo/lowest_sqnr_db": lowest}
-        if isinstance(self._monitor, Autopilot):
-            self._fp8_metrics["octavo/moved_layers"] = len({change.layer for change in self._monitor.changes})
+        self._fp8_metrics |= metrics
         return loss
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
@@ -189,8 +179,7 @@ class Fp8TrainerMixin:
         trainer: Any = self
         super().save_model(output_dir, *args, **kwargs)  # type: ignore[misc]
         if trainer.args.should_save:
-            autopilot = self._monitor if isinstance(self._monitor, Autopilot) else None
-            state = Fp8State(self._bare_model(), self.precision, autopilot).state_dict()
+            state = Fp8State(self._bare_model(), self.precision, self._monitor).state_dict()
             folder = Path(trainer.args.output_dir if output_dir is None else output_dir)
             folder.mkdir(parents=True, exist_ok=True)  # FSDP writes its shards there later
             (folder / STATE_FILE).write_text(json.dumps(state))
@@ -215,8 +204,7 @@ class Fp8TrainerMixin:
             return
         try:
             state = json.loads(path.read_text())
-            autopilot = self._monitor if isinstance(self._monitor, Autopilot) else None
-            Fp8State(self._bare_model(), self.precision, autopilot).load_state_dict(state)
+            Fp8State(self._bare_model(), self.precision, self._monitor).load_state_dict(state)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(
                 f"{path} is damaged or of another model ({type(error).__name__}: {error}): restore it, or delete it to "
