@@ -1,13 +1,13 @@
 """What was exported, and the model card of the folder: README.md, in the form of the Hugging Face Hub."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from octavo._version import __version__
-from octavo.numerics.names import merged, pattern
+from octavo.numerics.names import listed
 from octavo.serving.export_layouts import LAYOUTS, ExportLayout
 
 _READ_BY = {
@@ -75,14 +75,6 @@ def model_card(model: Any, exported: Exported, layout: ExportLayout, details: Ma
         *(["Notes:", "", *(f"- {note}" for note in exported.notes), ""] if exported.notes else []),
     ]  # fmt: skip
     return "\n".join(lines)
-
-
-def listed(names: Sequence[str]) -> str:
-    """["layers.0.q", "layers.1.q", "layers.0.k"] → "layers.{0-1}.q, layers.0.k"."""
-    groups: dict[str, list[str]] = {}
-    for name in names:
-        groups.setdefault(pattern(name), []).append(name)
-    return ", ".join(merged(group) for group in groups.values())
 
 
 def _versions() -> dict[str, str]:

@@ -26,8 +26,9 @@ from octavo.nn.experts import is_converted_experts
 from octavo.nn.linear_subclasses import is_converted
 from octavo.nn.report import report
 from octavo.nn.resident import resident_weight
+from octavo.numerics.names import listed
 from octavo.runtime.extras import needs_extras
-from octavo.serving.card import Exported, listed, model_card
+from octavo.serving.card import Exported, model_card
 from octavo.serving.export_layouts import LAYOUTS, ExportLayout, get_layout
 from octavo.serving.folder import new_folder
 from octavo.serving.quantized_weights import (
