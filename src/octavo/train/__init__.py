@@ -18,7 +18,8 @@ with needs_extras("octavo.train"):
     from octavo.train.diagnose import NonFiniteError
     from octavo.train.loop import run
     from octavo.train.ranks import LostRankError
-    from octavo.train.record.metrics import Losses, Progress, RunResult, StepMetrics, read_metrics
+    from octavo.train.record.metrics import Losses, RunResult, StepMetrics, read_metrics
+from octavo.train.record.progress import Progress
 
 __all__ = [
     "ConfigError",

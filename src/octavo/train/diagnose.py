@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from octavo.nn.resident import ResidentWeight
 from octavo.parallel.pipeline_model import Pipeline
 from octavo.tensor import local_tensor
 from octavo.train.config.sections import PrecisionConfig
@@ -55,8 +56,12 @@ class Origin(NamedTuple):
 
 
 def non_finite_parameter(model: nn.Module) -> str | None:
-    """Name of the first parameter that holds a NaN or an infinity; None if all are finite."""
-    return next((name for name, param in model.named_parameters() if not _finite(param)), None)
+    """Name of the first parameter that holds a NaN or an infinity; None if all are finite.
+
+    Weights that are resident in FP8 never change, and are not read.
+    """
+    changing = ((name, param) for name, param in model.named_parameters() if not isinstance(param, ResidentWeight))
+    return next((name for name, param in changing if not _finite(param)), None)
 
 
 def find_origin(model: nn.Module, forward_backward: Callable[[], Any], pipeline: Pipeline | None = None) -> Origin:

@@ -6,8 +6,9 @@ run holds a lock in its output folder; the system releases it with the process, 
 
 import errno
 import os
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from octavo.train.config.run_config import ConfigError
@@ -20,6 +21,8 @@ except ImportError:  # not a Unix: two runs in one folder are not noticed there
 LOCK = ".lock"
 WITHOUT_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
 """Error numbers of file systems without locks."""
+TRIES = 3
+"""How often a run tries to lock its folder, which `octavo watch` may be looking at."""
 
 
 def sync(folder: Path) -> None:
@@ -55,7 +58,7 @@ def output_folder(out: Path) -> Iterator[None]:
     created = [path for path in (out, *out.parents) if not path.exists()]
     try:
         out.mkdir(parents=True, exist_ok=True)
-        descriptor = lock(out / LOCK)
+        descriptor = _patient_lock(out / LOCK)
     except BlockingIOError:
         raise ConfigError(
             f"another process is training into {out}: wait for it, or choose another folder (--out)"
@@ -70,6 +73,15 @@ def output_folder(out: Path) -> Iterator[None]:
         for path in created:
             if path.exists() and not any(path.iterdir()):
                 path.rmdir()
+
+
+def _patient_lock(path: Path) -> int:
+    """`lock`, tried again where `is_locked` may have held it."""
+    for _ in range(TRIES - 1):
+        with suppress(BlockingIOError):
+            return lock(path)
+        time.sleep(0.05)
+    return lock(path)
 
 
 def lock(path: Path) -> int:
@@ -90,6 +102,25 @@ def lock(path: Path) -> int:
             os.close(descriptor)
             raise
         os.close(descriptor)  # the holder removed the file between our open and lock: try a new one
+
+
+def is_locked(path: Path) -> bool | None:
+    """Whether a process holds the lock of a file; None where that cannot be known. Holds the lock for an instant."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
+    except OSError:
+        return False
+    try:
+        if fcntl is None:
+            return None
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return None
+    finally:
+        os.close(descriptor)
+    return False
 
 
 def _is_open_file(path: Path, descriptor: int) -> bool:

@@ -1,4 +1,4 @@
-"""Evaluation: what a run measures on held-out data, and nothing else changes.
+"""Evaluation: what a run measures on held-out data, and nothing else changes. `sampling.py` leaves no trace either.
 
     trainer.evaluate()        {"loss": 3.21, "loss_high_precision": 3.20}
 
@@ -12,7 +12,8 @@ of FP8 layers stay; statistics and the autopilot only look at steps; each step s
 parameters are sharded again, or the next change of the shards would not reach a forward.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -22,7 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from octavo.nn.causal import IGNORE, evaluating
 from octavo.runtime.switch import disabled
-from octavo.train.layout import Layout
+from octavo.train.layout import Layout, on_tensors
 from octavo.train.ranks import Ranks
 from octavo.train.record.metrics import LOSS, LOSS_HIGH_PRECISION, finite
 from octavo.train.targets import counted
@@ -46,20 +47,27 @@ def evaluate(
         fp8: Whether layers are converted: the loss is then measured in high precision, too.
     """
     metrics: dict[str, float | None] = {}
+    with without_trace(model):
+        metrics |= {name: finite(value) for name, value in task.evaluate(layout.forward, ranks.device).items()}
+        if (data := task.held_out) is not None:
+            mean_loss = partial(_mean_loss, task, data, layout, ranks, loss)
+            metrics[LOSS] = finite(mean_loss())
+            if fp8:
+                with disabled():
+                    metrics[LOSS_HIGH_PRECISION] = finite(mean_loss())
+    return metrics
+
+
+@contextmanager
+def without_trace(model: Any) -> Iterator[None]:
+    """Run forwards of a model in this context that leave no trace in its training."""
     try:
         with evaluating(model), torch.no_grad():
-            metrics |= task.evaluate(layout.forward, ranks.device)
-            if (data := task.held_out) is not None:
-                mean_loss = partial(_mean_loss, task, data, layout, ranks, loss)
-                metrics[LOSS] = finite(mean_loss())
-                if fp8:
-                    with disabled():
-                        metrics[LOSS_HIGH_PRECISION] = finite(mean_loss())
+            yield
     finally:
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
-    return metrics
 
 
 def _mean_loss(
@@ -74,7 +82,8 @@ def _mean_loss(
     for number in range(-(-rows // size)):
         inputs, targets = data.batch(ROWS_SEED, number, size)
         targets[rows - number * size :] = IGNORE  # all ranks run as many forwards
-        inputs = layout.own_tokens(layout.own_rows(inputs)).to(ranks.device)
+        inputs = on_tensors(lambda part: layout.own_rows(part).to(ranks.device), inputs)
+        inputs = layout.own_tokens(inputs)
         targets = layout.own_labels(layout.own_rows(targets)).to(ranks.device)
         size_counted, targets = counted(targets, uneven=True)
         total += loss(inputs, targets).double() * size_counted

@@ -19,8 +19,8 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
     "model.vision_tower" and "model.layers.0.mlp".
 
     Raises:
-        ConfigError: For a pattern that matches no module with parameters, with the nearest name, and if nothing is left
-            to train.
+        ConfigError: For a pattern that matches no module with parameters, with the nearest name; for a parameter that
+            another module shares, which no pattern matches; and if nothing is left to train.
     """
     modules = {name: module for name, module in model.named_modules(remove_duplicate=False) if name}
     for pattern in patterns:
@@ -33,8 +33,47 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
             )
         for module in matches:
             module.requires_grad_(False)
+    _check_tied(model, patterns)
     if patterns and not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError(f"model.frozen = {list(patterns)} freezes all of {type(model).__name__}: nothing would train")
+
+
+def _check_tied(model: nn.Module, patterns: Sequence[str]) -> None:
+    """Raise ConfigError if a parameter is frozen under one of its names, and no pattern matches another one."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    for shared in names.values():
+        frozen = [name for name in shared if _is_frozen_by(name, patterns)]
+        if frozen and len(frozen) < len(shared):
+            other = next(name for name in shared if name not in frozen)
+            raise ConfigError(
+                f"model.frozen = {list(patterns)} freezes {frozen[0]}, which is also {other} (tied): it would not be "
+                f'trained either; freeze both ("{other.rpartition(".")[0]}"), or set tie_word_embeddings = false'
+            )
+
+
+def frozen_note(model: nn.Module, patterns: Sequence[str]) -> str:
+    """How many parameters of a model are not trained, and why, in a line; "" if all are trained."""
+    parameters = dict(model.named_parameters())
+    frozen = {name: parameter.numel() for name, parameter in parameters.items() if not parameter.requires_grad}
+    if not frozen:
+        return ""
+    others = {name: count for name, count in frozen.items() if not _is_frozen_by(name, patterns)}
+    reasons = [f"{sum(frozen.values()) - sum(others.values()):,} by model.frozen"] if len(others) < len(frozen) else []
+    if others:
+        modules = list(dict.fromkeys(name.rpartition(".")[0] for name in others))
+        shown = ", ".join(modules[:3]) + (f" and {len(modules) - 3} more" if len(modules) > 3 else "")
+        reasons.append(f"{sum(others.values()):,} that no gradient reaches ({shown})")
+    total = sum(parameter.numel() for parameter in parameters.values())
+    return f"{sum(frozen.values()):,} of {total:,} parameters are not trained: {'; '.join(reasons)}"
+
+
+def _is_frozen_by(name: str, patterns: Sequence[str]) -> bool:
+    """Whether a pattern matches a module that has the parameter of this name."""
+    parts = name.split(".")
+    modules = [".".join(parts[:index]) for index in range(1, len(parts))]
+    return any(_matches(module, pattern) for module in modules for pattern in patterns)
 
 
 def freeze_unused(model: nn.Module, loss: Callable[[Any], Tensor]) -> list[str]:

@@ -28,7 +28,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from octavo.train.checkpoint.store import checkpoints, remove_checkpoint
+from octavo.train.checkpoint.retention import checkpoints, remove_checkpoint, step_of
 from octavo.train.config.run_config import ConfigError
 from octavo.train.config.sections import GuardConfig
 from octavo.train.record.metrics import StepMetrics
@@ -115,9 +115,9 @@ class SpikeGuard:
     def checkpoint_before(self, out: Path, spike: SpikeError) -> Path:
         """The checkpoint to roll back to. Removes newer ones, because the run differs from there."""
         all_paths = checkpoints(out)
-        before = [path for path in all_paths if _step(path) < spike.first] or all_paths[:1]
+        before = [path for path in all_paths if step_of(path) < spike.first] or all_paths[:1]
         if self._last and spike.step - self._last[0] <= self._config.window:
-            before = [path for path in before if _step(path) < self._last[1]] or before[:1]
+            before = [path for path in before if step_of(path) < self._last[1]] or before[:1]
         for newer in all_paths[len(before) :]:
             remove_checkpoint(newer)
             if newer.exists():
@@ -173,7 +173,3 @@ class SpikeGuard:
 def steps_in_a_row(before: int) -> int:
     """Smallest number of rising steps after `before` others that chance explains once in `STEPS_PER_ALARM` steps."""
     return next(number for number in range(1, STEPS_PER_ALARM) if math.comb(before + number, number) >= STEPS_PER_ALARM)
-
-
-def _step(checkpoint: Path) -> int:
-    return int(checkpoint.name.removeprefix("step-"))

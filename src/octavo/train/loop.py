@@ -12,6 +12,7 @@ Under torchrun every process runs this loop; rank 0 reads and writes the output 
 import json
 import signal
 import threading
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from datetime import timedelta
@@ -22,29 +23,28 @@ from typing import Any
 
 from octavo.runtime.extras import INSTALL
 from octavo.train.checkpoint.digests import check_digests, has_digests
-from octavo.train.checkpoint.store import checkpoints, load_checkpoint, read_trainer_state
+from octavo.train.checkpoint.pretrained import one_line
+from octavo.train.checkpoint.retention import checkpoints
+from octavo.train.checkpoint.store import load_checkpoint, read_trainer_state
+from octavo.train.config.data_section import Data
 from octavo.train.config.run_config import ConfigError, TrainConfig, flat
-from octavo.train.config.sections import Data, expand
-from octavo.train.device import deterministic_algorithms
+from octavo.train.config.sections import expand
+from octavo.train.device import deterministic_algorithms, device_name
 from octavo.train.diagnose import NonFiniteError, advice
 from octavo.train.disk import output_folder, write_file
+from octavo.train.frozen import frozen_note
+from octavo.train.gauges import Gauges, expected_step
 from octavo.train.guard import SpikeError
 from octavo.train.model import check_model
 from octavo.train.optimizer import state_bytes_per_parameter
 from octavo.train.ranks import Ranks, join_ranks, under_torchrun
 from octavo.train.record.events import FINDING, LOSS_SCALE, MOVE, ROLLBACK, add_event, drop_later_events, last_rollback
 from octavo.train.record.loggers import ScalarLog, missing_logger
-from octavo.train.record.metrics import (
-    MetricsBuffer,
-    MetricsWriter,
-    NullProgress,
-    Progress,
-    RunResult,
-    StepMetrics,
-    median_speed,
-    summarize_losses,
-)
+from octavo.train.record.metrics import LOSS, MetricsBuffer, MetricsWriter, RunResult, StepMetrics, summary_fields
 from octavo.train.record.outputs import CONFIG_FILE, LAYERS_FILE, RunFolder, open_run_folder
+from octavo.train.record.progress import NullProgress, Progress
+from octavo.train.record.setup import ExpectedStep
+from octavo.train.sampling import Sampler, make_sampler
 from octavo.train.signals import stop_on
 from octavo.train.tasks.registry import task_of
 from octavo.train.tasks.task import Data as TaskData
@@ -97,12 +97,13 @@ def run(
         own_progress.stage("building the model")
         trainer = Trainer(config, data, ranks.device, ranks=ranks)
         trainer.check_causal()
+        sampler = make_sampler(trainer)
         summary = trainer.describe()
         if resume and run_folder.checkpoint is None:
             own_progress.note(f"no checkpoint in {out}: starting from the first step")
         _prepare(trainer, out, run_folder, own_progress)
         with stop_on(stop, signal.SIGINT, patient=under_torchrun()):
-            return _train(trainer, summary, out, own_progress, stop)
+            return _train(trainer, sampler, summary, out, own_progress, stop)
 
 
 def _check_installed(config: TrainConfig, ranks: Ranks) -> None:
@@ -158,6 +159,7 @@ def _prepare(trainer: Trainer, out: Path, run_folder: RunFolder, progress: Progr
     if checkpoint is not None:
         state = ranks.run_on_rank0(lambda: _read_state(trainer, checkpoint, config.data))
         _load_state(trainer, checkpoint, state)
+        ranks.raise_together(lambda: trainer.task.load_state(checkpoint))
         rollback = ranks.run_on_rank0(lambda: last_rollback(out, trainer.step))
         if rollback is not None and rollback.get("rollbacks", 0) > trainer.guard.rollbacks:  # rolled back after saving
             trainer.skipped_batches = rollback["skipped_batches"]
@@ -187,9 +189,11 @@ def _read_state(trainer: Trainer, checkpoint: Path, data: Data) -> dict[str, Any
     """Read the state of a checkpoint. Raises ConfigError if its run used other data."""
     state = read_trainer_state(checkpoint)
     if state["data"] != trainer.task.data.fingerprint:
+        sources = ", ".join(part.source for part in data.parts)
+        reason = trainer.task.data_difference(checkpoint)
         raise ConfigError(
-            f"{checkpoint} is of a run on other data: the content of {data.source} has changed, or what [eval] holds "
-            "out of it"
+            f"{checkpoint} is of a run on other data: the content of {sources} has changed, or what [eval] holds "
+            f"out of it{', or a weight' if data.sources else ''}{f' ({reason})' if reason else ''}"
         )
     return state
 
@@ -203,18 +207,25 @@ def _write_description(trainer: Trainer, out: Path) -> None:
     trainer.task.describe(out)
 
 
-def _train(trainer: Trainer, summary: RunResult, out: Path, progress: Progress, stop: threading.Event) -> RunResult:
+def _train(
+    trainer: Trainer, sampler: Sampler | None, summary: RunResult, out: Path, progress: Progress, stop: threading.Event
+) -> RunResult:
     config, ranks = trainer.config, trainer.ranks
-    for note in filter(None, (summary.converted, trainer.attention_note(), trainer.loss_note)):
+    frozen = frozen_note(trainer.model, config.model.frozen)
+    notes = summary.converted, frozen, trainer.attention_note(), trainer.loss_note, *trainer.groups_table
+    for note in filter(None, notes):
         progress.note(note)
     spike, failure = None, None
     if trainer.guard.active and not ranks.run_on_rank0(lambda: checkpoints(out)):
         trainer.save(out)  # a checkpoint to roll back to
-    progress.start(config, trainer.step)
+    gauges = Gauges(trainer, _expected(trainer, progress))
+    setup = gauges.setup(summary)
+    ranks.run_on_rank0(lambda: setup.write(out))
+    progress.start(config, trainer.step, setup)
     while True:
         with ranks.raise_together(lambda: _metrics(trainer, out, progress)) as metrics:
             try:
-                stopped = _take_steps(trainer, out, metrics, progress, stop)
+                stopped = _take_steps(trainer, partial(_step, trainer, gauges, sampler), out, metrics, progress, stop)
             except SpikeError as error:
                 spike = error
             except NonFiniteError as error:
@@ -232,7 +243,7 @@ def _train(trainer: Trainer, summary: RunResult, out: Path, progress: Progress, 
             if spike is None:
                 states = state_bytes_per_parameter(trainer.optimizer, trainer.model) if trainer.step else None
                 result = replace(
-                    summary, **_summary_fields(metrics.rows), stopped=stopped, state_bytes_per_parameter=states
+                    summary, **summary_fields(metrics.rows), stopped=stopped, state_bytes_per_parameter=states
                 )
                 ranks.run_on_rank0(partial(result.write, out))
                 break
@@ -244,31 +255,60 @@ def _train(trainer: Trainer, summary: RunResult, out: Path, progress: Progress, 
     return result
 
 
-def _take_steps(trainer: Trainer, out: Path, metrics: MetricsBuffer, progress: Progress, stop: threading.Event) -> str:
+def _expected(trainer: Trainer, progress: Progress) -> ExpectedStep | None:
+    """Predict a step on GPUs; None with a note where the planner cannot."""
+    ranks = trainer.ranks
+    if ranks.device.type != "cuda":
+        return None
+    progress.stage("predicting the time and memory of a step")
+
+    def predict() -> tuple[ExpectedStep | None, str]:
+        name = device_name(ranks.device)
+        try:
+            return expected_step(trainer.config, name, ranks.world_size), f"the planner does not know {name}"
+        except Exception as error:  # of any kind: training needs no prediction
+            return None, one_line(error)
+
+    expected, reason = ranks.run_on_rank0(predict)
+    if expected is None:
+        progress.note(f"no prediction of time and memory, and no MFU: {reason}")
+    return expected
+
+
+def _take_steps(
+    trainer: Trainer, step: Callable[[], StepMetrics], out: Path, metrics: MetricsBuffer, progress: Progress,
+    stop: threading.Event,
+) -> str:  # fmt: skip
     """Train and save until the run ends or a signal stops it. Returns "done" or "sigterm"."""
-    run_config, guard = trainer.config.run, trainer.guard
+    run_config, guard, held_out = trainer.config.run, trainer.guard, None
     while trainer.step < run_config.steps and not trainer.ranks.any(stop.is_set()):
-        row = _step(trainer)
+        row = step()
+        held_out = (row.held_out or {}).get(LOSS)
         trainer.ranks.raise_together(partial(_record_step, trainer, row, metrics, progress, out))
-        due = run_config.save_every and trainer.step % run_config.save_every == 0
-        if due and not trainer.loss_scale.last_chance:  # not with a scale that is about to stop the run
-            trainer.save(out, prune=not guard.rising)  # keep the checkpoints before a rise
-    trainer.save(out, prune=not guard.rising)
+        trainer.publish_saved()
+        if run_config.saves(trainer.step) and not trainer.loss_scale.last_chance:  # not one that may stop the run
+            trainer.save(out, prune=not guard.rising, held_out=held_out)  # keep the checkpoints before a rise
+    trainer.save(out, prune=not guard.rising, held_out=held_out)
     trainer.finish_saving()
     return "done" if trainer.step == run_config.steps else "sigterm"
 
 
-def _step(trainer: Trainer) -> StepMetrics:
+def _step(trainer: Trainer, gauges: Gauges, sampler: Sampler | None) -> StepMetrics:
+    """Take a step, and evaluate and sample where it is time."""
     try:
-        row = trainer.train_step()
+        row = gauges.read(trainer.train_step())
     except NonFiniteError as error:
         if trainer.guard.active:
             raise trainer.guard.spike_error(str(error), trainer.step + 1) from None
         raise
     trainer.guard.check(row)
-    every, last = trainer.config.eval_every, row.step == trainer.config.run.steps
-    due = last or (every and row.step % every == 0)
-    return replace(row, held_out=trainer.evaluate() or None) if due else row
+    run_config, every = trainer.config.run, trainer.config.eval_every
+    last = row.step == run_config.steps
+    if last or (every and row.step % every == 0) or (run_config.keep_best and run_config.saves(row.step)):
+        row = replace(row, held_out=trainer.evaluate() or None)
+    if sampler is not None and (last or sampler.is_due(row.step)):
+        row = replace(row, samples=sampler.write())
+    return row
 
 
 def _roll_back(trainer: Trainer, out: Path, spike: SpikeError, progress: Progress) -> None:
@@ -347,15 +387,3 @@ def _record_statistics(trainer: Trainer, step: int, metrics: MetricsBuffer, prog
             f"step {step}: {len(findings) - MAX_FINDINGS_SHOWN} more figures crossed a limit: octavo inspect shows them"
         )
         _record_event(trainer, out, progress, step, FINDING, rest)
-
-
-def _summary_fields(rows: list[StepMetrics]) -> dict[str, Any]:
-    return {
-        "steps": rows[-1].step if rows else 0,
-        "tokens": rows[-1].tokens if rows else 0,
-        "losses": summarize_losses(rows),
-        "tokens_per_s": median_speed(rows),
-        "skipped_steps": sum(row.skipped for row in rows),
-        "wall_s": sum(row.step_s for row in rows),
-        "held_out": next((row.held_out for row in reversed(rows) if row.held_out), None),
-    }

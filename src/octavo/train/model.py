@@ -17,19 +17,14 @@ from torch import nn
 
 from octavo.nn.causal import check_next_token_loss, chunked_loss
 from octavo.numerics.names import nearest
-from octavo.train.checkpoint.pretrained import (
-    IMAGE_CLASSIFICATION,
-    LANGUAGE,
-    ModelKind,
-    load_model_config,
-    load_pretrained,
-    one_line,
-)
+from octavo.train.checkpoint.kinds import IMAGE_CLASSIFICATION, LANGUAGE, ModelKind
+from octavo.train.checkpoint.pretrained import load_model_config, load_pretrained, one_line
 from octavo.train.config.run_config import ConfigError, TrainConfig
 from octavo.train.config.sections import Model, PrecisionConfig
 from octavo.train.data.tokenizer import TextTokenizer
 from octavo.train.diagnose import non_finite_parameter
 from octavo.train.frozen import freeze
+from octavo.train.lora import add_adapters
 from octavo.train.model_sharing import share_on_machine
 from octavo.train.ranks import Ranks
 
@@ -76,6 +71,8 @@ def build_of_kind(
     """
     model = _build(config, kind, fields, weights=weights)
     freeze(model, config.model.frozen)
+    if config.lora is not None:
+        add_adapters(model, config.lora, config.run.seed, config.model.path)
     return model
 
 
@@ -115,13 +112,12 @@ Built = tuple[Any, dict[str, torch.Tensor]]
 def build_on_ranks(config: TrainConfig, kind: ModelKind, build: Callable[[], nn.Module], ranks: Ranks) -> Built:
     """`build` and `fp32_master_values` on every rank, with one copy of both in the memory of each machine.
 
-    Transformers notes in `__init__` alone which outputs a class can record, such as the logits of routers. Ranks that
-    receive their model from another process therefore make an empty one of its class too.
+    Ranks that receive their model from another process make an empty one of its class too: `ModelKind.make_empty`.
     """
-    built = share_on_machine(lambda: (build(), fp32_master_values(config.model, config.precision, kind)), ranks)
+    start = config.model if config.lora is None else config.model.model_copy(update={"path": None})  # adapters are new
+    built = share_on_machine(lambda: (build(), fp32_master_values(start, config.precision, kind)), ranks)
     if ranks.local:
-        with torch.device("meta"):
-            type(built[0])(deepcopy(built[0].config))
+        kind.make_empty(built[0])
     return built
 
 

@@ -5,52 +5,36 @@ masters, and the parameters are rounded from them. fp32 parameters are their own
 (`master = "none"`) the step updates the 16-bit parameters with 16-bit moments: updates below half a unit in the last
 place are lost.
 
-With FP8 moments, or masters as 16-bit remainders, `octavo.AdamW` takes the step (`Fp8StateOptimizer`). Gradients then
+With FP8 moments, or masters as 16-bit remainders, `octavo.AdamW` takes the step, and `octavo.optim.Muon` with
+`optim.name = "muon"` (`Fp8StateOptimizer`). Gradients then
 accumulate in the parameters' own dtype, because an fp32 copy would cost more memory than the moments save.
 
-Decoupled weight decay applies to weights of products and to embeddings: see `decayed_parameters`.
+Each parameter has the learning rate and decoupled weight decay of `octavo.train.parameter_groups`.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from octavo.optim import AdamW, Optimizer
+from octavo.optim import AdamW, Muon
 from octavo.optim.sharded import local_rows, shard_like, sum_gradient
+from octavo.optim.states import master_values
 from octavo.runtime.torch_compat import is_dtensor
 from octavo.tensor import local_tensor
-from octavo.train.config.sections import Optim, PrecisionConfig
+from octavo.train.config.optim_section import Optim
+from octavo.train.config.sections import PrecisionConfig
+from octavo.train.parameter_groups import ParameterSettings, parameter_settings
 from octavo.train.ranks import SharedError
-
-STATE_SPACE_NAMES = ("A_log",)
-"""Logarithms of a state space model's decay rates (Mamba), which their authors exclude from weight decay."""
-
-
-def decayed_parameters(model: nn.Module) -> set[str]:
-    """Names of the parameters that weight decay applies to: weights of products and embeddings, of any shape.
-
-    Excluded, for any number of dimensions: parameters of norms (modules whose class name has "norm"), biases (names
-    that end in "bias"), `STATE_SPACE_NAMES`, parameters marked `_no_weight_decay`, and vectors, also of shape
-    [1, …, 1, N]. Call it before FSDP, which replaces the parameters and drops the marks.
-    """
-    names: set[str] = set()
-    for path, module in model.named_modules(remove_duplicate=False):
-        norm = "norm" in type(module).__name__.lower()
-        for leaf, param in module.named_parameters(prefix=path, recurse=False):
-            name = leaf.rpartition(".")[2]
-            vector = param.dim() < 2 or (param.dim() > 2 and max(param.shape[:-1]) == 1)
-            excluded = norm or vector or name.endswith("bias") or name in STATE_SPACE_NAMES
-            if not excluded and not getattr(param, "_no_weight_decay", False):
-                names.add(leaf)
-    return names
+from octavo.train.schedule import average_decay
+from octavo.train.weight_average import WeightAverage
 
 
 def make_optimizer(
     model: nn.Module, optim: Optim, precision: PrecisionConfig, fp32_values: Mapping[str, torch.Tensor],
-    decayed: Set[str], names: Sequence[str] | None = None,
+    settings: Mapping[str, ParameterSettings],
 ) -> "TrainerOptimizer":  # fmt: skip
     """The optimizer of a run.
 
@@ -59,23 +43,22 @@ def make_optimizer(
         optim: The section `[optim]`.
         precision: The section `[precision]`.
         fp32_values: fp32 values of parameters where more is known, by name.
-        decayed: Names of the parameters that weight decay applies to.
-        names: Names of the trainable parameters of the whole model; None if `model` is the whole model.
+        settings: Settings of the trained parameters of the whole model, of which `model` may be a part.
     """
     states, master = optim.states or precision.resolved.states, precision.resolved.master
-    if states == "fp8" or (master == "remainder" and precision.parameters == "bf16"):
+    if optim.name == "muon" or states == "fp8" or (master == "remainder" and precision.parameters == "bf16"):
         master_format = None if master == "none" else master
         try:
             optimizer: TrainerOptimizer = Fp8StateOptimizer(
-                model, optim, states=states, master=master_format, fp32_values=fp32_values, decayed=decayed
+                model, optim, states=states, master=master_format, fp32_values=fp32_values, settings=settings
             )
-        except ValueError as error:  # moments of shards that end inside a group
-            raise SharedError(f'optim.states = "{states}": {error}') from None
+        except ValueError as error:  # shards that end inside a group of moments, or that split rows of a matrix
+            setting = f'optim.name = "{optim.name}", ' if optim.name != "adamw" else ""
+            raise SharedError(f'{setting}optim.states = "{states}": {error}') from None
     else:
         optimizer = MasterWeightOptimizer(
-            model, optim, master=master != "none", fp32_values=fp32_values, decayed=decayed
+            model, optim, master=master != "none", fp32_values=fp32_values, settings=settings
         )  # fmt: skip
-    optimizer.whole_names = names
     return optimizer
 
 
@@ -85,14 +68,16 @@ class TrainerOptimizer(ABC):
     Attributes:
         inner: Takes the steps.
         in_place: Whether the gradients of micro-batches add up in the parameters' own.
-        whole_names: Names of the trainable parameters of the whole model; None if this is the optimizer of all.
+        average: The moving average of the weights; None without `optim.ema`.
     """
 
     inner: torch.optim.Optimizer
     in_place: bool
-    whole_names: Sequence[str] | None = None
+    average: WeightAverage | None = None
     _names: list[str]
-    _decayed: Set[str]
+    _settings: Mapping[str, ParameterSettings]
+    _lr_ratios: list[float]
+    _ema: float
     _params: list[nn.Parameter]
     _clip: float
 
@@ -105,11 +90,11 @@ class TrainerOptimizer(ABC):
 
     @property
     def _is_part(self) -> bool:
-        return self.whole_names is not None and len(self.whole_names) != len(self._names)
+        return len(self._settings) != len(self._names)
 
     def _numbers(self, saved: dict[str, Any]) -> dict[str, int]:
-        """Numbers of the parameters in a state of one process, which has those with weight decay first."""
-        names = sorted(self.whole_names or self._names, key=lambda name: name not in self._decayed)
+        """Numbers of the parameters in a state of one process, which has them in the order of their settings."""
+        names = sorted(self._settings, key=self._settings.__getitem__)
         return dict(zip(names, [n for group in saved["param_groups"] for n in group["params"]], strict=True))
 
     @abstractmethod
@@ -142,15 +127,32 @@ class TrainerOptimizer(ABC):
         total: torch.Tensor = torch.stack([norm.double() ** 2 / number for number, norm in norms.items()]).sum()
         return total
 
+    @abstractmethod
+    def masters(self) -> Iterator[torch.Tensor]:
+        """Yield the fp32 values of the local rows of each parameter, exact where there is a master."""
+
+    def _begin_average(self, optim: Optim) -> None:
+        if optim.ema is not None:
+            self._ema = optim.ema
+            self.average = WeightAverage(self._names, self._params, self.masters())
+
+    def _average_state(self) -> dict[str, Any]:
+        return {} if self.average is None else {"ema": self.average.tensors}
+
+    def _average_tensors(self) -> dict[str, torch.Tensor]:
+        return {} if self.average is None else {f"{name}.ema": value for name, value in self.average.tensors.items()}
+
     @torch.no_grad()
-    def step(self, lr: float, norm: torch.Tensor) -> None:
-        """Clip the gradients, whose global norm is `norm`, and take a step."""
+    def step(self, lr: float, norm: torch.Tensor, number: int = 0) -> None:
+        """Clip the gradients, whose global norm is `norm`, and take step `number`, 0, 1, …"""
         grads = list(self.gradients().values())
         if self._clip and grads:
             torch._foreach_mul_(grads, torch.clamp(self._clip / (norm + 1e-6), max=1.0).to(grads[0].device))
-        for group in self.inner.param_groups:
-            group["lr"] = lr
+        for group, ratio in zip(self.inner.param_groups, self._lr_ratios, strict=True):
+            group["lr"] = lr * ratio
         self.inner.step()
+        if self.average is not None:
+            self.average.update(self.masters(), average_decay(self._ema, number))
 
     def zero_grad(self) -> None:
         """Free all gradients."""
@@ -173,13 +175,13 @@ class TrainerOptimizer(ABC):
 class MasterWeightOptimizer(TrainerOptimizer):
     """`torch.optim.AdamW` over the trainable parameters of a model, or over fp32 masters of the 16-bit ones.
 
-    `fp32_values`: fp32 values for masters, by name, where more is known than the parameters hold. `decayed`: names of
-    parameters that weight decay applies to, those of `decayed_parameters` where None.
+    `fp32_values`: fp32 values for masters, by name, where more is known than the parameters hold. `settings`: of
+    the trained parameters of the whole model; None if this is the whole model.
     """
 
     def __init__(
         self, model: nn.Module, optim: Optim, *, master: bool, fp32_values: Mapping[str, torch.Tensor] | None = None,
-        decayed: Set[str] | None = None,
+        settings: Mapping[str, ParameterSettings] | None = None,
     ) -> None:  # fmt: skip
         self._names: list[str] = []
         self._params, self._masters = [], []
@@ -191,12 +193,14 @@ class MasterWeightOptimizer(TrainerOptimizer):
                 self._masters.append(param if own else _master(param, (fp32_values or {}).get(name)))
         self.in_place = all(param is master for param, master in zip(self._params, self._masters, strict=True))
         self._clip = optim.clip
-        self._decayed = decayed_parameters(model) if decayed is None else decayed
-        groups = _groups(self._names, self._masters, optim, self._decayed)
+        self._settings = parameter_settings(model, optim) if settings is None else settings
+        groups = _groups(self._names, self._masters, self._settings)
         self.inner = torch.optim.AdamW(
             [part for group in groups for part in _by_mesh(group)], lr=optim.lr, betas=optim.betas, eps=optim.eps,
             fused=True,
         )  # fmt: skip
+        self._lr_ratios = [group["lr"] / optim.lr for group in self.inner.param_groups]
+        self._begin_average(optim)
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """What the step will read, by parameter: of shards, what is here."""
@@ -218,10 +222,14 @@ class MasterWeightOptimizer(TrainerOptimizer):
                 local_tensor(master.grad).add_(local_tensor(param.grad))
             param.grad = None
 
+    def masters(self) -> Iterator[torch.Tensor]:
+        """Yield the fp32 values of the local rows of each parameter, exact where there is a master."""
+        return (local_tensor(master).detach().float() for master in self._masters)
+
     @torch.no_grad()
-    def step(self, lr: float, norm: torch.Tensor) -> None:
+    def step(self, lr: float, norm: torch.Tensor, number: int = 0) -> None:
         """Clip the gradients, whose global norm is `norm`, take a step and round the parameters from the masters."""
-        super().step(lr, norm)
+        super().step(lr, norm, number)
         for param, master in zip(self._params, self._masters, strict=True):
             if param is not master:
                 local_tensor(param).copy_(local_tensor(master))
@@ -235,7 +243,7 @@ class MasterWeightOptimizer(TrainerOptimizer):
         """Moments, step counts and masters: plain tensors, for `torch.load(weights_only=True)`."""
         rows = zip(self._names, self._params, self._masters, strict=True)
         masters = {name: master.detach() for name, param, master in rows if param is not master}
-        return {"adamw": self.inner.state_dict(), "masters": masters}
+        return {"adamw": self.inner.state_dict(), "masters": masters} | self._average_state()
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Every state, made where it is not there yet, as "<parameter>.exp_avg" or "<parameter>.master"; no copies."""
@@ -249,7 +257,7 @@ class MasterWeightOptimizer(TrainerOptimizer):
             tensors |= {f"{name}.{key}": value for key, value in state.items()}
             if param is not master:
                 tensors[f"{name}.master"] = master.detach()
-        return tensors
+        return tensors | self._average_tensors()
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -261,9 +269,11 @@ class MasterWeightOptimizer(TrainerOptimizer):
         for name, param, master in zip(self._names, self._params, self._masters, strict=True):
             if param is not master:
                 local_tensor(master).copy_(local_rows(master, state["masters"][name]))
+        if self.average is not None:
+            self.average.load(state["ema"])
 
     def _load_rows(self, saved: dict[str, Any]) -> None:
-        """Load states that one process numbered: the parameters with weight decay first."""
+        """Load states that one process numbered."""
         self.tensors()  # makes them
         numbers = self._numbers(saved)
         for name, master in zip(self._names, self._masters, strict=True):
@@ -272,7 +282,7 @@ class MasterWeightOptimizer(TrainerOptimizer):
 
 
 class Fp8StateOptimizer(TrainerOptimizer):
-    """`octavo.AdamW` over the trainable parameters of a model."""
+    """`octavo.AdamW` or `octavo.optim.Muon` over the trainable parameters of a model."""
 
     in_place = True
 
@@ -284,26 +294,39 @@ class Fp8StateOptimizer(TrainerOptimizer):
         states: Literal["fp32", "fp8"],
         master: Literal["remainder", "fp32"] | None,
         fp32_values: Mapping[str, torch.Tensor] | None = None,
-        decayed: Set[str] | None = None,
+        settings: Mapping[str, ParameterSettings] | None = None,
     ) -> None:
         named = {name: param for name, param in model.named_parameters() if param.requires_grad}
         self._names, self._params = list(named), list(named.values())
-        self._decayed = decayed_parameters(model) if decayed is None else decayed
+        self._settings = parameter_settings(model, optim) if settings is None else settings
         self._clip = optim.clip
         # The loop has looked at the gradients' norm before it takes a step.
-        self.inner: Optimizer = AdamW(
-            _groups(self._names, self._params, optim, self._decayed), lr=optim.lr, betas=optim.betas, eps=optim.eps,
-            states=states, master=master, nonfinite="ignore",
-        )  # fmt: skip
+        groups = _groups(self._names, self._params, self._settings)
+        shared: dict[str, Any] = {"lr": optim.lr, "betas": optim.betas, "eps": optim.eps, "states": states}
+        shared |= {"master": master, "nonfinite": "ignore"}
+        if optim.name == "muon":
+            for group, setting in zip(groups, sorted({self._settings[name] for name in self._names}), strict=True):
+                group["muon"] = not setting.adamw
+            self.inner: AdamW = Muon(groups, momentum=optim.momentum, adjust_lr_fn="match_rms_adamw", **shared)
+        else:
+            self.inner = AdamW(groups, **shared)
+        self._lr_ratios = [group["lr"] / optim.lr for group in self.inner.param_groups]
         masters = {named[name]: value for name, value in (fp32_values or {}).items() if name in named}
         self.inner.set_masters({param: value for param, value in masters.items() if param.dtype != torch.float32})
+        if optim.ema is not None:
+            self.inner.make_states()
+        self._begin_average(optim)
+
+    def masters(self) -> Iterator[torch.Tensor]:
+        """Yield the fp32 values of the local rows of each parameter, exact where there is a master."""
+        return (master_values(param, self.inner.state[param]) for param in self._params)
 
     def accumulate(self) -> None:
         """Nothing: backward adds to the parameters' own gradients."""
 
     def state_dict(self) -> dict[str, Any]:
         """Moments, scales, remainders or masters and step counts, for `torch.load(weights_only=True)`."""
-        return {"adamw": self.inner.state_dict(), "masters": {}}
+        return {"adamw": self.inner.state_dict(), "masters": {}} | self._average_state()
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Every state, made where it is not there yet, as "<parameter>.exp_avg", "<parameter>.remainder"; no copies."""
@@ -312,17 +335,19 @@ class Fp8StateOptimizer(TrainerOptimizer):
             f"{name}.{key}": value
             for name, param in zip(self._names, self._params, strict=True)
             for key, value in self.inner.state[param].items()
-        }
+        } | self._average_tensors()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what `state_dict` returned for the same model."""
         saved = state["adamw"]
         if self._is_part:
             numbers = self._numbers(saved)
-            own = sorted(self._names, key=lambda name: name not in self._decayed)
+            own = sorted(self._names, key=self._settings.__getitem__)
             states = {i: saved["state"][numbers[name]] for i, name in enumerate(own) if numbers[name] in saved["state"]}
             saved = {"state": states, "param_groups": self.inner.state_dict()["param_groups"]}
         self.inner.load_state_dict(saved)
+        if self.average is not None:
+            self.average.load(state["ema"])
 
 
 def state_bytes_per_parameter(optimizer: TrainerOptimizer, model: nn.Module) -> float:
@@ -338,17 +363,16 @@ def _master(param: torch.Tensor, fp32_values: torch.Tensor | None) -> nn.Paramet
 
 
 def _groups(
-    names: Sequence[str], params: Sequence[torch.Tensor], optim: Optim, decayed: Set[str]
+    names: Sequence[str], params: Sequence[torch.Tensor], settings: Mapping[str, ParameterSettings]
 ) -> list[dict[str, Any]]:
-    """Parameter groups with and without weight decay; none is empty."""
-    groups = [
-        {
-            "params": [param for name, param in zip(names, params, strict=True) if (name in decayed) == decays],
-            "weight_decay": optim.weight_decay if decays else 0.0,
-        }
-        for decays in (True, False)
+    """Parameter groups, one for all parameters with equal settings; none is empty."""
+    by_setting: dict[ParameterSettings, list[torch.Tensor]] = {}
+    for name, param in sorted(zip(names, params, strict=True), key=lambda entry: settings[entry[0]]):
+        by_setting.setdefault(settings[name], []).append(param)
+    return [
+        {"params": members, "lr": setting.lr, "weight_decay": setting.weight_decay}
+        for setting, members in by_setting.items()
     ]
-    return [group for group in groups if group["params"]]
 
 
 def _by_mesh(group: dict[str, Any]) -> Iterator[dict[str, Any]]:

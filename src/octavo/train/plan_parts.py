@@ -5,12 +5,13 @@ in torch's fake process group of the ranks that share a layer or a sequence. FSD
 (`octavo.planner.sharded_memory`).
 """
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass, replace
-from functools import cache
-from typing import Any
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +38,37 @@ from octavo.train.model import PARAMETER_DTYPES
 
 TraceStage = Callable[["Stage", StepConfig, int | None, int], StepTrace]
 """Traces a step of a stage with this many blocks, or all, and this many sequences."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class TraceCache:
+    """Traces that the plans of several layouts of a run share: equal stages of other pipelines, on other numbers of
+    GPUs.
+    """
+
+    entries: dict[Any, Any] = field(default_factory=dict)
+
+    def get(self, key: Any, make: Callable[[], T]) -> T:
+        """Return the entry of a key, made if there is none."""
+        if key not in self.entries:
+            self.entries[key] = make()
+        entry: T = self.entries[key]
+        return entry
+
+
+def trace_settings(config: TrainConfig) -> str:
+    """Return what a trace of a stage depends on in a configuration, beside sequences and whether there are several
+    micro-batches and stages.
+    """
+    content = config.model_dump(mode="json")
+    for section, name in (
+        ("parallel", "pp"), ("parallel", "schedule"), ("parallel", "dp_replicate"), ("parallel", "dp_shard"),
+        ("parallel", "reshard_after_forward"), ("optim", "batch"), ("optim", "micro_batches"),
+    ):  # fmt: skip
+        del content[section][name]
+    return json.dumps(content, sort_keys=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +132,7 @@ def expert_spread(model: nn.Module, ep: int) -> float:
 
 def stage_memory(
     stages: list[Stage], trace: TraceStage, plan: Plan, size: int, step_config: StepConfig, *,
-    extrapolates: bool, offloaded: bool, message: Callable[[int], tuple[int, int]],
+    extrapolates: bool, offloaded: bool, message: Callable[[int], tuple[int, int]], cache: TraceCache, settings: str,
 ) -> MemoryPlan:  # fmt: skip
     """Predict the memory of the GPU of a layout that needs most.
 
@@ -113,12 +145,20 @@ def stage_memory(
         extrapolates: Whether a few blocks stand for all.
         offloaded: Whether shards are in host memory.
         message: Returns the bytes of hidden states between stages, and of a message with them, for a size.
+        cache: Traces of earlier plans.
+        settings: `trace_settings` of the run.
     """
     kinds: dict[Any, Stage] = {}
-    keys = [_kind(stage, plan) for stage in stages]
+    keys = [stage_kind(stage, plan) for stage in stages]
     for key, stage in zip(keys, stages, strict=True):
         kinds.setdefault(key, stage)
-    traced = cache(lambda key, blocks, other: trace(kinds[key], step_config, blocks, other))
+    several = step_config.micro_batches > 1, len(stages) > 1
+    step = step_config.fp8_gather, step_config.fp8_reduce, step_config.reduce_bytes, step_config.ep, *several
+
+    def traced(key: StageKind, blocks: int | None, other: int) -> StepTrace:
+        stage = kinds[key]
+        part = replace(key, blocks=key.blocks[:blocks])
+        return cache.get((settings, step, part, other), lambda: trace(stage, step_config, blocks, other))
 
     def memory(key: Any, other: int, beside: Beside | None = None) -> MemoryPlan:
         model = kinds[key].model
@@ -133,7 +173,8 @@ def stage_memory(
 
     def worst(other: int) -> MemoryPlan:
         hidden, sent = message(other)
-        alone = [memory(key, other) for key in keys]
+        by_kind = {key: memory(key, other) for key in kinds}
+        alone = [by_kind[key] for key in keys]
         plans = []
         for row in schedule_actions(step_config.schedule, step_config.pp, step_config.micro_batches):
             own, most = sorted({action.stage for action in row}), most_in_flight(row)
@@ -175,16 +216,81 @@ def message_bytes(parallel: ParallelConfig, shape: tuple[int, int], hidden: int,
     return bf16, rows * width(columns, spec) if fp8 else bf16
 
 
-def _kind(stage: Stage, plan: Plan) -> tuple[Any, ...]:
-    """Stages with the same key have the same memory and time."""
-    names = {id(module): name for name, module in stage.model.named_modules()}
-    blocks = find_blocks(stage.model)
-    decisions = tuple(
-        (d := plan.decisions.get(names[id(m)])) and (d.recipe and d.recipe.name, d.activation_storage)
-        for block in blocks for m in block.modules()
-    )  # fmt: skip
-    sizes = tuple(sum(p.numel() for p in block.parameters()) for block in blocks)
-    return stage.first, stage.last, sizes, decisions
+@dataclass(frozen=True)
+class StageKind:
+    """What the memory and the time of a stage depend on: its ends, blocks, and decisions beside the blocks."""
+
+    first: bool
+    last: bool
+    blocks: tuple[Any, ...]
+    rest: tuple[Any, ...]
+
+
+def stage_kind(stage: Stage, plan: Plan) -> StageKind:
+    """Return the kind of a stage under a plan."""
+    blocks = {
+        f"{name}.": (index, module) for index, (name, module) in enumerate(_named_blocks(stage.model, absent=True))
+    }
+    own = tuple(
+        tuple(_module_kind(name, module, plan, prefix, index) for name, module in block.named_modules())
+        for prefix, (index, block) in blocks.items()
+        if not isinstance(block, Absent)
+    )
+    rest = tuple(
+        (name, decision.recipe, decision.activation_storage)
+        for name, decision in plan.decisions.items()
+        if not name.startswith(tuple(blocks))
+    )
+    return StageKind(stage.first, stage.last, own, rest)
+
+
+def _module_kind(name: str, module: nn.Module, plan: Plan, prefix: str, index: int) -> tuple[Any, ...]:
+    """A module of a block: its type, decision, parameters and plain attributes other than the index of its block."""
+    decision = plan.decisions.get(f"{prefix}{name}".rstrip("."))
+    parameters = tuple((n, p.shape, p.dtype, p.requires_grad) for n, p in module.named_parameters(recurse=False))
+    settings = tuple(
+        (n, value)
+        for n, value in vars(module).items()
+        if isinstance(value, str | bool | int | float | None) and (isinstance(value, bool) or value != index)
+    )
+    return name, type(module), decision and (decision.recipe, decision.activation_storage), parameters, settings
+
+
+def _named_blocks(model: nn.Module, *, absent: bool = False) -> list[tuple[str, nn.Module]]:
+    """The blocks of a stage with their names; with `absent`, those of other stages too."""
+    members = find_block_list(model)
+    names = {id(module): name for name, module in model.named_modules()}
+    holder = names.get(id(members), "")
+    return [(f"{holder}.{i}", m) for i, m in enumerate(members) if absent or not isinstance(m, Absent)]
+
+
+def _with_stage(stage: Stage, trace: Callable[[Stage], Trace]) -> tuple[Stage, Trace]:
+    return stage, trace(stage)
+
+
+def trace_stages(
+    stages: list[Stage], trace: Callable[[Stage], Trace], settings: Any, cache: TraceCache
+) -> list[Trace]:  # fmt: skip
+    """Trace the forward of each stage; of equal ones, one.
+
+    Args:
+        stages: The stages of a model.
+        trace: Traces one.
+        settings: What a trace depends on beside the stage.
+        cache: Traces of earlier plans.
+    """
+    traces = []
+    for stage in stages:
+        key = settings, stage.count > 1, stage_kind(stage, Plan({}))
+        made, traced = cache.get(key, partial(_with_stage, stage, trace))
+        pairs = zip(_named_blocks(made.model), _named_blocks(stage.model), strict=True)
+        renamed = {f"{old}.": f"{new}." for (old, _), (new, _) in pairs}
+        calls = {
+            next((new + name[len(old) :] for old, new in renamed.items() if name.startswith(old)), name): own
+            for name, own in traced.calls.items()
+        }
+        traces.append(replace(traced, calls=calls))
+    return traces
 
 
 def cut_ends(model: Any, stage: Stage) -> None:

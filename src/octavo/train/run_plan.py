@@ -49,8 +49,10 @@ from octavo.train.checkpoint.pretrained import one_line
 from octavo.train.config.run_config import ConfigError, TrainConfig, parse_config
 from octavo.train.layout import Layout, check_experts_compute_in_fp8, check_layout, divide_layers
 from octavo.train.model import check_model
+from octavo.train.parameter_groups import muon_flops
 from octavo.train.plan_parts import (
     Stage,
+    TraceCache,
     cut_ends,
     message_bytes,
     shared_mesh,
@@ -58,7 +60,9 @@ from octavo.train.plan_parts import (
     stage_memory,
     stage_module,
     stages_of_model,
+    trace_settings,
     trace_stage,
+    trace_stages,
     without_experts,
 )
 from octavo.train.tasks.registry import task_of
@@ -101,16 +105,16 @@ def plan_memory(config: TrainConfig, *, device: str = "cuda", label: str | None 
                 f"parallel.{name} = {size}: octavo plan --memory predicts one GPU; for several give --gpu and --gpus"
             )
     fake = fake_device(torch.device(device))
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+        model = task.build(weights=False)
 
     step_config = StepConfig(micro_batches=config.optim.micro_batches)
     sequences = config.optim.batch // config.optim.micro_batches
     notes: list[str] = []
 
     def trace(_: int | None, size: int) -> StepTrace:
-        with fake_tensors(device):
-            with fake:
-                model = task.build(weights=False)
-            trainer = Trainer(config, task.data, fake, model)
+        with fake_tensors(device) as mode:
+            trainer = Trainer(config, task.data, fake, copy_with_blocks(model, None, mode, fake))
             batch = task.empty_batch(size, fake)
             saved = None
             if size == sequences:  # other sizes are planned for their peaks
@@ -189,19 +193,20 @@ def plan_step(
     )  # fmt: skip
 
 
-def plan_configured(config: TrainConfig, *, gpu: str, gpus: int = 1) -> ConfiguredRun:
+def plan_configured(config: TrainConfig, *, gpu: str, gpus: int = 1, cache: TraceCache | None = None) -> ConfiguredRun:
     """Predict a training step as configured, and no other: the `.configured` of `plan_step`, in a third of its time.
 
     Args:
         config: The run.
         gpu: Name of a GPU, or the path of a TOML file that describes one.
         gpus: Number of GPUs.
+        cache: Traces to share with plans of other layouts.
 
     Raises:
         ConfigError: As a run would, for a mistake in the configuration or model.
         ValueError: For an unknown GPU.
     """
-    step = _trace_run(config, gpu, gpus, None, _silent)
+    step = _trace_run(config, gpu, gpus, None, _silent, cache)
     memory, stages = step.memory(config, step.plan, step.config), [own for own, _ in step.stage_traces] or [step.trace]
     time = predict_time(step.plan, step.gpu, stages, step.config, step.tokens, memory)
     return ConfiguredRun(plan=step.plan, time=time, memory=memory)
@@ -220,22 +225,28 @@ class _TracedRun:
     tokens: int
     offloaded: bool
     stages: list[Stage]
+    cache: TraceCache
     stage_traces: tuple[tuple[Trace, Trace], ...] = ()
 
     def memory(self, run: TrainConfig, plan: Plan, step_config: StepConfig) -> MemoryPlan:
         """Predict the memory of a step of the same model in another configuration."""
-        hidden = self.model.config.get_text_config().hidden_size  # type: ignore[operator, union-attr]
-        fp8, length = bool(plan.decisions) and run.parallel.fp8_comm != "off", run.data.sequence_length
+        fp8 = bool(plan.decisions) and run.parallel.fp8_comm != "off"
+
+        def message(size: int) -> tuple[int, int]:
+            hidden = self.model.config.get_text_config().hidden_size  # type: ignore[operator, union-attr]
+            return message_bytes(run.parallel, (size, run.data.sequence_length), hidden, fp8=fp8)
+
         return stage_memory(
             self.stages, partial(_step_on_blocks, run, plan), plan, self.sequences, step_config,
-            extrapolates=self.trace.extrapolated, offloaded=self.offloaded,
-            message=lambda size: message_bytes(run.parallel, (size, length), hidden, fp8=fp8),
+            extrapolates=self.trace.extrapolated, offloaded=self.offloaded, cache=self.cache,
+            settings=trace_settings(run), message=message,
         )  # fmt: skip
 
 
 def _trace_run(
-    config: TrainConfig, gpu: str, gpus: int, calibration: str | Path | None, progress: OnSubject
-) -> _TracedRun:
+    config: TrainConfig, gpu: str, gpus: int, calibration: str | Path | None, progress: OnSubject,
+    cache: TraceCache | None = None,
+) -> _TracedRun:  # fmt: skip
     import transformers.masking_utils  # noqa: F401  which fake_tensors keeps from taking every batch for a packed one
 
     parallel = config.parallel
@@ -250,22 +261,18 @@ def _trace_run(
         layout = replace(layout, dp_shard=-1)  # of what is left
     parts = config.optim.micro_batches
     step_config = StepConfig(
-        **layout_settings(gpus // (parallel.tp * parallel.pp), layout) | {"gpus": gpus},
+        **layout_settings(gpus // (parallel.tp * parallel.pp), layout, apart=parallel.tp) | {"gpus": gpus},
         **{name: getattr(parallel, name) for name in ("tp", "cp", "ep", "pp", "schedule")},
         micro_batches=parts, recompute=CHECKPOINTING[config.precision.checkpointing],
         states=config.resolved.states,
     )  # fmt: skip
     check_layout(parallel, config.optim, config.data, gpus)
-    if config.data.task == "image-classification":
-        raise ConfigError(
-            f'data.task = "{config.data.task}": octavo plan --gpu predicts language models, with images or without; '
-            "--memory takes any task"
-        )
     task = planned_task(config)
     fake = fake_device(torch.device("cuda"))
-    shape = config.optim.batch // (parts * step_config.batches), config.data.sequence_length
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         model = task.build(weights=False)
+    shape = config.optim.batch // (parts * step_config.batches), task.positions(model)
+    step_config = replace(step_config, newton_schulz=muon_flops(model, config.optim) / parallel.pp)
     progress(f"the linear layers on {gpu_spec.name}")
     plan = _configured(model, config.resolved, gpu_spec, shape[0] * shape[1])
     check_gathered(plan, layout)
@@ -274,16 +281,16 @@ def _trace_run(
     if config.data.task != "language":
         loss = lambda copy: task.loss(copy, *task.empty_batch(shape[0], fake))  # noqa: E731
 
-    def traced(stage: Stage, config: TrainConfig) -> Trace:
-        trace = partial(trace_stage, config, stage, shape, fake, loss)
-        return _run(trace, shape[0])  # type: ignore[no-any-return]
+    def traced(stage: Stage) -> Trace:
+        return _run(partial(trace_stage, config, stage, shape, fake, loss), shape[0])  # type: ignore[no-any-return]
 
-    stages, whole = stages_of_model(model, parallel), Stage(model=model)
+    stages, cache = stages_of_model(model, parallel), cache or TraceCache()
+    every = [Stage(model=model), *stages] if parallel.pp > 1 else stages
+    trace, *of_stages = trace_stages(every, traced, (trace_settings(config), shape), cache)
     return _TracedRun(
         gpu=gpu_spec, config=step_config, model=model, plan=plan, sequences=shape[0],
-        tokens=shape[0] * shape[1] // parallel.cp, trace=traced(whole, config), offloaded=layout.cpu_offload,
-        stages=stages, stage_traces=tuple((t, t) for t in map(partial(traced, config=config), stages))
-        if parallel.pp > 1 else (),
+        tokens=shape[0] * shape[1] // parallel.cp, trace=trace, offloaded=layout.cpu_offload, stages=stages,
+        cache=cache, stage_traces=tuple((t, t) for t in of_stages),
     )  # fmt: skip
 
 

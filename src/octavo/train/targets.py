@@ -29,5 +29,5 @@ def counted(targets: Tensor, *, uneven: bool) -> tuple[int, Tensor]:
     count = int((targets != IGNORE).sum())
     if not count:
         targets = targets.clone()
-        targets[0, 0] = 0
+        targets.view(-1)[0] = 0
     return count, targets

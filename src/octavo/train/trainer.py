@@ -14,6 +14,7 @@ import platform
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +28,16 @@ from octavo._version import __version__
 from octavo.inspect.autopilot import Autopilot, RecipeChange
 from octavo.inspect.findings import Thresholds, findings
 from octavo.inspect.watch import Watch
-from octavo.nn import Report, accumulating, apply_plan, report
+from octavo.nn import accumulating
 from octavo.nn.linear_subclasses import is_converted
 from octavo.numerics.plan import Plan
 from octavo.parallel.context_parallel import inner_attention
 from octavo.parallel.pipeline_model import SCHEDULES, ZERO_BUBBLE, check_pipeline_model
-from octavo.planner.auto_convert import convert
 from octavo.train.activation_checkpointing import Checkpointing
+from octavo.train.checkpoint.retention import HELD_OUT_LOSS
 from octavo.train.checkpoint.store import CheckpointSaver
 from octavo.train.config.run_config import ConfigError, TrainConfig
+from octavo.train.conversion import convert_run
 from octavo.train.device import device_name
 from octavo.train.diagnose import NonFiniteError, ZeroGradientError, find_origin, non_finite_parameter
 from octavo.train.evaluation import evaluate
@@ -43,14 +45,14 @@ from octavo.train.guard import SpikeGuard
 from octavo.train.layout import Inputs, Layout, check_layout, distribute, on_tensors, row_chunks
 from octavo.train.loss_scale import LossScale
 from octavo.train.model import build_on_ranks
-from octavo.train.optimizer import decayed_parameters, make_optimizer
+from octavo.train.optimizer import make_optimizer
+from octavo.train.parameter_groups import groups_table, parameter_settings
 from octavo.train.probe import check_causal, saved_bytes_per_token
 from octavo.train.ranks import Ranks
 from octavo.train.record.metrics import RunResult, StepMetrics, finite
 from octavo.train.schedule import learning_rate
 from octavo.train.targets import counted, targets_per_rank
 from octavo.train.tasks.registry import task_of
-from octavo.train.tasks.task import Task
 
 CAUSAL_TOKENS = 16
 """Tokens of the causality check on a whole model in host memory."""
@@ -81,6 +83,7 @@ class Trainer:
         recipe_changes: Those that the autopilot made in the last step.
         guard: Detects loss spikes.
         skipped_batches: Number of batches skipped after loss spikes.
+        groups_table: What each group of parameters matched, in lines; empty without `optim.groups`.
         loss_note: Why the loss computes whole logits although the configuration asks for chunks; else empty.
     """
 
@@ -93,15 +96,19 @@ class Trainer:
         self.ranks = ranks = ranks or Ranks(device)
         self.task = task_of(config)(config, data)
         self._device = device
+        given = model is not None
         if model is None:
             ranks.raise_together(lambda: check_layout(parallel, config.optim, config.data, ranks.world_size))
             model, fp32_masters = build_on_ranks(config, self.task.kind, self.task.build, ranks)
             # FSDP moves its shards to the device block by block: the whole model may not fit there.
             distributed = self.ranks.world_size > 1 or parallel.cpu_offload
-            self.model: Any = model if distributed else model.to(device)
+            first_convert = config.frozen == "fp8"  # which makes it smaller
+            self.model: Any = model if distributed or first_convert else model.to(device)
         else:
-            self.model, distributed, fp32_masters = model, False, {}
-        self.layers = ranks.raise_together(lambda: _convert(self.model, self.task, device, ranks.world_size, plan))
+            self.model, distributed, fp32_masters, first_convert = model, False, {}, False
+        self.layers = ranks.raise_together(lambda: convert_run(self.model, self.task, device, ranks.world_size, plan))
+        if first_convert and not distributed:
+            self.model = self.model.to(device)
         splits = parallel.pp > 1 and parallel.schedule in ZERO_BUBBLE
         loss = "whole" if splits else precision.loss
         self.loss_note = self.ranks.raise_together(lambda: self.task.prepare(self.model, loss))
@@ -109,15 +116,16 @@ class Trainer:
             self.loss_note = f"whole logits: {parallel.schedule} runs the backward of the loss in two parts"
         self._checkpointing = Checkpointing(self.model, precision.checkpointing)
         self.layout = Layout(forward=self.model) if divide is None else divide(self.model)
-        decayed = decayed_parameters(self.model)
-        names = [name for name, param in self.model.named_parameters() if param.requires_grad]
-        self._parameters = sum(param.numel() for param in self.model.parameters())
+        settings = ranks.raise_together(lambda: parameter_settings(self.model, config.optim, part=given))
+        sizes = {name: param.numel() for name, param in self.model.named_parameters()}
+        self.groups_table = groups_table(settings, sizes, config.optim)
+        self._parameters = sum(sizes.values())
         if parallel.pp > 1 and distributed:
             ranks.raise_together(lambda: self._check_pipeline(ranks.local == 0))
         if distributed:
             parts = config.optim.micro_batches
             self.layout = distribute(self.model, parallel, device, fp8=self.layers is not None, micro_batches=parts)
-        self.optimizer = make_optimizer(self.model, config.optim, precision, fp32_masters, decayed, names)
+        self.optimizer = make_optimizer(self.model, config.optim, precision, fp32_masters, settings)
         self.loss_scale = LossScale(precision.loss_scale)
         every = config.inspect.every or (AUTOPILOT_EVERY if precision.autopilot else 0)
         self.watch = Watch(
@@ -159,7 +167,7 @@ class Trainer:
         lr = learning_rate(config.optim, self.step, config.run.steps)
         applied = is_finite and not is_zero
         if applied:
-            self.optimizer.step(lr, norm)
+            self.optimizer.step(lr, norm, self.step)
         self.optimizer.zero_grad()
         self.step += 1
         seconds, tokens = time.perf_counter() - start, targets.numel() * self.layout.label_ranks
@@ -175,10 +183,10 @@ class Trainer:
             tokens_per_s=tokens / seconds,
         )
 
-    def save(self, out: Path, *, prune: bool = True) -> None:
-        """Save a checkpoint under `out`; with `prune`, remove all but the newest `run.keep`.
+    def save(self, out: Path, *, prune: bool = True, held_out: float | None = None) -> None:
+        """Save a checkpoint under `out`; with `prune`, remove those that the settings of `[run]` do not keep.
 
-        Raises NonFiniteError if a parameter is not finite.
+        `held_out`: its held-out loss, if measured. Raises NonFiniteError if a parameter is not finite.
         """
         if bad := self.non_finite_parameter():
             raise self._non_finite_error(self.step, "its update was not finite", f"parameter {bad}")
@@ -192,9 +200,14 @@ class Trainer:
             config=self.config,
             data_fingerprint=self.task.data.fingerprint,
             extra={"skipped_batches": self.skipped_batches, "guard": self.guard.state_dict()}
+            | ({HELD_OUT_LOSS: held_out} if held_out is not None else {})
             | ({"autopilot": self.pilot.state_dict()} if self.pilot is not None else {}),
             part=self.layout.part[0], prune=prune,
         )  # fmt: skip
+
+    def publish_saved(self) -> None:
+        """Publish a checkpoint in the background if all ranks have written it."""
+        self._saver.publish_finished()
 
     def finish_saving(self) -> None:
         """Wait until a checkpoint in the background is written."""
@@ -217,7 +230,7 @@ class Trainer:
             parameters=self._parameters,
             losses=None,
             tokens_per_s=None,
-            saved_bytes_per_token=self._saved_bytes_per_token(),
+            saved_bytes_per_token=self.ranks.raise_together(self._saved_bytes_per_token),
             skipped_steps=0,
             wall_s=0.0,
             versions={
@@ -237,7 +250,7 @@ class Trainer:
             return  # a pipeline's model was checked before it was cut
         inputs, _ = self.task.data.batch(self.config.run.seed, 0, 1)  # the same on every rank
         inputs, (index, parts) = self.layout.own_tokens(inputs.to(self._device)), self.layout.inputs
-        self.ranks.raise_together(lambda: check_causal(self.model, self._logits, inputs, has_last=index == parts - 1))
+        self.ranks.raise_together(lambda: check_causal(self.model, self.logits, inputs, has_last=index == parts - 1))
 
     def _check_pipeline(self, runs: bool) -> None:
         """Raise ConfigError for a model that cannot be cut into stages or is not causal; one rank of a machine runs
@@ -251,7 +264,7 @@ class Trainer:
         except ValueError as error:
             raise ConfigError(f"parallel.pp: {error}") from None
         inputs, _ = self.task.data.batch(self.config.run.seed, 0, 1)
-        check_causal(self.model, self._logits, inputs[:, :CAUSAL_TOKENS])
+        check_causal(self.model, self.logits, inputs[:, :CAUSAL_TOKENS])
 
     def attention_note(self) -> str:
         """A note for a model without fused attention; else empty."""
@@ -331,14 +344,20 @@ class Trainer:
                 return self.layout.pipeline.alone(inputs, targets)
             return self.task.loss(self.layout.forward, inputs, targets, **self.layout.positions(inputs))
 
-    def _logits(self, inputs: Tensor) -> Tensor:
+    def logits(self, inputs: Tensor) -> Tensor:
+        """The logits [B,S,V] of ids [B,S], or of ids and positions [B,S,2]."""
         with self._autocast():
             return self.task.logits(self.layout.forward, inputs, **self.layout.positions(inputs))
 
     def evaluate(self) -> dict[str, float | None]:
         """The metrics on held-out data by name, the same on every rank; {} if there is none."""
+        measure = partial(evaluate, self.task, self.model, self.layout, self.ranks, self.loss)
         with self._autocast():
-            return evaluate(self.task, self.model, self.layout, self.ranks, self.loss, fp8=self.layers is not None)
+            metrics = measure(fp8=self.layers is not None)
+            if self.config.eval is not None and self.config.eval.ema and self.optimizer.average is not None:
+                with self.optimizer.average.in_place():
+                    metrics |= {f"{name}_ema": value for name, value in measure(fp8=False).items()}
+        return metrics
 
     def _autocast(self) -> AbstractContextManager[Any]:
         if self.config.precision.parameters != "fp32":
@@ -369,23 +388,6 @@ class Trainer:
         return NonFiniteError(
             f"step {step}: {problem}; first value that is not finite: {origin}", step=step, origin=origin
         )
-
-
-def _convert(model: nn.Module, task: Task, device: torch.device, world: int, plan: Plan | None) -> Report | None:
-    """Convert a model by a plan or by its configuration; the recipe "auto" uses measured costs on a GPU."""
-    config, precision = task.config, task.config.resolved
-    if plan is not None:
-        if plan.converted or plan.fp8_activations:
-            apply_plan(model, plan, keep_weights=precision.keep_weights)
-    elif "fp8" not in (precision.matmul, precision.activations):
-        return None
-    else:
-        sharing = config.parallel.tp * config.parallel.pp
-        tokens = round(config.optim.batch * sharing / (config.optim.micro_batches * world) * task.positions(model))
-        convert(
-            model, precision=precision, device=None if device.type == "cuda" else "cpu", tokens=tokens, verbose=False
-        )
-    return report(model)
 
 
 def _are_finite(loss: float, norm: float) -> bool:

@@ -15,21 +15,25 @@ from octavo.serving.card import Exported, model_card
 from octavo.serving.export_layouts import ExportLayout, get_layout
 from octavo.serving.folder import new_folder
 from octavo.serving.writer import write, write_errors
-from octavo.train.checkpoint import shards
+from octavo.train import lora
+from octavo.train.checkpoint import diffusers_models, shards
 from octavo.train.checkpoint.digests import DIGESTS, files_of, write_digests
 from octavo.train.checkpoint.pretrained import kind_of, load_generation_config, load_model_config, load_pretrained
 from octavo.train.checkpoint.recipes import convert_as
 from octavo.train.checkpoint.shards import SHARDS
 from octavo.train.checkpoint.store import check_files, read_trainer_state
 from octavo.train.config.run_config import ConfigError
+from octavo.train.data.sequences import DATA_FILE
 from octavo.train.model import PARAMETER_DTYPES
 from octavo.train.ranks import Ranks
 
-OWN = {"trainer.json", "optimizer.pt", DIGESTS}
+OWN = {"trainer.json", "optimizer.pt", DATA_FILE, DIGESTS}
 """Files of a checkpoint that `save_pretrained` does not write."""
 
 
-def export(checkpoint: Path, out: Path, to: str = "bf16", max_shard_size: int | str = "50GB") -> Exported:
+def export(
+    checkpoint: Path, out: Path, to: str = "bf16", max_shard_size: int | str = "50GB", *, ema: bool = False
+) -> Exported:
     """Write the weights of a checkpoint, of one process or of many, with the tokenizer.
 
     `digests.json` is written beside them, so that damage is found where the folder is a run's `model.path`.
@@ -39,10 +43,11 @@ def export(checkpoint: Path, out: Path, to: str = "bf16", max_shard_size: int | 
         out: A folder that is new, or empty. It appears complete or not at all.
         to: A layout of `octavo.export`. "bf16": as `save_pretrained`, in the type of the run's parameters.
         max_shard_size: As of `octavo.export`.
+        ema: Write the moving average of the weights (`optim.ema`) instead, rounded to their type.
 
     Raises:
-        ConfigError: For a folder that is no checkpoint or a damaged one, an `out` that holds files or is inside the
-            checkpoint, and layers that the layout does not describe.
+        ConfigError: For a folder that is no checkpoint or a damaged one, one without an average for `ema`, an `out`
+            that holds files or is inside the checkpoint, and layers that the layout does not describe.
         OSError: If `out` cannot be written.
     """
     layout = get_layout(to)
@@ -54,24 +59,63 @@ def export(checkpoint: Path, out: Path, to: str = "bf16", max_shard_size: int | 
         state = read_trainer_state(checkpoint)
         if layout is not None and not state.get("recipes"):
             raise ConfigError(_without_recipes(checkpoint, state, layout))
+        if ema and state["config"]["optim"].get("ema") is None:
+            raise ConfigError(f"{checkpoint} has no averaged weights: train with optim.ema, or export without --ema")
         check_files(checkpoint, Ranks(torch.device("cpu")))
+        if state["config"].get("lora"):
+            if ema:
+                raise ConfigError(f"{checkpoint} holds adapters: their average is not exported; leave --ema out")
+            return _export_adapters(checkpoint, folder, out, layout)
         with _damage(checkpoint):
             model = _read(checkpoint, PARAMETER_DTYPES[state["config"]["precision"]["parameters"]])
+            average = _average(checkpoint) if ema else {}
+            with torch.no_grad():
+                for name, parameter in model.named_parameters():
+                    if name in average:
+                        parameter.copy_(average[name])
             if layout is not None:
                 convert_as(model, state["recipes"])
         with write_errors(out):
-            exported = replace(write(model, folder, layout, max_shard_size), path=out)
-            for name in files_of(checkpoint):  # the tokenizer's, whatever they are
-                path, target = checkpoint / name, folder / name
-                own = name in OWN or name.startswith(f"{SHARDS}/") or _holds_weights(name)
-                if path.is_file() and not path.is_symlink() and not own and not target.exists():
-                    target.parent.mkdir(exist_ok=True, parents=True)
-                    shutil.copy(path, target)
+            if diffusers_models.is_model(model):
+                exported = diffusers_models.export(model, folder, layout, max_shard_size)
+            else:
+                exported = write(model, folder, layout, max_shard_size)
+            exported = replace(exported, path=out)
+            _copy_assets(checkpoint, folder)
             if layout is not None:
                 text = model_card(model, exported, layout, _details(checkpoint, state))
                 (folder / "README.md").write_text(text, encoding="utf-8")
             write_digests(folder, {})
     return exported
+
+
+def _copy_assets(checkpoint: Path, folder: Path) -> None:
+    """Copy what neither the trainer nor the model wrote: the tokenizer's files, whatever they are."""
+    for name in files_of(checkpoint):
+        path, target = checkpoint / name, folder / name
+        own = name in OWN or name.startswith(f"{SHARDS}/") or _holds_weights(name)
+        if path.is_file() and not path.is_symlink() and not own and not target.exists():
+            target.parent.mkdir(exist_ok=True, parents=True)
+            shutil.copy(path, target)
+
+
+def _export_adapters(checkpoint: Path, folder: Path, out: Path, layout: ExportLayout | None) -> Exported:
+    """Write the adapters of a run with `[lora]` as PEFT does; the base is not in the checkpoint."""
+    if layout is not None:
+        raise ConfigError(
+            f"{checkpoint} holds adapters, which {layout.name} does not have: export them with --to bf16, merge them "
+            "with peft.AutoPeftModelForCausalLM.from_pretrained(folder).merge_and_unload(), and export that model"
+        )
+    with _damage(checkpoint), write_errors(out):
+        if (checkpoint / SHARDS).exists():
+            shards.check(checkpoint / SHARDS)
+            lora.save(shards.read_tensors(checkpoint / SHARDS, "model."), folder)
+        else:
+            shutil.copy(checkpoint / lora.WEIGHTS_FILE, folder / lora.WEIGHTS_FILE)
+        _copy_assets(checkpoint, folder)
+        (folder / "config.json").unlink()  # of the base, which PEFT reads from its own folder
+        write_digests(folder, {})
+    return Exported(path=out, layout="bf16", fp8=(), high_precision={}, notes=("these are adapters of PEFT alone",))
 
 
 @contextmanager
@@ -84,7 +128,9 @@ def _damage(checkpoint: Path) -> Iterator[None]:
 
 def _holds_weights(name: str) -> bool:
     """Whether a file holds weights or says where they are: the export has its own."""
-    return name.startswith("model") and name.endswith((".safetensors", ".safetensors.index.json"))
+    return name.startswith(("model", "diffusion_pytorch_model")) and name.endswith(
+        (".safetensors", ".safetensors.index.json")
+    )
 
 
 def _without_recipes(checkpoint: Path, state: dict[str, Any], layout: ExportLayout) -> str:
@@ -126,6 +172,14 @@ def _verdicts(folder: Path) -> list[str]:
     except (ValueError, KeyError, TypeError):
         return [f"the verdict in {folder.name} cannot be read"]
     return []
+
+
+def _average(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """The moving average of the weights of a checkpoint of either kind, by name of the trained parameters."""
+    if (checkpoint / SHARDS).exists():
+        return shards.read_tensors(checkpoint / SHARDS, "optimizer.", ".ema")
+    average: dict[str, torch.Tensor] = torch.load(checkpoint / "optimizer.pt", weights_only=True, mmap=True)["ema"]
+    return average
 
 
 def _read(checkpoint: Path, dtype: torch.dtype) -> Any:

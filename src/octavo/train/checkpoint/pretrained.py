@@ -4,7 +4,6 @@ Reading a folder runs no code from it: a model with its own code raises an error
 """
 
 import json
-from dataclasses import dataclass
 from pathlib import Path, PurePath
 from pickle import UnpicklingError
 from typing import Any
@@ -13,55 +12,23 @@ import torch
 from torch import Tensor
 
 from octavo.serving.writer import no_progress_bar
+from octavo.train.checkpoint import diffusers_models
+from octavo.train.checkpoint.diffusers_models import IMAGE_GENERATION
+from octavo.train.checkpoint.kinds import IMAGE_CLASSIFICATION, IMAGE_TEXT, LANGUAGE, ModelKind
 from octavo.train.config.run_config import ConfigError
 from octavo.train.model_sharing import share_on_machine
 from octavo.train.ranks import Ranks
 
-
-@dataclass(frozen=True)
-class ModelKind:
-    """Models of Transformers for one task.
-
-    Attributes:
-        noun: What they are, as "causal language model".
-        auto_class: The class of Transformers that makes them, as "AutoModelForCausalLM".
-        mapping: The name of its table of classes by `model_type`.
-    """
-
-    noun: str
-    auto_class: str
-    mapping: str
-
-    @property
-    def classes(self) -> dict[str, Any]:
-        """Names of the classes by `model_type`; a tuple where there are several."""
-        from transformers.models.auto import modeling_auto
-
-        names: dict[str, Any] = getattr(modeling_auto, self.mapping)
-        return names
-
-    @property
-    def auto(self) -> Any:
-        """The class that makes them."""
-        import transformers
-
-        return getattr(transformers, self.auto_class)
-
-
-LANGUAGE = ModelKind("causal language model", "AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES")
-IMAGE_CLASSIFICATION = ModelKind(
-    "image classifier", "AutoModelForImageClassification", "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES"
-)
-IMAGE_TEXT = ModelKind(
-    "vision-language model", "AutoModelForImageTextToText", "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES"
-)
 KINDS = LANGUAGE, IMAGE_CLASSIFICATION, IMAGE_TEXT
+"""Those of Transformers."""
 AUTO_CLASSES = "AutoConfig", "AutoModel", *(kind.auto_class for kind in KINDS)
 """Entries of `auto_map` in a config that this module would load."""
 
 
 def kind_of(settings: Any) -> ModelKind:
     """The kind of the model of a config: that of its `architectures`, else a causal language model."""
+    if settings.model_type == diffusers_models.TYPE:
+        return IMAGE_GENERATION
     for kind in KINDS:
         names = kind.classes.get(settings.model_type)
         names = (names,) if isinstance(names, str) else names or ()
@@ -70,8 +37,8 @@ def kind_of(settings: Any) -> ModelKind:
     return LANGUAGE
 
 
-def load_model_config(folder: Path) -> Any:
-    """The config of the model in `folder`, a class of Transformers.
+def load_model_config(folder: Path, *, adapters: bool = False) -> Any:
+    """The config of the model in `folder`, a class of Transformers; with `adapters` also of one that has these alone.
 
     Raises ConfigError if it cannot be read, or the model wants to run its own code. Many models name code that
     Transformers has by now: it is enough that their classes have the names of those of Transformers.
@@ -79,7 +46,9 @@ def load_model_config(folder: Path) -> Any:
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
-    if (folder / "adapter_config.json").exists():
+    if diffusers_models.is_folder(folder):
+        return diffusers_models.load_config(folder)
+    if not adapters and (folder / "adapter_config.json").exists():
         raise ConfigError(
             "it holds a PEFT adapter (adapter_config.json), which Transformers would put into the model: merge it, "
             "peft.AutoPeftModelForCausalLM.from_pretrained(folder).merge_and_unload().save_pretrained(another), and "
@@ -171,6 +140,11 @@ def load_weights(folder: Path, dtype: torch.dtype, ranks: Ranks) -> dict[str, Te
     return share_on_machine(lambda: load_pretrained(folder, dtype).state_dict(), ranks)
 
 
+def settings_of(model: Any) -> Any:
+    """The config of a model, a class of Transformers."""
+    return diffusers_models.config_of(model) if diffusers_models.is_model(model) else model.config
+
+
 def load_generation_config(folder: Path, model: Any) -> None:
     """Give a model the settings of generation in `folder`, if it has any. Raises ConfigError for damaged ones."""
     from transformers import GenerationConfig
@@ -193,6 +167,9 @@ def save_model_configs(model: Any, folder: Path) -> None:
 
     `model.save_pretrained` does not do for shards, whose weights are written otherwise.
     """
+    if diffusers_models.is_model(model):
+        diffusers_models.save_config(model, folder)
+        return
     model.config.dtype = str(model.dtype).removeprefix("torch.")
     model.config.architectures = [type(model).__name__.removeprefix("FSDP")]
     model.config.save_pretrained(folder)

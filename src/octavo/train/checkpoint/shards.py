@@ -8,17 +8,19 @@ Parameters, moments, their scales and remainders are sharded by rows (`octavo.op
 own rows, for any number of writers.
 
 With `parallel.async_save`, the state is copied to host memory and written in the background while training continues.
-The checkpoint is published, and older ones removed, when the next one is due or the run ends.
+Each rank computes the digests of its files once they are on the disk; after the first step at which all ranks have done
+so, the checkpoint is published, and obsolete ones are removed.
 """
 
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
@@ -32,6 +34,7 @@ from octavo.runtime.torch_compat import is_dtensor
 from octavo.train.checkpoint.digests import digests_of
 from octavo.train.checkpoint.shard_index import ShardReader, read_index
 from octavo.train.config.run_config import ConfigError
+from octavo.train.lora import checkpointed, has_adapters
 from octavo.train.optimizer import TrainerOptimizer
 
 SHARDS = "shards"
@@ -39,7 +42,7 @@ SHARDS = "shards"
 
 def state_of(model: nn.Module, optimizer: TrainerOptimizer) -> dict[str, Tensor]:
     """Return parameters, buffers and optimizer states by name, without copies; shards as DTensors."""
-    state = {f"model.{name}": value for name, value in model.state_dict().items()}
+    state = {f"model.{name}": value for name, value in checkpointed(model).items()}
     return state | {f"optimizer.{name}": value.detach() for name, value in optimizer.tensors().items()}
 
 
@@ -86,12 +89,27 @@ def read(folder: Path, model: nn.Module, optimizer: TrainerOptimizer) -> None:
     state = state_of(model, optimizer)
     _load(folder, state, alone=not dist.is_initialized())
     # Already in place; this notifies the model of new weights.
-    model.load_state_dict({name: state[f"model.{name}"] for name in model.state_dict()})
+    weights = {name: state[f"model.{name}"] for name in checkpointed(model)}
+    model.load_state_dict(weights, strict=not has_adapters(model))
 
 
 def read_weights(folder: Path, model: nn.Module) -> None:
     """Load the weights of a state into a whole model, in one process. Raises ConfigError if they do not fit."""
     _load(folder, {f"model.{name}": value for name, value in model.state_dict().items()}, alone=True)
+
+
+def read_tensors(folder: Path, prefix: str, suffix: str = "") -> dict[str, Tensor]:
+    """Read the tensors of a state whose names begin with `prefix` and end with `suffix`, whole, by the rest of their
+    names; without a model.
+
+    Raises ConfigError if they cannot be read.
+    """
+    saved: Mapping[str, Any] = read_index(folder).state_dict_metadata
+    names = [name for name in saved if name.startswith(prefix) and name.endswith(suffix)]
+    state = {name: torch.empty(saved[name].size, dtype=saved[name].properties.dtype) for name in names}
+    if state:
+        _load(folder, state, alone=True)
+    return {name.removeprefix(prefix).removesuffix(suffix): value for name, value in state.items()}
 
 
 def check(folder: Path) -> None:

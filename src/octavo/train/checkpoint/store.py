@@ -20,7 +20,6 @@ reported.
 """
 
 import json
-import re
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -31,15 +30,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from pydantic import BaseModel, ConfigDict, FiniteFloat, NonNegativeInt, PositiveInt, ValidationError
-from safetensors import SafetensorError
-from torch import Tensor, nn
 
 from octavo.nn import delayed, equalized_state
-from octavo.optim.sharded import local_rows
-from octavo.serving.folder import apply_umask
-from octavo.tensor import local_tensor
+from octavo.train import lora
 from octavo.train.checkpoint import shards
 from octavo.train.checkpoint.digests import DIGESTS, check_digests, has_digests, write_digests
 from octavo.train.checkpoint.pretrained import (
@@ -47,10 +41,12 @@ from octavo.train.checkpoint.pretrained import (
     load_model_config,
     load_weights,
     save_model_configs,
-    save_pretrained,
+    settings_of,
 )
 from octavo.train.checkpoint.recipes import recipes_of
+from octavo.train.checkpoint.retention import FOLDER, REMOVING, Retention, checkpoints, remove_checkpoint
 from octavo.train.checkpoint.shards import SHARDS
+from octavo.train.checkpoint.whole import load_whole, save_whole
 from octavo.train.config.run_config import ConfigError, TrainConfig
 from octavo.train.disk import sync, sync_entry
 from octavo.train.loss_scale import LossScale
@@ -58,9 +54,8 @@ from octavo.train.optimizer import TrainerOptimizer
 from octavo.train.ranks import Ranks, SharedError
 from octavo.train.record.json_lines import first_error
 
-FOLDER = "checkpoints"
-WRITING, REMOVING = ".writing-", ".removing-"
-"""Prefixes of a checkpoint during writing and during removal."""
+WRITING = ".writing-"
+"""Prefix of a checkpoint during writing."""
 PARTS = "parts of layers"
 """Key of channel scales under tensor parallelism: a list, by part."""
 IGNORED_CONFIG_KEYS = {"architectures", "dtype", "torch_dtype", "transformers_version", "_name_or_path"}
@@ -72,8 +67,8 @@ class CheckpointSaver:
 
     Args:
         ranks: The processes of the run; several write shards.
-        async_save: Write shards in the background, with the state at the call of `save`. The next `save` or `finish`
-            publishes the checkpoint, and raises the errors of writing it.
+        async_save: Write shards in the background, with the state at the call of `save`. `publish_finished`, the next
+            `save` or `finish` publishes the checkpoint, and raises the errors of writing it.
         timeout: Seconds that ranks wait for each other in the background.
     """
 
@@ -97,7 +92,7 @@ class CheckpointSaver:
         part: int = 0,
         prune: bool = True,
     ) -> Path:
-        """Write the checkpoint of `step` under `out` and, with `prune`, removes all but the newest `run.keep`.
+        """Write the checkpoint of `step` under `out`; with `prune`, remove those that the run does not keep.
 
         `save_assets`: writes what belongs to the model into a folder, as the tokenizer. `extra`: more entries of
         `trainer.json`. `part`: which part of each layer this rank has.
@@ -106,7 +101,7 @@ class CheckpointSaver:
         checkpoint, or a pending one, cannot be written; earlier ones are unchanged.
         """
         self.finish()
-        checkpoint = _NewCheckpoint(out, step, config.run.keep if prune else None)
+        checkpoint = _NewCheckpoint(out, step, Retention.of(config.run) if prune else None)
         if self._ranks.run_on_rank0(lambda: checkpoint.target in checkpoints(out)):
             self._ranks.run_on_rank0(checkpoint.prune)  # an earlier process may have been killed before
             return checkpoint.target
@@ -117,6 +112,7 @@ class CheckpointSaver:
             "config": config.model_dump(mode="json", exclude_none=True),
             "ranks": self._ranks.world_size,
             "digests": True,
+            **({"base": base} if (base := lora.base_digest(model)) else {}),
             **extra,
         }
         if recipes := self._merged(recipes_of(model)):
@@ -130,7 +126,7 @@ class CheckpointSaver:
             self._ranks.run_on_rank0(lambda: checkpoint.begin(metadata, model, save_assets))
             digests: dict[str, str] = {}
             if self._ranks.world_size == 1 and not shards.has_shards(model):
-                _save_whole(checkpoint.scratch, model, optimizer)
+                save_whole(checkpoint.scratch, model, optimizer)
             elif self._group is None:
                 digests = shards.write(checkpoint.scratch / SHARDS, shards.state_of(model, optimizer))
             else:
@@ -140,8 +136,13 @@ class CheckpointSaver:
             self._publish(checkpoint, digests)
         return checkpoint.target
 
+    def publish_finished(self) -> None:
+        """Publish a pending checkpoint if all ranks have written it. Call it on all ranks after the same steps."""
+        if self._pending is not None and not self._ranks.any(not self._pending[0].done()):
+            self.finish()
+
     def finish(self) -> None:
-        """Wait for a pending checkpoint and publishes it."""
+        """Wait for a pending checkpoint and publish it."""
         if self._pending is None:
             return
         (future, checkpoint), self._pending = self._pending, None
@@ -185,11 +186,11 @@ class CheckpointSaver:
 
 @dataclass(frozen=True)
 class _NewCheckpoint:
-    """A checkpoint during writing; `keep`: the number of checkpoints to keep, None for all."""
+    """A checkpoint during writing; `retention`: which of all stay, None for all."""
 
     out: Path
     step: int
-    keep: int | None
+    retention: Retention | None
 
     @property
     def target(self) -> Path:
@@ -206,11 +207,13 @@ class _NewCheckpoint:
                 shutil.rmtree(leftover, ignore_errors=True)
         self.scratch.mkdir(parents=True)
         save_model_configs(model, self.scratch)
+        if lora.has_adapters(model):
+            lora.save_config(model, self.scratch)
         save_assets(self.scratch)
         (self.scratch / "trainer.json").write_text(json.dumps(metadata, indent=2) + "\n", encoding="utf-8")
 
     def publish(self, digests: Mapping[str, str]) -> None:
-        """Write the missing digests, rename the folder to its final name and remove the oldest checkpoints."""
+        """Write the missing digests, rename the folder to its final name and remove obsolete checkpoints."""
         if (self.scratch / SHARDS).exists():
             try:
                 shards.check(self.scratch / SHARDS)
@@ -227,20 +230,9 @@ class _NewCheckpoint:
         self.prune()
 
     def prune(self) -> None:
-        """Remove the oldest checkpoints."""
-        for old in checkpoints(self.out)[: -self.keep] if self.keep else []:
+        """Remove obsolete checkpoints."""
+        for old in self.retention.obsolete(self.out) if self.retention else []:
             remove_checkpoint(old)
-
-
-def remove_checkpoint(checkpoint: Path) -> None:
-    """Remove a checkpoint, or warn. It is renamed first, so that a partial one never looks complete."""
-    removing = checkpoint.with_name(f"{REMOVING}{checkpoint.name}")
-    try:
-        if removing.exists():  # a leftover of a killed process
-            shutil.rmtree(removing)
-        shutil.rmtree(checkpoint.rename(removing))
-    except OSError as error:
-        warnings.warn(f"the old checkpoint {checkpoint} cannot be removed: {error}", RuntimeWarning, stacklevel=2)
 
 
 class _TrainerJson(BaseModel):
@@ -255,11 +247,8 @@ class _TrainerJson(BaseModel):
     recipes: dict[str, str] = {}
     delayed: dict[str, Any] = {}
     equalized: dict[str, Any] = {}
-
-
-def latest_checkpoint(out: Path) -> Path | None:
-    """Folder of the newest checkpoint under `out`; None if there is none."""
-    return next(reversed(checkpoints(out)), None)
+    base: str = ""
+    held_out_loss: FiniteFloat | None = None
 
 
 def read_trainer_state(folder: Path) -> dict[str, Any]:
@@ -299,7 +288,7 @@ def check_files(folder: Path, ranks: Ranks) -> None:
 def check_same_model(folder: Path, config: Any) -> None:
     """Raise ConfigError if the model's config differs from the checkpoint's; it names the first difference."""
     try:
-        saved = load_model_config(folder).to_dict()
+        saved = load_model_config(folder, adapters=True).to_dict()
     except ConfigError as error:
         raise ConfigError(f"{folder}: {error}: {_remedy(folder)}") from None
     current = config.to_dict()
@@ -323,14 +312,23 @@ def load_checkpoint(
     """
     state = ranks.run_on_rank0(lambda: read_trainer_state(folder))
     check_files(folder, ranks)
-    ranks.run_on_rank0(lambda: check_same_model(folder, model.config))
+    ranks.run_on_rank0(lambda: check_same_model(folder, settings_of(model)))
+    base = lora.base_digest(model)
+    if ranks.world_size == state.get("ranks", 1) and base != state.get("base", base):
+        raise SharedError(
+            f"{folder} holds adapters of other base weights: what is at model.path has changed since. Set it back to "
+            "resume the run, or choose another output folder"
+        )
     try:
         if ranks.run_on_rank0((folder / SHARDS).exists):
             ranks.run_on_rank0(lambda: shards.check(folder / SHARDS))
             shards.read(folder / SHARDS, model, optimizer)
         else:
-            weights = load_weights(folder, next(model.parameters()).dtype, ranks)
-            ranks.raise_together(lambda: _load_whole(folder, weights, model, optimizer))
+            if lora.has_adapters(model):
+                weights = ranks.raise_together(lambda: lora.load(folder, model))
+            else:
+                weights = load_weights(folder, next(model.parameters()).dtype, ranks)
+            ranks.raise_together(lambda: load_whole(folder, weights, model, optimizer))
         ranks.raise_together(lambda: load_generation_config(folder, model))
         loss_scale.load_state_dict(state["loss_scale"])
         delayed.load_state_dict(model, state.get("delayed", {}))
@@ -341,51 +339,9 @@ def load_checkpoint(
         raise SharedError(f"{folder} does not fit this model, or is damaged ({error}): {_remedy(folder)}") from None
 
 
-def _save_whole(folder: Path, model: Any, optimizer: TrainerOptimizer) -> None:
-    try:
-        save_pretrained(model, folder)
-        torch.save(optimizer.state_dict(), folder / "optimizer.pt")
-    except (RuntimeError, SafetensorError) as error:  # these two raise it for a full disk
-        raise OSError(f"{' '.join(str(error).split())}{shards.free_space(folder)}") from None
-    apply_umask(folder)
-
-
-def _load_whole(folder: Path, weights: dict[str, Tensor], model: nn.Module, optimizer: TrainerOptimizer) -> None:
-    """Load a checkpoint of one process: all of it, or this rank's rows."""
-    try:
-        if shards.has_shards(model):
-            state = model.state_dict()
-            for name, value in state.items():
-                local_tensor(value).copy_(local_rows(value, weights[name]))
-            model.load_state_dict(state)  # already in place; this notifies the model of new weights
-            device = "cpu"
-        else:
-            device = str(next(model.parameters()).device)
-            model.load_state_dict(weights)
-        states = torch.load(folder / "optimizer.pt", map_location=device, weights_only=True, mmap=True)
-        if not isinstance(states, dict):
-            raise TypeError(f"optimizer.pt holds a {type(states).__name__}")
-        optimizer.load_state_dict(states)
-    except Exception as error:  # no common type: damage raises any of them
-        raise ConfigError(" ".join(str(error).split()) or type(error).__name__) from None
-
-
-def checkpoints(out: Path) -> list[Path]:
-    """Folders of the checkpoints under `out`, the newest last."""
-    paths = {*(out / FOLDER).glob("step-*")}.difference(invalid_checkpoints(out))
-    return sorted(paths, key=lambda path: int(path.name.removeprefix("step-")))
-
-
 def _ordered(value: Any) -> str:
     """The value as JSON with sorted keys. The keys become strings first, as in JSON."""
     return json.dumps(json.loads(json.dumps(value, default=str)), sort_keys=True)
-
-
-def invalid_checkpoints(out: Path) -> list[Path]:
-    """Paths under `out` that are named like a checkpoint but are a file, empty, or not named by their step."""
-    name = re.compile(r"step-(\d{6}|[1-9]\d{6,})", re.ASCII)
-    paths = sorted((out / FOLDER).glob("step-*"))
-    return [path for path in paths if not (name.fullmatch(path.name) and path.is_dir() and any(path.iterdir()))]
 
 
 def _with_remedy(folder: Path, check: Callable[[], None]) -> None:

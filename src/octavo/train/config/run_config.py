@@ -12,38 +12,29 @@ import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal
 
 from pydantic import ValidationError, model_validator
 
 from octavo.numerics import Precision
 from octavo.numerics.names import nearest
+from octavo.train.config.data_section import Data, EvalConfig
+from octavo.train.config.lora_section import LoraConfig
+from octavo.train.config.mistakes import explain
+from octavo.train.config.optim_section import Optim, decay_steps
 from octavo.train.config.parallel_section import ParallelConfig
+from octavo.train.config.sample_section import SampleConfig
 from octavo.train.config.sections import (
-    Data,
-    EvalConfig,
     GuardConfig,
     InspectConfig,
     Model,
-    Optim,
     PrecisionConfig,
     Run,
     Section,
-    decay_steps,
 )
 
-EXPECTED_VALUES = {
-    "optim.betas": "two numbers in [0, 1), as [0.9, 0.95]",
-    "precision.skip": 'a list of patterns, as ["lm_head"]',
-    "precision.only": 'a list of patterns, as ["*.mlp.*"]',
-    "inspect.what_if": 'a list of recipes, as ["blockwise"]',
-    "precision.loss_scale": '"none" | "dynamic", or a number > 0',
-}
-"""Descriptions for settings where pydantic's message covers only a part, or one of two forms."""
-
-
 TEXT_ONLY_EVAL = ("source", "split", "fraction", "batches")
-"""Settings of `[eval]` that only text has."""
+"""Settings of `[eval]` that only text has; image generation has `batches` as well."""
 
 
 class ConfigError(ValueError):
@@ -55,8 +46,10 @@ class TrainConfig(Section):
 
     run: Run
     model: Model
+    lora: LoraConfig | None = None
     data: Data
     eval: EvalConfig | None = None
+    sample: SampleConfig | None = None
     optim: Optim
     precision: PrecisionConfig = PrecisionConfig()
     parallel: ParallelConfig = ParallelConfig()
@@ -96,14 +89,19 @@ class TrainConfig(Section):
                     "one of them out"
                 )
             for name in ("tp", "cp", "ep", "pp"):
-                if self.data.packing == "documents" and (size := getattr(self.parallel, name)) > 1:
+                if self.data.masks_targets and (size := getattr(self.parallel, name)) > 1:
+                    packing = self.data.packing
+                    what = 'data.format = "messages"' if packing == "stream" else f'data.packing = "{packing}"'
+                    reason = "weighs targets that do not count" if packing == "stream" else "keeps documents apart"
                     raise ValueError(
-                        f'data.packing = "documents" with parallel.{name} = {size}: only data parallelism keeps '
-                        "documents apart (dp_replicate, dp_shard); leave one of them out"
+                        f"{what} with parallel.{name} = {size}: only data parallelism {reason} (dp_replicate, "
+                        "dp_shard); leave one of them out"
                     )
             return self
         for name in TEXT_ONLY_EVAL:
             default = EvalConfig.model_fields[name].default
+            if name == "batches" and self.data.task == "image-generation":
+                continue
             if self.eval is not None and (value := getattr(self.eval, name)) != default:
                 raise ValueError(
                     f'eval.{name} = {value} is for text, and data.task is "{self.data.task}": leave it out'
@@ -113,6 +111,20 @@ class TrainConfig(Section):
                 raise ValueError(
                     f'parallel.{name} = {size} is for language models, and data.task = "{self.data.task}": leave it '
                     "out; dp_replicate and dp_shard take any task"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _check_sample(self) -> "TrainConfig":
+        if self.sample is None:
+            return self
+        if self.data.task != "language":
+            raise ValueError(f'[sample] writes text, and data.task is "{self.data.task}": leave the section out')
+        for name in ("tp", "cp", "ep", "pp"):
+            if (size := getattr(self.parallel, name)) > 1:
+                raise ValueError(
+                    f"[sample] with parallel.{name} = {size}: only data parallelism (dp_replicate, dp_shard) samples; "
+                    "leave one of them out"
                 )
         return self
 
@@ -129,6 +141,56 @@ class TrainConfig(Section):
                 f'{self.precision.level!r} has none: set precision.level = "fp8", or leave the autopilot out'
             )
         return self
+
+    @model_validator(mode="after")
+    def _check_muon(self) -> "TrainConfig":
+        if self.optim.name == "muon" and self.parallel.tp > 1:
+            raise ValueError(
+                f'optim.name = "muon" with parallel.tp = {self.parallel.tp}: Muon needs whole matrices, and gathers '
+                'their rows over dp_shard only; leave parallel.tp out, or set optim.name = "adamw"'
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_average(self) -> "TrainConfig":
+        if self.eval is not None and self.eval.ema and self.optim.ema is None:
+            raise ValueError("eval.ema measures averaged weights, and there are none: set optim.ema, such as 0.999")
+        return self
+
+    @model_validator(mode="after")
+    def _check_keep_best(self) -> "TrainConfig":
+        reasons = {
+            "language": "" if self.eval is not None else "there is no section [eval]: add one, such as eval.every=100",
+            "image-classification": "a classifier of images measures its accuracy: leave it out",
+        }
+        if self.run.keep_best and (reason := reasons.get(self.data.task)):
+            raise ValueError(
+                f"run.keep_best = {self.run.keep_best} keeps the checkpoints of the lowest held-out loss, and {reason}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_lora(self) -> "TrainConfig":
+        if self.lora is None:
+            return self
+        if self.model.frozen:
+            raise ValueError(
+                f"model.frozen = {list(self.model.frozen)} with [lora], which freezes all of the model: leave it out"
+            )
+        if self.data.task == "image-generation":
+            raise ValueError('[lora] is for models of Transformers, and data.task = "image-generation": leave it out')
+        for name in ("tp", "cp", "ep", "pp"):
+            if (size := getattr(self.parallel, name)) > 1:
+                raise ValueError(
+                    f"parallel.{name} = {size} with [lora]: adapters are trained with data parallelism only "
+                    "(dp_replicate, dp_shard); leave one of them out"
+                )
+        return self
+
+    @property
+    def frozen(self) -> Literal["bf16", "fp8"]:
+        """Format of the weights of frozen layers that compute in FP8, as `octavo.convert` takes it."""
+        return "bf16" if self.lora is None else self.lora.base
 
     @property
     def resolved(self) -> Precision:
@@ -233,7 +295,7 @@ def parse_config(tables: Mapping[str, Any]) -> TrainConfig:
     try:
         return TrainConfig.model_validate(tables)
     except ValidationError as error:
-        raise ConfigError(_explain(error, tables)) from None
+        raise ConfigError(explain(error, tables, TrainConfig)) from None
 
 
 def _apply(tables: dict[str, Any], override: str) -> tuple[str, ...]:
@@ -287,54 +349,6 @@ def _parse_toml(text: str) -> dict[str, Any] | None:
         return tomllib.loads(text)
     except (ValueError, RecursionError):
         return None
-
-
-def _explain(error: ValidationError, tables: Mapping[str, Any]) -> str:
-    first = error.errors()[0]
-    model: Any = TrainConfig
-    key: list[str] = []
-    for part in first["loc"]:
-        if isinstance(part, int) or not (isinstance(model, type) and issubclass(model, Section)):
-            break
-        fields: list[str] = list(model.model_fields)
-        key.append(str(part))
-        if part not in fields:
-            kind = "section" if len(key) == 1 else "key"
-            choices_text = f"; known here: {', '.join(fields)}"
-            return f"unknown {kind} {'.'.join(key)}{nearest(str(part), fields) or choices_text}"
-        model = _section(model.model_fields[str(part)].annotation)
-    name = ".".join(key)
-    if name in EXPECTED_VALUES:
-        hint = nearest(first["input"], _choices(model)) if isinstance(first["input"], str) else ""
-        return f"{name}: should be {EXPECTED_VALUES[name]}, got {tables[key[0]][key[1]]!r}{hint}"
-    if first["type"] == "missing":
-        return f"missing {'section' if len(key) == 1 else 'key'} {name}"
-    if first["type"] == "value_error":
-        return str(first["ctx"]["error"])
-    got = f", got {first['input']!r}"
-    choices = _choices(model)
-    if choices and isinstance(first["input"], str):
-        return f"{name}: should be {_join(choices)}{got}{nearest(first['input'], choices)}"
-    message = first["msg"].removeprefix("Input ")
-    return f"{name}: {message}{got}"
-
-
-def _section(annotation: Any) -> Any:
-    """The section of an optional one; else the annotation."""
-    sections = [part for part in get_args(annotation) if isinstance(part, type) and issubclass(part, Section)]
-    return sections[0] if sections else annotation
-
-
-def _choices(annotation: Any) -> list[str]:
-    """The strings a Literal (or a union with one) allows."""
-    values = [value for value in get_args(annotation) if isinstance(value, str)]
-    for part in get_args(annotation):
-        values += _choices(part) if get_args(part) else []
-    return values
-
-
-def _join(choices: list[str]) -> str:
-    return " | ".join(f'"{choice}"' for choice in choices)
 
 
 def _toml(value: Any) -> str:

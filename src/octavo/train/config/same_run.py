@@ -7,24 +7,31 @@ from typing import Any
 
 from octavo.numerics.precision import ALIASES
 from octavo.train.config.run_config import ConfigError, TrainConfig, flat
+from octavo.train.config.sample_section import SampleConfig
 from octavo.train.config.sections import SELECTION, Limits
 
 FREE = {
-    *(f"run.{key}" for key in ("name", "out", "device", "log_every", "loggers", "save_every", "eval_every", "keep")),
-    "eval.every",
-    *(f"data.{key}" for key in ("source", "cache")),
+    *(f"run.{key}" for key in ("name", "out", "device", "log_every", "loggers", "save_every", "eval_every")),
+    *(f"run.{key}" for key in ("keep", "keep_every", "keep_best", "restarts")),
+    *(f"eval.{key}" for key in ("every", "ema")),
+    *(f"sample.{key}" for key in SampleConfig.model_fields),
+    *(f"data.{key}" for key in ("source", "sources", "cache", "cache_gib")),
     *(f"parallel.{key}" for key in ("async_save", "timeout")),
     *(f"inspect.{key}" for key in ("every", "what_if")),
 }
 """Settings that may differ on resume without a note: names, paths and monitoring. The data has a fingerprint."""
 NEWER: tuple[tuple[str, Any], ...] = (
-    ("run.deterministic", False), ("data.task", "language"), ("model.frozen", []), ("data.packing", "stream")
+    ("run.deterministic", False), ("data.task", "language"), ("model.frozen", []), ("data.packing", "stream"),
+    ("data.sources", []), ("data.format", "text"), ("data.messages_field", "messages"), ("data.loss_on", "assistant"),
+    ("data.streaming", False), ("data.chunk_bytes", 64 << 20), ("data.label_dropout", 0.1), ("optim.rewarm", 0),
+    ("optim.groups", []), ("optim.name", "adamw"), ("optim.momentum", 0.95),
 )  # fmt: skip
 """Defaults that the files of older runs do not have."""
 TUNABLE = {
     "run.steps",
     "run.deterministic",
-    *(f"optim.{key}" for key in ("lr", "clip", "schedule", "warmup", "decay", "min_lr_ratio")),
+    *(f"optim.{key}" for key in ("lr", "clip", "schedule", "warmup", "decay", "min_lr_ratio", "rewarm")),
+    "optim.rewarm_from",
     *(f"precision.{key}" for key in (*SELECTION, "checkpointing", "autopilot")),
     *(f"guard.{key}" for key in ("spike", "window", "rollbacks")),
     *(f"inspect.limits.{key}" for key in Limits.model_fields),

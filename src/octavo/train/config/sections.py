@@ -67,6 +67,13 @@ class Run(Section):
     """Steps between two checkpoints; 0 saves at the end only. The end of a run, and SIGTERM, always save."""
     keep: Count = 2
     """Number of newest checkpoints to keep."""
+    keep_every: Annotated[int, Field(ge=0)] = 0
+    """Also keep the checkpoints of all multiples of this step, a multiple of `save_every`; 0 for none."""
+    keep_best: Annotated[int, Field(ge=0)] = 0
+    """Also keep this number of checkpoints with the lowest held-out loss, which is then measured at every save, too."""
+    restarts: Annotated[int, Field(ge=0)] = 0
+    """How often `octavo train` starts the run again, from its newest checkpoint, after its process crashed or was
+    killed. Not for torchrun, which has `--max-restarts`."""
     deterministic: bool = False
     """Use PyTorch's deterministic algorithms, so that GPUs add in the same order in every run; slower there."""
 
@@ -84,6 +91,25 @@ class Run(Section):
             )
         return self
 
+    def saves(self, step: int) -> bool:
+        """Whether the run saves after a step, besides its end."""
+        return self.save_every > 0 and step % self.save_every == 0
+
+    @model_validator(mode="after")
+    def _check_keeping(self) -> "Run":
+        for name in ("keep_every", "keep_best"):
+            if (value := getattr(self, name)) and not self.save_every:
+                raise ValueError(
+                    f"run.{name} = {value} keeps checkpoints, and run.save_every = 0 saves none before the end: set "
+                    "run.save_every, such as 100"
+                )
+        if self.keep_every and self.keep_every % self.save_every:
+            raise ValueError(
+                f"run.keep_every = {self.keep_every} is not a multiple of run.save_every = {self.save_every}, so most "
+                "of the checkpoints to keep are never saved: make it one"
+            )
+        return self
+
 
 class Model(Section):
     """`[model]`: a model of `transformers` for `data.task`: from a local folder, or by type and config."""
@@ -91,7 +117,8 @@ class Model(Section):
     path: PathText | None = None
     """Folder of a local checkpoint (`save_pretrained`), with its tokenizer unless `data.tokenizer` names another."""
     type: str | None = None
-    """`model_type` of `transformers`, as "llama"; for images as "vit", for images and text as "llava"."""
+    """`model_type` of `transformers`, as "llama"; for images as "vit", for images and text as "llava". "dit" is
+    diffusers' `DiTTransformer2DModel`."""
     config: dict[str, Any] = {}
     """Fields of that type's config, as `hidden_size = 256`. Where not given, `vocab_size` is the tokenizer's, and
     `image_size`, `num_channels` and `num_labels` are those of the images."""
@@ -121,155 +148,8 @@ def _check_config_value(name: str, value: Any) -> None:
         raise ValueError(f"{name}: expected a number, a string, true, false, a list or a table; got {value}")
 
 
-OTHER_TASKS = {
-    "language": ("images",),
-    "image-classification": ("images", "split", "text_field", "vocab_size", "tokenizer", "packing"),
-    "image-text": ("split", "text_field", "packing"),
-}
-"""Settings of `[data]` that a task does not read."""
-Task = Literal["language", "image-classification", "image-text"]
-
-
-HELD_OUT_SHARE = 0.01
-"""`eval.fraction` where it is not given."""
-
-
-class Data(Section):
-    """`[data]`: text in, sequences of tokens out; or images, with labels or with text."""
-
-    task: Task = "language"
-    """What is learned: the next token of text, the class of an image, or the answers in conversations about images."""
-    source: Annotated[PathText, Field(min_length=1)]
-    """"python-stdlib"; a glob of .txt (each file a document), .jsonl or .parquet files (each row one); a folder, with
-    files of one kind below it or written by `save_to_disk`; or a dataset of the Hub, as "name" or "name:subset". For
-    images "digits", those that scikit-learn brings along; a folder with a folder of images for each class; or for
-    "image-text" a .json file of conversations in LLaVA's form."""
-    images: PathText | None = None
-    """Folder of the images that a .json file names; that of the file where it is not given."""
-    split: str = "train"
-    """Split of a dataset, or of a folder whose file names contain one ("test.jsonl"); other sources have none."""
-    text_field: str = "text"
-    """Column that holds the text, in .jsonl, .parquet and datasets."""
-    sequence_length: Count
-    """Tokens of one sequence, for "image-text" with those of the image. Not for classes of images."""
-    vocab_size: Annotated[int, Field(ge=257, le=1 << 20)] = 4096
-    """Size of the byte-level BPE trained on the data (256 bytes, one end-of-text, the rest merges); 1048576 at most."""
-    tokenizer: PathText | None = None
-    """Folder of a `transformers` tokenizer to use, instead of the model's own or a trained one."""
-    packing: Literal["stream", "documents"] = "stream"
-    """"stream": sequences are cut from one stream of all documents, and attention crosses their borders. "documents":
-    whole documents are packed into sequences, and attention and positions stay inside each."""
-    shuffle: bool = True
-    """Permute the sequences anew in each epoch; False takes them in order."""
-    cache: PathText = "~/.cache/octavo"
-    """Folder of tokenized data and trained tokenizers; safe to delete."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _one_target_per_image(cls, settings: Any) -> Any:
-        if isinstance(settings, dict) and settings.get("task") == "image-classification":
-            return {"sequence_length": 1} | settings
-        return settings
-
-    @model_validator(mode="after")
-    def _check_task(self) -> "Data":
-        for name in OTHER_TASKS[self.task]:
-            if getattr(self, name) != type(self).model_fields[name].default:
-                kind = "images with text" if name == "images" else "text"
-                raise ValueError(f'data.{name} is for {kind}, and data.task is "{self.task}": leave it out')
-        if self.task == "image-classification" and self.sequence_length != 1:
-            raise ValueError(
-                f"data.sequence_length = {self.sequence_length}: an image has one target, its class: leave it out"
-            )
-        return self
-
-
-class EvalConfig(Section):
-    """`[eval]`: held-out data. Text has none without this section; of images a part is always held out."""
-
-    every: Annotated[int, Field(ge=0)] = 0
-    """Steps between two measurements; 0 measures at the end only. The end is always measured."""
-    source: PathText | None = None
-    """Text to evaluate on, as in `data.source`. Where neither this nor `split` is given, a part of the documents of
-    `data.source` is held out, and not trained on."""
-    split: str | None = None
-    """Split of `source` to evaluate on, or of `data.source` without one, as "validation"."""
-    fraction: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Share of the documents to hold out, one at least; 0.01 where not given. Their hashes decide which."""
-    batches: Count = 8
-    """Largest number of batches, of `optim.batch` sequences, to measure on; always the same ones."""
-
-    @property
-    def has_own_data(self) -> bool:
-        """Whether the text is not held out from that to train on."""
-        return self.source is not None or self.split is not None
-
-    @property
-    def share(self) -> float:
-        """`fraction` with its default."""
-        return HELD_OUT_SHARE if self.fraction is None else self.fraction
-
-    @model_validator(mode="after")
-    def _check_fraction(self) -> "EvalConfig":
-        if self.has_own_data and self.fraction is not None:
-            name = "source" if self.source is not None else "split"
-            raise ValueError(
-                f"eval.fraction = {self.fraction:g} holds out a part of data.source, and eval.{name} names other text: "
-                "leave one of them out"
-            )
-        return self
-
-
-class Optim(Section):
-    """`[optim]`: AdamW, its schedule and the batch."""
-
-    lr: Annotated[float, Field(gt=0)]
-    """Peak learning rate."""
-    betas: Annotated[tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]], Strict(False)] = (
-        0.9,
-        0.95,
-    )
-    """Decay of the first and the second moment."""
-    eps: Annotated[float, Field(gt=0)] = 1e-8
-    """Added to the root of the second moment."""
-    weight_decay: Annotated[float, Field(ge=0)] = 0.1
-    """Decoupled decay of weights of products and embeddings; not of norms, biases, vectors and Mamba's `A_log`."""
-    states: Literal["fp32", "fp8"] | None = None
-    """Moments of AdamW: 8 bytes per parameter, or about 2.1 in FP8 with dynamic range expansion (`octavo.AdamW`). Where
-    not given, those of `precision.level`."""
-    clip: Annotated[float, Field(ge=0)] = 1.0
-    """Largest global L2 norm of the gradient; 0 does not clip."""
-    batch: Count = 8
-    """Sequences of one optimizer step."""
-    micro_batches: Count = 1
-    """Parts the batch is cut into; gradients are accumulated over them."""
-    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
-    """After the warmup: cosine decay; warmup-stable-decay (linear decay at the end); or constant."""
-    warmup: Annotated[int, Field(ge=0)] = 0
-    """Steps of linear warmup."""
-    decay: Share = 0.2
-    """Share of all steps that the decay of "wsd" takes, at the end."""
-    min_lr_ratio: Share = 0.1
-    """Learning rate at the end, as a share of `lr` (cosine and wsd)."""
-
-    @model_validator(mode="after")
-    def _check_micro_batches(self) -> "Optim":
-        if self.batch % self.micro_batches:
-            divisors = [n for n in range(1, self.batch + 1) if self.batch % n == 0]
-            raise ValueError(
-                f"optim.batch = {self.batch} cannot be cut into {self.micro_batches} equal micro-batches: "
-                f"set optim.micro_batches to one of {divisors}"
-            )
-        return self
-
-
 SELECTION = ("skip", "only", "skip_first", "skip_last", "min_features")
 """The settings of `[precision]` that say which linear layers are converted."""
-
-
-def decay_steps(optim: Optim, steps: int) -> int:
-    """Steps that the decay of "wsd" takes of `steps`."""
-    return max(1, round(optim.decay * steps)) if optim.decay else 0
 
 
 class PrecisionConfig(Section):

@@ -7,9 +7,10 @@
                              converts their layers
     experts                  halved until at most 8; experts per token and groups until at most 2
     vocabulary               that of a tokenizer trained on the data
-    images                   of a vision tower, 4 × 4 patches; layers, width and heads of the tower as above
+    images                   of a vision tower or a model of images alone, 4 × 4 patches; its layers, width and heads as
+                             above; of "dit" heads are halved until the width is at most 256
     data                     the source code of Python's standard library, in sequences of 128 tokens; of models with a
-                             vision tower the digits with captions, in 48
+                             vision tower the digits with captions, in 48; of models of images the digits
     steps                    60 of 8 sequences, in 2 micro-batches if there were several; learning rate 2e-3
     processes                one
 
@@ -22,7 +23,9 @@ from collections.abc import Callable, Mapping
 from copy import deepcopy
 from typing import Any
 
+from octavo.train.checkpoint.diffusers_models import TYPE as DIT
 from octavo.train.checkpoint.pretrained import one_line
+from octavo.train.config.data_section import OF_IMAGES
 from octavo.train.config.run_config import Change, ConfigError, flat, parse_config
 from octavo.train.model import check_model
 from octavo.train.tasks.registry import task_of
@@ -50,6 +53,9 @@ SECTIONS: Mapping[str, Mapping[str, Any]] = {
 """Settings of a shrunk run."""
 WITH_IMAGES: Mapping[str, Any] = {"source": "digits", "sequence_length": 48, "vocab_size": 300}
 """Settings of `[data]` of one with images."""
+IMAGES: Mapping[str, Any] = {"source": "digits"}
+"""Settings of `[data]` of one with images alone."""
+TEXT_DATA = ("sequence_length", "vocab_size")
 PATCHES = 4
 """Patches of a shrunk image in each direction."""
 
@@ -67,9 +73,13 @@ def shrink(tables: Mapping[str, Any], model_config: Mapping[str, Any]) -> dict[s
     small = {name: dict(section) for name, section in deepcopy(dict(tables)).items() if name != "parallel"}
     model_type, given = str(small["model"]["type"]), small["model"].get("config", {})
     has_images = is_composite(model_config)
-    small["model"]["config"] = (_shrink_parts if has_images else shrink_model)(model_type, given, model_config)
+    of_images = small["data"].get("task") in OF_IMAGES
+    shrinks = _shrink_images if of_images else _shrink_parts if has_images else shrink_model
+    small["model"]["config"] = shrinks(model_type, given, model_config)
     for name, settings in SECTIONS.items():
         small[name] |= settings
+    if of_images:
+        small["data"] = {**{key: value for key, value in small["data"].items() if key not in TEXT_DATA}, **IMAGES}
     small["data"] |= WITH_IMAGES if has_images else {}
     for key in ("split", "text_field", "tokenizer", "images"):
         small["data"].pop(key, None)
@@ -81,6 +91,21 @@ def shrink(tables: Mapping[str, Any], model_config: Mapping[str, Any]) -> dict[s
     run["save_every"] = min(run.get("save_every", 0), run["steps"] // 2)
     optim["micro_batches"] = min(optim.get("micro_batches", 1), 2)
     return small
+
+
+def _shrink_images(model_type: str, given: Mapping[str, Any], complete: Mapping[str, Any]) -> dict[str, Any]:
+    """`shrink_model` for a model of images alone; the number of classes is left to the data."""
+    patch = complete["patch_size"]
+    if model_type == DIT:
+        heads, layers = complete[QUERIES], complete["num_layers"]
+        while heads % 2 == 0 and heads * complete["attention_head_dim"] > 256:
+            heads //= 2
+        others = {name: value for name, value in given.items() if name != "num_embeds_ada_norm"}
+        return others | {QUERIES: heads, "num_layers": _halve(layers, 4), "sample_size": PATCHES * patch}
+    own = {"patch_size": patch, "image_size": PATCHES * patch, "num_channels": complete["num_channels"]}
+    left_out = {*own, "num_labels", "id2label", "label2id", "encoder_stride", "pooler_output_size"}
+    parts = [{name: value for name, value in fields.items() if name not in left_out} for fields in (given, complete)]
+    return shrink_model(model_type, *parts) | own
 
 
 def is_composite(complete: Mapping[str, Any]) -> bool:
@@ -147,8 +172,6 @@ def change_of(shrinks: bool, note: Callable[[str], None] = lambda text: None) ->
     def change(tables: Mapping[str, Any]) -> dict[str, Any]:
         config = parse_config(tables)
         model = config.model
-        if config.data.task == "image-classification":
-            raise ConfigError(f"--shrink is for language models, and data.task is {config.data.task!r}: leave it out")
         if model.type is None:
             raise ConfigError(
                 f"--shrink makes a small model of random weights, and model.path = {model.path} is a checkpoint: give "

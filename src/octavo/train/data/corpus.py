@@ -14,22 +14,19 @@ of their own. The choice depends on nothing but the texts, so it is the same for
 on the same side.
 """
 
-import hashlib
-from functools import lru_cache
-
 import numpy as np
 import torch
 
-from octavo.train.config.run_config import ConfigError
-from octavo.train.config.sections import Data, EvalConfig, Model, expand
+from octavo.nn.causal import IGNORE
+from octavo.train.config.data_section import Data
+from octavo.train.data.epochs import EpochOrder
 from octavo.train.data.packing import PackedRows
-from octavo.train.data.token_cache import ReadProgress, TokenizedText, open_tokens
-from octavo.train.data.tokenizer import load_tokenizer
-from octavo.train.record.metrics import Progress
+from octavo.train.data.sequences import NoSequencesError, Sequences
+from octavo.train.data.token_cache import TokenizedText
 
 
-class Corpus:
-    """Tokenized text, cut into windows.
+class Corpus(Sequences):
+    """Tokenized documents of one source, cut into windows.
 
     Args:
         text: The documents.
@@ -37,15 +34,14 @@ class Corpus:
         shuffle: Whether to permute the windows anew in each epoch.
         chosen: Which documents: bool [documents]; None for all of them.
         fingerprint: Hash of content, tokenizer and choice; None for that of `text`.
+        which: What error messages call the documents.
 
     Attributes:
-        tokenizer: The tokenizer of the ids.
-        fingerprint: Hash of the content, the tokenizer, and what is held out of it.
-        skipped: Number of files left out because they are not UTF-8.
+        folder: The entry of the cache.
+        hashes: A hash of the text of each document of the source: uint64.
         documents: Number of documents.
         tokens: Number of their ids, end tokens included.
-        windows: Number of windows, or of packed rows.
-        held_out: What the run is evaluated on, if anything.
+        cut: Number of documents that are longer than a packed row.
 
     Raises:
         ConfigError: If there is no window.
@@ -56,115 +52,74 @@ class Corpus:
         chosen: np.ndarray | None = None, fingerprint: str | None = None, which: str = "",
     ) -> None:  # fmt: skip
         length = data.sequence_length
-        self.tokenizer = text.tokenizer
+        self.tokenizer, self.files, self.skipped = text.tokenizer, text.files, text.skipped
         self.fingerprint = fingerprint or text.fingerprint
-        self.skipped = text.skipped
-        self.held_out: Corpus | None = None
+        self.hashes, self.folder = text.hashes, text.folder
         self.documents = len(text.ends) if chosen is None else int(chosen.sum())
-        self._ids, self._length, self._shuffle = text.ids, length, shuffle
+        self._ids, self._counts, self._length = text.ids, text.targets, length
+        self._share = text.target_count / len(text.ids)
         self._first, self._offsets = _runs(text.ends, chosen)
         self.tokens = int(self._offsets[-1])
-        self._packed = None if data.packing == "stream" else _pack(text, chosen, length)
-        self.windows = (self.tokens - 1) // length if self._packed is None else len(self._packed)
-        if self.windows < 1:
-            raise ConfigError(
+        self._packed = None if data.packing == "stream" else _pack(text, chosen, data)
+        self.cut = 0 if self._packed is None else self._packed.cut
+        count = (self.tokens - 1) // length if self._packed is None else len(self._packed)
+        # Windows of conversations without a target are left out.
+        masked = self._packed is None and self._counts is not None
+        self._numbers = np.array([row for row in range(count) if self._learned(row)], np.int64) if masked else None
+        self._windows = count if self._numbers is None else len(self._numbers)
+        if self._windows < 1:
+            raise NoSequencesError(
                 f"data.sequence_length = {length} is longer than the data{which}: it has {self.tokens} tokens in "
                 f"{self.documents} documents, of which a sequence needs one more than its length"
             )
-        self._order = lru_cache(maxsize=2)(self._permutation)
+        self._order = EpochOrder(self._windows, shuffle=shuffle)
 
-    def batch(self, seed: int, step: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inputs and targets of step 0, 1, …: two int64 tensors of shape (size, sequence_length).
+    @property
+    def windows(self) -> int:
+        """Number of windows, or of packed rows."""
+        return self._windows
 
-        Packed inputs have the shape (size, sequence_length, 2): ids and positions; targets of -100 do not count.
-        """
-        rows, packed = [], []
-        for sample in range(step * size, (step + 1) * size):
-            epoch, position = divmod(sample, self.windows)
-            row = int(self._order(seed, epoch)[position])
-            if self._packed is not None:
-                packed.append(self._packed.row(row))
-                continue
-            start = row * self._length
-            rows.append(self._read(start, start + self._length + 1))
-        if packed:
-            inputs, targets = zip(*packed, strict=True)
-            return torch.stack(inputs), torch.stack(targets)
-        ids = torch.from_numpy(np.stack(rows))
-        return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+    def row(self, seed: int, sample: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Window k mod n of epoch k div n, permuted."""
+        row = self._order.rows(seed, sample, 1)[0]
+        if self._packed is not None:
+            return self._packed.row(row)
+        start = (row if self._numbers is None else int(self._numbers[row])) * self._length
+        ids = torch.from_numpy(self._read(start, start + self._length + 1).astype(np.int64))
+        targets = ids[1:].clone()
+        if self._counts is not None:
+            counts = self._read(start + 1, start + self._length + 1, self._counts)
+            targets[torch.from_numpy(counts == 0)] = IGNORE
+        return ids[:-1].clone(), targets
 
     def size(self) -> str:
         """Documents, tokens and sequences, in words."""
-        return f"{self.documents:,} documents, {self.tokens:,} tokens, {self.windows:,} sequences"
+        targets = "" if self._counts is None else f" ({100 * self._share:.3g} % targets)"
+        return f"{self.documents:,} documents, {self.tokens:,} tokens{targets}, {self.windows:,} sequences"
 
-    def _read(self, start: int, stop: int) -> np.ndarray:
-        """Ids start … stop of the chosen documents, one after the other: int64."""
+    def _learned(self, row: int) -> bool:
+        return bool(self._read(row * self._length + 1, (row + 1) * self._length + 1, self._counts).any())
+
+    def _read(self, start: int, stop: int, values: np.ndarray | None = None) -> np.ndarray:
+        """Ids start … stop of the chosen documents, one after the other, or other values of these ids."""
+        values = self._ids if values is None else values
         run = int(np.searchsorted(self._offsets, start, "right")) - 1
         parts = []
         while start < stop:
             end = min(stop, int(self._offsets[run + 1]))
             shift = int(self._first[run] - self._offsets[run])
-            parts.append(self._ids[start + shift : end + shift])
+            parts.append(values[start + shift : end + shift])
             start, run = end, run + 1
-        return np.concatenate(parts).astype(np.int64)
-
-    def _permutation(self, seed: int, epoch: int) -> np.ndarray:
-        if not self._shuffle:
-            return np.arange(self.windows)
-        return np.random.Generator(np.random.Philox(key=[seed, epoch])).permutation(self.windows)
+        return np.concatenate(parts)
 
 
-def load_corpus(data: Data, model: Model, progress: Progress, evaluation: EvalConfig | None = None) -> Corpus:
-    """Tokenize the data of a run, or open it in the cache; `evaluation`: what to hold out, or to evaluate on.
-
-    The tokenizer is that of `data.tokenizer`, else of the checkpoint at `model.path`, else trained on the data.
-
-    Raises ConfigError for unusable data.
-    """
-    meter = ReadProgress(progress)
-    folder = data.tokenizer or model.path
-    text = open_tokens(data, meter, progress, None if folder is None else load_tokenizer(expand(folder)))
-    if evaluation is None:
-        return Corpus(text, data, shuffle=data.shuffle)
-    if evaluation.has_own_data:
-        changes = {"source": evaluation.source or data.source, "split": evaluation.split or "train"}
-        other = open_tokens(data.model_copy(update=changes), meter, progress, text.tokenizer)
-        corpus = Corpus(text, data, shuffle=data.shuffle)
-        corpus.held_out = Corpus(other, data, shuffle=True, which=f" to evaluate on, {changes['source']}")
-        if shared := int(np.isin(other.hashes, text.hashes).sum()):
-            progress.note(
-                f"{shared} of the {len(other.ends)} documents to evaluate on are also trained on: the held-out loss is "
-                "lower for it"
-            )
-        return corpus
-    held_out, fraction = _held_out(text, evaluation), evaluation.share
-    identity = hashlib.sha256(f"{text.fingerprint}\0held out {fraction!r}".encode()).hexdigest()
-    corpus = Corpus(
-        text, data, shuffle=data.shuffle, chosen=~held_out, fingerprint=identity, which=" without what is held out"
-    )
-    corpus.held_out = Corpus(
-        text, data, shuffle=True, chosen=held_out, fingerprint=identity,
-        which=f" that is held out (eval.fraction = {fraction:g})",
-    )  # fmt: skip
-    return corpus
-
-
-def _held_out(text: TokenizedText, evaluation: EvalConfig) -> np.ndarray:
-    """Which documents are held out: bool [documents]. Raises ConfigError if none would be left."""
-    count = max(1, round(evaluation.share * len(text.hashes)))
-    mask: np.ndarray = text.hashes <= np.partition(text.hashes, count - 1)[count - 1]
-    if mask.all():
-        raise ConfigError(
-            f"eval.fraction = {evaluation.share:g} holds out all {len(mask)} documents, of which "
-            f"{len(np.unique(text.hashes))} are different: lower it, or give other data as eval.source"
-        )
-    return mask
-
-
-def _pack(text: TokenizedText, chosen: np.ndarray | None, length: int) -> PackedRows:
+def _pack(text: TokenizedText, chosen: np.ndarray | None, data: Data) -> PackedRows:
     first = np.concatenate([[0], text.ends[:-1]])
     which = slice(None) if chosen is None else chosen
-    return PackedRows(text.ids, first[which], text.ends[which], length, text.tokenizer.end_id)
+    return PackedRows(
+        text.ids, first[which], text.ends[which], data.sequence_length, text.tokenizer.end_id,
+        counts=text.targets, packed=data.packing == "documents",
+    )  # fmt: skip
 
 
 def _runs(ends: np.ndarray, chosen: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:

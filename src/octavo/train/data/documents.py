@@ -2,7 +2,7 @@
 
 A document without text is a None with no piece before it, so a reader of the stream can count it. No reader holds more
 than a row (`ROW_LIMIT` at most) or `CHUNK` bytes of a file: text files are decoded by chunks, .jsonl is parsed by
-lines, Parquet is decoded by pages, and the pages of a memory-mapped Arrow file are dropped after reading.
+lines. Parquet and Arrow files are read in `arrow_files.py`.
 
 Readers hash the content. `source.py` reads all content once for its fingerprint and compares every later read with it.
 """
@@ -10,17 +10,18 @@ Readers hash the content. `source.py` reads all content once for its fingerprint
 import codecs
 import io
 import json
-import mmap
 import os
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-import numpy as np
-
 from octavo.numerics.names import nearest
+from octavo.train.config.data_section import Data
 from octavo.train.config.run_config import ConfigError
+from octavo.train.data.chat import conversation_text
+from octavo.train.data.sequences import NoSequencesError
 
 if TYPE_CHECKING:
     import hashlib
@@ -34,10 +35,6 @@ CHUNK = 1 << 20
 """Bytes read at once."""
 ROW_LIMIT = 32 << 20
 """Longest row in UTF-8 bytes: parsing one takes several times its size in memory."""
-BATCH_ROWS = 64
-"""Rows of a Parquet file that are decoded at once; dictionary encoding hides how long they are."""
-DROP_PAGES_AFTER = 16 << 20
-"""Bytes of a memory-mapped file after which its pages are dropped."""
 BOM = codecs.BOM_UTF8
 
 
@@ -90,21 +87,24 @@ def hash_file(path: str, digest: "hashlib._Hash", on_bytes_read: OnBytesRead, *,
     """Add a file's content to `digest`. Raises ConfigError for a .txt or .jsonl that is not UTF-8 or has NULs."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     with reading(path), HashedFile(path, digest, on_bytes_read, text=kind == ".txt") as file:
-        start, piece = 0, b"\0"
+        start, line, piece = 0, 1, b"\0"
         while piece:
             piece = file.read(CHUNK) or b""
             if kind in (".txt", ".jsonl"):
                 if b"\0" in piece:
-                    raise ConfigError(f"{path} is not text: byte {start + piece.index(0)} is NUL")
+                    line += piece.count(b"\n", 0, piece.index(0))
+                    raise ConfigError(f"{path} is not text: byte {start + piece.index(0)} is NUL (line {line})")
                 pending = len(decoder.getstate()[0])
                 try:
                     decoder.decode(piece, final=not piece)
                 except UnicodeDecodeError as error:
+                    line += piece.count(b"\n", 0, max(0, error.start - pending))
                     raise ConfigError(
-                        f"{path} is not UTF-8 text: byte {start - pending + error.start} ({error.reason}); convert "
-                        "it, or leave it out"
+                        f"{path} is not UTF-8 text: byte {start - pending + error.start} in line {line} "
+                        f"({error.reason}); convert it, or leave it out"
                     ) from None
             start += len(piece)
+            line += piece.count(b"\n")
 
 
 @contextmanager
@@ -134,135 +134,149 @@ def text_file(path: str, digest: "hashlib._Hash", on_bytes_read: OnBytesRead) ->
     yield None
 
 
-def json_lines(
-    paths: list[str], field: str, source: str, digest: "hashlib._Hash", on_bytes_read: OnBytesRead
-) -> Stream:
-    """The text in `field` of each line. Raises ConfigError for a line that is no object, and a field in no row."""
+@dataclass(frozen=True)
+class Column:
+    """The column of a source that holds its documents."""
+
+    source: str
+    """The source, for error messages."""
+    name: str
+    """Name of the column."""
+    messages: bool
+    """Whether it holds conversations (`chat.conversation_text`), not text."""
+
+    @property
+    def setting(self) -> str:
+        """The setting with its name."""
+        return "data.messages_field" if self.messages else "data.text_field"
+
+    @property
+    def identity(self) -> str:
+        """The part of a fingerprint that says how to read the content."""
+        return f"\0{self.name}" + "\0messages" * self.messages
+
+    def text(self, where: object, row: dict[str, Any]) -> str | None:
+        """The document of a row; None or "" if it has none. Raises ConfigError, beginning with `where`."""
+        value = row.get(self.name)
+        if self.messages and value is not None:
+            if row.get("tools"):
+                raise ConfigError(f'{where}: "tools" are not rendered by Octavo: remove the field')
+            value = conversation_text(where, value)
+        if value is not None and not isinstance(value, str):
+            raise ConfigError(f'{where}: field "{self.name}" is not text but {type(value).__name__}')
+        if value:
+            _check_row(where, value)
+        return value
+
+
+def column_of(config: Data) -> Column:
+    """The column that `[data]` names."""
+    messages = config.format == "messages"
+    return Column(config.source, config.messages_field if messages else config.text_field, messages)
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of a file, for error messages."""
+
+    path: str
+    number: int
+    """Counted from 1, at byte `start`."""
+    start: int = 0
+    """Where the lines before it were not read."""
+
+    def __str__(self) -> str:
+        with reading(self.path), open(self.path, "rb") as file:
+            skipped, left = 0, self.start
+            while left and (piece := file.read(min(left, CHUNK))):
+                skipped, left = skipped + piece.count(b"\n"), left - len(piece)
+        return f"{self.path}, line {skipped + self.number}"
+
+
+def json_lines(paths: list[str], column: Column, digest: "hashlib._Hash", on_bytes_read: OnBytesRead) -> Stream:
+    """The document of each line of some files. Raises ConfigError as `json_documents`."""
+
+    def lines() -> Iterator[tuple[Line, bytes]]:
+        for path in paths:
+            with reading(path), io.BufferedReader(HashedFile(path, digest, on_bytes_read), CHUNK) as file:
+                yield from _lines(path, file)
+
+    return json_documents(lines(), column)
+
+
+def lines_between(path: str, start: int, stop: int) -> Iterator[tuple[Line, bytes]]:
+    """The lines of a file that begin at the bytes start … stop."""
+    with reading(path), open(path, "rb", buffering=CHUNK) as file:
+        if start:
+            file.seek(start - 1)
+            while (rest := file.readline(CHUNK)) and not rest.endswith(b"\n"):
+                pass
+        yield from _lines(path, file, file.tell(), stop)
+
+
+def json_documents(lines: Iterator[tuple[Line, bytes]], column: Column) -> Stream:
+    """The document of each line. Raises ConfigError for a line that is no object, and a field in no row."""
     fields: dict[str, None] = {}
     rows = 0
-    for path in paths:
-        with reading(path), io.BufferedReader(HashedFile(path, digest, on_bytes_read), CHUNK) as file:
-            for number, line in _lines(path, file):
-                row = _json_row(path, number, line)
-                rows += 1
-                if len(fields) < 1000:
-                    fields |= dict.fromkeys(row)
-                text = row.get(field)
-                if text is not None and not isinstance(text, str):
-                    raise ConfigError(f'{path}, line {number}: field "{field}" is not text but {type(text).__name__}')
-                if text:
-                    _check_row(f"{path}, line {number}", text)
-                    del line, row
-                    yield text
-                yield None
+    for where, line in lines:
+        row = _json_row(where, line)
+        rows += 1
+        if len(fields) < 1000:
+            fields |= dict.fromkeys(row)
+        if text := column.text(where, row):
+            del line, row
+            yield text
+        yield None
     if not rows:
-        raise ConfigError(f'data.source = "{source}" is empty: no rows')
-    if field not in fields:
-        raise no_field(source, field, fields)
+        raise NoSequencesError(f'data.source = "{column.source}" is empty: no rows')
+    if column.name not in fields:
+        raise no_field(column, fields)
 
 
-def _lines(path: str, file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
-    """Lines that are not blank, numbered from 1; LF, CRLF and CR end a line."""
-    number = 0
-    while line := file.readline(ROW_LIMIT + 2):
+def _lines(path: str, file: IO[bytes], start: int = 0, stop: int | None = None) -> Iterator[tuple[Line, bytes]]:
+    """Lines from `start`, where the file is, to those that begin before `stop`, without blank ones.
+
+    LF, CRLF and CR end a line.
+    """
+    number, position = 0, start
+    while (stop is None or position < stop) and (line := file.readline(ROW_LIMIT + 2)):
         if len(line) > ROW_LIMIT and not line.endswith(b"\n"):
-            raise ConfigError(f"{path}, line {number + 1} {_too_long()}")
-        if not number:
+            raise ConfigError(f"{Line(path, number + 1, start)} {too_long()}")
+        position += len(line)
+        if not number and not start:
             line = line.removeprefix(BOM)
         for part in line.removesuffix(b"\n").removesuffix(b"\r").split(b"\r"):
             number += 1
             if part.strip():
-                yield number, part
+                yield Line(path, number, start), part
 
 
-def _json_row(path: str, number: int, line: bytes) -> dict[str, Any]:
+def _json_row(where: Line, line: bytes) -> dict[str, Any]:
     try:
         row = json.loads(line.decode("utf-8"))
         reason = f"is no JSON object but {type(row).__name__}"
     except (ValueError, RecursionError) as error:
         row, reason = None, f"is not JSON ({getattr(error, 'msg', error)})"
     if not isinstance(row, dict):
-        raise ConfigError(f"{path} cannot be read: {path}, line {number} {reason}")
+        raise ConfigError(f"{where.path} cannot be read: {where} {reason}")
     return row
 
 
-def _check_row(where: str, text: str) -> None:
+def _check_row(where: object, text: str) -> None:
     try:
         size = len(text.encode("utf-8"))
     except UnicodeEncodeError as error:
         raise ConfigError(f"{where}: the text is not valid Unicode ({error.reason})") from None
     if size > ROW_LIMIT:
-        raise ConfigError(f"{where} {_too_long()}")
+        raise ConfigError(f"{where} {too_long()}")
 
 
-def _too_long() -> str:
+def too_long() -> str:
+    """The end of an error message about a row."""
     return (
         f"is longer than {ROW_LIMIT >> 20} MiB: cut it into several rows, or put the text into a .txt file, "
         "which is read in pieces"
     )
-
-
-def parquet_rows(path: str, field: str, source: str) -> Iterator[list[str | None]]:
-    """The text of a Parquet file, some rows at a time. Raises ConfigError if `field` is missing or not text."""
-    from pyarrow import parquet
-
-    with reading(path), parquet.ParquetFile(path, pre_buffer=False, buffer_size=CHUNK) as file:
-        check_column(source, field, file.schema_arrow)
-        size = sum(file.metadata.row_group(i).total_byte_size for i in range(file.num_row_groups))
-        mean = max(1, size // max(1, file.metadata.num_rows))
-        rows = max(1, min(BATCH_ROWS, CHUNK // mean))
-        first = 0
-        for batch in file.iter_batches(batch_size=rows, columns=[field], use_threads=False):
-            yield from _texts(path, first, batch.column(field))
-            first += len(batch)
-
-
-def arrow_rows(path: str, field: str, source: str, on_bytes_read: OnBytesRead) -> Iterator[list[str | None]]:
-    """The text of an Arrow stream, as `datasets` saves it, some rows at a time. Raises as `parquet_rows`."""
-    import pyarrow
-
-    with reading(path), open(path, "rb") as file:
-        if not os.fstat(file.fileno()).st_size:
-            raise ConfigError(f"{path} cannot be read: it is empty")
-        pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        stream = pyarrow.ipc.open_stream(pyarrow.py_buffer(pages))
-        check_column(source, field, stream.schema)
-        first = read = 0
-        for batch in stream:
-            column = batch.column(field)
-            for start in range(0, len(column), 1 << 16):
-                for texts in _texts(path, first + start, column.slice(start, 1 << 16)):
-                    size = sum(len(text) for text in texts if text)
-                    yield texts
-                    on_bytes_read(size)
-                    read += size
-                    if read > DROP_PAGES_AFTER and hasattr(pages, "madvise"):
-                        pages.madvise(mmap.MADV_DONTNEED)
-                        read = 0
-            first += len(column)
-
-
-def _texts(path: str, first: int, column: Any) -> Iterator[list[str | None]]:
-    """The rows of an Arrow array, about `CHUNK` bytes at a time."""
-    from pyarrow import compute
-
-    column.validate()
-    lengths = np.asarray(compute.fill_null(compute.binary_length(column), 0), dtype=np.int64)
-    if len(lengths) and (lengths.max() > ROW_LIMIT or lengths.min() < 0):
-        raise ConfigError(f"{path}, row {first + int(lengths.argmax())} (from 0) {_too_long()}")
-    ends = np.flatnonzero(np.diff(np.cumsum(lengths) // CHUNK)) + 1
-    for start, stop in zip([0, *ends], [*ends, len(column)], strict=True):
-        rows = column.slice(start, stop - start)
-        rows.validate(full=True)  # UTF-8 and every offset: a damaged file would read beyond its memory
-        yield rows.to_pylist()
-
-
-def hashed_rows(groups: Iterator[list[str | None]], lengths: "hashlib._Hash", texts: "hashlib._Hash") -> Stream:
-    """Rows as documents. Adds the length of each to one digest and its text to the other, however they are grouped."""
-    for group in groups:
-        lengths.update(np.array([-1 if text is None else len(text) for text in group], dtype="<i8").tobytes())
-        texts.update("".join(text for text in group if text).encode())
-        yield from rows_as_documents(group)
 
 
 def rows_as_documents(group: list[str | None]) -> Stream:
@@ -273,24 +287,12 @@ def rows_as_documents(group: list[str | None]) -> Stream:
         yield None
 
 
-def check_column(source: str, field: str, schema: Any) -> None:
-    """Raise ConfigError if an Arrow schema has not one column `field`, of strings."""
-    import pyarrow
-
-    if field not in schema.names:
-        raise no_field(source, field, schema.names)
-    if (columns := schema.names.count(field)) > 1:
-        raise ConfigError(f'"{source}" has {columns} columns "{field}": rename all but the one to read')
-    kind = schema.field(field).type
-    if kind not in (pyarrow.string(), pyarrow.large_string()):
-        raise ConfigError(f'field "{field}" of "{source}" is not text but {kind}')
-
-
-def no_field(source: str, field: str, fields: Collection[str]) -> ConfigError:
+def no_field(column: Column, fields: Collection[str]) -> ConfigError:
     """The error for a field that no row has."""
     names = ", ".join(list(fields)[:50]) or "none"
     return ConfigError(
-        f'"{source}" has no field "{field}"{nearest(field, fields)} (fields: {names}): set data.text_field'
+        f'"{column.source}" has no field "{column.name}"{nearest(column.name, fields)} (fields: {names}): set '
+        f"{column.setting}"
     )
 
 

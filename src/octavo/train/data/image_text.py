@@ -6,11 +6,13 @@ A row has one placeholder token for each feature of the image, where "<image>" i
     labels: ignored                             these
 
 Every turn of a human ends with a line break, every answer with the end token. Answers alone are targets. Rows are
-padded on the right to the length of the run, which a causal model never sees. Every fifth record is held out.
+padded on the right to the length of the run, which a causal model never sees. Every fifth image is held out, with all
+of its records.
 """
 
 import hashlib
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,10 +76,11 @@ class ImageText:
         tokenizer: The tokenizer.
         fingerprint: Hash of images, tokens and their labels.
         skipped: Number of files left out: none.
+        training: Number of records to train on.
         held_out: Number of held-out records.
 
     Raises:
-        ConfigError: For a record that is longer than a row.
+        ConfigError: For a record that is longer than a row, or has the token of images in its text.
     """
 
     skipped = 0
@@ -98,6 +101,12 @@ class ImageText:
                 f"{everything[longest].name} has {needed} tokens, {placeholder.count} of them the image's; set it to "
                 f"{needed}, or shorten the records"
             )
+        for record, (ids, _) in zip(everything, rows, strict=True):
+            if (extra := ids.count(placeholder.id) - placeholder.count) > 0:
+                raise ConfigError(
+                    f"{record.name} has the token {placeholder.id} {extra} times in its text, and it is the model's "
+                    "placeholder of images: set image_token_index to an id that text does not have"
+                )
         self._inputs = np.full((len(rows), length), tokenizer.end_id, dtype=np.int64)
         self._targets = np.full((len(rows), length), IGNORE, dtype=np.int64)
         for row, (ids, labels) in enumerate(rows):
@@ -106,7 +115,7 @@ class ImageText:
         digest = hashlib.sha256(f"image-text 1\0{images.fingerprint}\0{self._image_of}\0{length}\0".encode())
         digest.update(self._inputs.tobytes() + self._targets.tobytes())
         self.fingerprint = digest.hexdigest()
-        self._training, self.held_out = len(training), len(held_out)
+        self.training, self.held_out = len(training), len(held_out)
         self._order = EpochOrder(len(training), shuffle=shuffle)
 
     def batch(self, seed: int, step: int, size: int) -> tuple[Mapping[str, Tensor], Tensor]:
@@ -115,7 +124,7 @@ class ImageText:
 
     def held_out_rows(self, first: int, size: int) -> tuple[Mapping[str, Tensor], Tensor]:
         """Up to `size` held-out records from number `first` on."""
-        return self.rows(range(self._training + first, self._training + min(first + size, self.held_out)))
+        return self.rows(range(self.training + first, self.training + min(first + size, self.held_out)))
 
     def rows(self, numbers: Sequence[int]) -> tuple[Mapping[str, Tensor], Tensor]:
         """Some records, with B rows of S tokens.
@@ -150,7 +159,7 @@ def _tokens(record: Record, tokenizer: TextTokenizer, placeholder: Tokens) -> tu
 def digit_records() -> tuple[list[Record], list[Record]]:
     """Records of the digits: to train on, one for each image and caption; held out, one for each image."""
     _, labels = read_digits()
-    training, held_out = split(len(labels))
+    training, held_out = split(range(len(labels)))
 
     def record(number: int, caption: int) -> Record:
         digit = int(labels[number])
@@ -171,22 +180,29 @@ def read_records(path: Path, folder: Path) -> tuple[list[Record], list[Path]]:
     Returns the records and their images, below `folder`.
 
     Raises:
-        ConfigError: For a file that is not JSON, and a record without a field or with another value in it; names the
-            record and the field.
+        ConfigError: For a file that is not JSON, a record without a field or with another value in it, and an image
+            outside the folder; names the record and the field.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ConfigError(f"data.source = {path} cannot be read: {error.strerror or error}") from None
     except ValueError as error:
         raise ConfigError(f"data.source = {path} is not JSON: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"data.source = {path} is not LLaVA's JSON: it is nested too deeply") from None
     if not isinstance(content, list) or not content:
         raise ConfigError(f"data.source = {path}: expected a list of records in LLaVA's JSON, and at least one")
     records, paths = [], []
     for number, fields in enumerate(content):
         name = f"record {number} of {path.name}"
         records.append(Record(number, tuple(_turns(fields, name)), name))
-        paths.append(folder / _field(fields, "image", str, name))
+        image = _field(fields, "image", str, name)
+        paths.append(Path(os.path.abspath(folder / image)))  # without ..
+        if not paths[-1].is_relative_to(os.path.abspath(folder)):
+            raise ConfigError(
+                f'{name}: "image" is {image!r}, outside of {folder}: set data.images to a folder that has all of them'
+            )
     return records, paths
 
 
@@ -219,4 +235,8 @@ def _field(fields: Any, key: str, kind: Any, name: str) -> Any:
         raise ConfigError(f'{name} has no field "{key}"; it has {", ".join(map(repr, fields)) or "none"}')
     if not isinstance(fields[key], kind):
         raise ConfigError(f'{name}: "{key}" should be {noun}, got {fields[key]!r:.80}')
+    try:
+        str(fields[key]).encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(f'{name}: "{key}" is not valid Unicode ({error.reason}): {fields[key]!r:.80}') from None
     return fields[key]

@@ -1,11 +1,12 @@
 """Images of a run as pixels in [-1, 1]: those of files, read with Pillow, and scikit-learn's digits.
 
 Every image has the shape that the model takes. Files are decoded when they are needed; at the start of a run each is
-decoded once, so that a damaged one is an error then, and its bytes are hashed.
+decoded once, so that a damaged one is an error then, and its bytes are hashed. Of an animation the first frame counts,
+and transparency is dropped, as in torchvision and LLaVA.
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,7 +27,7 @@ INSTALL = "pip install 'octavo[images]'"
 LARGEST_DIGIT = 16.0
 """Largest value of a pixel of a digit."""
 HELD_OUT = 5
-"""Each example of which the number is this many times k, less one, is held out."""
+"""Each image of which the number is this many times k, less one, is held out."""
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 """Files of an image folder."""
 
@@ -55,21 +56,31 @@ class Images(Protocol):
     fingerprint: str
     """Hash of their content."""
 
+    @property
+    def contents(self) -> Sequence[Hashable]:
+        """What tells one image from another, by number."""
+
     def pixels(self, numbers: Sequence[int]) -> Tensor:
         """Some images: fp32 [N, C, H, W] in [-1, 1]."""
 
 
-def split(count: int) -> tuple[list[int], list[int]]:
-    """The numbers of `count` examples to train on, and those of the held-out ones."""
-    held_out = range(HELD_OUT - 1, count, HELD_OUT)
-    return [number for number in range(count) if number % HELD_OUT != HELD_OUT - 1], list(held_out)
+def split(contents: Sequence[Hashable]) -> tuple[list[int], list[int]]:
+    """The numbers of the examples to train on, and those of the held-out ones: of every fifth image.
+
+    Examples of one image are on the same side. `contents`: of the image of each example, as in `Images`.
+    """
+    images: dict[Hashable, int] = {}
+    order = [images.setdefault(content, len(images)) for content in contents]
+    held_out = [image % HELD_OUT == HELD_OUT - 1 for image in order]
+    numbers = range(len(order))
+    return [n for n in numbers if not held_out[n]], [n for n in numbers if held_out[n]]
 
 
 def check_count(count: int, batch: int, source: str) -> None:
     """Raise ConfigError for fewer examples to train on than a batch has."""
     if count < batch:
         raise ConfigError(
-            f"data.source = {source} has {count} examples to train on (every fifth is held out), fewer than "
+            f"data.source = {source} has {count} examples to train on (every fifth image is held out), fewer than "
             f"optim.batch = {batch}: lower optim.batch, or give more data"
         )
 
@@ -96,7 +107,7 @@ class DigitImages:
     def __init__(self, pixels: np.ndarray, shape: ImageShape) -> None:
         digest = hashlib.sha256(f"digits 1 {shape}\0".encode())
         digest.update(np.ascontiguousarray(pixels).tobytes())
-        self.fingerprint = digest.hexdigest()
+        self.fingerprint, self.contents = digest.hexdigest(), range(len(pixels))
         self._shape = shape
         self._pixels = torch.from_numpy(pixels.astype(np.float32) / LARGEST_DIGIT * 2 - 1).unsqueeze(1)
 
@@ -108,18 +119,32 @@ class DigitImages:
         return pixels.expand(-1, self._shape.channels, -1, -1).contiguous()
 
 
+def hash_files(paths: Sequence[Path]) -> list[bytes]:
+    """The SHA-256 of each file. Raises ConfigError for one that cannot be read."""
+    digests = {}
+    for path in dict.fromkeys(paths):
+        try:
+            digests[path] = hashlib.sha256(path.read_bytes()).digest()
+        except OSError as error:
+            raise ConfigError(f"the image {path} cannot be read: {error.strerror or error}") from None
+        except ValueError as error:  # a path with a NUL
+            raise ConfigError(f"the image {str(path)!r} cannot be read: {error}") from None
+    return [digests[path] for path in paths]
+
+
 class ImageFiles:
     """Images of files, resized (bicubic) to a shape: three channels are RGB, one is grey.
 
     Args:
         paths: The files.
+        contents: What `hash_files` returns for them.
         shape: What the model takes.
 
     Raises:
         ConfigError: For a file that cannot be read or does not decode, and without Pillow.
     """
 
-    def __init__(self, paths: Sequence[Path], shape: ImageShape) -> None:
+    def __init__(self, paths: Sequence[Path], contents: Sequence[bytes], shape: ImageShape) -> None:
         if shape.channels not in (1, 3):
             raise ConfigError(f"the model takes images of {shape.channels} channels; files have 1 (grey) or 3 (RGB)")
         try:
@@ -127,15 +152,12 @@ class ImageFiles:
         except ImportError as error:
             raise ConfigError(f"images are read with Pillow, which cannot be imported ({error}): pip install pillow") \
                 from None  # fmt: skip
-        self._paths, self._shape = list(paths), shape
-        digest = hashlib.sha256(f"image files 1 {shape}\0".encode())
-        for path in dict.fromkeys(self._paths):
-            try:
-                digest.update(hashlib.sha256(path.read_bytes()).digest())
-            except OSError as error:
-                raise ConfigError(f"the image {path} cannot be read: {error.strerror or error}") from None
-            self._decode(path)
+        self._paths, self._shape, self.contents = list(paths), shape, list(contents)
+        digest = hashlib.sha256(f"image files 2 {shape}\0".encode())
+        digest.update(b"".join(self.contents))  # of all numbers: which has which file matters
         self.fingerprint = digest.hexdigest()
+        for path in dict.fromkeys(self._paths):
+            self._decode(path)
 
     def pixels(self, numbers: Sequence[int]) -> Tensor:
         """fp32 [N, C, H, W] in [-1, 1]."""
@@ -144,15 +166,31 @@ class ImageFiles:
 
     def _decode(self, path: Path) -> np.ndarray:
         """uint8 [H, W, C]."""
-        from PIL import Image
+        from PIL import Image, ImageOps
 
         try:
             with Image.open(path) as image:
-                mode = "RGB" if self._shape.channels == 3 else "L"
-                resized: Any = image.convert(mode).resize(
+                upright = _in_8_bits(ImageOps.exif_transpose(image), str(image.format))
+                if upright.mode == "P" and isinstance(upright.info.get("transparency"), bytes):
+                    upright = upright.convert("RGBA")  # Pillow warns otherwise; the colours are the same
+                resized: Any = upright.convert("RGB" if self._shape.channels == 3 else "L").resize(
                     (self._shape.width, self._shape.height), Image.Resampling.BICUBIC
                 )
         except Exception as error:  # of no common type: each decoder fails in its own way
             reason = " ".join(str(error).split()) or type(error).__name__
             raise ConfigError(f"the image {path} does not decode: {reason}") from None
         return np.asarray(resized).reshape(self._shape.height, self._shape.width, self._shape.channels)
+
+
+def _in_8_bits(image: Any, file_format: str) -> Any:
+    """The image; if it is grey in 16 bits, its upper eight, which Pillow would clip at 255 instead.
+
+    Raises ValueError for 32 bits, of which white may be any number.
+    """
+    from PIL import Image
+
+    if image.mode.startswith("I;16") or (image.mode == "I" and file_format == "PNG"):  # PNG has 16 bits at most
+        return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    if image.mode in ("I", "F"):
+        raise ValueError(f"its pixels have 32 bits (mode {image.mode}), of any range: convert it to 8 or 16 bits")
+    return image

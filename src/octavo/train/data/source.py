@@ -13,18 +13,17 @@ import hashlib
 import json
 import os
 import sysconfig
-from collections import Counter
-from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from octavo.train.config.data_section import Data
 from octavo.train.config.run_config import ConfigError
-from octavo.train.config.sections import Data, expand
-from octavo.train.data import documents, hf_datasets
-from octavo.train.data.documents import OnBytesRead, Stream
+from octavo.train.config.sections import expand
+from octavo.train.data import arrow_files, chat, docstrings, documents, hf_datasets
+from octavo.train.data.documents import OnBytesRead, Stream, column_of
+from octavo.train.data.files import files_below, files_of_split, matches, suffix_counts
 
 STDLIB = hf_datasets.STDLIB
 SUFFIXES = (".txt", ".jsonl", ".parquet")
@@ -50,6 +49,17 @@ class Source:
     """A note on ignored files of the folder; empty if there are none."""
     without_text: str = ""
     """The note on documents without text, after their number; empty if they need none."""
+    files: Mapping[str, list[Any]] = field(default_factory=dict)
+    """Size in bytes and digest of each file by name, to name the one that changed before a resume."""
+    is_part: bool = False
+    """Whether it is a chunk of a streamed source."""
+    messages: bool = False
+    """Whether documents are conversations (`chat.conversation_text`)."""
+
+    def plain_text(self, scratch: Path) -> Stream:
+        """The documents as text, of conversations the contents of the messages."""
+        stream = self.read(scratch)
+        return chat.contents(stream) if self.messages else stream
 
 
 def open_source(config: Data, on_bytes_read: OnBytesRead) -> Source:
@@ -57,16 +67,42 @@ def open_source(config: Data, on_bytes_read: OnBytesRead) -> Source:
 
     Raises ConfigError if there is no data, it is not text, or it has no split `data.split`.
     """
+    source = _open(config, on_bytes_read)
+    return replace(source, messages=config.format == "messages")
+
+
+def streamed_files(config: Data) -> tuple[list[str], str]:
+    """The files of a source that is streamed, and their kind. Raises ConfigError for other sources."""
     path = expand(config.source)
-    if config.source == STDLIB:
+    if path.is_dir() and not any((path / name).is_file() for name in ("dataset_dict.json", "state.json")):
+        files = files_below(path)
+        kinds = {documents.suffix(file) for file in files}.intersection(SUFFIXES)
+        if len(kinds) == 1:
+            kind = kinds.pop()
+            return files_of_split(config, path, [file for file in files if documents.suffix(file) == kind]), kind
+    elif (suffix := documents.suffix(path)) in SUFFIXES:
+        _refuse_split(config, "files have")
+        return matches(config, str(path)), suffix
+    raise ConfigError(
+        f'data.source = "{config.source}" cannot be streamed: data.streaming takes files of one kind '
+        f"({', '.join(SUFFIXES)}), as a pattern or a folder; leave data.streaming out for other sources"
+    )
+
+
+def _open(config: Data, on_bytes_read: OnBytesRead) -> Source:
+    path = expand(config.source)
+    if config.source in (STDLIB, docstrings.SOURCE):
         _refuse_split(config, "the standard library has")
-        return _standard_library(Path(sysconfig.get_paths()["stdlib"]))
+        expected = "text" if config.source == STDLIB else "messages"
+        if config.format != expected:
+            raise ConfigError(f'data.source = "{config.source}" has {expected}: set data.format = "{expected}"')
+        return _standard_library(config.source, Path(sysconfig.get_paths()["stdlib"]))
     if path.is_dir():
         return _open_folder(config, path, on_bytes_read)
     suffix = documents.suffix(path)
     if suffix in SUFFIXES:
         _refuse_split(config, "files have")
-        return _open_files(config, _matches(config, str(path)), suffix, on_bytes_read)
+        return _open_files(config, matches(config, str(path)), suffix, on_bytes_read)
     if suffix in COMPRESSED:
         raise ConfigError(f'data.source = "{config.source}": compressed files are not read: decompress them first')
     if path.is_file() or glob.has_magic(config.source):
@@ -86,12 +122,13 @@ def _refuse_split(config: Data, what: str) -> None:
         )
 
 
-def _standard_library(root: Path) -> Source:
+def _standard_library(source: str, root: Path) -> Source:
+    """The modules of the standard library, or the conversations about their docstrings."""
     paths = (path.relative_to(root) for path in root.rglob("*.py"))
     names = sorted(name.as_posix() for name in paths if not NOT_SOURCE.intersection(name.parts))
     skipped = 0
 
-    def texts(digest: "hashlib._Hash") -> Stream:
+    def texts(digest: "hashlib._Hash", parse: bool = True) -> Stream:
         nonlocal skipped
         skipped = 0
         for name in names:
@@ -103,16 +140,20 @@ def _standard_library(root: Path) -> Source:
                 skipped += 1
                 continue
             digest.update(f"{name}\0{len(content)}\0".encode() + content)
-            yield from documents.rows_as_documents([text])
+            if source == STDLIB:
+                yield from documents.rows_as_documents([text])
+            elif parse:
+                yield from documents.rows_as_documents(docstrings.conversations(name, text))
 
-    digest = hashlib.sha256()
-    for _ in texts(digest):
+    seed = b"" if source == STDLIB else docstrings.VERSION
+    digest = hashlib.sha256(seed)
+    for _ in texts(digest, parse=False):
         pass
     fingerprint = digest.hexdigest()
     return Source(
         fingerprint=fingerprint,
         skipped=skipped,
-        read=lambda _: _check_unchanged(STDLIB, fingerprint, hashlib.sha256(), texts),
+        read=lambda _: _check_unchanged(source, fingerprint, hashlib.sha256(seed), texts),
     )
 
 
@@ -125,44 +166,29 @@ def _check_unchanged(
         raise ConfigError(f'data.source = "{source}" changed while it was read: start again once nothing writes to it')
 
 
-def _matches(config: Data, pattern: str) -> list[str]:
-    """The files of a glob, sorted. A file reached by several paths through linked folders counts once."""
-    paths = [pattern] if Path(pattern).is_file() else sorted(glob.glob(pattern, recursive=True))  # [ ] may be literal
-    real = lru_cache(maxsize=None)(os.path.realpath)
-    files: dict[tuple[str, str], str] = {}
-    for path in paths:
-        _check_link(path)
-        if os.path.isfile(path):
-            files.setdefault((real(os.path.dirname(path)), os.path.basename(path)), path)
-    if not files:
-        raise ConfigError(f'data.source = "{config.source}" matches no file (relative to {Path.cwd()})')
-    return list(files.values())
-
-
-def _check_link(path: str) -> None:
-    if not os.path.exists(path) and os.path.islink(path):
-        raise ConfigError(f"{path} cannot be read: it is a link to {os.readlink(path)}, which does not exist")
-
-
 def _open_files(
     config: Data, paths: list[str], suffix: str, on_bytes_read: OnBytesRead, skipped_files: str = ""
 ) -> Source:
-    column = "" if suffix == ".txt" else f"\0{config.text_field}"
-    seed = f"{suffix}{column}".encode()
+    column = column_of(config)
+    if column.messages and suffix == ".txt":
+        raise ConfigError(f'data.source = "{config.source}": .txt files have no messages: give .jsonl or .parquet')
+    seed = f"{suffix}{'' if suffix == '.txt' else column.identity}".encode()
     digest = hashlib.sha256(seed)
+    files: dict[str, list[Any]] = {}
     for path in paths:
         documents.hash_file(path, digest, on_bytes_read, kind=suffix)
+        files[path] = [os.path.getsize(path), digest.hexdigest()[:16]]  # that of the files up to this one
     fingerprint = digest.hexdigest()
 
     def texts(digest: "hashlib._Hash") -> Stream:
         if suffix == ".jsonl":
-            yield from documents.json_lines(paths, config.text_field, config.source, digest, on_bytes_read)
+            yield from documents.json_lines(paths, column, digest, on_bytes_read)
             return
         for path in paths:
             if suffix == ".txt":
                 yield from documents.text_file(path, digest, on_bytes_read)
                 continue
-            for group in documents.parquet_rows(path, config.text_field, config.source):
+            for group in arrow_files.parquet_rows(path, column):
                 yield from documents.rows_as_documents(group)
             documents.hash_file(path, digest, on_bytes_read, kind=suffix)
 
@@ -172,11 +198,14 @@ def _open_files(
         read=lambda _: _check_unchanged(config.source, fingerprint, hashlib.sha256(seed), texts),
         skipped_files=skipped_files,
         without_text=without_text,
+        files=files,
     )
 
 
 def _rows_without_text(config: Data) -> str:
-    return f'rows have no text in field "{config.text_field}" (missing, null or empty)'
+    column = column_of(config)
+    what = "messages" if column.messages else "text"
+    return f'rows have no {what} in field "{column.name}" (missing, null or empty)'
 
 
 def _open_folder(config: Data, path: Path, on_bytes_read: OnBytesRead) -> Source:
@@ -190,7 +219,7 @@ def _open_folder(config: Data, path: Path, on_bytes_read: OnBytesRead) -> Source
         if config.split not in ("train", _read_manifest(path / "state.json", "_data_files").get("_split")):
             _refuse_split(config, "a saved data set that is not a DatasetDict has")
         return _open_saved(config, path, on_bytes_read)
-    files = _files_below(path)
+    files = files_below(path)
     kinds = {documents.suffix(file) for file in files if os.path.basename(file) not in METADATA}
     usable = sorted(kinds.intersection(documents.FILE_KINDS))
     if _has_configs(path / "README.md") or (len(usable) == 1 and usable[0] not in SUFFIXES):
@@ -199,67 +228,13 @@ def _open_folder(config: Data, path: Path, on_bytes_read: OnBytesRead) -> Source
         kind = next((kind for kind in usable if kind in SUFFIXES), SUFFIXES[0])
         raise ConfigError(
             f'data.source = "{config.source}" {"is a folder of several kinds" if usable else "holds nothing to read"}: '
-            f'{_contents(files)}; give files of one kind with a pattern, as "{path}/**/*{kind}", or a folder that '
+            f'{suffix_counts(files)}; give files of one kind with a pattern, as "{path}/**/*{kind}", or a folder that '
             "save_to_disk wrote; compressed files have to be decompressed"
         )
-    chosen = _files_of_split(config, path, [file for file in files if documents.suffix(file) == usable[0]])
+    chosen = files_of_split(config, path, [file for file in files if documents.suffix(file) == usable[0]])
     rest = sorted(set(files) - set(chosen))
-    skipped_files = f'{len(rest)} of {len(files)} files in "{config.source}" are left out: {_contents(rest)}'
+    skipped_files = f'{len(rest)} of {len(files)} files in "{config.source}" are left out: {suffix_counts(rest)}'
     return _open_files(config, chosen, usable[0], on_bytes_read, skipped_files if rest else "")
-
-
-def _contents(files: list[str]) -> str:
-    """Counts by suffix, as "3 .csv, 1 .md"."""
-    counts = Counter(documents.suffix(file) or "without a suffix" for file in files)
-    return ", ".join(f"{count} {kind}" for kind, count in counts.most_common(20)) or "no files"
-
-
-def _files_below(folder: Path) -> list[str]:
-    """The files below a folder, sorted, without hidden ones; a linked folder is read once."""
-
-    def unreadable(error: OSError) -> None:
-        raise ConfigError(f"{error.filename} cannot be read: {error.strerror}") from None
-
-    paths: list[str] = []
-    visited = set()
-    for root, folders, names in os.walk(folder, onerror=unreadable, followlinks=True):
-        if (real := os.path.realpath(root)) in visited:
-            folders.clear()
-            continue
-        visited.add(real)
-        folders[:] = sorted(name for name in folders if not name.startswith((".", "__")))
-        paths += [os.path.join(root, name) for name in names if not name.startswith(".")]
-    for path in paths:
-        _check_link(path)
-    return sorted(path for path in paths if os.path.isfile(path))
-
-
-def _files_of_split(config: Data, folder: Path, files: list[str]) -> list[str]:
-    """The files whose names belong to `data.split`; if no name has a split, all are "train".
-
-    The patterns are those of `datasets`, as "train-00000-of-00002.parquet", "test.jsonl", "validation/a.txt".
-    """
-    from datasets.data_files import EmptyDatasetError, get_data_patterns, resolve_pattern
-
-    base = glob.escape(str(folder.resolve()))
-    real = {os.path.realpath(file): file for file in files}
-    splits: dict[str, set[str]] = {}
-    with hf_datasets.no_progress_bars():
-        try:
-            patterns = get_data_patterns(base)
-        except EmptyDatasetError:
-            patterns = {}
-        for split, names in patterns.items():
-            paths = set()
-            for name in names:
-                with suppress(FileNotFoundError):  # one pattern of several
-                    paths |= {os.path.realpath(path) for path in resolve_pattern(name, base)}
-            if names != ["**"] and (members := paths.intersection(real)):
-                splits[str(split)] = {real[path] for path in members}
-    splits = splits or {"train": set(files)}
-    if config.split not in splits:
-        raise documents.no_split(config.source, config.split, splits)
-    return [path for path in files if path in splits[config.split]]
 
 
 def _has_configs(readme: Path) -> bool:
@@ -302,8 +277,8 @@ def _open_arrow(
     def texts(lengths: "hashlib._Hash", scratch: Path) -> Stream:
         content = hashlib.sha256()
         for path in prepare(scratch):
-            groups = documents.arrow_rows(path, config.text_field, config.source, on_bytes_read)
-            yield from documents.hashed_rows(groups, lengths, content)
+            groups = arrow_files.arrow_rows(path, column_of(config), on_bytes_read)
+            yield from arrow_files.hashed_rows(groups, lengths, content)
         lengths.update(content.digest())
 
     def reread(scratch: Path) -> Stream:
@@ -328,8 +303,8 @@ def _open_prepared(config: Data, folder: Path, on_bytes_read: OnBytesRead) -> So
 
     def fingerprint() -> str:
         subset = config.source.partition(":")[2] if not expand(config.source).is_dir() else ""
-        digest = hashlib.sha256(f"folder\0{subset}\0{config.split}\0{config.text_field}".encode())
-        for path in sorted({*_files_below(folder), *hf_datasets.files(config, folder)}):
+        digest = hashlib.sha256(f"folder\0{subset}\0{config.split}{column_of(config).identity}".encode())
+        for path in sorted({*files_below(folder), *hf_datasets.files(config, folder)}):
             if documents.suffix(path) in COMPRESSED:
                 raise ConfigError(f"{path} is compressed, and compressed files are not read: decompress it first")
             if documents.suffix(path) in documents.FILE_KINDS and Path(path).suffix not in documents.FILE_KINDS:

@@ -1,14 +1,13 @@
 """Tokenized documents in a cache folder: tokenize once into flat files, and open them again.
 
-    ids.bin         the ids of all documents, each followed by the end-of-document token
+    ids.bin         the ids of all documents; text is followed by the end-of-document token
+    targets.bin     which ids are targets, of conversations with a loss on the assistant
     documents.bin   for each document where it ends in ids.bin, and a hash of its text (`DOCUMENT`)
     facts.json      counts, and the dtype of the ids
     tokenizer.json  digests.json
 
-The files are memory-mapped, so memory does not grow with the number of tokens.
-
-Documents are streamed: about `BATCH_BYTES` bytes of text are encoded at a time, because a tokenizer takes one to two
-hundred bytes of memory per byte. Sampling text to train a BPE takes two passes over the data.
+The files are memory-mapped, so memory does not grow with the number of tokens. Sampling text to train a BPE takes two
+passes over the data.
 
 The cache folder holds one directory per (content, vocabulary or tokenizer). It is written under a temporary name,
 synced and renamed, so a killed process leaves no entry that looks complete. The digests of its files are checked
@@ -23,30 +22,31 @@ import shutil
 import tempfile
 import time
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import tokenizers
 
+from octavo.train.config.data_section import Data
 from octavo.train.config.run_config import ConfigError
-from octavo.train.config.sections import Data, expand
+from octavo.train.config.sections import expand
+from octavo.train.data.chat import Chat, chat_template
+from octavo.train.data.chat import fingerprint as chat_fingerprint
 from octavo.train.data.documents import OnBytesRead, Stream
+from octavo.train.data.encoding import DOCUMENT, TARGETS_FILE, tokenize
+from octavo.train.data.sequences import NoSequencesError
 from octavo.train.data.source import Source, open_source
 from octavo.train.data.tokenizer import SAMPLE_CHARACTERS, TextTokenizer, train_tokenizer
 from octavo.train.disk import lock, sync
-from octavo.train.record.metrics import Progress
+from octavo.train.record.progress import Progress
 
 FORMAT_VERSION = "1"
 """Part of every fingerprint; changes with the ids that a text gives."""
-BATCH_BYTES = 1 << 20
-"""UTF-8 bytes encoded at once; the tokenizer takes 100 to 200 bytes of memory for each."""
-PIECE_BYTES = 2 << 20
-"""Longest piece in UTF-8 bytes; it cuts text of more than two bytes a character below `PIECE_CHARACTERS`."""
-BATCH_PIECES = 4096
-PIECE_CHARACTERS = 1 << 20
-"""Longest piece of a document in characters, cut after a line break if there is one."""
 MAX_CANDIDATES = 1 << 23
 """Most documents to draw the sample for the BPE from; of more, only each second, fourth, … counts."""
 BUILDING = ".building-"
@@ -56,11 +56,12 @@ ABANDONED_AFTER = 24 * 3600.0
 ENTRY_FILES = ("facts.json", "ids.bin", "documents.bin", "tokenizer.json")
 LAYOUT = "-2"
 """Ends the name of an entry; changes with its files."""
-DOCUMENT = np.dtype([("end", "<i8"), ("hash", "<u8")])
-"""A document: the index after its end token in the ids, and the BLAKE2b of its text as a 64-bit number."""
 DIGESTS = "digests.json"
 REPORT_SECONDS = 10.0
 """Seconds between two progress reports."""
+
+
+NO_FILES: Mapping[str, list[Any]] = MappingProxyType({})
 
 
 class TokenizedText:
@@ -68,23 +69,36 @@ class TokenizedText:
 
     Attributes:
         tokenizer: The tokenizer of the ids.
+        folder: The entry.
+        digest: Digest of the ids.
         fingerprint: Hash of the content and the tokenizer.
+        files: Size and digest of each file of the source by name, as `Source.files`.
         skipped: Number of files left out because they are not UTF-8.
         ids: Ids of all documents, each with its end token: uint16 or uint32 [tokens].
         ends: Where each document ends in `ids`: int64 [documents].
         hashes: A hash of the text of each document: uint64 [documents].
+        targets: Which ids are targets: uint8 [tokens]; None if all are.
+        target_count: How many are.
     """
 
-    def __init__(self, folder: Path, tokenizer: TextTokenizer, fingerprint: str) -> None:
+    def __init__(
+        self, folder: Path, tokenizer: TextTokenizer, fingerprint: str, files: Mapping[str, list[Any]] = NO_FILES
+    ) -> None:
         facts = json.loads((folder / "facts.json").read_text(encoding="utf-8"))
         self.tokenizer = tokenizer
-        self.fingerprint = fingerprint
+        self.folder, self.fingerprint = folder, fingerprint
+        self.digest: str = json.loads((folder / DIGESTS).read_text(encoding="utf-8"))["ids.bin"]
+        self.files = dict(files)
         self.skipped: int = facts["skipped"]
         self._empty: int = facts["without_text"]
         self.ids: np.ndarray = np.memmap(folder / "ids.bin", dtype=facts["dtype"], mode="r", shape=(facts["tokens"],))
         rows = np.memmap(folder / "documents.bin", dtype=DOCUMENT, mode="r", shape=(facts["documents"],))
         self.ends: np.ndarray = rows["end"]
         self.hashes: np.ndarray = rows["hash"]
+        self.targets: np.ndarray | None = None
+        if facts.get("masked"):
+            self.targets = np.memmap(folder / TARGETS_FILE, dtype=np.uint8, mode="r", shape=(facts["tokens"],))
+        self.target_count: int = facts.get("targets", facts["tokens"])
 
     def without_text(self, what: str) -> str:
         """A sentence about documents without text; empty if there are none."""
@@ -117,20 +131,32 @@ def open_tokens(
 
     `pretrained`: the tokenizer; None to train a BPE on the documents.
     """
+    template = chat_template(data, pretrained) if data.format == "messages" else None
     meter.stage("reading the data")
-    source = open_source(data, meter)
-    vocabulary = pretrained.fingerprint if pretrained else f"bpe {data.vocab_size}"
-    fingerprint = hashlib.sha256("\0".join((FORMAT_VERSION, source.fingerprint, vocabulary)).encode()).hexdigest()
-    cache = expand(data.cache)
+    return open_entry(data, open_source(data, meter), template, expand(data.cache), meter, progress, pretrained)
+
+
+def open_entry(
+    data: Data, source: Source, template: str | None, cache: Path, meter: ReadProgress, progress: Progress,
+    pretrained: TextTokenizer | None,
+) -> TokenizedText:  # fmt: skip
+    """The tokenized documents of `source`, in the folder `cache`. `template`: the chat template of conversations."""
+    identity = [FORMAT_VERSION, source.fingerprint, pretrained.fingerprint if pretrained else f"bpe {data.vocab_size}"]
+    if template is not None:
+        identity.append(chat_fingerprint(template, data.loss_on))
+    fingerprint = hashlib.sha256("\0".join(identity).encode()).hexdigest()
     folder = cache / f"{fingerprint[:24]}{LAYOUT}"
     if _damage(folder, fingerprint, meter):
         try:
             cache.mkdir(parents=True, exist_ok=True)
             with _exclusive(folder, progress):
-                _build_entry(folder, fingerprint, source, pretrained, data, meter, progress)
+                _build_entry(folder, fingerprint, source, template, pretrained, data, meter, progress)
         except OSError as error:
             raise ConfigError(f"data.cache = {data.cache} cannot be written: {error.strerror or error}") from None
-    tokens = TokenizedText(folder, pretrained or _cached_tokenizer(folder), fingerprint)
+    tokenizer = pretrained or _cached_tokenizer(folder)
+    if template is not None:
+        tokenizer = replace(tokenizer, chat_template=template)
+    tokens = TokenizedText(folder, tokenizer, fingerprint, source.files)
     for note in (source.skipped_files, source.without_text and tokens.without_text(source.without_text)):
         if note:
             progress.note(note)
@@ -141,6 +167,7 @@ def _build_entry(
     folder: Path,
     fingerprint: str,
     source: Source,
+    template: str | None,
     pretrained: TextTokenizer | None,
     config: Data,
     meter: ReadProgress,
@@ -157,7 +184,7 @@ def _build_entry(
             progress.note(f"{folder} is damaged ({damage}): rebuilding it")
             folder.rename(scratch / "damaged")
         (scratch / "entry").mkdir()
-        _build(scratch, source, pretrained, config, meter)
+        _build(scratch, source, template, pretrained, config, meter)
         _write_digests(scratch / "entry", fingerprint)
         _publish(scratch / "entry", folder)
     finally:
@@ -185,54 +212,37 @@ def _exclusive(folder: Path, progress: Progress) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _build(scratch: Path, source: Source, pretrained: TextTokenizer | None, config: Data, meter: ReadProgress) -> None:
+def train_on(streams: Callable[[], Stream], vocab_size: int, meter: ReadProgress) -> TextTokenizer:
+    """Train a BPE on a sample of documents. `streams` is called twice."""
+    meter.stage("training the tokenizer")
+    return train_tokenizer(_sample(streams), vocab_size)
+
+
+def _build(
+    scratch: Path, source: Source, template: str | None, pretrained: TextTokenizer | None, config: Data,
+    meter: ReadProgress,
+) -> None:  # fmt: skip
     folder = scratch / "entry"
-    tokenizer = pretrained
-    if tokenizer is None:
-        meter.stage("training the tokenizer")
-        tokenizer = train_tokenizer(_sample(lambda: source.read(scratch)), config.vocab_size)
+    tokenizer = pretrained or train_on(lambda: source.plain_text(scratch), config.vocab_size, meter)
     meter.stage("tokenizing")
-    counts = _tokenize(folder, source.read(scratch), tokenizer)
+    encoder = tokenizer if template is None else Chat(tokenizer, template, config.loss_on)
+    counts: dict[str, Any] = tokenize(folder, source.read(scratch), encoder)
     if not counts["documents"]:
-        raise ConfigError(
+        raise NoSequencesError(
             f'data.source = "{config.source}" is empty: {counts["without_text"]} documents, none with text'
         )
-    tokenizer.backend.save(str(folder / "tokenizer.json"))
+    if source.is_part:
+        (folder / "tokenizer.json").write_text("{}", encoding="utf-8")  # not the 10 MB of it for each chunk
+    else:
+        tokenizer.backend.save(str(folder / "tokenizer.json"))
     counts |= {"skipped": source.skipped, "end": tokenizer.end}
     (folder / "facts.json").write_text(json.dumps(counts, indent=2) + "\n", encoding="utf-8")
 
 
-def _tokenize(folder: Path, stream: Stream, tokenizer: TextTokenizer) -> dict[str, int | str]:
-    """Write the ids of all documents, each followed by the end token, and where they end.
-
-    Returns counts and the dtype of the ids.
-    """
-    dtype = np.dtype(np.uint16 if tokenizer.size <= 1 << 16 else np.uint32)
-    end = np.array(tokenizer.end_id, dtype=dtype).tobytes()
-    tokens = documents = without_text = 0
-    digest = hashlib.blake2b(digest_size=8)
-    with (folder / "ids.bin").open("wb") as file, (folder / "documents.bin").open("wb") as index:
-        for batch in _batches(_pieces(stream)):
-            encoded = iter(tokenizer.encode([piece for piece in batch if piece]))
-            for piece in batch:
-                if piece is None:
-                    file.write(end)
-                    tokens, documents = tokens + 1, documents + 1
-                    index.write(np.array((tokens, int.from_bytes(digest.digest(), "little")), DOCUMENT).tobytes())
-                    digest = hashlib.blake2b(digest_size=8)
-                elif piece:
-                    ids = next(encoded)
-                    file.write(np.asarray(ids, dtype=dtype).tobytes())
-                    tokens += len(ids)
-                    digest.update(piece.encode())
-                else:
-                    without_text += 1
-    return {"tokens": tokens, "documents": documents, "without_text": without_text, "dtype": dtype.name}
-
-
 def _write_digests(folder: Path, fingerprint: str) -> None:
     """Write the digests of an entry's files, and its fingerprint."""
-    digests = {"entry": fingerprint} | {name: _digest(folder / name) for name in ENTRY_FILES}
+    names = [*ENTRY_FILES, *([TARGETS_FILE] if (folder / TARGETS_FILE).exists() else [])]
+    digests = {"entry": fingerprint} | {name: _digest(folder / name) for name in names}
     (folder / DIGESTS).write_text(json.dumps(digests, indent=2) + "\n", encoding="utf-8")
 
 
@@ -267,7 +277,7 @@ def _damage(folder: Path, fingerprint: str, meter: ReadProgress) -> str:
         return f"{DIGESTS} cannot be read"
     if digests.get("entry") != fingerprint:
         return f"{DIGESTS} is of another entry"
-    for name in ENTRY_FILES:
+    for name in {*ENTRY_FILES, *digests} - {"entry"}:
         try:
             if _digest(folder / name, meter) != digests.get(name):
                 return f"{name} is not what was written"
@@ -336,45 +346,3 @@ def _documents(stream: Stream, numbers: np.ndarray) -> list[str]:
             parts.append(text[:left])
             left -= len(parts[-1])
     return texts
-
-
-def _pieces(stream: Stream) -> Iterator[str | None]:
-    """Text of at most `PIECE_CHARACTERS`; None after each document with text, "" for one without."""
-    rest, has_text = "", False
-    for text in stream:
-        if text is None:
-            yield from _halves(rest) if rest else ()
-            yield None if has_text else ""
-            rest, has_text = "", False
-            continue
-        rest, has_text = rest + text, True
-        start = 0
-        while len(rest) - start > PIECE_CHARACTERS:
-            cut = rest.rfind("\n", start, start + PIECE_CHARACTERS) + 1 or start + PIECE_CHARACTERS
-            yield from _halves(rest[start:cut])
-            start = cut
-        rest = rest[start:]
-
-
-def _halves(piece: str) -> Iterator[str]:
-    """The piece, cut if it has more than `PIECE_BYTES`."""
-    if len(piece.encode()) <= PIECE_BYTES:
-        yield piece
-        return
-    cut = piece.rfind("\n", 0, len(piece) // 2) + 1 or len(piece) // 2
-    yield from _halves(piece[:cut])
-    yield from _halves(piece[cut:])
-
-
-def _batches(pieces: Iterator[str | None]) -> Iterator[list[str | None]]:
-    """Groups of pieces to encode at once."""
-    batch: list[str | None] = []
-    size = 0
-    for piece in pieces:
-        added = len(piece.encode()) if piece else 0
-        if size + added > BATCH_BYTES or len(batch) >= BATCH_PIECES:
-            yield batch
-            batch, size = [], 0
-        batch.append(piece)
-        size += added
-    yield batch

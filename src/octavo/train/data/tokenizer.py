@@ -7,11 +7,13 @@ special tokens, chat template, maximal length. Code in its folder never runs.
 Text is encoded without special tokens, and the end-of-document token follows each document; there is no BOS token.
 """
 
+import copy
 import hashlib
 import json
 import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -40,6 +42,8 @@ class TextTokenizer:
     """The token that ends a document."""
     pretrained: Any = None
     """The model's tokenizer from Transformers; None for a trained BPE."""
+    chat_template: str | None = None
+    """The chat template to save with it; None for its own."""
 
     @property
     def end_id(self) -> int:
@@ -51,7 +55,7 @@ class TextTokenizer:
         """Number of ids, added tokens included."""
         return max(self.backend.get_vocab(with_added_tokens=True).values()) + 1
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
         """Hash of everything that affects the encoding."""
         digest = hashlib.sha256((self.backend.to_str() + self.end).encode())
@@ -74,14 +78,27 @@ class TextTokenizer:
         self.backend.encode_special_tokens = True
         return [encoding.ids for encoding in self.backend.encode_batch_fast(texts, add_special_tokens=False)]
 
+    def decode(self, ids: list[int]) -> str:
+        """The text of ids, with special tokens; a part of a character becomes "\ufffd"."""
+        if self._in_python:
+            return str(self.pretrained.decode(ids, clean_up_tokenization_spaces=False))
+        return self.backend.decode(ids, skip_special_tokens=False)
+
     def save(self, folder: Path) -> None:
         """Write the files that `AutoTokenizer.from_pretrained(folder)` reads; for a pretrained tokenizer, all files."""
+        self.as_transformers().save_pretrained(str(folder))
+
+    def as_transformers(self) -> Any:
+        """The tokenizer of Transformers with its chat template."""
         from transformers import PreTrainedTokenizerFast
 
         tokenizer = self.pretrained
         if tokenizer is None:
             tokenizer = PreTrainedTokenizerFast(tokenizer_object=self.backend, eos_token=self.end)
-        tokenizer.save_pretrained(str(folder))
+        if self.chat_template is not None:
+            tokenizer = copy.deepcopy(tokenizer)
+            tokenizer.chat_template = self.chat_template
+        return tokenizer
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> TextTokenizer:

@@ -1,5 +1,5 @@
 """What happened in a run besides its steps, in `events.jsonl`: statistics that crossed a limit, layers that were moved,
-rollbacks, loss scales that were restored.
+rollbacks, loss scales that were restored, restarts after a crash (at the step of the checkpoint).
 
     {"step": 50, "event": "move", "text": "model.layers.3.mlp.down_proj: rowwise → blockwise (x: …)"}
     {"step": 23, "event": "rollback", "text": "…", "to": 20, "rollbacks": 1, "skipped_batches": 3}
@@ -18,7 +18,9 @@ from octavo.train.disk import write_file
 from octavo.train.record.json_lines import read_records
 
 EVENTS_FILE = "events.jsonl"
-FINDING, MOVE, ROLLBACK, LOSS_SCALE = "finding", "move", "rollback", "loss_scale"
+EVENT = "an event of a run"
+"""What a line of `events.jsonl` is, in errors."""
+FINDING, MOVE, ROLLBACK, LOSS_SCALE, RESTART = "finding", "move", "rollback", "loss_scale", "restart"
 
 
 def add_event(out: Path, step: int, event: str, text: str, **details: int) -> None:
@@ -33,7 +35,7 @@ def read_events(out: Path) -> list[dict[str, Any]]:
     A last line without its newline is one that a killed process did not finish: it is left out, with a warning. Any
     other line that is not an event raises ValueError with its number and the field.
     """
-    return read_records(out / EVENTS_FILE, _Event, "an event of a run")
+    return read_records(out / EVENTS_FILE, Event, EVENT)
 
 
 def last_rollback(out: Path, step: int) -> dict[str, Any] | None:
@@ -55,7 +57,9 @@ def drop_later_events(out: Path, after_step: int) -> None:
     write_file(out / EVENTS_FILE, "".join(map(_line, remaining)))
 
 
-class _Event(BaseModel):
+class Event(BaseModel):
+    """Checks a line of `events.jsonl`."""
+
     model_config = ConfigDict(strict=True, extra="forbid")
     step: NonNegativeInt
     event: str
@@ -65,7 +69,7 @@ class _Event(BaseModel):
     skipped_batches: NonNegativeInt = 0
 
     @model_validator(mode="after")
-    def _whole(self) -> "_Event":
+    def _whole(self) -> "Event":
         if "rollbacks" in self.model_fields_set and not {"to", "skipped_batches"} <= self.model_fields_set:
             raise ValueError("rollbacks: come with to and skipped_batches")
         return self

@@ -1,9 +1,11 @@
 """Files of one JSON object a line, which are written while a run goes on: how they are read, whatever is in them.
 
 A last line without its newline is one that a killed process did not finish: it is left out, with a warning. Any other
-line that is not what was written raises ValueError with the file, the line and the field.
+line that is not what was written raises ValueError with the file, the line and the field. `RecordFollower` reads the
+lines that a run adds while it goes on.
 """
 
+import dataclasses
 import json
 import warnings
 from collections.abc import Iterable
@@ -41,6 +43,53 @@ def read_record(text: bytes, model: type[BaseModel], problem: str) -> dict[str, 
     return fields
 
 
+class RecordFollower:
+    """Reads a file of records while another process appends to it, or replaces it as a resumed run does.
+
+    Args:
+        path: The file, which need not exist yet.
+        model: Checks each record.
+        what: As "a step of a run", for error messages.
+
+    Attributes:
+        records: All records so far.
+    """
+
+    def __init__(self, path: Path, model: type[BaseModel], what: str) -> None:
+        self.records: list[dict[str, Any]] = []
+        self._path, self._model, self._what = path, model, what
+        self._last, self._offset = b"", 0
+
+    def poll(self) -> int:
+        """Read the complete lines that are new; return how many of the records before this call are still there.
+
+        A line without its end is left for later. If the last line that was read is no longer in its place, the file is
+        another one, and is read from its beginning. Raises ValueError for a line that is not a record, at each call.
+        """
+        try:
+            file = self._path.open("rb")
+        except FileNotFoundError:
+            self._restart()
+            return 0
+        with file:
+            file.seek(self._offset - len(self._last))
+            if file.read(len(self._last)) != self._last:
+                self._restart()
+                file.seek(0)
+            *lines, _ = file.read().split(b"\n")
+        before = len(self.records)
+        for line in lines:
+            problem = f"{self._path}, line {len(self.records) + 1} is not {self._what}"
+            self.records.append(read_record(line, self._model, problem))
+            self._last = line + b"\n"
+            self._offset += len(self._last)
+        return before
+
+    def _restart(self) -> None:
+        self.records = []
+        self._last, self._offset = b"", 0
+
+
 def check_order(path: Path, steps: Iterable[int], what: str, *, repeated: bool = False) -> None:
     """Raise ValueError if the steps of a file do not rise from line to line; `repeated`: several may be equal."""
     before = 0
@@ -58,13 +107,17 @@ def first_error(error: ValidationError) -> str:
 
 
 @cache
-def record(kind: type, **special: Any) -> type[BaseModel]:
+def record(kind: Any, **special: Any) -> type[BaseModel]:
     """A model of the fields of a dataclass: all of them and no others, without conversions; `special`: other types.
 
-    An int is a `NonNegative`. A special type with a default, as `(float | None, None)`, may be absent.
+    An int is a `NonNegative`. A field with a default may be absent.
     """
-    hints = {name: NonNegative if hint is int else hint for name, hint in get_type_hints(kind).items()} | special
-    fields: dict[str, Any] = {name: hint if isinstance(hint, tuple) else (hint, ...) for name, hint in hints.items()}
+    hints = get_type_hints(kind, include_extras=True)
+    hints = {name: NonNegative if hint is int else hint for name, hint in hints.items()} | special
+    defaults = {field.name: field.default for field in dataclasses.fields(kind)}
+    fields: dict[str, Any] = {
+        name: (hint, ... if defaults[name] is dataclasses.MISSING else defaults[name]) for name, hint in hints.items()
+    }
     config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
     model: type[BaseModel] = create_model(kind.__name__, __config__=config, **fields)
     return model

@@ -1,7 +1,8 @@
 """Metrics of a run on TensorBoard, and on Weights & Biases and MLflow with `run.loggers`.
 
 A server may be slow or away, and training must not wait for it. So a thread of its own opens each logger and sends it
-the scalars. The first failure is printed once and ends that logger; the files of the run have everything.
+the scalars. The first failure, or `PENDING` scalars that wait, is printed once and ends that logger; the files of the
+run have everything.
 
 `loggers.json` in the output folder names the runs on the servers, so that a resumed run continues them. Where they are,
 and who may write there, is the business of their own settings: WANDB_API_KEY, WANDB_PROJECT, WANDB_MODE,
@@ -11,6 +12,7 @@ MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME.
 import json
 import os
 import queue
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -27,6 +29,8 @@ PROJECT = "octavo"
 """The project or experiment where none is set."""
 CLOSING_S = 30.0
 """Seconds that the end of a run waits for a logger."""
+PENDING = 1 << 20
+"""Most scalars that wait for a logger: 200 MB."""
 PACKAGES = {"wandb": "wandb", "mlflow": "mlflow-skinny"}
 """The package of each logger on PyPI; any that has its module serves."""
 Scalars = Mapping[str, float]
@@ -36,7 +40,10 @@ class Remote(Protocol):
     """A run on a server."""
 
     id: str
-    """Names the run on the server, to continue it."""
+    """Names the run on the server, to continue it; known before `open`, which may take longer than the run."""
+
+    def open(self) -> None:
+        """Begin the run on the server, or continue it."""
 
     def log(self, step: int, scalars: Scalars) -> None:
         """Send the scalars of a step."""
@@ -47,14 +54,14 @@ class Remote(Protocol):
 
 class _WandB:
     def __init__(self, out: Path, name: str, config: Mapping[str, Any], id: str | None) -> None:
+        self.id = id or uuid4().hex[:8]
+        self._settings = {"name": name, "id": self.id, "dir": str(out), "config": dict(config)}
+
+    def open(self) -> None:
         import wandb
 
-        self.id = id or uuid4().hex[:8]
         project = os.environ.get("WANDB_PROJECT", PROJECT)
-        self._run = wandb.init(
-            project=project, name=name, id=self.id, dir=str(out), config=dict(config), resume="allow",
-            reinit="create_new",
-        )  # fmt: skip
+        self._run = wandb.init(project=project, resume="allow", reinit="create_new", **self._settings)
         # A step of their own: W&B's counter drops the steps that a rollback repeats.
         self._run.define_metric("*", step_metric="step")
 
@@ -69,28 +76,34 @@ class _MLflow:
     def __init__(self, out: Path, name: str, config: Mapping[str, Any], id: str | None) -> None:
         from mlflow import MlflowClient
 
-        self._client = MlflowClient()
+        self._client, self._config = MlflowClient(), {} if id else dict(config)
         if id is None:
             wanted = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
             experiment = self._client.get_experiment_by_name(wanted)
             home = self._client.create_experiment(wanted) if experiment is None else experiment.experiment_id
             id = self._client.create_run(home, run_name=name).info.run_id
-            for key, value in config.items():
-                self._client.log_param(id, key, str(value)[:500])
-        else:
-            self._client.update_run(id, status="RUNNING")
         self.id: str = id
+
+    def open(self) -> None:
+        self._client.update_run(self.id, status="RUNNING")
+        for key, value in {_mlflow_name(key): str(value)[:500] for key, value in self._config.items()}.items():
+            self._client.log_param(self.id, key, value)
 
     def log(self, step: int, scalars: Scalars) -> None:
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
-        metrics = [Metric(key, value, now, step) for key, value in scalars.items()]
+        metrics = [Metric(_mlflow_name(key), value, now, step) for key, value in scalars.items()]
         for start in range(0, len(metrics), 1000):  # the most that a request may have
             self._client.log_batch(self.id, metrics=metrics[start : start + 1000])
 
     def close(self) -> None:
         self._client.set_terminated(self.id)
+
+
+def _mlflow_name(name: str) -> str:
+    """The name with the characters that MLflow takes; it refuses all metrics of a step for one other."""
+    return re.sub(r"[^A-Za-z0-9_\-. /]", "_", name)
 
 
 REMOTES: dict[str, Callable[[Path, str, Mapping[str, Any], str | None], Remote]] = {"wandb": _WandB, "mlflow": _MLflow}
@@ -124,7 +137,10 @@ class ScalarLog:
         ids = _Ids(out / LOGGERS_FILE)
 
         def opened(logger: str) -> Remote:
-            return ids.note(logger, REMOTES[logger](out, name, config, ids.of(logger)))
+            remote = REMOTES[logger](out, name, config, ids.of(logger))
+            ids.note(logger, remote.id)
+            remote.open()
+            return remote
 
         self._senders = [_Sender(logger, partial(opened, logger), note) for logger in dict.fromkeys(names)]
 
@@ -151,10 +167,9 @@ class _Ids:
     def of(self, logger: str) -> str | None:
         return self._read().get(logger)
 
-    def note(self, logger: str, remote: Remote) -> Remote:
+    def note(self, logger: str, id: str) -> None:
         with self._lock:
-            write_file(self._path, json.dumps(self._read() | {logger: remote.id}, indent=1) + "\n")
-        return remote
+            write_file(self._path, json.dumps(self._read() | {logger: id}, indent=1) + "\n")
 
     def _read(self) -> dict[str, str]:
         try:
@@ -172,19 +187,23 @@ class _Sender:
     def __init__(self, name: str, open: Callable[[], Remote], note: Callable[[str], None]) -> None:
         self._name, self._open, self._note = name, open, note
         self._queue: queue.SimpleQueue[tuple[int, str, float] | None] = queue.SimpleQueue()
-        self._failed = False
+        self._ended, self._lock = False, threading.Lock()
         self._thread = threading.Thread(target=self._work, name=f"octavo-{name}", daemon=True)
         self._thread.start()
 
     def put(self, step: int, name: str, value: float) -> None:
-        if not self._failed:
+        if self._ended:
+            return
+        if self._queue.qsize() >= PENDING:
+            self._fail(f"{PENDING:,} values wait for it")
+        else:
             self._queue.put((step, name, value))
 
     def close(self, end: float) -> None:
         self._queue.put(None)
         self._thread.join(max(end - time.monotonic(), 0.0))
         if self._thread.is_alive():
-            self._note(f"{self._name} has not received the last metrics after {CLOSING_S:.0f} s; metrics.jsonl has all")
+            self._end(f"{self._name} has not received the last metrics after {CLOSING_S:.0f} s; metrics.jsonl has all")
 
     def _work(self) -> None:
         try:
@@ -201,7 +220,15 @@ class _Sender:
                     step = item[0]
                     scalars[item[1]] = item[2]
             remote.close()
-        except Exception as error:  # of no common type: each client fails in its own way
-            self._failed = True
-            lines = str(error).strip().splitlines() or [type(error).__name__]
-            self._note(f"{self._name} gets no more metrics ({lines[0][:200]}); training goes on, metrics.jsonl has all")
+        except BaseException as error:  # of no common type, SystemExit among them: a thread ends with it in silence
+            self._fail((str(error).strip().splitlines() or [type(error).__name__])[0][:200])
+
+    def _fail(self, reason: str) -> None:
+        self._end(f"{self._name} gets no more metrics ({reason}); training goes on, metrics.jsonl has all")
+
+    def _end(self, message: str) -> None:
+        """Print the first message of this logger, and send nothing from now on."""
+        with self._lock:
+            before, self._ended = self._ended, True
+        if not before:
+            self._note(message)

@@ -13,22 +13,24 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from octavo.inspect.findings import Finding, Thresholds
 from octavo.inspect.stats import OperandStats
 from octavo.train.disk import write_file
-from octavo.train.record.json_lines import check_order, read_record, read_records, record
+from octavo.train.record.json_lines import NonNegative, check_order, read_record, read_records, record
 from octavo.train.record.statistics import StatisticsWriter
 
 if TYPE_CHECKING:
-    from octavo.train.config.run_config import TrainConfig
+    from pydantic import BaseModel
 
 METRICS_FILE = "metrics.jsonl"
 RESULT_FILE = "run.json"
 TENSORBOARD_DIR = "tensorboard"
-LOSS, LOSS_HIGH_PRECISION = "loss", "loss_high_precision"
-"""Names of the losses on held-out data: as trained, and with all layers in high precision."""
+LOSS, LOSS_HIGH_PRECISION, LOSS_EMA = "loss", "loss_high_precision", "loss_ema"
+"""Names of the losses on held-out data: as trained, with all layers in high precision, and of the averaged weights."""
+STEP = "a step of a run"
+"""What a line of `metrics.jsonl` is, in errors."""
 WARMUP_STEPS = 5
 """First steps excluded from the median speed, because allocation, caches and clocks have not settled."""
 
@@ -57,6 +59,18 @@ class StepMetrics:
     """Target tokens per second of this step."""
     held_out: dict[str, float | None] | None = None
     """Metrics on held-out data after this step, by name; None where they were not measured, or are not finite."""
+    samples: list[dict[str, str]] | None = None
+    """Text that the model wrote after this step: `{"prompt": …, "text": …}`, the text without the prompt; None where it
+    wrote none."""
+    time: float | None = None
+    """When the step ended, in seconds since 1970."""
+    epoch: float | None = None
+    """Position in the data: how often the run has seen all of it, skipped batches included."""
+    mfu: float | None = None
+    """Model FLOPs utilization: the share of the devices' bf16 peak that the model's own operations take; None where the
+    peak is not known."""
+    peak_memory: NonNegative | None = None
+    """Largest number of bytes of tensors on the GPU of rank 0 so far; None on a CPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +123,10 @@ class RunResult:
     """What `tokens` counts: the targets, which are tokens or images."""
     held_out: dict[str, float | None] | None = None
     """The last metrics on held-out data, by name, as "accuracy"; None where none were measured."""
+    mfu: float | None = None
+    """Median of the steps' `mfu`, as that of `tokens_per_s`."""
+    peak_memory: NonNegative | None = None
+    """Largest number of bytes of tensors on the GPU of rank 0."""
 
     def write(self, out: Path) -> None:
         """Write `run.json` into the output folder `out`, replacing the earlier one atomically."""
@@ -124,51 +142,18 @@ class RunResult:
             raise ValueError(f"{out} holds no {RESULT_FILE}: give the output folder of a run that finished") from None
         content = content.replace(b'"kept_bytes_per_token"', b'"saved_bytes_per_token"')  # the key of earlier versions
         content = content.replace(b'"arm":', b'"precision":')  # earlier name
-        model = record(
-            RunResult, losses=record(Losses) | None, state_bytes_per_parameter=(float | None, None),
-            unit=(str, "tokens"), held_out=(dict[str, float | None] | None, None),
-        )  # fmt: skip
-        fields = read_record(content, model, f"{path} is not the summary of a run")
-        losses = fields.pop("losses")
-        return cls(losses=None if losses is None else Losses(**losses), **fields)
+        return cls.from_json(read_record(content, cls.model(), f"{path} is not the summary of a run"))
 
+    @staticmethod
+    def model() -> "type[BaseModel]":
+        """Checks the JSON of a summary."""
+        return record(RunResult, losses=record(Losses) | None)
 
-class Progress(Protocol):
-    """Receives the progress of a run; the CLI draws a progress bar with it."""
-
-    def stage(self, text: str) -> None:
-        """A preparation has begun, as "training the tokenizer"."""
-
-    def start(self, config: "TrainConfig", first_step: int) -> None:
-        """Training begins; `first_step` steps were finished before (0 unless resumed)."""
-
-    def step(self, row: StepMetrics) -> None:
-        """A step has finished (or was skipped)."""
-
-    def note(self, text: str) -> None:
-        """A message for the user, as for a skipped step."""
-
-    def finish(self, result: RunResult) -> None:
-        """The run has ended and `run.json` is written."""
-
-
-class NullProgress:
-    """A `Progress` that shows nothing."""
-
-    def stage(self, text: str) -> None:
-        """Nothing."""
-
-    def start(self, config: "TrainConfig", first_step: int) -> None:
-        """Nothing."""
-
-    def step(self, row: StepMetrics) -> None:
-        """Nothing."""
-
-    def note(self, text: str) -> None:
-        """Nothing."""
-
-    def finish(self, result: RunResult) -> None:
-        """Nothing."""
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> "RunResult":
+        """The summary in checked JSON."""
+        losses = fields["losses"]
+        return cls(**fields | {"losses": None if losses is None else Losses(**losses)})
 
 
 def read_metrics(out: Path, last: int = 0) -> list[StepMetrics]:
@@ -184,11 +169,10 @@ def read_metrics(out: Path, last: int = 0) -> list[StepMetrics]:
         >>> [step.step for step in octavo.train.read_metrics(out)]
         [1, 2]
     """
-    path, record_name = out / METRICS_FILE, "a step of a run"
-    model = record(StepMetrics, held_out=(dict[str, float | None] | None, None))
-    rows = [StepMetrics(**row) for row in read_records(path, model, record_name)]
+    path = out / METRICS_FILE
+    rows = [StepMetrics(**row) for row in read_records(path, record(StepMetrics), STEP)]
     steps = [row.step for row in rows]
-    check_order(path, steps, record_name)
+    check_order(path, steps, STEP)
     last = max([last, *steps])
     if len(steps) < last:
         first = next((number for number, step in enumerate(steps, 1) if step != number), len(steps) + 1)
@@ -219,6 +203,22 @@ def median_speed(rows: list[StepMetrics]) -> float | None:
     """Median tokens per second of `rows`, the first five left out where there are more; None for no rows."""
     measured = rows[WARMUP_STEPS:] or rows
     return statistics.median(row.tokens_per_s for row in measured) if measured else None
+
+
+def summary_fields(rows: list[StepMetrics]) -> dict[str, Any]:
+    """The fields of a `RunResult` that its steps give."""
+    shares = [row.mfu for row in rows[WARMUP_STEPS:] or rows if row.mfu is not None]
+    return {
+        "steps": rows[-1].step if rows else 0,
+        "tokens": rows[-1].tokens if rows else 0,
+        "losses": summarize_losses(rows),
+        "tokens_per_s": median_speed(rows),
+        "skipped_steps": sum(row.skipped for row in rows),
+        "wall_s": sum(row.step_s for row in rows),
+        "held_out": next((row.held_out for row in reversed(rows) if row.held_out), None),
+        "mfu": statistics.median(shares) if shares else None,
+        "peak_memory": max((row.peak_memory for row in rows if row.peak_memory is not None), default=None),
+    }
 
 
 class MetricsBuffer:
@@ -274,7 +274,7 @@ class MetricsWriter(MetricsBuffer):
         self._file.write(_line(row))
         self._file.flush()
         if row.step % self._log_every == 0:
-            for name in ("loss", "lr", "grad_norm", "loss_scale", "tokens_per_s"):
+            for name in ("loss", "lr", "grad_norm", "loss_scale", "tokens_per_s", "epoch", "mfu", "peak_memory"):
                 value = getattr(row, name)
                 if value is not None:
                     self._board.add_scalar(f"train/{name}", value, row.step)
@@ -289,6 +289,7 @@ class MetricsWriter(MetricsBuffer):
 
 def _line(row: StepMetrics) -> str:
     fields = dataclasses.asdict(row)
-    if row.held_out is None:
-        del fields["held_out"]
+    for field in dataclasses.fields(row):
+        if field.default is None and fields[field.name] is None:
+            del fields[field.name]
     return json.dumps(fields, allow_nan=False) + "\n"

@@ -2,6 +2,7 @@
 
     config.toml  layers.json  metrics.jsonl  run.json  tokenizer.json  checkpoints/  tensorboard/
     statistics.jsonl          with `[inspect]`
+    setup.json                what the run knows before its first step
     events.jsonl              for events other than steps
     loggers.json              with `run.loggers`
     report.html               from the command line
@@ -15,13 +16,15 @@ import tomllib
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from octavo.train.checkpoint.store import FOLDER, invalid_checkpoints, latest_checkpoint, read_trainer_state
+from octavo.train.checkpoint.retention import FOLDER, invalid_checkpoints, latest_checkpoint, step_of
+from octavo.train.checkpoint.store import read_trainer_state
 from octavo.train.config.run_config import ConfigError, TrainConfig
 from octavo.train.config.same_run import check_same_run
 from octavo.train.config.sections import expand
 from octavo.train.record.events import EVENTS_FILE
 from octavo.train.record.loggers import LOGGERS_FILE
 from octavo.train.record.metrics import METRICS_FILE, RESULT_FILE, TENSORBOARD_DIR
+from octavo.train.record.setup import SETUP_FILE
 from octavo.train.record.statistics import STATISTICS_FILE
 
 CONFIG_FILE = "config.toml"
@@ -30,7 +33,9 @@ LAYERS_FILE = "layers.json"
 TOKENIZER_FILE = "tokenizer.json"
 RUN_MARKERS = (METRICS_FILE, RESULT_FILE, FOLDER, CONFIG_FILE)
 """Files that identify the folder of a run."""
-OTHER_FILES = (TOKENIZER_FILE, LAYERS_FILE, STATISTICS_FILE, EVENTS_FILE, LOGGERS_FILE, TENSORBOARD_DIR, "report.html")
+OTHER_FILES = (
+    TOKENIZER_FILE, LAYERS_FILE, SETUP_FILE, STATISTICS_FILE, EVENTS_FILE, LOGGERS_FILE, TENSORBOARD_DIR, "report.html"
+)  # fmt: skip
 """Other files of a run or its report."""
 
 
@@ -57,7 +62,7 @@ def open_run_folder(out: Path, config: TrainConfig, *, resume: bool) -> RunFolde
     if not resume:
         if run_files:
             raise ConfigError(
-                f"{out} already holds a run ({run_files[0]}): resume it (--resume), or choose another folder (--out)"
+                f"{out} already holds a run ({_progress(out)}; or choose another folder for a new one (--out)"
             )
         if foreign_files:
             raise ConfigError(
@@ -83,6 +88,21 @@ def open_run_folder(out: Path, config: TrainConfig, *, resume: bool) -> RunFolde
     if config.run.steps < state["step"]:
         raise ConfigError(f"run.steps = {config.run.steps}, but {checkpoint} is already at step {state['step']}")
     return RunFolder(checkpoint, (*ignored, *changes))
+
+
+def _progress(out: Path) -> str:
+    """How far the run in `out` is, and what --resume does."""
+    newest = latest_checkpoint(out)
+    if newest is None:
+        return "unfinished, without a checkpoint): --resume starts it again from the first step"
+    try:
+        steps = _read_config(out / CONFIG_FILE)["run"]["steps"]
+    except (ConfigError, OSError, KeyError, TypeError):
+        steps = "an unknown number of"
+    step = step_of(newest)
+    if steps == step:
+        return f"finished after {step} steps): --resume with a larger run.steps continues it"
+    return f"unfinished: {step} of {steps} steps): --resume continues it from {newest.name}"
 
 
 def check_kind(path: Path, writer: str = "a run") -> None:

@@ -39,7 +39,7 @@ def read_statistics(out: Path) -> list[OperandStats]:
     other line that is not a row, or is of a step before the last line's, raises ValueError with its number.
     """
     path, what = out / STATISTICS_FILE, "a row of statistics"
-    model = record(OperandStats, sqnr=Level, what_if=dict[str, Level], channel_scales=(tuple[float, ...], ()))
+    model = record(OperandStats, sqnr=Level, what_if=dict[str, Level], channel_scales=tuple[float, ...])
     rows = [OperandStats.from_json(row) for row in read_records(path, model, what)]
     check_order(path, (row.step for row in rows), what, repeated=True)
     return rows

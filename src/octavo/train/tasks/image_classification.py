@@ -1,28 +1,19 @@
 """Image classification: the class of an image, with any image classifier of Transformers."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from octavo.train.checkpoint.pretrained import IMAGE_CLASSIFICATION
+from octavo.train.checkpoint.kinds import IMAGE_CLASSIFICATION
 from octavo.train.config.run_config import ConfigError, TrainConfig
-from octavo.train.config.sections import expand
-from octavo.train.data.images import DIGIT_FIELDS, DIGIT_NAMES, DIGITS, ImageShape, check_count, image_shape
-from octavo.train.data.labelled_images import LabelledImages, classes_of, load_digits, load_folder
+from octavo.train.data.images import DIGIT_FIELDS, DIGITS, ImageShape, image_shape
+from octavo.train.data.labelled_images import LabelledImages, image_classes, load_labelled
 from octavo.train.model import PARAMETER_DTYPES, build_of_kind, model_config
-from octavo.train.record.metrics import Progress
+from octavo.train.record.progress import Progress
+from octavo.train.record.setup import DataSize
 from octavo.train.tasks.task import Forward, Task
-
-
-@dataclass(frozen=True)
-class _NoImages:
-    """Stand-in for `LabelledImages`."""
-
-    names: tuple[str, ...]
-    shape: ImageShape
 
 
 class ImageClassification(Task):
@@ -38,21 +29,12 @@ class ImageClassification(Task):
     @classmethod
     def load(cls, config: TrainConfig, progress: Progress) -> LabelledImages:
         """Read the images."""
-        progress.stage("reading the data")
-        data, shape = config.data, _shape(config)
-        if data.source == DIGITS:
-            images = load_digits(shape, shuffle=data.shuffle)
-        else:
-            images = load_folder(expand(data.source), shape, shuffle=data.shuffle)
-        check_count(len(images.training), config.optim.batch, data.source)
-        return images
+        return load_labelled(config, _shape(config), progress)
 
     @classmethod
     def stand_in(cls, config: TrainConfig) -> Any:
         """The classes and the shape of the images."""
-        digits = config.data.source == DIGITS
-        names = DIGIT_NAMES if digits else tuple(classes_of(expand(config.data.source)))
-        return _NoImages(names, _shape(config))
+        return image_classes(config.data.source, _shape(config), config.model.config.get("num_labels"))
 
     def build(self, *, weights: bool = True) -> nn.Module:
         """Build the classifier; the number of classes and, of the digits, the shape of images are the data's where not
@@ -85,13 +67,19 @@ class ImageClassification(Task):
         logits = forward(pixel_values=self._cast(inputs), **arguments).logits
         return F.cross_entropy(logits.float(), targets)
 
+    def data_size(self) -> DataSize:
+        """Images that are trained on."""
+        return DataSize(rows=len(self.data.training))
+
     def positions(self, model: Any) -> int:
         """Patches of an image and the class token, where the model has square patches; else 1."""
         patch, shape = getattr(model.config, "patch_size", None), self.data.shape
         return (shape.height // patch) * (shape.width // patch) + 1 if isinstance(patch, int) else 1
 
     def evaluate(self, forward: Forward, device: torch.device) -> dict[str, float]:
-        """Accuracy on the held-out images."""
+        """Accuracy on the held-out images, if there are any: there are none of fewer than five."""
+        if not self.data.held_out:
+            return {}
         correct = 0
         for pixels, labels in self.data.held_out_batches(self.config.optim.batch):
             logits = forward(pixel_values=self._cast(pixels.to(device))).logits

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from octavo.nn.causal import IGNORE
-from octavo.train.checkpoint.pretrained import IMAGE_TEXT
+from octavo.train.checkpoint.kinds import IMAGE_TEXT
 from octavo.train.config.run_config import ConfigError, TrainConfig
 from octavo.train.config.sections import expand
 from octavo.train.data.image_text import (
@@ -31,6 +31,7 @@ from octavo.train.data.images import (
     ImageFiles,
     Images,
     check_count,
+    hash_files,
     image_shape,
     read_digits,
     split,
@@ -39,8 +40,9 @@ from octavo.train.data.tokenizer import TextTokenizer, load_tokenizer, train_tok
 from octavo.train.disk import write_file
 from octavo.train.frozen import freeze_unused
 from octavo.train.model import PARAMETER_DTYPES, build_of_kind, check_fit, model_config, prepare_loss
-from octavo.train.record.metrics import Progress
 from octavo.train.record.outputs import TOKENIZER_FILE
+from octavo.train.record.progress import Progress
+from octavo.train.record.setup import DataSize
 from octavo.train.tasks.language import Language
 from octavo.train.tasks.task import Forward, Task
 
@@ -70,14 +72,17 @@ class ImageTextTask(Task):
             training, held_out = digit_records()
         else:
             records, paths = read_records(expand(data.source), expand(data.images or Path(data.source).parent))
-            training, held_out = ([records[number] for number in part] for part in split(len(records)))
+            contents = hash_files(paths)
+            training, held_out = ([records[number] for number in part] for part in split(contents))
         check_count(len(training), batch, data.source)
         tokenizer = _configured_tokenizer(config)
         if tokenizer is None:
             tokenizer = train_tokenizer((_text(record) for record in training), data.vocab_size)
         model_settings = settings(config, tokenizer)
         shape = image_shape(model_settings.vision_config)
-        images: Images = DigitImages(read_digits()[0], shape) if data.source == DIGITS else ImageFiles(paths, shape)
+        images: Images = (
+            DigitImages(read_digits()[0], shape) if data.source == DIGITS else ImageFiles(paths, contents, shape)
+        )
         placeholder = Tokens(model_settings.image_token_id, image_tokens(model_settings))
         return ImageText(
             (training, held_out), images, tokenizer, placeholder, length=data.sequence_length, shuffle=data.shuffle
@@ -121,6 +126,10 @@ class ImageTextTask(Task):
         arguments = {"use_cache": False} | arguments
         loss: Tensor = forward(**self._inputs(inputs), labels=targets, shift_labels=targets, **arguments).loss
         return loss
+
+    def data_size(self) -> DataSize:
+        """Records that are trained on."""
+        return DataSize(rows=self.data.training)
 
     @property
     def uneven(self) -> bool:

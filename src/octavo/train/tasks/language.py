@@ -1,6 +1,7 @@
 """Language: the next token of text, with any causal language model of Transformers."""
 
 import inspect
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,15 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octavo.train.checkpoint.pretrained import LANGUAGE
+from octavo.train.checkpoint.kinds import LANGUAGE
 from octavo.train.config.run_config import ConfigError, TrainConfig
 from octavo.train.config.sections import expand
-from octavo.train.data.corpus import Corpus, load_corpus
+from octavo.train.data.load import load_corpus
+from octavo.train.data.sequences import DATA_FILE, Sequences
 from octavo.train.data.tokenizer import TextTokenizer, load_tokenizer
 from octavo.train.disk import write_file
 from octavo.train.model import build_model, prepare_loss
-from octavo.train.record.metrics import Progress
 from octavo.train.record.outputs import TOKENIZER_FILE
+from octavo.train.record.progress import Progress
+from octavo.train.record.setup import DataSize
 from octavo.train.tasks.task import Forward, Task
 
 
@@ -30,13 +33,13 @@ class _Vocabulary:
 
 @dataclass(frozen=True)
 class _NoText:
-    """Stand-in for a `Corpus`."""
+    """Stand-in for `Sequences`."""
 
     tokenizer: TextTokenizer | _Vocabulary
 
 
 class Language(Task):
-    """Predict the next token; the data is a `Corpus`.
+    """Predict the next token; the data are `Sequences`.
 
     The loss is the model's own: `model(input_ids=inputs, labels=targets, shift_labels=targets).loss`, including router
     losses and z-losses of its configuration.
@@ -50,7 +53,7 @@ class Language(Task):
         self._arguments: dict[str, Any] = {}
 
     @classmethod
-    def load(cls, config: TrainConfig, progress: Progress) -> Corpus:
+    def load(cls, config: TrainConfig, progress: Progress) -> Sequences:
         """Tokenize the text, or open it in the cache."""
         return load_corpus(config.data, config.model, progress, config.eval)
 
@@ -67,9 +70,9 @@ class Language(Task):
         return _NoText(_Vocabulary(config.data.vocab_size))
 
     @property
-    def held_out(self) -> Corpus | None:
+    def held_out(self) -> Sequences | None:
         """Text that is not trained on; None without `[eval]`."""
-        held_out: Corpus | None = getattr(self.data, "held_out", None)
+        held_out: Sequences | None = getattr(self.data, "held_out", None)
         return held_out
 
     def build(self, *, weights: bool = True) -> nn.Module:
@@ -80,35 +83,34 @@ class Language(Task):
         """Ids and targets of zeros."""
         shape = size, self.config.data.sequence_length
         ids, targets = (torch.zeros(shape, dtype=torch.int64, device=device) for _ in range(2))
-        if self.uneven:
+        if self.config.data.packing != "stream":
             return torch.stack([ids, torch.arange(shape[1], device=device).expand(shape)], -1), targets
         return ids, targets
+
+    def data_size(self) -> DataSize:
+        """Sequences, documents and tokens."""
+        return DataSize(rows=self.data.windows, documents=self.data.documents, tokens=self.data.tokens)
 
     def data_summary(self) -> str:
         """Documents, tokens and sequences, held-out ones, and the epochs of the run."""
         held_out = f"; held out: {self.held_out.size()}" if self.held_out is not None else ""
-        return f"data: {self.data.size()}, of which the run takes {self._epochs:.3g} epochs{held_out}"
+        return f"data: {self.data.summary(self._samples)}{held_out}"
 
     def data_warning(self) -> str:
         """A note if the run sees sequences more than once."""
-        if self._epochs <= 1:
-            return ""
-        steps = self.data.windows // self.config.optim.batch
-        return (
-            f"the data repeats: {self.config.run.steps:,} steps take {self._epochs:.3g} epochs of {steps:,} steps; "
-            "compare the loss with that on held-out text ([eval])"
-        )
+        repeats = self.data.repeats(self._samples, self.config.optim.batch)
+        advice = "compare the loss with that on held-out text ([eval])"
+        return f"the data repeats: {repeats}; {advice}" if repeats else ""
 
     @property
-    def _epochs(self) -> float:
-        """How often the run sees each sequence."""
-        epochs: float = self.config.run.steps * self.config.optim.batch / self.data.windows
-        return epochs
+    def _samples(self) -> int:
+        """Sequences that the run takes."""
+        return self.config.run.steps * self.config.optim.batch
 
     @property
     def uneven(self) -> bool:
-        """Whether rows are packed."""
-        return self.config.data.packing == "documents"
+        """Whether rows are padded, or some tokens are no targets."""
+        return self.config.data.masks_targets
 
     def prepare(self, model: Any, loss: str) -> str:
         """`octavo.train.model.prepare_loss`."""
@@ -133,12 +135,46 @@ class Language(Task):
         return inputs.shape[0] * inputs.shape[1]
 
     def save(self, folder: Path) -> None:
-        """Write the tokenizer."""
+        """Write the tokenizer, and the state of the data."""
         self.data.tokenizer.save(folder)
+        (folder / DATA_FILE).write_text(json.dumps(self.data.state(), indent=1) + "\n", encoding="utf-8")
+
+    def load_state(self, folder: Path) -> None:
+        """Read the state of the data. Checkpoints of earlier releases have none."""
+        if state := _read_data_state(folder):
+            self.data.load_state(state)
+
+    def data_difference(self, folder: Path) -> str:
+        """The first file whose size or digest differs."""
+        before, now = _read_data_state(folder).get("files", {}), self.data.files
+        for path in [*now, *(path for path in before if path not in now)]:
+            if before.get(path) != now.get(path):
+                then, today = (
+                    f"{e[0]:,} bytes, digest {e[1]}" if e else "no such file" for e in (before.get(path), now.get(path))
+                )
+                return f"{path}: then {then}, now {today}"
+        return ""
 
     def describe(self, out: Path) -> None:
         """Write `tokenizer.json`."""
         write_file(out / TOKENIZER_FILE, self.data.tokenizer.backend.to_str(pretty=True))
+
+
+def _read_data_state(folder: Path) -> dict[str, Any]:
+    """What `Language.save` wrote of the data; {} if nothing. Raises ConfigError for something else."""
+    path = folder / DATA_FILE
+    if not path.exists():
+        return {}
+    try:
+        state = json.loads(path.read_text(encoding="utf-8"))
+        files, chunks = state["files"], state.get("chunks", {})
+        entries = [*files.values(), *(entry for table in chunks.values() for entry in table.values())]
+        if not all(isinstance(entry[0], int) and isinstance(entry[1], str) for entry in entries):
+            raise ValueError("an entry is not a number and a digest")
+        [int(name) for table in chunks.values() for name in table]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
+        raise ConfigError(f"{path} is not the state of the data of a run: {error!r}") from None
+    return dict(state)
 
 
 def _named(inputs: Tensor) -> dict[str, Tensor]:

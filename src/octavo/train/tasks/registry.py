@@ -2,6 +2,7 @@
 
 from octavo.train.config.run_config import TrainConfig
 from octavo.train.tasks.image_classification import ImageClassification
+from octavo.train.tasks.image_generation import ImageGeneration
 from octavo.train.tasks.image_text import ImageTextTask
 from octavo.train.tasks.language import Language
 from octavo.train.tasks.task import Task
@@ -10,6 +11,7 @@ TASKS: dict[str, type[Task]] = {
     "language": Language,
     "image-classification": ImageClassification,
     "image-text": ImageTextTask,
+    "image-generation": ImageGeneration,
 }
 
 

@@ -8,10 +8,11 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
-from octavo.train.checkpoint.pretrained import ModelKind
+from octavo.train.checkpoint.kinds import ModelKind
 from octavo.train.config.run_config import TrainConfig
 from octavo.train.layout import Inputs
-from octavo.train.record.metrics import NullProgress, Progress
+from octavo.train.record.progress import NullProgress, Progress
+from octavo.train.record.setup import DataSize
 
 Forward = Callable[..., Any]
 """A model, or what wraps it."""
@@ -34,10 +35,12 @@ class HeldOut(Protocol):
 
     fingerprint: str
     """Hash of the content."""
-    windows: int
-    """Number of rows."""
 
-    def batch(self, seed: int, step: int, size: int) -> tuple[Tensor, Tensor]:
+    @property
+    def windows(self) -> int:
+        """Number of rows."""
+
+    def batch(self, seed: int, step: int, size: int) -> tuple[Inputs, Tensor]:
         """Rows step · size … of a fixed order, as `Data.batch`."""
 
 
@@ -114,6 +117,10 @@ class Task(ABC):
         """Metrics on the held-out part of the data by name; {} if it has none. The model is in evaluation mode."""
         return {}
 
+    def data_size(self) -> DataSize | None:
+        """The size of the data that is trained on; None where it is not counted."""
+        return None
+
     def data_summary(self) -> str:
         """The size of the data and what the run takes of it, in a line; "" for nothing."""
         return ""
@@ -134,6 +141,13 @@ class Task(ABC):
 
     def save(self, folder: Path) -> None:  # noqa: B027
         """Write what a checkpoint needs besides the model, as a tokenizer."""
+
+    def load_state(self, folder: Path) -> None:  # noqa: B027
+        """Read what `save` wrote into a checkpoint, as far as `build` does not."""
+
+    def data_difference(self, folder: Path) -> str:
+        """How the data differs from that of a checkpoint, in words; "" if that is not known."""
+        return ""
 
     def describe(self, out: Path) -> None:  # noqa: B027
         """Write what describes the data into the output folder of a run."""

@@ -1,0 +1,53 @@
+"""The kinds of models that a run can train, and what makes them."""
+
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class ModelKind:
+    """Models of Transformers for one task.
+
+    Attributes:
+        noun: What they are, as "causal language model".
+        auto_class: The class of Transformers that makes them, as "AutoModelForCausalLM".
+        mapping: The name of its table of classes by `model_type`.
+    """
+
+    noun: str
+    auto_class: str
+    mapping: str
+
+    @property
+    def classes(self) -> dict[str, Any]:
+        """Names of the classes by `model_type`; a tuple where there are several."""
+        from transformers.models.auto import modeling_auto
+
+        names: dict[str, Any] = getattr(modeling_auto, self.mapping)
+        return names
+
+    @property
+    def auto(self) -> Any:
+        """The class that makes them."""
+        import transformers
+
+        return getattr(transformers, self.auto_class)
+
+    def make_empty(self, model: Any) -> None:
+        """Make an empty model of the class of `model`: Transformers notes in `__init__` alone which outputs a class can
+        record, such as the logits of routers.
+        """
+        with torch.device("meta"):
+            type(model)(deepcopy(model.config))
+
+
+LANGUAGE = ModelKind("causal language model", "AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES")
+IMAGE_CLASSIFICATION = ModelKind(
+    "image classifier", "AutoModelForImageClassification", "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES"
+)
+IMAGE_TEXT = ModelKind(
+    "vision-language model", "AutoModelForImageTextToText", "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES"
+)

@@ -1,0 +1,96 @@
+"""Which checkpoints of a run exist, and which stay: the newest, every n-th, and the best by held-out loss.
+
+run.keep = 2            the two newest
+run.keep_every = 1000   also those of steps 1000, 2000, …
+run.keep_best = 1       also the one with the lowest held-out loss, which `trainer.json` of each checkpoint records
+"""
+
+import json
+import re
+import shutil
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+from octavo.train.config.sections import Run
+
+FOLDER = "checkpoints"
+REMOVING = ".removing-"
+"""Prefix of a checkpoint during removal."""
+HELD_OUT_LOSS = "held_out_loss"
+"""Key of `trainer.json`: the held-out loss of the checkpoint, if it was measured."""
+
+
+@dataclass(frozen=True)
+class Retention:
+    """How many checkpoints stay.
+
+    Attributes:
+        newest: Number of newest ones; 0 for all.
+        every: All whose step is a multiple; 0 for none.
+        best: Number of those with the lowest held-out loss.
+    """
+
+    newest: int
+    every: int = 0
+    best: int = 0
+
+    @classmethod
+    def of(cls, run: Run) -> "Retention":
+        """The settings of a run."""
+        return cls(run.keep, run.keep_every, run.keep_best)
+
+    def obsolete(self, out: Path) -> list[Path]:
+        """The checkpoints under `out` to remove, the oldest first. Of equal losses the older checkpoint is better."""
+        paths = checkpoints(out)
+        staying = {*paths[-self.newest :]}
+        if self.every:
+            staying |= {path for path in paths if step_of(path) % self.every == 0}
+        if self.best:
+            losses = [(loss, path) for path in paths if (loss := held_out_loss(path)) is not None]
+            staying |= {
+                path for _, path in sorted(losses, key=lambda entry: (entry[0], step_of(entry[1])))[: self.best]
+            }
+        return [path for path in paths if path not in staying]
+
+
+def checkpoints(out: Path) -> list[Path]:
+    """Folders of the checkpoints under `out`, the newest last."""
+    return sorted({*(out / FOLDER).glob("step-*")}.difference(invalid_checkpoints(out)), key=step_of)
+
+
+def invalid_checkpoints(out: Path) -> list[Path]:
+    """Paths under `out` that are named like a checkpoint but are a file, empty, or not named by their step."""
+    name = re.compile(r"step-(\d{6}|[1-9]\d{6,})", re.ASCII)
+    paths = sorted((out / FOLDER).glob("step-*"))
+    return [path for path in paths if not (name.fullmatch(path.name) and path.is_dir() and any(path.iterdir()))]
+
+
+def latest_checkpoint(out: Path) -> Path | None:
+    """Folder of the newest checkpoint under `out`; None if there is none."""
+    return next(reversed(checkpoints(out)), None)
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step of a checkpoint, by its name."""
+    return int(checkpoint.name.removeprefix("step-"))
+
+
+def held_out_loss(checkpoint: Path) -> float | None:
+    """The held-out loss of a checkpoint; None if it was not measured, or its `trainer.json` cannot be read."""
+    try:
+        loss = json.loads((checkpoint / "trainer.json").read_text(encoding="utf-8")).get(HELD_OUT_LOSS)
+    except (OSError, ValueError, RecursionError, AttributeError):
+        return None
+    return loss if isinstance(loss, float) else None
+
+
+def remove_checkpoint(checkpoint: Path) -> None:
+    """Remove a checkpoint, or warn. It is renamed first, so that a partial one never looks complete."""
+    removing = checkpoint.with_name(f"{REMOVING}{checkpoint.name}")
+    try:
+        if removing.exists():  # a leftover of a killed process
+            shutil.rmtree(removing)
+        shutil.rmtree(checkpoint.rename(removing))
+    except OSError as error:
+        warnings.warn(f"the old checkpoint {checkpoint} cannot be removed: {error}", RuntimeWarning, stacklevel=2)

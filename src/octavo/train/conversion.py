@@ -1,0 +1,39 @@
+"""The conversion of a run's model to FP8."""
+
+import torch
+from torch import nn
+
+from octavo.nn import Report, apply_plan, report
+from octavo.numerics.plan import Plan
+from octavo.planner.auto_convert import convert
+from octavo.train.tasks.task import Task
+
+
+def convert_run(model: nn.Module, task: Task, device: torch.device, world: int, plan: Plan | None) -> Report | None:
+    """Convert a model by a plan or by its configuration; the recipe "auto" uses measured costs on a GPU.
+
+    Args:
+        model: The model of the run, in place.
+        task: The task of the run.
+        device: Where the run computes.
+        world: Number of processes.
+        plan: Decisions to carry out instead.
+
+    Returns:
+        The report of the layers; None if nothing is in FP8.
+    """
+    config, precision = task.config, task.config.resolved
+    if plan is not None:
+        if plan.converted or plan.fp8_activations:
+            frozen = config.frozen if plan.converted else "bf16"
+            apply_plan(model, plan, keep_weights=precision.keep_weights, frozen=frozen)
+    elif "fp8" not in (precision.matmul, precision.activations):
+        return None
+    else:
+        sharing = config.parallel.tp * config.parallel.pp
+        tokens = round(config.optim.batch * sharing / (config.optim.micro_batches * world) * task.positions(model))
+        convert(
+            model, precision=precision, device=None if device.type == "cuda" else "cpu", tokens=tokens, verbose=False,
+            frozen=config.frozen if precision.matmul == "fp8" else "bf16",
+        )  # fmt: skip
+    return report(model)

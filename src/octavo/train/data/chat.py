@@ -1,0 +1,245 @@
+"""Conversations to tokens: a chat template, and which of its tokens are targets.
+
+    <|user|>                        ignored
+    What does `len` do?<eos>        ignored
+    <|assistant|>                   ignored
+    Counts the items.<eos>          targets: what the model writes, with the token that ends its turn
+
+A conversation is rendered by its template as `apply_chat_template` does, and its ids are those of the rendered text. A
+token is a target if any of its characters is in a span of the assistant. Spans are those between `{% generation %}` and
+`{% endgeneration %}`. In a template without these tags, a span is what a message adds to the rendering of the messages
+before it, with the generation prompt. Such a rendering has to be the beginning of the next one: many templates change
+earlier turns (they drop reasoning), and an error names the first conversation where they do.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from octavo.train.checkpoint.pretrained import one_line
+from octavo.train.config.data_section import Data
+from octavo.train.config.run_config import ConfigError
+from octavo.train.config.sections import expand
+from octavo.train.data.tokenizer import TextTokenizer
+
+PLAIN = "plain"
+PLAIN_TEMPLATE = (
+    "{% for message in messages %}{{ '<|' + message['role'] + '|>\n' }}"
+    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}"
+    "{% else %}{{ message['content'] + eos_token }}{% endif %}{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
+)
+"""The template "plain": roles as text and the end token after each message, which every tokenizer has."""
+GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+CONVERSATION_LIMIT = 4 << 20
+"""Longest conversation in characters: it is encoded at once, in 100 to 200 times as many bytes of memory."""
+
+
+class Chat:
+    """A tokenizer with a chat template.
+
+    Args:
+        tokenizer: The tokenizer.
+        template: The Jinja template.
+        loss_on: "assistant" or "all", as `data.loss_on`.
+
+    Attributes:
+        tokenizer: The tokenizer; `save` writes the template with it.
+
+    Raises:
+        ConfigError: If the tokenizer cannot tell which characters a token is of.
+    """
+
+    def __init__(self, tokenizer: TextTokenizer, template: str, loss_on: str) -> None:
+        self.tokenizer = replace(tokenizer, chat_template=template)
+        self._template, self._assistant = template, loss_on == "assistant"
+        self._tagged = bool(GENERATION.search(template))
+        self._hf: Any = self.tokenizer.as_transformers()
+        if self._assistant and not self._hf.is_fast:
+            raise ConfigError(
+                f"{type(self._hf).__name__} is written in Python and does not tell which characters a token is of, "
+                'which data.loss_on = "assistant" needs: convert it to tokenizer.json, or set data.loss_on = "all"'
+            )
+
+    def encode(self, conversations: list[str]) -> list[tuple[list[int], np.ndarray | None]]:
+        """The ids of conversations, as `conversation_text` writes them, and which of these are targets.
+
+        Targets are bool arrays as long as the ids; None with `loss_on = "all"`. Raises ConfigError for a conversation
+        that the template does not take, or of which no token is a target.
+        """
+        rendered = [self._render(json.loads(text)) for text in conversations]
+        encoded = self._hf(
+            [text for text, _ in rendered], add_special_tokens=False, return_attention_mask=False, verbose=False,
+            return_offsets_mapping=self._assistant,
+        )  # fmt: skip
+        if not self._assistant:
+            return [(ids, None) for ids in encoded["input_ids"]]
+        pairs: list[tuple[list[int], np.ndarray | None]] = []
+        rows = zip(conversations, rendered, encoded["input_ids"], encoded["offset_mapping"], strict=True)
+        for conversation, (text, spans), ids, offsets in rows:
+            targets = _overlaps(len(text), spans, offsets)
+            if not targets.any():
+                raise ConfigError(f"the chat template marks no text of the assistant in {_shown(conversation)}")
+            pairs.append((ids, targets))
+        return pairs
+
+    def _render(self, messages: list[dict[str, Any]]) -> tuple[str, list[tuple[int, int]]]:
+        """The text of a conversation, and the spans of the assistant in it."""
+        text, spans = self._apply(messages, tagged=self._tagged and self._assistant)
+        if len(text) > CONVERSATION_LIMIT:
+            raise ConfigError(
+                f"a conversation of {len(text):,} characters is longer than {CONVERSATION_LIMIT:,}: cut it; "
+                f"it is {_shown(json.dumps(messages))}"
+            )
+        if self._assistant and not self._tagged:
+            spans = [
+                self._span(messages, index, text)
+                for index, message in enumerate(messages)
+                if message["role"] == "assistant"
+            ]
+        return text, spans
+
+    def _apply(
+        self, messages: list[dict[str, Any]], *, tagged: bool = False, prompt: bool = False
+    ) -> tuple[str, list[tuple[int, int]]]:
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        try:
+            rendered: Any = render_jinja_template(
+                [messages], chat_template=self._template, return_assistant_tokens_mask=tagged,
+                add_generation_prompt=prompt, **self._hf.special_tokens_map,
+            )  # fmt: skip
+        except Exception as error:  # of no common type: templates raise, and meet fields that they do not expect
+            shown = _shown(json.dumps(messages))
+            raise ConfigError(f"the chat template does not take {shown}: {one_line(error)}") from None
+        texts, spans = rendered
+        return texts[0], spans[0] if tagged else []
+
+    def _span(self, messages: list[dict[str, Any]], index: int, text: str) -> tuple[int, int]:
+        """Where message `index` is in the rendered conversation, from the renderings of its beginnings."""
+        through, _ = self._apply(messages[: index + 1])
+        before, plain = "", ""
+        if index:
+            before, plain = self._apply(messages[:index], prompt=True)[0], self._apply(messages[:index])[0]
+        content = messages[index].get("content") or ""
+        start = len(before)
+        if before == plain:  # no generation prompt: the span begins with the text of the message
+            start = through.find(content.strip(), start)
+        if start < 0 or not through.startswith(before) or not text.startswith(through):
+            raise ConfigError(
+                "the chat template has no {% generation %} tags, and message "
+                f"{index} of a conversation cannot be found in what it renders, because it renders the same messages "
+                "differently when others follow, or without their text: set data.chat_template to a file with the "
+                f'template and these tags, or to "{PLAIN}", or data.loss_on = "all"; it is '
+                f"{_shown(json.dumps(messages))}"
+            )
+        added = through[start:]
+        if any(added.rstrip().endswith(token) for token in self._hf.all_special_tokens):
+            added = added.rstrip()  # white space after the token that ends a turn is not the assistant's
+        return start, start + len(added)
+
+
+def chat_template(data: Data, tokenizer: TextTokenizer | None) -> str:
+    """The template of `data.chat_template`, else of the tokenizer; None for a tokenizer that is still to be trained.
+
+    Raises ConfigError if there is none, or it is not a Jinja template.
+    """
+    if data.chat_template == PLAIN:
+        return PLAIN_TEMPLATE
+    where = "the tokenizer"
+    if data.chat_template is not None:
+        path = expand(data.chat_template)
+        where = f"data.chat_template = {path}"
+        try:
+            template = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise ConfigError(f'{where} cannot be read: {reason}; give a Jinja file, or "{PLAIN}"') from None
+    else:
+        if tokenizer is None or tokenizer.pretrained is None or not tokenizer.pretrained.chat_template:
+            what = "a tokenizer that is trained on the data has" if tokenizer is None else "the tokenizer has"
+            raise ConfigError(
+                f'data.format = "messages" needs a chat template, and {what} none: set data.chat_template = "{PLAIN}", '
+                "or to a file with a Jinja template"
+            )
+        try:
+            template = tokenizer.pretrained.get_chat_template()
+        except ValueError as error:  # several without a default
+            raise ConfigError(f"the tokenizer's chat template: {one_line(error)}; set data.chat_template") from None
+    _check_template(where, template)
+    return template
+
+
+def _check_template(where: str, template: str) -> None:
+    from jinja2 import TemplateSyntaxError
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    try:
+        render_jinja_template([[{"role": "user", "content": ""}]], chat_template=template)
+    except TemplateSyntaxError as error:
+        raise ConfigError(
+            f"{where}: the chat template is not valid Jinja: line {error.lineno}: {error.message}"
+        ) from None
+    except Exception:  # it may not take this conversation: those of the data will tell
+        return
+    if not template.strip():
+        raise ConfigError(f"{where}: the chat template is empty")
+
+
+def conversation_text(where: object, messages: Any) -> str:
+    """A conversation as a document: JSON of its messages, without fields that are null.
+
+    Raises ConfigError, beginning with `where`, for anything but a list of messages, with a role and a content, of
+    which one is the assistant's.
+    """
+    if not isinstance(messages, list) or not messages:
+        raise ConfigError(
+            f'{where}: expected messages, as [{{"role": "user", "content": "…"}}, …]; got {messages!r:.80}'
+        )
+    rows = []
+    for number, message in enumerate(messages):
+        place = f"{where}, message {number}"
+        if not isinstance(message, dict):
+            raise ConfigError(f'{place}: expected {{"role": …, "content": …}}; got {message!r:.80}')
+        row = {key: value for key, value in message.items() if value is not None}
+        for key in ("role", "content"):
+            if key not in row and not (key == "content" and row.get("tool_calls")):
+                raise ConfigError(f'{place} has no "{key}"; it has {", ".join(map(repr, row)) or "none"}')
+            if not isinstance(row.get(key, ""), str):
+                raise ConfigError(f'{place}: "{key}" should be text, got {row[key]!r:.80}')
+        rows.append(row)
+    if all(row["role"] != "assistant" for row in rows):
+        roles = ", ".join(dict.fromkeys(row["role"] for row in rows))
+        raise ConfigError(f'{where}: no message has the role "assistant", so that there is nothing to learn ({roles})')
+    return json.dumps(rows, ensure_ascii=False)
+
+
+def contents(conversations: Iterable[str | None]) -> Iterator[str | None]:
+    """The texts of messages without roles and template, to train a tokenizer on."""
+    for text in conversations:
+        yield text if text is None else "\n".join(row.get("content", "") for row in json.loads(text))
+
+
+def fingerprint(template: str, loss_on: str) -> str:
+    """Hash of what affects ids and targets beside the tokenizer."""
+    return "chat 1 " + hashlib.sha256(f"{loss_on}\0{template}".encode()).hexdigest()
+
+
+def _overlaps(length: int, spans: list[tuple[int, int]], offsets: list[tuple[int, int]]) -> np.ndarray:
+    """Which tokens have a character in a span: bool [tokens]."""
+    inside = np.zeros(length + 1, np.int64)
+    for start, stop in spans:
+        inside[start + 1 : stop + 1] = 1
+    before = np.cumsum(inside)
+    first, last = np.array(offsets, np.int64).reshape(-1, 2).T
+    overlaps: np.ndarray = before[last] > before[first]
+    return overlaps
+
+
+def _shown(conversation: str) -> str:
+    return conversation if len(conversation) <= 160 else f"{conversation[:160]}…"

@@ -1,0 +1,301 @@
+"""Streaming: files that are read and tokenized when a run needs them (`data.streaming`).
+
+    files ─▶ blocks: byte ranges of .jsonl, row groups of .parquet, .txt files
+          ─▶ chunks: blocks from several places of the files, about `data.chunk_bytes` of text
+          ─▶ an entry of the token cache for each chunk ─▶ its sequences, packed and permuted as those of a `Corpus`
+
+An epoch takes the chunks in an order permuted by (seed, epoch), and all sequences of a chunk before those of the next
+one. Which blocks are in a chunk depends on the files alone. So the sequence of a sample is a function of (seed, number
+of the sample) here, too: for any number of ranks, and after a resume. What is not known without tokenizing is how many
+sequences a chunk has. The counts are kept as chunks are opened, and a checkpoint has them, so that a resume reads the
+chunk that it needs and none before it; without them it would read these again.
+
+While a chunk is trained on, a thread tokenizes the next. Processes that share a cache tokenize each chunk once: one of
+them does and the others wait. Memory holds the lines of one batch of the tokenizer and the index of a few chunks; the
+disk holds `data.cache_gib`.
+
+The files are identified by sizes and by the first and last `EDGE` bytes: reading all of them is what streaming avoids.
+A chunk that a resumed run reads again must have the ids that it had.
+"""
+
+import hashlib
+import os
+import shutil
+from bisect import bisect_right
+from collections import OrderedDict
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import accumulate, chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from octavo.train.config.data_section import Data
+from octavo.train.config.run_config import ConfigError
+from octavo.train.config.sections import expand
+from octavo.train.data import arrow_files, documents
+from octavo.train.data.chat import chat_template
+from octavo.train.data.corpus import Corpus
+from octavo.train.data.documents import Stream, column_of
+from octavo.train.data.sequences import NoSequencesError, Sequences
+from octavo.train.data.source import Source, streamed_files
+from octavo.train.data.token_cache import ReadProgress, TokenizedText, open_entry
+from octavo.train.data.tokenizer import TextTokenizer
+from octavo.train.record.progress import NullProgress, Progress
+
+BLOCKS_OF_CHUNK = 16
+"""Places of .jsonl files that a chunk is from, at least."""
+EDGE = 1 << 16
+"""Bytes at the beginning and the end of each file that are hashed at each start."""
+OPEN_CHUNKS = 3
+"""Chunks of which the index stays in memory: the one in use, the one before it, and that of step 0."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """A part of a file: bytes of .jsonl, one row group of .parquet, or a .txt file."""
+
+    path: str
+    start: int
+    stop: int
+    size: int
+    """Bytes of text, uncompressed."""
+
+
+class StreamedCorpus(Sequences):
+    """The sequences of files that are larger than memory, or than the time before the first step.
+
+    Args:
+        data: The source and how to cut it.
+        tokenizer: The tokenizer.
+        progress: Receives notes on the data.
+
+    Attributes:
+        held_out_hashes: Hashes of documents to evaluate on; a note tells when one of them is trained on.
+
+    Raises:
+        ConfigError: If the files cannot be streamed, or the first chunk has bad data.
+    """
+
+    def __init__(self, data: Data, tokenizer: TextTokenizer, progress: Progress) -> None:
+        self._data, self._pretrained, self._progress = data, tokenizer, progress
+        self._template = chat_template(data, tokenizer) if data.format == "messages" else None
+        self._column = column_of(data)
+        progress.stage("looking at the files")
+        paths, self._kind = streamed_files(data)
+        if self._column.messages and self._kind == ".txt":
+            raise ConfigError(f'data.source = "{data.source}": .txt files have no messages: give .jsonl or .parquet')
+        self.files = {path: _identity(path) for path in paths}
+        blocks = [block for path in paths for block in _blocks(path, self._kind, data.chunk_bytes // BLOCKS_OF_CHUNK)]
+        if not blocks:
+            raise ConfigError(f'data.source = "{data.source}" is empty: {len(paths)} files without a byte')
+        self._chunks = _chunks(blocks, data.chunk_bytes, shuffle=data.shuffle)
+        names = [f"{entry}" for entry in self.files.values()]
+        identity = ["stream 1", self._kind, self._column.identity, str(data.chunk_bytes), tokenizer.fingerprint, *names]
+        identity += [self._template or "", data.loss_on, str(data.shuffle)]
+        self.fingerprint = hashlib.sha256("\0".join(identity).encode()).hexdigest()
+        self._rows: dict[int, tuple[int, str]] = {}
+        self._ends: dict[tuple[int, int], list[int]] = {}
+        self._open: OrderedDict[int, Corpus | None] = OrderedDict()
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="octavo-data")
+        self._next: dict[int, Future[TokenizedText | None]] = {}
+        self.held_out_hashes = np.empty(0, np.uint64)
+        self._shared = 0
+        first = next((corpus for chunk in range(len(self._chunks)) if (corpus := self._corpus(chunk))), None)
+        if first is None:
+            raise NoSequencesError(f'data.source = "{data.source}" has no sequence of data.sequence_length')
+        self.tokenizer = first.tokenizer
+        self._first = first
+
+    @property
+    def windows(self) -> int:
+        """Number of sequences: an estimate from the chunks that are known, until all are."""
+        known = sum(rows for rows, _ in self._rows.values())
+        size = sum(block.size for chunk in self._rows for block in self._chunks[chunk])
+        return max(1, round(known * sum(block.size for chunk in self._chunks for block in chunk) / size))
+
+    def row(self, seed: int, sample: int) -> tuple[Tensor, Tensor]:
+        """Inputs and targets of a sample."""
+        epoch, position, chunk, number = self._locate(seed, sample)
+        corpus = self._corpus(chunk)
+        assert corpus is not None
+        order = self._order(seed, epoch)
+        if position + 1 < len(order):
+            self._prefetch(int(order[position + 1]))
+        return corpus.row(seed, epoch * corpus.windows + number)
+
+    def size(self) -> str:
+        """Documents, tokens and sequences, in words."""
+        size = sum(block.size for chunk in self._chunks for block in chunk)
+        return (
+            f"{len(self.files):,} streamed files with {size / 1e9:.3g} GB in {len(self._chunks):,} chunks, about "
+            f"{self.windows:,} sequences (the first chunk: {self._first.size()})"
+        )
+
+    def state(self) -> dict[str, Any]:
+        """The files, and how many sequences each known chunk has, with the digest of its ids."""
+        rows = {str(chunk): [count, digest] for chunk, (count, digest) in sorted(self._rows.items())}
+        return super().state() | {"chunks": {self.fingerprint: rows}}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Take over the counts of a checkpoint. Raises ConfigError if a chunk that is known has changed."""
+        for name, (count, digest) in state.get("chunks", {}).get(self.fingerprint, {}).items():
+            self._remember(int(name), count, digest)
+
+    def _locate(self, seed: int, sample: int) -> tuple[int, int, int, int]:
+        """The epoch of a sample, the position of its chunk in it, the chunk, and the number of its sequence there."""
+        epoch = 0
+        if len(self._rows) == len(self._chunks):
+            epoch, sample = divmod(sample, sum(rows for rows, _ in self._rows.values()))
+        while True:
+            order = self._order(seed, epoch)
+            ends = self._ends.setdefault((seed, epoch), [])
+            while (not ends or ends[-1] <= sample) and len(ends) < len(order):
+                ends.append((ends[-1] if ends else 0) + self._count(int(order[len(ends)])))
+            if ends[-1] > sample:
+                position = bisect_right(ends, sample)
+                return epoch, position, int(order[position]), sample - (ends[position - 1] if position else 0)
+            epoch, sample = epoch + 1, sample - ends[-1]
+
+    def _order(self, seed: int, epoch: int) -> np.ndarray:
+        """The order of the chunks in an epoch."""
+        if not self._data.shuffle:
+            return np.arange(len(self._chunks))
+        return np.random.Generator(np.random.Philox(key=[seed, epoch])).permutation(len(self._chunks))
+
+    def _count(self, chunk: int) -> int:
+        """The number of sequences of a chunk."""
+        if chunk not in self._rows:
+            self._corpus(chunk)
+        return self._rows[chunk][0]
+
+    def _remember(self, chunk: int, count: int, digest: str) -> None:
+        if self._rows.setdefault(chunk, (count, digest)) != (count, digest):
+            paths = dict.fromkeys(block.path for block in self._chunks[chunk])
+            raise ConfigError(
+                f'data.source = "{self._data.source}" has changed since the run read it: chunk {chunk} has other text '
+                f"(ids {digest}, not {self._rows[chunk][1]}), which is from {', '.join(paths)}"
+            )
+
+    def _corpus(self, chunk: int) -> Corpus | None:
+        """The sequences of a chunk; None if it has none."""
+        if chunk in self._open:
+            self._open.move_to_end(chunk)
+            return self._open[chunk]
+        text = self._next.pop(chunk).result() if chunk in self._next else self._tokenized(chunk, self._progress)
+        corpus = None
+        if text is not None:
+            with suppress(NoSequencesError):
+                corpus = Corpus(text, self._data, shuffle=self._data.shuffle)
+        self._remember(chunk, 0 if corpus is None else corpus.windows, "" if text is None else text.digest[:16])
+        self._open[chunk] = corpus
+        while len(self._open) > OPEN_CHUNKS:
+            self._open.popitem(last=False)
+        if corpus is not None and (shared := int(np.isin(corpus.hashes, self.held_out_hashes).sum())):
+            self._shared += shared
+            self._progress.note(f"{self._shared} documents trained on so far are also evaluated on")
+        return corpus
+
+    def _prefetch(self, chunk: int) -> None:
+        """Tokenize a chunk in the background."""
+        if chunk not in self._next and chunk not in self._open:
+            self._next.clear()  # of a step that was only looked at
+            self._next[chunk] = self._thread.submit(self._tokenized, chunk, NullProgress())
+
+    def _tokenized(self, chunk: int, progress: Progress) -> TokenizedText | None:
+        """The tokens of a chunk from the cache, or from the files; None if it has no text."""
+        blocks, cache = self._chunks[chunk], expand(self._data.cache) / "stream"
+        digest = hashlib.sha256(f"{self._kind}{self._column.identity}".encode())
+        for block in blocks:
+            changed = os.stat(block.path).st_mtime_ns  # or the cache could have the text of an earlier content
+            digest.update(f"{self.files[block.path]}\0{changed}\0{block.start}\0{block.stop}\0".encode())
+        source = Source(fingerprint=digest.hexdigest(), read=lambda _: self._read(blocks), is_part=True)
+        meter = ReadProgress(progress)
+        for attempt in range(3):
+            try:
+                text = open_entry(self._data, source, self._template, cache, meter, progress, self._pretrained)
+                os.utime(text.folder)
+                break
+            except NoSequencesError:
+                return None
+            except FileNotFoundError:  # another process has just removed it, for its own chunks
+                if attempt == 2:
+                    raise
+        keep = {text.folder} | {corpus.folder for corpus in self._open.values() if corpus is not None}
+        _evict(cache, int(self._data.cache_gib * 2**30), keep)
+        return text
+
+    def _read(self, blocks: list[Block]) -> Stream:
+        for block in blocks:
+            size, expected = os.path.getsize(block.path), self.files[block.path][0]
+            if size != expected:
+                raise ConfigError(
+                    f"{block.path} has {size:,} bytes, and had {expected:,} when the run began: do not write to files "
+                    "that are streamed"
+                )
+        if self._kind == ".jsonl":
+            parts = (documents.lines_between(block.path, block.start, block.stop) for block in blocks)
+            yield from documents.json_documents(chain.from_iterable(parts), self._column)
+            return
+        for block in blocks:
+            if self._kind == ".parquet":
+                for rows in arrow_files.parquet_rows(block.path, self._column, [block.start]):
+                    yield from documents.rows_as_documents(rows)
+            else:
+                documents.hash_file(block.path, hashlib.sha256(), lambda _: None, kind=".txt")  # UTF-8, without NULs
+                yield from documents.text_file(block.path, hashlib.sha256(), lambda _: None)
+
+
+def _identity(path: str) -> list[Any]:
+    """The size of a file and a digest of its ends."""
+    with documents.reading(path), open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        digest = hashlib.sha256(file.read(EDGE))
+        file.seek(max(0, size - EDGE))
+        digest.update(file.read(EDGE))
+    return [size, digest.hexdigest()[:16]]
+
+
+def _blocks(path: str, kind: str, size: int) -> list[Block]:
+    """The blocks of a file."""
+    if kind == ".parquet":
+        from pyarrow import parquet
+
+        with documents.reading(path), parquet.ParquetFile(path) as file:
+            groups = [file.metadata.row_group(number) for number in range(file.num_row_groups)]
+        return [Block(path, number, number + 1, group.total_byte_size) for number, group in enumerate(groups)]
+    total = os.path.getsize(path)
+    step = size if kind == ".jsonl" else max(1, total)
+    return [Block(path, start, min(start + step, total), min(step, total - start)) for start in range(0, total, step)]
+
+
+def _chunks(blocks: list[Block], size: int, *, shuffle: bool) -> list[list[Block]]:
+    """Blocks in groups of about `size` bytes, from all over the files with `shuffle`."""
+    order = np.random.Generator(np.random.Philox(key=0)).permutation(len(blocks)) if shuffle else range(len(blocks))
+    ordered = [blocks[number] for number in order]
+    ends = accumulate(block.size for block in ordered)
+    chunks: dict[int, list[Block]] = {}
+    for block, end in zip(ordered, ends, strict=True):
+        chunks.setdefault((end - 1) // size, []).append(block)
+    return list(chunks.values())
+
+
+def _evict(cache: Path, limit: int, keep: set[Path]) -> None:
+    """Remove the entries that were opened longest ago, until `limit` bytes are left. Those in `keep` stay."""
+    sizes: dict[Path, int] = {}
+    opened: dict[Path, float] = {}
+    for folder in cache.iterdir():
+        with suppress(OSError):  # removed by another process
+            if folder.is_dir() and not folder.name.startswith("."):
+                sizes[folder] = sum(file.stat().st_size for file in folder.iterdir())
+                opened[folder] = folder.stat().st_mtime
+    total = sum(sizes.values())
+    for folder in sorted(opened, key=lambda path: opened[path]):
+        if total <= limit:
+            return
+        if folder not in keep:
+            total -= sizes[folder]
+            shutil.rmtree(folder, ignore_errors=True)

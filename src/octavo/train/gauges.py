@@ -1,0 +1,80 @@
+"""What a step says about the machine and the data: MFU, peak memory, position in the data, time.
+
+The model's operations come from the planner (`octavo.train.run_plan`), which also predicts memory and speed, so that a
+run shows both figures side by side. The prediction takes seconds on a CPU, and is made for GPUs that the planner knows.
+"""
+
+import time
+from dataclasses import replace
+
+import torch
+
+from octavo.planner.devices import gpu_by_driver_name
+from octavo.train.config.parallel_section import ParallelConfig
+from octavo.train.config.run_config import TrainConfig
+from octavo.train.record.metrics import RunResult, StepMetrics
+from octavo.train.record.setup import ExpectedStep, RunSetup
+from octavo.train.run_plan import plan_configured
+from octavo.train.trainer import Trainer
+
+
+class Gauges:
+    """Completes the metrics of steps.
+
+    Args:
+        trainer: The trainer, before its first step in this process.
+        expected: The prediction of `expected_step`.
+    """
+
+    def __init__(self, trainer: Trainer, expected: ExpectedStep | None) -> None:
+        self._trainer, self._data, self._expected = trainer, trainer.task.data_size(), expected
+        self._device = trainer.ranks.device
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+
+    def setup(self, summary: RunResult) -> RunSetup:
+        """The setup of the run, with its summary before the first step."""
+        steps = self._trainer.config.run.steps
+        return RunSetup(started=time.time(), steps=steps, summary=summary, data=self._data, expected=self._expected)
+
+    def read(self, row: StepMetrics) -> StepMetrics:
+        """The metrics of a step that has ended, with the figures of this module."""
+        trainer, expected = self._trainer, self._expected
+        batches = row.step + trainer.skipped_batches
+        return replace(
+            row,
+            time=time.time(),
+            epoch=batches * trainer.config.optim.batch / self._data.rows if self._data is not None else None,
+            mfu=expected.flops / row.step_s / expected.bf16_flops if expected is not None else None,
+            peak_memory=torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else None,
+        )
+
+
+def expected_step(config: TrainConfig, device: str, gpus: int) -> ExpectedStep | None:
+    """Predict a step of a run; None on a device that the planner does not know.
+
+    Args:
+        config: The run.
+        device: The driver's name of the GPU, such as "NVIDIA H100 80GB HBM3".
+        gpus: Number of GPUs.
+
+    Raises:
+        ConfigError: If the planner cannot plan the run, as of images.
+    """
+    gpu = gpu_by_driver_name(device)
+    if gpu is None:
+        return None
+    parallel = config.parallel
+    divides_layers = max(parallel.tp, parallel.cp, parallel.ep) > 1  # planned in a process group, and this is in one
+    if divides_layers:
+        alone = config.optim.model_copy(update={"micro_batches": config.optim.batch})
+        config = config.model_copy(update={"parallel": ParallelConfig(), "optim": alone})
+    planned = plan_configured(config, gpu=device, gpus=1 if divides_layers else gpus)
+    return ExpectedStep(
+        gpu=gpu.name,
+        flops=planned.time.flops,
+        bf16_flops=gpus * gpu.bf16_tflops * 1e12,
+        fp8_flops=gpus * gpu.fp8_tflops * 1e12,
+        memory=None if divides_layers else planned.memory.peak,
+        tokens_per_s=None if divides_layers else planned.time.tokens_per_second,
+    )

@@ -1,0 +1,121 @@
+"""LoRA: low-rank adapters of PEFT on a frozen model, as `[lora]` asks for.
+
+    y = W x + (alpha / rank) · B (A x)        W [N,K] frozen, in bf16 or in FP8 only; A [rank,K] and B [N,rank] trained
+
+PEFT puts the adapters into the model itself (`inject_adapter_in_model`), so that its class, its loss and its blocks
+stay what the trainer knows. Optimizer, checkpoints and exports have the adapters alone, under the names that
+`PeftModel.from_pretrained` reads. The base is made anew on resume: from `model.path`, or from the seed.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from octavo.nn.resident import ResidentWeight
+from octavo.runtime.extras import needs_extras
+from octavo.tensor import local_tensor
+from octavo.train.config.lora_section import LoraConfig
+from octavo.train.config.run_config import ConfigError
+
+CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+ADAPTER = "default"
+"""PEFT's name of the adapter."""
+PREFIX = "base_model.model."
+"""What PEFT's files have before the name of a module."""
+
+
+def add_adapters(model: nn.Module, lora: LoraConfig, seed: int, base: str | None) -> None:
+    """Freeze a model and add adapters to it, in place; their initial weights depend on the seed alone.
+
+    Args:
+        model: As built, on any device including meta.
+        lora: The section `[lora]`.
+        seed: Of the initial weights.
+        base: The folder of the base model, for adapter_config.json.
+
+    Raises:
+        ConfigError: If PEFT is not installed, or does not take the settings for this model.
+    """
+    try:
+        import peft
+    except ImportError as error:
+        raise ConfigError(f"[lora] is of PEFT, which cannot be imported ({error}): pip install peft") from None
+    alpha: Any = lora.alpha  # PEFT takes a float, and annotates an int
+    targets: Any = "all-linear" if lora.targets == ("all-linear",) else list(lora.targets)
+    settings = peft.LoraConfig(
+        r=lora.rank, lora_alpha=alpha, lora_dropout=lora.dropout, target_modules=targets,
+        use_rslora=lora.rank_stabilized, task_type="CAUSAL_LM", base_model_name_or_path=base,
+    )  # fmt: skip
+    torch.manual_seed(seed)
+    model.requires_grad_(False)
+    try:
+        peft.inject_adapter_in_model(settings, model, ADAPTER)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"[lora]: {' '.join(str(error).split())}") from None
+    model.train()
+
+
+def has_adapters(model: nn.Module) -> bool:
+    """Whether `add_adapters` was applied to a model."""
+    return hasattr(model, "peft_config")
+
+
+def checkpointed(model: nn.Module) -> dict[str, Tensor]:
+    """What a checkpoint holds of a model, by name: of one with adapters these alone, else its `state_dict`."""
+    state = model.state_dict()
+    if not has_adapters(model):
+        return state
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return {name: value for name, value in state.items() if name in trained}
+
+
+def save_config(model: Any, folder: Path) -> None:
+    """Write adapter_config.json."""
+    model.peft_config[ADAPTER].save_pretrained(str(folder))
+
+
+def save(state: Mapping[str, Tensor], folder: Path) -> None:
+    """Write the adapters, of `checkpointed`, as PEFT does."""
+    with needs_extras("octavo train"):
+        from safetensors.torch import save_file
+    tensors = {_stored_name(name): value.detach().cpu().contiguous() for name, value in state.items()}
+    save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+
+
+def load(folder: Path, model: nn.Module) -> dict[str, Tensor]:
+    """Read the adapters in a folder, by their names in the model. Raises ConfigError if they are not all there."""
+    with needs_extras("octavo train"):
+        from safetensors.torch import load_file
+    stored = load_file(folder / WEIGHTS_FILE)
+    names = {_stored_name(name): name for name in checkpointed(model)}
+    if missing := sorted(stored.keys() ^ names.keys()):
+        raise ConfigError(f"{WEIGHTS_FILE} has other adapters than the model (first: {missing[0]})")
+    return {names[name]: value for name, value in stored.items()}
+
+
+def _stored_name(name: str) -> str:
+    return PREFIX + name.replace(f".{ADAPTER}.", ".")
+
+
+def base_digest(model: nn.Module) -> str:
+    """Hash of the frozen parameters on this rank, from the sum of the bytes of each; "" without adapters.
+
+    Sums of integers are exact on any device, in any order, and need no copy of the weights.
+    """
+    if not has_adapters(model):
+        return ""
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            weight: Any = parameter
+            resident = isinstance(parameter, ResidentWeight)
+            for part in (weight.data_, weight.scale) if resident else (local_tensor(weight.detach()),):
+                digest.update(f"{name} {tuple(part.shape)} {part.dtype}\0".encode())
+                rows = part.reshape(-1, part.shape[-1] if part.ndim else 1).contiguous().view(torch.uint8)
+                for dim in (0, 1):  # of both: in one of them an exchange of two values shows
+                    digest.update(rows.sum(dim, dtype=torch.int64).cpu().numpy().tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,97 @@
+"""Samples: text that the model goes on with from some prompts, in the precision it trains in (`[sample]`).
+
+Each token takes a forward of all prompts and what was written so far, without a cache of keys and values: slower than
+an inference engine, with nothing that could differ from training's forward. Prompts are padded behind their ends, which
+a causal model does not look at. Under data parallelism every rank takes part in every forward, and rank 0 chooses the
+tokens, so that all ranks write the same ones.
+
+Sampling leaves no trace, as evaluation (`evaluation.py`): the tokens are drawn by a generator of their own.
+"""
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from octavo.train.config.run_config import ConfigError, TrainConfig
+from octavo.train.evaluation import without_trace
+from octavo.train.trainer import Trainer
+
+
+class Sampler:
+    """Writes samples of a run of text with `[sample]`.
+
+    Args:
+        trainer: The trainer.
+
+    Raises:
+        ConfigError: If a prompt and its tokens are longer than a sequence.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        config, tokenizer = trainer.config, trainer.task.data.tokenizer
+        assert config.sample is not None
+        self._trainer, self._settings, self._tokenizer = trainer, config.sample, tokenizer
+        encoded = tokenizer.encode(list(config.sample.prompts))
+        self._prompts: list[list[int]] = [ids or [tokenizer.end_id] for ids in encoded]
+        _check_length(config, max(map(len, self._prompts)))
+
+    def is_due(self, step: int) -> bool:
+        """Whether to sample after a step before the last one."""
+        return bool(self._settings.every) and step % self._settings.every == 0
+
+    def write(self) -> list[dict[str, str]]:
+        """Go on from every prompt; on all ranks. Returns `{"prompt": …, "text": …}` for each."""
+        trainer, tokens, end = self._trainer, self._settings.tokens, self._tokenizer.end_id
+        seed = np.random.SeedSequence([trainer.config.run.seed, trainer.step]).generate_state(1, np.uint64)[0]
+        generator = torch.Generator("cpu").manual_seed(int(seed))
+        lengths = torch.tensor([len(prompt) for prompt in self._prompts])
+        ids = torch.full((len(lengths), int(lengths.max()) + tokens), end)
+        for row, prompt in enumerate(self._prompts):
+            ids[row, : len(prompt)] = torch.tensor(prompt)
+        ended, rows = torch.zeros(len(lengths), dtype=torch.bool), torch.arange(len(lengths))
+        with without_trace(trainer.model):
+            for number in range(tokens):
+                last = lengths + number
+                logits = trainer.logits(ids[:, : int(last.max())].to(trainer.ranks.device))[rows, last - 1]
+                chosen = torch.tensor(trainer.ranks.run_on_rank0(partial(self._choose, logits, generator)))
+                ended |= chosen == end
+                if ended.all():
+                    break
+                ids[rows, last] = torch.where(ended, end, chosen)
+        return [self._sample(row, ids[row, len(prompt) :].tolist()) for row, prompt in enumerate(self._prompts)]
+
+    def _choose(self, logits: Tensor, generator: torch.Generator) -> list[int]:
+        """The next token of each row of logits [P,V]."""
+        logits = logits.float().cpu().nan_to_num()  # of a model that has diverged: any token will do
+        if not self._settings.temperature:
+            return logits.argmax(-1).tolist()
+        probabilities = (logits / self._settings.temperature).softmax(-1)
+        return torch.multinomial(probabilities, 1, generator=generator).squeeze(-1).tolist()
+
+    def _sample(self, row: int, written: list[int]) -> dict[str, str]:
+        end = self._tokenizer.end_id
+        written = written[: written.index(end)] if end in written else written
+        before = self._tokenizer.decode(self._prompts[row])
+        whole = self._tokenizer.decode(self._prompts[row] + written)  # a token alone may be a part of a character
+        text = whole[len(before) :] if whole.startswith(before) else self._tokenizer.decode(written)
+        return {"prompt": self._settings.prompts[row], "text": text}
+
+
+def make_sampler(trainer: Trainer) -> Sampler | None:
+    """The sampler of a run; None without `[sample]`. Raises ConfigError on all ranks if a setting is wrong."""
+    if trainer.config.sample is None:
+        return None
+    return trainer.ranks.raise_together(lambda: Sampler(trainer))
+
+
+def _check_length(config: TrainConfig, longest: int) -> None:
+    sample: Any = config.sample
+    if longest + sample.tokens > config.data.sequence_length:
+        raise ConfigError(
+            f"sample.tokens = {sample.tokens} after a prompt of {longest} tokens exceeds data.sequence_length = "
+            f"{config.data.sequence_length}, beyond which the model is not trained: lower sample.tokens, or shorten "
+            "the prompt"
+        )
