@@ -176,7 +176,7 @@ def test_an_interrupted_comparison_goes_on(config, tmp_path):
     class Third(Recorder):
         """Fails at step 3 of the third run."""
 
-        def start(self, config, first_step):
+        def start(self, config, first_step, setup):
             self.runs = getattr(self, "runs", 0) + 1
 
         def step(self, row):

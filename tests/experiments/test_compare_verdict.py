@@ -19,7 +19,7 @@ STEPS = 100
 
 def curve(start, end, steps=STEPS):
     """A straight loss."""
-    series = dict.fromkeys(("lr", "grad_norm", "tokens_per_s", "held_out"), np.ones(steps))
+    series = dict.fromkeys(("lr", "grad_norm", "tokens_per_s", "held_out", "mfu", "peak_memory"), np.ones(steps))
     return Curves(step=np.arange(1, steps + 1), loss=np.linspace(start, end, STEPS)[:steps], **series)
 
 

@@ -8,22 +8,29 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    AutoModelForImageTextToText,
+)
 from typer.testing import CliRunner
 
 from octavo.cli import app
 from octavo.experiments import fit_layout as fitting
 from octavo.experiments.fit_layout import Search, fit_layout
 from octavo.experiments.ready_models import Layout, PlannedStep, ready_model, ready_models, render, step_table
+from octavo.train.config.data_section import OF_IMAGES
 from octavo.train.config.run_config import ConfigError, load_config, parse_config
 
 PUBLISHED = {
     "llama2-7b": 6.74, "llama2-13b": 13.02, "llama3-8b": 8.03, "llama3-70b": 70.55, "qwen3-8b": 8.19,
     "command-r-35b": 34.98, "mixtral-8x7b": 46.70, "qwen3-30b-a3b": 30.53, "deepseek-v3-16b": 16.00,
-    "nvila-like-8b": 8.05,
+    "nvila-like-8b": 8.05, "vit-l16": 0.304, "dit-xl": 0.750,
 }  # fmt: skip
 """Parameters in billions as published; of deepseek-v3-16b Moonlight's 15.96, with compressed queries; of nvila-like-8b
-Qwen2-7B's 7.616, the 0.413 of a SigLIP-so400m tower without pooling, and 0.017 of the projector."""
+Qwen2-7B's 7.616, the 0.413 of a SigLIP-so400m tower without pooling, and 0.017 of the projector; of dit-xl as diffusers
+has it, with embeddings of time and class in each block (0.675 in the paper, which has them once)."""
 LAYOUT = Layout(gpus=8, sequences=2, micro_batches=4, checkpointing="none")
 SMALL = replace(
     ready_model("llama3-8b"), name="small", title="Small", gpus=1, sequence=64, batch=16,
@@ -37,8 +44,12 @@ SMALL = replace(
 def test_models_have_their_published_size(name: str) -> None:
     model = ready_model(name)
     with torch.device("meta"):
-        auto = AutoModelForImageTextToText if name == "nvila-like-8b" else AutoModelForCausalLM
-        made = auto.from_config(AutoConfig.for_model(model.type, **model.config))
+        if name == "dit-xl":
+            made = pytest.importorskip("diffusers").DiTTransformer2DModel(**model.config)
+        else:
+            auto = {"nvila-like-8b": AutoModelForImageTextToText, "vit-l16": AutoModelForImageClassification}
+            config = AutoConfig.for_model(model.type, **model.config)
+            made = auto.get(name, AutoModelForCausalLM).from_config(config)
     assert sum(p.numel() for p in made.parameters()) / 1e9 == pytest.approx(PUBLISHED[name], abs=0.006)
 
 
@@ -51,9 +62,10 @@ def test_every_model_renders_a_configuration(name: str) -> None:
     text = render(model, layout, steps, f"configs/{name}.toml", ("h100", "H100 SXM"))
     assert max(map(len, text.splitlines())) <= 120
     config = parse_config(tomllib.loads(text))
+    length = 1 if model.task in OF_IMAGES else model.sequence
     assert (config.optim.batch, config.optim.micro_batches) == (64, 4)
     assert (config.precision.checkpointing, config.parallel.dp_replicate) == ("full", 2)
-    assert config.model.config == model.config and config.data.sequence_length == model.sequence
+    assert config.model.config == model.config and config.data.sequence_length == length
     assert config.resolved.states == "fp8" and config.run.name == name
     assert "# as many as fit" in text and "never run on a GPU" in text
     assert ("Experts count as bf16" in text) == (name in ("mixtral-8x7b", "qwen3-30b-a3b", "deepseek-v3-16b"))

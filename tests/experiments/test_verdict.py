@@ -52,6 +52,23 @@ def test_the_sentence_says_what_the_numbers_say(tail: float, status: str, words:
     assert ("is within" in pair_verdict.sentence) == (status == "within")
 
 
+@pytest.mark.parametrize(
+    ("bf16", "fp8", "names", "status"),
+    [
+        (3.2, None, "FP8 rowwise", "above"),
+        (None, 3.2, "BF16", "none"),
+        (None, None, "BF16 and FP8 rowwise", "none"),
+    ],
+)
+def test_a_held_out_loss_that_is_not_finite_is_named(
+    bf16: float | None, fp8: float | None, names: str, status: str
+) -> None:
+    """Whatever the loss in training; without a sentence it would read as if none had been measured."""
+    pair_verdict = verdict(result(held_out={"loss": bf16}), result(FP8, held_out={"loss": fp8}))
+    assert pair_verdict.held_out_sentence == f"The held-out loss of {names} is not finite at the end."
+    assert (pair_verdict.held_out_status, pair_verdict.held_out_gap) == (status, None)
+
+
 def test_the_held_out_loss_has_a_sentence_of_its_own() -> None:
     pair_verdict = verdict(result(tail=3.0, held_out={"loss": 3.2}), result(FP8, tail=3.0, held_out={"loss": 3.3}))
     assert (pair_verdict.status, pair_verdict.held_out_status) == ("within", "above")
@@ -59,7 +76,7 @@ def test_the_held_out_loss_has_a_sentence_of_its_own() -> None:
         "held-out loss is not within 1 % of BF16's at the end: it is higher, 3.3000" in pair_verdict.held_out_sentence
     )
     assert "3.0000 against 3.0000" in pair_verdict.sentence
-    without = verdict(result(held_out={"loss": 3.2}), result(FP8, held_out={"loss": None}))
+    without = verdict(result(held_out={"loss": 3.2}), result(FP8, held_out={"accuracy": 0.5}))
     assert without.held_out_sentence == "" and without.held_out_gap is None
 
 

@@ -1,4 +1,4 @@
-"""The command line: `octavo init | train | export | demo | compare | inspect | doctor | plan | calibrate`.
+"""The command line: `octavo init | train | watch | export | demo | compare | inspect | doctor | plan | calibrate`.
 
 A user error (a wrong key, a missing file, unusable data) prints one message on stderr and exits with code 2;
 `--traceback` prints the traceback. Code 1 is a failed run: a non-finite loss. A run stopped by a signal saves and exits
@@ -17,11 +17,11 @@ with needs_extras("the command octavo"):
     for package in ("rich", "pydantic"):  # imported later, so that --version and completion take no time
         if find_spec(package) is None:
             raise ModuleNotFoundError(f"No module named {package!r}", name=package)
-    from octavo.cli import starting, training, comparing, inspecting, planning  # noqa: I001 (the order in which --help lists commands)
+    from octavo.cli import starting, training, watching, comparing, inspecting, planning  # noqa: I001 (the order in which --help lists commands)
     from octavo.cli.app import app
     from octavo.cli.exit_codes import run
 
-__all__ = ["app", "comparing", "inspecting", "main", "planning", "starting", "training"]
+__all__ = ["app", "comparing", "inspecting", "main", "planning", "starting", "training", "watching"]
 
 
 def main() -> None:

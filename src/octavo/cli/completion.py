@@ -4,7 +4,6 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-FILES = ("run_config.py", "sections.py", "parallel_section.py")
 ROOT = "TrainConfig"
 
 
@@ -16,14 +15,15 @@ def complete_setting(incomplete: str) -> list[str]:
 def settings() -> Iterator[str]:
     """Yield every setting of a configuration in the order of the sections, as `optim.lr=`."""
     folder = Path(__file__).parents[1] / "train" / "config"
-    nodes = [node for name in FILES for node in ast.parse((folder / name).read_text(encoding="utf-8")).body]
+    nodes = [node for path in sorted(folder.glob("*.py")) for node in ast.parse(path.read_text(encoding="utf-8")).body]
     yield from _of({node.name: node for node in nodes if isinstance(node, ast.ClassDef)}, ROOT, "")
 
 
 def _of(classes: dict[str, ast.ClassDef], name: str, prefix: str) -> Iterator[str]:
     for node in classes[name].body:
         if isinstance(node, ast.AnnAssign):
-            key, kind = f"{prefix}{ast.unparse(node.target)}", ast.unparse(node.annotation)
+            key = f"{prefix}{ast.unparse(node.target)}"
+            kind = ast.unparse(node.annotation).removesuffix(" | None")  # of a section that may be left out
             if kind in classes:
                 yield from _of(classes, kind, f"{key}.")
             else:

@@ -8,6 +8,8 @@ Examples:
   octavo demo
   # one run, into runs/<its name>; any setting can be given after the file
   octavo train configs/demo.toml precision.level=fp8 precision.recipe=mxfp8
+  # a page in the browser that follows it
+  octavo watch runs/demo
   # the configuration of a large model for your GPUs, with predicted time and memory
   octavo init --model llama3-8b --gpu h100 --gpus 8
   # the backend of each op on this machine, and why others are unavailable
@@ -38,6 +40,13 @@ Examples:
   octavo train configs/llama3-8b.toml --shrink
   # eight GPUs: FSDP2, weights and gradients in FP8 on the wire
   torchrun --nproc-per-node 8 -m octavo train configs/demo.toml precision.level=fp8 parallel.fp8_comm=on
+""",
+    "watch": """
+\b
+Examples:
+  octavo watch runs/demo
+  # on another machine, through a tunnel: ssh -L 8421:127.0.0.1:8421 there
+  octavo watch runs/demo --port 8421
 """,
     "export": """
 \b

@@ -1,7 +1,9 @@
 """`octavo train | export | demo`: train models and export them."""
 
 import signal
+import sys
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -30,12 +32,14 @@ def train(
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint in the folder.")] = False,
     shrink: Shrink = False,
+    supervised: Annotated[bool, typer.Option("--supervised", hidden=True)] = False,
 ) -> None:
     """Train one model, configured by a TOML file.
 
     Writes metrics.jsonl, TensorBoard events, checkpoints and a report
     (report.html) into the output folder. A folder that holds another run is
-    never overwritten. SIGTERM and Ctrl-C save before they stop.
+    never overwritten. SIGTERM and Ctrl-C save before they stop. With
+    run.restarts=N a run that crashes resumes by itself, up to N times.
     """
     with user_errors(context):
         from octavo.experiments.progress_bars import ProgressBars, summary_table
@@ -46,6 +50,9 @@ def train(
         notes: list[str] = []
         settings = load_config(config, overrides or [], notes.append, change_of(shrink, notes.append))
         folder = (out or Path(settings.run.out or Path("runs") / settings.run.name)).expanduser()
+        if settings.run.restarts and not supervised:
+            arguments = [str(config), *(overrides or []), "--out", str(folder), *(["--shrink"] if shrink else [])]
+            raise typer.Exit(_supervised(context, arguments, folder, resume=resume, restarts=settings.run.restarts))
         failure = None
         with ProgressBars(stderr()) if is_first_rank() else nullcontext() as bars:
             if bars is not None:
@@ -74,6 +81,23 @@ def train(
             raise typer.Exit(1)
 
 
+def _supervised(context: typer.Context, arguments: list[str], folder: Path, *, resume: bool, restarts: int) -> int:
+    """Run `octavo train` in a process of its own, and again after a crash. Returns its exit code."""
+    from octavo.train.config.run_config import ConfigError
+    from octavo.train.ranks import under_torchrun
+    from octavo.train.supervise import supervise
+
+    if under_torchrun():
+        raise ConfigError(
+            f"run.restarts = {restarts} is for octavo train without torchrun: leave it out, and give torchrun "
+            f"--max-restarts {restarts}"
+        )
+    options = ["--traceback"] if context.obj["traceback"] else []
+    command = [sys.executable, "-m", "octavo", *options, "train", *arguments, "--supervised"]
+    notes = partial(print_plain, stderr())
+    return supervise(command, folder, resume=resume, restarts=restarts, note=notes)
+
+
 @app.command(epilog=EXAMPLES["export"])
 def export(
     context: typer.Context,
@@ -88,6 +112,7 @@ def export(
         str, typer.Option(help="bf16, or the FP8 layout of the recipe: fp8-row, fp8-block or mxfp8.")
     ] = "bf16",
     max_shard_size: Annotated[str, typer.Option(help="Largest size of one file of weights.")] = "50GB",
+    ema: Annotated[bool, typer.Option("--ema", help="The averaged weights of optim.ema instead.")] = False,
 ) -> None:
     """Write the weights of a checkpoint as Transformers, vLLM and SGLang read them.
 
@@ -102,7 +127,7 @@ def export(
         from octavo.train.signals import exit_on
 
         with exit_on(signal.SIGTERM):
-            exported = write(checkpoint, out, to, max_shard_size)
+            exported = write(checkpoint, out, to, max_shard_size, ema=ema)
         print_plain(stdout(), str(exported))
 
 

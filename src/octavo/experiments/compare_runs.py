@@ -23,14 +23,16 @@ from octavo.experiments.compare_report import FILES, write_comparison
 from octavo.experiments.compare_verdict import ArmRuns, Comparison, compare_arms
 from octavo.experiments.curves import Curves
 from octavo.inspect.paired_test import CONFIDENCE, MOST_SEEDS, check_limits
-from octavo.train.checkpoint.store import latest_checkpoint, read_trainer_state
+from octavo.train.checkpoint.retention import latest_checkpoint
+from octavo.train.checkpoint.store import read_trainer_state
 from octavo.train.config.run_config import Change, ConfigError, TrainConfig, flat, load_config, parse_config
 from octavo.train.config.same_run import FREE
 from octavo.train.diagnose import NonFiniteError
 from octavo.train.loop import run
 from octavo.train.ranks import Ranks, join_ranks
-from octavo.train.record.metrics import METRICS_FILE, RESULT_FILE, Progress, RunResult, read_metrics
+from octavo.train.record.metrics import METRICS_FILE, RESULT_FILE, RunResult, read_metrics
 from octavo.train.record.outputs import CONFIG_FILE, RUN_MARKERS
+from octavo.train.record.progress import Progress
 
 SHARED_SECTIONS = ("run", "model", "data", "eval")
 """Sections that all arms share."""
@@ -71,6 +73,11 @@ def make_arms(
             than two arms or seeds.
     """
     base = load_config(config, overrides, change=change)
+    if base.run.restarts:
+        raise ConfigError(
+            f"run.restarts = {base.run.restarts} is for octavo train: a comparison that was killed goes on where it is "
+            "started again, so leave it out"
+        )
     chosen_seeds = parse_seeds(seeds, base.run.seed)
     parsed = [parse_arm(arm) for arm in arms]
     names = [name for name, _ in parsed]

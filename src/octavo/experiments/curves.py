@@ -27,6 +27,8 @@ class Curves:
         grad_norm: Global L2 norm of the gradient before clipping.
         tokens_per_s: Target tokens per second of the step.
         held_out: Loss on held-out data after the step; NaN in most.
+        mfu: Model FLOPs utilization in percent of the bf16 peak.
+        peak_memory: Largest number of bytes of tensors on the first GPU so far, in GiB.
     """
 
     step: Steps
@@ -35,6 +37,8 @@ class Curves:
     grad_norm: Floats
     tokens_per_s: Floats
     held_out: Floats
+    mfu: Floats
+    peak_memory: Floats
 
     @classmethod
     def of(cls, rows: Sequence[StepMetrics]) -> "Curves":
@@ -50,6 +54,8 @@ class Curves:
             grad_norm=column("grad_norm"),
             tokens_per_s=column("tokens_per_s"),
             held_out=np.array([(row.held_out or {}).get(LOSS) for row in rows], dtype=np.float64),
+            mfu=100 * column("mfu"),
+            peak_memory=column("peak_memory") / 2**30,
         )
 
 

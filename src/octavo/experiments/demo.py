@@ -22,13 +22,14 @@ from octavo.experiments.verdict import PairVerdict, verdict
 from octavo.train.config.run_config import ConfigError, TrainConfig, load_config
 from octavo.train.diagnose import NonFiniteError
 from octavo.train.loop import run
-from octavo.train.record.metrics import Progress, RunResult
+from octavo.train.record.metrics import RunResult
 from octavo.train.record.outputs import CONFIG_FILE
+from octavo.train.record.progress import Progress
 
 BASELINE, CANDIDATE = "bf16", "fp8+activations+optimizer"
 SHORTENED = ("run.steps=100", "optim.batch=2", "optim.lr=1e-3")
 """Settings of both arms beside `demo.toml`, whose learning rate is for larger batches; overrides come after them."""
-SET_BY_DEMO = ("precision.level", "precision.matmul", "run.out")
+SET_BY_DEMO = ("precision.level", "precision.matmul", "run.out", "run.restarts")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -59,21 +59,28 @@ def render(template: str, **context: Any) -> str:
     )
 
 
-@cache
-def library() -> str:
-    """Return plotly.js, packed.
+def plotly_js() -> str:
+    """Return plotly.js.
 
     Raises:
         ModuleNotFoundError: If Plotly is not installed, with the install command.
     """
     with needs_extras("a report"):
         from plotly.offline import get_plotlyjs
-    return pack(get_plotlyjs())
+    source: str = get_plotlyjs()
+    return source
 
 
-def script() -> str:
-    """Return the script that draws a page's charts."""
-    return resources.files("octavo.experiments").joinpath("templates", "charts.js").read_text(encoding="utf-8")
+@cache
+def library() -> str:
+    """Return plotly.js, packed. Raises as `plotly_js`."""
+    return pack(plotly_js())
+
+
+def script(page: str) -> str:
+    """Return the script of a kind of page, which draws its charts: "report" or "live"."""
+    templates = resources.files("octavo.experiments").joinpath("templates")
+    return "".join(templates.joinpath(name).read_text(encoding="utf-8") for name in ("charts.js", f"{page}.js"))
 
 
 def pack(text: str) -> str:

@@ -1,34 +1,57 @@
 """Terminal output of a run: a progress bar on stderr during training, tables on stdout at the end.
 
-If stderr is not a terminal (a log file, CI), a bar would be unreadable: a plain line is printed for every tenth of the
-run instead.
+The loss of a line is the running mean over 5 % of the run. If stderr is not a terminal (a log file, CI), a bar would be
+unreadable: a plain line is printed for every tenth of the run instead.
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
+from statistics import fmean
 from types import TracebackType
 
 from rich.box import ROUNDED
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    ProgressColumn,
+    Task,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.progress import Progress as RichProgress
 from rich.table import Table
 from rich.text import Text
 
+from octavo.experiments.curves import smoothing_window
 from octavo.experiments.run_report import held_out_label, held_out_text, summary_rows
 from octavo.experiments.verdict import PairVerdict, arm_name
 from octavo.train.config.run_config import TrainConfig
 from octavo.train.record.metrics import RunResult, StepMetrics
+from octavo.train.record.setup import ExpectedStep, RunSetup
 from octavo.train.tasks.registry import task_of
 
+OTHER_COLUMNS = 58
+"""Characters of a line besides bar and numbers: the label, steps and times."""
 STATUS_STYLES = {"within": "bold green", "above": "bold yellow", "below": "bold yellow", "none": "bold red"}
 
 
 class _Numbers(ProgressColumn):
-    """Loss, speed and learning rate of the last step."""
+    """Numbers of the last step, as many as the width has room for."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self._width = width
 
     def render(self, task: Task) -> Text:
-        row: StepMetrics | None = task.fields["row"]
-        return Text("") if row is None else _numbers(row, task.fields["unit"])
+        """The numbers in a line."""
+        line = Text()
+        for number in task.fields["numbers"]:
+            if line and len(line) + len(number) + 2 > self._width:
+                break
+            line = Text("  ").join([line, number]) if line else number
+        return line
 
 
 class ProgressBars:
@@ -42,19 +65,24 @@ class ProgressBars:
     def __init__(self, console: Console, label: Callable[[str], str] | None = None) -> None:
         self._console = console
         self._label_of = label
+        bar = max(8, min(32, console.width - 90))
         self._bars = RichProgress(
             TextColumn("[bold]{task.description}"),
-            BarColumn(bar_width=max(8, min(32, console.width - 70))),
+            BarColumn(bar_width=bar),
             MofNCompleteColumn(),
-            _Numbers(),
-            TimeRemainingColumn(elapsed_when_finished=True),
+            _Numbers(console.width - bar - OTHER_COLUMNS),
+            TimeElapsedColumn(),
+            TextColumn("[dim]left[/dim]"),
+            TimeRemainingColumn(),
             console=console,
             disable=not console.is_terminal,
         )
-        self._task = self._bars.add_task("", visible=False, row=None, unit="")
+        self._task = self._bars.add_task("", visible=False, numbers=[])
         self._label = ""
         self._steps = 0
         self._unit = "tokens"
+        self._expected: ExpectedStep | None = None
+        self._losses: deque[float] = deque(maxlen=1)
 
     def __enter__(self) -> "ProgressBars":
         self._bars.start()
@@ -69,22 +97,29 @@ class ProgressBars:
         """Print the beginning of a preparation."""
         self._print(f"{text} …", "dim")
 
-    def start(self, config: TrainConfig, first_step: int) -> None:
+    def start(self, config: TrainConfig, first_step: int, setup: RunSetup) -> None:
         """Open the bar of a run."""
         label = self._label_of(config.run.name) if self._label_of else arm_name(config.precision_label)
         self._label, self._steps, self._unit = label, config.run.steps, task_of(config).unit
-        self._task = self._bars.add_task(
-            self._label, total=self._steps, completed=first_step, row=None, unit=self._unit
-        )  # fmt: skip
+        self._expected, self._losses = setup.expected, deque(maxlen=smoothing_window(config.run.steps))
+        self._task = self._bars.add_task(self._label, total=self._steps, completed=first_step, numbers=[])
 
     def step(self, row: StepMetrics) -> None:
         """Move the bar; without a terminal, write a line for every tenth of the run."""
-        self._bars.update(self._task, completed=row.step, row=row)
+        self._losses += [] if row.loss is None else [row.loss]
+        loss = fmean(self._losses) if self._losses else None
+        numbers = _numbers(row, loss, self._unit, self._expected)
+        self._bars.update(self._task, completed=row.step, numbers=numbers)
         if not self._console.is_terminal and 10 * row.step // self._steps > 10 * (row.step - 1) // self._steps:
-            self._print(f"{self._label}  step {row.step}/{self._steps}  {_numbers(row, self._unit).plain}", "")
+            shown = "  ".join(number.plain for number in numbers)
+            self._print(f"{self._label}  step {row.step}/{self._steps}  {shown}", "")
         if row.held_out:
             shown = ", ".join(f"{held_out_label(name)} {held_out_text(name, v)}" for name, v in row.held_out.items())
             self._print(f"{self._label}  step {row.step}  {shown}", "")
+
+        for sample in row.samples or ():
+            self._print(f"{self._label}  step {row.step}  sample of {sample['prompt']!r}:", "")
+            self._print("    " + printable(sample["text"]).replace("\n", "\n    "), "dim")
 
     def note(self, text: str) -> None:
         """Print a notice."""
@@ -97,11 +132,32 @@ class ProgressBars:
         self._console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
-def _numbers(row: StepMetrics, unit: str) -> Text:
-    loss = "not finite" if row.loss is None else f"{row.loss:.4f}"
-    return Text.assemble(
-        ("loss ", "dim"), (loss, "bold"), f"  {row.tokens_per_s:,.0f} {unit}/s", ("  lr ", "dim"), f"{row.lr:.1e}"
-    )
+def _numbers(row: StepMetrics, loss: float | None, unit: str, expected: ExpectedStep | None) -> list[Text]:
+    """What a step measured, the most important first; `loss`: the running mean."""
+    values = [
+        ("loss", "not finite" if row.loss is None or loss is None else f"{loss:.4f}", "bold"),
+        ("", f"{row.tokens_per_s:,.0f} {unit}/s", ""),
+        ("MFU", "" if row.mfu is None else f"{row.mfu:.1%}", ""),
+        ("|grad|", "not finite" if row.grad_norm is None else f"{row.grad_norm:.3g}", ""),
+        ("lr", f"{row.lr:.1e}", ""),
+        ("peak", _memory(row.peak_memory, expected), ""),
+        ("epoch", "" if row.epoch is None else f"{row.epoch:.2f}", ""),
+    ]
+    return [
+        Text.assemble((f"{name} " if name else "", "dim"), (value, style)) for name, value, style in values if value
+    ]
+
+
+def _memory(peak: int | None, expected: ExpectedStep | None) -> str:
+    if peak is None:
+        return ""
+    predicted = f" ({expected.memory / 2**30:.1f} predicted)" if expected is not None and expected.memory else ""
+    return f"{peak / 2**30:.1f} GiB{predicted}"
+
+
+def printable(text: str) -> str:
+    """The text without the characters that steer a terminal."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
 
 
 def summary_table(results: Sequence[RunResult]) -> Table:

@@ -41,6 +41,22 @@ class ReadyModel:
     type: str
     config: Mapping[str, Any]
     task: str = "language"
+    source: str = "data/images"
+
+    @property
+    def of_images(self) -> bool:
+        """Whether its rows are images, without text."""
+        return self.task in ("image-classification", "image-generation")
+
+    @property
+    def rows(self) -> str:
+        """What a batch has."""
+        return "images" if self.of_images else "sequences"
+
+    @property
+    def positions(self) -> str:
+        """What a row has."""
+        return "patches" if self.of_images else "tokens"
 
     @property
     def is_mixture(self) -> bool:
@@ -165,6 +181,7 @@ def render(model: ReadyModel, layout: Layout, steps: Sequence[PlannedStep], path
         f"Predicted by octavo plan for {gpu[1]}, never run on a GPU: for FP8 and for level bf16 the fastest step that",
         "leaves a tenth of the memory free. GiB: memory of each GPU. most: sequences at a time on each GPU that fit.",
         "Lines of bf16 are with precision.level=bf16, too.",
+        *(["Tokens are patches, sequences images."] if model.of_images else []),
         *(["Experts count as bf16 in the times of FP8."] if model.is_mixture else []),
         "",
         *(f"  {line}" for line in step_table(steps, layout)),
@@ -194,7 +211,7 @@ def render(model: ReadyModel, layout: Layout, steps: Sequence[PlannedStep], path
         "",
         "[optim]",
         _with(f"lr = {_toml(model.lr)}", _lr_reason(model)),
-        _with(f"batch = {batch}", f"sequences of a step: {batch * model.sequence:,} tokens"),
+        _with(f"batch = {batch}", f"{model.rows} of a step: {batch * model.sequence:,} {model.positions}"),
         _with(f"micro_batches = {layout.micro_batches}", why["micro_batches"]),
         'schedule = "cosine"',
         "warmup = 500",
@@ -224,6 +241,12 @@ def _data(model: ReadyModel) -> list[str]:
             "of the BPE trained on it; or tokenizer = a folder with one",
         ),
     ]
+    if model.of_images:
+        return [
+            "[data]",
+            f'task = "{model.task}"',
+            _with(f'source = "{model.source}"', "a folder with a folder for each class"),
+        ]
     if model.task == "image-text":
         lines = [
             "[data]",

@@ -6,30 +6,21 @@ elsewhere, with the same result.
 """
 
 import json
-import re
 import tomllib
-from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from octavo.experiments.charts import FLAT, SMALL, Chart, Line, line_chart
-from octavo.experiments.curves import Curves, gap_percent
-from octavo.experiments.heatmap import heatmaps
+from octavo.experiments.logged_run import LoggedRun, read_runs
 from octavo.experiments.page import render
 from octavo.experiments.predicted import PredictedSpeed
-from octavo.experiments.verdict import BAND_PERCENT, PairVerdict, arm_name, verdict
-from octavo.inspect.findings import Finding
-from octavo.inspect.stats import OperandStats
+from octavo.experiments.run_charts import run_charts
+from octavo.experiments.verdict import BAND_PERCENT, PairVerdict, verdict
 from octavo.train.disk import write_file
-from octavo.train.record.events import read_events
-from octavo.train.record.metrics import LOSS, LOSS_HIGH_PRECISION, RunResult, read_metrics
-from octavo.train.record.outputs import LAYERS_FILE, check_kind
-from octavo.train.record.statistics import all_findings, limits_of, read_statistics
+from octavo.train.record.metrics import LOSS, LOSS_EMA, LOSS_HIGH_PRECISION, RunResult
+from octavo.train.record.outputs import check_kind
 
 __all__ = ["PairVerdict", "ReportFiles", "SummaryRow", "summary_rows", "verdict", "write_report"]
 
@@ -60,41 +51,6 @@ class SummaryRow:
     difference: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
-class LayerGroup:
-    """Layers that differ only in the numbers in their names and were treated alike."""
-
-    pattern: str
-    count: int
-    precision: str
-    reason: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoggedRun:
-    """A run read from its folder; `label` is unique in the report, `slot` picks its colour."""
-
-    label: str
-    slot: int
-    result: RunResult
-    curves: Curves
-    config: str
-    layers: list[LayerGroup]
-    statistics: list[OperandStats]
-    findings: list[Finding]
-    events: list[dict[str, Any]]
-
-    @property
-    def converted(self) -> str:
-        """The summary line of `octavo.convert`."""
-        return self.result.converted
-
-    @property
-    def heatmaps(self) -> list[Chart]:
-        """FP8 statistics of the operands, over layers and steps."""
-        return heatmaps(self.statistics)
-
-
 def write_report(runs: list[Path], out: Path, prediction: PredictedSpeed | None = None) -> ReportFiles:
     """Write the report of the runs in the folders `runs` into the folder `out`; the first run is the baseline.
 
@@ -103,7 +59,7 @@ def write_report(runs: list[Path], out: Path, prediction: PredictedSpeed | None 
     Raises:
         ValueError: A folder holds no finished run, a file of one is damaged, or a link is where the report would be.
     """
-    logged = _read(runs)
+    logged = read_runs(runs)
     verdicts = [verdict(logged[0].result, run.result, prediction) for run in logged[1:]]
     out.mkdir(parents=True, exist_ok=True)
     files = ReportFiles(html=out / "report.html", verdict=out / "verdict.json" if verdicts else None)
@@ -147,6 +103,16 @@ def summary_rows(results: Sequence[RunResult]) -> list[SummaryRow]:
         row("final loss", lambda r: r.losses.final if r.losses else None, "{:.4f}", "gap"),
         row("first loss", lambda r: r.losses.first if r.losses else None, "{:.4f}", "gap"),
         row(f"{units}/s, median", lambda r: r.tokens_per_s, "{:,.0f}", "ratio"),
+        *(
+            [row("MFU, median, of the bf16 peak", lambda r: r.mfu, "{:.1%}", "ratio")]
+            if any(result.mfu is not None for result in results)
+            else []
+        ),
+        *(
+            [row("peak memory of the first GPU, GiB", _peak_gib, "{:.1f}", "ratio")]
+            if any(result.peak_memory is not None for result in results)
+            else []
+        ),
         row(f"saved for backward, bytes/{unit}", lambda r: r.saved_bytes_per_token, "{:,.0f}", "ratio"),
         row("optimizer states, bytes/parameter", lambda r: r.state_bytes_per_parameter, "{:.2f}", "ratio"),
         row("steps", lambda r: r.steps, "{:,}"),
@@ -157,11 +123,14 @@ def summary_rows(results: Sequence[RunResult]) -> list[SummaryRow]:
     ]
 
 
+def _peak_gib(result: RunResult) -> float | None:
+    return None if result.peak_memory is None else result.peak_memory / 2**30
+
+
 def held_out_label(name: str) -> str:
     """A metric on held-out data for people."""
-    return {LOSS: "held-out loss", LOSS_HIGH_PRECISION: "held-out loss in high precision"}.get(
-        name, f"{name}, held-out"
-    )
+    labels = {LOSS: "held-out loss", LOSS_HIGH_PRECISION: "held-out loss in high precision"}
+    return (labels | {LOSS_EMA: "held-out loss of averaged weights"}).get(name, f"{name}, held-out")
 
 
 def held_out_text(name: str, value: float | None) -> str:
@@ -174,7 +143,7 @@ def _held_out_format(name: str) -> str:
 
 
 def _is_loss(name: str) -> bool:
-    return name in (LOSS, LOSS_HIGH_PRECISION)
+    return name in (LOSS, LOSS_HIGH_PRECISION, LOSS_EMA)
 
 
 def _metric(name: str, result: RunResult) -> float | None:
@@ -191,59 +160,6 @@ def _difference(first: float | None, second: float | None, kind: str) -> str:
     return f"{second - first:+.4f}  ({100 * (second - first) / first:+.2f} %)"
 
 
-def _read(folders: list[Path]) -> list[LoggedRun]:
-    results = [RunResult.read(folder) for folder in folders]
-    logged = []
-    for slot, (folder, result, label) in enumerate(zip(folders, results, _labels(folders, results), strict=True)):
-        statistics = read_statistics(folder)
-        logged.append(
-            LoggedRun(
-                label=label,
-                slot=slot % 6,
-                result=result,
-                curves=Curves.of(read_metrics(folder, result.steps)),
-                config=(folder / "config.toml").read_text(encoding="utf-8"),
-                layers=_layers(folder),
-                statistics=statistics,
-                findings=all_findings(statistics, limits_of(folder)),
-                events=read_events(folder),
-            )
-        )
-    return logged
-
-
-def _labels(folders: Sequence[Path], results: Sequence[RunResult]) -> list[str]:
-    """A unique label per run: its arm; else with its name; else with its folder."""
-    arms = [arm_name(result.precision) for result in results]
-    named = [f"{result.name} ({arm})" for result, arm in zip(results, arms, strict=True)]
-    labels = []
-    for folder, arm, name in zip(folders, arms, named, strict=True):
-        if len(arms) > 1 and arms.count(arm) == 1:
-            labels.append(arm)
-        else:
-            labels.append(name if named.count(name) == 1 else f"{folder.resolve().name} ({arm})")
-    return labels
-
-
-def _layers(folder: Path) -> list[LayerGroup]:
-    """The rows of `octavo.report`, with the layers of repeated blocks merged."""
-    path = folder / LAYERS_FILE
-    try:
-        rows = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
-        groups = Counter((re.sub(r"\d+", "*", row["name"]), row["recipe"], row["reason"]) for row in rows)
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ValueError(f"{path} is not the list of a run's layers: {error!r}") from None
-    return [
-        LayerGroup(
-            pattern=name or "the model",
-            count=count,
-            precision=f"FP8 {recipe}" if recipe else "high precision",
-            reason=reason,
-        )
-        for (name, recipe, reason), count in groups.items()
-    ]
-
-
 def _page(runs: list[LoggedRun], verdicts: list[PairVerdict], title: str) -> str:
     first = runs[0].result
     return render(
@@ -253,7 +169,7 @@ def _page(runs: list[LoggedRun], verdicts: list[PairVerdict], title: str) -> str
         verdicts=verdicts,
         chips=CHIPS,
         tiles=_tiles(runs, verdicts),
-        charts=_charts(runs),
+        charts=run_charts(runs),
         runs=runs,
         rows=summary_rows([run.result for run in runs]),
         differences=config_differences([run.config for run in runs]),
@@ -296,47 +212,6 @@ def _tiles(runs: list[LoggedRun], verdicts: list[PairVerdict]) -> list[dict[str,
             tile(result.saved_bytes_per_token, "{:,.0f}", f"saved for backward, bytes/{result.unit.removesuffix('s')}"),
         ]
     return [tile(pair.tail_gap_percent, "{:+.2f} %", f"loss gap of {pair.candidate}") for pair in verdicts]
-
-
-def _charts(runs: list[LoggedRun]) -> dict[str, list[Chart]]:
-    """Loss and gap large; speed, gradient norm and learning rate small. A chart without any value is left out."""
-
-    def lines(column: str, noisy: bool = True) -> list[Line]:
-        return [
-            Line(label=run.label, slot=run.slot, x=run.curves.step, y=getattr(run.curves, column), noisy=noisy)
-            for run in runs
-        ]
-
-    def chart(title: str, unit: str, series: list[Line], **layout: Any) -> list[Chart]:
-        drawn = [line for line in series if np.isfinite(line.y).any()]
-        return [line_chart(title, unit, drawn, **layout)] if drawn else []
-
-    unit = runs[0].result.unit
-    per = f"nats per {unit.removesuffix('s')}"
-    large = chart(
-        "Loss", per, lines("loss"), caption=f"{per.capitalize()}. Strong: running mean; light: each step."
-    )  # fmt: skip
-    if len(runs) > 1:
-        baseline = runs[0]
-        gaps = [(run, *gap_percent(baseline.curves, run.curves)) for run in runs[1:]]
-        large += chart(
-            f"Loss above {baseline.label}",
-            "percent",
-            [Line(label=run.label, slot=run.slot, x=x, y=y) for run, x, y in gaps],
-            caption=f"Percent of {baseline.label}'s loss at the same step. Shaded: ±{BAND_PERCENT:g} %.",
-            height=FLAT,
-            band=BAND_PERCENT,
-        )
-    large += chart("Held-out loss", per, _measured(lines("held_out", noisy=False)), height=FLAT, keep=[0])
-    small = chart(f"{unit.capitalize()} per second", f"{unit}/s", lines("tokens_per_s"), height=SMALL, keep=[0])
-    small += chart("Gradient norm", "L2 norm before clipping", lines("grad_norm"), height=SMALL, keep=[0])
-    small += chart("Learning rate", "learning rate", lines("lr", noisy=False), height=SMALL, keep=[0])
-    return {"large": large, "small": small}
-
-
-def _measured(lines: Sequence[Line]) -> list[Line]:
-    """Lines without the steps in which nothing was measured."""
-    return [replace(line, x=line.x[mask], y=line.y[mask]) for line in lines if (mask := np.isfinite(line.y)).any()]
 
 
 def config_differences(configs: Sequence[str]) -> list[tuple[str, list[str]]]:

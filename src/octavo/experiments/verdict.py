@@ -139,8 +139,13 @@ def _status(percent: float, steps: int) -> Status:
 
 
 def _held_out(a: RunResult, b: RunResult) -> dict[str, Any]:
-    """The fields of a verdict on the held-out losses, where both runs have one."""
+    """The fields of a verdict on the held-out losses, where both runs have one, or one that is not finite."""
     losses = held_out_loss(a), held_out_loss(b)
+    if all(LOSS in (run.held_out or {}) for run in (a, b)) and None in losses:
+        names = " and ".join(arm_name(run.precision) for run in (a, b) if held_out_loss(run) is None)
+        status: Status = "above" if losses[1] is None and losses[0] is not None else "none"
+        sentence = f"The held-out loss of {names} is not finite at the end."
+        return {"held_out_status": status, "held_out_sentence": sentence}
     if losses[0] is None or losses[1] is None or losses[0] <= 0:
         return {}
     gap, percent = _gap(losses[0], losses[1])
@@ -158,7 +163,7 @@ def _held_out(a: RunResult, b: RunResult) -> dict[str, Any]:
 
 
 def held_out_loss(run: RunResult) -> float | None:
-    """The last loss of a run on held-out data; None if there is none."""
+    """The last loss of a run on held-out data; None if there is none, or it is not finite."""
     return (run.held_out or {}).get(LOSS)
 
 

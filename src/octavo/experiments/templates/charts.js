@@ -1,15 +1,7 @@
-// Draws the figures of `charts.py` with plotly.js: in the reader's colours, again in others when the scheme changes or
-// the page is printed. `root.dataset.charts` is the count of drawn charts once all are.
+// Figures of `charts.py` with plotly.js, in the reader's colours: drawn again in others when the scheme changes or the
+// page is printed.
 "use strict";
-const root = document.documentElement, narrow = 560;
-
-async function unpack(id) {
-  const bytes = Uint8Array.from(atob(document.getElementById(id).textContent), letter => letter.charCodeAt(0));
-  const stream = new DecompressionStream("gzip"), writer = stream.writable.getWriter();
-  writer.write(bytes);
-  writer.close();
-  return new Response(stream.readable).text();
-}
+const root = document.documentElement, narrow = 560, drawn = [];
 
 // The figure with CSS variables replaced by the values that the page has now.
 function coloured(value, style) {
@@ -49,39 +41,32 @@ function figure(chart, place) {
   }];
 }
 
-async function start() {
-  const places = [...document.querySelectorAll(".plot")];
-  const [library, list] = await Promise.all([unpack("plotly"), unpack("charts")]);
-  const charts = JSON.parse(list), element = document.createElement("script");
-  element.textContent = library;
-  document.head.append(element);
-  const draw = number => Plotly.react(places[number], ...figure(charts[number], places[number]));
-  const all = () => places.map((_, number) => draw(number));
-  for (const button of document.querySelectorAll("[data-log]")) {
-    button.addEventListener("click", () => {
-      const chart = charts[button.dataset.log];
-      chart.logarithmic = !chart.logarithmic;
-      button.setAttribute("aria-pressed", chart.logarithmic);
-      draw(Number(button.dataset.log));
-    });
-  }
-  await Promise.all(all());
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", all);
+function draw({chart, place}) {
+  return Plotly.react(place, ...figure(chart, place));
+}
+
+function drawAll() {
+  return Promise.all(drawn.map(draw));
+}
+
+// `one` has the chart, which may be another one by the time of the click, and its place.
+function switchAxis(button, one) {
+  button.addEventListener("click", () => {
+    one.chart.logarithmic = !one.chart.logarithmic;
+    button.setAttribute("aria-pressed", one.chart.logarithmic);
+    draw(one);
+  });
+}
+
+function followReader() {
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
   let width = root.clientWidth, waiting;
   addEventListener("resize", () => {
     if (width === root.clientWidth) return;
     width = root.clientWidth;
     clearTimeout(waiting);
-    waiting = setTimeout(all, 100);
+    waiting = setTimeout(drawAll, 100);
   });
-  addEventListener("beforeprint", () => { root.classList.add("paper"); all(); });
-  addEventListener("afterprint", () => { root.classList.remove("paper"); all(); });
-  root.dataset.charts = places.length;
+  addEventListener("beforeprint", () => { root.classList.add("paper"); drawAll(); });
+  addEventListener("afterprint", () => { root.classList.remove("paper"); drawAll(); });
 }
-
-start().catch(error => {
-  for (const place of document.querySelectorAll(".plot")) {
-    place.textContent = `This chart needs a browser from 2023 or newer, with scripts allowed (${error}). The tables hold the results.`;
-  }
-  console.error(error);
-});

@@ -1,0 +1,118 @@
+"""A headless Chromium that a test clicks in, driven through chromedriver (W3C WebDriver) with the standard library."""
+
+import base64
+import json
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from benchmarks import browser
+
+INSTALL = "apt-get install chromium chromium-driver"
+ELEMENT = "element-6066-11e4-a52e-4f735466cecf"
+"""Key of an element in WebDriver's JSON."""
+
+
+def missing() -> str | None:
+    """Why no browser can be driven; None if one can."""
+    if browser.find() is None:
+        return f"no Chromium is installed: {INSTALL}"
+    return None if shutil.which("chromedriver") else f"no chromedriver is installed: {INSTALL}"
+
+
+class Driver:
+    """A browser window. A context manager.
+
+    Args:
+        options: Of Chromium, such as `--window-size=390,844`.
+    """
+
+    def __init__(self, *options: str) -> None:
+        self._options = options
+
+    def __enter__(self) -> "Driver":
+        self._profile = tempfile.TemporaryDirectory()
+        self._process = subprocess.Popen(["chromedriver", "--port=0"], stdout=subprocess.PIPE, text=True)
+        assert self._process.stdout is not None
+        line = ""
+        while (port := re.search(r"on port (\d+)", line)) is None or "successfully" not in line:
+            line = self._process.stdout.readline()
+            assert line, "chromedriver has ended"
+        self._base = f"http://127.0.0.1:{port[1]}/session"
+        arguments = [
+            "--headless=new", "--disable-gpu", "--no-first-run", f"--user-data-dir={self._profile.name}",
+            *(["--no-sandbox"] if os.geteuid() == 0 else []), *self._options,
+        ]  # fmt: skip
+        chrome = {"binary": browser.find(), "args": arguments}
+        wanted = {"goog:chromeOptions": chrome, "goog:loggingPrefs": {"browser": "ALL"}}
+        session = self._call("POST", "", {"capabilities": {"alwaysMatch": wanted}})["sessionId"]
+        self._base += f"/{session}"
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            self._call("DELETE", "")
+        finally:
+            self._process.terminate()
+            self._process.communicate()
+            self._profile.cleanup()
+
+    def open(self, url: str) -> None:
+        """Open an address."""
+        self._call("POST", "/url", {"url": url})
+
+    def run(self, script: str, *arguments: Any) -> Any:
+        """Run the body of a JavaScript function; returns what it returns."""
+        return self._call("POST", "/execute/sync", {"script": script, "args": list(arguments)})
+
+    def click(self, selector: str) -> None:
+        """Click an element, as a mouse does."""
+        found = self._call("POST", "/element", {"using": "css selector", "value": selector})[ELEMENT]
+        self._call("POST", f"/element/{found}/click", {})
+
+    def choose(self, selector: str, option: str) -> None:
+        """Choose an option of a `select` by its value."""
+        self.click(f"{selector} option[value='{option}']")
+
+    def text(self, selector: str = "body") -> str:
+        """The visible text of an element."""
+        return str(self.run("return document.querySelector(arguments[0]).innerText", selector))
+
+    def wait(self, condition: str, seconds: float = 30.0) -> None:
+        """Wait until a JavaScript expression is true."""
+        self.until(lambda: bool(self.run(f"return {condition}")), condition, seconds)
+
+    def until(self, condition: Callable[[], bool], what: str, seconds: float = 30.0) -> None:
+        """Wait until a function returns true."""
+        end = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < end, f"not after {seconds} s: {what}\n{self.text()[:2000]}"
+            time.sleep(0.1)
+
+    def messages(self) -> list[str]:
+        """What the page wrote to the console since the last call."""
+        return [entry["message"] for entry in self._call("POST", "/se/log", {"type": "browser"})]
+
+    def screenshot(self, path: Path) -> None:
+        """Save what the window shows as PNG."""
+        path.write_bytes(base64.b64decode(self._call("GET", "/screenshot")))
+
+    def _call(self, method: str, path: str, body: Any = None) -> Any:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self._base + path, data, {"Content-Type": "application/json"}, method=method)
+        try:
+            with urllib.request.urlopen(request, timeout=120) as response:
+                return json.loads(response.read())["value"]
+        except urllib.error.HTTPError as error:
+            raise RuntimeError(json.loads(error.read())["value"]["message"].splitlines()[0]) from None

@@ -1,0 +1,204 @@
+"""A run as it is now: what `octavo watch` shows of its folder, for a run that has not begun, goes on, or has ended.
+
+The files of the run are read while it writes them: only what is new, and never a line without its end. Nothing is
+written, and the lock of the folder, which tells a run that goes on from a killed one, is held for an instant only.
+"""
+
+import json
+import statistics
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from octavo.experiments.curves import Curves, smoothing_window
+from octavo.experiments.logged_run import LoggedRun, read_layers, samples_of
+from octavo.experiments.run_charts import run_charts
+from octavo.experiments.run_report import held_out_label, held_out_text, summary_rows
+from octavo.experiments.verdict import arm_name
+from octavo.numerics.names import nearest
+from octavo.train.disk import LOCK, is_locked
+from octavo.train.record.events import EVENT, EVENTS_FILE, Event
+from octavo.train.record.json_lines import RecordFollower, record
+from octavo.train.record.metrics import METRICS_FILE, RESULT_FILE, STEP, RunResult, StepMetrics, summary_fields
+from octavo.train.record.outputs import CONFIG_FILE, RUN_MARKERS
+from octavo.train.record.setup import SETUP_FILE, DataSize, RunSetup
+from octavo.train.record.statistics import run_of
+
+RECENT = 50
+"""Steps whose speed tells the time that is left."""
+EVENTS_SHOWN = 100
+ENDED = {
+    "done": ("done", ""),
+    "sigterm": ("stopped", "The run was stopped and has saved; --resume goes on."),
+    "non-finite": ("failed", "The run stopped: a loss or a gradient was not finite."),
+}
+"""State and text by `RunResult.stopped`."""
+
+
+def run_folder(path: Path) -> Path:
+    """The output folder of a run, given that or a checkpoint; a folder without files may become one.
+
+    Raises ValueError for another folder, with the runs in it.
+    """
+    folder = run_of(path)
+    if not folder.is_dir():
+        beside = [str(path.parent / other.name) for other in folder.parent.glob("*") if other.is_dir()]
+        raise ValueError(
+            f"there is no folder {path}{nearest(str(path), beside)}; give the output folder of a run, as runs/demo. To "
+            f"watch one that has not begun, make its folder first: mkdir -p {path}"
+        )
+    names = {child.name for child in folder.iterdir()}
+    if not names or names & {*RUN_MARKERS, SETUP_FILE, LOCK}:
+        return folder
+    runs = [child.name for child in sorted(folder.iterdir()) if (child / METRICS_FILE).exists()]
+    commands = ", ".join(f"octavo watch {path / name}" for name in runs[:6])
+    hint = f"; it has runs: {commands}" if runs else "; give one, as runs/demo"
+    raise ValueError(f"{path} is not the output folder of a run, it has no {METRICS_FILE} and no {CONFIG_FILE}{hint}")
+
+
+class LiveRun:
+    """Reads a run again and again.
+
+    Args:
+        folder: Its output folder, from `run_folder`.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._metrics = RecordFollower(folder / METRICS_FILE, record(StepMetrics), STEP)
+        self._events = RecordFollower(folder / EVENTS_FILE, Event, EVENT)
+        self._rows: list[StepMetrics] = []
+        self._seen: Any = None
+        self._text = ""
+
+    def read(self) -> str:
+        """What the page shows, as JSON; the same text as before if nothing has changed.
+
+        Raises ValueError for a file that is not a run's.
+        """
+        locked = is_locked(self._folder / LOCK)
+        seen = locked, [_stamp(self._folder / name) for name in (METRICS_FILE, EVENTS_FILE, SETUP_FILE, RESULT_FILE)]
+        if seen != self._seen:
+            known = self._metrics.poll()
+            self._rows[known:] = [StepMetrics(**fields) for fields in self._metrics.records[known:]]
+            self._events.poll()
+            self._text = json.dumps(self._content(locked), allow_nan=False)
+            self._seen = seen
+        return self._text
+
+    def _content(self, locked: bool | None) -> dict[str, Any]:
+        setup = RunSetup.read(self._folder)
+        ended = RunResult.read(self._folder) if (self._folder / RESULT_FILE).exists() else None
+        state, text = _state(locked, setup, ended, self._rows)
+        content: dict[str, Any] = {"state": state, "text": text, "folder": str(self._folder), "step": 0, "steps": 0}
+        summary = setup.summary if setup is not None else ended
+        if summary is None:
+            return content | {"title": self._folder.name, "subtitle": ""}
+        run = self._logged(replace(summary, **summary_fields(self._rows)), setup)
+        result, rows = run.result, self._rows
+        charts = run_charts([run])
+        return content | {
+            "title": result.name,
+            "subtitle": f"{arm_name(result.precision)} · {result.parameters:,} parameters · {result.device}",
+            "step": result.steps,
+            "steps": setup.steps if setup is not None else result.steps,
+            "started": setup.started if setup is not None else None,
+            "last": rows[-1].time if rows else None,
+            "seconds_per_step": _seconds_per_step(rows, setup.started if setup is not None else 0.0),
+            "tiles": _tiles(rows, run),
+            "charts": {
+                size: [{**chart.json, "caption": chart.caption, "unit": chart.unit} for chart in group]
+                for size, group in charts.items()
+            },
+            "samples": [asdict(samples) for samples in run.samples],
+            "events": self._events.records[-EVENTS_SHOWN:][::-1],
+            "events_in_all": len(self._events.records),
+            "rows": [[row.label, row.values[0]] for row in summary_rows([result])],
+            "layers": [[group.pattern, str(group.count), group.precision, group.reason] for group in run.layers],
+            "converted": result.converted,
+            "config": run.config,
+        }
+
+    def _logged(self, result: RunResult, setup: RunSetup | None) -> LoggedRun:
+        config = self._folder / CONFIG_FILE
+        return LoggedRun(
+            label=arm_name(result.precision), slot=0, result=result, curves=Curves.of(self._rows),
+            config=config.read_text(encoding="utf-8") if config.exists() else "", layers=read_layers(self._folder),
+            statistics=[], findings=[], events=self._events.records, setup=setup, samples=samples_of(self._rows),
+        )  # fmt: skip
+
+
+def _stamp(path: Path) -> tuple[int, int, int] | None:
+    """Changes with the content of a file; None without it."""
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return None
+    return status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def _state(
+    locked: bool | None, setup: RunSetup | None, ended: RunResult | None, rows: list[StepMetrics]
+) -> tuple[str, str]:
+    """The state of a run for the page, and a sentence about it."""
+    step = rows[-1].step if rows else 0
+    if locked and setup is None:
+        return "preparing", "The run reads its data and builds its model."
+    if locked:
+        return "training", ""
+    if ended is not None and ended.steps == step:
+        return ENDED.get(ended.stopped, ("stopped", f"The run has stopped: {ended.stopped}."))
+    if locked is None and setup is not None:
+        return "training", "This file system has no locks: whether the run goes on is not known."
+    if setup is None:
+        return "waiting", "The run has not begun. This page shows it once it has."
+    return "killed", f"The run was killed after step {step:,}, before it could save; --resume goes on."
+
+
+def _seconds_per_step(rows: list[StepMetrics], started: float) -> float | None:
+    """Mean seconds of the last steps of this process, with what lies between them."""
+    times = [row.time for row in rows[-RECENT:] if row.time is not None and row.time >= started]
+    if len(times) > 1:
+        return (times[-1] - times[0]) / (len(times) - 1)
+    return rows[-1].step_s if rows else None
+
+
+def _tiles(rows: list[StepMetrics], run: LoggedRun) -> list[dict[str, str]]:
+    """The large figures: of the last steps."""
+    if not rows:
+        return []
+    last, unit, setup = rows[-1], run.result.unit, run.setup
+    expected, data = (setup.expected, setup.data) if setup is not None else (None, None)
+    window = rows[-smoothing_window(setup.steps if setup is not None else len(rows)) :]
+    losses = [row.loss for row in window if row.loss is not None]
+    mean = f"mean of {len(losses)} steps" if len(losses) > 1 else "last step"
+    tiles = [(f"{statistics.fmean(losses):.4f}" if losses else "not finite", f"loss, {mean}")]
+    if run.result.held_out:
+        step = next(row.step for row in reversed(rows) if row.held_out)
+        tiles += [
+            (held_out_text(name, value), f"{held_out_label(name)}, step {step:,}")
+            for name, value in run.result.held_out.items()
+        ]
+    speed = f", {expected.tokens_per_s:,.0f} predicted" if expected is not None and expected.tokens_per_s else ""
+    tiles.append((f"{statistics.median(row.tokens_per_s for row in rows[-RECENT:]):,.0f}", f"{unit}/s{speed}"))
+    if last.mfu is not None:
+        mfu = statistics.median(row.mfu for row in rows[-RECENT:] if row.mfu is not None)
+        fp8 = ""
+        if expected is not None and expected.fp8_flops:
+            fp8 = f"; {mfu * expected.bf16_flops / expected.fp8_flops:.1%} of the FP8 peak"
+        tiles.append((f"{mfu:.1%}", f"MFU, of the bf16 peak{fp8}"))
+    if last.peak_memory is not None:
+        predicted = f", {expected.memory / 2**30:.1f} predicted" if expected is not None and expected.memory else ""
+        tiles.append((f"{last.peak_memory / 2**30:.1f} GiB", f"peak memory{predicted}"))
+    norm = "not finite" if last.grad_norm is None else f"{last.grad_norm:.3g}"
+    tiles.append((norm, "gradient norm before clipping"))
+    if data is not None and last.epoch is not None:
+        tiles.append((f"{last.epoch:.3g}", f"epochs: {_position(last, data, unit)}"))
+    return [{"value": value, "label": label} for value, label in tiles]
+
+
+def _position(last: StepMetrics, data: DataSize, unit: str) -> str:
+    """The position in the data, in words."""
+    if data.documents is None or data.tokens is None:
+        return f"{last.tokens:,} {unit} so far; the data has {data.rows:,} rows"
+    return f"{last.tokens:,} {unit} so far; the data has {data.tokens:,} in {data.documents:,} documents"

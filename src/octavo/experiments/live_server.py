@@ -1,0 +1,117 @@
+"""The web server of `octavo watch`: one page, its scripts and its data, on this machine only.
+
+It answers GET for a handful of fixed paths, none of which is a file's. A request must name this machine in its Host
+header, or another site could reach the page through a name of its own that points here (DNS rebinding). The content
+security policy forbids scripts in the page itself, so a name or value of a run cannot become one.
+"""
+
+import json
+from collections.abc import Callable
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Lock
+from typing import Any
+
+from octavo.experiments.live_run import LiveRun
+from octavo.experiments.page import plotly_js, render, script
+
+LOOPBACK = "127.0.0.1"
+FIRST_PORT, PORTS = 8421, 50
+"""Ports to try where none is given: the same at each start where it is free, so that a tunnel or a tab goes on."""
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'unsafe-inline'; img-src data: blob:; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+HEADERS = {
+    "Content-Security-Policy": POLICY,
+    "Cache-Control": "no-store",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+}
+HTML, SCRIPT, JSON = "text/html; charset=utf-8", "text/javascript; charset=utf-8", "application/json"
+
+
+class LiveServer(ThreadingHTTPServer):
+    """Serves the live page of a run; `serve_forever` runs it.
+
+    Args:
+        run: The run.
+        host: Address to listen on.
+        port: Port; None for the first of some that is free, 0 for any.
+
+    Raises:
+        ValueError: If the port is not free, or the address is not of this machine.
+    """
+
+    daemon_threads = True
+    allow_reuse_address = True
+
+    def __init__(self, run: LiveRun, *, host: str = LOOPBACK, port: int | None = None) -> None:
+        self._run, self._lock = run, Lock()
+        self.contents: dict[str, tuple[str, Callable[[], str]]] = {
+            "/": (HTML, lambda: page),
+            "/live.js": (SCRIPT, lambda: code),
+            "/plotly.js": (SCRIPT, lambda: library),
+            "/data.json": (JSON, self._data),
+        }
+        page, code, library = render("live.html.j2", title="run"), script("live"), plotly_js()
+        self.only_local = host in ("localhost", LOOPBACK)
+        for number in range(FIRST_PORT, FIRST_PORT + PORTS) if port is None else [port]:
+            try:
+                super().__init__((host, number), _Handler)
+                return
+            except OSError as error:
+                problem = error
+        where = f"port {port}" if port is not None else f"each of the ports {FIRST_PORT} to {FIRST_PORT + PORTS - 1}"
+        raise ValueError(f"{where} of {host} cannot be used: {problem.strerror}; choose another with --port")
+
+    @property
+    def url(self) -> str:
+        """Address of the page."""
+        host, port = self.server_address[:2]
+        return f"http://{host!s}:{port}/"
+
+    def _data(self) -> str:
+        with self._lock:
+            try:
+                return self._run.read()
+            except (ValueError, OSError) as error:
+                return json.dumps({"error": str(error)})
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: LiveServer
+    server_version, sys_version = "octavo", ""
+    timeout = 30
+
+    def do_GET(self) -> None:
+        host = self.headers.get("Host", "").rpartition(":")[0] or self.headers.get("Host", "")
+        if self.server.only_local and host not in ("localhost", LOOPBACK):
+            self._answer(HTTPStatus.FORBIDDEN, "This server answers to 127.0.0.1 and localhost only.\n")
+        elif (content := self.server.contents.get(self.path)) is None:
+            self._answer(HTTPStatus.NOT_FOUND, "There is no such page.\n")
+        else:
+            self._answer(HTTPStatus.OK, content[1](), content[0])
+
+    def _refuse(self) -> None:
+        self._answer(HTTPStatus.METHOD_NOT_ALLOWED, "GET only.\n")
+
+    do_HEAD = do_POST = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = _refuse
+
+    def _answer(self, status: HTTPStatus, text: str, kind: str = "text/plain; charset=utf-8") -> None:
+        body = text.encode()
+        self.send_response(status)
+        for name, value in HEADERS.items():
+            self.send_header(name, value)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        if status == HTTPStatus.METHOD_NOT_ALLOWED:
+            self.send_header("Allow", "GET")
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Print nothing."""

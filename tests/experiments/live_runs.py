@@ -1,0 +1,63 @@
+"""A run that goes on line by line, for tests of the live page."""
+
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import fake_runs
+
+from octavo.train.disk import LOCK, lock
+from octavo.train.record.metrics import RunResult, StepMetrics, read_metrics
+from octavo.train.record.setup import DataSize, ExpectedStep, RunSetup
+
+EXPECTED = ExpectedStep(
+    gpu="H100 SXM", flops=1e15, bf16_flops=989e12, fp8_flops=1979e12, memory=45 * 2**30, tokens_per_s=1100.0
+)
+
+
+class ReplayedRun:
+    """Writes the files of a run as it would: `setup`, then `step` by step, then `end`."""
+
+    def __init__(self, folder: Path, source: Path, **changes: object) -> None:
+        self.folder = folder
+        self._source = fake_runs.folder(source, "fp8 rowwise", **changes)
+        self._result = RunResult.read(self._source)
+        self._rows = read_metrics(self._source)
+        folder.mkdir(exist_ok=True)
+
+    def lock(self) -> int:
+        """Lock the folder as a process that trains; close the descriptor to be killed."""
+        return lock(self.folder / LOCK)
+
+    def setup(self, expected: ExpectedStep | None = EXPECTED) -> None:
+        """What a run writes before its first step."""
+        (self.folder / "config.toml").write_text((self._source / "config.toml").read_text())
+        summary = replace(self._result, steps=0, tokens=0, losses=None, tokens_per_s=None)
+        data = DataSize(rows=1000, documents=70, tokens=256_001)
+        RunSetup(
+            started=time.time() - 3700.0, steps=len(self._rows), summary=summary, data=data, expected=expected
+        ).write(self.folder)
+
+    def step(self, *steps: int, **values: object) -> None:
+        """Append some steps."""
+        self.append("".join(self.line(step, **values) + "\n" for step in steps))
+
+    def line(self, step: int, **values: object) -> str:
+        """The line of a step."""
+        row = self._rows[step - 1]
+        times = {"time": time.time() - 1.5 * (len(self._rows) - step), "epoch": step * 4 / 1000}
+        figures = {"mfu": 0.4, "peak_memory": 44 * 2**30}
+        row = StepMetrics(**row.__dict__ | times | figures | values)
+        return json.dumps(
+            {key: value for key, value in row.__dict__.items() if value is not None or key == "loss_scale"}
+        )
+
+    def append(self, text: str, name: str = "metrics.jsonl") -> None:
+        """Append text to a file, as a write that is cut anywhere."""
+        with (self.folder / name).open("a") as file:
+            file.write(text)
+
+    def end(self, stopped: str = "done", steps: int | None = None) -> None:
+        """Write the summary."""
+        replace(self._result, stopped=stopped, steps=steps or self._result.steps).write(self.folder)

@@ -1,0 +1,159 @@
+"""What the live page is given of a folder, whatever state its run is in, and while its files are being written."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from live_runs import ReplayedRun
+
+from octavo.experiments.live_run import LiveRun, run_folder
+from octavo.train.disk import LOCK, is_locked, output_folder
+
+
+@pytest.fixture
+def replayed(tmp_path: Path) -> ReplayedRun:
+    return ReplayedRun(tmp_path / "run", tmp_path / "source", steps=40)
+
+
+def tile(content: dict, label: str) -> str:
+    (value,) = [tile["value"] for tile in content["tiles"] if label in tile["label"]]
+    return value
+
+
+def test_a_run_from_its_folder_to_its_end(replayed: ReplayedRun) -> None:
+    live = LiveRun(run_folder(replayed.folder))
+
+    def content() -> dict:
+        return json.loads(live.read())
+
+    assert content()["state"] == "waiting"
+    descriptor = replayed.lock()
+    assert content()["state"] == "preparing"
+    replayed.setup()
+    before = content()
+    assert (before["state"], before["step"], before["steps"], before["title"]) == ("training", 0, 40, "demo")
+    assert before["charts"] == {"large": [], "small": []} and before["tiles"] == []
+    replayed.step(*range(1, 21))
+    half = content()
+    assert half["step"] == 20 and half["seconds_per_step"] == pytest.approx(1.5, abs=0.01)
+    titles = [chart["title"] for group in half["charts"].values() for chart in group]
+    assert titles == ["Loss", "Tokens per second", "Gradient norm", "Learning rate", "MFU", "Peak memory"]
+    assert tile(half, "MFU") == "40.0%" and tile(half, "peak memory, 45.0 predicted") == "44.0 GiB"
+    assert tile(half, "256,001 in 70 documents") == "0.08"
+    replayed.step(*range(21, 41), held_out={"loss": 3.25})
+    assert tile(content(), "held-out loss, step 40") == "3.2500"
+    replayed.end()
+    assert content()["state"] == "training"  # its lock is held: it may be saving
+    os.close(descriptor)
+    assert content()["state"] == "done"
+
+
+@pytest.mark.parametrize(
+    ("stopped", "state"), [("done", "done"), ("sigterm", "stopped"), ("non-finite", "failed"), (None, "killed")]
+)
+def test_how_a_run_ended(stopped: str | None, state: str, replayed: ReplayedRun) -> None:
+    replayed.setup()
+    replayed.step(*range(1, 8))
+    if stopped is not None:
+        replayed.end(stopped, steps=7)
+    assert json.loads(LiveRun(replayed.folder).read())["state"] == state
+
+
+def test_a_resumed_run_that_was_killed_has_not_ended_as_before(replayed: ReplayedRun) -> None:
+    replayed.setup()
+    replayed.step(*range(1, 8))
+    replayed.end("sigterm", steps=7)
+    replayed.step(8, 9)
+    content = json.loads(LiveRun(replayed.folder).read())
+    assert content["state"] == "killed" and "after step 9" in content["text"]
+
+
+def test_a_half_written_line_waits_for_its_end(replayed: ReplayedRun) -> None:
+    replayed.setup()
+    replayed.step(1, 2)
+    live, line = LiveRun(replayed.folder), replayed.line(3)
+    for part, step in ((line[:10], 2), (line[10:], 2), ("\n", 3)):
+        replayed.append(part)
+        content = json.loads(live.read())
+        assert content["step"] == step and "error" not in content
+
+
+def test_a_resumed_run_takes_steps_back(replayed: ReplayedRun) -> None:
+    replayed.setup()
+    replayed.step(*range(1, 20))
+    live = LiveRun(replayed.folder)
+    assert json.loads(live.read())["step"] == 19
+    (replayed.folder / "metrics.jsonl").unlink()
+    replayed.step(*range(1, 11))
+    assert json.loads(live.read())["step"] == 10
+    kept = (replayed.folder / "metrics.jsonl").read_text()
+    (replayed.folder / "metrics.jsonl").write_text(kept.replace('"step": 10', '"step": 11') + replayed.line(12) + "\n")
+    content = json.loads(live.read())  # the same file, and longer than before
+    assert content["step"] == 12 and 11 in content["charts"]["large"][0]["data"][-1]["x"]
+
+
+def test_only_what_is_new_is_read(replayed: ReplayedRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    replayed.setup()
+    replayed.step(*range(1, 20))
+    live = LiveRun(replayed.folder)
+    first = live.read()
+    assert live.read() is first
+    from octavo.train.record import json_lines
+
+    read: list[bytes] = []
+    whole = json_lines.read_record
+    monkeypatch.setattr(json_lines, "read_record", lambda text, *more: read.append(text) or whole(text, *more))
+    replayed.step(20)
+    assert json.loads(live.read())["step"] == 20 and len(read) == 1
+
+
+def test_a_damaged_file_is_an_error_that_names_the_line(replayed: ReplayedRun) -> None:
+    replayed.setup()
+    replayed.step(1)
+    replayed.append('{"step": "two"}\n')
+    live = LiveRun(replayed.folder)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"metrics\.jsonl, line 2 is not a step of a run"):
+            live.read()
+
+
+def test_a_run_of_an_earlier_release(replayed: ReplayedRun) -> None:
+    replayed.step(*range(1, 41), time=None, epoch=None, mfu=None, peak_memory=None)
+    replayed.end()
+    content = json.loads(LiveRun(replayed.folder).read())
+    assert content["state"] == "done" and content["steps"] == 40 and content["started"] is None
+
+
+def test_events_come_newest_first(replayed: ReplayedRun) -> None:
+    replayed.setup()
+    replayed.step(1)
+    lines = [json.dumps({"step": n, "event": "finding", "text": f"<b>{n}</b>"}) + "\n" for n in range(1, 151)]
+    (replayed.folder / "events.jsonl").write_text("".join(lines))
+    content = json.loads(LiveRun(replayed.folder).read())
+    assert content["events_in_all"] == 150 and [each["step"] for each in content["events"]] == [*range(150, 50, -1)]
+
+
+def test_folders_without_a_run(tmp_path: Path) -> None:
+    (tmp_path / "runs" / "demo").mkdir(parents=True)
+    with pytest.raises(ValueError, match=r"there is no folder .*dem .did you mean .*demo.*mkdir -p"):
+        run_folder(tmp_path / "runs" / "dem")
+    other = tmp_path / "other"
+    (other / "bf16").mkdir(parents=True)
+    (other / "notes.txt").write_text("")
+    with pytest.raises(ValueError, match=r"other is not the output folder of a run, it has no metrics.jsonl.*; give one, as runs/demo$"):
+        run_folder(other)
+    (other / "bf16" / "metrics.jsonl").write_text("")
+    with pytest.raises(ValueError, match=r"it has runs: octavo watch .*other/bf16$"):
+        run_folder(other)
+    checkpoint = other / "bf16" / "checkpoints" / "step-000010"
+    checkpoint.mkdir(parents=True)
+    assert run_folder(checkpoint) == (other / "bf16").resolve()
+
+
+def test_looking_at_the_lock_disturbs_no_run(tmp_path: Path) -> None:
+    assert is_locked(tmp_path / LOCK) is False and not (tmp_path / LOCK).exists()
+    with output_folder(tmp_path):
+        assert is_locked(tmp_path / LOCK) is True
+        assert (tmp_path / LOCK).exists()
+    assert is_locked(tmp_path / LOCK) is False

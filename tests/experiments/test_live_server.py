@@ -1,0 +1,88 @@
+"""The server of the live page answers GET for its few paths, to this machine, and nothing else."""
+
+import http.client
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from live_runs import ReplayedRun
+
+from octavo.experiments.live_run import LiveRun
+from octavo.experiments.live_server import LiveServer
+
+EVIL = "</script><script>alert(1)</script>"
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[LiveServer]:
+    run = ReplayedRun(tmp_path / "run", tmp_path / "source", steps=10, name=EVIL, converted=EVIL)
+    run.setup()
+    run.step(1, 2)
+    (tmp_path / "run" / "secret.txt").write_text("secret")
+    with LiveServer(LiveRun(tmp_path / "run"), port=0) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def ask(server: LiveServer, path: str = "/", method: str = "GET", **headers: str) -> tuple[int, dict[str, str], str]:
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_address[1], timeout=30)
+    connection.putrequest(method, path, skip_host="Host" in headers)
+    for name, value in headers.items():
+        connection.putheader(name, value)
+    connection.endheaders()
+    response = connection.getresponse()
+    return response.status, dict(response.headers), response.read().decode()
+
+
+def test_the_page_and_its_parts(server: LiveServer) -> None:
+    status, headers, page = ask(server)
+    assert status == 200 and server.server_address[0] == "127.0.0.1"
+    policy = headers["Content-Security-Policy"]
+    assert "default-src 'none'; script-src 'self';" in policy and "frame-ancestors 'none'" in policy
+    assert 'src="/live.js"' in page and "http:" not in page.replace("http://www.w3.org/2000/svg", "")
+    assert "plotly.js v" in ask(server, "/plotly.js")[2][:300] and "Plotly.react" in ask(server, "/live.js")[2]
+    _, headers, text = ask(server, "/data.json")
+    assert headers["Content-Type"] == "application/json" and headers["X-Content-Type-Options"] == "nosniff"
+    content = json.loads(text)
+    assert content["title"] == EVIL and EVIL not in page  # names travel as data, and only there
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/secret.txt", "/../run/secret.txt", "/%2e%2e/secret.txt", "//etc/passwd", "/metrics.jsonl", "/?", "/data.json/..",
+     "http://127.0.0.1/data.json", "*"],
+)  # fmt: skip
+def test_no_other_path_is_answered(path: str, server: LiveServer) -> None:
+    status, _, text = ask(server, path)
+    assert status == 404 and "secret" not in text and "root:" not in text
+
+
+@pytest.mark.parametrize("method", ["HEAD", "POST", "PUT", "DELETE", "PATCH", "OPTIONS"])
+def test_get_only(method: str, server: LiveServer) -> None:
+    status, headers, _ = ask(server, "/data.json", method)
+    assert status == 405 and headers["Allow"] == "GET" and "Access-Control-Allow-Origin" not in headers
+
+
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:8421", "127.0.0.1.evil.example:80", "", "[::1]:1"])
+def test_another_name_of_this_machine_is_refused(host: str, server: LiveServer) -> None:
+    assert ask(server, "/data.json", Host=host)[0] == 403
+    assert ask(server, "/data.json", Host="localhost:1234")[0] == 200  # a tunnel has a port of its own
+
+
+def test_a_damaged_run_is_an_answer(server: LiveServer, tmp_path: Path) -> None:
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+        file.write("nonsense\n")
+    assert "metrics.jsonl, line 3" in json.loads(ask(server, "/data.json")[2])["error"]
+
+
+def test_a_port_that_is_taken(server: LiveServer, tmp_path: Path) -> None:
+    port = server.server_address[1]
+    with pytest.raises(ValueError, match=rf"port {port} of 127.0.0.1 cannot be used: .*--port"):
+        LiveServer(LiveRun(tmp_path / "run"), port=port)
+    with LiveServer(LiveRun(tmp_path / "run")) as first, LiveServer(LiveRun(tmp_path / "run")) as second:
+        assert 8421 <= first.server_address[1] < second.server_address[1]
