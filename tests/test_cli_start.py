@@ -3,6 +3,8 @@
 import json
 import subprocess
 import sys
+from types import NoneType
+from typing import get_args
 
 import pytest
 
@@ -98,7 +100,8 @@ def test_every_setting_is_completed() -> None:
     def names(section: type[Section], prefix: str) -> list[str]:
         settings = []
         for key, field in section.model_fields.items():
-            inner = field.annotation
+            parts = get_args(field.annotation)
+            inner = parts[0] if NoneType in parts else field.annotation
             is_section = isinstance(inner, type) and issubclass(inner, Section)
             settings += names(inner, f"{prefix}{key}.") if is_section else [f"{prefix}{key}="]
         return settings

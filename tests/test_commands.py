@@ -29,7 +29,7 @@ PLACES = {"RUN": "runs/demo", "N": "1"} | dict.fromkeys(("CONFIG", "CONFIG.toml"
 """What documents leave open, in the place of which something is given here."""
 MADE = ("runs/", "data/", "corpus/", "notes/", "my-gpu.toml", "h100.json", "exported")
 """Beginnings of names of files that a reader has or makes."""
-SUBCOMMANDS = ("init", "train", "export", "demo", "compare", "inspect", "doctor", "plan", "calibrate")
+SUBCOMMANDS = ("init", "train", "watch", "export", "demo", "compare", "inspect", "doctor", "plan", "calibrate")
 QUICK = ("octavo --help", "python -m benchmarks --help", "octavo doctor")
 
 

@@ -95,6 +95,7 @@ LASTING_PRIVATE_NAMES = {
         "_apply_gate", "_attn_implementation", "_custom_objects", "_experts_implementation", "_hf_peft_config_loaded",
         "_keys_to_ignore_on_save", "_name_or_path", "_supports_attention_backend",
     },
+    "torchtitan": {"_owner"},
     "a convention for optimizers, and namedtuple": {"_no_weight_decay", "_replace"},
 }  # fmt: skip
 """Private names of other packages that are the same in all supported releases, or that are read with a default."""

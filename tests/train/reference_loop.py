@@ -16,8 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from octavo import convert
 from octavo.train.config.run_config import TrainConfig
-from octavo.train.data.corpus import load_corpus
-from octavo.train.record.metrics import NullProgress
+from octavo.train.data.load import load_corpus
+from octavo.train.record.progress import NullProgress
 from octavo.train.trainer import Trainer
 
 TEXT = {

@@ -7,8 +7,8 @@ from torch import nn
 
 from octavo.train.activation_checkpointing import Checkpointing, find_blocks
 from octavo.train.config.run_config import ConfigError
-from octavo.train.data.corpus import load_corpus
-from octavo.train.record.metrics import NullProgress
+from octavo.train.data.load import load_corpus
+from octavo.train.record.progress import NullProgress
 from octavo.train.trainer import Trainer
 
 

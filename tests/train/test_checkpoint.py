@@ -9,11 +9,12 @@ from tiny_runs import LLAMA, MakeConfig, without_digests
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from octavo.train.checkpoint import store as checkpoint
-from octavo.train.checkpoint.store import latest_checkpoint, load_checkpoint, read_trainer_state
+from octavo.train.checkpoint.retention import latest_checkpoint
+from octavo.train.checkpoint.store import load_checkpoint, read_trainer_state
 from octavo.train.config.run_config import ConfigError
 from octavo.train.config.same_run import check_same_run
-from octavo.train.data.corpus import load_corpus
-from octavo.train.record.metrics import NullProgress
+from octavo.train.data.load import load_corpus
+from octavo.train.record.progress import NullProgress
 from octavo.train.trainer import Trainer
 
 
@@ -104,7 +105,7 @@ def test_a_save_that_dies_leaves_the_previous_checkpoint(
     trainer.step = 1
     trainer.save(tmp_path)
     trainer.step = 2
-    for name in ("_save_whole", "sync"):
+    for name in ("save_whole", "sync"):
         with monkeypatch.context() as patch:
             patch.setattr(checkpoint, name, lambda *_: 1 / 0)
             with pytest.raises(ZeroDivisionError):

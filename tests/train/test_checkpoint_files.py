@@ -17,9 +17,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from octavo.train import ConfigError, run
 from octavo.train.checkpoint.digests import check_digests
 from octavo.train.checkpoint.export import export
-from octavo.train.checkpoint.store import check_same_model, checkpoints, latest_checkpoint, load_checkpoint
-from octavo.train.data.corpus import load_corpus
-from octavo.train.record.metrics import NullProgress
+from octavo.train.checkpoint.retention import checkpoints, latest_checkpoint
+from octavo.train.checkpoint.store import check_same_model, load_checkpoint
+from octavo.train.data.load import load_corpus
+from octavo.train.record.progress import NullProgress
 from octavo.train.trainer import Trainer
 from processes import gloo  # noqa: F401  a fixture
 
@@ -29,7 +30,7 @@ MODELS = {
     "mixtral": {"type": "mixtral", "config": SMALL | {"num_local_experts": 4}},
     "gpt2": {"type": "gpt2", "config": {"n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 16}},
 }
-OWN = {"trainer.json", "optimizer.pt", "digests.json"}
+OWN = {"trainer.json", "optimizer.pt", "data.json", "digests.json"}
 
 
 def make_trainer(config):

@@ -12,11 +12,12 @@ import torch
 from tiny_runs import MakeConfig, Recorder, sentences
 
 from octavo.train.config.run_config import ConfigError, TrainConfig
-from octavo.train.data import source
+from octavo.train.data import encoding, source
 from octavo.train.data import token_cache as data
-from octavo.train.data.corpus import Corpus, load_corpus
+from octavo.train.data.corpus import Corpus
+from octavo.train.data.load import load_corpus
 from octavo.train.data.tokenizer import END
-from octavo.train.record.metrics import NullProgress
+from octavo.train.record.progress import NullProgress
 
 ENTRY = {"digests.json", "documents.bin", "facts.json", "ids.bin", "tokenizer.json"}
 
@@ -83,11 +84,11 @@ def test_standard_library_skips_what_is_not_utf8(tmp_path: Path) -> None:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(f"# {name}")
     (tmp_path / "latin.py").write_bytes(b"# caf\xe9")
-    files = source._standard_library(tmp_path)
+    files = source._standard_library("python-stdlib", tmp_path)
     assert list(files.read(tmp_path)) == ["# a.py", None, "# b.py", None, "# pkg/c.py", None]
     assert files.skipped == 1
     (tmp_path / "a.py").write_text("# other")
-    assert source._standard_library(tmp_path).fingerprint != files.fingerprint
+    assert source._standard_library("python-stdlib", tmp_path).fingerprint != files.fingerprint
 
 
 def test_the_real_standard_library_is_found(make_config: MakeConfig) -> None:
@@ -242,7 +243,7 @@ def test_a_build_that_dies_leaves_no_entry(
 ) -> None:
     config = make_config(data={"cache": str(tmp_path / "cache")})
     with monkeypatch.context() as patch:
-        patch.setattr(data, "_tokenize", lambda *_: 1 / 0)
+        patch.setattr(data, "tokenize", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             corpus(config)
     assert list((tmp_path / "cache").iterdir()) == []
@@ -275,8 +276,8 @@ def test_text_that_spells_a_special_token_stays_text(make_config: MakeConfig, tm
 
 @pytest.mark.parametrize("text", ["line one\n" * 40, "x" * 400])
 def test_long_documents_are_cut_without_loss(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(data, "PIECE_CHARACTERS", 100)
-    pieces = [piece for piece in data._pieces(iter([text[:70], text[70:], None])) if piece]
+    monkeypatch.setattr(encoding, "PIECE_CHARACTERS", 100)
+    pieces = [piece for piece in encoding._pieces(iter([text[:70], text[70:], None])) if piece]
     assert "".join(pieces) == text
     assert 4 <= len(pieces) <= 5
     assert all(len(piece) <= 100 for piece in pieces)

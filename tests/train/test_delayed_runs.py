@@ -9,7 +9,7 @@ from tiny_runs import At, MakeConfig, assert_same, terminate
 
 from octavo.train import ConfigError, parse_config, read_metrics, run
 from octavo.train.checkpoint.digests import write_digests
-from octavo.train.checkpoint.store import latest_checkpoint
+from octavo.train.checkpoint.retention import latest_checkpoint
 from processes import gloo  # noqa: F401  a fixture
 
 PRECISION = {"level": "fp8", "recipe": "delayed"}

@@ -18,7 +18,7 @@ from octavo.numerics import RECIPES
 from octavo.train import ConfigError
 from octavo.train.checkpoint.digests import check_digests
 from octavo.train.checkpoint.export import export
-from octavo.train.checkpoint.store import checkpoints, latest_checkpoint
+from octavo.train.checkpoint.retention import checkpoints, latest_checkpoint
 from processes import gloo  # noqa: F401  a fixture
 
 MODEL = {"type": "llama", "config": SMALL}

@@ -12,7 +12,8 @@ from tiny_runs import At, Recorder, assert_same, curve, fail, saved
 
 from octavo.inspect import Autopilot, RecipeChange
 from octavo.train import NonFiniteError, parse_config, run
-from octavo.train.checkpoint.store import checkpoints, latest_checkpoint, read_trainer_state
+from octavo.train.checkpoint.retention import checkpoints, latest_checkpoint
+from octavo.train.checkpoint.store import read_trainer_state
 from octavo.train.config.run_config import ConfigError
 from octavo.train.config.sections import GuardConfig
 from octavo.train.data.corpus import Corpus

@@ -12,12 +12,12 @@ from tiny_runs import Recorder
 from octavo.parallel.pipeline_model import SCHEDULES, check_pipeline_model, divide, stages_of
 from octavo.train import ConfigError, parse_config, read_metrics, run
 from octavo.train import trainer as trainer_module
-from octavo.train.checkpoint.store import checkpoints
-from octavo.train.data.corpus import load_corpus
+from octavo.train.checkpoint.retention import checkpoints
+from octavo.train.data.load import load_corpus
 from octavo.train.diagnose import NonFiniteError
 from octavo.train.ranks import join_ranks
 from octavo.train.record.events import read_events
-from octavo.train.record.metrics import NullProgress
+from octavo.train.record.progress import NullProgress
 from octavo.train.record.statistics import read_statistics
 from octavo.train.run_plan import plan_memory
 from octavo.train.trainer import Trainer

@@ -4,6 +4,7 @@ import pytest
 import torch
 from test_hybrid import MIXTRAL, PIPELINE, settings  # noqa: F401  a fixture
 from test_ranks import tables  # noqa: F401  a fixture
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.utils._pytree import tree_leaves
 
 from collective_recorder import CollectiveRecorder
@@ -11,10 +12,11 @@ from octavo.planner.pipeline_time import schedule_actions, simulate
 from octavo.planner.step_memory import sum_messages
 from octavo.planner.timeline import ACTIVATIONS, GATHERED, PARAMETERS, STATES, Timeline
 from octavo.tensor import local_tensor
-from octavo.train import ConfigError, parse_config
-from octavo.train.data.corpus import load_corpus
+from octavo.train import ConfigError, parse_config, run_plan
+from octavo.train.data.load import load_corpus
+from octavo.train.plan_parts import TraceCache
 from octavo.train.ranks import Ranks
-from octavo.train.record.metrics import NullProgress
+from octavo.train.record.progress import NullProgress
 from octavo.train.run_plan import plan_configured
 from octavo.train.trainer import Trainer
 from processes import gloo  # noqa: F401  a fixture
@@ -22,6 +24,12 @@ from processes import gloo  # noqa: F401  a fixture
 pytestmark = pytest.mark.dist
 NAMES = {"all-gather": "_allgather_base_", "reduce-scatter": "_reduce_scatter_base_", "all-to-all": "alltoall_base_"}
 VOCABULARY = 512
+DEEPSEEK = {
+    "hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 11, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "q_lora_rank": 64, "kv_lora_rank": 64, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32,
+    "v_head_dim": 32, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "n_group": 1,
+    "topk_group": 1, "first_k_dense_replace": 3, "max_position_embeddings": 64,
+}  # fmt: skip
 LAYOUTS = {
     "tp": (2, {"tp": 2}),
     "tp-fsdp": (4, {"tp": 2}),
@@ -117,3 +125,56 @@ def test_the_plan_refuses_what_a_run_refuses(settings):  # noqa: F811
     with pytest.raises(ConfigError, match="ep distributes experts that compute in FP8"):
         bf16 = settings("mixtral", parallel={"ep": 2}, precision={"level": "bf16"})
         plan_configured(parse_config(bf16), gpu="h100", gpus=4)
+
+
+def test_shapes_that_dtensor_infers_are_no_memory(settings):  # noqa: F811
+    """It infers each once in a process, on whole tensors: a first plan is as a second."""
+    config = settings(parallel={"tp": 2})
+    config["model"]["config"] = PIPELINE | {"num_hidden_layers": 6, "vocab_size": VOCABULARY}
+    plans = []
+    for _ in range(2):
+        _clear_sharding_prop_cache()
+        plans += [plan_configured(parse_config(config), gpu="h100", gpus=2) for _ in range(2)]
+    assert {plan.memory.traced_blocks for plan in plans} == {(2, 6)}
+    assert len({plan.memory.peak for plan in plans}) == len({plan.time.seconds for plan in plans}) == 1
+
+
+def test_ranks_that_share_layers_compute_as_much_as_one(settings):  # noqa: F811
+    """The gradients of weights that are DTensors as well; the model's FLOPs do not depend on who computes them."""
+    flops = []
+    for parallel in ({}, {"tp": 2}, {"tp": 2, "sequence_parallel": False}, {"cp": 2}, {"pp": 2}):
+        config = settings(parallel=parallel, optim={"batch": 8, "micro_batches": 2})
+        config["model"]["config"] = PIPELINE | {"vocab_size": VOCABULARY}
+        flops.append(plan_configured(parse_config(config), gpu="h100", gpus=2).time.flops)
+    whole_heads = flops.pop(2)  # each rank has all tokens for the head
+    assert flops == [pytest.approx(flops[0])] * 4
+    assert 1.0 < whole_heads / flops[0] < 1.5
+
+
+def test_layouts_share_traces(settings, monkeypatch):  # noqa: F811
+    """Pipelines on other numbers of GPUs trace nothing again; their plans are those that stand alone."""
+    traced, original = [], run_plan._step_on_blocks
+    monkeypatch.setattr(run_plan, "_step_on_blocks", lambda *args: traced.append(args[-2]) or original(*args))
+    cache, counts = TraceCache(), []
+    for layers, gpus, parallel in ((8, 2, {"pp": 2}), (8, 8, {"pp": 2}), (12, 4, {"pp": 2, "schedule": "GPipe"})):
+        tables = settings(parallel=parallel, optim={"batch": 16, "micro_batches": 16 // gpus})  # noqa: F811
+        tables["model"]["config"] = PIPELINE | {"num_hidden_layers": layers, "vocab_size": VOCABULARY}
+        config = parse_config(tables)
+        alone, before = plan_configured(config, gpu="h100", gpus=gpus), len(traced)
+        shared = plan_configured(config, gpu="h100", gpus=gpus, cache=cache)
+        counts.append(len(traced) - before)
+        assert (shared.time, shared.memory.at_peak) == (alone.time, alone.memory.at_peak)
+    assert counts == [4, 0, 4]  # other settings of the model: nothing is shared
+
+
+@pytest.mark.parametrize("gpus", [1, 8])
+def test_first_blocks_that_differ_are_traced_once(settings, gpus):  # noqa: F811
+    """Three dense blocks before eight with experts, sharded or not."""
+    tables = settings(optim={"batch": 16, "micro_batches": 2})  # noqa: F811
+    tables["model"] = {"type": "deepseek_v3", "config": DEEPSEEK}
+    plan = plan_configured(parse_config(tables), gpu="h100", gpus=gpus).memory
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("octavo.train.plan_parts.leading_blocks", lambda model, plan: None)
+        whole = plan_configured(parse_config(tables), gpu="h100", gpus=gpus).memory
+    assert (plan.traced_blocks, whole.traced_blocks) == ((5, 11), (11, 11))
+    assert (plan.at_peak, plan.largest) == (whole.at_peak, whole.largest)

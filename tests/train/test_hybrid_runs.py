@@ -5,7 +5,7 @@ import json
 import pytest
 from test_ranks import job, losses
 
-from octavo.train.checkpoint.store import checkpoints
+from octavo.train.checkpoint.retention import checkpoints
 from processes import gloo  # noqa: F401  a fixture
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]

@@ -17,9 +17,11 @@ from torch import distributed as dist
 
 from octavo.inspect import Autopilot, RecipeChange
 from octavo.train import loop, parse_config, run
+from octavo.train.checkpoint import retention
 from octavo.train.checkpoint import store as checkpoint
 from octavo.train.checkpoint.digests import digests_of
-from octavo.train.checkpoint.store import checkpoints, read_trainer_state
+from octavo.train.checkpoint.retention import checkpoints
+from octavo.train.checkpoint.store import read_trainer_state
 from octavo.train.guard import steps_in_a_row
 from octavo.train.record import metrics
 from octavo.train.trainer import Trainer
@@ -101,7 +103,7 @@ def killed_at(point, number, after):
 @contextmanager
 def half_removed():
     """Die in the middle of the first removal of a checkpoint, and in no other removal of this process."""
-    with mock.patch.object(checkpoint, "shutil", SimpleNamespace(rmtree=remove_half)):
+    with mock.patch.object(retention, "shutil", SimpleNamespace(rmtree=remove_half)):
         yield []
 
 

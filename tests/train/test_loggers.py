@@ -1,8 +1,10 @@
 """Metrics on servers that may be slow, away or broken; the servers are stand-ins."""
 
 import json
+import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 from tiny_runs import Recorder
@@ -27,7 +29,8 @@ class Server:
     """What a server has received, by run."""
 
     def __init__(self):
-        self.runs, self.closed, self.names = {}, [], []
+        self.runs, self.closed, self.names, self.opening = {}, [], [], threading.Event()
+        self.opening.set()
 
     def remote(self, out, name, config, id):
         server = self
@@ -36,7 +39,10 @@ class Server:
         class Remote:
             def __init__(self):
                 self.id = id or f"run{len(server.runs)}"
+
+            def open(self):
                 server.runs.setdefault(self.id, [])
+                server.opening.wait(20)
 
             def log(self, step, scalars):
                 server.runs[self.id].append((step, dict(scalars)))
@@ -78,6 +84,18 @@ def test_scalars_arrive_by_step_and_a_later_process_goes_on(tmp_path, server):
     assert log._board.closed and len(log._board.scalars) == 4
 
 
+def test_a_run_that_ends_before_its_logger_is_open_is_continued_too(tmp_path, server, monkeypatch):
+    monkeypatch.setattr(loggers, "CLOSING_S", 0.2)
+    server.opening.clear()
+    notes = []
+    for _ in range(2):  # a rollback, or a resumed run
+        log = log_of(tmp_path, notes)
+        write(log, (1,))
+        log.close()
+    assert list(server.runs) == ["run0"] and len(notes) == 2
+    server.opening.set()
+
+
 @pytest.mark.parametrize("when", ["open", "log", "close"])
 def test_a_server_that_fails_is_noted_once_and_training_goes_on(tmp_path, monkeypatch, when):
     class Broken:
@@ -86,6 +104,9 @@ def test_a_server_that_fails_is_noted_once_and_training_goes_on(tmp_path, monkey
         def __init__(self, *_):
             if when == "open":
                 raise ConnectionError("no route to host\nmore")
+
+        def open(self):
+            pass
 
         def log(self, step, scalars):
             if when == "log":
@@ -116,6 +137,70 @@ def test_a_server_that_hangs_delays_no_step_and_the_end_by_a_limit(tmp_path, mon
     log.close()
     assert time.monotonic() - start < 2 and "has not received the last metrics" in notes[0]
     release.set()
+
+
+def test_a_server_that_hangs_takes_a_limited_memory_and_is_noted_once(tmp_path, monkeypatch):
+    release, failed = threading.Event(), threading.Event()
+
+    def opened(*_):
+        release.wait(20)
+        failed.set()
+        raise ConnectionError("too late")
+
+    monkeypatch.setattr(loggers, "CLOSING_S", 0.05)
+    monkeypatch.setattr(loggers, "PENDING", 10)
+    monkeypatch.setitem(loggers.REMOTES, "wandb", opened)
+    notes = []
+    log = log_of(tmp_path, notes)
+    write(log, range(1, 100))
+    assert log._senders[0]._queue.qsize() == 10
+    log.close()
+    release.set()
+    assert failed.wait(10)
+    log._senders[0]._thread.join(10)
+    assert notes == ["wandb gets no more metrics (10 values wait for it); training goes on, metrics.jsonl has all"]
+
+
+def test_a_client_that_exits_is_noted(tmp_path, monkeypatch):
+    """A thread ends in silence with SystemExit."""
+    monkeypatch.setitem(loggers.REMOTES, "wandb", lambda *_: sys.exit("no key"))
+    notes = []
+    log = log_of(tmp_path, notes)
+    log.close()
+    assert notes == ["wandb gets no more metrics (no key); training goes on, metrics.jsonl has all"]
+
+
+def test_names_for_mlflow(tmp_path, monkeypatch):
+    """It refuses all metrics of a step, and the run's settings, for one name with other characters."""
+    params, written = {}, []
+
+    class Client:
+        def get_experiment_by_name(self, name):
+            return SimpleNamespace(experiment_id="0")
+
+        def create_run(self, home, run_name):
+            return SimpleNamespace(info=SimpleNamespace(run_id="1"))
+
+        def log_param(self, id, key, value):
+            params[key] = value
+
+        def log_batch(self, id, metrics):
+            written.extend(metrics)
+
+        def update_run(self, id, status):
+            pass
+
+        def set_terminated(self, id):
+            pass
+
+    monkeypatch.setitem(sys.modules, "mlflow", SimpleNamespace(MlflowClient=Client))
+    monkeypatch.setitem(sys.modules, "mlflow.entities", SimpleNamespace(Metric=lambda *fields: fields))
+    notes = []
+    log = ScalarLog(Board(), ["mlflow"], tmp_path, "r", {'model.config."a b?"': 1, "run.steps": 2}, notes.append)
+    log.add_scalar("x_sqnr/blocks[0].up-proj (é)", 30.0, 1)
+    log.close()
+    assert not notes and params == {"model.config._a b__": "1", "run.steps": "2"}
+    assert [metric[0] for metric in written] == ["x_sqnr/blocks_0_.up-proj ___"]
 
 
 def test_a_damaged_file_of_ids_is_noted(tmp_path, server):

@@ -12,10 +12,10 @@ from torch import nn
 
 from octavo.nn import weights
 from octavo.train import NonFiniteError, RunResult, load_config, loss_scale, read_metrics, run
-from octavo.train.checkpoint.store import latest_checkpoint
+from octavo.train.checkpoint.retention import latest_checkpoint
 from octavo.train.config.run_config import ConfigError
-from octavo.train.data.corpus import load_corpus
-from octavo.train.record.metrics import NullProgress
+from octavo.train.data.load import load_corpus
+from octavo.train.record.progress import NullProgress
 from octavo.train.trainer import Trainer
 
 
@@ -42,6 +42,7 @@ def test_a_run_learns_and_leaves_everything(make_config: MakeConfig, tmp_path: P
         "config.toml",
         "metrics.jsonl",
         "run.json",
+        "setup.json",
         "tensorboard",
         "tokenizer.json",
     }

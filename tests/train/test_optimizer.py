@@ -5,8 +5,9 @@ import torch
 from torch import nn
 from transformers.models.cohere.modeling_cohere import CohereLayerNorm
 
-from octavo.train.config.sections import Optim
-from octavo.train.optimizer import Fp8StateOptimizer, MasterWeightOptimizer, decayed_parameters
+from octavo.train.config.optim_section import Optim
+from octavo.train.optimizer import Fp8StateOptimizer, MasterWeightOptimizer
+from octavo.train.parameter_groups import decayed_parameters
 
 OPTIM = Optim(lr=1e-3, weight_decay=0.1, clip=0.0)
 

@@ -17,11 +17,12 @@ from transformers import AutoModelForCausalLM
 
 from octavo.nn.causal import IGNORE
 from octavo.train import ConfigError, TrainConfig, parse_config, run
-from octavo.train.data.corpus import Corpus, load_corpus
+from octavo.train.data.corpus import Corpus
+from octavo.train.data.load import load_corpus
 from octavo.train.data.packing import PackedRows, best_fit
 from octavo.train.probe import check_causal
 from octavo.train.ranks import Ranks, join_ranks
-from octavo.train.record.metrics import NullProgress
+from octavo.train.record.progress import NullProgress
 from octavo.train.targets import counted, targets_per_rank
 from octavo.train.tasks.language import _named
 from octavo.train.trainer import Trainer

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from octavo.inspect import Autopilot
 from octavo.train import NonFiniteError, loss_scale, parse_config, run
 from octavo.train import trainer as trainer_module
-from octavo.train.checkpoint.store import latest_checkpoint
+from octavo.train.checkpoint.retention import latest_checkpoint
 from octavo.train.config.run_config import ConfigError
 from octavo.train.record.events import read_events
 from octavo.train.record.statistics import read_statistics

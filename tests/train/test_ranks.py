@@ -8,11 +8,12 @@ import torch
 
 from octavo.train import ConfigError, parse_config, read_metrics, run
 from octavo.train.checkpoint.export import export
+from octavo.train.checkpoint.retention import checkpoints
 from octavo.train.checkpoint.shards import state_of
-from octavo.train.checkpoint.store import checkpoints, load_checkpoint, read_trainer_state
-from octavo.train.data.corpus import load_corpus
+from octavo.train.checkpoint.store import load_checkpoint, read_trainer_state
+from octavo.train.data.load import load_corpus
 from octavo.train.ranks import join_ranks
-from octavo.train.record.metrics import NullProgress
+from octavo.train.record.progress import NullProgress
 from octavo.train.trainer import Trainer
 from processes import Failed, gloo  # noqa: F401  a fixture
 

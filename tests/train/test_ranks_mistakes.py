@@ -22,10 +22,12 @@ from octavo.train import loop as loop_module
 from octavo.train.checkpoint import shards as shards_module
 from octavo.train.checkpoint.digests import write_digests
 from octavo.train.checkpoint.export import export
-from octavo.train.checkpoint.store import checkpoints, load_checkpoint
-from octavo.train.data.corpus import load_corpus
+from octavo.train.checkpoint.retention import checkpoints
+from octavo.train.checkpoint.store import load_checkpoint
+from octavo.train.data.load import load_corpus
 from octavo.train.ranks import STARTED_KEY, Ranks, _attempt_prefix, join_ranks
-from octavo.train.record.metrics import MetricsWriter, NullProgress
+from octavo.train.record.metrics import MetricsWriter
+from octavo.train.record.progress import NullProgress
 from octavo.train.tasks import language as language_module
 from octavo.train.trainer import Trainer
 from processes import Failed, gloo  # noqa: F401  a fixture
@@ -247,7 +249,7 @@ def test_a_checkpoint_that_one_rank_cannot_read(gloo, tables, tmp_path):  # noqa
 
 def lost_job(settings, out, place):
     """The second rank ends while it reads a checkpoint, or tries the model."""
-    owner, name = {"reading": (shards_module, "load"), "trying": (Trainer, "_logits")}[place]
+    owner, name = {"reading": (shards_module, "load"), "trying": (Trainer, "logits")}[place]
     if dist.get_rank() == 1:
         with mock.patch.object(owner, name, side_effect=lambda *_, **__: os._exit(1)):
             job(settings, out, resume=True)

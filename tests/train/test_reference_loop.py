@@ -10,9 +10,9 @@ from tiny_runs import MakeConfig
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from octavo.train.config.run_config import ConfigError, TrainConfig
-from octavo.train.data.corpus import load_corpus
+from octavo.train.data.load import load_corpus
 from octavo.train.model import prepare_loss
-from octavo.train.record.metrics import NullProgress
+from octavo.train.record.progress import NullProgress
 from octavo.train.trainer import Trainer
 
 LOSS = 3e-4

@@ -15,7 +15,7 @@ import torch
 from tiny_runs import LLAMA, VARIANTS, At, MakeConfig, Recorder, assert_same, fail, terminate, without_digests
 
 from octavo.train import RunResult, read_metrics, run
-from octavo.train.checkpoint.store import latest_checkpoint
+from octavo.train.checkpoint.retention import latest_checkpoint
 from octavo.train.config.run_config import ConfigError
 from octavo.train.device import deterministic_algorithms
 

@@ -24,10 +24,11 @@ from octavo.planner.devices import DEVICES
 from octavo.planner.fake import fake_tensors
 from octavo.planner.model_memory import make_gradients, make_states
 from octavo.train.config.run_config import ConfigError, TrainConfig, load_config
-from octavo.train.data.corpus import load_corpus
-from octavo.train.record.metrics import NullProgress
+from octavo.train.conversion import convert_run
+from octavo.train.data.load import load_corpus
+from octavo.train.record.progress import NullProgress
 from octavo.train.run_plan import plan_arms, plan_memory, plan_step, planned_task
-from octavo.train.trainer import Trainer, _convert
+from octavo.train.trainer import Trainer
 
 SEVEN_B = Path(__file__).parents[2] / "configs" / "llama2-7b.toml"
 SEVENTY_B = SEVEN_B.with_name("llama3-70b.toml")
@@ -243,7 +244,7 @@ def converted_by_train(config: TrainConfig, gpu: str, monkeypatch: pytest.Monkey
         model = task.build(weights=False)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*no layer of this model is predicted to gain")
-        rows = _convert(model, task, torch.device("cuda"), 1, None) or ()
+        rows = convert_run(model, task, torch.device("cuda"), 1, None) or ()
     return {row.name: row.recipe for row in rows if row.converted}
 
 
@@ -403,7 +404,7 @@ def test_recipe_auto_on_a_gpu_is_decided_by_cost(make_config: MakeConfig, monkey
     def rows(device: str):
         with torch.device("meta"):
             model = LlamaForCausalLM(LlamaConfig(**LLAMA | wide, vocab_size=300)).bfloat16()
-        return {row.name: row for row in _convert(model, planned_task(config), torch.device(device), 1, None) or ()}
+        return {row.name: row for row in convert_run(model, planned_task(config), torch.device(device), 1, None) or ()}
 
     decide_by_cost = rows("cuda")
     up, narrow = decide_by_cost["model.layers.0.mlp.up_proj"], decide_by_cost["model.layers.0.self_attn.k_proj"]

@@ -19,8 +19,10 @@ from octavo.train.config.shrink import SECTIONS, change_of, complete_config, shr
 from octavo.train.record.metrics import RunResult, read_metrics
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-OTHERS = ("demo", "own-data", "vit-digits", "vlm-digits", "nvila-like-8b")
-"""Configurations of small models, and of models with images (test_image_text.py)."""
+OTHERS = (
+    "demo", "own-data", "sft-demo", "vit-digits", "vlm-digits", "nvila-like-8b", "dit-digits", "dit-xl", "vit-l16"
+)  # fmt: skip
+"""Configurations of small models, and of models with images (test_image_text.py, test_tasks.py)."""
 MODELS = sorted(path for path in CONFIGS.glob("*.toml") if path.stem not in OTHERS)
 MIXTURES = ("mixtral-8x7b", "qwen3-30b-a3b", "deepseek-v3-16b")
 

@@ -19,9 +19,10 @@ from tiny_runs import MakeConfig, Recorder, sentences
 from octavo.train.config.run_config import ConfigError, TrainConfig
 from octavo.train.data import documents, source
 from octavo.train.data import token_cache as data
-from octavo.train.data.corpus import Corpus, load_corpus
+from octavo.train.data.corpus import Corpus
+from octavo.train.data.load import load_corpus
 from octavo.train.data.tokenizer import END
-from octavo.train.record.metrics import NullProgress
+from octavo.train.record.progress import NullProgress
 
 LINES = sentences(60).splitlines()
 
@@ -278,9 +279,10 @@ def test_the_sample_is_that_of_whole_documents(monkeypatch: pytest.MonkeyPatch) 
 
 PEAK = """
 import resource, sys, tempfile
-from octavo.train.config.sections import Data, Model
-from octavo.train.data.corpus import load_corpus
-from octavo.train.record.metrics import NullProgress
+from octavo.train.config.data_section import Data
+from octavo.train.config.sections import Model
+from octavo.train.data.load import load_corpus
+from octavo.train.record.progress import NullProgress
 data = Data(sequence_length=16, vocab_size=300, cache=tempfile.mkdtemp(), source=sys.argv[1])
 load_corpus(data, Model(type="llama"), NullProgress())
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)

@@ -11,11 +11,11 @@ from tiny_runs import GPT2, LLAMA, MakeConfig, Recorder, terminate
 from transformers import AutoModelForCausalLM
 
 from octavo.train import RunResult, disk, read_metrics, run
-from octavo.train.checkpoint.store import latest_checkpoint
+from octavo.train.checkpoint.retention import latest_checkpoint
 from octavo.train.config.run_config import ConfigError
-from octavo.train.data.corpus import load_corpus
+from octavo.train.data.load import load_corpus
 from octavo.train.model import build_model
-from octavo.train.record.metrics import NullProgress
+from octavo.train.record.progress import NullProgress
 from octavo.train.trainer import Trainer
 
 BERT = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}

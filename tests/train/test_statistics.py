@@ -13,8 +13,8 @@ from tiny_runs import At, MakeConfig, assert_same, curve, fail
 from octavo.experiments.demo import demo_configs
 from octavo.inspect.stats import OPERANDS, OperandStats
 from octavo.train import ConfigError, NonFiniteError, run
-from octavo.train.data.corpus import load_corpus
-from octavo.train.record.metrics import NullProgress
+from octavo.train.data.load import load_corpus
+from octavo.train.record.progress import NullProgress
 from octavo.train.record.statistics import (
     STATISTICS_FILE,
     StatisticsWriter,

@@ -10,6 +10,7 @@ from transformers import AutoModelForImageClassification
 
 from octavo.train import ConfigError, RunResult, TrainConfig, load_config, parse_config, read_metrics, run
 from octavo.train.checkpoint.export import export
+from octavo.train.config.shrink import change_of
 from octavo.train.data.images import ImageShape
 from octavo.train.data.labelled_images import LabelledImages, load_digits
 from octavo.train.model import check_model
@@ -146,12 +147,28 @@ def test_two_ranks_share_the_images(gloo, tmp_path):  # noqa: F811
 
 
 @pytest.mark.thorough
-def test_memory_is_planned_and_time_is_not():
-    config = parse_config(tables())
+def test_memory_and_time_are_planned():
+    config = parse_config(tables(precision={"level": "fp8"}))
     plan = plan_memory(config, device="cpu")
     assert plan.tokens == 8 and plan.peak > 0
-    with pytest.raises(ConfigError, match="predicts language models"):
-        plan_step(config, gpu="h100")
+    forecast = plan_step(config, gpu="h100")
+    assert forecast.tokens == 8 * 5 and forecast.configured.plan.converted  # patches and the class token
+
+
+@pytest.mark.parametrize("name", ["vit-l16", "dit-xl"])
+def test_ready_models_of_images_shrink(name):
+    if name == "dit-xl":
+        pytest.importorskip("diffusers")
+    config = load_config(CONFIGS / f"{name}.toml", change=change_of(True))
+    model, large = config.model.config, load_config(CONFIGS / f"{name}.toml").model.config
+    heads, width = model["num_attention_heads"], model.get("hidden_size", 256)
+    assert config.data.source == "digits" and heads < large["num_attention_heads"] and width <= 256
+    assert model["patch_size"] == large["patch_size"]
+
+
+def test_classes_of_a_plan_without_data():
+    settings = tables(data={"source": "data/nowhere"}, model={"config": VIT | {"image_size": 8, "num_labels": 7}})
+    assert len(task_of(parse_config(settings)).stand_in(parse_config(settings)).names) == 7
 
 
 @pytest.mark.slow

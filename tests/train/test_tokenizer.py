@@ -10,10 +10,10 @@ from tiny_runs import LLAMA, MakeConfig
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
 from octavo.train.config.run_config import ConfigError
-from octavo.train.data.corpus import load_corpus
+from octavo.train.data.load import load_corpus
 from octavo.train.data.tokenizer import load_tokenizer, train_tokenizer
 from octavo.train.model import build_model
-from octavo.train.record.metrics import NullProgress
+from octavo.train.record.progress import NullProgress
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz."
 BERT = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *LETTERS, *(f"##{letter}" for letter in LETTERS), "the", "leaf"]

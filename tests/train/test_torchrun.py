@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from octavo.train import RunResult, read_metrics
-from octavo.train.checkpoint.store import checkpoints
+from octavo.train.checkpoint.retention import checkpoints
 from octavo.train.config.run_config import parse_config
 from octavo.train.loop import run
 

@@ -18,12 +18,13 @@ from octavo.train import ConfigError, model_sharing, parse_config, run
 from octavo.train.checkpoint.digests import write_digests
 from octavo.train.checkpoint.export import export
 from octavo.train.checkpoint.pretrained import load_model_config, load_pretrained
+from octavo.train.checkpoint.retention import checkpoints
 from octavo.train.checkpoint.shard_index import read_index
-from octavo.train.checkpoint.store import checkpoints, shards
-from octavo.train.data.corpus import load_corpus
+from octavo.train.checkpoint.store import shards
+from octavo.train.data.load import load_corpus
 from octavo.train.model import build_model
 from octavo.train.model_sharing import share_on_machine
-from octavo.train.record.metrics import NullProgress
+from octavo.train.record.progress import NullProgress
 from processes import gloo  # noqa: F401  a fixture
 
 pytestmark = pytest.mark.dist

@@ -11,9 +11,10 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from octavo.train.checkpoint.store import latest_checkpoint
+from octavo.train.checkpoint.retention import latest_checkpoint
 from octavo.train.config.run_config import TrainConfig
-from octavo.train.record.metrics import NullProgress, StepMetrics, read_metrics
+from octavo.train.record.metrics import StepMetrics, read_metrics
+from octavo.train.record.progress import NullProgress
 
 LLAMA = {
     "hidden_size": 32,
@@ -84,8 +85,9 @@ def saved(out: Path) -> dict[str, Any]:
     assert folder is not None
     optimizer = torch.load(folder / "optimizer.pt", weights_only=True)
     flat: dict[str, Any] = {"trainer": json.loads((folder / "trainer.json").read_text())}
-    flat |= load_file(folder / "model.safetensors")
+    flat |= load_file(next(folder.glob("*.safetensors")))
     flat |= {f"master.{name}": tensor for name, tensor in optimizer["masters"].items()}
+    flat |= {f"ema.{name}": tensor for name, tensor in optimizer.get("ema", {}).items()}
     for index, moments in optimizer["adamw"]["state"].items():
         flat |= {f"{index}.{name}": tensor for name, tensor in moments.items()}
     return flat
@@ -108,6 +110,20 @@ def assert_same(a: Path, b: Path) -> None:
         same = torch.equal(value, second[name]) if isinstance(value, torch.Tensor) else value == second[name]
         assert same, name
     assert curve(a) == curve(b)
+
+
+def assert_no_trace(often: Path, never: Path, *, statistics: bool) -> None:
+    """Bitwise the same run, with evaluations or samples or without, but for what it says of them."""
+    first, second = saved(often), saved(never)
+    for state in (first, second):
+        for key in ("config", "digests", "held_out_loss"):
+            state["trainer"].pop(key, None)
+    assert first.keys() == second.keys() and first["trainer"] == second["trainer"]
+    assert len(first) > 20
+    different = [k for k, v in first.items() if isinstance(v, torch.Tensor) and not torch.equal(v, second[k])]
+    assert not different and curve(often) == curve(never)
+    if statistics:
+        assert (often / "statistics.jsonl").read_text() == (never / "statistics.jsonl").read_text()
 
 
 def curve(out: Path) -> list[tuple[Any, ...]]:

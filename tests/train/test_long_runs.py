@@ -1,0 +1,272 @@
+"""Runs of weeks: which checkpoints stay, restarts after crashes, and the memory of the process."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_runs import MakeConfig, assert_same
+
+from octavo.train import RunResult, read_metrics, run
+from octavo.train.checkpoint.retention import Retention, checkpoints, held_out_loss, latest_checkpoint
+from octavo.train.config.run_config import ConfigError, TrainConfig, parse_config
+from octavo.train.record.events import RESTART, read_events
+from octavo.train.supervise import supervise
+from octavo.train.trainer import Trainer
+
+PATIENCE = 600.0
+"""Seconds that anything here may take, on a busy machine."""
+
+
+def steps_of(out: Path) -> list[int]:
+    return [int(path.name.removeprefix("step-")) for path in checkpoints(out)]
+
+
+# --- which checkpoints stay ---
+
+
+@pytest.mark.parametrize(
+    ("retention", "left"),
+    [
+        (Retention(2), [60, 70]),
+        (Retention(1, every=30), [30, 60, 70]),
+        (Retention(1, best=1), [20, 70]),
+        (Retention(1, best=3), [20, 40, 50, 70]),
+        (Retention(1, every=30, best=2), [20, 30, 40, 60, 70]),
+    ],
+    ids=str,
+)
+def test_which_checkpoints_stay(retention: Retention, left: list[int], tmp_path: Path) -> None:
+    losses = {10: 9.0, 20: 1.0, 30: None, 40: 2.0, 50: 2.0, 60: "damaged", 70: 8.0}
+    for step, loss in losses.items():
+        folder = tmp_path / "checkpoints" / f"step-{step:06d}"
+        folder.mkdir(parents=True)
+        text = "{" if loss == "damaged" else json.dumps({} if loss is None else {"held_out_loss": loss})
+        (folder / "trainer.json").write_text(text)
+    obsolete = {int(path.name.removeprefix("step-")) for path in retention.obsolete(tmp_path)}
+    assert sorted(set(losses) - obsolete) == left
+
+
+def test_a_run_keeps_its_best_and_every_nth_checkpoint(
+    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings: dict[str, Any] = {"run": {"steps": 8, "save_every": 1, "keep": 1}}
+    settings["eval"] = {"fraction": 0.2, "batches": 1}
+    run(make_config(**settings), out=tmp_path / "plain")
+    settings["run"] |= {"keep_best": 2, "keep_every": 3}
+    run(make_config(**settings), out=tmp_path / "run")
+    measured = [row.held_out and row.held_out["loss"] for row in read_metrics(tmp_path / "run")]
+    assert None not in measured  # at every save
+    assert held_out_loss(checkpoints(tmp_path / "run")[-1]) == measured[-1]
+    first, second = ([row.loss for row in read_metrics(tmp_path / name)] for name in ("plain", "run"))
+    assert first == second
+    losses = [0.0, 5.0, 2.0, 6.0, 4.0, 3.0, 7.0, None, 8.0]
+    monkeypatch.setattr(Trainer, "evaluate", lambda trainer: {"loss": losses[trainer.step]})
+    run(make_config(**settings), out=tmp_path / "chosen")
+    assert steps_of(tmp_path / "chosen") == [2, 3, 5, 6, 8]
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"run": {"keep_best": 1, "save_every": 2}}, r"run.keep_best = 1 .* no section \[eval\]: add one"),
+        ({"run": {"keep_best": 1}, "eval": {}}, "run.keep_best = 1 .*run.save_every = 0"),
+        ({"run": {"keep_every": 5, "save_every": 2}}, "run.keep_every = 5 is not a multiple of run.save_every = 2"),
+        ({"optim": {"rewarm": 5}}, "optim.rewarm = 5 without optim.rewarm_from"),
+        ({"optim": {"rewarm_from": 0}}, "optim.rewarm_from = 0 without optim.rewarm:"),
+    ],
+    ids=str,
+)
+def test_settings_that_do_not_fit(sections: dict[str, Any], message: str, make_config: MakeConfig) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_config(**sections)
+
+
+def test_a_second_warmup_of_a_resumed_run(make_config: MakeConfig, tmp_path: Path) -> None:
+    optim = {"schedule": "constant", "lr": 1e-2, "warmup": 0}
+    run(make_config(run={"steps": 3}, optim=optim), out=tmp_path)
+    again = make_config(run={"steps": 8}, optim=optim | {"rewarm": 4, "rewarm_from": 3})
+    run(again, out=tmp_path, resume=True)
+    assert [row.lr for row in read_metrics(tmp_path)] == pytest.approx([1e-2] * 3 + [2.5e-3, 5e-3, 7.5e-3, 1e-2, 1e-2])
+
+
+def test_a_folder_with_a_run_shows_its_progress(make_config: MakeConfig, tmp_path: Path) -> None:
+    run(make_config(run={"steps": 2}, optim={"warmup": 0}), out=tmp_path)
+    with pytest.raises(ConfigError, match=r"\(finished after 2 steps\): --resume with a larger run.steps"):
+        run(make_config(), out=tmp_path)
+    text = (tmp_path / "config.toml").read_text()
+    (tmp_path / "config.toml").write_text(text.replace("steps = 2", "steps = 6"))
+    with pytest.raises(ConfigError, match=r"\(unfinished: 2 of 6 steps\): --resume continues it from step-000002; or"):
+        run(make_config(), out=tmp_path)
+
+
+# --- restarts ---
+
+ENDS = """
+import json, os, sys
+out, ends = sys.argv[1], json.loads(sys.argv[2])
+calls = out + "/calls"
+done = open(calls).read().splitlines() if os.path.exists(calls) else []
+open(calls, "a").write(" ".join(sys.argv[3:]) + "\\n")
+open(out + "/config.toml", "w").close()
+end = ends[len(done)]
+os.kill(os.getpid(), -end) if end < 0 else sys.exit(end)
+"""
+
+
+@pytest.mark.parametrize(
+    ("ends", "code", "calls"),
+    [
+        ([0], 0, 1),
+        ([-9, 0], 0, 2),
+        ([-11, 70, 0], 0, 3),
+        ([-9, -9, -9, -9], 137, 3),
+        ([70, 70, 70, 70], 70, 3),
+        ([2], 2, 1),
+        ([1], 1, 1),
+        ([-9, 2], 2, 2),
+    ],
+    ids=str,
+)
+def test_a_crashed_run_is_restarted(ends: list[int], code: int, calls: int, tmp_path: Path) -> None:
+    notes: list[str] = []
+    command = [sys.executable, "-c", ENDS, str(tmp_path), json.dumps(ends)]
+    assert supervise(command, tmp_path, resume=False, restarts=2, note=notes.append) == code
+    assert (tmp_path / "calls").read_text().splitlines() == ["", *["--resume"] * (calls - 1)]
+    events = read_events(tmp_path)
+    assert [event["event"] for event in events] == [RESTART] * (calls - 1)
+    assert len(notes) == calls - 1 + (calls == 3 and code != 0)
+    if ends[0] == -9:
+        assert notes[0] == "the run was ended by SIGKILL: restart 1 of 2, from the beginning: there is no checkpoint"
+
+
+@contextmanager
+def launch(config: TrainConfig, out: Path) -> Iterator[subprocess.Popen[str]]:
+    """A supervisor, which is killed with its run at the end, if it still runs."""
+    path = out.with_suffix(".toml")
+    path.write_text(config.to_toml())
+    command = [sys.executable, "-m", "octavo", "train", str(path), "--out", str(out)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, stderr=subprocess.STDOUT, stdout=subprocess.PIPE, text=True, env=environment)
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            runs = children(process.pid)
+            process.kill()
+            for run_pid in runs:
+                os.kill(run_pid, signal.SIGKILL)
+            process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def children(pid: int) -> list[int]:
+    path = Path(f"/proc/{pid}/task/{pid}/children")
+    return [int(child) for child in path.read_text().split()] if path.exists() else []
+
+
+def reached(out: Path) -> int:
+    path = out / "metrics.jsonl"
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def wait_until(condition: Any) -> None:
+    end = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+@pytest.mark.slow
+def test_kills_at_random_steps_leave_the_losses_of_an_undisturbed_run(make_config: MakeConfig, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"run": {"steps": 60, "save_every": 4, "keep_best": 1, "restarts": 6}}
+    settings |= {"eval": {"fraction": 0.2, "batches": 1}, "precision": {"level": "fp8+activations+optimizer"}}
+    config, out, choice = make_config(**settings), tmp_path / "killed", random.Random(0)
+    run(config, out=tmp_path / "whole")
+    kills = sorted(choice.sample(range(1, 58), 6))
+    with launch(config, out) as supervisor:
+        for step in kills:
+            wait_until(lambda step=step: children(supervisor.pid) and reached(out) >= step)
+            (victim,) = children(supervisor.pid)
+            time.sleep(choice.random() * 0.1)
+            os.kill(victim, signal.SIGKILL)
+            wait_until(lambda old=victim: supervisor.poll() is not None or old not in children(supervisor.pid))
+        text, _ = supervisor.communicate(timeout=PATIENCE)
+    assert supervisor.returncode == 0, text
+    assert text.count("was ended by SIGKILL: restart ") == 6, text
+    assert_same(tmp_path / "whole", out)
+    assert [event["event"] for event in read_events(out)].count(RESTART) == 6
+    assert steps_of(out) == steps_of(tmp_path / "whole")
+
+
+@pytest.mark.slow
+def test_a_supervised_run_stops_on_sigterm(make_config: MakeConfig, tmp_path: Path) -> None:
+    config, out = make_config(run={"steps": 100000, "restarts": 3}), tmp_path / "run"
+    with launch(config, out) as supervisor:
+        wait_until(lambda: reached(out) >= 3)
+        supervisor.terminate()
+        text, _ = supervisor.communicate(timeout=PATIENCE)
+    assert supervisor.returncode == 0, text
+    assert "Stopped and saved after" in text
+    assert "restart 1" not in text
+    assert RunResult.read(out).stopped == "sigterm"
+    assert latest_checkpoint(out) is not None
+
+
+@pytest.mark.slow
+def test_restarts_are_not_for_torchrun(make_config: MakeConfig, tmp_path: Path) -> None:
+    path = tmp_path / "config.toml"
+    path.write_text(make_config(run={"restarts": 3}).to_toml())
+    command = [sys.executable, "-m", "octavo", "train", str(path), "--out", str(tmp_path / "out")]
+    environment = os.environ | {"RANK": "0", "WORLD_SIZE": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 2
+    assert "give torchrun --max-restarts 3" in done.stderr
+
+
+# --- memory ---
+
+MEASURE = """
+import json, sys
+from pathlib import Path
+import torch
+from octavo.train import parse_config, run
+from octavo.train.record.progress import NullProgress
+
+torch.set_num_threads(1)
+
+class Sizes(NullProgress):
+    sizes = []
+    def step(self, row):
+        if row.step % 50 == 0:
+            kib = next(line for line in open("/proc/self/status") if line.startswith("VmRSS")).split()[1]
+            self.sizes.append(int(kib) * 1024)
+
+run(parse_config(json.loads(sys.argv[1])), out=Path(sys.argv[2]), progress=Sizes())
+print(json.dumps(Sizes.sizes))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", ["bf16", "fp8+activations+optimizer"])
+def test_memory_does_not_grow_after_the_first_steps(level: str, make_config: MakeConfig, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"run": {"steps": 400, "save_every": 20}, "eval": {"every": 10, "batches": 1}}
+    settings |= {"precision": {"level": level}, "inspect": {"every": 10}, "guard": {"spike": 8.0}}
+    config = make_config(**settings).model_dump(mode="json", exclude_none=True)
+    assert parse_config(config).run.steps == 400
+    command = [sys.executable, "-W", "ignore", "-c", MEASURE, json.dumps(config), str(tmp_path / "run")]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    sizes = json.loads(done.stdout.splitlines()[-1])
+    growth = [size - sizes[1] for size in sizes[2:]]  # after step 100
+    assert max(growth) < 4 << 20, [f"{step / 2**20:.2f}" for step in growth]

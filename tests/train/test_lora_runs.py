@@ -1,0 +1,150 @@
+"""Runs with `[lora]`: small checkpoints, bitwise resume, PEFT's files, plans, ranks."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_runs import LLAMA, At, assert_same, fail
+from transformers import AutoModelForCausalLM
+
+from octavo.nn import ResidentWeight
+from octavo.train import ConfigError, lora, parse_config, read_metrics, run
+from octavo.train.checkpoint.export import export
+from octavo.train.data.tokenizer import load_tokenizer
+from octavo.train.run_plan import plan_memory, plan_step
+from octavo.train.trainer import Trainer
+from processes import gloo  # noqa: F401  a fixture
+
+peft = pytest.importorskip("peft")
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
+WIDE = LLAMA | {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
+FP8 = {"level": "fp8"}
+
+
+@pytest.fixture
+def base(tmp_path, make_config):
+    """A checkpoint of a run: weights and a tokenizer."""
+    config = make_config(model={"type": "llama", "config": WIDE}, run={"steps": 1}, optim={"warmup": 0})
+    run(config, out=tmp_path / "base")
+    return tmp_path / "base" / "checkpoints" / "step-000001"
+
+
+@pytest.fixture
+def lora_config(base, make_config):
+    def make(**sections: dict[str, Any]):
+        model = {"path": str(base)}
+        return make_config(**({"lora": {"rank": 4}, "model": model, "precision": FP8} | sections))
+
+    return make
+
+
+MISTAKES = [
+    ({"lora": {"rank": 0}}, "lora.rank"),
+    ({"lora": {"targets": ["all-linear", "q_proj"]}}, '"all-linear" alone'),
+    ({"lora": {}, "model": {"type": "llama", "frozen": ["lm_head"]}}, "freezes all of the model"),
+    ({"lora": {}, "parallel": {"tp": 2}}, "parallel.tp = 2 with \\[lora\\]"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), MISTAKES, ids=lambda case: str(case)[:40])
+def test_mistakes(changes, message, make_config):
+    with pytest.raises(ConfigError, match=message):
+        make_config(**changes)
+
+
+@pytest.mark.thorough
+def test_unknown_targets(lora_config, tmp_path):
+    with pytest.raises(ConfigError, match=r"\[lora\].*Target modules"):
+        run(lora_config(lora={"targets": ["nothing"]}), out=tmp_path / "run")
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", ["fp8", "bf16"])
+def test_checkpoints_hold_adapters_and_resume_bit_for_bit(lora_config, base, tmp_path, kind):
+    config = lora_config(run={"save_every": 2}, lora={"rank": 4, "base": kind, "dropout": 0.1})
+    run(config, out=tmp_path / "whole")
+    rows = read_metrics(tmp_path / "whole")
+    assert rows[-1].loss < rows[0].loss
+    with pytest.raises(RuntimeError, match="killed"):
+        run(config, out=tmp_path / "halves", progress=At(3, fail))
+    run(config, out=tmp_path / "halves", resume=True)
+    assert_same(tmp_path / "whole", tmp_path / "halves")
+    checkpoint = tmp_path / "whole" / "checkpoints" / f"step-{rows[-1].step:06d}"
+    size = sum(file.stat().st_size for file in checkpoint.rglob("*.safetensors"))
+    assert size < 0.2 * (base / "model.safetensors").stat().st_size
+    exported = export(checkpoint, tmp_path / "exported").path
+    model = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16), exported)
+    merged = model.merge_and_unload()
+    plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    assert not torch.equal(merged.state_dict()[name], plain.state_dict()[name])
+    with pytest.raises(ConfigError, match="holds adapters, which fp8-row does not have"):
+        export(checkpoint, tmp_path / "fp8", to="fp8-row")
+
+
+@pytest.mark.thorough
+def test_another_base_does_not_resume(lora_config, base, tmp_path):
+    config = lora_config(run={"save_every": 2})
+    with pytest.raises(RuntimeError, match="killed"):
+        run(config, out=tmp_path / "run", progress=At(3, fail))
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
+    model.model.layers[0].mlp.up_proj.weight.data.mul_(2)
+    model.save_pretrained(base)
+    (base / "digests.json").unlink()
+    with pytest.raises(ConfigError, match="adapters of other base weights"):
+        run(config, out=tmp_path / "run", resume=True)
+
+
+@pytest.mark.thorough
+def test_the_base_is_resident_and_adapters_alone_are_trained(lora_config, base):
+    config = lora_config()
+    from octavo.train.tasks.language import Language
+
+    data = type("Data", (), {"tokenizer": load_tokenizer(base), "fingerprint": ""})()
+    trainer = Trainer(config, data, torch.device("cpu"))
+    resident = [name for name, p in trainer.model.named_parameters() if isinstance(p, ResidentWeight)]
+    trained = [name for name, p in trainer.model.named_parameters() if p.requires_grad]
+    assert isinstance(trainer.task, Language) and len(resident) == 14
+    assert len(trained) == 28 and all("lora_" in name for name in trained)
+
+
+@pytest.mark.thorough
+def test_plans(lora_config):
+    config = lora_config()
+    memory = {kind: plan_memory(lora_config(lora={"rank": 4, "base": kind}), device="cpu") for kind in ("bf16", "fp8")}
+    parameters = {kind: plan.largest["parameters"] for kind, plan in memory.items()}
+    assert parameters["fp8"] < 0.75 * parameters["bf16"]
+    forecast = plan_step(config, gpu="h100")
+    assert forecast.configured.memory.largest["parameters"] < forecast.bf16_memory.largest["parameters"]
+
+
+def job(settings, out):
+    """One rank of a run."""
+    return run(parse_config(settings), out=Path(out))
+
+
+@pytest.mark.thorough
+@pytest.mark.dist
+def test_two_copies_share_the_batch_and_shards_are_refused(gloo, lora_config, tmp_path):  # noqa: F811
+    config = lora_config(precision=FP8 | {"parameters": "fp32"}, optim={"batch": 8, "micro_batches": 2})
+    settings = config.model_dump(exclude_none=True)
+    one = job(settings, tmp_path / "one")
+    two = gloo.run(job, 2, settings | {"parallel": {"dp_replicate": 2}}, str(tmp_path / "two"), timeout=300.0)
+    assert two[0].losses.final == pytest.approx(one.losses.final, rel=2e-2)
+    checkpoint = tmp_path / "two" / "checkpoints" / f"step-{one.steps:06d}"
+    export(checkpoint, tmp_path / "exported")
+    assert (tmp_path / "exported" / "adapter_model.safetensors").stat().st_size < 2e5
+    with pytest.raises(Exception, match="resident in FP8"):
+        gloo.run(job, 2, settings, str(tmp_path / "sharded"), timeout=300.0)
+
+
+@pytest.mark.parametrize("other", [(0, 1), (1, 0)], ids=["in a row", "in a column"])
+def test_another_base_is_found_by_two_values_that_change_places(other, monkeypatch):
+    monkeypatch.setattr(lora, "has_adapters", lambda model: True)
+    layer = torch.nn.Linear(4, 4, bias=False).requires_grad_(False)
+    before = lora.base_digest(layer)
+    first = layer.weight[0, 0].clone()
+    layer.weight[0, 0], layer.weight[other] = layer.weight[other].clone(), first
+    assert lora.base_digest(layer) != before

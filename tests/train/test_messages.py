@@ -1,0 +1,275 @@
+"""Conversations: masks as in Transformers, losses as in plain PyTorch, templates, bad records, the example."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny_runs import LLAMA, At, MakeConfig, Recorder, assert_same, sentences, terminate
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from octavo.nn.causal import IGNORE
+from octavo.train import ConfigError, TrainConfig, load_config, run
+from octavo.train.data.chat import PLAIN_TEMPLATE, Chat, conversation_text
+from octavo.train.data.load import load_corpus
+from octavo.train.data.tokenizer import load_tokenizer, train_tokenizer
+from octavo.train.record.progress import NullProgress
+from octavo.train.trainer import Trainer
+
+TAGGED = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
+    "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+UNTAGGED = TAGGED.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+LLAMA2 = (
+    "{% for m in messages %}{% if m.role == 'user' %}{{ '[INST] ' + m.content + ' [/INST]' }}"
+    "{% else %}{{ ' ' + m.content + ' ' + eos_token }}{% endif %}{% endfor %}"
+)
+CHANGING = UNTAGGED.replace(
+    "{{ m.content }}<|im_end|>{% else", "{% if loop.last %}<think>{% endif %}{{ m.content }}<|im_end|>{% else"
+)
+"""Earlier turns are rendered in another way, as where reasoning is dropped."""
+
+
+def conversation(number: int, turns: int = 2) -> list[dict[str, str]]:
+    words = sentences(3 * turns, seed=number).splitlines()
+    messages = [{"role": "system", "content": words[0]}]
+    for turn in range(turns):
+        messages += [
+            {"role": "user", "content": words[3 * turn]},
+            {"role": "assistant", "content": words[3 * turn + 1]},
+        ]
+    return messages
+
+
+CONVERSATIONS = [conversation(number, 1 + number % 3) for number in range(40)]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    made = train_tokenizer([sentences(60)], 290)
+    own = PreTrainedTokenizerFast(
+        tokenizer_object=made.backend, eos_token=made.end, additional_special_tokens=["<|im_start|>", "<|im_end|>"]
+    )
+    own.chat_template = TAGGED
+    own.save_pretrained(str(folder))
+    return folder
+
+
+@pytest.fixture
+def chats(tmp_path: Path, tokenizer: Path) -> dict[str, Any]:
+    path = tmp_path / "chats.jsonl"
+    path.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in CONVERSATIONS))
+    return {"source": str(path), "format": "messages", "tokenizer": str(tokenizer), "sequence_length": 64}
+
+
+def load(config: TrainConfig, progress: Any = None) -> Any:
+    return load_corpus(config.data, config.model, progress or NullProgress(), config.eval)
+
+
+def put(path: Path, *rows: Any) -> str:
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.mark.parametrize("template", [TAGGED, UNTAGGED, PLAIN_TEMPLATE])
+def test_ids_and_masks_are_those_of_transformers(template: str, tokenizer: Path) -> None:
+    theirs = AutoTokenizer.from_pretrained(str(tokenizer))
+    chat = Chat(load_tokenizer(tokenizer), template, "assistant")
+    rows = chat.encode([conversation_text("", messages) for messages in CONVERSATIONS])
+    for messages, (ids, mask) in zip(CONVERSATIONS, rows, strict=True):
+        tagged = TAGGED if template == UNTAGGED else template  # without tags Transformers has no mask
+        expected = theirs.apply_chat_template(
+            messages, chat_template=tagged, return_dict=True, return_assistant_tokens_mask=True
+        )
+        assert ids == expected["input_ids"]
+        assert mask is not None and mask.tolist() == [bool(mark) for mark in expected["assistant_masks"]]
+        answers = [theirs.decode(ids[start:stop]) for start, stop in runs(mask.tolist())]
+        end = theirs.eos_token if template == PLAIN_TEMPLATE else "<|im_end|>"
+        assert answers == [m["content"] + end for m in messages if m["role"] == "assistant"]
+
+
+def runs(mask: list[bool]) -> list[tuple[int, int]]:
+    edges = [i for i, (a, b) in enumerate(zip([False, *mask], [*mask, False], strict=True)) if a != b]
+    return list(zip(edges[::2], edges[1::2], strict=True))
+
+
+def test_a_template_without_a_generation_prompt(tokenizer: Path) -> None:
+    chat = Chat(load_tokenizer(tokenizer), LLAMA2, "assistant")
+    ((ids, mask),) = chat.encode([json.dumps(conversation(0, 2)[1:])])
+    assert mask is not None
+    texts = [chat.tokenizer.as_transformers().decode(ids[start:stop]) for start, stop in runs(mask.tolist())]
+    expected = [f"{m['content']} {chat.tokenizer.end}" for m in conversation(0, 2) if m["role"] == "assistant"]
+    assert [text.strip() for text in texts] == expected
+
+
+def test_a_template_that_changes_earlier_turns(tokenizer: Path) -> None:
+    chat = Chat(load_tokenizer(tokenizer), CHANGING, "assistant")
+    chat.encode([json.dumps(conversation(0, 1))])
+    with pytest.raises(
+        ConfigError, match=r"no \{% generation %\} tags, and message 2 of a conversation cannot be found"
+    ):
+        chat.encode([json.dumps(conversation(0, 2))])
+    assert Chat(load_tokenizer(tokenizer), CHANGING, "all").encode([json.dumps(conversation(0, 2))])[0][1] is None
+
+
+@pytest.mark.parametrize("packing", ["documents", "none", "stream"])
+def test_the_loss_is_the_cross_entropy_of_the_assistant(
+    packing: str, make_config: MakeConfig, chats: dict[str, Any], tokenizer: Path
+) -> None:
+    """Of a whole epoch, from ids and masks of Transformers and logits of each conversation alone."""
+    config = make_config(
+        model={"type": "llama", "config": LLAMA | {"max_position_embeddings": 4096}},
+        data=chats | {"packing": packing, "sequence_length": 4000 if packing == "stream" else 256},
+        precision={"parameters": "fp32"}, optim={"batch": 1},
+    )  # fmt: skip
+    data = load(config)
+    trainer = Trainer(config, data, torch.device("cpu"))
+    model = trainer.model.eval()
+    theirs, total, count = AutoTokenizer.from_pretrained(str(tokenizer)), 0.0, 0
+    with torch.no_grad():
+        stream, marks = [], []
+        for messages in CONVERSATIONS:
+            row = theirs.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+            stream += row["input_ids"]
+            marks += row["assistant_masks"]
+            if packing != "stream":
+                ids, mask = torch.tensor(row["input_ids"]), torch.tensor(row["assistant_masks"]).bool()
+                logits = model(input_ids=ids[None]).logits[0, :-1].float()
+                total += F.cross_entropy(logits[mask[1:]], ids[1:][mask[1:]], reduction="sum").item()
+                count += int(mask[1:].sum())
+        if packing == "stream":
+            ids, mask = torch.tensor(stream[:4001]), torch.tensor(marks[:4001]).bool()
+            logits = model(input_ids=ids[None, :-1]).logits[0].float()
+            total = F.cross_entropy(logits[mask[1:]], ids[1:][mask[1:]], reduction="sum").item()
+            count = int(mask[1:].sum())
+        ours, ours_count = 0.0, 0
+        for step in range(data.windows):
+            inputs, targets = data.batch(3, step, 1)
+            learned = int((targets != IGNORE).sum())
+            assert learned
+            ours += trainer.task.loss(model, inputs, targets).item() * learned
+            ours_count += learned
+    assert ours_count == count
+    assert ours / ours_count == pytest.approx(total / count, abs=1e-5)
+    assert data.windows == {"none": len(CONVERSATIONS), "stream": 1}.get(packing, data.windows)
+
+
+def test_a_step_weighs_all_targets_alike(make_config: MakeConfig, chats: dict[str, Any]) -> None:
+    """The loss of the trainer's own step, of micro-batches with other numbers of targets, in one cross entropy."""
+    config = make_config(
+        data=chats | {"packing": "none"}, precision={"parameters": "fp32"}, optim={"batch": 4, "micro_batches": 4}
+    )
+    trainer = Trainer(config, load(config), torch.device("cpu"))
+    inputs, targets = trainer.task.data.batch(3, 0, 4)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        logits = trainer.model(input_ids=inputs[..., 0]).logits.float()  # padded on the right: no mask needed
+    expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE)
+    assert len({int((row != IGNORE).sum()) for row in targets}) > 1
+    assert trainer.forward_backward(inputs, targets).item() == pytest.approx(expected.item(), rel=1e-3)
+
+
+def test_parquet_has_the_same_conversations(make_config: MakeConfig, chats: dict[str, Any], tmp_path: Path) -> None:
+    rows = [{"messages": [message | {"name": None} for message in messages]} for messages in CONVERSATIONS]
+    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "a.parquet")
+    ours = load(make_config(data=chats))
+    other = load(make_config(data=chats | {"source": str(tmp_path / "a.parquet")}))
+    assert all(torch.equal(a, b) for a, b in zip(ours.batch(0, 0, 8), other.batch(0, 0, 8), strict=True))
+
+
+def test_a_run_resumes_bitwise_and_saves_the_template(
+    make_config: MakeConfig, chats: dict[str, Any], tmp_path: Path
+) -> None:
+    del chats["tokenizer"]
+    config = make_config(
+        data=chats | {"packing": "documents", "chat_template": "plain"}, eval={"every": 2, "fraction": 0.1},
+        optim={"micro_batches": 2},
+    )  # fmt: skip
+    seen = Recorder()
+    run(config, out=tmp_path / "whole", progress=seen)
+    assert any("% targets" in stage for stage in seen.stages)
+    assert any("are longer than data.sequence_length and are cut" in note for note in seen.notes)
+    run(config, out=tmp_path / "cut", progress=At(3, terminate))
+    run(config, out=tmp_path / "cut", resume=True)
+    assert_same(tmp_path / "whole", tmp_path / "cut")
+    saved = AutoTokenizer.from_pretrained(str(tmp_path / "whole" / "checkpoints" / "step-000006"))
+    assert saved.chat_template == PLAIN_TEMPLATE
+
+
+OK = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+BAD: dict[str, tuple[list[Any], str]] = {
+    "no field": ([{"chat": []}], 'has no field "messages".*set data.messages_field'),
+    "text": ([OK, {"messages": "hi"}], r"line 2: expected messages, as \[.*got 'hi'"),
+    "no content": ([OK, OK, {"messages": [{"role": "user"}]}], "line 3, message 0 has no \"content\"; it has 'role'"),
+    "content of parts": ([{"messages": [{"role": "user", "content": [1]}]}], '"content" should be text'),
+    "no assistant": ([{"messages": [{"role": "user", "content": "a"}]}], 'line 1: no message has the role "assistant"'),
+    "message of text": ([{"messages": ["a"]}], 'line 1, message 0: expected {"role"'),
+    "tools": ([OK | {"tools": [{"name": "f"}]}], 'line 1: "tools" are not rendered'),
+    "json": ([OK, "{"], "line 2 is not JSON"),
+    "empty": ([], "is empty: no rows"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_records(case: str, make_config: MakeConfig, chats: dict[str, Any], tmp_path: Path) -> None:
+    rows, message = BAD[case]
+    with pytest.raises(ConfigError, match=message):
+        load(make_config(data=chats | {"source": put(tmp_path / "bad.jsonl", *rows)}))
+
+
+def test_bytes_that_are_not_utf8_are_named_with_their_line(
+    make_config: MakeConfig, chats: dict[str, Any], tmp_path: Path
+) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_bytes(json.dumps(OK).encode() + b'\n{"messages": "\xff"}\n')
+    with pytest.raises(ConfigError, match=r"bad.jsonl is not UTF-8 text: byte \d+ in line 2"):
+        load(make_config(data=chats | {"source": str(path)}))
+
+
+TEMPLATES: dict[str, tuple[str | None, str]] = {
+    "none": (None, "a tokenizer that is trained on the data has none: set data.chat_template = \"plain\""),
+    "missing file": ("nowhere.jinja", "cannot be read: No such file"),
+    "syntax": ("{% for %}", "not valid Jinja: line 1"),
+    "raises": ("{{ raise_exception('roles must alternate') }}", "does not take .*roles must alternate"),
+    "marks nothing": ("{% generation %}{% endgeneration %}{{ messages[0].content }}", "marks no text of the"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", TEMPLATES)
+def test_bad_templates(case: str, make_config: MakeConfig, chats: dict[str, Any], tmp_path: Path) -> None:
+    template, message = TEMPLATES[case]
+    del chats["tokenizer"]
+    if template is not None:
+        (tmp_path / "t.jinja").write_text(template)
+        chats["chat_template"] = str(tmp_path / ("nowhere.jinja" if template == "nowhere.jinja" else "t.jinja"))
+    with pytest.raises(ConfigError, match=message):
+        load(make_config(data=chats))
+
+
+def test_a_tokenizer_without_a_template(make_config: MakeConfig, chats: dict[str, Any], tmp_path: Path) -> None:
+    train_tokenizer([sentences(60)], 290).save(tmp_path / "bare")
+    with pytest.raises(ConfigError, match="needs a chat template, and the tokenizer has none"):
+        load(make_config(data=chats | {"tokenizer": str(tmp_path / "bare")}))
+
+
+@pytest.mark.parametrize("name", ["tp", "cp", "pp"])
+def test_layouts_that_do_not_weigh_targets(name: str, make_config: MakeConfig, chats: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=f'data.format = "messages" with parallel.{name} = 2'):
+        make_config(data=chats, parallel={name: 2})
+
+
+@pytest.mark.slow
+def test_the_example(tmp_path: Path) -> None:
+    config = load_config("configs/sft-demo.toml", ["run.steps=2", "run.device=cpu", f"data.cache={tmp_path}"])
+    data = load(config)
+    tokenizer = data.tokenizer.as_transformers()
+    inputs, targets = data.batch(1, 0, 64)
+    text = tokenizer.decode(inputs[..., 0].flatten().tolist())
+    learned = tokenizer.decode(targets[targets != IGNORE].tolist())
+    assert "<|user|>\nWhat does `" in text and "<|assistant|>\n" in text
+    assert "What does `" not in learned and learned.count(data.tokenizer.end) > 100

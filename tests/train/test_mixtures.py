@@ -1,0 +1,293 @@
+"""Several sources with weights, and sources that are streamed: what is taken, resumes, ranks, and files that change."""
+
+import json
+import shutil
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_runs import At, MakeConfig, Recorder, assert_same, curve, sentences, terminate
+
+from octavo.nn.causal import IGNORE
+from octavo.train import ConfigError, TrainConfig, parse_config, run
+from octavo.train.data import documents, stream
+from octavo.train.data.documents import Column
+from octavo.train.data.load import load_corpus
+from octavo.train.data.mixture import BLOCK, Mixture
+from octavo.train.data.sequences import Sequences
+from octavo.train.data.tokenizer import train_tokenizer
+from octavo.train.record.progress import NullProgress
+from processes import gloo  # noqa: F401  a fixture
+
+
+def load(config: TrainConfig, progress: Any = None) -> Any:
+    return load_corpus(config.data, config.model, progress or NullProgress(), config.eval)
+
+
+def rows_of(count: int, seed: int) -> list[str]:
+    return [f"{seed} {number} {line}" for number, line in enumerate(sentences(count, seed=seed).splitlines())]
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> str:
+    train_tokenizer([sentences(60), "0123456789"], 300).save(tmp_path / "tokenizer")
+    return str(tmp_path / "tokenizer")
+
+
+@pytest.fixture
+def files(tmp_path: Path, tokenizer: str) -> dict[str, Any]:
+    """Two folders: .jsonl in two files, and .parquet with row groups."""
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    for number in range(2):
+        texts = rows_of(90, number)
+        lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+        (tmp_path / "a" / f"{number}.jsonl").write_text(lines)
+    datasets.Dataset.from_dict({"text": rows_of(60, 7)}).to_parquet(tmp_path / "b" / "x.parquet", batch_size=10)
+    return {
+        "source": "", "tokenizer": tokenizer, "cache": str(tmp_path / "cache"), "packing": "documents",
+        "sequence_length": 48,
+        "sources": [
+            {"source": str(tmp_path / "a" / "*.jsonl"), "weight": 3},
+            {"source": str(tmp_path / "b" / "*.parquet"), "weight": 1},
+        ],
+    }  # fmt: skip
+
+
+STREAMED = {"streaming": True, "chunk_bytes": 2000}
+
+
+class Counted(Sequences):
+    """Sequence n of an endless source."""
+
+    def __init__(self, tokenizer: Any, count: int) -> None:
+        self.tokenizer, self.fingerprint, self.files, self._count = tokenizer, str(count), {}, count
+
+    @property
+    def windows(self) -> int:
+        return self._count
+
+    def row(self, seed: int, sample: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.tensor([self._count, sample]), torch.tensor([0])
+
+    def size(self) -> str:
+        return ""
+
+
+@settings(max_examples=20, deadline=None)
+@given(weights=st.lists(st.floats(0.01, 10), min_size=1, max_size=5), seed=st.integers(0, 9))
+def test_shares_are_the_weights_and_no_sequence_is_left_out(weights: list[float], seed: int) -> None:
+    tokenizer = train_tokenizer(["a"], 257)
+    mixture = Mixture([Counted(tokenizer, 100 + n) for n in range(len(weights))], [("", w) for w in weights])
+    for first in (0, BLOCK - 150):
+        drawn = [mixture.row(seed, sample)[0].tolist() for sample in range(first, first + 300)]
+        for number, weight in enumerate(weights):
+            own = [sample for source, sample in drawn if source == 100 + number]
+            assert own == list(range(own[0], own[0] + len(own))) if own else True  # one after the other
+            assert len(own) == pytest.approx(300 * weight / sum(weights), abs=4)
+    whole = [len(mixture._block(seed, 0)[0][mixture._block(seed, 0)[0] == n]) for n in range(len(weights))]
+    assert whole == pytest.approx([BLOCK * weight / sum(weights) for weight in weights], abs=1)
+
+
+def test_a_tiny_weight() -> None:
+    parts = [Counted(train_tokenizer(["a"], 257), 9)] * 2
+    with pytest.raises(ConfigError, match="the weight 1e-07 of b is less than 1/100,000 of the sum"):
+        Mixture(parts, [("a", 1.0), ("b", 1e-7)])
+
+
+@pytest.mark.parametrize("extra", [{}, STREAMED], ids=["cached", "streamed"])
+def test_a_mixed_epoch_has_every_document_once(
+    extra: dict[str, Any], make_config: MakeConfig, files: dict[str, Any]
+) -> None:
+    """Of the first epoch of each source; shares are printed, and the source that repeats."""
+    config = make_config(data=files | extra, run={"steps": 40})
+    data = load(config)
+    expected = {text for number in range(2) for text in rows_of(90, number)} | set(rows_of(60, 7))
+    seen: Counter[str] = Counter()
+    end = data.tokenizer.end_id
+    for sample in range(260):
+        inputs, targets = data.row(0, sample)
+        ids = inputs[:, 0].tolist()
+        starts = [n for n in range(48) if inputs[n, 1] == 0 and targets[n] != IGNORE]
+        for start in starts:
+            stop = next(n for n in range(start, 48) if targets[n] == end)
+            seen[data.tokenizer.backend.decode(ids[start : stop + 1])] += 1
+    assert set(seen) == expected
+    assert all(count <= 3 for count in seen.values())
+    note = Recorder()
+    run(config, out=Path(files["cache"]).parent / "out", progress=note)
+    (summary,) = [stage for stage in note.stages if stage.startswith("data: ")]
+    assert "75 % " in summary and "25 % " in summary and "120 sequences" in summary
+
+
+def test_bitwise_resume_in_the_middle_of_a_streamed_mixed_epoch(
+    make_config: MakeConfig, files: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config(data=files | STREAMED, run={"steps": 12})
+    run(config, out=tmp_path / "whole")
+    run(config, out=tmp_path / "cut", progress=At(7, terminate))
+    shutil.rmtree(files["cache"])
+    tokenized: list[int] = []
+    original = stream.StreamedCorpus._tokenized
+
+    def counted(self: Any, chunk: int, progress: Any) -> Any:
+        tokenized.append(chunk)
+        return original(self, chunk, progress)
+
+    monkeypatch.setattr(stream.StreamedCorpus, "_tokenized", counted)
+    run(config, out=tmp_path / "cut", resume=True)
+    assert_same(tmp_path / "whole", tmp_path / "cut")
+    chunks = json.loads((tmp_path / "cut/checkpoints/step-000012/data.json").read_text())["chunks"]
+    assert len(chunks) == 2
+    assert len(tokenized) < 2 + sum(map(len, chunks.values()))  # not those that are behind
+
+
+def job(tables: dict[str, Any], out: str) -> Any:
+    """One rank of a run, that may stop at a step."""
+    return run(parse_config(tables), out=Path(out), resume=Path(out).exists())
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_other_numbers_of_ranks_see_the_same_documents(gloo, make_config, files, tmp_path):  # noqa: F811
+    """A streamed mixture begun by one process, gone on with by two, and again by one."""
+    optim = {"schedule": "constant", "warmup": 0}  # whatever the number of steps
+    config = make_config(data=files | STREAMED, run={"steps": 9}, optim=optim, precision={"parameters": "fp32"})
+    tables = config.model_dump(exclude_none=True)
+    job(tables, str(tmp_path / "one"))
+    run(config, out=tmp_path / "other", progress=At(3, terminate))
+    two = tables | {"parallel": {"fp8_comm": "off"}, "run": tables["run"] | {"steps": 6}}
+    gloo.run(job, 2, two, str(tmp_path / "other"))
+    job(tables, str(tmp_path / "other"))
+    losses = [[row[2] for row in curve(tmp_path / name)] for name in ("one", "other")]
+    assert losses[0][:3] == losses[1][:3]
+    assert losses[1] == pytest.approx(losses[0], rel=5e-4)
+
+
+def test_a_streamed_epoch_follows_another_and_chunks_come_from_all_files(
+    make_config: MakeConfig, files: dict[str, Any]
+) -> None:
+    one = {**files, "sources": [], "source": files["sources"][0]["source"]}
+    data = load(make_config(data=one | STREAMED))
+    total = sum(data._count(chunk) for chunk in range(len(data._chunks)))
+    fresh = load(make_config(data=one | STREAMED))  # finds out where an epoch ends on its way
+    epochs = [[tuple(fresh.row(0, epoch * total + n)[1].tolist()) for n in range(total)] for epoch in range(2)]
+    assert epochs[0] != epochs[1] and sorted(epochs[0]) == sorted(epochs[1])
+    assert len(data._chunks) > 4 and fresh.windows == total
+    assert all(len({block.path for block in blocks}) > 1 for blocks in data._chunks[:-1])
+    assert torch.equal(data.row(0, total + 3)[0], fresh.row(0, total + 3)[0])
+
+
+@given(lines=st.lists(st.text("ab\r", max_size=12), min_size=1, max_size=12), size=st.integers(1, 40))
+def test_blocks_of_lines_have_each_line_once(lines: list[str], size: int, tmp_path_factory: Any) -> None:
+    path = tmp_path_factory.mktemp("lines") / "x.jsonl"
+    content = "\n".join(json.dumps({"text": line}) for line in lines).encode()
+    path.write_bytes(content)
+    read = [
+        text
+        for start in range(0, len(content), size)
+        for _, row in documents.lines_between(str(path), start, start + size)
+        if (text := Column("", "text", False).text("", json.loads(row))) is not None
+    ]
+    assert read == lines
+
+
+def test_bad_lines_deep_in_a_streamed_file_have_their_number(
+    make_config: MakeConfig, files: dict[str, Any], tmp_path: Path
+) -> None:
+    path = tmp_path / "bad.jsonl"
+    rows = [json.dumps({"text": text}) for text in rows_of(90, 3)]
+    for bad in ("{", '{"text": 3}'):
+        path.write_text("\n".join([*rows[:70], bad, *rows[70:]]))
+        data = {**files, "sources": [], "source": str(path)} | STREAMED
+        with pytest.raises(ConfigError, match=r"bad.jsonl, line 71"):
+            loaded = load(make_config(data=data))
+            [loaded.row(0, sample) for sample in range(loaded.windows)]
+
+
+def test_a_file_that_changes_before_a_resume(make_config: MakeConfig, files: dict[str, Any], tmp_path: Path) -> None:
+    for name, extra in (("cached", {}), ("streamed", STREAMED)):
+        path = tmp_path / "a" / "0.jsonl"
+        before = path.read_text()
+        run(make_config(data=files | extra), out=tmp_path / name, progress=At(2, terminate))
+        path.write_text(before + before[: before.index("\n") + 1])
+        with pytest.raises(ConfigError, match=r"0.jsonl: then [\d,]+ bytes, digest \w+, now [\d,]+ bytes, digest"):
+            run(make_config(data=files | extra), out=tmp_path / name, resume=True)
+        path.write_text(before)
+    weights = [part | {"weight": 1} for part in files["sources"]]
+    with pytest.raises(ConfigError, match="or a weight"):
+        run(make_config(data=files | {"sources": weights}), out=tmp_path / "cached", resume=True)
+
+
+def test_a_change_in_the_middle_of_a_streamed_file(
+    make_config: MakeConfig, files: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream, "EDGE", 8)
+    one = {**files, "sources": [], "source": files["sources"][0]["source"], "shuffle": False} | STREAMED
+    data = load(make_config(data=one))
+    data.row(0, 0)
+    state = json.loads(json.dumps(data.state()))
+    path = Path(one["source"]).parent / "0.jsonl"
+    path.write_text(path.read_text().replace("0 1 ", "0 2 ", 1))
+    other = load(make_config(data=one))
+    assert other.fingerprint == data.fingerprint
+    with pytest.raises(ConfigError, match="has changed since the run read it: chunk 0 has other text"):
+        other.load_state(state)
+
+
+def test_the_cache_of_chunks_is_bounded(make_config: MakeConfig, files: dict[str, Any]) -> None:
+    one = {**files, "sources": [], "source": files["sources"][0]["source"]} | STREAMED | {"chunk_bytes": 1024}
+    data = load(make_config(data=one | {"cache_gib": 1e-9}))
+    rows = [data.row(0, sample)[0] for sample in range(data.windows)]
+    assert len(data._chunks) > stream.OPEN_CHUNKS + 4
+    folder = Path(files["cache"]) / "stream"
+    assert sum(path.is_dir() for path in folder.iterdir()) <= stream.OPEN_CHUNKS + 2
+    again = load(make_config(data=one))
+    assert all(torch.equal(row, again.row(0, sample)[0]) for sample, row in enumerate(rows))
+
+
+def test_what_cannot_be_streamed(make_config: MakeConfig, files: dict[str, Any], tmp_path: Path) -> None:
+    for data, message in (
+        ({"source": "python-stdlib"}, "cannot be streamed: data.streaming takes files"),
+        ({"tokenizer": None}, "a tokenizer would be trained on all of it before: set data.tokenizer"),
+        ({"source": str(tmp_path / "empty.jsonl")}, "is empty: 1 files without a byte"),
+        ({"source": str(tmp_path / "a" / "*.jsonl"), "sequence_length": 500_000}, "no sequence|longer than the data"),
+    ):
+        (tmp_path / "empty.jsonl").touch()
+        one = {key: value for key, value in (files | {"sources": []} | STREAMED | data).items() if value is not None}
+        one["source"] = one["source"] or files["sources"][0]["source"]
+        with pytest.raises(ConfigError, match=message):
+            load(make_config(data=one | {"packing": "stream"}))
+    with pytest.raises(ConfigError, match=r"\[eval\] without a source holds out a share"):
+        load(make_config(data=files | STREAMED, eval={}))
+
+
+def test_an_evaluation_source_that_is_trained_on(
+    make_config: MakeConfig, files: dict[str, Any], tmp_path: Path
+) -> None:
+    texts = [*rows_of(3, 0), *rows_of(2, 99)]
+    (tmp_path / "e.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    for extra, message in (
+        ({}, "3 of the 5 documents to evaluate on are also trained on"),
+        (STREAMED, "are also evaluated"),
+    ):
+        seen = Recorder()
+        config = make_config(data=files | extra, eval={"source": str(tmp_path / "e.jsonl")})
+        data = load(config, seen)
+        [data.row(0, sample) for sample in range(200)]
+        assert any(message in note for note in seen.notes), seen.notes
+
+
+def test_held_out_documents_of_each_source(make_config: MakeConfig, files: dict[str, Any]) -> None:
+    data = load(make_config(data=files, eval={"fraction": 0.2}))
+    held_out = [data.held_out.row(0, sample)[1] for sample in range(data.held_out.windows)]
+    trained = [data.row(0, sample)[1] for sample in range(300)]
+    firsts = [{tuple(row[:9].tolist()) for row in rows} for rows in (held_out, trained)]
+    assert not firsts[0] & firsts[1]
+    assert np.isclose(sum(part.held_out.documents for part in data._parts), 48, atol=3)

@@ -1,0 +1,123 @@
+"""Samples: what greedy decoding gives, the same on any ranks, and no trace of them in training."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_evaluation import TRACES
+from tiny_runs import At, MakeConfig, Recorder, assert_no_trace, assert_same, curve, fail
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from octavo.train import ConfigError, RunResult, TrainConfig, parse_config, read_metrics, run
+from octavo.train.checkpoint.retention import latest_checkpoint
+from processes import gloo  # noqa: F401  a fixture
+
+SAMPLE = {"every": 4, "prompts": ["the leaf", "", "a printer cuts"], "tokens": 6}
+
+
+def samples(out: Path) -> dict[int, list[dict[str, str]]]:
+    return {row.step: row.samples for row in read_metrics(out) if row.samples is not None}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("case", [{}, {"packing": "documents"}], ids=str)
+def test_greedy_samples_are_those_of_generate(case: dict[str, Any], make_config: MakeConfig, tmp_path: Path) -> None:
+    seen = Recorder()
+    config = make_config(sample=SAMPLE, precision={"parameters": "fp32"}, data=case, run={"steps": 30})
+    run(config, out=tmp_path, progress=seen)
+    written = samples(tmp_path)
+    assert list(written) == [*range(4, 30, 4), 30] and seen.rows[-1].samples == written[30]
+    assert [sample["prompt"] for sample in written[30]] == SAMPLE["prompts"]
+    folder = latest_checkpoint(tmp_path)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    for sample in written[30]:
+        ids = tokenizer(sample["prompt"] or tokenizer.eos_token, return_tensors="pt", return_token_type_ids=False)
+        with torch.autocast("cpu", torch.bfloat16):
+            whole = model.generate(**ids, max_new_tokens=6, do_sample=False, pad_token_id=tokenizer.eos_token_id)
+        start = len(tokenizer.decode(ids["input_ids"][0]))
+        assert sample["text"] == tokenizer.decode(whole[0]).removesuffix(tokenizer.eos_token)[start:]
+    assert any(sample["text"] for sample in written[30])
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("case", TRACES, ids=str)
+def test_samples_leave_no_trace(case: dict[str, Any], make_config: MakeConfig, tmp_path: Path) -> None:
+    for name, section in (("often", SAMPLE | {"every": 1, "temperature": 0.8}), ("never", None)):
+        run(make_config(**case, **({"sample": section} if section else {})), out=tmp_path / name)
+    assert_no_trace(tmp_path / "often", tmp_path / "never", statistics="inspect" in case)
+    assert len(samples(tmp_path / "often")) == 6 and not samples(tmp_path / "never")
+
+
+@pytest.mark.thorough
+def test_a_resumed_run_draws_the_same_samples(make_config: MakeConfig, tmp_path: Path) -> None:
+    def config(**changes: Any) -> TrainConfig:
+        settings = SAMPLE | {"every": 1, "temperature": 1.0} | changes
+        return make_config(run={"save_every": 2}, sample=settings, precision={"level": "fp8"})
+
+    run(config(), out=tmp_path / "whole")
+    with pytest.raises(RuntimeError, match="killed"):
+        run(config(), out=tmp_path / "halves", progress=At(3, fail))
+    run(config(), out=tmp_path / "halves", resume=True)
+    assert_same(tmp_path / "whole", tmp_path / "halves")
+    drawn = samples(tmp_path / "whole")
+    assert drawn == samples(tmp_path / "halves") and len({json.dumps(texts) for texts in drawn.values()}) > 1
+    seen = Recorder()
+    run(config(prompts=["x"], temperature=0.0), out=tmp_path / "halves", resume=True, progress=seen)
+    assert not [note for note in seen.notes if "sample" in note]  # they change no numbers
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"sample": {"every": 2}}, "missing key sample.prompts"),
+        ({"sample": {"prompts": []}}, "sample.prompts: should be a list of one text or more"),
+        ({"sample": {"prompts": ["a"], "temperature": -1.0}}, "sample.temperature: should be greater than or equal"),
+        ({"sample": {"prompts": ["a"]}, "parallel": {"tp": 2}}, r"\[sample\] with parallel.tp = 2.*dp_shard"),
+        ({"sample": {"prompts": ["a"]}, "parallel": {"pp": 2}}, r"\[sample\] with parallel.pp = 2"),
+    ],
+)
+def test_mistakes(sections: dict[str, Any], message: str, make_config: MakeConfig) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_config(**sections)
+
+
+def test_images_write_no_text(make_config: MakeConfig) -> None:
+    tables = make_config(sample={"prompts": ["a"]}).model_dump(exclude_none=True)
+    tables["data"] = {"task": "image-classification", "source": "digits"}
+    with pytest.raises(ConfigError, match=r'\[sample\] writes text, and data.task is "image-classification"'):
+        parse_config(tables)
+
+
+def test_a_sample_longer_than_a_sequence(make_config: MakeConfig, tmp_path: Path) -> None:
+    config = make_config(sample={"prompts": ["the leaf folds"], "tokens": 15})
+    with pytest.raises(ConfigError, match=r"sample.tokens = 15 after a prompt of \d+ tokens exceeds .* = 16, beyond"):
+        run(config, out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_one_prompt_may_be_a_string(make_config: MakeConfig) -> None:
+    assert make_config(sample={"prompts": "def "}).sample.prompts == ("def ",)
+
+
+def job(tables: dict[str, Any], out: str) -> RunResult:
+    """One rank of a run."""
+    return run(parse_config(tables), out=Path(out))
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.parametrize("layout", [{"dp_shard": 2}, {"dp_replicate": 2, "dp_shard": 1}], ids=str)
+def test_ranks_write_the_same_samples(gloo, layout, make_config, tmp_path):  # noqa: F811
+    """The same text as one process, and the same training as without."""
+    settings = SAMPLE | {"every": 1, "temperature": 0.5, "tokens": 4}
+    sections = {"run": {"steps": 3}, "sample": settings, "precision": {"level": "fp8"}}
+    run(make_config(**sections), out=tmp_path / "one")
+    shared = make_config(**sections, parallel=layout).model_dump(exclude_none=True)
+    gloo.run(job, 2, shared, str(tmp_path / "two"), timeout=300)
+    one, two = samples(tmp_path / "one"), samples(tmp_path / "two")
+    assert len(two) == 3 and one[1] == two[1]  # later, sums in another order change the weights
+    del shared["sample"]
+    gloo.run(job, 2, shared, str(tmp_path / "without"), timeout=300)
+    assert curve(tmp_path / "two") == curve(tmp_path / "without")
