@@ -9,6 +9,7 @@
   convergence  the loss with each FP8 switch beside bf16's, on several seeds; docs/convergence.md
   adversarial  models known to break FP8, in every recipe and under the autopilot; docs/adversarial.md
   equalization  channel scales on synthetic operands, and refreshed more or less often; docs/numerics.md; needs no GPU
+  lora         adapters on a base in FP8 beside bf16's, on three seeds; docs/training.md; needs no GPU
   families     what each family of models keeps for backward with FP8 activations; docs/memory.md
   fuzz         random models, optimizers and collectives beside plain PyTorch; what fails, shrunk to a few lines
   probe        which backends run here, and whether their bytes are the reference's
@@ -19,6 +20,7 @@
   l2           bytes of the row quantizer with a shared L2, simulated; needs no GPU
   host         host time of the eager GPU path, launches and calls, beside bf16; docs/host_time.md; needs no GPU
   scaling      memory, bytes on the wire and modelled time on 8 to 512 ranks; docs/scaling.md; needs no GPU
+  scaling_hybrid  the same of tensor, pipeline, expert and context parallelism, as planned, to 1024; needs no GPU
   compiled     kernels and bytes of a compiled decoder layer; docs/compile.md; needs no GPU
   predictions  docs/planner.md: what the planner says of what others published; needs no GPU
   compare_power  how often `octavo compare` sees what is not there, and misses what is; docs/compare.md; needs no GPU
@@ -44,6 +46,8 @@ NAMES = (
     "kernels", "linear", "calibrate", "layer", "compile", "train", "convergence", "adversarial", "families", "fuzz",
     "probe", "gpu", "roofline", "sass", "scaling", "predictions", "compare_power", "compare_rates", "guard_alarms",
     "healthy_runs", "performance", "figures", "settings", "configs", "ptx", "l2", "host", "compiled", "equalization",
+    "lora",
+    "scaling_hybrid",
 )  # fmt: skip
 COMPILES_ONLY = ("sass", "ptx", "host", "compiled")
 

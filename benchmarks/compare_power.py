@@ -35,8 +35,9 @@ from octavo.kernels.registry import Backend
 from octavo.numerics.formats import E4M3
 from octavo.numerics.spec import QuantSpec
 from octavo.train import TrainConfig, parse_config
-from octavo.train.data.corpus import load_corpus
-from octavo.train.record.metrics import NullProgress, summarize_losses
+from octavo.train.data.load import load_corpus
+from octavo.train.record.metrics import summarize_losses
+from octavo.train.record.progress import NullProgress
 from octavo.train.trainer import Trainer
 
 ROOT = Path(__file__).parent.parent

@@ -28,8 +28,9 @@ from benchmarks.environment import RESULTS, device_name, environment, write_json
 from octavo.experiments.curves import Curves, smooth
 from octavo.experiments.theme import colour
 from octavo.train import RunResult, TrainConfig, load_config, run
-from octavo.train.data.corpus import load_corpus
-from octavo.train.record.metrics import NullProgress, read_metrics
+from octavo.train.data.load import load_corpus
+from octavo.train.record.metrics import read_metrics
+from octavo.train.record.progress import NullProgress
 from octavo.train.trainer import Trainer
 
 Row = dict[str, Any]

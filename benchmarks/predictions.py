@@ -271,14 +271,14 @@ The planner predicts parameters, gradients, optimizer states, activations and te
 GPU if several share a model; whether they fit; and the largest batch that does. The step runs on a fake copy with three
 of the model's blocks, or with two as well if something follows backward. What one block adds extrapolates to, say, 80,
 event by event, and equals a run of all blocks to the byte (`pytest tests/planner/test_memory_extrapolation.py`); if the
-blocks differ, all run. The
-largest batch takes two or three plans, because the peak is convex in the batch. Rules predict the shares of FSDP2's
-ranks (`src/octavo/planner/sharded_memory.py`), within 5 % of FSDP2 steps recorded storage by storage, for four models
-on 8, 64 and 512 ranks (`pytest tests/planner/test_sharded_memory.py`, all of them with `-m ""`). The total is within
-5 % of PyTorch's memory tracker on ten settings (`pytest tests/planner/test_step_memory.py`), and of the trainer's
-steps on all blocks for six configurations, of models of up to 8B parameters (`pytest tests/train/test_run_plan.py -m
-slow`; the largest difference is 0.01 %). Steps of `octavo.AdamW` are assumed to need no memory besides its states. None
-of this has been compared with a GPU yet.
+blocks differ, all run. The largest batch takes two or three plans, because the peak is convex in the batch. Rules
+predict the shares of FSDP2's ranks (`src/octavo/planner/sharded_memory.py`), within 5 % of FSDP2 steps recorded
+storage by storage, for four models on 8, 64 and 512 ranks (`pytest tests/planner/test_sharded_memory.py`, all of them
+with `-m ""`). The total is within 5 % of PyTorch's memory tracker on ten settings (`pytest
+tests/planner/test_step_memory.py`), and of the trainer's steps on all blocks for six configurations, of models of up
+to 8B parameters (`pytest tests/train/test_run_plan.py -m slow`; the largest difference is 0.01 %). Steps of
+`octavo.AdamW` are assumed to need no memory besides its states, those of `octavo.optim.Muon` temporaries of its
+products, too. None of this has been compared with a GPU yet.
 
 ## Tensor, pipeline, expert and context parallelism
 

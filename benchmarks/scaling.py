@@ -22,6 +22,7 @@ import torch
 from benchmarks.environment import RESULTS, environment, unfinished, write_json, write_text
 from benchmarks.figures import save
 from benchmarks.scaling_document import IMAGE, document, picture
+from benchmarks.scaling_hybrid import FILE as HYBRID_FILE
 from benchmarks.scaling_time import Rates
 from benchmarks.scaling_trace import ARMS, build, facts, fake_world, sharded, trace
 from octavo.planner.collective_cost import GPUS_PER_MACHINE
@@ -116,7 +117,8 @@ def main(arguments: list[str]) -> None:
 def publish(path: Path) -> None:
     """Write the document and its figure from a result file."""
     content = json.loads(path.read_text())
-    write_text(DOCUMENT, document(content))
+    hybrid = path.parent / HYBRID_FILE
+    write_text(DOCUMENT, document(content, json.loads(hybrid.read_text()) if hybrid.exists() else None))
     save(picture(content), DOCUMENT.parent / IMAGE)
 
 

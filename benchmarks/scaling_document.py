@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from benchmarks import figures
+from benchmarks.scaling_hybrid_document import section
 from benchmarks.scaling_time import BASELINE, FLAT, STAGED, Rates, sent, step
 from benchmarks.scaling_trace import ARMS, KINDS
 from octavo.experiments.theme import colour
@@ -120,8 +121,8 @@ def _note(content: Mapping[str, Any]) -> list[str]:
     return ["\n" + content["note"] + "\n"] if "note" in content else []
 
 
-def document(content: Mapping[str, Any]) -> str:
-    """docs/scaling.md of a result file."""
+def document(content: Mapping[str, Any], hybrid: Mapping[str, Any] | None = None) -> str:
+    """docs/scaling.md of a result file, and of that of `benchmarks.scaling_hybrid`."""
     rates = Rates(**{**content["rates"], "between": tuple(content["rates"]["between"])})
     rows, models = content["rows"], content["models"]
     tokens = next(iter(models.values()))["facts"]["tokens"]
@@ -144,6 +145,7 @@ def document(content: Mapping[str, Any]) -> str:
         CATEGORIES_NOTE, WIRE, *_wire(rows, models), WIRE_NOTE.format(share=", ".join(shares)), time,
         *_links(rows, models, rates), STEPS.format(world=last), *_steps(rows, models, rates, last),
         STEPS_NOTE.format(world=last, tokens=tokens), *_tokens(rows, models, rates, last),
+        *([section(hybrid)] if hybrid else []),
     ]  # fmt: skip
     return "".join(map(_filled, parts))
 

@@ -60,10 +60,16 @@ def table(name: str, section: type[Section]) -> str:
         if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
             nested += table(f"{name}.{key}", field.annotation)
             continue
+        nested += "".join(table(f"[[{name}.{key}]]", part) for part in sections_in(field.annotation))
         value = "–" if field.is_required() or field.default is None else f"`{json.dumps(field.default)}`"
         default = "required" if field.is_required() else value
         lines.append(f"| `{key}` | {type_text(field.annotation, field.metadata)} | {default} | {texts[key]} |")
     return "\n".join(lines) + "\n" + nested
+
+
+def sections_in(annotation: Any) -> list[type[Section]]:
+    """The section whose tables a list has, if any."""
+    return [part for part in get_args(annotation) if isinstance(part, type) and issubclass(part, Section)]
 
 
 def section_of(annotation: Any) -> type[Section]:

@@ -8,7 +8,7 @@ from octavo.experiments.ready_models import PlannedStep, ready_models
 from octavo.train.config.run_config import load_config
 
 KEPT = configs.read()
-OTHERS = {"demo", "own-data", "vit-digits", "vlm-digits"}
+OTHERS = {"demo", "own-data", "sft-demo", "vit-digits", "vlm-digits", "dit-digits", "lora-llama3-70b"}
 ROWS = [(name, step) for name, steps in KEPT.items() for step in steps if step.layout is not None]
 
 
@@ -27,7 +27,7 @@ def test_the_page_is_that_of_the_plans() -> None:
     assert configs.document(KEPT).count("\n| [") == len(KEPT)
 
 
-GAIN_NO_TIME = {("deepseek-v3-16b", 512)}
+GAIN_NO_TIME = {("deepseek-v3-16b", 512), ("vit-l16", 512), ("dit-xl", 64), ("dit-xl", 512)}
 """Models and numbers of GPUs, as docs/configurations.md says."""
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmarks import browser, scaling
+from benchmarks import browser, scaling, scaling_hybrid
 from benchmarks.scaling_document import document
 from benchmarks.scaling_time import FLAT, STAGED, Rates, computing, seconds, sent, step
 from benchmarks.scaling_trace import (
@@ -257,7 +257,8 @@ def test_a_step_hides_what_it_can():
 
 def test_the_document_is_that_of_the_results():
     again = "run `python -m benchmarks scaling --document`"
-    assert scaling.DOCUMENT.read_text() == document(json.loads(COMMITTED.read_text())), again
+    results = [json.loads(path.read_text()) for path in (COMMITTED, COMMITTED.parent / scaling_hybrid.FILE)]
+    assert scaling.DOCUMENT.read_text() == document(*results), again
 
 
 def test_models_are_of_their_size():

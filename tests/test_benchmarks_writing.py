@@ -96,7 +96,13 @@ def test_an_interrupted_trace_leaves_the_results(tmp_path: Path, monkeypatch):
 @pytest.mark.parametrize("path", sorted(BENCHMARKS.rglob("*.py")), ids=lambda path: path.name)
 def test_nothing_else_writes_in_place(path: Path):
     """Results, documents and images are written by benchmarks.environment; other files are a benchmark's own."""
-    own = {"environment.py": 1, "compare_power.py": 1, "figures.py": 1}  # a corpus, a page for the browser
+    own = {
+        "environment.py": 1,
+        "compare_power.py": 1,
+        "figures.py": 1,
+        "lora.py": 1,
+        "webdriver.py": 1,
+    }  # corpora, pages
     calls = [n.func.attr for n in ast.walk(ast.parse(path.read_text()))
              if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute)]  # fmt: skip
     assert sum(name in ("write_text", "write_bytes", "savefig") for name in calls) == own.get(path.name, 0)
