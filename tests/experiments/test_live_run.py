@@ -141,7 +141,7 @@ def test_folders_without_a_run(tmp_path: Path) -> None:
     other = tmp_path / "other"
     (other / "bf16").mkdir(parents=True)
     (other / "notes.txt").write_text("")
-    with pytest.raises(ValueError, match=r"other is not the output folder of a run, it has no metrics.jsonl.*; give one, as runs/demo$"):
+    with pytest.raises(ValueError, match=r"it has no metrics.jsonl and no config.toml; give one, as runs/demo$"):
         run_folder(other)
     (other / "bf16" / "metrics.jsonl").write_text("")
     with pytest.raises(ValueError, match=r"it has runs: octavo watch .*other/bf16$"):
