@@ -108,6 +108,28 @@ def test_a_template_without_a_generation_prompt(tokenizer: Path) -> None:
     assert [text.strip() for text in texts] == expected
 
 
+@pytest.mark.parametrize("answer", ["a", "assistant", "|", "<|user|>", "the leaf"])
+def test_an_answer_that_also_occurs_in_what_comes_before_it(answer: str, tokenizer: Path) -> None:
+    chat = Chat(
+        load_tokenizer(tokenizer), "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}|{% endfor %}", "assistant"
+    )
+    messages = [{"role": "user", "content": "the leaf"}, {"role": "assistant", "content": answer}]
+    ((ids, mask),) = chat.encode([json.dumps([*messages, *messages])])
+    assert mask is not None
+    texts = [chat.tokenizer.as_transformers().decode(ids[start:stop]) for start, stop in runs(mask.tolist())]
+    assert texts == [f"{answer}|"] * 2
+
+
+def test_a_byte_order_mark_is_no_part_of_a_template(
+    make_config: MakeConfig, chats: dict[str, Any], tmp_path: Path
+) -> None:
+    rows = []
+    for encoding in ("utf-8", "utf-8-sig"):
+        (tmp_path / "t.jinja").write_text(TAGGED, encoding=encoding)
+        rows.append(load(make_config(data=chats | {"chat_template": str(tmp_path / "t.jinja")})).row(0, 0)[0])
+    assert torch.equal(*rows)
+
+
 def test_a_template_that_changes_earlier_turns(tokenizer: Path) -> None:
     chat = Chat(load_tokenizer(tokenizer), CHANGING, "assistant")
     chat.encode([json.dumps(conversation(0, 1))])

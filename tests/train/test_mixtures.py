@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections import Counter
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,14 @@ def test_shares_are_the_weights_and_no_sequence_is_left_out(weights: list[float]
             assert len(own) == pytest.approx(300 * weight / sum(weights), abs=4)
     whole = [len(mixture._block(seed, 0)[0][mixture._block(seed, 0)[0] == n]) for n in range(len(weights))]
     assert whole == pytest.approx([BLOCK * weight / sum(weights) for weight in weights], abs=1)
+
+
+def test_weights_whose_sum_overflows() -> None:
+    tokenizer = train_tokenizer([sentences(20)], 300)
+    parts = [Counted(tokenizer, 7), Counted(tokenizer, 8)]
+    small, large = (Mixture(parts, [("a", scale), ("b", scale)]) for scale in (1.0, 1e308))
+    assert large.fingerprint == small.fingerprint and large.windows == small.windows
+    assert all(torch.equal(large.row(0, sample)[0], small.row(0, sample)[0]) for sample in range(50))
 
 
 def test_a_tiny_weight() -> None:
@@ -282,6 +291,65 @@ def test_an_evaluation_source_that_is_trained_on(
         data = load(config, seen)
         [data.row(0, sample) for sample in range(200)]
         assert any(message in note for note in seen.notes), seen.notes
+
+
+def test_documents_that_are_also_evaluated_on_count_once_and_from_the_first_chunk_on(
+    make_config: MakeConfig, files: dict[str, Any], tmp_path: Path
+) -> None:
+    lines = [json.dumps({"text": text}) + "\n" for text in rows_of(5, 0)]
+    (tmp_path / "e.jsonl").write_text("".join(lines))
+    for chunk_bytes in (2000, 1 << 20):
+        one = (
+            {**files, "sources": [], "source": files["sources"][0]["source"]} | STREAMED | {"chunk_bytes": chunk_bytes}
+        )
+        seen = Recorder()
+        data = load(make_config(data=one, eval={"source": str(tmp_path / "e.jsonl")}), seen)
+        [data.row(0, sample) for sample in range(3 * data.windows)]
+        notes = [note for note in seen.notes if "also evaluated" in note]
+        assert notes[-1] == "5 documents trained on so far are also evaluated on", notes
+
+
+def test_files_of_other_kinds_are_counted(make_config: MakeConfig, files: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "a" / "2.jsonl.gz").write_bytes(b"compressed")
+    for extra in ({}, STREAMED):
+        seen = Recorder()
+        load(make_config(data=files | {"sources": [], "source": str(tmp_path / "a")} | extra), seen)
+        assert any("1 of 3 files in" in note and "left out: 1 .gz" in note for note in seen.notes), seen.notes
+
+
+def test_a_chunk_whose_rows_have_no_text(make_config: MakeConfig, files: dict[str, Any], tmp_path: Path) -> None:
+    lines = "".join(json.dumps({"title": text}) + "\n" for text in rows_of(90, 1))
+    (tmp_path / "a" / "1.jsonl").write_text(lines)
+    one = {**files, "sources": [], "source": files["sources"][0]["source"], "shuffle": False} | STREAMED
+    data = load(make_config(data=one))
+    rows = [data.row(0, sample)[0] for sample in range(3 * data.windows)]
+    assert len(data._rows) == len(data._chunks) and torch.equal(rows[0], rows[data.windows])
+    with pytest.raises(ConfigError, match='no field "txt".*set data.text_field'):
+        load(make_config(data=one | {"text_field": "txt"}))
+
+
+def test_a_parquet_file_without_the_column_is_found_before_the_first_step(
+    make_config: MakeConfig, files: dict[str, Any], tmp_path: Path
+) -> None:
+    datasets.Dataset.from_dict({"title": rows_of(9, 7)}).to_parquet(tmp_path / "b" / "y.parquet")
+    one = {**files, "sources": [], "source": files["sources"][1]["source"]} | STREAMED
+    with pytest.raises(ConfigError, match='no field "text"'):
+        load(make_config(data=one))
+
+
+def test_a_sample_of_known_chunks_looks_at_none_of_the_others(make_config: MakeConfig, files: dict[str, Any]) -> None:
+    class Rows(dict[int, tuple[int, str]]):
+        def values(self) -> Any:
+            raise AssertionError("all chunks are counted for a sample")
+
+    one = {**files, "sources": [], "source": files["sources"][0]["source"]} | STREAMED
+    data = load(make_config(data=one))
+    rows = [data.row(0, sample)[0] for sample in range(2 * data.windows)]
+    orders = []
+    data._rows, order_of = Rows(data._rows), data._order_of
+    data._order = lru_cache(2)(lambda *key: (orders.append(key), order_of(*key))[1])
+    assert all(torch.equal(data.row(0, sample)[0], row) for sample, row in enumerate(rows))
+    assert len(orders) <= 3 and len(data._ends) <= stream.OPEN_EPOCHS
 
 
 def test_held_out_documents_of_each_source(make_config: MakeConfig, files: dict[str, Any]) -> None:

@@ -36,6 +36,8 @@ PLAIN_TEMPLATE = (
 )
 """The template "plain": roles as text and the end token after each message, which every tokenizer has."""
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+MARK = "\ue000text\ue001"
+"""Stands for the text of a message, to find where a template puts it; private characters of Unicode."""
 CONVERSATION_LIMIT = 4 << 20
 """Longest conversation in characters: it is encoded at once, in 100 to 200 times as many bytes of memory."""
 
@@ -126,10 +128,11 @@ class Chat:
         before, plain = "", ""
         if index:
             before, plain = self._apply(messages[:index], prompt=True)[0], self._apply(messages[:index])[0]
-        content = messages[index].get("content") or ""
         start = len(before)
         if before == plain:  # no generation prompt: the span begins with the text of the message
-            start = through.find(content.strip(), start)
+            marked, _ = self._apply([*messages[:index], messages[index] | {"content": MARK}])
+            start = marked.find(MARK, start)  # the text itself may also occur in what comes before it
+            before = marked[: max(0, start)]
         if start < 0 or not through.startswith(before) or not text.startswith(through):
             raise ConfigError(
                 "the chat template has no {% generation %} tags, and message "
@@ -156,7 +159,7 @@ def chat_template(data: Data, tokenizer: TextTokenizer | None) -> str:
         path = expand(data.chat_template)
         where = f"data.chat_template = {path}"
         try:
-            template = path.read_text(encoding="utf-8")
+            template = path.read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or error
             raise ConfigError(f'{where} cannot be read: {reason}; give a Jinja file, or "{PLAIN}"') from None

@@ -21,7 +21,7 @@ from octavo.numerics.names import nearest
 from octavo.train.config.data_section import Data
 from octavo.train.config.run_config import ConfigError
 from octavo.train.data.chat import conversation_text
-from octavo.train.data.sequences import NoSequencesError
+from octavo.train.data.sequences import NoFieldError, NoSequencesError
 
 if TYPE_CHECKING:
     import hashlib
@@ -287,10 +287,10 @@ def rows_as_documents(group: list[str | None]) -> Stream:
         yield None
 
 
-def no_field(column: Column, fields: Collection[str]) -> ConfigError:
+def no_field(column: Column, fields: Collection[str]) -> NoFieldError:
     """The error for a field that no row has."""
     names = ", ".join(list(fields)[:50]) or "none"
-    return ConfigError(
+    return NoFieldError(
         f'"{column.source}" has no field "{column.name}"{nearest(column.name, fields)} (fields: {names}): set '
         f"{column.setting}"
     )

@@ -111,7 +111,7 @@ def _evaluation(
     is_shared = np.zeros(len(text.hashes), bool)
     for other in trained_on:
         if isinstance(other, StreamedCorpus):
-            other.held_out_hashes = np.array(text.hashes)
+            other.count_shared(text.hashes)
         else:
             is_shared |= np.isin(text.hashes, other.hashes)
     if shared := int(is_shared.sum()):

@@ -37,8 +37,9 @@ class Mixture(Sequences):
 
     def __init__(self, parts: Sequence[Sequences], weights: Sequence[tuple[str, float]]) -> None:
         self._parts, self._names = parts, [name for name, _ in weights]
-        total = sum(weight for _, weight in weights)
-        self._shares = [weight / total for _, weight in weights]
+        largest = max(weight for _, weight in weights)  # the sum of the weights themselves may overflow
+        total = sum(weight / largest for _, weight in weights)
+        self._shares = [weight / largest / total for _, weight in weights]
         self._counts = _apportion(self._shares, BLOCK)
         for (name, weight), count in zip(weights, self._counts, strict=True):
             if not count:

@@ -18,6 +18,10 @@ class NoSequencesError(ConfigError):
     """Data without a sequence."""
 
 
+class NoFieldError(NoSequencesError):
+    """Rows of which none has the field to read."""
+
+
 DATA_FILE = "data.json"
 """File of a checkpoint with `Sequences.state`."""
 

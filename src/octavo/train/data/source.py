@@ -71,18 +71,22 @@ def open_source(config: Data, on_bytes_read: OnBytesRead) -> Source:
     return replace(source, messages=config.format == "messages")
 
 
-def streamed_files(config: Data) -> tuple[list[str], str]:
-    """The files of a source that is streamed, and their kind. Raises ConfigError for other sources."""
+def streamed_files(config: Data) -> tuple[list[str], str, str]:
+    """The files of a source that is streamed, their kind, and a note on ignored files of the folder.
+
+    Raises ConfigError for other sources.
+    """
     path = expand(config.source)
     if path.is_dir() and not any((path / name).is_file() for name in ("dataset_dict.json", "state.json")):
         files = files_below(path)
         kinds = {documents.suffix(file) for file in files}.intersection(SUFFIXES)
         if len(kinds) == 1:
             kind = kinds.pop()
-            return files_of_split(config, path, [file for file in files if documents.suffix(file) == kind]), kind
+            chosen = files_of_split(config, path, [file for file in files if documents.suffix(file) == kind])
+            return chosen, kind, _skipped_files(config, files, chosen)
     elif (suffix := documents.suffix(path)) in SUFFIXES:
         _refuse_split(config, "files have")
-        return matches(config, str(path)), suffix
+        return matches(config, str(path)), suffix, ""
     raise ConfigError(
         f'data.source = "{config.source}" cannot be streamed: data.streaming takes files of one kind '
         f"({', '.join(SUFFIXES)}), as a pattern or a folder; leave data.streaming out for other sources"
@@ -232,9 +236,15 @@ def _open_folder(config: Data, path: Path, on_bytes_read: OnBytesRead) -> Source
             "save_to_disk wrote; compressed files have to be decompressed"
         )
     chosen = files_of_split(config, path, [file for file in files if documents.suffix(file) == usable[0]])
+    return _open_files(config, chosen, usable[0], on_bytes_read, _skipped_files(config, files, chosen))
+
+
+def _skipped_files(config: Data, files: list[str], chosen: list[str]) -> str:
+    """A note on the files of a folder that are not read; empty if there are none."""
     rest = sorted(set(files) - set(chosen))
-    skipped_files = f'{len(rest)} of {len(files)} files in "{config.source}" are left out: {suffix_counts(rest)}'
-    return _open_files(config, chosen, usable[0], on_bytes_read, skipped_files if rest else "")
+    if not rest:
+        return ""
+    return f'{len(rest)} of {len(files)} files in "{config.source}" are left out: {suffix_counts(rest)}'
 
 
 def _has_configs(readme: Path) -> bool:

@@ -26,6 +26,7 @@ from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
@@ -39,8 +40,8 @@ from octavo.train.config.sections import expand
 from octavo.train.data import arrow_files, documents
 from octavo.train.data.chat import chat_template
 from octavo.train.data.corpus import Corpus
-from octavo.train.data.documents import Stream, column_of
-from octavo.train.data.sequences import NoSequencesError, Sequences
+from octavo.train.data.documents import Column, Stream, column_of
+from octavo.train.data.sequences import NoFieldError, NoSequencesError, Sequences
 from octavo.train.data.source import Source, streamed_files
 from octavo.train.data.token_cache import ReadProgress, TokenizedText, open_entry
 from octavo.train.data.tokenizer import TextTokenizer
@@ -52,6 +53,8 @@ EDGE = 1 << 16
 """Bytes at the beginning and the end of each file that are hashed at each start."""
 OPEN_CHUNKS = 3
 """Chunks of which the index stays in memory: the one in use, the one before it, and that of step 0."""
+OPEN_EPOCHS = 2
+"""Epochs of which the order of the chunks stays in memory."""
 
 
 @dataclass(frozen=True)
@@ -73,9 +76,6 @@ class StreamedCorpus(Sequences):
         tokenizer: The tokenizer.
         progress: Receives notes on the data.
 
-    Attributes:
-        held_out_hashes: Hashes of documents to evaluate on; a note tells when one of them is trained on.
-
     Raises:
         ConfigError: If the files cannot be streamed, or the first chunk has bad data.
     """
@@ -85,11 +85,14 @@ class StreamedCorpus(Sequences):
         self._template = chat_template(data, tokenizer) if data.format == "messages" else None
         self._column = column_of(data)
         progress.stage("looking at the files")
-        paths, self._kind = streamed_files(data)
+        paths, self._kind, skipped_files = streamed_files(data)
+        if skipped_files:
+            progress.note(skipped_files)
         if self._column.messages and self._kind == ".txt":
             raise ConfigError(f'data.source = "{data.source}": .txt files have no messages: give .jsonl or .parquet')
         self.files = {path: _identity(path) for path in paths}
-        blocks = [block for path in paths for block in _blocks(path, self._kind, data.chunk_bytes // BLOCKS_OF_CHUNK)]
+        size = data.chunk_bytes // BLOCKS_OF_CHUNK
+        blocks = [block for path in paths for block in _blocks(path, self._kind, size, self._column)]
         if not blocks:
             raise ConfigError(f'data.source = "{data.source}" is empty: {len(paths)} files without a byte')
         self._chunks = _chunks(blocks, data.chunk_bytes, shuffle=data.shuffle)
@@ -98,12 +101,15 @@ class StreamedCorpus(Sequences):
         identity += [self._template or "", data.loss_on, str(data.shuffle)]
         self.fingerprint = hashlib.sha256("\0".join(identity).encode()).hexdigest()
         self._rows: dict[int, tuple[int, str]] = {}
-        self._ends: dict[tuple[int, int], list[int]] = {}
+        self._sizes = np.array([sum(block.size for block in chunk) for chunk in self._chunks], np.int64)
+        self._windows: int | None = None
+        self._ends: OrderedDict[tuple[int, int], list[int]] = OrderedDict()
+        self._order = lru_cache(maxsize=OPEN_EPOCHS)(self._order_of)
         self._open: OrderedDict[int, Corpus | None] = OrderedDict()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="octavo-data")
         self._next: dict[int, Future[TokenizedText | None]] = {}
-        self.held_out_hashes = np.empty(0, np.uint64)
-        self._shared = 0
+        self._held_out_hashes = np.empty(0, np.uint64)
+        self._shared: dict[int, int] = {}
         first = next((corpus for chunk in range(len(self._chunks)) if (corpus := self._corpus(chunk))), None)
         if first is None:
             raise NoSequencesError(f'data.source = "{data.source}" has no sequence of data.sequence_length')
@@ -113,9 +119,10 @@ class StreamedCorpus(Sequences):
     @property
     def windows(self) -> int:
         """Number of sequences: an estimate from the chunks that are known, until all are."""
+        if self._windows is not None:
+            return self._windows
         known = sum(rows for rows, _ in self._rows.values())
-        size = sum(block.size for chunk in self._rows for block in self._chunks[chunk])
-        return max(1, round(known * sum(block.size for chunk in self._chunks for block in chunk) / size))
+        return max(1, round(known * int(self._sizes.sum()) / int(self._sizes[list(self._rows)].sum())))
 
     def row(self, seed: int, sample: int) -> tuple[Tensor, Tensor]:
         """Inputs and targets of a sample."""
@@ -129,10 +136,9 @@ class StreamedCorpus(Sequences):
 
     def size(self) -> str:
         """Documents, tokens and sequences, in words."""
-        size = sum(block.size for chunk in self._chunks for block in chunk)
         return (
-            f"{len(self.files):,} streamed files with {size / 1e9:.3g} GB in {len(self._chunks):,} chunks, about "
-            f"{self.windows:,} sequences (the first chunk: {self._first.size()})"
+            f"{len(self.files):,} streamed files with {self._sizes.sum() / 1e9:.3g} GB in "
+            f"{len(self._chunks):,} chunks, about {self.windows:,} sequences (the first chunk: {self._first.size()})"
         )
 
     def state(self) -> dict[str, Any]:
@@ -148,11 +154,13 @@ class StreamedCorpus(Sequences):
     def _locate(self, seed: int, sample: int) -> tuple[int, int, int, int]:
         """The epoch of a sample, the position of its chunk in it, the chunk, and the number of its sequence there."""
         epoch = 0
-        if len(self._rows) == len(self._chunks):
-            epoch, sample = divmod(sample, sum(rows for rows, _ in self._rows.values()))
+        if self._windows is not None:
+            epoch, sample = divmod(sample, self._windows)
         while True:
             order = self._order(seed, epoch)
             ends = self._ends.setdefault((seed, epoch), [])
+            while len(self._ends) > OPEN_EPOCHS:
+                self._ends.popitem(last=False)
             while (not ends or ends[-1] <= sample) and len(ends) < len(order):
                 ends.append((ends[-1] if ends else 0) + self._count(int(order[len(ends)])))
             if ends[-1] > sample:
@@ -160,7 +168,7 @@ class StreamedCorpus(Sequences):
                 return epoch, position, int(order[position]), sample - (ends[position - 1] if position else 0)
             epoch, sample = epoch + 1, sample - ends[-1]
 
-    def _order(self, seed: int, epoch: int) -> np.ndarray:
+    def _order_of(self, seed: int, epoch: int) -> np.ndarray:
         """The order of the chunks in an epoch."""
         if not self._data.shuffle:
             return np.arange(len(self._chunks))
@@ -179,6 +187,8 @@ class StreamedCorpus(Sequences):
                 f'data.source = "{self._data.source}" has changed since the run read it: chunk {chunk} has other text '
                 f"(ids {digest}, not {self._rows[chunk][1]}), which is from {', '.join(paths)}"
             )
+        if self._windows is None and len(self._rows) == len(self._chunks):
+            self._windows = sum(rows for rows, _ in self._rows.values())
 
     def _corpus(self, chunk: int) -> Corpus | None:
         """The sequences of a chunk; None if it has none."""
@@ -194,10 +204,23 @@ class StreamedCorpus(Sequences):
         self._open[chunk] = corpus
         while len(self._open) > OPEN_CHUNKS:
             self._open.popitem(last=False)
-        if corpus is not None and (shared := int(np.isin(corpus.hashes, self.held_out_hashes).sum())):
-            self._shared += shared
-            self._progress.note(f"{self._shared} documents trained on so far are also evaluated on")
+        self._count_shared(chunk)
         return corpus
+
+    def count_shared(self, hashes: np.ndarray) -> None:
+        """Note from now on how many documents with these hashes, which are evaluated on, are trained on."""
+        self._held_out_hashes = np.array(hashes)
+        for chunk in self._open:
+            self._count_shared(chunk)
+
+    def _count_shared(self, chunk: int) -> None:
+        corpus = self._open[chunk]
+        if corpus is None or chunk in self._shared or not len(self._held_out_hashes):
+            return
+        self._shared[chunk] = int(np.isin(corpus.hashes, self._held_out_hashes).sum())
+        if self._shared[chunk]:
+            count = sum(self._shared.values())
+            self._progress.note(f"{count} documents trained on so far are also evaluated on")
 
     def _prefetch(self, chunk: int) -> None:
         """Tokenize a chunk in the background."""
@@ -219,7 +242,9 @@ class StreamedCorpus(Sequences):
                 text = open_entry(self._data, source, self._template, cache, meter, progress, self._pretrained)
                 os.utime(text.folder)
                 break
-            except NoSequencesError:
+            except NoSequencesError as error:
+                if isinstance(error, NoFieldError) and not self._rows:  # the first chunk: the name is wrong
+                    raise
                 return None
             except FileNotFoundError:  # another process has just removed it, for its own chunks
                 if attempt == 2:
@@ -259,12 +284,13 @@ def _identity(path: str) -> list[Any]:
     return [size, digest.hexdigest()[:16]]
 
 
-def _blocks(path: str, kind: str, size: int) -> list[Block]:
-    """The blocks of a file."""
+def _blocks(path: str, kind: str, size: int, column: Column) -> list[Block]:
+    """The blocks of a file. Raises ConfigError for a .parquet without the column."""
     if kind == ".parquet":
         from pyarrow import parquet
 
         with documents.reading(path), parquet.ParquetFile(path) as file:
+            arrow_files.check_column(column, file.schema_arrow)
             groups = [file.metadata.row_group(number) for number in range(file.num_row_groups)]
         return [Block(path, number, number + 1, group.total_byte_size) for number, group in enumerate(groups)]
     total = os.path.getsize(path)
