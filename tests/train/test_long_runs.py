@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_runs import MakeConfig, assert_same
+from tiny_runs import At, MakeConfig, assert_same, fail
 
 from octavo.train import RunResult, read_metrics, run
 from octavo.train.checkpoint.retention import Retention, checkpoints, held_out_loss, latest_checkpoint
 from octavo.train.config.run_config import ConfigError, TrainConfig, parse_config
-from octavo.train.record.events import RESTART, read_events
+from octavo.train.record.events import RESTART, add_event, read_events
 from octavo.train.supervise import supervise
 from octavo.train.trainer import Trainer
 
@@ -146,6 +146,35 @@ def test_a_crashed_run_is_restarted(ends: list[int], code: int, calls: int, tmp_
     assert len(notes) == calls - 1 + (calls == 3 and code != 0)
     if ends[0] == -9:
         assert notes[0] == "the run was ended by SIGKILL: restart 1 of 2, from the beginning: there is no checkpoint"
+
+
+def test_a_crash_before_the_folder_is_checked_resumes_no_earlier_run(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").touch()
+    command = [sys.executable, "-c", ENDS, str(tmp_path), json.dumps([-9, 2])]
+    assert supervise(command, tmp_path, resume=False, restarts=2, note=lambda text: None) == 2
+    assert (tmp_path / "calls").read_text().splitlines() == ["", ""]
+    assert not read_events(tmp_path)
+
+
+def test_a_restart_that_cannot_be_recorded(tmp_path: Path) -> None:
+    (tmp_path / "events.jsonl").mkdir()
+    notes: list[str] = []
+    command = [sys.executable, "-c", ENDS, str(tmp_path), json.dumps([-9, 0])]
+    assert supervise(command, tmp_path, resume=False, restarts=2, note=notes.append) == 0
+    assert len(notes) == 2 and "events.jsonl cannot be written: Is a directory" in notes[1]
+
+
+def test_a_restart_is_recorded_after_an_event_that_a_kill_left_unfinished(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
+    config = make_config(run={"steps": 6, "save_every": 2})
+    with pytest.raises(RuntimeError, match="killed"):
+        run(config, out=tmp_path / "run", progress=At(3, fail))
+    whole = json.dumps({"step": 1, "event": "move", "text": "…"}, ensure_ascii=False) + "\n"
+    (tmp_path / "run" / "events.jsonl").write_text(whole + '{"step": 3, "ev', encoding="utf-8")
+    add_event(tmp_path / "run", 2, RESTART, "the run was ended by SIGKILL")
+    run(config, out=tmp_path / "run", resume=True)
+    assert [event["event"] for event in read_events(tmp_path / "run")] == ["move", RESTART]
 
 
 @contextmanager

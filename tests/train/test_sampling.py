@@ -12,6 +12,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from octavo.train import ConfigError, RunResult, TrainConfig, parse_config, read_metrics, run
 from octavo.train.checkpoint.retention import latest_checkpoint
+from octavo.train.data.load import load_corpus
+from octavo.train.record.progress import NullProgress
+from octavo.train.sampling import Sampler
+from octavo.train.trainer import Trainer
 from processes import gloo  # noqa: F401  a fixture
 
 SAMPLE = {"every": 4, "prompts": ["the leaf", "", "a printer cuts"], "tokens": 6}
@@ -121,3 +125,15 @@ def test_ranks_write_the_same_samples(gloo, layout, make_config, tmp_path):  # n
     del shared["sample"]
     gloo.run(job, 2, shared, str(tmp_path / "without"), timeout=300)
     assert curve(tmp_path / "two") == curve(tmp_path / "without")
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1e-40, 5e-324])
+def test_a_model_that_has_diverged_ends_no_run(
+    temperature: float, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config(sample={"prompts": ["the "], "tokens": 2, "temperature": temperature})
+    trainer = Trainer(config, load_corpus(config.data, config.model, NullProgress()), torch.device("cpu"))
+    for value in (float("inf"), float("-inf"), float("nan"), 3e38, 1.0):
+        logits = torch.tensor([value, 2.0, -3e38, *[0.5] * 297]).expand(1, 16, 300)
+        monkeypatch.setattr(trainer, "logits", lambda ids, logits=logits: logits[:, : ids.shape[1]])
+        assert Sampler(trainer).write()[0]["prompt"] == "the "

@@ -65,10 +65,11 @@ class Sampler:
 
     def _choose(self, logits: Tensor, generator: torch.Generator) -> list[int]:
         """The next token of each row of logits [P,V]."""
-        logits = logits.float().cpu().nan_to_num()  # of a model that has diverged: any token will do
+        logits = logits.double().cpu().nan_to_num()  # of a model that has diverged: any token will do
         if not self._settings.temperature:
             return logits.argmax(-1).tolist()
-        probabilities = (logits / self._settings.temperature).softmax(-1)
+        # Below the largest one, so that no temperature makes an infinity of it.
+        probabilities = ((logits - logits.amax(-1, keepdim=True)) / self._settings.temperature).softmax(-1)
         return torch.multinomial(probabilities, 1, generator=generator).squeeze(-1).tolist()
 
     def _sample(self, row: int, written: list[int]) -> dict[str, str]:

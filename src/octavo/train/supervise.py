@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.train.checkpoint.retention import latest_checkpoint, step_of
-from octavo.train.record.events import RESTART, add_event
+from octavo.train.record.events import EVENTS_FILE, RESTART, add_event
 from octavo.train.record.outputs import CONFIG_FILE
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else []))
@@ -36,6 +36,7 @@ def supervise(command: Sequence[str], out: Path, *, resume: bool, restarts: int,
         restarts: Largest number of restarts.
         note: Receives a sentence about each crash.
     """
+    holds_run = (out / CONFIG_FILE).exists()  # of which only --resume asks
     child: list[subprocess.Popen[bytes]] = []
     stopping: list[int] = []
 
@@ -57,14 +58,17 @@ def supervise(command: Sequence[str], out: Path, *, resume: bool, restarts: int,
             if attempt == restarts:
                 note(f"the run {crash}, after {restarts} restarts (run.restarts): it stays ended")
                 break
-            resume = resume or (out / CONFIG_FILE).exists()
+            resume = resume or (not holds_run and (out / CONFIG_FILE).exists())
             newest = latest_checkpoint(out)
             step = 0 if newest is None else step_of(newest)
             text = f"the run {crash}: restart {attempt + 1} of {restarts}, from "
             text += f"step {step}" if newest is not None else "the beginning: there is no checkpoint"
             note(text)
-            if (out / CONFIG_FILE).exists():
-                add_event(out, step, RESTART, text)
+            if resume and (out / CONFIG_FILE).exists():
+                try:
+                    add_event(out, step, RESTART, text)
+                except OSError as error:
+                    note(f"the restart is not recorded: {out / EVENTS_FILE} cannot be written: {error.strerror}")
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

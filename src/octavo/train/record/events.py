@@ -9,6 +9,7 @@ checkpoint or to one before it has happened: it is the state of the guard until 
 """
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,14 @@ FINDING, MOVE, ROLLBACK, LOSS_SCALE, RESTART = "finding", "move", "rollback", "l
 
 
 def add_event(out: Path, step: int, event: str, text: str, **details: int) -> None:
-    """Append an event to the record of the run in `out`."""
-    with (out / EVENTS_FILE).open("a", encoding="utf-8") as file:
-        file.write(_line({"step": step, "event": event, "text": text} | details))
+    """Append an event to the record of the run in `out`, after its last whole line."""
+    with (out / EVENTS_FILE).open("a+b") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - 1))
+        if file.read() not in (b"", b"\n"):  # a process was killed while it wrote
+            file.seek(0)
+            file.truncate(file.read().rfind(b"\n") + 1)
+        file.write(_line({"step": step, "event": event, "text": text} | details).encode())
 
 
 def read_events(out: Path) -> list[dict[str, Any]]:
