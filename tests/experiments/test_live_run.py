@@ -118,6 +118,23 @@ def test_a_damaged_file_is_an_error_that_names_the_line(replayed: ReplayedRun) -
             live.read()
 
 
+def test_a_damaged_line_that_is_mended(replayed: ReplayedRun) -> None:
+    live = LiveRun(replayed.folder)
+    replayed.setup()
+    replayed.step(1, 2)
+    live.read()
+    replayed.step(3)
+    replayed.append("nonsense\n")
+    replayed.step(5)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="line 4"):
+            live.read()
+    path = replayed.folder / "metrics.jsonl"
+    path.write_text(path.read_text().replace("nonsense", replayed.line(4)))
+    live.read()
+    assert [row.step for row in live._rows] == [1, 2, 3, 4, 5]
+
+
 def test_a_run_of_an_earlier_release(replayed: ReplayedRun) -> None:
     replayed.step(*range(1, 41), time=None, epoch=None, mfu=None, peak_memory=None)
     replayed.end()

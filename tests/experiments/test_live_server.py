@@ -2,6 +2,8 @@
 
 import http.client
 import json
+import socket
+import struct
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -78,6 +80,26 @@ def test_a_damaged_run_is_an_answer(server: LiveServer, tmp_path: Path) -> None:
     with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
         file.write("nonsense\n")
     assert "metrics.jsonl, line 3" in json.loads(ask(server, "/data.json")[2])["error"]
+
+
+def test_a_browser_that_goes_away_prints_nothing(server: LiveServer, capfd: pytest.CaptureFixture[str]) -> None:
+    for _ in range(5):  # a reset instead of an end, in the middle of a large answer
+        with socket.create_connection(("127.0.0.1", server.server_address[1])) as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            connection.sendall(b"GET /plotly.js HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            connection.recv(100)
+    assert ask(server)[0] == 200
+    for thread in threading.enumerate():
+        if "process_request_thread" in thread.name:
+            thread.join()
+    assert capfd.readouterr().err == ""
+
+
+def test_other_errors_are_printed(server: LiveServer, capfd: pytest.CaptureFixture[str]) -> None:
+    server.contents["/"] = "text/html", lambda: str(1 // 0)
+    with pytest.raises(http.client.RemoteDisconnected):
+        ask(server)
+    assert "ZeroDivisionError" in capfd.readouterr().err
 
 
 def test_a_port_that_is_taken(server: LiveServer, tmp_path: Path) -> None:

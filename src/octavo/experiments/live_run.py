@@ -79,7 +79,7 @@ class LiveRun:
         locked = is_locked(self._folder / LOCK)
         seen = locked, [_stamp(self._folder / name) for name in (METRICS_FILE, EVENTS_FILE, SETUP_FILE, RESULT_FILE)]
         if seen != self._seen:
-            known = self._metrics.poll()
+            known = min(self._metrics.poll(), len(self._rows))  # a poll that raised has added records
             self._rows[known:] = [StepMetrics(**fields) for fields in self._metrics.records[known:]]
             self._events.poll()
             self._text = json.dumps(self._content(locked), allow_nan=False)

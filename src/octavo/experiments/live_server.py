@@ -6,6 +6,7 @@ security policy forbids scripts in the page itself, so a name or value of a run 
 """
 
 import json
+import sys
 from collections.abc import Callable
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -72,6 +73,11 @@ class LiveServer(ThreadingHTTPServer):
         """Address of the page."""
         host, port = self.server_address[:2]
         return f"http://{host!s}:{port}/"
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Print an error, unless it is a browser's that went away."""
+        if not isinstance(sys.exception(), ConnectionError | TimeoutError):
+            super().handle_error(request, client_address)
 
     def _data(self) -> str:
         with self._lock:
