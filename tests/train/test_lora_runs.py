@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from tiny_runs import LLAMA, At, assert_same, fail
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageClassification
 
 from octavo.nn import ResidentWeight
 from octavo.train import ConfigError, lora, parse_config, read_metrics, run
@@ -82,6 +82,25 @@ def test_checkpoints_hold_adapters_and_resume_bit_for_bit(lora_config, base, tmp
     assert not torch.equal(merged.state_dict()[name], plain.state_dict()[name])
     with pytest.raises(ConfigError, match="holds adapters, which fp8-row does not have"):
         export(checkpoint, tmp_path / "fp8", to="fp8-row")
+
+
+@pytest.mark.thorough
+def test_peft_reads_the_adapters_of_an_image_classifier(tmp_path):
+    pytest.importorskip("sklearn")
+    config = {
+        "run": {"steps": 1, "device": "cpu"}, "optim": {"lr": 1e-2, "batch": 8},
+        "data": {"task": "image-classification", "source": "digits"},
+        "model": {"type": "vit", "config": {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1,
+                                            "num_attention_heads": 2, "patch_size": 4}},
+    }  # fmt: skip
+    run(parse_config(config), out=tmp_path / "base")
+    base = tmp_path / "base" / "checkpoints" / "step-000001"
+    run(parse_config(config | {"model": {"path": str(base)}, "lora": {"rank": 2}}), out=tmp_path / "run")
+    exported = export(tmp_path / "run" / "checkpoints" / "step-000001", tmp_path / "exported").path
+    plain = AutoModelForImageClassification.from_pretrained(base)
+    before = plain.state_dict()["classifier.weight"].clone()
+    merged = peft.PeftModel.from_pretrained(plain, exported).merge_and_unload()
+    assert not torch.equal(merged.state_dict()["classifier.weight"], before)
 
 
 @pytest.mark.thorough

@@ -46,9 +46,10 @@ def add_adapters(model: nn.Module, lora: LoraConfig, seed: int, base: str | None
         raise ConfigError(f"[lora] is of PEFT, which cannot be imported ({error}): pip install peft") from None
     alpha: Any = lora.alpha  # PEFT takes a float, and annotates an int
     targets: Any = "all-linear" if lora.targets == ("all-linear",) else list(lora.targets)
+    writes_text = hasattr(model, "prepare_inputs_for_generation")  # what PeftModel.from_pretrained asks of the type
     settings = peft.LoraConfig(
         r=lora.rank, lora_alpha=alpha, lora_dropout=lora.dropout, target_modules=targets,
-        use_rslora=lora.rank_stabilized, task_type="CAUSAL_LM", base_model_name_or_path=base,
+        use_rslora=lora.rank_stabilized, task_type="CAUSAL_LM" if writes_text else None, base_model_name_or_path=base,
     )  # fmt: skip
     torch.manual_seed(seed)
     model.requires_grad_(False)
