@@ -175,7 +175,7 @@ def _plan(
         (n.removesuffix(".base_layer") for n, _ in model.named_modules() if n.endswith(".base_layer")), ""
     ):
         raise ValueError(
-            f"{adapted!r} has PEFT adapters, whose layers no plan names: tensor parallelism cannot distribute it. Merge "
+            f"{adapted!r} has PEFT adapters, which no plan names: tensor parallelism cannot distribute it. Merge "
             "the adapters (merge_and_unload) first, or use dp_shard or cp instead"
         )
     prefix = next((f"{name}." for name, module in model.named_modules() if module is base and name), "")
