@@ -1,5 +1,7 @@
 """Tensor and sequence parallelism of Transformers' models by the plan of their config."""
 
+import warnings
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,6 +12,7 @@ from collective_recorder import CollectiveRecorder
 from octavo.nn.causal import chunked_loss
 from octavo.numerics import sqnr
 from octavo.parallel import context_parallel, sum_partial_gradients, tensor_parallel
+from octavo.tensor import local_tensor
 
 pytestmark = pytest.mark.dist
 SHAPE = {
@@ -200,6 +203,65 @@ def uneven_job():
 @pytest.mark.thorough
 def test_uneven_sequences_and_a_second_call(gloo):
     assert all(gloo.run(uneven_job, 2))
+
+
+def adapters_job(wrapped):
+    """The error of a model with adapters, and whether it is as it was."""
+    import peft
+
+    model = model_of("llama", chunked=False)
+    settings = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PEFT's
+        if wrapped:
+            model = peft.get_peft_model(model, settings)
+        else:
+            peft.inject_adapter_in_model(settings, model)
+    before = [p.shape for p in model.parameters()]
+    with pytest.raises(ValueError) as error:
+        tensor_parallel(model, mesh_of())
+    assert before == [p.shape for p in model.parameters()]
+    return str(error.value)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_adapters_are_refused(gloo, wrapped):
+    pytest.importorskip("peft")
+    for text in gloo.run(adapters_job, 2, wrapped):
+        assert "layers.0.self_attn.q_proj' has PEFT adapters" in text and "merge_and_unload" in text
+
+
+def hooks_job(divides, moment):
+    """Names of the layers whose hooks ran, and gradients; hooks registered before or after, or never."""
+    model, tokens, mesh, called = model_of("llama", chunked=False), tokens_of(), mesh_of(), []
+
+    def register():
+        for name, layer in model.named_modules():
+            if name.endswith(("layers.0.self_attn.q_proj", "layers.1.mlp.down_proj")):
+                layer.register_forward_pre_hook(lambda *_, name=name: called.append(("before", name)))
+                layer.register_forward_hook(lambda *_, name=name: called.append(("forward", name)))
+                layer.register_full_backward_hook(lambda *_, name=name: called.append(("backward", name)))
+
+    if moment == "before":
+        register()
+    tensor_parallel(model, mesh, sequence_parallel=divides)
+    if moment == "after":
+        register()
+    labels = tokens[:, 1:].chunk(2, 1)[mesh.get_local_rank()] if divides else tokens[:, 1:]
+    model(input_ids=tokens[:, :-1], labels=labels, shift_labels=labels.contiguous()).loss.backward()
+    return called, {name: local_tensor(p.grad) for name, p in model.named_parameters()}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("divides", [True, False])
+def test_hooks_of_distributed_layers_run_once_and_change_nothing(gloo, divides):
+    (none, expected), *_ = gloo.run(hooks_job, 2, divides, "never")
+    assert not none
+    for moment in ("before", "after"):
+        called, gradients = gloo.run(hooks_job, 2, divides, moment)[0]
+        assert [kind for kind, _ in called] == ["before", "forward"] * 2 + ["backward"] * 2
+        assert all(torch.equal(gradients[name], grad) for name, grad in expected.items())
 
 
 # --- context parallelism ---

@@ -9,7 +9,8 @@ operands, P the same in high precision, both multiplied in float32:
     error of a layer  the largest of its products Y, ∂X and ∂W
 
 Equalized recipes (`octavo.nn.equalized`) quantize X diag(1/s) and W diag(s), and multiply ∂X by 1/s and ∂W by s: with
-the s of the layer for its own recipe, and for others with the s of these operands.
+the s of the layer for its own recipe, and for others with the s of these operands. So are layers of several ranks that
+began to equalize in this step, and have no s in their first pass: judged by that pass, no such recipe would stay.
 
 Every row has the same weight, however small: Adam takes steps of one size for gradients of any size, and a norm after a
 layer rescales all tokens. A product that lost nearly all of most rows has error 1; healthy ones have 0.03 to 0.10.
@@ -87,9 +88,9 @@ class ProductErrors:
             if isinstance(weight, Fp8Weight):
                 weight = weight.dequantized(torch.float32)
             self._weights[layer] = weight.detach().to(torch.float32, copy=True)
-        w_NK = self._weights[layer]
+        w_NK, own_channels = self._weights[layer], channels is not None
         by_recipe = {
-            recipe.name: channels if _is_own(recipe, module) else channels_of(recipe, x_MK, w_NK)
+            recipe.name: channels if own_channels and _is_own(recipe, module) else channels_of(recipe, x_MK, w_NK)
             for recipe in self._measure[layer]
             if _fits(recipe, module)
         }

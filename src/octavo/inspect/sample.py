@@ -43,6 +43,7 @@ from octavo.numerics.equalization import ChannelScales
 from octavo.numerics.formats import SUPPORTED_DTYPES
 from octavo.numerics.recipe import Recipe
 from octavo.numerics.spec import TENSOR, QuantSpec
+from octavo.runtime.switch import SWITCH
 from octavo.runtime.torch_compat import disable_current_modes, in_backward, local_part
 from octavo.tensor import ScaledTensor
 
@@ -129,12 +130,15 @@ class Sample:
 
     def _first(self, layer: WatchedLayer) -> Callable[..., None]:
         def save_input(_: nn.Module, args: Any, kwargs: Any) -> None:
-            self._before_gather[layer.name] = _input(args, kwargs)
+            if SWITCH.enabled:
+                self._before_gather[layer.name] = _input(args, kwargs)
 
         return save_input
 
     def _before(self, layer: WatchedLayer) -> Callable[..., None]:
         def count_inputs(_: nn.Module, args: Any, kwargs: Any) -> None:
+            if layer.name not in self._before_gather:
+                return
             x, own_x = local_part(_input(args, kwargs)), local_part(self._before_gather.pop(layer.name))
             recomputed = in_backward()
             if x.dtype not in SUPPORTED_DTYPES or (recomputed and not self._without_graph[layer.name]):

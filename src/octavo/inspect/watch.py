@@ -21,8 +21,9 @@ dispatch modes, autograd and the caches that layers share, so a sampled step com
     weights in FP8          gathered so by FSDP (`octavo.nn.gathered`): each rank counts its own rows
     tensor parallelism      each rank counts the parts that it multiplies; what all ranks have counts once for each
 
-Not covered: a layer whose forward is not called (the head under the chunked loss), and the recomputation of wgrad's X
-from FP8 under `activations="fp8"`: its row scales, folded into G, are those of forward.
+Not covered: forwards inside `octavo.disabled()`, such as those by which a pipeline infers shapes; a layer whose forward
+is not called (the head under the chunked loss); and the recomputation of wgrad's X from FP8 under `activations="fp8"`:
+its row scales, folded into G, are those of forward.
 """
 
 import sys

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from octavo.nn.causal import adds_router_loss
+from octavo.nn.equalized import equalized_layers, reset_scales
 from octavo.nn.linear_subclasses import is_converted
 from octavo.numerics.names import nearest
 from octavo.runtime.blocks import Absent, find_block_list
@@ -312,7 +313,7 @@ class Pipeline:
     def alone(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Run the stages of this rank one after the other, without the others. Returns the last output.
 
-        Stages other than the first read zeros.
+        Stages other than the first read zeros, so channel scales that were measured meanwhile are dropped.
         """
         x = inputs
         for index, part in sorted(self.parts.items()):
@@ -322,6 +323,8 @@ class Pipeline:
                     *targets.shape, part.width, dtype=weight.dtype, device=inputs.device, requires_grad=True
                 )
             x = part(x, labels=targets)
+            for _, layer in equalized_layers(part):
+                reset_scales(layer)
         return x
 
     def _weighted(self, loss: Tensor, target: Tensor) -> Tensor:

@@ -69,7 +69,11 @@ class _Fp8Style(ParallelStyle):
 
     def __repr__(self) -> str:
         settings = (f"{name}={value!r}" for name, value in vars(self).items() if name != "src_data_rank")
-        return f"{type(self).__name__}({', '.join(settings)})"
+        return f"{self._public_name}({', '.join(settings)})"
+
+    @property
+    def _public_name(self) -> str:
+        return next(cls.__name__ for cls in type(self).__mro__ if not cls.__name__.startswith("_"))
 
     @abstractmethod
     def describe(self, layer: nn.Module) -> str:
@@ -84,7 +88,7 @@ class _Fp8Style(ParallelStyle):
             self._check(module, device_mesh)
         except (TypeError, ValueError) as error:
             problem = error
-        compare_ranks(type(self).__name__, module, [self], problem, device_mesh)
+        compare_ranks(self._public_name, module, [self], problem, device_mesh)
         for name, dim in (("weight", Shard(self.weight_dim)), ("bias", self.bias_placement)):
             if (parameter := getattr(module, name)) is not None:
                 if parameter not in _PARTS:
@@ -102,7 +106,7 @@ class _Fp8Style(ParallelStyle):
         return module
 
     def _check(self, module: nn.Module, mesh: DeviceMesh) -> None:
-        name = type(self).__name__
+        name = self._public_name
         if not isinstance(module, nn.Linear) or not isinstance(module._parameters.get("weight"), nn.Parameter):
             raise TypeError(
                 f"{name} distributes linear layers whose weight is a parameter; got {type(module).__name__}: name a "

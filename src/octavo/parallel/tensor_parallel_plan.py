@@ -171,6 +171,13 @@ def _plan(
             f"{kind} has no plan for tensor parallelism in its config (base_model_tp_plan): distribute its layers with "
             "octavo.parallel.Fp8ColwiseParallel and Fp8RowwiseParallel, or use dp_shard, cp or pp instead"
         )
+    if adapted := next(
+        (n.removesuffix(".base_layer") for n, _ in model.named_modules() if n.endswith(".base_layer")), ""
+    ):
+        raise ValueError(
+            f"{adapted!r} has PEFT adapters, which no plan names: tensor parallelism cannot distribute it. Merge "
+            "the adapters (merge_and_unload) first, or use dp_shard or cp instead"
+        )
     prefix = next((f"{name}." for name, module in model.named_modules() if module is base and name), "")
     styles: dict[str, Any] = {}
     between_heads: list[str] = []

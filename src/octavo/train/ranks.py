@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
+from octavo.kernels.gemm.torch_bf16 import SWITCH as CPU_PRODUCTS
 from octavo.runtime.torch_compat import get_default_store
 from octavo.train.config.run_config import ConfigError, TrainConfig, flat
 from octavo.train.config.sections import Run
@@ -205,6 +206,7 @@ def _check_same_config(config: TrainConfig, ranks: Ranks) -> Ranks:
     """Return `ranks` if all have the same configuration and it fits their number. Raises ConfigError on all ranks."""
     settings = dict(flat("", config.model_dump(mode="json", exclude_none=True)))
     ranks.check_same({key: value for key, value in settings.items() if key not in MACHINE_PATHS})
+    ranks.check_same({CPU_PRODUCTS: os.environ.get(CPU_PRODUCTS, "fast")})
     try:
         config.parallel.sizes(ranks.world_size)
     except ValueError as error:
