@@ -1,5 +1,6 @@
 """Runs with `[lora]`: small checkpoints, bitwise resume, PEFT's files, plans, ranks."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -121,9 +122,30 @@ def test_plans(lora_config):
     assert forecast.configured.memory.largest["parameters"] < forecast.bf16_memory.largest["parameters"]
 
 
-def job(settings, out):
+def job(settings, out, resume=False):
     """One rank of a run."""
-    return run(parse_config(settings), out=Path(out))
+    return run(parse_config(settings), out=Path(out), resume=resume)
+
+
+@pytest.mark.thorough
+@pytest.mark.dist
+@pytest.mark.parametrize("base_format", ["fp8", "bf16"])
+@pytest.mark.parametrize(
+    "parallel", [{"dp_replicate": 2}, {}, {"fp8_comm": "gather"}], ids=["copies", "shards", "gather"]
+)
+def test_ranks_share_the_batch_and_the_base(gloo, lora_config, tmp_path, parallel, base_format):  # noqa: F811
+    lora = {"rank": 4, "base": base_format}
+    precision, optim = FP8 | {"parameters": "fp32"}, {"batch": 8, "micro_batches": 2}
+    config = lora_config(precision=precision, optim=optim, lora=lora)
+    settings = config.model_dump(exclude_none=True)
+    one = job(settings, tmp_path / "one")
+    two = gloo.run(job, 2, settings | {"parallel": parallel}, str(tmp_path / "two"), timeout=300.0)
+    assert two[0].losses.final == pytest.approx(one.losses.final, rel=2e-2)
+    rows = [read_metrics(tmp_path / name / "metrics.jsonl") for name in ("one", "two")]
+    assert [row.loss for row in rows[1]] == pytest.approx([row.loss for row in rows[0]], rel=1e-3)
+    checkpoint = tmp_path / "two" / "checkpoints" / f"step-{one.steps:06d}"
+    export(checkpoint, tmp_path / "exported")
+    assert (tmp_path / "exported" / "adapter_model.safetensors").stat().st_size < 2e5
 
 
 @pytest.mark.thorough
@@ -162,9 +184,13 @@ def test_a_run_on_shards_resumes_bitwise(gloo, lora_config, tmp_path, base_forma
     config = lora_config(run={"save_every": 2}, lora={"rank": 4, "base": base_format}, optim={"batch": 8})
     settings = config.model_dump(exclude_none=True)
     gloo.run(job, 2, settings, str(tmp_path / "whole"), timeout=300.0)
-    gloo.run(killed_and_resumed, 2, settings, str(tmp_path / "resumed"), timeout=300.0)
+    shutil.copytree(tmp_path / "whole", tmp_path / "resumed")
+    shutil.rmtree(max((tmp_path / "resumed" / "checkpoints").iterdir()))  # killed before its last checkpoint
+    gloo.run(job, 2, settings, str(tmp_path / "resumed"), True, timeout=300.0)
     rows = [read_metrics(tmp_path / name / "metrics.jsonl") for name in ("whole", "resumed")]
     assert [row.loss for row in rows[0]] == [row.loss for row in rows[1]]
+    last = [sorted((tmp_path / name / "checkpoints").iterdir())[-1] for name in ("whole", "resumed")]
+    assert last[0].name == last[1].name
 
 
 @pytest.mark.parametrize("other", [(0, 1), (1, 0)], ids=["in a row", "in a column"])
