@@ -151,35 +151,6 @@ def test_ranks_share_the_batch_and_the_base(gloo, lora_config, tmp_path, paralle
 @pytest.mark.thorough
 @pytest.mark.dist
 @pytest.mark.parametrize("base_format", ["fp8", "bf16"])
-@pytest.mark.parametrize(
-    "parallel", [{"dp_replicate": 2}, {}, {"fp8_comm": "gather"}], ids=["copies", "shards", "gather"]
-)
-def test_ranks_share_the_batch_and_the_base(gloo, lora_config, tmp_path, parallel, base_format):  # noqa: F811
-    lora = {"rank": 4, "base": base_format}
-    precision, optim = FP8 | {"parameters": "fp32"}, {"batch": 8, "micro_batches": 2}
-    config = lora_config(precision=precision, optim=optim, lora=lora)
-    settings = config.model_dump(exclude_none=True)
-    one = job(settings, tmp_path / "one")
-    two = gloo.run(job, 2, settings | {"parallel": parallel}, str(tmp_path / "two"), timeout=300.0)
-    assert two[0].losses.final == pytest.approx(one.losses.final, rel=2e-2)
-    rows = [read_metrics(tmp_path / name / "metrics.jsonl") for name in ("one", "two")]
-    assert [row.loss for row in rows[1]] == pytest.approx([row.loss for row in rows[0]], rel=1e-3)
-    checkpoint = tmp_path / "two" / "checkpoints" / f"step-{one.steps:06d}"
-    export(checkpoint, tmp_path / "exported")
-    assert (tmp_path / "exported" / "adapter_model.safetensors").stat().st_size < 2e5
-
-
-def killed_and_resumed(settings, out):
-    """A run that ends at step 3, and one that resumes it."""
-    config = parse_config(settings)
-    with pytest.raises(RuntimeError, match="killed"):
-        run(config, out=Path(out), progress=At(3, fail))
-    return run(config, out=Path(out), resume=True)
-
-
-@pytest.mark.thorough
-@pytest.mark.dist
-@pytest.mark.parametrize("base_format", ["fp8", "bf16"])
 def test_a_run_on_shards_resumes_bitwise(gloo, lora_config, tmp_path, base_format):  # noqa: F811
     config = lora_config(run={"save_every": 2}, lora={"rank": 4, "base": base_format}, optim={"batch": 8})
     settings = config.model_dump(exclude_none=True)
