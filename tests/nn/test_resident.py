@@ -130,7 +130,6 @@ CHANGES = {
     "data =": lambda w: setattr(w, "data", torch.zeros(48, 96)),
     "data = bf16": lambda w: setattr(w, "data", torch.zeros(48, 96, dtype=w.dtype)),
     "data = fp32": lambda w: setattr(w, "data", w.float()),
-    "split": lambda w: w.chunk(2),
     "address": lambda w: w.data_ptr(),
     "storage": lambda w: w.storage(),
     "requires_grad_": lambda w: w.requires_grad_(),

@@ -1,5 +1,6 @@
 """Runs with `[lora]`: small checkpoints, bitwise resume, PEFT's files, plans, ranks."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from octavo.nn import ResidentWeight
 from octavo.train import ConfigError, lora, parse_config, read_metrics, run
 from octavo.train.checkpoint.export import export
 from octavo.train.data.tokenizer import load_tokenizer
+from octavo.train.ranks import Ranks
 from octavo.train.run_plan import plan_memory, plan_step
 from octavo.train.trainer import Trainer
 from processes import gloo  # noqa: F401  a fixture
@@ -139,31 +141,53 @@ def test_plans(lora_config):
     assert forecast.configured.memory.largest["parameters"] < forecast.bf16_memory.largest["parameters"]
 
 
-def job(settings, out):
+def job(settings, out, resume=False):
     """One rank of a run."""
-    return run(parse_config(settings), out=Path(out))
+    return run(parse_config(settings), out=Path(out), resume=resume)
 
 
 @pytest.mark.thorough
 @pytest.mark.dist
-def test_two_copies_share_the_batch_and_shards_are_refused(gloo, lora_config, tmp_path):  # noqa: F811
-    config = lora_config(precision=FP8 | {"parameters": "fp32"}, optim={"batch": 8, "micro_batches": 2})
+@pytest.mark.parametrize("base_format", ["fp8", "bf16"])
+@pytest.mark.parametrize(
+    "parallel", [{"dp_replicate": 2}, {}, {"fp8_comm": "gather"}], ids=["copies", "shards", "gather"]
+)
+def test_ranks_share_the_batch_and_the_base(gloo, lora_config, tmp_path, parallel, base_format):  # noqa: F811
+    lora = {"rank": 4, "base": base_format}
+    precision, optim = FP8 | {"parameters": "fp32"}, {"batch": 8, "micro_batches": 2}
+    config = lora_config(precision=precision, optim=optim, lora=lora)
     settings = config.model_dump(exclude_none=True)
     one = job(settings, tmp_path / "one")
-    two = gloo.run(job, 2, settings | {"parallel": {"dp_replicate": 2}}, str(tmp_path / "two"), timeout=300.0)
+    two = gloo.run(job, 2, settings | {"parallel": parallel}, str(tmp_path / "two"), timeout=300.0)
     assert two[0].losses.final == pytest.approx(one.losses.final, rel=2e-2)
+    rows = [read_metrics(tmp_path / name / "metrics.jsonl") for name in ("one", "two")]
+    assert [row.loss for row in rows[1]] == pytest.approx([row.loss for row in rows[0]], rel=1e-3)
     checkpoint = tmp_path / "two" / "checkpoints" / f"step-{one.steps:06d}"
     export(checkpoint, tmp_path / "exported")
     assert (tmp_path / "exported" / "adapter_model.safetensors").stat().st_size < 2e5
-    with pytest.raises(Exception, match="resident in FP8"):
-        gloo.run(job, 2, settings, str(tmp_path / "sharded"), timeout=300.0)
+
+
+@pytest.mark.thorough
+@pytest.mark.dist
+@pytest.mark.parametrize("base_format", ["fp8", "bf16"])
+def test_a_run_on_shards_resumes_bitwise(gloo, lora_config, tmp_path, base_format):  # noqa: F811
+    config = lora_config(run={"save_every": 2}, lora={"rank": 4, "base": base_format}, optim={"batch": 8})
+    settings = config.model_dump(exclude_none=True)
+    gloo.run(job, 2, settings, str(tmp_path / "whole"), timeout=300.0)
+    shutil.copytree(tmp_path / "whole", tmp_path / "resumed")
+    shutil.rmtree(max((tmp_path / "resumed" / "checkpoints").iterdir()))  # killed before its last checkpoint
+    gloo.run(job, 2, settings, str(tmp_path / "resumed"), True, timeout=300.0)
+    rows = [read_metrics(tmp_path / name / "metrics.jsonl") for name in ("whole", "resumed")]
+    assert [row.loss for row in rows[0]] == [row.loss for row in rows[1]]
+    last = [sorted((tmp_path / name / "checkpoints").iterdir())[-1] for name in ("whole", "resumed")]
+    assert last[0].name == last[1].name
 
 
 @pytest.mark.parametrize("other", [(0, 1), (1, 0)], ids=["in a row", "in a column"])
 def test_another_base_is_found_by_two_values_that_change_places(other, monkeypatch):
     monkeypatch.setattr(lora, "has_adapters", lambda model: True)
     layer = torch.nn.Linear(4, 4, bias=False).requires_grad_(False)
-    before = lora.base_digest(layer)
+    before = lora.base_digest(layer, Ranks(torch.device("cpu")))
     first = layer.weight[0, 0].clone()
     layer.weight[0, 0], layer.weight[other] = layer.weight[other].clone(), first
-    assert lora.base_digest(layer) != before
+    assert lora.base_digest(layer, Ranks(torch.device("cpu"))) != before

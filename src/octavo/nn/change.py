@@ -73,6 +73,8 @@ def change_recipe(model: nn.Module, fqn: str, recipe: str | Recipe | None, *, re
             revert_experts(module)
             if new_recipe is not None:
                 convert_experts(module, new_recipe, storage, keep_weights)
+            else:
+                make_plain([module])
         elif new_recipe is None:
             if is_converted(module):
                 restore_original_class(module)

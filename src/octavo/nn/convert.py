@@ -23,7 +23,7 @@ from octavo.activations.modules import (
 )
 from octavo.nn.experts import convert_experts, is_converted_experts, looks_like_experts, revert_experts
 from octavo.nn.filters import Filter, ModuleFilter, both, of_precision
-from octavo.nn.frozen import check_frozen, make_plain, resident_parameters, resident_plan
+from octavo.nn.frozen import check_frozen, make_plain, resident_parameters, resident_plan, sharded_problem
 from octavo.nn.linear_subclasses import change_since, fp8_class, is_converted, restore_original_class
 from octavo.nn.report import PLAN_ATTRIBUTE, check_module, report
 from octavo.nn.select import checked_weight, default_plan, linears_with_exact_inputs, obstacle
@@ -117,7 +117,7 @@ def apply_plan(model: M, plan: Plan, *, keep_weights: bool = False, frozen: str 
     if frozen == "fp8":
         plan, specs = resident_plan(plan, modules)
     weights = resident_parameters(modules, specs)
-    trained = [layer for layer in weights if layer.weight.requires_grad]
+    trained = [layer for layer, own in weights.items() if any(layer.get_parameter(name).requires_grad for name in own)]
     with all_or_nothing(model):
         for fqn in plan.converted:
             recipe = plan[fqn].recipe
@@ -126,8 +126,8 @@ def apply_plan(model: M, plan: Plan, *, keep_weights: bool = False, frozen: str 
                 convert_experts(modules[fqn], recipe, storages.pop(fqn, None), keep_weights)
                 continue
             become(modules[fqn], fp8_class(type(modules[fqn]), recipe), recipe=recipe, keep_weights=keep_weights)
-        for layer, weight in weights.items():
-            layer._parameters["weight"] = weight
+        for layer, own in weights.items():
+            layer._parameters.update(own)
         for fqn, storage in storages.items():
             enable_fp8_saving(modules[fqn], storage)
         # Drops the predictions of octavo.plan.
@@ -186,7 +186,7 @@ def revert(model: M) -> M:
     if not converted and not saving and PLAN_ATTRIBUTE not in vars(model):
         raise ValueError("revert: this model has no converted layer, so there is nothing to revert")
     for fqn, module in (converted | saving).items():
-        if (why := change_since(module)) is not None:
+        if (why := change_since(module) or sharded_problem(module)) is not None:
             raise ValueError(f"revert: {fqn or 'the model'} {why}. The model was left as it was")
     with all_or_nothing(model):
         for module in converted.values():

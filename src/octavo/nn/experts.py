@@ -35,6 +35,8 @@ from octavo.activations.modules import STORAGE_ATTRIBUTE, mixed_class
 from octavo.activations.saved_tensors import compressed
 from octavo.kernels.grouped import is_grouped
 from octavo.nn.grouped_linear import grouped_linear
+from octavo.nn.resident import ResidentWeight
+from octavo.nn.resident_state import join_in_state, split_in_state
 from octavo.nn.weights import is_fsdp_sharded
 from octavo.numerics.recipe import DEFAULT, Recipe
 from octavo.runtime.swap import become, has_own_forward, is_fully_sharded
@@ -128,6 +130,14 @@ class Experts(nn.Module):
         keeps = self.keep_weights and not torch.compiler.is_compiling() and not is_fsdp_sharded(self)
         return grouped_linear(rows, weight, bias, offsets, self.recipe, bool(self.is_transposed), keeps)
 
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        split_in_state(self, destination, prefix)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
+        join_in_state(self, state_dict, prefix, arguments[-1])
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
+
     def extra_repr(self) -> str:
         """Return the description of the original, with the recipe."""
         return ", ".join(part for part in (super().extra_repr(), f"recipe={self.recipe.name}") if part)
@@ -191,7 +201,7 @@ def experts_obstacle(module: nn.Module) -> str | None:
         return f"{unknown} it has no flag {missing[0]}: it was not made by its own constructor"
     if (implementation := _foreign_implementation(module, forward)) is not None:
         return f"{unknown} its config chooses the experts implementation {implementation!r}, which is not Transformers'"
-    if is_fully_sharded(module) or any(map(is_traceable_wrapper_subclass, module.parameters(recurse=False))):
+    if is_fully_sharded(module) or any(map(_is_foreign, module.parameters(recurse=False))):
         return "sharded already: convert before sharding"
     if has_own_forward(module):
         return "its forward was replaced on the instance, so it would not be used: convert before that is done"
@@ -204,6 +214,11 @@ def experts_obstacle(module: nn.Module) -> str | None:
     except Exception as error:
         return f"making a subclass of {kind} raises {type(error).__name__}: {error}"
     return None
+
+
+def _is_foreign(parameter: nn.Parameter) -> bool:
+    """Return whether a parameter is a tensor of another library's, or a DTensor."""
+    return is_traceable_wrapper_subclass(parameter) and not isinstance(parameter, ResidentWeight)
 
 
 def _decorator() -> Any:

@@ -1,8 +1,8 @@
-"""Choose the frozen linears whose weights become resident in FP8, make them so, and undo it; see `octavo.nn.resident`.
+"""Choose the frozen layers whose weights become resident in FP8, make them so, and undo it; see `octavo.nn.resident`.
 
-Before `get_peft_model` nothing is frozen: `octavo.convert(model, frozen="fp8")` then freezes the linears whose weights
-become resident. If some of them are frozen already, as after `get_peft_model`, only these become resident, and the
-others train as usual. Adapters, vocabulary heads, embeddings and norms keep their dtype.
+Before `get_peft_model` nothing is frozen: `octavo.convert(model, frozen="fp8")` then freezes the linears and experts
+whose weights become resident. If some of them are frozen already, as after `get_peft_model`, only these become
+resident, and the others train as usual. Adapters, vocabulary heads, embeddings and norms keep their dtype.
 
 Conversion quantizes every weight before it replaces the first, so that an error leaves the model unchanged: a model
 already in memory takes 3 bytes per parameter meanwhile. `octavo.nn.load_frozen` never holds more than one tensor in
@@ -16,9 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from octavo.nn.experts import STACKED, looks_like_experts
 from octavo.nn.linear_subclasses import is_transposed
-from octavo.nn.resident import ResidentWeight, resident_weight
-from octavo.nn.select import is_adapter, is_linear, own_weight
+from octavo.nn.resident import ResidentShard, ResidentWeight
+from octavo.nn.resident_state import resident_weights
+from octavo.nn.select import is_adapter
 from octavo.numerics.names import nearest
 from octavo.numerics.plan import Decision, Plan
 from octavo.numerics.recipe import RECIPES, Recipe, unequalized
@@ -49,21 +51,17 @@ def resident_plan(plan: Plan, modules: Mapping[str, nn.Module]) -> tuple[Plan, d
         ValueError: If a recipe needs several FP8 forms of a weight, a weight is sharded or no plain parameter, or no
             weight would be resident.
     """
-    linears = [fqn for fqn in plan.converted if is_linear(modules[fqn]) and not is_adapter(fqn)]
-    frozen = [fqn for fqn in linears if not any(p.requires_grad for p in _weights(modules[fqn]))]
+    layers = [fqn for fqn in plan.converted if not is_adapter(fqn)]
+    frozen = [fqn for fqn in layers if not any(p.requires_grad for p in _weights(modules[fqn]))]
     changed: dict[str, Decision] = {}
     specs: dict[str, QuantSpec] = {}
-    shared = _shared_with_others({modules[fqn] for fqn in frozen or linears}, modules)
+    shared = _shared_with_others({modules[fqn] for fqn in frozen or layers}, modules)
     for fqn in plan.converted:
         decision, module = plan[fqn], modules[fqn]
         assert decision.recipe is not None
         if is_adapter(fqn):
             changed[fqn] = Decision(recipe=None, reason="adapter kept in high precision, beside a base in FP8")
-        elif fqn not in linears:
-            changed[fqn] = replace(
-                decision, reason=f"{decision.reason}; not resident: weights of experts keep their dtype"
-            )
-        elif fqn in (frozen or linears):
+        elif fqn in (frozen or layers):
             if module in shared:
                 note = f"; not resident: {shared[module]}"
                 changed[fqn] = replace(decision, reason=decision.reason + note)
@@ -85,22 +83,22 @@ def resident_plan(plan: Plan, modules: Mapping[str, nn.Module]) -> tuple[Plan, d
 @torch.inference_mode(False)  # inference tensors could not be saved for backward
 def resident_parameters(
     modules: Mapping[str, nn.Module], specs: Mapping[str, QuantSpec]
-) -> dict[nn.Module, nn.Parameter]:
+) -> dict[nn.Module, dict[str, nn.Parameter]]:
     """Quantize the weights of layers; a weight that several layers share once."""
     quantized: dict[int, Any] = {}
-    parameters = {}
+    parameters: dict[nn.Module, dict[str, nn.Parameter]] = {}
     for fqn, spec in specs.items():
-        weight = own_weight(modules[fqn])
-        assert weight is not None
-        if id(weight) not in quantized:
-            parameter: Any = nn.Parameter(ResidentWeight.quantized(weight, spec), requires_grad=False)
-            quantized[id(weight)] = parameter
-        if quantized[id(weight)].spec != spec:
-            raise ValueError(
-                f"frozen='fp8': {fqn!r} shares its weight with a layer of another recipe, and one FP8 weight has one "
-                "format: convert both in one recipe"
-            )
-        parameters[modules[fqn]] = quantized[id(weight)]
+        for name in weight_names(modules[fqn]):
+            weight: Any = modules[fqn]._parameters[name]
+            if id(weight) not in quantized:
+                parameter: Any = nn.Parameter(ResidentWeight.quantized(weight, spec), requires_grad=False)
+                quantized[id(weight)] = parameter
+            if quantized[id(weight)].spec != spec:
+                raise ValueError(
+                    f"frozen='fp8': {fqn!r} shares its weight with a layer of another recipe, and one FP8 weight has "
+                    "one format: convert both in one recipe"
+                )
+            parameters.setdefault(modules[fqn], {})[name] = quantized[id(weight)]
     return parameters
 
 
@@ -109,19 +107,29 @@ def make_plain(layers: Iterable[nn.Module]) -> None:
     """Replace resident weights by frozen parameters with the FP8 values, in the dtype of their interface."""
     plain: dict[int, nn.Parameter] = {}
     for layer in layers:
-        weight = resident_weight(layer)
-        if weight is not None:
+        for name, weight in list(resident_weights(layer)):
             if id(weight) not in plain:
                 plain[id(weight)] = nn.Parameter(weight.dequantized(weight.dtype), requires_grad=False)
-            layer._parameters["weight"] = plain[id(weight)]
+            layer._parameters[name] = plain[id(weight)]
+
+
+def sharded_problem(layer: nn.Module) -> str | None:
+    """Return why resident weights of a layer cannot become plain, or None."""
+    if any(isinstance(weight, ResidentShard) for _, weight in resident_weights(layer)):
+        return "is resident in FP8 and sharded: its weights become plain only before fully_shard or parallelize"
+    return None
 
 
 def check_recipe_of_resident(fqn: str, layer: nn.Module, recipe: Recipe | None) -> None:
     """Raise ValueError if a layer's weight is resident in FP8 and a recipe needs another form of it."""
-    weight = resident_weight(layer)
-    if weight is None or recipe is None:
+    _, weight = next(resident_weights(layer), (None, None))
+    if weight is None:
         return
-    spec = weight.spec.transposed if is_transposed(layer) else weight.spec
+    if recipe is None:
+        if (why := sharded_problem(layer)) is not None:
+            raise ValueError(f"change_recipe: {fqn!r} {why}")
+        return
+    spec = weight.spec.transposed if stores_transposed(layer) else weight.spec
     if recipe.equalization or recipe.w != spec or recipe.dgrad_w != spec:
         fitting = ", ".join(r.name for r in RECIPES.values() if r.w == r.dgrad_w == spec and not r.equalization)
         raise ValueError(
@@ -130,41 +138,55 @@ def check_recipe_of_resident(fqn: str, layer: nn.Module, recipe: Recipe | None) 
         )
 
 
+def weight_names(layer: nn.Module) -> list[str]:
+    """Return the names of the parameters of a layer that its products multiply by."""
+    names = STACKED if looks_like_experts(layer) else ("weight",)
+    return [name for name in names if layer._parameters.get(name) is not None]
+
+
 def _weights(layer: nn.Module) -> list[Tensor]:
-    """Return the matrices that a linear trains; several if its weight is parametrized."""
-    weight = own_weight(layer)
-    return [p for p in layer.parameters() if p.ndim >= 2] if weight is None else [weight]
+    """Return the matrices that a layer trains; several of experts, or if its weight is parametrized."""
+    names = weight_names(layer)
+    return [layer.get_parameter(name) for name in names] or [p for p in layer.parameters() if p.ndim >= 2]
 
 
 def _shared_with_others(layers: set[nn.Module], modules: Mapping[str, nn.Module]) -> dict[nn.Module, str]:
     """Return layers whose weight must keep its dtype, with the reason."""
-    owners: dict[int, tuple[nn.Module, str]] = {}
+    owners: dict[int, str] = {}
     for fqn, module in modules.items():
+        own = weight_names(module) if module in layers else []
         for name, parameter in module._parameters.items():
-            if parameter is not None and not (module in layers and name == "weight"):
-                owners[id(parameter)] = module, f"{fqn}.{name}".lstrip(".")
+            if parameter is not None and name not in own:
+                owners[id(parameter)] = f"{fqn}.{name}".lstrip(".")
     reasons = {}
     for layer in layers:
-        weight = own_weight(layer)
-        if weight is None:
+        names = weight_names(layer)
+        if not names:
             reasons[layer] = "its weight is computed from others"
-        elif id(weight) in owners:
-            reasons[layer] = f"its weight is also {owners[id(weight)][1]!r}, which reads it in high precision"
+        for name in names:
+            if (other := owners.get(id(layer._parameters[name]))) is not None:
+                reasons[layer] = f"its weight is also {other!r}, which reads it in high precision"
     return reasons
 
 
 def _checked_spec(fqn: str, module: nn.Module, recipe: Recipe) -> QuantSpec:
     """Return the format of a layer's weight as stored."""
-    weight = own_weight(module)
     if recipe.w != recipe.dgrad_w:
         fitting = ", ".join(r.name for r in RECIPES.values() if r.w == r.dgrad_w and not r.equalization)
         raise ValueError(
             f"frozen='fp8' stores one FP8 form of each weight, but recipe {recipe.name!r} of {fqn!r} needs one for "
             f"forward and another for backward: use one of {fitting}. The model was left as it was"
         )
-    if type(weight) not in (nn.Parameter, FakeTensor) or hasattr(weight, "placements"):
-        raise ValueError(
-            f"frozen='fp8' takes plain parameters; {fqn!r} has a {type(weight).__name__}: convert before the model is "
-            "sharded or quantized by another library, or leave it out with skip=[…]. The model was left as it was"
-        )
-    return recipe.w.transposed if is_transposed(module) else recipe.w
+    for weight in _weights(module):
+        if type(weight) not in (nn.Parameter, FakeTensor) or hasattr(weight, "placements"):
+            raise ValueError(
+                f"frozen='fp8' takes plain parameters; {fqn!r} has a {type(weight).__name__}: convert before the model "
+                "is sharded or quantized by another library, or leave it out with skip=[…]. The model was left as it "
+                "was"
+            )
+    return recipe.w.transposed if stores_transposed(module) else recipe.w
+
+
+def stores_transposed(layer: nn.Module) -> bool:
+    """Return whether a layer stores its weights as [in, out]."""
+    return bool(getattr(layer, "is_transposed", False)) if looks_like_experts(layer) else is_transposed(layer)

@@ -5,7 +5,8 @@
     octavo.convert(model, "rowwise", frozen="fp8")          # decides the format of each weight
     octavo.nn.load_frozen(model, "folder", device="cuda")   # reads, moves and quantizes tensor after tensor
 
-At any moment one tensor exists in high precision, besides those that stay in it (embeddings, head, norms).
+At any moment one tensor exists in high precision, besides those that stay in it (embeddings, head, norms). That of the
+experts of a layer is the largest: published checkpoints store each expert by itself, and one by one they fill it.
 """
 
 import json
@@ -20,8 +21,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from octavo.nn.checkpoint_names import parts_in_checkpoint
 from octavo.nn.report import check_module
-from octavo.nn.resident import SCALE_SUFFIX, ResidentWeight
+from octavo.nn.resident import ResidentWeight
+from octavo.nn.resident_state import SCALE_SUFFIX
 from octavo.numerics.formats import SUPPORTED_DTYPES
 from octavo.runtime.extras import needs_extras
 from octavo.runtime.swap import all_or_nothing
@@ -63,7 +66,8 @@ def load_frozen(model: M, path: str | Path, *, device: str | torch.device = "cpu
             are made on `device`, in their dtype; others are overwritten.
         path: A safetensors file, or a folder as `save_pretrained` writes it: `model.safetensors`, or the files of
             `model.safetensors.index.json`. Without either, all safetensors files of the folder. Names are those of
-            `model.state_dict()`. A resident weight may be stored in high precision, or in FP8 with its scales.
+            `model.state_dict()`, or of the published checkpoints of a Transformers model, which store each expert by
+            itself. A resident weight may be stored in high precision, or in FP8 with its scales.
         device: Where parameters on the meta device go. Buffers stay where they are: `model.to(device)` moves them.
 
     Returns:
@@ -90,21 +94,61 @@ def load_frozen(model: M, path: str | Path, *, device: str | torch.device = "cpu
     _check(slots, stored, path, model)
     with all_or_nothing(model), torch.no_grad():
         for slot in slots:
-            name = next(name for name in slot.names if name in stored)
-            scale = (
-                stored[name + SCALE_SUFFIX].get_tensor(name + SCALE_SUFFIX) if name + SCALE_SUFFIX in stored else None
-            )
-            slot.load(stored[name].get_tensor(name), scale, device)
+            slot.load(*slot.read(model, stored), device)
     return model
 
 
 @dataclass
 class _Slot:
-    """A parameter or persistent buffer with its names and the dictionaries of modules that hold it."""
+    """A parameter or persistent buffer with its names and the dictionaries of modules that hold it.
+
+    `parts` are the tensors of the checkpoint that have its values, by name, on the meta device; `scales` those with its
+    scales, by the same names, if it is resident in FP8.
+    """
 
     tensor: Tensor
     names: list[str] = field(default_factory=list)
     holders: list[tuple[dict[str, Any], str]] = field(default_factory=list)
+    parts: dict[str, Tensor] = field(default_factory=dict)
+    scales: dict[str, Tensor] = field(default_factory=dict)
+    stored_name: str = ""
+
+    def find(self, model: nn.Module, stored: Mapping[str, Any]) -> None:
+        """Find the tensors of the checkpoint that have its values; none if they are not all there."""
+        old = self.tensor
+        scale = old.scale.to("meta") if isinstance(old, ResidentWeight) else None
+        for name in self.names:
+            if name in stored:
+                self.stored_name, self.parts = name, {name: torch.empty(old.shape, dtype=old.dtype, device="meta")}
+                self.scales = {} if scale is None else {name: scale}
+                return
+        for name in self.names:
+            parts = parts_in_checkpoint(model, name, torch.empty(old.shape, dtype=old.dtype, device="meta"))
+            if parts and all(part in stored for part in parts):
+                self.stored_name, self.parts = name, parts
+                self.scales = {} if scale is None else parts_in_checkpoint(model, name, scale)
+                return
+
+    def read(self, model: nn.Module, stored: Mapping[str, Any]) -> tuple[Tensor, Tensor | None]:
+        """Return the values, and the scales if the checkpoint has some."""
+        first = next(iter(self.parts))
+        with_scales = isinstance(self.tensor, ResidentWeight) and first + SCALE_SUFFIX in stored
+        if list(self.parts) == [self.stored_name]:
+            scale = stored[first + SCALE_SUFFIX].get_tensor(first + SCALE_SUFFIX) if with_scales else None
+            return stored[first].get_tensor(first), scale
+        dtype = _DTYPES.get(stored[first].get_slice(first).get_dtype(), torch.float32)
+        value = torch.empty(self.tensor.shape, dtype=dtype)
+        bits = value.view(torch.uint8) if dtype in _FP8 else value
+        for name, part in parts_in_checkpoint(model, self.stored_name, bits).items():
+            source = stored[name].get_tensor(name)
+            part.copy_(source.view(torch.uint8) if dtype in _FP8 else source)
+        if not with_scales:
+            return value, None
+        assert isinstance(self.tensor, ResidentWeight)
+        scale = torch.empty(self.tensor.scale.shape, dtype=self.tensor.scale.dtype)
+        for name, part in parts_in_checkpoint(model, self.stored_name, scale).items():
+            part.copy_(stored[name + SCALE_SUFFIX].get_tensor(name + SCALE_SUFFIX))
+        return value, scale
 
     def load(self, value: Tensor, scale: Tensor | None, device: str | torch.device) -> None:
         """Set the values; on the meta device by a new tensor on `device`."""
@@ -143,10 +187,12 @@ def _slots(model: nn.Module) -> list[_Slot]:
 
 def _check(slots: list[_Slot], stored: Mapping[str, Any], path: str | Path, model: nn.Module) -> None:
     """Raise ValueError if the tensors of a checkpoint do not fit a model."""
-    slot_of = {name: slot for slot in slots for name in slot.names}
-    slot_of |= {n + SCALE_SUFFIX: s for n, s in slot_of.items() if isinstance(s.tensor, ResidentWeight)}
-    missing = [slot.names[0] for slot in slots if not any(name in stored for name in slot.names)]
-    unknown = [name for name in stored if name not in slot_of]
+    for slot in slots:
+        slot.find(model, stored)
+    missing = [slot.names[0] for slot in slots if not slot.parts]
+    known = {name for slot in slots for name in (*slot.names, *slot.parts)}
+    known |= {f"{name}{SCALE_SUFFIX}" for slot in slots for name in (*slot.names, *slot.scales) if slot.scales}
+    unknown = [name for name in stored if name not in known]
     others = f"{len(unknown)} tensors that the model lacks ({_first(unknown)})" if unknown else "no others"
     if missing:
         raise ValueError(
@@ -154,37 +200,54 @@ def _check(slots: list[_Slot], stored: Mapping[str, Any], path: str | Path, mode
             "Names must be those of model.state_dict(): call load_frozen on the base model, before get_peft_model. "
             "Nothing was loaded"
         )
-    buffers = [name for name, buffer in model.named_buffers() if buffer.is_meta and name not in slot_of]
+    loaded = {name for slot in slots for name in slot.names}
+    buffers = [name for name, buffer in model.named_buffers() if buffer.is_meta and name not in loaded]
     if buffers:
         raise ValueError(
             f"load_frozen: {len(buffers)} buffers on the meta device are in no checkpoint ({_first(buffers)}): build "
             "the model inside octavo.nn.meta_parameters(), not torch.device('meta'). Nothing was loaded"
         )
-    for name, slot in slot_of.items():
-        if name in stored and (problem := _misfit(name, slot.tensor, stored)) is not None:
-            raise ValueError(f"load_frozen: {name} in {path} {problem}. Nothing was loaded")
+    for slot in slots:
+        for name, part in slot.parts.items():
+            if (problem := _misfit(name, part, slot, stored, path)) is not None:
+                raise ValueError(f"load_frozen: {problem}. Nothing was loaded")
     if unknown:
         warnings.warn(f"load_frozen: {path} has {others}: not loaded", stacklevel=3)
 
 
-def _misfit(name: str, tensor: Tensor, stored: Mapping[str, Any]) -> str | None:
-    """Return why a stored tensor does not fit, or None."""
-    resident, scales = isinstance(tensor, ResidentWeight), name + SCALE_SUFFIX in stored
-    is_scale = resident and name.endswith(SCALE_SUFFIX)
-    inner = (tensor.scale if is_scale else tensor.data_) if isinstance(tensor, ResidentWeight) else tensor
-    part = stored[name].get_slice(name)
-    shape, dtype = part.get_shape(), _DTYPES.get(part.get_dtype())
-    if list(shape) != list(inner.shape):
-        return f"has shape {shape}, the model's has {list(inner.shape)}"
-    expected = (inner.dtype,) if resident and scales else (*SUPPORTED_DTYPES, *(() if is_scale else (torch.float64,)))
-    if not inner.is_floating_point() or dtype in expected or (not resident and dtype == tensor.dtype):
+def _misfit(name: str, part: Tensor, slot: _Slot, stored: Mapping[str, Any], path: str | Path) -> str | None:
+    """Return why a stored tensor, or its scales, do not fit a part of a slot, or None."""
+    resident = slot.tensor if isinstance(slot.tensor, ResidentWeight) else None
+    has_scales = resident is not None and name + SCALE_SUFFIX in stored
+    shape, dtype = _stored_shape(name, stored)
+    if shape != list(part.shape):
+        return f"{name} in {path} has shape {shape}, the model's has {list(part.shape)}"
+    expected: tuple[torch.dtype, ...] = (*SUPPORTED_DTYPES, torch.float64)
+    if resident is not None and has_scales:
+        expected = (resident.data_.dtype,)
+        scale_shape, scale_dtype = _stored_shape(name + SCALE_SUFFIX, stored)
+        own = list(slot.scales[name].shape)
+        if scale_shape != own:
+            return f"{name}{SCALE_SUFFIX} in {path} has shape {scale_shape}, the model's has {own}"
+        if scale_dtype not in SUPPORTED_DTYPES:
+            return f"{name}{SCALE_SUFFIX} in {path} has dtype {scale_dtype}; expected {_either(SUPPORTED_DTYPES)}"
+    if not part.is_floating_point() or dtype in expected or (resident is None and dtype == part.dtype):
         return None
-    problem = f"has dtype {part.get_dtype()}"
-    if dtype in _FP8 and not resident:
+    problem = f"{name} in {path} has dtype {stored[name].get_slice(name).get_dtype()}"
+    if dtype in _FP8 and resident is None:
         problem += ", but its layer is not resident in FP8"
-    elif dtype in _FP8 and not scales:
+    elif dtype in _FP8 and not has_scales:
         problem += f", without scales ({name}{SCALE_SUFFIX})"
-    return f"{problem}; expected {' or '.join(map(str, expected))}"
+    return f"{problem}; expected {_either(expected)}"
+
+
+def _stored_shape(name: str, stored: Mapping[str, Any]) -> tuple[list[int], torch.dtype | None]:
+    part = stored[name].get_slice(name)
+    return part.get_shape(), _DTYPES.get(part.get_dtype())
+
+
+def _either(dtypes: tuple[torch.dtype, ...]) -> str:
+    return " or ".join(map(str, dtypes))
 
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)

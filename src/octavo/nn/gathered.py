@@ -25,6 +25,7 @@ from torch import Tensor
 from octavo.kernels import quantize
 from octavo.kernels.quantize.reference import scale_of
 from octavo.nn.fp8_weight import Fp8Weight
+from octavo.nn.resident import pad_rows
 from octavo.numerics.equalization import ChannelScales
 from octavo.numerics.spec import TENSOR, QuantSpec
 from octavo.runtime.torch_compat import disabled_torch_function, local_part, tree_map
@@ -176,7 +177,7 @@ class ShardedWeight(Tensor):
         gather_format, local = self.gather_format, self.gather_format.rounded(self.local)
         padded_rows = -(-gather_format.rows // mesh.size())
         if gather_format.spec is None:
-            return (_padded(local, padded_rows),), None
+            return (pad_rows(local, padded_rows),), None
         if gather_format.scales is not None and gather_format.scales.stale:
             raise RuntimeError(
                 "octavo: per-tensor weight scales are computed at the start of the forward of the model given to "
@@ -188,10 +189,10 @@ class ShardedWeight(Tensor):
         channels = gather_format.channels()
         factor = None if channels is None else channels.to(local.device).factor
         data, row_scales = gather_format.quantized(local, factor, scale)
-        data = _padded(data.view(torch.uint8), padded_rows)
+        data = pad_rows(data.view(torch.uint8), padded_rows)
         if gather_format.spec.granularity == TENSOR:
             return (data,), (scale, None)
-        return (data, _padded(row_scales, padded_rows)), (None, channels)
+        return (data, pad_rows(row_scales, padded_rows)), (None, channels)
 
     def fsdp_post_all_gather(
         self, outputs: Sequence[Tensor], metadata: Any, dtype: torch.dtype, *, out: Tensor | None = None
@@ -295,12 +296,3 @@ def sharded_weights(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, parameter in model.named_parameters():
         if isinstance(local_part(parameter), ShardedWeight):
             yield name, parameter
-
-
-def _padded(x: Tensor, rows: int) -> Tensor:
-    """Pad dimension 0 with zeros up to `rows`."""
-    if x.shape[0] == rows:
-        return x.contiguous()
-    full = x.new_zeros((rows, *x.shape[1:]))
-    full[: x.shape[0]] = x
-    return full

@@ -11,8 +11,9 @@ must not cross experts: they run `octavo.nn.linear` per expert, and wait for the
 has.
 
 Saved for backward, as for `octavo.nn.linear`: X in FP8, one byte per element, and W by reference with its scales.
-Weights that FSDP2 gathers in FP8 are read as they are.
-Weights that are stored as [E,K,N] are copied to [E,N,K] before each quantization.
+Weights that FSDP2 gathers in FP8, and those that are resident in FP8, are read as they are.
+Weights that are stored as [E,K,N] are copied to [E,N,K] before each quantization, or, if they are resident in FP8,
+before each product, a byte per parameter.
 """
 
 from typing import Any
@@ -26,6 +27,7 @@ from octavo.kernels.grouped import groups_of_rows, is_grouped, quantize_grouped_
 from octavo.nn.gathered import Fp8AllGatherOutput, rows_of
 from octavo.nn.linear import linear
 from octavo.nn.operands import apply_unhooked, dgrad_weight, forward_operands, output_dtype
+from octavo.nn.resident import ResidentWeight
 from octavo.numerics.recipe import Recipe
 from octavo.runtime.torch_compat import FakeTensor, required_gradients
 from octavo.tensor import Order, ScaledTensor
@@ -92,6 +94,9 @@ def _rows(weight: Tensor, transposed: bool) -> Tensor:
     """Return the rows of all experts' weights, [E·N,K]."""
     if isinstance(weight, Fp8AllGatherOutput):
         return rows_of(weight)
+    if isinstance(weight, ResidentWeight):
+        by_row: Any = weight.transpose(1, 2) if transposed else weight
+        return ResidentWeight(by_row.data_.flatten(0, 1), by_row.scale.flatten(0, 1), by_row.spec, weight.dtype)
     return (weight.transpose(1, 2) if transposed else weight).flatten(0, 1)
 
 
@@ -107,6 +112,8 @@ class _GroupedLinear(torch.autograd.Function):
         _, w, w_saved = forward_operands(x.data, x.scale, rows, None, recipe, keep_weights, needs_dgrad)
         if w_saved[0] is not None:
             w_saved = weight, *w_saved[1:]  # `rows` may be a copy
+        elif isinstance(weight, ResidentWeight) and needs_dgrad:
+            w_saved = None, weight.data_, w_saved[2]
         y_MN = grouped_mm(x, w, offsets, "nt", out_dtype=out_dtype, bias=bias, fast_accum=True)
         x_saved = (x.data if x.other_order is None else x.other_order, x.scale) if needs_wgrad else (None, None)
         ctx.save_for_backward(*w_saved, *x_saved, offsets)
@@ -127,6 +134,8 @@ class _GroupedLinear(torch.autograd.Function):
         dx_MK = dw = dbias_EN = None
         if needs_dgrad:
             rows = weight if w_data is not None else _rows(weight, ctx.transposed)
+            if w_data is not None and w_data.ndim == 3:  # of a resident weight, as it is stored
+                w_data = (w_data.transpose(1, 2) if ctx.transposed else w_data).flatten(0, 1)
             w = dgrad_weight((rows, w_data, w_scale), None, recipe)
             g = quantize_grouped_gradient(g_MN, group, recipe.dgrad_g, w_scale=w_scale.view(experts, n))
             dx_MK = grouped_mm(g, w.unscaled, offsets, "nn", out_dtype=x_dtype)

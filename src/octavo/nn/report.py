@@ -15,7 +15,7 @@ from octavo.kernels.gemm import accelerated
 from octavo.nn.experts import is_converted_experts, looks_like_experts
 from octavo.nn.linear_subclasses import is_converted
 from octavo.nn.memory_audit import saved_by_layer
-from octavo.nn.resident import resident_weight
+from octavo.nn.resident_state import resident_weights
 from octavo.nn.select import STORED_HOW, is_adapter, is_linear
 from octavo.numerics.display import Displayed, Table
 from octavo.numerics.names import merged, pattern
@@ -194,9 +194,9 @@ def report(model: nn.Module, batch: Any = None) -> Report:
                 reason = _reason(plans, fqn, converted)
                 if (note := vars(module).get(NOTE_ATTRIBUTE)) is not None:
                     reason = f"{reason}; {note(module)}"
-            weight = resident_weight(module)
-            resident_bytes = 0 if weight is None else weight.data_.nbytes + weight.scale.nbytes
-            if weight is not None:
+            resident = [weight for _, weight in resident_weights(module)]
+            resident_bytes = sum(weight.data_.nbytes + weight.scale.nbytes for weight in resident)
+            if resident:
                 reason += f"; resident in FP8: {resident_bytes / max(weights, 1):.3f} bytes per parameter"
             rows.append(
                 Row(

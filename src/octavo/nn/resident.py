@@ -5,19 +5,20 @@
 
 `octavo.convert(model, frozen="fp8")` makes such parameters (`octavo.nn.frozen`). Forward and dgrad multiply the same
 bytes (`octavo.nn.fp8_weight`); there is no wgrad. Its dtype is that of the weight it was made from, and the dtype in
-which other code reads its values.
+which other code reads its values. The weights of a layer's experts are one tensor [E,·,·]: a matrix per expert, with
+scales of its own, [E,·,·] too. `unbind` and an integer index return the `ResidentWeight` of one expert.
 
 What changes the storage keeps the bytes: `.to(device)`, `.half()` (only the dtype in which it is read), `clone`,
 deepcopy, pickle. `copy_` from a plain tensor quantizes it, and from a `ResidentWeight` of one spec copies the bytes.
 Fills (`zero_`, `normal_`, …) quantize the filled matrix. Everything else that would write into it raises an error: FP8
 rounds away changes below 3 % of an element, as of most merged adapters and optimizer steps. So does unfreezing it.
 
-A `state_dict` has two plain tensors per layer, `weight` in FP8 and `weight_scale`, named as in compressed-tensors.
-`torch.save`, safetensors and distributed checkpoints store them like any tensors. Loading takes these, or a weight in
-high precision, which it quantizes. Rejected: the subclass itself in the `state_dict`, which needs Octavo to be read.
+FSDP2 shards it by rows, and experts by experts: `ResidentShard`. `octavo.nn.resident_state` says what a `state_dict`
+has of it.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -27,16 +28,13 @@ from octavo.kernels import quantize
 from octavo.nn.fp8_weight import Fp8Weight
 from octavo.numerics.formats import SUPPORTED_DTYPES
 from octavo.numerics.spec import QuantSpec
-from octavo.runtime.torch_compat import tree_leaves
-from octavo.tensor import ScaledTensor
+from octavo.runtime.torch_compat import local_part, tree_leaves
 
 aten = torch.ops.aten
-SCALE_SUFFIX = "_scale"
-"""Name of the scales in a `state_dict`, after that of the weight."""
 _TRANSPOSES: dict[Any, Any] = {
-    aten.t.default: lambda: (0, 1),
-    aten.transpose.int: lambda a, b: (a % 2, b % 2),
-    aten.permute.default: lambda dims: (dims[0] % 2, 0),
+    aten.t.default: lambda ndim: (0, 1),
+    aten.transpose.int: lambda ndim, a, b: (a % ndim, b % ndim),
+    aten.permute.default: lambda ndim, dims: (dims[0] % 2, 0) if ndim == 2 else (0, 0),
 }
 _SPLITS = (aten.split.Tensor, aten.split_with_sizes.default)
 _FILLS = (
@@ -47,16 +45,17 @@ _FILLS = (
 
 
 class ResidentWeight(Fp8Weight):
-    """A frozen weight [N,K] that exists in FP8 only. As a parameter: `nn.Parameter(w, requires_grad=False)`.
+    """A frozen weight [N,K], or those of experts [E,N,K], that exists in FP8 only. As a parameter:
+    `nn.Parameter(w, requires_grad=False)`.
 
     `octavo.convert(model, frozen="fp8")` makes them. Moves and copies keep the bytes; `copy_` of a plain tensor
     quantizes it; other changes of the values, and gradients, raise ValueError. Code other than Octavo's products reads
     the FP8 values in `dtype`, with a warning.
 
     Args:
-        data: FP8 values, [N,K].
-        scale: Dequantization scales of `spec`.
-        spec: Format and granularity.
+        data: FP8 values, [N,K] or [E,N,K].
+        scale: Dequantization scales of `spec`, for each expert.
+        spec: Format and granularity of a matrix.
         dtype: Dtype of the interface: float32, bfloat16 or float16.
 
     Examples:
@@ -82,14 +81,32 @@ class ResidentWeight(Fp8Weight):
     @staticmethod
     @torch.no_grad()
     def quantized(weight: Tensor, spec: QuantSpec) -> "ResidentWeight":
-        """Quantize a plain weight [N,K]."""
+        """Quantize a plain weight [N,K]; one of experts [E,N,K] matrix by matrix."""
+        if weight.ndim == 3:
+            scale_shape = spec.granularity.scale_shape((weight.shape[1], weight.shape[2]))
+            data = torch.empty(weight.shape, dtype=spec.format.dtype, device=weight.device)
+            scale = torch.empty((len(weight), *scale_shape), dtype=spec.scale_dtype, device=weight.device)
+            for expert, matrix in enumerate(weight.detach().unbind()):
+                w = quantize(matrix, spec)
+                assert w.scale is not None
+                data[expert], scale[expert] = w.data, w.scale
+            return ResidentWeight(data, scale, spec, weight.dtype)
         w = quantize(weight.detach(), spec)
         assert w.scale is not None
         return ResidentWeight(w.data, w.scale, spec, weight.dtype)
 
+    @property
+    def shards_scale(self) -> bool:
+        """Whether each row, or expert, has scales of its own, which follow it to another rank."""
+        return self.ndim == 3 or self.spec.granularity.rows == 1
+
     def same_bytes(self) -> "ResidentWeight":
         """See `Fp8Weight.same_bytes`."""
-        return ResidentWeight(self.data_, self.scale, self.spec, self.dtype)
+        return self.like(self.data_, self.scale)
+
+    def like(self, data: Tensor, scale: Tensor, dtype: torch.dtype | None = None) -> "ResidentWeight":
+        """Return a weight of the same kind with other data and scales."""
+        return ResidentWeight(data, scale, self.spec, dtype or self.dtype)
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         return ["data_", "scale"], (self.spec, self.dtype)
@@ -117,38 +134,53 @@ class ResidentWeight(Fp8Weight):
         if not isinstance(weight, ResidentWeight):
             return NotImplemented
         if func in _TRANSPOSES:
-            one, other = _TRANSPOSES[func](*rest)
-            return weight.same_bytes() if one == other else _transposed(weight)
+            one, other = _TRANSPOSES[func](weight.ndim, *rest)
+            if one == other:
+                return weight.same_bytes() if func is not aten.permute.default or weight.ndim == 2 else NotImplemented
+            return _transposed(weight) if weight.ndim == 2 or 0 not in (one, other) else NotImplemented
         if func is aten.clone.default:
             return weight.map(lambda part: part.clone())
-        if func in (aten._to_copy.default, aten.empty_like.default):
+        if func in (aten._to_copy.default, aten.empty_like.default, aten._pin_memory.default):
             dtype = kwargs.get("dtype") or weight.dtype
             if dtype in SUPPORTED_DTYPES:
                 options = {key: kwargs[key] for key in ("device", "non_blocking") if kwargs.get(key) is not None}
                 return weight.map(lambda part: func(part, **options), dtype)
-        if func in _SPLITS:
-            raise ValueError(
-                f"{func}: a weight that is resident in FP8 cannot be split into shards: fully_shard and tensor "
-                "parallelism do not support frozen='fp8'. Use DDP, or leave out frozen='fp8' and gather weights in FP8 "
-                "(octavo.parallelize); octavo.revert(model) makes the weights plain"
-            )
-        return NotImplemented
+        if func is aten.is_pinned.default:
+            return weight.data_.is_pinned()
+        if weight.ndim == 3 and func is aten.unbind.int and not any(rest):
+            return [_expert(weight, index) for index in range(len(weight))]
+        if weight.ndim == 3 and func is aten.select.int and rest[0] % 3 == 0:
+            return _expert(weight, rest[1])
+        return _shard_operation(func, weight, rest, kwargs)
 
     def map(self, function: Any, dtype: torch.dtype | None = None) -> "ResidentWeight":
         """Return the weight with a function applied to its data and scales."""
-        return ResidentWeight(function(self.data_), function(self.scale), self.spec, dtype or self.dtype)
+        return self.like(function(self.data_), function(self.scale), dtype)
+
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
+        """Return W as a plain tensor."""
+        if self.ndim == 2:
+            return super().dequantized(dtype)
+        values = torch.empty(self.shape, dtype=dtype, device=self.device)
+        for expert in range(len(self)):
+            values[expert] = _expert(self, expert).dequantized(dtype)
+        return values
 
     @torch.no_grad()
     def assign(self, value: Tensor) -> None:
         """Replace the values: by the bytes of a `ResidentWeight` of the same spec, else by quantizing `value`."""
-        if not isinstance(value, Fp8Weight) or value.spec != self.spec:
+        if not isinstance(value, ResidentWeight) or value.spec != self.spec:
             plain = value.dequantized(value.dtype) if isinstance(value, Fp8Weight) else value.detach()
             plain = plain.to(self.device, plain.dtype if plain.dtype in SUPPORTED_DTYPES else torch.float32)
-            value = ResidentWeight.quantized(plain.expand(self.shape), self.spec)
+            value = self.quantized_alike(plain.expand(self.shape))
         for own, other in ((self.data_, value.data_), (self.scale, value.scale)):
             own.copy_(other)
             if not own.is_inference():  # below autograd, copy_ does not count itself
                 torch.autograd.graph.increment_version(own)
+
+    def quantized_alike(self, plain: Tensor) -> "ResidentWeight":
+        """Quantize other values for this weight."""
+        return ResidentWeight.quantized(plain, self.spec)
 
     def requires_grad_(self, requires_grad: bool = True) -> "ResidentWeight":
         """Return the weight.
@@ -236,9 +268,13 @@ def _write(func: Any, weight: Any, rest: Any, options: Mapping[str, Any]) -> Any
 
 
 def _transposed(weight: ResidentWeight) -> ResidentWeight:
-    w = ScaledTensor(weight.data_, weight.scale, weight.spec).t()
-    assert w.scale is not None
-    return ResidentWeight(w.data, w.scale, w.spec, weight.dtype)
+    data, scale = weight.data_.transpose(-1, -2), weight.scale.transpose(-1, -2)
+    return ResidentWeight(data, scale, weight.spec.transposed, weight.dtype)
+
+
+def _expert(weight: ResidentWeight, index: int) -> ResidentWeight:
+    """Return the weight of one expert, as a view."""
+    return ResidentWeight(weight.data_[index], weight.scale[index], weight.spec, weight.dtype)
 
 
 def _as_parameter_if(parameter: bool, weight: Tensor) -> Any:
@@ -253,50 +289,105 @@ def _rebuilt(data: Tensor, scale: Tensor, text: str, dtype: torch.dtype, paramet
 torch.serialization.add_safe_globals([_rebuilt])
 
 
-def resident_weight(module: nn.Module) -> ResidentWeight | None:
-    """Return the weight of a layer if it is resident in FP8."""
-    weight = module._parameters.get("weight")
-    return weight if isinstance(weight, ResidentWeight) else None
+class ResidentShard(ResidentWeight):
+    """The rows, or the experts, of a resident weight that FSDP2 gave to one rank; it gathers a `ResidentWeight`.
 
+    Scales by row, and those of experts, are sharded with the data. Other scales are whole on every rank: they take next
+    to no memory (1/4096 byte per parameter for blocks of 128×128), and blocks may cross ranks.
 
-def split_in_state(module: nn.Module, state: dict[str, Any], prefix: str) -> None:
-    """Replace a resident weight in a `state_dict` by its data and scales."""
-    weight = resident_weight(module)
-    if weight is not None:
-        name = f"{prefix}weight"
-        state[name], state[name + SCALE_SUFFIX] = weight.data_.detach(), weight.scale.detach()
-
-
-def join_in_state(module: nn.Module, state: dict[str, Any], prefix: str, errors: list[str]) -> None:
-    """Replace data and scales, or values, of a resident weight in a `state_dict` by a `ResidentWeight`.
-
-    FP8 data for a layer whose weight is not resident is an error.
+    Attributes:
+        rows: Size of dimension 0 of the whole weight.
     """
-    weight, name = resident_weight(module), f"{prefix}weight"
-    if name not in state:
-        return
-    if weight is None:
-        if state[name].is_floating_point() and state[name].element_size() == 1:  # as numbers they lack their scales
-            errors.append(f"{name} is {state[name].dtype}, but the layer's is not resident: use convert(frozen='fp8')")
-            del state[name]
-        return
-    value, scale = state[name], state.pop(name + SCALE_SUFFIX, None)
-    if isinstance(value, ResidentWeight) or value.shape != weight.shape:
-        return
-    if scale is not None:
-        if value.dtype != weight.data_.dtype or scale.shape != weight.scale.shape:
-            errors.append(
-                f"{name} is resident as {weight.spec}, with {weight.data_.dtype} and scales {tuple(weight.scale.shape)}"
-                f"; the checkpoint has {value.dtype} and scales {tuple(scale.shape)}: convert in the recipe it was "
-                "saved with"
+
+    rows: int
+
+    @staticmethod
+    def __new__(cls, data: Tensor, scale: Tensor, spec: QuantSpec, dtype: torch.dtype, rows: int) -> "ResidentShard":
+        """Make a tensor with the shape and device of `data`."""
+        shard: Any = super().__new__(cls, data, scale, spec, dtype)
+        shard.rows = rows
+        return shard  # type: ignore[no-any-return]
+
+    def __init__(self, *arguments: Any) -> None: ...
+
+    def like(self, data: Tensor, scale: Tensor, dtype: torch.dtype | None = None) -> "ResidentShard":
+        """See `ResidentWeight.like`."""
+        return ResidentShard(data, scale, self.spec, dtype or self.dtype, self.rows)
+
+    def as_whole(self) -> ResidentWeight:
+        """Return these rows, or experts, as a weight of their own."""
+        return ResidentWeight(self.data_, self.scale, self.spec, self.dtype)
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["data_", "scale"], (self.spec, self.dtype, self.rows)
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> "ResidentShard":
+        return ResidentShard(inner["data_"], inner["scale"], *context)
+
+    def quantized_alike(self, plain: Tensor) -> ResidentWeight:
+        """Quantize other values of these rows.
+
+        Raises:
+            ValueError: If they share scales with rows of other ranks.
+        """
+        if not self.shards_scale:
+            raise ValueError(
+                f"values of a sharded weight that is resident in FP8 as {self.spec}: its scales depend on rows of "
+                "other ranks. Load values in high precision before fully_shard, or bytes with their scales"
             )
-            del state[name]
-            return
-        state[name] = ResidentWeight(value, scale.to(weight.scale.dtype), weight.spec, weight.dtype)
-    elif not value.dtype.is_floating_point or value.element_size() == 1:
-        errors.append(f"{name} is {value.dtype} without {name + SCALE_SUFFIX}: its scales are missing")
-        del state[name]
-    else:
-        plain = value if value.dtype in SUPPORTED_DTYPES else value.float()
-        quantized = ResidentWeight.quantized(plain, weight.spec)
-        state[name] = quantized.map(lambda part: part, weight.dtype)
+        return super().quantized_alike(plain)
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], Any]:
+        """Return the bytes of the shard, and scales that are sharded too, padded to the size that every rank sends."""
+        rows = -(-self.rows // mesh.size())
+        data = pad_rows(self.data_.view(torch.uint8), rows)  # Gloo has no FP8
+        gathers_scale = self.shards_scale and mesh.size() > 1  # one rank passes on the first tensor alone
+        return (data, pad_rows(self.scale, rows)) if gathers_scale else (data,), self.scale
+
+    def fsdp_post_all_gather(
+        self, outputs: Sequence[Tensor], metadata: Any, dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> Any:
+        """Return the whole weight, a view of the memory that every later gather refills."""
+        scale = outputs[1][: self.rows] if len(outputs) > 1 else metadata
+        if out is not None:
+            local_part(out).scale = scale
+            return None
+        return ResidentWeight(outputs[0][: self.rows].view(self.data_.dtype), scale, self.spec, dtype), ()
+
+
+def pad_rows(x: Tensor, rows: int) -> Tensor:
+    """Pad dimension 0 with zeros up to `rows`."""
+    if x.shape[0] == rows:
+        return x.contiguous()
+    full = x.new_zeros((rows, *x.shape[1:]))
+    full[: x.shape[0]] = x
+    return full
+
+
+def _shard_operation(func: Any, weight: ResidentWeight, rest: Any, options: Mapping[str, Any]) -> Any:
+    """Run an operation by which FSDP2 makes a shard; `NotImplemented` for others."""
+    whole = weight.rows if isinstance(weight, ResidentShard) else weight.shape[0]
+
+    def shard(start: int, stop: int) -> ResidentShard:
+        scale = weight.scale[start:stop] if weight.shards_scale else weight.scale
+        return ResidentShard(weight.data_[start:stop], scale, weight.spec, weight.dtype, whole)
+
+    if func in _SPLITS and not (rest[1:] and rest[1]) and not options.get("dim"):
+        sizes = rest[0]
+        if isinstance(sizes, int):
+            sizes = [min(sizes, weight.shape[0] - start) for start in range(0, max(weight.shape[0], 1), sizes)]
+        stops = list(accumulate(sizes))
+        return [shard(stop - size, stop) for stop, size in zip(stops, sizes, strict=True)]
+    if func is aten.new_zeros.default and not options.get("dtype") and list(rest[0][1:]) == list(weight.shape[1:]):
+        rows = rest[0][0]
+        scale = weight.scale.new_ones((rows, *weight.scale.shape[1:])) if weight.shards_scale else weight.scale.clone()
+        data = torch.zeros(rest[0], dtype=torch.uint8, device=weight.device).view(weight.data_.dtype)
+        return ResidentShard(data, scale, weight.spec, weight.dtype, whole)
+    if isinstance(weight, ResidentShard):
+        if func is aten.slice.Tensor and rest[0] == 0 and rest[3:] in ([], [1]):
+            start, stop, _ = slice(*rest[1:3]).indices(weight.shape[0])
+            return shard(start, stop)
+        if func is aten.view.default and list(rest[0]) in ([-1], [weight.numel()]):
+            return weight.same_bytes()  # FSDP2 keeps a flat view that it does not read if there are extensions
+    return NotImplemented

@@ -42,6 +42,7 @@ from torch.distributed.tensor import DTensor, Shard
 from octavo.comm import DEFAULT_SPEC
 from octavo.nn.experts import STACKED, Experts, gather_rows, inverse_order, is_converted_experts, looks_like_experts
 from octavo.nn.report import check_module
+from octavo.nn.resident import ResidentShard
 from octavo.numerics.recipe import Recipe
 from octavo.parallel.agreement import compare_ranks
 from octavo.parallel.exchange import exchange_rows
@@ -227,6 +228,8 @@ class _MeanGradient(torch.autograd.Function):
 def _shard(parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
     """Return the experts of this rank as a DTensor."""
     local = parameter.detach().chunk(mesh.size())[mesh.get_local_rank()].clone()
+    if isinstance(local, ResidentShard):
+        local = local.as_whole()
     sharded = DTensor.from_local(
         local, mesh, [Shard(0)], run_check=False, shape=parameter.shape, stride=parameter.stride()
     )

@@ -34,6 +34,7 @@ from octavo.nn.equalized import shared_scales
 from octavo.nn.experts import STACKED, Experts, is_converted_experts
 from octavo.nn.gathered import GatherFormat, GlobalScales, ShardedWeight, sharded_weights
 from octavo.nn.linear_like import LinearLike
+from octavo.nn.resident_state import as_resident, resident_weights
 from octavo.numerics.equalization import ChannelScales
 from octavo.numerics.spec import TENSOR, QuantSpec
 from octavo.runtime.blocks import CALLED_OUTSIDE, find_blocks
@@ -116,6 +117,8 @@ def shard(
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype)
     offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if cpu_offload else OffloadPolicy()
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "offload_policy": offload}
+    if not cpu_offload:
+        _move_resident(model, mesh)
     sharded = []
     if expert_mesh is not None:
         # Their inputs keep their dtypes: routing weights may be wider than the experts.
@@ -132,6 +135,22 @@ def shard(
     if scales is not None:
         _register_hooks(model, scales)
     return model
+
+
+def _move_resident(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Move weights that are resident in FP8 to the device of a mesh: FSDP2 would unfreeze them to move them."""
+    device = (
+        torch.device(mesh.device_type, torch.cuda.current_device())
+        if mesh.device_type == "cuda"
+        else torch.device("cpu")
+    )
+    moved: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, weight in list(resident_weights(module)):
+            if weight.device not in (device, torch.device("meta")):
+                key = id(module._parameters[name])
+                moved.setdefault(key, nn.Parameter(weight.to(device), requires_grad=False))
+                module._parameters[name] = moved[key]
 
 
 def _unshared_blocks(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
@@ -164,6 +183,8 @@ def _mark_fp8_weights(
             continue  # not a converted layer's, or shared with other modules
         module, name = places[0]
         spec, weight = _gathered_spec(module), module.get_parameter(name)
+        if as_resident(weight) is not None:
+            continue  # gathers itself
         distributed = is_converted_experts(module) and isinstance(weight, DTensor)
         if spec is None or (expert_ranks if distributed else ranks) == 1:
             continue

@@ -28,7 +28,6 @@ from octavo.comm import DEFAULT_SPEC
 from octavo.nn.convert import apply_plan, rule_plan
 from octavo.nn.linear_subclasses import is_converted
 from octavo.nn.report import check_module
-from octavo.nn.resident import ResidentWeight
 from octavo.numerics.names import nearest
 from octavo.numerics.precision import Precision
 from octavo.parallel.agreement import agree_on_adamw, compare_ranks
@@ -263,12 +262,6 @@ def _check_model(model: nn.Module, layout: Parallel, copies: int, dtype: torch.d
         raise ValueError(
             "this mesh has copies only, for DDP, which does not take a model under tensor parallelism: add a dp_shard "
             "dimension of two or more ranks"
-        )
-    if copies == 1 and (resident := [n for n, p in model.named_parameters() if isinstance(p, ResidentWeight)]):
-        raise ValueError(
-            f"{len(resident)} weights are resident in FP8 (first: {resident[0]!r}), which cannot be sharded: use "
-            "copies, octavo.parallel.Parallel(dp_replicate=…, dp_shard=1), or convert without frozen='fp8' and gather "
-            "weights in FP8 (fp8_comm='gather')"
         )
     if copies > 1 and layout.cpu_offload:
         raise ValueError("cpu_offload needs shards, and this mesh has copies only: add a dp_shard dimension")

@@ -37,6 +37,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from octavo.nn.gathered_input import fits
 from octavo.nn.linear_like import LinearLike
 from octavo.nn.report import check_module
+from octavo.nn.resident_state import as_resident
 from octavo.numerics.spec import QuantSpec
 from octavo.parallel.agreement import compare_ranks
 from octavo.parallel.tensor_parallel import Fp8ColwiseParallel, Fp8RowwiseParallel, as_plain, present
@@ -112,6 +113,11 @@ def tensor_parallel(
     try:
         if mesh.ndim != 1:
             raise ValueError(f"tensor_parallel takes a mesh of one dimension, such as mesh['tp']; got {mesh}")
+        if resident := [name for name, p in model.named_parameters() if as_resident(p) is not None]:
+            raise ValueError(
+                f"{len(resident)} weights are resident in FP8 (first: {resident[0]!r}), which tensor_parallel does not "
+                "divide: shard them by rows (octavo.parallelize), or convert without frozen='fp8'"
+            )
         plan, partial_names = _plan(model, sequence_parallel, gather, reduce)
         if sequence_parallel:
             _check_blocks(model, plan)

@@ -7,9 +7,11 @@ import torch
 from torch import Tensor
 
 from octavo.kernels import quantize
+from octavo.nn.checkpoint_names import names_in_checkpoint
 from octavo.nn.experts import Experts
 from octavo.nn.linear_like import LinearLike
-from octavo.nn.resident import SCALE_SUFFIX, ResidentWeight, resident_weight
+from octavo.nn.resident import ResidentWeight
+from octavo.nn.resident_state import SCALE_SUFFIX
 from octavo.serving.export_layouts import ExportLayout
 from octavo.tensor import ScaledTensor
 
@@ -37,7 +39,8 @@ def quantized_weights(
         names, transposed = ["weight"], module.weight_is_transposed
     if transposed:
         return f"its weight is stored as [in, out], for which {layout.name} has no place"
-    codes = {}
+    codes: dict[str, Tensor] = {}
+    scales: dict[str, Tensor] = {}
     for name in names:
         weight = module._parameters.get(name)
         if weight is None:
@@ -47,23 +50,29 @@ def quantized_weights(
         if weight.shape[-1] % layout.multiple:
             return f"its {weight.shape[-1]} input features are no multiple of {layout.multiple}"
         if isinstance(weight, ResidentWeight):
-            codes[f"{fqn}.{name}"] = weight.data_.view(torch.uint8)
+            codes[f"{fqn}.{name}"], scales[f"{fqn}.{name}"] = weight.data_.view(torch.uint8), weight.scale
             continue
         matrices = weight.detach().reshape(-1, *weight.shape[-2:])
         parts = [quantize(matrix, module.recipe.w).data.view(torch.uint8) for matrix in matrices]
         codes[f"{fqn}.{name}"] = torch.stack(parts).view(weight.shape)
     pieces = {}
+    in_parts = "checkpoints store its weight in parts, and blocks of training's scales belong to two of them"
+    scales = names_in_checkpoint(model, scales) if scales else {}
     for name, code in names_in_checkpoint(model, codes).items():
         part = saved.get(name)
         if part is None or part.ndim != 2 or part.shape != code.shape or not name.endswith(".weight"):
             return f"checkpoints of {type(model).__name__} do not store its weight as matrices of its own"
-        resident = None if isinstance(module, Experts) else resident_weight(module)
-        if resident is None:
+        granularity = module.recipe.w.granularity
+        if name not in scales:
             pieces[name] = quantize(part, module.recipe.w)
+        elif scales[name].shape != granularity.scale_shape((code.shape[0], code.shape[1])):
+            return in_parts
         else:
-            pieces[name] = ScaledTensor(resident.data_, resident.scale, resident.spec)
-        if not torch.equal(pieces[name].data.view(torch.uint8), code):  # False too if the shapes differ
-            return "checkpoints store its weight in parts, and blocks of training's scales belong to two of them"
+            pieces[name] = ScaledTensor(part, scales[name], module.recipe.w)
+        whole = code.shape[0] in {module.get_parameter(stored).shape[-2] for stored in names}
+        splits_blocks = not whole and code.shape[0] % granularity.rows
+        if splits_blocks or not torch.equal(pieces[name].data.view(torch.uint8), code):  # False too if shapes differ
+            return in_parts
     return pieces
 
 
@@ -89,26 +98,6 @@ def has_nonfinite(tensor: Tensor) -> bool:
     if isinstance(tensor, ResidentWeight):
         tensor = tensor.dequantized(torch.float32)
     return tensor.is_floating_point() and tensor.element_size() > 1 and not bool(torch.isfinite(tensor).all())
-
-
-def names_in_checkpoint(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors of a model as `save_pretrained` names, splits and joins them; it has no public name.
-
-    Of a model whose weights were dequantized in loading it would quantize them anew, or fail: for such a one, as for a
-    model that was not loaded.
-    """
-    from transformers.core_model_loading import revert_weight_conversion
-
-    loaded_by = vars(model).get("_weight_conversions")
-    operations = [op for conversion in loaded_by or () for op in getattr(conversion, "operations", None) or ()]
-    try:
-        if any(getattr(op, "hf_quantizer", None) is not None for op in operations):
-            model._weight_conversions = None
-        converted: dict[str, Tensor] = revert_weight_conversion(model, dict(tensors))
-    finally:
-        if loaded_by is not None:
-            model._weight_conversions = loaded_by
-    return converted
 
 
 def _tied(model: Any, weight: Tensor) -> list[str]:

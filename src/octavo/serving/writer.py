@@ -22,10 +22,11 @@ from typing import Any
 
 from torch import Tensor
 
+from octavo.nn.checkpoint_names import names_in_checkpoint
 from octavo.nn.experts import is_converted_experts
 from octavo.nn.linear_subclasses import is_converted
 from octavo.nn.report import report
-from octavo.nn.resident import resident_weight
+from octavo.nn.resident_state import resident_weights as resident_in
 from octavo.numerics.names import listed
 from octavo.runtime.extras import needs_extras
 from octavo.serving.card import Exported, model_card
@@ -33,7 +34,6 @@ from octavo.serving.export_layouts import LAYOUTS, ExportLayout, get_layout
 from octavo.serving.folder import new_folder
 from octavo.serving.quantized_weights import (
     has_nonfinite,
-    names_in_checkpoint,
     on_cpu,
     quantized_weights,
     resident_weights,
@@ -167,8 +167,8 @@ def write(model: Any, folder: Path, layout: ExportLayout | None, max_shard_size:
             pieces = quantized_weights(model, fqn, module, layout, saved)
             if isinstance(pieces, str):
                 misfits[fqn] = pieces
-                if (weight := resident_weight(module)) is not None:
-                    saved |= names_in_checkpoint(model, {f"{fqn}.weight": on_cpu(weight)})
+                if plain := {f"{fqn}.{name}": on_cpu(weight) for name, weight in resident_in(module)}:
+                    saved |= names_in_checkpoint(model, plain)
             else:
                 quantized |= pieces
                 fp8.append(fqn)

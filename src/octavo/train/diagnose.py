@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from octavo.nn.resident import ResidentWeight
+from octavo.nn.resident_state import as_resident
 from octavo.parallel.pipeline_model import Pipeline
 from octavo.tensor import local_tensor
 from octavo.train.config.sections import PrecisionConfig
@@ -60,7 +60,7 @@ def non_finite_parameter(model: nn.Module) -> str | None:
 
     Weights that are resident in FP8 never change, and are not read.
     """
-    changing = ((name, param) for name, param in model.named_parameters() if not isinstance(param, ResidentWeight))
+    changing = ((name, param) for name, param in model.named_parameters() if as_resident(param) is None)
     return next((name for name, param in changing if not _finite(param)), None)
 
 

@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octavo.nn.resident import ResidentWeight
+from octavo.nn.resident_state import as_resident
 from octavo.runtime.extras import needs_extras
 from octavo.tensor import local_tensor
 from octavo.train.config.lora_section import LoraConfig
 from octavo.train.config.run_config import ConfigError
+from octavo.train.ranks import Ranks
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 ADAPTER = "default"
@@ -102,8 +103,8 @@ def _stored_name(name: str) -> str:
     return PREFIX + name.replace(f".{ADAPTER}.", ".")
 
 
-def base_digest(model: nn.Module) -> str:
-    """Hash of the frozen parameters on this rank, from the sum of the bytes of each; "" without adapters.
+def base_digest(model: nn.Module, ranks: Ranks) -> str:
+    """Hash of the frozen parameters on all ranks, from the sum of the bytes of each; "" without adapters.
 
     Sums of integers are exact on any device, in any order, and need no copy of the weights.
     """
@@ -112,11 +113,12 @@ def base_digest(model: nn.Module) -> str:
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
-            weight: Any = parameter
-            resident = isinstance(parameter, ResidentWeight)
-            for part in (weight.data_, weight.scale) if resident else (local_tensor(weight.detach()),):
+            weight = as_resident(parameter)
+            for part in (local_tensor(parameter.detach()),) if weight is None else (weight.data_, weight.scale):
                 digest.update(f"{name} {tuple(part.shape)} {part.dtype}\0".encode())
                 rows = part.reshape(-1, part.shape[-1] if part.ndim else 1).contiguous().view(torch.uint8)
                 for dim in (0, 1):  # of both: in one of them an exchange of two values shows
                     digest.update(rows.sum(dim, dtype=torch.int64).cpu().numpy().tobytes())
-    return digest.hexdigest()
+    digests = [digest.hexdigest()] if ranks.world_size == 1 else ranks.all_gather(digest.hexdigest())
+    alike = len(set(digests)) == 1  # copies; shards differ
+    return digests[0] if alike else hashlib.sha256("".join(digests).encode()).hexdigest()

@@ -112,7 +112,7 @@ class CheckpointSaver:
             "config": config.model_dump(mode="json", exclude_none=True),
             "ranks": self._ranks.world_size,
             "digests": True,
-            **({"base": base} if (base := lora.base_digest(model)) else {}),
+            **({"base": base} if (base := lora.base_digest(model, self._ranks)) else {}),
             **extra,
         }
         if recipes := self._merged(recipes_of(model)):
@@ -313,7 +313,7 @@ def load_checkpoint(
     state = ranks.run_on_rank0(lambda: read_trainer_state(folder))
     check_files(folder, ranks)
     ranks.run_on_rank0(lambda: check_same_model(folder, settings_of(model)))
-    base = lora.base_digest(model)
+    base = lora.base_digest(model, ranks)
     if ranks.world_size == state.get("ranks", 1) and base != state.get("base", base):
         raise SharedError(
             f"{folder} holds adapters of other base weights: what is at model.path has changed since. Set it back to "

@@ -22,8 +22,7 @@ class LoraConfig(Section):
     """Multiply by alpha / √rank instead (rsLoRA)."""
     base: Literal["bf16", "fp8"] = "fp8"
     """"fp8": the frozen weights of layers that compute in FP8 exist in FP8 only, 1 byte per parameter; at level "bf16"
-    no layer does. They are not sharded: each GPU has all of them (`parallel.dp_shard = 1`). "bf16": all in
-    `precision.parameters`, which FSDP shards."""
+    no layer does. "bf16": all in `precision.parameters`. FSDP shards both."""
 
     @model_validator(mode="after")
     def _check_targets(self) -> "LoraConfig":

@@ -1,0 +1,117 @@
+"""What a `state_dict` has of a weight that is resident in FP8 (`octavo.nn.resident`).
+
+    weight, weight_scale             of a linear, named as in compressed-tensors
+    down_proj, down_proj_scale, …    of experts
+
+Plain tensors: `torch.save`, safetensors and distributed checkpoints store them like any tensors. Those of a weight that
+FSDP2 shards are DTensors; scales that all ranks hold whole are plain, so a checkpoint loads on any number of ranks.
+Loading takes these, or a weight in high precision, which it quantizes. Rejected: the subclass itself in the
+`state_dict`, which needs Octavo to be read.
+"""
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from octavo.nn.resident import ResidentShard, ResidentWeight
+from octavo.numerics.formats import SUPPORTED_DTYPES
+from octavo.runtime.torch_compat import local_part
+from octavo.tensor import contiguous_strides
+
+SCALE_SUFFIX = "_scale"
+"""Name of the scales in a `state_dict`, after that of the weight."""
+
+
+def as_resident(tensor: Any) -> ResidentWeight | None:
+    """Return a tensor, or this rank's part of it, if it is resident in FP8."""
+    part = local_part(tensor)
+    return part if isinstance(part, ResidentWeight) else None
+
+
+def resident_weight(module: nn.Module) -> ResidentWeight | None:
+    """Return the weight of a linear, or this rank's rows of it, if it is resident in FP8."""
+    return as_resident(module._parameters.get("weight"))
+
+
+def resident_weights(module: nn.Module) -> Iterator[tuple[str, ResidentWeight]]:
+    """Yield names and weights of a layer itself that are resident in FP8."""
+    for name, parameter in module._parameters.items():
+        if (weight := as_resident(parameter)) is not None:
+            yield name, weight
+
+
+def split_in_state(module: nn.Module, state: dict[str, Any], prefix: str) -> None:
+    """Replace the resident weights of a layer in a `state_dict` by their data and scales."""
+    for name, weight in resident_weights(module):
+        parameter, key = module._parameters[name], prefix + name
+        state[key] = _distributed(parameter, weight.data_.detach())
+        scale = weight.scale.detach()
+        state[key + SCALE_SUFFIX] = _distributed(parameter, scale) if weight.shards_scale else scale
+
+
+def join_in_state(module: nn.Module, state: dict[str, Any], prefix: str, errors: list[str]) -> None:
+    """Replace data and scales, or values, of resident weights in a `state_dict` by `ResidentWeight`s.
+
+    FP8 data for a layer whose weight is not resident is an error.
+    """
+    for name, parameter in module._parameters.items():
+        key, weight = prefix + name, as_resident(parameter)
+        if key in state and weight is not None:
+            _join(key, parameter, weight, state, errors)
+        elif key in state and state[key].is_floating_point() and state[key].element_size() == 1:
+            # As numbers they lack their scales.
+            errors.append(f"{key} is {state[key].dtype}, but the layer's is not resident: use convert(frozen='fp8')")
+            del state[key]
+
+
+def _join(key: str, parameter: Any, weight: ResidentWeight, state: dict[str, Any], errors: list[str]) -> None:
+    value, scale = state[key], state.pop(key + SCALE_SUFFIX, None)
+    if as_resident(value) is not None or value.shape != parameter.shape:
+        return
+    if getattr(value, "placements", None) != getattr(parameter, "placements", None):
+        errors.append(
+            f"{key} of the checkpoint is not sharded as the model is: load it with torch.distributed.checkpoint"
+        )
+        del state[key]
+        return
+    data = local_part(value)
+    if scale is not None:
+        scale = local_part(scale)
+        if value.dtype != weight.data_.dtype or scale.shape != weight.scale.shape:
+            errors.append(
+                f"{key} is resident as {weight.spec}, with {weight.data_.dtype} and scales {tuple(weight.scale.shape)}"
+                f"; the checkpoint has {value.dtype} and scales {tuple(scale.shape)}: convert in the recipe it was "
+                "saved with"
+            )
+            del state[key]
+            return
+        state[key] = _distributed(parameter, weight.like(data, scale.to(weight.scale.dtype)))
+    elif not value.dtype.is_floating_point or value.element_size() == 1:
+        errors.append(f"{key} is {value.dtype} without {key + SCALE_SUFFIX}: its scales are missing")
+        del state[key]
+    elif isinstance(weight, ResidentShard) and not weight.shards_scale:
+        errors.append(f"{key}: scales of {weight.spec} depend on other ranks: load {value.dtype} before fully_shard")
+        del state[key]
+    else:
+        plain = data if data.dtype in SUPPORTED_DTYPES else data.float()
+        quantized = weight.quantized_alike(plain)
+        state[key] = _distributed(parameter, weight.like(quantized.data_, quantized.scale))
+
+
+def _distributed(parameter: Any, part: Tensor) -> Tensor:
+    """Return a tensor that is sharded as a parameter is, given this rank's part of it."""
+    if not hasattr(parameter, "placements"):
+        return part
+    shape = (parameter.shape[0], *part.shape[1:])
+    dtensor: Any = sys.modules["torch.distributed.tensor"].DTensor
+    sharded: Tensor = dtensor.from_local(
+        part,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=shape,
+        stride=contiguous_strides(shape),
+    )
+    return sharded

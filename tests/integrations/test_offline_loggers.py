@@ -1,0 +1,185 @@
+"""Losses, findings and moves of the autopilot in files of Weights & Biases and MLflow, written through each tool."""
+
+import math
+import struct
+
+import pytest
+import torch
+
+pytest.importorskip("accelerate", reason="accelerate is not installed")
+
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from transformers import TrainingArguments
+
+from octavo.integrations.accelerate import Fp8Accelerator
+from octavo.integrations.transformers import Fp8Trainer
+
+pytestmark = [pytest.mark.thorough, pytest.mark.filterwarnings("ignore")]  # of the packages' own imports
+NAMES = {"octavo/findings", "octavo/lowest_sqnr_db", "octavo/moved_layers"}
+PRECISION = {"precision": {"recipe": "tensorwise"}, "autopilot": True}
+
+
+@pytest.fixture(autouse=True)
+def fresh_settings():
+    yield
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+
+
+def log_records(log, position=7, block=32768):
+    """The records of a log in LevelDB's format, after a header of 7 bytes."""
+    whole = b""
+    while position < len(log):
+        if (left := block - position % block) < 7:
+            position += left
+            continue
+        _, size, kind = struct.unpack("<IHB", log[position : position + 7])
+        whole = (b"" if kind in (1, 2) else whole) + log[position + 7 : position + 7 + size]
+        position += 7 + size
+        if kind in (1, 4):  # the whole record, or its last part
+            yield whole
+
+
+class Wandb:
+    """Weights & Biases without a server: a log of records."""
+
+    name = "wandb"
+
+    def __init__(self, folder, monkeypatch):
+        self.wandb = pytest.importorskip("wandb", reason="wandb is not installed: make test-tools")
+        self.folder = folder
+        for name, value in {"MODE": "offline", "DIR": str(folder), "SILENT": "true", "PROJECT": "octavo"}.items():
+            monkeypatch.setenv(f"WANDB_{name}", value)
+
+    def lightning(self):
+        from lightning.pytorch.loggers import WandbLogger
+
+        return WandbLogger(save_dir=str(self.folder), offline=True, project="octavo")
+
+    def metrics(self):
+        """The values of each metric, in order."""
+        from wandb.proto.wandb_internal_pb2 import Record
+
+        if self.wandb.run is not None:
+            self.wandb.finish()
+        self.wandb.teardown()  # its service has written all then
+        values = {}
+        for path in self.folder.rglob("*.wandb"):
+            for data in log_records(path.read_bytes()):
+                record = Record()
+                record.ParseFromString(data)
+                for item in record.history.item:
+                    value = float(item.value_json) if item.value_json not in ("", "null") else math.nan
+                    values.setdefault(item.key or "/".join(item.nested_key), []).append(value)
+        return values
+
+
+class Mlflow:
+    """MLflow with a database in a file."""
+
+    name = "mlflow"
+
+    def __init__(self, folder, monkeypatch):
+        self.mlflow = pytest.importorskip("mlflow", reason="mlflow is not installed: make test-tools")
+        self.uri = f"sqlite:///{folder / 'mlflow.db'}"
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", self.uri)
+        self.mlflow.set_tracking_uri(self.uri)
+
+    def lightning(self):
+        from lightning.pytorch.loggers import MLFlowLogger
+
+        return MLFlowLogger(tracking_uri=self.uri)
+
+    def metrics(self):
+        self.mlflow.end_run()
+        client = self.mlflow.MlflowClient(self.uri)
+        values = {}
+        for experiment in client.search_experiments():
+            for run in client.search_runs([experiment.experiment_id]):
+                for key in run.data.metrics:
+                    values[key] = [metric.value for metric in client.get_metric_history(run.info.run_id, key)]
+        return values
+
+
+@pytest.fixture(params=[Wandb, Mlflow], ids=["wandb", "mlflow"])
+def logger(request, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return request.param(tmp_path, monkeypatch)
+
+
+@pytest.fixture
+def harmed(llama):
+    """A model with one huge channel, which a scale per tensor cannot hold."""
+    model = llama()
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight[:, 3] *= 3e5
+        model.model.layers[0].mlp.up_proj.weight[3] *= 3e4
+    return model
+
+
+def batches(samples):
+    return torch.stack([row["input_ids"] for row in samples[:16]]).split(4)
+
+
+def check(values, prefix=""):
+    for name in NAMES:
+        assert values[prefix + name], name
+    assert values[f"{prefix}octavo/moved_layers"][-1] > 0
+
+
+def test_transformers_report_to(logger, harmed, samples, tmp_path):
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path / "out"), max_steps=4, per_device_train_batch_size=4, logging_steps=1, use_cpu=True,
+        report_to=[logger.name], save_strategy="no", disable_tqdm=True,
+    )  # fmt: skip
+    Fp8Trainer(model=harmed, args=arguments, train_dataset=samples, inspect_every=1, **PRECISION).train()
+    values = logger.metrics()
+    prefix = "train/" if logger.name == "wandb" else ""
+    check(values, prefix)
+    assert len(values[f"{prefix}loss"]) == 4
+
+
+def test_accelerates_log_with(logger, harmed, samples, tmp_path):
+    accelerator = Fp8Accelerator(
+        cpu=True, inspect_every=2, log_with=logger.name, project_dir=str(tmp_path), **PRECISION
+    )  # fmt: skip
+    accelerator.init_trackers("octavo")
+    model, optimizer = accelerator.prepare(harmed, torch.optim.AdamW(harmed.parameters(), lr=1e-3))
+    for number, batch in enumerate(batches(samples)):
+        loss = model(input_ids=batch, labels=batch).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        accelerator.log({"loss": loss.item()}, step=number + 1)
+    accelerator.end_training()
+    values = logger.metrics()
+    check(values)
+    assert len(values["loss"]) == 4
+
+
+def test_lightnings_loggers(logger, harmed, samples, tmp_path):
+    lightning = pytest.importorskip("lightning", reason="lightning is not installed")
+    from octavo.integrations.lightning import Fp8Precision
+
+    class Task(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.model = harmed
+
+        def training_step(self, batch):
+            loss = self.model(input_ids=batch, labels=batch).loss
+            self.log("loss", loss)
+            return loss
+
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+    plugin = Fp8Precision(PRECISION["precision"], autocast=False, inspect_every=1, autopilot=True)
+    trainer = lightning.Trainer(
+        plugins=[plugin], max_steps=4, accelerator="cpu", logger=logger.lightning(), enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, log_every_n_steps=1, default_root_dir=str(tmp_path),
+    )  # fmt: skip
+    trainer.fit(Task(), torch.utils.data.DataLoader(torch.cat(batches(samples)), batch_size=4))
+    values = logger.metrics()
+    check(values)
+    assert len(values["loss"]) == 4

@@ -1,0 +1,227 @@
+"""Experts of a mixture whose weights are resident in FP8: products, states, loading, the way back."""
+
+import copy
+import io
+
+import pytest
+import torch
+from moe_models import FAMILIES, experts_of, mixture, routed
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import octavo
+from octavo.nn import ResidentWeight, change_recipe, load_frozen, meta_parameters
+from octavo.nn.experts import STACKED
+from octavo.numerics.error import sqnr
+
+RECIPES = ("rowwise", "rowwise_hp_wgrad", "tensorwise", "blockwise")
+NAME = "model.layers.1.mlp.experts"
+TOKENS = torch.arange(24).view(2, 12) % 64
+
+
+def resident(model, recipe="rowwise", **options):
+    return octavo.convert(model, recipe, frozen="fp8", verbose=False, **options)
+
+
+def run(module, x, index, weights, grad):
+    x, weights = x.clone().requires_grad_(), weights.clone().requires_grad_()
+    y = module(x, index, weights)
+    y.backward(grad)
+    return y.detach(), x.grad, weights.grad
+
+
+def equal(one, other):
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def state_bits(model):
+    return {k: v.view(torch.uint8) if v.element_size() == 1 else v for k, v in model.state_dict().items()}
+
+
+def same_state(one, other):
+    one, other = state_bits(one), state_bits(other)
+    return one.keys() == other.keys() and all(torch.equal(one[k], other[k]) for k in one)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_products_are_those_of_frozen_experts_bit_for_bit(family, recipe):
+    experts = experts_of(family)
+    usual = octavo.convert(copy.deepcopy(experts), recipe, verbose=False).requires_grad_(False)
+    module = resident(copy.deepcopy(experts), recipe)
+    assert not any(parameter.requires_grad for parameter in module.parameters())
+    for tokens in (65, 3, 0):
+        batch = routed(tokens)
+        expected, actual = run(usual, *batch), run(module, *batch)
+        if tokens == 65 or family != "gpt_oss" or recipe not in ("tensorwise", "blockwise"):
+            assert equal(expected, actual)
+        else:  # the same bytes in another memory order, for which the CPU's product of few rows sums in another order
+            assert all(
+                one.shape == other.shape and sqnr(one, other) > 100 for one, other in zip(expected, actual, strict=True)
+            )
+        assert equal(run(module, *batch), run(lambda *a: checkpoint(module, *a, use_reentrant=False), *batch))
+    with octavo.disabled():
+        off = run(module, *routed(65))
+    assert equal(off, run(octavo.revert(module), *routed(65)))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_gradient_of_the_input_against_the_dequantized_base_in_float64(family):
+    experts, batch = experts_of(family, hidden_size=128), routed(65, hidden=128)
+    module = resident(experts)
+    actual = run(module, *batch)
+    exact = octavo.revert(copy.deepcopy(module)).double()
+    exact.config._experts_implementation = "eager"
+    expected = run(exact, batch[0].double(), batch[1], batch[2].double(), batch[3].double())
+    # Two products and a gate, each of operands in FP8.
+    assert all(sqnr(one, other) > 23 for one, other in zip(expected, actual, strict=True))
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_bytes_and_the_report(family):
+    model = resident(mixture(family, hidden_size=128, intermediate_size=256))
+    rows = [row for row in octavo.report(model) if row.experts]
+    assert len(rows) == 2 and all("resident in FP8: 1.0" in row.reason for row in rows)
+    weights = [p for n, p in model.named_parameters() if n.rpartition(".")[2] in STACKED]
+    assert len(weights) == 4 and all(isinstance(weight, ResidentWeight) for weight in weights)
+    assert sum(w.data_.nbytes + w.scale.nbytes for w in weights) <= 1.05 * sum(w.numel() for w in weights)
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["mixtral", "gpt_oss"])
+def test_backward_reads_the_bytes_of_the_parameters(transposed):
+    module, saved = resident(experts_of("gpt_oss" if transposed else "mixtral")), []
+    x, index, weights, _ = routed(9)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        module(x.requires_grad_(), index, weights)
+    own = {getattr(module, name).data_.data_ptr() for name in ("gate_up_proj", "down_proj")}
+    large = {t.data_ptr() for t in saved if t.numel() >= 8 * 64 * 96}
+    assert large == own
+
+
+def test_only_frozen_experts_become_resident():
+    model = mixture("mixtral")
+    model.get_submodule(NAME).requires_grad_(False)
+    resident(model)
+    kinds = {n: type(p) for n, p in model.named_parameters() if p.ndim > 1 and "layers" in n and "gate.w" not in n}
+    assert {n for n, kind in kinds.items() if kind is ResidentWeight} == {f"{NAME}.gate_up_proj", f"{NAME}.down_proj"}
+    model(input_ids=TOKENS, labels=TOKENS).loss.backward()
+    assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
+    with pytest.raises(ValueError, match="is frozen and cannot be trained"):
+        model.requires_grad_(True)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_state_round_trips_bit_for_bit(family, recipe, tmp_path):
+    model = resident(mixture(family), recipe)
+    expected = model(input_ids=TOKENS).logits
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    file.seek(0)
+    save_file(model.state_dict(), tmp_path / "base.safetensors")
+    for state in (torch.load(file, weights_only=True), load_file(tmp_path / "base.safetensors")):
+        assert state[f"{NAME}.down_proj"].dtype == torch.float8_e4m3fn and f"{NAME}.down_proj_scale" in state
+        for assign in (False, True):
+            other = mixture(family)
+            nn.init.zeros_(other.get_submodule(NAME).down_proj)
+            resident(other, recipe).load_state_dict(state, assign=assign)
+            assert same_state(other, model) and torch.equal(other(input_ids=TOKENS).logits, expected)
+    values = mixture(family)
+    loaded = resident(mixture(family, num_hidden_layers=2), recipe)
+    nn.init.zeros_(loaded.get_submodule(NAME).down_proj)
+    loaded.load_state_dict(values.state_dict())
+    assert same_state(loaded, model)
+    bad = {k: v for k, v in model.state_dict().items() if k != f"{NAME}.down_proj_scale"}
+    with pytest.raises(RuntimeError, match=r"down_proj is torch.float8_e4m3fn without .*down_proj_scale"):
+        loaded.load_state_dict(bad)
+    with pytest.raises(RuntimeError, match=r"but the layer's is not resident"):
+        octavo.convert(mixture(family), recipe, verbose=False).load_state_dict(model.state_dict(), strict=False)
+
+
+def test_copies_moves_and_changes_of_the_recipe():
+    model = resident(mixture("gpt_oss"))
+    expected = model(input_ids=TOKENS).logits
+    assert torch.equal(copy.deepcopy(model)(input_ids=TOKENS).logits, expected)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    assert torch.equal(torch.load(file, weights_only=False)(input_ids=TOKENS).logits, expected)
+    before = {k: v.clone() for k, v in state_bits(model).items() if k.startswith(NAME) and "bias" not in k}
+    model.bfloat16()
+    assert model.get_submodule(NAME).down_proj.dtype == torch.bfloat16
+    assert all(torch.equal(state_bits(model)[k], v) for k, v in before.items())
+    expected = model.float()(input_ids=TOKENS).logits
+    with pytest.raises(ValueError, match="'blockwise' cannot read: use one of rowwise, rowwise_hp_wgrad"):
+        change_recipe(model, NAME, "blockwise", reason="a test")
+    change_recipe(model, NAME, "rowwise_hp_wgrad", reason="a test")
+    assert sqnr(expected, model(input_ids=TOKENS).logits) > 40
+    change_recipe(model, NAME, None, reason="a test")
+    down = model.get_submodule(NAME).down_proj
+    assert type(down) is nn.Parameter and not down.requires_grad
+    change_recipe(model, NAME, "rowwise", reason="a test")
+    octavo.revert(model)
+    assert not any(isinstance(p, ResidentWeight) for p in model.parameters())
+    assert model.to("meta").get_submodule(NAME).down_proj.is_meta
+
+
+def test_views_of_one_expert_keep_its_bytes():
+    weight = resident(experts_of("gpt_oss")).gate_up_proj
+    whole = weight.dequantized(torch.float32)
+    for index, expert in enumerate(weight.unbind()):
+        assert isinstance(expert, ResidentWeight) and torch.equal(expert.dequantized(torch.float32), whole[index])
+        assert torch.equal(weight[index].dequantized(torch.float32), whole[index])
+        assert weight[index].data_.data_ptr() == weight.data_[index].data_ptr()
+    assert torch.equal(weight.transpose(1, 2).dequantized(torch.float32), whole.transpose(1, 2))
+    with pytest.warns(UserWarning, match="reads a weight that is resident in FP8"):
+        assert torch.equal(weight.transpose(0, 1), whole.transpose(0, 1))
+    with pytest.warns(UserWarning, match="reads a weight that is resident in FP8"):
+        assert torch.equal(weight[:, 3], whole[:, 3])
+    with pytest.raises(ValueError, match="would change a weight that is resident"):
+        weight[2].add_(1)
+
+
+@pytest.mark.parametrize("published", [True, False])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_checkpoints_load_expert_by_expert(family, published, tmp_path):
+    model = mixture(family).bfloat16()
+    model.save_pretrained(tmp_path, save_original_format=published)
+    with meta_parameters():
+        other = type(model)(model.config).bfloat16()
+    load_frozen(resident(other), tmp_path)
+    assert same_state(other, resident(copy.deepcopy(model)))
+
+
+def test_loading_holds_little_more_than_the_experts(tmp_path):
+    from test_frozen_loading import Live
+
+    sizes = {"num_hidden_layers": 12, "vocab_size": 8, "hidden_size": 128, "intermediate_size": 192}
+    model = mixture("mixtral", **sizes, num_attention_heads=2, num_key_value_heads=2).bfloat16()
+    model.save_pretrained(tmp_path)
+    parameters = sum(p.numel() for p in model.parameters())
+    with meta_parameters():
+        other = type(model)(model.config).bfloat16()
+    resident(other)
+    with Live() as live:
+        load_frozen(other, tmp_path)
+    tensors = [t for p in other.parameters() for t in ((p.data_, p.scale) if isinstance(p, ResidentWeight) else (p,))]
+    size = sum(tensor.nbytes for tensor in tensors)
+    assert size <= 1.05 * parameters and size <= live.most <= 1.2 * size + 3 * 8 * 384 * 128
+
+
+def test_a_missing_expert_is_named(tmp_path):
+    model = mixture("mixtral").bfloat16()
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    state = load_file(file)
+    name = "model.layers.1.block_sparse_moe.experts.3.w2.weight"
+    with meta_parameters():
+        other = type(model)(model.config).bfloat16()
+    resident(other)
+    save_file({k: v for k, v in state.items() if k != name}, file, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"lacks 1 tensors of the model \(model.layers.1.mlp.experts.down_proj\)"):
+        load_frozen(other, tmp_path)
+    save_file(state | {name: state[name][:-1].contiguous()}, file, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"experts.3.w2.weight in .* has shape \[63, 96\], the model's has \[64, 96\]"):
+        load_frozen(other, tmp_path)
+    assert all(parameter.is_meta for parameter in other.parameters())

@@ -1,0 +1,281 @@
+"""Weights that are resident in FP8 under FSDP2: sharded as bytes, with the results of one process bit for bit."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import octavo
+from octavo.nn import ResidentWeight, change_recipe
+from octavo.nn.resident_state import as_resident
+from octavo.parallel import Parallel, expert_parallel, parallelize
+
+sys.path.append(str(Path(__file__).parents[1] / "nn"))
+
+pytestmark = [pytest.mark.dist, pytest.mark.thorough]
+
+
+class Block(nn.Module):
+    """A frozen base of two layers, of which no number of ranks shares the rows evenly, and a trained adapter."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down, self.adapter = nn.Linear(128, 257), nn.Linear(257, 128, bias=False), nn.Linear(128, 128)
+        self.up.requires_grad_(False), self.down.requires_grad_(False)
+
+    def forward(self, x):
+        return x + self.down(torch.nn.functional.gelu(self.up(x))) + self.adapter(x)
+
+
+def stack(recipe, dtype=torch.float32):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block() for _ in range(3))).to(dtype)
+    return octavo.convert(model, recipe, frozen="fp8", skip=["*adapter"], verbose=False)
+
+
+def batch(rank, dtype=torch.float32):
+    return torch.randn(6, 128, generator=torch.Generator().manual_seed(rank)).to(dtype)
+
+
+def step(model, x):
+    model.zero_grad()
+    x = x.clone().requires_grad_()
+    y = model(x)
+    y.float().square().mean().backward()
+    return y.detach(), x.grad
+
+
+def own_bytes(model):
+    parts = [part for p in model.parameters() if (part := as_resident(p)) is not None]
+    return sum(part.data_.untyped_storage().nbytes() + part.scale.untyped_storage().nbytes() for part in parts)
+
+
+def sharded(recipe, how="off", dtype=torch.float32):
+    model = stack(recipe, dtype)
+    if how != "fully_shard":
+        return parallelize(model, Parallel(fp8_comm=how))
+    for block in model:
+        fully_shard(block)
+    return fully_shard(model)
+
+
+def gradients(model):
+    return {n: p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad.clone()
+            for n, p in model.named_parameters() if p.requires_grad}  # fmt: skip
+
+
+def step_job(recipe, how, dtype):
+    model = sharded(recipe, how, dtype)
+    size = own_bytes(model)
+    outputs = [step(model, batch(dist.get_rank(), dtype)) for _ in range(2)]  # the second gathers into the same memory
+    return outputs, gradients(model), size, octavo.report(model).summary
+
+
+CASES = [
+    ("rowwise", "fully_shard", 2), ("rowwise", "off", 2), ("rowwise", "gather", 2), ("rowwise", "off", 1),
+    ("tensorwise", "fully_shard", 2), ("tensorwise", "gather", 3), ("blockwise", "fully_shard", 2),
+    ("blockwise", "off", 3), ("rowwise_hp_wgrad", "off", 3),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("recipe", "how", "ranks"), CASES)
+def test_shards_compute_what_one_process_computes(gloo, recipe, how, ranks, dtype):
+    results = gloo.run(step_job, ranks, recipe, how, dtype)
+    model = stack(recipe, dtype)
+    whole, sums = own_bytes(model), {}
+    for rank, (outputs, _, size, summary) in enumerate(results):
+        expected = step(model, batch(rank, dtype))
+        for actual in outputs:
+            assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+        assert size <= whole / ranks * 1.03 and "resident in FP8" in summary
+        for name, gradient in gradients(model).items():
+            sums[name] = sums.get(name, 0) + gradient / ranks
+    for name, actual in results[0][1].items():
+        exact = dtype == torch.float32 and ranks < 3  # sums of three numbers depend on their order
+        assert torch.equal(sums[name], actual) if exact else octavo.numerics.sqnr(sums[name], actual) > 40, name
+
+
+def bits(model):
+    state = {k: v.full_tensor() if hasattr(v, "full_tensor") else v for k, v in whole_bytes(model).items()}
+    return {k: v.clone() for k, v in state.items()}
+
+
+def whole_bytes(model):
+    """The state, with FP8 data as bytes: Gloo has no FP8."""
+    from torch.distributed.tensor import DTensor
+
+    state = {}
+    for name, value in model.state_dict().items():
+        if value.element_size() > 1:
+            state[name] = value
+        elif hasattr(value, "placements"):
+            local = value.to_local().view(torch.uint8)
+            state[name] = DTensor.from_local(
+                local, value.device_mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride()
+            )  # fmt: skip
+        else:
+            state[name] = value.view(torch.uint8)
+    return state
+
+
+def save_job(recipe, folder):
+    model = sharded(recipe)
+    step(model, batch(dist.get_rank()))
+    dcp.save(model.state_dict(), checkpoint_id=folder)
+    return bits(model)
+
+
+def load_job(recipe, folder, assign):
+    model = sharded(recipe)
+    for parameter in model.parameters():
+        part = as_resident(parameter)
+        if part is None:
+            nn.init.zeros_(parameter)
+        else:
+            part.data_.view(torch.uint8).zero_(), part.scale.fill_(1)
+    state = model.state_dict()
+    dcp.load(state, checkpoint_id=folder)
+    model.load_state_dict(state, assign=assign)
+    return bits(model), step(model, batch(0))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise", "blockwise"])
+def test_a_checkpoint_loads_on_another_number_of_ranks(gloo, recipe, assign, tmp_path):
+    state = gloo.run(save_job, 2, recipe, str(tmp_path))[0]
+    expected = step(stack(recipe), batch(0))
+    for ranks in (1, 3):
+        loaded, actual = gloo.run(load_job, ranks, recipe, str(tmp_path), assign)[0]
+        assert loaded.keys() == state.keys() and all(torch.equal(state[k], loaded[k]) for k in state)
+        assert all(torch.equal(a, b) for a, b in zip(expected, actual, strict=True))
+    model = stack(recipe)
+    for parameter in model.parameters():
+        nn.init.zeros_(parameter)
+    whole = model.state_dict()
+    dcp.load(whole, checkpoint_id=str(tmp_path), no_dist=True)
+    model.load_state_dict(whole)
+    assert all(torch.equal(a, b) for a, b in zip(expected, step(model, batch(0)), strict=True))
+
+
+def plain_values_job():
+    """Values in high precision, sharded as the model, are quantized."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    results = {}
+    for recipe in ("rowwise", "tensorwise"):
+        model = sharded(recipe)
+        weight = model[0].up.weight
+        plain = torch.randn(257, 128, generator=torch.Generator().manual_seed(7))
+        values = distribute_tensor(plain, weight.device_mesh, [Shard(0)])
+        try:
+            state = {k: v for k, v in model.state_dict().items() if k != "0.up.weight_scale"}
+            model.load_state_dict({**state, "0.up.weight": values})
+        except RuntimeError as error:
+            results[recipe] = str(error)
+        else:
+            results[recipe] = bits(model)["0.up.weight"]
+    return results
+
+
+def test_values_in_high_precision_load_into_shards(gloo):
+    result = gloo.run(plain_values_job, 2)[0]
+    assert isinstance(result["rowwise"], torch.Tensor), result["rowwise"]
+    expected = ResidentWeight.quantized(
+        torch.randn(257, 128, generator=torch.Generator().manual_seed(7)), octavo.RECIPES["rowwise"].w
+    )
+    assert torch.equal(result["rowwise"], expected.data_.view(torch.uint8))
+    assert "scales of e4m3/tensor depend on other ranks" in result["tensorwise"]
+
+
+def mistakes_job():
+    model = sharded("rowwise")
+    errors = {}
+
+    def attempt(name, function):
+        try:
+            function()
+        except ValueError as error:
+            errors[name] = str(error)
+
+    attempt("revert", lambda: octavo.revert(model))
+    attempt("change", lambda: change_recipe(model, "0.up", None, reason="off"))
+    attempt("block", lambda: change_recipe(model, "0.up", "blockwise", reason="off"))
+    change_recipe(model, "0.up", "rowwise_hp_wgrad", reason="fits")
+    attempt("add", lambda: model[0].up.weight.to_local().add_(1))
+    before = bits(model)
+    model[1].down.weight.requires_grad_(True)
+    attempt("unfreeze", lambda: step(model, batch(0)))
+    after = bits(model)
+    return errors, all(torch.equal(before[k], after[k]) for k in before)
+
+
+def test_what_cannot_be_done_with_shards_raises(gloo):
+    errors, same = gloo.run(mistakes_job, 2)[0]
+    assert same and errors.keys() == {"revert", "change", "block", "add", "unfreeze"}
+    assert "0.up is resident in FP8 and sharded" in errors["revert"]
+    assert "resident in FP8 and sharded: its weights become plain only before" in errors["change"]
+    assert "cannot read: use one of rowwise" in errors["block"]
+    assert "would change a weight that is resident in FP8" in errors["add"]
+    assert "is frozen and cannot be trained" in errors["unfreeze"]
+
+
+def mixture_of(family, recipe):
+    from moe_models import mixture
+
+    model = mixture(family, num_local_experts=6, num_experts=6, n_routed_experts=6)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("experts" not in name)
+    return octavo.convert(model, recipe, frozen="fp8", verbose=False)
+
+
+def loss_of(model, rank):
+    tokens = torch.arange(24, dtype=torch.int64).view(2, 12) * (rank + 1) % 64
+    loss = model(input_ids=tokens, labels=tokens).loss
+    loss.backward()
+    return loss.item()
+
+
+def experts_job(family, recipe, how):
+    from torch.distributed.device_mesh import init_device_mesh
+
+    model = mixture_of(family, recipe)
+    if how == "ep":
+        mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("efsdp", "ep"))
+        expert_parallel(model, mesh["ep"], fp8_comm=False)
+        parallelize(model, mesh, fp8_comm="off")
+    else:
+        parallelize(model, Parallel(fp8_comm=how))
+    size = own_bytes(model)
+    return loss_of(model, dist.get_rank()), gradients(model), size
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "recipe", "how", "ranks"),
+    [
+        ("mixtral", "rowwise", "gather", 2), ("mixtral", "blockwise", "off", 2), ("gpt_oss", "rowwise", "gather", 2),
+        ("gpt_oss", "tensorwise", "off", 2), ("qwen3_moe", "rowwise", "off", 4), ("mixtral", "rowwise", "ep", 2),
+        ("gpt_oss", "rowwise", "ep", 2),
+    ],
+)  # fmt: skip
+def test_experts_are_sharded_by_experts(gloo, family, recipe, how, ranks):
+    results = gloo.run(experts_job, ranks, family, recipe, how)
+    model = mixture_of(family, recipe)
+    whole = own_bytes(model)
+    losses = [loss_of(model, rank) for rank in range(ranks)]
+    if how == "ep":  # rows of several ranks meet in one product
+        assert losses == pytest.approx([loss for loss, _, _ in results], rel=1e-4)
+    else:
+        assert losses == [loss for loss, _, _ in results]
+    assert all(size <= whole * -(-6 // ranks) / 6 * 1.01 for _, _, size in results)
+    for name, gradient in gradients(model).items():
+        actual = results[0][1][name]
+        exact = how != "ep" and ranks == 2
+        assert torch.equal(gradient / 2, actual) if exact else octavo.numerics.sqnr(gradient / ranks, actual) > 30, name
