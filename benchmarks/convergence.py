@@ -8,6 +8,7 @@ other code trains anew in a folder of its own. `--document` only writes the docu
   python -m benchmarks convergence
   python -m benchmarks convergence --seeds 1 --steps 50 --out /tmp/short
   python -m benchmarks convergence --short-only      # the runs of the long part stay as they were trained
+  python -m benchmarks convergence --arms "products, equalized"      # so do other arms, on the same device, and times
 """
 
 import argparse
@@ -249,6 +250,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--steps", type=int, default=STEPS, help=f"steps of a run ({STEPS})")
     parser.add_argument("--long-steps", type=int, default=LONG_STEPS, help=f"steps of the long ones ({LONG_STEPS})")
     parser.add_argument("--short-only", action="store_true", help="leave the long runs in the result file as they are")
+    parser.add_argument("--arms", nargs="+", choices=[arm for arm in ARMS if arm != BASELINE], help="some arms only")
     parser.add_argument("--runs", type=Path, default=Path("runs/convergence"), help="folder of the runs")
     parser.add_argument("--out", type=Path, help="folder of the results, other than benchmarks/results/<device>")
     parser.add_argument("--document", action="store_true", help="only write the document, from the result file")
@@ -263,16 +265,19 @@ def main(arguments: list[str]) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     path = (options.out or RESULTS / device_name(device)) / "convergence.json"
     if not options.document:
-        runs = [(arm, seed, options.steps) for seed in range(1, options.seeds + 1) for arm in ARMS]
+        runs = [(arm, seed, options.steps) for seed in range(1, options.seeds + 1) for arm in options.arms or ARMS]
         earlier: list[Row] = []
-        long_environment = None
-        if options.short_only:
+        rows: list[Row] = []
+        long_environment, before = None, {}
+        if options.arms:
+            before = _comparable(path, environment(device)["device"])
+            rows = [row for row in before["rows"] if (row["arm"], row["seed"], row["steps"]) not in runs]
+        elif options.short_only:
             before = json.loads(path.read_text())
             earlier = _of_length(before["rows"], options.long_steps)
             long_environment = before.get("long_environment") or before["environment"]
         else:
             runs += [(arm, LONG_SEED, options.long_steps) for arm in LONG_ARMS]
-        rows: list[Row] = []
         loaded = code()  # what is committed while it runs is none of it
         for number, (arm, seed, steps) in enumerate(runs, 1):
             folder = options.runs / f"{arm.replace(' ', '').replace(',', '-')}-seed{seed}-{steps}"
@@ -280,10 +285,13 @@ def main(arguments: list[str]) -> None:
             row = rows[-1]
             gap = "" if arm == BASELINE else f"  {gaps(_of_length(rows, steps), arm)[-1]:+.2f} %"
             print(f"{number:2}/{len(runs)}  {arm:<24} seed {seed}  {row['tail_mean']:.4f}{gap}", flush=True)
-        content = {
-            "environment": environment(device), "steps": [options.steps, options.long_steps], "rows": rows + earlier,
-            "long_environment": long_environment, "slowdowns": slowdowns(options.overrides),
-        }  # fmt: skip
+        if options.arms:
+            content = before | {"rows": sorted(rows, key=_place)}
+        else:
+            content = {
+                "environment": environment(device), "steps": [options.steps, options.long_steps],
+                "rows": rows + earlier, "long_environment": long_environment, "slowdowns": slowdowns(options.overrides),
+            }  # fmt: skip
         write_json(path, content)
     if options.document or options.out is None:
         content = json.loads(path.read_text())
@@ -293,6 +301,22 @@ def main(arguments: list[str]) -> None:
         write_text(DOCUMENT, document(content))
         figures.save(picture(content), DOCUMENT.parent / IMAGE)
         print(f"written: {DOCUMENT.relative_to(ROOT)}")
+
+
+def _comparable(path: Path, device: str) -> Mapping[str, Any]:
+    """The results in a file, if they are of a device."""
+    content: Mapping[str, Any] = json.loads(path.read_text())
+    if content["environment"]["device"] != device:
+        raise SystemExit(
+            f"python -m benchmarks convergence: with --arms, arms are compared with those in {path}, which are of "
+            f"{content['environment']['device']}; this is {device}: train all arms"
+        )
+    return content
+
+
+def _place(row: Row) -> tuple[int, int, int]:
+    """The order of rows in a result file."""
+    return row["steps"], row["seed"], list(ARMS).index(row["arm"])
 
 
 def _of_length(rows: Sequence[Row], steps: int) -> list[Row]:

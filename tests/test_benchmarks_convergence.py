@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 from benchmarks import convergence
 from benchmarks.convergence import ARMS, BAND, BASELINE, LONG_BAND, SLOWEST, STEPS, gaps
 
@@ -48,6 +49,32 @@ def test_long_runs_of_an_earlier_date_are_marked():
     text = convergence.document(content | {"long_environment": older})
     assert "older than the others: 2026-01-02, another CPU" in text.split("## AdamW over")[1]
     assert "older than" not in convergence.document(content | {"long_environment": None})
+
+
+def test_arms_replace_their_rows(tmp_path, monkeypatch):
+    """Others stay as they are; results of another device are no base for gaps."""
+    content = json.loads(COMMITTED.read_text())
+    device = convergence.environment(torch.device("cpu"))["device"]
+    content["environment"]["device"] = device
+    file = tmp_path / "convergence.json"
+    file.write_text(json.dumps(content))
+
+    def measured(arm, seed, steps, *_):
+        return {"arm": arm, "seed": seed, "steps": steps, "tail_mean": 5.0}
+
+    monkeypatch.setattr(convergence, "measured", measured)
+    words = ["--arms", "products, equalized", "--out", str(tmp_path)]
+    convergence.main(words)
+    after = json.loads(file.read_text())
+    assert len(after["rows"]) == len(content["rows"])
+    for new, old in zip(after["rows"], content["rows"], strict=True):
+        assert new == (measured(new["arm"], new["seed"], 200) if old["arm"] == "products, equalized" else old)
+    assert {key: after[key] for key in after if key != "rows"} == {
+        key: content[key] for key in content if key != "rows"
+    }
+    file.write_text(json.dumps(content | {"environment": content["environment"] | {"device": "another CPU"}}))
+    with pytest.raises(SystemExit, match="which are of another CPU"):
+        convergence.main(words)
 
 
 TINY = ("optim.warmup=1", "data.sequence_length=16", "optim.batch=2", "data.vocab_size=512",

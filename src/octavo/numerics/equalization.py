@@ -12,12 +12,15 @@ Because the identity holds for every s, a stale s is not wrong: it only equalize
 s_k = √(amax X_k / amax W_k) gives channel k of X' and of W' the same amax, √(amax X_k · amax W_k): an outlier channel
 of one of them is split between both, as in SmoothQuant (arXiv 2211.10438).
 
+s is divided by its median before it is rounded to powers of two, so channels like most others get s = 1.
+
 A single huge token costs its own row of X its accuracy; split, it would cost all rows of W theirs. So no channel of X'
 or W' exceeds the median one by more than 2¹²: what is more stays where it was. And tokens differ in size, which their
 row scales absorb: where norms lie 10⁹ apart, plain maxima are those of one token, and its shape, imposed on all, costs
-0.5 to 1 % of loss (`python -m benchmarks adversarial`, exploding_norms). Maxima of x_mk / amax X_m would forget the
-huge token, which ∂W does see: its row scale is folded into G, where it raises column scales. `channel_amax` takes the
-geometric mean of both, maxima of x_mk / √(amax X_m).
+0.4 to 3.4 % of loss (exploding_norms in `benchmarks.adversarial_cases`). Division of tokens by their size would ignore
+the huge token, which ∂W does see: its row scale is folded into G, where it raises column scales. `channel_amax` divides
+by the root of the size. Size is the L½ norm, which depends little on a single outlier channel: if tokens have one size
+but for that channel, the maxima are the plain ones times a constant, which the median removes.
 """
 
 from dataclasses import dataclass
@@ -80,38 +83,41 @@ def column_amax(x: Tensor) -> Tensor:
 
 
 def channel_amax(x: Tensor) -> Tensor:
-    """Return the largest magnitude of each channel of X, after division of each token by the root of its largest one.
+    """Return the largest magnitude of each channel of X, after division of each token by the root of its size.
+
+        max_m |x_mk| / Σ_j √|x_mj|
 
     Args:
         x: [M,K].
 
     Returns:
-        float32 [K]; 0 for channels with a NaN or Inf, whose tokens do not count in other channels.
+        float32 [K]; 0 for channels with a NaN or Inf, whose tokens do not count in other channels. Tokens with values
+        above 3·10³⁸ / K² do not count.
 
     Examples:
         >>> octavo.numerics.channel_amax(torch.tensor([[1.0, 1.0], [0.0, 10000.0]]))
-        tensor([  1., 100.])
+        tensor([  0.5000, 100.0000])
     """
     x = x.detach()
     if not x.numel():
         return x.new_zeros(x.shape[1], dtype=torch.float32)
     amax = x.new_zeros(x.shape[1], dtype=torch.float32)
     for tokens in (x,) if torch.compiler.is_compiling() else x.split(TOKENS_AT_ONCE):
-        largest = torch.linalg.vector_norm(tokens, torch.inf, 1, keepdim=True).float()
-        weight = largest.rsqrt().nan_to_num(0.0, 0.0)  # 0 for tokens of zeros, and with a NaN or Inf
+        size = torch.linalg.vector_norm(tokens, 0.5, 1, keepdim=True, dtype=torch.float32)  # (Σ √|x|)²
+        weight = size.rsqrt().nan_to_num(0.0, 0.0)  # 0 for tokens of zeros, and with a NaN or Inf
         amax = torch.maximum(amax, torch.linalg.vector_norm(tokens * weight, torch.inf, 0))
     return amax.nan_to_num(0.0, 0.0, 0.0)
 
 
 def equalize(x_amax: Tensor, w_amax: Tensor, previous: ChannelScales | None = None) -> ChannelScales:
-    """Return the channel scales for given maxima.
+    """Return the channel scales for given maxima: of the median channel 1.
 
     Args:
         x_amax: Largest magnitude of each channel of X, [K], finite: of `channel_amax`, or plain maxima.
         w_amax: The same of W: of `column_amax`.
         previous: Scales to keep where a maximum is zero: of a channel that is dead, or that had a NaN. Without them a
             channel that is dead on one side gets the level of the others on the other side, and one that is dead on
-            both gets their median scale.
+            both is not scaled.
 
     Examples:
         >>> octavo.numerics.equalize(torch.tensor([1.0, 1024.0]), torch.ones(2)).factor
@@ -126,10 +132,10 @@ def equalize(x_amax: Tensor, w_amax: Tensor, previous: ChannelScales | None = No
     of_x, of_w, usual, level = _medians(torch.stack([x, w, exponents, amax]), alive)
     largest = level + LARGEST_SPLIT
     outlier_in_x = x - of_x > w - of_w
-    exponents = torch.where(amax > largest, torch.where(outlier_in_x, largest - w, x - largest), exponents)
+    exponents = torch.where(amax > largest, torch.where(outlier_in_x, largest - w, x - largest), exponents) - usual
     if previous is None:
-        one_sided = torch.where(x_alive, x - level, level - w)
-        dead = torch.where(x_alive | w_alive, one_sided, usual)
+        one_sided = torch.where(x_alive, x - level, level - w) - usual
+        dead = torch.where(x_alive | w_alive, one_sided, 0.0)
     else:
         dead = previous.exponents().double()
     exponents = torch.where(alive, exponents, dead)
