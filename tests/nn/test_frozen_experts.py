@@ -99,6 +99,15 @@ def test_backward_reads_the_bytes_of_the_parameters(transposed):
     assert large == own
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_a_graph_computes_the_same(family):
+    module = resident(experts_of(family))
+    expected = run(module, *routed(9))
+    assert equal(expected, run(torch.compile(module, backend="aot_eager"), *routed(9)))
+
+
 def test_only_frozen_experts_become_resident():
     model = mixture("mixtral")
     model.get_submodule(NAME).requires_grad_(False)

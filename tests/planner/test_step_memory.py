@@ -22,7 +22,7 @@ from octavo.parallel import Parallel
 from octavo.planner import model_plan
 from octavo.planner.fake import fake_copy, fake_tensors
 from octavo.planner.model_memory import make_gradients, make_states
-from octavo.planner.step_memory import copy_with_blocks, leading_blocks
+from octavo.planner.step_memory import _group, copy_with_blocks, leading_blocks
 from octavo.runtime.blocks import find_blocks
 
 CPU = torch.device("cpu")
@@ -218,3 +218,9 @@ def test_a_copy_with_fewer_blocks_leaves_the_model_as_it_was():
     assert len(find_blocks(copy)) == 2 and len(find_blocks(whole)) == len(find_blocks(model)) == 4
     left = {name for name, _ in copy.named_parameters()}
     assert left == {name for name, _ in model.named_parameters() if "layers." not in name or name.split(".")[2] in "01"}
+
+
+def test_a_resident_weight_is_gathered_in_its_bytes():
+    layer = octavo.convert(torch.nn.Linear(256, 128, bias=False).bfloat16(), "rowwise", frozen="fp8", verbose=False)
+    group = _group(list(layer.parameters()), {}, 2.0)
+    assert (group.gathered, group.gradients, group.elements) == (128 * 256 + 4 * 128, 0, 0)

@@ -24,9 +24,10 @@ from torch.autograd.function import once_differentiable
 
 from octavo.kernels import grouped_mm, needs_both_orders, quantize
 from octavo.kernels.grouped import groups_of_rows, is_grouped, quantize_grouped_gradient, sum_by_group
+from octavo.nn.fp8_weight import quantized_as
 from octavo.nn.gathered import Fp8AllGatherOutput, rows_of
 from octavo.nn.linear import linear
-from octavo.nn.operands import apply_unhooked, dgrad_weight, forward_operands, output_dtype
+from octavo.nn.operands import Saved, apply_unhooked, dgrad_weight, forward_operands, output_dtype
 from octavo.nn.resident import ResidentWeight
 from octavo.numerics.recipe import Recipe
 from octavo.runtime.torch_compat import FakeTensor, required_gradients
@@ -94,10 +95,13 @@ def _rows(weight: Tensor, transposed: bool) -> Tensor:
     """Return the rows of all experts' weights, [E·N,K]."""
     if isinstance(weight, Fp8AllGatherOutput):
         return rows_of(weight)
-    if isinstance(weight, ResidentWeight):
-        by_row: Any = weight.transpose(1, 2) if transposed else weight
-        return ResidentWeight(by_row.data_.flatten(0, 1), by_row.scale.flatten(0, 1), by_row.spec, weight.dtype)
-    return (weight.transpose(1, 2) if transposed else weight).flatten(0, 1)
+    return _matrix(weight, transposed)
+
+
+def _matrix(stack: Any, transposed: bool) -> Tensor:
+    """Return the rows of matrices [E,R,C], or [E,C,R], as one matrix [E·R,C]."""
+    matrix: Tensor = (stack.transpose(1, 2) if transposed else stack).flatten(0, 1)
+    return matrix
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -108,12 +112,15 @@ class _GroupedLinear(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         needs_dgrad, needs_wgrad = ctx.needs_input_grad[:2]
         x = quantize(x_MK, recipe.x, order="both" if needs_wgrad and needs_both_orders(x_MK.device) else "rows")
-        rows = _rows(weight, transposed)
-        _, w, w_saved = forward_operands(x.data, x.scale, rows, None, recipe, keep_weights, needs_dgrad)
-        if w_saved[0] is not None:
-            w_saved = weight, *w_saved[1:]  # `rows` may be a copy
-        elif isinstance(weight, ResidentWeight) and needs_dgrad:
-            w_saved = None, weight.data_, w_saved[2]
+        if isinstance(weight, ResidentWeight):
+            w = quantized_as(weight, recipe.w.transposed if transposed else recipe.w)
+            w = ScaledTensor(_matrix(w.data, transposed), _matrix(w.scale, transposed), recipe.w)
+            w_saved: Saved = (None, weight.data_, w.scale) if needs_dgrad else (None, None, None)
+        else:
+            rows = _rows(weight, transposed)
+            _, w, w_saved = forward_operands(x.data, x.scale, rows, None, recipe, keep_weights, needs_dgrad)
+            if w_saved[0] is not None:
+                w_saved = weight, *w_saved[1:]  # `rows` may be a copy
         y_MN = grouped_mm(x, w, offsets, "nt", out_dtype=out_dtype, bias=bias, fast_accum=True)
         x_saved = (x.data if x.other_order is None else x.other_order, x.scale) if needs_wgrad else (None, None)
         ctx.save_for_backward(*w_saved, *x_saved, offsets)
@@ -135,7 +142,7 @@ class _GroupedLinear(torch.autograd.Function):
         if needs_dgrad:
             rows = weight if w_data is not None else _rows(weight, ctx.transposed)
             if w_data is not None and w_data.ndim == 3:  # of a resident weight, as it is stored
-                w_data = (w_data.transpose(1, 2) if ctx.transposed else w_data).flatten(0, 1)
+                w_data = _matrix(w_data, ctx.transposed)
             w = dgrad_weight((rows, w_data, w_scale), None, recipe)
             g = quantize_grouped_gradient(g_MN, group, recipe.dgrad_g, w_scale=w_scale.view(experts, n))
             dx_MK = grouped_mm(g, w.unscaled, offsets, "nn", out_dtype=x_dtype)

@@ -145,6 +145,9 @@ class ResidentWeight(Fp8Weight):
             if dtype in SUPPORTED_DTYPES:
                 options = {key: kwargs[key] for key in ("device", "non_blocking") if kwargs.get(key) is not None}
                 return weight.map(lambda part: func(part, **options), dtype)
+        if func is aten.new_empty.default:
+            options = {"dtype": weight.dtype, "device": weight.device}
+            return torch.empty(rest[0], **options | {k: v for k, v in kwargs.items() if v is not None})
         if func is aten.is_pinned.default:
             return weight.data_.is_pinned()
         if weight.ndim == 3 and func is aten.unbind.int and not any(rest):

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from octavo.nn.linear_subclasses import is_converted
 from octavo.nn.memory_audit import Audit, dtype_name
+from octavo.nn.resident_state import as_resident
 from octavo.numerics.plan import Plan
 from octavo.planner.collective_cost import FP8_BYTES_PER_ELEMENT
 from octavo.planner.fake import fake_copy
@@ -335,12 +336,18 @@ def _in_fp8(model: nn.Module) -> dict[int, int]:
     return sizes
 
 
+def _gathered_bytes(parameter: nn.Parameter) -> int:
+    resident = as_resident(parameter)
+    size: int = local_part(parameter).nbytes if resident is None else resident.data_.nbytes + resident.scale.nbytes
+    return size
+
+
 def _group(parameters: list[nn.Parameter], compressed: dict[int, int], reduced: float) -> ShardGroup:
     allocation_granularity = ALLOCATION_GRANULARITY["cuda"]
     trained = [local_part(p) for p in parameters if p.requires_grad]
     elements = sum(p.numel() for p in trained)
     return ShardGroup(
-        gathered=sum(compressed.get(id(p), local_part(p).nbytes) for p in parameters),
+        gathered=sum(compressed.get(id(p)) or _gathered_bytes(p) for p in parameters),
         gradients=sum(-(-p.nbytes // allocation_granularity) * allocation_granularity for p in trained),
         reduced=int(reduced * elements),
         elements=elements,

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from octavo.nn.resident_state import as_resident
 from octavo.runtime.extras import needs_extras
@@ -110,6 +111,9 @@ def base_digest(model: nn.Module, ranks: Ranks) -> str:
     """
     if not has_adapters(model):
         return ""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):  # of which some parameters may be gathered
+            module.reshard()
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
