@@ -268,7 +268,8 @@ def main(arguments: list[str]) -> None:
         runs = [(arm, seed, options.steps) for seed in range(1, options.seeds + 1) for arm in options.arms or ARMS]
         earlier: list[Row] = []
         rows: list[Row] = []
-        long_environment, before = None, {}
+        long_environment = None
+        before: Mapping[str, Any] = {}
         if options.arms:
             before = _comparable(path, environment(device)["device"])
             rows = [row for row in before["rows"] if (row["arm"], row["seed"], row["steps"]) not in runs]

@@ -9,6 +9,9 @@ dispatched operations and Python calls are exact.
     kernels       all kernels: these, products, and what other operations start
     dispatches    operations that go through PyTorch's dispatcher
     python_calls  calls of Python functions
+
+With `--only`, `--write` leaves the rows of the result file, from which the planner's ratios come, and renews those
+that were measured later, in a table of their own.
 """
 
 import argparse
@@ -58,6 +61,9 @@ def main(arguments: list[str]) -> None:
     if options.json is not None:
         write_json(options.json, content)
     if options.write:
+        if options.only:
+            later = {"environment": content["environment"], "rows": rows}
+            content = json.loads(RESULT.read_text()) | {"later": later}
         write_json(RESULT, content)
         write_text(DOCUMENT, document.text(content))
         print(f"written to {RESULT} and {DOCUMENT}")
@@ -75,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--counts", action="store_true", help="count, time nothing")
     add("--repetitions", type=int, default=300, help="samples of a millisecond of which the best counts")
     add("--json", type=Path, metavar="FILE", help="write the rows")
-    add("--write", action="store_true", help="renew benchmarks/results/simulated/host.json and docs/host_time.md")
+    add("--write", action="store_true", help="renew the result file and docs/host_time.md; with --only, its later rows")
     add("--before", type=Path, metavar="FILE", help="a result file of older code, to show beside the new one")
     add("--peers", type=Path, default=Path(sys.prefix) / "peers", help="folder with torchao (pip install --target)")
     return parser

@@ -25,6 +25,7 @@ One linear without bias if not stated, in training. A block is the seven linears
 share the FP8 form of their input, as gate and up do. Ratios are to bf16's row of the same kind.
 
 """
+TITLES = ["| | forward µs | total µs | × bf16 | launches | kernels | dispatches | calls |", "|---|" + 7 * "---:|"]
 COLUMNS = """- *launches*: kernels that Triton launches; *kernels*: all kernels that a GPU would run: these, products,
   memory sets, sums and casts of PyTorch.
 - *dispatches*: operations that go through PyTorch's dispatcher, allocations and views included.
@@ -68,20 +69,27 @@ CUDA graphs of a linear, which fix addresses.
 def text(content: dict[str, Any]) -> str:
     """Return the page."""
     before = {row["name"]: row for row in content.get("before", ())}
-    lines = ["| | forward µs | total µs | × bf16 | launches | kernels | dispatches | calls |", "|---|" + 7 * "---:|"]
+    lines = list(TITLES)
     for row in content["rows"]:
         old = before.get(row["name"])
         changed = old is not None and old["python_calls"] != row["python_calls"]
         if changed and old is not None:
             lines.append(_line(f"{row['name']}, before", old))
         lines.append(_line(f"**{row['name']}**" if changed else row["name"], row))
-    machine = content["environment"]
-    measured = (
-        f"\nMeasured with `python -m benchmarks host` on one thread of {machine['device']}; torch {machine['torch']}, "
-        f"Triton {machine['triton']}, torchao {machine['torchao'] or 'absent'}, Python {machine['python']}, "
-        f"{machine['date']}. *Before* is the code without direct launches and plans.\n\n"
-    )
+    measured = f"\n{_measured(content)} *Before* is the code without direct launches and plans.\n\n"
+    if later := content.get("later"):
+        table = "\n".join([*TITLES, *(_line(row["name"], row) for row in later["rows"])])
+        measured += f"Rows measured later, in a run of their own:\n\n{table}\n\n{_measured(later)}\n\n"
     return HEAD + "\n".join(lines) + "\n" + measured + COLUMNS + TAIL
+
+
+def _measured(content: dict[str, Any]) -> str:
+    machine = content["environment"]
+    return (
+        f"Measured with `python -m benchmarks host` on one thread of {machine['device']}; torch {machine['torch']}, "
+        f"Triton {machine['triton']}, torchao {machine['torchao'] or 'absent'}, Python {machine['python']}, "
+        f"{machine['date']}."
+    )
 
 
 def _line(name: str, row: dict[str, Any]) -> str:

@@ -1,7 +1,8 @@
 """What one linear, and the seven linears of a Llama block, cost the host: microseconds, launches, dispatches, calls.
 
-Times are the best of many short samples, so that what else runs on the machine hardly counts, and without what an empty
-autograd graph costs: `x.view_as(x)` and its backward. The matrices are 16×16: what is left is the host's work.
+Times are CPU time, the best of many short samples that all rows take in turn, so that what else runs on the machine
+hardly counts and meets all rows alike. They are without what an empty autograd graph costs: `x.view_as(x)` and its
+backward. The matrices are 16×16: what is left is the host's work.
 """
 
 import dataclasses
@@ -169,41 +170,45 @@ def _python_calls(step: Step) -> int:
     return calls
 
 
-def times(make: Callable[[], nn.Module], repetitions: int) -> Row:
-    """Return the microseconds of forward, and of forward and backward."""
-    forward, both = steps(make())
-    empty_forward, empty_both = steps(nn.Identity())
-    total = best_us(both, repetitions) - best_us(empty_both, repetitions)  # first: brings layers to the steady state
-    alone = best_us(forward, repetitions) - best_us(empty_forward, repetitions)
-    return {"forward_us": round(alone, 1), "total_us": round(total, 1)}
+def times(makes: list[Callable[[], nn.Module]], repetitions: int) -> list[Row]:
+    """Return the microseconds of forward, and of forward and backward, of some modules."""
+    made = [steps(make()) for make in (nn.Identity, *makes)]
+    empty, *totals = best_us([both for _, both in made], repetitions)  # first: brings layers to the steady state
+    empty_forward, *forwards = best_us([forward for forward, _ in made], repetitions)
+    return [
+        {"forward_us": round(forward - empty_forward, 1), "total_us": round(total - empty, 1)}
+        for forward, total in zip(forwards, totals, strict=True)
+    ]
 
 
-def best_us(step: Step, repetitions: int) -> float:
-    """Return the shortest mean time of a step over samples of about a millisecond, µs."""
-    for _ in range(10):  # an equalized layer measures in passes 0, 1, 2, 4 and 8
-        step()
-    start = time.perf_counter()
-    step()
-    calls = max(1, min(100, int(SAMPLE_S / (time.perf_counter() - start))))
-    best = float("inf")
-    for _ in range(repetitions):
-        start = time.perf_counter()
-        for _ in range(calls):
+def best_us(steps: list[Step], repetitions: int) -> list[float]:
+    """Return the shortest mean CPU time of each step over samples of about a millisecond, taken in turn, µs."""
+    calls, best = [], [float("inf")] * len(steps)
+    for step in steps:
+        for _ in range(10):  # an equalized layer measures in passes 0, 1, 2, 4 and 8
             step()
-        best = min(best, (time.perf_counter() - start) / calls)
-    return 1e6 * best
+        start = time.process_time()
+        step()
+        calls.append(max(1, min(100, int(SAMPLE_S / (time.process_time() - start)))))
+    for _ in range(repetitions):
+        for index, (step, count) in enumerate(zip(steps, calls, strict=True)):
+            start = time.process_time()
+            for _ in range(count):
+                step()
+            best[index] = min(best[index], (time.process_time() - start) / count)
+    return [1e6 * seconds for seconds in best]
 
 
 def measure(stub: Stub, names: tuple[str, ...], repetitions: int, *, timed: bool) -> list[Row]:
-    """Measure the arms of these names, or all, and what they are compared with; print a row at a time."""
-    rows: dict[str, Row] = {}
-    for name, (base, make) in arms(names).items():
-        row = counts(stub, name, make)
-        if timed:
-            row |= times(make, repetitions)
-            rows[name] = row
-            row["ratio"] = round(row["total_us"] / rows[base]["total_us"], 2)
-        rows[name] = row
+    """Measure the arms of these names, or all, and what they are compared with; print them."""
+    chosen = arms(names)
+    rows = {name: counts(stub, name, make) for name, (_, make) in chosen.items()}
+    if timed:
+        makes = [make for _, make in chosen.values()]
+        for row, timing in zip(rows.values(), times(makes, repetitions), strict=True):
+            row |= timing
+            row["ratio"] = round(row["total_us"] / rows[chosen[row["name"]][0]]["total_us"], 2)
+    for row in rows.values():
         print(line(row), flush=True)
     return list(rows.values())
 
