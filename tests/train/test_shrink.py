@@ -107,6 +107,26 @@ def test_a_guard_keeps_its_checkpoints(tmp_path: Path):
     assert shrunk(path).run.save_every == SECTIONS["run"]["steps"] // 2
 
 
+def test_conversations_stay_conversations_and_nothing_of_the_source_stays(tmp_path: Path):
+    small = shrunk(CONFIGS / "sft-demo.toml").data
+    assert (small.source, small.format, small.chat_template) == ("python-docstrings", "messages", "plain")
+    assert small.packing == "documents"
+    text = (CONFIGS / "own-data.toml").read_text()
+    section = text[text.index("[data]") :].partition("\n[")[0]
+    head = '[data]\nsequence_length = 64\nstreaming = true\nchunk_bytes = 5000\ncache_gib = 3.0\ntokenizer = "t"\n'
+    messages = 'format = "messages"\nmessages_field = "turns"\n'
+    for extra, source in (("", "python-stdlib"), (messages, "python-docstrings")):
+        sources = f'[[data.sources]]\nsource = "a"\nweight = 1\n[[data.sources]]\nsource = "b"\nweight = 2\n{extra}'
+        (tmp_path / "run.toml").write_text(text.replace(section, head + sources))
+        small = shrunk(tmp_path / "run.toml").data
+        assert (small.source, small.sources, small.streaming) == (source, (), False)
+
+
+def test_images_are_shrunk_to_batches_a_vit_learns_from():
+    small = shrunk(CONFIGS / "vit-l16.toml")
+    assert (small.optim.batch, small.optim.lr, small.optim.warmup) == (32, 5e-4, 6)
+
+
 @pytest.mark.parametrize(
     ("model", "message"),
     [
@@ -169,20 +189,17 @@ def test_plan_and_compare_shrink_too(tmp_path: Path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", MODELS, ids=lambda path: path.stem)
-def test_every_configuration_learns(path: Path, tmp_path: Path):
-    losses, _ = train(path, tmp_path / "run")
-    assert len(losses) == 60
-    assert sum(losses[-6:]) / 6 < losses[0] - 0.5
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama3-8b", "mixtral-8x7b", "deepseek-v3-16b"])
-def test_fp8_ends_within_the_noise_of_seeds(name: str, tmp_path: Path):
-    def last(folder: str, *settings: str) -> float:
-        losses, _ = train(CONFIGS / f"{name}.toml", tmp_path / folder, *settings)
-        return sum(losses[-6:]) / 6
-
-    fp8 = last("fp8")
-    bf16 = [last(f"bf16-{seed}", "precision.level=bf16", f"run.seed={seed}") for seed in range(3)]
-    assert abs(fp8 - bf16[0]) < max(bf16) - min(bf16)
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.toml")), ids=lambda path: path.stem)
+def test_every_configuration_learns_and_fp8_ends_within_the_noise_of_seeds(path: Path, tmp_path: Path):
+    """Of means over the last 10 % of the steps, as `octavo compare`; the noise is the range of three seeds in bf16."""
+    is_fp8 = "fp8" in load_config(path).precision.resolved.matmul
+    arms = {("fp8", 0): () if is_fp8 else ("precision.level=fp8",)}
+    arms |= {("bf16", seed): ("precision.level=bf16",) for seed in range(3)}
+    ends = {}
+    for (name, seed), settings in arms.items():
+        losses, result = train(path, tmp_path / f"{name}-{seed}", f"run.seed={seed}", *settings)
+        assert len(losses) == 60 and result.losses is not None
+        ends[name, seed] = result.losses.tail_mean
+        assert ends[name, seed] < 0.95 * sum(losses[:6]) / 6, (name, seed, losses)
+    bf16 = [ends["bf16", seed] for seed in range(3)]
+    assert abs(ends["fp8", 0] - bf16[0]) < max(bf16) - min(bf16), ends

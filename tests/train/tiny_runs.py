@@ -108,7 +108,7 @@ def assert_same(a: Path, b: Path) -> None:
     assert len(first) > 20
     for name, value in first.items():
         same = torch.equal(value, second[name]) if isinstance(value, torch.Tensor) else value == second[name]
-        assert same, name
+        assert same, (name, value, second[name]) if not isinstance(value, torch.Tensor) else name
     assert curve(a) == curve(b)
 
 

@@ -9,9 +9,11 @@
     vocabulary               that of a tokenizer trained on the data
     images                   of a vision tower or a model of images alone, 4 × 4 patches; its layers, width and heads as
                              above; of "dit" heads are halved until the width is at most 256
-    data                     the source code of Python's standard library, in sequences of 128 tokens; of models with a
-                             vision tower the digits with captions, in 48; of models of images the digits
-    steps                    60 of 8 sequences, in 2 micro-batches if there were several; learning rate 2e-3
+    data                     the source code of Python's standard library, in sequences of 128 tokens, or conversations
+                             about its docstrings; of models with a vision tower the digits with captions, in 48; of
+                             models of images the digits
+    steps                    60 of 8 sequences, in 2 micro-batches if there were several; learning rate 2e-3; of models
+                             of images 32, which are short, at 5e-4
     processes                one
 
 Everything else stays: all of `[precision]`, the number of query heads for each key head, tied embeddings, norms of
@@ -55,6 +57,14 @@ WITH_IMAGES: Mapping[str, Any] = {"source": "digits", "sequence_length": 48, "vo
 """Settings of `[data]` of one with images."""
 IMAGES: Mapping[str, Any] = {"source": "digits"}
 """Settings of `[data]` of one with images alone."""
+IMAGES_OPTIM: Mapping[str, Any] = {"lr": 5e-4, "batch": 32}
+"""Settings of `[optim]` of one with images alone: with those of text a ViT does not learn in 60 steps."""
+CONVERSATIONS: Mapping[str, Any] = {"source": "python-docstrings", "format": "messages", "chat_template": "plain"}
+"""Settings of `[data]` of one with conversations."""
+OF_SOURCE = (
+    "sources", "split", "text_field", "messages_field", "tokenizer", "images", "streaming", "chunk_bytes", "cache_gib",
+)  # fmt: skip
+"""Settings of `[data]` that belong to its source."""
 TEXT_DATA = ("sequence_length", "vocab_size")
 PATCHES = 4
 """Patches of a shrunk image in each direction."""
@@ -80,8 +90,9 @@ def shrink(tables: Mapping[str, Any], model_config: Mapping[str, Any]) -> dict[s
         small[name] |= settings
     if of_images:
         small["data"] = {**{key: value for key, value in small["data"].items() if key not in TEXT_DATA}, **IMAGES}
-    small["data"] |= WITH_IMAGES if has_images else {}
-    for key in ("split", "text_field", "tokenizer", "images"):
+        small["optim"] |= IMAGES_OPTIM
+    small["data"] |= WITH_IMAGES if has_images else CONVERSATIONS if _has_conversations(tables["data"]) else {}
+    for key in OF_SOURCE:
         small["data"].pop(key, None)
     for key in ("source", "split"):
         small.get("eval", {}).pop(key, None)
@@ -91,6 +102,10 @@ def shrink(tables: Mapping[str, Any], model_config: Mapping[str, Any]) -> dict[s
     run["save_every"] = min(run.get("save_every", 0), run["steps"] // 2)
     optim["micro_batches"] = min(optim.get("micro_batches", 1), 2)
     return small
+
+
+def _has_conversations(data: Mapping[str, Any]) -> bool:
+    return any(part.get("format") == "messages" for part in (data, *data.get("sources", ())))
 
 
 def _shrink_images(model_type: str, given: Mapping[str, Any], complete: Mapping[str, Any]) -> dict[str, Any]:
