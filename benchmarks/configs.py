@@ -107,8 +107,8 @@ enough for two minutes of two CPU cores. It prints what it changes. Settings beh
 | head sizes | halved while 64 or more remain; ranks of latent attention while 128 do |
 | experts | halved until at most 8; experts per token and groups until at most 2 |
 | vocabulary | of a tokenizer trained on the data, 4096 |
-| data | source code of Python's standard library, in sequences of 128 tokens; or the digits, with captions or alone |
-| steps | 60 of 8 sequences, in 2 micro-batches if there were several; 6 of warmup; learning rate 2e-3 |
+| data | source code of Python's standard library, or conversations about it, in 128 tokens; or the digits |
+| steps | 60 of 8 sequences, or 32 images, in at most 2 micro-batches; 6 of warmup; learning rate 2e-3, or 5e-4 |
 | processes | one |
 
 A model whose sizes it does not know all (hybrids with Mamba, for example) is an error that names the field.
