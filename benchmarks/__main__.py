@@ -10,6 +10,7 @@
   adversarial  models known to break FP8, in every recipe and under the autopilot; docs/adversarial.md
   equalization  channel scales on synthetic operands, and refreshed more or less often; docs/numerics.md; needs no GPU
   lora         adapters on a base in FP8 beside bf16's, on three seeds; docs/training.md; needs no GPU
+  long_run     hours of training with kills beside an undisturbed run; docs/training.md; needs no GPU
   families     what each family of models keeps for backward with FP8 activations; docs/memory.md
   fuzz         random models, optimizers and collectives beside plain PyTorch; what fails, shrunk to a few lines
   probe        which backends run here, and whether their bytes are the reference's
@@ -29,6 +30,7 @@
   healthy_runs  odd but healthy runs, in which the inspector finds nothing; docs/autopilot.md; needs no GPU
   performance  docs/performance.md from all result files
   figures      the images of README and docs/ from the kept result files; needs a Chromium, no GPU
+  tutorials    the pages of docs/tutorials run as written, and their pictures; needs no GPU
   settings     docs/settings.md from the sections of a configuration
   configs      configs/<model>.toml with predicted steps, and docs/configurations.md; needs no GPU
 
@@ -47,7 +49,7 @@ NAMES = (
     "probe", "gpu", "roofline", "sass", "scaling", "predictions", "compare_power", "compare_rates", "guard_alarms",
     "healthy_runs", "performance", "figures", "settings", "configs", "ptx", "l2", "host", "compiled", "equalization",
     "lora",
-    "scaling_hybrid",
+    "scaling_hybrid", "long_run", "tutorials",
 )  # fmt: skip
 COMPILES_ONLY = ("sass", "ptx", "host", "compiled")
 
