@@ -104,6 +104,12 @@ class Driver:
         """What the page wrote to the console since the last call."""
         return [entry["message"] for entry in self._call("POST", "/se/log", {"type": "browser"})]
 
+    def resize(self, width: int, height: int) -> None:
+        """Give the page a size in CSS pixels, whatever that of the window was."""
+        metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        command = {"cmd": "Emulation.setDeviceMetricsOverride", "params": metrics}
+        self._call("POST", "/goog/cdp/execute", command)
+
     def screenshot(self, path: Path) -> None:
         """Save what the window shows as PNG."""
         path.write_bytes(base64.b64decode(self._call("GET", "/screenshot")))

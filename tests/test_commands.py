@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tempfile
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 from benchmarks import __main__ as benchmarks
+from benchmarks.tutorials import files_of
 from typer.main import get_command
 from typer.testing import CliRunner
 
@@ -23,10 +25,15 @@ from octavo.cli.examples import EXAMPLES
 from octavo.train.config.run_config import ConfigError, load_config
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PROGRAMS = r"(?:octavo|python -m benchmarks|pytest|make|torchrun|tensorboard|python)"
 PLACES = {"RUN": "runs/demo", "N": "1"} | dict.fromkeys(("CONFIG", "CONFIG.toml", "config.toml"), "configs/demo.toml")
 """What documents leave open, in the place of which something is given here."""
+FOLDER = tempfile.TemporaryDirectory()
+for page in DOCUMENTS:
+    for name, content in files_of(page.read_text(encoding="utf-8")).items():
+        PLACES[name] = str(Path(FOLDER.name, name))
+        Path(FOLDER.name, name).write_text(content, encoding="utf-8")
 MADE = ("runs/", "data/", "corpus/", "notes/", "my-gpu.toml", "h100.json", "exported")
 """Beginnings of names of files that a reader has or makes."""
 SUBCOMMANDS = ("init", "train", "watch", "export", "demo", "compare", "inspect", "doctor", "plan", "calibrate")

@@ -1,0 +1,118 @@
+"""The tutorials of docs/tutorials: run as written, and their pictures.
+
+Each block of commands that a page marks as `sh` runs, in order, in a folder with a copy of configs/ and the files that
+the page shows: blocks whose first line is `# name.py` or `# name.toml`. A picture shows parts of the report that one of
+the commands writes.
+
+  python -m benchmarks tutorials                      # all of them, an hour on two CPU cores
+  python -m benchmarks tutorials ten-minutes --keep
+"""
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks import webdriver
+
+ROOT = Path(__file__).parent.parent
+PAGES = ROOT / "docs" / "tutorials"
+IMAGES = ROOT / "docs" / "images"
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
+NAMED = re.compile(r"# ([\w.-]+\.(?:py|toml))\n")
+SHOW = """
+const shown = new Set(document.querySelectorAll(arguments[0]));
+if (arguments[1]) for (const part of document.querySelectorAll(arguments[1])) part.remove();
+for (const part of document.querySelectorAll("main > *, main > .small > *"))
+  if (!shown.has(part) && ![...shown].some(each => part.contains(each))) part.remove();
+document.querySelector("main").style.padding = "12px";
+window.dispatchEvent(new Event("resize"));
+const box = document.querySelector("main").getBoundingClientRect();
+return [Math.ceil(box.width), Math.ceil(box.height)];
+"""
+
+
+@dataclass(frozen=True)
+class Picture:
+    """Parts of a report, by CSS selector, less those hidden, as docs/images/<name>.png."""
+
+    name: str
+    page: str
+    report: str
+    parts: str
+    hidden: str = ""
+
+
+PICTURES = (
+    Picture("demo-report", "ten-minutes", "runs/demo/report.html", ".verdict, .tiles, .tiles + .card"),
+    Picture(
+        "inspected", "the-layer-that-breaks", "runs/broken/report.html", ".card.long", "figure:not(:nth-of-type(2))"
+    ),
+    Picture("vlm-report", "a-vlm", "runs/vlm/report.html", ".tiles, .tiles + .card, .small"),
+    Picture("lora-report", "lora", "runs/lora/report.html", ".tiles, .tiles + .card"),
+)
+
+
+def files_of(text: str) -> dict[str, str]:
+    """Files that a page shows: names, contents."""
+    named = [(NAMED.match(content), content) for language, content in BLOCK.findall(text) if language != "sh"]
+    return {match[1]: content for match, content in named if match}
+
+
+def commands_of(text: str) -> list[str]:
+    """Blocks of commands of a page."""
+    return [content for language, content in BLOCK.findall(text) if language == "sh"]
+
+
+def run(page: Path, folder: Path) -> None:
+    """Run a page's commands in a folder; what they print goes to the terminal.
+
+    Raises:
+        subprocess.CalledProcessError: A command failed.
+    """
+    text = page.read_text(encoding="utf-8")
+    shutil.copytree(ROOT / "configs", folder / "configs")  # makes the folder, too
+    for name, content in files_of(text).items():
+        (folder / name).write_text(content, encoding="utf-8")
+    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    for block in commands_of(text):
+        print(f"\n$ {block}", end="", flush=True)
+        subprocess.run(["bash", "-euo", "pipefail", "-c", block], cwd=folder, env=environment, check=True)
+
+
+def draw(picture: Picture, folder: Path) -> None:
+    """Save a picture of what was run in a folder."""
+    with webdriver.Driver("--window-size=1000,1200", "--hide-scrollbars") as browser:
+        browser.open((folder / picture.report).resolve().as_uri())
+        browser.wait("document.querySelectorAll('.plot .main-svg').length > 0")
+        width, height = browser.run(SHOW, picture.parts, picture.hidden)
+        browser.resize(width, height)
+        browser.screenshot(IMAGES / f"{picture.name}.png")
+
+
+def main(arguments: list[str]) -> None:
+    """Run pages, and renew their pictures where a browser is installed."""
+    names = sorted(path.stem for path in PAGES.glob("*.md"))
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks tutorials", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("pages", nargs="*", metavar="PAGE", help=f"default: all of {', '.join(names)}")
+    parser.add_argument("--keep", action="store_true", help="keep the folder of each page, and print its path")
+    options = parser.parse_args(arguments)
+    if unknown := set(options.pages) - set(names):
+        parser.error(f"no page {', '.join(sorted(unknown))} in docs/tutorials; there are {', '.join(names)}")
+    reason = webdriver.missing()
+    for name in options.pages or names:
+        folder = Path(tempfile.mkdtemp(prefix=f"{name}-"))
+        try:
+            run(PAGES / f"{name}.md", folder)
+            for picture in PICTURES:
+                if picture.page == name:
+                    print(f"{picture.name}.png is not drawn: {reason}") if reason else draw(picture, folder)
+        finally:
+            print(folder) if options.keep else shutil.rmtree(folder)
