@@ -34,4 +34,7 @@ def test_files_and_commands_of_a_page(tmp_path):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_a_tutorial_runs_as_written(page, tmp_path):
     pytest.importorskip("peft")
-    tutorials.run(page, tmp_path)
+    folder = tmp_path / "folder"
+    tutorials.run(page, folder)  # raises if a command fails
+    for picture in tutorials.PICTURES:
+        assert picture.page != page.stem or (folder / picture.report).exists()
