@@ -79,7 +79,7 @@ def test_the_autopilot_equalizes_layers(gloo, settings, tmp_path, layout):  # no
 @pytest.mark.parametrize("layout", ["pp", slow("pp-tp"), slow("pp-fsdp")])
 @pytest.mark.parametrize("recipe", ["rowwise", slow("rowwise_equalized")])
 def test_statistics_of_the_first_step_of_a_pipeline(gloo, settings, tmp_path, layout, recipe):  # noqa: F811
-    """torch infers shapes in it, on memory that nobody has written."""
+    """torch infers shapes in it, on uninitialized memory."""
     world, parallel = LAYOUTS[layout]
     precision = {"level": "fp8", "recipe": recipe}
     made = settings(inspect={"every": 1}, precision=precision, parallel=parallel, run={"steps": 3},
