@@ -51,6 +51,11 @@ TAIL = """
   the bias once, and backward checks G once, instead of once per op. The check is the C++ guard with which
   `torch.compile` recognizes inputs (`octavo.runtime.torch_compat.guard_of`). Recipes with an amax history, weights
   that FSDP gathers in FP8 and inputs that backward recomputes take the ordinary path.
+- **Then each direction is one generated function** (`octavo.nn.linear_source`): once its casts and products are
+  prepared, a plan joins their source, without calls between them. Linears launch the same kernels on the same tensors
+  as before (`tests/kernels/stub_launches.py`).
+- **A layer whose quantized inputs nobody reads keeps few of them** (`octavo.nn.input_casts.Readers`): for q, k and v
+  the first keeps what it made of their input; a layer without such siblings stops after a few passes.
 - **Outputs are allocated below the dispatcher**, as Inductor's generated code does.
 - **The registry selects the backend**, as without plans: by `octavo calibrate`, probes and `force`. If its selection
   changes, cached plans are discarded.

@@ -169,6 +169,32 @@ def kernels_get_what_triton_passes():
     return failed if len(compared) >= 8 else [*failed, f"compared {sorted(compared)} only"]
 
 
+def linears_launch_as_their_plans():
+    """The functions generated for a linear launch, on X, W and G, what the methods that they replace do."""
+    import octavo
+    from octavo.nn import linear_plan
+
+    failed = []
+    g, x = torch.zeros(2, 48, 32, dtype=torch.bfloat16), torch.zeros(2, 48, 64, dtype=torch.bfloat16).requires_grad_()
+    for recipe in [name for name in octavo.RECIPES if name not in ("delayed", "rowwise_equalized")]:
+        for bias, options in ((False, {}), (True, {}), (False, {"keep_weights": True})):
+            module = torch.nn.Linear(64, 32, bias=bias, dtype=torch.bfloat16)
+            layer = octavo.convert(module, recipe, device="cpu", verbose=False, **options)
+            known = {x.data_ptr(): "x", layer.weight.data_ptr(): "w", g.data_ptr(): "g"}
+            keys, functions = [], []
+            for _ in range(6):
+                with DRIVER.recorded() as records:
+                    layer(x).backward(g)
+                # Addresses are large, and those of tensors that a pass allocates differ between passes.
+                named = [[known.get(v, "other") if v > 2**40 else v for v in r.key()[5]] for r in records]
+                keys.append([(*r.key()[:5], values) for r, values in zip(records, named, strict=True)])
+                plan = linear_plan._MATCHES[id(layer.weight)][1]
+                functions.append(plan.forward.__name__ + plan._match[3].run.__name__)
+            if functions[0] == functions[-1] or functions[-1] != "runrun" or any(key != keys[0] for key in keys):
+                failed.append(f"{recipe} {bias} {options} {functions}")
+    return failed
+
+
 if __name__ == "__main__":
     checks = {name: globals()[name] for name in sys.argv[1:]}
     print(json.dumps({name: check() for name, check in checks.items()}))

@@ -29,6 +29,8 @@ from typing import Any
 import torch
 import triton
 
+from octavo.kernels.sources import Name, source_of
+
 INTERPRETED: bool = triton.knobs.runtime.interpret
 """Whether kernels run in Triton's CPU interpreter (TRITON_INTERPRET=1 at the import of Triton)."""
 
@@ -159,8 +161,8 @@ class PreparedLaunch:
         """
         call = kernel.run
         passed = (
-            self._x, self._y, self._z, _Name("stream"), kernel.function, kernel.packed_metadata, None, None, None,
-            *self._in_order((*map(_Name, self.names), *self._fixed)),
+            self._x, self._y, self._z, Name("stream"), kernel.function, kernel.packed_metadata, None, None, None,
+            *self._in_order((*map(Name, self.names), *self._fixed)),
         )  # fmt: skip
         sizes = [getattr(call, name, None) for name in ("global_scratch_size", "profile_scratch_size")]
         if hasattr(call, "launch") and sizes == [0, 0] and not getattr(call, "gsan_enabled", False):
@@ -169,7 +171,7 @@ class PreparedLaunch:
             launcher.launch = lambda *arguments: recorded.append(arguments)
             launcher(*passed)
             call, (passed,) = call.launch, recorded
-        return _source(call, constants) + _source(passed, constants)
+        return source_of(call, constants) + source_of(passed, constants)
 
     def arguments(self, tensors: Sequence[torch.Tensor]) -> dict[str, Any]:
         """Return the kernel's arguments but constants by name, with tensors viewed as the dtypes at preparation."""
@@ -201,23 +203,6 @@ def current_stream(index: int | None) -> int:
     """Return the current stream of a device, as Triton's driver does."""
     stream: int = triton.runtime.driver.active.get_current_stream(index)
     return stream
-
-
-class _Name(str):
-    """A parameter of a generated function, in the place of its value."""
-
-
-def _source(value: Any, constants: dict[str, Any]) -> str:
-    """Return Python source of a value that may hold parameters; other objects in it are added to `constants`."""
-    if isinstance(value, _Name):
-        return value
-    if isinstance(value, tuple):
-        return f"({''.join(_source(item, constants) + ', ' for item in value)})"
-    if value is None or type(value) in (bool, int):
-        return repr(value)
-    name = f"constant{len(constants)}"
-    constants[name] = value
-    return name
 
 
 def _with_writable_cache(launch: Any, **arguments: Any) -> Any:

@@ -51,6 +51,23 @@ class _CacheEntry:
         self.state, self.casts = (), {}
 
 
+class Readers:
+    """Whether other layers read the casts that a layer keeps. After `TRIES` casts in a row that none read, the layer
+    keeps only every `AGAIN`th: keeping one costs the host as much as a launch.
+
+    Attributes:
+        unread: Casts kept or not kept since one was read.
+    """
+
+    __slots__ = ("unread",)
+
+    def __init__(self) -> None:
+        self.unread = 0
+
+
+TRIES, AGAIN = 8, 64
+
+
 class InputCastCache(threading.local):
     """Casts of the last input of any linear, per thread, for sibling layers that read the same tensor.
 
@@ -91,12 +108,25 @@ class InputCastCache(threading.local):
             if cast is None and not needs_wgrad:
                 cast = casts.get(cast_key(recipe, False, source))
             if cast is not None:
+                note_reader(casts)
                 return cast
         x, x_t = quantized_input(x_MK, recipe, needs_wgrad, amax, fold)
         cast = (x.data, None, x.scale, None) if x_t is None else (x.data, x_t.data, x.scale, x_t.scale)
         if casts is not None:
             casts[cast_key(recipe, needs_wgrad, source)] = cast
         return cast
+
+    def kept_casts(self, owner: Tensor, readers: Readers, context: tuple[Any, ...]) -> dict[Any, Any] | None:
+        """Return `casts_of` for a layer that reads `owner`; None also if there are none and nobody would read them."""
+        entry = self._entry
+        if entry is None or entry[0]() is not owner:
+            readers.unread = unread = readers.unread + 1
+            if unread > TRIES and unread % AGAIN:
+                return None
+        casts = self.casts_of(owner, context)
+        if casts is not None:
+            casts.setdefault(Readers, readers)
+        return casts
 
     def casts_of(self, owner: Tensor, context: tuple[Any, ...] = ()) -> dict[Any, Any] | None:
         """Return the casts of a tensor in its present state, to look up and add to; None if it is not cached.
@@ -123,6 +153,12 @@ class InputCastCache(threading.local):
 def cast_key(recipe: Recipe, both: bool, source: Hashable) -> tuple[str, str | None, Hashable]:
     """Return what casts of a tensor differ in: spec for forward, for wgrad if `both`, source of the amax or fold."""
     return recipe.x.text, recipe.wgrad_x.text if both and recipe.wgrad_x is not None else None, source
+
+
+def note_reader(casts: dict[Any, Any]) -> None:
+    """Tell the layer that keeps these casts that another one read them."""
+    if (readers := casts.get(Readers)) is not None:
+        readers.unread = 0
 
 
 INPUT_CASTS = InputCastCache()

@@ -42,7 +42,8 @@ class Linear(LinearLike, nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Y = X Wᵀ + b in FP8 for input [..., in_features]; see `linear`."""
-        return linear(input, self.weight, self.bias, self.recipe, self.octavo_keep_weights(), self.octavo_quantizer())
+        keep_weights = self.octavo_keep_weights() if self.keep_weights else False
+        return linear(input, self.weight, self.bias, self.recipe, keep_weights, self.octavo_quantizer())
 
     def extra_repr(self) -> str:
         """Return the description of `nn.Linear`, with the recipe."""

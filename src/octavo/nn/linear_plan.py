@@ -30,8 +30,11 @@ from octavo.kernels.direct import ZEROS, Plans, signature
 from octavo.kernels.gemm import ProductPlan
 from octavo.kernels.quantize import plan_pair, plan_quantize
 from octavo.kernels.registry import CHOICES
-from octavo.nn.input_casts import INPUT_CASTS, cast_key
+from octavo.nn import linear_source
+from octavo.nn.input_casts import INPUT_CASTS, Readers, cast_key, note_reader
+from octavo.nn.linear_backward_plan import PREPARED, BackwardPlan, Gradients
 from octavo.nn.operands import JUST_IN_TIME, Quantizer, Saved, output_dtype
+from octavo.nn.weight_only import weight_only_linear
 from octavo.nn.weights import shares_cast
 from octavo.numerics.equalization import ChannelScales
 from octavo.numerics.recipe import Recipe
@@ -49,7 +52,6 @@ from octavo.runtime.torch_compat import (
     short_backward,
 )
 
-Gradients = tuple[Tensor | None, ...]
 Backward = Callable[[Any, Tensor], Gradients]
 
 
@@ -57,7 +59,8 @@ def planned_linear(
     input: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, keep_weights: bool, quantizer: Quantizer,
     ordinary: Backward,
 ) -> Tensor | None:  # fmt: skip
-    """Return `octavo.nn.linear` of these arguments from a plan; None if the ordinary path must run.
+    """Return `octavo.nn.linear` of these arguments from a plan, or by `octavo.nn.weight_only` in such a recipe; None if
+    the ordinary path must run.
 
     Args:
         input: As the following four, an argument of `octavo.nn.linear`.
@@ -68,6 +71,8 @@ def planned_linear(
         quantizer: See there.
         ordinary: The backward of the ordinary path, for a context and G [M,N].
     """
+    if recipe.weight_only:
+        return weight_only_linear(input, weight, bias, recipe)
     if not SWITCH.enabled or torch.compiler.is_compiling():
         return None
     channels = None
@@ -75,9 +80,9 @@ def planned_linear(
         backward = torch.is_grad_enabled() and (input.requires_grad or weight.requires_grad)
         if (channels := quantizer.steady_channels(input, backward)) is None:
             return None
-    plan, match = None, _MATCHES.get(id(weight))
+    plan, readers, match = None, None, _MATCHES.get(id(weight))
     if match is not None:
-        matches, candidate, unbiased, records = match
+        matches, candidate, unbiased, records, readers = match
         if (
             unbiased is (bias is None) and (matches(input, weight) if unbiased else matches(input, weight, bias))
             and candidate.recipe is recipe and candidate.keep_weights is keep_weights
@@ -94,7 +99,12 @@ def planned_linear(
     usual = saves_as_usual()
     if not usual and plan.saves_x and recomputable_of(input) is not None:
         return None
-    arguments = input, weight, bias, plan, None if channels is None else quantizer, channels
+    context = _PLAIN if not plan.is_cuda else (None, stream_of(plan.device), False)
+    if readers is None:
+        casts = INPUT_CASTS.casts_of(input, context)
+    else:
+        casts = INPUT_CASTS.kept_casts(input, readers, context)
+    arguments = input, weight, bias, plan, casts, None if channels is None else quantizer, channels
     y = _APPLY(*arguments) if usual else unhooked(_APPLY, *arguments)
     return y
 
@@ -118,7 +128,7 @@ def _plan_of(
     # Guards see whether autocast is on, but not its dtype.
     matches = None if autocast is not None else guard_of(input, weight, *() if bias is None else (bias,))
     if matches is not None:
-        _MATCHES.add(id(weight), (matches, plan, bias is None, records))
+        _MATCHES.add(id(weight), (matches, plan, bias is None, records, Readers()))
     return plan
 
 
@@ -129,9 +139,10 @@ class LinearPlan:
     """
 
     __slots__ = (
-        "_match", "backwards", "cast_key", "choices", "complete", "device", "dtypes", "equalized", "in_shape",
-        "is_cuda", "is_matrix", "k", "keep_weights", "m", "n", "one_cast_key", "one_w_scale", "ordinary", "out_dtype",
-        "out_shape", "recipe", "saves_w", "saves_w_cast", "saves_x", "saves_x_cast", "w", "w_KN", "x", "y",
+        "_match", "backwards", "cast_key", "choices", "complete", "device", "dtypes", "equalized", "forward",
+        "in_shape", "is_cuda", "is_matrix", "k", "keep_weights", "m", "n", "one_cast_key", "one_w_scale", "ordinary",
+        "out_dtype", "out_shape", "passes", "recipe", "saves_w", "saves_w_cast", "saves_x", "saves_x_cast", "w",
+        "w_KN", "x", "y",
     )  # fmt: skip
 
     def __init__(
@@ -166,26 +177,34 @@ class LinearPlan:
         self.y: Any = ProductPlan(recipe.x, recipe.w, "nt", out_dtype, fast_accum=True)
         self.backwards: Plans[BackwardPlan] = Plans()
         self._match: tuple[Any, ...] | None = None
+        self.passes, self.forward = 0, self._forward
         self.complete = self.x is not None and self.w is not None
 
-    def forward(
-        self, ctx: Any, input: Tensor, w_NK: Tensor, bias: Tensor | None, channels: ChannelScales | None = None
-    ) -> Any:
+    def find(self, casts: dict[Any, Any], channels: ChannelScales | None) -> Any:
+        """Return what serves this forward of the casts of its input: of both orders, or of rows if these suffice."""
+        cast = casts.get((*self.cast_key, channels))
+        if cast is None and not self.saves_x_cast:
+            cast = casts.get((*self.one_cast_key, channels))
+        if cast is not None:
+            note_reader(casts)
+        return cast
+
+    def keep(self, casts: dict[Any, Any], channels: ChannelScales | None, cast: Any) -> None:
+        """Add the cast of an input to the others."""
+        casts[(*(self.cast_key if self.saves_x_cast else self.one_cast_key), channels)] = cast
+
+    def _forward(
+        self, ctx: Any, input: Tensor, w_NK: Tensor, bias: Tensor | None, casts: dict[Any, Any] | None,
+        channels: ChannelScales | None,
+    ) -> Any:  # fmt: skip
         """Return Y [..., N], and save for backward what the ordinary path saves."""
         factor, inverse = (None, None) if channels is None else (channels.factor, channels.inverse)
-        casts = INPUT_CASTS.casts_of(input, _PLAIN if not self.is_cuda else (None, stream_of(self.device), False))
-        cast = key = None
-        if casts is not None:
-            key = (*self.cast_key, channels)
-            cast = casts.get(key)
-            if cast is None and not self.saves_x_cast:
-                key = (*self.one_cast_key, channels)
-                cast = casts.get(key)
+        cast = None if casts is None else self.find(casts, channels)
         x_MK = input if self.is_matrix else input.reshape(self.m, self.k)
         if cast is None:
             cast = self.x.run(x_MK, inverse, None, None, ZEROS)
             if casts is not None:
-                casts[key] = cast
+                self.keep(casts, channels, cast)
         x, x_t, x_scale, x_t_scale = cast
         if self.w_KN is None:
             w, w_t, w_scale, w_t_scale = self.w.run(w_NK, factor, None, None, ZEROS)
@@ -206,18 +225,22 @@ class LinearPlan:
             ctx.save_for_backward(w_NK, None, w_scale if self.one_w_scale else None, x_t, x_t_scale)
         else:
             ctx.save_for_backward(None, None, None, x_t, x_t_scale)
+        self.passes += 1
+        if self.passes == PREPARED and self.complete:
+            self.forward = linear_source.forward_function(self)
         return y_MN if self.is_matrix else torch.ops.aten._unsafe_view(y_MN, self.out_shape)
 
     def backward(self, ctx: Any, g: Tensor, channels: ChannelScales | None) -> Gradients:
         """Return ∂X, ∂W and ∂b for G = ∂loss/∂Y [..., N]; None for those that nothing needs."""
         g_MN = g if self.is_matrix else g.reshape(self.m, self.n)
-        saved, needs = ctx.saved_tensors, required_gradients(ctx, 3)
+        saved, is_compiling = ctx.saved_tensors, torch.compiler.is_compiling()
+        needs = required_gradients(ctx, 3, is_compiling)
         plan, match = None, self._match
         if match is not None and self.choices == CHOICES.changes and not torch.is_grad_enabled():
             known_needs, present, matches, candidate = match
             if (
                 known_needs == needs and matches(g_MN, *present(saved))
-                and not (torch.compiler.is_compiling() or dispatch_modes() or function_modes())
+                and not (is_compiling or dispatch_modes() or function_modes())
                 and not (self.is_cuda and is_capturing(self.device))
             ):  # fmt: skip
                 plan = candidate
@@ -230,7 +253,7 @@ class LinearPlan:
 
     def _backward_of(
         self, g_MN: Tensor, saved: Saved, needs: tuple[bool, ...], channels: ChannelScales | None
-    ) -> "BackwardPlan | None":  # fmt: skip
+    ) -> BackwardPlan | None:  # fmt: skip
         """Return the plan of a backward, found by the signature of its tensors; None without one."""
         tensors = signature(g_MN, *saved)
         if tensors is None or self.choices != CHOICES.changes:
@@ -255,7 +278,7 @@ class LinearPlan:
             saved_tensors=saved, needs_input_grad=needs, next_functions=(), recipe=self.recipe, channels=scales,
             quantizer=JUST_IN_TIME, rematerializer=None, columns=self.k, dtypes=self.dtypes,
         )  # fmt: skip
-        gradients = (*self.ordinary(context, g_MN)[:3], None, None, None)
+        gradients = (*self.ordinary(context, g_MN)[:3], None, None, None, None)
         return gradients if self.is_matrix else self._shaped(gradients)
 
     def _shaped(self, gradients: Gradients) -> Gradients:
@@ -263,107 +286,16 @@ class LinearPlan:
         return None if dx_MK is None else dx_MK.view(self.in_shape), *gradients[1:]
 
 
-class BackwardPlan:
-    """The operands and products of a backward, for G and saved tensors of one signature; `complete` as above.
-
-    Args:
-        plan: The plan of the forward.
-        g_MN: G.
-        saved: What forward saved: W, its cast for dgrad, the scales of that cast; X for wgrad, its scales.
-        channels: The channel scales of the forward, if any.
-        dgrad: Whether ∂X is needed.
-        wgrad: Whether ∂W is needed.
-        dbias: Whether ∂b is needed.
-    """
-
-    __slots__ = (
-        "bias_dtype", "complete", "dbias", "dgrad", "dw", "dx", "folds_w", "folds_x", "fp8_wgrad", "g", "g_NM", "w",
-        "w_dtype", "wgrad",
-    )  # fmt: skip
-
-    def __init__(
-        self, plan: LinearPlan, g_MN: Tensor, saved: Saved, channels: ChannelScales | None, dgrad: bool, wgrad: bool,
-        dbias: bool,
-    ) -> None:  # fmt: skip
-        recipe, (w_NK, w, w_scale, _, _) = plan.recipe, saved
-        factor = None if channels is None else channels.factor
-        x_dtype, self.w_dtype, self.bias_dtype = plan.dtypes
-        self.dgrad, self.wgrad, self.dbias = dgrad, wgrad, dbias
-        self.fp8_wgrad = wgrad and plan.saves_x_cast
-        self.folds_w, self.folds_x = dgrad and recipe.folds_w, self.fp8_wgrad and recipe.folds_x
-        self.w = self.g = None
-        self.complete = True
-        if dgrad and w is None:
-            assert w_NK is not None
-            self.w = plan_quantize(w_NK, recipe.dgrad_w, factor, order="columns", scale=w_scale)
-            self.complete = self.w is not None
-        if dgrad or self.fp8_wgrad:
-            fold_w = g_MN.new_empty((1, plan.n), dtype=torch.float32) if self.folds_w else None
-            fold_x = g_MN.new_empty((plan.m, 1), dtype=torch.float32) if self.folds_x else None
-            self.g = self._plan_gradient(g_MN, fold_w, fold_x, recipe)
-            self.complete &= self.g is not None
-        self.dx: Any = ProductPlan(recipe.dgrad_g, recipe.dgrad_w_epilogue or recipe.dgrad_w, "nn", x_dtype)
-        self.dw: Any = None
-        self.g_NM: Any = None
-        if self.fp8_wgrad and recipe.wgrad_g is not None and recipe.wgrad_x is not None:
-            self.dw = ProductPlan(recipe.wgrad_g, recipe.wgrad_x_epilogue or recipe.wgrad_x, "tn", self.w_dtype)
-
-    def _plan_gradient(self, g_MN: Tensor, fold_w: Tensor | None, fold_x: Tensor | None, recipe: Recipe) -> Any:
-        if not self.fp8_wgrad or recipe.wgrad_g is None:
-            return plan_quantize(g_MN, recipe.dgrad_g, fold_w)
-        if not self.dgrad:
-            return plan_quantize(g_MN, recipe.wgrad_g, fold_x, order="columns")
-        if recipe.shared_grad_cast:
-            return plan_quantize(g_MN, recipe.dgrad_g, order="both")
-        return plan_pair(g_MN, recipe.dgrad_g, fold_w, recipe.wgrad_g, fold_x)
-
-    def run(self, g_MN: Tensor, saved: Saved, channels: ChannelScales | None) -> Gradients:
-        """Return ∂X, ∂W and ∂b, None for those that are not needed, and for the three inputs that are no tensors."""
-        w_NK, w, w_scale, x, x_scale = saved
-        factor, inverse = (None, None) if channels is None else (channels.factor, channels.inverse)
-        dx_MK: Any = None
-        dw_NK: Any = None
-        dbias_N = fold_w = fold_x = None
-        if self.w is not None:
-            _, w, w_scale, _ = self.w.run(w_NK, factor, None, w_scale, ZEROS)
-        if self.folds_w and w_scale is not None:
-            fold_w, w_scale = w_scale if w_scale.dtype == torch.float32 else w_scale.float(), inverse
-        if self.folds_x and x_scale is not None:
-            fold_x, x_scale = x_scale if x_scale.dtype == torch.float32 else x_scale.float(), factor
-        if self.g is not None:
-            as_t = self.g_NM is not None
-            g, g_t, g_scale, g_t_scale = (self.g_NM if as_t else self.g).run(
-                g_MN, fold_w if self.dgrad else fold_x, fold_x if self.dgrad else None, None, ZEROS
-            )
-            if self.dgrad:
-                call = self.dx.call
-                dx_MK = None if call is None else call.run(g, w, g_scale, w_scale, None, self.w is not None)
-                if dx_MK is None:
-                    dx_MK = self.dx(g, w, g_scale, w_scale)
-            if self.dw is not None:
-                dw_NK = self.dw.call.run(g_t, x, g_t_scale, x_scale, None) if as_t else None
-                if dw_NK is None:
-                    dw_NK = self.dw(g_t.t() if as_t else g_t, x, g_t_scale.t() if as_t else g_t_scale, x_scale)
-                    if self.dw.call is not None:
-                        self.g_NM = self.g.transposing(rows=False, columns=True)
-        if self.wgrad and not self.fp8_wgrad:
-            assert x is not None
-            dw_NK = (g_MN.t() @ x).to(self.w_dtype)
-        if self.dbias:
-            dbias_N = g_MN.sum(0, dtype=torch.float32).to(self.bias_dtype)
-        return dx_MK, dw_NK, dbias_N, None, None, None
-
-
 @short_backward
 @explain_freed_nodes
 class _PlannedLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan, quantizer: Quantizer | None,
-        channels: ChannelScales | None,
+        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan, casts: dict[Any, Any] | None,
+        quantizer: Quantizer | None, channels: ChannelScales | None,
     ) -> Tensor:  # fmt: skip
         ctx.call = plan, quantizer, channels
-        y: Tensor = plan.forward(ctx, input, weight, bias, channels)
+        y: Tensor = plan.forward(ctx, input, weight, bias, casts, channels)
         return y
 
     @staticmethod
@@ -379,8 +311,9 @@ _PLAIN = (None,)
 """The execution context of a CPU tensor, outside of dispatch modes."""
 _APPLY = apply_of(_PlannedLinear)
 _PLANS: Plans[LinearPlan] = Plans()
-_MATCHES: Plans[tuple[Callable[..., bool], LinearPlan, bool, bool]] = Plans()
-"""By id of a weight: a check for tensors like those of its last call, its plan, whether bias was None, grad mode."""
+_MATCHES: Plans[tuple[Callable[..., bool], LinearPlan, bool, bool, Readers]] = Plans()
+"""By id of a weight: a check for tensors like those of its last call, its plan, whether bias was None, grad mode, and
+who reads the casts of its input."""
 
 
 def _plan_cast(x: Tensor, spec: QuantSpec, spec_t: QuantSpec | None, fold: Tensor | None) -> Any:

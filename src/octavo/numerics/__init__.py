@@ -5,7 +5,7 @@ from octavo.numerics.error import first_mismatch, sqnr
 from octavo.numerics.formats import E4M3, E5M2, E8M0, Format
 from octavo.numerics.plan import Decision, Plan
 from octavo.numerics.precision import LEVELS, Precision
-from octavo.numerics.recipe import RECIPES, Recipe, equalized, get_recipe
+from octavo.numerics.recipe import RECIPES, Recipe, equalized, get_recipe, weight_only
 from octavo.numerics.spec import COLUMN, ROW, TENSOR, Granularity, QuantSpec
 
 __all__ = [
@@ -31,4 +31,5 @@ __all__ = [
     "first_mismatch",
     "get_recipe",
     "sqnr",
+    "weight_only",
 ]

@@ -16,10 +16,12 @@ so one FP8 copy of X and one of W serve all three products. The granularity dete
 
 Scaling is just-in-time. With a `history`, scales of X and G come from an amax history instead, as in Transformer
 Engine's delayed scaling: see `octavo.nn.delayed`. With `equalization`, channels of X and W are scaled first: see
-`octavo.numerics.equalization`.
+`octavo.numerics.equalization`. With `weight_only`, FP8 is how a frozen W is stored, and products are in the dtype of X:
+see `octavo.nn.weight_only`.
 """
 
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from octavo.numerics.formats import E5M2
@@ -44,6 +46,8 @@ class Recipe:
         margin: Exponent of two that enlarges scales from the history, against growing maxima.
         equalization: Passes from one refresh of the channel scales of X and W to the next; 0 for no such scales. Only
             for recipes that fold the scales of X and W.
+        weight_only: Whether only W is in FP8, as a frozen weight is stored, and products run in the dtype of X; the
+            specs of X and G are then unused.
 
     Examples:
         >>> octavo.RECIPES["blockwise"].w.text
@@ -61,6 +65,7 @@ class Recipe:
     history: int = 0
     margin: int = 0
     equalization: int = 0
+    weight_only: bool = False
 
     def __post_init__(self) -> None:
         if (self.wgrad_g is None) != (self.wgrad_x is None):
@@ -78,6 +83,11 @@ class Recipe:
                 f"recipe {self.name!r}: equalization is 0, or a number of passes for a recipe that folds the scales of "
                 f"X and W into G (one spec by row for both products of X, and of W) without a history; got "
                 f"equalization={self.equalization}, W {self.w} and {self.dgrad_w}, X {self.x} and {self.wgrad_x}"
+            )
+        if self.weight_only and (self.layer_state or self.w != self.dgrad_w):
+            raise ValueError(
+                f"recipe {self.name!r}: weight_only needs one FP8 form of W, and no history and no equalization; got W "
+                f"{self.w} and {self.dgrad_w}, history={self.history}, equalization={self.equalization}"
             )
         one_copy = self.wgrad_x in (None, self.x) and self.wgrad_g in (None, self.dgrad_g)
         if self.history and not (one_copy and self.x.granularity == self.dgrad_g.granularity == TENSOR):
@@ -101,7 +111,7 @@ class Recipe:
         """Whether X's scales fold into G for wgrad (they vary along M, which wgrad contracts)."""
         return self.wgrad_x is not None and self.wgrad_x.folds_along(0)
 
-    @property
+    @cached_property
     def layer_state(self) -> str | None:
         """What layers keep between passes for this recipe; None if they scale just in time."""
         return "an amax history" if self.history else "channel scales" if self.equalization else None
@@ -145,8 +155,11 @@ class Recipe:
         return Recipe(**other_fields, **specs)  # type: ignore[arg-type]
 
 
-_OPTIONAL = ("history", "margin", "equalization")
-"""Fields that `to_json` omits if zero."""
+_OPTIONAL = ("history", "margin", "equalization", "weight_only")
+"""Fields that `to_json` omits if zero or False."""
+
+
+_WEIGHT_ONLY = "_weight_only"
 
 
 def _epilogue(spec: QuantSpec, folds: bool, equalization: int) -> QuantSpec | None:
@@ -180,6 +193,26 @@ def unequalized(recipe: Recipe) -> Recipe:
         return recipe
     name = recipe.name.removesuffix("_equalized")
     return RECIPES[name] if name in RECIPES else replace(recipe, name=name, equalization=0)
+
+
+def weight_only(recipe: "str | Recipe") -> Recipe:
+    """Return a recipe for frozen weights that are stored as this one does, and multiplied in the dtype of X: see
+    `octavo.nn.weight_only`.
+
+    Args:
+        recipe: A recipe with one FP8 form of W, such as `rowwise`, or its name.
+
+    Raises:
+        ValueError: For a recipe with several forms of W, a history or equalization.
+
+    Examples:
+        >>> octavo.numerics.weight_only("rowwise").name
+        'rowwise_weight_only'
+    """
+    recipe = get_recipe(recipe)
+    if recipe.weight_only:
+        return recipe
+    return replace(recipe, name=f"{recipe.name}{_WEIGHT_ONLY}", weight_only=True)
 
 
 def _two_directions(name: str, *, x: Granularity, w: Granularity, w_t: Granularity, rule: str, note: str) -> Recipe:
@@ -272,6 +305,8 @@ def get_recipe(recipe: str | Recipe) -> Recipe:
         >>> octavo.numerics.get_recipe("tensorwise").dgrad_g.text
         'e5m2/tensor'
     """
+    if isinstance(recipe, str) and recipe.endswith(_WEIGHT_ONLY) and recipe.removesuffix(_WEIGHT_ONLY) in RECIPES:
+        return weight_only(recipe.removesuffix(_WEIGHT_ONLY))
     if isinstance(recipe, Recipe):
         return recipe
     if not isinstance(recipe, str):

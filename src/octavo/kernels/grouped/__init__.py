@@ -91,7 +91,9 @@ def is_grouped(recipe: Recipe) -> bool:
     """Return whether a recipe's products run as grouped ones: X and W by row, folded into G, all in FP8."""
     granularities = recipe.x.granularity, recipe.w.granularity, recipe.dgrad_g.granularity
     by_row = granularities == (ROW, ROW, ROW) and recipe.x.scale_rule != "e8m0" != recipe.w.scale_rule
-    one_copy = recipe.dgrad_w == recipe.w and recipe.wgrad_x == recipe.x and not recipe.layer_state
+    one_copy = recipe.dgrad_w == recipe.w and recipe.wgrad_x == recipe.x
+    if recipe.layer_state or recipe.weight_only:
+        return False
     return by_row and one_copy and recipe.wgrad_g is not None and recipe.wgrad_g.granularity == COLUMN
 
 

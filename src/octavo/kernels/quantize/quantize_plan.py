@@ -22,14 +22,14 @@ from octavo.kernels.launch import HOOKS, Launch, PreparedLaunch, current_stream
 from octavo.kernels.quantize.device import maxima_kernel
 from octavo.kernels.quantize.reference import padded
 from octavo.kernels.quantize.rows_device import rows_kernel
+from octavo.kernels.sources import function_of, source_of
 from octavo.numerics.spec import QuantSpec
 from octavo.runtime.torch_compat import empty_strided_on, reinterpreted
 from octavo.tensor import Order
 
 GeneratedFunction = Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]
 
-_OTHERWISE = "return general(X, FOLD, FOLD_T, GIVEN, zeros)"
-_HOOKED = "hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls"
+_HOOKED = "{0}.launch_enter_hook.calls or {0}.launch_exit_hook.calls"
 
 
 class QuantizePlan:
@@ -129,64 +129,72 @@ class QuantizePlan:
         return q, q_t, s, s_t
 
     def _generated(self) -> "GeneratedFunction | None":
-        """Return `_run` for aligned addresses, without its branches; None if a kernel was not compiled for these.
-
-        Names in it: tensors in capitals, addresses as the kernels call them.
-        """
-        constants: dict[str, Any] = {
-            "empty": self._empty, "dtype": self._dtype, "scale_dtype": self._scale_dtype, "device": self._device,
-            "hooks": HOOKS, "general": self._run, "current_device": torch.cuda.current_device,
-            "float32": torch.float32, "new_zeros": new_zeros,
-        }  # fmt: skip
-        launches = [step.source(constants) for step, _ in self._steps]
-        if None in launches:
+        """Return `_run` for aligned addresses, without its branches; None if a kernel was not compiled for these."""
+        constants: dict[str, Any] = {"new_zeros": new_zeros, "general": self._run}
+        lines = self.source(constants, "return general(X, FOLD, FOLD_T, GIVEN, zeros)")
+        if lines is None:
             return None
-        constants["stream_of"] = triton.runtime.driver.active.get_current_stream
+        return function_of("X, FOLD, FOLD_T, GIVEN, zeros=new_zeros", [*lines, "return Q, Q_T, S, S_T"], constants)
+
+    def source(self, constants: dict[str, Any], otherwise: str) -> list[str] | None:
+        """Return lines that do what `run` does for aligned addresses; None if a kernel was not compiled for these.
+
+        Names in them: tensors in capitals (X, FOLD, FOLD_T, GIVEN come in, as `zeros`; Q, Q_T, S, S_T come out),
+        addresses as the kernels call them. `otherwise` is the statement for all other cases. The objects in it are
+        added to `constants`.
+        """
+        launches = [step.source(constants) for step, _ in self._steps]
+        if not launches or None in launches:
+            return None
+        stream_of = source_of(triton.runtime.driver.active.get_current_stream, constants)
         kernel = {name: value for step, _ in self._steps for name, value in step.launch.constants.items()}
         folds = [name for name in ("FOLD", "FOLD_T")[: 1 + self._pair] if kernel.get(name)]
         takes_scale = bool(kernel.get("PRECOMPUTED"))
-        lines = [] if self._index is None else [f"if current_device() != {self._index}: {_OTHERWISE}"]
-        lines += ["BITS = GIVEN if GIVEN.dtype is float32 else GIVEN.float()"] * takes_scale
-        lines += [f"if not {name}.is_contiguous(): {_OTHERWISE}" for name in (*folds, *["BITS"] * takes_scale)]
-        lines += self._allocations()
+        lines = []
+        if self._index is not None:
+            lines += [f"if {source_of(torch.cuda.current_device, constants)}() != {self._index}: {otherwise}"]
+        if takes_scale:
+            lines += [f"BITS = GIVEN if GIVEN.dtype is {source_of(torch.float32, constants)} else GIVEN.float()"]
+        lines += [f"if not {name}.is_contiguous(): {otherwise}" for name in (*folds, *["BITS"] * takes_scale)]
+        lines += self._allocations(constants)
         addresses = {"x": "X", "q": "Q", "q_t": "COLUMNS", "s": "S"} | {name.lower(): name for name in folds}
         addresses |= {"s_t": "S_T"} if self._pair else {}
         lines += [f"{name} = {tensor}.data_ptr()" for name, tensor in addresses.items()]
         lines += [f"{name.lower()} = x" for name in ("FOLD", "FOLD_T") if name not in folds]
-        lines += ["s_t = s"] * (not self._pair) + [f"stream = stream_of({self._index})"]
+        lines += ["s_t = s"] * (not self._pair) + [f"stream = {stream_of}({self._index})"]
         if self._two_passes:
-            lines += [f"BLOCK, start = zeros({self._maxima}, device, stream)", "amax = BLOCK.data_ptr() + 4 * start"]
+            lines += [f"BLOCK, start = zeros({self._maxima}, {source_of(self._device, constants)}, stream)"]
+            lines += ["amax = BLOCK.data_ptr() + 4 * start"]
         else:
             lines += ["amax = BITS.data_ptr()" if takes_scale else "amax = x"]
         lines += [
             f"amax_t = amax + {4 * self._second_at if self._pair and self._two_passes else 0}",
             "precomputed = amax",
         ]
-        lines += [f"if ({' | '.join([*addresses, 'amax'])}) & 15 or {_HOOKED}: {_OTHERWISE}"]
-        lines += [*map(str, launches), "return Q, Q_T, S, S_T"]
-        exec("def run(X, FOLD, FOLD_T, GIVEN, zeros=new_zeros):\n " + "\n ".join(lines), constants)
-        run: GeneratedFunction = constants["run"]
-        return run
+        hooked = _HOOKED.format(source_of(HOOKS, constants))
+        lines += [f"if ({' | '.join([*addresses, 'amax'])}) & 15 or {hooked}: {otherwise}"]
+        return [*lines, *map(str, launches)]
 
-    def _allocations(self) -> list[str]:
+    def _allocations(self, constants: dict[str, Any]) -> list[str]:
         """Return source of the allocations of `_run`."""
+        function, data, scales = (source_of(v, constants) for v in (self._empty, self._dtype, self._scale_dtype))
 
-        def empty(shape: Sequence[int], stride: Sequence[int], dtype: str = "dtype") -> str:
-            return f"empty({tuple(shape)}, {tuple(stride)}, {dtype})"
+        def empty(shape: Sequence[int], stride: Sequence[int], dtype: str) -> str:
+            return f"{function}({tuple(shape)}, {tuple(stride)}, {dtype})"
 
         rows, columns = self._shape
         lines = []
         if not self._writes_columns:
-            lines += [f"Q = Q_T = COLUMNS = {empty(*self._q)}"]
+            lines += [f"Q = Q_T = COLUMNS = {empty(*self._q, data)}"]
         else:
             if self._q_t is not None:
-                lines += [f"Q_T = COLUMNS = {empty(*self._q_t)}"]
+                lines += [f"Q_T = COLUMNS = {empty(*self._q_t, data)}"]
             else:
-                lines += [f"COLUMNS = {empty((columns, self._padded_rows), (self._padded_rows, 1))}"]
+                lines += [f"COLUMNS = {empty((columns, self._padded_rows), (self._padded_rows, 1), data)}"]
                 lines += [f"Q_T = COLUMNS[:, :{rows}].t()"]
-            lines += [f"Q = {empty(*self._q)}" if self._writes_rows else "Q = Q_T"]
-        lines += [f"S = {empty(*self._s, 'scale_dtype')}" if self._writes_scale else "S = GIVEN"]
-        return [*lines, f"S_T = {empty(*self._s_t, 'scale_dtype')}" if self._pair else "S_T = S"]
+            lines += [f"Q = {empty(*self._q, data)}" if self._writes_rows else "Q = Q_T"]
+        lines += [f"S = {empty(*self._s, scales)}" if self._writes_scale else "S = GIVEN"]
+        return [*lines, f"S_T = {empty(*self._s_t, scales)}" if self._pair else "S_T = S"]
 
     def transposing(self, rows: bool, columns: bool) -> "QuantizePlan":
         """Return a plan that allocates q, or q_t and the scale that belongs to it alone, as [C,R]: the same memory.
