@@ -54,7 +54,7 @@ def test_products_are_those_of_frozen_experts_bit_for_bit(family, recipe):
     for tokens in (65, 3, 0):
         batch = routed(tokens)
         expected, actual = run(usual, *batch), run(module, *batch)
-        if tokens == 65 or family != "gpt_oss" or recipe not in ("tensorwise", "blockwise"):
+        if tokens == 65 or family != "gpt_oss" or recipe not in ("tensorwise", "blockwise", "rowwise_hp_wgrad"):
             assert equal(expected, actual)
         else:  # the same bytes in another memory order, for which the CPU's product of few rows sums in another order
             assert all(

@@ -1,15 +1,17 @@
 """Runs with `[lora]`: small checkpoints, bitwise resume, PEFT's files, plans, ranks."""
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tiny_runs import LLAMA, At, assert_same, fail
-from transformers import AutoModelForCausalLM, AutoModelForImageClassification
+from tiny_runs import LLAMA, At, Recorder, assert_same, fail
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageClassification
 
 from octavo.nn import ResidentWeight
+from octavo.planner.communication import WEIGHTS
 from octavo.train import ConfigError, lora, parse_config, read_metrics, run
 from octavo.train.checkpoint.export import export
 from octavo.train.data.tokenizer import load_tokenizer
@@ -46,6 +48,7 @@ MISTAKES = [
     ({"lora": {"rank": 0}}, "lora.rank"),
     ({"lora": {"targets": ["all-linear", "q_proj"]}}, '"all-linear" alone'),
     ({"lora": {}, "model": {"type": "llama", "frozen": ["lm_head"]}}, "freezes all of the model"),
+    ({"lora": {"weight_only": ["*"], "base": "bf16"}}, "is for weights in FP8, and lora.base = 'bf16'"),
     ({"lora": {}, "parallel": {"tp": 2}}, "parallel.tp = 2 with \\[lora\\]"),
 ]
 
@@ -63,10 +66,45 @@ def test_unknown_targets(lora_config, tmp_path):
 
 
 @pytest.mark.thorough
+def test_weight_only_layers_resume_and_follow_the_base_in_bf16(lora_config, tmp_path):
+    config = lora_config(run={"save_every": 2}, lora={"rank": 4, "weight_only": ["*"]})
+    run(config, out=tmp_path / "whole")
+    with pytest.raises(RuntimeError, match="killed"):
+        run(config, out=tmp_path / "halves", progress=At(3, fail))
+    run(config, out=tmp_path / "halves", resume=True)
+    assert_same(tmp_path / "whole", tmp_path / "halves")
+    layers = (tmp_path / "whole" / "layers.json").read_text()
+    assert layers.count('"rowwise_weight_only"') == 14 and '"rowwise"' not in layers
+    run(lora_config(lora={"rank": 4, "base": "bf16"}), out=tmp_path / "bf16")
+    for one, other in zip(read_metrics(tmp_path / "whole"), read_metrics(tmp_path / "bf16"), strict=True):
+        assert one.loss == pytest.approx(other.loss, rel=0.01)
+    forecast = plan_step(config, gpu="h100")
+    decisions = forecast.configured.plan.decisions.values()
+    assert {d.recipe.name for d in decisions if d.recipe} == {"rowwise_weight_only"}
+    with pytest.raises(ValueError, match="weight_only: '\\*v_prjo' matches no layer"):
+        run(lora_config(lora={"rank": 4, "weight_only": ["*v_prjo"]}), out=tmp_path / "typo")
+
+
+@pytest.mark.thorough
+@pytest.mark.filterwarnings("ignore:The following .*_pattern keys:RuntimeWarning")  # PEFT's, of its own patterns
+@pytest.mark.filterwarnings("ignore:.*reads a weight that is resident in FP8")  # PEFT's sum
+def test_experts_of_a_mixture_are_resident(make_config, tmp_path):
+    mixtral = WIDE | {"num_local_experts": 4, "num_experts_per_tok": 2}
+    config = make_config(model={"type": "mixtral", "config": mixtral}, lora={"rank": 4}, precision=FP8)
+    run(config, out=tmp_path / "run")
+    rows = json.loads((tmp_path / "run" / "layers.json").read_text())
+    experts = [row for row in rows if row["experts"]]
+    assert len(experts) == 2 and all(1 <= row["resident_bytes"] / row["weights"] <= 1.05 for row in experts)
+
+
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["fp8", "bf16"])
 def test_checkpoints_hold_adapters_and_resume_bit_for_bit(lora_config, base, tmp_path, kind):
     config = lora_config(run={"save_every": 2}, lora={"rank": 4, "base": kind, "dropout": 0.1})
-    run(config, out=tmp_path / "whole")
+    progress = Recorder()
+    run(config, out=tmp_path / "whole", progress=progress)
+    (note,) = [note for note in progress.notes if "are not trained" in note]
+    assert note.endswith("parameters are not trained: [lora] trains the adapters alone")
     rows = read_metrics(tmp_path / "whole")
     assert rows[-1].loss < rows[0].loss
     with pytest.raises(RuntimeError, match="killed"):
@@ -139,6 +177,24 @@ def test_plans(lora_config):
     assert parameters["fp8"] < 0.75 * parameters["bf16"]
     forecast = plan_step(config, gpu="h100")
     assert forecast.configured.memory.largest["parameters"] < forecast.bf16_memory.largest["parameters"]
+
+
+@pytest.mark.thorough
+def test_a_plan_gathers_resident_weights_in_fp8(make_config):
+    """WIDE's 14 linears in one byte per element and 4 per row, everything else in two bytes."""
+    optim = {"batch": 4}
+
+    def gathered(base):
+        config = make_config(model={"type": "llama", "config": WIDE}, lora={"rank": 4, "base": base}, optim=optim,
+                             precision=FP8 | {"recipe": "rowwise"}, parallel={"fp8_comm": "off"})  # fmt: skip
+        sent = plan_step(config, gpu="h100", gpus=2).configured.time.sent
+        return sum(row.bytes for row in sent if row.kind == WEIGHTS)  # of two gathers of which each GPU sends half
+
+    with torch.device("meta"):
+        plain = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **WIDE))
+    weights = [m.weight for n, m in plain.named_modules() if isinstance(m, torch.nn.Linear) and "layers" in n]
+    saved = sum(w.numel() - 4 * w.shape[0] for w in weights)
+    assert len(weights) == 14 and gathered("bf16") - gathered("fp8") == pytest.approx(saved)
 
 
 def job(settings, out, resume=False):

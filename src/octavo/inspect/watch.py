@@ -163,7 +163,7 @@ class Watch(Displayed):
         """Return the layers to watch now."""
         layers, names = [], set()
         for name, module in self._model.named_modules():
-            if is_converted(module):
+            if is_converted(module) and not module.recipe.weight_only:
                 layers.append(WatchedLayer(name, module, module.recipe, module.recipe.name))
             elif is_linear(module) and (self._high_precision or name in measured):
                 layers.append(WatchedLayer(name, module, DEFAULT, HIGH_PRECISION, counted=self._high_precision))

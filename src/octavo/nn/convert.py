@@ -23,7 +23,14 @@ from octavo.activations.modules import (
 )
 from octavo.nn.experts import convert_experts, is_converted_experts, looks_like_experts, revert_experts
 from octavo.nn.filters import Filter, ModuleFilter, both, of_precision
-from octavo.nn.frozen import check_frozen, make_plain, resident_parameters, resident_plan, sharded_problem
+from octavo.nn.frozen import (
+    check_frozen,
+    check_weight_only,
+    make_plain,
+    resident_parameters,
+    resident_plan,
+    sharded_problem,
+)
 from octavo.nn.linear_subclasses import change_since, fp8_class, is_converted, restore_original_class
 from octavo.nn.report import PLAN_ATTRIBUTE, check_module, report
 from octavo.nn.select import checked_weight, default_plan, linears_with_exact_inputs, obstacle
@@ -116,6 +123,8 @@ def apply_plan(model: M, plan: Plan, *, keep_weights: bool = False, frozen: str 
     specs: dict[str, QuantSpec] = {}
     if frozen == "fp8":
         plan, specs = resident_plan(plan, modules)
+    for fqn in plan.converted if not specs else ():
+        check_weight_only(fqn, plan[fqn].recipe, "frozen='bf16'")
     weights = resident_parameters(modules, specs)
     trained = [layer for layer, own in weights.items() if any(layer.get_parameter(name).requires_grad for name in own)]
     with all_or_nothing(model):

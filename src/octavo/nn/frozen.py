@@ -9,8 +9,9 @@ already in memory takes 3 bytes per parameter meanwhile. `octavo.nn.load_frozen`
 high precision.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from octavo.nn.resident_state import resident_weights
 from octavo.nn.select import is_adapter
 from octavo.numerics.names import nearest
 from octavo.numerics.plan import Decision, Plan
-from octavo.numerics.recipe import RECIPES, Recipe, unequalized
+from octavo.numerics.recipe import RECIPES, Recipe, unequalized, weight_only
 from octavo.numerics.spec import QuantSpec
 from octavo.runtime.torch_compat import FakeTensor
 
@@ -34,6 +35,15 @@ def check_frozen(frozen: str) -> None:
     """Raise ValueError unless `frozen` is a valid argument of `octavo.convert`."""
     if frozen not in FROZEN:
         raise ValueError(f"frozen is 'bf16' or 'fp8'; got {frozen!r}{nearest(str(frozen), FROZEN)}")
+
+
+def check_weight_only_request(weight_only: Sequence[str], frozen: str, plan: Plan | None) -> None:
+    """Raise ValueError for `weight_only` of `octavo.convert` without frozen="fp8", or with a plan."""
+    if weight_only and (frozen != "fp8" or plan is not None):
+        raise ValueError(
+            f"weight_only = {weight_only!r} is for weights that frozen='fp8' stores: "
+            + ("add that" if plan is None else "a plan has the recipe of each layer, so leave it out")
+        )
 
 
 def resident_plan(plan: Plan, modules: Mapping[str, nn.Module]) -> tuple[Plan, dict[str, QuantSpec]]:
@@ -63,6 +73,7 @@ def resident_plan(plan: Plan, modules: Mapping[str, nn.Module]) -> tuple[Plan, d
             changed[fqn] = Decision(recipe=None, reason="adapter kept in high precision, beside a base in FP8")
         elif fqn in (frozen or layers):
             if module in shared:
+                check_weight_only(fqn, decision.recipe, f"its weight is not resident: {shared[module]}")
                 note = f"; not resident: {shared[module]}"
                 changed[fqn] = replace(decision, reason=decision.reason + note)
                 continue
@@ -74,10 +85,50 @@ def resident_plan(plan: Plan, modules: Mapping[str, nn.Module]) -> tuple[Plan, d
             )
             specs[fqn] = _checked_spec(fqn, module, recipe)
             changed[fqn] = replace(decision, recipe=recipe, reason=decision.reason + note)
+        else:
+            check_weight_only(fqn, decision.recipe, "its weight is trained")
     if not specs:
         reasons = "; ".join(sorted({decision.reason for decision in changed.values()})) or "no linear is converted"
         raise ValueError(f"frozen='fp8': no weight would be resident in FP8: {reasons}. The model was left as it was")
     return replace(plan, decisions={**plan.decisions, **changed}), specs
+
+
+def with_weight_only(plan: Plan, patterns: Sequence[str]) -> Plan:
+    """Return a plan whose layers with a matching name multiply their FP8 weights in the dtype of X.
+
+    Args:
+        plan: A decision per layer.
+        patterns: Name patterns, as in `fnmatch`; one that matches a parent module covers all modules inside it.
+
+    Raises:
+        TypeError: If `patterns` is a string.
+        ValueError: If a pattern matches no layer that computes in FP8.
+    """
+    if isinstance(patterns, str):
+        raise TypeError(f"weight_only is a list of name patterns; got the string {patterns!r}: write [{patterns!r}]")
+    decisions, matched = dict(plan.decisions), set()
+    for fqn in plan.converted:
+        recipe, parts = plan[fqn].recipe, fqn.split(".")
+        names = [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
+        if recipe is None or is_adapter(fqn):
+            continue
+        if hits := [pattern for pattern in patterns if any(fnmatchcase(name, pattern) for name in names)]:
+            matched.update(hits)
+            reason = f"{plan[fqn].reason}; weight only: products in the dtype of the input"
+            decisions[fqn] = replace(plan[fqn], recipe=weight_only(unequalized(recipe)), reason=reason)
+    if unmatched := [pattern for pattern in patterns if pattern not in matched]:
+        hint = nearest(unmatched[0].strip("*."), {part for fqn in plan.converted for part in fqn.split(".")})
+        raise ValueError(f"weight_only: {unmatched[0]!r} matches no layer that computes in FP8{hint}")
+    return replace(plan, decisions=decisions)
+
+
+def check_weight_only(fqn: str, recipe: Recipe | None, why: str) -> None:
+    """Raise ValueError if a recipe needs a weight that is resident in FP8; `why` is the reason that it is not."""
+    if recipe is not None and recipe.weight_only:
+        raise ValueError(
+            f"recipe {recipe.name!r} of {fqn!r} needs a weight that is resident in FP8, but {why}. "
+            "octavo.convert(model, frozen='fp8', weight_only=[…]) makes such layers. The model was left as it was"
+        )
 
 
 @torch.inference_mode(False)  # inference tensors could not be saved for backward
@@ -124,6 +175,7 @@ def check_recipe_of_resident(fqn: str, layer: nn.Module, recipe: Recipe | None) 
     """Raise ValueError if a layer's weight is resident in FP8 and a recipe needs another form of it."""
     _, weight = next(resident_weights(layer), (None, None))
     if weight is None:
+        check_weight_only(fqn, recipe, "its weight is plain")
         return
     if recipe is None:
         if (why := sharded_problem(layer)) is not None:

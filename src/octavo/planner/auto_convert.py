@@ -24,7 +24,7 @@ from torch import nn
 
 from octavo.nn.convert import apply_plan, check_unconverted, nothing_converted, rule_plan
 from octavo.nn.filters import Filter, ModuleFilter
-from octavo.nn.frozen import check_frozen
+from octavo.nn.frozen import check_frozen, check_weight_only_request, with_weight_only
 from octavo.nn.report import PLAN_ATTRIBUTE, check_module, report
 from octavo.numerics.plan import Plan
 from octavo.numerics.precision import AUTO, Precision
@@ -54,38 +54,37 @@ def convert(
     keep_weights: bool = False,
     activations: Literal["bf16", "fp8"] = "bf16",
     frozen: Literal["bf16", "fp8"] = "bf16",
+    weight_only: Sequence[str] = (),
     device: "str | Path | Mapping[str, Any] | Gpu | None" = None,
     tokens: int = ASSUMED_TOKENS,
     verbose: bool = True,
 ) -> M:
     """Convert the linear layers of a model to FP8, in place: on a GPU those that gain there, else all.
 
-    Without a recipe and a plan, and for a GPU that `octavo.planner.devices` knows, each layer gets the recipe
-    predicted to be fastest for `tokens`, or stays in bf16 if none gains. If no layer gains, the model is left as it is,
-    with a warning. Otherwise every `nn.Linear` and Transformers `Conv1D` is converted, by default to the `rowwise`
-    recipe, except layers too narrow to gain (LoRA adapters, routers, classifiers). Vocabulary heads are never converted
-    (call `octavo.convert(model.lm_head, "rowwise")` afterwards to convert one). `octavo.report(model)` lists each layer
-    with its recipe and reason.
+    Without a recipe and a plan, and for a GPU that `octavo.planner.devices` knows, each layer gets the recipe that is
+    predicted fastest for `tokens`, or stays in bf16; if none gains, the model is left as it is, with a warning.
+    Otherwise every `nn.Linear` and Transformers `Conv1D` is converted, by default to `rowwise`, except vocabulary heads
+    (`octavo.convert(model.lm_head, "rowwise")` converts one) and layers too narrow to gain (LoRA adapters, routers,
+    classifiers). `octavo.report(model)` lists each layer with its recipe and reason.
 
     Args:
         model: Any module, on any device including meta; a linear layer itself is fine.
-        recipe: A name in `octavo.RECIPES` or a `Recipe`, for every layer regardless of its gain; or `"auto"`, same as
-            None. Or recipes by filter, such as `{filters.last(2): "rowwise_hp_wgrad"}`: a layer gets the recipe of the
-            first filter that matches it, else the default.
+        recipe: A name in `octavo.RECIPES` or a `Recipe`, for every layer regardless of its gain; `"auto"` is None. Or
+            recipes by filter, as `{filters.last(2): "rowwise_hp_wgrad"}`: that of the first match, else the default.
         precision: The whole request in one object, instead of `recipe`, `skip`, `keep_weights` and `activations`.
         plan: Decisions of `octavo.plan` or `octavo.Plan.from_json`, instead of all other arguments.
         skip: Name patterns of layers to leave alone, as `["*.o_proj", "model.layers.0"]`.
         filter: A filter of `octavo.nn.filters`, such as `filters.name("*.mlp.*") & ~filters.last(2)`, or a callable
             `filter(module, fqn) -> bool`, True to convert, for layers that no other rule excludes.
-        keep_weights: Quantize each weight once per forward and backward instead of twice (1 byte per parameter), and
-            once for all micro-batches inside `octavo.nn.accumulating(model)` (2 on a GPU). Same losses. No effect on
-            weights that FSDP shards, nor under torch.compile: see `octavo.nn.weights`.
+        keep_weights: Quantize each weight once per forward and backward, not twice (1 byte per parameter), and once for
+            all micro-batches inside `octavo.nn.accumulating(model)`; not of sharded weights. See `octavo.nn.weights`.
         activations: `"fp8"`: norms, gated MLPs and activation functions with recognized code save tensors for backward
             in FP8; other modules do so where it is safe (docs/memory.md). Not under torch.compile. For this alone:
             `precision=Precision(matmul="bf16", activations="fp8")`.
-        frozen: `"fp8"`: weights of frozen linears, as under LoRA adapters, exist in FP8 only: 1 byte per parameter. If
-            no linear is frozen, all are frozen. Before or after `get_peft_model`; by rule, whatever the gain in time;
-            for recipes that read one FP8 copy of W, such as `rowwise`. See `octavo.nn.load_frozen`.
+        frozen: `"fp8"`: weights of frozen linears, as under LoRA, exist in FP8 only: 1 byte per parameter. If none is
+            frozen, all are frozen. By rule, whatever the gain in time; for recipes with one FP8 form of W.
+        weight_only: Name patterns of layers whose resident weights are dequantized for products in the input's dtype:
+            exact gradients of the base as stored, at that dtype's speed; `["*"]` for all.
         device: The GPU to decide for, as of `octavo.plan`: a name such as `"h100"`, a file or a table. None: this
             machine's GPU, if it has one. `"cpu"`: decide without costs, also on a machine with a GPU.
         tokens: Tokens per call of a layer on one GPU; used only for the decision.
@@ -98,13 +97,14 @@ def convert(
         ValueError: For an unknown recipe or GPU, a model converted already, contradicting arguments, a filter that
             raises or counts blocks in a model without blocks, tokens below 1, or if no layer can be converted.
         TypeError: If `model` is not a module, a filter is not one, `skip` is a string, `device` has another type, or
-            weights have a dtype without an FP8 format. After any error the model is unchanged.
+            weights have no FP8 format. After any error the model is unchanged.
 
     Examples:
         >>> model = octavo.convert(torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.Linear(128, 64)))
         >>> model(torch.randn(8, 64)).sum().backward()
     """
     _check_request(model, recipe, precision, plan, skip, filter, keep_weights, activations, device, tokens, frozen)
+    check_weight_only_request(weight_only, frozen, plan)
     if plan is not None:
         return apply_plan(model, plan, keep_weights=keep_weights, frozen=frozen, verbose=verbose)
     keep_weights |= precision is not None and precision.keep_weights
@@ -112,6 +112,7 @@ def convert(
     if gpu in (None, "cpu") or frozen == "fp8" or not _is_auto(recipe, precision):
         recipe = None if recipe == AUTO else recipe
         by_rule = rule_plan(model, recipe, precision=precision, skip=skip, filter=filter, activations=activations)
+        by_rule = with_weight_only(by_rule, weight_only)
         return apply_plan(model, by_rule, keep_weights=keep_weights, frozen=frozen, verbose=verbose)
     precision = precision or Precision(recipe=AUTO, skip=tuple(skip), activations=activations)
     by_cost, where = _plan_on(gpu, device is None, model, precision, filter, tokens)

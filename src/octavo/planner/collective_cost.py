@@ -95,13 +95,21 @@ class Traffic:
 
 
 def bytes_saved_by_fp8_gather(
-    calls: Mapping[str, tuple[LinearCall, ...]], recipes: Mapping[str, Recipe | None]
-) -> float:
-    """Return the bytes saved by gathering the weights of converted layers as FP8 and scales."""
+    calls: Mapping[str, tuple[LinearCall, ...]], recipes: Mapping[str, Recipe | None], *, resident: bool = False,
+    trained: bool = True,
+) -> float:  # fmt: skip
+    """Return the bytes saved by gathering the weights of converted layers as FP8 and scales.
+
+    Args:
+        calls: Calls of the layers by name.
+        recipes: Recipes of the layers by name.
+        resident: Whether frozen weights are resident in FP8, which are gathered as they are in any recipe.
+        trained: Whether other weights are gathered in FP8.
+    """
     saved = 0.0
     for name, of_one in calls.items():
         recipe = recipes.get(name)
-        if recipe is not None and recipe.supports_fp8_gather:
+        if recipe is not None and ((resident and not of_one[0].wgrad) or (trained and recipe.supports_fp8_gather)):
             weights = of_one if of_one[0].experts > 1 else of_one[:1]  # of experts, two
             saved += sum(call.experts * (call.n * call.k - 4 * call.n) for call in weights)
     return saved

@@ -205,7 +205,9 @@ def predict_time(
     times = []
     for index, trace in enumerate(stages):
         recipes = {name: plan[name].recipe for name in trace.calls if name in plan.decisions}
-        saved = bytes_saved_by_fp8_gather(trace.calls, recipes)
+        saved = bytes_saved_by_fp8_gather(
+            trace.calls, recipes, resident=step_config.resident, trained=step_config.fp8_gather
+        )
         messages = memory.messages[index] if memory.messages else ()
         costs = linear_costs(gpu, trace, recipes)
         times.append(step_time(gpu, trace, costs, step_config, tokens, saved, messages))

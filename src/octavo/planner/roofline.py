@@ -201,6 +201,8 @@ def bf16_linear(gpu: Gpu, linear: LinearCall) -> Cost:
 
 def fp8_linear(gpu: Gpu, linear: LinearCall, recipe: Recipe) -> Cost:
     """Predict a linear layer in FP8 as Octavo runs it, quantization included."""
+    if recipe.weight_only:
+        return _weight_only_linear(gpu, linear)
     rate, cases = fp8_rate(gpu, recipe), cases_of(recipe)
     if linear.experts > 1 and not is_grouped(recipe):  # `octavo.nn.linear` for each
         each = fp8_linear(gpu, replace(linear, m=-(-linear.m // linear.experts), experts=1), recipe)
@@ -214,6 +216,18 @@ def fp8_linear(gpu: Gpu, linear: LinearCall, recipe: Recipe) -> Cost:
             products[name] = _timed(gpu, "scaled_mm", cases[name], sizes, predicted)
     forward, backward = quantization_times(gpu, linear, recipe)
     return _sum_cost(products, forward, backward, host=host_seconds(gpu, recipe, len(products)))
+
+
+def _weight_only_linear(gpu: Gpu, linear: LinearCall) -> Cost:
+    """Predict a linear layer that dequantizes its weight, 1 byte read and 2 written per element, for each product."""
+    each = replace(linear, m=-(-linear.m // linear.experts), experts=1)
+    products, copy = bf16_linear(gpu, each), memory_time(gpu, 3.0 * linear.n * linear.k)
+    return Cost(
+        forward=linear.experts * (products.forward + copy),
+        backward=linear.experts * (products.backward + copy * linear.dgrad),
+        host=linear.experts * (products.host + (1 + linear.dgrad) * gpu.host_us * 1e-6),
+        measured=linear.experts * products.measured,
+    )
 
 
 def _grouped_products(gpu: Gpu, linear: LinearCall, rate: float | None = None) -> dict[str, Timed]:

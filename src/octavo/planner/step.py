@@ -85,6 +85,7 @@ class StepConfig:
         schedule: Schedule of the pipeline, a name of torch's.
         keeps_gathered: Whether gathered weights stay from forward to backward (ZeRO-2).
         fp8_gather: Whether the weights of converted layers are gathered in FP8.
+        resident: Whether the frozen weights of converted layers are resident in FP8, in which they are gathered too.
         fp8_reduce: Whether gradients are communicated in FP8.
         reduce_bytes: Bytes per element of gradients that are communicated and reduced in another dtype.
         micro_batches: Forwards and backwards per step.
@@ -104,6 +105,7 @@ class StepConfig:
     schedule: str = "1F1B"
     keeps_gathered: bool = False
     fp8_gather: bool = False
+    resident: bool = False
     fp8_reduce: bool = False
     reduce_bytes: int = 4
     micro_batches: int = 1
@@ -131,7 +133,7 @@ class StepConfig:
     @property
     def bf16(self) -> "StepConfig":
         """The same step with bf16 communication and float32 moments; experts in bf16 are not distributed."""
-        return replace(self, fp8_gather=False, fp8_reduce=False, states="fp32", ep=1)
+        return replace(self, fp8_gather=False, resident=False, fp8_reduce=False, states="fp32", ep=1)
 
 
 def is_count(value: object) -> bool:
@@ -272,8 +274,9 @@ def step_time(
         + recompute.linears * (linears.forward + products) + recompute.attention * attention + recompute.rest * rest
     )  # fmt: skip
     micro_batches, pipelined = step_config.micro_batches, step_config.pp > 1
+    in_fp8 = step_config.fp8_gather or step_config.resident
     of_shards = traffic(
-        trace, step_config.shards, ep=step_config.ep, saved=saved if step_config.fp8_gather else 0.0,
+        trace, step_config.shards, ep=step_config.ep, saved=saved if in_fp8 else 0.0,
         fp8_reduce=step_config.fp8_reduce, reduce_bytes=step_config.reduce_bytes,
     )  # fmt: skip
     gathers, reductions = sharded(

@@ -35,5 +35,6 @@ def convert_run(model: nn.Module, task: Task, device: torch.device, world: int, 
         convert(
             model, precision=precision, device=None if device.type == "cuda" else "cpu", tokens=tokens, verbose=False,
             frozen=config.frozen if precision.matmul == "fp8" else "bf16",
+            weight_only=config.weight_only if precision.matmul == "fp8" else (),
         )  # fmt: skip
     return report(model)

@@ -53,20 +53,29 @@ def _check_tied(model: nn.Module, patterns: Sequence[str]) -> None:
             )
 
 
-def frozen_note(model: nn.Module, patterns: Sequence[str]) -> str:
-    """How many parameters of a model are not trained, and why, in a line; "" if all are trained."""
+def frozen_note(model: nn.Module, patterns: Sequence[str], *, adapters: bool = False) -> str:
+    """How many parameters of a model are not trained, and why, in a line; "" if all are trained.
+
+    Args:
+        model: The model.
+        patterns: `model.frozen`.
+        adapters: Whether `[lora]` has frozen all parameters but those of adapters.
+    """
     parameters = dict(model.named_parameters())
     frozen = {name: parameter.numel() for name, parameter in parameters.items() if not parameter.requires_grad}
     if not frozen:
         return ""
+    total = sum(parameter.numel() for parameter in parameters.values())
+    start = f"{sum(frozen.values()):,} of {total:,} parameters are not trained: "
+    if adapters:
+        return f"{start}[lora] trains the adapters alone"
     others = {name: count for name, count in frozen.items() if not _is_frozen_by(name, patterns)}
     reasons = [f"{sum(frozen.values()) - sum(others.values()):,} by model.frozen"] if len(others) < len(frozen) else []
     if others:
         modules = list(dict.fromkeys(name.rpartition(".")[0] for name in others))
         shown = ", ".join(modules[:3]) + (f" and {len(modules) - 3} more" if len(modules) > 3 else "")
         reasons.append(f"{sum(others.values()):,} that no gradient reaches ({shown})")
-    total = sum(parameter.numel() for parameter in parameters.values())
-    return f"{sum(frozen.values()):,} of {total:,} parameters are not trained: {'; '.join(reasons)}"
+    return start + "; ".join(reasons)
 
 
 def _is_frozen_by(name: str, patterns: Sequence[str]) -> bool:

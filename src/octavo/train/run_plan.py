@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from octavo.nn.convert import rule_plan
+from octavo.nn.frozen import with_weight_only
 from octavo.nn.memory_audit import Audit, audit
 from octavo.numerics.plan import Plan
-from octavo.numerics.precision import AUTO, LEVELS, Precision
+from octavo.numerics.precision import AUTO, LEVELS
 from octavo.optim.interface import follows_step
 from octavo.planner.auto_convert import plan_on_gpu
 from octavo.planner.devices import Gpu, find_gpu
@@ -264,7 +265,7 @@ def _trace_run(
         **layout_settings(gpus // (parallel.tp * parallel.pp), layout, apart=parallel.tp) | {"gpus": gpus},
         **{name: getattr(parallel, name) for name in ("tp", "cp", "ep", "pp", "schedule")},
         micro_batches=parts, recompute=CHECKPOINTING[config.precision.checkpointing],
-        states=config.resolved.states,
+        states=config.resolved.states, resident=config.frozen == "fp8",
     )  # fmt: skip
     check_layout(parallel, config.optim, config.data, gpus)
     task = planned_task(config)
@@ -274,7 +275,7 @@ def _trace_run(
     shape = config.optim.batch // (parts * step_config.batches), task.positions(model)
     step_config = replace(step_config, newton_schulz=muon_flops(model, config.optim) / parallel.pp)
     progress(f"the linear layers on {gpu_spec.name}")
-    plan = _configured(model, config.resolved, gpu_spec, shape[0] * shape[1])
+    plan = _configured(model, config, gpu_spec, shape[0] * shape[1])
     check_gathered(plan, layout)
 
     loss = None
@@ -294,13 +295,14 @@ def _trace_run(
     )  # fmt: skip
 
 
-def _configured(model: torch.nn.Module, precision: Precision, gpu: Gpu, tokens: int) -> Plan:
+def _configured(model: torch.nn.Module, config: TrainConfig, gpu: Gpu, tokens: int) -> Plan:
     """The trainer's plan on a GPU. Raises ValueError as the trainer does."""
-    if "fp8" not in (precision.matmul, precision.activations):
-        return Plan({})
-    if precision.recipe == AUTO and precision.matmul == "fp8":
+    precision = config.resolved
+    if precision.matmul != "fp8":
+        return rule_plan(model, precision=precision) if precision.activations == "fp8" else Plan({})
+    if precision.recipe == AUTO and config.frozen != "fp8":
         return plan_on_gpu(model, gpu, precision, None, tokens)
-    return rule_plan(model, precision=precision)
+    return with_weight_only(rule_plan(model, precision=precision), config.weight_only)
 
 
 def _same_decisions(one: Plan, other: Plan) -> bool:

@@ -83,11 +83,6 @@ class TrainConfig(Section):
     @model_validator(mode="after")
     def _check_task(self) -> "TrainConfig":
         if self.data.task == "language":
-            if self.eval is not None and self.parallel.pp > 1:
-                raise ValueError(
-                    f"[eval] with parallel.pp = {self.parallel.pp}: the stages of a pipeline do not evaluate; leave "
-                    "one of them out"
-                )
             for name in ("tp", "cp", "ep", "pp"):
                 if self.data.masks_targets and (size := getattr(self.parallel, name)) > 1:
                     packing = self.data.packing
@@ -191,6 +186,11 @@ class TrainConfig(Section):
     def frozen(self) -> Literal["bf16", "fp8"]:
         """Format of the weights of frozen layers that compute in FP8, as `octavo.convert` takes it."""
         return "bf16" if self.lora is None else self.lora.base
+
+    @property
+    def weight_only(self) -> tuple[str, ...]:
+        """Layers with products in high precision of weights in FP8, as `octavo.convert` takes them."""
+        return () if self.lora is None else self.lora.weight_only
 
     @property
     def resolved(self) -> Precision:

@@ -24,7 +24,7 @@ NEWER: tuple[tuple[str, Any], ...] = (
     ("run.deterministic", False), ("data.task", "language"), ("model.frozen", []), ("data.packing", "stream"),
     ("data.sources", []), ("data.format", "text"), ("data.messages_field", "messages"), ("data.loss_on", "assistant"),
     ("data.streaming", False), ("data.chunk_bytes", 64 << 20), ("data.label_dropout", 0.1), ("optim.rewarm", 0),
-    ("optim.groups", []), ("optim.name", "adamw"), ("optim.momentum", 0.95),
+    ("optim.groups", []), ("optim.name", "adamw"), ("optim.momentum", 0.95), ("lora.weight_only", []),
 )  # fmt: skip
 """Defaults that the files of older runs do not have."""
 TUNABLE = {

@@ -1,0 +1,179 @@
+"""Frozen weights that are stored in FP8 and multiplied in the dtype of the input."""
+
+import copy
+import io
+
+import pytest
+import torch
+from models import llama
+from moe_models import FAMILIES, mixture
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import octavo
+from octavo.nn import ResidentWeight, apply_plan, change_recipe, rule_plan
+from octavo.numerics import weight_only
+from octavo.numerics.error import sqnr
+
+TOKENS = torch.arange(24).view(2, 12) % 64
+
+
+def gpt2():
+    torch.manual_seed(0)
+    sizes = {"n_embd": 64, "n_layer": 2, "n_head": 2, "vocab_size": 128, "n_positions": 32}
+    return GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
+
+
+def convert(model, patterns=("*",), recipe="rowwise"):
+    return octavo.convert(model, recipe, frozen="fp8", weight_only=patterns, verbose=False)
+
+
+def run(module, x, g):
+    x = x.clone().requires_grad_()
+    y = module(x)
+    y.backward(g.to(y.dtype))
+    return y.detach(), x.grad
+
+
+def equal(one, other):
+    return all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "rowwise_hp_wgrad", "tensorwise", "blockwise"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bias", [False, True])
+def test_products_are_those_of_the_dequantized_weight_bit_for_bit(dtype, bias, recipe):
+    torch.manual_seed(0)
+    layer = convert(nn.Linear(96, 80, bias=bias, dtype=dtype), recipe=recipe)
+    plain = octavo.revert(copy.deepcopy(layer))
+    assert isinstance(layer.weight, ResidentWeight) and type(plain.weight) is nn.Parameter
+    assert layer.recipe.name == f"{recipe}_weight_only"
+    for shape in ((7,), (2, 3), (0,), ()):
+        x, g = torch.randn(*shape, 96, dtype=dtype), torch.randn(*shape, 80, dtype=dtype)
+        assert equal(run(layer, x, g), run(plain, x, g))
+    x, g = torch.randn(2, 3, 96, dtype=dtype), torch.randn(2, 3, 80)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert equal(run(layer, x, g), run(plain, x, g))
+    with octavo.disabled():  # where PyTorch orders the sums of float16 otherwise
+        assert all(sqnr(a, b) > 60 for a, b in zip(run(plain, x, g), run(layer, x, g), strict=True))
+
+
+def test_a_bias_that_is_trained_gets_its_gradient():
+    layer = convert(nn.Linear(96, 80))
+    layer.bias.requires_grad_()
+    plain = octavo.revert(copy.deepcopy(layer))
+    for module in (layer, plain):
+        module(torch.ones(5, 96)).square().sum().backward()
+    assert sqnr(plain.bias.grad, layer.bias.grad) > 100 and plain.weight.grad is None
+
+
+def test_backward_reads_the_bytes_of_the_weight_and_saves_nothing_else():
+    layer, saved = convert(nn.Linear(96, 80, bias=False)), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        layer(torch.ones(5, 96, requires_grad=True))
+    assert {t.data_ptr() for t in saved} == {layer.weight.data_.data_ptr(), layer.weight.scale.data_ptr()}
+
+
+@pytest.mark.parametrize("make", [llama, gpt2], ids=["llama", "gpt2"])
+def test_models(make):
+    model = convert(make())
+    plain = octavo.revert(copy.deepcopy(model))
+    embeddings = [m.get_input_embeddings().weight.requires_grad_() for m in (plain, model)]
+    for one in (plain, model):
+        one(input_ids=TOKENS, labels=TOKENS).loss.backward()
+    assert sqnr(embeddings[0].grad, embeddings[1].grad) > 100
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_experts(family):
+    model = convert(mixture(family))
+    experts = [row for row in octavo.report(model) if row.experts]
+    assert experts and all(row.recipe == "rowwise_weight_only" and row.resident_bytes for row in experts)
+    plain = octavo.revert(copy.deepcopy(model))
+    assert sqnr(plain(input_ids=TOKENS).logits, model(input_ids=TOKENS).logits) > 100
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_graph_computes_the_same():
+    layer, x, g = convert(nn.Linear(96, 80)), torch.randn(5, 96), torch.randn(5, 80)
+    assert equal(run(layer, x, g), run(torch.compile(layer, backend="aot_eager", fullgraph=True), x, g))
+
+
+def test_patterns_select_layers_and_the_rest_computes_in_fp8():
+    model = convert(llama(), ["*.v_proj", "model.layers.1.mlp"])
+    recipes = {row.name: row.recipe for row in octavo.report(model) if row.converted}
+    chosen = {name for name, recipe in recipes.items() if recipe == "rowwise_weight_only"}
+    assert chosen == {
+        *(f"model.layers.{i}.self_attn.v_proj" for i in range(2)),
+        *(f"model.layers.1.mlp.{part}_proj" for part in ("gate", "up", "down")),
+    }
+    assert set(recipes.values()) == {"rowwise", "rowwise_weight_only"}
+    row = next(row for row in octavo.report(model) if row.name.endswith("v_proj"))
+    assert "weight only: products in the dtype of the input" in row.reason and "resident in FP8" in row.reason
+
+
+def test_states_copies_and_plans():
+    model = convert(llama())
+    expected = model(input_ids=TOKENS).logits
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    file.seek(0)
+    plan = octavo.Plan.from_json(rule_plan(llama(), weight_only("rowwise")).to_json())
+    other = apply_plan(llama(), plan, frozen="fp8")
+    other.load_state_dict(torch.load(file, weights_only=True))
+    for one in (other, copy.deepcopy(model)):
+        assert torch.equal(one(input_ids=TOKENS).logits, expected)
+
+
+def test_a_recipe_can_change_to_it_and_back():
+    model = octavo.convert(llama(), "rowwise", frozen="fp8", verbose=False)
+    name, before = "model.layers.0.self_attn.v_proj", model(input_ids=TOKENS).logits
+    change_recipe(model, name, "rowwise_weight_only", reason="a test")
+    assert not torch.equal(model(input_ids=TOKENS).logits, before)
+    change_recipe(model, name, "rowwise", reason="a test")
+    assert torch.equal(model(input_ids=TOKENS).logits, before)
+
+
+def trained_and_frozen():
+    return nn.ModuleDict({"a": nn.Linear(64, 64), "b": nn.Linear(64, 64).requires_grad_(False)})
+
+
+MISTAKES = {
+    "not frozen": (lambda: octavo.convert(nn.Linear(64, 64), weight_only=["*"]), "frozen='fp8' stores: add that"),
+    "of a plan": (
+        lambda: octavo.convert(llama(), plan=rule_plan(llama()), frozen="fp8", weight_only=["*"]), "so leave it out"
+    ),
+    "no match": (lambda: convert(llama(), ["*.v_prjo"]), "'\\*.v_prjo' matches no layer .*v_proj"),
+    "trained": (lambda: convert(trained_and_frozen(), ["a"]), "'a' needs a weight that is resident .* is trained"),
+    "a recipe": (lambda: octavo.convert(llama(), weight_only("rowwise"), verbose=False), "but frozen='bf16'"),
+    "change": (
+        lambda: change_recipe(octavo.convert(llama(), verbose=False), "model.layers.0.mlp.up_proj",
+                              "rowwise_weight_only", reason="a test"),
+        "but its weight is plain",
+    ),
+    "several forms": (lambda: weight_only("mxfp8"), "one FP8 form of W"),
+    "history": (lambda: weight_only("delayed"), "no history"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes(name):
+    make, message = MISTAKES[name]
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_a_string_is_no_list_of_patterns():
+    with pytest.raises(TypeError, match=r"write \['\*'\]"):
+        convert(llama(), "*")
+
+
+def test_the_planner_counts_products_in_bf16_and_the_copies():
+    from octavo.planner.devices import find_gpu
+    from octavo.planner.roofline import LinearCall, bf16_linear, fp8_linear
+
+    gpu, call = find_gpu("h100"), LinearCall(m=8192, k=8192, n=8192, wgrad=False)
+    plain, cost = bf16_linear(gpu, call), fp8_linear(gpu, call, weight_only("rowwise"))
+    assert cost.total == pytest.approx(plain.total + 2 * 3 * 8192 * 8192 / gpu.bandwidth)
+    assert cost.total > fp8_linear(gpu, call, octavo.RECIPES["rowwise"]).total
