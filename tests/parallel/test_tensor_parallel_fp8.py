@@ -432,7 +432,8 @@ def refused_job():
 REFUSED = [
     "recipe 'tensorwise' has one scale per tensor", "recipe 'delayed' has one scale per tensor",
     "heads = 3 is not divided by 2 ranks of tensor parallelism: take one of [1] ranks",
-    "out_features = 65 is not divided by 2 ranks", "in_features = 63 is not divided by 2 ranks",
+    "out_features = 65 is not divided by 2 ranks of tensor parallelism: take one of [1] ranks, or pad it to 66",
+    "in_features = 63 is not divided by 2 ranks",
     "in_features = 64 is not 6 equal heads", "got Embedding: name a linear layer", "takes a mesh of one dimension",
     "out_features = 65 is not divided by 2 ranks", "with different settings (Fp8ColwiseParallel(",
     "this layer is distributed already", "different shapes: [[2, 3, 128], [2, 4, 128]]. Give each an equal part",

@@ -13,6 +13,7 @@ from octavo.nn.causal import chunked_loss
 from octavo.numerics import sqnr
 from octavo.parallel import context_parallel, sum_partial_gradients, tensor_parallel
 from octavo.tensor import local_tensor
+from octavo.train.activation_checkpointing import Checkpointing
 
 pytestmark = pytest.mark.dist
 SHAPE = {
@@ -191,6 +192,9 @@ def test_what_cannot_be_distributed_is_refused(gloo, family, options, changes, m
 
 def uneven_job():
     model = tensor_parallel(model_of("llama"), mesh_of())
+    assert local_tensor(model.lm_head.weight).shape == (97, 128)  # which two ranks do not divide
+    report = str(octavo.report(model))
+    assert "whole on each rank of tensor parallelism, for its part of the tokens" in report
     with pytest.raises(ValueError, match="pad the sequence to 32"):
         model(input_ids=tokens_of(31)[:, :-1])
     with pytest.raises(ValueError, match="distributed already"):
@@ -230,6 +234,25 @@ def test_adapters_are_refused(gloo, wrapped):
     pytest.importorskip("peft")
     for text in gloo.run(adapters_job, 2, wrapped):
         assert "layers.0.self_attn.q_proj' has PEFT adapters" in text and "merge_and_unload" in text
+
+
+def resident_job(family):
+    """The error of a model whose frozen weights exist in FP8 only, and whether it is as it was."""
+    model = model_of(family, fp8=False, chunked=False)
+    octavo.convert(model, "rowwise", frozen="fp8", verbose=False)
+    expected = model(input_ids=tokens_of()).logits
+    with pytest.raises(ValueError) as error:
+        tensor_parallel(model, mesh_of())
+    assert torch.equal(model(input_ids=tokens_of()).logits, expected)
+    return str(error.value)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("family", "first"), [("llama", "self_attn.q_proj.weight"), ("mixtral", "self_attn.q_proj")])
+def test_resident_weights_are_refused(gloo, family, first):
+    for text in gloo.run(resident_job, 2, family):
+        assert "weights are resident in FP8 (first: 'model.layers.0." in text and first in text
+        assert "which tensor_parallel does not divide: shard them by rows (octavo.parallelize)" in text
 
 
 def hooks_job(divides, moment):
@@ -330,3 +353,62 @@ def context_mistakes_job():
 
 def test_context_parallelism_refuses_what_needs_a_mask(gloo):
     assert all(gloo.run(context_mistakes_job, 2))
+
+
+def dropout_job(attention, checkpointed, shape):
+    """Masks of attention and of the residual stream of a step on this rank, of the forward and of its recomputation,
+    the loss, and a gradient that all ranks have.
+    """
+    from transformers import Starcoder2Config, Starcoder2ForCausalLM
+    from transformers.models.starcoder2 import modeling_starcoder2
+
+    torch.manual_seed(0)
+    rates = {
+        "bos_token_id": 0,
+        "use_cache": False,
+        "attention_dropout": attention,
+        "residual_dropout": 0.3,
+        "embedding_dropout": 0.3,
+    }
+    model = Starcoder2ForCausalLM(Starcoder2Config(**shape | rates, attn_implementation="eager")).train()
+    octavo.convert(model, verbose=False)
+    Checkpointing(model, "full" if checkpointed else "none")
+    if dist.is_initialized():
+        tensor_parallel(model, mesh_of(), sequence_parallel=False)
+    masks, dropout = {4: [], 3: []}, torch.nn.functional.dropout
+
+    def recorded(x, p=0.5, training=True, inplace=False):
+        if not p:
+            return x
+        mask = dropout(torch.ones_like(x), p, training)
+        masks[x.ndim].append(mask == 0)
+        return x * mask
+
+    tokens = tokens_of()
+    torch.manual_seed(3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.nn.functional, "dropout", recorded)
+        assert modeling_starcoder2.nn.functional.dropout is recorded
+        loss, grads = gradients(model, tokens)
+    norm = next(value for name, value in grads.items() if name.endswith("norm.weight"))
+    return masks[4], masks[3], loss, norm
+
+
+@pytest.mark.thorough
+def test_heads_of_other_ranks_drop_others_and_the_residual_stream_the_same(gloo):
+    shape = {key: value for key, value in SHAPE.items() if key != "head_dim"}
+    ranks = gloo.run(dropout_job, 2, 0.3, False, shape)
+    (heads, residual, loss, norm), (other_heads, other_residual, other_loss, other_norm) = ranks
+    assert len(heads) == 2 and len(residual) == 5 and loss == other_loss and torch.equal(norm, other_norm)
+    assert all(map(torch.equal, residual, other_residual))
+    masks = [*heads, *other_heads]
+    assert all(0.2 < mask.float().mean() < 0.4 for mask in masks)
+    assert not any(torch.equal(a, b) for i, a in enumerate(masks) for b in masks[:i])
+    for rank, (again_heads, again_residual, again_loss, _) in enumerate(gloo.run(dropout_job, 2, 0.3, True, shape)):
+        assert again_loss == loss and len(again_heads) == 4
+        assert all(map(torch.equal, again_heads, [*ranks[rank][0], *ranks[rank][0][::-1]]))
+        assert all(map(torch.equal, again_residual[:5], residual))
+    _, masks_without, without, _ = gloo.run(dropout_job, 2, 0.0, False, shape)[0]
+    _, expected, alone, _ = dropout_job(0.0, False, shape)  # dropout of heads draws, and nothing else
+    assert all(map(torch.equal, masks_without, expected))
+    assert without.item() == pytest.approx(alone.item(), rel=1e-3)

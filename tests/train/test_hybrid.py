@@ -138,34 +138,51 @@ def test_the_loss_of_routers_on_every_rank(gloo, settings, tmp_path, parallel): 
 # --- checkpoints ---
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("precision", [{"level": "fp8"}, EVERYTHING], ids=str)
-def test_checkpoints_go_to_any_layout(gloo, settings, tmp_path, precision):  # noqa: F811
-    """TP2 × FSDP2 → four shards → one process → … → a pipeline → one process: not a bit changes."""
-    first = settings(run={"steps": 3}, precision=precision, parallel={"tp": 2}, optim={"micro_batches": 2})
-    first["model"]["config"] = PIPELINE
-    gloo.run(job, 4, first, str(tmp_path / "run"))
-    last = checkpoints(tmp_path / "run")[-1]
-    expected = state(first, last)
+def checkpoints_through(gloo, made, folder, layouts):  # noqa: F811
+    """Train on TP2 × FSDP2, and take the checkpoint through layouts: not a bit changes."""
+    gloo.run(job, 4, made, str(folder / "run"), timeout=300.0)
+    last = checkpoints(folder / "run")[-1]
+    expected = state(made, last)
     assert sum(name.startswith("optimizer.") for name in expected) > 20
-    steps = [
-        (4, {}),
-        (1, {}),
-        (2, {"tp": 2}),
-        (2, {"cp": 2}),
-        (1, {}),
-        (2, {"pp": 2}),
-        (4, {"pp": 2, "tp": 2}),
-        (1, {}),
-    ]
-    for number, (world, parallel) in enumerate(steps):
-        out, there = tmp_path / str(number), first | {"parallel": parallel}
+    for number, (world, parallel) in enumerate(layouts):
+        out, there = folder / str(number), made | {"parallel": parallel}
         if world == 1:
             copied(there, last, out)
         else:
-            gloo.run(copied, world, there, str(last), str(out))
+            gloo.run(copied, world, there, str(last), str(out), timeout=300.0)
         last = checkpoints(out)[-1]
-        assert same(state(first, last), expected)
+        assert same(state(made, last), expected)
+    return expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", [{"level": "fp8"}, EVERYTHING], ids=str)
+def test_checkpoints_go_to_any_layout(gloo, settings, tmp_path, precision):  # noqa: F811
+    """TP2 × FSDP2 → four shards → one process → … → a pipeline → one process."""
+    first = settings(run={"steps": 3}, precision=precision, parallel={"tp": 2}, optim={"micro_batches": 2})
+    first["model"]["config"] = PIPELINE
+    tp, cp, pp = {"tp": 2}, {"cp": 2}, {"pp": 2}
+    checkpoints_through(
+        gloo, first, tmp_path, [(4, {}), (1, {}), (2, tp), (2, cp), (1, {}), (2, pp), (4, pp | tp), (1, {})]
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("precision", "changes", "weight"),
+    [
+        (EVERYTHING, {"hidden_size": 130}, ("down_proj", (130, 256))),
+        (EVERYTHING, {"hidden_size": 131}, ("o_proj", (131, 256))),
+        ({"level": "fp8"}, {"intermediate_size": 130}, ("up_proj", (130, 128))),
+    ],
+    ids=["130 rows of column shards", "131 rows of column shards", "130 rows of row shards"],
+)
+def test_checkpoints_of_rows_that_four_do_not_divide(gloo, settings, tmp_path, precision, changes, weight):  # noqa: F811
+    first = settings("mistral", run={"steps": 3}, precision=precision, parallel={"tp": 2})
+    first["model"]["config"] = LLAMA | changes
+    states = checkpoints_through(gloo, first, tmp_path, [(4, {}), (1, {})])
+    shapes = {tuple(value.shape) for name, value in states.items() if f"{weight[0]}.weight" in name}
+    assert weight[1] in shapes
 
 
 @pytest.mark.thorough
@@ -317,14 +334,15 @@ def test_the_autopilot(gloo, settings, tmp_path, parallel):  # noqa: F811
 
 
 def poisoned_job(tables, out, layer, backward):  # noqa: F811
-    """The origin that a rank names where a layer makes NaN in step 3."""
+    """The origin that a rank names where a layer makes NaN in step 3: in one stage, or on one rank that shares it."""
     train_step = Trainer.train_step
 
     def hook(module, inputs, y):
         return y.register_hook(lambda g: g * torch.nan) and None if backward else y * torch.nan
 
     def poisoned_step(self):
-        if self.step == 2 and (module := dict(self.model.named_modules()).get(layer)) is not None:
+        has_it = "pp" in tables["parallel"] or self.ranks.rank == 1
+        if self.step == 2 and has_it and (module := dict(self.model.named_modules()).get(layer)) is not None:
             module.register_forward_hook(hook)
         return train_step(self)
 
@@ -343,6 +361,7 @@ def poisoned_job(tables, out, layer, backward):  # noqa: F811
         (1, False, {"pp": 2, "schedule": "Interleaved1F1B"}),
         (2, True, {"pp": 2, "schedule": "Interleaved1F1B"}),
         (1, False, {"tp": 2}),
+        (1, True, {"tp": 2}),
     ],
     ids=str,
 )

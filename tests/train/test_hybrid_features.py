@@ -10,9 +10,10 @@ from test_hybrid import LAYOUTS, MIXTRAL, PIPELINE, settings, slow  # noqa: F401
 from test_ranks import job, losses, tables  # noqa: F401  a fixture
 
 from octavo.experiments.compare_runs import compare, make_arms
+from octavo.parallel.pipeline_model import SCHEDULES, ZERO_BUBBLE
 from octavo.parallel.tensor_parallel_plan import partial_parameters
 from octavo.tensor import local_tensor
-from octavo.train import parse_config
+from octavo.train import parse_config, read_metrics
 from octavo.train import trainer as trainer_module
 from octavo.train.checkpoint.retention import checkpoints
 from octavo.train.trainer import Trainer
@@ -109,11 +110,14 @@ def test_ranks_with_other_tokens_drop_others(gloo, dropping, layout):  # noqa: F
         assert len(own) > 4 and all(torch.equal(own[name], other[name]) for name in own)
 
 
+TWENTY = [*((layout, "rowwise") for layout in ("tp", "tp-fsdp", "pp", "pp-tp")), ("pp", "tensorwise")]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["tp", "tp-fsdp", "pp", "pp-tp"])
-def test_twenty_losses(gloo, settings, tmp_path, layout):  # noqa: F811
+@pytest.mark.parametrize(("layout", "recipe"), [*TWENTY, ("pp-fsdp", "tensorwise")])
+def test_twenty_losses(gloo, settings, tmp_path, layout, recipe):  # noqa: F811
     """With parameters in fp32, whose updates no rounding hides: within 0.15 % of one process."""
-    precision = {"level": "fp8", "parameters": "fp32"}
+    precision = {"level": "fp8", "parameters": "fp32", "recipe": recipe}
     made = settings(parallel=MESHES[layout][1], precision=precision, run={"steps": 20}, optim={"micro_batches": 2})
     gloo.run(job, MESHES[layout][0], made, str(tmp_path / "ranks"), timeout=240.0)
     job(made | {"parallel": {}}, tmp_path / "one")
@@ -141,3 +145,32 @@ def test_comparisons(gloo, settings, tmp_path, layout):  # noqa: F811
     assert all(verdict == ranks[0] for verdict in ranks)
     _, gaps = compare_job(str(tmp_path / "one.toml"), tmp_path / "one", arms)
     assert ranks[0][1] == pytest.approx(gaps, abs=0.3)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("layout", "schedule"),
+    [
+        ("pp", "1F1B"),
+        *(pytest.param("pp", name, marks=pytest.mark.slow) for name in SCHEDULES if name != "1F1B"),
+        *(pytest.param(layout, "1F1B", marks=pytest.mark.slow) for layout in ("pp-fsdp", "pp-tp")),
+    ],
+)
+def test_the_stages_of_a_pipeline_evaluate(gloo, dropping, tmp_path, layout, schedule):  # noqa: F811
+    """Losses of held-out text are those of one process, and training is bitwise that without them."""
+    world, parts = MESHES[layout][0], {"micro_batches": 4, "batch": 8, "ema": 0.9}
+    made = dropping(layout, optim=parts, precision={"level": "fp8"}, run={"steps": 4})
+    made["parallel"] |= {"schedule": schedule, "reshard_after_forward": schedule not in ZERO_BUBBLE}
+    evaluated = made | {"eval": {"every": 1, "fraction": 0.3, "batches": 3, "ema": True}}
+    often, rare = (evaluated | {"eval": evaluated["eval"] | {"every": every}} for every in (1, 0))
+    results = gloo.run(job, world, often, str(tmp_path / "often"))
+    gloo.run(job, world, rare, str(tmp_path / "rare"))
+    assert losses(tmp_path / "often") == losses(tmp_path / "rare")
+    assert all(result.held_out == results[0].held_out for result in results)
+    made["model"]["config"] |= dict.fromkeys((*DROPOUT, "attention_dropout"), 0.0)
+    for name, there in (("ranks", made["parallel"]), ("one", {})):
+        tables_of_run = evaluated | {"model": made["model"], "parallel": there}
+        gloo.run(job, world, tables_of_run, str(tmp_path / name)) if there else job(tables_of_run, tmp_path / name)
+    for row, expected in zip(*(read_metrics(tmp_path / name) for name in ("ranks", "one")), strict=True):
+        assert row.held_out == pytest.approx(expected.held_out, rel=2e-3)
+        assert row.held_out.keys() == {"loss", "loss_high_precision", "loss_ema"}

@@ -15,6 +15,12 @@ pytestmark = pytest.mark.dist
 PARTS = {"optim": {"micro_batches": 2}}
 UNTIED = {"tie_word_embeddings": False}
 MISTAKES = [
+    (
+        {"tp": 2},
+        {},
+        {"hidden_size": 192, "num_attention_heads": 3, "num_key_value_heads": 3},
+        "Fp8ColwiseParallel: heads = 3 is not divided by 2 ranks of tensor parallelism: take one of [1] ranks",
+    ),
     ({"tp": 2}, {}, {"num_key_value_heads": 1}, "Fp8ColwiseParallel: heads = 1 is not divided by 2 ranks"),
     ({"tp": 2}, {}, {"intermediate_size": 255}, "out_features = 255 is not divided by 2 ranks of tensor parallelism"),
     ({"tp": 2}, {"precision": {"level": "fp8", "recipe": "delayed"}}, {}, "recipe 'delayed' has one scale per tensor"),
@@ -85,6 +91,7 @@ def test_settings_that_differ_between_ranks(gloo, settings, tmp_path):  # noqa: 
 
 REMAINDERS = {
     "words that tp does not divide": ("llama", {"tp": 2}, {"data": {"vocab_size": 301}}),
+    "a width that tp does not divide": ("mistral", {"tp": 2}, {}),
     "words that pp does not divide": ("llama", {"pp": 2}, {"data": {"vocab_size": 301}} | PARTS),
     "one token for each rank of tp": ("llama", {"tp": 2}, {"data": {"sequence_length": 2}}),
     "one token for each rank of cp": ("llama", {"cp": 2}, {"data": {"sequence_length": 2}}),
@@ -102,6 +109,8 @@ def test_remainders_train_as_one_process_does(gloo, settings, tmp_path, case):  
     made = settings(family, parallel=parallel, run={"steps": 4}, **sections)
     if "blocks" in case:
         made["model"]["config"] = PIPELINE | {"num_hidden_layers": 3}
+    if "width" in case:
+        made["model"]["config"] = made["model"]["config"] | {"hidden_size": 129}
     gloo.run(job, 2, made, str(tmp_path / "ranks"))
     job(made | {"parallel": {}}, tmp_path / "one")
     assert losses(tmp_path / "ranks") == pytest.approx(losses(tmp_path / "one"), rel=3e-3)

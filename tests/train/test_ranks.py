@@ -222,6 +222,9 @@ def test_mistakes_are_told_on_every_rank(gloo, tables, tmp_path):  # noqa: F811
         "matches no file": tables(data={"source": "nothing-*.txt"}),
         "the output folder": tables(),
         "parallel.dp_replicate = 3": tables(parallel={"dp_replicate": 3}),
+        "set optim.batch to a multiple of 8, as 8, or optim.micro_batches = 2": tables(
+            optim={"batch": 4, "micro_batches": 4}
+        ),
     }
     for messages in gloo.run(mistakes_job, 2, list(cases.values()), str(tmp_path)):
         for message, case in zip(messages, cases, strict=True):

@@ -130,6 +130,38 @@ def test_what_the_first_rank_cannot_write_ends_all(gloo, tables, tmp_path, place
         assert seconds < 60
 
 
+class Broken(NullProgress):
+    """A caller's progress with an error in one method."""
+
+    def __init__(self, method):
+        setattr(self, method, self.fail)
+
+    def fail(self, *arguments):
+        raise KeyError("loss")
+
+
+def broken_progress_job(settings, out, method):
+    """A run with an error in the caller's progress, or in a logger, of the first rank."""
+    start, place = time.monotonic(), {"write": "write", "close": "__exit__"}.get(method)
+    error = KeyError("loss") if place and dist.get_rank() == 0 else None
+    with mock.patch.object(MetricsWriter, place, side_effect=error) if place else nullcontext():
+        try:
+            run(parse_config(settings), out=Path(out), progress=None if place else Broken(method))
+        except Exception as error:
+            return type(error).__name__, str(error), time.monotonic() - start
+    return "", "", 0.0
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("method", ["stage", "start", "step", "note", "finish", "write", "close"])
+def test_an_error_in_a_progress_or_logger_of_the_first_rank_ends_all(gloo, tables, tmp_path, method):  # noqa: F811
+    """Of any type: the others would wait for the first one until the timeout."""
+    settings = tables(run={"steps": 3}, precision={"level": "fp8"})
+    first, second = gloo.run(broken_progress_job, 2, settings, str(tmp_path / "out"), method)
+    assert first[:2] == ("KeyError", "'loss'") and first[2] < 60
+    assert second[:2] == ("SharedError", "rank 0: KeyError: 'loss'") and second[2] < 60
+
+
 @contextmanager
 def full_disk(after):
     """Files end after so many bytes."""

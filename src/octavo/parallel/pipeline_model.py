@@ -310,6 +310,16 @@ class Pipeline:
             return torch.zeros((), device=targets.device)
         return torch.stack([loss.detach() for loss in losses]).sum() / scale
 
+    def losses(self, inputs: Tensor, targets: Tensor) -> Tensor | None:
+        """Return the loss of each micro-batch of a batch, without gradients; None without the head. As `step`."""
+        losses = list[Tensor]()
+        self._scale = 1.0
+        self._schedule.eval(
+            *((inputs,) if self.first else ()), target=targets if self.last else None, labels=targets, losses=losses,
+            return_outputs=False,
+        )  # fmt: skip
+        return torch.stack(losses) if self.last else None
+
     def alone(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Run the stages of this rank one after the other, without the others. Returns the last output.
 

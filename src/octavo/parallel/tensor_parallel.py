@@ -138,9 +138,10 @@ class _Fp8Style(ParallelStyle):
         for what, size in sizes.items():
             if size % mesh.size():
                 fitting = [n for n in range(1, mesh.size() + 1) if size % n == 0]
+                padded = "" if what == "heads" else f", or pad it to {size + -size % mesh.size()}"
                 raise ValueError(
                     f"{name}: {what} = {size} is not divided by {mesh.size()} ranks of tensor parallelism: take one of "
-                    f"{fitting} ranks"
+                    f"{fitting} ranks{padded}"
                 )
 
 

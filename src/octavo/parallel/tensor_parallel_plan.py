@@ -17,7 +17,8 @@ for all. Rejected: these parameters as DTensors, which needs a message for each 
 norm.
 
 Without sequence parallelism every rank has all tokens and whole gradients, except of parameters between the heads or
-features, such as norms of q and k, or of an activation function.
+features, such as norms of q and k, or of an activation function. Dropout there gets other random numbers on each rank
+(`divided_random`).
 """
 
 import inspect
@@ -36,10 +37,11 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from octavo.nn.gathered_input import fits
 from octavo.nn.linear_like import LinearLike
-from octavo.nn.report import check_module
+from octavo.nn.report import NOTE_ATTRIBUTE, check_module
 from octavo.nn.resident_state import as_resident
 from octavo.numerics.spec import QuantSpec
 from octavo.parallel.agreement import compare_ranks
+from octavo.parallel.divided_random import divide_dropout
 from octavo.parallel.tensor_parallel import Fp8ColwiseParallel, Fp8RowwiseParallel, as_plain, present
 from octavo.parallel.tokens import TokenExchange, gather_input
 from octavo.runtime.blocks import Absent, find_block_list, find_blocks
@@ -130,6 +132,10 @@ def tensor_parallel(
         parallelize_module(model, mesh, plan, src_data_rank=None)
         if sequence_parallel:
             _divide_tokens(model, mesh, plan, gather == "fp8", reduce == "fp8")
+        else:
+            rows = {name for name, style in plan.items() if isinstance(style, Fp8RowwiseParallel)}
+            divide_dropout(model, plan.keys() - rows, rows, mesh.get_local_rank())
+        _note_head(model, plan, sequence_parallel)
     _PARTIAL[model] = frozenset(partial_names)
     return model
 
@@ -301,6 +307,19 @@ def _is_inside(module: nn.Module, plan: dict[str, Any], names: dict[nn.Module, s
     parts = names[module].split(".")
     owners = {".".join(parts[:n]) for n in range(1, len(parts))}
     return any(isinstance(plan[name], _ColwiseOfGathered) and name.rpartition(".")[0] in owners for name in plan)
+
+
+def _note_head(model: Any, plan: dict[str, Any], sequence_parallel: bool) -> None:
+    """Have `octavo.report` say of the head that no rank has a part of the vocabulary."""
+    find = getattr(model, "get_output_embeddings", None)
+    head = find() if callable(find) else None
+    if isinstance(head, nn.Linear) and not any(model.get_submodule(name) is head for name in plan):
+        tokens = "its part of the tokens" if sequence_parallel else "all tokens"
+        vars(head)[NOTE_ATTRIBUTE] = partial(_whole_head, tokens)
+
+
+def _whole_head(tokens: str, head: nn.Module) -> str:
+    return f"whole on each rank of tensor parallelism, for {tokens}"
 
 
 def _divide_tokens(model: Any, mesh: DeviceMesh, plan: dict[str, Any], fp8_gather: bool, fp8_reduce: bool) -> None:

@@ -5,7 +5,7 @@
 The loss on `Task.held_out` is the mean over its targets, as trained and, where layers compute in FP8, with all of them
 in high precision (`octavo.disabled`): the difference is what FP8 costs at this moment, in the same weights. The rows
 are the same ones each time, for any number of ranks and micro-batches. Ranks share them as in a step, and all of them
-return the same numbers.
+return the same numbers. In a pipeline the micro-batches of a batch go forward together, under its schedule.
 
 Evaluation leaves no trace. The model is in evaluation mode without gradients, so that amax histories and channel scales
 of FP8 layers stay; statistics and the autopilot only look at steps; each step seeds its own random numbers; and FSDP's
@@ -15,6 +15,7 @@ parameters are sharded again, or the next change of the shards would not reach a
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from octavo.nn.causal import IGNORE, evaluating
+from octavo.parallel.pipeline_model import Pipeline
 from octavo.runtime.switch import disabled
 from octavo.train.layout import Layout, on_tensors
 from octavo.train.ranks import Ranks
@@ -43,14 +45,15 @@ def evaluate(
         model: Its model; back in its own mode afterwards.
         layout: What this rank has of model and batch.
         ranks: The processes of the run.
-        loss: Mean loss of this rank's part of a micro-batch.
+        loss: Mean loss of this rank's part of a micro-batch; not called for a pipeline.
         fp8: Whether layers are converted: the loss is then measured in high precision, too.
     """
     metrics: dict[str, float | None] = {}
-    with without_trace(model):
+    with without_trace(model, layout.pipeline):
         metrics |= {name: finite(value) for name, value in task.evaluate(layout.forward, ranks.device).items()}
         if (data := task.held_out) is not None:
-            mean_loss = partial(_mean_loss, task, data, layout, ranks, loss)
+            pipeline = layout.pipeline
+            mean_loss = partial(_mean_loss, task, data, layout, ranks, pipeline.losses if pipeline else loss)
             metrics[LOSS] = finite(mean_loss())
             if fp8:
                 with disabled():
@@ -59,25 +62,26 @@ def evaluate(
 
 
 @contextmanager
-def without_trace(model: Any) -> Iterator[None]:
-    """Run forwards of a model in this context that leave no trace in its training."""
+def without_trace(model: Any, pipeline: Pipeline | None = None) -> Iterator[None]:
+    """Run forwards of a model, or of its stages, in this context that leave no trace in its training."""
     try:
         with evaluating(model), torch.no_grad():
             yield
     finally:
-        for module in model.modules():
+        for module in chain(model.modules(), pipeline.parts.values() if pipeline is not None else ()):
             if isinstance(module, FSDPModule):
                 module.reshard()
 
 
 def _mean_loss(
-    task: Task, data: HeldOut, layout: Layout, ranks: Ranks, loss: Callable[[Tensor, Tensor], Tensor]
+    task: Task, data: HeldOut, layout: Layout, ranks: Ranks, loss: Callable[[Tensor, Tensor], Tensor | None]
 ) -> float:
     """The mean loss over the targets of the held-out rows."""
     config = task.config
     assert config.eval is not None
     rows = min(data.windows, config.eval.batches * config.optim.batch)
-    size = config.optim.batch // config.optim.micro_batches
+    parts = config.optim.micro_batches if layout.pipeline is not None else 1  # which go through it together
+    size = config.optim.batch // config.optim.micro_batches * parts
     total, count = (torch.zeros((), dtype=torch.float64, device=ranks.device) for _ in range(2))
     for number in range(-(-rows // size)):
         inputs, targets = data.batch(ROWS_SEED, number, size)
@@ -85,8 +89,11 @@ def _mean_loss(
         inputs = on_tensors(lambda part: layout.own_rows(part).to(ranks.device), inputs)
         inputs = layout.own_tokens(inputs)
         targets = layout.own_labels(layout.own_rows(targets)).to(ranks.device)
-        size_counted, targets = counted(targets, uneven=True)
-        total += loss(inputs, targets).double() * size_counted
-        count += size_counted
+        sizes, chunks = zip(*(counted(part, uneven=True) for part in targets.chunk(parts)), strict=True)
+        if (losses := loss(inputs, torch.cat(chunks))) is None:
+            continue  # the head is on other ranks
+        weights = torch.tensor(sizes, dtype=torch.float64, device=ranks.device)
+        total += (losses.double().view(-1) * weights).sum()
+        count += weights.sum()
     total, count = ranks.all_reduce(total, count)
     return (total / count).item()

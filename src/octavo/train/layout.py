@@ -136,9 +136,11 @@ def check_layout(parallel: ParallelConfig, optim: Optim, data: Data, world: int)
     ranks = world // (parallel.tp * parallel.cp * parallel.pp)
     if batch % (parts * ranks):
         suggestion = -(-batch // (parts * ranks)) * parts * ranks
+        fewer = 0 if batch % ranks else max(n for n in range(1, parts + 1) if batch // ranks % n == 0)
         raise ConfigError(
             f"optim.batch = {batch} sequences in {parts} micro-batches cannot be shared by {ranks} processes evenly: "
             f"set optim.batch to a multiple of {parts * ranks}, as {suggestion}"
+            + (f", or optim.micro_batches = {fewer}" if fewer else "")
         )
     stages = parallel.pp * SCHEDULES[parallel.schedule]
     if parallel.pp > 1 and (parts < stages if parallel.schedule == "DualPipeV" else parts < parallel.pp):

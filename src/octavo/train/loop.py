@@ -42,7 +42,7 @@ from octavo.train.record.events import FINDING, LOSS_SCALE, MOVE, ROLLBACK, add_
 from octavo.train.record.loggers import ScalarLog, missing_logger
 from octavo.train.record.metrics import LOSS, MetricsBuffer, MetricsWriter, RunResult, StepMetrics, summary_fields
 from octavo.train.record.outputs import CONFIG_FILE, LAYERS_FILE, RunFolder, open_run_folder
-from octavo.train.record.progress import NullProgress, Progress
+from octavo.train.record.progress import DeferredErrors, NullProgress, Progress, raise_deferred
 from octavo.train.record.setup import ExpectedStep
 from octavo.train.sampling import Sampler, make_sampler
 from octavo.train.signals import stop_on
@@ -85,7 +85,8 @@ def run(
     stop = threading.Event()
     # A signal to torchrun and its processes reaches the processes twice; SIGKILL still ends them.
     with stop_on(stop, signal.SIGTERM, patient=under_torchrun()), join_ranks(config) as ranks, ExitStack() as stack:
-        own_progress = progress if progress is not None and ranks.is_main else NullProgress()
+        own_progress: Progress = progress if progress is not None and ranks.is_main else NullProgress()
+        own_progress = own_progress if ranks.world_size == 1 else DeferredErrors(own_progress)
         ranks.raise_together(lambda: _check_installed(config, ranks))
         stack.enter_context(deterministic_algorithms(config.run.deterministic))
         resume = resume or ranks.restarted
@@ -211,7 +212,7 @@ def _train(
     trainer: Trainer, sampler: Sampler | None, summary: RunResult, out: Path, progress: Progress, stop: threading.Event
 ) -> RunResult:
     config, ranks = trainer.config, trainer.ranks
-    frozen = frozen_note(trainer.model, config.model.frozen)
+    frozen = frozen_note(trainer.model, config.model.frozen, adapters=config.lora is not None)
     notes = summary.converted, frozen, trainer.attention_note(), trainer.loss_note, *trainer.groups_table
     for note in filter(None, notes):
         progress.note(note)
@@ -222,8 +223,9 @@ def _train(
     setup = gauges.setup(summary)
     ranks.run_on_rank0(lambda: setup.write(out))
     progress.start(config, trainer.step, setup)
+    ranks.raise_together(lambda: raise_deferred(progress))
     while True:
-        with ranks.raise_together(lambda: _metrics(trainer, out, progress)) as metrics:
+        with ranks.closing(ranks.raise_together(lambda: _metrics(trainer, out, progress))) as metrics:
             try:
                 stopped = _take_steps(trainer, partial(_step, trainer, gauges, sampler), out, metrics, progress, stop)
             except SpikeError as error:
@@ -250,6 +252,7 @@ def _train(
         _roll_back(trainer, out, spike, progress)
         spike = None
     progress.finish(result)
+    ranks.raise_together(lambda: raise_deferred(progress))
     if failure is not None:
         raise failure
     return result
@@ -375,6 +378,7 @@ def _record_step(trainer: Trainer, row: StepMetrics, metrics: MetricsBuffer, pro
         text = f"the loss scale fell to {scale.restored_from:g}, at which most gradients underflow: restored to "
         text += f"{scale.value:g}, from before the steps that were skipped"
         _record_event(trainer, out, progress, row.step, LOSS_SCALE, f"step {row.step}: {text}")
+    raise_deferred(progress)
 
 
 def _record_statistics(trainer: Trainer, step: int, metrics: MetricsBuffer, progress: Progress, out: Path) -> None:

@@ -14,7 +14,7 @@ from its newest checkpoint.
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -85,29 +85,42 @@ class Ranks:
     def raise_together(self, action: Callable[[], T], *, group: dist.ProcessGroup | None = None) -> T:
         """Run `action` on every rank and return its result; raise on all ranks if it fails on one.
 
-        `action` must not wait for other ranks. Ranks wait for each other in `group`, or the default group. Raises
-        ConfigError on all ranks if `action` raises ValueError or OSError on any.
+        `action` must not wait for other ranks. Ranks wait for each other in `group`, or the default group. If `action`
+        raises on any rank, all raise ConfigError; a rank with an error other than ValueError and OSError raises that.
         """
         if self.world_size == 1:
             return action()
         result, error = _try(action)
         if self.any(error is not None, group=group):
-            errors = self.all_gather(error)
+            errors = self.all_gather(None if error is None else _message(error))
+            if error is not None and not isinstance(error, _MISTAKES):
+                raise error
             rank, message = next((rank, other) for rank, other in enumerate(errors) if other is not None)
             raise SharedError(message if None not in errors else f"rank {rank}: {message}")
         return result  # type: ignore[return-value]
 
+    @contextmanager
+    def closing(self, manager: AbstractContextManager[T]) -> Iterator[T]:
+        """Enter and leave a context manager of this rank; an error of leaving it is raised on all ranks."""
+        with ExitStack() as stack:
+            value = stack.enter_context(manager)
+            yield value
+            leave = stack.pop_all()
+        self.raise_together(leave.close)
+
     def run_on_rank0(self, action: Callable[[], T]) -> T:
-        """Run `action` on rank 0 and return its result on all ranks. Raises its error on all ranks as ConfigError."""
+        """Run `action` on rank 0 and return its result on all ranks. Raises its errors as `raise_together` does."""
         if self.world_size == 1:
             return action()
-        payload: list[Any] = [_try(action)] if self.is_main else [None]
+        result, error = _try(action) if self.is_main else (None, None)
+        payload: list[Any] = [(result, None if error is None else _message(error))]
         dist.broadcast_object_list(payload, 0)
-        result, error = payload[0]
-        if error is not None:
-            raise SharedError(error)
-        value: T = result
-        return value
+        value, message = payload[0]
+        if error is not None and not isinstance(error, _MISTAKES):
+            raise error
+        if message is not None:
+            raise SharedError(message)
+        return value  # type: ignore[no-any-return]
 
     def check_same(self, settings: Mapping[str, Any]) -> None:
         """Raise ConfigError on all ranks if a setting differs; it names the first one and each rank's value."""
@@ -309,8 +322,16 @@ def _rank_names(ranks: list[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
 
 
-def _try(action: Callable[[], T]) -> tuple[T | None, str | None]:
+_MISTAKES = (ValueError, OSError)
+"""Errors of a user or of the machine, whose message is enough."""
+
+
+def _try(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
     try:
         return action(), None
-    except (ValueError, OSError) as error:
-        return None, str(error)
+    except Exception as error:
+        return None, error
+
+
+def _message(error: Exception) -> str:
+    return str(error) if isinstance(error, _MISTAKES) else f"{type(error).__name__}: {error}"

@@ -1,6 +1,7 @@
 """Progress: what a run tells while it goes on."""
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, Protocol
 
 from octavo.train.config.run_config import TrainConfig
 from octavo.train.record.metrics import RunResult, StepMetrics
@@ -43,3 +44,47 @@ class NullProgress:
 
     def finish(self, result: RunResult) -> None:
         """Nothing."""
+
+
+class DeferredErrors:
+    """A `Progress` that holds back the first error of another one, until all ranks can raise it.
+
+    Attributes:
+        error: The first error.
+    """
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self.error: Exception | None = None
+
+    def _call(self, method: Callable[..., None], *arguments: Any) -> None:
+        try:
+            method(*arguments)
+        except Exception as error:  # of any kind: it is the user's code
+            self.error = self.error or error
+
+    def stage(self, text: str) -> None:
+        """See `Progress.stage`."""
+        self._call(self._progress.stage, text)
+
+    def start(self, config: TrainConfig, first_step: int, setup: RunSetup) -> None:
+        """See `Progress.start`."""
+        self._call(self._progress.start, config, first_step, setup)
+
+    def step(self, row: StepMetrics) -> None:
+        """See `Progress.step`."""
+        self._call(self._progress.step, row)
+
+    def note(self, text: str) -> None:
+        """See `Progress.note`."""
+        self._call(self._progress.note, text)
+
+    def finish(self, result: RunResult) -> None:
+        """See `Progress.finish`."""
+        self._call(self._progress.finish, result)
+
+
+def raise_deferred(progress: Progress) -> None:
+    """Raise the error that a `DeferredErrors` holds back, if any; nothing for another `Progress`."""
+    if isinstance(progress, DeferredErrors) and progress.error is not None:
+        raise progress.error
