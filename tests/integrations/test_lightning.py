@@ -87,6 +87,14 @@ def test_a_resumed_run_ends_like_one_that_was_not_stopped(recipe, llama, samples
     assert resumed.losses == whole.losses[3:]
 
 
+@pytest.mark.parametrize("precision", ["16-mixed", "16-true", "bf16-mixed"])
+def test_another_precision_beside_the_plugin_is_refused(precision):
+    """Lightning itself names both."""
+    for kind, plugin in ((lightning.Trainer, Fp8Precision), (lightning.Fabric, FabricFp8Precision)):
+        with pytest.raises(ValueError, match=rf"`precision={precision}` and `plugins=.*Fp8Precision.*Choose one"):
+            kind(accelerator="cpu", precision=precision, plugins=[plugin("fp8")])
+
+
 def test_an_optimizer_without_fp8_states_is_refused(llama, samples, tmp_path):
     plugin = Fp8Precision("fp8+activations+optimizer")
     with pytest.raises(ValueError, match=r"a torch\.optim\.adamw\.AdamW: create it with octavo\.AdamW"):

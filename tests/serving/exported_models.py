@@ -27,6 +27,10 @@ CONFIGS = {
     "qwen3": lambda: transformers.Qwen3Config(**HEADS, head_dim=64, tie_word_embeddings=True),
     "mixtral": lambda: transformers.MixtralConfig(**HEADS, num_local_experts=4),
     "deepseek_v3": lambda: transformers.DeepseekV3Config(**HEADS, **LATENT, **ROUTED),
+    # Of sizes without partial blocks, which Transformers misreads.
+    "deepseek_v3_blocks": lambda: transformers.DeepseekV3Config(
+        **HEADS, **LATENT | {"qk_rope_head_dim": 128}, **ROUTED
+    ),
     "vit": lambda: transformers.ViTConfig(
         **{k: v for k, v in SIZES.items() if k != "vocab_size"}, image_size=32, patch_size=8, num_labels=10
     ),
@@ -111,18 +115,36 @@ def run_as_engine(model, names, layout, folder):
     group = {"fp8-row": None, "fp8-block": 128, "mxfp8": 32}[layout]
     tensors = tensors_of(folder)
 
-    def forward(module, x, name):
+    def quantized(x):
         parts = x.float().unflatten(-1, (-1, group or x.shape[-1]))
         scale = parts.abs().amax(-1, keepdim=True) / 448
         if layout == "mxfp8":
             scale = torch.exp2(torch.ceil(torch.log2(scale)))
-        values = (parts * (1 / scale)).clamp(-448, 448).to(torch.float8_e4m3fn).float()
+        return (parts * (1 / scale)).clamp(-448, 448).to(torch.float8_e4m3fn).float(), scale
+
+    def forward(module, x, name):
+        values, scale = quantized(x)
         if layout == "fp8-row":
             weight, w_scale = tensors[f"{name}.weight"].float(), tensors[f"{name}.weight_scale"]
             y = F.linear(values.flatten(-2), weight) * scale.flatten(-2) * w_scale[:, 0]
             return y if module.bias is None else y + module.bias
         return F.linear((values * scale).flatten(-2), module.weight, module.bias)
 
+    def product(x, weight):
+        values, scale = quantized(x)
+        return F.linear((values * scale).flatten(-2), weight)
+
+    def experts(module, hidden, index, weights):
+        """Each expert on its tokens, with the loaded names' gate and up joined as Transformers does."""
+        result = torch.zeros_like(hidden)
+        for expert in range(len(module.down_proj)):
+            token, slot = (index == expert).nonzero(as_tuple=True)
+            gate, up = product(hidden[token], module.gate_up_proj[expert]).chunk(2, -1)
+            y = product(module.act_fn(gate) * up, module.down_proj[expert])
+            result.index_add_(0, token, y * weights[token, slot, None])
+        return result
+
     for name in names:
         module = model.get_submodule(name)
-        module.forward = partial(forward, module, name=name)
+        stacked = hasattr(module, "gate_up_proj")
+        module.forward = partial(experts, module) if stacked else partial(forward, module, name=name)

@@ -104,16 +104,70 @@ def test_a_reloaded_model_computes_the_forward_of_training(tmp_path, family, lay
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mixtral", "deepseek_v3"])
 @pytest.mark.parametrize("layout", RECIPES)
 def test_an_engine_without_octavo_computes_the_forward_of_training(tmp_path, family, layout):
     """Weights and inputs as the layouts document them, in plain PyTorch."""
     model = converted(family, layout, torch.float32)
-    exported = octavo.export(model, tmp_path / "out", to=layout)
+    exported = export(model, tmp_path / "out", to=layout)
     engine = reload(tmp_path / "out", tmp_path / "plain", torch.float32)
     assert sqnr(logits(model), logits(engine)) < 40  # without the quantization of inputs
     run_as_engine(engine, exported.fp8, layout, tmp_path / "out")
     assert sqnr(logits(model), logits(engine)) >= 45
+
+
+ATTENTION = [f"self_attn.{part}_proj" for part in "qkvo"]
+LATENT_ATTENTION = [
+    *(f"self_attn.{part}_proj" for part in ("q_a", "q_b", "kv_b", "o")), "self_attn.kv_a_proj_with_mqa"
+]  # fmt: skip
+MLP = [f"{part}_proj" for part in ("gate", "up", "down")]
+VIT = [*(f"attention.attention.{part}" for part in ("query", "key", "value")), "attention.output.dense",
+       "intermediate.dense", "output.dense"]  # fmt: skip
+IN_FP8 = {
+    "qwen3": [f"model.layers.{n}.{part}" for n in (0, 1) for part in (*ATTENTION, *(f"mlp.{m}" for m in MLP))],
+    "mixtral": [
+        f"model.layers.{n}.{part}" for n in (0, 1)
+        for part in (*ATTENTION, *(f"block_sparse_moe.experts.{e}.w{w}" for e in range(4) for w in (1, 2, 3)))
+    ],
+    "deepseek_v3": [
+        *(f"model.layers.{n}.{part}" for n in (0, 1) for part in LATENT_ATTENTION),
+        *(f"model.layers.0.mlp.{part}" for part in MLP),
+        *(f"model.layers.1.mlp.shared_experts.{part}" for part in MLP),
+        *(f"model.layers.1.mlp.experts.{e}.{part}" for e in range(4) for part in MLP),
+    ],
+    "vit": [f"vit.encoder.layer.{n}.{part}" for n in (0, 1) for part in VIT],
+}  # fmt: skip
+"""The weights that published FP8 checkpoints of these families have in FP8; routers, heads and norms are not."""
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("layout", RECIPES)
+@pytest.mark.parametrize("family", IN_FP8)
+def test_families_to_the_key(tmp_path, family, layout):
+    """Every tensor's name, dtype and shape, and every key of the configuration."""
+    model = converted(family, layout)
+    export(model, tmp_path / "plain", to="bf16")
+    export(model, tmp_path / "out", to=layout)
+    plain, tensors = tensors_of(tmp_path / "plain"), tensors_of(tmp_path / "out")
+    scale_name, scale_dtype, shape = SCALES[layout]
+    expected = {}
+    for name, tensor in plain.items():
+        fp8 = name.removesuffix(".weight") in IN_FP8[family] and tensor.ndim == 2
+        expected[name] = (E4M3 if fp8 else tensor.dtype, tuple(tensor.shape))
+        if fp8:
+            expected[f"{name.removesuffix('.weight')}.{scale_name}"] = (scale_dtype, shape(*tensor.shape))
+    assert {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()} == expected
+    assert sum(dtype == E4M3 for dtype, _ in expected.values()) == len(IN_FP8[family])
+    ours, unquantized = config_of(tmp_path / "out"), config_of(tmp_path / "plain")
+    quantization, ignored = (
+        ours.pop("quantization_config"),
+        "ignore" if layout != "fp8-block" else "modules_to_not_convert",
+    )
+    heads = {"classifier"} if family == "vit" else {"lm_head"}
+    assert heads <= set(quantization[ignored])
+    assert quantization == CONFIGS[layout] | {ignored: quantization[ignored]} and ours == unquantized
+    in_fp8 = {name.removesuffix(".weight") for name, (dtype, _) in expected.items() if dtype == E4M3}
+    assert not in_fp8 & set(quantization[ignored])
 
 
 @pytest.mark.thorough

@@ -48,7 +48,7 @@ class ExportLayout:
 
     def fits(self, recipe: Recipe) -> bool:
         """Return whether training in a recipe computes a forward that this layout describes."""
-        return (recipe.w, recipe.x) == (self.recipe.w, self.recipe.x) and recipe.layer_state is None
+        return (recipe.w, recipe.x) == (self.recipe.w, self.recipe.x) and not (recipe.layer_state or recipe.weight_only)
 
     @property
     def recipes(self) -> list[str]:
