@@ -57,7 +57,10 @@ class Arm:
         """Note the resident memory of the process that trains."""
         if (pid := self.worker()) is None:
             return
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        try:
+            lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        except FileNotFoundError:  # it ended since
+            return
         resident = next((line.split()[1] for line in lines if line.startswith("VmRSS")), None)
         if resident is not None:
             self.memory.setdefault(pid, []).append((self.steps(), int(resident) / 1024))
