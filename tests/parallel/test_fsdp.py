@@ -26,7 +26,7 @@ pytestmark = pytest.mark.dist
 def awkward_job(settings, options, in_fp8):
     model = parallelize(make(**options), Parallel(**settings))
     assert set(parameters_in_fp8(model)) == set(in_fp8)
-    losses = train(model, steps=5)
+    losses = train(model, steps=5, optimizer="sgd")
     return losses, whole(model)
 
 
@@ -39,7 +39,7 @@ def test_rows_that_do_not_divide(gloo, world, hidden, recipe):
     """63 rows on 2 ranks, 65 on 4, 3 rows on 4: a shard is padded on the wire, or empty."""
     options = {"hidden": hidden, "recipe": recipe, "width": min(WIDTH, 4 * hidden)}  # else they are too narrow for FP8
     names = [f"blocks.{i}.{name}.weight" for i in range(2) for name in ("up", "down")]
-    expected, parameters = one_process(world, steps=5, **options)
+    expected, parameters = one_process(world, steps=5, optimizer="sgd", **options)
     by_gather = {}
     for comm in ("off", "gather"):
         ranks = gloo.run(awkward_job, world, {"fp8_comm": comm}, options, names if comm == "gather" else [])
@@ -49,7 +49,7 @@ def test_rows_that_do_not_divide(gloo, world, hidden, recipe):
     assert by_gather["off"] == by_gather["gather"]
     if world == 2:
         assert by_gather["gather"] == expected
-    assert torch.tensor(by_gather["gather"]) == pytest.approx(torch.tensor(expected), abs=2e-3)
+    assert torch.tensor(by_gather["gather"]) == pytest.approx(torch.tensor(expected), abs=2e-4)
 
 
 def empty_shard_job():

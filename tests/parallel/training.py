@@ -126,6 +126,8 @@ def optimizer_of(kind, parameters):
     parameters = [p for p in parameters if p.requires_grad]
     if kind == "octavo":
         return AdamW(parameters, lr=1e-2)
+    if kind == "sgd":  # a gradient in another order of summation moves it little, a gradient of another size much
+        return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, foreach=False)
     return torch.optim.AdamW(parameters, lr=1e-2, foreach=False)
 
 
