@@ -23,10 +23,10 @@ pytestmark = pytest.mark.dist
 # --- models that are awkward to cut into pieces ---
 
 
-def awkward_job(settings, options, in_fp8):
+def awkward_job(settings, options, in_fp8, optimizer="torch"):
     model = parallelize(make(**options), Parallel(**settings))
     assert set(parameters_in_fp8(model)) == set(in_fp8)
-    losses = train(model, steps=5, optimizer="sgd")
+    losses = train(model, steps=5, optimizer=optimizer)
     return losses, whole(model)
 
 
@@ -42,7 +42,7 @@ def test_rows_that_do_not_divide(gloo, world, hidden, recipe):
     expected, parameters = one_process(world, steps=5, optimizer="sgd", **options)
     by_gather = {}
     for comm in ("off", "gather"):
-        ranks = gloo.run(awkward_job, world, {"fp8_comm": comm}, options, names if comm == "gather" else [])
+        ranks = gloo.run(awkward_job, world, {"fp8_comm": comm}, options, names if comm == "gather" else [], "sgd")
         by_gather[comm] = [losses for losses, _ in ranks]
         for name, value in ranks[0][1].items():
             assert value.shape == parameters[name].shape
