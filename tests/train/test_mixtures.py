@@ -2,7 +2,9 @@
 
 import json
 import shutil
+import threading
 from collections import Counter
+from concurrent.futures import wait
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -248,6 +250,37 @@ def test_a_change_in_the_middle_of_a_streamed_file(
     assert other.fingerprint == data.fingerprint
     with pytest.raises(ConfigError, match="has changed since the run read it: chunk 0 has other text"):
         other.load_state(state)
+
+
+def test_processes_of_a_machine_tokenize_chunks_in_turns(
+    make_config: MakeConfig, files: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each one every third, ahead of its training; all have the rows of a process alone."""
+    one = {**files, "sources": [], "source": files["sources"][0]["source"]} | STREAMED
+    config = make_config(data=one)
+    alone = load(config)
+    expected = [alone.row(0, sample)[0] for sample in range(alone.windows)]
+    shutil.rmtree(files["cache"])
+    processes = []
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    for rank in range(3):
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
+        processes.append(load(config))
+    built: list[tuple[str, int]] = []
+    original = stream.StreamedCorpus._read
+
+    def noted(self: Any, blocks: Any) -> Any:
+        built.append((threading.current_thread().name, processes.index(self)))
+        return original(self, blocks)
+
+    monkeypatch.setattr(stream.StreamedCorpus, "_read", noted)
+    for sample, row in enumerate(expected):
+        for process in processes:
+            assert torch.equal(process.row(0, sample)[0], row)
+            wait([future for future in process._next.values()])
+    ahead = Counter(rank for thread, rank in built if thread.startswith("octavo-data"))
+    chunks = len(alone._chunks)
+    assert len(built) == ahead.total() >= chunks - 2 > 2 and max(ahead.values()) <= -(-chunks // 3)
 
 
 def test_the_cache_of_chunks_is_bounded(make_config: MakeConfig, files: dict[str, Any]) -> None:

@@ -11,8 +11,9 @@ sequences a chunk has. The counts are kept as chunks are opened, and a checkpoin
 chunk that it needs and none before it; without them it would read these again.
 
 While a chunk is trained on, a thread tokenizes the next. Processes that share a cache tokenize each chunk once: one of
-them does and the others wait. Memory holds the lines of one batch of the tokenizer and the index of a few chunks; the
-disk holds `data.cache_gib`.
+them does and the others wait. Those of a machine take turns: of four, each tokenizes every fourth chunk of an epoch,
+while the four before it are trained on. Memory holds the lines of one batch of the tokenizer and the index of a few
+chunks; the disk holds `data.cache_gib`.
 
 The files are identified by sizes and by the first and last `EDGE` bytes: reading all of them is what streaming avoids.
 A chunk that a resumed run reads again must have the ids that it had.
@@ -108,6 +109,7 @@ class StreamedCorpus(Sequences):
         self._open: OrderedDict[int, Corpus | None] = OrderedDict()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="octavo-data")
         self._next: dict[int, Future[TokenizedText | None]] = {}
+        self._turn, self._turns = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         self._held_out_hashes = np.empty(0, np.uint64)
         self._shared: dict[int, int] = {}
         first = next((corpus for chunk in range(len(self._chunks)) if (corpus := self._corpus(chunk))), None)
@@ -130,8 +132,9 @@ class StreamedCorpus(Sequences):
         corpus = self._corpus(chunk)
         assert corpus is not None
         order = self._order(seed, epoch)
-        if position + 1 < len(order):
-            self._prefetch(int(order[position + 1]))
+        coming = position + 1 + (self._turn - position - 1) % self._turns
+        if coming < len(order):
+            self._prefetch(int(order[coming]))
         return corpus.row(seed, epoch * corpus.windows + number)
 
     def size(self) -> str:
