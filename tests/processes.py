@@ -36,6 +36,13 @@ _JOBS = 16
 """What a process does before another takes its place: groups that are gone may leave threads of Gloo's, which poll."""
 
 
+_PRELOADED = [
+    "octavo.parallel.pipeline", "torch.distributed.fsdp", "processes", "octavo.train.loop",
+    "transformers.models.llama.modeling_llama",
+]  # fmt: skip
+"""Modules that the processes share, which take seconds to import. Those that are absent are left out."""
+
+
 class Failed(AssertionError):
     """What ranks raised, or that they did not come back."""
 
@@ -45,7 +52,7 @@ class Gloo:
 
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["octavo.parallel.pipeline", "torch.distributed.fsdp", "processes"])
+        self._context.set_forkserver_preload(_PRELOADED)
         self._workers: list[tuple[Any, Connection]] = []
         self._jobs = 0
 
