@@ -1,6 +1,7 @@
 """Exit codes of the command: a verdict's come from a verdict alone, whatever becomes of the output."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -134,3 +135,17 @@ def test_codes_of_commands_stay(losses: dict[str, str], monkeypatch: pytest.Monk
 def test_a_foreign_exit_while_printing_a_verdict_is_no_verdict() -> None:
     with pytest.raises(SystemExit), exit_codes.verdict(0):
         raise SystemExit(7)
+
+
+@pytest.mark.parametrize(("option", "expected"), [("show", "octavo_completion"), ("install", "completion installed")])
+def test_completion_is_shown_and_installed(option: str, expected: str, tmp_path: Path) -> None:
+    """Typer looks for the shell among the parents, and exits by itself."""
+    command = f"{sys.executable} -m octavo --{option}-completion; echo ends with $?"
+    environment = os.environ | {"HOME": str(tmp_path)}
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120, env=environment)
+    assert expected in done.stdout and "ends with 0" in done.stdout, done.stdout + done.stderr
+
+
+def test_another_library_that_exits_is_no_success(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["octavo", "doctor"])
+    assert exit_codes.run(lambda: sys.exit(0)) == exit_codes.INTERNAL

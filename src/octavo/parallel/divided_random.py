@@ -8,16 +8,20 @@ first column-parallel layer of a module and its row-parallel one, generators are
 the rank (Megatron's model-parallel seed, without a second state to save). Afterwards they are as they were, one number
 further if that was used: the same on all ranks, in recomputation under activation checkpointing, and after a resume.
 Modules without dropout draw nothing, and get no hooks.
+
+Checkpointing may recompute a part of such a module alone: one that begins with its column-parallel layers, or between
+these and the row-parallel one. Limit: one that begins between them and has dropout of the residual stream draws that
+from this rank's numbers.
 """
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from octavo.runtime.torch_compat import FakeTensor
+from octavo.runtime.torch_compat import FakeTensor, in_backward
 
 
 def divide_dropout(model: nn.Module, columns: Iterable[str], rows: Iterable[str], rank: int) -> None:
@@ -29,38 +33,55 @@ def divide_dropout(model: nn.Module, columns: Iterable[str], rows: Iterable[str]
         rows: Names of its row-parallel layers, each in a module with column-parallel ones, such as attention.
         rank: Of tensor parallelism.
     """
-    for row in rows:
-        name = row.rpartition(".")[0]
+    begins, ends = list(columns), list(rows)
+    for name in dict.fromkeys(row.rpartition(".")[0] for row in ends):
         owner = model.get_submodule(name)
-        if not _has_dropout(owner):
+        if not any(rate > 0 for rate in _dropout_rates(owner)):
             continue
         divided = _Divided(owner, rank)
-        for column in columns:
+        owner.register_forward_pre_hook(divided.enter)
+        for column in begins:
             if column.rpartition(".")[0] == name:
                 model.get_submodule(column).register_forward_hook(divided.begin)
-        model.get_submodule(row).register_forward_pre_hook(divided.end)
-        owner.register_forward_hook(divided.end, always_call=True)  # if it failed midway
+        for row in ends:
+            if row.rpartition(".")[0] == name:
+                model.get_submodule(row).register_forward_pre_hook(divided.end)
+        owner.register_forward_hook(divided.leave, always_call=True)  # also if it failed midway
 
 
-def _has_dropout(owner: nn.Module) -> bool:
-    rates = [value for name, value in vars(owner).items() if "drop" in name and isinstance(value, int | float)]
-    rates += [module.p for module in owner.modules() if isinstance(module, nn.Dropout)]
-    return any(rate > 0 for rate in rates)
+def _dropout_rates(owner: nn.Module) -> Iterator[float]:
+    """Yield what may be dropout rates of a module and its parts, by name: of attributes, dropout modules, configs."""
+    for module in owner.modules():
+        if "dropout" in type(module).__name__.lower():
+            yield getattr(module, "p", 1.0)
+        for holder in (module, getattr(module, "config", None)):
+            for name, value in getattr(holder, "__dict__", {}).items():
+                if "drop" in name and isinstance(value, int | float):
+                    yield value
 
 
 class _Divided:
     """The generators of a rank inside and outside of divided layers."""
 
     def __init__(self, owner: nn.Module, rank: int) -> None:
-        self._owner, self._rank = owner, rank
+        self._owner, self._rank, self._entered = owner, rank, False
         self._generators: list[torch.Generator] = []
         self._outside: list[Tensor] = []
         self._inside: list[Tensor] = []
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def enter(self, *_: Any) -> None:
+        """Begin a forward of the module. A recomputed part of an earlier one may have had no end."""
+        self._entered, self._outside = True, []
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def begin(self, layer: nn.Module, args: Any, y: Tensor) -> None:
         """Seed the generators for this rank, unless the module's first divided layer has done so."""
-        if self._outside or not self._owner.training or y.is_meta or isinstance(y, FakeTensor):
+        if not self._owner.training or y.is_meta or isinstance(y, FakeTensor):
+            return
+        if not (self._entered or in_backward()):  # this layer alone
+            return
+        if self._outside and (self._entered or all(map(torch.equal, self._inside, self._states()))):
             return
         self._generators = [torch.default_generator]
         if y.device.type != "cpu":
@@ -84,6 +105,12 @@ class _Divided:
         self._outside = []
         if used:
             torch.rand(())  # on the CPU, whose state the next hash reads
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def leave(self, *_: Any) -> None:
+        """End a forward of the module."""
+        self.end()
+        self._entered = False
 
     def _states(self) -> list[Tensor]:
         return [generator.get_state() for generator in self._generators]
