@@ -32,7 +32,7 @@ TRAINING = ("train", "demo", "compare")
 PLACES = {"CHECKPOINT": "runs/demo/checkpoints/step-000200", "OUT": "exported"}
 """What this command leaves open, beside `test_commands.PLACES`."""
 NOT_RUN = {
-    r"train configs/(llama|qwen|command|mixtral|deepseek|lora|nvila|dit-xl|vit-l)[\w.-]+$": "needs GPUs; see `--shrink`",
+    r"train configs/(llama|qwen|command|mixtral|deepseek|lora|nvila|dit-xl|vit-l)[\w.-]+$": "needs GPUs",
     r"(plan|train) configs/(?!llama3-8b)[\w.-]+ (--gpu h100 --gpus \d+|--shrink)$": "held by train/test_shrink.py",
     r"torchrun .* parallel\.(tp|pp|cp|ep)=": "held by train/test_hybrid.py",
     r"--nnodes": "needs four machines",
