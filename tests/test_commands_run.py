@@ -26,7 +26,7 @@ SMALL = (
     "model.config.num_attention_heads=2", "model.config.num_key_value_heads=1", "data.vocab_size=512",
     "data.sequence_length=64", "optim.batch=4", "run.steps=6",
 )  # fmt: skip
-FEW_STEPS = ("run.steps=6", "eval.batches=1")
+FEW_STEPS = ("run.steps=6",)
 """For models of images, which are small already."""
 TRAINING = ("train", "demo", "compare")
 PLACES = {"CHECKPOINT": "runs/demo/checkpoints/step-000200", "OUT": "exported"}
