@@ -58,12 +58,13 @@ def test_products_are_those_of_the_dequantized_weight_bit_for_bit(dtype, bias, r
         assert all(sqnr(a, b) > 60 for a, b in zip(run(plain, x, g), run(layer, x, g), strict=True))
 
 
-def test_a_bias_that_is_trained_gets_its_gradient():
+@pytest.mark.parametrize("shape", [(5,), (2, 3), (0,), ()])
+def test_a_bias_that_is_trained_gets_its_gradient(shape):
     layer = convert(nn.Linear(96, 80))
     layer.bias.requires_grad_()
     plain = octavo.revert(copy.deepcopy(layer))
     for module in (layer, plain):
-        module(torch.ones(5, 96)).square().sum().backward()
+        module(torch.ones(*shape, 96)).square().sum().backward()
     assert sqnr(plain.bias.grad, layer.bias.grad) > 100 and plain.weight.grad is None
 
 

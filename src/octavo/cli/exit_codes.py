@@ -7,7 +7,8 @@
     141          stdout or stderr was closed before the end, as 128 + SIGPIPE
 
 Python, Click and Rich exit with 1 for tracebacks and closed pipes, but code 1 of `octavo compare` means "an arm is
-worse". Python exits with 120 if it cannot flush stdout at the end. So 0, 1, 3 and 4 come only from `typer.Exit`.
+worse". Python exits with 120 if it cannot flush stdout at the end. So 0, 1, 3 and 4 come only from `typer.Exit`, and
+0 from Typer's options of completion.
 """
 
 import os
@@ -24,6 +25,8 @@ USAGE_ERROR = 2
 INTERNAL = 70
 INTERRUPTED = 130
 CLOSED = 141
+_COMPLETION = {"--install-completion", "--show-completion"}
+"""Options of Typer, which ends with `sys.exit(0)` after them."""
 
 
 def run(command: Callable[[], object]) -> int:
@@ -53,6 +56,8 @@ def _code(command: Callable[[], object]) -> int:
             return CLOSED
         if isinstance(cause, typer.Abort) and isinstance(cause.__cause__, KeyboardInterrupt):
             return INTERRUPTED
+        if cause is None and not end.code and _COMPLETION & set(sys.argv):
+            return 0
         _show(end)
     except KeyboardInterrupt:
         return INTERRUPTED

@@ -72,7 +72,7 @@ class _WeightOnly(torch.autograd.Function):
             w_NK = _plain(ScaledTensor(data, scale, ctx.spec), w_dtype).to(ctx.dtype)
             dx = (g @ w_NK).to(x_dtype)
         if needs_bias:
-            dbias = g.flatten(0, -2).sum(0, dtype=torch.float32).to(bias_dtype)
+            dbias = g.reshape(-1, g.shape[-1]).sum(0, dtype=torch.float32).to(bias_dtype)
         return dx, None, dbias, None, None
 
 

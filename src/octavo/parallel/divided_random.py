@@ -28,7 +28,7 @@ def divide_dropout(model: nn.Module, columns: Iterable[str], rows: Iterable[str]
     """Give dropout between column-parallel layers and a row-parallel one random numbers of this rank's own.
 
     Args:
-        model: The model.
+        model: The model, with the dropout rates that it will have: modules where all are 0 get no hooks.
         columns: Names of its column-parallel layers.
         rows: Names of its row-parallel layers, each in a module with column-parallel ones, such as attention.
         rank: Of tensor parallelism.
