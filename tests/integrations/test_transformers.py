@@ -1,6 +1,7 @@
 """Transformers' Trainer in FP8: the losses of a plain loop, resume, and settings that contradict each other."""
 
 import json
+import resource
 import subprocess
 import sys
 import warnings
@@ -219,6 +220,21 @@ def test_state_of_other_layers_is_an_error(llama, samples, tmp_path):
             trainer.train(resume_from_checkpoint=str(checkpoint))
 
 
+def test_a_full_disk_leaves_the_state_that_was_there(llama, samples, tmp_path, monkeypatch):
+    monkeypatch.setattr(Trainer, "save_model", lambda *arguments: None)  # the weights still fit
+    trainer = Fp8Trainer(model=llama(), args=arguments(tmp_path), train_dataset=samples)
+    trainer.save_model()
+    before = (tmp_path / STATE_FILE).read_text()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) // 2, limits[1]))
+    try:
+        with pytest.raises(OSError, match=rf"{STATE_FILE} cannot be written: File too large"):
+            trainer.save_model()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {STATE_FILE: before}
+
+
 ALL = "fp8+activations+optimizer"
 
 
@@ -306,12 +322,16 @@ def test_a_model_that_its_user_converted_keeps_its_recipes(llama, samples, tmp_p
             "optimizer_cls_and_kwargs names SGD",
         ),
         ({}, {"fp16": True}, "fp16=True"),
+        ({"fp8 of accelerate": True}, {}, "accelerate's own FP8 is on: set mixed_precision to 'bf16'"),
     ],
 )  # fmt: skip
 def test_settings_that_contradict_each_other(options, settings, message, llama, samples, tmp_path, monkeypatch):
     model, args = llama(), arguments(tmp_path)
     for name, value in settings.items():
         setattr(args, name, value)
+    if "fp8 of accelerate" in options:  # with which accelerate looks for another library first
+        options = {}
+        monkeypatch.setattr("accelerate.Accelerator.mixed_precision", "fp8")
     if "optimizers" in options:
         options = {**options, "optimizers": (torch.optim.SGD(model.parameters(), lr=1.0), None)}
     with pytest.raises(ValueError, match=message):

@@ -93,6 +93,53 @@ def test_gradients_of_adapters(name, order, weight_only):
     assert size <= 1.05 * sum(w.numel() for w in base_weights(model))
 
 
+OTHER_ADAPTERS = {
+    "loha": lambda: peft.LoHaConfig(r=4, target_modules=["q_proj", "up_proj"], init_weights=False),
+    "oft": lambda: peft.OFTConfig(oft_block_size=32, target_modules=["q_proj", "up_proj"], init_weights=False),
+    "vera": lambda: peft.VeraConfig(r=4, target_modules=["q_proj"], init_weights=False),
+    "miss": lambda: peft.MissConfig(r=4, target_modules=["q_proj", "up_proj"], init_weights=False),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_ADAPTERS)
+def test_other_adapters_have_the_gradients_of_the_fp8_values(name):
+    """They add to the layer's result, or change its input (OFT)."""
+    torch.manual_seed(1)
+    model = peft.get_peft_model(convert(base(), ["*"]), OTHER_ADAPTERS[name]())
+    exact, actual = gradients(octavo.revert(copy.deepcopy(model))), gradients(model)
+    assert actual.keys() == exact.keys() and all(grad.any() for grad in actual.values())
+    assert all(torch.equal(exact[key], actual[key]) for key in exact)
+
+
+UNSUPPORTED = {
+    "training a copy of a layer": (
+        lambda: peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["up_proj"]),
+        r"resident in FP8 is frozen and cannot be trained.*unfreeze them before octavo\.convert",
+    ),
+    "adding to the weight": (
+        lambda: peft.ShiraConfig(r=2, target_modules=["q_proj"]),
+        r"would change a weight that is resident in FP8.*octavo\.revert\(model\)",
+    ),
+    "a norm": (
+        lambda: peft.LoraConfig(target_modules=["input_layernorm"]),
+        r"LlamaRMSNorm.* is not supported",
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # of PEFT's ShiRA
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_what_adapters_cannot_do_raises_and_leaves_the_base(name):
+    make, message = UNSUPPORTED[name]
+    model = convert(base())
+    weights = base_weights(model)
+    before = [weight.clone() for weight in weights]
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        peft.get_peft_model(model, make())(input_ids=TOKENS)
+    for weight, saved in zip(weights, before, strict=True):
+        assert torch.equal(weight.data_.view(torch.uint8), saved.data_.view(torch.uint8))
+
+
 @pytest.mark.parametrize("blocks", [2, 4])
 @pytest.mark.parametrize(
     ("options", "least"),

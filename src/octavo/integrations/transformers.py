@@ -182,7 +182,7 @@ class Fp8TrainerMixin:
             state = Fp8State(self._bare_model(), self.precision, self._monitor).state_dict()
             folder = Path(trainer.args.output_dir if output_dir is None else output_dir)
             folder.mkdir(parents=True, exist_ok=True)  # FSDP writes its shards there later
-            (folder / STATE_FILE).write_text(json.dumps(state))
+            _write(folder / STATE_FILE, json.dumps(state))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any, **kwargs: Any) -> None:
         super()._load_from_checkpoint(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
@@ -210,6 +210,17 @@ class Fp8TrainerMixin:
                 f"{path} is damaged or of another model ({type(error).__name__}: {error}): restore it, or delete it to "
                 "go on without the state of recipes"
             ) from error
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a file whole or not at all. Raises OSError that names it, as on a full disk."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        temporary.write_text(text)
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise OSError(error.errno, f"{path} cannot be written: {error.strerror}") from None
 
 
 @cache

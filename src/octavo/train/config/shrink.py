@@ -1,6 +1,7 @@
 """`--shrink`: the same architecture, small enough to train on a CPU in two minutes, on data that needs no download.
 
-    layers                   halved until at most 4; of dense layers before mixtures of experts one stays
+    layers                   halved until at most 4, or 2 of a mixture of experts, whose layers take several times as
+                             long; of dense layers before mixtures one stays
     width                    halved until at most 256; MLPs and experts are divided by the same number
     heads                    of queries and keys halved together until at most 8, while 2 or more of keys remain
     head sizes               halved while 64 or more remain; ranks of latent attention while 128 do, so that FP8 still
@@ -160,7 +161,9 @@ def shrink_model(model_type: str, given: Mapping[str, Any], complete: Mapping[st
     by = 1
     while complete[QUERIES] // by > 8 and keys // by >= 4 and complete[QUERIES] % (2 * by) == keys % (2 * by) == 0:
         by *= 2
-    sizes = {LAYERS: _halve(complete[LAYERS], 4), WIDTH: width, QUERIES: complete[QUERIES] // by}
+    experts = next((name for name in EXPERTS if complete.get(name)), None)
+    layers = _halve(complete[LAYERS], 4 if experts is None else 2)
+    sizes = {LAYERS: layers, WIDTH: width, QUERIES: complete[QUERIES] // by}
     sizes |= {KEYS: keys // by}
     sizes |= {name: complete[name] // divisor for name in MLPS if complete.get(name)}
     if has_latent_attention:
@@ -170,7 +173,6 @@ def shrink_model(model_type: str, given: Mapping[str, Any], complete: Mapping[st
         sizes["head_dim"] = _halve_down_to(complete["head_dim"] or complete[WIDTH] // complete[QUERIES], 64)
     if complete.get(DENSE_LAYERS):
         sizes[DENSE_LAYERS] = 1
-    experts = next((name for name in EXPERTS if complete.get(name)), None)
     if experts is not None:
         sizes |= {experts: _halve(complete[experts], 8), ACTIVE: _halve(complete[ACTIVE], 2)}
         if complete.get(GROUPS):
