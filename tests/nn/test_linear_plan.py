@@ -192,10 +192,11 @@ def test_planned_passes_end_and_plans_with_channel_scales_serve_no_forward_witho
 def test_one_plan_serves_equal_signatures_and_no_others():
     layer, x = layer_of(), torch.randn(16, 32, dtype=torch.bfloat16).requires_grad_()
     sizes = []
-    for input in (x, x, x + 1, x[:8], x.t().contiguous().t(), x.reshape(2, 8, 32), x.detach(), x * 2):
+    one_row = x.t().contiguous().t()[:1]
+    for input in (x, x, x + 1, x[:8], x.t().contiguous().t(), x.reshape(2, 8, 32), x.detach(), x * 2, one_row, one_row):
         layer(input)
         sizes.append(len(linear_plan._PLANS))
-    assert sizes == [1, 1, 1, 2, 3, 4, 5, 5]
+    assert sizes == [1, 1, 1, 2, 3, 4, 5, 5, 6, 6]
 
 
 def test_siblings_share_casts_between_plans_and_the_ordinary_path():

@@ -168,6 +168,8 @@ def test_mistakes(name):
 def test_a_string_is_no_list_of_patterns():
     with pytest.raises(TypeError, match=r"write \['\*'\]"):
         convert(llama(), "*")
+    with pytest.raises(TypeError, match=r"such as \['\*.v_proj'\]; got 1 in it"):
+        convert(llama(), ["*", 1])
 
 
 def test_the_planner_counts_products_in_bf16_and_the_copies():

@@ -138,3 +138,10 @@ def test_dropout_of_every_kind_is_divided(kind):
 def test_modules_without_dropout_get_no_hooks():
     module = divided(Small(nn.Dropout(0.0)), 0, ("up",))
     assert not module._forward_hooks and not module.up._forward_hooks and not module.down._forward_pre_hooks
+
+
+def test_masks_differ_under_any_default_device():
+    mlp = divided(Mlp(None, False), 0)
+    with torch.device("meta"):
+        mlp(ONES), mlp(ONES)
+    assert not torch.equal(*mlp.masks)

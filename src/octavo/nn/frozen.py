@@ -106,6 +106,8 @@ def with_weight_only(plan: Plan, patterns: Sequence[str]) -> Plan:
     """
     if isinstance(patterns, str):
         raise TypeError(f"weight_only is a list of name patterns; got the string {patterns!r}: write [{patterns!r}]")
+    if other := [pattern for pattern in patterns if not isinstance(pattern, str)]:
+        raise TypeError(f"weight_only is a list of name patterns, such as ['*.v_proj']; got {other[0]!r} in it")
     decisions, matched = dict(plan.decisions), set()
     for fqn in plan.converted:
         recipe, parts = plan[fqn].recipe, fqn.split(".")

@@ -167,7 +167,8 @@ class LinearPlan:
         wgrad_w = recipe.dgrad_w if dgrad and keep_weights else None
         with torch.no_grad():
             inverse, factor = (None, None) if channels is None else (channels.inverse, channels.factor)
-            self.x = _plan_cast(input.reshape(self.m, k), recipe.x, wgrad_x, inverse)
+            x_MK = input if self.is_matrix else input.reshape(self.m, k)  # which would change strides of one row
+            self.x = _plan_cast(x_MK, recipe.x, wgrad_x, inverse)
             self.w = _plan_cast(weight, recipe.w, wgrad_w, factor)
         self.cast_key, self.one_cast_key = (cast_key(recipe, both, None)[:2] for both in (True, False))
         self.saves_x, self.saves_w = wgrad, dgrad

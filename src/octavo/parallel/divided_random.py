@@ -104,7 +104,7 @@ class _Divided:
             generator.set_state(state)
         self._outside = []
         if used:
-            torch.rand(())  # on the CPU, whose state the next hash reads
+            torch.rand((), device="cpu")  # whose state the next hash reads
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def leave(self, *_: Any) -> None:
