@@ -29,7 +29,7 @@ def test_direct_launches_are_those_of_triton():
     """Kernel, grid, stream and the bytes of all arguments, at sizes and alignments that Triton specializes for."""
     names = (
         "launches_pass_what_triton_passes", "casts_pass_what_triton_passes", "a_profilers_hooks_see_every_launch",
-        "an_unwritable_cache_is_said_once", "linears_launch_as_their_plans",
+        "an_unwritable_cache_is_said_once", "linears_launch_as_their_plans", "scales_with_gaps_are_copied",
     )  # fmt: skip
     launches = json.loads(run("tests/kernels/stub_launches.py", *names).splitlines()[-1])
     assert launches == {name: [] for name in names}

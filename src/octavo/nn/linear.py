@@ -43,7 +43,11 @@ class Linear(LinearLike, nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """Y = X Wᵀ + b in FP8 for input [..., in_features]; see `linear`."""
         keep_weights = self.octavo_keep_weights() if self.keep_weights else False
-        return linear(input, self.weight, self.bias, self.recipe, keep_weights, self.octavo_quantizer())
+        parameters: dict[str, Any] = self._parameters  # as `nn.Module.__getattr__` finds them
+        weight, bias = parameters.get("weight"), parameters.get("bias", self)
+        if weight is None or bias is self:  # parametrized, pruned
+            weight, bias = self.weight, self.bias
+        return linear(input, weight, bias, self.recipe, keep_weights, self.octavo_quantizer())
 
     def extra_repr(self) -> str:
         """Return the description of `nn.Linear`, with the recipe."""

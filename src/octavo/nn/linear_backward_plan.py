@@ -32,8 +32,8 @@ class BackwardPlan:
     """
 
     __slots__ = (
-        "bias_dtype", "complete", "dbias", "dgrad", "dw", "dx", "equalized", "folds_w", "folds_x", "fp8_wgrad", "g",
-        "g_NM", "passes", "run", "w", "w_dtype", "wgrad",
+        "bias_dtype", "complete", "contiguous", "dbias", "dgrad", "dw", "dx", "equalized", "folds_w", "folds_x",
+        "fp8_wgrad", "g", "g_NM", "passes", "run", "w", "w_dtype", "wgrad",
     )  # fmt: skip
 
     def __init__(
@@ -44,6 +44,7 @@ class BackwardPlan:
         factor = None if channels is None else channels.factor
         x_dtype, self.w_dtype, self.bias_dtype = plan.dtypes
         self.dgrad, self.wgrad, self.dbias = dgrad, wgrad, dbias
+        self.contiguous = all(scale is None or scale.is_contiguous() for scale in saved[2::2])
         self.fp8_wgrad = wgrad and plan.saves_x_cast
         self.folds_w, self.folds_x = dgrad and recipe.folds_w, self.fp8_wgrad and recipe.folds_x
         self.w = self.g = None
@@ -74,7 +75,7 @@ class BackwardPlan:
         return plan_pair(g_MN, recipe.dgrad_g, fold_w, recipe.wgrad_g, fold_x)
 
     def _run(self, g_MN: Tensor, saved: Saved, channels: ChannelScales | None) -> Gradients:
-        """Return ∂X, ∂W and ∂b, None for those that are not needed, and for the inputs that are no tensors."""
+        """Return ∂X, ∂W and ∂b, None for those that are not needed, and for the input that is no tensor."""
         w_NK, w, w_scale, x, x_scale = saved
         factor, inverse = (None, None) if channels is None else (channels.factor, channels.inverse)
         dx_MK: Any = None
@@ -110,4 +111,4 @@ class BackwardPlan:
         self.passes += 1
         if self.passes == PREPARED:
             self.run = linear_source.backward_function(self)
-        return dx_MK, dw_NK, dbias_N, None, None, None, None
+        return dx_MK, dw_NK, dbias_N, None

@@ -50,6 +50,7 @@ from octavo.runtime.torch_compat import (
     guard_of,
     required_gradients,
     short_backward,
+    uses_all_gradients,
 )
 
 Backward = Callable[[Any, Tensor], Gradients]
@@ -104,8 +105,8 @@ def planned_linear(
         casts = INPUT_CASTS.casts_of(input, context)
     else:
         casts = INPUT_CASTS.kept_casts(input, readers, context)
-    arguments = input, weight, bias, plan, casts, None if channels is None else quantizer, channels
-    y = _APPLY(*arguments) if usual else unhooked(_APPLY, *arguments)
+    call = plan, casts, None if channels is None else quantizer, channels
+    y = _APPLY(input, weight, bias, call) if usual else unhooked(_APPLY, input, weight, bias, call)
     return y
 
 
@@ -135,14 +136,16 @@ def _plan_of(
 class LinearPlan:
     """The operands and products of one linear, for X, W and bias of one signature; `complete` if all ops have plans.
 
-    Holds no tensor but unit scales. `choices` counts the changes to the registry's choices when it was made.
+    Holds no tensor but unit scales. `choices` counts the changes to the registry's choices when it was made. `match` is
+    for the next backward: which inputs need gradients, what selects the saved tensors that there are, a check for G and
+    these, and their plan.
     """
 
     __slots__ = (
-        "_match", "backwards", "cast_key", "choices", "complete", "device", "dtypes", "equalized", "forward",
-        "in_shape", "is_cuda", "is_matrix", "k", "keep_weights", "m", "n", "one_cast_key", "one_w_scale", "ordinary",
-        "out_dtype", "out_shape", "passes", "recipe", "saves_w", "saves_w_cast", "saves_x", "saves_x_cast", "w",
-        "w_KN", "x", "y",
+        "backwards", "cast_key", "choices", "complete", "device", "dtypes", "equalized", "forward",
+        "in_shape", "is_cuda", "is_matrix", "k", "keep_weights", "m", "match", "n", "one_cast_key", "one_w_scale",
+        "ordinary", "out_dtype", "out_shape", "passes", "recipe", "saves_w", "saves_w_cast", "saves_x", "saves_x_cast",
+        "w", "w_KN", "x", "y",
     )  # fmt: skip
 
     def __init__(
@@ -177,7 +180,7 @@ class LinearPlan:
         self.one_w_scale = recipe.dgrad_w == recipe.w
         self.y: Any = ProductPlan(recipe.x, recipe.w, "nt", out_dtype, fast_accum=True)
         self.backwards: Plans[BackwardPlan] = Plans()
-        self._match: tuple[Any, ...] | None = None
+        self.match: tuple[tuple[bool, ...], Callable[..., Any], Callable[..., bool], BackwardPlan] | None = None
         self.passes, self.forward = 0, self._forward
         self.complete = self.x is not None and self.w is not None
 
@@ -231,29 +234,17 @@ class LinearPlan:
             self.forward = linear_source.forward_function(self)
         return y_MN if self.is_matrix else torch.ops.aten._unsafe_view(y_MN, self.out_shape)
 
-    def backward(self, ctx: Any, g: Tensor, channels: ChannelScales | None) -> Gradients:
-        """Return ∂X, ∂W and ∂b for G = ∂loss/∂Y [..., N]; None for those that nothing needs."""
-        g_MN = g if self.is_matrix else g.reshape(self.m, self.n)
-        saved, is_compiling = ctx.saved_tensors, torch.compiler.is_compiling()
-        needs = required_gradients(ctx, 3, is_compiling)
-        plan, match = None, self._match
-        if match is not None and self.choices == CHOICES.changes and not torch.is_grad_enabled():
-            known_needs, present, matches, candidate = match
-            if (
-                known_needs == needs and matches(g_MN, *present(saved))
-                and not (is_compiling or dispatch_modes() or function_modes())
-                and not (self.is_cuda and is_capturing(self.device))
-            ):  # fmt: skip
-                plan = candidate
-        if plan is None:
-            plan = self._backward_of(g_MN, saved, needs, channels)
+    def backward(self, ctx: Any, g_MN: Tensor, saved: Saved, channels: ChannelScales | None) -> Gradients:
+        """Return ∂X, ∂W and ∂b for G = ∂loss/∂Y [M,N]; None for those that nothing needs."""
+        needs = required_gradients(ctx, 3)
+        plan = self._backward_of(g_MN, saved, needs, channels, ctx.needs_input_grad)
         if plan is None:
             return self._ordinary(g_MN, saved, needs, channels)
-        gradients = plan.run(g_MN, saved, channels)
-        return gradients if self.is_matrix else self._shaped(gradients)
+        return plan.run(g_MN, saved, channels)
 
     def _backward_of(
-        self, g_MN: Tensor, saved: Saved, needs: tuple[bool, ...], channels: ChannelScales | None
+        self, g_MN: Tensor, saved: Saved, needs: tuple[bool, ...], channels: ChannelScales | None,
+        inputs_need: tuple[bool, ...],
     ) -> BackwardPlan | None:  # fmt: skip
         """Return the plan of a backward, found by the signature of its tensors; None without one."""
         tensors = signature(g_MN, *saved)
@@ -264,10 +255,12 @@ class LinearPlan:
             plan = self.backwards.add((needs, tensors), BackwardPlan(self, g_MN, saved, channels, *needs))
         if not plan.complete:
             return None
+        if needs != inputs_need[:3]:
+            return plan
         indices = [i for i, tensor in enumerate(saved) if tensor is not None]
         matches = guard_of(g_MN, *(tensor for tensor in saved if tensor is not None)) if len(indices) > 1 else None
         if matches is not None:
-            self._match = needs, itemgetter(*indices), matches, plan
+            self.match = inputs_need, itemgetter(*indices), matches, plan
         return plan
 
     def _ordinary(
@@ -279,10 +272,10 @@ class LinearPlan:
             saved_tensors=saved, needs_input_grad=needs, next_functions=(), recipe=self.recipe, channels=scales,
             quantizer=JUST_IN_TIME, rematerializer=None, columns=self.k, dtypes=self.dtypes,
         )  # fmt: skip
-        gradients = (*self.ordinary(context, g_MN)[:3], None, None, None, None)
-        return gradients if self.is_matrix else self._shaped(gradients)
+        return (*self.ordinary(context, g_MN)[:3], None)
 
-    def _shaped(self, gradients: Gradients) -> Gradients:
+    def shaped(self, gradients: Gradients) -> Gradients:
+        """Return gradients with ∂X of X's shape."""
         dx_MK = gradients[0]
         return None if dx_MK is None else dx_MK.view(self.in_shape), *gradients[1:]
 
@@ -292,9 +285,10 @@ class LinearPlan:
 class _PlannedLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan, casts: dict[Any, Any] | None,
-        quantizer: Quantizer | None, channels: ChannelScales | None,
+        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None,
+        call: tuple[LinearPlan, dict[Any, Any] | None, Quantizer | None, ChannelScales | None],
     ) -> Tensor:  # fmt: skip
+        plan, casts, quantizer, channels = call
         ctx.call = plan, quantizer, channels
         y: Tensor = plan.forward(ctx, input, weight, bias, casts, channels)
         return y
@@ -304,8 +298,20 @@ class _PlannedLinear(torch.autograd.Function):
         plan, quantizer, channels = ctx.call
         if quantizer is not None:
             quantizer.note_backward()
-        gradients: Gradients = plan.backward(ctx, g, channels)
-        return gradients
+        g_MN = g if plan.is_matrix else g.reshape(plan.m, plan.n)
+        saved, match = ctx.saved_tensors, plan.match
+        gradients: Gradients
+        if match is not None and plan.choices == CHOICES.changes and not torch.compiler.is_compiling():
+            inputs_need, present, matches, backward_plan = match
+            if (
+                inputs_need == ctx.needs_input_grad and uses_all_gradients(ctx) and matches(g_MN, *present(saved))
+                and not (torch.is_grad_enabled() or dispatch_modes() or function_modes())
+                and not (plan.is_cuda and is_capturing(plan.device))
+            ):  # fmt: skip
+                gradients = backward_plan.run(g_MN, saved, channels)
+                return gradients if plan.is_matrix else plan.shaped(gradients)
+        gradients = plan.backward(ctx, g_MN, saved, channels)
+        return gradients if plan.is_matrix else plan.shaped(gradients)
 
 
 _PLAIN = (None,)

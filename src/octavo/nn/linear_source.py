@@ -27,6 +27,7 @@ def forward_function(plan: Any) -> Callable[..., Any]:
     x_t = f"{'X_MK' if plan.is_matrix else 'X_MK.detach()'}.to({dtype})" if plan.saves_x else "None"
     w_saved = "W, Q_T, S_T" if plan.saves_w_cast else f"W, None, {'S' if plan.one_w_scale else None}"
     lines = [
+        *_preparation(constants, "return plan._forward(ctx, input, W, bias, casts, channels)", plan.x, plan.w),
         "FOLD_T = GIVEN = CAST = None",
         f"factor, inverse = {'channels.factor, channels.inverse' if plan.equalized else 'None, None'}",
         f"X = X_MK = {'input' if plan.is_matrix else rows}",
@@ -55,17 +56,24 @@ def backward_function(plan: Any) -> Callable[..., Any]:
     """Return what replaces `run` of a `BackwardPlan`."""
     constants: dict[str, Any] = {"zeros": ZEROS, "plan": plan, "float32": torch.float32}
     lines = [
+        *_preparation(constants, "return plan._run(G, saved, channels)", plan.w, plan.g),
         "W, W_Q, W_S, X_Q, X_S = saved",
         "FOLD_T = GIVEN = fold_w = fold_x = DX = DW = DB = None",
         f"factor, inverse = {'channels.factor, channels.inverse' if plan.equalized else 'None, None'}",
     ]
     if plan.w is not None:
-        lines += ["X, FOLD, GIVEN = W, factor, W_S", *_cast(plan.w, constants), "W_Q, W_S, GIVEN = Q, S, None"]
+        contiguous = plan.contiguous and not plan.equalized
+        lines += [
+            "X, FOLD, GIVEN = W, factor, W_S",
+            *_cast(plan.w, constants, contiguous),
+            "W_Q, W_S, GIVEN = Q, S, None",
+        ]
     lines += _fold("fold_w", "W_S", "inverse") if plan.folds_w else []
     lines += _fold("fold_x", "X_S", "factor") if plan.folds_x else []
     if plan.g is not None:
         folds = "fold_w, fold_x" if plan.dgrad else "fold_x, None"
-        lines += [f"X, FOLD, FOLD_T = G, {folds}", *_cast(plan.g if plan.g_NM is None else plan.g_NM, constants)]
+        cast = _cast(plan.g if plan.g_NM is None else plan.g_NM, constants, plan.contiguous)
+        lines += [f"X, FOLD, FOLD_T = G, {folds}", *cast]
     if plan.dgrad:
         data = () if plan.w is not None else ("W_Q",)
         lines += _product("DX", plan.dx, "plan.dx(Q, W_Q, S, W_S)", constants, ("Q", "W_Q", "S", "W_S"), data)
@@ -78,13 +86,20 @@ def backward_function(plan: Any) -> Callable[..., Any]:
         lines += [f"DW = (G.t() @ X_Q).to({source_of(plan.w_dtype, constants)})"]
     if plan.dbias:
         lines += [f"DB = G.sum(0, dtype=float32).to({source_of(plan.bias_dtype, constants)})"]
-    return function_of("G, saved, channels", [*lines, "return DX, DW, DB, None, None, None, None"], constants)
+    return function_of("G, saved, channels", [*lines, "return DX, DW, DB, None"], constants)
 
 
-def _cast(plan: Any, constants: dict[str, Any]) -> Lines:
+def _preparation(constants: dict[str, Any], otherwise: str, *casts: Any) -> Lines:
+    """Return what the source of casts needs before it, all on one device."""
+    plans = [plan for plan in casts if hasattr(plan, "preparation")]
+    lines: Lines = plans[0].preparation(constants, otherwise) if plans else []
+    return lines
+
+
+def _cast(plan: Any, constants: dict[str, Any], contiguous: bool = False) -> Lines:
     general = f"Q, Q_T, S, S_T = {source_of(plan, constants)}.run(X, FOLD, FOLD_T, GIVEN, zeros)"
     source = getattr(plan, "source", None)
-    lines = None if source is None else source(constants, f"{general}; break")
+    lines = None if source is None else source(constants, f"{general}; break", contiguous)
     return [general] if lines is None else ["while True:", *_indented([*lines, "break"])]
 
 

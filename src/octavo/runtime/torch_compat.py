@@ -267,7 +267,7 @@ def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     return apply
 
 
-def required_gradients(ctx: Any, inputs: int, is_compiling: bool | None = None) -> tuple[bool, ...]:
+def required_gradients(ctx: Any, inputs: int) -> tuple[bool, ...]:
     """Return whether this backward uses the gradients of the first inputs of an autograd function.
 
     `ctx.needs_input_grad` tells which inputs require a gradient. `torch.autograd.grad(y, x)` and zero-bubble pipelines
@@ -278,10 +278,9 @@ def required_gradients(ctx: Any, inputs: int, is_compiling: bool | None = None) 
     Args:
         ctx: Context of the running `backward`.
         inputs: Number of leading inputs: tensors, of which the last may be None.
-        is_compiling: `torch.compiler.is_compiling()`, for a caller that knows it.
     """
     required: tuple[bool, ...] = ctx.needs_input_grad[:inputs]
-    if _will_execute is None or (torch.compiler.is_compiling() if is_compiling is None else is_compiling):
+    if _will_execute is None or torch.compiler.is_compiling():
         return required
     # One entry per tensor input; the node is None if no gradient is required.
     executed = []
@@ -293,6 +292,19 @@ def required_gradients(ctx: Any, inputs: int, is_compiling: bool | None = None) 
                 pass
         executed.append(needed)
     return (*executed, *required[len(executed) :])
+
+
+def uses_all_gradients(ctx: Any) -> bool:
+    """Whether `required_gradients` would return `ctx.needs_input_grad` outside of torch.compile; False if that takes
+    longer to tell.
+    """
+    try:
+        for node, _ in ctx.next_functions:
+            if node is not None and not _will_execute(node):  # type: ignore[misc]
+                return False
+    except (RuntimeError, TypeError):
+        return False
+    return True
 
 
 _will_execute: Callable[[Any], bool] | None = getattr(torch._C, "_will_engine_execute_node", None)

@@ -131,37 +131,49 @@ class QuantizePlan:
     def _generated(self) -> "GeneratedFunction | None":
         """Return `_run` for aligned addresses, without its branches; None if a kernel was not compiled for these."""
         constants: dict[str, Any] = {"new_zeros": new_zeros, "general": self._run}
-        lines = self.source(constants, "return general(X, FOLD, FOLD_T, GIVEN, zeros)")
+        otherwise = "return general(X, FOLD, FOLD_T, GIVEN, zeros)"
+        lines = self.source(constants, otherwise)
         if lines is None:
             return None
-        return function_of("X, FOLD, FOLD_T, GIVEN, zeros=new_zeros", [*lines, "return Q, Q_T, S, S_T"], constants)
+        lines = [*self.preparation(constants, otherwise), *lines, "return Q, Q_T, S, S_T"]
+        return function_of("X, FOLD, FOLD_T, GIVEN, zeros=new_zeros", lines, constants)
 
-    def source(self, constants: dict[str, Any], otherwise: str) -> list[str] | None:
+    def preparation(self, constants: dict[str, Any], otherwise: str) -> list[str]:
+        """Return lines that go before `source`, once for several plans of a device: they assign `stream`.
+
+        `otherwise` is the statement for another current device and under a profiler's hooks.
+        """
+        stream_of = source_of(triton.runtime.driver.active.get_current_stream, constants)
+        hooked = _HOOKED.format(source_of(HOOKS, constants))
+        lines = []
+        if self._index is not None:
+            lines += [f"if {source_of(torch.cuda.current_device, constants)}() != {self._index}: {otherwise}"]
+        return [*lines, f"if {hooked}: {otherwise}", f"stream = {stream_of}({self._index})"]
+
+    def source(self, constants: dict[str, Any], otherwise: str, contiguous: bool = False) -> list[str] | None:
         """Return lines that do what `run` does for aligned addresses; None if a kernel was not compiled for these.
 
         Names in them: tensors in capitals (X, FOLD, FOLD_T, GIVEN come in, as `zeros`; Q, Q_T, S, S_T come out),
-        addresses as the kernels call them. `otherwise` is the statement for all other cases. The objects in it are
-        added to `constants`.
+        addresses as the kernels call them. `otherwise` is the statement for all other cases; `contiguous` tells that
+        FOLD, FOLD_T and GIVEN always are. The objects in the lines are added to `constants`.
         """
         launches = [step.source(constants) for step, _ in self._steps]
         if not launches or None in launches:
             return None
-        stream_of = source_of(triton.runtime.driver.active.get_current_stream, constants)
         kernel = {name: value for step, _ in self._steps for name, value in step.launch.constants.items()}
         folds = [name for name in ("FOLD", "FOLD_T")[: 1 + self._pair] if kernel.get(name)]
         takes_scale = bool(kernel.get("PRECOMPUTED"))
         lines = []
-        if self._index is not None:
-            lines += [f"if {source_of(torch.cuda.current_device, constants)}() != {self._index}: {otherwise}"]
         if takes_scale:
             lines += [f"BITS = GIVEN if GIVEN.dtype is {source_of(torch.float32, constants)} else GIVEN.float()"]
-        lines += [f"if not {name}.is_contiguous(): {otherwise}" for name in (*folds, *["BITS"] * takes_scale)]
+        if not contiguous:
+            lines += [f"if not {name}.is_contiguous(): {otherwise}" for name in (*folds, *["BITS"] * takes_scale)]
         lines += self._allocations(constants)
         addresses = {"x": "X", "q": "Q", "q_t": "COLUMNS", "s": "S"} | {name.lower(): name for name in folds}
         addresses |= {"s_t": "S_T"} if self._pair else {}
         lines += [f"{name} = {tensor}.data_ptr()" for name, tensor in addresses.items()]
         lines += [f"{name.lower()} = x" for name in ("FOLD", "FOLD_T") if name not in folds]
-        lines += ["s_t = s"] * (not self._pair) + [f"stream = {stream_of}({self._index})"]
+        lines += ["s_t = s"] * (not self._pair)
         if self._two_passes:
             lines += [f"BLOCK, start = zeros({self._maxima}, {source_of(self._device, constants)}, stream)"]
             lines += ["amax = BLOCK.data_ptr() + 4 * start"]
@@ -171,8 +183,8 @@ class QuantizePlan:
             f"amax_t = amax + {4 * self._second_at if self._pair and self._two_passes else 0}",
             "precomputed = amax",
         ]
-        hooked = _HOOKED.format(source_of(HOOKS, constants))
-        lines += [f"if ({' | '.join([*addresses, 'amax'])}) & 15 or {hooked}: {otherwise}"]
+        given = ["x", *(name.lower() for name in folds), *["amax"] * takes_scale]  # allocations are aligned
+        lines += [f"if ({' | '.join(given)}) & 15: {otherwise}"]
         return [*lines, *map(str, launches)]
 
     def _allocations(self, constants: dict[str, Any]) -> list[str]:
