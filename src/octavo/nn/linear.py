@@ -4,10 +4,9 @@
     dgrad    ∂X = G W      nn: contracts over N              K in_features, N out_features,
     wgrad    ∂W = Gᵀ X     tn: contracts over M              G = ∂loss/∂Y [M,N]
 
-The recipe gives one spec per operand (see `octavo.numerics.recipe`, also for how row scales fold into G). All recipes
-share one code path: quantize, then multiply. `octavo.nn.operands` quantizes X, W and G, and decides what is saved for
-backward; `octavo.nn.input_casts` shares X among layers that read the same tensor. A backward that needs only some
-gradients, as in zero-bubble pipelines, computes only those.
+The recipe gives one spec per operand (`octavo.numerics.recipe`, also on how row scales fold into G). All recipes share
+one code path: quantize, then multiply. `octavo.nn.operands` quantizes X, W and G, and decides what is saved for
+backward; `octavo.nn.input_casts` shares X among layers that read one tensor. Backward computes only what is needed.
 """
 
 import math
@@ -42,7 +41,7 @@ class Linear(LinearLike, nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Y = X Wᵀ + b in FP8 for input [..., in_features]; see `linear`."""
-        keep_weights = self.octavo_keep_weights() if self.keep_weights else False
+        keep_weights = self.keep_weights and self.octavo_keep_weights()
         parameters: dict[str, Any] = self._parameters  # as `nn.Module.__getattr__` finds them
         weight, bias = parameters.get("weight"), parameters.get("bias", self)
         if weight is None or bias is self:  # parametrized, pruned
@@ -101,8 +100,7 @@ def linear(
     if input.ndim == 2:
         return y_MN
     # Not a view, as for `nn.Linear`: FSDP2 warns about blocks that return a view.
-    y: Tensor = torch.ops.aten._unsafe_view(y_MN, [*input.shape[:-1], weight.shape[0]])
-    return y
+    return torch.ops.aten._unsafe_view(y_MN, [*input.shape[:-1], weight.shape[0]])  # type: ignore[no-any-return]
 
 
 @explain_freed_nodes

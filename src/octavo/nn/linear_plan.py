@@ -50,7 +50,7 @@ from octavo.runtime.torch_compat import (
     guard_of,
     required_gradients,
     short_backward,
-    uses_all_gradients,
+    will_execute,
 )
 
 Backward = Callable[[Any, Tensor], Gradients]
@@ -304,7 +304,7 @@ class _PlannedLinear(torch.autograd.Function):
         if match is not None and plan.choices == CHOICES.changes and not torch.compiler.is_compiling():
             inputs_need, present, matches, backward_plan = match
             if (
-                inputs_need == ctx.needs_input_grad and uses_all_gradients(ctx) and matches(g_MN, *present(saved))
+                inputs_need == ctx.needs_input_grad and _uses_all_gradients(ctx) and matches(g_MN, *present(saved))
                 and not (torch.is_grad_enabled() or dispatch_modes() or function_modes())
                 and not (plan.is_cuda and is_capturing(plan.device))
             ):  # fmt: skip
@@ -321,6 +321,19 @@ _PLANS: Plans[LinearPlan] = Plans()
 _MATCHES: Plans[tuple[Callable[..., bool], LinearPlan, bool, bool, Readers]] = Plans()
 """By id of a weight: a check for tensors like those of its last call, its plan, whether bias was None, grad mode, and
 who reads the casts of its input."""
+
+
+def _uses_all_gradients(ctx: Any) -> bool:
+    """Whether `required_gradients` would return `ctx.needs_input_grad` outside of torch.compile; False if that takes
+    longer to tell.
+    """
+    try:
+        for node, _ in ctx.next_functions:
+            if node is not None and not will_execute(node):  # type: ignore[misc]
+                return False
+    except (RuntimeError, TypeError):
+        return False
+    return True
 
 
 def _plan_cast(x: Tensor, spec: QuantSpec, spec_t: QuantSpec | None, fold: Tensor | None) -> Any:

@@ -280,34 +280,21 @@ def required_gradients(ctx: Any, inputs: int) -> tuple[bool, ...]:
         inputs: Number of leading inputs: tensors, of which the last may be None.
     """
     required: tuple[bool, ...] = ctx.needs_input_grad[:inputs]
-    if _will_execute is None or torch.compiler.is_compiling():
+    if will_execute is None or torch.compiler.is_compiling():
         return required
     # One entry per tensor input; the node is None if no gradient is required.
     executed = []
     for needed, (node, _) in zip(required, ctx.next_functions):  # noqa: B905
         if needed:
             try:
-                needed = _will_execute(node)
+                needed = will_execute(node)
             except RuntimeError:  # no backward, or a leaf whose gradient `torch.autograd.grad` returns
                 pass
         executed.append(needed)
     return (*executed, *required[len(executed) :])
 
 
-def uses_all_gradients(ctx: Any) -> bool:
-    """Whether `required_gradients` would return `ctx.needs_input_grad` outside of torch.compile; False if that takes
-    longer to tell.
-    """
-    try:
-        for node, _ in ctx.next_functions:
-            if node is not None and not _will_execute(node):  # type: ignore[misc]
-                return False
-    except (RuntimeError, TypeError):
-        return False
-    return True
-
-
-_will_execute: Callable[[Any], bool] | None = getattr(torch._C, "_will_engine_execute_node", None)
+will_execute: Callable[[Any], bool] | None = getattr(torch._C, "_will_engine_execute_node", None)
 
 
 def eager_signature(*tensors: Tensor | None, records: bool = False) -> tuple[Any, ...] | None:
