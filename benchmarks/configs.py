@@ -101,7 +101,7 @@ enough for two minutes of two CPU cores. It prints what it changes. Settings beh
 
 | | in the small run |
 |---|---|
-| layers | halved until at most 4; of dense layers before mixtures of experts one stays |
+| layers | halved until at most 4, or 2 of a mixture of experts; of dense layers before mixtures one stays |
 | width | halved until at most 256; MLPs and experts are divided by the same number |
 | heads | of queries and keys halved together until at most 8, while 2 or more of keys remain |
 | head sizes | halved while 64 or more remain; ranks of latent attention while 128 do |
