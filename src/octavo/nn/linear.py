@@ -42,11 +42,19 @@ class Linear(LinearLike, nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """Y = X Wᵀ + b in FP8 for input [..., in_features]; see `linear`."""
         keep_weights = self.keep_weights and self.octavo_keep_weights()
-        parameters: dict[str, Any] = self._parameters  # as `nn.Module.__getattr__` finds them
-        weight, bias = parameters.get("weight"), parameters.get("bias", self)
-        if weight is None or bias is self:  # parametrized, pruned
+        attributes = self.__dict__
+        parameters = attributes["_parameters"]
+        if self.octavo_parameters_only and "weight" in parameters and "bias" in parameters and not (
+            "weight" in attributes or "bias" in attributes
+        ):  # fmt: skip
+            weight, bias = parameters["weight"], parameters["bias"]  # as `nn.Module.__getattr__` finds them, at length
+        else:
             weight, bias = self.weight, self.bias
-        return linear(input, weight, bias, self.recipe, keep_weights, self.octavo_quantizer())
+        recipe, quantizer = self.recipe, self.octavo_quantizer()
+        planned = planned_linear(input, weight, bias, recipe, keep_weights, quantizer, _BACKWARD)
+        if planned is not None:
+            return planned
+        return _ordinary_linear(input, weight, bias, recipe, keep_weights, quantizer)
 
     def extra_repr(self) -> str:
         """Return the description of `nn.Linear`, with the recipe."""
@@ -82,9 +90,16 @@ def linear(
         >>> weight.grad.shape
         torch.Size([32, 64])
     """
-    planned = planned_linear(input, weight, bias, recipe, keep_weights, quantizer, _LinearFunction.backward)
+    planned = planned_linear(input, weight, bias, recipe, keep_weights, quantizer, _BACKWARD)
     if planned is not None:
         return planned
+    return _ordinary_linear(input, weight, bias, recipe, keep_weights, quantizer)
+
+
+def _ordinary_linear(
+    input: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, keep_weights: bool, quantizer: Quantizer
+) -> Tensor:
+    """Return `linear` where no plan runs."""
     if (out_dtype := operands.output_dtype(input, weight)) is None:
         return F.linear(input, weight, bias)
     if hasattr(weight, "placements"):
@@ -148,3 +163,6 @@ class _LinearFunction(torch.autograd.Function):
         if needs_bias:
             dbias_N = g_MN.sum(0, dtype=torch.float32).to(bias_dtype)
         return dx_MK, dw_NK, dbias_N, *[None] * 11
+
+
+_BACKWARD = _LinearFunction.backward
