@@ -323,11 +323,15 @@ def test_what_a_deleted_weight_left_is_dropped():
     """Another weight may have its id, and siblings that read its input."""
     layer, x = layer_of(), torch.randn(16, 32, dtype=torch.bfloat16)
     layer(x)
-    key = id(layer.weight)
-    assert key in linear_plan._MATCHES
-    del layer
+    with torch.no_grad():
+        layer(x)
+    keys = {id(layer.weight), -id(layer.weight)}
+    matches = {key: linear_plan._MATCHES[key] for key in keys}
+    layer(x)
+    assert all(linear_plan._MATCHES[key] is matches[key] for key in keys)  # neither mode replaces the other's
+    del layer, matches
     gc.collect()
-    assert key not in linear_plan._MATCHES
+    assert not keys & linear_plan._MATCHES.keys()
 
 
 def unaligned(x):

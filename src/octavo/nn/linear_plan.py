@@ -85,19 +85,20 @@ def planned_linear(
         backward = torch.is_grad_enabled() and (input.requires_grad or weight.requires_grad)
         if (channels := quantizer.steady_channels(input, backward)) is None:
             return None
-    plan, readers, match = None, None, _MATCHES.get(id(weight))
+    key = id(weight) if torch.is_grad_enabled() else -id(weight)
+    plan, readers, match = None, None, _MATCHES.get(key)
     if match is not None:
-        matches, candidate, unbiased, records, readers, _ = match
+        matches, candidate, unbiased, readers, _ = match
         if (
             unbiased is (bias is None) and (matches(input, weight) if unbiased else matches(input, weight, bias))
             and candidate.recipe is recipe and candidate.keep_weights is keep_weights
             and candidate.equalized is (channels is not None)
-            and candidate.choices == CHOICES.changes and records is torch.is_grad_enabled()
+            and candidate.choices == CHOICES.changes
             and not (dispatch_modes() or function_modes() or (candidate.is_cuda and is_capturing(candidate.device)))
         ):  # fmt: skip
             plan = candidate
     if plan is None:
-        plan, readers = _plan_of(input, weight, bias, recipe, keep_weights, ordinary, channels), None
+        plan, readers = _plan_of(input, weight, bias, recipe, keep_weights, ordinary, channels, key), None
         if plan is None:
             return None
     if keep_weights and shares_cast(weight):
@@ -119,9 +120,11 @@ def planned_linear(
 
 def _plan_of(
     input: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, keep_weights: bool, ordinary: Backward,
-    channels: ChannelScales | None,
+    channels: ChannelScales | None, match_key: int,
 ) -> "LinearPlan | None":  # fmt: skip
-    """Return the plan for these arguments of `planned_linear`, found by their signature; None without one."""
+    """Return the plan for these arguments of `planned_linear`, found by their signature; None without one. The next
+    call finds it by `match_key`.
+    """
     tensors = signature(input, weight, bias, records=True)
     if tensors is None:
         return None
@@ -136,8 +139,8 @@ def _plan_of(
     # Guards see whether autocast is on, but not its dtype.
     matches = None if autocast is not None else guard_of(input, weight, *() if bias is None else (bias,))
     if matches is not None:
-        reference = weakref.ref(weight, partial(_forget, id(weight)))
-        _MATCHES.add(id(weight), (matches, plan, bias is None, records, Readers(), reference))
+        reference = weakref.ref(weight, partial(_forget, match_key))
+        _MATCHES.add(match_key, (matches, plan, bias is None, Readers(), reference))
     return plan
 
 
@@ -333,9 +336,9 @@ _PLAIN = (None,)
 """The execution context of a CPU tensor, outside of dispatch modes."""
 _APPLY = apply_of(_PlannedLinear)
 _PLANS: Plans[LinearPlan] = Plans()
-_MATCHES: Plans[tuple[Callable[..., bool], LinearPlan, bool, bool, Readers, weakref.ref[Tensor]]] = Plans()
-"""By id of a weight: a check for tensors like those of its last call, its plan, whether bias was None, grad mode, who
-reads the casts of its input, and the weight."""
+_MATCHES: Plans[tuple[Callable[..., bool], LinearPlan, bool, Readers, weakref.ref[Tensor]]] = Plans()
+"""By id of a weight, negative without autograd: a check for tensors like those of its last call, its plan, whether bias
+was None, who reads the casts of its input, and the weight."""
 
 
 def _uses_all_gradients(ctx: Any) -> bool:
