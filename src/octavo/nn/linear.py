@@ -41,20 +41,12 @@ class Linear(LinearLike, nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Y = X Wᵀ + b in FP8 for input [..., in_features]; see `linear`."""
-        keep_weights = self.keep_weights and self.octavo_keep_weights()
-        attributes = self.__dict__
-        parameters = attributes["_parameters"]
-        if self.octavo_parameters_only and "weight" in parameters and "bias" in parameters and not (
-            "weight" in attributes or "bias" in attributes
-        ):  # fmt: skip
-            weight, bias = parameters["weight"], parameters["bias"]  # as `nn.Module.__getattr__` finds them, at length
+        own, found, keep_weights = self.__dict__, self._parameters, self.keep_weights and self.octavo_keep_weights()
+        if self.octavo_plain and "weight" in found and "bias" in found and not ("weight" in own or "bias" in own):
+            weight, bias = found["weight"], found["bias"]  # as `nn.Module.__getattr__` finds them, at length
         else:
             weight, bias = self.weight, self.bias
-        recipe, quantizer = self.recipe, self.octavo_quantizer()
-        planned = planned_linear(input, weight, bias, recipe, keep_weights, quantizer, _BACKWARD)
-        if planned is not None:
-            return planned
-        return _ordinary_linear(input, weight, bias, recipe, keep_weights, quantizer)
+        return linear(input, weight, bias, self.recipe, keep_weights, self.octavo_quantizer())
 
     def extra_repr(self) -> str:
         """Return the description of `nn.Linear`, with the recipe."""
@@ -90,16 +82,9 @@ def linear(
         >>> weight.grad.shape
         torch.Size([32, 64])
     """
-    planned = planned_linear(input, weight, bias, recipe, keep_weights, quantizer, _BACKWARD)
+    planned = planned_linear(input, weight, bias, recipe, keep_weights, quantizer, _LinearFunction.backward)
     if planned is not None:
         return planned
-    return _ordinary_linear(input, weight, bias, recipe, keep_weights, quantizer)
-
-
-def _ordinary_linear(
-    input: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, keep_weights: bool, quantizer: Quantizer
-) -> Tensor:
-    """Return `linear` where no plan runs."""
     if (out_dtype := operands.output_dtype(input, weight)) is None:
         return F.linear(input, weight, bias)
     if hasattr(weight, "placements"):
@@ -163,6 +148,3 @@ class _LinearFunction(torch.autograd.Function):
         if needs_bias:
             dbias_N = g_MN.sum(0, dtype=torch.float32).to(bias_dtype)
         return dx_MK, dw_NK, dbias_N, *[None] * 11
-
-
-_BACKWARD = _LinearFunction.backward
