@@ -166,7 +166,8 @@ class Case:
             sum(t.float().sum() for t in gradients if t is not None).backward()
         else:
             if self.backward == "replaced":
-                weight.data = STRIDES["transposed"](weight.data * 2)
+                strides = "transposed" if weight.is_contiguous() else "dense"
+                weight.data = STRIDES[strides]((weight.data * 2).contiguous())
             elif self.backward == "moved":
                 weight.data = shifted(weight.data)
             elif self.backward == "written":
