@@ -189,7 +189,7 @@ def linears_launch_as_their_plans():
                 named = [[known.get(v, "other") if v > 2**40 else v for v in r.key()[5]] for r in records]
                 keys.append([(*r.key()[:5], values) for r, values in zip(records, named, strict=True)])
                 plan = linear_plan._MATCHES[id(layer.weight)][1]
-                functions.append(plan.forward.__name__ + plan.match[3].run.__name__)
+                functions.append(plan.forward.__name__ + plan.match[2].run.__name__)
             if functions[0] == functions[-1] or functions[-1] != "runrun" or any(key != keys[0] for key in keys):
                 failed.append(f"{recipe} {bias} {options} {functions}")
     return failed
@@ -221,7 +221,7 @@ def scales_with_gaps_are_copied():
         if len(given) != 1 or given[0].data_ptr() in addresses:
             failed.append(f"{len(given)} scales with gaps")
     plan = linear_plan._MATCHES[id(layer.weight)][1]
-    return failed if plan.match[3].run.__name__ == "run" else [*failed, "no function was generated"]
+    return failed if plan.match[2].run.__name__ == "run" else [*failed, "no function was generated"]
 
 
 if __name__ == "__main__":

@@ -214,7 +214,7 @@ def test_zeros_are_handed_out_once_and_not_under_a_dispatch_mode(on_gpu_path, mo
     zeros, cpu = direct.ZeroBlocks(), torch.device("cpu")
     parts = []
     for size in (1, 17, 100, 128, 129, *[100] * 20):
-        block, start = zeros(size, cpu, 0)
+        block, start = zeros.cut(size, cpu, 0)
         parts.append(block[start : start + size])
     for size, part in zip((1, 17, 100, 128, 129, *[100] * 20), parts, strict=True):
         assert len(part) == size and part.dtype == torch.int32
@@ -223,7 +223,7 @@ def test_zeros_are_handed_out_once_and_not_under_a_dispatch_mode(on_gpu_path, mo
     assert len({part.untyped_storage()._cdata for part in parts}) == 4  # three blocks; 129 is large
     x, recipe = torch.randn(16, 32), RECIPES["tensorwise"]
     with (
-        mock.patch.object(direct.ZeroBlocks, "__call__", side_effect=direct.new_zeros) as used,
+        mock.patch.object(direct.ZeroBlocks, "cut", side_effect=direct.new_zeros) as used,
         QUANTIZE.force("triton"),
     ):
         quantize(x, recipe.x)

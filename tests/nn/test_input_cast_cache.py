@@ -122,7 +122,7 @@ def test_a_dead_tensor_leaves_no_copy_and_no_graph():
     x = Receive.apply(randn().requires_grad_())
     Receive.buffer = torch.zeros(SHAPE)
     first(x)
-    node, entry = weakref.ref(x.grad_fn), INPUT_CASTS._entry[1]
+    node, entry = weakref.ref(x.grad_fn), INPUT_CASTS.entry[1]
     data = weakref.ref(next(iter(entry.casts.values()))[0])
     del x
     assert data() is None and entry.state == ()
@@ -187,7 +187,7 @@ def test_a_tensor_that_another_thread_drops_leaves_no_copy():
     first, _ = pair()
     box = [made()]
     first(box[0])
-    entry = INPUT_CASTS._entry[1]
+    entry = INPUT_CASTS.entry[1]
     with ThreadPoolExecutor(1) as pool:
         pool.submit(box.clear).result()
     assert not entry.casts and entry.state == ()

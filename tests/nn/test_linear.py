@@ -340,7 +340,7 @@ def test_shared_copy_dies_with_its_tensor():
     layer = octavo.convert(nn.Linear(32, 16), verbose=False)
     x = randn(8, 32).requires_grad_() * 1
     layer(x)
-    entry = INPUT_CASTS._entry[1]
+    entry = INPUT_CASTS.entry[1]
     assert entry.casts and entry.state
     del x
     gc.collect()

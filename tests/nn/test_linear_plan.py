@@ -202,7 +202,7 @@ def test_one_plan_serves_equal_signatures_and_no_others():
 def test_siblings_share_casts_between_plans_and_the_ordinary_path():
     first, frozen = layer_of(), layer_of(frozen=True)
     x = torch.randn(16, 32, dtype=torch.bfloat16).requires_grad_() * 1
-    with mock.patch.object(linear_plan.INPUT_CASTS, "_entry", None):
+    with mock.patch.object(linear_plan.INPUT_CASTS, "entry", None):
         first(x)
         ((key, cast),) = linear_plan.INPUT_CASTS.casts_of(x).items()
         with ordinary():
@@ -276,6 +276,62 @@ def test_gradients_that_nothing_needs_are_not_computed():
         x.grad = layer.weight.grad = None
         layer(x).backward(g)
         same(expected[1:3], [x.grad, layer.weight.grad])
+
+
+def test_layers_of_one_shape_need_gradients_of_their_own():
+    """A frozen bias beside a trained one, and a bias frozen or trained between two passes."""
+    first, second = layer_of(bias=True), layer_of(bias=True)
+    second.bias.requires_grad_(False)
+    x, g = torch.randn(16, 32).bfloat16().requires_grad_(), torch.randn(16, 48).bfloat16()
+    expected = {layer: run(layer, x, g)[0] for layer in (first, second)}
+    for layer in (first, second) * 4:
+        same(expected[layer], run(layer, x, g)[0])
+    for trained in (False, True, True, False, True):
+        second.bias.requires_grad_(trained)
+        y = second(x * 2.0)
+        second.bias.grad = None
+        y.backward(g)
+        assert (second.bias.grad is not None) == trained
+        if trained:
+            same([expected[first][3]], [second.bias.grad])
+
+
+@pytest.mark.parametrize("wanted", [("x", "w"), ("w", "x", "b"), ("b",), ("w",), ("x", "b")])
+def test_gradients_of_leaves_are_those_of_the_ordinary_path(wanted):
+    """`torch.autograd.grad` and `backward(inputs=…)`, after functions were generated; all gradients run from a plan."""
+    layer, x = layer_of(bias=True), torch.randn(16, 32).bfloat16().requires_grad_()
+    g, inputs = torch.randn(16, 48).bfloat16(), {"x": x, "w": layer.weight, "b": layer.bias}
+    for _ in range(4):
+        layer(x).backward(g)
+    wanted = [inputs[name] for name in wanted]
+    with ordinary():
+        expected = torch.autograd.grad(layer(x), wanted, g)
+    for _ in range(2):
+        y = layer(x)
+        with counted() as counts:
+            same(expected, torch.autograd.grad(y, wanted, g, retain_graph=True))
+            same(expected, torch.autograd.grad(y, wanted, g))
+        assert counts["backward"] == 2
+        for tensor in inputs.values():
+            tensor.grad = None
+        layer(x).backward(g, inputs=wanted)
+        same(expected, [tensor.grad for tensor in wanted])
+        assert all(tensor.grad is None for tensor in inputs.values() if all(tensor is not t for t in wanted))
+
+
+def test_what_a_deleted_weight_left_is_dropped():
+    """Another weight may have its id, and siblings that read its input."""
+    layer, x = layer_of(), torch.randn(16, 32, dtype=torch.bfloat16)
+    layer(x)
+    with torch.no_grad():
+        layer(x)
+    keys = {id(layer.weight), -id(layer.weight)}
+    matches = {key: linear_plan._MATCHES[key] for key in keys}
+    layer(x)
+    assert all(linear_plan._MATCHES[key] is matches[key] for key in keys)  # neither mode replaces the other's
+    del layer, matches
+    gc.collect()
+    assert not keys & linear_plan._MATCHES.keys()
 
 
 def unaligned(x):
@@ -467,10 +523,10 @@ def test_a_layer_whose_casts_nobody_reads_keeps_few_of_them():
 
     def kept(*layers):
         tensor = x * 1
-        with mock.patch.object(linear_plan.INPUT_CASTS, "_entry", None):
+        with mock.patch.object(linear_plan.INPUT_CASTS, "entry", None):
             for layer in layers:
                 layer(tensor)
-            return linear_plan.INPUT_CASTS._entry is not None
+            return linear_plan.INPUT_CASTS.entry is not None
 
     passes = [kept(alone) for _ in range(70)]
     assert passes[:9] == [True] * 9 and passes.count(True) == 10  # the first makes a plan

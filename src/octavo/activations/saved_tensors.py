@@ -156,15 +156,15 @@ class CompressionHooks:
 
     def run(self, function: Callable[..., T], *arguments: Any, **keywords: Any) -> T:
         """Call a function under the hooks, then decide how each tensor it saved is stored."""
-        self._enclosing, self._outer = _INNERMOST.hooks, _outer_hooks()
+        self._enclosing, self._outer = INNERMOST.hooks, _outer_hooks()
         self._first = torch_compat.sequence_number()
         try:
             with self._hooks:
-                _INNERMOST.hooks = self
+                INNERMOST.hooks = self
                 try:
                     outputs = function(*arguments, **keywords)
                 finally:
-                    _INNERMOST.hooks = self._enclosing
+                    INNERMOST.hooks = self._enclosing
             self._decide(outputs)
         except BaseException:
             for saved in self._pending:
@@ -181,7 +181,7 @@ class CompressionHooks:
     def suspended(self) -> Iterator[None]:
         """Suspend these hooks: inside, those outside of them are in force. Call it only while these are."""
         self._hooks.__exit__()
-        enclosing = _INNERMOST.hooks = self._enclosing
+        enclosing = INNERMOST.hooks = self._enclosing
         try:
             if enclosing is not None and enclosing.in_force:
                 with enclosing.suspended():
@@ -189,7 +189,7 @@ class CompressionHooks:
             else:
                 yield
         finally:
-            _INNERMOST.hooks = self
+            INNERMOST.hooks = self
             self._hooks.__enter__()
 
     @property
@@ -291,7 +291,7 @@ class _Innermost(threading.local):
     hooks: CompressionHooks | None = None
 
 
-_INNERMOST = _Innermost()
+INNERMOST = _Innermost()
 
 
 def recording() -> bool:
@@ -318,7 +318,7 @@ def compressed(module: nn.Module, unrounded: Sequence[str], function: Callable[.
 
 def unhooked(function: Callable[..., T], *arguments: Any) -> T:
     """Call a function that saves FP8 itself, without the compression hooks in force."""
-    hooks = None if torch.compiler.is_compiling() else _INNERMOST.hooks
+    hooks = None if torch.compiler.is_compiling() else INNERMOST.hooks
     if hooks is None or not hooks.in_force:
         return function(*arguments)
     with hooks.suspended():
@@ -329,17 +329,12 @@ def recomputable_of(x: Tensor) -> Recomputable | None:
     """Return what to save for a tensor [..., K]: what it is recomputed from, or itself if it is saved anyway."""
     if torch.compiler.is_compiling():
         return recomputable_in_graph(x) if stores_in_graphs() else None
-    if _INNERMOST.hooks is None and not RECOMPUTABLE:
+    if INNERMOST.hooks is None and not RECOMPUTABLE:
         return None
-    recomputable, hooks = RECOMPUTABLE.find(x, outer_hooks()), _INNERMOST.hooks
+    recomputable, hooks = RECOMPUTABLE.find(x, outer_hooks()), INNERMOST.hooks
     if recomputable is None and hooks is not None and hooks.in_force and hooks.saved_output(x):
         return Recomputable((x.detach(),), UnroundedMatrix(x.dtype))
     return recomputable
-
-
-def saves_as_usual() -> bool:
-    """Whether `unhooked` would just call a function, and `recomputable_of` return None, whatever the tensor."""
-    return _INNERMOST.hooks is None and not RECOMPUTABLE.entries
 
 
 def outer_hooks() -> Any:
@@ -353,7 +348,7 @@ def _pack_of(hooks: Hooks | None) -> Any:
 
 def _outer_hooks() -> Hooks | None:
     """The hooks in force, compression hooks aside."""
-    hooks = _INNERMOST.hooks
+    hooks = INNERMOST.hooks
     if hooks is not None and hooks.in_force:
         return hooks._outer
     return torch_compat.top_saved_tensors_hooks(False)

@@ -79,6 +79,15 @@ class Plans(dict[Any, T]):
 MAX_PLANS = 1024
 
 
+class _Block:
+    """Zeros of which those from `start` on are still to be handed out."""
+
+    __slots__ = ("start", "zeros")
+
+    def __init__(self, zeros: Tensor) -> None:
+        self.zeros, self.start = zeros, 0
+
+
 class ZeroBlocks(threading.local):
     """Zeros, cut from a block that one memory set clears, instead of a memory set for each call.
 
@@ -88,21 +97,22 @@ class ZeroBlocks(threading.local):
     """
 
     def __init__(self) -> None:
-        self._blocks: dict[tuple[int | None, int], tuple[Tensor, int]] = {}
+        self._blocks: dict[tuple[int | None, int], _Block] = {}
 
-    def __call__(self, size: int, device: torch.device, stream: int) -> tuple[Tensor, int]:
+    def cut(self, size: int, device: torch.device, stream: int) -> tuple[Tensor, int]:
         """Return a block of int32 zeros and the index in it, a multiple of 16, where `size` of them begin.
 
         `stream` is the current one of the device.
         """
         if 8 * size > BLOCK:
             return new_zeros(size, device, stream)
-        key = device.index, stream
-        block, start = self._blocks.get(key, (None, BLOCK))
-        if block is None or start + size > BLOCK:
-            block, start = new_zeros(BLOCK, device, stream)
-        self._blocks[key] = block, start + -(-size // 16) * 16
-        return block, start
+        blocks, key = self._blocks, (device.index, stream)
+        block = blocks.get(key)
+        if block is None or block.start + size > BLOCK:
+            block = blocks[key] = _Block(new_zeros(BLOCK, device, stream)[0])
+        start = block.start
+        block.start = start + (size + 15 & -16)
+        return block.zeros, start
 
 
 def new_zeros(size: int, device: torch.device, stream: int) -> tuple[Tensor, int]:

@@ -89,7 +89,7 @@ class InputCastCache(threading.local):
     """
 
     def __init__(self) -> None:
-        self._entry: tuple[weakref.ref[Tensor], _CacheEntry] | None = None
+        self.entry: tuple[weakref.ref[Tensor], _CacheEntry] | None = None
 
     def quantized(
         self, owner: Tensor, x_MK: Tensor, recipe: Recipe, needs_wgrad: bool, amax: Tensor | None, source: Hashable,
@@ -116,15 +116,12 @@ class InputCastCache(threading.local):
             casts[cast_key(recipe, needs_wgrad, source)] = cast
         return cast
 
-    def kept_casts(self, owner: Tensor, readers: Readers, context: tuple[Any, ...]) -> dict[Any, Any] | None:
-        """Return `casts_of` for a layer that reads `owner`; None also if there are none and nobody would read them."""
-        entry = self._entry
-        if entry is None or entry[0]() is not owner:
-            readers.unread = unread = readers.unread + 1
-            if unread > TRIES and unread % AGAIN:
-                return None
+    def kept_casts(
+        self, owner: Tensor, readers: Readers | None, context: tuple[Any, ...]
+    ) -> dict[Any, InputCasts | Readers] | None:
+        """Return `casts_of`, with `readers` of the layer that keeps the first, if given."""
         casts = self.casts_of(owner, context)
-        if casts is not None:
+        if casts is not None and readers is not None:
             casts.setdefault(Readers, readers)
         return casts
 
@@ -141,12 +138,12 @@ class InputCastCache(threading.local):
             owner._version, producer, owner.storage_offset(), owner.shape, owner.stride(), owner.dtype,
             context or execution_context(owner),
         )  # fmt: skip
-        if self._entry is not None:
-            reference, entry = self._entry
+        if self.entry is not None:
+            reference, entry = self.entry
             if reference() is owner and entry.storage() is storage and entry.state == state:
                 return entry.casts
         entry = _CacheEntry(state, weakref.ref(storage))
-        self._entry = weakref.ref(owner, entry.forget), entry
+        self.entry = weakref.ref(owner, entry.forget), entry
         return entry.casts
 
 

@@ -29,8 +29,7 @@ from octavo.runtime.torch_compat import explain_freed_nodes, required_gradients
 class Linear(LinearLike, nn.Linear):
     """A linear layer that computes in FP8. `octavo.convert` makes it from an `nn.Linear`; `octavo.revert` undoes that.
 
-    Parameters, `state_dict`, hooks and flags are those of `nn.Linear`; `recipe` sets the precision. The constructor
-    takes the arguments of `nn.Linear`.
+    Parameters, `state_dict`, hooks, flags and constructor are those of `nn.Linear`; `recipe` sets the precision.
 
     Examples:
         >>> octavo.nn.Linear(64, 128)(torch.randn(2, 64)).shape
@@ -42,9 +41,10 @@ class Linear(LinearLike, nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """Y = X Wᵀ + b in FP8 for input [..., in_features]; see `linear`."""
         keep_weights = self.keep_weights and self.octavo_keep_weights()
-        parameters: dict[str, Any] = self._parameters  # as `nn.Module.__getattr__` finds them
-        weight, bias = parameters.get("weight"), parameters.get("bias", self)
-        if weight is None or bias is self:  # parametrized, pruned
+        own, found = self.__dict__, self.__dict__["_parameters"]
+        if self.octavo_plain and "weight" in found and "bias" in found and not ("weight" in own or "bias" in own):
+            weight, bias = found["weight"], found["bias"]  # as `nn.Module.__getattr__` finds them, at length
+        else:
             weight, bias = self.weight, self.bias
         return linear(input, weight, bias, self.recipe, keep_weights, self.octavo_quantizer())
 

@@ -82,7 +82,7 @@ class BackwardPlan:
         dw_NK: Any = None
         dbias_N = fold_w = fold_x = None
         if self.w is not None:
-            _, w, w_scale, _ = self.w.run(w_NK, factor, None, w_scale, ZEROS)
+            _, w, w_scale, _ = self.w.run(w_NK, factor, None, w_scale, ZEROS.cut)
         if self.folds_w and w_scale is not None:
             fold_w, w_scale = w_scale if w_scale.dtype == torch.float32 else w_scale.float(), inverse
         if self.folds_x and x_scale is not None:
@@ -90,7 +90,7 @@ class BackwardPlan:
         if self.g is not None:
             as_t = self.g_NM is not None
             g, g_t, g_scale, g_t_scale = (self.g_NM if as_t else self.g).run(
-                g_MN, fold_w if self.dgrad else fold_x, fold_x if self.dgrad else None, None, ZEROS
+                g_MN, fold_w if self.dgrad else fold_x, fold_x if self.dgrad else None, None, ZEROS.cut
             )
             if self.dgrad:
                 call = self.dx.call

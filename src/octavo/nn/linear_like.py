@@ -44,6 +44,14 @@ class LinearLike(nn.Module):
     recipe: Recipe = DEFAULT
     keep_weights: bool = False
     weight_is_transposed: ClassVar[bool] = False
+    octavo_plain: ClassVar[bool] = True
+    """Whether `nn.Module` finds `weight` and `bias` among the parameters, as no class of the layer defines them."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        own_lookup = cls.__getattr__ is not nn.Module.__getattr__ or cls.__getattribute__ is not object.__getattribute__
+        defines = any(name in vars(base) for base in cls.__mro__ for name in ("weight", "bias"))
+        cls.octavo_plain = not (own_lookup or defines)
 
     @property
     def weight_scale(self) -> Tensor:

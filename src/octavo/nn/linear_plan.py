@@ -17,21 +17,25 @@ Rejected: plans per op alone, with which a linear makes twice the Python calls.
 """
 
 import math
+import weakref
 from collections.abc import Callable
+from functools import partial
 from operator import itemgetter
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
-from octavo.activations.saved_tensors import recomputable_of, saves_as_usual, unhooked
+from octavo.activations.recompute import RECOMPUTABLE
+from octavo.activations.saved_tensors import INNERMOST, recomputable_of, unhooked
 from octavo.kernels.direct import ZEROS, Plans, signature
 from octavo.kernels.gemm import ProductPlan
 from octavo.kernels.quantize import plan_pair, plan_quantize
 from octavo.kernels.registry import CHOICES
 from octavo.nn import linear_source
-from octavo.nn.input_casts import INPUT_CASTS, Readers, cast_key, note_reader
+from octavo.nn.input_casts import AGAIN, INPUT_CASTS, TRIES, Readers, cast_key, note_reader
 from octavo.nn.linear_backward_plan import PREPARED, BackwardPlan, Gradients
 from octavo.nn.operands import JUST_IN_TIME, Quantizer, Saved, output_dtype
 from octavo.nn.weight_only import weight_only_linear
@@ -74,53 +78,59 @@ def planned_linear(
     """
     if recipe.weight_only:
         return weight_only_linear(input, weight, bias, recipe)
-    if not SWITCH.enabled or torch.compiler.is_compiling():
+    if is_dynamo_compiling() or not SWITCH.enabled:
         return None
     channels = None
     if quantizer is not JUST_IN_TIME:
         backward = torch.is_grad_enabled() and (input.requires_grad or weight.requires_grad)
         if (channels := quantizer.steady_channels(input, backward)) is None:
             return None
-    plan, readers, match = None, None, _MATCHES.get(id(weight))
+    key = id(weight) if torch.is_grad_enabled() else -id(weight)
+    plan, readers, match = None, None, _MATCHES.get(key)
     if match is not None:
-        matches, candidate, unbiased, records, readers = match
+        matches, candidate, unbiased, readers, _ = match
         if (
             unbiased is (bias is None) and (matches(input, weight) if unbiased else matches(input, weight, bias))
             and candidate.recipe is recipe and candidate.keep_weights is keep_weights
             and candidate.equalized is (channels is not None)
-            and candidate.choices == CHOICES.changes and records is torch.is_grad_enabled()
+            and candidate.choices == CHOICES.changes
             and not (dispatch_modes() or function_modes() or (candidate.is_cuda and is_capturing(candidate.device)))
         ):  # fmt: skip
             plan = candidate
     if plan is None:
-        plan = _plan_of(input, weight, bias, recipe, keep_weights, ordinary, channels)
-    if plan is None or (keep_weights and shares_cast(weight)):
+        plan, readers = _plan_of(input, weight, bias, recipe, keep_weights, ordinary, channels, key), None
+        if plan is None:
+            return None
+    if keep_weights and shares_cast(weight):
         return None
-    y: Tensor
-    usual = saves_as_usual()
+    usual = INNERMOST.hooks is None and not RECOMPUTABLE.entries  # no hooks in force, and nothing to recompute X from
     if not usual and plan.saves_x and recomputable_of(input) is not None:
         return None
-    context = _PLAIN if not plan.is_cuda else (None, stream_of(plan.device), False)
-    if readers is None:
-        casts = INPUT_CASTS.casts_of(input, context)
-    else:
+    unread = 0
+    if readers is not None and ((entry := INPUT_CASTS.entry) is None or entry[0]() is not input):
+        readers.unread = unread = readers.unread + 1
+    casts = None
+    if unread <= TRIES or not unread % AGAIN:
+        context = (None, stream_of(plan.device), False) if plan.is_cuda else _PLAIN
         casts = INPUT_CASTS.kept_casts(input, readers, context)
     call = plan, casts, None if channels is None else quantizer, channels
-    y = _APPLY(input, weight, bias, call) if usual else unhooked(_APPLY, input, weight, bias, call)
+    y: Tensor = _APPLY(input, weight, bias, call) if usual else unhooked(_APPLY, input, weight, bias, call)
     return y
 
 
 def _plan_of(
     input: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, keep_weights: bool, ordinary: Backward,
-    channels: ChannelScales | None,
+    channels: ChannelScales | None, match_key: int,
 ) -> "LinearPlan | None":  # fmt: skip
-    """Return the plan for these arguments of `planned_linear`, found by their signature; None without one."""
+    """Return the plan for these arguments of `planned_linear`, found by their signature; None without one. The next
+    call finds it by `match_key`.
+    """
     tensors = signature(input, weight, bias, records=True)
     if tensors is None:
         return None
     records, autocast = torch.is_grad_enabled(), autocast_dtype(input.device.type)
-    dgrad, wgrad = records and input.requires_grad, records and weight.requires_grad
-    key = (tensors, id(recipe), keep_weights, dgrad, wgrad, autocast, channels is not None)
+    dgrad, wgrad, dbias = (records and x is not None and x.requires_grad for x in (input, weight, bias))
+    key = (tensors, id(recipe), keep_weights, dgrad, wgrad, dbias, autocast, channels is not None)
     plan = _PLANS.get(key)
     if plan is None or plan.choices != CHOICES.changes:
         plan = _PLANS.add(key, LinearPlan(input, weight, bias, recipe, keep_weights, ordinary, channels, dgrad, wgrad))
@@ -129,16 +139,24 @@ def _plan_of(
     # Guards see whether autocast is on, but not its dtype.
     matches = None if autocast is not None else guard_of(input, weight, *() if bias is None else (bias,))
     if matches is not None:
-        _MATCHES.add(id(weight), (matches, plan, bias is None, records, Readers()))
+        reference = weakref.ref(weight, partial(_forget, match_key))
+        _MATCHES.add(match_key, (matches, plan, bias is None, Readers(), reference))
     return plan
+
+
+def _forget(key: int, reference: weakref.ref[Tensor]) -> None:
+    """Drop the match of a weight that is deleted: the next one with its id has other readers."""
+    match = _MATCHES.get(key)
+    if match is not None and match[-1] is reference:
+        del _MATCHES[key]
 
 
 class LinearPlan:
     """The operands and products of one linear, for X, W and bias of one signature; `complete` if all ops have plans.
 
     Holds no tensor but unit scales. `choices` counts the changes to the registry's choices when it was made. `match` is
-    for the next backward: which inputs need gradients, what selects the saved tensors that there are, a check for G and
-    these, and their plan.
+    for the next backward of all inputs that require gradients: what selects the saved tensors that there are, a check
+    for G and these, and their plan.
     """
 
     __slots__ = (
@@ -180,7 +198,7 @@ class LinearPlan:
         self.one_w_scale = recipe.dgrad_w == recipe.w
         self.y: Any = ProductPlan(recipe.x, recipe.w, "nt", out_dtype, fast_accum=True)
         self.backwards: Plans[BackwardPlan] = Plans()
-        self.match: tuple[tuple[bool, ...], Callable[..., Any], Callable[..., bool], BackwardPlan] | None = None
+        self.match: tuple[Callable[..., Any], Callable[..., bool], BackwardPlan] | None = None
         self.passes, self.forward = 0, self._forward
         self.complete = self.x is not None and self.w is not None
 
@@ -206,17 +224,17 @@ class LinearPlan:
         cast = None if casts is None else self.find(casts, channels)
         x_MK = input if self.is_matrix else input.reshape(self.m, self.k)
         if cast is None:
-            cast = self.x.run(x_MK, inverse, None, None, ZEROS)
+            cast = self.x.run(x_MK, inverse, None, None, ZEROS.cut)
             if casts is not None:
                 self.keep(casts, channels, cast)
         x, x_t, x_scale, x_t_scale = cast
         if self.w_KN is None:
-            w, w_t, w_scale, w_t_scale = self.w.run(w_NK, factor, None, None, ZEROS)
+            w, w_t, w_scale, w_t_scale = self.w.run(w_NK, factor, None, None, ZEROS.cut)
             y_MN = self.y(x, w, x_scale, w_scale, bias)
             if self.y.call is not None:
                 self.w_KN = self.w.transposing(rows=True, columns=False)
         else:
-            w, w_t, w_scale, w_t_scale = self.w_KN.run(w_NK, factor, None, None, ZEROS)
+            w, w_t, w_scale, w_t_scale = self.w_KN.run(w_NK, factor, None, None, ZEROS.cut)
             y_MN = self.y.call.run(x, w, x_scale, w_scale, bias, bias is None)
             if y_MN is None:
                 y_MN = self.y(x, w.t(), x_scale, w_scale, bias)
@@ -260,7 +278,7 @@ class LinearPlan:
         indices = [i for i, tensor in enumerate(saved) if tensor is not None]
         matches = guard_of(g_MN, *(tensor for tensor in saved if tensor is not None)) if len(indices) > 1 else None
         if matches is not None:
-            self.match = inputs_need, itemgetter(*indices), matches, plan
+            self.match = itemgetter(*indices), matches, plan
         return plan
 
     def _ordinary(
@@ -301,10 +319,10 @@ class _PlannedLinear(torch.autograd.Function):
         g_MN = g if plan.is_matrix else g.reshape(plan.m, plan.n)
         saved, match = ctx.saved_tensors, plan.match
         gradients: Gradients
-        if match is not None and plan.choices == CHOICES.changes and not torch.compiler.is_compiling():
-            inputs_need, present, matches, backward_plan = match
+        if match is not None and plan.choices == CHOICES.changes and not is_dynamo_compiling():
+            present, matches, backward_plan = match
             if (
-                inputs_need == ctx.needs_input_grad and _uses_all_gradients(ctx) and matches(g_MN, *present(saved))
+                matches(g_MN, *present(saved)) and _uses_all_gradients(ctx)
                 and not (torch.is_grad_enabled() or dispatch_modes() or function_modes())
                 and not (plan.is_cuda and is_capturing(plan.device))
             ):  # fmt: skip
@@ -318,21 +336,21 @@ _PLAIN = (None,)
 """The execution context of a CPU tensor, outside of dispatch modes."""
 _APPLY = apply_of(_PlannedLinear)
 _PLANS: Plans[LinearPlan] = Plans()
-_MATCHES: Plans[tuple[Callable[..., bool], LinearPlan, bool, bool, Readers]] = Plans()
-"""By id of a weight: a check for tensors like those of its last call, its plan, whether bias was None, grad mode, and
-who reads the casts of its input."""
+_MATCHES: Plans[tuple[Callable[..., bool], LinearPlan, bool, Readers, weakref.ref[Tensor]]] = Plans()
+"""By id of a weight, negative without autograd: a check for tensors like those of its last call, its plan, whether bias
+was None, who reads the casts of its input, and the weight."""
 
 
 def _uses_all_gradients(ctx: Any) -> bool:
-    """Whether `required_gradients` would return `ctx.needs_input_grad` outside of torch.compile; False if that takes
-    longer to tell.
-    """
-    try:
-        for node, _ in ctx.next_functions:
-            if node is not None and not will_execute(node):  # type: ignore[misc]
+    """Whether `required_gradients` would return what `ctx.needs_input_grad` says, outside of torch.compile."""
+    if will_execute is None:
+        return True
+    for node, _ in ctx.next_functions:
+        try:
+            if node is not None and not will_execute(node):
                 return False
-    except (RuntimeError, TypeError):
-        return False
+        except RuntimeError:  # a leaf whose gradient `torch.autograd.grad` returns
+            pass
     return True
 
 

@@ -21,7 +21,7 @@ Lines = list[str]
 
 def forward_function(plan: Any) -> Callable[..., Any]:
     """Return what replaces `forward` of a `LinearPlan`."""
-    constants: dict[str, Any] = {"zeros": ZEROS, "plan": plan}
+    constants: dict[str, Any] = {"zeros": ZEROS.cut, "plan": plan}
     rows = f"input.reshape(({plan.m}, {plan.k}))"
     dtype, view = source_of(plan.out_dtype, constants), source_of(torch.ops.aten._unsafe_view, constants)
     x_t = f"{'X_MK' if plan.is_matrix else 'X_MK.detach()'}.to({dtype})" if plan.saves_x else "None"
@@ -47,14 +47,14 @@ def forward_function(plan: Any) -> Callable[..., Any]:
         lines += ["if bias is not None and bias.data_ptr() & 15: Y = plan.y(X_Q, Q.t(), X_S, S, bias)"]
         lines += [f"else: Y = {product}"]
     lines += [] if plan.saves_x_cast else [f"X_T, X_T_S = {x_t}, None"]
-    lines += [f"ctx.save_for_backward({w_saved if plan.saves_w else 'None, None, None'}, X_T, X_T_S)"]
+    lines += [f"ctx.to_save = ({w_saved if plan.saves_w else 'None, None, None'}, X_T, X_T_S)"]
     lines += ["return Y" if plan.is_matrix else f"return {view}(Y, {plan.out_shape})"]
     return function_of("ctx, input, W, bias, casts, channels", lines, constants)
 
 
 def backward_function(plan: Any) -> Callable[..., Any]:
     """Return what replaces `run` of a `BackwardPlan`."""
-    constants: dict[str, Any] = {"zeros": ZEROS, "plan": plan, "float32": torch.float32}
+    constants: dict[str, Any] = {"zeros": ZEROS.cut, "plan": plan, "float32": torch.float32}
     lines = [
         *_preparation(constants, "return plan._run(G, saved, channels)", plan.w, plan.g),
         "W, W_Q, W_S, X_Q, X_S = saved",

@@ -61,7 +61,7 @@ def quantize(
             _check_call(x, spec, fold, amax, scale, order)
             call = _CALLS.add(key, Call((spec.text,)))
         if (plan := call.plan(QUANTIZE, x.device, x, spec, fold, amax, scale, order)) is not None:
-            q, q_t, s, _ = plan.run(x, fold, None, amax if scale is None else scale, ZEROS)
+            q, q_t, s, _ = plan.run(x, fold, None, amax if scale is None else scale, ZEROS.cut)
             return ScaledTensor(q, s, spec, q_t if order == "both" else None)
     else:
         _check_call(x, spec, fold, amax, scale, order)
@@ -97,7 +97,7 @@ def quantize_pair(
             _check_pair(x, spec, fold, spec_t, fold_t)
             call = _PAIR_CALLS.add(key, Call((spec.text, spec_t.text)))
         if (plan := call.plan(QUANTIZE_PAIR, x.device, x, spec, fold, spec_t, fold_t)) is not None:
-            q, q_t, s, s_t = plan.run(x, fold, fold_t, None, ZEROS)
+            q, q_t, s, s_t = plan.run(x, fold, fold_t, None, ZEROS.cut)
             return ScaledTensor(q, s, spec), ScaledTensor(q_t, s_t, spec_t)
     else:
         _check_pair(x, spec, fold, spec_t, fold_t)

@@ -169,20 +169,20 @@ class QuantizePlan:
         if not contiguous:
             lines += [f"if not {name}.is_contiguous(): {otherwise}" for name in (*folds, *["BITS"] * takes_scale)]
         lines += self._allocations(constants)
-        addresses = {"x": "X", "q": "Q", "q_t": "COLUMNS", "s": "S"} | {name.lower(): name for name in folds}
+        addresses = {"x": "X", "q_t": "COLUMNS", "s": "S"} | {name.lower(): name for name in folds}
+        addresses |= {"q": "Q"} if self._writes_rows and self._writes_columns else {}
         addresses |= {"s_t": "S_T"} if self._pair else {}
         lines += [f"{name} = {tensor}.data_ptr()" for name, tensor in addresses.items()]
-        lines += [f"{name.lower()} = x" for name in ("FOLD", "FOLD_T") if name not in folds]
-        lines += ["s_t = s"] * (not self._pair)
         if self._two_passes:
             lines += [f"BLOCK, start = zeros({self._maxima}, {source_of(self._device, constants)}, stream)"]
             lines += ["amax = BLOCK.data_ptr() + 4 * start"]
         else:
-            lines += ["amax = BITS.data_ptr()" if takes_scale else "amax = x"]
-        lines += [
-            f"amax_t = amax + {4 * self._second_at if self._pair and self._two_passes else 0}",
-            "precomputed = amax",
-        ]
+            lines += ["amax = s if BITS is S else BITS.data_ptr()" if takes_scale else "amax = x"]
+        second = 4 * self._second_at if self._pair and self._two_passes else 0
+        others = {"fold": "x", "fold_t": "x", "q": "q_t", "s_t": "s"}
+        others |= {"amax_t": f"amax + {second}", "precomputed": "amax"}
+        passed = {name for step, _ in self._steps for name in step.names} - addresses.keys()
+        lines += [f"{name} = {address}" for name, address in others.items() if name in passed]
         given = ["x", *(name.lower() for name in folds), *["amax"] * takes_scale]  # allocations are aligned
         lines += [f"if ({' | '.join(given)}) & 15: {otherwise}"]
         return [*lines, *map(str, launches)]
