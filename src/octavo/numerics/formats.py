@@ -80,9 +80,13 @@ def widen(q: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     if q.dtype not in (E4M3.dtype, E5M2.dtype) or q.device.type != "cpu":
         return q.to(dtype)
     values = torch.empty_like(q, dtype=dtype)
-    dim = 0 if q.ndim < 2 or q.stride(0) >= q.stride(-1) else q.ndim - 1
-    step = max(CHUNK_ELEMENTS * q.shape[dim] // max(q.numel(), 1), 1) if q.ndim else 1
-    for codes, out in zip(q.split(step, dim), values.split(step, dim), strict=True):
+    if q.numel() <= CHUNK_ELEMENTS:
+        chunks = [(q, values)]
+    else:
+        dim = 0 if q.ndim < 2 or q.stride(0) >= q.stride(-1) else q.ndim - 1
+        step = max(CHUNK_ELEMENTS * q.shape[dim] // q.numel(), 1)
+        chunks = list(zip(q.split(step, dim), values.split(step, dim), strict=True))
+    for codes, out in chunks:
         bits = codes.view(torch.int8).to(torch.int16)
         half = _e4m3_as_half(codes, bits) if q.dtype == E4M3.dtype else bits.bitwise_left_shift_(8).view(torch.float16)
         if dtype == torch.float32:
@@ -103,6 +107,6 @@ def _e4m3_as_half(codes: Tensor, bits: Tensor) -> Tensor:
     bits &= -0x4080  # keep s at 15 and eeee mmm at 13…7
     visible = type(codes) is Tensor and not torch.compiler.is_compiling()
     if not visible or not codes.numel() or int((codes.view(torch.int8) & 0x7F).amax()) == 0x7F:
-        # Adding 1 to the mantissa carries into float16's upper exponent bit for NaN only, and makes its exponent all ones.
+        # Adding 1 to the mantissa carries into float16's upper exponent bit for NaN only: its exponent is all ones.
         bits |= (bits + 0x80).bitwise_and_(0x4000)
     return bits.view(torch.float16)

@@ -123,28 +123,29 @@ def _kind(state: ParamState) -> tuple[Any, ...]:
 def _step_together(states: list[ParamState], hyper: HyperParams) -> None:
     """Take one step on parameters of one kind, whose rows consist of whole groups."""
     if len(states) == 1:
-        return step(states[0], hyper)
-    parts: list[list[Tensor]] = [[] for _ in states]
-    joined: dict[str, Tensor | None] = {}
-    for name in _TENSORS:
-        views = [None if (t := getattr(state, name)) is None else t.view(-1, GROUP) for state in states]
-        joined[name] = None if views[0] is None else torch.cat(views)
-        if name != "grad" and views[0] is not None:
-            for part, view in zip(parts, views, strict=True):
-                part.append(view)
+        step(states[0], hyper)
+        return
+    sizes = [state.param.numel() // GROUP for state in states]
+    updated: list[tuple[list[Tensor], Tensor]] = []
+
+    def joined(parts: list[Tensor]) -> Tensor:
+        whole = torch.cat(parts)
+        updated.append((parts, whole))
+        return whole
+
+    def of_each(name: str) -> Any:
+        parts = [getattr(state, name) for state in states]
+        return None if parts[0] is None else joined([part.view(-1, GROUP) for part in parts])
+
     scales = None
     if states[0].scales is not None:
-        views = [[scale.view(-1, 1) for scale in state.scales or ()] for state in states]
-        scales = tuple(map(torch.cat, zip(*views, strict=True)))
-        for part, of_state in zip(parts, views, strict=True):
-            part += of_state
-    both = ParamState(**joined, scales=scales, seed=states[0].seed, members=tuple(states))
-    _step(both, hyper)
-    updated = [t for name, t in joined.items() if name != "grad" and t is not None] + [*(scales or ())]
-    sizes = [state.param.numel() // GROUP for state in states]
-    for into, values in zip(zip(*parts, strict=True), updated, strict=True):
-        torch._foreach_copy_(list(into), list(values.split(sizes)))
-    return None
+        by_scale = zip(*(state.scales or () for state in states), strict=True)
+        scales = tuple(joined([scale.view(-1, 1) for scale in parts]) for parts in by_scale)
+    grad = torch.cat([state.grad.view(-1, GROUP) for state in states])
+    tensors = {name: of_each(name) for name in _TENSORS if name != "grad"}
+    _step(ParamState(**tensors, grad=grad, scales=scales, seed=states[0].seed, members=tuple(states)), hyper)
+    for parts, whole in updated:
+        torch._foreach_copy_(parts, list(whole.split(sizes)))
 
 
 def step(state: ParamState, hyper: HyperParams) -> None:
@@ -216,7 +217,8 @@ def random_bits_of(state: ParamState, which: int) -> Tensor | None:
 
 def _group_seeds(state: ParamState, which: int) -> Tensor:
     assert state.seed is not None
-    return group_seeds(*state.param.shape, state.first, state.seed + which, state.param.device)
+    rows, columns = state.param.shape
+    return group_seeds(rows, columns, state.first, state.seed + which, state.param.device)
 
 
 def master_values(state: ParamState) -> Tensor:

@@ -43,8 +43,9 @@ def quantize(
             scaled.clamp_(-spec.format.max, spec.format.max)
             # NaN where x is not finite; else a zero of the same sign
             scaled.add_(_blocks(_values(x, fold, chunk), spec) * 0.0)
-        height = min(chunk.stop, x.shape[0]) - chunk.start
-        data[chunk].copy_(scaled.reshape(scaled.shape[0] * scaled.shape[1], -1)[:height, : x.shape[1]])
+        out = data[chunk]
+        values = scaled.reshape(scaled.shape[0] * scaled.shape[1], -1)
+        out.copy_(values if values.shape == out.shape else values[: out.shape[0], : out.shape[1]])
     if scale_f32 is None:
         scale_f32 = scales[0] if len(scales) == 1 else torch.cat(scales)
     outputs = [data] if order != "columns" else []
@@ -80,7 +81,7 @@ def scale_of(amax: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
     Scales are positive and finite. For a non-finite amax the inverse is NaN, which makes the whole block NaN.
     """
     scale = (amax.double() / spec.format.max).float().clamp_min(SMALLEST_SCALE)
-    finite = amax.isfinite()
+    finite = amax.abs() < torch.inf  # false for NaN
     scale = torch.where(finite, scale if spec.scale_rule == "amax" else power_of_two(scale), 1.0)
     return scale, torch.where(finite, reciprocal(scale), torch.nan)
 
