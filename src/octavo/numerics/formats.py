@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from octavo.numerics.row_chunks import CHUNK_ELEMENTS
+from octavo.numerics.row_chunks import CHUNK_ELEMENTS, visible
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,34 +79,35 @@ def widen(q: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """
     if q.dtype not in (E4M3.dtype, E5M2.dtype) or q.device.type != "cpu":
         return q.to(dtype)
-    values = torch.empty_like(q, dtype=dtype)
     if q.numel() <= CHUNK_ELEMENTS:
-        chunks = [(q, values)]
-    else:
-        dim = 0 if q.ndim < 2 or q.stride(0) >= q.stride(-1) else q.ndim - 1
-        step = max(CHUNK_ELEMENTS * q.shape[dim] // q.numel(), 1)
-        chunks = list(zip(q.split(step, dim), values.split(step, dim), strict=True))
-    for codes, out in chunks:
-        bits = codes.view(torch.int8).to(torch.int16)
-        half = _e4m3_as_half(codes, bits) if q.dtype == E4M3.dtype else bits.bitwise_left_shift_(8).view(torch.float16)
-        if dtype == torch.float32:
-            out.copy_(half)
-            widened = out
-        else:  # PyTorch converts float16 to bfloat16 slowly
-            widened = half.float()
-        if q.dtype == E4M3.dtype:
-            widened.mul_(2.0**8)
-        if widened is not out:
-            out.copy_(widened)
+        return _widened(q, dtype)
+    values = torch.empty_like(q, dtype=dtype)
+    dim = 0 if q.ndim < 2 or q.stride(0) >= q.stride(-1) else q.ndim - 1
+    step = max(CHUNK_ELEMENTS * q.shape[dim] // q.numel(), 1)
+    for codes, out in zip(q.split(step, dim), values.split(step, dim), strict=True):
+        _widened(codes, dtype, out)
     return values
+
+
+def _widened(codes: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+    """Return, or write to `out`, the values of E4M3 or E5M2 codes on a CPU."""
+    bits = codes.view(torch.int8).to(torch.int16)
+    is_e4m3 = codes.dtype == E4M3.dtype
+    half = _e4m3_as_half(codes, bits) if is_e4m3 else bits.bitwise_left_shift_(8).view(torch.float16)
+    # PyTorch converts float16 to bfloat16 slowly.
+    values = half.float() if out is None or dtype != torch.float32 else out.copy_(half)
+    if is_e4m3:
+        values.mul_(2.0**8)
+    if dtype == torch.float32:
+        return values
+    return values.to(dtype) if out is None else out.copy_(values)
 
 
 def _e4m3_as_half(codes: Tensor, bits: Tensor) -> Tensor:
     """Return E4M3 values times 2⁻⁸ in float16; `bits`: their sign-extended codes s…s s eeee mmm, overwritten."""
     bits <<= 7
     bits &= -0x4080  # keep s at 15 and eeee mmm at 13…7
-    visible = type(codes) is Tensor and not torch.compiler.is_compiling()
-    if not visible or not codes.numel() or int((codes.view(torch.int8) & 0x7F).amax()) == 0x7F:
+    if not visible(codes) or not codes.numel() or int((codes.view(torch.int8) & 0x7F).amax()) == 0x7F:
         # Adding 1 to the mantissa carries into float16's upper exponent bit for NaN only: its exponent is all ones.
         bits |= (bits + 0x80).bitwise_and_(0x4000)
     return bits.view(torch.float16)

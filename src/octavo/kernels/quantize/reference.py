@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from octavo.numerics.row_chunks import row_chunks
+from octavo.numerics.row_chunks import row_chunks, visible
 from octavo.numerics.spec import FULL, SMALLEST_SCALE, QuantSpec
 
 
@@ -80,7 +80,10 @@ def scale_of(amax: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
 
     Scales are positive and finite. For a non-finite amax the inverse is NaN, which makes the whole block NaN.
     """
-    scale = (amax.double() / spec.format.max).float().clamp_min(SMALLEST_SCALE)
+    scale = amax.double().div_(spec.format.max).float().clamp_min_(SMALLEST_SCALE)
+    if visible(scale) and (not scale.numel() or float(scale.amax()) < torch.inf):  # all finite
+        scale = scale if spec.scale_rule == "amax" else power_of_two(scale)
+        return scale, reciprocal(scale)
     finite = amax.abs() < torch.inf  # false for NaN
     scale = torch.where(finite, scale if spec.scale_rule == "amax" else power_of_two(scale), 1.0)
     return scale, torch.where(finite, reciprocal(scale), torch.nan)
@@ -88,7 +91,7 @@ def scale_of(amax: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
 
 def reciprocal(scale: Tensor) -> Tensor:
     """Return 1/scale, divided in float64, in float32."""
-    return (1.0 / scale.double()).float()
+    return scale.double().reciprocal_().float()
 
 
 def _block_row_chunks(x: Tensor, spec: QuantSpec) -> list[slice]:
@@ -139,7 +142,7 @@ def _largest(blocks: Tensor) -> Tensor:
 
 def _in_range(scaled: Tensor, spec: QuantSpec) -> bool:
     """Whether all values are finite and round to finite FP8 values without clamping."""
-    if scaled.device.type != "cpu":  # a look at the values would wait for the device
+    if not visible(scaled):
         return False
     limit = spec.format.max * (1 + 2.0**-5)  # the largest value plus less than half of the step to the next
     return not scaled.numel() or (-limit < float(scaled.amin()) and float(scaled.amax()) < limit)
