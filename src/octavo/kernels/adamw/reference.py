@@ -145,7 +145,8 @@ def _step_together(states: list[ParamState], hyper: HyperParams) -> None:
     tensors = {name: of_each(name) for name in _TENSORS if name != "grad"}
     _step(ParamState(**tensors, grad=grad, scales=scales, seed=states[0].seed, members=tuple(states)), hyper)
     for parts, whole in updated:
-        torch._foreach_copy_(parts, list(whole.split(sizes)))
+        for part, values in zip(parts, whole.split(sizes), strict=True):
+            part.copy_(values)
 
 
 def step(state: ParamState, hyper: HyperParams) -> None:
