@@ -201,3 +201,20 @@ def test_ops_trace_and_their_fakes_are_right():
     compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
     for want, got in zip(block(gate, up), compiled(gate, up), strict=True):
         assert_same({"": want}, {"": got})
+
+
+@by_activation
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_looked_up_activations_are_the_computed_ones(activation, dtype, monkeypatch):
+    every_number = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype).view(256, 256)
+    gate, up, grad = every_number.t(), randn(256, 256, dtype=dtype), randn(256, 256, seed=1, dtype=dtype)
+    monkeypatch.setattr(activations, "MOST_LOOKUP_THREADS", 1 << 10)
+    looked_up = [*fused_reference.glu(gate, up, activation, None, "rows", True)]
+    looked_up += fused_reference.glu_backward(grad, gate, up, activation, False)
+    monkeypatch.setattr(activations, "MOST_LOOKUP_THREADS", 0)
+    computed = [*fused_reference.glu(gate, up, activation, None, "rows", True)]
+    computed += fused_reference.glu_backward(grad, gate, up, activation, False)
+    for a, b in zip(looked_up, computed, strict=True):
+        numbers = ~a.isnan()  # which NaN is left to PyTorch's conversions
+        assert torch.equal(numbers, ~b.isnan())
+        assert torch.equal(a.view(torch.int16)[numbers], b.view(torch.int16)[numbers])

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
+from octavo.nn import loss
 from octavo.nn.loss import chunk_tokens, linear_cross_entropy
 from octavo.nn.memory_audit import saved_for_backward
 from octavo.numerics.error import sqnr
@@ -259,3 +260,17 @@ def test_mistakes_are_named(change, message):
     hidden, weight, target, _ = inputs()
     with pytest.raises(ValueError, match=message):
         linear_cross_entropy(**({"hidden": hidden, "weight": weight, "target": target} | change))
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_bf16_products_in_float32_are_rounded_as_bf16_ones(monkeypatch, has_bias):
+    def run(has_instructions):
+        monkeypatch.setattr(loss, "has_bf16_instructions", lambda: has_instructions)
+        hidden, weight, target, bias = inputs(dtype=torch.bfloat16, bias=has_bias)
+        value = linear_cross_entropy(hidden, weight, target, bias, chunk=20)
+        value.backward()
+        return [value, *(leaf.grad for leaf in (hidden, weight, bias) if leaf is not None)]
+
+    for own, torchs in zip(run(False), run(True), strict=True):
+        assert own.dtype == torchs.dtype
+        assert sqnr(torchs.detach().float(), own.detach().float()) > 50

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from octavo.kernels.adamw import reference
 from octavo.optim import AdamW
 
 
@@ -266,3 +267,26 @@ def test_sparse_gradients_are_refused():
     embedding(torch.tensor([1, 2])).sum().backward()
     with pytest.raises(ValueError, match="is sparse"):
         optimizer.step()
+
+
+@pytest.mark.parametrize("states", ["fp8", "fp32"])
+@pytest.mark.parametrize("master", ["remainder", "fp32", None])
+def test_small_parameters_stepped_together_are_those_stepped_alone(states, master, monkeypatch):
+    shapes = [(256, 256), (7, 128), (512,), (3, 2, 384), (40, 200), (512, 128), (1, 128)]
+    together, alone = (
+        [nn.Parameter(randn(*shape, seed=i, dtype=torch.bfloat16)) for i, shape in enumerate(shapes)] for _ in range(2)
+    )
+    settings = SETTINGS | {"states": states, "master": master}
+    first, second = AdamW(together, **settings), AdamW(alone, **settings)
+    calls = []
+    step = reference._step_together
+    monkeypatch.setattr(reference, "_step_together", lambda of, hyper: (calls.append(len(of)), step(of, hyper)))
+    train(first, together, 3)
+    assert max(calls) > 1
+    monkeypatch.setattr(reference, "_step_together", lambda of, hyper: [reference.step(s, hyper) for s in of])
+    train(second, alone, 3)
+    for a, b in zip(together, alone, strict=True):
+        assert torch.equal(a, b)
+        for name, value in first.state[a].items():
+            other = second.state[b][name]
+            assert value.dtype == other.dtype and value.float().equal(other.float()), name

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from octavo.numerics.row_chunks import CHUNK_ELEMENTS
+from octavo.numerics.row_chunks import CHUNK_ELEMENTS, visible
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,23 +73,41 @@ VALUE_FORMATS = {f.name: f for f in (E4M3, E5M2)}
 def widen(q: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Convert FP8 values exactly to float32 or bfloat16.
 
-    PyTorch's conversion of E4M3 on a CPU takes 3 ns per element, longer than the product that follows. So this moves
-    sign, exponent and mantissa to float16's positions, whose conversion is fast, and multiplies by 2⁸ to correct the
-    bias, subnormals included. Adding 1 to the mantissa carries into float16's upper exponent bit for the NaN code only,
-    the largest one; setting that bit makes its exponent all ones.
+    PyTorch's conversion of E4M3 on a CPU takes 3 ns per element, longer than the product that follows, and that of E5M2
+    0.6. So this moves sign, exponent and mantissa to float16's positions, whose conversion is fast, and for E4M3
+    multiplies by 2⁸ to correct the bias, subnormals included. Its NaN code, the largest one, becomes a NaN of float16.
     """
-    if q.dtype != E4M3.dtype or q.device.type != "cpu":
+    if q.dtype not in (E4M3.dtype, E5M2.dtype) or q.device.type != "cpu":
         return q.to(dtype)
+    if q.numel() <= CHUNK_ELEMENTS:
+        return _widened(q, dtype)
     values = torch.empty_like(q, dtype=dtype)
     dim = 0 if q.ndim < 2 or q.stride(0) >= q.stride(-1) else q.ndim - 1
-    step = max(CHUNK_ELEMENTS * q.shape[dim] // max(q.numel(), 1), 1) if q.ndim else 1
+    step = max(CHUNK_ELEMENTS * q.shape[dim] // q.numel(), 1)
     for codes, out in zip(q.split(step, dim), values.split(step, dim), strict=True):
-        bits = codes.view(torch.int8).to(torch.int16)  # sign-extended: s…s s eeee mmm
-        bits <<= 7
-        bits &= -0x4080  # keep s at 15 and eeee mmm at 13…7
-        bits |= (bits + 0x80).bitwise_and_(0x4000)
-        if dtype == torch.float32:
-            out.copy_(bits.view(torch.float16)).mul_(2.0**8)
-        else:  # PyTorch converts float16 to bfloat16 slowly
-            out.copy_(bits.view(torch.float16).float().mul_(2.0**8))
+        _widened(codes, dtype, out)
     return values
+
+
+def _widened(codes: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+    """Return, or write to `out`, the values of E4M3 or E5M2 codes on a CPU."""
+    bits = codes.view(torch.int8).to(torch.int16)
+    is_e4m3 = codes.dtype == E4M3.dtype
+    half = _e4m3_as_half(codes, bits) if is_e4m3 else bits.bitwise_left_shift_(8).view(torch.float16)
+    # PyTorch converts float16 to bfloat16 slowly.
+    values = half.float() if out is None or dtype != torch.float32 else out.copy_(half)
+    if is_e4m3:
+        values.mul_(2.0**8)
+    if dtype == torch.float32:
+        return values
+    return values.to(dtype) if out is None else out.copy_(values)
+
+
+def _e4m3_as_half(codes: Tensor, bits: Tensor) -> Tensor:
+    """Return E4M3 values times 2⁻⁸ in float16; `bits`: their sign-extended codes s…s s eeee mmm, overwritten."""
+    bits <<= 7
+    bits &= -0x4080  # keep s at 15 and eeee mmm at 13…7
+    if not visible(codes) or not codes.numel() or int((codes.view(torch.int8) & 0x7F).amax()) == 0x7F:
+        # Adding 1 to the mantissa carries into float16's upper exponent bit for NaN only: its exponent is all ones.
+        bits |= (bits + 0x80).bitwise_and_(0x4000)
+    return bits.view(torch.float16)

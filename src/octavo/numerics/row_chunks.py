@@ -4,6 +4,9 @@ PyTorch runs each operation on whole tensors. On a CPU every intermediate result
 and the kernel clears its new pages first, which takes longer than the arithmetic.
 """
 
+import torch
+from torch import Tensor
+
 CHUNK_ELEMENTS = 262144
 """Elements per chunk: a megabyte in float32."""
 
@@ -16,3 +19,8 @@ def row_chunks(shape: tuple[int, int], multiple: int = 1) -> list[slice]:
     rows, columns = shape
     step = max(CHUNK_ELEMENTS // max(columns * multiple, 1), 1) * multiple
     return [slice(start, min(start + step, rows)) for start in range(0, rows, step)] if columns else []
+
+
+def visible(tensor: Tensor) -> bool:
+    """Whether Python may look at a tensor's values at little cost: real ones, on a CPU, outside a graph."""
+    return tensor.device.type == "cpu" and type(tensor) is Tensor and not torch.compiler.is_compiling()

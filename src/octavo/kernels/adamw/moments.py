@@ -46,24 +46,27 @@ def groups(columns: int) -> int:
     return -(-columns // GROUP)
 
 
-def compress(values: Tensor, signed: bool, noise: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+def compress(
+    values: Tensor, signed: bool, noise: Tensor | None = None, *, overwrite: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
     """Compress float32 moments to FP8.
 
     Args:
         values: [R,C]; not negative unless signed.
         signed: Whether this is a first moment.
         noise: Random bits (`random_bits`) for stochastic rounding; None rounds to nearest.
+        overwrite: Whether `values` may be overwritten.
 
     Returns:
         Codes [R,C] (float8_e4m3fn if signed, else uint8), hi float32 and k uint8, both [R, groups].
     """
     rows, columns = values.shape
     grouped = _grouped(values)
-    size = grouped.abs()
+    size = grouped.abs_() if overwrite and not signed else grouped.abs()
     hi, lo = size.amax(-1, keepdim=True), size.amin(-1, keepdim=True)
-    zeros = None if bool((lo > 0).all()) else size == 0  # rare
+    zeros = None if bool((lo > 0).all()) else _zeros(size)
     if zeros is not None:
-        lo = size.masked_fill(zeros, torch.inf).amin(-1, keepdim=True)
+        lo = _where_zero(size, zeros, torch.inf).amin(-1, keepdim=True)
     empty = hi == 0
     log_hi = hi.masked_fill(empty, 1.0).log2()
     spread = log_hi - lo.masked_fill(empty, 1.0).log2()
@@ -71,10 +74,10 @@ def compress(values: Tensor, signed: bool, noise: Tensor | None = None) -> tuple
     k = (16 * reach / spread).floor_().clamp_(1, _MAX_K)  # 255 if all are equal: the quotient is infinite
     top = TOP_SIGNED if signed else TOP_UNSIGNED
     if zeros is not None:
-        size.masked_fill_(zeros, 1.0)  # the logarithm of zero is ten times slower on a CPU
+        size = _where_zero(size, zeros, 1.0)  # the logarithm of zero is ten times slower on a CPU
     stretched = size.log2_().sub_(log_hi).mul_(k / 16).exp2_().mul_(top)
     if zeros is not None:
-        stretched.masked_fill_(zeros, 0.0)
+        stretched.view(torch.int32).bitwise_and_(zeros.bitwise_not_())
     codes = _signed_codes(stretched, grouped, noise) if signed else _unsigned_codes(stretched, noise, zeros)
     codes = codes.view(rows, groups(columns) * GROUP)[:, :columns].contiguous()
     return codes, hi.squeeze(-1), k.squeeze(-1).to(torch.uint8)
@@ -83,10 +86,10 @@ def compress(values: Tensor, signed: bool, noise: Tensor | None = None) -> tuple
 def expand(codes: Tensor, hi: Tensor, k: Tensor, signed: bool) -> Tensor:
     """Expand the result of `compress` to float32 moments [R,C]."""
     rows, columns = codes.shape
-    indices = k.int().bitwise_left_shift_(8).unsqueeze(-1) + _grouped(codes.view(torch.uint8))
+    indices = _grouped(codes.view(torch.uint8)).int().add_(k.int().bitwise_left_shift_(8).unsqueeze(-1))
     roots = _shared_half_roots if type(codes) is Tensor else _half_roots  # fake tensors mix with no real ones
     half = roots(signed, codes.device).index_select(0, indices.flatten()).view(indices.shape)
-    values = (half * hi.unsqueeze(-1)).mul_(half.abs_())
+    values = (half * hi.unsqueeze(-1)).mul_(half.abs_() if signed else half)
     return values.view(rows, hi.shape[1] * GROUP)[:, :columns]
 
 
@@ -130,12 +133,23 @@ def random_bits(rows: int, columns: int, first: int, seed: int, device: torch.de
         seed: Any integer.
         device: Device of the result.
     """
-    across = groups(columns) * GROUP
-    bits = torch.arange(rows * across, dtype=torch.int32, device=device)
-    bits.mul_(_signed(_STRIDE)).add_(_signed(seed_after(seed, first * across)))
+    return hashed(group_seeds(rows, columns, first, seed, device)).view(rows, groups(columns), GROUP)
+
+
+def group_seeds(rows: int, columns: int, first: int, seed: int, device: torch.device) -> Tensor:
+    """Return what `hashed` makes random bits of, int32 [rows · groups]; arguments as of `random_bits`."""
+    start = seed_after(seed, first * groups(columns) * GROUP)
+    indices = torch.arange(rows * groups(columns), dtype=torch.int32, device=device)
+    return indices.mul_(_signed(GROUP * _STRIDE)).add_(_signed(start))
+
+
+def hashed(seeds: Tensor) -> Tensor:
+    """Return the random bits of groups, int32 [n, 128], of `group_seeds` [n]."""
+    lanes = torch.arange(GROUP, dtype=torch.int32, device=seeds.device).mul_(_signed(_STRIDE))
+    bits = seeds.unsqueeze(-1) + lanes
     bits.bitwise_xor_((bits >> 16).bitwise_and_(0xFFFF)).mul_(_signed(0x85EBCA6B))
     bits.bitwise_xor_((bits >> 13).bitwise_and_(0x7FFFF)).mul_(_signed(0xC2B2AE35))
-    return bits.bitwise_xor_((bits >> 16).bitwise_and_(0xFFFF)).view(rows, groups(columns), GROUP)
+    return bits.bitwise_xor_((bits >> 16).bitwise_and_(0xFFFF))
 
 
 def seed_after(seed: int, elements: int) -> int:
@@ -153,17 +167,33 @@ def _signed(number: int) -> int:
     return ((number + 2**31) % 2**32) - 2**31
 
 
+def _zeros(size: Tensor) -> Tensor:
+    """Return a mask, all ones where a magnitude is zero. A boolean one takes ten times as long on a CPU."""
+    return (size.view(torch.int32) - 1).bitwise_right_shift_(31)
+
+
+def _where_zero(size: Tensor, zeros: Tensor, value: float) -> Tensor:
+    """Replace zeros, of which `zeros` is the mask, by a positive value."""
+    bits = int(torch.tensor(value, dtype=torch.float32, device="cpu").view(torch.int32))
+    return (zeros & bits).bitwise_or_(size.view(torch.int32)).view(torch.float32)
+
+
 def _signed_codes(size: Tensor, values: Tensor, noise: Tensor | None) -> Tensor:
+    """Round sizes, overwritten, to E4M3 with the signs of `values`."""
     if noise is not None:
-        size = _rounded_at_random(size, 20, noise).clamp_(max=TOP_SIGNED)
-    return size.copysign(values).to(E4M3.dtype)
+        bits = size.view(torch.int32).add_(_low_bits(noise, 20)).bitwise_and_(-(1 << 20))
+        size = bits.view(torch.float32).clamp_(max=TOP_SIGNED)
+    return size.copysign_(values).to(E4M3.dtype)
 
 
-def _unsigned_codes(size: Tensor, noise: Tensor | None, zeros: Tensor | None) -> Tensor:
-    """Encode numbers from 1 to 2¹⁵·31/16 with four exponent and four mantissa bits, zero as code 0."""
-    bits = (_rounded_at_random(size, 19, noise) if noise is not None else size).view(torch.int32)
-    codes = (bits + (1 << 18 if noise is None else 0)).bitwise_right_shift_(19).sub_(127 << 4).clamp_(1, 255)
-    return (codes if zeros is None else codes.masked_fill_(zeros, 0)).to(torch.uint8)
+def _unsigned_codes(size: Tensor, noise: Tensor | None, nonzeros: Tensor | None) -> Tensor:
+    """Encode numbers from 1 to 2¹⁵·31/16, overwritten, with four exponent and mantissa bits, zero as code 0.
+
+    `nonzeros`: a mask of all ones where numbers are not zero; None if none is.
+    """
+    bits = size.view(torch.int32).add_(1 << 18 if noise is None else _low_bits(noise, 19))
+    codes = bits.bitwise_right_shift_(19).sub_(127 << 4).clamp_(1, 255)
+    return (codes if nonzeros is None else codes.bitwise_and_(nonzeros)).to(torch.uint8)
 
 
 def _unsigned_values(codes: Tensor) -> Tensor:
@@ -171,7 +201,6 @@ def _unsigned_values(codes: Tensor) -> Tensor:
     return bits.view(torch.float32).mul_(codes != 0)
 
 
-def _rounded_at_random(size: Tensor, dropped: int, noise: Tensor) -> Tensor:
-    """Clear the `dropped` low bits of float32 values with stochastic rounding (16 random bits)."""
-    bits = (noise & 0xFFFF).bitwise_left_shift_(dropped - 16).add_(size.view(torch.int32))
-    return bits.bitwise_and_(-(1 << dropped)).view(torch.float32)
+def _low_bits(noise: Tensor, dropped: int) -> Tensor:
+    """Return 16 random bits as the upper ones of `dropped`: added to a number, they round it at random."""
+    return (noise & 0xFFFF).bitwise_left_shift_(dropped - 16)

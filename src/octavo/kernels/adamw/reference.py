@@ -9,11 +9,12 @@ becomes bf16's canonical NaN with remainder 0, because a carry from rounding its
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from octavo.kernels.adamw.moments import compress, expand, random_bits
+from octavo.kernels.adamw.moments import GROUP, compress, expand, group_seeds, groups, hashed
 
 CHUNK_ELEMENTS = 1 << 18
 """Elements per chunk."""
@@ -58,6 +59,7 @@ class ParamState:
         master: float32 master; None if the parameter is its own master, or with a remainder.
         seed: Seed for stochastic rounding of moments and of a bf16 parameter without a master; None: to nearest.
         first: Index of the first of these rows in the whole parameter.
+        members: The parameters whose rows these are, in groups of 128; empty for rows of one.
     """
 
     param: Tensor
@@ -69,6 +71,7 @@ class ParamState:
     master: Tensor | None
     seed: int | None = None
     first: int = 0
+    members: tuple["ParamState", ...] = ()
 
     def rows(self, start: int, end: int) -> "ParamState":
         """Return a view of some rows."""
@@ -90,9 +93,60 @@ class ParamState:
 
 
 def step_all(work: list[tuple[ParamState, HyperParams]]) -> None:
-    """Take one step on each parameter, in place."""
+    """Take one step on each parameter, in place; small ones together, in fewer operations."""
+    by_kind: dict[Any, list[ParamState]] = {}
     for state, hyper in work:
-        step(state, hyper)
+        rows, columns = state.param.shape
+        if columns % GROUP == 0 and 0 < 2 * rows * columns <= CHUNK_ELEMENTS:
+            by_kind.setdefault((hyper, _kind(state)), []).append(state)
+        else:
+            step(state, hyper)
+    for (hyper, _), states in by_kind.items():
+        batch: list[ParamState] = []
+        for state in states:
+            if sum(member.param.numel() for member in batch) + state.param.numel() > CHUNK_ELEMENTS:
+                _step_together(batch, hyper)
+                batch = []
+            batch.append(state)
+        _step_together(batch, hyper)
+
+
+_TENSORS = ("param", "grad", "exp_avg", "exp_avg_sq", "remainder", "master")
+
+
+def _kind(state: ParamState) -> tuple[Any, ...]:
+    """Return what parameters that are stepped together have in common."""
+    dtypes = (None if t is None else t.dtype for t in (getattr(state, name) for name in _TENSORS))
+    return *dtypes, state.scales is None, state.seed is None, state.param.device
+
+
+def _step_together(states: list[ParamState], hyper: HyperParams) -> None:
+    """Take one step on parameters of one kind, whose rows consist of whole groups."""
+    if len(states) == 1:
+        step(states[0], hyper)
+        return
+    sizes = [state.param.numel() // GROUP for state in states]
+    updated: list[tuple[list[Tensor], Tensor]] = []
+
+    def joined(parts: list[Tensor]) -> Tensor:
+        whole = torch.cat(parts)
+        updated.append((parts, whole))
+        return whole
+
+    def of_each(name: str) -> Any:
+        parts = [getattr(state, name) for state in states]
+        return None if parts[0] is None else joined([part.view(-1, GROUP) for part in parts])
+
+    scales = None
+    if states[0].scales is not None:
+        by_scale = zip(*(state.scales or () for state in states), strict=True)
+        scales = tuple(joined([scale.view(-1, 1) for scale in parts]) for parts in by_scale)
+    grad = torch.cat([state.grad.view(-1, GROUP) for state in states])
+    tensors = {name: of_each(name) for name in _TENSORS if name != "grad"}
+    _step(ParamState(**tensors, grad=grad, scales=scales, seed=states[0].seed, members=tuple(states)), hyper)
+    for parts, whole in updated:
+        for part, values in zip(parts, whole.split(sizes), strict=True):
+            part.copy_(values)
 
 
 def step(state: ParamState, hyper: HyperParams) -> None:
@@ -107,10 +161,9 @@ def split(master: Tensor) -> tuple[Tensor, Tensor]:
     """Split float32 into bf16 (rounded half up in magnitude) and the int16 remainder of its bits; NaN stays NaN."""
     bits = master.contiguous().view(torch.int32)
     nan = _nan(master)
-    upper = _upper(bits + 0x8000, nan)
-    half = upper.to(torch.int16).view(torch.bfloat16)
-    remainder = upper.bitwise_left_shift_(16).neg_().add_(bits)
-    return half, (remainder if nan is None else remainder.masked_fill_(nan, 0)).to(torch.int16)
+    upper = _upper(bits + 0x8000, nan).to(torch.int16)
+    remainder = bits.to(torch.int16)  # the lower half, as a signed number: what rounding half up leaves
+    return upper.view(torch.bfloat16), remainder if nan is None else remainder.masked_fill_(nan, 0)
 
 
 def _nan(values: Tensor) -> Tensor | None:
@@ -147,7 +200,7 @@ def _step(state: ParamState, hyper: HyperParams) -> None:
             (state.exp_avg_sq, state.scales[2], state.scales[3], v),
         ):
             noise = random if random is None or values is m else random >> 16
-            for old, new in zip((codes, hi, k), compress(values, values is m, noise), strict=True):
+            for old, new in zip((codes, hi, k), compress(values, values is m, noise, overwrite=True), strict=True):
                 old.copy_(new)
     write_parameter(state, p)
 
@@ -156,8 +209,17 @@ def random_bits_of(state: ParamState, which: int) -> Tensor | None:
     """Return random bits of these rows for both moments (0) or the parameter (1); None without a seed."""
     if state.seed is None:
         return None
+    if state.members:
+        seeds = (_group_seeds(member, which) for member in state.members)
+        return hashed(torch.cat(list(seeds))).unsqueeze(1)
     rows, columns = state.param.shape
-    return random_bits(rows, columns, state.first, state.seed + which, state.param.device)
+    return hashed(_group_seeds(state, which)).view(rows, groups(columns), GROUP)
+
+
+def _group_seeds(state: ParamState, which: int) -> Tensor:
+    assert state.seed is not None
+    rows, columns = state.param.shape
+    return group_seeds(rows, columns, state.first, state.seed + which, state.param.device)
 
 
 def master_values(state: ParamState) -> Tensor:
@@ -165,8 +227,7 @@ def master_values(state: ParamState) -> Tensor:
     if state.master is not None:
         return state.master
     if state.remainder is not None:
-        bits = state.param.view(torch.int16).int().bitwise_left_shift_(16).add_(state.remainder)
-        return bits.view(torch.float32)
+        return state.param.float().view(torch.int32).add_(state.remainder).view(torch.float32)
     return state.param if state.param.dtype == torch.float32 else state.param.float()
 
 

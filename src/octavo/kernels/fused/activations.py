@@ -15,10 +15,17 @@ relative error of the activations is at most 3·10⁻⁶ (silu 3·10⁻⁷), a t
 minimize the maximum error on the interval (iteratively reweighted least squares), rounded to float32.
 
 e(NaN) may be any number: all callers multiply it by the argument. silu(-∞) and gelu(-∞) are NaN, as in PyTorch.
+
+A 16-bit argument has 65536 values. On a CPU with few cores a lookup in a table of the results takes a fifth of the time
+of the 35 operations that compute them; PyTorch looks up on one core.
 """
+
+from functools import lru_cache
 
 import torch
 from torch import Tensor
+
+from octavo.runtime.torch_compat import disable_current_modes
 
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
 
@@ -48,14 +55,52 @@ GELU_CAP = 16.0
 INVERSE_SQRT_2PI = 0.398942291736602783203125
 
 
+MOST_LOOKUP_THREADS = 4
+"""Threads up to which a lookup on one of them is faster than the operations on all."""
+
+
 def factor(g: Tensor, activation: str) -> Tensor:
-    """Return activation(g) / g, float32 of g's shape."""
+    """Return activation(g) / g, float32 of g's shape, for float32 g."""
     return _factor_and_slope(g, activation, False)[0]
 
 
-def factor_and_slope(g: Tensor, activation: str) -> tuple[Tensor, Tensor]:
-    """Return activation(g) / g and the derivative of the activation at g, float32 of g's shape."""
-    return _factor_and_slope(g, activation, True)
+def activation_value(g: Tensor, activation: str) -> Tensor:
+    """Return activation(g), float32 of g's shape."""
+    if _has_table(g):
+        return _look_up(g, *_table(activation, g.dtype)[:1])[0]
+    g = g.float()
+    return factor(g, activation).mul_(g)
+
+
+def value_and_slope(g: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+    """Return activation(g) and the derivative of the activation at g, float32 of g's shape."""
+    if _has_table(g):
+        value, slope = _look_up(g, *_table(activation, g.dtype))
+        return value, slope
+    return _computed(g.float(), activation)
+
+
+def _has_table(g: Tensor) -> bool:
+    few = torch.get_num_threads() <= MOST_LOOKUP_THREADS
+    return few and g.dtype in (torch.bfloat16, torch.float16) and g.device.type == "cpu" and type(g) is Tensor
+
+
+@lru_cache(maxsize=8)
+def _table(activation: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return `value_and_slope` of each 16-bit number, by its bits, computed once for the process."""
+    with disable_current_modes(), torch.inference_mode(False), torch.no_grad():
+        numbers = torch.arange(1 << 16, dtype=torch.int32, device="cpu").to(torch.int16).view(dtype)
+        return _computed(numbers.float(), activation)
+
+
+def _look_up(g: Tensor, *tables: Tensor) -> list[Tensor]:
+    indices = g.view(torch.uint16).to(torch.int32, memory_format=torch.contiguous_format).view(-1)
+    return [table.index_select(0, indices).view(g.shape) for table in tables]
+
+
+def _computed(g: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+    value, slope = _factor_and_slope(g, activation, True)
+    return value.mul_(g), slope
 
 
 def _factor_and_slope(g: Tensor, activation: str, with_slope: bool) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,7 @@ The FP8 output is `quantize` of y after rounding y to its dtype: fusion changes 
 import torch
 from torch import Tensor
 
-from octavo.kernels.fused.activations import factor, factor_and_slope
+from octavo.kernels.fused.activations import activation_value, value_and_slope
 from octavo.kernels.quantize import reference as quantize_reference
 from octavo.numerics.row_chunks import row_chunks
 from octavo.numerics.spec import TENSOR, QuantSpec
@@ -37,13 +37,13 @@ def norm(
 ) -> list[Tensor]:  # fmt: skip
     """Return rstd, mean if `center`, x + residual if there is a residual, y if `keep`, and the FP8 outputs of y."""
     total = x if residual is None else (x.float() + residual.float()).to(x.dtype).contiguous()
-    values = total.float()
+    values = total.to(torch.float32, copy=True)
     mean = _row_mean(values) if center else None
     if mean is not None:
-        values = values - mean
+        values.sub_(mean)
     rstd = 1.0 / (_row_mean(values * values) + torch.tensor(eps, dtype=torch.float32)).double().sqrt().float()
-    y = values * rstd * _scale(weight, offset)
-    y = (y if bias is None else y + bias.float()).to(x.dtype).contiguous()
+    values.mul_(rstd).mul_(_scale(weight, offset))
+    y = (values if bias is None else values.add_(bias.float())).to(x.dtype).contiguous()
     outputs = [rstd, mean, None if residual is None else total, y if keep else None, *fp8_outputs(y, spec, order)]
     return [t for t in outputs if t is not None]
 
@@ -54,14 +54,18 @@ def norm_backward(
 ) -> list[Tensor]:  # fmt: skip
     """Return dx, dweight, and dbias if there is a bias."""
     g = grad.float()
-    normalized = (x.float() if mean is None else x.float() - mean) * rstd
+    normalized = x.to(torch.float32, copy=True)
+    if mean is not None:
+        normalized.sub_(mean)
+    normalized.mul_(rstd)
     weighted = g * _scale(weight, offset)
     along = _row_mean(weighted * normalized)
     if mean is not None:
-        weighted = weighted - _row_mean(weighted)
-    dx = (weighted - normalized * along) * rstd
-    dx = dx if grad_total is None else dx + grad_total.float()
-    sums = [_column_sum(g * normalized), *([_column_sum(g)] if bias else [])]
+        weighted.sub_(_row_mean(weighted))
+    dx = weighted.sub_(normalized * along).mul_(rstd)
+    if grad_total is not None:
+        dx.add_(grad_total.float())
+    sums = [_column_sum(normalized.mul_(g)), *([_column_sum(g)] if bias else [])]
     return [dx.to(x.dtype).contiguous(), *(s.to(weight.dtype) for s in sums)]
 
 
@@ -69,8 +73,7 @@ def glu(gate: Tensor, up: Tensor, activation: str, spec: QuantSpec | None, order
     """Return h if `keep`, and the FP8 outputs of h."""
     h = gate.new_empty(gate.shape)
     for rows in row_chunks((gate.shape[0], gate.shape[1])):
-        g = gate[rows].float()
-        h[rows] = factor(g, activation).mul_(g).mul_(up[rows])
+        h[rows] = activation_value(gate[rows], activation).mul_(up[rows])
     return [*([h] if keep else []), *fp8_outputs(h, spec, order)]
 
 
@@ -80,10 +83,10 @@ def glu_backward(grad: Tensor, gate: Tensor, up: Tensor, activation: str, joined
     both = [gate.new_empty((height, 2 * width))] if joined else [gate.new_empty((height, width)) for _ in range(2)]
     dgate, dup = both[0].chunk(2, dim=1) if joined else both
     for rows in row_chunks((gate.shape[0], gate.shape[1])):
-        g, upstream = gate[rows].float(), grad[rows].float()
-        value, slope = factor_and_slope(g, activation)
-        dgate[rows] = slope.mul_(upstream * up[rows].float())
-        dup[rows] = value.mul_(g).mul_(upstream)
+        value, slope = value_and_slope(gate[rows], activation)
+        upstream = grad[rows].float()
+        dup[rows] = value.mul_(upstream)
+        dgate[rows] = slope.mul_(upstream.mul_(up[rows]) if grad.dtype != torch.float32 else upstream * up[rows])
     return both
 
 
@@ -93,7 +96,8 @@ def _scale(weight: Tensor, offset: bool) -> Tensor:
 
 def _row_mean(values: Tensor) -> Tensor:
     """[R,1] float32."""
-    sums = torch.nn.functional.pad(values, (0, -values.shape[1] % 8))
+    missing = -values.shape[1] % 8
+    sums = torch.nn.functional.pad(values, (0, missing)) if missing else values
     for _ in range(3):
         sums = sums[:, 0::2] + sums[:, 1::2]
     return (sums.double().sum(1, keepdim=True).float().double() / max(values.shape[1], 1)).float()
@@ -102,10 +106,10 @@ def _row_mean(values: Tensor) -> Tensor:
 def _column_sum(values: Tensor) -> Tensor:
     """[C] float32."""
     rows, columns = values.shape
-    padded = torch.nn.functional.pad(values, (0, 0, 0, -rows % ROW_BLOCK)).reshape(
-        -(-rows // ROW_BLOCK), ROW_BLOCK, columns
-    )
-    partial = torch.zeros_like(padded[:, 0])
-    for row in range(ROW_BLOCK):
-        partial += padded[:, row]
+    missing = -rows % ROW_BLOCK
+    padded = torch.nn.functional.pad(values, (0, 0, 0, missing)) if missing else values
+    blocks = padded.reshape(-(-rows // ROW_BLOCK), ROW_BLOCK, columns)
+    partial = torch.zeros_like(blocks[:, 0])
+    for row in blocks.unbind(1):
+        partial.add_(row)
     return partial.double().sum(0).float()

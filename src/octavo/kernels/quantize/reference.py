@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from octavo.numerics.row_chunks import row_chunks
+from octavo.numerics.row_chunks import row_chunks, visible
 from octavo.numerics.spec import FULL, SMALLEST_SCALE, QuantSpec
 
 
@@ -17,20 +17,37 @@ def quantize(
     order: str = "rows",
 ) -> list[Tensor]:
     """Return data in the requested orders (column-major as [C,R]), then scales unless `scale` is passed."""
-    precomputed = scale is not None or amax is not None
+    chunks = _block_row_chunks(x, spec)
+    scale_f32 = inverse = None
     if scale is not None:
         scale_f32 = scale.float()
         inverse = reciprocal(scale_f32)
-    else:
-        scale_f32, inverse = scale_of(_amax(x, spec, fold) if amax is None else amax, spec)
+    elif amax is not None:
+        scale_f32, inverse = scale_of(amax, spec)
+    elif not chunks or (spec.granularity.rows == FULL and len(chunks) > 1):  # blocks that no chunk has whole
+        scale_f32, inverse = scale_of(_amax(x, spec, fold, chunks), spec)
+    precomputed = scale is not None or amax is not None
     data = x.new_empty(x.shape, dtype=spec.format.dtype)
-    for chunk in _block_row_chunks(x, spec):
+    scales = []
+    for chunk in chunks:
         blocks = _blocks(_values(x, fold, chunk), spec)
-        scaled = blocks * _chunk_of_blocks(inverse, chunk, spec)[:, None, :, None]
-        if precomputed:  # scales of x's own amax never saturate
+        if inverse is None:
+            chunk_scale, factor = scale_of(_chunk_amax(x, spec, fold, chunk, blocks), spec)
+            scales.append(chunk_scale)
+        else:
+            factor = _chunk_of_blocks(inverse, chunk, spec)
+        factor = factor[:, None, :, None]
+        own = x.dtype != torch.float32 or fold is not None
+        scaled = blocks.mul_(factor) if own else blocks * factor
+        if precomputed and not _in_range(scaled, spec):  # scales of x's own amax never saturate
             scaled.clamp_(-spec.format.max, spec.format.max)
-            scaled.add_(blocks * 0.0)  # NaN where x is not finite; else a zero of the same sign
-        data[chunk] = scaled.reshape(scaled.shape[0] * scaled.shape[1], -1)[: data[chunk].shape[0], : x.shape[1]]
+            # NaN where x is not finite; else a zero of the same sign
+            scaled.add_(_blocks(_values(x, fold, chunk), spec) * 0.0)
+        out = data[chunk]
+        values = scaled.reshape(scaled.shape[0] * scaled.shape[1], -1)
+        out.copy_(values if values.shape == out.shape else values[: out.shape[0], : out.shape[1]])
+    if scale_f32 is None:
+        scale_f32 = scales[0] if len(scales) == 1 else torch.cat(scales)
     outputs = [data] if order != "columns" else []
     if order != "rows":
         outputs.append(transposed(data))
@@ -63,15 +80,18 @@ def scale_of(amax: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
 
     Scales are positive and finite. For a non-finite amax the inverse is NaN, which makes the whole block NaN.
     """
-    scale = (amax.double() / spec.format.max).float().clamp_min(SMALLEST_SCALE)
-    finite = amax.isfinite()
+    scale = amax.double().div_(spec.format.max).float().clamp_min_(SMALLEST_SCALE)
+    if visible(scale) and (not scale.numel() or float(scale.amax()) < torch.inf):  # all finite
+        scale = scale if spec.scale_rule == "amax" else power_of_two(scale)
+        return scale, reciprocal(scale)
+    finite = amax.abs() < torch.inf  # false for NaN
     scale = torch.where(finite, scale if spec.scale_rule == "amax" else power_of_two(scale), 1.0)
     return scale, torch.where(finite, reciprocal(scale), torch.nan)
 
 
 def reciprocal(scale: Tensor) -> Tensor:
     """Return 1/scale, divided in float64, in float32."""
-    return (1.0 / scale.double()).float()
+    return scale.double().reciprocal_().float()
 
 
 def _block_row_chunks(x: Tensor, spec: QuantSpec) -> list[slice]:
@@ -91,20 +111,41 @@ def _values(x: Tensor, fold: Tensor | None, chunk: slice) -> Tensor:
     return x[chunk].to(torch.float32, copy=True).mul_(fold if fold.shape[0] == 1 else fold[chunk])
 
 
-def _amax(x: Tensor, spec: QuantSpec, fold: Tensor | None) -> Tensor:
+def _amax(x: Tensor, spec: QuantSpec, fold: Tensor | None, chunks: list[slice]) -> Tensor:
     """Return the amax of each block, float32 [block rows, block columns]."""
-    shape = (x.shape[0], x.shape[1])
-    amaxes = []
-    bits = x.dtype == torch.bfloat16 and fold is None and spec.granularity.columns in (FULL, 1)
-    for chunk in _block_row_chunks(x, spec):
-        if bits:  # magnitudes sort like their bits, NaN last
-            largest = _blocks(x[chunk].view(torch.int16) & 0x7FFF, spec).amax((1, 3)).view(torch.bfloat16).float()
-        else:
-            largest = _blocks(_values(x, fold, chunk).abs(), spec).amax((1, 3))
-        amaxes.append(largest)
-    if not amaxes:
-        return torch.zeros(spec.granularity.scale_shape(shape), device=x.device, dtype=torch.float32)
+    if not chunks:
+        shape = spec.granularity.scale_shape((x.shape[0], x.shape[1]))
+        return torch.zeros(shape, device=x.device, dtype=torch.float32)
+    amaxes = [_chunk_amax(x, spec, fold, chunk) for chunk in chunks]
     return torch.stack(amaxes).amax(0) if spec.granularity.rows == FULL else torch.cat(amaxes)
+
+
+def _chunk_amax(x: Tensor, spec: QuantSpec, fold: Tensor | None, chunk: slice, blocks: Tensor | None = None) -> Tensor:
+    """Return the amax of each block of a row chunk; `blocks`: its values, if they are computed already."""
+    if x.dtype == torch.bfloat16 and fold is None and spec.granularity.columns in (FULL, 1):
+        # Magnitudes sort like their bits, NaN last.
+        return _largest(_blocks(x[chunk].view(torch.int16) & 0x7FFF, spec)).view(torch.bfloat16).float()
+    if blocks is None:
+        blocks = _blocks(_values(x, fold, chunk), spec)
+    return _largest(blocks.abs())
+
+
+def _largest(blocks: Tensor) -> Tensor:
+    """Return the largest element of each block."""
+    rows, block_rows, columns, block_columns = blocks.shape
+    if block_rows == 1:  # reductions over one dimension are faster
+        return blocks.view(rows, columns, block_columns).amax(2)
+    if block_columns == 1:
+        return blocks.view(rows, block_rows, columns).amax(1)
+    return blocks.amax((1, 3))
+
+
+def _in_range(scaled: Tensor, spec: QuantSpec) -> bool:
+    """Whether all values are finite and round to finite FP8 values without clamping."""
+    if not visible(scaled):
+        return False
+    limit = spec.format.max * (1 + 2.0**-5)  # the largest value plus less than half of the step to the next
+    return not scaled.numel() or (-limit < float(scaled.amin()) and float(scaled.amax()) < limit)
 
 
 def _blocks(values: Tensor, spec: QuantSpec) -> Tensor:
