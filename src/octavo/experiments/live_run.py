@@ -21,7 +21,7 @@ from octavo.numerics.names import nearest
 from octavo.train.disk import LOCK, is_locked
 from octavo.train.record.events import EVENT, EVENTS_FILE, Event
 from octavo.train.record.json_lines import RecordFollower, record
-from octavo.train.record.metrics import METRICS_FILE, RESULT_FILE, STEP, RunResult, StepMetrics, summary_fields
+from octavo.train.record.metrics import METRICS_FILE, RESULT_FILE, STEP, RunResult, StepMetrics, StepTotals
 from octavo.train.record.outputs import CONFIG_FILE, RUN_MARKERS
 from octavo.train.record.setup import SETUP_FILE, DataSize, RunSetup
 from octavo.train.record.statistics import STATISTICS_FILE, StatisticsFollower, run_of
@@ -101,7 +101,7 @@ class LiveRun:
         summary = setup.summary if setup is not None else ended
         if summary is None:
             return content | {"title": self._folder.name, "subtitle": ""}
-        run = self._logged(replace(summary, **summary_fields(self._rows)), setup)
+        run = self._logged(replace(summary, **StepTotals(self._rows).fields()), setup)
         result, rows = run.result, self._rows
         charts = run_charts([run]) | {"maps": self._heatmaps}
         return content | {
