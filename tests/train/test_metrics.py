@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from octavo.train.disk import names_file
 from octavo.train.record.metrics import (
     Losses,
     MetricsWriter,
@@ -47,6 +48,20 @@ def test_rows_are_on_disk_as_soon_as_written(tmp_path: Path) -> None:
         "step_s",
         "tokens_per_s",
     ]
+
+
+def test_a_full_disk_names_the_file(tmp_path: Path) -> None:
+    full = r"No space left on device: '.*{}'"
+    writer = MetricsWriter(tmp_path, after_step=0, log_every=1)
+    with writer:
+        writer._file.close()
+        writer._file = open("/dev/full", "w")
+        with pytest.raises(OSError, match=full.format("metrics.jsonl")):
+            writer.write(row(1, 3.0))
+        with pytest.raises(OSError, match=full.format("metrics.jsonl")):
+            writer.__exit__()
+    with pytest.raises(OSError, match=full.format("run.json")), names_file(tmp_path / "run.json"):
+        Path("/dev/full").write_text("a line")
 
 
 def test_resume_drops_later_rows_in_both_files(tmp_path: Path) -> None:

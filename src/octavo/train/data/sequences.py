@@ -84,4 +84,4 @@ class Sequences(ABC):
         """How a run of `samples` sequences repeats the data; "" if it does not."""
         if (epochs := samples / self.windows) <= 1:
             return ""
-        return f"{samples // batch:,} steps take {epochs:.3g} epochs of {self.windows // batch:,} steps"
+        return f"{samples // batch:,} steps take {epochs:.3g} epochs of {self.windows / batch:,.5g} steps"

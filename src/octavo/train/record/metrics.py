@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from octavo.inspect.findings import Finding, Thresholds
 from octavo.inspect.stats import OperandStats
-from octavo.train.disk import write_file
+from octavo.train.disk import names_file, write_file
 from octavo.train.record.json_lines import NonNegative, check_order, read_record, read_records, record
 from octavo.train.record.statistics import StatisticsWriter
 
@@ -282,23 +282,27 @@ class MetricsWriter(MetricsBuffer):
         rows = [row for row in read_metrics(out, after_step) if row.step <= after_step]
         super().__init__(rows)
         self._log_every = log_every
-        path = out / METRICS_FILE
-        write_file(path, "".join(map(_line, rows)))
-        self._file = path.open("a", encoding="utf-8")
+        self._path = out / METRICS_FILE
+        write_file(self._path, "".join(map(_line, rows)))
+        self._file = self._path.open("a", encoding="utf-8")
         from torch.utils.tensorboard import SummaryWriter  # half a second, and only a run that trains needs it
 
         self._board = loggers(SummaryWriter(str(out / TENSORBOARD_DIR), purge_step=after_step + 1))
         self._statistics = StatisticsWriter(out, after_step=after_step, board=self._board, limits=limits)
 
     def __exit__(self, *_: object) -> None:
-        self._file.close()
-        self._board.close()
+        try:
+            with names_file(self._path):
+                self._file.close()
+        finally:
+            self._board.close()
 
     def write(self, row: StepMetrics) -> None:
         """Append one step and flush it."""
         super().write(row)
-        self._file.write(_line(row))
-        self._file.flush()
+        with names_file(self._path):
+            self._file.write(_line(row))
+            self._file.flush()
         if row.step % self._log_every == 0:
             for name in ("loss", "lr", "grad_norm", "loss_scale", "tokens_per_s", "epoch", "mfu", "peak_memory"):
                 value = getattr(row, name)

@@ -22,7 +22,7 @@ from pydantic import BaseModel, ValidationError
 from octavo.inspect.findings import Finding, History, Thresholds, findings
 from octavo.inspect.stats import OPERANDS, OperandStats
 from octavo.train.config.sections import Limits
-from octavo.train.disk import write_file
+from octavo.train.disk import names_file, write_file
 from octavo.train.record.json_lines import RecordFollower, check_order, first_error, read_records, record
 
 STATISTICS_FILE = "statistics.jsonl"
@@ -145,7 +145,7 @@ class StatisticsWriter:
         """Append the rows of a step. Returns what crossed a limit in it, and did not in the sample before."""
         if not rows:
             return []
-        with self._path.open("a", encoding="utf-8") as file:
+        with names_file(self._path), self._path.open("a", encoding="utf-8") as file:
             file.write("".join(map(_line, rows)))
         for row in rows:
             for figure, value in (("sqnr", row.sqnr), ("underflow", row.underflow), ("amax", row.amax)):
