@@ -34,10 +34,12 @@ BETWEEN = (3.0, 12.0)
 """Least and most minutes between two kills."""
 SETTLED = 100
 """Steps after which a process should not grow."""
+OBSERVED = 200
+"""Steps after these over which growth is judged, at least: of fewer, what still settles would be taken for a leak."""
 GROWTH_KIB = 4.0
 """Most KiB per step that a settled process may grow. The smallest matrix of this run's step, the keys of one layer in
 FP8 (512 tokens × 128), is 64 KiB: a step that leaves one behind is 16 times above. A row of metrics is below 1."""
-EVERY_S = 10.0
+EVERY_S = 30.0
 """Seconds between two samples of memory."""
 SETTINGS = (
     "precision.level=fp8+activations+optimizer", "optim.batch=2", "optim.lr=1e-3", "optim.schedule=constant",
@@ -49,13 +51,13 @@ Samples = Sequence[Sequence[float]]
 
 
 def growth(samples: Samples, settled: int = SETTLED) -> dict[str, float] | None:
-    """Return how a process grew after its first `settled` steps; None if it took fewer than 20 more.
+    """Return how a process grew after its first `settled` steps; None if it took fewer than `OBSERVED` more.
 
     Returns:
         `steps` observed, `kib_per_step` (the least-squares slope) and `mib` (last minus first sample).
     """
     rows = [(step, size) for step, size in samples if step >= samples[0][0] + settled]
-    if not rows or rows[-1][0] - rows[0][0] < 20:
+    if not rows or rows[-1][0] - rows[0][0] < OBSERVED:
         return None
     mean_step, mean_size = (sum(column) / len(rows) for column in zip(*rows, strict=True))
     slope = sum((step - mean_step) * (size - mean_size) for step, size in rows)
@@ -116,13 +118,7 @@ class Arm:
 
     def processes(self) -> list[dict[str, Any]]:
         """Memory and growth of each process, in the order of their starts."""
-        return [{"growth": growth(samples), "mib": thinned(samples)} for samples in self.memory.values()]
-
-
-def thinned(samples: Samples) -> Samples:
-    """The samples of which the memory differs from that before, and the last."""
-    rows = [row for index, row in enumerate(samples) if index == 0 or row[1] != samples[index - 1][1]]
-    return rows if rows[-1] is samples[-1] else [*rows, samples[-1]]
+        return [{"growth": growth(samples), "mib": samples} for samples in self.memory.values()]
 
 
 def measure(folder: Path, hours: float, between: tuple[float, float], seed: int) -> dict[str, Any]:

@@ -229,7 +229,7 @@ class StepTotals:
         return Losses(first=losses[0], final=losses[-1], tail_mean=statistics.fmean(tail))
 
     def fields(self) -> dict[str, Any]:
-        """The fields of a `RunResult` that the steps give; speed and MFU without the first five where there are more."""
+        """The fields of a `RunResult` from its steps; speed and MFU without the first five where there are more."""
         many = len(self._speeds) > WARMUP_STEPS
         speeds, mfus = (
             (self._speeds[WARMUP_STEPS:], self._mfus[self._slow_mfus :]) if many else (self._speeds, self._mfus)
