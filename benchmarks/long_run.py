@@ -190,5 +190,10 @@ def main(arguments: list[str]) -> None:
     write_json(options.file, environment(torch.device("cpu")) | result | alone)
     print(f"{len(result['kills'])} kills, {result['common_steps']} common steps, {result['differing_steps']} differ")
     print(f"processes that grew more than {GROWTH_KIB} KiB per step: {result['grew']}")
-    if result["differing_steps"] or any(result["exit_codes"]) or any(result["grew"].values()):
+    if (
+        not result["common_steps"]
+        or result["differing_steps"]
+        or any(result["exit_codes"])
+        or any(result["grew"].values())
+    ):
         sys.exit(1)
