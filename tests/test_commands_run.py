@@ -81,7 +81,10 @@ def watched(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
         if address := re.search(r"http://[\w.:/]+", lines[-1]):
             urlopen(address[0], timeout=60).close()
         process.send_signal(signal.SIGINT)
-        rest = process.communicate(timeout=60)[0]
+        try:
+            rest = process.communicate(timeout=60)[0]
+        finally:
+            process.kill()  # where SIGINT is ignored, as in the background of a script
     return subprocess.CompletedProcess(command, process.returncode, "".join(lines) + rest, "")
 
 

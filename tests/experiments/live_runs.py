@@ -2,14 +2,18 @@
 
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import fake_runs
 
+from octavo.inspect.stats import OPERANDS, OperandStats
 from octavo.train.disk import LOCK, lock
 from octavo.train.record.metrics import RunResult, StepMetrics, read_metrics
 from octavo.train.record.setup import DataSize, ExpectedStep, RunSetup
+from octavo.train.record.statistics import STATISTICS_FILE
 
 EXPECTED = ExpectedStep(
     gpu="H100 SXM", flops=1e15, bf16_flops=989e12, fp8_flops=1979e12, memory=45 * 2**30, tokens_per_s=1100.0
@@ -52,6 +56,20 @@ class ReplayedRun:
         return json.dumps(
             {key: value for key, value in row.__dict__.items() if value is not None or key == "loss_scale"}
         )
+
+    def sample(
+        self, *steps: int, layers: Sequence[str] = ("layers.0.q_proj", "layers.1.q_proj"), **values: Any
+    ) -> None:
+        """Append the statistics of some steps."""
+        fields: dict[str, Any] = {"recipe": "rowwise", "elements": 64, "nonfinite": 0, "amax": 4.0, "smallest": 0.5}
+        fields |= {"scale_spread": 1.0, "underflow": 0.0, "saturation": 0.0, "sqnr": 31.0} | values
+        rows = [
+            OperandStats(step=step, layer=layer, operand=operand, **fields)
+            for step in steps
+            for layer in layers
+            for operand in OPERANDS
+        ]
+        self.append("".join(json.dumps(row.to_json()) + "\n" for row in rows), STATISTICS_FILE)
 
     def append(self, text: str, name: str = "metrics.jsonl") -> None:
         """Append text to a file, as a write that is cut anywhere."""

@@ -33,7 +33,7 @@ def test_a_run_from_its_folder_to_its_end(replayed: ReplayedRun) -> None:
     replayed.setup()
     before = content()
     assert (before["state"], before["step"], before["steps"], before["title"]) == ("training", 0, 40, "demo")
-    assert before["charts"] == {"large": [], "small": []} and before["tiles"] == []
+    assert before["charts"] == {"large": [], "small": [], "maps": []} and before["tiles"] == []
     replayed.step(*range(1, 21))
     half = content()
     assert half["step"] == 20 and half["seconds_per_step"] == pytest.approx(1.5, abs=0.01)
@@ -149,6 +149,39 @@ def test_events_come_newest_first(replayed: ReplayedRun) -> None:
     (replayed.folder / "events.jsonl").write_text("".join(lines))
     content = json.loads(LiveRun(replayed.folder).read())
     assert content["events_in_all"] == 150 and [each["step"] for each in content["events"]] == [*range(150, 50, -1)]
+
+
+def test_heat_maps_follow_the_statistics(replayed: ReplayedRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    from octavo.experiments import live_run
+
+    drawn: list[int] = []
+    whole = live_run.heatmaps
+    monkeypatch.setattr(live_run, "heatmaps", lambda rows: drawn.append(len(rows)) or whole(rows))
+    replayed.setup()
+    replayed.step(*range(1, 11))
+    live = LiveRun(replayed.folder)
+
+    def maps() -> list[dict]:
+        return json.loads(live.read())["charts"]["maps"]
+
+    assert maps() == []
+    replayed.sample(10)
+    assert [chart["title"] for chart in maps()] == ["SQNR", "Underflow", "Largest magnitude"]
+    assert [title for title, _ in maps()[2]["keys"]] == ["x", "w", "G for dgrad", "G for wgrad"]
+    assert maps()[0]["keys"][0][1][0] == {"colour": "var(--bad0)", "text": "≥ 30"}
+    replayed.step(11)
+    maps()
+    assert drawn == [8]  # a step without a sample draws none anew
+    replayed.sample(20, sqnr=12.0)
+    assert [[len(line) for line in trace["z"]] for trace in maps()[0]["data"]] == [[2, 2]] * 4
+    assert drawn == [8, 16]
+    path = replayed.folder / "statistics.jsonl"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:8]))  # a resumed run goes back
+    assert [len(line) for line in maps()[0]["data"][0]["z"]] == [1, 1]
+    replayed.append("nonsense\n", "statistics.jsonl")
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"statistics\.jsonl, line 9 is not a row of statistics"):
+            live.read()
 
 
 def test_folders_without_a_run(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import math
 import random
 from pathlib import Path
 
-from octavo.train.record.metrics import Losses, RunResult, StepMetrics, median_speed, summarize_losses
+from octavo.train.record.metrics import Losses, RunResult, StepMetrics, StepTotals
 
 CONFIG = """[run]
 name = "{name}"
@@ -79,12 +79,7 @@ def folder(
     level = "bf16" if arm == "bf16" else arm.split()[0]
     config = CONFIG.format(name=arm, steps=steps, out=path.as_posix(), lr=lr, level=level)
     (path / "config.toml").write_text(config, encoding="utf-8")
-    summary = {
-        "steps": steps,
-        "tokens": 256 * steps,
-        "losses": summarize_losses(rows),
-        "tokens_per_s": median_speed(rows),
-        **changes,
-    }
+    fields = StepTotals(rows).fields()
+    summary = {name: fields[name] for name in ("steps", "tokens", "losses", "tokens_per_s")} | changes
     result(arm, **summary).write(path)
     return path

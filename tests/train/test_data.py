@@ -1,5 +1,6 @@
 import json
 import os
+import resource
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -356,6 +357,18 @@ def test_a_cache_that_cannot_be_written(make_config: MakeConfig, tmp_path: Path)
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"data\.cache = .* cannot be written"):
         corpus(make_config(data={"cache": str(tmp_path / "file" / "cache")}))
+
+
+def test_a_cache_on_a_full_disk(make_config: MakeConfig, tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    (tmp_path / "a.txt").write_text("a leaf folds eight times before a printer cuts it")
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))  # the tokens fit, their tokenizer does not
+    try:
+        with pytest.raises(ConfigError, match=r"data\.cache = .* cannot be written: File too large"):
+            corpus(make_config(data={"source": str(tmp_path / "a.txt"), "cache": str(tmp_path / "cache")}))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not any(path.is_dir() for path in (tmp_path / "cache").iterdir())
 
 
 def test_a_split_that_is_not_there(make_config: MakeConfig, tmp_path: Path) -> None:

@@ -1,18 +1,18 @@
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from octavo.train.disk import names_file
 from octavo.train.record.metrics import (
     Losses,
     MetricsWriter,
     RunResult,
     StepMetrics,
-    median_speed,
+    StepTotals,
     read_metrics,
-    summarize_losses,
 )
 
 
@@ -50,12 +50,26 @@ def test_rows_are_on_disk_as_soon_as_written(tmp_path: Path) -> None:
     ]
 
 
+def test_a_full_disk_names_the_file(tmp_path: Path) -> None:
+    full = r"No space left on device: '.*{}'"
+    writer = MetricsWriter(tmp_path, after_step=0, log_every=1)
+    with writer:
+        writer._file.close()
+        writer._file = open("/dev/full", "w")
+        with pytest.raises(OSError, match=full.format("metrics.jsonl")):
+            writer.write(row(1, 3.0))
+        with pytest.raises(OSError, match=full.format("metrics.jsonl")):
+            writer.__exit__()
+    with pytest.raises(OSError, match=full.format("run.json")), names_file(tmp_path / "run.json"):
+        Path("/dev/full").write_text("a line")
+
+
 def test_resume_drops_later_rows_in_both_files(tmp_path: Path) -> None:
     with MetricsWriter(tmp_path, after_step=0, log_every=1) as writer:
         for step in range(1, 6):
             writer.write(row(step, float(step)))
     with MetricsWriter(tmp_path, after_step=3, log_every=1) as writer:
-        assert [item.step for item in writer.rows] == [1, 2, 3]
+        assert writer.totals.fields()["steps"] == 3
         assert [item.step for item in read_metrics(tmp_path)] == [1, 2, 3]
         for step in (4, 5, 6):
             writer.write(row(step, 10.0 * step))
@@ -89,14 +103,23 @@ def test_a_torn_last_line_is_left_out_and_a_wrong_one_is_an_error(tmp_path: Path
 
 def test_summaries() -> None:
     rows = [row(step, 100.0 - step) for step in range(1, 21)]
-    assert summarize_losses(rows) == Losses(first=99.0, final=80.0, tail_mean=80.5)
-    assert summarize_losses([*rows, row(21, None)]) == Losses(first=99.0, final=80.0, tail_mean=80.5)
-    assert summarize_losses(rows[:3]) == Losses(first=99.0, final=97.0, tail_mean=97.0)
-    assert summarize_losses([row(1, None)]) is None
+    assert StepTotals(rows).losses == Losses(first=99.0, final=80.0, tail_mean=80.5)
+    assert StepTotals([*rows, row(21, None)]).losses == Losses(first=99.0, final=80.0, tail_mean=80.5)
+    assert StepTotals(rows[:3]).losses == Losses(first=99.0, final=97.0, tail_mean=97.0)
+    assert StepTotals([row(1, None)]).losses is None
     speeds = [1.0, 1.0, 1.0, 1.0, 1.0, 5.0, 7.0, 9.0]
-    assert median_speed([row(1, 1.0, speed) for speed in speeds]) == 7.0
-    assert median_speed([row(1, 1.0, 3.0)]) == 3.0
-    assert median_speed([]) is None
+    shares = [0.1, None, 0.1, 0.1, 0.1, 0.5, None, 0.7]
+    rows = [replace(row(1, 1.0, speed), mfu=share) for speed, share in zip(speeds, shares, strict=True)]
+    fields = StepTotals(rows).fields()
+    assert (fields["tokens_per_s"], fields["mfu"]) == (7.0, 0.6)
+    fields = StepTotals(rows[:5]).fields()
+    assert (fields["tokens_per_s"], fields["mfu"]) == (1.0, 0.1)
+    fields = StepTotals(
+        [row(1, 1.0, 3.0), replace(row(2, None), held_out={"loss": 2.0}, peak_memory=7), row(3, 1.0)]
+    ).fields()
+    assert (fields["held_out"], fields["peak_memory"], fields["skipped_steps"]) == ({"loss": 2.0}, 7, 1)
+    fields = StepTotals().fields()
+    assert fields["steps"] == 0 and fields["tokens_per_s"] is fields["mfu"] is fields["losses"] is None
 
 
 def test_result_round_trip(tmp_path: Path) -> None:

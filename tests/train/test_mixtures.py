@@ -106,6 +106,12 @@ def test_weights_whose_sum_overflows() -> None:
     assert all(torch.equal(large.row(0, sample)[0], small.row(0, sample)[0]) for sample in range(50))
 
 
+@pytest.mark.parametrize(("count", "steps"), [(3, "0.75"), (1000, "250")])
+def test_an_epoch_may_be_shorter_than_a_step(count: int, steps: str) -> None:
+    data = Counted(train_tokenizer(["a"], 257), count)
+    assert data.repeats(8 * count, 4) == f"{2 * count:,} steps take 8 epochs of {steps} steps"
+
+
 def test_a_tiny_weight() -> None:
     parts = [Counted(train_tokenizer(["a"], 257), 9)] * 2
     with pytest.raises(ConfigError, match="the weight 1e-07 of b is less than 1/100,000 of the sum"):

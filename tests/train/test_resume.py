@@ -117,6 +117,21 @@ def test_other_data_under_the_same_name_is_noticed(make_config: MakeConfig, tmp_
     assert snapshot(tmp_path / "out") == before
 
 
+@pytest.mark.parametrize("change", ["gone", "new"])
+def test_the_file_that_changed_is_named(change: str, make_config: MakeConfig, tmp_path: Path) -> None:
+    for number in range(3):
+        (tmp_path / f"{number}.txt").write_text("the leaf folds eight times " * 100)
+    config = make_config(data={"source": str(tmp_path / "*.txt")}, run={"steps": 1}, optim={"warmup": 0})
+    run(config, out=tmp_path / "out")
+    if change == "gone":
+        (tmp_path / "0.txt").unlink()
+    else:
+        (tmp_path / "00.txt").write_text("the leaf folds nine times " * 100)
+    message = {"gone": r"/0\.txt: then .*, now no such file", "new": r"/00\.txt: then no such file, now "}[change]
+    with pytest.raises(ConfigError, match=message):
+        run(config, out=tmp_path / "out", resume=True)
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("finished") / "run"

@@ -10,7 +10,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from octavo.experiments.charts import Chart
 from octavo.experiments.curves import Curves, smoothing_window
+from octavo.experiments.heatmap import heatmaps
 from octavo.experiments.logged_run import LoggedRun, read_layers, samples_of
 from octavo.experiments.run_charts import run_charts
 from octavo.experiments.run_report import held_out_label, held_out_text, summary_rows
@@ -19,11 +21,12 @@ from octavo.numerics.names import nearest
 from octavo.train.disk import LOCK, is_locked
 from octavo.train.record.events import EVENT, EVENTS_FILE, Event
 from octavo.train.record.json_lines import RecordFollower, record
-from octavo.train.record.metrics import METRICS_FILE, RESULT_FILE, STEP, RunResult, StepMetrics, summary_fields
+from octavo.train.record.metrics import METRICS_FILE, RESULT_FILE, STEP, RunResult, StepMetrics, StepTotals
 from octavo.train.record.outputs import CONFIG_FILE, RUN_MARKERS
 from octavo.train.record.setup import SETUP_FILE, DataSize, RunSetup
-from octavo.train.record.statistics import run_of
+from octavo.train.record.statistics import STATISTICS_FILE, StatisticsFollower, run_of
 
+FOLLOWED = (METRICS_FILE, EVENTS_FILE, STATISTICS_FILE, SETUP_FILE, RESULT_FILE)
 RECENT = 50
 """Steps whose speed tells the time that is left."""
 EVENTS_SHOWN = 100
@@ -67,7 +70,9 @@ class LiveRun:
         self._folder = folder
         self._metrics = RecordFollower(folder / METRICS_FILE, record(StepMetrics), STEP)
         self._events = RecordFollower(folder / EVENTS_FILE, Event, EVENT)
+        self._statistics = StatisticsFollower(folder)
         self._rows: list[StepMetrics] = []
+        self._heatmaps: list[Chart] = []
         self._seen: Any = None
         self._text = ""
 
@@ -77,11 +82,13 @@ class LiveRun:
         Raises ValueError for a file that is not a run's.
         """
         locked = is_locked(self._folder / LOCK)
-        seen = locked, [_stamp(self._folder / name) for name in (METRICS_FILE, EVENTS_FILE, SETUP_FILE, RESULT_FILE)]
+        seen = locked, [_stamp(self._folder / name) for name in FOLLOWED]
         if seen != self._seen:
             known = min(self._metrics.poll(), len(self._rows))  # a poll that raised has added records
             self._rows[known:] = [StepMetrics(**fields) for fields in self._metrics.records[known:]]
             self._events.poll()
+            if self._statistics.poll():
+                self._heatmaps = heatmaps(self._statistics.rows)
             self._text = json.dumps(self._content(locked), allow_nan=False)
             self._seen = seen
         return self._text
@@ -94,9 +101,9 @@ class LiveRun:
         summary = setup.summary if setup is not None else ended
         if summary is None:
             return content | {"title": self._folder.name, "subtitle": ""}
-        run = self._logged(replace(summary, **summary_fields(self._rows)), setup)
+        run = self._logged(replace(summary, **StepTotals(self._rows).fields()), setup)
         result, rows = run.result, self._rows
-        charts = run_charts([run])
+        charts = run_charts([run]) | {"maps": self._heatmaps}
         return content | {
             "title": result.name,
             "subtitle": f"{arm_name(result.precision)} · {result.parameters:,} parameters · {result.device}",
@@ -106,10 +113,7 @@ class LiveRun:
             "last": rows[-1].time if rows else None,
             "seconds_per_step": _seconds_per_step(rows, setup.started if setup is not None else 0.0),
             "tiles": _tiles(rows, run),
-            "charts": {
-                size: [{**chart.json, "caption": chart.caption, "unit": chart.unit} for chart in group]
-                for size, group in charts.items()
-            },
+            "charts": {size: [_drawn(chart) for chart in group] for size, group in charts.items()},
             "samples": [asdict(samples) for samples in run.samples],
             "events": self._events.records[-EVENTS_SHOWN:][::-1],
             "events_in_all": len(self._events.records),
@@ -126,6 +130,12 @@ class LiveRun:
             config=config.read_text(encoding="utf-8") if config.exists() else "", layers=read_layers(self._folder),
             statistics=[], findings=[], events=self._events.records, setup=setup, samples=samples_of(self._rows),
         )  # fmt: skip
+
+
+def _drawn(chart: Chart) -> dict[str, Any]:
+    """What the page needs of a chart."""
+    keys = [[title, [asdict(key) for key in keys]] for title, keys in chart.keys]
+    return {**chart.json, "caption": chart.caption, "unit": chart.unit, "keys": keys}
 
 
 def _stamp(path: Path) -> tuple[int, int, int] | None:

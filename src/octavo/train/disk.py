@@ -43,10 +43,22 @@ def sync_entry(path: Path) -> None:
 def write_file(path: Path, text: str) -> None:
     """Write a file atomically. An existing file or link is replaced, never written through."""
     temporary = path.with_name(f".{path.name}.tmp")
-    temporary.unlink(missing_ok=True)
-    with temporary.open("x", encoding="utf-8") as file:
-        file.write(text)
-    temporary.replace(path)
+    with names_file(path):
+        temporary.unlink(missing_ok=True)
+        with temporary.open("x", encoding="utf-8") as file:
+            file.write(text)
+        temporary.replace(path)
+
+
+@contextmanager
+def names_file(path: Path) -> Iterator[None]:
+    """Name the file in an OSError without one, as a write to a full disk raises it."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None or error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 @contextmanager

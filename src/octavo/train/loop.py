@@ -40,7 +40,7 @@ from octavo.train.optimizer import state_bytes_per_parameter
 from octavo.train.ranks import Ranks, join_ranks, under_torchrun
 from octavo.train.record.events import FINDING, LOSS_SCALE, MOVE, ROLLBACK, add_event, drop_later_events, last_rollback
 from octavo.train.record.loggers import ScalarLog, missing_logger
-from octavo.train.record.metrics import LOSS, MetricsBuffer, MetricsWriter, RunResult, StepMetrics, summary_fields
+from octavo.train.record.metrics import LOSS, MetricsBuffer, MetricsWriter, RunResult, StepMetrics
 from octavo.train.record.outputs import CONFIG_FILE, LAYERS_FILE, RunFolder, open_run_folder
 from octavo.train.record.progress import DeferredErrors, NullProgress, Progress, raise_deferred
 from octavo.train.record.setup import ExpectedStep
@@ -244,9 +244,7 @@ def _train(
                 failure = NonFiniteError(message, step=error.step, origin=error.origin)
             if spike is None:
                 states = state_bytes_per_parameter(trainer.optimizer, trainer.model) if trainer.step else None
-                result = replace(
-                    summary, **summary_fields(metrics.rows), stopped=stopped, state_bytes_per_parameter=states
-                )
+                result = replace(summary, **metrics.totals.fields(), stopped=stopped, state_bytes_per_parameter=states)
                 ranks.run_on_rank0(partial(result.write, out))
                 break
         _roll_back(trainer, out, spike, progress)

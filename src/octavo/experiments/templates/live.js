@@ -53,11 +53,12 @@ function showTiles() {
   }));
 }
 
-// The place of a chart: a card with its title, and a button where its axis may be logarithmic.
+// The place of a chart: a card with its title, and a button where its axis may be logarithmic; heat maps share a card.
 function place(chart, size) {
-  const card = element("section", "", "card"), figure = element("figure"), caption = element("figcaption"), plot = element("div", "", "plot");
-  const one = {chart, place: plot, size, card};
-  caption.append(element("h2", chart.title));
+  const map = size === "maps", card = element(map ? "div" : "section", "", map ? "" : "card");
+  const figure = element("figure"), caption = element("figcaption"), plot = element("div", "", "plot"), keys = element("div");
+  const one = {chart, place: plot, size, card, keys};
+  caption.append(element(map ? "h3" : "h2", chart.title));
   if (chart.log) {
     const button = element("button", "log");
     button.type = "button";
@@ -69,24 +70,41 @@ function place(chart, size) {
   plot.setAttribute("role", "img");
   plot.setAttribute("aria-label", `${chart.title}, ${chart.unit}`);
   plot.style.minHeight = `${chart.layout.height}px`;
-  figure.append(caption, ...(chart.caption ? [element("p", chart.caption, "caption")] : []), plot);
+  figure.append(caption, ...(chart.caption ? [element("p", chart.caption, "caption")] : []), plot, keys);
   card.append(figure);
   return one;
 }
 
+// The legends of a heat map, whose levels may move with the values.
+function showKeys({chart, keys}) {
+  keys.replaceChildren(...chart.keys.map(([title, entries]) => {
+    const line = element("p", "", "keys");
+    if (title) line.append(element("span", title, "muted"));
+    line.append(...entries.map(({colour, text}) => {
+      const entry = element("span"), swatch = element("i");
+      swatch.style.background = colour;
+      entry.append(swatch, text);
+      return entry;
+    }));
+    return line;
+  }));
+}
+
 async function showCharts() {
-  for (const size of ["large", "small"]) {
+  for (const size of ["large", "small", "maps"]) {
     const shown = (data.charts?.[size] ?? []).map(chart => {
       chart.layout.uirevision = "live";  // keeps the reader's zoom
       const one = byTitle.get(chart.title) ?? place(chart, size);
       one.chart = {...chart, logarithmic: one.chart.logarithmic && chart.log};
       byTitle.set(chart.title, one);
+      showKeys(one);
       return one;
     });
     const cards = shown.map(one => one.card);
     if (cards.some((card, number) => byId(size).children[number] !== card) || byId(size).children.length !== cards.length) byId(size).replaceChildren(...cards);
     drawn.splice(0, drawn.length, ...drawn.filter(one => one.size !== size), ...shown);
   }
+  byId("operands").hidden = !data.charts?.maps?.length;
   await drawAll();
 }
 

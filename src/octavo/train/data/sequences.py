@@ -84,4 +84,5 @@ class Sequences(ABC):
         """How a run of `samples` sequences repeats the data; "" if it does not."""
         if (epochs := samples / self.windows) <= 1:
             return ""
-        return f"{samples // batch:,} steps take {epochs:.3g} epochs of {self.windows // batch:,} steps"
+        steps = f"{self.windows // batch:,}" if self.windows >= batch else f"{self.windows / batch:.2g}"
+        return f"{samples // batch:,} steps take {epochs:.3g} epochs of {steps} steps"

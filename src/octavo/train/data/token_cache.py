@@ -234,7 +234,8 @@ def _build(
     if source.is_part:
         (folder / "tokenizer.json").write_text("{}", encoding="utf-8")  # not the 10 MB of it for each chunk
     else:
-        tokenizer.backend.save(str(folder / "tokenizer.json"))
+        content = tokenizer.backend.to_str(pretty=True)  # its own `save` raises no OSError where a disk is full
+        (folder / "tokenizer.json").write_text(content, encoding="utf-8")
     counts |= {"skipped": source.skipped, "end": tokenizer.end}
     (folder / "facts.json").write_text(json.dumps(counts, indent=2) + "\n", encoding="utf-8")
 

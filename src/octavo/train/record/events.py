@@ -15,7 +15,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, model_validator
 
-from octavo.train.disk import write_file
+from octavo.train.disk import names_file, write_file
 from octavo.train.record.json_lines import read_records
 
 EVENTS_FILE = "events.jsonl"
@@ -26,7 +26,8 @@ FINDING, MOVE, ROLLBACK, LOSS_SCALE, RESTART = "finding", "move", "rollback", "l
 
 def add_event(out: Path, step: int, event: str, text: str, **details: int) -> None:
     """Append an event to the record of the run in `out`, after its last whole line."""
-    with (out / EVENTS_FILE).open("a+b") as file:
+    path = out / EVENTS_FILE
+    with names_file(path), path.open("a+b") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - 1))
         if file.read() not in (b"", b"\n"):  # a process was killed while it wrote

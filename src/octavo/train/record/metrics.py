@@ -10,6 +10,7 @@ import json
 import math
 import statistics
 import warnings
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from octavo.inspect.findings import Finding, Thresholds
 from octavo.inspect.stats import OperandStats
-from octavo.train.disk import write_file
+from octavo.train.disk import names_file, write_file
 from octavo.train.record.json_lines import NonNegative, check_order, read_record, read_records, record
 from octavo.train.record.statistics import StatisticsWriter
 
@@ -190,42 +191,67 @@ def finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def summarize_losses(rows: Iterable[StepMetrics]) -> Losses | None:
-    """First, final and mean of the last 10 % of the finite losses in `rows`; None if there is none."""
-    losses = [row.loss for row in rows if row.loss is not None]
-    if not losses:
-        return None
-    tail = losses[-max(1, len(losses) // 10) :]
-    return Losses(first=losses[0], final=losses[-1], tail_mean=statistics.fmean(tail))
+class StepTotals:
+    """What the summary of a run takes from its steps: 24 bytes of each, of which a run of weeks has millions."""
 
+    def __init__(self, rows: Iterable[StepMetrics] = ()) -> None:
+        self._step = self._tokens = self._skipped = 0
+        self._seconds = 0.0
+        self._losses, self._speeds, self._mfus = array("d"), array("d"), array("d")  # of the steps that have one
+        self._slow_mfus = 0  # of the first steps
+        self._held_out: dict[str, float | None] | None = None
+        self._peak_memory: int | None = None
+        for row in rows:
+            self.add(row)
 
-def median_speed(rows: list[StepMetrics]) -> float | None:
-    """Median tokens per second of `rows`, the first five left out where there are more; None for no rows."""
-    measured = rows[WARMUP_STEPS:] or rows
-    return statistics.median(row.tokens_per_s for row in measured) if measured else None
+    def add(self, row: StepMetrics) -> None:
+        """Count a step."""
+        self._step, self._tokens = row.step, row.tokens
+        self._skipped += row.skipped
+        self._seconds += row.step_s
+        self._speeds.append(row.tokens_per_s)
+        if row.loss is not None:
+            self._losses.append(row.loss)
+        if row.mfu is not None:
+            self._mfus.append(row.mfu)
+            self._slow_mfus += len(self._speeds) <= WARMUP_STEPS
+        self._held_out = row.held_out or self._held_out
+        if row.peak_memory is not None:
+            self._peak_memory = max(row.peak_memory, self._peak_memory or 0)
 
+    @property
+    def losses(self) -> Losses | None:
+        """First, final and mean of the last 10 % of the finite losses; None if there is none."""
+        losses = self._losses
+        if not losses:
+            return None
+        tail = losses[-max(1, len(losses) // 10) :]
+        return Losses(first=losses[0], final=losses[-1], tail_mean=statistics.fmean(tail))
 
-def summary_fields(rows: list[StepMetrics]) -> dict[str, Any]:
-    """The fields of a `RunResult` that its steps give."""
-    shares = [row.mfu for row in rows[WARMUP_STEPS:] or rows if row.mfu is not None]
-    return {
-        "steps": rows[-1].step if rows else 0,
-        "tokens": rows[-1].tokens if rows else 0,
-        "losses": summarize_losses(rows),
-        "tokens_per_s": median_speed(rows),
-        "skipped_steps": sum(row.skipped for row in rows),
-        "wall_s": sum(row.step_s for row in rows),
-        "held_out": next((row.held_out for row in reversed(rows) if row.held_out), None),
-        "mfu": statistics.median(shares) if shares else None,
-        "peak_memory": max((row.peak_memory for row in rows if row.peak_memory is not None), default=None),
-    }
+    def fields(self) -> dict[str, Any]:
+        """The fields of a `RunResult` from its steps; speed and MFU without the first five where there are more."""
+        many = len(self._speeds) > WARMUP_STEPS
+        speeds, mfus = (
+            (self._speeds[WARMUP_STEPS:], self._mfus[self._slow_mfus :]) if many else (self._speeds, self._mfus)
+        )
+        return {
+            "steps": self._step,
+            "tokens": self._tokens,
+            "losses": self.losses,
+            "tokens_per_s": statistics.median(speeds) if speeds else None,
+            "skipped_steps": self._skipped,
+            "wall_s": self._seconds,
+            "held_out": self._held_out,
+            "mfu": statistics.median(mfus) if mfus else None,
+            "peak_memory": self._peak_memory,
+        }
 
 
 class MetricsBuffer:
-    """Collects steps in memory, on ranks that write no files. A context manager."""
+    """Counts steps, on ranks that write no files. A context manager."""
 
-    def __init__(self) -> None:
-        self.rows: list[StepMetrics] = []
+    def __init__(self, rows: Iterable[StepMetrics] = ()) -> None:
+        self.totals = StepTotals(rows)
 
     def __enter__(self) -> Self:
         return self
@@ -233,8 +259,8 @@ class MetricsBuffer:
     def __exit__(self, *_: object) -> None: ...
 
     def write(self, row: StepMetrics) -> None:
-        """Store one step."""
-        self.rows.append(row)
+        """Count one step."""
+        self.totals.add(row)
 
     def write_statistics(self, rows: Sequence[OperandStats]) -> list[Finding]:
         """Do nothing: rank 0 writes the statistics."""
@@ -253,26 +279,30 @@ class MetricsWriter(MetricsBuffer):
         self, out: Path, *, after_step: int, log_every: int, limits: Thresholds | None = None,
         loggers: Callable[[Any], Any] = lambda board: board,
     ) -> None:  # fmt: skip
-        super().__init__()
-        self.rows = [row for row in read_metrics(out, after_step) if row.step <= after_step]
+        rows = [row for row in read_metrics(out, after_step) if row.step <= after_step]
+        super().__init__(rows)
         self._log_every = log_every
-        path = out / METRICS_FILE
-        write_file(path, "".join(_line(row) for row in self.rows))
-        self._file = path.open("a", encoding="utf-8")
+        self._path = out / METRICS_FILE
+        write_file(self._path, "".join(map(_line, rows)))
+        self._file = self._path.open("a", encoding="utf-8")
         from torch.utils.tensorboard import SummaryWriter  # half a second, and only a run that trains needs it
 
         self._board = loggers(SummaryWriter(str(out / TENSORBOARD_DIR), purge_step=after_step + 1))
         self._statistics = StatisticsWriter(out, after_step=after_step, board=self._board, limits=limits)
 
     def __exit__(self, *_: object) -> None:
-        self._file.close()
-        self._board.close()
+        try:
+            with names_file(self._path):
+                self._file.close()
+        finally:
+            self._board.close()
 
     def write(self, row: StepMetrics) -> None:
         """Append one step and flush it."""
         super().write(row)
-        self._file.write(_line(row))
-        self._file.flush()
+        with names_file(self._path):
+            self._file.write(_line(row))
+            self._file.flush()
         if row.step % self._log_every == 0:
             for name in ("loss", "lr", "grad_norm", "loss_scale", "tokens_per_s", "epoch", "mfu", "peak_memory"):
                 value = getattr(row, name)

@@ -17,15 +17,16 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from octavo.inspect.findings import Finding, History, Thresholds, findings
 from octavo.inspect.stats import OPERANDS, OperandStats
 from octavo.train.config.sections import Limits
-from octavo.train.disk import write_file
-from octavo.train.record.json_lines import check_order, first_error, read_records, record
+from octavo.train.disk import names_file, write_file
+from octavo.train.record.json_lines import RecordFollower, check_order, first_error, read_records, record
 
 STATISTICS_FILE = "statistics.jsonl"
+ROW = "a row of statistics"
 CHECKPOINT = re.compile(r"step-(\d+)")
 """Folder of a checkpoint."""
 Level = float | Literal["inf"] | None
@@ -38,11 +39,32 @@ def read_statistics(out: Path) -> list[OperandStats]:
     A last line without its newline is one that a killed process did not finish: it is left out, with a warning. Any
     other line that is not a row, or is of a step before the last line's, raises ValueError with its number.
     """
-    path, what = out / STATISTICS_FILE, "a row of statistics"
-    model = record(OperandStats, sqnr=Level, what_if=dict[str, Level], channel_scales=tuple[float, ...])
-    rows = [OperandStats.from_json(row) for row in read_records(path, model, what)]
-    check_order(path, (row.step for row in rows), what, repeated=True)
+    path = out / STATISTICS_FILE
+    rows = [OperandStats.from_json(row) for row in read_records(path, _model(), ROW)]
+    check_order(path, (row.step for row in rows), ROW, repeated=True)
     return rows
+
+
+class StatisticsFollower:
+    """Reads the statistics in the output folder `out` while a run adds to them.
+
+    Attributes:
+        rows: All rows so far.
+    """
+
+    def __init__(self, out: Path) -> None:
+        self.rows: list[OperandStats] = []
+        self._records = RecordFollower(out / STATISTICS_FILE, _model(), ROW)
+
+    def poll(self) -> bool:
+        """Read what is new; return whether anything is. Raises ValueError for a line that is not a row."""
+        known, before = min(self._records.poll(), len(self.rows)), len(self.rows)
+        self.rows[known:] = map(OperandStats.from_json, self._records.records[known:])
+        return known < before or before < len(self.rows)
+
+
+def _model() -> type[BaseModel]:
+    return record(OperandStats, sqnr=Level, what_if=dict[str, Level], channel_scales=tuple[float, ...])
 
 
 def statistics_of(folder: Path) -> list[OperandStats]:
@@ -123,7 +145,7 @@ class StatisticsWriter:
         """Append the rows of a step. Returns what crossed a limit in it, and did not in the sample before."""
         if not rows:
             return []
-        with self._path.open("a", encoding="utf-8") as file:
+        with names_file(self._path), self._path.open("a", encoding="utf-8") as file:
             file.write("".join(map(_line, rows)))
         for row in rows:
             for figure, value in (("sqnr", row.sqnr), ("underflow", row.underflow), ("amax", row.amax)):

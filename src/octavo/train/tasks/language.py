@@ -145,9 +145,9 @@ class Language(Task):
             self.data.load_state(state)
 
     def data_difference(self, folder: Path) -> str:
-        """The first file whose size or digest differs."""
+        """A file that is gone or new, else the first whose size or digest differs; digests are of all files so far."""
         before, now = _read_data_state(folder).get("files", {}), self.data.files
-        for path in [*now, *(path for path in before if path not in now)]:
+        for path in [*sorted(before.keys() ^ now.keys()), *now]:
             if before.get(path) != now.get(path):
                 then, today = (
                     f"{e[0]:,} bytes, digest {e[1]}" if e else "no such file" for e in (before.get(path), now.get(path))
