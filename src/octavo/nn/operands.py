@@ -184,7 +184,7 @@ def forward_operands(
     elif keep_weights:
         w, w_t = cast_weight(w_NK, recipe, needs_dgrad, factor)
     else:
-        w = quantize(w_NK, recipe.w, factor)
+        w = quantize(w_NK, recipe.w, factor, beside=x_scale if torch.compiler.is_compiling() else None)
     if not needs_dgrad:
         return x, w, (None, None, None)
     if w_t is None:
@@ -201,15 +201,20 @@ def saved_channels(factor: Tensor | None, inverse: Tensor | None) -> tuple[Tenso
     return () if torch.compiler.is_compiling() else (factor, inverse)
 
 
-def dgrad_weight(saved: Sequence[Tensor | None], factor: Tensor | None, recipe: Recipe) -> ScaledTensor:
-    """Return W diag(factor) quantized for dgrad, with the scales of the forward cast if it has the same spec."""
+def dgrad_weight(
+    saved: Sequence[Tensor | None], factor: Tensor | None, recipe: Recipe, beside: Tensor | None = None
+) -> ScaledTensor:
+    """Return W diag(factor) quantized for dgrad, with the scales of the forward cast if it has the same spec.
+
+    `beside`: see `octavo.kernels.quantize`.
+    """
     w_NK, data, scale = saved
     if data is not None:
         w = ScaledTensor(data, scale, recipe.dgrad_w)
         return for_dgrad(w) if w_NK is None else w
     assert w_NK is not None
     order: Order = "columns" if needs_both_orders(w_NK.device) else "rows"
-    return quantize(w_NK, recipe.dgrad_w, factor, order=order, scale=scale)
+    return quantize(w_NK, recipe.dgrad_w, factor, order=order, scale=scale, beside=beside)
 
 
 def saved_input(
