@@ -61,7 +61,7 @@ def inputs():
     x[3], x[5, 7], x[6, 9], x[9, 1] = 0, float("nan"), float("inf"), -0.0
     w = torch.rand(272, generator=generator) + 0.5
     folds = torch.rand(1, 272, generator=generator), torch.rand(48, 1, generator=generator)
-    gate, up = torch.randn(2, 96, 272, generator=generator).bfloat16()
+    gate, up = torch.randn(2, 64, 272, generator=generator).bfloat16()
     gate[3], gate[5, 7], up[6, 9] = 0, float("nan"), float("inf")
     return x.bfloat16(), w.bfloat16(), *folds, gate, up
 

@@ -137,8 +137,7 @@ class _LinearFunction(torch.autograd.Function):
         if needs_wgrad and recipe.wgrad_x is not None:
             x = operands.wgrad_input(saved[3:], inverse, ctx.rematerializer, recipe.wgrad_x, g_MN.device, ctx.columns)
         if needs_dgrad:
-            beside = x.scale if x is not None and torch.compiler.is_compiling() else None
-            w = operands.dgrad_weight(saved[:3], factor, recipe, beside)
+            w = operands.dgrad_weight(saved[:3], factor, recipe, None if x is None else x.scale)
         g_dgrad, g_wgrad = ctx.quantizer.gradient(g_MN, w, x, recipe)
         if w is not None and g_dgrad is not None:
             dx_MK = scaled_mm(g_dgrad, operands.in_epilogue(w, recipe.folds_w, inverse), "nn", out_dtype=x_dtype)
