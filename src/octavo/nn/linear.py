@@ -134,10 +134,10 @@ class _LinearFunction(torch.autograd.Function):
         *saved, factor, inverse = tensors
         needs_dgrad, needs_wgrad, needs_bias = required_gradients(ctx, 3)
         dx_MK = dw_NK = dbias_N = w = x = None
+        if needs_dgrad:
+            w = operands.dgrad_weight(saved[:3], factor, recipe, saved[4] if ctx.rematerializer is None else None)
         if needs_wgrad and recipe.wgrad_x is not None:
             x = operands.wgrad_input(saved[3:], inverse, ctx.rematerializer, recipe.wgrad_x, g_MN.device, ctx.columns)
-        if needs_dgrad:
-            w = operands.dgrad_weight(saved[:3], factor, recipe, None if x is None else x.scale)
         g_dgrad, g_wgrad = ctx.quantizer.gradient(g_MN, w, x, recipe)
         if w is not None and g_dgrad is not None:
             dx_MK = scaled_mm(g_dgrad, operands.in_epilogue(w, recipe.folds_w, inverse), "nn", out_dtype=x_dtype)
