@@ -48,6 +48,8 @@ def main(arguments: list[str]) -> None:
     arms = [(arm, options.combo_kernels) for arm in options.only or block.ARMS]
     if options.write and not options.only:
         arms += [(arm, True) for arm in document.COMBINED if not options.combo_kernels]
+    # Once a model of a process stores activations, graphs of all models look for inputs to recompute.
+    arms.sort(key=lambda arm: arm[0].startswith("stored"))
     for arm, combo_kernels in arms:
         if arm.startswith("torchao") and not has_torchao():
             print(f"{arm:<26}torchao is not importable (see --peers)")
