@@ -11,12 +11,14 @@ estimate: it counts each tensor that a kernel reads or writes once.
 """
 
 import argparse
+import json
 import sys
 import warnings
 from pathlib import Path
 from typing import Any
 
 RESULT = Path(__file__).parents[1] / "results" / "simulated" / "compiled.json"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "compile.md"
 
 
 def main(arguments: list[str]) -> None:
@@ -33,7 +35,7 @@ def main(arguments: list[str]) -> None:
 
     warnings.simplefilter("ignore")  # of PyTorch and Triton about themselves
     from benchmarks.arms import has_torchao
-    from benchmarks.compiled import block, measure
+    from benchmarks.compiled import block, document, measure
     from benchmarks.environment import environment, write_json
 
     if unknown := set(options.only) - set(block.ARMS):
@@ -43,11 +45,16 @@ def main(arguments: list[str]) -> None:
         )
     print(measure.HEADER)
     rows = []
-    for arm in options.only or block.ARMS:
+    arms = [(arm, options.combo_kernels) for arm in options.only or block.ARMS]
+    if options.write and not options.only:
+        arms += [(arm, True) for arm in document.COMBINED if not options.combo_kernels]
+    # Once a model of a process stores activations, graphs of all models look for inputs to recompute.
+    arms.sort(key=lambda arm: arm[0].startswith("stored"))
+    for arm, combo_kernels in arms:
         if arm.startswith("torchao") and not has_torchao():
             print(f"{arm:<26}torchao is not importable (see --peers)")
             continue
-        rows.append(measure.measure(graphs, arm, combo_kernels=options.combo_kernels))
+        rows.append(measure.measure(graphs, arm, combo_kernels=combo_kernels))
         print(measure.line(rows[-1]), flush=True)
     content: dict[str, Any] = {
         "benchmark": "compiled",
@@ -57,9 +64,14 @@ def main(arguments: list[str]) -> None:
         "environment": environment(torch.device("cpu")),
         "rows": rows,
     }
-    for path in filter(None, (options.json, RESULT if options.write else None)):
-        write_json(path, content)
-        print(f"written to {path}")
+    if options.json:
+        write_json(options.json, content)
+        print(f"written to {options.json}")
+    if options.write:
+        content["rows"] = document.merged(json.loads(RESULT.read_text())["rows"], rows)
+        write_json(RESULT, content)
+        DOCUMENT.write_text(document.document(content, DOCUMENT.read_text()))
+        print(f"written to {RESULT} and {DOCUMENT}")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -74,6 +86,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--only", nargs="+", default=[], metavar="ARM", help="measure these arms")
     add("--combo-kernels", action="store_true", help="with Inductor's option of that name")
     add("--json", type=Path, metavar="FILE", help="write the rows")
-    add("--write", action="store_true", help="renew benchmarks/results/simulated/compiled.json")
+    add(
+        "--write",
+        action="store_true",
+        help="renew the measured rows of benchmarks/results/simulated/compiled.json and the tables of docs/compile.md",
+    )
     add("--peers", type=Path, default=Path(sys.prefix) / "peers", help="folder with torchao (pip install --target)")
     return parser

@@ -98,6 +98,10 @@ _INTEGER: dict[str, Callable[..., Bits]] = {
 
 def _integer(i: Instruction, arguments: list[Bits]) -> Bits:
     name, kind = i.name, i.type
+    if kind in ("s16x2", "u16x2") and name in ("add", "max", "min") and i.parts == (kind,):
+        pairs = [_unpacked(typed(a, "u32"), kind[:3]) for a in arguments]
+        low, high = (_INTEGER[name](*pair).view(np.uint16).astype(np.uint32) for pair in zip(*pairs, strict=True))
+        return low | high << np.uint32(16)
     if name in ("shl", "shr"):
         return bits_of(_shifted(name, typed(arguments[0], kind), typed(arguments[1], "u32")))
     values = [typed(a, kind) for a in arguments]
@@ -110,6 +114,11 @@ def _integer(i: Instruction, arguments: list[Bits]) -> Bits:
     if name in ("div", "rem"):
         return bits_of(_divided(name, *values))
     return _unknown(i)
+
+
+def _unpacked(values: Bits, kind: str) -> tuple[Bits, Bits]:
+    """Return the lower and the upper 16 bits."""
+    return typed(values & np.uint32(0xFFFF), kind), typed(values >> np.uint32(16), kind)
 
 
 def _shifted(name: str, values: Bits, by: Bits) -> Bits:

@@ -38,19 +38,21 @@ from torch._inductor.runtime.triton_helpers import libdevice, math as tl_math
 """
 
 
-def casts(x, w, fold, fold_t):
+def casts(x, w, fold, fold_t, gate, up):
     y = (x.float() * 0.37).to(torch.bfloat16) * w  # fused, and therefore not rounded by Inductor
     a, b = quantize_pair(y, BY_ROW, fold, BY_COLUMN, fold_t)
     c = quantize(x, BY_ROW, order="both")
     d = quantize(x, BY_ROW, scale=c.scale, order="columns")
-    return y, a.data, a.scale, b.data, b.scale, c.data, c.other_order, c.scale, d.data
+    e, f = (quantize(weight, BY_ROW, beside=c.scale) for weight in (gate, up))  # one kernel
+    return y, a.data, a.scale, b.data, b.scale, c.data, c.other_order, c.scale, d.data, e.data, e.scale, f.data, f.scale
 
 
-def expected(y, x, fold, fold_t):
+def expected(y, x, fold, fold_t, gate, up):
     row, scale, column, scale_t = reference.quantize_pair(y, BY_ROW, fold, BY_COLUMN, fold_t)
     both = reference.quantize(x, BY_ROW, None, order="both")
     given = reference.quantize(x, BY_ROW, None, scale=both[-1], order="columns")
-    return [y, row, scale, column.t(), scale_t, both[0], both[1].t(), both[2], given[0].t()]
+    weights = [tensor for weight in (gate, up) for tensor in reference.quantize(weight, BY_ROW, None)]
+    return [y, row, scale, column.t(), scale_t, both[0], both[1].t(), both[2], given[0].t(), *weights]
 
 
 def inputs():
@@ -58,7 +60,10 @@ def inputs():
     x = torch.randn(48, 272, generator=generator) * torch.randn(48, 1, generator=generator).mul(6).exp2()
     x[3], x[5, 7], x[6, 9], x[9, 1] = 0, float("nan"), float("inf"), -0.0
     w = torch.rand(272, generator=generator) + 0.5
-    return x.bfloat16(), w.bfloat16(), torch.rand(1, 272, generator=generator), torch.rand(48, 1, generator=generator)
+    folds = torch.rand(1, 272, generator=generator), torch.rand(48, 1, generator=generator)
+    gate, up = torch.randn(2, 64, 272, generator=generator).bfloat16()
+    gate[3], gate[5, 7], up[6, 9] = 0, float("nan"), float("inf")
+    return x.bfloat16(), w.bfloat16(), *folds, gate, up
 
 
 def kernels(code, folder):

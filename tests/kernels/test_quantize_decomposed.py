@@ -45,13 +45,15 @@ def test_the_decomposition_gives_the_reference_bytes(text, dtype):
         for fold in folds:
             for order in ("rows", "columns", "both"):
                 expected = reference.quantize(source, spec, fold, order=order)
-                actual = decomposed.quantize(source, spec, fold, None, None, order)
-                assert_same_bytes(expected, actual)
-                assert [t.stride() for t in expected] == [t.stride() for t in actual]
+                for beside in (None, torch.rand(80, 1)):
+                    actual = decomposed.quantize(source, spec, fold, None, None, order, beside)
+                    assert_same_bytes(expected, actual)
+                    assert [t.stride() for t in expected] == [t.stride() for t in actual]
     scale = reference.quantize(x, spec, None)[-1] / 3  # too small: saturates
     for given in ({"scale": scale, "amax": None}, {"amax": scale * 448, "scale": None}):
         expected = reference.quantize(x, spec, None, order="both", **given)
-        assert_same_bytes(expected, decomposed.quantize(x, spec, None, order="both", **given))
+        actual = decomposed.quantize(x, spec, None, order="both", beside=torch.rand(80, 1), **given)
+        assert_same_bytes(expected, actual)
 
 
 def graph_of(function, *arguments, **options):
@@ -143,7 +145,7 @@ pretends = pytest.mark.skipif(pretend.missing() is not None, reason=str(pretend.
 def test_the_ptx_of_inductors_kernels_writes_the_reference_bytes():
     """Casts by row, column and with a given scale, fused with operations whose results Inductor does not round."""
     found = json.loads(run("tests/kernels/inductor_casts.py").splitlines()[-1])
-    assert found["differ"] == [0] * 9 and found["kernels"] == 2
+    assert found["differ"] == [0] * 13 and found["kernels"] == 3
     assert found["unrounded"] > 1000  # the hazard is there
 
 
@@ -154,6 +156,8 @@ def test_what_inductor_makes_of_a_decoder_layer(tmp_path):
     file = tmp_path / "compiled.json"
     run("-m", "benchmarks", "compiled", "--only", "bf16", "octavo rowwise", "--json", str(file))
     bf16, rowwise = json.loads(file.read_text())["rows"]
-    assert rowwise["opaque"] == 0 and rowwise["kernels"] <= 66
+    assert rowwise["opaque"] == 0 and rowwise["kernels"] <= 59
+    assert rowwise["forward"]["generated"] == 12 and rowwise["backward"]["generated"] <= 24
     assert rowwise["forward"]["gigabytes"] < 1.02 * bf16["forward"]["gigabytes"]
+    assert rowwise["backward"]["gigabytes"] < 7.6
     assert rowwise["kept_bytes_per_token"] < 0.67 * bf16["kept_bytes_per_token"]

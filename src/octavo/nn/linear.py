@@ -135,7 +135,7 @@ class _LinearFunction(torch.autograd.Function):
         needs_dgrad, needs_wgrad, needs_bias = required_gradients(ctx, 3)
         dx_MK = dw_NK = dbias_N = w = x = None
         if needs_dgrad:
-            w = operands.dgrad_weight(saved[:3], factor, recipe)
+            w = operands.dgrad_weight(saved[:3], factor, recipe, saved[4] if ctx.rematerializer is None else None)
         if needs_wgrad and recipe.wgrad_x is not None:
             x = operands.wgrad_input(saved[3:], inverse, ctx.rematerializer, recipe.wgrad_x, g_MN.device, ctx.columns)
         g_dgrad, g_wgrad = ctx.quantizer.gradient(g_MN, w, x, recipe)

@@ -32,7 +32,7 @@ from octavo.nn.weights import cast_weight
 from octavo.numerics.equalization import ChannelScales
 from octavo.numerics.formats import E4M3, E5M2, SUPPORTED_DTYPES
 from octavo.numerics.recipe import Recipe
-from octavo.numerics.spec import COLUMN, QuantSpec
+from octavo.numerics.spec import COLUMN, ROW, QuantSpec
 from octavo.runtime.switch import SWITCH
 from octavo.runtime.torch_compat import autocast_dtype
 from octavo.tensor import Order, ScaledTensor
@@ -184,7 +184,7 @@ def forward_operands(
     elif keep_weights:
         w, w_t = cast_weight(w_NK, recipe, needs_dgrad, factor)
     else:
-        w = quantize(w_NK, recipe.w, factor)
+        w = quantize(w_NK, recipe.w, factor, beside=_beside(x_scale, recipe.w))
     if not needs_dgrad:
         return x, w, (None, None, None)
     if w_t is None:
@@ -201,15 +201,24 @@ def saved_channels(factor: Tensor | None, inverse: Tensor | None) -> tuple[Tenso
     return () if torch.compiler.is_compiling() else (factor, inverse)
 
 
-def dgrad_weight(saved: Sequence[Tensor | None], factor: Tensor | None, recipe: Recipe) -> ScaledTensor:
-    """Return W diag(factor) quantized for dgrad, with the scales of the forward cast if it has the same spec."""
+def dgrad_weight(
+    saved: Sequence[Tensor | None], factor: Tensor | None, recipe: Recipe, x_scale: Tensor | None = None
+) -> ScaledTensor:
+    """Return W diag(factor) quantized for dgrad, with the scales of the forward cast if it has the same spec. Weights
+    with the same `x_scale` are cast together under torch.compile.
+    """
     w_NK, data, scale = saved
     if data is not None:
         w = ScaledTensor(data, scale, recipe.dgrad_w)
         return for_dgrad(w) if w_NK is None else w
     assert w_NK is not None
     order: Order = "columns" if needs_both_orders(w_NK.device) else "rows"
-    return quantize(w_NK, recipe.dgrad_w, factor, order=order, scale=scale)
+    return quantize(w_NK, recipe.dgrad_w, factor, order=order, scale=scale, beside=_beside(x_scale, recipe.dgrad_w))
+
+
+def _beside(x_scale: Tensor | None, spec: QuantSpec) -> Tensor | None:
+    """Return what casts of weights that read the same X have in common, for `quantize`."""
+    return x_scale if spec.granularity == ROW and torch.compiler.is_compiling() else None
 
 
 def saved_input(

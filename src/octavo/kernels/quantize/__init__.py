@@ -33,6 +33,7 @@ def quantize(
     order: Order = "rows",
     amax: Tensor | None = None,
     scale: Tensor | None = None,
+    beside: Tensor | None = None,
 ) -> ScaledTensor:
     """Quantize a matrix.
 
@@ -46,6 +47,8 @@ def quantize(
         amax: Precomputed largest magnitude per scale, float32 of the scales' shape, from a fused norm or an amax
             history. Saves the amax pass.
         scale: Precomputed scales, of the scales' shape and dtype, from an earlier quantization of the same x.
+        beside: For torch.compile only: finite float32 [M,1]. Casts of equal shapes for which it is the same tensor, as
+            X's scales are for the weights of gate and up, become one kernel. Changes no result.
 
     Returns:
         FP8 data [R,C] with scales of shape `spec.granularity.scale_shape((R,C))`. If the given amax or
@@ -65,7 +68,7 @@ def quantize(
             return ScaledTensor(q, s, spec, q_t if order == "both" else None)
     else:
         _check_call(x, spec, fold, amax, scale, order)
-    outputs = torch.ops.octavo.quantize(x, spec.text, fold, amax, scale, order)
+    outputs = torch.ops.octavo.quantize(x, spec.text, fold, amax, scale, order, beside)
     copy = outputs[1].t() if order == "both" else None
     return ScaledTensor(
         outputs[0].t() if order == "columns" else outputs[0], outputs[-1] if scale is None else scale, spec, copy
@@ -259,16 +262,18 @@ QUANTIZE_PAIR.add(Backend(name="reference", run=reference.quantize_pair))
 
 
 def _run(
-    x: Tensor, spec: str, fold: Tensor | None, amax: Tensor | None, scale: Tensor | None, order: str
-) -> list[Tensor]:
+    x: Tensor, spec: str, fold: Tensor | None, amax: Tensor | None, scale: Tensor | None, order: str,
+    beside: Tensor | None = None,
+) -> list[Tensor]:  # fmt: skip
     backend = QUANTIZE.choose(x.device, (spec,))
     outputs: list[Tensor] = backend.run(x, QuantSpec.parse(spec), fold, amax, scale, order)
     return outputs
 
 
 def _fake(
-    x: Tensor, spec: str, fold: Tensor | None, amax: Tensor | None, scale: Tensor | None, order: str
-) -> list[Tensor]:
+    x: Tensor, spec: str, fold: Tensor | None, amax: Tensor | None, scale: Tensor | None, order: str,
+    beside: Tensor | None = None,
+) -> list[Tensor]:  # fmt: skip
     parsed = QuantSpec.parse(spec)
     rows, columns = x.shape
     outputs = []
@@ -281,11 +286,14 @@ def _fake(
     return outputs
 
 
-def _decompose(x: Tensor, spec: str, fold: Tensor | None, amax: Tensor | None, scale: Tensor | None, order: str) -> Any:
+def _decompose(
+    x: Tensor, spec: str, fold: Tensor | None, amax: Tensor | None, scale: Tensor | None, order: str,
+    beside: Tensor | None = None,
+) -> Any:  # fmt: skip
     parsed = QuantSpec.parse(spec)
     if not _fuses(x, (spec,)) or not decomposed.can_decompose(x, parsed, transposed=order != "rows"):
         return NotImplemented
-    return decomposed.quantize(x, parsed, fold, amax, scale, order)
+    return decomposed.quantize(x, parsed, fold, amax, scale, order, beside)
 
 
 def _decompose_pair(x: Tensor, spec: str, fold: Tensor | None, spec_t: str, fold_t: Tensor | None) -> Any:
@@ -317,7 +325,8 @@ def _fake_pair(
 
 
 define(
-    "quantize(Tensor x, str spec, Tensor? fold, Tensor? amax, Tensor? scale, str order) -> Tensor[]",
+    "quantize(Tensor x, str spec, Tensor? fold, Tensor? amax, Tensor? scale, str order, Tensor? beside=None) "
+    "-> Tensor[]",
     _run,
     _fake,
     _decompose,

@@ -11,12 +11,18 @@ The bytes are the reference's. This needs some care:
                  is within 2⁻⁵² of the quotient.
     NaN          Computed from amax. Two NaN constants are not equal, so AOTAutograd would not merge the equal casts of
                  the input that q, k and v share.
+    scales       Stored by the kernel that computes amax. A dozen operations lead from amax to 1 / scale. Where Inductor
+                 repeats them for each element, it counts the cast as expensive and stores the matrix in float32 first.
+    beside       Inductor fuses independent kernels of equal shape if they read 10 bytes or more in common. Casts of k
+                 and v, or of gate and up, have no common input, so they read the scales of X, times zero.
 
 No addition follows a multiplication except of zero or NaN, so contraction to FMA changes nothing.
 
 Scales by block stay an op: Octavo's kernel reads x once; with what Inductor makes of them a decoder layer moves 36 %
 more bytes (docs/compile.md).
 """
+
+import math
 
 import torch
 import torch.nn.functional as F
@@ -34,16 +40,18 @@ def can_decompose(x: Tensor, *specs: QuantSpec, transposed: bool) -> bool:
 
 
 def quantize(
-    x: Tensor, spec: QuantSpec, fold: Tensor | None, amax: Tensor | None, scale: Tensor | None, order: str
-) -> list[Tensor]:
-    """See `reference.quantize`."""
-    values = _values(x, fold)
+    x: Tensor, spec: QuantSpec, fold: Tensor | None, amax: Tensor | None, scale: Tensor | None, order: str,
+    beside: Tensor | None = None,
+) -> list[Tensor]:  # fmt: skip
+    """See `reference.quantize`; casts with the same `beside` are for one kernel (`octavo.kernels.quantize`)."""
+    values, outputs = _values(x, fold), []
     if scale is None:
-        scale, inverse = _scale_of(_amax(x, values, fold, spec) if amax is None else amax, spec)
-        outputs = [scale]
+        marked = _marked_scale(_amax(x, values, fold, spec) if amax is None else amax, spec)
+        scale = _stored_scales(_read_with(marked, beside))
+        outputs = [torch.where(scale == scale, scale, 1.0)]
     else:
-        inverse, outputs = _reciprocal(scale), []
-    scaled = values * inverse
+        scale = _read_with(scale, beside)
+    scaled = values * _reciprocal(scale)
     if amax is not None or not outputs:
         scaled = scaled.clamp(-spec.format.max, spec.format.max) + values * 0.0  # NaN where x is not finite
     data = scaled.to(spec.format.dtype).contiguous()
@@ -55,7 +63,8 @@ def quantize_pair(
 ) -> list[Tensor]:
     """See `reference.quantize_pair`."""
     first = quantize(x, spec, fold, None, None, "rows")
-    return [*first, *quantize(x, spec_t, fold_t, None, None, "columns")]
+    by_row = fold_t is not None and fold_t.shape[1] == 1 and spec_t.granularity == COLUMN
+    return [*first, *quantize(x, spec_t, fold_t, None, None, "columns", beside=fold_t if by_row else None)]
 
 
 def quantize_groups(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -65,11 +74,11 @@ def quantize_groups(x: Tensor) -> tuple[Tensor, Tensor]:
         FP8 data [..., K/32, 32], and the scales [..., K/32, 1] as biased exponents in uint8, the bytes of e8m0.
     """
     groups = x.unflatten(-1, (-1, 32))
-    values = _values(groups, None)
+    values = _values(groups, None).float()
     amax = (values.view(torch.int32) & 0x7FFFFFFF).amax(-1, keepdim=True).view(torch.float32)
-    scale, inverse = _scale_of(amax, _GROUPS)
-    exponents = (scale.view(torch.int32) >> 23).to(torch.uint8)
-    return (values * inverse).to(_GROUPS.format.dtype), exponents
+    marked = _marked_scale(amax, _GROUPS)
+    exponents = (torch.where(marked == marked, marked, 1.0).view(torch.int32) >> 23).to(torch.uint8)
+    return (values * _reciprocal(marked)).to(_GROUPS.format.dtype), exponents
 
 
 def dequantize_groups(data: Tensor, exponents: Tensor) -> Tensor:
@@ -82,10 +91,10 @@ _GROUPS = QuantSpec.parse("e4m3/1x32/e8m0")
 
 
 def _values(x: Tensor, fold: Tensor | None) -> Tensor:
-    """Return x in float32, rounded to its own dtype before."""
+    """Return x, rounded to its own dtype, times fold in float32."""
     # `& -1` changes nothing, but two views without anything in between are removed.
     rounded = x if x.dtype == torch.float32 else (x.view(torch.int16) & -1).view(x.dtype)
-    return rounded.float() if fold is None else rounded.float() * fold
+    return rounded if fold is None else rounded * fold
 
 
 def _amax(x: Tensor, values: Tensor, fold: Tensor | None, spec: QuantSpec) -> Tensor:
@@ -96,13 +105,29 @@ def _amax(x: Tensor, values: Tensor, fold: Tensor | None, spec: QuantSpec) -> Te
     return (values.view(torch.int32) & 0x7FFFFFFF).amax(dims, keepdim=True).view(torch.float32)
 
 
-def _scale_of(amax: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
-    """See `reference.scale_of`."""
+def _marked_scale(amax: Tensor, spec: QuantSpec) -> Tensor:
+    """Return the scales of `reference.scale_of`, but NaN where amax is not finite, as its inverses are."""
     scale = (amax.double() / spec.format.max).float().clamp_min(SMALLEST_SCALE)
     if spec.scale_rule != "amax":
         scale = power_of_two(scale)
-    inverse = _reciprocal(scale) + (amax * 0.0).abs()  # plus zero, or NaN
-    return torch.where(amax.isfinite(), scale, 1.0), inverse
+    return scale + (amax * 0.0).abs()  # plus zero, or NaN
+
+
+def _read_with(scale: Tensor, beside: Tensor | None) -> Tensor:
+    """Return scales unchanged, by an operation that reads `beside` (see the module's docstring): finite scales, or the
+    factor of a matrix's rows, which makes the scales of all its columns NaN anyway if it is not finite.
+    """
+    if beside is None or not all(isinstance(size, int) for size in (*scale.shape, *beside.shape)):
+        return scale
+    common = math.gcd(scale.numel(), beside.numel())
+    if common * beside.element_size() < _FUSING_BYTES:
+        return scale
+    zeros = beside.reshape(-1)[:common] * 0.0
+    return scale + zeros.expand(scale.numel() // common, common).reshape(scale.shape)
+
+
+_FUSING_BYTES = 10
+"""`torch._inductor.config.score_fusion_memory_threshold`."""
 
 
 def _reciprocal(scale: Tensor) -> Tensor:
@@ -116,6 +141,16 @@ def _transposed(data: Tensor) -> Tensor:
     if padded(rows) != rows:
         columns = F.pad(columns.view(torch.uint8), (0, padded(rows) - rows)).view(data.dtype)
     return _stored(columns)[:, :rows]
+
+
+def _stored_scales(scale: Tensor) -> Tensor:
+    """Return scales so that their kernel stores them and backward reads them, instead of computing them again.
+
+    PyTorch's partitioner recomputes no `amin` in backward, and Inductor compiles none over a single element. Inductor
+    stores what has strides (`as_strided`).
+    """
+    least = scale.unsqueeze(-1).amin(-1)
+    return least.as_strided(least.shape, least.stride())
 
 
 def _stored(data: Tensor) -> Tensor:
