@@ -105,7 +105,6 @@ def compile_launch(
     """Compile a launch for arguments of these Triton types, some of known value or divisible by 16."""
     import triton
     from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
 
     constants = {**launch.constants, **values}
     names = launch.kernel.arg_names
@@ -113,8 +112,19 @@ def compile_launch(
     whole = [i for i, name in enumerate(names) if name in aligned_names and name not in constants]
     aligned = {(i,): [["tt.divisibility", 16]] for i in whole}
     options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages, "enable_fp_fusion": False}
-    source = ASTSource(fn=launch.kernel, signature=signature, constexprs=constants, attrs=aligned)
+    source = source_type(launch.kernel)(fn=launch.kernel, signature=signature, constexprs=constants, attrs=aligned)
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def source_type(kernel: Any) -> Any:
+    """Return what Triton compiles a kernel from: its own language or Gluon."""
+    if kernel.is_gluon():
+        from triton.experimental.gluon._runtime import GluonASTSource
+
+        return GluonASTSource
+    from triton.compiler import ASTSource
+
+    return ASTSource
 
 
 def describe(variant: "Variant", capability: int) -> dict[str, Any]:
@@ -126,10 +136,10 @@ def describe(variant: "Variant", capability: int) -> dict[str, Any]:
         return name | {"error": " ".join(str(error.__cause__ or error).split()[-40:])}
     code_text, resources = _disassembled(compiled.asm["cubin"])
     code = Code.parse(code_text)
-    warps = max(variant.launch.num_warps, getattr(compiled.metadata, "num_warps", 0))
-    programs, occupancy = ARCHITECTURES[capability].occupancy(resources["reg"], compiled.metadata.shared, warps)
-    contraction = variant.launch.constants.get("TILE_K")
-    cost = cost_of(code, warps, variant.tile, 4096 // contraction if contraction else variant.trips)
+    warps = variant.launch.num_warps
+    resident = max(warps, getattr(compiled.metadata, "num_warps", 0))  # with those that load, in warp specialization
+    programs, occupancy = ARCHITECTURES[capability].occupancy(resources["reg"], compiled.metadata.shared, resident)
+    cost = cost_of(code, warps, variant.tile, variant.trips)
     asynchronous = any(op.startswith(("UTMALDG", "LDGSTS")) for op in code.accesses)
     in_flight = programs * (compiled.metadata.shared if asynchronous else code.in_flight * 32 * warps)
     times = seconds_per_element(cost, variant.device_bytes, in_flight, DEVICES[-1])
@@ -143,6 +153,7 @@ def describe(variant: "Variant", capability: int) -> dict[str, Any]:
         "occupancy": round(occupancy, 3),
         "accesses": code.accesses,
         "matrix": code.matrix,
+        "step": step_of(code),
         "subroutines": sum(i.op == "CALL" for i in code.instructions),
         "loops": [len(body) for body in code.loops],
         "instructions": round(cost.instructions, 2),
@@ -156,6 +167,18 @@ def describe(variant: "Variant", capability: int) -> dict[str, Any]:
         "bound": max(times, key=times.__getitem__),
         "over_memory": round(max(times.values()) / times["memory"], 3) if "memory" in times else None,
     }
+
+
+def step_of(code: Code) -> dict[str, Any] | None:
+    """The loop of a product on Hopper: instructions per 4 QGMMA, and how many groups of them each wait leaves pending.
+
+    0 is a wait for all: the matrix units rest until the next QGMMA.
+    """
+    products = sum(i.op == "QGMMA" for i in code.contraction)
+    if not products:
+        return None
+    waits = [int(i.operands.rpartition("0x")[2], 16) for i in code.contraction if i.name.startswith("WARPGROUP.DEPBAR")]
+    return {"per_4_qgmma": round(4 * len(code.contraction) / products, 1), "pending": waits}
 
 
 def _shape(launch: Any) -> str:

@@ -7,11 +7,12 @@ widths, shared memory, barriers. Here the compiled kernel itself runs, down to t
     arithmetic.py   instructions that compute, on numpy vectors of threads
     memory.py       device and shared memory: bounds, alignment, races, sectors, bank conflicts
     machine.py      runs CTAs
+    products.py     runs CTAs whose warps part: TMA, mbarriers, wgmma
     launches.py     compiles and runs the launches of Octavo's kernels
     cases.py        all kernels against the reference, with and without planted faults
     command.py      `python -m benchmarks ptx`
 
-Not covered: products (`wgmma`, TMA), the schedule of `ptxas`, races in device memory, timing.
+Not covered: grouped products, the schedule of `ptxas`, races in device memory, timing.
 """
 
 from benchmarks.ptx.command import main

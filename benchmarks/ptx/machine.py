@@ -34,7 +34,7 @@ _ADDRESS = re.compile(r"\[([^+\]]+?)(?:\+(-?\d+))?\]$")
 
 
 @dataclass(frozen=True)
-class _Group:
+class Group:
     """CTAs that run in lockstep, from an instruction on."""
 
     ctas: Bits
@@ -64,9 +64,9 @@ def run(
     step = max(MAX_LANES // program.threads, 1)
     for first in range(0, ctas, step):
         part = np.arange(first, min(first + step, ctas))
-        groups = [_Group(part, {}, SharedMemory(len(part), max(shared, 16), program.threads))]
+        groups = [Group(part, {}, SharedMemory(len(part), max(shared, 16), program.threads))]
         while groups:
-            machine = _Machine(program, arguments, grid, memory, groups.pop(), counts)
+            machine = Machine(program, arguments, grid, memory, groups.pop(), counts)
             groups += machine.run()
     return counts
 
@@ -77,12 +77,12 @@ def _kind(i: Instruction) -> str:
     return ".".join((i.name, *(part for part in i.parts if part != "cs" and "::" not in part), *hints))
 
 
-class _Machine:
+class Machine:
     """A group of CTAs while it runs."""
 
     def __init__(
         self, program: Program, arguments: list[int | float], grid: tuple[int, ...], memory: DeviceMemory,
-        group: _Group, counts: Counts,
+        group: Group, counts: Counts,
     ) -> None:  # fmt: skip
         self.program, self.arguments, self.memory, self.group, self.counts = program, arguments, memory, group, counts
         self.registers, self.shared = group.registers, group.shared
@@ -104,7 +104,7 @@ class _Machine:
             "ldmatrix": self._load_matrix, "bar": self._barrier, "createpolicy": self._make_policy,
         }  # fmt: skip
 
-    def run(self) -> list[_Group]:
+    def run(self) -> list[Group]:
         """Run to the end, or to a branch that parts the CTAs; return the groups that go on from there."""
         at, instructions = self.group.at, self.program.instructions
         while True:
@@ -138,7 +138,7 @@ class _Machine:
             return
         raise Unknown(f"line {i.line}: {i.text!r} is not implemented; add it to benchmarks/ptx")
 
-    def _part(self, which: Bits, at: int) -> _Group:
+    def _part(self, which: Bits, at: int) -> Group:
         """Return the group of some of the CTAs."""
         threads = self.program.threads
         registers = {

@@ -148,6 +148,15 @@ class SharedMemory:
             setattr(other, name, getattr(self, name).reshape(-1, self.size)[ctas].reshape(-1))
         return other
 
+    @property
+    def bytes(self) -> Bits:
+        """What it holds."""
+        return self._data
+
+    def restrict(self, lanes: Bits) -> None:
+        """Be accessed by some of the lanes only, which count from 0 from now on."""
+        self._warp, self._base = self._warp[lanes], self._base[lanes]
+
     def barrier(self) -> None:
         """Order all accesses before it before all after it."""
         self._writer[:] = _NOBODY

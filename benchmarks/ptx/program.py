@@ -53,6 +53,7 @@ class Program:
         threads: Threads per CTA.
         instructions: In order.
         labels: Index of the instruction after each label.
+        tables: Labels of each table of branch targets.
     """
 
     name: str
@@ -60,10 +61,11 @@ class Program:
     threads: int
     instructions: tuple[Instruction, ...]
     labels: dict[str, int]
+    tables: dict[str, tuple[str, ...]]
 
 
 _ENTRY = re.compile(r"\.entry\s+(\w+)\s*\((.*?)\)", re.DOTALL)
-_PARAMETER = re.compile(r"\.param\s+(?:\.align\s+\d+\s+)?\.[a-z](\d+)[^,]*?(\w+)\s*(?:,|$)", re.DOTALL)
+_PARAMETER = re.compile(r"\.param\s+(?:\.align\s+\d+\s+)?\.[a-z](\d+)[^,]*?(\w+)(?:\[(\d+)\])?\s*(?:,|$)", re.DOTALL)
 _LABEL = re.compile(r"\s*(\$?\w+):(?!:)")
 _INSTRUCTION = re.compile(r"(?:@(!?)(\S+)\s+)?([a-z]\w*)((?:\.[\w:]+)*)\s*(.*)$", re.DOTALL)
 
@@ -81,13 +83,18 @@ def parse(text: str) -> Program:
     body = text.index("{", threads.end())
     instructions: list[Instruction] = []
     labels: dict[str, int] = {}
+    tables: dict[str, tuple[str, ...]] = {}
+    last = ""
     for line, statement in _statements(text, body):
         if statement.endswith(":"):
-            labels[statement[:-1]] = len(instructions)
+            last = statement[:-1]
+            labels[last] = len(instructions)
+        elif statement.startswith(".branchtargets"):
+            tables[last] = tuple(re.findall(r"[$\w]+", statement)[1:])
         elif not statement.startswith("."):
             instructions.append(_instruction(statement, line))
-    parameters = tuple((name, int(bits) // 8) for bits, name in _PARAMETER.findall(entry[2]))
-    return Program(entry[1], parameters, int(threads[1]), tuple(instructions), labels)
+    parameters = tuple((name, int(bits) // 8 * int(count or 1)) for bits, name, count in _PARAMETER.findall(entry[2]))
+    return Program(entry[1], parameters, int(threads[1]), tuple(instructions), labels, tables)
 
 
 def _statements(text: str, start: int) -> list[tuple[int, str]]:

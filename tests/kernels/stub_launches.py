@@ -224,6 +224,25 @@ def scales_with_gaps_are_copied():
     return failed if plan.match[2].run.__name__ == "run" else [*failed, "no function was generated"]
 
 
+def promoted_products_launch_their_warps_and_the_loader():
+    """Through Triton's launcher, with Gluon's descriptors; the loader's warp takes the place of four."""
+    from octavo.kernels.gemm import triton as products
+    from octavo.numerics.spec import QuantSpec
+    from octavo.tensor import ScaledTensor
+
+    failed, spec = [], QuantSpec.parse("e4m3/tensor")
+    operands = [
+        ScaledTensor(torch.zeros(*shape, dtype=spec.format.dtype), None, spec) for shape in ((300, 500), (500, 400))
+    ]
+    for config, threads, tiles in ((0, 384, 3), (4, 256, 3), (5, 256, 3)):
+        with DRIVER.recorded() as records:
+            products.scaled_mm(*operands, "nn", torch.bfloat16, None, False, config)
+        found = [(tuple(record.grid), record.threads) for record in records]
+        if found != [((tiles, 1, 1), threads)]:
+            failed.append(f"{config}: {found}")
+    return failed
+
+
 if __name__ == "__main__":
     checks = {name: globals()[name] for name in sys.argv[1:]}
     print(json.dumps({name: check() for name, check in checks.items()}))

@@ -206,7 +206,24 @@ def test_variants_are_what_is_launched():
         for variant in kernels.variants(capability):
             names = set(variant.launch.kernel.arg_names)
             assert {*variant.types, *variant.equal_to_1, *variant.launch.constants} <= names
-            assert variant.launch.constants["TMA"] == variant.types["a"].startswith("tensordesc")
+            overlaps = variant.launch.kernel.fn.__name__ == "promoted_kernel"
+            assert overlaps == (capability == 90 and variant.case.endswith("promoted"))
+            tma = overlaps or variant.launch.constants["TMA"]
+            assert tma == variant.types["a"].startswith("tensordesc") and overlaps == ("NVMMA" in variant.types["a"])
+
+
+def test_sums_are_promoted_while_products_are_under_way_on_hopper_with_gluon(monkeypatch):
+    hopper = kernels.target_of(90, 132)
+    assert kernels.overlaps(hopper, False) and not kernels.overlaps(hopper, True)
+    assert not any(kernels.overlaps(kernels.target_of(other, 132), False) for other in (89, 100, 120))
+    plain = SCALED_MM.backends["triton_plain"]
+    cuda, backward = torch.device("cuda", 0), ("e4m3/row", "unit", "nn")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert plain.unsupported_reason(cuda, backward) is None
+    assert "the backend triton runs the same" in plain.unsupported_reason(cuda, ("e4m3/row", "e4m3/row", "nt"))
+    monkeypatch.setattr(kernels, "_has_gluon", lambda: False)
+    assert "the backend triton runs the same" in plain.unsupported_reason(cuda, backward)
+    assert {v.launch.kernel.fn.__name__ for v in kernels.variants()} == {"product_kernel"}
 
 
 def test_registry_runs_the_forced_backend():
@@ -222,7 +239,7 @@ from pathlib import Path
 warnings.simplefilter("ignore")
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from benchmarks.sass import source_type
 from octavo.kernels.gemm.triton import variants
 
 tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -234,7 +251,7 @@ for variant in variants(capability, 4):
     signature = {name: "constexpr" if name in constants else variant.types.get(name, "i32") for name in names}
     whole = [i for i, name in enumerate(names) if signature[name].startswith(("*", "i"))]
     attrs = {(i,): [["tt.divisibility", 16]] for i in whole}
-    source = ASTSource(fn=launch.kernel, signature=signature, constexprs=constants, attrs=attrs)
+    source = source_type(launch.kernel)(fn=launch.kernel, signature=signature, constexprs=constants, attrs=attrs)
     options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages, "enable_fp_fusion": False}
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:

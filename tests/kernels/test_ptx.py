@@ -218,6 +218,19 @@ def test_a_few_compiled_kernels_equal_the_reference_and_planted_faults_are_found
 
 @needs_triton
 @pytest.mark.slow
+def test_a_compiled_product_equals_the_reference_and_needs_its_waits():
+    rows, code = interpret(
+        "--jobs", "1", "--only", "scaled_mm e4m3/1x128 e4m3/128x128 nt", "--plant", "none", "waits", "barriers"
+    )
+    intact, early, racing = rows
+    assert code == 1 and intact["kernels"] == ["promoted_kernel"]
+    assert not intact["mismatches"] and not intact["hazards"], intact
+    assert all("got nan" in text for text in early["mismatches"].values()) and len(early["mismatches"]) == 2, early
+    assert racing["hazards"], racing
+
+
+@needs_triton
+@pytest.mark.slow
 def test_every_compiled_kernel_equals_the_reference():
     rows, code = interpret("--random", "1")
     assert code == 0, [row for row in rows if row["mismatches"] or row["hazards"]]

@@ -41,7 +41,7 @@ def test_order_is_that_of_registration_with_reference_last():
     for name in ("reference", "second", "first"):
         op.add(Backend(name=name, run=lambda: 42))
     assert [backend.name for backend in op._in_order()] == ["second", "first", "reference"]
-    assert list(SCALED_MM.backends) == ["torch_scaled", "triton", "torch_bf16", "reference"]
+    assert list(SCALED_MM.backends) == ["torch_scaled", "triton", "triton_plain", "torch_bf16", "reference"]
 
 
 def test_emulation_on_a_gpu_warns_once_whatever_the_shapes(monkeypatch):

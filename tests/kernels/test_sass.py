@@ -95,6 +95,15 @@ def check_what_bounds(rows):
             assert row["matrix"] and all(op.startswith("QGMMA.64x") for op in row["matrix"]), name
 
 
+def check_promoted(rows):
+    """While partial sums are added, the next products are under way; all are waited for once in four steps of 128."""
+    for name, row in rows.items():
+        if row["op"] == "scaled_mm" and row["case"].endswith("promoted"):
+            assert row["kernel"] == "promoted_kernel" and row["step"]["pending"] == [1, 1, 1, 1, 1, 1, 0], (name, row)
+            most = 200 if "128x1 e4m3/128x1" in row["case"] else 130  # two operations per sum are 128 already
+            assert row["step"]["per_4_qgmma"] <= most, (name, row["step"])
+
+
 def check_against_the_table(rows, version):
     golden = by_name(GOLDEN[version])
     for name, now in rows.items():
@@ -109,6 +118,7 @@ def check(rows, version):
     check_that_nothing_spills(rows)
     check_accesses(rows)
     check_what_bounds(rows)
+    check_promoted(rows)
     if version in GOLDEN:
         check_against_the_table(rows, version)
 
@@ -128,6 +138,15 @@ def test_the_table_holds_the_newest_triton_and_the_one_of_pytorch_2_11():
         check_that_nothing_spills(rows)
         check_accesses(rows)
         check_what_bounds(rows)
+        check_promoted(rows)
+
+
+@pytest.mark.thorough
+def test_promoted_products_leave_products_under_way():
+    rows, _ = compiled(90, "--default", "--jobs", "1", "--only", "scaled_mm e4m3/row unit nn promoted")
+    assert len(rows) == 1
+    check_promoted(rows)
+    check_that_nothing_spills(rows)
 
 
 @pytest.mark.slow

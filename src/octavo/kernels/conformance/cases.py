@@ -92,7 +92,7 @@ def _products(device: torch.device) -> Iterator[Check]:
         two_e5m2 = all(text.startswith("e5m2") for text in case[:2])
         if two_e5m2 or not triton.supports_blocks(*blocks_of(case)):
             continue
-        blocked = blocks_of(case)[0].columns != FULL
+        blocked = triton.blocked_rows(*blocks_of(case))
         for fast in (True, False) if target.limited_accumulator and not blocked else (False,):
             for dtype in (torch.bfloat16, torch.float32):
                 configs = triton.configurations(target, fast, blocked, dtype.itemsize)

@@ -10,6 +10,7 @@ apply to the float32 sum, which is rounded once to the output dtype. Each backen
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -261,11 +262,11 @@ def _random_operands(
 
 def _run_triton(
     a: ScaledTensor, b: ScaledTensor, layout: str, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool,
-    config: int | None = None,
+    config: int | None = None, overlap: bool = True,
 ) -> Tensor:  # fmt: skip
     from octavo.kernels.gemm import triton  # imports Triton
 
-    return triton.scaled_mm(a, b, layout, out_dtype, bias, fast_accum, config)
+    return triton.scaled_mm(a, b, layout, out_dtype, bias, fast_accum, config, overlap)
 
 
 def _triton_unsupported(device: torch.device, case: Case) -> str | None:
@@ -274,6 +275,14 @@ def _triton_unsupported(device: torch.device, case: Case) -> str | None:
     from octavo.kernels.gemm import triton
 
     return triton.unsupported_reason(case)
+
+
+def _plain_triton_unsupported(device: torch.device, case: Case) -> str | None:
+    if (reason := _triton_unsupported(device, case)) is not None:
+        return reason
+    from octavo.kernels.gemm import triton
+
+    return None if triton.overlaps_in_training(device, case) else "the backend triton runs the same kernels"
 
 
 def _triton_trials(device: torch.device, case: Case, config: int | None) -> Sequence[tuple[int, Shape]]:
@@ -292,6 +301,14 @@ SCALED_MM.add(
     )
 )
 SCALED_MM.add(Backend(name="triton", run=_run_triton, unsupported_reason=_triton_unsupported, trials=_triton_trials))
+SCALED_MM.add(
+    Backend(
+        name="triton_plain",  # for a GPU or Triton on which the kernel in Gluon fails its probe
+        run=partial(_run_triton, overlap=False),
+        unsupported_reason=_plain_triton_unsupported,
+        trials=_triton_trials,
+    )
+)
 SCALED_MM.add(
     Backend(
         name="torch_bf16",

@@ -103,11 +103,11 @@ def time_fp8_product(product: Fp8Gemm, device: torch.device, time: Timer) -> Tim
 def _candidates(device: torch.device, case: Case) -> Iterator[tuple[str, Backend, int | None]]:
     """Every backend that does not emulate FP8, in every configuration that supports the case."""
     for name, backend in SCALED_MM.backends.items():
-        if name == "triton" and find_spec("triton"):
+        if name in ("triton", "triton_plain") and find_spec("triton"):
             from octavo.kernels.gemm.triton import CONFIGS, training_configurations
 
             for index in training_configurations(device, case):
-                yield f"triton {CONFIGS[index].tile_m}x{CONFIGS[index].tile_n} #{index}", backend, index
+                yield f"{name} {CONFIGS[index].tile_m}x{CONFIGS[index].tile_n} #{index}", backend, index
         elif not backend.emulates:
             yield name, backend, None
 

@@ -7,19 +7,24 @@ tile's operands load while this tile is stored. Two programs per multiprocessor 
 
 Hopper's FP8 accumulator has about 14 bits. With `fast_accum` it accumulates a whole dot product. Otherwise, and always
 with block scales, the partial sum of every 128 products is promoted to float32 registers, which needs twice the
-registers and smaller tiles. The epilogue multiplies by the scales of A and B as `operands.scale_sums` does and adds the
-bias. Block scales are multiplied with each other first: if their product is below 2⁻¹²⁶ (for example gradients of 1e-35
-by weights of 1e-2), sums lose precision. One more multiplication per element and step would avoid that.
+registers and smaller tiles. On Hopper `promoted_device` does that while the next products are multiplied; the same sums
+in Triton's language (`overlap=False`) leave the matrix units idle meanwhile.
 
-Rejected: warp specialization (`tl.range(warp_specialize=True)`), which Triton 3.9 fails to compile for this kernel on
-sm_90; TMA stores, which need output rows in multiples of 16 bytes and save nothing.
+The epilogue multiplies by the scales of A and B as `operands.scale_sums` does and adds the bias. Block scales are
+multiplied with each other first: if their product is below 2⁻¹²⁶ (for example gradients of 1e-35 by weights of 1e-2),
+sums lose precision. One more multiplication per element and step would avoid that.
+
+Rejected: warp specialization in Triton's language (`tl.range(warp_specialize=True)`), which Triton 3.9 fails to compile
+for this kernel on sm_90; TMA stores, which need output rows in multiples of 16 bytes and save nothing.
 """
 
 import math
 from functools import lru_cache
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
+import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -99,11 +104,12 @@ def unsupported_reason(case: Case) -> str | None:
 
 def scaled_mm(
     a: ScaledTensor, b: ScaledTensor, layout: str, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool,
-    config: int | None = None,
+    config: int | None = None, overlap: bool = True,
 ) -> Tensor:  # fmt: skip
     """See `octavo.kernels.gemm.scaled_mm`; `config` is an index into `CONFIGS`.
 
-    None, or a configuration that does not support this product, selects one by an estimate from the shape.
+    None, or a configuration that does not support this product, selects one by an estimate from the shape. `overlap`:
+    promote sums while the next ones are computed, where the target can (`overlaps`).
     """
     left, right = oriented(a, b, layout)
     if left.data.numel() == 0 or right.data.numel() == 0:
@@ -117,16 +123,17 @@ def scaled_mm(
     target = target_for(device)
     blocked = left.blocks.columns == BLOCK
     fast = fast_accum and target.limited_accumulator and not blocked
-    kind = target, fast, blocked, out_dtype.itemsize
+    kind = target, fast, blocked_rows(left.blocks, right.blocks), out_dtype.itemsize
+    overlap = overlap and not INTERPRETED and overlaps(target, fast)
     chosen = CONFIGS[config if config in configurations(*kind) else _estimated_fastest(m, n, *kind)]
     round_first = INTERPRETED and out_dtype == torch.bfloat16
     a_rows, b_rows = (_NO_SCALE if operand.scale is None else operand.blocks.rows for operand in (left, right))
-    launch = _launch(chosen, target, a_rows, b_rows, blocked, bias is not None, fast, round_first)
+    launch = _launch(chosen, target, a_rows, b_rows, blocked, bias is not None, fast, round_first, overlap)
     left_data, right_data = packed(left.data, 1, ALIGNMENT), packed(right.data, 1, ALIGNMENT)
     out = torch.empty((m, n), dtype=out_dtype, device=device)
     arguments = {
-        "a": _descriptor(left_data, chosen.tile_m, chosen.tile_k) if target.tma else left_data,
-        "b": _descriptor(right_data, chosen.tile_n, chosen.tile_k) if target.tma else right_data,
+        "a": _descriptor(left_data, chosen.tile_m, chosen.tile_k, overlap) if target.tma else left_data,
+        "b": _descriptor(right_data, chosen.tile_n, chosen.tile_k, overlap) if target.tma else right_data,
         "out": out,
         "bias": out if bias is None else bias.contiguous(),
         "m": m,
@@ -136,9 +143,12 @@ def scaled_mm(
     for name, operand in (("a", left), ("b", right)):
         scale = out if operand.scale is None else operand.scale
         arguments |= {f"{name}_scale": scale, f"{name}_stride_r": scale.stride(0), f"{name}_stride_k": scale.stride(1)}
-    launch.run((min(chosen.tiles(m, n), chosen.programs(target)),), arguments)
+    programs = target.multiprocessors if overlap else chosen.programs(target)
+    launch.run((min(chosen.tiles(m, n), programs),), arguments)
     return out
 
+
+_OLDER_TRITON = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9)
 
 _NO_SCALE = -1
 """`A_ROWS` and `B_ROWS` of an operand without scales."""
@@ -151,8 +161,26 @@ def supports_blocks(left: Granularity, right: Granularity) -> bool:
     return left.columns == right.columns == FULL and {left.rows, right.rows} <= {FULL, 1}
 
 
-def _descriptor(data: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    return TensorDescriptor(data, list(data.shape), list(data.stride()), [rows, columns])
+def _descriptor(data: Tensor, rows: int, columns: int, overlap: bool) -> Any:
+    sizes = list(data.shape), list(data.stride()), [rows, columns]
+    if not overlap:
+        return TensorDescriptor(data, *sizes)
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
+
+    return GluonDescriptor(data, *sizes, _tile_layout())
+
+
+@lru_cache(maxsize=1)
+def _tile_layout() -> Any:
+    """Return the layout of operands in shared memory, which the matrix units read: rows of 128 bytes, swizzled."""
+    from triton.experimental.gluon.language import NVMMASharedLayout
+
+    return NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
+
+
+def blocked_rows(left: Granularity, right: Granularity) -> int:
+    """Return how many operands have block scales that differ by row; 0 without block scales."""
+    return [left.rows, right.rows].count(1) if left.columns == BLOCK else 0
 
 
 class Target(NamedTuple):
@@ -170,6 +198,24 @@ class Target(NamedTuple):
     limited_accumulator: bool
     shared: int
     multiprocessors: int
+
+
+def overlaps(target: Target, fast: bool) -> bool:
+    """Whether promoted sums are added while the next ones are computed: on Hopper, with a Triton that has Gluon."""
+    return not fast and target.limited_accumulator and _has_gluon()
+
+
+def overlaps_in_training(device: torch.device, case: Case) -> bool:
+    """Whether training runs a case of products with the kernel that promotes while it multiplies."""
+    major, minor = torch.cuda.get_device_capability(device)
+    return overlaps(target_of(10 * major + minor, 1), case[2] == "nt" and blocks_of(case)[0].columns != BLOCK)
+
+
+@lru_cache(maxsize=1)
+def _has_gluon() -> bool:
+    return find_spec("triton.experimental") is not None and all(
+        find_spec(f"triton.experimental.gluon.{name}") for name in ("language.nvidia.hopper", "nvidia.hopper")
+    )
 
 
 @lru_cache(maxsize=32)
@@ -195,7 +241,7 @@ def target_of(capability: int, multiprocessors: int) -> Target:
 
 
 @lru_cache(maxsize=4096)
-def _estimated_fastest(m: int, n: int, target: Target, fast: bool, blocked: bool, out_bytes: int) -> int:
+def _estimated_fastest(m: int, n: int, target: Target, fast: bool, blocked: int, out_bytes: int) -> int:
     """Estimate the fastest configuration from the number of waves of tiles, weighted by tile size and rate."""
 
     def cost(index: int) -> float:
@@ -206,8 +252,15 @@ def _estimated_fastest(m: int, n: int, target: Target, fast: bool, blocked: bool
 
 
 @lru_cache(maxsize=64)
-def configurations(target: Target, fast: bool, blocked: bool, out_bytes: int) -> tuple[int, ...]:
-    """Return the configurations whose registers and shared memory fit, for a kind of product."""
+def configurations(target: Target, fast: bool, blocked: int, out_bytes: int) -> tuple[int, ...]:
+    """Return the configurations whose registers and shared memory fit, for a kind of product.
+
+    Args:
+        target: Where it runs.
+        fast: Whether the matrix units accumulate.
+        blocked: How many operands have block scales that differ by row.
+        out_bytes: Size of an element of the output.
+    """
 
     def fits(config: Config) -> bool:
         if not (fast or config.promotes):
@@ -215,6 +268,11 @@ def configurations(target: Target, fast: bool, blocked: bool, out_bytes: int) ->
         if not target.tma:
             # Operands pass through registers, so with 1×128 scales on both sides the largest tile does not fit.
             return not (blocked and config.tile_m * config.tile_n > 64 * 128)
+        if target.limited_accumulator and blocked:
+            # Two partial sums leave few registers, and spill with scales by row on both sides, float32 and Triton 3.6.
+            crowded = (blocked == 2) + (out_bytes == 4) + _OLDER_TRITON
+            if config.tile_m * config.tile_n > 64 * (256, 256, 128, 64)[crowded]:
+                return False
         # A flattened pipeline holds its buffers while the tile is rearranged for wide stores.
         rearranged = config.tile_m * config.tile_n * out_bytes if config.flatten else 0
         return config.stages * (config.tile_m + config.tile_n) * config.tile_k + rearranged <= target.shared
@@ -227,8 +285,8 @@ def training_configurations(device: torch.device, case: Case) -> tuple[int, ...]
     return configurations(*_training_kind(target_for(device), case))
 
 
-def _training_kind(target: Target, case: Case) -> tuple[Target, bool, bool, int]:
-    blocked = blocks_of(case)[0].columns == BLOCK
+def _training_kind(target: Target, case: Case) -> tuple[Target, bool, int, int]:
+    blocked = blocked_rows(*blocks_of(case))
     return target, case[2] == "nt" and target.limited_accumulator and not blocked, blocked, 2
 
 
@@ -249,7 +307,7 @@ def trials(device: torch.device, case: Case, config: int | None = None) -> list[
     return [(index, _shape_of_many_tiles(CONFIGS[index], target)) for index in sorted(picked)]
 
 
-def _picked_for_many_tiles(kind: tuple[Target, bool, bool, int]) -> set[int]:
+def _picked_for_many_tiles(kind: tuple[Target, bool, int, int]) -> set[int]:
     sizes = range(512, 16385, 512)
     picks = {(m, n): _estimated_fastest(m, n, *kind) for m in sizes for n in sizes}
     return {index for shape, index in picks.items() if CONFIGS[index].tiles(*shape) > CONFIGS[index].programs(kind[0])}
@@ -262,18 +320,25 @@ def _shape_of_many_tiles(config: Config, target: Target) -> Shape:
 
 @lru_cache(maxsize=1024)
 def _launch(
-    config: Config, target: Target, a_rows: int, b_rows: int, blocked: bool, bias: bool, fast: bool, round_first: bool
-) -> Launch:
+    config: Config, target: Target, a_rows: int, b_rows: int, blocked: bool, bias: bool, fast: bool, round_first: bool,
+    overlap: bool,
+) -> Launch:  # fmt: skip
     constants: dict[str, Any] = {
         "A_ROWS": a_rows,
         "B_ROWS": b_rows,
         "BLOCKED": blocked,
         "BIAS": bias,
-        "FAST": fast,
         "TILE_M": config.tile_m,
         "TILE_N": config.tile_n,
         "TILE_K": config.tile_k,
         "GROUP": GROUP,
+    }
+    if overlap:
+        from octavo.kernels.gemm.promoted_device import SLOTS, promoted_kernel
+
+        return Launch(kernel=promoted_kernel, constants=constants, num_warps=config.warps, num_stages=SLOTS.value)
+    constants |= {
+        "FAST": fast,
         "FLATTEN": config.flatten and target.tma,
         "TMA": target.tma,
         "ROUND_FIRST": round_first,
@@ -288,10 +353,11 @@ def variants(capability: int = 90, out_bytes: int = 2) -> list[Variant]:
     all_variants = []
     for case, a_rows, b_rows, blocked in _COMPILED:
         for fast in (True, False) if target.limited_accumulator and not blocked else (False,):
-            for index in configurations(target, fast, blocked, out_bytes):
+            overlap = overlaps(target, fast)
+            for index in configurations(target, fast, [a_rows, b_rows].count(1) if blocked else 0, out_bytes):
                 config = CONFIGS[index]
-                launch = _launch(config, target, a_rows, b_rows, blocked, not blocked, fast, False)
-                left, right = _types(case, config, target.tma)
+                launch = _launch(config, target, a_rows, b_rows, blocked, not blocked, fast, False, overlap)
+                left, right = _types(case, config, target.tma, overlap)
                 types = {"a": left, "b": right, "out": out, "bias": "*bf16", "a_scale": "*fp32", "b_scale": "*fp32"}
                 variant = Variant(
                     op="scaled_mm",
@@ -299,9 +365,10 @@ def variants(capability: int = 90, out_bytes: int = 2) -> list[Variant]:
                     config=index,
                     launch=launch,
                     types=types,
-                    tile=(config.tile_m + config.tile_n) * config.tile_k,
+                    tile=(config.tile_m + config.tile_n) * config.tile_k * (launch.num_stages if overlap else 1),
+                    trips=4096 // config.tile_k // (launch.num_stages if overlap else 1),
                     device_bytes=1.0,
-                    equal_to_1=("a_stride_k", "b_stride_k") if blocked else ("a_stride_r", "b_stride_r"),
+                    equal_to_1=("a_stride_k", "b_stride_k") if case.endswith("nt") and blocked else _BY_ROW,
                 )
                 all_variants.append(variant)
     return all_variants
@@ -317,10 +384,14 @@ _COMPILED = (
 """Cases that compile to different code, with `A_ROWS`, `B_ROWS` and `BLOCKED`; layouts share code."""
 
 
-def _types(case: str, config: Config, tma: bool) -> list[str]:
+_BY_ROW = ("a_stride_r", "b_stride_r")
+
+
+def _types(case: str, config: Config, tma: bool, overlap: bool) -> list[str]:
     """Triton types of the operands."""
     codes = ["fp8e5" if text.startswith(E5M2.name) else "fp8e4nv" for text in case.split()[:2]]
     if not tma:
         return [f"*{code}" for code in codes]
     tiles = (config.tile_m, config.tile_n)
-    return [f"tensordesc<{code}[{tile}, {config.tile_k}]>" for code, tile in zip(codes, tiles, strict=True)]
+    layout = f",{_tile_layout()!r}" if overlap else ""
+    return [f"tensordesc<{code}[{tile}, {config.tile_k}]{layout}>" for code, tile in zip(codes, tiles, strict=True)]

@@ -159,6 +159,7 @@ def variants(capability: int = 90) -> list[Variant]:
                 launch=_launch(config, target, layout, 8, layout == "nt", fast, False),
                 types=types | {"a_scale": "*fp32", "b_scale": "*fp32"},
                 tile=(config.tile_m + config.tile_n) * config.tile_k,
+                trips=4096 // config.tile_k,
                 device_bytes=1.0,
             )
             all_variants.append(variant)
