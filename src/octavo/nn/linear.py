@@ -41,12 +41,12 @@ class Linear(LinearLike, nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Y = X Wᵀ + b in FP8 for input [..., in_features]; see `linear`."""
-        keep_weights = self.keep_weights and self.octavo_keep_weights()
+        keep_weights, recipe = self.keep_weights and self.octavo_keep_weights(), self.recipe
         parameters: dict[str, Any] = self._parameters  # as `nn.Module.__getattr__` finds them
         weight, bias = parameters.get("weight"), parameters.get("bias", self)
         if weight is None or bias is self:  # parametrized, pruned
-            weight, bias = self.weight, self.bias
-        return linear(input, weight, bias, self.recipe, keep_weights, self.octavo_quantizer())
+            weight, bias, recipe = self.weight, self.bias, self.octavo_recipe_of_computed()
+        return linear(input, weight, bias, recipe, keep_weights, self.octavo_quantizer())
 
     def extra_repr(self) -> str:
         """Return the description of `nn.Linear`, with the recipe."""
