@@ -22,30 +22,40 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning"),  # PEFT asks Transformers for it
 ]
 WIDTH = 128
-TEXT = {"vocab_size": 128, "hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 4}
+TEXT = {"vocab_size": 128, "hidden_size": WIDTH, "num_attention_heads": 4}
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
-def qwen3():
-    sizes = TEXT | {"intermediate_size": 2 * WIDTH, "num_key_value_heads": 2, "head_dim": WIDTH // 4}
+def qwen3(blocks):
+    sizes = TEXT | {
+        "num_hidden_layers": blocks,
+        "intermediate_size": 2 * WIDTH,
+        "num_key_value_heads": 2,
+        "head_dim": WIDTH // 4,
+    }
     return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes))
 
 
-def gpt2():
-    sizes = {"n_embd": WIDTH, "n_layer": 2, "n_head": 4, "vocab_size": 128, "n_positions": 64}
+def gpt2(blocks):
+    sizes = {"n_embd": WIDTH, "n_layer": blocks, "n_head": 4, "vocab_size": 128, "n_positions": 64}
     ends = {"bos_token_id": 0, "eos_token_id": 1, "loss_type": "ForCausalLM"}
     dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **ends, **dropout))
 
 
-def vit():
-    sizes = {"hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 2 * WIDTH}
+def vit(blocks):
+    sizes = {
+        "hidden_size": WIDTH,
+        "num_hidden_layers": blocks,
+        "num_attention_heads": 4,
+        "intermediate_size": 2 * WIDTH,
+    }
     images = {"image_size": 32, "patch_size": 8, "num_labels": 10}
     return transformers.ViTForImageClassification(transformers.ViTConfig(**sizes, **images, **NO_DROPOUT))
 
 
 MODELS = {
-    "llama": lambda: llama(hidden_size=WIDTH, intermediate_size=2 * WIDTH),
+    "llama": lambda blocks: llama(hidden_size=WIDTH, intermediate_size=2 * WIDTH, num_hidden_layers=blocks),
     "qwen3": qwen3, "gpt2": gpt2, "vit": vit,
 }  # fmt: skip
 ATTENTION = {  # as the names and classes say; the report gives the reason
@@ -67,9 +77,9 @@ def trained(model, steps):
     return model
 
 
-def adapted(family, steps=0):
+def adapted(family, blocks, steps):
     torch.manual_seed(0)
-    model = trained(MODELS[family](), steps).bfloat16()
+    model = trained(MODELS[family](blocks), steps).bfloat16()
     model = peft.get_peft_model(
         model, peft.LoraConfig(r=8, target_modules="all-linear", fan_in_fan_out=family == "gpt2")
     )
@@ -92,9 +102,13 @@ def gradients(model):
     return torch.cat([p.grad.flatten().float() for _, p in sorted(model.named_parameters()) if p.grad is not None])
 
 
-@pytest.mark.parametrize(("family", "steps"), [*((family, 0) for family in MODELS), ("llama", 150)])
-def test_the_default_has_28_db_over_two_blocks(family, steps):
-    plain = adapted(family, steps)
+CASES = [(family, blocks, 0) for family in MODELS for blocks in (2, 4)] + [("llama", 2, 150), ("llama", 4, 150)]
+
+
+@pytest.mark.parametrize(("family", "blocks", "steps"), CASES)
+def test_the_default_has_28_db(family, blocks, steps):
+    """Except over four blocks of a vision transformer, where the MLP brings nearly all of the error."""
+    plain = adapted(family, blocks, steps)
     model = octavo.convert(copy.deepcopy(plain), frozen="fp8", verbose=False)
     exact, bf16 = gradients(octavo.revert(copy.deepcopy(model))), gradients(plain)
     rows = [row for row in octavo.report(model) if row.converted]
@@ -103,28 +117,24 @@ def test_the_default_has_28_db_over_two_blocks(family, steps):
     assert {row.recipe for row in rows if row not in chosen} == {"rowwise"}
     names = {row.name.removesuffix(".base_layer") for row in chosen}
     assert {name for name in names if name.endswith(tuple(ATTENTION[family]))} == names
-    assert len(names) == 2 * len(ATTENTION[family])
+    assert len(names) == blocks * len(ATTENTION[family])
 
-    def measured():
-        actual = gradients(model)
-        return f"{sqnr(exact, actual):.1f} / {sqnr(bf16, actual):.1f}"
-
-    default, least = measured(), sqnr(exact, gradients(model))
+    default = gradients(model)
     for row in chosen:
         change_recipe(model, row.name, "rowwise", reason="a test")
-    fp8 = measured()
-    of_fp8 = 10 ** (-sqnr(exact, gradients(model)) / 10)
-    share = 1 - 10 ** (-least / 10) / of_fp8
+    fp8 = gradients(model)
+    share = 1 - 10 ** ((sqnr(exact, fp8) - sqnr(exact, default)) / 10)
     print(
-        f"{family}, {steps} steps: default {default}, FP8 products {fp8}, the weights' rounding alone "
-        f"{sqnr(bf16, exact):.1f} dB; attention: {share:.0%} of the error"
+        f"{family}, {blocks} blocks, {steps} steps: default {sqnr(exact, default):.1f} / {sqnr(bf16, default):.1f}, "
+        f"FP8 products {sqnr(exact, fp8):.1f} / {sqnr(bf16, fp8):.1f}, attention {share:.0%} of the error, rounding of "
+        f"the weights alone {sqnr(bf16, exact):.1f} dB"
     )
-    assert least >= 28
+    assert sqnr(exact, default) >= (24 if (family, blocks) == ("vit", 4) else 28)
 
 
 def test_a_filter_wins_over_the_default():
     recipes = {octavo.nn.filters.name("*.v_proj"): "rowwise"}
-    model = octavo.convert(MODELS["llama"](), recipes, frozen="fp8", verbose=False)
+    model = octavo.convert(MODELS["llama"](2), recipes, frozen="fp8", verbose=False)
     by_name = {row.name.rpartition(".")[2]: row.recipe for row in octavo.report(model) if row.converted}
     assert by_name["v_proj"] == "rowwise" and by_name["o_proj"] == "rowwise_weight_only"
 
