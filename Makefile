@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 PEERS  := torchao
 # Tools that octavo.integrations is tested with where they are installed. Their requirements would replace other packages.
 TOOLS  := torchtitan torch_checkpointing torchdata tyro docstring_parser typeguard einops spmd_types==0.2.3 \
-          diffusers requests urllib3 certifi charset_normalizer importlib_metadata zipp trl bitsandbytes \
+          diffusers timm torchvision==0.28.0 requests urllib3 certifi charset_normalizer importlib_metadata zipp trl bitsandbytes \
           wandb platformdirs gitpython gitdb smmap sentry-sdk protobuf mlflow mlflow-skinny mlflow-tracing alembic mako cachetools \
           click cloudpickle cryptography cffi databricks-sdk fastapi starlette opentelemetry-api opentelemetry-sdk \
           opentelemetry-proto opentelemetry-semantic-conventions pandas python-dateutil pytz scipy sqlalchemy sqlparse idna
@@ -83,7 +83,7 @@ test-all: test  ## The same, and the tests that take longer (a quarter of an hou
 test-slow: $(VENV)/.peers $(VENV)/.triton-$(TRITON) lint  ## All tests, with the slow ones, torchao and an older Triton
 	@$(BIN)/python -m pytest -n 2 -m 'not gpu'
 
-test-tools: $(VENV)/.tools  ## Tests with torchtitan, TRL, diffusers, bitsandbytes, W&B and MLflow
+test-tools: $(VENV)/.tools  ## Tests with torchtitan, TRL, diffusers, timm, bitsandbytes, W&B and MLflow
 	@PYTHONPATH=$(VENV)/tools $(BIN)/python -m pytest -n 2 -m 'not gpu' \
 	  tests/integrations tests/nn/test_foreign_linears.py tests/test_examples.py
 

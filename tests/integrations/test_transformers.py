@@ -1,5 +1,6 @@
 """Transformers' Trainer in FP8: the losses of a plain loop, resume, and settings that contradict each other."""
 
+import dataclasses
 import json
 import resource
 import subprocess
@@ -218,6 +219,53 @@ def test_state_of_other_layers_is_an_error(llama, samples, tmp_path):
         trainer = Fp8Trainer(model=llama(), args=arguments(tmp_path / "b", max_steps=2), train_dataset=samples)
         with pytest.raises(ValueError, match=f"of another model: {message}"):
             trainer.train(resume_from_checkpoint=str(checkpoint))
+
+
+@pytest.mark.thorough
+def test_an_unknown_recipe_in_a_checkpoint_is_an_error(llama, samples, tmp_path):
+    checkpoint = saved(llama, samples, tmp_path)
+    text = (checkpoint / STATE_FILE).read_text()
+
+    def resume(model):
+        trainer = Fp8Trainer(model=model, args=arguments(tmp_path / "b", max_steps=2), train_dataset=samples)
+        trainer.train(resume_from_checkpoint=str(checkpoint))
+        return trainer
+
+    (checkpoint / STATE_FILE).write_text(text.replace('"name": "rowwise"', '"name": "rowwyse"'))
+    with pytest.raises(ValueError, match=r"recipe 'rowwyse' of 'model.layers.0.* is unknown.*rowwise"):
+        resume(llama())
+    own = dataclasses.replace(octavo.RECIPES["rowwise"], name="rowwyse")
+    trainer = resume(octavo.convert(llama(), own, verbose=False))
+    assert {row.recipe for row in octavo.report(trainer.model) if row.converted} == {"rowwyse"}
+
+
+def test_a_resident_model_without_adapters_cannot_be_checkpointed(llama, samples, tmp_path):
+    model = octavo.convert(llama(), frozen="fp8", verbose=False)
+    with pytest.raises(ValueError, match=r"resident in FP8.*get_peft_model.*save_strategy='no'"):
+        Fp8Trainer(model=model, args=arguments(tmp_path, save_strategy="steps"), train_dataset=samples)
+    Fp8Trainer(model=model, args=arguments(tmp_path), train_dataset=samples)
+
+
+@pytest.mark.thorough
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # PEFT asks Transformers for it
+def test_adapters_on_a_resident_base_resume_bit_for_bit(llama, samples, tmp_path):
+    peft = pytest.importorskip("peft")
+
+    def adapted():
+        model = octavo.convert(llama(torch.bfloat16), frozen="fp8", verbose=False)
+        torch.manual_seed(1)
+        return peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules="all-linear"))
+
+    options = {"save_strategy": "steps", "save_steps": 3}
+    trainer = Fp8Trainer(model=adapted(), args=arguments(tmp_path / "a", **options), train_dataset=samples)
+    trainer.train()
+    files = {file.name for file in (tmp_path / "a" / "checkpoint-3").iterdir()}
+    assert "adapter_model.safetensors" in files and "model.safetensors" not in files
+    again = Fp8Trainer(model=adapted(), args=arguments(tmp_path / "b"), train_dataset=samples)
+    again.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-3"))
+    for name, parameter in trainer.model.named_parameters():
+        if "lora_" in name:
+            assert torch.equal(parameter, again.model.get_parameter(name)), name
 
 
 def test_a_full_disk_leaves_the_state_that_was_there(llama, samples, tmp_path, monkeypatch):

@@ -336,3 +336,41 @@ def test_compiled(backend):
     compiled = torch.compile(model, backend=backend, fullgraph=True)
     for expected, actual in zip(run(model, x), run(compiled, x), strict=True):
         assert sqnr(expected, actual) > 40
+
+
+def test_save_pretrained_raises_and_writes_nothing(tmp_path):
+    """from_pretrained would read the FP8 values without their scales."""
+    model = resident(llama())
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    sharing = nn.ModuleDict({"base": model})
+    for one in (model, model.model, copy.deepcopy(model), torch.load(file, weights_only=False), sharing.base):
+        with pytest.raises(ValueError, match=r"octavo\.export\(model, path, to='fp8-row'\).*octavo\.revert\(model\)"):
+            one.save_pretrained(tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    copied = copy.deepcopy(model)
+    assert copied.save_pretrained.args[0] is copied
+    octavo.revert(model)
+    model.save_pretrained(tmp_path / "plain")
+    tokens = torch.arange(12).view(1, 12)
+    again = type(model).from_pretrained(tmp_path / "plain")
+    assert torch.equal(again(input_ids=tokens).logits, model(input_ids=tokens).logits)
+    assert "save_pretrained" not in vars(model) | vars(model.model)
+
+
+def test_a_failed_conversion_leaves_save_pretrained(monkeypatch):
+    model = llama()
+    monkeypatch.setattr("octavo.nn.convert.report", lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        octavo.convert(model, frozen="fp8")
+    assert "save_pretrained" not in vars(model)
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_the_state_does_not_load_into_a_plain_model(assign):
+    model = resident(llama())
+    with pytest.raises(RuntimeError, match=r"Unexpected key\(s\).*q_proj\.weight_scale"):
+        llama().bfloat16().load_state_dict(model.state_dict(), assign=assign)
+    with pytest.raises(RuntimeError, match=r"q_proj\.weight is torch\.float8_e4m3fn, but the layer's is not resident"):
+        octavo.convert(llama(), verbose=False).load_state_dict(model.state_dict(), strict=False)

@@ -42,19 +42,12 @@ def with_expert_adapters(family, **options):
     return model
 
 
-def choices(model, forced=None):
-    """Record the experts that routers choose; or replace them by those of another model, with the own weights."""
+def choices(model):
+    """Record the experts that routers choose, in no order."""
     record = {}
     for name, module in model.named_modules():
         if name.endswith("mlp.gate"):
-
-            def hook(module, inputs, outputs, name=name):
-                record[name] = outputs[2]
-                if forced is None:
-                    return None
-                weights = outputs[0].float().softmax(-1).gather(-1, forced[name])
-                return outputs[0], (weights / weights.sum(-1, keepdim=True)).to(outputs[1].dtype), forced[name]
-
+            hook = lambda _, inputs, outputs, name=name: record.__setitem__(name, outputs[2].sort(-1)[0])  # noqa: E731
             module.register_forward_hook(hook)
     return record
 
@@ -65,25 +58,26 @@ def adapter_gradients(model):
     return torch.cat([p.grad.flatten().float() for n, p in sorted(model.named_parameters()) if p.grad is not None])
 
 
-def test_adapters_of_expert_parameters_lose_by_tokens_that_change_their_expert():
-    """22 dB as long as routers choose the same experts; a token that changes its expert costs 10 dB of so few."""
-    model = with_expert_adapters("mixtral")
-    reference = octavo.revert(copy.deepcopy(model))
-    expected_choices = choices(reference)
-    expected, forced = adapter_gradients(reference), copy.deepcopy(model)
-    own = choices(model)
-    free = sqnr(expected, adapter_gradients(model))
-    changed = sum(int((own[n].sort()[0] != expected_choices[n].sort()[0]).any(-1).sum()) for n in own)
-    assert changed >= 1 and free > 10  # of 48
-    choices(forced, expected_choices)
-    assert sqnr(expected, adapter_gradients(forced)) >= 22 > free + 5
-
-
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
-def test_adapters_of_expert_parameters_are_exact_with_weight_only(family):
-    model = with_expert_adapters(family, weight_only=["*"])
+def test_adapters_of_expert_parameters_compute_in_high_precision(family):
+    """Their sum with the FP8 values is no FP8 matrix: rounding it again would drop most of a small adapter."""
+    model = with_expert_adapters(family)
     expected = adapter_gradients(octavo.revert(copy.deepcopy(model)))
     assert len(expected) and sqnr(expected, adapter_gradients(model)) >= 28
+    with model.disable_adapter():  # FP8 products again, of the bytes
+        logits = model(input_ids=TOKENS).logits
+    alone = resident(mixture(family, hidden_size=128, intermediate_size=256).bfloat16())
+    assert torch.equal(logits, alone(input_ids=TOKENS).logits)
+
+
+def test_adapters_of_the_weights_of_linears_compute_in_high_precision():
+    torch.manual_seed(0)
+    layer = nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 64)).bfloat16()
+    config = peft.LoraConfig(r=4, target_modules=[], target_parameters=["1.weight"], init_lora_weights=False)
+    model = peft.get_peft_model(resident(layer), config)
+    plain, x = octavo.revert(copy.deepcopy(model)), torch.randn(8, 96).bfloat16()
+    last = [one.base_model.model[1] for one in (model, plain)]
+    assert torch.equal(last[0](x), last[1](x))
 
 
 ADAPTERS = {
@@ -102,7 +96,12 @@ def test_adapters_beside_resident_experts(name, order):
     model = peft.get_peft_model(model, ADAPTERS[name]())
     model = resident(model) if order == "after" else model
     assert sum(row.experts and row.resident_bytes > 0 for row in octavo.report(model)) == 2
-    assert sqnr(adapter_gradients(octavo.revert(copy.deepcopy(model))), adapter_gradients(model)) > 10
+    reference = octavo.revert(copy.deepcopy(model))
+    expected_choices, own = choices(reference), choices(model)
+    level = sqnr(adapter_gradients(reference), adapter_gradients(model))
+    changed = sum(int((own[n] != expected_choices[n]).any(-1).sum()) for n in own)
+    print(f"{name}: {level:.1f} dB, {changed} of 48 tokens change an expert")
+    assert len(own) == 2 and level >= (24 if changed else 28)  # a token that changes an expert costs more than rounding
 
 
 UNSUPPORTED = {

@@ -128,7 +128,7 @@ def test_states_copies_and_plans():
 
 
 def test_a_recipe_can_change_to_it_and_back():
-    model = octavo.convert(llama(), "rowwise", frozen="fp8", verbose=False)
+    model = convert(llama(), ())
     name, before = "model.layers.0.self_attn.v_proj", model(input_ids=TOKENS).logits
     change_recipe(model, name, "rowwise_weight_only", reason="a test")
     assert not torch.equal(model(input_ids=TOKENS).logits, before)

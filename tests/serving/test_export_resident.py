@@ -13,7 +13,7 @@ E4M3 = torch.float8_e4m3fn
 
 
 def resident(layout, **changes):
-    return octavo.convert(make("llama", **changes), RECIPES[layout], frozen="fp8", verbose=False)
+    return octavo.convert(make("llama", **changes), RECIPES[layout], frozen="fp8", weight_only=(), verbose=False)
 
 
 @pytest.mark.parametrize("layout", ["fp8-row", "fp8-block"])
@@ -40,10 +40,22 @@ def test_an_export_loads_as_a_resident_base(tmp_path):
     octavo.export(model, tmp_path / "out")
     with meta_parameters():
         other = type(model)(model.config).bfloat16()
-    octavo.convert(other, "rowwise", frozen="fp8", verbose=False)
+    octavo.convert(other, "rowwise", frozen="fp8", weight_only=(), verbose=False)
     load_frozen(other, tmp_path / "out")
     other.model.rotary_emb = copy.deepcopy(model.model.rotary_emb)  # .bfloat16() rounded it
     assert torch.equal(logits(other), logits(model))
+
+
+@pytest.mark.parametrize("layout", ["fp8-row", "fp8-block"])
+def test_weight_only_layers_are_written_as_their_bytes(tmp_path, layout):
+    model = octavo.convert(make("llama"), RECIPES[layout], frozen="fp8", verbose=False)
+    with pytest.warns(UserWarning, match=rf"self_attn.*: training did not round their inputs.*engines of {layout} do"):
+        exported = octavo.export(model, tmp_path / "out", to=layout)
+    assert len(exported.fp8) == 14 and set(exported.high_precision) == {"lm_head"}
+    octavo.export(resident(layout), tmp_path / "usual", to=layout)
+    one, other = tensors_of(tmp_path / "out"), tensors_of(tmp_path / "usual")
+    assert config_of(tmp_path / "out") == config_of(tmp_path / "usual") and one.keys() == other.keys()
+    assert all(torch.equal(one[name].view(torch.uint8), other[name].view(torch.uint8)) for name in one)
 
 
 def test_high_precision_is_dequantized(tmp_path):
@@ -58,7 +70,7 @@ def test_high_precision_is_dequantized(tmp_path):
 def test_resident_weights_in_another_recipe_are_dequantized(tmp_path):
     blocks, name = "model.layers.1.mlp.down_proj", "model.layers.1.mlp.down_proj.weight"
     recipes = {octavo.nn.filters.name(blocks): "blockwise"}
-    model = octavo.convert(make("llama"), recipes, frozen="fp8", verbose=False)
+    model = octavo.convert(make("llama"), recipes, frozen="fp8", weight_only=(), verbose=False)
     with pytest.warns(UserWarning, match=r"layers\.1\.mlp\.down_proj: .*recipe blockwise, which fp8-row does not"):
         octavo.export(model, tmp_path / "out")
     tensors = tensors_of(tmp_path / "out")
@@ -84,7 +96,7 @@ def test_nan_in_a_resident_weight_is_named(tmp_path):
 def test_adapters_in_the_model_are_refused(tmp_path, frozen, to):
     """Their layers are named `q_proj.base_layer`, which no reader of the folder knows."""
     peft = pytest.importorskip("peft")
-    model = octavo.convert(make("llama"), "rowwise", frozen=frozen, verbose=False)
+    model = octavo.convert(make("llama"), "rowwise", frozen=frozen, verbose=False, weight_only=())
     adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
     with pytest.raises(ValueError, match=r"adapters of PEFT .first: 'model\.layers\.0\.self_attn\.q_proj'"):
         octavo.export(adapted.get_base_model(), tmp_path / "out", to=to)

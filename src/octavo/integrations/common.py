@@ -1,7 +1,7 @@
 """What integrations share: `precision` as a user gives it, and the FP8 state of a model in a tool's checkpoints."""
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, fields
 from typing import Any
 
@@ -18,7 +18,7 @@ from octavo.nn.report import PLAN_ATTRIBUTE
 from octavo.nn.select import is_layer
 from octavo.numerics.names import nearest
 from octavo.numerics.precision import AUTO, Precision
-from octavo.numerics.recipe import DEFAULT, Recipe
+from octavo.numerics.recipe import DEFAULT, DERIVED, RECIPES, Recipe
 from octavo.optim import AdamW
 from octavo.planner.auto_convert import convert
 
@@ -152,7 +152,8 @@ class Fp8State:
         If the precision of the run is another, it is not changed, and a warning names both.
 
         Raises:
-            ValueError: For the state of other layers; for recipes with a state on several ranks.
+            ValueError: For the state of other layers; for a recipe that neither Octavo nor this model has; for recipes
+                with a state on several ranks.
         """
         saved = state["precision"] | {key: tuple(state["precision"][key]) for key in ("skip", "only")}
         if saved != asdict(self.precision):
@@ -168,11 +169,12 @@ class Fp8State:
         if unknown or (unnamed := [name for name in own if name not in state["recipes"]]):
             fault = f"this one has no {unknown[0]!r}" if unknown else f"it has no recipe of {unnamed[0]!r}"
             raise ValueError(f"the FP8 state is of another model: {fault}")
+        own_recipes = {modules[name].recipe.name for name in own}
+        recipes = {name: _saved_recipe(name, recipe, own_recipes) for name, recipe in state["recipes"].items()}
         if self.monitor is not None:
             self.monitor.load_state_dict(state)
-        for name, fields_of_recipe in state["recipes"].items():
-            if name in modules and _recipe_of(modules[name]) != fields_of_recipe:
-                recipe = None if fields_of_recipe is None else Recipe.from_json(dict(fields_of_recipe))
+        for name, recipe in recipes.items():
+            if name in modules and _recipe_of(modules[name]) != state["recipes"][name]:
                 change_recipe(self.model, name, recipe, reason="as in the checkpoint")
         _check_ranks(self.model)
         delayed.load_state_dict(self.model, state["delayed"])
@@ -187,6 +189,23 @@ def warn_if_forgotten(used: Any, precision: Precision) -> None:
             f"{precision.label!r}: pass precision={used['precision'].split()[0]!r} to go on as before",
             stacklevel=2,
         )
+
+
+def _saved_recipe(layer: str, fields_of_recipe: Mapping[str, Any] | None, own: Collection[str]) -> Recipe | None:
+    """Return the recipe that a file has for a layer.
+
+    Raises ValueError if its name is none of Octavo's recipes, nor of the model's own, nor made from one of these.
+    """
+    if fields_of_recipe is None:
+        return None
+    recipe = Recipe.from_json(dict(fields_of_recipe))
+    known = {*RECIPES, *own}
+    if recipe.name not in known and not any(recipe.name.removesuffix(suffix) in known for suffix in DERIVED):
+        raise ValueError(
+            f"recipe {recipe.name!r} of {layer!r} is unknown{nearest(recipe.name, known)}. Known: "
+            f"{', '.join(sorted(known))}. Convert the model with a recipe of your own before the run resumes"
+        )
+    return recipe
 
 
 def _recipe_of(module: nn.Module) -> dict[str, Any] | None:

@@ -32,6 +32,7 @@ from octavo.integrations.common import (
     warn_if_forgotten,
 )
 from octavo.integrations.monitor import Monitor, monitor_of
+from octavo.nn.resident_state import refuses_save_pretrained
 from octavo.optim import AdamW
 from octavo.runtime.extras import needs_extras
 
@@ -118,6 +119,12 @@ class Fp8TrainerMixin:
         config: Any = getattr(model, "config", None)
         warn_if_forgotten(getattr(config, "octavo", None), self.precision)
         prepare(model, self.precision, verbose=trainer.is_world_process_zero())
+        if refuses_save_pretrained(model) and trainer.args.save_strategy != "no":
+            raise ValueError(
+                "the frozen weights of this model are resident in FP8, so save_pretrained raises, and with it each "
+                "checkpoint: train adapters (peft.get_peft_model(model, …)), whose checkpoints hold them alone, or set "
+                "save_strategy='no' and call octavo.export after training"
+            )
         if config is not None:
             config.octavo = {"version": __version__, "precision": self.precision.label}
         self._monitor = monitor_of(model, *self._inspection, verbose=trainer.is_world_process_zero())

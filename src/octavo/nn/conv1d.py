@@ -20,8 +20,9 @@ class Conv1D(LinearLike, PlainConv1D):  # type: ignore[misc]
 
     def forward(self, x: Tensor) -> Tensor:
         """Y = X W + b in FP8 for x [..., in_features]; see `octavo.nn.linear.linear`."""
+        recipe = self.recipe if "weight" in self._parameters else self.octavo_recipe_of_computed()
         return linear(
-            x, self.weight.t(), self.bias, self.recipe, self.octavo_keep_weights(), self.octavo_quantizer()
+            x, self.weight.t(), self.bias, recipe, self.octavo_keep_weights(), self.octavo_quantizer()
         )  # fmt: skip
 
     @property

@@ -33,6 +33,7 @@ from octavo.nn.frozen import (
 )
 from octavo.nn.linear_subclasses import change_since, fp8_class, is_converted, restore_original_class
 from octavo.nn.report import PLAN_ATTRIBUTE, check_module, report
+from octavo.nn.resident_state import allow_save_pretrained, refuse_save_pretrained
 from octavo.nn.select import checked_weight, default_plan, linears_with_exact_inputs, obstacle
 from octavo.numerics.plan import Plan
 from octavo.numerics.precision import AUTO, Precision, check_activations
@@ -137,6 +138,8 @@ def apply_plan(model: M, plan: Plan, *, keep_weights: bool = False, frozen: str 
             become(modules[fqn], fp8_class(type(modules[fqn]), recipe), recipe=recipe, keep_weights=keep_weights)
         for layer, own in weights.items():
             layer._parameters.update(own)
+        if weights:
+            refuse_save_pretrained(model)
         for fqn, storage in storages.items():
             enable_fp8_saving(modules[fqn], storage)
         # Drops the predictions of octavo.plan.
@@ -204,6 +207,7 @@ def revert(model: M) -> M:
             else:
                 restore_original_class(module)
         make_plain(converted.values())
+        allow_save_pretrained(model)
         for module in saving.values():
             disable_fp8_saving(module)
         for module in model.modules():

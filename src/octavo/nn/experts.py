@@ -36,9 +36,9 @@ from octavo.activations.saved_tensors import compressed
 from octavo.kernels.grouped import is_grouped
 from octavo.nn.grouped_linear import grouped_linear
 from octavo.nn.resident import ResidentWeight
-from octavo.nn.resident_state import join_in_state, split_in_state
+from octavo.nn.resident_state import is_computed_from_resident, join_in_state, split_in_state
 from octavo.nn.weights import is_fsdp_sharded
-from octavo.numerics.recipe import DEFAULT, Recipe
+from octavo.numerics.recipe import DEFAULT, Recipe, weight_only
 from octavo.runtime.swap import become, has_own_forward, is_fully_sharded
 from octavo.runtime.switch import SWITCH
 from octavo.runtime.torch_compat import is_traceable_wrapper_subclass
@@ -128,7 +128,8 @@ class Experts(nn.Module):
         if exchange is not None:
             weight, bias = exchange.local(weight), None if bias is None else exchange.local(bias)
         keeps = self.keep_weights and not torch.compiler.is_compiling() and not is_fsdp_sharded(self)
-        return grouped_linear(rows, weight, bias, offsets, self.recipe, bool(self.is_transposed), keeps)
+        recipe = weight_only(self.recipe) if is_computed_from_resident(self, name) else self.recipe
+        return grouped_linear(rows, weight, bias, offsets, recipe, bool(self.is_transposed), keeps)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

@@ -24,6 +24,7 @@ from octavo.nn.resident_state import resident_weights
 from octavo.nn.select import is_adapter
 from octavo.numerics.names import nearest
 from octavo.numerics.plan import Decision, Plan
+from octavo.numerics.precision import AUTO
 from octavo.numerics.recipe import RECIPES, Recipe, unequalized, weight_only
 from octavo.numerics.spec import QuantSpec
 from octavo.runtime.torch_compat import FakeTensor
@@ -38,7 +39,18 @@ def check_frozen(frozen: str) -> None:
 
 
 def check_weight_only_request(weight_only: Sequence[str], frozen: str, plan: Plan | None) -> None:
-    """Raise ValueError for `weight_only` of `octavo.convert` without frozen="fp8", or with a plan."""
+    """Raise TypeError or ValueError for an invalid `weight_only` of `octavo.convert`, and for name patterns without
+    frozen="fp8", or with a plan.
+    """
+    if isinstance(weight_only, str):
+        if weight_only == AUTO:
+            return
+        raise TypeError(
+            f"weight_only is {AUTO!r} or a list of name patterns; got the string {weight_only!r}: write "
+            f"[{weight_only!r}]"
+        )
+    if other := [pattern for pattern in weight_only if not isinstance(pattern, str)]:
+        raise TypeError(f"weight_only is a list of name patterns, such as ['*.v_proj']; got {other[0]!r} in it")
     if weight_only and (frozen != "fp8" or plan is not None):
         raise ValueError(
             f"weight_only = {weight_only!r} is for weights that frozen='fp8' stores: "
@@ -93,35 +105,46 @@ def resident_plan(plan: Plan, modules: Mapping[str, nn.Module]) -> tuple[Plan, d
     return replace(plan, decisions={**plan.decisions, **changed}), specs
 
 
-def with_weight_only(plan: Plan, patterns: Sequence[str]) -> Plan:
+def with_weight_only(plan: Plan, patterns: Sequence[str], model: nn.Module) -> Plan:
     """Return a plan whose layers with a matching name multiply their FP8 weights in the dtype of X.
 
     Args:
-        plan: A decision per layer.
-        patterns: Name patterns, as in `fnmatch`; one that matches a parent module covers all modules inside it.
+        plan: A decision per layer of `model`.
+        patterns: Name patterns, as in `fnmatch`; one that matches a parent module covers all modules inside it. Or
+            `"auto"`: the projections of attention (`octavo.nn.weight_only`), except in recipes with a history, and
+            where a filter chose the recipe.
+        model: The model, for the classes of its modules.
 
     Raises:
-        TypeError: If `patterns` is a string.
         ValueError: If a pattern matches no layer that computes in FP8.
     """
-    if isinstance(patterns, str):
-        raise TypeError(f"weight_only is a list of name patterns; got the string {patterns!r}: write [{patterns!r}]")
-    if other := [pattern for pattern in patterns if not isinstance(pattern, str)]:
-        raise TypeError(f"weight_only is a list of name patterns, such as ['*.v_proj']; got {other[0]!r} in it")
     decisions, matched = dict(plan.decisions), set()
     for fqn in plan.converted:
-        recipe, parts = plan[fqn].recipe, fqn.split(".")
-        names = [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
+        decision, parts = plan[fqn], fqn.split(".")
+        recipe, names = decision.recipe, [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
         if recipe is None or is_adapter(fqn):
             continue
-        if hits := [pattern for pattern in patterns if any(fnmatchcase(name, pattern) for name in names)]:
+        if patterns == AUTO:
+            chosen = _in_attention(model, fqn) and not decision.by_filter and not recipe.history
+            why = "weight only, as of attention"
+        else:
+            hits = [pattern for pattern in patterns if any(fnmatchcase(name, pattern) for name in names)]
             matched.update(hits)
-            reason = f"{plan[fqn].reason}; weight only: products in the dtype of the input"
-            decisions[fqn] = replace(plan[fqn], recipe=weight_only(unequalized(recipe)), reason=reason)
-    if unmatched := [pattern for pattern in patterns if pattern not in matched]:
+            chosen, why = bool(hits), "weight only"
+        if chosen and not recipe.weight_only:
+            reason = f"{decision.reason}; {why}: products in the dtype of the input"
+            decisions[fqn] = replace(decision, recipe=weight_only(unequalized(recipe)), reason=reason)
+    if patterns != AUTO and (unmatched := [pattern for pattern in patterns if pattern not in matched]):
         hint = nearest(unmatched[0].strip("*."), {part for fqn in plan.converted for part in fqn.split(".")})
         raise ValueError(f"weight_only: {unmatched[0]!r} matches no layer that computes in FP8{hint}")
     return replace(plan, decisions=decisions)
+
+
+def _in_attention(model: nn.Module, fqn: str) -> bool:
+    """Return whether a module that contains a layer is named after attention, or the class of its parent is."""
+    parents = fqn.rpartition(".")[0]
+    text = f"{parents} {type(model.get_submodule(parents)).__name__}".lower()
+    return bool(fqn) and ("attn" in text or "attention" in text)
 
 
 def check_weight_only(fqn: str, recipe: Recipe | None, why: str) -> None:

@@ -40,13 +40,13 @@ class Linear(LinearLike, nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Y = X Wᵀ + b in FP8 for input [..., in_features]; see `linear`."""
-        keep_weights = self.keep_weights and self.octavo_keep_weights()
+        keep_weights, recipe = self.keep_weights and self.octavo_keep_weights(), self.recipe
         own, found = self.__dict__, self.__dict__["_parameters"]
         if self.octavo_plain and "weight" in found and "bias" in found and not ("weight" in own or "bias" in own):
             weight, bias = found["weight"], found["bias"]  # as `nn.Module.__getattr__` finds them, at length
         else:
-            weight, bias = self.weight, self.bias
-        return linear(input, weight, bias, self.recipe, keep_weights, self.octavo_quantizer())
+            weight, bias, recipe = self.weight, self.bias, self.octavo_recipe_of_computed()
+        return linear(input, weight, bias, recipe, keep_weights, self.octavo_quantizer())
 
     def extra_repr(self) -> str:
         """Return the description of `nn.Linear`, with the recipe."""
@@ -134,10 +134,10 @@ class _LinearFunction(torch.autograd.Function):
         *saved, factor, inverse = tensors
         needs_dgrad, needs_wgrad, needs_bias = required_gradients(ctx, 3)
         dx_MK = dw_NK = dbias_N = w = x = None
-        if needs_dgrad:
-            w = operands.dgrad_weight(saved[:3], factor, recipe, saved[4] if ctx.rematerializer is None else None)
         if needs_wgrad and recipe.wgrad_x is not None:
             x = operands.wgrad_input(saved[3:], inverse, ctx.rematerializer, recipe.wgrad_x, g_MN.device, ctx.columns)
+        if needs_dgrad:
+            w = operands.dgrad_weight(saved[:3], factor, recipe, None if x is None else x.scale)
         g_dgrad, g_wgrad = ctx.quantizer.gradient(g_MN, w, x, recipe)
         if w is not None and g_dgrad is not None:
             dx_MK = scaled_mm(g_dgrad, operands.in_epilogue(w, recipe.folds_w, inverse), "nn", out_dtype=x_dtype)

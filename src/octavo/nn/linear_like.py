@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from octavo.nn.operands import JUST_IN_TIME, Quantizer
-from octavo.nn.resident_state import join_in_state, resident_weight, split_in_state
+from octavo.nn.resident_state import is_computed_from_resident, join_in_state, resident_weight, split_in_state
 from octavo.nn.weights import is_fsdp_sharded
-from octavo.numerics.recipe import DEFAULT, Recipe
+from octavo.numerics.recipe import DEFAULT, Recipe, weight_only
 
 
 class LinearLike(nn.Module):
@@ -76,6 +76,10 @@ class LinearLike(nn.Module):
                 f"octavo.nn.{kind}Linear"
             )
         return JUST_IN_TIME
+
+    def octavo_recipe_of_computed(self) -> Recipe:
+        """Return the recipe for a weight that is no parameter; weight-only if it is computed from a resident one."""
+        return weight_only(DEFAULT) if is_computed_from_resident(self, "weight") else self.recipe
 
     def octavo_keep_weights(self) -> bool:
         """Return whether the layer may reuse a cast of its weight now: see `octavo.nn.weights`."""

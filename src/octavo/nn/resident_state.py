@@ -7,10 +7,14 @@ Plain tensors: `torch.save`, safetensors and distributed checkpoints store them 
 FSDP2 shards are DTensors; scales that all ranks hold whole are plain, so a checkpoint loads on any number of ranks.
 Loading takes these, or a weight in high precision, which it quantizes. Rejected: the subclass itself in the
 `state_dict`, which needs Octavo to be read.
+
+`save_pretrained` of Transformers and diffusers would write the FP8 values so that `from_pretrained` reads them without
+their scales. Models with resident weights get one that raises instead (`refuse_save_pretrained`).
 """
 
 import sys
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -40,6 +44,54 @@ def resident_weights(module: nn.Module) -> Iterator[tuple[str, ResidentWeight]]:
     for name, parameter in module._parameters.items():
         if (weight := as_resident(parameter)) is not None:
             yield name, weight
+
+
+def is_computed_from_resident(layer: nn.Module, name: str) -> bool:
+    """Return whether a weight of a layer is computed from one that is resident in FP8, as PEFT's `target_parameters`
+    adds an adapter to it. In FP8 much of the adapter would be rounded away, so its products run in high precision.
+    """
+    computed: Any = layer._modules.get("parametrizations")
+    return computed is not None and name in computed and as_resident(computed[name].original) is not None
+
+
+def refuse_save_pretrained(model: nn.Module) -> None:
+    """Give the modules of a model that have `save_pretrained` one that raises while their weights are resident.
+
+    PEFT's models save their adapters alone, and keep theirs.
+    """
+    for module in model.modules():
+        of_peft = any(owner.__module__.startswith("peft.") for owner in type(module).__mro__)
+        if hasattr(type(module), _SAVE) and not of_peft and _has_residents(module):
+            vars(module)[_SAVE] = partial(_save_pretrained, module)
+
+
+def allow_save_pretrained(model: nn.Module) -> None:
+    """Undo `refuse_save_pretrained`."""
+    for module in model.modules():
+        vars(module).pop(_SAVE, None)
+
+
+def refuses_save_pretrained(model: nn.Module) -> bool:
+    """Return whether `save_pretrained` of a model raises."""
+    return _SAVE in vars(model) and _has_residents(model) and not getattr(model, "_hf_peft_config_loaded", False)
+
+
+def _save_pretrained(model: Any, *args: Any, **kwargs: Any) -> Any:
+    if refuses_save_pretrained(model):
+        raise ValueError(
+            f"save_pretrained of {type(model).__name__}, whose frozen weights are resident in FP8: from_pretrained "
+            "would read the FP8 values without their scales. octavo.export(model, path, to='fp8-row') writes the same "
+            "bytes so that it reads them, to='bf16' their values; octavo.revert(model) makes the weights plain. "
+            "Nothing was written"
+        )
+    return getattr(type(model), _SAVE)(model, *args, **kwargs)  # adapters of Transformers' own, or all reverted
+
+
+_SAVE = "save_pretrained"
+
+
+def _has_residents(model: nn.Module) -> bool:
+    return any(True for module in model.modules() for _ in resident_weights(module))
 
 
 def split_in_state(module: nn.Module, state: dict[str, Any], prefix: str) -> None:

@@ -258,7 +258,7 @@ def _decide(
     for layer in names:
         if (narrow := _narrow(layer)) is not None:
             return Decision(recipe=None, reason=narrow + _as_named(layer, first))
-    reason = "linear"
+    reason, by_filter = "linear", False
     if chosen is not None:
         results = [chosen.match(layer) for layer in names]
         for layer, (selected, fact) in zip(names, results, strict=True):
@@ -269,11 +269,15 @@ def _decide(
     for layer, (rule, other) in ((layer, pair) for pair in rules for layer in names):
         matches, fact = rule.match(layer)
         if matches:
-            recipe, reason = other, _with_fact(f"{reason}; {other.name}", fact) + _as_named(layer, first)
+            by_filter, recipe, reason = (
+                True,
+                other,
+                _with_fact(f"{reason}; {other.name}", fact) + _as_named(layer, first),
+            )
             break
     weight = checked_weight(first.fqn, first.module)
     if not looks_like_experts(first.module):
-        return Decision(recipe=recipe, reason=reason + _padding(weight))
+        return Decision(recipe=recipe, reason=reason + _padding(weight), by_filter=by_filter)
     if recipe.history:
         reason = f"experts: recipe {recipe.name!r} needs an amax history, which experts do not keep; high precision"
         return Decision(recipe=None, reason=reason)

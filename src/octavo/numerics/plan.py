@@ -6,7 +6,7 @@ stored, compared and edited as JSON.
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from octavo.numerics.display import Displayed, Table
@@ -25,12 +25,14 @@ class Decision:
             `"saved_tensors"`), or None to leave them unchanged.
         gain: Predicted speed-up over bf16, forward and backward with quantization; 1 if it stays in bf16; None without
             a prediction.
+        by_filter: Whether a filter of `octavo.convert` chose the recipe; not in the plan's JSON.
     """
 
     recipe: Recipe | None
     reason: str
     activation_storage: str | None = None
     gain: float | None = None
+    by_filter: bool = field(default=False, compare=False)
 
 
 @dataclass(frozen=True, kw_only=True)

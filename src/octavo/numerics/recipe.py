@@ -159,7 +159,9 @@ _OPTIONAL = ("history", "margin", "equalization", "weight_only")
 """Fields that `to_json` omits if zero or False."""
 
 
-_WEIGHT_ONLY = "_weight_only"
+_WEIGHT_ONLY, _EQUALIZED = "_weight_only", "_equalized"
+DERIVED = (_WEIGHT_ONLY, _EQUALIZED)
+"""Ends of the names of recipes that are made from others."""
 
 
 def _epilogue(spec: QuantSpec, folds: bool, equalization: int) -> QuantSpec | None:
@@ -183,7 +185,7 @@ def equalized(recipe: "str | Recipe", every: int = 50) -> Recipe:
         'rowwise_hp_wgrad_equalized'
     """
     recipe = get_recipe(recipe)
-    name = recipe.name if recipe.equalization else f"{recipe.name}_equalized"
+    name = recipe.name if recipe.equalization else f"{recipe.name}{_EQUALIZED}"
     return replace(recipe, name=name, equalization=every)
 
 
@@ -191,7 +193,7 @@ def unequalized(recipe: Recipe) -> Recipe:
     """Return a recipe without channel equalization."""
     if not recipe.equalization:
         return recipe
-    name = recipe.name.removesuffix("_equalized")
+    name = recipe.name.removesuffix(_EQUALIZED)
     return RECIPES[name] if name in RECIPES else replace(recipe, name=name, equalization=0)
 
 

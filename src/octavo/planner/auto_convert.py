@@ -54,7 +54,7 @@ def convert(
     keep_weights: bool = False,
     activations: Literal["bf16", "fp8"] = "bf16",
     frozen: Literal["bf16", "fp8"] = "bf16",
-    weight_only: Sequence[str] = (),
+    weight_only: Literal["auto"] | Sequence[str] = AUTO,
     device: "str | Path | Mapping[str, Any] | Gpu | None" = None,
     tokens: int = ASSUMED_TOKENS,
     verbose: bool = True,
@@ -83,8 +83,8 @@ def convert(
             `precision=Precision(matmul="bf16", activations="fp8")`.
         frozen: `"fp8"`: weights of frozen linears, as under LoRA, exist in FP8 only: 1 byte per parameter. If none is
             frozen, all are frozen. By rule, whatever the gain in time; for recipes with one FP8 form of W.
-        weight_only: Name patterns of layers whose resident weights are dequantized for products in the input's dtype:
-            exact gradients of the base as stored, at that dtype's speed; `["*"]` for all.
+        weight_only: Name patterns of layers whose resident weights are dequantized for products in the input's dtype;
+            `()` for none. `"auto"`: projections of attention whose recipe no filter chose (`octavo.nn.weight_only`).
         device: The GPU to decide for, as of `octavo.plan`: a name such as `"h100"`, a file or a table. None: this
             machine's GPU, if it has one. `"cpu"`: decide without costs, also on a machine with a GPU.
         tokens: Tokens per call of a layer on one GPU; used only for the decision.
@@ -112,7 +112,7 @@ def convert(
     if gpu in (None, "cpu") or frozen == "fp8" or not _is_auto(recipe, precision):
         recipe = None if recipe == AUTO else recipe
         by_rule = rule_plan(model, recipe, precision=precision, skip=skip, filter=filter, activations=activations)
-        by_rule = with_weight_only(by_rule, weight_only)
+        by_rule = with_weight_only(by_rule, weight_only, model) if frozen == "fp8" else by_rule
         return apply_plan(model, by_rule, keep_weights=keep_weights, frozen=frozen, verbose=verbose)
     precision = precision or Precision(recipe=AUTO, skip=tuple(skip), activations=activations)
     by_cost, where = _plan_on(gpu, device is None, model, precision, filter, tokens)

@@ -47,8 +47,10 @@ class ExportLayout:
     quantization_config: Callable[[Sequence[str]], dict[str, Any]]
 
     def fits(self, recipe: Recipe) -> bool:
-        """Return whether training in a recipe computes a forward that this layout describes."""
-        return (recipe.w, recipe.x) == (self.recipe.w, self.recipe.x) and not (recipe.layer_state or recipe.weight_only)
+        """Return whether this layout describes the forward of training in a recipe; of one that is weight only, its
+        weights.
+        """
+        return (recipe.w, recipe.x) == (self.recipe.w, self.recipe.x) and not recipe.layer_state
 
     @property
     def recipes(self) -> list[str]:

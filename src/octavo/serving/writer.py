@@ -146,10 +146,11 @@ def write(model: Any, folder: Path, layout: ExportLayout | None, max_shard_size:
         max_shard_size: As of `export`.
     """
     rows = {row.name: row.reason for row in report(model) if not row.converted}
+    save = type(model).save_pretrained  # that of a model with resident weights raises
     if layout is None:
         with no_progress_bar():
             state = state_dict(model) | {name: on_cpu(weight) for name, weight in resident_weights(model).items()}
-            model.save_pretrained(folder, state_dict=state, max_shard_size=max_shard_size)
+            save(model, folder, state_dict=state, max_shard_size=max_shard_size)
         return Exported(path=folder, layout="bf16", fp8=(), high_precision=rows, notes=())
     try:
         state = _state_dict(model)
@@ -183,7 +184,9 @@ def write(model: Any, folder: Path, layout: ExportLayout | None, max_shard_size:
         else:
             final[name] = tensor
     with no_progress_bar():
-        model.save_pretrained(folder, state_dict=final, save_original_format=False, max_shard_size=max_shard_size)
+        type(model).save_pretrained(
+            model, folder, state_dict=final, save_original_format=False, max_shard_size=max_shard_size
+        )
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     config["quantization_config"] = layout.quantization_config(_ignored(model, high_precision))
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
@@ -230,6 +233,10 @@ def _notes(
     for reason in dict.fromkeys(misfits.values()):
         names = [fqn for fqn, why in misfits.items() if why == reason]
         notes.append(f"{listed(names)}: FP8 in training, high precision here: {reason}")
+    if unrounded := [fqn for fqn in fp8 if modules[fqn].recipe.weight_only]:
+        notes.append(
+            f"{listed(unrounded)}: training did not round their inputs (weight_only); engines of {layout.name} do"
+        )
     partial = [name for name, weight in quantized.items() if any(size % 128 for size in weight.data.shape)]
     if layout.name == "fp8-block" and partial:
         notes.append(

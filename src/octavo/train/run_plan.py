@@ -302,7 +302,7 @@ def _configured(model: torch.nn.Module, config: TrainConfig, gpu: Gpu, tokens: i
         return rule_plan(model, precision=precision) if precision.activations == "fp8" else Plan({})
     if precision.recipe == AUTO and config.frozen != "fp8":
         return plan_on_gpu(model, gpu, precision, None, tokens)
-    return with_weight_only(rule_plan(model, precision=precision), config.weight_only)
+    return with_weight_only(rule_plan(model, precision=precision), config.weight_only, model)
 
 
 def _same_decisions(one: Plan, other: Plan) -> bool:

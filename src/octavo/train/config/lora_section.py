@@ -23,9 +23,10 @@ class LoraConfig(Section):
     base: Literal["bf16", "fp8"] = "fp8"
     """"fp8": the frozen weights of layers that compute in FP8 exist in FP8 only, 1 byte per parameter; at level "bf16"
     no layer does. "bf16": all in `precision.parameters`. FSDP shards both."""
-    weight_only: Annotated[tuple[str, ...], Strict(False)] = ()
+    weight_only: Literal["auto"] | Annotated[tuple[str, ...], Strict(False)] = "auto"
     """Name patterns of layers of a base in FP8 that compute in the dtype of their input: their weights are dequantized
-    for each product. Gradients as of the dequantized weights, at the speed of bf16. ["*"]: all layers."""
+    for each product. Gradients as of the dequantized weights, at the speed of bf16. ["*"]: all; []: none. "auto": the
+    projections of attention, whose FP8 products cost the adapters' gradients most for their time."""
 
     @model_validator(mode="after")
     def _check_targets(self) -> "LoraConfig":
@@ -34,7 +35,7 @@ class LoraConfig(Section):
                 f'lora.targets = {list(self.targets)}: give "all-linear" alone, or names of layers, as '
                 '["q_proj", "v_proj"]'
             )
-        if self.weight_only and self.base != "fp8":
+        if self.weight_only not in ("auto", ()) and self.base != "fp8":
             raise ValueError(
                 f"lora.weight_only = {list(self.weight_only)} is for weights in FP8, and lora.base = {self.base!r}: "
                 'leave it out, or set lora.base = "fp8"'

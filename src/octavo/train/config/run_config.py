@@ -188,9 +188,9 @@ class TrainConfig(Section):
         return "bf16" if self.lora is None else self.lora.base
 
     @property
-    def weight_only(self) -> tuple[str, ...]:
+    def weight_only(self) -> Literal["auto"] | tuple[str, ...]:
         """Layers with products in high precision of weights in FP8, as `octavo.convert` takes them."""
-        return () if self.lora is None else self.lora.weight_only
+        return self.lora.weight_only if self.lora is not None and self.frozen == "fp8" else ()
 
     @property
     def resolved(self) -> Precision:
