@@ -38,10 +38,10 @@ from torch import Tensor, nn
 from torch.distributed import pipelining
 
 from octavo.comm import DEFAULT_SPEC
-from octavo.comm.encoding import pack, parse_spec, unpack, width
+from octavo.comm.encoding import MessageSpec, pack, parse_spec, unpack, width
 from octavo.nn.linear_subclasses import is_converted
 from octavo.numerics.formats import SUPPORTED_DTYPES
-from octavo.numerics.spec import FULL, QuantSpec
+from octavo.numerics.spec import FULL
 from octavo.runtime.switch import disabled
 from octavo.runtime.torch_compat import gradients_of_stage, has_freed_weights, missing_in_pipelining
 
@@ -236,7 +236,7 @@ def _is_activation(x: Tensor) -> bool:
     return x.dtype in SUPPORTED_DTYPES and x.ndim >= 2
 
 
-def _matrix_shape(shape: torch.Size, spec: QuantSpec) -> tuple[int, int]:
+def _matrix_shape(shape: torch.Size, spec: MessageSpec) -> tuple[int, int]:
     """Return the shape of a payload's matrix: a row per token; or per sequence, which has the same groups and less
     padding, if whole groups fit a token.
     """
