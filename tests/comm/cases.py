@@ -56,7 +56,7 @@ def of_formats(rows, amax):
     for limit, fine, coarse in ((512, 2**-5, 3968), (64, 2**-6, 504)):
         below = (rows.abs() < amax / limit) & (rows != 0)
         fits = torch.cat([
-            (16 * a.sum(1, keepdim=True) <= b.sum(1, keepdim=True)).expand_as(a)
+            (8 * a.sum(1, keepdim=True) <= b.sum(1, keepdim=True)).expand_as(a)
             for a, b in zip(below.split(128, 1), (rows != 0).split(128, 1), strict=True)
         ], 1)  # fmt: skip
         relative, smallest = torch.where(fits, fine, relative), torch.where(fits, amax / coarse, smallest)

@@ -54,21 +54,23 @@ def test_every_code_is_a_value_of_its_format(number):
     assert ties.sum() == 127 and (ours[ties] % 2 == 0).all()
 
 
-@pytest.mark.parametrize(("number", "limit", "coarse"), [(E2M5, 64, 8), (E3M4, 64, 9), (E3M4, 512, 8), (E4M3, 512, 9)])
+@pytest.mark.parametrize(
+    ("number", "limit", "coarse"), [(E2M5, 64, 16), (E3M4, 64, 17), (E3M4, 512, 16), (E4M3, 512, 17)]
+)
 def test_a_format_fits_a_group_if_few_elements_are_small(number, limit, coarse):
-    """One non-zero element in 16 may be below the limit; an element at the limit is not, nor is a zero."""
+    """One non-zero element in eight may be below the limit; an element at the limit is not, nor is a zero."""
     x = torch.ones(1, 128)
     x[0, :coarse] = 0.999 / limit
     x[0, coarse] = 1 / limit
     assert round_trip(x)[1].item() == number
     half = torch.cat([x[:, : coarse + 1], torch.ones(1, 64 - coarse - 1), torch.zeros(1, 64)], 1)
-    assert round_trip(half)[1].item() == (number if coarse == 9 else number - 1)  # 8 of 64
+    assert round_trip(half)[1].item() == (number if coarse == 17 else number - 1)  # 16 of 64
 
 
 def test_decibels_are_those_of_the_documentation():
     x = randn(256, 1024)
     y, number = round_trip(x)
-    assert sqnr(x, y) == pytest.approx(43, abs=0.5) and (number == E2M5).float().mean() > 0.9
+    assert sqnr(x, y) == pytest.approx(43.7, abs=0.2) and (number == E2M5).float().mean() > 0.99
     by_channel = x * torch.logspace(0, -1.5, 128).repeat(8)
     y, number = round_trip(by_channel)
     assert sqnr(by_channel, y) > 37 and (number == E3M4).float().mean() > 0.9
@@ -80,12 +82,12 @@ def test_decibels_are_those_of_the_documentation():
 
 @settings(max_examples=100)
 @given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=140))
-def test_all_but_one_in_16_of_any_values_arrive_within_a_seventh(numbers):
+def test_all_but_one_in_eight_of_any_values_arrive_within_a_seventh(numbers):
     x = torch.tensor(numbers).view(1, -1)
     y, _ = round_trip(x)
     for group, result in zip(x.double().split(128, 1), y.double().split(128, 1), strict=True):
         far = (result - group).abs() > group.abs() / 7 + group.abs().max() / 491_520 * (1 + 2**-20) + 2.0**-130
-        assert 16 * far.sum() <= (group != 0).sum()
+        assert 8 * far.sum() <= (group != 0).sum()
         assert ((result == 0) | (result.sign() == group.sign())).all() and result.isfinite().all()
 
 

@@ -64,13 +64,13 @@ def tokens_of(step):
 
 def llama_job(parallel):
     model = llama(fp8=True)
-    layout = distribute(model, ParallelConfig(**parallel), torch.device("cpu"), fp8=True, micro_batches=2)
+    layout = distribute(model, ParallelConfig(**parallel), torch.device("cpu"), fp8=True, micro_batches=MICROS)
 
     def backward(step):
         inputs, targets = map(layout.own_rows, tokens_of(step))
         labels = layout.own_labels(targets)
         if layout.pipeline is not None:
-            layout.pipeline.step(inputs, labels, 1 / (2 * layout.loss_parts))
+            layout.pipeline.step(inputs, labels, 1 / (MICROS * layout.loss_parts))
         else:
             loss = layout.forward(input_ids=inputs, labels=labels, shift_labels=labels).loss
             (loss / layout.loss_parts).backward()
@@ -84,8 +84,8 @@ def llama_alone(fp8):
     model = llama(fp8)
 
     def backward(step):
-        for inputs, targets in zip(*(part.chunk(2) for part in tokens_of(step)), strict=True):
-            (model(input_ids=inputs, labels=targets, shift_labels=targets).loss / 2).backward()
+        for inputs, targets in zip(*(part.chunk(MICROS) for part in tokens_of(step)), strict=True):
+            (model(input_ids=inputs, labels=targets, shift_labels=targets).loss / MICROS).backward()
 
     return gradients_of(model, backward, 8)
 

@@ -6,7 +6,7 @@
     all_to_all        sends pieces to their ranks; rounded once
 
 Sums are never taken in FP8, so their error is at most the sum of the summands' errors, each that of one message
-(`octavo.comm.encoding`: 43 dB for Gaussian values); all_reduce rounds the sum once more.
+(`octavo.comm.encoding`: 44 dB for Gaussian values); all_reduce rounds the sum once more.
 
 Each takes and returns tensors and changes none, except `all_to_all`, which fills its outputs. Under autograd the
 gradient travels back in FP8 too, in `backward_spec`, for example e5m2 for its wider range. With `async_op=True` (no

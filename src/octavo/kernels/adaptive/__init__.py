@@ -6,10 +6,10 @@ A receiver that widens a message needs no format that matrix units multiply. Eac
 format with the most mantissa bits that its values allow. With amax the largest magnitude of a group, and M mantissa
 bits,
 
-    number   format   M   SQNR of Gaussian values   fits if at most 1/16 of the non-zero elements are below
+    number   format   M   SQNR of Gaussian values   fits if at most 1/8 of the non-zero elements are below
     0        e4m3     3   32 dB                     any
     1        e3m4     4   38 dB                     amax / 512
-    2        e2m5     5   43 dB                     amax / 64
+    2        e2m5     5   44 dB                     amax / 64
 
     s = max(amax / top, 2⁻¹²⁶), its two lowest bits replaced by the number
     |v| / s < 1     rounded to a multiple of 2⁻ᴹ         error s·2⁻ᴹ⁻¹ or less

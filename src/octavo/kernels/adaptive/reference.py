@@ -18,7 +18,7 @@ TOPS = tuple((2 - 2.0**-mantissa) * 2.0 ** (2 ** (7 - mantissa) - 2) for mantiss
 """Largest value of each format, in units of its smallest normal one: 30720, 124, 7.875."""
 FINE = (0.0, 2.0**-9, 2.0**-6)
 """The part of the largest value below which a format is coarse; the first one is always fine enough."""
-FEW = 16
+FEW = 8
 """A format fits a group if at most one non-zero element in so many lies in its coarse part."""
 NAN_BITS, INFINITY_BITS, ONE_BITS = 0x7FC00000, 0x7F800000, 0x3F800000
 
