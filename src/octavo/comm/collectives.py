@@ -5,8 +5,8 @@
     all_reduce        reduce_scatter, the sum rounded once more, all_gather: all ranks get the same bits
     all_to_all        sends pieces to their ranks; rounded once
 
-Sums are never taken in FP8, so their error is at most the sum of the summands' errors, each that of one message
-(`octavo.comm.encoding`: 44 dB for Gaussian values); all_reduce rounds the sum once more.
+Sums are never taken in FP8, so their error is at most the sum of the summands' errors, each max(|v|/16, s/2¹⁰) in e4m3
+(`octavo.comm.encoding`); all_reduce rounds the sum once more.
 
 Each takes and returns tensors and changes none, except `all_to_all`, which fills its outputs. Under autograd the
 gradient travels back in FP8 too, in `backward_spec`, for example e5m2 for its wider range. With `async_op=True` (no
@@ -69,7 +69,7 @@ def all_gather(
     Args:
         x: [R, ...], float32, bfloat16 or float16, of the same shape on all ranks.
         group: Process group; None for the default group.
-        spec: FP8 format of the message: `fp8/1x128`, or e4m3 or e5m2 with scales by `1xN`, `row` or `tensor`.
+        spec: FP8 format of the message: e4m3 or e5m2 with scales by `1xN`, `row` or `tensor`, or `fp8/1x128`.
         backward_spec: FP8 format of the gradient, which a reduce_scatter returns; None for `spec`.
         async_op: Return an `AsyncResult` whose `wait()` returns the result.
 

@@ -24,15 +24,16 @@ power-of-two scales. A value v arrives within
 
 before rounding to the dtype of the result. A non-finite value makes its whole group NaN.
 
-The default, `fp8/1x128`, chooses e4m3, e3m4 or e2m5 for each group (`octavo.kernels.adaptive`): 44 dB for Gaussian
-values, in the same bytes. With amax the largest magnitude of a group, a value arrives within
+`fp8/1x128` chooses e4m3, e3m4 or e2m5 for each group (`octavo.kernels.adaptive`): 44 dB for Gaussian values, in the
+same bytes. With amax the largest magnitude of a group, a value arrives within
 
     e4m3    max(|v|/16, amax/491,520)      32 dB    in any group
     e3m4    max(|v|/32, amax/3968)         38 dB    if at most 1/8 of the non-zero values are below amax/512
     e2m5    max(|v|/64, amax/504)          44 dB    if at most 1/8 of them are below amax/64
 
-so all but 1/8 of the values of a group arrive within |v|/7, and at least 22 dB. Products multiply e4m3 and e5m2 only:
-a receiver that multiplies the bytes as they came asks for one of those.
+so all but 1/8 of the values of a group arrive within |v|/7, and at least 22 dB; the others may become zero. It is for
+activations and their gradients, whose receiver widens them: products multiply e4m3 and e5m2 only. Gradients of
+parameters stay in e4m3: AdamW divides each by its own size, so one that is always rounded to zero would not train.
 
     fp8/1x128, e4m3/1x128    1.03 bytes per element, 0.52 of bf16
     e4m3/row                 1 byte, and 16 per row; 4 per row in an all-to-all
@@ -54,8 +55,10 @@ from octavo.tensor import ScaledTensor
 
 MessageSpec = QuantSpec | AdaptiveSpec
 """FP8 format of a message."""
-DEFAULT_SPEC = ADAPTIVE.text
-"""The default FP8 format of messages, `"fp8/1x128"`."""
+DEFAULT_SPEC = "e4m3/1x128"
+"""The default FP8 format of collectives."""
+ADAPTIVE_SPEC = ADAPTIVE.text
+"""The FP8 format of activations and their gradients that the receiver widens, `"fp8/1x128"`."""
 ALIGNMENT = 16
 """Bytes and scales of a row begin at multiples of this."""
 _TILE_ROWS = 128

@@ -38,7 +38,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import pipelining
 
-from octavo.comm import DEFAULT_SPEC
+from octavo.comm import ADAPTIVE_SPEC
 from octavo.comm.encoding import MessageSpec, pack, parse_spec, unpack, width
 from octavo.nn.distributed_linear import has_tensor_scale
 from octavo.nn.linear_subclasses import is_converted
@@ -105,7 +105,7 @@ class PipelineStage(pipelining.PipelineStage):
         device: torch.device,
         *,
         fp8_comm: bool = True,
-        spec: str = DEFAULT_SPEC,
+        spec: str = ADAPTIVE_SPEC,
         **options: Any,
     ) -> None:
         if missing := missing_in_pipelining():
