@@ -73,7 +73,7 @@ def test_decibels_are_those_of_the_documentation():
     assert sqnr(x, y) == pytest.approx(43.7, abs=0.2) and (number == E2M5).float().mean() > 0.99
     by_channel = x * torch.logspace(0, -1.5, 128).repeat(8)
     y, number = round_trip(by_channel)
-    assert sqnr(by_channel, y) > 37 and (number == E3M4).float().mean() > 0.9
+    assert sqnr(by_channel, y) > 37 and (number == E3M4).float().mean() > 0.8
     outlier = x * torch.where(torch.arange(1024) % 128 == 5, 1e4, 1.0)
     y, number = round_trip(outlier)
     others = torch.arange(1024) % 128 != 5

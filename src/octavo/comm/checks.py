@@ -6,9 +6,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from octavo.comm.encoding import MessageSpec, parse_spec
+from octavo.comm.encoding import parse_spec
 from octavo.numerics.formats import SUPPORTED_DTYPES
 from octavo.numerics.names import nearest
+from octavo.numerics.spec import MessageSpec
 
 Group = dist.ProcessGroup | None
 

@@ -23,17 +23,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from octavo.comm.checks import Group, check_args, check_op, needs_grad, split_sizes, world_size
-from octavo.comm.encoding import (
-    DEFAULT_SPEC,
-    MessageSpec,
-    as_rows,
-    pack,
-    pack_parts,
-    part_size,
-    unpack,
-    unpack_parts,
-    width,
-)
+from octavo.comm.encoding import DEFAULT_SPEC, as_rows, pack, pack_parts, part_size, unpack, unpack_parts, width
+from octavo.numerics.spec import MessageSpec
 
 T = TypeVar("T")
 Reduction = Literal["sum", "avg"]

@@ -50,11 +50,9 @@ from torch import Tensor
 
 from octavo.kernels import dequantize, quantize
 from octavo.kernels.adaptive import adaptive_dequantize, adaptive_quantize
-from octavo.numerics.spec import ADAPTIVE, FULL, ROW, AdaptiveSpec, QuantSpec
+from octavo.numerics.spec import ADAPTIVE, FULL, ROW, AdaptiveSpec, MessageSpec, QuantSpec
 from octavo.tensor import ScaledTensor
 
-MessageSpec = QuantSpec | AdaptiveSpec
-"""FP8 format of a message."""
 DEFAULT_SPEC = "e4m3/1x128"
 """The default FP8 format of collectives."""
 ADAPTIVE_SPEC = ADAPTIVE.text

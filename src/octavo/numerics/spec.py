@@ -131,6 +131,8 @@ class AdaptiveSpec:
 
 
 ADAPTIVE = AdaptiveSpec()
+MessageSpec = QuantSpec | AdaptiveSpec
+"""FP8 format of a message."""
 
 
 @lru_cache(maxsize=256)

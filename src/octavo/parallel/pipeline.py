@@ -39,12 +39,11 @@ from torch import Tensor, nn
 from torch.distributed import pipelining
 
 from octavo.comm import ADAPTIVE_SPEC
-from octavo.comm.encoding import MessageSpec, pack, parse_spec, unpack, width
-from octavo.nn.distributed_linear import has_tensor_scale
+from octavo.comm.encoding import pack, parse_spec, unpack, width
+from octavo.nn.distributed_linear import has_tensor_scale, tensor_scale_problem
 from octavo.nn.linear_subclasses import is_converted
 from octavo.numerics.formats import SUPPORTED_DTYPES
-from octavo.numerics.spec import FULL
-from octavo.parallel.pipeline_model import tensor_scale_problem
+from octavo.numerics.spec import FULL, MessageSpec
 from octavo.runtime.switch import disabled
 from octavo.runtime.torch_compat import gradients_of_stage, has_freed_weights, missing_in_pipelining
 

@@ -25,11 +25,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from octavo.nn.causal import adds_router_loss
-from octavo.nn.distributed_linear import has_tensor_scale
+from octavo.nn.distributed_linear import has_tensor_scale, tensor_scale_problem
 from octavo.nn.equalized import equalized_layers, reset_scales
 from octavo.nn.linear_subclasses import is_converted
 from octavo.numerics.names import nearest
-from octavo.numerics.recipe import Recipe
 from octavo.runtime.blocks import Absent, find_block_list
 from octavo.runtime.switch import disabled
 
@@ -186,14 +185,6 @@ def check_pipeline_structure(model: Any, stages: int) -> None:
             raise ValueError(f"{name} has {tensor_scale_problem(module.recipe)}")
     if adds_router_loss(model):
         raise ValueError(f"{kind} adds a loss of the routers of all blocks (output_router_logits), which no stage sees")
-
-
-def tensor_scale_problem(recipe: Recipe) -> str:
-    """Return why a recipe with a scale per tensor cannot be in a pipeline, and what to use."""
-    return (
-        f"recipe {recipe.name!r}, whose scales per tensor would depend on how a batch is cut into micro-batches: "
-        "convert the model with recipe 'rowwise', whose scales belong to rows"
-    )
 
 
 def _try(model: Any, blocks: nn.ModuleList, kind: str) -> None:
