@@ -12,8 +12,8 @@ disagrees with what backward reads. The error of q and k is less than that of th
 like that error it counts more the larger the scores are. On normal q, k and v of two ranks (SQNR in dB to one process):
 
     largest score    4       14      32      57
-    Y                39.9    37.3    35.2    33.6
-    ∂Q               36.5    32.1    27.1    21.9
+    Y                39.9    37.4    35.3    33.7
+    ∂Q               36.5    32.3    27.2    21.9
 
 torch's own context parallelism (`torch.distributed.tensor.experimental.context_parallel`, a ring) replaces the
 attention of a model, not its linears: it runs with converted models unchanged, in the dtype of k and v on the wire, and

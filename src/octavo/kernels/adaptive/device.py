@@ -5,7 +5,7 @@ import triton.language as tl
 
 from octavo.kernels.adaptive import reference
 from octavo.kernels.fused.device import round_to, to_float32
-from octavo.kernels.primitives import INFINITY_BITS, ONE_BITS, SMALLEST_SCALE, magnitude, reciprocal
+from octavo.kernels.primitives import INFINITY_BITS, ONE_BITS, SMALLEST_SCALE, columns_from, magnitude, reciprocal
 
 GROUP = tl.constexpr(reference.GROUP)
 FIRST_MANTISSA = tl.constexpr(reference.MANTISSAS[0])
@@ -16,12 +16,15 @@ NAN_BITS = tl.constexpr(reference.NAN_BITS)
 
 
 @triton.jit
-def _groups_of_program(rows, columns, PER: tl.constexpr):
-    """Return groups, which of them there are, rows and columns of elements, and which of those there are."""
+def _groups_of_program(rows, columns, PER: tl.constexpr, VECTOR: tl.constexpr):
+    """Return groups, which of them there are, rows and columns of elements, and which of those there are.
+
+    A thread holds at most VECTOR neighbours (`primitives.columns_from`).
+    """
     across = tl.cdiv(columns, GROUP)
     group = tl.program_id(0).to(tl.int64) * PER + tl.arange(0, PER)
     row = group // across
-    column = (group % across)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    column = (group % across)[:, None] * GROUP + columns_from(0, GROUP, VECTOR)[None, :]
     real = row < rows
     return group, real, row, column, real[:, None] & (column < columns)
 
@@ -31,7 +34,7 @@ def adaptive_quantize_kernel(
     x, codes, scales, rows, columns, x_r, x_c, PER: tl.constexpr, INTERPRETED: tl.constexpr
 ):  # fmt: skip
     """Quantize PER groups: choose the format of each, then round its elements."""
-    group, real, row, column, inside = _groups_of_program(rows, columns, PER)
+    group, real, row, column, inside = _groups_of_program(rows, columns, PER, 8)
     at = row.to(tl.int64)[:, None] * x_r + column.to(tl.int64) * x_c
     values = to_float32(tl.load(x + at, mask=inside, other=0.0), INTERPRETED)
     size_bits = magnitude(values)
@@ -67,7 +70,7 @@ def adaptive_dequantize_kernel(
     codes, scales, out, rows, columns, PER: tl.constexpr, INTERPRETED: tl.constexpr
 ):  # fmt: skip
     """Dequantize PER groups."""
-    group, real, row, column, inside = _groups_of_program(rows, columns, PER)
+    group, real, row, column, inside = _groups_of_program(rows, columns, PER, 16)
     at = row[:, None] * columns + column
     code = tl.load(codes + at, mask=inside, other=0).to(tl.int32)
     bits = tl.load(scales + group, mask=real, other=0.0).to(tl.int32, bitcast=True)
@@ -77,5 +80,5 @@ def adaptive_dequantize_kernel(
     unit = ((127 - mantissa) << 23).to(tl.float32, bitcast=True)
     normal = ((size << (23 - mantissa)) + (126 << 23)).to(tl.float32, bitcast=True)
     value = tl.where(size < (1 << mantissa), size.to(tl.float32) * unit, normal)
-    value = tl.where(code > 0x7F, -value, value)
+    value = (value.to(tl.int32, bitcast=True) | ((code & 0x80) << 24)).to(tl.float32, bitcast=True)
     tl.store(out + at, round_to(value * scale, out.dtype.element_ty, INTERPRETED), mask=inside)
