@@ -41,9 +41,12 @@ def merged(results):
 
 
 def lost(exact, alone, ours):
-    """Decibels that the gradient of each parameter loses against one process."""
+    """Decibels that the gradient of each parameter loses against one process; `pytest -s` prints the worst."""
     assert ours.keys() == exact.keys()
-    return {name: sqnr(reference, alone[name]) - sqnr(reference, ours[name]) for name, reference in exact.items()}
+    worse = {name: sqnr(reference, alone[name]) - sqnr(reference, ours[name]) for name, reference in exact.items()}
+    name = max(worse, key=worse.__getitem__)
+    print(f"{worse[name]:.2f} dB lost by {name}, {sqnr(exact[name], ours[name]):.1f} dB")
+    return worse
 
 
 # --- a model of Transformers, distributed as the trainer does ---
