@@ -36,6 +36,7 @@ MODULES = (
     "octavo.kernels.fused.triton",
     "octavo.kernels.adamw.triton",
     "octavo.kernels.dequantize.triton",
+    "octavo.kernels.adaptive.triton",
 )
 DIFFER_BY_TARGET = ("octavo.kernels.gemm.triton",)
 """Whose configurations depend on the compute capability."""

@@ -92,6 +92,7 @@ _INTEGER: dict[str, Callable[..., Bits]] = {
     "max": np.maximum,
     "neg": lambda a: -a,
     "abs": np.abs,
+    "popc": np.bitwise_count,
     **_LOGIC,
 }
 

@@ -28,7 +28,7 @@ MAX_LANES = 8192
 _GARBAGE = 0xCBCBCBCBCBCBCBCB
 _ARITHMETIC = {
     "abs", "add", "and", "bfe", "cvt", "div", "ex2", "fma", "lg2", "mad", "max", "min", "mul", "neg", "not", "or",
-    "prmt", "rcp", "rem", "rsqrt", "selp", "shl", "shr", "sqrt", "sub", "tanh", "xor",
+    "popc", "prmt", "rcp", "rem", "rsqrt", "selp", "shl", "shr", "sqrt", "sub", "tanh", "xor",
 }  # fmt: skip
 _ADDRESS = re.compile(r"\[([^+\]]+?)(?:\+(-?\d+))?\]$")
 
@@ -326,11 +326,15 @@ class Machine:
         self._write(i.operands[0], values[other.astype(np.int64)], None)
 
     def _reduce(self, i: Instruction, active: Bits | None) -> None:
-        if i.parts[1:] not in (("max", "s32"), ("min", "s32")) or active is not None:
+        reduction = {"max": np.max, "min": np.min, "add": np.sum}.get(i.parts[1])
+        if reduction is None or i.parts[2:] != ("s32",) or active is not None:
             raise Unknown(f"line {i.line}: {i.text!r} is not implemented")
-        values = self._all(self._read(i.operands[1]), "s32").reshape(-1, WARP)
-        result = values.max(1) if i.parts[1] == "max" else values.min(1)
-        self._write(i.operands[0], np.repeat(result, WARP).view(np.uint32), None)
+        values = self._all(self._read(i.operands[1]), "s32").reshape(-1, 1, WARP)
+        masks = self._all(self._read(i.operands[2]), "u32").reshape(-1, WARP, 1)
+        others = (masks >> np.arange(WARP, dtype=np.uint32)) & 1 == 0
+        limits = np.iinfo(np.int32)
+        values = np.where(others, {"max": limits.min, "min": limits.max, "add": 0}[i.parts[1]], values)
+        self._write(i.operands[0], reduction(values, axis=-1).astype(np.int32).reshape(-1).view(np.uint32), None)
 
     def _barrier(self, i: Instruction, active: Bits | None) -> None:
         if i.parts == ("warp", "sync"):

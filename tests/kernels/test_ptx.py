@@ -21,7 +21,7 @@ from benchmarks.ptx.memory import DeviceMemory, Fault
 from benchmarks.ptx.program import parse
 
 ROOT = Path(__file__).parents[2]
-FEW = ("e4m3/row fold=none both", "glu silu e4m3/row rows", "dequantize")
+FEW = ("e4m3/row fold=none both", "glu silu e4m3/row rows", "dequantize e4m3")
 needs_triton = pytest.mark.skipif(not find_spec("triton"), reason="Triton is not installed (macOS, Windows)")
 
 HEAD = """

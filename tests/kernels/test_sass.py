@@ -60,7 +60,13 @@ def check_accesses(rows):
     `tests/kernels/test_ptx.py` checks; 16 bytes per thread would put loads 32 bytes apart.
     """
     for name, row in rows.items():
-        if row["op"] in ("quantize", "quantize_pair"):
+        if row["op"] == "adaptive_quantize":
+            assert row["accesses"] == {
+                "LDG.16": row["accesses"]["STG.8"],
+                "STG.8": row["accesses"]["STG.8"],
+                "STG.4": 1,
+            }
+        elif row["op"] in ("quantize", "quantize_pair"):
             loads = sum(n for op, n in row["accesses"].items() if op.startswith("LDG.16"))
             reads, writes = 2 if row["kernel"] == "rows_kernel" else 1, row["kernel"] != "maxima_kernel"
             assert loads >= reads * loads_of_x(row), (name, row["accesses"])

@@ -12,7 +12,7 @@ from torch.distributed import pipelining
 from training import make, share
 
 import octavo
-from octavo.comm import DEFAULT_SPEC
+from octavo.comm import ADAPTIVE_SPEC
 from octavo.comm.encoding import pack, parse_spec, unpack
 from octavo.parallel import PipelineStage
 
@@ -115,7 +115,7 @@ def rounded(x, spec):
 
 
 @cache
-def one_process(steps, micros=MICROS, lr=1e-3, recipe="rowwise", boundaries=(), spec=DEFAULT_SPEC, **options):
+def one_process(steps, micros=MICROS, lr=1e-3, recipe="rowwise", boundaries=(), spec=ADAPTIVE_SPEC, **options):
     """The mean loss of each step, of the whole model with the same micro-batches; with messages before some blocks."""
     model = make(recipe, **options)
     for index in boundaries:

@@ -55,27 +55,25 @@ SOME_FIRST = [name if name in QUICKER else pytest.param(name, marks=pytest.mark.
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("recipe", ["rowwise", pytest.param("tensorwise", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", SOME_FIRST)
-def test_plain_messages_change_nothing(gloo, name, recipe):
+def test_plain_messages_change_nothing(gloo, name):
     """As torch's stages bit for bit, and as one process, but for the order in which looped BFS adds gradients up."""
-    own = last(gloo.run(train_job, 2, name, 5, recipe, options={"fp8_comm": False}))
-    assert own == last(gloo.run(train_job, 2, name, 5, recipe, pipelining.PipelineStage))
-    expected = one_process(5, recipe=recipe, blocks=BLOCKS, dtype=torch.bfloat16)
+    own = last(gloo.run(train_job, 2, name, 5, options={"fp8_comm": False}))
+    assert own == last(gloo.run(train_job, 2, name, 5, cls=pipelining.PipelineStage))
+    expected = one_process(5, blocks=BLOCKS, dtype=torch.bfloat16)
     assert difference(own, expected) <= (1e-3 if name == "LoopedBFS" else 0)
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("recipe", ["rowwise", pytest.param("tensorwise", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", SOME_FIRST)
-def test_fp8_messages_round_once_per_boundary(gloo, name, recipe):
+def test_fp8_messages_round_once_per_boundary(gloo, name):
     """20 losses within 2e-3 of one process, and those of one process that rounds at the boundaries."""
-    settings = {"recipe": recipe, "blocks": BLOCKS, "dtype": torch.bfloat16}
-    losses = last(gloo.run(train_job, 2, name, 20, recipe))
+    settings = {"blocks": BLOCKS, "dtype": torch.bfloat16}
+    losses = last(gloo.run(train_job, 2, name, 20))
     assert difference(losses, one_process(20, **settings)) <= 2e-3
     if name == "LoopedBFS":  # it adds gradients up in another order, which sums in bf16 show
         settings["dtype"] = torch.float32
-        losses = last(gloo.run(train_job, 2, name, 20, recipe, dtype=torch.float32))
+        losses = last(gloo.run(train_job, 2, name, 20, dtype=torch.float32))
     same = one_process(20, boundaries=MESSAGES_BEFORE[name], **settings)
     assert difference(losses, same) <= (1e-3 if name == "LoopedBFS" else 0)
 
@@ -308,7 +306,7 @@ def test_the_others_notice_a_killed_rank(gloo):
 def job_with_errors(case):
     """The message of the error that this rank raises."""
     rank, device = dist.get_rank(), torch.device("cpu")
-    model = converted("delayed" if case == "delayed" else "rowwise", blocks=BLOCKS)
+    model = converted(case if case in ("delayed", "tensorwise") else "rowwise", blocks=BLOCKS)
     try:
         if case == "format":
             pipeline = Pipeline("1F1B", model, spec=("e4m3/row", "e4m3/1x128")[rank])
@@ -346,14 +344,15 @@ def job_with_errors(case):
     ("case", "text"),
     [
         ("format", r"equal in one pipeline: rank 0: \[\(2, 'e4m3/row'\)\]; rank 1: \[\(2, 'e4m3/1x128'\)\]"),
-        ("off", r"rank 0: \[\(2, 'e4m3/1x128'\)\]; rank 1: \[\(2, 'no FP8'\)\]"),
+        ("off", r"rank 0: \[\(2, 'fp8/1x128'\)\]; rank 1: \[\(2, 'no FP8'\)\]"),
         (
             "V",
             r"ranks hold the stages \[\[0, 2\], \[1, 3\]\], but the schedule expects \[\[0, 3\], \[1, 2\]\]. V sched",
         ),
         ("one stage each", r"ranks hold the stages \[\[0\], \[1\]\], but the schedule expects \[\[0, 2\], \[1, 3\]\]"),
         ("shared", r"rank 0 of the pipeline: stages 0 and 3 share a parameter \(embed.weight, head.weight\)"),
-        ("delayed", r"blocks.0.up of stage 0 has recipe 'delayed', .* Nearest: 'tensorwise'"),
+        ("delayed", r"blocks.0.up of stage 0 has recipe 'delayed', whose scales per tensor .* with recipe 'rowwise'"),
+        ("tensorwise", r"blocks.0.up of stage 0 has recipe 'tensorwise', whose scales per tensor"),
         ("few", r"Number of microbatches \(1\) must be greater than"),
         ("few for DualPipeV", r"at least as many microbatches as stages, but got 3 microbatches and 4 stages"),
         ("three", r"requires exactly 2 stages per rank, but got 3"),

@@ -1,19 +1,14 @@
-"""Gradients of every parameter of a pipeline with FP8 messages, also over tensor parallelism: SQNR to fp32.
+"""Gradients of every parameter under every layout: at most 1.5 dB worse than one process in FP8, both against fp32."""
 
-Errors of FP8 products and those of messages are independent, so their powers add (`both`).
-"""
-
-import math
 from functools import cache
 
 import pytest
 import torch
-from pipelines import MICROS, Message, Pipeline, batch, converted, loss_fn
+from pipelines import MICROS, Pipeline, batch, converted, loss_fn
 from torch.distributed.tensor import DTensor
 from training import make
 
 import octavo
-from octavo.comm import DEFAULT_SPEC
 from octavo.numerics import sqnr
 from octavo.train.config.parallel_section import ParallelConfig
 from octavo.train.layout import distribute
@@ -24,15 +19,8 @@ LLAMA = {
     "vocab_size": 97, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 64, "eos_token_id": 0, "attention_bias": True, "mlp_bias": True,
 }  # fmt: skip
-BOUNDARY = 2
-"""The block before which two stages exchange messages."""
-ROUNDED = 32.0
-"""SQNR of Gaussian values in e4m3 in groups of 128 (`octavo.comm.encoding`)."""
-
-
-def both(*decibels):
-    """The SQNR of independent errors, together."""
-    return -10 * math.log10(sum(10 ** (-value / 10) for value in decibels))
+LOST = 1.5
+"""Decibels that a gradient may lose."""
 
 
 def gradients_of(model, backward, batches):
@@ -52,8 +40,13 @@ def merged(results):
     return {name: gradient for of_rank in results for name, gradient in of_rank.items()}
 
 
-def exchange_messages(block):
-    block.register_forward_pre_hook(lambda module, args: Message.apply(*args, DEFAULT_SPEC))
+def lost(exact, alone, ours):
+    """Decibels that the gradient of each parameter loses against one process; `pytest -s` prints the worst."""
+    assert ours.keys() == exact.keys()
+    worse = {name: sqnr(reference, alone[name]) - sqnr(reference, ours[name]) for name, reference in exact.items()}
+    name = max(worse, key=worse.__getitem__)
+    print(f"{worse[name]:.2f} dB lost by {name}, {sqnr(exact[name], ours[name]):.1f} dB")
+    return worse
 
 
 # --- a model of Transformers, distributed as the trainer does ---
@@ -74,41 +67,49 @@ def tokens_of(step):
 
 def llama_job(parallel):
     model = llama(fp8=True)
-    layout = distribute(model, ParallelConfig(**parallel), torch.device("cpu"), fp8=True, micro_batches=2)
+    layout = distribute(model, ParallelConfig(**parallel), torch.device("cpu"), fp8=True, micro_batches=MICROS)
 
     def backward(step):
-        inputs, targets = tokens_of(step)
-        layout.pipeline.step(inputs, layout.own_labels(targets), 1 / (2 * layout.loss_parts))
+        inputs, targets = map(layout.own_rows, tokens_of(step))
+        labels = layout.own_labels(targets)
+        if layout.pipeline is not None:
+            layout.pipeline.step(inputs, labels, 1 / (MICROS * layout.loss_parts))
+        else:
+            loss = layout.forward(input_ids=inputs, labels=labels, shift_labels=labels).loss
+            (loss / layout.loss_parts).backward()
         layout.sum_partial({name: p.grad for name, p in model.named_parameters()})
 
     return gradients_of(model, backward, 8)
 
 
 @cache
-def llama_alone(fp8, messages=False):
+def llama_alone(fp8):
     model = llama(fp8)
-    if messages:
-        exchange_messages(model.model.layers[BOUNDARY])
 
     def backward(step):
-        for inputs, targets in zip(*(part.chunk(2) for part in tokens_of(step)), strict=True):
-            (model(input_ids=inputs, labels=targets, shift_labels=targets).loss / 2).backward()
+        for inputs, targets in zip(*(part.chunk(MICROS) for part in tokens_of(step)), strict=True):
+            (model(input_ids=inputs, labels=targets, shift_labels=targets).loss / MICROS).backward()
 
     return gradients_of(model, backward, 8)
 
 
+LAYOUTS = [
+    (2, {"pp": 2}),
+    (2, {"tp": 2}),
+    (2, {"tp": 2, "fp8_comm": "on"}),
+    (2, {"tp": 2, "sequence_parallel": False}),
+    (4, {"tp": 2, "dp_shard": 2}),
+    (4, {"pp": 2, "tp": 2}),
+    (4, {"pp": 4}),
+]
+
+
 @pytest.mark.thorough
-@pytest.mark.parametrize("parallel", [{"pp": 2}, {"pp": 2, "tp": 2}], ids=str)
-def test_every_gradient_is_as_good_as_that_of_one_process(gloo, parallel):
-    """At most 1.5 dB worse than one process in FP8. Tensor parallelism rounds G once more before it sums biases."""
-    gradients = merged(gloo.run(llama_job, math.prod(parallel.values()), parallel))
-    exact, alone, messages = llama_alone(False), llama_alone(True), llama_alone(False, messages=True)
-    assert gradients.keys() == exact.keys()
-    for name, reference in exact.items():
-        floor = sqnr(reference, alone[name]) - 1.5
-        if "tp" in parallel and name.endswith("bias"):
-            floor = both(sqnr(reference, alone[name]), sqnr(reference, messages[name]), ROUNDED) - 0.75
-        assert sqnr(reference, gradients[name]) > floor, name
+@pytest.mark.parametrize(("ranks", "parallel"), LAYOUTS, ids=str)
+def test_every_gradient_is_as_good_as_that_of_one_process(gloo, ranks, parallel):
+    gradients = merged(gloo.run(llama_job, ranks, parallel))
+    worse = lost(llama_alone(False), llama_alone(True), gradients)
+    assert max(worse.values()) <= LOST, worse
 
 
 # --- what no FP8 product rounds: embedding, last norm and head of a model of a few small blocks ---
@@ -121,10 +122,8 @@ def stages_job():
     return {names[p]: own[name] for name, p in pipeline.parts.named_parameters()}
 
 
-def blocks_alone(recipe, messages=False):
+def blocks_alone(recipe):
     model = make(recipe, blocks=4, hidden=256)
-    if messages:
-        exchange_messages(model.blocks[BOUNDARY])
 
     def backward(step):
         for tokens in batch(step).chunk(MICROS):
@@ -134,11 +133,9 @@ def blocks_alone(recipe, messages=False):
 
 
 @pytest.mark.thorough
-def test_messages_bound_gradients_that_one_process_computes_almost_exactly(gloo):
-    """In blocks at most 1.5 dB worse than one process in FP8; elsewhere the error of messages is the larger one."""
-    gradients = merged(gloo.run(stages_job, 2))
-    exact, alone, messages = blocks_alone(None), blocks_alone("rowwise"), blocks_alone(None, messages=True)
-    assert gradients.keys() == exact.keys()
-    for name, reference in exact.items():
-        one, sent, ours = (sqnr(reference, other[name]) for other in (alone, messages, gradients))
-        assert ours > (one - 1.5 if name.startswith("blocks") else both(one, sent) - 0.75), name
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_messages_lose_little_of_what_one_process_computes_almost_exactly(gloo, ranks):
+    """Up to 37 dB on one process, in the last norm; each boundary adds the error of two messages."""
+    gradients = merged(gloo.run(stages_job, ranks))
+    worse = lost(blocks_alone(None), blocks_alone("rowwise"), gradients)
+    assert max(worse.values()) <= LOST, worse

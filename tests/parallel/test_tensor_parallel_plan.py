@@ -106,10 +106,10 @@ def test_parameters_of_an_activation_function(gloo, divides):
 @pytest.mark.parametrize("divides", [True, False])
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_gradients_in_fp8_lose_little(gloo, family, divides):
-    """At most 2.5 dB in one batch of 64 tokens; vectors of 32 elements vary most."""
+    """At most 1.5 dB, in one batch of 64 tokens too."""
     alone, ranks, quality = gloo.run(job, 2, family, True, divides)[0]
     assert ranks == pytest.approx(alone, rel=1.5e-3)
-    assert all(ours > theirs - 2.5 for theirs, ours in quality.values())
+    assert all(ours >= theirs - 1.5 for theirs, ours in quality.values())
 
 
 @pytest.mark.thorough
@@ -321,7 +321,7 @@ def test_parts_of_sequences_give_the_same_gradients(gloo, family):
 def test_parts_of_sequences_in_fp8_lose_little(gloo):
     alone, ranks, quality = gloo.run(context_job, 2, "llama", True)[0]
     assert ranks == pytest.approx(alone, rel=2e-3)
-    assert all(ours > theirs - 3 for theirs, ours in quality.values())
+    assert all(ours >= theirs - 1.5 for theirs, ours in quality.values())
 
 
 def context_mistakes_job():

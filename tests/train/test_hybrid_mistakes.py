@@ -14,6 +14,7 @@ from processes import gloo  # noqa: F401  a fixture
 pytestmark = pytest.mark.dist
 PARTS = {"optim": {"micro_batches": 2}}
 UNTIED = {"tie_word_embeddings": False}
+TENSORWISE = {"precision": {"level": "fp8", "recipe": "tensorwise"}}
 MISTAKES = [
     (
         {"tp": 2},
@@ -24,6 +25,14 @@ MISTAKES = [
     ({"tp": 2}, {}, {"num_key_value_heads": 1}, "Fp8ColwiseParallel: heads = 1 is not divided by 2 ranks"),
     ({"tp": 2}, {}, {"intermediate_size": 255}, "out_features = 255 is not divided by 2 ranks of tensor parallelism"),
     ({"tp": 2}, {"precision": {"level": "fp8", "recipe": "delayed"}}, {}, "recipe 'delayed' has one scale per tensor"),
+    ({"tp": 2}, TENSORWISE, {}, "recipe 'tensorwise' has one scale per tensor"),
+    ({"pp": 2}, PARTS | TENSORWISE, UNTIED, "recipe 'tensorwise', whose scales per tensor would depend on how a batch"),
+    (
+        {"pp": 2},
+        PARTS | {"precision": {"level": "fp8", "recipe": "delayed"}},
+        UNTIED,
+        "has recipe 'delayed', whose scales per tensor would depend on how a batch is cut into micro-batches",
+    ),
     ({"cp": 2}, {}, {"num_key_value_heads": 1}, "2 ranks do not divide the 4 heads of queries and 1 of keys"),
     (
         {"pp": 2, "schedule": "LoopedBFS"},
@@ -57,6 +66,28 @@ def test_sizes_that_ranks_cannot_share(gloo, settings, tmp_path):  # noqa: F811
     for messages in gloo.run(mistakes_job, 2, cases, str(tmp_path)):
         for message, text in zip(messages, texts, strict=True):
             assert text in message, message
+
+
+def stage_job(tables, out):  # noqa: F811
+    """The error, with notes, of a run whose second stage cannot compute, raised by an operation of DTensors."""
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    fails = {"__name__": "torch.distributed.tensor._dispatch"}
+    exec("def forward(self, x): raise RuntimeError('this layer cannot run')", fails)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Exception) as error:
+        if dist.get_rank() == 1:
+            patch.setattr(LlamaMLP, "forward", fails["forward"])
+        run(parse_config(tables), out=Path(out))
+    return type(error.value).__name__, str(error.value), *getattr(error.value, "__notes__", ())
+
+
+@pytest.mark.thorough
+def test_a_stage_that_cannot_run_is_no_lost_rank(gloo, settings, tmp_path):  # noqa: F811
+    made = settings("llama", parallel={"pp": 2}, **PARTS)
+    made["model"]["config"] = PIPELINE
+    other, failing = gloo.run(stage_job, 2, made, str(tmp_path / "run"))
+    assert other == ("SharedError", "rank 1: RuntimeError: this layer cannot run")
+    assert failing == ("RuntimeError", "this layer cannot run", "every rank was alive after this error")
 
 
 def differing_job(tables, out, differences):  # noqa: F811

@@ -7,10 +7,11 @@ p2p.py           send, recv, isend, irecv
 """
 
 from octavo.comm.collectives import all_gather, all_reduce, all_to_all, all_to_all_single, reduce_scatter
-from octavo.comm.encoding import DEFAULT_SPEC
+from octavo.comm.encoding import ADAPTIVE_SPEC, DEFAULT_SPEC
 from octavo.comm.p2p import irecv, isend, recv, send
 
 __all__ = [
+    "ADAPTIVE_SPEC",
     "DEFAULT_SPEC",
     "all_gather",
     "all_reduce",

@@ -9,7 +9,7 @@ from torch import Tensor
 from octavo.comm.encoding import parse_spec
 from octavo.numerics.formats import SUPPORTED_DTYPES
 from octavo.numerics.names import nearest
-from octavo.numerics.spec import QuantSpec
+from octavo.numerics.spec import MessageSpec
 
 Group = dist.ProcessGroup | None
 
@@ -33,7 +33,7 @@ def world_size(group: Group) -> int:
 
 def check_args(
     name: str, x: Tensor, spec: str, backward_spec: str | None, async_op: bool
-) -> tuple[QuantSpec, QuantSpec]:
+) -> tuple[MessageSpec, MessageSpec]:
     """The parsed specs of the message and of its gradient. Raises ValueError for a dtype or a call without support."""
     if x.dtype not in SUPPORTED_DTYPES:
         raise ValueError(f"{name} takes float32, bfloat16 or float16; got {x.dtype}: use torch.distributed for others")

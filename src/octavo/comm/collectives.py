@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from octavo.comm.checks import Group, check_args, check_op, needs_grad, split_sizes, world_size
 from octavo.comm.encoding import DEFAULT_SPEC, as_rows, pack, pack_parts, part_size, unpack, unpack_parts, width
-from octavo.numerics.spec import QuantSpec
+from octavo.numerics.spec import MessageSpec
 
 T = TypeVar("T")
 Reduction = Literal["sum", "avg"]
@@ -60,7 +60,7 @@ def all_gather(
     Args:
         x: [R, ...], float32, bfloat16 or float16, of the same shape on all ranks.
         group: Process group; None for the default group.
-        spec: FP8 format of the message, with scales by `1xN`, `row` or `tensor`.
+        spec: FP8 format of the message: e4m3 or e5m2 with scales by `1xN`, `row` or `tensor`, or `fp8/1x128`.
         backward_spec: FP8 format of the gradient, which a reduce_scatter returns; None for `spec`.
         async_op: Return an `AsyncResult` whose `wait()` returns the result.
 
@@ -246,7 +246,7 @@ def all_to_all(
         output.detach().copy_(decoded.view(output.shape))
 
 
-def _all_gather(x: Tensor, group: Group, spec: QuantSpec) -> AsyncResult[Tensor]:
+def _all_gather(x: Tensor, group: Group, spec: MessageSpec) -> AsyncResult[Tensor]:
     world, rows = world_size(group), as_rows(x)
     message = pack(rows, spec)
     gathered = message.new_empty(world * message.shape[0], message.shape[1])
@@ -255,7 +255,7 @@ def _all_gather(x: Tensor, group: Group, spec: QuantSpec) -> AsyncResult[Tensor]
     return AsyncResult(work, lambda: unpack(gathered, rows.shape[1], spec, x.dtype).view(shape))
 
 
-def _reduce_scatter(x: Tensor, group: Group, op: Reduction, spec: QuantSpec) -> AsyncResult[Tensor]:
+def _reduce_scatter(x: Tensor, group: Group, op: Reduction, spec: MessageSpec) -> AsyncResult[Tensor]:
     world = world_size(group)
     rows = as_rows(x, world)
     message = pack(rows, spec)
@@ -265,7 +265,7 @@ def _reduce_scatter(x: Tensor, group: Group, op: Reduction, spec: QuantSpec) -> 
     return AsyncResult(work, lambda: _sum(received, world, rows.shape[1], op, spec).to(x.dtype).view(shape))
 
 
-def _sum(message: Tensor, world: int, columns: int, op: Reduction, spec: QuantSpec) -> Tensor:
+def _sum(message: Tensor, world: int, columns: int, op: Reduction, spec: MessageSpec) -> Tensor:
     """Sum the ranks' messages in float32, in rank order."""
     first, *others = message.chunk(world) if message.numel() else [message] * world
     total = unpack(first, columns, spec, torch.float32)
@@ -274,7 +274,7 @@ def _sum(message: Tensor, world: int, columns: int, op: Reduction, spec: QuantSp
     return total.div_(world) if op == "avg" else total
 
 
-def _all_reduce(x: Tensor, group: Group, op: Reduction, spec: QuantSpec) -> AsyncResult[Tensor]:
+def _all_reduce(x: Tensor, group: Group, op: Reduction, spec: MessageSpec) -> AsyncResult[Tensor]:
     world, count = world_size(group), x.numel()
     unit = world * (spec.granularity.columns or 1)
     flat = torch.nn.functional.pad(x.detach().reshape(-1), (0, -count % unit)).view(world, -1)
@@ -291,7 +291,7 @@ def _all_reduce(x: Tensor, group: Group, op: Reduction, spec: QuantSpec) -> Asyn
 
 
 def _all_to_all(
-    x: Tensor, group: Group, sent: Sequence[int], received: Sequence[int], spec: QuantSpec
+    x: Tensor, group: Group, sent: Sequence[int], received: Sequence[int], spec: MessageSpec
 ) -> AsyncResult[Tensor]:
     if x.ndim == 1:
         return _all_to_all_vector(x, group, sent, received, spec)
@@ -306,7 +306,7 @@ def _all_to_all(
 
 
 def _all_to_all_vector(
-    x: Tensor, group: Group, sent: Sequence[int], received: Sequence[int], spec: QuantSpec
+    x: Tensor, group: Group, sent: Sequence[int], received: Sequence[int], spec: MessageSpec
 ) -> AsyncResult[Tensor]:
     """Exchange a vector; each rank's elements are one row of a message."""
     parts = [pack(part.view(1, -1), spec) for part in x.detach().contiguous().split(list(sent)) if part.numel()]
@@ -325,7 +325,7 @@ def _all_to_all_vector(
 
 class _AllGather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, spec: QuantSpec, grad_spec: QuantSpec) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: Group, spec: MessageSpec, grad_spec: MessageSpec) -> Tensor:
         ctx.saved_args = group, grad_spec
         return _all_gather(x, group, spec).wait()
 
@@ -338,7 +338,7 @@ class _AllGather(torch.autograd.Function):
 
 class _ReduceScatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, op: Reduction, spec: QuantSpec, grad_spec: QuantSpec) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: Group, op: Reduction, spec: MessageSpec, grad_spec: MessageSpec) -> Tensor:
         ctx.saved_args = group, op, grad_spec
         return _reduce_scatter(x, group, op, spec).wait()
 
@@ -352,7 +352,7 @@ class _ReduceScatter(torch.autograd.Function):
 
 class _AllReduce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, op: Reduction, spec: QuantSpec, grad_spec: QuantSpec) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: Group, op: Reduction, spec: MessageSpec, grad_spec: MessageSpec) -> Tensor:
         ctx.saved_args = group, op, grad_spec
         return _all_reduce(x, group, op, spec).wait()
 
@@ -366,7 +366,13 @@ class _AllReduce(torch.autograd.Function):
 class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, group: Group, sent: list[int], received: list[int], spec: QuantSpec, grad_spec: QuantSpec
+        ctx: Any,
+        x: Tensor,
+        group: Group,
+        sent: list[int],
+        received: list[int],
+        spec: MessageSpec,
+        grad_spec: MessageSpec,
     ) -> Tensor:
         ctx.saved_args = group, sent, received, grad_spec
         return _all_to_all(x, group, sent, received, spec).wait()
@@ -382,7 +388,7 @@ def _start(pending: AsyncResult[Tensor], async_op: bool) -> Any:
     return pending if async_op else pending.wait()
 
 
-def _bytes(x: Tensor, spec: QuantSpec) -> int:
+def _bytes(x: Tensor, spec: MessageSpec) -> int:
     rows = 1 if x.ndim < 2 else x.shape[0]
     columns = x.numel() if x.ndim < 2 else math.prod(x.shape[1:])
     return rows * width(columns, spec)

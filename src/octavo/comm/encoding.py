@@ -24,8 +24,19 @@ power-of-two scales. A value v arrives within
 
 before rounding to the dtype of the result. A non-finite value makes its whole group NaN.
 
-    e4m3/1x128       1.03 bytes per element, 0.52 of bf16
-    e4m3/row         1 byte, and 16 per row; 4 per row in an all-to-all
+`fp8/1x128` chooses e4m3, e3m4 or e2m5 for each group (`octavo.kernels.adaptive`): 44 dB for Gaussian values, in the
+same bytes. With amax the largest magnitude of a group, a value arrives within
+
+    e4m3    max(|v|/16, amax/491,520)      32 dB    in any group
+    e3m4    max(|v|/32, amax/3968)         38 dB    if at most 1/8 of the non-zero values are below amax/512
+    e2m5    max(|v|/64, amax/504)          44 dB    if at most 1/8 of them are below amax/64
+
+so all but 1/8 of the values of a group arrive within |v|/7, and at least 22 dB; the others may become zero. It is for
+activations and their gradients, whose receiver widens them: products multiply e4m3 and e5m2 only. Gradients of
+parameters stay in e4m3: AdamW divides each by its own size, so one that is always rounded to zero would not train.
+
+    fp8/1x128, e4m3/1x128    1.03 bytes per element, 0.52 of bf16
+    e4m3/row                 1 byte, and 16 per row; 4 per row in an all-to-all
 """
 
 import math
@@ -38,11 +49,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.kernels import dequantize, quantize
-from octavo.numerics.spec import FULL, ROW, QuantSpec
+from octavo.kernels.adaptive import adaptive_dequantize, adaptive_quantize
+from octavo.numerics.spec import ADAPTIVE, FULL, ROW, AdaptiveSpec, MessageSpec, QuantSpec
 from octavo.tensor import ScaledTensor
 
 DEFAULT_SPEC = "e4m3/1x128"
-"""The default FP8 format of messages."""
+"""The default FP8 format of collectives."""
+ADAPTIVE_SPEC = ADAPTIVE.text
+"""The FP8 format of activations and their gradients that the receiver widens, `"fp8/1x128"`."""
 ALIGNMENT = 16
 """Bytes and scales of a row begin at multiples of this."""
 _TILE_ROWS = 128
@@ -51,12 +65,14 @@ _TILE_COLUMNS = 512
 """Columns of a tile of the kernel that dequantizes."""
 
 
-def parse_spec(spec: str) -> QuantSpec:
+def parse_spec(spec: str) -> MessageSpec:
     """Parse the FP8 spec of a message.
 
     Raises:
         ValueError: If several but not all rows share a scale, because rows travel alone.
     """
+    if spec == ADAPTIVE.text:
+        return ADAPTIVE
     parsed = QuantSpec.parse(spec)
     rows, columns = parsed.granularity
     if rows != 1 and (rows, columns) != (FULL, FULL):
@@ -66,7 +82,7 @@ def parse_spec(spec: str) -> QuantSpec:
     return parsed
 
 
-def width(columns: int, spec: QuantSpec) -> int:
+def width(columns: int, spec: MessageSpec) -> int:
     """Return the bytes of a row in a message."""
     return _aligned(columns) + _aligned(_scale_bytes(columns, spec))
 
@@ -75,28 +91,28 @@ def _aligned(size: int) -> int:
     return size + -size % ALIGNMENT
 
 
-def _scales(columns: int, spec: QuantSpec) -> int:
+def _scales(columns: int, spec: MessageSpec) -> int:
     """Return the number of scales of a row."""
     return 1 if spec.granularity.columns == FULL else -(-columns // spec.granularity.columns)
 
 
-def pack(x_MK: Tensor, spec: QuantSpec) -> Tensor:
+def pack(x_MK: Tensor, spec: MessageSpec) -> Tensor:
     """Quantize a matrix into a message, uint8 [M, width(K, spec)]."""
     return torch.cat([_padded(part, ALIGNMENT) for part in _encode(x_MK, spec)], dim=1)
 
 
-def unpack(message: Tensor, columns: int, spec: QuantSpec, dtype: torch.dtype) -> Tensor:
+def unpack(message: Tensor, columns: int, spec: MessageSpec, dtype: torch.dtype) -> Tensor:
     """Decode the matrix [M, columns] of a message, in `dtype`."""
     scales = message[:, _aligned(columns) :][:, : _scale_bytes(columns, spec)]
     return _decode(message[:, :columns], scales, spec, dtype)
 
 
-def part_size(rows: int, columns: int, spec: QuantSpec) -> int:
+def part_size(rows: int, columns: int, spec: MessageSpec) -> int:
     """Return the bytes of a part of a message."""
     return _aligned(rows * columns) + _aligned(rows * _scale_bytes(columns, spec))
 
 
-def pack_parts(x_MK: Tensor, sizes: Sequence[int], spec: QuantSpec) -> Tensor:
+def pack_parts(x_MK: Tensor, sizes: Sequence[int], spec: MessageSpec) -> Tensor:
     """Quantize a matrix into a message of parts of so many rows each, uint8 [Σ part_size(rows, K, spec)]."""
     data, scales = (encoded.split(list(sizes)) for encoded in _encode(x_MK, spec))
     pieces = chain.from_iterable(zip(data, scales, strict=True))
@@ -104,7 +120,7 @@ def pack_parts(x_MK: Tensor, sizes: Sequence[int], spec: QuantSpec) -> Tensor:
 
 
 def unpack_parts(
-    message: Tensor, sizes: Sequence[int], columns: int, spec: QuantSpec, dtype: torch.dtype
+    message: Tensor, sizes: Sequence[int], columns: int, spec: MessageSpec, dtype: torch.dtype
 ) -> Tensor:  # fmt: skip
     """Decode the matrix [Σ sizes, columns] of a message of parts, in `dtype`."""
     data, scales, scale_bytes = [], [], _scale_bytes(columns, spec)
@@ -115,15 +131,18 @@ def unpack_parts(
     return _decode(torch.cat(data), torch.cat(scales), spec, dtype)
 
 
-def _scale_bytes(columns: int, spec: QuantSpec) -> int:
+def _scale_bytes(columns: int, spec: MessageSpec) -> int:
     """Return the bytes of a row's scales."""
     return _scales(columns, spec) * spec.scale_dtype.itemsize
 
 
-def _encode(x_MK: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
+def _encode(x_MK: Tensor, spec: MessageSpec) -> tuple[Tensor, Tensor]:
     """Return the FP8 bytes [M,K] of a matrix and those of its scales [M, scale bytes], uint8."""
     rows, columns = x_MK.shape
     x = x_MK.detach()
+    if isinstance(spec, AdaptiveSpec):
+        codes, scale = adaptive_quantize(x)
+        return codes, scale.view(torch.uint8)
     with torch.no_grad():
         if _has_few_long_rows(rows, columns, spec):
             x = _padded(x, spec.granularity.columns)
@@ -137,11 +156,13 @@ def _encode(x_MK: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
     return data.view(torch.uint8), scale.clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
-def _decode(data: Tensor, scales: Tensor, spec: QuantSpec, dtype: torch.dtype) -> Tensor:
+def _decode(data: Tensor, scales: Tensor, spec: MessageSpec, dtype: torch.dtype) -> Tensor:
     """Return the matrix of what `_encode` returned, in `dtype`."""
     (rows, columns), extent = data.shape, spec.granularity.columns
     scale = scales.new_empty((rows, _scales(columns, spec)), dtype=spec.scale_dtype)
     scale.view(torch.uint8).copy_(scales)
+    if isinstance(spec, AdaptiveSpec):
+        return adaptive_dequantize(data.contiguous(), scale, dtype)
     if not _has_few_long_rows(rows, columns, spec):
         by_row = spec if spec.granularity.rows == 1 else replace(spec, granularity=ROW)
         return dequantize(ScaledTensor(data.contiguous().view(spec.format.dtype), scale, by_row), dtype)

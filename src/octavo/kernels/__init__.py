@@ -5,6 +5,7 @@ quantize_pair(x, …)          a matrix → two FP8 quantizations, row-major and
 dequantize(x, dtype)         FP8 data and scales → a matrix
 scaled_mm(a, b, layout)      the product of two FP8 matrices
 grouped_mm(a, b, offsets, …) the products of rows sorted by expert with one weight per expert
+adaptive.adaptive_quantize   a matrix → the bytes of a message, in adaptive FP8, and back: not for products
 rms_norm, layer_norm, glu    norms and gated activations with FP8 output
 """
 

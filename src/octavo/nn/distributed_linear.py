@@ -97,6 +97,14 @@ def has_tensor_scale(recipe: Recipe) -> bool:
     return recipe.history > 0 or TENSOR in (recipe.x.granularity, recipe.w.granularity)
 
 
+def tensor_scale_problem(recipe: Recipe) -> str:
+    """Return why a recipe with a scale per tensor cannot be in a pipeline, and what to use."""
+    return (
+        f"recipe {recipe.name!r}, whose scales per tensor would depend on how a batch is cut into micro-batches: "
+        "convert the model with recipe 'rowwise', whose scales belong to rows"
+    )
+
+
 def _as_dtensor(tensor: Tensor | None, mesh: DeviceMesh) -> Any:
     """Return a DTensor, or None, as it is, and any other tensor as one that every rank has."""
     if tensor is None or isinstance(tensor, DTensor):

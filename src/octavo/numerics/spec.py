@@ -109,6 +109,32 @@ class QuantSpec:
         return _parse(text)
 
 
+@dataclass(frozen=True, kw_only=True)
+class AdaptiveSpec:
+    """Adaptive FP8, the format of messages whose receiver widens them: `fp8/1x128`.
+
+    Each group of 128 elements of a row has one of three 8-bit floating point formats, e4m3, e3m4 or e2m5, and a float32
+    scale (`octavo.kernels.adaptive`). No product multiplies these bytes.
+
+    Attributes:
+        granularity: Which elements share a scale and a format.
+        scale_dtype: Dtype of the scales.
+        text: As `QuantSpec.text`.
+    """
+
+    granularity: Granularity = field(default=Granularity(1, 128))
+    scale_dtype: torch.dtype = torch.float32
+    text: str = "fp8/1x128"
+
+    def __str__(self) -> str:
+        return self.text
+
+
+ADAPTIVE = AdaptiveSpec()
+MessageSpec = QuantSpec | AdaptiveSpec
+"""FP8 format of a message."""
+
+
 @lru_cache(maxsize=256)
 def _parse(text: str) -> QuantSpec:
     fields = text.split("/")

@@ -8,12 +8,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from octavo.comm import DEFAULT_SPEC, all_to_all_single
+from octavo.comm import ADAPTIVE_SPEC, all_to_all_single
 from octavo.runtime.switch import SWITCH
 
 
 def exchange_rows(
-    rows: Tensor, sent: Sequence[int], received: Sequence[int], group: Any, *, fp8: bool, spec: str = DEFAULT_SPEC
+    rows: Tensor, sent: Sequence[int], received: Sequence[int], group: Any, *, fp8: bool, spec: str = ADAPTIVE_SPEC
 ) -> Tensor:
     """Send rows to every rank and receive rows from every rank; gradients travel the same way back.
 
@@ -28,7 +28,7 @@ def exchange_rows(
     if len(sent) == 1:
         return rows
     if fp8 and SWITCH.enabled:
-        result: Tensor = all_to_all_single(rows, received, sent, group, spec=spec, backward_spec=DEFAULT_SPEC)
+        result: Tensor = all_to_all_single(rows, received, sent, group, spec=spec, backward_spec=ADAPTIVE_SPEC)
         return result
     exact: Tensor = _Exact.apply(rows, list(sent), list(received), group)
     return exact

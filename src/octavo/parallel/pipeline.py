@@ -12,18 +12,19 @@ travel as they are: token ids, masks (whose -inf would make a group NaN), tables
 auxiliary loss, and everything in `schedule.eval`, so evaluation is exact. Both ends decide by the metadata that torch
 exchanges between stages. Two stages on one rank (the turn of a V schedule) hand tensors over without a message: exact.
 
-Error: each activation and each gradient is rounded once per boundary between ranks, 32 dB for Gaussian values
+Error: each activation and each gradient is rounded once per boundary between ranks, 44 dB for Gaussian values
 (`octavo.comm.encoding`). Scales are just in time. Groups do not cross tokens, so a non-finite value spoils the group of
 its own token only, and is still non-finite on the other side.
 
 At its first step torch infers shapes by a forward and a backward of each stage, whose inputs are uninitialized memory
 for all stages but the first. This pass runs inside `octavo.disabled()`, so no amax or channel scale is measured in it.
 
-Recipes: all with just-in-time scales. Micro-batches overlap in a pipeline, but an amax history ends a pass where a
-forward follows a backward: the forwards of one micro-batch would get scales that depend on the schedule, and activation
-checkpointing would recompute with other scales than in the first forward. So `delayed` raises an error. `tensorwise`
-takes its scales from one micro-batch on one stage, as one process does. `rowwise_equalized` divides its passes the
-same way as `delayed`, but its identity holds for any channel scales, and each forward saves its own for its backward.
+Recipes: those without a scale per tensor. Micro-batches overlap in a pipeline, but an amax history (`delayed`) ends a
+pass where a forward follows a backward: the forwards of one micro-batch would get scales that depend on the schedule,
+and activation checkpointing would recompute with other scales than in the first forward. A just-in-time scale per
+tensor (`tensorwise`) covers one micro-batch, so numbers would depend on how a batch is cut. Both raise an error.
+`rowwise_equalized` divides its passes the same way as `delayed`, but its identity holds for any channel scales, and
+each forward saves its own for its backward.
 """
 
 import math
@@ -37,11 +38,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import pipelining
 
-from octavo.comm import DEFAULT_SPEC
+from octavo.comm import ADAPTIVE_SPEC
 from octavo.comm.encoding import pack, parse_spec, unpack, width
+from octavo.nn.distributed_linear import has_tensor_scale, tensor_scale_problem
 from octavo.nn.linear_subclasses import is_converted
 from octavo.numerics.formats import SUPPORTED_DTYPES
-from octavo.numerics.spec import FULL, QuantSpec
+from octavo.numerics.spec import FULL, MessageSpec
 from octavo.runtime.switch import disabled
 from octavo.runtime.torch_compat import gradients_of_stage, has_freed_weights, missing_in_pipelining
 
@@ -65,13 +67,13 @@ class PipelineStage(pipelining.PipelineStage):
         num_stages: Stages of the pipeline, on all ranks.
         device: Device of the stage.
         fp8_comm: Exchange FP8 messages. Without it the stage computes what torch's does, bit for bit.
-        spec: FP8 format of the messages: scales by row, 1xN or tensor. A row is a token.
+        spec: FP8 format of the messages, as of `octavo.comm.all_gather`. A row is a token.
         options: As for torch's class: `group`, `input_args`, `output_args`, `dw_builder`, ...
 
     Raises:
         ValueError: For an unknown spec. From the first step, on all ranks: if ranks differ in these settings, a
             schedule expects other stages on a rank (V schedules take stages i and n-1-i), two stages on a rank share a
-            parameter, or a layer has an amax history (recipe `delayed`).
+            parameter, or a layer has a scale per tensor (recipes `tensorwise` and `delayed`).
         ValueError: In a step whose micro-batches have other sizes than the first one, on the rank that would send it.
         RuntimeError: Before torch 2.13, whose stages do not exchange the metadata that this class needs. From the first
             backward, if a zero-bubble schedule meets weights that FSDP2 frees after forward.
@@ -102,7 +104,7 @@ class PipelineStage(pipelining.PipelineStage):
         device: torch.device,
         *,
         fp8_comm: bool = True,
-        spec: str = DEFAULT_SPEC,
+        spec: str = ADAPTIVE_SPEC,
         **options: Any,
     ) -> None:
         if missing := missing_in_pipelining():
@@ -236,7 +238,7 @@ def _is_activation(x: Tensor) -> bool:
     return x.dtype in SUPPORTED_DTYPES and x.ndim >= 2
 
 
-def _matrix_shape(shape: torch.Size, spec: QuantSpec) -> tuple[int, int]:
+def _matrix_shape(shape: torch.Size, spec: MessageSpec) -> tuple[int, int]:
     """Return the shape of a payload's matrix: a row per token; or per sequence, which has the same groups and less
     padding, if whole groups fit a token.
     """
@@ -282,12 +284,8 @@ def _problem_of(stages: list[PipelineStage]) -> str | None:
     """Return what is wrong with the stages of this rank."""
     for stage in stages:
         for name, module in stage.submod.named_modules():
-            if is_converted(module) and module.recipe.history:
-                return (
-                    f"{name or 'the module'} of stage {stage.stage_index} has recipe {module.recipe.name!r}, whose "
-                    "amax history does not work with overlapping micro-batches. Nearest: 'tensorwise', which takes "
-                    "its scales just in time"
-                )
+            if is_converted(module) and has_tensor_scale(module.recipe):
+                return f"{name or 'the module'} of stage {stage.stage_index} has {tensor_scale_problem(module.recipe)}"
     for one, other in combinations(stages, 2):
         names = {id(p): name for name, p in one.submod.named_parameters()}
         for name, parameter in other.submod.named_parameters():

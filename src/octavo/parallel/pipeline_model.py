@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from octavo.nn.causal import adds_router_loss
+from octavo.nn.distributed_linear import has_tensor_scale, tensor_scale_problem
 from octavo.nn.equalized import equalized_layers, reset_scales
 from octavo.nn.linear_subclasses import is_converted
 from octavo.numerics.names import nearest
@@ -179,12 +180,9 @@ def check_pipeline_structure(model: Any, stages: int) -> None:
             f"{kind} ties its head to its embedding, which are on different stages: set tie_word_embeddings = false in "
             "its config"
         )
-    delayed = [name for name, module in model.named_modules() if is_converted(module) and module.recipe.history]
-    if delayed:
-        raise ValueError(
-            f"{delayed[0]} has recipe 'delayed', whose amax history does not work with overlapping micro-batches: use "
-            "'tensorwise', which takes its scales just in time"
-        )
+    for name, module in model.named_modules():
+        if is_converted(module) and has_tensor_scale(module.recipe):
+            raise ValueError(f"{name} has {tensor_scale_problem(module.recipe)}")
     if adds_router_loss(model):
         raise ValueError(f"{kind} adds a loss of the routers of all blocks (output_router_logits), which no stage sees")
 

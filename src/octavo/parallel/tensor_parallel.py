@@ -153,7 +153,7 @@ class Fp8ColwiseParallel(_Fp8Style):
             one, of [B,S,H] or [B·S,H]. None: each rank has all tokens; then nothing is gathered.
         gather: `"fp8"`, or `"bf16"` for two bytes per element. Recipes that do not quantize X once by row gather
             in two bytes in any case, as do layers that are not converted; `octavo.report` shows it.
-        reduce: `"bf16"`, or `"fp8"` to send summands of ∂X in e4m3, in groups of 128, added up in float32; only with a
+        reduce: `"bf16"`, or `"fp8"` to send summands of ∂X in 1.03 bytes, added up in float32; only with a
             `sequence_dim`, because a sum for all ranks would be rounded twice.
         heads: Heads of the output features, which the ranks share whole; None if it has none.
 
@@ -199,7 +199,7 @@ class Fp8RowwiseParallel(_Fp8Style):
     Args:
         sequence_dim: Dimension of the output in which each rank gets an equal part of the tokens; by default the last
             but one. None: each rank gets all tokens; then nothing is gathered.
-        gather: `"fp8"` sends G in e4m3, in groups of 128; `"bf16"` in two bytes, as layers that are not converted do.
+        gather: `"fp8"` sends G in 1.03 bytes; `"bf16"` in two bytes, as layers that are not converted do.
         reduce: `"bf16"`, or `"fp8"` for the summands of Y, as `Fp8ColwiseParallel`.
         heads: Heads of the input features, which the ranks share whole; None if it has none.
 

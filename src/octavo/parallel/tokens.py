@@ -8,8 +8,8 @@
 
     X in FP8      rows quantized where they are, bytes and scales in one message (1 byte per element, and 4 per row);
                   products multiply them as they came (`octavo.nn.gathered_input`)
-    G in FP8      e4m3 in groups of 128 (1.03 bytes), widened; each rank then folds its scales into it
-    sums in FP8   e4m3 in groups of 128, each summand rounded once, added up in float32 (`octavo.comm`)
+    G in FP8      `octavo.comm.ADAPTIVE_SPEC` (1.03 bytes), widened; each rank then folds its scales into it
+    sums in FP8   the same, each summand rounded once, added up in float32 (`octavo.comm`)
     else          two bytes: float32 travels as bfloat16
 
 `gather_input` and `reduce_output` are the two ends of a layer. In backward a gather becomes a reduction of the
@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from octavo.comm import DEFAULT_SPEC, all_gather, reduce_scatter
+from octavo.comm import ADAPTIVE_SPEC, all_gather, reduce_scatter
 from octavo.comm.collectives import gather_single, reduce_scatter_single
 from octavo.comm.encoding import parse_spec
 from octavo.kernels import quantize
@@ -34,7 +34,7 @@ from octavo.nn.gathered_input import GatheredInput, Rows
 from octavo.numerics.spec import QuantSpec
 from octavo.tensor import ScaledTensor
 
-_GROUP = parse_spec(DEFAULT_SPEC).granularity.columns
+_GROUP = parse_spec(ADAPTIVE_SPEC).granularity.columns
 """Elements that share a scale in messages of G and of summands."""
 
 
@@ -85,7 +85,7 @@ class TokenExchange:
         if self.sequence_dim is None:
             return x.view_as(x)
         if fp8:
-            parts = all_gather(_in_groups(x.detach()), self.mesh.get_group())
+            parts = all_gather(_in_groups(x.detach()), self.mesh.get_group(), spec=ADAPTIVE_SPEC)
         else:
             sent = x.detach().to(_two_bytes(x.dtype)).contiguous().view(-1)
             parts = sent.new_empty(self.mesh.size() * sent.numel())
@@ -132,7 +132,7 @@ class TokenExchange:
         parts = summand.unflatten(dim, (ranks, x.shape[dim] // ranks)).movedim(dim, 0)
         shape = parts.shape[1:]
         if self.fp8_reduce:
-            total = reduce_scatter(_in_groups(parts), group)
+            total = reduce_scatter(_in_groups(parts), group, spec=ADAPTIVE_SPEC)
         else:
             sent = parts.to(_two_bytes(x.dtype)).contiguous().view(-1)
             total = sent.new_empty(sent.numel() // ranks)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from octavo.comm import DEFAULT_SPEC
+from octavo.comm import ADAPTIVE_SPEC
 from octavo.comm.encoding import parse_spec, width
 from octavo.nn.experts import looks_like_experts
 from octavo.numerics.plan import Plan
@@ -211,7 +211,7 @@ def message_bytes(parallel: ParallelConfig, shape: tuple[int, int], hidden: int,
     """
     tokens = shape[1] // (parallel.tp if parallel.sequence_parallel else 1)
     bf16 = 2 * shape[0] * tokens * hidden
-    spec = parse_spec(DEFAULT_SPEC)
+    spec = parse_spec(ADAPTIVE_SPEC)
     rows, columns = (shape[0], tokens * hidden) if hidden % 128 == 0 else (shape[0] * tokens, hidden)
     return bf16, rows * width(columns, spec) if fp8 else bf16
 

@@ -94,6 +94,7 @@ class Ranks:
         if self.any(error is not None, group=group):
             errors = self.all_gather(None if error is None else _message(error))
             if error is not None and not isinstance(error, _MISTAKES):
+                error.add_note(_ALL_ANSWER)
                 raise error
             rank, message = next((rank, other) for rank, other in enumerate(errors) if other is not None)
             raise SharedError(message if None not in errors else f"rank {rank}: {message}")
@@ -254,7 +255,7 @@ def _detect_lost_ranks(rank: int, world: int) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if not from_collective(error):
+        if not from_collective(error) or _ALL_ANSWER in getattr(error, "__notes__", ()):
             raise
         if not heartbeat.gone():
             error.add_note(f"rank {rank}: a collective failed, and every other rank is alive")
@@ -322,6 +323,8 @@ def _rank_names(ranks: list[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
 
 
+_ALL_ANSWER = "every rank was alive after this error"
+"""Note on an error that ranks have told each other about, which no lost rank can have caused."""
 _MISTAKES = (ValueError, OSError)
 """Errors of a user or of the machine, whose message is enough."""
 

@@ -33,7 +33,7 @@ def checks(device: torch.device, only: str = "") -> list[Check]:
     """Return all cases of all ops with Triton kernels on a device whose "op case" contains `only`."""
     all_checks = [
         *_quantizers(), *_products(device), *_grouped_products(device), *_norms(), *_norm_gradients(), *_glus(),
-        *_glu_gradients(), *_dequantizers(), *_optimizers(),
+        *_glu_gradients(), *_dequantizers(), *_messages(), *_optimizers(),
     ]  # fmt: skip
     selected = [check for check in all_checks if only in f"{check.op} {check.case}"]
     if not selected:
@@ -284,6 +284,27 @@ def _dequantizers() -> Iterator[Check]:
             inputs=partial(inputs, spec=QuantSpec.parse(text)), expected=partial(outputs, reference.dequantize),
             actual=partial(outputs, triton.dequantize),
         )  # fmt: skip
+
+
+def _messages() -> Iterator[Check]:
+    from octavo.kernels.adaptive import CASE, reference, triton
+
+    def message(rng: RandomInputs) -> Inputs:
+        x = rng.matrix()
+        return *reference.adaptive_quantize(x), rng.random.choice((x.dtype, torch.float32))
+
+    def outputs(run: Any, *operands: Any) -> list[Tensor]:
+        return [run(*operands)]
+
+    configs = tuple(range(len(triton.CONFIGS)))
+    yield Check(
+        op="adaptive_quantize", case=CASE[0], configs=configs, inputs=lambda rng: (rng.matrix(),),
+        expected=reference.adaptive_quantize, actual=triton.adaptive_quantize,
+    )  # fmt: skip
+    yield Check(
+        op="adaptive_dequantize", case=CASE[0], configs=configs, inputs=message,
+        expected=partial(outputs, reference.adaptive_dequantize), actual=partial(outputs, triton.adaptive_dequantize),
+    )  # fmt: skip
 
 
 def _optimizers() -> Iterator[Check]:

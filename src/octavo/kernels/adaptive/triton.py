@@ -1,0 +1,72 @@
+"""Adaptive FP8 on a GPU, one pass over groups: 2 bytes read and 1.03 written per element of bf16, or the reverse."""
+
+import torch
+import triton
+from torch import Tensor
+
+from octavo.kernels.adaptive.device import adaptive_dequantize_kernel, adaptive_quantize_kernel
+from octavo.kernels.adaptive.reference import GROUP, groups
+from octavo.kernels.launch import INTERPRETED, Launch, Variant
+from octavo.numerics.spec import ADAPTIVE
+
+CONFIGS = ((16, 4), (8, 4), (32, 8))
+"""Configurations: groups per program, warps."""
+
+
+def launches(config: int = 0) -> tuple[Launch, Launch]:
+    """Return the launches that quantize and dequantize."""
+    per, warps = CONFIGS[config]
+    constants = {"PER": per, "INTERPRETED": INTERPRETED}
+    quantize, dequantize = (
+        Launch(kernel=kernel, constants=constants, num_warps=warps)
+        for kernel in (adaptive_quantize_kernel, adaptive_dequantize_kernel)
+    )
+    return quantize, dequantize
+
+
+def adaptive_quantize(x: Tensor, config: int = 0) -> tuple[Tensor, Tensor]:
+    """See `reference.adaptive_quantize`."""
+    rows, columns = x.shape
+    codes = x.new_empty((rows, columns), dtype=torch.uint8)
+    scale = x.new_empty((rows, groups(columns)), dtype=torch.float32)
+    if x.numel():
+        arguments = {
+            "x": x, "codes": codes, "scales": scale, "rows": rows, "columns": columns, "x_r": x.stride(0),
+            "x_c": x.stride(1),
+        }  # fmt: skip
+        launches(config)[0].run((triton.cdiv(scale.numel(), CONFIGS[config][0]),), arguments)
+    return codes, scale
+
+
+def adaptive_dequantize(codes: Tensor, scale: Tensor, dtype: torch.dtype, config: int = 0) -> Tensor:
+    """See `reference.adaptive_dequantize`."""
+    rows, columns = codes.shape
+    out = codes.new_empty((rows, columns), dtype=dtype)
+    if out.numel():
+        arguments = {"codes": codes, "scales": scale, "out": out, "rows": rows, "columns": columns}
+        launches(config)[1].run((triton.cdiv(scale.numel(), CONFIGS[config][0]),), arguments)
+    return out
+
+
+def variants() -> list[Variant]:
+    """Return the variants of both kernels."""
+    all_variants = []
+    for config, (per, _) in enumerate(CONFIGS):
+        quantize, dequantize = launches(config)
+        for op, launch, types, equal_to_1 in (
+            ("adaptive_quantize", quantize, {"x": "*bf16", "codes": "*u8", "scales": "*fp32"}, ("x_c",)),
+            ("adaptive_dequantize", dequantize, {"codes": "*u8", "scales": "*fp32", "out": "*bf16"}, ()),
+        ):
+            all_variants.append(
+                Variant(
+                    op=op,
+                    case=ADAPTIVE.text,
+                    config=config,
+                    launch=launch,
+                    types=types,
+                    tile=per * GROUP,
+                    device_bytes=3 + 4 / GROUP,
+                    equal_to_1=equal_to_1,
+                )
+            )
+    return all_variants
