@@ -91,7 +91,7 @@ class Activation:
 ModuleSpec = Norm | Glu | Activation
 
 
-class NORMS:
+class _Norms:
     """Forward methods of known norms."""
 
     weight: Any
@@ -154,10 +154,10 @@ _NORMS: dict[str, dict[str, Any]] = {
     "t5": {},
     "cohere": {"center": True},
 }
-"""Fields of `Norm` for each method of `NORMS`, if not the defaults."""
+"""Fields of `Norm` for each method of `_Norms`, if not the defaults."""
 
 
-class GLUS:
+class _Glus:
     """Forward methods of known gated MLPs."""
 
     gate: Any
@@ -332,11 +332,16 @@ def _method(owner: Any, method: str) -> tuple[str | None, Formula | None]:
     formula = formula_of_method(owner, method)
     expression = None if formula is None else formula.expression
     return next(
-        (n for n in ("gelu", "gelu_tanh") if expression and expression == pattern(_Activations, n)), None
+        (n for n in ("gelu", "gelu_tanh") if expression and expression == _pattern(_Activations, n)), None
     ), formula
 
 
-def pattern(owner: type, method: str) -> Expression:
+def known_expression(kind: str, method: str) -> Expression:
+    """Return the expression of a known forward of a norm or a gated MLP, by its name here."""
+    return _pattern({"norm": _Norms, "glu": _Glus}[kind], method)
+
+
+def _pattern(owner: type, method: str) -> Expression:
     formula = formula_of_method(owner, method)
     return None if formula is None else formula.expression
 
@@ -344,7 +349,7 @@ def pattern(owner: type, method: str) -> Expression:
 @cache
 def _patterns() -> list[tuple[Any, Expression]]:
     """Return pairs: a function that makes a spec from names of attributes, and its expression."""
-    norms = [(partial(_norm, fields), pattern(NORMS, name)) for name, fields in _NORMS.items()]
+    norms = [(partial(_norm, fields), _pattern(_Norms, name)) for name, fields in _NORMS.items()]
     glus = [
         (partial(_glu, {}), "gate_times_up"),
         (partial(_glu, {"up_first": True}), "up_times_gate"),
@@ -361,8 +366,8 @@ def _patterns() -> list[tuple[Any, Expression]]:
     ]  # fmt: skip
     return [
         *norms,
-        *((make, pattern(GLUS, method)) for make, method in glus),
-        *((make, pattern(_Activations, method)) for make, method in activations),
+        *((make, _pattern(_Glus, method)) for make, method in glus),
+        *((make, _pattern(_Activations, method)) for make, method in activations),
     ]
 
 

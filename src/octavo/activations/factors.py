@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from octavo.activations.detect import GLUS, NORMS, original_class, pattern, registered, uses_default_call
+from octavo.activations.detect import known_expression, original_class, registered, uses_default_call
 from octavo.activations.formulas import Formula, formula_of, matches
 
 Factors = tuple[Tensor, Tensor, torch.dtype]
@@ -128,10 +128,10 @@ def factored(module: nn.Module) -> Factored | None:
 @cache
 def _of_class(owner: Any) -> Factored | None:
     formula = None if registered(owner) else formula_of(owner)
-    for kind, methods, known in (("norm", NORMS, _NORMS), ("glu", GLUS, _GLUS)):
+    for kind, known in (("norm", _NORMS), ("glu", _GLUS)):
         for name, factors in known.items():
             names: dict[str, str] = {}
-            if formula is not None and matches(pattern(methods, name), formula.expression, names):
+            if formula is not None and matches(known_expression(kind, name), formula.expression, names):
                 return Factored(kind=kind, factors=factors, names=names, formula=formula)
     return None
 
@@ -146,7 +146,7 @@ def factors_of(module: nn.Module, known: Factored, x: Tensor) -> Factors | None:
     if known.kind == "norm":
         weight, eps = module._parameters.get(names["weight"]), own.get(names["eps"])
         return known.factors(x, weight, eps) if weight is not None and type(eps) is float else None
-    parts: dict[str, Any] = module._modules  # type: ignore[assignment]
+    parts: dict[str, Any] = module._modules
     gate, up, down = (parts.get(names.get(role, "")) for role in ("gate", "up", "down"))
     act = parts.get(names["act"], own.get(names["act"])) if "act" in names else F.silu
     if gate is None or down is None or act is None or (up is None and "up" in names):

@@ -22,23 +22,29 @@ The module's own code runs
 - if a linear's cast is not by row with float32 scales, has an amax history or channel scales.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from octavo.activations.detect import original_class
 from octavo.activations.factors import Factors, factored, factors_of
 from octavo.activations.modules import mixed_class
 from octavo.kernels import needs_both_orders
 from octavo.kernels.direct import Plans
 from octavo.kernels.multiply import multiply, plan_multiply, supports
-from octavo.kernels.registry import CHOICES, GPU_TYPES
+from octavo.kernels.registry import CHOICES, GPU_TYPES, triton_unsupported
+from octavo.nn.filters import sizes
 from octavo.nn.input_casts import AGAIN, INPUT_CASTS, TRIES, InputCasts, Readers
+from octavo.nn.linear_subclasses import is_converted
 from octavo.numerics.formats import SUPPORTED_DTYPES
+from octavo.numerics.names import nearest
+from octavo.numerics.plan import Plan
+from octavo.numerics.recipe import Recipe
 from octavo.numerics.spec import QuantSpec
 from octavo.runtime.execution_context import is_capturing, stream_of
-from octavo.runtime.swap import become
+from octavo.runtime.swap import become, has_own_forward, is_fully_sharded
 from octavo.runtime.switch import SWITCH
 from octavo.runtime.torch_compat import (
     apply_of,
@@ -53,7 +59,7 @@ from octavo.tensor import Order
 
 ATTRIBUTE = "octavo_emitter"
 """Attribute of a module that emits: its `Emitter`."""
-FEWEST = 1 << 24
+FEWEST = 1 << 25
 """Fewest elements of a result that is emitted on a GPU."""
 
 
@@ -117,6 +123,89 @@ class Emitting(nn.Module):
     """Base class of modules that emit, and only of those."""
 
 
+EMIT = "auto", "always", "never"
+"""Values of `emit`."""
+HOW = {
+    "norm": "norm: one kernel multiplies by the weight and quantizes the result for the linears that read it",
+    "glu": "gated MLP: one kernel multiplies and quantizes the input of the down projection",
+}
+"""What a report says of the modules that emit."""
+
+
+def check_emit(value: str) -> None:
+    """Raise ValueError unless `value` is a value of `emit`."""
+    if value not in EMIT:
+        raise ValueError(f"emit is {', '.join(map(repr, EMIT))}; got {value!r}{nearest(str(value), EMIT)}")
+
+
+def emitting_modules(modules: Mapping[str, nn.Module], plan: Plan, emit: str) -> dict[str, tuple[str, int]]:
+    """Return which modules of a converted model may emit: by name, what they are and the columns of their result.
+
+    Norms beside or above a converted linear with as many inputs, and gated MLPs whose down projection is converted, if
+    their code is known and linears of their recipe have scales by row. `"auto"`: only where a GPU with Triton is.
+    """
+    if emit == "never" or plan.fp8_activations or (emit == "auto" and not _emits_here()):
+        return {}
+    readers = {fqn: m for fqn, m in modules.items() if is_converted(m) and _reads(m.recipe)}
+    emitting = {}
+    for fqn, module in modules.items():
+        known = factored(module)
+        if known is None or has_own_forward(module) or is_fully_sharded(module):
+            continue
+        if known.kind == "glu":
+            down = module._modules.get(known.names["down"])
+            width = sizes(down)[0] if any(down is reader for reader in readers.values()) else 0  # type: ignore[arg-type]
+        else:
+            weight, parent = module._parameters.get(known.names["weight"]), fqn.rpartition(".")[0]
+            below = (m for name, m in readers.items() if not parent or name.startswith(f"{parent}."))
+            width = 0 if weight is None or weight.ndim != 1 else weight.numel()
+            width = width if any(sizes(reader)[0] == width for reader in below) else 0
+        if width and _becomes_emitting(module, known.kind):
+            emitting[fqn] = known.kind, width
+    return emitting
+
+
+def _emits_here() -> bool:
+    """Return whether this machine has a device on which `multiply` is one kernel."""
+    return torch.cuda.is_available() and triton_unsupported(torch.device("cuda"), ()) is None
+
+
+def _reads(recipe: Recipe) -> bool:
+    """Return whether linears of a recipe can read what is emitted."""
+    one_form = recipe.wgrad_x in (None, recipe.x)
+    return one_form and supports(recipe.x) and not (recipe.history or recipe.equalization or recipe.weight_only)
+
+
+def _becomes_emitting(module: nn.Module, kind: str) -> bool:
+    try:
+        _emitting_class(module, kind)
+    except Exception:  # any error of making a subclass: such a module keeps its own code
+        return False
+    return True
+
+
+def _emitting_class(module: nn.Module, kind: str) -> type[nn.Module]:
+    original: Any = type(module)
+    emitting: type[nn.Module] = mixed_class(_MIXINS[kind], original)
+    return emitting
+
+
+def enable_emitting(module: nn.Module, kind: str, width: int, emit: str) -> None:
+    """Make a module emit, in place."""
+    become(module, _emitting_class(module, kind), **{ATTRIBUTE: Emitter(width, emit == "always")})
+
+
+def disable_emitting(module: nn.Module) -> None:
+    """Undo `enable_emitting`."""
+    become(module, original_class(module))
+    del vars(module)[ATTRIBUTE]
+
+
+def emits(module: nn.Module) -> str | None:
+    """Return what a module that emits is, a key of `HOW`; None for others."""
+    return next((kind for kind, mixin in _MIXINS.items() if isinstance(module, mixin)), None)
+
+
 class EmittingNorm(Emitting):
     """A norm that emits the FP8 form of its result."""
 
@@ -127,7 +216,7 @@ class EmittingNorm(Emitting):
         if emitter is None:
             return super().forward(*args, **kwargs)
         known = factored(self) if emitter.spec is not None else None
-        factors = None if known is None else factors_of(self, known, x)
+        factors = None if known is None or x is None else factors_of(self, known, x)
         if factors is None:
             y = super().forward(*args, **kwargs)
             offered(emitter, y)
@@ -148,6 +237,9 @@ class EmittingGlu(Emitting):
             return super().forward(*args, **kwargs)
         down: Any = self._modules[known.names["down"]]
         return down(emitted(emitter, factors))
+
+
+_MIXINS: dict[str, Any] = {"norm": EmittingNorm, "glu": EmittingGlu}
 
 
 def emitter_for(module: nn.Module, x: Any) -> Emitter | None:
@@ -197,7 +289,10 @@ class _Call:
 
     __slots__ = ("options", "promoted", "run")
 
-    def __init__(self, left: Tensor, right: Tensor, dtype: torch.dtype, spec: QuantSpec, both: bool) -> None:
+    def __init__(
+        self, left: Tensor, right: Tensor, dtype: torch.dtype, spec: QuantSpec, both: bool, options: Any
+    ) -> None:  # fmt: skip
+        self.options = options
         promoted = torch.promote_types(left.dtype, right.dtype)
         self.promoted = None if promoted == dtype else promoted
         self.run = _run_of(left, right, dtype, spec, both)
@@ -232,7 +327,7 @@ def _run_of(left: Tensor, right: Tensor, dtype: torch.dtype, spec: QuantSpec, bo
         return general
 
     def planned(left: Tensor, right: Tensor) -> tuple[Tensor, InputCasts]:
-        y, q, q_t, s = plan(right, left) if swapped else plan(left, right)
+        y, q, q_t, s = plan.run(right, left) if swapped else plan.run(left, right)
         return y, (q, q_t, s, s)
 
     return planned
@@ -248,8 +343,7 @@ def _call_of(emitter: Emitter, left: Tensor, right: Tensor, dtype: torch.dtype) 
     if tensors is None or spec is None:
         return None
     key = tensors, options
-    call = _CALLS.get(key) or _CALLS.add(key, _Call(left, right, dtype, spec, emitter.both))
-    call.options = options
+    call = _CALLS.get(key) or _CALLS.add(key, _Call(left, right, dtype, spec, emitter.both, options))
     if call.run is None:
         return None
     if (guard := guard_of(left, right)) is not None:

@@ -8,7 +8,7 @@ Memory traffic per element for 16-bit factors: 2 bytes read per matrix, 2 writte
 `quantize` after it read y once more.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -55,15 +55,13 @@ def multiply(a: Tensor, b: Tensor, dtype: torch.dtype, spec: QuantSpec, order: O
     return y, ScaledTensor(views[0], scale, spec, views[1] if len(views) == 2 else None)
 
 
-def plan_multiply(
-    a: Tensor, b: Tensor, dtype: torch.dtype, spec: QuantSpec, order: Order, shape: Sequence[int]
-) -> Callable[[Tensor, Tensor], Outputs] | None:
-    """Return a function of factors like these with the results of `multiply`, y in a shape of as many elements; None if
-    its backend makes no plans. Raises as `multiply`.
+def plan_multiply(a: Tensor, b: Tensor, dtype: torch.dtype, spec: QuantSpec, order: Order, shape: Sequence[int]) -> Any:
+    """Return a plan whose `run` takes factors like these and returns `Outputs`, y in a shape of as many elements; None
+    if its backend makes no plans. Raises as `multiply`.
     """
     _check(a, b, dtype, spec, order)
     plan = MULTIPLY.choose(a.device, (spec.text,)).plan
-    return None if plan is None else plan(a, b, dtype, spec, order, shape)  # type: ignore[no-any-return]
+    return None if plan is None else plan(a, b, dtype, spec, order, shape)
 
 
 def _check(a: Tensor, b: Tensor, dtype: torch.dtype, spec: QuantSpec, order: str) -> None:
@@ -78,7 +76,7 @@ def _check(a: Tensor, b: Tensor, dtype: torch.dtype, spec: QuantSpec, order: str
     if torch.promote_types(a.dtype, b.dtype) not in (dtype, torch.float32):
         raise ValueError(f"multiply: a product of {a.dtype} and {b.dtype} is not rounded to {dtype}")
     if not supports(spec) or order not in ("rows", "columns", "both"):
-        raise ValueError(f"multiply writes FP8 data with float32 scales by row, in one order or both; got {spec} {order}")
+        raise ValueError(f"multiply quantizes with float32 scales by row, to one order or both; got {spec} {order}")
 
 
 def reference(a: Tensor, b: Tensor, dtype: torch.dtype, spec: QuantSpec, order: str) -> list[Tensor]:
@@ -110,7 +108,7 @@ def _probe(backend: Backend, device: torch.device, case: Case) -> str | None:
 
 
 _ORDERS = ("rows", "both")
-_CASES = {recipe.x.text: (recipe.x.text,) for recipe in RECIPES.values() if supports(recipe.x)}
+_CASES: dict[str, Case] = {recipe.x.text: (recipe.x.text,) for recipe in RECIPES.values() if supports(recipe.x)}
 
 MULTIPLY = register(Op(name="multiply", cases=_CASES, probe=_probe))
 MULTIPLY.add(Backend(name="triton", run=_triton, plan=_triton_plan, unsupported_reason=triton_unsupported))

@@ -1,6 +1,7 @@
-"""multiply on a GPU: one launch, and plans of it for calls like earlier ones (`octavo.kernels.quantize.quantize_plan`)."""
+"""multiply on a GPU: one launch, prepared for calls like earlier ones as `octavo.kernels.quantize.quantize_plan`."""
 
 from collections.abc import Callable, Sequence
+from itertools import product
 from typing import Any
 
 import torch
@@ -74,7 +75,8 @@ class MultiplyPlan:
         if self._index is not None and self._index != torch.cuda.current_device():
             with torch.cuda.device(self._index):
                 return self._run(a, b)
-        y, q, q_t, s = (None if output is None else self._empty(*output) for output in self._outputs)
+        outputs: list[Any] = [None if output is None else self._empty(*output) for output in self._outputs]
+        y, q, q_t, s = outputs
         columns, rows = q_t, self._scalars["rows"]
         if q_t is not None and self._padded_rows != rows:
             columns = self._empty((self._scalars["columns"], self._padded_rows), (self._padded_rows, 1), q_t.dtype)
@@ -122,20 +124,16 @@ def variants() -> list[Variant]:
     """Return the kernel in every case and configuration that the recipes use, for bf16 rows of 4096."""
     orders: tuple[Order, ...] = "rows", "both"
     all_variants = []
-    for spec in specs():
+    for spec, order, by_column in product(specs(), orders, (True, False)):
         code = {"e4m3": "*fp8e4nv", "e5m2": "*fp8e5"}[spec.format.name]
         types = {"a": "*bf16", "b": "*bf16", "y": "*bf16", "q": code, "q_t": code, "s": "*fp32"}
-        for order in orders:
-            for by_column in (True, False):
-                for config, _ in enumerate(tiles(_task(spec, order))):
-                    step = launch(spec, order, by_column, config)
-                    all_variants.append(
-                        Variant(
-                            op="multiply", case=f"{spec} {order}" + (" by column" if by_column else ""),
-                            config=config, launch=step, types=types,
-                            tile=step.constants["TILE_R"] * step.constants["TILE_C"],
-                            device_bytes=4 + 2 * (not by_column) + 1 + (order == "both"),
-                            equal_to_1=("a_c", "b_c"), trips=4096 // step.constants["TILE_C"],
-                        )  # fmt: skip
-                    )
+        for config, (tile_r, tile_c, _) in enumerate(tiles(_task(spec, order))):
+            all_variants.append(
+                Variant(
+                    op="multiply", case=f"{spec} {order}" + (" by column" if by_column else ""), config=config,
+                    launch=launch(spec, order, by_column, config), types=types, tile=tile_r * tile_c,
+                    device_bytes=4 + 2 * (not by_column) + 1 + (order == "both"), equal_to_1=("a_c", "b_c"),
+                    trips=4096 // tile_c,
+                )
+            )  # fmt: skip
     return all_variants
