@@ -86,9 +86,8 @@ def convert(
             frozen, all are frozen. By rule, whatever the gain in time; for recipes with one FP8 form of W.
         weight_only: Name patterns of layers whose resident weights are dequantized for products in the input's dtype:
             exact gradients of the base as stored, at that dtype's speed; `["*"]` for all.
-        emit: Whether norms and gated MLPs with recognized code multiply and quantize in one kernel, so that the linears
-            that read the result need no pass over X; no bit changes (docs/performance.md). `"auto"`: on GPUs, for
-            results of 2²⁵ elements or more; `"always"`: any size and device; `"never"`: leave them alone.
+        emit: Whether norms and gated MLPs also quantize their result, for linears that read it; no bit changes
+            (docs/howto.md). `"auto"`: on GPUs, if it has 2²⁵ elements or more. `"always"`; `"never"`.
         device: The GPU to decide for, as of `octavo.plan`: a name such as `"h100"`, a file or a table. None: this
             machine's GPU, if it has one. `"cpu"`: decide without costs, also on a machine with a GPU.
         tokens: Tokens per call of a layer on one GPU; used only for the decision.
@@ -122,19 +121,20 @@ def convert(
     by_cost, where = _plan_on(gpu, device is None, model, precision, filter, tokens)
     if by_cost.converted or by_cost.fp8_activations:
         return apply_plan(model, by_cost, keep_weights=keep_weights, emit=emit, verbose=verbose)
-    _warn_of_no_gain(where, tokens)
-    vars(model)[PLAN_ATTRIBUTE] = by_cost  # after the warning, which may be an error
-    if verbose:
-        print(f"octavo: {report(model).summary}", file=sys.stderr)
-    return model
+    return _left_alone(model, by_cost, where, tokens, verbose)
 
 
-def _warn_of_no_gain(where: str, tokens: int) -> None:
+def _left_alone(model: M, plan: Plan, where: str, tokens: int, verbose: bool) -> M:
+    """Warn that no layer gains, and return the model with its plan."""
     warnings.warn(
         f"octavo: no layer of this model is predicted to gain from FP8 on {where} with {tokens} tokens, so the model "
         "is unchanged; octavo.report(model) has the figures. octavo.convert(model, 'rowwise') converts it anyway",
         UserWarning, stacklevel=3,
     )  # fmt: skip
+    vars(model)[PLAN_ATTRIBUTE] = plan  # after the warning, which may be an error
+    if verbose:
+        print(f"octavo: {report(model).summary}", file=sys.stderr)
+    return model
 
 
 def _check_request(

@@ -115,6 +115,16 @@ def multiply(
     return [y, *[q] * (order != "columns"), *[q_t.t()] * (order != "rows"), s]
 
 
+def configurations(spec: QuantSpec, order: Order) -> tuple[int, ...]:
+    """Return the configurations of a case."""
+    return tuple(range(len(tiles(_task(spec, order)))))
+
+
+def case(spec: QuantSpec, order: Order, by_column: bool) -> str:
+    """Return the label of a case."""
+    return f"{spec} {order}" + (" by column" if by_column else "")
+
+
 def specs() -> list[QuantSpec]:
     """Return the specs by row of X in all recipes."""
     return list({recipe.x.text: recipe.x for recipe in RECIPES.values() if recipe.x.granularity == ROW}.values())
@@ -127,10 +137,11 @@ def variants() -> list[Variant]:
     for spec, order, by_column in product(specs(), orders, (True, False)):
         code = {"e4m3": "*fp8e4nv", "e5m2": "*fp8e5"}[spec.format.name]
         types = {"a": "*bf16", "b": "*bf16", "y": "*bf16", "q": code, "q_t": code, "s": "*fp32"}
-        for config, (tile_r, tile_c, _) in enumerate(tiles(_task(spec, order))):
+        for config in configurations(spec, order):
+            tile_r, tile_c, _ = tiles(_task(spec, order))[config]
             all_variants.append(
                 Variant(
-                    op="multiply", case=f"{spec} {order}" + (" by column" if by_column else ""), config=config,
+                    op="multiply", case=case(spec, order, by_column), config=config,
                     launch=launch(spec, order, by_column, config), types=types, tile=tile_r * tile_c,
                     device_bytes=4 + 2 * (not by_column) + 1 + (order == "both"), equal_to_1=("a_c", "b_c"),
                     trips=4096 // tile_c,
