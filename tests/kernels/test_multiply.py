@@ -28,8 +28,8 @@ def same(expected, actual):
     return all(torch.equal(x.contiguous().view(torch.uint8), y.contiguous().view(torch.uint8)) for x, y in pairs)
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("shape", [(48, 272), (1, 1), (17, 136)], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [(20, 136), (1, 1)], ids=str)
 @pytest.mark.parametrize("dtypes", DTYPES, ids=lambda dtypes: "-".join(str(d)[6:] for d in dtypes))
 def test_the_kernel_equals_the_reference(shape, dtypes):
     for by_column, order in itertools.product((True, False), ("rows", "columns", "both")):
@@ -37,6 +37,7 @@ def test_the_kernel_equals_the_reference(shape, dtypes):
         assert same(reference(*call), kernels.multiply(*call))
 
 
+@pytest.mark.thorough
 def test_strides_and_special_values():
     a, b = factors(20, 160, (BF16, BF16), False)
     a[0, :4] = torch.tensor([float("inf"), float("nan"), 0.0, -0.0])
@@ -50,13 +51,15 @@ def test_strides_and_special_values():
             assert torch.equal(x.isnan(), y.isnan()) and torch.equal(x.nan_to_num(), y.nan_to_num())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", range(3))
 @pytest.mark.parametrize("order", ["rows", "both"])
 def test_configurations(order, config):
-    call = (*factors(33, 300, (BF16, BF16), True), BF16, SPEC, order)
+    call = (*factors(5, 1100 if order == "both" else 300, (BF16, BF16), True), BF16, SPEC, order)
     assert same(reference(*call), kernels.multiply(*call, config))
 
 
+@pytest.mark.thorough
 def test_the_op():
     a, b = factors(24, 64, (BF16, BF16), False)
     for order in ("rows", "columns", "both"):

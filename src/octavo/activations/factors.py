@@ -26,13 +26,17 @@ Factors = tuple[Tensor, Tensor, torch.dtype]
 """Left and right factor, and the dtype to which their product is converted."""
 
 
+def _promoted(a: torch.dtype, b: torch.dtype) -> torch.dtype:
+    return a if a is b else torch.promote_types(a, b)
+
+
 def _normed(x: Tensor, eps: Any) -> Tensor:
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
 
 
 def _llama(x: Tensor, weight: Tensor, eps: Any) -> Factors:
     y = _normed(x.to(torch.float32), eps).to(x.dtype)
-    return weight, y, torch.promote_types(weight.dtype, y.dtype)
+    return weight, y, _promoted(weight.dtype, y.dtype)
 
 
 def _olmo(x: Tensor, weight: Tensor, eps: Any) -> Factors:
@@ -56,7 +60,7 @@ def _t5(x: Tensor, weight: Tensor, eps: Any) -> Factors:
     y = x * torch.rsqrt(x.to(torch.float32).pow(2).mean(-1, keepdim=True) + eps)
     if weight.dtype in [torch.float16, torch.bfloat16]:
         y = y.to(weight.dtype)
-    return weight, y, torch.promote_types(weight.dtype, y.dtype)
+    return weight, y, _promoted(weight.dtype, y.dtype)
 
 
 def _cohere(x: Tensor, weight: Tensor, eps: Any) -> Factors:
@@ -88,7 +92,7 @@ def _joint_gate_times_up(x: Tensor, gate: Any, up: Any, act: Any) -> Factors:
 
 
 def _pair(left: Tensor, right: Tensor) -> Factors:
-    return left, right, torch.promote_types(left.dtype, right.dtype)
+    return left, right, _promoted(left.dtype, right.dtype)
 
 
 _NORMS: dict[str, Callable[..., Factors]] = {

@@ -59,7 +59,7 @@ from octavo.tensor import Order
 
 ATTRIBUTE = "octavo_emitter"
 """Attribute of a module that emits: its `Emitter`."""
-FEWEST = 1 << 25
+FEWEST = 1 << 26
 """Fewest elements of a result that is emitted on a GPU."""
 
 

@@ -87,7 +87,7 @@ def convert(
         weight_only: Name patterns of layers whose resident weights are dequantized for products in the input's dtype:
             exact gradients of the base as stored, at that dtype's speed; `["*"]` for all.
         emit: Whether norms and gated MLPs also quantize their result, for linears that read it; no bit changes
-            (docs/howto.md). `"auto"`: on GPUs, if it has 2²⁵ elements or more. `"always"`; `"never"`.
+            (docs/howto.md). `"auto"`: on GPUs, if it has 2²⁶ elements or more. `"always"`; `"never"`.
         device: The GPU to decide for, as of `octavo.plan`: a name such as `"h100"`, a file or a table. None: this
             machine's GPU, if it has one. `"cpu"`: decide without costs, also on a machine with a GPU.
         tokens: Tokens per call of a layer on one GPU; used only for the decision.
