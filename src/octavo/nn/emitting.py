@@ -17,8 +17,9 @@ The module's own code runs
 - on results of fewer than `FEWEST` elements, where the pass that is saved takes the GPU less time than Octavo's
   autograd function takes the host beyond PyTorch's own multiplication (docs/host_time.md);
 - on devices other than GPUs, unless `emit="always"`;
-- without autograd, under torch.compile, which fuses casts itself, in functorch transforms, dispatch and function modes
-  (selective checkpointing, fake tensors), tensor subclasses, CUDA graph captures and inside `octavo.disabled()`;
+- without autograd, under torch.compile, which fuses casts itself, in functorch transforms, forward-mode derivatives,
+  dispatch and function modes (selective checkpointing, fake tensors), tensor subclasses, CUDA graph captures and inside
+  `octavo.disabled()`;
 - if a linear's cast is not by row with float32 scales, has an amax history or channel scales.
 """
 
@@ -48,10 +49,8 @@ from octavo.runtime.swap import become, has_own_forward, is_fully_sharded
 from octavo.runtime.switch import SWITCH
 from octavo.runtime.torch_compat import (
     apply_of,
-    dispatch_modes,
     eager_signature,
     explain_freed_nodes,
-    function_modes,
     guard_of,
     short_backward,
 )
@@ -252,7 +251,7 @@ def emitter_for(module: nn.Module, x: Any) -> Emitter | None:
             return None
     if not emitter.due():
         return None
-    if dispatch_modes() or function_modes() or is_capturing(x.device):
+    if eager_signature(x, records=True) is None or is_capturing(x.device):
         return None
     return emitter
 
@@ -304,6 +303,8 @@ def _run_of(left: Tensor, right: Tensor, dtype: torch.dtype, spec: QuantSpec, bo
     a, b = (right, left) if swapped else (left, right)
     shape, columns = a.shape, a.shape[-1]
     if not a.numel() or a.device != b.device or b.shape not in (shape, shape[-1:]):
+        return None
+    if not {a.dtype, b.dtype, dtype} <= set(SUPPORTED_DTYPES):
         return None
     a_meta, b_meta = (torch.empty_strided(f.shape, f.stride(), dtype=f.dtype, device="meta") for f in (a, b))
     if not (a_meta * b_meta).is_contiguous():
