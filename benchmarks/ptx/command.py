@@ -99,7 +99,7 @@ def ratio(counts: dict[str, list[int]], only: str = "") -> float | None:
 
 
 MOST_SECTORS = 1.1
-MATRICES = ("x", "q", "q_t")
+MATRICES = ("x", "a", "b", "y", "q", "q_t")
 """Arguments of the quantizers that are not scales, maxima or fold factors."""
 
 
@@ -108,7 +108,7 @@ def excess(row: dict[str, Any]) -> list[str]:
 
     Other configurations may have blocks of fewer rows than a sector has bytes of the transposed copy.
     """
-    if row["config"] or not row["op"].startswith("quantize"):
+    if row["config"] or not row["op"].startswith(("quantize", "multiply")):
         return []
     ratios = {kind: ratio(row["sectors"], kind) for kind in row["sectors"] if kind.split()[-1] in MATRICES}
     return [f"{kind}: {times:.2f} sectors" for kind, times in ratios.items() if times and times > MOST_SECTORS]
