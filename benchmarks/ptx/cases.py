@@ -1,4 +1,4 @@
-"""Every quantizer, norm, GLU, dequantizer and AdamW kernel, against the reference, in the interpreter.
+"""Every quantizer, norm, GLU, multiply, dequantizer and AdamW kernel, against the reference, in the interpreter.
 
 The cases and the comparison are those of `octavo doctor --deep` (`octavo.kernels.conformance`). Each runs on finite
 bf16 input and on the same with NaN and infinities, at sizes that are multiples of 16 but not of tiles; `random_inputs`
