@@ -176,8 +176,8 @@ the compiler.
 Ratios to the ideal, over the cases of an op: 32-byte sectors per vector load and store of device memory, and passes
 over the 32 banks of shared memory. 2.00 sectors: a load takes half of each sector that it touches, and another load
 of the same warp takes the other half, from L1. Every access of a matrix by a quantizer or `multiply` takes at most 1.1
-("x", "a", "b", "y", "q" and "q_t" in the results); vectors of scales and fold factors, a hundredth of the bytes, are in the
-table too. Matrices are 96×288: every row of FP8 bytes, and every column of the transposed copy, begins at a sector.
+("x", "a", "b", "y", "q" and "q_t" in the results); vectors of scales and fold factors, a hundredth of the bytes, are in
+the table too. Matrices are 96×288: every row of FP8 bytes, and every column of the transposed copy, begins at a sector.
 
 | op | kernels | cases | sectors of loads | sectors of stores | bank conflicts |
 |---|---|---:|---:|---:|---:|
