@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import octavo
@@ -56,6 +57,49 @@ class Block(nn.Module):
         return out
 
 
+class RmsNorm(nn.Module):
+    """The norm of a Llama block, in the code of Transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(SIZE, dtype=torch.bfloat16)), 1e-6
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The output for x [M, SIZE]."""
+        y = x.to(torch.float32)
+        y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * y.to(x.dtype)
+
+
+class Mlp(nn.Module):
+    """The gated MLP of a Llama block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = _linear(), _linear(), _linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The output for x [M, SIZE]."""
+        return self.down(F.silu(self.gate(x)) * self.up(x))  # type: ignore[no-any-return]
+
+
+class NormedBlock(nn.Module):
+    """A Llama block with its norms, its gated MLP and its residuals, and sums instead of attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.post, self.mlp = RmsNorm(), RmsNorm(), Mlp()
+        for name in ("q", "k", "v", "o"):
+            setattr(self, name, _linear())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The output for x [M, SIZE]."""
+        y = self.norm(x)
+        x = x + self.o(self.q(y) + self.k(y) + self.v(y))
+        out: Tensor = x + self.mlp(self.post(x))
+        return out
+
+
 def _linear(bias: bool = False) -> nn.Linear:
     return nn.Linear(SIZE, SIZE, bias=bias, dtype=torch.bfloat16)
 
@@ -69,6 +113,10 @@ def arms(names: tuple[str, ...] = ()) -> dict[str, tuple[str, Callable[[], nn.Mo
     made["bf16 block"] = ("bf16 block", Block)
     made["block"] = ("bf16 block", lambda: _converted(Block(), "rowwise"))
     made["block keep_weights"] = ("bf16 block", lambda: _converted(Block(), "rowwise", keep_weights=True))
+    made["bf16 llama block"] = ("bf16 llama block", NormedBlock)
+    for emit in ("never", "always"):  # docs/host_time.md: what emitted inputs cost
+        name = f"llama block, emit {emit}"
+        made[name] = ("bf16 llama block", lambda e=emit: _converted(NormedBlock(), "rowwise", emit=e))
     if has_torchao():
         made |= {f"torchao {recipe}": ("bf16", lambda r=recipe: _torchao(r)) for recipe in TORCHAO}
     if not names:

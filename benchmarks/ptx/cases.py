@@ -1,4 +1,4 @@
-"""Every quantizer, norm, GLU, dequantizer, message, AdamW and product kernel against the reference, interpreted.
+"""Every Triton kernel but grouped products against the reference, in the interpreter of PTX.
 
 The cases and the comparison are those of `octavo doctor --deep` (`octavo.kernels.conformance`). Each runs on finite
 bf16 input and on the same with NaN and infinities, at sizes that are multiples of 16 but not of tiles; `random_inputs`

@@ -66,13 +66,16 @@ def check_accesses(rows):
                 "STG.8": row["accesses"]["STG.8"],
                 "STG.4": 1,
             }
-        elif row["op"] in ("quantize", "quantize_pair"):
+        elif row["op"] in ("quantize", "quantize_pair", "multiply"):
+            order, multiplies = row["case"].removesuffix(" by column"), row["op"] == "multiply"
             loads = sum(n for op, n in row["accesses"].items() if op.startswith("LDG.16"))
-            reads, writes = 2 if row["kernel"] == "rows_kernel" else 1, row["kernel"] != "maxima_kernel"
+            reads = 1 + (row["kernel"] == "rows_kernel") + multiplies * (1 + (order == row["case"]))  # a, y, and b
+            writes = row["kernel"] != "maxima_kernel"
             assert loads >= reads * loads_of_x(row), (name, row["accesses"])
-            stores = Counter({8: writes * (not row["case"].endswith("columns")) * loads_of_x(row)})
+            stores = Counter({8: writes * (not order.endswith("columns")) * loads_of_x(row)})
             width = min(16, int(row["shape"].split("x")[0]))  # a column of a block of 8 rows has 8 bytes
-            stores[width] += writes * (not row["case"].endswith(" rows")) * loads_of_x(row) * 8 / width
+            stores[width] += writes * (not order.endswith(" rows")) * loads_of_x(row) * 8 / width
+            stores[16] += multiplies * loads_of_x(row)  # y
             assert all(row["accesses"].get(f"STG.{w}", 0) >= n for w, n in stores.items()), (name, row["accesses"])
         elif row["op"] == "scaled_mm":
             assert row["accesses"]["UTMALDG"] and row["accesses"]["STG.16"], name
@@ -97,6 +100,8 @@ def check_what_bounds(rows):
             copies = 2 if row["case"].endswith(" both") or row["op"] == "quantize_pair" else 1
             table = 2 if row["kernel"] == "maxima_kernel" else 2 + copies
             assert 0.9 * table <= row["bytes"] <= 1.1 * table, (name, row["bytes"])
+        if row["op"] == "multiply":
+            assert row["bound"] == "memory", (name, row["bound"], row["clocks"])
         if row["op"] == "scaled_mm":
             assert row["matrix"] and all(op.startswith("QGMMA.64x") for op in row["matrix"]), name
 

@@ -301,13 +301,14 @@ def eager_signature(*tensors: Tensor | None, records: bool = False) -> tuple[Any
     """Return dtype, shape, strides and device of tensors, on which checks and allocations of an op depend.
 
     None unless the dispatcher would call the op's kernel directly, below autograd: if a compiler, tracer, dispatch mode
-    (fake tensors, selective checkpointing), function mode or functorch transform is active, if autograd records (unless
-    `records` allows that), or if a tensor is a subclass, a lazy negation, a lazy zero or a wrapper that outlived its
-    functorch transform. All releases: there is no public function for most of these.
+    (fake tensors, selective checkpointing), function mode, functorch transform or level of forward-mode derivatives is
+    active, if autograd records (unless `records` allows that), or if a tensor is a subclass, a lazy negation, a lazy
+    zero or a wrapper that outlived its functorch transform. All releases: no public function tells most of these.
     """
     if (
         (not records and torch.is_grad_enabled()) or torch.compiler.is_compiling() or dispatch_modes()
         or function_modes() or _has_transforms() or tracing_state() is not None
+        or torch.autograd.forward_ad._current_level >= 0
     ):  # fmt: skip
         return None
     signature: tuple[Any, ...] = ()

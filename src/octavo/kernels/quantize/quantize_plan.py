@@ -143,12 +143,7 @@ class QuantizePlan:
 
         `otherwise` is the statement for another current device and under a profiler's hooks.
         """
-        stream_of = source_of(triton.runtime.driver.active.get_current_stream, constants)
-        hooked = _HOOKED.format(source_of(HOOKS, constants))
-        lines = []
-        if self._index is not None:
-            lines += [f"if {source_of(torch.cuda.current_device, constants)}() != {self._index}: {otherwise}"]
-        return [*lines, f"if {hooked}: {otherwise}", f"stream = {stream_of}({self._index})"]
+        return preparation(self._index, constants, otherwise)
 
     def source(self, constants: dict[str, Any], otherwise: str, contiguous: bool = False) -> list[str] | None:
         """Return lines that do what `run` does for aligned addresses; None if a kernel was not compiled for these.
@@ -241,6 +236,16 @@ class QuantizePlan:
             steps.append((step, itemgetter(*(_TENSORS.index(name) for name in step.names))))
         self._steps = steps
         return steps
+
+
+def preparation(index: int | None, constants: dict[str, Any], otherwise: str) -> list[str]:
+    """See `QuantizePlan.preparation`; for a device of this index."""
+    stream_of = source_of(triton.runtime.driver.active.get_current_stream, constants)
+    hooked = _HOOKED.format(source_of(HOOKS, constants))
+    lines = []
+    if index is not None:
+        lines += [f"if {source_of(torch.cuda.current_device, constants)}() != {index}: {otherwise}"]
+    return [*lines, f"if {hooked}: {otherwise}", f"stream = {stream_of}({index})"]
 
 
 _TENSORS = ("x", "fold", "fold_t", "q", "q_t", "s", "s_t", "precomputed", "amax", "amax_t")

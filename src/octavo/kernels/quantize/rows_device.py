@@ -23,7 +23,7 @@ from octavo.kernels.quantize.device import column_indices, fold4, indices, load4
 
 
 @triton.jit
-def _row_inverse(largest, s, row, rows, FP8_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr, E8M0: tl.constexpr,
+def row_inverse(largest, s, row, rows, FP8_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr, E8M0: tl.constexpr,
                  INTERPRETED: tl.constexpr):  # fmt: skip
     """Store the scales of rows and return their inverses."""
     scale, inverse = scale_of(tl.max(largest, axis=1), FP8_MAX, POWER_OF_TWO, INTERPRETED)
@@ -49,10 +49,10 @@ def rows_kernel(
         a, b, c, d = fold4(a, b, c, d, fold, row, column, rows, columns, FOLD)
         ma, mb = tl.maximum(ma, magnitude(a)), tl.maximum(mb, magnitude(b))
         mc, md = tl.maximum(mc, magnitude(c)), tl.maximum(md, magnitude(d))
-    ia = _row_inverse(ma, s, row, rows, FP8_MAX, POWER_OF_TWO, E8M0, INTERPRETED)
-    ib = _row_inverse(mb, s, row + 1, rows, FP8_MAX, POWER_OF_TWO, E8M0, INTERPRETED)
-    ic = _row_inverse(mc, s, row + 2, rows, FP8_MAX, POWER_OF_TWO, E8M0, INTERPRETED)
-    id = _row_inverse(md, s, row + 3, rows, FP8_MAX, POWER_OF_TWO, E8M0, INTERPRETED)
+    ia = row_inverse(ma, s, row, rows, FP8_MAX, POWER_OF_TWO, E8M0, INTERPRETED)
+    ib = row_inverse(mb, s, row + 1, rows, FP8_MAX, POWER_OF_TWO, E8M0, INTERPRETED)
+    ic = row_inverse(mc, s, row + 2, rows, FP8_MAX, POWER_OF_TWO, E8M0, INTERPRETED)
+    id = row_inverse(md, s, row + 3, rows, FP8_MAX, POWER_OF_TWO, E8M0, INTERPRETED)
     last = (tl.cdiv(columns, TILE_C) - 1) * TILE_C
     for back in range(0, columns, TILE_C):
         column = column_indices(last - back, TILE_C, x)

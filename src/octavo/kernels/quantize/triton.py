@@ -98,7 +98,7 @@ def _fastest(task: QuantizeTask, device: torch.device, rows: int, columns: int) 
     measured = calibration.config(device, "quantize", task.case, rows, columns)
     if measured is not None and measured < len(tiles(task)):
         return measured
-    return default_config(task, rows, _multiprocessors(device))
+    return default_config(task, rows, multiprocessors_of(device))
 
 
 def default_config(task: QuantizeTask, rows: int, multiprocessors: int) -> int:
@@ -111,7 +111,7 @@ def default_config(task: QuantizeTask, rows: int, multiprocessors: int) -> int:
 
 
 @lru_cache(maxsize=32)
-def _multiprocessors(device: torch.device) -> int:
+def multiprocessors_of(device: torch.device) -> int:
     """Return the number of multiprocessors of a device; a few for the interpreter, so that it runs all branches."""
     return 3 if device.type != "cuda" else int(torch.cuda.get_device_properties(device).multi_processor_count)
 
