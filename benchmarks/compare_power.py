@@ -36,7 +36,7 @@ from octavo.numerics.formats import E4M3
 from octavo.numerics.spec import QuantSpec
 from octavo.train import TrainConfig, parse_config
 from octavo.train.data.load import load_corpus
-from octavo.train.record.metrics import summarize_losses
+from octavo.train.record.metrics import StepTotals
 from octavo.train.record.progress import NullProgress
 from octavo.train.trainer import Trainer
 
@@ -94,7 +94,7 @@ def loss_of(arm: str, seed: int, text: Path, steps: int = STEPS) -> float:
     config = configuration(arm, seed, text, steps)
     with damaged() if arm == "damaged" else nullcontext():
         trainer = Trainer(config, load_corpus(config.data, config.model, NullProgress()), torch.device("cpu"))
-        losses = summarize_losses([trainer.train_step() for _ in range(steps)])
+        losses = StepTotals(trainer.train_step() for _ in range(steps)).losses
     assert losses is not None
     return losses.tail_mean
 

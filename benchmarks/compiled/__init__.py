@@ -36,7 +36,7 @@ def main(arguments: list[str]) -> None:
     warnings.simplefilter("ignore")  # of PyTorch and Triton about themselves
     from benchmarks.arms import has_torchao
     from benchmarks.compiled import block, document, measure
-    from benchmarks.environment import environment, write_json
+    from benchmarks.environment import environment, write_json, write_text
 
     if unknown := set(options.only) - set(block.ARMS):
         sys.exit(
@@ -70,7 +70,7 @@ def main(arguments: list[str]) -> None:
     if options.write:
         content["rows"] = document.merged(json.loads(RESULT.read_text())["rows"], rows)
         write_json(RESULT, content)
-        DOCUMENT.write_text(document.document(content, DOCUMENT.read_text()))
+        write_text(DOCUMENT, document.document(content, DOCUMENT.read_text()))
         print(f"written to {RESULT} and {DOCUMENT}")
 
 

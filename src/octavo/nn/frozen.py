@@ -73,17 +73,15 @@ def resident_plan(plan: Plan, modules: Mapping[str, nn.Module]) -> tuple[Plan, d
         ValueError: If a recipe needs several FP8 forms of a weight, a weight is sharded or no plain parameter, or no
             weight would be resident.
     """
-    layers = [fqn for fqn in plan.converted if not is_adapter(fqn)]
-    frozen = [fqn for fqn in layers if not any(p.requires_grad for p in _weights(modules[fqn]))]
     changed: dict[str, Decision] = {}
     specs: dict[str, QuantSpec] = {}
-    shared = _shared_with_others({modules[fqn] for fqn in frozen or layers}, modules)
+    layers, shared = _layers_to_store(plan, modules)
     for fqn in plan.converted:
         decision, module = plan[fqn], modules[fqn]
         assert decision.recipe is not None
         if is_adapter(fqn):
             changed[fqn] = Decision(recipe=None, reason="adapter kept in high precision, beside a base in FP8")
-        elif fqn in (frozen or layers):
+        elif fqn in layers:
             if module in shared:
                 check_weight_only(fqn, decision.recipe, f"its weight is not resident: {shared[module]}")
                 note = f"; not resident: {shared[module]}"
@@ -105,27 +103,38 @@ def resident_plan(plan: Plan, modules: Mapping[str, nn.Module]) -> tuple[Plan, d
     return replace(plan, decisions={**plan.decisions, **changed}), specs
 
 
+def _layers_to_store(plan: Plan, modules: Mapping[str, nn.Module]) -> tuple[list[str], dict[nn.Module, str]]:
+    """Return the frozen layers of a plan, all if none is frozen; and those of their modules that share a weight with
+    others, with the reason why it cannot be resident.
+    """
+    layers = [fqn for fqn in plan.converted if not is_adapter(fqn)]
+    frozen = [fqn for fqn in layers if not any(p.requires_grad for p in _weights(modules[fqn]))]
+    return frozen or layers, _shared_with_others({modules[fqn] for fqn in frozen or layers}, modules)
+
+
 def with_weight_only(plan: Plan, patterns: Sequence[str], model: nn.Module) -> Plan:
     """Return a plan whose layers with a matching name multiply their FP8 weights in the dtype of X.
 
     Args:
         plan: A decision per layer of `model`.
         patterns: Name patterns, as in `fnmatch`; one that matches a parent module covers all modules inside it. Or
-            `"auto"`: the projections of attention (`octavo.nn.weight_only`), except in recipes with a history, and
-            where a filter chose the recipe.
+            `"auto"`: the projections of attention (`octavo.nn.weight_only`) whose weights become resident, except in
+            recipes with a history, and where a filter chose the recipe.
         model: The model, for the classes of its modules.
 
     Raises:
         ValueError: If a pattern matches no layer that computes in FP8.
     """
-    decisions, matched = dict(plan.decisions), set()
+    decisions, matched, modules = dict(plan.decisions), set(), dict(model.named_modules())
+    layers, shared = _layers_to_store(plan, modules)
+    stored = {fqn for fqn in layers if modules[fqn] not in shared}
     for fqn in plan.converted:
         decision, parts = plan[fqn], fqn.split(".")
         recipe, names = decision.recipe, [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
         if recipe is None or is_adapter(fqn):
             continue
         if patterns == AUTO:
-            chosen = _in_attention(model, fqn) and not decision.by_filter and not recipe.history
+            chosen = fqn in stored and _in_attention(model, fqn) and not decision.by_filter and not recipe.history
             why = "weight only, as of attention"
         else:
             hits = [pattern for pattern in patterns if any(fnmatchcase(name, pattern) for name in names)]
