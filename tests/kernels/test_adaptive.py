@@ -147,6 +147,35 @@ def test_every_configuration_and_memory_order_equals_reference():
             assert_same({"y": reference.adaptive_dequantize(*expected, torch.bfloat16)}, {"y": y})
 
 
+def test_errors_are_within_the_documented_bounds():
+    """Groups of all formats, up to where scales would be subnormal and beyond."""
+    spread_out = torch.logspace(0, -5, 128)
+    at_limits = torch.cat([torch.ones(2), torch.full((110,), 1 / 64), torch.rand(16) / 64])
+    for values in (spread_out, at_limits, at_limits.square(), torch.rand(128), torch.rand(128) * spread_out):
+        for size in (1e-43, 1e-38, 2.0**-111, 1.0, 3.4e38):
+            x = (values / values.max() * size).view(1, -1)
+            codes, scale = adaptive_quantize(x)
+            number = int(scale.view(torch.int32)) & 3
+            error = (adaptive_dequantize(codes, scale, torch.float32).double() - x.double()).abs()
+            part, least = ((16, 491_520), (32, 3968), (64, 504))[number]
+            bound = torch.maximum(x.double() / part, x.double().max() / least) * (1 + 1e-5)
+            assert (error <= bound + (2.0**-130 if size < 2.0**-111 else 0)).all(), (number, size)
+            fine = x.double() > x.double().max() / 70_000
+            if size >= 2.0**-111:
+                assert 8 * (fine & (error > x.double() / 7)).sum() <= 128
+
+
+@pytest.mark.parametrize(
+    "x", [torch.ones(2, 3, dtype=torch.float64), torch.ones(2, 3, dtype=torch.int8), torch.ones(3)]
+)
+def test_other_dtypes_and_shapes_raise(x):
+    with pytest.raises(ValueError, match=r"takes a float32, bfloat16 or float16 matrix \[R,C\]; got torch"):
+        adaptive_quantize(x)
+    message = adaptive_quantize(torch.ones(2, 3))
+    with pytest.raises(ValueError, match="returns float32, bfloat16 or float16; got torch.float64"):
+        adaptive_dequantize(*message, torch.float64)
+
+
 def test_fake_tensors_have_the_metadata_of_real_ones():
     from torch._subclasses.fake_tensor import FakeTensorMode
 

@@ -58,6 +58,32 @@ def test_products_are_those_of_the_dequantized_weight_bit_for_bit(dtype, bias, r
         assert all(sqnr(a, b) > 60 for a, b in zip(run(plain, x, g), run(layer, x, g), strict=True))
 
 
+def test_auto_selects_attention_and_no_mlp_inside_a_module_named_after_it():
+    class PoolMLP(nn.Sequential): ...
+
+    class LatentAttention(nn.Sequential): ...
+
+    def layer():
+        return nn.Linear(32, 32)
+
+    parts = {
+        "self_attn": nn.ModuleDict({"q_proj": layer(), "to_out": nn.Sequential(layer())}),
+        "mixer": LatentAttention(layer()),
+        "attn_pool": nn.ModuleDict({"kv": layer(), "mlp": nn.Sequential(layer()), "head": PoolMLP(layer())}),
+        "attention_free_mlp": nn.Sequential(layer()),
+        "attention": nn.ModuleDict({"feed_forward": nn.Sequential(layer())}),
+    }
+    model = convert(nn.ModuleDict(parts), "auto")
+    names = {name for name, module in model.named_modules() if hasattr(module, "recipe") and module.recipe.weight_only}
+    assert names == {"self_attn.q_proj", "self_attn.to_out.0", "mixer.0", "attn_pool.kv"}
+
+
+def test_auto_leaves_recipes_with_several_forms_of_the_weight_alone():
+    model = nn.ModuleDict({"self_attn": nn.Sequential(nn.Linear(64, 64))})
+    with pytest.raises(ValueError, match="frozen='fp8' stores one FP8 form of each weight, but recipe 'mxfp8' of"):
+        convert(model, "auto", "mxfp8")
+
+
 @pytest.mark.parametrize("shape", [(5,), (2, 3), (0,), ()])
 def test_a_bias_that_is_trained_gets_its_gradient(shape):
     layer = convert(nn.Linear(96, 80))

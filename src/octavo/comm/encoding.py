@@ -31,9 +31,10 @@ same bytes. With amax the largest magnitude of a group, a value arrives within
     e3m4    max(|v|/32, amax/3968)         38 dB    if at most 1/8 of the non-zero values are below amax/512
     e2m5    max(|v|/64, amax/504)          44 dB    if at most 1/8 of them are below amax/64
 
-so all but 1/8 of the values of a group arrive within |v|/7, and at least 22 dB; the others may become zero. It is for
-activations and their gradients, whose receiver widens them: products multiply e4m3 and e5m2 only. Gradients of
-parameters stay in e4m3: AdamW divides each by its own size, so one that is always rounded to zero would not train.
+so of the values of a group above amax/70,000 all but 1/8 arrive within |v|/7, at least 22 dB; the others may become
+zero. Scales are normal numbers: groups with amax below 2⁻¹¹¹ have errors up to 2⁻¹³⁰ besides. It is for activations
+and their gradients, whose receiver widens them: products multiply e4m3 and e5m2 only. Gradients of parameters stay in
+e4m3: AdamW divides each by its own size, so one that is always rounded to zero would not train.
 
     fp8/1x128, e4m3/1x128    1.03 bytes per element, 0.52 of bf16
     e4m3/row                 1 byte, and 16 per row; 4 per row in an all-to-all

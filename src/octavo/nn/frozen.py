@@ -30,6 +30,8 @@ from octavo.numerics.spec import QuantSpec
 from octavo.runtime.torch_compat import FakeTensor
 
 FROZEN = ("bf16", "fp8")
+_MLP_WORDS = ("mlp", "ffn", "feedforward", "expert")
+"""What names of MLPs contain, in lower case without underscores."""
 
 
 def check_frozen(frozen: str) -> None:
@@ -119,7 +121,7 @@ def with_weight_only(plan: Plan, patterns: Sequence[str], model: nn.Module) -> P
         plan: A decision per layer of `model`.
         patterns: Name patterns, as in `fnmatch`; one that matches a parent module covers all modules inside it. Or
             `"auto"`: the projections of attention (`octavo.nn.weight_only`) whose weights become resident, except in
-            recipes with a history, and where a filter chose the recipe.
+            recipes with a history or several FP8 forms of W, and where a filter chose the recipe.
         model: The model, for the classes of its modules.
 
     Raises:
@@ -134,7 +136,8 @@ def with_weight_only(plan: Plan, patterns: Sequence[str], model: nn.Module) -> P
         if recipe is None or is_adapter(fqn):
             continue
         if patterns == AUTO:
-            chosen = fqn in stored and _in_attention(model, fqn) and not decision.by_filter and not recipe.history
+            possible = not recipe.history and recipe.w == recipe.dgrad_w
+            chosen = fqn in stored and _in_attention(model, fqn) and not decision.by_filter and possible
             why = "weight only, as of attention"
         else:
             hits = [pattern for pattern in patterns if any(fnmatchcase(name, pattern) for name in names)]
@@ -150,10 +153,17 @@ def with_weight_only(plan: Plan, patterns: Sequence[str], model: nn.Module) -> P
 
 
 def _in_attention(model: nn.Module, fqn: str) -> bool:
-    """Return whether a module that contains a layer is named after attention, or the class of its parent is."""
-    parents = fqn.rpartition(".")[0]
-    text = f"{parents} {type(model.get_submodule(parents)).__name__}".lower()
-    return bool(fqn) and ("attn" in text or "attention" in text)
+    """Return whether a layer belongs to attention: of the modules that contain it, innermost first, and the class of
+    its parent, the first named after either is named after attention and not after an MLP, as in `attn_pool.mlp.fc1`.
+    """
+    *parents, _ = fqn.split(".")
+    names = [type(model.get_submodule(".".join(parents))).__name__, *reversed(parents)] if fqn else []
+    for name in (name.lower().replace("_", "") for name in names):
+        if any(word in name for word in _MLP_WORDS):
+            return False
+        if "attn" in name or "attention" in name:
+            return True
+    return False
 
 
 def check_weight_only(fqn: str, recipe: Recipe | None, why: str) -> None:

@@ -47,13 +47,27 @@ def adaptive_quantize(x: Tensor) -> tuple[Tensor, Tensor]:
 
     Returns:
         Codes uint8 [R,C] and scales float32 [R, ⌈C/128⌉], both contiguous.
+
+    Raises:
+        ValueError: If x is no matrix, or of another dtype.
     """
+    if x.ndim != 2 or x.dtype not in SUPPORTED_DTYPES:
+        raise ValueError(
+            f"adaptive_quantize takes a float32, bfloat16 or float16 matrix [R,C]; got {x.dtype} of shape "
+            f"{tuple(x.shape)}"
+        )
     codes, scale = torch.ops.octavo.adaptive_quantize(x)
     return codes, scale
 
 
 def adaptive_dequantize(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the matrix [R,C] of contiguous codes and scales, in float32, bfloat16 or float16."""
+    """Return the matrix [R,C] of contiguous codes and scales, in float32, bfloat16 or float16.
+
+    Raises:
+        ValueError: If the dtype is another.
+    """
+    if dtype not in SUPPORTED_DTYPES:
+        raise ValueError(f"adaptive_dequantize returns float32, bfloat16 or float16; got {dtype}")
     result: Tensor = torch.ops.octavo.adaptive_dequantize(codes, scale, dtype)
     return result
 
