@@ -8,7 +8,8 @@ TOOLS  := torchtitan torch_checkpointing torchdata tyro docstring_parser typegua
           diffusers timm torchvision==0.28.0 requests urllib3 certifi charset_normalizer importlib_metadata zipp trl bitsandbytes \
           wandb platformdirs gitpython gitdb smmap sentry-sdk protobuf mlflow mlflow-skinny mlflow-tracing alembic mako cachetools \
           click cloudpickle cryptography cffi databricks-sdk fastapi starlette opentelemetry-api opentelemetry-sdk \
-          opentelemetry-proto opentelemetry-semantic-conventions pandas python-dateutil pytz scipy sqlalchemy sqlparse idna
+          opentelemetry-proto opentelemetry-semantic-conventions pandas python-dateutil pytz scipy sqlalchemy sqlparse idna \
+          compressed-tensors loguru
 TRITON := 3.6
 # The oldest release of torch that pyproject.toml allows and the newest that is tested, with what each is tested with.
 TORCHES := 2.11.0 2.14.1
@@ -83,9 +84,9 @@ test-all: test  ## The same, and the tests that take longer (a quarter of an hou
 test-slow: $(VENV)/.peers $(VENV)/.triton-$(TRITON) lint  ## All tests, with the slow ones, torchao and an older Triton
 	@$(BIN)/python -m pytest -n 2 -m 'not gpu'
 
-test-tools: $(VENV)/.tools  ## Tests with torchtitan, TRL, diffusers, timm, bitsandbytes, W&B and MLflow
+test-tools: $(VENV)/.tools  ## Tests with torchtitan, TRL, diffusers, timm, compressed-tensors, W&B …
 	@PYTHONPATH=$(VENV)/tools $(BIN)/python -m pytest -n 2 -m 'not gpu' \
-	  tests/integrations tests/nn/test_foreign_linears.py tests/test_examples.py
+	  tests/integrations tests/nn/test_foreign_linears.py tests/serving/test_export_layouts.py tests/test_examples.py
 
 test-versions: $(TORCHES:%=$(VENV)/torch-%/.ready)  ## The library's tests on the oldest and the newest torch (downloads GBs)
 	@failed=; for torch in $(TORCHES); do \

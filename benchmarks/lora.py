@@ -1,8 +1,8 @@
 """Does LoRA learn as well on a base that is resident in FP8? Beside bf16 adapters on a bf16 base; docs/training.md.
 
 For each seed a small Llama is trained in bf16 on source code of this package, then adapters on its documentation, in
-two arms: at level "bf16", and at level "fp8" with `lora.base = "fp8"`. Both have the same base, data and initial
-adapters.
+two arms: at level "bf16", and at level "fp8" with `lora.base = "fp8"` and the default `lora.weight_only`, "auto". Both
+have the same base, data and initial adapters.
 
   python -m benchmarks lora
   python -m benchmarks lora --seeds 1 --steps 20

@@ -1,6 +1,8 @@
 """Runs with `[lora]`: small checkpoints, bitwise resume, PEFT's files, plans, ranks."""
 
+import errno
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -99,7 +101,7 @@ def test_experts_of_a_mixture_are_resident(make_config, tmp_path):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["fp8", "bf16"])
-def test_checkpoints_hold_adapters_and_resume_bit_for_bit(lora_config, base, tmp_path, kind):
+def test_checkpoints_hold_adapters_and_resume_bit_for_bit(lora_config, base, tmp_path, monkeypatch, kind):
     config = lora_config(run={"save_every": 2}, lora={"rank": 4, "base": kind, "dropout": 0.1})
     progress = Recorder()
     run(config, out=tmp_path / "whole", progress=progress)
@@ -122,6 +124,14 @@ def test_checkpoints_hold_adapters_and_resume_bit_for_bit(lora_config, base, tmp
     assert not torch.equal(merged.state_dict()[name], plain.state_dict()[name])
     with pytest.raises(ConfigError, match="holds adapters, which fp8-row does not have"):
         export(checkpoint, tmp_path / "fp8", to="fp8-row")
+
+    def full(*arguments):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("octavo.train.checkpoint.export.write_digests", full)
+    with pytest.raises(OSError, match=r"out cannot be written: .*No space left on device"):
+        export(checkpoint, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.thorough

@@ -106,12 +106,18 @@ def _export_adapters(checkpoint: Path, folder: Path, out: Path, layout: ExportLa
             f"{checkpoint} holds adapters, which {layout.name} does not have: export them with --to bf16, merge them "
             "with peft.AutoPeftModelForCausalLM.from_pretrained(folder).merge_and_unload(), and export that model"
         )
-    with _damage(checkpoint), write_errors(out):
-        if (checkpoint / SHARDS).exists():
+    sharded = (checkpoint / SHARDS).exists()
+    with _damage(checkpoint):
+        if sharded:
             shards.check(checkpoint / SHARDS)
-            lora.save(shards.read_tensors(checkpoint / SHARDS, "model."), folder)
+            tensors = shards.read_tensors(checkpoint / SHARDS, "model.")
         else:
-            shutil.copy(checkpoint / lora.WEIGHTS_FILE, folder / lora.WEIGHTS_FILE)
+            content = (checkpoint / lora.WEIGHTS_FILE).read_bytes()
+    with write_errors(out):  # not inside `_damage`, which would blame the checkpoint for a full disk
+        if sharded:
+            lora.save(tensors, folder)
+        else:
+            (folder / lora.WEIGHTS_FILE).write_bytes(content)
         _copy_assets(checkpoint, folder)
         (folder / "config.json").unlink()  # of the base, which PEFT reads from its own folder
         write_digests(folder, {})
