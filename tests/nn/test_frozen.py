@@ -359,18 +359,6 @@ def test_save_pretrained_raises_and_writes_nothing(tmp_path):
     assert "save_pretrained" not in vars(model) | vars(model.model)
 
 
-def test_save_pretrained_raises_if_a_part_is_resident(tmp_path):
-    model = llama()
-    resident(model.model)
-    with pytest.raises(ValueError, match=r"of LlamaForCausalLM, whose frozen weights.*No weights were written"):
-        model.save_pretrained(tmp_path)
-    assert not list(tmp_path.glob("*.safetensors"))
-    assert "model.layers.0.mlp.up_proj.weight_scale" in model.state_dict()
-    octavo.export(model, tmp_path / "plain", to="bf16")
-    octavo.revert(model)
-    model.save_pretrained(tmp_path)
-
-
 def test_a_failed_conversion_leaves_save_pretrained(monkeypatch):
     model = llama()
     monkeypatch.setattr("octavo.nn.convert.report", lambda _: 1 / 0)

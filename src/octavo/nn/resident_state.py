@@ -9,14 +9,12 @@ Loading takes these, or a weight in high precision, which it quantizes. Rejected
 `state_dict`, which needs Octavo to be read.
 
 `save_pretrained` of Transformers and diffusers would write the FP8 values so that `from_pretrained` reads them without
-their scales. Models with resident weights get one that raises instead (`refuse_save_pretrained`). A model of which a
-part was converted keeps its own, so the layers raise when that one asks for their state (`split_in_state`).
+their scales. Models with resident weights get one that raises instead (`refuse_save_pretrained`).
 """
 
 import sys
 from collections.abc import Iterator
 from functools import partial
-from types import FrameType
 from typing import Any
 
 from torch import Tensor, nn
@@ -62,7 +60,8 @@ def refuse_save_pretrained(model: nn.Module) -> None:
     PEFT's models save their adapters alone, and keep theirs.
     """
     for module in model.modules():
-        if _saves_whole(module) and _has_residents(module):
+        of_peft = any(owner.__module__.startswith("peft.") for owner in type(module).__mro__)
+        if hasattr(type(module), _SAVE) and not of_peft and _has_residents(module):
             vars(module)[_SAVE] = partial(_save_pretrained, module)
 
 
@@ -73,38 +72,19 @@ def allow_save_pretrained(model: nn.Module) -> None:
 
 
 def refuses_save_pretrained(model: nn.Module) -> bool:
-    """Return whether `save_pretrained` of a model raises, as it does if a part has resident weights."""
-    return _saves_whole(model) and _has_residents(model) and not getattr(model, "_hf_peft_config_loaded", False)
-
-
-def _saves_whole(module: nn.Module) -> bool:
-    of_peft = any(owner.__module__.startswith("peft.") for owner in type(module).__mro__)
-    return hasattr(type(module), _SAVE) and not of_peft
+    """Return whether `save_pretrained` of a model raises."""
+    return _SAVE in vars(model) and _has_residents(model) and not getattr(model, "_hf_peft_config_loaded", False)
 
 
 def _save_pretrained(model: Any, *args: Any, **kwargs: Any) -> Any:
     if refuses_save_pretrained(model):
-        raise _refusal(model, "Nothing was written")
+        raise ValueError(
+            f"save_pretrained of {type(model).__name__}, whose frozen weights are resident in FP8: from_pretrained "
+            "would read the FP8 values without their scales. octavo.export(model, path, to='fp8-row') writes the same "
+            "bytes so that it reads them, to='bf16' their values; octavo.revert(model) makes the weights plain. "
+            "Nothing was written"
+        )
     return getattr(type(model), _SAVE)(model, *args, **kwargs)  # adapters of Transformers' own, or all reverted
-
-
-def _check_not_in_save_pretrained() -> None:
-    """Raise if a model's own `save_pretrained` asks for the state, as after `convert` of a part of the model."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        model = frame.f_locals.get("self") if frame.f_code.co_name == _SAVE else None
-        if isinstance(model, nn.Module) and refuses_save_pretrained(model):
-            raise _refusal(model, "No weights were written")
-        frame = frame.f_back
-
-
-def _refusal(model: nn.Module, written: str) -> ValueError:
-    return ValueError(
-        f"save_pretrained of {type(model).__name__}, whose frozen weights are resident in FP8: from_pretrained "
-        "would read the FP8 values without their scales. octavo.export(model, path, to='fp8-row') writes the same "
-        "bytes so that it reads them, to='bf16' their values; octavo.revert(model) makes the weights plain. "
-        f"{written}"
-    )
 
 
 _SAVE = "save_pretrained"
@@ -115,13 +95,8 @@ def _has_residents(model: nn.Module) -> bool:
 
 
 def split_in_state(module: nn.Module, state: dict[str, Any], prefix: str) -> None:
-    """Replace the resident weights of a layer in a `state_dict` by their data and scales.
-
-    Raises:
-        ValueError: If the state is for a `save_pretrained` that would leave the scales unread.
-    """
+    """Replace the resident weights of a layer in a `state_dict` by their data and scales."""
     for name, weight in resident_weights(module):
-        _check_not_in_save_pretrained()
         parameter, key = module._parameters[name], prefix + name
         state[key] = _distributed(parameter, weight.data_.detach())
         scale = weight.scale.detach()
