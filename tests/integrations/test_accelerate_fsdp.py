@@ -46,7 +46,7 @@ def accelerator_with_fsdp2():
     rank = dist.get_rank()
     for name, value in {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2}.items():
         os.environ[name] = str(value)
-    os.environ |= {"ACCELERATE_USE_CPU": "true", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    os.environ |= {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
         cpu_ram_efficient_loading=False, state_dict_type="SHARDED_STATE_DICT",
