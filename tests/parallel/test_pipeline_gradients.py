@@ -52,11 +52,13 @@ def lost(exact, alone, ours):
 # --- a model of Transformers, distributed as the trainer does ---
 
 
-def llama(fp8):
+def llama(fp8, outliers=False):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**LLAMA))
+    if outliers:
+        model.get_input_embeddings().weight.data[:, [5, 50, 100]] *= 300
     return octavo.convert(model, verbose=False) if fp8 else model
 
 
@@ -65,8 +67,8 @@ def tokens_of(step):
     return tokens[:, :-1], tokens[:, 1:].contiguous()
 
 
-def llama_job(parallel):
-    model = llama(fp8=True)
+def llama_job(parallel, outliers=False):
+    model = llama(True, outliers)
     layout = distribute(model, ParallelConfig(**parallel), torch.device("cpu"), fp8=True, micro_batches=MICROS)
 
     def backward(step):
@@ -83,8 +85,8 @@ def llama_job(parallel):
 
 
 @cache
-def llama_alone(fp8):
-    model = llama(fp8)
+def llama_alone(fp8, outliers=False):
+    model = llama(fp8, outliers)
 
     def backward(step):
         for inputs, targets in zip(*(part.chunk(MICROS) for part in tokens_of(step)), strict=True):
@@ -110,6 +112,21 @@ def test_every_gradient_is_as_good_as_that_of_one_process(gloo, ranks, parallel)
     gradients = merged(gloo.run(llama_job, ranks, parallel))
     worse = lost(llama_alone(False), llama_alone(True), gradients)
     assert max(worse.values()) <= LOST, worse
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", [{"pp": 2}, {"tp": 2}, {"tp": 2, "fp8_comm": "on"}], ids=str)
+def test_groups_with_outliers_are_as_accurate_as_e4m3(gloo, parallel):
+    """Three channels 300 times the others: groups of 128 that have one travel in e4m3, of 32 dB. What loses more than
+    1.5 dB keeps that, but for the weight of one norm, whose loss (2.5 dB, from 22.1) is held here, not aimed at.
+    """
+    exact, alone = llama_alone(False, outliers=True), llama_alone(True, outliers=True)
+    gradients = merged(gloo.run(llama_job, 2, parallel, True))
+    worse = lost(exact, alone, gradients)
+    losing = {name: (worse[name], sqnr(exact[name], gradients[name])) for name in worse if worse[name] > LOST}
+    print(len(losing), "of", len(worse), "lose more:", {name: f"{a:.1f} to {b:.1f}" for name, (a, b) in losing.items()})
+    below = {name: decibels for name, (decibels, left) in losing.items() if left < 32}
+    assert len(below) <= 1 and all("norm" in name and decibels < 3 for name, decibels in below.items()), below
 
 
 # --- what no FP8 product rounds: embedding, last norm and head of a model of a few small blocks ---
