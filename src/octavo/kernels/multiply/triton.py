@@ -9,6 +9,7 @@ import triton
 from torch import Tensor
 
 from octavo.kernels.launch import INTERPRETED, Launch, PreparedLaunch, Variant
+from octavo.kernels.multiply import Outputs
 from octavo.kernels.multiply.device import multiply_rows_kernel
 from octavo.kernels.quantize.quantize_plan import preparation
 from octavo.kernels.quantize.reference import padded
@@ -19,9 +20,6 @@ from octavo.numerics.recipe import RECIPES
 from octavo.numerics.spec import ROW, QuantSpec
 from octavo.runtime.torch_compat import empty_strided_on
 from octavo.tensor import Order
-
-Outputs = tuple[Tensor, Tensor, Tensor, Tensor]
-"""y [R,C], its FP8 data row-major and column-major (both [R,C]; the same one if only one order is written), scales."""
 
 
 def launch(spec: QuantSpec, order: Order, by_column: bool, config: int = 0) -> Launch:
