@@ -67,7 +67,7 @@ $(VENV)/torch-%/.ready: pyproject.toml
 
 setup: $(VENV)/.developer  ## Make .venv with everything a developer needs
 
-demo: $(VENV)/.user  ## Train a small Llama in BF16 and with every FP8 switch, and compare them (3 minutes on 2 cores)
+demo: $(VENV)/.user  ## Train a small Llama in BF16 and with every FP8 switch, and compare them (3 to 8 minutes on 2 cores)
 	@$(BIN)/octavo demo
 
 lint: $(VENV)/.developer  ## Ruff (rules and formatting) and mypy

@@ -4,7 +4,7 @@ EXAMPLES = {
     "octavo": """
 \b
 Examples:
-  # BF16 against every part in FP8 on a small model; about three minutes on two CPU cores
+  # BF16 against every part in FP8 on a small model; three to eight minutes on two CPU cores
   octavo demo
   # one run, into runs/<its name>; any setting can be given after the file
   octavo train configs/demo.toml precision.level=fp8 precision.recipe=mxfp8

@@ -2,7 +2,7 @@
 
 Both arms have the same seed, initial weights, data and order of the data; only `precision.level` differs. The
 configuration is `demo.toml` beside this file, so that it is there after `pip install` too; `configs/demo.toml` is its
-copy. `SHORTENED` lets both arms finish within three minutes on two CPU cores without bf16 instructions.
+copy. `SHORTENED` lets both arms finish within three minutes on two CPU cores with AVX-512, eight with AVX2 only.
 
 The speed of a CPU, which emulates FP8, means nothing for a GPU. On a CPU the report has the planner's prediction for a
 model of real size instead.
