@@ -18,7 +18,7 @@ model stays unchanged.
 import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -241,12 +241,9 @@ class _ChunkedForward:
         )
         if num_items_in_batch is not None:
             loss = loss / num_items_in_batch
-        result = CausalLMOutputWithPast(
-            loss=loss,
-            past_key_values=getattr(outputs, "past_key_values", None),
-            hidden_states=getattr(outputs, "hidden_states", None),
-            attentions=getattr(outputs, "attentions", None),
-        )
+        # The cache is `past_key_values` up to Transformers 5.23, and `cache` since.
+        names = {field.name for field in fields(CausalLMOutputWithPast)} - {"loss", "logits"}
+        result = CausalLMOutputWithPast(loss=loss, **{name: getattr(outputs, name, None) for name in names})
         return result.to_tuple() if return_tuple else result
 
 

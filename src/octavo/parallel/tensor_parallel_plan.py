@@ -55,7 +55,8 @@ _MIXES_TOKENS = ("attn", "attention", "mamba", "mixer", "conv", "rnn", "recurren
 """Parts of names of modules in which tokens read each other."""
 _BLOCK_ARGUMENTS = {
     "hidden_states", "attention_mask", "position_ids", "position_embeddings", "past_key_value", "past_key_values",
-    "layer_past", "use_cache", "cache_position", "output_attentions", "output_router_logits", "shared_kv_states",
+    "cache", "layer_past", "use_cache", "cache_position", "output_attentions", "output_router_logits",
+    "shared_kv_states",
 }  # fmt: skip
 """Arguments of blocks that are right for a part of the tokens: attention, which has all of them, reads the others."""
 _PARTIAL: WeakKeyDictionary[nn.Module, frozenset[str]] = WeakKeyDictionary()
