@@ -65,6 +65,68 @@ def test_empty_shards(gloo):
     assert gloo.run(empty_shard_job, 4)[3] == (0, 12)
 
 
+class Routed(nn.Module):
+    """A block with a router in float32, as Transformers keeps those of DeepSeek-V3."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.gate = nn.Linear(WIDTH, 2)
+        self.to(torch.bfloat16)
+        self.gate.float()
+
+    def forward(self, x):
+        weight = self.gate(x.float()).softmax(-1)[..., :1].to(x.dtype)
+        return x + self.down(self.up(x).relu()) * weight
+
+
+class RoutedNet(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Routed() for _ in range(2))
+        self.head = nn.Linear(WIDTH, 4).bfloat16()
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def routed_gradients(model, x):
+    model(x).float().square().sum().backward()
+    return {name: getattr(p.grad, "full_tensor", lambda g=p.grad: g)() for name, p in model.named_parameters()}
+
+
+def mixed_dtypes_job(x):
+    model = parallelize(octavo.convert(RoutedNet(), verbose=False), Parallel(fp8_comm="gather"))
+    assert isinstance(model.blocks[0].gate, FSDPModule) and not isinstance(model.blocks[0].up, FSDPModule)
+    found = routed_gradients(model, x)
+    mistakes = []
+    for spoil in (
+        lambda m: m.head.register_parameter("scale", nn.Parameter(torch.ones(4))),
+        lambda m: setattr(m.blocks[1].gate, "weight", m.blocks[0].gate.weight),
+    ):
+        broken = RoutedNet()
+        spoil(broken)
+        with pytest.raises(ValueError, match="give them the dtype of the others before parallelize") as error:
+            parallelize(broken)
+        mistakes.append(str(error.value))
+    return found, mistakes
+
+
+def test_a_router_in_another_dtype_is_its_own_group(gloo):
+    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1)).bfloat16()
+    expected = routed_gradients(octavo.convert(RoutedNet(), verbose=False), x)
+    found, mistakes = gloo.run(mixed_dtypes_job, 2, x)[0]
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert found[name].dtype == gradient.dtype
+        torch.testing.assert_close(found[name], gradient, rtol=1e-2, atol=1e-2 * float(gradient.abs().max()))
+    assert mistakes[0].startswith("head trains parameters in torch.float32")
+    assert mistakes[1].startswith("blocks.0.gate trains parameters in torch.float32")
+
+
 def one_rank_job():
     model = parallelize(make(), Parallel(fp8_comm="gather"))
     assert not parameters_in_fp8(model)

@@ -15,6 +15,7 @@ experts, and gathered in FP8 if their products are grouped ones (`octavo.kernels
 """
 
 import weakref
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache, partial
@@ -94,7 +95,9 @@ def shard(
     """Apply `fully_shard` to the repeated blocks of a model, then to the rest, in place.
 
     Blocks that share parameters with other modules, or have a part that is called outside of them (`CALLED_OUTSIDE`),
-    belong to the rest, because one FSDP2 group must own them, and gather them for both calls.
+    belong to the rest, because one FSDP2 group must own them, and gather them for both calls. A module whose parameters
+    have another dtype than most of its block, such as a router that Transformers keeps in float32, is its own group:
+    FSDP2 groups have one dtype. Its gradients are reduced in `reduce_dtype`.
 
     Args:
         model: Converted or not.
@@ -107,6 +110,9 @@ def shard(
         reshard_after_forward: Free gathered weights of blocks between forward and backward (ZeRO-3), or not (ZeRO-2).
             The rest, which backward needs first, stays gathered.
         cpu_offload: Keep shards, gradients and optimizer states in host memory.
+
+    Raises:
+        ValueError: If a module itself trains parameters of several dtypes.
     """
     scales = None
     if fp8_gather:
@@ -120,12 +126,16 @@ def shard(
     if not cpu_offload:
         _move_resident(model, mesh)
     sharded = []
+    # Their inputs keep their dtypes: routing weights may be wider than the experts.
+    inside = options | {"mp_policy": replace(policy, cast_forward_inputs=False)}
     if expert_mesh is not None:
-        # Their inputs keep their dtypes: routing weights may be wider than the experts.
-        inside = options | {"mesh": expert_mesh, "mp_policy": replace(policy, cast_forward_inputs=False)}
         for experts in filter(is_converted_experts, list(model.modules())):
-            sharded.append(fully_shard(experts, reshard_after_forward=reshard_after_forward, **inside))
-    for block in _unshared_blocks(model, find_blocks(model)):
+            options_of_experts = inside | {"mesh": expert_mesh}
+            sharded.append(fully_shard(experts, reshard_after_forward=reshard_after_forward, **options_of_experts))
+    blocks = _unshared_blocks(model, find_blocks(model))
+    for other in _of_other_dtypes(model, blocks):
+        fully_shard(other, reshard_after_forward=reshard_after_forward, **inside)
+    for block in blocks:
         sharded.append(fully_shard(block, reshard_after_forward=reshard_after_forward, **options))
     sharded.append(fully_shard(model, reshard_after_forward=False, **options))
     if fp8_reduce is not None:
@@ -151,6 +161,36 @@ def _move_resident(model: nn.Module, mesh: DeviceMesh) -> None:
                 key = id(module._parameters[name])
                 moved.setdefault(key, nn.Parameter(weight.to(device), requires_grad=False))
                 module._parameters[name] = moved[key]
+
+
+def _of_other_dtypes(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
+    """Return modules that train parameters of another dtype than most of their block, or of the rest of the model."""
+    names, others, done = {module: name for name, module in model.named_modules()}, [], set[nn.Module]()
+    owners = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
+    for group in (*blocks, model):
+        modules: dict[torch.dtype, list[nn.Module]] = {}
+        sizes: Counter[torch.dtype] = Counter()
+        for module in group.modules():
+            trained = [p for p in module.parameters(recurse=False) if p.requires_grad]
+            if module not in done and not isinstance(module, FSDPModule):
+                done.add(module)
+                for parameter in trained:
+                    sizes[parameter.dtype] += parameter.numel()
+                for dtype in {parameter.dtype for parameter in trained}:
+                    modules.setdefault(dtype, []).append(module)
+        for dtype, _ in sizes.most_common()[1:]:
+            for module in modules[dtype]:
+                inside = [p for p in module.parameters() if p.requires_grad]
+                if len({p.dtype for p in inside}) > 1 or any(owners[id(p)] > 1 for p in inside):
+                    name = names[module] or type(module).__name__
+                    raise ValueError(
+                        f"{name} trains parameters in {dtype}, and most of those beside it another dtype, but an "
+                        "FSDP2 group has one. "
+                        "It cannot be sharded by itself, because it has parameters of several dtypes, or some that "
+                        "another module shares: give them the dtype of the others before parallelize"
+                    )
+                others.append(module)
+    return others
 
 
 def _unshared_blocks(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
