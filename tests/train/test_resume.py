@@ -65,7 +65,7 @@ def test_resume_of_a_finished_run_and_for_more_steps(make_config: MakeConfig, tm
     first = run(make_config(optim=constant), out=tmp_path / "a")
     seen = Recorder()
     again = run(make_config(optim=constant), out=tmp_path / "a", resume=True, progress=seen)
-    assert seen.rows == []
+    assert seen.rows == [] and "the run has taken its 6 steps: to go on, set run.steps to more" in seen.notes
     assert again == first
     run(make_config(optim=constant, run={"steps": 9}), out=tmp_path / "a", resume=True)
     run(make_config(optim=constant, run={"steps": 9}), out=tmp_path / "b")

@@ -169,6 +169,8 @@ def _prepare(trainer: Trainer, out: Path, run_folder: RunFolder, progress: Progr
             progress.note(f"resumed by {ranks.world_size} processes (was {previous_world})")
     for note in run_folder.notes:
         progress.note(note)
+    if trainer.step >= config.run.steps:
+        progress.note(f"the run has taken its {trainer.step} steps: to go on, set run.steps to more")
     ranks.run_on_rank0(lambda: _write_description(trainer, out))
 
 

@@ -36,6 +36,8 @@ CHUNK = 1 << 20
 ROW_LIMIT = 32 << 20
 """Longest row in UTF-8 bytes: parsing one takes several times its size in memory."""
 BOM = codecs.BOM_UTF8
+CONVERSATIONS = {"messages", "conversation", "conversations"}
+"""Usual names of a column with conversations."""
 
 
 def suffix(path: str | Path) -> str:
@@ -163,7 +165,8 @@ class Column:
                 raise ConfigError(f'{where}: "tools" are not rendered by Octavo: remove the field')
             value = conversation_text(where, value)
         if value is not None and not isinstance(value, str):
-            raise ConfigError(f'{where}: field "{self.name}" is not text but {type(value).__name__}')
+            hint = '; of conversations? set data.format = "messages"' if isinstance(value, list) else ""
+            raise ConfigError(f'{where}: field "{self.name}" is not text but {type(value).__name__}{hint}')
         if value:
             _check_row(where, value)
         return value
@@ -290,9 +293,10 @@ def rows_as_documents(group: list[str | None]) -> Stream:
 def no_field(column: Column, fields: Collection[str]) -> NoFieldError:
     """The error for a field that no row has."""
     names = ", ".join(list(fields)[:50]) or "none"
+    talks = CONVERSATIONS & set(fields) if not column.messages else ()
     return NoFieldError(
         f'"{column.source}" has no field "{column.name}"{nearest(column.name, fields)} (fields: {names}): set '
-        f"{column.setting}"
+        f"{column.setting}" + (', or for conversations data.format = "messages"' if talks else "")
     )
 
 
