@@ -27,6 +27,15 @@ def gather_reports(report: Any, mesh: Any) -> list[Any]:
     return reports
 
 
+def check_mesh(function: str, mesh: object, data: str, name: str) -> None:
+    """Raise TypeError, with the names of an example, unless `mesh` is a `DeviceMesh`."""
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(
+            f"{function} takes a torch DeviceMesh, such as init_device_mesh('cuda', (2, 4), "
+            f"mesh_dim_names=({data!r}, {name!r}))[{name!r}]; got {mesh!r}"
+        )
+
+
 class EqualShapes:
     """Compares the shapes that the ranks of a mesh have in a first call; with `TORCH_DISTRIBUTED_DEBUG=DETAIL` in each.
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from octavo.nn.report import check_module
-from octavo.parallel.agreement import EqualShapes, compare_ranks
+from octavo.parallel.agreement import EqualShapes, check_mesh, compare_ranks
 from octavo.parallel.ulysses import ulysses_attention
 
 _NAME = "octavo_ulysses"
@@ -40,6 +40,7 @@ def context_parallel(model: nn.Module, mesh: DeviceMesh, *, fp8_comm: bool = Tru
         The model itself.
 
     Raises:
+        TypeError: If `model` is not a module or `mesh` not a `DeviceMesh`.
         ValueError: If the model does not use Transformers' attention functions, the ranks do not divide its heads, it
             has layers of another kind than full attention, or ranks differ. On every rank; the model is left as it was.
             In a forward: for an attention mask, or a window shorter than the sequence. In the first forward: if ranks
@@ -51,6 +52,7 @@ def context_parallel(model: nn.Module, mesh: DeviceMesh, *, fp8_comm: bool = Tru
         >>> model = octavo.parallelize(model)  # doctest: +SKIP
     """
     check_module("context_parallel", model)
+    check_mesh("context_parallel", mesh, "dp", "cp")
     problem: Exception | None = None
     attention: list[nn.Module] = []
     try:
