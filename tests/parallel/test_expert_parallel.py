@@ -96,8 +96,8 @@ def test_exact_messages_change_no_bit(gloo, family):
 def test_fp8_messages_stay_close(gloo, family):
     for reports in gloo.run(module_job, 2, [(family, *case, True) for case in CASES]):
         for report in reports:
-            assert report["y"] >= 30
-            assert min(report.values()) >= 22 and report.get("down_proj_bias", 31) >= 31, report
+            assert report["y"] >= 41
+            assert min(report.values()) >= 25 and report.get("down_proj_bias", 31) >= 31, report
 
 
 @pytest.mark.slow
@@ -105,7 +105,7 @@ def test_four_ranks(gloo):
     cases = [("mixtral", [9, 0, 33, 1], None, fp8) for fp8 in (False, True)]
     for exact, fp8 in gloo.run(module_job, 4, cases):
         assert all(value == torch.inf for value in exact.values())
-        assert fp8["y"] >= 30 and min(fp8.values()) >= 22
+        assert fp8["y"] >= 41 and min(fp8.values()) >= 25
 
 
 class Checkpointed(nn.Module):
