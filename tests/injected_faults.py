@@ -217,6 +217,11 @@ def last_element_lost():
         yield
 
 
+def format_too_fine():
+    """Adaptive messages have e2m5 for groups whose small values it rounds to zero."""
+    return mock.patch.object(importlib.import_module("octavo.kernels.adaptive.reference"), "FEW", 1)
+
+
 @contextmanager
 def expert_scale_skipped():
     """W of the first expert is read as if its scales were 1."""
@@ -314,6 +319,9 @@ INJECTED_FAULTS = {
     "the second moment decays as the first": InjectedFault("optimizer", lambda: optimizer_step(before=_one_beta)),
     "a collective that loses the last element": InjectedFault(
         "comm", last_element_lost, '"all_gather"', on_ranks=True, slow=True
+    ),
+    "a format too fine for its group": InjectedFault(
+        "comm", format_too_fine, '"fp8/1x128"', "bound", on_ranks=True, slow=True
     ),
     "the scale of one expert's weight skipped": InjectedFault(
         "experts", expert_scale_skipped, '"rowwise"', "gradient", on_ranks=True, slow=True

@@ -1,7 +1,9 @@
 """Collectives of `octavo.comm` on two ranks beside torch.distributed's, in float64, within the documented bounds.
 
-A value v in a group of scale s arrives within |v|/16 or s/2¹⁰ in e4m3, |v|/8 or s/2¹⁷ in e5m2, before it is rounded to
-its dtype (`octavo.comm`). Sums add these bounds up; all_reduce adds that of the sum.
+A value v in a group of scale s arrives within |v|/16 or s/2¹⁰ in e4m3, |v|/8 or s/2¹⁷ in e5m2, and in `fp8/1x128`
+within the bound of the format that its group has by the documented rule, before it is rounded to its dtype
+(`octavo.comm.encoding`). Sums add these bounds up; all_reduce adds that of the sum. Where a value is not finite, what
+arrives is not finite; in groups without such a value the bounds hold.
 """
 
 from typing import Any
@@ -16,6 +18,8 @@ from benchmarks.fuzz.ranks import POOL, WORLD
 from octavo import comm
 
 _RELATIVE = {"e4m3": (2.0**-4, 2.0**-10, 448.0), "e5m2": (2.0**-3, 2.0**-17, 57344.0)}
+_ADAPTIVE = ((2.0**-4, 491_520, 0.0), (2.0**-5, 3968, 2.0**-9), (2.0**-6, 504, 2.0**-6))
+"""Of e4m3, e3m4 and e2m5: relative error, the largest value over the smallest error, the part below which few are."""
 
 
 def check(case: Case) -> Outcome:
@@ -31,6 +35,8 @@ def job(case: Case) -> Outcome:
         return _all_to_all_single(case, shape, spec)
     if name == "all_to_all":
         return _all_to_all(case, shape, spec)
+    if name == "isend":
+        return _send(case, shape, spec)
     x = _values(case, shape, dist.get_rank())
     options = {} if name == "all_gather" else {"op": case.get("reduce", "sum")}
     if name == "reduce_scatter" and shape[0] % WORLD:
@@ -48,7 +54,7 @@ def job(case: Case) -> Outcome:
     if name == "reduce_scatter":
         rank = dist.get_rank()
         return _within(name, output, total.chunk(WORLD)[rank], off.chunk(WORLD)[rank], x.dtype)
-    off = off + _bound((total.abs() + off).float(), spec, name)
+    off = off + _bound(total.abs() + off, spec, name)
     bits = _gathered(output)
     if not torch.equal(bits[0].nan_to_num(), bits[1].nan_to_num()):
         return fail("ranks", f"{name}: the ranks got different bits")
@@ -83,6 +89,15 @@ def _all_to_all(case: Case, shape: list[int], spec: str) -> Outcome:
     return PASS
 
 
+def _send(case: Case, shape: list[int], spec: str) -> Outcome:
+    rank = dist.get_rank()
+    mine, x = (_values(case, shape, of) for of in (rank, 1 - rank))
+    sending = comm.isend(mine, 1 - rank, spec=spec)
+    output = comm.recv(x.shape, 1 - rank, dtype=x.dtype, spec=spec)
+    sending.wait()
+    return _within("isend", output, x.double(), _bound(x, spec, "isend"), x.dtype)
+
+
 def _values(case: Case, shape: list[int], rank: int) -> Tensor:
     generator = torch.Generator().manual_seed(1000 * case.get("seed", 0) + rank)
     x, form, half = torch.randn(shape, generator=generator), case.get("values", "normal"), case.get("dtype") == "fp16"
@@ -92,31 +107,57 @@ def _values(case: Case, shape: list[int], rank: int) -> Tensor:
         x *= 1e3 if half else 1e25
     elif form == "zeros":
         x.zero_()
+    elif form == "subnormal":
+        x *= 1e-6 if half else 1e-40
     elif form == "spread" and x.numel():
         x *= torch.logspace(-3, 2, x.shape[-1])
+    elif form == "outliers":
+        x[..., ::50] *= 1e3
+    elif form in ("nan", "inf"):
+        x.view(-1)[3::101] = float(form) * (1 - 2 * rank)
     x = x.to(DTYPES[case.get("dtype", "fp32")])
-    return x.t().contiguous().t() if case.get("layout") == "transposed" and x.ndim == 2 else x
+    layout = case.get("layout")
+    if layout == "strided":
+        return x.repeat_interleave(2, -1)[..., ::2]
+    return x.t().contiguous().t() if layout == "transposed" and x.ndim == 2 else x
 
 
 def _bound(x: Tensor, spec: str, name: str) -> Tensor:
-    """Largest distance of what arrives from each element, float64 of x's shape."""
+    """Largest distance of what arrives from each element, float64 of x's shape; not finite in groups that are not."""
     form, group = spec.split("/")
-    relative, smallest, largest = _RELATIVE[form]
     exact = x.double()
-    if name == "all_reduce" or x.ndim < 2 or group == "tensor" or not x.numel():  # cut elsewhere: no group is wider
-        amax = exact.abs().amax() if x.numel() else exact.new_zeros(())
+    if not x.numel():
+        return exact.abs()
+    if cut_elsewhere := name == "all_reduce" or x.ndim < 2 or group == "tensor":  # no group is wider than all
+        rows, extent = exact.reshape(1, -1), x.numel()
     else:
         rows = exact.reshape(x.shape[0], -1)
         extent = rows.shape[1] if group == "row" else int(group.removeprefix("1x"))
-        amax = torch.cat([p.abs().amax(1, keepdim=True).expand_as(p) for p in rows.split(extent, 1)], 1).view(x.shape)
-    scale = (amax / largest).clamp_min(2.0**-126)
-    return torch.maximum(exact.abs() * relative, (scale * smallest).expand_as(exact)) * (1 + 1e-6)
+    bounds = [_of_group(part, form, cut_elsewhere) for part in rows.abs().split(extent, 1)]
+    return torch.cat(bounds, 1).view(x.shape) * (1 + 1e-6)
+
+
+def _of_group(size: Tensor, form: str, any_format: bool) -> Tensor:
+    """The same for magnitudes [R,C], each row a group; `any_format` if what decides about its format is unknown."""
+    amax = size.amax(1, keepdim=True)
+    if form == "fp8":
+        bound = torch.maximum(size * _ADAPTIVE[0][0], amax / _ADAPTIVE[0][1])
+        for relative, smallest, fine in _ADAPTIVE[1:]:
+            of_format = torch.maximum(size * relative, amax / smallest)
+            coarse = (size.float() < amax.float() * fine) & (size > 0)
+            fits = 8 * coarse.sum(1, keepdim=True) <= (size > 0).sum(1, keepdim=True)
+            bound = torch.maximum(bound, of_format) if any_format else torch.where(fits, of_format, bound)
+        return bound.clamp_min(2.0**-130) + amax.where(amax.isfinite(), torch.nan) * 0
+    relative, smallest, largest = _RELATIVE[form]
+    return torch.maximum(size * relative, (amax / largest).clamp_min(2.0**-126) * smallest)
 
 
 def _within(name: str, actual: Tensor, exact: Tensor, limit: Tensor, dtype: torch.dtype) -> Outcome:
     if actual.shape != exact.shape or actual.dtype != dtype:
         return fail("shape", f"{name}: {actual.dtype} {list(actual.shape)}, expected {dtype} {list(exact.shape)}")
     info = torch.finfo(dtype)
+    if (lost := actual.isfinite() & ~exact.isfinite()).any():
+        return fail("not finite", f"{name}: {lost.sum()} values that are not finite arrived as finite ones")
     fits = exact.abs() + limit < info.max
     over = (actual.double() - exact).abs() - limit
     over = over - (exact.abs() + limit) * (info.eps / 2 + 2.0**-22) - info.smallest_normal * info.eps

@@ -12,8 +12,8 @@ RECIPES = ("rowwise", "tensorwise", "rowwise_hp_wgrad", "blockwise", "mxfp8")
 LAYER_RECIPES = (*RECIPES, "rowwise_equalized")
 """A model's layers have channel scales that its emulation does not know."""
 WRAPPERS = ("checkpoint", "checkpoint_reentrant", "keep_weights", "fully_shard", "parallelize", "compile")
-SPECS = ("e4m3/1x128", "e4m3/row", "e4m3/tensor", "e4m3/1x32", "e5m2/1x128", "e5m2/row")
-COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all_single", "all_to_all")
+SPECS = ("e4m3/1x128", "fp8/1x128", "e4m3/row", "e4m3/tensor", "e4m3/1x32", "e5m2/1x128", "e5m2/row")
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all_single", "all_to_all", "isend")
 _WEIGHTS = (("activations", 6), ("linear", 3), ("optimizer", 2), ("comm", 1), ("wrappers", 2), ("experts", 1))
 
 
@@ -209,10 +209,10 @@ def _comm(dice: Dice) -> Case:
         "collective": dice.of(*COLLECTIVES),
         "shape": dice.of([4, 96], [2, 128], [6, 130], [2, 1], [8, 3, 7], [0, 64], [10], [1, 1], [2, 257], [3, 5]),
         "dtype": dice.of("fp32", "bf16", "fp16"),
-        "spec": dice.of(SPECS[0], *SPECS),
-        "values": dice.of("normal", "normal", "tiny", "spread", "zeros", "large"),
+        "spec": dice.of(*SPECS[:2], *SPECS),
+        "values": dice.of(*["normal"] * 3, "tiny", "subnormal", "spread", "outliers", "zeros", "large", "nan", "inf"),
         **dice.maybe(0.3, reduce="avg"),
-        **dice.maybe(0.2, layout="transposed"),
+        **dice.maybe(0.3, layout=dice.of("transposed", "strided")),
         **dice.maybe(0.3, asynchronous=True),
         **dice.maybe(0.3, splits=[[dice.number(0, 3) for _ in range(2)] for _ in range(2)]),
     }

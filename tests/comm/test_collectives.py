@@ -9,6 +9,7 @@ from cases import DTYPES, SHAPES, SPECS, assert_equal_on_all_ranks, assert_withi
 
 from collective_recorder import CollectiveRecorder
 from octavo import comm
+from octavo.parallel.exchange import exchange_rows
 
 pytestmark = pytest.mark.dist
 WORLDS = (2, 3, 4)
@@ -427,3 +428,38 @@ def test_without_a_process_group():
     for call in (lambda: comm.all_gather(torch.ones(2)), lambda: comm.send(torch.ones(2), 1)):
         with pytest.raises(ValueError, match="call torch.distributed.init_process_group"):
             call()
+
+
+def misfit_job():
+    """With TORCH_DISTRIBUTED_DEBUG=DETAIL: the errors of calls that do not fit; and those that fit go on."""
+    rank, before, errors = dist.get_rank(), dist.get_debug_level(), []
+    x, spec = torch.randn(4 + 2 * rank, 64), ("e4m3/row", "fp8/1x128")[rank]
+    parts = [torch.randn(2 + rank, 64) for _ in range(2)]
+    calls = [
+        partial(comm.all_gather, x), partial(comm.reduce_scatter, x), partial(comm.all_reduce, x),
+        partial(comm.all_to_all_single, x), partial(comm.all_to_all_single, x[:4], [1, 3], [2, 2]),
+        partial(comm.all_gather, x[:4], spec=spec), partial(comm.all_to_all_single, x[:4], spec=spec),
+        partial(comm.all_to_all, [torch.empty_like(part) for part in parts], parts),
+        partial(exchange_rows, x, [2 + rank] * 2, [2 + rank] * 2, None, fp8=False),
+    ]  # fmt: skip
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    try:
+        for call in calls:
+            with pytest.raises(ValueError, match="the calls of the ranks of the group do not fit") as error:
+                call()
+            errors.append(str(error.value))
+        for job in (gather_job, reduce_scatter_job, all_reduce_job, all_to_all_job):
+            job()
+    finally:
+        dist.set_debug_level(before)
+    return errors
+
+
+@pytest.mark.thorough
+def test_detailed_checks_compare_calls(gloo):
+    """Without them Gloo ends a process, or bytes of one format are read as those of another."""
+    ours, theirs = gloo.run(misfit_job, 2)
+    assert ours == theirs
+    assert "all_gather: " in ours[0] and "rank 0 ([4, 64], 'e4m3/1x128'); rank 1 ([6, 64], 'e4m3/1x128')" in ours[0]
+    assert "rank 0 ([64], 'e4m3/1x128'), sends [2, 2], receives [1, 3]" in ours[4]
+    assert "'e4m3/row'); rank 1" in ours[5]

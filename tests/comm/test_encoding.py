@@ -1,7 +1,7 @@
 import pytest
 import torch
 from cases import DTYPES, SHAPES, SPECS, assert_within, bound, values
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.comm import encoding
@@ -39,6 +39,50 @@ def test_any_finite_values_arrive_within_the_bound(numbers):
     x = torch.tensor(numbers).clamp(-3e38, 3e38).view(1, -1)
     for spec in SPECS:
         assert_within(arrived(x, spec), x, bound(x, spec), spec)
+
+
+LAYOUTS = {
+    "contiguous": lambda x: x,
+    "transposed": lambda x: x.t().contiguous().t(),
+    "strided": lambda x: x.repeat_interleave(2, 1)[:, ::2],
+    "expanded": lambda x: x[:, :1].expand(x.shape),
+}
+
+
+@st.composite
+def messages(draw):
+    """Matrices of odd widths, whose groups lie anywhere in the range of their dtype, with some that are not finite."""
+    rows, columns = draw(st.integers(0, 5)), draw(st.sampled_from((0, 1, 2, 31, 127, 128, 129, 131, 256, 300)))
+    dtype = draw(st.sampled_from(DTYPES))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
+    sizes = draw(st.sampled_from((-44.0, -37.0, -20.0, 0.0, 37.0))), draw(st.sampled_from((0.0, 1.0, 4.0, 40.0)))
+    exponents = sizes[0] + sizes[1] * torch.rand(rows, columns, generator=generator)
+    x = torch.randn(rows, columns, generator=generator, dtype=torch.float64) * 10.0**exponents
+    x *= torch.rand(rows, columns, generator=generator) >= draw(st.sampled_from((0.0, 0.1, 0.99, 1.0)))
+    largest = torch.finfo(dtype).max / 1.2
+    x = x.clamp(-largest, largest).to(dtype)
+    if x.numel():
+        for bad in draw(st.lists(st.sampled_from((torch.nan, torch.inf, -torch.inf)), max_size=2)):
+            x[draw(st.integers(0, rows - 1)), draw(st.integers(0, columns - 1))] = bad
+    return LAYOUTS[draw(st.sampled_from(tuple(LAYOUTS)))](x)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("spec", SPECS)
+@settings(max_examples=150)
+@given(x=messages())
+def test_any_message_arrives_within_the_bound_or_as_nan(spec, x):
+    """Within the bound in groups that are finite, NaN in all others, whatever the shape and the order in memory."""
+    result, granularity = arrived(x, spec), parse_spec(spec).granularity
+    bad = ~x.isfinite()
+    if granularity.rows != 1:
+        spoilt = bad.any().expand_as(bad)
+    else:
+        groups = bad.split(granularity.columns or max(x.shape[1], 1), 1)
+        spoilt = torch.cat([group.any(1, keepdim=True).expand_as(group) for group in groups], 1)
+    assert torch.equal(result.isnan(), spoilt)
+    clean = x.masked_fill(spoilt, 0)
+    assert_within(result.masked_fill(spoilt, 0), clean, bound(clean, spec), f"{spec} {x.dtype} {list(x.shape)}")
 
 
 def test_what_is_not_finite_makes_its_group_nan_and_no_other():
@@ -110,5 +154,7 @@ def test_scales_shared_by_rows_that_travel_alone_are_refused(spec):
 
 
 def test_a_misspelt_spec_is_refused():
+    with pytest.raises(ValueError, match="for each group of 128 is 'fp8/1x128'; got 'fp8/1x64'"):
+        parse_spec("fp8/1x64")
     with pytest.raises(ValueError, match="did you mean 'e4m3'"):
         parse_spec("e4m4/row")

@@ -20,7 +20,14 @@ from torch.utils.checkpoint import checkpoint
 import octavo
 from collective_recorder import CollectiveRecorder
 from octavo.numerics import sqnr
-from octavo.parallel import Parallel, clip_grad_norm_, expert_parallel, parallelize
+from octavo.parallel import (
+    Parallel,
+    clip_grad_norm_,
+    context_parallel,
+    expert_parallel,
+    parallelize,
+    tensor_parallel,
+)
 from octavo.parallel.fsdp import parameters_in_fp8
 
 sys.path.append(str(Path(__file__).parents[1] / "nn"))
@@ -89,8 +96,8 @@ def test_exact_messages_change_no_bit(gloo, family):
 def test_fp8_messages_stay_close(gloo, family):
     for reports in gloo.run(module_job, 2, [(family, *case, True) for case in CASES]):
         for report in reports:
-            assert report["y"] >= 30
-            assert min(report.values()) >= 22 and report.get("down_proj_bias", 31) >= 31, report
+            assert report["y"] >= 41
+            assert min(report.values()) >= 25 and report.get("down_proj_bias", 31) >= 31, report
 
 
 @pytest.mark.slow
@@ -98,7 +105,7 @@ def test_four_ranks(gloo):
     cases = [("mixtral", [9, 0, 33, 1], None, fp8) for fp8 in (False, True)]
     for exact, fp8 in gloo.run(module_job, 4, cases):
         assert all(value == torch.inf for value in exact.values())
-        assert fp8["y"] >= 30 and min(fp8.values()) >= 22
+        assert fp8["y"] >= 41 and min(fp8.values()) >= 25
 
 
 class Checkpointed(nn.Module):
@@ -370,6 +377,10 @@ def errors_job():
         message_of(octavo.revert, experts),
         message_of(octavo.nn.change_recipe, experts, "", "mxfp8", reason="no"),
         message_of(expert_parallel, parallelize(converted("mixtral")), ep),
+        message_of(tensor_parallel, expert_parallel(model_of(), ep), ep),
+        message_of(expert_parallel, tensor_parallel(model_of(), ep), ep),
+        message_of(tensor_parallel, model_of(), "tp"),
+        message_of(context_parallel, model_of(), None),
     ]
 
 
@@ -389,6 +400,10 @@ def test_what_cannot_work_raises_on_every_rank(gloo):
         "holds some of the experts (octavo.parallel.expert_parallel)",
         "holds some of the experts (octavo.parallel.expert_parallel)",
         "are sharded already: call expert_parallel before octavo.parallelize",
+        "ValueError: tensor_parallel does not join expert_parallel",
+        "is distributed already: call expert_parallel before octavo.parallelize and fully_shard, and without tensor",
+        "TypeError: tensor_parallel takes a torch DeviceMesh, such as",
+        "TypeError: context_parallel takes a torch DeviceMesh, such as",
     )
     for found in gloo.run(errors_job, 2):
         for text, message in zip(texts, found, strict=True):

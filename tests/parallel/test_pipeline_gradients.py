@@ -19,6 +19,9 @@ LLAMA = {
     "vocab_size": 97, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 64, "eos_token_id": 0, "attention_bias": True, "mlp_bias": True,
 }  # fmt: skip
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 4}
+"""All experts for each token: a choice of some is another where messages round."""
+OUTLIERS = [5, 50, 100]
 LOST = 1.5
 """Decibels that a gradient may lose."""
 
@@ -40,10 +43,10 @@ def merged(results):
     return {name: gradient for of_rank in results for name, gradient in of_rank.items()}
 
 
-def lost(exact, alone, ours):
+def lost(exact, one, ours):
     """Decibels that the gradient of each parameter loses against one process; `pytest -s` prints the worst."""
     assert ours.keys() == exact.keys()
-    worse = {name: sqnr(reference, alone[name]) - sqnr(reference, ours[name]) for name, reference in exact.items()}
+    worse = {name: sqnr(reference, one[name]) - sqnr(reference, ours[name]) for name, reference in exact.items()}
     name = max(worse, key=worse.__getitem__)
     print(f"{worse[name]:.2f} dB lost by {name}, {sqnr(exact[name], ours[name]):.1f} dB")
     return worse
@@ -52,13 +55,27 @@ def lost(exact, alone, ours):
 # --- a model of Transformers, distributed as the trainer does ---
 
 
-def llama(fp8, outliers=False):
-    from transformers import LlamaConfig, LlamaForCausalLM
+def model_of(fp8, experts=False, outliers=None):
+    """A Llama; a Mixtral of this shape, whose linear layers have no bias, with `experts`.
+
+    With `outliers` three channels of 128 are 300 times the others: those of the `"residual"` stream, or of what each
+    block's values and experts `"send"`.
+    """
+    from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**LLAMA))
-    if outliers:
-        model.get_input_embeddings().weight.data[:, [5, 50, 100]] *= 300
+    if experts:
+        model = MixtralForCausalLM(MixtralConfig(**LLAMA | EXPERTS))
+    else:
+        model = LlamaForCausalLM(LlamaConfig(**LLAMA))
+    if outliers == "residual":
+        model.get_input_embeddings().weight.data[:, OUTLIERS] *= 300
+    elif outliers:
+        for block in model.model.layers:
+            if experts:
+                block.mlp.experts.down_proj.data[:, OUTLIERS] *= 300
+            else:
+                block.self_attn.v_proj.weight.data[OUTLIERS] *= 300
     return octavo.convert(model, verbose=False) if fp8 else model
 
 
@@ -67,8 +84,8 @@ def tokens_of(step):
     return tokens[:, :-1], tokens[:, 1:].contiguous()
 
 
-def llama_job(parallel, outliers=False):
-    model = llama(True, outliers)
+def ranks_job(parallel, outliers=None):
+    model = model_of(True, "ep" in parallel, outliers)
     layout = distribute(model, ParallelConfig(**parallel), torch.device("cpu"), fp8=True, micro_batches=MICROS)
 
     def backward(step):
@@ -77,7 +94,9 @@ def llama_job(parallel, outliers=False):
         if layout.pipeline is not None:
             layout.pipeline.step(inputs, labels, 1 / (MICROS * layout.loss_parts))
         else:
-            loss = layout.forward(input_ids=inputs, labels=labels, shift_labels=labels).loss
+            inputs = layout.own_tokens(inputs)
+            positions = layout.positions(inputs)
+            loss = layout.forward(input_ids=inputs, labels=labels, shift_labels=labels, **positions).loss
             (loss / layout.loss_parts).backward()
         layout.sum_partial({name: p.grad for name, p in model.named_parameters()})
 
@@ -85,8 +104,8 @@ def llama_job(parallel, outliers=False):
 
 
 @cache
-def llama_alone(fp8, outliers=False):
-    model = llama(fp8, outliers)
+def alone(fp8, experts=False, outliers=None):
+    model = model_of(fp8, experts, outliers)
 
     def backward(step):
         for inputs, targets in zip(*(part.chunk(MICROS) for part in tokens_of(step)), strict=True):
@@ -103,30 +122,53 @@ LAYOUTS = [
     (4, {"tp": 2, "dp_shard": 2}),
     (4, {"pp": 2, "tp": 2}),
     (4, {"pp": 4}),
+    (2, {"cp": 2}),
+    (2, {"ep": 2}),
+    (4, {"ep": 2}),
 ]
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("ranks", "parallel"), LAYOUTS, ids=str)
 def test_every_gradient_is_as_good_as_that_of_one_process(gloo, ranks, parallel):
-    gradients = merged(gloo.run(llama_job, ranks, parallel))
-    worse = lost(llama_alone(False), llama_alone(True), gradients)
+    gradients, experts = merged(gloo.run(ranks_job, ranks, parallel)), "ep" in parallel
+    worse = lost(alone(False, experts), alone(True, experts), gradients)
     assert max(worse.values()) <= LOST, worse
+
+
+def lost_to_outliers(gloo, parallel, outliers="residual"):
+    """Of each gradient that loses more than 1.5 dB, what it loses and what it has; `pytest -s` prints them."""
+    exact, one = (alone(fp8, "ep" in parallel, outliers) for fp8 in (False, True))
+    gradients = merged(gloo.run(ranks_job, 2, parallel, outliers))
+    worse = lost(exact, one, gradients)
+    losing = {name: (worse[name], sqnr(exact[name], gradients[name])) for name in worse if worse[name] > LOST}
+    print(len(losing), "of", len(worse), "lose more:", {name: f"{a:.1f} to {b:.1f}" for name, (a, b) in losing.items()})
+    return losing
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("parallel", [{"pp": 2}, {"tp": 2}, {"tp": 2, "fp8_comm": "on"}], ids=str)
 def test_groups_with_outliers_are_as_accurate_as_e4m3(gloo, parallel):
-    """Three channels 300 times the others: groups of 128 that have one travel in e4m3, of 32 dB. What loses more than
-    1.5 dB keeps that, but for the weight of one norm, whose loss (2.5 dB, from 22.1) is held here, not aimed at.
+    """Groups of 128 that have an outlier channel travel in e4m3, of 32 dB. What loses more than 1.5 dB keeps that, but
+    for the weight of one norm, whose loss (2.5 dB, from 22.1) is held here, not aimed at.
     """
-    exact, alone = llama_alone(False, outliers=True), llama_alone(True, outliers=True)
-    gradients = merged(gloo.run(llama_job, 2, parallel, True))
-    worse = lost(exact, alone, gradients)
-    losing = {name: (worse[name], sqnr(exact[name], gradients[name])) for name in worse if worse[name] > LOST}
-    print(len(losing), "of", len(worse), "lose more:", {name: f"{a:.1f} to {b:.1f}" for name, (a, b) in losing.items()})
+    losing = lost_to_outliers(gloo, parallel)
     below = {name: decibels for name, (decibels, left) in losing.items() if left < 32}
     assert len(below) <= 1 and all("norm" in name and decibels < 3 for name, decibels in below.items()), below
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("parallel", "outliers", "limit"),
+    [({"cp": 2}, "residual", LOST), ({"cp": 2}, "sent", 3.5), ({"ep": 2}, "residual", LOST), ({"ep": 2}, "sent", LOST)],
+    ids=str,
+)
+def test_outliers_cost_attention_and_experts_little(gloo, parallel, outliers, limit):
+    """At most 1.5 dB where the residual stream has outlier channels: q, k, v and what experts return do not. Where
+    values have them, Ulysses loses more: 3.1 dB of 14.7, in q of the first block. That is held here, not aimed at.
+    """
+    losing = lost_to_outliers(gloo, parallel, outliers)
+    assert all(decibels <= limit for decibels, _ in losing.values()), losing
 
 
 # --- what no FP8 product rounds: embedding, last norm and head of a model of a few small blocks ---

@@ -1,14 +1,21 @@
 """Batches of other sizes than the first one under tensor parallelism: as one process, or an error on every rank."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
 from test_tensor_parallel_fp8 import linears, part
 from test_tensor_parallel_plan import mesh_of, model_of
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
 
-from octavo.parallel import Fp8ColwiseParallel, Fp8RowwiseParallel, sum_partial_gradients, tensor_parallel
+from octavo.parallel import (
+    Fp8ColwiseParallel,
+    Fp8RowwiseParallel,
+    context_parallel,
+    sum_partial_gradients,
+    tensor_parallel,
+)
 
 pytestmark = pytest.mark.dist
 SHAPES = [(4, 32), (3, 32), (1, 32), (4, 18), (2, 31), (1, 6), (4, 32)]
@@ -68,26 +75,55 @@ def test_batches_of_other_sizes(gloo, fp8, divides):
             assert ours == pytest.approx(theirs, rel=4e-3 if small else 1.5e-3 if fp8 else 2e-4)
 
 
-def unequal_job(gather):
+def columns_and_rows(**options):
+    model, mesh = linears(), mesh_of()
+    return parallelize_module(model, mesh, {"0": Fp8ColwiseParallel(**options), "1": Fp8RowwiseParallel(**options)})
+
+
+def later_job(gather):
     """The error of a forward in which ranks have unequal parts, after one with equal ones."""
-    before = dist.get_debug_level()
+    before, model = dist.get_debug_level(), columns_and_rows(gather=gather)
     dist.set_debug_level(dist.DebugLevel.DETAIL)
     try:
-        mesh = DeviceMesh.from_group(dist.new_group(), "cpu", mesh_dim_names=("tp",))
+        model(torch.randn(2, 4, 128))
+        with pytest.raises(ValueError) as error:
+            model(torch.randn(2, 3 + dist.get_rank(), 128))
     finally:
         dist.set_debug_level(before)
-    model = linears()
-    plan = {"0": Fp8ColwiseParallel(gather=gather), "1": Fp8RowwiseParallel(gather=gather)}
-    parallelize_module(model, mesh, plan)
-    model(part(torch.randn(2, 8, 128), 1))
-    with pytest.raises(RuntimeError) as error:
-        model(part(torch.randn(2, 7, 128), 1))
     return str(error.value)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("gather", ["fp8", "bf16"])
-def test_torch_compares_messages_of_unequal_parts(gloo, gather):
-    """Layers compare shapes in their first forward only; TORCH_DISTRIBUTED_DEBUG=DETAIL does so in each."""
-    for text in gloo.run(unequal_job, 2, gather):
-        assert "Detected mismatch between collectives on ranks" in text and "TensorShape" in text
+def test_detailed_checks_compare_the_parts_of_every_forward(gloo, gather):
+    """Layers compare shapes in their first forward; with TORCH_DISTRIBUTED_DEBUG=DETAIL in each."""
+    for text in gloo.run(later_job, 2, gather):
+        assert "parts of a sequence of different shapes: [[2, 3, 128], [2, 4, 128]]" in text
+
+
+def first_job():
+    """The errors of first forwards in which ranks have unequal parts; without them Gloo ends a process."""
+    rank, errors = dist.get_rank(), []
+    tokens = torch.zeros(2, 8 + 2 * rank, dtype=torch.long)
+    whole = columns_and_rows(sequence_dim=None)
+    models = [tensor_parallel(model_of("llama"), mesh_of(), sequence_parallel=divides) for divides in (True, False)]
+    cases = [
+        partial(whole, torch.randn(2, 4 + rank, 128)),
+        *(partial(model, input_ids=tokens) for model in models),
+        partial(context_parallel(model_of("llama"), mesh_of("cp")), input_ids=tokens),
+        partial(
+            context_parallel(model_of("llama"), mesh_of("cp")), input_ids=torch.zeros(1 + rank, 8, dtype=torch.long)
+        ),
+    ]
+    for case in cases:
+        with pytest.raises(ValueError) as error:
+            case()
+        errors.append(str(error.value))
+    return errors
+
+
+@pytest.mark.thorough
+def test_unequal_parts_of_a_first_forward_raise_on_every_rank(gloo):
+    for errors in gloo.run(first_job, 2):
+        assert all("parts of a sequence of different shapes" in text for text in errors)
+        assert ["tensor parallelism" in text for text in errors] == [True] * 3 + [False] * 2

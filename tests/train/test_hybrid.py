@@ -431,6 +431,12 @@ def refused_job(tables, out):  # noqa: F811
     ("family", "parallel", "sections", "message"),
     [
         ("llama", {"tp": 4}, {}, r"parallel.tp = 4 does not divide the 2 processes: take [1, 2]"),
+        (
+            "llama",
+            {"tp": 2, "pp": 2},
+            {"optim": {"micro_batches": 2}},
+            "parallel.tp × cp × pp = 4 does not divide the 2 processes: take [1, 2]",
+        ),
         ("llama", {"tp": 2, "dp_shard": 2}, {}, "does not equal the world size 1"),
         ("llama", {"tp": 2}, {"precision": {"level": "fp8", "recipe": "tensorwise"}}, "one scale per tensor"),
         ("llama", {"tp": 2}, {"data": {"sequence_length": 15}}, "data.sequence_length = 15 is not divided by"),

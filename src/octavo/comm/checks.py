@@ -1,6 +1,7 @@
 """Checks of arguments that the collectives and point-to-point calls share."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -64,3 +65,41 @@ def split_sizes(name: str, sizes: Sequence[int] | None, rows: int | None, world:
         expected = f"{world} numbers of rows" + ("" if rows is None else f" that add up to {rows}")
         raise ValueError(f"all_to_all_single: {name} is {expected}; got {list(sizes)}")
     return list(sizes)
+
+
+def has_detailed_checks() -> bool:
+    """Whether `TORCH_DISTRIBUTED_DEBUG=DETAIL` is set."""
+    torch_distributed: Any = dist
+    detailed: bool = torch_distributed.get_debug_level() == torch_distributed.DebugLevel.DETAIL
+    return detailed
+
+
+def compare_calls(
+    name: str, group: Group, equal: object, sent: Sequence[int] = (), received: Sequence[int] = ()
+) -> None:  # fmt: skip
+    """With `TORCH_DISTRIBUTED_DEBUG=DETAIL`, raise ValueError on all ranks unless their calls fit; else do nothing.
+
+    Gloo ends the process of a rank that gets a larger message than it expects, and bytes of another format are read as
+    if they were its own. To compare costs a message that the host waits for.
+
+    Args:
+        name: The function that ranks call.
+        group: The ranks.
+        equal: What has to be equal, such as shape and spec.
+        sent: Rows for each rank, which must be what that rank receives from this one.
+        received: Rows from each rank.
+    """
+    if not has_detailed_checks():
+        return
+    calls: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(calls, (str(equal), list(sent), list(received)), group)
+    ranks = range(len(sent))
+    if len({text for text, _, _ in calls}) > 1 or any(calls[a][1][b] != calls[b][2][a] for a in ranks for b in ranks):
+        listed = "; ".join(
+            f"rank {rank} {text}" + (f", sends {rows}, receives {others}" if ranks else "")
+            for rank, (text, rows, others) in enumerate(calls)
+        )
+        raise ValueError(
+            f"{name}: the calls of the ranks of the group do not fit: {listed}. Give all the same shape, spec and "
+            "dtype, and each the number of rows that the other one sends"
+        )

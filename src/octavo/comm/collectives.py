@@ -11,6 +11,9 @@ Sums are never taken in FP8, so their error is at most the sum of the summands' 
 Each takes and returns tensors and changes none, except `all_to_all`, which fills its outputs. Under autograd the
 gradient travels back in FP8 too, in `backward_spec`, for example e5m2 for its wider range. With `async_op=True` (no
 autograd) the call returns when the exchange has started, and `.wait()` returns the result.
+
+If shapes, specs or rows of ranks do not fit, Gloo ends a process ("Received data size doesn't match expected size"), or
+bytes are read in another format. `TORCH_DISTRIBUTED_DEBUG=DETAIL` has each call compare them: all ranks raise.
 """
 
 import math
@@ -22,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from octavo.comm.checks import Group, check_args, check_op, needs_grad, split_sizes, world_size
+from octavo.comm.checks import Group, check_args, check_op, compare_calls, needs_grad, split_sizes, world_size
 from octavo.comm.encoding import DEFAULT_SPEC, as_rows, pack, pack_parts, part_size, unpack, unpack_parts, width
 from octavo.numerics.spec import MessageSpec
 
@@ -235,19 +238,20 @@ def all_to_all(
         for tensor in tensors:
             quant_spec, _ = check_args("all_to_all", tensor, spec, None, False)
     coming, going = ([_bytes(tensor, quant_spec) for tensor in tensors] for tensors in (outputs, inputs))
+    compare_calls("all_to_all", group, quant_spec.text, going, coming)
     message = torch.cat([pack(as_rows(tensor), quant_spec).flatten() for tensor in inputs])
     received = message.new_empty(sum(coming))
     dist.all_to_all_single(received, message, coming, going, group=group)
     for output, part in zip(outputs, received.split(coming), strict=True):
         rows = as_rows(output)
-        decoded = (
-            unpack(part.view(rows.shape[0], -1), rows.shape[1], quant_spec, output.dtype) if part.numel() else rows
-        )
-        output.detach().copy_(decoded.view(output.shape))
+        if part.numel():
+            rows = unpack(part.view(rows.shape[0], -1), rows.shape[1], quant_spec, output.dtype)
+        output.detach().copy_(rows.view(output.shape))
 
 
 def _all_gather(x: Tensor, group: Group, spec: MessageSpec) -> AsyncResult[Tensor]:
     world, rows = world_size(group), as_rows(x)
+    compare_calls("all_gather", group, (list(x.shape), spec.text))
     message = pack(rows, spec)
     gathered = message.new_empty(world * message.shape[0], message.shape[1])
     work = gather_single(gathered, message, group=group, async_op=True)
@@ -258,6 +262,7 @@ def _all_gather(x: Tensor, group: Group, spec: MessageSpec) -> AsyncResult[Tenso
 def _reduce_scatter(x: Tensor, group: Group, op: Reduction, spec: MessageSpec) -> AsyncResult[Tensor]:
     world = world_size(group)
     rows = as_rows(x, world)
+    compare_calls("reduce_scatter", group, (list(x.shape), spec.text))
     message = pack(rows, spec)
     received = torch.empty_like(message)
     work = dist.all_to_all_single(received, message, group=group, async_op=True)
@@ -276,6 +281,7 @@ def _sum(message: Tensor, world: int, columns: int, op: Reduction, spec: Message
 
 def _all_reduce(x: Tensor, group: Group, op: Reduction, spec: MessageSpec) -> AsyncResult[Tensor]:
     world, count = world_size(group), x.numel()
+    compare_calls("all_reduce", group, (list(x.shape), spec.text))
     unit = world * (spec.granularity.columns or 1)
     flat = torch.nn.functional.pad(x.detach().reshape(-1), (0, -count % unit)).view(world, -1)
     message = pack(flat, spec)
@@ -293,6 +299,7 @@ def _all_reduce(x: Tensor, group: Group, op: Reduction, spec: MessageSpec) -> As
 def _all_to_all(
     x: Tensor, group: Group, sent: Sequence[int], received: Sequence[int], spec: MessageSpec
 ) -> AsyncResult[Tensor]:
+    compare_calls("all_to_all_single", group, (list(x.shape[1:]), spec.text), sent, received)
     if x.ndim == 1:
         return _all_to_all_vector(x, group, sent, received, spec)
     rows = as_rows(x)
@@ -389,6 +396,5 @@ def _start(pending: AsyncResult[Tensor], async_op: bool) -> Any:
 
 
 def _bytes(x: Tensor, spec: MessageSpec) -> int:
-    rows = 1 if x.ndim < 2 else x.shape[0]
-    columns = x.numel() if x.ndim < 2 else math.prod(x.shape[1:])
-    return rows * width(columns, spec)
+    rows, *rest = x.shape if x.ndim > 1 else (1, x.numel())
+    return rows * width(math.prod(rest), spec)

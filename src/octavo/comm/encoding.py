@@ -70,10 +70,14 @@ def parse_spec(spec: str) -> MessageSpec:
     """Parse the FP8 spec of a message.
 
     Raises:
-        ValueError: If several but not all rows share a scale, because rows travel alone.
+        ValueError: If several but not all rows share a scale, because rows travel alone, or for an unknown format.
     """
     if spec == ADAPTIVE.text:
         return ADAPTIVE
+    if spec.startswith("fp8/"):
+        raise ValueError(
+            f"octavo.comm: the format that chooses for each group of 128 is {ADAPTIVE.text!r}; got {spec!r}"
+        )
     parsed = QuantSpec.parse(spec)
     rows, columns = parsed.granularity
     if rows != 1 and (rows, columns) != (FULL, FULL):

@@ -98,7 +98,8 @@ def irecv(
     """Start to receive a tensor.
 
     Args:
-        shape: Shape of the sender's tensor.
+        shape: Shape of the sender's tensor. Over Gloo another one ends this process if the message is larger, and
+            leaves the rest of the result undefined if it is smaller.
         src: Global rank of the sender.
         group: Process group; None for the default group.
         dtype: Dtype of the result: float32, bfloat16 or float16; it may differ from the sender's.

@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from octavo.comm.checks import has_detailed_checks
 from octavo.kernels.adamw import ADAMW, CASE
 from octavo.nn.experts import is_converted_experts
 from octavo.nn.linear_subclasses import is_converted
@@ -24,6 +25,45 @@ def gather_reports(report: Any, mesh: Any) -> list[Any]:
             dist.all_gather_object(parts, reports, group)
         reports = [report for part in parts for report in part]
     return reports
+
+
+def check_mesh(function: str, mesh: object, data: str, name: str) -> None:
+    """Raise TypeError, with the names of an example, unless `mesh` is a `DeviceMesh`."""
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(
+            f"{function} takes a torch DeviceMesh, such as init_device_mesh('cuda', (2, 4), "
+            f"mesh_dim_names=({data!r}, {name!r}))[{name!r}]; got {mesh!r}"
+        )
+
+
+class EqualShapes:
+    """Compares the shapes that the ranks of a mesh have in a first call; with `TORCH_DISTRIBUTED_DEBUG=DETAIL` in each.
+
+    Not in each otherwise: the comparison waits for the device.
+
+    Args:
+        mesh: The ranks.
+        kind: What they are ranks of, for the message.
+    """
+
+    def __init__(self, mesh: DeviceMesh, kind: str) -> None:
+        self._mesh, self._kind, self._compared = mesh, kind, False
+
+    def __deepcopy__(self, memo: Any) -> "EqualShapes":
+        return EqualShapes(self._mesh, self._kind)  # meshes do not copy
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return the tensor. Raises ValueError on every rank unless all have one shape."""
+        if self._compared and not has_detailed_checks():
+            return x
+        shapes = gather_reports(list(x.shape), self._mesh)
+        if any(shape != shapes[0] for shape in shapes):
+            raise ValueError(
+                f"the ranks of {self._kind} have parts of a sequence of different shapes: {shapes}. Give each an equal "
+                f"part: pad the sequence to a multiple of {self._mesh.size()}"
+            )
+        self._compared = True
+        return x
 
 
 def compare_ranks(function: str, model: nn.Module, settings: list[Any], problem: Exception | None, mesh: Any) -> None:

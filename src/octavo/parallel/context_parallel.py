@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from octavo.nn.report import check_module
-from octavo.parallel.agreement import compare_ranks
+from octavo.parallel.agreement import EqualShapes, check_mesh, compare_ranks
 from octavo.parallel.ulysses import ulysses_attention
 
 _NAME = "octavo_ulysses"
-_SETTINGS: WeakKeyDictionary[nn.Module, tuple[DeviceMesh, bool, str]] = WeakKeyDictionary()
-"""Mesh, FP8 messages or not, and the name of the attention inside, by attention module."""
+_SETTINGS: WeakKeyDictionary[nn.Module, tuple[DeviceMesh, EqualShapes, bool, str]] = WeakKeyDictionary()
+"""Mesh, its comparison of shapes, FP8 messages or not, and the name of the attention inside, by attention module."""
 
 
 def context_parallel(model: nn.Module, mesh: DeviceMesh, *, fp8_comm: bool = True) -> nn.Module:
@@ -40,9 +40,11 @@ def context_parallel(model: nn.Module, mesh: DeviceMesh, *, fp8_comm: bool = Tru
         The model itself.
 
     Raises:
+        TypeError: If `model` is not a module or `mesh` not a `DeviceMesh`.
         ValueError: If the model does not use Transformers' attention functions, the ranks do not divide its heads, it
             has layers of another kind than full attention, or ranks differ. On every rank; the model is left as it was.
-            In a forward: for an attention mask, or a window shorter than the sequence.
+            In a forward: for an attention mask, or a window shorter than the sequence. In the first forward: if ranks
+            have parts of different shapes.
 
     Examples:
         >>> mesh = init_device_mesh("cuda", (8, 4), mesh_dim_names=("dp", "cp"))  # doctest: +SKIP
@@ -50,6 +52,7 @@ def context_parallel(model: nn.Module, mesh: DeviceMesh, *, fp8_comm: bool = Tru
         >>> model = octavo.parallelize(model)  # doctest: +SKIP
     """
     check_module("context_parallel", model)
+    check_mesh("context_parallel", mesh, "dp", "cp")
     problem: Exception | None = None
     attention: list[nn.Module] = []
     try:
@@ -60,8 +63,9 @@ def context_parallel(model: nn.Module, mesh: DeviceMesh, *, fp8_comm: bool = Tru
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     config: Any = model.config
+    equal_shapes = EqualShapes(mesh, "context parallelism")
     for module in attention:
-        _SETTINGS[module] = mesh, bool(fp8_comm), config._attn_implementation
+        _SETTINGS[module] = mesh, equal_shapes, bool(fp8_comm), config._attn_implementation
     ALL_ATTENTION_FUNCTIONS.register(_NAME, _attention)
     config._attn_implementation = _NAME
     return model
@@ -69,7 +73,7 @@ def context_parallel(model: nn.Module, mesh: DeviceMesh, *, fp8_comm: bool = Tru
 
 def inner_attention(model: nn.Module) -> str | None:
     """Return the name of the attention that runs inside `context_parallel`; None without it."""
-    return next((_SETTINGS[module][2] for module in model.modules() if module in _SETTINGS), None)
+    return next((_SETTINGS[module][-1] for module in model.modules() if module in _SETTINGS), None)
 
 
 def _check(model: Any, mesh: DeviceMesh) -> list[nn.Module]:
@@ -110,7 +114,8 @@ def _attention(
     """Transformers' interface of attention: [B,H,S/p,D] to [B,S/p,H,Dv]."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    mesh, fp8, name = _SETTINGS[module]
+    mesh, equal_shapes, fp8, name = _SETTINGS[module]
+    equal_shapes(query)
     whole = query.shape[2] * mesh.size()
     window = kwargs.get("sliding_window")
     if attention_mask is not None or (window is not None and window < whole):

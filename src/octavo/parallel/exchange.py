@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from octavo.comm import ADAPTIVE_SPEC, all_to_all_single
+from octavo.comm.checks import compare_calls
 from octavo.runtime.switch import SWITCH
 
 
@@ -48,6 +49,7 @@ class _Exact(torch.autograd.Function):
 
 
 def _all_to_all(rows: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
+    compare_calls("all_to_all_single", group, (list(rows.shape[1:]), rows.dtype), sent, received)
     arriving = rows.new_empty((sum(received), *rows.shape[1:]))
     dist.all_to_all_single(arriving, rows.contiguous(), received, sent, group=group)
     return arriving

@@ -44,7 +44,7 @@ from octavo.nn.experts import STACKED, Experts, gather_rows, inverse_order, is_c
 from octavo.nn.report import check_module
 from octavo.nn.resident import ResidentShard
 from octavo.numerics.recipe import Recipe
-from octavo.parallel.agreement import compare_ranks
+from octavo.parallel.agreement import check_mesh, compare_ranks
 from octavo.parallel.exchange import exchange_rows
 from octavo.runtime.swap import all_or_nothing
 from octavo.runtime.switch import SWITCH
@@ -84,11 +84,7 @@ def expert_parallel(model: nn.Module, mesh: DeviceMesh, *, fp8_comm: bool = True
         >>> octavo.parallelize(model, mesh)  # doctest: +SKIP
     """
     check_module("expert_parallel", model)
-    if not isinstance(mesh, DeviceMesh):
-        raise TypeError(
-            "expert_parallel takes a torch DeviceMesh, such as init_device_mesh('cuda', (2, 4), "
-            f"mesh_dim_names=('efsdp', 'ep'))['ep']; got {mesh!r}"
-        )
+    check_mesh("expert_parallel", mesh, "efsdp", "ep")
     if mesh.get_coordinate() is None:
         raise ValueError(
             f"expert_parallel: rank {dist.get_rank()} is not in the mesh {mesh}: take a dimension of a mesh over all "
@@ -268,6 +264,11 @@ def _check_experts(model: nn.Module, ranks: int) -> None:
             raise ValueError(
                 f"the experts {name!r} are sharded already: call expert_parallel before octavo.parallelize and "
                 "fully_shard"
+            )
+        if others := [name for name, p in model.named_parameters() if isinstance(p, DTensor)]:
+            raise ValueError(
+                f"{others[0]!r} is distributed already: call expert_parallel before octavo.parallelize and "
+                "fully_shard, and without tensor parallelism, which it does not join"
             )
         if count % ranks:
             fitting = [n for n in range(1, count + 1) if count % n == 0]

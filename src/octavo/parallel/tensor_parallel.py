@@ -31,10 +31,12 @@ from octavo.nn.input_casts import InputCastCache
 from octavo.nn.linear_like import LinearLike
 from octavo.nn.report import NOTE_ATTRIBUTE
 from octavo.numerics.names import nearest
-from octavo.parallel.agreement import compare_ranks, gather_reports
+from octavo.parallel.agreement import EqualShapes, compare_ranks
 from octavo.parallel.tokens import TokenExchange, gather_input, reduce_output
 from octavo.runtime.switch import SWITCH
 
+KIND = "tensor parallelism"
+"""What ranks are ranks of, in messages."""
 _WIRES = ("fp8", "bf16")
 _GATHERED = InputCastCache()
 """The last X that a column-parallel layer gathered, per thread."""
@@ -162,7 +164,8 @@ class Fp8ColwiseParallel(_Fp8Style):
     Raises:
         TypeError: From `parallelize_module`, as all of these on every rank: for a module that is no linear layer.
         ValueError: For sizes that the ranks do not divide, a recipe with one scale per tensor, a layer that is
-            distributed already, or ranks that differ. In the first forward: if ranks have different numbers of tokens.
+            distributed already, or ranks that differ. In the first forward: if ranks have different numbers of tokens;
+            over Gloo a later one ends a rank's process, except with `TORCH_DISTRIBUTED_DEBUG=DETAIL`.
 
     Examples:
         Under `torchrun`, on each rank:
@@ -207,7 +210,7 @@ class Fp8RowwiseParallel(_Fp8Style):
 
     Raises:
         TypeError: As `Fp8ColwiseParallel`.
-        ValueError: As `Fp8ColwiseParallel`. In a forward: if the ranks do not divide the tokens.
+        ValueError: As `Fp8ColwiseParallel`. In each forward: if the ranks do not divide the tokens.
 
     Examples:
         >>> octavo.parallel.Fp8RowwiseParallel(reduce="fp8", heads=32)
@@ -226,7 +229,8 @@ class Fp8RowwiseParallel(_Fp8Style):
         return "row-parallel: " + ", ".join(parts[: 1 if self.sequence_dim is None else 2])
 
     def _hook(self, layer: nn.Module, exchange: TokenExchange) -> None:
-        layer.register_forward_pre_hook(partial(_features, exchange), with_kwargs=True)
+        equal_shapes = EqualShapes(exchange.mesh, KIND)
+        layer.register_forward_pre_hook(partial(_features, exchange, equal_shapes), with_kwargs=True)
         layer.register_forward_hook(lambda module, inputs, y: reduce_output(y, present(module, exchange)))
 
 
@@ -234,15 +238,14 @@ class _Gather:
     """The hook before a column-parallel layer's forward."""
 
     def __init__(self, exchange: TokenExchange) -> None:
-        self._exchange, self._checked = exchange, exchange.sequence_dim is None
+        self._exchange, self._equal_shapes = exchange, EqualShapes(exchange.mesh, KIND)
 
     def __call__(self, layer: nn.Module, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
         exchange = present(layer, self._exchange)
         input = _input_of(args, kwargs)
         x = _local(input, exchange, exchange.placement(input))
-        if not self._checked:
-            _check_equal_parts(x, exchange)
-            self._checked = True
+        if exchange.sequence_dim is not None:
+            self._equal_shapes(x)
         spec = layer.recipe.x if exchange.fp8_gather and isinstance(layer, LinearLike) and fits(layer.recipe) else None
         gathered = _GATHERED.casts_of(input)
         key = exchange, spec, torch.is_grad_enabled()
@@ -253,10 +256,12 @@ class _Gather:
         return (gathered[key],), {}
 
 
-def _features(exchange: TokenExchange, layer: nn.Module, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
+def _features(
+    exchange: TokenExchange, equal_shapes: EqualShapes, layer: nn.Module, args: Any, kwargs: Any
+) -> tuple[Any, dict[str, Any]]:
     """The hook before a row-parallel layer's forward."""
     input = _input_of(args, kwargs)
-    x = _local(input, exchange, Shard(input.ndim - 1))
+    x = equal_shapes(_local(input, exchange, Shard(input.ndim - 1)))
     return (DTensor.from_local(x, exchange.mesh, [Shard(x.ndim - 1)], run_check=False),), {}
 
 
@@ -290,16 +295,6 @@ def _local(x: Tensor, exchange: TokenExchange, placement: Any) -> Tensor:
         x = x.redistribute(placements=[placement])
     local: Tensor = x.to_local()
     return local
-
-
-def _check_equal_parts(x: Tensor, exchange: TokenExchange) -> None:
-    """Raise ValueError on every rank unless all have parts of one shape."""
-    shapes = gather_reports(list(x.shape), exchange.mesh)
-    if any(shape != shapes[0] for shape in shapes):
-        raise ValueError(
-            f"the ranks of tensor parallelism have parts of a sequence of different shapes: {shapes}. Give each an "
-            f"equal part: pad the sequence to a multiple of {exchange.mesh.size()}"
-        )
 
 
 def _why_not_fp8(layer: nn.Module) -> str | None:

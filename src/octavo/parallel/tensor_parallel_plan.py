@@ -40,9 +40,10 @@ from octavo.nn.linear_like import LinearLike
 from octavo.nn.report import NOTE_ATTRIBUTE, check_module
 from octavo.nn.resident_state import as_resident
 from octavo.numerics.spec import QuantSpec
-from octavo.parallel.agreement import compare_ranks
+from octavo.parallel.agreement import EqualShapes, check_mesh, compare_ranks
 from octavo.parallel.divided_random import divide_dropout
-from octavo.parallel.tensor_parallel import Fp8ColwiseParallel, Fp8RowwiseParallel, as_plain, present
+from octavo.parallel.expert_parallel import distributed_experts
+from octavo.parallel.tensor_parallel import KIND, Fp8ColwiseParallel, Fp8RowwiseParallel, as_plain, present
 from octavo.parallel.tokens import TokenExchange, gather_input
 from octavo.runtime.blocks import Absent, find_block_list, find_blocks
 from octavo.runtime.swap import all_or_nothing
@@ -90,10 +91,11 @@ def tensor_parallel(
         The model itself.
 
     Raises:
-        ValueError: If the config has no plan, or one of other styles; if heads or features are not divided by the
-            ranks; if sequence parallelism meets attention that is not in the plan; for a recipe with one scale per
-            tensor; or if ranks differ. On every rank; the model is left as it was. In a forward: for a sequence that
-            the ranks do not divide.
+        TypeError: If `model` is not a module or `mesh` not a `DeviceMesh`.
+        ValueError: If the config has no plan, or one of other styles; for experts that are distributed; if heads or
+            features are not divided by the ranks; if sequence parallelism meets attention that is not in the plan; for
+            a recipe with one scale per tensor; or if ranks differ. On every rank; the model is left as it was. In a
+            forward: for a sequence that the ranks do not divide, and in the first one for ranks with unequal inputs.
 
     Examples:
         Under `torchrun`, on each rank:
@@ -110,6 +112,7 @@ def tensor_parallel(
         >>> octavo.parallel.sum_partial_gradients(model, mesh["tp"])
     """
     check_module("tensor_parallel", model)
+    check_mesh("tensor_parallel", mesh, "dp_shard", "tp")
     plan: dict[str, Any] = {}
     partial_names: set[str] = set()
     problem: Exception | None = None
@@ -121,6 +124,8 @@ def tensor_parallel(
                 f"{len(resident)} weights are resident in FP8 (first: {resident[0]!r}), which tensor_parallel does not "
                 "divide: shard them by rows (octavo.parallelize), or convert without frozen='fp8'"
             )
+        if distributed_experts(model):
+            raise ValueError("tensor_parallel does not join expert_parallel: leave the experts whole, or leave tp out")
         plan, partial_names = _plan(model, sequence_parallel, gather, reduce)
         if sequence_parallel:
             _check_blocks(model, plan)
@@ -334,7 +339,7 @@ def _divide_tokens(model: Any, mesh: DeviceMesh, plan: dict[str, Any], fp8_gathe
         if isinstance(style, _ColwiseOfGathered):
             readers.setdefault(name.rpartition(".")[0], []).append(model.get_submodule(name))
     for name, linears in readers.items():
-        hook = partial(_gather_attention_input, exchange, linears)
+        hook = partial(_gather_attention_input, exchange, EqualShapes(mesh, KIND), linears)
         model.get_submodule(name).register_forward_pre_hook(hook, with_kwargs=True)
 
 
@@ -343,11 +348,11 @@ def _split_input(mesh: DeviceMesh, block: nn.Module, args: Any, kwargs: Any) -> 
 
 
 def _gather_attention_input(
-    exchange: TokenExchange, linears: list[nn.Module], attention: nn.Module, args: Any, kwargs: Any
+    exchange: TokenExchange, equal_shapes: EqualShapes, linears: list[nn.Module], attention: Any, args: Any, kwargs: Any
 ) -> tuple[Any, dict[str, Any]]:
     exchange = present(linears[0], exchange)
     spec = _shared_spec(linears, exchange)
-    return _with_hidden_states(args, kwargs, lambda x: gather_input(x, exchange, spec))
+    return _with_hidden_states(args, kwargs, lambda x: gather_input(equal_shapes(x), exchange, spec))
 
 
 def _shared_spec(linears: list[nn.Module], exchange: TokenExchange) -> QuantSpec | None:

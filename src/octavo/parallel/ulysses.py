@@ -59,7 +59,8 @@ def ulysses_attention(
     Raises:
         ValueError: If p does not divide the numbers of heads, a tensor is not 4-D, or dtypes differ.
 
-    All ranks need parts of the same length: pad the sequence to a multiple of p.
+    All ranks need parts of the same shape: pad the sequence to a multiple of p. Nothing compares them, except with
+    `TORCH_DISTRIBUTED_DEBUG=DETAIL`: over Gloo unequal ones end a rank's process.
 
     Examples:
         >>> q = torch.randn(1, 8, 16, 128)                      # on two ranks, under torchrun: 32 tokens

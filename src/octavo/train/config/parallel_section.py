@@ -90,7 +90,8 @@ class ParallelConfig(Section):
             ValueError: If the layout does not fit it.
         """
         shared = self.tp * self.cp * self.pp
-        for name, size in (("tp", self.tp), ("cp", self.cp), ("ep", self.ep), ("pp", self.pp)):
+        sizes = {"tp": self.tp, "cp": self.cp, "ep": self.ep, "pp": self.pp, "tp × cp × pp": shared}
+        for name, size in sizes.items():
             if world_size % size:
                 fitting = [n for n in range(1, world_size + 1) if world_size % n == 0]
                 raise ValueError(f"parallel.{name} = {size} does not divide the {world_size} processes: take {fitting}")
