@@ -26,7 +26,7 @@ from octavo.numerics.names import nearest
 from octavo.numerics.plan import Decision, Plan
 from octavo.numerics.precision import AUTO
 from octavo.numerics.recipe import RECIPES, Recipe, unequalized, weight_only
-from octavo.numerics.spec import QuantSpec
+from octavo.numerics.spec import ADAPTIVE, MessageSpec
 from octavo.runtime.torch_compat import FakeTensor
 
 FROZEN = ("bf16", "fp8")
@@ -60,7 +60,7 @@ def check_weight_only_request(weight_only: Sequence[str], frozen: str, plan: Pla
         )
 
 
-def resident_plan(plan: Plan, modules: Mapping[str, nn.Module]) -> tuple[Plan, dict[str, QuantSpec]]:
+def resident_plan(plan: Plan, modules: Mapping[str, nn.Module]) -> tuple[Plan, dict[str, MessageSpec]]:
     """Choose the layers of a plan whose weights become resident in FP8.
 
     Args:
@@ -76,7 +76,7 @@ def resident_plan(plan: Plan, modules: Mapping[str, nn.Module]) -> tuple[Plan, d
             weight would be resident.
     """
     changed: dict[str, Decision] = {}
-    specs: dict[str, QuantSpec] = {}
+    specs: dict[str, MessageSpec] = {}
     layers, shared = _layers_to_store(plan, modules)
     for fqn in plan.converted:
         decision, module = plan[fqn], modules[fqn]
@@ -177,7 +177,7 @@ def check_weight_only(fqn: str, recipe: Recipe | None, why: str) -> None:
 
 @torch.inference_mode(False)  # inference tensors could not be saved for backward
 def resident_parameters(
-    modules: Mapping[str, nn.Module], specs: Mapping[str, QuantSpec]
+    modules: Mapping[str, nn.Module], specs: Mapping[str, MessageSpec]
 ) -> dict[nn.Module, dict[str, nn.Parameter]]:
     """Quantize the weights of layers; a weight that several layers share once."""
     quantized: dict[int, Any] = {}
@@ -225,12 +225,15 @@ def check_recipe_of_resident(fqn: str, layer: nn.Module, recipe: Recipe | None) 
         if (why := sharded_problem(layer)) is not None:
             raise ValueError(f"change_recipe: {fqn!r} {why}")
         return
+    if recipe.weight_only and not looks_like_experts(layer):  # reads any
+        return
     spec = weight.spec.transposed if stores_transposed(layer) else weight.spec
     if recipe.equalization or recipe.w != spec or recipe.dgrad_w != spec:
-        fitting = ", ".join(r.name for r in RECIPES.values() if r.w == r.dgrad_w == spec and not r.equalization)
+        fitting = [r.name for r in RECIPES.values() if r.w == r.dgrad_w == spec and not r.equalization]
+        others = f"use one of {', '.join(fitting)}, or" if fitting else "its products are weight-only; use"
         raise ValueError(
             f"change_recipe: the weight of {fqn!r} is resident in FP8 as {spec}, which {recipe.name!r} cannot read: "
-            f"use one of {fitting}, or None for the FP8 values in {weight.dtype}"
+            f"{others} None for the FP8 values in {weight.dtype}"
         )
 
 
@@ -265,8 +268,8 @@ def _shared_with_others(layers: set[nn.Module], modules: Mapping[str, nn.Module]
     return reasons
 
 
-def _checked_spec(fqn: str, module: nn.Module, recipe: Recipe) -> QuantSpec:
-    """Return the format of a layer's weight as stored."""
+def _checked_spec(fqn: str, module: nn.Module, recipe: Recipe) -> MessageSpec:
+    """Return the format of a layer's weight as stored: adaptive FP8 if it is widened for its products."""
     if recipe.w != recipe.dgrad_w:
         fitting = ", ".join(r.name for r in RECIPES.values() if r.w == r.dgrad_w and not r.equalization)
         raise ValueError(
@@ -280,6 +283,8 @@ def _checked_spec(fqn: str, module: nn.Module, recipe: Recipe) -> QuantSpec:
                 "is sharded or quantized by another library, or leave it out with skip=[…]. The model was left as it "
                 "was"
             )
+    if recipe.weight_only and not looks_like_experts(module):
+        return ADAPTIVE
     return recipe.w.transposed if stores_transposed(module) else recipe.w
 
 

@@ -24,8 +24,9 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from octavo.nn.checkpoint_names import parts_in_checkpoint
 from octavo.nn.report import check_module
 from octavo.nn.resident import ResidentWeight
-from octavo.nn.resident_state import SCALE_SUFFIX
+from octavo.nn.resident_state import SCALE_SUFFIX, scale_of_stored
 from octavo.numerics.formats import SUPPORTED_DTYPES
+from octavo.numerics.spec import ADAPTIVE, ROW, MessageSpec, QuantSpec
 from octavo.runtime.extras import needs_extras
 from octavo.runtime.swap import all_or_nothing
 
@@ -67,7 +68,7 @@ def load_frozen(model: M, path: str | Path, *, device: str | torch.device = "cpu
         path: A safetensors file, or a folder as `save_pretrained` writes it: `model.safetensors`, or the files of
             `model.safetensors.index.json`. Without either, all safetensors files of the folder. Names are those of
             `model.state_dict()`, or of the published checkpoints of a Transformers model, which store each expert by
-            itself. A resident weight may be stored in high precision, or in FP8 with its scales.
+            itself. A resident weight may be stored in high precision, or in FP8 with its scales, which it keeps.
         device: Where parameters on the meta device go. Buffers stay where they are: `model.to(device)` moves them.
 
     Returns:
@@ -152,18 +153,20 @@ class _Slot:
 
     def load(self, value: Tensor, scale: Tensor | None, device: str | torch.device) -> None:
         """Set the values; on the meta device by a new tensor on `device`."""
-        old = self.tensor
+        old, replaces = self.tensor, self.tensor.is_meta
         target = device if old.is_meta else old.device
         if isinstance(old, ResidentWeight):
             if scale is not None:  # copied, because what safetensors returns may be mapped to the file
-                data, scale = value.to(target, copy=True), scale.to(target, old.scale.dtype, copy=True)
-                new: Tensor = ResidentWeight(data, scale, old.spec, old.dtype)
+                spec = _spec_of_bytes(old.spec, value.dtype)
+                data, scale = (part.to(target, copy=True) for part in (value, scale_of_stored(scale, spec)))
+                new: Tensor = ResidentWeight(data, scale, spec, old.dtype)
+                replaces = replaces or spec != old.spec
             else:
                 plain = value if value.dtype in SUPPORTED_DTYPES else value.float()
                 new = ResidentWeight.quantized(plain.to(target), old.spec).to(old.dtype)
         else:
             new = value.to(target, old.dtype, copy=True)
-        if not old.is_meta:
+        if not replaces:
             old.copy_(new)
             return
         loaded = nn.Parameter(new, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else new
@@ -224,13 +227,16 @@ def _misfit(name: str, part: Tensor, slot: _Slot, stored: Mapping[str, Any], pat
         return f"{name} in {path} has shape {shape}, the model's has {list(part.shape)}"
     expected: tuple[torch.dtype, ...] = (*SUPPORTED_DTYPES, torch.float64)
     if resident is not None and has_scales:
-        expected = (resident.data_.dtype,)
+        expected = (resident.data_.dtype, torch.float8_e4m3fn) if resident.spec == ADAPTIVE else (resident.data_.dtype,)
         scale_shape, scale_dtype = _stored_shape(name + SCALE_SUFFIX, stored)
         own = list(slot.scales[name].shape)
+        if dtype in expected and (spec := _spec_of_bytes(resident.spec, dtype)) != resident.spec:
+            own = list(spec.granularity.scale_shape((part.shape[0], part.shape[1])))
         if scale_shape != own:
             return f"{name}{SCALE_SUFFIX} in {path} has shape {scale_shape}, the model's has {own}"
-        if scale_dtype not in SUPPORTED_DTYPES:
-            return f"{name}{SCALE_SUFFIX} in {path} has dtype {scale_dtype}; expected {_either(SUPPORTED_DTYPES)}"
+        dtypes = (torch.int32,) if dtype == torch.uint8 else SUPPORTED_DTYPES
+        if dtype in expected and scale_dtype not in dtypes:
+            return f"{name}{SCALE_SUFFIX} in {path} has dtype {scale_dtype}; expected {_either(dtypes)}"
     if not part.is_floating_point() or dtype in expected or (resident is None and dtype == part.dtype):
         return None
     problem = f"{name} in {path} has dtype {stored[name].get_slice(name).get_dtype()}"
@@ -250,10 +256,17 @@ def _either(dtypes: tuple[torch.dtype, ...]) -> str:
     return " or ".join(map(str, dtypes))
 
 
+def _spec_of_bytes(spec: MessageSpec, dtype: torch.dtype | None) -> MessageSpec:
+    """Return the format of stored bytes for a resident weight. One in adaptive FP8 may become e4m3 with a scale per
+    row, as checkpoints in FP8 have it, without another rounding: its products read either.
+    """
+    return QuantSpec(granularity=ROW) if spec == ADAPTIVE and dtype == torch.float8_e4m3fn else spec
+
+
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F8_E4M3": _FP8[0],
-    "F8_E5M2": _FP8[1],
+    "F8_E5M2": _FP8[1], "U8": torch.uint8, "I32": torch.int32,
 }  # fmt: skip
 
 
