@@ -121,7 +121,8 @@ def with_weight_only(plan: Plan, patterns: Sequence[str], model: nn.Module) -> P
         plan: A decision per layer of `model`.
         patterns: Name patterns, as in `fnmatch`; one that matches a parent module covers all modules inside it. Or
             `"auto"`: the projections of attention (`octavo.nn.weight_only`) whose weights become resident, except in
-            recipes with a history or several FP8 forms of W, and where a filter chose the recipe.
+            recipes with a history or several FP8 forms of W, where a filter chose the recipe, and if a layer of another
+            kind has the same weight.
         model: The model, for the classes of its modules.
 
     Raises:
@@ -130,14 +131,15 @@ def with_weight_only(plan: Plan, patterns: Sequence[str], model: nn.Module) -> P
     decisions, matched, modules = dict(plan.decisions), set(), dict(model.named_modules())
     layers, shared = _layers_to_store(plan, modules)
     stored = {fqn for fqn in layers if modules[fqn] not in shared}
+    others = {id(w) for fqn in stored if not _is_by_default(plan, fqn, model) for w in _weights(modules[fqn])}
     for fqn in plan.converted:
         decision, parts = plan[fqn], fqn.split(".")
         recipe, names = decision.recipe, [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
         if recipe is None or is_adapter(fqn):
             continue
         if patterns == AUTO:
-            possible = not recipe.history and recipe.w == recipe.dgrad_w
-            chosen = fqn in stored and _in_attention(model, fqn) and not decision.by_filter and possible
+            ties = any(id(weight) in others for weight in _weights(modules[fqn]))
+            chosen = fqn in stored and _is_by_default(plan, fqn, model) and not ties
             why = "weight only, as of attention"
         else:
             hits = [pattern for pattern in patterns if any(fnmatchcase(name, pattern) for name in names)]
@@ -150,6 +152,13 @@ def with_weight_only(plan: Plan, patterns: Sequence[str], model: nn.Module) -> P
         hint = nearest(unmatched[0].strip("*."), {part for fqn in plan.converted for part in fqn.split(".")})
         raise ValueError(f"weight_only: {unmatched[0]!r} matches no layer that computes in FP8{hint}")
     return replace(plan, decisions=decisions)
+
+
+def _is_by_default(plan: Plan, fqn: str, model: nn.Module) -> bool:
+    """Return whether a layer is weight-only under `"auto"` if its weight is its own."""
+    decision, recipe = plan[fqn], plan[fqn].recipe
+    possible = recipe is not None and not recipe.history and recipe.w == recipe.dgrad_w
+    return possible and not decision.by_filter and _in_attention(model, fqn)
 
 
 def _in_attention(model: nn.Module, fqn: str) -> bool:
@@ -191,7 +200,7 @@ def resident_parameters(
             if quantized[id(weight)].spec != spec:
                 raise ValueError(
                     f"frozen='fp8': {fqn!r} shares its weight with a layer of another recipe, and one FP8 weight has "
-                    "one format: convert both in one recipe"
+                    "one format: convert both in one recipe, both with weight_only or neither"
                 )
             parameters.setdefault(modules[fqn], {})[name] = quantized[id(weight)]
     return parameters

@@ -28,9 +28,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octavo.kernels import quantize
-from octavo.kernels.adaptive import adaptive_dequantize, adaptive_quantize
 from octavo.nn.fp8_weight import Fp8Weight
+from octavo.nn.resident_values import dequantized_values, quantized_values
 from octavo.numerics.formats import SUPPORTED_DTYPES
 from octavo.numerics.spec import ADAPTIVE, AdaptiveSpec, MessageSpec, QuantSpec
 from octavo.runtime.torch_compat import local_part, tree_leaves
@@ -88,20 +87,7 @@ class ResidentWeight(Fp8Weight):
     @torch.no_grad()
     def quantized(weight: Tensor, spec: MessageSpec) -> "ResidentWeight":
         """Quantize a plain weight [N,K]; one of experts [E,N,K] matrix by matrix, not in adaptive FP8."""
-        if isinstance(spec, AdaptiveSpec):
-            return ResidentWeight(*adaptive_quantize(weight.detach()), spec, weight.dtype)
-        if weight.ndim == 3:
-            scale_shape = spec.granularity.scale_shape((weight.shape[1], weight.shape[2]))
-            data = torch.empty(weight.shape, dtype=spec.format.dtype, device=weight.device)
-            scale = torch.empty((len(weight), *scale_shape), dtype=spec.scale_dtype, device=weight.device)
-            for expert, matrix in enumerate(weight.detach().unbind()):
-                w = quantize(matrix, spec)
-                assert w.scale is not None
-                data[expert], scale[expert] = w.data, w.scale
-            return ResidentWeight(data, scale, spec, weight.dtype)
-        w = quantize(weight.detach(), spec)
-        assert w.scale is not None
-        return ResidentWeight(w.data, w.scale, spec, weight.dtype)
+        return ResidentWeight(*quantized_values(weight.detach(), spec), spec, weight.dtype)
 
     @property
     def shards_scale(self) -> bool:
@@ -170,10 +156,8 @@ class ResidentWeight(Fp8Weight):
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """Return W as a plain tensor."""
-        if isinstance(self.spec, AdaptiveSpec):
-            return adaptive_values(self.data_, self.scale, self.spec, dtype)
         if self.ndim == 2:
-            return super().dequantized(dtype)
+            return dequantized_values(self.data_, self.scale, self.spec, dtype)
         values = torch.empty(self.shape, dtype=dtype, device=self.device)
         for expert in range(len(self)):
             values[expert] = _expert(self, expert).dequantized(dtype)
@@ -294,15 +278,9 @@ def _as_parameter_if(parameter: bool, weight: Tensor) -> Any:
     return nn.Parameter(weight, requires_grad=False) if parameter else weight
 
 
-def adaptive_values(codes: Tensor, scale: Tensor, spec: AdaptiveSpec, dtype: torch.dtype) -> Tensor:
-    """Return the values of a matrix in adaptive FP8, or of the transposed view of one."""
-    if spec == ADAPTIVE:
-        return adaptive_dequantize(codes, scale, dtype)
-    return adaptive_dequantize(codes.t(), scale.t(), dtype).t()
-
-
 def _rebuilt(data: Tensor, scale: Tensor, text: str, dtype: torch.dtype, parameter: bool) -> Any:
-    spec = ADAPTIVE if text == ADAPTIVE.text else QuantSpec.parse(text)
+    adaptive = {spec.text: spec for spec in (ADAPTIVE, ADAPTIVE.transposed)}
+    spec = adaptive.get(text) or QuantSpec.parse(text)
     data = data if isinstance(spec, AdaptiveSpec) else data.view(spec.format.dtype)
     return _as_parameter_if(parameter, ResidentWeight(data, scale, spec, dtype))
 

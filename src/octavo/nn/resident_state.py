@@ -8,8 +8,10 @@ FSDP2 shards are DTensors; scales that all ranks hold whole are plain, so a chec
 Loading takes these, or a weight in high precision, which it quantizes. Rejected: the subclass itself in the
 `state_dict`, which needs Octavo to be read.
 
-In adaptive FP8 the codes are uint8, and the scales int32, the bits of a float32: the last two number the format of a
-group, and tools that convert the floating point tensors of a checkpoint would round them away.
+In adaptive FP8 the codes are uint8, and the scales int32 [N,⌈K/128⌉,1], the bits of a float32: the last two number the
+format of a group, and tools that convert the floating point tensors of a checkpoint would round them away. No other
+format has scales of three dimensions for a matrix: where shapes are equal, a distributed checkpoint converts what it
+reads to the dtype of the model's tensor, without an error.
 
 `save_pretrained` of Transformers and diffusers would write the FP8 values so that `from_pretrained` reads them without
 their scales. Models with resident weights get one that raises instead (`refuse_save_pretrained`).
@@ -104,7 +106,7 @@ def split_in_state(module: nn.Module, state: dict[str, Any], prefix: str) -> Non
     for name, weight in resident_weights(module):
         parameter, key = module._parameters[name], prefix + name
         state[key] = _distributed(parameter, weight.data_.detach())
-        scale = _as_stored(weight.scale.detach(), weight.spec)
+        scale = scale_as_stored(weight.scale.detach(), weight.spec)
         state[key + SCALE_SUFFIX] = _distributed(parameter, scale) if weight.shards_scale else scale
 
 
@@ -135,9 +137,10 @@ def _join(key: str, parameter: Any, weight: ResidentWeight, state: dict[str, Any
         return
     data = local_part(value)
     if scale is not None:
-        scale, own = local_part(scale), _as_stored(weight.scale, weight.spec)
+        scale, own = local_part(scale), scale_as_stored(weight.scale, weight.spec)
+        converts = own.is_floating_point() and scale.is_floating_point()
         is_misfit = value.dtype != weight.data_.dtype or scale.shape != own.shape
-        if is_misfit or scale.is_floating_point() != own.is_floating_point():
+        if is_misfit or not (converts or scale.dtype == own.dtype):
             errors.append(
                 f"{key} is resident as {weight.spec}, with {weight.data_.dtype} and scales {own.dtype} "
                 f"{tuple(own.shape)}; the checkpoint has {value.dtype} and scales {scale.dtype} {tuple(scale.shape)}: "
@@ -158,13 +161,14 @@ def _join(key: str, parameter: Any, weight: ResidentWeight, state: dict[str, Any
         state[key] = _distributed(parameter, weight.like(quantized.data_, quantized.scale))
 
 
-def _as_stored(scale: Tensor, spec: MessageSpec) -> Tensor:
-    return scale.view(torch.int32) if isinstance(spec, AdaptiveSpec) else scale
+def scale_as_stored(scale: Tensor, spec: MessageSpec) -> Tensor:
+    """Return the scales that a `state_dict` has of a resident weight, given its own."""
+    return scale.view(torch.int32).unsqueeze(-1) if isinstance(spec, AdaptiveSpec) else scale
 
 
 def scale_of_stored(scale: Tensor, spec: MessageSpec) -> Tensor:
     """Return the scales of a resident weight, given those of a `state_dict`."""
-    return scale.view(torch.float32) if isinstance(spec, AdaptiveSpec) else scale.to(spec.scale_dtype)
+    return scale.squeeze(-1).view(torch.float32) if isinstance(spec, AdaptiveSpec) else scale.to(spec.scale_dtype)
 
 
 def _distributed(parameter: Any, part: Tensor) -> Tensor:

@@ -24,12 +24,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from octavo.kernels import dequantize
 from octavo.nn.operands import apply_unhooked, output_dtype
-from octavo.nn.resident import ResidentWeight, adaptive_values
-from octavo.numerics.spec import AdaptiveSpec, MessageSpec
+from octavo.nn.resident import ResidentWeight
+from octavo.nn.resident_values import dequantized_values
 from octavo.runtime.torch_compat import required_gradients
-from octavo.tensor import ScaledTensor
 
 
 def weight_only_linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -56,7 +54,7 @@ class _WeightOnly(torch.autograd.Function):
             ctx.save_for_backward(weight.data_, weight.scale)
         ctx.spec, ctx.dtype = weight.spec, dtype
         ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
-        w_NK = _plain(weight.data_, weight.scale, weight.spec, weight.dtype).to(dtype)
+        w_NK = dequantized_values(weight.data_, weight.scale, weight.spec, weight.dtype).to(dtype)
         return F.linear(x.to(dtype), w_NK, None if bias is None else bias.to(dtype))
 
     @staticmethod
@@ -67,17 +65,8 @@ class _WeightOnly(torch.autograd.Function):
         dx = dbias = None
         if needs_dgrad:
             data, scale = ctx.saved_tensors
-            w_NK = _plain(data, scale, ctx.spec, w_dtype).to(ctx.dtype)
+            w_NK = dequantized_values(data, scale, ctx.spec, w_dtype).to(ctx.dtype)
             dx = (g @ w_NK).to(x_dtype)
         if needs_bias:
             dbias = g.reshape(-1, g.shape[-1]).sum(0, dtype=torch.float32).to(bias_dtype)
         return dx, None, dbias, None
-
-
-def _plain(data: Tensor, scale: Tensor, spec: MessageSpec, dtype: torch.dtype) -> Tensor:
-    """Return W [N,K]; one that is stored as [K,N] as a view."""
-    if isinstance(spec, AdaptiveSpec):
-        return adaptive_values(data, scale, spec, dtype)
-    if data.is_contiguous():
-        return dequantize(ScaledTensor(data, scale, spec), dtype)
-    return dequantize(ScaledTensor(data.t(), scale.t(), spec.transposed), dtype).t()
