@@ -248,6 +248,17 @@ def test_scales_of_other_integers_are_refused(dtype, assign):
     assert torch.equal(layer[0].weight.data_, before)
 
 
+@pytest.mark.parametrize("patterns", [(), ("*",)])
+def test_bytes_are_not_copied_as_values(patterns):
+    """As `set_model_state_dict(full_state_dict=True)` would, which does not call `load_state_dict`."""
+    layer = convert(nn.Linear(96, 80), patterns)
+    before = layer.weight.dequantized(torch.float32)
+    for other in (layer.state_dict()["weight"], torch.ones(80, 96, dtype=torch.int64)):
+        with pytest.raises(ValueError, match=r"copy_ of .* resident in FP8: its bytes lack their scales"):
+            layer.weight.copy_(other)
+    assert torch.equal(layer.weight.dequantized(torch.float32), before)
+
+
 def test_auto_leaves_attention_alone_that_shares_its_weight_with_an_mlp():
     def model():
         parts = {name: nn.Sequential(nn.Linear(64, 64)) for name in ("self_attn", "cross_attn", "mlp")}

@@ -165,7 +165,15 @@ class ResidentWeight(Fp8Weight):
 
     @torch.no_grad()
     def assign(self, value: Tensor) -> None:
-        """Replace the values: by the bytes of a `ResidentWeight` of the same spec, else by quantizing `value`."""
+        """Replace the values: by the bytes of a `ResidentWeight` of the same spec, else by quantizing `value`,
+        which raises ValueError for integers and FP8, as in a `state_dict`: they lack their scales.
+        """
+        if not value.dtype.is_floating_point or value.element_size() == 1:
+            raise ValueError(
+                f"copy_ of {value.dtype} into a weight {tuple(self.shape)} that is resident in FP8: its bytes lack "
+                "their scales. load_state_dict takes both, sharded as torch.distributed.checkpoint reads "
+                "them; set_model_state_dict(full_state_dict=True) does not"
+            )
         if not isinstance(value, ResidentWeight) or value.spec != self.spec:
             plain = value.dequantized(value.dtype) if isinstance(value, Fp8Weight) else value.detach()
             plain = plain.to(self.device, plain.dtype if plain.dtype in SUPPORTED_DTYPES else torch.float32)
