@@ -81,7 +81,7 @@ def test_gradients_of_adapters(name, order, weight_only):
     actual, bf16 = gradients(model), gradients(adapted(name))
     assert actual.keys() == exact.keys() == bf16.keys() and len(actual) >= 6
     if weight_only:
-        least, least_bf16 = 28, 24
+        least, least_bf16 = 28, 28
     else:  # IA3 scales y itself, so its gradients have the error of y.
         least, least_bf16 = (25, 21) if name == "ia3" else (27, 23)
     print(f"{sqnr(whole(exact), whole(actual)):.1f} dB, against bf16 {sqnr(whole(bf16), whole(actual)):.1f} dB")
@@ -310,8 +310,10 @@ def test_the_memory_of_a_70b_base_is_predicted_block_by_block():
     text = subprocess.run(
         [sys.executable, example, "3"], capture_output=True, text=True, timeout=120, check=True
     ).stdout
-    # Seven matrices in a block, with 4 bytes per row; embedding and head in bf16, adapters in fp32.
-    base = 3 * (855_638_016 + 4 * (2 * 8192 + 2 * 1024 + 2 * 28672 + 8192)) + 2 * 2 * 128256 * 8192
+    # Seven matrices in a block, with 4 bytes per row of the MLP, and per 128 elements of attention, whose products are
+    # weight-only; embedding and head in bf16, adapters in fp32.
+    scales = (2 * 8192 + 2 * 1024) * 8192 // 128 + 2 * 28672 + 8192
+    base = 3 * (855_638_016 + 4 * scales) + 2 * 2 * 128256 * 8192
     adapters = 3 * 4 * 16 * (2 * (8192 + 8192) + 2 * (8192 + 1024) + 3 * (8192 + 28672))
     norms = 2 * 7 * 8192
     (line,) = [line for line in text.splitlines() if line.startswith("parameters")]

@@ -1,5 +1,7 @@
 """Which products cost the adapters' gradients most, by family: why attention is weight-only by default.
 
+And what is left of the error against the bf16 base, if its weights are in adaptive FP8 and if all are weight-only.
+
 `pytest -s -m "" tests/nn/test_lora_families.py` prints the table of docs/howto.md.
 """
 
@@ -91,25 +93,35 @@ def adapted(family, blocks, steps):
 
 
 def gradients(model):
-    generator = torch.Generator().manual_seed(100)
-    model.zero_grad()
-    if model.base_model.model.main_input_name == "pixel_values":
-        pixels = torch.randn(4, 3, 32, 32, generator=generator).bfloat16()
-        model(pixel_values=pixels, labels=torch.arange(4)).loss.backward()
-    else:
-        tokens = torch.randint(128, (2, 32), generator=generator)
-        model(input_ids=tokens, labels=tokens).loss.backward()
-    return torch.cat([p.grad.flatten().float() for _, p in sorted(model.named_parameters()) if p.grad is not None])
+    """Return the adapters' gradients on six batches, one after another: those of one batch vary by 3 dB."""
+    found = []
+    for seed in range(100, 106):
+        generator = torch.Generator().manual_seed(seed)
+        model.zero_grad()
+        if model.base_model.model.main_input_name == "pixel_values":
+            pixels = torch.randn(4, 3, 32, 32, generator=generator).bfloat16()
+            model(pixel_values=pixels, labels=torch.arange(4)).loss.backward()
+        else:
+            tokens = torch.randint(128, (2, 32), generator=generator)
+            model(input_ids=tokens, labels=tokens).loss.backward()
+        found += [p.grad.flatten().float() for _, p in sorted(model.named_parameters()) if p.grad is not None]
+    return torch.cat(found)
 
 
 CASES = [(family, blocks, 0) for family in MODELS for blocks in (2, 4)] + [("llama", 2, 150), ("llama", 4, 150)]
 
 
+def converted(plain, weight_only):
+    return octavo.convert(copy.deepcopy(plain), frozen="fp8", weight_only=weight_only, verbose=False)
+
+
 @pytest.mark.parametrize(("family", "blocks", "steps"), CASES)
 def test_the_default_has_28_db(family, blocks, steps):
-    """Except over four blocks of a vision transformer, where the MLP brings nearly all of the error."""
+    """Except over four blocks of a vision transformer, where the MLP brings nearly all of the error, and over four
+    trained ones, whose attention is sharp.
+    """
     plain = adapted(family, blocks, steps)
-    model = octavo.convert(copy.deepcopy(plain), frozen="fp8", verbose=False)
+    model = converted(plain, "auto")
     exact, bf16 = gradients(octavo.revert(copy.deepcopy(model))), gradients(plain)
     rows = [row for row in octavo.report(model) if row.converted]
     chosen = [row for row in rows if "weight only, as of attention" in row.reason]
@@ -120,16 +132,22 @@ def test_the_default_has_28_db(family, blocks, steps):
     assert len(names) == blocks * len(ATTENTION[family])
 
     default = gradients(model)
-    for row in chosen:
-        change_recipe(model, row.name, "rowwise", reason="a test")
-    fp8 = gradients(model)
-    share = 1 - 10 ** ((sqnr(exact, fp8) - sqnr(exact, default)) / 10)
+    in_fp8 = converted(plain, ())
+    exact_e4m3, fp8 = gradients(octavo.revert(copy.deepcopy(in_fp8))), gradients(in_fp8)
+    for row in chosen:  # of the same values
+        change_recipe(in_fp8, row.name, "rowwise_weight_only", reason="a test")
+    share = 1 - 10 ** ((sqnr(exact_e4m3, fp8) - sqnr(exact_e4m3, gradients(in_fp8))) / 10)
+    weight_only = sqnr(bf16, gradients(converted(plain, ["*"])))
     print(
         f"{family}, {blocks} blocks, {steps} steps: default {sqnr(exact, default):.1f} / {sqnr(bf16, default):.1f}, "
-        f"FP8 products {sqnr(exact, fp8):.1f} / {sqnr(bf16, fp8):.1f}, attention {share:.0%} of the error, rounding of "
-        f"the weights alone {sqnr(bf16, exact):.1f} dB"
+        f"FP8 products {sqnr(exact_e4m3, fp8):.1f} / {sqnr(bf16, fp8):.1f}, attention {share:.0%} of the error, all "
+        f"weight-only {weight_only:.1f} dB"
     )
-    assert sqnr(exact, default) >= (24 if (family, blocks) == ("vit", 4) else 28)
+    assert sqnr(exact, default) >= (24 if blocks == 4 and (family == "vit" or steps) else 28)
+    assert weight_only >= 32
+    assert sqnr(bf16, default) >= (22 if (family, blocks) == ("vit", 4) else 24)
+    if family in ("llama", "qwen3") and not steps:  # e4m3 for the weights of attention leaves 22 to 25
+        assert sqnr(bf16, default) >= 27
 
 
 def test_a_filter_wins_over_the_default():

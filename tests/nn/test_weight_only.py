@@ -2,18 +2,23 @@
 
 import copy
 import io
+import pickle
 
 import pytest
 import torch
 from models import llama
 from moe_models import FAMILIES, mixture
+from safetensors.torch import save_file
 from torch import nn
+from torch.distributed import checkpoint as dcp
 from transformers import GPT2Config, GPT2LMHeadModel
+from transformers.pytorch_utils import Conv1D
 
 import octavo
-from octavo.nn import ResidentWeight, apply_plan, change_recipe, rule_plan
+from octavo.nn import ResidentWeight, apply_plan, change_recipe, load_frozen, rule_plan
 from octavo.numerics import weight_only
 from octavo.numerics.error import sqnr
+from octavo.numerics.spec import ADAPTIVE
 
 TOKENS = torch.arange(24).view(2, 12) % 64
 
@@ -151,6 +156,143 @@ def test_states_copies_and_plans():
     other.load_state_dict(torch.load(file, weights_only=True))
     for one in (other, copy.deepcopy(model)):
         assert torch.equal(one(input_ids=TOKENS).logits, expected)
+
+
+@pytest.mark.parametrize("shape", [(80, 96), (1, 130), (130, 1), (3, 129), (256, 256)])
+def test_weights_are_in_adaptive_fp8(shape):
+    """Which loses less than e4m3 in the same bytes."""
+    torch.manual_seed(0)
+    plain = nn.Linear(shape[1], shape[0], bias=False)
+    nn.init.normal_(plain.weight, std=0.02)
+    layer = convert(copy.deepcopy(plain))
+    other = convert(copy.deepcopy(plain), ())
+    assert layer.weight.spec == ADAPTIVE and layer.weight.data_.dtype == torch.uint8
+    assert layer.weight.scale.shape == (shape[0], -(-shape[1] // 128))
+    if shape[0] > 1 < shape[1]:
+        error, of_e4m3 = (sqnr(plain.weight, one.weight.dequantized(torch.float32)) for one in (layer, other))
+        assert error > 42 > 33 > of_e4m3
+    for one in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), copy.deepcopy(layer).half().float()):
+        assert torch.equal(one.weight.data_, layer.weight.data_) and torch.equal(one.weight.scale, layer.weight.scale)
+    transposed, other = layer.weight.t(), torch.randn(shape)
+    assert torch.equal(transposed.dequantized(torch.float32), layer.weight.dequantized(torch.float32).t())
+    assert torch.equal(pickle.loads(pickle.dumps(transposed)).data_, transposed.data_)
+    transposed.copy_(other.t())
+    assert torch.equal(layer.weight.data_, ResidentWeight.quantized(other, ADAPTIVE).data_)
+
+
+def test_a_weight_in_e4m3_is_read_as_it_is(tmp_path):
+    """As of a checkpoint in FP8: rounding it again would lose."""
+    stored = convert(nn.Sequential(nn.Linear(96, 80)), ())
+    save_file(stored.state_dict(), tmp_path / "base.safetensors")
+    layer = convert(nn.Sequential(nn.Linear(96, 80)))
+    for model in (layer, convert(nn.Sequential(nn.Linear(96, 80, device="meta")))):
+        load_frozen(model, tmp_path / "base.safetensors")
+        assert str(model[0].weight.spec) == "e4m3/row" and model[0].recipe.weight_only
+        assert torch.equal(model[0].weight.data_.view(torch.uint8), stored[0].weight.data_.view(torch.uint8))
+        x, g = torch.randn(5, 96), torch.randn(5, 80)
+        assert equal(run(model, x, g), run(octavo.revert(copy.deepcopy(model)), x, g))
+    with pytest.raises(RuntimeError, match=r"resident as fp8/1x128, .*convert in the recipe, and with the weight_only"):
+        convert(nn.Sequential(nn.Linear(96, 80))).load_state_dict(stored.state_dict())
+
+
+def test_states_and_files(tmp_path):
+    layer = convert(nn.Sequential(nn.Linear(300, 80)))
+    state, file = layer.state_dict(), tmp_path / "base.safetensors"
+    assert state["0.weight"].dtype == torch.uint8 and state["0.weight_scale"].dtype == torch.int32
+    save_file(state, file)
+    others = [convert(nn.Sequential(nn.Linear(300, 80))), convert(nn.Sequential(nn.Linear(300, 80, device="meta")))]
+    for other in others:
+        load_frozen(other, file)
+    others.append(convert(nn.Sequential(nn.Linear(300, 80))))
+    others[-1].load_state_dict(state)
+    x, g = torch.randn(5, 300), torch.randn(5, 80)
+    assert all(equal(run(layer, x, g), run(other, x, g)) for other in others)
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise", "blockwise"])
+@pytest.mark.parametrize("make", [nn.Linear, lambda k, n: Conv1D(n, k)], ids=["linear", "conv1d"])
+def test_a_weight_as_fp8_products_read_it_is_read_as_it_is(make, recipe, tmp_path):
+    stored, layer = (convert(nn.Sequential(make(130, 260)), patterns, recipe) for patterns in ((), ("*",)))
+    save_file(stored.state_dict(), tmp_path / "base.safetensors")
+    load_frozen(layer, tmp_path / "base.safetensors")
+    assert layer[0].weight.spec == stored[0].weight.spec and layer[0].recipe.weight_only
+    x, g = torch.randn(5, 130), torch.randn(5, 260)
+    assert equal(run(layer, x, g), run(octavo.revert(copy.deepcopy(layer)), x, g))
+    state = stored.state_dict()
+    state["0.weight_scale"] = torch.ones(3, 2, 1)
+    save_file(state, tmp_path / "base.safetensors")
+    with pytest.raises(ValueError, match=r"0.weight_scale in .* has shape \[3, 2, 1\], the model's has \["):
+        load_frozen(convert(nn.Sequential(make(130, 260)), ("*",), recipe), tmp_path / "base.safetensors")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("saved", "loaded"), [((), ("*",)), (("*",), ())])
+def test_no_distributed_checkpoint_converts_one_format_to_another(saved, loaded, tmp_path):
+    """Of at most 128 input features both have one scale per row."""
+    stored, layer = (convert(nn.Sequential(nn.Linear(96, 80)), patterns) for patterns in (saved, loaded))
+    dcp.save(stored.state_dict(), checkpoint_id=tmp_path, no_dist=True)
+    state, before = layer.state_dict(), layer[0].weight.dequantized(torch.float32)
+    with pytest.raises(dcp.api.CheckpointException, match=r"Size mismatch .* for 0.weight_scale"):
+        dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
+    assert torch.equal(layer[0].weight.dequantized(torch.float32), before)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint32, torch.int16])
+@pytest.mark.parametrize("assign", [False, True])
+def test_scales_of_other_integers_are_refused(dtype, assign):
+    layer = convert(nn.Sequential(nn.Linear(96, 80)))
+    state, before = convert(nn.Sequential(nn.Linear(96, 80))).state_dict(), layer[0].weight.data_.clone()
+    state["0.weight_scale"] = state["0.weight_scale"].to(dtype)
+    with pytest.raises(RuntimeError, match=rf"scales torch.int32 .* the checkpoint has .* scales {dtype}"):
+        layer.load_state_dict(state, assign=assign)
+    assert torch.equal(layer[0].weight.data_, before)
+
+
+@pytest.mark.parametrize("patterns", [(), ("*",)])
+def test_bytes_are_not_copied_as_values(patterns):
+    """As `set_model_state_dict(full_state_dict=True)` would, which does not call `load_state_dict`."""
+    layer = convert(nn.Linear(96, 80), patterns)
+    before = layer.weight.dequantized(torch.float32)
+    for other in (layer.state_dict()["weight"], torch.ones(80, 96, dtype=torch.int64)):
+        with pytest.raises(ValueError, match=r"copy_ of .* resident in FP8: its bytes lack their scales"):
+            layer.weight.copy_(other)
+    assert torch.equal(layer.weight.dequantized(torch.float32), before)
+
+
+def test_auto_leaves_attention_alone_that_shares_its_weight_with_an_mlp():
+    def model():
+        parts = {name: nn.Sequential(nn.Linear(64, 64)) for name in ("self_attn", "cross_attn", "mlp")}
+        parts["mlp"][0].weight = parts["cross_attn"][0].weight
+        return nn.ModuleDict(parts)
+
+    weights = {name: part[0].weight for name, part in convert(model(), "auto").items()}
+    assert weights["mlp"] is weights["cross_attn"] and str(weights["mlp"].spec) == "e4m3/row"
+    assert weights["self_attn"].spec == ADAPTIVE
+    with pytest.raises(ValueError, match="convert both in one recipe, both with weight_only or neither"):
+        convert(model(), ["mlp"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rounded_scales_are_refused(dtype, tmp_path):
+    """Their last two bits number the format of a group."""
+    layer = convert(nn.Sequential(nn.Linear(96, 80)))
+    state, before = layer.state_dict(), layer[0].weight.scale.clone()
+    state["0.weight_scale"] = layer[0].weight.scale.to(dtype).unsqueeze(-1)
+    with pytest.raises(RuntimeError, match=r"scales torch.int32 \(80, 1, 1\); the checkpoint has torch.uint8"):
+        layer.load_state_dict(state)
+    save_file(state, tmp_path / "base.safetensors")
+    with pytest.raises(ValueError, match=r"0.weight_scale in .* has dtype .*; expected torch.int32. Nothing was"):
+        load_frozen(layer, tmp_path / "base.safetensors")
+    assert torch.equal(layer[0].weight.scale, before)
+
+
+def test_no_other_recipe_reads_adaptive_fp8():
+    model = nn.Sequential(convert(nn.Linear(96, 80)))
+    with pytest.raises(ValueError, match=r"'rowwise' cannot read: its products are weight-only; use None for"):
+        change_recipe(model, "0", "rowwise", reason="a test")
+    expected = model[0].weight.dequantized(torch.float32)
+    change_recipe(model, "0", None, reason="a test")
+    assert torch.equal(model[0].weight, expected)
 
 
 def test_a_recipe_can_change_to_it_and_back():

@@ -47,14 +47,31 @@ def test_an_export_loads_as_a_resident_base(tmp_path):
 
 
 @pytest.mark.parametrize("layout", ["fp8-row", "fp8-block"])
-def test_weight_only_layers_are_written_as_their_bytes(tmp_path, layout):
+def test_weight_only_layers_are_written_in_high_precision(tmp_path, layout):
+    """As no layout has adaptive FP8; the others as their bytes."""
     model = octavo.convert(make("llama"), RECIPES[layout], frozen="fp8", verbose=False)
-    with pytest.warns(UserWarning, match=rf"self_attn.*: training did not round their inputs.*engines of {layout} do"):
+    with pytest.warns(UserWarning, match=r"self_attn.*high precision here: its weight is resident as fp8/1x128"):
         exported = octavo.export(model, tmp_path / "out", to=layout)
-    assert len(exported.fp8) == 14 and set(exported.high_precision) == {"lm_head"}
+    assert len(exported.fp8) == 6 and len(exported.high_precision) == 9
     octavo.export(resident(layout), tmp_path / "usual", to=layout)
     one, other = tensors_of(tmp_path / "out"), tensors_of(tmp_path / "usual")
-    assert config_of(tmp_path / "out") == config_of(tmp_path / "usual") and one.keys() == other.keys()
+    for name, tensor in one.items():
+        if "self_attn" in name:
+            assert torch.equal(tensor, model.get_parameter(name).dequantized(torch.bfloat16))
+        else:
+            assert torch.equal(tensor.view(torch.uint8), other[name].view(torch.uint8))
+
+
+def test_weight_only_layers_of_a_base_in_fp8_are_written_as_their_bytes(tmp_path):
+    """A base that was read in FP8 keeps its format."""
+    octavo.export(resident("fp8-row"), tmp_path / "base")
+    with meta_parameters():
+        model = type(make("llama"))(make("llama").config).bfloat16()
+    load_frozen(octavo.convert(model, "rowwise", frozen="fp8", verbose=False), tmp_path / "base")
+    with pytest.warns(UserWarning, match=r"self_attn.*: training did not round their inputs.*engines of fp8-row do"):
+        octavo.export(model, tmp_path / "out")
+    one, other = tensors_of(tmp_path / "base"), tensors_of(tmp_path / "out")
+    assert one.keys() == other.keys() and config_of(tmp_path / "base") == config_of(tmp_path / "out")
     assert all(torch.equal(one[name].view(torch.uint8), other[name].view(torch.uint8)) for name in one)
 
 

@@ -6,7 +6,7 @@ dequantize(x, dtype)         FP8 data and scales → a matrix
 scaled_mm(a, b, layout)      the product of two FP8 matrices
 grouped_mm(a, b, offsets, …) the products of rows sorted by expert with one weight per expert
 multiply(a, b, …)            a product and its FP8 form from one pass
-adaptive.adaptive_quantize   a matrix → the bytes of a message, in adaptive FP8, and back: not for products
+adaptive.adaptive_quantize   a matrix → adaptive FP8, for messages and stored weights, and back: not for products
 rms_norm, layer_norm, glu    norms and gated activations with FP8 output
 """
 

@@ -39,7 +39,7 @@ from octavo.nn.select import checked_weight, default_plan, linears_with_exact_in
 from octavo.numerics.plan import Plan
 from octavo.numerics.precision import AUTO, Precision, check_activations
 from octavo.numerics.recipe import DEFAULT, Recipe, get_recipe
-from octavo.numerics.spec import QuantSpec
+from octavo.numerics.spec import MessageSpec
 from octavo.runtime.linear_kinds import KINDS
 from octavo.runtime.swap import all_or_nothing, become
 
@@ -127,7 +127,7 @@ def apply_plan(
     check_emit(emit)
     modules = dict(model.named_modules())
     storages = _check(plan, modules)
-    specs: dict[str, QuantSpec] = {}
+    specs: dict[str, MessageSpec] = {}
     if frozen == "fp8":
         plan, specs = resident_plan(plan, modules)
     for fqn in plan.converted if not specs else ():

@@ -26,7 +26,7 @@ from octavo.numerics.names import nearest
 from octavo.numerics.plan import Decision, Plan
 from octavo.numerics.precision import AUTO
 from octavo.numerics.recipe import RECIPES, Recipe, unequalized, weight_only
-from octavo.numerics.spec import QuantSpec
+from octavo.numerics.spec import ADAPTIVE, MessageSpec
 from octavo.runtime.torch_compat import FakeTensor
 
 FROZEN = ("bf16", "fp8")
@@ -60,7 +60,7 @@ def check_weight_only_request(weight_only: Sequence[str], frozen: str, plan: Pla
         )
 
 
-def resident_plan(plan: Plan, modules: Mapping[str, nn.Module]) -> tuple[Plan, dict[str, QuantSpec]]:
+def resident_plan(plan: Plan, modules: Mapping[str, nn.Module]) -> tuple[Plan, dict[str, MessageSpec]]:
     """Choose the layers of a plan whose weights become resident in FP8.
 
     Args:
@@ -76,7 +76,7 @@ def resident_plan(plan: Plan, modules: Mapping[str, nn.Module]) -> tuple[Plan, d
             weight would be resident.
     """
     changed: dict[str, Decision] = {}
-    specs: dict[str, QuantSpec] = {}
+    specs: dict[str, MessageSpec] = {}
     layers, shared = _layers_to_store(plan, modules)
     for fqn in plan.converted:
         decision, module = plan[fqn], modules[fqn]
@@ -121,7 +121,8 @@ def with_weight_only(plan: Plan, patterns: Sequence[str], model: nn.Module) -> P
         plan: A decision per layer of `model`.
         patterns: Name patterns, as in `fnmatch`; one that matches a parent module covers all modules inside it. Or
             `"auto"`: the projections of attention (`octavo.nn.weight_only`) whose weights become resident, except in
-            recipes with a history or several FP8 forms of W, and where a filter chose the recipe.
+            recipes with a history or several FP8 forms of W, where a filter chose the recipe, and if a layer of another
+            kind has the same weight.
         model: The model, for the classes of its modules.
 
     Raises:
@@ -130,14 +131,15 @@ def with_weight_only(plan: Plan, patterns: Sequence[str], model: nn.Module) -> P
     decisions, matched, modules = dict(plan.decisions), set(), dict(model.named_modules())
     layers, shared = _layers_to_store(plan, modules)
     stored = {fqn for fqn in layers if modules[fqn] not in shared}
+    others = {id(w) for fqn in stored if not _is_by_default(plan, fqn, model) for w in _weights(modules[fqn])}
     for fqn in plan.converted:
         decision, parts = plan[fqn], fqn.split(".")
         recipe, names = decision.recipe, [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
         if recipe is None or is_adapter(fqn):
             continue
         if patterns == AUTO:
-            possible = not recipe.history and recipe.w == recipe.dgrad_w
-            chosen = fqn in stored and _in_attention(model, fqn) and not decision.by_filter and possible
+            ties = any(id(weight) in others for weight in _weights(modules[fqn]))
+            chosen = fqn in stored and _is_by_default(plan, fqn, model) and not ties
             why = "weight only, as of attention"
         else:
             hits = [pattern for pattern in patterns if any(fnmatchcase(name, pattern) for name in names)]
@@ -150,6 +152,13 @@ def with_weight_only(plan: Plan, patterns: Sequence[str], model: nn.Module) -> P
         hint = nearest(unmatched[0].strip("*."), {part for fqn in plan.converted for part in fqn.split(".")})
         raise ValueError(f"weight_only: {unmatched[0]!r} matches no layer that computes in FP8{hint}")
     return replace(plan, decisions=decisions)
+
+
+def _is_by_default(plan: Plan, fqn: str, model: nn.Module) -> bool:
+    """Return whether a layer is weight-only under `"auto"` if its weight is its own."""
+    decision, recipe = plan[fqn], plan[fqn].recipe
+    possible = recipe is not None and not recipe.history and recipe.w == recipe.dgrad_w
+    return possible and not decision.by_filter and _in_attention(model, fqn)
 
 
 def _in_attention(model: nn.Module, fqn: str) -> bool:
@@ -177,7 +186,7 @@ def check_weight_only(fqn: str, recipe: Recipe | None, why: str) -> None:
 
 @torch.inference_mode(False)  # inference tensors could not be saved for backward
 def resident_parameters(
-    modules: Mapping[str, nn.Module], specs: Mapping[str, QuantSpec]
+    modules: Mapping[str, nn.Module], specs: Mapping[str, MessageSpec]
 ) -> dict[nn.Module, dict[str, nn.Parameter]]:
     """Quantize the weights of layers; a weight that several layers share once."""
     quantized: dict[int, Any] = {}
@@ -191,7 +200,7 @@ def resident_parameters(
             if quantized[id(weight)].spec != spec:
                 raise ValueError(
                     f"frozen='fp8': {fqn!r} shares its weight with a layer of another recipe, and one FP8 weight has "
-                    "one format: convert both in one recipe"
+                    "one format: convert both in one recipe, both with weight_only or neither"
                 )
             parameters.setdefault(modules[fqn], {})[name] = quantized[id(weight)]
     return parameters
@@ -225,12 +234,15 @@ def check_recipe_of_resident(fqn: str, layer: nn.Module, recipe: Recipe | None) 
         if (why := sharded_problem(layer)) is not None:
             raise ValueError(f"change_recipe: {fqn!r} {why}")
         return
+    if recipe.weight_only and not looks_like_experts(layer):  # reads any
+        return
     spec = weight.spec.transposed if stores_transposed(layer) else weight.spec
     if recipe.equalization or recipe.w != spec or recipe.dgrad_w != spec:
-        fitting = ", ".join(r.name for r in RECIPES.values() if r.w == r.dgrad_w == spec and not r.equalization)
+        fitting = [r.name for r in RECIPES.values() if r.w == r.dgrad_w == spec and not r.equalization]
+        others = f"use one of {', '.join(fitting)}, or" if fitting else "its products are weight-only; use"
         raise ValueError(
             f"change_recipe: the weight of {fqn!r} is resident in FP8 as {spec}, which {recipe.name!r} cannot read: "
-            f"use one of {fitting}, or None for the FP8 values in {weight.dtype}"
+            f"{others} None for the FP8 values in {weight.dtype}"
         )
 
 
@@ -265,8 +277,8 @@ def _shared_with_others(layers: set[nn.Module], modules: Mapping[str, nn.Module]
     return reasons
 
 
-def _checked_spec(fqn: str, module: nn.Module, recipe: Recipe) -> QuantSpec:
-    """Return the format of a layer's weight as stored."""
+def _checked_spec(fqn: str, module: nn.Module, recipe: Recipe) -> MessageSpec:
+    """Return the format of a layer's weight as stored: adaptive FP8 if it is widened for its products."""
     if recipe.w != recipe.dgrad_w:
         fitting = ", ".join(r.name for r in RECIPES.values() if r.w == r.dgrad_w and not r.equalization)
         raise ValueError(
@@ -280,6 +292,8 @@ def _checked_spec(fqn: str, module: nn.Module, recipe: Recipe) -> QuantSpec:
                 "is sharded or quantized by another library, or leave it out with skip=[…]. The model was left as it "
                 "was"
             )
+    if recipe.weight_only and not looks_like_experts(module):
+        return ADAPTIVE
     return recipe.w.transposed if stores_transposed(module) else recipe.w
 
 

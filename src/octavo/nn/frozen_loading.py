@@ -22,10 +22,12 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from octavo.nn.checkpoint_names import parts_in_checkpoint
+from octavo.nn.frozen import stores_transposed
 from octavo.nn.report import check_module
 from octavo.nn.resident import ResidentWeight
-from octavo.nn.resident_state import SCALE_SUFFIX
+from octavo.nn.resident_state import SCALE_SUFFIX, scale_as_stored, scale_of_stored
 from octavo.numerics.formats import SUPPORTED_DTYPES
+from octavo.numerics.spec import ADAPTIVE, ROW, MessageSpec, QuantSpec
 from octavo.runtime.extras import needs_extras
 from octavo.runtime.swap import all_or_nothing
 
@@ -67,7 +69,7 @@ def load_frozen(model: M, path: str | Path, *, device: str | torch.device = "cpu
         path: A safetensors file, or a folder as `save_pretrained` writes it: `model.safetensors`, or the files of
             `model.safetensors.index.json`. Without either, all safetensors files of the folder. Names are those of
             `model.state_dict()`, or of the published checkpoints of a Transformers model, which store each expert by
-            itself. A resident weight may be stored in high precision, or in FP8 with its scales.
+            itself. A resident weight may be stored in high precision, or in FP8 with its scales, which it keeps.
         device: Where parameters on the meta device go. Buffers stay where they are: `model.to(device)` moves them.
 
     Returns:
@@ -103,7 +105,9 @@ class _Slot:
     """A parameter or persistent buffer with its names and the dictionaries of modules that hold it.
 
     `parts` are the tensors of the checkpoint that have its values, by name, on the meta device; `scales` those with its
-    scales, by the same names, if it is resident in FP8.
+    scales, by the same names, if it is resident in FP8. `others` are the formats that it may have instead of adaptive
+    FP8, without another rounding: its products read any. As checkpoints in FP8 have it, or its recipe without
+    `weight_only`.
     """
 
     tensor: Tensor
@@ -111,12 +115,13 @@ class _Slot:
     holders: list[tuple[dict[str, Any], str]] = field(default_factory=list)
     parts: dict[str, Tensor] = field(default_factory=dict)
     scales: dict[str, Tensor] = field(default_factory=dict)
+    others: list[QuantSpec] = field(default_factory=list)
     stored_name: str = ""
 
     def find(self, model: nn.Module, stored: Mapping[str, Any]) -> None:
         """Find the tensors of the checkpoint that have its values; none if they are not all there."""
         old = self.tensor
-        scale = old.scale.to("meta") if isinstance(old, ResidentWeight) else None
+        scale = scale_as_stored(old.scale, old.spec).to("meta") if isinstance(old, ResidentWeight) else None
         for name in self.names:
             if name in stored:
                 self.stored_name, self.parts = name, {name: torch.empty(old.shape, dtype=old.dtype, device="meta")}
@@ -150,20 +155,33 @@ class _Slot:
             part.copy_(stored[name + SCALE_SUFFIX].get_tensor(name + SCALE_SUFFIX))
         return value, scale
 
+    def spec_of_bytes(self, dtype: torch.dtype | None, scale_shape: list[int]) -> MessageSpec:
+        """Return the format of stored bytes for a resident weight, which fits them if any does."""
+        assert isinstance(self.tensor, ResidentWeight)
+        of_dtype: list[MessageSpec] = [spec for spec in self.others if spec.format.dtype == dtype]
+        of_dtype = of_dtype or [self.tensor.spec]
+        return next((spec for spec in of_dtype if self.scale_shape(spec) == scale_shape), of_dtype[0])
+
+    def scale_shape(self, spec: MessageSpec) -> list[int]:
+        """Return the shape of the scales of a matrix in another format."""
+        return list(spec.granularity.scale_shape((self.tensor.shape[-2], self.tensor.shape[-1])))
+
     def load(self, value: Tensor, scale: Tensor | None, device: str | torch.device) -> None:
         """Set the values; on the meta device by a new tensor on `device`."""
-        old = self.tensor
+        old, replaces = self.tensor, self.tensor.is_meta
         target = device if old.is_meta else old.device
         if isinstance(old, ResidentWeight):
             if scale is not None:  # copied, because what safetensors returns may be mapped to the file
-                data, scale = value.to(target, copy=True), scale.to(target, old.scale.dtype, copy=True)
-                new: Tensor = ResidentWeight(data, scale, old.spec, old.dtype)
+                spec = self.spec_of_bytes(value.dtype, list(scale.shape))
+                data, scale = (part.to(target, copy=True) for part in (value, scale_of_stored(scale, spec)))
+                new: Tensor = ResidentWeight(data, scale, spec, old.dtype)
+                replaces = replaces or spec != old.spec
             else:
                 plain = value if value.dtype in SUPPORTED_DTYPES else value.float()
                 new = ResidentWeight.quantized(plain.to(target), old.spec).to(old.dtype)
         else:
             new = value.to(target, old.dtype, copy=True)
-        if not old.is_meta:
+        if not replaces:
             old.copy_(new)
             return
         loaded = nn.Parameter(new, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else new
@@ -182,6 +200,9 @@ def _slots(model: nn.Module) -> list[_Slot]:
                     slot = slots.setdefault(id(tensor), _Slot(tensor))
                     slot.names.append(f"{prefix}.{name}".lstrip("."))
                     slot.holders.append((holder, name))
+                    if isinstance(tensor, ResidentWeight) and tensor.spec == ADAPTIVE and hasattr(module, "recipe"):
+                        specs = (module.recipe.w, QuantSpec(granularity=ROW))
+                        slot.others += [spec.transposed if stores_transposed(module) else spec for spec in specs]
     return list(slots.values())
 
 
@@ -224,19 +245,22 @@ def _misfit(name: str, part: Tensor, slot: _Slot, stored: Mapping[str, Any], pat
         return f"{name} in {path} has shape {shape}, the model's has {list(part.shape)}"
     expected: tuple[torch.dtype, ...] = (*SUPPORTED_DTYPES, torch.float64)
     if resident is not None and has_scales:
-        expected = (resident.data_.dtype,)
+        expected = tuple({resident.data_.dtype: 0} | {spec.format.dtype: 0 for spec in slot.others})
         scale_shape, scale_dtype = _stored_shape(name + SCALE_SUFFIX, stored)
-        own = list(slot.scales[name].shape)
-        if scale_shape != own:
+        spec = slot.spec_of_bytes(dtype, scale_shape)
+        own = list(slot.scales[name].shape) if spec == resident.spec else slot.scale_shape(spec)
+        if dtype in expected and scale_shape != own:
             return f"{name}{SCALE_SUFFIX} in {path} has shape {scale_shape}, the model's has {own}"
-        if scale_dtype not in SUPPORTED_DTYPES:
-            return f"{name}{SCALE_SUFFIX} in {path} has dtype {scale_dtype}; expected {_either(SUPPORTED_DTYPES)}"
+        dtypes = (torch.int32,) if dtype == torch.uint8 else SUPPORTED_DTYPES
+        if dtype in expected and scale_dtype not in dtypes:
+            got = stored[name + SCALE_SUFFIX].get_slice(name + SCALE_SUFFIX).get_dtype()
+            return f"{name}{SCALE_SUFFIX} in {path} has dtype {got}; expected {_either(dtypes)}"
     if not part.is_floating_point() or dtype in expected or (resident is None and dtype == part.dtype):
         return None
     problem = f"{name} in {path} has dtype {stored[name].get_slice(name).get_dtype()}"
     if dtype in _FP8 and resident is None:
         problem += ", but its layer is not resident in FP8"
-    elif dtype in _FP8 and not has_scales:
+    elif resident is not None and not has_scales and dtype in (*_FP8, torch.uint8):
         problem += f", without scales ({name}{SCALE_SUFFIX})"
     return f"{problem}; expected {_either(expected)}"
 
@@ -253,7 +277,7 @@ def _either(dtypes: tuple[torch.dtype, ...]) -> str:
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F8_E4M3": _FP8[0],
-    "F8_E5M2": _FP8[1],
+    "F8_E5M2": _FP8[1], "U8": torch.uint8, "I32": torch.int32,
 }  # fmt: skip
 
 

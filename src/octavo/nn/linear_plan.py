@@ -77,7 +77,7 @@ def planned_linear(
         ordinary: The backward of the ordinary path, for a context and G [M,N].
     """
     if recipe.weight_only:
-        return weight_only_linear(input, weight, bias, recipe)
+        return weight_only_linear(input, weight, bias)
     if is_dynamo_compiling() or not SWITCH.enabled:
         return None
     channels = None

@@ -8,6 +8,11 @@ FSDP2 shards are DTensors; scales that all ranks hold whole are plain, so a chec
 Loading takes these, or a weight in high precision, which it quantizes. Rejected: the subclass itself in the
 `state_dict`, which needs Octavo to be read.
 
+In adaptive FP8 the codes are uint8, and the scales int32 [N,⌈K/128⌉,1], the bits of a float32: the last two number the
+format of a group, and tools that convert the floating point tensors of a checkpoint would round them away. No other
+format has scales of three dimensions for a matrix: where shapes are equal, a distributed checkpoint converts what it
+reads to the dtype of the model's tensor, without an error.
+
 `save_pretrained` of Transformers and diffusers would write the FP8 values so that `from_pretrained` reads them without
 their scales. Models with resident weights get one that raises instead (`refuse_save_pretrained`).
 """
@@ -17,10 +22,12 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from octavo.nn.resident import ResidentShard, ResidentWeight
 from octavo.numerics.formats import SUPPORTED_DTYPES
+from octavo.numerics.spec import AdaptiveSpec, MessageSpec
 from octavo.runtime.torch_compat import local_part
 from octavo.tensor import contiguous_strides
 
@@ -99,7 +106,7 @@ def split_in_state(module: nn.Module, state: dict[str, Any], prefix: str) -> Non
     for name, weight in resident_weights(module):
         parameter, key = module._parameters[name], prefix + name
         state[key] = _distributed(parameter, weight.data_.detach())
-        scale = weight.scale.detach()
+        scale = scale_as_stored(weight.scale.detach(), weight.spec)
         state[key + SCALE_SUFFIX] = _distributed(parameter, scale) if weight.shards_scale else scale
 
 
@@ -112,7 +119,7 @@ def join_in_state(module: nn.Module, state: dict[str, Any], prefix: str, errors:
         key, weight = prefix + name, as_resident(parameter)
         if key in state and weight is not None:
             _join(key, parameter, weight, state, errors)
-        elif key in state and state[key].is_floating_point() and state[key].element_size() == 1:
+        elif key in state and state[key].element_size() == 1 and parameter is not None and parameter.element_size() > 1:
             # As numbers they lack their scales.
             errors.append(f"{key} is {state[key].dtype}, but the layer's is not resident: use convert(frozen='fp8')")
             del state[key]
@@ -130,16 +137,18 @@ def _join(key: str, parameter: Any, weight: ResidentWeight, state: dict[str, Any
         return
     data = local_part(value)
     if scale is not None:
-        scale = local_part(scale)
-        if value.dtype != weight.data_.dtype or scale.shape != weight.scale.shape:
+        scale, own = local_part(scale), scale_as_stored(weight.scale, weight.spec)
+        converts = own.is_floating_point() and scale.is_floating_point()
+        is_misfit = value.dtype != weight.data_.dtype or scale.shape != own.shape
+        if is_misfit or not (converts or scale.dtype == own.dtype):
             errors.append(
-                f"{key} is resident as {weight.spec}, with {weight.data_.dtype} and scales {tuple(weight.scale.shape)}"
-                f"; the checkpoint has {value.dtype} and scales {tuple(scale.shape)}: convert in the recipe it was "
-                "saved with"
+                f"{key} is resident as {weight.spec}, with {weight.data_.dtype} and scales {own.dtype} "
+                f"{tuple(own.shape)}; the checkpoint has {value.dtype} and scales {scale.dtype} {tuple(scale.shape)}: "
+                "convert in the recipe, and with the weight_only, it was saved with"
             )
             del state[key]
             return
-        state[key] = _distributed(parameter, weight.like(data, scale.to(weight.scale.dtype)))
+        state[key] = _distributed(parameter, weight.like(data, scale_of_stored(scale, weight.spec)))
     elif not value.dtype.is_floating_point or value.element_size() == 1:
         errors.append(f"{key} is {value.dtype} without {key + SCALE_SUFFIX}: its scales are missing")
         del state[key]
@@ -150,6 +159,16 @@ def _join(key: str, parameter: Any, weight: ResidentWeight, state: dict[str, Any
         plain = data if data.dtype in SUPPORTED_DTYPES else data.float()
         quantized = weight.quantized_alike(plain)
         state[key] = _distributed(parameter, weight.like(quantized.data_, quantized.scale))
+
+
+def scale_as_stored(scale: Tensor, spec: MessageSpec) -> Tensor:
+    """Return the scales that a `state_dict` has of a resident weight, given its own."""
+    return scale.view(torch.int32).unsqueeze(-1) if isinstance(spec, AdaptiveSpec) else scale
+
+
+def scale_of_stored(scale: Tensor, spec: MessageSpec) -> Tensor:
+    """Return the scales of a resident weight, given those of a `state_dict`."""
+    return scale.squeeze(-1).view(torch.float32) if isinstance(spec, AdaptiveSpec) else scale.to(spec.scale_dtype)
 
 
 def _distributed(parameter: Any, part: Tensor) -> Tensor:

@@ -5,12 +5,13 @@
 
 X and G are not quantized, so outputs and gradients are those of a base whose weights have the FP8 values, bit for bit.
 FP8 products round X and G, about 31.5 dB each, which adds up over the layers of a model; this rounds neither. It costs
-the time of products in the wider dtype and of reading W again, and a temporary copy of one weight. The weight takes as
-many bytes as for FP8 products, saved and sharded alike (`octavo.nn.resident`).
+the time of products in the wider dtype and of reading W again, and a temporary copy of one weight. W is in adaptive
+FP8, which rounds it at 44 dB instead of 32, in 1.03 bytes per parameter (`octavo.nn.resident`); any other format that
+it is resident in, as loaded from a checkpoint in FP8, is read as it is.
 
 `octavo.convert(model, frozen="fp8", weight_only=[…])` selects the layers by name. By default they are the projections
 of attention. Adapters' gradients get their error from X in the products before them and from G in those after, in
-proportion to their own size. In models with gated MLPs attention brings 52 to 89 % of it, for less than a fifth of the
+proportion to their own size. In models with gated MLPs attention brings 54 to 88 % of it, for less than a fifth of the
 arithmetic: at random weights v and o, else q and k too, whose error the scores amplify. In models with plain MLPs it
 brings at most a third, for a third of the arithmetic (`pytest -s -m "" tests/nn/test_lora_families.py`).
 Choosing v and o alone was rejected: it leaves Qwen3 below 28 dB, and inference engines join q, k and v.
@@ -23,47 +24,37 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from octavo.kernels import dequantize
-from octavo.nn.fp8_weight import quantized_as
 from octavo.nn.operands import apply_unhooked, output_dtype
 from octavo.nn.resident import ResidentWeight
-from octavo.numerics.recipe import Recipe
+from octavo.nn.resident_values import dequantized_values
 from octavo.runtime.torch_compat import required_gradients
-from octavo.tensor import ScaledTensor
 
 
-def weight_only_linear(input: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Tensor:
+def weight_only_linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return `torch.nn.functional.linear` of the dequantized weight, differentiable in input and bias.
 
     Args:
         input: [..., K].
         weight: [N, K], resident in FP8; or a plain one that was computed from it, as by PEFT's `target_parameters`.
         bias: [N] or None.
-        recipe: A recipe with `weight_only`, whose W has the weight's spec.
 
     Returns:
         [..., N] in the input's dtype, or in autocast's if autocast is on.
-
-    Raises:
-        ValueError: If the weight is resident in another spec.
     """
     if (dtype := output_dtype(input, weight)) is None or not isinstance(weight, ResidentWeight):
         return F.linear(input, weight, bias)
-    y: Tensor = apply_unhooked(_WeightOnly, input, weight, bias, recipe, dtype)
+    y: Tensor = apply_unhooked(_WeightOnly, input, weight, bias, dtype)
     return y
 
 
 class _WeightOnly(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: ResidentWeight, bias: Tensor | None, recipe: Recipe, dtype: torch.dtype
-    ) -> Tensor:
-        w = quantized_as(weight, recipe.w)
+    def forward(ctx: Any, x: Tensor, weight: ResidentWeight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         if ctx.needs_input_grad[0]:
-            ctx.save_for_backward(w.data, w.scale)
-        ctx.spec, ctx.dtype = w.spec, dtype
+            ctx.save_for_backward(weight.data_, weight.scale)
+        ctx.spec, ctx.dtype = weight.spec, dtype
         ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
-        w_NK = _plain(w, weight.dtype).to(dtype)
+        w_NK = dequantized_values(weight.data_, weight.scale, weight.spec, weight.dtype).to(dtype)
         return F.linear(x.to(dtype), w_NK, None if bias is None else bias.to(dtype))
 
     @staticmethod
@@ -74,16 +65,8 @@ class _WeightOnly(torch.autograd.Function):
         dx = dbias = None
         if needs_dgrad:
             data, scale = ctx.saved_tensors
-            w_NK = _plain(ScaledTensor(data, scale, ctx.spec), w_dtype).to(ctx.dtype)
+            w_NK = dequantized_values(data, scale, ctx.spec, w_dtype).to(ctx.dtype)
             dx = (g @ w_NK).to(x_dtype)
         if needs_bias:
             dbias = g.reshape(-1, g.shape[-1]).sum(0, dtype=torch.float32).to(bias_dtype)
-        return dx, None, dbias, None, None
-
-
-def _plain(w: ScaledTensor, dtype: torch.dtype) -> Tensor:
-    """Return W [N,K]; one that is stored as [K,N] as a view."""
-    if w.data.is_contiguous():
-        return dequantize(w, dtype)
-    assert w.scale is not None
-    return dequantize(ScaledTensor(w.data.t(), w.scale.t(), w.spec.transposed), dtype).t()
+        return dx, None, dbias, None

@@ -111,10 +111,11 @@ class QuantSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class AdaptiveSpec:
-    """Adaptive FP8, the format of messages whose receiver widens them: `fp8/1x128`.
+    """Adaptive FP8, the format of what is widened before it is multiplied: `fp8/1x128`.
 
-    Each group of 128 elements of a row has one of three 8-bit floating point formats, e4m3, e3m4 or e2m5, and a float32
-    scale (`octavo.kernels.adaptive`). No product multiplies these bytes.
+    Messages that the receiver widens, and weights of weight-only products, have it. Each group of 128 elements of a row
+    has one of three 8-bit floating point formats, e4m3, e3m4 or e2m5, and a float32 scale (`octavo.kernels.adaptive`).
+    No product multiplies these bytes.
 
     Attributes:
         granularity: Which elements share a scale and a format.
@@ -124,15 +125,23 @@ class AdaptiveSpec:
 
     granularity: Granularity = field(default=Granularity(1, 128))
     scale_dtype: torch.dtype = torch.float32
-    text: str = "fp8/1x128"
+    text: str = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "text", f"fp8/{self.granularity}")
 
     def __str__(self) -> str:
         return self.text
 
+    @property
+    def transposed(self) -> "AdaptiveSpec":
+        """Spec of the transposed matrix with the same groups."""
+        return AdaptiveSpec(granularity=Granularity(self.granularity.columns, self.granularity.rows))
+
 
 ADAPTIVE = AdaptiveSpec()
 MessageSpec = QuantSpec | AdaptiveSpec
-"""FP8 format of a message."""
+"""FP8 format of a message, or of a stored weight."""
 
 
 @lru_cache(maxsize=256)

@@ -50,6 +50,8 @@ def quantized_weights(
         if weight.shape[-1] % layout.multiple:
             return f"its {weight.shape[-1]} input features are no multiple of {layout.multiple}"
         if isinstance(weight, ResidentWeight):
+            if weight.spec != module.recipe.w:
+                return f"its weight is resident as {weight.spec}, for which {layout.name} has no place"
             codes[f"{fqn}.{name}"], scales[f"{fqn}.{name}"] = weight.data_.view(torch.uint8), weight.scale
             continue
         matrices = weight.detach().reshape(-1, *weight.shape[-2:])

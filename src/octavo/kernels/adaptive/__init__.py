@@ -1,8 +1,9 @@
-"""adaptive_quantize and adaptive_dequantize: 8-bit messages that lose less than e4m3 in the same bytes.
+"""adaptive_quantize and adaptive_dequantize: 8-bit matrices that lose less than e4m3 in the same bytes.
 
     [R,C]  ──adaptive_quantize──▶  codes uint8 [R,C], scales float32 [R, ⌈C/128⌉]  ──adaptive_dequantize──▶  [R,C]
 
-A receiver that widens a message needs no format that matrix units multiply. Each group of 128 elements of a row has the
+A message that its receiver widens, and a stored weight that is widened for its products, need no format that matrix
+units multiply. Each group of 128 elements of a row has the
 format with the most mantissa bits that its values allow. With amax the largest magnitude of a group, and M mantissa
 bits,
 
