@@ -3,7 +3,8 @@
     forward  Y  = X Wᵀ     W = diag(b) Wq, dequantized before the product and dropped after it
     dgrad    ∂X = G W      the same, from the same bytes
 
-X and G are not quantized, so outputs and gradients are those of a base whose weights have the FP8 values, bit for bit.
+X and G are not quantized, so outputs and gradients are those of a base whose weights have the FP8 values, bit for bit
+(where X is stored by columns, PyTorch adds up ∂X in another order).
 FP8 products round X and G, about 31.5 dB each, which adds up over the layers of a model; this rounds neither. It costs
 the time of products in the wider dtype and of reading W again, and a temporary copy of one weight. W is in adaptive
 FP8, which rounds it at 44 dB instead of 32, in 1.03 bytes per parameter (`octavo.nn.resident`); any other format that
