@@ -65,13 +65,22 @@ def test_empty_shards(gloo):
     assert gloo.run(empty_shard_job, 4)[3] == (0, 12)
 
 
+class Router(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale, self.linear = nn.Parameter(torch.full((2,), 1.5)), nn.Linear(WIDTH, 2)
+
+    def forward(self, x):
+        return self.linear(x) * self.scale
+
+
 class Routed(nn.Module):
     """A block with a router in float32, as Transformers keeps those of DeepSeek-V3."""
 
     def __init__(self):
         super().__init__()
         self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.gate = nn.Linear(WIDTH, 2)
+        self.gate = Router()
         self.to(torch.bfloat16)
         self.gate.float()
 
@@ -105,7 +114,7 @@ def mixed_dtypes_job(x):
     mistakes = []
     for spoil in (
         lambda m: m.head.register_parameter("scale", nn.Parameter(torch.ones(4))),
-        lambda m: setattr(m.blocks[1].gate, "weight", m.blocks[0].gate.weight),
+        lambda m: setattr(m.blocks[1].gate.linear, "weight", m.blocks[0].gate.linear.weight),
     ):
         broken = RoutedNet()
         spoil(broken)
@@ -124,7 +133,7 @@ def test_a_router_in_another_dtype_is_its_own_group(gloo):
         assert found[name].dtype == gradient.dtype
         torch.testing.assert_close(found[name], gradient, rtol=1e-2, atol=1e-2 * float(gradient.abs().max()))
     assert mistakes[0].startswith("head trains parameters in torch.float32")
-    assert mistakes[1].startswith("blocks.0.gate trains parameters in torch.float32")
+    assert mistakes[1].startswith("blocks.1.gate.linear trains parameters in torch.float32")
 
 
 def one_rank_job():

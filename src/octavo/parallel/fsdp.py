@@ -179,15 +179,15 @@ def _of_other_dtypes(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Modul
                 for dtype in {parameter.dtype for parameter in trained}:
                     modules.setdefault(dtype, []).append(module)
         for dtype, _ in sizes.most_common()[1:]:
-            for module in modules[dtype]:
+            for module in reversed(modules[dtype]):  # children first
                 inside = [p for p in module.parameters() if p.requires_grad]
                 if len({p.dtype for p in inside}) > 1 or any(owners[id(p)] > 1 for p in inside):
                     name = names[module] or type(module).__name__
                     raise ValueError(
-                        f"{name} trains parameters in {dtype}, and most of those beside it another dtype, but an "
-                        "FSDP2 group has one. "
-                        "It cannot be sharded by itself, because it has parameters of several dtypes, or some that "
-                        "another module shares: give them the dtype of the others before parallelize"
+                        f"{name} trains parameters in {dtype}, and most of those beside it are in another dtype, but "
+                        "an FSDP2 group has one. It cannot be sharded by itself, because it has parameters of several "
+                        "dtypes, or some that another module shares: give them the dtype of the others before "
+                        "parallelize"
                     )
                 others.append(module)
     return others
