@@ -115,6 +115,7 @@ def converted(plain, weight_only):
     return octavo.convert(copy.deepcopy(plain), frozen="fp8", weight_only=weight_only, verbose=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "blocks", "steps"), CASES)
 def test_the_default_has_28_db(family, blocks, steps):
     """Except over four blocks of a vision transformer, where the MLP brings nearly all of the error, and over four
