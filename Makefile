@@ -5,11 +5,13 @@ BIN    := $(VENV)/bin
 PEERS  := torchao
 # Tools that octavo.integrations is tested with where they are installed. Their requirements would replace other packages.
 TOOLS  := torchtitan torch_checkpointing torchdata tyro docstring_parser typeguard einops spmd_types==0.2.3 \
-          diffusers timm torchvision==0.28.0 requests urllib3 certifi charset_normalizer importlib_metadata zipp trl bitsandbytes \
+          diffusers requests urllib3 certifi charset_normalizer importlib_metadata zipp trl bitsandbytes \
           wandb platformdirs gitpython gitdb smmap sentry-sdk protobuf mlflow mlflow-skinny mlflow-tracing alembic mako cachetools \
           click cloudpickle cryptography cffi databricks-sdk fastapi starlette opentelemetry-api opentelemetry-sdk \
           opentelemetry-proto opentelemetry-semantic-conventions pandas python-dateutil pytz scipy sqlalchemy sqlparse idna \
           compressed-tensors loguru
+# By themselves: Transformers imports torchvision where it finds it, and PyPI's needs a CUDA build of torch.
+VISION := timm torchvision==0.28.0
 TRITON := 3.6
 # The oldest release of torch that pyproject.toml allows and the newest that is tested, with what each is tested with.
 TORCHES := 2.11.0 2.14.1
@@ -51,7 +53,9 @@ $(VENV)/.peers: $(VENV)/.developer
 	@touch $@
 
 $(VENV)/.tools: $(VENV)/.developer
-	@$(PIP) install --no-deps --upgrade --target $(VENV)/tools $(TOOLS)
+	@rm -rf $(VENV)/tools $(VENV)/vision
+	@$(PIP) install --no-deps --target $(VENV)/tools $(TOOLS)
+	@$(PIP) install --no-deps --target $(VENV)/vision $(VISION)
 	@touch $@
 
 $(VENV)/.triton-$(TRITON): $(VENV)/.developer
@@ -87,6 +91,7 @@ test-slow: $(VENV)/.peers $(VENV)/.triton-$(TRITON) lint  ## All tests, with the
 test-tools: $(VENV)/.tools  ## Tests with torchtitan, TRL, diffusers, timm, compressed-tensors, W&B …
 	@PYTHONPATH=$(VENV)/tools $(BIN)/python -m pytest -n 2 -m 'not gpu' \
 	  tests/integrations tests/nn/test_foreign_linears.py tests/serving/test_export_layouts.py tests/test_examples.py
+	@PYTHONPATH=$(VENV)/vision $(BIN)/python -m pytest -m 'not gpu' tests/test_examples.py -k timm
 
 test-versions: $(TORCHES:%=$(VENV)/torch-%/.ready)  ## The library's tests on the oldest and the newest torch (downloads GBs)
 	@failed=; for torch in $(TORCHES); do \
