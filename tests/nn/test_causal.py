@@ -152,6 +152,19 @@ def test_the_other_arguments_of_the_loss(form):
     torch.testing.assert_close(chunked_loss(model)(**batch(), **extra)[0], expected)
 
 
+def test_the_other_outputs_of_a_loss():
+    """Under whatever names this release of Transformers gives them."""
+    model, ids = make("llama", attn_implementation="eager"), batch()["input_ids"]
+    inputs = batch() | {"use_cache": True, "output_hidden_states": True, "output_attentions": True}
+    expected = model(**inputs)
+    found = chunked_loss(model)(**inputs)
+    assert set(found) == set(expected) - {"logits"} and len(found) == 4
+    for one, other in zip(found.hidden_states, expected.hidden_states, strict=True):
+        torch.testing.assert_close(one, other)
+    (cache,) = set(found) - {"loss", "hidden_states", "attentions"}
+    assert found[cache].get_seq_length() == expected[cache].get_seq_length() == ids.shape[1]
+
+
 def test_tied_and_frozen_heads():
     tied = make("llama", tie_word_embeddings=True)
     ours = chunked_loss(copy.deepcopy(tied))

@@ -10,7 +10,7 @@ scales of its own, [E,·,·] too. `unbind` and an integer index return the `Resi
 
 A weight that is widened for its products (`octavo.nn.weight_only`) needs no format that they multiply: it has adaptive
 FP8, with codes uint8 and a scale per 128 elements of a row, 1.03 bytes per parameter. That rounds Gaussian weights at
-44 dB, e4m3 with row scales at 32 dB.
+44 dB; e4m3 with row scales rounds them at 32.
 
 What changes the storage keeps the bytes: `.to(device)`, `.half()` (only the dtype in which it is read), `clone`,
 deepcopy, pickle. `copy_` from a plain tensor quantizes it, and from a `ResidentWeight` of one spec copies the bytes.

@@ -112,7 +112,7 @@ def shard(
         cpu_offload: Keep shards, gradients and optimizer states in host memory.
 
     Raises:
-        ValueError: If a module itself trains parameters of several dtypes.
+        ValueError: If a module that needs a group by itself trains parameters of several dtypes, or shares some.
     """
     scales = None
     if fp8_gather:
