@@ -196,7 +196,7 @@ def test_what_cannot_be_captured_is_timed_behind_a_sleeping_kernel():
 # Rows
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_rows_of_a_linear(lying):
     shape = (48, 64, 32)
     lying.attempt({"shape": "48×64×32", "arm": "products", "mode": "eager"}, lambda: linear.products(lying, shape))
@@ -234,7 +234,7 @@ def test_bytes_of_quantizers_are_the_stated_ones():
     )
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_rows_of_a_layer(lying):
     name, size = next(iter(layer.TINY.items()))
     for kind in ("bf16", "fp8"):
@@ -358,7 +358,7 @@ def test_the_gpu_runner_rehearses_every_stage(tmp_path):
     assert all(stage["rows"] and not stage["failed"] for stage in stages.values()), stages
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_cpu_is_timed(tmp_path, monkeypatch):
     monkeypatch.setattr(session, "RESULTS", tmp_path)
     linear.main(["--shapes", "32,16,16", "--rounds", "2", *NO_PEERS])

@@ -98,7 +98,7 @@ TINY = {"outlier_channels": 3, "swiglu_growth": 50, "exploding_norms": 25}
 """Steps after which a case whose activations break tensorwise shows it; rowwise is better in each."""
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TINY)
 def test_tensorwise_is_worse_than_rowwise_where_that_is_claimed(name, monkeypatch):
     monkeypatch.setattr("benchmarks.adversarial_cases.PRETRAINING", 60)
@@ -128,7 +128,7 @@ def test_spread_gradients_leave_columns_of_the_first_weight_without_a_gradient()
     assert 0.1 < lost["tensorwise"] < lost["rowwise"]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_outliers_alone_and_small_gradients_break_nothing(monkeypatch):
     monkeypatch.setattr("benchmarks.adversarial_cases.PRETRAINING", 60)
     for name in ("loud_channels", "tiny_gradients"):

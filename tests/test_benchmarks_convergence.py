@@ -98,7 +98,7 @@ def test_runs_are_not_repeated_and_stopped_ones_go_on(tmp_path, capsys):
     assert json.loads((tmp_path / "convergence.json").read_text())["rows"] == content["rows"]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_runs_of_other_code_are_trained_anew_beside_them(tmp_path):
     config = convergence.configuration(BASELINE, 1, 2, TINY)
     out = tmp_path / "bf16"

@@ -50,7 +50,7 @@ def test_figures_are_what_plotly_takes(kept):
         Figure(content)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.skipif(browser.find() is None, reason=f"no Chromium is installed: {browser.INSTALL}")
 def test_a_figure_is_drawn_the_same_each_time_in_both_schemes():
     trace = {"type": "scatter", "x": [1, 2], "y": [3, 1], "name": "</script>&lt;", "line": {"color": "var(--s1)"}}

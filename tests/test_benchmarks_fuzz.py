@@ -24,7 +24,7 @@ def no_processes_left():
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind == "experts")) for kind in KINDS])
 def test_nothing_is_found(kind):
     outcomes = [(case, run(case)) for case in (draw(11, i, kind) for i in range(CASES[kind]))]
     failures = [described(kind, case, outcome) for case, outcome in outcomes if outcome.failed]
@@ -103,7 +103,7 @@ def test_an_injected_fault_shrinks_to_a_few_keys(capsys):
     assert "fail: forward" in capsys.readouterr().out
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_the_command_counts_what_it_draws(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr("benchmarks.fuzz.console.corpus", lambda only: [])
     with pytest.raises(SystemExit, match="0"):

@@ -126,7 +126,7 @@ def test_copies_add_up_their_shards_gradients(tiny):
     assert [call for call in row["wire"] if call["op"] != "all-reduce"] == one["wire"]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [8, 64])
 def test_what_is_sharded_is_a_part_of_the_whole(tiny, world):
     tensors = LAYERS * 9 + 3

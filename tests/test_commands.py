@@ -149,7 +149,7 @@ def collected(*words: str) -> str:
     return done.stdout
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_pytest_itself_finds_the_benchmarks() -> None:
     assert "test_benchmarks_writing.py" in collected("tests/test_benchmarks_writing.py")
 

@@ -11,7 +11,7 @@ import torch
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")  # PEFT asks Transformers for it
 def test_lora_on_a_resident_base(capsys):
     pytest.importorskip("peft")

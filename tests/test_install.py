@@ -108,7 +108,7 @@ def test_the_command_names_what_installs_it(start: str, package: str) -> None:
     assert done.stderr == f"error: No module named {package!r}, which the command octavo needs: {INSTALL}\n"
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_the_trainer_names_what_installs_it() -> None:
     code = f"""
 import octavo

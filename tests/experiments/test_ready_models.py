@@ -224,7 +224,7 @@ def test_init_writes_once(planner: Planner, tmp_path: Path, monkeypatch: pytest.
     assert "is a folder" in init("--model", "llama3-8b", "--out", "new folder").stderr
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_init_plans_real_steps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("octavo.experiments.ready_models.ready_models", lambda: {"small": SMALL})
     done = init("--model", "small", "--gpu", "h200", "--gpus", "2", "--out", str(tmp_path / "small.toml"))

@@ -94,7 +94,7 @@ def test_rows_are_those_of_one_process(gloo, settings, world, fp8_comm, recipe):
         assert row == same
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(("settings", "fp8_comm"), [(FSDP, "gather"), (FSDP, "on"), (DDP, "off")])
 def test_a_sampled_step_computes_what_an_unsampled_one_does(gloo, settings, fp8_comm):
     for recipe in ("rowwise", "tensorwise"):

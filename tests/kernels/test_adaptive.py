@@ -132,7 +132,7 @@ def test_triton_equals_reference(rows, columns, dtype):
     assert_same(results["reference"], results["triton"])
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @triton
 def test_every_configuration_and_memory_order_equals_reference():
     from octavo.kernels.adaptive import triton as backend

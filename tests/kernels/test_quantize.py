@@ -146,7 +146,7 @@ def test_triton_treats_special_values_as_reference_does(spec, special):
     assert difference(tensors(quantize(x, spec, scale=scale)), tensors(actual)) is None
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @triton
 @by_spec
 def test_triton_reads_any_strides(spec):

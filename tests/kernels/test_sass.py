@@ -152,7 +152,7 @@ def test_the_table_holds_the_newest_triton_and_the_one_of_pytorch_2_11():
         check_promoted(rows)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_promoted_products_leave_products_under_way():
     rows, _ = compiled(90, "--default", "--jobs", "1", "--only", "scaled_mm e4m3/row unit nn promoted")
     assert len(rows) == 1

@@ -24,7 +24,7 @@ def run(*command):
 
 
 @compiles
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_direct_launches_are_those_of_triton():
     """Kernel, grid, stream and the bytes of all arguments, at sizes and alignments that Triton specializes for."""
     names = (

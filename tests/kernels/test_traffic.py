@@ -97,7 +97,7 @@ def check_scales(task, launch):
     assert sum(small) <= 8 * (ROWS + COLUMNS) + 4 * scales
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [pytest.param((1, 1), marks=pytest.mark.slow), (33, 130)])
 def test_kernels_access_only_their_operands(shape):
     """Every access of every kernel at odd sizes lies in an argument: `counted` asserts it."""

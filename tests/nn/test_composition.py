@@ -15,7 +15,10 @@ from octavo.numerics import E4M3, RECIPES, sqnr
 from octavo.runtime.switch import SWITCH
 
 by_recipe = pytest.mark.parametrize("name", RECIPES)
-by_compiled_recipe = pytest.mark.parametrize("name", [name for name, recipe in RECIPES.items() if not recipe.history])
+COMPILED = [name for name, recipe in RECIPES.items() if not recipe.history]
+by_compiled_recipe = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in COMPILED[3:])) for name in COMPILED]
+)
 
 
 def save_products(ctx, op, *args, **kwargs):
@@ -142,7 +145,7 @@ def test_compile_quantizes_a_shared_input_once(stored, monkeypatch):
     assert len([q for q in casts if q.numel() == 8 * 64]) == 1 and len(casts) == 5
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, at the import of its partitioner
 @pytest.mark.parametrize("name", [name for name, recipe in RECIPES.items() if not recipe.layer_state])
 def test_compile_keeps_no_more_than_eager(name):

@@ -305,6 +305,7 @@ def test_fine_tuning_follows_bf16():
     assert abs(fp8 / bf16 - 1) <= 0.01
 
 
+@pytest.mark.slow
 def test_the_memory_of_a_70b_base_is_predicted_block_by_block():
     example = Path(__file__).parents[2] / "examples" / "plan_lora_70b.py"
     text = subprocess.run(

@@ -106,7 +106,9 @@ def bitwise_job(copies):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("world", "copies"), [(2, 1), (3, 1), (4, 2)])
+@pytest.mark.parametrize(
+    ("world", "copies"), [(2, 1), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((3, 1), (4, 2)))]
+)
 def test_shards_are_stepped_bit_for_bit_as_the_whole(gloo, world, copies):
     """Random bits too: they are drawn by the element's place in the whole parameter."""
     gloo.run(bitwise_job, world, copies)
@@ -254,7 +256,7 @@ def compare(model, optimizer, path):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("worlds", [(4, 2, 1, 3), (1, 4), (2, 4)], ids=str)
+@pytest.mark.parametrize("worlds", [(4, 2, 1, 3), (1, 4), pytest.param((2, 4), marks=pytest.mark.slow)], ids=str)
 def test_checkpoints_go_to_any_number_of_ranks(gloo, tmp_path, worlds):
     """Saved by the first number, loaded by the others: the same bits, and the same bits two steps later."""
     gloo.run(save_job, worlds[0], str(tmp_path))

@@ -89,7 +89,7 @@ def same_bits_job(kind, checkpointing):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpointing", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_bit_changes(gloo, kind, checkpointing):
     """2 layers emit 6 results in all of 6 forwards, or under checkpointing recomputations, but the first.

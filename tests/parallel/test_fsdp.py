@@ -31,7 +31,7 @@ def awkward_job(settings, options, in_fp8, optimizer="torch"):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
+@pytest.mark.parametrize("recipe", ["rowwise", pytest.param("tensorwise", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("world", "hidden"), [(2, 63), (2, 128), (4, 65), (4, 3), (3, 1)], ids=lambda value: str(value)
 )
@@ -437,7 +437,7 @@ def compile_job(recipe):
         assert train(model, 3) == eager
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
 def test_compiled_blocks(gloo, recipe):
     gloo.run(compile_job, 2, recipe)

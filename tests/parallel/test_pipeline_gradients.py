@@ -115,16 +115,21 @@ def alone(fp8, experts=False, outliers=None):
 
 
 LAYOUTS = [
-    (2, {"pp": 2}),
-    (2, {"tp": 2}),
-    (2, {"tp": 2, "fp8_comm": "on"}),
-    (2, {"tp": 2, "sequence_parallel": False}),
-    (4, {"tp": 2, "dp_shard": 2}),
     (4, {"pp": 2, "tp": 2}),
-    (4, {"pp": 4}),
-    (2, {"cp": 2}),
     (2, {"ep": 2}),
-    (4, {"ep": 2}),
+    *(
+        pytest.param(ranks, parallel, marks=pytest.mark.slow)
+        for ranks, parallel in (
+            (2, {"pp": 2}),
+            (2, {"tp": 2}),
+            (2, {"tp": 2, "fp8_comm": "on"}),
+            (2, {"tp": 2, "sequence_parallel": False}),
+            (4, {"tp": 2, "dp_shard": 2}),
+            (4, {"pp": 4}),
+            (2, {"cp": 2}),
+            (4, {"ep": 2}),
+        )
+    ),
 ]
 
 
@@ -191,7 +196,7 @@ def blocks_alone(recipe):
     return gradients_of(model, backward, 16)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_messages_lose_little_of_what_one_process_computes_almost_exactly(gloo, ranks):
     """Up to 37 dB on one process, in the last norm; each boundary adds the error of two messages."""

@@ -86,7 +86,10 @@ def casts_job(name, keep):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name in ("ZBVZeroBubble", "DualPipeV"))) for name in SCHEDULES],
+)
 def test_weights_are_quantized_once_a_step(gloo, name):
     """Once for all micro-batches, and a second time by the check at the end of `accumulating`; the same losses."""
     kept = gloo.run(casts_job, 2, name, True)
@@ -184,7 +187,7 @@ def fsdp_job(name, comm, reshard, steps=4):
     return train(Pipeline(name, converted(blocks=BLOCKS), wrap=shard, group=mesh.get_group("pp")), steps)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["1F1B", *(pytest.param(name, marks=pytest.mark.slow) for name in ("InterleavedZeroBubble", "DualPipeV"))]
 )

@@ -77,7 +77,8 @@ def step_job(recipe, how, dtype):
 
 
 CASES = [
-    ("rowwise", "fully_shard", 2), ("rowwise", "off", 2), ("rowwise", "gather", 2), ("rowwise", "off", 1),
+    pytest.param("rowwise", "fully_shard", 2, marks=pytest.mark.slow),
+    ("rowwise", "off", 2), ("rowwise", "gather", 2), ("rowwise", "off", 1),
     ("tensorwise", "fully_shard", 2), ("tensorwise", "gather", 3), ("blockwise", "fully_shard", 2),
     ("blockwise", "off", 3), ("rowwise_hp_wgrad", "off", 3),
     ("rowwise_weight_only", "fully_shard", 2), ("blockwise_weight_only", "off", 3),

@@ -160,7 +160,7 @@ def test_printed_and_as_json():
     assert set(read["at_peak"]) == set(KINDS)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_model_on_meta_of_seven_billion_parameters_takes_seconds():
     with torch.device("meta"):
         model = llama(**LLAMA_2_7B, num_hidden_layers=32).bfloat16()

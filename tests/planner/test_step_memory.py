@@ -83,7 +83,13 @@ CASES = {
 }
 
 
-SLOW = ("fp8+activations+optimizer, accumulated, recomputed", "GPT-2, fp8+opt", "float32 parameters")
+SLOW = (
+    "fp8+activations",
+    "fp8, recomputed",
+    "fp8+activations+optimizer, accumulated, recomputed",
+    "GPT-2, fp8+opt",
+    "float32 parameters",
+)
 
 
 @pytest.mark.thorough
@@ -178,7 +184,7 @@ def test_a_plan_traces_forward_twice_and_each_step_once(monkeypatch, world_size)
     assert traced == [("trace", 4), ("trace", 5), ("trace_step", 5), ("trace_step", 5)]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"checkpointing": "full"}, {"world_size": 8}], ids=str)
 def test_first_blocks_that_differ_are_followed_and_the_rest_extrapolated(monkeypatch, options):
     """As the dense blocks of DeepSeek-V3, before those with experts: every byte and second as from all blocks."""

@@ -23,7 +23,7 @@ def trainer_state(out: Path) -> tuple[Path, dict[str, Any]]:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("recipe", ["delayed", "rowwise_equalized"])
-@pytest.mark.parametrize("checkpointing", ["none", "selective"])
+@pytest.mark.parametrize("checkpointing", ["none", pytest.param("selective", marks=pytest.mark.slow)])
 def test_resume_is_bitwise_the_uninterrupted_run(
     make_config: MakeConfig, tmp_path: Path, checkpointing: str, recipe: str
 ) -> None:

@@ -145,7 +145,9 @@ TRACES: list[dict[str, dict[str, Any]]] = [
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("case", TRACES, ids=str)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.slow] * (index < 2)) for index, case in enumerate(TRACES)], ids=str
+)
 def test_evaluation_leaves_no_trace(case: dict[str, Any], make_config: MakeConfig, tmp_path: Path) -> None:
     own = write_lines(tmp_path, sentences(40, seed=7).splitlines())
     for name, every in (("often", 1), ("never", None)):
@@ -201,7 +203,7 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.parametrize("parallel", LAYOUTS, ids=str)
 def test_ranks_share_the_rows(gloo, parallel, make_config, tmp_path):  # noqa: F811

@@ -55,7 +55,7 @@ def test_mfu_and_position() -> None:
     assert gauges(None).read(ROW).mfu is None
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_the_expected_step_is_the_plans(make_config: MakeConfig) -> None:
     config = make_config(optim={"batch": 8, "micro_batches": 2}, precision={"level": "fp8"})
     planned = plan_configured(config, gpu="h100", gpus=2)

@@ -73,7 +73,7 @@ def norms(out):
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "layout",
-    ["tp", slow("tp-whole"), "cp", "tp-fsdp", slow("cp-fsdp"), slow("cp-hsdp"), "pp", slow("pp-fsdp"), "pp-tp"],
+    ["tp", "cp", "pp-tp", *map(slow, ("tp-whole", "tp-fsdp", "cp-fsdp", "cp-hsdp", "pp", "pp-fsdp"))],
 )
 def test_losses_and_norms_are_those_of_one_process(gloo, settings, tmp_path, layout):  # noqa: F811
     world, parallel = LAYOUTS[layout]
@@ -126,7 +126,7 @@ def new_process_job(tables, out):  # noqa: F811
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("parallel", [{}, {"ep": 2}], ids=str)
+@pytest.mark.parametrize("parallel", [slow({}), {"ep": 2}], ids=str)
 def test_the_loss_of_routers_on_every_rank(gloo, settings, tmp_path, parallel):  # noqa: F811
     made = settings("mixtral", parallel=parallel)
     made["model"]["config"] = MIXTRAL | {"output_router_logits": True, "router_aux_loss_coef": 0.1}
@@ -186,7 +186,7 @@ def test_checkpoints_of_rows_that_four_do_not_divide(gloo, settings, tmp_path, p
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("parallel", [{"tp": 2}, {"pp": 2}], ids=str)
+@pytest.mark.parametrize("parallel", [{"tp": 2}, slow({"pp": 2})], ids=str)
 def test_a_resumed_run_is_the_uninterrupted_one(gloo, settings, tmp_path, parallel):  # noqa: F811
     parts = {"micro_batches": 2}
     whole = settings(run={"save_every": 3}, precision=EVERYTHING, parallel=parallel, optim=parts)
@@ -199,7 +199,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(gloo, settings, tmp_path, parall
     assert same(state(whole, last[0]), state(whole, last[1]))
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("parallel", [{"tp": 2}, slow({"tp": 2, "sequence_parallel": False}), {"pp": 2}], ids=str)
 def test_channel_scales_resume(gloo, settings, tmp_path, parallel):  # noqa: F811
     """Ranks of tensor parallelism have their own; stages those of their layers; another layout measures again."""
@@ -315,7 +315,9 @@ def moves(out):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("parallel", [{"tp": 2}, slow({"tp": 2, "sequence_parallel": False}), {"pp": 2}], ids=str)
+@pytest.mark.parametrize(
+    "parallel", [{"tp": 2}, *map(slow, ({"tp": 2, "sequence_parallel": False}, {"pp": 2}))], ids=str
+)
 def test_the_autopilot(gloo, settings, tmp_path, parallel):  # noqa: F811
     """X that ranks gather in FP8 is compared with X in high precision; stages move the same layers, and resume."""
     piloted = {"level": "fp8", "autopilot": True}

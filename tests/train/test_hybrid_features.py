@@ -45,7 +45,7 @@ def dropping(settings):  # noqa: F811
 SOME = ["tp", "pp", *map(slow, ("tp-whole", "tp-fsdp", "pp-tp", "pp-fsdp", "cp", "ep"))]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", SOME)
 def test_checkpointing_recomputes_with_the_same_dropout(gloo, dropping, tmp_path, layout):  # noqa: F811
     """Losses are bitwise those without it; so are those of a resumed run."""
@@ -98,7 +98,7 @@ def masks_job(tables):  # noqa: F811
     return masks[0], found
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["tp-fsdp", slow("tp")])
 def test_ranks_with_other_tokens_drop_others(gloo, dropping, layout):  # noqa: F811
     """And ranks that hold the same parameters update them alike."""
@@ -126,7 +126,7 @@ def compare_job(path, out, arms):
     return comparison.exit_code, comparison.arms[0].losses.test.gaps
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["pp", *map(slow, ("tp", "tp-whole", "tp-fsdp", "cp", "ep", "pp-tp"))])
 def test_comparisons(gloo, settings, tmp_path, layout):  # noqa: F811
     """Gaps of a mesh are those of one process within 0.3 %."""
@@ -144,7 +144,7 @@ def test_comparisons(gloo, settings, tmp_path, layout):  # noqa: F811
     assert ranks[0][1] == pytest.approx(gaps, abs=0.3)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "schedule"),
     [

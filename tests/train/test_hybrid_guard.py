@@ -41,7 +41,7 @@ def without_job(tables, out, first, count):  # noqa: F811
         run(parse_config(tables), out=Path(out))
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [slow("tp"), slow("tp-whole"), "pp", slow("pp-tp"), slow("cp"), slow("ep")])
 def test_all_ranks_roll_back_after_a_spike(gloo, settings, tmp_path, layout):  # noqa: F811
     """To the checkpoint before it, and on as if its batches had never been, bit for bit."""
@@ -59,7 +59,7 @@ def test_all_ranks_roll_back_after_a_spike(gloo, settings, tmp_path, layout):  #
 RANKS = LAYOUTS | {"fsdp": (2, {}), "ddp": (2, {"dp_replicate": 2, "dp_shard": 1})}
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout", ["fsdp", *map(slow, ("tp-fsdp", "ddp", "tp", "tp-whole", "cp", "cp-fsdp", "pp", "pp-fsdp", "pp-tp"))]
 )

@@ -134,7 +134,13 @@ REMAINDERS = {
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("case", REMAINDERS)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=[pytest.mark.slow] * case.startswith(("one token in", "words that pp")))
+        for case in REMAINDERS
+    ],
+)
 def test_remainders_train_as_one_process_does(gloo, settings, tmp_path, case):  # noqa: F811
     family, parallel, sections = REMAINDERS[case]
     made = settings(family, parallel=parallel, run={"steps": 4}, **sections)

@@ -3,8 +3,10 @@
 import json
 
 import pytest
-from test_ranks import job, losses
+from test_ranks import job as plain_job
+from test_ranks import losses
 
+from bf16_products import Float32Products
 from octavo.train.checkpoint.retention import checkpoints
 from processes import gloo  # noqa: F401  a fixture
 
@@ -57,6 +59,12 @@ def tables(family, seed, cache, level="bf16", parallel=None):
         "precision": {"level": level},
         "parallel": parallel or {},
     }
+
+
+def job(tables, out):
+    """A run in minutes on CPUs without bf16 instructions too."""
+    with Float32Products():
+        return plain_job(tables, out)
 
 
 def final(out):

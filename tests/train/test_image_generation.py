@@ -176,7 +176,7 @@ def job(settings, out):
     return run(parse_config(settings), out=Path(out))
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.parametrize("copies", [1, 2])
 def test_two_ranks_share_the_images(gloo, tmp_path, copies):  # noqa: F811

@@ -258,7 +258,7 @@ def job(settings, out):
     return run(parse_config(settings), out=Path(out))
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.parametrize("frozen", [[], ["vision_tower"]], ids=["all", "frozen"])
 @pytest.mark.parametrize("layout", ["dp_replicate", "dp_shard"])

@@ -67,7 +67,7 @@ def test_unknown_targets(lora_config, tmp_path):
         run(lora_config(lora={"targets": ["nothing"]}), out=tmp_path / "run")
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_weight_only_layers_resume_and_follow_the_base_in_bf16(lora_config, tmp_path):
     config = lora_config(run={"save_every": 2}, lora={"rank": 4, "weight_only": ["*"]})
     run(config, out=tmp_path / "whole")
@@ -179,7 +179,7 @@ def test_the_base_is_resident_and_adapters_alone_are_trained(lora_config, base):
     assert len(trained) == 28 and all("lora_" in name for name in trained)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_plans(lora_config):
     config = lora_config()
     memory = {kind: plan_memory(lora_config(lora={"rank": 4, "base": kind}), device="cpu") for kind in ("bf16", "fp8")}
@@ -189,7 +189,7 @@ def test_plans(lora_config):
     assert forecast.configured.memory.largest["parameters"] < forecast.bf16_memory.largest["parameters"]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_plan_gathers_resident_weights_in_fp8(make_config):
     """WIDE's 14 linears in one byte per element and 4 per row, everything else in two bytes."""
     optim = {"batch": 4}
@@ -212,7 +212,7 @@ def job(settings, out, resume=False):
     return run(parse_config(settings), out=Path(out), resume=resume)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.parametrize("base_format", ["fp8", "bf16"])
 @pytest.mark.parametrize(
@@ -233,7 +233,7 @@ def test_ranks_share_the_batch_and_the_base(gloo, lora_config, tmp_path, paralle
     assert (tmp_path / "exported" / "adapter_model.safetensors").stat().st_size < 2e5
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.parametrize("base_format", ["fp8", "bf16"])
 def test_a_run_on_shards_resumes_bitwise(gloo, lora_config, tmp_path, base_format):  # noqa: F811

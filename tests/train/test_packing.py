@@ -200,7 +200,7 @@ def test_gradients_are_of_the_mean_over_all_targets(make_config: MakeConfig, lin
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("checkpointing", ["none", "full"])
+@pytest.mark.parametrize("checkpointing", ["none", pytest.param("full", marks=pytest.mark.slow)])
 def test_resume_is_bitwise(
     checkpointing: str, make_config: MakeConfig, lines: dict[str, str], tmp_path: Path
 ) -> None:  # fmt: skip

@@ -65,7 +65,7 @@ def test_the_plan_is_what_the_trainer_has(make_config: MakeConfig, changes):
     assert plan.largest["gradients"] >= sum(p.nbytes for p in parameters)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_arms_fall_and_the_configuration_is_one_of_them(make_config: MakeConfig):
     parts = {"level": "fp8+activations", "master": "remainder"}  # which make another level
     own, *arms = plan_arms(make_config(precision=parts, optim={"states": "fp8"}))
@@ -213,7 +213,7 @@ def test_mistakes_on_the_command_line(config_file: Path, arguments, message):
     assert message in result.stderr
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_the_speed_of_a_run_is_that_of_its_configuration():
     """Llama-2-7B, 2 of 1024 sequences of 4096 tokens at a time on each GPU, or 1 of 2 GPUs."""
     speed = plan_step(load_config(SEVEN_B), gpu="h100")
@@ -287,7 +287,7 @@ def test_every_shipped_configuration_is_planned_on_every_gpu(
         assert recipes == converted_by_train(load_config(path, overrides), gpu, monkeypatch)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_the_run_stands_beside_bf16_and_the_best_plan():
     overrides = [*LARGER, "precision.level=fp8", "precision.recipe=tensorwise", "precision.skip=['*.o_proj']"]
     prediction = plan_step(load_config(DEMO, overrides), gpu="h200")
@@ -339,7 +339,7 @@ def test_settings_of_the_run_reach_the_step(make_config: MakeConfig):
     assert mixed.bf16.attention == plain.bf16.attention
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_the_command_shows_the_speed(config_file: Path, tmp_path: Path):
     gpu = tmp_path / "gpu.toml"
     gpu.write_text('like = "h100"\nname = "Half an H100"\nbf16_tflops = 495\nfp8_tflops = 990\n')
@@ -355,7 +355,7 @@ def test_the_command_shows_the_speed(config_file: Path, tmp_path: Path):
     assert not octavo.Plan.from_json(result.stdout).converted
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_an_encoding_without_all_characters(config_file: Path, monkeypatch: pytest.MonkeyPatch):
     with monkeypatch.context() as patch:
         patch.setattr("sys.stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))

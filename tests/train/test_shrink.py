@@ -162,7 +162,10 @@ def train(path: Path, folder: Path, *settings: str) -> tuple[list[float], RunRes
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", ["llama3-8b", "command-r-35b", "deepseek-v3-16b"])
+@pytest.mark.parametrize(
+    "name",
+    ["llama3-8b", *(pytest.param(name, marks=pytest.mark.slow) for name in ("command-r-35b", "deepseek-v3-16b"))],
+)
 def test_a_few_steps_run(name: str, tmp_path: Path):
     text = tmp_path / "text.txt"
     text.write_text(sentences(3000))
@@ -174,7 +177,7 @@ def test_a_few_steps_run(name: str, tmp_path: Path):
     assert result.converted.startswith("converted") and "rowwise" in result.precision
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_plan_and_compare_shrink_too(tmp_path: Path):
     config = str(CONFIGS / "llama3-8b.toml")
     planned = CliRunner().invoke(app, ["plan", config, "--shrink", "--gpu", "h100", "--json"])

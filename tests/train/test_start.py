@@ -39,7 +39,7 @@ def spoil(folder: Path, name: str) -> None:
     model.save_pretrained(folder)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_one_process_at_a_time(make_config: MakeConfig, tmp_path: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from octavo.train.disk import output_folder\n"

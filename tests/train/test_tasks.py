@@ -129,7 +129,7 @@ def job(settings, out):
     return run(parse_config(settings), out=Path(out))
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.dist
 def test_two_ranks_share_the_images(gloo, tmp_path):  # noqa: F811
     settings = tables(optim={"micro_batches": 2}, precision={"parameters": "fp32"})

@@ -123,7 +123,7 @@ def test_shards_of_it_go_to_any_number_of_ranks(gloo: Any, make_config: MakeConf
 
 
 @pytest.mark.dist
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "parallel",
     [
