@@ -95,9 +95,14 @@ def quantized_as(weight: Fp8Weight, spec: QuantSpec) -> ScaledTensor:
     Raises:
         ValueError: If it was quantized in another spec.
     """
-    if spec != weight.spec:
+    if torch.compiler.is_compiling():  # where a transposed weight has no spec: its bytes are what `spec` describes
+        needed = spec.format.dtype, spec.scale_dtype, spec.granularity.scale_shape((weight.shape[0], weight.shape[1]))
+        fits, exists = needed == (weight.data_.dtype, weight.scale.dtype, tuple(weight.scale.shape)), "in another spec"
+    else:
+        fits, exists = spec == weight.spec, f"as {weight.spec}"
+    if not fits:
         raise ValueError(
-            f"this weight exists as {weight.spec} only, but its layer's recipe needs {spec}: {weight.mismatch_advice}"
+            f"this weight exists {exists} only, but its layer's recipe needs {spec.text}: {weight.mismatch_advice}"
         )
     return ScaledTensor(weight.data_, weight.scale, spec)
 
