@@ -332,9 +332,10 @@ def test_distributed_checkpoints():
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Inductor's imports warn of torch's own deprecated parts
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("weight_only", [(), ["0"]], ids=str)
 @pytest.mark.parametrize("make", [mlp, lambda: nn.Sequential(Conv1D(256, 128), nn.GELU(), Conv1D(128, 256)).bfloat16()])
-def test_compiled(backend, make):
-    model, x = resident(make()), torch.randn(4, 128).bfloat16()
+def test_compiled(backend, make, weight_only):
+    model, x = resident(make(), weight_only=weight_only), torch.randn(4, 128).bfloat16()
     compiled = torch.compile(model, backend=backend, fullgraph=True)
     for expected, actual in zip(run(model, x), run(compiled, x), strict=True):
         assert sqnr(expected, actual) > 40
@@ -343,7 +344,7 @@ def test_compiled(backend, make):
 def test_another_spec_is_found_in_a_graph_too():
     layer = resident(Conv1D(256, 128))
     layer.recipe = octavo.numerics.RECIPES["blockwise"]
-    with pytest.raises(Exception, match="exists in another spec only, but its layer's recipe needs e4m3/128x128"):
+    with pytest.raises(Exception, match="exists as e4m3/row only, but its layer's recipe needs e4m3/128x128"):
         torch.compile(layer, backend="eager", fullgraph=True)(torch.randn(4, 128))
 
 

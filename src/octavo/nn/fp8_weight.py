@@ -35,6 +35,7 @@ class Fp8Weight(Tensor):
         data_: FP8 values, [N,K].
         scale: Dequantization scales.
         spec: Format and granularity.
+        text: That of `spec`, which torch.compile can read of a transposed weight too.
         read_warning: What the warning of an operation that reads the values states and advises.
         mismatch_advice: What to do if a recipe needs another spec.
     """
@@ -42,6 +43,7 @@ class Fp8Weight(Tensor):
     data_: Tensor
     scale: Tensor
     spec: QuantSpec
+    text: str
     read_warning: ClassVar[str]
     mismatch_advice: ClassVar[str]
     __torch_function__ = disabled_torch_function
@@ -95,14 +97,10 @@ def quantized_as(weight: Fp8Weight, spec: QuantSpec) -> ScaledTensor:
     Raises:
         ValueError: If it was quantized in another spec.
     """
-    if torch.compiler.is_compiling():  # where a transposed weight has no spec: its bytes are what `spec` describes
-        needed = spec.format.dtype, spec.scale_dtype, spec.granularity.scale_shape((weight.shape[0], weight.shape[1]))
-        fits, exists = needed == (weight.data_.dtype, weight.scale.dtype, tuple(weight.scale.shape)), "in another spec"
-    else:
-        fits, exists = spec == weight.spec, f"as {weight.spec}"
-    if not fits:
+    if spec.text != weight.text:
         raise ValueError(
-            f"this weight exists {exists} only, but its layer's recipe needs {spec.text}: {weight.mismatch_advice}"
+            f"this weight exists as {weight.text} only, but its layer's recipe needs {spec.text}: "
+            f"{weight.mismatch_advice}"
         )
     return ScaledTensor(weight.data_, weight.scale, spec)
 

@@ -244,6 +244,7 @@ class Fp8AllGatherOutput(Fp8Weight):
         strides = contiguous_strides(shape)
         tensor: Fp8AllGatherOutput = Tensor._make_wrapper_subclass(cls, shape, strides, dtype=dtype, device=data.device)
         tensor.data_, tensor.scale, tensor.spec, tensor.channels = data, scale, spec, channels
+        tensor.text = spec.text
         tensor.is_transposed = transposed
         return tensor
 

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from octavo.nn.fp8_weight import Fp8Weight
 from octavo.nn.resident_values import dequantized_values, quantized_values
 from octavo.numerics.formats import SUPPORTED_DTYPES
-from octavo.numerics.spec import ADAPTIVE, AdaptiveSpec, MessageSpec, QuantSpec
+from octavo.numerics.spec import ADAPTIVE_BY_TEXT, AdaptiveSpec, MessageSpec, QuantSpec
 from octavo.runtime.torch_compat import local_part, tree_leaves
 
 aten = torch.ops.aten
@@ -78,7 +78,7 @@ class ResidentWeight(Fp8Weight):
         tensor: ResidentWeight = Tensor._make_wrapper_subclass(
             cls, data.size(), data.stride(), dtype=dtype, device=data.device
         )
-        tensor.data_, tensor.scale, tensor.spec = data, scale, spec
+        tensor.data_, tensor.scale, tensor.spec, tensor.text = data, scale, spec, spec.text
         return tensor
 
     def __init__(self, data: Tensor, scale: Tensor, spec: MessageSpec, dtype: torch.dtype) -> None: ...
@@ -287,8 +287,7 @@ def _as_parameter_if(parameter: bool, weight: Tensor) -> Any:
 
 
 def _rebuilt(data: Tensor, scale: Tensor, text: str, dtype: torch.dtype, parameter: bool) -> Any:
-    adaptive = {spec.text: spec for spec in (ADAPTIVE, ADAPTIVE.transposed)}
-    spec = adaptive.get(text) or QuantSpec.parse(text)
+    spec = ADAPTIVE_BY_TEXT.get(text) or QuantSpec.parse(text)
     data = data if isinstance(spec, AdaptiveSpec) else data.view(spec.format.dtype)
     return _as_parameter_if(parameter, ResidentWeight(data, scale, spec, dtype))
 

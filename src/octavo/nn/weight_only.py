@@ -28,6 +28,7 @@ from torch.autograd.function import once_differentiable
 from octavo.nn.operands import apply_unhooked, output_dtype
 from octavo.nn.resident import ResidentWeight
 from octavo.nn.resident_values import dequantized_values
+from octavo.numerics.spec import ADAPTIVE_BY_TEXT
 from octavo.runtime.torch_compat import required_gradients
 
 
@@ -53,9 +54,10 @@ class _WeightOnly(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: ResidentWeight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         if ctx.needs_input_grad[0]:
             ctx.save_for_backward(weight.data_, weight.scale)
-        ctx.spec, ctx.dtype = weight.spec, dtype
+        # torch.compile reads no spec of a transposed weight, such as Conv1D's.
+        ctx.spec, ctx.dtype = ADAPTIVE_BY_TEXT.get(weight.text) or weight.spec, dtype
         ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
-        w_NK = dequantized_values(weight.data_, weight.scale, weight.spec, weight.dtype).to(dtype)
+        w_NK = dequantized_values(weight.data_, weight.scale, ctx.spec, weight.dtype).to(dtype)
         return F.linear(x.to(dtype), w_NK, None if bias is None else bias.to(dtype))
 
     @staticmethod

@@ -142,6 +142,8 @@ class AdaptiveSpec:
 ADAPTIVE = AdaptiveSpec()
 MessageSpec = QuantSpec | AdaptiveSpec
 """FP8 format of a message, or of a stored weight."""
+ADAPTIVE_BY_TEXT = {spec.text: spec for spec in (ADAPTIVE, ADAPTIVE.transposed)}
+"""Adaptive FP8 with groups along rows or columns, by `text`."""
 
 
 @lru_cache(maxsize=256)
