@@ -89,6 +89,12 @@ def test_held_out_data_of_its_own(make_config: MakeConfig, tmp_path: Path) -> No
     assert [note[:21] for note in seen.notes if "also trained on" in note] == ["7 of the 47 documents"]
 
 
+def test_a_mistake_in_the_source_to_evaluate_on_names_it(make_config: MakeConfig, tmp_path: Path) -> None:
+    path = write_lines(tmp_path, sentences(30).splitlines())
+    with pytest.raises(ConfigError, match=r'^eval.source = "nowhere/\*.txt".*read with the settings of \[data\]'):
+        corpus(make_config(data={"source": path}, eval={"source": "nowhere/*.txt"}))
+
+
 @pytest.mark.parametrize(
     ("lines", "settings", "message"),
     [

@@ -130,7 +130,12 @@ def _evaluation(
         raise ConfigError("eval.split with [[data.sources]]: name the text to evaluate on as eval.source")
     source, split = evaluation.source or data.source, evaluation.split or "train"
     own = data.model_copy(update={"source": source, "split": split, "sources": (), "streaming": False})
-    text = open_tokens(own, meter, progress, tokenizer)
+    try:
+        text = open_tokens(own, meter, progress, tokenizer)
+    except ConfigError as error:
+        name = "eval.split" if evaluation.source is None else "eval.source"
+        message = str(error).replace(f"data.{name[5:]} = ", f"{name} = ")
+        raise ConfigError(f"{message} ({name} is read with the settings of [data])") from None
     corpus = Corpus(text, data, shuffle=True, which=f" to evaluate on, {source}")
     is_shared = np.zeros(len(text.hashes), bool)
     for other in trained_on:
