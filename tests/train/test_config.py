@@ -131,6 +131,7 @@ def test_a_part_of_the_level_can_be_set_by_itself(toml: Path, overrides: list[st
         ("run.out=~nouser/x", r"run.out: there is no home folder for ~nouser/x"),
         ('data.cache="a\\u0000"', r"data.cache: a path has no NUL"),
         ("data.vocab_size=99999999999", r"data.vocab_size: should be less than or equal to 1048576"),
+        ("guard.window=99999999999", r"guard.window: should be less than or equal to 1048576"),
         (f"run.steps={'1' * 5000}", r"run.steps: should be a valid integer"),
     ],
 )

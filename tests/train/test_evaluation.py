@@ -63,6 +63,20 @@ def test_documents_are_trained_on_or_held_out(make_config: MakeConfig, tmp_path:
             assert torch.equal(a, b)
 
 
+def test_what_one_source_holds_out_no_other_trains_on(make_config: MakeConfig, tmp_path: Path) -> None:
+    """Of two sources with documents in common the smallest hashes of each are others."""
+    both, more = sentences(20).splitlines(), sentences(60, seed=1).splitlines()
+    paths = [write_lines(tmp_path, both, "a"), write_lines(tmp_path, [*both, *more], "b")]
+    sources = [{"source": path, "weight": 1} for path in paths]
+    loaded: Any = corpus(make_config(data={"source": "", "sources": sources}, eval={"fraction": 0.3}))
+    alone = [corpus(make_config(data={"source": path}, eval={"fraction": 0.3})) for path in paths]
+    trained = {text for part in loaded._parts for text in texts(part)}
+    held_out = {text for part in loaded._parts for text in texts(part.held_out)}
+    assert trained | held_out == {*both, *more} and not trained & held_out
+    assert held_out == {text for part in alone for text in texts(part.held_out)}
+    assert {*texts(alone[0])} & held_out  # which that source alone trains on
+
+
 def test_held_out_data_of_its_own(make_config: MakeConfig, tmp_path: Path) -> None:
     lines, others = sentences(60).splitlines(), sentences(40, seed=1).splitlines()
     overlapping = write_lines(tmp_path, [*others, *lines[:7]], "others")
@@ -73,6 +87,12 @@ def test_held_out_data_of_its_own(make_config: MakeConfig, tmp_path: Path) -> No
     assert texts(loaded.held_out) == [*others, *lines[:7]]
     assert loaded.held_out.tokenizer.fingerprint == loaded.tokenizer.fingerprint
     assert [note[:21] for note in seen.notes if "also trained on" in note] == ["7 of the 47 documents"]
+
+
+def test_a_mistake_in_the_source_to_evaluate_on_names_it(make_config: MakeConfig, tmp_path: Path) -> None:
+    path = write_lines(tmp_path, sentences(30).splitlines())
+    with pytest.raises(ConfigError, match=r'^eval.source = "nowhere/\*.txt".*read with the settings of \[data\]'):
+        corpus(make_config(data={"source": path}, eval={"source": "nowhere/*.txt"}))
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import hashlib
 import tempfile
+from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 
@@ -33,19 +34,19 @@ def load_corpus(data: Data, model: Model, progress: Progress, evaluation: EvalCo
     if tokenizer is None and len(parts) > 1 and not data.streaming:
         tokenizer = _train_tokenizer(parts, meter)
     own = evaluation is not None and evaluation.has_own_data
-    loaded: list[Corpus | StreamedCorpus] = []
-    for part in parts:
-        if data.streaming:
-            loaded.append(StreamedCorpus(part, _given(tokenizer, evaluation), progress))
-            continue
-        text = open_tokens(part, meter, progress, tokenizer)
-        of_part = _training(text, part, None if own else evaluation)
-        if of_part.cut:
-            progress.note(
-                f"{of_part.cut:,} of the {of_part.documents:,} documents of {part.source} are longer than "
-                "data.sequence_length and are cut: a piece does not see those before it"
-            )
-        loaded.append(of_part)
+    loaded: list[Corpus | StreamedCorpus]
+    if data.streaming:
+        loaded = [StreamedCorpus(part, _given(tokenizer, evaluation), progress) for part in parts]
+    else:
+        texts = [open_tokens(part, meter, progress, tokenizer) for part in parts]
+        corpora = _training(texts, parts, None if own else evaluation)
+        for part, of_part in zip(parts, corpora, strict=True):
+            if of_part.cut:
+                progress.note(
+                    f"{of_part.cut:,} of the {of_part.documents:,} documents of {part.source} are longer than "
+                    "data.sequence_length and are cut: a piece does not see those before it"
+                )
+        loaded = [*corpora]
     corpus: Sequences = (
         loaded[0] if len(loaded) == 1 else Mixture(loaded, [(part.source, part.weight) for part in data.sources])
     )
@@ -81,17 +82,40 @@ def _train_tokenizer(parts: tuple[Data, ...], meter: ReadProgress) -> TextTokeni
         )  # fmt: skip
 
 
-def _training(text: TokenizedText, data: Data, evaluation: EvalConfig | None) -> Corpus:
-    """The documents of a source to train on, with those that `evaluation` holds out of it."""
+def _training(
+    texts: Sequence[TokenizedText], parts: Sequence[Data], evaluation: EvalConfig | None
+) -> list[Corpus]:  # fmt: skip
+    """The documents of each source to train on, with those that `evaluation` holds out.
+
+    A document that one source holds out is held out of all of them.
+    """
     if evaluation is None:
-        return Corpus(text, data, shuffle=data.shuffle)
-    held_out, fraction = _held_out(text, evaluation), evaluation.share
-    identity = hashlib.sha256(f"{text.fingerprint}\0held out {fraction!r}".encode()).hexdigest()
+        return [Corpus(text, data, shuffle=data.shuffle) for text, data in zip(texts, parts, strict=True)]
+    own = [_held_out(text, evaluation) for text in texts]
+    hashes = np.concatenate([text.hashes[mask] for text, mask in zip(texts, own, strict=True)])
+    masks = [np.isin(text.hashes, hashes) for text in texts]
+    return [
+        _without_held_out(text, data, evaluation.share, mask, by_others=not np.array_equal(mask, chosen))
+        for text, data, mask, chosen in zip(texts, parts, masks, own, strict=True)
+    ]
+
+
+def _without_held_out(
+    text: TokenizedText, data: Data, fraction: float, mask: np.ndarray, *, by_others: bool
+) -> Corpus:  # fmt: skip
+    """A source without the documents of `mask`: bool [documents]. `by_others`: other sources hold out some of them."""
+    if mask.all():
+        raise ConfigError(
+            f"eval.fraction = {fraction:g} holds out all {len(mask)} documents, of which "
+            f"{len(np.unique(text.hashes))} are different: lower it, or give other data as eval.source"
+        )
+    chosen = f" {hashlib.sha256(mask.tobytes()).hexdigest()}" if by_others else ""
+    identity = hashlib.sha256(f"{text.fingerprint}\0held out {fraction!r}{chosen}".encode()).hexdigest()
     corpus = Corpus(
-        text, data, shuffle=data.shuffle, chosen=~held_out, fingerprint=identity, which=" without what is held out"
+        text, data, shuffle=data.shuffle, chosen=~mask, fingerprint=identity, which=" without what is held out"
     )
     corpus.held_out = Corpus(
-        text, data, shuffle=True, chosen=held_out, fingerprint=identity,
+        text, data, shuffle=True, chosen=mask, fingerprint=identity,
         which=f" that is held out (eval.fraction = {fraction:g})",
     )  # fmt: skip
     return corpus
@@ -106,7 +130,12 @@ def _evaluation(
         raise ConfigError("eval.split with [[data.sources]]: name the text to evaluate on as eval.source")
     source, split = evaluation.source or data.source, evaluation.split or "train"
     own = data.model_copy(update={"source": source, "split": split, "sources": (), "streaming": False})
-    text = open_tokens(own, meter, progress, tokenizer)
+    try:
+        text = open_tokens(own, meter, progress, tokenizer)
+    except ConfigError as error:
+        name = "eval.split" if evaluation.source is None else "eval.source"
+        message = str(error).replace(f"data.{name[5:]} = ", f"{name} = ")
+        raise ConfigError(f"{message} ({name} is read with the settings of [data])") from None
     corpus = Corpus(text, data, shuffle=True, which=f" to evaluate on, {source}")
     is_shared = np.zeros(len(text.hashes), bool)
     for other in trained_on:
@@ -123,12 +152,7 @@ def _evaluation(
 
 
 def _held_out(text: TokenizedText, evaluation: EvalConfig) -> np.ndarray:
-    """Which documents are held out: bool [documents]. Raises ConfigError if none would be left."""
+    """Which documents a source holds out: bool [documents]."""
     count = max(1, round(evaluation.share * len(text.hashes)))
     mask: np.ndarray = text.hashes <= np.partition(text.hashes, count - 1)[count - 1]
-    if mask.all():
-        raise ConfigError(
-            f"eval.fraction = {evaluation.share:g} holds out all {len(mask)} documents, of which "
-            f"{len(np.unique(text.hashes))} are different: lower it, or give other data as eval.source"
-        )
     return mask
