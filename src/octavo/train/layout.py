@@ -14,6 +14,7 @@ rank's is 1/tp of it, because products of gathered tokens sum over the ranks.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
@@ -22,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
 
 from octavo.parallel import Parallel, context_parallel, expert_parallel, parallelize, tensor_parallel
 from octavo.parallel.pipeline_model import SCHEDULES, Pipeline, cut, stage_modules
@@ -86,6 +88,13 @@ class Layout:
     pipeline: Pipeline | None = None
     stages: int = 1
     stage_group: dist.ProcessGroup | None = None
+
+    def reduces(self, on: bool) -> AbstractContextManager[Any]:
+        """Around a forward and its backward: whether DDP reduces the gradients; off also around a forward without a
+        backward, after which DDP would reduce those of the next one, even if it should not.
+        """
+        off = not on and isinstance(self.forward, DistributedDataParallel)
+        return self.forward.no_sync() if off else nullcontext()  # type: ignore[attr-defined]
 
     def own_rows(self, batch: Tensor) -> Tensor:
         """This rank's rows of a batch [B, …]."""

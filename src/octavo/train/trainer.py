@@ -22,7 +22,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from octavo._version import __version__
 from octavo.inspect.autopilot import Autopilot, RecipeChange
@@ -250,12 +249,13 @@ class Trainer:
             return  # a pipeline's model was checked before it was cut
         inputs, _ = self.task.data.batch(self.config.run.seed, 0, 1)  # the same on every rank
         inputs, (index, parts) = self.layout.own_tokens(inputs.to(self._device)), self.layout.inputs
-        self.ranks.raise_together(lambda: check_causal(self.model, self.logits, inputs, has_last=index == parts - 1))
+        with self.layout.reduces(False):
+            self.ranks.raise_together(
+                partial(check_causal, self.model, self.logits, inputs, has_last=index == parts - 1)
+            )
 
     def _check_pipeline(self, runs: bool) -> None:
-        """Raise ConfigError for a model that cannot be cut into stages or is not causal; one rank of a machine runs
-        it.
-        """
+        """Raise ConfigError for a model that cannot be cut or is not causal; one rank of a machine runs it."""
         if not runs:
             return
         parallel = self.config.parallel
@@ -299,9 +299,8 @@ class Trainer:
             for number, (part_inputs, part_targets) in enumerate(
                 zip(row_chunks(inputs, parts), targets.chunk(parts), strict=True), 1
             ):
-                if isinstance(self.layout.forward, DistributedDataParallel):
-                    self.layout.forward.require_backward_grad_sync = number == parts or not self.optimizer.in_place
-                total += self.accumulate(part_inputs, part_targets, targets=of_step)
+                with self.layout.reduces(number == parts or not self.optimizer.in_place):
+                    total += self.accumulate(part_inputs, part_targets, targets=of_step)
         return total
 
     def accumulate(self, inputs: Inputs, part: Tensor, *, targets: float) -> Tensor:
@@ -366,8 +365,9 @@ class Trainer:
 
     def _saved_bytes_per_token(self) -> float:
         inputs, targets = (row_chunks(rows, self.config.optim.micro_batches)[0] for rows in self._batch(0))
-        count = self.task.count(inputs, targets)
-        return saved_bytes_per_token(self.model, self._checkpointing, self.loss, (inputs, targets), count)
+        with self.layout.reduces(False):
+            count = self.task.count(inputs, targets)
+            return saved_bytes_per_token(self.model, self._checkpointing, self.loss, (inputs, targets), count)
 
     def _diagnose(self, inputs: Tensor, targets: Tensor, loss: float) -> NonFiniteError:
         self.optimizer.zero_grad()
