@@ -106,7 +106,7 @@ def _without_held_out(
     """A source without the documents of `mask`: bool [documents]. `by_others`: other sources hold out some of them."""
     if mask.all():
         raise ConfigError(
-            f"eval.fraction = {fraction:g} holds out all {len(mask)} documents, of which "
+            f"eval.fraction = {fraction:g} holds out all {len(mask)} documents of {data.source}, of which "
             f"{len(np.unique(text.hashes))} are different: lower it, or give other data as eval.source"
         )
     chosen = f" {hashlib.sha256(mask.tobytes()).hexdigest()}" if by_others else ""
