@@ -228,7 +228,7 @@ class GuardConfig(Section):
     """Threshold of a spike in robust standard deviations above the median of the last losses, as 8. After a spike the
     run rolls back to a checkpoint and skips the batches of the spike. 0: never."""
     window: Annotated[int, Field(ge=8, le=1 << 20)] = 64
-    """Number of last steps to compare with; 1048576 at most."""
+    """Number of last steps to compare with."""
     rollbacks: Count = 3
     """Largest number of rollbacks; after that the run continues without the guard."""
 
