@@ -1,4 +1,4 @@
-"""Products of bf16 tensors on CPUs without bf16 instructions, where torch's loops take 5 to 50 times as long."""
+"""Products of bf16 tensors in float32: on CPUs without bf16 instructions, PyTorch's own take many times as long."""
 
 from typing import Any
 

@@ -4,7 +4,7 @@ import pytest
 from benchmarks.families import FAMILIES, measured
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_trains_with_stored_activations(name):
     one = measured(name)

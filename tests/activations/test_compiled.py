@@ -69,7 +69,7 @@ def gradients(function, module, x):
     return y.detach(), dict(zip(("x", *names), torch.autograd.grad((y * weights).sum(), (x, *parameters)), strict=True))
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODULES)
 def test_graphs_round_what_eager_mode_stores(name):
     """In float32 the compiler rounds nothing, so gradients agree to float32's accuracy, and not with those of exact

@@ -87,7 +87,7 @@ def test_a_sampled_step_computes_what_an_unsampled_one_does(recipe, level):
     assert all(20 < row.sqnr < 40 and row.nonfinite == 0 for row in rows)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("level", ["fp8", "fp8+activations"])
 @pytest.mark.parametrize("mode", ["full", "selective", "reentrant"])
 def test_checkpointing_counts_once_and_computes_the_same(mode, level):

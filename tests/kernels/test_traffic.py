@@ -98,7 +98,7 @@ def check_scales(task, launch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", [pytest.param((1, 1), marks=pytest.mark.slow), (33, 130)])
+@pytest.mark.parametrize("shape", [(1, 1), (33, 130)])
 def test_kernels_access_only_their_operands(shape):
     """Every access of every kernel at odd sizes lies in an argument: `counted` asserts it."""
     x = torch.ones(shape, dtype=torch.bfloat16)
@@ -118,9 +118,9 @@ def fused_outputs():
 FUSED = list(fused_outputs())
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(("spec", "order", "written"), FUSED, ids=str)
-@pytest.mark.parametrize("config", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("config", [0, 1])
 def test_norms_move_the_stated_bytes(spec, order, written, config):
     """x, the residual, the sum, y with `keep`, the FP8 outputs; repeated reads of a row block are on chip.
 
@@ -137,7 +137,7 @@ def test_norms_move_the_stated_bytes(spec, order, written, config):
         assert moved == 2 + 4 * residual + 2 * keep + written + extra
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("config", range(len(norms.BACKWARD_CONFIGS)))
 def test_gradients_of_norms_move_the_stated_bytes(config):
     """grad and x (and the residual stream's gradient) in, dx out, float32 partial sums per row block beside them."""

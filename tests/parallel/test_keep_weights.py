@@ -101,7 +101,7 @@ def same_losses_job(kind, recipes, steps, micros, checkpointing=False):
             assert (casts > 0) == (kind in UNSHARDED), (kind, recipe, casts)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_losses_are_equal(gloo, kind):
     gloo.run(same_losses_job, 2, kind, ["rowwise"], 4, 2)

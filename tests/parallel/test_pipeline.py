@@ -50,7 +50,7 @@ def train_job(name, steps, recipe="rowwise", cls=PipelineStage, dtype=torch.bflo
 
 
 SOME_FIRST = [name if name == "1F1B" else pytest.param(name, marks=pytest.mark.slow) for name in SCHEDULES]
-"""All schedules, of which the slow tests alone run all but one."""
+"""All schedules: the first in `make test-all`, all in `make test-slow`."""
 
 
 @pytest.mark.thorough

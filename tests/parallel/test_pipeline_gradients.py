@@ -197,7 +197,7 @@ def blocks_alone(recipe):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_messages_lose_little_of_what_one_process_computes_almost_exactly(gloo, ranks):
     """Up to 37 dB on one process, in the last norm; each boundary adds the error of two messages."""
     gradients = merged(gloo.run(stages_job, ranks))

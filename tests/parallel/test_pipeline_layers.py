@@ -104,7 +104,7 @@ def options_job(name, options):
     return losses, {names[id(p)]: p.grad for p in pipeline.parts.parameters()}
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("activations", ["bf16", "fp8"])
 @pytest.mark.parametrize("name", ["1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"])
@@ -147,7 +147,7 @@ def phases_job(name):
         return result, gradients, pipeline.step(batch(0))
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["1F1B", "LoopedBFS", "DualPipeV"])
 def test_evaluation_accumulation_and_the_switch(gloo, name):
     results = gloo.run(phases_job, 2, name)
@@ -188,9 +188,7 @@ def fsdp_job(name, comm, reshard, steps=4):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", ["1F1B", *(pytest.param(name, marks=pytest.mark.slow) for name in ("InterleavedZeroBubble", "DualPipeV"))]
-)
+@pytest.mark.parametrize("name", ["1F1B", "InterleavedZeroBubble", "DualPipeV"])
 def test_shards_inside_stages(gloo, name):
     """[pp, dp_shard] of four ranks, both data-parallel ranks with the same batch: as one process that rounds."""
     expected = one_process(4, blocks=BLOCKS, boundaries=MESSAGES_BEFORE[name])

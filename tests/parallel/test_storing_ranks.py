@@ -118,7 +118,7 @@ def same_gradients_job(kind, level, checkpointing):
             assert sqnr(expected[name], actual[name]) > 100, name
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("level", [pytest.param("activations", marks=pytest.mark.slow), "both"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_are_those_of_one_process(gloo, kind, level):

@@ -56,7 +56,7 @@ def losses_of(fp8, divides):
     return results
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("divides", [True, False])
 @pytest.mark.parametrize("fp8", [True, False])
 def test_batches_of_other_sizes(gloo, fp8, divides):

@@ -101,7 +101,7 @@ def test_blocks_whose_events_do_not_repeat_are_no_basis():
     assert repeat_block(replace(three, last_blocks=None), 1) is None
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("options", STEPS.values(), ids=STEPS)
 def test_eleven_blocks_from_two_and_three(options):
     few, more, whole = (run_step(blocks, **options) for blocks in (2, 3, 11))

@@ -200,7 +200,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(gloo, settings, tmp_path, parall
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("parallel", [{"tp": 2}, slow({"tp": 2, "sequence_parallel": False}), {"pp": 2}], ids=str)
+@pytest.mark.parametrize("parallel", [{"tp": 2}, {"tp": 2, "sequence_parallel": False}, {"pp": 2}], ids=str)
 def test_channel_scales_resume(gloo, settings, tmp_path, parallel):  # noqa: F811
     """Ranks of tensor parallelism have their own; stages those of their layers; another layout measures again."""
     equalized = {"level": "fp8", "recipe": "rowwise_equalized"}
@@ -314,10 +314,8 @@ def moves(out):
     return sorted(tuple(text.split(": ")[1:3]) for text in texts)
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    "parallel", [{"tp": 2}, *map(slow, ({"tp": 2, "sequence_parallel": False}, {"pp": 2}))], ids=str
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", [{"tp": 2}, {"tp": 2, "sequence_parallel": False}, {"pp": 2}], ids=str)
 def test_the_autopilot(gloo, settings, tmp_path, parallel):  # noqa: F811
     """X that ranks gather in FP8 is compared with X in high precision; stages move the same layers, and resume."""
     piloted = {"level": "fp8", "autopilot": True}
@@ -354,7 +352,7 @@ def poisoned_job(tables, out, layer, backward):  # noqa: F811
     return error.value.origin
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layer", "backward", "parallel"),
     [

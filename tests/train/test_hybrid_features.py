@@ -99,7 +99,7 @@ def masks_job(tables):  # noqa: F811
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["tp-fsdp", slow("tp")])
+@pytest.mark.parametrize("layout", ["tp-fsdp", "tp"])
 def test_ranks_with_other_tokens_drop_others(gloo, dropping, layout):  # noqa: F811
     """And ranks that hold the same parameters update them alike."""
     ranks = gloo.run(masks_job, MESHES[layout][0], dropping(layout))
@@ -127,7 +127,7 @@ def compare_job(path, out, arms):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["pp", *map(slow, ("tp", "tp-whole", "tp-fsdp", "cp", "ep", "pp-tp"))])
+@pytest.mark.parametrize("layout", ["pp", "tp", "tp-whole", "tp-fsdp", "cp", "ep", "pp-tp"])
 def test_comparisons(gloo, settings, tmp_path, layout):  # noqa: F811
     """Gaps of a mesh are those of one process within 0.3 %."""
     world, parallel = MESHES[layout]
@@ -147,11 +147,7 @@ def test_comparisons(gloo, settings, tmp_path, layout):  # noqa: F811
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "schedule"),
-    [
-        ("pp", "1F1B"),
-        *(pytest.param("pp", name, marks=pytest.mark.slow) for name in SCHEDULES if name != "1F1B"),
-        *(pytest.param(layout, "1F1B", marks=pytest.mark.slow) for layout in ("pp-fsdp", "pp-tp")),
-    ],
+    [*(("pp", name) for name in SCHEDULES), ("pp-fsdp", "1F1B"), ("pp-tp", "1F1B")],
 )
 def test_the_stages_of_a_pipeline_evaluate(gloo, dropping, tmp_path, layout, schedule):  # noqa: F811
     """Losses of held-out text are those of one process, and training is bitwise that without them."""

@@ -42,7 +42,7 @@ def without_job(tables, out, first, count):  # noqa: F811
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", [slow("tp"), slow("tp-whole"), "pp", slow("pp-tp"), slow("cp"), slow("ep")])
+@pytest.mark.parametrize("layout", ["tp", "tp-whole", "pp", "pp-tp", "cp", "ep"])
 def test_all_ranks_roll_back_after_a_spike(gloo, settings, tmp_path, layout):  # noqa: F811
     """To the checkpoint before it, and on as if its batches had never been, bit for bit."""
     world, parallel = LAYOUTS_AND_EXPERTS[layout]
@@ -61,7 +61,7 @@ RANKS = LAYOUTS | {"fsdp": (2, {}), "ddp": (2, {"dp_replicate": 2, "dp_shard": 1
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "layout", ["fsdp", *map(slow, ("tp-fsdp", "ddp", "tp", "tp-whole", "cp", "cp-fsdp", "pp", "pp-fsdp", "pp-tp"))]
+    "layout", ["fsdp", "tp-fsdp", "ddp", "tp", "tp-whole", "cp", "cp-fsdp", "pp", "pp-fsdp", "pp-tp"]
 )
 def test_the_autopilot_equalizes_layers(gloo, settings, tmp_path, layout):  # noqa: F811
     """As in one process, although layers that ranks hold together have no channel scales in the repeated step."""

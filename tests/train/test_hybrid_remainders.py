@@ -15,7 +15,7 @@ pytestmark = pytest.mark.dist
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["tp", "pp-tp", *map(slow, ("tp-whole", "tp-fsdp", "cp"))])
+@pytest.mark.parametrize("layout", ["tp", "pp-tp", "tp-whole", "tp-fsdp", "cp"])
 def test_the_last_batch_of_an_evaluation(gloo, settings, tmp_path, layout):  # noqa: F811
     """Six rows for batches of ten, so that ranks and micro-batches have five or one: losses are those of one process.
 

@@ -45,7 +45,7 @@ def test_greedy_samples_are_those_of_generate(case: dict[str, Any], make_config:
     assert any(sample["text"] for sample in written[30])
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("case", TRACES, ids=str)
 def test_samples_leave_no_trace(case: dict[str, Any], make_config: MakeConfig, tmp_path: Path) -> None:
     for name, section in (("often", SAMPLE | {"every": 1, "temperature": 0.8}), ("never", None)):
