@@ -98,7 +98,11 @@ def test_a_mistake_in_the_source_to_evaluate_on_names_it(make_config: MakeConfig
 @pytest.mark.parametrize(
     ("lines", "settings", "message"),
     [
-        (["one document only, which is long enough"] * 30, {}, "holds out all 30 documents of .*, of which 1 are different"),
+        (
+            ["one document only, which is long enough"] * 30,
+            {},
+            "holds out all 30 documents of .*, of which 1 are different",
+        ),
         (sentences(30).splitlines(), {"source": "x.jsonl", "fraction": 0.1}, "eval.source names other text"),
         (sentences(30).splitlines(), {"fraction": 1.5}, "eval.fraction: should be less than 1"),
         (sentences(30).splitlines(), {"evry": 1}, "unknown key eval.evry.*every"),
