@@ -65,26 +65,21 @@ TAIL = """
 `emit` (`octavo.nn.emitting`) makes the last multiplication of a norm or gated MLP and the quantization of its result
 one kernel. In a Llama block three passes over X and three multiplications become three kernels: 114 kernels in
 forward and backward instead of 117, as many of Triton's (32). The host takes longer, because an autograd function in
-Python replaces PyTorch's own multiplication, with checks of the module's code before it (`python -m benchmarks host
---only bf16 "llama block, emit never" "llama block, emit always"`, one thread, 16×16):
-
-| | forward µs | total µs | kernels | dispatches | calls |
-|---|---:|---:|---:|---:|---:|
-| bf16 linear | 16 | 58 | 3 | 28 | 2 |
-| bf16 Llama block | 342 | 792 | 85 | 354 | 57 |
-| `emit="never"` | 593 | 1280 | 117 | 249 | 208 |
-| `emit="always"` | 761 | 1440 | 114 | 246 | 308 |
-
-54 µs per module are 0.93 of a bf16 linear, 22 µs where the planner assumes 24 µs for one. The kernel saves a read of
-y, 2 bytes per element: at 3.0 TB/s (an H100's data sheet, 90 %) 22 µs for 2²⁵ elements, 45 µs for 2²⁶; at 4.3 TB/s
-(H200) 31 µs for 2²⁶. So `emit="auto"` emits results of 2²⁶ elements or more (8192 tokens × 8192 columns), and smaller
-ones take the module's own code. Not measured on a GPU.
+Python replaces PyTorch's own multiplication, with checks of the module's code before it: the last rows of Llama blocks
+above differ by 109 µs for three modules. 36 µs per module are 1.8 bf16 linears, 44 µs where the planner assumes 24 µs
+for one. The kernel saves a read of y, 2 bytes per element: at 3.0 TB/s (an H100's data sheet, 90 %) 45 µs for 2²⁶
+elements, at 4.3 TB/s (H200) 31 µs. Where the host sets the pace, emitting therefore loses; where the GPU does, it
+gains. `emit="auto"` emits results of 2²⁶ elements or more (8192 tokens × 8192 columns), whose products take the GPU
+longer than the host needs for the layer, and smaller ones take the module's own code. Not measured on a GPU.
 
 A kernel cache that cannot be written (`TRITON_CACHE_DIR`) is reported once; kernels are then compiled again in each
 process.
 
-The goal is 2.2 × bf16's time; four runs on the machine of the second table gave 2.19 to 2.24 for a rowwise linear and
-2.19 for the block. `delayed` has no plans. The dispatches of `blockwise` and `mxfp8` pad operands and arrange scales;
+The goal is 2.2 × bf16's time. Twenty runs of a few rows on this machine gave 1.94 to 2.35 for a rowwise linear, median
+2.2, and 1.87 to 1.98 for the block. The stand-in for FP8 products takes 0.8 µs of Python each, 2.5 of rowwise's 44 µs,
+in place of what `torch._scaled_mm` needs for its eight arguments, which is not measured. Channel scales (`_equalized`)
+add seven Python calls and no dispatch in most passes: 4 µs; the passes that measure are not included. `delayed` has no
+plans. The dispatches of `blockwise` and `mxfp8` pad operands and arrange scales;
 at sizes of models, which are multiples of blocks, operands need no padding.
 
 Rejected: passing tensors instead of addresses to Triton's launcher, for which it asks the driver about each pointer;
@@ -102,7 +97,10 @@ def text(content: dict[str, Any]) -> str:
         if changed and old is not None:
             lines.append(_line(f"{row['name']}, before", old))
         lines.append(_line(f"**{row['name']}**" if changed else row["name"], row))
-    measured = f"\n{_measured(content)} *Before* is the code without direct launches and plans.\n\n"
+    measured = (
+        f"\n{_measured(content)} *Before* is the code without direct launches and plans, on another machine: compare "
+        "its ratios, which are to its own bf16, and its counts.\n\n"
+    )
     if later := content.get("later"):
         table = "\n".join([*TITLES, *(_line(row["name"], row) for row in later["rows"])])
         measured += f"Rows measured later, in a run of their own:\n\n{table}\n\n{_measured(later)}\n\n"

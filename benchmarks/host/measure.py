@@ -1,8 +1,10 @@
 """What one linear, and the seven linears of a Llama block, cost the host: microseconds, launches, dispatches, calls.
 
-Times are CPU time, the best of many short samples that all rows take in turn, so that what else runs on the machine
-hardly counts and meets all rows alike. They are without what an empty autograd graph costs: `x.view_as(x)` and its
-backward. The matrices are 16×16: what is left is the host's work.
+Times are CPU time, the best of many short samples that rows take in turn, so that what else runs on the machine hardly
+counts and meets them alike: all rows if few are chosen by name, else each row and the one that it is compared with,
+because samples of many rows in turn begin with the other rows' data in the caches. They are without what an empty
+autograd graph costs: `x.view_as(x)` and its backward. The matrices are 16×16: what is left is the host's
+work.
 """
 
 import dataclasses
@@ -252,10 +254,12 @@ def measure(stub: Stub, names: tuple[str, ...], repetitions: int, *, timed: bool
     chosen = arms(names)
     rows = {name: counts(stub, name, make) for name, (_, make) in chosen.items()}
     if timed:
-        makes = [make for _, make in chosen.values()]
-        for row, timing in zip(rows.values(), times(makes, repetitions), strict=True):
-            row |= timing
-            row["ratio"] = round(row["total_us"] / rows[chosen[row["name"]][0]]["total_us"], 2)
+        groups = [list(chosen)] if names else [list({base: 0, name: 0}) for name, (base, _) in chosen.items()]
+        for group in groups:
+            timings = dict(zip(group, times([chosen[name][1] for name in group], repetitions), strict=True))
+            for name in group if names else group[-1:]:
+                ratio = timings[name]["total_us"] / timings[chosen[name][0]]["total_us"]
+                rows[name] |= timings[name] | {"ratio": round(ratio, 2)}
     for row in rows.values():
         print(line(row), flush=True)
     return list(rows.values())

@@ -76,11 +76,12 @@ def test_the_page_shows_the_result_file():
     )
 
 
-def test_channel_scales_take_a_twentieth_more_at_most():
-    """Of rowwise's host time, in one run."""
+def test_channel_scales_take_a_tenth_more_at_most():
+    """Of rowwise's host time, in one run, and neither launch nor dispatch."""
     rows = {row["name"]: row for row in json.loads(host.RESULT.read_text())["later"]["rows"]}
-    assert rows["rowwise_equalized"]["total_us"] <= 1.05 * rows["rowwise"]["total_us"]
-    assert rows["rowwise_equalized"]["launches"] == rows["rowwise"]["launches"]
+    assert rows["rowwise_equalized"]["total_us"] <= 1.1 * rows["rowwise"]["total_us"]
+    for key in ("launches", "kernels", "dispatches"):
+        assert rows["rowwise_equalized"][key] == rows["rowwise"][key]
 
 
 @compiles
