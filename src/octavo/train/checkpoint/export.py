@@ -31,6 +31,18 @@ OWN = {"trainer.json", "optimizer.pt", DATA_FILE, DIGESTS}
 """Files of a checkpoint that `save_pretrained` does not write."""
 
 
+@contextmanager
+def _mistakes() -> Iterator[None]:
+    """Turn the ValueErrors of `octavo.serving` into ConfigErrors."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+@_mistakes()
 def export(
     checkpoint: Path, out: Path, to: str = "bf16", max_shard_size: int | str = "50GB", *, ema: bool = False
 ) -> Exported:
@@ -46,8 +58,8 @@ def export(
         ema: Write the moving average of the weights (`optim.ema`) instead, rounded to their type.
 
     Raises:
-        ConfigError: For a folder that is no checkpoint or a damaged one, one without an average for `ema`, an `out`
-            that holds files or is inside the checkpoint, and layers that the layout does not describe.
+        ConfigError: For an unknown layout, a folder that is no checkpoint or a damaged one, one without an average for
+            `ema`, an `out` that holds files or is inside the checkpoint, and layers that the layout does not describe.
         OSError: If `out` cannot be written.
     """
     layout = get_layout(to)
