@@ -26,6 +26,7 @@ sequence_length = 8
 [optim]
 lr = 1e-3
 """
+LARGE = ("optim.batch", "optim.micro_batches", "data.sequence_length", "run.steps", "parallel.tp")
 
 
 @pytest.fixture
@@ -133,6 +134,12 @@ def test_a_part_of_the_level_can_be_set_by_itself(toml: Path, overrides: list[st
         ("data.vocab_size=99999999999", r"data.vocab_size: should be less than or equal to 1048576"),
         ("guard.window=99999999999", r"guard.window: should be less than or equal to 1048576"),
         (f"run.steps={'1' * 5000}", r"run.steps: should be a valid integer"),
+        *((f"{key}={10**30}", rf"{key}: should be less than or equal to 2147483647, got 1000") for key in LARGE),
+        ("optim.batch=1000000000", r"optim.batch = 1000000000 .*_length = 8 are 8,000,000,000 tokens .* lower either"),
+        ("data.sequence_length=1000000000", r"_length = 1000000000 are 8,000,000,000 tokens a step.*1,073,741,824"),
+        ("optim.micro_batches=1000000000", r"optim.batch = 8 cannot be cut into 1000000000 equal micro-batches"),
+        ("data.cache_gib=1e308", r"data.cache_gib: should be less than or equal to 1000000000"),
+        ("parallel.timeout=1e308", r"parallel.timeout: should be less than or equal to 1000000000"),
     ],
 )
 def test_each_mistake_is_one_clear_line(toml: Path, override: str, message: str) -> None:

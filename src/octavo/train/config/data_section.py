@@ -92,7 +92,7 @@ class Data(Section):
     """Read and tokenize files when the run needs them, instead of all before the first step; for much data."""
     chunk_bytes: Annotated[int, Field(ge=1024)] = 64 << 20
     """Text that `streaming` tokenizes, shuffles and packs at once, from several places of the files."""
-    cache_gib: Annotated[float, Field(gt=0)] = 16.0
+    cache_gib: Annotated[float, Field(gt=0, le=1e9)] = 16.0
     """Largest size of the tokenized chunks of `streaming` in `cache`; the oldest are removed."""
     cache: PathText = "~/.cache/octavo"
     """Folder of tokenized data and trained tokenizers; safe to delete."""

@@ -1,5 +1,6 @@
 """The section `[optim]` of a run's configuration."""
 
+from math import isqrt
 from typing import Annotated, Literal
 
 from pydantic import Field, Strict, model_validator
@@ -69,7 +70,8 @@ class Optim(Section):
     @model_validator(mode="after")
     def _check_micro_batches(self) -> "Optim":
         if self.batch % self.micro_batches:
-            divisors = [n for n in range(1, self.batch + 1) if self.batch % n == 0]
+            lower = [n for n in range(1, isqrt(self.batch) + 1) if self.batch % n == 0]
+            divisors = sorted({*lower, *(self.batch // n for n in lower)})
             raise ValueError(
                 f"optim.batch = {self.batch} cannot be cut into {self.micro_batches} equal micro-batches: "
                 f"set optim.micro_batches to one of {divisors}"

@@ -41,7 +41,7 @@ class ParallelConfig(Section):
     """Schedule of the pipeline, torch's; from "Interleaved1F1B" on each rank has two stages."""
     async_save: bool = False
     """Write checkpoints in the background, from a copy in host memory."""
-    timeout: Annotated[float, Field(gt=0)] = 600.0
+    timeout: Annotated[float, Field(gt=0, le=1e9)] = 600.0
     """Seconds that a process waits for the others before it raises an error."""
 
     @model_validator(mode="after")

@@ -37,6 +37,10 @@ TEXT_ONLY_EVAL = ("source", "split", "fraction", "batches")
 """Settings of `[eval]` that only text has; image generation has `batches` as well."""
 
 
+LARGEST_STEP = 2**30
+"""Most tokens of a step: each process holds their ids and targets, 16 bytes a token."""
+
+
 class ConfigError(ValueError):
     """A mistake in a configuration, or in the data or model it names."""
 
@@ -77,6 +81,16 @@ class TrainConfig(Section):
             raise ValueError(
                 f"optim.warmup = {warmup} and a decay of {decay} steps (optim.decay = {self.optim.decay:g}) do not fit "
                 f"into run.steps = {steps}: lower either, or take more steps"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_step_size(self) -> "TrainConfig":
+        batch, length = self.optim.batch, self.data.sequence_length
+        if batch * length > LARGEST_STEP:
+            raise ValueError(
+                f"optim.batch = {batch} sequences of data.sequence_length = {length} are {batch * length:,} tokens a "
+                f"step, which each process holds in memory; {LARGEST_STEP:,} at most: lower either"
             )
         return self
 

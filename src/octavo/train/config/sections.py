@@ -36,7 +36,8 @@ def _check_path(path: str) -> str:
 
 PathText = Annotated[str, AfterValidator(_check_path)]
 """A path as written in the configuration; `expand` resolves `~`."""
-Count = Annotated[int, Field(ge=1)]
+LARGEST_COUNT = 2**31 - 1
+Count = Annotated[int, Field(ge=1, le=LARGEST_COUNT)]
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
