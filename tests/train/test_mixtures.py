@@ -1,5 +1,6 @@
 """Several sources with weights, and sources that are streamed: what is taken, resumes, ranks, and files that change."""
 
+import errno
 import json
 import shutil
 import threading
@@ -238,8 +239,21 @@ def test_a_file_that_changes_before_a_resume(make_config: MakeConfig, files: dic
             run(make_config(data=files | extra), out=tmp_path / name, resume=True)
         path.write_text(before)
     weights = [part | {"weight": 1} for part in files["sources"]]
-    with pytest.raises(ConfigError, match="or a weight"):
+    with pytest.raises(ConfigError, match=r"weights of data\.sources: then \[3\.0, 1\.0\], now \[1\.0, 1\.0\]"):
         run(make_config(data=files | {"sources": weights}), out=tmp_path / "cached", resume=True)
+
+
+def test_a_cache_that_may_only_be_read(
+    make_config: MakeConfig, files: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config(data=files | STREAMED)
+    whole = load(config).batch(0, 0, 40)
+
+    def read_only(*_: Any) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(stream.os, "utime", read_only)
+    assert all(torch.equal(one, other) for one, other in zip(load(config).batch(0, 0, 40), whole, strict=True))
 
 
 def test_a_change_in_the_middle_of_a_streamed_file(

@@ -85,8 +85,16 @@ class TextTokenizer:
         return self.backend.decode(ids, skip_special_tokens=False)
 
     def save(self, folder: Path) -> None:
-        """Write the files that `AutoTokenizer.from_pretrained(folder)` reads; for a pretrained tokenizer, all files."""
-        self.as_transformers().save_pretrained(str(folder))
+        """Write the files that `AutoTokenizer.from_pretrained(folder)` reads; for a pretrained tokenizer, all files.
+
+        Raises OSError if the disk is full.
+        """
+        try:
+            self.as_transformers().save_pretrained(str(folder))
+        except Exception as error:
+            if type(error) is not Exception:  # as `tokenizers` raises for a full disk
+                raise
+            raise OSError(f"{folder}: {error}") from None
 
     def as_transformers(self) -> Any:
         """The tokenizer of Transformers with its chat template."""
