@@ -13,6 +13,7 @@ from tiny_runs import Recorder
 from octavo.train import ConfigError, TrainConfig, parse_config, run
 from octavo.train.data.images import ImageFiles, ImageShape, hash_files, split
 from octavo.train.data.labelled_images import LabelledImages
+from octavo.train.data.latents import LatentFiles
 from octavo.train.record.progress import NullProgress
 from octavo.train.tasks.image_text import ImageTextTask
 from octavo.train.tasks.registry import task_of
@@ -21,6 +22,7 @@ pytest.importorskip("sklearn")
 Image = pytest.importorskip("PIL.Image")
 
 SHAPE = ImageShape(1, 8, 8)
+TURNS = record()["conversations"]
 
 
 def decoded(path: Path, shape: ImageShape = SHAPE) -> torch.Tensor:
@@ -107,6 +109,40 @@ def test_files_that_are_no_images_of_a_class(tmp_path: Path) -> None:
 def test_folders_that_would_be_read_otherwise_than_meant(names: list[str], message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message):
         load(folder_of(tmp_path, names))
+
+
+def test_the_class_that_changed_before_a_resume_is_named(tmp_path: Path) -> None:
+    config = folder_of(tmp_path / "images", TWO)
+    run(config, out=tmp_path / "out")
+    Image.new("L", (8, 8), 99).save(tmp_path / "images" / "b" / "new.png")
+    with pytest.raises(ConfigError, match='other data than .*images has now: class "b": then 4 examples, .*now 5'):
+        run(config, out=tmp_path / "out", resume=True)
+
+
+@pytest.mark.parametrize("kind", ["image", "latent"])
+def test_a_file_that_changes_during_a_run(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.png"
+    Image.new("L", (8, 8), 1).save(path)
+    if kind == "latent":
+        path = tmp_path / "a.npy"
+        np.save(path, np.zeros((1, 8, 8), np.float32))
+    data: Any = (ImageFiles if kind == "image" else LatentFiles)([path], hash_files([path]), SHAPE)
+    data.pixels([0])
+    path.write_bytes(path.read_bytes() + b" ")
+    with pytest.raises(ConfigError, match=rf"a\.{path.suffix[1:]} changed after the run began"):
+        data.pixels([0])
+    path.unlink()
+    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+        data.pixels([0])
+
+
+def test_the_part_of_a_json_file_that_changed_before_a_resume_is_named(tmp_path: Path) -> None:
+    one, other = (
+        image_text(tmp_path, [record(image=f"{name}.png", conversations=[*TURNS[:1], answer]) for name in "abcdef"])
+        for answer in (TURNS[1], TURNS[1] | {"value": "another"})
+    )
+    assert one.fingerprint != other.fingerprint and one.files["the images"] == other.files["the images"]
+    assert one.files["the conversations"] != other.files["the conversations"]
 
 
 def test_a_run_on_fewer_than_five_images_measures_nothing(tmp_path: Path) -> None:

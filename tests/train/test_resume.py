@@ -12,11 +12,23 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_runs import LLAMA, VARIANTS, At, MakeConfig, Recorder, assert_same, fail, terminate, without_digests
+from tiny_runs import (
+    LLAMA,
+    VARIANTS,
+    At,
+    MakeConfig,
+    Recorder,
+    assert_same,
+    fail,
+    sentences,
+    terminate,
+    without_digests,
+)
 
 from octavo.train import RunResult, read_metrics, run
 from octavo.train.checkpoint.retention import latest_checkpoint
 from octavo.train.config.run_config import ConfigError
+from octavo.train.data.tokenizer import train_tokenizer
 from octavo.train.device import deterministic_algorithms
 
 
@@ -112,7 +124,7 @@ def test_other_data_under_the_same_name_is_noticed(make_config: MakeConfig, tmp_
     run(make_config(data={"source": str(source)}), out=tmp_path / "out")
     before = snapshot(tmp_path / "out")
     source.write_text("the leaf folds nine times " * 100)
-    with pytest.raises(ConfigError, match=r"a run on other data: the content of .*a\.txt has changed"):
+    with pytest.raises(ConfigError, match=r"a run on other data than .*a\.txt has now: .*a\.txt: then 2,700 bytes"):
         run(make_config(data={"source": str(source)}, run={"steps": 9}), out=tmp_path / "out", resume=True)
     assert snapshot(tmp_path / "out") == before
 
@@ -127,9 +139,23 @@ def test_the_file_that_changed_is_named(change: str, make_config: MakeConfig, tm
         (tmp_path / "0.txt").unlink()
     else:
         (tmp_path / "00.txt").write_text("the leaf folds nine times " * 100)
-    message = {"gone": r"/0\.txt: then .*, now no such file", "new": r"/00\.txt: then no such file, now "}[change]
+    message = {"gone": r"/0\.txt: then .*, now not there", "new": r"/00\.txt: then not there, now "}[change]
     with pytest.raises(ConfigError, match=message):
         run(config, out=tmp_path / "out", resume=True)
+
+
+def test_a_changed_tokenizer_is_named_and_moved_data_is_not(make_config: MakeConfig, tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "a.txt").write_text(sentences(60))
+    train_tokenizer([sentences(60)], 300).save(tmp_path / "tokenizer")
+    data = {"source": str(tmp_path / "a" / "*.txt"), "tokenizer": str(tmp_path / "tokenizer")}
+    run(make_config(data=data), out=tmp_path / "out")
+    (tmp_path / "a").rename(tmp_path / "b")
+    again = make_config(data=data | {"source": str(tmp_path / "b" / "*.txt")}, run={"steps": 7})
+    run(again, out=tmp_path / "out", resume=True)
+    train_tokenizer([sentences(60, seed=1), "zzz " * 9], 290).save(tmp_path / "tokenizer")
+    with pytest.raises(ConfigError, match=r"b/\*\.txt has now: the tokenizer: then digest [0-9a-f]{16}, now"):
+        run(again, out=tmp_path / "out", resume=True)
 
 
 @pytest.fixture(scope="module")

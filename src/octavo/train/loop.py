@@ -160,7 +160,8 @@ def _prepare(trainer: Trainer, out: Path, run_folder: RunFolder, progress: Progr
     if checkpoint is not None:
         state = ranks.run_on_rank0(lambda: _read_state(trainer, checkpoint, config.data))
         _load_state(trainer, checkpoint, state)
-        ranks.raise_together(lambda: trainer.task.load_state(checkpoint))
+        if note := ranks.raise_together(lambda: trainer.task.load_state(checkpoint)):
+            progress.note(note)
         rollback = ranks.run_on_rank0(lambda: last_rollback(out, trainer.step))
         if rollback is not None and rollback.get("rollbacks", 0) > trainer.guard.rollbacks:  # rolled back after saving
             trainer.skipped_batches = rollback["skipped_batches"]
@@ -195,8 +196,8 @@ def _read_state(trainer: Trainer, checkpoint: Path, data: Data) -> dict[str, Any
         sources = ", ".join(part.source for part in data.parts)
         reason = trainer.task.data_difference(checkpoint)
         raise ConfigError(
-            f"{checkpoint} is of a run on other data: the content of {sources} has changed, or what [eval] holds "
-            f"out of it{', or a weight' if data.sources else ''}{f' ({reason})' if reason else ''}"
+            f"{checkpoint} is of a run on other data than {sources} has now: "
+            + (reason or "the content has changed, or what [eval] holds out of it")
         )
     return state
 

@@ -23,7 +23,7 @@ from octavo.train.checkpoint.recipes import convert_as
 from octavo.train.checkpoint.shards import SHARDS
 from octavo.train.checkpoint.store import check_files, read_trainer_state
 from octavo.train.config.run_config import ConfigError
-from octavo.train.data.sequences import DATA_FILE
+from octavo.train.data.state import DATA_FILE
 from octavo.train.model import PARAMETER_DTYPES
 from octavo.train.ranks import Ranks
 

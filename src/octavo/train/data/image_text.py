@@ -25,7 +25,7 @@ from torch import Tensor
 from octavo.nn.causal import IGNORE
 from octavo.train.config.run_config import ConfigError
 from octavo.train.data.epochs import EpochOrder
-from octavo.train.data.images import DIGIT_NAMES, Images, read_digits, split
+from octavo.train.data.images import DIGIT_NAMES, Images, entry, read_digits, split
 from octavo.train.data.tokenizer import TextTokenizer
 
 PLACEHOLDER = "<image>"
@@ -75,6 +75,7 @@ class ImageText:
     Attributes:
         tokenizer: The tokenizer.
         fingerprint: Hash of images, tokens and their labels.
+        files: Number and digest of the images and of the conversations.
         skipped: Number of files left out: none.
         training: Number of records to train on.
         held_out: Number of held-out records.
@@ -115,6 +116,8 @@ class ImageText:
         digest = hashlib.sha256(f"image-text 1\0{images.fingerprint}\0{self._image_of}\0{length}\0".encode())
         digest.update(self._inputs.tobytes() + self._targets.tobytes())
         self.fingerprint = digest.hexdigest()
+        turns = [(record.image, record.turns) for record in everything]
+        self.files = {"the images": entry(images.contents), "the conversations": entry(turns)}
         self.training, self.held_out = len(training), len(held_out)
         self._order = EpochOrder(len(training), shuffle=shuffle)
 

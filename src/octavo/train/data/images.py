@@ -8,6 +8,7 @@ and transparency is dropped, as in torchvision and LLaVA.
 import hashlib
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -76,6 +77,11 @@ def split(contents: Sequence[Hashable]) -> tuple[list[int], list[int]]:
     return [n for n in numbers if not held_out[n]], [n for n in numbers if held_out[n]]
 
 
+def entry(contents: Sequence[Hashable]) -> list[Any]:
+    """The number of examples, and a digest of what tells them from others, for `Data.files`."""
+    return [len(contents), hashlib.sha256(repr([*contents]).encode()).hexdigest()[:16]]
+
+
 def check_count(count: int, batch: int, source: str) -> None:
     """Raise ConfigError for fewer examples to train on than a batch has."""
     if count < batch:
@@ -132,6 +138,20 @@ def hash_files(paths: Sequence[Path]) -> list[bytes]:
     return [digests[path] for path in paths]
 
 
+def read_unchanged(path: Path, digest: bytes) -> BytesIO:
+    """The content of a file. Raises ConfigError if it cannot be read, or is no longer that of `digest`.
+
+    `digest`: of `hash_files`.
+    """
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"the image {path} cannot be read: {error.strerror or error}") from None
+    if hashlib.sha256(content).digest() != digest:
+        raise ConfigError(f"the image {path} changed after the run began: do not write to the files of a run")
+    return BytesIO(content)
+
+
 class ImageFiles:
     """Images of files, resized (bicubic) to a shape: three channels are RGB, one is grey.
 
@@ -156,20 +176,21 @@ class ImageFiles:
         digest = hashlib.sha256(f"image files 2 {shape}\0".encode())
         digest.update(b"".join(self.contents))  # of all numbers: which has which file matters
         self.fingerprint = digest.hexdigest()
-        for path in dict.fromkeys(self._paths):
-            self._decode(path)
+        for path, content in dict(zip(self._paths, self.contents, strict=True)).items():
+            self._decode(path, content)
 
     def pixels(self, numbers: Sequence[int]) -> Tensor:
         """fp32 [N, C, H, W] in [-1, 1]."""
-        arrays = np.stack([self._decode(self._paths[number]) for number in numbers])
+        arrays = np.stack([self._decode(self._paths[number], self.contents[number]) for number in numbers])
         return torch.from_numpy(arrays).permute(0, 3, 1, 2).float().div_(127.5).sub_(1)
 
-    def _decode(self, path: Path) -> np.ndarray:
+    def _decode(self, path: Path, digest: bytes) -> np.ndarray:
         """uint8 [H, W, C]."""
         from PIL import Image, ImageOps
 
+        content = read_unchanged(path, digest)
         try:
-            with Image.open(path) as image:
+            with Image.open(content) as image:
                 upright = _in_8_bits(ImageOps.exif_transpose(image), str(image.format))
                 if upright.mode == "P" and isinstance(upright.info.get("transparency"), bytes):
                     upright = upright.convert("RGBA")  # Pillow warns otherwise; the colours are the same
@@ -178,6 +199,7 @@ class ImageFiles:
                 )
         except Exception as error:  # of no common type: each decoder fails in its own way
             reason = " ".join(str(error).split()) or type(error).__name__
+            reason = reason.removesuffix(f" {content!r}")  # the buffer, where Pillow names a file
             raise ConfigError(f"the image {path} does not decode: {reason}") from None
         return np.asarray(resized).reshape(self._shape.height, self._shape.width, self._shape.channels)
 

@@ -6,7 +6,7 @@ Every fifth image is held out; equal files count as one.
 """
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from octavo.train.data.images import (
     Images,
     ImageShape,
     check_count,
+    entry,
     hash_files,
     read_digits,
 )
@@ -54,6 +55,7 @@ class LabelledImages:
         training: Numbers of the images that are trained on.
         held_out: Numbers of the others.
         fingerprint: Hash of images, labels and classes.
+        files: Number and digest of the images of each class.
         skipped: Number of files left out as damaged: none.
 
     Raises:
@@ -75,6 +77,10 @@ class LabelledImages:
             )
         digest = hashlib.sha256(f"labelled images 1\0{images.fingerprint}\0{list(names)}\0{list(labels)}".encode())
         self.fingerprint = digest.hexdigest()
+        classes: dict[int, list[Hashable]] = {}
+        for label, content in zip(labels, images.contents, strict=True):
+            classes.setdefault(label, []).append(content)
+        self.files = {f'class "{name}"': entry(classes[label]) for label, name in enumerate(names)}
         self._order = EpochOrder(len(self.training), shuffle=shuffle)
 
     def batch(self, seed: int, step: int, size: int) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from octavo.train.config.run_config import ConfigError
-from octavo.train.data.images import ImageShape
+from octavo.train.data.images import ImageShape, read_unchanged
 
 LATENTS = ".npy"
 """The suffix of their files."""
@@ -33,16 +33,18 @@ class LatentFiles:
         digest = hashlib.sha256(f"latents 1 {shape}\0".encode())
         digest.update(b"".join(self.contents))
         self.fingerprint = digest.hexdigest()
-        for path in dict.fromkeys(self._paths):
-            self._read(path)
+        for path, content in dict(zip(self._paths, self.contents, strict=True)).items():
+            self._read(path, content)
 
     def pixels(self, numbers: Sequence[int]) -> Tensor:
         """fp32 [N, C, H, W]."""
-        return torch.from_numpy(np.stack([self._read(self._paths[number]) for number in numbers]))
+        latents = [self._read(self._paths[number], self.contents[number]) for number in numbers]
+        return torch.from_numpy(np.stack(latents))
 
-    def _read(self, path: Path) -> np.ndarray:
+    def _read(self, path: Path, digest: bytes) -> np.ndarray:
+        content = read_unchanged(path, digest)
         try:
-            latent = np.load(path, allow_pickle=False)
+            latent = np.load(content, allow_pickle=False)
         except (OSError, ValueError, EOFError) as error:
             raise ConfigError(f"the latent {path} cannot be read: {error}") from None
         if not isinstance(latent, np.ndarray) or latent.shape != self._shape or latent.dtype.kind != "f":

@@ -35,6 +35,7 @@ class NoisyImages:
         shape: Shape of the images.
         windows: Number of images.
         fingerprint: Hash of images, classes, schedule and share.
+        files: As of the images.
         skipped: Number of files left out: none.
         held_out: Batches of the held-out images, with their classes; set by who makes both.
     """
@@ -46,6 +47,7 @@ class NoisyImages:
         self, images: LabelledImages, numbers: Sequence[int], scheduler: Any, *, shuffle: bool, label_dropout: float
     ) -> None:
         self.names, self.shape, self.windows = images.names, images.shape, len(numbers)
+        self.files = images.files
         self._images, self._numbers, self._scheduler, self._dropout = images, numbers, scheduler, label_dropout
         self._order = EpochOrder(len(numbers), shuffle=shuffle)
         digest = hashlib.sha256(f"noisy images 1\0{images.fingerprint}\0{label_dropout}\0".encode())

@@ -22,10 +22,6 @@ class NoFieldError(NoSequencesError):
     """Rows of which none has the field to read."""
 
 
-DATA_FILE = "data.json"
-"""File of a checkpoint with `Sequences.state`."""
-
-
 class Sequences(ABC):
     """Sequences to train or to evaluate on. The sequence of a sample is a function of (seed, number of the sample).
 

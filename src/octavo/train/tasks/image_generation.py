@@ -95,7 +95,8 @@ class ImageGeneration(Task):
         return None if self.config.eval is None else getattr(self.data, "held_out", None)
 
     def save(self, folder: Path) -> None:
-        """Write the schedule of the noise, for pipelines of diffusers."""
+        """Write also the schedule of the noise, for pipelines of diffusers."""
+        super().save(folder)
         scheduler().save_pretrained(folder / "scheduler")
 
 

@@ -152,8 +152,13 @@ class ImageTextTask(Task):
             count += int(is_target.sum())
         return {EXACT_MATCH: exact / self.data.held_out, "loss": total / count} if count else {}
 
+    def data_state(self) -> dict[str, Any]:
+        """Also the tokenizer."""
+        return super().data_state() | {"tokenizer": self.data.tokenizer.fingerprint}
+
     def save(self, folder: Path) -> None:
-        """Write the tokenizer."""
+        """Write the tokenizer, and the state of the data."""
+        super().save(folder)
         self.data.tokenizer.save(folder)
 
     def describe(self, out: Path) -> None:

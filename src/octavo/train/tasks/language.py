@@ -1,7 +1,6 @@
 """Language: the next token of text, with any causal language model of Transformers."""
 
 import inspect
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,8 @@ from octavo.train.checkpoint.kinds import LANGUAGE
 from octavo.train.config.run_config import ConfigError, TrainConfig
 from octavo.train.config.sections import expand
 from octavo.train.data.load import load_corpus
-from octavo.train.data.sequences import DATA_FILE, Sequences
+from octavo.train.data.sequences import Sequences
+from octavo.train.data.state import read_data_state
 from octavo.train.data.tokenizer import TextTokenizer, load_tokenizer
 from octavo.train.disk import write_file
 from octavo.train.model import build_model, prepare_loss
@@ -47,6 +47,7 @@ class Language(Task):
 
     kind = LANGUAGE
     causal = True
+    file_unit = "bytes"
 
     def __init__(self, config: TrainConfig, data: Any) -> None:
         super().__init__(config, data)
@@ -134,47 +135,30 @@ class Language(Task):
         """The tokens of the inputs: a rank may have the labels of some of them."""
         return inputs.shape[0] * inputs.shape[1]
 
+    def data_state(self) -> dict[str, Any]:
+        """Also the tokenizer, the weights of a mixture, and the text to evaluate on."""
+        state: dict[str, Any] = self.data.state() | {"tokenizer": self.data.tokenizer.fingerprint}
+        if weights := [part.weight for part in self.config.data.sources]:
+            state["weights"] = weights
+        return state | ({"held_out": self.held_out.fingerprint} if self.held_out is not None else {})
+
     def save(self, folder: Path) -> None:
         """Write the tokenizer, and the state of the data."""
+        super().save(folder)
         self.data.tokenizer.save(folder)
-        (folder / DATA_FILE).write_text(json.dumps(self.data.state(), indent=1) + "\n", encoding="utf-8")
 
-    def load_state(self, folder: Path) -> None:
+    def load_state(self, folder: Path) -> str:
         """Read the state of the data. Checkpoints of earlier releases have none."""
-        if state := _read_data_state(folder):
-            self.data.load_state(state)
-
-    def data_difference(self, folder: Path) -> str:
-        """A file that is gone or new, else the first whose size or digest differs; digests are of all files so far."""
-        before, now = _read_data_state(folder).get("files", {}), self.data.files
-        for path in [*sorted(before.keys() ^ now.keys()), *now]:
-            if before.get(path) != now.get(path):
-                then, today = (
-                    f"{e[0]:,} bytes, digest {e[1]}" if e else "no such file" for e in (before.get(path), now.get(path))
-                )
-                return f"{path}: then {then}, now {today}"
-        return ""
+        if not (state := read_data_state(folder)):
+            return ""
+        self.data.load_state(state)
+        if self.held_out is None or state.get("held_out") in (None, self.held_out.fingerprint):
+            return ""
+        return "the text to evaluate on has changed since: held-out losses before and after this resume do not compare"
 
     def describe(self, out: Path) -> None:
         """Write `tokenizer.json`."""
         write_file(out / TOKENIZER_FILE, self.data.tokenizer.backend.to_str(pretty=True))
-
-
-def _read_data_state(folder: Path) -> dict[str, Any]:
-    """What `Language.save` wrote of the data; {} if nothing. Raises ConfigError for something else."""
-    path = folder / DATA_FILE
-    if not path.exists():
-        return {}
-    try:
-        state = json.loads(path.read_text(encoding="utf-8"))
-        files, chunks = state["files"], state.get("chunks", {})
-        entries = [*files.values(), *(entry for table in chunks.values() for entry in table.values())]
-        if not all(isinstance(entry[0], int) and isinstance(entry[1], str) for entry in entries):
-            raise ValueError("an entry is not a number and a digest")
-        [int(name) for table in chunks.values() for name in table]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
-        raise ConfigError(f"{path} is not the state of the data of a run: {error!r}") from None
-    return dict(state)
 
 
 def _named(inputs: Tensor) -> dict[str, Tensor]:

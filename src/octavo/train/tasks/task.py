@@ -1,7 +1,7 @@
 """The interface of a task: data, model, loss and metrics of a run."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from octavo.train.checkpoint.kinds import ModelKind
 from octavo.train.config.run_config import TrainConfig
+from octavo.train.data.state import difference, read_data_state, write_data_state
 from octavo.train.layout import Inputs
 from octavo.train.record.progress import NullProgress, Progress
 from octavo.train.record.setup import DataSize
@@ -25,6 +26,10 @@ class Data(Protocol):
     """Hash of the content."""
     skipped: int
     """Number of files left out."""
+
+    @property
+    def files(self) -> Mapping[str, list[Any]]:
+        """Size and digest of each part of the data by name, to name the one that changed before a resume."""
 
     def batch(self, seed: int, step: int, size: int) -> tuple[Inputs, Tensor]:
         """Inputs and targets of step 0, 1, …: tensors of `size` rows; inputs may be several, by name."""
@@ -59,11 +64,13 @@ class Task(ABC):
         kind: The models that can learn it.
         unit: What the targets are, as "tokens".
         causal: Whether the model must not see later tokens.
+        file_unit: What the sizes in `Data.files` count.
     """
 
     kind: ClassVar[ModelKind]
     unit: ClassVar[str] = "tokens"
     causal: ClassVar[bool] = False
+    file_unit: ClassVar[str] = "examples"
 
     def __init__(self, config: TrainConfig, data: Any) -> None:
         self.config = config
@@ -139,15 +146,21 @@ class Task(ABC):
         """Data on which the run measures its loss, or None."""
         return None
 
-    def save(self, folder: Path) -> None:  # noqa: B027
-        """Write what a checkpoint needs besides the model, as a tokenizer."""
+    def data_state(self) -> dict[str, Any]:
+        """What a checkpoint records of the data."""
+        return {"files": dict(self.data.files)}
 
-    def load_state(self, folder: Path) -> None:  # noqa: B027
-        """Read what `save` wrote into a checkpoint, as far as `build` does not."""
+    def save(self, folder: Path) -> None:
+        """Write what a checkpoint needs besides the model: the state of the data, and more, as a tokenizer."""
+        write_data_state(folder, self.data_state())
+
+    def load_state(self, folder: Path) -> str:
+        """Read what `save` wrote into a checkpoint, as far as `build` does not; returns a note for the user, or ""."""
+        return ""
 
     def data_difference(self, folder: Path) -> str:
         """How the data differs from that of a checkpoint, in words; "" if that is not known."""
-        return ""
+        return difference(read_data_state(folder), self.data_state(), self.file_unit)
 
     def describe(self, out: Path) -> None:  # noqa: B027
         """Write what describes the data into the output folder of a run."""
