@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from octavo import convert
-from octavo.nn.causal import chunked_loss, find_head
+from octavo.nn.causal import chunked_loss
+from octavo.nn.causal_head import find_head
 from octavo.nn.memory_audit import saved_for_backward
 from octavo.numerics.error import sqnr
 
@@ -203,7 +205,7 @@ def test_labels_by_position():
 
 
 @pytest.mark.parametrize("where", ["call", "config"])
-def test_with_its_routers_loss_a_model_is_whole(where):
+def test_with_a_routers_loss_requested_later_a_model_is_whole(where):
     model = make("mixtral")
     ours = chunked_loss(copy.deepcopy(model))
     assert ours(**batch()).logits is None
@@ -214,6 +216,74 @@ def test_with_its_routers_loss_a_model_is_whole(where):
     assert actual.aux_loss > 0 and actual.logits is not None
     assert torch.equal(actual.loss, expected.loss)
     assert ours(**batch(), output_router_logits=False).logits is None
+
+
+ROUTED = {
+    "mixtral": {},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8},
+    "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2, "logits_scaling": 8.0},
+}
+FAMILIES |= {kind: fields for kind, fields in ROUTED.items() if kind != "mixtral"}
+
+
+def routed(kind="mixtral", **overrides):
+    return make(kind, output_router_logits=True, router_aux_loss_coef=0.25, **overrides)
+
+
+@pytest.mark.parametrize("kind", ROUTED)
+def test_a_routers_loss_is_the_models_own(kind):
+    """The model's, of all tokens but those that the mask leaves out, added to the loss without whole logits."""
+    model = routed(kind)
+    ours = chunked_loss(copy.deepcopy(model))
+    mask = torch.ones(2, 13, dtype=torch.long)
+    mask[1, 9:] = 0
+    for extra in ({}, {"attention_mask": mask}, {"num_items_in_batch": 50}):
+        expected, actual = model(**batch(), **extra), ours(**batch(), **extra)
+        assert actual.logits is None and "logits" not in actual and type(actual) is type(expected)
+        assert torch.equal(actual.aux_loss, expected.aux_loss) and len(actual.router_logits) == 2
+        torch.testing.assert_close(actual.loss, expected.loss)
+    for one, outputs in ((model, expected), (ours, actual)):
+        one.zero_grad()
+        outputs.loss.backward()
+    for (name, param), other in zip(model.named_parameters(), ours.parameters(), strict=True):
+        torch.testing.assert_close(other.grad, param.grad, msg=lambda m, name=name: f"{name}: {m}")
+    loss = ours(**batch()).loss
+    assert torch.equal(ours(**batch(), return_dict=False)[0], loss)
+    assert ours(**batch(), output_router_logits=False).loss < loss
+    ours.router_aux_loss_coef = model.router_aux_loss_coef = 0.5
+    torch.testing.assert_close(ours(**batch()).loss, model(**batch()).loss)
+    assert not ours.model._forward_hooks and ours(input_ids=batch()["input_ids"]).logits.shape == (2, 13, 131)
+
+
+def test_forwards_of_several_threads_with_a_routers_loss():
+    model = chunked_loss(routed())
+    batches = [batch() | {"input_ids": batch()["input_ids"].roll(n, 0).add(n).remainder(131)} for n in range(3)]
+    with ThreadPoolExecutor(3) as pool:
+        losses = list(pool.map(lambda one: [model(**one).loss.item() for _ in range(8)], batches))
+    for one, several in zip(batches, losses, strict=True):
+        assert several == pytest.approx([model(**one).loss.item()] * 8, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda out: out.loss + 0.01 * out.aux_loss, "otherwise than as router_aux_loss_coef"),
+        (lambda out: out.loss - 0.25 * out.aux_loss, "otherwise than as router_aux_loss_coef"),
+        (lambda out: out.loss + 1e-9 * out.logits.square().mean(), "adds a term to the cross-entropy"),
+        (lambda out: out.loss + 1e-9 * out.aux_loss * out.logits.mean(), "adds a term to the cross-entropy"),
+        (lambda out: out.loss + 1e-9 * out.router_logits[0].square().mean(), "adds a term to the cross-entropy"),
+    ],
+)
+def test_a_routers_loss_of_another_form_is_refused(change, message):
+    class Changed(type(make("mixtral"))):
+        def forward(self, *args, logits_to_keep=0, **kwargs):
+            outputs = super().forward(*args, logits_to_keep=logits_to_keep, **kwargs)
+            if outputs.loss is not None:
+                outputs.loss = change(outputs)
+            return outputs
+
+    with pytest.raises(ValueError, match=message):
+        chunked_loss(Changed(routed().config))
 
 
 @pytest.mark.parametrize("kind", ["pre-hook", "hook", "forward"])
@@ -360,7 +430,7 @@ def test_bart_whose_labels_are_not_shifted_is_refused():
     ("spoil", "message"),
     [
         (lambda m: convert(m.lm_head, verbose=False), r"of type octavo.nn.linear.Linear: the chunked loss"),
-        (lambda m: setattr(m.config, "output_router_logits", True), "adds its router's loss to the cross-entropy"),
+        (lambda m: setattr(m.config, "output_router_logits", True), "adds its router's loss .* otherwise than as"),
         (lambda m: setattr(m, "lm_head", None), "no output embedding"),
         (lambda m: setattr(m.config, "is_encoder_decoder", True), "decoder's inputs from the labels"),
     ],

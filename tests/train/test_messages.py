@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from tiny_runs import LLAMA, At, MakeConfig, Recorder, assert_same, sentences, terminate
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from octavo.nn.causal import IGNORE
+from octavo.nn.causal_head import IGNORE
 from octavo.train import ConfigError, TrainConfig, load_config, run
 from octavo.train.data.chat import PLAIN_TEMPLATE, Chat, conversation_text
 from octavo.train.data.load import load_corpus

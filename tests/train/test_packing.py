@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tiny_runs import LLAMA, At, MakeConfig, assert_same, curve, sentences, terminate
 from transformers import AutoModelForCausalLM
 
-from octavo.nn.causal import IGNORE
+from octavo.nn.causal_head import IGNORE
 from octavo.train import ConfigError, TrainConfig, parse_config, run
 from octavo.train.data.corpus import Corpus
 from octavo.train.data.load import load_corpus

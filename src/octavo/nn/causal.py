@@ -5,101 +5,34 @@
     model(input_ids=…).logits                 # as before
 
 Wraps only the instance's `forward`. Given labels, it runs the base model (`base_model`: everything but the head) and
-passes hidden states and the head's weight to `linear_cross_entropy`. Models may also scale their logits (Cohere,
-Granite) or apply a soft cap (Gemma). `find_head` detects this, and the loss, by a trial instead of the model's name: it
-runs the model on a few tokens, with chosen numbers in place of the head's output. They cover several decades, so they
-reveal a soft cap that the small logits of a new model would not reach. No weight matters, so the trial also works on
-meta, where only these numbers are real. Candidates come from the numbers in the config; one must reproduce the logits.
-The loss must equal the shifted cross-entropy in value and in its autograd graph: another term (a router's loss, a
-z-loss) is a second branch, however small its coefficient. Otherwise `find_head` raises an error with the reason and the
-model stays unchanged.
+passes hidden states and the head's weight to `linear_cross_entropy`. `octavo.nn.causal_head` finds how the model
+computes its logits and its loss; where it cannot tell, it raises an error and the model stays unchanged. If a router's
+loss is part of the loss, the model itself runs, with the logits of one token, for the `aux_loss` that it computes.
 """
 
 import inspect
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, fields
-from types import MappingProxyType
+import threading
+from dataclasses import fields, replace
 from typing import Any, TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from octavo.nn.causal_head import (
+    IGNORE,
+    Head,
+    adds_router_loss,
+    evaluating,
+    find_head,
+    is_plain_linear,
+    parameters,
+    shifted,
+    trial_ids,
+)
 from octavo.nn.loss import linear_cross_entropy
 from octavo.runtime.torch_compat import FakeTensor
 
 M = TypeVar("M", bound=nn.Module)
-
-PROBE_SHAPE = 2, 8
-"""Sequences and tokens of the trial."""
-IGNORE = -100
-"""Label of ignored tokens, as in Transformers."""
-TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
-"""Relative tolerance between logits of a model and a candidate in this dtype; each operation rounds once."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Head:
-    """How a model computes logits: softcap(scale · linear(base(inputs))).
-
-    Attributes:
-        base: The base model; its first output is hidden states [..., D].
-        linear: The vocabulary head, [V, D].
-        scale: Factor of the logits.
-        softcap: Bound of the logits, or None.
-    """
-
-    base: nn.Module
-    linear: nn.Linear
-    scale: float
-    softcap: float | None
-
-    def finish(self, z: Tensor) -> Tensor:
-        """Return the logits for an output z of the head."""
-        z = z * self.scale
-        return z if self.softcap is None else self.softcap * torch.tanh(z / self.softcap)
-
-
-def find_head(model: Any) -> Head:
-    """Find how a causal language model computes its logits, and check that its loss is the shifted cross-entropy.
-
-    Args:
-        model: A `transformers` model with a language model head, on any device, meta included. Under FakeTensorMode,
-            which has no numbers to compare, the values of the config are assumed to apply: enough to plan memory.
-
-    Raises:
-        ValueError: If the loss is not a function of the model's hidden states and its head's weight; has the reason.
-    """
-    kind = type(model).__name__
-    getter = getattr(model, "get_output_embeddings", None)
-    linear: Any = getter() if callable(getter) else None
-    base: nn.Module = getattr(model, "base_model", model)
-    if not _is_linear(linear) or "forward" in vars(linear):
-        owner = type(linear)
-        of_type = f"an output embedding of type {owner.__module__}.{owner.__qualname__}"
-        head_kind = "no output embedding" if linear is None else of_type
-        raise ValueError(f"{kind} has {head_kind}: the chunked loss multiplies with the weight of a plain nn.Linear")
-    if base is model:
-        raise ValueError(f"{kind} has no base model beside its head")
-    if adds_router_loss(model, {}):
-        raise ValueError(f"{kind} adds its router's loss to the cross-entropy (config.output_router_logits)")
-    if model.config.is_encoder_decoder:
-        raise ValueError(f"{kind} makes its decoder's inputs from the labels")
-    if not any(p.name == "labels" or p.kind is p.VAR_KEYWORD for p in _parameters(model.forward)):
-        raise ValueError(f"{kind}.forward takes no labels")
-    candidates = _candidates(model.config.get_text_config())
-    heads = [Head(base=base, linear=linear, scale=scale, softcap=softcap) for scale, softcap in candidates]
-    try:
-        with evaluating(model):
-            head = heads[-1] if isinstance(linear.weight, FakeTensor) else _matching_head(model, heads)
-            _check_loss(model, head)
-    except RuntimeError as error:
-        if not linear.weight.is_meta:
-            raise
-        reason = " ".join(str(error).split())
-        raise ValueError(f"{kind} cannot run the trial on meta; load its weights first: {reason}") from error
-    return head
 
 
 def check_next_token_loss(model: Any) -> None:
@@ -114,11 +47,11 @@ def check_next_token_loss(model: Any) -> None:
         ValueError: If the model returns no loss, or predicts other tokens.
     """
     kind, weight = type(model).__name__, model.get_input_embeddings().weight
-    if not any(p.name == "labels" for p in _parameters(model.forward)):
+    if not any(p.name == "labels" for p in parameters(model.forward)):
         raise ValueError(f"{kind} has no loss of its own to train on: its forward takes no labels")
     if weight.is_meta or isinstance(weight, FakeTensor):
         return
-    ids = _ids(weight)
+    ids = trial_ids(weight)
     try:
         with torch.enable_grad(), evaluating(model):
             outputs = model(input_ids=ids, labels=ids.roll(-1, 1), shift_labels=ids.roll(-1, 1))
@@ -142,10 +75,10 @@ def chunked_loss(model: M) -> M:
     `forward` with `labels` (and as in Transformers `shift_labels`, `num_items_in_batch`) then returns `loss` and no
     logits; without labels it is unchanged. `del model.forward` undoes it. Tied, frozen and biased heads work.
 
-    The loss uses the head's weight and does not call the head. If the head has hooks (other than Octavo's, which only
-    measure) or its own `forward`, or the batch requests a router's loss (`output_router_logits`), the model computes
-    its loss from whole logits as before. Change the head first: `resize_token_embeddings`, PEFT, `convert` of the head
-    itself, or a `loss_function` of your own.
+    The loss uses the head's weight and not the head's output. If the head has hooks (other than Octavo's, which only
+    measure) or its own `forward`, or a batch requests a router's loss (`output_router_logits`) that the config did not,
+    the model computes its loss from whole logits as before. Change the head first: `resize_token_embeddings`, PEFT,
+    `convert` of the head itself, or a `loss_function` of your own.
 
     Args:
         model: See `find_head`.
@@ -177,7 +110,7 @@ class _ChunkedForward:
     def __init__(self, model: Any, head: Head) -> None:
         self._model, self._head = model, head
         self._original, self._loss_function = model.forward, getattr(model, "loss_function", None)
-        self._names = [p.name for p in _parameters(self._original) if p.kind is p.POSITIONAL_OR_KEYWORD]
+        self._names = [p.name for p in parameters(self._original) if p.kind is p.POSITIONAL_OR_KEYWORD]
         self.__signature__ = inspect.signature(self._original)  # for callers that inspect it
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -192,19 +125,19 @@ class _ChunkedForward:
         return self._chunked(args[len(self._names) :], inputs, labels, shift_labels)
 
     def _needs_whole_logits(self, inputs: dict[str, Any]) -> bool:
-        """Return whether the head must be called, or the model adds a router's loss."""
+        """Return whether the head must be called, or the model adds a router's loss that `find_head` has not seen."""
         linear = self._model.get_output_embeddings()
         hooks = [] if linear is None else [*linear._forward_pre_hooks.values(), *linear._forward_hooks.values()]
         has_hooks = any((getattr(hook, "__module__", None) or "").partition(".")[0] != "octavo" for hook in hooks)
         has_own_forward = linear is not None and "forward" in vars(linear)
-        return has_hooks or has_own_forward or adds_router_loss(self._model, inputs)
+        return has_hooks or has_own_forward or (not self._head.routed and adds_router_loss(self._model, inputs))
 
     def _check_unchanged(self) -> None:
         model, head = self._model, self._head
         linear = model.get_output_embeddings()
         if linear is not head.linear:
             change = "its output embedding was replaced"
-        elif not _is_linear(linear):
+        elif not is_plain_linear(linear):
             change = f"its output embedding became a {type(linear).__module__}.{type(linear).__qualname__}"
         elif model.base_model is not head.base:
             change = "its base model was replaced"
@@ -225,14 +158,15 @@ class _ChunkedForward:
         num_items_in_batch, ignore_index = inputs.pop("num_items_in_batch", None), inputs.pop("ignore_index", IGNORE)
         inputs.pop("logits_to_keep", None)
         return_tuple = inputs.pop("return_dict", None) is False
-        outputs = self._head.base(*args, **inputs)
+        routed = self._head.routed and adds_router_loss(self._model, inputs)
+        outputs, hidden = self._with_router_loss(args, inputs) if routed else self._base_outputs(args, inputs)
         if shift_labels is None:
             assert labels is not None
-            shift_labels = _shifted(labels, ignore_index)
+            shift_labels = shifted(labels, ignore_index)
         loss = linear_cross_entropy(
-            outputs[0],
+            hidden,
             self._head.linear.weight,
-            shift_labels.to(outputs[0].device),
+            shift_labels.to(hidden.device),
             self._head.linear.bias,
             ignore_index=ignore_index,
             reduction="mean" if num_items_in_batch is None else "sum",
@@ -241,157 +175,31 @@ class _ChunkedForward:
         )
         if num_items_in_batch is not None:
             loss = loss / num_items_in_batch
+        if routed:
+            loss = loss + self._model.router_aux_loss_coef * outputs.aux_loss.to(loss.device)
+            result = replace(outputs, loss=loss, logits=None)
+            return result.to_tuple() if return_tuple else result
         # The cache is `past_key_values` up to Transformers 5.23, and `cache` since.
         names = {field.name for field in fields(CausalLMOutputWithPast)} - {"loss", "logits"}
         result = CausalLMOutputWithPast(loss=loss, **{name: getattr(outputs, name, None) for name in names})
         return result.to_tuple() if return_tuple else result
 
+    def _base_outputs(self, args: tuple[Any, ...], inputs: dict[str, Any]) -> tuple[Any, Tensor]:
+        """Return the outputs of the base model, and the hidden states among them."""
+        outputs = self._head.base(*args, **inputs)
+        return outputs, outputs[0]
 
-def _parameters(function: Any) -> list[inspect.Parameter]:
-    return list(inspect.signature(function).parameters.values())
+    def _with_router_loss(self, args: tuple[Any, ...], inputs: dict[str, Any]) -> tuple[Any, Tensor]:
+        """Return the outputs of the model, `aux_loss` among them, with one token's logits, and its hidden states."""
+        hidden: list[Tensor] = []
+        thread = threading.get_ident()  # others may run the base model, too
 
+        def keep(module: nn.Module, inputs: Any, outputs: Any) -> None:
+            if threading.get_ident() == thread:
+                hidden.append(outputs[0])
 
-def _is_linear(linear: Any) -> bool:
-    return type(linear) is nn.Linear
-
-
-def adds_router_loss(model: Any, inputs: Mapping[str, Any] = MappingProxyType({})) -> bool:
-    """Return whether a mixture of experts adds a loss that balances its router, given the inputs of its forward."""
-    requested = inputs.get("output_router_logits")
-    return bool(
-        getattr(model.config.get_text_config(), "output_router_logits", False) if requested is None else requested
-    )
-
-
-def _shifted(labels: Tensor, ignore_index: int) -> Tensor:
-    """Return the label of the next token for each token; the last is ignored."""
-    return F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-
-
-def _candidates(config: Any) -> list[tuple[float, float | None]]:
-    """Return factors and soft caps from the numbers of a config; (1, None) first, all combined last."""
-    numbers = {
-        name: float(value)
-        for name, value in config.to_dict().items()
-        if isinstance(value, int | float) and not isinstance(value, bool) and value
-    }
-    factors = [v for name, v in numbers.items() if ("logit" in name and "scal" in name) or "head_multiplier" in name]
-    caps = [v for name, v in numbers.items() if "softcap" in name and not name.startswith("attn")]
-    scales = [1.0, *(f for v in factors for f in (1 / v, v))]
-    return [(scale, cap) for cap in (None, *caps) for scale in scales]
-
-
-@torch.no_grad()
-def _matching_head(model: Any, heads: list[Head]) -> Head:
-    """Return the first head that reproduces the logits of its model, in all decades and of both signs."""
-    kind, base, linear = type(model).__name__, heads[0].base, heads[0].linear
-    shape = *PROBE_SHAPE, linear.weight.shape[0]
-    generator = torch.Generator("cpu").manual_seed(0)
-    size = 10 ** (5 * torch.rand(shape, generator=generator, device="cpu") - 2)
-    z = _as_head_output(linear, torch.where(torch.rand(shape, generator=generator, device="cpu") < 0.5, size, -size))
-    hidden: list[Tensor] = []
-    handle = base.register_forward_hook(lambda module, args, output: hidden.append(output[0]))
-    try:
-        outputs, head_inputs = _run_trial(model, linear, z)
-    finally:
-        handle.remove()
-    if not linear.weight.is_meta:
-        hidden = [base(input_ids=_ids(linear.weight))[0]]
-    if not hidden or not head_inputs or not _same(hidden[-1], head_inputs[-1]):
-        hint = (
-            "; if not, load its weights first: on meta only storages can be compared" if linear.weight.is_meta else ""
-        )
-        raise ValueError(f"{kind} changes its hidden states between its base model and its head{hint}")
-    if outputs.logits.shape != z.shape:
-        raise ValueError(f"{kind} returns logits {list(outputs.logits.shape)}, but its head returns {list(z.shape)}")
-    for head in heads:
-        if torch.allclose(head.finish(z), outputs.logits.to(z.dtype), rtol=TOLERANCE[z.dtype], atol=0.0):
-            return head
-    raise ValueError(f"{kind} does something to its logits that is neither a factor nor a soft cap of its config")
-
-
-def _check_loss(model: Any, head: Head) -> None:
-    """Raise unless the loss of a model is the mean cross-entropy of its logits with the labels of the next tokens.
-
-    The first sequence gets the most likely labels and the second the least likely, and fewer of the first count. So a
-    loss that shifts, weights or smooths differently is far off. An added term is another branch of the graph, or
-    changes the value by more than 1e-5. Under FakeTensorMode only the graph is checked.
-    """
-    kind, linear = type(model).__name__, head.linear
-    shape = *PROBE_SHAPE, linear.weight.shape[0]
-    z = _as_head_output(linear, 3 * torch.randn(shape, generator=torch.Generator("cpu").manual_seed(1), device="cpu"))
-    finished = head.finish(z)
-    labels = torch.stack([finished[0].argmax(-1), finished[1].argmin(-1)]).roll(1, -1)
-    labels[0, :4] = labels[1, 5] = IGNORE
-    with torch.enable_grad():
-        outputs, _ = _run_trial(model, linear, z.requires_grad_(), labels=labels)
-    if outputs.loss is None or outputs.logits is None:
-        raise ValueError(f"{kind} returns no loss for labels, or no logits beside it")
-    if not isinstance(z, FakeTensor):
-        logits, targets = outputs.logits.float().flatten(0, -2), _shifted(labels, IGNORE).flatten()
-        expected = F.cross_entropy(logits, targets.to(logits.device), ignore_index=IGNORE)
-        if not torch.allclose(outputs.loss.float(), expected, rtol=TOLERANCE[outputs.loss.dtype], atol=0.0):
-            raise ValueError(
-                f"{kind} has a loss of its own: {outputs.loss:.5g} for logits and labels whose cross-entropy, each "
-                f"token with the label of the next, is {expected:.5g}"
-            )
-    if not _is_chain(outputs.loss):
-        raise ValueError(f"{kind} has a loss of its own: it adds a term to the cross-entropy")
-
-
-def _is_chain(loss: Tensor) -> bool:
-    """Return whether the autograd graph of a loss has a single branch."""
-    node = loss.grad_fn
-    while node is not None:
-        inputs = [function for function, _ in node.next_functions if function is not None]
-        if len(inputs) > 1:
-            return False
-        node = inputs[0] if inputs else None
-    return True
-
-
-def _run_trial(model: Any, linear: nn.Linear, z: Tensor, **labels: Tensor) -> tuple[Any, list[Tensor]]:
-    """Return the outputs of a model whose head returns z, and the inputs of the head."""
-    head_inputs: list[Tensor] = []
-
-    def replace(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        head_inputs.append(args[0])
-        return z
-
-    # With a cache Transformers does not detect packed sequences, which fails on meta.
-    cached = linear.weight.is_meta and any(p.name == "use_cache" for p in _parameters(model.forward))
-    handle = linear.register_forward_hook(replace)
-    try:
-        return model(input_ids=_ids(linear.weight), **labels, **({"use_cache": True} if cached else {})), head_inputs
-    finally:
-        handle.remove()
-
-
-def _ids(weight: Tensor) -> Tensor:
-    rows, length = PROBE_SHAPE
-    ids = torch.arange(rows * length, device=weight.device).remainder(weight.shape[0])
-    return ids.view(rows, length)
-
-
-def _as_head_output(linear: nn.Linear, z: Tensor) -> Tensor:
-    """Convert to dtype and device of the head; to the CPU if it is on meta."""
-    return z.to(linear.weight.dtype).to("cpu" if linear.weight.is_meta else linear.weight.device)
-
-
-def _same(a: Tensor, b: Tensor) -> bool:
-    """Return whether tensors are equal; on meta, whether they share a storage."""
-    if a.is_meta:
-        return a.shape == b.shape and a.untyped_storage()._cdata == b.untyped_storage()._cdata
-    return torch.equal(a, b)
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put a model into evaluation mode in this context; afterwards each module is as before."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
+        handle = self._head.base.register_forward_hook(keep)
+        try:
+            return self._original(*args, **inputs, logits_to_keep=1, return_dict=True), hidden[-1]
+        finally:
+            handle.remove()

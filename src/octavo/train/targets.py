@@ -6,7 +6,7 @@ n over the mean count of a rank, because FSDP and DDP average gradients over ran
 
 from torch import Tensor
 
-from octavo.nn.causal import IGNORE
+from octavo.nn.causal_head import IGNORE
 from octavo.runtime.torch_compat import FakeTensor
 from octavo.train.ranks import Ranks
 

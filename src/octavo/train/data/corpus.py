@@ -17,7 +17,7 @@ on the same side.
 import numpy as np
 import torch
 
-from octavo.nn.causal import IGNORE
+from octavo.nn.causal_head import IGNORE
 from octavo.train.config.data_section import Data
 from octavo.train.data.epochs import EpochOrder
 from octavo.train.data.packing import PackedRows

@@ -15,7 +15,7 @@ Of conversations some ids are no targets. A piece without any target is left out
 import numpy as np
 import torch
 
-from octavo.nn.causal import IGNORE
+from octavo.nn.causal_head import IGNORE
 
 
 class PackedRows:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octavo.nn.causal import IGNORE
+from octavo.nn.causal_head import IGNORE
 from octavo.train.checkpoint.diffusers_models import IMAGE_GENERATION, library
 from octavo.train.config.run_config import ConfigError, TrainConfig
 from octavo.train.data.images import DIGITS, ImageShape, image_shape
