@@ -114,6 +114,10 @@ def test_folders_that_would_be_read_otherwise_than_meant(names: list[str], messa
 def test_the_class_that_changed_before_a_resume_is_named(tmp_path: Path) -> None:
     config = folder_of(tmp_path / "images", TWO)
     run(config, out=tmp_path / "out")
+    (tmp_path / "images" / "b").rename(tmp_path / "images" / "c")  # the order of classes stays
+    with pytest.raises(ConfigError, match='images has now: class "b": then 4 examples, digest .*, now not there'):
+        run(config, out=tmp_path / "out", resume=True)
+    (tmp_path / "images" / "c").rename(tmp_path / "images" / "b")
     Image.new("L", (8, 8), 99).save(tmp_path / "images" / "b" / "new.png")
     with pytest.raises(ConfigError, match='other data than .*images has now: class "b": then 4 examples, .*now 5'):
         run(config, out=tmp_path / "out", resume=True)

@@ -79,7 +79,7 @@ class LabelledImages:
         self.fingerprint = digest.hexdigest()
         classes: dict[int, list[Hashable]] = {}
         for label, content in zip(labels, images.contents, strict=True):
-            classes.setdefault(label, []).append(content)
+            classes.setdefault(label, []).append((names[label], content))
         self.files = {f'class "{name}"': entry(classes[label]) for label, name in enumerate(names)}
         self._order = EpochOrder(len(self.training), shuffle=shuffle)
 
