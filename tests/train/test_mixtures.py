@@ -241,6 +241,9 @@ def test_a_file_that_changes_before_a_resume(make_config: MakeConfig, files: dic
     weights = [part | {"weight": 1} for part in files["sources"]]
     with pytest.raises(ConfigError, match=r"weights of data\.sources: then \[3\.0, 1\.0\], now \[1\.0, 1\.0\]"):
         run(make_config(data=files | {"sources": weights}), out=tmp_path / "cached", resume=True)
+    swapped = [part | {"weight": weight} for part, weight in zip(files["sources"][::-1], (3, 1), strict=True)]
+    with pytest.raises(ConfigError, match=r"has now: the order of data\.sources: .* now comes after "):
+        run(make_config(data=files | {"sources": swapped}), out=tmp_path / "cached", resume=True)
 
 
 def test_a_cache_that_may_only_be_read(

@@ -53,6 +53,9 @@ def difference(before: Mapping[str, Any], now: Mapping[str, Any], unit: str) -> 
                 for entry in (files.get(name), others.get(name))
             )
             return f"{name}: then {then}, now {today}"
+    for then, today in [] if moved else zip(files, others, strict=True):
+        if then != today:
+            return f"the order of data.sources: {then} now comes after {today}"
     for key, what in (("tokenizer", "the tokenizer: then digest "), ("weights", "the weights of data.sources: then ")):
         if before.get(key) and before[key] != now.get(key):
             return f"{what}{_shown(before[key])}, now {_shown(now.get(key))}"
