@@ -67,6 +67,18 @@ def test_unknown_targets(lora_config, tmp_path):
         run(lora_config(lora={"targets": ["nothing"]}), out=tmp_path / "run")
 
 
+def test_a_rank_beyond_memory(make_config, monkeypatch):
+    import peft
+
+    def allocate(*_: Any) -> None:
+        raise RuntimeError("can't allocate memory:\nyou tried to allocate 274877906816 bytes")
+
+    monkeypatch.setattr(peft, "inject_adapter_in_model", allocate)
+    settings = make_config(lora={"rank": 2**31 - 1}).lora
+    with pytest.raises(ConfigError, match=r"lora\.rank = 2147483647: .* can't allocate memory: you tried"):
+        lora.add_adapters(torch.nn.Sequential(torch.nn.Linear(2, 2)), settings, 0, None)
+
+
 @pytest.mark.slow
 def test_weight_only_layers_resume_and_follow_the_base_in_bf16(lora_config, tmp_path):
     config = lora_config(run={"save_every": 2}, lora={"rank": 4, "weight_only": ["*"]})

@@ -59,6 +59,9 @@ def add_adapters(model: nn.Module, lora: LoraConfig, seed: int, base: str | None
         peft.inject_adapter_in_model(settings, model, ADAPTER)
     except (ValueError, TypeError) as error:
         raise ConfigError(f"[lora]: {' '.join(str(error).split())}") from None
+    except RuntimeError as error:  # as for more memory than there is
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"lora.rank = {lora.rank}: the adapters cannot be made: {reason}") from None
     model.train()
 
 
