@@ -82,7 +82,9 @@ Smallest cube M = K = N from which FP8 pays, predicted:
 CPU = """## CPU
 
 FP8 is emulated on a CPU; how much slower than bf16 depends on the CPU. `python -m benchmarks linear`, best
-wall time, on {cpu_threads} threads of: {device}; torch {torch}, {date}.
+wall time, on {cpu_threads} threads of: {device}; torch {torch}, {date}. On two threads of a CPU with AMX, which
+multiplies bf16 four times as fast, the same command gave 8.5 ms for bf16, 26.1 for rowwise (3.07 ×) and 93.6 for
+torchao's rowwise.
 
 """
 

@@ -64,6 +64,8 @@ def update_error(ours: Curve, plain: Curve) -> float:
 )
 def test_twenty_steps_are_those_of_a_plain_loop(family: str, run: str, make_config: MakeConfig) -> None:
     config = config_of(make_config, family, RUNS.get(run, {"precision": FP32}))
+    if config.model.config.get("output_router_logits"):  # chunks round otherwise, and other experts are selected: below
+        config = config.model_copy(update={"precision": config.precision.model_copy(update={"loss": "whole"})})
     ours, plain = trained(config), reference(config)
     assert ours.rates == pytest.approx(plain.rates, rel=1e-12)
     assert ours.start.keys() == plain.start.keys()
@@ -76,10 +78,23 @@ def test_twenty_steps_are_those_of_a_plain_loop(family: str, run: str, make_conf
 
 
 @pytest.mark.thorough
-def test_whole_logits_of_a_soft_cap_are_those_of_a_plain_loop(make_config: MakeConfig) -> None:
-    """Bit for bit, so that what differs with chunks is their rounding."""
-    config = config_of(make_config, "gemma2", RUNS["wsd"] | {"precision": FP32 | {"loss": "whole"}})
+@pytest.mark.parametrize("family", ["gemma2", "mixtral", "llama"])
+def test_whole_logits_are_those_of_a_plain_loop(family: str, make_config: MakeConfig) -> None:
+    """Bit for bit, so that what differs with chunks is their rounding, under a soft cap or with routers."""
+    config = config_of(make_config, family, RUNS["wsd"] | {"precision": FP32 | {"loss": "whole"}})
     assert trained(config).losses == reference(config).losses
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run", RUNS)
+def test_a_routers_loss_in_chunks_is_that_of_a_plain_loop(run: str, make_config: MakeConfig) -> None:
+    """Within what a head with weights off by 2e-3, half a bf16 step, makes of it: losses 1.1e-3 to 2.5e-3, norms 0.9 to
+    2.8 % (four seeds); of a Llama's losses 0.2e-3 to 0.5e-3, because it selects no experts.
+    """
+    config = config_of(make_config, "mixtral", RUNS[run])
+    ours, plain = trained(config), reference(config)
+    assert ours.losses == pytest.approx(plain.losses, rel=0, abs=1.1e-3)
+    assert ours.norms == pytest.approx(plain.norms, rel=0.028)
 
 
 @pytest.mark.parametrize(("family", "field"), [("mixtral", "router_aux_loss_coef"), ("bamba", "z_loss_coefficient")])
