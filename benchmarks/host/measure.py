@@ -3,8 +3,7 @@
 Times are CPU time, the best of many short samples that rows take in turn, so that what else runs on the machine hardly
 counts and meets them alike: all rows if few are chosen by name, else each row and the one that it is compared with,
 because samples of many rows in turn begin with the other rows' data in the caches. They are without what an empty
-autograd graph costs: `x.view_as(x)` and its backward. The matrices are 16×16: what is left is the host's
-work.
+autograd graph costs: `x.view_as(x)` and its backward. The matrices are 16×16, so that the host's work is left.
 """
 
 import dataclasses

@@ -25,7 +25,7 @@ from torch import Tensor
 from octavo.nn.causal_head import IGNORE
 from octavo.train.config.run_config import ConfigError
 from octavo.train.data.epochs import EpochOrder
-from octavo.train.data.images import DIGIT_NAMES, Images, entry, read_digits, split
+from octavo.train.data.images import DIGIT_NAMES, Images, count_and_digest, read_digits, split
 from octavo.train.data.tokenizer import TextTokenizer
 
 PLACEHOLDER = "<image>"
@@ -117,7 +117,7 @@ class ImageText:
         digest.update(self._inputs.tobytes() + self._targets.tobytes())
         self.fingerprint = digest.hexdigest()
         turns = [(record.image, record.turns) for record in everything]
-        self.files = {"the images": entry(images.contents), "the conversations": entry(turns)}
+        self.files = {"the images": count_and_digest(images.contents), "the conversations": count_and_digest(turns)}
         self.training, self.held_out = len(training), len(held_out)
         self._order = EpochOrder(len(training), shuffle=shuffle)
 

@@ -77,7 +77,7 @@ def split(contents: Sequence[Hashable]) -> tuple[list[int], list[int]]:
     return [n for n in numbers if not held_out[n]], [n for n in numbers if held_out[n]]
 
 
-def entry(contents: Sequence[Hashable]) -> list[Any]:
+def count_and_digest(contents: Sequence[Hashable]) -> list[Any]:
     """The number of examples, and a digest of what tells them from others, for `Data.files`."""
     return [len(contents), hashlib.sha256(repr([*contents]).encode()).hexdigest()[:16]]
 
@@ -146,9 +146,9 @@ def read_unchanged(path: Path, digest: bytes) -> BytesIO:
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise ConfigError(f"the image {path} cannot be read: {error.strerror or error}") from None
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from None
     if hashlib.sha256(content).digest() != digest:
-        raise ConfigError(f"the image {path} changed after the run began: do not write to the files of a run")
+        raise ConfigError(f"{path} changed after the run began: restore it and resume, or start a new run")
     return BytesIO(content)
 
 

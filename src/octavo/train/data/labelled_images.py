@@ -27,7 +27,7 @@ from octavo.train.data.images import (
     Images,
     ImageShape,
     check_count,
-    entry,
+    count_and_digest,
     hash_files,
     read_digits,
 )
@@ -80,7 +80,7 @@ class LabelledImages:
         classes: dict[int, list[Hashable]] = {}
         for label, content in zip(labels, images.contents, strict=True):
             classes.setdefault(label, []).append((names[label], content))
-        self.files = {f'class "{name}"': entry(classes[label]) for label, name in enumerate(names)}
+        self.files = {f'class "{name}"': count_and_digest(classes[label]) for label, name in enumerate(names)}
         self._order = EpochOrder(len(self.training), shuffle=shuffle)
 
     def batch(self, seed: int, step: int, size: int) -> tuple[Tensor, Tensor]:
