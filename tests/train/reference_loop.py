@@ -77,14 +77,18 @@ def trained(config: TrainConfig) -> Curve:
     return curve
 
 
-def reference(config: TrainConfig) -> Curve:
-    """What a plain loop makes of it."""
+def reference(config: TrainConfig, noise: float = 0.0, seed: int = 0) -> Curve:
+    """What a plain loop makes of it; `noise` is the standard deviation of relative errors of the head's weights."""
     corpus = load_corpus(config.data, config.model, NullProgress())
     end, optim, precision = corpus.tokenizer.end_id, config.optim, config.precision
     fields = {"vocab_size": corpus.tokenizer.size, "bos_token_id": end, "eos_token_id": end, "pad_token_id": None}
     torch.manual_seed(config.run.seed)
     settings = AutoConfig.for_model(config.model.type, **fields, **config.model.config)
     model = AutoModelForCausalLM.from_config(settings, dtype=DTYPES[precision.parameters]).train()
+    if noise:
+        head = model.lm_head.weight
+        with torch.no_grad():
+            head.mul_(1 + noise * torch.randn(head.shape, generator=torch.Generator().manual_seed(seed)))
     named = dict(model.named_parameters())
     keeps_masters = precision.parameters != "fp32" and config.resolved.master != "none"
     masters = (

@@ -56,6 +56,12 @@ def update_error(ours: Curve, plain: Curve) -> float:
     return (difference.norm() / moved.norm()).item()
 
 
+def distances(curve: Curve, other: Curve) -> tuple[float, float]:
+    """Largest difference of their losses, and largest relative difference of their gradient norms."""
+    losses = [abs(a - b) for a, b in zip(curve.losses, other.losses, strict=True)]
+    return max(losses), max(abs(a / b - 1) for a, b in zip(curve.norms, other.norms, strict=True))
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("family", "run"),
@@ -88,13 +94,16 @@ def test_whole_logits_are_those_of_a_plain_loop(family: str, make_config: MakeCo
 @pytest.mark.slow
 @pytest.mark.parametrize("run", RUNS)
 def test_a_routers_loss_in_chunks_is_that_of_a_plain_loop(run: str, make_config: MakeConfig) -> None:
-    """Within what a head with weights off by 2e-3, half a bf16 step, makes of it: losses 1.1e-3 to 2.5e-3, norms 0.9 to
-    2.8 % (four seeds); of a Llama's losses 0.2e-3 to 0.5e-3, because it selects no experts.
+    """Nearer than plain loops are to each other whose heads differ by 2e-3, half a bf16 step: other experts are
+    selected.
     """
     config = config_of(make_config, "mixtral", RUNS[run])
-    ours, plain = trained(config), reference(config)
-    assert ours.losses == pytest.approx(plain.losses, rel=0, abs=1.1e-3)
-    assert ours.norms == pytest.approx(plain.norms, rel=0.028)
+    plain = reference(config)
+    others = [reference(config, noise=2e-3, seed=seed) for seed in range(4)]
+    losses, norms = zip(*(distances(other, plain) for other in others), strict=True)
+    loss, norm = distances(trained(config), plain)
+    print(f"loss {loss:.1e} (others {max(losses):.1e}), norm {norm:.1%} (others {max(norms):.1%})")
+    assert loss <= max(losses) and norm <= max(norms)
 
 
 @pytest.mark.parametrize(("family", "field"), [("mixtral", "router_aux_loss_coef"), ("bamba", "z_loss_coefficient")])
