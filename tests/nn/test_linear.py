@@ -2,6 +2,7 @@ import copy
 import dataclasses
 import gc
 import math
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -440,6 +441,27 @@ def test_disabled_computes_in_high_precision():
     with octavo.disabled():
         assert torch.equal(layer(x), plain(x))
     assert not torch.equal(layer(x), plain(x))
+
+
+def test_blocks_of_disabled_may_overlap_in_threads():
+    """The first thread ends its block inside the second's; FP8 is off until the second's ends, and on after that."""
+    layer, x = octavo.convert(nn.Linear(64, 32), verbose=False), randn(16, 64)
+    fp8 = layer(x)
+    first_ended, second_began = threading.Event(), threading.Event()
+
+    def first():
+        with octavo.disabled():
+            second_began.wait(10)
+        first_ended.set()
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    with octavo.disabled(), octavo.disabled():
+        second_began.set()
+        assert first_ended.wait(10)
+        assert torch.equal(layer(x), nn.functional.linear(x, layer.weight, layer.bias))
+    thread.join()
+    assert torch.equal(layer(x), fp8)
 
 
 def test_two_runs_are_bitwise_equal():

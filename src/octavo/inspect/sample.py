@@ -130,7 +130,7 @@ class Sample:
 
     def _first(self, layer: WatchedLayer) -> Callable[..., None]:
         def save_input(_: nn.Module, args: Any, kwargs: Any) -> None:
-            if SWITCH.enabled:
+            if not SWITCH.off:
                 self._before_gather[layer.name] = _input(args, kwargs)
 
         return save_input

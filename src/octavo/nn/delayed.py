@@ -184,7 +184,7 @@ class Delayed(LinearLike):
             RuntimeError: While torch.compile traces.
         """
         recipe = self.recipe
-        if not recipe.history or not SWITCH.enabled:
+        if not recipe.history or SWITCH.off:
             return JUST_IN_TIME
         if torch.compiler.is_compiling():
             raise RuntimeError(

@@ -243,7 +243,7 @@ _MIXINS: dict[str, Any] = {"norm": EmittingNorm, "glu": EmittingGlu}
 
 def emitter_for(module: nn.Module, x: Any) -> Emitter | None:
     """Return the emitter of a module that may emit in this forward."""
-    if type(x) is not Tensor or not SWITCH.enabled or not torch.is_grad_enabled():
+    if type(x) is not Tensor or SWITCH.off or not torch.is_grad_enabled():
         return None
     emitter: Emitter = vars(module)[ATTRIBUTE]
     if not emitter.always:

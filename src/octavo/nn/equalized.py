@@ -280,7 +280,7 @@ class Equalized(LinearLike):
 
     def octavo_quantizer(self) -> Quantizer:
         """See `LinearLike.octavo_quantizer`."""
-        if not self.recipe.equalization or not SWITCH.enabled:
+        if not self.recipe.equalization or SWITCH.off:
             return JUST_IN_TIME
         equalizer = vars(self).get(ATTRIBUTE)
         if equalizer is None or equalizer.every != self.recipe.equalization:

@@ -89,7 +89,7 @@ class Experts(nn.Module):
         Returns:
             [T,H] in the dtype of `hidden_states`.
         """
-        if not SWITCH.enabled and self.octavo_exchange is None:
+        if SWITCH.off and self.octavo_exchange is None:
             original: Tensor = super().forward(hidden_states, top_k_index, top_k_weights)
             return original
         if STORAGE_ATTRIBUTE in vars(self):

@@ -79,7 +79,7 @@ class Fp8Weight(Tensor):
         def dequantized(value: Any) -> Any:
             return value.dequantized(value.dtype) if isinstance(value, Fp8Weight) else value
 
-        if SWITCH.enabled:
+        if not SWITCH.off:
             warnings.warn(f"{func} reads a weight {cls.read_warning}", stacklevel=2)
         return func(*tree_map(dequantized, args), **tree_map(dequantized, kwargs or {}))
 

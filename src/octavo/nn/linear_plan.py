@@ -78,7 +78,7 @@ def planned_linear(
     """
     if recipe.weight_only:
         return weight_only_linear(input, weight, bias)
-    if is_dynamo_compiling() or not SWITCH.enabled:
+    if is_dynamo_compiling() or SWITCH.off:
         return None
     channels = None
     if quantizer is not JUST_IN_TIME:

@@ -139,7 +139,7 @@ def output_dtype(input: Tensor, weight: Tensor, dim: int = 1) -> torch.dtype | N
         TypeError: If the input cannot be quantized.
         ValueError: If its last dimension is not K, or dtypes differ without autocast.
     """
-    if not SWITCH.enabled:
+    if SWITCH.off:
         return None
     if input.dtype not in SUPPORTED_DTYPES:
         raise TypeError(f"linear takes float32, bfloat16 or float16 input; got {input.dtype}")

@@ -186,7 +186,7 @@ _DTYPES = (None, torch.float32, torch.bfloat16, torch.float16, torch.float64)
 def _call_code(rows: Tensor) -> int:
     """Encode the values of `_CALL`."""
     code = _DTYPES.index(autocast_dtype(rows.device.type)) * 8 + _DTYPES.index(rows.dtype)
-    return code * 8 + rows.requires_grad * 4 + torch.is_grad_enabled() * 2 + (not SWITCH.enabled)
+    return code * 8 + rows.requires_grad * 4 + torch.is_grad_enabled() * 2 + bool(SWITCH.off)
 
 
 def _compare_calls(codes: list[int], mesh: DeviceMesh) -> None:

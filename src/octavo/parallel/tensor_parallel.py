@@ -274,7 +274,7 @@ def as_plain(y: Any) -> Tensor:
 
 def present(layer: nn.Module, exchange: TokenExchange) -> TokenExchange:
     """Return how a layer exchanges tokens now: in high precision if it computes so."""
-    return exchange if SWITCH.enabled and isinstance(layer, LinearLike) else exchange.without_fp8()
+    return exchange if not SWITCH.off and isinstance(layer, LinearLike) else exchange.without_fp8()
 
 
 def _input_of(args: Any, kwargs: Any) -> Any:

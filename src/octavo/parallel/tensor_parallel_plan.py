@@ -357,7 +357,7 @@ def _gather_attention_input(
 
 def _shared_spec(linears: list[nn.Module], exchange: TokenExchange) -> QuantSpec | None:
     """Return the spec of X if all layers read the same FP8 rows, else None."""
-    if not (exchange.fp8_gather and SWITCH.enabled):
+    if not (exchange.fp8_gather and not SWITCH.off):
         return None
     specs = {layer.recipe.x if isinstance(layer, LinearLike) and fits(layer.recipe) else None for layer in linears}
     return specs.pop() if len(specs) == 1 else None

@@ -7,9 +7,12 @@ import torch
 
 
 class _Switch:
-    enabled = True
-    stored = False
-    """Whether any module of this process was ever converted to store its activations in FP8."""
+    def __init__(self) -> None:
+        self.off: list[None] = []
+        """An entry for each block of `disabled` that runs now: in threads they overlap and end in any order. Adding and
+        removing one is atomic, and Dynamo traces it, which it does not do with a lock."""
+        self.stored = False
+        """Whether any module of this process was ever converted to store its activations in FP8."""
 
 
 SWITCH = _Switch()
@@ -20,8 +23,8 @@ def disabled() -> Iterator[None]:
     """Inside the block, converted layers compute in the dtype of their weights: for high-precision evaluation.
 
     Modules that store activations in FP8 compute and save as before conversion. The switch applies to all threads of
-    the process. With activation checkpointing, run the backward inside the block too: backward recomputes the forward,
-    which must run in the same precision.
+    the process, until the last of several overlapping blocks ends. With activation checkpointing, run the backward
+    inside the block too: backward recomputes the forward, which must run in the same precision.
 
     Examples:
         >>> layer, x = torch.nn.Linear(64, 64), torch.randn(2, 64)
@@ -31,17 +34,16 @@ def disabled() -> Iterator[None]:
         ...     torch.equal(layer(x), expected)
         True
     """
-    before = SWITCH.enabled
-    SWITCH.enabled = False
+    SWITCH.off.append(None)
     try:
         yield
     finally:
-        SWITCH.enabled = before
+        SWITCH.off.pop()
 
 
 def stores() -> bool:
     """Return whether modules store their activations in FP8 now; not under torch.export, which has no backward."""
-    return SWITCH.enabled and not torch.compiler.is_exporting()
+    return not SWITCH.off and not torch.compiler.is_exporting()
 
 
 def stores_in_graphs() -> bool:
