@@ -7,9 +7,16 @@ They have no autograd formula: autograd functions call them below autograd. `Lib
 `torch.compile` fuses PyTorch operations but nothing into an opaque call, and such a call runs Python in every step. So
 an op may have a *decomposition* into PyTorch operations with the same results, bit for bit. AOTAutograd traces it in
 place of the op. Eager calls, FakeTensorMode and `torch.export` keep the op.
+
+`FlopCounterMode`, and what reads it (MFU in training tools, activation budgets of the compiler), takes an op without a
+formula for one without operations. `torch.utils.flop_counter` imports Triton, so formulas are registered when somebody
+else imports it.
 """
 
+import sys
 from collections.abc import Callable
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -22,8 +29,16 @@ DECOMPOSITIONS: dict[str, Callable[..., Any]] = {}
 """What torch.compile traces in place of an op, by the op's name. Returns NotImplemented to keep the op."""
 
 
+_FLOPS: dict[str, Callable[..., int]] = {}
+"""Floating point operations of ops by name, from the shapes of their arguments and `out_shape`."""
+
+
 def define(
-    schema: str, run: Callable[..., Any], fake: Callable[..., Any], decompose: Callable[..., Any] | None = None
+    schema: str,
+    run: Callable[..., Any],
+    fake: Callable[..., Any],
+    decompose: Callable[..., Any] | None = None,
+    flops: Callable[..., int] | None = None,
 ) -> None:
     """Define `octavo::<name>`.
 
@@ -32,6 +47,7 @@ def define(
         run: Implementation for all devices.
         fake: Computes the results' metadata.
         decompose: See `DECOMPOSITIONS`.
+        flops: Floating point operations, from shapes in place of tensors and `out_shape`; None for few.
     """
     name = schema.partition("(")[0]
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -40,6 +56,42 @@ def define(
     if decompose is not None:
         DECOMPOSITIONS[name] = decompose
         torch.library.register_torch_dispatch(f"octavo::{name}", FunctionalTensorMode, _traced, lib=_LIBRARY)
+    if flops is not None:
+        _FLOPS[name] = flops
+        if (counter := sys.modules.get(_COUNTER)) is not None:
+            _register_flops(counter, name)
+
+
+_COUNTER = "torch.utils.flop_counter"
+
+
+def _register_flops(counter: Any, *names: str) -> None:
+    for name in names:
+        counter.register_flop_formula(getattr(torch.ops.octavo, name))(_FLOPS[name])
+
+
+class _AfterImport:
+    """A finder on `sys.meta_path` that registers the formulas as soon as `_COUNTER` is imported."""
+
+    @classmethod
+    def find_spec(cls, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if name != _COUNTER:
+            return None
+        sys.meta_path.remove(cls)
+        spec: Any = find_spec(name)
+        execute = spec.loader.exec_module
+
+        def execute_and_register(module: Any) -> None:
+            execute(module)
+            _register_flops(module, *_FLOPS)
+
+        spec.loader.exec_module = execute_and_register
+        found: ModuleSpec = spec
+        return found
+
+
+if _COUNTER not in sys.modules:
+    sys.meta_path.insert(0, _AfterImport)
 
 
 def _traced(mode: Any, op: Any, types: tuple[type, ...], args: Any, kwargs: Any) -> Any:

@@ -9,6 +9,7 @@ apply to the float32 sum, which is rounded once to the output dtype. Each backen
 (transposed bytes, sizes in multiples of 16).
 """
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, Literal
@@ -354,6 +355,13 @@ def _fake(
     return a.new_empty((rows, columns), dtype=out_dtype)
 
 
+def _flops(
+    a: torch.Size, a_scale: Any, a_spec: str, b: torch.Size, b_scale: Any, b_spec: str, layout: str, *options: Any,
+    out_shape: torch.Size, **_: Any,
+) -> int:  # fmt: skip
+    return 2 * math.prod(out_shape) * a[_CONTRACTED[layout][0]]
+
+
 def _decompose(
     a: Tensor, a_scale: Tensor | None, a_spec: str, b: Tensor, b_scale: Tensor | None, b_spec: str,
     layout: str, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool,
@@ -376,4 +384,5 @@ define(
     _run,
     _fake,
     _decompose,
+    _flops,
 )

@@ -244,9 +244,18 @@ def _fake(
     return a.new_empty((a.shape[0], b.shape[0] // experts if layout == "nt" else b.shape[1]), dtype=out_dtype)
 
 
+def _flops(
+    a: torch.Size, a_scale: Any, a_spec: str, b: torch.Size, b_scale: Any, b_spec: str, offsets: torch.Size,
+    layout: str, *options: Any, out_shape: torch.Size, **_: Any,
+) -> int:  # fmt: skip
+    # Of all rows, also those that belong to no expert: where the offsets end is known on the device only.
+    return 2 * a[0] * a[1] * out_shape[-1]
+
+
 define(
     "grouped_mm(Tensor a, Tensor a_scale, str a_spec, Tensor b, Tensor? b_scale, str b_spec, Tensor offsets, "
     "str layout, ScalarType out_dtype, Tensor? bias, bool fast_accum) -> Tensor",
     _run,
     _fake,
+    flops=_flops,
 )
