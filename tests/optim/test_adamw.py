@@ -152,7 +152,9 @@ def test_a_gradient_that_is_not_finite_changes_nothing(bad, nonfinite):
     set_gradients(params, 5)
     params[1].grad[3, 7] = bad
     if nonfinite == "raise":
-        with pytest.raises(FloatingPointError, match=r"1 gradients contain NaN or Inf, the first of shape \[7, 128\]"):
+        with pytest.raises(
+            FloatingPointError, match=r"of 1 parameters contain NaN or Inf, the first of shape \[7, 128\]"
+        ):
             optimizer.step()
     else:
         optimizer.step()

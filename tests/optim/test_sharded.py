@@ -157,7 +157,9 @@ def test_ranks_decide_together_about_nan(gloo, nonfinite):
         message, skipped = results[0]
         assert skipped == (nonfinite == "skip")
         if nonfinite == "raise":
-            assert message.startswith("2 gradients contain NaN or Inf, the first of shape [7, 128]")
+            assert message.startswith(
+                "the gradients or moments of 2 parameters contain NaN or Inf, the first of shape [7, 128]"
+            )
         else:
             assert message is None
 

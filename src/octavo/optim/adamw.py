@@ -3,6 +3,10 @@
     states="fp8"           both moments in about 2.1 bytes per parameter instead of 8 (`octavo.kernels.adamw.moments`)
     master="remainder"     an exact float32 master of a bf16 parameter in 2 bytes instead of 4
 
+Parameters may be written between steps (`load_state_dict`, pruning masks, merged adapters, `param.data = …`): the next
+step starts from what was written. With `master="remainder"`, finite values other than 0 get the remainders of the old
+ones, a change of less than half a step of bf16; otherwise the start is exact. Moments stay as they are.
+
 Both work with any bf16, FP8 (`octavo.convert`) or float32 model. States are tensors of the parameter's shape, with one
 row of scales per row, so `state_dict` works with `torch.save` and `weights_only=True` loading.
 
@@ -61,9 +65,10 @@ class AdamW(Optimizer):
             random bits in every run. Rounded to nearest, a moving average that changes by less than half a step of
             its 8 bits stalls: after 1000 steps a quadratic's loss is 8 % off, with stochastic rounding 0.7 %
             (`pytest tests/optim/test_convergence.py`).
-        nonfinite: Handling of NaN or Inf in gradients: `"raise"` raises an error, `"skip"` skips the step and counts it
-            (`skipped`), `"ignore"` does not check. `"raise"` and `"skip"` leave parameters and states unchanged. Ranks
-            that share sharded parameters decide together.
+        nonfinite: Handling of NaN or Inf in gradients or moments: `"raise"` raises an error, `"skip"` skips the step
+            and counts it (`skipped`), `"ignore"` does not check. `"raise"` and `"skip"` leave parameters and states
+            unchanged. Ranks that share sharded parameters decide together. Finite gradients are never too large: they
+            saturate at ±2⁶².
         maximize: Ascend instead of descend.
         amsgrad: Not supported; accepted for compatibility with `torch.optim.AdamW`.
 
@@ -132,8 +137,8 @@ class AdamW(Optimizer):
             Result of the closure.
 
         Raises:
-            FloatingPointError: A gradient is not finite and `nonfinite="raise"`; nothing is changed.
-            ValueError: A gradient is sparse or complex.
+            FloatingPointError: A gradient or moment is not finite and `nonfinite="raise"`; nothing is changed.
+            ValueError: A gradient is sparse or complex, or a learning rate is not finite.
         """
         loss = None
         if closure is not None:
@@ -145,6 +150,9 @@ class AdamW(Optimizer):
                 kind = "sparse" if param.grad.is_sparse else "complex"
                 raise ValueError(f"octavo.AdamW takes dense real gradients; one of shape {list(param.shape)} is {kind}")
             sum_gradient(param)
+        for group in self.param_groups:
+            if not math.isfinite(float(group["lr"])):
+                raise ValueError(f"lr must be finite; got {float(group['lr'])}. Check the learning rate's schedule")
         if not self._finite(work):
             self.skipped += 1
             return loss
@@ -294,35 +302,48 @@ class AdamW(Optimizer):
         return groups, states
 
     def _finite(self, work: list[tuple[dict[str, Any], Tensor]]) -> bool:
-        """Whether all checked gradients are finite; raises FloatingPointError with `nonfinite="raise"`."""
+        """Whether what the step reads is finite; raises FloatingPointError with `nonfinite="raise"`."""
         checked = [p for g in self.param_groups if g["nonfinite"] != "ignore" for p in g["params"]]
         if not checked:
             return True
-        bad = any_rank(_nonfinite([local_tensor(p.grad) if p.grad is not None else None for p in checked]), checked)
+        # Finite gradients and moments make a finite update. FP8 moments are finite if the maxima of their groups are.
+        bad = any_rank(_nonfinite([self._gradient_and_moments(param) for param in checked]), checked)
         if not bad.any():
             return True
         if any(group["nonfinite"] == "raise" for group in self.param_groups):
             first = list(checked[int(bad.nonzero()[0])].shape)
             raise FloatingPointError(
-                f"{int(bad.sum())} gradients contain NaN or Inf, the first of shape {first}; parameters and states are "
-                "unchanged. Lower the learning rate, clip gradients, or skip such steps with nonfinite='skip'"
+                f"the gradients or moments of {int(bad.sum())} parameters contain NaN or Inf, the first of shape "
+                f"{first}; parameters and states are unchanged. Lower the learning rate, clip gradients, or skip such "
+                "steps with nonfinite='skip'"
             )
         return False
 
+    def _gradient_and_moments(self, param: Tensor) -> list[Tensor]:
+        """Return what a step of a parameter reads beside its master: nothing without a gradient."""
+        if param.grad is None:
+            return []
+        state = self.state.get(param, {})
+        moments = (state.get(f"{name}_hi", state.get(name)) for name in MOMENTS)
+        return [local_tensor(param.grad), *(local_tensor(moment) for moment in moments if moment is not None)]
 
-def _nonfinite(grads: list[Tensor | None]) -> Tensor:
-    """Return which gradients contain NaN or Inf, bool [n] on the CPU; synchronizes once per device."""
-    bad = torch.zeros(len(grads), dtype=torch.bool)
-    grads_by_device: dict[torch.device, dict[int, Tensor]] = {}
-    for i, grad in enumerate(grads):
-        if grad is not None and grad.numel():
-            grads_by_device.setdefault(grad.device, {})[i] = grad
-    for device, device_grads in grads_by_device.items():
+
+def _nonfinite(tensors: list[list[Tensor]]) -> Tensor:
+    """Return which lists have a tensor with NaN or Inf, bool [n] on the CPU; synchronizes once per device."""
+    bad = torch.zeros(len(tensors), dtype=torch.bool, device="cpu")
+    by_device: dict[torch.device, list[tuple[int, Tensor]]] = {}
+    for i, members in enumerate(tensors):
+        for tensor in members:
+            if tensor.numel():
+                by_device.setdefault(tensor.device, []).append((i, tensor))
+    for device, entries in by_device.items():
+        owners, members = zip(*entries, strict=True)
         if device.type == "cpu":  # norms of bf16 take longer there than the rest of the step
-            norms = [torch.stack(grad.aminmax()).float().abs().amax() for grad in device_grads.values()]
+            norms = [torch.stack(member.aminmax()).float().abs().amax() for member in members]
         else:
-            norms = [norm.float() for norm in torch._foreach_norm(list(device_grads.values()), torch.inf)]
-        bad[list(device_grads)] = ~torch.stack(norms).isfinite().cpu()
+            norms = [norm.float() for norm in torch._foreach_norm(list(members), torch.inf)]
+        flags = ~torch.stack(norms).isfinite().cpu()
+        bad[[owner for owner, flag in zip(owners, flags.tolist(), strict=True) if flag]] = True
     return bad
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.kernels.adamw import compress, groups
+from octavo.kernels.adamw import compress, exact_values, groups
 from octavo.numerics.formats import E4M3
 from octavo.optim.sharded import local_rows, shard_like
 from octavo.runtime.torch_compat import is_dtensor
@@ -71,7 +71,7 @@ def initial_state(param: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
     state = {}
     for name, (shape, dtype) in state_layout(rows, group).items():
         if name == "step":
-            state[name] = torch.zeros((), dtype=dtype)
+            state[name] = torch.zeros((), dtype=dtype, device="cpu")
             continue
         value = torch.full(shape, 16 if name.endswith("_k") else 0, dtype=dtype, device=rows.device)
         if name == "master":
@@ -82,14 +82,9 @@ def initial_state(param: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def master_values(param: Tensor, state: Mapping[str, Tensor]) -> Tensor:
-    """Return the float32 values of a parameter's local rows: those of its master, exact, or else its own."""
-    rows = local_tensor(param).detach()
-    if "master" in state:
-        return local_tensor(state["master"])
-    if "remainder" not in state:
-        return rows.float()
-    bits = rows.contiguous().view(torch.int16).int().bitwise_left_shift_(16).add_(local_tensor(state["remainder"]))
-    return bits.view(torch.float32)
+    """Return the float32 values of a parameter's local rows: those of its master, or its own where that is stale."""
+    remainder, master = (local_tensor(state[name]) if name in state else None for name in ("remainder", "master"))
+    return exact_values(local_tensor(param).detach(), remainder, master)
 
 
 def check_state(index: int, param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:

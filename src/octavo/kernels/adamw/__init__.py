@@ -8,7 +8,7 @@ from torch import Tensor
 
 from octavo.kernels.adamw import reference
 from octavo.kernels.adamw.moments import GROUP, compress, expand, groups, random_bits, seed_after
-from octavo.kernels.adamw.reference import HyperParams, ParamState, split
+from octavo.kernels.adamw.reference import HyperParams, ParamState, exact_values, split
 from octavo.kernels.registry import Backend, Case, Op, register, triton_unsupported
 from octavo.numerics.error import sqnr
 
@@ -19,6 +19,7 @@ __all__ = [
     "HyperParams",
     "ParamState",
     "compress",
+    "exact_values",
     "expand",
     "groups",
     "random_bits",

@@ -11,11 +11,13 @@ ALIGNED: tensors start at multiples of 16 bytes and rows are whole groups, so an
 import triton
 import triton.language as tl
 
+from octavo.kernels.adamw.reference import MAX_GRADIENT as _MAX_GRADIENT
 from octavo.kernels.adamw.reference import NAN_BITS as _NAN_BITS
 from octavo.kernels.primitives import magnitude, to_fp8
 
 GROUP = tl.constexpr(128)
 NAN_BITS = tl.constexpr(_NAN_BITS)
+MAX_GRADIENT = tl.constexpr(_MAX_GRADIENT)
 
 
 @triton.jit
@@ -65,6 +67,13 @@ def _compressed(size, TOP: tl.constexpr, REACH: tl.constexpr, INTERPRETED: tl.co
     above = _log2(tl.where(size > 0, size, 1.0), INTERPRETED) - log_hi[:, None]
     stretched = _exp2(above * (k / 16)[:, None], INTERPRETED) * TOP
     return tl.where(size > 0, stretched, 0.0), hi, k
+
+
+@triton.jit
+def _to_bf16_bits(x):
+    """Round float32 to the nearest bf16, ties to even; return its bits as int32."""
+    bits = x.to(tl.int32, bitcast=True)
+    return tl.where(x == x, (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16, NAN_BITS)
 
 
 @triton.jit
@@ -158,20 +167,28 @@ def adamw_kernel(
     param = _tensor_pointer(pointers, which, 0, PARAM, ALIGNED)
     grad = _tensor_pointer(pointers, which, 1, GRAD, ALIGNED)
     g = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32) * tl.load(numbers + 7 * which + 6)
+    # Finite gradients saturate, so that their squares stay finite.
+    g = tl.where(tl.abs(g) < float("inf"), tl.minimum(tl.maximum(g, -MAX_GRADIENT), MAX_GRADIENT), g)
     m, v = _load_moments(pointers, which, at, inside, group, real, MOMENTS, TOP, TOP_T, ALIGNED, INTERPRETED)
     m = m + tl.load(numbers + 7 * which + 4) * (g - m)
     beta2 = tl.load(numbers + 7 * which + 5)
     v = v * beta2 + g * g * (1 - beta2)
+    # The master, or the parameter where that was written since the last step and the master is stale.
+    value = tl.load(param + at, mask=inside, other=0.0)
+    p = value.to(tl.float32)
     if MASTER == 2:
         master = _tensor_pointer(pointers, which, 8, tl.float32, ALIGNED)
-        p = tl.load(master + at, mask=inside, other=0.0)
+        exact = tl.load(master + at, mask=inside, other=0.0)
+        if PARAM == tl.bfloat16:
+            rounded = (_to_bf16_bits(exact) << 16).to(tl.float32, bitcast=True)
+        else:
+            rounded = exact.to(PARAM).to(tl.float32)
+        p = tl.where(rounded == p, exact, p)
     elif MASTER == 1:
         rest = _tensor_pointer(pointers, which, 8, tl.int16, ALIGNED)
-        upper = tl.load(param + at, mask=inside, other=0.0).to(tl.int16, bitcast=True).to(tl.int32)
-        bits = (upper << 16) + tl.load(rest + at, mask=inside, other=0).to(tl.int32)
-        p = bits.to(tl.float32, bitcast=True)
-    else:
-        p = tl.load(param + at, mask=inside, other=0.0).to(tl.float32)
+        upper = value.to(tl.int16, bitcast=True).to(tl.int32)
+        exact = ((upper << 16) + tl.load(rest + at, mask=inside, other=0).to(tl.int32)).to(tl.float32, bitcast=True)
+        p = tl.where((exact == exact) & (tl.abs(p) < float("inf")), exact, p)
     root = tl.sqrt(v) * tl.load(numbers + 7 * which + 2) + tl.load(numbers + 7 * which + 3)
     p = p * tl.load(numbers + 7 * which) + tl.load(numbers + 7 * which + 1) * (m / root)
     random_bits = _random(index, seed) if MOMENTS and NOISE else index
@@ -188,9 +205,11 @@ def adamw_kernel(
         if MASTER == 2:
             tl.store(master + at, p, mask=inside)
         if PARAM == tl.bfloat16:
-            bits = p.to(tl.int32, bitcast=True)
-            random = (_random(index, seed + 1) & 0xFFFF) if (NOISE and MASTER == 0) else (0x7FFF + ((bits >> 16) & 1))
-            upper = tl.where(p == p, (bits + random) >> 16, NAN_BITS)
+            if NOISE and MASTER == 0:
+                random = _random(index, seed + 1) & 0xFFFF
+                upper = tl.where(p == p, (p.to(tl.int32, bitcast=True) + random) >> 16, NAN_BITS)
+            else:
+                upper = _to_bf16_bits(p)
             tl.store(param + at, upper.to(tl.int16).to(tl.bfloat16, bitcast=True), mask=inside)
         else:
             tl.store(param + at, p.to(PARAM), mask=inside)

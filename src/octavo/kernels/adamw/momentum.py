@@ -10,7 +10,14 @@ few launches.
 from torch import Tensor
 
 from octavo.kernels.adamw.moments import compress, expand
-from octavo.kernels.adamw.reference import CHUNK_ELEMENTS, ParamState, master_values, random_bits_of, write_parameter
+from octavo.kernels.adamw.reference import (
+    CHUNK_ELEMENTS,
+    ParamState,
+    master_values,
+    random_bits_of,
+    saturated,
+    write_parameter,
+)
 
 GPU_CHUNK_ELEMENTS = 1 << 26
 """Elements per chunk on a GPU: temporaries of some hundred MB."""
@@ -20,7 +27,7 @@ def momentum_step(state: ParamState, beta: float, out: Tensor, *, nesterov: bool
     """Update the momentum of a matrix [R,C] in place, and write what to orthogonalize to `out` [R,C]."""
     for start, end in _chunks(state.param):
         part = state.rows(start, end)
-        grad = part.grad.float()
+        grad = saturated(part.grad)
         if maximize:
             grad = -grad
         momentum = part.exp_avg if part.scales is None else expand(part.exp_avg, part.scales[0], part.scales[1], True)

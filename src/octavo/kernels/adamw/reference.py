@@ -6,6 +6,14 @@
 in float32, on the parameter's exact master. With `master="remainder"` the master is the bf16 parameter plus 16 bits:
 the parameter holds the upper half of float32's bits, rounded half up, and the signed remainder the difference. NaN
 becomes bf16's canonical NaN with remainder 0, because a carry from rounding its bits would give infinity or zero.
+
+A parameter may be written between steps: a pruning mask, a loaded checkpoint, merged adapters. A master that does not
+round to its parameter is stale, and the step starts from the parameter (`exact_values`). A remainder is not used where
+the sum of the bits is NaN, as beside a weight set to 0, or the parameter is infinite; beside any other written value it
+is a number below half a step of bf16.
+
+Finite gradients saturate at ±2⁶², so that their squares, and with them both moments, stay finite. Larger ones would
+otherwise make the second moment infinite and a group of FP8 moments NaN.
 """
 
 from dataclasses import dataclass
@@ -20,6 +28,8 @@ CHUNK_ELEMENTS = 1 << 18
 """Elements per chunk."""
 NAN_BITS = 0x7FC0
 """Upper half of the canonical NaN."""
+MAX_GRADIENT = 2.0**62
+"""Largest magnitude of a finite gradient; its square is below float32's largest number."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,7 +189,7 @@ def _upper(rounded: Tensor, nan: Tensor | None) -> Tensor:
 
 def _step(state: ParamState, hyper: HyperParams) -> None:
     assert state.exp_avg_sq is not None
-    grad = state.grad.float()
+    grad = saturated(state.grad)
     if hyper.maximize:
         grad = -grad
     if state.scales is None:
@@ -222,13 +232,32 @@ def _group_seeds(state: ParamState, which: int) -> Tensor:
     return group_seeds(rows, columns, state.first, state.seed + which, state.param.device)
 
 
+def saturated(grad: Tensor) -> Tensor:
+    """Return a gradient in float32 with finite values clamped to `MAX_GRADIENT`; NaN and Inf stay."""
+    grad = grad.float()
+    if not grad.numel() or bool(torch.stack(grad.aminmax()).abs().amax() <= MAX_GRADIENT):
+        return grad
+    return torch.where(grad.isinf(), grad, grad.clamp(-MAX_GRADIENT, MAX_GRADIENT))
+
+
+def exact_values(param: Tensor, remainder: Tensor | None, master: Tensor | None) -> Tensor:
+    """Return the float32 values of a parameter: its master's, or its own where the master is stale.
+
+    The result is `param` itself if that is float32, and otherwise a new tensor.
+    """
+    if master is not None:
+        return torch.where(master.to(param.dtype) == param, master, param.float())
+    values = param.float()
+    if remainder is None:
+        return values
+    exact = (values.contiguous().view(torch.int32) + remainder).view(torch.float32)
+    return torch.where(exact.isnan() | values.isinf(), values, exact)
+
+
 def master_values(state: ParamState) -> Tensor:
-    """Return the float32 values of the parameter, for in-place updates."""
-    if state.master is not None:
-        return state.master
-    if state.remainder is not None:
-        return state.param.float().view(torch.int32).add_(state.remainder).view(torch.float32)
-    return state.param if state.param.dtype == torch.float32 else state.param.float()
+    """Return the float32 values of the parameter, for in-place updates; a master is renewed where it is stale."""
+    values = exact_values(state.param, state.remainder, state.master)
+    return values if state.master is None else state.master.copy_(values)
 
 
 def write_parameter(state: ParamState, p: Tensor) -> None:

@@ -82,7 +82,7 @@ def _launch_all(kind: LaunchKey, work: list[tuple[ParamState, HyperParams]]) -> 
 
 
 def _on(device: torch.device, rows: list[list[Any]], dtype: torch.dtype) -> Tensor:
-    table = torch.tensor(rows, dtype=dtype)
+    table = torch.tensor(rows, dtype=dtype, device="cpu")
     return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
 
 
@@ -91,7 +91,7 @@ def _programs(shapes: tuple[tuple[int, int], ...], device: torch.device) -> Tens
     """Return the parameter and first group of each program, int32 [programs, 2]."""
     parts = []
     for which, (rows, columns) in enumerate(shapes):
-        first = torch.arange(0, rows * groups(columns), PER, dtype=torch.int32)
+        first = torch.arange(0, rows * groups(columns), PER, dtype=torch.int32, device="cpu")
         parts.append(torch.stack((torch.full_like(first, which), first), 1))
     return torch.cat(parts).to(device)
 
