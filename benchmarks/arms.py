@@ -122,7 +122,7 @@ def available(arms: Sequence[Arm]) -> list[Arm]:
     """Those of the arms that can run here; says so where torchao's cannot."""
     if has_torchao():
         return list(arms)
-    print("torchao is not importable: its arms are left out (see --peers)")
+    print("note: torchao is not importable: its arms are left out (see --peers)")
     return [arm for arm in arms if not arm.name.startswith("torchao")]
 
 

@@ -9,6 +9,7 @@ import os
 import platform
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -63,6 +64,39 @@ def replacing(path: Path) -> Iterator[Path]:
 def unfinished(path: Path) -> Path:
     """Where the rows of a result file are while it is being measured anew: the old one stays until all are there."""
     return path.with_name(f"{path.name}.running")
+
+
+def previous(path: Path) -> Path:
+    """Where the GPU runner keeps an earlier run's result file while it measures anew."""
+    return path.with_name(f"{path.name}.before")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the content of a result file; empty if there is none or it cannot be read."""
+    try:
+        content: dict[str, Any] = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return content
+
+
+def compile_caches(folder: Path | None) -> tuple[Path, dict[str, str]]:
+    """Return a folder for compiled kernels, `folder` or one in the home, and the variables by which compilers find it.
+
+    If it cannot be written, print a note and use a temporary one, also for what else goes to the cache of the home.
+    """
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    caches, also = (folder or home / "octavo" / "benchmarks").resolve(), {}
+    try:
+        caches.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=caches):
+            pass
+    except OSError as error:
+        broken, caches = caches, Path(tempfile.mkdtemp(prefix="octavo-caches-"))
+        print(f"note: {broken} cannot be written ({error.strerror}): compiled kernels go to {caches}; see --caches")
+        also = {"XDG_CACHE_HOME": str(caches)}
+    names = {"TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
+    return caches, {name: str(caches / kind) for name, kind in names.items()} | also
 
 
 def write_text(path: Path, text: str) -> None:

@@ -1,9 +1,13 @@
 """Everything that needs a GPU, from the source tree alone, in stages that cannot take each other down.
 
-Each stage is a process of its own with a hard limit. It writes its result file after every row; where a row hangs
-(nothing new for `--row-limit` seconds) or takes the process down, the stage is started again behind that row. What
-counts most comes first in every stage, so a limit costs the least. At the end come the project's targets, each with
-what was reached, and `gpu.json` with what became of every stage and the end of its output where it failed.
+A stage is a process of its own. The most important parts that fit into `--total` minutes are chosen, and chosen again
+after each stage for the time that is really left (`benchmarks/stages.py`). A stage knows its deadline and begins no row
+that costs more than what is left. It writes its result file after every row and its output to `<out>/<stage>.log`;
+where a row takes several times its price or takes the process down, the stage is started again behind that row. What
+Triton and Inductor compile is kept for all stages and later calls (`--caches`).
+
+At the end come the project's targets, each with what was reached, and `gpu.json` with what became of every stage and
+the end of its output where it failed.
 
 Needs Python, torch, triton and transformers; pytest for the stage `tests`. Packages that are not there (torchao,
 pydantic) can be brought as wheels in a folder: `--wheels`.
@@ -18,27 +22,39 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from benchmarks.environment import unfinished
+import torch
+
+import benchmarks
+from benchmarks.environment import (
+    RESULTS,
+    compile_caches,
+    device_name,
+    environment,
+    previous,
+    read_json,
+    unfinished,
+    write_json,
+)
+from benchmarks.session import NO_GPU, NOTHING_TIMED
+from benchmarks.stages import ALL, LEAST_S, ON_REQUEST, PARTS, STAGES, START_S, Part, Prices
 
 ROOT = Path(__file__).parent.parent
-WEIGHTS = {
-    "probe": 2.0, "tests": 2.0, "kernels": 3.0, "calibrate": 2.0, "linear": 3.0, "layer": 3.0, "train": 1.5,
-    "compile": 2.0,
-}  # fmt: skip
-"""Stages in order, with their share of the time where it is scarce."""
-USUAL = tuple(name for name in WEIGHTS if name != "calibrate")
-"""What runs where nothing is asked for: products are chosen by heuristics then, as where nobody has calibrated."""
-GRACE_S = 45.0
-"""Between the time at which a stage is asked to stop and the one at which it is killed."""
+STOP_S = 5.0
+"""Between the deadline of a stage and the time at which it is killed."""
+ROW_S = 150.0
+"""Limit of a stage's start, and of a row without a price."""
+MINUTES = 8.0
 TAIL = 40
 EXAMPLES = """gpu
-gpu --stages probe,linear --minutes 4 --out results
-gpu --total 9 --wheels wheels
+gpu --list --total 4
+gpu --total 4 --wheels wheels --caches caches --out results
+gpu --stages smoke,linear --minutes 4
 gpu --rehearse"""
 
 
@@ -48,11 +64,12 @@ class Outcome:
 
     Attributes:
         stage: Its name.
-        ended: `done`, `time`, `crashed`, `hung` or `killed` (at its limit).
+        ended: `done`, `time`, `crashed`, `hung`, `killed` (at its limit), `no gpu` or `interrupted`.
         seconds: Wall time.
         rows: Rows in its result file.
         failed: Rows that hold an error.
         restarts: How often it was started again.
+        parts: Those that were run to their end.
         tail: The end of its output, where it did not end well.
     """
 
@@ -62,6 +79,7 @@ class Outcome:
     rows: int = 0
     failed: int = 0
     restarts: int = 0
+    parts: list[str] = field(default_factory=list)
     tail: list[str] = field(default_factory=list)
 
 
@@ -69,108 +87,146 @@ class Runner:
     """Runs stages.
 
     Args:
-        out: Folder of the result files.
+        out: Folder of the result files and logs.
         options: The command line.
         environment: Of the stages' processes.
+        prices: Of the parts.
     """
 
-    def __init__(self, out: Path, options: argparse.Namespace, environment: dict[str, str]) -> None:
+    def __init__(
+        self, out: Path, options: argparse.Namespace, environment: dict[str, str], prices: Prices | None = None
+    ) -> None:
         self.out = out
         self.options = options
         self.environment = environment
+        self.prices = prices or Prices()
+        self.outcomes: dict[str, Outcome] = {}
         self.poll_s = 0.5
         self.most_restarts = 3
+        self._said: set[str] = set()
 
-    def command(self, stage: str, seconds: float, *, resume: bool) -> list[str]:
+    def command(self, stage: str, seconds: float, parts: Sequence[Part] = (), *, resume: bool) -> list[str]:
         """What a stage runs."""
         if stage == "tests":
             return self._pytest()
-        minutes = max((seconds - GRACE_S) / 60, 0.1)
-        words = [sys.executable, "-m", "benchmarks", stage, "--out", str(self.out), "--minutes", f"{minutes:.2f}"]
+        words = [sys.executable, "-m", "benchmarks", stage, "--out", str(self.out)]
+        words += ["--deadline", f"{time.time() + seconds - STOP_S:.1f}"]
         words += ["--resume"] if resume else []
         words += ["--quick"] if self.options.quick else []
-        words += ["--rehearse"] if self.options.rehearse else []
-        return words + (["--peers", str(self.options.peers)] if self.options.peers else [])
+        words += ["--rehearse"] if self.options.rehearse else ["--require-gpu"]
+        words += ["--peers", str(self.options.peers)] if self.options.peers else []
+        names = [part.name for part in parts]
+        others = [part.name for part in PARTS if part.stage == stage and part.name not in names]
+        if not names or not others or self.options.rehearse:  # tiny shapes have other names
+            return words
+        return [*words, "--without", *others] if ALL in names else [*words, "--only", *names]
 
     def _pytest(self) -> list[str]:
         words = [sys.executable, "-m", "pytest", "tests/test_gpu.py", "-m", "gpu", "-v", "--color=no", "--tb=short"]
         words += ["-o", "addopts=", "-o", "filterwarnings=", "-p", "no:cacheprovider"]
         return words + (["-n", "6"] if find_spec("xdist") and not self.options.rehearse else [])
 
-    def run(self, stage: str, seconds: float) -> Outcome:
-        """Run a stage to its end, at most `seconds`, starting it again where it crashed or hung."""
-        outcome, start = Outcome(stage), time.monotonic()
-        log = Path(tempfile.mkdtemp()) / "log"
-        result, before = self.out / f"{stage}.json", log.parent / "before.json"
-        if result.exists():  # of an earlier run: not this one's result, and worth keeping if this one has none
-            shutil.move(result, before)
+    def run(self, stage: str, seconds: float, parts: Sequence[Part] = (), *, resume: bool = False) -> Outcome:
+        """Run parts of a stage to their end, at most `seconds`, starting it again where it crashed or hung."""
+        resume |= stage in self.outcomes
+        outcome, start = self.outcomes.setdefault(stage, Outcome(stage)), time.monotonic()
+        outcome.ended, end, restarts = "interrupted", start + seconds, 0
+        log, result = self.out / f"{stage}.log", self.out / f"{stage}.json"
+        if not resume:
+            log.unlink(missing_ok=True)
+            if result.exists():  # of an earlier run: not this one's result, and worth keeping if this one has none
+                result.replace(previous(result))
         try:
             while True:
-                left = seconds - (time.monotonic() - start)
-                outcome.ended = self._once(stage, left, log, resume=outcome.restarts > 0)
-                worth_it = outcome.ended in ("crashed", "hung") and stage != "tests"
-                still = seconds - (time.monotonic() - start)
-                if (
-                    not worth_it
-                    or outcome.restarts == self.most_restarts
-                    or still < GRACE_S
-                    or not self._got_anywhere(stage)
-                ):
+                before = self._progress(result)
+                ended = self._once(stage, end - time.monotonic(), log, parts, resume=resume or restarts > 0)
+                worth_it = ended in ("crashed", "hung") and stage != "tests" and restarts < self.most_restarts
+                enough = end - time.monotonic() > self.prices.starts.get(stage, START_S) + LEAST_S
+                if not (worth_it and enough and self._progress(result) != before):
                     break
-                outcome.restarts += 1
+                restarts += 1
+                row = read_json(result).get("running") or read_json(result)["rows"][-1]
+                self._say(f"{stage}: {ended} in {row}; going on behind it")
         except BaseException:  # interrupted: what was there before comes back
-            if before.exists():
-                if result.exists():
-                    result.replace(unfinished(result))
-                shutil.move(before, result)
+            if previous(result).exists() and result.exists():
+                result.replace(unfinished(result))
+            self.close()
             raise
-        outcome.seconds = round(time.monotonic() - start, 1)
-        text = log.read_text(errors="replace").splitlines()
-        if stage == "tests":
-            self._keep_tests(text)
-        rows = read(result).get("rows", [])
-        outcome.rows, outcome.failed = len(rows), sum("error" in row for row in rows)
-        if outcome.ended not in ("done", "time"):
-            outcome.tail = text[-TAIL:]
-        if before.exists() and not result.exists():
-            shutil.move(before, result)
-        shutil.rmtree(log.parent)
+        outcome.ended, outcome.restarts = ended, outcome.restarts + restarts
+        outcome.seconds = round(outcome.seconds + time.monotonic() - start, 1)
+        outcome.parts += [part.name for part in parts] if outcome.ended == "done" else []
+        self._conclude(outcome, log.read_text(errors="replace").splitlines(), result)
         return outcome
 
-    def _got_anywhere(self, stage: str) -> bool:
-        """Whether a second start can get further than the first: some attempt had begun."""
-        content = read(self.out / f"{stage}.json")
-        return bool(content.get("rows") or content.get("running"))
+    def _conclude(self, outcome: Outcome, text: list[str], result: Path) -> None:
+        """Count the rows of a stage and print what became of it; what other stages printed as well is not repeated."""
+        if outcome.stage == "tests":
+            self._keep_tests(text, outcome)
+        rows = read_json(result).get("rows", [])
+        outcome.rows, outcome.failed = len(rows), sum("error" in row for row in rows)
+        outcome.tail = text[-TAIL:] if outcome.ended not in ("done", "time") else []
+        self._say(*(line for line in text if line.startswith("note: ")))
+        print(f"{outcome.stage}: {outcome.ended}, {outcome.rows} rows", flush=True)
+        if outcome.tail and outcome.tail[-1] not in self._said:
+            self._said.add(outcome.tail[-1])
+            print("  " + "\n  ".join(outcome.tail[-8:]), flush=True)
 
-    def _once(self, stage: str, seconds: float, log: Path, *, resume: bool) -> str:
-        result = self.out / f"{stage}.json"
-        start = time.monotonic()
-        started_at = time.time()
+    def _say(self, *lines: str) -> None:
+        for line in lines:
+            if line not in self._said:
+                self._said.add(line)
+                print(line, flush=True)
+
+    def close(self) -> None:
+        """Bring back the earlier result of each stage that has none now, and delete the others."""
+        for path in self.out.glob(previous(Path("*.json")).name):
+            result = path.with_suffix("")
+            if result.exists():
+                path.unlink()
+            else:
+                path.replace(result)
+
+    def _progress(self, result: Path) -> tuple[int, Any]:
+        """What has changed if a process began an attempt, so that the next one can get further."""
+        content = read_json(result)
+        return len(content.get("rows", [])), content.get("running") or None
+
+    def _once(self, stage: str, seconds: float, log: Path, parts: Sequence[Part], *, resume: bool) -> str:
+        result, begun, end = self.out / f"{stage}.json", time.time(), time.monotonic() + seconds
+        interrupted = stage != "tests"  # others have a deadline
         with log.open("a") as output:
             process = subprocess.Popen(
-                self.command(stage, seconds, resume=resume), cwd=ROOT, env=self.environment,
+                self.command(stage, seconds, parts, resume=resume), cwd=ROOT, env=self.environment,
                 stdout=output, stderr=subprocess.STDOUT, process_group=0,
             )  # fmt: skip
             try:
                 while process.poll() is None:
                     time.sleep(self.poll_s)
-                    if time.monotonic() - start > seconds:
+                    if time.monotonic() > end:
                         return "killed"
-                    touched = max(result.stat().st_mtime if result.exists() else 0.0, started_at)
-                    if stage != "tests" and time.time() - touched > self.options.row_limit:
+                    if not interrupted and time.monotonic() > end - STOP_S:
+                        interrupted = True
+                        process.send_signal(signal.SIGINT)  # pytest then lists the failures so far
+                    if stage != "tests" and self._over_limit(result, begun):
                         return "hung"
             finally:
                 if process.poll() is None:
                     os.killpg(process.pid, signal.SIGKILL)
                     process.wait()
+        if stage == "tests" and process.returncode in (0, 1, 2, 5):
+            return "time" if process.returncode == 2 else "done"
         if process.returncode != 0:
-            return "done" if stage == "tests" and process.returncode in (1, 5) else "crashed"
-        return str(read(result).get("stopped", "done"))
+            return "no gpu" if process.returncode == NO_GPU else "crashed"
+        return str(read_json(result).get("stopped", "done"))
 
-    def _keep_tests(self, text: list[str]) -> None:
+    def _over_limit(self, result: Path, begun: float) -> bool:
+        """Whether the start of a stage or the row in progress takes too long."""
+        touched = result.stat().st_mtime if result.exists() else 0.0
+        limit = read_json(result).get("limit_s") if touched >= begun else None
+        return time.time() - max(touched, begun) > (self.options.row_limit or limit or ROW_S)
+
+    def _keep_tests(self, text: list[str], outcome: Outcome) -> None:
         """One row per test, from pytest's verbose output."""
-        from benchmarks.environment import write_json
-
         verdicts = {}
         for line in text:
             parallel = re.match(r"\[gw\d+\] \[ *\d+%\] (PASSED|FAILED|ERROR|SKIPPED|XFAIL\w*) (\S.*)", line)
@@ -186,44 +242,43 @@ class Runner:
                 row["error"] = next((reason for reason in reasons if row["case"] in reason), row["result"])
         passed = sum(row["result"] == "PASSED" for row in rows)
         tail = text[-TAIL * 3 :] if passed < len(rows) else text[-3:]
-        write_json(
-            self.out / "tests.json",
-            {"benchmark": "tests", "timed": False, "passed": passed, "rows": rows, "tail": tail},
-        )
+        facts = {"benchmark": "tests", "timed": False, "stopped": outcome.ended, "seconds": outcome.seconds}
+        facts |= {"note": NOTHING_TIMED} if self.options.rehearse else {}
+        write_json(self.out / "tests.json", {**facts, "passed": passed, "rows": rows, "tail": tail})
 
 
-def read(path: Path) -> dict[str, Any]:
-    """A result file; empty where there is none yet."""
-    import json
-
-    try:
-        content: dict[str, Any] = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
-    return content
-
-
-def shares(stages: list[str], stage: str, left: float | None, limit: float) -> float:
-    """Seconds that a stage may take, of those that are left for it and the ones behind it."""
-    if left is None:
-        return limit
-    behind = stages[stages.index(stage) :]
-    return max(min(limit, left * WEIGHTS[stage] / sum(WEIGHTS[name] for name in behind)), 1.0)
+def spend(runner: Runner, parts: Iterable[Part], end: float, limit_s: float, after: Callable[[], None]) -> None:
+    """Run the most important parts that fit until `end` (epoch), a stage at most `limit_s`; call `after` after each."""
+    todo = list(parts)
+    while chosen := runner.prices.choose(todo, left := end - time.time()):
+        stage = chosen[0].stage
+        mine = [part for part in chosen if part.stage == stage]
+        others = runner.prices.total([part for part in chosen if part.stage != stage])
+        outcome = runner.run(stage, min(left - others, limit_s), mine, resume=runner.options.resume)
+        todo = [part for part in todo if part not in mine]
+        after()
+        if outcome.ended == "no gpu":
+            print("the GPU is gone: what was measured is kept, no other stage can run", flush=True)
+            break
+    if todo:
+        print("left out:", ", ".join(f"{part.stage} {part.name}" for part in todo), flush=True)
 
 
 def install(wheels: Path) -> Path:
     """A folder with the packages of some wheels, for the stages' import path."""
     site = Path(tempfile.mkdtemp()) / "site"
     command = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--no-compile", "--target"]
-    subprocess.run([*command, str(site), *map(str, sorted(wheels.glob("*.whl")))], check=True)
+    done = subprocess.run([*command, site, *sorted(wheels.glob("*.whl"))], stderr=subprocess.PIPE, text=True)
+    if done.returncode:
+        print(f"note: nothing of {wheels} is installed: {(done.stderr.strip() or 'pip failed').splitlines()[-1]}")
     return site
 
 
-def summary(out: Path, outcomes: list[Outcome]) -> str:
+def summary(out: Path, outcomes: Iterable[Outcome]) -> str:
     """Stages and targets, as text."""
     from benchmarks import targets
 
-    files = {stage: content for stage in WEIGHTS if (content := read(out / f"{stage}.json"))}
+    files = {stage: content for stage in STAGES if (content := read_json(out / f"{stage}.json"))}
     lines = ["", f"{'stage':<10} {'ended':<8} {'s':>6} {'rows':>5} {'failed':>6}"]
     lines += [f"{o.stage:<10} {o.ended:<8} {o.seconds:>6.0f} {o.rows:>5} {o.failed:>6}" for o in outcomes]
     lines += ["", f"{'target':<78} {'wanted':>9} {'reached':>9}"]
@@ -240,11 +295,15 @@ def parser() -> argparse.ArgumentParser:
         epilog="examples:\n" + "\n".join(f"  python -m benchmarks {line}" for line in EXAMPLES.splitlines()),
     )  # fmt: skip
     add = text.add_argument
-    add("--stages", default=",".join(USUAL), help=f"which of {','.join(WEIGHTS)}; they run in this order")
-    add("--out", type=Path, help="folder of the result files; benchmarks/results/<device>/ gets them too")
-    add("--minutes", type=float, default=8.0, help="limit of each stage (8)")
-    add("--total", type=float, help="minutes for all of them together, shared out by weight")
-    add("--row-limit", type=float, default=150.0, help="seconds without a new row after which a stage counts as hung")
+    usual = ",".join(stage for stage in STAGES if stage not in ON_REQUEST)
+    add("--stages", default=usual, help=f"which of {','.join(STAGES)}; all but {', '.join(ON_REQUEST)} if not given")
+    add("--list", action="store_true", help="print all parts with their price and whether they fit; run nothing")
+    add("--out", type=Path, help="folder of result files and logs; benchmarks/results/<device>/ gets the results too")
+    add("--total", type=float, help="minutes for all stages together")
+    add("--minutes", type=float, help=f"limit of each stage ({MINUTES:.0f} without --total)")
+    add("--resume", action="store_true", help="go on behind the rows in --out, without the parts that are done")
+    add("--row-limit", type=float, help="seconds of a row after which it is cut (three times its price, 30 at least)")
+    add("--caches", type=Path, help="folder of compiled kernels (~/.cache/octavo/benchmarks)")
     add("--wheels", type=Path, help="folder of wheels to install for the stages, such as torchao's")
     add("--peers", type=Path, help="folder that holds torchao already (pip install --target)")
     add("--quick", action="store_true", help="only what the targets need")
@@ -254,41 +313,45 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: list[str]) -> None:
     """Run the stages, print what became of them, write `gpu.json`."""
-    import torch
-
-    from benchmarks.environment import RESULTS, device_name, environment, write_json
-
     command = parser()
     options = command.parse_args(arguments)
     asked = options.stages.split(",")
-    if unknown := [name for name in asked if name not in WEIGHTS]:
-        command.error(f"there is no stage {unknown[0]!r}; there are: {', '.join(WEIGHTS)}")
-    stages = [name for name in WEIGHTS if name in asked]
+    if unknown := [name for name in asked if name not in STAGES]:
+        command.error(f"there is no stage {unknown[0]!r}; there are: {', '.join(STAGES)}")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     options.rehearse |= device.type == "cpu"
     kept = None if options.rehearse else RESULTS / device_name(device)
-    out = options.out or kept or Path(tempfile.mkdtemp())
+    out = (options.out or kept or Path(tempfile.mkdtemp())).resolve()
+    caches, variables = compile_caches(options.caches)
+    prices = Prices([out, kept or out], warm=any(caches.iterdir()), quick=options.quick)
+    stages = read_json(out / "gpu.json").get("stages", []) if options.resume else []
+    done = {(stage["stage"], name) for stage in stages for name in stage["parts"]}
+    parts = [part for part in PARTS if part.stage in asked and (part.stage, part.name) not in done]
+    end = float("inf") if options.total is None else benchmarks.STARTED + 60 * options.total
+    if options.list:
+        print(prices.listing(parts, end - time.time()))
+        return
     out.mkdir(parents=True, exist_ok=True)
     paths = [str(ROOT / "src"), str(ROOT), *([str(install(options.wheels))] if options.wheels else [])]
     paths += os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    runner = Runner(
-        out.resolve(),
-        options,
-        {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONUNBUFFERED": "1"},
-    )
-    start, outcomes = time.monotonic(), []
+    path = os.pathsep.join(filter(None, paths))
+    runner = Runner(out, options, {**os.environ, **variables, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}, prices)
     facts = {"benchmark": "gpu", "timed": not options.rehearse, "environment": environment(device)}
-    for stage in stages:
-        left = None if options.total is None else 60 * options.total - (time.monotonic() - start)
-        outcomes.append(runner.run(stage, shares(stages, stage, left, 60 * options.minutes)))
-        print(
-            f"{stage}: {outcomes[-1].ended}, {outcomes[-1].rows} rows", *outcomes[-1].tail[-8:], sep="\n  ", flush=True
-        )
+
+    def save() -> None:
         for folder in {out, kept or out}:
-            if stage == "tests" and folder != out:
+            if folder != out and (out / "tests.json").exists():
                 shutil.copy(out / "tests.json", folder)
-            write_json(folder / "gpu.json", {**facts, "stages": [asdict(outcome) for outcome in outcomes]})
-    print(summary(out, outcomes))
+            write_json(folder / "gpu.json", {**facts, "stages": [asdict(each) for each in runner.outcomes.values()]})
+
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # ends the stage as well
+    limit_s = 60 * (options.minutes or (MINUTES if options.total is None else float("inf")))
+    try:
+        spend(runner, parts, end, limit_s, save)
+    finally:
+        runner.close()
+        save()
+    print(summary(out, runner.outcomes.values()))
     if options.rehearse:
-        print("timed nothing: no GPU")
+        print(NOTHING_TIMED)
     print(f"written to {out}")

@@ -3,6 +3,11 @@
 A benchmark is a list of attempts in order of importance. Each attempt makes one row; the result file is complete after
 every row, so that a limit loses nothing that was measured. An attempt that fails leaves a row with the error and the
 benchmark goes on, except where the GPU itself has failed: then the process ends, and `--resume` goes on after that.
+
+An attempt has a price in seconds, with what it compiles: what the same row took in an earlier result file, else what
+the benchmark gives, else a guess by its mode. It does not begin if it costs more than the time that is left. It belongs
+to a part of the benchmark, which `--only` and `--without` name: the field `part` of its identity, else `stage`, else
+`shape`.
 """
 
 import argparse
@@ -17,13 +22,21 @@ from typing import Any
 
 import torch
 
-from benchmarks.environment import RESULTS, device_name, environment, unfinished, write_json
+import benchmarks
+from benchmarks.environment import RESULTS, device_name, environment, previous, read_json, unfinished, write_json
 from benchmarks.timing import Clock, CpuClock, GpuClock, Rehearsal
 from octavo.kernels import calibration
 
 NOTHING_TIMED = "timed nothing: no GPU"
 FATAL = ("CUDA error", "device-side assert", "unspecified launch failure", "illegal memory access")
 """In an error's text: the CUDA context is lost, and nothing more can run in this process."""
+NO_GPU = 69
+"""Exit status of `--require-gpu` where no GPU works."""
+PRICES_S = {"compiled": 15.0}
+"""Guessed price of an attempt by its `mode`; `EAGER_S` for the rest. On an H100 they took 5 to 34 s and 0 to 5 s."""
+EAGER_S = 2.0
+OVERRUN, LEAST_LIMIT_S = 3.0, 30.0
+"""The GPU runner cuts an attempt at this multiple of a price that is no guess, and never before so many seconds."""
 
 Row = dict[str, Any]
 
@@ -39,6 +52,10 @@ def parser(name: str, description: str | None, examples: str) -> argparse.Argume
     add = text.add_argument
     add("--quick", action="store_true", help="only what the project's targets need")
     add("--minutes", type=float, help="stop cleanly, between two rows, after so long")
+    add("--deadline", type=float, metavar="EPOCH", help="the same, at a time in seconds since 1970")
+    add("--only", nargs="+", default=[], metavar="PART", help="only these parts (python -m benchmarks gpu --list)")
+    add("--without", nargs="+", default=[], metavar="PART", help="all parts but these")
+    add("--require-gpu", action="store_true", help=f"exit with status {NO_GPU} where no GPU works; no rehearsal then")
     add("--peers", type=Path, default=Path(sys.prefix) / "peers", help="folder with torchao (pip install --target)")
     add("--out", type=Path, help=f"write <out>/{name}.json, beside benchmarks/results/<device>/{name}.json")
     add("--resume", action="store_true", help="keep the rows of the last result file and go on behind them")
@@ -46,6 +63,11 @@ def parser(name: str, description: str | None, examples: str) -> argparse.Argume
         "--rehearse", action="store_true", help="tiny shapes, nothing timed; always so where a GPU is needed and absent"
     )
     return text
+
+
+def part_of(row: Row) -> str:
+    """Name of the part of a benchmark that a row belongs to."""
+    return str(row.get("part") or row.get("stage") or row.get("shape") or "")
 
 
 @dataclass
@@ -61,6 +83,8 @@ class Session:
         facts: What goes into the result file beside rows and environment, such as the device's ceilings.
         paths: Result files that were asked for, complete after every row.
         kept: The result file under benchmarks/results; None for a rehearsal. What is there stays until the end.
+        only: Parts to run; all if empty.
+        without: Parts to leave out.
     """
 
     name: str
@@ -71,8 +95,11 @@ class Session:
     facts: dict[str, Any] = field(default_factory=dict)
     paths: list[Path] = field(default_factory=list)
     kept: Path | None = None
+    only: list[str] = field(default_factory=list)
+    without: list[str] = field(default_factory=list)
     _end: float = field(default=float("inf"))
-    _began: Row | None = None
+    _began: Row = field(default_factory=dict)
+    _earlier: list[Row] = field(default_factory=list)
     _environment: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -86,21 +113,41 @@ class Session:
         return not self.clock.timed
 
     @property
-    def out_of_time(self) -> bool:
-        """Whether `--minutes` are over."""
-        return time.monotonic() > self._end
+    def left_s(self) -> float:
+        """Seconds until `--minutes` or `--deadline`."""
+        return self._end - time.monotonic()
 
-    def attempt(self, identity: Row, measure: Callable[[], Row | None]) -> Row | None:
-        """Make the row of `identity` by calling `measure`, unless it is there already or time is over.
+    @property
+    def out_of_time(self) -> bool:
+        """Whether `--minutes` or `--deadline` are over."""
+        return self.left_s < 0
+
+    def _price(self, identity: Row, estimate: float | None) -> tuple[float, Row]:
+        """Seconds that an attempt will take, and its limit as the GPU runner reads it; none in a rehearsal."""
+        if self.tiny:
+            return 0.0, {}
+        same = (row["took_s"] for row in self._earlier if identity.items() <= row.items() and "took_s" in row)
+        seconds = next(same, estimate)
+        if seconds is None:
+            return PRICES_S.get(identity.get("mode", ""), EAGER_S), {}
+        return seconds, {"limit_s": max(LEAST_LIMIT_S, OVERRUN * seconds)}
+
+    def attempt(self, identity: Row, measure: Callable[[], Row | None], *, price: float | None = None) -> Row | None:
+        """Make the row of `identity` by calling `measure`, unless it is there already, of another part, or costs more
+        than the time left; `price` in seconds counts where no earlier result tells.
 
         An error makes a row as well. Returns the row, or None where there is none.
         """
         if (known := self._known(identity)) is not None:
             return known
-        if self.out_of_time:
+        if (self.only and part_of(identity) not in self.only) or part_of(identity) in self.without:
+            return None
+        seconds, limit = self._price(identity, price)
+        if seconds > self.left_s:
             self.facts["stopped"] = "time"
             return None
-        self._began = identity
+        self.facts.setdefault("start_s", round(time.time() - benchmarks.STARTED, 1))
+        self._began = {"running": identity, **limit}
         self.save()
         start = time.monotonic()
         try:
@@ -112,7 +159,7 @@ class Session:
             fatal = any(text in str(error) for text in FATAL) and self.gpu
         else:
             fatal = False
-        self._began = None
+        self._began = {}
         row = None if figures is None else {**identity, **figures, "took_s": round(time.monotonic() - start, 1)}
         if row is not None:
             self.rows.append(row)
@@ -140,7 +187,7 @@ class Session:
             "environment": self._environment,
             **({"calibrated": len(calibration.entries(self.device))} if self.gpu else {}),
             **self.facts,
-            **({"running": self._began} if self._began else {}),
+            **self._began,
             "rows": self.rows,
         }
         for path in self.paths:
@@ -164,7 +211,8 @@ class Session:
         self.rows = content["rows"]
         if content.get("running"):
             self.rows.append({**content["running"], "error": "the process crashed or hung here"})
-        self.facts |= {key: content[key] for key in ("ceilings",) if key in content}
+        keys = ("ceilings", "stopped") if self.only or self.without else ("ceilings",)
+        self.facts |= {key: content[key] for key in keys if key in content and content[key] != "done"}
 
     def _known(self, identity: Row) -> Row | None:
         return next((row for row in self.rows if identity.items() <= row.items()), None)
@@ -175,6 +223,8 @@ def begin(name: str, options: argparse.Namespace, arguments: list[str], *, times
     them (`times_cpus`).
     """
     sys.path.append(str(options.peers))
+    if options.require_gpu:
+        _require_gpu(name)
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     clock: Clock
     if options.rehearse or not (times_cpus or device.type == "cuda"):
@@ -183,20 +233,34 @@ def begin(name: str, options: argparse.Namespace, arguments: list[str], *, times
         clock = GpuClock(device) if device.type == "cuda" else CpuClock()
     options.arguments = arguments
     session = Session(name, device, clock, options, _environment=environment(device))
+    session.only, session.without = options.only, options.without
     if clock.timed:
         session.kept = RESULTS / device_name(device) / f"{name}.json"
+    kept = [] if session.kept is None else [session.kept]
     if options.out is not None:
         session.paths.append(options.out / f"{name}.json")
         if session.kept is not None and session.kept.resolve() == session.paths[0].resolve():
             session.kept = None
+    earlier = (
+        content for path in [*map(previous, session.paths), *session.paths, *kept] if (content := read_json(path))
+    )
+    session._earlier = next((content["rows"] for content in earlier if content.get("timed")), [])
     if options.minutes is not None:
         session._end = time.monotonic() + 60 * options.minutes
-    before = session.paths[:1] or ([] if session.kept is None else [unfinished(session.kept), session.kept])
-    if options.resume and (previous := next((path for path in before if path.exists()), None)) is not None:
-        import json
-
-        session.take_up(json.loads(previous.read_text()))
+    if options.deadline is not None:
+        session._end = min(session._end, time.monotonic() + options.deadline - time.time())
+    before = session.paths[:1] or [each for path in kept for each in (unfinished(path), path)]
+    if options.resume and (content := next(filter(None, map(read_json, before)), None)) is not None:
+        session.take_up(content)
     return session
+
+
+def _require_gpu(name: str) -> None:
+    try:
+        torch.ones(1, device="cuda").item()
+    except (RuntimeError, AssertionError) as error:  # no driver, no device, or one that has failed; torch without CUDA
+        print(f"{name}: no GPU works: {str(error).splitlines()[0]}", flush=True)
+        raise SystemExit(NO_GPU) from None
 
 
 def line(row: Row) -> str:

@@ -5,6 +5,7 @@ import ast
 import json
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -305,6 +306,45 @@ def test_no_row_begins_after_its_time(lying):
     assert json.loads(lying.paths[0].read_text())["stopped"] == "time"
 
 
+def test_no_row_begins_that_costs_more_than_the_time_left(lying):
+    """A price is what the row took before, else what is given, else a guess by the mode."""
+    lying._end = time.monotonic() + 10.0
+    lying._earlier = [{"arm": "slow", "took_s": 40.0}, {"arm": "quick", "took_s": 1.0, "kernel_ms": 2.0}]
+    for identity, price in (
+        ({"arm": "slow"}, None),
+        ({"arm": "dear"}, 11.0),
+        ({"arm": "new", "mode": "compiled"}, None),
+    ):
+        assert lying.attempt(identity, lambda: pytest.fail("run"), price=price) is None
+    limits = []
+    for identity, price in (({"arm": "quick"}, 99.0), ({"arm": "new"}, None), ({"arm": "cheap"}, 9.0)):
+        lying.attempt(
+            identity, lambda: limits.append(json.loads(lying.paths[0].read_text()).get("limit_s")), price=price
+        )
+    assert limits == [30.0, None, 30.0]
+    assert lying.facts["stopped"] == "time" and lying.facts["start_s"] > 0
+
+
+def test_only_the_parts_asked_for_run(lying):
+    lying.only = ["product", "4096"]
+    identities = [
+        {"stage": "product", "shape": "1"},
+        {"shape": "4096"},
+        {"stage": "fused", "shape": "4096"},
+        {"part": "x"},
+    ]
+    ran = [lying.attempt(identity, dict) is not None for identity in identities]
+    assert ran == [True, True, False, False]
+    lying.only, lying.without = [], ["fused"]
+    assert [lying.attempt(identity, dict) is not None for identity in identities] == [True, True, False, True]
+
+
+def test_a_stage_that_needs_a_gpu_ends_without_one():
+    with pytest.raises(SystemExit) as end:
+        linear.main(["--require-gpu", *NO_PEERS])
+    assert end.value.code == session.NO_GPU
+
+
 # Commands
 
 
@@ -350,10 +390,11 @@ def test_full_rehearsals(module, tmp_path):
 @pytest.mark.slow
 def test_the_gpu_runner_rehearses_every_stage(tmp_path):
     command = [sys.executable, "-m", "benchmarks", "gpu", "--rehearse", "--quick", "--out", str(tmp_path)]
+    command += ["--caches", str(tmp_path / "caches")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.count("timed nothing: no GPU") == 1
     stages = {stage["stage"]: stage for stage in json.loads((tmp_path / "gpu.json").read_text())["stages"]}
-    assert set(stages) == set(gpu.USUAL)
+    assert set(stages) == set(gpu.STAGES) - set(gpu.ON_REQUEST)
     assert {stage["ended"] for stage in stages.values()} == {"done"}, stages
     assert all(stage["rows"] and not stage["failed"] for stage in stages.values()), stages
 

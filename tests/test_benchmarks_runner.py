@@ -1,17 +1,22 @@
 """The GPU runner and what it ends with, without a GPU: stages that crash and hang, targets, the document."""
 
 import argparse
+import importlib
 import json
+import os
+import signal
 import sys
+import time
 
 import pytest
-from benchmarks import gpu, performance, session, targets
+from benchmarks import environment, gpu, layer, performance, session, shapes, stages, targets
+from benchmarks.stages import Part
 
 CEILINGS = {"copy_tbs": 4.0, "bf16_tflops": 800.0, "fp8_tflops": 1400.0, "fp8_exact_tflops": 1300.0}
 
 
 STAGES = {
-    "good": "print('fine')",
+    "good": "print('note: no torchao', flush=True); time.sleep(0.2)",
     "crash": """
 rows = json.loads(path.read_text())["rows"] if path.exists() else []
 path.write_text(json.dumps({"rows": [*rows, {"n": len(rows)}], "running": {"n": 9}}))
@@ -21,42 +26,63 @@ path.write_text(json.dumps({"rows": rows, "stopped": "done"}))
     "hang": "path.write_text(json.dumps({'rows': [], 'running': {}})); print('asleep', flush=True); time.sleep(60)",
     "hang once": """
 if path.exists(): path.write_text(json.dumps({"rows": [{"n": 1}], "stopped": "done"}))
-else: path.write_text(json.dumps({"rows": [], "running": {"n": 1}})); time.sleep(60)
+else: path.write_text(json.dumps({"rows": [], "running": {"n": 1}, "limit_s": 0.3})); time.sleep(60)
 """,
     "broken": "import no_such_module",
+    "broken too": "import no_such_module",
+    "lost": f"""
+if path.exists(): print("lost: no GPU works: CUDA error: unspecified"); sys.exit({session.NO_GPU})
+path.write_text(json.dumps({{"rows": [{{"n": 1, "error": "CUDA error"}}]}})); sys.exit("the GPU failed")
+""",
+    "tests": """
+print("tests/test_gpu.py::test_a PASSED [ 1%]", flush=True)
+try: time.sleep(60)
+except KeyboardInterrupt: print("tests/test_gpu.py::test_b FAILED"); sys.exit(2)
+""",
 }
 
 
 class Scripted(gpu.Runner):
-    def command(self, stage, seconds, *, resume):
-        self.resumed = [*getattr(self, "resumed", []), resume]
-        head = f"import json, os, time; from pathlib import Path; path = Path({str(self.out / stage)!r} + '.json')\n"
+    def command(self, stage, seconds, parts=(), *, resume):
+        self.ran = [*getattr(self, "ran", []), (stage, [part.name for part in parts], resume)]
+        self.seconds = seconds
+        head = (
+            f"import json, os, sys, time; from pathlib import Path; path = Path({str(self.out / stage)!r} + '.json')\n"
+        )
         return [sys.executable, "-c", head + STAGES[stage]]
 
 
 @pytest.fixture
 def runner(tmp_path):
-    made = Scripted(tmp_path, argparse.Namespace(row_limit=3.0), {})
+    options = argparse.Namespace(row_limit=None, rehearse=False, resume=False)
+    made = Scripted(tmp_path, options, {"PYTHONUNBUFFERED": "1"})
     made.poll_s = 0.05
+    made.prices.starts = dict.fromkeys(STAGES, 0.0)
     return made
 
 
-def test_a_crashed_stage_goes_on_behind_the_row(runner):
+def test_a_crashed_stage_goes_on_behind_the_row(runner, capsys):
     outcome = runner.run("crash", 100.0)
     assert (outcome.ended, outcome.restarts, outcome.rows, outcome.tail) == ("done", 2, 2, [])
-    assert runner.resumed == [False, True, True]
+    assert [resume for _, _, resume in runner.ran] == [False, True, True]
+    assert "crash: crashed in {'n': 9}; going on behind it" in capsys.readouterr().out
+    assert (runner.out / "crash.log").read_text().count("about to die") == 2
 
 
-@pytest.mark.thorough
 def test_a_hung_stage_is_killed_and_says_where(runner):
+    runner.options.row_limit = 1.0
     outcome = runner.run("hang", 8.0)
     assert outcome.ended == "hung" and outcome.seconds < 8 and outcome.tail[-1] == "asleep"
 
 
-@pytest.mark.thorough
-def test_a_stage_that_hung_once_is_started_again(runner):
+def test_a_row_over_its_limit_is_cut_and_the_next_ones_run(runner):
     outcome = runner.run("hang once", 100.0)
-    assert (outcome.ended, outcome.restarts, outcome.rows) == ("done", 1, 1)
+    assert (outcome.ended, outcome.restarts, outcome.rows) == ("done", 1, 1) and outcome.seconds < 20
+
+
+def test_what_a_killed_stage_printed_is_kept(runner):
+    assert runner.run("hang", 1.0).ended == "killed"
+    assert (runner.out / "hang.log").read_text() == "asleep\n"
 
 
 def test_a_stage_that_cannot_start_is_not_tried_again(runner):
@@ -64,19 +90,167 @@ def test_a_stage_that_cannot_start_is_not_tried_again(runner):
     outcome = runner.run("broken", 100.0)
     assert (outcome.ended, outcome.restarts, outcome.rows) == ("crashed", 0, 0)
     assert "no_such_module" in outcome.tail[-1]
+    runner.close()
     assert json.loads((runner.out / "broken.json").read_text()) == {"rows": [1]}  # the last run's result stays
+    assert [path.name for path in runner.out.iterdir()].count("broken.json.before") == 0
 
 
-def test_time_is_shared_by_weight():
-    stages = ["probe", "kernels", "linear"]
-    assert gpu.shares(stages, "probe", None, 480.0) == 480.0
-    assert gpu.shares(stages, "probe", 400.0, 480.0) == pytest.approx(400 * 2 / 8)
-    assert gpu.shares(stages, "linear", 600.0, 480.0) == 480.0
+def test_tests_that_run_over_are_interrupted_and_counted(runner, monkeypatch):
+    monkeypatch.setattr(gpu, "STOP_S", 3.0)
+    outcome = runner.run("tests", 4.0)
+    content = json.loads((runner.out / "tests.json").read_text())
+    assert (outcome.ended, outcome.rows, outcome.failed) == ("time", 2, 1)
+    assert content["stopped"] == "time" and content["seconds"] == outcome.seconds
+
+
+def spend(runner, parts, seconds, after=lambda: None, limit=60.0):
+    gpu.spend(runner, parts, time.time() + seconds, limit, after)
+
+
+def test_the_most_important_parts_run_and_leave_the_others_their_time(runner, monkeypatch, capsys):
+    monkeypatch.setattr(stages, "LEAST_S", 90.0)
+    parts = [
+        Part("good", "a", 9, 5),
+        Part("hang once", "all", 8, 20),
+        Part("good", "b", 7, 10),
+        Part("crash", "c", 6, 90),
+    ]
+    spend(runner, parts, 36.0)
+    assert runner.ran[0] == ("good", ["a", "b"], False)
+    assert [stage for stage, *_ in runner.ran] == ["good", "hang once", "hang once"]
+    assert 14 < runner.seconds < 36 and runner.outcomes["good"].parts == ["a", "b"]
+    assert "left out: crash c" in capsys.readouterr().out
+
+
+def test_time_that_is_left_goes_to_what_did_not_fit(runner, monkeypatch):
+    """Parts of a stage that has run go on behind its rows; what fits only in part runs to the end of the time."""
+    monkeypatch.setattr(stages, "LEAST_S", 1.0)
+    spend(runner, [Part("good", "a", 9, 8), Part("good", "b", 8, 9), Part("hang", "all", 7, 30)], 10.0, limit=1.5)
+    assert runner.ran == [("good", ["a"], False), ("good", ["b"], True), ("hang", ["all"], False)]
+
+
+def test_without_a_gpu_nothing_more_is_tried(runner, capsys):
+    saved = []
+    spend(runner, [Part("lost", "all", 9, 1), Part("good", "all", 8, 1)], 50.0, lambda: saved.append(1))
+    text = capsys.readouterr().out
+    assert [stage for stage, *_ in runner.ran] == ["lost", "lost"] and text.count("the GPU is gone") == 1
+    assert runner.outcomes["lost"].ended == "no gpu" and runner.outcomes["lost"].rows == 1 and saved == [1]
+    assert "left out: good all" in text and "CUDA error: unspecified" in text
+
+
+def test_what_several_stages_say_is_printed_once(runner, capsys):
+    for stage in ("good", "broken", "broken too"):
+        runner.run(stage, 50.0)
+    runner.run("good", 50.0)
+    text = capsys.readouterr().out
+    assert text.count("note: no torchao") == 1 and text.count("no_such_module") == 1
+
+
+def test_prices_are_what_was_measured(tmp_path):
+    row = {"shape": "llama-3-8b", "took_s": 25.0}
+    layer, block, seven = (part for part in stages.PARTS if part.stage == "layer")
+    session.write_json(tmp_path / "layer.json", {"rows": [row, row], "stopped": "done", "start_s": 7.0})
+    session.write_json(tmp_path / "tests.json", {"rows": [{"case": "a"}], "stopped": "done", "seconds": 33.0})
+    session.write_json(tmp_path / "smoke.json", {"rows": [{"took_s": 0.1}], "stopped": "done", "note": "rehearsed"})
+    warm, cold = (stages.Prices([tmp_path], warm=warm) for warm in (True, False))
+    assert (warm.of(layer), warm.of(block), warm.total([layer, seven])) == (50.0, block.seconds, 57.0 + seven.seconds)
+    assert cold.of(layer) == layer.seconds  # compiled already where it was measured
+    assert warm.of(stages.PARTS[1]) == 33.0 and warm.of(stages.PARTS[0]) == stages.PARTS[0].seconds
+    session.write_json(tmp_path / "layer.json", {"rows": [row], "stopped": "time"})
+    assert stages.Prices([tmp_path], warm=True).of(layer) == layer.seconds  # some of its rows only
+    session.write_json(tmp_path / "layer.json", {"rows": [row] * 9, "stopped": "time"})
+    assert stages.Prices([tmp_path], warm=False).of(layer) == 225.0
+
+
+def test_a_stage_learns_which_parts_and_how_long(tmp_path):
+    options = argparse.Namespace(quick=False, rehearse=False, peers=None)
+    runner = gpu.Runner(tmp_path, options, {})
+    first, second, rest = (part for part in stages.PARTS if part.stage == "linear")
+    words = runner.command("linear", 60.0, [first, second], resume=False)
+    assert words[words.index("--only") + 1 :] == [first.name, second.name] and "--require-gpu" in words
+    assert abs(float(words[words.index("--deadline") + 1]) - time.time() - 60.0 + gpu.STOP_S) < 5.0
+    words = runner.command("linear", 60.0, [first, rest], resume=True)
+    assert words[words.index("--without") + 1 :] == [second.name] and "--resume" in words
+    assert "--only" not in runner.command("linear", 60.0, [first, second, rest], resume=False)
+
+
+@pytest.mark.thorough
+def test_every_part_has_rows(tmp_path, monkeypatch):
+    """The names of parts are those of the rows that the benchmarks attempt, without a GPU at tiny shapes."""
+    names = {(name, shapes.label(shape)) for name in ("linear",) for shape in shapes.TARGETS}
+    names |= {("layer", name) for name in layer.LAYERS}
+    note = lambda self, identity, *_, **__: names.add((self.name, session.part_of(identity)))  # noqa: E731
+    monkeypatch.setattr(session.Session, "attempt", note)
+    for name in {part.stage for part in stages.PARTS if part.name != stages.ALL} - {"linear", "layer"}:
+        importlib.import_module(f"benchmarks.{name}").main(["--rehearse", "--peers", "nowhere", "--out", str(tmp_path)])
+    missing = {(part.stage, part.name) for part in stages.PARTS if part.name != stages.ALL} - names
+    assert not missing
+
+
+# The command line
+
+
+def command(tmp_path, *words, monkeypatch, spend=lambda *_: None):
+    monkeypatch.setattr(gpu, "spend", spend)
+    gpu.main(["--rehearse", "--out", str(tmp_path / "out"), "--caches", str(tmp_path / "caches"), *words])
+
+
+def test_the_list_prints_prices_and_what_fits(tmp_path, monkeypatch, capsys):
+    command(tmp_path, "--list", "--total", "4", monkeypatch=monkeypatch)
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines[1] == ["smoke", "all", "100", "10", "15", "estimate", "yes"]
+    assert ["layer", "llama-3-8b", "85", "10", "110", "estimate", "no"] in lines
+    assert not any(line[0] == "calibrate" for line in lines) and not (tmp_path / "out").exists()
+
+
+def test_a_later_call_leaves_out_what_is_done(tmp_path, monkeypatch):
+    asked = []
+    session.write_json(tmp_path / "out" / "gpu.json", {"stages": [{"stage": "kernels", "parts": ["fused", "config"]}]})
+    words = ("--resume", "--stages", "kernels,probe")
+    command(tmp_path, *words, monkeypatch=monkeypatch, spend=lambda _, parts, *__: asked.extend(parts))
+    assert [(part.stage, part.name) for part in asked][:3] == [
+        ("kernels", "quantize"), ("kernels", "product"), ("probe", "backend"),
+    ]  # fmt: skip
+
+
+def test_a_terminated_runner_keeps_what_it_has(tmp_path, monkeypatch):
+    before = signal.getsignal(signal.SIGTERM)
+
+    def interrupted(runner, *_):
+        runner.outcomes["linear"] = gpu.Outcome("linear", "interrupted")
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(5)
+
+    try:
+        with pytest.raises(SystemExit, match="terminated"):
+            command(tmp_path, monkeypatch=monkeypatch, spend=interrupted)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert json.loads((tmp_path / "out" / "gpu.json").read_text())["stages"][0]["ended"] == "interrupted"
+
+
+@pytest.mark.thorough
+def test_wheels_that_cannot_be_installed_are_named(tmp_path, capsys):
+    (tmp_path / "broken-1.0-py3-none-any.whl").write_text("no archive")
+    gpu.install(tmp_path)
+    assert f"note: nothing of {tmp_path} is installed: " in capsys.readouterr().out
+
+
+def test_caches_go_elsewhere_if_they_cannot_be_written(tmp_path, monkeypatch, capsys):
+    caches, variables = environment.compile_caches(tmp_path / "caches")
+    assert variables["TRITON_CACHE_DIR"] == str(caches / "triton") and caches == tmp_path / "caches"
+    assert set(variables) == {"TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"} and not capsys.readouterr().out
+    (tmp_path / "home").write_text("a file, so no folder can be made in it")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    caches, variables = environment.compile_caches(None)
+    assert caches.is_dir() and variables["XDG_CACHE_HOME"] == str(caches)
+    assert capsys.readouterr().out.count("cannot be written") == 1
 
 
 def test_each_test_becomes_a_row(runner):
     lines = ["tests/test_gpu.py::test_a PASSED [ 1%]", "[gw0] [ 20%] FAILED tests/test_gpu.py::test_b[x y]"]
-    runner._keep_tests([*lines, "FAILED tests/test_gpu.py::test_b[x y] - AssertionError: no"])
+    reasons = ["FAILED tests/test_gpu.py::test_b[x y] - AssertionError: no"]
+    runner._keep_tests([*lines, *reasons], gpu.Outcome("tests"))
     rows = json.loads((runner.out / "tests.json").read_text())["rows"]
     assert [row["result"] for row in rows] == ["PASSED", "FAILED"] and "AssertionError" in rows[1]["error"]
 

@@ -36,7 +36,8 @@ def test_an_image_is_replaced_whole_or_left_with_a_word(tmp_path: Path, monkeypa
 
 
 def options(**fields: object) -> argparse.Namespace:
-    return argparse.Namespace(peers=Path("none"), rehearse=False, minutes=None, resume=False, out=None, **fields)
+    words = session.parser("linear", None, "").parse_args(["--peers", "none"])
+    return argparse.Namespace(**vars(words), **fields)
 
 
 def test_a_session_replaces_the_kept_result_at_its_end_and_resumes_what_it_left(tmp_path: Path, monkeypatch):
