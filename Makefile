@@ -109,8 +109,8 @@ sass: $(VENV)/.triton-$(TRITON)  ## What Triton's compilers make of each kernel,
 	@$(BIN)/python -m benchmarks sass
 	@PYTHONPATH=$(VENV)/triton-$(TRITON) $(BIN)/python -m benchmarks sass --capability 90
 
-gpu: $(VENV)/.developer  ## Checks and benchmarks on a GPU, stage by stage (STAGES=probe,linear); a rehearsal without one
-	@$(BIN)/python -m benchmarks gpu $(if $(STAGES),--stages $(STAGES)) --peers $(VENV)/peers
+gpu: $(VENV)/.developer  ## Checks and benchmarks on a GPU (TOTAL=4 minutes, STAGES=smoke,linear); a rehearsal without one
+	@$(BIN)/python -m benchmarks gpu $(if $(STAGES),--stages $(STAGES)) $(if $(TOTAL),--total $(TOTAL)) --peers $(VENV)/peers
 
 bench: $(VENV)/.peers  ## Time the linear layer on this machine beside torchao, and renew docs/performance.md
 	@$(BIN)/python -m benchmarks linear

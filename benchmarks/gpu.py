@@ -204,9 +204,9 @@ class Runner:
                     time.sleep(self.poll_s)
                     if time.monotonic() > end:
                         return "killed"
-                    if not interrupted and time.monotonic() > end - STOP_S:
+                    if not interrupted and time.monotonic() > end - 2 * STOP_S:
                         interrupted = True
-                        process.send_signal(signal.SIGINT)  # pytest then lists the failures so far
+                        os.killpg(process.pid, signal.SIGINT)  # pytest then lists the failures so far, its workers end
                     if stage != "tests" and self._over_limit(result, begun):
                         return "hung"
             finally:

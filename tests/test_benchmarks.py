@@ -307,22 +307,20 @@ def test_no_row_begins_after_its_time(lying):
 
 
 def test_no_row_begins_that_costs_more_than_the_time_left(lying):
-    """A price is what the row took before, else what is given, else a guess by the mode."""
-    lying._end = time.monotonic() + 10.0
-    lying._earlier = [{"arm": "slow", "took_s": 40.0}, {"arm": "quick", "took_s": 1.0, "kernel_ms": 2.0}]
-    for identity, price in (
-        ({"arm": "slow"}, None),
-        ({"arm": "dear"}, 11.0),
-        ({"arm": "new", "mode": "compiled"}, None),
-    ):
-        assert lying.attempt(identity, lambda: pytest.fail("run"), price=price) is None
+    """A price is what the row took before, else what is given, else a guess by the mode; a guess cuts nothing."""
+    lying._end = time.monotonic() + 1000.0
+    lying._earlier = [{"arm": "slow", "took_s": 4000.0}, {"arm": "quick", "took_s": 1.0, "kernel_ms": 2.0}]
+    for arm, price in (("slow", 1.0), ("dear", 1001.0)):
+        assert lying.attempt({"arm": arm}, lambda: pytest.fail("run"), price=price) is None
     limits = []
-    for identity, price in (({"arm": "quick"}, 99.0), ({"arm": "new"}, None), ({"arm": "cheap"}, 9.0)):
-        lying.attempt(
-            identity, lambda: limits.append(json.loads(lying.paths[0].read_text()).get("limit_s")), price=price
-        )
-    assert limits == [30.0, None, 30.0]
+    for arm, price in (("quick", 1001.0), ("new", None), ("cheap", 900.0)):
+        identity = {"arm": arm, "mode": "compiled"} if arm == "new" else {"arm": arm}
+        read = lambda: limits.append(json.loads(lying.paths[0].read_text()).get("limit_s"))  # noqa: E731
+        lying.attempt(identity, read, price=price)
+    assert limits == [30.0, None, 2700.0]
     assert lying.facts["stopped"] == "time" and lying.facts["start_s"] > 0
+    lying._end = time.monotonic() + 10.0
+    assert lying.attempt({"arm": "late", "mode": "compiled"}, lambda: pytest.fail("run")) is None
 
 
 def test_only_the_parts_asked_for_run(lying):
