@@ -48,7 +48,7 @@ ROOT = Path(__file__).parent.parent
 STOP_S = 5.0
 """Between the deadline of a stage and the time at which it is killed."""
 ROW_S = 150.0
-"""Limit of a stage's start, and of a row without a price."""
+"""A stage's start, or a row without a price, is cut if nothing is written or printed for so long."""
 MINUTES = 8.0
 TAIL = 40
 EXAMPLES = """gpu
@@ -119,7 +119,7 @@ class Runner:
         others = [part.name for part in PARTS if part.stage == stage and part.name not in names]
         if not names or not others or self.options.rehearse:  # tiny shapes have other names
             return words
-        return [*words, "--without", *others] if ALL in names else [*words, "--only", *names]
+        return [*words, "--without-parts", *others] if ALL in names else [*words, "--only-parts", *names]
 
     def _pytest(self) -> list[str]:
         words = [sys.executable, "-m", "pytest", "tests/test_gpu.py", "-m", "gpu", "-v", "--color=no", "--tb=short"]
@@ -207,7 +207,7 @@ class Runner:
                     if not interrupted and time.monotonic() > end - 2 * STOP_S:
                         interrupted = True
                         os.killpg(process.pid, signal.SIGINT)  # pytest then lists the failures so far, its workers end
-                    if stage != "tests" and self._over_limit(result, begun):
+                    if stage != "tests" and self._over_limit(result, log, begun):
                         return "hung"
             finally:
                 if process.poll() is None:
@@ -219,11 +219,13 @@ class Runner:
             return "no gpu" if process.returncode == NO_GPU else "crashed"
         return str(read_json(result).get("stopped", "done"))
 
-    def _over_limit(self, result: Path, begun: float) -> bool:
-        """Whether the start of a stage or the row in progress takes too long."""
+    def _over_limit(self, result: Path, log: Path, begun: float) -> bool:
+        """Whether the row in progress takes too long, or what has no price has neither written nor printed anything."""
         touched = result.stat().st_mtime if result.exists() else 0.0
-        limit = read_json(result).get("limit_s") if touched >= begun else None
-        return time.time() - max(touched, begun) > (self.options.row_limit or limit or ROW_S)
+        limit = self.options.row_limit or (read_json(result).get("limit_s") if touched >= begun else None)
+        if limit is None:
+            touched = max(touched, log.stat().st_mtime)
+        return time.time() - max(touched, begun) > (limit or ROW_S)
 
     def _keep_tests(self, text: list[str], outcome: Outcome) -> None:
         """One row per test, from pytest's verbose output."""

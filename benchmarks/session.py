@@ -6,8 +6,8 @@ benchmark goes on, except where the GPU itself has failed: then the process ends
 
 An attempt has a price in seconds, with what it compiles: what the same row took in an earlier result file, else what
 the benchmark gives, else a guess by its mode. It does not begin if it costs more than the time that is left. It belongs
-to a part of the benchmark, which `--only` and `--without` name: the field `part` of its identity, else `stage`, else
-`shape`.
+to a part of the benchmark, which `--only-parts` and `--without-parts` name: the field `part` of its identity, else
+`stage`, else `shape`.
 """
 
 import argparse
@@ -53,8 +53,10 @@ def parser(name: str, description: str | None, examples: str) -> argparse.Argume
     add("--quick", action="store_true", help="only what the project's targets need")
     add("--minutes", type=float, help="stop cleanly, between two rows, after so long")
     add("--deadline", type=float, metavar="EPOCH", help="the same, at a time in seconds since 1970")
-    add("--only", nargs="+", default=[], metavar="PART", help="only these parts (python -m benchmarks gpu --list)")
-    add("--without", nargs="+", default=[], metavar="PART", help="all parts but these")
+    add(
+        "--only-parts", nargs="+", default=[], metavar="PART", help="only these parts (python -m benchmarks gpu --list)"
+    )
+    add("--without-parts", nargs="+", default=[], metavar="PART", help="all parts but these")
     add("--require-gpu", action="store_true", help=f"exit with status {NO_GPU} where no GPU works; no rehearsal then")
     add("--peers", type=Path, default=Path(sys.prefix) / "peers", help="folder with torchao (pip install --target)")
     add("--out", type=Path, help=f"write <out>/{name}.json, beside benchmarks/results/<device>/{name}.json")
@@ -233,7 +235,7 @@ def begin(name: str, options: argparse.Namespace, arguments: list[str], *, times
         clock = GpuClock(device) if device.type == "cuda" else CpuClock()
     options.arguments = arguments
     session = Session(name, device, clock, options, _environment=environment(device))
-    session.only, session.without = options.only, options.without
+    session.only, session.without = options.only_parts, options.without_parts
     if clock.timed:
         session.kept = RESULTS / device_name(device) / f"{name}.json"
     kept = [] if session.kept is None else [session.kept]
@@ -245,10 +247,10 @@ def begin(name: str, options: argparse.Namespace, arguments: list[str], *, times
         content for path in [*map(previous, session.paths), *session.paths, *kept] if (content := read_json(path))
     )
     session._earlier = next((content["rows"] for content in earlier if content.get("timed")), [])
+    if options.deadline is not None:
+        options.minutes = min(options.minutes or float("inf"), max(options.deadline - time.time(), 0.0) / 60)
     if options.minutes is not None:
         session._end = time.monotonic() + 60 * options.minutes
-    if options.deadline is not None:
-        session._end = min(session._end, time.monotonic() + options.deadline - time.time())
     before = session.paths[:1] or [each for path in kept for each in (unfinished(path), path)]
     if options.resume and (content := next(filter(None, map(read_json, before)), None)) is not None:
         session.take_up(content)

@@ -3,6 +3,7 @@
 import argparse
 import ast
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,14 @@ def test_a_session_replaces_the_kept_result_at_its_end_and_resumes_what_it_left(
     again.finish()
     assert [row["n"] for row in json.loads(path.read_text())["rows"]] == [1, 2]
     assert [each.name for each in path.parent.iterdir()] == ["linear.json"]
+
+
+def test_a_deadline_is_minutes_from_now(tmp_path: Path):
+    words = ["--rehearse", "--out", str(tmp_path), "--deadline", str(time.time() + 600)]
+    for more, minutes in (([], 10), (["--minutes", "2"], 2), (["--minutes", "20"], 10)):
+        chosen = session.parser("linear", None, "").parse_args([*words, *more])
+        run = session.begin("linear", chosen, [])
+        assert chosen.minutes == pytest.approx(minutes, rel=0.2) and run.left_s == pytest.approx(60 * minutes, rel=0.2)
 
 
 def test_an_interrupted_stage_of_the_runner_gives_the_result_back(tmp_path: Path, monkeypatch):
