@@ -30,12 +30,11 @@ def signature(x: Tensor, *others: Tensor | None, records: bool = False) -> tuple
 
     With `records`, also while autograd records: for a caller that is an autograd function itself.
     """
-    return eager_signature(x, *others, records=records) if may_be_direct(x.device) else None
-
-
-def may_be_direct(device: torch.device) -> bool:
-    """Whether ops on a device may run from plans: a GPU whose current stream no CUDA graph captures."""
-    return device.type in GPU_TYPES and not is_capturing(device)
+    if x.device.type not in GPU_TYPES:
+        return None
+    # Last, since Dynamo cannot trace what `is_capturing` asks: under a compiler there is no eager signature.
+    tensors = eager_signature(x, *others, records=records)
+    return None if tensors is None or is_capturing(x.device) else tensors
 
 
 class Call:

@@ -1,0 +1,41 @@
+"""torch.compile makes one graph without a break where tensors take the path of a GPU: it asks the device nothing."""
+
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import octavo
+from octavo.kernels import registry
+from octavo.runtime import execution_context
+
+RECIPES = [name for name, recipe in octavo.RECIPES.items() if not recipe.history]
+
+
+@pytest.fixture
+def untraceable_device(monkeypatch):
+    """Take CPU tensors for those of a GPU, and let Dynamo refuse each question to the device, as it does there."""
+    questions = {execution_context.is_capturing: False, execution_context.stream_of: 0}
+    refused = {ask: torch._dynamo.disable(lambda device, answer=answer: answer) for ask, answer in questions.items()}
+    for module in [module for name, module in sys.modules.items() if name.startswith("octavo.")]:
+        for ask in questions:
+            if vars(module).get(ask.__name__) is ask:
+                monkeypatch.setattr(module, ask.__name__, refused[ask])
+    registry.GPU_TYPES.add("cpu")
+    yield
+    registry.GPU_TYPES.discard("cpu")
+
+
+@pytest.mark.thorough
+def test_compiled_layers_ask_the_device_nothing(untraceable_device):
+    """On each supported torch, which `pretend` is not: it needs a build without CUDA."""
+    torch._dynamo.reset()
+    layers = nn.Sequential()
+    for recipe in RECIPES:
+        layers.append(octavo.convert(nn.Linear(64, 64), recipe, verbose=False))
+    stored = nn.Sequential(nn.RMSNorm(64), nn.Linear(64, 64), nn.SiLU(), nn.Linear(64, 64))
+    layers.append(octavo.convert(stored, activations="fp8", verbose=False))
+    x = torch.randn(32, 64, requires_grad=True)
+    torch.compile(layers, fullgraph=True, backend="eager")(x).sum().backward()
+    assert all(parameter.grad is not None for parameter in layers.parameters())
