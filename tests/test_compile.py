@@ -1,15 +1,22 @@
 """torch.compile makes one graph without a break where tensors take the path of a GPU: it asks the device nothing."""
 
+import json
+import os
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
+from benchmarks.compiled import pretend
 from torch import nn
 
 import octavo
 from octavo.kernels import registry
 from octavo.runtime import execution_context
 
+ROOT = Path(__file__).parents[1]
+ONE_GRAPH = {"graphs": 1, "breaks": 0}
 RECIPES = [name for name, recipe in octavo.RECIPES.items() if not recipe.history]
 
 
@@ -39,3 +46,31 @@ def test_compiled_layers_ask_the_device_nothing(untraceable_device):
     x = torch.randn(32, 64, requires_grad=True)
     torch.compile(layers, fullgraph=True, backend="eager")(x).sum().backward()
     assert all(parameter.grad is not None for parameter in layers.parameters())
+
+
+def compiled_on_device(backend, *cases):
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(octavo.__file__).parents[1]), str(ROOT)])}
+    command = [sys.executable, "-W", "ignore", "tests/compiled_on_device.py", backend, *cases]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+pretends = pytest.mark.skipif(pretend.missing() is not None, reason=str(pretend.missing()))
+
+
+@pretends
+@pytest.mark.thorough
+def test_dynamo_traces_every_recipe_on_a_pretended_device():
+    cases = [f"linear {recipe}" for recipe in RECIPES] + ["layers rowwise", "step rowwise"]
+    results = compiled_on_device("eager", "linear delayed", *cases)
+    assert "keeps an amax history between steps" in results.pop("linear delayed")["error"]
+    assert results == {case: ONE_GRAPH for case in cases}
+
+
+@pretends
+@pytest.mark.slow
+def test_aotautograd_traces_layers_and_steps_of_every_recipe_on_a_pretended_device():
+    cases = [f"{kind} {recipe}" for kind in ("layers", "step") for recipe in RECIPES]
+    cases += [f"step {recipe} stored" for recipe in RECIPES]
+    assert compiled_on_device("aot_eager", *cases) == {case: ONE_GRAPH for case in cases}

@@ -3,6 +3,13 @@
 `install` builds and loads `device.cpp` and answers what Dynamo, AOTAutograd, Inductor and Octavo ask a GPU about. It
 changes the process for good, and must run before anything imports torch. The code that Inductor makes is kept and not
 run: `Graphs` holds it, and what is called in its place returns fake tensors.
+
+In PyTorch it replaces the functions of C that a build with CUDA has, and none of Python. So Dynamo meets the same
+`torch.cuda` as on a GPU, and refuses what it refuses there: `is_current_stream_capturing`, say. What it cannot prove:
+
+* the probes of backends, which it answers (`_answer_for_octavo`), and the results, times and memory of kernels
+* Inductor's patterns of attention and its folding of constants, which would run on the device: they are off
+* CUDA graphs, and work on several streams or devices: there is stream 0 of device 0, and no capture
 """
 
 import ctypes
@@ -114,38 +121,42 @@ def _load() -> None:
 
 
 def _always(value: Any) -> Callable[..., Any]:
-    return lambda *arguments, **keywords: value
+    """Return a function that Dynamo can as little look into as into those of C."""
+
+    def answer(*arguments: Any, **keywords: Any) -> Any:
+        return value
+
+    answer._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return answer
 
 
 def _answer_for_torch() -> None:
+    """Answer for the functions of C that a build with CUDA has, below PyTorch's own Python, which Dynamo knows."""
     import torch
-    import torch._dynamo.device_interface
     import torch._inductor.config
+    import torch._inductor.cudagraph_trees  # would import the memory pools of C from a build with CUDA
     import torch._inductor.fx_passes.fuse_attention
     import torch._inductor.fx_passes.pad_mm
-    import torch._inductor.scheduler
-    import torch.utils._triton
 
-    stream = SimpleNamespace(cuda_stream=0, stream_id=0, device_index=0, device_type=1)
-    answers = {
-        "_lazy_init": None, "_exchange_device": 0, "_maybe_exchange_device": 0, "_get_device_properties": H100,
-        "current_device": 0, "current_stream": stream, "device_count": 1, "get_device_capability": (9, 0),
-        "get_device_name": H100.name, "get_device_properties": H100, "is_available": True, "is_bf16_supported": True,
-        "is_current_stream_capturing": False, "set_rng_state": None, "synchronize": None,
-    }  # fmt: skip
-    for name, answer in answers.items():
-        setattr(torch.cuda, name, _always(answer))
-    torch.cuda.get_rng_state = lambda *_: torch.get_rng_state()
+    for name, answer in {
+        "_cuda_exchangeDevice": 0, "_cuda_getCurrentRawStream": 0, "_cuda_getCurrentStream": (0, 0, 1),
+        "_cuda_getDevice": 0, "_cuda_getDeviceCount": 1, "_cuda_maybeExchangeDevice": 0, "_cuda_setDevice": None,
+        "_cuda_synchronize": None,
+    }.items():  # fmt: skip
+        setattr(torch._C, name, _always(answer))
+    torch._C._has_cuda = True
+    base: Any = torch._C._CudaStreamBase
+    base.__new__ = lambda cls, **keywords: object.__new__(cls)
+    base.__init__ = lambda self, **keywords: vars(self).update(keywords, cuda_stream=0)
+    # `torch.cuda` took these from C when it was imported.
+    torch.cuda._exchange_device = torch._C._cuda_exchangeDevice
+    torch.cuda._maybe_exchange_device = torch._C._cuda_maybeExchangeDevice
+    torch.cuda._get_device_properties = _always(H100)
+    torch.cuda.graphs._cuda_isCurrentStreamCapturing = _always(False)
+    torch.cuda._initialized = True
+    torch.cuda.default_generators = (torch.default_generator,)
     torch.version.cuda = "12.9"
-    interface = torch._dynamo.device_interface.CudaInterface
-    for owner, name, answer in (
-        (interface, "get_device_properties", H100),
-        (interface.Worker, "get_device_properties", H100),
-        (interface, "is_available", True),
-        (interface, "get_compute_capability", 90),
-    ):
-        setattr(owner, name, staticmethod(_always(answer)))
-    torch.utils._triton.has_triton = torch._inductor.scheduler.has_triton = _always(True)
+
     # These run small tensors on the device, to make patterns of attention and padding and to fold constants.
     torch._inductor.fx_passes.fuse_attention._sfdp_init = _always(None)
     torch._inductor.fx_passes.pad_mm._pad_mm_init = _always(None)
