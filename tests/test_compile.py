@@ -62,7 +62,7 @@ pretends = pytest.mark.skipif(pretend.missing() is not None, reason=str(pretend.
 @pretends
 @pytest.mark.thorough
 def test_dynamo_traces_every_recipe_on_a_pretended_device():
-    cases = [f"linear {recipe}" for recipe in RECIPES] + ["layers rowwise", "step rowwise"]
+    cases = [f"linear {recipe}" for recipe in RECIPES] + ["layers rowwise", "layers rowwise stored", "step rowwise"]
     results = compiled_on_device("eager", "linear delayed", *cases)
     assert "keeps an amax history between steps" in results.pop("linear delayed")["error"]
     assert results == {case: ONE_GRAPH for case in cases}
@@ -72,5 +72,5 @@ def test_dynamo_traces_every_recipe_on_a_pretended_device():
 @pytest.mark.slow
 def test_aotautograd_traces_layers_and_steps_of_every_recipe_on_a_pretended_device():
     cases = [f"{kind} {recipe}" for kind in ("layers", "step") for recipe in RECIPES]
-    cases += [f"step {recipe} stored" for recipe in RECIPES]
+    cases += [f"{case} stored" for case in cases]
     assert compiled_on_device("aot_eager", *cases) == {case: ONE_GRAPH for case in cases}

@@ -7,6 +7,7 @@ import torch
 from models import llama
 from test_modules import flat
 from torch import nn
+from torch._dynamo.utils import counters
 
 import octavo
 from octavo.numerics import sqnr
@@ -139,6 +140,20 @@ def test_a_replaced_activation_is_compiled_again():
     for act in (nn.GELU(), nn.GELU("tanh"), nn.ReLU()):  # of which the last is not stored in FP8
         module.act = act
         assert sqnr(module(x), function(x)) > 100
+
+
+@pytest.mark.thorough
+def test_equal_modules_share_a_graph_and_others_do_not():
+    torch._dynamo.reset()
+    counters.clear()
+    first, equal, other = (Joint(True), Joint(True), Joint(True))
+    other.act = nn.GELU("tanh")
+    x = randn(48, 64)
+    for module, graphs in ((first, 1), (equal, 1), (other, 2)):
+        octavo.convert(module, "rowwise", activations="fp8", verbose=False)
+        expected, actual = gradients(module, module, x)[1], gradients(compiled(module), module, x)[1]
+        assert all(sqnr(expected[name], actual[name]) > 45 for name in expected)
+        assert counters["stats"]["unique_graphs"] == graphs
 
 
 @pytest.mark.slow

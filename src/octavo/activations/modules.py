@@ -71,6 +71,15 @@ Storage = ModuleSpec | HookedForward
 class Fp8Saving(nn.Module):
     """Base class of modules that store their activations in FP8, and only of those."""
 
+    @constant_in_graphs
+    def octavo_in_graph(self) -> str:
+        """Return how to store under torch.compile, see `_in_graph`.
+
+        A method, because Dynamo guards on the identity of a module that it passes to such a function, which makes a
+        graph for each of equal modules. What the answer depends on, Dynamo guards where it traces the module's code.
+        """
+        return _in_graph(self)
+
 
 class Fp8SavingNorm(Fp8Saving):
     """A norm over the last dimension that saves its input in FP8."""
@@ -79,7 +88,7 @@ class Fp8SavingNorm(Fp8Saving):
         """Compute the same as the original."""
         x, original = _only(args, kwargs), super().forward
         if torch.compiler.is_compiling():
-            kind = _in_graph(self) if recording() and _is_matrix(x) else ""
+            kind = self.octavo_in_graph() if recording() and _is_matrix(x) else ""
             return _combined(original, x, kind == "center") if x is not None and kind else original(*args, **kwargs)
         norm = spec_of(self) if recording() and _is_matrix(x) else None
         if x is None or not isinstance(norm, Norm):
@@ -108,7 +117,7 @@ class Fp8SavingGlu(Fp8Saving):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Compute down(act(gate(x)) · up(x)), the same as the original."""
         if torch.compiler.is_compiling():
-            x, kind = _only(args, kwargs), _in_graph(self) if recording() else ""
+            x, kind = _only(args, kwargs), self.octavo_in_graph() if recording() else ""
             return _gated_in_graph(self, kind, x) if kind and x is not None else super().forward(*args, **kwargs)
         x, (glu, function, act) = _only(args, kwargs), _gate_of(self) if recording() else (None, None, None)
         if x is None or glu is None or act is None:
@@ -123,7 +132,7 @@ class Fp8SavingActivation(Fp8Saving):
         """Compute the same as the original."""
         x, original = _only(args, kwargs), super().forward
         if torch.compiler.is_compiling():
-            kind = _in_graph(self) if recording() and _is_matrix(x) else ""
+            kind = self.octavo_in_graph() if recording() and _is_matrix(x) else ""
             return _combined(original, x) if x is not None and kind else original(*args, **kwargs)
         activation = activation_of(self) if recording() and _is_matrix(x) else None
         if x is None or activation is None or not x.requires_grad:
@@ -159,7 +168,6 @@ def _gate_of(module: nn.Module) -> tuple[Glu | None, Any, str | None]:
     return glu, function, act if act in GLU_ACTIVATIONS else None
 
 
-@constant_in_graphs
 def _in_graph(module: nn.Module) -> str:
     """Return "center" for a layer norm and "plain" for another norm or activation, the names that `_gated_in_graph`
     takes for a gated MLP, and "" for a module that runs its own forward under torch.compile.
