@@ -3,6 +3,7 @@
 Prints JSON: for each check, the cases that failed.
 """
 
+import itertools
 import json
 import sys
 import warnings
@@ -169,30 +170,148 @@ def kernels_get_what_triton_passes():
     return failed if len(compared) >= 8 else [*failed, f"compared {sorted(compared)} only"]
 
 
+def product_operands(m, n, k, case, laid=lambda data: data):
+    """Operands of a case, data contiguous along the contraction before `laid`."""
+    from octavo.numerics.spec import QuantSpec
+    from octavo.tensor import ScaledTensor
+
+    operands, layout = [], case[2]
+    for text, rows, transposed in ((case[0], m, layout[0] == "t"), (case[1], n, layout[1] == "n")):
+        spec = QuantSpec.parse("e4m3/tensor" if text == "unit" else text)
+        data = laid(torch.zeros(rows, k, dtype=torch.uint8)).view(spec.format.dtype)
+        data = data.t() if transposed else data
+        scale = None if text == "unit" else torch.ones(spec.granularity.scale_shape(tuple(data.shape)))
+        operands.append(ScaledTensor(data, scale, spec))
+    return *operands, layout
+
+
+def products_pass_what_triton_passes():
+    """A plan's general function and the generated one: TMA, Gluon and pointers; padded and moved operands; a bias."""
+    from octavo.kernels.gemm import triton as products
+
+    failed, kernels, ordinary = [], set(), launch.PreparedLaunch.__call__
+    by_row, by_tensor = ("e4m3/row", "e4m3/row", "nt"), ("e5m2/tensor", "e4m3/tensor", "tn")
+    blocks, dgrad = ("e4m3/1x128", "e4m3/128x128", "nt"), ("e4m3/row", "unit", "nn")
+    bf16, bias = torch.bfloat16, torch.zeros(97)
+    same = lambda x: x  # noqa: E731
+    shifted = lambda x: torch.zeros(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape)  # noqa: E731
+    by_column = lambda x: x.t().contiguous().t()  # noqa: E731
+    cases = [  # case, shape, data, output, bias, fast accumulation, other arguments, generated
+        (by_row, (300, 96, 512), same, bf16, bias[:96].bfloat16(), True, {}, True),
+        (by_row, (300, 96, 512), same, torch.float32, bias[:96], False, {}, True),
+        (dgrad, (48, 17, 64), same, bf16, None, False, {"config": 5}, True),
+        (dgrad, (48, 17, 64), same, bf16, None, False, {"overlap": False}, True),
+        (by_tensor, (1, 16, 16), same, torch.float16, None, False, {}, True),
+        (by_row, (48, 17, 64), same, bf16, None, True, {"pointers": True}, True),
+        (blocks, (130, 256, 384), same, bf16, bias[:96].repeat(3)[:256], True, {}, True),
+        (by_row, (16, 32, 60), same, bf16, None, True, {}, False),
+        (dgrad, (16, 32, 64), by_column, bf16, None, False, {}, False),
+        (by_row, (16, 32, 64), shifted, bf16, None, True, {}, None),
+        (by_row, (16, 32, 64), same, bf16, bias[1:33], True, {}, False),
+        (by_row, (16, 32, 64), same, bf16, bias[::3][:32], True, {}, False),
+    ]
+
+    def compare(self, tensors):
+        expected = recorded(lambda: self._through_triton(None, tensors))
+        kernels.add(self.launch.kernel.fn.__name__)
+        if recorded(lambda: ordinary(self, tensors)) != expected:
+            failed.append(f"{self.launch.kernel.fn.__name__} {self.grid} {self.scalars}")
+
+    streams, hopper, ada = [3], products.target_for, products.target_of(89, 3)
+    triton.runtime.driver.active.get_current_stream = lambda device: streams[-1]
+    for case, shape, laid, dtype, added, fast, others, generated in cases:
+        a, b, layout = product_operands(*shape, case, laid)
+        products.target_for = (lambda device: ada) if "pointers" in others else hopper
+        others.pop("pointers", None)
+        plan = products.plan_of(a, b, layout, dtype, added, fast, **others)
+        out, tensors = torch.empty(shape[:2], dtype=dtype), (a.data, b.data, a.scale, b.scale, added)
+        plan._empty = lambda *_, out=out: out
+        plan(*tensors)
+        launch.PreparedLaunch.__call__ = compare
+        plan._run(*tensors)
+        launch.PreparedLaunch.__call__ = ordinary
+        plan(*tensors)
+        is_generated = plan.run != plan._run
+        if is_generated != (generated is not False):
+            failed.append(f"{case} {shape}: generated {is_generated}")
+        if generated:  # others are copied, to other addresses
+            through = launch.THROUGH_TRITON.total()
+            keys = [recorded(lambda: run(*tensors)) for run in (plan._run, plan.run)]  # noqa: B023
+            streams.append(streams[-1] + 1)
+            later = recorded(lambda: plan.run(*tensors))  # noqa: B023
+            if keys[0] != keys[1] or later[4] != streams[-1] or later[:4] + later[5:] != keys[1][:4] + keys[1][5:]:
+                failed.append(f"{case} {shape}: the generated function launches {keys[1]}, not {keys[0]}; then {later}")
+            if launch.THROUGH_TRITON.total() != through:
+                failed.append(f"{case} {shape}: not direct")
+    products.target_for = hopper
+    return failed if kernels == {"product_kernel", "promoted_kernel"} else [*failed, f"compared {sorted(kernels)} only"]
+
+
+def grouped_products_pass_what_triton_passes():
+    """Directly, from the second one on."""
+    from octavo.kernels.grouped import triton as products
+    from octavo.numerics.spec import QuantSpec
+    from octavo.tensor import ScaledTensor
+
+    failed, ordinary = [], launch.PreparedLaunch.__call__
+
+    def compare(self, tensors):
+        expected = recorded(lambda: self._through_triton(None, tensors))
+        through = launch.THROUGH_TRITON.total()
+        if recorded(lambda: ordinary(self, tensors)) != expected or launch.THROUGH_TRITON.total() != through:
+            failed.append(f"{self.launch.constants['LAYOUT']} {self.scalars}")
+
+    spec, offsets = QuantSpec.parse("e4m3/row"), torch.tensor([5, 5, 16], dtype=torch.int32)
+    for layout, shapes, scales in (  # 19 rows, 3 experts with weights [32,64]
+        ("nt", ((19, 64), (96, 64)), ((19, 1), (96, 1))), ("nn", ((19, 32), (96, 64)), ((19, 1), None)),
+        ("tn", ((19, 32), (19, 64)), ((3, 32), None)),
+    ):  # fmt: skip
+        a, b = (
+            ScaledTensor(torch.zeros(shape, dtype=spec.format.dtype), None if size is None else torch.ones(size), spec)
+            for shape, size in zip(shapes, scales, strict=True)
+        )
+        for call in (ordinary, compare):
+            launch.PreparedLaunch.__call__ = call
+            products.grouped_mm(a, b, offsets, layout, torch.bfloat16, None, layout == "nt")
+    launch.PreparedLaunch.__call__ = ordinary
+    return failed
+
+
 def linears_launch_as_their_plans():
     """The functions generated for a linear launch, on X, W and G, what the methods that they replace do."""
     import octavo
+    from octavo.kernels.gemm import SCALED_MM
+
+    failed, recipes = [], [name for name in octavo.RECIPES if name not in ("delayed", "rowwise_equalized")]
+    cases = itertools.product(recipes, ((False, {}), (True, {}), (False, {"keep_weights": True})), ("torch_scaled",))
+    by_triton = [(recipe, (True, {}), "triton") for recipe in recipes if recipe != "mxfp8"]
+    for recipe, (bias, options), backend in (*cases, *by_triton):
+        module = torch.nn.Linear(64, 32, bias=bias, dtype=torch.bfloat16)
+        layer = octavo.convert(module, recipe, device="cpu", verbose=False, **options)
+        with SCALED_MM.force(backend):
+            failed += [f"{recipe} {bias} {options} {backend} {problem}" for problem in differing_passes(layer)]
+    return failed
+
+
+def differing_passes(layer):
+    """What is wrong with passes of a linear, of which the first ones leave its plans."""
     from octavo.nn import linear_plan
 
-    failed = []
     g, x = torch.zeros(2, 48, 32, dtype=torch.bfloat16), torch.zeros(2, 48, 64, dtype=torch.bfloat16).requires_grad_()
-    for recipe in [name for name in octavo.RECIPES if name not in ("delayed", "rowwise_equalized")]:
-        for bias, options in ((False, {}), (True, {}), (False, {"keep_weights": True})):
-            module = torch.nn.Linear(64, 32, bias=bias, dtype=torch.bfloat16)
-            layer = octavo.convert(module, recipe, device="cpu", verbose=False, **options)
-            known = {x.data_ptr(): "x", layer.weight.data_ptr(): "w", g.data_ptr(): "g"}
-            keys, functions = [], []
-            for _ in range(6):
-                with DRIVER.recorded() as records:
-                    layer(x).backward(g)
-                # Addresses are large, and those of tensors that a pass allocates differ between passes.
-                named = [[known.get(v, "other") if v > 2**40 else v for v in r.key()[5]] for r in records]
-                keys.append([(*r.key()[:5], values) for r, values in zip(records, named, strict=True)])
-                plan = linear_plan._MATCHES[id(layer.weight)][1]
-                functions.append(plan.forward.__name__ + plan.match[2].run.__name__)
-            if functions[0] == functions[-1] or functions[-1] != "runrun" or any(key != keys[0] for key in keys):
-                failed.append(f"{recipe} {bias} {options} {functions}")
-    return failed
+    known, keys, functions = {x.data_ptr(): "x", layer.weight.data_ptr(): "w", g.data_ptr(): "g"}, [], []
+    for _ in range(6):
+        through = launch.THROUGH_TRITON.total()
+        with DRIVER.recorded() as records:
+            layer(x).backward(g)
+        # Addresses and hashes of tensor maps are large; those of what a pass allocates differ between passes.
+        named = [[known.get(v, "other") if v > 2**40 else v for v in r.key()[5]] for r in records]
+        keys.append([(*r.key()[:5], values) for r, values in zip(records, named, strict=True)])
+        plan = linear_plan._MATCHES[id(layer.weight)][1]
+        functions.append(plan.forward.__name__ + plan.match[2].run.__name__)
+    if functions[0] == functions[-1] or functions[-1] != "runrun":
+        yield str(functions)
+    if any(key != keys[0] for key in keys) or launch.THROUGH_TRITON.total() != through:
+        yield "other launches"
 
 
 def emitted_inputs_have_no_pass():

@@ -3,6 +3,7 @@
 CPU tensors take the GPU path here: Triton's interpreter runs the kernels, `cublas_rules` the products.
 """
 
+import contextlib
 import gc
 import itertools
 from unittest import mock
@@ -18,10 +19,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import octavo
 from octavo.kernels import direct, launch, quantize, quantize_pair, registry, scaled_mm
 from octavo.kernels.gemm import SCALED_MM
+from octavo.kernels.gemm import triton as triton_products
 from octavo.kernels.quantize import QUANTIZE, QUANTIZE_PAIR
 from octavo.kernels.quantize import triton as triton_quantize
 from octavo.numerics import RECIPES, QuantSpec
 from octavo.runtime.torch_compat import eager_signature
+from octavo.tensor import ScaledTensor
 
 ROW, COLUMN = QuantSpec.parse("e4m3/row"), QuantSpec.parse("e4m3/column")
 
@@ -113,6 +116,60 @@ def test_planned_products_pass_what_the_general_path_passes(on_gpu_path, monkeyp
                 # The stand-in for cuBLAS refuses scales that are not aligned, which have the same signature.
                 assert torch.equal(expected, scaled_mm(shifted(a), shifted(b), layout, **arguments))
             seen.clear()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("label", ["rowwise forward", "tensorwise wgrad"])
+def test_planned_products_by_triton_are_those_of_the_ordinary_path(on_gpu_path, label):
+    """Any sizes, memory orders, alignments and biases, under autocast, and where a dispatch mode sees the op."""
+    for shape in ((16, 32, 64), (17, 5, 33), (0, 3, 16)):
+        a, b, layout = operands(*shape, SCALED_MM.cases[label])
+        bias = torch.randn(shape[1] + 1) if layout == "nt" else None
+        for dtype, added, order in (
+            (torch.bfloat16, None, lambda x: x), (torch.float32, bias, shifted), (torch.float16, bias, by_column),
+        ):  # fmt: skip
+            left, right = order(a), order(b)
+            added = None if added is None else added[1:] if order is shifted else added[:-1]
+            arguments = dict(out_dtype=dtype, bias=added, fast_accum=True)
+            with SCALED_MM.force("triton"):
+                with mock.patch.object(direct, "GPU_TYPES", {"cuda"}):
+                    expected = scaled_mm(left, right, layout, **arguments)
+                with Watching() as mode:
+                    actual = [scaled_mm(left, right, layout, **arguments)]
+                if shape[0]:  # nothing is launched for empty operands
+                    with mock.patch.object(torch.ops.octavo, "scaled_mm") as calls, torch.autocast("cpu"):
+                        actual += [scaled_mm(left, right, layout, **arguments) for _ in range(2)]
+                    calls.default.assert_not_called()
+            assert "octavo.scaled_mm.default" in mode.seen
+            for y in actual:
+                assert y.dtype == dtype and y.stride() == expected.stride() and torch.equal(expected, y), shape
+
+
+def by_column(x):
+    """The same operand in the other memory order."""
+    return ScaledTensor(x.data.t().contiguous().t(), x.scale, x.spec)
+
+
+@torch.no_grad()
+def test_products_by_triton_launch_on_their_device(monkeypatch):
+    a, b, layout = operands(16, 16, 32, SCALED_MM.cases["rowwise forward"])
+    plan = triton_products.plan_of(a, b, layout, torch.bfloat16, None, True)
+    plan._device, current = torch.device("cuda", 1), [0]
+
+    @contextlib.contextmanager
+    def device(index):
+        current.append(index)
+        yield
+        current.pop()
+
+    seen, call = [], launch.PreparedLaunch.__call__
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(
+        launch.PreparedLaunch, "__call__", lambda self, tensors: (seen.append(current[-1]), call(self, tensors))
+    )
+    plan(a.data, b.data, a.scale, b.scale, None)
+    assert seen == [1] and current == [0]
 
 
 class Watching(TorchDispatchMode):

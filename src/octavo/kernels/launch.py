@@ -6,9 +6,11 @@ dtypes once. Of what Triton specializes a kernel for, only the alignment of addr
 Triton's launcher passes to its C function then differs in the stream and the addresses alone: `_direct_call` records
 it once, whatever the release of Triton, and makes a function of these that calls the C function (1 µs).
 
-A launch goes through Triton, counted in `THROUGH_TRITON`, if no kernel was compiled for its alignment yet, while a
-profiler's hooks are installed, and for TMA descriptors, which Triton unpacks itself. The stream is asked for at every
-launch. No prepared launch holds a tensor.
+Of a TMA descriptor, too, only the address differs between launches: what Triton unpacks it into is recorded the same
+way, and each launch calls the driver's function that encodes a tensor map.
+
+A launch goes through Triton, counted in `THROUGH_TRITON`, if no kernel was compiled for its alignment yet, and while a
+profiler's hooks are installed. The stream is asked for at every launch. No prepared launch holds a tensor.
 
 Rejected: passing tensors instead of addresses, for which Triton asks the driver about each pointer; CUDA graphs of a
 linear, which fix addresses.
@@ -17,13 +19,15 @@ This module imports Triton; only Triton backends and tools for them import it.
 """
 
 import tempfile
+import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, field
-from functools import reduce
+from dataclasses import dataclass, field, fields
+from functools import partial, reduce
 from operator import itemgetter, or_
+from types import CellType, FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -64,20 +68,22 @@ class Launch:
         Raises:
             ValueError: If the second or third dimension of the grid is larger than CUDA allows.
         """
-        kinds = [_kind(arguments[name]) for name in self.kernel.arg_names if name in arguments]
-        if None in kinds:
-            prepared = self.prepare(grid, arguments)
-            return prepared([arguments[name] for name in prepared.names])
-        key = (grid, *kinds)
+        launch = self.prepared(grid, arguments)
+        launch([_tensor_of(arguments[name]) for name in launch.names])
+
+    def prepared(self, grid: tuple[int, ...], arguments: Mapping[str, Any]) -> "PreparedLaunch":
+        """Return `prepare` of these arguments, or of earlier ones that differ in the addresses of tensors alone."""
+        key = (grid, *(_kind(arguments[name]) for name in self.kernel.arg_names if name in arguments))
         launch = self._prepared.get(key)
         if launch is None:
             if len(self._prepared) >= MAX_PREPARED:
                 self._prepared.clear()
             launch = self._prepared[key] = self.prepare(grid, arguments)
-        launch([arguments[name] for name in launch.names])
+        return launch
 
     def prepare(self, grid: tuple[int, ...], arguments: Mapping[str, Any]) -> "PreparedLaunch":
-        """Fix the grid, the scalars among `arguments`, and the dtypes and device of the tensors.
+        """Fix the grid, the scalars among `arguments`, the dtypes and device of the tensors, and TMA descriptors but
+        for their addresses.
 
         Raises:
             ValueError: As `run`.
@@ -90,14 +96,19 @@ class Launch:
         return PreparedLaunch(self, grid, arguments)
 
 
-def _kind(value: Any) -> tuple[Any, Any] | None:
-    """Return what a prepared launch fixes of an argument: dtype and device, or type and value (True is not 1).
-
-    None for a TMA descriptor, which holds a tensor.
-    """
+def _kind(value: Any) -> tuple[Any, ...]:
+    """Return what a prepared launch fixes of an argument: dtype and device, or type and value (True is not 1)."""
     if isinstance(value, torch.Tensor):
         return value.dtype, value.device
-    return (type(value), value) if isinstance(value, int | float) else None
+    if isinstance(value, int | float):
+        return type(value), value
+    sizes = (tuple(size) for size in (value.shape, value.strides, value.block_shape))
+    return type(value), value.base.dtype, value.base.device, *sizes
+
+
+def _tensor_of(value: Any) -> Any:
+    """Return the tensor that an argument is, or that a TMA descriptor describes; a scalar as it is."""
+    return getattr(value, "base", value)
 
 
 class PreparedLaunch:
@@ -106,13 +117,14 @@ class PreparedLaunch:
     Attributes:
         launch: The kernel with its compile-time constants.
         grid: Programs, in up to three dimensions.
-        names: The kernel's arguments that are tensors.
+        names: The kernel's arguments that are tensors, or TMA descriptors of tensors.
         scalars: Its other arguments, by name.
     """
 
     def __init__(self, launch: Launch, grid: tuple[int, ...], arguments: Mapping[str, Any]) -> None:
         passed = {name: arguments[name] for name in launch.kernel.arg_names if name in arguments}
-        dtypes = {name: value.dtype for name, value in passed.items() if isinstance(value, torch.Tensor)}
+        bases = {name: _tensor_of(value) for name, value in passed.items()}
+        dtypes = {name: base.dtype for name, base in bases.items() if isinstance(base, torch.Tensor)}
         scalars = {name: value for name, value in passed.items() if name not in dtypes}
         fixed = {**scalars, **launch.constants}
         position = {name: index for index, name in enumerate((*dtypes, *fixed))}
@@ -121,9 +133,9 @@ class PreparedLaunch:
         self._dtypes = tuple(dtypes.values())
         self._fixed = tuple(fixed.values())
         self._in_order = itemgetter(*(position[name] for name in launch.kernel.arg_names))
-        self._index = passed[self.names[0]].device.index
+        self._index = bases[self.names[0]].device.index
+        self._descriptors = {name: _without_base(passed[name]) for name in dtypes if passed[name] is not bases[name]}
         self._compiled: dict[Any, tuple[Any, Callable[..., None]]] = {}
-        self._direct = not INTERPRETED and all(isinstance(v, int | float) for v in scalars.values())
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> None:
         """Launch with tensors on the device of those at preparation, of dtypes of the same sizes."""
@@ -146,37 +158,44 @@ class PreparedLaunch:
         compiled = self._compiled.get(True)
         return None if compiled is None else self._call_source(compiled[0], constants)
 
-    def _direct_call(self, kernel: Any) -> Callable[..., None]:
+    def _direct_call(self, kernel: Any) -> Callable[..., None] | None:
         """Return a function of a stream and the addresses of `names` that launches a compiled kernel."""
         constants: dict[str, Any] = {}
         source = self._call_source(kernel, constants)
-        launch: Callable[..., None] = eval(f"lambda stream, {', '.join(self.names)}: {source}", constants)
-        return launch
+        return None if source is None else eval(f"lambda stream, {', '.join(self.names)}: {source}", constants)
 
-    def _call_source(self, kernel: Any, constants: dict[str, Any]) -> str:
+    def _call_source(self, kernel: Any, constants: dict[str, Any]) -> str | None:
         """Return Python source that calls the C function below Triton's launcher.
 
         A copy of the launcher, with names instead of the stream and of addresses, passes the arguments of the C
-        function to a list. A launcher that allocates scratch memory at each launch, or of an unknown kind, is called.
+        function to a list. A launcher that allocates scratch memory at each launch, or of an unknown kind, is called;
+        None if it would have to unpack descriptors.
         """
-        call = kernel.run
+        call: Any = kernel.run
+        named = [_named(name, self._descriptors.get(name)) for name in self.names]
         passed = (
             self._x, self._y, self._z, Name("stream"), kernel.function, kernel.packed_metadata, None, None, None,
-            *self._in_order((*map(Name, self.names), *self._fixed)),
+            *self._in_order((*named, *self._fixed)),
         )  # fmt: skip
         sizes = [getattr(call, name, None) for name in ("global_scratch_size", "profile_scratch_size")]
         if hasattr(call, "launch") and sizes == [0, 0] and not getattr(call, "gsan_enabled", False):
             recorded: list[tuple[Any, ...]] = []
-            launcher = copy(call)
+            launcher, function = copy(call), call.launch
             launcher.launch = lambda *arguments: recorded.append(arguments)
-            launcher(*passed)
-            call, (passed,) = call.launch, recorded
-        return source_of(call, constants) + source_of(passed, constants)
+            if not self._descriptors:
+                launcher(*passed)
+            else:
+                function = _record_unpacked(launcher, function, passed, constants)
+            call, (passed,) = function, recorded or [()]
+        elif self._descriptors:
+            call = None
+        return None if call is None else source_of(call, constants) + source_of(passed, constants)
 
     def arguments(self, tensors: Sequence[torch.Tensor]) -> dict[str, Any]:
         """Return the kernel's arguments but constants by name, with tensors viewed as the dtypes at preparation."""
         viewed = (x if x.dtype == dtype else x.view(dtype) for x, dtype in zip(tensors, self._dtypes, strict=True))
-        return dict(zip(self.names, viewed, strict=True)) | self.scalars
+        arguments = dict(zip(self.names, viewed, strict=True)) | self.scalars
+        return arguments | {name: described(base=arguments[name]) for name, described in self._descriptors.items()}
 
     def _through_triton(self, aligned: Any, tensors: Sequence[torch.Tensor]) -> None:
         """Launch as Triton does, which compiles the kernel if needed, and remember the compiled kernel."""
@@ -186,9 +205,64 @@ class PreparedLaunch:
             launch.kernel[self.grid], **self.arguments(tensors), **launch.constants, num_warps=launch.num_warps,
             num_stages=launch.num_stages, enable_fp_fusion=False,
         )  # fmt: skip
-        if self._direct:
-            self._compiled[aligned] = kernel, self._direct_call(kernel)
+        if not INTERPRETED and (launched := self._direct_call(kernel)) is not None:
+            self._compiled[aligned] = kernel, launched
 
+
+def _without_base(descriptor: Any) -> "partial[Any]":
+    """Return a TMA descriptor as a function of the tensor that it describes."""
+    others = {f.name: getattr(descriptor, f.name) for f in fields(descriptor) if f.name != "base"}
+    make: Callable[..., Any] = type(descriptor)
+    return partial(make, **others)
+
+
+class _Address(Name):
+    """The name of an address in generated source, in the place of a tensor."""
+
+    def data_ptr(self) -> Name:
+        return self
+
+
+def _named(name: str, descriptor: "partial[Any] | None") -> Any:
+    """Return what stands for an argument when Triton's launcher is recorded: a name, or a descriptor of one."""
+    return Name(name) if descriptor is None else SimpleNamespace(**descriptor.keywords, base=_Address(name))
+
+
+def _record_unpacked(launcher: Any, launch: Any, passed: tuple[Any, ...], constants: dict[str, Any]) -> Any:
+    """Call a launcher whose `launch` records, so that it records what Triton unpacks descriptors into, with source in
+    the place of tensor maps. Return the C function that takes it; None in a release of Triton that does this otherwise.
+    """
+    utils, record = triton.runtime.driver.active.utils, launcher.launch
+    name = next((name for name in _ENCODES if hasattr(utils, name)), None)
+    if name is None or not isinstance(launch, FunctionType) or "launcher" not in launch.__code__.co_freevars:
+        return None
+    cells = dict(zip(launch.__code__.co_freevars, launch.__closure__ or (), strict=True))
+
+    def encode(address: Any, *rest: Any) -> Any:
+        if not isinstance(address, Name):
+            return function(address, *rest)  # a launch of another thread
+        return Name(f"{source_of(function, constants)}{source_of((address, *rest), constants)}")
+
+    def record_unpacked(*arguments: Any) -> None:
+        *others, last = arguments  # in Triton 3.9 a list of the kernel's arguments
+        record(*others, tuple(last) if isinstance(last, list) else last)
+
+    below = cells["launcher"].cell_contents
+    cells["launcher"] = CellType(record_unpacked)
+    launcher.launch = FunctionType(launch.__code__, launch.__globals__, closure=tuple(cells.values()))
+    with _RECORDING:
+        function = getattr(utils, name)
+        setattr(utils, name, encode)
+        try:
+            launcher(*passed)
+        finally:
+            setattr(utils, name, function)
+    return below
+
+
+_ENCODES = ("fill_tma_descriptor_tiled", "fill_tma_descriptor")
+"""Encodes a TMA descriptor's tensor map, in Triton 3.9 and 3.6."""
+_RECORDING = threading.Lock()
 
 THROUGH_TRITON: Counter[str] = Counter()
 """Launches that were not direct, by kernel."""
@@ -197,6 +271,22 @@ MAX_PREPARED = 4096
 _ADDRESS = torch.Tensor.data_ptr
 HOOKS = triton.knobs.runtime
 """Where profilers install what Triton calls around each launch."""
+
+
+_HOOKED = "{0}.launch_enter_hook.calls or {0}.launch_exit_hook.calls"
+
+
+def preparation(index: int | None, constants: dict[str, Any], otherwise: str) -> list[str]:
+    """Return lines that go before the source of launches on the device of an index: they assign `stream`.
+
+    `otherwise` is the statement for another current device and under a profiler's hooks.
+    """
+    stream_of = source_of(triton.runtime.driver.active.get_current_stream, constants)
+    hooked = _HOOKED.format(source_of(HOOKS, constants))
+    lines = []
+    if index is not None:
+        lines += [f"if {source_of(torch.cuda.current_device, constants)}() != {index}: {otherwise}"]
+    return [*lines, f"if {hooked}: {otherwise}", f"stream = {stream_of}({index})"]
 
 
 def current_stream(index: int | None) -> int:

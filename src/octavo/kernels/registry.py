@@ -38,7 +38,7 @@ class Backend:
         run: Implementation, with the same signature in all backends of the op, plus `config`, an index, if it has
             several configurations.
         plan: With the same arguments, returns what runs calls like this one repeatedly (`octavo.kernels.direct`), or
-            None.
+            None for those without a plan; None for a backend without plans.
         unsupported_reason: Returns why it cannot run a case on a device, or None. Cheap: runs no kernel.
         trials: Returns configurations and large shapes that the probe runs besides its tiny input.
         emulates: Whether it computes FP8 products without FP8 matrix units.
@@ -57,7 +57,8 @@ class Backend:
             return self
         trials = self.trials
         return replace(
-            self, run=partial(self.run, config=config), plan=None,
+            self, run=partial(self.run, config=config),
+            plan=None if self.plan is None else partial(self.plan, config=config),
             trials=lambda device, case, _: trials(device, case, config),
         )  # fmt: skip
 

@@ -270,6 +270,15 @@ def _run_triton(
     return triton.scaled_mm(a, b, layout, out_dtype, bias, fast_accum, config, overlap)
 
 
+def _plan_triton(
+    a: ScaledTensor, b: ScaledTensor, layout: str, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool,
+    config: int | None = None, overlap: bool = True,
+) -> torch_plan.PreparedProduct | None:  # fmt: skip
+    from octavo.kernels.gemm import triton
+
+    return triton.plan_of(a, b, layout, out_dtype, bias, fast_accum, config, overlap)
+
+
 def _triton_unsupported(device: torch.device, case: Case) -> str | None:
     if (reason := triton_unsupported(device, case)) is not None:
         return reason
@@ -301,11 +310,20 @@ SCALED_MM.add(
         unsupported_reason=torch_scaled.unsupported_reason,
     )
 )
-SCALED_MM.add(Backend(name="triton", run=_run_triton, unsupported_reason=_triton_unsupported, trials=_triton_trials))
+SCALED_MM.add(
+    Backend(
+        name="triton",
+        run=_run_triton,
+        plan=_plan_triton,
+        unsupported_reason=_triton_unsupported,
+        trials=_triton_trials,
+    )
+)
 SCALED_MM.add(
     Backend(
         name="triton_plain",  # for a GPU or Triton on which the kernel in Gluon fails its probe
         run=partial(_run_triton, overlap=False),
+        plan=partial(_plan_triton, overlap=False),
         unsupported_reason=_plain_triton_unsupported,
         trials=_triton_trials,
     )

@@ -19,7 +19,7 @@ for this kernel on sm_90; TMA stores, which need output rows in multiples of 16 
 """
 
 import math
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -29,7 +29,8 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from octavo.kernels.gemm.device import product_kernel
-from octavo.kernels.gemm.operand_layout import ALIGNMENT, blocks_of, empty_product, oriented, packed
+from octavo.kernels.gemm.operand_layout import blocks_of, empty_product, oriented
+from octavo.kernels.gemm.triton_plan import TritonProduct
 from octavo.kernels.launch import INTERPRETED, Launch, Variant
 from octavo.kernels.registry import Case, Shape
 from octavo.numerics.formats import E5M2
@@ -106,21 +107,33 @@ def scaled_mm(
     a: ScaledTensor, b: ScaledTensor, layout: str, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool,
     config: int | None = None, overlap: bool = True,
 ) -> Tensor:  # fmt: skip
-    """See `octavo.kernels.gemm.scaled_mm`; `config` is an index into `CONFIGS`.
+    """See `octavo.kernels.gemm.scaled_mm`; `config` and `overlap` as in `plan_of`."""
+    plan = plan_of(a, b, layout, out_dtype, bias, fast_accum, config, overlap)
+    if plan is None:
+        left, right = oriented(a, b, layout)
+        return empty_product(left, right, out_dtype, bias)
+    return plan(a.data, b.data, a.scale, b.scale, bias)
 
-    None, or a configuration that does not support this product, selects one by an estimate from the shape. `overlap`:
-    promote sums while the next ones are computed, where the target can (`overlaps`).
+
+def plan_of(
+    a: ScaledTensor, b: ScaledTensor, layout: str, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool,
+    config: int | None = None, overlap: bool = True,
+) -> TritonProduct | None:  # fmt: skip
+    """Return what computes products of operands like these from their data, scales and bias; None for empty ones.
+
+    `config` is an index into `CONFIGS`; None, or a configuration that does not support this product, selects one by an
+    estimate from the shape. `overlap`: promote sums while the next ones are computed, where the target can
+    (`overlaps`).
     """
     left, right = oriented(a, b, layout)
     if left.data.numel() == 0 or right.data.numel() == 0:
-        return empty_product(left, right, out_dtype, bias)
+        return None
     if not supports_blocks(left.blocks, right.blocks):
         raise NotImplementedError(
             f"the Triton product does not support scales of {a.spec} by {b.spec}, layout {layout}"
         )
     m, n = left.data.shape[0], right.data.shape[0]
-    device = left.data.device
-    target = target_for(device)
+    target = target_for(left.data.device)
     blocked = left.blocks.columns == BLOCK
     fast = fast_accum and target.limited_accumulator and not blocked
     kind = target, fast, blocked_rows(left.blocks, right.blocks), out_dtype.itemsize
@@ -129,23 +142,12 @@ def scaled_mm(
     round_first = INTERPRETED and out_dtype == torch.bfloat16
     a_rows, b_rows = (_NO_SCALE if operand.scale is None else operand.blocks.rows for operand in (left, right))
     launch = _launch(chosen, target, a_rows, b_rows, blocked, bias is not None, fast, round_first, overlap)
-    left_data, right_data = packed(left.data, 1, ALIGNMENT), packed(right.data, 1, ALIGNMENT)
-    out = torch.empty((m, n), dtype=out_dtype, device=device)
-    arguments = {
-        "a": _descriptor(left_data, chosen.tile_m, chosen.tile_k, overlap) if target.tma else left_data,
-        "b": _descriptor(right_data, chosen.tile_n, chosen.tile_k, overlap) if target.tma else right_data,
-        "out": out,
-        "bias": out if bias is None else bias.contiguous(),
-        "m": m,
-        "n": n,
-        "k": left_data.shape[1],
-    }
-    for name, operand in (("a", left), ("b", right)):
-        scale = out if operand.scale is None else operand.scale
-        arguments |= {f"{name}_scale": scale, f"{name}_stride_r": scale.stride(0), f"{name}_stride_k": scale.stride(1)}
-    programs = target.multiprocessors if overlap else chosen.programs(target)
-    launch.run((min(chosen.tiles(m, n), programs),), arguments)
-    return out
+    programs = min(chosen.tiles(m, n), target.multiprocessors if overlap else chosen.programs(target))
+    describe = (
+        partial(_descriptor, rows=chosen.tile_m, columns=chosen.tile_k, overlap=overlap) if target.tma else _itself,
+        partial(_descriptor, rows=chosen.tile_n, columns=chosen.tile_k, overlap=overlap) if target.tma else _itself,
+    )
+    return TritonProduct(launch, programs, left, right, bias, layout, out_dtype, describe)
 
 
 _OLDER_TRITON = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9)
@@ -159,6 +161,10 @@ def supports_blocks(left: Granularity, right: Granularity) -> bool:
     if left.columns == right.columns == BLOCK:
         return (left.rows, right.rows) in ((1, 1), (1, BLOCK), (BLOCK, 1))
     return left.columns == right.columns == FULL and {left.rows, right.rows} <= {FULL, 1}
+
+
+def _itself(data: Tensor) -> Tensor:
+    return data
 
 
 def _descriptor(data: Tensor, rows: int, columns: int, overlap: bool) -> Any:

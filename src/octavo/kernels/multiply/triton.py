@@ -8,10 +8,9 @@ import torch
 import triton
 from torch import Tensor
 
-from octavo.kernels.launch import INTERPRETED, Launch, PreparedLaunch, Variant
+from octavo.kernels.launch import INTERPRETED, Launch, PreparedLaunch, Variant, preparation
 from octavo.kernels.multiply import Outputs
 from octavo.kernels.multiply.device import multiply_rows_kernel
-from octavo.kernels.quantize.quantize_plan import preparation
 from octavo.kernels.quantize.reference import padded
 from octavo.kernels.quantize.triton import FoldedSpec, QuantizeTask, default_config, multiprocessors_of, tiles
 from octavo.kernels.sources import function_of, source_of

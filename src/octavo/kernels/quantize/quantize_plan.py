@@ -18,7 +18,7 @@ import triton
 from torch import Tensor
 
 from octavo.kernels.direct import new_zeros
-from octavo.kernels.launch import HOOKS, Launch, PreparedLaunch, current_stream
+from octavo.kernels.launch import Launch, PreparedLaunch, current_stream, preparation
 from octavo.kernels.quantize.device import maxima_kernel
 from octavo.kernels.quantize.reference import padded
 from octavo.kernels.quantize.rows_device import rows_kernel
@@ -28,8 +28,6 @@ from octavo.runtime.torch_compat import empty_strided_on, reinterpreted
 from octavo.tensor import Order
 
 GeneratedFunction = Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]
-
-_HOOKED = "{0}.launch_enter_hook.calls or {0}.launch_exit_hook.calls"
 
 
 class QuantizePlan:
@@ -139,10 +137,7 @@ class QuantizePlan:
         return function_of("X, FOLD, FOLD_T, GIVEN, zeros=new_zeros", lines, constants)
 
     def preparation(self, constants: dict[str, Any], otherwise: str) -> list[str]:
-        """Return lines that go before `source`, once for several plans of a device: they assign `stream`.
-
-        `otherwise` is the statement for another current device and under a profiler's hooks.
-        """
+        """See `octavo.kernels.launch.preparation`: lines before `source`, once for several plans of a device."""
         return preparation(self._index, constants, otherwise)
 
     def source(self, constants: dict[str, Any], otherwise: str, contiguous: bool = False) -> list[str] | None:
@@ -236,16 +231,6 @@ class QuantizePlan:
             steps.append((step, itemgetter(*(_TENSORS.index(name) for name in step.names))))
         self._steps = steps
         return steps
-
-
-def preparation(index: int | None, constants: dict[str, Any], otherwise: str) -> list[str]:
-    """See `QuantizePlan.preparation`; for a device of this index."""
-    stream_of = source_of(triton.runtime.driver.active.get_current_stream, constants)
-    hooked = _HOOKED.format(source_of(HOOKS, constants))
-    lines = []
-    if index is not None:
-        lines += [f"if {source_of(torch.cuda.current_device, constants)}() != {index}: {otherwise}"]
-    return [*lines, f"if {hooked}: {otherwise}", f"stream = {stream_of}({index})"]
 
 
 _TENSORS = ("x", "fold", "fold_t", "q", "q_t", "s", "s_t", "precomputed", "amax", "amax_t")

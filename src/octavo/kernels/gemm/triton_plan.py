@@ -1,0 +1,108 @@
+"""What a product by Triton does, prepared: take addresses, allocate, launch (`octavo.kernels.direct`).
+
+Operands that the kernel reads as they are      a generated function: addresses, one allocation, one launch
+others: padded, copied, not aligned             `octavo.kernels.gemm.operand_layout.packed`, then the same launch
+empty operands                                  no plan: nothing is launched
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo.kernels.gemm.operand_layout import ALIGNMENT, Operand, packed
+from octavo.kernels.launch import Launch, PreparedLaunch, preparation
+from octavo.kernels.sources import function_of, source_of
+from octavo.runtime.torch_compat import empty_strided_on
+
+
+class TritonProduct:
+    """Products by one kernel, for operands and a bias of the same shapes, strides, dtypes and device. Holds no tensor.
+
+    Args:
+        launch: The kernel.
+        programs: How many are launched.
+        left: A [m,k], oriented as [outside, contraction].
+        right: B [n,k], likewise.
+        bias: [n], or None.
+        layout: As in `octavo.kernels.gemm.scaled_mm`.
+        out_dtype: As there.
+        describe: Two functions that return what the kernel reads packed A and B through.
+    """
+
+    __slots__ = (
+        "_as_they_are", "_biased", "_describe", "_device", "_empty", "_launch", "_out", "_programs", "_scalars",
+        "_scaled", "_step", "_transposed", "run",
+    )  # fmt: skip
+
+    def __init__(
+        self, launch: Launch, programs: int, left: Operand, right: Operand, bias: Tensor | None, layout: str,
+        out_dtype: torch.dtype, describe: tuple[Callable[[Tensor], Any], Callable[[Tensor], Any]],
+    ) -> None:  # fmt: skip
+        (m, k), n, device = left.data.shape, right.data.shape[0], left.data.device
+        self._launch, self._programs, self._describe = launch, programs, describe
+        self._device, self._empty, self._out = device, empty_strided_on(device), ((m, n), (n, 1), out_dtype)
+        self._transposed = layout[0] == "t", layout[1] == "n"
+        self._scaled, self._biased = (left.scale is not None, right.scale is not None), bias is not None
+        self._scalars = {"m": m, "n": n, "k": k + -k % ALIGNMENT}
+        for name, operand in (("a", left), ("b", right)):
+            r, c = (n, 1) if operand.scale is None else operand.scale.stride()
+            self._scalars |= {f"{name}_stride_r": r, f"{name}_stride_k": c}
+        dense = all(operand.data.is_contiguous() for operand in (left, right))
+        self._as_they_are = dense and not k % ALIGNMENT and (bias is None or bias.is_contiguous())
+        self._step: PreparedLaunch | None = None
+        self.run: Callable[..., Tensor] = self._run
+
+    def __call__(
+        self, a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None, bias: Tensor | None
+    ) -> Tensor:
+        """Return the product of operands in the layout."""
+        return self.run(a, b, a_scale, b_scale, bias)
+
+    def _run(self, a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None, bias: Tensor | None) -> Tensor:
+        index = self._device.index
+        if index is not None and index != torch.cuda.current_device():
+            with torch.cuda.device(index):
+                return self._run(a, b, a_scale, b_scale, bias)
+        left, right = (
+            packed(x.t() if transposed else x, 1, ALIGNMENT)
+            for x, transposed in zip((a, b), self._transposed, strict=True)
+        )
+        out = self._empty(*self._out)
+        others = out if a_scale is None else a_scale, out if b_scale is None else b_scale
+        tensors = left, right, out, *others, out if bias is None else bias.contiguous()
+        if self._step is None:
+            described = [describe(data) for describe, data in zip(self._describe, (left, right), strict=True)]
+            arguments = dict(zip(_TENSORS, (*described, *tensors[2:]), strict=True)) | self._scalars
+            self._step = self._launch.prepared((self._programs,), arguments)
+        elif self.run == self._run and self._as_they_are:  # a product that runs once, as that of an op, is not worth it
+            self.run = self._generated(self._step) or self._run
+        self._step(tensors)
+        return out
+
+    def _generated(self, step: PreparedLaunch) -> Callable[..., Tensor] | None:
+        """Return `_run` for aligned operands that the kernel reads as they are, without its branches; None if the
+        kernel was not compiled for these.
+        """
+        constants: dict[str, Any] = {"general": self._run}
+        launched = step.source(constants)
+        if launched is None:
+            return None
+        otherwise = f"return general({', '.join(_PARAMETERS)})"
+        read = [True, True, *self._scaled, self._biased]
+        addresses = [name.lower() for name, present in zip(_PARAMETERS, read, strict=True) if present]
+        lines = [
+            *preparation(self._device.index, constants, otherwise),
+            *(f"{name} = {name.upper()}.data_ptr()" for name in addresses),
+            f"if ({' | '.join(addresses)}) & 15: {otherwise}",
+            f"OUT = {source_of(self._empty, constants)}{source_of(self._out, constants)}",
+            "out = OUT.data_ptr()",
+            *(f"{name.lower()} = out" for name, present in zip(_PARAMETERS, read, strict=True) if not present),
+        ]
+        return function_of(", ".join(_PARAMETERS), [*lines, launched, "return OUT"], constants)
+
+
+_TENSORS = ("a", "b", "out", "a_scale", "b_scale", "bias")
+"""Arguments of the kernels that are tensors, in their order."""
+_PARAMETERS = ("A", "B", "A_SCALE", "B_SCALE", "BIAS")
