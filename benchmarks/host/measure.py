@@ -12,7 +12,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 import octavo
 from benchmarks.arms import has_torchao
 from benchmarks.host.stub import Stub
+from octavo.kernels.gemm import SCALED_MM
 
 SIZE = 16
 SAMPLE_S = 1e-3
@@ -29,6 +30,7 @@ Row = dict[str, Any]
 Step = Callable[[], Any]
 
 RECIPES = tuple(octavo.RECIPES)
+BY_TRITON = {f"{recipe}, products by Triton": recipe for recipe in ("rowwise", "blockwise")}
 TORCHAO = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 NO_KERNEL = set(
     (
@@ -109,6 +111,7 @@ def arms(names: tuple[str, ...] = ()) -> dict[str, tuple[str, Callable[[], nn.Mo
     """Return what is measured, by name: the row that it is compared with, and what makes it."""
     made: dict[str, tuple[str, Callable[[], nn.Module]]] = {"bf16": ("bf16", _linear)}
     made |= {recipe: ("bf16", lambda r=recipe: _converted(_linear(), r)) for recipe in RECIPES}
+    made |= {name: ("bf16", lambda r=recipe: _converted(_linear(), r)) for name, recipe in BY_TRITON.items()}
     made["bf16 bias"] = ("bf16 bias", lambda: _linear(True))
     made["rowwise bias"] = ("bf16 bias", lambda: _converted(_linear(True), "rowwise"))
     made["bf16 block"] = ("bf16 block", Block)
@@ -251,17 +254,27 @@ def best_us(steps: list[Step], repetitions: int) -> list[float]:
 def measure(stub: Stub, names: tuple[str, ...], repetitions: int, *, timed: bool) -> list[Row]:
     """Measure the arms of these names, or all, and what they are compared with; print them."""
     chosen = arms(names)
-    rows = {name: counts(stub, name, make) for name, (_, make) in chosen.items()}
+    rows: dict[str, Row] = {}
+    for name, (_, make) in chosen.items():
+        with _products(name):
+            rows[name] = counts(stub, name, make)
     if timed:
-        groups = [list(chosen)] if names else [list({base: 0, name: 0}) for name, (base, _) in chosen.items()]
+        pairs = [list({base: 0, name: 0}) for name, (base, _) in chosen.items()]
+        together = [name for name in chosen if name not in BY_TRITON]  # products of one group have one backend
+        groups = [together, *(pair for pair in pairs if pair[-1] in BY_TRITON)] if names else pairs
         for group in groups:
-            timings = dict(zip(group, times([chosen[name][1] for name in group], repetitions), strict=True))
-            for name in group if names else group[-1:]:
+            with _products(group[-1]):
+                timings = dict(zip(group, times([chosen[name][1] for name in group], repetitions), strict=True))
+            for name in group if group is together else group[-1:]:
                 ratio = timings[name]["total_us"] / timings[chosen[name][0]]["total_us"]
                 rows[name] |= timings[name] | {"ratio": round(ratio, 2)}
     for row in rows.values():
         print(line(row), flush=True)
     return list(rows.values())
+
+
+def _products(name: str) -> AbstractContextManager[None]:
+    return SCALED_MM.force("triton") if name in BY_TRITON else nullcontext()
 
 
 def line(row: Row) -> str:
