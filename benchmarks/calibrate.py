@@ -13,7 +13,7 @@ from benchmarks.session import Row, Session, begin, parser
 from octavo.kernels import calibration
 from octavo.kernels.gemm.fp8_timing import Fp8Gemm, fp8_gemms, time_fp8_product
 from octavo.kernels.quantize.quantize_timing import Quantization, quantizations, time_quantization
-from octavo.kernels.timing import time_on_gpu
+from octavo.kernels.timing import CallTime, time_on_gpu
 from octavo.numerics import RECIPES
 
 EXAMPLES = """calibrate --minutes 4
@@ -48,19 +48,21 @@ def _measure(session: Session, task: Fp8Gemm | Quantization, entries: list[calib
         return {"result": "measured nothing"}
     entries.append(result.entry)
     calibration.save(session.device, entries)
-    best = result.entry.microseconds
+    best = next(iter(result.times.values()))
     return {
         "arm": f"{result.entry.backend} {'' if result.entry.config is None else result.entry.config}".strip(),
-        "kernel_ms": round(1e-3 * best, 5),
-        "rate": task.rate(best),
-        "microseconds": {label: round(value, 2) for label, value in result.times.items()},
+        "kernel_ms": round(1e-3 * best.kernel, 5),
+        "host_ms": round(1e-3 * best.host, 5),
+        "rate": task.rate(best.kernel),
+        "microseconds": {label: round(value.kernel, 2) for label, value in result.times.items()},
+        "host_microseconds": {label: round(value.host, 2) for label, value in result.times.items()},
     }
 
 
-def _untimed(calls: list[Callable[[], Any]]) -> list[float]:
+def _untimed(calls: list[Callable[[], Any]]) -> CallTime:
     for call in calls:
         call()
-    return [1.0] * len(calls)
+    return CallTime(1.0, 1.0)
 
 
 def main(arguments: list[str]) -> None:

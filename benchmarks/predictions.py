@@ -303,7 +303,7 @@ on more than hidden states, which a run detects.
 ## Measured times
 
 `octavo calibrate` stores the time of each product, in FP8 and in bf16, and of each quantization, by shape. With a table
-of the planned GPU these times replace the roofline, and the reason of a layer states which of its times are measured.
+of the planned GPU these kernel times replace the roofline; a layer's reason states which of its times are measured.
 Between two measured shapes that differ in one dimension, by at most a factor of two, times are interpolated; they are
 never extrapolated, nor transferred between GPUs.
 

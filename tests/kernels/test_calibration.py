@@ -19,7 +19,7 @@ from octavo.kernels.quantize import triton as triton_quantize
 from octavo.kernels.quantize.quantize_timing import quantizations, time_quantization
 from octavo.kernels.quantize.triton import tiles
 from octavo.kernels.registry import Backend, Op
-from octavo.kernels.timing import TimingResult
+from octavo.kernels.timing import CallTime, TimingResult, time_on_gpu
 from octavo.numerics import RECIPES
 
 GPU = torch.device("cuda", 0)
@@ -39,7 +39,10 @@ def cache(monkeypatch, tmp_path):
 
 def entry(shape=(1024, 1024, 1024), backend="triton", config=2, op="scaled_mm", case=CASE):
     others = {"torch_scaled": 12.5}
-    return Entry(op=op, case=case, shape=shape, backend=backend, config=config, microseconds=10.0, others=others)
+    return Entry(
+        op=op, case=case, shape=shape, backend=backend, config=config, microseconds=10.0, host_microseconds=4.0,
+        others=others,
+    )  # fmt: skip
 
 
 def test_saved_entries_are_read_back(cache):
@@ -59,13 +62,19 @@ def test_savers_at_the_same_time_lose_nothing():
     assert {e.shape for e in calibration.entries(GPU)} == set(shapes)
 
 
-def test_a_table_of_another_format_is_left_alone():
+def test_a_table_of_another_format_is_left_alone_until_one_is_saved():
+    """Format 1 chose without host times."""
     file = calibration.save(GPU, [entry()])
-    file.write_text('{"format": 2, "entries": []}')
+    old = json.loads(file.read_text()) | {"format": 1}
+    del old["entries"][0]["host_microseconds"]
+    file.write_text(json.dumps(old))
     calibration.clear_cache()
-    with pytest.warns(RuntimeWarning, match="has format 2, not 1; running without it"):
+    with pytest.warns(RuntimeWarning, match="has format 1, not 2; running without it. `octavo calibrate` replaces it"):
         assert calibration.best(GPU, "scaled_mm", CASE, (1024, 1024, 1024)) is None
-    assert file.exists()
+    assert json.loads(file.read_text()) == old
+    with pytest.warns(RuntimeWarning, match="has format 1"):
+        calibration.save(GPU, [entry(shape=(8, 8, 8))])
+    assert [e.shape for e in calibration.entries(GPU)] == [(8, 8, 8)]
 
 
 def test_saving_adds_and_replaces():
@@ -121,9 +130,9 @@ def test_configuration_of_a_matrix_op():
 @pytest.mark.parametrize(
     "text",
     [
-        *("", "{", "[]", "null", '{"format": 1}', '{"format": 1, "entries": 7}'),
-        '{"format": 1, "entries": [{"op": "x"}]}',
-        '{"format": 1, "entries": [{"config": 1, "op": "x", "case": "c", "shape": ["a"]}]}',
+        *("", "{", "[]", "null", '{"format": 2}', '{"format": 2, "entries": 7}'),
+        '{"format": 2, "entries": [{"op": "x"}]}',
+        '{"format": 2, "entries": [{"config": 1, "host_microseconds": 2, "op": "x", "case": "c", "shape": ["a"]}]}',
     ],
 )
 def test_a_damaged_table_is_deleted_with_a_warning_and_rewritten(text):
@@ -219,7 +228,7 @@ def test_products_of_a_linear_have_its_shapes():
 @pytest.mark.parametrize("name", RECIPES)
 def test_measuring_times_every_candidate_and_names_the_fastest(monkeypatch, name):
     reference = fp8_timing.SCALED_MM.backends["reference"].run
-    times = {"slow": 9.0, "fast": 3.0}
+    times = {"slow": CallTime(9.0, 1.0), "fast": CallTime(3.0, 2.0)}
     ran = []
 
     def candidate(label):
@@ -235,17 +244,73 @@ def test_measuring_times_every_candidate_and_names_the_fastest(monkeypatch, name
     def timer(calls):
         for call in calls[:1]:
             call()
-        return [times[ran[-1][0]]] * len(calls)
+        return times[ran[-1][0]]
 
     for task in fp8_timing.fp8_gemms(RECIPES[name], [(32, 64, 48)]):
         result = fp8_timing.time_fp8_product(task, torch.device("cpu"), timer)
         assert list(result.times) == ["fast", "slow"]
         assert (result.entry.backend, result.entry.config, result.entry.others) == ("fast", 1, {"slow": 9.0})
+        assert (result.entry.microseconds, result.entry.host_microseconds) == (3.0, 2.0)
         assert result.entry.shape == task.shape and result.entry.case == task.case
         assert "ValueError" in result.skipped["broken"]
         assert ran[-1][1] == (task.case[2] == "nt")  # fast accumulation in forward only
         shown = calibrate.table([result])
         assert shown.row_count == 1
+
+
+@pytest.mark.parametrize(
+    ("measured", "chosen"),
+    [
+        ({"cublas": (30, 5), "triton #0": (20, 90), "triton #1": (25, 80)}, "cublas"),  # the host sets the pace
+        ({"cublas": (30, 5), "triton #0": (20, 15), "triton #1": (25, 10)}, "triton #0"),  # the GPU does
+        ({"cublas": (4, 9), "triton #0": (7, 8), "triton #1": (3, 8.5)}, "triton #1"),  # the host, noise aside
+    ],
+)
+def test_the_candidate_that_a_caller_waits_for_least_is_saved(measured, chosen):
+    task = fp8_timing.fp8_gemms(RECIPES["rowwise"], [(16, 16, 16)])[0]
+    times = {label: CallTime(*pair) for label, pair in measured.items()}
+    choices = {label: (label.split()[0], label[-1]) for label in measured}
+    result = TimingResult.of_candidates(task, "scaled_mm", times, choices, {})
+    assert next(iter(result.times)) == chosen
+    assert result.entry.backend == chosen.split()[0] and result.entry.microseconds == measured[chosen][0]
+    assert result.entry.host_microseconds == min(h for label, (_, h) in measured.items() if label[0] == chosen[0])
+
+
+def test_host_time_is_that_of_calls_whose_queue_is_not_full(monkeypatch):
+    clock, log = [0.0], []
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            log.append("event")
+
+        def elapsed_time(self, end):
+            return 0.030
+
+    def call():
+        clock[0] += 5e-6 if len(log) < 8 or log.count("call") % 2 else 7e-6
+        log.append("call")
+
+    monkeypatch.setattr("octavo.kernels.timing.time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("octavo.kernels.timing.cuda_sleep", lambda cycles: log.append("sleep"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: log.append("drained"))
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    measured = time_on_gpu([call] * 4)
+    assert (measured.kernel, round(measured.host, 6), round(measured.wait, 6)) == (30.0, 5.0, 30.0)
+    timed = ["event", "call", "event"] * 4
+    assert log == [*["call"] * 3, "drained", *["call"] * 4, "drained", "sleep", *timed, "drained"]
+
+
+def test_products_are_timed_as_a_planned_linear_runs_them():
+    """From the backend's plan, which the dispatcher's path would hide."""
+    task, calls = fp8_timing.fp8_gemms(RECIPES["rowwise"], [(16, 16, 16)])[0], []
+    plan = lambda *arguments: lambda *tensors: calls.append(tensors)  # noqa: E731
+    backend = Backend(name="some", run=lambda *arguments: pytest.fail("ran without its plan"), plan=plan)
+    (a, b), *_ = fp8_timing._operands(task, torch.device("cpu"))
+    fp8_timing._prepared(backend, a, b, "nt")(a, b)
+    assert [id(x) for x in calls[0]] == [id(x) for x in (a.data, b.data, a.scale, b.scale, None)]
 
 
 def test_products_in_bf16_are_measured_too():
@@ -258,14 +323,15 @@ def test_products_in_bf16_are_measured_too():
 
     def timer(calls):
         shapes.append(tuple(calls[0]().shape))
-        return [3.0, 1.0, 2.0]
+        return CallTime(2.0, 1.0)
 
     for product in products.values():
         result = bf16_timing.time_bf16_product(product, torch.device("cpu"), timer)
         assert shapes[-1] == product.shape[:2]
         assert result.entry == Entry(
-            op="matmul", case=product.case, shape=product.shape, backend="torch", config=None, microseconds=2.0
-        )
+            op="matmul", case=product.case, shape=product.shape, backend="torch", config=None, microseconds=2.0,
+            host_microseconds=1.0,
+        )  # fmt: skip
     assert products["bf16 forward"].rate(1.0) == "0 TFLOP/s"
 
 
@@ -304,7 +370,8 @@ def test_command_measures_prints_and_saves(monkeypatch):
 
     def measured(task, device, time):
         won = entry(shape=task.shape, case=task.case)
-        return TimingResult(task=task, times={"triton 128x128 #0": 10.0, "torch_scaled": 12.5}, entry=won)
+        times = {"triton 128x128 #0": CallTime(10.0, 4.0), "torch_scaled": CallTime(3.0, 12.5)}
+        return TimingResult(task=task, times=times, entry=won)
 
     monkeypatch.setattr(calibrate, "time_fp8_product", measured)
     monkeypatch.setattr(bf16_timing, "time_bf16_product", measured)
@@ -332,7 +399,7 @@ def counting_down():
 
     def timer(calls):
         calls[0]()
-        return [next(times)]
+        return CallTime(next(times), 7.0)
 
     return timer
 
@@ -365,7 +432,7 @@ def test_a_quantizer_whose_bytes_differ_is_left_out(monkeypatch):
         return outputs
 
     monkeypatch.setattr(triton_quantize, "quantize", wrong)
-    result = time_quantization(quantization, torch.device("cpu"), lambda calls: [1.0])
+    result = time_quantization(quantization, torch.device("cpu"), lambda calls: CallTime(1.0, 1.0))
     assert [label[-2:] for label in result.skipped] == ["#1"]
     assert "differs from reference" in next(iter(result.skipped.values()))
 

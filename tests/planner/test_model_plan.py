@@ -245,7 +245,7 @@ def test_a_calibration_goes_before_the_data_sheet(wide, tmp_path):
         Entry(op="matmul", case=what.case, shape=what.shape, backend="torch", config=None, microseconds=1.0)
         for what in bf16_timing.bf16_gemms([(8192, 2048, 8192)])
     ]
-    table = {"format": 1, "device": "NVIDIA H100 80GB HBM3", "entries": [asdict(each) for each in made]}
+    table = {"format": 2, "device": "NVIDIA H100 80GB HBM3", "entries": [asdict(each) for each in made]}
     file.write_text(json.dumps(table))
     measured = plan(wide, 4, 2048, device="h100", calibration=file, compiled=True)
     by_name = {row.name: row for row in measured.rows}

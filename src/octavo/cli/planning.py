@@ -113,8 +113,9 @@ def calibrate(
 
     Times the three products of each linear on every backend that serves them,
     in every configuration, and the host time of a linear per recipe. Saves the
-    fastest in the cache folder, for this device and these versions; every later
-    run on this machine uses them, and octavo plan predicts with them.
+    fastest in the cache folder, for this device and these versions: the one that
+    a caller waits for least, for the GPU or for the host. Every later run on this
+    machine uses them, and octavo plan predicts with them.
     """
     with user_errors(context):
         from octavo.kernels.gemm.calibrate import calibrate as run

@@ -38,7 +38,8 @@ except ImportError:  # Windows
 MAX_SHAPE_RATIO = 1.7
 """Largest ratio of dimensions between a shape and the measured shape it uses."""
 
-FORMAT = 1
+FORMAT = 2
+"""1 had no host times and chose by kernel time alone: such a table is not read, and `octavo calibrate` replaces it."""
 
 
 class UnknownFormatError(ValueError):
@@ -53,10 +54,11 @@ class Entry:
         op: Name in `torch.ops.octavo`.
         case: Case of the registry.
         shape: Rows and columns of a matrix, or m, n, k of a product.
-        backend: The fastest backend.
+        backend: The backend with the shortest wait (`octavo.kernels.timing`).
         config: Index of its configuration, or None.
-        microseconds: Median time of one call.
-        others: Median times of the other candidates, by label.
+        microseconds: Median time of one call on the GPU; on the host, if the op is "host".
+        host_microseconds: Median time until a call returns; None if it was not measured beside the GPU's.
+        others: What a caller would wait for the other candidates, in microseconds, by label.
     """
 
     op: str
@@ -65,12 +67,13 @@ class Entry:
     backend: str
     config: int | None
     microseconds: float
+    host_microseconds: float | None = None
     others: dict[str, float] = field(default_factory=dict)
 
     @staticmethod
     def from_json(fields: dict[str, Any]) -> "Entry":
         """Read the output of `asdict`; raises KeyError, TypeError or ValueError for anything else."""
-        config = fields["config"]
+        config, host = fields["config"], fields["host_microseconds"]
         return Entry(
             op=str(fields["op"]),
             case=tuple(str(part) for part in fields["case"]),
@@ -78,6 +81,7 @@ class Entry:
             backend=str(fields["backend"]),
             config=None if config is None else int(config),
             microseconds=float(fields["microseconds"]),
+            host_microseconds=None if host is None else float(host),
             others={str(label): float(time) for label, time in fields["others"].items()},
         )
 

@@ -1,12 +1,20 @@
-"""Kernel timing for `octavo calibrate`: operands from device memory, Python overhead hidden, medians.
+"""Timing for `octavo calibrate`: what a call takes the GPU, and what it takes the host until it returns.
 
-Calls cycle through copies of the operands that exceed L2 twice. They are queued behind a sleep, so the GPU never waits
-for Python; CUDA events around each call give its time.
+*Kernel time*: calls cycle through copies of the operands that exceed L2 twice. They are queued behind a sleep, so the
+GPU never waits for Python; CUDA events around each call give its time. *Host time*: the clock of the host around each
+call of a queue that is not full, so that the host never waits for the GPU. Both are medians.
+
+In a step of such calls the slower side sets the pace, so a caller waits for the larger of the two (`CallTime.wait`):
+the host at small sizes, the kernel at large ones. The candidate with the shortest wait is saved; among candidates that
+the host holds back alike, the one with the fastest kernel. Under `torch.compile` and CUDA graphs, where the host hardly
+counts, this may leave the faster kernel out at small sizes.
 """
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from statistics import median
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -16,9 +24,27 @@ from octavo.runtime.torch_compat import cuda_sleep
 CALLS = 24
 """Timed calls of each candidate."""
 
+
+class CallTime(NamedTuple):
+    """Microseconds of a call.
+
+    Attributes:
+        kernel: On the GPU.
+        host: On the host, until the call returns.
+    """
+
+    kernel: float
+    host: float
+
+    @property
+    def wait(self) -> float:
+        """What a caller waits for, call after call."""
+        return max(self)
+
+
 TimedCall = Callable[[], object]
-Timer = Callable[[list[TimedCall]], list[float]]
-"""Runs calls in order and returns the microseconds of each."""
+Timer = Callable[[list[TimedCall]], CallTime]
+"""Runs calls in order and returns the medians of their times."""
 
 
 class TimingTask(Protocol):
@@ -49,30 +75,37 @@ class TimingResult:
 
     Attributes:
         task: The task.
-        times: Median microseconds by candidate, fastest first.
+        times: Times by candidate, the shortest wait first.
         entry: The fastest candidate, for the calibration table; None if only `reference` is available.
         skipped: Reasons why candidates were not timed.
     """
 
     task: TimingTask
-    times: dict[str, float]
+    times: dict[str, CallTime]
     entry: Entry | None
     skipped: dict[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of_medians(
-        cls, task: TimingTask, op: str, medians: dict[str, float], choices: dict[str, tuple[str, int | None]],
+    def of_candidates(
+        cls, task: TimingTask, op: str, measured: dict[str, CallTime], choices: dict[str, tuple[str, int | None]],
         skipped: dict[str, str],
     ) -> "TimingResult":  # fmt: skip
         """Make the result of timed candidates, with backend and configuration of each in `choices`."""
-        times = dict(sorted(medians.items(), key=lambda item: item[1]))
+        # Configurations of a backend take the host the same time. The shortest is the least disturbed one, and what
+        # differs between them is noise, which must not choose.
+        hosts: dict[str, float] = {}
+        for label, (backend, _) in choices.items():
+            hosts[backend] = min(hosts.get(backend, measured[label].host), measured[label].host)
+        times = {label: CallTime(measured[label].kernel, hosts[backend]) for label, (backend, _) in choices.items()}
+        times = dict(sorted(times.items(), key=lambda item: (item[1].wait, item[1].kernel)))
         entry = None
         if times:
             fastest, *rest = times
             backend, config = choices[fastest]
             entry = Entry(
-                op=op, case=task.case, shape=task.shape, backend=backend, config=config, microseconds=times[fastest],
-                others={label: times[label] for label in rest},
+                op=op, case=task.case, shape=task.shape, backend=backend, config=config,
+                microseconds=times[fastest].kernel, host_microseconds=times[fastest].host,
+                others={label: times[label].wait for label in rest},
             )  # fmt: skip
         return cls(task=task, times=times, entry=entry, skipped=skipped)
 
@@ -82,10 +115,16 @@ def cache_bytes(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).L2_cache_size) if device.type == "cuda" else 0
 
 
-def time_on_gpu(calls: list[TimedCall]) -> list[float]:
-    """Return the microseconds of each call on the GPU, without Python overhead."""
-    for call in calls[:3]:
+def time_on_gpu(calls: list[TimedCall]) -> CallTime:
+    """Return the median times of calls on the current GPU."""
+    for call in calls[:3]:  # compiles kernels and prepares their launches
         call()
+    torch.cuda.synchronize()
+    host = []
+    for call in calls:
+        begin = time.perf_counter()
+        call()
+        host.append(1e6 * (time.perf_counter() - begin))
     torch.cuda.synchronize()
     events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in calls]
     cuda_sleep(200_000 * len(calls))  # clocks: about 0.1 ms a call
@@ -94,4 +133,4 @@ def time_on_gpu(calls: list[TimedCall]) -> list[float]:
         call()
         end.record()
     torch.cuda.synchronize()
-    return [start.elapsed_time(end) * 1000 for start, end in events]
+    return CallTime(median(start.elapsed_time(end) * 1000 for start, end in events), median(host))

@@ -9,7 +9,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from octavo.kernels.calibration import Entry, read
+from octavo.kernels.calibration import Entry, UnknownFormatError, read
 from octavo.kernels.registry import Case, Shape
 
 MAX_INTERPOLATION_FACTOR = 2.0
@@ -55,6 +55,10 @@ def read_measurements(path: Path) -> Measurements:
         device, entries = read(path)
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"cannot read the calibration from {path}: {error}") from None
+    except UnknownFormatError as error:
+        raise ValueError(
+            f"{path} has {error}: another release of Octavo wrote it. Run `octavo calibrate` on that GPU again"
+        ) from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"{path} is not a table of `octavo calibrate` ({type(error).__name__}: {error}); the last line that it "

@@ -6,11 +6,9 @@ There is one backend, torch. Only the planner reads these times.
 import math
 from dataclasses import dataclass
 from functools import partial
-from statistics import median
 
 import torch
 
-from octavo.kernels.calibration import Entry
 from octavo.kernels.registry import Shape
 from octavo.kernels.timing import CALLS, TimedCall, Timer, TimingResult, cache_bytes
 
@@ -60,8 +58,5 @@ def time_bf16_product(product: Bf16Gemm, device: torch.device, time: Timer) -> T
 
     pairs = [(operand(m, k, layout[0] == "t"), operand(k, n, layout[1] == "t")) for _ in range(copies)]
     calls: list[TimedCall] = [partial(torch.mm, *pairs[i % copies]) for i in range(CALLS)]
-    microseconds = median(time(calls))
-    entry = Entry(
-        op=MATMUL, case=product.case, shape=product.shape, backend="torch", config=None, microseconds=microseconds
-    )
-    return TimingResult(task=product, times={"torch": microseconds}, entry=entry)
+    measured = {"torch": time(calls)}
+    return TimingResult.of_candidates(product, MATMUL, measured, {"torch": ("torch", None)}, {})

@@ -1,6 +1,7 @@
 """`octavo calibrate`: time the FP8 products, bf16 products and quantizations of linears, and save the fastest choices.
 
-The planner compares FP8 times with the bf16 times.
+The fastest is the one that a caller waits for least, be it for the GPU or for the host (`octavo.kernels.timing`). The
+planner compares FP8 times with the bf16 times.
 """
 
 import torch
@@ -65,19 +66,20 @@ def calibrate(device: torch.device, recipe: str, shapes: list[str]) -> None:
 
 
 def table(results: list[TimingResult]) -> Table:
-    """Build a table of the fastest candidate, its rate and its lead over the next one."""
+    """Build a table of the candidate with the shortest wait, its times and rate, and its lead over the next one."""
     shown = Table(box=ROUNDED, border_style="dim", header_style="bold")
-    for heading in ("task", "m, n, k or rows, columns", "fastest", "µs", "rate", "next", "slower by"):
-        shown.add_column(heading, justify="right" if heading in ("µs", "rate", "slower by") else "left")
+    for heading in ("task", "m, n, k or rows, columns", "fastest", "µs", "host µs", "rate", "next", "slower by"):
+        shown.add_column(heading, justify="right" if heading in ("µs", "host µs", "rate", "slower by") else "left")
     for result in results:
         sizes = ", ".join(map(str, result.task.shape))
         if result.entry is None:
             reasons = "; ".join(sorted(set(result.skipped.values())))
-            shown.add_row(result.task.name, sizes, "reference", "", "", f"no other backend available: {reasons}", "")
+            shown.add_row(result.task.name, sizes, "reference", *[""] * 3, f"no other backend available: {reasons}", "")
             continue
         (first, time), *rest = result.times.items()
-        behind = (rest[0][0], f"{100 * (rest[0][1] / time - 1):.0f} %") if rest else ("", "")
-        shown.add_row(result.task.name, sizes, first, f"{time:.1f}", result.task.rate(time), *behind)
+        behind = (rest[0][0], f"{100 * (rest[0][1].wait / time.wait - 1):.0f} %") if rest else ("", "")
+        figures = f"{time.kernel:.1f}", f"{time.host:.1f}", result.task.rate(time.kernel)
+        shown.add_row(result.task.name, sizes, first, *figures, *behind)
     return shown
 
 

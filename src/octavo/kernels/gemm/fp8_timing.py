@@ -1,21 +1,22 @@
 """Time backends and configurations of FP8 products, for `octavo calibrate`.
 
 Conditions are those of training: operands from device memory, fast accumulation in forward only, bf16 output, bytes
-contiguous along the contraction as quantizers write them. Configurations that differ from the reference are left out.
+contiguous along the contraction as quantizers write them, the host's work that of a planned linear
+(`octavo.kernels.direct`). Configurations that differ from the reference are left out.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
-from statistics import median
 
 import torch
 
 from octavo.kernels.gemm import SCALED_MM, UNIT_SCALE, cases_of
 from octavo.kernels.quantize import quantize
 from octavo.kernels.registry import Backend, Case, Shape
-from octavo.kernels.timing import CALLS, TimedCall, Timer, TimingResult, cache_bytes
+from octavo.kernels.timing import CALLS, CallTime, TimedCall, Timer, TimingResult, cache_bytes
 from octavo.numerics.recipe import Recipe
 from octavo.numerics.spec import QuantSpec
 from octavo.tensor import ScaledTensor
@@ -82,22 +83,30 @@ def time_fp8_product(product: Fp8Gemm, device: torch.device, time: Timer) -> Tim
         else:
             skipped[label] = reason
     operands = _operands(product, device)
-    layout, fast = product.case[2], product.case[2] == "nt"
-    medians: dict[str, float] = {}
+    measured: dict[str, CallTime] = {}
     choices: dict[str, tuple[str, int | None]] = {}
     for label, backend, config in runs:
-        calls: list[TimedCall] = [
-            lambda a=a, b=b, run=backend.run: run(a, b, layout, torch.bfloat16, None, fast)  # type: ignore[misc]
-            for a, b in (operands[i % len(operands)] for i in range(CALLS))
-        ]
         try:
-            medians[label] = median(time(calls))
+            call = _prepared(backend, *operands[0], product.case[2])
+            calls: list[TimedCall] = [partial(call, *operands[i % len(operands)]) for i in range(CALLS)]
+            measured[label] = time(calls)
             choices[label] = backend.name, config
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
             skipped[label] = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
-    return TimingResult.of_medians(product, SCALED_MM.name, medians, choices, skipped)
+    return TimingResult.of_candidates(product, SCALED_MM.name, measured, choices, skipped)
+
+
+def _prepared(
+    backend: Backend, a: ScaledTensor, b: ScaledTensor, layout: str
+) -> Callable[[ScaledTensor, ScaledTensor], object]:
+    """Return what a linear in training calls for operands like these: the backend's plan, if it makes plans."""
+    options = layout, torch.bfloat16, None, layout == "nt"
+    plan = None if backend.plan is None else backend.plan(a, b, *options)
+    if plan is None:
+        return lambda a, b: backend.run(a, b, *options)
+    return lambda a, b: plan(a.data, b.data, a.scale, b.scale, None)
 
 
 def _candidates(device: torch.device, case: Case) -> Iterator[tuple[str, Backend, int | None]]:

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 from functools import partial
-from statistics import median
 
 import torch
 from torch import Tensor
@@ -10,7 +9,7 @@ from torch import Tensor
 from octavo.kernels.conformance.mismatches import difference
 from octavo.kernels.quantize import reference, triton
 from octavo.kernels.quantize.triton import FoldedSpec, QuantizeTask
-from octavo.kernels.timing import CALLS, TimedCall, Timer, TimingResult, cache_bytes
+from octavo.kernels.timing import CALLS, CallTime, TimedCall, Timer, TimingResult, cache_bytes
 from octavo.numerics.recipe import Recipe
 
 
@@ -71,7 +70,7 @@ def quantizations(recipe: Recipe, shapes: list[tuple[int, int, int]]) -> list[Qu
 
 def time_quantization(quantization: Quantization, device: torch.device, time: Timer) -> TimingResult:
     """Time every configuration of one quantization; leave out those whose bytes differ from the reference."""
-    medians: dict[str, float] = {}
+    measured: dict[str, CallTime] = {}
     skipped: dict[str, str] = {}
     choices: dict[str, tuple[str, int | None]] = {}
     copies = max(1, min(CALLS, cache_bytes(device) // (quantization.shape[0] * quantization.shape[1]) + 1))
@@ -83,13 +82,13 @@ def time_quantization(quantization: Quantization, device: torch.device, time: Ti
                 skipped[label] = mismatch
                 continue
             calls: list[TimedCall] = [partial(_run, quantization.task, inputs[i % copies], index) for i in range(CALLS)]
-            medians[label] = median(time(calls))
+            measured[label] = time(calls)
             choices[label] = "triton", index
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
             skipped[label] = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
-    return TimingResult.of_medians(quantization, "quantize", medians, choices, skipped)
+    return TimingResult.of_candidates(quantization, "quantize", measured, choices, skipped)
 
 
 def _operands(task: QuantizeTask, shape: tuple[int, int], device: torch.device, seed: int) -> dict[str, Tensor | None]:
