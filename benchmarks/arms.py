@@ -52,6 +52,7 @@ TARGET_ARMS = (
 """What the project's targets compare, in order of importance."""
 MORE_ARMS = (
     Arm("octavo rowwise_hp_wgrad"),
+    Arm("octavo rowwise_equalized"),
     Arm("torchao rowwise_with_gw_hp", "compiled"),
     Arm("octavo rowwise_hp_wgrad", "compiled"),
     Arm("torchao tensorwise"),

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from benchmarks import ceilings, linear
 from benchmarks.arms import Arm, available, build, speedup, step
-from benchmarks.session import Row, Session, begin, parser, times
+from benchmarks.session import Row, Session, begin, parser
 from benchmarks.shapes import Shape
 from benchmarks.timing import sets
 from octavo.nn.memory_audit import saved_for_backward
@@ -61,8 +61,12 @@ COMPILED = tuple(
     )
 )  # fmt: skip
 EAGER = tuple(
-    Arm(name) for name in ("bf16", "octavo rowwise", "octavo tensorwise", "torchao tensorwise", "torchao rowwise")
-)
+    Arm(name)
+    for name in (
+        "bf16", "octavo rowwise", "octavo tensorwise", "torchao tensorwise", "torchao rowwise",
+        "octavo rowwise_equalized",
+    )
+)  # fmt: skip
 
 
 class Layer(nn.Module):
@@ -131,8 +135,7 @@ def measure(session: Session, name: str, size: Size, arm: Arm) -> Row:
         x = torch.randn(*shape, size.hidden, device=session.device, dtype=torch.bfloat16).requires_grad_()
         g = torch.randn(*shape, size.hidden if size.heads else size.intermediate, device=session.device).bfloat16()
         runs.append(step(model, list(model.parameters()), x, g))
-    figures = times(session.clock.measure(runs))
-    figures["peak_mib"] = session.clock.peak_mib(runs[0])
+    figures = linear.in_steady_state(session, model, runs, arm)
     figures["saved_bytes_per_token"] = round(_saved_bytes(session, model, arm, x) / size.tokens, 1)
     same = {"shape": name}
     figures |= speedup(session.rows, {**figures, "mode": arm.mode}, **same)

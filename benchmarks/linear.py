@@ -2,7 +2,9 @@
 
 On a GPU: kernel time and wall time of every arm, at the shapes the project's targets name first. Beside each row stand
 the roofline (`benchmarks/roofline.py` with this device's own ceilings) and the Amdahl limit: the three FP8 products
-alone, measured at this very shape. `given tensorwise` is delayed scaling, whose maxima cost nothing.
+alone, measured at this very shape. `given tensorwise` is delayed scaling, whose maxima cost nothing. Times of
+`rowwise_equalized` are those of passes without a measurement; what measurements add is beside them (`dense_ms`,
+`amortized_ms`: see `benchmarks/equalized_phases.py`).
 
 On a CPU: wall time of a small layer, every arm in turn, round after round, and the best round counts: arms of one run
 meet the same machine. FP8 is emulated there, exactly.
@@ -16,6 +18,7 @@ from torch import Tensor, nn
 
 from benchmarks import ceilings, roofline, shapes
 from benchmarks.arms import BF16, MORE_ARMS, TARGET_ARMS, Arm, available, build, speedup, step
+from benchmarks.equalized_phases import hold_steady, phases
 from benchmarks.session import Row, Session, begin, parser, times
 from benchmarks.shapes import Shape
 from benchmarks.timing import CpuClock, Run, sets
@@ -48,20 +51,19 @@ def buffers(shape: Shape, device: torch.device, count: int) -> list[tuple[Tensor
     ]
 
 
-def runs_of(session: Session, shape: Shape, arm: Arm) -> list[Run]:
-    """Forward and backward of one arm over each buffer set."""
+def runs_of(session: Session, shape: Shape, arm: Arm) -> tuple[Any, list[Run]]:
+    """The layer of one arm, and its forward and backward over each buffer set."""
     m, k, n = shape
     torch.manual_seed(0)
     model: Any = build(layer(shape, session), arm, session)
     count = sets(2 * (m * k + m * n), session.clock.l2_bytes) if session.gpu else 1
-    return [step(model, list(model.parameters()), x, g) for x, g in buffers(shape, session.device, count)]
+    return model, [step(model, list(model.parameters()), x, g) for x, g in buffers(shape, session.device, count)]
 
 
 def measure(session: Session, shape: Shape, arm: Arm) -> Row:
     """One row: times, speed-up, rate, peak memory, and the limits."""
-    runs = runs_of(session, shape, arm)
-    figures = times(session.clock.measure(runs))
-    figures["peak_mib"] = session.clock.peak_mib(runs[0])
+    model, runs = runs_of(session, shape, arm)
+    figures = in_steady_state(session, model, runs, arm)
     same = {"shape": shapes.label(shape)}
     figures |= speedup(session.rows, {**figures, "mode": arm.mode}, **same)
     if figures["kernel_ms"] is None:
@@ -76,6 +78,16 @@ def measure(session: Session, shape: Shape, arm: Arm) -> Row:
     figures["roofline_ms"] = round(1e3 * device.measured(rates).linear(shape, recipe if arm.recipe else "bf16"), 4)
     limit = next((r for r in session.rows if r.get("arm") == "products" and same.items() <= r.items()), {})
     figures["amdahl_ms"] = limit.get("kernel_ms")
+    return figures
+
+
+def in_steady_state(session: Session, model: Any, runs: list[Run], arm: Arm) -> Row:
+    """Times and peak memory of runs of a model; of one that measures its channels in some passes, in the others."""
+    steady = hold_steady(model, runs) if arm.mode == "eager" else runs
+    figures = times(session.clock.measure(steady))
+    figures["peak_mib"] = session.clock.peak_mib(steady[0])
+    if arm.mode == "eager":
+        figures |= phases(model, runs, figures["wall_ms"], lambda each: session.clock.measure(each).wall_ms)
     return figures
 
 
@@ -142,7 +154,8 @@ def on_cpu(session: Session, rounds: int) -> None:
     sizes = shapes.parse(session.options.shapes) if session.options.shapes else [CPU_SHAPE]
     for shape in sizes:
         arms = available([arm for arm in (*TARGET_ARMS, *MORE_ARMS) if arm.mode == "eager"])
-        runs = {arm: runs_of(session, shape, arm)[0] for arm in arms}
+        made = {arm: runs_of(session, shape, arm) for arm in arms}
+        runs = {arm: hold_steady(model, each)[0] for arm, (model, each) in made.items()}
         for run in runs.values():
             run()
         best = dict.fromkeys(runs, float("inf"))

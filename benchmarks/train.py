@@ -10,7 +10,7 @@ norms and attention are bf16 in every arm.
 import functools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +20,9 @@ from torch import Tensor
 
 from benchmarks import ceilings
 from benchmarks.arms import Arm, available, build
+from benchmarks.equalized_phases import hold_steady, phases
 from benchmarks.session import Row, Session, begin, parser
+from benchmarks.timing import Run
 
 EXAMPLES = """train
 train --quick
@@ -53,7 +55,7 @@ class Model:
 TINY = Model(hidden=64, intermediate=96, layers=1, heads=4, kv_heads=2, vocabulary=320, batch=2, sequence=16)
 STEPS, WARMUP = 10, 3
 LOOPS: dict[str, tuple[Arm, ...]] = {
-    "octavo train": (Arm("bf16"), Arm("octavo rowwise"), Arm("octavo tensorwise")),
+    "octavo train": (Arm("bf16"), Arm("octavo rowwise"), Arm("octavo tensorwise"), Arm("octavo rowwise_equalized")),
     "plain loop": (
         Arm("bf16"), Arm("octavo rowwise"), Arm("bf16", "compiled"), Arm("octavo rowwise", "compiled"),
         Arm("torchao tensorwise", "compiled"), Arm("torchao rowwise", "compiled"),
@@ -77,8 +79,8 @@ class RandomCorpus:
         return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
 
-def octavo_train(session: Session, model: Model, arm: Arm) -> Callable[[], Any]:
-    """One step of the loop behind `octavo train`."""
+def octavo_train(session: Session, model: Model, arm: Arm) -> tuple[Any, Run]:
+    """The model and one step of the loop behind `octavo train`."""
     from octavo.train.config.run_config import parse_config
     from octavo.train.trainer import Trainer
 
@@ -93,11 +95,11 @@ def octavo_train(session: Session, model: Model, arm: Arm) -> Callable[[], Any]:
         }
     )
     trainer = Trainer(config, RandomCorpus(model), session.device)  # type: ignore[arg-type]
-    return trainer.train_step
+    return trainer.model, trainer.train_step
 
 
-def plain_loop(session: Session, model: Model, arm: Arm) -> Callable[[], Any]:
-    """One step of the shortest loop."""
+def plain_loop(session: Session, model: Model, arm: Arm) -> tuple[Any, Run]:
+    """The model and one step of the shortest loop."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -119,7 +121,7 @@ def plain_loop(session: Session, model: Model, arm: Arm) -> Callable[[], Any]:
         optimizer.zero_grad()
         return float(loss.detach())
 
-    return step
+    return llama, step
 
 
 def measure(session: Session, model: Model, make: Any, arm: Arm) -> Row:
@@ -127,22 +129,31 @@ def measure(session: Session, model: Model, make: Any, arm: Arm) -> Row:
     session.clean()
     if session.gpu:
         torch.cuda.reset_peak_memory_stats(session.device)
-    step = make(session, model, arm)
-    seconds = []
+    module, step = make(session, model, arm)
+    eager = arm.mode == "eager"
+    middle_ms = _middle_ms(session, hold_steady(module, [step]) if eager else [step])
+    figures: Row = {"tokens_per_s": None}
+    if middle_ms is not None:
+        figures = {
+            "wall_ms": round(middle_ms, 3),
+            "tokens_per_s": round(1e3 * model.batch * model.sequence / middle_ms, 1),
+            "peak_mib": round(torch.cuda.max_memory_allocated(session.device) / 2**20, 1) if session.gpu else None,
+        }
+    if eager:
+        figures |= phases(module, [step], middle_ms, functools.partial(_middle_ms, session))
+    return figures
+
+
+def _middle_ms(session: Session, steps: Sequence[Run]) -> float | None:
+    """Median milliseconds of a step, the first ones left out; None in a rehearsal."""
+    (step,), seconds = steps, []
     for _ in range(2 if session.tiny else STEPS):
         start = time.perf_counter()
         step()
         if session.gpu:
             torch.cuda.synchronize(session.device)
         seconds.append(time.perf_counter() - start)
-    if session.tiny:
-        return {"tokens_per_s": None}
-    middle = statistics.median(seconds[WARMUP:])
-    return {
-        "wall_ms": round(1e3 * middle, 3),
-        "tokens_per_s": round(model.batch * model.sequence / middle, 1),
-        "peak_mib": round(torch.cuda.max_memory_allocated(session.device) / 2**20, 1) if session.gpu else None,
-    }
+    return None if session.tiny else 1e3 * statistics.median(seconds[WARMUP:])
 
 
 def main(arguments: list[str]) -> None:

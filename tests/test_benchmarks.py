@@ -16,6 +16,7 @@ from benchmarks import (
     arms,
     calibrate,
     compile,
+    equalized_phases,
     gemm,
     gpu,
     kernels,
@@ -30,6 +31,9 @@ from benchmarks import (
     variants,
 )  # fmt: skip
 from benchmarks.timing import GpuClock, Rehearsal, Timing
+
+import octavo
+from octavo.nn.equalized import Equalizer, Measurement
 
 ROOT = Path(__file__).parent.parent
 CPU = torch.device("cpu")
@@ -404,6 +408,64 @@ def test_a_cpu_is_timed(tmp_path, monkeypatch):
     content = json.loads((tmp_path / "cpu" / "linear.json").read_text())
     assert content["timed"] and all(row["wall_ms"] > 0 for row in content["rows"])
     assert content["rows"][0]["wall_speedup"] == 1.0
+
+
+@pytest.fixture
+def equalized(monkeypatch):
+    """Two equalized layers, a pass of them, and the passes in which they measured."""
+    measured, passes = [], [0]
+    measure = Equalizer.measure
+    monkeypatch.setattr(
+        Equalizer, "measure", lambda self, *rest: (measured.append(passes[0] - 1), measure(self, *rest))
+    )
+    layers = torch.nn.Sequential(torch.nn.Linear(32, 32, bias=False), torch.nn.Linear(32, 32, bias=False))
+    model = octavo.convert(layers.bfloat16(), "rowwise_equalized", verbose=False)
+    pass_ = arms.step(
+        model, list(model.parameters()), torch.randn(16, 32).bfloat16().requires_grad_(), torch.ones(16, 32).bfloat16()
+    )
+
+    def run():
+        passes[0] += 1
+        pass_()
+
+    return model, run, measured
+
+
+def test_passes_held_in_the_steady_state_measure_nothing(equalized):
+    model, run, measured = equalized
+    for _ in range(5):
+        run()
+    assert measured == [0, 0, 1, 1, 2, 2, 4, 4]  # as they come
+    (held,) = equalized_phases.hold_steady(model, [run])
+    for _ in range(70):
+        held()
+    assert measured[8:] == []
+    assert equalized_phases.hold_steady(torch.nn.Linear(2, 2), [run]) == [run]
+
+
+def test_phases_of_an_equalized_model(equalized, monkeypatch):
+    """With a clock that takes 5 ms for a pass, 3 for each layer's measurement and 1 for its channel scales."""
+    model, run, measured = equalized
+    run(), measured.clear()
+    scaled, scales = [], Measurement.scales
+    monkeypatch.setattr(
+        Measurement, "scales", lambda *rest, complete: (scaled.append(1), scales(*rest, complete=complete))[1]
+    )
+
+    def clock(runs):
+        for each in runs:
+            each()
+        ms = 2 * 5 + 3 * len(measured) / len(runs) + len(scaled) / len(runs)
+        measured.clear(), scaled.clear()
+        return ms
+
+    figures = equalized_phases.phases(model, [run] * 3, 5.0, clock)
+    assert figures == {
+        "interval": 50, "measurement_ms": 8.0, "dense_ms": 5 + 8 * 7 / 50, "amortized_ms": 5 + 8 / 50,
+    }  # fmt: skip
+    rehearsed = equalized_phases.phases(model, [run], None, lambda runs: Rehearsal().measure(runs).wall_ms)
+    assert rehearsed == {"interval": 50}
+    assert equalized_phases.phases(torch.nn.Linear(2, 2), [run], 5.0, clock) == {}
 
 
 def test_a_rehearsal_times_nothing():
