@@ -9,6 +9,7 @@
   convergence  the loss with each FP8 switch beside bf16's, on several seeds; docs/convergence.md
   adversarial  models known to break FP8, in every recipe and under the autopilot; docs/adversarial.md
   equalization  channel scales on synthetic operands, and refreshed more or less often; docs/numerics.md; needs no GPU
+  published    workloads with public figures: bf16, torchao, Octavo and Transformer Engine in turns
   lora         adapters on a base in FP8 beside bf16's, on three seeds; docs/training.md; needs no GPU
   long_run     hours of training with kills beside an undisturbed run; docs/training.md; needs no GPU
   families     what each family of models keeps for backward with FP8 activations; docs/memory.md
@@ -49,7 +50,7 @@ NAMES = (
     "probe", "gpu", "roofline", "sass", "scaling", "predictions", "compare_power", "compare_rates", "guard_alarms",
     "healthy_runs", "performance", "figures", "settings", "configs", "ptx", "l2", "host", "compiled", "equalization",
     "lora",
-    "scaling_hybrid", "long_run", "tutorials",
+    "scaling_hybrid", "long_run", "tutorials", "published",
 )  # fmt: skip
 COMPILES_ONLY = ("sass", "ptx", "host", "compiled")
 

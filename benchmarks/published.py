@@ -1,0 +1,394 @@
+"""Workloads with public figures, run here: bf16, torchao, Octavo and Transformer Engine in turns in one process.
+
+Another card, driver or clock changes every time, so a row compares ratios: the speed-up over bf16 measured beside it,
+in turns, and the one that was published. `beside` is the first over the second: above 1, more is gained here. Octavo's
+rows stand beside the best FP8 figure of their workload, others beside their own.
+
+A training step needs the memory of two models at a time. It has as many layers as fit, and the published time is
+scaled by layers. Transformer Engine's arms replace linear layers only (`te.Linear`), in bf16 and in FP8.
+"""
+
+import functools
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from benchmarks import layer
+from benchmarks.arms import Arm, available, build, step
+from benchmarks.layer import Size
+from benchmarks.session import Row, Session, begin, parser, times
+from benchmarks.timing import Run, Timing
+from benchmarks.train import TINY as TINY_MODEL
+from benchmarks.train import Model, RandomCorpus
+
+EXAMPLES = """published
+published --quick
+published --workloads te-llama-2-7b coat-llama-2-7b
+published --rehearse"""
+ROUNDS = 3
+"""Turns of bf16 and an arm; medians count."""
+STEPS, WARMUP = 3, 2
+"""Training steps in a turn, and before the first."""
+MEMORY = 0.85
+"""Share of the free memory that two models may take."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One published measurement.
+
+    Attributes:
+        name: Of the workload.
+        make: Makes the module, or the step, of an arm; a key of `MAKERS`.
+        size: Sizes of what it makes.
+        mode: `eager` or `compiled`.
+        published: The figure of each arm; `bf16` is the baseline. Octavo has none.
+        source: Who published it, and where.
+        note: What the reader must know.
+        unit: Of the figures: `ms`, `tokens_per_s`, or `speedup` over bf16.
+        clock: Which time is compared, `wall_ms` or `kernel_ms`.
+        dgrad: Whether backward also computes the gradient of the input.
+        selective: Whether blocks are checkpointed, all products and attention kept.
+    """
+
+    name: str
+    make: str
+    size: Any
+    mode: str
+    published: Mapping[str, float]
+    source: str
+    note: str = ""
+    unit: str = "ms"
+    clock: str = "wall_ms"
+    dgrad: bool = True
+    selective: bool = False
+
+    def ratio(self, arm: str) -> float | None:
+        """The published speed-up over bf16."""
+        figure, base = self.published.get(arm), self.published.get("bf16")
+        if figure is None or base is None:
+            return None
+        return base / figure if self.unit == "ms" else figure / base
+
+    def rival(self, arm: str) -> str | None:
+        """The arm whose figure stands beside an arm's."""
+        if not arm.startswith("octavo"):
+            return arm if arm in self.published and arm != "bf16" else None
+        fp8 = [name for name in self.published if name not in ("bf16", "te bf16")]
+        return max(fp8, key=lambda name: self.ratio(name) or 0.0, default=None)
+
+
+_TE = "Transformer Engine, tutorial te_llama, one H100, batch 8 × 256"
+_TE_NOTE = "their layer also fuses norms and attention: FP8 alone gives {:.2f} ×"
+_AO = "torchao issue 2262, layer norm → linear → sigmoid, one H100"
+_NANO = "nanochat dev/LOG.md, 2026-02-02, H100"
+_COAT = "COAT, benchmark/benchmark_{}layer.py (batch 8 × 2048), which has no table; the figure is {}"
+_COLOSSAL = "ColossalAI, FP8 announcement, one H100"
+_LLAMA_2 = Model(4096, 11008, 32, 32, 32, 32000, 8, 256)
+_LLAMA_3 = Model(4096, 14336, 32, 32, 8, 128256, 8, 256)
+
+WORKLOADS = (
+    Workload("te-llama-2-7b", "step", _LLAMA_2, "eager", {"bf16": 248, "te bf16": 185, "te fp8": 160}, _TE,
+             _TE_NOTE.format(185 / 160)),
+    Workload("nanochat-d26-mlp", "linear", Size(1664, 6656, 0, 0, 1, 65536), "compiled",
+             {"bf16": 4.79, "torchao rowwise": 4.55, "torchao tensorwise": 4.06}, _NANO,
+             "without dgrad: with it, their 2.79 ms of backward would exceed the card's peak", clock="kernel_ms",
+             dgrad=False),
+    Workload("coat-llama-2-7b", "layer", layer.LAYERS["llama-2-7b"], "eager", {"bf16": 1.0, "coat": 3.53 / 2.80},
+             _COAT.format("llama", "of training on 8 H100 (README)"), unit="speedup", clock="kernel_ms"),
+    Workload("torchao-16384", "layer", layer.LAYERS["dim-16384"], "compiled",
+             {"bf16": 34.18, "torchao tensorwise": 22.64}, _AO),
+    Workload("torchtitan-llama-3-8b", "step", replace(_LLAMA_3, batch=1, sequence=8192), "compiled",
+             {"bf16": 6150, "torchao tensorwise": 7689.5, "torchao rowwise": 6768},
+             "torchao torchao/float8/README.md, torchtitan on 8 H100, batch 1, 8192 tokens",
+             "selective checkpointing keeps all products here, every second there; tensorwise gathers in FP8 there",
+             unit="tokens_per_s", selective=True),
+    Workload("te-llama-3-8b", "step", _LLAMA_3, "eager", {"bf16": 270, "te bf16": 217, "te fp8": 185}, _TE,
+             _TE_NOTE.format(217 / 185)),
+    Workload("nanochat-d26", "nanochat", Size(1664, 6656, 13, 13, 32, 2048), "compiled",
+             {"bf16": 630e3, "torchao rowwise": 564e3, "torchao tensorwise": 740e3}, _NANO,
+             "one block here, training on 8 GPUs there", unit="tokens_per_s", clock="kernel_ms"),
+    Workload("coat-olmo-7b", "olmo", Size(4096, 11008, 32, 32, 8, 2048), "eager", {"bf16": 1.0, "coat": 1.43},
+             _COAT.format("olmo", "the end-to-end one of arXiv 2410.19313"), unit="speedup", clock="kernel_ms"),
+    *(Workload(f"colossalai-{side}", "linear", Size(side, side, 0, 0, 1, side), "eager", {}, _COLOSSAL,
+               "published as a picture only: on par with Transformer Engine", clock="kernel_ms")
+      for side in (8192, 4096, 16384)),
+    Workload("torchao-2048", "layer", Size(2048, 2048, 0, 0, 1, 2048), "compiled",
+             {"bf16": 0.9766, "torchao tensorwise": 1.1779}, _AO, "the host's time; eager: 0.130 bf16, 0.184 FP8"),
+)  # fmt: skip
+QUICK = 5
+"""The first so many workloads are the ones of `--quick`."""
+ARMS = ("bf16", "octavo rowwise", "torchao tensorwise", "octavo tensorwise", "torchao rowwise", "te fp8", "te bf16")
+TINY = {"step": TINY_MODEL, "linear": Size(64, 96, 0, 0, 1, 32)}
+_TINY_LAYER = layer.TINY["tiny-llama"]
+
+
+class OlmoLayer(layer.Layer):
+    """OLMo's decoder layer: Llama's products, norms without weights."""
+
+    def __init__(self, size: Size) -> None:
+        from transformers import OlmoConfig
+        from transformers.models.olmo.modeling_olmo import OlmoDecoderLayer, OlmoRotaryEmbedding
+
+        nn.Module.__init__(self)
+        config = OlmoConfig(
+            hidden_size=size.hidden, intermediate_size=size.intermediate, num_attention_heads=size.heads,
+            num_key_value_heads=size.kv_heads, num_hidden_layers=1, bos_token_id=0, eos_token_id=1, pad_token_id=1,
+        )  # fmt: skip
+        config._attn_implementation = "sdpa"
+        self.layer = OlmoDecoderLayer(config, 0)
+        positions = torch.arange(size.sequence)[None]
+        cos, sin = OlmoRotaryEmbedding(config)(torch.zeros(1, dtype=torch.bfloat16), positions)
+        self.register_buffer("cos", cos)
+        self.register_buffer("sin", sin)
+
+
+class NanochatBlock(nn.Module):
+    """nanochat's block, without its value embeddings and rotary positions: attention, and an MLP with relu²."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        width = size.hidden
+        self.heads = size.heads
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.up, self.down = (
+            nn.Linear(width, size.intermediate, bias=False),
+            nn.Linear(size.intermediate, width, bias=False),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, sequence, hidden] in and out."""
+        h = F.rms_norm(x, x.shape[-1:])
+        q, k, v = (linear(h).unflatten(-1, (self.heads, -1)).transpose(1, 2) for linear in (self.q, self.k, self.v))
+        q, k = F.rms_norm(q, q.shape[-1:]), F.rms_norm(k, k.shape[-1:])
+        x = x + self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2))
+        return x + self.down(F.relu(self.up(F.rms_norm(x, x.shape[-1:]))).square())
+
+
+def has_transformer_engine() -> bool:
+    """Whether Transformer Engine can be imported."""
+    try:
+        import transformer_engine.pytorch  # noqa: F401
+    except Exception:  # one that was built for another torch fails in its own ways
+        return False
+    return True
+
+
+class TransformerEngine(nn.Module):
+    """A module with `te.Linear` for each linear layer, run under its FP8 context."""
+
+    def __init__(self, module: nn.Module, fp8: bool) -> None:
+        super().__init__()
+        import transformer_engine.pytorch as te
+
+        self.module, self.fp8 = module, fp8
+        self.autocast = getattr(te, "autocast", None) or te.fp8_autocast  # the former is newer
+        for name, linear in [(n, m) for n, m in module.named_modules() if isinstance(m, nn.Linear)]:
+            made = te.Linear(linear.in_features, linear.out_features, bias=False, params_dtype=torch.bfloat16)
+            if name:
+                module.set_submodule(name, made)
+            else:
+                self.module = made
+
+    def forward(self, *arguments: Any, **options: Any) -> Any:
+        """The module's forward."""
+        with self.autocast(enabled=self.fp8):
+            return self.module(*arguments, **options)
+
+
+def converted(module: nn.Module, arm: str, session: Session) -> Any:
+    """A bf16 module as an arm computes it, in eager mode."""
+    if arm.startswith("te "):
+        return TransformerEngine(module, arm == "te fp8")
+    return build(module, Arm(arm), session)
+
+
+def compiled(module: Any, workload: Workload, session: Session) -> Any:
+    """The module, compiled where the workload is. Dynamo keeps all arms of a workload, so bf16 stays compiled."""
+    if workload.mode == "eager":
+        return module
+    return torch.compile(module, dynamic=False, backend="inductor" if session.gpu else "aot_eager")
+
+
+def make_layer(session: Session, workload: Workload, arm: str) -> Run:
+    """Forward and backward of a layer or a linear."""
+    size: Size = workload.size
+    torch.manual_seed(0)
+    with torch.device(session.device):
+        if workload.make == "linear":
+            module: nn.Module = nn.Linear(size.hidden, size.intermediate, bias=False)
+        elif workload.make == "layer":
+            module = layer.block(size, session.device)
+        else:
+            module = {"olmo": OlmoLayer, "nanochat": NanochatBlock}[workload.make](size)
+        x = torch.randn(size.batch, size.sequence, size.hidden).bfloat16()
+        g = torch.randn(size.batch, size.sequence, size.hidden if size.heads else size.intermediate).bfloat16()
+    model = converted(module.bfloat16(), arm, session)
+    parameters = list(model.parameters())
+    model = compiled(model, workload, session)
+    if not workload.dgrad:
+        return lambda: torch.autograd.grad(model(x), parameters, g)
+    return step(model, parameters, x.requires_grad_(), g)
+
+
+def make_step(session: Session, workload: Workload, arm: str) -> Run:
+    """A step of a Llama whose weights and moments are bf16, as in the tutorial: loss, backward, fused AdamW."""
+    from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from octavo.train.activation_checkpointing import SAVED_OPS
+
+    model: Model = workload.size
+    torch.manual_seed(0)
+    with torch.device(session.device):
+        llama: Any = LlamaForCausalLM(LlamaConfig(**model.fields)).bfloat16()
+    llama.model = converted(llama.model, arm, session)
+    if workload.selective:
+        context = functools.partial(create_selective_checkpoint_contexts, SAVED_OPS)
+        inner = llama.model.module if arm.startswith("te ") else llama.model
+        for block in inner.layers:
+            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, context_fn=context)
+    optimizer = torch.optim.AdamW(llama.parameters(), lr=1e-5, fused=True)
+    llama = compiled(llama, workload, session)
+    inputs, targets = (ids.to(session.device) for ids in RandomCorpus(model).batch(0, 0, model.batch))
+
+    def train_step() -> None:
+        logits = llama(input_ids=inputs, use_cache=False).logits
+        F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return train_step
+
+
+def fitted(workload: Workload, free: float) -> Workload:
+    """A training step with as many layers as two models may have in `free` bytes."""
+    model: Model = workload.size
+    hidden, tokens = model.hidden, model.batch * model.sequence
+    kv = hidden * model.kv_heads // model.heads
+    parameters = 2 * hidden * (hidden + kv) + 3 * hidden * model.intermediate
+    # 8 bytes per parameter: bf16 weight, gradient, two moments. Saved per token: norms and MLP.
+    one = 2 * 8 * parameters + tokens * (24 * hidden + 8 * model.intermediate)
+    rest = 2 * 8 * 2 * model.vocabulary * hidden + 14 * tokens * model.vocabulary
+    layers = int(min(max((MEMORY * free - rest) // one, 1), model.layers))
+    return replace(workload, size=replace(model, layers=layers))
+
+
+def timed(session: Session, workload: Workload, run: Run) -> Timing:
+    """One turn. A training step is timed by the clock: its optimizer cannot be captured."""
+    if workload.make != "step" or not session.gpu:
+        return session.clock.measure([run])
+    torch.cuda.synchronize(session.device)
+    start = time.perf_counter()
+    for _ in range(STEPS):
+        run()
+    torch.cuda.synchronize(session.device)
+    return Timing(None, 1e3 * (time.perf_counter() - start) / STEPS, None, "wall")
+
+
+def in_turns(session: Session, workload: Workload, base: Run, run: Run) -> Row:
+    """Median times of an arm, and of bf16 beside it."""
+    for warm in (base, run) * (0 if session.tiny else WARMUP):
+        warm()
+    turns = [
+        (timed(session, workload, base), timed(session, workload, run)) for _ in range(1 if session.tiny else ROUNDS)
+    ]
+    figures = times(turns[-1][1])
+    for name in ("kernel_ms", "wall_ms"):
+        for prefix, index in (("bf16_", 0), ("", 1)):
+            values = [getattr(turn[index], name) for turn in turns]
+            figures[prefix + name] = None if None in values else round(statistics.median(values), 5)
+    own = [getattr(turn[1], workload.clock) for turn in turns]
+    if None not in own:
+        figures["spread"] = round((max(own) - min(own)) / statistics.median(own), 4)
+    return figures
+
+
+def beside(workload: Workload, arm: str, figures: Row, layers: int | None = None) -> Row:
+    """The measured speed-up and the published one. `layers` of the published model scale its times."""
+    mine, base = figures.get(workload.clock), figures.get(f"bf16_{workload.clock}")
+    row: Row = {"speedup": round(base / mine, 4) if mine and base else None, "clock": workload.clock}
+    rival = workload.rival(arm)
+    row |= {"source": workload.source, "note": workload.note, "published_arm": rival or arm, "published_speedup": None}
+    figure = workload.published.get(rival or arm)
+    if figure is not None:
+        row[f"published_{workload.unit}"] = round(figure, 4)
+    if layers is not None:
+        row |= {"layers": workload.size.layers, "layers_published": layers}
+        if figure is not None and workload.unit == "ms":
+            row["published_ms_scaled"] = round(figure * workload.size.layers / layers, 2)
+    if rival is not None:
+        published = workload.ratio(rival)
+        row["published_speedup"] = round(published, 4)
+        row["beside"] = round(row["speedup"] / published, 4) if row["speedup"] else None
+    return row
+
+
+class Turns:
+    """The arms of one workload; its bf16 is built once."""
+
+    def __init__(self, session: Session, workload: Workload) -> None:
+        self.session, self.layers = session, None
+        if session.tiny:
+            workload = replace(workload, size=TINY.get(workload.make, _tiny(workload)))
+        if workload.make == "step":
+            self.layers = workload.size.layers
+            if session.gpu:
+                workload = fitted(workload, torch.cuda.mem_get_info(session.device)[0])
+        self.workload = workload
+        self.base: Run | None = None
+
+    def make(self, arm: str) -> Run:
+        """What an arm runs."""
+        maker: Callable[..., Run] = make_step if self.workload.make == "step" else make_layer
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return maker(self.session, self.workload, arm)
+
+    def measure(self, arm: str) -> Row:
+        """The row of an arm."""
+        if self.base is None:
+            if self.workload.mode == "compiled":
+                torch._dynamo.reset()
+            self.base = self.make("bf16")
+        run = self.base if arm == "bf16" else self.make(arm)
+        figures = in_turns(self.session, self.workload, self.base, run)
+        return figures | beside(self.workload, arm, figures, self.layers)
+
+
+def _tiny(workload: Workload) -> Size:
+    return _TINY_LAYER if workload.size.heads else layer.TINY["tiny-block"]
+
+
+def main(arguments: list[str]) -> None:
+    """Measure, print a row at a time, write `results/<device>/published.json`."""
+    options = parser("published", __doc__, EXAMPLES)
+    names = [workload.name for workload in WORKLOADS]
+    options.add_argument("--workloads", nargs="+", choices=names, metavar="NAME", help=", ".join(names))
+    chosen = options.parse_args(arguments)
+    session = begin("published", chosen, arguments)
+    arms = [arm.name for arm in available([Arm(name) for name in ARMS])]
+    if not has_transformer_engine():
+        print("Transformer Engine is not importable: its arms are left out")
+        arms = [arm for arm in arms if not arm.startswith("te ")]
+    wanted = chosen.workloads or names[: QUICK if chosen.quick else None]
+    for workload in (workload for workload in WORKLOADS if workload.name in wanted):
+        turns = None
+        for arm in arms[:3] if chosen.quick else arms:
+            identity: Row = {"stage": "published", "case": workload.name, "arm": arm, "mode": workload.mode}
+            if session.out_of_time:
+                break
+            turns = turns or Turns(session, workload)
+            row = session.attempt(identity, functools.partial(turns.measure, arm)) or {}
+            if row.get("speedup") and row.get("published_speedup"):
+                print(f"    {row['published_arm']}, published: {row['published_speedup']:.2f} × bf16", flush=True)
+        turns = None
+        session.clean()
+    session.finish()
