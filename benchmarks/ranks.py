@@ -1,0 +1,357 @@
+"""Ranks on one GPU: what no CPU can show of streams, dtypes and captured buffers, short of a second card.
+
+    nccl 1    a world of one under NCCL: FSDP2, FP8 collectives, DDP's hook, sharded checkpoints, a captured collective
+    gloo 2    two processes on the one card over Gloo, with CUDA tensors: real exchange, real reduction
+
+The same cases run over Gloo on the CPU, where tests compare them with one process. A row's `result` is "as on the CPU",
+or what differs: collectives to the byte, gradients and losses within what another order of summation makes of FP8.
+`fsdp-bf16` has the losses of bf16. A rehearsal has CPUs on both sides.
+"""
+
+import functools
+import multiprocessing
+import os
+import tempfile
+import traceback
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import octavo
+from benchmarks.session import Row, Session, begin, parser
+from octavo import comm
+from octavo.kernels.conformance import difference, low_sqnr
+from octavo.parallel import Fp8AllReduce, Parallel, parallelize
+from octavo.tensor import local_tensor
+
+EXAMPLES = """ranks
+ranks --minutes 1
+ranks --rehearse"""
+SAME = "as on the CPU"
+VOCABULARY, WIDTH, TOKENS, STEPS = 256, 128, 64, 3
+DECIBELS = 20.0
+"""SQNR that gradients must have against the CPU's. FP8 has about 26 dB of its own."""
+LOSS = 0.01
+"""Relative difference that losses may have."""
+PATIENCE_S = 60.0
+"""For one case, after which its processes are ended."""
+Results = dict[str, Tensor]
+
+
+def model_on(device: torch.device, recipe: str | None) -> nn.Module:
+    """Two blocks between an embedding and a head, converted or not: the same on every rank."""
+    torch.manual_seed(0)
+    blocks = [
+        nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
+        for _ in range(2)
+    ]
+    model: nn.Module = nn.Sequential(
+        nn.Embedding(VOCABULARY, WIDTH), nn.Sequential(*blocks), nn.Linear(WIDTH, VOCABULARY, bias=False)
+    )
+    model = model.bfloat16().to(device)
+    return octavo.convert(model, recipe, verbose=False) if recipe else model
+
+
+def loss_of(model: nn.Module, step: int, device: torch.device) -> Tensor:
+    """Loss of a rank's share of a batch."""
+    generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+    tokens = torch.randint(VOCABULARY, (TOKENS + 1,), generator=generator).to(device)
+    return F.cross_entropy(model(tokens[:-1]).float(), tokens[1:])
+
+
+def whole(value: Any) -> Tensor:
+    """A tensor on the CPU, gathered where it is sharded."""
+    tensor: Tensor = value.full_tensor() if hasattr(value, "full_tensor") else value
+    return tensor.detach().float().cpu()
+
+
+def trained(model: nn.Module, device: torch.device) -> Results:
+    """Losses of some steps of Octavo's AdamW, averaged over ranks, and the gradients of the first."""
+    optimizer = octavo.AdamW(model.parameters(), lr=1e-3)
+    results: Results = {}
+    losses = []
+    for step in range(STEPS):
+        loss = loss_of(model, step, device)
+        loss.backward()
+        mean = loss.detach().clone()
+        dist.all_reduce(mean)
+        losses.append(mean.item() / dist.get_world_size())
+        if step == 0:
+            named = ((name.removeprefix("module."), p.grad) for name, p in model.named_parameters())
+            results = {f"gradient {name}": whole(grad) for name, grad in named}
+        optimizer.step()
+        optimizer.zero_grad()
+    return results | {"losses": torch.tensor(losses)}
+
+
+def training(recipe: str | None, device: torch.device, folder: Path, **settings: Any) -> Results:
+    """Training through `parallelize`."""
+    if settings.pop("copies", False):
+        settings |= {"dp_replicate": dist.get_world_size(), "dp_shard": 1}
+    return trained(parallelize(model_on(device, recipe), Parallel(**settings)), device)
+
+
+def hook(device: torch.device, folder: Path) -> Results:
+    """PyTorch's DDP with Octavo's hook, errors carried over."""
+    model = nn.parallel.DistributedDataParallel(model_on(device, "rowwise"))
+    Fp8AllReduce(error_feedback=True).register(model)
+    return trained(model, device)
+
+
+def collectives(device: torch.device, folder: Path, *, streams: bool = False) -> Results:
+    """Each FP8 collective in each dtype, odd sizes too; with `streams`, asynchronous ones behind a busy side stream."""
+    world, results = dist.get_world_size(), {}
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        source = torch.randn(4 * world, 131, generator=generator).to(dtype)
+        side = torch.cuda.Stream(device) if device.type == "cuda" and streams else None
+        with torch.cuda.stream(side):  # nothing where it is None
+            if side is not None:
+                torch.cuda._sleep(50_000_000)  # cycles: the input comes late
+            x = source.to(device, non_blocking=True) * 1
+            calls: dict[str, Callable[..., Any]] = {
+                "all_gather": comm.all_gather, "reduce_scatter": comm.reduce_scatter, "all_reduce": comm.all_reduce,
+                "all_to_all": comm.all_to_all_single,
+            }  # fmt: skip
+            for name, call in calls.items():
+                result = call(x, async_op=True).wait() if streams else call(x)
+                results[f"exact {name} {str(dtype).removeprefix('torch.')}"] = result
+        if side is not None:
+            torch.cuda.current_stream(device).wait_stream(side)
+    return {name: whole(result) for name, result in results.items()}
+
+
+def checkpoint(device: torch.device, folder: Path) -> Results:
+    """A sharded checkpoint of weights and FP8 states, read back into another model: the bytes of each rank."""
+    from octavo.train.checkpoint import shards
+    from octavo.train.config.optim_section import Optim
+    from octavo.train.optimizer import Fp8StateOptimizer
+    from octavo.train.parameter_groups import parameter_settings
+
+    states = []
+    for turn in range(2):
+        model = model_on(device, "rowwise")
+        optim = Optim(lr=1e-3)
+        settings = parameter_settings(model, optim)
+        model = parallelize(model, Parallel(fp8_comm="gather"))
+        more: Any = {"states": "fp8", "master": "remainder", "fp32_values": {}, "settings": settings}
+        optimizer = Fp8StateOptimizer(model, optim, **more)
+        if turn == 0:
+            loss_of(model, 0, device).backward()
+            optimizer.accumulate()
+            optimizer.step(1e-3, torch.tensor(1.0), 0)
+            shards.write(folder / shards.SHARDS, shards.state_of(model, optimizer))
+        else:
+            shards.read(folder / shards.SHARDS, model, optimizer)
+        state = shards.state_of(model, optimizer)
+        states.append({name: whole(local_tensor(value)) for name, value in state.items()})
+    written, read = states
+    if (wrong := difference(list(written.values()), list(read.values()), list(written))) is not None:
+        raise AssertionError(f"read back: {wrong}")
+    return {f"weight {name}": value for name, value in read.items() if name.startswith("model.")}
+
+
+def graph(device: torch.device, folder: Path) -> Results:
+    """A layer's forward and backward and an FP8 all_reduce of its gradient, captured once, replayed on new inputs."""
+    torch.manual_seed(0)
+    layer: Any = octavo.convert(nn.Linear(WIDTH, WIDTH).bfloat16(), "rowwise", verbose=False).to(device)
+    inputs = [torch.randn(TOKENS, WIDTH).bfloat16() * scale for scale in (1.0, 7.0, 0.1)]
+    x = inputs[0].to(device)
+
+    def run() -> Tensor:
+        (gradient,) = torch.autograd.grad(layer(x).square().sum(), layer.weight)
+        reduced: Tensor = comm.all_reduce(gradient)
+        return reduced
+
+    captured = None
+    if device.type == "cuda":
+        stream = torch.cuda.Stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            run()
+        torch.cuda.current_stream(device).wait_stream(stream)
+        captured = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(captured, capture_error_mode="thread_local"):  # NCCL has a thread that asks
+            output = run()
+    results = {}
+    for number, value in enumerate(inputs):
+        x.copy_(value)
+        if captured is None:
+            output = run()
+        else:
+            captured.replay()
+        results[f"gradient of replay {number}"] = whole(output)
+    return results
+
+
+CASES: dict[str, Callable[..., Results]] = {
+    "collectives": collectives,
+    "fsdp-on": functools.partial(training, "rowwise", fp8_comm="on"),
+    "ddp-hook": hook,
+    "streams": functools.partial(collectives, streams=True),
+    "checkpoint": checkpoint,
+    "graph": graph,
+    "fsdp-tensorwise": functools.partial(training, "tensorwise", fp8_comm="gather"),
+    "ddp-on": functools.partial(training, "rowwise", fp8_comm="on", copies=True),
+    "zero2-gather": functools.partial(training, "rowwise", fp8_comm="gather", reshard_after_forward=False),
+    "offload": functools.partial(training, "rowwise", fp8_comm="on", cpu_offload=True),
+    "fsdp-delayed": functools.partial(training, "delayed", fp8_comm="off"),
+    "fsdp-bf16": functools.partial(training, None, fp8_comm="off"),
+}
+"""In order of importance. `graph` needs NCCL: Gloo waits on the host, which cannot be captured."""
+
+
+def serve(connection: Connection, rank: int, world: int, backend: str, device: torch.device, folder: str) -> None:
+    """A rank: runs the cases that come until the other end is closed."""
+    torch.set_num_threads(1)
+    os.environ["LOCAL_RANK"] = "0"
+    try:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        store = f"file://{folder}/store"
+        dist.init_process_group(
+            backend, init_method=store, rank=rank, world_size=world, timeout=timedelta(seconds=PATIENCE_S)
+        )
+        while (name := connection.recv()) is not None:
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    answer: Any = CASES[name](device, Path(folder) / name)
+            except Exception:
+                answer = traceback.format_exc()
+            connection.send(answer)
+        dist.destroy_process_group()
+    except EOFError:
+        pass
+    except Exception:  # at the start: each case then says so
+        while connection.recv() is not None:
+            connection.send(traceback.format_exc())
+
+
+class World:
+    """Processes that are the ranks of one group."""
+
+    def __init__(self, backend: str, world: int, device: torch.device) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.folder = tempfile.TemporaryDirectory()
+        self.ranks: list[tuple[Any, Connection]] = []
+        self.arguments = backend, world, device
+        for rank in range(world):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=serve, args=(theirs, rank, world, backend, device, self.folder.name), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self.ranks.append((process, ours))
+
+    def start(self, case: str) -> None:
+        """Let all ranks run a case."""
+        for _, connection in self.ranks:
+            connection.send(case)
+
+    def results(self) -> Results:
+        """What rank 0 found. Raises RuntimeError with what a rank raised, or where one is silent; the world is over."""
+        answers = []
+        for rank, (process, connection) in enumerate(self.ranks):
+            if not connection.poll(2 * PATIENCE_S if not answers else 10.0):
+                raise RuntimeError(f"rank {rank} is silent, {'alive' if process.is_alive() else 'dead'}")
+            answers.append(connection.recv())
+        for rank, answer in enumerate(answers):
+            if isinstance(answer, str):
+                raise RuntimeError(f"rank {rank}: {answer}")
+        found: Results = answers[0]
+        return found
+
+    def close(self) -> None:
+        """End the processes."""
+        for process, connection in self.ranks:
+            connection.close()
+            process.terminate()
+            process.join(5)
+        self.folder.cleanup()
+
+
+class Pair:
+    """A world on the GPU and its reference; started again where a case has ended one."""
+
+    def __init__(self, backend: str, world: int, device: torch.device) -> None:
+        self.arguments = ((backend, world, device), ("gloo", world, torch.device("cpu")))
+        self.worlds = [World(*arguments) for arguments in self.arguments]
+
+    def measure(self, case: str) -> Row:
+        """The row of a case."""
+        try:
+            for world in self.worlds:
+                world.start(case)
+            actual, expected = (world.results() for world in self.worlds)
+        except Exception:
+            self.close()
+            self.worlds = [World(*arguments) for arguments in self.arguments]
+            raise
+        wrong = compared(expected, actual)
+        row: Row = {"result": f"WRONG: {wrong}" if wrong else SAME, "tensors": len(expected)}
+        if "losses" in actual:
+            row |= {"loss": round(float(actual["losses"][-1]), 4), "cpu_loss": round(float(expected["losses"][-1]), 4)}
+        return row
+
+    def close(self) -> None:
+        """End all processes."""
+        for world in self.worlds:
+            world.close()
+
+
+def compared(expected: Results, actual: Results) -> str | None:
+    """What differs first from the reference, or None."""
+    if expected.keys() != actual.keys():
+        return f"has {sorted(actual.keys() ^ expected.keys())} alone"
+    for name, reference in expected.items():
+        value = actual[name]
+        if name == "losses":
+            worst = float(((value - reference) / reference).abs().max())
+            if not worst <= LOSS:
+                return f"losses {value.tolist()}, on the CPU {reference.tolist()}"
+        elif name.startswith("exact"):
+            if (text := difference([reference], [value], [name])) is not None:
+                return text
+        elif (text := low_sqnr([reference], [value], DECIBELS, [name])) is not None:
+            return text
+    return None
+
+
+def main(arguments: list[str]) -> None:
+    """Run, print a row at a time, write `results/<device>/ranks.json`."""
+    session = begin("ranks", parser("ranks", __doc__, EXAMPLES).parse_args(arguments), arguments)
+    pairs = started(session)
+    try:
+        for case in CASES:
+            for name, pair in pairs.items():
+                if case != "graph" or name == "nccl1" or not session.gpu:
+                    session.attempt({"stage": name, "case": case}, functools.partial(pair.measure, case))
+    finally:
+        for pair in pairs.values():
+            pair.close()
+    wrong = sum("error" in row or "WRONG" in row.get("result", "") for row in session.rows)
+    session.facts["wrong"] = wrong
+    print(f"{len(session.rows)} cases, {wrong} of them wrong")
+    session.finish()
+
+
+def started(session: Session) -> dict[str, Pair]:
+    """The worlds, their processes starting side by side."""
+    backends = {"nccl1": ("cpu:gloo,cuda:nccl", 1), "gloo2": ("gloo", 2)}  # offloading also has tensors on the CPU
+    if session.gpu and not dist.is_nccl_available():
+        print("this build of torch has no NCCL: its cases are left out")
+        del backends["nccl1"]
+    return {
+        name: Pair(backend if session.gpu else "gloo", world, session.device)
+        for name, (backend, world) in backends.items()
+    }
