@@ -8,14 +8,14 @@ row's `result` is "as the reference" or what is wrong. The stage `tests` compare
 import functools
 
 from benchmarks import ceilings
+from benchmarks.deep import compared
 from benchmarks.session import Row, Session, begin, parser
 from octavo.kernels import fused  # noqa: F401  (registers its ops, which `status` then shows)
-from octavo.kernels.conformance import GPU, INTERPRETER, Check, checks, compare
+from octavo.kernels.conformance import checks
 from octavo.kernels.registry import OPS, Backend, Case, Op
 
 EXAMPLES = """probe
 probe --rehearse"""
-SAME = "as the reference"
 
 
 def backends(session: Session) -> None:
@@ -39,14 +39,9 @@ def deep(session: Session) -> None:
     for index, check in enumerate(checks(session.device)):
         if session.tiny and index:
             break
-        session.attempt({"stage": "deep", "case": f"{check.op} {check.case}"}, functools.partial(_deep, session, check))
-
-
-def _deep(session: Session, check: Check) -> Row:
-    budget = INTERPRETER if session.tiny else GPU
-    outcomes = compare([check], session.device, seconds=0.0, seed=0, budget=budget)
-    wrong = [f"configuration {o.config}: {o.first}" for o in outcomes if o.mismatches]
-    return {"result": f"WRONG: {'; '.join(wrong[:3])}" if wrong else SAME, "configurations": len(outcomes)}
+        session.attempt(
+            {"stage": "deep", "case": f"{check.op} {check.case}"}, functools.partial(compared, session, [check], 0)
+        )
 
 
 def main(arguments: list[str]) -> None:

@@ -1,0 +1,102 @@
+"""Every Triton kernel in every configuration beside the reference, as `octavo doctor --deep` compares them.
+
+Quantizers, products, grouped products, norms, GLU and their gradients, dequantization, messages, the optimizer. Most of
+the time goes into compiling, so all cores compile first: each process of a pool runs a share of the cases once, which
+fills Triton's cache. Then one process compares, a row per op and format, in rounds of new inputs. A row's `result` is
+"as the reference" or the first outputs that differ; `mismatches` counts runs.
+
+In a rehearsal Triton's interpreter runs one case of each op; there is nothing to compile.
+"""
+
+import functools
+import multiprocessing
+import os
+import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor, wait
+
+import torch
+
+from benchmarks.session import Row, Session, begin, parser
+from octavo.kernels.conformance import GPU, INTERPRETER, Check, checks, compare, unavailable_reason
+
+EXAMPLES = """deep
+deep --only e4m3/row
+deep --rounds 10 --minutes 5
+deep --rehearse"""
+SAME = "as the reference"
+COMPILE_SHARE = 0.6
+"""Of `--minutes`, at most, for the pool. What it has not compiled by then is compiled where it is compared."""
+
+
+def families(selected: Sequence[Check]) -> dict[str, list[Check]]:
+    """Checks by op and format, the first word of their case."""
+    by_name: dict[str, list[Check]] = {}
+    for check in selected:
+        by_name.setdefault(f"{check.op} {check.case.partition(' ')[0]}", []).append(check)
+    return by_name
+
+
+def compile_case(index: int, only: str) -> None:
+    """Run one case once in a process of the pool; what it computes is compared later."""
+    torch.set_num_threads(1)
+    device = torch.device("cuda", torch.cuda.current_device())
+    compare([checks(device, only)[index]], device, seconds=0.0, seed=0, budget=GPU)
+
+
+def compile_all(session: Session, count: int, seconds: float) -> Row:
+    """Compile all cases on all cores, for so many seconds at most."""
+    workers = min(os.cpu_count() or 1, 16, count)
+    pool = ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"))
+    start = time.monotonic()
+    futures = [pool.submit(compile_case, index, session.options.only) for index in range(count)]
+    done, _ = wait(futures, timeout=seconds)
+    processes = list((pool._processes or {}).values())
+    pool.shutdown(wait=False, cancel_futures=True)
+    for process in processes:  # one that hangs in a kernel would hold the device
+        process.kill()
+    failed = sum(future.exception() is not None for future in done if not future.cancelled())
+    return {
+        "result": f"{len(done) - failed} of {count} cases on {workers} cores",
+        "wall_ms": round(1e3 * (time.monotonic() - start)), "failed": failed,
+    }  # fmt: skip
+
+
+def compared(session: Session, selected: Sequence[Check], seed: int) -> Row:
+    """The row of some checks."""
+    budget = INTERPRETER if session.tiny else GPU
+    outcomes = compare(selected, session.device, seconds=0.0, seed=seed, budget=budget)
+    wrong = [f"{o.op} {o.case}, configuration {o.config}: {o.first}" for o in outcomes if o.mismatches]
+    return {
+        "result": f"WRONG: {'; '.join(wrong[:3])}" if wrong else SAME, "cases": len(selected),
+        "configurations": len(outcomes), "runs": sum(o.runs for o in outcomes),
+        "mismatches": sum(o.mismatches for o in outcomes), "wrong": len(wrong),
+    }  # fmt: skip
+
+
+def main(arguments: list[str]) -> None:
+    """Compile, compare, print a row at a time, write `results/<device>/deep.json`."""
+    options = parser("deep", __doc__, EXAMPLES)
+    options.add_argument("--rounds", type=int, default=2, help="rounds of new inputs (2)")
+    options.add_argument("--only", default="", help='cases whose "op case" contains this')
+    chosen = options.parse_args(arguments)
+    session = begin("deep", chosen, arguments)
+    if (reason := unavailable_reason(session.device)) is not None:
+        options.error(reason)
+    try:
+        selected = checks(session.device, chosen.only)
+    except ValueError as error:
+        options.error(str(error))
+    if session.tiny:
+        selected = list({check.op: check for check in reversed(selected)}.values())[::-1]
+    else:
+        seconds = 600.0 if chosen.minutes is None else 60 * COMPILE_SHARE * chosen.minutes
+        session.attempt({"stage": "compile"}, functools.partial(compile_all, session, len(selected), seconds))
+    for number in range(1 if session.tiny else chosen.rounds):
+        for name, family in families(selected).items():
+            one = functools.partial(compared, session, family, number)
+            session.attempt({"stage": "deep", "case": name, "round": number}, one)
+    wrong = sum("error" in row or "WRONG" in row.get("result", "") for row in session.rows)
+    session.facts["wrong"] = wrong
+    print(f"{len(session.rows)} rows, {wrong} of them wrong")
+    session.finish()
