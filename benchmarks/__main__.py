@@ -10,6 +10,9 @@
   adversarial  models known to break FP8, in every recipe and under the autopilot; docs/adversarial.md
   equalization  channel scales on synthetic operands, and refreshed more or less often; docs/numerics.md; needs no GPU
   published    workloads with public figures: bf16, torchao, Octavo and Transformer Engine in turns
+  ranks        one GPU under NCCL and under Gloo: sharded training, FP8 collectives, checkpoints, beside plain ones
+  deep         every kernel in every configuration beside the reference, compiled by all cores first
+  loss         FP8 beside bf16 on several seeds, for as many minutes as there are; goes on where it stopped
   lora         adapters on a base in FP8 beside bf16's, on three seeds; docs/training.md; needs no GPU
   long_run     hours of training with kills beside an undisturbed run; docs/training.md; needs no GPU
   families     what each family of models keeps for backward with FP8 activations; docs/memory.md
@@ -50,7 +53,7 @@ NAMES = (
     "probe", "gpu", "roofline", "sass", "scaling", "predictions", "compare_power", "compare_rates", "guard_alarms",
     "healthy_runs", "performance", "figures", "settings", "configs", "ptx", "l2", "host", "compiled", "equalization",
     "lora",
-    "scaling_hybrid", "long_run", "tutorials", "published",
+    "scaling_hybrid", "long_run", "tutorials", "published", "ranks", "deep", "loss",
 )  # fmt: skip
 COMPILES_ONLY = ("sass", "ptx", "host", "compiled")
 

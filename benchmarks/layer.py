@@ -10,6 +10,7 @@ limit that follows, with cuBLAS's FP8 products in place of those and everything 
 """
 
 import functools
+import importlib
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
@@ -72,20 +73,22 @@ EAGER = tuple(
 class Layer(nn.Module):
     """A Transformers decoder layer with its position embeddings: [batch, sequence, hidden] in and out."""
 
-    def __init__(self, size: Size) -> None:
+    def __init__(self, size: Size, family: str = "Llama") -> None:
         super().__init__()
-        from transformers import LlamaConfig
-        from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+        import transformers
 
-        config = LlamaConfig(
+        name = family.lower()
+        modeling = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+        config = getattr(transformers, f"{family}Config")(
             hidden_size=size.hidden, intermediate_size=size.intermediate, num_attention_heads=size.heads,
             num_key_value_heads=size.kv_heads, max_position_embeddings=size.sequence, num_hidden_layers=1,
             bos_token_id=0, eos_token_id=1,
         )  # fmt: skip
         config._attn_implementation = "sdpa"
-        self.layer = LlamaDecoderLayer(config, 0)
+        self.layer = getattr(modeling, f"{family}DecoderLayer")(config, 0)
         positions = torch.arange(size.sequence)[None]
-        cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1, dtype=torch.bfloat16), positions)
+        rotary = getattr(modeling, f"{family}RotaryEmbedding")(config)
+        cos, sin = rotary(torch.zeros(1, dtype=torch.bfloat16), positions)
         self.register_buffer("cos", cos)
         self.register_buffer("sin", sin)
 

@@ -130,26 +130,6 @@ TINY = {"step": TINY_MODEL, "linear": Size(64, 96, 0, 0, 1, 32)}
 _TINY_LAYER = layer.TINY["tiny-llama"]
 
 
-class OlmoLayer(layer.Layer):
-    """OLMo's decoder layer: Llama's products, norms without weights."""
-
-    def __init__(self, size: Size) -> None:
-        from transformers import OlmoConfig
-        from transformers.models.olmo.modeling_olmo import OlmoDecoderLayer, OlmoRotaryEmbedding
-
-        nn.Module.__init__(self)
-        config = OlmoConfig(
-            hidden_size=size.hidden, intermediate_size=size.intermediate, num_attention_heads=size.heads,
-            num_key_value_heads=size.kv_heads, num_hidden_layers=1, bos_token_id=0, eos_token_id=1, pad_token_id=1,
-        )  # fmt: skip
-        config._attn_implementation = "sdpa"
-        self.layer = OlmoDecoderLayer(config, 0)
-        positions = torch.arange(size.sequence)[None]
-        cos, sin = OlmoRotaryEmbedding(config)(torch.zeros(1, dtype=torch.bfloat16), positions)
-        self.register_buffer("cos", cos)
-        self.register_buffer("sin", sin)
-
-
 class NanochatBlock(nn.Module):
     """nanochat's block, without its value embeddings and rotary positions: attention, and an MLP with relu²."""
 
@@ -227,7 +207,7 @@ def make_layer(session: Session, workload: Workload, arm: str) -> Run:
         elif workload.make == "layer":
             module = layer.block(size, session.device)
         else:
-            module = {"olmo": OlmoLayer, "nanochat": NanochatBlock}[workload.make](size)
+            module = NanochatBlock(size) if workload.make == "nanochat" else layer.Layer(size, "Olmo")
         x = torch.randn(size.batch, size.sequence, size.hidden).bfloat16()
         g = torch.randn(size.batch, size.sequence, size.hidden if size.heads else size.intermediate).bfloat16()
     model = converted(module.bfloat16(), arm, session)
