@@ -19,18 +19,17 @@ for this kernel on sm_90; TMA stores, which need output rows in multiples of 16 
 """
 
 import math
-from functools import lru_cache, partial
+from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from octavo.kernels.gemm.device import product_kernel
 from octavo.kernels.gemm.operand_layout import blocks_of, empty_product, oriented
-from octavo.kernels.gemm.triton_plan import TritonProduct
+from octavo.kernels.gemm.triton_plan import TritonProduct, tile_layout
 from octavo.kernels.launch import INTERPRETED, Launch, Variant
 from octavo.kernels.registry import Case, Shape
 from octavo.numerics.formats import E5M2
@@ -143,11 +142,8 @@ def plan_of(
     a_rows, b_rows = (_NO_SCALE if operand.scale is None else operand.blocks.rows for operand in (left, right))
     launch = _launch(chosen, target, a_rows, b_rows, blocked, bias is not None, fast, round_first, overlap)
     programs = min(chosen.tiles(m, n), target.multiprocessors if overlap else chosen.programs(target))
-    describe = (
-        partial(_descriptor, rows=chosen.tile_m, columns=chosen.tile_k, overlap=overlap) if target.tma else _itself,
-        partial(_descriptor, rows=chosen.tile_n, columns=chosen.tile_k, overlap=overlap) if target.tma else _itself,
-    )
-    return TritonProduct(launch, programs, left, right, bias, layout, out_dtype, describe)
+    tiles = [(rows, chosen.tile_k) for rows in (chosen.tile_m, chosen.tile_n)] if target.tma else None
+    return TritonProduct(launch, programs, left, right, bias, layout, out_dtype, tiles, overlap)
 
 
 _OLDER_TRITON = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9)
@@ -161,27 +157,6 @@ def supports_blocks(left: Granularity, right: Granularity) -> bool:
     if left.columns == right.columns == BLOCK:
         return (left.rows, right.rows) in ((1, 1), (1, BLOCK), (BLOCK, 1))
     return left.columns == right.columns == FULL and {left.rows, right.rows} <= {FULL, 1}
-
-
-def _itself(data: Tensor) -> Tensor:
-    return data
-
-
-def _descriptor(data: Tensor, rows: int, columns: int, overlap: bool) -> Any:
-    sizes = list(data.shape), list(data.stride()), [rows, columns]
-    if not overlap:
-        return TensorDescriptor(data, *sizes)
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
-
-    return GluonDescriptor(data, *sizes, _tile_layout())
-
-
-@lru_cache(maxsize=1)
-def _tile_layout() -> Any:
-    """Return the layout of operands in shared memory, which the matrix units read: rows of 128 bytes, swizzled."""
-    from triton.experimental.gluon.language import NVMMASharedLayout
-
-    return NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
 
 
 def blocked_rows(left: Granularity, right: Granularity) -> int:
@@ -399,5 +374,5 @@ def _types(case: str, config: Config, tma: bool, overlap: bool) -> list[str]:
     if not tma:
         return [f"*{code}" for code in codes]
     tiles = (config.tile_m, config.tile_n)
-    layout = f",{_tile_layout()!r}" if overlap else ""
+    layout = f",{tile_layout()!r}" if overlap else ""
     return [f"tensordesc<{code}[{tile}, {config.tile_k}]{layout}>" for code, tile in zip(codes, tiles, strict=True)]

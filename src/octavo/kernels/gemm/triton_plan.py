@@ -6,10 +6,12 @@ empty operands                                  no plan: nothing is launched
 """
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from octavo.kernels.gemm.operand_layout import ALIGNMENT, Operand, packed
 from octavo.kernels.launch import Launch, PreparedLaunch, preparation
@@ -28,20 +30,21 @@ class TritonProduct:
         bias: [n], or None.
         layout: As in `octavo.kernels.gemm.scaled_mm`.
         out_dtype: As there.
-        describe: Two functions that return what the kernel reads packed A and B through.
+        tiles: Rows and columns of the tiles of A and B that TMA loads; None where the kernel reads through pointers.
+        gluon: Whether the kernel is in Gluon, which has descriptors of its own.
     """
 
     __slots__ = (
-        "_as_they_are", "_biased", "_describe", "_device", "_empty", "_launch", "_out", "_programs", "_scalars",
-        "_scaled", "_step", "_transposed", "run",
+        "_as_they_are", "_biased", "_device", "_empty", "_gluon", "_launch", "_out", "_programs", "_scalars",
+        "_scaled", "_step", "_tiles", "_transposed", "run",
     )  # fmt: skip
 
     def __init__(
         self, launch: Launch, programs: int, left: Operand, right: Operand, bias: Tensor | None, layout: str,
-        out_dtype: torch.dtype, describe: tuple[Callable[[Tensor], Any], Callable[[Tensor], Any]],
+        out_dtype: torch.dtype, tiles: list[tuple[int, int]] | None, gluon: bool,
     ) -> None:  # fmt: skip
         (m, k), n, device = left.data.shape, right.data.shape[0], left.data.device
-        self._launch, self._programs, self._describe = launch, programs, describe
+        self._launch, self._programs, self._tiles, self._gluon = launch, programs, tiles, gluon
         self._device, self._empty, self._out = device, empty_strided_on(device), ((m, n), (n, 1), out_dtype)
         self._transposed = layout[0] == "t", layout[1] == "n"
         self._scaled, self._biased = (left.scale is not None, right.scale is not None), bias is not None
@@ -73,8 +76,9 @@ class TritonProduct:
         others = out if a_scale is None else a_scale, out if b_scale is None else b_scale
         tensors = left, right, out, *others, out if bias is None else bias.contiguous()
         if self._step is None:
-            described = [describe(data) for describe, data in zip(self._describe, (left, right), strict=True)]
-            arguments = dict(zip(_TENSORS, (*described, *tensors[2:]), strict=True)) | self._scalars
+            arguments = dict(zip(_TENSORS, tensors, strict=True)) | self._scalars
+            for name, data, tile in zip("ab", (left, right), self._tiles or (), strict=False):
+                arguments[name] = _descriptor(data, tile, self._gluon)
             self._step = self._launch.prepared((self._programs,), arguments)
         elif self.run == self._run and self._as_they_are:  # a product that runs once, as that of an op, is not worth it
             self.run = self._generated(self._step) or self._run
@@ -101,6 +105,23 @@ class TritonProduct:
             *(f"{name.lower()} = out" for name, present in zip(_PARAMETERS, read, strict=True) if not present),
         ]
         return function_of(", ".join(_PARAMETERS), [*lines, launched, "return OUT"], constants)
+
+
+def _descriptor(data: Tensor, tile: tuple[int, int], gluon: bool) -> Any:
+    sizes = list(data.shape), list(data.stride()), list(tile)
+    if not gluon:
+        return TensorDescriptor(data, *sizes)
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
+
+    return GluonDescriptor(data, *sizes, tile_layout())
+
+
+@lru_cache(maxsize=1)
+def tile_layout() -> Any:
+    """Return the layout of operands in shared memory, which the matrix units read: rows of 128 bytes, swizzled."""
+    from triton.experimental.gluon.language import NVMMASharedLayout
+
+    return NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
 
 
 _TENSORS = ("a", "b", "out", "a_scale", "b_scale", "bias")
