@@ -207,14 +207,16 @@ def test_ranks_rehearse(tmp_path):
 
 def test_a_wrong_kernel_is_counted(tmp_path):
     session = session_of("deep", tmp_path, Rehearsal())
-    same = {"inputs": lambda rng: (rng.normal(4),), "expected": lambda x: [x]}
+    seeds = []
+    same = {"inputs": lambda rng: seeds.append(rng.seed) or (rng.normal(4),), "expected": lambda x: [x]}
     good = Check(op="op", case="e4m3 a", configs=(0,), actual=lambda x, config: [x], **same)
     bad = Check(op="op", case="e4m3 b", configs=(0, 1), actual=lambda x, config: [x + config], **same)
     assert list(deep.families([good, bad])) == ["op e4m3"]
     row = deep.compared(session, [good], 0)
     assert (row["result"], row["cases"], row["mismatches"]) == (deep.SAME, 1, 0)
     session.clock.timed = True  # as on a GPU: all configurations, twice
-    row = deep.compared(session, [good, bad], 0)
+    row = deep.compared(session, [good, bad], 7)
+    assert [seed[0] for seed in seeds] == ["0", "7", "7"]
     assert (row["configurations"], row["runs"], row["mismatches"], row["wrong"]) == (3, 6, 2, 1)
     assert row["result"].startswith("WRONG: op e4m3 b, configuration 1: round 0") and "output 0" in row["result"]
 
