@@ -1,5 +1,6 @@
 """Benchmarks that anyone can repeat: `python -m benchmarks <name> [options]`, each with `--help`.
 
+  smoke        converted linears: numbers, time beside bf16, profile by kernel; what to run first on a GPU
   kernels      quantizers, FP8 products and fused kernels, one by one, in TB/s and TFLOP/s
   linear       a linear layer, forward and backward, beside bf16 and torchao; also times CPUs
   calibrate    which backend and configuration wins each FP8 product, kept for what runs after it
@@ -52,7 +53,7 @@ NAMES = (
     "kernels", "linear", "calibrate", "layer", "compile", "train", "convergence", "adversarial", "families", "fuzz",
     "probe", "gpu", "roofline", "sass", "scaling", "predictions", "compare_power", "compare_rates", "guard_alarms",
     "healthy_runs", "performance", "figures", "settings", "configs", "ptx", "l2", "host", "compiled", "equalization",
-    "lora",
+    "lora", "smoke",
     "scaling_hybrid", "long_run", "tutorials", "published", "ranks", "deep", "loss",
 )  # fmt: skip
 COMPILES_ONLY = ("sass", "ptx", "host", "compiled")

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import statistics
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 import octavo
 from benchmarks.session import Session
-from benchmarks.timing import Run
+from benchmarks.timing import Run, Timing
 from benchmarks.variants import FirstMaxima, VariantLinear, replace_linears
 from octavo.kernels.library import DECOMPOSITIONS
 
@@ -146,3 +147,31 @@ def speedup(rows: Sequence[dict[str, Any]], row: dict[str, Any], **same: Any) ->
                 ratios[name] = round(base[field] / row[field], 4)
         break
     return ratios
+
+
+def in_turns(session: Session, base: Sequence[Run], runs: Sequence[Run], rounds: int = 3) -> dict[str, Any]:
+    """Time bf16 (`base`) and an arm alternately, because a GPU's clocks drift: medians, ratios and their range."""
+    clock, pairs = session.clock, []
+    for _ in range(1 if session.tiny else rounds):
+        pairs.append((clock.measure(base), clock.measure(runs)))
+    figures: dict[str, Any] = {"method": pairs[0][1].method, "rounds": len(pairs)}
+    for field, name in (("kernel_ms", "speedup"), ("wall_ms", "wall_speedup")):
+        values = [(getattr(before, field), getattr(after, field)) for before, after in pairs]
+        if any(None in pair for pair in values):
+            figures[field] = None
+            continue
+        ratios = sorted(before / after for before, after in values)
+        figures[f"bf16_{field}"], figures[field] = (round(statistics.median(ms), 5) for ms in zip(*values, strict=True))
+        figures |= {name: round(statistics.median(ratios), 4), f"{name}_range": [round(ratios[i], 4) for i in (0, -1)]}
+    for name, timings in zip(("bf16_spread", "spread"), zip(*pairs, strict=True), strict=True):
+        figures[name] = _spread(timings)
+    return figures
+
+
+def _spread(timings: Sequence[Timing]) -> float | None:
+    """Width of some kernel times over their median, or that within one of them if it is larger."""
+    times = [timing.kernel_ms for timing in timings if timing.kernel_ms is not None]
+    if not times:
+        return None
+    within = max(timing.spread or 0.0 for timing in timings)
+    return round(max((max(times) - min(times)) / statistics.median(times), within), 5)

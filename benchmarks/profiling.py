@@ -1,0 +1,147 @@
+"""A profile by kernel: what ran, for how long, and which operations and phases of the host launched it.
+
+On a GPU, kernels, copies and memory sets come from the trace that `torch.profiler` exports. The host's call that
+launched one has the same correlation; the operations that enclose this call, and the phases (`record_function`) in
+whose time it falls, say what the kernel is for. Backward launches from a thread of its own, so phases go by time and
+operations by thread. On a CPU, operations stand for kernels, each with its own time, without that of the operations it
+calls, so that the same code is rehearsed.
+"""
+
+import json
+import re
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+Event = dict[str, Any]
+ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
+LONGEST_NAME = 80
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One kernel of a profile.
+
+    Attributes:
+        name: Its name, without what templates and Triton add.
+        start: Microseconds, from an arbitrary zero.
+        us: Its duration in microseconds.
+        stack: Operations that enclose its launch, outermost first.
+        phases: Phases in which it was launched, outermost first.
+    """
+
+    name: str
+    start: float
+    us: float
+    stack: tuple[str, ...]
+    phases: tuple[str, ...]
+
+    @property
+    def end(self) -> float:
+        """When it ended, in microseconds."""
+        return self.start + self.us
+
+
+def record(run: Callable[[], Any], device: torch.device) -> list[Kernel]:
+    """The kernels of one call, in order of their launches. Warm up before: a compilation would be in the profile."""
+    gpu = device.type == "cuda"
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if gpu else [])]
+    with profile(activities=activities, acc_events=True) as profiler:
+        run()
+        if gpu:
+            torch.cuda.synchronize(device)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        return read(json.loads(path.read_text(errors="replace"))["traceEvents"])
+
+
+def read(events: Iterable[Event]) -> list[Kernel]:
+    """The kernels of a trace: those of a GPU, or, where it has none, operations with their own time."""
+    spans = [event for event in events if event.get("ph") == "X"]
+    by_thread: dict[Any, list[Event]] = {}
+    for event in spans:
+        if event["cat"] == "cpu_op":
+            by_thread.setdefault(event["tid"], []).append(event)
+    on_gpu = [event for event in spans if event["cat"] in ON_GPU]
+    calls = {e["args"]["correlation"]: e for e in spans if e["cat"] in ("cuda_runtime", "cuda_driver") and _is_call(e)}
+    if on_gpu:
+        pairs = [(event, calls.get(event["args"].get("correlation"), event)) for event in on_gpu]
+    else:
+        pairs = [pair for operations in by_thread.values() for pair in _own_times(operations)]
+    pairs.sort(key=lambda pair: pair[1]["ts"])
+    phases = _enclosing([e for e in spans if e["cat"] == "user_annotation"], [call["ts"] for _, call in pairs])
+    stacks: dict[int, tuple[str, ...]] = {}
+    for thread, operations in by_thread.items():
+        own = [index for index, (_, call) in enumerate(pairs) if call["tid"] == thread]
+        stacks |= zip(own, _enclosing(operations, [pairs[index][1]["ts"] for index in own]), strict=True)
+    return [
+        Kernel(_short(event["name"]), event["ts"], event["dur"], stacks.get(index, ()), phases[index])
+        for index, (event, _) in enumerate(pairs)
+    ]
+
+
+def _is_call(event: Event) -> bool:
+    return "correlation" in event.get("args", {})
+
+
+def _own_times(operations: Sequence[Event]) -> list[tuple[Event, Event]]:
+    """Each operation twice: with its own time, without that of the operations it calls, as duration; and as it is."""
+    own, around = {}, []
+    for row in sorted(operations, key=lambda event: (event["ts"], -event["dur"])):
+        around = [span for span in around if span["ts"] + span["dur"] > row["ts"]]
+        if around:
+            own[id(around[-1])] -= row["dur"]
+        own[id(row)] = row["dur"]
+        around.append(row)
+    return [({**row, "dur": own[id(row)]}, row) for row in operations]
+
+
+def _enclosing(spans: Sequence[Event], times: Sequence[float]) -> list[tuple[str, ...]]:
+    """For each of the ascending times the names of the spans around it, outermost first."""
+    rows, around, names = sorted(spans, key=lambda event: (event["ts"], -event["dur"])), [], []
+    index = 0
+    for time in times:
+        while index < len(rows) and rows[index]["ts"] <= time:
+            around = [span for span in around if span["ts"] + span["dur"] > rows[index]["ts"]]
+            around.append(rows[index])
+            index += 1
+        around = [span for span in around if span["ts"] + span["dur"] >= time]
+        names.append(tuple(span["name"] for span in around))
+    return names
+
+
+def _short(name: str) -> str:
+    """A kernel's name without arguments, templates and `void`."""
+    plain = name.removeprefix("void ").partition("(")[0] if not name.startswith("Mem") else name
+    for _ in range(8):
+        plain, found = re.subn(r"<[^<>]*>", "", plain)
+        if not found:
+            break
+    return plain.partition("<")[0][:LONGEST_NAME]
+
+
+def busy_us(kernels: Sequence[Kernel]) -> float:
+    """Microseconds in which at least one kernel ran."""
+    total, until = 0.0, float("-inf")
+    for kernel in sorted(kernels, key=lambda kernel: kernel.start):
+        total += max(kernel.end - max(kernel.start, until), 0.0)
+        until = max(until, kernel.end)
+    return total
+
+
+def table(kernels: Sequence[Kernel], most: int = 14) -> list[dict[str, Any]]:
+    """Name, count and microseconds of the kernels that took the longest, and of the others together."""
+    sums: dict[str, list[float]] = {}
+    for kernel in kernels:
+        one = sums.setdefault(kernel.name, [0, 0.0])
+        one[0], one[1] = one[0] + 1, one[1] + kernel.us
+    rows = sorted(sums.items(), key=lambda item: -item[1][1])
+    others = [sum(numbers) for numbers in zip(*(one for _, one in rows[most:]), strict=True)]
+    rows = rows[:most] + ([(f"{len(rows) - most} others", others)] if others else [])
+    return [{"name": name, "count": int(count), "us": round(us, 2)} for name, (count, us) in rows]

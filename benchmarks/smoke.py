@@ -1,0 +1,106 @@
+"""Converted linears, forward and backward: right numbers, time beside bf16, and a profile by kernel. First in any run.
+
+Each row compares Y, ∂X and ∂W with those of the bf16 linear of the same weights (SQNR in dB), and fails if one of them
+is not finite or below what its recipe must reach. Then bf16 and the recipe are timed in turns. `profile` has the
+kernels of one forward and backward, the longest first; `tbs` is there where the bytes that a kernel moves are known.
+`rowwise` and `tensorwise` come first, at three shapes; then the other recipes at the first shape.
+"""
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks import profiling, shapes
+from benchmarks.arms import Arm, build, in_turns, step
+from benchmarks.linear import buffers, layer
+from benchmarks.session import Row, Session, begin, parser
+from benchmarks.shapes import Shape
+from benchmarks.timing import sets
+from octavo.numerics import sqnr
+from octavo.numerics.recipe import RECIPES
+
+EXAMPLES = """smoke
+smoke --quick
+smoke --rehearse"""
+SHAPES: tuple[Shape, ...] = ((shapes.TOKENS, 4096, 14336), (4096, 4096, 4096), (shapes.TOKENS, 14336, 4096))
+FIRST = ("rowwise", "tensorwise")
+OUTPUTS = ("y", "dx", "dw")
+SETTLED = 64
+"""Passes after which a recipe that measures channels or keeps a history does so seldom, or has a full one."""
+
+
+def results(model: Any, x: Tensor, g: Tensor) -> dict[str, Tensor]:
+    """Y, ∂X and ∂W."""
+    y = model(x)
+    return dict(zip(OUTPUTS, (y, *torch.autograd.grad(y, (x, *model.parameters()), g)), strict=True))
+
+
+def quality(recipe: str, exact: dict[str, Tensor], computed: dict[str, Tensor]) -> Row:
+    """The SQNR of each result. Raises ArithmeticError for one that is not finite or has more noise than its format."""
+    figures: Row = {}
+    for name in OUTPUTS:
+        if not torch.isfinite(computed[name]).all():
+            raise ArithmeticError(f"{recipe}: {name} is not finite")
+        least, decibel = 100.0, sqnr(exact[name], computed[name])
+        if recipe in RECIPES:
+            spec = RECIPES[recipe].x if name == "y" else RECIPES[recipe].dgrad_g
+            least = spec.format.tolerance_db
+        if not decibel >= least:
+            raise ArithmeticError(f"{recipe}: {name} has {decibel:.1f} dB to bf16's, and needs {least:g} dB")
+        figures[f"sqnr_{name}"] = round(min(decibel, 999.0), 2)
+    return figures
+
+
+def moved(recipe: str, shape: Shape) -> dict[str, float]:
+    """Bytes that kernels move in a forward and backward, by name: bf16 reads of maxima, and both casts of G."""
+    m, k, n = shape
+    if recipe == "rowwise":
+        return {"maxima_kernel": 2 * m * n}
+    return {"maxima_kernel": 2 * (m * k + n * k + m * n)} if recipe == "tensorwise" else {}
+
+
+def measure(session: Session, shape: Shape, recipe: str) -> Row:
+    """One row: SQNR, times in turns with bf16, profile."""
+    torch.manual_seed(0)
+    base = layer(shape, session)
+    count = sets(2 * (shape[0] * shape[1] + shape[0] * shape[2]), session.clock.l2_bytes) if session.gpu else 1
+    inputs = buffers(shape, session.device, count)
+    model: Any = build(base, Arm(f"octavo {recipe}" if recipe != "bf16" else "bf16"), session)
+    figures = quality(recipe, results(base, *inputs[0]), results(model, *inputs[0]))
+    plain, runs = ([step(each, list(each.parameters()), x, g) for x, g in inputs] for each in (base, model))
+    if recipe in RECIPES and RECIPES[recipe].layer_state:
+        for _ in range(2 if session.tiny else SETTLED):
+            runs[0]()
+    figures |= in_turns(session, plain, runs)
+    kernels = profiling.record(runs[0], session.device)
+    known = moved(recipe, shape)
+    figures["profile"] = profiling.table(kernels)
+    for row in figures["profile"]:
+        if session.gpu and row["name"] in known:
+            row["tbs"] = round(known[row["name"]] / row["us"] / 1e6, 3)
+    if session.gpu:
+        figures["busy_ms"] = round(profiling.busy_us(kernels) / 1e3, 5)
+    return figures
+
+
+def plan(session: Session) -> list[tuple[Shape, str]]:
+    """What to measure, in order of importance."""
+    sizes = shapes.SETS["tiny"][:1] if session.tiny else SHAPES
+    todo = [(shape, recipe) for shape in sizes for recipe in FIRST]
+    todo += [(sizes[0], "bf16")]
+    others = [] if session.options.quick else [name for name in RECIPES if name not in FIRST]
+    return todo + [(sizes[0], recipe) for recipe in others]
+
+
+def main(arguments: list[str]) -> None:
+    """Measure, print a row at a time, write `results/<device>/smoke.json`."""
+    session = begin("smoke", parser("smoke", __doc__, EXAMPLES).parse_args(arguments), arguments)
+    for shape, recipe in plan(session):
+        m, k, n = shape
+        identity: Row = {"stage": "smoke", "shape": shapes.label(shape), "m": m, "k": k, "n": n}
+        identity |= {"arm": f"octavo {recipe}" if recipe != "bf16" else "bf16", "mode": "eager"}
+        session.attempt(identity, functools.partial(measure, session, shape, recipe))
+    buffers.cache_clear()
+    session.finish()

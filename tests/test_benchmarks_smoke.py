@@ -1,0 +1,142 @@
+"""The first minutes on a GPU, without one: profiles from traces, arms in turns, and wrong numbers that fail a row."""
+
+import argparse
+import json
+
+import pytest
+import torch
+from benchmarks import arms, profiling, session, smoke
+from benchmarks.timing import Timing
+from torch import nn
+
+CPU = torch.device("cpu")
+SHAPE = (48, 64, 32)
+
+
+class Drifting:
+    """A clock on which each measurement takes one millisecond longer than the last."""
+
+    timed, l2_bytes = True, 0.0
+
+    def __init__(self):
+        self.ms = 0.0
+
+    def measure(self, runs, *, wall=True):
+        for run in runs:
+            run()
+        self.ms += 1.0
+        return Timing(self.ms, 2 * self.ms, 0.01, "graph")
+
+    def peak_mib(self, run):
+        return 3.0
+
+
+@pytest.fixture
+def drifting(tmp_path):
+    options = argparse.Namespace(arguments=[], quick=False)
+    return session.Session("smoke", CPU, Drifting(), options, paths=[tmp_path / "smoke.json"])
+
+
+def span(cat, name, ts, dur, tid, **args):
+    return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur, "tid": tid, "args": args}
+
+
+# A forward in thread 1, a backward in thread 2, and their kernels in stream 7, which run later.
+TRACE = [
+    {"ph": "M", "name": "process_name"},
+    span("user_annotation", "forward", 0, 50, 1),
+    span("user_annotation", "backward", 50, 50, 1),
+    span("cpu_op", "_PlannedLinear", 10, 30, 1),
+    span("cpu_op", "aten::mm", 20, 10, 1),
+    span("cpu_op", "autograd::engine::evaluate_function: MmBackward0", 60, 30, 2),
+    span("cuda_driver", "cuLaunchKernelEx", 12, 2, 1, correlation=1),
+    span("cuda_runtime", "cudaLaunchKernel", 25, 2, 1, correlation=2),
+    span("cuda_runtime", "cudaMemsetAsync", 70, 2, 2, correlation=3),
+    span("cuda_runtime", "cudaDeviceSynchronize", 95, 2, 1),
+    span("kernel", "rows_kernel", 100, 20, 7, correlation=1, grid=[1, 1, 1]),
+    span("kernel", "void cutlass::Kernel2<cutlass::gemm<float, 3> >(Params)", 110, 30, 7, correlation=2),
+    span("gpu_memset", "Memset (Device)", 150, 5, 7, correlation=3),
+]
+
+
+def test_kernels_belong_to_the_operations_and_phases_of_their_launch():
+    kernels = profiling.read(TRACE)
+    assert [(kernel.name, kernel.stack, kernel.phases) for kernel in kernels] == [
+        ("rows_kernel", ("_PlannedLinear",), ("forward",)),
+        ("cutlass::Kernel2", ("_PlannedLinear", "aten::mm"), ("forward",)),
+        ("Memset (Device)", ("autograd::engine::evaluate_function: MmBackward0",), ("backward",)),
+    ]
+    assert profiling.busy_us(kernels) == 45  # of which two run at once for 10
+    assert profiling.table(kernels, 1) == [
+        {"name": "cutlass::Kernel2", "count": 1, "us": 30},
+        {"name": "2 others", "count": 2, "us": 25},
+    ]
+
+
+@pytest.mark.thorough
+def test_a_profile_on_a_cpu_has_operations_with_their_own_time():
+    x = torch.randn(8, 8, requires_grad=True)
+
+    def run():
+        with torch.profiler.record_function("whole"):
+            (x @ x).sum().backward()
+
+    run()
+    kernels = profiling.record(run, CPU)
+    products = [kernel for kernel in kernels if kernel.name == "aten::mm"]
+    assert len(products) == 3 and all(kernel.phases == ("whole",) and kernel.us > 0 for kernel in products)
+    assert sum(kernel.stack[0].startswith("autograd::engine") for kernel in products) == 2
+    assert {kernel.stack[-1] for kernel in products} == {"aten::mm"}
+
+
+def test_an_operation_has_its_own_time_on_a_cpu():
+    outer, inner = span("cpu_op", "outer", 0, 10, 1), span("cpu_op", "inner", 2, 5, 1)
+    other = span("cpu_op", "other", 3, 4, 2)  # in another thread
+    kernels = profiling.read([outer, inner, other])
+    assert [(kernel.name, kernel.us) for kernel in kernels] == [("outer", 5), ("inner", 5), ("other", 4)]
+
+
+def test_arms_are_timed_in_turns(drifting):
+    calls = []
+    figures = arms.in_turns(drifting, [lambda: calls.append("bf16")], [lambda: calls.append("arm")])
+    assert calls == ["bf16", "arm"] * 3
+    assert figures == {
+        "method": "graph", "rounds": 3, "kernel_ms": 4.0, "wall_ms": 8.0, "bf16_kernel_ms": 3.0, "bf16_wall_ms": 6.0,
+        "speedup": 0.75, "wall_speedup": 0.75, "speedup_range": [0.5, 0.8333], "wall_speedup_range": [0.5, 0.8333],
+        "spread": 1.0, "bf16_spread": 1.33333,
+    }  # fmt: skip
+
+
+@pytest.mark.thorough
+def test_rows_of_smoke(drifting):
+    row = smoke.measure(drifting, SHAPE, "rowwise")
+    assert all(28 < row[f"sqnr_{name}"] < 31 for name in smoke.OUTPUTS), row
+    assert (row["kernel_ms"], row["bf16_kernel_ms"], row["speedup"]) == (4.0, 3.0, 0.75)
+    assert row["profile"][0]["us"] >= row["profile"][1]["us"] > 0 and row["profile"][0]["count"] > 0
+    same = smoke.measure(drifting, SHAPE, "bf16")
+    assert [same[f"sqnr_{name}"] for name in smoke.OUTPUTS] == [999.0] * 3
+
+
+@pytest.mark.parametrize(("factor", "problem"), [(1.2, "y has 14.0 dB to bf16's, and needs"), (float("nan"), "finite")])
+def test_wrong_numbers_fail_their_row(drifting, monkeypatch, factor, problem):
+    class Wrong(nn.Linear):
+        def forward(self, x):
+            return factor * super().forward(x)
+
+    def build(module, arm, session):
+        wrong = Wrong(SHAPE[1], SHAPE[2], bias=False, dtype=torch.bfloat16)
+        wrong.load_state_dict(module.state_dict())
+        return wrong
+
+    monkeypatch.setattr(smoke, "build", build)
+    row = drifting.attempt({"arm": "octavo rowwise"}, lambda: smoke.measure(drifting, SHAPE, "rowwise"))
+    assert problem in row["error"] and "kernel_ms" not in row
+
+
+@pytest.mark.thorough
+def test_smoke_is_rehearsed(tmp_path):
+    smoke.main(["--rehearse", "--quick", "--out", str(tmp_path)])
+    content = json.loads((tmp_path / "smoke.json").read_text())
+    assert [row["arm"] for row in content["rows"]] == ["octavo rowwise", "octavo tensorwise", "bf16"]
+    assert not any("error" in row for row in content["rows"]) and not content["timed"]
+    assert all(row["profile"] and row["kernel_ms"] is None and row["m"] == SHAPE[0] for row in content["rows"])
