@@ -6,6 +6,7 @@
   calibrate    which backend and configuration wins each FP8 product, kept for what runs after it
   layer        a Llama decoder layer: time, peak memory, bytes kept per token
   compile      the two ways of quantizing under torch.compile
+  run          `octavo train` at every precision level: start-up, speed, memory beside the prediction, loss
   train        tokens/s of training
   convergence  the loss with each FP8 switch beside bf16's, on several seeds; docs/convergence.md
   adversarial  models known to break FP8, in every recipe and under the autopilot; docs/adversarial.md
@@ -53,7 +54,7 @@ NAMES = (
     "kernels", "linear", "calibrate", "layer", "compile", "train", "convergence", "adversarial", "families", "fuzz",
     "probe", "gpu", "roofline", "sass", "scaling", "predictions", "compare_power", "compare_rates", "guard_alarms",
     "healthy_runs", "performance", "figures", "settings", "configs", "ptx", "l2", "host", "compiled", "equalization",
-    "lora", "smoke",
+    "lora", "smoke", "run", "step", "host_gpu",
     "scaling_hybrid", "long_run", "tutorials", "published", "ranks", "deep", "loss",
 )  # fmt: skip
 COMPILES_ONLY = ("sass", "ptx", "host", "compiled")

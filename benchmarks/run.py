@@ -1,0 +1,238 @@
+"""`octavo train` as a user runs it, a process for each precision level: start-up, speed, memory, loss.
+
+    0.4 B                          hidden 2048, 8 layers, vocabulary 8192, 32 × 1024 tokens
+    llama-3-8b width, 4 layers     1.1 billion parameters, 8 × 2048 tokens
+    llama-2-7b                     all parameters, every FP8 switch, 2 micro-batches of 2 × 4096 tokens, one 80 GB card
+
+They read the sources of Python's standard library. A row has the seconds from the command to the end of the first step,
+and those of each stage where the run records them; speed without the first steps; peak memory and speed beside what
+`octavo plan` predicted; and the losses, beside bf16's at the same step. The runs of 0.4 B end by themselves, with a
+checkpoint. Larger ones are killed after their last step, because a checkpoint of tens of GB would cost a minute. bf16
+runs first and, at 0.4 B, last, which shows how far the GPU's clocks have drifted.
+"""
+
+import functools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.session import Row, Session, begin, parser
+
+ROOT = Path(__file__).parent.parent
+EXAMPLES = """run
+run --quick
+run --sizes 0.4B llama-2-7b --minutes 4
+run --rehearse"""
+COMMAND = [sys.executable, "-m", "octavo", "train"]
+WARMUP = 5
+"""First steps that speeds leave out, as `run.json` does."""
+GIB = 2**30
+TAIL = 15
+FULL = ("precision.level=fp8+activations+optimizer", "parallel.fp8_comm=on")
+LEVELS = {
+    "bf16": ("precision.level=bf16",),
+    "fp8": ("precision.level=fp8",),
+    "fp8+activations+optimizer": FULL[:1],
+    "fp8+activations": ("precision.level=fp8+activations",),
+    "full": FULL,
+    "bf16 again": ("precision.level=bf16",),
+}
+"""Settings by level, those that matter most first. On one GPU `full`, which also sends FP8, has nothing to send."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """A run but for its precision.
+
+    Attributes:
+        config: A configuration file; None to write one.
+        settings: Settings of the file, or that override it.
+        steps: Steps to take.
+        ends: Whether the run ends by itself, with a checkpoint.
+    """
+
+    config: Path | None
+    settings: dict[str, Any]
+    steps: int
+    ends: bool = False
+
+
+def _llama(
+    hidden: int, intermediate: int, layers: int, heads: tuple[int, int], words: int, batch: int, tokens: int
+) -> dict[str, Any]:
+    config = {
+        "hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": layers, "vocab_size": words,
+        "num_attention_heads": heads[0], "num_key_value_heads": heads[1], "max_position_embeddings": tokens,
+    }  # fmt: skip
+    return {
+        "data.source": "python-stdlib", "data.vocab_size": 8192, "data.sequence_length": tokens, "model.type": "llama",
+        **{f"model.config.{key}": value for key, value in config.items()},
+        "optim.lr": 3e-4, "optim.warmup": 2, "optim.schedule": "constant", "optim.batch": batch,
+    }  # fmt: skip
+
+
+SIZES = {
+    "0.4B": Size(None, _llama(2048, 5120, 8, (16, 16), 8192, 32, 1024), 30, ends=True),
+    "llama-3-8b-width": Size(None, _llama(4096, 14336, 4, (32, 8), 32000, 8, 2048), 20),
+    "llama-2-7b": Size(
+        ROOT / "configs" / "llama2-7b.toml",
+        {"data.source": "python-stdlib", "data.vocab_size": 8192, "optim.batch": 4, "optim.micro_batches": 2,
+         "optim.warmup": 2},
+        10,
+    ),
+}  # fmt: skip
+TINY = Size(None, _llama(64, 96, 2, (4, 2), 300, 4, 32) | {"data.vocab_size": 300, "run.device": "cpu"}, 3, ends=True)
+
+
+def toml(settings: dict[str, Any]) -> str:
+    """A configuration file of settings by their dotted names."""
+    return "".join(f"{name} = {json.dumps(value)}\n" for name, value in settings.items())
+
+
+def plan(session: Session) -> list[tuple[str, Size, str]]:
+    """What to run, in order of importance."""
+    if session.tiny:
+        return [("tiny", TINY, level) for level in ("bf16", "full")]
+    first, rest = list(LEVELS)[:3], list(LEVELS)[3:]
+    order = [("0.4B", level) for level in first]
+    if not session.options.quick:
+        order += [("llama-2-7b", "full"), *(("llama-3-8b-width", level) for level in first)]
+        order += [("0.4B", level) for level in rest] + [("llama-3-8b-width", level) for level in rest[:2]]
+    return [(name, SIZES[name], level) for name, level in order if name in session.options.sizes]
+
+
+def command(size: Size, level: str, folder: Path) -> list[str]:
+    """The command of a run in a folder, where its configuration is written if it has none."""
+    settings = {**size.settings, "run.steps": size.steps, "run.name": "run"}
+    config, overrides = size.config, [f"{name}={value}" for name, value in settings.items()]
+    if config is None:
+        config, overrides = folder / "config.toml", []
+        config.write_text(toml(settings))
+    return [*COMMAND, str(config), *overrides, *LEVELS[level], "--out", str(folder / "out")]
+
+
+def measure(session: Session, name: str, size: Size, level: str) -> Row:
+    """Train, and read what the run wrote."""
+    limit = min(session.options.limit, max(session._end - time.monotonic(), 1.0))
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        if session.tiny:
+            (folder / "text.txt").write_text("".join(f"{i} times {i} is {i * i}.\n" for i in range(2000)))
+            size = Size(None, {**size.settings, "data.source": str(folder / "text.txt")}, size.steps, size.ends)
+        words, log, started = command(size, level, folder), folder / "log", time.time()
+        ended = _train(words, log, folder / "out", size, limit)
+        figures = read(folder / "out", started)
+        if not figures.get("steps"):
+            tail = "\n".join(log.read_text(errors="replace").splitlines()[-TAIL:])
+            raise RuntimeError(f"{' '.join(words[3:])}: {ended} before its first step\n{tail}")
+        if ended == "done":
+            figures["command_s"] = round(time.time() - started, 1)
+    if session.tiny:
+        figures |= dict.fromkeys(("wall_ms", "tokens_per_s"))
+    return {**figures, "ended": ended, **beside(figures, _bf16(session.rows, name))}
+
+
+def _train(words: list[str], log: Path, out: Path, size: Size, limit: float) -> str:
+    """Run a command until it ends, has taken its steps, or is over its limit; return which."""
+    paths = [str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONUNBUFFERED": "1"}
+    environment.pop("TRITON_INTERPRET", None)  # of the rehearsal, not of the run
+    start = time.monotonic()
+    with log.open("w") as output:
+        process = subprocess.Popen(words, stdout=output, stderr=subprocess.STDOUT, env=environment, cwd=log.parent)
+        try:
+            while process.poll() is None:
+                time.sleep(0.1)
+                if not size.ends and len(_lines(out / "metrics.jsonl")) >= size.steps:
+                    return "stopped"
+                if time.monotonic() - start > limit:
+                    return "over its limit"
+        finally:
+            process.kill()
+            process.wait()
+    return "done" if process.returncode == 0 else f"exit code {process.returncode}"
+
+
+def _lines(path: Path) -> list[str]:
+    """Complete lines of a file that may still be written."""
+    return path.read_text().split("\n")[:-1] if path.exists() else []
+
+
+def _json(path: Path) -> Row:
+    content: Row = json.loads(path.read_text()) if path.exists() else {}
+    return content
+
+
+def read(out: Path, started: float) -> Row:
+    """Figures from a run's `metrics.jsonl`, `setup.json` and `run.json`, which a run that was killed lacks."""
+    steps = [json.loads(line) for line in _lines(out / "metrics.jsonl")]
+    setup, result = _json(out / "setup.json"), _json(out / "run.json")
+    if not steps:
+        return {}
+    summary, expected = setup.get("summary") or {}, setup.get("expected") or {}
+    seconds = [step["step_s"] for step in steps[WARMUP:] or steps[-1:]]
+    middle, quarter = statistics.median(seconds), len(seconds) // 4
+    inner = sorted(seconds)[quarter : len(seconds) - quarter]
+    tokens = steps[0]["tokens"]
+    figures = {
+        "steps": len(steps), "tokens": tokens, "parameters": summary.get("parameters"),
+        "first_step_s": round(steps[0]["time"] - started, 2), "startup": result.get("startup", summary.get("startup")),
+        "wall_ms": round(1e3 * middle, 3), "spread": round((inner[-1] - inner[0]) / middle, 4),
+        "tokens_per_s": round(tokens / middle, 1), "predicted_tokens_per_s": expected.get("tokens_per_s"),
+        "mfu": _median([step["mfu"] for step in steps[WARMUP:] or steps[-1:] if "mfu" in step]),
+        "peak_gib": _gib(max((step.get("peak_memory", 0) for step in steps), default=0)),
+        "predicted_gib": _gib(expected.get("memory")),
+        "saved_bytes_per_token": summary.get("saved_bytes_per_token"),
+        "state_bytes_per_parameter": result.get("state_bytes_per_parameter"), "versions": summary.get("versions"),
+        "losses": [step["loss"] and round(step["loss"], 4) for step in steps],
+    }  # fmt: skip
+    for name in ("tokens_per_s", "gib"):
+        measured = figures["peak_gib" if name == "gib" else name]
+        if measured and figures[f"predicted_{name}"]:
+            figures[f"{name}_of_prediction"] = round(measured / figures[f"predicted_{name}"], 4)
+    return figures
+
+
+def _median(values: list[float]) -> float | None:
+    return round(statistics.median(values), 4) if values else None
+
+
+def _gib(amount: float | None) -> float | None:
+    return round(amount / GIB, 2) if amount else None
+
+
+def _bf16(rows: list[Row], name: str) -> Row | None:
+    return next((row for row in rows if row["shape"] == name and row["arm"] == "bf16" and "error" not in row), None)
+
+
+def beside(figures: Row, bf16: Row | None) -> Row:
+    """Speed-up over bf16, the largest difference of the losses at the same step, and that at the last common one."""
+    if bf16 is None:
+        return {}
+    pairs = [(a, b) for a, b in zip(figures["losses"], bf16["losses"], strict=False) if a is not None and b is not None]
+    compared: Row = {}
+    if pairs:
+        differences = [round(a - b, 4) for a, b in pairs]
+        compared = {"loss": pairs[-1][0], "bf16_loss": pairs[-1][1], "largest_difference": max(differences, key=abs)}
+    if figures["wall_ms"] and bf16["wall_ms"]:
+        compared["wall_speedup"] = round(bf16["wall_ms"] / figures["wall_ms"], 4)
+    return compared
+
+
+def main(arguments: list[str]) -> None:
+    """Train, print a row at a time, write `results/<device>/run.json`."""
+    options = parser("run", __doc__, EXAMPLES)
+    options.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES), help="sizes to train; all")
+    options.add_argument("--limit", type=float, default=240.0, help="seconds after which a run is cut (240)")
+    session = begin("run", options.parse_args(arguments), arguments)
+    for name, size, level in plan(session):
+        identity: Row = {"stage": "octavo train", "shape": name, "arm": level, "mode": "eager"}
+        session.attempt(identity, functools.partial(measure, session, name, size, level))
+    session.finish()
