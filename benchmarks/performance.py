@@ -1,10 +1,12 @@
 """docs/performance.md and its appendix docs/machine-code.md from the result files: pure functions of them, tested.
 
 Measured on GPUs first, where there are results; then what is predicted from machine code and from the roofline,
-labelled as such; then the CPU. A figure stands with its command, and arms that lose stand with those that win.
+labelled as such; then the CPU. A figure stands with its command, and arms that lose stand with those that win. What no
+result file holds, such as figures read from a profiler, is the `notes.md` of a device's folder.
 """
 
 import argparse
+import collections
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -20,6 +22,8 @@ ROOT = Path(__file__).parent.parent
 DOCUMENT = ROOT / "docs" / "performance.md"
 APPENDIX = "machine-code.md"
 IMAGES = "images"
+SPEEDUPS = ("speedup", "wall_speedup")
+TIMES = ("kernel ms", "wall ms", "kernel, × bf16", "wall, × bf16")
 NOT_DEVICES = ("cpu", "ptx", "sass", "simulated")
 MATRIX, PRODUCT = "16384×4096", "8192×8192×8192"
 """What times are predicted for from machine code."""
@@ -29,19 +33,24 @@ Generated from the result files under `benchmarks/results` by `python -m benchma
 `python -m benchmarks --help` lists what can be measured; `make gpu` measures it all and ends with the targets below.
 
 *Kernel time* is what the GPU needs (CUDA-graph replay, buffers rotating beyond its L2, random normal data, median);
-*wall time* is calls back to back, with the launch overhead of eager code. A speed-up is over bf16 in the same mode.
-Forward and backward are always both measured, quantization included.
+*wall time* is calls back to back, with the launch overhead of eager code. A speed-up is over bf16 in the same mode,
+that of compiled bf16 over eager bf16. Forward and backward are always both measured, quantization included. *Roofline* is
+the least time at the card's own ceilings, *Amdahl* the time with quantization for free.
 """
 
-NO_GPU = """## GPUs: not yet run on one
-
-No figure about a GPU's speed in this document is measured. These are the targets, for an H200, and the commands that
-will measure them: `make gpu`, or one by one `python -m benchmarks {kernels,linear,layer,compile,train}`.
+PROVENANCE = """{date}, driver {driver}, torch {torch}, Triton {triton}, torchao {torchao}, Python {python}. Each
+command first measured the card's own ceilings, which its percentages refer to: copies (read and written), and 8192³
+products in bf16 and in FP8 by cuBLAS, one scale per tensor, fast and exact accumulation.
 
 """
-CEILINGS = """
-This device's own ceilings, which every percentage below refers to: copy {copy_tbs} TB/s (read and written), 8192³
-products {bf16_tflops} TFLOP/s in bf16, {fp8_tflops} in FP8 with fast and {fp8_exact_tflops} with exact accumulation.
+BACKENDS = """`torch_scaled` is PyTorch's product, cuBLAS here, `triton` Octavo's own,
+`triton_plain` its kernel without Gluon. *Forward* accumulates fast, *dgrad* and *wgrad* exactly.
+"""
+TARGETS = """### Targets
+
+Set for an H200, whose memory is 1.4 times as fast as an H100's. Kernel time; of the measured shapes
+the worst.
+
 """
 COMPILE = """### Quantizing under `torch.compile`
 
@@ -96,10 +105,11 @@ def load(folder: Path) -> dict[str, Mapping[str, Any]]:
 
 def document(results: Path) -> str:
     """The whole text."""
-    devices = {path.name: load(path) for path in sorted(results.iterdir()) if path.name not in NOT_DEVICES}
-    parts = [HEAD, *(_device(name, files) for name, files in devices.items() if files)]
-    if len(parts) == 1:
-        parts.append(_no_gpu())
+    parts = [HEAD]
+    for folder in sorted(results.iterdir()):
+        if folder.name not in NOT_DEVICES and (files := load(folder)):
+            notes = folder / "notes.md"
+            parts.append(_device(folder.name, files, notes.read_text("utf-8") if notes.exists() else ""))
     bounds = BOUNDS if appendix(results) else ""
     parts += [bounds, _roofline(), _cpu(load(results / "cpu"))]
     return "\n".join(part for part in parts if part)
@@ -117,11 +127,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _no_gpu() -> str:
-    return NO_GPU + table(("target", "required", "reached", ""), targets.table({}))
-
-
-def _device(name: str, files: Files) -> str:
+def _device(name: str, files: Files, notes: str) -> str:
     any_file = next(iter(files.values()))
     title = any_file.get("environment", {}).get("device", name)
     parts = [f"## {title}\n", _provenance(files), _targets(files)]
@@ -135,24 +141,25 @@ def _device(name: str, files: Files) -> str:
         parts.append(_compile(files["compile"]))
     if "train" in files:
         parts.append(_train(files["train"]))
-    return "\n".join([*parts, _losses(files)])
+    return "\n".join([*parts, _losses(files), *([notes] if notes else [])])
 
 
 def _provenance(files: Files) -> str:
     rows = []
-    for name, content in files.items():
-        of = content.get("environment", {})
-        versions = ", ".join(f"{key} {of[key]}" for key in ("torch", "triton", "torchao") if of.get(key))
-        rows.append((name, f"`{content.get('command', 'make gpu')}`", of.get("date"), of.get("driver"), versions))
-    text = table(("result file", "command", "date", "driver", "versions"), rows)
-    rates = next((content["ceilings"] for content in files.values() if "ceilings" in content), None)
-    if rates is None:
-        return text
-    return text + CEILINGS.format(**rates)
+    for content in files.values():
+        given = content.get("arguments", [])
+        given = given[: given.index("--out")] if "--out" in given else given
+        limits = content.get("ceilings", {})
+        cells = _cells(limits, ("copy_tbs", "bf16_tflops", "fp8_tflops", "fp8_exact_tflops"))
+        ended = "whole" if not content.keys() & {"stopped", "running"} else "out of time"
+        rows.append((f"`{' '.join([content.get('command', 'make gpu'), *given])}`", *cells, ended))
+    known = collections.defaultdict(lambda: "unknown", next(iter(files.values())).get("environment", {}))
+    columns = ("command", "copy TB/s", "bf16 TFLOP/s", "FP8 fast", "FP8 exact", "ended")
+    return PROVENANCE.format_map(known) + table(columns, rows)
 
 
 def _targets(files: Files) -> str:
-    return "### Targets\n\n" + table(("target", "required", "reached", ""), targets.table(files))
+    return TARGETS + table(("target", "required", "reached", ""), targets.table(files))
 
 
 def _linear(name: str, content: Mapping[str, Any]) -> str:
@@ -164,8 +171,8 @@ def _linear(name: str, content: Mapping[str, Any]) -> str:
     for mode in ("eager", "compiled"):
         if side := begins_to_pay(rows, mode):
             text.append(f"`rowwise` begins to pay, {mode}, at M = K = N = {side}, of the cubes that were measured.\n")
-    columns = ("shape", "arm", "kernel ms", "wall ms", "× bf16", "TFLOP/s", "peak MiB", "roofline ms", "Amdahl ms")
-    fields = ("kernel_ms", "wall_ms", "speedup", "tflops", "peak_mib", "roofline_ms", "amdahl_ms")
+    columns = ("shape", "arm", *TIMES, "TFLOP/s", "peak MiB", "roofline ms", "Amdahl ms")
+    fields = ("kernel_ms", "wall_ms", *SPEEDUPS, "tflops", "peak_mib", "roofline_ms", "amdahl_ms")
     made = [(r["shape"], f"{_arm(r)}, {r['mode']}", *_cells(r, fields)) for r in rows if r["arm"] != "products"]
     return "\n".join([*text, table(columns, made)])
 
@@ -184,8 +191,8 @@ def begins_to_pay(rows: Sequence[Row], mode: str, arm: str = "octavo rowwise") -
 
 
 def _layers(content: Mapping[str, Any]) -> str:
-    columns = ("layer", "arm", "kernel ms", "wall ms", "× bf16", "tokens/s", "peak MiB", "saved B/token", "Amdahl ms")
-    fields = ("kernel_ms", "wall_ms", "speedup", "tokens_per_s", "peak_mib", "saved_bytes_per_token", "amdahl_ms")
+    columns = ("layer", "arm", *TIMES, "peak MiB", "saved B/token", "Amdahl ms")
+    fields = ("kernel_ms", "wall_ms", *SPEEDUPS, "peak_mib", "saved_bytes_per_token", "amdahl_ms")
     rows = [row for row in _timed(content) if not row["arm"].startswith("products")]
     made = [(row["shape"], f"{row['arm']}, {row['mode']}", *_cells(row, fields)) for row in rows]
     shares = [
@@ -201,17 +208,19 @@ def _layers(content: Mapping[str, Any]) -> str:
 
 def _kernels(name: str, content: Mapping[str, Any]) -> str:
     rows = _timed(content)
-    text = ["### Kernels\n", "`python -m benchmarks kernels`\n"]
+    text = ["### Kernels\n", "`python -m benchmarks kernels`; " + BACKENDS]
     moving = [row for row in rows if row["stage"] in ("quantize", "fused")]
     if any(row["stage"] == "quantize" for row in moving):
         text.append(f"![bandwidths]({IMAGES}/quantize-{name}.svg)\n")
     fields = ("kernel_ms", "bytes_per_element", "tbs", "percent")
     made = [(f"{r['case']}, {r['arm']}", r["shape"], *_cells(r, fields)) for r in moving]
-    text.append(table(("kernel", "matrix", "ms", "bytes per element", "TB/s", "% of copy"), made))
+    if made:
+        text.append(table(("kernel", "matrix", "ms", "bytes per element", "TB/s", "% of copy"), made))
     products = [row for row in rows if row["stage"] == "product"]
-    fields = ("kernel_ms", "tflops", "percent", "of_cublas")
-    made = [(f"{r['case']}, {r['arm']}", r["shape"], *_cells(r, fields)) for r in products]
-    text.append(table(("product", "M×K×N", "ms", "TFLOP/s", "% of 8192³", "× cuBLAS by tensor"), made))
+    fields = ("kernel_ms", "wall_ms", "tflops", "percent", "of_cublas")
+    made = [(r["shape"], f"{r['case']}, {r['arm']}".removeprefix("reference, "), *_cells(r, fields)) for r in products]
+    columns = ("kernel ms", "wall ms", "TFLOP/s", "% of ceiling", "rate over cuBLAS by tensor")
+    text.append(table(("M×K×N", "product, backend", *columns), made))
     return "\n".join(text)
 
 
@@ -224,19 +233,19 @@ def _compile(content: Mapping[str, Any]) -> str:
 def _train(content: Mapping[str, Any]) -> str:
     rows = [row for row in content["rows"] if row.get("tokens_per_s")]
     fields = ("wall_ms", "tokens_per_s", "peak_mib")
-    made = [(row["stage"], f"{row['arm']}, {row['mode']}", *_cells(row, fields)) for row in rows]
+    made = [(f"{r['stage']}, {r['shape']}", f"{r['arm']}, {r['mode']}", *_cells(r, fields)) for r in rows]
     return "### Training\n\n`python -m benchmarks train`\n\n" + table(
         ("loop", "arm", "step ms", "tokens/s", "peak MiB"), made
     )
 
 
 def _losses(files: Files) -> str:
-    """Everything of Octavo's that is slower than bf16, and what failed."""
+    """Everything of Octavo's that is slower than bf16, in kernel time or in wall time, and what failed."""
     slower = [
-        (row.get("shape"), f"{row['arm']}, {row['mode']}", f"{row['speedup']:.2f}")
+        (row.get("shape"), f"{row['arm']}, {row['mode']}", *(f"{row[k]:.3f}" if k in row else None for k in SPEEDUPS))
         for name in ("linear", "layer")
         for row in files.get(name, {"rows": []})["rows"]
-        if row["arm"].startswith("octavo") and row.get("speedup", 1.0) < 1.0
+        if row["arm"].startswith("octavo") and min(row.get(key, 1.0) for key in SPEEDUPS) < 1.0
     ]
     failed = [
         (name, " ".join(str(row[key]) for key in ("stage", "shape", "case", "arm", "mode") if key in row), _last(row))
@@ -245,7 +254,8 @@ def _losses(files: Files) -> str:
         if "error" in row
     ]
     text = ["### Where it loses\n"]
-    text.append(table(("shape", "arm", "× bf16"), slower) if slower else "Nothing measured was slower than bf16.\n")
+    columns = ("shape", "arm", *TIMES[2:])
+    text.append(table(columns, slower) if slower else "Nothing measured was slower than bf16.\n")
     if failed:
         text.append("What failed:\n\n" + table(("benchmark", "what", "error"), failed))
     return "\n".join(text)
@@ -349,10 +359,10 @@ def _timed(content: Mapping[str, Any]) -> list[Row]:
     return [row for row in content["rows"] if row.get("kernel_ms")]
 
 
-def _cells(row: Row, fields: Sequence[str]) -> list[str | None]:
+def _cells(row: Mapping[str, Any], fields: Sequence[str]) -> list[str | None]:
     """Three significant digits, or as many as there are before the point."""
     values = (row.get(field) for field in fields)
-    return [None if v is None else f"{v:.0f}" if abs(v) >= 100 else f"{v:.3g}" for v in values]
+    return [None if v is None else f"{v:.0f}" if abs(v) >= 100 else f"{v:#.3g}" for v in values]
 
 
 def pictures(results: Path) -> dict[str, Figure]:

@@ -273,12 +273,13 @@ def results(rowwise_ms):
         {**same, "arm": "octavo rowwise", "mode": "eager", "kernel_ms": rowwise_ms, "speedup": 10 / rowwise_ms},
         {**same, "arm": "torchao tensorwise", "mode": "compiled", "kernel_ms": 7.0},
         {**same, "arm": "torchao rowwise", "mode": "compiled", "error": "Traceback\nValueError: a | b"},
-        {**cube, "arm": "octavo rowwise", "mode": "eager", "kernel_ms": 1.0, "speedup": 1.2},
+        {**cube, "arm": "octavo rowwise", "mode": "eager", "kernel_ms": 1.0, "speedup": 1.2, "wall_speedup": 0.99},
     ]
     quantize = [{"stage": "quantize", "shape": "1×1", "case": "e4m3/row", "arm": "both", "kernel_ms": 1, "percent": 80}]
     head = {"timed": True, "ceilings": CEILINGS, "command": "python -m benchmarks linear"}
     head["environment"] = {"device": "NVIDIA H200", "torch": "2.11", "date": "2026-12-01", "driver": "580"}
-    return {"linear": {**head, "rows": rows}, "kernels": {**head, "rows": quantize}}
+    stopped = {"arguments": ["--shapes", "targets", "--out", "x"], "stopped": "time"}
+    return {"linear": {**head, **stopped, "rows": rows}, "kernels": {**head, "rows": quantize}}
 
 
 def test_targets_are_met_or_missed():
@@ -295,9 +296,12 @@ def test_targets_are_met_or_missed():
 def test_the_document_of_a_gpu(tmp_path):
     for name, content in results(12.5).items():
         session.write_json(tmp_path / "nvidia-h200" / f"{name}.json", content)
+    (tmp_path / "nvidia-h200" / "notes.md").write_text("### Read from a profiler\n", "utf-8")
     text = performance.document(tmp_path)
-    assert "not yet run" not in text and "## NVIDIA H200" in text and "copy 4.0 TB/s" in text
-    assert f"| {targets.SMALL} | octavo rowwise, eager | 0.80 |" in text  # where it loses
+    assert "## NVIDIA H200" in text and "### Read from a profiler" in text
+    assert "| `python -m benchmarks linear --shapes targets` | 4.00 | 800 | 1400 | 1300 | out of time |" in text
+    assert f"| {targets.SMALL} | octavo rowwise, eager | 0.800 | – |" in text  # where it loses
+    assert "| 4096×4096×4096 | octavo rowwise, eager | 1.200 | 0.990 |" in text  # in wall time only
     assert "ValueError: a \\| b" in text
     assert "begins to pay, eager, at M = K = N = 4096" in text
     pictures = performance.pictures(tmp_path)
