@@ -34,8 +34,8 @@ Generated from the result files under `benchmarks/results` by `python -m benchma
 
 *Kernel time* is what the GPU needs (CUDA-graph replay, buffers rotating beyond its L2, random normal data, median);
 *wall time* is calls back to back, with the launch overhead of eager code. A speed-up is over bf16 in the same mode,
-that of compiled bf16 over eager bf16. Forward and backward are always both measured, quantization included. *Roofline* is
-the least time at the card's own ceilings, *Amdahl* the time with quantization for free.
+that of compiled bf16 over eager bf16. Forward and backward are always both measured, quantization included. *Roofline*
+is the least time at the card's own ceilings, *Amdahl* the time with quantization for free.
 """
 
 PROVENANCE = """{date}, driver {driver}, torch {torch}, Triton {triton}, torchao {torchao}, Python {python}. Each

@@ -1,8 +1,8 @@
 """grouped_mm through PyTorch's `torch._scaled_grouped_mm` (CUTLASS): forward and dgrad by row, bf16, on Hopper.
 
 It reads offsets on the device. It has no bias, and its wgrad needs the rows of each expert to begin at multiples of 16,
-which tokens do not: those products run in Triton. Written from PyTorch's documentation and source; never run by its
-authors on a GPU, so the registry's probe decides on each device.
+which tokens do not: those products run in Triton. Written from PyTorch's documentation and source; the
+registry's probe decides on each device.
 """
 
 from typing import Any
