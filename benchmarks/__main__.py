@@ -29,7 +29,8 @@
   scaling      memory, bytes on the wire and modelled time on 8 to 512 ranks; docs/scaling.md; needs no GPU
   scaling_hybrid  the same of tensor, pipeline, expert and context parallelism, as planned, to 1024; needs no GPU
   compiled     kernels and bytes of a compiled decoder layer; docs/compile.md; needs no GPU
-  predictions  docs/planner.md: what the planner says of what others published; needs no GPU
+  rates        what the planner knows of an H100, from its result files: src/octavo/planner/h100.json; needs no GPU
+  predictions  docs/planner.md: what the planner says of what was measured and published; needs no GPU
   compare_power  how often `octavo compare` sees what is not there, and misses what is; docs/compare.md; needs no GPU
   compare_rates  error rates of its verdicts, simulated; docs/compare.md; needs no GPU
   guard_alarms  false alarms and detections of the spike guard in simulated losses; docs/autopilot.md; needs no GPU
@@ -54,8 +55,8 @@ NAMES = (
     "kernels", "linear", "calibrate", "layer", "compile", "train", "convergence", "adversarial", "families", "fuzz",
     "probe", "gpu", "roofline", "sass", "scaling", "predictions", "compare_power", "compare_rates", "guard_alarms",
     "healthy_runs", "performance", "figures", "settings", "configs", "ptx", "l2", "host", "compiled", "equalization",
-    "lora", "smoke", "run", "step", "host_gpu",
-    "scaling_hybrid", "long_run", "tutorials", "published", "ranks", "deep", "loss",
+    "lora", "smoke", "run", "step", "host_gpu", "scaling_hybrid", "long_run", "tutorials", "published", "ranks",
+    "deep", "loss", "rates",
 )  # fmt: skip
 COMPILES_ONLY = ("sass", "ptx", "host", "compiled")
 

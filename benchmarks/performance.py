@@ -75,11 +75,10 @@ times that follow.
 """
 ROOFLINE = """## Predicted by the roofline: not measured
 
-`python -m benchmarks roofline` (formulas: `benchmarks/roofline.py`; data-sheet rates and their sources:
-`src/octavo/planner/devices.py`). A linear layer, `rowwise`, forward and backward; bf16 products at 80 %, FP8 products
-with scales by tensor at 70 % and by row at 95 % of that, copies at 90 % of the data sheet, which are assumptions until
-a device is measured. *Kernel* is GPU time; *eager* counts the host's time where that is longer; *at most* is with
-quantization for free and scales by tensor.
+`python -m benchmarks roofline` (formulas: `benchmarks/roofline.py`). A linear layer, `rowwise`, forward and backward,
+at the shares of each data sheet's rates in the [planner's table](planner.md#gpus), of which only an H100's are
+measured. *Kernel* is GPU time; *eager* counts the host's time where that is longer; *at most* is with quantization for
+free and scales by tensor.
 
 {out_of_reach}
 

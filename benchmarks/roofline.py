@@ -41,6 +41,8 @@ class Device:
         bf16_efficiency: Share of the peak that large bf16 products reach.
         fp8_efficiency: Share of the peak that large FP8 products reach with scales by tensor.
         row_efficiency: Share of that rate that they reach with scales by row.
+        exact_efficiency: Share of it that backward's, which accumulate exactly, reach with scales by tensor.
+        row_exact_efficiency: The same with scales by row.
         memory_efficiency: Share of the bandwidth that large copies reach.
     """
 
@@ -55,11 +57,15 @@ class Device:
     bf16_efficiency: float
     fp8_efficiency: float
     row_efficiency: float
+    exact_efficiency: float
+    row_exact_efficiency: float
     memory_efficiency: float
 
-    def product(self, m: int, k: int, n: int, *, fp8: bool, by_row: bool = False) -> float:
+    def product(self, m: int, k: int, n: int, *, fp8: bool, by_row: bool = False, exact: bool = False) -> float:
         """Seconds of [m,k]·[k,n] with a bf16 result, operands of one byte per element or two."""
         share = self.fp8_efficiency * (self.row_efficiency if by_row else 1.0)
+        if exact:
+            share *= self.row_exact_efficiency if by_row else self.exact_efficiency
         rate = self.fp8 * share if fp8 else self.bf16 * self.bf16_efficiency
         moved = (1 if fp8 else 2) * (m * k + k * n) + 2 * m * n
         return max(2 * m * n * k / rate, moved / (self.bandwidth * self.memory_efficiency), self.floor)
@@ -78,7 +84,10 @@ class Device:
         """
         fp8 = recipe != "bf16"
         by_row = recipe.startswith("rowwise")
-        kernels = [self.product(*sizes, fp8=fp8, by_row=by_row) for sizes in products(shape)]
+        kernels = [
+            self.product(*sizes, fp8=fp8, by_row=by_row, exact=backward)
+            for backward, sizes in enumerate(products(shape))
+        ]
         if fp8:
             kernels += [self.moving(moved) for moved in passes(shape, recipe)]
         host = self.eager * (len(products(shape)) * RATIOS[recipe] if recipe in RATIOS else len(kernels))
@@ -86,15 +95,16 @@ class Device:
 
     def free_quantization(self, shape: Shape) -> float:
         """Seconds of the three FP8 products alone, scales by tensor: the Amdahl limit of a linear layer."""
-        return sum(self.product(*sizes, fp8=True) for sizes in products(shape))
+        return sum(self.product(*sizes, fp8=True, exact=backward) for backward, sizes in enumerate(products(shape)))
 
     def measured(self, ceilings: Mapping[str, Any]) -> "Device":
         """This device with what was measured on it (`benchmarks.ceilings`) in place of the data sheet's rates."""
+        exact = ceilings["fp8_exact_tflops"] / ceilings["fp8_tflops"]
         return replace(
             self,
             bf16=1e12 * ceilings["bf16_tflops"], fp8=1e12 * ceilings["fp8_tflops"],
             bandwidth=1e12 * ceilings["copy_tbs"], bf16_efficiency=1.0, fp8_efficiency=1.0, row_efficiency=1.0,
-            memory_efficiency=1.0,
+            exact_efficiency=exact, row_exact_efficiency=exact, memory_efficiency=1.0,
         )  # fmt: skip
 
 
@@ -104,6 +114,7 @@ def _of(name: str, l2: float) -> Device:
         name=gpu.name, bf16=gpu.bf16_tflops * 1e12, fp8=gpu.fp8_tflops * 1e12, bandwidth=gpu.memory_tbs * 1e12, l2=l2,
         multiprocessors=gpu.multiprocessors, floor=gpu.launch_us * 1e-6, eager=gpu.host_us * 1e-6,
         bf16_efficiency=gpu.bf16_efficiency, fp8_efficiency=gpu.fp8_efficiency, row_efficiency=gpu.row_efficiency,
+        exact_efficiency=gpu.exact_efficiency, row_exact_efficiency=gpu.row_exact_efficiency,
         memory_efficiency=gpu.memory_efficiency,
     )  # fmt: skip
 

@@ -90,9 +90,11 @@ def test_roofline_follows_its_formulas():
     assert device.product(16, 16, 16, fp8=True) == device.floor
     m, k, n = shape = (16384, 4096, 14336)
     moved = 4 * m * k + 6 * n * k + 6 * m * n
-    limit = device.free_quantization(shape)
-    assert device.linear(shape, "rowwise") == pytest.approx(limit / 0.95 + moved / (4.8e12 * 0.9))
-    equal = replace(device, row_efficiency=1.0)
+    one, exact, by_row = device.product(*shape, fp8=True), device.exact_efficiency, device.row_exact_efficiency
+    assert device.free_quantization(shape) == pytest.approx(one * (1 + 2 / exact))
+    rowwise = one / device.row_efficiency * (1 + 2 / by_row) + moved / (4.8e12 * 0.9)
+    assert device.linear(shape, "rowwise") == pytest.approx(rowwise)
+    equal = replace(device, row_efficiency=1.0, row_exact_efficiency=exact)
     assert equal.linear(shape, "amax given") < equal.linear(shape, "rowwise") < equal.linear(shape, "tensorwise")
     assert device.linear(shape, "tensorwise") == equal.linear(shape, "tensorwise")
     assert device.linear((1, 64, 64), eager=True) == 3 * device.eager
@@ -109,6 +111,7 @@ def test_fp8_pays_earlier_where_memory_is_faster():
 def test_a_measured_device_has_its_own_rates():
     device = roofline.named("NVIDIA H200").measured(CEILINGS)
     assert device.product(8192, 8192, 8192, fp8=True) == pytest.approx(2 * 8192**3 / 1400e12)
+    assert device.product(8192, 8192, 8192, fp8=True, exact=True) == pytest.approx(2 * 8192**3 / 1300e12)
     assert roofline.named("NVIDIA A100") is None
 
 

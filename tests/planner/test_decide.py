@@ -52,7 +52,7 @@ def test_automatic_decisions_choose_no_recipe_with_state():
 
 def test_cost_decides_and_not_the_rule_of_thumb():
     """Narrow by the rule, and still worth it where the other dimension is large."""
-    decided = decide_call(65536, 16384, 512)
+    decided = decide_call(65536, 16384, 768)
     assert decided.decision.recipe is not None
     assert "narrow" not in decided.decision.reason
 

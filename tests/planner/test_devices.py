@@ -17,6 +17,14 @@ def test_a_name_in_any_spelling(name):
     assert find_gpu(name) is DEVICES["h100"]
 
 
+def test_measured_times_are_of_the_h100_alone():
+    measured = DEVICES["h100"].measured
+    assert measured.device == "NVIDIA H100 80GB HBM3"
+    assert measured.seconds("matmul", ("bf16", "bf16", "nt"), (8192, 8192, 8192)) == pytest.approx(1446.14e-6)
+    assert all(gpu.measured is None for name, gpu in DEVICES.items() if name != "h100")
+    assert find_gpu({"like": "h100", "bf16_tflops": 800}).measured is None
+
+
 def test_other_spellings_are_other_gpus():
     assert find_gpu("H100 PCIe") is find_gpu("h100-pcie") is DEVICES["h100-pcie"]
     assert find_gpu("RTX 4090") is find_gpu("4090") is DEVICES["rtx4090"]

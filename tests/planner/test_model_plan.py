@@ -253,8 +253,8 @@ def test_a_calibration_goes_before_the_data_sheet(wide, tmp_path):
     assert not up.converted and "bf16 0.003 ms measured" in up.reason  # nothing beats a microsecond
     assert down.converted and "measured" not in down.reason
     assert measured.times[up.name].bf16 == pytest.approx(3e-6)
-    assert "times marked measured are of this GPU" in str(measured)
-    assert "Measured: 3 times of octavo calibrate on NVIDIA H100 80GB HBM3." in str(measured)
+    assert "times marked measured are of such a GPU" in str(measured)
+    assert "Measured: 3 times on NVIDIA H100 80GB HBM3;" in str(measured)
     with pytest.raises(ValueError, match="measured on NVIDIA H100 80GB HBM3, not on H200 SXM"):
         plan(wide, 4, 2048, device="h200", calibration=file)
     json.loads(measured.to_json())

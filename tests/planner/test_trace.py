@@ -145,9 +145,9 @@ def test_a_step_by_hand():
     step = predicted(StepConfig())
     assert step.linears == pytest.approx(bf16_linear(H100, TRACE.calls["a"][0]).total)
     assert step.attention == pytest.approx(3.5 * 1e12 / (989e12 * 0.40))
-    assert step.products == pytest.approx(3 * 1e12 / (989e12 * 0.80))
-    assert step.rest == pytest.approx(3 * 6e9 / (3.35e12 * 0.90))
-    assert step.optimizer == pytest.approx(28e9 / (3.35e12 * 0.90))
+    assert step.products == pytest.approx(3 * 1e12 / (989e12 * H100.bf16_efficiency))
+    assert step.rest == pytest.approx(3 * 6e9 / (3.35e12 * H100.memory_efficiency))
+    assert step.optimizer == pytest.approx(28e9 / (3.35e12 * H100.memory_efficiency))
     assert step.communication == step.waiting == 0
     assert step.seconds == pytest.approx(step.linears + step.attention + step.products + step.rest + step.optimizer)
     assert step.tokens_per_second == pytest.approx(8192 / step.seconds)

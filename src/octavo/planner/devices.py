@@ -3,13 +3,13 @@
 Rates are dense peaks (no sparsity, float32 accumulation) from the vendors' data sheets. An `efficiency` next to each
 rate is the share that large products and copies reach. `efficiency_from` names its source:
 
-    published   for an H200: 8192³ bf16 products at 788 TFLOP/s and copies at 4.3 TB/s. H100 and H800 take its shares
-    published   for an H100: FP8 products with scales by row reach 90 to 100 % of the rate by tensor, most shapes, in
-                PyTorch's CUTLASS kernel (PyTorch issue 147971, 2025): 95 % on Hopper; no figure is known for others
-    fitted      to torchao's published block at dim 16384 on an H100 (34.18 ms in bf16, 22.64 ms in FP8): the FP8 share.
-                That row is therefore no test of a prediction; the others are
-    assumed     Hopper's efficiencies, if no published measurement could be checked. Predicts whether large layers gain,
-                not the gain to within 10 percentage points
+    measured    on an H100: `h100.json` beside this file, which `python -m benchmarks rates` makes from the result files
+                of that card. It holds shares, and times of products as `octavo calibrate` would, which take precedence
+                at their shapes. H800 and H100 PCIe take the shares, H200 those of FP8 products and maxima
+    published   for an H200: 8192³ bf16 products at 788 TFLOP/s and copies at 4.3 TB/s; for an H100: products with
+                scales by block
+    assumed     attention, links, launches and host times of all; all shares of other GPUs, for bf16 and copies those
+                published for an H200. Predicts whether large layers gain, not the gain to within 10 percentage points
 
 Describe another GPU, or correct a known one, by a TOML table, passed as a file path or a dictionary:
 
@@ -19,6 +19,7 @@ Describe another GPU, or correct a known one, by a TOML table, passed as a file 
     fp8_tflops = 1560
 """
 
+import json
 import math
 import re
 from collections.abc import Mapping
@@ -27,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.numerics.names import nearest
-from octavo.planner.measured import Measurements
+from octavo.planner.measured import Measurements, read_measurements
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,18 +50,22 @@ class Gpu:
         bf16_efficiency: Share of the peak that large bf16 products reach.
         fp8_efficiency: Share of the peak that large FP8 products reach with scales by tensor.
         row_efficiency: Share of that rate that they reach with scales by row.
+        exact_efficiency: Share of the rate of forward products that backward ones, which accumulate exactly, reach with
+            scales by tensor.
+        row_exact_efficiency: The same with scales by row.
         block_efficiency: The same with scales by block along the contraction.
         triton_efficiency: Upper bound on the share of the peak for FP8 products that PyTorch lacks on this GPU, so that
             Octavo's Triton kernel computes them.
         attention_efficiency: Share of the bf16 peak that fused attention reaches.
         memory_efficiency: Share of the bandwidth that large copies reach.
+        maxima_efficiency: Share of the bandwidth of copies that a pass which finds maxima of columns reaches.
         link_efficiency: Share of a link's rate that collectives reach.
         launch_us: Time of the smallest kernel when launches are queued, µs.
         host_us: Host time per operation of eager PyTorch, µs.
         rates_from: Source of the rates.
         efficiency_from: Source of the efficiencies.
-        measured: Measured times of products and quantizations, from `octavo calibrate`; they take precedence over the
-            fields above.
+        measured: Measured times of products and quantizations, such as those of `octavo calibrate`; they take
+            precedence over the fields above.
     """
 
     name: str
@@ -76,15 +81,18 @@ class Gpu:
     bf16_efficiency: float = 0.80
     fp8_efficiency: float = 0.70
     row_efficiency: float = 1.0
+    exact_efficiency: float = 1.0
+    row_exact_efficiency: float = 1.0
     block_efficiency: float = 0.62
     triton_efficiency: float = 0.50
     attention_efficiency: float = 0.40
     memory_efficiency: float = 0.90
+    maxima_efficiency: float = 1.0
     link_efficiency: float = 0.80
     launch_us: float = 2.5
     host_us: float = 8.0
     rates_from: str = "given"
-    efficiency_from: str = "assumed: Hopper's"
+    efficiency_from: str = "assumed: an H200's, published, and no loss by exact accumulation"
     measured: Measurements | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -120,32 +128,35 @@ class Gpu:
 
 _MAY_BE_ZERO = ("fp8_tflops", "launch_us", "host_us", "capability")
 
-_MEASURED = (
-    "bf16 0.80 and memory 0.90: published for an H200 (788 TFLOP/s at 8192³, 4.3 TB/s); FP8 0.70: fitted to torchao's "
-    "block at dim 16384; per-row 0.95 of that: published for PyTorch's CUTLASS kernel on an H100, 0.90 to 1.00 for "
-    "most shapes (PyTorch issue 147971); per-block 0.62: DeepSeek-style forward in torchao at 1234 TFLOP/s; "
-    "attention 0.40: assumed"
+_FILE = Path(__file__).with_name("h100.json")
+_UNMEASURED = (
+    "published: by block 0.62 (DeepSeek-style forward in torchao, 1234 TFLOP/s); assumed: attention 0.40, links 0.80, "
+    "2.5 µs a launch, 8 µs of host an operation"
 )
+_SHARES = json.loads(_FILE.read_text("utf-8"))["gpu"]
 _H100 = Gpu(
     name="H100 SXM", bf16_tflops=989, fp8_tflops=1979, memory_tbs=3.35, memory_gib=80, link_gbs=450,
-    capability=90, multiprocessors=132, row_efficiency=0.95, rates_from="NVIDIA H100 data sheet, 2023",
-    efficiency_from=_MEASURED,
+    capability=90, multiprocessors=132, rates_from="NVIDIA H100 data sheet, 2023",
+    **_SHARES | {"efficiency_from": f"{_SHARES['efficiency_from']}; {_UNMEASURED}"}, measured=read_measurements(_FILE),
 )  # fmt: skip
+_LIKE_H100 = replace(_H100, measured=None, efficiency_from="assumed: those measured on an H100 SXM")
 _ADA = "NVIDIA Ada GPU architecture white paper, 2023"
 
 DEVICES: dict[str, Gpu] = {
     "h100": _H100,
-    "h100-pcie": Gpu(
-        name="H100 PCIe", bf16_tflops=756, fp8_tflops=1513, memory_tbs=2.0, memory_gib=80, link_gbs=64,
-        capability=90, multiprocessors=114, row_efficiency=0.95,
+    "h100-pcie": replace(
+        _LIKE_H100, name="H100 PCIe", bf16_tflops=756, fp8_tflops=1513, memory_tbs=2.0, link_gbs=64,
+        multiprocessors=114,
         rates_from="NVIDIA H100 data sheet, 2023; link: PCIe 5.0, without NVLink bridges",
     ),
     "h200": replace(
-        _H100, name="H200 SXM", memory_tbs=4.8, memory_gib=140,
+        _LIKE_H100, name="H200 SXM", memory_tbs=4.8, memory_gib=140, bf16_efficiency=0.80, memory_efficiency=0.90,
         rates_from="NVIDIA H200 data sheet, 2024 (141 GB there)",
+        efficiency_from="published for an H200: bf16 0.80 (788 TFLOP/s at 8192³), copies 0.90 (4.3 TB/s); assumed: FP8 "
+        f"and maxima of columns as measured on an H100 SXM; {_UNMEASURED}",
     ),
     "h800": replace(
-        _H100, name="H800 SXM", link_gbs=200,
+        _LIKE_H100, name="H800 SXM", link_gbs=200,
         rates_from="as H100 SXM, with NVLink of 400 GB/s in both directions together (as reported in 2023)",
     ),
     "a100": Gpu(
@@ -272,7 +283,7 @@ def _gpu_from_table(table: Mapping[str, Any], where: str) -> Gpu:
         if not isinstance(value, _TYPES[expected]) or (isinstance(value, bool) and expected != "true or false"):
             raise ValueError(f"{where}: {key} is {expected}; got {value!r}")
     if base is not None:
-        return replace(base, **{"rates_from": "given", "name": f"like {like}", **entries})
+        return replace(base, **{"measured": None, "rates_from": "given", "name": f"like {like}", **entries})
     required = [name for name in types if name in _REQUIRED]
     if missing := [name for name in required if name not in entries]:
         raise ValueError(f'{where}: {", ".join(missing)} missing; give them, or like = "h100" to take them from there')

@@ -1,4 +1,5 @@
-"""Measurements: times of products and quantizations on one GPU, written by `octavo calibrate` and read by the roofline.
+"""Measurements: times of products and quantizations on one GPU, read by the roofline. `octavo calibrate` writes them;
+those of an H100 come with Octavo (`python -m benchmarks rates`).
 
 A time holds for its measured shape. Between two measured shapes that differ in one dimension only, by a factor of at
 most `MAX_INTERPOLATION_FACTOR`, it is interpolated along that dimension; over so few tiles times are nearly linear.

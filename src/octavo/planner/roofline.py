@@ -2,6 +2,7 @@
 
     product [m,k]·[k,n]   max( 2·m·n·k / (peak · eff), bytes / bandwidth, launch )
                           eff = efficiency · tiles / (tiles + multiprocessors / 2)
+                          efficiency of FP8 in backward: times its share with exact accumulation
                           tiles = m·n / 128², times k / 512 if the output has fewer tiles than the GPU multiprocessors
     quantization pass     max( bytes / bandwidth, launch )
     in eager PyTorch      at least the host's time (`octavo.planner.host_time`), per layer and per step
@@ -21,8 +22,9 @@ scales (`octavo.nn.linear` on a GPU; bf16 is read at 2 bytes, FP8 written at 1 p
     W again in backward           2 + 1           2 + 1                2 + 1          with known scales
     G for dgrad and wgrad         2 + 2 + 1 + 1   2 + 2 + 1 + 1        2 + 1 + 1
 
-The amax of a whole tensor, or of columns, is a separate pass that reads everything once more. A frozen W has no wgrad,
-so X needs no second memory order; an input without gradient has no dgrad.
+The amax of a whole tensor, or of columns, is a separate pass that reads everything once more; that of columns reaches
+`maxima_efficiency` of the bandwidth. A frozen W has no wgrad, so X needs no second memory order; an input without
+gradient has no dgrad.
 
 Channel scales (`octavo.nn.equalized`) move no further bytes, but column maxima of X (once for all layers that read it)
 and W, 2 bytes per element and `SCALES_LAUNCHES` small kernels, every `equalization` passes: that share of them counts
@@ -159,14 +161,18 @@ def memory_time(gpu: Gpu, moved: float) -> float:
     return max(moved / gpu.bandwidth, gpu.launch_us * 1e-6) if moved else 0.0
 
 
-def fp8_rate(gpu: Gpu, recipe: Recipe) -> float | None:
-    """Return the FLOP/s of large FP8 products of a recipe; None if they are emulated in bf16."""
+def fp8_rate(gpu: Gpu, recipe: Recipe, *, exact: bool = False) -> float | None:
+    """Return the FLOP/s of large FP8 products of a recipe: forward ones, or with `exact` accumulation backward ones;
+    None if they are emulated in bf16.
+    """
     if not gpu.fp8_tflops or (recipe.x.scale_rule == "e8m0" and not gpu.native_mx):
         return None
     scales = recipe.x.granularity
     efficiency = gpu.block_efficiency if scales.columns != FULL else gpu.fp8_efficiency
     if scales.columns == FULL and scales.rows != FULL:
-        efficiency *= gpu.row_efficiency
+        efficiency *= gpu.row_efficiency * (gpu.row_exact_efficiency if exact else 1.0)
+    elif scales.columns == FULL and exact:
+        efficiency *= gpu.exact_efficiency
     if triton_reason(gpu, recipe) is not None:
         efficiency = min(efficiency, gpu.triton_efficiency)
     return gpu.fp8_tflops * 1e12 * efficiency
@@ -203,12 +209,13 @@ def fp8_linear(gpu: Gpu, linear: LinearCall, recipe: Recipe) -> Cost:
     """Predict a linear layer in FP8 as Octavo runs it, quantization included."""
     if recipe.weight_only:
         return _weight_only_linear(gpu, linear)
-    rate, cases = fp8_rate(gpu, recipe), cases_of(recipe)
+    cases = cases_of(recipe)
     if linear.experts > 1 and not is_grouped(recipe):  # `octavo.nn.linear` for each
         each = fp8_linear(gpu, replace(linear, m=-(-linear.m // linear.experts), experts=1), recipe)
         return Cost(**{name: linear.experts * seconds for name, seconds in asdict(each).items()})
-    products = {} if linear.experts == 1 else _grouped_products(gpu, linear, rate)
+    products = {} if linear.experts == 1 else _grouped_products(gpu, linear, recipe)
     for name, sizes in linear.named_products.items() if not products else ():
+        rate = fp8_rate(gpu, recipe, exact=name != "forward")
         if name not in cases or rate is None:  # wgrad in high precision, or all products emulated
             products[name] = _timed(gpu, bf16_timing.MATMUL, bf16_timing.CASES[name], sizes, product(gpu, *sizes))
         else:
@@ -230,21 +237,22 @@ def _weight_only_linear(gpu: Gpu, linear: LinearCall) -> Cost:
     )
 
 
-def _grouped_products(gpu: Gpu, linear: LinearCall, rate: float | None = None) -> dict[str, Timed]:
-    """Predict the grouped products of experts: FP8 ones at a rate, or bf16 ones. None was measured."""
+def _grouped_products(gpu: Gpu, linear: LinearCall, recipe: Recipe | None = None) -> dict[str, Timed]:
+    """Predict the grouped products of experts: those of an FP8 recipe, or bf16 ones. None was measured."""
     m, n, k = linear.m / linear.experts, linear.n, linear.k
     sizes = {"forward": (m, n, k), "dgrad": (m, k, n), "wgrad": (n, k, m)}
-    operand = 2 if rate is None else 1
-    return {
-        name: (product(gpu, *sizes[name], operand=operand, rate=rate, groups=linear.experts), False)
-        for name in linear.named_products
-    }
+    products = {}
+    for name in linear.named_products:
+        rate = None if recipe is None else fp8_rate(gpu, recipe, exact=name != "forward")
+        operand = 2 if rate is None else 1
+        products[name] = product(gpu, *sizes[name], operand=operand, rate=rate, groups=linear.experts), False
+    return products
 
 
 def quantization_times(gpu: Gpu, linear: LinearCall, recipe: Recipe) -> tuple[list[Timed], list[Timed]]:
     """Predict the times of a linear layer's quantizations, in forward and in backward; the share of channel scales."""
     forward, backward = (
-        [_timed(gpu, "quantize", q.case, q.shape, sum(memory_time(gpu, size) for size in q.bytes)) for q in phase]
+        [_timed(gpu, "quantize", q.case, q.shape, _quantize_seconds(gpu, q)) for q in phase]
         for phase in quantize_calls(linear, recipe)
     )
     if recipe.equalization and (linear.dgrad or linear.wgrad):
@@ -252,11 +260,17 @@ def quantization_times(gpu: Gpu, linear: LinearCall, recipe: Recipe) -> tuple[li
     return forward, backward
 
 
+def _quantize_seconds(gpu: Gpu, call: "QuantizeCall") -> float:
+    casts = sum(memory_time(gpu, size) for size in call.bytes)
+    return casts + memory_time(gpu, call.column_maxima / gpu.maxima_efficiency)
+
+
 def _refresh_seconds(gpu: Gpu, linear: LinearCall) -> float:
     """Predict the seconds of one measurement of column maxima, and of the channel scales computed from them."""
-    maxima = memory_time(gpu, 2.0 * linear.n * linear.k)
+    maxima = memory_time(gpu, 2.0 * linear.n * linear.k / gpu.maxima_efficiency)
     if linear.first:
-        maxima += memory_time(gpu, 2.0 * linear.m * linear.k) + SCALES_LAUNCHES * gpu.launch_us * 1e-6
+        maxima += memory_time(gpu, 2.0 * linear.m * linear.k / gpu.maxima_efficiency)
+        maxima += SCALES_LAUNCHES * gpu.launch_us * 1e-6
     return maxima
 
 
@@ -276,7 +290,7 @@ def _sum_cost(products: dict[str, Timed], forward: list[Timed], backward: list[T
     )
 
 
-def fp8_cost(gpu: Gpu, linear: LinearCall, moved: Passes, rate: float) -> Cost:
+def fp8_cost(gpu: Gpu, linear: LinearCall, moved: Passes, rate: float, exact: float = 1.0) -> Cost:
     """Predict a linear layer in FP8 from given quantization passes, such as those of another library; ignores
     measurements.
 
@@ -284,9 +298,13 @@ def fp8_cost(gpu: Gpu, linear: LinearCall, moved: Passes, rate: float) -> Cost:
         gpu: The GPU.
         linear: Sizes of the layer.
         moved: Bytes that quantization moves.
-        rate: FLOP/s of large FP8 products.
+        rate: FLOP/s of large FP8 products in forward.
+        exact: Share of it that those in backward reach.
     """
-    times = [product(gpu, *sizes, operand=1, rate=rate) for sizes in linear.products]
+    times = [
+        product(gpu, *sizes, operand=1, rate=rate if name == "forward" else rate * exact)
+        for name, sizes in linear.named_products.items()
+    ]
     return Cost(
         forward=times[0] + sum(memory_time(gpu, size) for size in moved.forward),
         backward=sum(times[1:]) + sum(memory_time(gpu, size) for size in moved.backward),
@@ -296,17 +314,21 @@ def fp8_cost(gpu: Gpu, linear: LinearCall, moved: Passes, rate: float) -> Cost:
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizeCall:
-    """Quantization of one matrix: its case in calibration tables, its shape, and the bytes of each pass."""
+    """Quantization of one matrix: its case in calibration tables, its shape, the bytes of each pass, and those of one
+    that finds maxima of columns.
+    """
 
     case: tuple[str, ...]
     shape: tuple[int, int]
     bytes: tuple[float, ...]
+    column_maxima: float = 0.0
 
 
 def passes(linear: LinearCall, recipe: Recipe) -> Passes:
     """Return the bytes that Octavo's quantizers move for one linear layer."""
     forward, backward = (
-        tuple(size for call in phase for size in call.bytes) for phase in quantize_calls(linear, recipe)
+        tuple(size for call in phase for size in (call.column_maxima, *call.bytes) if size)
+        for phase in quantize_calls(linear, recipe)
     )
     return Passes(forward=forward, backward=backward)
 
@@ -341,20 +363,16 @@ def _quantize_call(
     both = len(specs) == 2 and specs[0] == specs[1] and shared
     texts = [specs[0].text] if both else [spec.text for spec in specs]
     order = "both" if both else "columns" if columns else "rows"
-    return QuantizeCall(
-        case=(*texts, order, "scale" if has_scale else "nothing"),
-        shape=shape,
-        bytes=tuple(_pass_bytes(shape, specs, has_scale=has_scale)),
-    )
-
-
-def _pass_bytes(shape: tuple[int, int], specs: Sequence[QuantSpec], *, has_scale: bool = False) -> list[float]:
-    """Return the bytes of the passes that cast one matrix to these specs: an amax pass if needed, and the cast."""
     elements = shape[0] * shape[1]
-    # Scales by tensor or column need an amax over more than one tile holds on chip.
-    amax_pass = not has_scale and any(spec.granularity.rows == FULL for spec in specs)
+    # Scales by tensor or column need an amax over more than one tile holds on chip: a pass of its own.
+    amax = {spec.granularity.columns for spec in specs if spec.granularity.rows == FULL and not has_scale}
     scales = sum(
         math.prod(spec.granularity.scale_shape(shape)) * (1 if spec.scale_rule == "e8m0" else 4) for spec in set(specs)
     )
     cast = (2.0 + len(specs)) * elements + scales
-    return [2.0 * elements, cast] if amax_pass else [cast]
+    return QuantizeCall(
+        case=(*texts, order, "scale" if has_scale else "nothing"),
+        shape=shape,
+        bytes=(2.0 * elements, cast) if amax == {FULL} else (cast,),
+        column_maxima=2.0 * elements if amax - {FULL} else 0.0,
+    )

@@ -64,7 +64,8 @@ def forecast_text(plan: Any, width: int | None = None) -> str:
     """
     gpu, own = plan.gpu, plan.configured
     mode = "eager" if plan.step_config.eager else "compiled"
-    basis = "predicted; times marked measured are of this GPU" if gpu.measured else "predicted, not measured"
+    has_measured = any("measured" in row.reason for row in plan.rows)
+    basis = "predicted; times marked measured are of such a GPU" if has_measured else "predicted, not measured"
     title = f"{basis}: {gpu.name}, {plan.tokens:,} tokens a GPU, {mode}"
     why = "why: tokens × in × out, forward and backward"
     is_wide = width is None or width >= WIDE_COLUMNS
@@ -92,10 +93,10 @@ def forecast_text(plan: Any, width: int | None = None) -> str:
         f"With {plan.tokens:,} tokens FP8 pays {sizes}.",
         *(_fit_note(plan, memory, f"{name}: " if own is not None else "") for name, _, memory in columns),
         *dict.fromkeys(note for _, _, memory in columns for note in memory.notes),
-        f"Rates: {gpu.rates_from}. Efficiencies: {gpu.efficiency_from}.",
+        f"Peaks: {gpu.rates_from}. Shares of them that kernels reach: {gpu.efficiency_from}.",
     ]
-    if gpu.measured:
-        notes.append(f"Measured: {len(gpu.measured)} times of octavo calibrate on {gpu.measured.device}.")
+    if has_measured and gpu.measured:
+        notes.append(f"Measured: {len(gpu.measured)} times on {gpu.measured.device}; those of these shapes are used.")
     below = [] if is_wide else ["", why, *reasons]
     sent = ["", *_sent(plan).lines()] if plan.planned.sent else []
     return "\n".join([*layers.lines(width), *below, "", *_step(plan).lines(), *sent, "", *notes])
