@@ -6,6 +6,7 @@ CPU tensors take the GPU path here: Triton's interpreter runs the kernels, `cubl
 import contextlib
 import gc
 import itertools
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -19,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import octavo
 from octavo.kernels import direct, launch, quantize, quantize_pair, registry, scaled_mm
 from octavo.kernels.gemm import SCALED_MM
+from octavo.kernels.gemm import reference as gemm_reference
 from octavo.kernels.gemm import triton as triton_products
 from octavo.kernels.quantize import QUANTIZE, QUANTIZE_PAIR
 from octavo.kernels.quantize import triton as triton_quantize
@@ -325,3 +327,20 @@ def test_grids_fit_cuda_at_any_size(monkeypatch, shape):
     dequantize.dequantize(torch.empty(shape, dtype=ROW.format.dtype), scale, ROW, torch.bfloat16)
     assert len(grids) >= 15
     assert all(0 < grid[0] < 2**31 and max((0, *grid[1:])) <= 65535 for grid in grids), grids
+
+
+def test_the_probe_calls_plans_often_enough(on_gpu_path):
+    """The first call of a plan goes through Triton, the second directly, the third by a generated function."""
+    case, calls = ("e4m3/row", "e4m3/row", "nt"), []
+
+    def plan_of(*operands):
+        def plan(a, b, a_scale, b_scale, bias):
+            calls.append(1)
+            y = gemm_reference.scaled_mm(*operands[:4], bias, False)
+            return y * 2 if len(calls) % 4 == 3 else y
+
+        return plan
+
+    backend = replace(SCALED_MM.backends["reference"], plan=plan_of)
+    assert "call 3 of the plan" in SCALED_MM.run_probe(backend, torch.device("cpu"), case)
+    assert SCALED_MM.run_probe(replace(backend, plan=lambda *_: None), torch.device("cpu"), case) is None

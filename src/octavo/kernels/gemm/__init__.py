@@ -235,12 +235,30 @@ def _probe(backend: Backend, device: torch.device, case: Case) -> str | None:
             actual = backend.run(a, b, layout, dtype, bias, layout == "nt")
             if problem := low_sqnr([expected], [actual], 45, [f"the product of {dtype}"]):
                 return problem
+            if problem := _plan_differs(backend, a, b, layout, actual, bias):
+                return problem
     for config, (m, n) in backend.trials(device, case, None):
         a, b = _random_operands(case, m, n, 300, generator, device)
         expected = reference.scaled_mm(a, b, layout, torch.bfloat16, None, False)
         actual = backend.run(a, b, layout, torch.bfloat16, None, layout == "nt", config=config)
         name = f"the product [{m},{n}] of many tiles in configuration {config}"
         if problem := low_sqnr([expected], [actual], 45, [name]):
+            return problem
+    return None
+
+
+def _plan_differs(
+    backend: Backend, a: ScaledTensor, b: ScaledTensor, layout: str, expected: Tensor, bias: Tensor | None
+) -> str | None:
+    """Compare a backend's plan with its ordinary call: the first calls of a plan prepare what later ones launch."""
+    if backend.plan is None or a.data.device.type not in GPU_TYPES:
+        return None
+    plan = backend.plan(a, b, layout, expected.dtype, bias, layout == "nt")
+    along_a, along_b = _CONTRACTED[layout]
+    for call in range(0 if plan is None else 4):
+        actual = plan(_bytes(a, along_a), _bytes(b, along_b), a.scale, b.scale, bias)
+        name = f"call {call + 1} of the plan for {expected.dtype}"
+        if actual is not None and (problem := low_sqnr([expected], [actual], 45, [name])):
             return problem
     return None
 
