@@ -6,14 +6,15 @@
 
 They read the sources of Python's standard library. A row has the seconds from the command to the end of the first step,
 and those of each stage where the run records them; speed without the first steps; peak memory and speed beside what
-`octavo plan` predicted; and the losses, beside bf16's at the same step. The runs of 0.4 B end by themselves, with a
-checkpoint. Larger ones are killed after their last step, because a checkpoint of tens of GB would cost a minute. bf16
-runs first and, at 0.4 B, last, which shows how far the GPU's clocks have drifted.
+`octavo plan` predicted; and the losses, beside bf16's at the same step. Runs of 0.4 B with FP8 states end by
+themselves, with a checkpoint of 2.5 GB. The others are killed after their last step, because larger checkpoints cost
+time and disk. bf16 runs first and, at 0.4 B, last, which shows how far the GPU's clocks have drifted.
 """
 
 import functools
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -46,6 +47,8 @@ LEVELS = {
 }
 """Settings by level, those that matter most first. On one GPU `full`, which also sends FP8, has nothing to send."""
 
+ENDING = ("fp8+activations+optimizer", "full")
+
 
 @dataclass(frozen=True)
 class Size:
@@ -55,7 +58,7 @@ class Size:
         config: A configuration file; None to write one.
         settings: Settings of the file, or that override it.
         steps: Steps to take.
-        ends: Whether the run ends by itself, with a checkpoint.
+        ends: Whether the runs of the levels `ENDING` end by themselves, with a checkpoint.
     """
 
     config: Path | None
@@ -127,8 +130,8 @@ def measure(session: Session, name: str, size: Size, level: str) -> Row:
             (folder / "text.txt").write_text("".join(f"{i} times {i} is {i * i}.\n" for i in range(2000)))
             size = Size(None, {**size.settings, "data.source": str(folder / "text.txt")}, size.steps, size.ends)
         words, log, started = command(size, level, folder), folder / "log", time.time()
-        ended = _train(words, log, folder / "out", size, limit)
-        figures = read(folder / "out", started)
+        ended = _train(words, log, folder / "out", None if size.ends and level in ENDING else size.steps, limit)
+        figures = read(folder / "out", started, log.read_text(errors="replace"))
         if not figures.get("steps"):
             tail = "\n".join(log.read_text(errors="replace").splitlines()[-TAIL:])
             raise RuntimeError(f"{' '.join(words[3:])}: {ended} before its first step\n{tail}")
@@ -139,10 +142,11 @@ def measure(session: Session, name: str, size: Size, level: str) -> Row:
     return {**figures, "ended": ended, **beside(figures, _bf16(session.rows, name))}
 
 
-def _train(words: list[str], log: Path, out: Path, size: Size, limit: float) -> str:
-    """Run a command until it ends, has taken its steps, or is over its limit; return which."""
+def _train(words: list[str], log: Path, out: Path, steps: int | None, limit: float) -> str:
+    """Run a command until it ends, has taken so many steps, or is over its limit; return which."""
     paths = [str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONUNBUFFERED": "1"}
+    environment["COLUMNS"] = "2000"  # no line of the log is broken
     environment.pop("TRITON_INTERPRET", None)  # of the rehearsal, not of the run
     start = time.monotonic()
     with log.open("w") as output:
@@ -150,7 +154,7 @@ def _train(words: list[str], log: Path, out: Path, size: Size, limit: float) -> 
         try:
             while process.poll() is None:
                 time.sleep(0.1)
-                if not size.ends and len(_lines(out / "metrics.jsonl")) >= size.steps:
+                if steps is not None and len(_lines(out / "metrics.jsonl")) >= steps:
                     return "stopped"
                 if time.monotonic() - start > limit:
                     return "over its limit"
@@ -170,8 +174,8 @@ def _json(path: Path) -> Row:
     return content
 
 
-def read(out: Path, started: float) -> Row:
-    """Figures from a run's `metrics.jsonl`, `setup.json` and `run.json`, which a run that was killed lacks."""
+def read(out: Path, started: float, log: str = "") -> Row:
+    """Figures from a run's `metrics.jsonl`, `setup.json`, and `run.json` or, where it was killed, its output."""
     steps = [json.loads(line) for line in _lines(out / "metrics.jsonl")]
     setup, result = _json(out / "setup.json"), _json(out / "run.json")
     if not steps:
@@ -183,7 +187,8 @@ def read(out: Path, started: float) -> Row:
     tokens = steps[0]["tokens"]
     figures = {
         "steps": len(steps), "tokens": tokens, "parameters": summary.get("parameters"),
-        "first_step_s": round(steps[0]["time"] - started, 2), "startup": result.get("startup", summary.get("startup")),
+        "first_step_s": round(steps[0]["time"] - started, 2),
+        "startup": result.get("startup") or _found(r"first step after \d.*", log),
         "wall_ms": round(1e3 * middle, 3), "spread": round((inner[-1] - inner[0]) / middle, 4),
         "tokens_per_s": round(tokens / middle, 1), "predicted_tokens_per_s": expected.get("tokens_per_s"),
         "mfu": _median([step["mfu"] for step in steps[WARMUP:] or steps[-1:] if "mfu" in step]),
@@ -198,6 +203,11 @@ def read(out: Path, started: float) -> Row:
         if measured and figures[f"predicted_{name}"]:
             figures[f"{name}_of_prediction"] = round(measured / figures[f"predicted_{name}"], 4)
     return figures
+
+
+def _found(pattern: str, text: str) -> str | None:
+    match = re.search(pattern, text)
+    return None if match is None else match[0].strip()
 
 
 def _median(values: list[float]) -> float | None:
