@@ -41,8 +41,8 @@ DECIBELS = 20.0
 """SQNR that gradients must have against the CPU's. FP8 has about 26 dB of its own."""
 LOSS = 0.01
 """Relative difference that losses may have."""
-PATIENCE_S = 60.0
-"""For one case, after which its processes are ended."""
+PATIENCE_S, START_S = 120.0, 300.0
+"""For one case, after which its processes are ended; for the first one, which waits until all have started."""
 Results = dict[str, Tensor]
 
 
@@ -243,7 +243,7 @@ class World:
         context = multiprocessing.get_context("spawn")
         self.folder = tempfile.TemporaryDirectory()
         self.ranks: list[tuple[Any, Connection]] = []
-        self.arguments = backend, world, device
+        self.patience = START_S
         for rank in range(world):
             ours, theirs = context.Pipe()
             process = context.Process(
@@ -262,9 +262,10 @@ class World:
         """What rank 0 found. Raises RuntimeError with what a rank raised, or where one is silent; the world is over."""
         answers = []
         for rank, (process, connection) in enumerate(self.ranks):
-            if not connection.poll(2 * PATIENCE_S if not answers else 10.0):
+            if not connection.poll(10.0 if answers else self.patience):
                 raise RuntimeError(f"rank {rank} is silent, {'alive' if process.is_alive() else 'dead'}")
             answers.append(connection.recv())
+        self.patience = PATIENCE_S
         for rank, answer in enumerate(answers):
             if isinstance(answer, str):
                 raise RuntimeError(f"rank {rank}: {answer}")
