@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
+from octavo.runtime.torch_compat import is_exporting
 
 
 class _Switch:
@@ -43,7 +43,7 @@ def disabled() -> Iterator[None]:
 
 def stores() -> bool:
     """Return whether modules store their activations in FP8 now; not under torch.export, which has no backward."""
-    return not SWITCH.off and not torch.compiler.is_exporting()
+    return not SWITCH.off and not is_exporting()
 
 
 def stores_in_graphs() -> bool:

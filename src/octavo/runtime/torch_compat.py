@@ -161,6 +161,11 @@ def constant_in_graphs(function: Callable[P, R]) -> Callable[P, R]:
     return function
 
 
+def is_exporting() -> bool:
+    """Return whether torch.export traces. torch 2.11: Dynamo takes `torch.compiler.is_exporting` for true always."""
+    return torch.compiler._is_exporting_flag
+
+
 @constant_in_graphs  # torch 2.11 cannot trace torch.amp.is_autocast_available
 def _has_autocast(device_type: str) -> bool:
     """Whether a device type has autocast. "meta" has none, and `is_autocast_enabled` raises for it."""
