@@ -1,14 +1,18 @@
 """What is kept for backward: counted once by storage, with its owner and the operation that saved it."""
 
+import gc
+import weakref
 from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 from models import MLP, llama
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import octavo
+from live_tensors import bytes_left_by
 from octavo.nn.memory_audit import audit, saved_by_layer, saved_for_backward
 from octavo.planner.fake import fake_copy, fake_tensors
 
@@ -101,3 +105,58 @@ def test_selective_checkpointing_does_not_take_the_count_for_hooks_of_the_user()
     with saved_for_backward(model) as counted:
         checkpoint(model, torch.ones(3, 64, requires_grad=True) * 1, use_reentrant=False, context_fn=contexts)
     assert counted.bytes == 3 * 64 * 4
+
+
+class SavesOutputs(nn.Module):
+    """A block of operations that save their own output."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.qkv, self.out, self.gate = nn.RMSNorm(64), nn.Linear(64, 192), nn.Linear(64, 64), MLP()
+
+    def forward(self, x):
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, 4, 16)).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True) + torch.softmax(q @ k.mT, -1) @ v
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
+        h = self.gate(x)
+        h = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + 1e-5)
+        return x + torch.tanh(h) * torch.sigmoid(h) + torch.exp(-h.square()) + F.relu(h)
+
+
+@pytest.mark.parametrize("level", ["bf16", "fp8", "fp8+activations", "fp8+activations+optimizer"])
+def test_a_dropped_graph_leaves_nothing(level):
+    model = octavo.convert(nn.Sequential(SavesOutputs(), SavesOutputs()).bfloat16(),
+                           precision=octavo.Precision.level(level), verbose=False)  # fmt: skip
+    x = torch.randn(2, 32, 64).bfloat16().requires_grad_()
+    selective = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+    forwards = (
+        lambda: model(x),
+        lambda: checkpoint(model, x, use_reentrant=False),
+        lambda: checkpoint(model, x, use_reentrant=False, context_fn=selective),
+    )
+
+    def measured():
+        for forward in forwards:
+            with saved_for_backward(model) as counted:
+                forward()
+            assert counted.bytes >= x.nbytes
+
+    measured()  # caches
+    assert bytes_left_by(measured) == 0
+    assert bytes_left_by(lambda: [forward() for forward in forwards]) == 0
+
+
+@pytest.mark.parametrize("level", ["bf16", "fp8+activations"])
+def test_a_graph_holds_no_module_that_holds_the_graph(level):
+    class Keeps(SavesOutputs):
+        def forward(self, x):
+            self.output = super().forward(x)
+            return self.output
+
+    model = octavo.convert(Keeps().bfloat16(), precision=octavo.Precision.level(level), verbose=False)
+    with saved_for_backward(model):
+        model(torch.randn(2, 32, 64).bfloat16())
+    alive = weakref.ref(model)
+    del model
+    gc.collect()
+    assert alive() is None

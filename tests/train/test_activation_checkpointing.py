@@ -5,6 +5,7 @@ import torch
 from tiny_runs import GPT2, LLAMA, MakeConfig
 from torch import nn
 
+from live_tensors import bytes_left_by
 from octavo.train.activation_checkpointing import Checkpointing, find_blocks
 from octavo.train.config.run_config import ConfigError
 from octavo.train.data.load import load_corpus
@@ -57,6 +58,14 @@ def test_less_is_kept(level: str, make_config: MakeConfig) -> None:
     head = 300 * 4
     assert kept["full"] - head < 0.25 * (kept["none"] - head)
     assert kept["full"] < kept["selective"] < kept["none"]
+
+
+@pytest.mark.parametrize("level", ["bf16", "fp8", "fp8+activations", "fp8+activations+optimizer"])
+def test_a_description_leaves_nothing_alive(level: str, make_config: MakeConfig) -> None:
+    for mode in ("none", "full", "selective"):
+        trainer = make_trainer(make_config, mode, level=level)
+        trainer.describe()  # caches
+        assert bytes_left_by(trainer.describe) == 0, mode
 
 
 def test_selective_recomputes_no_matrix_product(make_config: MakeConfig) -> None:

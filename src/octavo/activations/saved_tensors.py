@@ -174,7 +174,9 @@ class CompressionHooks:
         finally:
             self._pending.clear()
             self._outer = self._enclosing = None
-            del self._hooks  # which refer to this object: no cycle is left for the garbage collector
+            # The hooks refer to this object, and the graph to the hooks: nothing here may refer to the graph, as a
+            # module does that keeps its output.
+            del self._hooks, self._module
         return outputs
 
     @contextmanager

@@ -9,6 +9,7 @@ FakeTensorMode, where nothing is allocated. They do not count outputs that selec
 autograd.
 """
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -123,6 +124,7 @@ def saved_for_backward(model: nn.Module, *, owners: bool = False) -> Iterator[Sa
         owners: Track which module runs, by hooks on every module inside the block.
     """
     own = set(_own_storages(model))
+    proxy: Any = weakref.proxy(model)  # graphs hold `pack`, and must not hold the model
     sharded = any(is_dtensor(parameter) for parameter in model.parameters())
     saved = SavedStorages()
     running = [""]
@@ -130,13 +132,14 @@ def saved_for_backward(model: nn.Module, *, owners: bool = False) -> Iterator[Sa
     def pack(tensor: Tensor) -> Tensor:
         key = _key(tensor)
         if sharded and key not in own and key not in saved.storages:
-            own.update(_own_storages(model))  # FSDP has gathered parameters since
+            own.update(_own_storages(proxy))  # FSDP has gathered parameters since
         size = tensor.untyped_storage().nbytes()
         if size and key not in own and key not in saved.storages:
             saved.storages[key] = SavedStorage(
                 bytes=size, dtype=tensor.dtype, shape=tuple(tensor.shape), owner=running[-1]
             )
-        return tensor
+        # A node that saves its own output must not hold it with its `grad_fn`: gc does not see that cycle.
+        return tensor if tensor.grad_fn is None else tensor.detach()
 
     handles = list(_track_modules(model, running)) if owners else []
     try:
