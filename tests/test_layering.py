@@ -163,7 +163,7 @@ def test_there_are_no_import_cycles() -> None:
 def test_files_and_functions_stay_short() -> None:
     for path in FILES:
         text = path.read_text()
-        assert text.count("\n") <= 400, path
+        assert text.count("\n") <= 800, path
         assert path.name != "utils.py", path
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.FunctionDef):
