@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import octavo
-from octavo.inspect import Watch
+from octavo.inspect import Watch, sample
 from octavo.inspect.stats import OPERANDS
 from octavo.nn.input_casts import quantized_input
 from octavo.nn.operands import quantize_gradient
@@ -406,3 +406,13 @@ def test_a_shared_linear_under_checkpointing_counts_each_call(reentrant):
             y.square().sum().backward()
         counts.append({row.operand: row.elements for row in watch.rows})
     assert counts[0] == counts[1] and counts[0]["dgrad_g"] == 3 * 16 * 32
+
+
+def test_a_sampled_step_is_not_captured(monkeypatch):
+    model = octavo.convert(MLP(), verbose=False)
+    watch = Watch(model, every=2)
+    monkeypatch.setattr(sample, "is_capturing", lambda device: True)
+    with watch.step():  # not sampled
+        model(torch.randn(4, 64))
+    with pytest.raises(RuntimeError, match=r"capture it outside of Watch.step\(\)"), watch.step():
+        model(torch.randn(4, 64))

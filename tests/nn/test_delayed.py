@@ -1,3 +1,4 @@
+import contextlib
 import copy
 import dataclasses
 import io
@@ -5,6 +6,7 @@ import io
 import pytest
 import torch
 from models import MLP, assert_same, gradients, llama
+from recorded_graph import RecordedGraph
 from torch import nn
 from torch.nn.utils import parametrize
 from torch.utils.checkpoint import (
@@ -302,11 +304,82 @@ def test_histories_travel_as_numbers():
     assert_same(gradients(model), gradients(other))
     del rows["up_proj"]
     delayed.load_state_dict(other, rows)
-    assert delayed.state_dict(other) == rows
+    assert delayed.state_dict(other) == rows | {"up_proj": [[0.0] * 17] * 2}
     for wrong in ([[1.0], [1.0]], [[float("nan")] * 17] * 2, [[-1.0] * 17] * 2):
         with pytest.raises(ValueError, match="amax history of up_proj must be two lists of 17 finite"):
             delayed.load_state_dict(other, {"up_proj": wrong})
     assert delayed.state_dict(octavo.convert(MLP(), verbose=False)) == {}
+
+
+def test_a_history_stays_where_it_is():
+    layer = octavo.convert(nn.Linear(64, 32, bias=False), dataclasses.replace(DELAYED, name="short", history=3))
+    taken(layer, randn(8, 64), randn(8, 32))
+    history, rows = layer.amax_history, delayed.state_dict(layer)
+    held, address = history.amaxes, history.amaxes.data_ptr()
+    for step in range(5):
+        taken(layer, randn(8, 64, seed=step), randn(8, 32, seed=9 + step))
+        history.to(torch.device("cpu"))
+    delayed.reduce_amaxes([history], lambda maxima: maxima.mul_(2), torch.device("cpu"))
+    expected = 2 * max(randn(8, 64, seed=4).abs().max().item(), 0)
+    assert history.amaxes[X, 1].item() == expected
+    delayed.load_state_dict(layer, {})
+    assert not history.amaxes.any()
+    delayed.load_state_dict(layer, rows)
+    assert delayed.state_dict(layer) == rows
+    assert history.amaxes is held and history.amaxes.data_ptr() == address
+
+
+def test_replays_of_a_captured_pass_move_the_history(monkeypatch):
+    monkeypatch.setattr(delayed, "disable_current_modes", contextlib.nullcontext)  # a graph captures these, too
+    layer = octavo.convert(nn.Linear(64, 32), dataclasses.replace(DELAYED, name="short", history=3), verbose=False)
+    eager = copy.deepcopy(layer)
+    x, g = randn(8, 64), randn(8, 32)
+    taken(layer, x, g), taken(eager, x, g)  # the pass before
+    with RecordedGraph() as graph:
+        captured = taken(layer, x, g)
+    taken(eager, x, g)
+    for step, factor in enumerate((1, 100, 1, 1, 1, 1, 0.01, 0.01, 0.01)):
+        x.copy_(factor * randn(8, 64, seed=step))
+        g.copy_(factor * randn(8, 32, seed=100 + step))
+        graph.replay()
+        for got, want in zip(captured, taken(eager, x, g), strict=True):
+            assert torch.equal(got, want)
+        assert delayed.state_dict(layer) == delayed.state_dict(eager)
+    taken(layer, x, g), taken(eager, x, g)  # eager passes go on from there
+    assert delayed.state_dict(layer) == delayed.state_dict(eager)
+
+
+def test_a_graph_captures_whole_passes_only(monkeypatch):
+    layer = octavo.convert(nn.Linear(64, 32), "delayed", verbose=False)
+    x = randn(8, 64)
+    capturing = [True]
+    monkeypatch.setattr(delayed, "is_capturing", lambda device: capturing[0])
+    with pytest.raises(RuntimeError, match="no amax history yet: run one forward and backward"):
+        layer(x)
+    capturing[0] = False
+    layer(x)
+    capturing[0] = True
+    with pytest.raises(RuntimeError, match="the current pass began outside of the CUDA graph"):
+        layer(x)
+    capturing[0] = False
+    layer(x).sum().backward()
+    capturing[0] = True
+    (layer(x) + layer(x)).sum().backward()  # two uses in the captured pass
+    checkpoint(layer, x, use_reentrant=False).sum().backward()
+    capturing[0] = False
+    layer(x).sum().backward()
+    assert [sum(value > 0 for value in row) for row in delayed.state_dict(layer)[""]] == [4, 4]
+
+
+def test_ranks_end_the_passes_of_replays():
+    layer = octavo.convert(nn.Linear(64, 32), "delayed", verbose=False)
+    layer(randn(8, 64)).sum().backward()
+    history = layer.amax_history
+    history.captured = True
+    for passes in (2, 3):  # replays set no attribute
+        delayed.reduce_amaxes([history], lambda maxima: maxima, torch.device("cpu"))
+        history.amaxes[:, 0] = 1.0
+        assert history.amaxes.count_nonzero() == 2 * passes
 
 
 def test_high_precision_wgrad_and_frozen_layers_have_histories_too():

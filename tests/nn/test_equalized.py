@@ -1,10 +1,12 @@
 """Channel equalization: exact for every s, better for outlier channels, one s for the layers that read one X."""
 
 import copy
+import gc
 import io
 import json
 import math
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -21,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 import octavo
 from octavo.kernels.quantize import QUANTIZE
+from octavo.nn import equalized as equalized_layers
 from octavo.nn.equalized import Equalized, EqualizedQuantizer, Equalizer, equalizer_of
 from octavo.nn.equalized_ranks import reduce_scales
 from octavo.nn.equalized_state import load_state_dict, merge_states, state_dict
@@ -581,3 +584,24 @@ def test_a_weight_gathered_with_other_scales_since_forward_is_refused():
         gathered.channels = second
         with pytest.raises(RuntimeError, match="changed between a forward and its backward"):
             y.sum().backward()
+
+
+def test_a_graph_reads_scales_that_stay_and_measures_nothing(monkeypatch):
+    capturing = [True]
+    monkeypatch.setattr(equalized_layers, "is_capturing", lambda device: capturing[0])
+    layer = layer_of(torch.randn(32, 64))
+    x = torch.randn(8, 64).requires_grad_()
+    layer(x).sum().backward()
+    equalizer = equalizer_of(layer)
+    assert equalizer.scales is None and equalizer.measurement is None  # computed in the graph, which holds them
+    capturing[0] = False
+    layer(x).sum().backward()
+    capturing[0] = True
+    layer(x).sum().backward()
+    captured = weakref.ref(equalizer.scales.factor)
+    capturing[0] = False
+    for _ in range(3):
+        layer(x * torch.logspace(-3, 3, 64)).sum().backward()
+    assert equalizer.scales.factor is not captured()
+    gc.collect()
+    assert captured() is not None

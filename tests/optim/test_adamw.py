@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from octavo.kernels.adamw import reference
-from octavo.optim import AdamW
+from octavo.optim import AdamW, adamw
 
 
 def randn(*shape, seed=0, dtype=torch.float32):
@@ -292,3 +292,14 @@ def test_small_parameters_stepped_together_are_those_stepped_alone(states, maste
         for name, value in first.state[a].items():
             other = second.state[b][name]
             assert value.dtype == other.dtype and value.float().equal(other.float()), name
+
+
+def test_a_cuda_graph_cannot_capture_a_step(monkeypatch):
+    params = parameters()
+    before = [param.detach().clone() for param in params]
+    optimizer = AdamW(params, nonfinite="ignore")
+    set_gradients(params, 0)
+    monkeypatch.setattr(adamw, "is_capturing", lambda device: True)
+    with pytest.raises(RuntimeError, match="step counts on the host.*call it after each replay"):
+        optimizer.step()
+    assert all(torch.equal(param, old) for param, old in zip(params, before, strict=True)) and not optimizer.state

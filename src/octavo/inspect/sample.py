@@ -43,6 +43,7 @@ from octavo.numerics.equalization import ChannelScales
 from octavo.numerics.formats import SUPPORTED_DTYPES
 from octavo.numerics.recipe import Recipe
 from octavo.numerics.spec import TENSOR, QuantSpec
+from octavo.runtime.execution_context import is_capturing
 from octavo.runtime.switch import SWITCH
 from octavo.runtime.torch_compat import disable_current_modes, in_backward, local_part
 from octavo.tensor import ScaledTensor
@@ -131,7 +132,12 @@ class Sample:
     def _first(self, layer: WatchedLayer) -> Callable[..., None]:
         def save_input(_: nn.Module, args: Any, kwargs: Any) -> None:
             if not SWITCH.off:
-                self._before_gather[layer.name] = _input(args, kwargs)
+                x = self._before_gather[layer.name] = _input(args, kwargs)
+                if is_capturing(x.device):
+                    raise RuntimeError(
+                        "octavo.inspect.Watch: a CUDA graph is captured inside a sampled step, but its replays call no "
+                        "hooks: capture it outside of Watch.step(), and run sampled steps eagerly"
+                    )
 
         return save_input
 

@@ -27,6 +27,9 @@ that reads X. A cast that also computes the amax would save that read. A compile
 the next step's forward must see what backward writes: `fullgraph=True` raises, and without it torch.compile runs these
 layers eagerly.
 
+A CUDA graph holds it: the history has one address for life, and a replay of a captured pass shifts and updates it. The
+pass before must have run eagerly, forward and backward, because capture records whether the history shifts.
+
 `Delayed` gives a `LinearLike` a history and a `Quantizer` that reads it; the products are those of `octavo.nn.linear`.
 """
 
@@ -52,6 +55,7 @@ from octavo.nn.operands import (
 )
 from octavo.numerics.equalization import ChannelScales
 from octavo.numerics.recipe import Recipe
+from octavo.runtime.execution_context import is_capturing
 from octavo.runtime.switch import SWITCH
 from octavo.runtime.torch_compat import FakeTensor, disable_current_modes, in_backward
 from octavo.tensor import ScaledTensor
@@ -60,6 +64,7 @@ X, G = 0, 1
 """Operands that have a history."""
 ATTRIBUTE = "amax_history"
 """Attribute of a module that holds its history."""
+BEFORE_CAPTURE = "run one forward and backward of the layer in training before the graph is captured"
 
 
 class AmaxHistory:
@@ -69,8 +74,9 @@ class AmaxHistory:
         recipe: A recipe with a `history`.
 
     Attributes:
-        amaxes: float32 [2, 1 + history], or None before the first pass.
+        amaxes: float32 [2, 1 + history], or None before the first pass. Changes in place only.
         backward_ran: Whether the backward of the current pass has run.
+        captured: Whether a CUDA graph recorded the current pass, whose replays run no Python.
         synchronized: Whether `reduce_amaxes` ends the passes, for all layers at once.
     """
 
@@ -78,6 +84,7 @@ class AmaxHistory:
         self.passes, self.margin = recipe.history, recipe.margin
         self.amaxes: Tensor | None = None
         self.backward_ran = False
+        self.captured = False
         self.synchronized = False
 
     @property
@@ -86,15 +93,23 @@ class AmaxHistory:
         return self.backward_ran and not in_backward()  # a forward inside backward belongs to the same pass
 
     def begin(self) -> None:
-        """Shift the history if the current pass has ended."""
-        if self.pass_ended and not self.synchronized:
+        """Shift the history if the current pass has ended.
+
+        Raises:
+            RuntimeError: If a CUDA graph would record the end of a pass without its beginning.
+        """
+        if self.synchronized:
+            return
+        if self.pass_ended:
             self.advance()
+        elif self.amaxes is not None and not self.captured and is_capturing(self.amaxes.device) and not in_backward():
+            raise RuntimeError(f"octavo: the current pass began outside of the CUDA graph: {BEFORE_CAPTURE}")
 
     def advance(self) -> None:
         """Shift the history by one pass."""
         if self.amaxes is not None:
             with outside_autograd():
-                self.amaxes = _shifted(self.amaxes)
+                self.amaxes.copy_(_shifted(self.amaxes))
         self.backward_ran = False
 
     def amax(self, operand: int) -> Tensor | None:
@@ -108,15 +123,35 @@ class AmaxHistory:
 
     def update(self, operand: int, amax: Tensor) -> None:
         """Add the amax [1,1] of X or G to the current pass, if it is finite."""
-        if self.amaxes is None:
-            self.amaxes = amax.new_zeros((2, 1 + self.passes))
-        current = self.amaxes[operand, 0]
+        current = self.allocated(amax.device)[operand, 0]
+        self.captured = is_capturing(amax.device)
         current.copy_(torch.maximum(current, amax.nan_to_num(0.0, 0.0, 0.0).view(())))
 
     def to(self, device: torch.device) -> None:
         """Move to the device of the layer."""
         if self.amaxes is not None:
-            self.amaxes = self.amaxes.to(device)
+            self.amaxes = self.amaxes.to(device)  # itself on that device
+
+    def allocated(self, device: torch.device) -> Tensor:
+        """Return `amaxes` on a device, allocated if there are none yet.
+
+        Raises:
+            RuntimeError: If a CUDA graph is captured, whose replays would begin with zeros each time.
+        """
+        if self.amaxes is None:
+            if is_capturing(device):
+                raise RuntimeError(f"octavo: there is no amax history yet: {BEFORE_CAPTURE}")
+            self.amaxes = torch.zeros(2, 1 + self.passes, dtype=torch.float32, device=device)
+        self.to(device)
+        return self.amaxes
+
+    def load(self, amaxes: Tensor | None) -> None:
+        """Replace the history; by an empty one if None."""
+        if self.amaxes is None:
+            self.amaxes = amaxes
+        else:
+            self.amaxes.copy_(torch.zeros_like(self.amaxes) if amaxes is None else amaxes)
+        self.backward_ran = False
 
 
 @dataclass(frozen=True)
@@ -328,7 +363,7 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
                     f"the amax history of {name} must be two lists of {1 + history.passes} finite numbers >= 0; got "
                     f"{state[name]!r:.200}"
                 )
-        history.amaxes, history.backward_ran = amaxes, False
+        history.load(amaxes)
 
 
 @torch.no_grad()
@@ -346,15 +381,12 @@ def reduce_amaxes(histories: Iterable[AmaxHistory], all_reduce_max: Any, device:
     rows = []
     for history in ordered:
         history.synchronized = True
-        if history.amaxes is None:
-            history.amaxes = torch.zeros(2, 1 + history.passes, dtype=torch.float32, device=device)
-        history.to(device)
-        backward_ran = torch.full((1,), float(history.backward_ran), device=device)
-        rows.append(torch.cat([history.amaxes[:, 0], backward_ran]))
+        ended = torch.full((1,), float(history.backward_ran or history.captured), device=device)
+        rows.append(torch.cat([history.allocated(device)[:, 0], ended]))
     exchanged = torch.stack(rows)
     all_reduce_max(exchanged)
     for history, row in zip(ordered, exchanged, strict=True):
         assert history.amaxes is not None
         amaxes = torch.cat([row[:2].unsqueeze(1), history.amaxes[:, 1:]], dim=1)
-        history.amaxes = torch.where(row[2] > 0, _shifted(amaxes), history.amaxes)
+        history.amaxes.copy_(torch.where(row[2] > 0, _shifted(amaxes), history.amaxes))
         history.backward_ran = False

@@ -19,6 +19,9 @@ combines what they measured, in one exchange for all layers, and only after pass
 there is no s. A weight that FSDP gathers in FP8 was multiplied by s before it was sent, and carries it
 (`octavo.nn.gathered`).
 
+A CUDA graph replays with the s that its layers had when it was captured, which they therefore keep; without one it
+computes s from X and W. It measures nothing.
+
 torch.compile: a compiled graph cannot hold s between steps. It computes s in every forward, from X and the layer's own
 weight. This reads both once more, and layers that read one X have an FP8 copy of it each.
 """
@@ -133,30 +136,27 @@ class Equalizer:
         backward_ran: Whether the backward of the current pass has run.
         measurement: What the current pass has measured.
         synchronized: Whether `octavo.nn.equalized_ranks` ends the passes, for all layers at once.
+        captured: The scales that CUDA graphs read.
     """
 
     def __init__(self, every: int, transposed: bool) -> None:
         self.every, self.transposed = every, transposed
         self.scales: ChannelScales | None = None
         self.synchronized = False
+        self.captured: set[ChannelScales] = set()
         self.passes: int
         self.measurement: Measurement | None
         self.advance(0)
 
-    def measures(self, backward: bool) -> bool:
+    def measures(self, backward: bool, device: torch.device) -> bool:
         """Return whether a forward of the current pass measures. One without backward does only if there is no s."""
-        return self.scales is None or (backward and self.pass_measures and not self._capturing)
+        return (self.scales is None or (backward and self.pass_measures)) and not is_capturing(device)
 
     def pass_ended(self) -> bool:
         """Whether a forward in training would begin the next pass."""
         if not self.backward_ran or self.synchronized or current_graph_task_id() != -1:  # as `in_backward`
             return False
-        return self.scales is None or not (self.scales.factor.is_cuda and self._capturing)
-
-    @property
-    def _capturing(self) -> bool:
-        """Whether a CUDA graph is captured: it replays with the s of its capture, which must not be in its memory."""
-        return self.scales is not None and self.scales.factor.is_cuda and is_capturing(self.scales.factor.device)
+        return self.scales is None or not is_capturing(self.scales.factor.device)
 
     def next_scales(self, training: bool) -> ChannelScales | None:
         """Return s of the next forward, which begins a pass if it is in training and the current one has ended."""
@@ -219,13 +219,16 @@ class EqualizedQuantizer:
         backward = torch.is_grad_enabled() and (input.requires_grad or w_NK.requires_grad)
         with outside_autograd():
             gathered = isinstance(w_NK, Fp8AllGatherOutput)  # no s of this rank alone fits it
-            if self._training and equalizer.measures(backward) and (equalizer.synchronized or not gathered):
+            measures = self._training and equalizer.measures(backward, input.device)
+            if measures and (equalizer.synchronized or not gathered):
                 equalizer.measure(input, w_NK)
             if isinstance(w_NK, Fp8AllGatherOutput):
                 self._gathered = w_NK, w_NK.channels
                 return w_NK.channels
             if equalizer.scales is not None:
                 equalizer.scales = equalizer.scales.to(input.device)
+                if is_capturing(input.device):
+                    equalizer.captured.add(equalizer.scales)
                 return equalizer.scales
             if equalizer.synchronized and self._training:
                 return None

@@ -39,6 +39,7 @@ from octavo.optim.states import (
     matrix_view,
     saved_parameters,
 )
+from octavo.runtime.execution_context import is_capturing
 from octavo.tensor import local_tensor
 
 _SEED_STRIDE = 0x632BE5AB
@@ -139,8 +140,14 @@ class AdamW(Optimizer):
         Raises:
             FloatingPointError: A gradient or moment is not finite and `nonfinite="raise"`; nothing is changed.
             ValueError: A gradient is sparse or complex, or a learning rate is not finite.
+            RuntimeError: While a CUDA graph is captured, whose replays would repeat one step count and learning rate.
         """
         loss = None
+        if any(is_capturing(group["params"][0].device) for group in self.param_groups if group["params"]):
+            raise RuntimeError(
+                f"octavo: {type(self).__name__}.step cannot be captured into a CUDA graph, whose replays would repeat "
+                "one step count and learning rate: call it after each replay"
+            )
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()

@@ -71,9 +71,9 @@ class Fp8AllReduce:
                 contents, torch.zeros_like(flat), flat.new_zeros(1, flat.shape[1])
             )
         flat += residuals.bucket
-        residuals.bucket = flat - self._dequantized(flat)
+        torch.sub(flat, self._dequantized(flat), out=residuals.bucket)
         piece = reduce_scatter(flat, self.group, op="avg", spec=self.spec) + residuals.piece
-        residuals.piece = piece - self._dequantized(piece)
+        torch.sub(piece, self._dequantized(piece), out=residuals.piece)
         gathered: Tensor = all_gather(piece, self.group, spec=self.spec)
         return gathered.view(-1)[: gradient.numel()].to(gradient.dtype)
 
