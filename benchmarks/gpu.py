@@ -124,7 +124,9 @@ class Runner:
     def _pytest(self) -> list[str]:
         words = [sys.executable, "-m", "pytest", "tests/test_gpu.py", "-m", "gpu", "-v", "--color=no", "--tb=short"]
         words += ["-o", "addopts=", "-o", "filterwarnings=", "-p", "no:cacheprovider"]
-        return words + (["-n", "6"] if find_spec("xdist") and not self.options.rehearse else [])
+        workers = str(max(2, min(14, (os.cpu_count() or 4) - 2)))  # they compile most of the time
+        parallel = ["-n", workers, "--dist", "loadgroup"]
+        return words + (parallel if find_spec("xdist") and not self.options.rehearse else [])
 
     def run(self, stage: str, seconds: float, parts: Sequence[Part] = (), *, resume: bool = False) -> Outcome:
         """Run parts of a stage to their end, at most `seconds`, starting it again where it crashed or hung."""
