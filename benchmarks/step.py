@@ -1,0 +1,176 @@
+"""One training step taken apart by the profiler, beside what `octavo plan` predicts of the same parts.
+
+    products       matrix products of linears, but for the head
+    quantizers     everything else in an FP8 linear
+    attention      fused attention
+    head           vocabulary head and loss, with their products
+    rest           norms, activation functions, rotary embeddings, residuals, embedding
+    accumulation   gradients into the fp32 ones of the masters
+    clipping       norm of the gradients, and their scaling
+    optimizer      the update, and parameters rounded from masters
+    idle           wall time of a step in which no kernel runs
+
+The step is that of `octavo train` (`octavo.train.trainer.Trainer`) on random tokens, at the sizes of `python -m
+benchmarks run`. Wall times are taken without the profiler, in turns with bf16's step in the same process. `predicted`
+compares linears (products, quantizers and head), attention, rest, optimizer and idle; the planner leaves out the rest.
+"""
+
+import functools
+import re
+import statistics
+import time
+import tomllib
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.profiler import record_function
+
+from benchmarks import profiling, run
+from benchmarks.profiling import Kernel
+from benchmarks.session import Row, Session, begin, parser
+from benchmarks.train import RandomCorpus
+
+EXAMPLES = """step
+step --quick
+step --rehearse"""
+SIZES = ("llama-3-8b-width", "0.4B")
+LEVELS = ("bf16", "fp8", "fp8+activations+optimizer", "fp8+activations")
+PARTS = ("products", "quantizers", "attention", "head", "rest", "accumulation", "clipping", "optimizer")
+PREDICTED = {
+    "linears": (("products", "quantizers", "head"), ("linears", "products")),
+    "attention": (("attention",), ("attention",)),
+    "rest": (("rest",), ("rest",)),
+    "optimizer": (("optimizer",), ("optimizer",)),
+    "idle": (("idle",), ("waiting",)),
+}
+"""Parts that are predicted: their measured parts, and their fields of `octavo.planner.step.StepTime`."""
+WARMUP, STEPS, ROUNDS = 4, 4, 3
+
+_ATTENTION = re.compile(r"scaled_dot_product|ScaledDotProduct|flash|fmha|sdpa")
+_PRODUCT_OPS = re.compile(
+    r"(aten::_?(mm|addmm|bmm|baddbmm|scaled_mm|grouped_mm|scaled_grouped_mm)|octavo::\w*mm)(_v2)?"
+)
+_PRODUCTS = re.compile(r"gemm|cutlass|nvjet|xmma|cublas|(product|promoted|grouped)_kernel")
+_FP8_LINEAR = re.compile(r"octavo::(de)?quantize\w*|_(Planned)?Linear(Function)?(Backward)?")
+_QUANTIZERS = re.compile(r"(rows|blocks|maxima|cast|transpose|dequantize)_kernel")
+
+
+def part(kernel: Kernel) -> str:
+    """The part of a step that a kernel belongs to."""
+    for phase in ("accumulation", "clipping"):
+        if phase in kernel.phases:
+            return phase
+    if "update" in kernel.phases:
+        outside = not any(phase.startswith("Optimizer.step") for phase in kernel.phases)
+        return "clipping" if outside and "aten::_foreach_mul_" in kernel.stack else "optimizer"
+    if any("_ChunkedFunction" in name for name in kernel.stack):
+        return "head"
+    if any(_ATTENTION.search(name) for name in (*kernel.stack, kernel.name)):
+        return "attention"
+    if _PRODUCTS.search(kernel.name) or any(_PRODUCT_OPS.fullmatch(name) for name in kernel.stack):
+        return "products"
+    in_linear = any(_FP8_LINEAR.fullmatch(name.rpartition(": ")[2]) for name in kernel.stack)
+    return "quantizers" if in_linear or _QUANTIZERS.fullmatch(kernel.name) else "rest"
+
+
+def trainer(session: Session, size: run.Size, level: str) -> Any:
+    """The trainer of a run, with the phases of a step marked for the profiler."""
+    from octavo.train.config.run_config import parse_config
+    from octavo.train.trainer import Trainer
+
+    settings = {**size.settings, "run.steps": 1000, "run.device": session.device.type, "precision.level": level}
+    config = parse_config(tomllib.loads(run.toml(settings)))
+    tokens = SimpleNamespace(vocabulary=config.model.config["vocab_size"], sequence=config.data.sequence_length)
+    corpus: Any = RandomCorpus(tokens)
+    made = Trainer(config, corpus, session.device)
+    optimizer: Any = made.optimizer
+    for phase, name in (("accumulation", "accumulate"), ("clipping", "gradient_squares"), ("update", "step")):
+        setattr(optimizer, name, record_function(phase)(getattr(optimizer, name)))
+    return made
+
+
+def take_apart(session: Session, kernels: list[Kernel], wall_ms: float | None) -> Row:
+    """Milliseconds and kernels by part, busy and idle time, and the kernels that took the longest."""
+    parts: dict[str, Row] = {name: {"ms": 0.0, "count": 0} for name in PARTS}
+    for kernel in kernels:
+        one = parts[part(kernel)]
+        one["ms"], one["count"] = one["ms"] + kernel.us / 1e3, one["count"] + 1
+    busy = profiling.busy_us(kernels) / 1e3
+    if wall_ms is not None:
+        parts["idle"] = {"ms": max(wall_ms - busy, 0.0), "count": 0}
+    for one in parts.values():
+        one["ms"] = round(one["ms"], 4)
+    return {"parts": parts, "kernel_ms": round(busy, 4) if session.gpu else None, "kernels": len(kernels),
+            "profile": profiling.table(kernels, 30)}  # fmt: skip
+
+
+def predict(session: Session, config: Any, parts: dict[str, Row]) -> Row:
+    """The planner's parts of the same step, in milliseconds, beside the measured ones."""
+    from octavo.train.run_plan import plan_configured
+
+    gpu = torch.cuda.get_device_name(session.device) if session.gpu else "h100"
+    try:
+        planned = plan_configured(config, gpu=gpu)
+    except Exception as error:  # such as a GPU that the planner does not know: the measurement stays
+        return {"predicted": {}, "not_predicted": f"{type(error).__name__}: {error}"}
+    rows = {}
+    for name, (measured, fields) in PREDICTED.items():
+        expected = 1e3 * sum(getattr(planned.time, field) for field in fields)
+        rows[name] = {"predicted_ms": round(expected, 4)}
+        if session.gpu:
+            ms = sum(parts[each]["ms"] for each in measured)
+            rows[name] |= {"ms": round(ms, 4), "of_prediction": round(ms / expected, 3) if expected else None}
+    return {"predicted": rows, "predicted_wall_ms": round(1e3 * planned.time.seconds, 3)}
+
+
+def _wall_ms(session: Session, step: Callable[[], Any], steps: int) -> list[float]:
+    times = []
+    for _ in range(steps):
+        start = time.perf_counter()
+        step()
+        if session.gpu:
+            torch.cuda.synchronize(session.device)
+        times.append(1e3 * (time.perf_counter() - start))
+    return times
+
+
+def measure(session: Session, size: run.Size, level: str, base: Callable[[], Any]) -> Row:
+    """One row: wall times in turns with bf16, the parts of a step, and the prediction."""
+    bf16 = base()
+    own = bf16 if level == "bf16" else trainer(session, size, level)
+    steps, rounds = (1, 1) if session.tiny else (STEPS, ROUNDS)
+    for each in {bf16, own}:
+        _wall_ms(session, each.train_step, 1 if session.tiny else WARMUP)
+    turns = [[statistics.median(_wall_ms(session, each.train_step, steps)) for each in (bf16, own)]
+             for _ in range(rounds)]  # fmt: skip
+    figures: Row = {"wall_ms": None, "tokens_per_s": None}
+    if not session.tiny:
+        before, after = zip(*turns, strict=True)
+        ratios = sorted(a / b for a, b in turns)
+        middle = statistics.median(after)
+        tokens = own.config.optim.batch * own.config.data.sequence_length
+        figures = {
+            "wall_ms": round(middle, 3), "spread": round((max(after) - min(after)) / middle, 4),
+            "bf16_wall_ms": round(statistics.median(before), 3), "wall_speedup": round(statistics.median(ratios), 4),
+            "wall_speedup_range": [round(ratios[0], 4), round(ratios[-1], 4)],
+            "tokens_per_s": round(1e3 * tokens / middle, 1),
+        }  # fmt: skip
+    figures |= take_apart(session, profiling.record(own.train_step, session.device), figures["wall_ms"])
+    return figures | predict(session, own.config, figures["parts"])
+
+
+def main(arguments: list[str]) -> None:
+    """Measure, print a row at a time, write `results/<device>/step.json`."""
+    session = begin("step", parser("step", __doc__, EXAMPLES).parse_args(arguments), arguments)
+    levels = LEVELS[:3] if session.options.quick or session.tiny else LEVELS
+    for name in ("tiny",) if session.tiny else SIZES[:1] if session.options.quick else SIZES:
+        size = run.TINY if session.tiny else run.SIZES[name]
+        base = functools.cache(functools.partial(trainer, session, size, "bf16"))  # one for all arms of a size
+        for level in levels:
+            identity: Row = {"stage": "step", "shape": name, "arm": level, "mode": "eager"}
+            row = session.attempt(identity, functools.partial(measure, session, size, level, base))
+            for each, figures in (row or {}).get("parts", {}).items():
+                print(f"  {each:<14}{figures['ms']:>10.3f} ms {figures['count']:>6} kernels", flush=True)
+    session.finish()
