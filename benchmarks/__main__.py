@@ -7,7 +7,9 @@
   layer        a Llama decoder layer: time, peak memory, bytes kept per token
   compile      the two ways of quantizing under torch.compile
   run          `octavo train` at every precision level: start-up, speed, memory beside the prediction, loss
-  train        tokens/s of training
+  step         one training step by part, beside the prediction of the same parts
+  host_gpu     wall time beside kernel time of eager linears and layers of few tokens
+  train        tokens/s of a plain training loop, beside torchao
   convergence  the loss with each FP8 switch beside bf16's, on several seeds; docs/convergence.md
   adversarial  models known to break FP8, in every recipe and under the autopilot; docs/adversarial.md
   equalization  channel scales on synthetic operands, and refreshed more or less often; docs/numerics.md; needs no GPU

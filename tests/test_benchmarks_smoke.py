@@ -1,11 +1,11 @@
-"""The first minutes on a GPU, without one: profiles from traces, arms in turns, and wrong numbers that fail a row."""
+"""`smoke` and `host_gpu` without a GPU: profiles from traces, arms in turns, wrong numbers, host time."""
 
 import argparse
 import json
 
 import pytest
 import torch
-from benchmarks import arms, profiling, session, smoke
+from benchmarks import arms, host_gpu, profiling, run, session, smoke, step
 from benchmarks.timing import Timing
 from torch import nn
 
@@ -22,10 +22,10 @@ class Drifting:
         self.ms = 0.0
 
     def measure(self, runs, *, wall=True):
-        for run in runs:
-            run()
+        for call in runs:
+            call()
         self.ms += 1.0
-        return Timing(self.ms, 2 * self.ms, 0.01, "graph")
+        return Timing(self.ms, 5 * self.ms, 0.01, "graph")
 
     def peak_mib(self, run):
         return 3.0
@@ -101,7 +101,7 @@ def test_arms_are_timed_in_turns(drifting):
     figures = arms.in_turns(drifting, [lambda: calls.append("bf16")], [lambda: calls.append("arm")])
     assert calls == ["bf16", "arm"] * 3
     assert figures == {
-        "method": "graph", "rounds": 3, "kernel_ms": 4.0, "wall_ms": 8.0, "bf16_kernel_ms": 3.0, "bf16_wall_ms": 6.0,
+        "method": "graph", "rounds": 3, "kernel_ms": 4.0, "wall_ms": 20.0, "bf16_kernel_ms": 3.0, "bf16_wall_ms": 15.0,
         "speedup": 0.75, "wall_speedup": 0.75, "speedup_range": [0.5, 0.8333], "wall_speedup_range": [0.5, 0.8333],
         "spread": 1.0, "bf16_spread": 1.33333,
     }  # fmt: skip
@@ -140,3 +140,47 @@ def test_smoke_is_rehearsed(tmp_path):
     assert [row["arm"] for row in content["rows"]] == ["octavo rowwise", "octavo tensorwise", "bf16"]
     assert not any("error" in row for row in content["rows"]) and not content["timed"]
     assert all(row["profile"] and row["kernel_ms"] is None and row["m"] == SHAPE[0] for row in content["rows"])
+
+
+# Host time
+
+
+@pytest.mark.thorough
+def test_rows_of_host_time(drifting, monkeypatch):
+    monkeypatch.setattr(host_gpu, "CALLS", 1)
+    row = host_gpu.measure(drifting, "linear", 32, 64, arms.Arm("octavo rowwise"))
+    assert (row["kernel_ms"], row["wall_ms"], row["waiting"], row["bf16_wall_ms"]) == (4.0, 20.0, 0.8, 15.0)
+    assert row["host_ratio"] == pytest.approx(row["host_ms"] / row["bf16_host_ms"], abs=1e-3) and row["host_ratio"] > 1
+    assert row["predicted_host_ratio"] == host_gpu.RATIOS["rowwise"]
+    assert "predicted_host_ratio" not in host_gpu.measure(drifting, "linear", 32, 64, arms.Arm("bf16"))
+
+
+def test_host_time_begins_with_few_sizes_and_needs_no_torchao(drifting, monkeypatch, capsys):
+    monkeypatch.setattr(arms, "has_torchao", lambda: True)
+    todo = host_gpu.plan(drifting)
+    names = [arm.name for arm in host_gpu.ARMS]
+    assert [arm.name for *_, arm in todo[:10]] == names * 2 and "torchao rowwise" in names
+    assert {(tokens, dim) for _, tokens, dim, _ in todo[:20]} == set(host_gpu.QUICK)
+    assert len(set(todo)) == len(todo) == 2 * 5 * len(host_gpu.TOKENS) * len(host_gpu.DIMS)
+    monkeypatch.setattr(arms, "has_torchao", lambda: False)
+    assert not any(arm.name.startswith("torchao") for *_, arm in host_gpu.plan(drifting))
+    assert "torchao is not importable" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("module", [run, step, host_gpu])
+def test_parts_are_rehearsed(module, tmp_path):
+    module.main(["--rehearse", "--peers", "nowhere", "--out", str(tmp_path)])
+    content = json.loads((tmp_path / f"{module.__name__.rpartition('.')[2]}.json").read_text())
+    rows = {(row["stage"], row["arm"]): row for row in content["rows"]}
+    assert not any("error" in row or row["wall_ms"] for row in rows.values()), rows
+    if module is run:
+        bf16, full = rows.values()
+        assert (bf16["ended"], full["ended"], bf16["steps"], full["steps"]) == ("stopped", "done", 3, 3)
+        assert full["saved_bytes_per_token"] < bf16["saved_bytes_per_token"] and abs(full["largest_difference"]) < 0.05
+    elif module is step:
+        bf16, _, full = ({name: part["count"] for name, part in row["parts"].items()} for row in rows.values())
+        assert bf16["quantizers"] == 0 < full["quantizers"] and full["accumulation"] == 0 < bf16["accumulation"]
+        assert all(set(row["predicted"]) == set(step.PREDICTED) for row in rows.values())
+    else:
+        assert {stage for stage, _ in rows} == {"linear", "layer"} and len(rows) == 6
