@@ -123,7 +123,7 @@ def command(size: Size, level: str, folder: Path) -> list[str]:
 
 def measure(session: Session, name: str, size: Size, level: str) -> Row:
     """Train, and read what the run wrote."""
-    limit = min(session.options.limit, max(session._end - time.monotonic(), 1.0))
+    limit = min(session.options.limit, max(session.left_s, 1.0))
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         if session.tiny:
