@@ -2,17 +2,17 @@
 
 Models may scale their logits (Cohere, Granite) or apply a soft cap (Gemma). The trial runs the model on a few tokens,
 with chosen numbers in place of the head's output. They cover several decades, so they reveal a soft cap that the small
-logits of a new model would not reach. No weight matters, so the trial also works on meta, where only these numbers are
-real. Candidates come from the numbers in the config; one must reproduce the logits. The loss must equal the shifted
-cross-entropy in value and in its autograd graph: another term, as a z-loss, is a second branch, however small its
-coefficient. Only a router's loss may be added, as `router_aux_loss_coef` times the output `aux_loss`, which the model
-computes itself. Otherwise `find_head` raises an error with the reason.
+logits of a new model would not reach. No weight matters, so the trial runs on meta first, where only these numbers are
+real, and with the weights if it fails there. Candidates come from the numbers in the config; one must reproduce the
+logits. The loss must equal the shifted cross-entropy in value and in its autograd graph: another term, as a z-loss, is
+a second branch, however small its coefficient. Only a router's loss may be added, as `router_aux_loss_coef` times the
+output `aux_loss`, which the model computes itself. Otherwise `find_head` raises an error with the reason.
 """
 
 import inspect
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -21,6 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from octavo.runtime.swap import weights_on_meta
+from octavo.runtime.switch import disabled
 from octavo.runtime.torch_compat import FakeTensor
 
 PROBE_SHAPE = 2, 8
@@ -86,15 +88,20 @@ def find_head(model: Any) -> Head:
     candidates = _candidates(model.config.get_text_config())
     heads = [Head(base=base, linear=linear, scale=scale, softcap=cap, routed=routed) for scale, cap in candidates]
     try:
-        with evaluating(model):
-            head = heads[-1] if isinstance(linear.weight, FakeTensor) else _matching_head(model, heads)
-            _check_loss(model, head)
+        with evaluating(model), disabled():
+            if isinstance(linear.weight, FakeTensor):
+                _check_loss(model, heads[-1])
+                return heads[-1]
+            if not linear.weight.is_meta:
+                # No weight matters, and products of real ones take seconds; what fails on meta is tried with them.
+                with suppress(Exception), weights_on_meta(model):
+                    return _matching_head(model, heads)
+            return _matching_head(model, heads)
     except RuntimeError as error:
         if not linear.weight.is_meta:
             raise
         reason = " ".join(str(error).split())
         raise ValueError(f"{kind} cannot run the trial on meta; load its weights first: {reason}") from error
-    return head
 
 
 def adds_router_loss(model: Any, inputs: Mapping[str, Any] = MappingProxyType({})) -> bool:
@@ -120,7 +127,10 @@ def _candidates(config: Any) -> list[tuple[float, float | None]]:
 
 @torch.no_grad()
 def _matching_head(model: Any, heads: list[Head]) -> Head:
-    """Return the first head that reproduces the logits of its model, in all decades and of both signs."""
+    """Return the first head that reproduces the logits of its model, in all decades and of both signs.
+
+    Raises as `_check_loss`.
+    """
     kind, base, linear = type(model).__name__, heads[0].base, heads[0].linear
     shape = *PROBE_SHAPE, linear.weight.shape[0]
     generator = torch.Generator("cpu").manual_seed(0)
@@ -143,6 +153,7 @@ def _matching_head(model: Any, heads: list[Head]) -> Head:
         raise ValueError(f"{kind} returns logits {list(outputs.logits.shape)}, but its head returns {list(z.shape)}")
     for head in heads:
         if torch.allclose(head.finish(z), outputs.logits.to(z.dtype), rtol=TOLERANCE[z.dtype], atol=0.0):
+            _check_loss(model, head)
             return head
     raise ValueError(f"{kind} does something to its logits that is neither a factor nor a soft cap of its config")
 

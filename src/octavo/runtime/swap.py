@@ -4,11 +4,12 @@ Writes bypass `__setattr__` and properties of a module's class, because those ma
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import MethodType
 from typing import Any
 
+import torch
 from torch import nn
 
 _CONTAINERS = [name for name, value in vars(nn.Module()).items() if isinstance(value, dict)]
@@ -40,7 +41,36 @@ def is_fully_sharded(module: nn.Module) -> bool:
 
 @contextmanager
 def all_or_nothing(model: nn.Module) -> Iterator[None]:
-    """Restore the modules of a model if the block raises, also for Ctrl-C.
+    """Restore the modules of a model if the block raises, also for Ctrl-C; see `_restorer`."""
+    restore = _restorer(model)
+    try:
+        yield
+    except BaseException:
+        restore()
+        raise
+
+
+@contextmanager
+def weights_on_meta(model: nn.Module) -> Iterator[None]:
+    """Give a model parameters and buffers on the meta device inside the block: it then runs without computing."""
+    restore = _restorer(model)
+    tensors = *model.parameters(), *model.buffers()
+    meta = {tensor: torch.empty_like(tensor.detach(), device="meta") for tensor in tensors}
+    try:
+        for module in model.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    module._parameters[name] = nn.Parameter(meta[parameter], parameter.requires_grad)
+            module._buffers.update(
+                {name: meta[buffer] for name, buffer in module._buffers.items() if buffer is not None}
+            )
+        yield
+    finally:
+        restore()
+
+
+def _restorer(model: nn.Module) -> Callable[[], None]:
+    """Return a function that restores the modules of a model.
 
     Restores classes, attributes, parameters, buffers, children and hooks; not the values of tensors, nor changes inside
     the objects that attributes refer to.
@@ -50,9 +80,8 @@ def all_or_nothing(model: nn.Module) -> Iterator[None]:
         attributes = dict(vars(module))
         held = {name: dict(attributes[name]) for name in _CONTAINERS if isinstance(attributes.get(name), dict)}
         before.append((module, type(module), attributes, held))
-    try:
-        yield
-    except BaseException:
+
+    def restore() -> None:
         for module, owner, attributes, held in before:
             object.__setattr__(module, "__class__", owner)
             now = vars(module)
@@ -62,4 +91,5 @@ def all_or_nothing(model: nn.Module) -> Iterator[None]:
             for name, contents in held.items():
                 now[name].clear()
                 now[name].update(contents)
-        raise
+
+    return restore
