@@ -128,8 +128,11 @@ def _refuse_split(config: Data, what: str) -> None:
 
 def _standard_library(source: str, root: Path) -> Source:
     """The modules of the standard library, or the conversations about their docstrings."""
-    paths = (path.relative_to(root) for path in root.rglob("*.py"))
-    names = sorted(name.as_posix() for name in paths if not NOT_SOURCE.intersection(name.parts))
+    names = []
+    for folder, subfolders, files in os.walk(root):
+        subfolders[:] = set(subfolders) - NOT_SOURCE  # site-packages may have many times as many files
+        names += [Path(folder, file).relative_to(root).as_posix() for file in files if file.endswith(".py")]
+    names.sort()
     skipped = 0
 
     def texts(digest: "hashlib._Hash", parse: bool = True) -> Stream:
