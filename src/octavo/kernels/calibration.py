@@ -163,16 +163,21 @@ def _merge_and_write(device: torch.device, file: Path, measured: Iterable[Entry]
         "written": datetime.now(UTC).isoformat(timespec="seconds"),
         "entries": [asdict(entry) for entry in merged.values()],
     }
+    replace_file(file, json.dumps(content, indent=1))
+    clear_cache()
+    return file
+
+
+def replace_file(file: Path, text: str) -> None:
+    """Write a file that other processes see whole, in its old or new state."""
     handle, temporary = tempfile.mkstemp(dir=file.parent, suffix=".partial")
     try:
         with os.fdopen(handle, "w") as stream:
-            json.dump(content, stream, indent=1)
+            stream.write(text)
         os.replace(temporary, file)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
-    clear_cache()
-    return file
 
 
 def summary(device: torch.device) -> str:

@@ -12,7 +12,7 @@ from rich.box import ROUNDED
 from rich.table import Table
 
 from octavo._version import __version__
-from octavo.kernels import calibration
+from octavo.kernels import calibration, probe_cache
 from octavo.kernels.gemm import accelerated
 from octavo.kernels.registry import status
 from octavo.numerics.recipe import RECIPES
@@ -49,7 +49,9 @@ def _examine(device: torch.device) -> dict[str, Any]:
             "capability": f"{properties.major}.{properties.minor}",
             "memory": f"{properties.total_memory / 2**30:.0f} GiB",
             "cuda": torch.version.cuda,
+            "passed probes": str(probe_cache.path(device) or "not stored"),
         }
+        probe_cache.forget(device)  # every probe runs
     native = [recipe.name for recipe in RECIPES.values() if accelerated(recipe, device)]
     return {
         "device": str(device),

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from octavo.kernels import calibration
+from octavo.kernels import calibration, probe_cache
 from octavo.numerics.names import nearest
 from octavo.runtime.execution_context import is_capturing
 from octavo.runtime.torch_compat import unset_fake_temporarily
@@ -118,13 +118,18 @@ class Op:
         return chosen
 
     def unavailable_reason(self, backend: Backend, device: torch.device, case: Case) -> str | None:
-        """Return why a backend is unavailable for a case on a device, or None. Caches the probe's result."""
+        """Return why a backend is unavailable for a case on a device, or None. Probes once: `probe_cache`."""
         key = (backend.name, device, case)
         if key not in self._probe_results:
             reason = backend.unsupported_reason(device, case)
             if reason is not None or backend.name == "reference" or not _can_probe(device):
                 return reason
-            self._probe_results[key] = self.run_probe(backend, device, case)
+            stored = (self.name, backend.name, *case)
+            if not probe_cache.has_passed(device, stored):
+                reason = self.run_probe(backend, device, case)
+                if reason is None:
+                    probe_cache.add(device, stored)
+            self._probe_results[key] = reason
         return self._probe_results[key]
 
     def pin(self, name: str, device: torch.device, case: Case) -> None:

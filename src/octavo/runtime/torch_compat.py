@@ -41,6 +41,8 @@ is_written: Callable[[Tensor], bool] = torch._functionalize_has_data_mutation  #
 sequence_number = torch._C._autograd._get_sequence_nr
 top_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 tracing_state = torch._C._get_tracing_state
+cuda_driver_version: Callable[[], int] = getattr(torch._C, "_cuda_getDriverVersion", lambda: 0)
+"""The newest CUDA that the driver supports, as 12080; 0 without a driver."""
 has_bf16_instructions = torch.cpu._is_avx512_bf16_supported
 
 _DISTRIBUTED = {
