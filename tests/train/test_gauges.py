@@ -6,15 +6,17 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import fake_runs
 import pytest
 import torch
 from tiny_runs import LLAMA, MakeConfig
 
-from octavo.train import ConfigError, read_metrics, run
+from octavo.train import ConfigError, Progress, loop, read_metrics, run
 from octavo.train.gauges import Gauges, expected_step
 from octavo.train.record.metrics import RunResult, StepMetrics
 from octavo.train.record.setup import DataSize, ExpectedStep, RunSetup
 from octavo.train.run_plan import plan_configured
+from octavo.train.trainer import Trainer
 
 H100 = "NVIDIA H100 80GB HBM3"
 ROW = StepMetrics(
@@ -27,7 +29,9 @@ def gauges(expected: ExpectedStep | None, skipped_batches: int = 0) -> Gauges:
     task = SimpleNamespace(data_size=lambda: DataSize(rows=40))
     ranks = SimpleNamespace(device=torch.device("cpu"))
     trainer: Any = SimpleNamespace(config=config, task=task, ranks=ranks, skipped_batches=skipped_batches)
-    return Gauges(trainer, expected)
+    gauges = Gauges(trainer, fake_runs.result())
+    gauges.setup.expected = expected
+    return gauges
 
 
 def test_a_run_on_a_cpu(make_config: MakeConfig, tmp_path: Path) -> None:
@@ -53,6 +57,27 @@ def test_mfu_and_position() -> None:
     assert row == replace(ROW, mfu=row.mfu, epoch=row.epoch, time=row.time)
     assert gauges(expected, skipped_batches=5).read(ROW).epoch == 1.0  # as after a rollback
     assert gauges(None).read(ROW).mfu is None
+
+
+def test_the_prediction_waits_for_the_first_step(
+    monkeypatch: pytest.MonkeyPatch, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    steps: list[int] = []
+
+    def expected(trainer: Trainer, progress: Progress) -> ExpectedStep:
+        steps.append(trainer.step)
+        assert "expected" in (tmp_path / "setup.json").read_text() and RunSetup.read(tmp_path).expected is None
+        time.sleep(0.05)
+        return ExpectedStep(gpu="H100 SXM", flops=1e6, bf16_flops=989e12, fp8_flops=1979e12)
+
+    monkeypatch.setattr(loop, "_expected", expected)
+    result = run(make_config(), out=tmp_path)
+    rows, setup = read_metrics(tmp_path), RunSetup.read(tmp_path)
+    assert steps == [1] and setup is not None and setup.expected is not None and setup.expected.gpu == "H100 SXM"
+    assert [row.mfu for row in rows] == [1e6 / row.step_s / 989e12 for row in rows]
+    assert rows[1].time - rows[0].time > rows[1].step_s + 0.05  # a step ended before its prediction
+    stages = result.startup
+    assert stages is not None and list(stages)[-1] == "first step" and stages["first step"]["wall"] >= rows[0].step_s
 
 
 @pytest.mark.slow

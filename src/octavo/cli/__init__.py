@@ -12,6 +12,10 @@ import os
 from importlib.util import find_spec
 
 from octavo.runtime.extras import needs_extras
+from octavo.runtime.stopwatch import Stopwatch
+
+STARTUP = Stopwatch()
+"""Runs from the beginning of the command."""
 
 with needs_extras("the command octavo"):
     for package in ("rich", "pydantic"):  # imported later, so that --version and completion take no time
@@ -21,7 +25,7 @@ with needs_extras("the command octavo"):
     from octavo.cli.app import app
     from octavo.cli.exit_codes import run
 
-__all__ = ["app", "comparing", "inspecting", "main", "planning", "starting", "training", "watching"]
+__all__ = ["STARTUP", "app", "comparing", "inspecting", "main", "planning", "starting", "training", "watching"]
 
 
 def main() -> None:

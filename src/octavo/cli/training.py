@@ -42,11 +42,13 @@ def train(
     run.restarts=N a run that crashes resumes by itself, up to N times.
     """
     with user_errors(context):
+        from octavo.cli import STARTUP
         from octavo.experiments.progress_bars import ProgressBars, summary_table
         from octavo.experiments.run_report import write_report
         from octavo.train import LostRankError, NonFiniteError, RunResult, load_config, run
         from octavo.train.config.shrink import change_of
 
+        STARTUP.lap("imports")
         notes: list[str] = []
         settings = load_config(config, overrides or [], notes.append, change_of(shrink, notes.append))
         folder = (out or Path(settings.run.out or Path("runs") / settings.run.name)).expanduser()
@@ -59,7 +61,7 @@ def train(
                 for note in notes:
                     bars.note(note)
             try:
-                result = run(settings, out=folder, resume=resume, progress=bars)
+                result = run(settings, out=folder, resume=resume, progress=bars, startup=STARTUP)
             except NonFiniteError as error:
                 failure = error
             except LostRankError as error:

@@ -1,7 +1,9 @@
 """What a step says about the machine and the data: MFU, peak memory, position in the data, time.
 
 The model's operations come from the planner (`octavo.train.run_plan`), which also predicts memory and speed, so that a
-run shows both figures side by side. The prediction takes seconds on a CPU, and is made for GPUs that the planner knows.
+run shows both figures side by side. The prediction takes seconds on a CPU, so a run makes it after its first step, for
+GPUs that the planner knows. It cannot run in a thread beside that step: while Transformers makes the planned model, the
+default dtype of the whole process is that model's.
 """
 
 import time
@@ -23,23 +25,23 @@ class Gauges:
 
     Args:
         trainer: The trainer, before its first step in this process.
-        expected: The prediction of `expected_step`.
+        summary: The summary of the run before that step.
+
+    Attributes:
+        setup: The setup of the run; set its `expected` when there is a prediction.
     """
 
-    def __init__(self, trainer: Trainer, expected: ExpectedStep | None) -> None:
-        self._trainer, self._data, self._expected = trainer, trainer.task.data_size(), expected
+    def __init__(self, trainer: Trainer, summary: RunResult) -> None:
+        self._trainer, self._data = trainer, trainer.task.data_size()
+        steps = trainer.config.run.steps
+        self.setup = RunSetup(started=time.time(), steps=steps, summary=summary, data=self._data, expected=None)
         self._device = trainer.ranks.device
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
 
-    def setup(self, summary: RunResult) -> RunSetup:
-        """The setup of the run, with its summary before the first step."""
-        steps = self._trainer.config.run.steps
-        return RunSetup(started=time.time(), steps=steps, summary=summary, data=self._data, expected=self._expected)
-
     def read(self, row: StepMetrics) -> StepMetrics:
         """The metrics of a step that has ended, with the figures of this module."""
-        trainer, expected = self._trainer, self._expected
+        trainer, expected = self._trainer, self.setup.expected
         batches = row.step + trainer.skipped_batches
         return replace(
             row,

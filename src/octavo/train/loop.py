@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.runtime.extras import INSTALL
+from octavo.runtime.stopwatch import Stopwatch
 from octavo.train.checkpoint.digests import check_digests, has_digests
 from octavo.train.checkpoint.pretrained import one_line
 from octavo.train.checkpoint.retention import checkpoints
@@ -59,8 +60,9 @@ PREPARATION_TIMEOUT = timedelta(days=7)
 
 
 def run(
-    config: TrainConfig, *, out: Path | None = None, resume: bool = False, progress: Progress | None = None
-) -> RunResult:
+    config: TrainConfig, *, out: Path | None = None, resume: bool = False, progress: Progress | None = None,
+    startup: Stopwatch | None = None,
+) -> RunResult:  # fmt: skip
     """Train a model and return the summary, which is also written to `run.json`.
 
     Args:
@@ -68,6 +70,7 @@ def run(
         out: Output folder; overrides `run.out`. Default: `runs/<name>`.
         resume: Continue from the newest checkpoint in `out`, or from the start if it holds none.
         progress: Receives stages, steps and notes; None prints nothing.
+        startup: Measures the stages before the first step; None begins here.
 
     In the main thread, SIGTERM (and SIGINT after training has begun) finishes the step, saves, and returns with
     `stopped = "sigterm"`. SIGTERM before the first step saves the initial state.
@@ -82,7 +85,7 @@ def run(
         2
     """
     out = expand(out or config.run.out or Path("runs") / config.run.name)
-    stop = threading.Event()
+    stop, startup = threading.Event(), startup or Stopwatch()
     # A signal to torchrun and its processes reaches the processes twice; SIGKILL still ends them.
     with stop_on(stop, signal.SIGTERM, patient=under_torchrun()), join_ranks(config) as ranks, ExitStack() as stack:
         own_progress: Progress = progress if progress is not None and ranks.is_main else NullProgress()
@@ -94,15 +97,20 @@ def run(
         ranks.raise_together(lambda: check_model(config.model, task_of(config).kind))
         if config.model.path is not None and run_folder.checkpoint is None:
             _check_start(expand(config.model.path), ranks)
+        startup.lap("configuration")
         data = _load_data(config, ranks, own_progress)
+        startup.lap("data")
         own_progress.stage("building the model")
-        trainer = Trainer(config, data, ranks.device, ranks=ranks)
+        trainer = Trainer(config, data, ranks.device, ranks=ranks, startup=startup)
         trainer.check_causal()
+        startup.lap("causality")
         sampler = make_sampler(trainer)
         summary = trainer.describe()
+        startup.lap("trial batch")
         if resume and run_folder.checkpoint is None:
             own_progress.note(f"no checkpoint in {out}: starting from the first step")
         _prepare(trainer, out, run_folder, own_progress)
+        startup.lap("resume" if run_folder.checkpoint is not None else "description")
         with stop_on(stop, signal.SIGINT, patient=under_torchrun()):
             return _train(trainer, sampler, summary, out, own_progress, stop)
 
@@ -222,15 +230,16 @@ def _train(
     spike, failure = None, None
     if trainer.guard.active and not ranks.run_on_rank0(lambda: checkpoints(out)):
         trainer.save(out)  # a checkpoint to roll back to
-    gauges = Gauges(trainer, _expected(trainer, progress))
-    setup = gauges.setup(summary)
-    ranks.run_on_rank0(lambda: setup.write(out))
-    progress.start(config, trainer.step, setup)
+    gauges = Gauges(trainer, summary)
+    ranks.run_on_rank0(lambda: gauges.setup.write(out))
+    progress.start(config, trainer.step, gauges.setup)
     ranks.raise_together(lambda: raise_deferred(progress))
     while True:
         with ranks.closing(ranks.raise_together(lambda: _metrics(trainer, out, progress))) as metrics:
+            trainer.startup.lap("loggers")
+            step = partial(_step, trainer, gauges, sampler, out, progress)
             try:
-                stopped = _take_steps(trainer, partial(_step, trainer, gauges, sampler), out, metrics, progress, stop)
+                stopped = _take_steps(trainer, step, out, metrics, progress, stop)
             except SpikeError as error:
                 spike = error
             except NonFiniteError as error:
@@ -247,7 +256,10 @@ def _train(
                 failure = NonFiniteError(message, step=error.step, origin=error.origin)
             if spike is None:
                 states = state_bytes_per_parameter(trainer.optimizer, trainer.model) if trainer.step else None
-                result = replace(summary, **metrics.totals.fields(), stopped=stopped, state_bytes_per_parameter=states)
+                result = replace(
+                    summary, **metrics.totals.fields(), stopped=stopped, state_bytes_per_parameter=states,
+                    startup=trainer.startup.stages,
+                )  # fmt: skip
                 ranks.run_on_rank0(partial(result.write, out))
                 break
         _roll_back(trainer, out, spike, progress)
@@ -297,10 +309,15 @@ def _take_steps(
     return "done" if trainer.step == run_config.steps else "sigterm"
 
 
-def _step(trainer: Trainer, gauges: Gauges, sampler: Sampler | None) -> StepMetrics:
-    """Take a step, and evaluate and sample where it is time."""
+def _step(trainer: Trainer, gauges: Gauges, sampler: Sampler | None, out: Path, progress: Progress) -> StepMetrics:
+    """Take a step, and evaluate and sample where it is time. After the first one, predict what it should have taken."""
     try:
         row = gauges.read(trainer.train_step())
+        if trainer.startup.running:
+            progress.note(trainer.startup.finish("first step"))
+            gauges.setup.expected = _expected(trainer, progress)
+            trainer.ranks.run_on_rank0(lambda: gauges.setup.write(out))
+            row = replace(gauges.read(row), time=row.time)
     except NonFiniteError as error:
         if trainer.guard.active:
             raise trainer.guard.spike_error(str(error), trainer.step + 1) from None

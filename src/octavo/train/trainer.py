@@ -32,6 +32,7 @@ from octavo.nn.linear_subclasses import is_converted
 from octavo.numerics.plan import Plan
 from octavo.parallel.context_parallel import inner_attention
 from octavo.parallel.pipeline_model import SCHEDULES, ZERO_BUBBLE, check_pipeline_model
+from octavo.runtime.stopwatch import Stopwatch
 from octavo.train.activation_checkpointing import Checkpointing
 from octavo.train.checkpoint.retention import HELD_OUT_LOSS
 from octavo.train.checkpoint.store import CheckpointSaver
@@ -54,7 +55,7 @@ from octavo.train.targets import counted, targets_per_rank
 from octavo.train.tasks.registry import task_of
 
 CAUSAL_TOKENS = 16
-"""Tokens of the causality check on a whole model in host memory."""
+"""Tokens of the causality check, where ranks do not share a sequence."""
 AUTOPILOT_EVERY = 50
 """Steps between two samples of the autopilot if `inspect.every` is not set."""
 
@@ -70,6 +71,7 @@ class Trainer:
         ranks: The processes of the run; None for this process alone.
         plan: Precision plan of the layers; None to derive it from the configuration.
         divide: Leaves in the model what one rank has of it; for planning.
+        startup: Measures the stages before the first step.
 
     Attributes:
         step: Number of finished steps.
@@ -89,30 +91,36 @@ class Trainer:
     def __init__(
         self, config: TrainConfig, data: Any, device: torch.device, model: nn.Module | None = None,
         *, ranks: Ranks | None = None, plan: Plan | None = None, divide: Callable[[nn.Module], Layout] | None = None,
+        startup: Stopwatch | None = None,
     ) -> None:  # fmt: skip
         precision, parallel = config.precision, config.parallel
         self.config, self.step = config, 0
         self.ranks = ranks = ranks or Ranks(device)
+        self.startup = startup = startup or Stopwatch()
         self.task = task_of(config)(config, data)
         self._device = device
         given = model is not None
         if model is None:
             ranks.raise_together(lambda: check_layout(parallel, config.optim, config.data, ranks.world_size))
             model, fp32_masters = build_on_ranks(config, self.task.kind, self.task.build, ranks)
+            startup.lap("weights")
             # FSDP moves its shards to the device block by block: the whole model may not fit there.
             distributed = self.ranks.world_size > 1 or parallel.cpu_offload
             first_convert = config.frozen == "fp8"  # which makes it smaller
             self.model: Any = model if distributed or first_convert else model.to(device)
         else:
             self.model, distributed, fp32_masters, first_convert = model, False, {}, False
+        startup.lap("weights to device")
         self.layers = ranks.raise_together(lambda: convert_run(self.model, self.task, device, ranks.world_size, plan))
         if first_convert and not distributed:
             self.model = self.model.to(device)
+        startup.lap("conversion")
         splits = parallel.pp > 1 and parallel.schedule in ZERO_BUBBLE
         loss = "whole" if splits else precision.loss
         self.loss_note = self.ranks.raise_together(lambda: self.task.prepare(self.model, loss))
         if loss != precision.loss:
             self.loss_note = f"whole logits: {parallel.schedule} runs the backward of the loss in two parts"
+        startup.lap("loss head")
         self._checkpointing = Checkpointing(self.model, precision.checkpointing)
         self.layout = Layout(forward=self.model) if divide is None else divide(self.model)
         settings = ranks.raise_together(lambda: parameter_settings(self.model, config.optim, part=given))
@@ -124,7 +132,9 @@ class Trainer:
         if distributed:
             parts = config.optim.micro_batches
             self.layout = distribute(self.model, parallel, device, fp8=self.layers is not None, micro_batches=parts)
+        startup.lap("parallelize")
         self.optimizer = make_optimizer(self.model, config.optim, precision, fp32_masters, settings)
+        startup.lap("optimizer")
         self.loss_scale = LossScale(precision.loss_scale)
         every = config.inspect.every or (AUTOPILOT_EVERY if precision.autopilot else 0)
         self.watch = Watch(
@@ -248,7 +258,9 @@ class Trainer:
         if self.layout.pipeline is not None or not self.task.causal:
             return  # a pipeline's model was checked before it was cut
         inputs, _ = self.task.data.batch(self.config.run.seed, 0, 1)  # the same on every rank
-        inputs, (index, parts) = self.layout.own_tokens(inputs.to(self._device)), self.layout.inputs
+        index, parts = self.layout.inputs
+        inputs = self.layout.own_tokens(inputs.to(self._device)) if parts > 1 else inputs[:, :CAUSAL_TOKENS]
+        inputs = inputs.to(self._device)
         with self.layout.reduces(False):
             self.ranks.raise_together(
                 partial(check_causal, self.model, self.logits, inputs, has_last=index == parts - 1)

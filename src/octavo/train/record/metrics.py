@@ -128,6 +128,8 @@ class RunResult:
     """Median of the steps' `mfu`, as that of `tokens_per_s`."""
     peak_memory: NonNegative | None = None
     """Largest number of bytes of tensors on the GPU of rank 0."""
+    startup: dict[str, dict[str, float]] | None = None
+    """Seconds of each stage up to the first step of the last process, as `{"weights": {"wall": 3.8, "cpu": 6.1}}`."""
 
     def write(self, out: Path) -> None:
         """Write `run.json` into the output folder `out`, replacing the earlier one atomically."""

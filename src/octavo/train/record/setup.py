@@ -1,4 +1,4 @@
-"""What a run knows before its first step, in `setup.json`: for `octavo watch`, which reads a run that has not ended."""
+"""What a run knows about its steps, in `setup.json`: for `octavo watch`, which reads a run that has not ended."""
 
 import dataclasses
 import json
@@ -42,9 +42,9 @@ class ExpectedStep:
     """Tokens per second of all GPUs; None as `memory`."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class RunSetup:
-    """What a run knows before its first step."""
+    """What a run knows before its first step, and what it predicts after it."""
 
     started: float
     """When training began or was resumed, in seconds since 1970."""
@@ -55,7 +55,7 @@ class RunSetup:
     data: DataSize | None
     """Size of the data; None where the task does not count it."""
     expected: ExpectedStep | None
-    """The prediction; None on a CPU and where there is none."""
+    """The prediction; None until the first step has ended, on a CPU, and where there is none."""
 
     def write(self, out: Path) -> None:
         """Write `setup.json` into the output folder `out`, replacing the earlier one atomically."""
