@@ -344,13 +344,12 @@ def _nonfinite(tensors: list[list[Tensor]]) -> Tensor:
             if tensor.numel():
                 by_device.setdefault(tensor.device, []).append((i, tensor))
     for device, entries in by_device.items():
-        owners, members = zip(*entries, strict=True)
         if device.type == "cpu":  # norms of bf16 take longer there than the rest of the step
-            norms = [torch.stack(member.aminmax()).float().abs().amax() for member in members]
+            norms = [torch.stack(tensor.aminmax()).float().abs().amax() for _, tensor in entries]
         else:
-            norms = [norm.float() for norm in torch._foreach_norm(list(members), torch.inf)]
-        flags = ~torch.stack(norms).isfinite().cpu()
-        bad[[owner for owner, flag in zip(owners, flags.tolist(), strict=True) if flag]] = True
+            norms = [norm.float() for norm in torch._foreach_norm([tensor for _, tensor in entries], torch.inf)]
+        infinite = (~torch.stack(norms).isfinite()).tolist()
+        bad[[i for (i, _), flag in zip(entries, infinite, strict=True) if flag]] = True
     return bad
 
 
