@@ -10,7 +10,10 @@ import functools
 from benchmarks import ceilings
 from benchmarks.deep import compared
 from benchmarks.session import Row, Session, begin, parser
-from octavo.kernels import fused  # noqa: F401  (registers its ops, which `status` then shows)
+from octavo.kernels import (
+    fused,  # noqa: F401  (registers its ops, which `status` then shows)
+    probe_cache,
+)
 from octavo.kernels.conformance import checks
 from octavo.kernels.registry import OPS, Backend, Case, Op
 
@@ -20,6 +23,7 @@ probe --rehearse"""
 
 def backends(session: Session) -> None:
     """One row per op, case and backend."""
+    probe_cache.forget(session.device)
     for op in OPS.values():
         for label, case in op.cases.items():
             for backend in op.backends.values():
