@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from tiny_runs import MakeConfig
 
-from octavo.runtime.stopwatch import Stopwatch
+from octavo.runtime.stopwatch import Stopwatch, timed
 from octavo.train import read_metrics
 
 LATER = (
@@ -29,10 +29,13 @@ def test_stages_add_up_without_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
     for stage, seconds in [("imports", 4.0), ("weights", 2.0), ("resume", 0.01), ("imports", 1.0)]:
         wall[0], cpu[0] = wall[0] + seconds, cpu[0] + 2 * seconds
         watch.lap(stage)
+    with timed("kernel probes"):
+        wall[0] += 3
     wall[0] += 3
     assert watch.running
     line = watch.finish("first step")
-    assert line == "first step after 10.0 s (14.0 of CPUs): imports 5.0, weights 2.0, first step 3.0, others 0.0"
+    stages = "imports 5.0, weights 2.0, first step 3.0, kernel probes 3.0"
+    assert line == f"first step after 13.0 s (14.0 of CPUs): {stages}, others 0.0"
     assert watch.stages["imports"] == {"wall": 5.0, "cpu": 10.0} and not watch.running
 
 

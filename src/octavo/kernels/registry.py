@@ -20,6 +20,7 @@ import torch
 from octavo.kernels import calibration, probe_cache
 from octavo.numerics.names import nearest
 from octavo.runtime.execution_context import is_capturing
+from octavo.runtime.stopwatch import timed
 from octavo.runtime.torch_compat import unset_fake_temporarily
 
 Case = tuple[str, ...]
@@ -126,7 +127,8 @@ class Op:
                 return reason
             stored = (self.name, backend.name, *case)
             if not probe_cache.has_passed(device, stored):
-                reason = self.run_probe(backend, device, case)
+                with timed("kernel probes"):
+                    reason = self.run_probe(backend, device, case)
                 if reason is None:
                     probe_cache.add(device, stored)
             self._probe_results[key] = reason

@@ -1,26 +1,37 @@
 """The seconds of a run's start-up, stage by stage."""
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+Stages = dict[str, dict[str, float]]
+"""Wall seconds ("wall") and CPU seconds of all threads of this process ("cpu") of each stage."""
+_BLOCKS: Stages = {}
+"""Of the blocks in `timed` since the last lap."""
 
 
 class Stopwatch:
     """Divides the time since it was made into stages, without gaps, until the first step.
 
     Attributes:
-        stages: Wall seconds ("wall") and CPU seconds of all threads of this process ("cpu") of each stage, in order.
+        stages: The seconds of each stage, in order.
+        running: Whether the first step has yet to end.
     """
 
     def __init__(self) -> None:
-        self.stages: dict[str, dict[str, float]] = {}
+        self.stages: Stages = {}
         self.running = True
-        self._last = time.perf_counter(), time.process_time()
+        _BLOCKS.clear()
+        self._last = _now()
 
     def lap(self, stage: str) -> None:
-        """Count the time since the last call for `stage`, which may have some already."""
-        now = time.perf_counter(), time.process_time()
-        seconds = self.stages.setdefault(stage, {"wall": 0.0, "cpu": 0.0})
-        for kind, before, after in zip(seconds, self._last, now, strict=True):
-            seconds[kind] += after - before
+        """Count the time since the last call for `stage`, which may have some already, but for blocks in `timed`."""
+        now = _now()
+        _add(self.stages, stage, {kind: now[kind] - before for kind, before in self._last.items()})
+        for block, seconds in _BLOCKS.items():
+            _add(self.stages, block, seconds)
+            _add(self.stages, stage, {kind: -value for kind, value in seconds.items()})
+        _BLOCKS.clear()
         self._last = now
 
     def finish(self, stage: str) -> str:
@@ -34,3 +45,24 @@ class Stopwatch:
         cpu = sum(seconds["cpu"] for seconds in self.stages.values())
         rest = total - sum(shown.values())
         return f"first step after {total:.1f} s ({cpu:.1f} of CPUs): {', '.join(parts)}, others {rest:.1f}"
+
+
+@contextmanager
+def timed(stage: str) -> Iterator[None]:
+    """Count the block for a stage of its own, whatever stage it runs in."""
+    before = _now()
+    try:
+        yield
+    finally:
+        now = _now()
+        _add(_BLOCKS, stage, {kind: now[kind] - value for kind, value in before.items()})
+
+
+def _now() -> dict[str, float]:
+    return {"wall": time.perf_counter(), "cpu": time.process_time()}
+
+
+def _add(stages: Stages, stage: str, seconds: dict[str, float]) -> None:
+    entry = stages.setdefault(stage, {"wall": 0.0, "cpu": 0.0})
+    for kind, value in seconds.items():
+        entry[kind] += value
