@@ -1,7 +1,9 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from octavo.kernels import calibration, probe_cache
+from octavo.kernels import calibration, doctor, probe_cache
 from octavo.kernels.registry import Backend, Op
 
 GPU = torch.device("cuda", 0)
@@ -100,3 +102,13 @@ def test_nothing_is_stored_without_a_driver_and_doctor_forgets(gpu, monkeypatch)
     assert not path.exists() and probes() == ["triton"] and path.exists()
     monkeypatch.setattr(probe_cache, "cuda_driver_version", lambda: 0)
     assert probe_cache.path(GPU) is None and probes() == ["triton"]
+
+
+def test_doctor_probes_afresh_and_shows_the_file(gpu, monkeypatch):
+    probes()
+    properties = SimpleNamespace(name="some GPU", major=9, minor=0, total_memory=80 << 30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(doctor, "accelerated", lambda recipe, device: False)
+    probed = []
+    monkeypatch.setattr(doctor, "status", lambda device: probed.extend(probes()) or [])
+    assert doctor._examine(GPU)["gpu"]["passed probes"] == str(probe_cache.path(GPU)) and probed == ["triton"]
