@@ -331,10 +331,11 @@ def main(arguments: list[str]) -> None:
     stages = read_json(out / "gpu.json").get("stages", []) if options.resume else []
     done = {(stage["stage"], name) for stage in stages for name in stage["parts"]}
     parts = [part for part in PARTS if part.stage in asked and (part.stage, part.name) not in done]
-    end = float("inf") if options.total is None else benchmarks.STARTED + 60 * options.total
+    total_s = float("inf") if options.total is None else 60 * options.total
     if options.list:
-        print(prices.listing(parts, end - time.time()))
+        print(prices.listing(parts, total_s))
         return
+    end = benchmarks.STARTED + total_s
     out.mkdir(parents=True, exist_ok=True)
     paths = [str(ROOT / "src"), str(ROOT), *([str(install(options.wheels))] if options.wheels else [])]
     paths += os.environ.get("PYTHONPATH", "").split(os.pathsep)

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.environment import write_text
 from benchmarks.session import Row, Session, begin, parser
 
 ROOT = Path(__file__).parent.parent
@@ -117,7 +118,7 @@ def command(size: Size, level: str, folder: Path) -> list[str]:
     config, overrides = size.config, [f"{name}={value}" for name, value in settings.items()]
     if config is None:
         config, overrides = folder / "config.toml", []
-        config.write_text(toml(settings))
+        write_text(config, toml(settings))
     return [*COMMAND, str(config), *overrides, *LEVELS[level], "--out", str(folder / "out")]
 
 
@@ -127,7 +128,7 @@ def measure(session: Session, name: str, size: Size, level: str) -> Row:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         if session.tiny:
-            (folder / "text.txt").write_text("".join(f"{i} times {i} is {i * i}.\n" for i in range(2000)))
+            write_text(folder / "text.txt", "".join(f"{i} times {i} is {i * i}.\n" for i in range(2000)))
             size = Size(None, {**size.settings, "data.source": str(folder / "text.txt")}, size.steps, size.ends)
         words, log, started = command(size, level, folder), folder / "log", time.time()
         ended = _train(words, log, folder / "out", None if size.ends and level in ENDING else size.steps, limit)
