@@ -103,8 +103,8 @@ def test_a_stage_that_cannot_start_is_not_tried_again(runner):
 
 
 def test_tests_that_run_over_are_interrupted_and_counted(runner, monkeypatch):
-    monkeypatch.setattr(gpu, "STOP_S", 1.5)
-    outcome = runner.run("tests", 4.0)
+    monkeypatch.setattr(gpu, "STOP_S", 10.0)
+    outcome = runner.run("tests", 13.0)
     content = json.loads((runner.out / "tests.json").read_text())
     assert (outcome.ended, outcome.rows, outcome.failed) == ("time", 2, 1)
     assert content["stopped"] == "time" and content["seconds"] == outcome.seconds
