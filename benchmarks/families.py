@@ -6,6 +6,7 @@ bit.
 
   python -m benchmarks families
   python -m benchmarks families --only Llama Mamba
+  python -m benchmarks families --products    gradients of FP8 products beside fp32's, for docs/numerics.md
 """
 
 import argparse
@@ -25,7 +26,7 @@ from benchmarks.environment import write_text
 from octavo.nn.memory_audit import saved_for_backward
 from octavo.numerics import sqnr
 
-DOCUMENT = Path(__file__).parent.parent / "docs" / "memory.md"
+DOCS = Path(__file__).parent.parent / "docs"
 FP8_ACTIVATIONS = octavo.Precision(matmul="bf16", activations="fp8")
 WIDTH, INNER, LENGTH, IMAGE = 128, 512, 128, 100
 """Sizes of the models, tokens of a sequence, and the token that stands for a part of an image."""
@@ -195,6 +196,55 @@ FAMILIES: dict[str, Callable[[], tuple[nn.Module, Batch]]] = {
     "nn.TransformerEncoder": _encoder,
 }
 
+OPT = {"ffn_dim": INNER, "word_embed_proj_dim": WIDTH, "dropout": 0, "attention_dropout": 0}
+EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
+PRODUCTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Llama": ("llama", {}),
+    "Llama with relu": ("llama", {"hidden_act": "relu"}),
+    "OPT, relu": ("opt", OPT),
+    "OPT with gelu": ("opt", OPT | {"activation_function": "gelu"}),
+    "BitNet, relu²": ("bitnet", {}),
+    "BitNet with silu": ("bitnet", {"hidden_act": "silu"}),
+    "Mixtral": ("mixtral", EXPERTS),
+    "FlexOlmo": ("flex_olmo", EXPERTS),
+}
+"""Types of Transformers and fields of their configurations."""
+
+
+def products(name: str) -> str:
+    """A row of gradients in bf16 and with FP8 products beside fp32's, and the tokens that go to other experts."""
+    torch.manual_seed(0)
+    kind, fields = PRODUCTS[name]
+    model, batch = _language(kind, **fields)
+    grads, routes = _routed_step(model, batch)
+    row = [name]
+    changed = []
+    for recipe in (None, "rowwise"):
+        other = copy.deepcopy(model).bfloat16()
+        other = octavo.convert(other, recipe, verbose=False) if recipe else other
+        its_grads, its_routes = _routed_step(other, batch)
+        flat = [torch.cat([each[n].flatten().double() for n in grads]) for each in (grads, its_grads)]
+        row.append(f"{sqnr(*flat):.1f}")
+        pairs = zip(routes, its_routes, strict=True)
+        changed.append(", ".join(f"{float((one != two).any(-1).double().mean()):.1%}" for one, two in pairs) or "–")
+    return f"| {' | '.join([*row, *changed])} |"
+
+
+def _routed_step(model: nn.Module, batch: Batch) -> tuple[dict[str, Tensor], list[Tensor]]:
+    """Gradients, and for each router the experts of each token, in order."""
+    routes: list[Tensor] = []
+
+    def keep(_: nn.Module, __: Any, outputs: tuple[Tensor, ...]) -> None:
+        routes.extend(each.sort(-1).values for each in outputs if not each.is_floating_point())
+
+    routers = [module for module in model.modules() if type(module).__name__.endswith("Router")]
+    hooks = [module.register_forward_hook(keep) for module in routers]
+    _, grads, _ = _step(model.train(), batch)
+    for hook in hooks:
+        hook.remove()
+    model.zero_grad()
+    return grads, routes
+
 
 def measured(name: str, dtype: torch.dtype = torch.bfloat16) -> FamilyResult:
     """Train a family for one step, as it is and with FP8 activations."""
@@ -242,20 +292,28 @@ def table(names: Sequence[str]) -> Iterator[str]:
         )
 
 
+def table_of_products() -> Iterator[str]:
+    """The rows of the table of FP8 products."""
+    yield "| model | bf16, dB | FP8, dB | tokens that change experts, by layer: bf16 | FP8 |"
+    yield "|---|---:|---:|---:|---:|"
+    yield from map(products, PRODUCTS)
+
+
 def main(arguments: list[str]) -> None:
     """Print the table; with all families, write it into the document."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks families", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--only", nargs="+", choices=FAMILIES, help="families; the document stays as it is")
+    parser.add_argument("--products", action="store_true", help="gradients of FP8 products, into docs/numerics.md")
     options = parser.parse_args(arguments)
+    document, mark = (DOCS / "numerics.md", "products") if options.products else (DOCS / "memory.md", "families")
     rows = []
-    for row in table(options.only or list(FAMILIES)):
+    for row in table_of_products() if options.products else table(options.only or list(FAMILIES)):
         print(row, flush=True)
         rows.append(row)
-    if options.only is None:
-        text = DOCUMENT.read_text()
-        begin, end = "<!-- families -->\n", "<!-- end of families -->"
-        new = re.sub(f"{begin}.*?{end}", lambda _: begin + "\n".join(rows) + "\n" + end, text, flags=re.S)
-        write_text(DOCUMENT, new)
-        print(f"written: {DOCUMENT.name}")
+    if options.products or options.only is None:
+        begin, end = f"<!-- {mark} -->\n", f"<!-- end of {mark} -->"
+        lines = begin + "\n".join(rows) + "\n" + end
+        write_text(document, re.sub(f"{begin}.*?{end}", lambda _: lines, document.read_text(), flags=re.S))
+        print(f"written: {document.name}")

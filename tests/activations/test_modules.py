@@ -103,7 +103,15 @@ def test_llama_2_7b_keeps_as_little_with_bf16_products():
     assert _llama_2_7b(octavo.Precision.level("bf16")) >= 180_000
 
 
-def _llama_2_7b(precision):
+@pytest.mark.thorough
+@pytest.mark.parametrize("level", ["bf16", "fp8+activations"])
+def test_a_dense_mask_is_kept_once_for_all_layers(level):
+    precision = octavo.Precision.level(level)
+    mask = torch.zeros(4, 1, 2048, 2048, dtype=torch.bfloat16)
+    assert 4 * (_llama_2_7b(precision, mask) - _llama_2_7b(precision)) == 2 * 2048
+
+
+def _llama_2_7b(precision, mask=None):
     """Bytes per token and layer that four layers keep, what attention keeps included."""
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaModel
@@ -111,7 +119,8 @@ def _llama_2_7b(precision):
     config = LlamaConfig(
         hidden_size=4096, intermediate_size=11008, num_hidden_layers=4, num_attention_heads=32, vocab_size=32000
     )
-    with FakeTensorMode():
+    with FakeTensorMode() as mode:
+        mask = None if mask is None else mode.from_tensor(mask)
         model = LlamaModel._from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa").train()
         if precision != octavo.Precision.level("bf16"):
             storing(model, precision)
@@ -120,7 +129,7 @@ def _llama_2_7b(precision):
         with saved_for_backward(model) as kept:
             h = x
             for block in model.layers:
-                h = block(h, position_embeddings=tables)
+                h = block(h, attention_mask=mask, position_embeddings=tables)
         h.sum().backward()
         return kept.bytes / (4 * 2048) / 4
 
