@@ -196,6 +196,8 @@ class Runner:
     def _once(self, stage: str, seconds: float, log: Path, parts: Sequence[Part], *, resume: bool) -> str:
         result, begun, end = self.out / f"{stage}.json", time.time(), time.monotonic() + seconds
         interrupted = stage != "tests"  # others have a deadline
+        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # under nohup or "&", and stages would inherit it
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         with log.open("a") as output:
             process = subprocess.Popen(
                 self.command(stage, seconds, parts, resume=resume), cwd=ROOT, env=self.environment,
