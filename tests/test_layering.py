@@ -128,6 +128,25 @@ def test_private_names_of_torch_are_behind_one_shim() -> None:
     assert not wrong, "move them into octavo.runtime.torch_compat:\n" + "\n".join(wrong)
 
 
+FACTORIES = {
+    *("zeros", "ones", "empty", "full", "tensor", "scalar_tensor", "arange", "linspace", "logspace", "eye"),
+    *("rand", "randn", "randint", "randperm", "empty_strided"),
+}
+
+
+def test_new_tensors_name_their_device() -> None:
+    """Without one they lie where the user's `torch.set_default_device` says."""
+    wrong = []
+    for path in FILES:
+        for node in ast.walk(tree_of(path)):
+            match node:
+                case ast.Call(func=ast.Attribute(value=ast.Name(id="torch"), attr=name), keywords=keywords):
+                    given = {keyword.arg for keyword in keywords}  # None: **options
+                    if name in FACTORIES and not given & {"device", "out", None}:
+                        wrong.append(f"{path}, line {node.lineno}: {ast.unparse(node)}")
+    assert not wrong, "name a device:\n" + "\n".join(wrong)
+
+
 def test_the_linear_is_readable_alone() -> None:
     path = SOURCE / "nn" / "linear.py"
     assert len(path.read_text().splitlines()) <= 150 and len(set(imports_of(path))) <= 6

@@ -35,7 +35,7 @@ def check_registered(module: nn.Module, spec: ModuleSpec) -> None:
             expected = _reference(reference, spec)
             for leading in _SHAPES:
                 for scale in (1.0, 1e3):
-                    x = torch.randn(*leading, _width(probe, spec), dtype=dtype) * scale
+                    x = torch.randn(*leading, _width(probe, spec), dtype=dtype, device="cpu") * scale
                     _compare(name, spec, probe, expected, reference, x, least)
 
 
@@ -48,7 +48,7 @@ def _compare(
         leaf = x.clone().requires_grad_()
         try:
             y = function(leaf)
-            g = torch.randn(y.shape, generator=torch.Generator().manual_seed(0)).to(y)
+            g = torch.randn(y.shape, generator=torch.Generator().manual_seed(0), device="cpu").to(y)
             parameters = [p for p in owner.parameters() if p.requires_grad]
             grads = torch.autograd.grad(y, [leaf, *parameters], g, allow_unused=True)
         except Exception as error:
@@ -78,7 +78,7 @@ def _copy(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in clone.parameters():
-            values = torch.randn(parameter.shape, generator=generator) * 0.2
+            values = torch.randn(parameter.shape, generator=generator, device="cpu") * 0.2
             parameter.data = (values + (1.0 if parameter.ndim == 1 else 0.0)).to(dtype)
     return clone.train(module.training)
 

@@ -214,7 +214,7 @@ def _quantize_folded(
 def _row_errors(rounded: Tensor | None, exact: Tensor | None) -> Tensor:
     """Return the sum and number of the errors of the rows, float64 [2]."""
     if rounded is None or exact is None:
-        return torch.zeros(2, dtype=torch.float64)
+        return torch.zeros(2, dtype=torch.float64, device="cpu")
     sizes = torch.linalg.vector_norm(exact, dim=1)
     errors = torch.linalg.vector_norm(rounded - exact, dim=1) / sizes
     valid = (sizes > 0) & sizes.isfinite()

@@ -338,7 +338,7 @@ def merge_states(states: Sequence[dict[str, list[list[float]]]]) -> dict[str, li
     """Return the elementwise maximum of what `state_dict` returns on each rank."""
     merged = {}
     for name in states[0]:
-        columns = torch.tensor([state[name] for state in states], dtype=torch.float64)
+        columns = torch.tensor([state[name] for state in states], dtype=torch.float64, device="cpu")
         merged[name] = columns.amax(0).tolist()
     return merged
 
@@ -357,7 +357,7 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
     for name, history in histories(model):
         amaxes = None
         if name in state:
-            amaxes = torch.tensor(state[name], dtype=torch.float32)
+            amaxes = torch.tensor(state[name], dtype=torch.float32, device="cpu")
             if amaxes.shape != (2, 1 + history.passes) or not bool((amaxes.isfinite() & (amaxes >= 0)).all()):
                 raise ValueError(
                     f"the amax history of {name} must be two lists of {1 + history.passes} finite numbers >= 0; got "

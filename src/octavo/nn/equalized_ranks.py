@@ -68,9 +68,9 @@ def _refresh(layers: list[Equalized], all_reduce_max: Callable[[Tensor], Any], d
     parts: list[Tensor] = []
     for index, layer in enumerate(layers):
         measurement, k = equalizer_of(layer).measurement, _columns(layer)
-        x_amax = torch.zeros(k) if measurement is None else measurement.x_amax
+        x_amax = torch.zeros(k, device="cpu") if measurement is None else measurement.x_amax
         group = -torch.inf if measurement is None else float(first.setdefault(measurement, index))
-        bounds = torch.tensor([group, -torch.inf if measurement is None else -group])
+        bounds = torch.tensor([group, -torch.inf if measurement is None else -group], device="cpu")
         parts += [part.to(device) for part in (x_amax, _weight_amax(layer, measurement), bounds)]
     exchanged = torch.cat(parts)
     all_reduce_max(exchanged)
@@ -108,7 +108,7 @@ def _labels(layers: list[Equalized], bounds: list[list[float]]) -> list[int]:
 def _weight_amax(layer: Equalized, measurement: Measurement | None) -> Tensor:
     """Return the column maxima of this rank's rows of a layer's weight, or what its forward measured of all rows."""
     if measurement is None:
-        return torch.zeros(_columns(layer))
+        return torch.zeros(_columns(layer), device="cpu")
     if measurement.w_amax is not None:
         return measurement.w_amax
     weight = local_part(layer.weight)

@@ -53,7 +53,8 @@ def merge_states(states: Sequence[dict[str, dict[str, Any]]]) -> dict[str, dict[
         measured = None
         if all_measured:
             columns = {key: [own[key] for own in all_measured if own[key] is not None] for key in ("x", "w")}
-            amaxes = {key: torch.tensor(rows).amax(0).tolist() if rows else None for key, rows in columns.items()}
+            tensors = {key: torch.tensor(rows, device="cpu") for key, rows in columns.items() if rows}
+            amaxes = {key: tensors[key].amax(0).tolist() if key in tensors else None for key in columns}
             measured = {**amaxes, "first": all_measured[0]["first"]}
         merged[name] = {**of_layer[0], "measured": measured}
     return merged

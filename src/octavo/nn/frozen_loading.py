@@ -142,7 +142,7 @@ class _Slot:
             scale = stored[first + SCALE_SUFFIX].get_tensor(first + SCALE_SUFFIX) if with_scales else None
             return stored[first].get_tensor(first), scale
         dtype = _DTYPES.get(stored[first].get_slice(first).get_dtype(), torch.float32)
-        value = torch.empty(self.tensor.shape, dtype=dtype)
+        value = torch.empty(self.tensor.shape, dtype=dtype, device="cpu")
         bits = value.view(torch.uint8) if dtype in _FP8 else value
         for name, part in parts_in_checkpoint(model, self.stored_name, bits).items():
             source = stored[name].get_tensor(name)
@@ -150,7 +150,7 @@ class _Slot:
         if not with_scales:
             return value, None
         assert isinstance(self.tensor, ResidentWeight)
-        scale = torch.empty(self.tensor.scale.shape, dtype=self.tensor.scale.dtype)
+        scale = torch.empty(self.tensor.scale.shape, dtype=self.tensor.scale.dtype, device="cpu")
         for name, part in parts_in_checkpoint(model, self.stored_name, scale).items():
             part.copy_(stored[name + SCALE_SUFFIX].get_tensor(name + SCALE_SUFFIX))
         return value, scale

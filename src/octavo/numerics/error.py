@@ -43,7 +43,7 @@ def first_mismatch(expected: Tensor, actual: Tensor) -> str | None:
     if not different.any():
         return None
     flat = int(different.nonzero()[0])
-    index = tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), expected.shape))
+    index = tuple(int(i) for i in torch.unravel_index(torch.tensor(flat, device="cpu"), expected.shape))
     return (
         f"{int(different.sum())} of {expected.numel()} elements differ, first at {index}: "
         f"expected {expected[index].float().item()!r}, got {actual[index].float().item()!r}"

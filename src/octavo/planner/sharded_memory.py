@@ -70,9 +70,11 @@ def memory_per_rank(whole: MemorySeries, shards: Shards) -> MemorySeries:
     """Convert the memory series of one process into that of a rank with the same batch."""
     kinds = tuple(kind for kind in whole.kinds if kind != BLOCK_GRADIENTS)
     columns = {kind: whole.table[:, index] for index, kind in enumerate(whole.kinds)}
-    zeros = torch.zeros(len(whole.phases), dtype=torch.int64)
+    zeros = torch.zeros(len(whole.phases), dtype=torch.int64, device="cpu")
     of_blocks = columns.pop(BLOCK_GRADIENTS, zeros)
-    backward, computing = (torch.tensor([phase in names for phase in whole.phases]) for names in _COMPUTING)
+    backward, computing = (
+        torch.tensor([phase in names for phase in whole.phases], device="cpu") for names in _COMPUTING
+    )
     result = {kind: _split(size, shards) if kind in (PARAMETERS, STATES) else size for kind, size in columns.items()}
     result[TEMPORARIES] = torch.where(computing, columns[TEMPORARIES], _split(columns[TEMPORARIES], shards))
     all_gradients = columns.get(GRADIENTS, zeros) + of_blocks

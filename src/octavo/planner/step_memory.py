@@ -171,12 +171,12 @@ class Beside:
     def add_to(self, series: MemorySeries) -> MemorySeries:
         """Return the series with these bytes."""
         kinds = tuple(dict.fromkeys((*series.kinds, *self.held, ACTIVATIONS)))
-        table = torch.zeros(len(series.phases), len(kinds), dtype=torch.int64)
+        table = torch.zeros(len(series.phases), len(kinds), dtype=torch.int64, device="cpu")
         table[:, : len(series.kinds)] = series.table
         for kind, size in self.held.items():
             table[:, kinds.index(kind)] += size
         for phase, size in (("forward", self.forward), ("backward", self.backward)):
-            rows = torch.tensor([other == phase for other in series.phases])
+            rows = torch.tensor([other == phase for other in series.phases], device="cpu")
             table[:, kinds.index(ACTIVATIONS)] += rows * size
         return MemorySeries(kinds, series.phases, table)
 

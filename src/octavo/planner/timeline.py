@@ -105,9 +105,9 @@ class MemorySeries:
         if kind not in self.kinds:
             return self
         kinds = [*dict.fromkeys(into if name == kind else name for name in self.kinds)]
-        columns = torch.tensor([kinds.index(into if name == kind else name) for name in self.kinds])
-        table = torch.zeros(len(self.phases), len(kinds), dtype=torch.int64).index_add(1, columns, self.table)
-        return MemorySeries(kinds, self.phases, table)
+        columns = torch.tensor([kinds.index(into if name == kind else name) for name in self.kinds], device="cpu")
+        zeros = torch.zeros(len(self.phases), len(kinds), dtype=torch.int64, device="cpu")
+        return MemorySeries(kinds, self.phases, zeros.index_add(1, columns, self.table))
 
     def _sample(self, at: int) -> MemorySample:
         return MemorySample(self.phases[at], dict(zip(self.kinds, self.table[at].tolist(), strict=True)))
@@ -160,9 +160,11 @@ class StorageEvents:
     def cumulative(self, kinds: Sequence[str]) -> Tensor:
         """Return the bytes by kind after each event: [events, kinds]."""
         column = {kind: index for index, kind in enumerate(kinds)}
-        table = torch.zeros(len(self.changes), len(kinds), dtype=torch.int64)
-        columns = torch.tensor([column[kind] for kind in self.kinds], dtype=torch.int64)
-        table[torch.arange(len(self.changes)), columns] = torch.tensor(self.changes, dtype=torch.int64)
+        table = torch.zeros(len(self.changes), len(kinds), dtype=torch.int64, device="cpu")
+        columns = torch.tensor([column[kind] for kind in self.kinds], dtype=torch.int64, device="cpu")
+        table[torch.arange(len(self.changes), device="cpu"), columns] = torch.tensor(
+            self.changes, dtype=torch.int64, device="cpu"
+        )
         return table.cumsum(0)
 
 

@@ -140,7 +140,7 @@ class Ranks:
         """Whether a flag is set on any rank."""
         if self.world_size == 1:
             return flag
-        flags = torch.tensor(int(flag), dtype=torch.int32)
+        flags = torch.tensor(int(flag), dtype=torch.int32, device="cpu")
         dist.all_reduce(flags, dist.ReduceOp.MAX, group)
         return bool(flags)
 

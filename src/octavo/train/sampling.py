@@ -47,16 +47,18 @@ class Sampler:
         trainer, tokens, end = self._trainer, self._settings.tokens, self._tokenizer.end_id
         seed = np.random.SeedSequence([trainer.config.run.seed, trainer.step]).generate_state(1, np.uint64)[0]
         generator = torch.Generator("cpu").manual_seed(int(seed))
-        lengths = torch.tensor([len(prompt) for prompt in self._prompts])
-        ids = torch.full((len(lengths), int(lengths.max()) + tokens), end)
+        lengths = torch.tensor([len(prompt) for prompt in self._prompts], device="cpu")
+        ids = torch.full((len(lengths), int(lengths.max()) + tokens), end, device="cpu")
         for row, prompt in enumerate(self._prompts):
-            ids[row, : len(prompt)] = torch.tensor(prompt)
-        ended, rows = torch.zeros(len(lengths), dtype=torch.bool), torch.arange(len(lengths))
+            ids[row, : len(prompt)] = torch.tensor(prompt, device="cpu")
+        ended = torch.zeros(len(lengths), dtype=torch.bool, device="cpu")
+        rows = torch.arange(len(lengths), device="cpu")
         with without_trace(trainer.model):
             for number in range(tokens):
                 last = lengths + number
                 logits = trainer.logits(ids[:, : int(last.max())].to(trainer.ranks.device))[rows, last - 1]
-                chosen = torch.tensor(trainer.ranks.run_on_rank0(partial(self._choose, logits, generator)))
+                choice = trainer.ranks.run_on_rank0(partial(self._choose, logits, generator))
+                chosen = torch.tensor(choice, device="cpu")
                 ended |= chosen == end
                 if ended.all():
                     break

@@ -158,7 +158,7 @@ def _grouped_products(device: torch.device) -> Iterator[Check]:
         if layout == "tn":
             a = ScaledTensor(a.data, rng.positive(experts, n), QuantSpec.parse(a_text))
         b = _operand(rng, b_text, (m if layout == "tn" else experts * n, k), UNIT_SCALE)
-        offsets = torch.tensor(counts).cumsum(0).int()
+        offsets = torch.tensor(counts, device="cpu").cumsum(0).int()
         bias = rng.normal(experts, n).bfloat16() if biased else None
         return a, b, offsets, layout, torch.bfloat16, bias, layout == "nt"
 

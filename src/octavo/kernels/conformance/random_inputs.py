@@ -49,11 +49,11 @@ class RandomInputs:
 
     def normal(self, *shape: int) -> Tensor:
         """Float32, standard normal."""
-        return torch.randn(shape, generator=self.generator)
+        return torch.randn(shape, generator=self.generator, device="cpu")
 
     def integers(self, low: int, high: int, shape: tuple[int, ...]) -> Tensor:
         """Int64 from low to high, both included."""
-        return torch.randint(low, high + 1, shape, generator=self.generator)
+        return torch.randint(low, high + 1, shape, generator=self.generator, device="cpu")
 
     def positive(self, *shape: int) -> Tensor:
         """Float32, log-normal."""

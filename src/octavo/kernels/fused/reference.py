@@ -41,7 +41,8 @@ def norm(
     mean = _row_mean(values) if center else None
     if mean is not None:
         values.sub_(mean)
-    rstd = 1.0 / (_row_mean(values * values) + torch.tensor(eps, dtype=torch.float32)).double().sqrt().float()
+    variance = _row_mean(values * values) + torch.tensor(eps, dtype=torch.float32, device="cpu")
+    rstd = 1.0 / variance.double().sqrt().float()
     values.mul_(rstd).mul_(_scale(weight, offset))
     y = (values if bias is None else values.add_(bias.float())).to(x.dtype).contiguous()
     outputs = [rstd, mean, None if residual is None else total, y if keep else None, *fp8_outputs(y, spec, order)]

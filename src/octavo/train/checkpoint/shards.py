@@ -106,7 +106,7 @@ def read_tensors(folder: Path, prefix: str, suffix: str = "") -> dict[str, Tenso
     """
     saved: Mapping[str, Any] = read_index(folder).state_dict_metadata
     names = [name for name in saved if name.startswith(prefix) and name.endswith(suffix)]
-    state = {name: torch.empty(saved[name].size, dtype=saved[name].properties.dtype) for name in names}
+    state = {name: torch.empty(saved[name].size, dtype=saved[name].properties.dtype, device="cpu") for name in names}
     if state:
         _load(folder, state, alone=True)
     return {name.removeprefix(prefix).removesuffix(suffix): value for name, value in state.items()}

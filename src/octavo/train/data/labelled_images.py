@@ -68,7 +68,7 @@ class LabelledImages:
         self, images: Images, labels: Sequence[int], names: Sequence[str], shape: ImageShape, *, shuffle: bool
     ) -> None:
         self.names, self.shape = tuple(names), shape
-        self._images, self._labels = images, torch.tensor(labels, dtype=torch.int64)
+        self._images, self._labels = images, torch.tensor(labels, dtype=torch.int64, device="cpu")
         self.training, self.held_out = split_examples(images.contents)
         if missing := set(range(len(names))) - {labels[number] for number in self.training}:
             raise ConfigError(

@@ -62,7 +62,7 @@ class NoisyImages:
             the classes int64 [size], where left out the number of classes.
         """
         clean, classes = self._images.examples([self._numbers[row] for row in self._order.rows(seed, step, size)])
-        noise, steps = torch.empty_like(clean), torch.empty(size, dtype=torch.int64)
+        noise, steps = torch.empty_like(clean), torch.empty(size, dtype=torch.int64, device="cpu")
         for row in range(size):
             rng = np.random.Generator(np.random.Philox(key=[seed, step * size + row], counter=[0, 0, 0, NOISE_STREAM]))
             steps[row] = int(rng.integers(self._scheduler.config.num_train_timesteps))
