@@ -17,6 +17,7 @@ import torch
 from casts import set_steady
 from cublas_rules import Rules, install
 from torch import nn
+from torch.autograd import forward_ad
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
@@ -367,10 +368,24 @@ def test_second_derivatives_raise_as_before():
     for context in (ordinary, nullcontext):
         with context():
             (gradient,) = torch.autograd.grad(layer(x).float().square().sum(), x, create_graph=True)
-            with pytest.raises(RuntimeError, match="differentiate twice") as error:
+            with pytest.raises(RuntimeError, match="has no second derivative") as error:
                 gradient.float().sum().backward()
             messages.append(str(error.value))
     assert messages[0] == messages[1]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated:DeprecationWarning")  # forward mode uses it
+@pytest.mark.parametrize("kind", ["forward mode", "batched"])
+def test_other_derivatives_raise_as_before(kind):
+    layer, x = layer_of(), torch.randn(16, 32).bfloat16().requires_grad_()
+    layer(x).sum().backward()
+    for context in (ordinary, nullcontext):
+        with context(), forward_ad.dual_level(), pytest.raises(RuntimeError, match="works with ordinary backward only"):
+            if kind == "batched":
+                y = layer(x)
+                torch.autograd.grad(y, x, torch.ones(2, *y.shape).bfloat16(), is_grads_batched=True)
+            else:
+                layer(forward_ad.make_dual(x, torch.ones_like(x)))
 
 
 @pytest.mark.parametrize("changed", ["weight", "input"])

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from octavo.activations.detect import Norm
 from octavo.activations.recompute import (
@@ -33,6 +32,7 @@ from octavo.kernels import glu, layer_norm, rms_norm
 from octavo.kernels.fused import glu_backward, layer_norm_backward, rms_norm_backward
 from octavo.kernels.fused.fp8_outputs import supports_output
 from octavo.numerics.spec import TENSOR, QuantSpec
+from octavo.runtime.derivatives import first_derivative_only
 from octavo.runtime.torch_compat import explain_freed_nodes, in_backward
 from octavo.tensor import ScaledTensor
 
@@ -133,7 +133,7 @@ class _NormFunction(torch.autograd.Function):
         return y[0], data, scale
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only("a norm that stores its input in FP8")
     def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         tensors = data, scale, weight, bias = ctx.saved_tensors
         rematerializer: _NormRematerializer = ctx.rematerializer
@@ -160,7 +160,7 @@ class _GluFunction(torch.autograd.Function):
         return h[0]
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only("a gated MLP that stores its activations in FP8")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         rematerializer: _GluRematerializer = ctx.rematerializer
         gate, up = rematerializer.inputs(ctx.saved_tensors)
@@ -181,7 +181,7 @@ class _JointGluFunction(torch.autograd.Function):
         return h[0]
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only("a gated MLP that stores its activations in FP8")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         rematerializer: _GluRematerializer = ctx.rematerializer
         gate, up = rematerializer.inputs(ctx.saved_tensors)
@@ -206,7 +206,7 @@ class _ActivationFunction(torch.autograd.Function):
         return y[0]
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only("an activation that stores its input in FP8")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         rematerializer: _ActivationRematerializer = ctx.rematerializer
         (x,) = rematerializer.inputs(ctx.saved_tensors)

@@ -297,9 +297,13 @@ INNERMOST = _Innermost()
 
 
 def recording() -> bool:
-    """Whether modules save FP8 now: switched on, under autograd, not traced, and saved-tensor hooks allowed."""
+    """Whether modules save FP8 now: switched on, under autograd, not traced, and saved-tensor hooks allowed; not for
+    derivatives that differentiate what is saved (torch.func, forward mode).
+    """
     if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and stores()):
         return torch.is_grad_enabled() and stores()
+    if torch_compat.has_transforms() or torch.autograd.forward_ad._current_level >= 0:
+        return False
     return torch_compat.saved_tensors_hooks_disabled() is None and torch_compat.tracing_state() is None
 
 

@@ -23,7 +23,6 @@ from typing import Any, Generic, Literal, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from octavo.comm.checks import Group, check_args, check_op, compare_calls, needs_grad, split_sizes, world_size
 from octavo.comm.encoding import DEFAULT_SPEC, as_rows, pack, pack_parts, part_size, unpack, unpack_parts, width
@@ -330,44 +329,45 @@ def _all_to_all_vector(
     return AsyncResult(work, finish)
 
 
+# Their backward is differentiable, by the same functions.
 class _AllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, spec: MessageSpec, grad_spec: MessageSpec) -> Tensor:
-        ctx.saved_args = group, grad_spec
+        ctx.saved_args = group, spec, grad_spec
         return _all_gather(x, group, spec).wait()
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        group, grad_spec = ctx.saved_args
-        return _reduce_scatter(grad, group, "sum", grad_spec).wait(), None, None, None
+        group, spec, grad_spec = ctx.saved_args
+        return _ReduceScatter.apply(grad, group, "sum", grad_spec, spec), None, None, None
 
 
 class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, op: Reduction, spec: MessageSpec, grad_spec: MessageSpec) -> Tensor:
-        ctx.saved_args = group, op, grad_spec
+        ctx.saved_args = group, op, spec, grad_spec
         return _reduce_scatter(x, group, op, spec).wait()
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        group, op, grad_spec = ctx.saved_args
-        gathered = _all_gather(grad, group, grad_spec).wait()
-        return gathered.div_(world_size(group)) if op == "avg" else gathered, None, None, None, None
+        group, op, spec, grad_spec = ctx.saved_args
+        gathered = _AllGather.apply(grad, group, grad_spec, spec)
+        if op == "avg":
+            world = world_size(group)
+            gathered = gathered / world if torch.is_grad_enabled() else gathered.div_(world)
+        return gathered, None, None, None, None
 
 
 class _AllReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, op: Reduction, spec: MessageSpec, grad_spec: MessageSpec) -> Tensor:
-        ctx.saved_args = group, op, grad_spec
+        ctx.saved_args = group, op, spec, grad_spec
         return _all_reduce(x, group, op, spec).wait()
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        group, op, grad_spec = ctx.saved_args
-        return _all_reduce(grad, group, op, grad_spec).wait(), None, None, None, None
+        group, op, spec, grad_spec = ctx.saved_args
+        return _AllReduce.apply(grad, group, op, grad_spec, spec), None, None, None, None
 
 
 class _AllToAll(torch.autograd.Function):
@@ -381,14 +381,13 @@ class _AllToAll(torch.autograd.Function):
         spec: MessageSpec,
         grad_spec: MessageSpec,
     ) -> Tensor:
-        ctx.saved_args = group, sent, received, grad_spec
+        ctx.saved_args = group, sent, received, spec, grad_spec
         return _all_to_all(x, group, sent, received, spec).wait()
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        group, sent, received, grad_spec = ctx.saved_args
-        return _all_to_all(grad, group, received, sent, grad_spec).wait(), None, None, None, None, None
+        group, sent, received, spec, grad_spec = ctx.saved_args
+        return _AllToAll.apply(grad, group, received, sent, grad_spec, spec), None, None, None, None, None
 
 
 def _start(pending: AsyncResult[Tensor], async_op: bool) -> Any:

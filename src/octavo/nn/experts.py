@@ -28,7 +28,6 @@ from typing import Any, ClassVar, Protocol, TypeGuard
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from octavo.activations.detect import original_class, uses_default_call
 from octavo.activations.modules import STORAGE_ATTRIBUTE, mixed_class
@@ -165,7 +164,6 @@ class _GatherRows(torch.autograd.Function):
         return x.reshape(-1, x.shape[-1])[order if k == 1 else order // k]
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         (inverse,) = ctx.saved_tensors
         g = g[inverse]

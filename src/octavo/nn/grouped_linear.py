@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from octavo.kernels import grouped_mm, needs_both_orders, quantize
 from octavo.kernels.grouped import groups_of_rows, is_grouped, quantize_grouped_gradient, sum_by_group
@@ -30,6 +29,7 @@ from octavo.nn.linear import linear
 from octavo.nn.operands import Saved, apply_unhooked, dgrad_weight, forward_operands, output_dtype
 from octavo.nn.resident import ResidentWeight
 from octavo.numerics.recipe import Recipe
+from octavo.runtime.derivatives import first_derivative_only
 from octavo.runtime.torch_compat import FakeTensor, required_gradients
 from octavo.tensor import Order, ScaledTensor
 
@@ -129,7 +129,7 @@ class _GroupedLinear(torch.autograd.Function):
         return y_MN
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only("a converted layer of experts")
     def backward(ctx: Any, g_MN: Tensor) -> tuple[Tensor | None, ...]:
         recipe: Recipe = ctx.recipe
         weight, w_data, w_scale, x_data, x_scale, offsets = ctx.saved_tensors

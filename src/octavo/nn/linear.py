@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from octavo.kernels import scaled_mm
 from octavo.nn import operands
@@ -23,6 +22,7 @@ from octavo.nn.linear_like import LinearLike
 from octavo.nn.linear_plan import planned_linear
 from octavo.nn.operands import JUST_IN_TIME, Quantizer
 from octavo.numerics.recipe import Recipe
+from octavo.runtime.derivatives import first_derivative_only
 from octavo.runtime.torch_compat import explain_freed_nodes, required_gradients
 
 
@@ -126,7 +126,7 @@ class _LinearFunction(torch.autograd.Function):
         return y_MN
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only("a converted linear layer")
     def backward(ctx: Any, g_MN: Tensor) -> tuple[Tensor | None, ...]:
         recipe: Recipe = ctx.recipe
         x_dtype, w_dtype, bias_dtype = ctx.dtypes

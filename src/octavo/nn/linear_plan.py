@@ -43,6 +43,7 @@ from octavo.nn.weights import shares_cast
 from octavo.numerics.equalization import ChannelScales
 from octavo.numerics.recipe import Recipe
 from octavo.numerics.spec import QuantSpec
+from octavo.runtime.derivatives import transform_error
 from octavo.runtime.execution_context import is_capturing, stream_of
 from octavo.runtime.switch import SWITCH
 from octavo.runtime.torch_compat import (
@@ -257,7 +258,7 @@ class LinearPlan:
         needs = required_gradients(ctx, 3)
         plan = self._backward_of(g_MN, saved, needs, channels, ctx.needs_input_grad)
         if plan is None:
-            return self._ordinary(g_MN, saved, needs, channels)
+            return self._ordinary(ctx, g_MN, saved, needs, channels)
         return plan.run(g_MN, saved, channels)
 
     def _backward_of(
@@ -282,13 +283,13 @@ class LinearPlan:
         return plan
 
     def _ordinary(
-        self, g_MN: Tensor, saved: Saved, needs: tuple[bool, ...], channels: ChannelScales | None
-    ) -> Gradients:  # fmt: skip
+        self, ctx: Any, g_MN: Tensor, saved: Saved, needs: tuple[bool, ...], channels: ChannelScales | None
+    ) -> Gradients:
         # A context of its own: hooks, such as those of checkpointing, may return a saved tensor only once.
         scales = (None, None) if channels is None else (channels.factor, channels.inverse)
         context = SimpleNamespace(
-            saved_tensors=saved, needs_input_grad=needs, next_functions=(), recipe=self.recipe, channels=scales,
-            quantizer=JUST_IN_TIME, rematerializer=None, columns=self.k, dtypes=self.dtypes,
+            saved_tensors=saved, needs_input_grad=needs, next_functions=ctx.next_functions, recipe=self.recipe,
+            channels=scales, quantizer=JUST_IN_TIME, rematerializer=None, columns=self.k, dtypes=self.dtypes,
         )  # fmt: skip
         return (*self.ordinary(context, g_MN)[:3], None)
 
@@ -330,6 +331,10 @@ class _PlannedLinear(torch.autograd.Function):
                 return gradients if plan.is_matrix else plan.shaped(gradients)
         gradients = plan.backward(ctx, g_MN, saved, channels)
         return gradients if plan.is_matrix else plan.shaped(gradients)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise transform_error("a converted linear layer")
 
 
 _PLAIN = (None,)

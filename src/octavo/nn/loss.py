@@ -23,10 +23,10 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from octavo.numerics.names import nearest
+from octavo.runtime.derivatives import first_derivative_only, refuse_transforms
 from octavo.runtime.torch_compat import autocast_dtype, has_bf16_instructions, without_autocast
 
 MOST_CHUNKS = 32
@@ -34,6 +34,7 @@ MOST_CHUNKS = 32
 SMALLEST_CHUNK = 256
 """Minimum number of tokens of a chunk; products of fewer would not fill a device."""
 
+_NAME, _REMEDY = "linear_cross_entropy", "compute the whole logits and torch.nn.functional.cross_entropy instead"
 _BACKENDS = ("auto", "torch", "liger")
 _REDUCTIONS = ("mean", "sum")
 
@@ -80,6 +81,7 @@ def linear_cross_entropy(
         >>> octavo.nn.loss.linear_cross_entropy(hidden, head, torch.arange(8)).backward()
     """
     _check(hidden, weight, target, bias, reduction, softcap, chunk, backend)
+    refuse_transforms(_NAME, hidden, weight, bias, remedy=_REMEDY)
     dtype = _product_dtype(hidden, weight)
     h_TD, t_T = hidden.reshape(target.numel(), hidden.shape[-1]), target.reshape(-1)
     if backend == "liger" or (backend == "auto" and _supports_liger(hidden, dtype, scale)):
@@ -144,7 +146,7 @@ class _ChunkedFunction(torch.autograd.Function):
         return total
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only(_NAME, _REMEDY)
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors
         if not torch.compiler.is_compiling():

@@ -33,6 +33,7 @@ from octavo.numerics.equalization import ChannelScales
 from octavo.numerics.formats import E4M3, E5M2, SUPPORTED_DTYPES
 from octavo.numerics.recipe import Recipe
 from octavo.numerics.spec import COLUMN, ROW, QuantSpec
+from octavo.runtime.derivatives import refuse_transforms
 from octavo.runtime.switch import SWITCH
 from octavo.runtime.torch_compat import autocast_dtype
 from octavo.tensor import Order, ScaledTensor
@@ -137,10 +138,12 @@ def output_dtype(input: Tensor, weight: Tensor, dim: int = 1) -> torch.dtype | N
 
     Raises:
         TypeError: If the input cannot be quantized.
+        RuntimeError: Under a transform of torch.func or with forward-mode derivatives.
         ValueError: If its last dimension is not K, or dtypes differ without autocast.
     """
     if SWITCH.off:
         return None
+    refuse_transforms("a converted linear layer", input, weight)
     if input.dtype not in SUPPORTED_DTYPES:
         raise TypeError(f"linear takes float32, bfloat16 or float16 input; got {input.dtype}")
     if input.shape[-1] != weight.shape[dim]:

@@ -23,7 +23,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from octavo.nn.operands import apply_unhooked, output_dtype
 from octavo.nn.resident import ResidentWeight
@@ -61,7 +60,6 @@ class _WeightOnly(torch.autograd.Function):
         return F.linear(x.to(dtype), w_NK, None if bias is None else bias.to(dtype))
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x_dtype, w_dtype, bias_dtype = ctx.dtypes
         needs_dgrad, _, needs_bias = required_gradients(ctx, 3)

@@ -31,7 +31,6 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
 
@@ -392,7 +391,6 @@ class _SplitTokens(torch.autograd.Function):
         return x.narrow(1, ctx.first, x.shape[1] // ranks).contiguous()
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
         whole = g.new_zeros(ctx.shape)
         whole.narrow(1, ctx.first, g.shape[1]).copy_(g)

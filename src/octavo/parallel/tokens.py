@@ -22,7 +22,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
@@ -153,7 +152,7 @@ def gather_input(x: Tensor, exchange: TokenExchange, spec: QuantSpec | None) -> 
         exchange: How.
         spec: Spec of rows of X, if they are gathered in FP8.
     """
-    whole: Tensor = _GatherInput.apply(x, exchange, spec)
+    whole: Tensor = _GatherInput.apply(x, exchange, spec, False)
     return whole
 
 
@@ -165,17 +164,16 @@ def reduce_output(y: Tensor, exchange: TokenExchange) -> Tensor:
 
 class _GatherInput(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, exchange: TokenExchange, spec: QuantSpec | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, exchange: TokenExchange, spec: QuantSpec | None, fp8: bool) -> Tensor:
         ctx.exchange, ctx.placement = exchange, exchange.placement(x)
-        whole = exchange.gather(x, fp8=False) if spec is None else exchange.gather_quantized(x, spec)
+        whole = exchange.gather(x, fp8) if spec is None else exchange.gather_quantized(x, spec)
         return _from_local(whole, exchange.mesh, Replicate())
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Any) -> tuple[Tensor | None, ...]:
         if grad.placements == (Partial(),):
-            return ctx.exchange.reduce(grad.to_local()), None, None
-        return grad.redistribute(placements=[ctx.placement]).to_local(), None, None
+            return _ReduceOutput.apply(grad, ctx.exchange), None, None, None
+        return grad.redistribute(placements=[ctx.placement]).to_local(), None, None, None
 
 
 class _ReduceOutput(torch.autograd.Function):
@@ -188,10 +186,9 @@ class _ReduceOutput(torch.autograd.Function):
         return part
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         exchange: TokenExchange = ctx.exchange
-        return _from_local(exchange.gather(grad, exchange.fp8_gather), exchange.mesh, Replicate()), None
+        return _GatherInput.apply(grad, exchange, None, exchange.fp8_gather), None
 
 
 def _from_local(x: Tensor, mesh: DeviceMesh, placement: Placement) -> Tensor:

@@ -314,7 +314,7 @@ def eager_signature(*tensors: Tensor | None, records: bool = False) -> tuple[Any
     """
     if (
         (not records and torch.is_grad_enabled()) or torch.compiler.is_compiling() or dispatch_modes()
-        or function_modes() or _has_transforms() or tracing_state() is not None
+        or function_modes() or has_transforms() or tracing_state() is not None
         or torch.autograd.forward_ad._current_level >= 0
     ):  # fmt: skip
         return None
@@ -322,7 +322,7 @@ def eager_signature(*tensors: Tensor | None, records: bool = False) -> tuple[Any
     for x in tensors:
         if x is None:
             signature += (None,)
-        elif type(x) in _NO_SUBCLASS and not x.is_neg() and not x._is_zerotensor() and not _is_functorch_wrapper(x):
+        elif type(x) in _NO_SUBCLASS and not x.is_neg() and not x._is_zerotensor() and not is_wrapped(x):
             signature += x.dtype, x.shape, x.stride(), x.device
         else:
             return None
@@ -346,8 +346,14 @@ def guard_of(*tensors: Tensor) -> Callable[..., bool] | None:
 
 
 _NO_SUBCLASS = {Tensor, torch.nn.Parameter}
-_is_functorch_wrapper = torch._C._functorch.is_functorch_wrapped_tensor
-_has_transforms = torch._C._are_functorch_transforms_active
+
+
+def is_wrapped(x: Tensor) -> bool:
+    """Whether a tensor is one of torch.func, or a batch of gradients (`is_grads_batched`)."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(x) or torch._C._functorch.is_legacy_batchedtensor(x)
+
+
+has_transforms = torch._C._are_functorch_transforms_active
 
 
 def empty_strided_on(device: torch.device) -> Callable[[Any, Any, torch.dtype], Tensor]:
