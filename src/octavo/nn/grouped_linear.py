@@ -120,7 +120,7 @@ class _GroupedLinear(torch.autograd.Function):
             rows = _rows(weight, transposed)
             _, w, w_saved = forward_operands(x.data, x.scale, rows, None, recipe, keep_weights, needs_dgrad)
             if w_saved[0] is not None:
-                w_saved = weight, *w_saved[1:]  # `rows` may be a copy
+                w_saved = weight.detach(), *w_saved[1:]  # `rows` may be a copy
         y_MN = grouped_mm(x, w, offsets, "nt", out_dtype=out_dtype, bias=bias, fast_accum=True)
         x_saved = (x.data if x.other_order is None else x.other_order, x.scale) if needs_wgrad else (None, None)
         ctx.save_for_backward(*w_saved, *x_saved, offsets)

@@ -11,7 +11,7 @@ The ordinary path runs instead
 - if X is recomputed in backward or has an amax history, if FSDP gathers W in FP8, if `accumulating` shares its cast;
 - if an equalized layer measures (`octavo.nn.equalized`);
 - if a backend makes no plans, as on CPUs, or if the registry's choices changed since the plan was made;
-- in backward, if saved tensors have no plan as they are now: hooks and `weight.data = …` change strides and dtypes.
+- in backward, if saved tensors have no plan as they are now: hooks change strides and dtypes.
 
 Rejected: plans per op alone, with which a linear makes twice the Python calls.
 """
@@ -243,9 +243,9 @@ class LinearPlan:
             x_t = (x_MK if self.is_matrix else x_MK.detach()).to(self.out_dtype) if self.saves_x else None
             x_t_scale = None
         if self.saves_w_cast:
-            ctx.save_for_backward(w_NK, w_t, w_t_scale, x_t, x_t_scale)
+            ctx.save_for_backward(w_NK.detach(), w_t, w_t_scale, x_t, x_t_scale)
         elif self.saves_w:
-            ctx.save_for_backward(w_NK, None, w_scale if self.one_w_scale else None, x_t, x_t_scale)
+            ctx.save_for_backward(w_NK.detach(), None, w_scale if self.one_w_scale else None, x_t, x_t_scale)
         else:
             ctx.save_for_backward(None, None, None, x_t, x_t_scale)
         self.passes += 1

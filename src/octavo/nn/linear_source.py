@@ -25,7 +25,7 @@ def forward_function(plan: Any) -> Callable[..., Any]:
     rows = f"input.reshape(({plan.m}, {plan.k}))"
     dtype, view = source_of(plan.out_dtype, constants), source_of(torch.ops.aten._unsafe_view, constants)
     x_t = f"{'X_MK' if plan.is_matrix else 'X_MK.detach()'}.to({dtype})" if plan.saves_x else "None"
-    w_saved = "W, Q_T, S_T" if plan.saves_w_cast else f"W, None, {'S' if plan.one_w_scale else None}"
+    w_saved = "W.detach(), Q_T, S_T" if plan.saves_w_cast else f"W.detach(), None, {'S' if plan.one_w_scale else None}"
     lines = [
         *_preparation(constants, "return plan._forward(ctx, input, W, bias, casts, channels)", plan.x, plan.w),
         "FOLD_T = GIVEN = CAST = None",

@@ -9,7 +9,7 @@ row-major for forward and column-major for wgrad, G row-major for dgrad and colu
 forward and column-major in backward.
 
 Saved for backward: X quantized for wgrad, one byte per element, and W by reference with its scales. Backward
-quantizes W again instead of saving it (`keep_weights` saves it, see `octavo.nn.weights`): the parameter exists anyway,
+quantizes W again instead of saving it (`keep_weights` saves it, see `octavo.nn.weights`): its storage exists anyway,
 autograd's version counter raises if W is modified in between, and with given scales the cast reads W once. A frozen W
 needs no wgrad, so X is not saved; a frozen X needs no dgrad. A weight that exists in FP8 only
 (`octavo.nn.fp8_weight`) is saved as it is. If X can be recomputed from what its producer saved
@@ -190,10 +190,11 @@ def forward_operands(
         w = quantize(w_NK, recipe.w, factor, beside=_beside(x_scale, recipe.w))
     if not needs_dgrad:
         return x, w, (None, None, None)
+    # Not the parameter itself: backward reads the values of forward after `weight.data = …`, as of nn.Linear.
+    owner = None if isinstance(w_NK, Fp8Weight) else w_NK.detach()
     if w_t is None:
-        return x, w, (w_NK, None, w.scale if recipe.dgrad_w == recipe.w else None)
-    # W itself too, if there is one, so that autograd raises if it changed.
-    owner = None if isinstance(w_NK, Fp8Weight) else w_NK
+        return x, w, (owner, None, w.scale if recipe.dgrad_w == recipe.w else None)
+    # W too, if there is one, so that autograd raises if it changed.
     return x, w, (owner, w_t.data if w_t.other_order is None else w_t.other_order, w_t.scale)
 
 
