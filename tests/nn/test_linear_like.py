@@ -17,6 +17,7 @@ from octavo.nn.rules import sizes
 from octavo.nn.select import is_linear
 from octavo.runtime import linear_kinds
 from octavo.runtime.linear_kinds import LinearKind
+from octavo.runtime.torch_compat import eager_signature
 
 FP8_ACTIVATIONS = octavo.Precision(matmul="bf16", activations="fp8")
 
@@ -129,3 +130,38 @@ def test_a_layer_without_parameters_is_reported():
     del layer.weight
     layer.weight = weight
     assert octavo.report(layer)[0].converted
+
+
+def nested(sizes, layout):
+    torch.manual_seed(1)
+    return torch.nested.nested_tensor([torch.randn(*size) for size in sizes], layout=layout, requires_grad=True)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning")
+@pytest.mark.parametrize("recipe", ["rowwise", "delayed", "tensorwise"])
+@pytest.mark.parametrize("sizes", [[(5, 128), (9, 128)], [(5, 3, 128), (9, 3, 128)]])
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+def test_nested_input(layout, sizes, recipe):
+    """The results of the rows as one matrix, nested as before."""
+    results = []
+    for nest in (True, False):
+        torch.manual_seed(0)
+        layer, x = octavo.convert(nn.Linear(128, 128), recipe, verbose=False), nested(sizes, layout)
+        y = layer(x) + x if nest else layer(torch.cat(x.unbind())) + torch.cat(x.unbind())
+        rows = torch.cat(y.unbind()) if nest else y
+        rows.square().sum().backward()
+        results.append([rows, layer.weight.grad, layer.bias.grad, *x.grad.unbind()])
+        if len(sizes[0]) == 2:  # PyTorch has no linear of four strided dimensions
+            with octavo.disabled():
+                layer(x)
+    assert all(map(torch.equal, *results))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning")
+def test_inputs_that_are_no_rows():
+    layer = octavo.convert(nn.Linear(128, 64), verbose=False)
+    ragged = torch.nested.nested_tensor([torch.randn(4, 5), torch.randn(4, 9)], layout=torch.strided)
+    for x in (torch.randn(64, 128).relu().to_sparse(), ragged):
+        with pytest.raises(TypeError, match=r"a converted linear layer takes dense.*in_features = 128; got Tensor of"):
+            layer(x)
+        assert eager_signature(x) is None

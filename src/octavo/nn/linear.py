@@ -23,7 +23,8 @@ from octavo.nn.linear_plan import planned_linear
 from octavo.nn.operands import JUST_IN_TIME, Quantizer
 from octavo.numerics.recipe import Recipe
 from octavo.runtime.derivatives import first_derivative_only
-from octavo.runtime.torch_compat import explain_freed_nodes, required_gradients
+from octavo.runtime.switch import SWITCH
+from octavo.runtime.torch_compat import explain_freed_nodes, is_nested_or_sparse, required_gradients
 
 
 class Linear(LinearLike, nn.Linear):
@@ -60,7 +61,7 @@ def linear(
     """`torch.nn.functional.linear` in FP8, differentiable.
 
     Args:
-        input: [..., K], float32, bfloat16 or float16; any leading sizes, zero included.
+        input: [..., K], float32, bfloat16 or float16; any leading sizes, zero included; or nested.
         weight: [N, K], of the input's dtype unless autocast is on. Any strides; or a DTensor, see
             `octavo.nn.distributed_linear`.
         bias: [N] or None; added in float32.
@@ -74,7 +75,7 @@ def linear(
 
     Raises:
         ValueError: If the last dimension is not K, or dtypes differ without autocast.
-        TypeError: If the dtype cannot be quantized.
+        TypeError: If the dtype cannot be quantized, or the input is sparse.
 
     Examples:
         >>> x, weight = torch.randn(8, 64), torch.randn(32, 64, requires_grad=True)
@@ -85,6 +86,8 @@ def linear(
     planned = planned_linear(input, weight, bias, recipe, keep_weights, quantizer, _LinearFunction.backward)
     if planned is not None:
         return planned
+    if is_nested_or_sparse(input) and not SWITCH.off:
+        return operands.on_values(linear, input, weight, bias, recipe, keep_weights, quantizer)
     if (out_dtype := operands.output_dtype(input, weight)) is None:
         return F.linear(input, weight, bias)
     if hasattr(weight, "placements"):

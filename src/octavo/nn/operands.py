@@ -16,6 +16,7 @@ needs no wgrad, so X is not saved; a frozen X needs no dgrad. A weight that exis
 (`octavo.activations.recompute`), that is saved.
 """
 
+import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Protocol
 
@@ -172,6 +173,32 @@ def on_parts(
     from octavo.nn.distributed_linear import distributed_linear  # imports DTensor
 
     return distributed_linear(lambda x, w, b: linear(x, w, b, recipe, *options), input, weight, bias, recipe)
+
+
+def on_values(linear: Callable[..., Tensor], input: Any, weight: Tensor, *options: Any) -> Tensor:
+    """Return `linear` of the rows of a nested tensor, nested in the same way.
+
+    Raises:
+        TypeError: If the tensor is sparse, or its last dimension is ragged.
+    """
+    if input.layout is torch.jagged and input._ragged_idx < input.ndim - 1:
+        rows = linear(input.values(), weight, *options)
+        y: Tensor = torch.nested.nested_tensor_from_jagged(
+            rows, input.offsets(), input.lengths(), input._ragged_idx, input._maybe_min_seqlen, input._maybe_max_seqlen
+        )
+        return y
+    if input.layout is torch.strided:  # nested, of any sizes
+        parts = input.unbind()
+        if parts and all(part.shape[-1] == weight.shape[1] for part in parts):
+            rows = linear(torch.cat([part.flatten(0, -2) for part in parts]), weight, *options)
+            sizes = [math.prod(part.shape[:-1]) for part in parts]
+            split = zip(rows.split(sizes), parts, strict=True)
+            return torch.nested.as_nested_tensor([y.view(*part.shape[:-1], -1) for y, part in split])
+    raise TypeError(
+        f"a converted linear layer takes dense tensors, and nested ones of in_features = {weight.shape[1]}; got "
+        f"{type(input).__name__} of layout {input.layout}: pass input.to_dense(), or leave the layer out by "
+        "octavo.convert(model, skip=[…])"
+    )
 
 
 def forward_operands(

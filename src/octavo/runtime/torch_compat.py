@@ -310,7 +310,8 @@ def eager_signature(*tensors: Tensor | None, records: bool = False) -> tuple[Any
     None unless the dispatcher would call the op's kernel directly, below autograd: if a compiler, tracer, dispatch mode
     (fake tensors, selective checkpointing), function mode, functorch transform or level of forward-mode derivatives is
     active, if autograd records (unless `records` allows that), or if a tensor is a subclass, a lazy negation, a lazy
-    zero or a wrapper that outlived its functorch transform. All releases: no public function tells most of these.
+    zero, nested, sparse or a wrapper that outlived its functorch transform. All releases: no public function tells most
+    of these.
     """
     if (
         (not records and torch.is_grad_enabled()) or torch.compiler.is_compiling() or dispatch_modes()
@@ -322,7 +323,10 @@ def eager_signature(*tensors: Tensor | None, records: bool = False) -> tuple[Any
     for x in tensors:
         if x is None:
             signature += (None,)
-        elif type(x) in _NO_SUBCLASS and not x.is_neg() and not x._is_zerotensor() and not is_wrapped(x):
+        elif (
+            type(x) in _NO_SUBCLASS and not x.is_neg() and not x._is_zerotensor() and not is_wrapped(x)
+            and not is_nested_or_sparse(x)
+        ):  # fmt: skip
             signature += x.dtype, x.shape, x.stride(), x.device
         else:
             return None
@@ -351,6 +355,11 @@ _NO_SUBCLASS = {Tensor, torch.nn.Parameter}
 def is_wrapped(x: Tensor) -> bool:
     """Whether a tensor is one of torch.func, or a batch of gradients (`is_grads_batched`)."""
     return torch._C._functorch.is_functorch_wrapped_tensor(x) or torch._C._functorch.is_legacy_batchedtensor(x)
+
+
+def is_nested_or_sparse(x: Tensor) -> bool:
+    """Whether a tensor has no sizes or strides of its own."""
+    return x.is_nested or x.layout is not torch.strided
 
 
 has_transforms = torch._C._are_functorch_transforms_active
