@@ -340,7 +340,10 @@ def test_hooks_that_measure_see_the_loss_in_chunks():
     [
         (lambda m: m.resize_token_embeddings(140), "its output embedding was replaced"),
         (lambda m: setattr(m, "lm_head", torch.nn.Sequential(m.lm_head)), "its output embedding was replaced"),
-        (lambda m: convert(m.lm_head, verbose=False), r"its output embedding became a octavo\.nn\.linear\.Linear"),
+        (
+            lambda m: convert(m.lm_head, verbose=False),
+            r"its output embedding became a torch\.nn\.modules\.linear\.Linear in FP8",
+        ),
         (lambda m: setattr(m, "model", copy.deepcopy(m.model)), "its base model was replaced"),
         (lambda m: setattr(m, "loss_function", lambda logits, **_: logits.sum()), "its loss_function was replaced"),
     ],
@@ -447,7 +450,7 @@ def test_bart_whose_labels_are_not_shifted_is_refused():
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda m: convert(m.lm_head, verbose=False), r"of type octavo.nn.linear.Linear: the chunked loss"),
+        (lambda m: convert(m.lm_head, verbose=False), r"of type torch.nn.modules.linear.Linear in FP8: "),
         (lambda m: setattr(m.config, "output_router_logits", True), "adds its router's loss .* otherwise than as"),
         (lambda m: setattr(m, "lm_head", None), "no output embedding"),
         (lambda m: setattr(m.config, "is_encoder_decoder", True), "decoder's inputs from the labels"),

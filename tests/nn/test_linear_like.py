@@ -80,7 +80,7 @@ def test_a_new_kind_of_layer_is_converted_reported_watched_changed_and_reverted(
     model = nn.Sequential(Columns(), nn.Linear(48, 48))
     assert is_linear(model[0]) and is_transposed(model[0]) and sizes(model[0]) == (64, 48)
     octavo.convert(model, filter=octavo.nn.filters.shape(min_in=64), verbose=False)
-    assert type(model[0]) is Fp8Columns and is_transposed(model[0]) and sizes(model[0]) == (64, 48)
+    assert isinstance(model[0], Fp8Columns) and is_transposed(model[0]) and sizes(model[0]) == (64, 48)
     (row, other) = octavo.report(model)
     assert (row.linear, row.converted, row.recipe, other.converted) == (True, True, "rowwise", False)
     with pytest.raises(ValueError, match="1 layers of this model are converted already"):
@@ -102,7 +102,7 @@ def test_a_new_kind_of_layer_with_a_delayed_class(entry, monkeypatch):
     monkeypatch.setitem(FP8_CLASSES, entry.plain, replace(FP8_CLASSES[entry.plain], delayed=path(DelayedColumns)))
     model = octavo.convert(nn.Sequential(Columns()), "delayed", verbose=False)
     model(torch.ones(8, 64)).sum().backward()
-    assert type(model[0]) is DelayedColumns and octavo.nn.delayed.state_dict(model)["0"][0][1] == 1
+    assert isinstance(model[0], DelayedColumns) and octavo.nn.delayed.state_dict(model)["0"][0][1] == 1
 
 
 def test_fp8_activations_of_a_module_with_a_new_kind_of_layer(entry):

@@ -220,7 +220,7 @@ def test_adapters_are_saved_and_reloaded(name, tmp_path):
     switched = peft.get_peft_model(convert(base()), ADAPTERS["lora"]())
     with switched.disable_adapter():
         assert torch.equal(switched(input_ids=TOKENS).logits, convert(base())(input_ids=TOKENS).logits)
-    assert type(switched.unload().model.layers[0].mlp.up_proj) is octavo.nn.Linear
+    assert isinstance(switched.unload().model.layers[0].mlp.up_proj, octavo.nn.Linear)
 
 
 @pytest.mark.parametrize("init", ["pissa", "olora"])

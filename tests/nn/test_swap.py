@@ -228,7 +228,7 @@ def test_a_forward_put_on_the_instance_since_is_to_be_taken_off_first(arguments)
     model, x = nn.Sequential(MLP(), nn.Linear(64, 64)), torch.randn(4, 64)
     exact = model(x)
     octavo.convert(model, verbose=False, **arguments)
-    converted = [m for m in model.modules() if type(m).__module__.startswith("octavo.")]
+    converted = [m for m in model.modules() if hasattr(type(m), "octavo_original")]
     for module in converted:
         hook(module)
     before, result = state(model), model(x)

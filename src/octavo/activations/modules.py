@@ -18,8 +18,9 @@ describes, and `saved_tensors` saves what its operations save.
 
 import inspect
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, partial, update_wrapper
 from itertools import chain
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -277,6 +278,9 @@ def disable_fp8_saving(module: nn.Module) -> None:
 def mixed_class(*both: Any) -> Any:
     """Return the class of a converted module, with bases (mixin, original class). Copies and pickles refer to both.
 
+    Its name, module, docstring, annotations and signature of `forward` are the original's, by which frameworks choose
+    columns, wrap blocks and place layers.
+
     Raises any error of making a subclass of the original, and TypeError if its objects cannot change to that class.
     """
     mixin, original = both
@@ -284,15 +288,33 @@ def mixed_class(*both: Any) -> Any:
     def reduce(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
         return _blank, (mixin, original), self.__getstate__()
 
-    members = {ORIGINAL: original, "__reduce_ex__": reduce, "__module__": __name__, "__doc__": original.__doc__}
-    prefix = "FP8Saving" if issubclass(mixin, Fp8Saving) else "FP8"
-    mixed: Any = type(f"{prefix}{original.__name__}", both, members)
+    own = forward_like(mixin, original)
+    described = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
+    described["__annotations__"] = dict(inspect.get_annotations(original))
+    members = {ORIGINAL: original, "__reduce_ex__": reduce, "forward": own, **described}
+    mixed: Any = type(original.__name__, both, members)
     # A metaclass or `__init_subclass__` may wrap forward, as Transformers' checkpointing layers do, but not replace it.
-    innermost = inspect.unwrap(mixed.forward, stop=lambda function: function is mixin.forward)
-    if mixed.__bases__ != both or innermost is not mixin.forward:
+    innermost = inspect.unwrap(mixed.forward, stop=lambda function: function is own)
+    if mixed.__bases__ != both or innermost is not own:
         raise TypeError(f"the metaclass or __init_subclass__ of {original.__name__} changes its subclasses")
     become(object.__new__(original), mixed)
     return mixed
+
+
+@cache
+def forward_like(mixin: Any, original: Any) -> Any:
+    """Return the forward of a mixin with the name, signature, annotations and docstring of the original class's."""
+    own = mixin.forward
+    parameters = inspect.signature(own).parameters
+    if "args" in parameters or list(parameters) == list(inspect.signature(original.forward).parameters):
+        copied: Any = FunctionType(own.__code__, own.__globals__, own.__name__, own.__defaults__, own.__closure__)
+    else:  # callers may pass its argument by another name
+
+        def renamed(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return own(self, *args, *kwargs.values())
+
+        copied = renamed
+    return update_wrapper(copied, original.forward, updated=())
 
 
 def _blank(mixin: Any, original: Any) -> nn.Module:

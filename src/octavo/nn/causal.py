@@ -10,9 +10,9 @@ computes its logits and its loss; where it cannot tell, it raises an error and t
 loss is part of the loss, the model itself runs, with the logits of one token, for the `aux_loss` that it computes.
 """
 
-import inspect
 import threading
 from dataclasses import fields, replace
+from functools import update_wrapper
 from typing import Any, TypeVar
 
 import torch
@@ -22,6 +22,7 @@ from octavo.nn.causal_head import (
     IGNORE,
     Head,
     adds_router_loss,
+    class_path,
     evaluating,
     find_head,
     is_plain_linear,
@@ -111,7 +112,7 @@ class _ChunkedForward:
         self._model, self._head = model, head
         self._original, self._loss_function = model.forward, getattr(model, "loss_function", None)
         self._names = [p.name for p in parameters(self._original) if p.kind is p.POSITIONAL_OR_KEYWORD]
-        self.__signature__ = inspect.signature(self._original)  # for callers that inspect it
+        update_wrapper(self, self._original, updated=())  # callers read its signature
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         inputs = dict(zip(self._names, args, strict=False))
@@ -138,7 +139,7 @@ class _ChunkedForward:
         if linear is not head.linear:
             change = "its output embedding was replaced"
         elif not is_plain_linear(linear):
-            change = f"its output embedding became a {type(linear).__module__}.{type(linear).__qualname__}"
+            change = f"its output embedding became a {class_path(linear)}"
         elif model.base_model is not head.base:
             change = "its base model was replaced"
         elif getattr(model, "loss_function", None) != self._loss_function:

@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from octavo.nn.linear_like import LinearLike
 from octavo.runtime.swap import weights_on_meta
 from octavo.runtime.switch import disabled
 from octavo.runtime.torch_compat import FakeTensor
@@ -72,9 +73,7 @@ def find_head(model: Any) -> Head:
     linear: Any = getter() if callable(getter) else None
     base: nn.Module = getattr(model, "base_model", model)
     if not is_plain_linear(linear) or "forward" in vars(linear):
-        owner = type(linear)
-        of_type = f"an output embedding of type {owner.__module__}.{owner.__qualname__}"
-        head_kind = "no output embedding" if linear is None else of_type
+        head_kind = "no output embedding" if linear is None else f"an output embedding of type {class_path(linear)}"
         raise ValueError(f"{kind} has {head_kind}: the chunked loss multiplies with the weight of a plain nn.Linear")
     if base is model:
         raise ValueError(f"{kind} has no base model beside its head")
@@ -266,6 +265,12 @@ def shifted(labels: Tensor, ignore_index: int) -> Tensor:
 def parameters(function: Any) -> list[inspect.Parameter]:
     """Return the parameters of a function."""
     return list(inspect.signature(function).parameters.values())
+
+
+def class_path(module: nn.Module) -> str:
+    """Return the full name of a module's class, and whether it is converted, which the name does not tell."""
+    owner = type(module)
+    return f"{owner.__module__}.{owner.__qualname__}{' in FP8' if isinstance(module, LinearLike) else ''}"
 
 
 def is_plain_linear(linear: Any) -> bool:

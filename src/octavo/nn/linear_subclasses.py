@@ -17,7 +17,7 @@ from torch import nn
 
 from octavo.activations.detect import ORIGINAL, original_class, uses_default_call
 from octavo.activations.formulas import Formula, formula_of, formula_of_method
-from octavo.activations.modules import mixed_class
+from octavo.activations.modules import forward_like, mixed_class
 from octavo.nn import delayed, equalized
 from octavo.nn.delayed import Delayed
 from octavo.nn.equalized import Equalized
@@ -135,8 +135,8 @@ def fp8_class(original: Any, recipe: Recipe) -> type[LinearLike]:
     linear: Any = None if kind is None else FP8_CLASSES[kind.plain].load(recipe)
     if linear is None:
         raise ValueError(f"Octavo has no FP8 class for a {original.__name__} with recipe {recipe.name!r}")
-    fp8: type[LinearLike] = mixed_class(linear, original) if listed is None else linear
-    if listed is None and "forward" in vars(fp8):
+    fp8: type[LinearLike] = mixed_class(linear, original)
+    if vars(fp8)["forward"] is not forward_like(linear, original):
         raise TypeError(f"{original.__name__} replaces the forward of its subclasses, so it may change")
     return fp8
 

@@ -9,7 +9,7 @@ checkpointing.
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import partial
+from functools import partial, update_wrapper
 from typing import Any
 
 import torch
@@ -54,7 +54,8 @@ class Checkpointing:
                 f'precision.checkpointing: {type(model).__name__} has no list of equal blocks to recompute; take "none"'
             )
         for block in blocks:
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False, **context)
+            recomputed = partial(checkpoint, block.forward, use_reentrant=False, **context)
+            block.forward = update_wrapper(recomputed, block.forward, updated=())  # its signature
 
     @contextmanager
     def saved_outputs(self) -> Iterator["_Recorder"]:
