@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from exported_models import RECIPES, config_of, logits, make, reload, run_as_engine, tensors_of
+from exported_models import HEADS, RECIPES, config_of, logits, make, reload, run_as_engine, tensors_of
 from torch import nn
 
 import octavo
@@ -308,6 +308,34 @@ def test_tied_and_transposed_weights_stay_in_high_precision(tmp_path):
     gpt2 = GPT2LMHeadModel(GPT2Config(n_embd=64, n_layer=1, n_head=2, n_positions=16, vocab_size=64))
     with pytest.raises(ValueError, match=r"stored as \[in, out\]"):
         octavo.export(octavo.convert(gpt2, verbose=False), tmp_path / "gpt2")
+
+
+@pytest.mark.parametrize("layout", RECIPES)
+def test_a_model_that_its_reader_builds_otherwise_is_refused(tmp_path, layout):
+    """Transformers replaces the experts of Llama 4 by linear layers, if compressed-tensors quantized the checkpoint."""
+    from transformers import FineGrainedFP8Config, Llama4ForCausalLM, Llama4TextConfig
+
+    sizes = HEADS | {"intermediate_size_mlp": 256, "head_dim": 128, "num_local_experts": 2, "pad_token_id": 0}
+    model = octavo.convert(Llama4ForCausalLM(Llama4TextConfig(**sizes)).bfloat16(), RECIPES[layout], verbose=False)
+    if layout == "fp8-block":
+        octavo.export(model, tmp_path / "out", to=layout)
+        settings = FineGrainedFP8Config(dequantize=True)
+        _, info = Llama4ForCausalLM.from_pretrained(
+            tmp_path / "out", quantization_config=settings, output_loading_info=True
+        )
+        assert not any(info.values())
+        return
+    with pytest.raises(ValueError, match=r"would lack 12 \(.*experts\.\{0-1\}\.gate_proj.*nothing would read 4 \("):
+        octavo.export(model, tmp_path / "out", to=layout)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_model_that_its_config_does_not_describe_is_refused(tmp_path):
+    model = make("llama")
+    model.lm_head, model.extra = nn.Linear(128, 70, bias=False), nn.Linear(16, 16, bias=False)
+    octavo.convert(model, skip=["extra"], verbose=False)
+    with pytest.raises(ValueError, match=r"nothing would read 1 \(extra.weight\); of another shape are 1 \(lm_head"):
+        octavo.export(model, tmp_path / "out")
 
 
 def test_mistakes_are_named_and_write_nothing(tmp_path, monkeypatch):

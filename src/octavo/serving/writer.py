@@ -12,6 +12,7 @@ Saving with a quantizer of Transformers was rejected: it quantizes anew, by rule
 partial blocks in high precision.
 """
 
+import copy
 import json
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,8 +21,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from octavo.activations.detect import original_class
 from octavo.nn.checkpoint_names import names_in_checkpoint
 from octavo.nn.experts import is_converted_experts
 from octavo.nn.linear_subclasses import is_converted
@@ -70,7 +73,8 @@ def export(
 
     Raises:
         ValueError: For an unknown layout, a `path` that holds something, a model without a layer that the layout
-            describes, a model that is sharded, has adapters or no values, and for a weight that holds NaN or infinity.
+            describes, a model whose reader in Transformers has other tensors, a model that is sharded, has adapters or
+            no values, and for a weight that holds NaN or infinity.
         TypeError: If `model` is not a model of Transformers.
         OSError: If the folder cannot be written, as on a full disk. Nothing is left of it.
 
@@ -160,6 +164,7 @@ def write(model: Any, folder: Path, layout: ExportLayout | None, max_shard_size:
     for name, tensor in (saved | resident_weights(model)).items():
         if has_nonfinite(tensor):
             raise ValueError(f"{name} holds NaN or infinity: nothing was written. Export an earlier checkpoint")
+    _check_reader(model, saved, layout)
     quantized: dict[str, ScaledTensor] = {}
     misfits: dict[str, str] = {}
     fp8 = []
@@ -202,6 +207,35 @@ def _state_dict(model: Any) -> dict[str, Tensor]:
     for name in model._keys_to_ignore_on_save or ():
         state.pop(name, None)
     return dict(remove_tied_weights_from_state_dict(state, model))
+
+
+def _check_reader(model: Any, saved: Mapping[str, Tensor], layout: ExportLayout) -> None:
+    """Raise ValueError unless the model that Transformers builds to read the checkpoint has the same tensors.
+
+    It is built on the meta device: Transformers replaces experts of some classes if a checkpoint is quantized.
+    """
+    from transformers.quantizers.base import MODULES_TO_PATCH_FOR_QUANTIZATION
+
+    owner, method = original_class(model), layout.quantization_config(())["quant_method"]
+    with torch.device("meta"):
+        reader = owner(copy.deepcopy(model.config))
+        for fqn, module in list(reader.named_modules()):
+            patch: Any = MODULES_TO_PATCH_FOR_QUANTIZATION.get(type(module).__name__)
+            if patch is not None and method in patch["quantization_methods"]:
+                reader.set_submodule(fqn, patch["module_name"](model.config.get_text_config()))
+    if "_weight_conversions" in vars(model):  # a loaded model is saved by the names that it was loaded by
+        reader._weight_conversions = model._weight_conversions
+    expected = names_in_checkpoint(reader, _state_dict(reader))
+    problems = {
+        "the file would lack": [name for name in expected if name not in saved],
+        "nothing would read": [name for name in saved if name not in expected],
+        "of another shape are": [n for n, t in expected.items() if n in saved and saved[n].shape != t.shape],
+    }
+    if found := [f"{what} {len(names)} ({listed(names)})" for what, names in problems.items() if names]:
+        raise ValueError(
+            f"the {owner.__name__} that Transformers builds to read {layout.name} ({method}) has other tensors than "
+            f"this model, and random values instead of them: {'; '.join(found)}. Nothing was written. Export to 'bf16'"
+        )
 
 
 def _nothing_fits(layout: ExportLayout, misfits: Mapping[str, str]) -> str:
