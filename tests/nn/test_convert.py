@@ -2,8 +2,10 @@ import copy
 import functools
 import io
 import re
+import sys
 import time
 import warnings
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -268,6 +270,30 @@ def test_a_replaced_forward_is_seen_after_a_first_look(monkeypatch):
     monkeypatch.setattr(Inherited, "forward", lambda self, x: x, raising=False)
     with pytest.raises(ValueError, match="behaviour of its own"):
         octavo.convert(nn.Sequential(Inherited(64, 64)), verbose=False)
+
+
+class OwnsList(nn.Module):
+    def __init__(self, *linears):
+        super().__init__()
+        self.linears = nn.ModuleList(linears)
+
+    def forward(self, x):
+        return sum(linear(x) for linear in self.linears)
+
+
+@pytest.mark.parametrize("flat", [lambda *linears: nn.Sequential(*linears), OwnsList], ids=["Sequential", "ModuleList"])
+def test_the_work_is_linear_in_the_length_of_a_flat_list(flat):
+    def calls(count):
+        model, counted = flat(*(nn.Linear(16, 16) for _ in range(count))), Counter()
+        sys.setprofile(lambda frame, event, argument: counted.update([event]))
+        try:
+            octavo.convert(model, activations="fp8", verbose=False)
+        finally:
+            sys.setprofile(None)
+        return counted["call"]
+
+    calls(2)  # imports
+    assert calls(120) < 5 * calls(30)
 
 
 def dispatched(model: nn.Module) -> nn.Module:

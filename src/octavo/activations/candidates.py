@@ -94,6 +94,7 @@ def _why_unknown(module: nn.Module, owner: type) -> str | None:
 
 def _owners_of_matrices(modules: dict[str, nn.Module]) -> Iterator[nn.Module]:
     """Yield modules that are called and own matrices, directly or in containers, except single linears and tables."""
+    seen: set[int] = set()  # owners of many leaves, such as a flat list of linears, are searched once
     for fqn, module in modules.items():
         if not _has_matrices(module) or isinstance(module, _EXCLUDED):
             continue
@@ -101,6 +102,9 @@ def _owners_of_matrices(modules: dict[str, nn.Module]) -> Iterator[nn.Module]:
         while name and (_is_leaf(owner) or isinstance(owner, _CONTAINERS)):
             name = name.rpartition(".")[0]
             owner = modules[name]
+        if id(owner) in seen:
+            continue
+        seen.add(id(owner))
         if isinstance(owner, _CONTAINERS) or _is_leaf(owner) or find_stacks(owner):
             continue
         if _detected_spec(owner) is None and not isinstance(owner, _EXCLUDED):
