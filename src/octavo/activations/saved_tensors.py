@@ -302,7 +302,7 @@ def recording() -> bool:
     """
     if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and stores()):
         return torch.is_grad_enabled() and stores()
-    if torch_compat.has_transforms() or torch.autograd.forward_ad._current_level >= 0:
+    if torch_compat.has_transforms() or torch_compat.in_forward_mode():
         return False
     return torch_compat.saved_tensors_hooks_disabled() is None and torch_compat.tracing_state() is None
 

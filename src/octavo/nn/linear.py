@@ -22,8 +22,6 @@ from octavo.nn.linear_like import LinearLike
 from octavo.nn.linear_plan import planned_linear
 from octavo.nn.operands import JUST_IN_TIME, Quantizer
 from octavo.numerics.recipe import Recipe
-from octavo.runtime.derivatives import first_derivative_only
-from octavo.runtime.switch import SWITCH
 from octavo.runtime.torch_compat import explain_freed_nodes, is_nested_or_sparse, required_gradients
 
 
@@ -62,12 +60,10 @@ def linear(
 
     Args:
         input: [..., K], float32, bfloat16 or float16; any leading sizes, zero included; or nested.
-        weight: [N, K], of the input's dtype unless autocast is on. Any strides; or a DTensor, see
-            `octavo.nn.distributed_linear`.
+        weight: [N, K], of the input's dtype unless autocast is on; of any strides, or a DTensor.
         bias: [N] or None; added in float32.
         recipe: Precision of the operands of the three products.
-        keep_weights: Save the FP8 copy of the weight for backward, and share it inside `octavo.nn.accumulating`; see
-            `octavo.nn.weights`.
+        keep_weights: Save the FP8 copy of the weight for backward; see `octavo.nn.weights`.
         quantizer: Quantizes X and G; by default by their current amax, whatever the recipe.
 
     Returns:
@@ -86,7 +82,7 @@ def linear(
     planned = planned_linear(input, weight, bias, recipe, keep_weights, quantizer, _LinearFunction.backward)
     if planned is not None:
         return planned
-    if is_nested_or_sparse(input) and not SWITCH.off:
+    if is_nested_or_sparse(input):
         return operands.on_values(linear, input, weight, bias, recipe, keep_weights, quantizer)
     if (out_dtype := operands.output_dtype(input, weight)) is None:
         return F.linear(input, weight, bias)
@@ -129,7 +125,7 @@ class _LinearFunction(torch.autograd.Function):
         return y_MN
 
     @staticmethod
-    @first_derivative_only("a converted linear layer")
+    @operands.first_derivative_only
     def backward(ctx: Any, g_MN: Tensor) -> tuple[Tensor | None, ...]:
         recipe: Recipe = ctx.recipe
         x_dtype, w_dtype, bias_dtype = ctx.dtypes

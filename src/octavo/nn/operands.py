@@ -21,6 +21,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.activations.recompute import Recomputable, Rematerializer
@@ -34,11 +35,14 @@ from octavo.numerics.equalization import ChannelScales
 from octavo.numerics.formats import E4M3, E5M2, SUPPORTED_DTYPES
 from octavo.numerics.recipe import Recipe
 from octavo.numerics.spec import COLUMN, ROW, QuantSpec
-from octavo.runtime.derivatives import refuse_transforms
+from octavo.runtime import derivatives
 from octavo.runtime.switch import SWITCH
-from octavo.runtime.torch_compat import autocast_dtype
+from octavo.runtime.torch_compat import autocast_dtype, has_dense_rows, jagged_like
 from octavo.tensor import Order, ScaledTensor
 
+_LAYER = "a converted linear layer"
+first_derivative_only: Callable[..., Any] = derivatives.first_derivative_only(_LAYER)
+"""Decorates the backward of a linear layer."""
 Saved = tuple[Tensor | None, ...]
 QuantizedInput = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Recomputable | None]
 """Data and scales of X for forward; those for wgrad, None where they are the same; what X is recomputed from."""
@@ -144,7 +148,7 @@ def output_dtype(input: Tensor, weight: Tensor, dim: int = 1) -> torch.dtype | N
     """
     if SWITCH.off:
         return None
-    refuse_transforms("a converted linear layer", input, weight)
+    derivatives.refuse_transforms(_LAYER, input, weight)
     if input.dtype not in SUPPORTED_DTYPES:
         raise TypeError(f"linear takes float32, bfloat16 or float16 input; got {input.dtype}")
     if input.shape[-1] != weight.shape[dim]:
@@ -175,18 +179,16 @@ def on_parts(
     return distributed_linear(lambda x, w, b: linear(x, w, b, recipe, *options), input, weight, bias, recipe)
 
 
-def on_values(linear: Callable[..., Tensor], input: Any, weight: Tensor, *options: Any) -> Tensor:
-    """Return `linear` of the rows of a nested tensor, nested in the same way.
+def on_values(linear: Callable[..., Tensor], input: Tensor, weight: Tensor, *options: Any) -> Tensor:
+    """Return `linear` of the rows of a nested tensor, nested in the same way; inside `octavo.disabled()`, PyTorch's.
 
     Raises:
         TypeError: If the tensor is sparse, or its last dimension is ragged.
     """
-    if input.layout is torch.jagged and input._ragged_idx < input.ndim - 1:
-        rows = linear(input.values(), weight, *options)
-        y: Tensor = torch.nested.nested_tensor_from_jagged(
-            rows, input.offsets(), input.lengths(), input._ragged_idx, input._maybe_min_seqlen, input._maybe_max_seqlen
-        )
-        return y
+    if SWITCH.off:
+        return F.linear(input, weight, options[0])
+    if has_dense_rows(input):
+        return jagged_like(input, linear(input.values(), weight, *options))
     if input.layout is torch.strided:  # nested, of any sizes
         parts = input.unbind()
         if parts and all(part.shape[-1] == weight.shape[1] for part in parts):
@@ -195,7 +197,7 @@ def on_values(linear: Callable[..., Tensor], input: Any, weight: Tensor, *option
             split = zip(rows.split(sizes), parts, strict=True)
             return torch.nested.as_nested_tensor([y.view(*part.shape[:-1], -1) for y, part in split])
     raise TypeError(
-        f"a converted linear layer takes dense tensors, and nested ones of in_features = {weight.shape[1]}; got "
+        f"{_LAYER} takes dense tensors, and nested ones of in_features = {weight.shape[1]}; got "
         f"{type(input).__name__} of layout {input.layout}: pass input.to_dense(), or leave the layer out by "
         "octavo.convert(model, skip=[…])"
     )

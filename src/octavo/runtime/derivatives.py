@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from octavo.runtime.torch_compat import has_transforms, is_wrapped
+from octavo.runtime.torch_compat import has_transforms, in_forward_mode, is_wrapped
 
 _DISABLED = "compute it inside octavo.disabled(), in high precision"
 
@@ -52,11 +52,10 @@ def refuse_transforms(what: str, *tensors: Tensor | None, remedy: str = _DISABLE
     if torch.compiler.is_compiling():
         return
     inputs = [tensor for tensor in tensors if tensor is not None]
-    forward_mode = forward_ad._current_level >= 0
     if (
         has_transforms()
         or any(map(is_wrapped, inputs))
-        or (forward_mode and any(forward_ad.unpack_dual(x).tangent is not None for x in inputs))
+        or (in_forward_mode() and any(forward_ad.unpack_dual(x).tangent is not None for x in inputs))
     ):
         raise transform_error(what, remedy)
 

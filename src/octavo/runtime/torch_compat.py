@@ -316,7 +316,7 @@ def eager_signature(*tensors: Tensor | None, records: bool = False) -> tuple[Any
     if (
         (not records and torch.is_grad_enabled()) or torch.compiler.is_compiling() or dispatch_modes()
         or function_modes() or has_transforms() or tracing_state() is not None
-        or torch.autograd.forward_ad._current_level >= 0
+        or in_forward_mode()
     ):  # fmt: skip
         return None
     signature: tuple[Any, ...] = ()
@@ -360,6 +360,24 @@ def is_wrapped(x: Tensor) -> bool:
 def is_nested_or_sparse(x: Tensor) -> bool:
     """Whether a tensor has no sizes or strides of its own."""
     return x.is_nested or x.layout is not torch.strided
+
+
+def has_dense_rows(x: Any) -> bool:
+    """Whether a tensor is jagged, with a last dimension that is not the ragged one: `values()` has its rows."""
+    return x.layout is torch.jagged and x._ragged_idx < x.ndim - 1
+
+
+def jagged_like(x: Any, values: Tensor) -> Tensor:
+    """Return values with the ragged dimension of another jagged tensor. All releases: reads cached lengths only."""
+    y: Tensor = torch.nested.nested_tensor_from_jagged(
+        values, x.offsets(), x.lengths(), x._ragged_idx, x._maybe_min_seqlen, x._maybe_max_seqlen
+    )
+    return y
+
+
+def in_forward_mode() -> bool:
+    """Whether a level of forward-mode derivatives is entered. All releases: there is no public function for it."""
+    return torch.autograd.forward_ad._current_level >= 0
 
 
 has_transforms = torch._C._are_functorch_transforms_active
