@@ -96,6 +96,8 @@ def test_an_argument_passes_by_the_name_that_the_signature_shows():
     assert torch.equal(model[0](hidden=x), model[0](x))
     with pytest.raises(TypeError, match="positional arguments"):
         model[0](x, hidden=x)
+    with pytest.raises(TypeError, match=r"Named.forward\(\) has no argument 'input'; it has \['hidden'\]"):
+        model[0](input=x)
 
 
 def test_wrappers_on_the_instance_show_the_signature():
