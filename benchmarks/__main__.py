@@ -10,15 +10,10 @@
   step         one training step by part, beside the prediction of the same parts
   host_gpu     wall time beside kernel time of eager linears and layers of few tokens
   train        tokens/s of a plain training loop, beside torchao
-  convergence  the loss with each FP8 switch beside bf16's, on several seeds; docs/convergence.md
-  adversarial  models known to break FP8, in every recipe and under the autopilot; docs/adversarial.md
-  equalization  channel scales on synthetic operands, and refreshed more or less often; docs/numerics.md; needs no GPU
   published    workloads with public figures: bf16, torchao, Octavo and Transformer Engine in turns
   ranks        one GPU under NCCL and under Gloo: sharded training, FP8 collectives, checkpoints, beside plain ones
   deep         every kernel in every configuration beside the reference, compiled by all cores first
   loss         FP8 beside bf16 on several seeds, for as many minutes as there are; goes on where it stopped
-  lora         adapters on a base in FP8 beside bf16's, on three seeds; docs/training.md; needs no GPU
-  long_run     hours of training with kills beside an undisturbed run; docs/training.md; needs no GPU
   families     what each family of models keeps for backward with FP8 activations; docs/memory.md
   fuzz         random models, optimizers and collectives beside plain PyTorch; what fails, shrunk to a few lines
   probe        which backends run here, and whether their bytes are the reference's
@@ -26,17 +21,10 @@
   roofline     predicted times and where FP8 begins to pay; needs no GPU
   sass         what Triton's compiler makes of each kernel; needs no GPU
   ptx          the compiled kernels in an interpreter: bytes, races, traffic; docs/ptx.md; needs no GPU
-  l2           bytes of the row quantizer with a shared L2, simulated; needs no GPU
   host         host time of the eager GPU path, launches and calls, beside bf16; docs/host_time.md; needs no GPU
-  scaling      memory, bytes on the wire and modelled time on 8 to 512 ranks; docs/scaling.md; needs no GPU
-  scaling_hybrid  the same of tensor, pipeline, expert and context parallelism, as planned, to 1024; needs no GPU
   compiled     kernels and bytes of a compiled decoder layer; docs/compile.md; needs no GPU
   rates        what the planner knows of an H100, from its result files: src/octavo/planner/h100.json; needs no GPU
   predictions  docs/planner.md: what the planner says of what was measured and published; needs no GPU
-  compare_power  how often `octavo compare` sees what is not there, and misses what is; docs/compare.md; needs no GPU
-  compare_rates  error rates of its verdicts, simulated; docs/compare.md; needs no GPU
-  guard_alarms  false alarms and detections of the spike guard in simulated losses; docs/autopilot.md; needs no GPU
-  healthy_runs  odd but healthy runs, in which the inspector finds nothing; docs/autopilot.md; needs no GPU
   performance  docs/performance.md from all result files
   figures      the images of README and docs/ from the kept result files; needs a Chromium, no GPU
   tutorials    the pages of docs/tutorials run as written, and their pictures; needs no GPU
@@ -49,17 +37,12 @@ shapes, Triton's kernels in its interpreter, and says that it timed nothing.
 
 import importlib
 import os
+import re
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-NAMES = (
-    "kernels", "linear", "calibrate", "layer", "compile", "train", "convergence", "adversarial", "families", "fuzz",
-    "probe", "gpu", "roofline", "sass", "scaling", "predictions", "compare_power", "compare_rates", "guard_alarms",
-    "healthy_runs", "performance", "figures", "settings", "configs", "ptx", "l2", "host", "compiled", "equalization",
-    "lora", "smoke", "run", "step", "host_gpu", "scaling_hybrid", "long_run", "tutorials", "published", "ranks",
-    "deep", "loss", "rates",
-)  # fmt: skip
+NAMES = tuple(re.findall(r"^  (\w+) ", __doc__ or "", flags=re.M))
 COMPILES_ONLY = ("sass", "ptx", "host", "compiled")
 
 

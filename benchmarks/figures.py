@@ -14,17 +14,13 @@ from urllib.parse import unquote
 
 from benchmarks import browser
 from benchmarks.environment import RESULTS, write_text
-from octavo.experiments.theme import DARK, LIGHT, axis, layout
+from octavo.experiments.theme import DARK, LIGHT, layout
 
 Figure = dict[str, Any]
 """`data` and `layout` of plotly.js, with colours as CSS variables of the theme."""
 DOCS = Path(__file__).parent.parent / "docs"
 WIDTH = 900
 """Width of an image, in CSS pixels."""
-GAP = 46
-"""Pixels between panels, and above them for their titles."""
-BELOW = 52
-"""Pixels between rows of panels, for ticks and the title of the axis."""
 TITLE = "font: 600 14px sans-serif; fill: var(--ink);"
 OVERVIEW = {
     "convergence": "Measured: loss gap to bf16 in percent, each FP8 option alone and all of them, on three seeds",
@@ -44,45 +40,6 @@ Plotly.toImage(figure, {{format: "svg", width: {width}, height: figure.layout.he
 def figure(data: Sequence[dict[str, Any]], height: int, **settings: Any) -> Figure:
     """A figure of one panel: `settings` are those of a Plotly layout."""
     return {"data": list(data), "layout": layout(height, **{"showlegend": len(data) > 1, **settings})}
-
-
-def panels(
-    titles: Sequence[str], columns: int, height: int, *, x: dict[str, Any], y: dict[str, Any], same_y: bool = True
-) -> tuple[list[dict[str, str]], dict[str, Any]]:
-    """Lay out panels with titles in rows.
-
-    Args:
-        titles: Of each panel.
-        columns: Panels of a row.
-        height: Of a panel, in pixels.
-        x: Settings of the horizontal axes.
-        y: Settings of the vertical axes; their title stands at the first column only.
-        same_y: Whether all panels have one y axis, with labels at the first column only.
-
-    Returns:
-        The axes of each panel, to be merged into its traces, and the settings of the figure, its height among them.
-    """
-    rows = -(-len(titles) // columns)
-    inner = WIDTH - 56 - 14
-    left = 0 if same_y else GAP
-    width, tall = (inner - (columns - 1) * (16 + left)) / columns, rows * height + (rows - 1) * (BELOW + 24)
-    places, axes, annotations = [], {}, []
-    for number, title in enumerate(titles):
-        row, column = divmod(number, columns)
-        name = str(number + 1) if number else ""
-        start, top = column * (width + 16 + left) / inner, 1 - row * (height + BELOW + 24) / tall
-        bottom, end = max(0.0, top - height / tall), min(1.0, start + width / inner)
-        alone = {"matches": "y", "showticklabels": column == 0} if same_y and number else {}
-        axes[f"xaxis{name}"] = axis(anchor=f"y{name}", domain=[start, end], **x)
-        axes[f"yaxis{name}"] = axis(
-            **{"anchor": f"x{name}", "domain": [bottom, top], **y, **alone, "title": "" if column else y["title"]}
-        )
-        annotations.append(
-            {"text": f"<b>{title}</b>", "font": {"size": 11}, "showarrow": False, "x": 0, "y": 1, "xanchor": "left",
-             "yanchor": "bottom", "xref": f"x{name} domain", "yref": f"y{name} domain"}
-        )  # fmt: skip
-        places.append({"xaxis": f"x{name}", "yaxis": f"y{name}"})
-    return places, {**axes, "annotations": annotations, "height": tall}
 
 
 def save(content: Figure, path: Path) -> None:
@@ -135,17 +92,10 @@ def _rgb(value: str) -> str:
 
 def kept() -> dict[str, Figure]:
     """The figures of README and docs/ from the kept result files, by the place of their image in docs/."""
-    from benchmarks import adversarial_document, convergence, performance, scaling_document
+    from benchmarks import performance
 
-    sources = {
-        "cpu/convergence": convergence, "cpu/adversarial": adversarial_document, "simulated/scaling": scaling_document,
-    }  # fmt: skip
-    pictures = {
-        module.IMAGE: module.picture(json.loads((RESULTS / f"{name}.json").read_text()))
-        for name, module in sources.items()
-    }
     plots = performance.pictures(RESULTS).items()
-    return {**pictures, **{f"{performance.IMAGES}/{name}": content for name, content in plots}}
+    return {f"{performance.IMAGES}/{name}": content for name, content in plots}
 
 
 def overview(folder: Path) -> str:

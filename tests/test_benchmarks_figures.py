@@ -15,7 +15,7 @@ def kept() -> dict[str, figures.Figure]:
 
 
 def test_the_committed_images_are_of_the_kept_results(kept):
-    names = ("convergence", "adversarial", "scaling", "predicted", "linear-nvidia-h100-80gb-hbm3")
+    names = ("predicted", "linear-nvidia-h100-80gb-hbm3")
     assert set(kept) == {f"images/{name}.svg" for name in names}
     for name, content in kept.items():
         svg = (figures.DOCS / name).read_text(encoding="utf-8")

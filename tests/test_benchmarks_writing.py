@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from benchmarks import environment, figures, gpu, scaling, session
+from benchmarks import environment, figures, gpu, session
 from benchmarks.timing import CpuClock
 
 BENCHMARKS = Path(environment.__file__).parent
@@ -87,33 +87,11 @@ def test_an_interrupted_stage_of_the_runner_gives_the_result_back(tmp_path: Path
     assert result.read_text() == "old" and environment.unfinished(result).read_text() == "half"
 
 
-def test_an_interrupted_trace_leaves_the_results(tmp_path: Path, monkeypatch):
-    path = tmp_path / scaling.FILE
-    path.write_text("old")
-
-    def traced(*_: object):
-        yield {"arm": "bf16", "world": 8, "replicas": 1, "recompute": False, "peak": 1}
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(scaling, "traced", traced)
-    monkeypatch.setattr(scaling, "build", lambda *_: None)
-    monkeypatch.setattr(scaling, "facts", lambda *_: {})
-    with pytest.raises(KeyboardInterrupt):
-        scaling.main(["--models", next(iter(scaling.MODELS)), "--out", str(tmp_path)])
-    assert path.read_text() == "old"
-
-
-@pytest.mark.parametrize("path", sorted(BENCHMARKS.rglob("*.py")), ids=lambda path: path.name)
-def test_nothing_else_writes_in_place(path: Path):
-    """Results, documents and images are written by benchmarks.environment; other files are a benchmark's own."""
-    own = {
-        "environment.py": 1,
-        "compare_power.py": 1,
-        "figures.py": 1,
-        "lora.py": 1,
-        "tutorials.py": 1,
-        "webdriver.py": 1,
-    }  # corpora, pages
-    calls = [n.func.attr for n in ast.walk(ast.parse(path.read_text()))
-             if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute)]  # fmt: skip
-    assert sum(name in ("write_text", "write_bytes", "savefig") for name in calls) == own.get(path.name, 0)
+def test_nothing_else_writes_in_place():
+    """Results, documents and images are written by benchmarks.environment; other files are a benchmark's own pages."""
+    own = {"environment.py": 1, "figures.py": 1, "tutorials.py": 1, "webdriver.py": 1}
+    for path in BENCHMARKS.rglob("*.py"):
+        nodes = [node.func for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+        calls = [node.attr for node in nodes if isinstance(node, ast.Attribute)]
+        count = sum(name in ("write_text", "write_bytes", "savefig") for name in calls)
+        assert count == own.get(path.name, 0), path

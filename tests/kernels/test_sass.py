@@ -181,3 +181,25 @@ def test_every_configuration_on_hopper_with_the_triton_of_pytorch_2_11():
 @pytest.mark.parametrize("capability", [89, 100, 120])
 def test_other_targets_compile_without_spills(capability):
     check_that_nothing_spills(compiled(capability)[0])
+
+
+@pytest.mark.parametrize(
+    ("rows", "row_block", "programs"), [(16384, 32, 512), (3000, 16, 188), (1024, 8, 128), (512, 8, 64), (1, 8, 1)]
+)
+def test_few_rows_have_small_row_blocks(rows, row_block, programs):
+    """Of H100's 132 multiprocessors, three quarters have a program if the rows suffice."""
+    from octavo.kernels.quantize import triton as quantizers
+    from octavo.numerics.spec import ROW, QuantSpec
+
+    first = quantizers.FoldedSpec(spec=QuantSpec(granularity=ROW))
+    task = quantizers.QuantizeTask(first=first, order="both")
+    tile_rows, *_ = quantizers.tiles(task)[quantizers.default_config(task, rows, 132)]
+    assert (tile_rows, -(-rows // tile_rows)) == (row_block, programs)
+    assert quantizers.default_config(quantizers.QuantizeTask(first=first), rows, 132) == 0
+
+
+def test_one_program_of_the_row_quantizer_is_resident_per_multiprocessor():
+    """From the registers of the compiled kernels: its second read of a row block is served by L2."""
+    for rows in GOLDEN.values():
+        (row,) = (r for r in rows if r["case"] == "e4m3/row fold=none both" and not r["config"])
+        assert row["programs"] == 1 and row["kernel"] == "rows_kernel"

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from octavo.planner.collective_cost import collective
+from octavo.planner.collective_cost import Links, collective
 from octavo.planner.communication import COPIES, GRADIENTS, WEIGHTS, exchanged, links_of, sharded, traffic
 from octavo.planner.devices import DEVICES
 from octavo.planner.timeline import Message
@@ -17,6 +17,27 @@ MODEL = SimpleNamespace(parameters=1000, trained=800, experts=400)
 def test_rates_of_links():
     assert LINKS.inside == pytest.approx(GPU.link_gbs * 1e9 * GPU.link_efficiency)
     assert LINKS.between == pytest.approx(GPU.network_gbs * 1e9 * GPU.link_efficiency)
+
+
+@pytest.mark.parametrize(
+    ("op", "ranks", "apart", "seconds"),
+    [
+        ("all-gather", 8, 1, 7 / 8 / 100),
+        ("all-to-all", 8, 1, 7 / 8 / 100),
+        ("all-gather", 64, 1, 7 / 8 / (8 * 10)),  # by eight links at once
+        ("reduce-scatter", 64, 1, 7 / 8 / (8 * 10)),
+        ("all-to-all", 64, 1, 56 / 64 / 10),  # each by its own, nothing added up
+        ("all-reduce", 8, 8, 2 * 7 / 8 / 10),  # one of eight groups side by side
+    ],
+)
+def test_seconds_of_a_gigabyte(op, ranks, apart, seconds):
+    """100 GB/s inside a machine, 10 between."""
+    fast = Links(inside=100e9, between=10e9, hop_inside=0.0, hop_between=0.0)
+    assert collective(op, 1e9, fast, ranks=ranks, apart=apart) == pytest.approx(seconds)
+    slow = Links(inside=100e9, between=10e9, hop_inside=1e-3, hop_between=1e-2)
+    hops = 3 * (min(8 // apart, ranks) - 1) * 1e-3 + 3 * (ranks * apart // 8 - 1) * 1e-2
+    expected = seconds + hops * (2 if op == "all-reduce" else 1)
+    assert collective(op, 1e9, slow, ranks=ranks, apart=apart, calls=3) == pytest.approx(expected)
 
 
 def test_messages_of_tokens():

@@ -7,7 +7,6 @@ from dataclasses import asdict
 
 import pytest
 import torch
-from benchmarks.scaling_trace import fake_world
 from models import llama
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -19,6 +18,7 @@ from octavo.kernels.calibration import Entry
 from octavo.kernels.gemm import bf16_timing
 from octavo.nn import filters
 from octavo.parallel import Parallel
+from octavo.runtime.torch_compat import fake_process_group
 
 
 @pytest.fixture(scope="module")
@@ -162,7 +162,7 @@ def test_models_that_cannot_be_planned():
     with pytest.raises(ValueError, match="no parameter of this model requires a gradient"):
         plan(llama().requires_grad_(False), 2, 16)
     model = llama()
-    with fake_world(2):
+    with fake_process_group(2):
         fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
         with pytest.raises(ValueError, match=r"weight is a DTensor.* tensor, .* not predicted"):
             plan(model, 2, 16)

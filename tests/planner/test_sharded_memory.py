@@ -1,11 +1,11 @@
 """Memory of a rank of many: within 5 % of FSDP2 steps recorded storage by storage."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
-from benchmarks import scaling
-from benchmarks.scaling_trace import ARMS, build
+from sharded_arms import ARMS, build, compact
 
 import octavo
 from octavo.nn.causal import chunked_loss
@@ -27,7 +27,7 @@ from octavo.planner.timeline import (
 )
 from octavo.runtime.blocks import find_blocks
 
-TRACED = json.loads((scaling.RESULTS / "simulated" / scaling.FILE).read_text())
+TRACED = json.loads((Path(__file__).parents[2] / "benchmarks/results/simulated/scaling.json").read_text())
 CPU = torch.device("cpu")
 
 
@@ -37,18 +37,18 @@ def predicted(name, arm, recompute):
 
     from torch.utils.checkpoint import checkpoint
 
-    entry, arm = TRACED["models"][name], ARMS[arm]
+    entry = TRACED["models"][name]
     blocks = entry["config"]["num_hidden_layers"]
     model = build(entry["kind"], entry["config"] | {"num_hidden_layers": 3}, arm).bfloat16()
     chunked_loss(model)
-    fp8 = {"gather": {"fp8_gather": True}, "on": {"fp8_gather": True, "fp8_reduce": True}, "off": {}}[arm.fp8_comm]
+    fp8 = {"gather": {"fp8_gather": True}, "on": {"fp8_gather": True, "fp8_reduce": True}, "off": {}}[ARMS[arm][1]]
     steps = []
     for count in (2, 3):
         with fake_tensors() as mode:
             copy = copy_with_blocks(model, count, mode, CPU)
             for block in find_blocks(copy) if recompute else ():
                 block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-            stepper = octavo.AdamW(copy.parameters()) if arm.compact else None
+            stepper = octavo.AdamW(copy.parameters()) if compact(arm) else None
             batch = fake_batch({"input_ids": (1, 8192), "labels": (1, 8192), "use_cache": False}, None, None, CPU)
             steps.append(trace_step(copy, batch, stepper, default_loss, StepConfig(reduce_bytes=2, **fp8), 512))
     return extrapolate_blocks(steps[0].events, steps[1].events, blocks - 2), steps[0], blocks
@@ -62,14 +62,14 @@ def predicted(name, arm, recompute):
 @pytest.mark.slow
 def test_a_rank_of_fsdp2(name, arm, recompute):
     whole, groups, blocks = predicted(name, arm, recompute)
-    if not ARMS[arm].compact:  # shards and both memory_series in float32
+    if not compact(arm):  # shards and both memory_series in float32
         whole.table[:, whole.kinds.index(PARAMETERS)] *= 6
     rows = [r for r in TRACED["rows"] if (r["model"], r["arm"], r["recompute"]) == (name, arm, recompute)]
     assert len(rows) > 2
     for row in (r for r in rows if r["replicas"] == 1):
         shards = Shards(
             ranks=row["world"], block=groups.block, rest=groups.rest, blocks=blocks,
-            widened=1 if ARMS[arm].compact else 2,
+            widened=1 if compact(arm) else 2,
         )  # fmt: skip
         worst = memory_per_rank(whole, shards).peak
         assert worst.total == pytest.approx(row["peak"], rel=0.05), (row["world"], worst)

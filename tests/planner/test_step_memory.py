@@ -8,8 +8,8 @@ from functools import partial
 
 import pytest
 import torch
-from benchmarks.scaling_trace import ARMS, build, fake_world, make_optimizer, sharded
 from models import MLP, llama
+from sharded_arms import ARMS, build, sharded
 from torch import nn
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed._tools.mem_tracker import MemTracker
@@ -24,6 +24,7 @@ from octavo.planner.fake import fake_copy, fake_tensors
 from octavo.planner.model_memory import make_gradients, make_states
 from octavo.planner.step_memory import _group, copy_with_blocks, leading_blocks
 from octavo.runtime.blocks import find_blocks
+from octavo.runtime.torch_compat import fake_process_group
 
 CPU = torch.device("cpu")
 SIZES = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "num_attention_heads": 8,
@@ -121,13 +122,13 @@ def test_within_5_percent_of_pytorchs_tracker(case):
     "recompute", [pytest.param(False, id="kept"), pytest.param(True, id="recomputed", marks=pytest.mark.slow)]
 )
 def test_within_5_percent_of_pytorchs_tracker_for_fsdp2(recompute):
-    arm, config = ARMS["fp8+activations+optimizer, all FP8"], SIZES | {"tie_word_embeddings": False}
-    with fake_world(8):
+    arm, config = "fp8+activations+optimizer, all FP8", SIZES | {"tie_word_embeddings": False}
+    with fake_process_group(8):
         model = sharded(build("llama", config, arm), arm, recompute=recompute)
         with fake_tensors():
             model.to_empty(device="cpu")
             ids = torch.zeros(1, 512, dtype=torch.int64)
-            optimizer = make_optimizer(model, arm)
+            optimizer = octavo.AdamW(model.parameters())
             tracker = FSDPMemTracker(model, optimizer)
             tracker.track_inputs((ids,))
             tracker.track_external(*make_states(optimizer))
@@ -138,7 +139,7 @@ def test_within_5_percent_of_pytorchs_tracker_for_fsdp2(recompute):
         model = llama(**config).bfloat16()
     chunked_loss(model)
     plan = octavo.plan(
-        model, 1, 512, device=FAST, precision=octavo.Precision.level(arm.level), world_size=8,
+        model, 1, 512, device=FAST, precision=octavo.Precision.level(ARMS[arm][0]), world_size=8,
         parallel=Parallel(fp8_comm="on"), checkpointing="full" if recompute else "none",
     )  # fmt: skip
     assert plan.memory.peak == pytest.approx(whole, rel=0.05)

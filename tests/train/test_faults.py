@@ -5,8 +5,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
+import faults
 import pytest
-from benchmarks import adversarial_faults as faults
 from tiny_runs import Recorder, curve
 
 from octavo.experiments.run_report import write_report

@@ -7,7 +7,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from benchmarks import guard_alarms
+from simulated_losses import HEALTHY, SPIKES, alarms, plain, steps
 from tiny_runs import At, Recorder, assert_same, curve, fail, saved
 
 from octavo.inspect import Autopilot, RecipeChange
@@ -126,14 +126,17 @@ def test_chance_makes_a_rise_last_no_more_than_once_in_so_many_steps(before):
     assert math.comb(before + number, number) >= STEPS_PER_ALARM > math.comb(before + number - 1, number - 1)
 
 
-@pytest.mark.parametrize("kind", guard_alarms.HEALTHY)
+@pytest.mark.parametrize("kind", HEALTHY)
 def test_healthy_losses_raise_no_alarm(kind):
-    assert guard_alarms.alarms(guard_alarms.HEALTHY[kind], 10_000) == 0
+    assert not any(alarms(steps(HEALTHY[kind], seed)) for seed in range(2))
 
 
-@pytest.mark.parametrize("kind", list(guard_alarms.SPIKING)[:-1])
-def test_spikes_are_recognized_with_the_step_in_which_they_begin(kind):
-    assert {guard_alarms.detected(guard_alarms.SPIKING[kind], seed) for seed in range(20)} == {4}
+@pytest.mark.parametrize("factors", SPIKES)
+def test_spikes_are_recognized_with_the_step_in_which_they_begin(factors):
+    for seed in range(20):
+        since = 200 + seed % 300
+        first = alarms(steps(plain, seed, since + 50, factors, since))[0]
+        assert first == (since + 1, since + 4)
 
 
 @pytest.mark.parametrize("config", [GuardConfig(), GuardConfig(spike=8.0, rollbacks=1)])

@@ -49,9 +49,7 @@ class Links:
     hop_between: float = 0.0
 
 
-def collective(
-    op: Collective, whole: float, links: Links, *, ranks: int, apart: int = 1, calls: int = 1, staged: bool = False
-) -> float:
+def collective(op: Collective, whole: float, links: Links, *, ranks: int, apart: int = 1, calls: int = 1) -> float:
     """Return the seconds of collectives, run one after the other.
 
     Args:
@@ -61,14 +59,10 @@ def collective(
         ranks: Size of the group.
         apart: Distance between neighbouring ranks of the group, in GPUs.
         calls: Number of calls; each pays the latency.
-        staged: Run an all-to-all inside each machine first.
     """
     local = min(ranks, max(1, GPUS_PER_MACHINE // apart))
     machines = ranks // local
-    if op == "all-to-all" and staged and local > 1:
-        transfer = whole * (local - 1) / local / links.inside
-        transfer += whole / local * (machines - 1) / machines / links.between
-    elif op == "all-to-all":
+    if op == "all-to-all":
         transfer = max(whole * (local - 1) / ranks / links.inside, whole * (ranks - local) / ranks / links.between)
     else:
         slow = whole * (machines - 1) / machines / (local * links.between)

@@ -11,8 +11,8 @@ steps (n of them; m is the median of the newer half):
 
 If n + k losses are exchangeable, the last k are the k largest with probability 1 / C(n + k, k), for any distribution:
 heavy tails and hard domains raise by chance at most one alarm in 100,000 steps. A new level (a step of a curriculum)
-lasts, and is no spike while the gradient norm stays; after k steps it counts as usual. `benchmarks/guard_alarms.py`
-measures both. A non-finite loss or gradient is a spike at once. A single bad batch is not: clipping bounds its effect,
+lasts, and is no spike while the gradient norm stays; after k steps it counts as usual. Measured in
+docs/autopilot.md. A non-finite loss or gradient is a spike at once; a single bad batch is not: clipping bounds it,
 and any lasting effect raises the next losses too.
 
 After a spike, the run rolls back to its newest checkpoint from before the rise and continues with the batches after the

@@ -9,8 +9,8 @@ MB, and fewer rows than the 32 bytes of a sector would split sectors of the tran
     evict first                       FP8 codes as they are stored, and X as it is read for the last time, give way to
                                       what will be read again (`.cs`, L2::evict_first)
 
-Simulated (`python -m benchmarks l2`), 16384 rows in both memory orders, bytes per element: 6.0 before; 4.0 with 4096
-columns, 4.8 with 14336. With fewer than 100 row blocks on H100, they have 16 or 8 rows, which split sectors, but occupy
+Simulated (docs/log.md, `l2`), 16384 rows in both memory orders, bytes per element: 6.0 before; 4.0 with 4096 columns,
+4.8 with 14336. With fewer than 100 row blocks on H100, they have 16 or 8 rows, which split sectors, but occupy
 all multiprocessors. Rejected: fewer programs than multiprocessors, of which 66 without the marks still move 5.3 at
 14336; a barrier between programs that share a row block, which no interpreter of one program after the other can run.
 """

@@ -267,7 +267,7 @@ def recipe_tasks() -> dict[QuantizeTask, str]:
 def device_bytes(task: QuantizeTask, launch: Launch) -> float:
     """Return the device-memory traffic of one launch, in bytes per element of a bf16 matrix.
 
-    Row blocks are read once: true of 4096 columns on H100. `python -m benchmarks l2` simulates longer rows.
+    Row blocks are read once: true of 4096 columns on H100; `rows_device` has figures of longer rows.
     """
     written = 2 if task.second is not None or task.order == "both" else 1
     return 2 + (0 if launch.kernel is maxima_kernel else written)
