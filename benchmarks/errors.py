@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from benchmarks import rates
+from benchmarks.pages import table
 from octavo.numerics.recipe import RECIPES
 from octavo.planner.devices import DEVICES, Gpu
 from octavo.planner.roofline import LinearCall, bf16_linear, fp8_linear, fp8_rate, product
@@ -24,20 +25,6 @@ BEFORE = replace(
 )  # fmt: skip
 LOGGED = {"bf16": 135_700, "octavo rowwise": 151_500}
 """Tokens/s of `octavo train` at 0.42 B parameters, read from logs: `notes.md` beside the result files."""
-WHY = """What is off, and why:
-
-* **bf16 of large linears, up to 7 % too fast.** The card lowers its clocks under load, and the same three products ran
-  at 693 TFLOP/s in one row and at 750 in another. A share of a rate does not know how long the card has been at work.
-* **FP8 linears, 10 % too slow to 5 % too fast.** The share of backward products is that of three cubes, which differ by
-  11 % among themselves; at 16384×4096×14336 they were as fast as in the best of these.
-* **A compiled layer, 6 % too slow, in bf16 and in FP8.** The attention's share, 0.40 of the peak, is assumed and low,
-  or the generated kernels move less than counted. Earlier figures were right because products were predicted too fast.
-* **Steps, 6 to 10 % too fast.** Of the 41 ms that the earlier prediction of bf16 at 0.42 B missed, measured copies
-  account for 21 (the rest of the step, 83 to 104 ms) and the rate of products for 5. The planner takes backward's bytes
-  as twice forward's; counted operation by operation they are 2.16 times in this model (which would add 6 ms), 1.8 to
-  2.1 in five others and 0.8 in GPT-2, so the rule stays. Gradient clipping, small kernels and gaps are the other 8.
-* **Attention, host time, links and scales by block** were not measured; their shares are still assumed or published.
-"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,63 +126,44 @@ def step(
     return time.seconds - (0.0 if optimizer else time.optimizer)
 
 
-def document() -> list[str]:
-    """Lines of the section in docs/planner.md."""
+def tables() -> dict[str, str]:
+    """Tables of docs/planner.md: mean and worst errors, every row, and the GPUs."""
     rows = comparisons()
-    lines = [
-        "## Predictions and an H100", "",
-        f"What [one H100](performance.md) measured, at commit {rates.COMMIT}, beside the planner's formulas: *before*,",
-        "with the shares that were published for other GPUs or fitted, and *now*, with measured ones of the table of",
-        "[GPUs](#gpus). These are fitted to the products (`python -m benchmarks rates`): the other rows were not used.",
-        "*Error*: prediction over measurement, minus one.", "",
-        "| | rows | mean error before | worst | mean error now | worst |", "|---|---:|---:|---:|---:|---:|",
-    ]  # fmt: skip
+    summary = []
     for kind in dict.fromkeys(row.kind for row in rows):
         of_kind = [row for row in rows if row.kind == kind]
         cells = []
         for errors in ([r.error(r.before) for r in of_kind], [r.error(r.now) for r in of_kind]):
             cells += [f"{sum(map(abs, errors)) / len(errors):.1%}", f"{max(errors, key=abs):+.1%}"]
-        lines.append(f"| {kind}s | {len(of_kind)} | {' | '.join(cells)} |")
-    lines += [
-        "", WHY,
-        "| | where | | measured ms | before | error | now | error | × bf16, measured | now |",
-        "|---|---|---|---:|---:|---:|---:|---:|---:|---:|",
-    ]  # fmt: skip
+        summary.append((f"{kind}s", len(of_kind), *cells))
     bf16 = {(row.kind, row.where): row for row in rows if row.arm == "bf16"}
+    each = []
     for row in rows:
         numbers = [_number(row.measured)]
         for predicted in (row.before, row.now):
             numbers += [_number(predicted), f"{row.error(predicted):+.1%}"]
         base = None if row.arm == "bf16" else bf16.get((row.kind, row.where))
-        gains = ("–", "–") if base is None else (base.measured / row.measured, base.now / row.now)
-        numbers += [gain if isinstance(gain, str) else f"{gain:.2f}" for gain in gains]
-        lines.append(f"| {row.kind} | {row.where} | {row.arm} | {' | '.join(numbers)} |")
-    return lines
+        gains = (None, None) if base is None else (base.measured / row.measured, base.now / row.now)
+        each.append((row.kind, row.where, row.arm, *numbers, *(gain and f"{gain:.2f}" for gain in gains)))
+    heads = ("", "rows", "mean error before", "worst", "mean error now", "worst")
+    columns = ("", "where", "", "measured ms", "before", "error", "now", "error", "× bf16, measured", "now")
+    return {"errors": table(heads, summary), "rows": table(columns, each, "lllr"), "gpus": _gpus()}
 
 
-def gpus() -> list[str]:
-    """Lines of the table of GPUs there."""
-    lines = [
-        "## GPUs",
-        "",
-        "Dense rates, and the shares of them that large products and copies reach: of bf16, and of FP8 in forward, in",
-        "backward by tensor and by row; of copies, and of passes that find maxima of columns. Describe another GPU by",
-        'a TOML table with fields of `octavo.planner.devices.Gpu`; `like = "h100"` takes the rest from a known one.',
-        "",
-        "| `--gpu` | bf16, FP8 TFLOP/s | reached | memory | reached | links GB/s | rates from | shares |",
-        "|---|---:|---:|---:|---:|---:|---|---|",
-    ]
+def _gpus() -> str:
+    made = []
     for name, gpu in DEVICES.items():
         rates = f"{gpu.bf16_tflops:g}, {gpu.fp8_tflops:g}" if gpu.fp8_tflops else f"{gpu.bf16_tflops:g}, none"
         by_row = gpu.fp8_efficiency * gpu.row_efficiency * gpu.row_exact_efficiency
         of_fp8 = (gpu.fp8_efficiency, gpu.fp8_efficiency * gpu.exact_efficiency, by_row)
         shares = f"{gpu.bf16_efficiency:.0%}; {', '.join(f'{share:.0%}' for share in of_fp8)}"
         copies = f"{gpu.memory_efficiency:.0%}, {gpu.memory_efficiency * gpu.maxima_efficiency:.0%}"
-        lines.append(
-            f"| `{name}` | {rates} | {shares} | {gpu.memory_tbs:g} TB/s, {gpu.memory_gib:g} GB | "
-            f"{copies} | {gpu.link_gbs:g} | {gpu.rates_from} | {gpu.efficiency_from} |"
+        memory = f"{gpu.memory_tbs:g} TB/s, {gpu.memory_gib:g} GB"
+        made.append(
+            (f"`{name}`", rates, shares, memory, copies, f"{gpu.link_gbs:g}", gpu.rates_from, gpu.efficiency_from)
         )
-    return lines
+    heads = ("`--gpu`", "bf16, FP8 TFLOP/s", "reached", "memory", "reached", "links GB/s", "rates from", "shares")
+    return table(heads, made, "lrrrrrl")
 
 
 def _number(value: float) -> str:

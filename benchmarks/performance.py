@@ -8,13 +8,14 @@ result file holds, such as figures read from a profiler, is the `notes.md` of a 
 import argparse
 import collections
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks import plots, roofline, shapes, targets
 from benchmarks.environment import RESULTS, write_text
 from benchmarks.figures import Figure, save
+from benchmarks.pages import fill, table
 
 Row = dict[str, Any]
 Files = Mapping[str, Mapping[str, Any]]
@@ -27,17 +28,6 @@ TIMES = ("kernel ms", "wall ms", "kernel, × bf16", "wall, × bf16")
 NOT_DEVICES = ("cpu", "ptx", "sass", "simulated")
 MATRIX, PRODUCT = "16384×4096", "8192×8192×8192"
 """What times are predicted for from machine code."""
-HEAD = """# Performance
-
-Generated from the result files under `benchmarks/results` by `python -m benchmarks performance`; edit nothing here.
-`python -m benchmarks --help` lists what can be measured; `make gpu` measures it all and ends with the targets below.
-
-*Kernel time* is what the GPU needs (CUDA-graph replay, buffers rotating beyond its L2, random normal data, median);
-*wall time* is calls back to back, with the launch overhead of eager code. A speed-up is over bf16 in the same mode,
-that of compiled bf16 over eager bf16. Forward and backward are always both measured, quantization included. *Roofline*
-is the least time at the card's own ceilings, *Amdahl* the time with quantization for free.
-"""
-
 PROVENANCE = """{date}, driver {driver}, torch {torch}, Triton {triton}, torchao {torchao}, Python {python}. Each
 command first measured the card's own ceilings, which its percentages refer to: copies (read and written), and 8192³
 products in bf16 and in FP8 by cuBLAS, one scale per tensor, fast and exact accumulation.
@@ -58,43 +48,6 @@ COMPILE = """### Quantizing under `torch.compile`
 keeps Octavo's ops.
 
 """
-MACHINE_CODE = """# Machine code
-
-Generated from `benchmarks/results/sass/sm_90.json` by `python -m benchmarks performance`; edit nothing here. `make
-sass` renews the results. No figure here is measured on a GPU.
-
-Hopper code (sm_90) of each kernel's default configuration, as Triton {version} compiles it without a GPU; what bounds
-it (memory, latency, or a unit of the SM), and the time that follows for a {matrix} matrix, or for a {product}
-product in the best of its configurations. A kernel can be slower than its bound and not faster.
-
-"""
-BOUNDS = """## Predicted from machine code: not measured
-
-[Machine code](machine-code.md) lists registers, spills and bytes of each kernel on Hopper, what bounds it, and the
-times that follow.
-"""
-ROOFLINE = """## Predicted by the roofline: not measured
-
-`python -m benchmarks roofline` (formulas: `benchmarks/roofline.py`). A linear layer, `rowwise`, forward and backward,
-at the shares of each data sheet's rates in the [planner's table](planner.md#gpus), of which only an H100's are
-measured. *Kernel* is GPU time; *eager* counts the host's time where that is longer; *at most* is with quantization for
-free and scales by tensor.
-
-{out_of_reach}
-
-![predicted speed-up]({images}/predicted.svg)
-
-Smallest cube M = K = N from which FP8 pays, predicted:
-
-"""
-CPU = """## CPU
-
-FP8 is emulated on a CPU; how much slower than bf16 depends on the CPU. `python -m benchmarks linear`, best
-wall time, on {cpu_threads} threads of: {device}; torch {torch}, {date}. On two threads of a CPU with AMX, which
-multiplies bf16 four times as fast, the same command gave 8.5 ms for bf16, 26.1 for rowwise (3.07 ×) and 93.6 for
-torchao's rowwise.
-
-"""
 
 
 def load(folder: Path) -> dict[str, Mapping[str, Any]]:
@@ -103,27 +56,19 @@ def load(folder: Path) -> dict[str, Mapping[str, Any]]:
 
 
 def document(results: Path) -> str:
-    """The whole text."""
-    parts = [HEAD]
+    """docs/performance.md with its tables anew."""
+    devices = []
     for folder in sorted(results.iterdir()):
         if folder.name not in NOT_DEVICES and (files := load(folder)):
             notes = folder / "notes.md"
-            parts.append(_device(folder.name, files, notes.read_text("utf-8") if notes.exists() else ""))
-    bounds = BOUNDS if appendix(results) else ""
-    parts += [bounds, _roofline(), _cpu(load(results / "cpu"))]
-    return "\n".join(part for part in parts if part)
+            devices.append(_device(folder.name, files, notes.read_text("utf-8") if notes.exists() else ""))
+    parts = {"devices": "\n".join(devices), "roofline": _roofline(), "cpu": _cpu(load(results / "cpu"))}
+    return fill(DOCUMENT.read_text("utf-8"), parts)
 
 
 def appendix(results: Path) -> str:
-    """The page about machine code; empty without results."""
-    return _machine_code(load(results / "sass"))
-
-
-def table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """A Markdown table; the first column left, the others right."""
-    lines = ["| " + " | ".join(header) + " |", "|---" + "|---:" * (len(header) - 1) + "|"]
-    lines += ["| " + " | ".join("–" if cell is None else str(cell) for cell in row) + " |" for row in rows]
-    return "\n".join(lines) + "\n"
+    """docs/machine-code.md with its tables anew."""
+    return fill((DOCUMENT.parent / APPENDIX).read_text("utf-8"), {"kernels": _machine_code(load(results / "sass"))})
 
 
 def _device(name: str, files: Files, notes: str) -> str:
@@ -270,7 +215,7 @@ def _machine_code(files: Files) -> str:
     if not versions:
         return ""
     from benchmarks import sass
-    from benchmarks.sass_bound import DEVICES, PROMOTED
+    from benchmarks.sass_bound import DEVICES
 
     version = max(versions, key=lambda text: tuple(map(int, text.split(".")[:2])))
     good = [row for row in versions[version] if "error" not in row]
@@ -295,8 +240,9 @@ def _machine_code(files: Files) -> str:
         for (op, case), rows in passes.items()
     ]
     names = [f"{device.name} µs" for device in DEVICES]
-    text = MACHINE_CODE.format(version=version, matrix=MATRIX, product=PRODUCT)
-    text += table(("kernels of an op", "registers", "spilled bytes", "B/el.", "bound", *names), made)
+    text = f"Triton {version}.\n\n" + table(
+        ("kernels of an op", "registers", "spilled bytes", "B/el.", "bound", *names), made
+    )
     made = []
     for (op, case), rows in products.items():
         best = min(rows, key=lambda row: sass.predicted(row, DEVICES[-1])[PRODUCT])
@@ -309,7 +255,7 @@ def _machine_code(files: Files) -> str:
             )
         )  # fmt: skip
     heads = ("product", "best tile", "registers", "spilled bytes", "instr.", "waits", *names)
-    return text + "\n" + table(heads, made) + PROMOTED
+    return text + "\n" + table(heads, made)
 
 
 def _roofline() -> str:
@@ -326,7 +272,8 @@ def _roofline() -> str:
         sides.append((device.name, *smallest_sides))
     columns = ("H200 bf16 ms", "H200 FP8 ms", "H100 kernel", "H100 eager", "H200 kernel", "H200 eager", "at most")
     pays = table(("device", "kernel time", "eager"), sides)
-    return f"{ROOFLINE.format(images=IMAGES, out_of_reach=_out_of_reach())}{pays}\n{table(('M×K×N', *columns), made)}"
+    smallest = "Smallest cube M = K = N from which FP8 pays, predicted:\n\n"
+    return f"{_out_of_reach()}\n\n{smallest}{pays}\n{table(('M×K×N', *columns), made)}"
 
 
 def _out_of_reach() -> str:
@@ -346,7 +293,8 @@ def _cpu(files: Files) -> str:
     cells = [
         (row["shape"], _arm(row), f"{row['wall_ms']:.1f}", f"{1 / row['wall_speedup']:.2f}") for row in content["rows"]
     ]
-    return CPU.format(**content["environment"]) + table(("M×K×N", "arm", "ms", "time over bf16"), cells)
+    about = "{cpu_threads} threads of: {device}; torch {torch}, {date}.\n\n".format(**content["environment"])
+    return about + table(("M×K×N", "arm", "ms", "time over bf16"), cells)
 
 
 def _arm(row: Row) -> str:

@@ -113,4 +113,4 @@ def main(arguments: list[str]) -> None:
         prog="python -m benchmarks rates", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     ).parse_args(arguments)
     write_text(OUT, text())
-    print(f"written to {OUT}; what follows from it: python -m benchmarks predictions, configs, scaling, performance")
+    print(f"written to {OUT}; what follows from it: python -m benchmarks predictions, configs, performance")

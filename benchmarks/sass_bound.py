@@ -150,31 +150,4 @@ def product_seconds(m: int, n: int, k: int, tile: tuple[int, int], programs: int
     return max(matrix, l2, device.moving(m * k + n * k + 2 * m * n))
 
 
-PROMOTED = """
-*instr.*: instructions of a warp in the loop over the contraction, per four QGMMA (128 of the contraction). *waits*: how
-many groups of QGMMA each wait in that loop leaves under way; 0 is a wait for all. A loop of the promoted kernel has
-four steps of 128.
-
-## Promoted products
-
-Hopper's FP8 accumulator has about 14 bits, so partial sums of 128 products are added to float32 registers. What the
-compilers make of it, for tiles of 64×128 per four warps (64 additions per step are the least):
-
-| form | instr. | waits |
-|---|---:|---|
-| Triton, `max_num_imprecise_acc` | 142 to 165 | 0, at each step |
-| Triton, scales by 1×128 and 128×128; by 128×1 on both sides | 165 to 199; 251 to 434 | 0, at each step |
-| Triton, the former partial sum is added after the next `tl.dot` | 213 | 0, at each step |
-| Triton, two steps with two partial sums | 144 | 0, at each step |
-| Gluon, two partial sums, products under way at the end of the loop's body | 152 | 0, after each QGMMA (C7514) |
-| Gluon, two steps per loop, every warp loads | 146 | 1 0 |
-| Gluon, four steps per loop, every warp loads | 139 | 1 1 1 1 1 1 0 |
-| Gluon, four steps per loop, one warp loads: what runs | 92 to 116 | 1 1 1 1 1 1 0 |
-
-`ptxas` serializes QGMMA (its warning C7514) whose sums do not begin and are added in one pass through a loop, hence the
-wait for all once in four steps, to which the contraction is rounded up. The second wait of each step costs one
-instruction. It keeps LLVM from moving additions behind the next product, which copies accumulators, and serializes or
-spills. With scales by row on both sides (128×1), each of 64 sums takes a multiplication and a fused one: 128 are the
-least.
-"""
 """What docs/machine-code.md says of promoted products."""

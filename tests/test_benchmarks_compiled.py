@@ -29,7 +29,7 @@ def test_tables_have_a_line_for_each_row_and_need_their_marks():
     text = document.document({"rows": [row("bf16"), row("bf16", True, 2)]}, page)
     assert text.count("| bf16 | 3 | 1 + 1 | 0 | 1.24 + 1.24 | 12,345 |\n<!-- end -->") == 1
     assert text.count("| bf16 | 2 |") == 1 and "old" not in text
-    with pytest.raises(AssertionError, match="no place for the table 'stored'"):
+    with pytest.raises(ValueError, match="has 0 places <!-- stored"):
         document.document({"rows": []}, page.replace("stored", "other"))
 
 

@@ -1,8 +1,9 @@
 """The tables of docs/compile.md, from the rows of `python -m benchmarks compiled`."""
 
-import re
 from collections.abc import Sequence
 from typing import Any
+
+from benchmarks.pages import fill
 
 Row = dict[str, Any]
 TITLES = (
@@ -31,13 +32,11 @@ COMBINED = {"bf16": "bf16", "octavo rowwise": "**rowwise**", "torchao rowwise": 
 def document(content: dict[str, Any], text: str) -> str:
     """Return the page with the tables of these results between its marks; arms without a row are left out."""
     rows = {(row["arm"], row["combo_kernels"]): row for row in content["rows"]}
+    parts = {}
     for name, arms, combo in (("recipes", RECIPES, False), ("combo", COMBINED, True), ("stored", STORED, False)):
         measured = [(title, rows[arm, combo]) for arm, title in arms.items() if (arm, combo) in rows]
-        lines = [*TITLES, *(line(title, row) for title, row in measured)]
-        mark = re.compile(rf"(<!-- {name}: [^\n]*-->\n).*?(?=<!-- end -->)", re.DOTALL)
-        text, found = mark.subn(lambda match, lines=lines: match[1] + "\n".join(lines) + "\n", text)
-        assert found == 1, f"docs/compile.md has no place for the table {name!r}"
-    return text
+        parts[name] = "\n".join([*TITLES, *(line(title, row) for title, row in measured)])
+    return fill(text, parts)
 
 
 def line(title: str, row: Row) -> str:

@@ -65,7 +65,7 @@ def main(arguments: list[str]) -> None:
             later = {"environment": content["environment"], "rows": rows}
             content = json.loads(RESULT.read_text()) | {"later": later}
         write_json(RESULT, content)
-        write_text(DOCUMENT, document.text(content))
+        write_text(DOCUMENT, document.text(content, DOCUMENT.read_text()))
         print(f"written to {RESULT} and {DOCUMENT}")
 
 
