@@ -13,7 +13,7 @@ from benchmarks.fuzz.shrink import shrink, size
 import injected_faults
 from injected_faults import INJECTED_FAULTS
 
-CASES = {"activations": 60, "linear": 60, "optimizer": 60, "comm": 40, "wrappers": 10, "experts": 20}
+CASES = {"activations": 30, "linear": 40, "optimizer": 40, "comm": 20, "wrappers": 5, "experts": 20}
 run = partial(check, seconds=120.0)  # other tests may run beside
 
 

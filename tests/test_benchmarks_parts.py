@@ -130,8 +130,8 @@ def test_transformer_engine_takes_the_place_of_linears(monkeypatch, tmp_path):
 
 @pytest.mark.thorough
 def test_published_workloads_rehearse(tmp_path, capsys):
-    content = rehearse(published, "--workloads", "te-llama-2-7b", "colossalai-4096", out=tmp_path)
-    assert [row["arm"] for row in content["rows"]] == ["bf16", "octavo rowwise", "octavo tensorwise"] * 2
+    content = rehearse(published, "--workloads", "colossalai-4096", out=tmp_path)
+    assert [row["arm"] for row in content["rows"]] == ["bf16", "octavo rowwise", "octavo tensorwise"]
     assert not content["timed"] and all(row["source"] for row in content["rows"])
     assert "Transformer Engine is not importable" in capsys.readouterr().out
 
@@ -246,6 +246,12 @@ def test_the_pool_compiles_every_case_and_counts_what_fails(tmp_path, monkeypatc
 
 
 @pytest.mark.thorough
+def test_deep_rehearses_an_op(tmp_path):
+    content = rehearse(deep, "--only", "dequantize e4m3", out=tmp_path)
+    assert content["wrong"] == 0 and {row["result"] for row in content["rows"]} == {deep.SAME}
+
+
+@pytest.mark.slow
 def test_deep_rehearses_each_op(tmp_path):
     content = rehearse(deep, out=tmp_path)
     assert content["wrong"] == 0 and {row["result"] for row in content["rows"]} == {deep.SAME}

@@ -12,7 +12,6 @@ from octavo import comm
 from octavo.parallel.exchange import exchange_rows
 
 pytestmark = pytest.mark.dist
-WORLDS = (2, 3, 4)
 
 
 def cases(shapes):
@@ -270,7 +269,7 @@ JOBS = (
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("job", JOBS, ids=lambda job: job.__name__.removesuffix("_job"))
 def test_against_exact_sums_and_moves(gloo, job, world):
     gloo.run(job, world)

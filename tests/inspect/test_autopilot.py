@@ -303,7 +303,7 @@ def ranks_job(fp8_comm):
 
 @pytest.mark.thorough
 @pytest.mark.dist
-@pytest.mark.parametrize("fp8_comm", ["off", "gather"])
+@pytest.mark.parametrize("fp8_comm", [pytest.param("off", marks=pytest.mark.slow), "gather"])
 def test_what_one_rank_sees_moves_the_layer_on_all(gloo, fp8_comm):
     (first, of_first, losses), (second, of_second, _) = gloo.run(ranks_job, 2, fp8_comm)
     assert first == second and of_first == of_second

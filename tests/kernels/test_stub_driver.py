@@ -81,7 +81,7 @@ def test_the_page_shows_the_result_file():
 
 
 @compiles
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_some_rows_alone_leave_the_others(tmp_path):
     """They are written to a table of their own."""
     result = tmp_path / "host.json"

@@ -116,10 +116,10 @@ def alone(fp8, experts=False, outliers=None):
 
 LAYOUTS = [
     (4, {"pp": 2, "tp": 2}),
-    (2, {"ep": 2}),
     *(
         pytest.param(ranks, parallel, marks=pytest.mark.slow)
         for ranks, parallel in (
+            (2, {"ep": 2}),
             (2, {"pp": 2}),
             (2, {"tp": 2}),
             (2, {"tp": 2, "fp8_comm": "on"}),

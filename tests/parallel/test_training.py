@@ -91,7 +91,7 @@ def test_four_ranks_are_within_the_noise_of_adding_in_another_order(gloo, recipe
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
+@pytest.mark.parametrize("recipe", [pytest.param("rowwise", marks=pytest.mark.slow), "tensorwise"])
 def test_gathering_in_bf16_of_fp32_shards(gloo, recipe):
     """`dtype`: what FSDP2 calls param_dtype. FP8 weights are those of the rounded ones."""
     off, gather = (
@@ -114,7 +114,7 @@ def test_gradients_may_be_added_in_every_micro_batch(gloo):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("optimizer", ["torch", "octavo"])
+@pytest.mark.parametrize("optimizer", [pytest.param("torch", marks=pytest.mark.slow), "octavo"])
 def test_fp8_moments_make_no_difference_between_one_process_and_shards(gloo, optimizer):
     options = {"recipe": "rowwise", "optimizer": optimizer}
     expected, parameters = one_process(world=2, **options)

@@ -42,6 +42,7 @@ def test_resume_is_bitwise_the_uninterrupted_run(
     assert_same(tmp_path / "whole", tmp_path / "cut")
 
 
+@pytest.mark.slow
 def test_without_its_histories_a_run_is_another(make_config: MakeConfig, tmp_path: Path) -> None:
     """And so the test above would fail without them; layers that a checkpoint does not know begin anew."""
     config = make_config(precision=PRECISION, optim={"lr": 0.05})

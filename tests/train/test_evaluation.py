@@ -149,7 +149,7 @@ def expected_loss(model: Any, held_out: Corpus, rows: int) -> float:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("level", ["bf16", "fp8"])
+@pytest.mark.parametrize("level", [pytest.param("bf16", marks=pytest.mark.slow), "fp8"])
 def test_the_loss_is_that_of_a_plain_loop(level: str, make_config: MakeConfig, tmp_path: Path) -> None:
     config = make_config(
         eval={"every": 4, "fraction": 0.3, "batches": 10}, optim={"batch": 5}, precision={"level": level}
@@ -180,7 +180,9 @@ TRACES: list[dict[str, dict[str, Any]]] = [
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[pytest.mark.slow] * (index < 2)) for index, case in enumerate(TRACES)], ids=str
+    "case",
+    [pytest.param(case, marks=[pytest.mark.slow] * (index not in (3, 5))) for index, case in enumerate(TRACES)],
+    ids=str,
 )
 def test_evaluation_leaves_no_trace(case: dict[str, Any], make_config: MakeConfig, tmp_path: Path) -> None:
     own = write_lines(tmp_path, sentences(40, seed=7).splitlines())

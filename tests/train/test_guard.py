@@ -190,6 +190,8 @@ def test_a_run_goes_back_and_around(make_config, tmp_path):
     with mock.patch.object(Corpus, "batch", without):
         run(config, out=tmp_path / "without")
     assert curve(tmp_path / "guarded") == curve(tmp_path / "without")
+    with pytest.raises(ConfigError, match="holds a run"):  # also by files that only a guarded run writes
+        run(config, out=tmp_path / "guarded")
 
 
 class Killed(Recorder):
@@ -221,8 +223,7 @@ def test_killed_at_any_step_and_resumed_it_is_the_same_run(make_config, tmp_path
     with harder(*bad):
         run(config, out=tmp_path / "whole")
         assert [event["to"] for event in read_events(tmp_path / "whole")] == [20, 15]
-        in_rollbacks = Killed("Back to step 20"), Killed("Back to step 20", 2), Killed("Back to step 15")
-        for number, killed in enumerate([At(21, fail), At(26, fail), *in_rollbacks]):
+        for number, killed in enumerate([At(26, fail), Killed("Back to step 20", 2), Killed("Back to step 15")]):
             out = tmp_path / f"killed-{number}"
             with pytest.raises(RuntimeError, match="killed"):
                 run(config, out=out, progress=killed)
@@ -310,15 +311,6 @@ def test_it_needs_checkpoints(make_config):
         ConfigError, match=r"guard.spike = 8 rolls back to checkpoints, and run.save_every = 0 saves none"
     ):
         make_config(guard={"spike": 8.0})
-
-
-def test_files_of_a_run_are_known(make_config, tmp_path):
-    """What it writes is nobody else's file, to the next run."""
-    with harder(*LASTING):
-        run(make_config(**GUARDED), out=tmp_path)
-    assert (Path(tmp_path) / "events.jsonl").exists()
-    with pytest.raises(ConfigError, match="holds a run"):
-        run(make_config(**GUARDED), out=tmp_path)
 
 
 def ranks_job(tables, out):

@@ -209,7 +209,11 @@ def test_killed_around_rollbacks_and_moves(kill, undisturbed, make_config, tmp_p
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    "kills", [["half", "half", "half"], [("event", 2, True), ("removal", 1, True), ("save published", 1, False)]]
+    "kills",
+    [
+        pytest.param(["half", "half", "half"], marks=pytest.mark.slow),
+        [("event", 2, True), ("removal", 1, True), ("save published", 1, False)],
+    ],
 )
 def test_killed_again_and_again(kills, undisturbed, make_config, tmp_path):
     """In the middle of removals; after an event and before anything is saved, and in what follows."""

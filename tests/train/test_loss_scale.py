@@ -213,7 +213,7 @@ FP16: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("faults", [30, MAX_SKIPS])
+@pytest.mark.parametrize("faults", [30, pytest.param(MAX_SKIPS, marks=pytest.mark.slow)])
 def test_a_run_learns_again_after_a_fault(faults: int, make_config: MakeConfig, tmp_path: Path) -> None:
     config, seen = make_config(**FP16, run={"steps": faults + 30, "save_every": 0}), Recorder()
     with spoiled(range(10, 10 + faults)):

@@ -171,7 +171,9 @@ def test_which_parameters_muon_optimizes(make_config: MakeConfig) -> None:
         make_config(optim={"name": "muon"}, parallel={"tp": 2})
 
 
-@pytest.mark.parametrize("precision", [{}, {"level": "fp8+activations+optimizer"}], ids=str)
+@pytest.mark.parametrize(
+    "precision", [pytest.param({}, marks=pytest.mark.slow), {"level": "fp8+activations+optimizer"}], ids=str
+)
 def test_a_run_with_muon_resumes_bitwise(precision: dict[str, Any], make_config: MakeConfig, tmp_path: Path) -> None:
     sections: dict[str, Any] = {"optim": {"name": "muon"}, "run": {"save_every": 3}, "precision": precision}
     seen = Recorder()

@@ -168,7 +168,9 @@ IN_PLACE = {"dp_shard": 1, "dp_replicate": 2}, {"micro_batches": 4}
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("parallel", "optim"), [({}, {}), pytest.param({"async_save": True}, {}, marks=pytest.mark.slow), IN_PLACE], ids=str
+    ("parallel", "optim"),
+    [({}, {}), *(pytest.param(*case, marks=pytest.mark.slow) for case in (({"async_save": True}, {}), IN_PLACE))],
+    ids=str,
 )
 def test_a_resumed_run_is_the_uninterrupted_one(gloo, tables, tmp_path, parallel, optim):  # noqa: F811
     settings = tables(run={"save_every": 2, "keep": 2}, precision=EVERYTHING, parallel=parallel, optim=optim)

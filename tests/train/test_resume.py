@@ -44,7 +44,9 @@ def test_two_runs_are_bitwise_equal(
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("sections", VARIANTS)
+@pytest.mark.parametrize(
+    "sections", [pytest.param(each, marks=[pytest.mark.slow] * (k in (0, 2, 3))) for k, each in enumerate(VARIANTS)]
+)
 @pytest.mark.parametrize("stop", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_resume_is_bitwise_the_uninterrupted_run(
     stop: int, sections: dict[str, dict[str, Any]], make_config: MakeConfig, tmp_path: Path
