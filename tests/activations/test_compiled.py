@@ -11,10 +11,7 @@ from torch._dynamo.utils import counters
 
 import octavo
 from octavo.numerics import sqnr
-
-
-def randn(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+from tensors import randn
 
 
 class Normed(nn.Module):

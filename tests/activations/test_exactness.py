@@ -14,13 +14,10 @@ from torch import nn
 
 import octavo
 from octavo.numerics import sqnr
+from tensors import randn
 
 FP8_ACTIVATIONS = octavo.Precision(matmul="bf16", activations="fp8")
 TOKENS, WIDTH, HEADS = 128, 64, 4
-
-
-def randn(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def step(model, x, seed=7):

@@ -21,11 +21,7 @@ from octavo.activations.saved_tensors import FEWEST, _Decompress, compressed
 from octavo.nn.memory_audit import saved_for_backward
 from octavo.numerics import E4M3, sqnr
 from octavo.train.activation_checkpointing import Checkpointing
-
-
-def randn(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
+from tensors import randn
 
 WEIGHT, OTHER = (nn.Parameter(randn(64, 64, seed=seed)) for seed in (1, 2))
 SMALL = nn.Parameter(randn(64, 4, seed=3))

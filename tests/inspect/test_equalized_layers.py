@@ -13,12 +13,9 @@ from octavo.inspect.stats import QUANTILES
 from octavo.nn.change import change_recipe
 from octavo.nn.equalized import EqualizedQuantizer, current_channels
 from octavo.numerics import equalized, sqnr
+from tensors import randn
 
 NAME = "rowwise_equalized"
-
-
-def randn(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 class Attention(nn.Module):

@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 
 from octavo.kernels.conformance import difference
 from octavo.numerics import QuantSpec
+from tensors import randn
 
 SPECS = [
     QuantSpec.parse(text)
@@ -14,10 +15,6 @@ sizes = st.one_of(st.sampled_from([0, 1, 16, 31, 127, 128, 129]), st.integers(0,
 dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 specs = st.sampled_from([None, *SPECS])
 orders = st.sampled_from(["rows", "columns", "both"])
-
-
-def randn(*shape, seed=0, dtype=torch.float32):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def spread(*shape, seed=0, dtype=torch.float32):

@@ -10,6 +10,7 @@ from octavo.kernels import quantize
 from octavo.kernels.conformance import difference
 from octavo.kernels.quantize import QUANTIZE, QUANTIZE_PAIR, quantize_pair, reference
 from octavo.numerics import E4M3, E5M2, ROW, TENSOR, Granularity, QuantSpec, first_mismatch, sqnr
+from tensors import randn
 
 SPECS = [
     QuantSpec.parse(text)
@@ -30,10 +31,6 @@ by_some_specs = pytest.mark.parametrize(
 """Leaves out those whose kernels and branches others take as well."""
 small_sizes = st.one_of(st.sampled_from([0, 1, 31, 128, 129]), st.integers(0, 140))
 sizes = st.one_of(st.sampled_from([0, 1, 2, 16, 127, 128, 129, 257]), st.integers(0, 300))
-
-
-def randn(*shape, seed=0, dtype=torch.float32):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 triton = pytest.mark.skipif(not find_spec("triton"), reason="Triton is not installed (macOS, Windows)")

@@ -22,13 +22,10 @@ from octavo.nn import delayed
 from octavo.nn.delayed import G, X
 from octavo.numerics import RECIPES, QuantSpec, Recipe, sqnr
 from octavo.runtime import torch_compat
+from tensors import randn
 
 DELAYED = RECIPES["delayed"]
 E4M3, E5M2 = (torch.float8_e4m3fn, 448.0), (torch.float8_e5m2, 57344.0)
-
-
-def randn(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 class Reference:

@@ -30,6 +30,7 @@ from octavo.nn.gathered import Fp8AllGatherOutput
 from octavo.nn.memory_audit import saved_for_backward
 from octavo.numerics import channel_amax, equalize, equalized, sqnr
 from octavo.numerics.equalization import LARGEST_EXPONENT, ChannelScales
+from tensors import randn
 
 NAME = "rowwise_equalized"
 M, K, N = 1024, 512, 768
@@ -79,10 +80,6 @@ def passes(layer, x, g, count=1):
         y = layer(leaf * 1)
         y.backward(g)
     return y.detach(), leaf.grad, layer.weight.grad
-
-
-def randn(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def table(name, scales=None):

@@ -22,6 +22,7 @@ from octavo.nn.input_casts import INPUT_CASTS
 from octavo.nn.linear import linear
 from octavo.nn.memory_audit import saved_for_backward
 from octavo.numerics import E4M3, RECIPES, QuantSpec, sqnr
+from tensors import randn
 
 by_recipe = pytest.mark.parametrize("name", RECIPES)
 sizes = st.one_of(st.sampled_from([0, 1, 2, 16, 31, 127, 257]), st.integers(0, 300))
@@ -36,10 +37,6 @@ NORMAL_SQNR = {
     "blockwise": (28.7, 28.7, 28.8),
     "mxfp8": (28.5, 28.5, 28.5),
 }
-
-
-def randn(*shape, seed=0, dtype=torch.float32):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def three_products(x, w, g, recipe, bias=None):

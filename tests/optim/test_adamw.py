@@ -9,10 +9,7 @@ from torch import nn
 
 from octavo.kernels.adamw import reference
 from octavo.optim import AdamW, adamw
-
-
-def randn(*shape, seed=0, dtype=torch.float32):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+from tensors import randn
 
 
 def parameters(dtype=torch.float32):

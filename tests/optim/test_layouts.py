@@ -10,14 +10,11 @@ from torch import nn
 
 from octavo.kernels.adamw import ADAMW
 from octavo.optim import AdamW
+from tensors import randn
 
 # NumPy, on which Triton's interpreter runs, warns of what the kernel computes for padding and throws away.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in:RuntimeWarning")
 BACKENDS = ["reference", *(["triton"] if find_spec("triton") else [])]
-
-
-def randn(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def sliced(values, *, step=2, offset=1):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny_runs import GPT2, At, MakeConfig, Recorder, assert_no_trace, assert_same, curve, fail, sentences
+from tiny_runs import GPT2, At, MakeConfig, Recorder, assert_no_trace, assert_same, curve, fail, job, sentences
 from transformers import AutoModelForCausalLM
 
 from octavo.train import ConfigError, RunResult, TrainConfig, loop, parse_config, read_metrics, run
@@ -223,11 +223,6 @@ def test_a_run_says_how_often_it_sees_its_data(steps: int, repeats: bool, make_c
     assert f"{loaded.documents} documents, {loaded.tokens:,} tokens" in line and f"takes {epochs:.3g} epochs" in line
     assert f"held out: {loaded.held_out.documents} documents, {loaded.held_out.tokens:,} tokens" in line
     assert any(note.startswith(f"the data repeats: {steps} steps take {epochs:.3g}") for note in seen.notes) == repeats
-
-
-def job(tables: dict[str, Any], out: str) -> RunResult:
-    """One rank of a run."""
-    return run(parse_config(tables), out=Path(out))
 
 
 LAYOUTS = [

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_runs import At, assert_same, fail
+from tiny_runs import At, assert_same, fail, job
 
 from octavo.train import ConfigError, load_config, parse_config, read_metrics, run
 from octavo.train.checkpoint.export import export
@@ -169,11 +169,6 @@ def test_a_run_resumes_bit_for_bit_and_exports_to_diffusers(tmp_path):
     again = tables(run={"steps": 1}, optim={"warmup": 0}) | {"model": {"path": str(tmp_path / "exported")}}
     start = run(parse_config(again), out=tmp_path / "again").losses.first
     assert start < read_metrics(tmp_path / "whole")[0].loss
-
-
-def job(settings, out):
-    """One rank of a run."""
-    return run(parse_config(settings), out=Path(out))
 
 
 @pytest.mark.slow

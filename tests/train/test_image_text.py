@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_runs import At, assert_same, fail
+from tiny_runs import At, assert_same, fail, job
 
 from octavo.train import ConfigError, load_config, parse_config, read_metrics, run
 from octavo.train.checkpoint.retention import latest_checkpoint
@@ -251,11 +251,6 @@ def test_a_run_measures_resumes_and_is_the_start_of_the_next_stage(tmp_path):
     model = {"path": str(start), "type": None, "config": None, "frozen": ["vision_tower"]}
     later = run(parse_config(settings | {"model": {k: v for k, v in model.items() if v}}), out=tmp_path / "later")
     assert later.losses.first < result.losses.first
-
-
-def job(settings, out):
-    """One rank of a run."""
-    return run(parse_config(settings), out=Path(out))
 
 
 @pytest.mark.slow

@@ -4,12 +4,11 @@ import errno
 import json
 import os
 import shutil
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tiny_runs import LLAMA, At, Recorder, assert_same, fail
+from tiny_runs import LLAMA, At, Recorder, assert_same, fail, job
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageClassification
 
 from octavo.nn import ResidentWeight
@@ -217,11 +216,6 @@ def test_a_plan_gathers_resident_weights_in_fp8(make_config):
     weights = [m.weight for n, m in plain.named_modules() if isinstance(m, torch.nn.Linear) and "layers" in n]
     saved = sum(w.numel() - 4 * w.shape[0] for w in weights)
     assert len(weights) == 14 and gathered("bf16") - gathered("fp8") == pytest.approx(saved)
-
-
-def job(settings, out, resume=False):
-    """One rank of a run."""
-    return run(parse_config(settings), out=Path(out), resume=resume)
 
 
 @pytest.mark.slow

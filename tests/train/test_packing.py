@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_runs import LLAMA, At, MakeConfig, assert_same, curve, sentences, terminate
+from tiny_runs import LLAMA, At, MakeConfig, assert_same, curve, job, sentences, terminate
 from transformers import AutoModelForCausalLM
 
 from octavo.nn.causal_head import IGNORE
@@ -218,11 +218,6 @@ def test_resume_is_bitwise(
             out=tmp_path / "p",
         )
         assert curve(tmp_path / "p") == curve(tmp_path / "whole")
-
-
-def job(tables: dict[str, Any], out: str) -> Any:
-    """One rank of a run."""
-    return run(parse_config(tables), out=Path(out))
 
 
 @pytest.mark.thorough

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny_runs import job
 
 from octavo.train import ConfigError, parse_config, read_metrics, run
 from octavo.train.checkpoint.export import export
@@ -33,11 +34,6 @@ MODES = {
 def slow(value):
     """A case for `make test-slow` alone: another one is near it."""
     return pytest.param(value, marks=pytest.mark.slow)
-
-
-def job(tables, out, resume=False):
-    """One rank of a run."""
-    return run(parse_config(tables), out=Path(out), resume=resume)
 
 
 def losses(out):

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 from test_evaluation import TRACES
-from tiny_runs import At, MakeConfig, Recorder, assert_no_trace, assert_same, curve, fail
+from tiny_runs import At, MakeConfig, Recorder, assert_no_trace, assert_same, curve, fail, job
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from octavo.train import ConfigError, RunResult, TrainConfig, parse_config, read_metrics, run
+from octavo.train import ConfigError, TrainConfig, parse_config, read_metrics, run
 from octavo.train.checkpoint.retention import latest_checkpoint
 from octavo.train.data.load import load_corpus
 from octavo.train.record.progress import NullProgress
@@ -103,11 +103,6 @@ def test_a_sample_longer_than_a_sequence(make_config: MakeConfig, tmp_path: Path
 
 def test_one_prompt_may_be_a_string(make_config: MakeConfig) -> None:
     assert make_config(sample={"prompts": "def "}).sample.prompts == ("def ",)
-
-
-def job(tables: dict[str, Any], out: str) -> RunResult:
-    """One rank of a run."""
-    return run(parse_config(tables), out=Path(out))
 
 
 @pytest.mark.slow

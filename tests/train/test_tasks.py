@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_runs import At, assert_same, fail
+from tiny_runs import At, assert_same, fail, job
 from transformers import AutoModelForImageClassification
 
 from octavo.train import ConfigError, RunResult, TrainConfig, load_config, parse_config, read_metrics, run
@@ -122,11 +122,6 @@ def test_a_run_measures_and_resumes_bit_for_bit(tmp_path):
         run(config, out=tmp_path / "halves", progress=At(3, fail))
     run(config, out=tmp_path / "halves", resume=True)
     assert_same(tmp_path / "whole", tmp_path / "halves")
-
-
-def job(settings, out):
-    """One rank of a run."""
-    return run(parse_config(settings), out=Path(out))
 
 
 @pytest.mark.slow

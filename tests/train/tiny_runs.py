@@ -12,8 +12,9 @@ import torch
 from safetensors.torch import load_file
 
 from octavo.train.checkpoint.retention import latest_checkpoint
-from octavo.train.config.run_config import TrainConfig
-from octavo.train.record.metrics import StepMetrics, read_metrics
+from octavo.train.config.run_config import TrainConfig, parse_config
+from octavo.train.loop import run
+from octavo.train.record.metrics import RunResult, StepMetrics, read_metrics
 from octavo.train.record.progress import NullProgress
 
 LLAMA = {
@@ -69,6 +70,11 @@ class At(Recorder):
         super().step(row)
         if row.step == self._at:
             self._action()
+
+
+def job(tables: dict[str, Any], out: str | Path, resume: bool = False) -> RunResult:
+    """One rank of a run."""
+    return run(parse_config(tables), out=Path(out), resume=resume)
 
 
 def fail() -> None:
