@@ -86,8 +86,6 @@ def test_a_gpu_described_in_toml(tmp_path):
     whole = {"name": "X", "bf16_tflops": 1, "fp8_tflops": 2, "memory_tbs": 1, "memory_gib": 2, "link_gbs": 1,
              "multiprocessors": 10}  # fmt: skip
     assert find_gpu(whole) == Gpu(**whole)
-    earlier = {"like": "h100", "memory_gb": 64, "blocks_of_32": True}  # earlier names
-    assert find_gpu(earlier) == find_gpu({"like": "h100", "memory_gib": 64, "native_mx": True})
 
 
 @pytest.mark.parametrize(

@@ -67,10 +67,11 @@ def comparison_rows(comparison: Comparison) -> list[SummaryRow]:
     }
     failures = [arms[0].losses.baseline_failed, *(arm.losses.failed for arm in arms)]
     failed = [f"{len(seeds)} of {len(comparison.seeds)}" if seeds else "–" for seeds in failures]
+    gaps = [f"{percent(arm.losses.test.detectable(0.9))} %" if arm.losses.test else "–" for arm in arms]
     return [
         row("mean loss, last 10 % of steps", _loss(runs[0]), [_loss(run) for run in runs[1:]]),
         row(f"above {comparison.baseline}", "", [_interval(arm.losses) for arm in arms]),
-        row("detectable, about 90 % power", "", [_detectable(arm) for arm in arms]),
+        row("detectable, about 90 % power", "", gaps),
         *([row("failed", failed[0], failed[1:])] if any(failures) else []),
         row("tokens/s", "1.00 ×", ratios("speed")),
         row("saved for backward, bytes/token", "1.00 ×", ratios("memory")),
@@ -106,10 +107,6 @@ def _interval(losses: ArmLosses) -> str:
     if (test := losses.test) is None:
         return "–"
     return f"{signed(test.mean)} % ({signed(test.low)} to {signed(test.high)})"
-
-
-def _detectable(arm: ArmVerdict) -> str:
-    return "–" if arm.losses.test is None else f"{percent(arm.losses.test.detectable(0.9))} %"
 
 
 def to_json(comparison: Comparison) -> dict[str, Any]:
@@ -174,13 +171,12 @@ def _page(comparison: Comparison, settings: Sequence[str], title: str) -> str:
         runs=runs,
         slots={run.name: slot % COLOURS for slot, run in enumerate(runs)},
         rows=comparison_rows(comparison),
-        losses=[_losses_of(seed, runs) for seed in comparison.seeds],
+        losses=[
+            (seed, ["diverged" if seed in run.diverged else f"{run.loss(seed):.4f}" for run in runs])
+            for seed in comparison.seeds
+        ],
         differences=config_differences(settings),
     )
-
-
-def _losses_of(seed: int, runs: Sequence[ArmRuns]) -> tuple[int, list[str]]:
-    return seed, ["diverged" if seed in run.diverged else f"{run.loss(seed):.4f}" for run in runs]
 
 
 def mean_curves(curves: Sequence[Curves]) -> Curves | None:

@@ -71,11 +71,6 @@ def _packaged() -> AbstractContextManager[Path]:
     return resources.as_file(resources.files("octavo.experiments") / "demo.toml")
 
 
-def _own_warmup() -> int:
-    with _packaged() as path:
-        return load_config(path).optim.warmup
-
-
 def free_folder(folder: Path) -> Path:
     """Return `folder` if nothing is there, else the first of `<folder>-2`, `<folder>-3`, … that is free."""
     if not folder.exists():
@@ -93,7 +88,9 @@ def run_demo(configs: Sequence[TrainConfig], out: Path, progress: Progress) -> D
     """
     if out.exists() and (not out.is_dir() or any(not path.is_dir() for path in out.rglob("*"))):
         raise ConfigError(f"{out} is not empty, and a demo overwrites nothing: give another folder with --out")
-    if (warmup := configs[0].optim.warmup) != _own_warmup():
+    with _packaged() as path:
+        usual = load_config(path).optim.warmup
+    if (warmup := configs[0].optim.warmup) != usual:
         progress.note(f"the learning rate warms up over {warmup} of the {configs[0].run.steps} steps")
     arms: list[RunResult] = []
     folders: list[Path] = []

@@ -65,10 +65,6 @@ class Statistic:
     across: str = "step"
 
 
-def _log_amax(row: OperandStats) -> float:
-    return math.log2(row.amax) if row.amax > 0 else math.nan
-
-
 STATISTICS = (
     Statistic(
         title="SQNR", unit=" dB", value=lambda row: row.sqnr, worst=min, falling=True,
@@ -81,7 +77,8 @@ STATISTICS = (
         caption="Percent of the values above zero that become zero in FP8.",
     ),
     Statistic(
-        title="Largest magnitude", unit="", value=_log_amax, worst=max, edges=None, hue="size",
+        title="Largest magnitude", unit="", worst=max, edges=None, hue="size",
+        value=lambda row: math.log2(row.amax) if row.amax > 0 else math.nan,
         caption="Powers of two (log2 of amax); each operand over its own range. Sudden changes are what to look for.",
     ),
 )  # fmt: skip

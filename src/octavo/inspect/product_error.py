@@ -131,7 +131,8 @@ class ProductErrors:
         keys = [(layer, recipe.name) for layer, recipes in self._measure.items() for recipe in recipes]
         if not keys:
             return {}
-        sums = torch.stack([self._sums[key].to(device) if key in self._sums else _zero_sums(device) for key in keys])
+        none = torch.zeros(4, 2, dtype=torch.float64, device=device)
+        sums = torch.stack([self._sums[key].to(device) if key in self._sums else none for key in keys])
         if group is not None:
             dist.all_reduce(sums, dist.ReduceOp.SUM, group)
         errors: dict[str, dict[str, float]] = {}
@@ -139,10 +140,6 @@ class ProductErrors:
             if values[:, 1].any():
                 errors.setdefault(layer, {})[recipe] = (values[:, 0] / values[:, 1].clamp(min=1)).max().item()
         return errors
-
-
-def _zero_sums(device: torch.device) -> Tensor:
-    return torch.zeros(4, 2, dtype=torch.float64, device=device)
 
 
 def channels_of(recipe: Recipe, x_MK: Tensor, w_NK: Tensor) -> ChannelScales | None:

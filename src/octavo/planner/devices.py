@@ -270,7 +270,7 @@ def _read(path: Path) -> Mapping[str, Any]:
 
 
 def _gpu_from_table(table: Mapping[str, Any], where: str) -> Gpu:
-    types, entries = _fields(), {_EARLIER.get(key, key): value for key, value in table.items()}
+    types, entries = _fields(), dict(table)
     like = entries.pop("like", None)
     base = _gpu_by_name(str(like))
     if like is not None and base is None:
@@ -291,5 +291,4 @@ def _gpu_from_table(table: Mapping[str, Any], where: str) -> Gpu:
 
 
 _TYPES: dict[str, tuple[type, ...]] = {"a string": (str,), "true or false": (bool,), "a number": (int, float)}
-_EARLIER = {"memory_gb": "memory_gib", "blocks_of_32": "native_mx"}  # earlier names
 _REQUIRED = ("name", "bf16_tflops", "fp8_tflops", "memory_tbs", "memory_gib", "link_gbs", "multiprocessors")
