@@ -97,6 +97,7 @@ def feedback_job(steps, error_feedback):
         model(gradients[rank]).backward()
         for total, parameter in zip(totals, model.module.weights, strict=True):
             total += parameter.grad
+            parameter.data += 1e-3  # as a step does
     exact = [sum(g[i] for g in gradients) / world for i in range(len(sizes))]
     return max((t / steps - e).abs().max().item() for t, e in zip(totals, exact, strict=True))
 
@@ -165,6 +166,65 @@ def nonfinite_job():
 def test_what_is_not_finite_stays_visible(gloo):
     for finite in gloo.run(nonfinite_job, 2):
         assert not finite[:128].any() and finite[128:].all()
+
+
+def skipped_steps_job():
+    """Gradients of 8 steps, where step 2 is not finite or a spike, and no optimizer takes it."""
+    rank, found = dist.get_rank(), {}
+    for spoiled in (None, float("nan"), float("inf"), 1e10):
+        model = DistributedDataParallel(Fixed((300, 700)), bucket_cap_mb=0.001)
+        Fp8AllReduce(error_feedback=True).register(model)
+        optimizer = octavo.AdamW(model.parameters(), nonfinite="skip")
+        gradients = []
+        for step in range(8):
+            if step == 2 and spoiled is None:
+                continue
+            generator = torch.Generator().manual_seed(10 * step + rank)
+            local = [torch.randn(size, generator=generator) for size in (300, 700)]
+            if step == 2 and rank == 1:
+                local[1][:200] *= spoiled
+            optimizer.zero_grad()
+            model(local).backward()
+            gradients += [] if step == 2 else [torch.cat([p.grad for p in model.parameters()])]
+            if step != 2 or spoiled != 1e10:
+                optimizer.step()
+        found[str(spoiled)] = torch.stack(gradients), optimizer.skipped
+    return found
+
+
+def test_a_step_that_is_skipped_leaves_no_errors(gloo):
+    for found in gloo.run(skipped_steps_job, 2):
+        assert [skipped for _, skipped in found.values()] == [0, 1, 1, 0]
+        expected = found["None"][0]
+        assert expected.isfinite().all()
+        for name, (gradients, _) in found.items():
+            assert torch.equal(gradients, expected), name
+
+
+def groups_job():
+    """Averages under `join`, with inputs for 2 and 5 steps, and in a group that is not the world."""
+    rank, averages = dist.get_rank(), {}
+    for feedback in (False, True):
+        for initial in (True, False):
+            model = DistributedDataParallel(Fixed((64,)))
+            Fp8AllReduce(error_feedback=feedback).register(model)
+            with model.join(divide_by_initial_world_size=initial):
+                for _ in range(2 + 3 * rank):
+                    model.zero_grad()
+                    model([torch.full((64,), 1.0)]).backward()
+            averages[feedback, initial] = model.module.weights[0].grad[0].item()
+    alone = [dist.new_group([other]) for other in range(2)][rank]
+    model = DistributedDataParallel(Fixed((64,)), process_group=alone)
+    Fp8AllReduce().register(model)
+    model([torch.full((64,), 1.0 + rank)]).backward()
+    return averages, model.module.weights[0].grad[0].item()
+
+
+def test_averages_over_the_ranks_that_ddp_averages_over(gloo):
+    for rank, (averages, alone) in enumerate(gloo.run(groups_job, 2)):
+        half = 0.5 if rank else 1.0  # the other rank has joined by then
+        assert averages == {(feedback, initial): half if initial else 1.0 for feedback in (0, 1) for initial in (0, 1)}
+        assert alone == 1.0 + rank
 
 
 def compile_job():

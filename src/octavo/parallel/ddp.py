@@ -1,11 +1,16 @@
 """DDP with gradients in FP8: a communication hook for `torch.nn.parallel.DistributedDataParallel`.
 
 Each bucket is an FP8 all_reduce (`octavo.comm`): an all-to-all, a sum in float32, and an all-gather of the sum, divided
-by the group's size. With error feedback a rank adds the rounding errors of its bucket and of its piece of the sum to
-those of the next step, so that nothing is lost in the long run (1-bit SGD, Seide et al. 2014). That costs a float32
-copy of the gradients, and 1/W of one.
+by the group's size; by the ranks that still have inputs under `model.join(divide_by_initial_world_size=False)`.
+
+With error feedback a rank adds the rounding errors of its bucket and of its piece of the sum to those of the next step,
+so that nothing is lost in the long run (1-bit SGD, Seide et al. 2014). A step that is not taken leaves no errors: if an
+average was not finite, or no parameter of the bucket has changed since, the errors of the step before are used again.
+That costs two float32 copies of the gradients, and 2/W of one.
 """
 
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,14 +24,14 @@ from torch.nn.parallel import DistributedDataParallel
 from octavo.comm import DEFAULT_SPEC, all_gather, all_reduce, reduce_scatter
 from octavo.comm.encoding import pack, parse_spec, unpack
 from octavo.nn.resident import ResidentWeight
-from octavo.runtime.torch_compat import ignore_in_ddp
+from octavo.runtime.torch_compat import divides_by_active_ranks, ignore_in_ddp
 
 
 class Fp8AllReduce:
     """State of the hook.
 
     Args:
-        group: Process group; None for the default group.
+        group: Process group; None for that of the model it is registered for.
         spec: FP8 format of the messages.
         error_feedback: Carry rounding errors over to the next step.
 
@@ -43,7 +48,12 @@ class Fp8AllReduce:
         parse_spec(spec)
         self.group, self.spec, self.error_feedback = group, spec, error_feedback
         self._residuals: dict[int, _Residuals] = {}
+        self._finite: list[Tensor] = []  # of the averages of this backward, by bucket
+        self._last_finite: Tensor | None = None  # of all averages of the last one
         self._stream: torch.cuda.Stream | None = None
+        self._model: Callable[[], nn.Module | None] = lambda: None
+        self._joined = 0  # backwards since the last forward: of the other ranks, under `model.join()`
+        self._factor: Tensor | None = None  # of the average, if not 1
 
     def stream(self, device: torch.device) -> torch.cuda.Stream:
         """Return the stream that averages buckets."""
@@ -53,29 +63,57 @@ class Fp8AllReduce:
 
     def register(self, model: DistributedDataParallel) -> None:
         """Use the hook for a model's gradients, from the next backward on."""
+        self.group = model.process_group if self.group is None else self.group
+        self._model = weakref.ref(model)
+        model.register_forward_pre_hook(lambda *_: setattr(self, "_joined", 0))
         model.register_comm_hook(self, _hook)
+
+    def average(self, bucket: Any) -> Tensor:
+        """Return the average [n] of a bucket over the ranks, which DDP hands over in the order of their indices."""
+        gradient, model = bucket.buffer(), self._model()
+        if bucket.index() == 0:
+            self._factor = None
+            if model is not None and divides_by_active_ranks(model):
+                active = gradient.new_full((1,), float(self._joined == 0), dtype=torch.float32)
+                dist.all_reduce(active, group=self.group)
+                self._factor = dist.get_world_size(self.group) / active
+        if self.error_feedback:
+            result = self.reduce_with_feedback(bucket.index(), gradient, bucket.parameters())
+        else:
+            result = self.reduce(gradient)
+        self._joined += bucket.is_last()
+        return result if self._factor is None else result.mul_(self._factor)
 
     def reduce(self, gradient: Tensor) -> Tensor:
         """Return the average [n] of a bucket over the ranks."""
         result: Tensor = all_reduce(gradient, self.group, op="avg", spec=self.spec)
         return result
 
-    def reduce_with_feedback(self, index: int, gradient: Tensor, contents: tuple[int, ...]) -> Tensor:
+    def reduce_with_feedback(self, index: int, gradient: Tensor, parameters: list[Tensor]) -> Tensor:
         """Return the average of bucket number `index`, with the rounding errors of earlier steps added."""
+        if index == 0 and self._finite:
+            self._last_finite, self._finite = torch.stack(self._finite).all(), []
         world = dist.get_world_size(self.group)
         unit = world * (parse_spec(self.spec).granularity.columns or 1)
         flat = F.pad(gradient.float(), (0, -gradient.numel() % unit)).view(world, -1)
         residuals = self._residuals.get(index)
+        contents = tuple(id(parameter) for parameter in parameters)
         if residuals is None or residuals.contents != contents:  # DDP rebuilds its buckets after the first backward
-            residuals = self._residuals[index] = _Residuals(
-                contents, torch.zeros_like(flat), flat.new_zeros(1, flat.shape[1])
-            )
-        flat += residuals.bucket
-        torch.sub(flat, self._dequantized(flat), out=residuals.bucket)
-        piece = reduce_scatter(flat, self.group, op="avg", spec=self.spec) + residuals.piece
-        torch.sub(piece, self._dequantized(piece), out=residuals.piece)
-        gathered: Tensor = all_gather(piece, self.group, spec=self.spec)
+            errors = torch.zeros_like(flat), flat.new_zeros(1, flat.shape[1])
+            residuals = self._residuals[index] = _Residuals(contents, errors, tuple(map(torch.clone, errors)))
+        # A rank without inputs takes no steps, and sends its errors once.
+        bucket, piece = residuals.begin(_checksums(parameters) + self._joined, self._last_finite)
+        flat += bucket
+        self._store_error(flat, residuals.pending[0])
+        average = reduce_scatter(flat, self.group, op="avg", spec=self.spec) + piece
+        self._store_error(average, residuals.pending[1])
+        gathered: Tensor = all_gather(average, self.group, spec=self.spec)
+        self._finite.append(gathered.isfinite().all())
         return gathered.view(-1)[: gradient.numel()].to(gradient.dtype)
+
+    def _store_error(self, rows: Tensor, error: Tensor) -> None:
+        """Store the rounding error of a float32 matrix; zeros where it is not finite."""
+        torch.sub(rows, self._dequantized(rows), out=error).nan_to_num_(0.0, 0.0, 0.0)
 
     def _dequantized(self, rows: Tensor) -> Tensor:
         """Return a float32 matrix as the other ranks will decode it."""
@@ -85,11 +123,37 @@ class Fp8AllReduce:
 
 @dataclass
 class _Residuals:
-    """Rounding errors of a bucket's last step: of this rank's gradients, and of its piece of the average."""
+    """Rounding errors of a bucket: of this rank's gradients, and of its piece of the average.
+
+    Attributes:
+        contents: The bucket's parameters.
+        taken: Errors up to the last step that was taken.
+        pending: Errors after the last backward, for when its step is taken.
+        checksums: Those of the parameters at the last backward.
+    """
 
     contents: tuple[int, ...]
-    bucket: Tensor
-    piece: Tensor
+    taken: tuple[Tensor, ...]
+    pending: tuple[Tensor, ...]
+    checksums: Tensor | None = None
+
+    def begin(self, checksums: Tensor, finite: Tensor | None) -> tuple[Tensor, ...]:
+        """Return the errors to add in this backward; nothing here waits for the device."""
+        if self.checksums is not None:
+            was_taken = (checksums != self.checksums).any()
+            if finite is not None:
+                was_taken &= finite
+            for taken, pending in zip(self.taken, self.pending, strict=True):
+                torch.where(was_taken, pending, taken, out=taken)
+        self.checksums = checksums
+        return self.taken
+
+
+def _checksums(parameters: list[Tensor]) -> Tensor:
+    """Return the sum of each parameter's bits: version counters miss writes by `.data` and by Triton kernels."""
+    bits = {8: torch.int64, 4: torch.int32, 2: torch.int16}
+    rows = (p.detach().contiguous() for p in parameters)
+    return torch.stack([p.view(bits[p.element_size()]).sum(dtype=torch.int64) for p in rows])
 
 
 def replicate(model: nn.Module, mesh: DeviceMesh, *, fp8: str | None) -> nn.Module:
@@ -111,19 +175,12 @@ def _hook(state: Fp8AllReduce, bucket: dist.GradBucket) -> torch.futures.Future[
     gradient = bucket.buffer()
     if gradient.device.type != "cuda":
         future: torch.futures.Future[Tensor] = torch.futures.Future()
-        future.set_result(_average(state, bucket))
+        future.set_result(state.average(bucket))
         return future
     future = torch.futures.Future(devices=[gradient.device])
     stream = state.stream(gradient.device)
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         gradient.record_stream(stream)
-        future.set_result(_average(state, bucket))  # its reader waits for this stream
+        future.set_result(state.average(bucket))  # its reader waits for this stream
     return future
-
-
-def _average(state: Fp8AllReduce, bucket: Any) -> Tensor:
-    if not state.error_feedback:
-        return state.reduce(bucket.buffer())
-    contents = tuple(id(parameter) for parameter in bucket.parameters())
-    return state.reduce_with_feedback(bucket.index(), bucket.buffer(), contents)

@@ -120,6 +120,11 @@ def ignore_in_ddp(model: torch.nn.Module, names: Iterable[str]) -> None:
     ddp._set_params_and_buffers_to_ignore_for_model(model, ignored)
 
 
+def divides_by_active_ranks(model: Any) -> bool:
+    """Return whether a `DistributedDataParallel` is under `join(divide_by_initial_world_size=False)`. All releases."""
+    return model._join_config.enable and not getattr(model, "_divide_by_initial_world_size", True)
+
+
 def global_module_hooks() -> Iterable[Any]:
     """Return the hooks that run around the forward and backward of every module."""
     if not torch_module._has_any_global_hook():
