@@ -11,6 +11,7 @@ warning unless inside `octavo.disabled()`. Two kinds exist:
 """
 
 import warnings
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -21,7 +22,7 @@ from octavo.kernels.quantize.reference import transposed
 from octavo.numerics.equalization import ChannelScales
 from octavo.numerics.spec import QuantSpec
 from octavo.runtime.switch import SWITCH
-from octavo.runtime.torch_compat import disabled_torch_function, tree_map
+from octavo.runtime.torch_compat import disabled_torch_function, tree_leaves, tree_map
 from octavo.tensor import ScaledTensor
 
 aten = torch.ops.aten
@@ -89,6 +90,14 @@ class Fp8Weight(Tensor):
         if self.channels is None:
             return dequantize(w, dtype)
         return (dequantize(w, torch.float32) * self.channels.inverse).to(dtype)
+
+
+def written(func: Any, args: Any, options: Mapping[str, Any]) -> Iterator[Any]:
+    """Yield the tensors into which an operation writes."""
+    if func._schema.is_mutable:
+        for index, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                yield from tree_leaves(args[index] if index < len(args) else options.get(argument.name))
 
 
 def quantized_as(weight: Fp8Weight, spec: QuantSpec) -> ScaledTensor:

@@ -10,11 +10,10 @@ attributes of a plain tensor, so this needs a subclass. Every operation runs on 
 plain tensors, except the few by which FSDP makes new shards.
 
 With scales per row, a shard's scales equal those of the whole matrix, so the bytes match a single process and only the
-gather communicates. With scales per tensor, ranks first need the global amax: `GlobalScales` reduces it for all weights
-at once, once per optimizer step.
+gather communicates. With scales per tensor, each gather first reduces the global amax of its weights (`AmaxGroup`).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +23,7 @@ from torch import Tensor
 
 from octavo.kernels import quantize
 from octavo.kernels.quantize.reference import scale_of
-from octavo.nn.fp8_weight import Fp8Weight
+from octavo.nn.fp8_weight import Fp8Weight, written
 from octavo.nn.resident import pad_rows
 from octavo.numerics.equalization import ChannelScales
 from octavo.numerics.spec import TENSOR, QuantSpec
@@ -40,52 +39,35 @@ _STAYS_SHARDED = {
 """Operations by which FSDP makes a new shard from a shard."""
 
 
-class GlobalScales:
-    """Per-tensor scales of sharded weights, from the amax over all shards.
+class AmaxGroup:
+    """Weights that FSDP2 gathers together, in this order; it computes their per-tensor scales, in every gather.
+
+    Scales are not reused: no version counter proves that a weight is as it was, because `.data`, `to_local()` and
+    `torch.distributed.checkpoint` write to the memory of a shard.
 
     Args:
-        group: The ranks that share the weights.
-
-    Uses one all_reduce for all weights, on every rank, at the first forward after an optimizer step, a load of weights
-    (`stale`), or any other in-place operation on a parameter.
+        weights: Sharded parameters (DTensors), as strong references: `module.to` cannot swap tensors with weak ones.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.stale = True
-        self._versions: list[int] = []
-        self._group = group
-        # Strong references: `module.to` cannot swap tensors that have weak ones.
-        self._weights: list[tuple[Tensor, GatherFormat]] = []
+    def __init__(self, weights: Iterable[Tensor]) -> None:
+        self._weights = list(weights)
+        for weight in self._weights:
+            local_part(weight).gather_format.group = self
 
-    def add(self, parameter: Tensor, gather_format: "GatherFormat") -> None:
-        """Update the scale of a sharded parameter (a DTensor) from the next forward on."""
-        self._weights.append((parameter, gather_format))
-        self.stale = True
-
-    def drop(self, gather_format: "GatherFormat") -> None:
-        """Stop updating a weight's scale."""
-        self._weights = [(parameter, other) for parameter, other in self._weights if other is not gather_format]
-
-    @torch.no_grad()
-    def refresh(self) -> None:
-        """Compute the scales of all weights, if any may have changed."""
-        versions = [parameter._version for parameter, _ in self._weights]  # of DTensors: equal on all ranks
-        if not self._weights or (versions == self._versions and not self.stale):
+    def compute_scales(self, gather_format: "GatherFormat", ranks: dist.ProcessGroup, device: torch.device) -> None:
+        """Compute all scales with one all_reduce, if this is the format of the first weight that has one."""
+        formats = [(weight, local_part(weight).gather_format) for weight in self._weights]
+        formats = [(weight, form) for weight, form in formats if form.by_tensor]
+        if formats[0][1] is not gather_format:
             return
-        self._versions = versions
-        shards = [local_tensor(parameter) for parameter, _ in self._weights]
-        amaxes = [
-            gather_format.rounded(local).abs().amax().float()
-            if local.numel()
-            else local.new_zeros((), dtype=torch.float32)
-            for local, (_, gather_format) in zip(shards, self._weights, strict=True)
-        ]
-        amax = torch.stack(amaxes)
-        dist.all_reduce(amax, dist.ReduceOp.MAX, self._group)
-        for value, (_, gather_format) in zip(amax, self._weights, strict=True):
-            assert gather_format.spec is not None
-            gather_format.scale = scale_of(value.view(1, 1), gather_format.spec)[0]
-        self.stale = False
+        amaxes = []
+        for weight, form in formats:
+            local = form.rounded(local_tensor(weight))
+            amaxes.append(local.abs().amax().float() if local.numel() else local.new_zeros((), dtype=torch.float32))
+        amax = torch.stack(amaxes).to(device)
+        dist.all_reduce(amax, dist.ReduceOp.MAX, ranks)
+        for value, (_, form) in zip(amax, formats, strict=True):
+            form.scale = scale_of(value.view(1, 1), form.spec)[0]
 
 
 @dataclass
@@ -96,21 +78,26 @@ class GatherFormat:
         spec: FP8 spec of the whole weight, with scales per row or per tensor. None: gathered in the compute dtype.
         dtype: Compute dtype; shards of another dtype are rounded to it first. None: the shards' dtype.
         rows: Size of dimension 0 of the whole weight.
-        scales: Computes the scale, if per tensor; else None.
-        scale: The per-tensor scale [1,1], once computed.
-        follow: Called after a change of the recipe of a layer that reads the weight; set by `octavo.parallelize`.
-        channels: Returns the channel scales s with which all ranks gather W diag(s), or None; set by it, too.
+        group: Computes the scale, if per tensor; set by `octavo.parallelize`, as the next two.
+        scale: The per-tensor scale [1,1] of the last gather.
+        follow: Called after a change of the recipe of a layer that reads the weight.
+        channels: Returns the channel scales s with which all ranks gather W diag(s), or None.
         transposed: Whether a weight of experts is stored as [E,K,N]: its transpose [E,N,K] is gathered.
     """
 
     spec: QuantSpec | None
     dtype: torch.dtype | None
     rows: int
-    scales: GlobalScales | None = None
+    group: AmaxGroup | None = None
     scale: Tensor | None = None
     follow: Callable[[], None] = lambda: None
     channels: Callable[[], ChannelScales | None] = lambda: None
     transposed: bool = False
+
+    @property
+    def by_tensor(self) -> bool:
+        """Whether the weight is gathered in FP8 with one scale."""
+        return self.spec is not None and self.spec.granularity == TENSOR
 
     def rounded(self, local: Tensor) -> Tensor:
         """Return the shard in the compute dtype."""
@@ -173,26 +160,22 @@ class ShardedWeight(Tensor):
         return owner if out is owner.local else out  # in place
 
     def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], Any]:
-        """Return FP8 bytes of the rows, and their scales if per row, padded to the size that every rank sends."""
+        """Return FP8 bytes of the rows, and their scales, padded to the size that every rank sends."""
         gather_format, local = self.gather_format, self.gather_format.rounded(self.local)
         padded_rows = -(-gather_format.rows // mesh.size())
         if gather_format.spec is None:
             return (pad_rows(local, padded_rows),), None
-        if gather_format.scales is not None and gather_format.scales.stale:
-            raise RuntimeError(
-                "octavo: per-tensor weight scales are computed at the start of the forward of the model given to "
-                "octavo.parallelize: call that model, not a part of it; or use recipe 'rowwise', which needs no "
-                "such scales"
-            )
+        if gather_format.by_tensor:
+            assert gather_format.group is not None
+            gather_format.group.compute_scales(gather_format, mesh.get_group(), torch.device(mesh.device_type))
         # For shards in host memory the scale is computed there.
         scale = None if gather_format.scale is None else gather_format.scale.to(local.device)
         channels = gather_format.channels()
         factor = None if channels is None else channels.to(local.device).factor
-        data, row_scales = gather_format.quantized(local, factor, scale)
+        data, scales = gather_format.quantized(local, factor, scale)
         data = pad_rows(data.view(torch.uint8), padded_rows)
-        if gather_format.spec.granularity == TENSOR:
-            return (data,), (scale, None)
-        return (data, pad_rows(row_scales, padded_rows)), (None, channels)
+        # One scale is gathered too: later gathers refill its memory, which backward reads, along with the bytes.
+        return (data, scales if gather_format.by_tensor else pad_rows(scales, padded_rows)), channels
 
     def fsdp_post_all_gather(
         self, outputs: Sequence[Tensor], metadata: Any, dtype: torch.dtype, *, out: Tensor | None = None
@@ -200,18 +183,15 @@ class ShardedWeight(Tensor):
         """Return the whole weight, a view of the memory that every later gather refills."""
         if out is not None:
             out = local_part(out)  # of a weight that tensor parallelism placed
-            if isinstance(out, Fp8AllGatherOutput) and metadata is not None:
-                scale, channels = metadata
-                out.scale = out.scale if scale is None else scale
-                out.channels = channels if channels is None else channels.to(out.data_.device)
+            if isinstance(out, Fp8AllGatherOutput):
+                out.channels = metadata if metadata is None else metadata.to(out.data_.device)
             return None
         gather_format = self.gather_format
         if gather_format.spec is None:
             return outputs[0][: gather_format.rows], ()
-        scale, channels = metadata
-        scale = scale if scale is not None else outputs[1][: gather_format.rows]
+        scale = outputs[1][: 1 if gather_format.by_tensor else gather_format.rows]
         data = outputs[0].view(gather_format.spec.format.dtype)[: gather_format.rows]
-        channels = channels if channels is None else channels.to(data.device)
+        channels = metadata if metadata is None else metadata.to(data.device)
         dtype = gather_format.dtype or self.local.dtype
         return Fp8AllGatherOutput(data, scale, gather_format.spec, dtype, channels, gather_format.transposed), ()
 
@@ -219,7 +199,8 @@ class ShardedWeight(Tensor):
 class Fp8AllGatherOutput(Fp8Weight):
     """A whole weight [N,K] that FSDP gathered in FP8, or those of all experts, [E,N,K] or [E,K,N], with data [E,N,K].
 
-    A later gather into the same memory replaces data, scales and channel scales.
+    A later gather into the same memory replaces data, scales and channel scales. Operations that would write raise
+    ValueError: the next gather would overwrite what they wrote.
     """
 
     channel_factor: Tensor
@@ -260,6 +241,16 @@ class Fp8AllGatherOutput(Fp8Weight):
             self.channel_factor, self.channel_inverse = channels.factor, channels.inverse
 
     def __init__(self, *arguments: Any) -> None: ...
+
+    @classmethod
+    def own_operation(cls, func: Any, args: Any, kwargs: Any) -> Any:
+        """See `Fp8Weight.own_operation`; raises ValueError for operations that write."""
+        if any(isinstance(value, Fp8AllGatherOutput) for value in written(func, args, kwargs)):
+            raise ValueError(
+                f"{func} would change a weight that FSDP2 has gathered in FP8, and its shards would stay as they are: "
+                "call reshard() of the modules on which fully_shard was called, and write to the shards"
+            )
+        return NotImplemented
 
     def same_bytes(self) -> "Fp8AllGatherOutput":
         """See `Fp8Weight.same_bytes`."""

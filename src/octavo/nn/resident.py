@@ -21,18 +21,18 @@ FSDP2 shards it by rows, and experts by experts: `ResidentShard`. `octavo.nn.res
 has of it.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from octavo.nn.fp8_weight import Fp8Weight
+from octavo.nn.fp8_weight import Fp8Weight, written
 from octavo.nn.resident_values import dequantized_values, quantized_values
 from octavo.numerics.formats import SUPPORTED_DTYPES
 from octavo.numerics.spec import ADAPTIVE_BY_TEXT, AdaptiveSpec, MessageSpec, QuantSpec
-from octavo.runtime.torch_compat import local_part, tree_leaves
+from octavo.runtime.torch_compat import local_part
 
 aten = torch.ops.aten
 _TRANSPOSES: dict[Any, Any] = {
@@ -123,7 +123,7 @@ class ResidentWeight(Fp8Weight):
     def own_operation(cls, func: Any, args: Any, kwargs: Any) -> Any:
         """See `Fp8Weight.own_operation`; raises ValueError for operations that change values or split the weight."""
         weight, *rest = args or (None,)
-        if any(isinstance(value, ResidentWeight) for value in _written(func, args, kwargs)):
+        if any(isinstance(value, ResidentWeight) for value in written(func, args, kwargs)):
             return _write(func, weight, rest, kwargs)
         if not isinstance(weight, ResidentWeight):
             return NotImplemented
@@ -248,14 +248,6 @@ class ResidentWeight(Fp8Weight):
     def storage(self) -> Any:
         """Raise ValueError, as `data_ptr`."""
         self.data_ptr()
-
-
-def _written(func: Any, args: Any, options: Mapping[str, Any]) -> Iterator[Any]:
-    """Yield the tensors into which an operation writes."""
-    if func._schema.is_mutable:
-        for index, argument in enumerate(func._schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                yield from tree_leaves(args[index] if index < len(args) else options.get(argument.name))
 
 
 def _write(func: Any, weight: Any, rest: Any, options: Mapping[str, Any]) -> Any:

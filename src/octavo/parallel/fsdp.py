@@ -9,16 +9,17 @@ With copies of the shards (HSDP), the sums of a shard group are reduced over the
 no hook for that.
 
 Weights are gathered in FP8 if one format serves all products and each rank can quantize its rows alone: recipes by row,
-without further communication, and by tensor, with one all_reduce of the amax of all weights per optimizer step. Other
-recipes (blocks across rows, other blocks for dgrad) are gathered in high precision. Weights of experts are sharded by
-experts, and gathered in FP8 if their products are grouped ones (`octavo.kernels.grouped.is_grouped`).
+without further communication, and by tensor, with one all_reduce of the amaxes of an FSDP2 group before its gather.
+Other recipes (blocks across rows, other blocks for dgrad) are gathered in high precision. Weights of experts are
+sharded by experts, and gathered in FP8 if their products are grouped ones (`octavo.kernels.grouped.is_grouped`).
 """
 
 import weakref
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
+from itertools import chain
 from typing import Any, TypeGuard, cast
 
 import torch
@@ -27,23 +28,19 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from octavo.comm import reduce_scatter
 from octavo.kernels.grouped import is_grouped
 from octavo.nn.equalized import shared_scales
 from octavo.nn.experts import STACKED, Experts, is_converted_experts
-from octavo.nn.gathered import GatherFormat, GlobalScales, ShardedWeight, sharded_weights
+from octavo.nn.gathered import AmaxGroup, GatherFormat, ShardedWeight, sharded_weights
 from octavo.nn.linear_like import LinearLike
 from octavo.nn.resident_state import as_resident, resident_weights
 from octavo.numerics.equalization import ChannelScales
-from octavo.numerics.spec import TENSOR, QuantSpec
+from octavo.numerics.spec import QuantSpec
 from octavo.runtime.blocks import CALLED_OUTSIDE, find_blocks
-from octavo.runtime.torch_compat import forget_gathered, fsdp_parameters, local_part
+from octavo.runtime.torch_compat import forget_gathered, fsdp_groups, local_part
 from octavo.tensor import local_tensor
-
-_SCALES: "weakref.WeakSet[GlobalScales]" = weakref.WeakSet()
-"""Scales of all sharded models in the process."""
 
 
 class Fp8ReduceScatter:
@@ -114,12 +111,9 @@ def shard(
     Raises:
         ValueError: If a module that needs a group by itself trains parameters of several dtypes, or shares some.
     """
-    scales = None
     if fp8_gather:
-        group = mesh.get_group(mesh.ndim - 1)
-        scales = GlobalScales(group)
         expert_ranks = 1 if expert_mesh is None else expert_mesh.size()
-        _mark_fp8_weights(model, dtype, scales, mesh.size(mesh.ndim - 1), expert_ranks)
+        _mark_fp8_weights(model, dtype, mesh.size(mesh.ndim - 1), expert_ranks)
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype)
     offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if cpu_offload else OffloadPolicy()
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "offload_policy": offload}
@@ -142,8 +136,11 @@ def shard(
         reducer: Any = Fp8ReduceScatter(fp8_reduce)
         for module in sharded:
             module.set_custom_reduce_scatter(reducer)
-    if scales is not None:
-        _register_hooks(model, scales)
+    if fp8_gather:
+        model.register_state_dict_post_hook(_unwrap_shards)
+        for group in (group for module in model.modules() for group in fsdp_groups(module)):
+            weights = [parameter.sharded_param for parameter in group]
+            AmaxGroup(weight for weight in weights if isinstance(local_part(weight), ShardedWeight))
     return model
 
 
@@ -206,9 +203,7 @@ def _unshared_blocks(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Modul
     return [block for block in alone if not any(getattr(m, CALLED_OUTSIDE, False) for m in block.modules())]
 
 
-def _mark_fp8_weights(
-    model: nn.Module, dtype: torch.dtype | None, scales: GlobalScales, ranks: int, expert_ranks: int
-) -> None:
+def _mark_fp8_weights(model: nn.Module, dtype: torch.dtype | None, ranks: int, expert_ranks: int) -> None:
     """Replace weights that can be gathered in FP8 by `ShardedWeight`, before sharding over `ranks`, or `expert_ranks`
     for distributed experts. One rank gathers nothing; FSDP2 would pass it the bytes without their scales.
     """
@@ -228,11 +223,10 @@ def _mark_fp8_weights(
         distributed = is_converted_experts(module) and isinstance(weight, DTensor)
         if spec is None or (expert_ranks if distributed else ranks) == 1:
             continue
-        by_tensor = scales if spec.granularity == TENSOR else None
-        gather_format = GatherFormat(spec, dtype, local_tensor(weight).shape[0], by_tensor)
+        gather_format = GatherFormat(spec, dtype, local_tensor(weight).shape[0])
         gather_format.transposed = bool(getattr(module, "is_transposed", False))
         gather_format.channels = partial(_channels, layers)
-        gather_format.follow = partial(_update_recipe, weakref.ref(model), gather_format, layers, scales)
+        gather_format.follow = partial(_update_recipe, weakref.ref(model), gather_format, layers)
         marked = nn.Parameter(_marked(weight.detach(), gather_format), requires_grad=weight.requires_grad)
         for module, name in places:
             setattr(module, name, marked)
@@ -270,9 +264,7 @@ def _channels(linears: Iterable[nn.Module]) -> ChannelScales | None:
     return scales.pop() if len(scales) == 1 else None
 
 
-def _update_recipe(
-    model: "weakref.ref[nn.Module]", gather_format: GatherFormat, layers: Iterable[nn.Module], scales: GlobalScales
-) -> None:
+def _update_recipe(model: "weakref.ref[nn.Module]", gather_format: GatherFormat, layers: Iterable[nn.Module]) -> None:
     """Gather a weight in the format of its layers' current recipe, or in high precision without one."""
     recipes = {getattr(layer, "recipe", None) for layer in layers}
     spec = _gathered_spec(next(iter(layers))) if len(recipes) == 1 else None
@@ -280,43 +272,11 @@ def _update_recipe(
     if spec == gather_format.spec or root is None:
         return
     for module in root.modules():
-        for parameter in fsdp_parameters(module) if isinstance(module, FSDPModule) else ():
+        for parameter in chain.from_iterable(fsdp_groups(module)):
             if getattr(local_part(parameter.sharded_param), "gather_format", None) is gather_format:
                 cast(FSDPModule, module).reshard()
                 forget_gathered(parameter)  # the new format has another size
-                sharded = parameter.sharded_param
-    scales.drop(gather_format)
-    by_tensor = spec is not None and spec.granularity == TENSOR
-    gather_format.spec, gather_format.scale, gather_format.scales = spec, None, scales if by_tensor else None
-    if by_tensor:
-        scales.add(sharded, gather_format)
-
-
-def _register_hooks(model: nn.Module, scales: GlobalScales) -> None:
-    """Register hooks that return plain tensors in `state_dict` and refresh scales by tensor."""
-    model.register_state_dict_post_hook(_unwrap_shards)
-    for _, parameter in sharded_weights(model):
-        gather_format = local_part(parameter).gather_format
-        if gather_format.scales is not None:
-            scales.add(parameter, gather_format)
-    _watch_optimizers()
-    _SCALES.add(scales)
-    model.register_load_state_dict_post_hook(lambda *_: setattr(scales, "stale", True))
-    model.register_forward_pre_hook(lambda *_: scales.refresh(), prepend=True)
-
-
-@cache
-def _watch_optimizers() -> None:
-    """Mark scales by tensor as stale after an optimizer step, with one hook for all models of the process.
-
-    When a model is sharded, its optimizer is not known yet.
-    """
-
-    def changed(*_: Any) -> None:
-        for scales in _SCALES:
-            scales.stale = True
-
-    register_optimizer_step_post_hook(changed)
+    gather_format.spec, gather_format.scale = spec, None
 
 
 def _unwrap_shards(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:

@@ -78,9 +78,9 @@ def has_freed_weights(module: torch.nn.Module) -> bool:
     return any(group.is_sharded for m in module.modules() if isinstance(m, fsdp) for group in _fsdp_groups(m))
 
 
-def fsdp_parameters(module: Any) -> list[Any]:
-    """Return the parameters that FSDP2 gathers for a module that `fully_shard` was called on, as its `FSDPParam`s."""
-    return [parameter for group in _fsdp_groups(module) for parameter in group.fsdp_params]
+def fsdp_groups(module: Any) -> list[list[Any]]:
+    """Return the parameters that FSDP2 gathers together for a module, as `FSDPParam`s; [] without `fully_shard`."""
+    return [group.fsdp_params for group in _fsdp_groups(module)] if hasattr(module, "_get_fsdp_state") else []
 
 
 def forget_gathered(parameter: Any) -> None:
