@@ -15,6 +15,7 @@ from training import WIDTH, loss_of, make, one_process, optimizer_of, run, share
 import octavo
 from octavo.parallel import Parallel, parallelize
 from octavo.parallel.fsdp import parameters_in_fp8
+from octavo.tensor import local_tensor
 
 pytestmark = pytest.mark.dist
 
@@ -396,6 +397,48 @@ def test_a_recipe_by_row_with_wgrad_in_high_precision_is_gathered(gloo):
         gloo.run(run, 2, {"fp8_comm": c}, {"recipe": "rowwise_hp_wgrad", "steps": 4}) for c in ("off", "gather")
     )
     assert [x for x, _ in off] == [x for x, _ in gather]
+
+
+# --- copies of shards ---
+
+
+class Mixed(nn.Module):
+    """Parameters of several kinds, and a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.base, self.inner, self.head = nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 6).bfloat16()
+        self.base.requires_grad_(False)
+        self.register_buffer("shift", torch.randn(64))
+
+    def forward(self, x):
+        return self.head((self.inner(self.base(x)) + self.shift).bfloat16())
+
+
+def copies_job():
+    """Seeds that differ, and a NaN that one rank alone sees after the reduction."""
+    torch.manual_seed(dist.get_rank())
+    model = octavo.convert(Mixed(), skip=["head"], frozen="fp8", verbose=False)
+    model = parallelize(model, Parallel(dp_replicate=2, dp_shard=2), fp8_comm="gather")
+    optimizer = octavo.AdamW([p for p in model.parameters() if p.requires_grad], nonfinite="skip")
+    for step in range(3):
+        model(torch.ones(4, 64)).float().square().mean().backward()
+        if step == 1 and dist.get_rank() == 3:
+            model.inner.weight.grad.to_local()[0, 0] = float("nan")
+        optimizer.step()
+        optimizer.zero_grad()
+    base = model.base.weight.to_local()
+    parts = [local_tensor(p) for p in model.parameters() if p is not model.base.weight]
+    return [
+        part.detach() for part in (*parts, base.data_.view(torch.uint8), base.scale, model.shift)
+    ], optimizer.skipped
+
+
+@pytest.mark.thorough
+def test_copies_begin_and_stay_equal(gloo):
+    ranks = gloo.run(copies_job, 4)
+    for (one, skipped), (other, _) in zip(ranks[:2], ranks[2:], strict=True):
+        assert skipped == 1 and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 # --- what else is done to a model ---

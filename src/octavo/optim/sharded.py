@@ -122,7 +122,8 @@ def sum_gradient(param: Tensor) -> None:
 
 
 def any_rank(flags: Tensor, params: Iterable[Tensor]) -> Tensor:
-    """Return which flags are set on any rank that shares the parameters; one all_reduce per mesh dimension.
+    """Return which flags are set on any rank that has shards or copies of the parameters; one all_reduce per mesh
+    dimension.
 
     Args:
         flags: bool [n] on the CPU, with the same length on all these ranks.
@@ -130,9 +131,9 @@ def any_rank(flags: Tensor, params: Iterable[Tensor]) -> Tensor:
     """
     groups: dict[dist.ProcessGroup, str] = {}
     for param in params:
-        for dim, placement in enumerate(_placements(param)):
-            if not placement.is_replicate():
-                mesh: Any = param.device_mesh  # type: ignore[attr-defined]
+        for dim in range(len(_placements(param))):
+            mesh: Any = param.device_mesh  # type: ignore[attr-defined]
+            if mesh.size(dim) > 1:
                 groups[mesh.get_group(dim)] = mesh.device_type
     for group, device in groups.items():
         counts = flags.to(device, torch.int32)

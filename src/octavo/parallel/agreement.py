@@ -2,6 +2,7 @@
 
 import hashlib
 import warnings
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -13,7 +14,9 @@ from octavo.comm.checks import has_detailed_checks
 from octavo.kernels.adamw import ADAMW, CASE
 from octavo.nn.experts import is_converted_experts
 from octavo.nn.linear_subclasses import is_converted
+from octavo.nn.resident import ResidentWeight
 from octavo.runtime.torch_compat import unset_fake_temporarily
+from octavo.tensor import local_tensor
 
 
 def gather_reports(report: Any, mesh: Any) -> list[Any]:
@@ -95,6 +98,17 @@ def compare_ranks(function: str, model: nn.Module, settings: list[Any], problem:
                 f"rank {report['rank']} and rank {reports[0]['rank']} call {function} with different {differing}"
                 f"{shown}: all ranks must agree"
             )
+
+
+@torch.no_grad()
+def broadcast_values(tensors: Iterable[Tensor], group: dist.ProcessGroup, device: torch.device) -> None:
+    """Give all ranks of a group the first one's values of tensors, or of their shards; meta tensors have none."""
+    for local in map(local_tensor, tensors):
+        for part in (local.data_, local.scale) if isinstance(local, ResidentWeight) else (local,):
+            if not part.is_meta and part.numel():
+                values = part.detach().to(device).contiguous()
+                dist.broadcast(values.view(-1).view(torch.uint8), dist.get_global_rank(group, 0), group)  # any dtype
+                part.copy_(values)
 
 
 def agree_on_adamw(device: torch.device, mesh: Any) -> None:

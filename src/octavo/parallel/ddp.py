@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from octavo.comm import DEFAULT_SPEC, all_gather, all_reduce, reduce_scatter
 from octavo.comm.encoding import pack, parse_spec, unpack
 from octavo.nn.resident import ResidentWeight
+from octavo.parallel.agreement import broadcast_values
 from octavo.runtime.torch_compat import divides_by_active_ranks, ignore_in_ddp
 
 
@@ -160,9 +161,8 @@ def replicate(model: nn.Module, mesh: DeviceMesh, *, fp8: str | None) -> nn.Modu
     """Wrap a model in DDP over the ranks of a mesh, with gradients in this FP8 format or their own dtype."""
     group = mesh.get_group("dp_replicate") if mesh.mesh_dim_names else mesh.get_group()
     resident = {name: w for name, w in model.named_parameters() if isinstance(w, ResidentWeight)}
-    for weight in resident.values():  # DDP would send and quantize their values
-        for part in (weight.data_.view(torch.uint8), weight.scale):
-            dist.broadcast(part, dist.get_global_rank(group, 0), group)
+    # DDP would send and quantize their values.
+    broadcast_values(resident.values(), group, torch.device(mesh.device_type))
     ignore_in_ddp(model, resident)
     ddp_model = DistributedDataParallel(model, process_group=group)
     if fp8 is not None:

@@ -5,8 +5,8 @@ communicated.
     everything else                 gathered in the compute dtype, as FSDP2 does
     gradients                       FP8 all-to-all and a sum in float32, through FSDP2's own reduce-scatter hook
 
-With copies of the shards (HSDP), the sums of a shard group are reduced over the copies in `reduce_dtype`; FSDP2 offers
-no hook for that.
+With copies of the shards (HSDP), all copies begin with the values of the first one, as DDP's do. The sums of a shard
+group are reduced over the copies in `reduce_dtype`; FSDP2 offers no hook for that.
 
 Weights are gathered in FP8 if one format serves all products and each rank can quantize its rows alone: recipes by row,
 without further communication, and by tensor, with one all_reduce of the amaxes of an FSDP2 group before its gather.
@@ -38,6 +38,7 @@ from octavo.nn.linear_like import LinearLike
 from octavo.nn.resident_state import as_resident, resident_weights
 from octavo.numerics.equalization import ChannelScales
 from octavo.numerics.spec import QuantSpec
+from octavo.parallel.agreement import broadcast_values
 from octavo.runtime.blocks import CALLED_OUTSIDE, find_blocks
 from octavo.runtime.torch_compat import forget_gathered, fsdp_groups, local_part
 from octavo.tensor import local_tensor
@@ -132,6 +133,9 @@ def shard(
     for block in blocks:
         sharded.append(fully_shard(block, reshard_after_forward=reshard_after_forward, **options))
     sharded.append(fully_shard(model, reshard_after_forward=False, **options))
+    if mesh.ndim == 2:
+        device = torch.device(mesh.device_type)
+        broadcast_values((*model.parameters(), *model.buffers()), mesh.get_group(0), device)
     if fp8_reduce is not None:
         reducer: Any = Fp8ReduceScatter(fp8_reduce)
         for module in sharded:
