@@ -7,9 +7,10 @@ on which any attention runs; another brings the results back:
 
 Backward sends gradients by the same ways. In FP8 the messages are vectors in groups of 128 (`fp8/1x128`, 0.52 of the
 bytes of bf16, 44 dB for Gaussian values): a group is part of one token and head if D is a multiple of 128, else it may
-hold the ends of two. Attention and its backward compute with the same decoded q, k and v, so nothing that is saved
-disagrees with what backward reads. The error of q and k is less than that of the FP8 product that made them, 29 dB, and
-like that error it counts more the larger the scores are. On normal q, k and v of two ranks (SQNR in dB to one process):
+hold the ends of two; q, k and v begin with groups of their own. Attention and its backward compute with the same
+decoded q, k and v, so nothing that is saved disagrees with what backward reads. The error of q and k is less than that
+of the FP8 product that made them, 29 dB, and like that error it counts more the larger the scores are. On normal q, k
+and v of two ranks (SQNR in dB to one process):
 
     largest score    4       14      32      57
     Y                39.9    37.4    35.3    33.7
@@ -27,8 +28,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from octavo.comm import ADAPTIVE_SPEC
 from octavo.comm.checks import Group, world_size
+from octavo.comm.encoding import parse_spec
 from octavo.parallel.exchange import exchange_rows
+from octavo.runtime.switch import SWITCH
+
+_GROUP = parse_spec(ADAPTIVE_SPEC).granularity.columns
+"""Elements of a message that share a scale."""
 
 
 def ulysses_attention(
@@ -70,12 +77,12 @@ def ulysses_attention(
     ranks = world_size(group)
     _check(q, k, v, ranks)
     parts = [t.unflatten(1, (ranks, -1)).movedim(1, 0) for t in (q, k, v)]  # [p,B,H/p,S/p,D]
-    shapes = [part.shape for part in parts]
-    sizes = [part[0].numel() for part in parts]
-    message = torch.cat([part.reshape(ranks, -1) for part in parts], dim=1)
-    received = _exchange(message, group, fp8_comm).split(sizes, dim=1)
+    group_size = _GROUP if fp8_comm and not SWITCH.off else 1  # no group of v shares its scale with a larger k
+    rows = [F.pad(part.reshape(ranks, -1), (0, -part[0].numel() % group_size)) for part in parts]
+    received = _exchange(torch.cat(rows, dim=1), group, fp8_comm).split([row.shape[1] for row in rows], dim=1)
     whole = [
-        part.reshape(shape).permute(1, 2, 0, 3, 4).flatten(2, 3) for part, shape in zip(received, shapes, strict=True)
+        row[:, : part[0].numel()].reshape(part.shape).permute(1, 2, 0, 3, 4).flatten(2, 3)
+        for row, part in zip(received, parts, strict=True)
     ]
     y = attention(*whole, **kwargs)
     back = y.unflatten(2, (ranks, -1)).movedim(2, 0)  # [p,B,H/p,S/p,Dv]
