@@ -101,6 +101,31 @@ def different_job():
     )
 
 
+class Odd(nn.Module):
+    """A module that fails where nothing expects it."""
+
+    def named_parameters(self, *args, **options):
+        raise KeyError("odd")
+
+
+def early_mistakes_job():
+    """Mistakes of rank 1 that leave nothing to compare: rank 0 does not wait for it."""
+    odd, mesh = dist.get_rank() == 1, init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
+    for function in (
+        parallelize, octavo.parallel.expert_parallel, octavo.parallel.context_parallel, octavo.parallel.tensor_parallel
+    ):  # fmt: skip
+        mistakes = [((None, mesh), TypeError), ((make(), "cpu"), TypeError), ((Odd(), mesh), Exception)]
+        for mistake, kind in mistakes:
+            with pytest.raises(kind if odd else ValueError) as error:
+                function(*(mistake if odd else (make(), mesh)))
+            assert odd or function is not parallelize or "parallelize fails on rank 1: " in str(error.value)
+    refused(lambda: parallelize(make(), mesh if odd else Parallel(dp_replicate=2)), "different settings")
+
+
+def test_no_rank_waits_for_one_that_made_a_mistake(gloo):
+    gloo.run(early_mistakes_job, 2, timeout=30.0)
+
+
 def one_converts_job():
     precision = octavo.Precision.level("fp8")
     model = make("rowwise" if dist.get_rank() == 1 else None)

@@ -190,6 +190,19 @@ def test_what_cannot_be_distributed_is_refused(gloo, family, options, changes, m
         assert message in text
 
 
+def seeds_job():
+    model = model_of("llama")
+    with torch.no_grad():
+        model.model.norm.weight[0] += dist.get_rank()
+    with pytest.raises(ValueError, match=r"different values of parameters \(build the model from one seed\)"):
+        tensor_parallel(model, mesh_of())
+
+
+def test_values_that_differ_are_refused(gloo):
+    """Each rank would keep its own norms."""
+    gloo.run(seeds_job, 2)
+
+
 def uneven_job():
     model = tensor_parallel(model_of("llama"), mesh_of())
     assert local_tensor(model.lm_head.weight).shape == (97, 128)  # which two ranks do not divide

@@ -2,8 +2,8 @@
 
 import hashlib
 import warnings
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -12,17 +12,22 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from octavo.comm.checks import has_detailed_checks
 from octavo.kernels.adamw import ADAMW, CASE
+from octavo.nn.delayed import has_values
 from octavo.nn.experts import is_converted_experts
 from octavo.nn.linear_subclasses import is_converted
+from octavo.nn.report import check_module
 from octavo.nn.resident import ResidentWeight
 from octavo.runtime.torch_compat import unset_fake_temporarily
 from octavo.tensor import local_tensor
 
+T = TypeVar("T")
+
 
 def gather_reports(report: Any, mesh: Any) -> list[Any]:
-    """Return the reports of all ranks of a mesh; of all ranks of the world if it is not a `DeviceMesh`."""
+    """Return the reports of all ranks of a mesh; of all ranks of the world if it has them, or is not a `DeviceMesh`."""
     reports = [report]
-    for group in mesh.get_all_groups() if isinstance(mesh, DeviceMesh) else [None]:
+    is_part = isinstance(mesh, DeviceMesh) and mesh.size() < dist.get_world_size()
+    for group in mesh.get_all_groups() if is_part else [None]:
         parts: list[Any] = [None] * dist.get_world_size(group)
         with unset_fake_temporarily():  # of a plan
             dist.all_gather_object(parts, reports, group)
@@ -69,35 +74,63 @@ class EqualShapes:
         return x
 
 
-def compare_ranks(function: str, model: nn.Module, settings: list[Any], problem: Exception | None, mesh: Any) -> None:
-    """Raise on every rank if one has a problem, or if ranks have different settings, recipes or parameters.
+def check_on_all_ranks(
+    function: str, model: Any, mesh: Any, check: Callable[[], tuple[T, list[Any]]], *, compare_values: bool = False
+) -> T:
+    """Check the arguments of a function that all ranks call; raise on every rank if one has an error, or if ranks have
+    different settings, recipes or parameters.
 
     Args:
-        function: The name of the function that the ranks call, for messages.
-        model: The model.
-        settings: What has to be equal besides.
-        problem: The error of this rank, or None.
+        function: The name of the function, for messages.
+        model: The model, of any type on a rank that makes a mistake.
         mesh: As of `gather_reports`.
+        check: Returns what the function needs, and the settings that have to be equal, or raises.
+        compare_values: Whether the parameters must have equal values.
     """
-    converted = {name: m for name, m in model.named_modules() if is_converted(m) or is_converted_experts(m)}
-    recipes = {name: str(m.recipe.to_json()) for name, m in converted.items()}
-    parameters = {name: [list(p.shape), p.dtype, p.requires_grad] for name, p in model.named_parameters()}
-    values = {"settings": settings, "recipes of layers": recipes, "parameters": parameters}
-    digests = {name: hashlib.sha256(repr(value).encode()).hexdigest() for name, value in values.items()}
-    digests["settings"] = repr(settings)[1:-1]  # in full, for the message
-    reports = gather_reports({"rank": dist.get_rank(), "problem": problem and str(problem), **digests}, mesh)
+    problem, digests = None, dict[str, str]()
+    try:
+        check_module(function, model)
+        result, settings = check()
+        digests = _digests(model, settings, compare_values)
+    except Exception as error:  # of any kind: the others wait for this rank
+        problem = error
+    kind = "" if isinstance(problem, TypeError | ValueError) else f"{type(problem).__name__}: "
+    reports = gather_reports((dist.get_rank(), problem and f"{kind}{problem}", digests), mesh)
     if problem is not None:
         raise problem
-    for report in reports:
-        if report["problem"] is not None:
-            raise ValueError(f"{function} fails on rank {report['rank']}: {report['problem']}")
-    for report in reports:
-        if (differing := next((name for name in values if report[name] != reports[0][name]), None)) is not None:
-            shown = f" ({report[differing]} and {reports[0][differing]})" if differing == "settings" else ""
+    for rank, message, _ in reports:
+        if message is not None:
+            raise ValueError(f"{function} fails on rank {rank}: {message}")
+    first, _, expected = reports[0]
+    for rank, _, other in reports:
+        if (differing := next((name for name in expected if other[name] != expected[name]), None)) is not None:
+            shown = f" ({other[differing]} and {expected[differing]})" if differing == "settings" else ""
             raise ValueError(
-                f"rank {report['rank']} and rank {reports[0]['rank']} call {function} with different {differing}"
-                f"{shown}: all ranks must agree"
+                f"rank {rank} and rank {first} call {function} with different {differing}{shown}: all ranks must agree"
             )
+    return result
+
+
+def _digests(model: nn.Module, settings: list[Any], compare_values: bool) -> dict[str, str]:
+    """Return what all ranks have to have in common, by its name in messages."""
+    converted = {name: m for name, m in model.named_modules() if is_converted(m) or is_converted_experts(m)}
+    parameters = dict(model.named_parameters())
+    values = {
+        "recipes of layers": {name: str(m.recipe.to_json()) for name, m in converted.items()},
+        "parameters": {name: [list(p.shape), p.dtype, p.requires_grad] for name, p in parameters.items()},
+    }
+    if compare_values:
+        known = [p for p in parameters.values() if has_values(p)]
+        values["values of parameters (build the model from one seed)"] = checksums(known).tolist() if known else []
+    digests = {name: hashlib.sha256(repr(value).encode()).hexdigest() for name, value in values.items()}
+    return {"settings": repr(settings)[1:-1]} | digests  # settings in full, for the message
+
+
+def checksums(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the sum of each tensor's bits, which changes with its values; version counters miss some writes."""
+    bits = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
+    rows = (tensor.detach().contiguous() for tensor in tensors)
+    return torch.stack([row.view(bits[row.element_size()]).sum(dtype=torch.int64) for row in rows])
 
 
 @torch.no_grad()

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from octavo.nn.report import check_module
-from octavo.parallel.agreement import EqualShapes, check_mesh, compare_ranks
+from octavo.parallel.agreement import EqualShapes, check_mesh, check_on_all_ranks
 from octavo.parallel.ulysses import ulysses_attention
 
 _NAME = "octavo_ulysses"
@@ -51,15 +50,9 @@ def context_parallel(model: nn.Module, mesh: DeviceMesh, *, fp8_comm: bool = Tru
         >>> octavo.parallel.context_parallel(model, mesh["cp"])  # doctest: +SKIP
         >>> model = octavo.parallelize(model)  # doctest: +SKIP
     """
-    check_module("context_parallel", model)
-    check_mesh("context_parallel", mesh, "dp", "cp")
-    problem: Exception | None = None
-    attention: list[nn.Module] = []
-    try:
-        attention = _check(model, mesh)
-    except ValueError as error:
-        problem = error
-    compare_ranks("context_parallel", model, [bool(fp8_comm), tuple(mesh.shape)], problem, mesh)
+    attention = check_on_all_ranks(
+        "context_parallel", model, mesh, lambda: (_check(model, mesh), [bool(fp8_comm), tuple(mesh.shape)])
+    )
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     config: Any = model.config
@@ -78,6 +71,7 @@ def inner_attention(model: nn.Module) -> str | None:
 
 def _check(model: Any, mesh: DeviceMesh) -> list[nn.Module]:
     """Return the attention modules. Raises ValueError as `context_parallel`."""
+    check_mesh("context_parallel", mesh, "dp", "cp")
     kind = type(model).__name__
     config: Any = getattr(model, "config", None)
     if mesh.ndim != 1:

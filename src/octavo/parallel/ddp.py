@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from octavo.comm import DEFAULT_SPEC, all_gather, all_reduce, reduce_scatter
 from octavo.comm.encoding import pack, parse_spec, unpack
 from octavo.nn.resident import ResidentWeight
-from octavo.parallel.agreement import broadcast_values
+from octavo.parallel.agreement import broadcast_values, checksums
 from octavo.runtime.torch_compat import divides_by_active_ranks, ignore_in_ddp
 
 
@@ -103,7 +103,7 @@ class Fp8AllReduce:
             errors = torch.zeros_like(flat), flat.new_zeros(1, flat.shape[1])
             residuals = self._residuals[index] = _Residuals(contents, errors, tuple(map(torch.clone, errors)))
         # A rank without inputs takes no steps, and sends its errors once.
-        bucket, piece = residuals.begin(_checksums(parameters) + self._joined, self._last_finite)
+        bucket, piece = residuals.begin(checksums(parameters) + self._joined, self._last_finite)
         flat += bucket
         self._store_error(flat, residuals.pending[0])
         average = reduce_scatter(flat, self.group, op="avg", spec=self.spec) + piece
@@ -148,13 +148,6 @@ class _Residuals:
                 torch.where(was_taken, pending, taken, out=taken)
         self.checksums = checksums
         return self.taken
-
-
-def _checksums(parameters: list[Tensor]) -> Tensor:
-    """Return the sum of each parameter's bits: version counters miss writes by `.data` and by Triton kernels."""
-    bits = {8: torch.int64, 4: torch.int32, 2: torch.int16}
-    rows = (p.detach().contiguous() for p in parameters)
-    return torch.stack([p.view(bits[p.element_size()]).sum(dtype=torch.int64) for p in rows])
 
 
 def replicate(model: nn.Module, mesh: DeviceMesh, *, fp8: str | None) -> nn.Module:

@@ -40,10 +40,9 @@ from torch.distributed.tensor import DTensor, Shard
 
 from octavo.comm import ADAPTIVE_SPEC
 from octavo.nn.experts import STACKED, Experts, gather_rows, inverse_order, is_converted_experts, looks_like_experts
-from octavo.nn.report import check_module
 from octavo.nn.resident import ResidentShard
 from octavo.numerics.recipe import Recipe
-from octavo.parallel.agreement import check_mesh, compare_ranks
+from octavo.parallel.agreement import check_mesh, check_on_all_ranks
 from octavo.parallel.exchange import exchange_rows
 from octavo.runtime.swap import all_or_nothing
 from octavo.runtime.switch import SWITCH
@@ -82,21 +81,18 @@ def expert_parallel(model: nn.Module, mesh: DeviceMesh, *, fp8_comm: bool = True
         >>> octavo.parallel.expert_parallel(model, mesh["ep"])  # doctest: +SKIP
         >>> octavo.parallelize(model, mesh)  # doctest: +SKIP
     """
-    check_module("expert_parallel", model)
-    check_mesh("expert_parallel", mesh, "efsdp", "ep")
-    if mesh.get_coordinate() is None:
+    if isinstance(mesh, DeviceMesh) and mesh.get_coordinate() is None:
         raise ValueError(
             f"expert_parallel: rank {dist.get_rank()} is not in the mesh {mesh}: take a dimension of a mesh over all "
             "ranks, such as init_device_mesh('cuda', (2, 4), mesh_dim_names=('efsdp', 'ep'))['ep']"
         )
-    experts = [module for module in model.modules() if is_converted_experts(module)]
-    problem: Exception | None = None
-    try:
+
+    def check() -> tuple[list[Any], list[Any]]:
         _check_mesh(mesh)
         _check_experts(model, mesh.size())
-    except ValueError as error:
-        problem = error
-    compare_ranks("expert_parallel", model, [bool(fp8_comm), tuple(mesh.shape)], problem, mesh)
+        return list(filter(is_converted_experts, model.modules())), [bool(fp8_comm), tuple(mesh.shape)]
+
+    experts = check_on_all_ranks("expert_parallel", model, mesh, check)
     with all_or_nothing(model):
         exchange = ExpertExchange(mesh, fp8=bool(fp8_comm))
         for module in experts:
@@ -231,6 +227,7 @@ def _shard(parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
 
 
 def _check_mesh(mesh: DeviceMesh) -> None:
+    check_mesh("expert_parallel", mesh, "efsdp", "ep")
     if mesh.ndim != 1:
         raise ValueError(
             f"expert_parallel takes one dimension of a mesh; got {mesh.ndim}, named {mesh.mesh_dim_names}: pass the "

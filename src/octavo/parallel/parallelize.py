@@ -27,10 +27,9 @@ from torch.distributed.tensor import DTensor
 from octavo.comm import DEFAULT_SPEC
 from octavo.nn.convert import apply_plan, rule_plan
 from octavo.nn.linear_subclasses import is_converted
-from octavo.nn.report import check_module
 from octavo.numerics.names import nearest
 from octavo.numerics.precision import Precision
-from octavo.parallel.agreement import agree_on_adamw, compare_ranks
+from octavo.parallel.agreement import agree_on_adamw, check_on_all_ranks
 from octavo.parallel.amax_sync import sync_scaling_state
 from octavo.parallel.ddp import replicate
 from octavo.parallel.expert_parallel import check_expert_mesh, distributed_experts, has_expert_names
@@ -135,7 +134,6 @@ def parallelize(
         >>> type(model[0].weight).__name__
         'DTensor'
     """
-    check_module("parallelize", model)
     if not dist.is_initialized():
         raise ValueError(
             "parallelize needs a process group: start with torchrun --nproc-per-node N, and call "
@@ -150,9 +148,10 @@ def _parallelize(
     model: nn.Module, mesh: DeviceMesh | Parallel | None, precision: Precision | None, changes: dict[str, Any],
     dtype: torch.dtype | None, reduce_dtype: torch.dtype,
 ) -> nn.Module:  # fmt: skip
-    layout, problem = Parallel(), None
-    try:
-        layout = Parallel(**(vars(mesh if isinstance(mesh, Parallel) else layout) | changes))
+    def check() -> tuple[tuple[Parallel, int, int], list[Any]]:
+        if mesh is not None and not isinstance(mesh, DeviceMesh | Parallel):
+            raise TypeError(f"parallelize takes a DeviceMesh, an octavo.parallel.Parallel, or None; got {mesh!r}")
+        layout = Parallel(**(vars(mesh if isinstance(mesh, Parallel) else Parallel()) | changes))
         replicas, shards = _sizes(mesh) if isinstance(mesh, DeviceMesh) else layout.sizes(dist.get_world_size())
         _check_dtypes(dtype=dtype, reduce_dtype=reduce_dtype)
         _check_model(model, layout, replicas if shards == 1 else 1, dtype)
@@ -162,10 +161,10 @@ def _parallelize(
             apply_plan(model, rule, keep_weights=precision.keep_weights, verbose=dist.get_rank() == 0)
         if layout.fp8_comm in ("on", "gather") and (shards > 1 or replicas == 1):
             _check_recipes(model, layout.fp8_comm)
-    except (TypeError, ValueError) as error:
-        problem = error
-    exchanges = [m.octavo_exchange.fp8 for m in distributed_experts(model)]
-    compare_ranks("parallelize", model, [vars(layout), dtype, reduce_dtype, exchanges], problem, mesh)
+        exchanges = [m.octavo_exchange.fp8 for m in distributed_experts(model)]
+        return (layout, replicas, shards), [vars(layout), replicas, shards, dtype, reduce_dtype, exchanges]
+
+    layout, replicas, shards = check_on_all_ranks("parallelize", model, mesh, check)
     if not isinstance(mesh, DeviceMesh):
         mesh = make_mesh(layout, _device_type(model))
     agree_on_adamw(torch.device("cpu" if layout.cpu_offload else mesh.device_type), mesh)
@@ -193,6 +192,9 @@ def _parallelize(
 @contextmanager
 def _all_or_nothing(model: nn.Module) -> Iterator[None]:
     """`octavo.runtime.swap.all_or_nothing`, for what FSDP2 remembers of modules as well."""
+    if not isinstance(model, nn.Module):
+        yield  # to an error
+        return
     states = composable_modules()
     before = set(states)
     try:

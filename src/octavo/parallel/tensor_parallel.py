@@ -31,7 +31,7 @@ from octavo.nn.input_casts import InputCastCache
 from octavo.nn.linear_like import LinearLike
 from octavo.nn.report import NOTE_ATTRIBUTE
 from octavo.numerics.names import nearest
-from octavo.parallel.agreement import EqualShapes, compare_ranks
+from octavo.parallel.agreement import EqualShapes, check_on_all_ranks
 from octavo.parallel.tokens import TokenExchange, gather_input, reduce_output
 from octavo.runtime.switch import SWITCH
 
@@ -85,12 +85,11 @@ class _Fp8Style(ParallelStyle):
     def _hook(self, layer: nn.Module, exchange: TokenExchange) -> None: ...
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        problem = None
-        try:
+        def check() -> tuple[None, list[Any]]:
             self._check(module, device_mesh)
-        except (TypeError, ValueError) as error:
-            problem = error
-        compare_ranks(self._public_name, module, [self], problem, device_mesh)
+            return None, [self]
+
+        check_on_all_ranks(self._public_name, module, device_mesh, check)
         for name, dim in (("weight", Shard(self.weight_dim)), ("bias", self.bias_placement)):
             if (parameter := getattr(module, name)) is not None:
                 if parameter not in _PARTS:

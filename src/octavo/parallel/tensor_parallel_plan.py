@@ -36,10 +36,10 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from octavo.nn.gathered_input import fits
 from octavo.nn.linear_like import LinearLike
-from octavo.nn.report import NOTE_ATTRIBUTE, check_module
+from octavo.nn.report import NOTE_ATTRIBUTE
 from octavo.nn.resident_state import as_resident
 from octavo.numerics.spec import QuantSpec
-from octavo.parallel.agreement import EqualShapes, check_mesh, compare_ranks
+from octavo.parallel.agreement import EqualShapes, check_mesh, check_on_all_ranks
 from octavo.parallel.divided_random import divide_dropout
 from octavo.parallel.expert_parallel import distributed_experts
 from octavo.parallel.tensor_parallel import KIND, Fp8ColwiseParallel, Fp8RowwiseParallel, as_plain, present
@@ -110,12 +110,9 @@ def tensor_parallel(
         >>> loss.backward()
         >>> octavo.parallel.sum_partial_gradients(model, mesh["tp"])
     """
-    check_module("tensor_parallel", model)
-    check_mesh("tensor_parallel", mesh, "dp_shard", "tp")
-    plan: dict[str, Any] = {}
-    partial_names: set[str] = set()
-    problem: Exception | None = None
-    try:
+
+    def check() -> tuple[tuple[dict[str, Any], set[str]], list[Any]]:
+        check_mesh("tensor_parallel", mesh, "dp_shard", "tp")
         if mesh.ndim != 1:
             raise ValueError(f"tensor_parallel takes a mesh of one dimension, such as mesh['tp']; got {mesh}")
         if resident := [name for name, p in model.named_parameters() if as_resident(p) is not None]:
@@ -129,10 +126,9 @@ def tensor_parallel(
         if sequence_parallel:
             _check_blocks(model, plan)
             _check_token_mixers(model, plan)
-    except ValueError as error:
-        problem = error
-    settings = [sequence_parallel, gather, reduce, tuple(mesh.shape), sorted(plan)]
-    compare_ranks("tensor_parallel", model, settings, problem, mesh)
+        return (plan, partial_names), [sequence_parallel, gather, reduce, tuple(mesh.shape), sorted(plan)]
+
+    plan, partial_names = check_on_all_ranks("tensor_parallel", model, mesh, check, compare_values=True)
     with all_or_nothing(model):
         parallelize_module(model, mesh, plan, src_data_rank=None)
         if sequence_parallel:
