@@ -467,6 +467,25 @@ def cast_job():
     assert all(type(state["exp_avg"]._local_tensor) is torch.Tensor for state in stepper.state.values())
 
 
+def missing_gradient_job():
+    model = parallelize(make(), Parallel(fp8_comm="off"))
+    loss_of(model, share(0, 0, 0)).backward()
+    octavo.parallel.clip_grad_norm_(model.parameters(), 1.0)
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    at = names.index("norm.weight")
+    if dist.get_rank() == 1:
+        parameters[at].grad = None
+    with pytest.raises(ValueError, match=rf"parameter {at} of shape \[64\] has no gradient on ranks \[1\], and one on"):
+        octavo.parallel.clip_grad_norm_(parameters, 1.0)
+    for parameter in parameters[at:]:
+        parameter.grad = None  # on both ranks
+    assert octavo.parallel.clip_grad_norm_(parameters, 1.0) > 0
+
+
+def test_clipping_with_a_gradient_that_one_rank_lacks(gloo):
+    gloo.run(missing_gradient_job, 2)
+
+
 def modes_job():
     """Evaluation, inference mode, clipping and autocast."""
     model, tokens = parallelize(make(), Parallel(fp8_comm="gather")), share(0, 0, 0)

@@ -7,15 +7,18 @@ norm of those norms is that of all gradients:
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.utils import get_total_norm
 
-from octavo.optim.sharded import sum_gradient
+from octavo.optim.sharded import any_rank, sum_gradient
+from octavo.parallel.agreement import gather_reports
 from octavo.tensor import local_tensor
 
 
@@ -39,6 +42,7 @@ def clip_grad_norm_(
 
     Raises:
         RuntimeError: For a norm that is not finite, with `error_if_nonfinite`.
+        ValueError: On every rank, if only some of them have a gradient of a DTensor.
 
     Examples:
         >>> weight = torch.nn.Parameter(torch.zeros(4))
@@ -47,7 +51,9 @@ def clip_grad_norm_(
         (tensor(2.), tensor([0.5000, 0.5000, 0.5000, 0.5000]))
     """
     groups: dict[Any, list[Tensor]] = {}
-    for parameter in [parameters] if isinstance(parameters, Tensor) else parameters:
+    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    _check_presence(parameters)
+    for parameter in parameters:
         if parameter.grad is not None:
             sum_gradient(parameter)
             grad = parameter.grad
@@ -63,6 +69,26 @@ def clip_grad_norm_(
         for grad in grads:
             local_tensor(grad).mul_(factor.to(grad.device))
     return total
+
+
+def _check_presence(parameters: Sequence[Tensor]) -> None:
+    """Raise ValueError on all ranks unless each DTensor has a gradient on all ranks of its mesh, or on none."""
+    by_mesh: dict[DeviceMesh, list[tuple[int, DTensor]]] = {}
+    for index, parameter in enumerate(parameters):
+        if isinstance(parameter, DTensor):
+            by_mesh.setdefault(parameter.device_mesh, []).append((index, parameter))
+    for mesh, members in by_mesh.items():
+        missing = torch.tensor([parameter.grad is None for _, parameter in members], device="cpu")
+        some, all_but_some = any_rank(torch.cat([missing, ~missing]), [members[0][1]]).chunk(2)
+        if (differing := (some & all_but_some).nonzero()).numel():
+            at = int(differing[0])
+            lacking = [rank for rank, lacks in gather_reports((dist.get_rank(), bool(missing[at])), mesh) if lacks]
+            index, parameter = members[at]
+            raise ValueError(
+                f"clip_grad_norm_: parameter {index} of shape {list(parameter.shape)} has no gradient on ranks "
+                f"{sorted(lacking)}, and one on the others: run the same modules on all ranks in every step, and clear "
+                "gradients on all of them"
+            )
 
 
 def _maximum(grad: Tensor) -> Tensor:
