@@ -157,10 +157,21 @@ def replicate(model: nn.Module, mesh: DeviceMesh, *, fp8: str | None) -> nn.Modu
     # DDP would send and quantize their values.
     broadcast_values(resident.values(), group, torch.device(mesh.device_type))
     ignore_in_ddp(model, resident)
-    ddp_model = DistributedDataParallel(model, process_group=group)
+    # Sent before every forward, so only where training changes some, as running means do.
+    ddp_model = DistributedDataParallel(model, process_group=group, broadcast_buffers=bool(saved_buffers(model)))
     if fp8 is not None:
         Fp8AllReduce(group, spec=fp8).register(ddp_model)
     return ddp_model
+
+
+def saved_buffers(model: nn.Module) -> list[Tensor]:
+    """The buffers that checkpoints hold, which training may change; others are computed from the model's config."""
+    return [
+        buffer
+        for module in model.modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if name not in module._non_persistent_buffers_set
+    ]
 
 
 def _hook(state: Fp8AllReduce, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]

@@ -36,8 +36,9 @@ ROWS_SEED = 0
 
 
 def evaluate(
-    task: Task, model: Any, layout: Layout, ranks: Ranks, loss: Callable[[Tensor, Tensor], Tensor], *, fp8: bool
-) -> dict[str, float | None]:
+    task: Task, model: Any, layout: Layout, ranks: Ranks, loss: Callable[[Tensor, Tensor], Tensor], *, fp8: bool,
+    between: Callable[..., None] = lambda *_: None,
+) -> dict[str, float | None]:  # fmt: skip
     """The metrics on held-out data by name, on every rank; {} if there is none. None for one that is not finite.
 
     Args:
@@ -47,17 +48,23 @@ def evaluate(
         ranks: The processes of the run.
         loss: Mean loss of this rank's part of a micro-batch; not called for a pipeline.
         fp8: Whether layers are converted: the loss is then measured in high precision, too.
+        between: Called between two batches with what is measured, their number so far and in all; may raise.
     """
     metrics: dict[str, float | None] = {}
+
+    def forward(*arguments: Any, **named: Any) -> Any:
+        between()
+        return layout.forward(*arguments, **named)
+
     with without_trace(model, layout.pipeline):
-        metrics |= {name: finite(value) for name, value in task.evaluate(layout.forward, ranks.device).items()}
+        metrics |= {name: finite(value) for name, value in task.evaluate(forward, ranks.device).items()}
         if (data := task.held_out) is not None:
             pipeline = layout.pipeline
             mean_loss = partial(_mean_loss, task, data, layout, ranks, pipeline.losses if pipeline else loss)
-            metrics[LOSS] = finite(mean_loss())
+            metrics[LOSS] = finite(mean_loss(partial(between, "evaluating")))
             if fp8:
                 with disabled():
-                    metrics[LOSS_HIGH_PRECISION] = finite(mean_loss())
+                    metrics[LOSS_HIGH_PRECISION] = finite(mean_loss(partial(between, "evaluating in high precision")))
     return metrics
 
 
@@ -74,8 +81,9 @@ def without_trace(model: Any, pipeline: Pipeline | None = None) -> Iterator[None
 
 
 def _mean_loss(
-    task: Task, data: HeldOut, layout: Layout, ranks: Ranks, loss: Callable[[Tensor, Tensor], Tensor | None]
-) -> float:
+    task: Task, data: HeldOut, layout: Layout, ranks: Ranks, loss: Callable[[Tensor, Tensor], Tensor | None],
+    between: Callable[[int, int], None],
+) -> float:  # fmt: skip
     """The mean loss over the targets of the held-out rows."""
     config = task.config
     assert config.eval is not None
@@ -83,7 +91,8 @@ def _mean_loss(
     parts = config.optim.micro_batches if layout.pipeline is not None else 1  # which go through it together
     size = config.optim.batch // config.optim.micro_batches * parts
     total, count = (torch.zeros((), dtype=torch.float64, device=ranks.device) for _ in range(2))
-    for number in range(-(-rows // size)):
+    for number in range(batches := -(-rows // size)):
+        between(number, batches)
         inputs, targets = data.batch(ROWS_SEED, number, size)
         targets[rows - number * size :] = IGNORE  # all ranks run as many forwards
         inputs = on_tensors(lambda part: layout.own_rows(part).to(ranks.device), inputs)

@@ -11,7 +11,6 @@ Under torchrun every process runs this loop; rank 0 reads and writes the output 
 
 import json
 import signal
-import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, replace
@@ -46,7 +45,7 @@ from octavo.train.record.outputs import CONFIG_FILE, LAYERS_FILE, RunFolder, ope
 from octavo.train.record.progress import DeferredErrors, NullProgress, Progress, raise_deferred
 from octavo.train.record.setup import ExpectedStep
 from octavo.train.sampling import Sampler, make_sampler
-from octavo.train.signals import stop_on
+from octavo.train.signals import Between, Stop, StopRequested, stop_on
 from octavo.train.tasks.registry import task_of
 from octavo.train.tasks.task import Data as TaskData
 from octavo.train.trainer import Trainer
@@ -55,6 +54,8 @@ MAX_FINDINGS_SHOWN = 4
 """Largest number of findings printed for one step."""
 REQUIRED_PACKAGES = ("safetensors", "tokenizers", "transformers", "tensorboard", "jinja2", "plotly")
 """Packages that every run imports, some of them only at its end."""
+SLOW_STEP_SECONDS = 2.0
+"""Steps that take longer may end between two micro-batches."""
 PREPARATION_TIMEOUT = timedelta(days=7)
 """How long ranks wait for the one that prepares the data. The death of a rank ends the wait at once."""
 
@@ -72,8 +73,9 @@ def run(
         progress: Receives stages, steps and notes; None prints nothing.
         startup: Measures the stages before the first step; None begins here.
 
-    In the main thread, SIGTERM (and SIGINT after training has begun) finishes the step, saves, and returns with
-    `stopped = "sigterm"`. SIGTERM before the first step saves the initial state.
+    In the main thread, SIGTERM (and SIGINT after training has begun) finishes the step, or where it has several slow
+    micro-batches drops it, saves, and returns with `stopped = "sigterm"`. SIGTERM before the first step saves the
+    initial state; if the data and the model are not ready within 8 s, it raises SystemExit.
 
     Raises:
         ConfigError: For a mistake in configuration, data, model or output folder; nothing is overwritten.
@@ -85,10 +87,12 @@ def run(
         2
     """
     out = expand(out or config.run.out or Path("runs") / config.run.name)
-    stop, startup = threading.Event(), startup or Stopwatch()
+    startup = startup or Stopwatch()
+    stop = Stop(lambda text: own_progress.note(text))
+    own_progress: Progress = NullProgress()
     # A signal to torchrun and its processes reaches the processes twice; SIGKILL still ends them.
     with stop_on(stop, signal.SIGTERM, patient=under_torchrun()), join_ranks(config) as ranks, ExitStack() as stack:
-        own_progress: Progress = progress if progress is not None and ranks.is_main else NullProgress()
+        own_progress = progress if progress is not None and ranks.is_main else NullProgress()
         own_progress = own_progress if ranks.world_size == 1 else DeferredErrors(own_progress)
         ranks.raise_together(lambda: _check_installed(config, ranks))
         stack.enter_context(deterministic_algorithms(config.run.deterministic))
@@ -111,6 +115,7 @@ def run(
             own_progress.note(f"no checkpoint in {out}: starting from the first step")
         _prepare(trainer, out, run_folder, own_progress)
         startup.lap("resume" if run_folder.checkpoint is not None else "description")
+        stop.training = True
         with stop_on(stop, signal.SIGINT, patient=under_torchrun()):
             return _train(trainer, sampler, summary, out, own_progress, stop)
 
@@ -220,9 +225,10 @@ def _write_description(trainer: Trainer, out: Path) -> None:
 
 
 def _train(
-    trainer: Trainer, sampler: Sampler | None, summary: RunResult, out: Path, progress: Progress, stop: threading.Event
+    trainer: Trainer, sampler: Sampler | None, summary: RunResult, out: Path, progress: Progress, stop: Stop
 ) -> RunResult:
     config, ranks = trainer.config, trainer.ranks
+    trainer.between = Between(stop, ranks, progress)
     frozen = frozen_note(trainer.model, config.model.frozen, adapters=config.lora is not None)
     notes = summary.converted, frozen, trainer.attention_note(), trainer.loss_note, *trainer.groups_table
     for note in filter(None, notes):
@@ -237,9 +243,9 @@ def _train(
     while True:
         with ranks.closing(ranks.raise_together(lambda: _metrics(trainer, out, progress))) as metrics:
             trainer.startup.lap("loggers")
-            step = partial(_step, trainer, gauges, sampler, out, progress)
+            step = partial(_step, trainer, gauges, out, progress)
             try:
-                stopped = _take_steps(trainer, step, out, metrics, progress, stop)
+                stopped = _take_steps(trainer, step, sampler, out, metrics, progress, stop)
             except SpikeError as error:
                 spike = error
             except NonFiniteError as error:
@@ -292,25 +298,39 @@ def _expected(trainer: Trainer, progress: Progress) -> ExpectedStep | None:
 
 
 def _take_steps(
-    trainer: Trainer, step: Callable[[], StepMetrics], out: Path, metrics: MetricsBuffer, progress: Progress,
-    stop: threading.Event,
+    trainer: Trainer, step: Callable[[], StepMetrics], sampler: Sampler | None, out: Path, metrics: MetricsBuffer,
+    progress: Progress, stop: Stop,
 ) -> str:  # fmt: skip
     """Train and save until the run ends or a signal stops it. Returns "done" or "sigterm"."""
-    run_config, guard, held_out = trainer.config.run, trainer.guard, None
-    while trainer.step < run_config.steps and not trainer.ranks.any(stop.is_set()):
-        row = step()
+    run_config, ranks, guard, held_out, complete = trainer.config.run, trainer.ranks, trainer.guard, None, True
+    trainer.slow = True  # how long a step takes is not known yet
+    row = ranks.run_on_rank0(lambda: metrics.last)
+    if row is not None and row.step == trainer.step:
+        row, complete = _measure(trainer, sampler, row)  # which a signal had interrupted
+        ranks.raise_together(partial(metrics.amend, row))
+    while trainer.step < run_config.steps and (request := ranks.max(2 if stop.is_set() else int(trainer.slow))) < 2:
+        trainer.slow = request == 1
+        try:
+            row = step()
+        except StopRequested:
+            break
+        trainer.slow = row.step_s > SLOW_STEP_SECONDS
+        ranks.raise_together(partial(metrics.write, row))
+        row, complete = _measure(trainer, sampler, row)
         held_out = (row.held_out or {}).get(LOSS)
-        trainer.ranks.raise_together(partial(_record_step, trainer, row, metrics, progress, out))
+        ranks.raise_together(partial(_record_step, trainer, row, metrics, progress, out))
         trainer.publish_saved()
+        if not complete:
+            break
         if run_config.saves(trainer.step) and not trainer.loss_scale.last_chance:  # not one that may stop the run
             trainer.save(out, prune=not guard.rising, held_out=held_out)  # keep the checkpoints before a rise
     trainer.save(out, prune=not guard.rising, held_out=held_out)
     trainer.finish_saving()
-    return "done" if trainer.step == run_config.steps else "sigterm"
+    return "done" if trainer.step == run_config.steps and complete else "sigterm"
 
 
-def _step(trainer: Trainer, gauges: Gauges, sampler: Sampler | None, out: Path, progress: Progress) -> StepMetrics:
-    """Take a step, and evaluate and sample where it is time. After the first one, predict what it should have taken."""
+def _step(trainer: Trainer, gauges: Gauges, out: Path, progress: Progress) -> StepMetrics:
+    """Take a step. After the first one, predict what it should have taken."""
     try:
         row = gauges.read(trainer.train_step())
         if trainer.startup.running:
@@ -323,13 +343,22 @@ def _step(trainer: Trainer, gauges: Gauges, sampler: Sampler | None, out: Path, 
             raise trainer.guard.spike_error(str(error), trainer.step + 1) from None
         raise
     trainer.guard.check(row)
+    return row
+
+
+def _measure(trainer: Trainer, sampler: Sampler | None, row: StepMetrics) -> tuple[StepMetrics, bool]:
+    """Evaluate and sample after a step, where it is time. Returns its metrics, and False if a signal came meanwhile."""
     run_config, every = trainer.config.run, trainer.config.eval_every
     last = row.step == run_config.steps
-    if last or (every and row.step % every == 0) or (run_config.keep_best and run_config.saves(row.step)):
-        row = replace(row, held_out=trainer.evaluate() or None)
-    if sampler is not None and (last or sampler.is_due(row.step)):
-        row = replace(row, samples=sampler.write())
-    return row
+    is_due = last or (every and row.step % every == 0) or (run_config.keep_best and run_config.saves(row.step))
+    try:
+        if is_due and row.held_out is None:
+            row = replace(row, held_out=trainer.evaluate() or None)
+        if sampler is not None and row.samples is None and (last or sampler.is_due(row.step)):
+            row = replace(row, samples=sampler.write())
+    except StopRequested:
+        return row, False
+    return row, True
 
 
 def _roll_back(trainer: Trainer, out: Path, spike: SpikeError, progress: Progress) -> None:
@@ -376,8 +405,8 @@ def _metrics(trainer: Trainer, out: Path, progress: Progress) -> MetricsBuffer:
 
 
 def _record_step(trainer: Trainer, row: StepMetrics, metrics: MetricsBuffer, progress: Progress, out: Path) -> None:
-    """Write and print a step."""
-    metrics.write(row)
+    """Print a step, and write what was measured after it."""
+    metrics.amend(row)
     progress.step(row)
     _record_statistics(trainer, row.step, metrics, progress, out)
     for move in trainer.recipe_changes:

@@ -138,11 +138,15 @@ class Ranks:
 
     def any(self, flag: bool, *, group: dist.ProcessGroup | None = None) -> bool:
         """Whether a flag is set on any rank."""
+        return bool(self.max(int(flag), group=group))
+
+    def max(self, value: int, *, group: dist.ProcessGroup | None = None) -> int:
+        """The largest value of any rank."""
         if self.world_size == 1:
-            return flag
-        flags = torch.tensor(int(flag), dtype=torch.int32, device="cpu")
-        dist.all_reduce(flags, dist.ReduceOp.MAX, group)
-        return bool(flags)
+            return value
+        values = torch.tensor(value, dtype=torch.int32, device="cpu")
+        dist.all_reduce(values, dist.ReduceOp.MAX, group)
+        return int(values)
 
     def first_reported(self, text: str | None, order: int = 0) -> str | None:
         """The text of the lowest order, then lowest rank, with that rank's number; None if no rank has one."""

@@ -55,6 +55,7 @@ class Sampler:
         rows = torch.arange(len(lengths), device="cpu")
         with without_trace(trainer.model):
             for number in range(tokens):
+                trainer.between()
                 last = lengths + number
                 logits = trainer.logits(ids[:, : int(last.max())].to(trainer.ranks.device))[rows, last - 1]
                 choice = trainer.ranks.run_on_rank0(partial(self._choose, logits, generator))

@@ -14,7 +14,7 @@ import platform
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +27,12 @@ from octavo._version import __version__
 from octavo.inspect.autopilot import Autopilot, RecipeChange
 from octavo.inspect.findings import Thresholds, findings
 from octavo.inspect.watch import Watch
-from octavo.nn import accumulating
+from octavo.nn import accumulating, delayed
+from octavo.nn.equalized import equalized_layers
 from octavo.nn.linear_subclasses import is_converted
 from octavo.numerics.plan import Plan
 from octavo.parallel.context_parallel import inner_attention
+from octavo.parallel.ddp import saved_buffers
 from octavo.parallel.pipeline_model import SCHEDULES, ZERO_BUBBLE, check_pipeline_model
 from octavo.runtime.stopwatch import Stopwatch
 from octavo.train.activation_checkpointing import Checkpointing
@@ -51,6 +53,7 @@ from octavo.train.probe import check_causal, saved_bytes_per_token
 from octavo.train.ranks import Ranks
 from octavo.train.record.metrics import RunResult, StepMetrics, finite
 from octavo.train.schedule import learning_rate
+from octavo.train.signals import StopRequested
 from octavo.train.targets import counted, targets_per_rank
 from octavo.train.tasks.registry import task_of
 
@@ -86,6 +89,8 @@ class Trainer:
         skipped_batches: Number of batches skipped after loss spikes.
         groups_table: What each group of parameters matched, in lines; empty without `optim.groups`.
         loss_note: Why the loss computes whole logits although the configuration asks for chunks; else empty.
+        between: Called between the parts of an evaluation, a sample or a slow step; may raise `StopRequested`.
+        slow: Whether it is called between micro-batches. The same on all ranks.
     """
 
     def __init__(
@@ -146,18 +151,27 @@ class Trainer:
         if ranks.any(any(is_converted(module) for module in self.model.modules())):
             self.pilot = Autopilot(self.model, watch=self.watch, thresholds=thresholds, restore_after=restore_after)
         self.recipe_changes: list[RecipeChange] = []
+        self.between: Callable[..., None] = lambda *_: None
+        self.slow = False
         self.guard, self.skipped_batches = SpikeGuard(config.guard), 0
         self._saver = CheckpointSaver(self.ranks, async_save=parallel.async_save, timeout=parallel.timeout)
 
     def train_step(self) -> StepMetrics:
         """Take one optimizer step.
 
-        Raises NonFiniteError; the state is then that before the step, with the loss scale from before skipped steps.
+        Raises NonFiniteError, with the loss scale from before skipped steps, and StopRequested; the state is then that
+        before the step.
         """
         start = time.perf_counter()
         config, (inputs, targets) = self.config, self._batch(self.step)
         autopilot_state = self.pilot.state_dict() if self.pilot is not None else {}
-        loss_value, norm = self._gradients_with_autopilot(inputs, targets)
+        try:
+            loss_value, norm = self._gradients_with_autopilot(inputs, targets)
+        except StopRequested:  # the step is taken again after a resume
+            if self.pilot is not None:
+                self.pilot.load_state_dict(autopilot_state)
+            self.optimizer.zero_grad()
+            raise
         norm_value = norm.item()
         is_finite, is_zero = _are_finite(loss_value, norm_value), norm_value == 0 and loss_value != 0
         scale = self.loss_scale.value if self.loss_scale.active else None
@@ -311,6 +325,8 @@ class Trainer:
             for number, (part_inputs, part_targets) in enumerate(
                 zip(row_chunks(inputs, parts), targets.chunk(parts), strict=True), 1
             ):
+                if number > 1 and self.slow and self._has_only_parameters:
+                    self.between()
                 with self.layout.reduces(number == parts or not self.optimizer.in_place):
                     total += self.accumulate(part_inputs, part_targets, targets=of_step)
         return total
@@ -362,13 +378,19 @@ class Trainer:
 
     def evaluate(self) -> dict[str, float | None]:
         """The metrics on held-out data by name, the same on every rank; {} if there is none."""
-        measure = partial(evaluate, self.task, self.model, self.layout, self.ranks, self.loss)
+        measure = partial(evaluate, self.task, self.model, self.layout, self.ranks, self.loss, between=self.between)
         with self._autocast():
             metrics = measure(fp8=self.layers is not None)
             if self.config.eval is not None and self.config.eval.ema and self.optimizer.average is not None:
                 with self.optimizer.average.in_place():
                     metrics |= {f"{name}_ema": value for name, value in measure(fp8=False).items()}
         return metrics
+
+    @cached_property
+    def _has_only_parameters(self) -> bool:
+        """Whether a forward leaves no trace in what a checkpoint holds, so that a step may end in its middle."""
+        model = self.model
+        return not (any(delayed.histories(model)) or any(equalized_layers(model)) or saved_buffers(model))
 
     def _autocast(self) -> AbstractContextManager[Any]:
         if self.config.precision.parameters != "fp32":

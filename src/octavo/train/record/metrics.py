@@ -8,6 +8,7 @@ appears once. JSON has no Infinity and no NaN: a non-finite value is written as 
 import dataclasses
 import json
 import math
+import os
 import statistics
 import warnings
 from array import array
@@ -201,7 +202,7 @@ class StepTotals:
         self._seconds = 0.0
         self._losses, self._speeds, self._mfus = array("d"), array("d"), array("d")  # of the steps that have one
         self._slow_mfus = 0  # of the first steps
-        self._held_out: dict[str, float | None] | None = None
+        self.held_out: dict[str, float | None] | None = None
         self._peak_memory: int | None = None
         for row in rows:
             self.add(row)
@@ -217,7 +218,7 @@ class StepTotals:
         if row.mfu is not None:
             self._mfus.append(row.mfu)
             self._slow_mfus += len(self._speeds) <= WARMUP_STEPS
-        self._held_out = row.held_out or self._held_out
+        self.held_out = row.held_out or self.held_out
         if row.peak_memory is not None:
             self._peak_memory = max(row.peak_memory, self._peak_memory or 0)
 
@@ -243,17 +244,24 @@ class StepTotals:
             "tokens_per_s": statistics.median(speeds) if speeds else None,
             "skipped_steps": self._skipped,
             "wall_s": self._seconds,
-            "held_out": self._held_out,
+            "held_out": self.held_out,
             "mfu": statistics.median(mfus) if mfus else None,
             "peak_memory": self._peak_memory,
         }
 
 
 class MetricsBuffer:
-    """Counts steps, on ranks that write no files. A context manager."""
+    """Counts steps, on ranks that write no files. A context manager.
+
+    Attributes:
+        totals: Of all steps.
+        last: The last step, where files are written.
+    """
+
+    last: StepMetrics | None
 
     def __init__(self, rows: Iterable[StepMetrics] = ()) -> None:
-        self.totals = StepTotals(rows)
+        self.totals, self.last = StepTotals(rows), None
 
     def __enter__(self) -> Self:
         return self
@@ -263,6 +271,10 @@ class MetricsBuffer:
     def write(self, row: StepMetrics) -> None:
         """Count one step."""
         self.totals.add(row)
+
+    def amend(self, row: StepMetrics) -> None:
+        """Add to the last step what was measured after it: `held_out` and `samples`."""
+        self.totals.held_out = row.held_out or self.totals.held_out
 
     def write_statistics(self, rows: Sequence[OperandStats]) -> list[Finding]:
         """Do nothing: rank 0 writes the statistics."""
@@ -286,7 +298,10 @@ class MetricsWriter(MetricsBuffer):
         self._log_every = log_every
         self._path = out / METRICS_FILE
         write_file(self._path, "".join(map(_line, rows)))
-        self._file = self._path.open("a", encoding="utf-8")
+        self.last = rows[-1] if rows else None
+        self._file = self._path.open("r+", encoding="utf-8")
+        self._end = self._file.seek(0, os.SEEK_END)
+        self._start = self._end - (len(_line(rows[-1])) if rows else 0)
         from torch.utils.tensorboard import SummaryWriter  # half a second, and only a run that trains needs it
 
         self._board = loggers(SummaryWriter(str(out / TENSORBOARD_DIR), purge_step=after_step + 1))
@@ -300,19 +315,33 @@ class MetricsWriter(MetricsBuffer):
             self._board.close()
 
     def write(self, row: StepMetrics) -> None:
-        """Append one step and flush it."""
+        """Append one step."""
         super().write(row)
-        with names_file(self._path):
-            self._file.write(_line(row))
-            self._file.flush()
+        self._start = self._end
+        self._write(row)
         if row.step % self._log_every == 0:
             for name in ("loss", "lr", "grad_norm", "loss_scale", "tokens_per_s", "epoch", "mfu", "peak_memory"):
                 value = getattr(row, name)
                 if value is not None:
                     self._board.add_scalar(f"train/{name}", value, row.step)
+
+    def amend(self, row: StepMetrics) -> None:
+        """Add to the last line what was measured after its step."""
+        super().amend(row)
+        if row != self.last:
+            self._write(row)
         for name, value in (row.held_out or {}).items():
             if value is not None:
                 self._board.add_scalar(f"held_out/{name}", value, row.step)
+
+    def _write(self, row: StepMetrics) -> None:
+        """Write the last line, over what is there of it, which is shorter: a kill leaves the one or the other."""
+        self.last, line = row, _line(row)
+        with names_file(self._path):
+            self._file.seek(self._start)
+            self._file.write(line)
+            self._file.flush()
+        self._end = self._start + len(line)
 
     def write_statistics(self, rows: Sequence[OperandStats]) -> list[Finding]:
         """Append the statistics of a sampled step. Returns what has begun to cross a limit in it."""

@@ -1,0 +1,130 @@
+"""Signals in the middle of a step, an evaluation or a long read: the run stops soon, and loses nothing."""
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_runs import At, MakeConfig, Recorder, assert_same, terminate
+
+from octavo.train import evaluation, loop, read_metrics, run, sampling, signals, trainer
+
+
+class Calls:
+    """Counts calls of a function, and sends SIGTERM in one of them."""
+
+    def __init__(self, function: Any, at: int) -> None:
+        self._function, self._at, self.count = function, at, 0
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        self.count += 1
+        if self.count == self._at:
+            terminate()
+        return self._function(*arguments, **named)
+
+
+@pytest.mark.thorough
+def test_a_signal_in_an_evaluation(make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = make_config(eval={"every": 2, "batches": 20}, run={"steps": 4})
+    run(config, out=tmp_path / "whole")
+    calls = Calls(evaluation.on_tensors, at=2)
+    rows = []
+
+    def at_first(*arguments: Any) -> Any:
+        rows.extend(read_metrics(tmp_path / "cut")[len(rows) :])
+        return calls(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(evaluation, "on_tensors", at_first)
+        assert run(config, out=tmp_path / "cut", progress=Recorder()).stopped == "sigterm"
+    assert calls.count == 2
+    assert [(row.step, row.held_out) for row in rows] == [(1, None), (2, None)]  # written before its evaluation
+    assert run(config, out=tmp_path / "cut", resume=True).stopped == "done"
+    assert_same(tmp_path / "whole", tmp_path / "cut")
+    cut, whole = (read_metrics(tmp_path / name) for name in ("cut", "whole"))
+    assert [row.held_out for row in cut] == [row.held_out for row in whole] and whole[1].held_out
+
+
+def test_a_signal_in_the_last_evaluation(
+    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config(eval={"batches": 20}, optim={"warmup": 0}, run={"steps": 1})
+    with monkeypatch.context() as patch:
+        patch.setattr(evaluation, "on_tensors", Calls(evaluation.on_tensors, at=1))
+        assert run(config, out=tmp_path).stopped == "sigterm"
+    assert read_metrics(tmp_path)[0].held_out is None
+    result = run(config, out=tmp_path, resume=True)
+    assert result.stopped == "done" and result.held_out == read_metrics(tmp_path)[0].held_out
+    assert result.held_out is not None
+
+
+@pytest.mark.thorough
+def test_a_signal_between_micro_batches(
+    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config(optim={"micro_batches": 4}, precision={"level": "fp8"}, run={"steps": 3})
+    run(config, out=tmp_path / "whole")
+    calls = Calls(trainer.counted, at=6)
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "SLOW_STEP_SECONDS", -1.0)
+        patch.setattr(trainer, "counted", calls)
+        result = run(config, out=tmp_path / "cut")
+    assert (result.stopped, result.steps, calls.count) == ("sigterm", 1, 6)
+    assert run(config, out=tmp_path / "cut", resume=True).stopped == "done"
+    assert_same(tmp_path / "whole", tmp_path / "cut")
+
+
+def test_layers_with_a_history_finish_their_step(
+    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config(optim={"micro_batches": 2}, precision={"level": "fp8", "recipe": "delayed"}, run={"steps": 3})
+    monkeypatch.setattr(loop, "SLOW_STEP_SECONDS", -1.0)
+    calls = Calls(trainer.counted, at=3)
+    monkeypatch.setattr(trainer, "counted", calls)
+    result = run(config, out=tmp_path)
+    assert (result.stopped, result.steps, calls.count) == ("sigterm", 2, 4)
+
+
+def test_a_signal_between_tokens(make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = make_config(sample={"prompts": ["the"], "tokens": 8, "every": 1}, optim={"warmup": 0}, run={"steps": 2})
+    calls = Calls(sampling.Sampler._choose, at=2)
+    monkeypatch.setattr(sampling.Sampler, "_choose", lambda *arguments: calls(*arguments))
+    assert run(config, out=tmp_path).steps == 1
+    assert calls.count == 2
+
+
+def test_the_first_signal_says_what_happens(make_config: MakeConfig, tmp_path: Path) -> None:
+    seen = At(1, lambda: os.kill(os.getpid(), signal.SIGINT))
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        run(make_config(), out=tmp_path, progress=seen)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert "Ctrl-C: finishing the step, then saving; Ctrl-C again stops without saving" in seen.notes
+
+
+def test_a_long_read_ends(make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow(Recorder):
+        def stage(self, text: str) -> None:
+            if not self.stages:
+                terminate()
+                while not self.stages:
+                    time.sleep(0.01)
+
+    monkeypatch.setattr(signals, "GRACE_SECONDS", 0.1)
+    handler = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as end:
+        run(make_config(), out=tmp_path / "out", progress=Slow())
+    assert end.value.code == 128 + signal.SIGTERM and signal.getsignal(signal.SIGTERM) is handler
+    assert not list((tmp_path / "out").glob("[!.]*"))
+
+
+def test_long_evaluations_report(make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signals, "REPORT_SECONDS", 0.0)
+    seen = Recorder()
+    run(make_config(eval={"batches": 3}, optim={"warmup": 0}, run={"steps": 1}), out=tmp_path, progress=seen)
+    assert [text for text in seen.stages if text.startswith("evaluating")] == [
+        "evaluating: 1 of 3 batches", "evaluating: 2 of 3 batches"
+    ]  # fmt: skip
