@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.planner.memory_plan import largest_fitting
+from octavo.planner.memory_plan import MemoryPlan, largest_fitting
 
 LINES = st.lists(st.tuples(st.integers(0, 10**9), st.integers(0, 10**8)), min_size=1, max_size=4)
 """Bytes at moments of a step: what is held, and what each sequence takes."""
@@ -38,3 +38,24 @@ def test_what_does_not_grow_is_an_error():
     with pytest.raises(ValueError, match="does not grow with the batch"):
         largest_fitting(lambda batch: 7, {4: 7}, 10, 1.0)
     assert largest_fitting(lambda batch: 7, {4: 7}, 6, 1.0) == 0
+
+
+@pytest.mark.parametrize(("outputs", "expected"), [(100, [128]), (0, [128, 899])])
+def test_two_small_traces_and_a_line(outputs, expected):
+    """A step that runs each image by itself is not traced at the answer."""
+    traced = []
+
+    def plan(batch):
+        phases = {"optimizer step": 50_000, "forward": 1000 * batch, "backward": 100_000 + 1000 * batch}
+        at_peak = {"activations": max(phases.values()), "temporaries": 0}
+        return MemoryPlan(
+            batch=batch, tokens=batch, phase="backward", at_peak=at_peak, largest=at_peak, peak_by_phase=phases,
+            outputs=1000 + outputs * batch, replan=replan,
+        )  # fmt: skip
+
+    def replan(batch):
+        traced.append(batch)
+        return plan(batch)
+
+    assert plan(64).largest_batch(999_999) == 899
+    assert traced == expected

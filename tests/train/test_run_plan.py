@@ -365,6 +365,15 @@ def test_an_encoding_without_all_characters(config_file: Path, monkeypatch: pyte
     assert printed.startswith("predicted, not measured") and "tokens ? in ? out" in printed
 
 
+@pytest.mark.parametrize("changes", [{}, {"precision": {"level": "fp8+activations"}}])
+def test_a_few_blocks_stand_for_all(make_config: MakeConfig, changes: dict[str, dict[str, str]]):
+    config = make_config(model={"type": "llama", "config": LLAMA | {"num_hidden_layers": 6}}, **changes)
+    whole, few = plan_memory(config), plan_memory(config, whole=False)
+    assert (whole.traced_blocks, few.traced_blocks) == ((0, 0), (2, 6))
+    assert few.at_peak == whole.at_peak and few.largest == whole.largest
+    assert few.saved_by_layer == whole.saved_by_layer and few.saved_by_dtype == whole.saved_by_dtype
+
+
 @pytest.mark.slow
 def test_the_memory_of_a_step_is_that_of_plan_memory(make_config: MakeConfig):
     sizes = {"type": "llama", "config": LLAMA | {"num_hidden_layers": 6}}

@@ -7,13 +7,16 @@ real, and with the weights if it fails there. Candidates come from the numbers i
 logits. The loss must equal the shifted cross-entropy in value and in its autograd graph: another term, as a z-loss, is
 a second branch, however small its coefficient. Only a router's loss may be added, as `router_aux_loss_coef` times the
 output `aux_loss`, which the model computes itself. Otherwise `find_head` raises an error with the reason.
+
+A copy of fake tensors has no numbers to compare. For a plan, `decide_head` runs the trial on the model on meta, and the
+copies follow its result, so that a plan and its run compute the same loss.
 """
 
 import inspect
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -22,7 +25,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from octavo.nn.linear_like import LinearLike
-from octavo.runtime.swap import weights_on_meta
+from octavo.runtime.blocks import find_block_list
+from octavo.runtime.swap import stand_in_weights, weights_on_meta
 from octavo.runtime.switch import disabled
 from octavo.runtime.torch_compat import FakeTensor
 
@@ -32,6 +36,9 @@ IGNORE = -100
 """Label of ignored tokens, as in Transformers."""
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 """Relative tolerance between logits of a model and a candidate in this dtype; each operation rounds once."""
+
+DECIDED = "octavo_head"
+"""Attribute of a model with the result of `decide_head`: fields of its `Head`, or why there is none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +70,7 @@ def find_head(model: Any) -> Head:
 
     Args:
         model: A `transformers` model with a language model head, on any device, meta included. Under FakeTensorMode,
-            which has no numbers to compare, the values of the config are assumed to apply: enough to plan memory.
+            which has no numbers to compare, the result of `decide_head` applies; without it, the values of the config.
 
     Raises:
         ValueError: If the loss is not a function of the model's hidden states and its head's weight; has the reason.
@@ -89,8 +96,7 @@ def find_head(model: Any) -> Head:
     try:
         with evaluating(model), disabled():
             if isinstance(linear.weight, FakeTensor):
-                _check_loss(model, heads[-1])
-                return heads[-1]
+                return _decided(model, heads[-1])
             if not linear.weight.is_meta:
                 # No weight matters, and products of real ones take seconds; what fails on meta is tried with them.
                 with suppress(Exception), weights_on_meta(model):
@@ -101,6 +107,43 @@ def find_head(model: Any) -> Head:
             raise
         reason = " ".join(str(error).split())
         raise ValueError(f"{kind} cannot run the trial on meta; load its weights first: {reason}") from error
+
+
+def decide_head(model: Any) -> None:
+    """Find the head of a model on meta as a run finds it with weights, for the copies of fake tensors of a plan.
+
+    Two blocks stand for all. What the trial does not find on meta, it may find with numbers, so it runs again on the
+    whole model, with stand-ins for its weights.
+    """
+    decided: dict[str, Any] | str
+    blocks = find_block_list(model)
+    others = [*blocks][2:]
+    try:
+        try:
+            del blocks[2:]
+            head = find_head(model)
+        except Exception:  # of no common type
+            blocks.extend(others)
+            others = []
+            with stand_in_weights(model):
+                head = find_head(model)
+        decided = {"scale": head.scale, "softcap": head.softcap, "routed": head.routed}
+    except Exception as error:
+        decided = str(error)
+    finally:
+        blocks.extend(others)
+    setattr(model, DECIDED, decided)
+
+
+def _decided(model: Any, assumed: Head) -> Head:
+    """The head of a copy of fake tensors: what `decide_head` found, else what its config says."""
+    decided = getattr(model, DECIDED, None)
+    if isinstance(decided, str):
+        raise ValueError(decided)
+    if decided is not None:
+        return replace(assumed, **decided)
+    _check_loss(model, assumed)
+    return assumed
 
 
 def adds_router_loss(model: Any, inputs: Mapping[str, Any] = MappingProxyType({})) -> bool:
@@ -231,13 +274,13 @@ def _run_trial(model: Any, linear: nn.Linear, z: Tensor, **labels: Tensor) -> tu
     """Return the outputs of a model whose head returns z, and the inputs of the head."""
     head_inputs: list[Tensor] = []
 
-    def replace(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    def replaced(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
         head_inputs.append(args[0])
         return z
 
     # With a cache Transformers does not detect packed sequences, which fails on meta.
     cached = linear.weight.is_meta and any(p.name == "use_cache" for p in parameters(model.forward))
-    handle = linear.register_forward_hook(replace)
+    handle = linear.register_forward_hook(replaced)
     try:
         ids = trial_ids(linear.weight)
         return model(input_ids=ids, **labels, **({"use_cache": True} if cached else {})), head_inputs

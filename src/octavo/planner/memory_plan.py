@@ -32,6 +32,8 @@ FORECAST_KINDS = (PARAMETERS, STATES, GRADIENTS, ACTIVATIONS, TEMPORARIES, GATHE
 """Categories of memory in a forecast; buffers and the batch are "other"."""
 MOST_LAYERS = 12
 """Maximum rows of layers in a printed table; the rest is summed."""
+MOST_OUTPUTS = 5_000
+"""Tensors that the operations of a step may return for it to be traced as a check."""
 MOST_SEQUENCES = 2**30
 """Upper bound on the batch in searches."""
 
@@ -55,6 +57,8 @@ class MemoryPlan(Displayed):
         messages: What a GPU hands to collectives of tensor, context and expert parallelism in a micro-batch, for each
             stage of a pipeline.
         stage_message: Bytes of one message between stages.
+        peak_by_phase: Largest sum in each phase of the step.
+        outputs: Number of tensors that the operations of the traced step return.
         traced_blocks: Number of blocks that were run, and of all blocks: (2, 80), or (80, 80) if all were run.
     """
 
@@ -68,6 +72,8 @@ class MemoryPlan(Displayed):
     saved_by_dtype: Mapping[str, int] = field(default_factory=dict)
     saved_by_layer: Mapping[str, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    peak_by_phase: Mapping[str, int] = field(default_factory=dict)
+    outputs: int = 0
     traced_blocks: tuple[int, int] = (0, 0)
     messages: Sequence[Sequence[Message]] = ()
     stage_message: int = 0
@@ -88,7 +94,8 @@ class MemoryPlan(Displayed):
     def largest_batch(self, limit_bytes: int) -> int:
         """Return the largest number of sequences in one forward whose peak is at most `limit_bytes`; 0 if none fits.
 
-        Plans a few sizes: the peak grows with the batch, by nearly the same amount per sequence.
+        Plans twice the batch, and follows the line of each phase of the step to the limit. One more plan checks the
+        answer, unless its step has too many operations, as of a model that runs its images one by one.
 
         Raises:
             ValueError: If the plan was built by hand, or the peak does not grow with the batch.
@@ -96,11 +103,25 @@ class MemoryPlan(Displayed):
         if self.replan is None:
             raise ValueError("this plan was built by hand: make a new plan to vary the batch")
         if limit_bytes not in self._fitting:
-            replan, slope = self.replan, (self.at_peak[ACTIVATIONS] + self.at_peak[TEMPORARIES]) / self.batch
-            self._fitting[limit_bytes] = largest_fitting(
-                lambda size: replan(size).peak, {self.batch: self.peak}, limit_bytes, slope
-            )
+            self._fitting[limit_bytes] = self._search_largest(self.replan, limit_bytes)
         return self._fitting[limit_bytes]
+
+    def _search_largest(self, replan: "Callable[[int], MemoryPlan]", limit_bytes: int) -> int:
+        peaks, slope = {self.batch: self.peak}, (self.at_peak[ACTIVATIONS] + self.at_peak[TEMPORARIES]) / self.batch
+        if self.peak <= limit_bytes:
+            twice = replan(2 * self.batch)
+            peaks[twice.batch] = twice.peak
+            room = limit_bytes - self.peak + max(self.peak_by_phase.values())
+            grown = {phase: twice.peak_by_phase[phase] - size for phase, size in self.peak_by_phase.items()}
+            lasts = [
+                self.batch + (room - size) * self.batch // grown[phase]
+                for phase, size in self.peak_by_phase.items()
+                if grown[phase] > 0
+            ]
+            more_outputs = (twice.outputs - self.outputs) / self.batch
+            if lasts and self.outputs + more_outputs * (min(lasts) - self.batch) > MOST_OUTPUTS:
+                return min(lasts)
+        return largest_fitting(lambda size: replan(size).peak, peaks, limit_bytes, slope)
 
     def to_json(self) -> str:
         """Return the plan as JSON."""

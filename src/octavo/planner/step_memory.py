@@ -64,6 +64,7 @@ class StepTrace:
         rest: Parameters outside the blocks.
         saved: What a forward saves for backward, if that was listed.
         messages: What it hands to collectives.
+        outputs: Number of tensors that its operations return.
     """
 
     events: StorageEvents
@@ -72,6 +73,7 @@ class StepTrace:
     rest: ShardGroup
     saved: Audit
     messages: Sequence[Message] = ()
+    outputs: int = 0
 
     def gradients(self, blocks: int) -> int:
         """Return the bytes of all gradients of a model with this many such blocks."""
@@ -147,6 +149,8 @@ def predict_memory(
         saved_by_dtype={dtype_name(dtype): saved for dtype, saved in by_dtype},
         saved_by_layer=step.saved.by_owner,
         traced_blocks=(count, blocks),
+        peak_by_phase=series.peak_by_phase,
+        outputs=step.outputs,
         messages=(tuple(messages),),
         replan=lambda other: predict_memory(
             trace, other, step_config, blocks=blocks, leading=leading, offloaded=offloaded, spread=spread
@@ -256,6 +260,7 @@ def follow_step(
         ),
         saved=saved or Audit(rows=()),
         messages=timeline.messages,
+        outputs=timeline.outputs,
     )  # fmt: skip
 
 

@@ -100,6 +100,14 @@ class MemorySeries:
         """Maximum bytes of each category over time."""
         return dict(zip(self.kinds, self.table.amax(dim=0).tolist(), strict=True))
 
+    @property
+    def peak_by_phase(self) -> dict[str, int]:
+        """Largest sum in each phase."""
+        sums, peaks = self.table.sum(dim=1).tolist(), dict[str, int]()
+        for phase, size in zip(self.phases, sums, strict=True):
+            peaks[phase] = max(size, peaks.get(phase, 0))
+        return peaks
+
     def merge(self, kind: str, into: str) -> "MemorySeries":
         """Return the series with the bytes of one category added to those of another."""
         if kind not in self.kinds:
@@ -184,6 +192,7 @@ class Timeline(TorchDispatchMode):
         self._events: list[tuple[int, int, str]] = []  # storage, change in bytes, phase
         self._alive: dict[int, weakref.ref[Any]] = {}
         self.messages: list[Message] = []
+        self.outputs = 0
         self._phase = ""
         self._in_backward = False
         self._marks: dict[str, int] = {}
@@ -308,6 +317,7 @@ class Timeline(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor):
+                self.outputs += 1
                 self._number(leaf)
         return out
 

@@ -53,16 +53,43 @@ def all_or_nothing(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def weights_on_meta(model: nn.Module) -> Iterator[None]:
     """Give a model parameters and buffers on the meta device inside the block: it then runs without computing."""
+    with _replaced_tensors(model, lambda tensor: torch.empty_like(tensor.detach(), device="meta")):
+        yield
+
+
+@contextmanager
+def stand_in_weights(model: nn.Module) -> Iterator[None]:
+    """Give a model on meta numbers on the CPU inside the block: random weights that take almost no memory, and buffers
+    of ones, those of integers of zeros.
+    """
+    generator = torch.Generator("cpu").manual_seed(0)
+
+    def make(tensor: torch.Tensor) -> torch.Tensor:
+        if not isinstance(tensor, nn.Parameter) or not tensor.is_floating_point():
+            ones = tensor.is_floating_point() or tensor.dtype == torch.bool
+            return torch.full(tensor.shape, ones, dtype=tensor.dtype, device="cpu")
+        if tensor.ndim < 2:
+            return torch.rand(tensor.shape, generator=generator, device="cpu").to(tensor.dtype)
+        window = torch.randn(sum(tensor.shape), generator=generator, device="cpu") * 0.02  # of which each row is a part
+        return window.to(tensor.dtype).as_strided(tensor.shape, [1] * tensor.ndim)
+
+    with _replaced_tensors(model, make):
+        yield
+
+
+@contextmanager
+def _replaced_tensors(model: nn.Module, make: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
+    """Replace parameters and buffers inside the block."""
     restore = _restorer(model)
     tensors = *model.parameters(), *model.buffers()
-    meta = {tensor: torch.empty_like(tensor.detach(), device="meta") for tensor in tensors}
+    made = {tensor: make(tensor) for tensor in tensors}
     try:
         for module in model.modules():
             for name, parameter in module._parameters.items():
                 if parameter is not None:
-                    module._parameters[name] = nn.Parameter(meta[parameter], parameter.requires_grad)
+                    module._parameters[name] = nn.Parameter(made[parameter], parameter.requires_grad)
             module._buffers.update(
-                {name: meta[buffer] for name, buffer in module._buffers.items() if buffer is not None}
+                {name: made[buffer] for name, buffer in module._buffers.items() if buffer is not None}
             )
         yield
     finally:

@@ -8,7 +8,7 @@ to be trained counts as `data.vocab_size`.
 forward of the same model, the memory from steps of the same trainer on two and three of the model's blocks.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from octavo.nn.causal_head import decide_head
 from octavo.nn.convert import rule_plan
 from octavo.nn.frozen import with_weight_only
-from octavo.nn.memory_audit import Audit, audit
+from octavo.nn.memory_audit import Audit, SavedStorage, audit
 from octavo.numerics.plan import Plan
 from octavo.numerics.precision import AUTO, LEVELS
 from octavo.optim.interface import follows_step
@@ -37,14 +38,17 @@ from octavo.planner.model_plan import (
 )
 from octavo.planner.step import CHECKPOINTING, StepConfig, layout_settings
 from octavo.planner.step_memory import (
+    TRACED_BLOCKS,
     StepTrace,
     copy_with_blocks,
     follow_step,
+    leading_blocks,
     predict_memory,
     restrict_plan,
 )
 from octavo.planner.timeline import ALLOCATION_GRANULARITY
 from octavo.planner.trace import Trace
+from octavo.runtime.blocks import find_blocks
 from octavo.runtime.torch_compat import tree_leaves
 from octavo.train.checkpoint.pretrained import one_line
 from octavo.train.config.run_config import ConfigError, TrainConfig, parse_config
@@ -81,7 +85,9 @@ def _silent(subject: str) -> None:
     """No progress."""
 
 
-def plan_memory(config: TrainConfig, *, device: str = "cuda", label: str | None = None) -> MemoryPlan:
+def plan_memory(
+    config: TrainConfig, *, device: str = "cuda", label: str | None = None, whole: bool = True
+) -> MemoryPlan:  # fmt: skip
     """Predict the memory of a training step of a run.
 
     The step runs one micro-batch. If a step has several, the gradients of earlier ones exist already.
@@ -90,6 +96,7 @@ def plan_memory(config: TrainConfig, *, device: str = "cuda", label: str | None 
         config: The run. Its batch is `optim.batch / optim.micro_batches` sequences at a time.
         device: Device of the prediction, `"cuda"` or `"cpu"`; this machine need not have it.
         label: Heading; None for the precision.
+        whole: Trace all blocks of the model. Else a few stand for all where they are equal, on a GPU.
 
     Returns:
         The plan of one micro-batch's size, with `largest_batch` in sequences of one micro-batch.
@@ -106,27 +113,50 @@ def plan_memory(config: TrainConfig, *, device: str = "cuda", label: str | None 
                 f"parallel.{name} = {size}: octavo plan --memory predicts one GPU; for several give --gpu and --gpus"
             )
     fake = fake_device(torch.device(device))
-    with torch.random.fork_rng(devices=[]), torch.device("meta"):
-        model = task.build(weights=False)
+    model = _planned_model(task)
 
     step_config = StepConfig(micro_batches=config.optim.micro_batches)
     sequences = config.optim.batch // config.optim.micro_batches
     notes: list[str] = []
 
-    def trace(_: int | None, size: int) -> StepTrace:
+    plan, leading = None, None
+    if not whole and device == "cuda" and config.resolved.recipe != AUTO:
+        plan = _configured(model, config, None, sequences * task.positions(model))
+        leading = leading_blocks(model, plan)
+    names, count = _block_names(model), 0 if leading is None else len(find_blocks(model))
+
+    def trace(blocks: int | None, size: int) -> StepTrace:
         with fake_tensors(device) as mode:
-            trainer = Trainer(config, task.data, fake, copy_with_blocks(model, None, mode, fake))
+            copy = copy_with_blocks(model, blocks, mode, fake)
+            trainer = Trainer(config, task.data, fake, copy, plan=plan and restrict_plan(plan, copy))
             batch = task.empty_batch(size, fake)
             saved = None
-            if size == sequences:  # other sizes are planned for their peaks
+            few = (leading or 0) + TRACED_BLOCKS  # traced to compare with one block more
+            if size == sequences and blocks != few:  # other sizes are planned for their peaks
                 of_loss = partial(audit, trainer.model, batch, loss=lambda _, tensors: trainer.loss(*tensors))
                 saved = _run(of_loss, size)
+                if blocks is not None:
+                    saved = Audit(rows=tuple(_repeat_rows(saved, names, blocks)))
                 notes[:] = _notes(trainer)
             return _trace_step(trainer, batch, step_config, ALLOCATION_GRANULARITY[device], saved)
 
-    plan = predict_memory(trace, sequences, step_config)
+    memory = predict_memory(trace, sequences, step_config, blocks=count, leading=leading)
     tokens = task.count(*task.empty_batch(sequences, torch.device("cpu")))
-    return replace(plan, label=label or config.precision_label, device=device, notes=tuple(notes), tokens=tokens)
+    return replace(memory, label=label or config.precision_label, device=device, notes=tuple(notes), tokens=tokens)
+
+
+def _block_names(model: torch.nn.Module) -> list[str]:
+    """Names of the blocks of a model, each with a dot at its end."""
+    names = {id(module): name for name, module in model.named_modules()}
+    return [f"{names[id(block)]}." for block in find_blocks(model)]
+
+
+def _repeat_rows(saved: Audit, names: list[str], traced: int) -> Iterator[SavedStorage]:
+    """What all blocks save, given the first `traced` ones: those not traced save what the last but one does."""
+    for row in saved:
+        yield row
+        if row.owner.startswith(name := names[traced - 2]):
+            yield from (replace(row, owner=other + row.owner.removeprefix(name)) for other in names[traced:])
 
 
 def plan_arms(config: TrainConfig, *, device: str = "cuda", progress: OnSubject = _silent) -> list[MemoryPlan]:
@@ -135,13 +165,13 @@ def plan_arms(config: TrainConfig, *, device: str = "cuda", progress: OnSubject 
     At level "bf16" the loss uses whole logits, as in plain training; at others it follows the configuration.
     """
     progress("a step of this config")
-    plans = [plan_memory(config, device=device, label="this config")]
+    plans = [plan_memory(config, device=device, label="this config", whole=False)]
     for level in LEVELS:
         progress(f"a step at level {level}")
         changes = {} if config.precision.parameters == "bf16" else {"parameters": "bf16", "loss_scale": "none"}
         if level == "bf16":
             changes["loss"] = "whole"
-        plans.append(plan_memory(at_level(config, level, changes), device=device, label=level))
+        plans.append(plan_memory(at_level(config, level, changes), device=device, label=level, whole=False))
     return plans
 
 
@@ -270,8 +300,7 @@ def _trace_run(
     check_layout(parallel, config.optim, config.data, gpus)
     task = planned_task(config)
     fake = fake_device(torch.device("cuda"))
-    with torch.random.fork_rng(devices=[]), torch.device("meta"):
-        model = task.build(weights=False)
+    model = _planned_model(task)
     shape = config.optim.batch // (parts * step_config.batches), task.positions(model)
     step_config = replace(step_config, newton_schulz=muon_flops(model, config.optim) / parallel.pp)
     progress(f"the linear layers on {gpu_spec.name}")
@@ -295,12 +324,13 @@ def _trace_run(
     )  # fmt: skip
 
 
-def _configured(model: torch.nn.Module, config: TrainConfig, gpu: Gpu, tokens: int) -> Plan:
-    """The trainer's plan on a GPU. Raises ValueError as the trainer does."""
+def _configured(model: torch.nn.Module, config: TrainConfig, gpu: Gpu | None, tokens: int) -> Plan:
+    """The trainer's plan on a GPU, which only recipe "auto" depends on. Raises ValueError as the trainer does."""
     precision = config.resolved
     if precision.matmul != "fp8":
         return rule_plan(model, precision=precision) if precision.activations == "fp8" else Plan({})
     if precision.recipe == AUTO and config.frozen != "fp8":
+        assert gpu is not None
         return plan_on_gpu(model, gpu, precision, None, tokens)
     return with_weight_only(rule_plan(model, precision=precision), config.weight_only, model)
 
@@ -355,6 +385,15 @@ def planned_task(config: TrainConfig) -> Task:
     kind = task_of(config)
     check_model(config.model, kind.kind)
     return kind(config, kind.stand_in(config))
+
+
+def _planned_model(task: Task) -> torch.nn.Module:
+    """The model of a run on meta, with the decision how it computes its loss."""
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+        model = task.build(weights=False)
+    if task.config.precision.loss == "chunked" and task.unit == "tokens":
+        decide_head(model)
+    return model
 
 
 def _trace_step(
