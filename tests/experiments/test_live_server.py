@@ -108,3 +108,19 @@ def test_a_port_that_is_taken(server: LiveServer, tmp_path: Path) -> None:
         LiveServer(LiveRun(tmp_path / "run"), port=port)
     with LiveServer(LiveRun(tmp_path / "run")) as first, LiveServer(LiveRun(tmp_path / "run")) as second:
         assert 8421 <= first.server_address[1] < second.server_address[1]
+
+
+def test_hosts_to_listen_on(tmp_path: Path) -> None:
+    run = LiveRun(tmp_path)
+    for host, problem in (("", "--host is empty"), ("no.such.host.invalid", "no address of this machine")):
+        with pytest.raises(ValueError, match=problem):
+            LiveServer(run, host=host)
+    for host, url in (("127.0.0.2", "http://127.0.0.2:"), ("::1", "http://[::1]:"), ("0.0.0.0", "http://0.0.0.0:")):
+        try:
+            server = LiveServer(run, host=host, port=0)
+        except ValueError:
+            assert host == "::1"  # a machine without IPv6
+            continue
+        with server:
+            assert server.url.startswith(url) and server.only_local == (host != "0.0.0.0")
+            assert "evil.example" not in server.names and host in server.names

@@ -133,3 +133,14 @@ def test_who_counts_is_alive():
 
 def test_one_process_has_no_collectives():
     assert not from_collective(dist.DistBackendError("NCCL error"))
+
+
+def test_an_error_of_ddp_in_forward_is_a_collectives(monkeypatch):
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    for module, expected in (("torch.nn.parallel.distributed", True), ("my.model", False)):
+        scope = {"__name__": module}
+        exec("def forward():\n    raise RuntimeError('Connection closed by peer')", scope)
+        with pytest.raises(RuntimeError) as caught:
+            scope["forward"]()
+        assert from_collective(caught.value) is expected

@@ -14,7 +14,9 @@ from octavo.nn import emitting, weights
 from octavo.train import NonFiniteError, RunResult, load_config, loss_scale, read_metrics, run
 from octavo.train.checkpoint.retention import latest_checkpoint
 from octavo.train.config.run_config import ConfigError
+from octavo.train.config.sections import PrecisionConfig
 from octavo.train.data.load import load_corpus
+from octavo.train.diagnose import advice
 from octavo.train.record.progress import NullProgress
 from octavo.train.trainer import Trainer
 
@@ -253,6 +255,18 @@ def test_a_failure_leaves_the_checkpoints_before_it(
     message = str(caught.value)
     assert re.search(r"Resume \S*step-000004 \(--resume\) with a lower optim\.lr or optim\.clip", message)
     assert re.search(r"Where that fails again, remove \S*step-000004 to resume \S*step-000003$", message)
+
+
+def test_weights_that_have_diverged_are_nothing_to_go_on_from(make_config: MakeConfig, tmp_path: Path) -> None:
+    with pytest.raises(NonFiniteError, match="No checkpoint was saved: run anew") as caught:
+        run(make_config(optim={"lr": 1e30, "warmup": 0, "clip": 0.0}), out=tmp_path / "a")
+    assert "optim.weight_decay" in str(caught.value) and not (tmp_path / "a" / "checkpoints").exists()
+    with pytest.raises(NonFiniteError, match="No checkpoint is left") as caught:
+        run(make_config(optim={"lr": 1e30, "warmup": 0, "clip": 0.0}, run={"save_every": 1}), out=tmp_path / "b")
+    assert "the weights of" in str(caught.value) and "step-000001 have diverged. Run anew" in str(caught.value)
+    assert advice([Path("a")], [Path("b")], PrecisionConfig(), converted=False, scales_loss=False).startswith(
+        "Remove b, whose weights have diverged, and resume a (--resume) with a lower optim.lr"
+    )
 
 
 def test_a_fixed_loss_scale_is_part_of_the_advice(

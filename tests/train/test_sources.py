@@ -1,5 +1,6 @@
 """Sources by their content: what is read, what is refused, what is counted, and what a damaged cache does."""
 
+import glob
 import gzip
 import json
 import multiprocessing
@@ -16,10 +17,12 @@ import pytest
 from pyarrow import parquet
 from tiny_runs import MakeConfig, Recorder, sentences
 
+from octavo.train.config.data_section import Data
 from octavo.train.config.run_config import ConfigError, TrainConfig
 from octavo.train.data import documents, source
 from octavo.train.data import token_cache as data
 from octavo.train.data.corpus import Corpus
+from octavo.train.data.files import matches
 from octavo.train.data.load import load_corpus
 from octavo.train.data.tokenizer import END
 from octavo.train.record.progress import NullProgress
@@ -174,8 +177,22 @@ def test_links_to_nothing_are_refused(make_config: MakeConfig, tmp_path: Path) -
 
 def test_a_pattern_reads_a_file_once(make_config: MakeConfig, tmp_path: Path) -> None:
     put(tmp_path / "a", a__txt=sentences(60))
-    (tmp_path / "a" / "loop").symlink_to(tmp_path)
+    for name in ("loop", "again"):  # two of them make a path for every number
+        (tmp_path / "a" / name).symlink_to(tmp_path)
     assert decoded(corpus(make_config(data={"source": str(tmp_path / "**" / "*.txt")}))).count(END) == 1
+
+
+def test_patterns_match_as_those_of_glob(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("a.txt", "b/c.txt", "b/.hidden/d.txt", "b/[e]/f.txt", "b/g/h/i.txt", "b/g/j.md"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("x")
+    monkeypatch.chdir(tmp_path)
+    patterns = ("**/*.txt", "*.txt", "**", "b/**/*.txt", "b/**", "**/g/**/*.txt", "./**/*.md", f"{tmp_path}/**/?.txt")
+    for pattern in patterns:
+        expected = {os.path.normpath(path) for path in glob.glob(pattern, recursive=True) if os.path.isfile(path)}
+        assert {
+            os.path.normpath(path) for path in matches(Data(source=pattern, sequence_length=16), pattern)
+        } == expected, pattern
 
 
 @pytest.mark.parametrize("kind", ["txt", "jsonl", "parquet", "saved"])

@@ -2,10 +2,11 @@
 
 import signal
 import sys
+import warnings
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,6 +17,7 @@ from octavo.runtime.terminal import stderr, stdout
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from octavo.experiments.progress_bars import ProgressBars
     from octavo.experiments.run_report import ReportFiles
 
 
@@ -56,8 +58,12 @@ def train(
             arguments = [str(config), *(overrides or []), "--out", str(folder), *(["--shrink"] if shrink else [])]
             raise typer.Exit(_supervised(context, arguments, folder, resume=resume, restarts=settings.run.restarts))
         failure = None
-        with ProgressBars(stderr()) if is_first_rank() else nullcontext() as bars:
+        with (
+            warnings.catch_warnings(),
+            ProgressBars(stderr()) if is_first_rank() else nullcontext() as bars,
+        ):
             if bars is not None:
+                _show_unverified_in_red(bars)
                 for note in notes:
                     bars.note(note)
             try:
@@ -81,6 +87,21 @@ def train(
         if failure is not None:
             show_error(str(failure))
             raise typer.Exit(1)
+
+
+def _show_unverified_in_red(bars: "ProgressBars") -> None:
+    """Print the warning about a checkpoint without digests as one, not as a line of code."""
+    from octavo.train.checkpoint.store import UnverifiedWarning
+
+    show = warnings.showwarning
+
+    def show_warning(message: Warning | str, category: type[Warning], *rest: Any) -> None:
+        if issubclass(category, UnverifiedWarning):
+            bars.warning(str(message))
+        else:
+            show(message, category, *rest)
+
+    warnings.showwarning = show_warning
 
 
 def _supervised(context: typer.Context, arguments: list[str], folder: Path, *, resume: bool, restarts: int) -> int:

@@ -1,11 +1,16 @@
 """The web server of `octavo watch`: one page, its scripts and its data, on this machine only.
 
 It answers GET for a handful of fixed paths, none of which is a file's. A request must name this machine in its Host
-header, or another site could reach the page through a name of its own that points here (DNS rebinding). The content
+header, as `--host` or localhost do, or where it listens to others by any address or its own name: another site
+could reach the page through a name of its own that points here (DNS rebinding), but not through an address. The content
 security policy forbids scripts in the page itself, so a name or value of a run cannot become one.
 """
 
+import errno
+import ipaddress
 import json
+import re
+import socket
 import sys
 from collections.abc import Callable
 from http import HTTPStatus
@@ -58,12 +63,18 @@ class LiveServer(ThreadingHTTPServer):
             "/data.json": (JSON, self._data),
         }
         page, code, library = render("live.html.j2", title="run"), script("live"), plotly_js()
-        self.only_local = host in ("localhost", LOOPBACK)
+        self.address_family, address = _address(host)
+        self.names = {"localhost", host.lower(), address}
+        self.only_local = ipaddress.ip_address(address.partition("%")[0]).is_loopback
+        if not self.only_local:
+            self.names.add(socket.gethostname().lower())
         for number in range(FIRST_PORT, FIRST_PORT + PORTS) if port is None else [port]:
             try:
-                super().__init__((host, number), _Handler)
+                super().__init__((address, number), _Handler)
                 return
             except OSError as error:
+                if error.errno == errno.EADDRNOTAVAIL:
+                    raise ValueError(f"--host {host} is no address of this machine: {error.strerror}") from None
                 problem = error
         where = f"port {port}" if port is not None else f"each of the ports {FIRST_PORT} to {FIRST_PORT + PORTS - 1}"
         raise ValueError(f"{where} of {host} cannot be used: {problem.strerror}; choose another with --port")
@@ -71,8 +82,8 @@ class LiveServer(ThreadingHTTPServer):
     @property
     def url(self) -> str:
         """Address of the page."""
-        host, port = self.server_address[:2]
-        return f"http://{host!s}:{port}/"
+        host, port = str(self.server_address[0]), self.server_address[1]
+        return f"http://[{host}]:{port}/" if ":" in host else f"http://{host}:{port}/"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Print an error, unless it is a browser's that went away."""
@@ -87,15 +98,36 @@ class LiveServer(ThreadingHTTPServer):
                 return json.dumps({"error": str(error)})
 
 
+def _address(host: str) -> tuple[socket.AddressFamily, str]:
+    """Family and address of a host to listen on. Raises ValueError for none, which would be all of the machine's."""
+    if not host:
+        raise ValueError(
+            f"--host is empty: give the address to listen on, as {LOOPBACK}; for all of this machine 0.0.0.0"
+        )
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0]
+    except (OSError, UnicodeError) as error:
+        raise ValueError(f"--host {host} is no address of this machine: {error}") from None
+    return family, str(address[0])
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return False
+    return True
+
+
 class _Handler(BaseHTTPRequestHandler):
     server: LiveServer
     server_version, sys_version = "octavo", ""
     timeout = 30
 
     def do_GET(self) -> None:
-        host = self.headers.get("Host", "").rpartition(":")[0] or self.headers.get("Host", "")
-        if self.server.only_local and host not in ("localhost", LOOPBACK):
-            self._answer(HTTPStatus.FORBIDDEN, "This server answers to 127.0.0.1 and localhost only.\n")
+        host = re.sub(r":\d*$", "", self.headers.get("Host", "")).strip("[]").lower()
+        if host not in self.server.names and (self.server.only_local or not _is_address(host)):
+            self._answer(HTTPStatus.FORBIDDEN, "This server answers to addresses, localhost and its --host only.\n")
         elif (content := self.server.contents.get(self.path)) is None:
             self._answer(HTTPStatus.NOT_FOUND, "There is no such page.\n")
         else:

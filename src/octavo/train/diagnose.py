@@ -7,7 +7,7 @@ the earliest one has the origin; the others received it from sums over ranks. St
 is the first stage with such a value in forward, else the last one in backward.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +21,9 @@ from octavo.train.config.sections import PrecisionConfig
 
 _VALUES_PER_STAGE = 2**40
 """More than any rank looks at."""
+
+MOST_RMS = 1e4
+"""Root mean square of a weight, above which a run has diverged; trained weights stay below 10."""
 
 
 class NonFiniteError(RuntimeError):
@@ -60,8 +63,24 @@ def non_finite_parameter(model: nn.Module) -> str | None:
 
     Weights that are resident in FP8 never change, and are not read.
     """
-    changing = ((name, param) for name, param in model.named_parameters() if as_resident(param) is None)
-    return next((name for name, param in changing if not _finite(param)), None)
+    return next((name for name, param in changing_parameters(model) if not _finite(param)), None)
+
+
+def changing_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Name and value of each parameter that is not resident in FP8."""
+    return ((name, param) for name, param in model.named_parameters() if as_resident(param) is None)
+
+
+def diverged(weights: Iterable[tuple[str, Tensor]]) -> str | None:
+    """Name of the first weight that is not finite or of no sane size, from which no setting goes on; else None."""
+    return next((name for name, weight in weights if not _rms(weight) < MOST_RMS), None)
+
+
+def _rms(weight: Tensor) -> float:
+    part = local_tensor(weight).detach()
+    if not part.is_floating_point() or not part.numel():
+        return 0.0
+    return float(torch.linalg.vector_norm(part.reshape(-1), dtype=torch.float64)) / part.numel() ** 0.5
 
 
 def find_origin(model: nn.Module, forward_backward: Callable[[], Any], pipeline: Pipeline | None = None) -> Origin:
@@ -161,17 +180,27 @@ def _tensors(value: Any) -> list[Tensor]:
     return []
 
 
-def advice(saved: Sequence[Path], precision: PrecisionConfig, *, converted: bool, scales_loss: bool) -> str:
+def advice(
+    saved: Sequence[Path], bad: Sequence[Path], precision: PrecisionConfig, *, converted: bool, scales_loss: bool
+) -> str:  # fmt: skip
     """What to do after a NonFiniteError.
 
     Args:
-        saved: The existing checkpoints, the newest last.
+        saved: The checkpoints to go on from, the newest last.
+        bad: Newer ones, whose weights have diverged.
         precision: The section `[precision]`.
         converted: Whether layers compute in FP8.
         scales_loss: Whether the loss is scaled dynamically.
     """
-    text = f"Resume {saved[-1]} (--resume)" if saved else "No checkpoint was saved: run anew"
-    text += " with a lower optim.lr or optim.clip"
+    names = ", ".join(str(path) for path in bad)
+    if saved:
+        text = f"Remove {names}, whose weights have diverged, and resume" if bad else "Resume"
+        text += f" {saved[-1]} (--resume)"
+    elif bad:
+        text = f"No checkpoint is left to go on from: the weights of {names} have diverged. Run anew"
+    else:
+        text = "No checkpoint was saved: run anew"
+    text += " with a lower optim.lr or optim.clip, or a lower optim.weight_decay"
     if converted:
         text += ", or with that layer in bf16 (precision.skip)"
     if precision.parameters == "fp16" and not scales_loss:

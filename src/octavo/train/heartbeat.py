@@ -83,4 +83,5 @@ def from_collective(error: BaseException) -> bool:
         modules.append(str(trace.tb_frame.f_globals.get("__name__")))
         trace = trace.tb_next
     called = any(module.startswith(("torch.distributed", "octavo.comm")) for module in modules)
-    return type(error) is RuntimeError and (called or modules[-1:] == ["torch.autograd.graph"])  # DDP's, in backward
+    of_ddp = modules and modules[-1] in ("torch.nn.parallel.distributed", "torch.autograd.graph")  # forward, backward
+    return type(error) is RuntimeError and bool(called or of_ddp)

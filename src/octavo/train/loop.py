@@ -12,7 +12,7 @@ Under torchrun every process runs this loop; rank 0 reads and writes the output 
 import json
 import signal
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
 from datetime import timedelta
 from functools import partial
@@ -25,12 +25,12 @@ from octavo.runtime.stopwatch import Stopwatch
 from octavo.train.checkpoint.digests import check_digests, has_digests
 from octavo.train.checkpoint.pretrained import one_line
 from octavo.train.checkpoint.retention import checkpoints
-from octavo.train.checkpoint.store import load_checkpoint, read_trainer_state
+from octavo.train.checkpoint.store import load_checkpoint, read_trainer_state, saved_weights
 from octavo.train.config.data_section import Data
 from octavo.train.config.run_config import ConfigError, TrainConfig, flat
 from octavo.train.config.sections import expand
 from octavo.train.device import deterministic_algorithms, device_name
-from octavo.train.diagnose import NonFiniteError, advice
+from octavo.train.diagnose import NonFiniteError, advice, diverged
 from octavo.train.disk import output_folder, write_file
 from octavo.train.frozen import frozen_note
 from octavo.train.gauges import Gauges, expected_step
@@ -251,11 +251,12 @@ def _train(
             except NonFiniteError as error:
                 stopped = "non-finite"
                 ranks.run_on_rank0(partial(_record_statistics, trainer, error.step, metrics, progress, out))
-                if trainer.non_finite_parameter() is None:
+                if trainer.diverged_parameter() is None:
                     trainer.save(out, prune=False)  # this state may already be bad: keep the older ones
                     trainer.finish_saving()
+                saved, bad = ranks.run_on_rank0(lambda: _usable(checkpoints(out)))
                 remedy = advice(
-                    checkpoints(out), config.precision, converted=trainer.layers is not None,
+                    saved, bad, config.precision, converted=trainer.layers is not None,
                     scales_loss=trainer.loss_scale.active,
                 )  # fmt: skip
                 message = f"{error}. {remedy}"
@@ -275,6 +276,15 @@ def _train(
     if failure is not None:
         raise failure
     return result
+
+
+def _usable(saved: list[Path]) -> tuple[list[Path], list[Path]]:
+    """The checkpoints to go on from, and the newest ones, whose weights have diverged."""
+    bad: list[Path] = []
+    with suppress(Exception):  # of no common type: one that cannot be read is told of by a resume
+        while saved and diverged(saved_weights(saved[-1])) is not None:
+            bad.append(saved.pop())
+    return saved, bad[::-1]
 
 
 def _expected(trainer: Trainer, progress: Progress) -> ExpectedStep | None:

@@ -41,7 +41,14 @@ from octavo.train.checkpoint.store import CheckpointSaver
 from octavo.train.config.run_config import ConfigError, TrainConfig
 from octavo.train.conversion import convert_run
 from octavo.train.device import device_name
-from octavo.train.diagnose import NonFiniteError, ZeroGradientError, find_origin, non_finite_parameter
+from octavo.train.diagnose import (
+    NonFiniteError,
+    ZeroGradientError,
+    changing_parameters,
+    diverged,
+    find_origin,
+    non_finite_parameter,
+)
 from octavo.train.evaluation import evaluate
 from octavo.train.guard import SpikeGuard
 from octavo.train.layout import Inputs, Layout, check_layout, distribute, on_tensors, row_chunks
@@ -239,6 +246,10 @@ class Trainer:
     def non_finite_parameter(self) -> str | None:
         """Name of a parameter that holds a NaN or an infinity on any rank; None if all are finite."""
         return self.ranks.first_reported(non_finite_parameter(self.model))
+
+    def diverged_parameter(self) -> str | None:
+        """Name of a parameter on any rank from whose values no setting goes on."""
+        return self.ranks.first_reported(diverged(changing_parameters(self.model)))
 
     def describe(self) -> RunResult:
         """Summary of the run before its first step. Raises ConfigError if the model cannot run a micro-batch."""

@@ -112,6 +112,11 @@ def read_tensors(folder: Path, prefix: str, suffix: str = "") -> dict[str, Tenso
     return {name.removeprefix(prefix).removesuffix(suffix): value for name, value in state.items()}
 
 
+def tensor_names(folder: Path, prefix: str) -> list[str]:
+    """The names of the tensors of a state that begin with `prefix`, without it."""
+    return [name.removeprefix(prefix) for name in read_index(folder).state_dict_metadata if name.startswith(prefix)]
+
+
 def check(folder: Path) -> None:
     """Raise ConfigError if files of a state are missing or too short, or its index is invalid."""
     expected_sizes: dict[str, int] = {}

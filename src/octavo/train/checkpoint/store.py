@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, FiniteFloat, NonNegativeInt, PositiveInt, ValidationError
+from torch import Tensor
 
 from octavo.nn import delayed, equalized_state
 from octavo.train import lora
@@ -56,6 +57,8 @@ from octavo.train.record.json_lines import first_error
 
 WRITING = ".writing-"
 """Prefix of a checkpoint during writing."""
+MOST_READ = 4 << 30
+"""Bytes of the weights of a checkpoint that are looked at after a divergence, which reaches all of them."""
 PARTS = "parts of layers"
 """Key of channel scales under tensor parallelism: a list, by part."""
 IGNORED_CONFIG_KEYS = {"architectures", "dtype", "torch_dtype", "transformers_version", "_name_or_path"}
@@ -251,12 +254,27 @@ class _TrainerJson(BaseModel):
     held_out_loss: FiniteFloat | None = None
 
 
+class UnverifiedWarning(RuntimeWarning):
+    """A checkpoint is loaded whose files have no digests."""
+
+
+def check_links(folder: Path) -> None:
+    """Raise ConfigError for a file of a checkpoint that is a link out of its folder."""
+    home = folder.resolve()
+    for path in folder.rglob("*"):
+        if path.is_symlink() and home not in path.resolve().parents:
+            raise ConfigError(
+                f"{path} is not loaded: it is a link out of its folder. Put a copy in its place to load it"
+            )
+
+
 def read_trainer_state(folder: Path) -> dict[str, Any]:
     """Read `trainer.json` of a checkpoint: step, loss_scale, data, config.
 
     Raises ConfigError if it cannot be read or was changed after writing.
     """
     path = folder / "trainer.json"
+    check_links(folder)
     if has_digests(folder):
         _with_remedy(folder, lambda: check_digests(folder, [path.name]))
     try:
@@ -271,6 +289,28 @@ def read_trainer_state(folder: Path) -> dict[str, Any]:
     return state
 
 
+def saved_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """Weights of a checkpoint of one process or several, by name, up to `MOST_READ` bytes of them."""
+    left = MOST_READ
+    for name, weight in _each_weight(folder):
+        yield name, weight
+        left -= weight.nbytes
+        if left <= 0:
+            return
+
+
+def _each_weight(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    from safetensors import safe_open
+
+    if (folder / SHARDS).exists():
+        for name in shards.tensor_names(folder / SHARDS, "model."):
+            yield name, shards.read_tensors(folder / SHARDS, f"model.{name}")[""]
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            for name in file.keys():
+                yield name, file.get_tensor(name)
+
+
 def check_files(folder: Path, ranks: Ranks) -> None:
     """Raise ConfigError on all ranks if a file of a checkpoint does not match its digest; each rank reads its share.
 
@@ -281,7 +321,10 @@ def check_files(folder: Path, ranks: Ranks) -> None:
         ranks.raise_together(lambda: _with_remedy(folder, check))
     elif ranks.is_main:
         warnings.warn(
-            f"{folder} was written without digests: damage to its files may go unnoticed", RuntimeWarning, stacklevel=2
+            f"{folder} was written without digests, or they were removed: it is unverified, and damage or changes may "
+            "go unnoticed",
+            UnverifiedWarning,
+            stacklevel=2,
         )
 
 

@@ -3,6 +3,7 @@
 import glob
 import os
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -15,7 +16,7 @@ from octavo.train.data.documents import no_split, suffix
 
 def matches(config: Data, pattern: str) -> list[str]:
     """The files of a glob, sorted. A file reached by several paths through linked folders counts once."""
-    paths = [pattern] if Path(pattern).is_file() else sorted(glob.glob(pattern, recursive=True))  # [ ] may be literal
+    paths = [pattern] if Path(pattern).is_file() else sorted(_expand(pattern))  # [ ] may be literal
     real = lru_cache(maxsize=None)(os.path.realpath)
     files: dict[tuple[str, str], str] = {}
     for path in paths:
@@ -25,6 +26,36 @@ def matches(config: Data, pattern: str) -> list[str]:
     if not files:
         raise ConfigError(f'data.source = "{config.source}" matches no file (relative to {Path.cwd()})')
     return list(files.values())
+
+
+def _expand(pattern: str) -> Iterator[str]:
+    """The paths of a glob with `**`; a linked folder is read once, so links back to a folder above end."""
+    parts = Path(pattern).parts
+    if "**" not in parts:
+        yield from glob.glob(pattern)
+        return
+    at = parts.index("**")
+    rest = parts[at + 1 :] or ("*",)
+    for start in glob.glob(os.path.join(*parts[:at])) if at else [""]:
+        for folder, _ in _walk(start or ".", skipped=(".",)):
+            folder = os.path.relpath(folder) if not start else folder
+            yield from _expand(os.path.join(*([] if folder == "." else [glob.escape(folder)]), *rest))
+
+
+def _walk(folder: str, *, skipped: tuple[str, ...]) -> Iterator[tuple[str, list[str]]]:
+    """The folders below a folder with their files' names; each once, by the first of several paths."""
+
+    def unreadable(error: OSError) -> None:
+        raise ConfigError(f"{error.filename} cannot be read: {error.strerror}") from None
+
+    visited = set()
+    for root, folders, names in os.walk(folder, onerror=unreadable, followlinks=True):
+        if (real := os.path.realpath(root)) in visited:
+            folders.clear()
+            continue
+        visited.add(real)
+        folders[:] = sorted(name for name in folders if not name.startswith(skipped))
+        yield root, names
 
 
 def _check_link(path: str) -> None:
@@ -40,18 +71,8 @@ def suffix_counts(files: list[str]) -> str:
 
 def files_below(folder: Path) -> list[str]:
     """The files below a folder, sorted, without hidden ones; a linked folder is read once."""
-
-    def unreadable(error: OSError) -> None:
-        raise ConfigError(f"{error.filename} cannot be read: {error.strerror}") from None
-
     paths: list[str] = []
-    visited = set()
-    for root, folders, names in os.walk(folder, onerror=unreadable, followlinks=True):
-        if (real := os.path.realpath(root)) in visited:
-            folders.clear()
-            continue
-        visited.add(real)
-        folders[:] = sorted(name for name in folders if not name.startswith((".", "__")))
+    for root, names in _walk(str(folder), skipped=(".", "__")):
         paths += [os.path.join(root, name) for name in names if not name.startswith(".")]
     for path in paths:
         _check_link(path)
