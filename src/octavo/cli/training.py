@@ -95,13 +95,13 @@ def _show_unverified_in_red(bars: "ProgressBars") -> None:
 
     show = warnings.showwarning
 
-    def show_warning(message: Warning | str, category: type[Warning], *rest: Any) -> None:
+    def show_warning(message: Warning | str, category: type[Warning], *rest: Any, **more: Any) -> None:
         if issubclass(category, UnverifiedWarning):
             bars.warning(str(message))
         else:
-            show(message, category, *rest)
+            show(message, category, *rest, **more)
 
-    warnings.showwarning = show_warning
+    warnings.showwarning = show_warning  # type: ignore[assignment]
 
 
 def _supervised(context: typer.Context, arguments: list[str], folder: Path, *, resume: bool, restarts: int) -> int:

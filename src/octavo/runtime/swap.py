@@ -60,13 +60,13 @@ def weights_on_meta(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def stand_in_weights(model: nn.Module) -> Iterator[None]:
     """Give a model on meta numbers on the CPU inside the block: random weights that take almost no memory, and buffers
-    of ones, those of integers of zeros.
+    of ones, or of zeros for integers such as positions.
     """
     generator = torch.Generator("cpu").manual_seed(0)
 
     def make(tensor: torch.Tensor) -> torch.Tensor:
         if not isinstance(tensor, nn.Parameter) or not tensor.is_floating_point():
-            ones = tensor.is_floating_point() or tensor.dtype == torch.bool
+            ones = not tensor.ndim or tensor.is_floating_point() or tensor.dtype == torch.bool
             return torch.full(tensor.shape, ones, dtype=tensor.dtype, device="cpu")
         if tensor.ndim < 2:
             return torch.rand(tensor.shape, generator=generator, device="cpu").to(tensor.dtype)

@@ -80,7 +80,7 @@ def _rms(weight: Tensor) -> float:
     part = local_tensor(weight).detach()
     if not part.is_floating_point() or not part.numel():
         return 0.0
-    return float(torch.linalg.vector_norm(part.reshape(-1), dtype=torch.float64)) / part.numel() ** 0.5
+    return torch.linalg.vector_norm(part.reshape(-1), dtype=torch.float64).item() / float(part.numel()) ** 0.5
 
 
 def find_origin(model: nn.Module, forward_backward: Callable[[], Any], pipeline: Pipeline | None = None) -> Origin:

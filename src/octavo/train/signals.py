@@ -52,7 +52,7 @@ class Stop(threading.Event):
     def _expire(self, number: int) -> None:
         self.expired = not self.training
         if self.expired:
-            _thread.interrupt_main(number)
+            _thread.interrupt_main(signal.Signals(number))
 
 
 class Between:
