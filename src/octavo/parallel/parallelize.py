@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 from octavo.comm import DEFAULT_SPEC
 from octavo.nn.convert import apply_plan, rule_plan
 from octavo.nn.linear_subclasses import is_converted
+from octavo.nn.report import check_module
 from octavo.numerics.names import nearest
 from octavo.numerics.precision import Precision
 from octavo.parallel.agreement import agree_on_adamw, check_on_all_ranks
@@ -135,6 +136,7 @@ def parallelize(
         'DTensor'
     """
     if not dist.is_initialized():
+        check_module("parallelize", model)
         raise ValueError(
             "parallelize needs a process group: start with torchrun --nproc-per-node N, and call "
             "torch.distributed.init_process_group() first"
