@@ -176,6 +176,7 @@ def report(model: nn.Module, batch: Any = None) -> Report:
         model: The model.
         batch: Runs one forward on it and lists the bytes that each module saves for backward. Keyword arguments as a
             mapping, positional ones as a tuple, or the one argument. `octavo.nn.memory_audit.audit` lists each tensor.
+            Converted layers that this forward does not call, as where other code reads their weights, are named.
 
     Returns:
         A `Report`: a sequence of rows with `.name`, `.converted`, `.recipe` and `.reason`; `.summary`; a table when
@@ -191,6 +192,7 @@ def report(model: nn.Module, batch: Any = None) -> Report:
     """
     check_module("report", model)
     plans = _plans(model)
+    saved_bytes, called = ({}, None) if batch is None else _run(model, batch)
     rows = []
     for fqn, module in model.named_modules():
         weights = sum(p.numel() for p in module.parameters(recurse=False) if p.ndim >= 2)
@@ -203,6 +205,8 @@ def report(model: nn.Module, batch: Any = None) -> Report:
                 reason = _reason(plans, fqn, converted)
                 if (note := vars(module).get(NOTE_ATTRIBUTE)) is not None:
                     reason = f"{reason}; {note(module)}"
+            if converted and called is not None and module not in called:
+                reason += "; not called in this forward, so not in FP8: other code may read its weight"
             resident = [weight for _, weight in resident_weights(module)]
             resident_bytes = sum(weight.data_.nbytes + weight.scale.nbytes for weight in resident)
             if resident:
@@ -217,9 +221,20 @@ def report(model: nn.Module, batch: Any = None) -> Report:
         rows=tuple(rows),
         execution=_execution(model),
         activations=tuple(_activation_rows(model, plans)),
-        saved_bytes={} if batch is None else saved_by_layer(model, batch),
+        saved_bytes=saved_bytes,
         activations_requested=any(plan.activations == "fp8" for plan in plans.values()),
     )
+
+
+def _run(model: nn.Module, batch: Any) -> tuple[dict[str, int], set[nn.Module]]:
+    """Run a batch. Returns the bytes saved for backward, by module, and the modules that were called."""
+    called: set[nn.Module] = set()
+    hooks = [module.register_forward_pre_hook(lambda module, _: called.add(module)) for module in model.modules()]
+    try:
+        return saved_by_layer(model, batch), called
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _plans(model: nn.Module) -> dict[str, Plan]:
