@@ -1,12 +1,15 @@
 """Linears of other libraries: each is converted, or left with a reason that says what to do."""
 
+import copy
 import warnings
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import octavo
+from octavo.numerics import sqnr
 
 
 def reason_beside_a_linear(module):
@@ -79,3 +82,70 @@ def test_transformers_of_diffusers(kind):
     rows = [row for row in octavo.report(model) if row.linear]
     left = {row.reason.split(":")[0] for row in rows if not row.converted}
     assert sum(row.converted for row in rows) >= 8 and left <= {"narrow"}
+
+
+class CastsToDtype(nn.Linear):
+    """As nanochat writes it."""
+
+    def forward(self, x):
+        return F.linear(x, self.weight.to(dtype=x.dtype))
+
+
+class CastsLike(nn.Linear):
+    """As modded-nanogpt writes it."""
+
+    def forward(self, x):
+        return F.linear(x, self.weight.type_as(x))
+
+
+class CastsBoth(nn.Linear):
+    """As Whisper writes it."""
+
+    def forward(self, x):
+        return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
+
+
+@pytest.mark.parametrize("kind", [CastsToDtype, CastsLike, CastsBoth])
+@pytest.mark.parametrize("recipe", ["rowwise", "rowwise_equalized", "delayed"])
+def test_linears_that_cast_their_weight_compute_in_fp8(kind, recipe):
+    torch.manual_seed(0)
+    plain = nn.Sequential(kind(64, 128, bias=kind is CastsBoth))
+    model = octavo.convert(copy.deepcopy(plain), recipe, verbose=False)
+    for dtype in (torch.bfloat16, torch.float32):
+        x = torch.randn(32, 64).to(dtype)
+        for either in (plain, model):
+            either.zero_grad()
+            either(x).square().sum().backward()
+        assert model(x).dtype == dtype and not torch.equal(model(x), plain(x))
+        assert sqnr(plain(x).float(), model(x).float()) > 24
+        assert all(sqnr(p.grad, q.grad) > 20 for p, q in zip(plain.parameters(), model.parameters(), strict=True))
+    with octavo.disabled():
+        assert torch.equal(model(x), plain(x))
+
+
+def test_a_linear_that_casts_and_ignores_its_bias_is_left_alone():
+    with pytest.raises(ValueError, match="CastsToDtype is a subclass of nn.Linear with behaviour of its own"):
+        octavo.convert(nn.Sequential(CastsToDtype(64, 64, bias=True)), verbose=False)
+
+
+def test_float64_layers_stay():
+    model = octavo.convert(nn.Sequential(nn.Linear(64, 64).double(), nn.Linear(64, 64)), verbose=False)
+    assert type(model[0]) is nn.Linear and "float64 kept" in octavo.report(model)[0].reason
+
+
+class ReadsWeight(nn.Module):
+    """As BEiT's attention uses its qkv."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.proj = nn.Linear(64, 192, bias=False), nn.Linear(192, 64)
+
+    def forward(self, x):
+        return self.proj(F.linear(x, self.qkv.weight))
+
+
+def test_a_report_with_a_batch_names_layers_that_are_not_called():
+    model = octavo.convert(ReadsWeight(), verbose=False)
+    alone, run = ({row.name: row.reason for row in octavo.report(model, *b)} for b in ((), (torch.randn(2, 64),)))
+    assert alone["qkv"] == alone["proj"] == run["proj"] == "linear"
+    assert run["qkv"] == "linear; not called in this forward, so not in FP8: other code may read its weight"

@@ -184,6 +184,8 @@ class _Body:
             return (_OPERATORS[type(node.op)], self.value(node.operand))
         if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in _OPERATORS:
             return (_OPERATORS[type(node.ops[0])], self.value(node.left), self.value(node.comparators[0]))
+        if isinstance(node, ast.IfExp):
+            return ("if", self.value(node.test), self.value(node.body), self.value(node.orelse))
         if isinstance(node, ast.List):
             return ("list", *(self.value(part) for part in node.elts))
         if isinstance(node, ast.Call):
@@ -240,6 +242,8 @@ def _method(name: str, owner: Expression, arguments: list[Expression], keywords:
         name, arguments = "to", [("outside", torch.float32)]
     elif name == "type_as" and len(arguments) == 1 and not keywords:
         name, arguments = "to", [("get", "dtype", arguments[0])]
+    elif name == "to" and not arguments and len(keywords) == 1 and keywords[0][0] == "dtype":
+        arguments, keywords = [keywords[0][1]], ()
     return ("method", name, owner, tuple(arguments), keywords)
 
 

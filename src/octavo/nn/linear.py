@@ -44,7 +44,7 @@ class Linear(LinearLike, nn.Linear):
         if self.octavo_plain and "weight" in found and "bias" in found and not ("weight" in own or "bias" in own):
             weight, bias = found["weight"], found["bias"]  # as `nn.Module.__getattr__` finds them, at length
         else:
-            weight, bias, recipe = self.weight, self.bias, self.octavo_recipe_of_computed()
+            (weight, bias), recipe = self.octavo_operands(input), self.octavo_recipe_of_computed()
         return linear(input, weight, bias, recipe, keep_weights, self.octavo_quantizer())
 
     def extra_repr(self) -> str:

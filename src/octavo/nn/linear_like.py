@@ -45,13 +45,16 @@ class LinearLike(nn.Module):
     keep_weights: bool = False
     weight_is_transposed: ClassVar[bool] = False
     octavo_plain: ClassVar[bool] = True
-    """Whether `nn.Module` finds `weight` and `bias` among the parameters, as no class of the layer defines them."""
+    """Whether `nn.Module` finds `weight` and `bias` among the parameters, as no class of the layer defines them, and
+    they are used as they are."""
+    octavo_casts: ClassVar[bool] = False
+    """Whether weight and bias are cast to the dtype of the input."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         own_lookup = cls.__getattr__ is not nn.Module.__getattr__ or cls.__getattribute__ is not object.__getattribute__
         defines = any(name in vars(base) for base in cls.__mro__ for name in ("weight", "bias"))
-        cls.octavo_plain = not (own_lookup or defines)
+        cls.octavo_plain = not (own_lookup or defines or cls.octavo_casts)
 
     @property
     def weight_scale(self) -> Tensor:
@@ -77,13 +80,20 @@ class LinearLike(nn.Module):
             )
         return JUST_IN_TIME
 
+    def octavo_operands(self, input: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return weight and bias as a forward of this input uses them."""
+        weight, bias = self.weight, self.bias
+        if not self.octavo_casts or weight.dtype == input.dtype:
+            return weight, bias
+        return weight.to(input.dtype), bias if bias is None else bias.to(input.dtype)
+
     def octavo_recipe_of_computed(self) -> Recipe:
         """Return the recipe for a weight that is no parameter; weight-only if it is computed from a resident one."""
         return weight_only(DEFAULT) if is_computed_from_resident(self, "weight") else self.recipe
 
     def octavo_keep_weights(self) -> bool:
         """Return whether the layer may reuse a cast of its weight now: see `octavo.nn.weights`."""
-        if not self.keep_weights or torch.compiler.is_compiling():
+        if not self.keep_weights or self.octavo_casts or torch.compiler.is_compiling():
             return False
         return isinstance(self._parameters.get("weight"), nn.Parameter) and not is_fsdp_sharded(self)
 

@@ -65,6 +65,12 @@ FP8_CLASSES = {
     ),
 }
 """FP8 classes by plain class, as `octavo.runtime.linear_kinds.KINDS` names it."""
+CASTING = Fp8Classes(
+    fp8="octavo.nn.casting.CastingLinear",
+    delayed="octavo.nn.casting.CastingDelayedLinear",
+    equalized="octavo.nn.casting.CastingEqualizedLinear",
+)
+"""Those of subclasses of `nn.Linear` that cast their weight to the dtype of the input."""
 
 
 class _Linears:
@@ -89,11 +95,26 @@ class _Linears:
         return y
 
 
+class _Casting(_Linears):
+    """Ways to write one whose weight is cast to the dtype of the input, as nanochat and Whisper do."""
+
+    def without_bias(self, x):  # type: ignore[no-untyped-def]
+        return F.linear(x, self.weight.to(x.dtype))
+
+    def with_bias(self, x):  # type: ignore[no-untyped-def]
+        return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
+
+    def with_bias_first(self, x):  # type: ignore[no-untyped-def]
+        return F.linear(x, self.weight.to(x.dtype), self.bias.to(x.dtype) if self.bias is not None else None)
+
+
 def computes_linear(module: nn.Module) -> bool:
     """Return whether a module of a subclass of `nn.Linear` computes the same, by the current code of its class."""
     owner = original_class(module)
     formula = _linear_formula(owner)
-    return formula is not None and formula.holds(owner, module) and uses_default_call(owner)
+    if formula is None or (formula.expression == _casting_ways()[0] and module.bias is not None):
+        return False
+    return formula.holds(owner, module) and uses_default_call(owner)
 
 
 @cache
@@ -101,13 +122,22 @@ def _linear_formula(owner: Any) -> Formula | None:
     """Return the formula of a class, if it is that of `nn.Linear` and its parameters are plain attributes."""
     formula = formula_of(owner)
     hidden = any(inspect.getattr_static(owner, name, None) is not None for name in ("weight", "bias"))
-    return None if formula is None or formula.expression not in _ways() or hidden else formula
+    known = formula is not None and formula.expression in (*_ways(), *_casting_ways())
+    return formula if known and not hidden else None
 
 
 @cache
 def _ways() -> list[Any]:
-    formulas = [formula_of_method(_Linears, way) for way in ("functional", "early", "late")]
-    return [formula.expression for formula in formulas if formula is not None]
+    return _expressions(_Linears, "functional", "early", "late")
+
+
+@cache
+def _casting_ways() -> list[Any]:
+    return _expressions(_Casting, "without_bias", "with_bias", "with_bias_first")
+
+
+def _expressions(owner: Any, *methods: str) -> list[Any]:
+    return [formula.expression for way in methods if (formula := formula_of_method(owner, way)) is not None]
 
 
 def is_converted(module: nn.Module) -> TypeGuard[LinearLike]:
@@ -132,7 +162,9 @@ def fp8_class(original: Any, recipe: Recipe) -> type[LinearLike]:
     """
     listed = kind_of_class(original)
     kind = LINEAR if listed is None and issubclass(original, nn.Linear) else listed
-    linear: Any = None if kind is None else FP8_CLASSES[kind.plain].load(recipe)
+    formula = _linear_formula(original) if listed is None and kind is LINEAR else None
+    casts = formula is not None and formula.expression in _casting_ways()
+    linear: Any = None if kind is None else (CASTING if casts else FP8_CLASSES[kind.plain]).load(recipe)
     if linear is None:
         raise ValueError(f"Octavo has no FP8 class for a {original.__name__} with recipe {recipe.name!r}")
     fp8: type[LinearLike] = mixed_class(linear, original)

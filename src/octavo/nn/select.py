@@ -275,6 +275,9 @@ def _decide(
                 _with_fact(f"{reason}; {other.name}", fact) + _as_named(layer, first),
             )
             break
+    own = own_weight(first.module)
+    if own is not None and own.dtype == torch.float64:
+        return Decision(recipe=None, reason="float64 kept: FP8 training starts from float32, bfloat16 or float16")
     weight = checked_weight(first.fqn, first.module)
     if not looks_like_experts(first.module):
         return Decision(recipe=recipe, reason=reason + _padding(weight), by_filter=by_filter)
