@@ -38,7 +38,7 @@ _JOBS = 16
 
 _PRELOADED = [
     "octavo.parallel.pipeline", "torch.distributed.fsdp", "processes", "octavo.train.loop",
-    "transformers.models.llama.modeling_llama",
+    "transformers.models.llama.modeling_llama", "torch.utils.tensorboard", "pyarrow",
 ]  # fmt: skip
 """Modules that the processes share, which take seconds to import. Those that are absent are left out."""
 

@@ -87,7 +87,7 @@ EXTREMES = [0.0, -0.0, 1e-40, -1e-40, 16.5, -16.5, 86.2, -86.2, 86.3, -86.3, 90.
 @pytest.mark.thorough
 @triton
 @by_activation
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16])
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of infinities in the interpreter
 def test_special_values_poison_their_own_row_and_stay_visible(activation, dtype):
     gate, up = randn(20, 150, dtype=dtype), randn(20, 150, seed=1, dtype=dtype)

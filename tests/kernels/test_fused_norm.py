@@ -113,7 +113,7 @@ def test_every_configuration_and_route_of_the_gradients_equals_reference(widest,
 @pytest.mark.thorough
 @triton
 @pytest.mark.parametrize("kind", ["rms_norm", "layer_norm"])
-@pytest.mark.parametrize("order", ["rows", "both"])
+@pytest.mark.parametrize("order", [pytest.param("rows", marks=pytest.mark.slow), "both"])
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of infinities in the interpreter
 def test_special_values_poison_their_own_row_and_stay_visible(kind, order):
     for special in (math.nan, math.inf, -math.inf):
@@ -137,7 +137,7 @@ def test_special_values_poison_their_own_row_and_stay_visible(kind, order):
 
 @pytest.mark.thorough
 @triton
-@pytest.mark.parametrize("op", [RMS_NORM, LAYER_NORM], ids=lambda op: op.name)
+@pytest.mark.parametrize("op", [RMS_NORM, pytest.param(LAYER_NORM, marks=pytest.mark.slow)], ids=lambda op: op.name)
 def test_any_strides(op):
     wide = randn(96, 160, dtype=torch.bfloat16)
     residual = randn(160, 200, seed=1, dtype=torch.bfloat16)

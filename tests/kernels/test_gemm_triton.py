@@ -76,8 +76,14 @@ def test_exact_sums_give_the_bytes_of_the_reference(case, m, n, k, biased, fast,
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("config", range(len(kernels.CONFIGS)))
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("config", "dtype"),
+    [
+        pytest.param(config, dtype, marks=[pytest.mark.slow] * (config > 0 and dtype != torch.bfloat16))
+        for config in range(len(kernels.CONFIGS))
+        for dtype in (torch.float32, torch.bfloat16, torch.float16)
+    ],
+)
 def test_every_configuration_computes_the_same(config, dtype):
     for case in (("e4m3/row", "e4m3/row", "nt"), ("e4m3/128x1", "e4m3/128x1", "tn")):
         a, b, layout = whole(140, 260, 140, case)

@@ -54,8 +54,7 @@ def test_jumps_are_said_in_their_step_and_once(make_config, tmp_path, fault, opt
     assert events[0]["text"] in recorder.notes
 
 
-@pytest.mark.parametrize("every", [0, 2])
-@pytest.mark.parametrize("level", ["bf16", "fp8"])
+@pytest.mark.parametrize(("level", "every"), [("bf16", 0), ("fp8", 2)])
 def test_an_infinity_stops_the_run_with_its_layer_and_operand(make_config, tmp_path, level, every):
     config = make_config(precision={"level": level}, inspect={"every": every})
     with (

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from test_ranks import copied, job, losses, same, state, tables  # noqa: F401  a fixture
+from test_ranks import copied, job, losses, mistakes_job, same, state, tables  # noqa: F401  a fixture
 from tiny_runs import Recorder
 
 from octavo.parallel.pipeline_model import SCHEDULES, check_pipeline_model, divide, stages_of
@@ -420,48 +420,44 @@ def test_blocks_that_pass_on_more_than_hidden_states():
 # --- mistakes ---
 
 
-def refused_job(tables, out):  # noqa: F811
-    with pytest.raises(ConfigError) as error:
-        run(parse_config(tables), out=Path(out), progress=Recorder())
-    return str(error.value)
+MISTAKES = [
+    ("llama", {"tp": 4}, {}, r"parallel.tp = 4 does not divide the 2 processes: take [1, 2]"),
+    (
+        "llama",
+        {"tp": 2, "pp": 2},
+        {"optim": {"micro_batches": 2}},
+        "parallel.tp × cp × pp = 4 does not divide the 2 processes: take [1, 2]",
+    ),
+    ("llama", {"tp": 2, "dp_shard": 2}, {}, "does not equal the world size 1"),
+    ("llama", {"tp": 2}, {"precision": {"level": "fp8", "recipe": "tensorwise"}}, "one scale per tensor"),
+    ("llama", {"tp": 2}, {"data": {"sequence_length": 15}}, "data.sequence_length = 15 is not divided by"),
+    ("llama", {"cp": 2}, {"data": {"sequence_length": 15}}, "parallel.cp = 2: set it to a multiple, as 16"),
+    ("llama", {"ep": 2}, {}, "[parallel]: expert_parallel distributes experts"),
+    ("mixtral", {"ep": 2}, {"precision": {}}, 'precision.level = "bf16"'),
+    ("gpt2", {"tp": 2}, {}, "has no plan for tensor parallelism"),
+    ("gpt2", {"pp": 2}, {"optim": {"micro_batches": 2}}, "parallel.pp: GPT2LMHeadModel cannot be a pipeline"),
+    ("llama", {"pp": 2}, {}, "optim.micro_batches = 1 do not fill a pipeline of parallel.pp = 2"),
+    (
+        "llama",
+        {"pp": 2},
+        {"precision": {"level": "fp8", "recipe": "delayed"}, "optim": {"micro_batches": 2}},
+        "delayed",
+    ),
+]
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("family", "parallel", "sections", "message"),
-    [
-        ("llama", {"tp": 4}, {}, r"parallel.tp = 4 does not divide the 2 processes: take [1, 2]"),
-        (
-            "llama",
-            {"tp": 2, "pp": 2},
-            {"optim": {"micro_batches": 2}},
-            "parallel.tp × cp × pp = 4 does not divide the 2 processes: take [1, 2]",
-        ),
-        ("llama", {"tp": 2, "dp_shard": 2}, {}, "does not equal the world size 1"),
-        ("llama", {"tp": 2}, {"precision": {"level": "fp8", "recipe": "tensorwise"}}, "one scale per tensor"),
-        ("llama", {"tp": 2}, {"data": {"sequence_length": 15}}, "data.sequence_length = 15 is not divided by"),
-        ("llama", {"cp": 2}, {"data": {"sequence_length": 15}}, "parallel.cp = 2: set it to a multiple, as 16"),
-        ("llama", {"ep": 2}, {}, "[parallel]: expert_parallel distributes experts"),
-        ("mixtral", {"ep": 2}, {"precision": {}}, 'precision.level = "bf16"'),
-        ("gpt2", {"tp": 2}, {}, "has no plan for tensor parallelism"),
-        ("gpt2", {"pp": 2}, {"optim": {"micro_batches": 2}}, "parallel.pp: GPT2LMHeadModel cannot be a pipeline"),
-        ("llama", {"pp": 2}, {}, "optim.micro_batches = 1 do not fill a pipeline of parallel.pp = 2"),
-        (
-            "llama",
-            {"pp": 2},
-            {"precision": {"level": "fp8", "recipe": "delayed"}, "optim": {"micro_batches": 2}},
-            "delayed",
-        ),
-    ],
-    ids=str,
-)
-def test_mistakes(gloo, settings, tmp_path, family, parallel, sections, message):  # noqa: F811
-    made = settings(family, parallel=parallel, **sections)
-    if family == "gpt2":
-        made["model"] = {"type": "gpt2", "config": {"n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 16}}
-    for text in gloo.run(refused_job, 2, made, str(tmp_path / "out")):
-        assert message in text, text
-    assert not checkpoints(tmp_path / "out")
+def test_mistakes(gloo, settings, tmp_path):  # noqa: F811
+    cases = []
+    for family, parallel, sections, _ in MISTAKES:
+        made = settings(family, parallel=parallel, **sections)
+        if family == "gpt2":
+            made["model"] = {"type": "gpt2", "config": {"n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 16}}
+        cases.append(made)
+    for texts in gloo.run(mistakes_job, 2, cases, str(tmp_path / "out")):
+        for text, (*_, message) in zip(texts, MISTAKES, strict=True):
+            assert message in text, text
+    assert not [path for path in (tmp_path / "out").rglob("*") if path.name.startswith("step-")]
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.parametrize(
     ("model", "attention"),
     [
-        (model, attention)
+        pytest.param(
+            model, attention, marks=[pytest.mark.slow] * (attention == "eager" and model not in ("llama", "gemma2"))
+        )
         for model in MODELS
         for attention in ("sdpa", "eager")
         if (model, attention) != ("gemma2", "sdpa")

@@ -153,7 +153,14 @@ def broken_progress_job(settings, out, method):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("method", ["stage", "start", "step", "note", "finish", "write", "close"])
+@pytest.mark.parametrize(
+    "method",
+    [
+        "step",
+        "close",
+        *(pytest.param(m, marks=pytest.mark.slow) for m in ("stage", "start", "note", "finish", "write")),
+    ],
+)
 def test_an_error_in_a_progress_or_logger_of_the_first_rank_ends_all(gloo, tables, tmp_path, method):  # noqa: F811
     """Of any type: the others would wait for the first one until the timeout."""
     settings = tables(run={"steps": 3}, precision={"level": "fp8"})

@@ -34,16 +34,6 @@ from octavo.train.device import deterministic_algorithms
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("sections", VARIANTS)
-def test_two_runs_are_bitwise_equal(
-    sections: dict[str, dict[str, Any]], make_config: MakeConfig, tmp_path: Path
-) -> None:
-    for name in ("a", "b"):
-        run(make_config(**sections), out=tmp_path / name)
-    assert_same(tmp_path / "a", tmp_path / "b")
-
-
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     "sections", [pytest.param(each, marks=[pytest.mark.slow] * (k in (0, 2, 3))) for k, each in enumerate(VARIANTS)]
 )

@@ -248,11 +248,19 @@ def converted_by_train(config: TrainConfig, gpu: str, monkeypatch: pytest.Monkey
     return {row.name: row.recipe for row in rows if row.converted}
 
 
+CONVERTING = ("level=fp8", "level=bf16", "recipe=auto", "recipe=blockwise", "skip_last=1")
+OFTEN = {("h100", "level=fp8"), ("h100", "recipe=auto"), ("h100", "skip_last=1"), ("b200", "recipe=blockwise"),
+         ("a100", "level=fp8")}  # fmt: skip
+
+
 @pytest.mark.thorough
-@pytest.mark.parametrize("gpu", ["h100", "b200", "a100"])
 @pytest.mark.parametrize(
-    "precision",
-    ["level=fp8", "level=bf16", "recipe=auto", "recipe=blockwise", "skip_last=1"],
+    ("gpu", "precision"),
+    [
+        pytest.param(gpu, each, marks=[pytest.mark.slow] * ((gpu, each) not in OFTEN))
+        for gpu in ("h100", "b200", "a100")
+        for each in CONVERTING
+    ],
 )
 def test_this_configuration_is_what_train_converts(gpu: str, precision: str, monkeypatch: pytest.MonkeyPatch):
     config = load_config(OWN_DATA, [*SMALLER, f"precision.{precision}"])
