@@ -25,8 +25,7 @@
   compiled     kernels and bytes of a compiled decoder layer; docs/compile.md; needs no GPU
   rates        what the planner knows of an H100, from its result files: src/octavo/planner/h100.json; needs no GPU
   predictions  docs/planner.md: what the planner says of what was measured and published; needs no GPU
-  performance  docs/performance.md from all result files
-  figures      the images of README and docs/ from the kept result files; needs a Chromium, no GPU
+  performance  docs/performance.md and its images from all result files, and the picture of README (needs a Chromium)
   tutorials    the pages of docs/tutorials run as written, and their pictures; needs no GPU
   settings     docs/settings.md from the sections of a configuration
   configs      configs/<model>.toml with predicted steps, and docs/configurations.md; needs no GPU

@@ -2,7 +2,6 @@
 light or dark scheme. Plotly draws in a browser, so saving one needs a Chromium; the same figure gives the same file.
 """
 
-import argparse
 import hashlib
 import json
 import re
@@ -13,12 +12,11 @@ from typing import Any
 from urllib.parse import unquote
 
 from benchmarks import browser
-from benchmarks.environment import RESULTS, write_text
+from benchmarks.environment import write_text
 from octavo.experiments.theme import DARK, LIGHT, layout
 
 Figure = dict[str, Any]
 """`data` and `layout` of plotly.js, with colours as CSS variables of the theme."""
-DOCS = Path(__file__).parent.parent / "docs"
 WIDTH = 900
 """Width of an image, in CSS pixels."""
 TITLE = "font: 600 14px sans-serif; fill: var(--ink);"
@@ -90,14 +88,6 @@ def _rgb(value: str) -> str:
     return "rgb({}, {}, {})".format(*channels)
 
 
-def kept() -> dict[str, Figure]:
-    """The figures of README and docs/ from the kept result files, by the place of their image in docs/."""
-    from benchmarks import performance
-
-    plots = performance.pictures(RESULTS).items()
-    return {f"{performance.IMAGES}/{name}": content for name, content in plots}
-
-
 def overview(folder: Path) -> str:
     """Return README's picture: two images of a folder, below each other, with what they are."""
     parts, top = [], 0
@@ -110,13 +100,3 @@ def overview(folder: Path) -> str:
     size = f'width="{WIDTH}" height="{top}"'
     back = f'<rect {size} style="fill: var(--card);"/>'
     return f'<svg xmlns="http://www.w3.org/2000/svg" {size} viewBox="0 0 {WIDTH} {top}">{back}{"".join(parts)}</svg>\n'
-
-
-def main(arguments: list[str]) -> None:
-    """Draw the images of README and docs/ from the kept result files."""
-    options = argparse.ArgumentParser(prog="python -m benchmarks figures", description=main.__doc__)
-    options.add_argument("--out", type=Path, default=DOCS, help="the folder whose images/ they go to (docs)")
-    out = options.parse_args(arguments).out
-    for name, content in kept().items():
-        save(content, out / name)
-    write_text(out / "images" / "overview.svg", overview(DOCS / "images"))

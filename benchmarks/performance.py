@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks import plots, roofline, shapes, targets
 from benchmarks.environment import RESULTS, write_text
-from benchmarks.figures import Figure, save
+from benchmarks.figures import Figure, overview, save
 from benchmarks.pages import fill, table
 
 Row = dict[str, Any]
@@ -327,7 +327,7 @@ def pictures(results: Path) -> dict[str, Figure]:
 
 
 def main(arguments: list[str]) -> None:
-    """Write the document and its plots."""
+    """Write the documents, their plots, and README's picture."""
     options = argparse.ArgumentParser(
         prog="python -m benchmarks performance", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -338,4 +338,5 @@ def main(arguments: list[str]) -> None:
     write_text(out.parent / APPENDIX, appendix(RESULTS))
     for name, content in pictures(RESULTS).items():
         save(content, out.parent / IMAGES / name)
+    write_text(out.parent / IMAGES / "overview.svg", overview(DOCUMENT.parent / IMAGES))
     print(f"written to {out}")

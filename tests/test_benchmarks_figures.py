@@ -4,22 +4,24 @@ import re
 from xml.etree import ElementTree
 
 import pytest
-from benchmarks import browser, figures
+from benchmarks import browser, figures, performance
 
 from octavo.experiments.theme import DARK, LIGHT
+
+IMAGES = performance.DOCUMENT.parent / performance.IMAGES
 
 
 @pytest.fixture(scope="module")
 def kept() -> dict[str, figures.Figure]:
-    return figures.kept()
+    return performance.pictures(performance.RESULTS)
 
 
 def test_the_committed_images_are_of_the_kept_results(kept):
     names = ("predicted", "linear-nvidia-h100-80gb-hbm3")
-    assert set(kept) == {f"images/{name}.svg" for name in names}
+    assert set(kept) == {f"{name}.svg" for name in names}
     for name, content in kept.items():
-        svg = (figures.DOCS / name).read_text(encoding="utf-8")
-        assert f"<desc>{figures.digest(content)}</desc>" in svg, "run `python -m benchmarks figures`"
+        svg = (IMAGES / name).read_text(encoding="utf-8")
+        assert f"<desc>{figures.digest(content)}</desc>" in svg, "run `python -m benchmarks performance`"
         ElementTree.fromstring(svg)
         style = re.search("<style>(.*?)</style>", svg)[1]
         light, dark = style.split("@media (prefers-color-scheme: dark)")
@@ -28,16 +30,15 @@ def test_the_committed_images_are_of_the_kept_results(kept):
 
 
 def test_the_picture_of_the_readme_is_of_the_committed_images():
-    images = figures.DOCS / "images"
-    svg = (images / "overview.svg").read_text(encoding="utf-8")
-    assert svg == figures.overview(images), "run `python -m benchmarks figures`"
+    svg = (IMAGES / "overview.svg").read_text(encoding="utf-8")
+    assert svg == figures.overview(IMAGES), "run `python -m benchmarks performance`"
     ids = re.findall(r'\bid="([^"]+)"', svg)
     assert len(ids) == len(set(ids)) and "Predicted, not measured" in svg
     ElementTree.fromstring(svg)
 
 
 def test_another_number_is_another_figure(kept):
-    content = kept["images/predicted.svg"]
+    content = kept["predicted.svg"]
     first, *others = content["data"]
     changed = [{**first, "y": [first["y"][0] * 1.001, *first["y"][1:]]}, *others]
     assert figures.digest({**content, "data": changed}) != figures.digest(content)
