@@ -9,13 +9,20 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import octavo
 from octavo.optim import AdamW
+from octavo.optim.states import from_bytes
 from octavo.parallel import Parallel, parallelize
 from octavo.parallel.fsdp import parameters_in_fp8
 from octavo.tensor import local_tensor
@@ -246,12 +253,19 @@ def load_job(folder, gather):
     compare(model, optimizer, f"{folder}/later.pt")
 
 
+def optimizer_states(tensors):
+    return [(name, value) for name, value in tensors.items() if "/" in name]
+
+
 def compare(model, optimizer, path):
     expected = torch.load(path, weights_only=True)
     states = expected["optimizer"]["state"]
     expected = expected["model"] | {f"{name}/{key}": value for name in states for key, value in states[name].items()}
     actual = everything(model, optimizer)
     assert actual.keys() == expected.keys()
+    for name, value in optimizer_states(actual):  # the file has bytes
+        parameter = model.get_parameter(name.split("/")[0])
+        expected[name] = from_bytes(parameter.detach(), expected[name], value.dtype)
     assert actual["blocks.0.1.weight/exp_avg"].dtype == torch.float8_e4m3fn
     for name in expected:
         assert same(expected[name], actual[name]), name
@@ -285,6 +299,36 @@ def whole_job():
 @pytest.mark.thorough
 def test_whole_states_are_sharded(gloo):
     gloo.run(whole_job, 3)
+
+
+def full_job(folder):
+    """Whole states gathered over Gloo, as Lightning and others save them, loaded by all ranks or from the first."""
+    model, optimizer = trained()
+    some_steps(model, optimizer, 0, 2)
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    states = get_state_dict(model, optimizer, options=options)
+    if dist.get_rank() == 0:
+        torch.save(states, folder)
+    dist.barrier()
+    some_steps(model, optimizer, 2, 2)
+    expected = everything(model, optimizer)
+    for broadcast in (False, True):
+        twin, other = trained(seed=1)
+        saved = torch.load(folder, weights_only=True) if not broadcast or dist.get_rank() == 0 else ({}, {})
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
+        set_model_state_dict(twin, saved[0], options=options)
+        set_optimizer_state_dict(twin, other, saved[1], options=options)
+        some_steps(twin, other, 2, 2)
+        for name, value in everything(twin, other).items():
+            assert same_bits(value, expected[name]), (broadcast, name)
+
+
+def same_bits(one, other):
+    return torch.equal(*(local_tensor(value).contiguous().view(-1).view(torch.uint8) for value in (one, other)))
+
+
+def test_full_state_dicts(gloo, tmp_path):
+    gloo.run(full_job, 2, str(tmp_path / "full.pt"))
 
 
 def alone_job(folder):

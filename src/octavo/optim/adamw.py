@@ -31,13 +31,16 @@ from octavo.optim.interface import Optimizer
 from octavo.optim.sharded import any_rank, first_row, local_rows, shard_like, splits_groups, sum_gradient
 from octavo.optim.states import (
     MOMENTS,
+    as_bytes,
     check_state,
     converted_group,
+    from_bytes,
     from_torch,
     initial_state,
     matrix_shape,
     matrix_view,
     saved_parameters,
+    state_layout,
 )
 from octavo.runtime.execution_context import is_capturing
 from octavo.tensor import local_tensor
@@ -254,6 +257,20 @@ class AdamW(Optimizer):
                 local_tensor(state["remainder"]).copy_(remainder)
                 rows.copy_(upper)
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states and groups as any `torch.optim.Optimizer` does.
+
+        Sharded states that are not float32 or uint8 are bytes [..., item size] that share their memory, so that
+        `torch.distributed.checkpoint` can gather, broadcast and load them over any process group.
+        """
+        state_dict: dict[str, Any] = super().state_dict()
+        params = [param for group in self.param_groups for param in group["params"]]
+        states = {
+            index: {name: as_bytes(params[index], value) for name, value in state.items()}
+            for index, state in state_dict["state"].items()
+        }
+        return state_dict | {"state": states}
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the result of `state_dict` bit for bit, or convert the state of `torch.optim.AdamW`.
 
@@ -302,8 +319,12 @@ class AdamW(Optimizer):
             self._check({**settings, "params": own["params"]})
             for index, param in zip(saved[i], own["params"], strict=True):
                 state = state_dict["state"].get(index)
+                if state and is_torch:
+                    state = from_torch(index, param, state, settings)
+                elif state:
+                    dtypes = {name: dtype for name, (_, dtype) in state_layout(param, settings).items()}
+                    state = {n: from_bytes(param, v, dtypes[n]) if n in dtypes else v for n, v in state.items()}
                 if state:
-                    state = from_torch(index, param, state, settings) if is_torch else state
                     check_state(index, param, state, settings)
                     states.append((param, state))
         return groups, states

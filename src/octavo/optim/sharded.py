@@ -2,8 +2,7 @@
 
 Every state is allocated for the local rows and wrapped like its parameter: moments, their scales (one row per row) and
 remainders are sharded over the same ranks. So `torch.distributed.checkpoint` saves and loads them on any number of
-ranks, and `dcp_to_torch_save` writes them to one file. (Its `full_state_dict` option gathers tensors instead, and
-neither Gloo nor NCCL supports the 16-bit integers of remainders.) For other tensors, the local rows are all rows.
+ranks, and gathers them with `full_state_dict`. For other tensors, the local rows are all rows.
 
 Tensor parallelism also shards columns. FP8 moments then need shards that end where groups of 128 columns do
 (`splits_groups`): their scales are sharded along columns, too, and every moment is that of one process.
