@@ -3,7 +3,8 @@
 A value v in a group of scale s arrives within |v|/16 or s/2¹⁰ in e4m3, |v|/8 or s/2¹⁷ in e5m2, and in `fp8/1x128`
 within the bound of the format that its group has by the documented rule, before it is rounded to its dtype
 (`octavo.comm.encoding`). Sums add these bounds up; all_reduce adds that of the sum. Where a value is not finite, what
-arrives is not finite; in groups without such a value the bounds hold.
+arrives is not finite; in groups without such a value the bounds hold. `feedback` is DDP's hook with error feedback, of
+which a step that is not taken must change no bit.
 """
 
 from typing import Any
@@ -16,6 +17,7 @@ from benchmarks.fuzz.build import DTYPES, Case
 from benchmarks.fuzz.outcome import PASS, Outcome, fail
 from benchmarks.fuzz.ranks import POOL, WORLD
 from octavo import comm
+from octavo.parallel import Fp8AllReduce
 
 _RELATIVE = {"e4m3": (2.0**-4, 2.0**-10, 448.0), "e5m2": (2.0**-3, 2.0**-17, 57344.0)}
 _ADAPTIVE = ((2.0**-4, 491_520, 0.0), (2.0**-5, 3968, 2.0**-9), (2.0**-6, 504, 2.0**-6))
@@ -35,6 +37,8 @@ def job(case: Case) -> Outcome:
         return _all_to_all_single(case, shape, spec)
     if name == "all_to_all":
         return _all_to_all(case, shape, spec)
+    if name == "feedback":
+        return _feedback(case, shape, spec)
     if name == "isend":
         return _send(case, shape, spec)
     x = _values(case, shape, dist.get_rank())
@@ -96,6 +100,17 @@ def _send(case: Case, shape: list[int], spec: str) -> Outcome:
     output = comm.recv(x.shape, 1 - rank, dtype=x.dtype, spec=spec)
     sending.wait()
     return _within("isend", output, x.double(), _bound(x, spec, "isend"), x.dtype)
+
+
+def _feedback(case: Case, shape: list[int], spec: str) -> Outcome:
+    averages, weight = [], torch.zeros(1)
+    for skipped in (False, True):
+        hook = Fp8AllReduce(spec=spec, error_feedback=True)
+        for values in [case, {}] if skipped else [{}]:
+            gradient = _values({**values, "seed": case.get("seed", 0)}, shape, dist.get_rank()).float().flatten()
+            averages.append(hook.reduce_with_feedback(0, gradient, [weight]))
+    equal = torch.equal(averages[0], averages[-1])
+    return PASS if equal else fail("bits", "feedback: the errors of a step that was not taken changed the next one")
 
 
 def _values(case: Case, shape: list[int], rank: int) -> Tensor:

@@ -6,6 +6,7 @@ from typing import Any
 from benchmarks.fuzz import attention, experts, modules
 from benchmarks.fuzz.build import VIEWS, Case
 from benchmarks.fuzz.modules import Part
+from benchmarks.fuzz.wrappers import EARLIER
 
 KINDS = ("activations", "linear", "optimizer", "comm", "wrappers", "experts")
 RECIPES = ("rowwise", "tensorwise", "rowwise_hp_wgrad", "blockwise", "mxfp8")
@@ -215,6 +216,7 @@ def _comm(dice: Dice) -> Case:
         **dice.maybe(0.3, layout=dice.of("transposed", "strided")),
         **dice.maybe(0.3, asynchronous=True),
         **dice.maybe(0.3, splits=[[dice.number(0, 3) for _ in range(2)] for _ in range(2)]),
+        **dice.maybe(0.15, collective="feedback"),
     }
 
 
@@ -232,6 +234,8 @@ def _wrapped(dice: Dice) -> Case:
         case["dtype"] = dice.of("fp32", "bf16")
     if wrapper == "parallelize" and precision.get("recipe", "rowwise") not in ("blockwise", "mxfp8"):
         case |= dice.maybe(0.6, fp8_comm=dice.of("on", "gather"))
+    if wrapper == "parallelize":
+        case |= dice.maybe(0.5, earlier=dice.of(*EARLIER))
     if wrapper.startswith("checkpoint"):
         case |= {**dice.maybe(0.3, each=True), **dice.maybe(0.3, autocast=True)}
     return case

@@ -4,7 +4,8 @@ checkpoint        bitwise the model without, where plain PyTorch is; gradients u
                   by itself and activations are stored, as what lies between parts is then exact
 keep_weights      bitwise the model that quantizes its weights each time, over optimizer steps
 fully_shard       by hand, on two ranks: one process, up to the order of sums
-parallelize       the same by octavo.parallelize; FP8 gathers change no bit, FP8 gradients up to their rounding
+parallelize       the same by octavo.parallelize; FP8 gathers change no bit, FP8 gradients up to their rounding; also
+                  after an earlier pass and what follows it, such as writes that no version counter shows (`EARLIER`)
 compile           eager, up to FP8 roundings that fused arithmetic moves
 """
 
@@ -28,6 +29,13 @@ from benchmarks.fuzz.outcome import PASS, WHOLE_DB, Invalid, Outcome, compare_gr
 from benchmarks.fuzz.ranks import POOL, needed
 from octavo.numerics import sqnr
 
+EARLIER: dict[str, Callable[[Tensor], Any]] = {
+    "data": lambda weight: weight.data.mul_(2),
+    "to_local": lambda weight: getattr(weight, "to_local", lambda: weight.data)().mul_(2),
+    "in_place": lambda weight: weight.mul_(2),
+    "inference": lambda weight: weight,
+}
+"""What happens to each matrix after an earlier pass of a model; last, a forward in inference mode."""
 ONE_PROCESS_DB, FP8_COMM_DB = 40.0, 25.0
 """Gradients on two ranks beside one process: bf16 sums in another order, and FP8 on the wire."""
 NOISE_OF_LARGEST = 1e-6
@@ -163,6 +171,7 @@ def job(case: Case) -> Outcome:
     if not convert(model, precision):
         return PASS
     alone = copy.deepcopy(model)
+    _write(alone, case)
     expected = []
     for half in halves:
         output = run(alone, case, half)
@@ -174,6 +183,12 @@ def job(case: Case) -> Outcome:
         comm, sharded = "off", _sharded(model)
     with outcome.around_octavo(sharded), warnings.catch_warnings(record=True) as raised:
         warnings.simplefilter("always")
+        if "earlier" in case:
+            run(sharded, case, halves[rank])
+            _write(sharded, case)
+            sharded.zero_grad()
+            with torch.inference_mode(case["earlier"] == "inference"), torch.no_grad():
+                sharded(halves[rank])
         actual = run(sharded, case, halves[rank])
     if any("gathered in FP8" in str(warning.message) for warning in raised):
         return PASS  # another operation reads the weight of a layer: it gets FP8 values, with a warning
@@ -203,6 +218,14 @@ def job(case: Case) -> Outcome:
             if mean.norm() > summands / 8 and not noise and not (db := sqnr(mean, whole)) >= least:
                 return fail("gradient", f"rank {rank}: {name}: {db:.1f} dB beside one process, at least {least:.1f} dB")
     return PASS
+
+
+@torch.no_grad()
+def _write(model: nn.Module, case: Case) -> None:
+    if "earlier" in case:
+        for weight in model.parameters():
+            if weight.ndim == 2:
+                EARLIER[case["earlier"]](weight)
 
 
 def _whole(grad: Any) -> Tensor | None:
