@@ -237,7 +237,8 @@ def writes_job(recipe, folder):
     assert torch.equal(model(tokens), plain(tokens)) and state
     block = model.blocks[0]
     block.unshard()
-    for write in (lambda w: w.mul_(8), lambda w: w.data.mul_(8), lambda w: torch._foreach_mul_([w], 8)):
+    writes = (lambda w: w.mul_(8), lambda w: w.data.mul_(8), lambda w: torch._foreach_mul_([w], 8))
+    for write in (*writes, lambda w: setattr(w, "data", torch.zeros(w.shape))):
         with torch.no_grad(), pytest.raises(ValueError, match=r"call reshard\(\) of the modules"):
             write(block.up.weight)
     block.reshard()

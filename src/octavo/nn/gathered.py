@@ -246,11 +246,17 @@ class Fp8AllGatherOutput(Fp8Weight):
     def own_operation(cls, func: Any, args: Any, kwargs: Any) -> Any:
         """See `Fp8Weight.own_operation`; raises ValueError for operations that write."""
         if any(isinstance(value, Fp8AllGatherOutput) for value in written(func, args, kwargs)):
-            raise ValueError(
-                f"{func} would change a weight that FSDP2 has gathered in FP8, and its shards would stay as they are: "
-                "call reshard() of the modules on which fully_shard was called, and write to the shards"
-            )
+            raise ValueError(_write_error(str(func)))
         return NotImplemented
+
+    @property
+    def data(self) -> "Fp8AllGatherOutput":
+        """The same bytes, detached."""
+        return self.same_bytes()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        raise ValueError(_write_error("weight.data = …"))
 
     def same_bytes(self) -> "Fp8AllGatherOutput":
         """See `Fp8Weight.same_bytes`."""
@@ -273,6 +279,13 @@ class Fp8AllGatherOutput(Fp8Weight):
             return super().dequantized(dtype)
         whole = rows_of(self).dequantized(dtype).view(self.data_.shape)
         return whole.transpose(-1, -2).contiguous() if self.is_transposed else whole
+
+
+def _write_error(operation: str) -> str:
+    return (
+        f"{operation} would change a weight that FSDP2 has gathered in FP8, and its shards would stay as they are: "
+        "call reshard() of the modules on which fully_shard was called, and write to the shards"
+    )
 
 
 def rows_of(weight: Fp8AllGatherOutput) -> Fp8AllGatherOutput:
