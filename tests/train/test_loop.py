@@ -375,3 +375,9 @@ def test_an_fp8_run_says_what_became_of_each_layer(make_config: MakeConfig, tmp_
     assert rows["model.layers.0.self_attn.v_proj"]["reason"] == "skipped by pattern '*.v_proj'"
     run(make_config(), out=tmp_path / "bf16")
     assert not (tmp_path / "bf16" / "layers.json").exists()
+
+
+def test_fp16_without_a_loss_scale_is_noted(make_config: MakeConfig, tmp_path: Path) -> None:
+    seen = Recorder()
+    run(make_config(precision={"parameters": "fp16"}, run={"steps": 3}), out=tmp_path, progress=seen)
+    assert any('set precision.loss_scale = "dynamic"' in note for note in seen.notes)

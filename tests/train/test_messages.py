@@ -5,16 +5,20 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import pyarrow
 import pytest
 import torch
 import torch.nn.functional as F
+from pyarrow import parquet
 from tiny_runs import LLAMA, At, MakeConfig, Recorder, assert_same, sentences, terminate
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from octavo.nn.causal_head import IGNORE
 from octavo.train import ConfigError, TrainConfig, load_config, run
+from octavo.train.config.data_section import Data
 from octavo.train.data.chat import PLAIN_TEMPLATE, Chat, conversation_text
 from octavo.train.data.load import load_corpus
+from octavo.train.data.source import open_source
 from octavo.train.data.tokenizer import load_tokenizer, train_tokenizer
 from octavo.train.record.progress import NullProgress
 from octavo.train.trainer import Trainer
@@ -295,3 +299,26 @@ def test_the_example(tmp_path: Path) -> None:
     learned = tokenizer.decode(targets[targets != IGNORE].tolist())
     assert "<|user|>\nWhat does `" in text and "<|assistant|>\n" in text
     assert "What does `" not in learned and learned.count(data.tokenizer.end) > 100
+
+
+ALPACA = {"instruction": "Add.", "input": "1 and 2", "output": "3"}
+SHAREGPT = {"conversations": [{"from": "human", "value": "Add."}, {"from": "gpt", "value": "3"}]}
+ANSWERS = {
+    "alpaca": (ALPACA, "Add.\n\n1 and 2"), "short": ({"instruction": "Add.", "output": "3"}, "Add."),
+    "sharegpt": (SHAREGPT, "Add."),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sorted(ANSWERS))
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_rows_of_alpaca_and_sharegpt(tmp_path, name, suffix):
+    row, question = ANSWERS[name]
+    path = tmp_path / f"a{suffix}"
+    if suffix == ".jsonl":
+        path.write_text(f"{json.dumps(row)}\n" * 2)
+    else:
+        parquet.write_table(pyarrow.Table.from_pylist([row] * 2), path)
+    config = Data(source=str(path), format="messages", sequence_length=16)
+    texts = [text for text in open_source(config, lambda _: None).read(tmp_path) if text]
+    expected = [{"role": "user", "content": question}, {"role": "assistant", "content": "3"}]
+    assert [json.loads(text) for text in texts] == [expected] * 2

@@ -18,6 +18,12 @@ def test_cosine() -> None:
     assert curve[10:] == sorted(curve[10:], reverse=True)
 
 
+def test_linear() -> None:
+    curve = rates(110, schedule="linear", warmup=10)
+    assert curve[:10] == pytest.approx([2.0 * (step + 1) / 10 for step in range(10)])
+    assert curve[10::25] == pytest.approx([2.0 * (1 - 0.9 * step / 100) for step in (0, 25, 50, 75)])
+
+
 def test_wsd() -> None:
     curve = rates(100, schedule="wsd", warmup=5, decay=0.2)
     assert curve[4:81] == [2.0] * 77
@@ -30,7 +36,7 @@ def test_constant() -> None:
     assert rates(6, schedule="constant", warmup=2) == [1.0, 2.0, 2.0, 2.0, 2.0, 2.0]
 
 
-@pytest.mark.parametrize("schedule", ["cosine", "wsd", "constant"])
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd", "constant"])
 @pytest.mark.parametrize("warmup", [0, 1, 3, 50])
 @pytest.mark.parametrize("steps", [1, 2, 7])
 def test_rates_stay_in_range(schedule: str, warmup: int, steps: int) -> None:

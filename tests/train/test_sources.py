@@ -396,3 +396,10 @@ def test_a_suffix_that_would_be_left_out(make_config: MakeConfig, tmp_path: Path
     put(tmp_path, A__CSV="text\na\n", b__csv="text\nb\n")
     with pytest.raises(ConfigError, match=r"A\.CSV would be left out: rename it to end in \.csv"):
         corpus(make_config(data={"source": str(tmp_path)}))
+
+
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be"])
+def test_utf_16_is_named(make_config: MakeConfig, tmp_path: Path, encoding: str) -> None:
+    source = put(tmp_path / "data", a__txt=("\ufeff" + sentences(3)).encode(encoding))
+    with pytest.raises(ConfigError, match=r"a\.txt is UTF-16 text: convert it to UTF-8"):
+        corpus(make_config(data={"source": source + "/a.txt"}))

@@ -47,6 +47,7 @@ def train(
         from octavo.cli import STARTUP
         from octavo.experiments.progress_bars import ProgressBars, summary_table
         from octavo.experiments.run_report import write_report
+        from octavo.numerics.names import counted_noun
         from octavo.train import LostRankError, NonFiniteError, RunResult, load_config, run
         from octavo.train.config.shrink import change_of
 
@@ -82,7 +83,9 @@ def train(
         _show_files(console, folder, write_report([folder], folder))
         if result.stopped == "sigterm":
             print_plain(
-                console, f"Stopped and saved after {result.steps} steps. To go on, the same command with --resume."
+                console,
+                f"Stopped and saved after {counted_noun(result.steps, 'step')}. "
+                "To go on, the same command with --resume.",
             )
         if failure is not None:
             show_error(str(failure))
@@ -101,7 +104,7 @@ def _show_unverified_in_red(bars: "ProgressBars") -> None:
         else:
             show(message, category, *rest, **more)
 
-    warnings.showwarning = show_warning  # type: ignore[assignment]
+    warnings.showwarning = show_warning
 
 
 def _supervised(context: typer.Context, arguments: list[str], folder: Path, *, resume: bool, restarts: int) -> int:

@@ -6,6 +6,7 @@ elsewhere, with the same result.
 """
 
 import json
+import math
 import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -135,7 +136,10 @@ def held_out_label(name: str) -> str:
 
 def held_out_text(name: str, value: float | None) -> str:
     """The value of a metric on held-out data."""
-    return "not finite" if value is None else _held_out_format(name).format(value)
+    if value is None:
+        return "not finite"
+    perplexity = f" (perplexity {math.exp(value):,.2f})" if name == LOSS and value < 100 else ""
+    return _held_out_format(name).format(value) + perplexity
 
 
 def _held_out_format(name: str) -> str:

@@ -11,6 +11,11 @@ def nearest(name: str, choices: Iterable[str]) -> str:
     return f" (did you mean {matches[0]!r}?)" if matches else ""
 
 
+def counted_noun(count: int | None, noun: str) -> str:
+    """Return a count and its noun: "1 step", "1,200 steps"."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
 def merged(names: Sequence[str]) -> str:
     """Merge names that differ in numbers only: `"layers.0.q"`, `"layers.1.q"` → `"layers.{0-1}.q"`."""
     columns = zip(*(re.split(r"(\d+)", name) for name in names), strict=True)

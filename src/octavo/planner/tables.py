@@ -102,6 +102,11 @@ def forecast_text(plan: Any, width: int | None = None) -> str:
     return "\n".join([*layers.lines(width), *below, "", *_step(plan).lines(), *sent, "", *notes])
 
 
+def _duration(seconds: float) -> str:
+    """Format a time: in seconds from one on, else in milliseconds."""
+    return f"{seconds:,.1f} s" if seconds >= 1 else f"{1e3 * seconds:,.2f} ms"
+
+
 def _columns(plan: Any) -> list[tuple[str, StepTime, MemoryPlan]]:
     """Columns of a forecast: bf16, the configuration if there is one, and the plan by cost."""
     columns = [("bf16", plan.bf16, plan.bf16_memory)]
@@ -124,7 +129,7 @@ def _step(plan: Any) -> Table:
     for part in (part for part in PARTS if part != "bubble" or plan.step_config.pp > 1):
         of_time(f"{part}, ms", lambda time, part=part: f"{1e3 * getattr(time, part):,.2f}")  # type: ignore[misc]
     rows.append(())
-    of_time("total, ms", lambda time: f"{1e3 * time.seconds:,.2f}")
+    of_time("total", lambda time: _duration(time.seconds))
     of_time("tokens/s", lambda time: f"{time.tokens_per_second:,.0f}")
     of_time("MFU of the bf16 peak", lambda time: f"{time.mfu:.1%}")
     of_time("× bf16", lambda time: f"{plan.bf16.seconds / time.seconds:.2f}")
@@ -173,7 +178,7 @@ def _fit_note(plan: Any, memory: MemoryPlan, name: str) -> str:
     """Describe whether a step fits, and what to do if not."""
     usable = plan.gpu.usable
     traced, blocks = memory.traced_blocks
-    basis = f", from {traced} and {traced + 1} of {blocks} blocks" if traced < blocks else ""
+    basis = f" (a step of {traced + 1} of the {blocks} layers, extrapolated)" if traced < blocks else ""
     if memory.peak <= usable:
         return f"{name or 'It '}fits: {gib(memory.peak)} of {gib(usable)}{basis}."
     most = memory.largest_batch(usable)

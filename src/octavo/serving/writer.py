@@ -14,6 +14,7 @@ partial blocks in high precision.
 
 import copy
 import json
+import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -87,6 +88,7 @@ def export(
         written: exported (fp8-row: 7 modules in FP8, 1 in high precision)
     """
     layout = get_layout(to)
+    check_shard_size(max_shard_size)
     check_exportable(model)
     out = Path(path).expanduser()
     with new_folder(out) as folder, write_errors(out):
@@ -138,6 +140,15 @@ def write_errors(out: Path) -> Iterator[None]:
         yield
     except (OSError, SafetensorError) as error:
         raise OSError(f"{out} cannot be written: {' '.join(str(error).split())}") from None
+
+
+SHARD_SIZE = re.compile(r"[1-9]\d*(\.\d+)?\s*([KMGT]I?B)", re.IGNORECASE)
+
+
+def check_shard_size(size: int | str) -> None:
+    """Raise ValueError unless a size is a number of bytes above 0, or as "50GB"."""
+    if not (size > 0 if isinstance(size, int) else SHARD_SIZE.fullmatch(size.strip())):
+        raise ValueError(f'max_shard_size is a size such as "5GB", "500MB" or "4GiB"; got {size!r}')
 
 
 def write(model: Any, folder: Path, layout: ExportLayout | None, max_shard_size: int | str) -> Exported:

@@ -7,6 +7,7 @@ the earliest one has the origin; the others received it from sums over ranks. St
 is the first stage with such a value in forward, else the last one in backward.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -80,7 +81,8 @@ def _rms(weight: Tensor) -> float:
     part = local_tensor(weight).detach()
     if not part.is_floating_point() or not part.numel():
         return 0.0
-    return torch.linalg.vector_norm(part.reshape(-1), dtype=torch.float64).item() / float(part.numel()) ** 0.5
+    norm: float = torch.linalg.vector_norm(part.reshape(-1), dtype=torch.float64).item()
+    return norm / math.sqrt(part.numel())
 
 
 def find_origin(model: nn.Module, forward_backward: Callable[[], Any], pipeline: Pipeline | None = None) -> Origin:

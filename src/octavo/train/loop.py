@@ -230,7 +230,14 @@ def _train(
     config, ranks = trainer.config, trainer.ranks
     trainer.between = Between(stop, ranks, progress)
     frozen = frozen_note(trainer.model, config.model.frozen, adapters=config.lora is not None)
-    notes = summary.converted, frozen, trainer.attention_note(), trainer.loss_note, *trainer.groups_table
+    notes = (
+        summary.converted,
+        frozen,
+        trainer.attention_note(),
+        trainer.loss_scale_note(),
+        trainer.loss_note,
+        *trainer.groups_table,
+    )
     for note in filter(None, notes):
         progress.note(note)
     spike, failure = None, None

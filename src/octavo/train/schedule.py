@@ -4,6 +4,7 @@ With S steps, W of warmup, peak 1 and end e, at step t = 0 … S - 1:
 
     warmup     (t + 1) / W                                            t < W
     cosine     e + (1 - e) · (1 + cos(π (t - W) / (S - W))) / 2
+    linear     1 - (1 - e) · (t - W) / (S - W)
     wsd        1 until the last D = decay · S steps, then linearly to e
     constant   1
 
@@ -42,6 +43,8 @@ def _factor(optim: Optim, step: int, steps: int) -> float:
     if optim.schedule == "cosine":
         done = (step - optim.warmup) / max(1, steps - optim.warmup)
         return end + (1 - end) * (1 + math.cos(math.pi * done)) / 2
+    if optim.schedule == "linear":
+        return 1 - (1 - end) * (step - optim.warmup) / max(1, steps - optim.warmup)
     if optim.schedule == "wsd":
         decay = decay_steps(optim, steps)
         return end + (1 - end) * min(1.0, (steps - step) / decay) if decay else 1.0

@@ -303,6 +303,15 @@ class Trainer:
         inputs, _ = self.task.data.batch(self.config.run.seed, 0, 1)
         check_causal(self.model, self.logits, inputs[:, :CAUSAL_TOKENS])
 
+    def loss_scale_note(self) -> str:
+        """A note for fp16 gradients without a loss scale; else empty."""
+        precision = self.config.precision
+        if precision.parameters != "fp16" or precision.loss_scale != "none":
+            return ""
+        return 'precision.parameters = "fp16" without a loss scale: small gradients underflow to zero; set ' + (
+            'precision.loss_scale = "dynamic"'
+        )
+
     def attention_note(self) -> str:
         """A note for a model without fused attention; else empty."""
         attention = inner_attention(self.model) or getattr(self.model.config, "_attn_implementation", "sdpa")

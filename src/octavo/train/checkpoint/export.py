@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from octavo.serving.card import Exported, model_card
 from octavo.serving.export_layouts import ExportLayout, get_layout
 from octavo.serving.folder import new_folder
-from octavo.serving.writer import write, write_errors
+from octavo.serving.writer import check_shard_size, write, write_errors
 from octavo.train import lora
 from octavo.train.checkpoint import diffusers_models, shards
 from octavo.train.checkpoint.digests import DIGESTS, files_of, write_digests
@@ -63,6 +63,7 @@ def export(
         OSError: If `out` cannot be written.
     """
     layout = get_layout(to)
+    check_shard_size(max_shard_size)
     if not (checkpoint / "trainer.json").exists():
         raise ConfigError(f"{checkpoint} is no checkpoint of a run: give a folder as runs/NAME/checkpoints/step-000100")
     if checkpoint.resolve() in out.resolve().parents:

@@ -26,7 +26,9 @@ def save_whole(folder: Path, model: Any, optimizer: TrainerOptimizer) -> None:
             save_pretrained(model, folder)
         torch.save(optimizer.state_dict(), folder / "optimizer.pt")
     except (RuntimeError, SafetensorError) as error:  # these two raise it for a full disk
-        raise OSError(f"{' '.join(str(error).split())}{shards.free_space(folder)}") from None
+        # torch reports the position in its archive and its own source, and safetensors its error's name.
+        reason = "" if "inline_container" in str(error) else f": {' '.join(str(error).split())}"
+        raise OSError(f"a file of it is cut off{reason}{shards.free_space(folder)}") from None
     apply_umask(folder)
 
 

@@ -66,7 +66,8 @@ class Data(Section):
     text_field: str = "text"
     """Column that holds the text, in .jsonl, .parquet and datasets."""
     format: Format = "text"
-    """What a document is: text, or a conversation, a list of messages with `role` and `content` in `messages_field`."""
+    """What a document is: text, or a conversation, a list of messages with `role` and `content` in `messages_field`.
+    Rows of ShareGPT (`conversations` of `from` and `value`) and Alpaca (`instruction`, `input`, `output`) are such."""
     messages_field: str = "messages"
     """Column that holds the conversations, with `format = "messages"`."""
     chat_template: PathText | None = None

@@ -54,14 +54,14 @@ class Optim(Section):
     """Sequences of one optimizer step."""
     micro_batches: Count = 1
     """Parts the batch is cut into; gradients are accumulated over them."""
-    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
-    """After the warmup: cosine decay; warmup-stable-decay (linear decay at the end); or constant."""
+    schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
+    """After the warmup: cosine or linear decay; warmup-stable-decay (linear decay at the end); or constant."""
     warmup: Annotated[int, Field(ge=0)] = 0
     """Steps of linear warmup."""
     decay: Share = 0.2
     """Share of all steps that the decay of "wsd" takes, at the end."""
     min_lr_ratio: Share = 0.1
-    """Learning rate at the end, as a share of `lr` (cosine and wsd)."""
+    """Learning rate at the end, as a share of `lr` (cosine, linear and wsd)."""
     rewarm: Annotated[int, Field(ge=0)] = 0
     """Steps of a second linear warmup, up to the schedule, from step `rewarm_from` on; for a resumed run."""
     rewarm_from: Annotated[int, Field(ge=0)] | None = None

@@ -50,7 +50,7 @@ class Section(BaseModel):
 class Run(Section):
     """`[run]`: how long, where to, on what."""
 
-    name: Annotated[str, Field(min_length=1)] = "run"
+    name: Annotated[str, Field(min_length=1, max_length=100)] = "run"
     """Name shown in reports."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seed of the initial weights and of the order of the data."""

@@ -40,13 +40,13 @@ def parquet_rows(path: str, column: Column, groups: list[int] | None = None) -> 
     from pyarrow import parquet
 
     with reading(path), parquet.ParquetFile(path, pre_buffer=False, buffer_size=CHUNK) as file:
-        check_column(column, file.schema_arrow)
+        fields = check_column(column, file.schema_arrow)
         size = sum(file.metadata.row_group(i).total_byte_size for i in range(file.num_row_groups))
         mean = max(1, size // max(1, file.metadata.num_rows))
         rows = max(1, min(BATCH_ROWS, CHUNK // mean))
         first = sum(file.metadata.row_group(i).num_rows for i in range(groups[0] if groups else 0))
-        for batch in file.iter_batches(batch_size=rows, row_groups=groups, columns=[column.name], use_threads=False):
-            yield from _documents(path, first, batch.column(column.name), column)
+        for batch in file.iter_batches(batch_size=rows, row_groups=groups, columns=fields, use_threads=False):
+            yield from _documents(path, first, batch, column, fields)
             first += len(batch)
 
 
@@ -59,12 +59,11 @@ def arrow_rows(path: str, column: Column, on_bytes_read: OnBytesRead) -> Iterato
             raise ConfigError(f"{path} cannot be read: it is empty")
         pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         stream = pyarrow.ipc.open_stream(pyarrow.py_buffer(pages))
-        check_column(column, stream.schema)
+        fields = check_column(column, stream.schema)
         first = read = 0
         for batch in stream:
-            rows = batch.column(column.name)
-            for start in range(0, len(rows), 1 << 16):
-                for texts in _documents(path, first + start, rows.slice(start, 1 << 16), column):
+            for start in range(0, len(batch), 1 << 16):
+                for texts in _documents(path, first + start, batch.slice(start, 1 << 16), column, fields):
                     size = sum(len(text) for text in texts if text)
                     yield texts
                     on_bytes_read(size)
@@ -72,20 +71,21 @@ def arrow_rows(path: str, column: Column, on_bytes_read: OnBytesRead) -> Iterato
                     if read > DROP_PAGES_AFTER and hasattr(pages, "madvise"):
                         pages.madvise(mmap.MADV_DONTNEED)
                         read = 0
-            first += len(rows)
+            first += len(batch)
 
 
-def _documents(path: str, first: int, rows: Any, column: Column) -> Iterator[list[str | None]]:
-    """The documents of an Arrow array."""
+def _documents(path: str, first: int, batch: Any, column: Column, fields: list[str]) -> Iterator[list[str | None]]:
+    """The documents of some rows of a table."""
     if not column.messages:
-        yield from _texts(path, first, rows)
+        yield from _texts(path, first, batch.column(column.name))
         return
+    rows = batch.select(fields)
     for start in range(0, len(rows), BATCH_ROWS):
         part = rows.slice(start, BATCH_ROWS)
         part.validate(full=True)
         yield [
-            column.text(f"{path}, row {first + start + number} (from 0)", {column.name: value})
-            for number, value in enumerate(part.to_pylist())
+            column.text(f"{path}, row {first + start + number} (from 0)", row)
+            for number, row in enumerate(part.to_pylist())
         ]
 
 
@@ -112,11 +112,15 @@ def hashed_rows(groups: Iterator[list[str | None]], lengths: "hashlib._Hash", te
         yield from rows_as_documents(group)
 
 
-def check_column(column: Column, schema: Any) -> None:
-    """Raise ConfigError if an Arrow schema has not one such column, of strings or of lists of messages."""
+def check_column(column: Column, schema: Any) -> list[str]:
+    """The fields of a document in an Arrow schema.
+
+    Raises ConfigError if it has not one such column, of strings or of lists of messages.
+    """
     import pyarrow
 
-    field, source = column.name, column.source
+    fields, source = column.fields(schema.names), column.source
+    field = fields[0]
     if field not in schema.names:
         raise no_field(column, schema.names)
     if (columns := schema.names.count(field)) > 1:
@@ -126,7 +130,9 @@ def check_column(column: Column, schema: Any) -> None:
         if "tools" in schema.names:
             raise ConfigError(f'"{source}" has a column "tools", which Octavo does not render: remove it')
         types = pyarrow.types
-        if not (types.is_list(kind) or types.is_large_list(kind)) or not types.is_struct(kind.value_type):
+        is_list = types.is_list(kind) or types.is_large_list(kind)
+        if len(fields) == 1 and not (is_list and types.is_struct(kind.value_type)):
             raise ConfigError(f'field "{field}" of "{source}" is no list of messages but {kind}')
     elif kind not in (pyarrow.string(), pyarrow.large_string()):
         raise ConfigError(f'field "{field}" of "{source}" is not text but {kind}')
+    return fields

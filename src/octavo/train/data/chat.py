@@ -15,7 +15,7 @@ earlier turns (they drop reasoning), and an error names the first conversation w
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -27,6 +27,12 @@ from octavo.train.config.run_config import ConfigError
 from octavo.train.config.sections import expand
 from octavo.train.data.tokenizer import TextTokenizer
 
+MESSAGES, SHAREGPT = "messages", "conversations"
+"""Fields of conversations; the second is read where `data.messages_field` is the first and a row has none."""
+ALPACA = ("instruction", "input", "output")
+"""Fields of an instruction, its input if there is one, and the answer."""
+ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bard": "assistant", "bing": "assistant"}
+"""Roles of ShareGPT that have other names."""
 PLAIN = "plain"
 PLAIN_TEMPLATE = (
     "{% for message in messages %}{{ '<|' + message['role'] + '|>\n' }}"
@@ -194,6 +200,29 @@ def _check_template(where: str, template: str) -> None:
         raise ConfigError(f"{where}: the chat template is empty")
 
 
+def messages_of(row: Mapping[str, Any], name: str) -> Any:
+    """The messages of a row: its field `name`, its ShareGPT "conversations", or those of an Alpaca instruction."""
+    value = row.get(name)
+    if value is None and name == MESSAGES:
+        value = row.get(SHAREGPT)
+    if value is not None or not isinstance(row.get("instruction"), str) or not row.get("output"):
+        return value
+    texts = (row["instruction"], row.get("input"))
+    question = "\n\n".join(text for text in texts if text)
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": row["output"]}]
+
+
+def _renamed(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message of ShareGPT, {"from": "human", "value": …}, with role and content; others as they are."""
+    row = {key: value for key, value in message.items() if value is not None}
+    if "role" not in row and isinstance(row.get("from"), str):
+        row["role"] = ROLES.get(row["from"], row["from"])
+        del row["from"]
+    if "content" not in row and "value" in row:
+        row["content"] = row.pop("value")
+    return row
+
+
 def conversation_text(where: object, messages: Any) -> str:
     """A conversation as a document: JSON of its messages, without fields that are null.
 
@@ -209,7 +238,7 @@ def conversation_text(where: object, messages: Any) -> str:
         place = f"{where}, message {number}"
         if not isinstance(message, dict):
             raise ConfigError(f'{place}: expected {{"role": …, "content": …}}; got {message!r:.80}')
-        row = {key: value for key, value in message.items() if value is not None}
+        row = _renamed(message)
         for key in ("role", "content"):
             if key not in row and not (key == "content" and row.get("tool_calls")):
                 raise ConfigError(f'{place} has no "{key}"; it has {", ".join(map(repr, row)) or "none"}')

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from octavo.nn.causal_head import IGNORE
+from octavo.numerics.names import counted_noun
 from octavo.train.config.data_section import Data
 from octavo.train.data.epochs import EpochOrder
 from octavo.train.data.packing import PackedRows
@@ -95,7 +96,8 @@ class Corpus(Sequences):
     def size(self) -> str:
         """Documents, tokens and sequences, in words."""
         targets = "" if self._counts is None else f" ({100 * self._share:.3g} % targets)"
-        return f"{self.documents:,} documents, {self.tokens:,} tokens{targets}, {self.windows:,} sequences"
+        counts = (counted_noun(self.documents, "document"), f"{counted_noun(self.tokens, 'token')}{targets}")
+        return ", ".join((*counts, counted_noun(self.windows, "sequence")))
 
     def _learned(self, row: int) -> bool:
         return bool(self._read(row * self._length + 1, (row + 1) * self._length + 1, self._counts).any())

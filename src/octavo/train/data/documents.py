@@ -20,7 +20,7 @@ from typing import IO, TYPE_CHECKING, Any
 from octavo.numerics.names import nearest
 from octavo.train.config.data_section import Data
 from octavo.train.config.run_config import ConfigError
-from octavo.train.data.chat import conversation_text
+from octavo.train.data.chat import ALPACA, MESSAGES, SHAREGPT, conversation_text, messages_of
 from octavo.train.data.sequences import NoFieldError, NoSequencesError
 
 if TYPE_CHECKING:
@@ -93,6 +93,8 @@ def hash_file(path: str, digest: "hashlib._Hash", on_bytes_read: OnBytesRead, *,
         while piece:
             piece = file.read(CHUNK) or b""
             if kind in (".txt", ".jsonl"):
+                if not start and piece.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+                    raise ConfigError(f"{path} is UTF-16 text: convert it to UTF-8 (iconv -f UTF-16 -t UTF-8)")
                 if b"\0" in piece:
                     line += piece.count(b"\n", 0, piece.index(0))
                     raise ConfigError(f"{path} is not text: byte {start + piece.index(0)} is NUL (line {line})")
@@ -157,9 +159,17 @@ class Column:
         """The part of a fingerprint that says how to read the content."""
         return f"\0{self.name}" + "\0messages" * self.messages
 
+    def fields(self, names: Collection[str]) -> list[str]:
+        """The fields that hold the document in rows with these names."""
+        if not self.messages or self.name in names:
+            return [self.name]
+        if self.name == MESSAGES and SHAREGPT in names:
+            return [SHAREGPT]
+        return [name for name in ALPACA if name in names] if {"instruction", "output"} <= {*names} else [self.name]
+
     def text(self, where: object, row: dict[str, Any]) -> str | None:
         """The document of a row; None or "" if it has none. Raises ConfigError, beginning with `where`."""
-        value = row.get(self.name)
+        value = messages_of(row, self.name) if self.messages else row.get(self.name)
         if self.messages and value is not None:
             if row.get("tools"):
                 raise ConfigError(f'{where}: "tools" are not rendered by Octavo: remove the field')
@@ -232,7 +242,7 @@ def json_documents(lines: Iterator[tuple[Line, bytes]], column: Column) -> Strea
         yield None
     if not rows:
         raise NoSequencesError(f'data.source = "{column.source}" is empty: no rows')
-    if column.name not in fields:
+    if not {*column.fields(fields)} <= fields.keys():
         raise no_field(column, fields)
 
 
