@@ -13,6 +13,7 @@ from octavo.experiments.predicted import PredictedSpeed
 from octavo.experiments.run_report import summary_rows, write_report
 from octavo.experiments.verdict import verdict
 from octavo.train.record.metrics import RunResult, read_metrics
+from octavo.train.record.setup import RunSetup
 
 FP8 = "fp8 rowwise"
 
@@ -185,6 +186,12 @@ def test_a_single_run_has_a_report_without_a_verdict(pair: list[Path]) -> None:
     assert files.verdict is None and not (pair[0] / "verdict.json").exists()
     assert "Loss above" not in text and "What differs" not in text
     assert text.count("tokens/s, median") == 2  # tile and table
+
+
+def test_a_run_that_was_stopped_says_where(tmp_path: Path) -> None:
+    run = folder(tmp_path / "a", "bf16", stopped="sigterm", steps=44)
+    RunSetup(started=0.0, steps=400, summary=RunResult.read(run), data=None, expected=None).write(run)
+    assert "stopped at step 44 of 400" in text_of(write_report([run], tmp_path / "r").html.read_text())
 
 
 def test_several_runs_are_each_compared_with_the_first(tmp_path: Path) -> None:

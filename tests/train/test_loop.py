@@ -13,10 +13,11 @@ from torch import nn
 from octavo.nn import emitting, weights
 from octavo.train import NonFiniteError, RunResult, load_config, loss_scale, read_metrics, run
 from octavo.train.checkpoint.retention import latest_checkpoint
-from octavo.train.config.run_config import ConfigError
+from octavo.train.config.run_config import ConfigError, parse_config
 from octavo.train.config.sections import PrecisionConfig
 from octavo.train.data.load import load_corpus
 from octavo.train.diagnose import advice
+from octavo.train.record.events import read_events
 from octavo.train.record.progress import NullProgress
 from octavo.train.trainer import Trainer
 
@@ -381,3 +382,39 @@ def test_fp16_without_a_loss_scale_is_noted(make_config: MakeConfig, tmp_path: P
     seen = Recorder()
     run(make_config(precision={"parameters": "fp16"}, run={"steps": 3}), out=tmp_path, progress=seen)
     assert any('set precision.loss_scale = "dynamic"' in note for note in seen.notes)
+
+
+def test_epochs_instead_of_steps(make_config: MakeConfig, tmp_path: Path) -> None:
+    config = make_config()
+    tables = config.model_dump(exclude_none=True)
+    rows = load_corpus(config.data, config.model, NullProgress()).windows
+    del tables["run"]["steps"]
+    tables["run"]["epochs"] = 10 / rows
+    result = run(parse_config(tables), out=tmp_path)
+    assert result.steps == 3  # of 4 sequences
+    assert load_config(tmp_path / "config.toml").run.steps == 3
+    assert run(parse_config(tables), out=tmp_path, resume=True).steps == 3
+    tables["run"]["epochs"] = 4 / rows
+    with pytest.raises(ConfigError, match="optim.warmup = 2 is not below run.steps = 1"):
+        run(parse_config(tables), out=tmp_path / "short")
+
+
+def test_a_dry_run_keeps_nothing(make_config: MakeConfig, tmp_path: Path) -> None:
+    config, out = make_config(run={"save_every": 1}), tmp_path / "out"
+    assert run(config, out=out, dry_run=True).steps == 1
+    assert not out.exists()
+    run(config, out=out)
+    files = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
+    with pytest.raises(ConfigError, match="already holds a run"):
+        run(config, out=out, dry_run=True)
+    assert run(make_config(run={"steps": 9}), out=out, dry_run=True, resume=True).steps == 1
+    assert files == {path: path.stat().st_mtime_ns for path in out.rglob("*")}
+
+
+def test_an_evaluation_before_the_first_step(make_config: MakeConfig, tmp_path: Path) -> None:
+    config = make_config(eval={"first": True, "batches": 1}, run={"steps": 3})
+    run(config, out=tmp_path / "a")
+    (event,) = read_events(tmp_path / "a")
+    assert event["step"] == 0 and re.fullmatch(r"held out, before the first step: loss \d\.\d{4}", event["text"])
+    run(config, out=tmp_path / "a", resume=True)
+    assert read_events(tmp_path / "a") == [event]

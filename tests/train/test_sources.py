@@ -24,7 +24,7 @@ from octavo.train.data import token_cache as data
 from octavo.train.data.corpus import Corpus
 from octavo.train.data.files import matches
 from octavo.train.data.load import load_corpus
-from octavo.train.data.tokenizer import END
+from octavo.train.data.tokenizer import END, train_tokenizer
 from octavo.train.record.progress import NullProgress
 
 LINES = sentences(60).splitlines()
@@ -403,3 +403,28 @@ def test_utf_16_is_named(make_config: MakeConfig, tmp_path: Path, encoding: str)
     source = put(tmp_path / "data", a__txt=("\ufeff" + sentences(3)).encode(encoding))
     with pytest.raises(ConfigError, match=r"a\.txt is UTF-16 text: convert it to UTF-8"):
         corpus(make_config(data={"source": source + "/a.txt"}))
+
+
+def test_compressed_text_is_read(make_config: MakeConfig, tmp_path: Path) -> None:
+    lines = sentences(60).splitlines()
+    plain = put(tmp_path / "plain", a__jsonl=rows(lines))
+    expected = decoded(corpus(make_config(data={"source": plain})))
+    packed = tmp_path / "packed"
+    put(packed, a__jsonl__gz=gzip.compress(rows(lines[:30]).encode()) + gzip.compress(rows(lines[30:]).encode()))
+    assert decoded(corpus(make_config(data={"source": str(packed)}))) == expected
+    for name, compression in (("a.txt.zst", "zstd"), ("a.txt.gz", "gzip")):
+        content = pyarrow.Codec(compression).compress(sentences(60).encode(), asbytes=True)
+        (tmp_path / name).write_bytes(content)
+        config = make_config(data={"source": str(tmp_path / name)})
+        assert decoded(corpus(config)) == sentences(60) + END
+        (tmp_path / name).write_bytes(content[:100])
+        with pytest.raises(ConfigError, match=f"{name} cannot be read"):
+            corpus(config)
+
+
+def test_compressed_files_are_not_streamed(make_config: MakeConfig, tmp_path: Path) -> None:
+    train_tokenizer([sentences(60)], 300).save(tmp_path / "tokenizer")
+    source = put(tmp_path / "data", a__jsonl__gz=gzip.compress(rows(LINES).encode()))
+    data = {"source": source, "streaming": True, "tokenizer": str(tmp_path / "tokenizer")}
+    with pytest.raises(ConfigError, match=r"a\.jsonl\.gz is compressed: decompress it"):
+        corpus(make_config(data=data))

@@ -34,6 +34,9 @@ def train(
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint in the folder.")] = False,
     shrink: Shrink = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Make all checks, take one step, and keep nothing of it.")
+    ] = False,
     supervised: Annotated[bool, typer.Option("--supervised", hidden=True)] = False,
 ) -> None:
     """Train one model, configured by a TOML file.
@@ -55,7 +58,7 @@ def train(
         notes: list[str] = []
         settings = load_config(config, overrides or [], notes.append, change_of(shrink, notes.append))
         folder = (out or Path(settings.run.out or Path("runs") / settings.run.name)).expanduser()
-        if settings.run.restarts and not supervised:
+        if settings.run.restarts and not supervised and not dry_run:
             arguments = [str(config), *(overrides or []), "--out", str(folder), *(["--shrink"] if shrink else [])]
             raise typer.Exit(_supervised(context, arguments, folder, resume=resume, restarts=settings.run.restarts))
         failure = None
@@ -68,12 +71,20 @@ def train(
                 for note in notes:
                     bars.note(note)
             try:
-                result = run(settings, out=folder, resume=resume, progress=bars, startup=STARTUP)
+                result = run(settings, out=folder, resume=resume, progress=bars, startup=STARTUP, dry_run=dry_run)
             except NonFiniteError as error:
                 failure = error
             except LostRankError as error:
                 show_error(str(error))
                 raise typer.Exit(1) from None
+        if dry_run:
+            if failure is not None:
+                show_error(str(failure))
+                raise typer.Exit(1)
+            if is_first_rank():
+                text = f"The run can start: its first step took {result.wall_s:.1f} s"
+                print_plain(stdout(), f"{text if result.steps else 'Stopped before its first step'}. Nothing was kept.")
+            return
         if not is_first_rank():
             raise typer.Exit(0 if failure is None else 1)
         if failure is not None:

@@ -6,6 +6,7 @@ unreadable: a plain line is printed for every tenth of the run instead.
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from math import exp
 from statistics import fmean
 from types import TracebackType
 
@@ -28,7 +29,7 @@ from octavo.experiments.curves import smoothing_window
 from octavo.experiments.run_report import held_out_label, held_out_text, summary_rows
 from octavo.experiments.verdict import PairVerdict, arm_name
 from octavo.train.config.run_config import TrainConfig
-from octavo.train.record.metrics import RunResult, StepMetrics
+from octavo.train.record.metrics import LOSS, RunResult, StepMetrics
 from octavo.train.record.setup import ExpectedStep, RunSetup
 from octavo.train.tasks.registry import task_of
 
@@ -116,8 +117,9 @@ class ProgressBars:
             self._print(f"{self._label}  step {row.step}/{self._steps}  {shown}", "")
         if row.held_out:
             shown = ", ".join(f"{held_out_label(name)} {held_out_text(name, v)}" for name, v in row.held_out.items())
+            loss = row.held_out.get(LOSS)
+            shown += f", perplexity {exp(loss):,.2f}" if loss is not None and loss < 100 else ""
             self._print(f"{self._label}  step {row.step}  {shown}", "")
-
         for sample in row.samples or ():
             self._print(f"{self._label}  step {row.step}  sample of {sample['prompt']!r}:", "")
             self._print("    " + printable(sample["text"]).replace("\n", "\n    "), "dim")

@@ -6,7 +6,6 @@ elsewhere, with the same result.
 """
 
 import json
-import math
 import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -136,10 +135,7 @@ def held_out_label(name: str) -> str:
 
 def held_out_text(name: str, value: float | None) -> str:
     """The value of a metric on held-out data."""
-    if value is None:
-        return "not finite"
-    perplexity = f" (perplexity {math.exp(value):,.2f})" if name == LOSS and value < 100 else ""
-    return _held_out_format(name).format(value) + perplexity
+    return "not finite" if value is None else _held_out_format(name).format(value)
 
 
 def _held_out_format(name: str) -> str:
@@ -165,11 +161,14 @@ def _difference(first: float | None, second: float | None, kind: str) -> str:
 
 
 def _page(runs: list[LoggedRun], verdicts: list[PairVerdict], title: str) -> str:
-    first = runs[0].result
+    first, setup = runs[0].result, runs[0].setup
+    steps = setup.steps if setup is not None else first.steps
+    size = f"{first.parameters:,} parameters · {first.tokens:,} {first.unit}"
+    stopped = "" if first.stopped == "done" or len(runs) > 1 else f" · stopped at step {first.steps:,} of {steps:,}"
     return render(
         "report.html.j2",
         title=title,
-        subtitle=f"{first.name} · {first.parameters:,} parameters · {first.tokens:,} {first.unit} · {first.device}",
+        subtitle=f"{first.name} · {size} · {first.device}{stopped}",
         verdicts=verdicts,
         chips=CHIPS,
         tiles=_tiles(runs, verdicts),

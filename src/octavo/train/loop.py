@@ -10,7 +10,9 @@ Under torchrun every process runs this loop; rank 0 reads and writes the output 
 """
 
 import json
+import math
 import signal
+import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
@@ -27,7 +29,7 @@ from octavo.train.checkpoint.pretrained import one_line
 from octavo.train.checkpoint.retention import checkpoints
 from octavo.train.checkpoint.store import load_checkpoint, read_trainer_state, saved_weights
 from octavo.train.config.data_section import Data
-from octavo.train.config.run_config import ConfigError, TrainConfig, flat
+from octavo.train.config.run_config import ConfigError, TrainConfig, flat, parse_config
 from octavo.train.config.sections import expand
 from octavo.train.device import deterministic_algorithms, device_name
 from octavo.train.diagnose import NonFiniteError, advice, diverged
@@ -38,7 +40,16 @@ from octavo.train.guard import SpikeError
 from octavo.train.model import check_model
 from octavo.train.optimizer import state_bytes_per_parameter
 from octavo.train.ranks import Ranks, join_ranks, under_torchrun
-from octavo.train.record.events import FINDING, LOSS_SCALE, MOVE, ROLLBACK, add_event, drop_later_events, last_rollback
+from octavo.train.record.events import (
+    EVALUATION,
+    FINDING,
+    LOSS_SCALE,
+    MOVE,
+    ROLLBACK,
+    add_event,
+    drop_later_events,
+    last_rollback,
+)
 from octavo.train.record.loggers import ScalarLog, missing_logger
 from octavo.train.record.metrics import LOSS, MetricsBuffer, MetricsWriter, RunResult, StepMetrics
 from octavo.train.record.outputs import CONFIG_FILE, LAYERS_FILE, RunFolder, open_run_folder
@@ -48,6 +59,7 @@ from octavo.train.sampling import Sampler, make_sampler
 from octavo.train.signals import Between, Stop, StopRequested, stop_on
 from octavo.train.tasks.registry import task_of
 from octavo.train.tasks.task import Data as TaskData
+from octavo.train.tasks.task import Task
 from octavo.train.trainer import Trainer
 
 MAX_FINDINGS_SHOWN = 4
@@ -62,7 +74,7 @@ PREPARATION_TIMEOUT = timedelta(days=7)
 
 def run(
     config: TrainConfig, *, out: Path | None = None, resume: bool = False, progress: Progress | None = None,
-    startup: Stopwatch | None = None,
+    startup: Stopwatch | None = None, dry_run: bool = False,
 ) -> RunResult:  # fmt: skip
     """Train a model and return the summary, which is also written to `run.json`.
 
@@ -72,6 +84,7 @@ def run(
         resume: Continue from the newest checkpoint in `out`, or from the start if it holds none.
         progress: Receives stages, steps and notes; None prints nothing.
         startup: Measures the stages before the first step; None begins here.
+        dry_run: Make all checks and take one step, and keep nothing of it.
 
     In the main thread, SIGTERM (and SIGINT after training has begun) finishes the step, or where it has several slow
     micro-batches drops it, saves, and returns with `stopped = "sigterm"`. SIGTERM before the first step saves the
@@ -97,12 +110,14 @@ def run(
         ranks.raise_together(lambda: _check_installed(config, ranks))
         stack.enter_context(deterministic_algorithms(config.run.deterministic))
         resume = resume or ranks.restarted
+        if dry_run:
+            config, out, resume = _dry(stack, config, out, resume, ranks), _scratch(stack), False
         run_folder = ranks.run_on_rank0(lambda: _open_run_folder(stack, out, config, resume, ranks))
         ranks.raise_together(lambda: check_model(config.model, task_of(config).kind))
         if config.model.path is not None and run_folder.checkpoint is None:
             _check_start(expand(config.model.path), ranks)
         startup.lap("configuration")
-        data = _load_data(config, ranks, own_progress)
+        config, data = _load_data(config, ranks, own_progress)
         startup.lap("data")
         own_progress.stage("building the model")
         trainer = Trainer(config, data, ranks.device, ranks=ranks, startup=startup)
@@ -117,7 +132,7 @@ def run(
         startup.lap("resume" if run_folder.checkpoint is not None else "description")
         stop.training = True
         with stop_on(stop, signal.SIGINT, patient=under_torchrun()):
-            return _train(trainer, sampler, summary, out, own_progress, stop)
+            return _train(trainer, sampler, summary, out, own_progress, stop, dry_run=dry_run)
 
 
 def _check_installed(config: TrainConfig, ranks: Ranks) -> None:
@@ -130,6 +145,17 @@ def _check_installed(config: TrainConfig, ranks: Ranks) -> None:
         raise ConfigError(
             "parallel.async_save is for several processes, which write shards, and this is one: leave it out"
         )
+
+
+def _dry(stack: ExitStack, config: TrainConfig, out: Path, resume: bool, ranks: Ranks) -> TrainConfig:
+    """The configuration of a dry run, which tells no server. Raises ConfigError for a folder that is not free."""
+    ranks.run_on_rank0(lambda: open_run_folder(out, config, resume=resume))
+    return config.model_copy(update={"run": config.run.model_copy(update={"loggers": []})})
+
+
+def _scratch(stack: ExitStack) -> Path:
+    """A folder that is removed when `stack` closes."""
+    return Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="octavo-dry-run-")))
 
 
 def _check_start(folder: Path, ranks: Ranks) -> None:
@@ -148,14 +174,19 @@ def _open_run_folder(stack: ExitStack, out: Path, config: TrainConfig, resume: b
     return run_folder
 
 
-def _load_data(config: TrainConfig, ranks: Ranks, progress: Progress) -> TaskData:
-    """Load the data: one process of each machine prepares it, then all read it."""
+def _load_data(config: TrainConfig, ranks: Ranks, progress: Progress) -> tuple[TrainConfig, TaskData]:
+    """Load the data: one process of each machine prepares it, then all read it. Returns the configuration with it,
+    whose steps may follow from the data.
+    """
     group = ranks.host_group(PREPARATION_TIMEOUT)  # `parallel.timeout` is for steps
     load = partial(task_of(config).load, config, progress)
     built = ranks.raise_together(lambda: load() if ranks.local == 0 else None, group=group)
     data: TaskData = ranks.raise_together(lambda: built or load(), group=group)
     ranks.check_same({"the content of data.source": data.fingerprint[:12]})
     task = task_of(config)(config, data)
+    if config.run.epochs is not None:
+        config = ranks.raise_together(lambda: _with_steps(config, task, progress))
+        task = task_of(config)(config, data)
     if summary := task.data_summary():
         progress.stage(summary)
     if warning := task.data_warning():
@@ -164,7 +195,21 @@ def _load_data(config: TrainConfig, ranks: Ranks, progress: Progress) -> TaskDat
         ranks.check_same({"the content of the data to evaluate on": held_out.fingerprint[:12]})
     if data.skipped:
         progress.note(f"{data.skipped} files of the data were left out: not UTF-8")
-    return data
+    return config, data
+
+
+def _with_steps(config: TrainConfig, task: Task, progress: Progress) -> TrainConfig:
+    """The configuration with the steps of `run.epochs`. Raises ConfigError if the size of the data is not known."""
+    epochs, size = config.run.epochs, None if config.data.streaming else task.data_size()
+    assert epochs is not None
+    if size is None:
+        raise ConfigError(
+            f"run.epochs = {epochs:g} needs the size of the data, which is not known before the run: set run.steps"
+        )
+    steps = max(1, math.ceil(epochs * size.rows / config.optim.batch))
+    progress.stage(f"{epochs:g} epochs of {size.rows:,} rows: {steps:,} steps of {config.optim.batch}")
+    tables = config.model_dump(exclude_none=True)
+    return parse_config(tables | {"run": tables["run"] | {"steps": steps}})
 
 
 def _prepare(trainer: Trainer, out: Path, run_folder: RunFolder, progress: Progress) -> None:
@@ -225,10 +270,11 @@ def _write_description(trainer: Trainer, out: Path) -> None:
 
 
 def _train(
-    trainer: Trainer, sampler: Sampler | None, summary: RunResult, out: Path, progress: Progress, stop: Stop
-) -> RunResult:
+    trainer: Trainer, sampler: Sampler | None, summary: RunResult, out: Path, progress: Progress, stop: Stop,
+    *, dry_run: bool,
+) -> RunResult:  # fmt: skip
     config, ranks = trainer.config, trainer.ranks
-    trainer.between = Between(stop, ranks, progress)
+    trainer.between, trainer.saves = Between(stop, ranks, progress), not dry_run
     frozen = frozen_note(trainer.model, config.model.frozen, adapters=config.lora is not None)
     notes = (
         summary.converted,
@@ -252,7 +298,8 @@ def _train(
             trainer.startup.lap("loggers")
             step = partial(_step, trainer, gauges, out, progress)
             try:
-                stopped = _take_steps(trainer, step, sampler, out, metrics, progress, stop)
+                last = 1 if dry_run else config.run.steps
+                stopped = _take_steps(trainer, step, sampler, out, metrics, progress, stop, last)
             except SpikeError as error:
                 spike = error
             except NonFiniteError as error:
@@ -316,16 +363,18 @@ def _expected(trainer: Trainer, progress: Progress) -> ExpectedStep | None:
 
 def _take_steps(
     trainer: Trainer, step: Callable[[], StepMetrics], sampler: Sampler | None, out: Path, metrics: MetricsBuffer,
-    progress: Progress, stop: Stop,
+    progress: Progress, stop: Stop, last: int,
 ) -> str:  # fmt: skip
-    """Train and save until the run ends or a signal stops it. Returns "done" or "sigterm"."""
+    """Train and save until step `last` or a signal stops the run. Returns "done" or "sigterm"."""
     run_config, ranks, guard, held_out, complete = trainer.config.run, trainer.ranks, trainer.guard, None, True
     trainer.slow = True  # how long a step takes is not known yet
+    if trainer.step == 0 and trainer.config.eval is not None and trainer.config.eval.first:
+        _evaluate_first(trainer, out, progress)
     row = ranks.run_on_rank0(lambda: metrics.last)
     if row is not None and row.step == trainer.step:
         row, complete = _measure(trainer, sampler, row)  # which a signal had interrupted
         ranks.raise_together(partial(metrics.amend, row))
-    while trainer.step < run_config.steps and (request := ranks.max(2 if stop.is_set() else int(trainer.slow))) < 2:
+    while trainer.step < last and (request := ranks.max(2 if stop.is_set() else int(trainer.slow))) < 2:
         trainer.slow = request == 1
         try:
             row = step()
@@ -343,7 +392,16 @@ def _take_steps(
             trainer.save(out, prune=not guard.rising, held_out=held_out)  # keep the checkpoints before a rise
     trainer.save(out, prune=not guard.rising, held_out=held_out)
     trainer.finish_saving()
-    return "done" if trainer.step == run_config.steps and complete else "sigterm"
+    return "done" if trainer.step == last and complete else "sigterm"
+
+
+def _evaluate_first(trainer: Trainer, out: Path, progress: Progress) -> None:
+    """Measure the model before its first step."""
+    with suppress(StopRequested):  # then nothing has begun
+        measured = trainer.evaluate().items()
+        values = ", ".join(f"{name} " + ("not finite" if v is None else f"{v:.4f}") for name, v in measured)
+        text = f"held out, before the first step: {values}"
+        trainer.ranks.run_on_rank0(lambda: _record_event(trainer, out, progress, 0, EVALUATION, text))
 
 
 def _step(trainer: Trainer, gauges: Gauges, out: Path, progress: Progress) -> StepMetrics:

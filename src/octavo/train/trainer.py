@@ -97,6 +97,7 @@ class Trainer:
         groups_table: What each group of parameters matched, in lines; empty without `optim.groups`.
         loss_note: Why the loss computes whole logits although the configuration asks for chunks; else empty.
         between: Called between the parts of an evaluation, a sample or a slow step; may raise `StopRequested`.
+        saves: Whether `save` does anything.
         slow: Whether it is called between micro-batches. The same on all ranks.
     """
 
@@ -159,7 +160,7 @@ class Trainer:
             self.pilot = Autopilot(self.model, watch=self.watch, thresholds=thresholds, restore_after=restore_after)
         self.recipe_changes: list[RecipeChange] = []
         self.between: Callable[..., None] = lambda *_: None
-        self.slow = False
+        self.slow, self.saves = False, True
         self.guard, self.skipped_batches = SpikeGuard(config.guard), 0
         self._saver = CheckpointSaver(self.ranks, async_save=parallel.async_save, timeout=parallel.timeout)
 
@@ -220,6 +221,8 @@ class Trainer:
         """
         if bad := self.non_finite_parameter():
             raise self._non_finite_error(self.step, "its update was not finite", f"parameter {bad}")
+        if not self.saves:
+            return
         self._saver.save(
             out,
             step=self.step,

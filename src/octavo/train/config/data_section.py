@@ -157,6 +157,8 @@ class EvalConfig(Section):
 
     every: Annotated[int, Field(ge=0)] = 0
     """Steps between two measurements; 0 measures at the end only. The end is always measured."""
+    first: bool = False
+    """Also measure before the first step."""
     source: PathText | None = None
     """Text to evaluate on, as in `data.source`. Where neither this nor `split` is given, a part of the documents of
     `data.source` is held out, and not trained on."""

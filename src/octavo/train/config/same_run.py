@@ -29,6 +29,7 @@ NEWER: tuple[tuple[str, Any], ...] = (
 """Defaults that the files of older runs do not have."""
 TUNABLE = {
     "run.steps",
+    "run.epochs",
     "run.deterministic",
     *(f"optim.{key}" for key in ("lr", "clip", "schedule", "warmup", "decay", "min_lr_ratio", "rewarm")),
     "optim.rewarm_from",
@@ -51,6 +52,8 @@ def check_same_run(saved: Mapping[str, Any], config: TrainConfig, where: Path) -
     old_settings = dict(_settings(saved))
     new_settings = dict(_settings(config.model_dump(mode="json", exclude_none=True)))
     changes = []
+    if config.run.epochs is not None:  # the steps follow from the data
+        new_settings["run.steps"] = old_settings.get("run.steps", "unset")
     for key in [*new_settings, *(key for key in old_settings if key not in new_settings)]:
         old, new = old_settings.get(key, "unset"), new_settings.get(key, "unset")
         if old == new:

@@ -56,6 +56,8 @@ class Run(Section):
     """Seed of the initial weights and of the order of the data."""
     steps: Count
     """Optimizer steps of the whole run; may differ on resume."""
+    epochs: Annotated[float, Field(gt=0)] | None = None
+    """How often the run sees its data, instead of `steps`, which follow from it once the data is read."""
     out: PathText | None = None
     """Output folder; `runs/<name>` where it is not given."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -77,6 +79,12 @@ class Run(Section):
     killed. Not for torchrun, which has `--max-restarts`."""
     deterministic: bool = False
     """Use PyTorch's deterministic algorithms, so that GPUs add in the same order in every run; slower there."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _steps_of_epochs(cls, table: Any) -> Any:
+        has_epochs = isinstance(table, dict) and table.get("epochs") is not None
+        return {"steps": LARGEST_COUNT} | table if has_epochs else table
 
     @field_validator("loggers", mode="before")
     @classmethod

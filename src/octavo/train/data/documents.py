@@ -41,8 +41,15 @@ CONVERSATIONS = {"messages", "conversation", "conversations"}
 
 
 def suffix(path: str | Path) -> str:
-    """How the name of a file ends, as ".txt", in lower case."""
-    return Path(path).suffix.lower()
+    """How the name of a file ends, as ".txt", in lower case; of a compressed text file what it is without that."""
+    name = Path(path)
+    inner = Path(name.stem).suffix.lower()
+    return inner if is_compressed(path) and inner in (".txt", ".jsonl") else name.suffix.lower()
+
+
+def is_compressed(path: str | Path) -> bool:
+    """Whether a file is decompressed while it is read."""
+    return Path(path).suffix.lower() in (".gz", ".zst")
 
 
 class HashedFile(io.RawIOBase):
@@ -53,11 +60,16 @@ class HashedFile(io.RawIOBase):
     """
 
     def __init__(self, path: str, digest: "hashlib._Hash", on_bytes_read: OnBytesRead, *, text: bool = False) -> None:
-        self._file = open(path, "rb", buffering=0)
+        self._file: Any = open(path, "rb", buffering=0)
+        size = os.fstat(self._file.fileno()).st_size
+        if is_compressed(path):
+            from pyarrow import CompressedInputStream
+
+            self._file = CompressedInputStream(self._file, "gzip" if path.lower().endswith(".gz") else "zstd")
         self._digest, self._on_bytes_read, self._text = digest, on_bytes_read, text
         self._start = True
         self._marks: set[bytes] = set()
-        digest.update(f"{os.fstat(self._file.fileno()).st_size}\0".encode())
+        digest.update(f"{size}\0".encode())
 
     def readable(self) -> bool:
         """True."""
@@ -65,7 +77,7 @@ class HashedFile(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         """Read into `buffer`; returns the number of bytes, 0 at the end."""
-        size = self._file.readinto(buffer)
+        size: int = self._file.readinto(buffer)
         piece = bytes(buffer[:size])
         self._on_bytes_read(size)
         self._digest.update(piece)

@@ -11,7 +11,7 @@ from pathlib import Path
 from octavo.train.config.data_section import Data
 from octavo.train.config.run_config import ConfigError
 from octavo.train.data import hf_datasets
-from octavo.train.data.documents import no_split, suffix
+from octavo.train.data.documents import no_split
 
 
 def matches(config: Data, pattern: str) -> list[str]:
@@ -65,7 +65,7 @@ def _check_link(path: str) -> None:
 
 def suffix_counts(files: list[str]) -> str:
     """Counts by suffix, as "3 .csv, 1 .md"."""
-    counts = Counter(suffix(file) or "without a suffix" for file in files)
+    counts = Counter(Path(file).suffix.lower() or "without a suffix" for file in files)
     return ", ".join(f"{count} {kind}" for kind, count in counts.most_common(20)) or "no files"
 
 

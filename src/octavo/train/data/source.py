@@ -82,7 +82,7 @@ def streamed_files(config: Data) -> tuple[list[str], str, str]:
         kinds = {documents.suffix(file) for file in files}.intersection(SUFFIXES)
         if len(kinds) == 1:
             kind = kinds.pop()
-            chosen = files_of_split(config, path, [file for file in files if documents.suffix(file) == kind])
+            chosen = files_of_split(config, path, _of_kind(files, kind))
             return chosen, kind, _skipped_files(config, files, chosen)
     elif (suffix := documents.suffix(path)) in SUFFIXES:
         _refuse_split(config, "files have")
@@ -108,7 +108,10 @@ def _open(config: Data, on_bytes_read: OnBytesRead) -> Source:
         _refuse_split(config, "files have")
         return _open_files(config, matches(config, str(path)), suffix, on_bytes_read)
     if suffix in COMPRESSED:
-        raise ConfigError(f'data.source = "{config.source}": compressed files are not read: decompress them first')
+        raise ConfigError(
+            f'data.source = "{config.source}": of compressed files only .txt and .jsonl with .gz or .zst are read: '
+            "decompress the others first"
+        )
     if path.is_file() or glob.has_magic(config.source):
         raise ConfigError(f'data.source = "{config.source}": files must end in {", ".join(SUFFIXES)}')
     folder = expand(config.source.partition(":")[0])
@@ -236,10 +239,16 @@ def _open_folder(config: Data, path: Path, on_bytes_read: OnBytesRead) -> Source
         raise ConfigError(
             f'data.source = "{config.source}" {"is a folder of several kinds" if usable else "holds nothing to read"}: '
             f'{suffix_counts(files)}; give files of one kind with a pattern, as "{path}/**/*{kind}", or a folder that '
-            "save_to_disk wrote; compressed files have to be decompressed"
+            "save_to_disk wrote; compressed files have to be decompressed, but for .txt and .jsonl with .gz or .zst"
         )
-    chosen = files_of_split(config, path, [file for file in files if documents.suffix(file) == usable[0]])
+    chosen = files_of_split(config, path, _of_kind(files, usable[0]))
     return _open_files(config, chosen, usable[0], on_bytes_read, _skipped_files(config, files, chosen))
+
+
+def _of_kind(files: list[str], kind: str) -> list[str]:
+    """The files of a kind; compressed ones only where there are no others, of which they may be copies."""
+    chosen = [file for file in files if documents.suffix(file) == kind]
+    return [file for file in chosen if not documents.is_compressed(file)] or chosen
 
 
 def _skipped_files(config: Data, files: list[str], chosen: list[str]) -> str:
@@ -318,7 +327,7 @@ def _open_prepared(config: Data, folder: Path, on_bytes_read: OnBytesRead) -> So
         subset = config.source.partition(":")[2] if not expand(config.source).is_dir() else ""
         digest = hashlib.sha256(f"folder\0{subset}\0{config.split}{column_of(config).identity}".encode())
         for path in sorted({*files_below(folder), *hf_datasets.files(config, folder)}):
-            if documents.suffix(path) in COMPRESSED:
+            if Path(path).suffix.lower() in COMPRESSED:
                 raise ConfigError(f"{path} is compressed, and compressed files are not read: decompress it first")
             if documents.suffix(path) in documents.FILE_KINDS and Path(path).suffix not in documents.FILE_KINDS:
                 raise ConfigError(f"{path} would be left out: rename it to end in {documents.suffix(path)}")

@@ -41,7 +41,7 @@ from octavo.train.config.sections import expand
 from octavo.train.data import arrow_files, documents
 from octavo.train.data.chat import chat_template
 from octavo.train.data.corpus import Corpus
-from octavo.train.data.documents import Column, Stream, column_of
+from octavo.train.data.documents import Column, Stream, column_of, is_compressed
 from octavo.train.data.sequences import NoFieldError, NoSequencesError, Sequences
 from octavo.train.data.source import Source, streamed_files
 from octavo.train.data.token_cache import ReadProgress, TokenizedText, open_entry
@@ -89,6 +89,11 @@ class StreamedCorpus(Sequences):
         paths, self._kind, skipped_files = streamed_files(data)
         if skipped_files:
             progress.note(skipped_files)
+        if packed := next(filter(is_compressed, paths), None):
+            raise ConfigError(
+                f"data.streaming = true reads parts of files, and {packed} is compressed: decompress it, or leave "
+                "data.streaming out"
+            )
         if self._column.messages and self._kind == ".txt":
             raise ConfigError(f'data.source = "{data.source}": .txt files have no messages: give .jsonl or .parquet')
         self.files = {path: _identity(path) for path in paths}

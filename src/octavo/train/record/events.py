@@ -22,6 +22,8 @@ EVENTS_FILE = "events.jsonl"
 EVENT = "an event of a run"
 """What a line of `events.jsonl` is, in errors."""
 FINDING, MOVE, ROLLBACK, LOSS_SCALE, RESTART = "finding", "move", "rollback", "loss_scale", "restart"
+EVALUATION = "evaluation"
+"""Of the model before its first step."""
 
 
 def add_event(out: Path, step: int, event: str, text: str, **details: int) -> None:
