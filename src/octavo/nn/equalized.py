@@ -22,14 +22,16 @@ there is no s. A weight that FSDP gathers in FP8 was multiplied by s before it w
 A CUDA graph replays with the s that its layers had when it was captured, which they therefore keep; without one it
 computes s from X and W. It measures nothing.
 
-torch.compile: a compiled graph cannot hold s between steps. It computes s in every forward, from X and the layer's own
-weight. This reads both once more, and layers that read one X have an FP8 copy of it each.
+torch.compile: a compiled graph reads the s that its layer has and measures nothing. A layer without one computes it in
+every forward, from X and its own weight, so that layers which read one X have an FP8 copy of it each. `compiled_pass`
+runs the passes that measure eagerly, so that compiled layers have the s of eager ones.
 """
 
 import math
 import threading
 import weakref
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import TypeGuard
 
 import torch
@@ -51,7 +53,7 @@ from octavo.numerics.equalization import ChannelScales, channel_amax, column_ama
 from octavo.numerics.recipe import Recipe
 from octavo.runtime.execution_context import is_capturing
 from octavo.runtime.switch import SWITCH
-from octavo.runtime.torch_compat import current_graph_task_id, local_part
+from octavo.runtime.torch_compat import current_graph_task_id, local_part, run_eagerly
 from octavo.tensor import ScaledTensor
 
 ATTRIBUTE = "equalizer"
@@ -170,7 +172,21 @@ class Equalizer:
         """Begin the next pass, or that after `to` passes."""
         passes = self.passes + 1 if to is None else to
         self.passes, self.backward_ran, self.measurement = passes, False, None
-        self.pass_measures = passes & (passes - 1) == 0 if passes < self.every else passes % self.every == 0
+        self.pass_measures = self._is_due(passes)
+
+    def _is_due(self, passes: int) -> bool:
+        return passes & (passes - 1) == 0 if passes < self.every else passes % self.every == 0
+
+    def next_measures(self) -> bool:
+        """Return whether the pass of the next forward in training measures."""
+        return self._is_due(self.passes + self.backward_ran)
+
+    def end_pass(self) -> None:
+        """Begin the next pass with what this one measured, if its backward has run."""
+        if self.backward_ran and self.pass_ended():
+            if self.measurement is not None:
+                self.scales = self.next_scales(training=True)
+            self.advance()
 
     def measure(self, input: Tensor, w_NK: Tensor) -> None:
         """Measure X and W of a forward, and set s if there is none."""
@@ -212,6 +228,8 @@ class EqualizedQuantizer:
         """See `octavo.nn.operands.Quantizer.channels`."""
         equalizer = self.equalizer
         if torch.compiler.is_compiling() and not isinstance(w_NK, Fp8AllGatherOutput):
+            if equalizer.scales is not None:
+                return equalizer.scales.to(input.device)
             with torch.no_grad():
                 return equalize(channel_amax(_matrix(input)), column_amax(w_NK))
         if not has_values(input) or not has_values(w_NK):
@@ -281,18 +299,18 @@ def _predicted(input: Tensor) -> ChannelScales:
 class Equalized(LinearLike):
     """A `LinearLike` that equalizes channels, for recipes with `equalization`; with others it scales just in time."""
 
+    equalizer: Equalizer | None = None  # of the class, so that graphs of torch.compile have a guard where it is missing
+
     def octavo_quantizer(self) -> Quantizer:
         """See `LinearLike.octavo_quantizer`."""
         if not self.recipe.equalization or SWITCH.off:
             return JUST_IN_TIME
-        equalizer = vars(self).get(ATTRIBUTE)
+        equalizer = self.equalizer
         if equalizer is None or equalizer.every != self.recipe.equalization:
             equalizer = equalizer_of(self)
         training = self.training and not torch.compiler.is_compiling()
-        if training and equalizer.backward_ran and equalizer.pass_ended():
-            if equalizer.measurement is not None:
-                equalizer.scales = equalizer.next_scales(training)
-            equalizer.advance()
+        if training:
+            equalizer.end_pass()
         return EqualizedQuantizer(equalizer, training)
 
 
@@ -315,10 +333,11 @@ def equalizes(module: nn.Module) -> TypeGuard[Equalized]:
 
 def equalizer_of(layer: Equalized) -> Equalizer:
     """Return the channel scales of a layer; create them if there are none for its recipe."""
-    equalizer: Equalizer | None = vars(layer).get(ATTRIBUTE)
+    equalizer = layer.equalizer
     if equalizer is None or equalizer.every != layer.recipe.equalization:
         equalizer = Equalizer(layer.recipe.equalization, layer.weight_is_transposed)
-        vars(layer)[ATTRIBUTE] = equalizer
+        if not torch.compiler.is_compiling():  # else each call of the graph would make another one
+            vars(layer)[ATTRIBUTE] = equalizer
     return equalizer
 
 
@@ -359,3 +378,25 @@ def equalized_layers(model: nn.Module) -> Iterator[tuple[str, Equalized]]:
     for name, module in model.named_modules():
         if equalizes(module):
             yield name, module
+
+
+@contextmanager
+def compiled_pass(model: nn.Module) -> Iterator[None]:
+    """Run one forward and backward of a model whose compiled parts equalize channels, with the scales of eager ones.
+
+    Compiled modules run eagerly inside if the pass measures: in the first, then 1, 2, 4, … passes later.
+
+    Examples:
+        >>> model = octavo.convert(torch.nn.Sequential(torch.nn.Linear(64, 64)), "rowwise_equalized")
+        >>> model[0].compile(fullgraph=True, backend="eager")
+        >>> with octavo.nn.equalized.compiled_pass(model):
+        ...     model(torch.ones(2, 64)).sum().backward()
+    """
+    equalizers = [equalizer_of(layer) for _, layer in equalized_layers(model)]
+    for equalizer in equalizers:
+        if not equalizer.synchronized:  # else `equalized_ranks` ends the pass
+            equalizer.end_pass()
+    with run_eagerly() if any(equalizer.next_measures() for equalizer in equalizers) else nullcontext():
+        yield
+    for equalizer in equalizers:
+        equalizer.backward_ran = True
