@@ -26,10 +26,9 @@ is not called (the head under the chunked loss); and the recomputation of wgrad'
 its row scales, folded into G, are those of forward.
 """
 
-import sys
 import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -46,6 +45,7 @@ from octavo.nn.select import is_linear
 from octavo.numerics.display import Displayed
 from octavo.numerics.names import nearest
 from octavo.numerics.recipe import DEFAULT, Recipe, get_recipe
+from octavo.runtime.torch_compat import run_eagerly
 
 HIGH_PRECISION = "bf16"
 """Recipe name of layers that are not converted."""
@@ -149,7 +149,7 @@ class Watch(Displayed):
             return
         measured = {name: [get_recipe(recipe) for recipe in recipes] for name, recipes in (measure or {}).items()}
         sample = Sample(self._layers(measured), self._what_if, measured)
-        with _eager():
+        with run_eagerly():
             try:
                 sample.install()
                 yield
@@ -218,11 +218,3 @@ class Watch(Displayed):
                 )
             self._compared_names = names
         return group
-
-
-def _eager() -> AbstractContextManager[Any]:
-    """Run compiled modules eagerly inside, if torch.compile is in use."""
-    if "torch._dynamo" not in sys.modules:
-        return nullcontext()
-    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
-    return stance

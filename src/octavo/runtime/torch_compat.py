@@ -7,7 +7,7 @@ range of releases; `make test-versions` runs the tests on both ends of it.
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from functools import cache, partial
 from importlib import import_module
 from itertools import chain
 from typing import Any, ParamSpec, TypeVar
@@ -166,6 +166,55 @@ def constant_in_graphs(function: Callable[P, R]) -> Callable[P, R]:
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+def run_eagerly() -> AbstractContextManager[Any]:
+    """Run compiled modules eagerly inside, if torch.compile is in use."""
+    if "torch._dynamo" not in sys.modules:
+        return nullcontext()
+    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return stance
+
+
+def compilation_error() -> type[Exception]:
+    """Return the base class of the errors of torch.compile. All releases: private."""
+    from torch._dynamo.exc import TorchDynamoException
+
+    return TorchDynamoException
+
+
+def compiled_graphs(function: Any) -> int:
+    """Return how many graphs torch.compile holds of the code of a Python function. All releases: private."""
+    return len(torch._C._dynamo.eval_frame._debug_get_cache_entry_list(function.__code__))
+
+
+def raise_recompile_limit(graphs: int) -> None:
+    """Let torch.compile make this many graphs of one function; 8 are its default. All releases: private."""
+    from torch._dynamo import config
+
+    config.recompile_limit = max(config.recompile_limit, graphs)
+    config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, graphs)
+
+
+def measure_compilations(timed: Callable[[str], AbstractContextManager[None]]) -> None:
+    """Run every compilation of torch.compile inside `timed("compile")`. All releases: private."""
+    from torch._dynamo.callback import callback_handler
+
+    start, end = _compilation_callbacks(timed)
+    if start not in callback_handler.start_callbacks:  # `torch._dynamo.reset` removes it
+        callback_handler.register_start_callback(start)
+        callback_handler.register_end_callback(end)
+
+
+@cache
+def _compilation_callbacks(timed: Callable[[str], AbstractContextManager[None]]) -> tuple[Any, Any]:
+    running: list[AbstractContextManager[None]] = []
+
+    def start(_: Any) -> None:
+        running.append(timed("compile"))
+        running[-1].__enter__()
+
+    return start, lambda _: running.pop().__exit__(None, None, None)
 
 
 def is_exporting() -> bool:

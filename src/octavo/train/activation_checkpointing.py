@@ -38,16 +38,18 @@ SAVED_OPS = [
 
 
 class Checkpointing:
-    """Activation checkpointing applied to `model` ("none", "full" or "selective").
+    """Activation checkpointing applied to `model` ("none", "full" or "selective"); `in_graphs` where blocks compile.
 
     Raises ConfigError for a model without a repeated block.
     """
 
-    def __init__(self, model: nn.Module, mode: str) -> None:
+    def __init__(self, model: nn.Module, mode: str, *, in_graphs: bool = False) -> None:
         self._recorder: _Recorder | None = None
         if mode == "none":
             return
-        context: dict[str, Any] = {} if mode == "full" else {"context_fn": self._contexts}
+        # A graph saves what its partitioner decides, where saved-tensor hooks see it.
+        contexts = partial(create_selective_checkpoint_contexts, SAVED_OPS) if in_graphs else self._contexts
+        context: dict[str, Any] = {} if mode == "full" else {"context_fn": contexts}
         blocks = find_blocks(model)
         if not blocks:
             raise ConfigError(

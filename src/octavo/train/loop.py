@@ -276,8 +276,10 @@ def _train(
     config, ranks = trainer.config, trainer.ranks
     trainer.between, trainer.saves = Between(stop, ranks, progress), not dry_run
     frozen = frozen_note(trainer.model, config.model.frozen, adapters=config.lora is not None)
+    compiled = dict.fromkeys((summary.compiled, trainer.blocks.news()))
     notes = (
         summary.converted,
+        *compiled,
         frozen,
         trainer.attention_note(),
         trainer.loss_scale_note(),
@@ -383,6 +385,8 @@ def _take_steps(
         trainer.slow = row.step_s > SLOW_STEP_SECONDS
         ranks.raise_together(partial(metrics.write, row))
         row, complete = _measure(trainer, sampler, row)
+        if news := trainer.blocks.news():
+            progress.note(f"step {row.step}: {news}")
         held_out = (row.held_out or {}).get(LOSS)
         ranks.raise_together(partial(_record_step, trainer, row, metrics, progress, out))
         trainer.publish_saved()
@@ -409,6 +413,7 @@ def _step(trainer: Trainer, gauges: Gauges, out: Path, progress: Progress) -> St
     try:
         row = gauges.read(trainer.train_step())
         if trainer.startup.running:
+            trainer.ranks.raise_together(trainer.blocks.check)
             progress.note(trainer.startup.finish("first step"))
             gauges.setup.expected = _expected(trainer, progress)
             trainer.ranks.run_on_rank0(lambda: gauges.setup.write(out))

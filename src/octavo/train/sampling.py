@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from octavo.runtime.torch_compat import run_eagerly
 from octavo.train.config.run_config import ConfigError, TrainConfig
 from octavo.train.evaluation import without_trace
 from octavo.train.trainer import Trainer
@@ -53,7 +54,7 @@ class Sampler:
             ids[row, : len(prompt)] = torch.tensor(prompt, device="cpu")
         ended = torch.zeros(len(lengths), dtype=torch.bool, device="cpu")
         rows = torch.arange(len(lengths), device="cpu")
-        with without_trace(trainer.model):
+        with without_trace(trainer.model), run_eagerly():  # each length would be another graph
             for number in range(tokens):
                 trainer.between()
                 last = lengths + number

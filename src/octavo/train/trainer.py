@@ -35,9 +35,11 @@ from octavo.parallel.context_parallel import inner_attention
 from octavo.parallel.ddp import saved_buffers
 from octavo.parallel.pipeline_model import SCHEDULES, ZERO_BUBBLE, check_pipeline_model
 from octavo.runtime.stopwatch import Stopwatch
+from octavo.runtime.torch_compat import run_eagerly
 from octavo.train.activation_checkpointing import Checkpointing
 from octavo.train.checkpoint.retention import HELD_OUT_LOSS
 from octavo.train.checkpoint.store import CheckpointSaver
+from octavo.train.compiled_blocks import CompiledBlocks
 from octavo.train.config.run_config import ConfigError, TrainConfig
 from octavo.train.conversion import convert_run
 from octavo.train.device import device_name
@@ -87,6 +89,7 @@ class Trainer:
         step: Number of finished steps.
         task: What the run learns.
         model: The model; its parameters may be shards.
+        blocks: The blocks that compile.
         layers: Report of the converted linear layers; None without FP8.
         watch: Statistics of the operands of the linears, in the steps that `[inspect]` samples.
         pilot: Autopilot of the layers; None if no layer is in FP8. It moves layers if `precision.autopilot` is set;
@@ -134,7 +137,12 @@ class Trainer:
         if loss != precision.loss:
             self.loss_note = f"whole logits: {parallel.schedule} runs the backward of the loss in two parts"
         startup.lap("loss head")
-        self._checkpointing = Checkpointing(self.model, precision.checkpointing)
+        compile_mode = "none" if given else config.run.compile
+        self.blocks = ranks.raise_together(
+            lambda: CompiledBlocks(self.model, compile_mode, device, config.uncompilable)
+        )
+        self._checkpointing = Checkpointing(self.model, precision.checkpointing, in_graphs=self.blocks.active)
+        self.blocks.compile()
         self.layout = Layout(forward=self.model) if divide is None else divide(self.model)
         settings = ranks.raise_together(lambda: parameter_settings(self.model, config.optim, part=given))
         sizes = {name: param.numel() for name, param in self.model.named_parameters()}
@@ -279,6 +287,7 @@ class Trainer:
             converted=self.layers.summary if self.layers else "",
             stopped="done",
             unit=self.task.unit,
+            compiled=self.blocks.note(),  # after the trial batch above
         )
 
     def check_causal(self) -> None:
@@ -289,7 +298,7 @@ class Trainer:
         index, parts = self.layout.inputs
         inputs = self.layout.own_tokens(inputs.to(self._device)) if parts > 1 else inputs[:, :CAUSAL_TOKENS]
         inputs = inputs.to(self._device)
-        with self.layout.reduces(False):
+        with self.layout.reduces(False), run_eagerly():
             self.ranks.raise_together(
                 partial(check_causal, self.model, self.logits, inputs, has_last=index == parts - 1)
             )
@@ -304,7 +313,8 @@ class Trainer:
         except ValueError as error:
             raise ConfigError(f"parallel.pp: {error}") from None
         inputs, _ = self.task.data.batch(self.config.run.seed, 0, 1)
-        check_causal(self.model, self.logits, inputs[:, :CAUSAL_TOKENS])
+        with run_eagerly():
+            check_causal(self.model, self.logits, inputs[:, :CAUSAL_TOKENS])
 
     def loss_scale_note(self) -> str:
         """A note for fp16 gradients without a loss scale; else empty."""
@@ -341,7 +351,7 @@ class Trainer:
         with accumulating(self.model) if parts > 1 else nullcontext():
             if pipeline is not None:
                 share = 1 / (parts * self.layout.loss_parts)
-                with self._autocast():
+                with self._autocast(), self.blocks.one_pass():
                     total = pipeline.step(inputs, targets, share * self.loss_scale.value) * share
                 self.optimizer.accumulate()
                 return total
@@ -357,8 +367,9 @@ class Trainer:
     def accumulate(self, inputs: Inputs, part: Tensor, *, targets: float) -> Tensor:
         """Add the gradients of a micro-batch. Returns its share of the mean loss over the step's `targets` tokens."""
         count, part = counted(part, uneven=self.task.uneven)
-        loss = self.loss(inputs, part) * (count / targets)
-        (loss * self.loss_scale.value).backward()
+        with self.blocks.one_pass():
+            loss = self.loss(inputs, part) * (count / targets)
+            (loss * self.loss_scale.value).backward()
         self.optimizer.accumulate()
         return loss.detach()
 
@@ -430,7 +441,8 @@ class Trainer:
         self.optimizer.zero_grad()
         if bad := self.non_finite_parameter():
             return self._non_finite_error(self.step, "its update was not finite", f"parameter {bad}")
-        with nullcontext() if self.watch.rows else self.watch.step(self.step + 1, force=True):
+        sampled = nullcontext() if self.watch.rows else self.watch.step(self.step + 1, force=True)
+        with sampled, run_eagerly():  # graphs call no hooks
             origin = find_origin(self.model, lambda: self.forward_backward(inputs, targets), self.layout.pipeline)
         own = dict(self.model.named_modules())
         rows = [row for row in self.watch.rows if row.layer in own]

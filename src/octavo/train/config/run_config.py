@@ -18,6 +18,8 @@ from pydantic import ValidationError, model_validator
 
 from octavo.numerics import Precision
 from octavo.numerics.names import nearest
+from octavo.numerics.recipe import get_recipe
+from octavo.parallel.pipeline_model import ZERO_BUBBLE
 from octavo.train.config.data_section import Data, EvalConfig
 from octavo.train.config.lora_section import LoraConfig
 from octavo.train.config.mistakes import explain
@@ -195,6 +197,28 @@ class TrainConfig(Section):
                     "(dp_replicate, dp_shard); leave one of them out"
                 )
         return self
+
+    @model_validator(mode="after")
+    def _check_compile(self) -> "TrainConfig":
+        if self.run.compile == "blocks" and (problem := self.uncompilable):
+            raise ValueError(f'run.compile = "blocks": {problem}: set run.compile = "none"')
+        return self
+
+    @property
+    def uncompilable(self) -> str:
+        """Why the blocks of the run cannot compile, in a sentence; empty where they can."""
+        precision, parallel = self.resolved, self.parallel
+        recipe = get_recipe(precision.recipe) if precision.matmul == "fp8" and precision.recipe != "auto" else None
+        if recipe is not None and recipe.history:
+            return f"recipe {recipe.name!r} keeps an amax history, which changes from step to step"
+        if recipe is not None and recipe.equalization and parallel.fp8_comm in ("on", "gather"):
+            return f"recipe {recipe.name!r} with parallel.fp8_comm = {parallel.fp8_comm!r} measures gathered weights"
+        if parallel.pp > 1 and parallel.schedule in ZERO_BUBBLE:
+            return f"{parallel.schedule} runs the backward of a block in two parts, and a graph has one"
+        for name in ("tp", "cp", "ep"):
+            if (size := getattr(parallel, name)) > 1:
+                return f"parallel.{name} = {size} exchanges tensors between ranks inside a block, which no graph does"
+        return ""
 
     @property
     def frozen(self) -> Literal["bf16", "fp8"]:

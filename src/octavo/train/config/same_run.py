@@ -25,12 +25,14 @@ NEWER: tuple[tuple[str, Any], ...] = (
     ("data.sources", []), ("data.format", "text"), ("data.messages_field", "messages"), ("data.loss_on", "assistant"),
     ("data.streaming", False), ("data.chunk_bytes", 64 << 20), ("data.label_dropout", 0.1), ("optim.rewarm", 0),
     ("optim.groups", []), ("optim.name", "adamw"), ("optim.momentum", 0.95), ("lora.weight_only", []),
+    ("run.compile", "auto"),
 )  # fmt: skip
 """Defaults that the files of older runs do not have."""
 TUNABLE = {
     "run.steps",
     "run.epochs",
     "run.deterministic",
+    "run.compile",
     *(f"optim.{key}" for key in ("lr", "clip", "schedule", "warmup", "decay", "min_lr_ratio", "rewarm")),
     "optim.rewarm_from",
     *(f"precision.{key}" for key in (*SELECTION, "checkpointing", "autopilot")),

@@ -79,6 +79,9 @@ class Run(Section):
     killed. Not for torchrun, which has `--max-restarts`."""
     deterministic: bool = False
     """Use PyTorch's deterministic algorithms, so that GPUs add in the same order in every run; slower there."""
+    compile: Literal["auto", "blocks", "none"] = "auto"
+    """Whether each repeated block of the model is compiled (`torch.compile`). "auto": "blocks" on a GPU, "none" on a
+    CPU, and "none" for what cannot compile, with a note."""
 
     @model_validator(mode="before")
     @classmethod

@@ -131,6 +131,8 @@ class RunResult:
     """Largest number of bytes of tensors on the GPU of rank 0."""
     startup: dict[str, dict[str, float]] | None = None
     """Seconds of each stage up to the first step of the last process, as `{"weights": {"wall": 3.8, "cpu": 6.1}}`."""
+    compiled: str = ""
+    """Which blocks `run.compile` compiles, or why it does not; empty where it is off."""
 
     def write(self, out: Path) -> None:
         """Write `run.json` into the output folder `out`, replacing the earlier one atomically."""

@@ -1,0 +1,161 @@
+"""Compilation of the repeated block (`run.compile`).
+
+The blocks are those of `octavo.runtime.blocks`, after conversion. The forward of each, with its activation
+checkpointing, is one graph (`fullgraph=True`) of static shapes, and equal blocks share it. FSDP2, tensor and pipeline
+parallelism are applied afterwards. Evaluation has graphs of its own, without gradients. Steps that `Watch` samples,
+samples of text, and checks of the model run eagerly.
+
+A graph break would make a run slow without a word. So a block that compiles unconverted but not converted raises
+ConfigError. If it does not compile unconverted either, the blocks run eagerly, and a note names the line.
+"""
+
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import nn
+
+from octavo._version import __version__
+from octavo.nn.equalized import compiled_pass, equalized_layers, equalizer_of
+from octavo.runtime.blocks import find_blocks
+from octavo.runtime.stopwatch import timed
+from octavo.runtime.switch import disabled
+from octavo.runtime.torch_compat import compilation_error, compiled_graphs, measure_compilations, raise_recompile_limit
+from octavo.train.config.run_config import ConfigError
+
+BACKEND = "inductor"
+REMEDY = 'set run.compile = "none"'
+GRAPHS_PER_BLOCK = 32
+"""Most graphs for each block: the autopilot may change the recipes of each, and evaluation has its own."""
+
+_SECONDS = {"compile": 0.0}
+"""Time that this process has spent compiling."""
+
+
+@contextmanager
+def _measured(stage: str) -> Iterator[None]:
+    start = time.perf_counter()
+    try:
+        with timed(stage), warnings.catch_warnings():
+            # torch 2.13: Dynamo asks each input whether it has a gradient.
+            warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning)
+            yield
+    finally:
+        _SECONDS[stage] += time.perf_counter() - start
+
+
+class CompiledBlocks:
+    """The blocks of a run's model that compile.
+
+    Args:
+        model: The converted model.
+        mode: "auto", "blocks" or "none", as `run.compile`.
+        device: Where it computes.
+        problem: Why the run cannot compile; else empty.
+
+    Attributes:
+        reason: Why the blocks run eagerly although they should compile; else empty.
+
+    Raises:
+        ConfigError: For "blocks" where the run cannot compile.
+    """
+
+    def __init__(self, model: nn.Module, mode: str, device: torch.device, problem: str = "") -> None:
+        self.reason = ""
+        self._blocks: list[nn.Module] = []
+        self._forward: Callable[..., Any] | None = None
+        self._reported = 0, "", _SECONDS["compile"]
+        if mode == "none" or (mode == "auto" and device.type != "cuda"):
+            return
+        self._model, self._blocks = model, find_blocks(model)
+        self.reason = problem if self._blocks else f"{type(model).__name__} has no list of equal blocks"
+        if self.reason and mode == "blocks":
+            raise ConfigError(f'run.compile = "blocks": {self.reason}: {REMEDY}')
+        self._reported = 0, self.reason, _SECONDS["compile"]
+
+    @property
+    def active(self) -> bool:
+        """Whether the blocks compile."""
+        return bool(self._blocks) and not self.reason
+
+    def one_pass(self) -> AbstractContextManager[None]:
+        """Run one forward and backward inside; eagerly if recipes with channel scales measure them."""
+        return compiled_pass(self._model) if self.active else nullcontext()
+
+    def compile(self) -> None:
+        """Replace the forwards of the blocks, which compile when they are called."""
+        if not self.active:
+            return
+        raise_recompile_limit(GRAPHS_PER_BLOCK * (len(self._blocks) + 1))
+        measure_compilations(_measured)
+        # Or PyTorch's cache on disk returns graphs that another version of Octavo traced.
+        torch.compiler.config.cache_key_tag = torch.compiler.config.cache_key_tag or f"octavo {__version__}"
+        for _, layer in equalized_layers(self._model):
+            equalizer_of(layer)
+        for block in self._blocks:
+            block.forward = self._compiled(block, block.forward)
+        self._reported = self.graphs, "", _SECONDS["compile"]
+
+    def _compiled(self, block: nn.Module, inner: Callable[..., Any]) -> Callable[..., Any]:
+        errors = compilation_error()
+
+        # The frame that Dynamo compiles: it skips that of `torch.utils.checkpoint`.
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return inner(*args, **kwargs)
+
+        self._forward = forward
+        compiled = torch.compile(forward, fullgraph=True, dynamic=False, backend=BACKEND)
+
+        @wraps(inner)
+        def compiled_forward(*args: Any, **kwargs: Any) -> Any:
+            if self.reason:
+                return inner(*args, **kwargs)
+            try:
+                return compiled(*args, **kwargs)
+            except errors as error:
+                name, problem = type(block).__name__, _described(error)
+            try:
+                with disabled():
+                    compiled(*args, **kwargs)
+            except errors:
+                self.reason = f"{name} does not compile, unconverted either: {problem}"
+                return inner(*args, **kwargs)
+            raise ConfigError(f"{name} compiles unconverted, but not converted: {problem}. Without compilation the run "
+                              f"is slower: {REMEDY}")  # fmt: skip
+
+        return compiled_forward
+
+    @property
+    def graphs(self) -> int:
+        """Number of compiled graphs, with those of earlier models of this process."""
+        return 0 if self._forward is None else compiled_graphs(self._forward)
+
+    def note(self) -> str:
+        """What compiles, in a sentence; empty where compilation is off."""
+        if self.reason:
+            return f"blocks run eagerly, not compiled: {self.reason}"
+        return f"{len(self._blocks)} blocks compile, each one graph without a break" if self._blocks else ""
+
+    def check(self) -> None:
+        """Raise ConfigError if no block has been compiled in the first step, which recipes with channel scales measure."""
+        if self.active and not self.graphs and not any(equalized_layers(self._model)):
+            raise ConfigError(f"no block was compiled in the first step: {REMEDY}")
+
+    def news(self) -> str:
+        """What has changed since the last call, in a sentence; empty without changes."""
+        (graphs, reason, seconds), now = self._reported, (self.graphs, self.reason, _SECONDS["compile"])
+        self._reported = now
+        if self.reason != reason:
+            return self.note()
+        return f"graphs of blocks compiled: {now[0] - graphs}, in {now[2] - seconds:.1f} s" if now[0] > graphs else ""
+
+
+def _described(error: Exception) -> str:
+    """The first line of an error of Dynamo, and the line of code that it is about."""
+    text = " ".join(str(error).strip().split("\n", 1)[0].split())
+    frames = getattr(error, "real_stack", None)
+    return f"{text} ({frames[-1].filename}:{frames[-1].lineno}, {frames[-1].line})" if frames else text

@@ -1,0 +1,244 @@
+"""`run.compile`: losses, graphs and notes of runs whose blocks compile, against eager ones.
+
+Most tests have the backend "eager", which calls what Dynamo traces: graphs, guards and breaks are the real ones. What
+AOTAutograd does to stored activations needs "aot_eager".
+"""
+
+import logging
+import re
+from contextlib import nullcontext
+from importlib import import_module
+
+import pytest
+import torch
+from test_pilot import AUTOPILOT_ON, models_with, outlier
+from tiny_runs import LLAMA, At, Recorder, fail
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import octavo
+from octavo.nn.equalized import compiled_pass
+from octavo.numerics import sqnr
+from octavo.runtime.switch import SWITCH
+from octavo.runtime.torch_compat import run_eagerly
+from octavo.train import compiled_blocks, run
+from octavo.train.compiled_blocks import CompiledBlocks
+from octavo.train.config.run_config import ConfigError
+from octavo.train.record.metrics import read_metrics
+
+CHECKPOINTING = ("full", "selective")
+STORED = {"level": "fp8+activations"}
+MIXTRAL = {"type": "mixtral", "config": LLAMA | {"num_local_experts": 2, "num_experts_per_tok": 1}}
+
+
+@pytest.fixture(autouse=True)
+def traced_only(monkeypatch):
+    torch._dynamo.reset()
+    monkeypatch.setattr(compiled_blocks, "BACKEND", "eager")
+    monkeypatch.setattr(logging.getLogger("torch.__trace"), "propagate", False)  # pytest keeps every graph as text
+
+
+@pytest.fixture
+def aot(monkeypatch, traced_only):
+    monkeypatch.setattr(compiled_blocks, "BACKEND", "aot_eager")
+
+
+@pytest.fixture
+def both(make_config, tmp_path):
+    """Runs a configuration eagerly and compiled. Returns the losses of both, and what the compiled run tells."""
+
+    def runs(**sections):
+        recorder = Recorder()
+        for mode, progress in (("none", None), ("blocks", recorder)):
+            tables = sections | {"run": {"steps": 3} | sections.get("run", {}) | {"compile": mode}}
+            recorder.result = run(make_config(**tables), out=tmp_path / mode, progress=progress)
+        return *([row.loss for row in read_metrics(tmp_path / mode)] for mode in ("none", "blocks")), recorder
+
+    return runs
+
+
+def compiled(recorder):
+    """The numbers of graphs in the notes of a run."""
+    notes = " ".join(note for note in recorder.notes if "graphs of blocks" in note)
+    return [int(number) for number in re.findall(r"graphs of blocks compiled: (\d+)", notes)]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("checkpointing", ["none", *(pytest.param(m, marks=pytest.mark.slow) for m in CHECKPOINTING)])
+def test_equal_blocks_are_one_graph_with_stored_activations(both, aot, checkpointing):
+    eager, losses, recorder = both(precision=STORED | {"checkpointing": checkpointing})
+    assert losses == pytest.approx(eager, abs=2e-3)
+    assert compiled(recorder) == [1]
+    assert "3 blocks compile, each one graph without a break" in recorder.notes
+    assert recorder.result.startup["compile"]["wall"] > 0 and "compile " in " ".join(recorder.notes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("sections", "graphs"),
+    [
+        ({"optim": {"micro_batches": 2, "ema": 0.9}}, 1),
+        ({"precision": {"level": "fp8"}, "data": {"packing": "documents"}}, 1),
+        ({"precision": {"level": "fp8", "parameters": "fp32"}}, 1),
+        ({"precision": {"level": "fp8"}, "lora": {"rank": 4}}, 2),  # the first block's input has no gradient
+        ({"precision": {"level": "fp8", "recipe": "blockwise", "skip_last": 1}}, 2),
+    ],
+    ids=["micro-batches", "packed", "autocast", "lora", "a block in bf16"],
+)
+def test_losses_are_those_of_eager_runs(both, sections, graphs):
+    eager, losses, recorder = both(**sections)
+    assert losses == eager
+    assert compiled(recorder) == [graphs]
+
+
+@pytest.mark.thorough
+def test_evaluation_has_graphs_and_samples_have_none(both):
+    sample = {"prompts": ["the"], "tokens": 4, "every": 1}
+    sections = {"precision": {"level": "fp8"}, "eval": {"every": 1}, "sample": sample, "inspect": {"every": 2}}
+    eager, losses, recorder = both(**sections)
+    assert losses == eager
+    assert compiled(recorder) == [1, 2]  # with gradients; without them, and in high precision
+    assert len(recorder.rows[-1].samples) == 1
+
+
+@pytest.mark.slow
+def test_channel_scales_are_those_of_eager_runs(both):
+    # The fourth step and the sixth are compiled; the others measure.
+    eager, losses, recorder = both(precision={"level": "fp8", "recipe": "rowwise_equalized"}, run={"steps": 6})
+    assert losses == eager
+    assert compiled(recorder) == [1, 1]  # that of the trial batch, which has no scales; that of the fourth step
+
+
+def test_compiled_layers_measure_in_the_passes_that_eager_ones_do():
+    torch.manual_seed(0)
+    x = torch.randn(9, 16, 64)
+    gradients = []
+    for compiles in (False, True):
+        torch.manual_seed(1)
+        model = octavo.convert(nn.Sequential(nn.Linear(64, 64)), "rowwise_equalized", verbose=False)
+        if compiles:
+            model[0].compile(fullgraph=True, backend="eager")
+        for step in x:
+            model.zero_grad()
+            with compiled_pass(model) if compiles else nullcontext():
+                model(step * (1 + 9 * step[:1].abs())).square().sum().backward()
+            gradients.append(model[0].weight.grad.clone())
+    assert all(map(torch.equal, gradients[:9], gradients[9:]))
+
+
+@pytest.mark.slow
+def test_a_resumed_run_is_the_uninterrupted_one(make_config, tmp_path, aot):
+    config = make_config(precision=STORED, run={"save_every": 2, "compile": "blocks"})
+    run(config, out=tmp_path / "whole")
+    with pytest.raises(RuntimeError, match="killed"):
+        run(config, out=tmp_path / "cut", progress=At(4, fail))
+    run(config, out=tmp_path / "cut", resume=True)
+    whole, cut = ([row.loss for row in read_metrics(tmp_path / name)] for name in ("whole", "cut"))
+    assert whole == cut and len(cut) == 6
+
+
+@pytest.mark.thorough
+def test_a_moved_layer_compiles_its_block_again(make_config, tmp_path):
+    recorder = Recorder()
+    tables = AUTOPILOT_ON | {"run": {"steps": 4, "compile": "blocks"}}
+    with models_with(outlier):
+        run(make_config(**tables), out=tmp_path / "run", progress=recorder)
+    assert len(compiled(recorder)) == 2
+
+
+def test_a_graph_break_of_the_conversion_is_an_error(make_config, tmp_path, monkeypatch):
+    module = import_module("octavo.nn.linear")
+    monkeypatch.setattr(module, "linear", breaking(module.linear))
+    config = make_config(precision={"level": "fp8"}, run={"compile": "blocks"})
+    with pytest.raises(ConfigError, match=r'LlamaDecoderLayer compiles unconverted.*test_compiled.py:.*"none"'):
+        run(config, out=tmp_path / "run")
+
+
+def breaking(function):
+    def broken(*args):
+        if not SWITCH.off:
+            torch._dynamo.graph_break()
+        return function(*args)
+
+    return broken
+
+
+@pytest.mark.thorough
+def test_blocks_that_do_not_compile_unconverted_run_eagerly(both):
+    config = MIXTRAL["config"] | {"output_router_logits": True}
+    eager, losses, recorder = both(precision={"level": "fp8"}, model=MIXTRAL | {"config": config})
+    assert losses == eager
+    note = "blocks run eagerly, not compiled: MixtralDecoderLayer does not compile, unconverted either: "
+    assert recorder.result.compiled.startswith(note) and "output_capturing.py" in recorder.result.compiled
+    assert [note for note in recorder.notes if "eagerly" in note] == [recorder.result.compiled]
+
+
+@pytest.mark.parametrize(
+    ("sections", "reason"),
+    [
+        ({"precision": {"level": "fp8", "recipe": "delayed"}}, "amax history"),
+        *(({"parallel": {name: 2}}, "between ranks") for name in ("tp", "cp")),
+        ({"precision": {"level": "fp8"}, "parallel": {"ep": 2}}, "between ranks"),
+        ({"parallel": {"pp": 2, "schedule": "ZBVZeroBubble", "reshard_after_forward": False}}, "in two parts"),
+        ({"precision": {"level": "fp8", "recipe": "rowwise_equalized"}, "parallel": {"fp8_comm": "on"}}, "gathered"),
+    ],
+)
+def test_runs_that_cannot_compile_are_refused(make_config, sections, reason):
+    assert reason in make_config(**sections, run={"compile": "auto"}).uncompilable
+    with pytest.raises(ConfigError, match=f'run.compile = "blocks": .*{reason}.*set run.compile = "none"'):
+        make_config(**sections, run={"compile": "blocks"})
+
+
+def test_auto_compiles_on_a_gpu():
+    model = nn.ModuleList([nn.Linear(2, 2)])
+    assert not CompiledBlocks(model, "auto", torch.device("cpu")).active
+    assert CompiledBlocks(model, "auto", torch.device("cuda")).active
+    assert CompiledBlocks(model, "auto", torch.device("cuda"), "why").note().endswith("not compiled: why")
+    with pytest.raises(ConfigError, match="Linear has no list of equal blocks"):
+        CompiledBlocks(nn.Linear(2, 2), "blocks", torch.device("cpu"))
+
+
+CHANGES = {
+    "recipe": lambda block: octavo.convert(block, "tensorwise", verbose=False),
+    "storage": lambda block: octavo.convert(block, "rowwise", verbose=False),
+    "rules": lambda block: octavo.convert(block, "rowwise", activations="fp8", skip=("*o_proj",), verbose=False),
+    "frozen": lambda block: convert(block).mlp.requires_grad_(False),
+    "activation": lambda block: setattr(convert(block).mlp, "act_fn", nn.GELU()),
+}
+
+
+def convert(block):
+    return octavo.convert(block, "rowwise", activations="fp8", verbose=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_block_that_differs_has_a_graph_of_its_own(change, aot):
+    torch.manual_seed(0)
+    config = LlamaConfig(**LLAMA, vocab_size=64)
+    model = LlamaForCausalLM(config)
+    convert(model.model.layers[0])
+    convert(model.model.layers[2])
+    CHANGES[change](model.model.layers[1])
+    ids, gradients = torch.arange(48).view(3, 16), []
+    blocks = CompiledBlocks(model, "blocks", torch.device("cpu"))
+    before = blocks.graphs
+    for compiles in (False, True):
+        if compiles:
+            blocks.compile()
+        model.zero_grad()
+        model(ids, labels=ids, use_cache=False).loss.backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    assert blocks.graphs - before == 2 and gradients[0].keys() == gradients[1].keys()
+    assert min(sqnr(gradient, gradients[1][name]) for name, gradient in gradients[0].items()) > 40
+
+
+def test_a_step_without_a_graph_is_an_error():
+    blocks = CompiledBlocks(nn.ModuleList([nn.Linear(2, 2)]), "blocks", torch.device("cpu"))
+    blocks.compile()
+    with run_eagerly():
+        blocks._blocks[0](torch.ones(1, 2))
+    with pytest.raises(ConfigError, match="no block was compiled"):
+        blocks.check()
+    blocks._blocks[0](torch.ones(1, 2))
+    blocks.check()
