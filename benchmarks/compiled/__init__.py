@@ -24,6 +24,8 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "compile.md"
 def main(arguments: list[str]) -> None:
     """Measure, print a row at a time, and write what is asked for."""
     options = _parser().parse_args(arguments)
+    if options.families is not None:
+        return _measure_families(options)
     sys.path.append(str(options.peers))
     from benchmarks.compiled import pretend
 
@@ -68,7 +70,29 @@ def main(arguments: list[str]) -> None:
         write_json(options.json, content)
         print(f"written to {options.json}")
     if options.write:
-        content["rows"] = document.merged(json.loads(RESULT.read_text())["rows"], rows)
+        old = json.loads(RESULT.read_text())
+        content |= {"rows": document.merged(old["rows"], rows), "families": old["families"]}
+        write_json(RESULT, content)
+        write_text(DOCUMENT, document.document(content, DOCUMENT.read_text()))
+        print(f"written to {RESULT} and {DOCUMENT}")
+
+
+def _measure_families(options: argparse.Namespace) -> None:
+    """Measure models on this CPU, which runs them: nothing is pretended."""
+    from benchmarks.compiled import document, families
+    from benchmarks.environment import write_json, write_text
+
+    if unknown := set(options.families) - set(families.FAMILIES):
+        sys.exit(
+            f"python -m benchmarks compiled: no family is called {', '.join(sorted(unknown))}; there are "
+            f"{', '.join(families.FAMILIES)}"
+        )
+    warnings.simplefilter("ignore")
+    rows = families.measured(options.families)
+    if options.write:
+        content = json.loads(RESULT.read_text())
+        new = {row["family"] for row in rows}
+        content["families"] = [row for row in content.get("families", []) if row["family"] not in new] + rows
         write_json(RESULT, content)
         write_text(DOCUMENT, document.document(content, DOCUMENT.read_text()))
         print(f"written to {RESULT} and {DOCUMENT}")
@@ -84,6 +108,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--only", nargs="+", default=[], metavar="ARM", help="measure these arms")
+    add("--families", nargs="*", metavar="FAMILY", help="run small models of families instead, on this CPU")
     add("--combo-kernels", action="store_true", help="with Inductor's option of that name")
     add("--json", type=Path, metavar="FILE", help="write the rows")
     add(

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from benchmarks.compiled import families
 from benchmarks.pages import fill
 
 Row = dict[str, Any]
@@ -32,7 +33,7 @@ COMBINED = {"bf16": "bf16", "octavo rowwise": "**rowwise**", "torchao rowwise": 
 def document(content: dict[str, Any], text: str) -> str:
     """Return the page with the tables of these results between its marks; arms without a row are left out."""
     rows = {(row["arm"], row["combo_kernels"]): row for row in content["rows"]}
-    parts = {}
+    parts = {"families": families.table(content["families"])}
     for name, arms, combo in (("recipes", RECIPES, False), ("combo", COMBINED, True), ("stored", STORED, False)):
         measured = [(title, rows[arm, combo]) for arm, title in arms.items() if (arm, combo) in rows]
         parts[name] = "\n".join([*TITLES, *(line(title, row) for title, row in measured)])

@@ -141,7 +141,7 @@ class CompiledBlocks:
         return f"{len(self._blocks)} blocks compile, each one graph without a break" if self._blocks else ""
 
     def check(self) -> None:
-        """Raise ConfigError if no block has been compiled in the first step, which recipes with channel scales measure."""
+        """Raise ConfigError if no block has been compiled in a first step that does not measure channel scales."""
         if self.active and not self.graphs and not any(equalized_layers(self._model)):
             raise ConfigError(f"no block was compiled in the first step: {REMEDY}")
 
