@@ -202,17 +202,18 @@ def test_a_step_that_is_skipped_leaves_no_errors(gloo):
 
 
 def groups_job():
-    """Averages under `join`, with inputs for 2 and 5 steps, and in a group that is not the world."""
+    """Averages under `join`, where rank 0 has 2 inputs or none, rank 1 three more, and in a group of its own."""
     rank, averages = dist.get_rank(), {}
     for feedback in (False, True):
         for initial in (True, False):
             model = DistributedDataParallel(Fixed((64,)))
             Fp8AllReduce(error_feedback=feedback).register(model)
+            averages[feedback, initial] = []
             with model.join(divide_by_initial_world_size=initial):
-                for _ in range(2 + 3 * rank):
+                for _ in range(3 * rank + 2 * initial):
                     model.zero_grad()
                     model([torch.full((64,), 1.0)]).backward()
-            averages[feedback, initial] = model.module.weights[0].grad[0].item()
+                    averages[feedback, initial].append(model.module.weights[0].grad[0].item())
     alone = [dist.new_group([other]) for other in range(2)][rank]
     model = DistributedDataParallel(Fixed((64,)), process_group=alone)
     Fp8AllReduce().register(model)
@@ -222,8 +223,8 @@ def groups_job():
 
 def test_averages_over_the_ranks_that_ddp_averages_over(gloo):
     for rank, (averages, alone) in enumerate(gloo.run(groups_job, 2)):
-        half = 0.5 if rank else 1.0  # the other rank has joined by then
-        assert averages == {(feedback, initial): half if initial else 1.0 for feedback in (0, 1) for initial in (0, 1)}
+        expected = {True: [1.0] * 2 + [0.5] * 3 * rank, False: [1.0] * 3 * rank}
+        assert averages == {(feedback, initial): expected[initial] for feedback in (0, 1) for initial in (0, 1)}
         assert alone == 1.0 + rank
 
 

@@ -34,7 +34,8 @@ class Fp8AllReduce:
     Args:
         group: Process group; None for that of the model it is registered for.
         spec: FP8 format of the messages.
-        error_feedback: Carry rounding errors over to the next step.
+        error_feedback: Carry rounding errors over to the next step. Accumulate gradients under `no_sync()`: the errors
+            of an average after which no parameter changes are dropped, as those of a skipped step.
 
     Examples:
         Under `torchrun`, on each rank:
@@ -53,7 +54,7 @@ class Fp8AllReduce:
         self._last_finite: Tensor | None = None  # of all averages of the last one
         self._stream: torch.cuda.Stream | None = None
         self._model: Callable[[], nn.Module | None] = lambda: None
-        self._joined = 0  # backwards since the last forward: of the other ranks, under `model.join()`
+        self._joined = 1  # backwards since the last forward, if any: of the other ranks, under `model.join()`
         self._factor: Tensor | None = None  # of the average, if not 1
 
     def stream(self, device: torch.device) -> torch.cuda.Stream:
