@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import parametrizations
 
 import octavo
 from octavo.numerics import sqnr
@@ -149,3 +150,22 @@ def test_a_report_with_a_batch_names_layers_that_are_not_called():
     alone, run = ({row.name: row.reason for row in octavo.report(model, *b)} for b in ((), (torch.randn(2, 64),)))
     assert alone["qkv"] == alone["proj"] == run["proj"] == "linear"
     assert run["qkv"] == "linear; not called in this forward, so not in FP8: other code may read its weight"
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "rowwise_equalized"])
+@pytest.mark.parametrize("register", [parametrizations.weight_norm, parametrizations.spectral_norm])
+def test_parametrizations_of_converted_layers(register, recipe):
+    """`weight_norm` has two originals."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 64))
+    model = octavo.convert(copy.deepcopy(plain), recipe, verbose=False)
+    for either in (plain, model):
+        torch.manual_seed(1)
+        register(either[0])
+        either.eval()
+    x = torch.randn(32, 64)
+    for either in (plain, model):
+        either(x).square().sum().backward()
+    assert all(sqnr(p.grad, q.grad) > 20 for p, q in zip(plain.parameters(), model.parameters(), strict=True))
+    assert not torch.equal(plain(x), model(x))
+    assert "convert the model before the parametrization is registered" in reason_beside_a_linear(plain[0])

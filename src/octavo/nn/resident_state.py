@@ -58,7 +58,10 @@ def is_computed_from_resident(layer: nn.Module, name: str) -> bool:
     adds an adapter to it. In FP8 much of the adapter would be rounded away, so its products run in high precision.
     """
     computed: Any = layer._modules.get("parametrizations")
-    return computed is not None and name in computed and as_resident(computed[name].original) is not None
+    if computed is None or name not in computed:
+        return False
+    own = computed[name]  # one original, or several, as of weight_norm
+    return any(as_resident(t) is not None for t in (*own._parameters.values(), *own._buffers.values()) if t is not None)
 
 
 def refuse_save_pretrained(model: nn.Module) -> None:

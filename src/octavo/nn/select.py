@@ -25,6 +25,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.nn.utils import parametrize
 
 from octavo.activations.candidates import storable
 from octavo.nn.experts import describe_experts, experts_obstacle, looks_like_experts
@@ -178,6 +179,8 @@ def obstacle(module: nn.Module) -> str | None:
         return "nn.MultiheadAttention reads its weight without calling it, so its forward would not be used"
     if (quantized := _quantized_by(module)) is not None:
         return quantized
+    if parametrize.is_parametrized(module):
+        return "it is parametrized: convert the model before the parametrization is registered"
     if kind_of_class(type(module)) is None and not computes_linear(module):
         return f"{kind} is a subclass of nn.Linear with behaviour of its own; use nn.Linear there to convert it"
     if (loss := lossy_subclass(module)) is not None:
