@@ -275,7 +275,7 @@ def test_conv1d_keeps_its_transposed_weight():
     model = resident(copy.deepcopy(plain))
     assert tuple(model.weight.shape) == (64, 96) and model.weight.spec.text == "e4m3/column"
     for expected, actual in zip(run(usual, x), run(model, x), strict=True):
-        assert torch.equal(expected, actual)
+        assert sqnr(expected, actual) > 120  # the weights lie differently, so a CPU may add in another order
     assert sqnr(plain.weight, octavo.revert(model).weight) > 30
 
 
