@@ -263,3 +263,19 @@ def test_another_base_is_found_by_two_values_that_change_places(other, monkeypat
     first = layer.weight[0, 0].clone()
     layer.weight[0, 0], layer.weight[other] = layer.weight[other].clone(), first
     assert lora.base_digest(layer, Ranks(torch.device("cpu"))) != before
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp8"])
+def test_adapters_are_merged_into_their_base(lora_config, base, tmp_path, kind):
+    config = lora_config(run={"steps": 2}, optim={"warmup": 0}, lora={"rank": 4, "base": kind})
+    run(config, out=tmp_path / "run")
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-000002"
+    merged = AutoModelForCausalLM.from_pretrained(export(checkpoint, tmp_path / "merged", merge=True).path)
+    plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
+    adapters = export(checkpoint, tmp_path / "adapters").path
+    expected = peft.PeftModel.from_pretrained(plain, adapters).merge_and_unload().state_dict()
+    assert merged.state_dict().keys() == expected.keys()
+    differences = {n: (v.float() - expected[n].float()).abs().max().item() for n, v in merged.state_dict().items()}
+    assert {v.dtype for v in merged.state_dict().values()} == {torch.bfloat16} and not any(differences.values()), differences
+    with pytest.raises(ConfigError, match="--merge adds the adapters of a run"):
+        export(checkpoint, tmp_path / "fp8", to="fp8-row", merge=True)

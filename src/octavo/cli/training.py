@@ -149,6 +149,7 @@ def export(
         str, typer.Option(help="bf16, or the FP8 layout of the recipe: fp8-row, fp8-block or mxfp8.")
     ] = "bf16",
     max_shard_size: Annotated[str, typer.Option(help="Largest size of one file of weights.")] = "50GB",
+    merge: Annotated[bool, typer.Option("--merge", help="The base of [lora] with its adapters added to it.")] = False,
     ema: Annotated[bool, typer.Option("--ema", help="The averaged weights of optim.ema instead.")] = False,
 ) -> None:
     """Write the weights of a checkpoint as Transformers, vLLM and SGLang read them.
@@ -164,7 +165,7 @@ def export(
         from octavo.train.signals import exit_on
 
         with exit_on(signal.SIGTERM):
-            exported = write(checkpoint, out, to, max_shard_size, ema=ema)
+            exported = write(checkpoint, out, to, max_shard_size, ema=ema, merge=merge)
         print_plain(stdout(), str(exported))
 
 

@@ -103,6 +103,20 @@ def load(folder: Path, model: nn.Module) -> dict[str, Tensor]:
     return {names[name]: value for name, value in stored.items()}
 
 
+def merge(model: nn.Module) -> None:
+    """Add the adapters of a model to its weights, and remove them, in place."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()  # as PEFT does, for a product in fp32
+    layers = [(name, module) for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)]
+    for name, layer in layers:
+        layer.merge()  # rounds once; with safe_merge also the change
+        model.set_submodule(name, layer.get_base_layer())
+    del model.peft_config
+
+
 def _stored_name(name: str) -> str:
     return PREFIX + name.replace(f".{ADAPTER}.", ".")
 

@@ -22,7 +22,8 @@ from octavo.train.checkpoint.pretrained import kind_of, load_generation_config, 
 from octavo.train.checkpoint.recipes import convert_as
 from octavo.train.checkpoint.shards import SHARDS
 from octavo.train.checkpoint.store import check_files, read_trainer_state
-from octavo.train.config.run_config import ConfigError
+from octavo.train.config.run_config import ConfigError, parse_config
+from octavo.train.config.sections import expand
 from octavo.train.data.state import DATA_FILE
 from octavo.train.model import PARAMETER_DTYPES
 from octavo.train.ranks import Ranks
@@ -44,8 +45,9 @@ def _mistakes() -> Iterator[None]:
 
 @_mistakes()
 def export(
-    checkpoint: Path, out: Path, to: str = "bf16", max_shard_size: int | str = "50GB", *, ema: bool = False
-) -> Exported:
+    checkpoint: Path, out: Path, to: str = "bf16", max_shard_size: int | str = "50GB", *, ema: bool = False,
+    merge: bool = False,
+) -> Exported:  # fmt: skip
     """Write the weights of a checkpoint, of one process or of many, with the tokenizer.
 
     `digests.json` is written beside them, so that damage is found where the folder is a run's `model.path`.
@@ -55,6 +57,7 @@ def export(
         out: A folder that is new, or empty. It appears complete or not at all.
         to: A layout of `octavo.export`. "bf16": as `save_pretrained`, in the type of the run's parameters.
         max_shard_size: As of `octavo.export`.
+        merge: Write the base of a run with `[lora]`, from its `model.path`, with the adapters added to it.
         ema: Write the moving average of the weights (`optim.ema`) instead, rounded to their type.
 
     Raises:
@@ -70,6 +73,8 @@ def export(
         raise ConfigError(f"{out} is inside the checkpoint, which it would damage: choose another folder")
     with new_folder(out) as folder:
         state = read_trainer_state(checkpoint)
+        if merge and (layout is not None or not state["config"].get("lora")):
+            raise ConfigError("--merge adds the adapters of a run with [lora] to its base, with --to bf16")
         if layout is not None and not state.get("recipes"):
             raise ConfigError(_without_recipes(checkpoint, state, layout))
         if ema and state["config"]["optim"].get("ema") is None:
@@ -78,9 +83,11 @@ def export(
         if state["config"].get("lora"):
             if ema:
                 raise ConfigError(f"{checkpoint} holds adapters: their average is not exported; leave --ema out")
-            return _export_adapters(checkpoint, folder, out, layout)
+            if not merge:
+                return _export_adapters(checkpoint, folder, out, layout)
         with _damage(checkpoint):
-            model = _read(checkpoint, PARAMETER_DTYPES[state["config"]["precision"]["parameters"]])
+            dtype = PARAMETER_DTYPES[state["config"]["precision"]["parameters"]]
+            model = _merged(checkpoint, state, dtype) if merge else _read(checkpoint, dtype)
             average = _average(checkpoint) if ema else {}
             with torch.no_grad():
                 for name, parameter in model.named_parameters():
@@ -95,6 +102,8 @@ def export(
                 exported = write(model, folder, layout, max_shard_size)
             exported = replace(exported, path=out)
             _copy_assets(checkpoint, folder)
+            if merge:
+                (folder / "adapter_config.json").unlink()
             if layout is not None:
                 text = model_card(model, exported, layout, _details(checkpoint, state))
                 (folder / "README.md").write_text(text, encoding="utf-8")
@@ -199,6 +208,27 @@ def _average(checkpoint: Path) -> dict[str, torch.Tensor]:
         return shards.read_tensors(checkpoint / SHARDS, "optimizer.", ".ema")
     average: dict[str, torch.Tensor] = torch.load(checkpoint / "optimizer.pt", weights_only=True, mmap=True)["ema"]
     return average
+
+
+def _merged(checkpoint: Path, state: dict[str, Any], dtype: torch.dtype) -> Any:
+    """The base of a run with adapters, with those added to it."""
+    config = parse_config(state["config"])
+    if config.model.path is None or config.lora is None:
+        raise ConfigError(f"{checkpoint} has no base to add its adapters to: its run had no model.path")
+    base = expand(config.model.path)
+    try:
+        model = load_pretrained(base, dtype, kind_of(load_model_config(base)))
+    except ConfigError as error:
+        raise ConfigError(f"{base}, the base of {checkpoint} (model.path), cannot be read: {error}") from None
+    lora.add_adapters(model, config.lora, 0, None)
+    sharded = (checkpoint / SHARDS).exists()
+    comparable = config.lora.base == "bf16" and not sharded  # the digest is that of the weights in the run
+    if comparable and state["base"] != lora.base_digest(model, Ranks(torch.device("cpu"))):
+        raise ConfigError(f"{base} is not the base that the adapters of {checkpoint} were trained on: it has changed")
+    weights = shards.read_tensors(checkpoint / SHARDS, "model.") if sharded else lora.load(checkpoint, model)
+    model.load_state_dict(weights, strict=False)
+    lora.merge(model)
+    return model
 
 
 def _read(checkpoint: Path, dtype: torch.dtype) -> Any:
