@@ -276,6 +276,8 @@ def test_adapters_are_merged_into_their_base(lora_config, base, tmp_path, kind):
     expected = peft.PeftModel.from_pretrained(plain, adapters).merge_and_unload().state_dict()
     assert merged.state_dict().keys() == expected.keys()
     differences = {n: (v.float() - expected[n].float()).abs().max().item() for n, v in merged.state_dict().items()}
-    assert {v.dtype for v in merged.state_dict().values()} == {torch.bfloat16} and not any(differences.values()), differences
+    assert {v.dtype for v in merged.state_dict().values()} == {torch.bfloat16} and not any(differences.values()), (
+        differences
+    )
     with pytest.raises(ConfigError, match="--merge adds the adapters of a run"):
         export(checkpoint, tmp_path / "fp8", to="fp8-row", merge=True)

@@ -11,7 +11,8 @@ from fake_runs import folder
 
 from octavo.experiments.run_report import write_report
 from octavo.inspect.stats import OperandStats
-from octavo.train.record.events import drop_later_events, last_rollback, read_events
+from octavo.train.record.events import EVENT, Event, drop_later_events, last_rollback, read_events
+from octavo.train.record.json_lines import RecordFollower
 from octavo.train.record.metrics import MetricsWriter, RunResult, read_metrics
 from octavo.train.record.statistics import limits_of, read_statistics
 
@@ -164,3 +165,20 @@ def test_no_report_is_written_through_a_link(name: str, tmp_path: Path) -> None:
     (tmp_path / "other" / name).mkdir()
     with pytest.raises(ValueError, match="is a folder, and a report"):
         write_report(runs, tmp_path / "other")
+
+
+def test_a_completed_last_line_is_read_alone(tmp_path: Path) -> None:
+    """A run adds what it measures after a step to the step's line."""
+    path = tmp_path / "events.jsonl"
+    lines = [json.dumps({"step": step, "event": "move", "text": "x"}) + "\n" for step in (1, 2, 3)]
+    path.write_text("".join(lines))
+    follower = RecordFollower(path, Event, EVENT)
+    assert (follower.poll(), len(follower.records)) == (0, 3)
+    for text in ("longer", "longest of all"):
+        lines[2] = json.dumps({"step": 3, "event": "move", "text": text}) + "\n"
+        path.write_text("".join(lines))
+        assert follower.poll() == 2
+        assert [record["text"] for record in follower.records] == ["x", "x", text]
+    path.write_text("".join(lines[:1]))
+    follower.poll()
+    assert len(follower.records) == 1

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import IO, Annotated, Any, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
@@ -58,13 +58,14 @@ class RecordFollower:
     def __init__(self, path: Path, model: type[BaseModel], what: str) -> None:
         self.records: list[dict[str, Any]] = []
         self._path, self._model, self._what = path, model, what
-        self._last, self._offset = b"", 0
+        self._last, self._before_last, self._offset = b"", b"", 0
 
     def poll(self) -> int:
         """Read the complete lines that are new; return how many of the records before this call are still there.
 
-        A line without its end is left for later. If the last line that was read is no longer in its place, the file is
-        another one, and is read from its beginning. Raises ValueError for a line that is not a record, at each call.
+        A line without its end is left for later. If the last line that was read is no longer in its place, a run has
+        completed it, or, if that before it is not either, the file is another one, and is read from its beginning.
+        Raises ValueError for a line that is not a record, at each call.
         """
         try:
             file = self._path.open("rb")
@@ -72,22 +73,32 @@ class RecordFollower:
             self._restart()
             return 0
         with file:
-            file.seek(self._offset - len(self._last))
-            if file.read(len(self._last)) != self._last:
-                self._restart()
-                file.seek(0)
+            if not self._is_at(file, self._last, self._offset):
+                if self._before_last and self._is_at(file, self._before_last, self._offset - len(self._last)):
+                    self.records.pop()
+                    self._offset -= len(self._last)
+                    self._last, self._before_last = self._before_last, b""
+                else:
+                    self._restart()
+                file.seek(self._offset)
             *lines, _ = file.read().split(b"\n")
         before = len(self.records)
         for line in lines:
             problem = f"{self._path}, line {len(self.records) + 1} is not {self._what}"
             self.records.append(read_record(line, self._model, problem))
-            self._last = line + b"\n"
+            self._last, self._before_last = line + b"\n", self._last
             self._offset += len(self._last)
         return before
 
+    @staticmethod
+    def _is_at(file: IO[bytes], line: bytes, end: int) -> bool:
+        """Whether a line ends there; the file is then at its end."""
+        file.seek(end - len(line))
+        return file.read(len(line)) == line
+
     def _restart(self) -> None:
         self.records = []
-        self._last, self._offset = b"", 0
+        self._last, self._before_last, self._offset = b"", b"", 0
 
 
 def check_order(path: Path, steps: Iterable[int], what: str, *, repeated: bool = False) -> None:
