@@ -13,6 +13,7 @@ import octavo
 from collective_recorder import CollectiveRecorder
 from octavo.numerics.error import sqnr
 from octavo.parallel import Fp8AllReduce, Parallel, parallelize
+from octavo.parallel.ddp import saved_buffers
 
 pytestmark = pytest.mark.dist
 
@@ -264,3 +265,10 @@ def test_a_resident_base_is_replicated_as_its_bytes(gloo):
     expected = octavo.nn.ResidentWeight.quantized(nn.Linear(64, 96).weight, octavo.RECIPES["rowwise"].w)
     assert torch.equal(one, expected.data_.view(torch.uint8)) and torch.equal(scale, expected.scale)
     assert torch.equal(one, other) and torch.equal(scale, other_scale) and torch.equal(gradient, other_gradient)
+
+
+def test_buffers_that_training_may_change():
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    model[0].register_buffer("table", torch.ones(2), persistent=False)
+    assert {id(buffer) for buffer in saved_buffers(model)} == {id(buffer) for buffer in model[1].buffers()}
+    assert saved_buffers(model[0]) == []

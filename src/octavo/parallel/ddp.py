@@ -158,8 +158,10 @@ def replicate(model: nn.Module, mesh: DeviceMesh, *, fp8: str | None) -> nn.Modu
     # DDP would send and quantize their values.
     broadcast_values(resident.values(), group, torch.device(mesh.device_type))
     ignore_in_ddp(model, resident)
-    # Sent before every forward, so only where training changes some, as running means do.
-    ddp_model = DistributedDataParallel(model, process_group=group, broadcast_buffers=bool(saved_buffers(model)))
+    ddp_model = DistributedDataParallel(model, process_group=group)
+    # Sent before every forward, so only where training changes some, as running means do. (The argument for it has
+    # another name in newer versions of PyTorch.)
+    ddp_model.broadcast_buffers = bool(saved_buffers(model))
     if fp8 is not None:
         Fp8AllReduce(group, spec=fp8).register(ddp_model)
     return ddp_model
