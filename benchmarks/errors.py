@@ -101,14 +101,18 @@ def _layers(rows: Sequence[Mapping[str, Any]]) -> Iterator[Comparison]:
 def _steps(rows: Sequence[Mapping[str, Any]]) -> Iterator[Comparison]:
     """Steps of `octavo train`: of the result file, and of logs."""
     wide, small = (4096, 14336, 8, 32000, 8, 2048), (2048, 5632, 8, 8192, 32, 1024)
-    runs = [(row["arm"], row["shape"], 4, wide, row["wall_ms"]) for row in rows if row["stage"] == "octavo train"]
-    runs += [(arm, "0.42 B", 8, small, 1e3 * 32 * 1024 / tokens_per_s) for arm, tokens_per_s in LOGGED.items()]
-    for arm, what, layers, shape, milliseconds in runs:
+    runs = [
+        (row["arm"], row["shape"], row["mode"], 4, wide, row["wall_ms"])
+        for row in rows
+        if row["stage"] == "octavo train"
+    ]
+    runs += [(arm, "0.42 B", "eager", 8, small, 1e3 * 32 * 1024 / tokens_per_s) for arm, tokens_per_s in LOGGED.items()]
+    for arm, what, mode, layers, shape, milliseconds in runs:
 
-        def predict(gpu: Gpu, arm: str = arm, layers: int = layers, shape: Any = shape) -> float:
-            return step(gpu, arm, layers, *shape)
+        def predict(gpu: Gpu, arm: str = arm, mode: str = mode, layers: int = layers, shape: Any = shape) -> float:
+            return step(gpu, arm, layers, *shape, eager=mode == "eager")
 
-        yield _compare("step", f"{what}, eager", arm.removeprefix("octavo "), milliseconds, predict)
+        yield _compare("step", f"{what}, {mode}", arm.removeprefix("octavo "), milliseconds, predict)
 
 
 def step(

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -105,11 +105,22 @@ def plan(session: Session) -> list[tuple[str, Size, str]]:
     if session.tiny:
         return [("tiny", TINY, level) for level in ("bf16", "full")]
     first, rest = list(LEVELS)[:3], list(LEVELS)[3:]
-    order = [("0.4B", level) for level in first]
+    order = [("0.4B", level, "blocks") for level in first]
     if not session.options.quick:
-        order += [("llama-2-7b", "full"), *(("llama-3-8b-width", level) for level in first)]
-        order += [("0.4B", level) for level in rest] + [("llama-3-8b-width", level) for level in rest[:2]]
-    return [(name, SIZES[name], level) for name, level in order if name in session.options.sizes]
+        order += [("llama-2-7b", "full", "blocks"), *(("llama-3-8b-width", level, "blocks") for level in first)]
+        order += [(name, level, "none") for name in ("0.4B", "llama-3-8b-width") for level in first[:2]]
+        order += [("0.4B", level, "blocks") for level in rest]
+        order += [("llama-3-8b-width", level, "blocks") for level in rest[:2]]
+    return [
+        (name, replace(SIZES[name], settings=SIZES[name].settings | {"run.compile": compiles}), level)
+        for name, level, compiles in order
+        if name in session.options.sizes
+    ]
+
+
+def mode(size: Size) -> str:
+    """Whether the blocks of a run compile: "compiled" or "eager"."""
+    return "compiled" if size.settings.get("run.compile") == "blocks" else "eager"
 
 
 def command(size: Size, level: str, folder: Path) -> list[str]:
@@ -140,7 +151,7 @@ def measure(session: Session, name: str, size: Size, level: str) -> Row:
             figures["command_s"] = round(time.time() - started, 1)
     if session.tiny:
         figures |= dict.fromkeys(("wall_ms", "tokens_per_s"))
-    return {**figures, "ended": ended, **beside(figures, _bf16(session.rows, name))}
+    return {**figures, "ended": ended, **beside(figures, _bf16(session.rows, name, mode(size)))}
 
 
 def _train(words: list[str], log: Path, out: Path, steps: int | None, limit: float) -> str:
@@ -219,8 +230,9 @@ def _gib(amount: float | None) -> float | None:
     return round(amount / GIB, 2) if amount else None
 
 
-def _bf16(rows: list[Row], name: str) -> Row | None:
-    return next((row for row in rows if row["shape"] == name and row["arm"] == "bf16" and "error" not in row), None)
+def _bf16(rows: list[Row], name: str, mode: str) -> Row | None:
+    wanted = {"shape": name, "arm": "bf16", "mode": mode}
+    return next((row for row in rows if wanted.items() <= row.items() and "error" not in row), None)
 
 
 def beside(figures: Row, bf16: Row | None) -> Row:
@@ -244,6 +256,6 @@ def main(arguments: list[str]) -> None:
     options.add_argument("--limit", type=float, default=240.0, help="seconds after which a run is cut (240)")
     session = begin("run", options.parse_args(arguments), arguments)
     for name, size, level in plan(session):
-        identity: Row = {"stage": "octavo train", "shape": name, "arm": level, "mode": "eager"}
+        identity: Row = {"stage": "octavo train", "shape": name, "arm": level, "mode": mode(size)}
         session.attempt(identity, functools.partial(measure, session, name, size, level))
     session.finish()

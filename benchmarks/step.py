@@ -81,6 +81,7 @@ def trainer(session: Session, size: run.Size, level: str) -> Any:
     from octavo.train.trainer import Trainer
 
     settings = {**size.settings, "run.steps": 1000, "run.device": session.device.type, "precision.level": level}
+    settings["run.compile"] = "none"  # a compiled kernel belongs to several parts
     config = parse_config(tomllib.loads(run.toml(settings)))
     tokens = SimpleNamespace(vocabulary=config.model.config["vocab_size"], sequence=config.data.sequence_length)
     corpus: Any = RandomCorpus(tokens)

@@ -49,7 +49,7 @@ def train(tmp_path, monkeypatch, timed):
         script = tmp_path / "train.py"
         script.write_text(TRAIN.format(fails=fails, steps=steps, stays=stays, worse=worse))
         monkeypatch.setattr(run, "COMMAND", [sys.executable, str(script)])
-        identity = {"stage": "octavo train", "shape": "small", "arm": arm}
+        identity = {"stage": "octavo train", "shape": "small", "arm": arm, "mode": "eager"}
         return timed.attempt(identity, lambda: run.measure(timed, "small", size, "full"))
 
     return measure
@@ -94,9 +94,9 @@ def test_a_run_that_fails_leaves_the_end_of_its_output(train):
 
 
 def test_the_most_important_runs_come_first(timed):
-    order = [(name, level) for name, _, level in run.plan(timed)]
-    assert order[:4] == [*(("0.4B", level) for level in ("bf16", "fp8", "fp8+activations+optimizer")),
-                         ("llama-2-7b", "full")]  # fmt: skip
-    assert len(order) == len(set(order)) == 12
+    order = [(name, level, run.mode(size)) for name, size, level in run.plan(timed)]
+    assert order[:4] == [*(("0.4B", level, "compiled") for level in ("bf16", "fp8", "fp8+activations+optimizer")),
+                         ("llama-2-7b", "full", "compiled")]  # fmt: skip
+    assert ("llama-3-8b-width", "fp8", "eager") in order and len(order) == len(set(order)) == 16
     timed.options.quick = True
-    assert [(name, level) for name, _, level in run.plan(timed)] == order[:3]
+    assert [(name, level, run.mode(size)) for name, size, level in run.plan(timed)] == order[:3]
