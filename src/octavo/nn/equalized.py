@@ -172,21 +172,15 @@ class Equalizer:
         """Begin the next pass, or that after `to` passes."""
         passes = self.passes + 1 if to is None else to
         self.passes, self.backward_ran, self.measurement = passes, False, None
-        self.pass_measures = self._is_due(passes)
-
-    def _is_due(self, passes: int) -> bool:
-        return passes & (passes - 1) == 0 if passes < self.every else passes % self.every == 0
+        self.pass_measures = passes & (passes - 1) == 0 if passes < self.every else passes % self.every == 0
 
     def next_measures(self) -> bool:
         """Return whether the pass of the next forward in training measures."""
-        return self._is_due(self.passes + self.backward_ran)
-
-    def end_pass(self) -> None:
-        """Begin the next pass with what this one measured, if its backward has run."""
-        if self.backward_ran and self.pass_ended():
-            if self.measurement is not None:
-                self.scales = self.next_scales(training=True)
-            self.advance()
+        if not self.backward_ran:
+            return self.pass_measures
+        following = Equalizer(self.every, self.transposed)
+        following.advance(self.passes + 1)
+        return following.pass_measures
 
     def measure(self, input: Tensor, w_NK: Tensor) -> None:
         """Measure X and W of a forward, and set s if there is none."""
@@ -309,8 +303,10 @@ class Equalized(LinearLike):
         if equalizer is None or equalizer.every != self.recipe.equalization:
             equalizer = equalizer_of(self)
         training = self.training and not torch.compiler.is_compiling()
-        if training:
-            equalizer.end_pass()
+        if training and equalizer.backward_ran and equalizer.pass_ended():
+            if equalizer.measurement is not None:
+                equalizer.scales = equalizer.next_scales(training)
+            equalizer.advance()
         return EqualizedQuantizer(equalizer, training)
 
 
@@ -394,8 +390,9 @@ def compiled_pass(model: nn.Module) -> Iterator[None]:
     """
     equalizers = [equalizer_of(layer) for _, layer in equalized_layers(model)]
     for equalizer in equalizers:
-        if not equalizer.synchronized:  # else `equalized_ranks` ends the pass
-            equalizer.end_pass()
+        if equalizer.backward_ran and equalizer.pass_ended():  # else the forward or `equalized_ranks` ends the pass
+            equalizer.scales = equalizer.next_scales(training=True)
+            equalizer.advance()
     with run_eagerly() if any(equalizer.next_measures() for equalizer in equalizers) else nullcontext():
         yield
     for equalizer in equalizers:
