@@ -11,6 +11,7 @@ from importlib import import_module
 
 import pytest
 import torch
+from benchmarks.compiled import families
 from test_pilot import AUTOPILOT_ON, models_with, outlier
 from tiny_runs import LLAMA, At, Recorder, fail
 from torch import nn
@@ -242,3 +243,11 @@ def test_a_step_without_a_graph_is_an_error():
         blocks.check()
     blocks._blocks[0](torch.ones(1, 2))
     blocks.check()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", families.FAMILIES)
+def test_blocks_of_families_save_what_eager_ones_do(family):
+    row = families.measure(family, "rowwise", "fp8")
+    assert row["graphs"] == 1 and not row["reason"]
+    assert row["saved_over_eager"] <= 1.05 and row["from_truth_db"] > -1

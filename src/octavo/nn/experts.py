@@ -29,9 +29,10 @@ from typing import Any, ClassVar, Protocol, TypeGuard
 import torch
 from torch import Tensor, nn
 
+from octavo.activations.compiled import combined, stored
 from octavo.activations.detect import original_class, uses_default_call
 from octavo.activations.modules import STORAGE_ATTRIBUTE, mixed_class
-from octavo.activations.saved_tensors import compressed
+from octavo.activations.saved_tensors import compressed, recording
 from octavo.kernels.grouped import is_grouped
 from octavo.nn.grouped_linear import grouped_linear
 from octavo.nn.resident import ResidentWeight
@@ -92,8 +93,8 @@ class Experts(nn.Module):
             original: Tensor = super().forward(hidden_states, top_k_index, top_k_weights)
             return original
         if STORAGE_ATTRIBUTE in vars(self):
-            stored: Tensor = compressed(self, (), self._mixture, hidden_states, top_k_index, top_k_weights)
-            return stored
+            result: Tensor = compressed(self, (), self._mixture, hidden_states, top_k_index, top_k_weights)
+            return result
         return self._mixture(hidden_states, top_k_index, top_k_weights)
 
     def _mixture(self, hidden_TH: Tensor, index_Tk: Tensor, weights_Tk: Tensor) -> Tensor:
@@ -107,7 +108,8 @@ class Experts(nn.Module):
         exchange = self.octavo_exchange
         compute = self.octavo_on_rows
         y = compute(rows, offsets) if exchange is None else exchange(compute, rows, offsets, self.recipe)
-        y = y * gather_rows(weights_Tk.reshape(-1, 1), order, inverse)
+        weights = gather_rows(weights_Tk.reshape(-1, 1), order, inverse)
+        y = self._of_stored(lambda rows: rows * weights, y)
         y = gather_rows(y, inverse, order).view(*hidden_TH.shape[:-1], k, y.shape[-1])
         result: Tensor = y.sum(-2).to(hidden_TH.dtype)  # not a view, of which FSDP2 warns
         return result
@@ -117,9 +119,18 @@ class Experts(nn.Module):
         `grouped_linear`.
         """
         both = self._octavo_linear("gate_up_proj" if self.has_gate else "up_proj", rows, offsets)
-        inner = self._apply_gate(both) if self.has_gate else self.act_fn(both)  # type: ignore[operator]
+        gate: Any = self._apply_gate if self.has_gate else self.act_fn
+        inner = gate(both) if self.has_bias else self._of_stored(gate, both)
         y = self._octavo_linear("down_proj", inner, offsets)
         return self.post_expert_norm(y) if getattr(self, "has_post_expert_norm", False) else y  # type: ignore[operator]
+
+    def _of_stored(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """Return function(x); in a graph that stores activations, its backward reads the FP8 copy of x."""
+        if not (torch.compiler.is_compiling() and STORAGE_ATTRIBUTE in vars(self) and recording()):
+            return function(x)
+        with torch.no_grad():
+            y = function(x)
+        return combined(y, function(stored(x)))
 
     def _octavo_linear(self, name: str, rows: Tensor, offsets: Tensor) -> Tensor:
         exchange = self.octavo_exchange
