@@ -157,7 +157,7 @@ def sharded_job():
     before = torch_compat.composable_modules().get(model)
     mesh = torch.distributed.init_device_mesh("cpu", (2,))
     torch.distributed.fsdp.fully_shard(model, mesh=mesh, reshard_after_forward=False)
-    first, _ = torch_compat.fsdp_parameters(model)
+    ((first, _),) = torch_compat.fsdp_groups(model)
     weight = first.sharded_param
     local = torch_compat.local_part(weight)
     facts = [before, model in torch_compat.composable_modules(), torch_compat.is_dtensor(weight), tuple(local.shape)]

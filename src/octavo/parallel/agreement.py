@@ -17,7 +17,7 @@ from octavo.nn.experts import is_converted_experts
 from octavo.nn.linear_subclasses import is_converted
 from octavo.nn.report import check_module
 from octavo.nn.resident import ResidentWeight
-from octavo.runtime.torch_compat import unset_fake_temporarily
+from octavo.runtime.torch_compat import is_dtensor, unset_fake_temporarily
 from octavo.tensor import local_tensor
 
 T = TypeVar("T")
@@ -120,7 +120,7 @@ def _digests(model: nn.Module, settings: list[Any], compare_values: bool) -> dic
         "parameters": {name: [list(p.shape), p.dtype, p.requires_grad] for name, p in parameters.items()},
     }
     if compare_values:
-        known = [p for p in parameters.values() if has_values(p)]
+        known = [p for p in parameters.values() if has_values(p) and not is_dtensor(p)]
         values["values of parameters (build the model from one seed)"] = checksums(known).tolist() if known else []
     digests = {name: hashlib.sha256(repr(value).encode()).hexdigest() for name, value in values.items()}
     return {"settings": repr(settings)[1:-1]} | digests  # settings in full, for the message
