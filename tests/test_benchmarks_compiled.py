@@ -25,12 +25,12 @@ def test_the_tables_of_the_page_are_those_of_the_results():
 
 
 def test_tables_have_a_line_for_each_row_and_need_their_marks():
-    page = "".join(f"<!-- {name}: by -->\nold\n<!-- end -->\n" for name in ("recipes", "combo", "stored"))
-    text = document.document({"rows": [row("bf16"), row("bf16", True, 2)]}, page)
+    page = "".join(f"<!-- {name}: by -->\nold\n<!-- end -->\n" for name in ("recipes", "combo", "stored", "families"))
+    text = document.document({"rows": [row("bf16"), row("bf16", True, 2)], "families": []}, page)
     assert text.count("| bf16 | 3 | 1 + 1 | 0 | 1.24 + 1.24 | 12,345 |\n<!-- end -->") == 1
     assert text.count("| bf16 | 2 |") == 1 and "old" not in text
     with pytest.raises(ValueError, match="has 0 places <!-- stored"):
-        document.document({"rows": []}, page.replace("stored", "other"))
+        document.document({"rows": [], "families": []}, page.replace("stored", "other"))
 
 
 def test_rows_that_are_measured_again_replace_the_old_ones():
