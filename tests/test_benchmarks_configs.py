@@ -53,7 +53,7 @@ def check(name: str, step: PlannedStep) -> None:
     assert planned.largest == step.largest
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_plan_is_that_of_the_planner() -> None:
     check(*next(row for row in ROWS if row[0] == "llama3-8b" and row[1].gpus == 64))
 

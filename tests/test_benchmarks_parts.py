@@ -128,7 +128,7 @@ def test_transformer_engine_takes_the_place_of_linears(monkeypatch, tmp_path):
     assert contexts == [True, "open", "closed", False, "open", "closed"]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_published_workloads_rehearse(tmp_path, capsys):
     content = rehearse(published, "--workloads", "colossalai-4096", out=tmp_path)
     assert [row["arm"] for row in content["rows"]] == ["bf16", "octavo rowwise", "octavo tensorwise"]

@@ -36,8 +36,8 @@ def test_products_of_experts_count():
     )
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("first", ["octavo", "torch.utils.flop_counter"])
+@pytest.mark.slow
 def test_the_order_of_imports_does_not_matter(first):
     second = {"octavo": "torch.utils.flop_counter"}.get(first, "octavo")
     program = f"""

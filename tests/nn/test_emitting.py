@@ -336,6 +336,7 @@ def test_copies_and_pickles(casts):
         assert emitting.emits(other.norm) == "norm" and same(results(other), expected)
 
 
+@pytest.mark.slow
 def test_compiled():
     model = block("always")
     expected = results(model)

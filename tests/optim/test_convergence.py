@@ -49,6 +49,7 @@ def test_loss_is_within_1_percent_of_fp32_moments(problem, lr):
     assert problem(lambda params: AdamW(params, lr=lr)) == pytest.approx(exact, rel=0.01)
 
 
+@pytest.mark.slow
 def test_rounding_to_nearest_stalls_averages():
     """Why moments are rounded at random by default."""
     exact = noisy_quadratic(lambda params: torch.optim.AdamW(params, lr=1e-2))

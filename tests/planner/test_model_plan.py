@@ -175,7 +175,7 @@ def test_weights_that_cannot_travel_in_fp8_are_refused_as_a_run_would():
     assert plan(llama(), 2, 16, **arguments, parallel=Parallel(fp8_comm="auto")).converted
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_memory_of_selective_checkpointing_is_said_to_be_too_much(wide):
     kept = plan(wide, 1, 1024)
     selective = plan(wide, 1, 1024, checkpointing="selective")

@@ -85,7 +85,7 @@ def nan_job(tables, out):
 
 @pytest.mark.thorough
 @pytest.mark.dist
-@pytest.mark.parametrize("autopilot", [False, True])
+@pytest.mark.parametrize("autopilot", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_nan_on_one_rank_is_named_on_all(gloo, make_config, tmp_path, autopilot):  # noqa: F811
     config = make_config(precision={"level": "fp8", "autopilot": autopilot})
     errors = gloo.run(nan_job, 2, config.model_dump(exclude_none=True), str(tmp_path))

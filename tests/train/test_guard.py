@@ -215,7 +215,7 @@ class Killed(Recorder):
                 fail()
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_killed_at_any_step_and_resumed_it_is_the_same_run(make_config, tmp_path):
     """Two spikes, the second of which goes back further; killed before, in and after them, and again and again."""
     config = make_config(**GUARDED | {"run": {"steps": 40, "save_every": 5, "keep": 2}})

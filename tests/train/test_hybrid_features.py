@@ -62,7 +62,7 @@ def test_checkpointing_recomputes_with_the_same_dropout(gloo, dropping, tmp_path
     assert losses(tmp_path / "without")[0] != losses(tmp_path / "none")[0]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_ranks_with_all_tokens_drop_the_same(gloo, dropping, tmp_path):  # noqa: F811
     """Losses are those of one process, whose masks of the residual stream are the same."""
     made = dropping("tp-whole", attention=0.0)

@@ -143,6 +143,7 @@ def test_shapes_that_dtensor_infers_are_no_memory(settings):  # noqa: F811
     assert len({plan.memory.peak for plan in plans}) == len({plan.time.seconds for plan in plans}) == 1
 
 
+@pytest.mark.slow
 def test_ranks_that_share_layers_compute_as_much_as_one(settings):  # noqa: F811
     """The gradients of weights that are DTensors as well; the model's FLOPs do not depend on who computes them."""
     flops = []
@@ -155,6 +156,7 @@ def test_ranks_that_share_layers_compute_as_much_as_one(settings):  # noqa: F811
     assert 1.0 < whole_heads / flops[0] < 1.5
 
 
+@pytest.mark.slow
 def test_layouts_share_traces(settings, monkeypatch):  # noqa: F811
     """Pipelines on other numbers of GPUs trace nothing again; their plans are those that stand alone."""
     traced, original = [], run_plan._step_on_blocks
@@ -172,6 +174,7 @@ def test_layouts_share_traces(settings, monkeypatch):  # noqa: F811
 
 
 @pytest.mark.parametrize("gpus", [pytest.param(1, marks=pytest.mark.slow), 8])
+@pytest.mark.slow
 def test_first_blocks_that_differ_are_traced_once(settings, gpus):  # noqa: F811
     """Three dense blocks before four with experts, sharded or not."""
     tables = settings(optim={"batch": 16, "micro_batches": 2})  # noqa: F811

@@ -111,7 +111,7 @@ def test_experts_of_a_mixture_are_resident(make_config, tmp_path):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("kind", ["fp8", "bf16"])
+@pytest.mark.parametrize("kind", ["fp8", pytest.param("bf16", marks=pytest.mark.slow)])
 def test_checkpoints_hold_adapters_and_resume_bit_for_bit(lora_config, base, tmp_path, monkeypatch, kind):
     config = lora_config(run={"save_every": 2}, lora={"rank": 4, "base": kind, "dropout": 0.1})
     progress = Recorder()

@@ -60,7 +60,7 @@ def test_tensorboard_has_them_too(make_config: MakeConfig, tmp_path: Path) -> No
     assert len(events.Scalars("inspect/lowest_sqnr_x")) == 3
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_resumed_run_has_each_sample_once(make_config: MakeConfig, tmp_path: Path) -> None:
     sections = {"run": {"save_every": 3}, "optim": {"micro_batches": 2}}
     run(looked(make_config, **sections), out=tmp_path / "whole")

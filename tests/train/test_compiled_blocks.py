@@ -151,7 +151,7 @@ def test_a_graph_break_of_the_conversion_is_an_error(make_config, tmp_path, monk
     module = import_module("octavo.nn.linear")
     monkeypatch.setattr(module, "linear", breaking(module.linear))
     config = make_config(precision={"level": "fp8"}, run={"compile": "blocks"})
-    with pytest.raises(ConfigError, match=r'LlamaDecoderLayer compiles unconverted.*test_compiled.py:.*"none"'):
+    with pytest.raises(ConfigError, match=r'LlamaDecoderLayer compiles unconverted.*test_compiled_blocks.py:.*"none"'):
         run(config, out=tmp_path / "run")
 
 
