@@ -139,12 +139,14 @@ class Equalizer:
         measurement: What the current pass has measured.
         synchronized: Whether `octavo.nn.equalized_ranks` ends the passes, for all layers at once.
         captured: The scales that CUDA graphs read.
+        unreached: Whether the last pass of `compiled_pass` that ran eagerly had no backward of this layer, as of a
+            frozen first one.
     """
 
     def __init__(self, every: int, transposed: bool) -> None:
         self.every, self.transposed = every, transposed
         self.scales: ChannelScales | None = None
-        self.synchronized = False
+        self.synchronized = self.unreached = False
         self.captured: set[ChannelScales] = set()
         self.passes: int
         self.measurement: Measurement | None
@@ -380,7 +382,8 @@ def equalized_layers(model: nn.Module) -> Iterator[tuple[str, Equalized]]:
 def compiled_pass(model: nn.Module) -> Iterator[None]:
     """Run one forward and backward of a model whose compiled parts equalize channels, with the scales of eager ones.
 
-    Compiled modules run eagerly inside if the pass measures: in the first, then 1, 2, 4, … passes later.
+    Compiled modules run eagerly inside if the pass measures: in the first, then 1, 2, 4, … passes later. Layers have to
+    run in every pass.
 
     Examples:
         >>> model = octavo.convert(torch.nn.Sequential(torch.nn.Linear(64, 64)), "rowwise_equalized")
@@ -393,7 +396,11 @@ def compiled_pass(model: nn.Module) -> Iterator[None]:
         if equalizer.backward_ran and equalizer.pass_ended():  # else the forward or `equalized_ranks` ends the pass
             equalizer.scales = equalizer.next_scales(training=True)
             equalizer.advance()
-    with run_eagerly() if any(equalizer.next_measures() for equalizer in equalizers) else nullcontext():
+    measures = any(equalizer.next_measures() for equalizer in equalizers if not equalizer.unreached)
+    with run_eagerly() if measures else nullcontext():
         yield
     for equalizer in equalizers:
-        equalizer.backward_ran = True
+        if measures:
+            equalizer.unreached = not (equalizer.backward_ran or equalizer.synchronized)
+        else:  # a graph does not tell
+            equalizer.backward_ran = not equalizer.unreached

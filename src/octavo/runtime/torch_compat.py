@@ -188,10 +188,13 @@ def compiled_graphs(function: Any) -> int:
     return len(torch._C._dynamo.eval_frame._debug_get_cache_entry_list(function.__code__))
 
 
-def raise_recompile_limit(graphs: int) -> None:
-    """Let torch.compile make this many graphs of one function; 8 are its default. All releases: private."""
+def allow_shared_graphs(graphs: int) -> None:
+    """Let torch.compile make this many graphs of one function, 8 by default, that equal modules share: with guards on
+    their hooks, and not cut where DDP's buckets end. All releases: private.
+    """
     from torch._dynamo import config
 
+    config.skip_nnmodule_hook_guards = config.optimize_ddp = False
     config.recompile_limit = max(config.recompile_limit, graphs)
     config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, graphs)
 

@@ -5,8 +5,9 @@ checkpointing, is one graph (`fullgraph=True`) of static shapes, and equal block
 parallelism are applied afterwards. Evaluation has graphs of its own, without gradients. Steps that `Watch` samples,
 samples of text, and checks of the model run eagerly.
 
-A graph break would make a run slow without a word. So a block that compiles unconverted but not converted raises
-ConfigError. If it does not compile unconverted either, the blocks run eagerly, and a note names the line.
+A graph break would make a run slow without a word. So with "blocks" a block that compiles unconverted but not converted
+raises ConfigError. With "auto", after a graph has been compiled, or if it does not compile unconverted either, the
+blocks run eagerly from then on, and a note names the line.
 """
 
 import time
@@ -24,7 +25,13 @@ from octavo.nn.equalized import compiled_pass, equalized_layers, equalizer_of
 from octavo.runtime.blocks import find_blocks
 from octavo.runtime.stopwatch import timed
 from octavo.runtime.switch import disabled
-from octavo.runtime.torch_compat import compilation_error, compiled_graphs, measure_compilations, raise_recompile_limit
+from octavo.runtime.torch_compat import (
+    allow_shared_graphs,
+    compilation_error,
+    compiled_graphs,
+    measure_compilations,
+    run_eagerly,
+)
 from octavo.train.config.run_config import ConfigError
 
 BACKEND = "inductor"
@@ -71,7 +78,7 @@ class CompiledBlocks:
         self._reported = 0, "", _SECONDS["compile"]
         if mode == "none" or (mode == "auto" and device.type != "cuda"):
             return
-        self._model, self._blocks = model, find_blocks(model)
+        self._model, self._blocks, self._required = model, find_blocks(model), mode == "blocks"
         self.reason = problem if self._blocks else f"{type(model).__name__} has no list of equal blocks"
         if self.reason and mode == "blocks":
             raise ConfigError(f'run.compile = "blocks": {self.reason}: {REMEDY}')
@@ -82,6 +89,11 @@ class CompiledBlocks:
         """Whether the blocks compile."""
         return bool(self._blocks) and not self.reason
 
+    def trial(self) -> AbstractContextManager[None]:
+        """Run the trial batch inside; eagerly if recipes with channel scales would measure it."""
+        measures = self.active and any(equalized_layers(self._model))
+        return run_eagerly() if measures else nullcontext()
+
     def one_pass(self) -> AbstractContextManager[None]:
         """Run one forward and backward inside; eagerly if recipes with channel scales measure them."""
         return compiled_pass(self._model) if self.active else nullcontext()
@@ -90,7 +102,7 @@ class CompiledBlocks:
         """Replace the forwards of the blocks, which compile when they are called."""
         if not self.active:
             return
-        raise_recompile_limit(GRAPHS_PER_BLOCK * (len(self._blocks) + 1))
+        allow_shared_graphs(GRAPHS_PER_BLOCK * (len(self._blocks) + 1))
         measure_compilations(_measured)
         # Or PyTorch's cache on disk returns graphs that another version of Octavo traced.
         torch.compiler.config.cache_key_tag = torch.compiler.config.cache_key_tag or f"octavo {__version__}"
@@ -118,6 +130,9 @@ class CompiledBlocks:
                 return compiled(*args, **kwargs)
             except errors as error:
                 name, problem = type(block).__name__, _described(error)
+            if not self._required or self.graphs:
+                self.reason = f"{name} does not compile: {problem}"
+                return inner(*args, **kwargs)
             try:
                 with disabled():
                     compiled(*args, **kwargs)

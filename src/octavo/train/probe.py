@@ -32,6 +32,8 @@ def _model_errors(inputs: Any) -> Iterator[None]:
     """Turn errors of the model into a ConfigError."""
     try:
         yield
+    except ConfigError:
+        raise
     except (RuntimeError, ValueError, IndexError) as error:
         if from_collective(error):
             raise

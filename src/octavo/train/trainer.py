@@ -433,7 +433,7 @@ class Trainer:
 
     def _saved_bytes_per_token(self) -> float:
         inputs, targets = (row_chunks(rows, self.config.optim.micro_batches)[0] for rows in self._batch(0))
-        with self.layout.reduces(False):
+        with self.layout.reduces(False), self.blocks.trial():
             count = self.task.count(inputs, targets)
             return saved_bytes_per_token(self.model, self._checkpointing, self.loss, (inputs, targets), count)
 

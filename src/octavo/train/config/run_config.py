@@ -213,6 +213,8 @@ class TrainConfig(Section):
             return f"recipe {recipe.name!r} keeps an amax history, which changes from step to step"
         if recipe is not None and recipe.equalization and parallel.fp8_comm in ("on", "gather"):
             return f"recipe {recipe.name!r} with parallel.fp8_comm = {parallel.fp8_comm!r} measures gathered weights"
+        if recipe is not None and recipe.equalization and parallel.pp > 1:
+            return f"recipe {recipe.name!r} measures between the micro-batches of a pipeline"
         if parallel.pp > 1 and parallel.schedule in ZERO_BUBBLE:
             return f"{parallel.schedule} runs the backward of a block in two parts, and a graph has one"
         for name in ("tp", "cp", "ep"):
