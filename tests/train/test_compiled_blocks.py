@@ -15,7 +15,7 @@ from benchmarks.compiled import families
 from test_pilot import AUTOPILOT_ON, models_with, outlier
 from tiny_runs import LLAMA, At, Recorder, fail
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 import octavo
 from octavo.nn.equalized import compiled_pass
@@ -266,6 +266,21 @@ def test_a_block_that_differs_has_a_graph_of_its_own(change, aot):
         gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
     assert blocks.graphs - before == 2 and gradients[0].keys() == gradients[1].keys()
     assert min(sqnr(gradient, gradients[1][name]) for name, gradient in gradients[0].items()) > 40
+
+
+@pytest.mark.thorough
+def test_experts_that_do_not_store_have_a_graph_of_their_own():
+    """They come first, so that their graph would serve the others if nothing guarded it."""
+    torch.manual_seed(0)
+    config = MixtralConfig(**MIXTRAL["config"], vocab_size=64)
+    model = octavo.convert(MixtralForCausalLM(config), activations="fp8", verbose=False)
+    del vars(model.model.layers[0].mlp.experts)["octavo_storage"]
+    blocks = CompiledBlocks(model, "blocks", torch.device("cpu"))
+    before = blocks.graphs
+    blocks.compile()
+    ids = torch.arange(48).view(3, 16)
+    model(ids, labels=ids, use_cache=False).loss.backward()
+    assert blocks.graphs - before == 2
 
 
 def test_a_step_without_a_graph_is_an_error():

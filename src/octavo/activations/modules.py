@@ -90,7 +90,7 @@ class Fp8SavingNorm(Fp8Saving):
         x, original = _only(args, kwargs), super().forward
         if torch.compiler.is_compiling():
             kind = self.octavo_in_graph() if recording() and _is_matrix(x) else ""
-            return _combined(original, x, kind == "center") if x is not None and kind else original(*args, **kwargs)
+            return of_stored(original, x, kind == "center") if x is not None and kind else original(*args, **kwargs)
         norm = spec_of(self) if recording() and _is_matrix(x) else None
         if x is None or not isinstance(norm, Norm):
             return original(*args, **kwargs)
@@ -134,7 +134,7 @@ class Fp8SavingActivation(Fp8Saving):
         x, original = _only(args, kwargs), super().forward
         if torch.compiler.is_compiling():
             kind = self.octavo_in_graph() if recording() and _is_matrix(x) else ""
-            return _combined(original, x) if x is not None and kind else original(*args, **kwargs)
+            return of_stored(original, x) if x is not None and kind else original(*args, **kwargs)
         activation = activation_of(self) if recording() and _is_matrix(x) else None
         if x is None or activation is None or not x.requires_grad:
             return original(*args, **kwargs)
@@ -185,7 +185,7 @@ def _in_graph(module: nn.Module) -> str:
     return "" if activation_of(module) is None else "plain"
 
 
-def _combined(function: Any, x: Tensor, center: bool = False) -> Any:
+def of_stored(function: Any, x: Tensor, center: bool = False) -> Any:
     """Return function(x), whose backward reads the FP8 copy of x; see `octavo.activations.compiled`."""
     with torch.no_grad():
         y = function(x)

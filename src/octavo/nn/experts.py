@@ -29,9 +29,8 @@ from typing import Any, ClassVar, Protocol, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from octavo.activations.compiled import combined, stored
 from octavo.activations.detect import original_class, uses_default_call
-from octavo.activations.modules import STORAGE_ATTRIBUTE, mixed_class
+from octavo.activations.modules import STORAGE_ATTRIBUTE, mixed_class, of_stored
 from octavo.activations.saved_tensors import compressed, recording
 from octavo.kernels.grouped import is_grouped
 from octavo.nn.grouped_linear import grouped_linear
@@ -70,12 +69,15 @@ class Experts(nn.Module):
         recipe: Precision of the products.
         keep_weights: Whether they were converted with `keep_weights=True`: see `octavo.nn.weights`.
         octavo_exchange: Carries rows to experts on other ranks; None if all experts are here.
+        octavo_storage: How they store activations in FP8; None if they do not. Of the class, because a graph of
+            torch.compile has no guard on what `vars()` lacks.
     """
 
     octavo_original: ClassVar[Any]
     recipe: Recipe = DEFAULT
     keep_weights: bool = False
     octavo_exchange: Exchange | None = None
+    octavo_storage: Any = None
     down_proj: Tensor
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -92,7 +94,7 @@ class Experts(nn.Module):
         if SWITCH.off and self.octavo_exchange is None:
             original: Tensor = super().forward(hidden_states, top_k_index, top_k_weights)
             return original
-        if STORAGE_ATTRIBUTE in vars(self):
+        if self.octavo_storage is not None:
             result: Tensor = compressed(self, (), self._mixture, hidden_states, top_k_index, top_k_weights)
             return result
         return self._mixture(hidden_states, top_k_index, top_k_weights)
@@ -126,11 +128,9 @@ class Experts(nn.Module):
 
     def _of_stored(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """Return function(x); in a graph that stores activations, its backward reads the FP8 copy of x."""
-        if not (torch.compiler.is_compiling() and STORAGE_ATTRIBUTE in vars(self) and recording()):
-            return function(x)
-        with torch.no_grad():
-            y = function(x)
-        return combined(y, function(stored(x)))
+        in_graph = torch.compiler.is_compiling() and self.octavo_storage is not None and recording()
+        result: Tensor = of_stored(function, x) if in_graph else function(x)
+        return result
 
     def _octavo_linear(self, name: str, rows: Tensor, offsets: Tensor) -> Tensor:
         exchange = self.octavo_exchange

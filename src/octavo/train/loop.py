@@ -337,7 +337,7 @@ def _train(
 def _usable(saved: list[Path]) -> tuple[list[Path], list[Path]]:
     """The checkpoints to go on from, and the newest ones, whose weights have diverged."""
     bad: list[Path] = []
-    with suppress(Exception):  # of no common type: one that cannot be read is told of by a resume
+    with suppress(Exception):  # a damaged checkpoint raises errors of many types, and a resume reports them
         while saved and diverged(saved_weights(saved[-1])) is not None:
             bad.append(saved.pop())
     return saved, bad[::-1]
