@@ -18,7 +18,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 import octavo
-from octavo.nn.equalized import compiled_pass
+from octavo.nn.equalized import compiled_pass, equalizer_of
 from octavo.numerics import sqnr
 from octavo.runtime.switch import SWITCH
 from octavo.runtime.torch_compat import run_eagerly
@@ -214,9 +214,9 @@ def test_auto_runs_eagerly_what_does_not_compile():
     assert re.search(r"eagerly, not compiled: Breaks does not compile: .*test_compiled_blocks.py:", blocks.note())
 
 
-def test_a_frozen_layer_does_not_keep_compiled_passes_from_ending():
+def test_passes_of_a_frozen_layer_do_not_end_in_compiled_steps_either():
     torch.manual_seed(0)
-    gradients = []
+    gradients, passes = [], []
     for compiles in (False, True):
         torch.manual_seed(1)
         model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
@@ -229,7 +229,9 @@ def test_a_frozen_layer_does_not_keep_compiled_passes_from_ending():
                 x = torch.randn(16, 64, generator=torch.Generator().manual_seed(step))
                 model(x * (1 + 9 * x[:1].abs())).square().sum().backward()
             gradients.append(model[1].weight.grad.clone())
+        passes.append([equalizer_of(layer).passes for layer in model])
     assert all(map(torch.equal, gradients[:9], gradients[9:]))
+    assert passes == [[0, 8], [0, 8]]
 
 
 CHANGES = {
