@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from octavo import convert
 from octavo.train.config.run_config import TrainConfig
 from octavo.train.data.load import load_corpus
+from octavo.train.initial_weights import draw_once
 from octavo.train.record.progress import NullProgress
 from octavo.train.trainer import Trainer
 
@@ -82,9 +83,9 @@ def reference(config: TrainConfig, noise: float = 0.0, seed: int = 0) -> Curve:
     corpus = load_corpus(config.data, config.model, NullProgress())
     end, optim, precision = corpus.tokenizer.end_id, config.optim, config.precision
     fields = {"vocab_size": corpus.tokenizer.size, "bos_token_id": end, "eos_token_id": end, "pad_token_id": None}
-    torch.manual_seed(config.run.seed)
     settings = AutoConfig.for_model(config.model.type, **fields, **config.model.config)
-    model = AutoModelForCausalLM.from_config(settings, dtype=DTYPES[precision.parameters]).train()
+    dtype = DTYPES[precision.parameters]
+    model = draw_once(lambda: AutoModelForCausalLM.from_config(settings, dtype=dtype), config.run.seed).train()
     if noise:
         head = model.lm_head.weight
         with torch.no_grad():

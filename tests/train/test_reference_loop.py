@@ -16,7 +16,7 @@ from octavo.train.record.progress import NullProgress
 from octavo.train.trainer import Trainer
 
 LOSS = 3e-4
-"""Largest difference of a loss; twice that under a soft cap, which rounds in whole logits otherwise than in chunks."""
+"""Largest difference of a loss; three times that under a soft cap, which whole logits round otherwise than chunks."""
 NORM = 5e-3
 """Largest relative difference of a gradient norm."""
 FP32 = {"parameters": "fp32"}
@@ -77,7 +77,7 @@ def test_twenty_steps_are_those_of_a_plain_loop(family: str, run: str, make_conf
     assert ours.start.keys() == plain.start.keys()
     assert all(torch.equal(ours.start[name], weight) for name, weight in plain.start.items())
     capped = family == "gemma2"
-    assert ours.losses == pytest.approx(plain.losses, rel=0, abs=2 * LOSS if capped else LOSS)
+    assert ours.losses == pytest.approx(plain.losses, rel=0, abs=3 * LOSS if capped else LOSS)
     assert ours.norms == pytest.approx(plain.norms, rel=NORM)
     assert update_error(ours, plain) < 0.05
     assert plain.losses[-1] < plain.losses[0] - 0.1

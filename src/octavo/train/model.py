@@ -24,6 +24,7 @@ from octavo.train.config.sections import Model, PrecisionConfig
 from octavo.train.data.tokenizer import TextTokenizer
 from octavo.train.diagnose import non_finite_parameter
 from octavo.train.frozen import freeze
+from octavo.train.initial_weights import draw_once
 from octavo.train.lora import add_adapters
 from octavo.train.model_sharing import share_on_machine
 from octavo.train.ranks import Ranks
@@ -163,9 +164,8 @@ def _from_folder(folder: Path, dtype: torch.dtype, kind: ModelKind) -> Any:
 
 def _from_type(source: Model, seed: int, kind: ModelKind, defaults: Mapping[str, Any], dtype: torch.dtype) -> Any:
     model_type, settings = str(source.type), model_config(source, defaults)
-    torch.manual_seed(seed)
     try:
-        return kind.auto.from_config(settings, dtype=dtype, trust_remote_code=False)
+        return draw_once(lambda: kind.auto.from_config(settings, dtype=dtype, trust_remote_code=False), seed)
     except Exception as error:  # of no common type: each class fails in its own way
         raise ConfigError(f"model.config: {model_type} cannot be built from it: {one_line(error)}") from None
 
