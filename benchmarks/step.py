@@ -10,6 +10,8 @@
     optimizer      the update, and parameters rounded from masters
     idle           wall time of a step in which no kernel runs
 
+With compiled blocks, a kernel that Inductor generated belongs to `rest`, whatever it fuses.
+
 The step is that of `octavo train` (`octavo.train.trainer.Trainer`) on random tokens, at the sizes of `python -m
 benchmarks run`. Wall times are taken without the profiler, in turns with bf16's step in the same process. `predicted`
 compares linears (products, quantizers and head), attention, rest, optimizer and idle; the planner leaves out the rest.
@@ -33,6 +35,7 @@ from benchmarks.session import Row, Session, begin, parser
 from benchmarks.train import RandomCorpus
 
 EXAMPLES = """step
+step --sizes 0.4B --compile none
 step --quick
 step --rehearse"""
 SIZES = ("llama-3-8b-width", "0.4B")
@@ -81,7 +84,7 @@ def trainer(session: Session, size: run.Size, level: str) -> Any:
     from octavo.train.trainer import Trainer
 
     settings = {**size.settings, "run.steps": 1000, "run.device": session.device.type, "precision.level": level}
-    settings["run.compile"] = "none"  # a compiled kernel belongs to several parts
+    settings["run.compile"] = session.options.compile
     config = parse_config(tomllib.loads(run.toml(settings)))
     tokens = SimpleNamespace(vocabulary=config.model.config["vocab_size"], sequence=config.data.sequence_length)
     corpus: Any = RandomCorpus(tokens)
@@ -164,13 +167,17 @@ def measure(session: Session, size: run.Size, level: str, base: Callable[[], Any
 
 def main(arguments: list[str]) -> None:
     """Measure, print a row at a time, write `results/<device>/step.json`."""
-    session = begin("step", parser("step", __doc__, EXAMPLES).parse_args(arguments), arguments)
+    options = parser("step", __doc__, EXAMPLES)
+    options.add_argument("--sizes", nargs="+", choices=SIZES, default=SIZES, help="sizes to measure; both")
+    options.add_argument("--compile", choices=("blocks", "none"), default="blocks", help="as run.compile (blocks)")
+    session = begin("step", options.parse_args(arguments), arguments)
     levels = LEVELS[:3] if session.options.quick or session.tiny else LEVELS
-    for name in ("tiny",) if session.tiny else SIZES[:1] if session.options.quick else SIZES:
+    sizes, mode = session.options.sizes, "compiled" if session.options.compile == "blocks" else "eager"
+    for name in ("tiny",) if session.tiny else sizes[:1] if session.options.quick else sizes:
         size = run.TINY if session.tiny else run.SIZES[name]
         base = functools.cache(functools.partial(trainer, session, size, "bf16"))  # one for all arms of a size
         for level in levels:
-            identity: Row = {"stage": "step", "shape": name, "arm": level, "mode": "eager"}
+            identity: Row = {"stage": "step", "shape": name, "arm": level, "mode": mode}
             row = session.attempt(identity, functools.partial(measure, session, size, level, base))
             for each, figures in (row or {}).get("parts", {}).items():
                 print(f"  {each:<14}{figures['ms']:>10.3f} ms {figures['count']:>6} kernels", flush=True)
