@@ -108,6 +108,8 @@ def _integer(i: Instruction, arguments: list[Bits]) -> Bits:
     values = [typed(a, kind) for a in arguments]
     if name in _INTEGER and i.parts == (kind,):
         return bits_of(np.asarray(_INTEGER[name](*values), dtype_of(kind)))
+    if name == "max" and i.parts == ("relu", "s32"):
+        return bits_of(np.maximum(np.maximum(*values), np.int32(0)))
     if name in ("mul", "mad") and i.parts[0] in ("lo", "wide"):
         wide = kind if i.parts[0] == "lo" else f"{kind[0]}{2 * int(kind[1:])}"
         product = values[0].astype(dtype_of(wide)) * values[1].astype(dtype_of(wide))

@@ -61,8 +61,8 @@ def broken_launches(monkeypatch):
     """Configuration 1 of every quantizer divides by a largest value that is one rounding step too small."""
     launches = quantizers.launches
 
-    def broken(task, config=0):
-        steps = launches(task, config)
+    def broken(task, config=0, *strip):
+        steps = launches(task, config, *strip)
         return [replace(s, constants={**s.constants, "FP8_MAX": 447.99997}) for s in steps] if config == 1 else steps
 
     monkeypatch.setattr(quantizers, "launches", broken)

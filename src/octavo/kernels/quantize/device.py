@@ -267,36 +267,60 @@ def _atomic_max_rows(sizes, amax, row, rows):
 
 
 @triton.jit
-def _atomic_max(a, b, c, d, amax, row, column, rows, columns, AXIS: tl.constexpr):
+def _tile_maxima(
+    a, b, c, d, fold, largest, amax, row, column, rows, columns,
+    FOLD: tl.constexpr, AXIS: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """Reduce the rows of a tile into `amax`, or take its magnitudes into `largest`, elementwise."""
+    a, b, c, d = _magnitude_bits(a, b, c, d, fold, row, column, rows, columns, FOLD, INTERPRETED)
     if AXIS == 1:
         _atomic_max_rows(a, amax, row, rows)
         _atomic_max_rows(b, amax, row + 1, rows)
         _atomic_max_rows(c, amax, row + 2, rows)
         _atomic_max_rows(d, amax, row + 3, rows)
     else:
-        largest = tl.max(tl.maximum(tl.maximum(a, b), tl.maximum(c, d)), axis=0)
-        if AXIS == 2:
-            tl.atomic_max(amax + column, largest, mask=column < columns, sem="relaxed")
-        else:
-            tl.atomic_max(amax, tl.max(largest, axis=0), sem="relaxed")
+        largest = tl.maximum(largest, tl.maximum(tl.maximum(a, b), tl.maximum(c, d)))
+    return largest
+
+
+@triton.jit
+def _strip_maxima(largest, amax, column, columns, AXIS: tl.constexpr):
+    """Reduce what a strip's tiles left in `largest` into `amax`, by column or by tensor."""
+    if AXIS == 2:
+        tl.atomic_max(amax + column, tl.max(largest, axis=0), mask=column < columns, sem="relaxed")
+    elif AXIS == 0:
+        tl.atomic_max(amax, tl.max(tl.max(largest, axis=0), axis=0), sem="relaxed")
 
 
 @triton.jit
 def maxima_kernel(
     x, rows, columns, stride_r, stride_c, fold, amax, fold_t, amax_t,
     FOLD: tl.constexpr, AXIS: tl.constexpr, PAIR: tl.constexpr, FOLD_T: tl.constexpr, AXIS_T: tl.constexpr,
-    TILE_R: tl.constexpr, TILE_C: tl.constexpr, INTERPRETED: tl.constexpr,
+    TILE_R: tl.constexpr, TILE_C: tl.constexpr, TILES: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Reduce amax by row, column or tensor into `amax`, and that of the second output into `amax_t` (int32 bits)."""
-    tile_row, tile_column = _tile_of(tl.program_id(0), columns, TILE_C)
-    row, column = 4 * indices(tile_row, TILE_R // 4), column_indices(tile_column * TILE_C, TILE_C, x)
-    a, b, c, d = load4(x, row, column, rows, columns, stride_r, stride_c, "")
-    a, b, c, d = tl.abs(a), tl.abs(b), tl.abs(c), tl.abs(d)
-    a1, b1, c1, d1 = _magnitude_bits(a, b, c, d, fold, row, column, rows, columns, FOLD, INTERPRETED)
-    _atomic_max(a1, b1, c1, d1, amax, row, column, rows, columns, AXIS)
+    """Reduce amax by row, column or tensor into `amax`, and that of the second output into `amax_t` (int32 bits).
+
+    A program walks down a strip of TILES tiles and keeps its column maxima in registers: the reduction across threads
+    costs a quarter of the pass where each tile has its own (docs/performance.md).
+    """
+    strip, tile_column = _tile_of(tl.program_id(0), columns, TILE_C)
+    column = column_indices(tile_column * TILE_C, TILE_C, x)
+    largest = tl.zeros((TILE_R // 4, TILE_C), tl.int32)
+    largest_t = largest
+    for tile in range(TILES):
+        row = 4 * indices(strip * TILES + tile, TILE_R // 4)
+        a, b, c, d = load4(x, row, column, rows, columns, stride_r, stride_c, "")
+        a, b, c, d = tl.abs(a), tl.abs(b), tl.abs(c), tl.abs(d)
+        largest = _tile_maxima(
+            a, b, c, d, fold, largest, amax, row, column, rows, columns, FOLD, AXIS, INTERPRETED
+        )  # fmt: skip
+        if PAIR:
+            largest_t = _tile_maxima(
+                a, b, c, d, fold_t, largest_t, amax_t, row, column, rows, columns, FOLD_T, AXIS_T, INTERPRETED
+            )  # fmt: skip
+    _strip_maxima(largest, amax, column, columns, AXIS)
     if PAIR:
-        a1, b1, c1, d1 = _magnitude_bits(a, b, c, d, fold_t, row, column, rows, columns, FOLD_T, INTERPRETED)
-        _atomic_max(a1, b1, c1, d1, amax_t, row, column, rows, columns, AXIS_T)
+        _strip_maxima(largest_t, amax_t, column, columns, AXIS_T)
 
 
 @triton.jit

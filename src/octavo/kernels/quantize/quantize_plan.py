@@ -71,7 +71,8 @@ class QuantizePlan:
         self._scalars = {
             "rows": rows,
             "columns": columns,
-            "stride_r": x.stride(0),
+            # Where all sizes and strides are 1, ptxas 12.9 stores a register that nothing has written.
+            "stride_r": x.stride(0) if x.numel() != 1 else 16,
             "stride_c": x.stride(1),
             "padded_rows": padded(rows),
             "grid_columns": scale_shape[1],
@@ -224,8 +225,9 @@ class QuantizePlan:
             arguments |= {name: arguments[name].view(torch.uint8) for name in ("s", "s_t")}
         steps: list[tuple[PreparedLaunch, Callable[..., Any]]] = []
         for launch in self._launches:
-            covered = rows if launch.kernel is maxima_kernel else padded(rows)
-            down = max(triton.cdiv(covered, launch.constants["TILE_R"]), 1)
+            is_maxima = launch.kernel is maxima_kernel
+            height = launch.constants["TILE_R"] * (launch.constants["TILES"] if is_maxima else 1)
+            down = max(triton.cdiv(rows if is_maxima else padded(rows), height), 1)
             across = 1 if launch.kernel is rows_kernel else max(triton.cdiv(columns, launch.constants["TILE_C"]), 1)
             step = launch.prepare((down * across,), {**self._scalars, **arguments})
             steps.append((step, itemgetter(*(_TENSORS.index(name) for name in step.names))))

@@ -116,8 +116,21 @@ def multiprocessors_of(device: torch.device) -> int:
     return 3 if device.type != "cuda" else int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def launches(task: QuantizeTask, config: int = 0) -> list[Launch]:
-    """Return a task's kernels, in launch order.
+MAXIMA_TILE = (32, 128, 4)
+"""Tile rows, tile columns, warps of the amax pass: of 12 measured on an H100 the fastest (docs/performance.md)."""
+STRIPS = (16, 4, 1)
+"""Tiles below each other in one program of the amax pass."""
+
+
+def strip_tiles(rows: int, columns: int, multiprocessors: int) -> int:
+    """Return the longest strip with which the programs of the amax pass still fill the device."""
+    across = triton.cdiv(columns, MAXIMA_TILE[1])
+    fills = (n for n in STRIPS if triton.cdiv(rows, n * MAXIMA_TILE[0]) * across >= 2 * multiprocessors)
+    return next(fills, STRIPS[-1])
+
+
+def launches(task: QuantizeTask, config: int = 0, strip: int = STRIPS[0]) -> list[Launch]:
+    """Return a task's kernels, in launch order; `strip` is the tiles of a program of the amax pass.
 
     Raises:
         ValueError: A pair combines block scales with scales by row, column or tensor.
@@ -152,8 +165,9 @@ def launches(task: QuantizeTask, config: int = 0) -> list[Launch]:
     )
     if task.precomputed != "nothing":
         return [cast]
-    maxima = folds | folds_t | axes | tile | {"INTERPRETED": INTERPRETED}
-    return [Launch(kernel=maxima_kernel, constants=maxima, num_warps=num_warps), cast]
+    maxima = folds | folds_t | axes | {"TILES": strip, "INTERPRETED": INTERPRETED}
+    maxima |= {"TILE_R": MAXIMA_TILE[0], "TILE_C": MAXIMA_TILE[1]}
+    return [Launch(kernel=maxima_kernel, constants=maxima, num_warps=MAXIMA_TILE[2]), cast]
 
 
 _FOLDS = ("none", "rows", "columns")
@@ -218,7 +232,9 @@ def _plan(task: QuantizeTask, x: Tensor, config: int | None) -> QuantizePlan:
             _PLANS.clear()
         index = _fastest(task, x.device, *x.shape) if config is None else config
         specs = task.first.spec, None if task.second is None else task.second.spec
-        plan = _PLANS[key] = QuantizePlan(launches(task, index), *specs, task.order, task.precomputed == "scale", x)
+        strip = strip_tiles(x.shape[0], x.shape[1], multiprocessors_of(x.device))
+        kernels = launches(task, index, strip)
+        plan = _PLANS[key] = QuantizePlan(kernels, *specs, task.order, task.precomputed == "scale", x)
     return plan
 
 
@@ -288,5 +304,5 @@ def _variant(task: QuantizeTask, case: str, config: int, launch: Launch) -> Vari
         tile=launch.constants["TILE_R"] * launch.constants["TILE_C"],
         device_bytes=device_bytes(task, launch),
         equal_to_1=("stride_c",),
-        trips=4096 // launch.constants["TILE_C"] if launch.kernel is rows_kernel else 1,
+        trips=4096 // launch.constants["TILE_C"] if launch.kernel is rows_kernel else launch.constants.get("TILES", 1),
     )
