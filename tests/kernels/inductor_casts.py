@@ -24,7 +24,7 @@ from benchmarks.ptx.program import parse  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from octavo.kernels import quantize, quantize_pair  # noqa: E402
+from octavo.kernels import quantize  # noqa: E402
 from octavo.kernels.quantize import reference  # noqa: E402
 from octavo.numerics.spec import COLUMN, ROW, QuantSpec  # noqa: E402
 from octavo.runtime.torch_compat import FakeTensorMode  # noqa: E402
@@ -40,7 +40,7 @@ from torch._inductor.runtime.triton_helpers import libdevice, math as tl_math
 
 def casts(x, w, fold, fold_t, gate, up):
     y = (x.float() * 0.37).to(torch.bfloat16) * w  # fused, and therefore not rounded by Inductor
-    a, b = quantize_pair(y, BY_ROW, fold, BY_COLUMN, fold_t)
+    a, b = quantize(y, BY_ROW, fold), quantize(y, BY_COLUMN, fold_t)
     c = quantize(x, BY_ROW, order="both")
     d = quantize(x, BY_ROW, scale=c.scale, order="columns")
     e, f = (quantize(weight, BY_ROW, beside=c.scale) for weight in (gate, up))  # one kernel
@@ -48,11 +48,12 @@ def casts(x, w, fold, fold_t, gate, up):
 
 
 def expected(y, x, fold, fold_t, gate, up):
-    row, scale, column, scale_t = reference.quantize_pair(y, BY_ROW, fold, BY_COLUMN, fold_t)
+    row, scale = reference.quantize(y, BY_ROW, fold)
+    column, scale_t = reference.quantize(y, BY_COLUMN, fold_t)
     both = reference.quantize(x, BY_ROW, None, order="both")
     given = reference.quantize(x, BY_ROW, None, scale=both[-1], order="columns")
     weights = [tensor for weight in (gate, up) for tensor in reference.quantize(weight, BY_ROW, None)]
-    return [y, row, scale, column.t(), scale_t, both[0], both[1].t(), both[2], given[0].t(), *weights]
+    return [y, row, scale, column, scale_t, both[0], both[1].t(), both[2], given[0].t(), *weights]
 
 
 def inputs():

@@ -75,16 +75,23 @@ def graph_of(function, *arguments, **options):
 @pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, at the import of its compiler
 class TestGraphs:
-    def test_have_no_opaque_casts(self):
+    def test_have_no_opaque_casts_but_where_inductor_would_reduce_and_transpose(self):
         def casts(x, fold, fold_t):
+            a, b = quantize(x, ROW, fold), quantize(x, ROW, order="both")
+            c = quantize(x, ROW, scale=a.scale, order="columns")
+            return a.data, a.scale, b.data, b.other_order, c.data
+
+        def transposing(x, fold, fold_t):
             a, b = quantize_pair(x, ROW, fold, COLUMN, fold_t)
-            c = quantize(x, ROW, scale=a.scale, order="both")
-            return a.data, a.scale, b.data, b.scale, c.data, c.other_order
+            c = quantize(x, ROW, order="columns")
+            return a.data, a.scale, b.data, b.scale, c.data, c.scale
 
         arguments = matrix(torch.bfloat16), torch.rand(1, 272), torch.rand(40, 1)
-        targets, results = graph_of(casts, *arguments)
-        assert not [t for t in targets if "octavo" in t] and any("_to_copy" in t for t in targets)
-        assert_same_bytes(casts(*arguments), results)
+        for function, ops in ((casts, []), (transposing, ["octavo.quantize.default", "octavo.quantize_pair.default"])):
+            targets, results = graph_of(function, *arguments)
+            assert sorted(t for t in targets if "octavo" in t) == ops
+            assert any("_to_copy" in t for t in targets) != bool(ops)
+            assert_same_bytes(function(*arguments), results)
 
     @pytest.mark.parametrize("text", ["e4m3/1x32/e8m0", "e4m3/1x128", "e4m3/row"])
     def test_keep_the_op_for_scales_by_block_and_empty_matrices(self, text):
@@ -114,8 +121,8 @@ def test_inductor_casts_what_a_bf16_tensor_holds():
 
     def fused(x, w, fold, fold_t):
         y = (x.float() * 0.37).to(torch.bfloat16) * w
-        a, b = quantize_pair(y, ROW, fold, COLUMN, fold_t)
-        return y, a.data, a.scale, b.data, b.scale
+        a, b = quantize(y, ROW, fold), quantize(y, COLUMN, fold_t, order="both")
+        return y, a.data, a.scale, b.other_order, b.scale
 
     generator = torch.Generator().manual_seed(1)
     x, w = torch.randn(48, 272, generator=generator).bfloat16(), torch.rand(272, generator=generator).bfloat16()
@@ -124,9 +131,8 @@ def test_inductor_casts_what_a_bf16_tensor_holds():
     with torch._inductor.config.patch(force_disable_caches=True):
         y, *results = torch.compile(fused, fullgraph=True)(x, w, fold, fold_t)
     assert not torch.equal(y, fused(x, w, fold, fold_t)[0])  # the hazard is there
-    pair = reference.quantize_pair(y, ROW, fold, COLUMN, fold_t)
-    pair[2] = pair[2].t()
-    assert_same_bytes(pair, results)
+    expected = [*reference.quantize(y, ROW, fold), *reference.quantize(y, COLUMN, fold_t)]
+    assert_same_bytes(expected, results)
 
 
 def run(*command):
@@ -152,12 +158,12 @@ def test_the_ptx_of_inductors_kernels_writes_the_reference_bytes():
 @pretends
 @pytest.mark.slow
 def test_what_inductor_makes_of_a_decoder_layer(tmp_path):
-    """No Python in the compiled step, kernels, traffic and kept bytes as docs/compile.md has them."""
+    """Python for the casts of seven gradients alone; kernels, traffic and kept bytes as docs/compile.md has them."""
     file = tmp_path / "compiled.json"
     run("-m", "benchmarks", "compiled", "--only", "bf16", "octavo rowwise", "--json", str(file))
     bf16, rowwise = json.loads(file.read_text())["rows"]
-    assert rowwise["opaque"] == 0 and rowwise["kernels"] <= 59
+    assert rowwise["opaque"] == 7 and rowwise["kernels"] <= 59
     assert rowwise["forward"]["generated"] == 12 and rowwise["backward"]["generated"] <= 24
     assert rowwise["forward"]["gigabytes"] < 1.02 * bf16["forward"]["gigabytes"]
-    assert rowwise["backward"]["gigabytes"] < 7.6
+    assert rowwise["backward"]["gigabytes"] < 7.7
     assert rowwise["kept_bytes_per_token"] < 0.67 * bf16["kept_bytes_per_token"]

@@ -291,16 +291,10 @@ def _decompose(
     beside: Tensor | None = None,
 ) -> Any:  # fmt: skip
     parsed = QuantSpec.parse(spec)
-    if not _fuses(x, (spec,)) or not decomposed.can_decompose(x, parsed, transposed=order != "rows"):
+    reduces_and_transposes = order == "columns" and amax is None and scale is None
+    if reduces_and_transposes or not _fuses(x, (spec,)) or not decomposed.can_decompose(x, parsed, order != "rows"):
         return NotImplemented
     return decomposed.quantize(x, parsed, fold, amax, scale, order, beside)
-
-
-def _decompose_pair(x: Tensor, spec: str, fold: Tensor | None, spec_t: str, fold_t: Tensor | None) -> Any:
-    first, second = QuantSpec.parse(spec), QuantSpec.parse(spec_t)
-    if not _fuses(x, (spec, spec_t)) or not decomposed.can_decompose(x, first, second, transposed=True):
-        return NotImplemented
-    return tuple(decomposed.quantize_pair(x, first, fold, second, fold_t))
 
 
 def _fuses(x: Tensor, case: Case) -> bool:
@@ -335,5 +329,4 @@ define(
     "quantize_pair(Tensor x, str spec, Tensor? fold, str spec_t, Tensor? fold_t) -> (Tensor, Tensor, Tensor, Tensor)",
     _run_pair,
     _fake_pair,
-    _decompose_pair,
 )

@@ -13,13 +13,17 @@ The bytes are the reference's. This needs some care:
                  the input that q, k and v share.
     scales       Stored by the kernel that computes amax. A dozen operations lead from amax to 1 / scale. Where Inductor
                  repeats them for each element, it counts the cast as expensive and stores the matrix in float32 first.
-    beside       Inductor fuses independent kernels of equal shape if they read 10 bytes or more in common. Casts of k
-                 and v, or of gate and up, have no common input, so they read the scales of X, times zero.
+    beside       Inductor fuses independent kernels of equal shape if they read 10 bytes or more in common. The weights
+                 of k and v, or of gate and up, have no common input, so they read the scales of X, times zero.
 
 No addition follows a multiplication except of zero or NaN, so contraction to FMA changes nothing.
 
-Scales by block stay an op: Octavo's kernel reads x once; with what Inductor makes of them a decoder layer moves 36 %
-more bytes (docs/compile.md).
+These stay ops (docs/compile.md):
+
+    blocks       Octavo's kernel reads x once; with what Inductor makes of them a decoder layer moves 36 % more bytes.
+    pairs, and amax beside a transposed copy
+                 Inductor writes the transposed bytes one by one from a kernel that reduces rows: on an H100 the pairs
+                 of a training step took 26 ms in all, Octavo's kernels take 14.
 """
 
 import math
@@ -32,11 +36,11 @@ from octavo.kernels.quantize.reference import padded, power_of_two
 from octavo.numerics.spec import COLUMN, FULL, ROW, SMALLEST_SCALE, TENSOR, QuantSpec
 
 
-def can_decompose(x: Tensor, *specs: QuantSpec, transposed: bool) -> bool:
-    """Whether `quantize` below supports casts of x by these specs, in one graph for all values of symbolic sizes."""
+def can_decompose(x: Tensor, spec: QuantSpec, transposed: bool) -> bool:
+    """Whether `quantize` below supports a cast of x, in one graph for all values of symbolic sizes."""
     if x.numel() == 0 or (transposed and not isinstance(x.shape[0], int)):
         return False  # whether rows are padded to 16 bytes depends on their number
-    return all(spec.granularity in (ROW, COLUMN, TENSOR) and spec.scale_rule != "e8m0" for spec in specs)
+    return spec.granularity in (ROW, COLUMN, TENSOR) and spec.scale_rule != "e8m0"
 
 
 def quantize(
@@ -56,15 +60,6 @@ def quantize(
         scaled = scaled.clamp(-spec.format.max, spec.format.max) + values * 0.0  # NaN where x is not finite
     data = scaled.to(spec.format.dtype).contiguous()
     return [_stored(data)] * (order != "columns") + [_transposed(data)] * (order != "rows") + outputs
-
-
-def quantize_pair(
-    x: Tensor, spec: QuantSpec, fold: Tensor | None, spec_t: QuantSpec, fold_t: Tensor | None
-) -> list[Tensor]:
-    """See `reference.quantize_pair`."""
-    first = quantize(x, spec, fold, None, None, "rows")
-    by_row = fold_t is not None and fold_t.shape[1] == 1 and spec_t.granularity == COLUMN
-    return [*first, *quantize(x, spec_t, fold_t, None, None, "columns", beside=fold_t if by_row else None)]
 
 
 def quantize_groups(x: Tensor) -> tuple[Tensor, Tensor]:
