@@ -39,6 +39,11 @@ Inputs = Any
 """The inputs of a batch: a tensor, or a mapping of names to tensors."""
 
 
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on the device; the host does not wait until a GPU has finished what it was given before."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
 def on_tensors(function: Callable[[Tensor], Any], inputs: Inputs) -> Any:
     """Apply a function to the inputs, or to each of them."""
     if isinstance(inputs, Mapping):

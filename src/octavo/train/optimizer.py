@@ -230,9 +230,10 @@ class MasterWeightOptimizer(TrainerOptimizer):
     def step(self, lr: float, norm: torch.Tensor, number: int = 0) -> None:
         """Clip the gradients, whose global norm is `norm`, take a step and round the parameters from the masters."""
         super().step(lr, norm, number)
-        for param, master in zip(self._params, self._masters, strict=True):
-            if param is not master:
-                local_tensor(param).copy_(local_tensor(master))
+        rows = zip(self._params, self._masters, strict=True)
+        pairs = [(local_tensor(param), local_tensor(master)) for param, master in rows if param is not master]
+        if pairs:
+            torch._foreach_copy_([param for param, _ in pairs], [master for _, master in pairs])
 
     def zero_grad(self) -> None:
         """Free all gradients."""

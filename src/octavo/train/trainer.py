@@ -53,7 +53,7 @@ from octavo.train.diagnose import (
 )
 from octavo.train.evaluation import evaluate
 from octavo.train.guard import SpikeGuard
-from octavo.train.layout import Inputs, Layout, check_layout, distribute, on_tensors, row_chunks
+from octavo.train.layout import Inputs, Layout, check_layout, distribute, on_tensors, row_chunks, to_device
 from octavo.train.loss_scale import LossScale
 from octavo.train.model import build_on_ranks
 from octavo.train.optimizer import make_optimizer
@@ -333,8 +333,12 @@ class Trainer:
     def _batch(self, step: int) -> tuple[Inputs, Tensor]:
         """This rank's share of each micro-batch of a step, concatenated."""
         parts, layout, seed = self.config.optim.micro_batches, self.layout, self.config.run.seed
+
+        def own_rows(rows: Tensor) -> Tensor:
+            return to_device(torch.cat([*map(layout.own_rows, rows.chunk(parts))]), self._device)
+
         inputs, targets = (
-            on_tensors(lambda rows: torch.cat([*map(layout.own_rows, rows.chunk(parts))]).to(self._device), batch)
+            on_tensors(own_rows, batch)
             for batch in self.task.data.batch(seed, step + self.skipped_batches, self.config.optim.batch)
         )
         return layout.own_tokens(inputs), layout.own_labels(targets)

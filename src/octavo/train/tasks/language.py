@@ -1,6 +1,8 @@
 """Language: the next token of text, with any causal language model of Transformers."""
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -122,8 +124,10 @@ class Language(Task):
 
     def loss(self, forward: Forward, inputs: Tensor, targets: Tensor, **arguments: Tensor) -> Tensor:
         """The model's own loss of ids [B,S], or ids and positions [B,S,2], with the next tokens [B,S]."""
+        packed = inputs.dim() == 3 or bool(arguments)
         arguments = self._arguments | arguments
-        loss: Tensor = forward(**_named(inputs), labels=targets, shift_labels=targets, **arguments).loss
+        with nullcontext() if packed else _one_document_a_row():
+            loss: Tensor = forward(**_named(inputs), labels=targets, shift_labels=targets, **arguments).loss
         return loss
 
     def logits(self, forward: Forward, inputs: Tensor, **arguments: Tensor) -> Tensor:
@@ -159,6 +163,19 @@ class Language(Task):
     def describe(self, out: Path) -> None:
         """Write `tokenizer.json`."""
         write_file(out / TOKENIZER_FILE, self.data.tokenizer.backend.to_str(pretty=True))
+
+
+@contextmanager
+def _one_document_a_row() -> Iterator[None]:
+    """Transformers looks for packed documents in the positions of every batch, and a GPU has to tell the host."""
+    from transformers import masking_utils
+
+    find = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = find
 
 
 def _named(inputs: Tensor) -> dict[str, Tensor]:
