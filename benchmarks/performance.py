@@ -42,6 +42,11 @@ Set for an H200, whose memory is 1.4 times as fast as an H100's. Kernel time; of
 the worst.
 
 """
+STEPS = """`python -m benchmarks step`: steps of `octavo train` on random tokens, in turns with bf16's in one process.
+Wall time is without the profiler, kernel time by part with it. *Rest* also holds casts that Inductor fuses with what is
+around them.
+
+"""
 COMPILE = """### Quantizing under `torch.compile`
 
 `python -m benchmarks compile`: `octavo` traces casts and products as PyTorch operations, which Inductor fuses; `opaque`
@@ -85,6 +90,8 @@ def _device(name: str, files: Files, notes: str) -> str:
         parts.append(_compile(files["compile"]))
     if "train" in files:
         parts.append(_train(files["train"]))
+    if "step" in files:
+        parts.append(_steps(files["step"]))
     return "\n".join([*parts, _losses(files), *([notes] if notes else [])])
 
 
@@ -95,7 +102,7 @@ def _provenance(files: Files) -> str:
         given = given[: given.index("--out")] if "--out" in given else given
         limits = content.get("ceilings", {})
         cells = _cells(limits, ("copy_tbs", "bf16_tflops", "fp8_tflops", "fp8_exact_tflops"))
-        ended = "whole" if not content.keys() & {"stopped", "running"} else "out of time"
+        ended = "whole" if content.get("stopped", "done") == "done" and "running" not in content else "out of time"
         rows.append((f"`{' '.join([content.get('command', 'make gpu'), *given])}`", *cells, ended))
     known = collections.defaultdict(lambda: "unknown", next(iter(files.values())).get("environment", {}))
     columns = ("command", "copy TB/s", "bf16 TFLOP/s", "FP8 fast", "FP8 exact", "ended")
@@ -181,6 +188,22 @@ def _train(content: Mapping[str, Any]) -> str:
     return "### Training\n\n`python -m benchmarks train`\n\n" + table(
         ("loop", "arm", "step ms", "tokens/s", "peak MiB"), made
     )
+
+
+def _steps(content: Mapping[str, Any]) -> str:
+    """Training steps taken apart: wall time beside bf16's, kernel time by part."""
+    made = []
+    for row in (row for row in content["rows"] if row.get("wall_ms")):
+        spread = "–" if row["arm"] == "bf16" else "{:.3f}–{:.3f}".format(*row["wall_speedup_range"])
+        parts = (f"{row['parts'][part]['ms']:.1f}" for part in _STEP_PARTS)
+        whole = f"{row['wall_ms']:.1f}", f"{row['tokens_per_s']:,.0f}", spread, f"{row['kernel_ms']:.1f}"
+        made.append((row["shape"], f"{row['arm']}, {row['mode']}", *whole, *parts))
+    return f"### A training step\n\n{STEPS}" + table(
+        ("model", "arm", "wall ms", "tokens/s", "× bf16", "kernel ms", *_STEP_PARTS), made
+    )
+
+
+_STEP_PARTS = ("products", "quantizers", "attention", "head", "rest", "accumulation", "clipping", "optimizer")
 
 
 def _losses(files: Files) -> str:
