@@ -38,6 +38,7 @@ MODULES = (
     "octavo.kernels.adamw.triton",
     "octavo.kernels.dequantize.triton",
     "octavo.kernels.adaptive.triton",
+    "octavo.kernels.cross_entropy.triton",
 )
 DIFFER_BY_TARGET = ("octavo.kernels.gemm.triton",)
 """Whose configurations depend on the compute capability."""

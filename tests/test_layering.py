@@ -88,7 +88,8 @@ LASTING_PRIVATE_NAMES = {
         "_forward_pre_hooks", "_modules", "_non_persistent_buffers_set", "_parameters",
     },
     "ops and autograd": {
-        "_foreach_div_", "_foreach_mul_", "_foreach_norm", "_scaled_grouped_mm", "_scaled_mm", "_schema",
+        "_foreach_div_", "_foreach_mul_", "_assert_async", "_foreach_copy_",
+        "_foreach_norm", "_scaled_grouped_mm", "_scaled_mm", "_schema",
         "_sequence_nr", "_unsafe_view",
     },
     "transformers and accelerate": {

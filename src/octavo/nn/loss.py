@@ -15,16 +15,16 @@ tokens, which the mean divides only in backward, would overflow: it is float32, 
 sum for bf16 weights, which costs as much as it saves for small batches; and for fp16 dividing G by the number of tokens
 beforehand, because a loss scale, known only in backward, could then not prevent underflow.
 
-If liger-kernel is installed and the tensors are on a GPU, `backend="auto"` uses its fused kernel.
+On a GPU one kernel turns a chunk's logits into G (`octavo.kernels.cross_entropy`).
 """
 
-from importlib.util import find_spec
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from octavo.kernels.cross_entropy import cross_entropy_, loss_and_gradient
 from octavo.numerics.names import nearest
 from octavo.runtime.derivatives import first_derivative_only, refuse_transforms
 from octavo.runtime.torch_compat import autocast_dtype, has_bf16_instructions, without_autocast
@@ -35,7 +35,6 @@ SMALLEST_CHUNK = 256
 """Minimum number of tokens of a chunk; products of fewer would not fill a device."""
 
 _NAME, _REMEDY = "linear_cross_entropy", "compute the whole logits and torch.nn.functional.cross_entropy instead"
-_BACKENDS = ("auto", "torch", "liger")
 _REDUCTIONS = ("mean", "sum")
 
 
@@ -50,7 +49,6 @@ def linear_cross_entropy(
     scale: float = 1.0,
     softcap: float | None = None,
     chunk: int | None = None,
-    backend: Literal["auto", "torch", "liger"] = "auto",
 ) -> Tensor:
     """`cross_entropy(linear(hidden, weight, bias), target)` without the whole logits.
 
@@ -64,8 +62,6 @@ def linear_cross_entropy(
         scale: Factor of the logits (Cohere, Granite).
         softcap: Logits become softcap · tanh(logits / softcap) (Gemma).
         chunk: Tokens per chunk; None chooses by the sizes.
-        backend: `"torch"` runs everywhere. `"liger"` is liger-kernel's fused kernel; `"auto"` uses it if it is
-            installed, the tensors are on a GPU, and it supports the options.
 
     Returns:
         The loss, a float32 scalar (float64 for float64 input). The mean over no tokens is NaN, with zero gradients, as
@@ -80,12 +76,10 @@ def linear_cross_entropy(
         >>> hidden, head = torch.randn(8, 64, requires_grad=True), torch.randn(1000, 64)
         >>> octavo.nn.loss.linear_cross_entropy(hidden, head, torch.arange(8)).backward()
     """
-    _check(hidden, weight, target, bias, reduction, softcap, chunk, backend)
+    _check(hidden, weight, target, bias, reduction, softcap, chunk)
     refuse_transforms(_NAME, hidden, weight, bias, remedy=_REMEDY)
     dtype = _product_dtype(hidden, weight)
     h_TD, t_T = hidden.reshape(target.numel(), hidden.shape[-1]), target.reshape(-1)
-    if backend == "liger" or (backend == "auto" and _supports_liger(hidden, dtype, scale)):
-        return _liger(h_TD.to(dtype), weight.to(dtype), t_T, bias, ignore_index, reduction, softcap)
     grad_enabled = torch.is_grad_enabled()
     rows = chunk or chunk_tokens(h_TD.shape[0], h_TD.shape[1], weight.shape[0])
     total: Tensor = _ChunkedFunction.apply(
@@ -117,16 +111,21 @@ class _ChunkedFunction(torch.autograd.Function):
         dh_TD = torch.empty_like(h_TD, dtype=dtype) if needs_h else None
         dw_VD = torch.zeros_like(w_VD, dtype=_sum_dtype(w_VD.dtype)) if needs_w else None
         db_V = torch.zeros_like(total).expand(w_VD.shape[0]).clone() if needs_b else None
+        if h_TD.is_cuda and not torch.compiler.is_compiling():  # elsewhere `gather` raises
+            known = (t_T == ignore_index) | ((t_T >= 0) & (t_T < w_VD.shape[0]))
+            torch._assert_async(known.all(), "linear_cross_entropy: a target is neither a class nor ignore_index")
         with without_autocast(h_TD.device.type):
             w = _operand(w_VD.to(dtype))
             for start in range(0, h_TD.shape[0], rows):
                 h = _operand(h_TD[start : start + rows].to(dtype))
                 z = h @ w.t() if bias is None else torch.addmm(bias.to(dtype).to(w.dtype), h, w.t())
                 z = z.to(dtype)
-                loss, g = _loss_and_gradient(
-                    z, t_T[start : start + rows], ignore_index, scale, softcap, needs_h or needs_w or needs_b
-                )
-                total += loss
+                t, g = t_T[start : start + rows], None
+                if (needs_h or needs_w) and _fuses(z, needs_b):
+                    loss, g = cross_entropy_(z, t, ignore_index, scale, softcap), z
+                else:
+                    loss, g = loss_and_gradient(z, t, ignore_index, scale, softcap, needs_h or needs_w or needs_b)
+                total += loss.sum()
                 if g is None:
                     continue
                 if db_V is not None:
@@ -170,29 +169,10 @@ def _consume(consumed: set[StorageWeakRef], saved: tuple[Tensor | None, ...]) ->
     consumed |= storages
 
 
-def _loss_and_gradient(
-    logits: Tensor, t_C: Tensor, ignore_index: int, scale: float, softcap: float | None, needs_gradient: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Return the summed loss of a chunk and its gradient by the logits [C,V], in float32 (float64)."""
-    z = logits if logits.dtype == torch.float64 else logits.float()
-    if scale != 1.0:
-        z = z * scale
-    slope = None
-    if softcap is not None:
-        slope = torch.tanh(z / softcap)
-        z = slope * softcap
-    counts = (t_C != ignore_index).unsqueeze(1)
-    index = t_C.unsqueeze(1).masked_fill(~counts, 0)
-    lse = z.logsumexp(1, keepdim=True)
-    loss = (lse - z.gather(1, index)).masked_fill(~counts, 0).sum()
-    if not needs_gradient:
-        return loss, None
-    g = z.sub_(lse).exp_() if z is not logits else (z - lse).exp_()
-    g.scatter_(1, index, g.gather(1, index) - 1)
-    g.masked_fill_(~counts, 0)
-    if slope is not None:
-        g.mul_(slope.square_().neg_().add_(1))
-    return loss, g.mul_(scale) if scale != 1.0 else g
+def _fuses(z: Tensor, has_bias: bool) -> bool:
+    """Whether a kernel turns logits into their gradient. The sum that a bias needs is one of float32 numbers."""
+    real = type(z) in (Tensor, torch.nn.Parameter)  # memory plans are those of a GPU
+    return not has_bias and z.dtype != torch.float64 and (z.is_cuda or not real) and not torch.compiler.is_compiling()
 
 
 def _operand(values: Tensor) -> Tensor:
@@ -238,33 +218,9 @@ def _product_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
     return hidden.dtype
 
 
-def _supports_liger(hidden: Tensor, dtype: torch.dtype, scale: float) -> bool:
-    return (
-        hidden.is_cuda
-        and hidden.numel() > 0
-        and scale == 1.0
-        and dtype in (torch.float32, torch.bfloat16)
-        and type(hidden) is Tensor  # no fake tensor: its memory plan is that of `torch`
-        and not torch.compiler.is_compiling()
-        and find_spec("liger_kernel") is not None
-    )
-
-
-def _liger(
-    h_TD: Tensor, w_VD: Tensor, t_T: Tensor, bias: Tensor | None, ignore_index: int, reduction: str,
-    softcap: float | None,
-) -> Tensor:  # fmt: skip
-    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
-
-    loss: Tensor = liger_fused_linear_cross_entropy(
-        h_TD, w_VD, t_T, bias=bias, ignore_index=ignore_index, reduction=reduction, softcap=softcap
-    )
-    return loss
-
-
 def _check(
     hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, reduction: str, softcap: float | None,
-    chunk: int | None, backend: str,
+    chunk: int | None,
 ) -> None:  # fmt: skip
     if weight.ndim != 2 or hidden.ndim < 1 or hidden.shape[-1] != weight.shape[1]:
         raise ValueError(
@@ -278,11 +234,9 @@ def _check(
         )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"linear_cross_entropy: bias is [{weight.shape[0]}]; got {list(bias.shape)}")
-    for name, option, options in (("reduction", reduction, _REDUCTIONS), ("backend", backend, _BACKENDS)):
-        if option not in options:
-            raise ValueError(
-                f"{name} is one of {', '.join(map(repr, options))}; got {option!r}{nearest(option, options)}"
-            )
+    if reduction not in _REDUCTIONS:
+        guess = nearest(reduction, _REDUCTIONS)
+        raise ValueError(f"reduction is one of {', '.join(map(repr, _REDUCTIONS))}; got {reduction!r}{guess}")
     for name, number in (("softcap", softcap), ("chunk", chunk)):
         if number is not None and not number > 0:
             raise ValueError(f"linear_cross_entropy: {name} is a number above 0, or None; got {number!r}")

@@ -1,0 +1,112 @@
+"""cross_entropy: the loss of logits and its gradient, which takes their place.
+
+Memory traffic per logit in bf16: 2 bytes read for the loss, 2 read and 2 written for the gradient. PyTorch's
+operations in float32 move about 50. Exponentials and the order of sums differ in last bits from device to device.
+"""
+
+import torch
+from torch import Tensor
+
+from octavo.kernels.conformance.mismatches import low_sqnr
+from octavo.kernels.library import define
+from octavo.kernels.registry import Backend, Case, Op, register, triton_unsupported
+
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.bfloat16, torch.float16, torch.float32)}
+"""Dtypes of logits by name."""
+
+
+def cross_entropy_(
+    logits: Tensor, target: Tensor, ignore_index: int = -100, scale: float = 1.0, softcap: float | None = None
+) -> Tensor:
+    """Compute the loss of each row of logits, and write its gradient over them.
+
+    Args:
+        logits: [C,V], float32, bfloat16 or float16, contiguous rows. Overwritten by the gradient of the sum of losses.
+        target: [C] int64, a class or `ignore_index` each. Another value makes the row's loss NaN on a GPU.
+        ignore_index: Target of rows without a loss; their gradient is 0.
+        scale: Factor of the logits.
+        softcap: Then they become softcap · tanh(logits / softcap).
+
+    Returns:
+        [C] float32, 0 where ignored.
+    """
+    loss: Tensor = torch.ops.octavo.cross_entropy_(logits, target, ignore_index, scale, softcap)
+    return loss
+
+
+def loss_and_gradient(
+    logits: Tensor, target: Tensor, ignore_index: int, scale: float, softcap: float | None, needs_gradient: bool = True
+) -> tuple[Tensor, Tensor | None]:
+    """Return the loss of each row and its gradient by the logits [C,V], float32 (float64), by PyTorch's operations."""
+    z = logits if logits.dtype == torch.float64 else logits.float()
+    if scale != 1.0:
+        z = z * scale
+    slope = None
+    if softcap is not None:
+        slope = torch.tanh(z / softcap)
+        z = slope * softcap
+    counts = (target != ignore_index).unsqueeze(1)
+    index = target.unsqueeze(1).masked_fill(~counts, 0)
+    lse = z.logsumexp(1, keepdim=True)
+    loss = (lse - z.gather(1, index)).masked_fill(~counts, 0).squeeze(1)
+    if not needs_gradient:
+        return loss, None
+    g = z.sub_(lse).exp_() if z is not logits else (z - lse).exp_()
+    g.scatter_(1, index, g.gather(1, index) - 1)
+    g.masked_fill_(~counts, 0)
+    if slope is not None:
+        g.mul_(slope.square_().neg_().add_(1))
+    return loss, g.mul_(scale) if scale != 1.0 else g
+
+
+def reference(logits: Tensor, target: Tensor, ignore_index: int, scale: float, softcap: float | None) -> Tensor:
+    """See `cross_entropy_`."""
+    loss, gradient = loss_and_gradient(logits, target, ignore_index, scale, softcap)
+    assert gradient is not None
+    logits.copy_(gradient)
+    return loss
+
+
+def _triton(
+    logits: Tensor, target: Tensor, ignore_index: int, scale: float, softcap: float | None
+) -> Tensor:  # fmt: skip
+    from octavo.kernels.cross_entropy import triton  # imports Triton
+
+    return triton.cross_entropy(logits, target, ignore_index, scale, softcap)
+
+
+def _probe(backend: Backend, device: torch.device, case: Case) -> str | None:
+    generator = torch.Generator().manual_seed(0)
+    z = torch.randn(6, 5000, generator=generator, device="cpu", dtype=torch.float32).mul(3).to(device, DTYPES[case[0]])
+    target = torch.tensor([0, 4999, -100, 7, 4096, 4095], device=device)
+    for scale, softcap in ((1.0, None), (0.5, 30.0)):
+        given, expected = z.clone(), z.clone()
+        loss = reference(expected, target, -100, scale, softcap)
+        found = backend.run(given, target, -100, scale, softcap)
+        # Bits of 16-bit gradients that lie between two numbers may flip.
+        decibels = 100.0 if given.dtype == torch.float32 else 50.0
+        if why := low_sqnr([loss, expected], [found, given], decibels, ("loss", "gradient")):
+            return why
+    return None
+
+
+CROSS_ENTROPY = register(Op(name="cross_entropy", cases={name: (name,) for name in DTYPES}, probe=_probe))
+CROSS_ENTROPY.add(Backend(name="triton", run=_triton, unsupported_reason=triton_unsupported))
+CROSS_ENTROPY.add(Backend(name="reference", run=reference))
+
+
+def _run(logits: Tensor, target: Tensor, ignore_index: int, scale: float, softcap: float | None) -> Tensor:
+    backend = CROSS_ENTROPY.choose(logits.device, (str(logits.dtype).removeprefix("torch."),))
+    loss: Tensor = backend.run(logits, target, ignore_index, scale, softcap)
+    return loss
+
+
+def _fake(logits: Tensor, target: Tensor, ignore_index: int, scale: float, softcap: float | None) -> Tensor:
+    return logits.new_empty(logits.shape[0], dtype=torch.float32)
+
+
+define(
+    "cross_entropy_(Tensor(a!) logits, Tensor target, int ignore_index, float scale, float? softcap) -> Tensor",
+    _run,
+    _fake,
+)

@@ -1,0 +1,46 @@
+"""cross_entropy on a GPU: one program for each row of logits."""
+
+import torch
+import triton
+from torch import Tensor
+
+from octavo.kernels.cross_entropy.device import cross_entropy_kernel
+from octavo.kernels.launch import INTERPRETED, Launch, Variant
+
+WIDEST = 4096
+"""Logits of a row that a program holds at a time."""
+
+
+def launch(columns: int, capped: bool) -> Launch:
+    """Return the kernel for rows of a length."""
+    tile = min(triton.next_power_of_2(max(columns, 128)), WIDEST)
+    constants = {"CAPPED": capped, "TILE_C": tile, "INTERPRETED": INTERPRETED}
+    return Launch(kernel=cross_entropy_kernel, constants=constants, num_warps=max(tile // 512, 1))
+
+
+def cross_entropy(
+    logits: Tensor, target: Tensor, ignore_index: int, scale: float, softcap: float | None
+) -> Tensor:  # fmt: skip
+    """See `octavo.kernels.cross_entropy.reference`."""
+    rows, columns = logits.shape
+    loss = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    if rows == 0:
+        return loss
+    arguments = {
+        "z": logits, "target": target.contiguous(), "loss": loss, "columns": columns, "stride": logits.stride(0),
+        "ignore_index": ignore_index, "scale": float(scale), "softcap": float(softcap or 1.0),
+    }  # fmt: skip
+    launch(columns, softcap is not None).run((rows,), arguments)
+    return loss
+
+
+def variants() -> list[Variant]:
+    """Return the kernel with and without a cap, for bf16 logits of a vocabulary of 128 Ki."""
+    types = {"z": "*bf16", "target": "*i64", "loss": "*fp32", "scale": "fp32", "softcap": "fp32"}
+    return [
+        Variant(
+            op="cross_entropy", case="capped" if capped else "plain", config=0, launch=launch(1 << 17, capped),
+            types=types, tile=WIDEST, device_bytes=6, trips=(1 << 17) // WIDEST,
+        )
+        for capped in (False, True)
+    ]  # fmt: skip
