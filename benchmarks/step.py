@@ -84,7 +84,7 @@ def trainer(session: Session, size: run.Size, level: str) -> Any:
     from octavo.train.trainer import Trainer
 
     settings = {**size.settings, "run.steps": 1000, "run.device": session.device.type, "precision.level": level}
-    settings["run.compile"] = session.options.compile
+    settings["run.compile"] = _compiles(session)
     config = parse_config(tomllib.loads(run.toml(settings)))
     tokens = SimpleNamespace(vocabulary=config.model.config["vocab_size"], sequence=config.data.sequence_length)
     corpus: Any = RandomCorpus(tokens)
@@ -93,6 +93,12 @@ def trainer(session: Session, size: run.Size, level: str) -> Any:
     for phase, name in (("accumulation", "accumulate"), ("clipping", "gradient_squares"), ("update", "step")):
         setattr(optimizer, name, record_function(phase)(getattr(optimizer, name)))
     return made
+
+
+def _compiles(session: Session) -> str:
+    """As run.compile: blocks, but in rehearsals, where compilation takes minutes."""
+    chosen: str = session.options.compile or ("none" if session.tiny else "blocks")
+    return chosen
 
 
 def take_apart(session: Session, kernels: list[Kernel], wall_ms: float | None) -> Row:
@@ -169,10 +175,10 @@ def main(arguments: list[str]) -> None:
     """Measure, print a row at a time, write `results/<device>/step.json`."""
     options = parser("step", __doc__, EXAMPLES)
     options.add_argument("--sizes", nargs="+", choices=SIZES, default=SIZES, help="sizes to measure; both")
-    options.add_argument("--compile", choices=("blocks", "none"), default="blocks", help="as run.compile (blocks)")
+    options.add_argument("--compile", choices=("blocks", "none"), help="as run.compile (blocks)")
     session = begin("step", options.parse_args(arguments), arguments)
     levels = LEVELS[:3] if session.options.quick or session.tiny else LEVELS
-    sizes, mode = session.options.sizes, "compiled" if session.options.compile == "blocks" else "eager"
+    sizes, mode = session.options.sizes, "compiled" if _compiles(session) == "blocks" else "eager"
     for name in ("tiny",) if session.tiny else sizes[:1] if session.options.quick else sizes:
         size = run.TINY if session.tiny else run.SIZES[name]
         base = functools.cache(functools.partial(trainer, session, size, "bf16"))  # one for all arms of a size

@@ -77,7 +77,7 @@ def test_parts_add_up_beside_the_prediction(on_gpu, monkeypatch):
 def test_rows_of_a_step(tmp_path, monkeypatch):
     monkeypatch.setattr(step, "WARMUP", 1)
     monkeypatch.setattr(step, "STEPS", 1)
-    options = argparse.Namespace(arguments=[], quick=False)
+    options = argparse.Namespace(arguments=[], quick=False, compile="none")
     on_cpu = session.Session("step", torch.device("cpu"), CpuClock(), options)
     base = step.trainer(on_cpu, run.TINY, "bf16")
     monkeypatch.setattr(step, "predict", lambda session, config, parts: {"predicted": len(parts)})

@@ -171,8 +171,7 @@ def _consume(consumed: set[StorageWeakRef], saved: tuple[Tensor | None, ...]) ->
 
 def _fuses(z: Tensor, has_bias: bool) -> bool:
     """Whether a kernel turns logits into their gradient. The sum that a bias needs is one of float32 numbers."""
-    real = type(z) in (Tensor, torch.nn.Parameter)  # memory plans are those of a GPU
-    return not has_bias and z.dtype != torch.float64 and (z.is_cuda or not real) and not torch.compiler.is_compiling()
+    return not has_bias and z.is_cuda and z.dtype != torch.float64 and not torch.compiler.is_compiling()
 
 
 def _operand(values: Tensor) -> Tensor:

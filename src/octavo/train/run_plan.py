@@ -302,7 +302,9 @@ def _trace_run(
     fake = fake_device(torch.device("cuda"))
     model = _planned_model(task)
     shape = config.optim.batch // (parts * step_config.batches), task.positions(model)
-    step_config = replace(step_config, newton_schulz=muon_flops(model, config.optim) / parallel.pp)
+    compiles = config.run.compile != "none" and not config.uncompilable and bool(find_blocks(model))
+    newton_schulz = muon_flops(model, config.optim) / parallel.pp
+    step_config = replace(step_config, newton_schulz=newton_schulz, eager=not compiles)
     progress(f"the linear layers on {gpu_spec.name}")
     plan = _configured(model, config, gpu_spec, shape[0] * shape[1])
     check_gathered(plan, layout)
