@@ -229,6 +229,26 @@ def test_averages_over_the_ranks_that_ddp_averages_over(gloo):
         assert alone == 1.0 + rank
 
 
+def refused_job():
+    """Inputs of unequal number where forwards exchange scales, and one hook for two models."""
+    rank = dist.get_rank()
+    for recipe in ("delayed", "rowwise_equalized"):
+        model = parallelize(make(recipe), Parallel(dp_replicate=2))
+        with model.join(enable=False):
+            loss_of(model, share(0, rank, 0)).backward()
+        with pytest.raises(ValueError, match="each forward exchanges scales with all ranks"), model.join():
+            for step in range(1 + rank):
+                loss_of(model, share(step, rank, 0)).backward()
+    hook, models = Fp8AllReduce(), [DistributedDataParallel(make()) for _ in range(2)]
+    hook.register(models[0])
+    with pytest.raises(ValueError, match="create one for each model"):
+        hook.register(models[1])
+
+
+def test_what_would_wait_or_average_elsewhere_is_refused(gloo):
+    gloo.run(refused_job, 2, timeout=20.0)
+
+
 def compile_job():
     """A compiled model around the hook. Gradients are ready in another order, so in other buckets and FP8 groups."""
     eager = train(parallelize(make(), Parallel(dp_replicate=2, fp8_comm="on")), 3)

@@ -23,9 +23,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from octavo.comm import DEFAULT_SPEC, all_gather, all_reduce, reduce_scatter
 from octavo.comm.encoding import pack, parse_spec, unpack
+from octavo.nn.delayed import histories
+from octavo.nn.equalized import equalized_layers
 from octavo.nn.resident import ResidentWeight
 from octavo.parallel.agreement import broadcast_values, checksums
-from octavo.runtime.torch_compat import divides_by_active_ranks, ignore_in_ddp
+from octavo.runtime.torch_compat import divides_by_active_ranks, ignore_in_ddp, is_under_join
 
 
 class Fp8AllReduce:
@@ -64,7 +66,16 @@ class Fp8AllReduce:
         return self._stream
 
     def register(self, model: DistributedDataParallel) -> None:
-        """Use the hook for a model's gradients, from the next backward on."""
+        """Use the hook for a model's gradients, from the next backward on.
+
+        Raises:
+            ValueError: If it is registered for another model already.
+        """
+        if self._model() not in (None, model):
+            raise ValueError(
+                "this Fp8AllReduce is registered for another model, whose group and rounding errors it holds: create "
+                "one for each model"
+            )
         self.group = model.process_group if self.group is None else self.group
         self._model = weakref.ref(model)
         model.register_forward_pre_hook(lambda *_: setattr(self, "_joined", 0))
@@ -164,7 +175,17 @@ def replicate(model: nn.Module, mesh: DeviceMesh, *, fp8: str | None) -> nn.Modu
     ddp_model.broadcast_buffers = bool(saved_buffers(model))
     if fp8 is not None:
         Fp8AllReduce(group, spec=fp8).register(ddp_model)
+    ddp_model.register_forward_pre_hook(_refuse_join)
     return ddp_model
+
+
+def _refuse_join(model: nn.Module, inputs: Any) -> None:
+    """Raise ValueError under `model.join()` if forwards exchange scales, in which ranks without inputs take no part."""
+    if is_under_join(model) and (any(histories(model)) or any(equalized_layers(model))):
+        raise ValueError(
+            "model.join() with delayed scaling or equalization: each forward exchanges scales with all ranks, and "
+            "those without inputs run none. Give all ranks equally many inputs, or take recipe 'rowwise'"
+        )
 
 
 def saved_buffers(model: nn.Module) -> list[Tensor]:

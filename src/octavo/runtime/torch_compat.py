@@ -120,9 +120,14 @@ def ignore_in_ddp(model: torch.nn.Module, names: Iterable[str]) -> None:
     ddp._set_params_and_buffers_to_ignore_for_model(model, ignored)
 
 
+def is_under_join(model: Any) -> bool:
+    """Return whether a `DistributedDataParallel` is under `join()`. All releases."""
+    return bool(model._join_config.enable)
+
+
 def divides_by_active_ranks(model: Any) -> bool:
     """Return whether a `DistributedDataParallel` is under `join(divide_by_initial_world_size=False)`. All releases."""
-    return model._join_config.enable and not getattr(model, "_divide_by_initial_world_size", True)
+    return is_under_join(model) and not getattr(model, "_divide_by_initial_world_size", True)
 
 
 def global_module_hooks() -> Iterable[Any]:
