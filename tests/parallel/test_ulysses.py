@@ -119,3 +119,25 @@ def test_what_cannot_work_raises_on_every_rank(gloo):
     for found in gloo.run(errors_job, 2):
         for text, message in zip(texts, found, strict=True):
             assert text in message
+
+
+def uneven_job():
+    """The errors of later calls whose parts differ: in their numbers of tokens, and in their shapes alone."""
+    before, rank, errors = dist.get_debug_level(), dist.get_rank(), []
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    try:
+        for shape in ((1, 2, 4, 64), (1, 2, 3 + rank, 64), (1 + rank, 2, 4 // (1 + rank), 64), (1, 2, 3, 64)):
+            q = torch.randn(shape)
+            try:
+                assert ulysses_attention(q, q, q).shape == q.shape
+            except ValueError as error:
+                errors.append(str(error))
+    finally:
+        dist.set_debug_level(before)
+    return errors
+
+
+def test_detailed_checks_compare_the_parts_of_every_call(gloo):
+    for errors in gloo.run(uneven_job, 2):
+        assert len(errors) == 2 and all("ulysses_attention: the calls of the ranks" in text for text in errors)
+        assert "[1, 2, 3, 64]" in errors[0] and "[2, 2, 2, 64]" in errors[1]

@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.comm import ADAPTIVE_SPEC
-from octavo.comm.checks import Group, world_size
+from octavo.comm.checks import Group, compare_calls, world_size
 from octavo.comm.encoding import parse_spec
 from octavo.parallel.exchange import exchange_rows
 from octavo.runtime.switch import SWITCH
@@ -76,6 +76,7 @@ def ulysses_attention(
     """
     ranks = world_size(group)
     _check(q, k, v, ranks)
+    compare_calls("ulysses_attention", group, ([list(t.shape) for t in (q, k, v)], q.dtype))
     parts = [t.unflatten(1, (ranks, -1)).movedim(1, 0) for t in (q, k, v)]  # [p,B,H/p,S/p,D]
     group_size = _GROUP if fp8_comm and not SWITCH.off else 1  # no group of v shares its scale with a larger k
     rows = [F.pad(part.reshape(ranks, -1), (0, -part[0].numel() % group_size)) for part in parts]
