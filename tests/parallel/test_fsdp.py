@@ -1,6 +1,8 @@
 """Models that are awkward to cut into pieces, their state, and what else is done to a model that is sharded."""
 
 import io
+import os
+import time
 import warnings
 
 import pytest
@@ -16,6 +18,7 @@ import octavo
 from octavo.parallel import Parallel, parallelize
 from octavo.parallel.fsdp import parameters_in_fp8
 from octavo.tensor import local_tensor
+from processes import Failed
 
 pytestmark = pytest.mark.dist
 
@@ -241,6 +244,8 @@ def writes_job(recipe, folder):
     for write in (*writes, lambda w: setattr(w, "data", torch.zeros(w.shape))):
         with torch.no_grad(), pytest.raises(ValueError, match=r"call reshard\(\) of the modules"):
             write(block.up.weight)
+    with torch.no_grad(), pytest.warns(UserWarning, match="what it or its result writes there is lost"):
+        block.up.weight[0] = 0.0
     block.reshard()
     assert torch.equal(model(tokens), plain(tokens))
 
@@ -271,6 +276,97 @@ def between_job(recipe):
 @pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
 def test_inference_and_other_optimizers_between_passes(gloo, recipe):
     gloo.run(between_job, 2, recipe)
+
+
+def saved_between_job(recipe, comm, folder):
+    """Checkpoints between forward and backward, within a backward, and in the background while training goes on."""
+    model, plain = (parallelize(make(recipe), Parallel(fp8_comm=comm)) for _ in range(2))
+    steppers = [optimizer_of("octavo", m.parameters()) for m in (model, plain)]
+
+    def step(number, saves=False):
+        losses = [loss_of(m, share(number, dist.get_rank(), 0)) for m in (model, plain)]
+        if saves:
+            dcp.save(model.state_dict(), checkpoint_id=f"{folder}/{number}")
+            hook = model.blocks[1].up.weight.register_post_accumulate_grad_hook(lambda _: model.state_dict())
+        for loss, stepper in zip(losses, steppers, strict=True):
+            loss.backward()
+            stepper.step()
+        if saves:
+            hook.remove()
+        pairs = zip(model.parameters(), plain.parameters(), strict=True)
+        same = [torch.equal(local_tensor(p.grad), local_tensor(other.grad)) for p, other in pairs]
+        for stepper in steppers:
+            stepper.zero_grad()
+        return all(same) and torch.equal(*losses)
+
+    def bits(m, stepper):
+        states = stepper.state_dict()["state"]
+        tensors = [*m.state_dict().values(), *(states[i][name] for i in sorted(states) for name in sorted(states[i]))]
+        return [local_tensor(tensor).clone() for tensor in tensors]
+
+    assert step(0, True) and step(1, True)
+    expected = bits(model, steppers[0])
+    state = {"model": model.state_dict(), "optimizer": steppers[0].state_dict()}
+    saving = dcp.async_save(state, checkpoint_id=f"{folder}/later", process_group=dist.new_group(backend="gloo"))
+    assert step(2) and step(3)
+    saving.result()
+    state = {"model": model.state_dict(), "optimizer": steppers[0].state_dict()}
+    dcp.load(state, checkpoint_id=f"{folder}/later")
+    model.load_state_dict(state["model"])
+    steppers[0].load_state_dict(state["optimizer"])
+    assert all(map(torch.equal, bits(model, steppers[0]), expected))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("recipe", "comm"), [("rowwise", "on"), ("tensorwise", "gather")])
+def test_checkpoints_while_a_step_runs(gloo, recipe, comm, tmp_path):
+    gloo.run(saved_between_job, 2, recipe, comm, str(tmp_path))
+
+
+def empty_job():
+    """Gradients where rank 1 has no sequences, beside those of one process that has rank 0's."""
+    for settings, recipe in (({"fp8_comm": "gather"}, "tensorwise"), ({"dp_replicate": 2}, "delayed")):
+        model, plain = parallelize(make(recipe), Parallel(**settings)), make(recipe)
+        for step in range(2):
+            tokens = share(step, 0, 0)
+            for m, part in ((model, tokens[: 0 if dist.get_rank() else None]), (plain, tokens)):
+                m.zero_grad()
+                logits = m(part[:, :-1]).flatten(0, 1)
+                nn.functional.cross_entropy(logits, part[:, 1:].flatten(), reduction="sum").backward()
+            for (name, parameter), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+                grad = parameter.grad
+                whole_grad = grad.full_tensor() if isinstance(grad, DTensor) else grad
+                assert torch.equal(2 * whole_grad, other.grad), name
+
+
+def test_a_rank_without_sequences(gloo):
+    gloo.run(empty_job, 2)
+
+
+def raising_job(alone):
+    """A forward that raises in a step: on all ranks, which go on as if it had not been, or on rank 1, which ends."""
+    model, plain = (parallelize(make("delayed"), Parallel(fp8_comm="on")) for _ in range(2))
+    steppers = [optimizer_of("torch", m.parameters()) for m in (model, plain)]  # while parameters are shards
+    if alone and dist.get_rank() == 0:
+        start = time.monotonic()
+        with pytest.raises(RuntimeError):
+            train(model, 1)
+        assert time.monotonic() - start < 30.0  # of 90
+        return
+    hook = model.blocks[1].up.register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        train(model, 1)
+    if alone:
+        os._exit(1)  # as a process does that raises
+    hook.remove()
+    assert train(model, 3, stepper=steppers[0]) == train(plain, 3, stepper=steppers[1])
+
+
+def test_a_rank_that_raises_in_a_step(gloo):
+    gloo.run(raising_job, 2, False)
+    with pytest.raises(Failed) as failed:
+        gloo.run(raising_job, 2, True)
+    assert "rank 1: its process died" in str(failed.value) and "rank 0" not in str(failed.value)
 
 
 def load_changes_scales_job():

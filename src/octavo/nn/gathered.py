@@ -208,8 +208,8 @@ class Fp8AllGatherOutput(Fp8Weight):
     is_transposed: bool
     _channels: ChannelScales | None
     read_warning = (
-        "that was gathered in FP8, so it gets the FP8 values, not the exact ones. Leave that layer out of convert "
-        "(skip=[...]), or set fp8_comm='off'"
+        "that was gathered in FP8, so it gets a copy of the FP8 values, not the exact ones, and what it or its result "
+        "writes there is lost. Leave that layer out of convert (skip=[...]), or set fp8_comm='off'"
     )
     mismatch_advice = (
         "after octavo.parallelize, change a recipe with octavo.nn.change_recipe(model, name, recipe, reason=…)"
