@@ -20,6 +20,7 @@ from processes import Failed, gloo  # noqa: F401  a fixture
 
 pytestmark = pytest.mark.dist
 MESHES = LAYOUTS | {"ep": (2, {"ep": 2}), "ep-fsdp": (4, {"ep": 2})}
+DDP = {"dp_shard": 1, "dp_replicate": 2}
 
 
 def broken_stage_job(tables, out):  # noqa: F811
@@ -119,3 +120,28 @@ def test_all_ranks_skip_a_step_that_one_overflows(gloo, settings, tmp_path, mesh
     results = gloo.run(overflowing_job, world, made, str(tmp_path / "out"), 3, world - 1)
     assert results == [[True]] * world
     assert [row.step for row in read_metrics(tmp_path / "out") if row.skipped] == [4]
+
+
+def reduced_nan_job(tables, out, step):  # noqa: F811
+    """Steps that a run skipped, and its parameters, where one copy alone has a NaN after gradients were reduced."""
+    forward_backward, models = Trainer.forward_backward, []
+
+    def spoiled(self, *batch):
+        loss = forward_backward(self, *batch)
+        if self.step == step and self.ranks.rank == 1:
+            next(iter(self.optimizer.gradients().values())).view(-1)[0] = torch.nan
+        models[:] = [self.model]
+        return loss
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "forward_backward", spoiled)
+        skipped = run(parse_config(tables), out=Path(out)).skipped_steps
+    return skipped, [p.detach().clone() for p in models[0].parameters()]
+
+
+@pytest.mark.thorough
+def test_all_copies_skip_a_step_in_which_one_has_a_nan(gloo, settings, tmp_path):  # noqa: F811
+    """The norm is summed over the ranks, so DDP's copies, which nothing reduces again, decide together."""
+    made = settings(parallel=DDP, precision={"level": "fp8", "parameters": "fp32", "loss_scale": "dynamic"})
+    (skipped, one), (other_skipped, other) = gloo.run(reduced_nan_job, 2, made, str(tmp_path / "out"), 3)
+    assert skipped == other_skipped == 1 and all(map(torch.equal, one, other))
