@@ -33,7 +33,7 @@ EARLIER: dict[str, Callable[[Tensor], Any]] = {
     "data": lambda weight: weight.data.mul_(2),
     "to_local": lambda weight: getattr(weight, "to_local", lambda: weight.data)().mul_(2),
     "in_place": lambda weight: weight.mul_(2),
-    "copy": lambda weight: weight.data[1:].copy_(2 * weight.data[1:]),
+    "copy": lambda weight: weight.data.copy_(2 * weight.data),
     "inference": lambda weight: weight,
 }
 """What happens to each matrix after an earlier pass of a model; last, a forward in inference mode."""
