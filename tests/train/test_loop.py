@@ -9,6 +9,7 @@ import pytest
 import torch
 from tiny_runs import MakeConfig, Recorder, curve
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from octavo.nn import emitting, weights
 from octavo.train import NonFiniteError, RunResult, load_config, loss_scale, read_metrics, run
@@ -112,6 +113,26 @@ def test_micro_batches_change_rounding_only(make_config: MakeConfig, tmp_path: P
             if row.step <= 3:  # flipped roundings grow from step to step, and norms feel them first
                 assert row.grad_norm == pytest.approx(expected.grad_norm, rel=5e-3)
             assert row.tokens == expected.tokens
+
+
+@pytest.mark.parametrize("level", ["bf16", "fp8"])
+def test_a_plain_step_waits_for_the_device_at_its_end_alone(level: str, make_config: MakeConfig) -> None:
+    """What a GPU has to tell the host: loss and norm, one after the other, when all products are queued."""
+    config = make_config(precision={"level": level}, optim={"micro_batches": 2})
+    trainer = Trainer(config, load_corpus(config.data, config.model, NullProgress()), torch.device("cpu"))
+    trainer.train_step()
+    seen: list[str] = []
+
+    class Waits(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func.__name__)
+            return func(*args, **(kwargs or {}))
+
+    with Waits():
+        trainer.train_step()
+    waits = [i for i, name in enumerate(seen) if name.startswith(("_local_scalar_dense", "nonzero", "is_nonzero"))]
+    products = [i for i, name in enumerate(seen) if name.startswith(("mm", "addmm", "scaled_mm", "_scaled_mm"))]
+    assert len(waits) == 2 and waits[0] > products[-1] and len(products) > 20
 
 
 @pytest.mark.thorough

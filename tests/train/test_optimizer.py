@@ -1,4 +1,5 @@
 import io
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -131,6 +132,21 @@ def test_clipping_is_by_global_norm(dtype: torch.dtype) -> None:
     assert norm > 1
     optimizer.step(1e-3, norm)
     assert optimizer.gradient_norm(1.0).item() == pytest.approx(0.25, rel=1e-4)
+
+
+def test_gradients_within_the_clip_are_not_multiplied() -> None:
+    parameters = []
+    for known in (False, True):
+        model = make_model(torch.bfloat16)
+        optimizer = MasterWeightOptimizer(model, Optim(lr=1e-3, clip=4.0), master=True)
+        backward(model, 0, factor=1.0)
+        optimizer.accumulate()
+        norm = optimizer.gradient_norm(1.0)
+        with patch.object(torch, "_foreach_mul_", wraps=torch._foreach_mul_) as multiply:
+            optimizer.step(1e-3, norm, **({"known": norm.item()} if known else {}))
+        assert norm < 4.0 and multiply.called != known
+        parameters.append([parameter.detach().clone() for parameter in model.parameters()])
+    assert all(map(torch.equal, *parameters))
 
 
 def test_the_norm_is_of_unscaled_gradients_and_shows_overflow() -> None:
