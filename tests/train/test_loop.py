@@ -115,6 +115,23 @@ def test_micro_batches_change_rounding_only(make_config: MakeConfig, tmp_path: P
             assert row.tokens == expected.tokens
 
 
+def test_steps_are_profiled_and_change_nothing(make_config: MakeConfig, tmp_path: Path) -> None:
+    seen = Recorder()
+    run(make_config(run={"steps": 4, "profile": [2, 3]}), out=tmp_path / "profiled", progress=seen)
+    run(make_config(run={"steps": 4}), out=tmp_path / "plain")
+    assert curve(tmp_path / "profiled") == curve(tmp_path / "plain")
+    table = (tmp_path / "profiled" / "profile.txt").read_text()
+    assert table.startswith("2 steps\n") and "aten::mm" in table
+    assert json.loads((tmp_path / "profiled" / "profile.json").read_text())["traceEvents"]
+    assert any("profiled 2 steps" in note for note in seen.notes)
+
+
+@pytest.mark.parametrize("steps", [[0, 1], [3, 2], [2, 5], [1]])
+def test_steps_to_profile_are_a_part_of_the_run(steps: list[int], make_config: MakeConfig) -> None:
+    with pytest.raises(ConfigError, match="run.profile"):
+        make_config(run={"steps": 4, "profile": steps})
+
+
 @pytest.mark.parametrize("level", ["bf16", "fp8"])
 def test_a_plain_step_waits_for_the_device_at_its_end_alone(level: str, make_config: MakeConfig) -> None:
     """What a GPU has to tell the host: loss and norm, one after the other, when all products are queued."""

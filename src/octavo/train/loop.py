@@ -55,6 +55,7 @@ from octavo.train.record.metrics import LOSS, MetricsBuffer, MetricsWriter, RunR
 from octavo.train.record.outputs import CONFIG_FILE, LAYERS_FILE, RunFolder, open_run_folder
 from octavo.train.record.progress import DeferredErrors, NullProgress, Progress, raise_deferred
 from octavo.train.record.setup import ExpectedStep
+from octavo.train.record.step_profile import StepProfile
 from octavo.train.sampling import Sampler, make_sampler
 from octavo.train.signals import Between, Stop, StopRequested, stop_on
 from octavo.train.tasks.registry import task_of
@@ -295,10 +296,14 @@ def _train(
     ranks.run_on_rank0(lambda: gauges.setup.write(out))
     progress.start(config, trainer.step, gauges.setup)
     ranks.raise_together(lambda: raise_deferred(progress))
+    profiled = StepProfile(config.run.profile if ranks.is_main else None, out, progress.note)
+
+    def step() -> StepMetrics:
+        return profiled.run(trainer.step + 1, partial(_step, trainer, gauges, out, progress))
+
     while True:
         with ranks.closing(ranks.raise_together(lambda: _metrics(trainer, out, progress))) as metrics:
             trainer.startup.lap("loggers")
-            step = partial(_step, trainer, gauges, out, progress)
             try:
                 last = 1 if dry_run else config.run.steps
                 stopped = _take_steps(trainer, step, sampler, out, metrics, progress, stop, last)
@@ -317,6 +322,7 @@ def _train(
                 )  # fmt: skip
                 message = f"{error}. {remedy}"
                 failure = NonFiniteError(message, step=error.step, origin=error.origin)
+            profiled.finish()
             if spike is None:
                 states = state_bytes_per_parameter(trainer.optimizer, trainer.model) if trainer.step else None
                 result = replace(

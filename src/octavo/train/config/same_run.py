@@ -12,7 +12,7 @@ from octavo.train.config.sections import SELECTION, Limits
 
 FREE = {
     *(f"run.{key}" for key in ("name", "out", "device", "log_every", "loggers", "save_every", "eval_every")),
-    *(f"run.{key}" for key in ("keep", "keep_every", "keep_best", "restarts")),
+    *(f"run.{key}" for key in ("keep", "keep_every", "keep_best", "restarts", "profile")),
     *(f"eval.{key}" for key in ("every", "ema")),
     *(f"sample.{key}" for key in SampleConfig.model_fields),
     *(f"data.{key}" for key in ("source", "sources", "cache", "cache_gib")),

@@ -79,6 +79,9 @@ class Run(Section):
     killed. Not for torchrun, which has `--max-restarts`."""
     deterministic: bool = False
     """Use PyTorch's deterministic algorithms, so that GPUs add in the same order in every run; slower there."""
+    profile: Annotated[list[Count], Field(min_length=2, max_length=2)] | None = None
+    """First and last step, counted from 1, to profile: `profile.json` is a trace for ui.perfetto.dev, `profile.txt` the
+    operations that took the longest. On several ranks, of the first one. Profiled steps are slower."""
     compile: Literal["auto", "blocks", "none"] = "auto"
     """Whether each repeated block of the model is compiled (`torch.compile`). "auto": "blocks" on a GPU, "none" on a
     CPU, and "none" for what cannot compile, with a note."""
@@ -106,6 +109,15 @@ class Run(Section):
     def saves(self, step: int) -> bool:
         """Whether the run saves after a step, besides its end."""
         return self.save_every > 0 and step % self.save_every == 0
+
+    @model_validator(mode="after")
+    def _check_profile(self) -> "Run":
+        if self.profile is not None and not self.profile[0] <= self.profile[1] <= self.steps:
+            raise ValueError(
+                f"run.profile = {self.profile} is not the first and the last step of a part of the run, which has "
+                f"run.steps = {self.steps}: write it as [10, 12]"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_keeping(self) -> "Run":
