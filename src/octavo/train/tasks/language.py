@@ -170,12 +170,15 @@ def _one_document_a_row() -> Iterator[None]:
     """Transformers looks for packed documents in the positions of every batch, and a GPU has to tell the host."""
     from transformers import masking_utils
 
-    find = masking_utils.find_packed_sequence_indices
-    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    name = "find_packed_sequence_indices"
+    find: Any = getattr(masking_utils, name, None)  # a release without it asks nothing
+    if find is not None:
+        setattr(masking_utils, name, lambda position_ids: None)
     try:
         yield
     finally:
-        masking_utils.find_packed_sequence_indices = find
+        if find is not None:
+            setattr(masking_utils, name, find)
 
 
 def _named(inputs: Tensor) -> dict[str, Tensor]:
