@@ -37,6 +37,9 @@ class Handmade(nn.Module):
         nn.init.orthogonal_(self.rotation.weight)
         nn.init.constant_(self.rotation.bias, 7)
         self.scale = nn.Parameter(torch.randn(10))
+        self.joined = nn.Parameter(torch.cat([nn.Linear(32, 8).weight, nn.Linear(32, 8).weight]).detach())
+        self.replaced = nn.Linear(32, 32)
+        self.replaced.weight.data = torch.zeros(32, 32)
 
 
 def weights(build: Any, seed: int = 1) -> dict[str, torch.Tensor]:
@@ -86,3 +89,5 @@ def test_a_tensor_is_drawn_before_something_else_touches_it():
     assert model.partly.weight[:32].std() > 0.8 and model.partly.weight[32:].abs().max() <= 32**-0.5
     assert torch.allclose(model.rotation.weight @ model.rotation.weight.T, torch.eye(32), atol=1e-5)
     assert (model.rotation.bias == 7).all() and model.scale.std() > 0.3
+    assert model.joined.abs().max() <= 32**-0.5 and all(part.std() > 0.05 for part in model.joined.split(8))
+    assert not model.replaced.weight.any()

@@ -47,7 +47,8 @@ class _Draw:
     """A recorded draw into a tensor, and what changes the numbers afterwards."""
 
     def __init__(self, tensor: Tensor, first: int) -> None:
-        self.tensor, self.first = tensor, first
+        # The storage: a parameter may be given another one, as `weight.data = …`.
+        self.tensor, self.first = tensor.detach(), first
         self.steps: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
 
 
@@ -63,9 +64,8 @@ class _Draws(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        first = args[0] if args else None
-        others = [item for item in tree_leaves((args[1:], kwargs)) if isinstance(item, Tensor)]
-        if isinstance(first, Tensor) and not others and _is_whole(first):
+        tensors = [item for item in tree_leaves((args, kwargs)) if isinstance(item, Tensor)]
+        if len(tensors) == 1 and _is_whole(first := tensors[0]):
             key = _storage(first)
             if func in DRAWS and kwargs.get("generator") is None:
                 draw = self.pending[key] = _Draw(first, self._chunks)
@@ -77,7 +77,7 @@ class _Draws(TorchDispatchMode):
                 return first
             if func in FILLS or func in DRAWS:
                 self.pending.pop(key, None)
-        touched = [_storage(item) for item in (first, *others) if isinstance(item, Tensor)]
+        touched = map(_storage, tensors)
         self.draw([self.pending.pop(key) for key in touched if key in self.pending])
         return func(*args, **kwargs)
 
@@ -86,7 +86,7 @@ class _Draws(TorchDispatchMode):
         chunks = [
             (draw, part, self._seed + draw.first + number)
             for draw in draws
-            for number, part in enumerate(draw.tensor.detach().view(-1).split(CHUNK))
+            for number, part in enumerate(draw.tensor.view(-1).split(CHUNK))
         ]
         if not chunks:
             return
