@@ -35,7 +35,7 @@ def content(folder: Path = FOLDER) -> dict[str, Any]:
     kernels = next(file for file in files if file["benchmark"] == "kernels")
     rows = [row for row in kernels["rows"] if row["stage"] == "product" and "kernel_ms" in row]
     of = kernels["environment"]
-    shares = _shares(rows, [file["ceilings"]["copy_tbs"] for file in files])
+    shares = _shares(rows, [file["ceilings"]["copy_tbs"] for file in files if "ceilings" in file])
     versions = {name: of[name] for name in ("octavo", "torch", "triton", "cuda")}
     source = f"measured on {of['device']} (torch {of['torch']}, commit {COMMIT}): " + ", ".join(
         f"{name.removesuffix('_efficiency')} {share:.2f}" for name, share in shares.items()
