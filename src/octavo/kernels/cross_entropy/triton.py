@@ -1,5 +1,7 @@
 """cross_entropy on a GPU: one program for each row of logits."""
 
+from functools import lru_cache
+
 import torch
 import triton
 from torch import Tensor
@@ -11,8 +13,9 @@ WIDEST = 4096
 """Logits of a row that a program holds at a time."""
 
 
+@lru_cache(maxsize=64)
 def launch(columns: int, capped: bool) -> Launch:
-    """Return the kernel for rows of a length."""
+    """Return the kernel for rows of a length, which keeps what it has prepared."""
     tile = min(triton.next_power_of_2(max(columns, 128)), WIDEST)
     constants = {"CAPPED": capped, "TILE_C": tile, "INTERPRETED": INTERPRETED}
     return Launch(kernel=cross_entropy_kernel, constants=constants, num_warps=max(tile // 512, 1))
