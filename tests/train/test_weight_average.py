@@ -32,10 +32,10 @@ def test_it_is_the_average_of_the_masters(
 ) -> None:
     step, masters = TrainerOptimizer.step, []
 
-    def recorded(optimizer: TrainerOptimizer, *args: Any) -> None:
+    def recorded(optimizer: TrainerOptimizer, *args: Any, **options: Any) -> None:
         if not masters:
             masters.append([values.clone() for values in optimizer.masters()])
-        step(optimizer, *args)
+        step(optimizer, *args, **options)
         masters.append([values.clone() for values in optimizer.masters()])
 
     monkeypatch.setattr(TrainerOptimizer, "step", recorded)
