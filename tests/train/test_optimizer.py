@@ -143,7 +143,7 @@ def test_gradients_within_the_clip_are_not_multiplied() -> None:
         optimizer.accumulate()
         norm = optimizer.gradient_norm(1.0)
         with patch.object(torch, "_foreach_mul_", wraps=torch._foreach_mul_) as multiply:
-            optimizer.step(1e-3, norm, **({"known": norm.item()} if known else {}))
+            optimizer.step(1e-3, norm, **({"norm_value": norm.item()} if known else {}))
         assert norm < 4.0 and multiply.called != known
         parameters.append([parameter.detach().clone() for parameter in model.parameters()])
     assert all(map(torch.equal, *parameters))

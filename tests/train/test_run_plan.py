@@ -27,7 +27,7 @@ from octavo.train.config.run_config import ConfigError, TrainConfig, load_config
 from octavo.train.conversion import convert_run
 from octavo.train.data.load import load_corpus
 from octavo.train.record.progress import NullProgress
-from octavo.train.run_plan import plan_arms, plan_memory, plan_step, planned_task
+from octavo.train.run_plan import plan_arms, plan_configured, plan_memory, plan_step, planned_task
 from octavo.train.trainer import Trainer
 
 SEVEN_B = Path(__file__).parents[2] / "configs" / "llama2-7b.toml"
@@ -139,6 +139,18 @@ def test_accumulated_gradients_are_there_throughout(make_config: MakeConfig):
     many = plan_memory(make_config(optim={"batch": 6, "micro_batches": 3}))
     assert many.batch == once.batch == 2
     assert many.at_peak["gradients"] > once.at_peak["gradients"]
+
+
+def test_blocks_are_planned_as_they_run(make_config: MakeConfig):
+    """ "auto" compiles on a GPU, and not a recipe that cannot."""
+    rest = {
+        (mode, recipe): plan_configured(
+            make_config(precision={"level": "fp8", "recipe": recipe}, run={"compile": mode}), gpu="h100"
+        ).time.rest
+        for mode, recipe in (("auto", "rowwise"), ("blocks", "rowwise"), ("none", "rowwise"), ("auto", "delayed"))
+    }
+    assert rest["auto", "rowwise"] == rest["blocks", "rowwise"] < 0.7 * rest["none", "rowwise"]
+    assert rest["auto", "delayed"] == rest["none", "rowwise"]
 
 
 def test_a_local_checkpoint_is_planned_without_its_weights(tmp_path: Path, make_config: MakeConfig):

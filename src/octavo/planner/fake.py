@@ -28,7 +28,7 @@ def fake_tensors(device: str = "cuda") -> Iterator[FakeTensorMode]:
     state = torch.get_rng_state()
     fused = _fused_attention() if device == "cuda" else nullcontext()
     try:
-        with _unpacked_sequences(), fused, FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        with unpacked_sequences(), fused, FakeTensorMode(allow_non_fake_inputs=True) as mode:
             yield mode
     finally:
         torch.set_rng_state(state)
@@ -64,11 +64,11 @@ def _fused_attention() -> Iterator[None]:
 
 
 @contextmanager
-def _unpacked_sequences() -> Iterator[None]:
-    """Keep Transformers from taking a fake batch for packed sequences.
+def unpacked_sequences() -> Iterator[None]:
+    """Keep Transformers from looking for packed sequences in a batch.
 
-    It reads position ids to detect packing. For fake ones it assumes packing and builds a mask of [sequences, length,
-    length], which disables flash attention. Most runs do not pack.
+    It reads position ids to detect packing: on a GPU the host waits for them. For fake ones it assumes packing and
+    builds a mask of [sequences, length, length], which disables flash attention. Most runs do not pack.
     """
     masks: Any = sys.modules.get("transformers.masking_utils")
     name = "find_packed_sequence_indices"

@@ -144,13 +144,13 @@ class TrainerOptimizer(ABC):
         return {} if self.average is None else {f"{name}.ema": value for name, value in self.average.tensors.items()}
 
     @torch.no_grad()
-    def step(self, lr: float, norm: torch.Tensor, number: int = 0, *, known: float = math.inf) -> None:
+    def step(self, lr: float, norm: torch.Tensor, number: int = 0, *, norm_value: float = math.inf) -> None:
         """Clip the gradients, whose global norm is `norm`, and take step `number`, 0, 1, …
 
-        `known`: the norm where the host has read it; up to the clip, the factor is 1 and nothing is multiplied.
+        `norm_value`: the same where the host has read it; up to the clip, the factor is 1 and nothing is multiplied.
         """
         grads = list(self.gradients().values())
-        if self._clip and grads and known + 1e-6 > self._clip:
+        if self._clip and grads and norm_value + 1e-6 > self._clip:
             torch._foreach_mul_(grads, torch.clamp(self._clip / (norm + 1e-6), max=1.0).to(grads[0].device))
         for group, ratio in zip(self.inner.param_groups, self._lr_ratios, strict=True):
             group["lr"] = lr * ratio
@@ -231,9 +231,9 @@ class MasterWeightOptimizer(TrainerOptimizer):
         return (local_tensor(master).detach().float() for master in self._masters)
 
     @torch.no_grad()
-    def step(self, lr: float, norm: torch.Tensor, number: int = 0, *, known: float = math.inf) -> None:
+    def step(self, lr: float, norm: torch.Tensor, number: int = 0, *, norm_value: float = math.inf) -> None:
         """Clip the gradients, whose global norm is `norm`, take a step and round the parameters from the masters."""
-        super().step(lr, norm, number, known=known)
+        super().step(lr, norm, number, norm_value=norm_value)
         rows = zip(self._params, self._masters, strict=True)
         pairs = [(local_tensor(param), local_tensor(master)) for param, master in rows if param is not master]
         if pairs:

@@ -206,7 +206,7 @@ class Trainer:
         lr = learning_rate(config.optim, self.step, config.run.steps)
         applied = is_finite and not is_zero
         if applied:
-            self.optimizer.step(lr, norm, self.step, known=norm_value)
+            self.optimizer.step(lr, norm, self.step, norm_value=norm_value)
         self.optimizer.zero_grad()
         self.step += 1
         seconds, tokens = time.perf_counter() - start, targets.numel() * self.layout.label_ranks

@@ -117,7 +117,7 @@ def multiprocessors_of(device: torch.device) -> int:
 
 
 MAXIMA_TILE = (32, 128, 4)
-"""Tile rows, tile columns, warps of the amax pass: of 12 measured on an H100 the fastest (docs/performance.md)."""
+"""Tile rows, tile columns, warps of the amax pass: the fastest of those measured on an H100 (docs/performance.md)."""
 STRIPS = (16, 4, 1)
 """Tiles below each other in one program of the amax pass."""
 

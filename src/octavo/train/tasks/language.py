@@ -1,8 +1,7 @@
 """Language: the next token of text, with any causal language model of Transformers."""
 
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from octavo.planner.fake import unpacked_sequences
 from octavo.train.checkpoint.kinds import LANGUAGE
 from octavo.train.config.run_config import ConfigError, TrainConfig
 from octavo.train.config.sections import expand
@@ -126,7 +126,7 @@ class Language(Task):
         """The model's own loss of ids [B,S], or ids and positions [B,S,2], with the next tokens [B,S]."""
         packed = inputs.dim() == 3 or bool(arguments)
         arguments = self._arguments | arguments
-        with nullcontext() if packed else _one_document_a_row():
+        with nullcontext() if packed else unpacked_sequences():
             loss: Tensor = forward(**_named(inputs), labels=targets, shift_labels=targets, **arguments).loss
         return loss
 
@@ -163,22 +163,6 @@ class Language(Task):
     def describe(self, out: Path) -> None:
         """Write `tokenizer.json`."""
         write_file(out / TOKENIZER_FILE, self.data.tokenizer.backend.to_str(pretty=True))
-
-
-@contextmanager
-def _one_document_a_row() -> Iterator[None]:
-    """Transformers looks for packed documents in the positions of every batch, and a GPU has to tell the host."""
-    from transformers import masking_utils
-
-    name = "find_packed_sequence_indices"
-    find: Any = getattr(masking_utils, name, None)  # a release without it asks nothing
-    if find is not None:
-        setattr(masking_utils, name, lambda position_ids: None)
-    try:
-        yield
-    finally:
-        if find is not None:
-            setattr(masking_utils, name, find)
 
 
 def _named(inputs: Tensor) -> dict[str, Tensor]:
