@@ -88,6 +88,24 @@ def test_triton_equals_reference_with_precomputed_scales(spec, rows, columns, dt
     assert difference(tensors(expected), tensors(actual)) is None
 
 
+@pytest.mark.thorough
+@triton
+@pytest.mark.parametrize(("strip", "rows"), [(1, 33), (4, 130), (16, 520)])
+def test_strips_of_tiles_see_every_row(monkeypatch, strip, rows):
+    """The largest values are in the last rows, in another tile than the first, and in another strip."""
+    from octavo.kernels.quantize import triton as kernels
+
+    monkeypatch.setattr(kernels, "strip_tiles", lambda *_: strip)
+    monkeypatch.setattr(kernels, "_PLANS", {})
+    x = randn(rows, 140) * torch.linspace(1, 9, rows)[:, None]
+    fold, fold_t = factors("columns", rows, 140), factors("rows", rows, 140)
+    pair = QuantSpec.parse("e4m3/row"), fold, QuantSpec.parse("e4m3/column"), fold_t
+    alone = [QuantSpec.parse(text) for text in ("e4m3/column", "e4m3/tensor")]
+    expected = [*reference.quantize_pair(x, *pair), *(reference.quantize(x, spec, None)[1] for spec in alone)]
+    found = [*kernels.quantize_pair(x, *pair), *(kernels.quantize(x, s, None, None, None, "rows")[1] for s in alone)]
+    assert difference(expected, found) is None
+
+
 PAIRS = [
     ("e4m3/row", "e4m3/column"), ("e4m3/row/pow2", "e4m3/column/pow2"), ("e5m2/row", "e5m2/column"),
     ("e4m3/1x128", "e4m3/128x1"), ("e4m3/1x32/e8m0", "e4m3/32x1/e8m0"), ("e4m3/tensor", "e4m3/row"),
