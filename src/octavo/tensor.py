@@ -27,20 +27,13 @@ Order = Literal["rows", "columns", "both"]
 
 @dataclass(frozen=True)
 class ScaledTensor:
-    """An FP8 matrix [R,C] and the dequantization scales of its blocks.
+    """An FP8 matrix [R,C] and the dequantization scales of its blocks."""
 
-    Attributes:
-        data: FP8 values, [R,C], of dtype `spec.format.dtype`, row-major or column-major.
-        scale: Dequantization scales, `spec.granularity.scale_shape((R,C))`, of `spec.scale_dtype`; None for unit
-            scales.
-        spec: Format, granularity and scale rule.
-        other_order: `data` in the other memory order, [R,C], or None.
-    """
-
-    data: Tensor
+    data: Tensor  # FP8 values, [R,C], of dtype `spec.format.dtype`, row-major or column-major
+    # Dequantization scales, `spec.granularity.scale_shape((R,C))`, of `spec.scale_dtype`; None for unit scales.
     scale: Tensor | None
-    spec: QuantSpec
-    other_order: Tensor | None = None
+    spec: QuantSpec  # Format, granularity and scale rule
+    other_order: Tensor | None = None  # `data` in the other memory order, [R,C], or None
 
     @property
     def unscaled(self) -> "ScaledTensor":
@@ -71,11 +64,7 @@ class ScaledTensor:
         return (values if self.scale is None else values * self.expanded_scale()).to(dtype)
 
     def expanded_scale(self) -> Tensor:
-        """Return float32 scales broadcastable to `data`, expanded along each blocked dimension.
-
-        Raises:
-            ValueError: The scales are unit scales.
-        """
+        """Return float32 scales broadcastable to `data`, expanded along each blocked dimension."""
         if self.scale is None:
             raise ValueError(
                 "this ScaledTensor has unit scales (folded into the other operand); there is nothing to expand"
@@ -93,12 +82,7 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor, as a `torch.Tensor` that shares its memory.
-
-    Args:
-        tensor: A DTensor gives its local shard; a shard for FP8 all-gather (`octavo.nn.gathered`) its `local` tensor;
-            any other tensor itself.
-    """
+    """Return this rank's part of a tensor, as a `torch.Tensor` that shares its memory."""
     local: Tensor = local_part(tensor)
     result: Tensor = getattr(local, "local", local)
     return result

@@ -57,10 +57,6 @@ def producer(node: Any) -> Any:
 def is_parameter(tensor: Tensor, own: Collection[int] = ()) -> bool:
     """Return whether a tensor is a parameter, a view or cast of one, or a function of parameters alone with the size of
     one, such as `weight * 2` or a parametrized weight.
-
-    Args:
-        tensor: A tensor that requires a gradient.
-        own: Identities of leaves that count as parameters whatever their class.
     """
     if tensor.is_leaf:
         return isinstance(tensor, nn.Parameter) or id(tensor) in own

@@ -27,13 +27,8 @@ _ACTIVATION_NAMES = ("silu", "swish", "gelu", "activation")
 
 
 def storable(model: nn.Module) -> dict[str, Storage | str]:
-    """Return how modules of a model can store their activations, by fully qualified name, in model order.
-
-    For a module that cannot, although its class name resembles one that can, the value is the reason.
-
-    Raises:
-        ValueError: If a module does not compute what its class was registered as.
-    """
+    """Return how modules of a model can store their activations, by fully qualified name, in model order."""
+    # For a module that cannot, although its class name resembles one that can, the value is the reason.
     modules = dict(model.named_modules())
     owners = {id(owner) for owner in _owners_of_matrices(modules)}
     storages: dict[str, Storage | str] = {}

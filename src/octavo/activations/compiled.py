@@ -59,13 +59,7 @@ class _Combined(torch.autograd.Function):
 
 
 def stored(x: Tensor, bias: Tensor | None = None, center: bool = False) -> Tensor:
-    """Return x [..., K] rounded as eager mode stores it for backward; the gradient is that of x.
-
-    Args:
-        x: float32, bfloat16 or float16.
-        bias: [K]; subtracted before the cast and added again.
-        center: Store x - mean, and return that.
-    """
+    """Return x [..., K] rounded as eager mode stores it for backward; the gradient is that of x."""
     result: Tensor = _Stored.apply(x, None if bias is None else bias.detach(), center)
     return result
 

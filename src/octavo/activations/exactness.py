@@ -44,14 +44,7 @@ _INPUTS = {"Gelu": ("self",), "Silu": ("self",)}
 def may_be_rounded(
     node: Any, own: Collection[int], is_weight: Callable[[Tensor], bool], saved: Callable[[str], Tensor | None]
 ) -> Iterator[str]:
-    """Yield names of the tensors saved by a node that may be rounded to FP8.
-
-    Args:
-        node: A node of the autograd graph.
-        own: Identities of leaves that count as parameters whatever their class.
-        is_weight: Whether products with a parameter may round their inputs.
-        saved: Returns the tensor that the node saved under a name, or None if unknown.
-    """
+    """Yield names of the tensors saved by a node that may be rounded to FP8."""
     kind = operation_of(node)
     yield from _INPUTS.get(kind or "", ())
     inputs = [function for function, _ in node.next_functions]

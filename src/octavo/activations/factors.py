@@ -107,19 +107,12 @@ _GLUS: dict[str, Callable[..., Factors]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Factored:
-    """A class of modules whose last multiplication has known factors.
+    """A class of modules whose last multiplication has known factors."""
 
-    Attributes:
-        kind: `"norm"` or `"glu"`.
-        factors: Their function: of x, weight and epsilon, or of x, gate, up and activation.
-        names: Names of the attributes that play each role.
-        formula: Of the class, to recognize later that it has changed.
-    """
-
-    kind: str
-    factors: Callable[..., Factors]
-    names: Mapping[str, str]
-    formula: Formula
+    kind: str  # `"norm"` or `"glu"`
+    factors: Callable[..., Factors]  # Their function: of x, weight and epsilon, or of x, gate, up and activation
+    names: Mapping[str, str]  # Names of the attributes that play each role
+    formula: Formula  # Of the class, to recognize later that it has changed
 
 
 def factored(module: nn.Module) -> Factored | None:
@@ -143,9 +136,8 @@ def _of_class(owner: Any) -> Factored | None:
 def factors_of(module: nn.Module, known: Factored, x: Tensor) -> Factors | None:
     """Return the factors for an input; None if an attribute that plays a role is not what its code reads: parametrized,
     a property, of another type.
-
-    Calls the parts of a gated MLP, in the order of its code.
     """
+    # Calls the parts of a gated MLP, in the order of its code.
     names, own = known.names, vars(module)
     if known.kind == "norm":
         weight, eps = module._parameters.get(names["weight"]), own.get(names["eps"])

@@ -42,17 +42,12 @@ class _Unknown(Exception):
 
 @dataclass(frozen=True)
 class Formula:
-    """What a class computes in `forward`.
+    """What a class computes in `forward`."""
 
-    Attributes:
-        expression: Result in terms of `("argument", index)` and `("attr", name)`, attributes of the module; and
-            all calls, in order.
-        functions: The functions read: name in the class, function, and its code.
-        outside: Global names that they use: a namespace, a name in it, and its value.
-    """
-
+    # Result in terms of `("argument", index)` and `("attr", name)`, attributes of the module; and all calls, in order.
     expression: Expression
-    functions: tuple[tuple[str, Any, CodeType], ...]
+    functions: tuple[tuple[str, Any, CodeType], ...]  # The functions read: name in the class, function, and its code
+    # Global names that they use: a namespace, a name in it, and its value.
     outside: tuple[tuple[dict[str, Any], str, Any], ...] = ()
 
     def holds(self, owner: type, module: nn.Module) -> bool:

@@ -217,16 +217,7 @@ class _ActivationFunction(torch.autograd.Function):
 def norm_saving_fp8(
     x: Tensor, y: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float | None, norm: Norm
 ) -> Tensor:
-    """Return a norm y of x [..., K] over the last dimension, with x or x - mean saved in FP8 for backward.
-
-    Args:
-        x: [..., K], float32, bfloat16 or float16.
-        y: Its result [..., K], without a gradient.
-        weight: [K], of y's dtype or float32; None for none.
-        bias: [K], of weight's dtype; None for none.
-        eps: Added to the mean square or variance; None for PyTorch's default, the machine epsilon of float32.
-        norm: Which norm it is.
-    """
+    """Return a norm y of x [..., K] over the last dimension, with x or x - mean saved in FP8 for backward."""
     eps = torch.finfo(torch.float32).eps if eps is None else eps
     scale, norm = (
         (weight, norm) if weight is not None else (y.new_ones(y.shape[-1:]), replace(norm, add_unit_offset=False))
@@ -241,15 +232,7 @@ def norm_saving_fp8(
 
 
 def glu_saving_fp8(gate: Tensor, up: Tensor, h: Tensor, activation: str, bias: Tensor | None = None) -> Tensor:
-    """Return h = act(gate) · up [..., N], with gate and up saved in FP8 for backward.
-
-    Args:
-        gate: [..., N], float32, bfloat16 or float16.
-        up: [..., N], of gate's dtype.
-        h: Their product, without a gradient.
-        activation: `"silu"`, `"gelu"` or `"gelu_tanh"`.
-        bias: [N] of the gate projection; subtracted before gate is stored.
-    """
+    """Return h = act(gate) · up [..., N], with gate and up saved in FP8 for backward."""
     tensors, rematerializer = (
         _quantized_gate(_matrix(gate), _matrix(up), bias),
         _GluRematerializer(gate.dtype, activation),
@@ -275,13 +258,7 @@ def joint_glu_saving_fp8(
 
 
 def activation_saving_fp8(x: Tensor, y: Tensor, activation: str) -> Tensor:
-    """Return y = act(x) [..., N], with x saved in FP8 for backward.
-
-    Args:
-        x: [..., N].
-        y: Its result, without a gradient.
-        activation: A name in `octavo.activations.detect.ACTIVATIONS`.
-    """
+    """Return y = act(x) [..., N], with x saved in FP8 for backward."""
     tensors, rematerializer = quantize_for_backward(_matrix(x)), _ActivationRematerializer(x.dtype, activation)
     out: Tensor = unhooked(_ActivationFunction.apply, x, [y], rematerializer, *tensors)
     if out.is_contiguous():

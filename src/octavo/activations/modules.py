@@ -56,14 +56,10 @@ STORAGE_ATTRIBUTE = "octavo_storage"
 
 @dataclass(frozen=True, kw_only=True)
 class HookedForward:
-    """A module that keeps its own forward, under saved-tensor hooks.
-
-    Attributes:
-        unrounded: Names of its parts whose products save their inputs unrounded.
-    """
+    """A module that keeps its own forward, under saved-tensor hooks."""
 
     kind = "saved_tensors"
-    unrounded: tuple[str, ...] = ()
+    unrounded: tuple[str, ...] = ()  # Names of its parts whose products save their inputs unrounded
 
 
 Storage = ModuleSpec | HookedForward
@@ -74,11 +70,9 @@ class Fp8Saving(nn.Module):
 
     @constant_in_graphs
     def octavo_in_graph(self) -> str:
-        """Return how to store under torch.compile, see `_in_graph`.
-
-        A method, because Dynamo guards on the identity of a module that it passes to such a function, which makes a
-        graph for each of equal modules. What the answer depends on, Dynamo guards where it traces the module's code.
-        """
+        """Return how to store under torch.compile, see `_in_graph`."""
+        # A method, because Dynamo guards on the identity of a module that it passes to such a function, which makes a
+        # graph for each of equal modules. What the answer depends on, Dynamo guards where it traces the module's code.
         return _in_graph(self)
 
 
@@ -276,13 +270,10 @@ def disable_fp8_saving(module: nn.Module) -> None:
 
 @cache
 def mixed_class(*both: Any) -> Any:
-    """Return the class of a converted module, with bases (mixin, original class). Copies and pickles refer to both.
-
-    Its name, module, docstring, annotations and signature of `forward` are the original's, by which frameworks choose
-    columns, wrap blocks and place layers.
-
-    Raises any error of making a subclass of the original, and TypeError if its objects cannot change to that class.
-    """
+    """Return the class of a converted module, with bases (mixin, original class). Copies and pickles refer to both."""
+    # Its name, module, docstring, annotations and signature of `forward` are the original's, by which frameworks choose
+    # columns, wrap blocks and place layers.
+    # Raises any error of making a subclass of the original, and TypeError if its objects cannot change to that class.
     mixin, original = both
 
     def reduce(self: nn.Module, protocol: Any) -> tuple[Any, ...]:

@@ -173,11 +173,9 @@ class RecomputableTensors:
         self.entries[key] = _Entry(weakref.ref(y.untyped_storage(), remove), hooks, _state(y), recomputable)
 
     def find(self, x: Tensor, hooks: Any) -> Recomputable | None:
-        """Find what a registered tensor, or a view with all of its elements in order, is recomputed from.
-
-        Returns None for a tensor that was registered under hooks other than `hooks`, those in force now: such hooks
-        may hand out copies, so checkpointing of the reader alone would find in forward what it misses in backward.
-        """
+        """Find what a registered tensor, or a view with all of its elements in order, is recomputed from."""
+        # Returns None for a tensor that was registered under hooks other than `hooks`, those in force now: such hooks
+        # may hand out copies, so checkpointing of the reader alone would find in forward what it misses in backward.
         entry = self.entries.get(_storage(x))
         if entry is None or entry.owner() is not x.untyped_storage():
             return None

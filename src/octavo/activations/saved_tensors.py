@@ -54,13 +54,7 @@ Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
 class SavedTensors:
-    """Tensors saved for backward, detached, through the outer hooks if there are any.
-
-    Args:
-        tensors: The tensors.
-        outer: Those hooks.
-        version: The version at which a single tensor was saved; by default the current one.
-    """
+    """Tensors saved for backward, detached, through the outer hooks if there are any."""
 
     __slots__ = ("_items", "_unpack")
 
@@ -139,12 +133,7 @@ class PackedTensor:
 
 
 class CompressionHooks:
-    """The hooks of one call of a module.
-
-    Args:
-        module: Its parameters are never compressed, whatever their class.
-        unrounded: Names of its parts whose products save their inputs unrounded.
-    """
+    """The hooks of one call of a module."""
 
     def __init__(self, module: nn.Module, unrounded: Sequence[str] = ()) -> None:
         self._module, self._unrounded = module, unrounded
@@ -308,15 +297,7 @@ def recording() -> bool:
 
 
 def compressed(module: nn.Module, unrounded: Sequence[str], function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-    """Call a function, and save what its operations save for backward in FP8, where that is safe.
-
-    Args:
-        module: The module whose parameters the function uses.
-        unrounded: Names of its parts whose products save their inputs unrounded.
-        function: The function.
-        *args: Its arguments.
-        **kwargs: Its keyword arguments.
-    """
+    """Call a function, and save what its operations save for backward in FP8, where that is safe."""
     if torch.compiler.is_compiling() or not recording():  # a graph has no hooks
         return function(*args, **kwargs)
     return CompressionHooks(module, unrounded).run(function, *args, **kwargs)

@@ -136,13 +136,8 @@ def _show_comparisons(comparisons: "list[LossComparison]", as_json: bool) -> Non
 
 
 def read_losses(path: Path) -> list[dict[str, Any]]:
-    """Read `{"baseline": [...], "arms": {"name": [...]}}`, or a list of such objects, from a JSON file.
-
-    A loss is a number; NaN, Infinity, null and "nan" mean that the run diverged.
-
-    Raises:
-        ValueError: If the file is not JSON, a key is missing, unknown or duplicate, or a value is not a loss.
-    """
+    """Read `{"baseline": [...], "arms": {"name": [...]}}`, or a list of such objects, from a JSON file."""
+    # A loss is a number; NaN, Infinity, null and "nan" mean that the run diverged.
     try:
         content = json.loads(path.read_bytes(), object_pairs_hook=_unique, parse_float=_float)
     except OSError as error:

@@ -77,18 +77,9 @@ def has_detailed_checks() -> bool:
 def compare_calls(
     name: str, group: Group, equal: object, sent: Sequence[int] = (), received: Sequence[int] = ()
 ) -> None:  # fmt: skip
-    """With `TORCH_DISTRIBUTED_DEBUG=DETAIL`, raise ValueError on all ranks unless their calls fit; else do nothing.
-
-    Gloo ends the process of a rank that gets a larger message than it expects, and bytes of another format are read as
-    if they were its own. To compare costs a message that the host waits for.
-
-    Args:
-        name: The function that ranks call.
-        group: The ranks.
-        equal: What has to be equal, such as shape and spec.
-        sent: Rows for each rank, which must be what that rank receives from this one.
-        received: Rows from each rank.
-    """
+    """With `TORCH_DISTRIBUTED_DEBUG=DETAIL`, raise ValueError on all ranks unless their calls fit; else do nothing."""
+    # Gloo ends the process of a rank that gets a larger message than it expects, and bytes of another format are read
+    # as if they were its own. To compare costs a message that the host waits for.
     if not has_detailed_checks():
         return
     calls: list[Any] = [None] * dist.get_world_size(group)

@@ -67,11 +67,7 @@ _TILE_COLUMNS = 512
 
 
 def parse_spec(spec: str) -> MessageSpec:
-    """Parse the FP8 spec of a message.
-
-    Raises:
-        ValueError: If several but not all rows share a scale, because rows travel alone, or for an unknown format.
-    """
+    """Parse the FP8 spec of a message."""
     if spec == ADAPTIVE.text:
         return ADAPTIVE
     if spec.startswith("fp8/"):

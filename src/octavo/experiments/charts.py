@@ -24,21 +24,14 @@ INTEGER_TICKS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """One series of a chart.
-
-    Attributes:
-        slot: Picks the colour.
-        y: Values at the steps `x`; what is not finite leaves a gap.
-        noisy: Draw each value light and the running mean strong, rather than each value strong.
-        low, high: Edges of a shaded area around `y`; None without one.
-    """
+    """One series of a chart."""
 
     label: str
-    slot: int
+    slot: int  # Picks the colour
     x: Steps
-    y: Floats
-    noisy: bool = True
-    low: Floats | None = None
+    y: Floats  # Values at the steps `x`; what is not finite leaves a gap
+    noisy: bool = True  # Draw each value light and the running mean strong, rather than each value strong
+    low: Floats | None = None  # low, high: Edges of a shaded area around `y`; None without one
     high: Floats | None = None
 
     @property
@@ -57,21 +50,15 @@ class Key:
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """A chart ready for a page.
-
-    Attributes:
-        caption: A sentence under the title.
-        unit: Unit of the values, for screen readers.
-        figure: `data` and `layout` of plotly.js, with colours as CSS variables (`theme`).
-        log_range: Range of the y axis in powers of ten if it may become logarithmic; None if not.
-        keys: Legends of a heat map: a title, or "", and its entries.
-    """
+    """A chart ready for a page."""
 
     title: str
-    unit: str
-    figure: dict[str, Any]
-    caption: str = ""
+    unit: str  # Unit of the values, for screen readers
+    figure: dict[str, Any]  # `data` and `layout` of plotly.js, with colours as CSS variables (`theme`)
+    caption: str = ""  # A sentence under the title
+    # Range of the y axis in powers of ten if it may become logarithmic; None if not.
     log_range: tuple[float, float] | None = None
+    # Legends of a heat map: a title, or "", and its entries.
     keys: list[tuple[str, list[Key]]] = field(default_factory=list)
 
     @property
@@ -91,16 +78,6 @@ def line_chart(
     band: float | None = None,
 ) -> Chart:
     """Lay out one chart of series over steps.
-
-    Args:
-        title: What is drawn.
-        unit: The unit of the y axis.
-        lines: The series, drawn in this order; the baseline (the first, of slot 0) is drawn wide, so that it
-            shows under the others.
-        caption: One sentence under the title.
-        height: In CSS pixels.
-        keep: Values the y axis must reach, such as zero.
-        band: Shade ±band around zero and keep it in view.
 
     Example:
         >>> x = np.arange(1, 4)

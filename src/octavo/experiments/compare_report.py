@@ -31,13 +31,7 @@ COLOURS = 6
 
 
 def write_comparison(comparison: Comparison, settings: Sequence[str], out: Path) -> None:
-    """Write `FILES` into the folder `out`.
-
-    Args:
-        comparison: Of `compare_arms`.
-        settings: The configuration of each arm as TOML, of the same seed.
-        out: A folder that is there.
-    """
+    """Write `FILES` into the folder `out`."""
     for name in FILES:
         check_kind(out / name, "a report")
     runs = comparison.runs

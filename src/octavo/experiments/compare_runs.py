@@ -59,19 +59,7 @@ class Arm:
 def make_arms(
     config: str | Path, overrides: Sequence[str], arms: Sequence[str], seeds: str, change: Change = dict
 ) -> list[Arm]:
-    """Read a configuration and make the arms of a comparison; the first is the baseline.
-
-    Args:
-        config: A TOML file.
-        overrides: `section.key=value`, for all arms.
-        arms: `NAME` or `NAME:section.key=value section.key=value …`, two or more.
-        seeds: How many, counted from `run.seed` of the configuration, as "3"; or which, as "1,2,5".
-        change: Replaces the sections of the file, before all settings.
-
-    Raises:
-        ConfigError: A setting is wrong, or one that arms must share differs; names are not usable or not unique; fewer
-            than two arms or seeds.
-    """
+    """Read a configuration and make the arms of a comparison; the first is the baseline."""
     base = load_config(config, overrides, change=change)
     if base.run.restarts:
         raise ConfigError(
@@ -162,26 +150,9 @@ def compare(
     max_seeds: int | None = None,
     progress: Progress | None = None,
 ) -> Comparison | None:
-    """Train every arm on every seed into `out/<arm>-seed<k>`, or read its finished run, and compare.
-
-    Writes `compare.json` and `report.html` into `out`. Call it again to go on after an interruption, or
-    with more arms or seeds.
-
-    Args:
-        arms: Of `make_arms`.
-        out: The folder of all runs.
-        margin: The largest gap in loss that passes, in percent; None for 2, and then an arm shown to be worse fails.
-        confidence: Of all verdicts together.
-        max_seeds: Planned maximum of seeds, 2 to 40; None for that of the comparison that is there, else 40.
-        progress: Receives the progress of each run.
-
-    Returns:
-        The comparison; None if a signal has stopped a run, which is then saved.
-
-    Raises:
-        ConfigError: A run's folder holds something else, or a run cannot begin. Nothing is overwritten.
-        ValueError: A margin, a confidence or a planned maximum is out of range.
-    """
+    """Train every arm on every seed into `out/<arm>-seed<k>`, or read its finished run, and compare."""
+    # Writes `compare.json` and `report.html` into `out`. Call it again to go on after an interruption, or with more
+    # arms or seeds.
     check_limits(margin, confidence, MOST_SEEDS if max_seeds is None else max_seeds)
     configs = {arm.folder(seed): arm.configs[seed] for seed in arms[0].configs for arm in arms}
     with join_ranks(arms[0].configs[min(arms[0].configs)]) as ranks:
@@ -210,12 +181,7 @@ def planned_seeds(out: Path, max_seeds: int | None) -> int:
 
 
 def check_folders(out: Path, configs: Mapping[str, TrainConfig]) -> None:
-    """Raise ConfigError if `out` holds files that a comparison would overwrite, or other runs.
-
-    Args:
-        out: The folder of all runs.
-        configs: Folder → the run that belongs there.
-    """
+    """Raise ConfigError if `out` holds files that a comparison would overwrite, or other runs."""
     if out.exists() and not out.is_dir():
         raise ConfigError(f"{out} is a file: give a folder with --out")
     existing = [name for name in (*RUN_MARKERS, *FILES) if (out / name).exists()]

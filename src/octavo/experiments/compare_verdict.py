@@ -61,40 +61,24 @@ class ArmRuns:
 
 @dataclass(frozen=True, kw_only=True)
 class TimeToLoss:
-    """What an arm takes to the losses that all arms reach, one per seed: means over the seeds.
+    """What an arm takes to the losses that all arms reach, one per seed: means over the seeds."""
 
-    Attributes:
-        targets: Smoothed loss to reach, per seed.
-        steps: Until then, per seed.
-        tokens: Mean over the seeds.
-        seconds: Mean over the seeds, at the median speed of each run.
-        speed: The baseline's seconds over this arm's: at equal loss.
-    """
-
-    targets: tuple[float, ...]
-    steps: tuple[int, ...]
-    tokens: float
-    seconds: float
-    speed: float
+    targets: tuple[float, ...]  # Smoothed loss to reach, per seed
+    steps: tuple[int, ...]  # Until then, per seed
+    tokens: float  # Mean over the seeds
+    seconds: float  # Mean over the seeds, at the median speed of each run
+    speed: float  # The baseline's seconds over this arm's: at equal loss
 
 
 @dataclass(frozen=True, kw_only=True)
 class ArmVerdict:
-    """One arm beside the baseline.
+    """One arm beside the baseline."""
 
-    Attributes:
-        losses: The verdict on the loss.
-        speed: Tokens/s over the baseline's, median runs.
-        memory: Bytes saved for backward per token over the baseline's.
-        time_to_loss: None if an arm diverged on every seed, or reached nothing in common.
-        notes: What else must be known to read it.
-    """
-
-    losses: ArmLosses
-    speed: float | None
-    memory: float | None
-    time_to_loss: TimeToLoss | None
-    notes: tuple[str, ...]
+    losses: ArmLosses  # The verdict on the loss
+    speed: float | None  # Tokens/s over the baseline's, median runs
+    memory: float | None  # Bytes saved for backward per token over the baseline's
+    time_to_loss: TimeToLoss | None  # None if an arm diverged on every seed, or reached nothing in common
+    notes: tuple[str, ...]  # What else must be known to read it
 
     @property
     def name(self) -> str:
@@ -104,31 +88,18 @@ class ArmVerdict:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """All arms beside the first.
+    """All arms beside the first."""
 
-    Attributes:
-        losses: The verdicts on the losses in training.
-        held_out: The same on the losses on held-out data; None without them.
-        margin: The largest gap in loss that passes, in percent; None for none that was given.
-        confidence: Of all verdicts together.
-        loss: The baseline's loss, mean over the seeds on which it ended; None if it ended on none.
-        spread: Standard deviation of the baseline's loss over seeds, in percent; None for fewer than two.
-        time_to_loss: Of the baseline.
-        arms: Of the arms but the first.
-        notes: What makes all of it less than it seems.
-        runs: What was compared, the baseline first.
-    """
-
-    losses: LossComparison
-    held_out: LossComparison | None
-    margin: float | None
-    confidence: float
-    loss: float | None
-    spread: float | None
-    time_to_loss: TimeToLoss | None
-    arms: tuple[ArmVerdict, ...]
-    notes: tuple[str, ...]
-    runs: tuple[ArmRuns, ...]
+    losses: LossComparison  # The verdicts on the losses in training
+    held_out: LossComparison | None  # The same on the losses on held-out data; None without them
+    margin: float | None  # The largest gap in loss that passes, in percent; None for none that was given
+    confidence: float  # Of all verdicts together
+    loss: float | None  # The baseline's loss, mean over the seeds on which it ended; None if it ended on none
+    spread: float | None  # Standard deviation of the baseline's loss over seeds, in percent; None for fewer than two
+    time_to_loss: TimeToLoss | None  # Of the baseline
+    arms: tuple[ArmVerdict, ...]  # Of the arms but the first
+    notes: tuple[str, ...]  # What makes all of it less than it seems
+    runs: tuple[ArmRuns, ...]  # What was compared, the baseline first
 
     @property
     def baseline(self) -> str:

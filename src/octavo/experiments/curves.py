@@ -18,27 +18,16 @@ Steps = NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True)
 class Curves:
-    """One run's series, all of one length; NaN where a step has no value.
+    """One run's series, all of one length; NaN where a step has no value."""
 
-    Attributes:
-        step: Optimizer steps finished, ascending from 1.
-        loss: Mean cross-entropy of the step's batch, in nats per token.
-        lr: Learning rate of the step.
-        grad_norm: Global L2 norm of the gradient before clipping.
-        tokens_per_s: Target tokens per second of the step.
-        held_out: Loss on held-out data after the step; NaN in most.
-        mfu: Model FLOPs utilization in percent of the bf16 peak.
-        peak_memory: Largest number of bytes of tensors on the first GPU so far, in GiB.
-    """
-
-    step: Steps
-    loss: Floats
-    lr: Floats
-    grad_norm: Floats
-    tokens_per_s: Floats
-    held_out: Floats
-    mfu: Floats
-    peak_memory: Floats
+    step: Steps  # Optimizer steps finished, ascending from 1
+    loss: Floats  # Mean cross-entropy of the step's batch, in nats per token
+    lr: Floats  # Learning rate of the step
+    grad_norm: Floats  # Global L2 norm of the gradient before clipping
+    tokens_per_s: Floats  # Target tokens per second of the step
+    held_out: Floats  # Loss on held-out data after the step; NaN in most
+    mfu: Floats  # Model FLOPs utilization in percent of the bf16 peak
+    peak_memory: Floats  # Largest number of bytes of tensors on the first GPU so far, in GiB
 
     @classmethod
     def of(cls, rows: Sequence[StepMetrics]) -> "Curves":

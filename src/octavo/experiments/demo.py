@@ -45,13 +45,8 @@ class DemoResult:
 
 
 def demo_configs(overrides: Sequence[str] = (), candidate: str = CANDIDATE) -> tuple[TrainConfig, TrainConfig]:
-    """Return the configurations of the BF16 arm and of the arm at level `candidate`.
-
-    `overrides` (`section.key=value`) are applied to both.
-
-    Raises:
-        ConfigError: An override is wrong, or sets what the demonstration sets itself.
-    """
+    """Return the configurations of the BF16 arm and of the arm at level `candidate`."""
+    # `overrides` (`section.key=value`) are applied to both.
     for override in overrides:
         key = override.partition("=")[0].strip()
         if key in SET_BY_DEMO:
@@ -79,13 +74,8 @@ def free_folder(folder: Path) -> Path:
 
 
 def run_demo(configs: Sequence[TrainConfig], out: Path, progress: Progress) -> DemoResult:
-    """Train each config into `out/<level>` and write the report into `out`.
-
-    An arm that stops on a loss that is not finite is a result like any other: it is in the report, without a verdict.
-
-    Raises:
-        ConfigError: `out` holds something already.
-    """
+    """Train each config into `out/<level>` and write the report into `out`."""
+    # An arm that stops on a loss that is not finite is a result like any other: it is in the report, without a verdict.
     if out.exists() and (not out.is_dir() or any(not path.is_dir() for path in out.rglob("*"))):
         raise ConfigError(f"{out} is not empty, and a demo overwrites nothing: give another folder with --out")
     with _packaged() as path:

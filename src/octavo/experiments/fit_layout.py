@@ -115,18 +115,7 @@ class Search:
 
 
 def fit_layout(model: ReadyModel, gpu: str, gpus: int, progress: OnSubject = lambda subject: None) -> Fit:
-    """Choose the layout of a model's training in FP8 on some GPUs.
-
-    Args:
-        model: What to train.
-        gpu: Name of a GPU, or the path of a TOML file that describes one.
-        gpus: Number of GPUs.
-        progress: Called with a text for each layout that is tried.
-
-    Raises:
-        ConfigError: If not even one sequence fits with full checkpointing; with a number of GPUs that it fits on.
-        ValueError: For an unknown GPU, or a number of GPUs below 1.
-    """
+    """Choose the layout of a model's training in FP8 on some GPUs."""
     if gpus < 1:
         raise ValueError(f"--gpus is the number of GPUs, 1 or more; got {gpus}")
     if not find_gpu(gpu).fp8_tflops:
@@ -145,13 +134,7 @@ def planned_steps(fit: Fit, search: Search) -> list[PlannedStep]:
 
 
 def write_configuration(model: ReadyModel, gpu: str, gpus: int, path: Path) -> PlannedStep:
-    """Write the configuration of a model, with the fastest layout that fits; return its predicted step.
-
-    Raises:
-        ConfigError: If the model does not fit.
-        ValueError: For an unknown GPU, or a number of GPUs below 1.
-        OSError: If the file cannot be written.
-    """
+    """Write the configuration of a model, with the fastest layout that fits; return its predicted step."""
     with plan_progress() as progress:
         fit = fit_layout(model, gpu, gpus, progress)
         steps = planned_steps(fit, Search(model=model, gpu=gpu, gpus=gpus, progress=progress))

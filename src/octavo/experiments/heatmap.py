@@ -40,29 +40,18 @@ HeatmapGroup = tuple[str, list[list[str]]]
 
 @dataclass(frozen=True, kw_only=True)
 class Statistic:
-    """What a map shows.
+    """What a map shows."""
 
-    Attributes:
-        title: Its name.
-        caption: One sentence.
-        unit: Text after a value.
-        value: Of a row of statistics; NaN where there is none.
-        worst: `min` or `max`: which of several values counts.
-        edges: Rising values between levels; None to take eight equal ones over the range of each operand.
-        falling: Whether low values are the bad ones.
-        hue: Colours of the levels.
-        across: What the columns are.
-    """
-
-    title: str
-    caption: str
-    unit: str
-    value: Callable[[OperandStats], float]
-    worst: Callable[..., Any]
+    title: str  # Its name
+    caption: str  # One sentence
+    unit: str  # Text after a value
+    value: Callable[[OperandStats], float]  # Of a row of statistics; NaN where there is none
+    worst: Callable[..., Any]  # `min` or `max`: which of several values counts
+    # Rising values between levels; None to take eight equal ones over the range of each operand.
     edges: tuple[float, ...] | None
-    falling: bool = False
-    hue: str = "bad"
-    across: str = "step"
+    falling: bool = False  # Whether low values are the bad ones
+    hue: str = "bad"  # Colours of the levels
+    across: str = "step"  # What the columns are
 
 
 STATISTICS = (

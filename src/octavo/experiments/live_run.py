@@ -39,10 +39,8 @@ ENDED = {
 
 
 def run_folder(path: Path) -> Path:
-    """The output folder of a run, given that or a checkpoint; a folder without files may become one.
-
-    Raises ValueError for another folder, with the runs in it.
-    """
+    """The output folder of a run, given that or a checkpoint; a folder without files may become one."""
+    # Raises ValueError for another folder, with the runs in it.
     folder = run_of(path)
     if not folder.is_dir():
         beside = [str(path.parent / other.name) for other in folder.parent.glob("*") if other.is_dir()]
@@ -60,11 +58,7 @@ def run_folder(path: Path) -> Path:
 
 
 class LiveRun:
-    """Reads a run again and again.
-
-    Args:
-        folder: Its output folder, from `run_folder`.
-    """
+    """Reads a run again and again."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -77,10 +71,8 @@ class LiveRun:
         self._text = ""
 
     def read(self) -> str:
-        """What the page shows, as JSON; the same text as before if nothing has changed.
-
-        Raises ValueError for a file that is not a run's.
-        """
+        """What the page shows, as JSON; the same text as before if nothing has changed."""
+        # Raises ValueError for a file that is not a run's.
         locked = is_locked(self._folder / LOCK)
         seen = locked, [_stamp(self._folder / name) for name in FOLLOWED]
         if seen != self._seen:

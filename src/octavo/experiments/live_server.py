@@ -40,16 +40,7 @@ HTML, SCRIPT, JSON = "text/html; charset=utf-8", "text/javascript; charset=utf-8
 
 
 class LiveServer(ThreadingHTTPServer):
-    """Serves the live page of a run; `serve_forever` runs it.
-
-    Args:
-        run: The run.
-        host: Address to listen on.
-        port: Port; None for the first of some that is free, 0 for any.
-
-    Raises:
-        ValueError: If the port is not free, or the address is not of this machine.
-    """
+    """Serves the live page of a run; `serve_forever` runs it."""
 
     daemon_threads = True
     allow_reuse_address = True

@@ -29,16 +29,7 @@ class PlacedCharts(list[Chart]):
 
 
 def render(template: str, **context: Any) -> str:
-    """Render a template of `templates/` into a page.
-
-    Args:
-        template: Its file name. It finds the theme and plotly.js as `theme` and `library`, and `placed`, to which it
-            adds each chart that it makes a place for.
-        context: Its variables.
-
-    Raises:
-        ModuleNotFoundError: If Jinja or Plotly is not installed, with the install command.
-    """
+    """Render a template of `templates/` into a page."""
     with needs_extras("a report"):
         from jinja2 import Environment, PackageLoader, StrictUndefined
     environment = Environment(
@@ -60,11 +51,7 @@ def render(template: str, **context: Any) -> str:
 
 
 def plotly_js() -> str:
-    """Return plotly.js.
-
-    Raises:
-        ModuleNotFoundError: If Plotly is not installed, with the install command.
-    """
+    """Return plotly.js."""
     with needs_extras("a report"):
         from plotly.offline import get_plotlyjs
     source: str = get_plotlyjs()

@@ -18,22 +18,15 @@ GPUS, BATCH, SEQUENCE = 8, 1, 8192
 
 @dataclass(frozen=True, kw_only=True)
 class PredictedSpeed:
-    """A prediction of the planner.
+    """A prediction of the planner."""
 
-    Attributes:
-        gain: Speed-up over bf16.
-        where: Model, GPUs and tokens.
-    """
-
-    gain: float
-    where: str
+    gain: float  # Speed-up over bf16
+    where: str  # Model, GPUs and tokens
 
 
 def predict_speed(precision: Precision) -> PredictedSpeed:
-    """Predict the speed-up over bf16 of a training step of Llama 3 8B on 8 H100. Takes about two seconds; needs no GPU.
-
-    Linear layers that would lose stay in bf16, as `octavo.convert` decides on such a GPU.
-    """
+    """Predict the speed-up over bf16 of a training step of Llama 3 8B on 8 H100. Takes two seconds; needs no GPU."""
+    # Linear layers that would lose stay in bf16, as `octavo.convert` decides on such a GPU.
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(

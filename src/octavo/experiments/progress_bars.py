@@ -56,12 +56,7 @@ class _Numbers(ProgressColumn):
 
 
 class ProgressBars:
-    """A `Progress` that draws one bar per run; notes appear above the bars. A context manager.
-
-    Args:
-        console: The console to draw on.
-        label: Returns the label of a run from its name; default: its precision.
-    """
+    """A `Progress` that draws one bar per run; notes appear above the bars. A context manager."""
 
     def __init__(self, console: Console, label: Callable[[str], str] | None = None) -> None:
         self._console = console

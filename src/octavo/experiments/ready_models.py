@@ -66,23 +66,14 @@ class ReadyModel:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How a step of a configuration is divided.
+    """How a step of a configuration is divided."""
 
-    Attributes:
-        gpus: Number of GPUs.
-        sequences: Sequences of one forward on each GPU.
-        micro_batches: Forwards and backwards of a step.
-        checkpointing: `precision.checkpointing`.
-        dp_replicate: Copies of the model, each shared by `gpus / dp_replicate` GPUs.
-        reasons: Why, by setting.
-    """
-
-    gpus: int
-    sequences: int
-    micro_batches: int
-    checkpointing: str
-    dp_replicate: int = 1
-    reasons: Mapping[str, str] = field(default_factory=dict)
+    gpus: int  # Number of GPUs
+    sequences: int  # Sequences of one forward on each GPU
+    micro_batches: int  # Forwards and backwards of a step
+    checkpointing: str  # `precision.checkpointing`
+    dp_replicate: int = 1  # Copies of the model, each shared by `gpus / dp_replicate` GPUs
+    reasons: Mapping[str, str] = field(default_factory=dict)  # Why, by setting
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -102,25 +93,15 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedStep:
-    """A predicted step at one level of precision, on one number of GPUs.
+    """A predicted step at one level of precision, on one number of GPUs."""
 
-    Attributes:
-        precision: "FP8" or "bf16".
-        gpus: Number of GPUs.
-        layout: The fastest layout that fits; None if none does.
-        seconds: Time of a step.
-        tokens_per_second: Of all GPUs.
-        peak: Bytes on each GPU at the peak.
-        largest: Most sequences of one forward on each GPU that fit.
-    """
-
-    precision: str
-    gpus: int
-    layout: Layout | None = None
-    seconds: float = 0.0
-    tokens_per_second: float = 0.0
-    peak: int = 0
-    largest: int = 0
+    precision: str  # "FP8" or "bf16"
+    gpus: int  # Number of GPUs
+    layout: Layout | None = None  # The fastest layout that fits; None if none does
+    seconds: float = 0.0  # Time of a step
+    tokens_per_second: float = 0.0  # Of all GPUs
+    peak: int = 0  # Bytes on each GPU at the peak
+    largest: int = 0  # Most sequences of one forward on each GPU that fit
 
 
 def step_table(steps: Sequence[PlannedStep], written: Layout) -> list[str]:
@@ -146,11 +127,7 @@ def ready_models() -> dict[str, ReadyModel]:
 
 
 def ready_model(name: str) -> ReadyModel:
-    """Return one model.
-
-    Raises:
-        ValueError: For an unknown name, with the nearest one.
-    """
+    """Return one model."""
     models = ready_models()
     if name not in models:
         from octavo.numerics.names import nearest
@@ -161,15 +138,7 @@ def ready_model(name: str) -> ReadyModel:
 
 
 def render(model: ReadyModel, layout: Layout, steps: Sequence[PlannedStep], path: str, gpu: tuple[str, str]) -> str:
-    """Return the text of a configuration.
-
-    Args:
-        model: What to train.
-        layout: How a step is divided.
-        steps: Predicted steps for the comment at the head, the one of `layout` among them.
-        path: Path of the file, as the comments quote it.
-        gpu: The option `--gpu` and the name of the GPU that the steps are predicted for.
-    """
+    """Return the text of a configuration."""
     settings, why = layout.settings, defaultdict(str, layout.reasons)
     batch = settings["optim.batch"]
     head = [

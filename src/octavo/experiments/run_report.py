@@ -52,13 +52,8 @@ class SummaryRow:
 
 
 def write_report(runs: list[Path], out: Path, prediction: PredictedSpeed | None = None) -> ReportFiles:
-    """Write the report of the runs in the folders `runs` into the folder `out`; the first run is the baseline.
-
-    `prediction`: the speed of the second run's precision on GPUs.
-
-    Raises:
-        ValueError: A folder holds no finished run, a file of one is damaged, or a link is where the report would be.
-    """
+    """Write the report of the runs in the folders `runs` into the folder `out`; the first run is the baseline."""
+    # `prediction`: the speed of the second run's precision on GPUs.
     logged = read_runs(runs)
     verdicts = [verdict(logged[0].result, run.result, prediction) for run in logged[1:]]
     out.mkdir(parents=True, exist_ok=True)

@@ -83,10 +83,8 @@ def axis(title: str = "", **settings: Any) -> dict[str, Any]:
 
 
 def layout(height: int, **settings: Any) -> dict[str, Any]:
-    """Return a Plotly layout in the theme's colours and fonts, `height` CSS pixels high.
-
-    Axes, annotations and traces are the caller's; `settings` replace single keys.
-    """
+    """Return a Plotly layout in the theme's colours and fonts, `height` CSS pixels high."""
+    # Axes, annotations and traces are the caller's; `settings` replace single keys.
     return {
         "height": height, "paper_bgcolor": "var(--card)", "plot_bgcolor": "var(--card)",
         "font": {"family": FONT, "size": 12, "color": "var(--ink)"},

@@ -27,42 +27,29 @@ ONE_SEED = (
 
 @dataclass(frozen=True, kw_only=True)
 class PairVerdict:
-    """The comparison of a candidate with a baseline; gaps are candidate minus baseline.
+    """The comparison of a candidate with a baseline; gaps are candidate minus baseline."""
 
-    Attributes:
-        baseline, candidate: Labels of the arms, as people read them.
-        status: `"within"` the band, `"above"` or `"below"` it; `"none"` where the runs cannot be compared, or are of
-            fewer than `FEWEST_STEPS` steps.
-        final_gap, tail_gap: Gap of the last loss, and of the mean over the last 10 % of steps, in nats per token.
-        final_gap_percent, tail_gap_percent: The same, in percent of the baseline.
-        speed_ratio: Candidate's tokens/s over the baseline's.
-        memory_ratio: Candidate's bytes saved for backward per token over the baseline's.
-        state_ratio: Candidate's bytes of optimizer states per parameter over the baseline's.
-        held_out_status: As `status`, of the loss on held-out data at the end; `"none"` without it, too.
-        held_out_gap, held_out_gap_percent: Gap of that loss; None without one of both runs.
-        prediction: Predicted speed-up of a larger model on GPUs, if one was made.
-        sentence: The verdict on the loss in training.
-        held_out_sentence: The verdict on the held-out loss; empty without one.
-        notes: What else must be known to read it: speed, memory, seeds.
-    """
-
-    baseline: str
+    baseline: str  # baseline, candidate: Labels of the arms, as people read them
     candidate: str
+    # `"within"` the band, `"above"` or `"below"` it; `"none"` where the runs cannot be compared, or are of fewer than
+    # `FEWEST_STEPS` steps.
     status: Status
+    # final_gap, tail_gap: Gap of the last loss, and of the mean over the last 10 % of steps, in nats per token.
     final_gap: float | None = None
-    final_gap_percent: float | None = None
+    final_gap_percent: float | None = None  # final_gap_percent, tail_gap_percent: The same, in percent of the baseline
     tail_gap: float | None = None
     tail_gap_percent: float | None = None
-    speed_ratio: float | None = None
-    memory_ratio: float | None = None
-    state_ratio: float | None = None
-    held_out_status: Status = "none"
+    speed_ratio: float | None = None  # Candidate's tokens/s over the baseline's
+    memory_ratio: float | None = None  # Candidate's bytes saved for backward per token over the baseline's
+    state_ratio: float | None = None  # Candidate's bytes of optimizer states per parameter over the baseline's
+    held_out_status: Status = "none"  # As `status`, of the loss on held-out data at the end; `"none"` without it, too
+    # held_out_gap, held_out_gap_percent: Gap of that loss; None without one of both runs.
     held_out_gap: float | None = None
     held_out_gap_percent: float | None = None
-    prediction: PredictedSpeed | None = None
-    sentence: str
-    held_out_sentence: str = ""
-    notes: tuple[str, ...] = ()
+    prediction: PredictedSpeed | None = None  # Predicted speed-up of a larger model on GPUs, if one was made
+    sentence: str  # The verdict on the loss in training
+    held_out_sentence: str = ""  # The verdict on the held-out loss; empty without one
+    notes: tuple[str, ...] = ()  # What else must be known to read it: speed, memory, seeds
 
     def to_json(self) -> dict[str, Any]:
         """All fields, and the width of the band."""

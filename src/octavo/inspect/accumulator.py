@@ -33,15 +33,10 @@ GPU_CHUNK = 2**26
 
 @dataclass
 class Accumulator:
-    """Statistics of one operand.
+    """Statistics of one operand."""
 
-    Attributes:
-        sums: float64 [len(SUMS) + 2 · number of what-if recipes].
-        maxima: float64 [len(MAXIMA)].
-    """
-
-    sums: Tensor
-    maxima: Tensor
+    sums: Tensor  # float64 [len(SUMS) + 2 · number of what-if recipes]
+    maxima: Tensor  # float64 [len(MAXIMA)]
 
     def add(self, other: "Accumulator") -> None:
         """Add the statistics of another accumulator."""
@@ -59,19 +54,13 @@ class Accumulator:
 
 @dataclass(frozen=True)
 class OperandFormat:
-    """How a recipe quantizes an operand: the spec, and a factor multiplied into it first.
+    """How a recipe quantizes an operand: the spec, and a factor multiplied into it first."""
 
-    Attributes:
-        spec: None for high precision.
-        fold: float32 [R,1] or [1,C].
-        scale: Scales to use instead of those from the operand's own amax.
-        read: float32 [R,1] or [1,C]: 1 for rows or columns that the product reads, 0 for those that it multiplies by
-            exact zeros. The latter lose nothing, so they only count for `nonfinite`. None if all are read.
-    """
-
-    spec: QuantSpec | None
-    fold: Tensor | None = None
-    scale: Tensor | None = None
+    spec: QuantSpec | None  # None for high precision
+    fold: Tensor | None = None  # float32 [R,1] or [1,C]
+    scale: Tensor | None = None  # Scales to use instead of those from the operand's own amax
+    # float32 [R,1] or [1,C]: 1 for rows or columns that the product reads, 0 for those that it multiplies by exact
+    # zeros. The latter lose nothing, so they only count for `nonfinite`. None if all are read.
     read: Tensor | None = None
 
     def quantize(self, x: Tensor) -> ScaledTensor:
@@ -83,17 +72,7 @@ class OperandFormat:
 def accumulate(
     x: Tensor, form: OperandFormat, others: Sequence[OperandFormat], order: int
 ) -> tuple[Accumulator, list[ScaledTensor | None]]:
-    """Count a matrix.
-
-    Args:
-        x: [R,C] in high precision.
-        form: Its own format; not high precision.
-        others: Its formats under the what-if recipes.
-        order: Number of operands counted before it in this step.
-
-    Returns:
-        The accumulator, and the quantized matrices: its own, then the others' (None for high precision).
-    """
+    """Count a matrix."""
     quantized = [None if f.spec is None else f.quantize(x) for f in (form, *others)]
     own = quantized[0]
     assert own is not None
@@ -126,11 +105,9 @@ def _magnitudes(x: Tensor, form: OperandFormat) -> list[Tensor]:
 
 
 def _errors(x: Tensor, form: OperandFormat, q: ScaledTensor) -> list[Tensor]:
-    """Return statistics of the values that are read, and finite in x and in its FP8 form.
-
-    They are the numbers of non-zero values, of those that FP8 rounds to zero, and of saturated ones; the sum of
-    squares, and that of the errors.
-    """
+    """Return statistics of the values that are read, and finite in x and in its FP8 form."""
+    # They are the numbers of non-zero values, of those that FP8 rounds to zero, and of saturated ones; the sum of
+    # squares, and that of the errors.
     spec, scale = q.spec, q.scale
     assert scale is not None
     extent = spec.granularity.rows
@@ -198,13 +175,7 @@ class Accumulators:
     def reduced(
         self, keys: Sequence[OperandKey], group: dist.ProcessGroup | None, device: torch.device
     ) -> dict[OperandKey, Accumulator]:
-        """Reduce all accumulators over the ranks of a group and move them to host memory; leave out empty ones.
-
-        Args:
-            keys: Every operand that any rank may have counted, the same on all ranks.
-            group: The ranks; None for this one alone.
-            device: Device of the exchange if this rank has counted nothing.
-        """
+        """Reduce all accumulators over the ranks of a group and move them to host memory; leave out empty ones."""
         if not keys:
             return {}
         device = next((accumulator.sums.device for accumulator in self.by_key.values()), device)

@@ -55,31 +55,18 @@ ALL_FAILED = 4.0**-3
 
 @dataclass(frozen=True, kw_only=True)
 class ArmLosses:
-    """The verdict on the losses of one arm.
+    """The verdict on the losses of one arm."""
 
-    Attributes:
-        name: Name of the arm.
-        verdict: "inconclusive" if the arm is neither shown to be worse nor passes.
-        outcome: Result for CI: with a margin, a worse arm passes if it is shown to be within the margin.
-        test: The test of the pairs in which neither run failed; None for fewer than two.
-        seeds: Seeds of these pairs.
-        failed: Seeds on which the arm diverged or ended above twice the baseline's median loss.
-        baseline_failed: Seeds on which the baseline did.
-        seeds_needed: Predicted seeds for a conclusive verdict; None if it is conclusive, or for more than 40.
-        sentence: The verdict in words.
-        notes: Further explanation.
-    """
-
-    name: str
-    verdict: Verdict
-    outcome: Outcome
-    test: PairedTest | None
-    seeds: tuple[int, ...]
-    failed: tuple[int, ...]
-    baseline_failed: tuple[int, ...]
-    seeds_needed: int | None
-    sentence: str
-    notes: tuple[str, ...]
+    name: str  # Name of the arm
+    verdict: Verdict  # "inconclusive" if the arm is neither shown to be worse nor passes
+    outcome: Outcome  # Result for CI: with a margin, a worse arm passes if it is shown to be within the margin
+    test: PairedTest | None  # The test of the pairs in which neither run failed; None for fewer than two
+    seeds: tuple[int, ...]  # Seeds of these pairs
+    failed: tuple[int, ...]  # Seeds on which the arm diverged or ended above twice the baseline's median loss
+    baseline_failed: tuple[int, ...]  # Seeds on which the baseline did
+    seeds_needed: int | None  # Predicted seeds for a conclusive verdict; None if it is conclusive, or for more than 40
+    sentence: str  # The verdict in words
+    notes: tuple[str, ...]  # Further explanation
 
     def to_json(self) -> dict[str, Any]:
         """Return all but the name, with numbers of the test if there is one. `docs/compare.md` explains the keys."""
@@ -109,17 +96,11 @@ class ArmLosses:
 
 @dataclass(frozen=True, kw_only=True)
 class LossComparison:
-    """The verdicts on all arms.
+    """The verdicts on all arms."""
 
-    Attributes:
-        arms: Verdicts in the order of the arms.
-        planned: Planned maximum of seeds.
-        extended: Whether there are more seeds than planned.
-    """
-
-    arms: tuple[ArmLosses, ...]
-    planned: int
-    extended: bool
+    arms: tuple[ArmLosses, ...]  # Verdicts in the order of the arms
+    planned: int  # Planned maximum of seeds
+    extended: bool  # Whether there are more seeds than planned
 
     @property
     def extension(self) -> str:

@@ -14,11 +14,7 @@ _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(16)
 
 @cache
 def student_quantile(freedom: int, level: float) -> float:
-    """The c with P(T > c) = level of Student's t.
-
-    Raises:
-        ModuleNotFoundError: Without SciPy.
-    """
+    """The c with P(T > c) = level of Student's t."""
     with needs_extras("a comparison of losses"):
         from scipy import stats
 
@@ -27,16 +23,10 @@ def student_quantile(freedom: int, level: float) -> float:
 
 @cache
 def average_noncentrality(freedom: int, level: float, power: float) -> float:
-    """Return the δ for which a gap of δ measured standard errors is detected with this probability, on average.
-
-        E[P(T'(δ S) > c)] = power,   S² = V/ν the measured variance over the true one,   c = t(1 − level; ν)
-
-    T' is the noncentral t. With the true standard error instead of the measured one (S = 1), the δ of three seeds would
-    be half as large, and its true probability 70 % instead of 90 %. Accurate to four digits.
-
-    Raises:
-        ModuleNotFoundError: Without SciPy.
-    """
+    """Return the δ for which a gap of δ measured standard errors is detected with this probability, on average."""
+    # E[P(T'(δ S) > c)] = power, S² = V/ν the measured variance over the true one, c = t(1 − level; ν)
+    # T' is the noncentral t. With the true standard error instead of the measured one (S = 1), the δ of three seeds
+    # would be half as large, and its true probability 70 % instead of 90 %. Accurate to four digits.
     critical = student_quantile(freedom, level)
     with needs_extras("a comparison of losses"):
         from scipy import optimize, stats
@@ -63,13 +53,7 @@ def average_noncentrality(freedom: int, level: float, power: float) -> float:
 
 @cache
 def fisher(worse: int, base: int, seeds: int) -> float:
-    """Return P of `worse` or more of all failures being in one half of 2 × `seeds` equal runs (Fisher's exact test).
-
-    Args:
-        worse: Failed runs of the arm.
-        base: Failed runs of the baseline.
-        seeds: Runs of each.
-    """
+    """Return P of `worse` or more of all failures being in one half of 2 × `seeds` equal runs (Fisher's exact test)."""
     failed = worse + base
     ways = sum(math.comb(seeds, k) * math.comb(seeds, failed - k) for k in range(worse, min(seeds, failed) + 1))
     return ways / math.comb(2 * seeds, failed)

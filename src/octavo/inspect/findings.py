@@ -114,13 +114,7 @@ class History:
 
 
 def findings(rows: Sequence[OperandStats], thresholds: Thresholds, history: History | None = None) -> list[Finding]:
-    """Return the statistics of one step that crossed a limit, in the order of the rows.
-
-    Args:
-        rows: `Watch.rows`.
-        thresholds: The limits.
-        history: Earlier samples, to detect jumps of an amax; not changed. None: no jumps.
-    """
+    """Return the statistics of one step that crossed a limit, in the order of the rows."""
     crossings = _nonfinite(rows, thresholds.nonfinite)
     for row in rows:
         underflow_limit = thresholds.underflow if row.operand in ("x", "w") else min(2 * thresholds.underflow, 1.0)

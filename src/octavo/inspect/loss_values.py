@@ -23,15 +23,7 @@ FLOAT_BITS = 53
 
 
 def losses_of(owner: str, values: Any) -> list[float]:
-    """Return the values as floats above zero, with NaN for each that is not finite (the run diverged).
-
-    Args:
-        owner: The arm, as in "arm 'fp8'".
-        values: A sequence of numbers, or an array or a tensor of one dimension.
-
-    Raises:
-        ValueError: If the values have no order, or one of them is not a loss.
-    """
+    """Return the values as floats above zero, with NaN for each that is not finite (the run diverged)."""
     losses = []
     for index, value in _items(owner, values):
         try:
@@ -42,11 +34,7 @@ def losses_of(owner: str, values: Any) -> list[float]:
 
 
 def seed_names(values: Any, count: int) -> tuple[int, ...]:
-    """Return the seeds as a tuple of `count` integers.
-
-    Raises:
-        ValueError: If their number differs from `count`, one is not a whole number, or one is a duplicate.
-    """
+    """Return the seeds as a tuple of `count` integers."""
     names = []
     for index, value in _items("seeds", values):
         try:
@@ -65,13 +53,8 @@ def seed_names(values: Any, count: int) -> tuple[int, ...]:
 
 
 def resolution(losses: list[float]) -> float:
-    """Return the unit to which losses were rounded, in decimal or in binary digits, whichever is larger.
-
-    Digits are counted from the first of the largest loss: 0.01 for 3.0 and 3.02, 2⁻⁶ for numbers of bf16 from 2 to 4.
-
-    Args:
-        losses: Finite and above zero.
-    """
+    """Return the unit to which losses were rounded, in decimal or in binary digits, whichever is larger."""
+    # Digits are counted from the first of the largest loss: 0.01 for 3.0 and 3.02, 2⁻⁶ for numbers of bf16 from 2 to 4.
     largest = max(losses)
     numbers = dict(zip(losses, _decimals(losses), strict=True))
     digits = max(number.adjusted() - int(number.as_tuple().exponent) for number in numbers.values())

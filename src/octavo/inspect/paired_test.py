@@ -41,26 +41,17 @@ SEPARATED_FROM = 3
 
 @dataclass(frozen=True, kw_only=True)
 class PairedTest:
-    """The test of one arm, from n pairs of runs that did not fail.
+    """The test of one arm, from n pairs of runs that did not fail."""
 
-    Attributes:
-        gaps: Loss of the arm above the baseline's, one per pair, in percent of the baseline's mean loss.
-        mean: Their mean.
-        deviation: Their standard deviation, of n − 1 degrees of freedom, with the rounding of the losses.
-        confidence: Confidence of the verdicts on all arms together.
-        arms: Number of arms compared with the baseline.
-        planned: Planned maximum of seeds.
-        rounding: The unit to which the losses are rounded, in percent.
-        others: Gaps of the other arms on the same seeds, in percent; None if the arm does not take part in separation.
-    """
-
+    # Loss of the arm above the baseline's, one per pair, in percent of the baseline's mean loss.
     gaps: tuple[float, ...]
-    mean: float
-    deviation: float
-    confidence: float
-    arms: int
-    planned: int
-    rounding: float = 0.0
+    mean: float  # Their mean
+    deviation: float  # Their standard deviation, of n − 1 degrees of freedom, with the rounding of the losses
+    confidence: float  # Confidence of the verdicts on all arms together
+    arms: int  # Number of arms compared with the baseline
+    planned: int  # Planned maximum of seeds
+    rounding: float = 0.0  # The unit to which the losses are rounded, in percent
+    # Gaps of the other arms on the same seeds, in percent; None if the arm does not take part in separation.
     others: tuple[tuple[float, ...], ...] | None = None
 
     @property
@@ -79,10 +70,8 @@ class PairedTest:
         return self._high(len(self.gaps))
 
     def detectable(self, power: float) -> float:
-        """Return the true gap, in percent, that this number of pairs calls worse with about this probability.
-
-        The probability is an average over the measured deviation.
-        """
+        """Return the true gap, in percent, that this number of pairs calls worse with about this probability."""
+        # The probability is an average over the measured deviation.
         pairs = len(self.gaps)
         gap, alone = (
             average_noncentrality(pairs - 1, level, power) * self.deviation / math.sqrt(pairs)

@@ -46,27 +46,17 @@ RecipeKey = tuple[str, str]
 
 @dataclass(frozen=True)
 class Operands:
-    """Operands of one forward, copied in float32.
+    """Operands of one forward, copied in float32."""
 
-    Attributes:
-        x: [M,K].
-        w: [N,K].
-        x_scale: Scale of X in the layer's own recipe; None for scales from X's own amax.
-        channels: Channel scales, if it equalizes, of each recipe to measure, by its name.
-    """
-
-    x: Tensor
-    w: Tensor
-    x_scale: Tensor | None
+    x: Tensor  # [M,K]
+    w: Tensor  # [N,K]
+    x_scale: Tensor | None  # Scale of X in the layer's own recipe; None for scales from X's own amax
+    # Channel scales, if it equalizes, of each recipe to measure, by its name.
     channels: Mapping[str, ChannelScales | None]
 
 
 class ProductErrors:
-    """The product errors of one step.
-
-    Args:
-        measure: Recipes by layer.
-    """
+    """The product errors of one step."""
 
     def __init__(self, measure: Mapping[str, Sequence[Recipe]]) -> None:
         self._measure = measure
@@ -104,15 +94,7 @@ class ProductErrors:
     def measure(
         self, layer: str, module: nn.Module, operands: Operands, g_MN: Tensor, needs: tuple[bool, bool]
     ) -> None:
-        """Compare the products of a layer, once G [M,N] is known.
-
-        Args:
-            layer: Name of the layer.
-            module: The layer.
-            operands: X and W.
-            g_MN: G.
-            needs: Whether ∂X and ∂W are computed.
-        """
+        """Compare the products of a layer, once G [M,N] is known."""
         g, x, w = g_MN.float(), operands.x, operands.w
         exact = [x @ w.t(), g @ w if needs[0] else None, g.t() @ x if needs[1] else None]
         for recipe in self._measure[layer]:
@@ -165,17 +147,7 @@ def products(
     x: Tensor, w: Tensor, g: Tensor, r: Recipe, scales: tuple[Tensor | None, Tensor | None],
     channels: ChannelScales | None, exact: Sequence[Tensor | None],
 ) -> list[Tensor | None]:  # fmt: skip
-    """Return Y, ∂X and ∂W of quantized operands; ∂X and ∂W only if `exact` has them.
-
-    Args:
-        x: [M,K].
-        w: [N,K].
-        g: [M,N].
-        r: The recipe.
-        scales: Scales of X and of G; None for those from their own amax.
-        channels: Channel scales.
-        exact: The products in high precision.
-    """
+    """Return Y, ∂X and ∂W of quantized operands; ∂X and ∂W only if `exact` has them."""
     x_scale, g_scale = scales
     factor, inverse = (None, None) if channels is None else (channels.factor, channels.inverse)
     x_q, w_q = quantize(x, r.x, inverse, scale=x_scale), quantize(w, r.w, factor)

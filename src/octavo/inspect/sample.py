@@ -51,15 +51,11 @@ from octavo.tensor import ScaledTensor
 
 @dataclass(frozen=True)
 class Factors:
-    """The factors that X or W contributes to G, float32 [M,1] or [1,N].
+    """The factors that X or W contributes to G, float32 [M,1] or [1,N]."""
 
-    Attributes:
-        folds: Factors folded into G, for the layer's own recipe and each what-if recipe; None for no factor.
-        read: 1 for rows of X or W with any non-zero value, else 0.
-    """
-
+    # Factors folded into G, for the layer's own recipe and each what-if recipe; None for no factor.
     folds: list[Tensor | None]
-    read: Tensor
+    read: Tensor  # 1 for rows of X or W with any non-zero value, else 0
 
 
 @dataclass(frozen=True)
@@ -79,18 +75,7 @@ Channels = list[ChannelScales | None]
 
 
 class Sample:
-    """The hooks of one step.
-
-    Args:
-        layers: Layers to watch.
-        what_if: Other recipes for the same tensors.
-        measure: Recipes whose products are compared with high precision, by layer.
-
-    Attributes:
-        accumulators: The statistics so far.
-        errors: The product errors so far.
-        channels: The channel scales of equalized layers in their last forward.
-    """
+    """The hooks of one step."""
 
     def __init__(
         self,
@@ -99,9 +84,9 @@ class Sample:
         measure: Mapping[str, Sequence[Recipe]] | None = None,
     ) -> None:
         self.layers = layers
-        self.accumulators = Accumulators([recipe.name for recipe in what_if])
-        self.errors = ProductErrors(measure or {})
-        self.channels: dict[str, ChannelScales] = {}
+        self.accumulators = Accumulators([recipe.name for recipe in what_if])  # The statistics so far
+        self.errors = ProductErrors(measure or {})  # The product errors so far
+        self.channels: dict[str, ChannelScales] = {}  # The channel scales of equalized layers in their last forward
         self._what_if = what_if
         self._handles: list[Any] = []
         self._shards = {layer.name: shard for layer in layers if (shard := _shard(layer.module)) is not None}

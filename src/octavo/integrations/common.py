@@ -28,16 +28,7 @@ KEYS = ("level", *(field.name for field in fields(Precision)))
 
 
 def precision_of(value: PrecisionLike) -> Precision:
-    """Return the precision that a user asks for.
-
-    Args:
-        value: A `Precision`; the name of a level, such as "fp8+activations"; or a table, as the section `[precision]`
-            of a configuration: `{"level": "fp8", "recipe": "rowwise", "skip_last": 1}`.
-
-    Raises:
-        ValueError: For an unknown level, key or value.
-        TypeError: For another type.
-    """
+    """Return the precision that a user asks for."""
     if isinstance(value, Precision):
         return value
     if isinstance(value, str):
@@ -52,13 +43,7 @@ def precision_of(value: PrecisionLike) -> Precision:
 
 
 def prepare(model: nn.Module, precision: Precision, verbose: bool) -> None:
-    """Convert a model as asked, in place. A model that was converted before keeps its recipes.
-
-    Raises:
-        ValueError: As `octavo.convert`; for a model that was converted before without what `precision` asks for; for
-            recipes whose scales depend on the history of one rank, on several ranks.
-        TypeError: As `octavo.convert`.
-    """
+    """Convert a model as asked, in place. A model that was converted before keeps its recipes."""
     recipes = {module.recipe.name for module in model.modules() if is_converted(module) or is_converted_experts(module)}
     if recipes or any(saves_fp8(module) for module in model.modules()):
         _check_conversion(model, recipes, precision)
@@ -120,13 +105,7 @@ def _check_ranks(model: nn.Module) -> None:
 
 
 class Fp8State:
-    """The FP8 settings and scaling state of a model, for the checkpoints of a tool.
-
-    Args:
-        model: A model, converted or not; not wrapped.
-        precision: What the run asks for.
-        monitor: Samples the model, and may move layers of it, if given.
-    """
+    """The FP8 settings and scaling state of a model, for the checkpoints of a tool."""
 
     def __init__(self, model: nn.Module, precision: Precision, monitor: Monitor | None = None) -> None:
         self.model, self.precision, self.monitor = model, precision, monitor
@@ -147,14 +126,8 @@ class Fp8State:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Set recipes that changed during training (by the autopilot) and scaling state as they were saved.
-
-        If the precision of the run is another, it is not changed, and a warning names both.
-
-        Raises:
-            ValueError: For the state of other layers; for a recipe that neither Octavo nor this model has; for recipes
-                with a state on several ranks.
-        """
+        """Set recipes that changed during training (by the autopilot) and scaling state as they were saved."""
+        # If the precision of the run is another, it is not changed, and a warning names both.
         saved = state["precision"] | {key: tuple(state["precision"][key]) for key in ("skip", "only")}
         if saved != asdict(self.precision):
             warnings.warn(
@@ -192,10 +165,8 @@ def warn_if_forgotten(used: Any, precision: Precision) -> None:
 
 
 def _saved_recipe(layer: str, fields_of_recipe: Mapping[str, Any] | None, own: Collection[str]) -> Recipe | None:
-    """Return the recipe that a file has for a layer.
-
-    Raises ValueError if its name is none of Octavo's recipes, nor of the model's own, nor made from one of these.
-    """
+    """Return the recipe that a file has for a layer."""
+    # Raises ValueError if its name is none of Octavo's recipes, nor of the model's own, nor made from one of these.
     if fields_of_recipe is None:
         return None
     recipe = Recipe.from_json(dict(fields_of_recipe))

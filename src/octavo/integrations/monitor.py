@@ -24,14 +24,7 @@ def fallback_recipes() -> tuple[str, ...]:
 
 
 class Monitor:
-    """Samples the layers of a model in a tool's training loop.
-
-    Args:
-        model: A converted model, not wrapped.
-        every: Optimizer steps between samples; 0 for the default of an autopilot.
-        autopilot: Move layers whose statistics cross a limit to a safer recipe.
-        verbose: Print each move on stderr.
-    """
+    """Samples the layers of a model in a tool's training loop."""
 
     def __init__(self, model: nn.Module, every: int, autopilot: bool, verbose: bool) -> None:
         every = every or DEFAULT_EVERY
@@ -47,11 +40,7 @@ class Monitor:
 
     @contextmanager
     def step(self, number: int | None = None) -> Iterator[dict[str, float]]:
-        """Run a step, or its first micro-batch, inside; afterwards the yielded dictionary has its metrics.
-
-        Args:
-            number: Number of the step; by default the one after the last.
-        """
+        """Run a step, or its first micro-batch, inside; afterwards the yielded dictionary has its metrics."""
         metrics: dict[str, float] = {}
         number = self.number + 1 if number is None else number
         with self.watch.step(number) if self.autopilot is None else self.autopilot.step(number):
@@ -92,11 +81,7 @@ class Monitor:
 
 
 def monitor_of(model: nn.Module, every: int, autopilot: bool, verbose: bool) -> Monitor | None:
-    """Return a `Monitor`, or None if neither samples nor an autopilot are asked for.
-
-    Raises:
-        ValueError: For a negative `every`.
-    """
+    """Return a `Monitor`, or None if neither samples nor an autopilot are asked for."""
     if every < 0:
         raise ValueError(f"inspect_every is a number of steps, or 0 for none; got {every}")
     return Monitor(model, every, autopilot, verbose) if every or autopilot else None

@@ -48,26 +48,17 @@ class UnknownFormatError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """The fastest choice for one op, case and shape.
+    """The fastest choice for one op, case and shape."""
 
-    Attributes:
-        op: Name in `torch.ops.octavo`.
-        case: Case of the registry.
-        shape: Rows and columns of a matrix, or m, n, k of a product.
-        backend: The backend with the shortest wait (`octavo.kernels.timing`).
-        config: Index of its configuration, or None.
-        microseconds: Median time of one call on the GPU; on the host, if the op is "host".
-        host_microseconds: Median time until a call returns; None if it was not measured beside the GPU's.
-        others: What a caller would wait for the other candidates, in microseconds, by label.
-    """
-
-    op: str
-    case: tuple[str, ...]
-    shape: tuple[int, ...]
-    backend: str
-    config: int | None
-    microseconds: float
+    op: str  # Name in `torch.ops.octavo`
+    case: tuple[str, ...]  # Case of the registry
+    shape: tuple[int, ...]  # Rows and columns of a matrix, or m, n, k of a product
+    backend: str  # The backend with the shortest wait (`octavo.kernels.timing`)
+    config: int | None  # Index of its configuration, or None
+    microseconds: float  # Median time of one call on the GPU; on the host, if the op is "host"
+    # Median time until a call returns; None if it was not measured beside the GPU's.
     host_microseconds: float | None = None
+    # What a caller would wait for the other candidates, in microseconds, by label.
     others: dict[str, float] = field(default_factory=dict)
 
     @staticmethod
@@ -240,10 +231,8 @@ def _read(device: torch.device) -> list[Entry]:
 
 
 def read(file: Path) -> tuple[str, list[Entry]]:
-    """Return the device name and the entries of a table.
-
-    Raises OSError, UnicodeDecodeError, ValueError, KeyError, TypeError or AttributeError for any other file.
-    """
+    """Return the device name and the entries of a table."""
+    # Raises OSError, UnicodeDecodeError, ValueError, KeyError, TypeError or AttributeError for any other file.
     return _parse(file.read_text(encoding="utf-8"))
 
 

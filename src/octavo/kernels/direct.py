@@ -26,10 +26,8 @@ from octavo.runtime.torch_compat import eager_signature
 
 
 def signature(x: Tensor, *others: Tensor | None, records: bool = False) -> tuple[Any, ...] | None:
-    """Return what an op on these tensors depends on, but their values and addresses; None for the ordinary path.
-
-    With `records`, also while autograd records: for a caller that is an autograd function itself.
-    """
+    """Return what an op on these tensors depends on, but their values and addresses; None for the ordinary path."""
+    # With `records`, also while autograd records: for a caller that is an autograd function itself.
     if x.device.type not in GPU_TYPES:
         return None
     # Last, since Dynamo cannot trace what `is_capturing` asks: under a compiler there is no eager signature.
@@ -38,12 +36,7 @@ def signature(x: Tensor, *others: Tensor | None, records: bool = False) -> tuple
 
 
 class Call:
-    """Calls of an op with the same signature and options.
-
-    Args:
-        case: The op's case.
-        shape: The op's shape, if its backend depends on that.
-    """
+    """Calls of an op with the same signature and options."""
 
     __slots__ = ("_backend", "_case", "_plan", "_shape")
 
@@ -99,10 +92,8 @@ class ZeroBlocks(threading.local):
         self._blocks: dict[tuple[int | None, int], _Block] = {}
 
     def cut(self, size: int, device: torch.device, stream: int) -> tuple[Tensor, int]:
-        """Return a block of int32 zeros and the index in it, a multiple of 16, where `size` of them begin.
-
-        `stream` is the current one of the device.
-        """
+        """Return a block of int32 zeros and the index in it, a multiple of 16, where `size` of them begin."""
+        # `stream` is the current one of the device.
         if 8 * size > BLOCK:
             return new_zeros(size, device, stream)
         blocks, key = self._blocks, (device.index, stream)

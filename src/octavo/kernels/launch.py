@@ -44,30 +44,18 @@ MAX_GRID_YZ = 65535
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """One kernel with its compile-time constants.
+    """One kernel with its compile-time constants."""
 
-    Attributes:
-        kernel: The `@triton.jit` function.
-        constants: Its `tl.constexpr` arguments.
-        num_warps: Warps per program.
-        num_stages: Depth of software pipelining of its loops.
-    """
-
-    kernel: Any
-    constants: dict[str, Any]
-    num_warps: int
-    num_stages: int = 3
+    kernel: Any  # The `@triton.jit` function
+    constants: dict[str, Any]  # Its `tl.constexpr` arguments
+    num_warps: int  # Warps per program
+    num_stages: int = 3  # Depth of software pipelining of its loops
     _prepared: dict[Any, "PreparedLaunch"] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def run(self, grid: tuple[int, ...], arguments: Mapping[str, Any]) -> None:
-        """Launch on `grid` programs with those of `arguments` that the kernel takes.
-
-        Triton launches on the current device, so this switches to the device of the tensors. FP fusion is off: the
-        reference rounds after each operation.
-
-        Raises:
-            ValueError: If the second or third dimension of the grid is larger than CUDA allows.
-        """
+        """Launch on `grid` programs with those of `arguments` that the kernel takes."""
+        # Triton launches on the current device, so this switches to the device of the tensors. FP fusion is off: the
+        # reference rounds after each operation.
         launch = self.prepared(grid, arguments)
         launch([_tensor_of(arguments[name]) for name in launch.names])
 
@@ -84,9 +72,6 @@ class Launch:
     def prepare(self, grid: tuple[int, ...], arguments: Mapping[str, Any]) -> "PreparedLaunch":
         """Fix the grid, the scalars among `arguments`, the dtypes and device of the tensors, and TMA descriptors but
         for their addresses.
-
-        Raises:
-            ValueError: As `run`.
         """
         if any(programs > MAX_GRID_YZ for programs in grid[1:]):
             raise ValueError(
@@ -112,14 +97,7 @@ def _tensor_of(value: Any) -> Any:
 
 
 class PreparedLaunch:
-    """A launch with a fixed grid and fixed scalars. Call it with the tensors, in the order of `names`.
-
-    Attributes:
-        launch: The kernel with its compile-time constants.
-        grid: Programs, in up to three dimensions.
-        names: The kernel's arguments that are tensors, or TMA descriptors of tensors.
-        scalars: Its other arguments, by name.
-    """
+    """A launch with a fixed grid and fixed scalars. Call it with the tensors, in the order of `names`."""
 
     def __init__(self, launch: Launch, grid: tuple[int, ...], arguments: Mapping[str, Any]) -> None:
         passed = {name: arguments[name] for name in launch.kernel.arg_names if name in arguments}
@@ -128,6 +106,10 @@ class PreparedLaunch:
         scalars = {name: value for name, value in passed.items() if name not in dtypes}
         fixed = {**scalars, **launch.constants}
         position = {name: index for index, name in enumerate((*dtypes, *fixed))}
+        # launch: The kernel with its compile-time constants.
+        # grid: Programs, in up to three dimensions.
+        # names: The kernel's arguments that are tensors, or TMA descriptors of tensors.
+        # scalars: Its other arguments, by name.
         self.launch, self.grid, self.names, self.scalars = launch, grid, tuple(dtypes), scalars
         self._x, self._y, self._z = (*grid, 1, 1)[:3]
         self._dtypes = tuple(dtypes.values())
@@ -152,9 +134,8 @@ class PreparedLaunch:
     def source(self, constants: dict[str, Any]) -> str | None:
         """Return Python source that launches the kernel compiled for addresses that are multiples of 16: on the current
         device, on a stream named `stream`, with addresses named as the kernel's arguments. None if none was compiled.
-
-        The objects in it are added to `constants`. No profiler's hooks (`HOOKS`) may be installed when it runs.
         """
+        # The objects in it are added to `constants`. No profiler's hooks (`HOOKS`) may be installed when it runs.
         compiled = self._compiled.get(True)
         return None if compiled is None else self._call_source(compiled[0], constants)
 
@@ -165,12 +146,10 @@ class PreparedLaunch:
         return None if source is None else eval(f"lambda stream, {', '.join(self.names)}: {source}", constants)
 
     def _call_source(self, kernel: Any, constants: dict[str, Any]) -> str | None:
-        """Return Python source that calls the C function below Triton's launcher.
-
-        A copy of the launcher, with names instead of the stream and of addresses, passes the arguments of the C
-        function to a list. A launcher that allocates scratch memory at each launch, or of an unknown kind, is called;
-        None if it would have to unpack descriptors.
-        """
+        """Return Python source that calls the C function below Triton's launcher."""
+        # A copy of the launcher, with names instead of the stream and of addresses, passes the arguments of the C
+        # function to a list. A launcher that allocates scratch memory at each launch, or of an unknown kind, is called;
+        # None if it would have to unpack descriptors.
         call: Any = kernel.run
         named = [_named(name, self._descriptors.get(name)) for name in self.names]
         passed = (
@@ -277,10 +256,8 @@ _HOOKED = "{0}.launch_enter_hook.calls or {0}.launch_exit_hook.calls"
 
 
 def preparation(index: int | None, constants: dict[str, Any], otherwise: str) -> list[str]:
-    """Return lines that go before the source of launches on the device of an index: they assign `stream`.
-
-    `otherwise` is the statement for another current device and under a profiler's hooks.
-    """
+    """Return lines that go before the source of launches on the device of an index: they assign `stream`."""
+    # `otherwise` is the statement for another current device and under a profiler's hooks.
     stream_of = source_of(triton.runtime.driver.active.get_current_stream, constants)
     hooked = _HOOKED.format(source_of(HOOKS, constants))
     lines = []
@@ -319,26 +296,14 @@ _TEMPORARY: list[str] = []
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """One compilation of an op: one kernel in one configuration for aligned, contiguous bf16 input.
+    """One compilation of an op: one kernel in one configuration for aligned, contiguous bf16 input."""
 
-    Attributes:
-        op: Name in `torch.ops.octavo`.
-        case: Label within the op, such as `"e4m3/row fold=columns both"`.
-        config: Index of the kernel's configuration (tile, warps, stages); 0 is the default.
-        launch: Kernel and constants to compile.
-        types: Triton types of all arguments except sizes, which are i32 divisible by 16.
-        tile: Input elements per program, or per loop iteration of a program.
-        device_bytes: Device-memory traffic of this launch, in bytes per input element.
-        equal_to_1: Arguments with value 1, such as the stride between columns.
-        trips: Loop iterations for 4096 columns (or a contraction over 4096).
-    """
-
-    op: str
-    case: str
-    config: int
-    launch: Launch
-    types: dict[str, str]
-    tile: int
-    device_bytes: float
-    equal_to_1: tuple[str, ...] = field(default=())
-    trips: int = 1
+    op: str  # Name in `torch.ops.octavo`
+    case: str  # Label within the op, such as `"e4m3/row fold=columns both"`
+    config: int  # Index of the kernel's configuration (tile, warps, stages); 0 is the default
+    launch: Launch  # Kernel and constants to compile
+    types: dict[str, str]  # Triton types of all arguments except sizes, which are i32 divisible by 16
+    tile: int  # Input elements per program, or per loop iteration of a program
+    device_bytes: float  # Device-memory traffic of this launch, in bytes per input element
+    equal_to_1: tuple[str, ...] = field(default=())  # Arguments with value 1, such as the stride between columns
+    trips: int = 1  # Loop iterations for 4096 columns (or a contraction over 4096)

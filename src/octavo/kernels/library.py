@@ -40,15 +40,7 @@ def define(
     decompose: Callable[..., Any] | None = None,
     flops: Callable[..., int] | None = None,
 ) -> None:
-    """Define `octavo::<name>`.
-
-    Args:
-        schema: Name, arguments and results.
-        run: Implementation for all devices.
-        fake: Computes the results' metadata.
-        decompose: See `DECOMPOSITIONS`.
-        flops: Floating point operations, from shapes in place of tensors and `out_shape`; None for few.
-    """
+    """Define `octavo::<name>`."""
     name = schema.partition("(")[0]
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     _LIBRARY.impl(name, run, "CompositeExplicitAutograd")

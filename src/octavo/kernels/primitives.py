@@ -26,12 +26,10 @@ ALL_EXPONENTS = tl.constexpr(0x7F000000)
 
 @triton.jit
 def columns_from(first, EXTENT: tl.constexpr, VECTOR: tl.constexpr):
-    """Return EXTENT column indices from `first`, at most VECTOR neighbours of them in one thread.
-
-    A warp should access a contiguous piece of memory: VECTOR elements of 16 bytes per thread. Without the hint, Triton
-    gives each thread the 16 neighbours that fill a 16-byte store of FP8, and two loads of bf16, 32 bytes apart from
-    those of the next thread: each touches every sector and takes half of it.
-    """
+    """Return EXTENT column indices from `first`, at most VECTOR neighbours of them in one thread."""
+    # A warp should access a contiguous piece of memory: VECTOR elements of 16 bytes per thread. Without the hint,
+    # Triton gives each thread the 16 neighbours that fill a 16-byte store of FP8, and two loads of bf16, 32 bytes apart
+    # from those of the next thread: each touches every sector and takes half of it.
     return first + tl.max_contiguous(tl.arange(0, EXTENT), VECTOR)  # a hint on the sum is lost if `first` is 0
 
 
@@ -43,13 +41,11 @@ def magnitude(values):
 
 @triton.jit
 def reciprocal(scale, INTERPRETED: tl.constexpr):
-    """Return 1 / scale, correctly rounded, for scales in [2⁻¹²⁶, 2¹²⁶].
-
-    Two Newton steps from the hardware's approximation, which is within one unit in the last place. They are correct for
-    all mantissas except all ones, where the exact quotient lies next to a tie (`tests/kernels/test_primitives.py`
-    checks all 2²³ mantissas and all three starts). `div_rn` is slower: its range check costs a branch and a call for
-    every element that a scale broadcasts to.
-    """
+    """Return 1 / scale, correctly rounded, for scales in [2⁻¹²⁶, 2¹²⁶]."""
+    # Two Newton steps from the hardware's approximation, which is within one unit in the last place. They are correct
+    # for all mantissas except all ones, where the exact quotient lies next to a tie (`tests/kernels/test_primitives.py`
+    # checks all 2²³ mantissas and all three starts). `div_rn` is slower: its range check costs a branch and a call for
+    # every element that a scale broadcasts to.
     if INTERPRETED:
         return tl.math.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
     near = tl.inline_asm_elementwise(
@@ -74,11 +70,9 @@ def _over_fp8_max(amax, FP8_MAX: tl.constexpr, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def scale_of(amax_bits, FP8_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Return the dequantization scale and its inverse (NaN for a non-finite amax), as `reference.scale_of`.
-
-    The largest value of both FP8 formats is 1.75 · 2ⁿ. So adding a constant that carries mantissas above 1.75 into the
-    exponent gives the power of two at or above amax / max.
-    """
+    """Return the dequantization scale and its inverse (NaN for a non-finite amax), as `reference.scale_of`."""
+    # The largest value of both FP8 formats is 1.75 · 2ⁿ. So adding a constant that carries mantissas above 1.75 into
+    # the exponent gives the power of two at or above amax / max.
     finite = amax_bits < INFINITY_BITS
     if POWER_OF_TWO:
         N: tl.constexpr = 8 if FP8_MAX == 448.0 else 15

@@ -32,25 +32,20 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Backend:
-    """One implementation of an op.
+    """One implementation of an op."""
 
-    Attributes:
-        name: Such as `"triton"`; `"reference"` supports every case on every device.
-        run: Implementation, with the same signature in all backends of the op, plus `config`, an index, if it has
-            several configurations.
-        plan: With the same arguments, returns what runs calls like this one repeatedly (`octavo.kernels.direct`), or
-            None for those without a plan; None for a backend without plans.
-        unsupported_reason: Returns why it cannot run a case on a device, or None. Cheap: runs no kernel.
-        trials: Returns configurations and large shapes that the probe runs besides its tiny input.
-        emulates: Whether it computes FP8 products without FP8 matrix units.
-    """
-
-    name: str
+    name: str  # Such as `"triton"`; `"reference"` supports every case on every device
+    # Implementation, with the same signature in all backends of the op, plus `config`, an index, if it has several
+    # configurations.
     run: Callable[..., Any]
+    # With the same arguments, returns what runs calls like this one repeatedly (`octavo.kernels.direct`), or None for
+    # those without a plan; None for a backend without plans.
     plan: Callable[..., Any] | None = None
+    # Returns why it cannot run a case on a device, or None. Cheap: runs no kernel.
     unsupported_reason: Callable[[torch.device, Case], str | None] = lambda device, case: None
+    # Returns configurations and large shapes that the probe runs besides its tiny input.
     trials: Callable[[torch.device, Case, int | None], Sequence[tuple[int, Shape]]] = lambda device, case, config: ()
-    emulates: bool = False
+    emulates: bool = False  # Whether it computes FP8 products without FP8 matrix units
 
     def configured(self, config: int | None) -> "Backend":
         """Return the backend with one of its configurations; itself for None."""
@@ -66,19 +61,14 @@ class Backend:
 
 @dataclass(frozen=True, kw_only=True)
 class Op:
-    """An operation with its backends.
+    """An operation with its backends."""
 
-    Attributes:
-        name: Name in `torch.ops.octavo`.
-        cases: Cases that `status` shows, by label.
-        probe: Runs a backend on a tiny input of a case on a device; returns None if it agrees with `reference`, else
-            the difference. An exception counts as a failure.
-        backends: By name, in order of preference; `reference` is always the last.
-    """
-
-    name: str
-    cases: dict[str, Case]
+    name: str  # Name in `torch.ops.octavo`
+    cases: dict[str, Case]  # Cases that `status` shows, by label
+    # Runs a backend on a tiny input of a case on a device; returns None if it agrees with `reference`, else the
+    # difference. An exception counts as a failure.
     probe: Callable[[Backend, torch.device, Case], str | None]
+    # By name, in order of preference; `reference` is always the last.
     backends: dict[str, Backend] = field(default_factory=dict)
     _chosen: dict[tuple[torch.device, Case], Backend] = field(default_factory=dict)
     _measured: dict[tuple[torch.device, Case, Shape], Backend] = field(default_factory=dict)
@@ -219,21 +209,13 @@ def _can_probe(device: torch.device) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class OpStatus:
-    """One row of `status`: one backend of one case of an op on a device.
+    """One row of `status`: one backend of one case of an op on a device."""
 
-    Attributes:
-        op: Op and case, such as `"scaled_mm rowwise"`.
-        backend: Backend name.
-        serves: Whether it is available.
-        chosen: Whether the registry chooses it.
-        reason: Why it is unavailable; empty if it is available.
-    """
-
-    op: str
-    backend: str
-    serves: bool
-    chosen: bool
-    reason: str
+    op: str  # Op and case, such as `"scaled_mm rowwise"`
+    backend: str  # Backend name
+    serves: bool  # Whether it is available
+    chosen: bool  # Whether the registry chooses it
+    reason: str  # Why it is unavailable; empty if it is available
 
 
 OPS: dict[str, Op] = {}

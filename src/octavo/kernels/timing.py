@@ -26,15 +26,10 @@ CALLS = 24
 
 
 class CallTime(NamedTuple):
-    """Microseconds of a call.
+    """Microseconds of a call."""
 
-    Attributes:
-        kernel: On the GPU.
-        host: On the host, until the call returns.
-    """
-
-    kernel: float
-    host: float
+    kernel: float  # On the GPU
+    host: float  # On the host, until the call returns
 
     @property
     def wait(self) -> float:
@@ -71,19 +66,12 @@ class TimingTask(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class TimingResult:
-    """Result of timing a task.
+    """Result of timing a task."""
 
-    Attributes:
-        task: The task.
-        times: Times by candidate, the shortest wait first.
-        entry: The fastest candidate, for the calibration table; None if only `reference` is available.
-        skipped: Reasons why candidates were not timed.
-    """
-
-    task: TimingTask
-    times: dict[str, CallTime]
-    entry: Entry | None
-    skipped: dict[str, str] = field(default_factory=dict)
+    task: TimingTask  # The task
+    times: dict[str, CallTime]  # Times by candidate, the shortest wait first
+    entry: Entry | None  # The fastest candidate, for the calibration table; None if only `reference` is available
+    skipped: dict[str, str] = field(default_factory=dict)  # Reasons why candidates were not timed
 
     @classmethod
     def of_candidates(

@@ -39,14 +39,10 @@ M = TypeVar("M", bound=nn.Module)
 def check_next_token_loss(model: Any) -> None:
     """Check that the model's own loss, `model(input_ids=x, labels=y, shift_labels=y).loss`, predicts y[:, t] from
     x[:, t].
-
-    It does if a model shifts labels but accepts `shift_labels` instead, or takes shifted labels (Bart). The check reads
-    the gradient at the last token, for which a model that always shifts has no label. On meta and under FakeTensorMode
-    it checks only the arguments.
-
-    Raises:
-        ValueError: If the model returns no loss, or predicts other tokens.
     """
+    # It does if a model shifts labels but accepts `shift_labels` instead, or takes shifted labels (Bart). The check
+    # reads the gradient at the last token, for which a model that always shifts has no label. On meta and under
+    # FakeTensorMode it checks only the arguments.
     kind, weight = type(model).__name__, model.get_input_embeddings().weight
     if not any(p.name == "labels" for p in parameters(model.forward)):
         raise ValueError(f"{kind} has no loss of its own to train on: its forward takes no labels")

@@ -43,20 +43,13 @@ DECIDED = "octavo_head"
 
 @dataclass(frozen=True, kw_only=True)
 class Head:
-    """How a model computes logits: softcap(scale · linear(base(inputs))).
+    """How a model computes logits: softcap(scale · linear(base(inputs)))."""
 
-    Attributes:
-        base: The base model; its first output is hidden states [..., D].
-        linear: The vocabulary head, [V, D].
-        scale: Factor of the logits.
-        softcap: Bound of the logits, or None.
-        routed: Whether the loss has a router's loss, `router_aux_loss_coef` · `aux_loss`, where the config requests it.
-    """
-
-    base: nn.Module
-    linear: nn.Linear
-    scale: float
-    softcap: float | None
+    base: nn.Module  # The base model; its first output is hidden states [..., D]
+    linear: nn.Linear  # The vocabulary head, [V, D]
+    scale: float  # Factor of the logits
+    softcap: float | None  # Bound of the logits, or None
+    # Whether the loss has a router's loss, `router_aux_loss_coef` · `aux_loss`, where the config requests it.
     routed: bool = False
 
     def finish(self, z: Tensor) -> Tensor:
@@ -66,15 +59,7 @@ class Head:
 
 
 def find_head(model: Any) -> Head:
-    """Find how a causal language model computes its logits, and check that its loss is the shifted cross-entropy.
-
-    Args:
-        model: A `transformers` model with a language model head, on any device, meta included. Under FakeTensorMode,
-            which has no numbers to compare, the result of `decide_head` applies; without it, the values of the config.
-
-    Raises:
-        ValueError: If the loss is not a function of the model's hidden states and its head's weight; has the reason.
-    """
+    """Find how a causal language model computes its logits, and check that its loss is the shifted cross-entropy."""
     kind = type(model).__name__
     getter = getattr(model, "get_output_embeddings", None)
     linear: Any = getter() if callable(getter) else None
@@ -110,11 +95,9 @@ def find_head(model: Any) -> Head:
 
 
 def decide_head(model: Any) -> None:
-    """Find the head of a model on meta as a run finds it with weights, for the copies of fake tensors of a plan.
-
-    Two blocks stand for all. What the trial does not find on meta, it may find with numbers, so it runs again on the
-    whole model, with stand-ins for its weights.
-    """
+    """Find the head of a model on meta as a run finds it with weights, for the copies of fake tensors of a plan."""
+    # Two blocks stand for all. What the trial does not find on meta, it may find with numbers, so it runs again on the
+    # whole model, with stand-ins for its weights.
     decided: dict[str, Any] | str
     blocks = find_block_list(model)
     others = [*blocks][2:]
@@ -169,10 +152,8 @@ def _candidates(config: Any) -> list[tuple[float, float | None]]:
 
 @torch.no_grad()
 def _matching_head(model: Any, heads: list[Head]) -> Head:
-    """Return the first head that reproduces the logits of its model, in all decades and of both signs.
-
-    Raises as `_check_loss`.
-    """
+    """Return the first head that reproduces the logits of its model, in all decades and of both signs."""
+    # Raises as `_check_loss`.
     kind, base, linear = type(model).__name__, heads[0].base, heads[0].linear
     shape = *PROBE_SHAPE, linear.weight.shape[0]
     generator = torch.Generator("cpu").manual_seed(0)
@@ -201,12 +182,10 @@ def _matching_head(model: Any, heads: list[Head]) -> Head:
 
 
 def _check_loss(model: Any, head: Head) -> None:
-    """Raise unless the loss of a model is the mean cross-entropy of its logits with the labels of the next tokens.
-
-    The first sequence gets the most likely labels and the second the least likely, and fewer of the first count. So a
-    loss that shifts, weights or smooths differently is far off. An added term is another branch of the graph, or
-    changes the value by more than 1e-5. Under FakeTensorMode only the graph is checked.
-    """
+    """Raise unless the loss of a model is the mean cross-entropy of its logits with the labels of the next tokens."""
+    # The first sequence gets the most likely labels and the second the least likely, and fewer of the first count. So a
+    # loss that shifts, weights or smooths differently is far off. An added term is another branch of the graph, or
+    # changes the value by more than 1e-5. Under FakeTensorMode only the graph is checked.
     kind, linear = type(model).__name__, head.linear
     shape = *PROBE_SHAPE, linear.weight.shape[0]
     z = _as_head_output(linear, 3 * torch.randn(shape, generator=torch.Generator("cpu").manual_seed(1), device="cpu"))

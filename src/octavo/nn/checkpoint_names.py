@@ -9,11 +9,9 @@ from torch.overrides import TorchFunctionMode
 
 
 def names_in_checkpoint(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors of a model as `save_pretrained` names, splits and joins them; it has no public name.
-
-    Of a model whose weights were dequantized in loading it would quantize them anew, or fail: for such a one, as for a
-    model that was not loaded.
-    """
+    """Return tensors of a model as `save_pretrained` names, splits and joins them; it has no public name."""
+    # Of a model whose weights were dequantized in loading it would quantize them anew, or fail: for such a one, as for
+    # a model that was not loaded.
     from transformers.core_model_loading import revert_weight_conversion
 
     loaded_by = vars(model).get("_weight_conversions")
@@ -29,14 +27,9 @@ def names_in_checkpoint(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, 
 
 
 def parts_in_checkpoint(model: Any, name: str, tensor: Tensor) -> dict[str, Tensor]:
-    """Return the parts of a tensor, as views of it, by their names in a published checkpoint.
-
-    Experts, as an example: `mlp.experts.down_proj` [E,H,I] has E parts [H,I], `block_sparse_moe.experts.0.w2.weight` to
-    that of the last expert. To fill the parts is to fill the tensor.
-
-    Returns:
-        {} if the model is none of Transformers', or its checkpoints do not have the tensor's elements as they are.
-    """
+    """Return the parts of a tensor, as views of it, by their names in a published checkpoint."""
+    # Experts, as an example: `mlp.experts.down_proj` [E,H,I] has E parts [H,I], `block_sparse_moe.experts.0.w2.weight`
+    # to that of the last expert. To fill the parts is to fill the tensor.
     transformers = sys.modules.get("transformers")
     if transformers is None or not isinstance(model, transformers.PreTrainedModel):
         return {}

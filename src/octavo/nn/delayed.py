@@ -68,24 +68,15 @@ BEFORE_CAPTURE = "run one forward and backward of the layer in training before t
 
 
 class AmaxHistory:
-    """The amaxes of X and G of one layer.
-
-    Args:
-        recipe: A recipe with a `history`.
-
-    Attributes:
-        amaxes: float32 [2, 1 + history], or None before the first pass. Changes in place only.
-        backward_ran: Whether the backward of the current pass has run.
-        captured: Whether a CUDA graph recorded the current pass, whose replays run no Python.
-        synchronized: Whether `reduce_amaxes` ends the passes, for all layers at once.
-    """
+    """The amaxes of X and G of one layer."""
 
     def __init__(self, recipe: Recipe) -> None:
         self.passes, self.margin = recipe.history, recipe.margin
+        # float32 [2, 1 + history], or None before the first pass. Changes in place only.
         self.amaxes: Tensor | None = None
-        self.backward_ran = False
-        self.captured = False
-        self.synchronized = False
+        self.backward_ran = False  # Whether the backward of the current pass has run
+        self.captured = False  # Whether a CUDA graph recorded the current pass, whose replays run no Python
+        self.synchronized = False  # Whether `reduce_amaxes` ends the passes, for all layers at once
 
     @property
     def pass_ended(self) -> bool:
@@ -93,11 +84,7 @@ class AmaxHistory:
         return self.backward_ran and not in_backward()  # a forward inside backward belongs to the same pass
 
     def begin(self) -> None:
-        """Shift the history if the current pass has ended.
-
-        Raises:
-            RuntimeError: If a CUDA graph would record the end of a pass without its beginning.
-        """
+        """Shift the history if the current pass has ended."""
         if self.synchronized:
             return
         if self.pass_ended:
@@ -133,11 +120,7 @@ class AmaxHistory:
             self.amaxes = self.amaxes.to(device)  # itself on that device
 
     def allocated(self, device: torch.device) -> Tensor:
-        """Return `amaxes` on a device, allocated if there are none yet.
-
-        Raises:
-            RuntimeError: If a CUDA graph is captured, whose replays would begin with zeros each time.
-        """
+        """Return `amaxes` on a device, allocated if there are none yet."""
         if self.amaxes is None:
             if is_capturing(device):
                 raise RuntimeError(f"octavo: there is no amax history yet: {BEFORE_CAPTURE}")
@@ -156,15 +139,10 @@ class AmaxHistory:
 
 @dataclass(frozen=True)
 class DelayedQuantizer:
-    """Quantizes X and G of one forward and its backward with scales from a history.
+    """Quantizes X and G of one forward and its backward with scales from a history."""
 
-    Attributes:
-        history: The layer's history.
-        updates: Whether to update the history: in training, not in evaluation.
-    """
-
-    history: AmaxHistory
-    updates: bool
+    history: AmaxHistory  # The layer's history
+    updates: bool  # Whether to update the history: in training, not in evaluation
 
     channels = staticmethod(own_channels)
 
@@ -192,10 +170,8 @@ class DelayedQuantizer:
         return quantize_gradient(g_MN, w, x, recipe, amax)
 
     def amax(self, operand: int, x: Tensor) -> Tensor | None:
-        """Return the amax, float32 [1,1], that sets the scale of X or G, a matrix; None for its current amax.
-
-        Meta and fake tensors, as of a prediction, have no amax, and leave the history as it is.
-        """
+        """Return the amax, float32 [1,1], that sets the scale of X or G, a matrix; None for its current amax."""
+        # Meta and fake tensors, as of a prediction, have no amax, and leave the history as it is.
         if not has_values(x):
             return None
         with outside_autograd():
@@ -213,11 +189,7 @@ class Delayed(LinearLike):
     """A `LinearLike` that keeps an amax history, for recipes with a `history`; with others it scales just in time."""
 
     def octavo_quantizer(self) -> Quantizer:
-        """See `LinearLike.octavo_quantizer`.
-
-        Raises:
-            RuntimeError: While torch.compile traces.
-        """
+        """See `LinearLike.octavo_quantizer`."""
         recipe = self.recipe
         if not recipe.history or SWITCH.off:
             return JUST_IN_TIME
@@ -233,13 +205,7 @@ class Delayed(LinearLike):
 
 
 class DelayedLinear(Delayed, Linear):
-    """A `Linear` that keeps an amax history. `octavo.convert(model, "delayed")` makes it from an `nn.Linear`.
-
-    Examples:
-        >>> layer = octavo.convert(torch.nn.Linear(64, 64), "delayed")
-        >>> isinstance(layer, octavo.nn.delayed.DelayedLinear)
-        True
-    """
+    """A `Linear` that keeps an amax history. `octavo.convert(model, "delayed")` makes it from an `nn.Linear`."""
 
     octavo_original = nn.Linear
 
@@ -297,10 +263,8 @@ def keeps_history(module: nn.Module) -> TypeGuard[Delayed]:
 
 
 def reset_history(module: nn.Module) -> None:
-    """Begin a new history after a change of a layer's recipe, or have none.
-
-    It exists before the next forward, because torch.compile loses one that is created in code it traces.
-    """
+    """Begin a new history after a change of a layer's recipe, or have none."""
+    # It exists before the next forward, because torch.compile loses one that is created in code it traces.
     vars(module).pop(ATTRIBUTE, None)
     if keeps_history(module):
         history_of(module)
@@ -368,13 +332,7 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
 
 @torch.no_grad()
 def reduce_amaxes(histories: Iterable[AmaxHistory], all_reduce_max: Any, device: torch.device) -> None:
-    """End the current pass of all layers, with the maximum amaxes of all ranks.
-
-    Args:
-        histories: The histories, in the same order on every rank.
-        all_reduce_max: Reduces a tensor in place to the elementwise maximum over all ranks.
-        device: Device of the exchanged tensor.
-    """
+    """End the current pass of all layers, with the maximum amaxes of all ranks."""
     ordered = list(histories)
     if not ordered:
         return

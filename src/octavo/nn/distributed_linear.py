@@ -26,18 +26,7 @@ from octavo.tensor import contiguous_strides
 def distributed_linear(
     local_linear: Callable[..., Tensor], input: Tensor, weight: DTensor, bias: Tensor | None, recipe: Recipe
 ) -> Tensor:
-    """Return `local_linear(X, W, b)` of each rank's parts, as a DTensor.
-
-    Args:
-        local_linear: The product of plain tensors.
-        input: X, [..., K], a DTensor on the mesh of W, or the whole X on each rank.
-        weight: W, [N,K].
-        bias: [N], a DTensor on the mesh of W, the whole b on each rank, or None.
-        recipe: The layer's recipe.
-
-    Raises:
-        ValueError: For a placement of W that is not in the table, another mesh, or a recipe with a scale per tensor.
-    """
+    """Return `local_linear(X, W, b)` of each rank's parts, as a DTensor."""
     mesh, placements = weight.device_mesh, weight.placements
     check_recipe(recipe)
     x, b = (_as_dtensor(other, mesh) for other in (input, bias))

@@ -67,20 +67,19 @@ class Emitter(Readers):
 
     Attributes:
         unread: Forwards since a linear read or made a cast of a result.
-        spec: Spec of the casts that a linear made; None before.
-        both: Whether they were made for wgrad, too.
-        key: Their key in the cache.
-        width: Columns of the result.
-        always: Whether to emit on any device, whatever the size.
-        match: A check for factors like those of the last emission, and their call.
     """
 
     __slots__ = ("always", "both", "key", "match", "spec", "width")
 
     def __init__(self, width: int, always: bool) -> None:
         super().__init__()
+        # both: Whether they were made for wgrad, too.
+        # key: Their key in the cache.
+        # width: Columns of the result.
+        # always: Whether to emit on any device, whatever the size.
         self.width, self.always, self.both, self.key = width, always, False, ()
-        self.spec: QuantSpec | None = None
+        self.spec: QuantSpec | None = None  # Spec of the casts that a linear made; None before
+        # A check for factors like those of the last emission, and their call.
         self.match: tuple[Callable[..., bool], _Call] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -138,11 +137,9 @@ def check_emit(value: str) -> None:
 
 
 def emitting_modules(modules: Mapping[str, nn.Module], plan: Plan, emit: str) -> dict[str, tuple[str, int]]:
-    """Return which modules of a converted model may emit: by name, what they are and the columns of their result.
-
-    Norms beside or above a converted linear with as many inputs, and gated MLPs whose down projection is converted, if
-    their code is known and linears of their recipe have scales by row. `"auto"`: only where a GPU with Triton is.
-    """
+    """Return which modules of a converted model may emit: by name, what they are and the columns of their result."""
+    # Norms beside or above a converted linear with as many inputs, and gated MLPs whose down projection is converted,
+    # if their code is known and linears of their recipe have scales by row. `"auto"`: only where a GPU with Triton is.
     if emit == "never" or plan.fp8_activations or (emit == "auto" and not _emits_here()):
         return {}
     readers = {fqn: m for fqn, m in modules.items() if is_converted(m) and _reads(m.recipe)}
@@ -278,23 +275,18 @@ def emitted(emitter: Emitter, factors: Factors) -> Tensor:
 
 
 class _Call:
-    """Multiplication of factors of one signature, and quantization of the result.
-
-    Attributes:
-        run: Returns the result and its cast.
-        options: What it was made for besides the factors.
-        promoted: Dtype of the product, if the result has another one; else None.
-    """
+    """Multiplication of factors of one signature, and quantization of the result."""
 
     __slots__ = ("options", "promoted", "run")
 
     def __init__(
         self, left: Tensor, right: Tensor, dtype: torch.dtype, spec: QuantSpec, both: bool, options: Any
     ) -> None:  # fmt: skip
-        self.options = options
+        self.options = options  # What it was made for besides the factors
         promoted = torch.promote_types(left.dtype, right.dtype)
+        # Dtype of the product, if the result has another one; else None.
         self.promoted = None if promoted == dtype else promoted
-        self.run = _run_of(left, right, dtype, spec, both)
+        self.run = _run_of(left, right, dtype, spec, both)  # Returns the result and its cast
 
 
 def _run_of(left: Tensor, right: Tensor, dtype: torch.dtype, spec: QuantSpec, both: bool) -> Any:

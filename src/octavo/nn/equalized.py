@@ -61,13 +61,7 @@ ATTRIBUTE = "equalizer"
 
 
 class Measurement:
-    """Column maxima of one X in one pass, and of the weights of the layers that read it.
-
-    Args:
-        x_amax: Of X, by `channel_amax`, float32 [K].
-        w_amax: Of the weights, by `column_amax`, float32 [K]; None before the first.
-        first: s of the pass, if it does not follow from these.
-    """
+    """Column maxima of one X in one pass, and of the weights of the layers that read it."""
 
     def __init__(self, x_amax: Tensor, w_amax: Tensor | None = None, first: ChannelScales | None = None) -> None:
         self.x_amax, self.w_amax = x_amax, w_amax
@@ -127,29 +121,21 @@ _LAST = _LastMeasurement()
 class Equalizer:
     """The channel scales of one layer.
 
-    Args:
-        every: Passes from one measurement to the next, after the first ones.
-        transposed: Whether the layer stores its weight as [K,N].
-
     Attributes:
-        scales: s; None before the first pass.
-        passes: Passes that have ended.
         pass_measures: Whether the current pass measures.
         backward_ran: Whether the backward of the current pass has run.
-        measurement: What the current pass has measured.
-        synchronized: Whether `octavo.nn.equalized_ranks` ends the passes, for all layers at once.
-        captured: The scales that CUDA graphs read.
-        unreached: Whether the last pass of `compiled_pass` that ran eagerly had no backward of this layer, as of a
-            frozen first one.
     """
 
     def __init__(self, every: int, transposed: bool) -> None:
         self.every, self.transposed = every, transposed
-        self.scales: ChannelScales | None = None
+        self.scales: ChannelScales | None = None  # s; None before the first pass
+        # synchronized: Whether `octavo.nn.equalized_ranks` ends the passes, for all layers at once.
+        # unreached: Whether the last pass of `compiled_pass` that ran eagerly had no backward of this layer, as of a
+        # frozen first one.
         self.synchronized = self.unreached = False
-        self.captured: set[ChannelScales] = set()
-        self.passes: int
-        self.measurement: Measurement | None
+        self.captured: set[ChannelScales] = set()  # The scales that CUDA graphs read
+        self.passes: int  # Passes that have ended
+        self.measurement: Measurement | None  # What the current pass has measured
         self.advance(0)
 
     def measures(self, backward: bool, device: torch.device) -> bool:
@@ -200,12 +186,7 @@ class Equalizer:
 
 
 class EqualizedQuantizer:
-    """Quantizes X and G of one forward and its backward with channel scales.
-
-    Args:
-        equalizer: Of the layer.
-        training: Whether the forward belongs to a pass.
-    """
+    """Quantizes X and G of one forward and its backward with channel scales."""
 
     _gathered: tuple[Fp8AllGatherOutput, ChannelScales | None] | None = None
 
@@ -257,11 +238,7 @@ class EqualizedQuantizer:
     def gradient(
         self, g_MN: Tensor, w: ScaledTensor | None, x: ScaledTensor | None, recipe: Recipe
     ) -> QuantizedGradient:
-        """See `octavo.nn.operands.Quantizer.gradient`; notes that backward has reached this layer.
-
-        Raises:
-            RuntimeError: If FSDP gathered W with other channel scales since forward.
-        """
+        """See `octavo.nn.operands.Quantizer.gradient`; notes that backward has reached this layer."""
         if self._gathered is not None and self._gathered[0].channels is not self._gathered[1]:
             raise RuntimeError(
                 "octavo: the channel scales of an equalized layer changed between a forward and its backward: another "
@@ -313,13 +290,7 @@ class Equalized(LinearLike):
 
 
 class EqualizedLinear(Equalized, Linear):
-    """A `Linear` that equalizes channels. `octavo.convert(model, "rowwise_equalized")` makes it from an `nn.Linear`.
-
-    Examples:
-        >>> layer = octavo.convert(torch.nn.Linear(64, 64), "rowwise_equalized")
-        >>> isinstance(layer, octavo.nn.equalized.EqualizedLinear)
-        True
-    """
+    """A `Linear` that equalizes channels. `octavo.convert(model, "rowwise_equalized")` makes it from an `nn.Linear`."""
 
     octavo_original = nn.Linear
 
@@ -380,17 +351,9 @@ def equalized_layers(model: nn.Module) -> Iterator[tuple[str, Equalized]]:
 
 @contextmanager
 def compiled_pass(model: nn.Module) -> Iterator[None]:
-    """Run one forward and backward of a model whose compiled parts equalize channels, with the scales of eager ones.
-
-    Compiled modules run eagerly inside if the pass measures: in the first, then 1, 2, 4, … passes later. Layers have to
-    run in every pass.
-
-    Examples:
-        >>> model = octavo.convert(torch.nn.Sequential(torch.nn.Linear(64, 64)), "rowwise_equalized")
-        >>> model[0].compile(fullgraph=True, backend="eager")
-        >>> with octavo.nn.equalized.compiled_pass(model):
-        ...     model(torch.ones(2, 64)).sum().backward()
-    """
+    """Run one forward and backward of a model whose compiled parts equalize channels, with the scales of eager ones."""
+    # Compiled modules run eagerly inside if the pass measures: in the first, then 1, 2, 4, … passes later. Layers have
+    # to run in every pass.
     equalizers = [equalizer_of(layer) for _, layer in equalized_layers(model)]
     for equalizer in equalizers:
         if equalizer.backward_ran and equalizer.pass_ended():  # else the forward or `equalized_ranks` ends the pass

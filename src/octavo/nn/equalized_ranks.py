@@ -15,13 +15,7 @@ from octavo.tensor import local_tensor
 
 @torch.no_grad()
 def reduce_scales(model: nn.Module, all_reduce_max: Callable[[Tensor], Any], device: torch.device) -> None:
-    """End the current pass of all layers, with what all ranks measured.
-
-    Args:
-        model: The model that every rank calls; its layers are the same on every rank.
-        all_reduce_max: Reduces a tensor in place to the elementwise maximum over all ranks.
-        device: Device of the exchanged tensor.
-    """
+    """End the current pass of all layers, with what all ranks measured."""
     if in_backward():  # checkpointing of the whole model, whose forward runs again with the s that it had
         return
     layers = [layer for _, layer in equalized_layers(model)]
@@ -89,12 +83,7 @@ def _refresh(layers: list[Equalized], all_reduce_max: Callable[[Tensor], Any], d
 
 
 def _labels(layers: list[Equalized], bounds: list[list[float]]) -> list[int]:
-    """Return a number for each layer, equal for those that share scales: they read one X on all ranks, or one weight.
-
-    Args:
-        layers: The layers.
-        bounds: For each the index of the first layer with the same X: the largest, and minus the smallest, on any rank.
-    """
+    """Return a number for each layer, equal for those that share scales: of one X on all ranks, or one weight."""
     labels: list[int] = []
     weights: dict[int, int] = {}
     for index, (layer, (largest, smallest)) in enumerate(zip(layers, bounds, strict=True)):

@@ -165,13 +165,7 @@ def both(*rules: FilterLike | None) -> Filter | None:
 
 
 def layers_of(model: nn.Module, linears: Iterable[nn.Module], counted: Sequence[nn.Module]) -> dict[str, Layer]:
-    """Return the `Layer`s of a model's linears, by each of their names.
-
-    Args:
-        model: The model.
-        linears: The linears.
-        counted: The linears that `first` and `last` count, in order.
-    """
+    """Return the `Layer`s of a model's linears, by each of their names."""
     modules, selected = dict(model.named_modules(remove_duplicate=False)), set(linears)
     blocks = {
         module: (index, len(stack))

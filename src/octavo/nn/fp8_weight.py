@@ -101,11 +101,7 @@ def written(func: Any, args: Any, options: Mapping[str, Any]) -> Iterator[Any]:
 
 
 def quantized_as(weight: Fp8Weight, spec: QuantSpec) -> ScaledTensor:
-    """Return a weight as an operand. A function, because torch.compile passes no spec to a tensor's method.
-
-    Raises:
-        ValueError: If it was quantized in another spec.
-    """
+    """Return a weight as an operand. A function, because torch.compile passes no spec to a tensor's method."""
     if spec.text != weight.text:
         raise ValueError(
             f"this weight exists as {weight.text} only, but its layer's recipe needs {spec.text}: "

@@ -61,20 +61,7 @@ def check_weight_only_request(weight_only: Sequence[str], frozen: str, plan: Pla
 
 
 def resident_plan(plan: Plan, modules: Mapping[str, nn.Module]) -> tuple[Plan, dict[str, MessageSpec]]:
-    """Choose the layers of a plan whose weights become resident in FP8.
-
-    Args:
-        plan: A decision per layer.
-        modules: Modules of the model by name.
-
-    Returns:
-        The plan with notes, without channel equalization in those layers, and their names with the formats of the
-        weights as stored.
-
-    Raises:
-        ValueError: If a recipe needs several FP8 forms of a weight, a weight is sharded or no plain parameter, or no
-            weight would be resident.
-    """
+    """Choose the layers of a plan whose weights become resident in FP8."""
     changed: dict[str, Decision] = {}
     specs: dict[str, MessageSpec] = {}
     layers, shared = _layers_to_store(plan, modules)
@@ -115,19 +102,7 @@ def _layers_to_store(plan: Plan, modules: Mapping[str, nn.Module]) -> tuple[list
 
 
 def with_weight_only(plan: Plan, patterns: Sequence[str], model: nn.Module) -> Plan:
-    """Return a plan whose layers with a matching name multiply their FP8 weights in the dtype of X.
-
-    Args:
-        plan: A decision per layer of `model`.
-        patterns: Name patterns, as in `fnmatch`; one that matches a parent module covers all modules inside it. Or
-            `"auto"`: the projections of attention (`octavo.nn.weight_only`) whose weights become resident, except in
-            recipes with a history or several FP8 forms of W, where a filter chose the recipe, and if a layer of another
-            kind has the same weight.
-        model: The model, for the classes of its modules.
-
-    Raises:
-        ValueError: If a pattern matches no layer that computes in FP8.
-    """
+    """Return a plan whose layers with a matching name multiply their FP8 weights in the dtype of X."""
     decisions, matched, modules = dict(plan.decisions), set(), dict(model.named_modules())
     layers, shared = _layers_to_store(plan, modules)
     stored = {fqn for fqn in layers if modules[fqn] not in shared}

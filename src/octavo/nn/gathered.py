@@ -44,9 +44,6 @@ class AmaxGroup:
 
     Scales are not reused: no version counter proves that a weight is as it was, because `.data`, `to_local()` and
     `torch.distributed.checkpoint` write to the memory of a shard.
-
-    Args:
-        weights: Sharded parameters (DTensors), as strong references: `module.to` cannot swap tensors with weak ones.
     """
 
     def __init__(self, weights: Iterable[Tensor]) -> None:
@@ -72,27 +69,19 @@ class AmaxGroup:
 
 @dataclass
 class GatherFormat:
-    """How a sharded weight is gathered.
+    """How a sharded weight is gathered."""
 
-    Attributes:
-        spec: FP8 spec of the whole weight, with scales per row or per tensor. None: gathered in the compute dtype.
-        dtype: Compute dtype; shards of another dtype are rounded to it first. None: the shards' dtype.
-        rows: Size of dimension 0 of the whole weight.
-        group: Computes the scale, if per tensor; set by `octavo.parallelize`, as the next two.
-        scale: The per-tensor scale [1,1] of the last gather.
-        follow: Called after a change of the recipe of a layer that reads the weight.
-        channels: Returns the channel scales s with which all ranks gather W diag(s), or None.
-        transposed: Whether a weight of experts is stored as [E,K,N]: its transpose [E,N,K] is gathered.
-    """
-
+    # FP8 spec of the whole weight, with scales per row or per tensor. None: gathered in the compute dtype.
     spec: QuantSpec | None
+    # Compute dtype; shards of another dtype are rounded to it first. None: the shards' dtype.
     dtype: torch.dtype | None
-    rows: int
-    group: AmaxGroup | None = None
-    scale: Tensor | None = None
-    follow: Callable[[], None] = lambda: None
+    rows: int  # Size of dimension 0 of the whole weight
+    group: AmaxGroup | None = None  # Computes the scale, if per tensor; set by `octavo.parallelize`, as the next two
+    scale: Tensor | None = None  # The per-tensor scale [1,1] of the last gather
+    follow: Callable[[], None] = lambda: None  # Called after a change of the recipe of a layer that reads the weight
+    # Returns the channel scales s with which all ranks gather W diag(s), or None.
     channels: Callable[[], ChannelScales | None] = lambda: None
-    transposed: bool = False
+    transposed: bool = False  # Whether a weight of experts is stored as [E,K,N]: its transpose [E,N,K] is gathered
 
     @property
     def by_tensor(self) -> bool:

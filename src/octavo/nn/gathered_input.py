@@ -34,16 +34,12 @@ def fits(recipe: Recipe) -> bool:
 
 
 class Rows:
-    """Quantized rows of X, shared by views and by the layers that read them.
-
-    Attributes:
-        x: Data [M,K], row-major, and scales [M,1].
-    """
+    """Quantized rows of X, shared by views and by the layers that read them."""
 
     def __init__(
         self, x: ScaledTensor, sent: Tensor | None = None, gather: Callable[[Tensor], Tensor] | None = None
     ) -> None:
-        self.x = x
+        self.x = x  # Data [M,K], row-major, and scales [M,1]
         self._sent = None if sent is None else weakref.ref(sent)
         self._gather = gather
         self._columns: Tensor | None = None

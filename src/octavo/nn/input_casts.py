@@ -54,15 +54,12 @@ class _CacheEntry:
 class Readers:
     """Whether other layers read the casts that a layer keeps. After `TRIES` casts in a row that none read, the layer
     keeps only every `AGAIN`th: keeping one costs the host as much as a launch.
-
-    Attributes:
-        unread: Casts kept or not kept since one was read.
     """
 
     __slots__ = ("unread",)
 
     def __init__(self) -> None:
-        self.unread = 0
+        self.unread = 0  # Casts kept or not kept since one was read
 
 
 TRIES, AGAIN = 8, 64
@@ -97,9 +94,8 @@ class InputCastCache(threading.local):
     ) -> InputCasts:  # fmt: skip
         """Return `quantized_input(x_MK, …, amax, fold)`, cached by the recipe's specs and `source`, where `amax` and
         `fold` come from.
-
-        x_MK is the matrix view of `owner`.
         """
+        # x_MK is the matrix view of `owner`.
         casts: dict[Any, InputCasts] | None = None
         if not torch.compiler.is_compiling():
             casts = self.casts_of(owner)
@@ -131,10 +127,8 @@ class InputCastCache(threading.local):
             self.entry[1].casts = casts
 
     def casts_of(self, owner: Tensor, context: tuple[Any, ...] = ()) -> dict[Any, Any] | None:
-        """Return the casts of a tensor in its present state, to look up and add to; None if it is not cached.
-
-        `context` is its execution context, for a caller that knows it.
-        """
+        """Return the casts of a tensor in its present state, to look up and add to; None if it is not cached."""
+        # `context` is its execution context, for a caller that knows it.
         producer = owner.grad_fn
         if producer is None or torch.is_inference_mode_enabled():
             return None

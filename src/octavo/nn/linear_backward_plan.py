@@ -19,17 +19,7 @@ PREPARED = 2
 
 
 class BackwardPlan:
-    """The operands and products of a backward, for G and saved tensors of one signature; `complete` as above.
-
-    Args:
-        plan: The `LinearPlan` of the forward.
-        g_MN: G.
-        saved: What forward saved: W, its cast for dgrad, the scales of that cast; X for wgrad, its scales.
-        channels: The channel scales of the forward, if any.
-        dgrad: Whether ∂X is needed.
-        wgrad: Whether ∂W is needed.
-        dbias: Whether ∂b is needed.
-    """
+    """The operands and products of a backward, for G and saved tensors of one signature; `complete` as above."""
 
     __slots__ = (
         "bias_dtype", "complete", "contiguous", "dbias", "dgrad", "dw", "dx", "equalized", "folds_w", "folds_x",

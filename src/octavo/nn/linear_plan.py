@@ -67,15 +67,6 @@ def planned_linear(
 ) -> Tensor | None:  # fmt: skip
     """Return `octavo.nn.linear` of these arguments from a plan, or by `octavo.nn.weight_only` in such a recipe; None if
     the ordinary path must run.
-
-    Args:
-        input: As the following four, an argument of `octavo.nn.linear`.
-        weight: See there.
-        bias: See there.
-        recipe: See there.
-        keep_weights: See there.
-        quantizer: See there.
-        ordinary: The backward of the ordinary path, for a context and G [M,N].
     """
     if recipe.weight_only:
         return weight_only_linear(input, weight, bias)

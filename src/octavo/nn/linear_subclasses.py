@@ -33,16 +33,12 @@ _COPYING = ("__copy__", "__deepcopy__", "__getstate__", "__setstate__")
 
 @dataclass(frozen=True, kw_only=True)
 class Fp8Classes:
-    """The FP8 classes of a class of linear layers, as "module.Class". Named, not imported: some need other libraries.
+    """The FP8 classes of a class of linear layers, as "module.Class". Not imported: some need other libraries."""
 
-    Attributes:
-        fp8: The class that it becomes, a subclass of it and of `octavo.nn.LinearLike`.
-        delayed: The same for recipes with a `history`, a subclass of `octavo.nn.delayed.Delayed`; or None.
-        equalized: The same for recipes with `equalization`, a subclass of `octavo.nn.equalized.Equalized`; or None.
-    """
-
-    fp8: str
+    fp8: str  # The class that it becomes, a subclass of it and of `octavo.nn.LinearLike`
+    # The same for recipes with a `history`, a subclass of `octavo.nn.delayed.Delayed`; or None.
     delayed: str | None = None
+    # The same for recipes with `equalization`, a subclass of `octavo.nn.equalized.Equalized`; or None.
     equalized: str | None = None
 
     def load(self, recipe: Recipe = DEFAULT) -> Any:
@@ -154,12 +150,7 @@ def is_transposed(module: nn.Module) -> bool:
 
 
 def fp8_class(original: Any, recipe: Recipe) -> type[LinearLike]:
-    """Return the FP8 class for linears of a class.
-
-    Raises:
-        ValueError: If it is no subclass of `nn.Linear`, and `FP8_CLASSES` has none for it.
-        Exception: Any error of making a subclass of it.
-    """
+    """Return the FP8 class for linears of a class."""
     listed = kind_of_class(original)
     kind = LINEAR if listed is None and issubclass(original, nn.Linear) else listed
     formula = _linear_formula(original) if listed is None and kind is LINEAR else None

@@ -156,10 +156,8 @@ class _ChunkedFunction(torch.autograd.Function):
 
 
 def _consume(consumed: set[StorageWeakRef], saved: tuple[Tensor | None, ...]) -> None:
-    """Raise if an earlier backward has already scaled these gradients. Checkpointing recomputes them in new storages.
-
-    Weak references identify storages: they prevent reuse of an address.
-    """
+    """Raise if an earlier backward has scaled these gradients. Checkpointing recomputes them in new storages."""
+    # Weak references identify storages: they prevent reuse of an address.
     storages = {StorageWeakRef(tensor.untyped_storage()) for tensor in saved if tensor is not None}
     if storages & consumed:
         raise RuntimeError(
@@ -175,11 +173,9 @@ def _fuses(z: Tensor, has_bias: bool) -> bool:
 
 
 def _operand(values: Tensor) -> Tensor:
-    """Return the operand of a product: bf16 as float32 on a CPU without bf16 instructions.
-
-    PyTorch multiplies bf16 there element by element, in twenty times the time of float32. Results are rounded to bf16
-    as they would be.
-    """
+    """Return the operand of a product: bf16 as float32 on a CPU without bf16 instructions."""
+    # PyTorch multiplies bf16 there element by element, in twenty times the time of float32. Results are rounded to bf16
+    # as they would be.
     if values.dtype != torch.bfloat16 or values.device.type != "cpu" or torch.compiler.is_compiling():
         return values
     real = type(values) in (Tensor, torch.nn.Parameter)  # memory plans are those of a GPU

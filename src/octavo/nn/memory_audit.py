@@ -27,31 +27,20 @@ from octavo.tensor import local_tensor
 
 @dataclass(frozen=True, kw_only=True)
 class SavedStorage:
-    """One storage saved for backward.
+    """One storage saved for backward."""
 
-    Attributes:
-        bytes: Size of the storage.
-        dtype: Dtype of the tensor that was saved first.
-        shape: Shape of that tensor.
-        owner: Name of the innermost running module; empty for the model itself, and without `owners=True`.
-        op: Operation that saved it first, as autograd names it; empty if unknown.
-    """
-
-    bytes: int
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    owner: str = ""
-    op: str = ""
+    bytes: int  # Size of the storage
+    dtype: torch.dtype  # Dtype of the tensor that was saved first
+    shape: tuple[int, ...]  # Shape of that tensor
+    owner: str = ""  # Name of the innermost running module; empty for the model itself, and without `owners=True`
+    op: str = ""  # Operation that saved it first, as autograd names it; empty if unknown
 
 
 @dataclass
 class SavedStorages:
-    """Storages saved for backward.
+    """Storages saved for backward."""
 
-    Attributes:
-        storages: The storages by identity, in the order in which they were saved.
-    """
-
+    # The storages by identity, in the order in which they were saved.
     storages: dict[int, SavedStorage] = field(default_factory=dict)
 
     @property
@@ -115,14 +104,8 @@ class Audit:
 
 @contextmanager
 def saved_for_backward(model: nn.Module, *, owners: bool = False) -> Iterator[SavedStorages]:
-    """Measure what forward passes inside the block save for backward.
-
-    Run the forward inside, then read `.bytes`.
-
-    Args:
-        model: Its parameters and buffers do not count.
-        owners: Track which module runs, by hooks on every module inside the block.
-    """
+    """Measure what forward passes inside the block save for backward."""
+    # Run the forward inside, then read `.bytes`.
     own = set(_own_storages(model))
     proxy: Any = weakref.proxy(model)  # graphs hold `pack`, and must not hold the model
     sharded = any(is_dtensor(parameter) for parameter in model.parameters())

@@ -77,17 +77,7 @@ def quantize_input(
     input: Tensor, x_MK: Tensor, recipe: Recipe, needs_wgrad: bool, channels: ChannelScales | None = None,
     amax: Tensor | None = None, source: Hashable = None,
 ) -> QuantizedInput:  # fmt: skip
-    """See `Quantizer.input`.
-
-    Args:
-        input: [..., K].
-        x_MK: [M, K], its matrix view.
-        recipe: Specs of X.
-        needs_wgrad: Whether W's gradient is computed in FP8.
-        channels: Channel scales: X diag(1/s) is quantized.
-        amax: Sets the scale, float32 [1,1]; None for the current amax.
-        source: Where `amax` comes from: sibling layers share the cast of a tensor if their sources are equal.
-    """
+    """See `Quantizer.input`."""
     if isinstance(input, GatheredInput) and (gathered := input.quantized(recipe, needs_wgrad)) is not None:
         return *gathered, None, None
     recomputable = recomputable_of(input) if needs_wgrad else None
@@ -137,15 +127,8 @@ JUST_IN_TIME: Quantizer = _JustInTime()
 
 
 def output_dtype(input: Tensor, weight: Tensor, dim: int = 1) -> torch.dtype | None:
-    """Return the dtype of Y: the input's, or autocast's if autocast is on; None inside `octavo.disabled()`.
-
-    `dim` is the dimension of the weight that is K.
-
-    Raises:
-        TypeError: If the input cannot be quantized.
-        RuntimeError: Under a transform of torch.func or with forward-mode derivatives.
-        ValueError: If its last dimension is not K, or dtypes differ without autocast.
-    """
+    """Return the dtype of Y: the input's, or autocast's if autocast is on; None inside `octavo.disabled()`."""
+    # `dim` is the dimension of the weight that is K.
     if SWITCH.off:
         return None
     derivatives.refuse_transforms(_LAYER, input, weight)
@@ -180,11 +163,7 @@ def on_parts(
 
 
 def on_values(linear: Callable[..., Tensor], input: Tensor, weight: Tensor, *options: Any) -> Tensor:
-    """Return `linear` of the rows of a nested tensor, nested in the same way; inside `octavo.disabled()`, PyTorch's.
-
-    Raises:
-        TypeError: If the tensor is sparse, or its last dimension is ragged.
-    """
+    """Return `linear` of the rows of a nested tensor, nested in the same way; inside `octavo.disabled()`, PyTorch's."""
     if SWITCH.off:
         return F.linear(input, weight, options[0])
     if has_dense_rows(input):

@@ -31,44 +31,26 @@ NOTE_ATTRIBUTE = "octavo_note"
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One linear layer, the experts of a mixture, or another module with its own matrix weights (a convolution).
+    """One linear layer, the experts of a mixture, or another module with its own matrix weights (a convolution)."""
 
-    Attributes:
-        name: Fully qualified name; empty for the model itself.
-        linear: Whether it is a linear layer.
-        weights: Number of elements of its own parameters with at least two dimensions.
-        converted: Whether it computes in FP8.
-        recipe: Name of its recipe, or None.
-        reason: Why it was converted, or why not.
-        experts: Whether it holds the experts of a mixture.
-        resident_bytes: Bytes of its weight if that is frozen and resident in FP8, with scales; else 0.
-    """
-
-    name: str
-    linear: bool
-    weights: int
-    converted: bool
-    recipe: str | None
-    reason: str
-    experts: bool = False
-    resident_bytes: int = 0
+    name: str  # Fully qualified name; empty for the model itself
+    linear: bool  # Whether it is a linear layer
+    weights: int  # Number of elements of its own parameters with at least two dimensions
+    converted: bool  # Whether it computes in FP8
+    recipe: str | None  # Name of its recipe, or None
+    reason: str  # Why it was converted, or why not
+    experts: bool = False  # Whether it holds the experts of a mixture
+    resident_bytes: int = 0  # Bytes of its weight if that is frozen and resident in FP8, with scales; else 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationRow:
-    """A module that stores its activations in FP8, was considered for it, or emits the FP8 form of its result.
+    """A module that stores its activations in FP8, was considered for it, or emits the FP8 form of its result."""
 
-    Attributes:
-        name: Fully qualified name; empty for the model itself.
-        activation_storage: `"norm"`, `"glu"`, `"activation"` or `"saved_tensors"`; None if it is unchanged.
-        reason: What it stores or emits, or why it is unchanged.
-        emits: Whether it emits the FP8 form of its result (`octavo.nn.emitting`).
-    """
-
-    name: str
-    activation_storage: str | None
-    reason: str
-    emits: bool = False
+    name: str  # Fully qualified name; empty for the model itself
+    activation_storage: str | None  # `"norm"`, `"glu"`, `"activation"` or `"saved_tensors"`; None if it is unchanged
+    reason: str  # What it stores or emits, or why it is unchanged
+    emits: bool = False  # Whether it emits the FP8 form of its result (`octavo.nn.emitting`)
 
     @property
     def recipe(self) -> str | None:

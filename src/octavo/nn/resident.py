@@ -292,12 +292,9 @@ class ResidentShard(ResidentWeight):
 
     Scales by row, and those of experts, are sharded with the data. Other scales are whole on every rank: they take next
     to no memory (1/4096 byte per parameter for blocks of 128×128), and blocks may cross ranks.
-
-    Attributes:
-        rows: Size of dimension 0 of the whole weight.
     """
 
-    rows: int
+    rows: int  # Size of dimension 0 of the whole weight
 
     @staticmethod
     def __new__(cls, data: Tensor, scale: Tensor, spec: MessageSpec, dtype: torch.dtype, rows: int) -> "ResidentShard":
@@ -324,11 +321,7 @@ class ResidentShard(ResidentWeight):
         return ResidentShard(inner["data_"], inner["scale"], *context)
 
     def quantized_alike(self, plain: Tensor) -> ResidentWeight:
-        """Quantize other values of these rows.
-
-        Raises:
-            ValueError: If they share scales with rows of other ranks.
-        """
+        """Quantize other values of these rows."""
         if not self.shards_scale:
             raise ValueError(
                 f"values of a sharded weight that is resident in FP8 as {self.spec}: its scales depend on rows of "

@@ -65,10 +65,8 @@ def is_computed_from_resident(layer: nn.Module, name: str) -> bool:
 
 
 def refuse_save_pretrained(model: nn.Module) -> None:
-    """Give the modules of a model that have `save_pretrained` one that raises while their weights are resident.
-
-    PEFT's models save their adapters alone, and keep theirs.
-    """
+    """Give the modules of a model that have `save_pretrained` one that raises while their weights are resident."""
+    # PEFT's models save their adapters alone, and keep theirs.
     for module in model.modules():
         of_peft = any(owner.__module__.startswith("peft.") for owner in type(module).__mro__)
         if hasattr(type(module), _SAVE) and not of_peft and _has_residents(module):
@@ -114,10 +112,8 @@ def split_in_state(module: nn.Module, state: dict[str, Any], prefix: str) -> Non
 
 
 def join_in_state(module: nn.Module, state: dict[str, Any], prefix: str, errors: list[str]) -> None:
-    """Replace data and scales, or values, of resident weights in a `state_dict` by `ResidentWeight`s.
-
-    FP8 data for a layer whose weight is not resident is an error.
-    """
+    """Replace data and scales, or values, of resident weights in a `state_dict` by `ResidentWeight`s."""
+    # FP8 data for a layer whose weight is not resident is an error.
     for name, parameter in module._parameters.items():
         key, weight = prefix + name, as_resident(parameter)
         if key in state and weight is not None:

@@ -28,22 +28,14 @@ class Match(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """A linear and its position in the model. A linear with several names has one `Layer` per name.
+    """A linear and its position in the model. A linear with several names has one `Layer` per name."""
 
-    Attributes:
-        fqn: Fully qualified name.
-        module: The linear.
-        names: Its name, and those of its parent modules: a.b.c → a.b.c, a.b, a.
-        module_path: The linear and its parent modules.
-        block: Index in a stack of blocks, and the number of blocks; None outside of all stacks.
-        place: Index among the convertible linears, without vocabulary heads, and their number; None for others.
-    """
-
-    fqn: str
-    module: nn.Module
-    names: frozenset[str]
-    module_path: tuple[nn.Module, ...]
-    block: tuple[int, int] | None
+    fqn: str  # Fully qualified name
+    module: nn.Module  # The linear
+    names: frozenset[str]  # Its name, and those of its parent modules: a.b.c → a.b.c, a.b, a
+    module_path: tuple[nn.Module, ...]  # The linear and its parent modules
+    block: tuple[int, int] | None  # Index in a stack of blocks, and the number of blocks; None outside of all stacks
+    # Index among the convertible linears, without vocabulary heads, and their number; None for others.
     place: tuple[int, int] | None
 
 

@@ -87,20 +87,7 @@ def default_plan(
     activations: str = "bf16",
     recipes: Mapping[FilterLike, Recipe] | None = None,
 ) -> Plan:
-    """Decide for every linear and experts of a model, and for every module whose activations could be stored in FP8.
-
-    Args:
-        model: Any module, on any device; nothing in it is touched.
-        recipe: Recipe of converted layers; None converts nothing (precision level bf16).
-        skip: Name patterns, as in `fnmatch`; a pattern that matches a parent module covers all modules inside it.
-        filter: A rule of `octavo.nn.filters`, or a callable; called for each linear that nothing else excludes.
-        activations: `"fp8"` to store them in FP8.
-        recipes: Recipes by filter, which override `recipe`; the first match wins.
-
-    Raises:
-        TypeError: If a weight's dtype cannot be quantized, or a filter does not return a bool.
-        ValueError: If a filter raises, or counts blocks in a model without blocks.
-    """
+    """Decide for every linear and experts of a model, and for every module whose activations could be stored in FP8."""
     if isinstance(skip, str):
         raise TypeError(f"skip is a list of name patterns; got the string {skip!r}: write skip=[{skip!r}]")
     heads = _vocabulary_heads(model)

@@ -32,16 +32,7 @@ from octavo.runtime.torch_compat import required_gradients
 
 
 def weight_only_linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return `torch.nn.functional.linear` of the dequantized weight, differentiable in input and bias.
-
-    Args:
-        input: [..., K].
-        weight: [N, K], resident in FP8; or a plain one that was computed from it, as by PEFT's `target_parameters`.
-        bias: [N] or None.
-
-    Returns:
-        [..., N] in the input's dtype, or in autocast's if autocast is on.
-    """
+    """Return `torch.nn.functional.linear` of the dequantized weight, differentiable in input and bias."""
     if (dtype := output_dtype(input, weight)) is None or not isinstance(weight, ResidentWeight):
         return F.linear(input, weight, bias)
     y: Tensor = apply_unhooked(_WeightOnly, input, weight, bias, dtype)

@@ -90,17 +90,7 @@ _FSDP_MODULES: WeakSet[nn.Module] = WeakSet()
 def cast_weight(
     w_NK: Tensor, recipe: Recipe, needs_dgrad: bool, factor: Tensor | None = None
 ) -> tuple[ScaledTensor, ScaledTensor | None]:
-    """Quantize a weight, or return its cached casts inside `accumulating`.
-
-    Args:
-        w_NK: A parameter, or its transposed view.
-        recipe: The layer's recipe.
-        needs_dgrad: Whether backward reads W.
-        factor: Channel scales [1,K]: W diag(factor) is quantized.
-
-    Returns:
-        W for forward, and W for dgrad if needed.
-    """
+    """Quantize a weight, or return its cached casts inside `accumulating`."""
     cache = _cache_of(w_NK)
     if cache is not None:
         return cache.get(w_NK, recipe, factor)

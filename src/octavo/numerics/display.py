@@ -35,20 +35,13 @@ class Displayed:
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """A table of text.
+    """A table of text."""
 
-    Attributes:
-        headings: One for each column; a heading may have several lines.
-        align: `"<"` (left) or `">"` (right) for each column; a last column that is left-aligned may be long.
-        rows: The cells; an empty row prints as a rule.
-        title: Line above the headings.
-        shorten: Whether the first column holds names, to be shortened in the middle where the width is too small.
-    """
-
-    headings: Sequence[str]
-    align: str
-    rows: Sequence[Sequence[str]]
-    title: str = ""
+    headings: Sequence[str]  # One for each column; a heading may have several lines
+    align: str  # `"<"` (left) or `">"` (right) for each column; a last column that is left-aligned may be long
+    rows: Sequence[Sequence[str]]  # The cells; an empty row prints as a rule
+    title: str = ""  # Line above the headings
+    # Whether the first column holds names, to be shortened in the middle where the width is too small.
     shorten: bool = False
 
     def lines(self, width: int | None = None) -> list[str]:

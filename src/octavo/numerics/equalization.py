@@ -38,15 +38,10 @@ TOKENS_AT_ONCE = 1024
 
 @dataclass(frozen=True, eq=False)
 class ChannelScales:
-    """The scales s of one X, shared by the layers that read it. Compared by identity.
+    """The scales s of one X, shared by the layers that read it. Compared by identity."""
 
-    Attributes:
-        factor: s, float32 [1,K], powers of two.
-        inverse: 1/s, float32 [1,K].
-    """
-
-    factor: Tensor
-    inverse: Tensor
+    factor: Tensor  # s, float32 [1,K], powers of two
+    inverse: Tensor  # 1/s, float32 [1,K]
 
     @staticmethod
     def of(exponents: Tensor) -> "ChannelScales":

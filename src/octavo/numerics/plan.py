@@ -37,21 +37,13 @@ class Decision:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRow:
-    """One module of a plan, for tables and scripts.
+    """One module of a plan, for tables and scripts."""
 
-    Attributes:
-        name: Fully qualified name; empty for the model itself.
-        converted: Whether it computes in FP8.
-        recipe: Name of its recipe, or None.
-        reason: Reason, human-readable.
-        gain: Predicted speed-up over bf16; 1 if it stays in bf16; None without a prediction.
-    """
-
-    name: str
-    converted: bool
-    recipe: str | None
-    reason: str
-    gain: float | None
+    name: str  # Fully qualified name; empty for the model itself
+    converted: bool  # Whether it computes in FP8
+    recipe: str | None  # Name of its recipe, or None
+    reason: str  # Reason, human-readable
+    gain: float | None  # Predicted speed-up over bf16; 1 if it stays in bf16; None without a prediction
 
 
 @dataclass(frozen=True, repr=False)

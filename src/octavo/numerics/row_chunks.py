@@ -12,10 +12,8 @@ CHUNK_ELEMENTS = 262144
 
 
 def row_chunks(shape: tuple[int, int], multiple: int = 1) -> list[slice]:
-    """Return slices over the rows of a matrix [R,C]; all but the last have a multiple of `multiple` rows.
-
-    The list is empty for an empty matrix.
-    """
+    """Return slices over the rows of a matrix [R,C]; all but the last have a multiple of `multiple` rows."""
+    # The list is empty for an empty matrix.
     rows, columns = shape
     step = max(CHUNK_ELEMENTS // max(columns * multiple, 1), 1) * multiple
     return [slice(start, min(start + step, rows)) for start in range(0, rows, step)] if columns else []

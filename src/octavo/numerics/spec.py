@@ -116,16 +116,11 @@ class AdaptiveSpec:
     Messages that the receiver widens, and weights of weight-only products, have it. Each group of 128 elements of a row
     has one of three 8-bit floating point formats, e4m3, e3m4 or e2m5, and a float32 scale (`octavo.kernels.adaptive`).
     No product multiplies these bytes.
-
-    Attributes:
-        granularity: Which elements share a scale and a format.
-        scale_dtype: Dtype of the scales.
-        text: As `QuantSpec.text`.
     """
 
-    granularity: Granularity = field(default=Granularity(1, 128))
-    scale_dtype: torch.dtype = torch.float32
-    text: str = field(init=False, compare=False)
+    granularity: Granularity = field(default=Granularity(1, 128))  # Which elements share a scale and a format
+    scale_dtype: torch.dtype = torch.float32  # Dtype of the scales
+    text: str = field(init=False, compare=False)  # As `QuantSpec.text`
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "text", f"fp8/{self.granularity}")

@@ -417,10 +417,8 @@ def _check_group(group: dict[str, Any]) -> None:
 
 
 def _seed(param: Tensor, index: int, count: int) -> int:
-    """Return the seed of a parameter's random bits, which depend on its index, the step and the element only.
-
-    So a resumed run has the same random bits, and so do ranks with some rows of the parameter.
-    """
+    """Return the seed of a parameter's random bits, which depend on its index, the step and the element only."""
+    # So a resumed run has the same random bits, and so do ranks with some rows of the parameter.
     before = first_row(param)
     if param.ndim > 1:
         before *= groups(matrix_shape(local_tensor(param).shape)[1]) * GROUP

@@ -162,19 +162,7 @@ class Muon(AdamW):
 
 
 def orthogonalize(update: Tensor, steps: int = 5) -> Tensor:
-    """Approximate U Vᵀ of matrices U S Vᵀ with Newton–Schulz iterations; singular values end within 0.7 and 1.2.
-
-    Args:
-        update: [rows, columns] or [E, rows, columns], in `PRODUCTS`.
-        steps: Number of iterations.
-
-    Returns:
-        A matrix of the same shape and dtype; zeros for zeros.
-
-    Examples:
-        >>> octavo.optim.muon.orthogonalize(torch.eye(4, dtype=torch.bfloat16)).diagonal().min() > 0.6
-        tensor(True)
-    """
+    """Approximate U Vᵀ of matrices U S Vᵀ with Newton–Schulz iterations; singular values end within 0.7 and 1.2."""
     a, b, c = COEFFICIENTS
     tall = update.shape[-2] > update.shape[-1]
     x = update.mT if tall else update

@@ -36,9 +36,6 @@ def column_splits(param: Tensor) -> int:
 def row_group(param: Tensor) -> dist.ProcessGroup | None:
     """Return the ranks that share the rows of a matrix; None where this rank has whole matrices: those of a plain
     tensor, or of a stack [E, rows, columns] that is sharded by matrices.
-
-    Raises:
-        ValueError: The shards have parts of rows, or are those of several dimensions of a mesh.
     """
     owner: Any = param
     places = _placements(param)
@@ -123,10 +120,6 @@ def sum_gradient(param: Tensor) -> None:
 def any_rank(flags: Tensor, params: Iterable[Tensor]) -> Tensor:
     """Return which flags are set on any rank that has shards or copies of the parameters; one all_reduce per mesh
     dimension.
-
-    Args:
-        flags: bool [n] on the CPU, with the same length on all these ranks.
-        params: Parameters that determine the ranks.
     """
     groups: dict[dist.ProcessGroup, str] = {}
     for param in params:

@@ -139,11 +139,7 @@ def _shape_and_dtype(value: Any) -> tuple[tuple[int, ...], torch.dtype] | str:
 
 
 def saved_parameters(state_dict: Any, sizes: list[int]) -> list[list[Any]]:
-    """Return the parameter keys of a state_dict, by group.
-
-    Raises:
-        ValueError: It is not of an optimizer, its groups do not have `sizes`, or a state belongs to no parameter.
-    """
+    """Return the parameter keys of a state_dict, by group."""
     try:
         states, keys = state_dict["state"], [list(group["params"]) for group in state_dict["param_groups"]]
         unknown = [key for key in states if not any(key in group for group in keys)]
@@ -171,11 +167,7 @@ def saved_parameters(state_dict: Any, sizes: list[int]) -> list[list[Any]]:
 def converted_group(
     index: int, saved: dict[str, Any], own: dict[str, Any], names: tuple[str, ...]
 ) -> tuple[dict[str, Any], bool]:
-    """Convert a saved parameter group to the settings in `names`; also return whether it is from `torch.optim.AdamW`.
-
-    Raises:
-        ValueError: The group is of another optimizer, or lacks a setting.
-    """
+    """Convert a saved parameter group to the settings in `names`; also whether it is from `torch.optim.AdamW`."""
     is_torch = not any(name in saved for name in _OCTAVO_ONLY)
     required = [name for name in names if name not in _OCTAVO_ONLY] + list(_TORCH_ONLY) if is_torch else names
     missing = [name for name in required if name not in saved]
@@ -198,13 +190,8 @@ def converted_group(
 
 
 def from_torch(index: int, param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> dict[str, Tensor]:
-    """Convert a state of `torch.optim.AdamW` to a group's `states` and `master`.
-
-    Float32 moments are exact; FP8 moments are rounded to nearest, once. The master is the current parameter.
-
-    Raises:
-        ValueError: The state is of another optimizer or parameter, or its moments are invalid.
-    """
+    """Convert a state of `torch.optim.AdamW` to a group's `states` and `master`."""
+    # Float32 moments are exact; FP8 moments are rounded to nearest, once. The master is the current parameter.
     where = f"the saved torch.optim.AdamW state of parameter {index} {list(param.shape)}"
     if set(state) != set(_TORCH):
         raise ValueError(f"{where} must have exactly {', '.join(_TORCH)}; got {', '.join(map(str, state))}")

@@ -48,10 +48,6 @@ class EqualShapes:
     """Compares the shapes that the ranks of a mesh have in a first call; with `TORCH_DISTRIBUTED_DEBUG=DETAIL` in each.
 
     Not in each otherwise: the comparison waits for the device.
-
-    Args:
-        mesh: The ranks.
-        kind: What they are ranks of, for the message.
     """
 
     def __init__(self, mesh: DeviceMesh, kind: str) -> None:
@@ -79,13 +75,6 @@ def check_on_all_ranks(
 ) -> T:
     """Check the arguments of a function that all ranks call; raise on every rank if one has an error, or if ranks have
     different settings, recipes or parameters.
-
-    Args:
-        function: The name of the function, for messages.
-        model: The model, of any type on a rank that makes a mistake.
-        mesh: As of `gather_reports`.
-        check: Returns what the function needs, and the settings that have to be equal, or raises.
-        compare_values: Whether the parameters must have equal values.
     """
     problem, digests = None, dict[str, str]()
     try:
@@ -145,11 +134,9 @@ def broadcast_values(tensors: Iterable[Tensor], group: dist.ProcessGroup, device
 
 
 def agree_on_adamw(device: torch.device, mesh: Any) -> None:
-    """Have `octavo.AdamW` step on one backend on all ranks, with a warning if they would choose different ones.
-
-    Triton's step is not bitwise the reference's. Ranks that hold copies of a parameter and step it on different
-    backends would drift apart.
-    """
+    """Have `octavo.AdamW` step on one backend on all ranks, with a warning if they would choose different ones."""
+    # Triton's step is not bitwise the reference's. Ranks that hold copies of a parameter and step it on different
+    # backends would drift apart.
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     chosen = ADAMW.choose(device, CASE).name

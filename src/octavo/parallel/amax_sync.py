@@ -18,14 +18,8 @@ from octavo.nn.equalized_ranks import reduce_scales
 
 
 def sync_scaling_state(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Synchronize the amax histories and channel scales of a model's layers over the ranks of a mesh.
-
-    Each forward looks for them, because `octavo.nn.change_recipe` can give a layer one.
-
-    Args:
-        model: The module that every rank calls, equally often, in training.
-        mesh: The ranks that share its data.
-    """
+    """Synchronize the amax histories and channel scales of a model's layers over the ranks of a mesh."""
+    # Each forward looks for them, because `octavo.nn.change_recipe` can give a layer one.
     list(histories(model))  # creates them: torch.compile loses what the hook creates
     groups = [group for group in mesh.get_all_groups() if dist.get_world_size(group) > 1]
     device = torch.device(mesh.device_type)

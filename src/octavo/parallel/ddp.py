@@ -136,19 +136,12 @@ class Fp8AllReduce:
 
 @dataclass
 class _Residuals:
-    """Rounding errors of a bucket: of this rank's gradients, and of its piece of the average.
+    """Rounding errors of a bucket: of this rank's gradients, and of its piece of the average."""
 
-    Attributes:
-        contents: The bucket's parameters.
-        taken: Errors up to the last step that was taken.
-        pending: Errors after the last backward, for when its step is taken.
-        checksums: Those of the parameters at the last backward.
-    """
-
-    contents: tuple[int, ...]
-    taken: tuple[Tensor, ...]
-    pending: tuple[Tensor, ...]
-    checksums: Tensor | None = None
+    contents: tuple[int, ...]  # The bucket's parameters
+    taken: tuple[Tensor, ...]  # Errors up to the last step that was taken
+    pending: tuple[Tensor, ...]  # Errors after the last backward, for when its step is taken
+    checksums: Tensor | None = None  # Those of the parameters at the last backward
 
     def begin(self, checksums: Tensor, finite: Tensor | None) -> tuple[Tensor, ...]:
         """Return the errors to add in this backward; nothing here waits for the device."""

@@ -25,14 +25,7 @@ from octavo.runtime.torch_compat import FakeTensor, in_backward
 
 
 def divide_dropout(model: nn.Module, columns: Iterable[str], rows: Iterable[str], rank: int) -> None:
-    """Give dropout between column-parallel layers and a row-parallel one random numbers of this rank's own.
-
-    Args:
-        model: The model, with the dropout rates that it will have: modules where all are 0 get no hooks.
-        columns: Names of its column-parallel layers.
-        rows: Names of its row-parallel layers, each in a module with column-parallel ones, such as attention.
-        rank: Of tensor parallelism.
-    """
+    """Give dropout between column-parallel layers and a row-parallel one random numbers of this rank's own."""
     begins, ends = list(columns), list(rows)
     for name in dict.fromkeys(row.rpartition(".")[0] for row in ends):
         owner = model.get_submodule(name)

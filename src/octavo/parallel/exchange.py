@@ -15,16 +15,7 @@ from octavo.runtime.switch import SWITCH
 def exchange_rows(
     rows: Tensor, sent: Sequence[int], received: Sequence[int], group: Any, *, fp8: bool, spec: str = ADAPTIVE_SPEC
 ) -> Tensor:
-    """Send rows to every rank and receive rows from every rank; gradients travel the same way back.
-
-    Args:
-        rows: [R, ...], those for rank 0 first. Returned as they are if this rank is the only one.
-        sent: Rows for each rank.
-        received: Rows from each rank.
-        group: The process group.
-        fp8: Send FP8, unless inside `octavo.disabled()`; else rows in their own dtype.
-        spec: FP8 format of the message; that of the gradient is the default.
-    """
+    """Send rows to every rank and receive rows from every rank; gradients travel the same way back."""
     if len(sent) == 1:
         return rows
     if fp8 and not SWITCH.off:

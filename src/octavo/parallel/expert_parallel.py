@@ -130,12 +130,7 @@ def check_expert_mesh(model: nn.Module, mesh: Any) -> None:
 
 
 class ExpertExchange:
-    """The `octavo.nn.experts.Exchange` of ranks that hold equal parts of the experts, in rank order.
-
-    Args:
-        mesh: Its one dimension has these ranks.
-        fp8: Send FP8, outside of `octavo.disabled()`.
-    """
+    """The `octavo.nn.experts.Exchange` of ranks that hold equal parts of the experts, in rank order."""
 
     def __init__(self, mesh: DeviceMesh, *, fp8: bool) -> None:
         self.mesh, self.fp8 = mesh, fp8

@@ -45,11 +45,7 @@ from octavo.tensor import local_tensor
 
 
 class Fp8ReduceScatter:
-    """Reduce-scatter for `FSDPModule.set_custom_reduce_scatter`: sends gradients in FP8 and sums them in float32.
-
-    Args:
-        spec: FP8 format of the messages; see `octavo.comm`.
-    """
+    """Reduce-scatter for `FSDPModule.set_custom_reduce_scatter`: sends gradients in FP8 and sums them in float32."""
 
     def __init__(self, spec: str) -> None:
         self.spec = spec
@@ -61,14 +57,9 @@ class Fp8ReduceScatter:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
-        """Reduce [W·n] to this rank's [n].
-
-        With `set_gradient_divide_factor(f)` FSDP requests a sum of values multiplied by 1/f. Here the sum is
-        multiplied, in float32: the factor adds only its own rounding error, and none if it is a power of two.
-
-        Raises:
-            ValueError: For an operation that is not a sum.
-        """
+        """Reduce [W·n] to this rank's [n]."""
+        # With `set_gradient_divide_factor(f)` FSDP requests a sum of values multiplied by 1/f. Here the sum is
+        # multiplied, in float32: the factor adds only its own rounding error, and none if it is a power of two.
         if not any(op == sum_op for sum_op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.PREMUL_SUM)):
             raise ValueError(f"gradients in FP8 support sum and average; FSDP requests {op}: use fp8_comm='gather'")
         with torch.no_grad():
@@ -90,28 +81,11 @@ def shard(
     reshard_after_forward: bool,
     cpu_offload: bool,
 ) -> nn.Module:
-    """Apply `fully_shard` to the repeated blocks of a model, then to the rest, in place.
-
-    Blocks that share parameters with other modules, or have a part that is called outside of them (`CALLED_OUTSIDE`),
-    belong to the rest, because one FSDP2 group must own them, and gather them for both calls. A module whose parameters
-    have another dtype than most of its block, such as a router that Transformers keeps in float32, is its own group:
-    FSDP2 groups have one dtype. Its gradients are reduced in `reduce_dtype`.
-
-    Args:
-        model: Converted or not.
-        mesh: [dp_shard], or [dp_replicate, dp_shard] for HSDP.
-        expert_mesh: Ranks that hold the same experts, over which `expert_parallel` experts are sharded; None without.
-        fp8_gather: Gather the weights of converted layers in FP8 if their recipe allows it.
-        fp8_reduce: FP8 format for gradients; None for `reduce_dtype`.
-        dtype: Compute dtype of parameters, as FSDP2's `param_dtype`; None for their own.
-        reduce_dtype: Dtype in which gradients are reduced.
-        reshard_after_forward: Free gathered weights of blocks between forward and backward (ZeRO-3), or not (ZeRO-2).
-            The rest, which backward needs first, stays gathered.
-        cpu_offload: Keep shards, gradients and optimizer states in host memory.
-
-    Raises:
-        ValueError: If a module that needs a group by itself trains parameters of several dtypes, or shares some.
-    """
+    """Apply `fully_shard` to the repeated blocks of a model, then to the rest, in place."""
+    # Blocks that share parameters with other modules, or have a part that is called outside of them (`CALLED_OUTSIDE`),
+    # belong to the rest, because one FSDP2 group must own them, and gather them for both calls. A module whose
+    # parameters have another dtype than most of its block, such as a router that Transformers keeps in float32, is its
+    # own group: FSDP2 groups have one dtype. Its gradients are reduced in `reduce_dtype`.
     if fp8_gather:
         expert_ranks = 1 if expert_mesh is None else expert_mesh.size()
         _mark_fp8_weights(model, dtype, mesh.size(mesh.ndim - 1), expert_ranks)

@@ -288,9 +288,7 @@ def _check_recipes(model: nn.Module, fp8_comm: str) -> None:
 
 
 def _machines(mesh: DeviceMesh) -> list[int]:
-    """Return the machine of each rank of a mesh under torchrun, which numbers those of a machine in a row.
-
-    Ranks of tensor parallelism are neighbours, so eight ranks of a mesh beside it can be on eight machines.
-    """
+    """Return the machine of each rank of a mesh under torchrun, which numbers those of a machine in a row."""
+    # Ranks of tensor parallelism are neighbours, so eight ranks of a mesh beside it can be on eight machines.
     on_each = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
     return [rank // on_each for rank in mesh.mesh.flatten().tolist()]

@@ -65,15 +65,7 @@ def divide(blocks: int, stages: int) -> list[range]:
 
 
 class StageModule(nn.Module):
-    """One stage: what it has of a model, and the model's forward around it.
-
-    Args:
-        model: The whole model, or what this rank has of it.
-        blocks: The blocks of the stage.
-        first: Whether it has the embedding.
-        last: Whether it has the norm and the head.
-        token_parts: Ranks of sequence parallelism, which divide the tokens of hidden states.
-    """
+    """One stage: what it has of a model, and the model's forward around it."""
 
     def __init__(self, model: Any, blocks: range, *, first: bool, last: bool, token_parts: int = 1) -> None:
         super().__init__()
@@ -88,12 +80,7 @@ class StageModule(nn.Module):
         self._list = (nn.ModuleList(block if index in blocks else Absent() for index, block in everything),)
 
     def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
-        """Return hidden states [B,S,H]; of the last stage the loss, [1], if there are `labels`.
-
-        Args:
-            x: Token ids [B,S] in the first stage, else hidden states [B,S,H].
-            labels: The next tokens [B,S], read by the last stage.
-        """
+        """Return hidden states [B,S,H]; of the last stage the loss, [1], if there are `labels`."""
         model: Any = self._model[0]
         with installed(model, self._list[0], norm=self._last), self._divided(x) as whole:
             arguments: dict[str, Any] = {"input_ids" if self._first else "inputs_embeds": whole, "use_cache": False}
@@ -147,12 +134,7 @@ def installed(model: Any, blocks: nn.ModuleList, *, norm: bool) -> Iterator[None
 
 @torch.no_grad()
 def check_pipeline_model(model: Any, stages: int) -> None:
-    """Raise ValueError if a model cannot be cut into so many stages: by its structure, and by trying it.
-
-    Args:
-        model: The whole model; weights on any device but meta.
-        stages: Stages of all ranks.
-    """
+    """Raise ValueError if a model cannot be cut into so many stages: by its structure, and by trying it."""
     check_pipeline_structure(model, stages)
     training = model.training
     model.eval()
@@ -208,13 +190,7 @@ def _try(model: Any, blocks: nn.ModuleList, kind: str) -> None:
 
 
 def cut(model: Any, mesh: DeviceMesh, schedule: str) -> list[int]:
-    """Replace what the stages of other ranks have by `Absent`, in place. Returns the stages of this rank.
-
-    Args:
-        model: The whole model, the same on every rank, checked by `check_pipeline_model`.
-        mesh: The ranks of the pipeline, one dimension.
-        schedule: A name in `SCHEDULES`.
-    """
+    """Replace what the stages of other ranks have by `Absent`, in place. Returns the stages of this rank."""
     if schedule not in SCHEDULES:
         hint = nearest(schedule, list(SCHEDULES))
         raise ValueError(f"schedule is one of {', '.join(SCHEDULES)}; got {schedule!r}{hint}")
@@ -252,16 +228,7 @@ def stage_modules(
 
 
 class Pipeline:
-    """The stages of this rank and their schedule.
-
-    Args:
-        parts: The stages of this rank, by index; distributed over other dimensions of the mesh or not.
-        mesh: The ranks of the pipeline.
-        schedule: A name in `SCHEDULES`.
-        device: Device of this rank.
-        micro_batches: Parts of each batch.
-        fp8_comm: Send activations and gradients in FP8.
-    """
+    """The stages of this rank and their schedule."""
 
     def __init__(
         self,
@@ -291,13 +258,7 @@ class Pipeline:
         )  # fmt: skip
 
     def step(self, inputs: Tensor, targets: Tensor, scale: float) -> Tensor:
-        """Compute the gradients of a batch. Returns the sum of the losses of its micro-batches; 0 without the head.
-
-        Args:
-            inputs: Token ids [B,S], read by the first stage.
-            targets: The next tokens of which this rank computes the loss.
-            scale: Factor of the loss of each micro-batch before backward.
-        """
+        """Compute the gradients of a batch. Returns the sum of the losses of its micro-batches; 0 without the head."""
         self._scale, losses = scale, list[Tensor]()
         arguments = (inputs,) if self.first else ()
         self._schedule.step(
@@ -319,10 +280,8 @@ class Pipeline:
         return torch.stack(losses) if self.last else None
 
     def alone(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Run the stages of this rank one after the other, without the others. Returns the last output.
-
-        Stages other than the first read zeros, so channel scales that were measured meanwhile are dropped.
-        """
+        """Run the stages of this rank one after the other, without the others. Returns the last output."""
+        # Stages other than the first read zeros, so channel scales that were measured meanwhile are dropped.
         x = inputs
         for index, part in sorted(self.parts.items()):
             if index and x is inputs:

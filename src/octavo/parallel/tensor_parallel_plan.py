@@ -366,11 +366,7 @@ def _with_hidden_states(args: Any, kwargs: Any, change: Any) -> tuple[Any, dict[
 
 
 def split_tokens(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Return this rank's tokens of [B,S,H]; the gradient of the others' is zero here.
-
-    Raises:
-        ValueError: If the ranks do not divide S.
-    """
+    """Return this rank's tokens of [B,S,H]; the gradient of the others' is zero here."""
     if x.shape[1] % mesh.size():
         raise ValueError(
             f"{x.shape[1]} tokens are not an equal part for each of {mesh.size()} ranks of sequence parallelism: pad "

@@ -39,19 +39,12 @@ _GROUP = parse_spec(ADAPTIVE_SPEC).granularity.columns
 
 @dataclass(frozen=True, kw_only=True)
 class TokenExchange:
-    """How a layer exchanges tokens.
+    """How a layer exchanges tokens."""
 
-    Attributes:
-        mesh: The ranks, one dimension.
-        sequence_dim: The dimension of tokens, negative from the end; None if every rank has all of them.
-        fp8_gather: Gather in FP8.
-        fp8_reduce: Send summands in FP8; only with tokens to share.
-    """
-
-    mesh: DeviceMesh
-    sequence_dim: int | None
-    fp8_gather: bool
-    fp8_reduce: bool
+    mesh: DeviceMesh  # The ranks, one dimension
+    sequence_dim: int | None  # The dimension of tokens, negative from the end; None if every rank has all of them
+    fp8_gather: bool  # Gather in FP8
+    fp8_reduce: bool  # Send summands in FP8; only with tokens to share
 
     def __deepcopy__(self, memo: Any) -> "TokenExchange":
         return self  # meshes do not copy
@@ -61,11 +54,7 @@ class TokenExchange:
         return replace(self, fp8_gather=False, fp8_reduce=False)
 
     def dim(self, x: Tensor) -> int:
-        """Return the dimension of tokens of [..., K].
-
-        Raises:
-            ValueError: If the tensor has no such dimension before its last one.
-        """
+        """Return the dimension of tokens of [..., K]."""
         assert self.sequence_dim is not None
         dim = self.sequence_dim + x.ndim if self.sequence_dim < 0 else self.sequence_dim
         if not 0 <= dim < x.ndim - 1:
@@ -145,13 +134,7 @@ class TokenExchange:
 
 
 def gather_input(x: Tensor, exchange: TokenExchange, spec: QuantSpec | None) -> Tensor:
-    """Return all tokens of this rank's x as a DTensor of each rank; summands of their gradient are reduced.
-
-    Args:
-        x: [..., K], this rank's tokens.
-        exchange: How.
-        spec: Spec of rows of X, if they are gathered in FP8.
-    """
+    """Return all tokens of this rank's x as a DTensor of each rank; summands of their gradient are reduced."""
     whole: Tensor = _GatherInput.apply(x, exchange, spec, False)
     return whole
 

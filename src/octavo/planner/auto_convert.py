@@ -196,16 +196,7 @@ def local_gpu_name() -> str | None:
 def _plan_on(
     gpu: Any, local: bool, model: nn.Module, precision: Precision, filter: Filter | ModuleFilter | None, tokens: int
 ) -> tuple[Plan, str]:
-    """Plan a model for a GPU; return the plan and the name of the GPU.
-
-    Args:
-        gpu: Driver name of this machine's GPU, or a GPU as `find_gpu` takes it.
-        local: Whether it is this machine's. If the table of GPUs does not have it, the rules decide.
-        model: Not converted yet.
-        precision: The request, including its recipe.
-        filter: Selects the layers.
-        tokens: Tokens per call of a layer.
-    """
+    """Plan a model for a GPU; return the plan and the name of the GPU."""
     from octavo.planner.devices import find_gpu, gpu_by_driver_name
     from octavo.planner.model_plan import default_decisions, plan_request, with_measurements
 

@@ -34,32 +34,16 @@ Collective = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all"]
 
 @dataclass(frozen=True, kw_only=True)
 class Links:
-    """The links between GPUs.
+    """The links between GPUs."""
 
-    Attributes:
-        inside: Bytes/s that collectives reach between GPUs of a machine, per GPU and direction.
-        between: The same between machines.
-        hop_inside: Seconds from one GPU of a machine to the next.
-        hop_between: Seconds from one machine to the next.
-    """
-
-    inside: float
-    between: float
-    hop_inside: float = 0.0
-    hop_between: float = 0.0
+    inside: float  # Bytes/s that collectives reach between GPUs of a machine, per GPU and direction
+    between: float  # The same between machines
+    hop_inside: float = 0.0  # Seconds from one GPU of a machine to the next
+    hop_between: float = 0.0  # Seconds from one machine to the next
 
 
 def collective(op: Collective, whole: float, links: Links, *, ranks: int, apart: int = 1, calls: int = 1) -> float:
-    """Return the seconds of collectives, run one after the other.
-
-    Args:
-        op: The collective.
-        whole: Bytes of the whole tensors, of all calls together.
-        links: The links between the ranks.
-        ranks: Size of the group.
-        apart: Distance between neighbouring ranks of the group, in GPUs.
-        calls: Number of calls; each pays the latency.
-    """
+    """Return the seconds of collectives, run one after the other."""
     local = min(ranks, max(1, GPUS_PER_MACHINE // apart))
     machines = ranks // local
     if op == "all-to-all":
@@ -73,33 +57,19 @@ def collective(op: Collective, whole: float, links: Links, *, ranks: int, apart:
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """Bytes of a model's data parallelism per micro-batch.
+    """Bytes of a model's data parallelism per micro-batch."""
 
-    Attributes:
-        weights: Bytes of all weights as gathered.
-        gradients: Bytes of all gradients as scattered.
-        summed: Bytes of one shard's gradients, as the copies of the shard reduce them.
-        fp8_gradients: Whether gradients travel by an all-to-all in FP8.
-    """
-
-    weights: float
-    gradients: float
-    summed: float
-    fp8_gradients: bool = False
+    weights: float  # Bytes of all weights as gathered
+    gradients: float  # Bytes of all gradients as scattered
+    summed: float  # Bytes of one shard's gradients, as the copies of the shard reduce them
+    fp8_gradients: bool = False  # Whether gradients travel by an all-to-all in FP8
 
 
 def bytes_saved_by_fp8_gather(
     calls: Mapping[str, tuple[LinearCall, ...]], recipes: Mapping[str, Recipe | None], *, resident: bool = False,
     trained: bool = True,
 ) -> float:  # fmt: skip
-    """Return the bytes saved by gathering the weights of converted layers as FP8 and scales.
-
-    Args:
-        calls: Calls of the layers by name.
-        recipes: Recipes of the layers by name.
-        resident: Whether frozen weights are resident in FP8, which are gathered as they are in any recipe.
-        trained: Whether other weights are gathered in FP8.
-    """
+    """Return the bytes saved by gathering the weights of converted layers as FP8 and scales."""
     saved = 0.0
     for name, of_one in calls.items():
         recipe = recipes.get(name)

@@ -22,19 +22,12 @@ WEIGHTS, GRADIENTS, COPIES, STAGES = "weights gathered", "gradients scattered", 
 
 @dataclass(frozen=True, kw_only=True)
 class Sent:
-    """What one GPU sends.
+    """What one GPU sends."""
 
-    Attributes:
-        kind: Name in tables.
-        bytes: Bytes sent.
-        seconds: Seconds that sending takes.
-        backward: Whether it is sent in backward.
-    """
-
-    kind: str
-    bytes: float
-    seconds: float
-    backward: bool = False
+    kind: str  # Name in tables
+    bytes: float  # Bytes sent
+    seconds: float  # Seconds that sending takes
+    backward: bool = False  # Whether it is sent in backward
 
     @property
     def of_gradients(self) -> bool:

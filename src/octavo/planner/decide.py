@@ -36,38 +36,23 @@ FEW_TOKENS = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class LinearDecision:
-    """The decision for one linear layer, and the predictions behind it.
+    """The decision for one linear layer, and the predictions behind it."""
 
-    Attributes:
-        decision: Recipe, reason and gain.
-        bf16: Seconds of all calls in bf16, forward and backward.
-        planned: Seconds of all calls as decided.
-    """
-
-    decision: Decision
-    bf16: float
-    planned: float
+    decision: Decision  # Recipe, reason and gain
+    bf16: float  # Seconds of all calls in bf16, forward and backward
+    planned: float  # Seconds of all calls as decided
 
 
 def candidates(recipe: str | Recipe) -> tuple[Recipe, ...]:
-    """Return the recipes to choose from: for `"auto"` every one without state, else the given one.
-
-    Channel scales (`equalization`) are for accuracy: a recipe that has them is never faster than the same without.
-    """
+    """Return the recipes to choose from: for `"auto"` every one without state, else the given one."""
+    # Channel scales (`equalization`) are for accuracy: a recipe that has them is never faster than the same without.
     if recipe != "auto":
         return (get_recipe(recipe),)
     return tuple(r for r in RECIPES.values() if not r.history and not r.equalization)
 
 
 def decide(gpu: Gpu, calls: Sequence[LinearCall], recipes: Sequence[Recipe], *, eager: bool) -> LinearDecision:
-    """Decide for one linear layer by the cost of all its calls in a step.
-
-    Args:
-        gpu: GPU to predict for.
-        calls: Calls of the layer in one forward, at least one.
-        recipes: Recipes to choose from, in order of preference.
-        eager: Count the host's time where it exceeds the GPU time.
-    """
+    """Decide for one linear layer by the cost of all its calls in a step."""
     bf16_costs = [bf16_linear(gpu, call) for call in calls]
     bf16_cost, bf16 = total(bf16_costs), sum(cost.wall(gpu, eager=eager) for cost in bf16_costs)
     usable = [recipe for recipe in recipes if fp8_rate(gpu, recipe) is not None]

@@ -33,66 +33,42 @@ from octavo.planner.measured import Measurements, read_measurements
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """The properties of a GPU that the roofline uses.
+    """The properties of a GPU that the roofline uses."""
 
-    Attributes:
-        name: Name in tables.
-        bf16_tflops: Peak dense bf16 rate, TFLOP/s.
-        fp8_tflops: Peak dense FP8 rate, TFLOP/s; 0 without FP8 matrix units.
-        memory_tbs: Memory bandwidth, TB/s.
-        memory_gib: Memory size in GiB, as drivers report it: the advertised size minus what error correction takes.
-        link_gbs: Bandwidth to other GPUs of the machine, GB/s per direction.
-        network_gbs: Bandwidth to other machines, GB/s per direction: the usual value for machines with this GPU.
-        multiprocessors: Number of multiprocessors: output tiles computed at a time.
-        native_mx: Whether its matrix units apply MX scales themselves.
-        capability: Compute capability times ten, such as 90 for sm_90; it decides which scaled products PyTorch has. 0
-            for GPUs of other vendors, which are assumed to have all of them.
-        bf16_efficiency: Share of the peak that large bf16 products reach.
-        fp8_efficiency: Share of the peak that large FP8 products reach with scales by tensor.
-        row_efficiency: Share of that rate that they reach with scales by row.
-        exact_efficiency: Share of the rate of forward products that backward ones, which accumulate exactly, reach with
-            scales by tensor.
-        row_exact_efficiency: The same with scales by row.
-        block_efficiency: The same with scales by block along the contraction.
-        triton_efficiency: Upper bound on the share of the peak for FP8 products that PyTorch lacks on this GPU, so that
-            Octavo's Triton kernel computes them.
-        attention_efficiency: Share of the bf16 peak that fused attention reaches.
-        memory_efficiency: Share of the bandwidth that large copies reach.
-        maxima_efficiency: Share of the bandwidth of copies that a pass which finds maxima of columns reaches.
-        link_efficiency: Share of a link's rate that collectives reach.
-        launch_us: Time of the smallest kernel when launches are queued, µs.
-        host_us: Host time per operation of eager PyTorch, µs.
-        rates_from: Source of the rates.
-        efficiency_from: Source of the efficiencies.
-        measured: Measured times of products and quantizations, such as those of `octavo calibrate`; they take
-            precedence over the fields above.
-    """
-
-    name: str
-    bf16_tflops: float
-    fp8_tflops: float
-    memory_tbs: float
-    memory_gib: float
-    link_gbs: float
-    multiprocessors: int
+    name: str  # Name in tables
+    bf16_tflops: float  # Peak dense bf16 rate, TFLOP/s
+    fp8_tflops: float  # Peak dense FP8 rate, TFLOP/s; 0 without FP8 matrix units
+    memory_tbs: float  # Memory bandwidth, TB/s
+    memory_gib: float  # Memory size in GiB, as drivers report it: the advertised size minus what error correction takes
+    link_gbs: float  # Bandwidth to other GPUs of the machine, GB/s per direction
+    multiprocessors: int  # Number of multiprocessors: output tiles computed at a time
+    # Bandwidth to other machines, GB/s per direction: the usual value for machines with this GPU.
     network_gbs: float = 50.0
-    native_mx: bool = False
+    native_mx: bool = False  # Whether its matrix units apply MX scales themselves
+    # Compute capability times ten, such as 90 for sm_90; it decides which scaled products PyTorch has. 0 for GPUs of
+    # other vendors, which are assumed to have all of them.
     capability: int = 0
-    bf16_efficiency: float = 0.80
-    fp8_efficiency: float = 0.70
-    row_efficiency: float = 1.0
+    bf16_efficiency: float = 0.80  # Share of the peak that large bf16 products reach
+    fp8_efficiency: float = 0.70  # Share of the peak that large FP8 products reach with scales by tensor
+    row_efficiency: float = 1.0  # Share of that rate that they reach with scales by row
+    # Share of the rate of forward products that backward ones, which accumulate exactly, reach with scales by tensor.
     exact_efficiency: float = 1.0
-    row_exact_efficiency: float = 1.0
-    block_efficiency: float = 0.62
+    row_exact_efficiency: float = 1.0  # The same with scales by row
+    block_efficiency: float = 0.62  # The same with scales by block along the contraction
+    # Upper bound on the share of the peak for FP8 products that PyTorch lacks on this GPU, so that Octavo's Triton
+    # kernel computes them.
     triton_efficiency: float = 0.50
-    attention_efficiency: float = 0.40
-    memory_efficiency: float = 0.90
-    maxima_efficiency: float = 1.0
-    link_efficiency: float = 0.80
-    launch_us: float = 2.5
-    host_us: float = 8.0
-    rates_from: str = "given"
+    attention_efficiency: float = 0.40  # Share of the bf16 peak that fused attention reaches
+    memory_efficiency: float = 0.90  # Share of the bandwidth that large copies reach
+    maxima_efficiency: float = 1.0  # Share of the bandwidth of copies that a pass which finds maxima of columns reaches
+    link_efficiency: float = 0.80  # Share of a link's rate that collectives reach
+    launch_us: float = 2.5  # Time of the smallest kernel when launches are queued, µs
+    host_us: float = 8.0  # Host time per operation of eager PyTorch, µs
+    rates_from: str = "given"  # Source of the rates
+    # Source of the efficiencies.
     efficiency_from: str = "assumed: an H200's, published, and no loss by exact accumulation"
+    # Measured times of products and quantizations, such as those of `octavo calibrate`; they take precedence over the
+    # fields above.
     measured: Measurements | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -200,17 +176,7 @@ _ALIASES = {"h100-sxm": "h100", "h200-sxm": "h200", "4090": "rtx4090", "5090": "
 
 
 def find_gpu(device: str | Path | Mapping[str, Any] | Gpu) -> Gpu:
-    """Return the GPU for a name, a file, a table or a `Gpu`.
-
-    Args:
-        device: A key of `DEVICES` ("H100 PCIe" and "h100_pcie" also find "h100-pcie"), or a driver's name for a GPU;
-            the path of a TOML file that describes one; such a table; or a `Gpu`, returned as is.
-
-    Raises:
-        ValueError: For an unknown name, with the nearest known ones; for an unreadable file; and for a table with an
-            unknown, missing or wrong entry.
-        TypeError: For any other type.
-    """
+    """Return the GPU for a name, a file, a table or a `Gpu`."""
     if isinstance(device, Gpu):
         return device
     if isinstance(device, Mapping):

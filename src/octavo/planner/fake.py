@@ -21,10 +21,8 @@ INTEGER_INPUTS = ("ids", "mask", "labels", "positions", "targets")
 
 @contextmanager
 def fake_tensors(device: str = "cuda") -> Iterator[FakeTensorMode]:
-    """FakeTensorMode that also accepts real tensors and restores the random number state on exit.
-
-    `device` is the type of device to predict: with "cuda", attention is fused wherever it is on a GPU.
-    """
+    """FakeTensorMode that also accepts real tensors and restores the random number state on exit."""
+    # `device` is the type of device to predict: with "cuda", attention is fused wherever it is on a GPU.
     state = torch.get_rng_state()
     fused = _fused_attention() if device == "cuda" else nullcontext()
     try:
@@ -36,11 +34,9 @@ def fake_tensors(device: str = "cuda") -> Iterator[FakeTensorMode]:
 
 @contextmanager
 def _fused_attention() -> Iterator[None]:
-    """Keep attention fused on fake tensors of a CPU if values have another size than queries and keys.
-
-    Multi-head latent attention is like that. GPUs have fused kernels for it, and CPUs have not: there it becomes two
-    products and a softmax, with whole scores.
-    """
+    """Keep attention fused on fake tensors of a CPU if values have another size than queries and keys."""
+    # Multi-head latent attention is like that. GPUs have fused kernels for it, and CPUs have not: there it becomes two
+    # products and a softmax, with whole scores.
     original = F.scaled_dot_product_attention
 
     def attention(
@@ -65,11 +61,9 @@ def _fused_attention() -> Iterator[None]:
 
 @contextmanager
 def unpacked_sequences() -> Iterator[None]:
-    """Keep Transformers from looking for packed sequences in a batch.
-
-    It reads position ids to detect packing: on a GPU the host waits for them. For fake ones it assumes packing and
-    builds a mask of [sequences, length, length], which disables flash attention. Most runs do not pack.
-    """
+    """Keep Transformers from looking for packed sequences in a batch."""
+    # It reads position ids to detect packing: on a GPU the host waits for them. For fake ones it assumes packing and
+    # builds a mask of [sequences, length, length], which disables flash attention. Most runs do not pack.
     masks: Any = sys.modules.get("transformers.masking_utils")
     name = "find_packed_sequence_indices"
     original = getattr(masks, name, None)
@@ -83,22 +77,13 @@ def unpacked_sequences() -> Iterator[None]:
 
 
 def fake_device(device: torch.device) -> torch.device:
-    """Return the device for fake tensors: the given one, or the CPU if this PyTorch has no such device.
-
-    Attention and the FP8 ops have the same shape functions on both, so they save the same tensors.
-    """
+    """Return the device for fake tensors: the given one, or the CPU if this PyTorch has no such device."""
+    # Attention and the FP8 ops have the same shape functions on both, so they save the same tensors.
     return device if device.type == "cpu" or torch.cuda.is_available() else torch.device("cpu")
 
 
 def fake_copy(model: M, mode: FakeTensorMode, device: torch.device, *, without: Iterable[nn.Module] = ()) -> M:
-    """Copy a model without storage. Real and meta parameters become fake ones; tied parameters stay tied.
-
-    Args:
-        model: Any module; not changed.
-        mode: The FakeTensorMode that is active when the copy runs.
-        device: Device that the copy reports.
-        without: Modules that the copy replaces with an `nn.Identity`.
-    """
+    """Copy a model without storage. Real and meta parameters become fake ones; tied parameters stay tied."""
     memo: dict[int, Any] = {id(module): nn.Identity() for module in without}
     parts = _modules(model, set(memo))
 
@@ -125,15 +110,7 @@ def _modules(model: nn.Module, without: set[int]) -> list[nn.Module]:
 
 
 def fake_batch(batch: Any, size: int | None, dtype: torch.dtype, device: torch.device) -> Any:
-    """Build a batch without storage in the form of the given one: a mapping, a tuple or list, or one tensor.
-
-    Args:
-        batch: Holds tensors, of which only shape and dtype are read, or shapes (tuples of int); a shape's dtype is
-            int64 if its name ends with one of `INTEGER_INPUTS`, else `dtype`. Other values stay as they are.
-        size: Replaces the first dimension of every tensor; None leaves it.
-        dtype: Dtype of floating-point inputs given as shapes.
-        device: Device that the tensors report.
-    """
+    """Build a batch without storage in the form of the given one: a mapping, a tuple or list, or one tensor."""
 
     def make(name: str, value: Any) -> Any:
         if isinstance(value, Tensor):

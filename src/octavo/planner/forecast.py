@@ -47,32 +47,20 @@ class Forecast(Plan):
     """A plan with its predictions. Prints as three tables.
 
     `Plan.rows` has each layer's `.name`, `.converted`, `.recipe`, `.reason` and `.gain`.
-
-    Attributes:
-        gpu: GPU of the prediction.
-        step_config: How the step runs.
-        tokens: Tokens of one micro-batch on one GPU.
-        parameters: Elements of all parameters.
-        times: Times of every linear layer.
-        planned: Time of the step as planned.
-        bf16: Time of the same step at precision level bf16: every layer in bf16, float32 moments, no FP8 communication.
-        memory: Memory of one GPU as planned.
-        bf16_memory: Memory of one GPU at level bf16.
-        break_even: Smallest K = N from which FP8 pays at this number of tokens; None if none does up to 16384.
-        configured: The run as configured; None if the plan was not made from a configuration.
     """
 
-    gpu: Gpu
-    step_config: StepConfig
-    tokens: int
-    parameters: int
-    times: Mapping[str, LinearTimes]
-    planned: StepTime
+    gpu: Gpu  # GPU of the prediction
+    step_config: StepConfig  # How the step runs
+    tokens: int  # Tokens of one micro-batch on one GPU
+    parameters: int  # Elements of all parameters
+    times: Mapping[str, LinearTimes]  # Times of every linear layer
+    planned: StepTime  # Time of the step as planned
+    # Time of the same step at precision level bf16: every layer in bf16, float32 moments, no FP8 communication.
     bf16: StepTime
-    memory: MemoryPlan
-    bf16_memory: MemoryPlan
-    break_even: int | None
-    configured: ConfiguredRun | None = None
+    memory: MemoryPlan  # Memory of one GPU as planned
+    bf16_memory: MemoryPlan  # Memory of one GPU at level bf16
+    break_even: int | None  # Smallest K = N from which FP8 pays at this number of tokens; None if none does up to 16384
+    configured: ConfiguredRun | None = None  # The run as configured; None if the plan was not made from a configuration
 
     @property
     def gain(self) -> float:
@@ -160,16 +148,7 @@ def decide_by_cost(
     *,
     eager: bool,
 ) -> tuple[dict[str, Decision], dict[str, LinearTimes]]:
-    """Decide for every linear layer of a traced forward; return the decisions and the times by layer.
-
-    Args:
-        gpu: GPU to predict for.
-        trace: One forward.
-        names: All linear layers, in model order.
-        forced_bf16: Layers that stay in bf16 whatever they cost, with the reason.
-        recipes: Recipes to choose from, in order of preference.
-        eager: Count the host's time where it exceeds the GPU time.
-    """
+    """Decide for every linear layer of a traced forward; return the decisions and the times by layer."""
     decisions, times, by_calls = {}, {}, {}
     for name in names:
         calls = trace.calls.get(name, ())
@@ -192,16 +171,7 @@ def decide_by_cost(
 def predict_time(
     plan: Plan, gpu: Gpu, stages: Sequence[Trace], step_config: StepConfig, tokens: int, memory: MemoryPlan
 ) -> StepTime:
-    """Predict the time of a step of a plan; linear layers and experts without a decision run in bf16.
-
-    Args:
-        plan: The decisions.
-        gpu: GPU to predict for.
-        stages: One forward of each stage of a pipeline, or of the model.
-        step_config: How the step runs.
-        tokens: Tokens of one micro-batch on one GPU.
-        memory: Memory of the step, with what each stage sends.
-    """
+    """Predict the time of a step of a plan; linear layers and experts without a decision run in bf16."""
     times = []
     for index, trace in enumerate(stages):
         recipes = {name: plan[name].recipe for name in trace.calls if name in plan.decisions}
@@ -219,21 +189,7 @@ def forecast(
     step_config: StepConfig, tokens: int, *, memory: MemoryPlan, bf16_memory: MemoryPlan,
     configured: tuple[Plan, MemoryPlan] | None = None, stages: Sequence[tuple[Trace, Trace]] = (),
 ) -> Forecast:  # fmt: skip
-    """Predict the step of a plan.
-
-    Args:
-        plan: The decisions.
-        times: Times of every linear layer, as `decide_by_cost` returns them.
-        gpu: GPU to predict for.
-        trace: One forward.
-        recipes: Recipes that were available.
-        step_config: How the step runs.
-        tokens: Tokens of one micro-batch on one GPU.
-        memory: Memory of the step as planned.
-        bf16_memory: Memory of the step at level bf16.
-        configured: The plan of the run's configuration, and its memory.
-        stages: One forward of each stage, as planned and at level bf16; none if `trace` is what each GPU runs.
-    """
+    """Predict the step of a plan."""
     traces, bf16_traces = zip(*stages, strict=True) if stages else ((trace,), (trace,))
 
     def time(plan: Plan, memory: MemoryPlan) -> StepTime:

@@ -35,13 +35,7 @@ OP, SHAPE = "host", (16, 16, 16)
 
 
 def host_seconds(gpu: Gpu, recipe: Recipe | None, products: int) -> float:
-    """Return the host's seconds for one call of a linear, forward and backward, in eager mode.
-
-    Args:
-        gpu: The GPU, with its measurements if there are any.
-        recipe: The recipe; None for bf16. One that is not Octavo's own counts as the most similar one.
-        products: Matrix products of the call: 3, or fewer without dgrad or wgrad.
-    """
+    """Return the host's seconds for one call of a linear, forward and backward, in eager mode."""
     bf16 = _measured(gpu, "bf16")
     per_product = gpu.host_us * 1e-6 if bf16 is None else bf16 / 3
     if recipe is None:
@@ -66,13 +60,7 @@ def _measured(gpu: Gpu, name: str) -> float | None:
 
 
 def measure(device: torch.device, recipes: Iterable[Recipe], seconds: float = 0.3) -> list[Entry]:
-    """Time forward and backward of a linear too small for the GPU to matter, in bf16 and with each recipe.
-
-    Args:
-        device: The device.
-        recipes: The recipes; those with an amax history are left out.
-        seconds: Time to spend on each.
-    """
+    """Time forward and backward of a linear too small for the GPU to matter, in bf16 and with each recipe."""
     x = torch.randn(SHAPE[:2], device=device, dtype=torch.bfloat16).requires_grad_()
     layers: dict[str, nn.Module] = {"bf16": nn.Linear(*SHAPE[:2], bias=False, device=device, dtype=x.dtype)}
     for recipe in recipes:

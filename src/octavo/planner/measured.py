@@ -18,12 +18,7 @@ MAX_INTERPOLATION_FACTOR = 2.0
 
 
 class Measurements:
-    """Times by op, case and shape.
-
-    Args:
-        device: Name of the GPU, as its driver reports it.
-        entries: The measurements.
-    """
+    """Times by op, case and shape."""
 
     def __init__(self, device: str, entries: Iterable[Entry]) -> None:
         self.device = device
@@ -47,11 +42,7 @@ class Measurements:
 
 
 def read_measurements(path: Path) -> Measurements:
-    """Read a file that `octavo calibrate` wrote.
-
-    Raises:
-        ValueError: If the file cannot be read or is not such a table.
-    """
+    """Read a file that `octavo calibrate` wrote."""
     try:
         device, entries = read(path)
     except (OSError, UnicodeDecodeError) as error:

@@ -27,15 +27,7 @@ from octavo.planner.timeline import MemorySeries, StorageEvents
 
 
 def repeat_block(step: StorageEvents, extra: int) -> StorageEvents | None:
-    """Return the events of a step of the same model with more blocks, all of them.
-
-    Args:
-        step: Events of a model whose last three blocks are equal, or more of them.
-        extra: Number of blocks to add, or -1 to remove one.
-
-    Returns:
-        The events; None if no block's events repeat, or events follow backward.
-    """
+    """Return the events of a step of the same model with more blocks, all of them."""
     blocks = step.last_blocks
     if blocks is None or step.backward_end < len(step.changes):
         return None
@@ -75,16 +67,7 @@ def _first_repeated(values: Sequence[Any], length: int) -> int | None:
 
 
 def extrapolate_blocks(few: StorageEvents, more: StorageEvents, extra: int) -> MemorySeries | None:
-    """Return times of a step of a model with more blocks, including the time of its peak.
-
-    Args:
-        few: Events of a model with a few equal blocks.
-        more: Events of the same model with one more block.
-        extra: Number of blocks beyond those of `few`.
-
-    Returns:
-        The times with the bytes of each category; None if the two steps differ by more than one block's events.
-    """
+    """Return times of a step of a model with more blocks, including the time of its peak."""
     kinds = tuple(dict.fromkeys((*few.kinds, *more.kinds)))
     few_table, more_table = few.cumulative(kinds), more.cumulative(kinds)
     phases: list[str] = []

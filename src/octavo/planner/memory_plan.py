@@ -40,43 +40,29 @@ MOST_SEQUENCES = 2**30
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class MemoryPlan(Displayed):
-    """Memory of one GPU in a training step, in bytes. Prints as a table.
+    """Memory of one GPU in a training step, in bytes. Prints as a table."""
 
-    Attributes:
-        label: What was planned, such as "fp8 rowwise".
-        device: Type of the device of the prediction.
-        batch: Sequences (first dimension of the batch) of one forward.
-        tokens: Elements of the batch's first tensor: for a language model, tokens of one forward.
-        phase: Phase of the peak: "forward", "backward", "after backward" or "optimizer step".
-        at_peak: Bytes by category (`octavo.planner.timeline.KINDS`) and "gathered", the
-            memory for communication with other GPUs, at the peak.
-        largest: Maximum of each category over time.
-        saved_by_dtype: Bytes that one forward saves for backward, by dtype; empty in a forecast.
-        saved_by_layer: The same by the module that saves them.
-        notes: Remarks for the reader.
-        messages: What a GPU hands to collectives of tensor, context and expert parallelism in a micro-batch, for each
-            stage of a pipeline.
-        stage_message: Bytes of one message between stages.
-        peak_by_phase: Largest sum in each phase of the step.
-        outputs: Number of tensors that the operations of the traced step return.
-        traced_blocks: Number of blocks that were run, and of all blocks: (2, 80), or (80, 80) if all were run.
-    """
-
-    label: str = ""
-    device: str = "cuda"
-    batch: int
-    tokens: int
-    phase: str
+    label: str = ""  # What was planned, such as "fp8 rowwise"
+    device: str = "cuda"  # Type of the device of the prediction
+    batch: int  # Sequences (first dimension of the batch) of one forward
+    tokens: int  # Elements of the batch's first tensor: for a language model, tokens of one forward
+    phase: str  # Phase of the peak: "forward", "backward", "after backward" or "optimizer step"
+    # Bytes by category (`octavo.planner.timeline.KINDS`) and "gathered", the memory for communication with other GPUs,
+    # at the peak.
     at_peak: Mapping[str, int]
-    largest: Mapping[str, int]
+    largest: Mapping[str, int]  # Maximum of each category over time
+    # Bytes that one forward saves for backward, by dtype; empty in a forecast.
     saved_by_dtype: Mapping[str, int] = field(default_factory=dict)
-    saved_by_layer: Mapping[str, int] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
-    peak_by_phase: Mapping[str, int] = field(default_factory=dict)
-    outputs: int = 0
+    saved_by_layer: Mapping[str, int] = field(default_factory=dict)  # The same by the module that saves them
+    notes: tuple[str, ...] = ()  # Remarks for the reader
+    peak_by_phase: Mapping[str, int] = field(default_factory=dict)  # Largest sum in each phase of the step
+    outputs: int = 0  # Number of tensors that the operations of the traced step return
+    # Number of blocks that were run, and of all blocks: (2, 80), or (80, 80) if all were run.
     traced_blocks: tuple[int, int] = (0, 0)
+    # What a GPU hands to collectives of tensor, context and expert parallelism in a micro-batch, for each stage of a
+    # pipeline.
     messages: Sequence[Sequence[Message]] = ()
-    stage_message: int = 0
+    stage_message: int = 0  # Bytes of one message between stages
     replan: "Callable[[int], MemoryPlan] | None" = field(default=None, compare=False)
     """Plans the peak of the same step for another number of sequences."""
     _fitting: dict[int, int] = field(default_factory=dict, init=False, compare=False)
@@ -92,14 +78,9 @@ class MemoryPlan(Displayed):
         return sum(self.saved_by_dtype.values())
 
     def largest_batch(self, limit_bytes: int) -> int:
-        """Return the largest number of sequences in one forward whose peak is at most `limit_bytes`; 0 if none fits.
-
-        Plans twice the batch, and follows the line of each phase of the step to the limit. One more plan checks the
-        answer, unless its step has too many operations, as of a model that runs its images one by one.
-
-        Raises:
-            ValueError: If the plan was built by hand, or the peak does not grow with the batch.
-        """
+        """Return the largest number of sequences in one forward whose peak is at most `limit_bytes`; 0 if none fits."""
+        # Plans twice the batch, and follows the line of each phase of the step to the limit. One more plan checks the
+        # answer, unless its step has too many operations, as of a model that runs its images one by one.
         if self.replan is None:
             raise ValueError("this plan was built by hand: make a new plan to vary the batch")
         if limit_bytes not in self._fitting:
@@ -137,21 +118,10 @@ class MemoryPlan(Displayed):
 
 
 def largest_fitting(peak: Callable[[int], int], peaks: dict[int, int], limit_bytes: int, slope: float) -> int:
-    """Return the largest batch whose peak is at most `limit_bytes`; 0 if none fits.
-
-    A peak is a maximum of sums that are linear in the batch, so it is convex: it never grows by less from one sequence
-    to the next. Two known peaks bound all others, from above between them and from below outside. A few evaluations
-    suffice.
-
-    Args:
-        peak: Returns the peak of a batch.
-        peaks: Known peaks, at least one; evaluated ones are added.
-        limit_bytes: Available memory.
-        slope: Approximate bytes per sequence.
-
-    Raises:
-        ValueError: If the peak does not grow with the batch.
-    """
+    """Return the largest batch whose peak is at most `limit_bytes`; 0 if none fits."""
+    # A peak is a maximum of sums that are linear in the batch, so it is convex: it never grows by less from one
+    # sequence to the next. Two known peaks bound all others, from above between them and from below outside. A few
+    # evaluations suffice.
     while True:
         low, high = _bounds(peaks, limit_bytes)
         if high is not None and high - low <= 1:

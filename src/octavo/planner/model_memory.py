@@ -102,20 +102,7 @@ def trace_step(
     model: nn.Module, inputs: Any, stepper: torch.optim.Optimizer | None, loss: Loss, step_config: StepConfig,
     allocation_granularity: int, saved: Audit | None = None,
 ) -> StepTrace:  # fmt: skip
-    """Record a step of a fake model under FakeTensorMode.
-
-    Args:
-        model: The model.
-        inputs: Its input.
-        stepper: Its optimizer.
-        loss: Computes the loss of the model and its input.
-        step_config: How the step runs.
-        allocation_granularity: Granularity of the allocator in bytes.
-        saved: What a forward saves for backward, if that was listed.
-
-    Raises:
-        ValueError: If the model cannot run.
-    """
+    """Record a step of a fake model under FakeTensorMode."""
     states = [] if stepper is None else make_states(stepper)
     earlier = make_gradients(stepper) if stepper is not None and step_config.micro_batches > 1 else []
 

@@ -183,11 +183,7 @@ def _check(model: nn.Module, checkpointing: str) -> None:
 
 
 def with_measurements(gpu: Gpu, calibration: str | Path | None) -> Gpu:
-    """Add measured times to a GPU: those of a file, or this machine's if this is its GPU.
-
-    Raises:
-        ValueError: For a file that cannot be read, or measurements of another GPU.
-    """
+    """Add measured times to a GPU: those of a file, or this machine's if this is its GPU."""
     if calibration is not None:
         measured = read_measurements(Path(calibration))
         measured_gpu = gpu_by_driver_name(measured.device)
@@ -208,31 +204,15 @@ def with_measurements(gpu: Gpu, calibration: str | Path | None) -> Gpu:
 
 @dataclass(frozen=True, kw_only=True)
 class DefaultDecisions:
-    """The decisions of the rules about a model, which predicted cost may change.
+    """The decisions of the rules about a model, which predicted cost may change."""
 
-    Attributes:
-        plan: The decisions.
-        linears: Names of the linear layers in it, which may also list modules that store activations.
-        forced_bf16: Layers that stay in bf16 whatever they cost, with the reason.
-        recipes: The recipes to choose from.
-    """
-
-    plan: Plan
-    linears: tuple[str, ...]
-    forced_bf16: Mapping[str, str]
-    recipes: tuple[Recipe, ...]
+    plan: Plan  # The decisions
+    linears: tuple[str, ...]  # Names of the linear layers in it, which may also list modules that store activations
+    forced_bf16: Mapping[str, str]  # Layers that stay in bf16 whatever they cost, with the reason
+    recipes: tuple[Recipe, ...]  # The recipes to choose from
 
     def by_cost(self, gpu: Gpu, traced: Trace, *, eager: bool) -> tuple[Plan, dict[str, LinearTimes]]:
-        """Decide each linear layer by its time on a GPU.
-
-        Args:
-            gpu: The GPU.
-            traced: The calls of each linear layer.
-            eager: Count the host's time where it exceeds the GPU time.
-
-        Returns:
-            The plan, with stored activations as decided by the rules, and the times of each layer.
-        """
+        """Decide each linear layer by its time on a GPU."""
         by_cost, times = decide_by_cost(gpu, traced, self.linears, self.forced_bf16, self.recipes, eager=eager)
         stored = {
             name: replace(decision, activation_storage=self.plan[name].activation_storage)
@@ -257,18 +237,7 @@ def trace_model(
     model: nn.Module, forward: Callable[[nn.Module], Any], shapes: Sequence[tuple[int, ...]], place: torch.device,
     prepare: Callable[[nn.Module], Any] = lambda copy: None,
 ) -> Trace:  # fmt: skip
-    """Trace one forward of a model on fake copies, with only a few of its blocks if these are equal.
-
-    Args:
-        model: On any device; not changed.
-        forward: Runs a copy.
-        shapes: Shapes of its input.
-        place: Device that the copies report.
-        prepare: Called with each copy before it runs.
-
-    Raises:
-        ValueError: If the model cannot run.
-    """
+    """Trace one forward of a model on fake copies, with only a few of its blocks if these are equal."""
 
     def trace_copy(count: int | None) -> Trace:
         with fake_tensors() as mode:

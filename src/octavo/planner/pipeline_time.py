@@ -32,13 +32,7 @@ class Action:
 
 @cache
 def schedule_actions(schedule: str, ranks: int, micro_batches: int) -> tuple[tuple[Action, ...], ...]:
-    """Return the actions of each rank, in order.
-
-    Args:
-        schedule: A name of torch's, such as "1F1B".
-        ranks: Ranks of the pipeline.
-        micro_batches: Micro-batches of a step.
-    """
+    """Return the actions of each rank, in order."""
     from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
     kind: Any = get_schedule_class(schedule)
@@ -73,14 +67,7 @@ def _actions(row: Sequence[Any]) -> Iterator[Action]:
 def simulate(
     actions: Sequence[Sequence[Action]], forward: Sequence[float], backward: Sequence[float], message: float = 0.0
 ) -> float:
-    """Return the seconds until all ranks have finished.
-
-    Args:
-        actions: Actions of each rank, in order.
-        forward: Seconds of a micro-batch's forward, by stage.
-        backward: Seconds of its backward.
-        message: Seconds of a message from a rank to another.
-    """
+    """Return the seconds until all ranks have finished."""
     owner = {action.stage: rank for rank, row in enumerate(actions) for action in row}
     ends: dict[tuple[str, int, int], float] = {}
     last, clocks, positions = len(forward) - 1, [0.0] * len(actions), [0] * len(actions)
@@ -133,16 +120,8 @@ def most_in_flight(row: Sequence[Action]) -> dict[tuple[str, int], dict[int, int
 
 
 def pipeline_time(gpu: Gpu, stages: Sequence[StepTime], step_config: StepConfig, message_bytes: float) -> StepTime:
-    """Predict the time of a step of a pipeline from the times of its stages, each as if it were alone.
-
-    The parts are those of the rank that computes longest, and the bubble is the rest of the step.
-
-    Args:
-        gpu: Each GPU.
-        stages: Time of each stage's own computation in a step.
-        step_config: How the step runs.
-        message_bytes: Bytes of one message between stages.
-    """
+    """Predict the time of a step of a pipeline from the times of its stages, each as if it were alone."""
+    # The parts are those of the rank that computes longest, and the bubble is the rest of the step.
     ranks, micro_batches = step_config.pp, step_config.micro_batches
     actions = schedule_actions(step_config.schedule, ranks, micro_batches)
     links, apart = links_of(gpu), step_config.gpus // ranks

@@ -63,25 +63,15 @@ TILE, SPLIT = 128, 512
 
 @dataclass(frozen=True, kw_only=True)
 class LinearCall:
-    """One call of a linear layer: X [M,K], W [N,K].
+    """One call of a linear layer: X [M,K], W [N,K]."""
 
-    Attributes:
-        m: Tokens.
-        k: in_features.
-        n: out_features.
-        dgrad: Whether X needs a gradient.
-        wgrad: Whether W needs a gradient.
-        first: Whether this call is the first to read its X and therefore quantizes it.
-        experts: Number of experts that share the tokens equally, each with a weight of its own.
-    """
-
-    m: int
-    k: int
-    n: int
-    dgrad: bool = True
-    wgrad: bool = True
-    first: bool = True
-    experts: int = 1
+    m: int  # Tokens
+    k: int  # in_features
+    n: int  # out_features
+    dgrad: bool = True  # Whether X needs a gradient
+    wgrad: bool = True  # Whether W needs a gradient
+    first: bool = True  # Whether this call is the first to read its X and therefore quantizes it
+    experts: int = 1  # Number of experts that share the tokens equally, each with a weight of its own
 
     @property
     def named_products(self) -> dict[str, tuple[int, int, int]]:
@@ -98,19 +88,12 @@ class LinearCall:
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """Predicted seconds of a linear layer in forward and backward.
+    """Predicted seconds of a linear layer in forward and backward."""
 
-    Attributes:
-        forward: Seconds of forward.
-        backward: Seconds of backward.
-        host: Seconds of host time in eager mode.
-        measured: Seconds of the total that were measured on such a GPU.
-    """
-
-    forward: float
-    backward: float
-    host: float
-    measured: float = 0.0
+    forward: float  # Seconds of forward
+    backward: float  # Seconds of backward
+    host: float  # Seconds of host time in eager mode
+    measured: float = 0.0  # Seconds of the total that were measured on such a GPU
 
     @property
     def total(self) -> float:
@@ -133,17 +116,7 @@ class Passes:
 def product(
     gpu: Gpu, m: float, n: float, k: float, *, operand: int = 2, rate: float | None = None, groups: int = 1
 ) -> float:  # fmt: skip
-    """Predict the seconds of [m,k]·[k,n] with a bf16 result.
-
-    Args:
-        gpu: The GPU.
-        m: Rows of the result.
-        n: Columns of the result.
-        k: Contracted dimension.
-        operand: Bytes per element of the operands.
-        rate: FLOP/s of a large product; None for the bf16 rate.
-        groups: Number of such products in one kernel.
-    """
+    """Predict the seconds of [m,k]·[k,n] with a bf16 result."""
     if not m * n * k:
         return 0.0
     if rate is None:
@@ -293,13 +266,6 @@ def _sum_cost(products: dict[str, Timed], forward: list[Timed], backward: list[T
 def fp8_cost(gpu: Gpu, linear: LinearCall, moved: Passes, rate: float, exact: float = 1.0) -> Cost:
     """Predict a linear layer in FP8 from given quantization passes, such as those of another library; ignores
     measurements.
-
-    Args:
-        gpu: The GPU.
-        linear: Sizes of the layer.
-        moved: Bytes that quantization moves.
-        rate: FLOP/s of large FP8 products in forward.
-        exact: Share of it that those in backward reach.
     """
     times = [
         product(gpu, *sizes, operand=1, rate=rate if name == "forward" else rate * exact)

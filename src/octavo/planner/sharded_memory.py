@@ -21,48 +21,30 @@ from octavo.planner.timeline import BLOCK_GRADIENTS, GATHERED, GRADIENTS, PARAME
 
 @dataclass(frozen=True, kw_only=True)
 class ShardGroup:
-    """Parameters that FSDP2 gathers together, in bytes.
+    """Parameters that FSDP2 gathers together, in bytes."""
 
-    Attributes:
-        gathered: Their weights, in the form in which they are gathered.
-        gradients: Their whole gradients.
-        reduced: Their gradients in the dtype of the reduction.
-        elements: Number of their trained elements.
-    """
-
-    gathered: int
-    gradients: int
-    reduced: int
-    elements: int = 0
+    gathered: int  # Their weights, in the form in which they are gathered
+    gradients: int  # Their whole gradients
+    reduced: int  # Their gradients in the dtype of the reduction
+    elements: int = 0  # Number of their trained elements
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shards:
-    """How a model is sharded.
+    """How a model is sharded."""
 
-    Attributes:
-        ranks: Ranks that share one copy.
-        block: The largest block.
-        rest: Parameters outside the blocks.
-        blocks: Number of blocks.
-        keeps_gathered: Whether gathered weights of blocks stay until backward has used them (ZeRO-2).
-        accumulating: Whether gradients of earlier micro-batches exist already.
-        offloaded: Whether shards, with their gradients and states, are in host memory.
-        spread: Bytes of all parameters over those of the traced process, which has a part of the experts.
-        accumulated: Bytes of all whole gradients, if they stay until the end of the step (FSDP2 in a pipeline); else 0.
-        widened: Bytes of a sharded gradient's element over those of a whole gradient's: 2 for float32 shards of a model
-            that computes in bf16.
-    """
-
-    ranks: int
-    block: ShardGroup
-    rest: ShardGroup
-    blocks: int
-    keeps_gathered: bool = False
-    accumulating: bool = False
-    offloaded: bool = False
-    spread: float = 1.0
+    ranks: int  # Ranks that share one copy
+    block: ShardGroup  # The largest block
+    rest: ShardGroup  # Parameters outside the blocks
+    blocks: int  # Number of blocks
+    keeps_gathered: bool = False  # Whether gathered weights of blocks stay until backward has used them (ZeRO-2)
+    accumulating: bool = False  # Whether gradients of earlier micro-batches exist already
+    offloaded: bool = False  # Whether shards, with their gradients and states, are in host memory
+    spread: float = 1.0  # Bytes of all parameters over those of the traced process, which has a part of the experts
+    # Bytes of all whole gradients, if they stay until the end of the step (FSDP2 in a pipeline); else 0.
     accumulated: int = 0
+    # Bytes of a sharded gradient's element over those of a whole gradient's: 2 for float32 shards of a model that
+    # computes in bf16.
     widened: int = 1
 
 

@@ -73,45 +73,27 @@ class ParallelLayout(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class StepConfig:
-    """How a step runs.
+    """How a step runs."""
 
-    Attributes:
-        gpus: Number of GPUs, each with its own batch.
-        copies: Copies of the model, each shared by `gpus / copies` GPUs (FSDP2).
-        tp: GPUs that share each linear layer.
-        cp: GPUs that share each sequence.
-        ep: GPUs that share the experts of each layer.
-        pp: GPUs of a pipeline.
-        schedule: Schedule of the pipeline, a name of torch's.
-        keeps_gathered: Whether gathered weights stay from forward to backward (ZeRO-2).
-        fp8_gather: Whether the weights of converted layers are gathered in FP8.
-        resident: Whether the frozen weights of converted layers are resident in FP8, in which they are gathered too.
-        fp8_reduce: Whether gradients are communicated in FP8.
-        reduce_bytes: Bytes per element of gradients that are communicated and reduced in another dtype.
-        micro_batches: Forwards and backwards per step.
-        eager: Without torch.compile.
-        recompute: Activation checkpointing.
-        states: Moments of AdamW, a key of `OPTIMIZER_BYTES`.
-        newton_schulz: FLOPs of the Newton–Schulz products of Muon for the layers of a stage, which its GPUs share; the
-            messages between them are left out.
-    """
-
-    gpus: int = 1
-    copies: int = 1
-    tp: int = 1
-    cp: int = 1
-    ep: int = 1
-    pp: int = 1
-    schedule: str = "1F1B"
-    keeps_gathered: bool = False
-    fp8_gather: bool = False
+    gpus: int = 1  # Number of GPUs, each with its own batch
+    copies: int = 1  # Copies of the model, each shared by `gpus / copies` GPUs (FSDP2)
+    tp: int = 1  # GPUs that share each linear layer
+    cp: int = 1  # GPUs that share each sequence
+    ep: int = 1  # GPUs that share the experts of each layer
+    pp: int = 1  # GPUs of a pipeline
+    schedule: str = "1F1B"  # Schedule of the pipeline, a name of torch's
+    keeps_gathered: bool = False  # Whether gathered weights stay from forward to backward (ZeRO-2)
+    fp8_gather: bool = False  # Whether the weights of converted layers are gathered in FP8
+    # Whether the frozen weights of converted layers are resident in FP8, in which they are gathered too.
     resident: bool = False
-    fp8_reduce: bool = False
-    reduce_bytes: int = 4
-    micro_batches: int = 1
-    eager: bool = True
-    recompute: Recompute = CHECKPOINTING["none"]
-    states: str = "fp32"
+    fp8_reduce: bool = False  # Whether gradients are communicated in FP8
+    reduce_bytes: int = 4  # Bytes per element of gradients that are communicated and reduced in another dtype
+    micro_batches: int = 1  # Forwards and backwards per step
+    eager: bool = True  # Without torch.compile
+    recompute: Recompute = CHECKPOINTING["none"]  # Activation checkpointing
+    states: str = "fp32"  # Moments of AdamW, a key of `OPTIMIZER_BYTES`
+    # FLOPs of the Newton–Schulz products of Muon for the layers of a stage, which its GPUs share; the messages between
+    # them are left out.
     newton_schulz: float = 0.0
 
     def __post_init__(self) -> None:
@@ -144,19 +126,9 @@ def is_count(value: object) -> bool:
 def layout_settings(gpus: int, layout: ParallelLayout | None, *, apart: int = 1) -> dict[str, Any]:
     """Return the `StepConfig` fields that describe how a model is distributed over GPUs, with the FP8 communication
     that `octavo.parallelize` would choose.
-
-    `"auto"` gathers in FP8 if weights cross machines of `GPUS_PER_MACHINE` GPUs, and sends gradients in FP8 if each of
-    these GPUs is on another machine: if GPUs that share layers are between them.
-
-    Args:
-        gpus: Number of GPUs that share a model by data parallelism.
-        layout: How; None for shards alone.
-        apart: Distance between neighbours of them, in GPUs.
-
-    Raises:
-        ValueError: If the copies do not divide the GPUs, `gpus` is not a count, or copies without shards are offloaded.
-        TypeError: For another type of layout.
     """
+    # `"auto"` gathers in FP8 if weights cross machines of `GPUS_PER_MACHINE` GPUs, and sends gradients in FP8 if each
+    # of these GPUs is on another machine: if GPUs that share layers are between them.
     if not is_count(gpus):
         raise ValueError(f"gpus is an integer of 1 or more; got {gpus!r}")
     if layout is None:
@@ -180,39 +152,22 @@ def layout_settings(gpus: int, layout: ParallelLayout | None, *, apart: int = 1)
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """Predicted seconds of a step by part.
+    """Predicted seconds of a step by part."""
 
-    Attributes:
-        linears: Products of linear layers, and quantization.
-        attention: Fused attention.
-        products: Other matrix products.
-        rest: Everything else in forward and backward.
-        optimizer: AdamW.
-        communication: Communication that compute does not hide.
-        waiting: Waiting for the host, in eager mode.
-        bubble: Waiting for other stages of a pipeline.
-        tokens: Tokens per step of all GPUs.
-        flops: Operations of the model on all GPUs, without recomputation.
-        peak: bf16 FLOP/s of all GPUs.
-        forward: One micro-batch's forward, with waiting.
-        backward: Its backward.
-        sent: What each GPU sends in a step.
-    """
-
-    linears: float
-    attention: float
-    products: float
-    rest: float
-    optimizer: float
-    communication: float
-    waiting: float
-    tokens: int
-    flops: float
-    peak: float
-    bubble: float = 0.0
-    forward: float = 0.0
-    backward: float = 0.0
-    sent: tuple[Sent, ...] = ()
+    linears: float  # Products of linear layers, and quantization
+    attention: float  # Fused attention
+    products: float  # Other matrix products
+    rest: float  # Everything else in forward and backward
+    optimizer: float  # AdamW
+    communication: float  # Communication that compute does not hide
+    waiting: float  # Waiting for the host, in eager mode
+    tokens: int  # Tokens per step of all GPUs
+    flops: float  # Operations of the model on all GPUs, without recomputation
+    peak: float  # bf16 FLOP/s of all GPUs
+    bubble: float = 0.0  # Waiting for other stages of a pipeline
+    forward: float = 0.0  # One micro-batch's forward, with waiting
+    backward: float = 0.0  # Its backward
+    sent: tuple[Sent, ...] = ()  # What each GPU sends in a step
 
     @property
     def seconds(self) -> float:
@@ -252,17 +207,7 @@ def step_time(
     gpu: Gpu, trace: Trace, costs: Sequence[Cost], step_config: StepConfig, tokens: int, saved: float = 0.0,
     messages: Sequence[Message] = (),
 ) -> StepTime:  # fmt: skip
-    """Predict the time of a step.
-
-    Args:
-        gpu: Each GPU.
-        trace: One forward of one micro-batch.
-        costs: Costs of all its linear layers, as `linear_costs` returns them.
-        step_config: How the step runs.
-        tokens: Tokens of one micro-batch on one GPU.
-        saved: Bytes that gathering in FP8 saves, as `bytes_saved_by_fp8_gather` returns them.
-        messages: What the GPU sends of tokens of a micro-batch, while it does not compute.
-    """
+    """Predict the time of a step."""
     recompute, linears = step_config.recompute, total(costs)
     rate = gpu.bf16_tflops * 1e12
     attention = trace.attention / (rate * gpu.attention_efficiency)
@@ -318,10 +263,8 @@ def step_time(
 def _exposed(
     gathers: Sequence[Sent], reductions: Sequence[Sent], step_config: StepConfig, forward: float, backward: float
 ) -> float:
-    """Return the seconds of a micro-batch's gathers and reductions that compute does not hide.
-
-    In a pipeline, gradients are reduced once in a step, and weights stay gathered from backward to the next forward.
-    """
+    """Return the seconds of a micro-batch's gathers and reductions that compute does not hide."""
+    # In a pipeline, gradients are reduced once in a step, and weights stay gathered from backward to the next forward.
     gather, reduction = (sum(row.seconds for row in rows) for rows in (gathers, reductions))
     if step_config.pp > 1:
         return max(0.0, gather + reduction / step_config.micro_batches - backward)

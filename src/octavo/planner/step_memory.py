@@ -55,25 +55,16 @@ TRACED_BLOCKS = 2
 
 @dataclass(frozen=True, kw_only=True)
 class StepTrace:
-    """One step, as recorded.
+    """One step, as recorded."""
 
-    Attributes:
-        events: Its storage events.
-        tokens: Elements of the batch's first tensor.
-        block: Parameters of the largest block, which are gathered and scattered together if the model is sharded.
-        rest: Parameters outside the blocks.
-        saved: What a forward saves for backward, if that was listed.
-        messages: What it hands to collectives.
-        outputs: Number of tensors that its operations return.
-    """
-
-    events: StorageEvents
-    tokens: int
+    events: StorageEvents  # Its storage events
+    tokens: int  # Elements of the batch's first tensor
+    # Parameters of the largest block, which are gathered and scattered together if the model is sharded.
     block: ShardGroup
-    rest: ShardGroup
-    saved: Audit
-    messages: Sequence[Message] = ()
-    outputs: int = 0
+    rest: ShardGroup  # Parameters outside the blocks
+    saved: Audit  # What a forward saves for backward, if that was listed
+    messages: Sequence[Message] = ()  # What it hands to collectives
+    outputs: int = 0  # Number of tensors that its operations return
 
     def gradients(self, blocks: int) -> int:
         """Return the bytes of all gradients of a model with this many such blocks."""
@@ -99,19 +90,7 @@ def predict_memory(
     spread: float = 1.0,
     beside: "Beside | None" = None,
 ) -> MemoryPlan:
-    """Predict the memory of a step on each GPU.
-
-    Args:
-        trace: Traces a step.
-        size: Sequences of one forward.
-        step_config: How the step runs.
-        blocks: Blocks of the model; 0 if it has none.
-        leading: First blocks that differ from the others, which are equal, so that a few of these stand for all; None
-            if they are not (`leading_blocks`).
-        offloaded: Whether shards are in host memory.
-        spread: As of `Shards`.
-        beside: Memory of the GPU that other micro-batches and stages take.
-    """
+    """Predict the memory of a step on each GPU."""
     series, messages = None, list[Message]()
     sharded = step_config.shards * step_config.copies > 1 or offloaded
     count = (leading or 0) + TRACED_BLOCKS
@@ -160,17 +139,11 @@ def predict_memory(
 
 @dataclass(frozen=True, kw_only=True)
 class Beside:
-    """Memory that a GPU of a pipeline has beside a stage's micro-batch, in bytes.
+    """Memory that a GPU of a pipeline has beside a stage's micro-batch, in bytes."""
 
-    Attributes:
-        held: What other stages of the GPU hold all the time, by category.
-        forward: Activations of other micro-batches during a forward, at most.
-        backward: The same during a backward.
-    """
-
-    held: Mapping[str, int]
-    forward: int = 0
-    backward: int = 0
+    held: Mapping[str, int]  # What other stages of the GPU hold all the time, by category
+    forward: int = 0  # Activations of other micro-batches during a forward, at most
+    backward: int = 0  # The same during a backward
 
     def add_to(self, series: MemorySeries) -> MemorySeries:
         """Return the series with these bytes."""
@@ -209,21 +182,7 @@ def follow_step(
     allocation_granularity: int, gradients: Callable[[], Sequence[Tensor]] = tuple, saved: Audit | None = None,
     states_of: Mapping[Tensor, Any] | None = None,
 ) -> StepTrace:  # fmt: skip
-    """Record a step of a fake model under FakeTensorMode.
-
-    Args:
-        model: The model.
-        batch: Its input.
-        states: Tensors of the optimizer.
-        earlier_gradients: Gradients of earlier micro-batches.
-        forward_backward: Runs forward and backward.
-        optimizer_step: Runs the rest of the step.
-        step_config: How the step runs.
-        allocation_granularity: Granularity of the allocator in bytes.
-        gradients: Returns gradients that are not those of the model's parameters, after backward.
-        saved: What a forward saves for backward, if that was listed.
-        states_of: States of the optimizer by parameter, if these are all its tensors.
-    """
+    """Record a step of a fake model under FakeTensorMode."""
     timeline, blocks = Timeline(allocation_granularity), find_blocks(model)
     tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
     timeline.label(model.parameters(), PARAMETERS)
@@ -271,11 +230,9 @@ def _held(tensors: Sequence[Tensor], states_of: Mapping[Tensor, Any]) -> list[Te
 
 
 def leading_blocks(model: nn.Module, plan: Plan) -> int | None:
-    """Return the number of first blocks after which all are equal: 0 if all are, 3 in DeepSeek-V3.
-
-    Equal blocks have the same modules, parameters, settings and decisions. None if no two blocks at the end are equal,
-    or blocks share parameters.
-    """
+    """Return the number of first blocks after which all are equal: 0 if all are, 3 in DeepSeek-V3."""
+    # Equal blocks have the same modules, parameters, settings and decisions. None if no two blocks at the end are
+    # equal, or blocks share parameters.
     names = {id(module): name for name, module in model.named_modules()}
     blocks = find_blocks(model)
     kinds = []

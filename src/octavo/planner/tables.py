@@ -15,14 +15,7 @@ CONFIGURED, BEST = "this configuration", "best plan"
 
 
 def compare_memory(plans: Sequence[MemoryPlan], *, baseline: str, fitting: Sequence[int], limit_bytes: int) -> Table:
-    """Return a table of memory at the peak by category, one column per plan.
-
-    Args:
-        plans: Plans of one batch.
-        baseline: Label of the plan to compare with.
-        fitting: For each plan the largest number of sequences at a time that fits.
-        limit_bytes: Memory limit of `fitting`.
-    """
+    """Return a table of memory at the peak by category, one column per plan."""
     first = plans[0]
     size = f"{first.batch} sequences ({first.tokens:,} tokens) at a time"
     unit, name = (2**30, "GiB") if first.peak >= 2**30 else (2**20, "MiB")
@@ -56,12 +49,7 @@ WIDE_COLUMNS = 140
 
 
 def forecast_text(plan: Any, width: int | None = None) -> str:
-    """Format a `Forecast`: its layers, like ones in one row; time and memory of the step next to bf16; remarks.
-
-    Args:
-        plan: The forecast.
-        width: Columns to print in; None for no limit.
-    """
+    """Format a `Forecast`: its layers, like ones in one row; time and memory of the step next to bf16; remarks."""
     gpu, own = plan.gpu, plan.configured
     mode = "eager" if plan.step_config.eager else "compiled"
     has_measured = any("measured" in row.reason for row in plan.rows)

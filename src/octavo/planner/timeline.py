@@ -76,13 +76,7 @@ _COLLECTIVES = {
 
 
 class MemorySeries:
-    """Bytes by category at many times of a step.
-
-    Args:
-        kinds: Categories.
-        phases: Phase of each time.
-        table: [times, kinds], int64.
-    """
+    """Bytes by category at many times of a step."""
 
     def __init__(self, kinds: Sequence[str], phases: Sequence[str], table: Tensor) -> None:
         self.kinds, self.phases, self.table = tuple(kinds), tuple(phases), table
@@ -123,40 +117,24 @@ class MemorySeries:
 
 @dataclass(frozen=True, kw_only=True)
 class LastBlocks:
-    """Where the events of the last blocks of a model are, three or more of which are equal.
+    """Where the events of the last blocks of a model are, three or more of which are equal."""
 
-    Attributes:
-        held: Indices of the last block's events before the step.
-        forward: Index at which the last block but two begins its forward, and events per block.
-        backward: Index at which the last block has its first gradient, and events per block.
-    """
-
-    held: frozenset[int]
-    forward: tuple[int, int]
-    backward: tuple[int, int]
+    held: frozenset[int]  # Indices of the last block's events before the step
+    forward: tuple[int, int]  # Index at which the last block but two begins its forward, and events per block
+    backward: tuple[int, int]  # Index at which the last block has its first gradient, and events per block
 
 
 @dataclass(frozen=True, kw_only=True)
 class StorageEvents:
-    """All events of a timeline, and the indices at which the parts of a step start.
+    """All events of a timeline, and the indices at which the parts of a step start."""
 
-    Attributes:
-        kinds: Category of the storage of each event.
-        changes: Change of its size in bytes.
-        phases: Phase of each event.
-        step_start: Index of the first event of the step; earlier ones are tensors held before it.
-        backward_start: Index of the first event of backward.
-        backward_end: Index of the first event after backward.
-        last_blocks: The events of the last blocks; None if unknown.
-    """
-
-    kinds: Sequence[str]
-    changes: Sequence[int]
-    phases: Sequence[str]
-    step_start: int
-    backward_start: int
-    backward_end: int
-    last_blocks: LastBlocks | None = None
+    kinds: Sequence[str]  # Category of the storage of each event
+    changes: Sequence[int]  # Change of its size in bytes
+    phases: Sequence[str]  # Phase of each event
+    step_start: int  # Index of the first event of the step; earlier ones are tensors held before it
+    backward_start: int  # Index of the first event of backward
+    backward_end: int  # Index of the first event after backward
+    last_blocks: LastBlocks | None = None  # The events of the last blocks; None if unknown
 
     @property
     def series(self) -> MemorySeries:
@@ -177,11 +155,7 @@ class StorageEvents:
 
 
 class Timeline(TorchDispatchMode):
-    """Records storages while it is active.
-
-    Args:
-        allocation_granularity: Granularity of the allocator in bytes: 512 on CUDA.
-    """
+    """Records storages while it is active."""
 
     def __init__(self, allocation_granularity: int = 1) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -211,10 +185,8 @@ class Timeline(TorchDispatchMode):
             self._kinds[self._number(tensor)] = kind
 
     def label_gradients(self, tensors: Iterable[Tensor], kind: str = GRADIENTS) -> None:
-        """Set the category of gradients, replacing any earlier one.
-
-        With a chunked loss the head's gradient exists before backward begins and looks like an activation.
-        """
+        """Set the category of gradients, replacing any earlier one."""
+        # With a chunked loss the head's gradient exists before backward begins and looks like an activation.
         self.relabel(tensors, kind)
 
     def set_phase(self, name: str) -> None:

@@ -40,40 +40,21 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True)
 class Trace:
-    """One forward of a model.
+    """One forward of a model."""
 
-    Attributes:
-        calls: Calls of linear layers by module name.
-        attention: Operations of fused attention.
-        products: Matrix products outside of linear layers.
-        rest: Bytes of each other operation.
-        regions: Bytes of the same, fused between products.
-        parameters: Elements of all parameters, tied ones once.
-        trained: Elements of those that require a gradient.
-        experts: Elements of experts' parameters.
-        extrapolated: Whether a few blocks ran for all.
-    """
-
-    calls: Mapping[str, tuple[LinearCall, ...]]
-    attention: float
-    products: tuple[Work, ...]
-    rest: tuple[float, ...]
-    regions: tuple[float, ...]
-    parameters: int
-    trained: int
-    experts: int = 0
-    extrapolated: bool = field(default=False, compare=False)
+    calls: Mapping[str, tuple[LinearCall, ...]]  # Calls of linear layers by module name
+    attention: float  # Operations of fused attention
+    products: tuple[Work, ...]  # Matrix products outside of linear layers
+    rest: tuple[float, ...]  # Bytes of each other operation
+    regions: tuple[float, ...]  # Bytes of the same, fused between products
+    parameters: int  # Elements of all parameters, tied ones once
+    trained: int  # Elements of those that require a gradient
+    experts: int = 0  # Elements of experts' parameters
+    extrapolated: bool = field(default=False, compare=False)  # Whether a few blocks ran for all
 
 
 def trace(model: nn.Module, linears: Mapping[str, nn.Module], forward: Callable[[], Any]) -> Trace:
-    """Record one forward.
-
-    Args:
-        model: The model; on fake tensors nothing is computed.
-        linears: Modules to count as linear layers, by name: their weight is [N,K], or [K,N] as the input shows; or
-            experts, which count as two grouped products.
-        forward: Runs the model.
-    """
+    """Record one forward."""
     tracer = _Tracer()
     with _hooked(tracer, linears), tracer:
         forward()
@@ -92,17 +73,7 @@ def trace(model: nn.Module, linears: Mapping[str, nn.Module], forward: Callable[
 
 
 def extrapolate_trace(few: Trace, more: Trace, count: int, blocks: Sequence[str]) -> Trace | None:
-    """Return the trace of a model of many equal blocks, from those of two copies with few blocks.
-
-    Args:
-        few: Trace of a copy with the first blocks.
-        more: Trace of a copy with one more block.
-        count: Blocks of `few`.
-        blocks: Names of all blocks of the model.
-
-    Returns:
-        The trace that a run of the whole model gives; None if the two differ by anything but one equal block.
-    """
+    """Return the trace of a model of many equal blocks, from those of two copies with few blocks."""
     before, added = (_block_calls(more, blocks[index]) for index in (count - 1, count))
     if before != added or any(more.calls.get(name) != calls for name, calls in few.calls.items()):
         return None

@@ -33,12 +33,10 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def find_stacks(model: nn.Module) -> list[list[nn.Module]]:
-    """Every stack of blocks of a model, none inside a block of another: one of a decoder, two of encoder and decoder.
-
-    A stack is an `nn.ModuleList` that is not all of different types (layers with and without attention, in turns, are
-    one stack), or an `nn.Sequential` of two or more members of one type. An `nn.ModuleDict` with numbers for keys, as
-    torchtitan's models have, is a list. Its blocks have parts: a list of linears is none.
-    """
+    """Every stack of blocks of a model, none inside another's block: one of a decoder, two of encoder and decoder."""
+    # A stack is an `nn.ModuleList` that is not all of different types (layers with and without attention, in turns, are
+    # one stack), or an `nn.Sequential` of two or more members of one type. An `nn.ModuleDict` with numbers for keys, as
+    # torchtitan's models have, is a list. Its blocks have parts: a list of linears is none.
     return list(_stacks(model))
 
 

@@ -20,12 +20,7 @@ _DISABLED = "compute it inside octavo.disabled(), in high precision"
 
 
 def first_derivative_only(what: str, remedy: str = _DISABLED) -> Callable[[Any], Any]:
-    """Decorate `backward` of an autograd function: its gradients raise RuntimeError if they are differentiated.
-
-    Args:
-        what: Names the function in the error.
-        remedy: What the error advises.
-    """
+    """Decorate `backward` of an autograd function: its gradients raise RuntimeError if they are differentiated."""
 
     def decorate(backward: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(backward)

@@ -8,15 +8,7 @@ INSTALL = "pip install 'octavo[train]'"
 
 @contextmanager
 def needs_extras(what: str, install: str = INSTALL) -> Iterator[None]:
-    """Import optional dependencies in this context.
-
-    Args:
-        what: What needs them, as `"octavo.train"`.
-        install: The command that installs them.
-
-    Raises:
-        ModuleNotFoundError: If a package is missing, in one line that names the install command.
-    """
+    """Import optional dependencies in this context."""
     try:
         yield
     except ModuleNotFoundError as error:

@@ -13,14 +13,10 @@ from torch import nn
 
 @dataclass(frozen=True, kw_only=True)
 class LinearKind:
-    """A class of linear layers.
+    """A class of linear layers."""
 
-    Attributes:
-        plain: The class, as "module.Class".
-        sizes: Attributes of a layer of the class that hold in_features and out_features.
-    """
-
-    plain: str
+    plain: str  # The class, as "module.Class"
+    # Attributes of a layer of the class that hold in_features and out_features.
     sizes: tuple[str, str] = ("in_features", "out_features")
 
     def plain_class(self) -> Any:

@@ -11,16 +11,11 @@ _BLOCKS: Stages = {}
 
 
 class Stopwatch:
-    """Divides the time since it was made into stages, without gaps, until the first step.
-
-    Attributes:
-        stages: The seconds of each stage, in order.
-        running: Whether the first step has yet to end.
-    """
+    """Divides the time since it was made into stages, without gaps, until the first step."""
 
     def __init__(self) -> None:
-        self.stages: Stages = {}
-        self.running = True
+        self.stages: Stages = {}  # The seconds of each stage, in order
+        self.running = True  # Whether the first step has yet to end
         _BLOCKS.clear()
         self._last = _now()
 

@@ -24,10 +24,8 @@ def become(module: nn.Module, owner: type[nn.Module], **attributes: Any) -> None
 
 
 def has_own_forward(module: nn.Module) -> bool:
-    """Return whether the forward of a module was replaced on the instance.
-
-    accelerate leaves the bound method of the class there when it removes its hooks; that does not count.
-    """
+    """Return whether the forward of a module was replaced on the instance."""
+    # accelerate leaves the bound method of the class there when it removes its hooks; that does not count.
     own = vars(module).get("forward")
     bound_to_class = isinstance(own, MethodType) and own.__self__ is module and own.__func__ is type(module).forward
     return "forward" in vars(module) and not bound_to_class
@@ -97,11 +95,9 @@ def _replaced_tensors(model: nn.Module, make: Callable[[torch.Tensor], torch.Ten
 
 
 def _restorer(model: nn.Module) -> Callable[[], None]:
-    """Return a function that restores the modules of a model.
-
-    Restores classes, attributes, parameters, buffers, children and hooks; not the values of tensors, nor changes inside
-    the objects that attributes refer to.
-    """
+    """Return a function that restores the modules of a model."""
+    # Restores classes, attributes, parameters, buffers, children and hooks; not the values of tensors, nor changes
+    # inside the objects that attributes refer to.
     before = []
     for module in model.modules():
         attributes = dict(vars(module))

@@ -139,10 +139,8 @@ def global_module_hooks() -> Iterable[Any]:
 
 
 def held_for_backward(node: Any, name: str) -> Any:
-    """Return what autograd holds for a tensor that a node saved: the tensor, or the result of a pack hook.
-
-    Calls no unpack hook. None if the node saved no tensor of this name.
-    """
+    """Return what autograd holds for a tensor that a node saved: the tensor, or the result of a pack hook."""
+    # Calls no unpack hook. None if the node saved no tensor of this name.
     return getattr(getattr(node, f"_raw_saved_{name}", None), "data", None)
 
 
@@ -153,10 +151,8 @@ def all_held_for_backward(node: Any) -> list[Any]:
 
 
 def missing_in_pipelining() -> list[str]:
-    """Return the private names of `torch.distributed.pipelining` that FP8 stages need and this release lacks.
-
-    Before 2.13 stages exchange shapes only, and treat each floating-point tensor as if it required a gradient.
-    """
+    """Return the private names of `torch.distributed.pipelining` that FP8 stages need and this release lacks."""
+    # Before 2.13 stages exchange shapes only, and treat each floating-point tensor as if it required a gradient.
     stage = import_module("torch.distributed.pipelining").PipelineStage
     internals = import_module("torch.distributed.pipelining._utils")
     names = ("_prepare_forward_infra", "_prepare_backward_infra")
@@ -165,10 +161,8 @@ def missing_in_pipelining() -> list[str]:
 
 
 def constant_in_graphs(function: Callable[P, R]) -> Callable[P, R]:
-    """Have torch.compile call a function and take its result as a constant, instead of tracing it.
-
-    `torch.compiler.assume_constant_result` sets the same attribute, but imports the compiler, which takes a second.
-    """
+    """Have torch.compile call a function and take its result as a constant, instead of tracing it."""
+    # `torch.compiler.assume_constant_result` sets the same attribute, but imports the compiler, which takes a second.
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
@@ -255,11 +249,9 @@ def flattened(mesh: Any, name: str) -> Any:
 
 @contextmanager
 def fake_process_group(size: int) -> Iterator[None]:
-    """A process group of so many ranks, of which this process is the first and the others do not exist.
-
-    Its collectives send nothing. DTensor infers shapes by an operation on whole tensors, once for each; dispatch modes,
-    which record what a rank runs, do not see it. Raises ValueError if this process is in a group already.
-    """
+    """A process group of so many ranks, of which this process is the first and the others do not exist."""
+    # Its collectives send nothing. DTensor infers shapes by an operation on whole tensors, once for each; dispatch
+    # modes, which record what a rank runs, do not see it. Raises ValueError if this process is in a group already.
     import torch.distributed as dist
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -297,12 +289,10 @@ def in_backward() -> bool:
 
 
 def explain_freed_nodes(function: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
-    """Class decorator: give `torch.autograd.grad` from a freed node of the function a clear error.
-
-    torch 2.11: the node of a Python autograd function is freed with its output. Zero-bubble schedules of
-    `torch.distributed.pipelining` detach outputs before they compute weight gradients from such nodes, and torch's
-    error mentions legacy functions instead. torch 2.13 keeps the node alive.
-    """
+    """Class decorator: give `torch.autograd.grad` from a freed node of the function a clear error."""
+    # torch 2.11: the node of a Python autograd function is freed with its output. Zero-bubble schedules of
+    # `torch.distributed.pipelining` detach outputs before they compute weight gradients from such nodes, and torch's
+    # error mentions legacy functions instead. torch 2.13 keeps the node alive.
     node: Any = function._backward_cls
 
     def input_metadata(self: Any) -> Any:
@@ -328,26 +318,18 @@ def short_backward(function: type[torch.autograd.Function]) -> type[torch.autogr
 
 
 def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """Return `function.apply` without its support of functorch, whose wrappers and transforms the caller excludes.
-
-    All releases: saves a tenth of the time of a small autograd function.
-    """
+    """Return `function.apply` without its support of functorch, whose wrappers and transforms the caller excludes."""
+    # All releases: saves a tenth of the time of a small autograd function.
     apply: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
     return apply
 
 
 def required_gradients(ctx: Any, inputs: int) -> tuple[bool, ...]:
-    """Return whether this backward uses the gradients of the first inputs of an autograd function.
-
-    `ctx.needs_input_grad` tells which inputs require a gradient. `torch.autograd.grad(y, x)` and zero-bubble pipelines
-    use only some of them, and autograd discards the others. Before a backward with explicit inputs the engine marks the
-    nodes that it will execute. All releases: there is no public function for it. Without an answer (torch.compile, a
-    release without that function) returns `ctx.needs_input_grad`.
-
-    Args:
-        ctx: Context of the running `backward`.
-        inputs: Number of leading inputs: tensors, of which the last may be None.
-    """
+    """Return whether this backward uses the gradients of the first inputs of an autograd function."""
+    # `ctx.needs_input_grad` tells which inputs require a gradient. `torch.autograd.grad(y, x)` and zero-bubble
+    # pipelines use only some of them, and autograd discards the others. Before a backward with explicit inputs the
+    # engine marks the nodes that it will execute. All releases: there is no public function for it. Without an answer
+    # (torch.compile, a release without that function) returns `ctx.needs_input_grad`.
     required: tuple[bool, ...] = ctx.needs_input_grad[:inputs]
     if will_execute is None or torch.compiler.is_compiling():
         return required
@@ -367,14 +349,12 @@ will_execute: Callable[[Any], bool] | None = getattr(torch._C, "_will_engine_exe
 
 
 def eager_signature(*tensors: Tensor | None, records: bool = False) -> tuple[Any, ...] | None:
-    """Return dtype, shape, strides and device of tensors, on which checks and allocations of an op depend.
-
-    None unless the dispatcher would call the op's kernel directly, below autograd: if a compiler, tracer, dispatch mode
-    (fake tensors, selective checkpointing), function mode, functorch transform or level of forward-mode derivatives is
-    active, if autograd records (unless `records` allows that), or if a tensor is a subclass, a lazy negation, a lazy
-    zero, nested, sparse or a wrapper that outlived its functorch transform. All releases: no public function tells most
-    of these.
-    """
+    """Return dtype, shape, strides and device of tensors, on which checks and allocations of an op depend."""
+    # None unless the dispatcher would call the op's kernel directly, below autograd: if a compiler, tracer, dispatch
+    # mode (fake tensors, selective checkpointing), function mode, functorch transform or level of forward-mode
+    # derivatives is active, if autograd records (unless `records` allows that), or if a tensor is a subclass, a lazy
+    # negation, a lazy zero, nested, sparse or a wrapper that outlived its functorch transform. All releases: no public
+    # function tells most of these.
     if (
         (not records and torch.is_grad_enabled()) or torch.compiler.is_compiling() or dispatch_modes()
         or function_modes() or has_transforms() or tracing_state() is not None
@@ -398,12 +378,11 @@ def eager_signature(*tensors: Tensor | None, records: bool = False) -> tuple[Any
 def guard_of(*tensors: Tensor) -> Callable[..., bool] | None:
     """Return a check whether as many tensors have the `eager_signature` of these, in a fraction of the time; None if
     this release has none. It is the check by which torch.compile recognizes the inputs of a graph.
-
-    In one call it compares types, dtypes, shapes, strides, devices, whether gradients are required, and dispatch keys.
-    These include lazy negations, lazy zeros and wrappers, and what the thread adds or removes: functorch transforms,
-    tracers, inference mode, autocast. Compilers, dispatch and function modes and grad mode are the caller's to check:
-    some dispatch modes, such as those of fake tensors, are hidden from guards.
     """
+    # In one call it compares types, dtypes, shapes, strides, devices, whether gradients are required, and dispatch
+    # keys. These include lazy negations, lazy zeros and wrappers, and what the thread adds or removes: functorch
+    # transforms, tracers, inference mode, autocast. Compilers, dispatch and function modes and grad mode are the
+    # caller's to check: some dispatch modes, such as those of fake tensors, are hidden from guards.
     guards = getattr(torch._C._dynamo.guards, "TensorGuards", None)
     if guards is None:
         return None
@@ -446,12 +425,10 @@ has_transforms = torch._C._are_functorch_transforms_active
 
 
 def empty_strided_on(device: torch.device) -> Callable[[Any, Any, torch.dtype], Tensor]:
-    """Return a function of size, strides and dtype that allocates a tensor, as `torch.empty_strided`.
-
-    While it is called, a CUDA device has to be the current one. It bypasses PyTorch's dispatcher, as the code that
-    Inductor generates does, in a third of the time. So no dispatch mode sees the allocation: use it only where none is
-    active, or inside the implementation of an op. All releases: there is no public function for it.
-    """
+    """Return a function of size, strides and dtype that allocates a tensor, as `torch.empty_strided`."""
+    # While it is called, a CUDA device has to be the current one. It bypasses PyTorch's dispatcher, as the code that
+    # Inductor generates does, in a third of the time. So no dispatch mode sees the allocation: use it only where none
+    # is active, or inside the implementation of an op. All releases: there is no public function for it.
     function = {"cpu": _empty_strided_cpu, "cuda": _empty_strided_cuda}.get(device.type)
     if function is not None:
         return function  # type: ignore[no-any-return]

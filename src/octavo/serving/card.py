@@ -43,14 +43,7 @@ class Exported:
 
 
 def model_card(model: Any, exported: Exported, layout: ExportLayout, details: Mapping[str, str]) -> str:
-    """Return the text: recipes, versions, what is in FP8 and what is not, and the given details.
-
-    Args:
-        model: The converted model.
-        exported: What was written of it.
-        layout: Its layout.
-        details: More rows of the table.
-    """
+    """Return the text: recipes, versions, what is in FP8 and what is not, and the given details."""
     recipes = sorted({model.get_submodule(fqn).recipe.name for fqn in exported.fp8})
     base = model.config._name_or_path
     rows = {

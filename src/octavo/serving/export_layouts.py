@@ -30,20 +30,13 @@ from octavo.tensor import ScaledTensor
 
 @dataclass(frozen=True, kw_only=True)
 class ExportLayout:
-    """How a checkpoint stores the FP8 weights of linear layers.
+    """How a checkpoint stores the FP8 weights of linear layers."""
 
-    Attributes:
-        name: As `octavo export --to` takes it.
-        recipe: One that quantizes weights and inputs in this way.
-        scale_name: Name of the scales of `weight`.
-        multiple: K must be a multiple of it.
-        quantization_config: Returns the entry of `config.json`, given the modules in high precision.
-    """
-
-    name: str
-    recipe: Recipe
-    scale_name: str
-    multiple: int
+    name: str  # As `octavo export --to` takes it
+    recipe: Recipe  # One that quantizes weights and inputs in this way
+    scale_name: str  # Name of the scales of `weight`
+    multiple: int  # K must be a multiple of it
+    # Returns the entry of `config.json`, given the modules in high precision.
     quantization_config: Callable[[Sequence[str]], dict[str, Any]]
 
     def fits(self, recipe: Recipe) -> bool:

@@ -14,11 +14,7 @@ from pathlib import Path
 
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """Yield a folder to write into, whose content becomes that of `out` if no error is raised.
-
-    Raises:
-        ValueError: If `out` is there and no empty folder, or cannot be written.
-    """
+    """Yield a folder to write into, whose content becomes that of `out` if no error is raised."""
     if out.is_symlink() or (out.exists() and not out.is_dir()):
         raise ValueError(f"{out} is not a folder: choose another name")
     is_there = out.exists()

@@ -19,18 +19,7 @@ from octavo.tensor import ScaledTensor
 def quantized_weights(
     model: Any, fqn: str, module: LinearLike | Experts, layout: ExportLayout, saved: Mapping[str, Tensor]
 ) -> dict[str, ScaledTensor] | str:
-    """Quantize the weights of a converted module.
-
-    Args:
-        model: The whole model.
-        fqn: Name of the module.
-        module: The module.
-        layout: The layout.
-        saved: All tensors of the checkpoint by name: in high precision, or the data of weights resident in FP8.
-
-    Returns:
-        The quantized weights by name, or why there are none.
-    """
+    """Quantize the weights of a converted module."""
     if not layout.fits(module.recipe):
         return f"it computes in recipe {module.recipe.name}, which {layout.name} does not describe"
     if isinstance(module, Experts):

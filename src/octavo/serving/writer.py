@@ -152,14 +152,7 @@ def check_shard_size(size: int | str) -> None:
 
 
 def write(model: Any, folder: Path, layout: ExportLayout | None, max_shard_size: int | str) -> Exported:
-    """Write weights and configuration into a folder that is there.
-
-    Args:
-        model: As of `export`, checked.
-        folder: Where.
-        layout: None for high precision.
-        max_shard_size: As of `export`.
-    """
+    """Write weights and configuration into a folder that is there."""
     rows = {row.name: row.reason for row in report(model) if not row.converted}
     save = type(model).save_pretrained  # that of a model with resident weights raises
     if layout is None:
@@ -221,10 +214,8 @@ def _state_dict(model: Any) -> dict[str, Tensor]:
 
 
 def _check_reader(model: Any, saved: Mapping[str, Tensor], layout: ExportLayout) -> None:
-    """Raise ValueError unless the model that Transformers builds to read the checkpoint has the same tensors.
-
-    It is built on the meta device: Transformers replaces experts of some classes if a checkpoint is quantized.
-    """
+    """Raise ValueError unless the model that Transformers builds to read the checkpoint has the same tensors."""
+    # It is built on the meta device: Transformers replaces experts of some classes if a checkpoint is quantized.
     from transformers.quantizers.base import MODULES_TO_PATCH_FOR_QUANTIZATION
 
     owner, method = original_class(model), layout.quantization_config(())["quant_method"]

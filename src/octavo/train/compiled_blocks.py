@@ -56,23 +56,10 @@ def _measured(stage: str) -> Iterator[None]:
 
 
 class CompiledBlocks:
-    """The blocks of a run's model that compile.
-
-    Args:
-        model: The converted model.
-        mode: "auto", "blocks" or "none", as `run.compile`.
-        device: Where it computes.
-        problem: Why the run cannot compile; else empty.
-
-    Attributes:
-        reason: Why the blocks run eagerly although they should compile; else empty.
-
-    Raises:
-        ConfigError: For "blocks" where the run cannot compile.
-    """
+    """The blocks of a run's model that compile."""
 
     def __init__(self, model: nn.Module, mode: str, device: torch.device, problem: str = "") -> None:
-        self.reason = ""
+        self.reason = ""  # Why the blocks run eagerly although they should compile; else empty
         self._blocks: list[nn.Module] = []
         self._forward: Callable[..., Any] | None = None
         self._reported = 0, "", _SECONDS["compile"]

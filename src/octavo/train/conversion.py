@@ -10,18 +10,7 @@ from octavo.train.tasks.task import Task
 
 
 def convert_run(model: nn.Module, task: Task, device: torch.device, world: int, plan: Plan | None) -> Report | None:
-    """Convert a model by a plan or by its configuration; the recipe "auto" uses measured costs on a GPU.
-
-    Args:
-        model: The model of the run, in place.
-        task: The task of the run.
-        device: Where the run computes.
-        world: Number of processes.
-        plan: Decisions to carry out instead.
-
-    Returns:
-        The report of the layers; None if nothing is in FP8.
-    """
+    """Convert a model by a plan or by its configuration; the recipe "auto" uses measured costs on a GPU."""
     config, precision = task.config, task.config.resolved
     if plan is not None:
         if plan.converted or plan.fp8_activations:

@@ -29,11 +29,9 @@ WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 @contextmanager
 def deterministic_algorithms(enabled: bool) -> Iterator[None]:
-    """Use PyTorch's deterministic algorithms in this context: on a GPU attention's backward adds atomically otherwise.
-
-    An operation that has none raises a RuntimeError that names it. New memory is not filled: Octavo writes what it
-    allocates.
-    """
+    """Use PyTorch's deterministic algorithms in this context: on a GPU attention's backward adds atomically."""
+    # An operation that has none raises a RuntimeError that names it. New memory is not filled: Octavo writes what it
+    # allocates.
     if not enabled:
         yield
         return

@@ -60,10 +60,8 @@ class Origin(NamedTuple):
 
 
 def non_finite_parameter(model: nn.Module) -> str | None:
-    """Name of the first parameter that holds a NaN or an infinity; None if all are finite.
-
-    Weights that are resident in FP8 never change, and are not read.
-    """
+    """Name of the first parameter that holds a NaN or an infinity; None if all are finite."""
+    # Weights that are resident in FP8 never change, and are not read.
     return next((name for name, param in changing_parameters(model) if not _finite(param)), None)
 
 
@@ -86,11 +84,9 @@ def _rms(weight: Tensor) -> float:
 
 
 def find_origin(model: nn.Module, forward_backward: Callable[[], Any], pipeline: Pipeline | None = None) -> Origin:
-    """Run `forward_backward` and name the first value that is not finite.
-
-    It is the "output of", "gradient of the input of" or "gradient of the output of" a module, or the "gradient of" a
-    parameter. Leaves gradients behind. `pipeline`: the stages of this rank, if there are some.
-    """
+    """Run `forward_backward` and name the first value that is not finite."""
+    # It is the "output of", "gradient of the input of" or "gradient of the output of" a module, or the "gradient of" a
+    # parameter. Leaves gradients behind. `pipeline`: the stages of this rank, if there are some.
     watch = _Watch(1 if pipeline is None else pipeline.count)
     for stage, part in ({} if pipeline is None else pipeline.parts).items():
         watch.enter(part, stage)
@@ -185,15 +181,7 @@ def _tensors(value: Any) -> list[Tensor]:
 def advice(
     saved: Sequence[Path], bad: Sequence[Path], precision: PrecisionConfig, *, converted: bool, scales_loss: bool
 ) -> str:  # fmt: skip
-    """What to do after a NonFiniteError.
-
-    Args:
-        saved: The checkpoints to go on from, the newest last.
-        bad: Newer ones, whose weights have diverged.
-        precision: The section `[precision]`.
-        converted: Whether layers compute in FP8.
-        scales_loss: Whether the loss is scaled dynamically.
-    """
+    """What to do after a NonFiniteError."""
     names = ", ".join(str(path) for path in bad)
     if saved:
         text = f"Remove {names}, whose weights have diverged, and resume" if bad else "Resume"

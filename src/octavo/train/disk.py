@@ -63,10 +63,8 @@ def names_file(path: Path) -> Iterator[None]:
 
 @contextmanager
 def output_folder(out: Path) -> Iterator[None]:
-    """Make the folder `out` and lock it. Folders created here are removed if they stay empty.
-
-    Raises ConfigError if `out` cannot be written or another process holds the lock.
-    """
+    """Make the folder `out` and lock it. Folders created here are removed if they stay empty."""
+    # Raises ConfigError if `out` cannot be written or another process holds the lock.
     created = [path for path in (out, *out.parents) if not path.exists()]
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -97,10 +95,8 @@ def _patient_lock(path: Path) -> int:
 
 
 def lock(path: Path) -> int:
-    """Lock a file, created if missing, and return its descriptor; remove the file before closing the descriptor.
-
-    Raises BlockingIOError if another process holds the lock.
-    """
+    """Lock a file, created if missing, and return its descriptor; remove the file before closing the descriptor."""
+    # Raises BlockingIOError if another process holds the lock.
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o666)
         try:

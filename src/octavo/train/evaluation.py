@@ -39,17 +39,7 @@ def evaluate(
     task: Task, model: Any, layout: Layout, ranks: Ranks, loss: Callable[[Tensor, Tensor], Tensor], *, fp8: bool,
     between: Callable[..., None] = lambda *_: None,
 ) -> dict[str, float | None]:  # fmt: skip
-    """The metrics on held-out data by name, on every rank; {} if there is none. None for one that is not finite.
-
-    Args:
-        task: Of the run.
-        model: Its model; back in its own mode afterwards.
-        layout: What this rank has of model and batch.
-        ranks: The processes of the run.
-        loss: Mean loss of this rank's part of a micro-batch; not called for a pipeline.
-        fp8: Whether layers are converted: the loss is then measured in high precision, too.
-        between: Called between two batches with what is measured, their number so far and in all; may raise.
-    """
+    """The metrics on held-out data by name, on every rank; {} if there is none. None for one that is not finite."""
     metrics: dict[str, float | None] = {}
 
     def forward(*arguments: Any, **named: Any) -> Any:

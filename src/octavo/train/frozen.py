@@ -13,15 +13,9 @@ from octavo.train.config.run_config import ConfigError
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Freeze the parameters of the modules that a pattern matches, and all in them.
-
-    A pattern is that of `fnmatch`, for the whole name of a module or for its end: "vision_tower" and "*.mlp" match
-    "model.vision_tower" and "model.layers.0.mlp".
-
-    Raises:
-        ConfigError: For a pattern that matches no module with parameters, with the nearest name; for a parameter that
-            another module shares, which no pattern matches; and if nothing is left to train.
-    """
+    """Freeze the parameters of the modules that a pattern matches, and all in them."""
+    # A pattern is that of `fnmatch`, for the whole name of a module or for its end: "vision_tower" and "*.mlp" match
+    # "model.vision_tower" and "model.layers.0.mlp".
     modules = {name: module for name, module in model.named_modules(remove_duplicate=False) if name}
     for pattern in patterns:
         matches = [module for name, module in modules.items() if _matches(name, pattern)]
@@ -54,13 +48,7 @@ def _check_tied(model: nn.Module, patterns: Sequence[str]) -> None:
 
 
 def frozen_note(model: nn.Module, patterns: Sequence[str], *, adapters: bool = False) -> str:
-    """How many parameters of a model are not trained, and why, in a line; "" if all are trained.
-
-    Args:
-        model: The model.
-        patterns: `model.frozen`.
-        adapters: Whether `[lora]` has frozen all parameters but those of adapters.
-    """
+    """How many parameters of a model are not trained, and why, in a line; "" if all are trained."""
     parameters = dict(model.named_parameters())
     frozen = {name: parameter.numel() for name, parameter in parameters.items() if not parameter.requires_grad}
     if not frozen:
@@ -86,13 +74,10 @@ def _is_frozen_by(name: str, patterns: Sequence[str]) -> bool:
 
 
 def freeze_unused(model: nn.Module, loss: Callable[[Any], Tensor]) -> list[str]:
-    """Freeze the parameters that the loss does not depend on, as the last layers of a vision tower.
-
-    Returns their names.
-
-    Such parameters would stay as they are, and break what waits for their gradients (DDP). They are found in the graph
-    of `loss` of a copy of the model without storage.
-    """
+    """Freeze the parameters that the loss does not depend on, as the last layers of a vision tower."""
+    # Returns their names.
+    # Such parameters would stay as they are, and break what waits for their gradients (DDP). They are found in the
+    # graph of `loss` of a copy of the model without storage.
     with fake_tensors() as mode, torch.enable_grad():
         copy = fake_copy(model, mode, torch.device("cpu"))
         used = _leaves(loss(copy).grad_fn)

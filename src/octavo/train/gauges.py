@@ -21,19 +21,12 @@ from octavo.train.trainer import Trainer
 
 
 class Gauges:
-    """Completes the metrics of steps.
-
-    Args:
-        trainer: The trainer, before its first step in this process.
-        summary: The summary of the run before that step.
-
-    Attributes:
-        setup: The setup of the run; set its `expected` when there is a prediction.
-    """
+    """Completes the metrics of steps."""
 
     def __init__(self, trainer: Trainer, summary: RunResult) -> None:
         self._trainer, self._data = trainer, trainer.task.data_size()
         steps = trainer.config.run.steps
+        # The setup of the run; set its `expected` when there is a prediction.
         self.setup = RunSetup(started=time.time(), steps=steps, summary=summary, data=self._data, expected=None)
         self._device = trainer.ranks.device
         if self._device.type == "cuda":
@@ -53,16 +46,7 @@ class Gauges:
 
 
 def expected_step(config: TrainConfig, device: str, gpus: int) -> ExpectedStep | None:
-    """Predict a step of a run; None on a device that the planner does not know.
-
-    Args:
-        config: The run.
-        device: The driver's name of the GPU, such as "NVIDIA H100 80GB HBM3".
-        gpus: Number of GPUs.
-
-    Raises:
-        ConfigError: If the planner cannot plan the run, as of images.
-    """
+    """Predict a step of a run; None on a device that the planner does not know."""
     gpu = gpu_by_driver_name(device)
     if gpu is None:
         return None

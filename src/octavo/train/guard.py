@@ -48,31 +48,19 @@ NORM_FACTOR = 3.0
 
 
 class SpikeError(RuntimeError):
-    """A loss spike; the run has to roll back.
-
-    Attributes:
-        step: The step that detected it, 1, 2, …
-        first: The first step of the rise.
-    """
+    """A loss spike; the run has to roll back."""
 
     def __init__(self, message: str, *, step: int, first: int) -> None:
         super().__init__(message)
-        self.step = step
-        self.first = first
+        self.step = step  # The step that detected it, 1, 2, …
+        self.first = first  # The first step of the rise
 
 
 class SpikeGuard:
-    """Detects loss spikes.
-
-    Args:
-        config: Thresholds of a spike and the largest number of rollbacks.
-
-    Attributes:
-        rollbacks: Number of rollbacks of the run.
-    """
+    """Detects loss spikes."""
 
     def __init__(self, config: GuardConfig) -> None:
-        self.rollbacks = 0
+        self.rollbacks = 0  # Number of rollbacks of the run
         self._config = config
         self._usual: deque[list[float]] = deque(maxlen=config.window)  # [loss, gradient norm] of the last steps
         self._rise: list[list[float]] = []
@@ -90,11 +78,7 @@ class SpikeGuard:
         return bool(self._rise)
 
     def check(self, row: StepMetrics) -> None:
-        """Count a step; a step skipped under loss scaling does not count.
-
-        Raises:
-            SpikeError: If the step completes a spike.
-        """
+        """Count a step; a step skipped under loss scaling does not count."""
         if not self.active or row.skipped or row.loss is None or row.grad_norm is None:
             return
         rises = self._rises(row.loss)

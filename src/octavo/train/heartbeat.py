@@ -19,14 +19,7 @@ LEFT = "left"
 
 
 class Heartbeat:
-    """Counts for this rank in a thread, until closed.
-
-    Args:
-        store: The store that the ranks share.
-        name: A fresh name, the same on all ranks.
-        rank: Rank of this process.
-        world: Number of processes.
-    """
+    """Counts for this rank in a thread, until closed."""
 
     def __init__(self, store: Any, name: str, rank: int, world: int) -> None:
         self._store = dist.PrefixStore(f"octavo/alive/{name}", store.clone())  # type: ignore[attr-defined]
@@ -37,10 +30,8 @@ class Heartbeat:
         self._thread.start()
 
     def gone(self) -> list[int]:
-        """Other ranks that had left when this was called, or do not count; all of them where the store is gone.
-
-        Takes up to `GRACE_SECONDS` seconds. A rank that leaves meanwhile was there when the error was raised.
-        """
+        """Other ranks that had left when this was called, or do not count; all of them where the store is gone."""
+        # Takes up to `GRACE_SECONDS` seconds. A rank that leaves meanwhile was there when the error was raised.
         others = set(range(self._world)) - {self._rank}
         try:
             before = {rank: self._read(rank) for rank in others}

@@ -62,37 +62,22 @@ def row_chunks(inputs: Inputs, parts: int) -> Sequence[Inputs]:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """What this rank has of a run.
+    """What this rank has of a run."""
 
-    Attributes:
-        forward: The module to call: the model, or what wraps it.
-        rows: This rank's part of the rows of a batch: (index, number of parts).
-        inputs: Its part of their tokens.
-        labels: Its part of the tokens of which it computes the loss.
-        loss_parts: Number of ranks whose losses add up to that of their rows.
-        part: This rank's part of each layer: (index, number of parts).
-        ranks: Ranks that hold this part of the layers.
-        seed: Distinguishes the ranks that draw different random numbers.
-        partial: Names of parameters of whose gradients each rank of `summing` has a summand.
-        summing: The mesh over which these are added up, or None.
-        pipeline: The stages of this rank, or None.
-        stages: Ranks of a pipeline.
-        stage_group: The ranks that have the same stages, or None for all ranks.
-    """
-
-    forward: Callable[..., Any]
-    rows: tuple[int, int] = (0, 1)
-    inputs: tuple[int, int] = (0, 1)
-    labels: tuple[int, int] = (0, 1)
-    loss_parts: int = 1
-    part: tuple[int, int] = (0, 1)
-    ranks: int = 1
-    seed: int = 0
+    forward: Callable[..., Any]  # The module to call: the model, or what wraps it
+    rows: tuple[int, int] = (0, 1)  # This rank's part of the rows of a batch: (index, number of parts)
+    inputs: tuple[int, int] = (0, 1)  # Its part of their tokens
+    labels: tuple[int, int] = (0, 1)  # Its part of the tokens of which it computes the loss
+    loss_parts: int = 1  # Number of ranks whose losses add up to that of their rows
+    part: tuple[int, int] = (0, 1)  # This rank's part of each layer: (index, number of parts)
+    ranks: int = 1  # Ranks that hold this part of the layers
+    seed: int = 0  # Distinguishes the ranks that draw different random numbers
+    # Names of parameters of whose gradients each rank of `summing` has a summand.
     partial: frozenset[str] = field(default=frozenset())
-    summing: DeviceMesh | None = None
-    pipeline: Pipeline | None = None
-    stages: int = 1
-    stage_group: dist.ProcessGroup | None = None
+    summing: DeviceMesh | None = None  # The mesh over which these are added up, or None
+    pipeline: Pipeline | None = None  # The stages of this rank, or None
+    stages: int = 1  # Ranks of a pipeline
+    stage_group: dist.ProcessGroup | None = None  # The ranks that have the same stages, or None for all ranks
 
     def reduces(self, on: bool) -> AbstractContextManager[Any]:
         """Around a forward and its backward: whether DDP reduces the gradients; off also around a forward without a
@@ -176,18 +161,7 @@ def check_layout(parallel: ParallelConfig, optim: Optim, data: Data, world: int)
 def distribute(
     model: nn.Module, settings: ParallelConfig, device: torch.device, *, fp8: bool, micro_batches: int
 ) -> Layout:
-    """Distribute a model over the ranks of the process group, or over this one alone, in place.
-
-    Args:
-        model: The whole model, the same on every rank; converted, if it is to be.
-        settings: The section `[parallel]`.
-        device: Device of this rank.
-        fp8: Whether the model computes in FP8; if not, tokens and experts travel in high precision as well.
-        micro_batches: Parts of a batch that go through a pipeline.
-
-    Raises:
-        ConfigError: If the model cannot be distributed so; on every rank.
-    """
+    """Distribute a model over the ranks of the process group, or over this one alone, in place."""
     world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
     data = replace(settings.resolved, dp_shard=-1)
     sends_fp8 = fp8 and settings.fp8_comm != "off"
@@ -266,17 +240,7 @@ def _comm(layout: Parallel) -> dict[str, Any]:
 
 
 def divide_layers(model: nn.Module, settings: ParallelConfig, mesh: DeviceMesh | None, *, fp8: bool) -> Layout:
-    """Leave in a model what one rank has of each layer, in place, and nothing of its data parallelism: for a plan.
-
-    Args:
-        model: Whole layers, of all stages or one.
-        settings: The section `[parallel]`.
-        mesh: The ranks of tp, cp or ep, one dimension of that name; None without.
-        fp8: As of `distribute`.
-
-    Raises:
-        ConfigError: As `distribute` does.
-    """
+    """Leave in a model what one rank has of each layer, in place, and nothing of its data parallelism: for a plan."""
     sends_fp8, divides = fp8 and settings.fp8_comm != "off", settings.sequence_parallel and settings.tp > 1
     try:
         if mesh is None:

@@ -31,17 +31,7 @@ PREFIX = "base_model.model."
 
 
 def add_adapters(model: nn.Module, lora: LoraConfig, seed: int, base: str | None) -> None:
-    """Freeze a model and add adapters to it, in place; their initial weights depend on the seed alone.
-
-    Args:
-        model: As built, on any device including meta.
-        lora: The section `[lora]`.
-        seed: Of the initial weights.
-        base: The folder of the base model, for adapter_config.json.
-
-    Raises:
-        ConfigError: If PEFT is not installed, or does not take the settings for this model.
-    """
+    """Freeze a model and add adapters to it, in place; their initial weights depend on the seed alone."""
     try:
         import peft
     except ImportError as error:
@@ -122,10 +112,8 @@ def _stored_name(name: str) -> str:
 
 
 def base_digest(model: nn.Module, ranks: Ranks) -> str:
-    """Hash of the frozen parameters on all ranks, from the sum of the bytes of each; "" without adapters.
-
-    Sums of integers are exact on any device, in any order, and need no copy of the weights.
-    """
+    """Hash of the frozen parameters on all ranks, from the sum of the bytes of each; "" without adapters."""
+    # Sums of integers are exact on any device, in any order, and need no copy of the weights.
     if not has_adapters(model):
         return ""
     for module in model.modules():

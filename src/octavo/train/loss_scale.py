@@ -30,20 +30,15 @@ QUIET_STEPS = 16
 
 
 class LossScale:
-    """Scale of the loss: "none", "dynamic", or a fixed number.
-
-    Attributes:
-        active: Whether the run uses loss scaling.
-        value: The scale.
-        restored_from: The scale before the last step restored it; None if the step restored nothing.
-    """
+    """Scale of the loss: "none", "dynamic", or a fixed number."""
 
     def __init__(self, mode: str | float) -> None:
-        self.active = mode != "none"
+        self.active = mode != "none"  # Whether the run uses loss scaling
         self._dynamic = mode == "dynamic"
         self._good_steps = 0
         self._skips = 0
-        self.value: float = INITIAL_SCALE if self._dynamic else 1.0 if isinstance(mode, str) else mode
+        self.value: float = INITIAL_SCALE if self._dynamic else 1.0 if isinstance(mode, str) else mode  # The scale
+        # The scale before the last step restored it; None if the step restored nothing.
         self.restored_from: float | None = None
         self._before = self.value  # the scale before its fall
         self._trial_from, self._wait = 0.0, 1  # the scale below one on trial; good steps until the next trial
@@ -59,12 +54,7 @@ class LossScale:
         return self._skips == MAX_SKIPS
 
     def update(self, *, overflow: bool, loss_is_finite: bool = True) -> None:
-        """Count a step. A dynamic scale grows after enough good ones, and backs off after an overflow.
-
-        Args:
-            overflow: Whether the loss or the gradient was not finite, so that the step is skipped.
-            loss_is_finite: Whether only the gradient was not finite; otherwise the scale stays.
-        """
+        """Count a step. A dynamic scale grows after enough good ones, and backs off after an overflow."""
         self.restored_from = None
         collapsed = self.value * RESTORE_FACTOR < self._before
         if overflow:
@@ -85,11 +75,9 @@ class LossScale:
             self._good_steps = 0
 
     def skip_zero_gradient(self) -> bool:
-        """Skip a step whose gradient is exactly zero and restore the scale, if underflow may be the cause.
-
-        Returns False and counts nothing if not: for a fixed scale, for one that is not below its initial value or its
-        value before the fall, and after too many skipped steps.
-        """
+        """Skip a step whose gradient is exactly zero and restore the scale, if underflow may be the cause."""
+        # Returns False and counts nothing if not: for a fixed scale, for one that is not below its initial value or its
+        # value before the fall, and after too many skipped steps.
         before = max(self._before, INITIAL_SCALE)
         if not self._dynamic or self.value >= before or self.exhausted:
             return False

@@ -33,10 +33,8 @@ PARAMETER_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch
 
 
 def check_model(model: Model, kind: ModelKind = LANGUAGE) -> None:
-    """Raise ConfigError for a folder without a model and for a type or field `transformers` does not know.
-
-    It is quick, so it can run before the data is prepared.
-    """
+    """Raise ConfigError for a folder without a model and for a type or field `transformers` does not know."""
+    # It is quick, so it can run before the data is prepared.
     if model.path is not None:
         folder = Path(model.path).expanduser()
         if not (folder / "config.json").exists():
@@ -47,10 +45,8 @@ def check_model(model: Model, kind: ModelKind = LANGUAGE) -> None:
 
 
 def build_model(config: TrainConfig, tokenizer: TextTokenizer, *, weights: bool = True) -> nn.Module:
-    """Build the language model of a run on the CPU, in training mode, with parameters of the configured dtype.
-
-    Raises ConfigError as `build_of_kind`, and for a vocabulary or context too small for the data.
-    """
+    """Build the language model of a run on the CPU, in training mode, with parameters of the configured dtype."""
+    # Raises ConfigError as `build_of_kind`, and for a vocabulary or context too small for the data.
     end = tokenizer.end_id
     fields = {"vocab_size": tokenizer.size, "bos_token_id": end, "eos_token_id": end, "pad_token_id": None}
     model: Any = build_of_kind(config, LANGUAGE, fields, weights=weights)
@@ -62,14 +58,11 @@ def build_model(config: TrainConfig, tokenizer: TextTokenizer, *, weights: bool 
 def build_of_kind(
     config: TrainConfig, kind: ModelKind, fields: Mapping[str, Any], *, weights: bool = True
 ) -> Any:  # fmt: skip
-    """Build a model of `kind` on the CPU, in training mode, with parameters of the configured dtype.
-
-    `fields`: values for the model's config where it has such fields and `model.config` does not set them. `weights`:
-    whether to load those at `model.path`, or to draw them; for a plan their shapes are enough. `model.frozen` is
-    applied.
-
-    Raises ConfigError as `check_model` and `freeze` do, and for a config or weights that `transformers` rejects.
-    """
+    """Build a model of `kind` on the CPU, in training mode, with parameters of the configured dtype."""
+    # `fields`: values for the model's config where it has such fields and `model.config` does not set them. `weights`:
+    # whether to load those at `model.path`, or to draw them; for a plan their shapes are enough. `model.frozen` is
+    # applied.
+    # Raises ConfigError as `check_model` and `freeze` do, and for a config or weights that `transformers` rejects.
     model = _build(config, kind, fields, weights=weights)
     freeze(model, config.model.frozen)
     if config.lora is not None:
@@ -96,10 +89,8 @@ def _build(config: TrainConfig, kind: ModelKind, fields: Mapping[str, Any], *, w
 
 
 def _without_initialization() -> AbstractContextManager[Any]:
-    """Leave out the initialization, which of image models reads numbers that fake tensors do not have.
-
-    It ties no weights then, as some language models do.
-    """
+    """Leave out the initialization, which of image models reads numbers that fake tensors do not have."""
+    # It ties no weights then, as some language models do.
     from transformers.initialization import no_init_weights
 
     context: AbstractContextManager[Any] = no_init_weights()
@@ -111,10 +102,8 @@ Built = tuple[Any, dict[str, torch.Tensor]]
 
 
 def build_on_ranks(config: TrainConfig, kind: ModelKind, build: Callable[[], nn.Module], ranks: Ranks) -> Built:
-    """`build` and `fp32_master_values` on every rank, with one copy of both in the memory of each machine.
-
-    Ranks that receive their model from another process make an empty one of its class too: `ModelKind.make_empty`.
-    """
+    """`build` and `fp32_master_values` on every rank, with one copy of both in the memory of each machine."""
+    # Ranks that receive their model from another process make an empty one of its class too: `ModelKind.make_empty`.
     start = config.model if config.lora is None else config.model.model_copy(update={"path": None})  # adapters are new
     built = share_on_machine(lambda: (build(), fp32_master_values(start, config.precision, kind)), ranks)
     if ranks.local:
@@ -123,10 +112,8 @@ def build_on_ranks(config: TrainConfig, kind: ModelKind, build: Callable[[], nn.
 
 
 def prepare_loss(model: nn.Module, loss: str) -> str:
-    """Make a model compute its own loss "chunked" or from "whole" logits; returns a note where it cannot be chunked.
-
-    Raises ConfigError for a model whose own loss does not predict the next token.
-    """
+    """Make a model compute its own loss "chunked" or from "whole" logits; returns a note where it cannot be chunked."""
+    # Raises ConfigError for a model whose own loss does not predict the next token.
     note = ""
     if loss == "chunked":
         try:
@@ -144,10 +131,8 @@ def prepare_loss(model: nn.Module, loss: str) -> str:
 
 
 def fp32_master_values(source: Model, precision: PrecisionConfig, kind: ModelKind) -> dict[str, torch.Tensor]:
-    """fp32 values of the 16-bit parameters of a run that starts from a checkpoint, by name; {} where there are none.
-
-    The checkpoint may hold more bits than the parameters of the run: masters made of the parameters would lose them.
-    """
+    """fp32 values of the 16-bit parameters of a run that starts from a checkpoint, by name; {} where there are none."""
+    # The checkpoint may hold more bits than the parameters of the run: masters made of the parameters would lose them.
     if source.path is None or precision.parameters == "fp32" or precision.resolved.master == "none":
         return {}
     model = _from_folder(Path(source.path).expanduser(), torch.float32, kind)

@@ -24,10 +24,8 @@ T = TypeVar("T")
 
 
 def share_on_machine(make: Callable[[], T], ranks: Ranks) -> T:
-    """Call `make` on one rank of each machine and return its result on every rank.
-
-    Raises ConfigError on all ranks if `make` raises it, or TMPDIR has no room for the tensors.
-    """
+    """Call `make` on one rank of each machine and return its result on every rank."""
+    # Raises ConfigError on all ranks if `make` raises it, or TMPDIR has no room for the tensors.
     if ranks.world_size == 1:
         return make()
     with tempfile.TemporaryDirectory(prefix="octavo-") as folder:  # of mode 0700

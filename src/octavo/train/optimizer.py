@@ -37,15 +37,7 @@ def make_optimizer(
     model: nn.Module, optim: Optim, precision: PrecisionConfig, fp32_values: Mapping[str, torch.Tensor],
     settings: Mapping[str, ParameterSettings],
 ) -> "TrainerOptimizer":  # fmt: skip
-    """The optimizer of a run.
-
-    Args:
-        model: Its trainable parameters are optimized.
-        optim: The section `[optim]`.
-        precision: The section `[precision]`.
-        fp32_values: fp32 values of parameters where more is known, by name.
-        settings: Settings of the trained parameters of the whole model, of which `model` may be a part.
-    """
+    """The optimizer of a run."""
     states, master = optim.states or precision.resolved.states, precision.resolved.master
     if optim.name == "muon" or states == "fp8" or (master == "remainder" and precision.parameters == "bf16"):
         master_format = None if master == "none" else master
@@ -64,17 +56,11 @@ def make_optimizer(
 
 
 class TrainerOptimizer(ABC):
-    """What the trainer, its checkpoints and its plan ask of an optimizer.
+    """What the trainer, its checkpoints and its plan ask of an optimizer."""
 
-    Attributes:
-        inner: Takes the steps.
-        in_place: Whether the gradients of micro-batches add up in the parameters' own.
-        average: The moving average of the weights; None without `optim.ema`.
-    """
-
-    inner: torch.optim.Optimizer
-    in_place: bool
-    average: WeightAverage | None = None
+    inner: torch.optim.Optimizer  # Takes the steps
+    in_place: bool  # Whether the gradients of micro-batches add up in the parameters' own
+    average: WeightAverage | None = None  # The moving average of the weights; None without `optim.ema`
     _names: list[str]
     _settings: Mapping[str, ParameterSettings]
     _lr_ratios: list[float]
@@ -111,9 +97,8 @@ class TrainerOptimizer(ABC):
     def gradient_squares(self, loss_scale: float, copies: Callable[[torch.Tensor], int]) -> torch.Tensor:
         """Divide the gradients by `loss_scale`. Returns this rank's share of their squared L2 norm over all ranks,
         float64, not finite if any of them is not.
-
-        `copies`: number of ranks that hold the same elements of a parameter, which share their squares.
         """
+        # `copies`: number of ranks that hold the same elements of a parameter, which share their squares.
         gradients = self.gradients()
         if loss_scale != 1.0:
             torch._foreach_div_(list(gradients.values()), loss_scale)
@@ -145,10 +130,8 @@ class TrainerOptimizer(ABC):
 
     @torch.no_grad()
     def step(self, lr: float, norm: torch.Tensor, number: int = 0, *, norm_value: float = math.inf) -> None:
-        """Clip the gradients, whose global norm is `norm`, and take step `number`, 0, 1, …
-
-        `norm_value`: the same where the host has read it; up to the clip, the factor is 1 and nothing is multiplied.
-        """
+        """Clip the gradients, whose global norm is `norm`, and take step `number`, 0, 1, …"""
+        # `norm_value`: the same where the host has read it; up to the clip, the factor is 1 and nothing is multiplied.
         grads = list(self.gradients().values())
         if self._clip and grads and norm_value + 1e-6 > self._clip:
             torch._foreach_mul_(grads, torch.clamp(self._clip / (norm + 1e-6), max=1.0).to(grads[0].device))

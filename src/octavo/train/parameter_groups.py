@@ -26,37 +26,18 @@ HEADS = ("lm_head", "classifier", "score")
 
 @dataclass(frozen=True, kw_only=True, order=True)
 class ParameterSettings:
-    """How a parameter is optimized. Parameters with equal settings are one group; groups have the order of these.
+    """How a parameter is optimized. Parameters with equal settings are one group; groups have the order of these."""
 
-    Attributes:
-        group: Number of the group of the configuration; -1 for none.
-        adamw: Whether AdamW takes its steps, and not Muon.
-        undecayed: Whether its rule is no weight decay.
-        lr: Peak learning rate.
-        weight_decay: Decoupled weight decay.
-    """
-
-    group: int = -1
-    adamw: bool = True
-    undecayed: bool = False
-    lr: float
-    weight_decay: float
+    group: int = -1  # Number of the group of the configuration; -1 for none
+    adamw: bool = True  # Whether AdamW takes its steps, and not Muon
+    undecayed: bool = False  # Whether its rule is no weight decay
+    lr: float  # Peak learning rate
+    weight_decay: float  # Decoupled weight decay
 
 
 def parameter_settings(model: nn.Module, optim: Optim, *, part: bool = False) -> dict[str, ParameterSettings]:
-    """Return the settings of each trained parameter of a model, by name.
-
-    Call it before FSDP, which replaces the parameters and drops their marks.
-
-    Args:
-        model: The whole model, or with `part` some of its layers, in which patterns need not match.
-        optim: The section `[optim]`.
-        part: See `model`.
-
-    Raises:
-        ConfigError: A pattern of `optim.groups` matches no trained parameter that earlier patterns leave, or `muon` is
-            not possible for one that it matches.
-    """
+    """Return the settings of each trained parameter of a model, by name."""
+    # Call it before FSDP, which replaces the parameters and drops their marks.
     decayed, hidden = decayed_parameters(model), hidden_matrices(model) if optim.name == "muon" else set()
     names = [name for name, param in model.named_parameters() if param.requires_grad]
     settings = {}
@@ -102,12 +83,10 @@ def _unmatched(pattern: str, names: Sequence[str], earlier: Sequence[str]) -> st
 
 
 def decayed_parameters(model: nn.Module) -> set[str]:
-    """Names of the parameters that weight decay applies to: weights of products and embeddings, of any shape.
-
-    Excluded, for any number of dimensions: parameters of norms (modules whose class name has "norm"), biases (names
-    that end in "bias"), `STATE_SPACE_NAMES`, parameters marked `_no_weight_decay`, and vectors, also of shape
-    [1, …, 1, N]. Call it before FSDP, which replaces the parameters and drops the marks.
-    """
+    """Names of the parameters that weight decay applies to: weights of products and embeddings, of any shape."""
+    # Excluded, for any number of dimensions: parameters of norms (modules whose class name has "norm"), biases (names
+    # that end in "bias"), `STATE_SPACE_NAMES`, parameters marked `_no_weight_decay`, and vectors, also of shape [1, …,
+    # 1, N]. Call it before FSDP, which replaces the parameters and drops the marks.
     names: set[str] = set()
     for path, module in model.named_modules(remove_duplicate=False):
         norm = "norm" in type(module).__name__.lower()
@@ -121,11 +100,9 @@ def decayed_parameters(model: nn.Module) -> set[str]:
 
 
 def hidden_matrices(model: nn.Module) -> set[str]:
-    """Names of the parameters that Muon optimizes: 2-D weights of products, and 3-D weights of experts.
-
-    Excluded are embeddings, tied ones too, heads (`get_output_embeddings`, `HEADS`), convolutions, and all that
-    `decayed_parameters` excludes.
-    """
+    """Names of the parameters that Muon optimizes: 2-D weights of products, and 3-D weights of experts."""
+    # Excluded are embeddings, tied ones too, heads (`get_output_embeddings`, `HEADS`), convolutions, and all that
+    # `decayed_parameters` excludes.
     module: Any = model
     head = module.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     excluded = {id(param) for param in ([] if head is None else head.parameters())}

@@ -73,17 +73,11 @@ def trace_settings(config: TrainConfig) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """A stage of a pipeline; of a model without one, everything.
+    """A stage of a pipeline; of a model without one, everything."""
 
-    Attributes:
-        model: On meta, with `Absent` in the place of other stages' blocks.
-        index: Its index.
-        count: Number of stages.
-    """
-
-    model: nn.Module
-    index: int = 0
-    count: int = 1
+    model: nn.Module  # On meta, with `Absent` in the place of other stages' blocks
+    index: int = 0  # Its index
+    count: int = 1  # Number of stages
 
     @property
     def first(self) -> bool:
@@ -134,20 +128,7 @@ def stage_memory(
     stages: list[Stage], trace: TraceStage, plan: Plan, size: int, step_config: StepConfig, *,
     extrapolates: bool, offloaded: bool, message: Callable[[int], tuple[int, int]], cache: TraceCache, settings: str,
 ) -> MemoryPlan:  # fmt: skip
-    """Predict the memory of the GPU of a layout that needs most.
-
-    Args:
-        stages: The stages of the model.
-        trace: Traces a step of one.
-        plan: The decisions for its layers.
-        size: Sequences of one micro-batch.
-        step_config: How the step runs.
-        extrapolates: Whether a few blocks stand for all.
-        offloaded: Whether shards are in host memory.
-        message: Returns the bytes of hidden states between stages, and of a message with them, for a size.
-        cache: Traces of earlier plans.
-        settings: `trace_settings` of the run.
-    """
+    """Predict the memory of the GPU of a layout that needs most."""
     kinds: dict[Any, Stage] = {}
     keys = [stage_kind(stage, plan) for stage in stages]
     for key, stage in zip(keys, stages, strict=True):
@@ -201,14 +182,7 @@ def stage_memory(
 
 
 def message_bytes(parallel: ParallelConfig, shape: tuple[int, int], hidden: int, *, fp8: bool) -> tuple[int, int]:
-    """Return the bytes of bf16 hidden states of a micro-batch on one rank, and those of a message with them.
-
-    Args:
-        parallel: The layout.
-        shape: Sequences of the micro-batch, and tokens of each.
-        hidden: Width of the model.
-        fp8: Whether messages are in FP8.
-    """
+    """Return the bytes of bf16 hidden states of a micro-batch on one rank, and those of a message with them."""
     tokens = shape[1] // (parallel.tp if parallel.sequence_parallel else 1)
     bf16 = 2 * shape[0] * tokens * hidden
     spec = parse_spec(ADAPTIVE_SPEC)
@@ -271,14 +245,7 @@ def _with_stage(stage: Stage, trace: Callable[[Stage], Trace]) -> tuple[Stage, T
 def trace_stages(
     stages: list[Stage], trace: Callable[[Stage], Trace], settings: Any, cache: TraceCache
 ) -> list[Trace]:  # fmt: skip
-    """Trace the forward of each stage; of equal ones, one.
-
-    Args:
-        stages: The stages of a model.
-        trace: Traces one.
-        settings: What a trace depends on beside the stage.
-        cache: Traces of earlier plans.
-    """
+    """Trace the forward of each stage; of equal ones, one."""
     traces = []
     for stage in stages:
         key = settings, stage.count > 1, stage_kind(stage, Plan({}))

@@ -47,10 +47,8 @@ def saved_bytes_per_token(
     model: nn.Module, checkpointing: Checkpointing, loss: Callable[[Any, Tensor], Tensor],
     batch: tuple[Any, Tensor], tokens: int,
 ) -> float:  # fmt: skip
-    """Bytes that one forward of `batch` (inputs and targets) saves for backward, for each of its `tokens`.
-
-    Raises ConfigError if the model cannot run it.
-    """
+    """Bytes that one forward of `batch` (inputs and targets) saves for backward, for each of its `tokens`."""
+    # Raises ConfigError if the model cannot run it.
     inputs, targets = batch
     with _model_errors(inputs), saved_for_backward(model) as saved, checkpointing.saved_outputs() as outputs:
         value = loss(inputs, targets)
@@ -61,13 +59,11 @@ def saved_bytes_per_token(
 def check_causal(
     model: Any, logits: Callable[[Tensor], Tensor], inputs: Tensor, *, has_last: bool = True
 ) -> None:  # fmt: skip
-    """Raise ConfigError if logits depend on a later token, or on another document if `inputs` are packed [B,S,2].
-
-    The check uses the gradient, which is zero without a dependency. Comparing the logits of two inputs would not do:
-    these differ also by rounding, or by an FP8 scale shared by all tokens. Converted layers run unconverted, because
-    only the model matters. Of ranks that share a sequence, the one that `has_last` of its tokens checks; the others run
-    with it.
-    """
+    """Raise ConfigError if logits depend on a later token, or on another document if `inputs` are packed [B,S,2]."""
+    # The check uses the gradient, which is zero without a dependency. Comparing the logits of two inputs would not do:
+    # these differ also by rounding, or by an FP8 scale shared by all tokens. Converted layers run unconverted, because
+    # only the model matters. Of ranks that share a sequence, the one that `has_last` of its tokens checks; the others
+    # run with it.
     if inputs.dim() == 3:
         _check_documents_apart(model, logits, inputs)
     gradient = _embedding_gradient(model, logits, inputs, slice(None, -1))

@@ -51,20 +51,13 @@ class LostRankError(RuntimeError):
 
 @dataclass(frozen=True)
 class Ranks:
-    """The processes of a run.
+    """The processes of a run."""
 
-    Attributes:
-        device: Device of this process.
-        rank: Rank of this process.
-        world_size: Number of processes.
-        local: Rank of this process on its machine.
-        store: torchrun's store, which survives a restart of the processes; None without torchrun.
-    """
-
-    device: torch.device
-    rank: int = 0
-    world_size: int = 1
-    local: int = 0
+    device: torch.device  # Device of this process
+    rank: int = 0  # Rank of this process
+    world_size: int = 1  # Number of processes
+    local: int = 0  # Rank of this process on its machine
+    # torchrun's store, which survives a restart of the processes; None without torchrun.
     store: dist.Store | None = None  # type: ignore[name-defined]
 
     @property
@@ -83,11 +76,10 @@ class Ranks:
         return self.rank == 0
 
     def raise_together(self, action: Callable[[], T], *, group: dist.ProcessGroup | None = None) -> T:
-        """Run `action` on every rank and return its result; raise on all ranks if it fails on one.
-
-        `action` must not wait for other ranks. Ranks wait for each other in `group`, or the default group. If `action`
-        raises on any rank, all raise ConfigError; a rank with an error other than ValueError and OSError raises that.
-        """
+        """Run `action` on every rank and return its result; raise on all ranks if it fails on one."""
+        # `action` must not wait for other ranks. Ranks wait for each other in `group`, or the default group. If
+        # `action` raises on any rank, all raise ConfigError; a rank with an error other than ValueError and OSError
+        # raises that.
         if self.world_size == 1:
             return action()
         result, error = _try(action)
@@ -188,13 +180,7 @@ def under_torchrun() -> bool:
 
 @contextmanager
 def join_ranks(config: TrainConfig) -> Iterator[Ranks]:
-    """Join the ranks of a run: an existing process group, the processes of torchrun, or this process alone.
-
-    Raises:
-        ConfigError: If ranks cannot be reached or their configurations differ, or if `[parallel]` needs several ranks
-            and this process is alone.
-        LostRankError: If a rank is lost during the run.
-    """
+    """Join the ranks of a run: an existing process group, the processes of torchrun, or this process alone."""
     environment = os.environ
     if dist.is_initialized():
         local = dist.get_node_local_rank(0)
@@ -274,11 +260,9 @@ def _detect_lost_ranks(rank: int, world: int) -> Iterator[None]:
 
 
 def _connect(device: torch.device, rank: int, timeout: float) -> dist.Store:  # type: ignore[name-defined]
-    """Make the process group and return torchrun's store. Objects and flags use gloo on every device.
-
-    The store survives a restart by torchrun and still holds the addresses of ended processes (pytorch issue 135712).
-    So each attempt has its own key prefix.
-    """
+    """Make the process group and return torchrun's store. Objects and flags use gloo on every device."""
+    # The store survives a restart by torchrun and still holds the addresses of ended processes (pytorch issue 135712).
+    # So each attempt has its own key prefix.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     limit = timedelta(seconds=timeout)
     try:
@@ -297,11 +281,9 @@ def _connect(device: torch.device, rank: int, timeout: float) -> dist.Store:  # 
 
 
 def _attempt_prefix(store: dist.Store, rank: int, world: int, timeout: float) -> str:  # type: ignore[name-defined]
-    """Agree on a key prefix that is unique to this attempt of torchrun.
-
-    torchrun's restart count does not serve: a machine does not count restarts that another machine caused. So rank 0
-    makes up a token and answers each request for it until every rank has confirmed; ended processes never confirm.
-    """
+    """Agree on a key prefix that is unique to this attempt of torchrun."""
+    # torchrun's restart count does not serve: a machine does not count restarts that another machine caused. So rank 0
+    # makes up a token and answers each request for it until every rank has confirmed; ended processes never confirm.
     token = uuid4().hex
     if rank:
         store.set(f"octavo/asks/{rank}", token)

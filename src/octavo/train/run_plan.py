@@ -88,22 +88,8 @@ def _silent(subject: str) -> None:
 def plan_memory(
     config: TrainConfig, *, device: str = "cuda", label: str | None = None, whole: bool = True
 ) -> MemoryPlan:  # fmt: skip
-    """Predict the memory of a training step of a run.
-
-    The step runs one micro-batch. If a step has several, the gradients of earlier ones exist already.
-
-    Args:
-        config: The run. Its batch is `optim.batch / optim.micro_batches` sequences at a time.
-        device: Device of the prediction, `"cuda"` or `"cpu"`; this machine need not have it.
-        label: Heading; None for the precision.
-        whole: Trace all blocks of the model. Else a few stand for all where they are equal, on a GPU.
-
-    Returns:
-        The plan of one micro-batch's size, with `largest_batch` in sequences of one micro-batch.
-
-    Raises:
-        ConfigError: As a run would, for a mistake in the configuration or model.
-    """
+    """Predict the memory of a training step of a run."""
+    # The step runs one micro-batch. If a step has several, the gradients of earlier ones exist already.
     import transformers.masking_utils  # noqa: F401  which fake_tensors keeps from taking every batch for a packed one
 
     task = planned_task(config)
@@ -160,10 +146,8 @@ def _repeat_rows(saved: Audit, names: list[str], traced: int) -> Iterator[SavedS
 
 
 def plan_arms(config: TrainConfig, *, device: str = "cuda", progress: OnSubject = _silent) -> list[MemoryPlan]:
-    """Plan the memory of the configuration, then of each level of precision with bf16 parameters.
-
-    At level "bf16" the loss uses whole logits, as in plain training; at others it follows the configuration.
-    """
+    """Plan the memory of the configuration, then of each level of precision with bf16 parameters."""
+    # At level "bf16" the loss uses whole logits, as in plain training; at others it follows the configuration.
     progress("a step of this config")
     plans = [plan_memory(config, device=device, label="this config", whole=False)]
     for level in LEVELS:
@@ -188,22 +172,9 @@ def plan_step(
     config: TrainConfig, *, gpu: str, gpus: int = 1, calibration: str | Path | None = None,
     progress: OnSubject = _silent,
 ) -> Forecast:  # fmt: skip
-    """Predict the time and memory of a training step, as configured and with the best plan.
-
-    `.configured` converts the same layers as `octavo train` on such a GPU. The best plan uses the fastest recipe for
-    each linear, or bf16 if none gains, with all other settings as configured.
-
-    Args:
-        config: The run. Its batch is that of all GPUs; `[parallel]` divides the model among them.
-        gpu: Name of a GPU, or the path of a TOML file that describes one (`octavo.planner.devices`).
-        gpus: Number of GPUs.
-        calibration: A table of `octavo calibrate` of such a GPU; its times replace predicted ones.
-        progress: Called with the subject of each part.
-
-    Raises:
-        ConfigError: As a run would, for a mistake in the configuration or model.
-        ValueError: For an unknown GPU, or a calibration of another.
-    """
+    """Predict the time and memory of a training step, as configured and with the best plan."""
+    # `.configured` converts the same layers as `octavo train` on such a GPU. The best plan uses the fastest recipe for
+    # each linear, or bf16 if none gains, with all other settings as configured.
     step = _trace_run(config, gpu, gpus, calibration, progress)
     layout, tokens = config.parallel.resolved, step.tokens
     request = plan_request(replace(config.resolved, matmul="fp8", recipe=AUTO))
@@ -225,18 +196,7 @@ def plan_step(
 
 
 def plan_configured(config: TrainConfig, *, gpu: str, gpus: int = 1, cache: TraceCache | None = None) -> ConfiguredRun:
-    """Predict a training step as configured, and no other: the `.configured` of `plan_step`, in a third of its time.
-
-    Args:
-        config: The run.
-        gpu: Name of a GPU, or the path of a TOML file that describes one.
-        gpus: Number of GPUs.
-        cache: Traces to share with plans of other layouts.
-
-    Raises:
-        ConfigError: As a run would, for a mistake in the configuration or model.
-        ValueError: For an unknown GPU.
-    """
+    """Predict a training step as configured, and no other: the `.configured` of `plan_step`, in a third of its time."""
     step = _trace_run(config, gpu, gpus, None, _silent, cache)
     memory, stages = step.memory(config, step.plan, step.config), [own for own, _ in step.stage_traces] or [step.trace]
     time = predict_time(step.plan, step.gpu, stages, step.config, step.tokens, memory)

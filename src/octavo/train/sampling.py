@@ -22,14 +22,7 @@ from octavo.train.trainer import Trainer
 
 
 class Sampler:
-    """Writes samples of a run of text with `[sample]`.
-
-    Args:
-        trainer: The trainer.
-
-    Raises:
-        ConfigError: If a prompt and its tokens are longer than a sequence.
-    """
+    """Writes samples of a run of text with `[sample]`."""
 
     def __init__(self, trainer: Trainer) -> None:
         config, tokenizer = trainer.config, trainer.task.data.tokenizer

@@ -23,10 +23,8 @@ def learning_rate(optim: Optim, step: int, steps: int) -> float:
 
 
 def average_decay(ema: float, step: int) -> float:
-    """Decay of the moving average of the weights in step 0, 1, …: min(ema, (1 + t) / (10 + t)).
-
-    The ramp lets the initial weights, which say nothing, fade in the first steps.
-    """
+    """Decay of the moving average of the weights in step 0, 1, …: min(ema, (1 + t) / (10 + t))."""
+    # The ramp lets the initial weights, which say nothing, fade in the first steps.
     return min(ema, (1 + step) / (10 + step))
 
 

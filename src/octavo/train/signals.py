@@ -23,18 +23,12 @@ class StopRequested(Exception):
 
 
 class Stop(threading.Event):
-    """Set when a signal asks the run to stop.
-
-    Args:
-        tell: Receives a sentence for the user, at once and in a thread of its own: a handler must not print.
-
-    Attributes:
-        training: Whether training has begun, so that there is something to save.
-        expired: Whether it did not begin within `GRACE_SECONDS` of the signal: nothing is saved.
-    """
+    """Set when a signal asks the run to stop."""
 
     def __init__(self, tell: Callable[[str], None]) -> None:
         super().__init__()
+        # training: Whether training has begun, so that there is something to save.
+        # expired: Whether it did not begin within `GRACE_SECONDS` of the signal: nothing is saved.
         self.training, self.expired, self._tell = False, False, tell
 
     def announce(self, number: int, *, patient: bool) -> None:
@@ -56,13 +50,7 @@ class Stop(threading.Event):
 
 
 class Between:
-    """What a run does between two micro-batches, batches of an evaluation, or tokens of a sample; on all ranks.
-
-    Args:
-        stop: Set when the run is to stop.
-        ranks: The processes of the run.
-        progress: Told every few seconds how far an evaluation is.
-    """
+    """What a run does between two micro-batches, batches of an evaluation, or tokens of a sample; on all ranks."""
 
     def __init__(self, stop: threading.Event, ranks: Ranks, progress: Progress) -> None:
         self._stop, self._ranks, self._progress = stop, ranks, progress
@@ -92,10 +80,8 @@ def exit_on(stop_signal: signal.Signals) -> Iterator[None]:
 
 @contextmanager
 def stop_on(stop: threading.Event, *signals: signal.Signals, patient: bool = False) -> Iterator[None]:
-    """Set `stop` when one of `signals` comes; a second one acts as usual, or, with `patient`, does no more.
-
-    A `Stop` tells the user. Does nothing outside the main thread.
-    """
+    """Set `stop` when one of `signals` comes; a second one acts as usual, or, with `patient`, does no more."""
+    # A `Stop` tells the user. Does nothing outside the main thread.
     if threading.current_thread() is not threading.main_thread():
         yield
         return

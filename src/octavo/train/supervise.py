@@ -27,15 +27,7 @@ INTERNAL = 70
 
 
 def supervise(command: Sequence[str], out: Path, *, resume: bool, restarts: int, note: Callable[[str], None]) -> int:
-    """Run a command until it ends without a crash; return its exit code, 128 + the number for a signal.
-
-    Args:
-        command: The run, without `--resume`.
-        out: Its output folder.
-        resume: Whether the first start resumes, too.
-        restarts: Largest number of restarts.
-        note: Receives a sentence about each crash.
-    """
+    """Run a command until it ends without a crash; return its exit code, 128 + the number for a signal."""
     holds_run = (out / CONFIG_FILE).exists()  # of which only --resume asks
     child: list[subprocess.Popen[bytes]] = []
     stopping: list[int] = []

@@ -20,10 +20,8 @@ def targets_per_rank(targets: Tensor, ranks: Ranks, *, uneven: bool) -> float:
 
 
 def counted(targets: Tensor, *, uneven: bool) -> tuple[int, Tensor]:
-    """How many targets of a micro-batch count, and targets of which at least one does.
-
-    The mean over no target is not a number, even with a weight of zero.
-    """
+    """How many targets of a micro-batch count, and targets of which at least one does."""
+    # The mean over no target is not a number, even with a weight of zero.
     if not uneven or isinstance(targets, FakeTensor):
         return targets.numel(), targets
     count = int((targets != IGNORE).sum())

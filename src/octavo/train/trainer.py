@@ -73,36 +73,7 @@ AUTOPILOT_EVERY = 50
 
 
 class Trainer:
-    """Trains a model step by step.
-
-    Args:
-        config: Configuration of the run.
-        data: What `load` of the task of the run returns, as a `Corpus`.
-        device: Device of this process.
-        model: A model to use instead of building one; for planning.
-        ranks: The processes of the run; None for this process alone.
-        plan: Precision plan of the layers; None to derive it from the configuration.
-        divide: Leaves in the model what one rank has of it; for planning.
-        startup: Measures the stages before the first step.
-
-    Attributes:
-        step: Number of finished steps.
-        task: What the run learns.
-        model: The model; its parameters may be shards.
-        blocks: The blocks that compile.
-        layers: Report of the converted linear layers; None without FP8.
-        watch: Statistics of the operands of the linears, in the steps that `[inspect]` samples.
-        pilot: Autopilot of the layers; None if no layer is in FP8. It moves layers if `precision.autopilot` is set;
-            otherwise it only restores the moves of a resumed run.
-        recipe_changes: Those that the autopilot made in the last step.
-        guard: Detects loss spikes.
-        skipped_batches: Number of batches skipped after loss spikes.
-        groups_table: What each group of parameters matched, in lines; empty without `optim.groups`.
-        loss_note: Why the loss computes whole logits although the configuration asks for chunks; else empty.
-        between: Called between the parts of an evaluation, a sample or a slow step; may raise `StopRequested`.
-        saves: Whether `save` does anything.
-        slow: Whether it is called between micro-batches. The same on all ranks.
-    """
+    """Trains a model step by step."""
 
     def __init__(
         self, config: TrainConfig, data: Any, device: torch.device, model: nn.Module | None = None,
@@ -110,10 +81,10 @@ class Trainer:
         startup: Stopwatch | None = None,
     ) -> None:  # fmt: skip
         precision, parallel = config.precision, config.parallel
-        self.config, self.step = config, 0
+        self.config, self.step = config, 0  # step: Number of finished steps
         self.ranks = ranks = ranks or Ranks(device)
         self.startup = startup = startup or Stopwatch()
-        self.task = task_of(config)(config, data)
+        self.task = task_of(config)(config, data)  # What the run learns
         self._device = device
         given = model is not None
         if model is None:
@@ -123,21 +94,25 @@ class Trainer:
             # FSDP moves its shards to the device block by block: the whole model may not fit there.
             distributed = self.ranks.world_size > 1 or parallel.cpu_offload
             first_convert = config.frozen == "fp8"  # which makes it smaller
+            # The model; its parameters may be shards.
             self.model: Any = model if distributed or first_convert else model.to(device)
         else:
             self.model, distributed, fp32_masters, first_convert = model, False, {}, False
         startup.lap("weights to device")
+        # Report of the converted linear layers; None without FP8.
         self.layers = ranks.raise_together(lambda: convert_run(self.model, self.task, device, ranks.world_size, plan))
         if first_convert and not distributed:
             self.model = self.model.to(device)
         startup.lap("conversion")
         splits = parallel.pp > 1 and parallel.schedule in ZERO_BUBBLE
         loss = "whole" if splits else precision.loss
+        # Why the loss computes whole logits although the configuration asks for chunks; else empty.
         self.loss_note = self.ranks.raise_together(lambda: self.task.prepare(self.model, loss))
         if loss != precision.loss:
             self.loss_note = f"whole logits: {parallel.schedule} runs the backward of the loss in two parts"
         startup.lap("loss head")
         compile_mode = "none" if given else config.run.compile
+        # The blocks that compile.
         self.blocks = ranks.raise_together(
             lambda: CompiledBlocks(self.model, compile_mode, device, config.uncompilable)
         )
@@ -146,6 +121,7 @@ class Trainer:
         self.layout = Layout(forward=self.model) if divide is None else divide(self.model)
         settings = ranks.raise_together(lambda: parameter_settings(self.model, config.optim, part=given))
         sizes = {name: param.numel() for name, param in self.model.named_parameters()}
+        # What each group of parameters matched, in lines; empty without `optim.groups`.
         self.groups_table = groups_table(settings, sizes, config.optim)
         self._parameters = sum(sizes.values())
         if parallel.pp > 1 and distributed:
@@ -158,26 +134,32 @@ class Trainer:
         startup.lap("optimizer")
         self.loss_scale = LossScale(precision.loss_scale)
         every = config.inspect.every or (AUTOPILOT_EVERY if precision.autopilot else 0)
+        # Statistics of the operands of the linears, in the steps that `[inspect]` samples.
         self.watch = Watch(
             self.model, every=every, what_if=config.inspect.what_if, high_precision=self.layers is None,
             group=self.layout.stage_group, stages=dist.group.WORLD if self.layout.stages > 1 else None,
         )  # fmt: skip
         thresholds, restore_after = config.inspect.thresholds, config.inspect.restore_after
+        # Autopilot of the layers; None if no layer is in FP8. It moves layers if `precision.autopilot` is set;
+        # otherwise it only restores the moves of a resumed run.
         self.pilot = None
         if ranks.any(any(is_converted(module) for module in self.model.modules())):
             self.pilot = Autopilot(self.model, watch=self.watch, thresholds=thresholds, restore_after=restore_after)
-        self.recipe_changes: list[RecipeChange] = []
+        self.recipe_changes: list[RecipeChange] = []  # Those that the autopilot made in the last step
+        # Called between the parts of an evaluation, a sample or a slow step; may raise `StopRequested`.
         self.between: Callable[..., None] = lambda *_: None
+        # saves: Whether `save` does anything.
+        # slow: Whether it is called between micro-batches. The same on all ranks.
         self.slow, self.saves = False, True
+        # guard: Detects loss spikes.
+        # skipped_batches: Number of batches skipped after loss spikes.
         self.guard, self.skipped_batches = SpikeGuard(config.guard), 0
         self._saver = CheckpointSaver(self.ranks, async_save=parallel.async_save, timeout=parallel.timeout)
 
     def train_step(self) -> StepMetrics:
-        """Take one optimizer step.
-
-        Raises NonFiniteError, with the loss scale from before skipped steps, and StopRequested; the state is then that
-        before the step.
-        """
+        """Take one optimizer step."""
+        # Raises NonFiniteError, with the loss scale from before skipped steps, and StopRequested; the state is then
+        # that before the step.
         start = time.perf_counter()
         config, (inputs, targets) = self.config, self._batch(self.step)
         autopilot_state = self.pilot.state_dict() if self.pilot is not None else {}
@@ -223,10 +205,8 @@ class Trainer:
         )
 
     def save(self, out: Path, *, prune: bool = True, held_out: float | None = None) -> None:
-        """Save a checkpoint under `out`; with `prune`, remove those that the settings of `[run]` do not keep.
-
-        `held_out`: its held-out loss, if measured. Raises NonFiniteError if a parameter is not finite.
-        """
+        """Save a checkpoint under `out`; with `prune`, remove those that the settings of `[run]` do not keep."""
+        # `held_out`: its held-out loss, if measured. Raises NonFiniteError if a parameter is not finite.
         if bad := self.non_finite_parameter():
             raise self._non_finite_error(self.step, "its update was not finite", f"parameter {bad}")
         if not self.saves:
@@ -344,10 +324,8 @@ class Trainer:
         return layout.own_tokens(inputs), layout.own_labels(targets)
 
     def forward_backward(self, inputs: Inputs, targets: Tensor) -> Tensor:
-        """Compute the scaled gradients of this rank's share of the batch and leave them in the optimizer.
-
-        Returns the mean loss of the share in fp32. The gradients are already averaged over the ranks.
-        """
+        """Compute the scaled gradients of this rank's share of the batch and leave them in the optimizer."""
+        # Returns the mean loss of the share in fp32. The gradients are already averaged over the ranks.
         _seed_step(self.config.run.seed, self.step, self.layout.seed)
         total = torch.zeros((), device=self._device)
         parts, pipeline = self.config.optim.micro_batches, self.layout.pipeline

@@ -18,19 +18,11 @@ from octavo.tensor import local_tensor
 
 
 class WeightAverage:
-    """The average of some parameters.
-
-    Args:
-        names: Names of the parameters.
-        params: The parameters; DTensors for shards.
-        masters: fp32 values of their local rows, with which the average begins.
-
-    Attributes:
-        tensors: The average by name, fp32, sharded like the parameters.
-    """
+    """The average of some parameters."""
 
     def __init__(self, names: Sequence[str], params: Sequence[nn.Parameter], masters: Iterable[Tensor]) -> None:
         self._params = dict(zip(names, params, strict=True))
+        # The average by name, fp32, sharded like the parameters.
         self.tensors = {
             name: shard_like(param, master.detach().clone(memory_format=torch.contiguous_format))
             for (name, param), master in zip(self._params.items(), masters, strict=True)

@@ -53,10 +53,8 @@ def _expanded(size, hi, k, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def _compressed(size, TOP: tl.constexpr, REACH: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Return TOP · (size/hi)^(k/16), hi and k of each group.
-
-    Bits of magnitudes sort like the numbers, NaN last, so hi is NaN if any size is.
-    """
+    """Return TOP · (size/hi)^(k/16), hi and k of each group."""
+    # Bits of magnitudes sort like the numbers, NaN last, so hi is NaN if any size is.
     hi = tl.max(magnitude(size), axis=1).to(tl.float32, bitcast=True)
     lo = tl.min(tl.where(size > 0, size, float("inf")), axis=1)
     empty = hi == 0
@@ -146,11 +144,9 @@ def adamw_kernel(
     TOP: tl.constexpr, REACH: tl.constexpr, TOP_T: tl.constexpr, REACH_T: tl.constexpr,
     PER: tl.constexpr, ALIGNED: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Take one step. pointers [n,9] int64: param, grad, first and second moment, hi and k of both, master or remainder.
-
-    numbers [n,7] float32: 1 − lr·λ, −lr/(1 − β₁ᵗ), 1/√(1 − β₂ᵗ), ε, 1 − β₁, β₂, sign of the gradient. shapes [n,4]
-    int64: rows, columns, groups per row, seed. work [programs,2] int32: parameter, first group.
-    """
+    """Take one step. pointers [n,9] int64: param, grad, both moments, hi and k of both, master or remainder."""
+    # numbers [n,7] float32: 1 − lr·λ, −lr/(1 − β₁ᵗ), 1/√(1 − β₂ᵗ), ε, 1 − β₁, β₂, sign of the gradient. shapes [n,4]
+    # int64: rows, columns, groups per row, seed. work [programs,2] int32: parameter, first group.
     which = tl.load(work + 2 * tl.program_id(0)).to(tl.int64)
     first = tl.load(work + 2 * tl.program_id(0) + 1).to(tl.int64)
     rows, columns = tl.load(shapes + 4 * which), tl.load(shapes + 4 * which + 1)

@@ -49,17 +49,7 @@ def groups(columns: int) -> int:
 def compress(
     values: Tensor, signed: bool, noise: Tensor | None = None, *, overwrite: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compress float32 moments to FP8.
-
-    Args:
-        values: [R,C]; not negative unless signed.
-        signed: Whether this is a first moment.
-        noise: Random bits (`random_bits`) for stochastic rounding; None rounds to nearest.
-        overwrite: Whether `values` may be overwritten.
-
-    Returns:
-        Codes [R,C] (float8_e4m3fn if signed, else uint8), hi float32 and k uint8, both [R, groups].
-    """
+    """Compress float32 moments to FP8."""
     rows, columns = values.shape
     grouped = _grouped(values)
     size = grouped.abs_() if overwrite and not signed else grouped.abs()
@@ -101,10 +91,8 @@ def _shared_half_roots(signed: bool, device: torch.device) -> Tensor:
 
 
 def _half_roots(signed: bool, device: torch.device) -> Tensor:
-    """Return (|q| / top)^(1/2k) with the sign of q, for each k in sixteenths and code of q, float32 [256 · 256].
-
-    The whole root may underflow. A table takes a fifth of the time of logarithms and powers of each element.
-    """
+    """Return (|q| / top)^(1/2k) with the sign of q, for each k in sixteenths and code of q, float32 [256 · 256]."""
+    # The whole root may underflow. A table takes a fifth of the time of logarithms and powers of each element.
     codes = torch.arange(256, dtype=torch.uint8, device="cpu")
     values = widen(codes.view(E4M3.dtype)) if signed else _unsigned_values(codes)
     root = 16.0 / torch.arange(256, dtype=torch.float32, device="cpu").unsqueeze(-1)
@@ -121,18 +109,9 @@ def _grouped(values: Tensor) -> Tensor:
 
 
 def random_bits(rows: int, columns: int, first: int, seed: int, device: torch.device) -> Tensor:
-    """Return 32 random bits per element, int32 [rows, groups, 128].
-
-    Bits are a hash of the element's index and the seed (the finalizer of MurmurHash3), so they are independent of
-    order, chunking and device.
-
-    Args:
-        rows: Rows of the matrix, or of a part of it.
-        columns: Columns of the matrix.
-        first: First row of the part.
-        seed: Any integer.
-        device: Device of the result.
-    """
+    """Return 32 random bits per element, int32 [rows, groups, 128]."""
+    # Bits are a hash of the element's index and the seed (the finalizer of MurmurHash3), so they are independent of
+    # order, chunking and device.
     return hashed(group_seeds(rows, columns, first, seed, device)).view(rows, groups(columns), GROUP)
 
 
@@ -153,12 +132,7 @@ def hashed(seeds: Tensor) -> Tensor:
 
 
 def seed_after(seed: int, elements: int) -> int:
-    """Return the seed that gives the tail of a matrix the random bits that it has in the whole matrix.
-
-    Args:
-        seed: Seed of the whole.
-        elements: Elements before the tail, with rows padded to whole groups.
-    """
+    """Return the seed that gives the tail of a matrix the random bits that it has in the whole matrix."""
     return (seed + elements * _STRIDE) % 2**32
 
 
@@ -187,10 +161,8 @@ def _signed_codes(size: Tensor, values: Tensor, noise: Tensor | None) -> Tensor:
 
 
 def _unsigned_codes(size: Tensor, noise: Tensor | None, nonzeros: Tensor | None) -> Tensor:
-    """Encode numbers from 1 to 2¹⁵·31/16, overwritten, with four exponent and mantissa bits, zero as code 0.
-
-    `nonzeros`: a mask of all ones where numbers are not zero; None if none is.
-    """
+    """Encode numbers from 1 to 2¹⁵·31/16, overwritten, with four exponent and mantissa bits, zero as code 0."""
+    # `nonzeros`: a mask of all ones where numbers are not zero; None if none is.
     bits = size.view(torch.int32).add_(1 << 18 if noise is None else _low_bits(noise, 19))
     codes = bits.bitwise_right_shift_(19).sub_(127 << 4).clamp_(1, 255)
     return (codes if nonzeros is None else codes.bitwise_and_(nonzeros)).to(torch.uint8)

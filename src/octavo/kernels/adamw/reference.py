@@ -34,53 +34,32 @@ MAX_GRADIENT = 2.0**62
 
 @dataclass(frozen=True, kw_only=True)
 class HyperParams:
-    """Hyperparameters of one step of a parameter group.
+    """Hyperparameters of one step of a parameter group."""
 
-    Attributes:
-        lr: Learning rate.
-        beta1: Decay of the first moment.
-        beta2: Decay of the second moment.
-        eps: Added to the root of the second moment.
-        weight_decay: Decoupled weight decay λ.
-        step: Step count, from 1.
-        maximize: Ascend instead of descend.
-    """
-
-    lr: float
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
-    step: int
-    maximize: bool = False
+    lr: float  # Learning rate
+    beta1: float  # Decay of the first moment
+    beta2: float  # Decay of the second moment
+    eps: float  # Added to the root of the second moment
+    weight_decay: float  # Decoupled weight decay λ
+    step: int  # Step count, from 1
+    maximize: bool = False  # Ascend instead of descend
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParamState:
-    """A parameter as a matrix [R,C] with its gradient and states. All are views, which the step updates.
+    """A parameter as a matrix [R,C] with its gradient and states. All are views, which the step updates."""
 
-    Attributes:
-        param: float32, bfloat16 or float16.
-        grad: Any floating dtype.
-        exp_avg: First moment: float32, or E4M3 codes.
-        exp_avg_sq: Second moment: float32, or codes (uint8); None with a momentum only (Muon).
-        scales: hi and k of each moment from `moments.compress`; None for float32 moments.
-        remainder: int16, the lower half of the master's bits, or None.
-        master: float32 master; None if the parameter is its own master, or with a remainder.
-        seed: Seed for stochastic rounding of moments and of a bf16 parameter without a master; None: to nearest.
-        first: Index of the first of these rows in the whole parameter.
-        members: The parameters whose rows these are, in groups of 128; empty for rows of one.
-    """
-
-    param: Tensor
-    grad: Tensor
-    exp_avg: Tensor
-    exp_avg_sq: Tensor | None
-    scales: tuple[Tensor, ...] | None
-    remainder: Tensor | None
-    master: Tensor | None
+    param: Tensor  # float32, bfloat16 or float16
+    grad: Tensor  # Any floating dtype
+    exp_avg: Tensor  # First moment: float32, or E4M3 codes
+    exp_avg_sq: Tensor | None  # Second moment: float32, or codes (uint8); None with a momentum only (Muon)
+    scales: tuple[Tensor, ...] | None  # hi and k of each moment from `moments.compress`; None for float32 moments
+    remainder: Tensor | None  # int16, the lower half of the master's bits, or None
+    master: Tensor | None  # float32 master; None if the parameter is its own master, or with a remainder
+    # Seed for stochastic rounding of moments and of a bf16 parameter without a master; None: to nearest.
     seed: int | None = None
-    first: int = 0
+    first: int = 0  # Index of the first of these rows in the whole parameter
+    # The parameters whose rows these are, in groups of 128; empty for rows of one.
     members: tuple["ParamState", ...] = ()
 
     def rows(self, start: int, end: int) -> "ParamState":
@@ -241,10 +220,8 @@ def saturated(grad: Tensor) -> Tensor:
 
 
 def exact_values(param: Tensor, remainder: Tensor | None, master: Tensor | None) -> Tensor:
-    """Return the float32 values of a parameter: its master's, or its own where the master is stale.
-
-    The result is `param` itself if that is float32, and otherwise a new tensor.
-    """
+    """Return the float32 values of a parameter: its master's, or its own where the master is stale."""
+    # The result is `param` itself if that is float32, and otherwise a new tensor.
     if master is not None:
         return torch.where(master.to(param.dtype) == param, master, param.float())
     values = param.float()

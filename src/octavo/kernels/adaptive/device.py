@@ -17,10 +17,8 @@ NAN_BITS = tl.constexpr(reference.NAN_BITS)
 
 @triton.jit
 def _groups_of_program(rows, columns, PER: tl.constexpr, VECTOR: tl.constexpr):
-    """Return groups, which of them there are, rows and columns of elements, and which of those there are.
-
-    A thread holds at most VECTOR neighbours (`primitives.columns_from`).
-    """
+    """Return groups, which of them there are, rows and columns of elements, and which of those there are."""
+    # A thread holds at most VECTOR neighbours (`primitives.columns_from`).
     across = tl.cdiv(columns, GROUP)
     group = tl.program_id(0).to(tl.int64) * PER + tl.arange(0, PER)
     row = group // across

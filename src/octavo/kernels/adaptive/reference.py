@@ -65,11 +65,9 @@ def _count(mask: Tensor) -> Tensor:
 
 
 def _codes(sizes: Tensor, mantissa: Tensor) -> Tensor:
-    """Return codes without sign, int32.
-
-    With 2ᵉ the power of two at or below a value, 1 at least: the integer nearest to value · 2ᴹ⁻ᵉ, plus e · 2ᴹ. Adding
-    2ᵉ⁺²³⁻ᴹ rounds to that integer, to nearest even, in the last bits of the sum.
-    """
+    """Return codes without sign, int32."""
+    # With 2ᵉ the power of two at or below a value, 1 at least: the integer nearest to value · 2ᴹ⁻ᵉ, plus e · 2ᴹ. Adding
+    # 2ᵉ⁺²³⁻ᴹ rounds to that integer, to nearest even, in the last bits of the sum.
     power = (sizes.view(torch.int32) & INFINITY_BITS).clamp_(min=ONE_BITS)
     magic = power + (23 - mantissa).bitwise_left_shift_(23)
     integer = (sizes + magic.view(torch.float32)).view(torch.int32).sub_(magic)

@@ -17,11 +17,7 @@ from octavo.runtime.terminal import stdout
 
 
 def doctor_deep(device: torch.device, *, as_json: bool, seconds: float, seed: int, only: str) -> bool:
-    """Compare with a progress bar on stderr, print a row per case, and return whether all outputs agree.
-
-    Raises:
-        ValueError: No kernels can run on the device, or no case matches `only`.
-    """
+    """Compare with a progress bar on stderr, print a row per case, and return whether all outputs agree."""
     if (reason := unavailable_reason(device)) is not None:
         raise ValueError(f"doctor --deep: {reason}")
     budget = GPU if device.type == "cuda" else INTERPRETER

@@ -19,47 +19,29 @@ Inputs = tuple[Any, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """One case of an op: its inputs, and the two functions to compare.
+    """One case of an op: its inputs, and the two functions to compare."""
 
-    Attributes:
-        op: Name in `torch.ops.octavo`.
-        case: Label within the op.
-        configs: Indices of the configurations to run.
-        inputs: Makes the inputs.
-        expected: Computes the reference's outputs.
-        actual: Computes the kernel's outputs in one configuration.
-        differs: Describes how actual outputs differ from expected ones, or returns None. None: `difference`, byte for
-            byte. Kernels that use the hardware's logarithms have a tolerance instead.
-    """
-
-    op: str
-    case: str
-    configs: tuple[int, ...]
-    inputs: Callable[[RandomInputs], Inputs]
-    expected: Callable[..., Sequence[Tensor]]
-    actual: Callable[..., Sequence[Tensor]]
+    op: str  # Name in `torch.ops.octavo`
+    case: str  # Label within the op
+    configs: tuple[int, ...]  # Indices of the configurations to run
+    inputs: Callable[[RandomInputs], Inputs]  # Makes the inputs
+    expected: Callable[..., Sequence[Tensor]]  # Computes the reference's outputs
+    actual: Callable[..., Sequence[Tensor]]  # Computes the kernel's outputs in one configuration
+    # Describes how actual outputs differ from expected ones, or returns None. None: `difference`, byte for byte.
+    # Kernels that use the hardware's logarithms have a tolerance instead.
     differs: Callable[[Sequence[Tensor], Sequence[Tensor]], str | None] | None = None
 
 
 @dataclass(kw_only=True)
 class CaseResult:
-    """Result of one case in one configuration.
+    """Result of one case in one configuration."""
 
-    Attributes:
-        op: Name in `torch.ops.octavo`.
-        case: Label within the op.
-        config: Index of the configuration.
-        runs: Number of runs.
-        mismatches: Runs that differed from the reference, or raised.
-        first: Input and difference of the first mismatch; empty without one.
-    """
-
-    op: str
-    case: str
-    config: int
-    runs: int = 0
-    mismatches: int = 0
-    first: str = ""
+    op: str  # Name in `torch.ops.octavo`
+    case: str  # Label within the op
+    config: int  # Index of the configuration
+    runs: int = 0  # Number of runs
+    mismatches: int = 0  # Runs that differed from the reference, or raised
+    first: str = ""  # Input and difference of the first mismatch; empty without one
 
 
 def compare(
@@ -71,19 +53,7 @@ def compare(
     budget: Budget = GPU,
     after: Callable[[int], None] = lambda round_: None,
 ) -> list[CaseResult]:
-    """Run every configuration once, then continue with new inputs until `seconds` have passed.
-
-    Args:
-        checks: Cases to compare.
-        device: Device of the kernels.
-        seconds: After the first round, no new case starts later than this, counted from the start.
-        seed: Seed of the inputs.
-        budget: Sizes of inputs and numbers of runs.
-        after: Called after each case with the number of the round, from 0.
-
-    Returns:
-        One outcome per case and configuration.
-    """
+    """Run every configuration once, then continue with new inputs until `seconds` have passed."""
     outcomes = [[CaseResult(op=c.op, case=c.case, config=i) for i in c.configs[: budget.configs]] for c in checks]
     end = time.monotonic() + seconds
     with warnings.catch_warnings():
@@ -131,13 +101,7 @@ def _on(device: torch.device, value: Any) -> Any:
 
 
 def difference(expected: Sequence[Tensor], actual: Sequence[Tensor], names: Sequence[str] = ()) -> str | None:
-    """Describe the first output that differs in a byte, ignoring the sign and payload of NaNs, or return None.
-
-    Args:
-        expected: The reference's outputs.
-        actual: Outputs to compare, on any device.
-        names: Name of each output for the description; by default its position.
-    """
+    """Describe the first output that differs in a byte, ignoring the sign and payload of NaNs, or return None."""
     for position, (reference, output) in enumerate(zip(expected, actual, strict=True)):
         same_device = output.to(reference.device)
         if (mismatch := first_mismatch(_canonical_nan(reference), _canonical_nan(same_device))) is not None:
@@ -148,14 +112,7 @@ def difference(expected: Sequence[Tensor], actual: Sequence[Tensor], names: Sequ
 def low_sqnr(
     expected: Sequence[Tensor], actual: Sequence[Tensor], decibels: float, names: Sequence[str] = ()
 ) -> str | None:
-    """Describe the first output whose SQNR is not above so many dB, or return None. Equal outputs always are.
-
-    Args:
-        expected: The reference's outputs.
-        actual: Outputs to compare, on any device.
-        decibels: SQNR that each output exceeds.
-        names: Name of each output for the description; by default its position.
-    """
+    """Describe the first output whose SQNR is not above so many dB, or return None. Equal outputs always are."""
     for position, (reference, output) in enumerate(zip(expected, actual, strict=True)):
         output = output.to(reference.device).float()
         if not torch.equal(reference.float(), output) and not (ratio := sqnr(reference.float(), output)) > decibels:

@@ -10,19 +10,12 @@ from torch import Tensor
 
 
 class Budget(NamedTuple):
-    """Sizes of inputs and numbers of runs.
+    """Sizes of inputs and numbers of runs."""
 
-    Attributes:
-        size: Largest size of an input.
-        repeats: Runs of a configuration on one input.
-        configs: Configurations per case; None for all.
-        bf16_subnormals: Whether bf16 inputs may be subnormal; Triton's interpreter converts those wrongly.
-    """
-
-    size: int
-    repeats: int
-    configs: int | None = None
-    bf16_subnormals: bool = True
+    size: int  # Largest size of an input
+    repeats: int  # Runs of a configuration on one input
+    configs: int | None = None  # Configurations per case; None for all
+    bf16_subnormals: bool = True  # Whether bf16 inputs may be subnormal; Triton's interpreter converts those wrongly
 
 
 GPU = Budget(size=1500, repeats=2)

@@ -147,10 +147,8 @@ def _negative(sign: Tensor) -> Tensor:
 
 
 def _where_negative(sign: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """Compute `torch.where(sign < 0, a, b)` without its per-element branches on a CPU. Overwrites a.
-
-    NaN selects either: callers multiply the result by NaN.
-    """
+    """Compute `torch.where(sign < 0, a, b)` without its per-element branches on a CPU. Overwrites a."""
+    # NaN selects either: callers multiply the result by NaN.
     others = b.view(torch.int32)
     chosen = a.view(torch.int32).bitwise_xor_(others).bitwise_and_(_negative(sign.clone())).bitwise_xor_(others)
     return chosen.view(torch.float32)

@@ -153,11 +153,9 @@ def store_quarters(
     q, qt, a, b, c, d, word, column, rows, columns, words,
     E4M3: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Store FP8 codes of a tile with rows 4i (a), 4i+1 (b), 4i+2 (c), 4i+3 (d), row-major and transposed; i is `word`.
-
-    A thread holds four vertically adjacent elements, one 32-bit word of the transposed copy. Columns of the copy have
-    `words` words; values past the last row are 0.
-    """
+    """Store FP8 codes of a tile with rows 4i (a) to 4i+3 (d), row-major and transposed; i is `word`."""
+    # A thread holds four vertically adjacent elements, one 32-bit word of the transposed copy. Columns of the copy have
+    # `words` words; values past the last row are 0.
     row = 4 * word
     if ROWS:
         store_rows(q, a, row, column, rows, columns, E4M3, INTERPRETED)

@@ -23,10 +23,8 @@ def rows_launch(kernel: Any, constants: dict[str, Any], columns: int, per_thread
 
 
 def run(steps: list[Launch], whole_rows: tuple[Any, ...], arguments: Mapping[str, Any]) -> None:
-    """Launch steps in order, with one program per group of whole rows for kernels in `whole_rows`, per tile for others.
-
-    The transpose step reads the bytes that the previous step wrote.
-    """
+    """Launch steps in order, with one program per group of whole rows for kernels in `whole_rows`, per tile else."""
+    # The transpose step reads the bytes that the previous step wrote.
     for step in steps:
         down = max(triton.cdiv(arguments["rows"], step.constants["TILE_R"]), 1)
         across = max(triton.cdiv(arguments["columns"], step.constants["TILE_C"]), 1)

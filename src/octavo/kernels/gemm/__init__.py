@@ -220,10 +220,8 @@ def _cases() -> dict[str, Case]:
 
 
 def _probe(backend: Backend, device: torch.device, case: Case) -> str | None:
-    """Compare the products of a linear with `reference` within bf16 rounding; no size is a multiple of 16.
-
-    The tiny product has fewer tiles than a GPU has multiprocessors; the backend's `trials` have more.
-    """
+    """Compare the products of a linear with `reference` within bf16 rounding; no size is a multiple of 16."""
+    # The tiny product has fewer tiles than a GPU has multiprocessors; the backend's `trials` have more.
     layout = case[2]
     n = 70
     generator = torch.Generator().manual_seed(0)

@@ -20,17 +20,11 @@ CASES = {"forward": ("bf16", "bf16", "nt"), "dgrad": ("bf16", "bf16", "nn"), "wg
 
 @dataclass(frozen=True, kw_only=True)
 class Bf16Gemm:
-    """One bf16 product to measure.
+    """One bf16 product to measure."""
 
-    Attributes:
-        name: Such as `"bf16 dgrad"`.
-        case: Key in the calibration table, next to the op.
-        shape: m, n, k of the product.
-    """
-
-    name: str
-    case: tuple[str, ...]
-    shape: Shape
+    name: str  # Such as `"bf16 dgrad"`
+    case: tuple[str, ...]  # Key in the calibration table, next to the op
+    shape: Shape  # m, n, k of the product
 
     def rate(self, microseconds: float) -> str:
         """Format the achieved rate."""

@@ -19,17 +19,7 @@ from octavo.runtime.terminal import stdout
 
 
 def calibrate(device: torch.device, recipe: str, shapes: list[str]) -> None:
-    """Time products and quantizations on a GPU and write its calibration table.
-
-    Args:
-        device: The GPU.
-        recipe: Name of the recipe to measure, or `"all"`.
-        shapes: Linears as `"M,K,N"`: tokens, in_features, out_features. Empty: those of Llama models.
-
-    Raises:
-        ValueError: A recipe or shape is invalid, or the device has nothing to measure.
-        OSError: The table cannot be written; raised before anything is measured.
-    """
+    """Time products and quantizations on a GPU and write its calibration table."""
     recipes = list(RECIPES.values()) if recipe == "all" else [get_recipe(recipe)]
     sizes = [_sizes(text) for text in shapes] or list(SHAPES)
     if device.type != "cuda":

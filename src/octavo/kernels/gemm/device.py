@@ -95,10 +95,8 @@ def product_kernel(
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, GROUP: tl.constexpr, FLATTEN: tl.constexpr,
     TMA: tl.constexpr, ROUND_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """Compute tiles of out [m,n] = (A [m,k] · B [n,k]ᵀ) · scales + bias.
-
-    A_ROWS, B_ROWS: rows that share a scale; 0 for all, −1 without scales. BLOCKED: scales change every 128 of k.
-    """
+    """Compute tiles of out [m,n] = (A [m,k] · B [n,k]ᵀ) · scales + bias."""
+    # A_ROWS, B_ROWS: rows that share a scale; 0 for all, −1 without scales. BLOCKED: scales change every 128 of k.
     tiles_m = tl.cdiv(m, TILE_M)
     tiles_n = tl.cdiv(n, TILE_N)
     for index in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=FLATTEN):

@@ -38,17 +38,11 @@ SHAPES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Fp8Gemm:
-    """One FP8 product to measure.
+    """One FP8 product to measure."""
 
-    Attributes:
-        name: Recipe and product, such as `"rowwise dgrad"`.
-        case: Case of the registry.
-        shape: m, n, k of the product.
-    """
-
-    name: str
-    case: Case
-    shape: Shape
+    name: str  # Recipe and product, such as `"rowwise dgrad"`
+    case: Case  # Case of the registry
+    shape: Shape  # m, n, k of the product
 
     def rate(self, microseconds: float) -> str:
         """Format the achieved rate."""

@@ -24,17 +24,11 @@ UNIT_SCALE = "unit"
 
 
 class Operand(NamedTuple):
-    """An operand of a product, oriented as [outside, contraction].
+    """An operand of a product, oriented as [outside, contraction]."""
 
-    Attributes:
-        data: FP8 values [R,K], any strides.
-        scale: Scales, one per block; None for unit scales.
-        blocks: Extent of the scale blocks.
-    """
-
-    data: Tensor
-    scale: Tensor | None
-    blocks: Granularity
+    data: Tensor  # FP8 values [R,K], any strides
+    scale: Tensor | None  # Scales, one per block; None for unit scales
+    blocks: Granularity  # Extent of the scale blocks
 
 
 @lru_cache(maxsize=256)
@@ -80,17 +74,13 @@ def packed(data: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def scale_sums(sums: Tensor, left: Tensor, right: Tensor) -> None:
-    """Multiply float32 sums [M,N] by scales [M or 1, 1] and [1, N or 1] in place, without intermediate overflow.
-
-    Scales range from 2⁻¹²⁶ to 2¹²⁰: sums · left may overflow although sums · left · right does not, and left · right
-    may underflow. With each scale split into m · p, p a power of two near its square root,
-
-        ((sums · m_left) · m_right) · (p_left · p_right)
-
-    keeps all intermediates between the sums and the result. The powers of two are exact, so normal results equal
-    (sums · left) · right bit for bit. On a CPU, where a look at the scales costs little, scales of ordinary size take
-    that shorter way: sums of FP8 products are 0 or between 2⁻³² and 2⁶⁰.
-    """
+    """Multiply float32 sums [M,N] by scales [M or 1, 1] and [1, N or 1] in place, without intermediate overflow."""
+    # Scales range from 2⁻¹²⁶ to 2¹²⁰: sums · left may overflow although sums · left · right does not, and left · right
+    # may underflow. With each scale split into m · p, p a power of two near its square root,
+    # ((sums · m_left) · m_right) · (p_left · p_right)
+    # keeps all intermediates between the sums and the result. The powers of two are exact, so normal results equal
+    # (sums · left) · right bit for bit. On a CPU, where a look at the scales costs little, scales of ordinary size take
+    # that shorter way: sums of FP8 products are 0 or between 2⁻³² and 2⁶⁰.
     if sums.device.type == "cpu" and _is_ordinary(left) and _is_ordinary(right):
         for chunk in row_chunks((sums.shape[0], sums.shape[1]), 1):
             sums[chunk].mul_(left[chunk] if left.shape[0] > 1 else left).mul_(right)

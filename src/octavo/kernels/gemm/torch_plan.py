@@ -38,15 +38,7 @@ def plan_of(
 
 
 class OneCall:
-    """Products by one call of `torch._scaled_mm`. Holds no tensor but unit scales.
-
-    Args:
-        left: A [m,k], as `is_one_call` accepts it.
-        right: B [n,k], likewise.
-        layout: As in `octavo.kernels.gemm.scaled_mm`.
-        out_dtype: As there.
-        fast_accum: As there.
-    """
+    """Products by one call of `torch._scaled_mm`. Holds no tensor but unit scales."""
 
     __slots__ = (
         "_a_is_column", "_a_is_unit", "_a_ones", "_a_shape", "_a_transposed", "_b_is_row", "_b_is_unit", "_b_ones",

@@ -291,13 +291,11 @@ _MAX_ONES = 256
 
 
 def ones(size: int, device: torch.device) -> Tensor:
-    """Return [size, 1] of ones; on a GPU cached for the life of the process.
-
-    During CUDA graph capture the cache is neither read nor written: the graph would hold a pointer that it does not
-    own. Cached tensors are never freed, because any stream may read them, and are allocated by another thread, so that
-    they never lie in the memory pool of a graph whose warm-up this thread runs (`torch.compile`, mode
-    "reduce-overhead").
-    """
+    """Return [size, 1] of ones; on a GPU cached for the life of the process."""
+    # During CUDA graph capture the cache is neither read nor written: the graph would hold a pointer that it does not
+    # own. Cached tensors are never freed, because any stream may read them, and are allocated by another thread, so
+    # that they never lie in the memory pool of a graph whose warm-up this thread runs (`torch.compile`, mode
+    # "reduce-overhead").
     if device.type not in GPU_TYPES or is_capturing(device):
         return _new_ones(size, device)
     cached = _ONES.get((size, device))

@@ -43,27 +43,16 @@ BLOCK = 128
 
 
 class Config(NamedTuple):
-    """Compile-time configuration of the kernel.
+    """Compile-time configuration of the kernel."""
 
-    Attributes:
-        tile_m: Rows of the output per tile.
-        tile_n: Columns of the output per tile.
-        tile_k: Contraction per step.
-        warps: Warps per program.
-        stages: Tiles of operands in flight.
-        flatten: Whether the pipeline continues from one tile to the next.
-        per_sm: Programs that share a multiprocessor.
-        rate: Expected fraction of peak for a large product; ranks configurations without measurements.
-    """
-
-    tile_m: int
-    tile_n: int
-    tile_k: int
-    warps: int
-    stages: int
-    flatten: bool
-    per_sm: int
-    rate: float
+    tile_m: int  # Rows of the output per tile
+    tile_n: int  # Columns of the output per tile
+    tile_k: int  # Contraction per step
+    warps: int  # Warps per program
+    stages: int  # Tiles of operands in flight
+    flatten: bool  # Whether the pipeline continues from one tile to the next
+    per_sm: int  # Programs that share a multiprocessor
+    rate: float  # Expected fraction of peak for a large product; ranks configurations without measurements
 
     @property
     def promotes(self) -> bool:
@@ -118,12 +107,10 @@ def plan_of(
     a: ScaledTensor, b: ScaledTensor, layout: str, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool,
     config: int | None = None, overlap: bool = True,
 ) -> TritonProduct | None:  # fmt: skip
-    """Return what computes products of operands like these from their data, scales and bias; None for empty ones.
-
-    `config` is an index into `CONFIGS`; None, or a configuration that does not support this product, selects one by an
-    estimate from the shape. `overlap`: promote sums while the next ones are computed, where the target can
-    (`overlaps`).
-    """
+    """Return what computes products of operands like these from their data, scales and bias; None for empty ones."""
+    # `config` is an index into `CONFIGS`; None, or a configuration that does not support this product, selects one by
+    # an estimate from the shape. `overlap`: promote sums while the next ones are computed, where the target can
+    # (`overlaps`).
     left, right = oriented(a, b, layout)
     if left.data.numel() == 0 or right.data.numel() == 0:
         return None
@@ -165,20 +152,14 @@ def blocked_rows(left: Granularity, right: Granularity) -> int:
 
 
 class Target(NamedTuple):
-    """Device properties that determine compilation and launch.
+    """Device properties that determine compilation and launch."""
 
-    Attributes:
-        tma: Whether TMA loads the operands.
-        limited_accumulator: Whether the matrix units have a shorter accumulator, which saves registers (Hopper).
-            Elsewhere accumulators are float32, and configurations with more than 64 per thread spill.
-        shared: Shared memory per program, in bytes.
-        multiprocessors: Number of multiprocessors.
-    """
-
-    tma: bool
+    tma: bool  # Whether TMA loads the operands
+    # Whether the matrix units have a shorter accumulator, which saves registers (Hopper). Elsewhere accumulators are
+    # float32, and configurations with more than 64 per thread spill.
     limited_accumulator: bool
-    shared: int
-    multiprocessors: int
+    shared: int  # Shared memory per program, in bytes
+    multiprocessors: int  # Number of multiprocessors
 
 
 def overlaps(target: Target, fast: bool) -> bool:
@@ -234,14 +215,7 @@ def _estimated_fastest(m: int, n: int, target: Target, fast: bool, blocked: int,
 
 @lru_cache(maxsize=64)
 def configurations(target: Target, fast: bool, blocked: int, out_bytes: int) -> tuple[int, ...]:
-    """Return the configurations whose registers and shared memory fit, for a kind of product.
-
-    Args:
-        target: Where it runs.
-        fast: Whether the matrix units accumulate.
-        blocked: How many operands have block scales that differ by row.
-        out_bytes: Size of an element of the output.
-    """
+    """Return the configurations whose registers and shared memory fit, for a kind of product."""
 
     def fits(config: Config) -> bool:
         if not (fast or config.promotes):
@@ -272,16 +246,8 @@ def _training_kind(target: Target, case: Case) -> tuple[Target, bool, int, int]:
 
 
 def trials(device: torch.device, case: Case, config: int | None = None) -> list[tuple[int, Shape]]:
-    """Return configurations, each with a shape m, n in which every program has two tiles or more.
-
-    A small product has one tile per program, so it shows nothing about how a program goes from tile to tile.
-
-    Args:
-        device: Device of the probe.
-        case: Case of the registry.
-        config: The only configuration; None for all that are picked, without measurements, for products with more tiles
-            than programs.
-    """
+    """Return configurations, each with a shape m, n in which every program has two tiles or more."""
+    # A small product has one tile per program, so it shows nothing about how a program goes from tile to tile.
     target = target_for(device)
     kind = _training_kind(target, case)
     picked = {config} & set(configurations(*kind)) if config is not None else _picked_for_many_tiles(kind)

@@ -20,19 +20,7 @@ from octavo.runtime.torch_compat import empty_strided_on
 
 
 class TritonProduct:
-    """Products by one kernel, for operands and a bias of the same shapes, strides, dtypes and device. Holds no tensor.
-
-    Args:
-        launch: The kernel.
-        programs: How many are launched.
-        left: A [m,k], oriented as [outside, contraction].
-        right: B [n,k], likewise.
-        bias: [n], or None.
-        layout: As in `octavo.kernels.gemm.scaled_mm`.
-        out_dtype: As there.
-        tiles: Rows and columns of the tiles of A and B that TMA loads; None where the kernel reads through pointers.
-        gluon: Whether the kernel is in Gluon, which has descriptors of its own.
-    """
+    """Products by one kernel, for operands and bias of equal shapes, strides, dtypes and device. Holds no tensor."""
 
     __slots__ = (
         "_as_they_are", "_biased", "_device", "_empty", "_gluon", "_launch", "_out", "_programs", "_scalars",

@@ -8,10 +8,8 @@ from octavo.kernels.gemm.device import scaled, stored, tile_at
 
 @triton.jit
 def _load(base, first, at, rows, stride, ROWS: tl.constexpr, TILE_K: tl.constexpr, TMA: tl.constexpr):
-    """Load ROWS rows of an operand from `first`, TILE_K columns from `at`, a multiple of 16.
-
-    Rows past the last one wrap around. Columns past the last one hold anything, but lie in the operand's memory.
-    """
+    """Load ROWS rows of an operand from `first`, TILE_K columns from `at`, a multiple of 16."""
+    # Rows past the last one wrap around. Columns past the last one hold anything, but lie in the operand's memory.
     if TMA:
         return base.load([first, at])
     else:
@@ -69,12 +67,10 @@ def grouped_kernel(
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, GROUP: tl.constexpr, TMA: tl.constexpr,
     ROUND_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """Compute tiles of all experts' products, each [rows, columns], from operands contiguous along the contraction.
-
-    LAYOUT "nt", "nn": rows are tokens, and those of no expert become zero; "tn": the contraction is over tokens.
-    EXPERTS: a power of two above the number of experts. In nn, expert e's part of B's contraction begins at
-    e · weight_step. TMA reads from multiples of 16 bytes: `head` columns before a part are cut off.
-    """
+    """Compute tiles of all experts' products, each [rows, columns], from operands contiguous along the contraction."""
+    # LAYOUT "nt", "nn": rows are tokens, and those of no expert become zero; "tn": the contraction is over tokens.
+    # EXPERTS: a power of two above the number of experts. In nn, expert e's part of B's contraction begins at e ·
+    # weight_step. TMA reads from multiples of 16 bytes: `head` columns before a part are cut off.
     index_e = tl.arange(0, EXPERTS)
     starts, ends = _bounds(offsets, index_e, tokens, experts)
     rows_tiles = tl.cdiv(rows, TILE_M)

@@ -17,12 +17,7 @@ from octavo.tensor import Order, ScaledTensor
 
 
 def groups_of_rows(offsets: Tensor, rows: int) -> Tensor:
-    """Return the expert of each row, int64 [rows]; E for rows that belong to no expert.
-
-    Args:
-        offsets: int32 [E], where the rows of each expert end.
-        rows: Number of rows.
-    """
+    """Return the expert of each row, int64 [rows]; E for rows that belong to no expert."""
     index = torch.arange(rows, device=offsets.device, dtype=offsets.dtype)
     return torch.searchsorted(offsets, index, right=True)
 
@@ -31,20 +26,7 @@ def quantize_grouped_gradient(
     g: Tensor, group: Tensor, spec: QuantSpec, *, w_scale: Tensor | None = None, x_scale: Tensor | None = None,
     experts: int = 0, order: Order = "rows",
 ) -> ScaledTensor:  # fmt: skip
-    """Quantize G [M,N] for dgrad (with `w_scale`) or wgrad (with `x_scale`).
-
-    Args:
-        g: G, float32, bfloat16 or float16.
-        group: [M], the expert of each row, as of `groups_of_rows`.
-        spec: By row for dgrad, by column for wgrad.
-        w_scale: float32 [E,N], scales of W; multiplied into the rows of each expert.
-        x_scale: float32 [M,1], scales of X; multiplied into the rows.
-        experts: E, for wgrad.
-        order: Memory order, as in `quantize`.
-
-    Returns:
-        FP8 data [M,N]; scales [M,1] for dgrad, [E,N] for wgrad.
-    """
+    """Quantize G [M,N] for dgrad (with `w_scale`) or wgrad (with `x_scale`)."""
     if w_scale is not None:
         # Rows of no expert take the last expert's scales: nothing reads them.
         factor = w_scale.index_select(0, group.clamp(max=w_scale.shape[0] - 1))

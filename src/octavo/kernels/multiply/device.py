@@ -40,10 +40,8 @@ def multiply_rows_kernel(
     BY_COLUMN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     TILE_R: tl.constexpr, TILE_C: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Multiply TILE_R whole rows and quantize them: y with its row maxima, then the cast of the stored y, backwards.
-
-    Walks and marks the matrix as `rows_kernel` does, with y in the place of X; a and b are read once.
-    """
+    """Multiply TILE_R whole rows and quantize them: y with its row maxima, then the cast of the stored y, backwards."""
+    # Walks and marks the matrix as `rows_kernel` does, with y in the place of X; a and b are read once.
     word = indices(tl.program_id(0), TILE_R // 4)
     row = 4 * word
     ma = tl.zeros((TILE_R // 4, TILE_C), tl.int32)

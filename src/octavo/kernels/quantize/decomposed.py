@@ -63,11 +63,7 @@ def quantize(
 
 
 def quantize_groups(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Cast x [..., K] as `e4m3/1x32/e8m0` does, K a multiple of 32.
-
-    Returns:
-        FP8 data [..., K/32, 32], and the scales [..., K/32, 1] as biased exponents in uint8, the bytes of e8m0.
-    """
+    """Cast x [..., K] as `e4m3/1x32/e8m0` does, K a multiple of 32."""
     groups = x.unflatten(-1, (-1, 32))
     values = _values(groups, None).float()
     amax = (values.view(torch.int32) & 0x7FFFFFFF).amax(-1, keepdim=True).view(torch.float32)
@@ -139,11 +135,9 @@ def _transposed(data: Tensor) -> Tensor:
 
 
 def _stored_scales(scale: Tensor) -> Tensor:
-    """Return scales so that their kernel stores them and backward reads them, instead of computing them again.
-
-    PyTorch's partitioner recomputes no `amin` in backward, and Inductor compiles none over a single element. Inductor
-    stores what has strides (`as_strided`).
-    """
+    """Return scales so that their kernel stores them and backward reads them, instead of computing them again."""
+    # PyTorch's partitioner recomputes no `amin` in backward, and Inductor compiles none over a single element. Inductor
+    # stores what has strides (`as_strided`).
     least = scale.unsqueeze(-1).amin(-1)
     return least.as_strided(least.shape, least.stride())
 

@@ -298,11 +298,9 @@ def maxima_kernel(
     FOLD: tl.constexpr, AXIS: tl.constexpr, PAIR: tl.constexpr, FOLD_T: tl.constexpr, AXIS_T: tl.constexpr,
     TILE_R: tl.constexpr, TILE_C: tl.constexpr, TILES: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Reduce amax by row, column or tensor into `amax`, and that of the second output into `amax_t` (int32 bits).
-
-    A program walks down a strip of TILES tiles and keeps its column maxima in registers: the reduction across threads
-    costs a quarter of the pass where each tile has its own (docs/performance.md).
-    """
+    """Reduce amax by row, column or tensor into `amax`, and that of the second output into `amax_t` (int32 bits)."""
+    # A program walks down a strip of TILES tiles and keeps its column maxima in registers: the reduction across threads
+    # costs a quarter of the pass where each tile has its own (docs/performance.md).
     strip, tile_column = _tile_of(tl.program_id(0), columns, TILE_C)
     column = column_indices(tile_column * TILE_C, TILE_C, x)
     largest = tl.zeros((TILE_R // 4, TILE_C), tl.int32)

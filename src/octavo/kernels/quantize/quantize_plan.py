@@ -34,14 +34,6 @@ class QuantizePlan:
     """Outputs to allocate and kernels to launch for matrices of one shape, strides, dtype and device.
 
     Holds no tensor. Launches are prepared at the first run.
-
-    Args:
-        launches: The kernels.
-        spec: The only spec, or the first of a pair.
-        spec_t: The second spec of a pair.
-        order: Memory orders to write; "rows" in a pair.
-        scale_given: Whether the caller passes the scale in.
-        x: Such a matrix.
     """
 
     __slots__ = (
@@ -142,12 +134,10 @@ class QuantizePlan:
         return preparation(self._index, constants, otherwise)
 
     def source(self, constants: dict[str, Any], otherwise: str, contiguous: bool = False) -> list[str] | None:
-        """Return lines that do what `run` does for aligned addresses; None if a kernel was not compiled for these.
-
-        Names in them: tensors in capitals (X, FOLD, FOLD_T, GIVEN come in, as `zeros`; Q, Q_T, S, S_T come out),
-        addresses as the kernels call them. `otherwise` is the statement for all other cases; `contiguous` tells that
-        FOLD, FOLD_T and GIVEN always are. The objects in the lines are added to `constants`.
-        """
+        """Return lines that do what `run` does for aligned addresses; None if a kernel was not compiled for these."""
+        # Names in them: tensors in capitals (X, FOLD, FOLD_T, GIVEN come in, as `zeros`; Q, Q_T, S, S_T come out),
+        # addresses as the kernels call them. `otherwise` is the statement for all other cases; `contiguous` tells that
+        # FOLD, FOLD_T and GIVEN always are. The objects in the lines are added to `constants`.
         launches = [step.source(constants) for step, _ in self._steps]
         if not launches or None in launches:
             return None
@@ -200,10 +190,8 @@ class QuantizePlan:
         return [*lines, f"S_T = {empty(*self._s_t, scales)}" if self._pair else "S_T = S"]
 
     def transposing(self, rows: bool, columns: bool) -> "QuantizePlan":
-        """Return a plan that allocates q, or q_t and the scale that belongs to it alone, as [C,R]: the same memory.
-
-        For products that would otherwise view their operands so. Only for columns without padding.
-        """
+        """Return a plan that allocates q, or q_t and the scale that belongs to it alone, as [C,R]: the same memory."""
+        # For products that would otherwise view their operands so. Only for columns without padding.
         plan = copy(self)
         plan.run = plan._run
         if rows and self._writes_rows:

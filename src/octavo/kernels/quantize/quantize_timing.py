@@ -15,17 +15,11 @@ from octavo.numerics.recipe import Recipe
 
 @dataclass(frozen=True, kw_only=True)
 class Quantization:
-    """One quantization of a linear layer.
+    """One quantization of a linear layer."""
 
-    Attributes:
-        name: Recipe and operand, such as `"rowwise G"`.
-        task: Task of the kernels.
-        shape: Rows and columns.
-    """
-
-    name: str
-    task: QuantizeTask
-    shape: tuple[int, int]
+    name: str  # Recipe and operand, such as `"rowwise G"`
+    task: QuantizeTask  # Task of the kernels
+    shape: tuple[int, int]  # Rows and columns
 
     @property
     def case(self) -> tuple[str, ...]:

@@ -62,10 +62,8 @@ def quantize_pair(
 
 
 def padded(rows: int) -> int:
-    """Return the column stride of column-major data in bytes: rows rounded up to 16, for FP8 matrix units.
-
-    The padding is zeros.
-    """
+    """Return the column stride of column-major data in bytes: rows rounded up to 16, for FP8 matrix units."""
+    # The padding is zeros.
     return -(-rows // 16) * 16
 
 
@@ -76,10 +74,8 @@ def transposed(data: Tensor) -> Tensor:
 
 
 def scale_of(amax: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
-    """Compute dequantization scales and their inverses from the amax of each block, float32 of amax's shape.
-
-    Scales are positive and finite. For a non-finite amax the inverse is NaN, which makes the whole block NaN.
-    """
+    """Compute dequantization scales and their inverses from the amax of each block, float32 of amax's shape."""
+    # Scales are positive and finite. For a non-finite amax the inverse is NaN, which makes the whole block NaN.
     scale = amax.double().div_(spec.format.max).float().clamp_min_(SMALLEST_SCALE)
     if visible(scale) and (not scale.numel() or float(scale.amax()) < torch.inf):  # all finite
         scale = scale if spec.scale_rule == "amax" else power_of_two(scale)

@@ -48,19 +48,12 @@ class FoldedSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizeTask:
-    """One quantization in some memory order, or a pair: the first row-major, the second column-major.
+    """One quantization in some memory order, or a pair: the first row-major, the second column-major."""
 
-    Attributes:
-        first: The only spec, or the first of a pair.
-        second: The second spec of a pair.
-        order: Memory orders to write; "rows" in a pair.
-        precomputed: What the caller passes in, for a single spec.
-    """
-
-    first: FoldedSpec
-    second: FoldedSpec | None = None
-    order: Order = "rows"
-    precomputed: Precomputed = "nothing"
+    first: FoldedSpec  # The only spec, or the first of a pair
+    second: FoldedSpec | None = None  # The second spec of a pair
+    order: Order = "rows"  # Memory orders to write; "rows" in a pair
+    precomputed: Precomputed = "nothing"  # What the caller passes in, for a single spec
 
     @property
     def case(self) -> tuple[str, ...]:
@@ -130,11 +123,7 @@ def strip_tiles(rows: int, columns: int, multiprocessors: int) -> int:
 
 
 def launches(task: QuantizeTask, config: int = 0, strip: int = STRIPS[0]) -> list[Launch]:
-    """Return a task's kernels, in launch order; `strip` is the tiles of a program of the amax pass.
-
-    Raises:
-        ValueError: A pair combines block scales with scales by row, column or tensor.
-    """
+    """Return a task's kernels, in launch order; `strip` is the tiles of a program of the amax pass."""
     spec, second = task.first.spec, task.second
     if second is not None and task.first.one_pass != second.one_pass:
         raise ValueError(f"quantize_pair: {spec} and {second.spec} cannot be quantized together; call quantize twice")
@@ -186,10 +175,8 @@ def quantize(
     x: Tensor, spec: QuantSpec, fold: Tensor | None, amax: Tensor | None, scale: Tensor | None, order: Order,
     config: int | None = None,
 ) -> list[Tensor]:  # fmt: skip
-    """Return data in the requested orders (column-major as [C,R]), then scales unless `scale` is passed.
-
-    `config` is an index into `tiles`; None takes the fastest one measured by `octavo calibrate`, else the first.
-    """
+    """Return data in the requested orders (column-major as [C,R]), then scales unless `scale` is passed."""
+    # `config` is an index into `tiles`; None takes the fastest one measured by `octavo calibrate`, else the first.
     plan = plan_of(x, spec, fold, amax, scale, order, config)
     q, q_t, s, _ = plan.run(x, fold, None, amax if scale is None else scale)
     return [q] * (order != "columns") + [q_t.t()] * (order != "rows") + [s] * (scale is None)
@@ -281,10 +268,8 @@ def recipe_tasks() -> dict[QuantizeTask, str]:
 
 
 def device_bytes(task: QuantizeTask, launch: Launch) -> float:
-    """Return the device-memory traffic of one launch, in bytes per element of a bf16 matrix.
-
-    Row blocks are read once: true of 4096 columns on H100; `rows_device` has figures of longer rows.
-    """
+    """Return the device-memory traffic of one launch, in bytes per element of a bf16 matrix."""
+    # Row blocks are read once: true of 4096 columns on H100; `rows_device` has figures of longer rows.
     written = 2 if task.second is not None or task.order == "both" else 1
     return 2 + (0 if launch.kernel is maxima_kernel else written)
 

@@ -192,11 +192,9 @@ def _prepared(model: Any) -> Any:
 
 
 def initialize(model: Any) -> None:
-    """Draw the initial weights of a `DiTTransformer2DModel`, in place, as section 3.2 of its paper.
-
-    Xavier-uniform weights and zero biases; embeddings of standard deviation `INITIAL_STD`; zeros in the modulation of
-    blocks and head (adaLN-Zero) and in the last layer.
-    """
+    """Draw the initial weights of a `DiTTransformer2DModel`, in place, as section 3.2 of its paper."""
+    # Xavier-uniform weights and zero biases; embeddings of standard deviation `INITIAL_STD`; zeros in the modulation of
+    # blocks and head (adaLN-Zero) and in the last layer.
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding):
             nn.init.normal_(module.weight, std=INITIAL_STD)

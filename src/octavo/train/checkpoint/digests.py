@@ -39,17 +39,7 @@ def has_digests(folder: Path) -> bool:
 
 
 def check_digests(folder: Path, names: Iterable[str] | None = None, *, part: int = 0, parts: int = 1) -> None:
-    """Compare files with their digests.
-
-    Args:
-        folder: One that has digests.
-        names: Which files; all where None, and then none may be missing or added.
-        part: Which of `parts` equal parts of the files is read here.
-        parts: How many processes share the work.
-
-    Raises:
-        ConfigError: Naming the first file that is not what was written.
-    """
+    """Compare files with their digests."""
     expected = _read(folder)
     if names is None:
         present = files_of(folder)
@@ -72,10 +62,8 @@ def check_digests(folder: Path, names: Iterable[str] | None = None, *, part: int
 
 
 def files_of(folder: Path) -> set[str]:
-    """Names of the files below `folder` that have a digest: all but notes (*.md) and hidden files that DCP never reads.
-
-    File systems and synchronizers leave hidden files, and people notes; nothing that loads a checkpoint reads either.
-    """
+    """Names of files below `folder` with a digest: all but notes (*.md) and hidden files, which DCP never reads."""
+    # File systems and synchronizers leave hidden files, and people notes; nothing that loads a checkpoint reads either.
     paths = (path.relative_to(folder) for path in folder.rglob("*") if not path.is_dir())
     return {
         path.as_posix()

@@ -48,23 +48,8 @@ def export(
     checkpoint: Path, out: Path, to: str = "bf16", max_shard_size: int | str = "50GB", *, ema: bool = False,
     merge: bool = False,
 ) -> Exported:  # fmt: skip
-    """Write the weights of a checkpoint, of one process or of many, with the tokenizer.
-
-    `digests.json` is written beside them, so that damage is found where the folder is a run's `model.path`.
-
-    Args:
-        checkpoint: A folder step-NNNNNN.
-        out: A folder that is new, or empty. It appears complete or not at all.
-        to: A layout of `octavo.export`. "bf16": as `save_pretrained`, in the type of the run's parameters.
-        max_shard_size: As of `octavo.export`.
-        merge: Write the base of a run with `[lora]`, from its `model.path`, with the adapters added to it.
-        ema: Write the moving average of the weights (`optim.ema`) instead, rounded to their type.
-
-    Raises:
-        ConfigError: For an unknown layout, a folder that is no checkpoint or a damaged one, one without an average for
-            `ema`, an `out` that holds files or is inside the checkpoint, and layers that the layout does not describe.
-        OSError: If `out` cannot be written.
-    """
+    """Write the weights of a checkpoint, of one process or of many, with the tokenizer."""
+    # `digests.json` is written beside them, so that damage is found where the folder is a run's `model.path`.
     layout = get_layout(to)
     check_shard_size(max_shard_size)
     if not (checkpoint / "trainer.json").exists():

@@ -9,17 +9,11 @@ import torch
 
 @dataclass(frozen=True)
 class ModelKind:
-    """Models of Transformers for one task.
+    """Models of Transformers for one task."""
 
-    Attributes:
-        noun: What they are, as "causal language model".
-        auto_class: The class of Transformers that makes them, as "AutoModelForCausalLM".
-        mapping: The name of its table of classes by `model_type`.
-    """
-
-    noun: str
-    auto_class: str
-    mapping: str
+    noun: str  # What they are, as "causal language model"
+    auto_class: str  # The class of Transformers that makes them, as "AutoModelForCausalLM"
+    mapping: str  # The name of its table of classes by `model_type`
 
     @property
     def classes(self) -> dict[str, Any]:

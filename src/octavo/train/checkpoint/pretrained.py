@@ -38,11 +38,9 @@ def kind_of(settings: Any) -> ModelKind:
 
 
 def load_model_config(folder: Path, *, adapters: bool = False) -> Any:
-    """The config of the model in `folder`, a class of Transformers; with `adapters` also of one that has these alone.
-
-    Raises ConfigError if it cannot be read, or the model wants to run its own code. Many models name code that
-    Transformers has by now: it is enough that their classes have the names of those of Transformers.
-    """
+    """The config of the model in `folder`, of Transformers; with `adapters` also of one that has these alone."""
+    # Raises ConfigError if it cannot be read, or the model wants to run its own code. Many models name code that
+    # Transformers has by now: it is enough that their classes have the names of those of Transformers.
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
@@ -101,10 +99,8 @@ def one_line(error: Exception) -> str:
 
 
 def load_pretrained(folder: Path, dtype: torch.dtype, kind: ModelKind | None = None) -> Any:
-    """The model in `folder`, on the CPU, as one of `kind`; None: of its own kind.
-
-    Raises ConfigError if it cannot be loaded whole.
-    """
+    """The model in `folder`, on the CPU, as one of `kind`; None: of its own kind."""
+    # Raises ConfigError if it cannot be loaded whole.
     settings = load_model_config(folder)
     _check_indices(folder)
     try:
@@ -163,10 +159,8 @@ def save_pretrained(model: Any, folder: Path) -> None:
 
 
 def save_model_configs(model: Any, folder: Path) -> None:
-    """Write what `save_pretrained` writes of a model besides its weights.
-
-    `model.save_pretrained` does not do for shards, whose weights are written otherwise.
-    """
+    """Write what `save_pretrained` writes of a model besides its weights."""
+    # `model.save_pretrained` does not do for shards, whose weights are written otherwise.
     if diffusers_models.is_model(model):
         diffusers_models.save_config(model, folder)
         return

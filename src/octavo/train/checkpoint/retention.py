@@ -23,17 +23,11 @@ HELD_OUT_LOSS = "held_out_loss"
 
 @dataclass(frozen=True)
 class Retention:
-    """How many checkpoints stay.
+    """How many checkpoints stay."""
 
-    Attributes:
-        newest: Number of newest ones; 0 for all.
-        every: All whose step is a multiple; 0 for none.
-        best: Number of those with the lowest held-out loss.
-    """
-
-    newest: int
-    every: int = 0
-    best: int = 0
+    newest: int  # Number of newest ones; 0 for all
+    every: int = 0  # All whose step is a multiple; 0 for none
+    best: int = 0  # Number of those with the lowest held-out loss
 
     @classmethod
     def of(cls, run: Run) -> "Retention":

@@ -40,11 +40,7 @@ _NAMES = {
 
 
 class ShardReader(FileSystemReader):
-    """Read shards with the checked index, and only files next to it.
-
-    Raises:
-        ConfigError: For an index that cannot be read, contains other names, or points out of the folder.
-    """
+    """Read shards with the checked index, and only files next to it."""
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
         """Return the checked index."""

@@ -53,10 +53,8 @@ def has_shards(model: nn.Module) -> bool:
 
 
 def write(folder: Path, state: dict[str, Tensor]) -> dict[str, str]:
-    """Write this rank's part of a state into `folder` and wait for the others. Raises OSError if any rank fails.
-
-    Returns the digests of the files of this rank, by their path in the checkpoint.
-    """
+    """Write this rank's part of a state into `folder` and wait for the others. Raises OSError if any rank fails."""
+    # Returns the digests of the files of this rank, by their path in the checkpoint.
     with _dcp_errors(folder), _ignore_warnings():
         save(state, storage_writer=FileSystemWriter(folder, sync_files=True), no_dist=not dist.is_initialized())
     return _own_digests(folder)
@@ -101,9 +99,8 @@ def read_weights(folder: Path, model: nn.Module) -> None:
 def read_tensors(folder: Path, prefix: str, suffix: str = "") -> dict[str, Tensor]:
     """Read the tensors of a state whose names begin with `prefix` and end with `suffix`, whole, by the rest of their
     names; without a model.
-
-    Raises ConfigError if they cannot be read.
     """
+    # Raises ConfigError if they cannot be read.
     saved: Mapping[str, Any] = read_index(folder).state_dict_metadata
     names = [name for name in saved if name.startswith(prefix) and name.endswith(suffix)]
     state = {name: torch.empty(saved[name].size, dtype=saved[name].properties.dtype, device="cpu") for name in names}

@@ -66,14 +66,7 @@ IGNORED_CONFIG_KEYS = {"architectures", "dtype", "torch_dtype", "transformers_ve
 
 
 class CheckpointSaver:
-    """Write the checkpoints of a run.
-
-    Args:
-        ranks: The processes of the run; several write shards.
-        async_save: Write shards in the background, with the state at the call of `save`. `publish_finished`, the next
-            `save` or `finish` publishes the checkpoint, and raises the errors of writing it.
-        timeout: Seconds that ranks wait for each other in the background.
-    """
+    """Write the checkpoints of a run."""
 
     def __init__(self, ranks: Ranks, *, async_save: bool = False, timeout: float = 600.0) -> None:
         self._ranks = ranks
@@ -95,14 +88,11 @@ class CheckpointSaver:
         part: int = 0,
         prune: bool = True,
     ) -> Path:
-        """Write the checkpoint of `step` under `out`; with `prune`, remove those that the run does not keep.
-
-        `save_assets`: writes what belongs to the model into a folder, as the tokenizer. `extra`: more entries of
-        `trainer.json`. `part`: which part of each layer this rank has.
-
-        Returns the folder. An existing checkpoint of the step stays: it is the same. Raises ConfigError if this
-        checkpoint, or a pending one, cannot be written; earlier ones are unchanged.
-        """
+        """Write the checkpoint of `step` under `out`; with `prune`, remove those that the run does not keep."""
+        # `save_assets`: writes what belongs to the model into a folder, as the tokenizer. `extra`: more entries of
+        # `trainer.json`. `part`: which part of each layer this rank has.
+        # Returns the folder. An existing checkpoint of the step stays: it is the same. Raises ConfigError if this
+        # checkpoint, or a pending one, cannot be written; earlier ones are unchanged.
         self.finish()
         checkpoint = _NewCheckpoint(out, step, Retention.of(config.run) if prune else None)
         if self._ranks.run_on_rank0(lambda: checkpoint.target in checkpoints(out)):
@@ -269,10 +259,8 @@ def check_links(folder: Path) -> None:
 
 
 def read_trainer_state(folder: Path) -> dict[str, Any]:
-    """Read `trainer.json` of a checkpoint: step, loss_scale, data, config.
-
-    Raises ConfigError if it cannot be read or was changed after writing.
-    """
+    """Read `trainer.json` of a checkpoint: step, loss_scale, data, config."""
+    # Raises ConfigError if it cannot be read or was changed after writing.
     path = folder / "trainer.json"
     check_links(folder)
     if has_digests(folder):
@@ -312,10 +300,8 @@ def _each_weight(folder: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def check_files(folder: Path, ranks: Ranks) -> None:
-    """Raise ConfigError on all ranks if a file of a checkpoint does not match its digest; each rank reads its share.
-
-    A checkpoint of Octavo 0.2 or older has no digests: only the kind and size of its files can be checked.
-    """
+    """Raise ConfigError on all ranks if a file of a checkpoint does not match its digest; each rank reads its share."""
+    # A checkpoint of Octavo 0.2 or older has no digests: only the kind and size of its files can be checked.
     if ranks.run_on_rank0(lambda: has_digests(folder)):
         check = partial(check_digests, folder, part=ranks.rank, parts=ranks.world_size)
         ranks.raise_together(lambda: _with_remedy(folder, check))
@@ -348,11 +334,9 @@ def load_checkpoint(
     folder: Path, model: Any, optimizer: TrainerOptimizer, loss_scale: LossScale, ranks: Ranks,
     part: tuple[int, int] = (0, 1),
 ) -> None:  # fmt: skip
-    """Load weights, optimizer state and loss scale. Raises ConfigError if they do not fit.
-
-    `part`: which part of each layer this rank has, and of how many. Channel scales of another number of parts are not
-    loaded: layers measure theirs in their next forward.
-    """
+    """Load weights, optimizer state and loss scale. Raises ConfigError if they do not fit."""
+    # `part`: which part of each layer this rank has, and of how many. Channel scales of another number of parts are not
+    # loaded: layers measure theirs in their next forward.
     state = ranks.run_on_rank0(lambda: read_trainer_state(folder))
     check_files(folder, ranks)
     ranks.run_on_rank0(lambda: check_same_model(folder, settings_of(model)))

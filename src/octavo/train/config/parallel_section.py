@@ -84,11 +84,7 @@ class ParallelConfig(Section):
         return Parallel(**self.model_dump(include=fields))
 
     def sizes(self, world_size: int) -> tuple[int, int]:
-        """Return (dp_replicate, dp_shard) for a world size; the ranks of `ep` count as shards.
-
-        Raises:
-            ValueError: If the layout does not fit it.
-        """
+        """Return (dp_replicate, dp_shard) for a world size; the ranks of `ep` count as shards."""
         shared = self.tp * self.cp * self.pp
         sizes = {"tp": self.tp, "cp": self.cp, "ep": self.ep, "pp": self.pp, "tp × cp × pp": shared}
         for name, size in sizes.items():

@@ -47,10 +47,8 @@ TUNABLE = {
 
 
 def check_same_run(saved: Mapping[str, Any], config: TrainConfig, where: Path) -> list[str]:
-    """Return a line for each changed setting in `TUNABLE`.
-
-    Raises ConfigError for the first other setting of `config` that differs from the run saved in `where`.
-    """
+    """Return a line for each changed setting in `TUNABLE`."""
+    # Raises ConfigError for the first other setting of `config` that differs from the run saved in `where`.
     old_settings = dict(_settings(saved))
     new_settings = dict(_settings(config.model_dump(mode="json", exclude_none=True)))
     changes = []
@@ -71,10 +69,8 @@ def check_same_run(saved: Mapping[str, Any], config: TrainConfig, where: Path) -
 
 
 def _settings(tables: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The settings that affect a run's numbers, the model's first, as ("model.config.hidden_size", 256).
-
-    Runs from before the precision levels had their present names hold an alias.
-    """
+    """The settings that affect a run's numbers, the model's first, as ("model.config.hidden_size", 256)."""
+    # Runs from before the precision levels had their present names hold an alias.
     for section in ("model", *(name for name in tables if name != "model")):
         for key, value in flat(section, tables.get(section, {})):
             if key not in FREE and (key, value) not in NEWER:

@@ -72,15 +72,7 @@ PATCHES = 4
 
 
 def shrink(tables: Mapping[str, Any], model_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the sections of a small run of the same architecture.
-
-    Args:
-        tables: The sections of a valid configuration; not changed.
-        model_config: The complete config of its model, defaults included.
-
-    Raises:
-        ConfigError: For a model that is loaded from a folder, and for one whose sizes are not all known.
-    """
+    """Return the sections of a small run of the same architecture."""
     small = {name: dict(section) for name, section in deepcopy(dict(tables)).items() if name != "parallel"}
     model_type, given = str(small["model"]["type"]), small["model"].get("config", {})
     has_images = is_composite(model_config)
@@ -143,16 +135,7 @@ def _shrink_parts(model_type: str, given: Mapping[str, Any], complete: Mapping[s
 
 
 def shrink_model(model_type: str, given: Mapping[str, Any], complete: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a model's config with its sizes divided by powers of two.
-
-    Args:
-        model_type: `model.type`.
-        given: The fields as configured.
-        complete: All fields of the model's config.
-
-    Raises:
-        ConfigError: If the architecture has sizes that are not known here.
-    """
+    """Return the fields of a model's config with its sizes divided by powers of two."""
     has_latent_attention = complete.get("kv_lora_rank") is not None
     _check_fields(model_type, given, complete, has_latent_attention)
     width = _halve(complete[WIDTH], 256)

@@ -33,10 +33,8 @@ DROP_PAGES_AFTER = 16 << 20
 
 
 def parquet_rows(path: str, column: Column, groups: list[int] | None = None) -> Iterator[list[str | None]]:
-    """The documents of a Parquet file, or of some row groups of it, some rows at a time.
-
-    Raises ConfigError if the column is missing or holds something else.
-    """
+    """The documents of a Parquet file, or of some row groups of it, some rows at a time."""
+    # Raises ConfigError if the column is missing or holds something else.
     from pyarrow import parquet
 
     with reading(path), parquet.ParquetFile(path, pre_buffer=False, buffer_size=CHUNK) as file:
@@ -113,10 +111,8 @@ def hashed_rows(groups: Iterator[list[str | None]], lengths: "hashlib._Hash", te
 
 
 def check_column(column: Column, schema: Any) -> list[str]:
-    """The fields of a document in an Arrow schema.
-
-    Raises ConfigError if it has not one such column, of strings or of lists of messages.
-    """
+    """The fields of a document in an Arrow schema."""
+    # Raises ConfigError if it has not one such column, of strings or of lists of messages.
     import pyarrow
 
     fields, source = column.fields(schema.names), column.source

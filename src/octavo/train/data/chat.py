@@ -49,22 +49,10 @@ CONVERSATION_LIMIT = 4 << 20
 
 
 class Chat:
-    """A tokenizer with a chat template.
-
-    Args:
-        tokenizer: The tokenizer.
-        template: The Jinja template.
-        loss_on: "assistant" or "all", as `data.loss_on`.
-
-    Attributes:
-        tokenizer: The tokenizer; `save` writes the template with it.
-
-    Raises:
-        ConfigError: If the tokenizer cannot tell which characters a token is of.
-    """
+    """A tokenizer with a chat template."""
 
     def __init__(self, tokenizer: TextTokenizer, template: str, loss_on: str) -> None:
-        self.tokenizer = replace(tokenizer, chat_template=template)
+        self.tokenizer = replace(tokenizer, chat_template=template)  # The tokenizer; `save` writes the template with it
         self._template, self._assistant = template, loss_on == "assistant"
         self._tagged = bool(GENERATION.search(template))
         self._hf: Any = self.tokenizer.as_transformers()
@@ -75,11 +63,9 @@ class Chat:
             )
 
     def encode(self, conversations: list[str]) -> list[tuple[list[int], np.ndarray | None]]:
-        """The ids of conversations, as `conversation_text` writes them, and which of these are targets.
-
-        Targets are bool arrays as long as the ids; None with `loss_on = "all"`. Raises ConfigError for a conversation
-        that the template does not take, or of which no token is a target.
-        """
+        """The ids of conversations, as `conversation_text` writes them, and which of these are targets."""
+        # Targets are bool arrays as long as the ids; None with `loss_on = "all"`. Raises ConfigError for a conversation
+        # that the template does not take, or of which no token is a target.
         rendered = [self._render(json.loads(text)) for text in conversations]
         encoded = self._hf(
             [text for text, _ in rendered], add_special_tokens=False, return_attention_mask=False, verbose=False,
@@ -154,10 +140,8 @@ class Chat:
 
 
 def chat_template(data: Data, tokenizer: TextTokenizer | None) -> str:
-    """The template of `data.chat_template`, else of the tokenizer; None for a tokenizer that is still to be trained.
-
-    Raises ConfigError if there is none, or it is not a Jinja template.
-    """
+    """The template of `data.chat_template`, else of the tokenizer; None for a tokenizer that is still to be trained."""
+    # Raises ConfigError if there is none, or it is not a Jinja template.
     if data.chat_template == PLAIN:
         return PLAIN_TEMPLATE
     where = "the tokenizer"
@@ -224,11 +208,9 @@ def _renamed(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def conversation_text(where: object, messages: Any) -> str:
-    """A conversation as a document: JSON of its messages, without fields that are null.
-
-    Raises ConfigError, beginning with `where`, for anything but a list of messages, with a role and a content, of
-    which one is the assistant's.
-    """
+    """A conversation as a document: JSON of its messages, without fields that are null."""
+    # Raises ConfigError, beginning with `where`, for anything but a list of messages, with a role and a content, of
+    # which one is the assistant's.
     if not isinstance(messages, list) or not messages:
         raise ConfigError(
             f'{where}: expected messages, as [{{"role": "user", "content": "…"}}, …]; got {messages!r:.80}'

@@ -27,26 +27,7 @@ from octavo.train.data.token_cache import TokenizedText
 
 
 class Corpus(Sequences):
-    """Tokenized documents of one source, cut into windows.
-
-    Args:
-        text: The documents.
-        data: How to cut them into windows.
-        shuffle: Whether to permute the windows anew in each epoch.
-        chosen: Which documents: bool [documents]; None for all of them.
-        fingerprint: Hash of content, tokenizer and choice; None for that of `text`.
-        which: What error messages call the documents.
-
-    Attributes:
-        folder: The entry of the cache.
-        hashes: A hash of the text of each document of the source: uint64.
-        documents: Number of documents.
-        tokens: Number of their ids, end tokens included.
-        cut: Number of documents that are longer than a packed row.
-
-    Raises:
-        ConfigError: If there is no window.
-    """
+    """Tokenized documents of one source, cut into windows."""
 
     def __init__(
         self, text: TokenizedText, data: Data, *, shuffle: bool,
@@ -55,13 +36,16 @@ class Corpus(Sequences):
         length = data.sequence_length
         self.tokenizer, self.files, self.skipped = text.tokenizer, text.files, text.skipped
         self.fingerprint = fingerprint or text.fingerprint
+        # folder: The entry of the cache.
+        # hashes: A hash of the text of each document of the source: uint64.
         self.hashes, self.folder = text.hashes, text.folder
-        self.documents = len(text.ends) if chosen is None else int(chosen.sum())
+        self.documents = len(text.ends) if chosen is None else int(chosen.sum())  # Number of documents
         self._ids, self._counts, self._length = text.ids, text.targets, length
         self._share = text.target_count / len(text.ids)
         self._first, self._offsets = _runs(text.ends, chosen)
-        self.tokens = int(self._offsets[-1])
+        self.tokens = int(self._offsets[-1])  # Number of their ids, end tokens included
         self._packed = None if data.packing == "stream" else _pack(text, chosen, data)
+        # Number of documents that are longer than a packed row.
         self.cut = 0 if self._packed is None else self._packed.cut
         count = (self.tokens - 1) // length if self._packed is None else len(self._packed)
         # Windows of conversations without a target are left out.
@@ -125,10 +109,8 @@ def _pack(text: TokenizedText, chosen: np.ndarray | None, data: Data) -> PackedR
 
 
 def _runs(ends: np.ndarray, chosen: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
-    """Runs of neighbouring chosen documents: the first id of each, and how many ids come before it and in all.
-
-    int64 [runs] and [runs + 1]. Nothing of the length of `ends` stays in memory.
-    """
+    """Runs of neighbouring chosen documents: the first id of each, and how many ids come before it and in all."""
+    # int64 [runs] and [runs + 1]. Nothing of the length of `ends` stays in memory.
     if chosen is None:
         return np.zeros(1, np.int64), np.array([0, ends[-1]], np.int64)
     edges = np.flatnonzero(np.diff(chosen.astype(np.int8), prepend=0, append=0))

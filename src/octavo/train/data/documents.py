@@ -259,10 +259,8 @@ def json_documents(lines: Iterator[tuple[Line, bytes]], column: Column) -> Strea
 
 
 def _lines(path: str, file: IO[bytes], start: int = 0, stop: int | None = None) -> Iterator[tuple[Line, bytes]]:
-    """Lines from `start`, where the file is, to those that begin before `stop`, without blank ones.
-
-    LF, CRLF and CR end a line.
-    """
+    """Lines from `start`, where the file is, to those that begin before `stop`, without blank ones."""
+    # LF, CRLF and CR end a line.
     number, position = 0, start
     while (stop is None or position < stop) and (line := file.readline(ROW_LIMIT + 2)):
         if len(line) > ROW_LIMIT and not line.endswith(b"\n"):

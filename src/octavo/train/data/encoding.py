@@ -29,11 +29,9 @@ Encoded = Iterator[tuple[list[int], np.ndarray | None] | int | None]
 
 
 def tokenize(folder: Path, stream: Stream, encoder: TextTokenizer | Chat) -> dict[str, int | str | bool]:
-    """Write the ids of all documents, where they end, and the targets of conversations.
-
-    Text is followed by the end token; conversations end as their template ends them. Returns counts and the dtype of
-    the ids.
-    """
+    """Write the ids of all documents, where they end, and the targets of conversations."""
+    # Text is followed by the end token; conversations end as their template ends them. Returns counts and the dtype of
+    # the ids.
     tokenizer = encoder if isinstance(encoder, TextTokenizer) else encoder.tokenizer
     dtype = np.dtype(np.uint16 if tokenizer.size <= 1 << 16 else np.uint32)
     tokens = documents = without_text = targets = 0

@@ -6,12 +6,7 @@ import numpy as np
 
 
 class EpochOrder:
-    """Numbers of the examples of each batch, a function of (seed, step).
-
-    Args:
-        count: Number of examples.
-        shuffle: Permute them in each epoch, by a generator keyed on (seed, epoch).
-    """
+    """Numbers of the examples of each batch, a function of (seed, step)."""
 
     def __init__(self, count: int, *, shuffle: bool) -> None:
         self._count, self._shuffle = count, shuffle

@@ -80,10 +80,8 @@ def files_below(folder: Path) -> list[str]:
 
 
 def files_of_split(config: Data, folder: Path, files: list[str]) -> list[str]:
-    """The files whose names belong to `data.split`; if no name has a split, all are "train".
-
-    The patterns are those of `datasets`, as "train-00000-of-00002.parquet", "test.jsonl", "validation/a.txt".
-    """
+    """The files whose names belong to `data.split`; if no name has a split, all are "train"."""
+    # The patterns are those of `datasets`, as "train-00000-of-00002.parquet", "test.jsonl", "validation/a.txt".
     from datasets.data_files import EmptyDatasetError, get_data_patterns, resolve_pattern
 
     base = glob.escape(str(folder.resolve()))

@@ -22,10 +22,8 @@ STDLIB = "python-stdlib"
 
 
 def files(config: Data, folder: Path) -> list[str]:
-    """The files that `load` reads of a local folder, hidden ones and its card included.
-
-    Raises ConfigError if they are not all in the folder, or are of another kind than `documents.FILE_KINDS`.
-    """
+    """The files that `load` reads of a local folder, hidden ones and its card included."""
+    # Raises ConfigError if they are not all in the folder, or are of another kind than `documents.FILE_KINDS`.
     import datasets
 
     card = folder / datasets.config.REPOYAML_FILENAME
@@ -43,10 +41,8 @@ def files(config: Data, folder: Path) -> list[str]:
 
 
 def load(config: Data, name: str, **options: Any) -> list[str]:
-    """The Arrow files of a data set that `datasets` loads, without running code that comes with it.
-
-    Raises ConfigError if it cannot be loaded, or has no split `data.split`.
-    """
+    """The Arrow files of a data set that `datasets` loads, without running code that comes with it."""
+    # Raises ConfigError if it cannot be loaded, or has no split `data.split`.
     import datasets
 
     with _readable(config), no_progress_bars():

@@ -40,17 +40,12 @@ CAPTIONS = (
 
 @dataclass(frozen=True)
 class Record:
-    """A conversation about one image.
+    """A conversation about one image."""
 
-    Attributes:
-        image: Number of the image.
-        turns: What the human and the model say in turn, human first; the first text has `PLACEHOLDER` once.
-        name: What error messages call it.
-    """
-
-    image: int
+    image: int  # Number of the image
+    # What the human and the model say in turn, human first; the first text has `PLACEHOLDER` once.
     turns: tuple[tuple[str, str], ...]
-    name: str
+    name: str  # What error messages call it
 
 
 @dataclass(frozen=True)
@@ -64,24 +59,8 @@ class Tokens:
 class ImageText:
     """Tokenized records with their images.
 
-    Args:
-        records: The records to train on, and the held-out ones.
-        images: Their images.
-        tokenizer: Tokenizer of the texts.
-        placeholder: The tokens of an image.
-        length: Tokens of a row.
-        shuffle: Permute the records anew in each epoch.
-
     Attributes:
-        tokenizer: The tokenizer.
-        fingerprint: Hash of images, tokens and their labels.
-        files: Number and digest of the images and of the conversations.
         skipped: Number of files left out: none.
-        training: Number of records to train on.
-        held_out: Number of held-out records.
-
-    Raises:
-        ConfigError: For a record that is longer than a row, or has the token of images in its text.
     """
 
     skipped = 0
@@ -90,7 +69,7 @@ class ImageText:
         self, records: tuple[Sequence[Record], Sequence[Record]], images: Images, tokenizer: TextTokenizer,
         placeholder: Tokens, *, length: int, shuffle: bool,
     ) -> None:  # fmt: skip
-        self.tokenizer, self._images = tokenizer, images
+        self.tokenizer, self._images = tokenizer, images  # tokenizer: The tokenizer
         training, held_out = records
         everything = [*training, *held_out]
         rows = [_tokens(record, tokenizer, placeholder) for record in everything]
@@ -115,9 +94,12 @@ class ImageText:
         self._image_of = [record.image for record in everything]
         digest = hashlib.sha256(f"image-text 1\0{images.fingerprint}\0{self._image_of}\0{length}\0".encode())
         digest.update(self._inputs.tobytes() + self._targets.tobytes())
-        self.fingerprint = digest.hexdigest()
+        self.fingerprint = digest.hexdigest()  # Hash of images, tokens and their labels
         turns = [(record.image, record.turns) for record in everything]
+        # Number and digest of the images and of the conversations.
         self.files = {"the images": count_and_digest(images.contents), "the conversations": count_and_digest(turns)}
+        # training: Number of records to train on.
+        # held_out: Number of held-out records.
         self.training, self.held_out = len(training), len(held_out)
         self._order = EpochOrder(len(training), shuffle=shuffle)
 
@@ -130,12 +112,7 @@ class ImageText:
         return self.rows(range(self.training + first, self.training + min(first + size, self.held_out)))
 
     def rows(self, numbers: Sequence[int]) -> tuple[Mapping[str, Tensor], Tensor]:
-        """Some records, with B rows of S tokens.
-
-        Returns:
-            `input_ids` int64 [B, S]; `pixel_values` fp32 [B, C, H, W]; and the targets int64 [B, S], the next tokens
-            where these are of an answer, else -100.
-        """
+        """Some records, with B rows of S tokens."""
         targets = torch.from_numpy(self._targets[numbers])
         inputs = {
             "input_ids": torch.from_numpy(self._inputs[numbers]),

@@ -66,10 +66,8 @@ class Images(Protocol):
 
 
 def split(contents: Sequence[Hashable]) -> tuple[list[int], list[int]]:
-    """The numbers of the examples to train on, and those of the held-out ones: of every fifth image.
-
-    Examples of one image are on the same side. `contents`: of the image of each example, as in `Images`.
-    """
+    """The numbers of the examples to train on, and those of the held-out ones: of every fifth image."""
+    # Examples of one image are on the same side. `contents`: of the image of each example, as in `Images`.
     images: dict[Hashable, int] = {}
     order = [images.setdefault(content, len(images)) for content in contents]
     held_out = [image % HELD_OUT == HELD_OUT - 1 for image in order]
@@ -103,12 +101,7 @@ def read_digits() -> tuple[np.ndarray, np.ndarray]:
 
 
 class DigitImages:
-    """The digits in a shape: as they are, or enlarged bilinearly, with equal channels.
-
-    Args:
-        pixels: uint8 [N, 8, 8], of `read_digits`.
-        shape: What the model takes.
-    """
+    """The digits in a shape: as they are, or enlarged bilinearly, with equal channels."""
 
     def __init__(self, pixels: np.ndarray, shape: ImageShape) -> None:
         digest = hashlib.sha256(f"digits 1 {shape}\0".encode())
@@ -139,10 +132,8 @@ def hash_files(paths: Sequence[Path]) -> list[bytes]:
 
 
 def read_unchanged(path: Path, digest: bytes) -> BytesIO:
-    """The content of a file. Raises ConfigError if it cannot be read, or is no longer that of `digest`.
-
-    `digest`: of `hash_files`.
-    """
+    """The content of a file. Raises ConfigError if it cannot be read, or is no longer that of `digest`."""
+    # `digest`: of `hash_files`.
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -153,16 +144,7 @@ def read_unchanged(path: Path, digest: bytes) -> BytesIO:
 
 
 class ImageFiles:
-    """Images of files, resized (bicubic) to a shape: three channels are RGB, one is grey.
-
-    Args:
-        paths: The files.
-        contents: What `hash_files` returns for them.
-        shape: What the model takes.
-
-    Raises:
-        ConfigError: For a file that cannot be read or does not decode, and without Pillow.
-    """
+    """Images of files, resized (bicubic) to a shape: three channels are RGB, one is grey."""
 
     def __init__(self, paths: Sequence[Path], contents: Sequence[bytes], shape: ImageShape) -> None:
         if shape.channels not in (1, 3):
@@ -205,10 +187,8 @@ class ImageFiles:
 
 
 def _in_8_bits(image: Any, file_format: str) -> Any:
-    """The image; if it is grey in 16 bits, its upper eight, which Pillow would clip at 255 instead.
-
-    Raises ValueError for 32 bits, of which white may be any number.
-    """
+    """The image; if it is grey in 16 bits, its upper eight, which Pillow would clip at 255 instead."""
+    # Raises ValueError for 32 bits, of which white may be any number.
     from PIL import Image
 
     if image.mode.startswith("I;16") or (image.mode == "I" and file_format == "PNG"):  # PNG has 16 bits at most

@@ -42,24 +42,8 @@ KNOWN = (*SUFFIXES, LATENTS)
 class LabelledImages:
     """Images and their classes.
 
-    Args:
-        images: The images.
-        labels: The number of the class of each.
-        names: The classes.
-        shape: Shape of the images.
-        shuffle: Permute the images anew in each epoch.
-
     Attributes:
-        names: The classes.
-        shape: Shape of the images.
-        training: Numbers of the images that are trained on.
-        held_out: Numbers of the others.
-        fingerprint: Hash of images, labels and classes.
-        files: Number and digest of the images of each class.
         skipped: Number of files left out as damaged: none.
-
-    Raises:
-        ConfigError: For a class of which all images are held out.
     """
 
     skipped = 0
@@ -67,8 +51,12 @@ class LabelledImages:
     def __init__(
         self, images: Images, labels: Sequence[int], names: Sequence[str], shape: ImageShape, *, shuffle: bool
     ) -> None:
+        # names: The classes.
+        # shape: Shape of the images.
         self.names, self.shape = tuple(names), shape
         self._images, self._labels = images, torch.tensor(labels, dtype=torch.int64, device="cpu")
+        # training: Numbers of the images that are trained on.
+        # held_out: Numbers of the others.
         self.training, self.held_out = split_examples(images.contents)
         if missing := set(range(len(names))) - {labels[number] for number in self.training}:
             raise ConfigError(
@@ -76,10 +64,11 @@ class LabelledImages:
                 "give more of it"
             )
         digest = hashlib.sha256(f"labelled images 1\0{images.fingerprint}\0{list(names)}\0{list(labels)}".encode())
-        self.fingerprint = digest.hexdigest()
+        self.fingerprint = digest.hexdigest()  # Hash of images, labels and classes
         classes: dict[int, list[Hashable]] = {}
         for label, content in zip(labels, images.contents, strict=True):
             classes.setdefault(label, []).append((names[label], content))
+        # Number and digest of the images of each class.
         self.files = {f'class "{name}"': count_and_digest(classes[label]) for label, name in enumerate(names)}
         self._order = EpochOrder(len(self.training), shuffle=shuffle)
 
@@ -106,11 +95,7 @@ class ImageClasses:
 
 
 def load_labelled(config: TrainConfig, shape: ImageShape, progress: Progress) -> LabelledImages:
-    """Read the images of a run and their classes, with enough of them for a batch.
-
-    Raises:
-        ConfigError: As `load_digits` and `load_folder`, and for fewer images than a batch.
-    """
+    """Read the images of a run and their classes, with enough of them for a batch."""
     progress.stage("reading the data")
     data = config.data
     if data.source == DIGITS:
@@ -122,11 +107,7 @@ def load_labelled(config: TrainConfig, shape: ImageShape, progress: Progress) ->
 
 
 def image_classes(source: str, shape: ImageShape, count: int | None) -> ImageClasses:
-    """The classes of `data.source`; of a folder that is not there, for a plan, `count` numbers.
-
-    Raises:
-        ConfigError: As `classes_of`.
-    """
+    """The classes of `data.source`; of a folder that is not there, for a plan, `count` numbers."""
     folder = expand(source)
     if source == DIGITS:
         return ImageClasses(DIGIT_NAMES, shape)
@@ -142,11 +123,7 @@ def load_digits(shape: ImageShape, *, shuffle: bool) -> LabelledImages:
 
 
 def load_folder(folder: Path, shape: ImageShape, *, shuffle: bool, progress: Progress) -> LabelledImages:
-    """Read a folder with a folder of images for each class; `progress` gets a note on files that are left out.
-
-    Raises:
-        ConfigError: As `classes_of` and `ImageFiles`.
-    """
+    """Read a folder with a folder of images for each class; `progress` gets a note on files that are left out."""
     classes = classes_of(folder)
     paths = [path for files in classes.values() for path in files]
     everything = files_below(folder)
@@ -159,11 +136,7 @@ def load_folder(folder: Path, shape: ImageShape, *, shuffle: bool, progress: Pro
 
 
 def classes_of(folder: Path) -> dict[str, list[Path]]:
-    """The images of each class, by the names of their folders, in order; without hidden files.
-
-    Raises:
-        ConfigError: If there are fewer than two folders with images, or images in folders below them.
-    """
+    """The images of each class, by the names of their folders, in order; without hidden files."""
     if not folder.is_dir():
         raise ConfigError(
             f'data.source = {folder} is no folder: give one with a folder of images for each class, or "digits"'

@@ -16,16 +16,7 @@ LATENTS = ".npy"
 
 
 class LatentFiles:
-    """Latents by number; an `Images`.
-
-    Args:
-        paths: The files, each an array of numbers in the shape that the model takes.
-        contents: What `octavo.train.data.images.hash_files` returns for them.
-        shape: What the model takes.
-
-    Raises:
-        ConfigError: For a file that cannot be read, is of another shape, or holds NaN or infinity.
-    """
+    """Latents by number; an `Images`."""
 
     def __init__(self, paths: Sequence[Path], contents: Sequence[bytes], shape: ImageShape) -> None:
         self._paths, self._shape = list(paths), (shape.channels, shape.height, shape.width)

@@ -22,12 +22,9 @@ from octavo.train.record.progress import Progress
 
 
 def load_corpus(data: Data, model: Model, progress: Progress, evaluation: EvalConfig | None = None) -> Sequences:
-    """Tokenize the data of a run, or open it in the cache; `evaluation`: what to hold out, or to evaluate on.
-
-    The tokenizer is that of `data.tokenizer`, else of the checkpoint at `model.path`, else trained on the data.
-
-    Raises ConfigError for unusable data.
-    """
+    """Tokenize the data of a run, or open it in the cache; `evaluation`: what to hold out, or to evaluate on."""
+    # The tokenizer is that of `data.tokenizer`, else of the checkpoint at `model.path`, else trained on the data.
+    # Raises ConfigError for unusable data.
     meter = ReadProgress(progress)
     folder, parts = data.tokenizer or model.path, data.parts
     tokenizer = None if folder is None else load_tokenizer(expand(folder))
@@ -85,10 +82,8 @@ def _train_tokenizer(parts: tuple[Data, ...], meter: ReadProgress) -> TextTokeni
 def _training(
     texts: Sequence[TokenizedText], parts: Sequence[Data], evaluation: EvalConfig | None
 ) -> list[Corpus]:  # fmt: skip
-    """The documents of each source to train on, with those that `evaluation` holds out.
-
-    A document that one source holds out is held out of all of them.
-    """
+    """The documents of each source to train on, with those that `evaluation` holds out."""
+    # A document that one source holds out is held out of all of them.
     if evaluation is None:
         return [Corpus(text, data, shuffle=data.shuffle) for text, data in zip(texts, parts, strict=True)]
     own = [_held_out(text, evaluation) for text in texts]

@@ -25,15 +25,7 @@ BLOCK = 100_000
 
 
 class Mixture(Sequences):
-    """Sequences of several sources.
-
-    Args:
-        parts: The sources.
-        weights: Their names and weights.
-
-    Raises:
-        ConfigError: If a weight is too small beside the others.
-    """
+    """Sequences of several sources."""
 
     def __init__(self, parts: Sequence[Sequences], weights: Sequence[tuple[str, float]]) -> None:
         self._parts, self._names = parts, [name for name, _ in weights]

@@ -23,44 +23,29 @@ NOISE_STREAM = 1
 class NoisyImages:
     """Batches of noisy images.
 
-    Args:
-        images: The images and their classes.
-        numbers: Which of them.
-        scheduler: diffusers' `DDPMScheduler`: the schedule of ᾱ.
-        shuffle: Permute them anew in each epoch.
-        label_dropout: Share of the samples whose class is left out.
-
     Attributes:
-        names: The classes.
-        shape: Shape of the images.
-        windows: Number of images.
-        fingerprint: Hash of images, classes, schedule and share.
-        files: As of the images.
         skipped: Number of files left out: none.
-        held_out: Batches of the held-out images, with their classes; set by who makes both.
     """
 
     skipped = 0
-    held_out: "NoisyImages | None" = None
+    held_out: "NoisyImages | None" = None  # Batches of the held-out images, with their classes; set by who makes both
 
     def __init__(
         self, images: LabelledImages, numbers: Sequence[int], scheduler: Any, *, shuffle: bool, label_dropout: float
     ) -> None:
+        # names: The classes.
+        # shape: Shape of the images.
+        # windows: Number of images.
         self.names, self.shape, self.windows = images.names, images.shape, len(numbers)
-        self.files = images.files
+        self.files = images.files  # As of the images
         self._images, self._numbers, self._scheduler, self._dropout = images, numbers, scheduler, label_dropout
         self._order = EpochOrder(len(numbers), shuffle=shuffle)
         digest = hashlib.sha256(f"noisy images 1\0{images.fingerprint}\0{label_dropout}\0".encode())
         digest.update(scheduler.alphas_cumprod.numpy().tobytes())
-        self.fingerprint = digest.hexdigest()
+        self.fingerprint = digest.hexdigest()  # Hash of images, classes, schedule and share
 
     def batch(self, seed: int, step: int, size: int) -> tuple[Mapping[str, Tensor], Tensor]:
-        """Inputs and targets of step 0, 1, …
-
-        Returns:
-            `sample` fp32 [size, C, H, W], the noisy images; `noise` fp32 of that shape; `timestep` int64 [size]. And
-            the classes int64 [size], where left out the number of classes.
-        """
+        """Inputs and targets of step 0, 1, …"""
         clean, classes = self._images.examples([self._numbers[row] for row in self._order.rows(seed, step, size)])
         noise, steps = torch.empty_like(clean), torch.empty(size, dtype=torch.int64, device="cpu")
         for row in range(size):

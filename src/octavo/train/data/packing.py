@@ -19,20 +19,7 @@ from octavo.nn.causal_head import IGNORE
 
 
 class PackedRows:
-    """The rows of some documents.
-
-    Args:
-        ids: Ids of all documents: [tokens].
-        first: Where each of the documents begins in `ids`: int64 [documents].
-        ends: Where it ends.
-        length: Positions of a row.
-        fill: The id of positions without a token.
-        counts: Which ids are targets: uint8 [tokens]; None if all are.
-        packed: Whether a row may have several pieces.
-
-    Attributes:
-        cut: Number of documents that are longer than a row.
-    """
+    """The rows of some documents."""
 
     def __init__(
         self, ids: np.ndarray, first: np.ndarray, ends: np.ndarray, length: int, fill: int,
@@ -41,7 +28,7 @@ class PackedRows:
         self._ids, self._length, self._fill, self._counts = ids, length, fill, counts
         targets = ends - first - 1
         pieces = -(-targets // length)
-        self.cut = int((pieces > 1).sum())
+        self.cut = int((pieces > 1).sum())  # Number of documents that are longer than a row
         document = np.repeat(np.arange(len(first)), pieces)
         number = np.arange(len(document)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
         starts = first[document] + number * length

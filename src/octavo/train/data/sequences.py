@@ -23,31 +23,20 @@ class NoFieldError(NoSequencesError):
 
 
 class Sequences(ABC):
-    """Sequences to train or to evaluate on. The sequence of a sample is a function of (seed, number of the sample).
+    """Sequences to train or to evaluate on. The sequence of a sample is a function of (seed, number of the sample)."""
 
-    Attributes:
-        tokenizer: The tokenizer of the ids.
-        fingerprint: Hash of the content, the tokenizer, and what is held out of it.
-        files: Size and digest of the files of the data by name, to name the one that changed before a resume.
-        skipped: Number of files left out because they are not UTF-8.
-        held_out: What the run is evaluated on, if anything.
-        documents: Number of documents; None if it is not known before the run.
-        tokens: Number of their tokens, likewise.
-    """
-
-    tokenizer: TextTokenizer
-    fingerprint: str
+    tokenizer: TextTokenizer  # The tokenizer of the ids
+    fingerprint: str  # Hash of the content, the tokenizer, and what is held out of it
+    # Size and digest of the files of the data by name, to name the one that changed before a resume.
     files: Mapping[str, list[Any]]
-    skipped: int = 0
-    held_out: "Sequences | None" = None
-    documents: int | None = None
-    tokens: int | None = None
+    skipped: int = 0  # Number of files left out because they are not UTF-8
+    held_out: "Sequences | None" = None  # What the run is evaluated on, if anything
+    documents: int | None = None  # Number of documents; None if it is not known before the run
+    tokens: int | None = None  # Number of their tokens, likewise
 
     def batch(self, seed: int, step: int, size: int) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of step 0, 1, …: two int64 tensors of shape (size, sequence_length).
-
-        Packed inputs have the shape (size, sequence_length, 2): ids and positions; targets of -100 do not count.
-        """
+        """Inputs and targets of step 0, 1, …: two int64 tensors of shape (size, sequence_length)."""
+        # Packed inputs have the shape (size, sequence_length, 2): ids and positions; targets of -100 do not count.
         rows = [self.row(seed, sample) for sample in range(step * size, (step + 1) * size)]
         inputs, targets = zip(*rows, strict=True)
         return torch.stack(inputs), torch.stack(targets)

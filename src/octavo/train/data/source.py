@@ -63,19 +63,15 @@ class Source:
 
 
 def open_source(config: Data, on_bytes_read: OnBytesRead) -> Source:
-    """Find the data and fingerprint it. `on_bytes_read` is called with the number of bytes just read.
-
-    Raises ConfigError if there is no data, it is not text, or it has no split `data.split`.
-    """
+    """Find the data and fingerprint it. `on_bytes_read` is called with the number of bytes just read."""
+    # Raises ConfigError if there is no data, it is not text, or it has no split `data.split`.
     source = _open(config, on_bytes_read)
     return replace(source, messages=config.format == "messages")
 
 
 def streamed_files(config: Data) -> tuple[list[str], str, str]:
-    """The files of a source that is streamed, their kind, and a note on ignored files of the folder.
-
-    Raises ConfigError for other sources.
-    """
+    """The files of a source that is streamed, their kind, and a note on ignored files of the folder."""
+    # Raises ConfigError for other sources.
     path = expand(config.source)
     if path.is_dir() and not any((path / name).is_file() for name in ("dataset_dict.json", "state.json")):
         files = files_below(path)

@@ -38,10 +38,8 @@ def read_data_state(folder: Path) -> dict[str, Any]:
 
 
 def difference(before: Mapping[str, Any], now: Mapping[str, Any], unit: str) -> str:
-    """The first difference of two states in words, "" for none: a file that is gone or new, or has other content.
-
-    `unit`: what the sizes count. Digests of text files are of all files up to this one.
-    """
+    """The first difference of two states in words, "" for none: a file that is gone or new, or has other content."""
+    # `unit`: what the sizes count. Digests of text files are of all files up to this one.
     if not before:
         return ""
     files, others = before["files"], now["files"]

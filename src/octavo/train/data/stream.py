@@ -70,16 +70,7 @@ class Block:
 
 
 class StreamedCorpus(Sequences):
-    """The sequences of files that are larger than memory, or than the time before the first step.
-
-    Args:
-        data: The source and how to cut it.
-        tokenizer: The tokenizer.
-        progress: Receives notes on the data.
-
-    Raises:
-        ConfigError: If the files cannot be streamed, or the first chunk has bad data.
-    """
+    """The sequences of files that are larger than memory, or than the time before the first step."""
 
     def __init__(self, data: Data, tokenizer: TextTokenizer, progress: Progress) -> None:
         self._data, self._pretrained, self._progress = data, tokenizer, progress

@@ -65,40 +65,29 @@ NO_FILES: Mapping[str, list[Any]] = MappingProxyType({})
 
 
 class TokenizedText:
-    """The tokenized documents of a cache entry.
-
-    Attributes:
-        tokenizer: The tokenizer of the ids.
-        folder: The entry.
-        digest: Digest of the ids.
-        fingerprint: Hash of the content and the tokenizer.
-        files: Size and digest of each file of the source by name, as `Source.files`.
-        skipped: Number of files left out because they are not UTF-8.
-        ids: Ids of all documents, each with its end token: uint16 or uint32 [tokens].
-        ends: Where each document ends in `ids`: int64 [documents].
-        hashes: A hash of the text of each document: uint64 [documents].
-        targets: Which ids are targets: uint8 [tokens]; None if all are.
-        target_count: How many are.
-    """
+    """The tokenized documents of a cache entry."""
 
     def __init__(
         self, folder: Path, tokenizer: TextTokenizer, fingerprint: str, files: Mapping[str, list[Any]] = NO_FILES
     ) -> None:
         facts = json.loads((folder / "facts.json").read_text(encoding="utf-8"))
-        self.tokenizer = tokenizer
+        self.tokenizer = tokenizer  # The tokenizer of the ids
+        # folder: The entry.
+        # fingerprint: Hash of the content and the tokenizer.
         self.folder, self.fingerprint = folder, fingerprint
-        self.digest: str = json.loads((folder / DIGESTS).read_text(encoding="utf-8"))["ids.bin"]
-        self.files = dict(files)
-        self.skipped: int = facts["skipped"]
+        self.digest: str = json.loads((folder / DIGESTS).read_text(encoding="utf-8"))["ids.bin"]  # Digest of the ids
+        self.files = dict(files)  # Size and digest of each file of the source by name, as `Source.files`
+        self.skipped: int = facts["skipped"]  # Number of files left out because they are not UTF-8
         self._empty: int = facts["without_text"]
+        # Ids of all documents, each with its end token: uint16 or uint32 [tokens].
         self.ids: np.ndarray = np.memmap(folder / "ids.bin", dtype=facts["dtype"], mode="r", shape=(facts["tokens"],))
         rows = np.memmap(folder / "documents.bin", dtype=DOCUMENT, mode="r", shape=(facts["documents"],))
-        self.ends: np.ndarray = rows["end"]
-        self.hashes: np.ndarray = rows["hash"]
-        self.targets: np.ndarray | None = None
+        self.ends: np.ndarray = rows["end"]  # Where each document ends in `ids`: int64 [documents]
+        self.hashes: np.ndarray = rows["hash"]  # A hash of the text of each document: uint64 [documents]
+        self.targets: np.ndarray | None = None  # Which ids are targets: uint8 [tokens]; None if all are
         if facts.get("masked"):
             self.targets = np.memmap(folder / TARGETS_FILE, dtype=np.uint8, mode="r", shape=(facts["tokens"],))
-        self.target_count: int = facts.get("targets", facts["tokens"])
+        self.target_count: int = facts.get("targets", facts["tokens"])  # How many are
 
     def without_text(self, what: str) -> str:
         """A sentence about documents without text; empty if there are none."""
@@ -127,10 +116,8 @@ class ReadProgress:
 def open_tokens(
     data: Data, meter: ReadProgress, progress: Progress, pretrained: TextTokenizer | None = None
 ) -> TokenizedText:  # fmt: skip
-    """Tokenize the documents of `data.source`, or open them in the cache. Raises ConfigError for unusable data.
-
-    `pretrained`: the tokenizer; None to train a BPE on the documents.
-    """
+    """Tokenize the documents of `data.source`, or open them in the cache. Raises ConfigError for unusable data."""
+    # `pretrained`: the tokenizer; None to train a BPE on the documents.
     template = chat_template(data, pretrained) if data.format == "messages" else None
     meter.stage("reading the data")
     return open_entry(data, open_source(data, meter), template, expand(data.cache), meter, progress, pretrained)
@@ -305,10 +292,8 @@ def _clear_abandoned(cache: Path) -> None:
 
 
 def _sample(read: Callable[[], Stream]) -> list[str]:
-    """A uniform sample of the documents with text, in a fixed random order, as long as `train_tokenizer` needs.
-
-    The first pass reads the lengths of all documents and chooses the sample; the second reads its text.
-    """
+    """A uniform sample of the documents with text, in a fixed random order, as long as `train_tokenizer` needs."""
+    # The first pass reads the lengths of all documents and chooses the sample; the second reads its text.
     lengths = array("I")
     step, length = 1, 0
     number = 0

@@ -85,10 +85,8 @@ class TextTokenizer:
         return self.backend.decode(ids, skip_special_tokens=False)
 
     def save(self, folder: Path) -> None:
-        """Write the files that `AutoTokenizer.from_pretrained(folder)` reads; for a pretrained tokenizer, all files.
-
-        Raises OSError if the disk is full.
-        """
+        """Write the files that `AutoTokenizer.from_pretrained(folder)` reads; for a pretrained tokenizer, all files."""
+        # Raises OSError if the disk is full.
         try:
             self.as_transformers().save_pretrained(str(folder))
         except Exception as error:
@@ -125,12 +123,9 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> TextTokenizer:
 
 
 def load_tokenizer(folder: Path) -> TextTokenizer:
-    """Load a tokenizer with `AutoTokenizer`, in any layout, without running code of its folder.
-
-    Documents end with its `eos_token`, else its `sep_token` (BERT).
-
-    Raises ConfigError if there is no tokenizer, a package is missing, it needs its own code, or it has no end token.
-    """
+    """Load a tokenizer with `AutoTokenizer`, in any layout, without running code of its folder."""
+    # Documents end with its `eos_token`, else its `sep_token` (BERT).
+    # Raises ConfigError if there is no tokenizer, a package is missing, it needs its own code, or it has no end token.
     from transformers import AutoTokenizer  # two seconds to import, and not every caller loads one
 
     remedy = "save one there (AutoTokenizer's save_pretrained), or give the folder of one as data.tokenizer"

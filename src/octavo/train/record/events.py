@@ -39,11 +39,9 @@ def add_event(out: Path, step: int, event: str, text: str, **details: int) -> No
 
 
 def read_events(out: Path) -> list[dict[str, Any]]:
-    """The events of a run, in order; [] where there were none.
-
-    A last line without its newline is one that a killed process did not finish: it is left out, with a warning. Any
-    other line that is not an event raises ValueError with its number and the field.
-    """
+    """The events of a run, in order; [] where there were none."""
+    # A last line without its newline is one that a killed process did not finish: it is left out, with a warning. Any
+    # other line that is not an event raises ValueError with its number and the field.
     return read_records(out / EVENTS_FILE, Event, EVENT)
 
 

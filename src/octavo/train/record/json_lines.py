@@ -44,29 +44,18 @@ def read_record(text: bytes, model: type[BaseModel], problem: str) -> dict[str, 
 
 
 class RecordFollower:
-    """Reads a file of records while another process appends to it, or replaces it as a resumed run does.
-
-    Args:
-        path: The file, which need not exist yet.
-        model: Checks each record.
-        what: As "a step of a run", for error messages.
-
-    Attributes:
-        records: All records so far.
-    """
+    """Reads a file of records while another process appends to it, or replaces it as a resumed run does."""
 
     def __init__(self, path: Path, model: type[BaseModel], what: str) -> None:
-        self.records: list[dict[str, Any]] = []
+        self.records: list[dict[str, Any]] = []  # All records so far
         self._path, self._model, self._what = path, model, what
         self._last, self._before_last, self._offset = b"", b"", 0
 
     def poll(self) -> int:
-        """Read the complete lines that are new; return how many of the records before this call are still there.
-
-        A line without its end is left for later. If the last line that was read is no longer in its place, a run has
-        completed it, or, if that before it is not either, the file is another one, and is read from its beginning.
-        Raises ValueError for a line that is not a record, at each call.
-        """
+        """Read the complete lines that are new; return how many of the records before this call are still there."""
+        # A line without its end is left for later. If the last line that was read is no longer in its place, a run has
+        # completed it, or, if that before it is not either, the file is another one, and is read from its beginning.
+        # Raises ValueError for a line that is not a record, at each call.
         try:
             file = self._path.open("rb")
         except FileNotFoundError:
@@ -119,10 +108,8 @@ def first_error(error: ValidationError) -> str:
 
 @cache
 def record(kind: Any, **special: Any) -> type[BaseModel]:
-    """A model of the fields of a dataclass: all of them and no others, without conversions; `special`: other types.
-
-    An int is a `NonNegative`. A field with a default may be absent.
-    """
+    """A model of the fields of a dataclass: all of them and no others, without conversions; `special`: other types."""
+    # An int is a `NonNegative`. A field with a default may be absent.
     hints = get_type_hints(kind, include_extras=True)
     hints = {name: NonNegative if hint is int else hint for name, hint in hints.items()} | special
     defaults = {field.name: field.default for field in dataclasses.fields(kind)}

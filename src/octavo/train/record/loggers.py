@@ -118,16 +118,7 @@ def missing_logger(names: Sequence[str]) -> str | None:
 
 
 class ScalarLog:
-    """Send scalars to TensorBoard and to the loggers of a run; the interface of TensorBoard's `SummaryWriter`.
-
-    Args:
-        board: TensorBoard's writer.
-        names: Of `REMOTES`.
-        out: The output folder.
-        name: Name of the run.
-        config: Settings of the run, flat, to show on the servers.
-        note: Receives a message for the user when a logger fails.
-    """
+    """Send scalars to TensorBoard and to the loggers of a run; the interface of TensorBoard's `SummaryWriter`."""
 
     def __init__(
         self, board: Any, names: Sequence[str], out: Path, name: str, config: Mapping[str, Any],

@@ -253,17 +253,12 @@ class StepTotals:
 
 
 class MetricsBuffer:
-    """Counts steps, on ranks that write no files. A context manager.
+    """Counts steps, on ranks that write no files. A context manager."""
 
-    Attributes:
-        totals: Of all steps.
-        last: The last step, where files are written.
-    """
-
-    last: StepMetrics | None
+    last: StepMetrics | None  # The last step, where files are written
 
     def __init__(self, rows: Iterable[StepMetrics] = ()) -> None:
-        self.totals, self.last = StepTotals(rows), None
+        self.totals, self.last = StepTotals(rows), None  # totals: Of all steps
 
     def __enter__(self) -> Self:
         return self

@@ -48,11 +48,9 @@ class RunFolder(NamedTuple):
 
 
 def open_run_folder(out: Path, config: TrainConfig, *, resume: bool) -> RunFolder:
-    """Check that a run may write into the folder `out`, and find the checkpoint to resume from.
-
-    Raises ConfigError if `out` holds a run without `resume`, another run, files that the run would overwrite, or links
-    that it would write through.
-    """
+    """Check that a run may write into the folder `out`, and find the checkpoint to resume from."""
+    # Raises ConfigError if `out` holds a run without `resume`, another run, files that the run would overwrite, or
+    # links that it would write through.
     if config.model.path is not None and expand(config.model.path).resolve() == out.resolve():
         raise ConfigError(f"{out} is model.path, the checkpoint to start from: choose another folder (--out)")
     for name in (*RUN_MARKERS, *OTHER_FILES):
@@ -106,10 +104,8 @@ def _progress(out: Path) -> str:
 
 
 def check_kind(path: Path, writer: str = "a run") -> None:
-    """Raise ConfigError for a folder or link at the path of a file, or a non-folder at the path of a folder.
-
-    A link to a folder counts as a folder. `writer`: who writes there.
-    """
+    """Raise ConfigError for a folder or link at the path of a file, or a non-folder at the path of a folder."""
+    # A link to a folder counts as a folder. `writer`: who writes there.
     folder = path.name in (FOLDER, TENSORBOARD_DIR)
     if os.path.lexists(path) and not (path.is_dir() if folder else path.is_file() and not path.is_symlink()):
         kind = f"a link to {os.readlink(path)}" if path.is_symlink() else "a folder" if path.is_dir() else "no folder"

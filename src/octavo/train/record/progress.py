@@ -47,15 +47,11 @@ class NullProgress:
 
 
 class DeferredErrors:
-    """A `Progress` that holds back the first error of another one, until all ranks can raise it.
-
-    Attributes:
-        error: The first error.
-    """
+    """A `Progress` that holds back the first error of another one, until all ranks can raise it."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
-        self.error: Exception | None = None
+        self.error: Exception | None = None  # The first error
 
     def _call(self, method: Callable[..., None], *arguments: Any) -> None:
         try:

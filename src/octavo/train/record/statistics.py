@@ -34,11 +34,9 @@ Level = float | Literal["inf"] | None
 
 
 def read_statistics(out: Path) -> list[OperandStats]:
-    """Read the statistics in the output folder `out`, in order; [] where there are none.
-
-    A last line without its newline is one that a killed process did not finish: it is left out, with a warning. Any
-    other line that is not a row, or is of a step before the last line's, raises ValueError with its number.
-    """
+    """Read the statistics in the output folder `out`, in order; [] where there are none."""
+    # A last line without its newline is one that a killed process did not finish: it is left out, with a warning. Any
+    # other line that is not a row, or is of a step before the last line's, raises ValueError with its number.
     path = out / STATISTICS_FILE
     rows = [OperandStats.from_json(row) for row in read_records(path, _model(), ROW)]
     check_order(path, (row.step for row in rows), ROW, repeated=True)
@@ -46,14 +44,10 @@ def read_statistics(out: Path) -> list[OperandStats]:
 
 
 class StatisticsFollower:
-    """Reads the statistics in the output folder `out` while a run adds to them.
-
-    Attributes:
-        rows: All rows so far.
-    """
+    """Reads the statistics in the output folder `out` while a run adds to them."""
 
     def __init__(self, out: Path) -> None:
-        self.rows: list[OperandStats] = []
+        self.rows: list[OperandStats] = []  # All rows so far
         self._records = RecordFollower(out / STATISTICS_FILE, _model(), ROW)
 
     def poll(self) -> bool:
@@ -68,14 +62,7 @@ def _model() -> type[BaseModel]:
 
 
 def statistics_of(folder: Path) -> list[OperandStats]:
-    """The statistics of a run, or of a run up to one of its checkpoints.
-
-    Args:
-        folder: The run's output folder, or a `step-NNNNNN` of it.
-
-    Raises:
-        ValueError: Where there are none, with how to get some.
-    """
+    """The statistics of a run, or of a run up to one of its checkpoints."""
     at = CHECKPOINT.fullmatch(folder.resolve().name)
     run = run_of(folder)
     if not run.is_dir():
@@ -122,14 +109,7 @@ def _steps(rows: Sequence[OperandStats]) -> Iterator[list[OperandStats]]:
 
 
 class StatisticsWriter:
-    """Append rows to `statistics.jsonl` and TensorBoard.
-
-    Args:
-        out: The output folder.
-        after_step: Steps the run had finished when this process took over; later lines are dropped.
-        board: TensorBoard's writer.
-        limits: What is reported; None for the default limits.
-    """
+    """Append rows to `statistics.jsonl` and TensorBoard."""
 
     def __init__(self, out: Path, *, after_step: int, board: Any, limits: Thresholds | None = None) -> None:
         self._path, self._board, self._limits = out / STATISTICS_FILE, board, limits or Thresholds()

@@ -55,22 +55,12 @@ class Task(ABC):
     A batch is two tensors with the sequences, or images, as rows; the inputs may be a mapping of names to tensors.
     Every row has the same number of targets, so that the mean over micro-batches and ranks is the mean over targets;
     else the task is `uneven`, and the trainer weighs.
-
-    Args:
-        config: Configuration of the run.
-        data: What `load` returns.
-
-    Attributes:
-        kind: The models that can learn it.
-        unit: What the targets are, as "tokens".
-        causal: Whether the model must not see later tokens.
-        file_unit: What the sizes in `Data.files` count.
     """
 
-    kind: ClassVar[ModelKind]
-    unit: ClassVar[str] = "tokens"
-    causal: ClassVar[bool] = False
-    file_unit: ClassVar[str] = "examples"
+    kind: ClassVar[ModelKind]  # The models that can learn it
+    unit: ClassVar[str] = "tokens"  # What the targets are, as "tokens"
+    causal: ClassVar[bool] = False  # Whether the model must not see later tokens
+    file_unit: ClassVar[str] = "examples"  # What the sizes in `Data.files` count
 
     def __init__(self, config: TrainConfig, data: Any) -> None:
         self.config = config
@@ -102,10 +92,8 @@ class Task(ABC):
         """The loss of a micro-batch: a scalar, the mean over its targets, in fp32."""
 
     def prepare(self, model: Any, loss: str) -> str:
-        """Make a model compute the loss "chunked" or "whole"; returns a note for the user, or "".
-
-        Raises ConfigError for a model that cannot learn the task.
-        """
+        """Make a model compute the loss "chunked" or "whole"; returns a note for the user, or ""."""
+        # Raises ConfigError for a model that cannot learn the task.
         return ""
 
     def logits(self, forward: Forward, inputs: Inputs, **arguments: Tensor) -> Tensor:

@@ -102,10 +102,8 @@ WIDEST_SUMS = 8192
 
 
 def backward_launches(columns: int, flags: dict[str, bool], config: int = 0) -> list[Launch]:
-    """Return the backward kernels for a row length: dx and column sums together, or one after the other for long rows.
-
-    `flags`: CENTER, OFFSET, BIAS, TOTAL.
-    """
+    """Return the backward kernels for a row length: dx and column sums together, or in turn for long rows."""
+    # `flags`: CENTER, OFFSET, BIAS, TOTAL.
     tile_c = max(triton.next_power_of_2(columns), 128)
     warps = min(max(tile_c // (32 * BACKWARD_CONFIGS[config]), 1), 32)
     rows = {**flags, "TILE_C": tile_c, "INTERPRETED": INTERPRETED}
