@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 MODULES = (
     "octavo.kernels.quantize.triton",
-    "octavo.kernels.multiply.triton",
     "octavo.kernels.gemm.triton",
     "octavo.kernels.fused.triton",
     "octavo.kernels.adamw.triton",

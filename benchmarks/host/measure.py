@@ -118,9 +118,7 @@ def arms(names: tuple[str, ...] = ()) -> dict[str, tuple[str, Callable[[], nn.Mo
     made["block"] = ("bf16 block", lambda: _converted(Block(), "rowwise"))
     made["block keep_weights"] = ("bf16 block", lambda: _converted(Block(), "rowwise", keep_weights=True))
     made["bf16 llama block"] = ("bf16 llama block", NormedBlock)
-    for emit in ("never", "always"):  # docs/host_time.md: what emitted inputs cost
-        name = f"llama block, emit {emit}"
-        made[name] = ("bf16 llama block", lambda e=emit: _converted(NormedBlock(), "rowwise", emit=e))
+    made["llama block"] = ("bf16 llama block", lambda: _converted(NormedBlock(), "rowwise"))
     if has_torchao():
         made |= {f"torchao {recipe}": ("bf16", lambda r=recipe: _torchao(r)) for recipe in TORCHAO}
     if not names:

@@ -314,58 +314,6 @@ def differing_passes(layer):
         yield "other launches"
 
 
-def emitted_inputs_have_no_pass():
-    """A Llama block: X of q, k and v, of gate and up, and of down come from the kernels of their producers."""
-    from collections import Counter
-
-    from transformers import LlamaConfig
-    from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
-
-    import octavo
-
-    class Block(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norm, self.post = LlamaRMSNorm(64), LlamaRMSNorm(64)
-            for name in ("q", "k", "v", "o"):
-                setattr(self, name, torch.nn.Linear(64, 64, bias=False))
-            self.mlp = LlamaMLP(LlamaConfig(hidden_size=64, intermediate_size=128, num_attention_heads=2))
-
-        def forward(self, x):
-            y = self.norm(x)
-            x = x + self.o(self.q(y) + self.k(y) + self.v(y))
-            return x + self.mlp(self.post(x))
-
-    failed, counts = [], {}
-    g, x = torch.zeros(2, 48, 64, dtype=torch.bfloat16), torch.zeros(2, 48, 64, dtype=torch.bfloat16).requires_grad_()
-    for emit in ("never", "always"):
-        torch.manual_seed(0)
-        module = Block().bfloat16()
-        model = octavo.convert(module, "rowwise", device="cpu", emit=emit, verbose=False)
-        for _ in range(24):
-            model(x).backward(g)
-        through = launch.THROUGH_TRITON.total()
-        with DRIVER.recorded() as forward:
-            y = model(x)
-        with DRIVER.recorded() as backward:
-            y.backward(g)
-        if launch.THROUGH_TRITON.total() != through:
-            failed.append(f"{emit}: through Triton")
-        counts[emit] = Counter(r.kernel for r in forward), Counter(r.kernel for r in backward)
-        if emit == "always":
-            with DRIVER.recorded() as records, torch.no_grad():
-                model(x)
-            if len(records) != 14:  # without autograd the modules run their own code, and no cast is shared
-                failed.append(f"without autograd {len(records)} launches")
-    before, after = (sum(counts[emit][0].values()) for emit in counts)
-    gone, new = counts["never"][0] - counts["always"][0], counts["always"][0] - counts["never"][0]
-    if (before, after, gone.total(), new.total()) != (11, 11, 3, 3):  # 3 passes over X became 3 multiplications
-        failed.append(f"{before} {after} {gone} {new}")
-    if counts["never"][1] != counts["always"][1]:
-        failed.append("backward launches differ")
-    return failed
-
-
 def scales_with_gaps_are_copied():
     """Hooks may return saved scales with strides, which kernels do not know: generated functions copy them."""
     import octavo

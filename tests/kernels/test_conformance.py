@@ -17,7 +17,6 @@ from octavo.kernels.fused import triton as fused
 from octavo.kernels.gemm import triton as products
 from octavo.kernels.grouped import triton as grouped
 from octavo.kernels.launch import INTERPRETED
-from octavo.kernels.multiply import triton as multiplication
 from octavo.kernels.quantize import triton as quantizers
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="on a GPU: octavo doctor --deep, and tests/test_gpu.py")
@@ -37,7 +36,7 @@ def test_all_kernels_equal_the_reference():
     outcomes = compare("")
     assert {outcome.op for outcome in outcomes} == {
         "quantize", "quantize_pair", "scaled_mm", "grouped_mm", "rms_norm", "layer_norm", "rms_norm_backward",
-        "layer_norm_backward", "glu", "glu_backward", "multiply", "dequantize", "adaptive_quantize",
+        "layer_norm_backward", "glu", "glu_backward", "dequantize", "adaptive_quantize",
         "adaptive_dequantize", "adamw",
     }  # fmt: skip
     assert [o for o in outcomes if o.mismatches] == []
@@ -50,7 +49,7 @@ def test_every_variant_that_can_be_launched_is_compared():
     assert {(v.op, v.case, v.config) for v in quantizers.variants()} <= compared
     others = {
         (v.op, v.config)
-        for module in (products, grouped, fused, optimizer, dequantizer, messages, multiplication)
+        for module in (products, grouped, fused, optimizer, dequantizer, messages)
         for v in module.variants()
     }
     assert others == {(op, config) for op, _, config in compared} - {(v.op, v.config) for v in quantizers.variants()}

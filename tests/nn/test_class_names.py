@@ -11,7 +11,7 @@ from accelerate.utils.dataclasses import get_module_class_from_name
 from models import MLP, llama
 from moe_models import mixture
 from torch import nn
-from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.pytorch_utils import Conv1D
 
 import octavo
@@ -56,7 +56,6 @@ KINDS = {
     "storing norm, gated MLP and activation": (LlamaRMSNorm, llama, {"precision": ACTIVATIONS}),
     "storing block and root": (Block, Block, {"precision": ACTIVATIONS}),
     "storing blocks": (nn.LayerNorm, lambda: nn.Sequential(Block(), MLP(), Block()), {"precision": ACTIVATIONS}),
-    "emitting norm and gated MLP": (LlamaMLP, llama, {"emit": "always"}),
 }
 
 

@@ -11,7 +11,7 @@ from tiny_runs import MakeConfig, Recorder, curve
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from octavo.nn import emitting, weights
+from octavo.nn import weights
 from octavo.train import NonFiniteError, RunResult, load_config, loss_scale, read_metrics, run
 from octavo.train.checkpoint.retention import latest_checkpoint
 from octavo.train.config.run_config import ConfigError, parse_config
@@ -170,22 +170,6 @@ def test_kept_weights_are_quantized_once_per_step_and_change_no_loss(make_config
     assert casts[True, 4] - casts[True, 3] == linears * 2  # once for a step's micro-batches, and once to check
     without, kept = (read_metrics(tmp_path / f"{keep}4") for keep in (False, True))
     assert [(row.loss, row.grad_norm) for row in kept] == [(row.loss, row.grad_norm) for row in without]
-
-
-@pytest.mark.thorough
-def test_emitted_inputs_change_no_loss(make_config: MakeConfig, tmp_path: Path) -> None:
-    counts, rows = {}, {}
-    for emit in ("never", "auto", "always"):
-        config = make_config(
-            run={"steps": 3}, precision={"level": "fp8", "recipe": "rowwise", "emit": emit, "parameters": "fp32"}
-        )
-        with pytest.MonkeyPatch.context() as patch:
-            multiply = Mock(wraps=emitting.multiply)
-            patch.setattr(emitting, "multiply", multiply)
-            run(config, out=tmp_path / emit)
-        counts[emit] = multiply.call_count
-        rows[emit] = [(row.loss, row.grad_norm) for row in read_metrics(tmp_path / emit)]
-    assert counts["always"] > counts["never"] == 0 and rows["never"] == rows["auto"] == rows["always"]
 
 
 def test_a_loss_scale_of_a_power_of_two_changes_nothing(make_config: MakeConfig, tmp_path: Path) -> None:

@@ -21,7 +21,6 @@ from octavo.activations.modules import (
     fp8_saving_class,
     saves_fp8,
 )
-from octavo.nn.emitting import check_emit, disable_emitting, emits, emitting_modules, enable_emitting
 from octavo.nn.experts import convert_experts, is_converted_experts, looks_like_experts, revert_experts
 from octavo.nn.filters import Filter, ModuleFilter, both, of_precision
 from octavo.nn.frozen import (
@@ -94,10 +93,7 @@ def rule_plan(
     return plan
 
 
-def apply_plan(
-    model: M, plan: Plan, *, keep_weights: bool = False, frozen: str = "bf16", emit: str = "auto",
-    verbose: bool = False,
-) -> M:  # fmt: skip
+def apply_plan(model: M, plan: Plan, *, keep_weights: bool = False, frozen: str = "bf16", verbose: bool = False) -> M:
     """Convert the layers of a model as planned, in place.
 
     Args:
@@ -105,7 +101,6 @@ def apply_plan(
         plan: A decision per layer.
         keep_weights: As of `octavo.convert`.
         frozen: As of `octavo.convert`.
-        emit: As of `octavo.convert`.
         verbose: Print a one-line summary on stderr.
 
     Raises:
@@ -124,7 +119,6 @@ def apply_plan(
         raise TypeError(f"plan is an octavo.Plan; got {plan!r}: read one with octavo.Plan.from_json(text)")
     check_unconverted(model)
     check_frozen(frozen)
-    check_emit(emit)
     modules = dict(model.named_modules())
     storages = _check(plan, modules)
     specs: dict[str, MessageSpec] = {}
@@ -148,8 +142,6 @@ def apply_plan(
             refuse_save_pretrained(model)
         for fqn, storage in storages.items():
             enable_fp8_saving(modules[fqn], storage)
-        for fqn, (kind, width) in emitting_modules(modules, plan, emit).items():
-            enable_emitting(modules[fqn], kind, width, emit)
         # Drops the predictions of octavo.plan.
         vars(model)[PLAN_ATTRIBUTE] = Plan(plan.decisions, plan.activations, plan.partial)
         if verbose:
@@ -170,7 +162,7 @@ def check_unconverted(model: nn.Module) -> None:
 
 
 def _is_changed(module: nn.Module) -> bool:
-    return is_converted(module) or is_converted_experts(module) or saves_fp8(module) or emits(module) is not None
+    return is_converted(module) or is_converted_experts(module) or saves_fp8(module)
 
 
 def nothing_converted(plan: Plan) -> ValueError:
@@ -203,10 +195,9 @@ def revert(model: M) -> M:
     check_module("revert", model)
     converted = {fqn: m for fqn, m in model.named_modules() if is_converted(m) or is_converted_experts(m)}
     saving = {fqn: module for fqn, module in model.named_modules() if saves_fp8(module)}
-    emitting = {fqn: module for fqn, module in model.named_modules() if emits(module) is not None}
-    if not converted and not saving and not emitting and PLAN_ATTRIBUTE not in vars(model):
+    if not converted and not saving and PLAN_ATTRIBUTE not in vars(model):
         raise ValueError("revert: this model has no converted layer, so there is nothing to revert")
-    for fqn, module in (converted | saving | emitting).items():
+    for fqn, module in (converted | saving).items():
         if (why := change_since(module) or sharded_problem(module)) is not None:
             raise ValueError(f"revert: {fqn or 'the model'} {why}. The model was left as it was")
     with all_or_nothing(model):
@@ -219,8 +210,6 @@ def revert(model: M) -> M:
         allow_save_pretrained(model)
         for module in saving.values():
             disable_fp8_saving(module)
-        for module in emitting.values():
-            disable_emitting(module)
         for module in model.modules():
             vars(module).pop(PLAN_ATTRIBUTE, None)
     return model

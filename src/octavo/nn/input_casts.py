@@ -121,11 +121,6 @@ class InputCastCache(threading.local):
             casts.setdefault(Readers, readers)
         return casts
 
-    def offer(self, owner: Tensor, casts: dict[Any, Any], context: tuple[Any, ...]) -> None:
-        """Let a tensor's producer provide the dictionary of its casts (`octavo.nn.emitting`); see `casts_of`."""
-        if self.casts_of(owner, context) is not None and self.entry is not None:
-            self.entry[1].casts = casts
-
     def casts_of(self, owner: Tensor, context: tuple[Any, ...] = ()) -> dict[Any, Any] | None:
         """Return the casts of a tensor in its present state, to look up and add to; None if it is not cached."""
         # `context` is its execution context, for a caller that knows it.

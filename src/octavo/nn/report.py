@@ -12,7 +12,6 @@ from torch import nn
 from octavo.activations.detect import original_class
 from octavo.activations.modules import STORAGE_ATTRIBUTE, saves_fp8
 from octavo.kernels.gemm import accelerated
-from octavo.nn.emitting import HOW, emits
 from octavo.nn.experts import is_converted_experts, looks_like_experts
 from octavo.nn.linear_subclasses import is_converted
 from octavo.nn.memory_audit import saved_by_layer
@@ -45,17 +44,16 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationRow:
-    """A module that stores its activations in FP8, was considered for it, or emits the FP8 form of its result."""
+    """A module that stores its activations in FP8, or was considered for it."""
 
     name: str  # Fully qualified name; empty for the model itself
     activation_storage: str | None  # `"norm"`, `"glu"`, `"activation"` or `"saved_tensors"`; None if it is unchanged
-    reason: str  # What it stores or emits, or why it is unchanged
-    emits: bool = False  # Whether it emits the FP8 form of its result (`octavo.nn.emitting`)
+    reason: str  # What it stores, or why it is unchanged
 
     @property
     def recipe(self) -> str | None:
         """Text for the recipe column of tables."""
-        return "emits fp8" if self.emits else None if self.activation_storage is None else "stores fp8"
+        return None if self.activation_storage is None else "stores fp8"
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -65,8 +63,7 @@ class Report(Displayed):
     Attributes:
         rows: Linear layers, and other modules with matrix weights.
         execution: How FP8 products run on this machine, if they are emulated.
-        activations: Modules that store activations in FP8, and those that could not, if this is on; modules that emit
-            the FP8 form of their result.
+        activations: Modules that store activations in FP8, and those that could not, if this is on.
         saved_bytes: Bytes that a forward saves for backward, by module; empty without a batch.
         activations_requested: Whether `activations="fp8"` was set.
     """
@@ -104,22 +101,18 @@ class Report(Displayed):
             if not row.converted:
                 skipped.setdefault(row.reason, []).append(row)
         reasons = [f"{_named_or_counted(rows)}: {reason}" for reason, rows in skipped.items()]
-        parts = (text, *reasons, self._storage_summary(), self._emitting_summary(), self.execution)
+        parts = (text, *reasons, self._storage_summary(), self.execution)
         return "; ".join(part for part in parts if part)
 
     def _storage_summary(self) -> str:
         counts = Counter(row.activation_storage for row in self.activations if row.activation_storage is not None)
-        unchanged = [row for row in self.activations if row.activation_storage is None and not row.emits]
+        unchanged = [row for row in self.activations if row.activation_storage is None]
         if not counts:
             none = "activations='fp8': no module stores them" if self.activations_requested else ""
             return none + (f" ({len(unchanged)} were looked at)" if none and unchanged else "")
         kinds = ", ".join(f"{kind} {count}" for kind, count in counts.items())
         text = f"activations in FP8 in {counts.total()} modules ({kinds})"
         return text + (f", not in {len(unchanged)} others" if unchanged else "")
-
-    def _emitting_summary(self) -> str:
-        count = sum(row.emits for row in self.activations)
-        return f"{count} norms and gated MLPs emit the FP8 form of their result" if count else ""
 
     def __str__(self) -> str:
         rows: list[tuple[str, Row | ActivationRow]] = [*merged_rows(self.rows), *merged_rows(self.activations)]
@@ -240,8 +233,6 @@ def _activation_rows(model: nn.Module, plans: Mapping[str, Plan]) -> Iterator[Ac
         if saves_fp8(module) or (is_converted_experts(module) and STORAGE_ATTRIBUTE in vars(module)):
             storage = getattr(module, STORAGE_ATTRIBUTE).kind
             yield ActivationRow(name=fqn, activation_storage=storage, reason=STORED_HOW[storage])
-        elif (kind := emits(module)) is not None:
-            yield ActivationRow(name=fqn, activation_storage=None, reason=HOW[kind], emits=True)
         elif decision is not None and not is_linear(module) and not is_converted_experts(module):
             layer = looks_like_experts(module) or decision.recipe is not None  # PEFT wraps layers under their names
             if layer and decision.activation_storage is None:

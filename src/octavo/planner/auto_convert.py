@@ -55,7 +55,6 @@ def convert(
     activations: Literal["bf16", "fp8"] = "bf16",
     frozen: Literal["bf16", "fp8"] = "bf16",
     weight_only: Literal["auto"] | Sequence[str] = AUTO,
-    emit: Literal["auto", "always", "never"] = "auto",
     device: "str | Path | Mapping[str, Any] | Gpu | None" = None,
     tokens: int = ASSUMED_TOKENS,
     verbose: bool = True,
@@ -86,8 +85,6 @@ def convert(
             frozen, all are frozen. By rule, whatever the gain in time; for recipes with one FP8 form of W.
         weight_only: Name patterns of layers whose resident weights are dequantized for products in the input's dtype;
             `()` for none. `"auto"`: projections of attention whose recipe no filter chose (`octavo.nn.weight_only`).
-        emit: Whether norms and gated MLPs also quantize their result, for linears that read it; no bit changes
-            (docs/howto.md). `"auto"`: on GPUs, if it has 2²⁶ elements or more. `"always"`; `"never"`.
         device: The GPU to decide for, as of `octavo.plan`: a name such as `"h100"`, a file or a table. None: this
             machine's GPU, if it has one. `"cpu"`: decide without costs, also on a machine with a GPU.
         tokens: Tokens per call of a layer on one GPU; used only for the decision.
@@ -109,18 +106,18 @@ def convert(
     _check_request(model, recipe, precision, plan, skip, filter, keep_weights, activations, device, tokens, frozen)
     check_weight_only_request(weight_only, frozen, plan)
     if plan is not None:
-        return apply_plan(model, plan, keep_weights=keep_weights, frozen=frozen, emit=emit, verbose=verbose)
+        return apply_plan(model, plan, keep_weights=keep_weights, frozen=frozen, verbose=verbose)
     keep_weights |= precision is not None and precision.keep_weights
     gpu = local_gpu_name() if device is None else device
     if gpu in (None, "cpu") or frozen == "fp8" or not _is_auto(recipe, precision):
         recipe = None if recipe == AUTO else recipe
         by_rule = rule_plan(model, recipe, precision=precision, skip=skip, filter=filter, activations=activations)
         by_rule = with_weight_only(by_rule, weight_only, model) if frozen == "fp8" else by_rule
-        return apply_plan(model, by_rule, keep_weights=keep_weights, frozen=frozen, emit=emit, verbose=verbose)
+        return apply_plan(model, by_rule, keep_weights=keep_weights, frozen=frozen, verbose=verbose)
     precision = precision or Precision(recipe=AUTO, skip=tuple(skip), activations=activations)
     by_cost, where = _plan_on(gpu, device is None, model, precision, filter, tokens)
     if by_cost.converted or by_cost.fp8_activations:
-        return apply_plan(model, by_cost, keep_weights=keep_weights, emit=emit, verbose=verbose)
+        return apply_plan(model, by_cost, keep_weights=keep_weights, verbose=verbose)
     return _left_alone(model, by_cost, where, tokens, verbose)
 
 

@@ -16,7 +16,7 @@ def convert_run(model: nn.Module, task: Task, device: torch.device, world: int, 
         if plan.converted or plan.fp8_activations:
             frozen = config.frozen if plan.converted else "bf16"
             apply_plan(
-                model, plan, keep_weights=precision.keep_weights, frozen=frozen, emit=config.precision.emit
+                model, plan, keep_weights=precision.keep_weights, frozen=frozen
             )  # fmt: skip
     elif "fp8" not in (precision.matmul, precision.activations):
         return None
@@ -25,7 +25,7 @@ def convert_run(model: nn.Module, task: Task, device: torch.device, world: int, 
         tokens = round(config.optim.batch * sharing / (config.optim.micro_batches * world) * task.positions(model))
         convert(
             model, precision=precision, device=None if device.type == "cuda" else "cpu", tokens=tokens, verbose=False,
-            emit=config.precision.emit, frozen=config.frozen if precision.matmul == "fp8" else "bf16",
+            frozen=config.frozen if precision.matmul == "fp8" else "bf16",
             weight_only=config.weight_only if precision.matmul == "fp8" else (),
         )  # fmt: skip
     return report(model)

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from functools import partial
 from importlib.util import find_spec
-from itertools import product
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 from octavo.kernels.conformance.mismatches import Check, Inputs, low_sqnr
 from octavo.kernels.conformance.random_inputs import RandomInputs
 from octavo.numerics.spec import FULL, TENSOR, QuantSpec
-from octavo.tensor import Order, ScaledTensor
+from octavo.tensor import ScaledTensor
 
 
 def unavailable_reason(device: torch.device) -> str | None:
@@ -34,7 +33,7 @@ def checks(device: torch.device, only: str = "") -> list[Check]:
     """Return all cases of all ops with Triton kernels on a device whose "op case" contains `only`."""
     all_checks = [
         *_quantizers(), *_products(device), *_grouped_products(device), *_norms(), *_norm_gradients(), *_glus(),
-        *_glu_gradients(), *_multiplications(), *_dequantizers(), *_messages(), *_optimizers(),
+        *_glu_gradients(), *_dequantizers(), *_messages(), *_optimizers(),
     ]  # fmt: skip
     selected = [check for check in all_checks if only in f"{check.op} {check.case}"]
     if not selected:
@@ -82,23 +81,6 @@ def _quantizers() -> Iterator[Check]:
 
     for task, case in triton.recipe_tasks().items():
         yield single(task, case) if task.second is None else pair(task, case)
-
-
-def _multiplications() -> Iterator[Check]:
-    from octavo.kernels.multiply import reference, triton
-
-    def inputs(rng: RandomInputs, by_column: bool, spec: QuantSpec, order: Order) -> Inputs:
-        a = rng.matrix()
-        b = rng.normal(a.shape[1]).to(a.dtype) if by_column else _like(rng, a)
-        return a, b, a.dtype, spec, order
-
-    orders: tuple[Order, ...] = "rows", "both"
-    for spec, order, by_column in product(triton.specs(), orders, (True, False)):
-        yield Check(
-            op="multiply", case=triton.case(spec, order, by_column), configs=triton.configurations(spec, order),
-            inputs=partial(inputs, by_column=by_column, spec=spec, order=order), expected=reference,
-            actual=triton.multiply,
-        )  # fmt: skip
 
 
 def _products(device: torch.device) -> Iterator[Check]:

@@ -204,10 +204,6 @@ class PrecisionConfig(Section):
     """Quantize weights once for all micro-batches of a step; for small micro-batches. 2 bytes per parameter on a GPU.
 
     No effect on weights that FSDP shards."""
-    emit: Literal["auto", "always", "never"] = "auto"
-    """Whether norms and gated MLPs also quantize their result, for linears that read it; no bit changes.
-
-    "auto": on GPUs, if it has 2²⁶ elements or more."""
     parameters: Literal["bf16", "fp32", "fp16"] = "bf16"
     """Type of the model's parameters. With fp32 the forward runs under bf16 autocast."""
     master: Literal["fp32", "remainder", "none"] | None = None
