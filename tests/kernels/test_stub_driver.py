@@ -45,17 +45,17 @@ def test_every_kernel_gets_what_triton_passes():
 
 
 COUNTS = {  # launches of Triton, kernels in all, and at most so many dispatches and Python calls
-    "rowwise": (5, 8, 14, 16),
-    "tensorwise": (7, 10, 14, 18),
-    "rowwise_equalized": (5, 8, 14, 24),
-    "rowwise_hp_wgrad": (4, 7, 19, 14),
-    "blockwise": (4, 29, 173, 101),
-    "mxfp8": (4, 40, 263, 105),
-    "rowwise bias": (5, 10, 26, 16),
-    "block": (32, 61, 106, 163),
-    "block keep_weights": (25, 54, 106, 219),
-    "rowwise, products by Triton": (8, 8, 2, 25),
-    "blockwise, products by Triton": (7, 7, 2, 24),
+    "rowwise": (5, 8, 14, 27),
+    "tensorwise": (7, 10, 14, 29),
+    "rowwise_equalized": (5, 8, 14, 35),
+    "rowwise_hp_wgrad": (4, 7, 19, 23),
+    "blockwise": (4, 29, 173, 108),
+    "mxfp8": (4, 40, 263, 112),
+    "rowwise bias": (5, 10, 26, 28),
+    "block": (32, 61, 106, 234),
+    "block keep_weights": (25, 54, 106, 283),
+    "rowwise, products by Triton": (8, 8, 2, 32),
+    "blockwise, products by Triton": (7, 7, 2, 31),
 }
 
 

@@ -157,7 +157,7 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: " ".join(map(str, case.values())))
 def test_plans_compute_and_save_what_the_ordinary_path_does(case):
-    """The first call leaves the plan, the second the generated function. G of other strides has a plan of its own."""
+    """The first call leaves the plan, later ones run it. G of other strides has a plan of its own."""
     case = dict(case)
     shape, inputs, autocast = case.pop("shape", (16,)), case.pop("inputs", True), case.pop("autocast", False)
     layer = layer_of(**case)
@@ -264,7 +264,7 @@ def test_gradients_that_nothing_needs_are_not_computed():
     layer, g = layer_of(), torch.randn(16, 48).bfloat16()
     x = torch.randn(16, 32).bfloat16().requires_grad_()
     expected = run(layer, x, g, scale=1.0)[0]
-    for _ in range(4):  # until a function is generated that computes all gradients
+    for _ in range(4):
         layer(x).backward(g)
     for wanted, index in ((x, 1), (layer.weight, 2), (x, 1)):
         y = layer(x)
@@ -299,7 +299,7 @@ def test_layers_of_one_shape_need_gradients_of_their_own():
 
 @pytest.mark.parametrize("wanted", [("x", "w"), ("w", "x", "b"), ("b",), ("w",), ("x", "b")])
 def test_gradients_of_leaves_are_those_of_the_ordinary_path(wanted):
-    """`torch.autograd.grad` and `backward(inputs=…)`, after functions were generated; all gradients run from a plan."""
+    """`torch.autograd.grad` and `backward(inputs=…)`, after passes that need all; all gradients run from a plan."""
     layer, x = layer_of(bias=True), torch.randn(16, 32).bfloat16().requires_grad_()
     g, inputs = torch.randn(16, 48).bfloat16(), {"x": x, "w": layer.weight, "b": layer.bias}
     for _ in range(4):
@@ -344,7 +344,7 @@ def unaligned(x):
 
 @pytest.mark.parametrize("keep_weights", [False, True])
 @pytest.mark.parametrize("recipe", ["rowwise", "tensorwise", "rowwise_equalized"])
-def test_unaligned_tensors_are_copied_after_functions_were_generated(recipe, keep_weights):
+def test_unaligned_tensors_are_copied(recipe, keep_weights):
     """A bias, and what hooks return for saved tensors: cuBLAS, whose rules the stand-in checks, takes none of these."""
     layer, g = layer_of(recipe, True, keep_weights=keep_weights), torch.randn(16, 48).bfloat16()
     x = torch.randn(16, 32).bfloat16().requires_grad_()

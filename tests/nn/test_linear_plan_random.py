@@ -201,7 +201,7 @@ def failures(seeds):
         with quiet():
             with ordinary():
                 expected = [bits(result) for result in case.run()]
-            for count in range(4):  # the third runs from generated functions
+            for count in range(4):
                 with counted() as counts:
                     actual = [bits(result) for result in case.run()]
                 if actual != expected:

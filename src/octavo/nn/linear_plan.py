@@ -34,9 +34,7 @@ from octavo.kernels.direct import ZEROS, Plans, signature
 from octavo.kernels.gemm import ProductPlan
 from octavo.kernels.quantize import plan_pair, plan_quantize
 from octavo.kernels.registry import CHOICES
-from octavo.nn import linear_source
 from octavo.nn.input_casts import AGAIN, INPUT_CASTS, TRIES, Readers, cast_key, note_reader
-from octavo.nn.linear_backward_plan import PREPARED, BackwardPlan, Gradients
 from octavo.nn.operands import JUST_IN_TIME, Quantizer, Saved, output_dtype
 from octavo.nn.weight_only import weight_only_linear
 from octavo.nn.weights import shares_cast
@@ -58,6 +56,7 @@ from octavo.runtime.torch_compat import (
     will_execute,
 )
 
+Gradients = tuple[Tensor | None, ...]
 Backward = Callable[[Any, Tensor], Gradients]
 
 
@@ -143,6 +142,87 @@ def _forget(key: int, reference: weakref.ref[Tensor]) -> None:
         del _MATCHES[key]
 
 
+class BackwardPlan:
+    """The operands and products of a backward, for G and saved tensors of one signature; `complete` as `LinearPlan`."""
+
+    __slots__ = (
+        "bias_dtype", "complete", "dbias", "dgrad", "dw", "dx", "folds_w", "folds_x", "fp8_wgrad", "g", "g_NM", "w",
+        "w_dtype", "wgrad",
+    )  # fmt: skip
+
+    def __init__(
+        self, plan: Any, g_MN: Tensor, saved: Saved, channels: ChannelScales | None, dgrad: bool, wgrad: bool,
+        dbias: bool,
+    ) -> None:  # fmt: skip
+        recipe, (w_NK, w, w_scale, _, _) = plan.recipe, saved
+        factor = None if channels is None else channels.factor
+        x_dtype, self.w_dtype, self.bias_dtype = plan.dtypes
+        self.dgrad, self.wgrad, self.dbias = dgrad, wgrad, dbias
+        self.fp8_wgrad = wgrad and plan.saves_x_cast
+        self.folds_w, self.folds_x = dgrad and recipe.folds_w, self.fp8_wgrad and recipe.folds_x
+        self.w = self.g = None
+        self.complete = True
+        if dgrad and w is None:
+            assert w_NK is not None
+            self.w = plan_quantize(w_NK, recipe.dgrad_w, factor, order="columns", scale=w_scale)
+            self.complete = self.w is not None
+        if dgrad or self.fp8_wgrad:
+            fold_w = g_MN.new_empty((1, plan.n), dtype=torch.float32) if self.folds_w else None
+            fold_x = g_MN.new_empty((plan.m, 1), dtype=torch.float32) if self.folds_x else None
+            self.g = self._plan_gradient(g_MN, fold_w, fold_x, recipe)
+            self.complete &= self.g is not None
+        self.dx: Any = ProductPlan(recipe.dgrad_g, recipe.dgrad_w_epilogue or recipe.dgrad_w, "nn", x_dtype)
+        self.dw: Any = None
+        self.g_NM: Any = None
+        if self.fp8_wgrad and recipe.wgrad_g is not None and recipe.wgrad_x is not None:
+            self.dw = ProductPlan(recipe.wgrad_g, recipe.wgrad_x_epilogue or recipe.wgrad_x, "tn", self.w_dtype)
+
+    def _plan_gradient(self, g_MN: Tensor, fold_w: Tensor | None, fold_x: Tensor | None, recipe: Recipe) -> Any:
+        if not self.fp8_wgrad or recipe.wgrad_g is None:
+            return plan_quantize(g_MN, recipe.dgrad_g, fold_w)
+        if not self.dgrad:
+            return plan_quantize(g_MN, recipe.wgrad_g, fold_x, order="columns")
+        if recipe.shared_grad_cast:
+            return plan_quantize(g_MN, recipe.dgrad_g, order="both")
+        return plan_pair(g_MN, recipe.dgrad_g, fold_w, recipe.wgrad_g, fold_x)
+
+    def run(self, g_MN: Tensor, saved: Saved, channels: ChannelScales | None) -> Gradients:
+        """Return ∂X, ∂W and ∂b, None for those that are not needed, and for the input that is no tensor."""
+        w_NK, w, w_scale, x, x_scale = saved
+        factor, inverse = (None, None) if channels is None else (channels.factor, channels.inverse)
+        dx_MK: Any = None
+        dw_NK: Any = None
+        dbias_N = fold_w = fold_x = None
+        if self.w is not None:
+            _, w, w_scale, _ = self.w.run(w_NK, factor, None, w_scale, ZEROS.cut)
+        if self.folds_w and w_scale is not None:
+            fold_w, w_scale = w_scale if w_scale.dtype == torch.float32 else w_scale.float(), inverse
+        if self.folds_x and x_scale is not None:
+            fold_x, x_scale = x_scale if x_scale.dtype == torch.float32 else x_scale.float(), factor
+        if self.g is not None:
+            as_t = self.g_NM is not None
+            g, g_t, g_scale, g_t_scale = (self.g_NM if as_t else self.g).run(
+                g_MN, fold_w if self.dgrad else fold_x, fold_x if self.dgrad else None, None, ZEROS.cut
+            )
+            if self.dgrad:
+                call = self.dx.call
+                dx_MK = None if call is None else call.run(g, w, g_scale, w_scale, None, self.w is not None)
+                if dx_MK is None:
+                    dx_MK = self.dx(g, w, g_scale, w_scale)
+            if self.dw is not None:
+                dw_NK = self.dw.call.run(g_t, x, g_t_scale, x_scale, None) if as_t else None
+                if dw_NK is None:
+                    dw_NK = self.dw(g_t.t() if as_t else g_t, x, g_t_scale.t() if as_t else g_t_scale, x_scale)
+                    if self.dw.call is not None:
+                        self.g_NM = self.g.transposing(rows=False, columns=True)
+        if self.wgrad and not self.fp8_wgrad:
+            assert x is not None
+            dw_NK = (g_MN.t() @ x).to(self.w_dtype)
+        if self.dbias:
+            dbias_N = g_MN.sum(0, dtype=torch.float32).to(self.bias_dtype)
+        return dx_MK, dw_NK, dbias_N, None
+
+
 class LinearPlan:
     """The operands and products of one linear, for X, W and bias of one signature; `complete` if all ops have plans.
 
@@ -152,10 +232,9 @@ class LinearPlan:
     """
 
     __slots__ = (
-        "backwards", "cast_key", "choices", "complete", "device", "dtypes", "equalized", "forward",
-        "in_shape", "is_cuda", "is_matrix", "k", "keep_weights", "m", "match", "n", "one_cast_key", "one_w_scale",
-        "ordinary", "out_dtype", "out_shape", "passes", "recipe", "saves_w", "saves_w_cast", "saves_x", "saves_x_cast",
-        "w", "w_KN", "x", "y",
+        "backwards", "cast_key", "choices", "complete", "device", "dtypes", "equalized", "in_shape", "is_cuda",
+        "is_matrix", "k", "keep_weights", "m", "match", "n", "one_cast_key", "one_w_scale", "ordinary", "out_dtype",
+        "out_shape", "recipe", "saves_w", "saves_w_cast", "saves_x", "saves_x_cast", "w", "w_KN", "x", "y",
     )  # fmt: skip
 
     def __init__(
@@ -191,7 +270,6 @@ class LinearPlan:
         self.y: Any = ProductPlan(recipe.x, recipe.w, "nt", out_dtype, fast_accum=True)
         self.backwards: Plans[BackwardPlan] = Plans()
         self.match: tuple[Callable[..., Any], Callable[..., bool], BackwardPlan] | None = None
-        self.passes, self.forward = 0, self._forward
         self.complete = self.x is not None and self.w is not None
 
     def find(self, casts: dict[Any, Any], channels: ChannelScales | None) -> Any:
@@ -207,7 +285,7 @@ class LinearPlan:
         """Add the cast of an input to the others."""
         casts[(*(self.cast_key if self.saves_x_cast else self.one_cast_key), channels)] = cast
 
-    def _forward(
+    def forward(
         self, ctx: Any, input: Tensor, w_NK: Tensor, bias: Tensor | None, casts: dict[Any, Any] | None,
         channels: ChannelScales | None,
     ) -> Any:  # fmt: skip
@@ -239,9 +317,6 @@ class LinearPlan:
             ctx.save_for_backward(w_NK.detach(), None, w_scale if self.one_w_scale else None, x_t, x_t_scale)
         else:
             ctx.save_for_backward(None, None, None, x_t, x_t_scale)
-        self.passes += 1
-        if self.passes == PREPARED and self.complete:
-            self.forward = linear_source.forward_function(self)
         return y_MN if self.is_matrix else torch.ops.aten._unsafe_view(y_MN, self.out_shape)
 
     def backward(self, ctx: Any, g_MN: Tensor, saved: Saved, channels: ChannelScales | None) -> Gradients:

@@ -4,15 +4,13 @@ one call of `torch._scaled_mm`, no copies     `OneCall`: nothing is looked at ag
 everything else, such as scales of blocks     the backend's function, as the op calls it
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from octavo.kernels.gemm import torch_scaled
 from octavo.kernels.gemm.operand_layout import ALIGNMENT, Operand, oriented
-from octavo.kernels.sources import source_of
 from octavo.runtime.torch_compat import reinterpreted
 from octavo.tensor import ScaledTensor
 
@@ -91,26 +89,6 @@ class OneCall:
             b_scale = reinterpreted(b_scale, (1, self._columns), (1, 1), 0)
         result: Tensor = torch._scaled_mm(a, b, a_scale, b_scale, bias, None, self._out_dtype, self._fast_accum)
         return result
-
-    def source(
-        self, constants: dict[str, Any], a: str, b: str, a_scale: str, b_scale: str, bias: str = "None"
-    ) -> str:  # fmt: skip
-        """Return source of what `run` returns for aligned operands of these names; see `octavo.kernels.sources`."""
-        ones, device = (source_of(value, constants) for value in (torch_scaled.ones, self._device))
-        if self._a_is_unit:
-            a_scale = f"{ones}({self._rows}, {device})" if self._a_ones is None else source_of(self._a_ones, constants)
-        if self._b_is_unit:
-            lasting = source_of(self._b_ones, constants)
-            b_scale = f"{ones}({self._columns}, {device}).t()" if self._b_ones is None else lasting
-        elif self._is_row and not self._b_is_row:
-            b_scale = f"{source_of(reinterpreted, constants)}({b_scale}, (1, {self._columns}), (1, 1), 0)"
-        options = f"{bias}, None, {source_of(self._out_dtype, constants)}, {self._fast_accum}"
-        return f"{source_of(torch, constants)}._scaled_mm({a}, {b}, {a_scale}, {b_scale}, {options})"
-
-    def misaligned(self, data: Sequence[str], b_scale: str) -> str:
-        """Return source of whether operands of these names, or a scale of B, are not aligned; "False" without any."""
-        names = [*data, *[b_scale] * (self._is_row and not self._b_is_unit)] if data else []
-        return f"({' | '.join(f'{name}.data_ptr()' for name in names)}) & {ALIGNMENT - 1}" if names else "False"
 
     def _are_aligned(
         self, a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None, bias: Tensor | None
