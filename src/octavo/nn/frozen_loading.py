@@ -69,7 +69,8 @@ def load_frozen(model: M, path: str | Path, *, device: str | torch.device = "cpu
         path: A safetensors file, or a folder as `save_pretrained` writes it: `model.safetensors`, or the files of
             `model.safetensors.index.json`. Without either, all safetensors files of the folder. Names are those of
             `model.state_dict()`, or of the published checkpoints of a Transformers model, which store each expert by
-            itself. A resident weight may be stored in high precision, or in FP8 with its scales, which it keeps.
+            itself. A resident weight may be stored in high precision, or in FP8 with its scales, which it keeps,
+            named `weight_scale`, or `weight_scale_inv` as in DeepSeek's layout.
         device: Where parameters on the meta device go. Buffers stay where they are: `model.to(device)` moves them.
 
     Returns:
@@ -137,9 +138,9 @@ class _Slot:
     def read(self, model: nn.Module, stored: Mapping[str, Any]) -> tuple[Tensor, Tensor | None]:
         """Return the values, and the scales if the checkpoint has some."""
         first = next(iter(self.parts))
-        with_scales = isinstance(self.tensor, ResidentWeight) and first + SCALE_SUFFIX in stored
+        with_scales = isinstance(self.tensor, ResidentWeight) and (scale_name := _scale_name(first, stored)) in stored
         if list(self.parts) == [self.stored_name]:
-            scale = stored[first + SCALE_SUFFIX].get_tensor(first + SCALE_SUFFIX) if with_scales else None
+            scale = stored[scale_name].get_tensor(scale_name) if with_scales else None
             return stored[first].get_tensor(first), scale
         dtype = _DTYPES.get(stored[first].get_slice(first).get_dtype(), torch.float32)
         value = torch.empty(self.tensor.shape, dtype=dtype, device="cpu")
@@ -152,7 +153,8 @@ class _Slot:
         assert isinstance(self.tensor, ResidentWeight)
         scale = torch.empty(self.tensor.scale.shape, dtype=self.tensor.scale.dtype, device="cpu")
         for name, part in parts_in_checkpoint(model, self.stored_name, scale).items():
-            part.copy_(stored[name + SCALE_SUFFIX].get_tensor(name + SCALE_SUFFIX))
+            name = _scale_name(name, stored)
+            part.copy_(stored[name].get_tensor(name))
         return value, scale
 
     def spec_of_bytes(self, dtype: torch.dtype | None, scale_shape: list[int]) -> MessageSpec:
@@ -212,7 +214,7 @@ def _check(slots: list[_Slot], stored: Mapping[str, Any], path: str | Path, mode
         slot.find(model, stored)
     missing = [slot.names[0] for slot in slots if not slot.parts]
     known = {name for slot in slots for name in (*slot.names, *slot.parts)}
-    known |= {f"{name}{SCALE_SUFFIX}" for slot in slots for name in (*slot.names, *slot.scales) if slot.scales}
+    known |= {_scale_name(name, stored) for slot in slots for name in (*slot.names, *slot.scales) if slot.scales}
     unknown = [name for name in stored if name not in known]
     others = f"{len(unknown)} tensors that the model lacks ({_first(unknown)})" if unknown else "no others"
     if missing:
@@ -239,30 +241,36 @@ def _check(slots: list[_Slot], stored: Mapping[str, Any], path: str | Path, mode
 def _misfit(name: str, part: Tensor, slot: _Slot, stored: Mapping[str, Any], path: str | Path) -> str | None:
     """Return why a stored tensor, or its scales, do not fit a part of a slot, or None."""
     resident = slot.tensor if isinstance(slot.tensor, ResidentWeight) else None
-    has_scales = resident is not None and name + SCALE_SUFFIX in stored
+    scale_name = _scale_name(name, stored)
+    has_scales = resident is not None and scale_name in stored
     shape, dtype = _stored_shape(name, stored)
     if shape != list(part.shape):
         return f"{name} in {path} has shape {shape}, the model's has {list(part.shape)}"
     expected: tuple[torch.dtype, ...] = (*SUPPORTED_DTYPES, torch.float64)
     if resident is not None and has_scales:
         expected = tuple({resident.data_.dtype: 0} | {spec.format.dtype: 0 for spec in slot.others})
-        scale_shape, scale_dtype = _stored_shape(name + SCALE_SUFFIX, stored)
+        scale_shape, scale_dtype = _stored_shape(scale_name, stored)
         spec = slot.spec_of_bytes(dtype, scale_shape)
         own = list(slot.scales[name].shape) if spec == resident.spec else slot.scale_shape(spec)
         if dtype in expected and scale_shape != own:
-            return f"{name}{SCALE_SUFFIX} in {path} has shape {scale_shape}, the model's has {own}"
+            return f"{scale_name} in {path} has shape {scale_shape}, the model's has {own}: convert in its recipe"
         dtypes = (torch.int32,) if dtype == torch.uint8 else SUPPORTED_DTYPES
         if dtype in expected and scale_dtype not in dtypes:
-            got = stored[name + SCALE_SUFFIX].get_slice(name + SCALE_SUFFIX).get_dtype()
-            return f"{name}{SCALE_SUFFIX} in {path} has dtype {got}; expected {_either(dtypes)}"
+            got = stored[scale_name].get_slice(scale_name).get_dtype()
+            return f"{scale_name} in {path} has dtype {got}; expected {_either(dtypes)}"
     if not part.is_floating_point() or dtype in expected or (resident is None and dtype == part.dtype):
         return None
     problem = f"{name} in {path} has dtype {stored[name].get_slice(name).get_dtype()}"
     if dtype in _FP8 and resident is None:
         problem += ", but its layer is not resident in FP8"
     elif resident is not None and not has_scales and dtype in (*_FP8, torch.uint8):
-        problem += f", without scales ({name}{SCALE_SUFFIX})"
+        problem += f", without scales ({scale_name})"
     return f"{problem}; expected {_either(expected)}"
+
+
+def _scale_name(name: str, stored: Mapping[str, Any]) -> str:
+    """Return the name of a weight's scales: Octavo's, or that of DeepSeek's layout, which multiply all the same."""
+    return inverse if (inverse := f"{name}_scale_inv") in stored else name + SCALE_SUFFIX
 
 
 def _stored_shape(name: str, stored: Mapping[str, Any]) -> tuple[list[int], torch.dtype | None]:
