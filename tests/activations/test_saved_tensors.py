@@ -443,5 +443,4 @@ def test_a_second_derivative_is_refused_rather_than_wrong(precision=ONLY_ACTIVAT
     loss = model(**batch)[0].square().sum()
     weights = [p for name, p in model.named_parameters() if "q_proj" in name]
     with pytest.raises(RuntimeError, match=r"no second derivative.*octavo\.disabled|once_differentiable"):
-        grads = torch.autograd.grad(loss, weights, create_graph=True)
-        sum(g.square().sum() for g in grads).backward()
+        torch.autograd.grad(loss, weights, create_graph=True)
