@@ -169,3 +169,62 @@ def test_parametrizations_of_converted_layers(register, recipe):
     assert all(sqnr(p.grad, q.grad) > 20 for p, q in zip(plain.parameters(), model.parameters(), strict=True))
     assert not torch.equal(plain(x), model(x))
     assert "convert the model before the parametrization is registered" in reason_beside_a_linear(plain[0])
+
+
+class Halved(torch.Tensor):
+    """A weight in another format, that of half its values, as torchao's `quantize_` puts into layers."""
+
+    @staticmethod
+    def __new__(cls, half):
+        return torch.Tensor._make_wrapper_subclass(cls, half.shape, dtype=half.dtype)
+
+    def __init__(self, half):
+        self.half = half
+
+    def __tensor_flatten__(self):
+        return ["half"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner, context, size, stride):
+        return cls(inner["half"])
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if function is F.linear:
+            x, weight, *bias = args
+            return F.linear(x, 2 * weight.half, *bias)
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten.detach.default:
+            return cls(args[0].half)
+        raise NotImplementedError(function)
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "delayed", "rowwise_equalized"])
+def test_a_weight_that_another_library_quantizes_after_conversion_multiplies_itself(recipe):
+    plain, x = nn.Sequential(nn.Linear(64, 64)), torch.randn(8, 64)
+    model = octavo.convert(copy.deepcopy(plain), recipe, verbose=False)
+    model(x).sum().backward()  # leaves a plan
+    model[0].weight = nn.Parameter(Halved(plain[0].weight.detach() / 2), requires_grad=False)
+    for mode in (torch.no_grad, torch.enable_grad):
+        with mode(), pytest.warns(UserWarning, match=r"is a Halved, which multiplies itself.*octavo\.revert"):
+            assert torch.equal(model(x), plain(x))
+    (row,) = octavo.report(model)
+    assert not row.converted and row.reason == "its weight was replaced by a Halved, which multiplies itself"
+    assert torch.equal(octavo.revert(model)(x), plain(x))
+
+
+def test_the_fast_path_of_torch_multiplies_in_high_precision():
+    layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True, dropout=0.0)
+    plain, x = nn.TransformerEncoder(layer, 1).eval(), torch.randn(2, 8, 64)
+    model = octavo.convert(copy.deepcopy(plain), "rowwise", verbose=False)
+    with torch.no_grad():
+        assert torch.equal(model(x), plain(x))
+    assert 25 < sqnr(plain(x), model(x)) < 60  # with gradients: in FP8
+    reasons = {row.name: row.reason for row in octavo.report(model)}
+    assert all("fast path multiplies its weight" in reasons[f"layers.0.linear{i}"] for i in (1, 2))
+    frozen = octavo.convert(copy.deepcopy(plain), "rowwise", frozen="fp8", verbose=False)
+    with torch.no_grad(), pytest.warns(UserWarning, match="reads a weight"):
+        assert sqnr(plain(x), frozen(x)) > 25

@@ -17,6 +17,7 @@ needs no wgrad, so X is not saved; a frozen X needs no dgrad. A weight that exis
 """
 
 import math
+import warnings
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Protocol
 
@@ -127,9 +128,19 @@ JUST_IN_TIME: Quantizer = _JustInTime()
 
 
 def output_dtype(input: Tensor, weight: Tensor, dim: int = 1) -> torch.dtype | None:
-    """Return the dtype of Y: the input's, or autocast's if autocast is on; None inside `octavo.disabled()`."""
+    """Return the dtype of Y: the input's, or autocast's if autocast is on. None for the product of `F.linear`: inside
+    `octavo.disabled()`, or if the weight multiplies itself.
+    """
     # `dim` is the dimension of the weight that is K.
     if SWITCH.off:
+        return None
+    if multiplies_itself(weight):
+        if not torch.compiler.is_compiling():  # Dynamo traces no warnings
+            warnings.warn(
+                f"octavo: the weight of a converted layer is a {type(weight).__name__}, which multiplies itself, not "
+                "in the layer's recipe; octavo.revert(model) makes plain layers",
+                stacklevel=2,
+            )
         return None
     derivatives.refuse_transforms(_LAYER, input, weight)
     if input.dtype not in SUPPORTED_DTYPES:
@@ -145,6 +156,13 @@ def output_dtype(input: Tensor, weight: Tensor, dim: int = 1) -> torch.dtype | N
             f"torch.autocast({input.device.type!r}, dtype=torch.bfloat16)"
         )
     return input.dtype if autocast is None else autocast
+
+
+def multiplies_itself(weight: Tensor) -> bool:
+    """Return whether a weight is in another library's format, as after torchao's `quantize_`."""
+    kind = type(weight)
+    ours = kind in (Tensor, torch.nn.Parameter) or kind.__module__.partition(".")[0] in ("torch", "octavo")
+    return not ours and hasattr(kind, "__tensor_flatten__")
 
 
 def apply_unhooked(function: type[torch.autograd.Function], *arguments: Any) -> Tensor:

@@ -15,8 +15,9 @@ from octavo.kernels.gemm import accelerated
 from octavo.nn.experts import is_converted_experts, looks_like_experts
 from octavo.nn.linear_subclasses import is_converted
 from octavo.nn.memory_audit import saved_by_layer
+from octavo.nn.operands import multiplies_itself
 from octavo.nn.resident_state import resident_weights
-from octavo.nn.select import STORED_HOW, is_adapter, is_linear
+from octavo.nn.select import STORED_HOW, is_adapter, is_linear, own_weight
 from octavo.numerics.display import Displayed, Table
 from octavo.numerics.names import merged, pattern
 from octavo.numerics.plan import Decision, Plan, merged_rows
@@ -180,6 +181,12 @@ def report(model: nn.Module, batch: Any = None) -> Report:
                 reason = _reason(plans, fqn, converted)
                 if (note := vars(module).get(NOTE_ATTRIBUTE)) is not None:
                     reason = f"{reason}; {note(module)}"
+            if converted and isinstance(model.get_submodule(fqn.rpartition(".")[0]), nn.TransformerEncoderLayer):
+                reason += "; in eval without gradients PyTorch's fast path multiplies its weight in high precision"
+            weight = own_weight(module)
+            if converted and weight is not None and multiplies_itself(weight):
+                recipe, converted = None, False
+                reason = f"its weight was replaced by a {type(weight).__name__}, which multiplies itself"
             if converted and called is not None and module not in called:
                 reason += "; not called in this forward, so not in FP8: other code may read its weight"
             resident = [weight for _, weight in resident_weights(module)]
