@@ -319,7 +319,7 @@ def test_a_non_finite_gradient_stops_with_the_layer_named(
 
 
 def test_parameters_that_are_not_finite_are_not_saved(make_config: MakeConfig, tmp_path: Path) -> None:
-    config = make_config(optim={"lr": 1e38, "schedule": "constant", "warmup": 0}, run={"save_every": 1})
+    config = make_config(optim={"lr": 1e39, "schedule": "constant", "warmup": 0}, run={"save_every": 1})
     with pytest.raises(NonFiniteError, match=r"step 1: its update was not finite; .* parameter model\.") as caught:
         run(config, out=tmp_path)
     assert caught.value.step == 1
@@ -441,3 +441,32 @@ def test_an_evaluation_before_the_first_step(make_config: MakeConfig, tmp_path: 
     assert event["step"] == 0 and re.fullmatch(r"held out, before the first step: loss \d\.\d{4}", event["text"])
     run(config, out=tmp_path / "a", resume=True)
     assert read_events(tmp_path / "a") == [event]
+
+
+def test_batches_are_read_while_the_device_computes(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each once, the next one before the loss is read; what is wrong with one is raised in its own step."""
+    config = make_config(run={"steps": 4})
+    trainer = Trainer(config, load_corpus(config.data, config.model, NullProgress()), torch.device("cpu"))
+    plain = Trainer(config, load_corpus(config.data, config.model, NullProgress()), torch.device("cpu"))
+    monkeypatch.setattr(plain, "_read_ahead", lambda: None)
+    events: list[Any] = []
+    failures = [OSError("not yet")]
+    batch, item = trainer.task.data.batch, torch.Tensor.item
+
+    def read(seed: int, step: int, size: int) -> Any:
+        events.append(step)
+        if step == 2 and failures:
+            raise failures.pop()
+        return batch(seed, step, size)
+
+    monkeypatch.setattr(trainer.task.data, "batch", read)
+    monkeypatch.setattr(torch.Tensor, "item", lambda self: (events.append("read"), item(self))[1])
+    for step in range(4):
+        loss = trainer.train_step().loss
+        ahead = [step + 1] if step < 3 else []
+        first = {0: [0], 2: [2]}.get(step, [])  # number 2 failed in the step before
+        assert [event for event in events if event != "read"] == [*first, *ahead]
+        assert events.index(step + 1) < events.index("read") if ahead else True
+        events.clear()
+        assert plain.train_step().loss == loss
+        events.clear()

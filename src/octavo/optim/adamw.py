@@ -87,6 +87,7 @@ class AdamW(Optimizer):
     """
 
     step_allocates = False
+    _factor = 1.0
 
     def __init__(
         self,
@@ -129,6 +130,28 @@ class AdamW(Optimizer):
         except ValueError:
             self.param_groups.pop()
             raise
+
+    def step_scaled(self, factor: float) -> None:
+        """Take a step with all gradients multiplied by a number, as clipping does, without a pass that multiplies them.
+
+        Args:
+            factor: Number by which the kernel multiplies gradients, in float32; the gradients stay as they are.
+
+        Raises:
+            FloatingPointError, ValueError, RuntimeError: As `step`.
+
+        Examples:
+            >>> layer = torch.nn.Linear(64, 64)
+            >>> optimizer = octavo.AdamW(layer.parameters())
+            >>> layer(torch.ones(1, 64)).sum().backward()
+            >>> norm = torch.nn.utils.get_total_norm([p.grad for p in layer.parameters()])
+            >>> optimizer.step_scaled(min(1.0, 1.0 / float(norm)))
+        """
+        self._factor = factor
+        try:
+            self.step()
+        finally:
+            self._factor = 1.0
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -188,6 +211,7 @@ class AdamW(Optimizer):
                 weight_decay=group["weight_decay"],
                 step=int(self.state[param]["step"].item()),
                 maximize=group["maximize"],
+                factor=self._factor,
             )
             work_by_device.setdefault(rows.device, []).append((param_state, hyper))
         for device_work in work_by_device.values():
@@ -206,7 +230,7 @@ class AdamW(Optimizer):
         count = int(state["step"].item())
         seed = _seed(param, index[param], count) if group["stochastic_rounding"] else None
         assert param.grad is not None
-        return _param_state(dense, local_tensor(param.grad), {n: local_tensor(v) for n, v in state.items()}, seed)
+        return param_state(dense, local_tensor(param.grad), {n: local_tensor(v) for n, v in state.items()}, seed)
 
     def _check(self, group: dict[str, Any]) -> None:
         """Raise ValueError for invalid values of a parameter group."""
@@ -425,7 +449,7 @@ def _seed(param: Tensor, index: int, count: int) -> int:
     return seed_after(index * _SEED_STRIDE + 2 * count, before)
 
 
-def _param_state(dense: Tensor, grad: Tensor, state: dict[str, Tensor], seed: int | None) -> ParamState:
+def param_state(dense: Tensor, grad: Tensor, state: dict[str, Tensor], seed: int | None = None) -> ParamState:
     """View a contiguous parameter (or a shard's rows) with its gradient and states as matrices."""
     moments = [name for name in MOMENTS if name in state]
     quantized = "exp_avg_hi" in state

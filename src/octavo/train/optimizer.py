@@ -1,7 +1,9 @@
 """AdamW in fp32 for parameters of any dtype.
 
 16-bit parameters get fp32 master copies: gradients accumulate in fp32 over the micro-batches, the step updates the
-masters, and the parameters are rounded from them. fp32 parameters are their own masters. Without masters
+masters, and the parameters are rounded from them. With one micro-batch nothing accumulates: a kernel reads the bf16
+gradients, clips them on the way, and writes moments, masters and parameters, 30 bytes a parameter in place of 52.
+fp32 parameters are their own masters. Without masters
 (`master = "none"`) the step updates the 16-bit parameters with 16-bit moments: updates below half a unit in the last
 place are lost.
 
@@ -20,7 +22,10 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from octavo.kernels.adamw import HyperParams
+from octavo.kernels.adamw import step as adamw_step
 from octavo.optim import AdamW, Muon
+from octavo.optim.adamw import param_state
 from octavo.optim.sharded import local_rows, shard_like, sum_gradient
 from octavo.optim.states import master_values
 from octavo.runtime.torch_compat import is_dtensor
@@ -50,7 +55,8 @@ def make_optimizer(
             raise SharedError(f'{setting}optim.states = "{states}": {error}') from None
     else:
         optimizer = MasterWeightOptimizer(
-            model, optim, master=master != "none", fp32_values=fp32_values, settings=settings
+            model, optim, master=master != "none", fp32_values=fp32_values, settings=settings,
+            adds_up=optim.micro_batches > 1 or precision.loss_scale != "none",
         )  # fmt: skip
     return optimizer
 
@@ -132,14 +138,21 @@ class TrainerOptimizer(ABC):
     def step(self, lr: float, norm: torch.Tensor, number: int = 0, *, norm_value: float = math.inf) -> None:
         """Clip the gradients, whose global norm is `norm`, and take step `number`, 0, 1, …"""
         # `norm_value`: the same where the host has read it; up to the clip, the factor is 1 and nothing is multiplied.
-        grads = list(self.gradients().values())
-        if self._clip and grads and norm_value + 1e-6 > self._clip:
-            torch._foreach_mul_(grads, torch.clamp(self._clip / (norm + 1e-6), max=1.0).to(grads[0].device))
+        factor = 1.0
+        if self._clip and norm_value + 1e-6 > self._clip:
+            value = norm_value if math.isfinite(norm_value) else norm.item()
+            factor = min(self._clip / (value + 1e-6), 1.0)
         for group, ratio in zip(self.inner.param_groups, self._lr_ratios, strict=True):
             group["lr"] = lr * ratio
-        self.inner.step()
+        self._step(factor)
         if self.average is not None:
             self.average.update(self.masters(), average_decay(self._ema, number))
+
+    def _step(self, factor: float) -> None:
+        """Take a step with the gradients times `factor`."""
+        if factor != 1.0 and (grads := list(self.gradients().values())):
+            torch._foreach_mul_(grads, factor)
+        self.inner.step()
 
     def zero_grad(self) -> None:
         """Free all gradients."""
@@ -163,21 +176,26 @@ class MasterWeightOptimizer(TrainerOptimizer):
     """`torch.optim.AdamW` over the trainable parameters of a model, or over fp32 masters of the 16-bit ones.
 
     `fp32_values`: fp32 values for masters, by name, where more is known than the parameters hold. `settings`: of
-    the trained parameters of the whole model; None if this is the whole model.
+    the trained parameters of the whole model; None if this is the whole model. Unless gradients add up over several
+    micro-batches, or are scaled, bf16 parameters keep their own, which `octavo.kernels.adamw` reads.
     """
 
     def __init__(
         self, model: nn.Module, optim: Optim, *, master: bool, fp32_values: Mapping[str, torch.Tensor] | None = None,
-        settings: Mapping[str, ParameterSettings] | None = None,
+        settings: Mapping[str, ParameterSettings] | None = None, adds_up: bool = True,
     ) -> None:  # fmt: skip
         self._names: list[str] = []
         self._params, self._masters = [], []
+        # bf16 parameters whose own gradients a step reads, by master.
+        self._direct: dict[torch.Tensor, torch.Tensor] = {}
         for name, param in model.named_parameters():
             if param.requires_grad:
                 own = not master or param.dtype == torch.float32
                 self._names.append(name)
                 self._params.append(param)
                 self._masters.append(param if own else _master(param, (fp32_values or {}).get(name)))
+                if not (own or adds_up) and param.dtype == torch.bfloat16 and local_tensor(param).is_contiguous():
+                    self._direct[self._masters[-1]] = param
         self.in_place = all(param is master for param, master in zip(self._params, self._masters, strict=True))
         self._clip = optim.clip
         self._settings = parameter_settings(model, optim) if settings is None else settings
@@ -191,17 +209,18 @@ class MasterWeightOptimizer(TrainerOptimizer):
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """What the step will read, by parameter: of shards, what is here."""
-        named = zip(self._names, self._masters, strict=True)
-        return {name: local_tensor(master.grad) for name, master in named if master.grad is not None}
+        owners = (self._direct.get(master, master) for master in self._masters)
+        named = zip(self._names, owners, strict=True)
+        return {name: local_tensor(owner.grad) for name, owner in named if owner.grad is not None}
 
     @torch.no_grad()
     def accumulate(self) -> None:
-        """Add the gradients of a micro-batch to the masters' in fp32, and free them. Call after each backward."""
+        """Add the gradients of a micro-batch to the masters' in fp32, and free them, but of `_direct`."""
         for param, master in zip(self._params, self._masters, strict=True):
             if param.grad is None:
                 continue
             sum_gradient(param)
-            if param is master:
+            if param is master or master in self._direct:
                 continue
             if master.grad is None:
                 master.grad = shard_like(param, local_tensor(param.grad).float())
@@ -213,14 +232,45 @@ class MasterWeightOptimizer(TrainerOptimizer):
         """Yield the fp32 values of the local rows of each parameter, exact where there is a master."""
         return (local_tensor(master).detach().float() for master in self._masters)
 
-    @torch.no_grad()
-    def step(self, lr: float, norm: torch.Tensor, number: int = 0, *, norm_value: float = math.inf) -> None:
-        """Clip the gradients, whose global norm is `norm`, take a step and round the parameters from the masters."""
-        super().step(lr, norm, number, norm_value=norm_value)
+    def _step(self, factor: float) -> None:
+        direct = {master: param for master, param in self._direct.items() if param.grad is not None}
+        others = [local_tensor(master.grad) for master in self._masters if master.grad is not None]
+        if factor != 1.0 and others:
+            torch._foreach_mul_(others, factor)
+        self.inner.step()  # passes over masters without gradients
+        self._step_directly(direct, factor)
         rows = zip(self._params, self._masters, strict=True)
-        pairs = [(local_tensor(param), local_tensor(master)) for param, master in rows if param is not master]
+        pairs = [(p, m) for p, m in rows if p is not m and m.grad is not None]
         if pairs:
-            torch._foreach_copy_([param for param, _ in pairs], [master for _, master in pairs])
+            torch._foreach_copy_([local_tensor(param) for param, _ in pairs], [local_tensor(m) for _, m in pairs])
+
+    def _step_directly(self, direct: Mapping[torch.Tensor, torch.Tensor], factor: float) -> None:
+        """Take a step of masters by their parameters' own gradients."""
+        work = []
+        for group in self.inner.param_groups:
+            (beta1, beta2), shared = group["betas"], {name: group[name] for name in ("lr", "eps", "weight_decay")}
+            for master in filter(direct.__contains__, group["params"]):
+                state = self._state_of(master)
+                state["step"] += 1
+                count = int(state["step"].item())  # on the CPU
+                hyper = HyperParams(beta1=beta1, beta2=beta2, step=count, factor=factor, **shared)
+                tensors = {name: local_tensor(value) for name, value in state.items()}
+                param = direct[master]
+                assert param.grad is not None
+                tensors["master"] = local_tensor(master).detach()
+                work.append((param_state(local_tensor(param), local_tensor(param.grad), tensors), hyper))
+        if work:
+            adamw_step(work)
+
+    def _state_of(self, master: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The states of a master, made if missing."""
+        state: dict[str, torch.Tensor] = self.inner.state[master]
+        if not state:
+            device = "cpu" if master in self._direct else local_tensor(master).device
+            state["step"] = torch.zeros((), dtype=torch.float32, device=device)
+            for moment in ("exp_avg", "exp_avg_sq"):
+                state[moment] = shard_like(master, torch.zeros_like(local_tensor(master)))
+        return state
 
     def zero_grad(self) -> None:
         """Free all gradients."""
@@ -237,12 +287,7 @@ class MasterWeightOptimizer(TrainerOptimizer):
         """Every state, made where it is not there yet, as "<parameter>.exp_avg" or "<parameter>.master"; no copies."""
         tensors: dict[str, torch.Tensor] = {}
         for name, param, master in zip(self._names, self._params, self._masters, strict=True):
-            state = self.inner.state[master]
-            if not state:
-                state["step"] = torch.zeros((), dtype=torch.float32, device=local_tensor(master).device)
-                for moment in ("exp_avg", "exp_avg_sq"):
-                    state[moment] = shard_like(master, torch.zeros_like(local_tensor(master)))
-            tensors |= {f"{name}.{key}": value for key, value in state.items()}
+            tensors |= {f"{name}.{key}": value for key, value in self._state_of(master).items()}
             if param is not master:
                 tensors[f"{name}.master"] = master.detach()
         return tensors | self._average_tensors()
@@ -257,6 +302,8 @@ class MasterWeightOptimizer(TrainerOptimizer):
         for name, param, master in zip(self._names, self._params, self._masters, strict=True):
             if param is not master:
                 local_tensor(master).copy_(local_rows(master, state["masters"][name]))
+        for direct in filter(self.inner.state.__contains__, self._direct):  # PyTorch moves counts to the device
+            self.inner.state[direct]["step"] = self.inner.state[direct]["step"].cpu()
         if self.average is not None:
             self.average.load(state["ema"])
 
@@ -311,6 +358,12 @@ class Fp8StateOptimizer(TrainerOptimizer):
 
     def accumulate(self) -> None:
         """Nothing: backward adds to the parameters' own gradients."""
+
+    def _step(self, factor: float) -> None:
+        if isinstance(self.inner, Muon):  # orthogonalizes momenta of the clipped gradients
+            super()._step(factor)
+        else:
+            self.inner.step_scaled(factor)
 
     def state_dict(self) -> dict[str, Any]:
         """Moments, scales, remainders or masters and step counts, for `torch.load(weights_only=True)`."""

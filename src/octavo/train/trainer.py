@@ -13,7 +13,7 @@ fallen may be the cause. Loss and norm are reduced over all ranks, so all ranks 
 import platform
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -154,6 +154,7 @@ class Trainer:
         # guard: Detects loss spikes.
         # skipped_batches: Number of batches skipped after loss spikes.
         self.guard, self.skipped_batches = SpikeGuard(config.guard), 0
+        self._ahead: tuple[int, tuple[Inputs, Tensor] | None] = -1, None  # The number of a batch read ahead, and it
         self._saver = CheckpointSaver(self.ranks, async_save=parallel.async_save, timeout=parallel.timeout)
 
     def train_step(self) -> StepMetrics:
@@ -312,14 +313,26 @@ class Trainer:
 
     def _batch(self, step: int) -> tuple[Inputs, Tensor]:
         """This rank's share of each micro-batch of a step, concatenated."""
+        number = step + self.skipped_batches
+        (ahead, batch), self._ahead = self._ahead, (-1, None)
+        return batch if ahead == number and batch is not None else self._read_batch(number)
+
+    def _read_ahead(self) -> None:
+        """Read the next step's batch while the device computes."""
+        # What is wrong with it is raised in its own step.
+        number = self.step + 1 + self.skipped_batches
+        if self.step + 1 < self.config.run.steps and self._ahead[0] != number:
+            with suppress(Exception):
+                self._ahead = number, self._read_batch(number)
+
+    def _read_batch(self, number: int) -> tuple[Inputs, Tensor]:
         parts, layout, seed = self.config.optim.micro_batches, self.layout, self.config.run.seed
 
         def own_rows(rows: Tensor) -> Tensor:
             return to_device(torch.cat([*map(layout.own_rows, rows.chunk(parts))]), self._device)
 
         inputs, targets = (
-            on_tensors(own_rows, batch)
-            for batch in self.task.data.batch(seed, step + self.skipped_batches, self.config.optim.batch)
+            on_tensors(own_rows, batch) for batch in self.task.data.batch(seed, number, self.config.optim.batch)
         )
         return layout.own_tokens(inputs), layout.own_labels(targets)
 
@@ -378,6 +391,7 @@ class Trainer:
         if self.ranks.world_size > 1:
             loss, squares = self.ranks.all_reduce(loss, squares)
             loss = loss * self.layout.loss_parts * self.layout.stages / self.ranks.world_size
+        self._read_ahead()
         return loss.item(), squares.sqrt().float()
 
     def loss(self, inputs: Inputs, targets: Tensor) -> Tensor:

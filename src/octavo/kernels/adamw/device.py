@@ -145,7 +145,7 @@ def adamw_kernel(
     PER: tl.constexpr, ALIGNED: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Take one step. pointers [n,9] int64: param, grad, both moments, hi and k of both, master or remainder."""
-    # numbers [n,7] float32: 1 − lr·λ, −lr/(1 − β₁ᵗ), 1/√(1 − β₂ᵗ), ε, 1 − β₁, β₂, sign of the gradient. shapes [n,4]
+    # numbers [n,7] float32: 1 − lr·λ, −lr/(1 − β₁ᵗ), 1/√(1 − β₂ᵗ), ε, 1 − β₁, β₂, factor of the gradient. shapes [n,4]
     # int64: rows, columns, groups per row, seed. work [programs,2] int32: parameter, first group.
     which = tl.load(work + 2 * tl.program_id(0)).to(tl.int64)
     first = tl.load(work + 2 * tl.program_id(0) + 1).to(tl.int64)

@@ -28,6 +28,8 @@ CHUNK_ELEMENTS = 1 << 18
 """Elements per chunk."""
 NAN_BITS = 0x7FC0
 """Upper half of the canonical NaN."""
+MAX_RATE = torch.finfo(torch.float32).max
+"""Largest factor of an update."""
 MAX_GRADIENT = 2.0**62
 """Largest magnitude of a finite gradient; its square is below float32's largest number."""
 
@@ -43,6 +45,7 @@ class HyperParams:
     weight_decay: float  # Decoupled weight decay λ
     step: int  # Step count, from 1
     maximize: bool = False  # Ascend instead of descend
+    factor: float = 1.0  # Multiplies the gradient, as clipping does
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,7 +171,7 @@ def _upper(rounded: Tensor, nan: Tensor | None) -> Tensor:
 
 def _step(state: ParamState, hyper: HyperParams) -> None:
     assert state.exp_avg_sq is not None
-    grad = saturated(state.grad)
+    grad = saturated(state.grad if hyper.factor == 1.0 else state.grad.float() * hyper.factor)
     if hyper.maximize:
         grad = -grad
     if state.scales is None:
@@ -181,7 +184,10 @@ def _step(state: ParamState, hyper: HyperParams) -> None:
     p = master_values(state)
     p.mul_(1 - hyper.lr * hyper.weight_decay)
     correction1, correction2 = 1 - hyper.beta1**hyper.step, 1 - hyper.beta2**hyper.step
-    p.addcdiv_(m, v.sqrt().div_(correction2**0.5).add_(hyper.eps), value=-hyper.lr / correction1)
+    root, rate = v.sqrt().div_(correction2**0.5).add_(hyper.eps), hyper.lr / correction1
+    if rate > MAX_RATE:  # parameters overflow, not this number
+        root, rate = root.mul_(correction1), min(hyper.lr, MAX_RATE)
+    p.addcdiv_(m, root, value=-rate)
     if state.scales is not None:
         random = random_bits_of(state, 0)
         for codes, hi, k, values in (

@@ -108,7 +108,7 @@ def _numbers(hyper: HyperParams) -> list[float]:
     correction1, correction2 = 1 - hyper.beta1**hyper.step, 1 - hyper.beta2**hyper.step
     return [
         1 - hyper.lr * hyper.weight_decay, -hyper.lr / correction1, correction2**-0.5, hyper.eps, 1 - hyper.beta1,
-        hyper.beta2, -1.0 if hyper.maximize else 1.0,
+        hyper.beta2, -hyper.factor if hyper.maximize else hyper.factor,
     ]  # fmt: skip
 
 
