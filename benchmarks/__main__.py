@@ -20,7 +20,6 @@
   gpu          all of these, each in a process of its own with a limit, and what became of the targets
   roofline     predicted times and where FP8 begins to pay; needs no GPU
   sass         what Triton's compiler makes of each kernel; needs no GPU
-  ptx          the compiled kernels in an interpreter: bytes, races, traffic; docs/ptx.md; needs no GPU
   host         host time of the eager GPU path, launches and calls, beside bf16; docs/host_time.md; needs no GPU
   compiled     kernels and bytes of a compiled decoder layer; docs/compile.md; needs no GPU
   rates        what the planner knows of an H100, from its result files: src/octavo/planner/h100.json; needs no GPU
@@ -42,7 +41,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 NAMES = tuple(re.findall(r"^  (\w+) ", __doc__ or "", flags=re.M))
-COMPILES_ONLY = ("sass", "ptx", "host", "compiled")
+COMPILES_ONLY = ("sass", "host", "compiled")
 
 
 def main(arguments: list[str]) -> None:

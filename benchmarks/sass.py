@@ -28,7 +28,7 @@ from benchmarks.sass_bound import ARCHITECTURES, DEVICES, Cost, cost_of, product
 from benchmarks.sass_code import Code
 
 if TYPE_CHECKING:
-    from octavo.kernels.launch import Launch, Variant
+    from octavo.kernels.launch import Variant
 
 MODULES = (
     "octavo.kernels.quantize.triton",
@@ -96,23 +96,14 @@ def _named(variant: "Variant") -> dict[str, Any]:
 
 def compile_for(capability: int, variant: "Variant") -> Any:
     """Compile a variant for bf16 input, contiguous rows, pointers and sizes divisible by 16."""
-    types = {name: variant.types.get(name, "i32") for name in variant.launch.kernel.arg_names}
-    whole = {name for name, kind in types.items() if kind.startswith(("*", "i"))}
-    return compile_launch(capability, variant.launch, types, dict.fromkeys(variant.equal_to_1, 1), whole)
-
-
-def compile_launch(
-    capability: int, launch: "Launch", types: dict[str, str], values: dict[str, int], aligned_names: set[str]
-) -> Any:
-    """Compile a launch for arguments of these Triton types, some of known value or divisible by 16."""
     import triton
     from triton.backends.compiler import GPUTarget
 
-    constants = {**launch.constants, **values}
+    launch = variant.launch
+    constants = {**launch.constants, **dict.fromkeys(variant.equal_to_1, 1)}
     names = launch.kernel.arg_names
-    signature = {name: "constexpr" if name in constants else types[name] for name in names}
-    whole = [i for i, name in enumerate(names) if name in aligned_names and name not in constants]
-    aligned = {(i,): [["tt.divisibility", 16]] for i in whole}
+    signature = {name: "constexpr" if name in constants else variant.types.get(name, "i32") for name in names}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name][0] in "*i"}
     options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages, "enable_fp_fusion": False}
     source = source_type(launch.kernel)(fn=launch.kernel, signature=signature, constexprs=constants, attrs=aligned)
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)

@@ -224,6 +224,26 @@ def test_linear_compiles_without_a_graph_break(name):
         assert low_sqnr((expected, *gradients[1]), (y, *gradients[0]), 55) is None
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the compiler's own
+def test_casts_that_inductor_generates_give_the_reference_s_bytes():
+    """By row, by column and with a given scale, fused with a product whose bf16 result Inductor does not round."""
+    by_row, by_column = QuantSpec.parse("e4m3/row"), QuantSpec.parse("e4m3/column")
+
+    def casts(x, w, fold, fold_t):
+        y = (x.float() * 0.37).to(torch.bfloat16) * w
+        a, b, c = quantize(y, by_row, fold), quantize(y, by_column, fold_t), quantize(x, by_row, order="both")
+        d = quantize(x, by_row, scale=c.scale, order="columns")
+        return y, a.data, a.scale, b.data, b.scale, c.data, c.other_order, c.scale, d.data
+
+    x, w, (fold_t, fold) = matrix((48, 272), broken=True), torch.rand(272, device=DEVICE).bfloat16(), factors((48, 272))
+    torch._dynamo.reset()
+    y, *actual = torch.compile(casts, fullgraph=True, dynamic=False)(x, w, fold, fold_t)
+    both = reference.quantize(x, by_row, None, order="both")
+    given = reference.quantize(x, by_row, None, scale=both[-1], order="columns")
+    expected = [*reference.quantize(y, by_row, fold), *reference.quantize(y, by_column, fold_t)]
+    assert difference([*expected, both[0], both[1].t(), both[2], given[0].t()], actual) is None
+
+
 def test_work_goes_to_the_current_stream():
     layer = converted("rowwise", 1024, 1024).to(DEVICE)
     x, g = (torch.randn(2048, 1024, device=DEVICE).bfloat16() for _ in range(2))

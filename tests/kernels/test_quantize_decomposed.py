@@ -148,15 +148,6 @@ pretends = pytest.mark.skipif(pretend.missing() is not None, reason=str(pretend.
 
 @pretends
 @pytest.mark.slow
-def test_the_ptx_of_inductors_kernels_writes_the_reference_bytes():
-    """Casts by row, column and with a given scale, fused with operations whose results Inductor does not round."""
-    found = json.loads(run("tests/kernels/inductor_casts.py").splitlines()[-1])
-    assert found["differ"] == [0] * 13 and found["kernels"] == 3
-    assert found["unrounded"] > 1000  # the hazard is there
-
-
-@pretends
-@pytest.mark.slow
 def test_what_inductor_makes_of_a_decoder_layer(tmp_path):
     """Python for the casts of seven gradients alone; kernels, traffic and kept bytes as docs/compile.md has them."""
     file = tmp_path / "compiled.json"

@@ -56,8 +56,8 @@ def check_that_nothing_spills(rows):
 def check_accesses(rows):
     """Matrices 16 bytes of bf16 or of the transposed copy at a time; narrower are scales, maxima and fold factors.
 
-    A row-major store has the FP8 bytes of one load, 8 per thread. So both are of a contiguous piece of memory, which
-    `tests/kernels/test_ptx.py` checks; 16 bytes per thread would put loads 32 bytes apart.
+    A row-major store has the FP8 bytes of one load, 8 per thread, so both are of a contiguous piece of memory (seen in
+    their PTX: docs/ptx.md); 16 bytes per thread would put loads 32 bytes apart.
     """
     for name, row in rows.items():
         if row["op"] == "adaptive_quantize":
