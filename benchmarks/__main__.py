@@ -14,7 +14,6 @@
   ranks        one GPU under NCCL and under Gloo: sharded training, FP8 collectives, checkpoints, beside plain ones
   deep         every kernel in every configuration beside the reference, compiled by all cores first
   loss         FP8 beside bf16 on several seeds, for as many minutes as there are; goes on where it stopped
-  families     what each family of models keeps for backward with FP8 activations; docs/memory.md
   fuzz         random models, optimizers and collectives beside plain PyTorch; what fails, shrunk to a few lines
   probe        which backends run here, and whether their bytes are the reference's
   gpu          all of these, each in a process of its own with a limit, and what became of the targets

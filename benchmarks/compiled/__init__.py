@@ -12,20 +12,109 @@ estimate: it counts each tensor that a kernel reads or writes once.
 
 import argparse
 import json
+import re
 import sys
 import warnings
+from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+if TYPE_CHECKING:
+    from benchmarks.compiled.pretend import Graph, Graphs
+
+Row = dict[str, Any]
 RESULT = Path(__file__).parents[1] / "results" / "simulated" / "compiled.json"
 DOCUMENT = Path(__file__).parents[2] / "docs" / "compile.md"
+RECIPES = {
+    "bf16": "bf16", "octavo rowwise": "**rowwise**", "opaque rowwise": "rowwise, opaque ops",
+    "torchao rowwise": "torchao rowwise", "octavo tensorwise": "**tensorwise**",
+    "opaque tensorwise": "tensorwise, opaque ops", "torchao tensorwise": "torchao tensorwise",
+    "octavo blockwise": "**blockwise**",
+}  # fmt: skip
+STORED = {
+    "octavo rowwise": "rowwise", "stored rowwise": 'rowwise, `activations="fp8"`', "octavo tensorwise": "tensorwise",
+    "stored tensorwise": 'tensorwise, `activations="fp8"`',
+}  # fmt: skip
+COMBINED = {"bf16": "bf16", "octavo rowwise": "**rowwise**", "torchao rowwise": "torchao rowwise"}
+COLUMNS = ("", "kernels", "of them generated", "opaque", "GB moved", "saved, bytes per token")
+
+
+def measure(graphs: "Graphs", arm: str, *, combo_kernels: bool = False) -> Row:
+    """Compile forward and backward of the block in one arm."""
+    import torch
+    from torch._inductor import config as inductor
+
+    from benchmarks.compiled import block
+    from octavo.runtime.torch_compat import FakeTensorMode
+
+    torch._dynamo.reset()
+    graphs.take()
+    with FakeTensorMode(), block.built(arm) as model, inductor.patch(combo_kernels=combo_kernels):
+        like = {"dtype": torch.bfloat16, "device": "cuda"}
+        x = torch.empty(1, block.TOKENS, block.WIDTH, requires_grad=True, **like)
+        angles = torch.empty(block.TOKENS, block.WIDTH // block.HEADS, **like)
+        y = torch.compile(model, fullgraph=True, dynamic=False)(x, angles, angles)
+        y.backward(torch.empty_like(y))
+    forward, backward = graphs.take()
+    result, *saved = forward.lowered.module.graph.output_node().args[0]
+    kept = {node for node in saved if node is not None and node.op != "placeholder" and node is not result}
+    values = [node.meta["val"] for node in kept]
+    row: Row = {"arm": arm, "combo_kernels": combo_kernels, "forward": counts(forward), "backward": counts(backward)}
+    parts = row["forward"], row["backward"]
+    row["kernels"] = sum(part["generated"] + part["extern"] for part in parts)
+    row["opaque"] = sum(sum(part["opaque"].values()) for part in parts)
+    row["kept_bytes_per_token"] = sum(v.nbytes for v in values if isinstance(v, torch.Tensor)) // block.TOKENS
+    return row
+
+
+def counts(graph: "Graph") -> Row:
+    """Generated kernels, calls of other kernels, calls of Octavo's ops among these, and gigabytes."""
+    body = graph.code[graph.code.index("def call(") :]
+    body = "\n".join(line for line in body.splitlines() if not line.lstrip().startswith("assert_"))
+    ops = re.findall(r"\btorch\.ops\.(\w+\.\w+)\.\w+\(", body)
+    return {
+        "generated": len(re.findall(r"\btriton_\w+\.run\(", body)),
+        "extern": len(re.findall(r"\bextern_kernels\.\w+\(", body)) + len(ops),
+        "opaque": dict(Counter(op for op in ops if op.startswith("octavo."))),
+        "gigabytes": round(graph.bytes / 1e9, 3),
+    }
+
+
+def cells(row: Row) -> tuple[Any, ...]:
+    """What tables show of a row."""
+    pairs = [f"{row['forward'][key]:{form}} + {row['backward'][key]:{form}}"
+             for key, form in (("generated", ""), ("gigabytes", ".2f"))]  # fmt: skip
+    return row["kernels"], pairs[0], row["opaque"], pairs[1], f"{row['kept_bytes_per_token']:,}"
+
+
+def document(rows: list[Row], page: str) -> str:
+    """The page with the tables of these rows between its marks; arms without a row are left out."""
+    from benchmarks.pages import fill, table
+
+    known = {(row["arm"], row["combo_kernels"]): row for row in rows}
+    parts = {}
+    for name, arms, combo in (("recipes", RECIPES, False), ("combo", COMBINED, True), ("stored", STORED, False)):
+        lines = [(title, *cells(known[arm, combo])) for arm, title in arms.items() if (arm, combo) in known]
+        parts[name] = table(COLUMNS, lines)
+    return fill(page, parts)
 
 
 def main(arguments: list[str]) -> None:
     """Measure, print a row at a time, and write what is asked for."""
-    options = _parser().parse_args(arguments)
-    if options.families is not None:
-        return _measure_families(options)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks compiled", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--only", nargs="+", default=[], metavar="ARM", help='measure these arms, such as bf16 "octavo rowwise"')
+    add("--combo-kernels", action="store_true", help="with Inductor's option of that name")
+    add("--json", type=Path, metavar="FILE", help="write the rows")
+    add(
+        "--write",
+        action="store_true",
+        help=f"renew the measured rows of {RESULT.name} and the tables of docs/compile.md",
+    )
+    add("--peers", type=Path, default=Path(sys.prefix) / "peers", help="folder with torchao (pip install --target)")
+    options = parser.parse_args(arguments)
     sys.path.append(str(options.peers))
     from benchmarks.compiled import pretend
 
@@ -37,84 +126,34 @@ def main(arguments: list[str]) -> None:
 
     warnings.simplefilter("ignore")  # of PyTorch and Triton about themselves
     from benchmarks.arms import has_torchao
-    from benchmarks.compiled import block, document, measure
+    from benchmarks.compiled import block
     from benchmarks.environment import environment, write_json, write_text
 
     if unknown := set(options.only) - set(block.ARMS):
-        sys.exit(
-            f"python -m benchmarks compiled: no arm is called {', '.join(sorted(unknown))}; there are "
-            f"{', '.join(block.ARMS)}"
-        )
-    print(measure.HEADER)
-    rows = []
+        parser.error(f"no arm is called {', '.join(sorted(unknown))}; there are {', '.join(block.ARMS)}")
     arms = [(arm, options.combo_kernels) for arm in options.only or block.ARMS]
     if options.write and not options.only:
-        arms += [(arm, True) for arm in document.COMBINED if not options.combo_kernels]
+        arms += [(arm, True) for arm in COMBINED if not options.combo_kernels]
     # Once a model of a process stores activations, graphs of all models look for inputs to recompute.
     arms.sort(key=lambda arm: arm[0].startswith("stored"))
-    for arm, combo_kernels in arms:
+    form = "{:<26}{:>8}{:>18}{:>8}{:>18}{:>24}"
+    print(form.format(*COLUMNS))
+    rows: list[Row] = []
+    for arm, combo in arms:
         if arm.startswith("torchao") and not has_torchao():
             print(f"{arm:<26}torchao is not importable (see --peers)")
             continue
-        rows.append(measure.measure(graphs, arm, combo_kernels=combo_kernels))
-        print(measure.line(rows[-1]), flush=True)
-    content: dict[str, Any] = {
-        "benchmark": "compiled",
-        "command": "python -m benchmarks compiled",
-        "note": "a pretended H100: nothing ran",
-        "tokens": block.TOKENS,
-        "environment": environment(torch.device("cpu")),
-        "rows": rows,
-    }
+        rows.append(measure(graphs, arm, combo_kernels=combo))
+        print(form.format(arm + ", combo" * combo, *cells(rows[-1])), flush=True)
+    content: Row = {
+        "benchmark": "compiled", "command": "python -m benchmarks compiled", "note": "a pretended H100: nothing ran",
+        "tokens": block.TOKENS, "environment": environment(torch.device("cpu")), "rows": rows,
+    }  # fmt: skip
     if options.json:
         write_json(options.json, content)
-        print(f"written to {options.json}")
     if options.write:
         old = json.loads(RESULT.read_text())
-        content |= {"rows": document.merged(old["rows"], rows), "families": old["families"]}
-        write_json(RESULT, content)
-        write_text(DOCUMENT, document.document(content, DOCUMENT.read_text()))
+        again = {(row["arm"], row["combo_kernels"]): row for row in (*old["rows"], *rows)}
+        write_json(RESULT, content | {"rows": list(again.values()), "families": old["families"]})
+        write_text(DOCUMENT, document(list(again.values()), DOCUMENT.read_text()))
         print(f"written to {RESULT} and {DOCUMENT}")
-
-
-def _measure_families(options: argparse.Namespace) -> None:
-    """Measure models on this CPU, which runs them: nothing is pretended."""
-    from benchmarks.compiled import document, families
-    from benchmarks.environment import write_json, write_text
-
-    if unknown := set(options.families) - set(families.FAMILIES):
-        sys.exit(
-            f"python -m benchmarks compiled: no family is called {', '.join(sorted(unknown))}; there are "
-            f"{', '.join(families.FAMILIES)}"
-        )
-    warnings.simplefilter("ignore")
-    rows = families.measured(options.families)
-    if options.write:
-        content = json.loads(RESULT.read_text())
-        new = {row["family"] for row in rows}
-        content["families"] = [row for row in content.get("families", []) if row["family"] not in new] + rows
-        write_json(RESULT, content)
-        write_text(DOCUMENT, document.document(content, DOCUMENT.read_text()))
-        print(f"written to {RESULT} and {DOCUMENT}")
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks compiled",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="examples:\n  python -m benchmarks compiled\n"
-        '  python -m benchmarks compiled --only bf16 "octavo rowwise"',
-    )
-    add = parser.add_argument
-    add("--only", nargs="+", default=[], metavar="ARM", help="measure these arms")
-    add("--families", nargs="*", metavar="FAMILY", help="run small models of families instead, on this CPU")
-    add("--combo-kernels", action="store_true", help="with Inductor's option of that name")
-    add("--json", type=Path, metavar="FILE", help="write the rows")
-    add(
-        "--write",
-        action="store_true",
-        help="renew the measured rows of benchmarks/results/simulated/compiled.json and the tables of docs/compile.md",
-    )
-    add("--peers", type=Path, default=Path(sys.prefix) / "peers", help="folder with torchao (pip install --target)")
-    return parser
