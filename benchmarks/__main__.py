@@ -15,7 +15,6 @@
   deep         every kernel in every configuration beside the reference, compiled by all cores first
   loss         FP8 beside bf16 on several seeds, for as many minutes as there are; goes on where it stopped
   fuzz         random models, optimizers and collectives beside plain PyTorch; what fails, shrunk to a few lines
-  probe        which backends run here, and whether their bytes are the reference's
   gpu          all of these, each in a process of its own with a limit, and what became of the targets
   roofline     predicted times and where FP8 begins to pay; needs no GPU
   sass         what Triton's compiler makes of each kernel; needs no GPU

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 import octavo
 from benchmarks.session import Session
 from benchmarks.timing import Run, Timing
-from benchmarks.variants import FirstMaxima, VariantLinear, replace_linears
 from octavo.kernels.library import DECOMPOSITIONS
 
 
@@ -24,7 +23,7 @@ class Arm:
     """One way to compute a module.
 
     Attributes:
-        name: What computes: `bf16`, `octavo <recipe>`, `torchao <recipe>`, `given <recipe>`, or `opaque <recipe>`,
+        name: What computes: `bf16`, `octavo <recipe>`, `torchao <recipe>`, or `opaque <recipe>`,
             Octavo with opaque ops under `torch.compile`.
         mode: `eager` or `compiled`.
     """
@@ -48,7 +47,7 @@ TARGET_ARMS = (
     Arm("torchao rowwise", "compiled"),
     Arm("octavo rowwise", "compiled"),
     Arm("octavo tensorwise", "compiled"),
-    Arm("given tensorwise"),
+    Arm("octavo delayed"),
 )
 """What the project's targets compare, in order of importance."""
 MORE_ARMS = (
@@ -72,8 +71,6 @@ def build(module: nn.Module, arm: Arm, session: Session) -> Callable[..., Tensor
         made = octavo.convert(made, recipe, verbose=False)
     elif kind == "torchao":
         made = _torchao(made, recipe, session)
-    elif kind == "given":
-        made = replace_linears(made, lambda layer: VariantLinear(layer, recipe, FirstMaxima()))
     if arm.mode == "compiled":
         torch._dynamo.reset()  # each arm and shape is compiled by itself, for static shapes
         backend = "inductor" if session.gpu else "aot_eager"  # without a GPU: traced and partitioned, not code made

@@ -8,7 +8,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks import ceilings, shapes
+from benchmarks import shapes
+from benchmarks.kernels import ceilings
 from benchmarks.session import Row, Session, begin, parser
 from octavo.kernels import calibration
 from octavo.kernels.gemm.fp8_timing import Fp8Gemm, fp8_gemms, time_fp8_product
@@ -75,7 +76,7 @@ def main(arguments: list[str]) -> None:
     except ValueError as error:
         options.error(str(error))
     session = begin("calibrate", chosen, arguments)
-    ceilings.measure(session)
+    ceilings(session)
     if chosen.quick and not chosen.shapes:
         requested = list(shapes.TARGETS)
     run(session, list(shapes.SETS["tiny"]) if session.tiny else requested)

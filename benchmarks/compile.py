@@ -12,8 +12,9 @@ import functools
 
 import torch
 
-from benchmarks import ceilings, layer, linear, shapes
+from benchmarks import layer, linear, shapes
 from benchmarks.arms import Arm
+from benchmarks.kernels import ceilings
 from benchmarks.session import Row, Session, begin, parser
 
 EXAMPLES = """compile
@@ -52,6 +53,6 @@ def _layer(session: Session, name: str, size: layer.Size, arm: Arm) -> None:
 def main(arguments: list[str]) -> None:
     """Measure, print a row at a time, write `results/<device>/compile.json`."""
     session = begin("compile", parser("compile", __doc__, EXAMPLES).parse_args(arguments), arguments)
-    ceilings.measure(session)
+    ceilings(session)
     run(session)
     session.finish()

@@ -1,39 +1,96 @@
 """Each kernel by itself: quantizers in TB/s, FP8 products in TFLOP/s, fused kernels, as shares of this device's limits.
 
-Bytes are what the op must move by definition (`src/octavo/kernels/quantize/__init__.py`): bf16 read once, twice where a
-maximum over everything is needed first, and one byte written per element, form and memory order. A kernel that reads a
-band again from L2 gets no credit for it. Products are measured on every backend beside cuBLAS by tensor, the reference
-figure, in the memory orders that a linear gives them.
-
-Part `configs` times every configuration of the quantizers, to choose defaults by.
+The limits are measured first (`ceilings`), so that no percentage refers to a data sheet. Bytes are what the op must
+move by definition (`src/octavo/kernels/quantize/__init__.py`): bf16 read once, twice where a maximum over everything is
+needed first, and one byte written per element, form and memory order. A kernel that reads a band again from L2 gets no
+credit for it. Products are measured on every backend beside cuBLAS by tensor, the reference figure, in the memory
+orders that a linear gives them. A fused kernel stands beside what it replaces: PyTorch's own op in bf16, eager, then
+`quantize`. Part `configs` times every configuration, to choose defaults by.
 """
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks import ceilings, fused, gemm
+from benchmarks import shapes
 from benchmarks.session import Row, Session, begin, parser, times
-from benchmarks.timing import sets
-from octavo.kernels.gemm import SCALED_MM
+from benchmarks.shapes import Shape
+from benchmarks.timing import Run, sets
+from octavo.kernels import fused, scaled_mm
+from octavo.kernels.gemm import SCALED_MM, Layout
 from octavo.kernels.quantize import QUANTIZE, QUANTIZE_PAIR, quantize, quantize_pair
 from octavo.kernels.registry import OPS
 from octavo.numerics.spec import FULL, TENSOR, QuantSpec
+from octavo.tensor import ScaledTensor
 
 EXAMPLES = """kernels
 kernels --quick
 kernels --parts products --minutes 6
 kernels --parts configs
 kernels --rehearse"""
+COPY_BYTES, SIDE = 2 * 2**30, 8192
 MATRICES = ((16384, 4096), (16384, 14336), (8192, 8192))
 TINY = ((64, 48), (33, 70))
 PARTS = ("quantizers", "products", "fused", "configs")
 PER_ROW_FIRST = ("e4m3/row", "e4m3/tensor", "e5m2/tensor", "e4m3/column")
 ORDERS = ("rows", "both", "columns")
+CASES: dict[str, tuple[str, str, Layout]] = {
+    "rowwise forward": ("e4m3/row", "e4m3/row", "nt"),
+    "tensorwise forward": ("e4m3/tensor", "e4m3/tensor", "nt"),
+    "rowwise dgrad": ("e4m3/row", "unit", "nn"),
+    "rowwise wgrad": ("e4m3/column", "unit", "tn"),
+    "tensorwise dgrad": ("e5m2/tensor", "e4m3/tensor", "nn"),
+    "blockwise forward": ("e4m3/1x128", "e4m3/128x128", "nt"),
+    "mxfp8 forward": ("e4m3/1x32/e8m0", "e4m3/1x32/e8m0", "nt"),
+}
+"""Products: specs of A and B as the registry's cases name them, and the layout."""
+REFERENCES = {"cuBLAS by tensor, fast": True, "cuBLAS by tensor, exact": False}
+
+
+# Ceilings
+
+
+def ceilings(session: Session) -> Row:
+    """Copy bandwidth in TB/s (bytes read and written) and TFLOP/s of 8192³ products; all None in a rehearsal."""
+    if "ceilings" in session.facts:
+        known: Row = session.facts["ceilings"]
+        return known
+    size, side = (2**12, 32) if session.tiny else (COPY_BYTES, SIDE)
+    source = torch.randint(0, 256, (size,), dtype=torch.uint8, device=session.device)
+    target = torch.empty_like(source)
+    a, b = (torch.randn(side, side, device=session.device, dtype=torch.bfloat16) for _ in range(2))
+    runs: dict[str, tuple[Run | None, int]] = {
+        "copy_tbs": (lambda: target.copy_(source), 2 * size),
+        "bf16_tflops": (lambda: a @ b.t(), 2 * side**3),
+        "fp8_tflops": (fp8_product(a, b, fast_accum=True) if session.gpu else None, 2 * side**3),
+        "fp8_exact_tflops": (fp8_product(a, b, fast_accum=False) if session.gpu else None, 2 * side**3),
+    }
+    rates: Row = {"copy_bytes": size, "side": side}
+    for name, (run, amount) in runs.items():
+        ms = None if run is None else session.clock.measure([run], wall=False).kernel_ms
+        rates[name] = None if ms is None else round(amount / ms / 1e9, 3)
+    session.facts["ceilings"] = rates
+    session.save()
+    print("ceilings: " + ", ".join(f"{key} {value}" for key, value in rates.items()), flush=True)
+    return rates
+
+
+def fp8_product(a: Tensor, b: Tensor, *, fast_accum: bool) -> Run:
+    """A·Bᵀ of two matrices cast to E4M3, as PyTorch's tensorwise product (cuBLASLt) runs it: the reference figure."""
+    one = torch.ones((), device=a.device)
+    left, right = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn).t()
+    options = {"scale_a": one, "scale_b": one, "out_dtype": torch.bfloat16, "use_fast_accum": fast_accum}
+    return functools.partial(torch._scaled_mm, left, right, **options)
+
+
+# Quantizers
 
 
 def bytes_per_element(spec: QuantSpec, order: str, *, amax_is_known: bool = False) -> int:
@@ -42,26 +99,27 @@ def bytes_per_element(spec: QuantSpec, order: str, *, amax_is_known: bool = Fals
     return 2 * (2 if two_passes and not amax_is_known else 1) + (2 if order == "both" else 1)
 
 
-def bandwidth(session: Session, shape: tuple[int, int], per_element: float, run: Callable[[Tensor], Any]) -> Row:
-    """A row for a kernel that moves `per_element` bytes per element of a random normal bf16 matrix."""
+def bandwidth(
+    session: Session, shape: tuple[int, int], per_element: float, run: Callable[[Any], Any], inputs: Any = None
+) -> Row:
+    """A row for a kernel that moves `per_element` bytes per element of a matrix, random and normal in bf16."""
     elements = shape[0] * shape[1]
     count = sets(per_element * elements, session.clock.l2_bytes) if session.gpu else 1
-    inputs = [torch.randn(shape, device=session.device, dtype=torch.bfloat16) for _ in range(count)]
-    timings = times(session.clock.measure([functools.partial(run, x) for x in inputs]))
+    make = inputs or functools.partial(torch.randn, shape, device=session.device, dtype=torch.bfloat16)
+    timings = times(session.clock.measure([functools.partial(run, make()) for _ in range(count)]))
     timings["bytes_per_element"] = per_element
-    if timings["kernel_ms"] is None:
-        return timings
-    timings["tbs"] = round(per_element * elements / timings["kernel_ms"] / 1e9, 4)
-    timings["percent"] = round(100 * timings["tbs"] / session.facts["ceilings"]["copy_tbs"], 1)
-    timings["roofline_ms"] = round(per_element * elements / session.facts["ceilings"]["copy_tbs"] / 1e9, 5)
+    if timings["kernel_ms"] is not None:
+        copy_tbs = session.facts["ceilings"]["copy_tbs"]
+        timings["tbs"] = round(per_element * elements / timings["kernel_ms"] / 1e9, 4)
+        timings["percent"] = round(100 * timings["tbs"] / copy_tbs, 1)
+        timings["roofline_ms"] = round(per_element * elements / copy_tbs / 1e9, 5)
     return timings
 
 
 def quantizers(session: Session, matrices: Sequence[tuple[int, int]]) -> None:
     """Every spec in every memory order, with and without the maxima given, and every pair."""
-    specs = [*PER_ROW_FIRST, *(text for text in QUANTIZE.cases if text not in PER_ROW_FIRST)]
-    if session.options.quick:
-        specs = list(PER_ROW_FIRST)
+    others = [] if session.options.quick else [text for text in QUANTIZE.cases if text not in PER_ROW_FIRST]
+    specs = [*PER_ROW_FIRST, *others]
     for index, shape in enumerate(matrices):
         same: Row = {"stage": "quantize", "shape": f"{shape[0]}×{shape[1]}"}
         copy = functools.partial(bandwidth, session, shape, 4, torch.clone)
@@ -97,38 +155,208 @@ def _pair(session: Session, shape: tuple[int, int], case: tuple[str, ...]) -> Ro
     return bandwidth(session, shape, per_element, lambda x: quantize_pair(x, spec, fold, spec_t, fold_t))
 
 
+# Products
+
+
+def products(session: Session, *, only_cubes: bool = False) -> None:
+    """bf16 and cuBLAS by tensor, then every case on every backend, at cubes and at the Llama shapes."""
+    if session.tiny:
+        for shape in shapes.SETS["tiny"][1 if session.options.quick else 0 :]:
+            for case in CASES:
+                _backends(session, shape, case)
+        return
+    cubes, llama, names = shapes.SETS["cubes"][:3], shapes.SETS["llama"], list(CASES)
+    order = [(shape, case) for shape in cubes for case in names[:4]]
+    if not (only_cubes or session.options.quick):
+        order += [(shape, names[0]) for shape in llama] + [(cubes[1], case) for case in names[4:]]
+        order += [(shape, case) for shape in llama[:4] for case in ("rowwise dgrad", "rowwise wgrad")]
+    for shape, case in order:
+        same: Row = {"stage": "product", "shape": shapes.label(shape), "case": "reference"}
+        for arm, fast in (("bf16", None), *REFERENCES.items()):
+            session.attempt({**same, "arm": arm}, functools.partial(_reference, session, shape, fast))
+        _backends(session, shape, case)
+
+
+def _backends(session: Session, shape: Shape, case: str) -> None:
+    for name in SCALED_MM.backends:
+        if not (SCALED_MM.backends[name].emulates and session.gpu):
+            same: Row = {"stage": "product", "shape": shapes.label(shape), "case": case, "arm": name}
+            session.attempt(same, functools.partial(_backend, session, shape, case, name))
+
+
+def _backend(session: Session, shape: Shape, case: str, name: str) -> Row:
+    fast = CASES[case][2] == "nt"
+    tries = session.tiny and name == "triton" and "e8m0" not in CASES[case][0]  # in its interpreter
+    reason = None if tries else SCALED_MM.unavailable_reason(SCALED_MM.backends[name], session.device, CASES[case])
+    if reason is not None:
+        return {"result": f"does not serve this: {reason}"}
+    pairs = [operands(session, shape, CASES[case]) for _ in range(_sets(session, shape))]
+    run = functools.partial(scaled_mm, layout=CASES[case][2], out_dtype=torch.bfloat16, fast_accum=fast)
+    with SCALED_MM.force(name):
+        timings = times(session.clock.measure([functools.partial(run, a, b) for a, b in pairs]))
+    return rated(session, shape, timings, fast=fast)
+
+
+def _sets(session: Session, shape: Shape) -> int:
+    m, k, n = shape
+    return sets(m * k + k * n + 2 * m * n, session.clock.l2_bytes) if session.gpu else 1
+
+
+def operands(session: Session, shape: Shape, case: tuple[str, str, Layout]) -> tuple[ScaledTensor, ScaledTensor]:
+    """A and B of a product: random, quantized, contiguous along the contraction, as a linear has them."""
+    (m, k, n), (a_text, b_text, layout) = shape, case
+    made = []
+    for text, size, transposed, columns in (
+        (a_text, (m, k), layout[0] == "t", layout[0] == "t"), (b_text, (k, n), layout[1] == "t", layout[1] == "n"),
+    ):  # fmt: skip
+        values = torch.randn(size[::-1] if transposed else size, device=session.device, dtype=torch.bfloat16)
+        spec = QuantSpec.parse("e4m3/row" if text == "unit" else text)
+        operand = quantize(values, spec, order="columns" if columns else "rows")
+        made.append(operand.unscaled if text == "unit" else operand)
+    return made[0], made[1]
+
+
+def _reference(session: Session, shape: Shape, fast: bool | None) -> Row:
+    (m, k, n), runs = shape, []
+    for _ in range(_sets(session, shape)):
+        a, b = (torch.randn(size, k, device=session.device, dtype=torch.bfloat16) for size in (m, n))
+        runs.append(functools.partial(torch.mm, a, b.t()) if fast is None else fp8_product(a, b, fast_accum=fast))
+    return rated(session, shape, times(session.clock.measure(runs)), fast=fast)
+
+
+def rated(session: Session, shape: Shape, timings: Row, *, fast: bool | None = None) -> Row:
+    """The row with its rate, its share of this device's rate at 8192³, and of cuBLAS by tensor at this shape."""
+    if timings["kernel_ms"] is None:
+        return timings
+    m, k, n = shape
+    timings["tflops"] = round(2 * m * k * n / timings["kernel_ms"] / 1e9, 1)
+    ceiling = {None: "bf16_tflops", True: "fp8_tflops", False: "fp8_exact_tflops"}[fast]
+    timings["percent"] = round(100 * timings["tflops"] / session.facts["ceilings"][ceiling], 1)
+    reference = next((name for name, value in REFERENCES.items() if value == fast), None)
+    base = session.find(stage="product", shape=shapes.label(shape), arm=reference)
+    if base is not None and base.get("kernel_ms"):
+        timings["of_cublas"] = round(base["kernel_ms"] / timings["kernel_ms"], 4)
+    return timings
+
+
+# Fused kernels
+
+ROW, BY_TENSOR, EPS = QuantSpec.parse("e4m3/row"), QuantSpec.parse("e4m3/tensor"), 1e-5
+
+
+@dataclass(frozen=True)
+class Operands:
+    """Random matrices [R,C] in bf16, a weight [C], and what the backward of a norm is given."""
+
+    x: Tensor
+    other: Tensor
+    grad: Tensor
+    weight: Tensor
+    rstd: Tensor
+
+
+def _rms_norm(o: Operands, x: Tensor, *rest: Any, spec: QuantSpec = ROW, **options: Any) -> Any:
+    return fused.rms_norm(x, o.weight, EPS, spec, *rest, **options)
+
+
+def _norm_then_quantize(o: Operands, x: Tensor) -> Any:
+    return quantize(F.rms_norm(x, (x.shape[1],), o.weight, EPS), ROW, order="both")
+
+
+ALONE = {"return_unquantized": False}
+FUSED: dict[str, tuple[int, Callable[[Operands], Any], Callable[[Operands], Any] | None]] = {
+    "rms_norm → FP8 by row, both orders": (
+        4, lambda o: _rms_norm(o, o.x, "both", **ALONE), lambda o: _norm_then_quantize(o, o.x)),
+    "add + rms_norm → total, FP8 by row, both orders": (
+        8, lambda o: _rms_norm(o, o.x, "both", o.other, **ALONE), lambda o: _norm_then_quantize(o, o.x + o.other)),
+    "rms_norm → y, FP8 by row, both orders": (
+        6, lambda o: _rms_norm(o, o.x, "both"), lambda o: _norm_then_quantize(o, o.x)),
+    "rms_norm → y, amax": (4, lambda o: _rms_norm(o, o.x, spec=BY_TENSOR), None),
+    "layer_norm → FP8 by row, both orders": (
+        4, lambda o: fused.layer_norm(o.x, o.weight, None, EPS, ROW, "both", return_unquantized=False), None),
+    "silu(gate) · up → FP8 by row, both orders": (
+        6, lambda o: fused.glu(o.x, o.other, "silu", ROW, "both", return_unquantized=False),
+        lambda o: quantize(F.silu(o.x) * o.other, ROW, order="both")),
+    "silu(gate) · up → h, amax": (6, lambda o: fused.glu(o.x, o.other, "silu", BY_TENSOR), None),
+    "rms_norm backward": (6, lambda o: fused.rms_norm_backward(o.grad, o.x, o.weight, o.rstd), None),
+    "silu(gate) · up backward": (10, lambda o: fused.glu_backward(o.grad, o.x, o.other, "silu"), None),
+}  # fmt: skip
+"""Bytes per element of x that a kernel must move, the kernel, and what it replaces, which is given the same bytes."""
+
+
+def fused_kernels(session: Session) -> None:
+    """Each fused kernel and what it replaces, at the widths of a Llama 3 8B layer."""
+    for shape in TINY[1:] if session.tiny else MATRICES[:1] if session.options.quick else MATRICES[:2]:
+        for name, (per_element, run, separate) in FUSED.items():
+            same: Row = {"stage": "fused", "shape": f"{shape[0]}×{shape[1]}", "case": name}
+            inputs = functools.partial(_operands, session, shape)
+            for arm, each in (("fused", run), ("separate", separate)):
+                if each is not None:
+                    one = functools.partial(bandwidth, session, shape, per_element, each, inputs)
+                    session.attempt({**same, "arm": arm}, one)
+
+
+def _operands(session: Session, shape: tuple[int, int]) -> Operands:
+    x, other, grad = (torch.randn(shape, device=session.device).bfloat16() for _ in range(3))
+    weight = torch.randn(shape[1], device=session.device).bfloat16()
+    return Operands(x, other, grad, weight, (x.float().square().mean(1, keepdim=True) + EPS).rsqrt())
+
+
+# Configurations
+
+
 def configs(session: Session) -> None:
-    """Every configuration of the quantizers at the first matrix."""
+    """Every configuration of the quantizers at the first matrix, and of Triton's products with row scales at 8192³."""
     from octavo.kernels.quantize import triton as backend
 
     shape = TINY[0] if session.tiny else MATRICES[0]
     texts = PER_ROW_FIRST[:1] if session.tiny else (*PER_ROW_FIRST, "e4m3/1x128", "e4m3/128x128", "e4m3/1x32/e8m0")
+    folded = backend.FoldedSpec
+    tasks: list[tuple[str, float, Any, Callable[..., Any]]] = []
     for text in texts:
         spec = QuantSpec.parse(text)
         for order in ORDERS:
-            task = backend.QuantizeTask(first=backend.FoldedSpec(spec=spec), order=order)  # type: ignore[arg-type]
-            for config, tile in enumerate(backend.tiles(task)):
-                run = functools.partial(_with_config, backend, spec, order, config)
-                one = functools.partial(bandwidth, session, shape, bytes_per_element(spec, order), run)
-                identity = {"stage": "config", "shape": f"{shape[0]}×{shape[1]}", "case": f"{text} {order}"}
-                session.attempt({**identity, "arm": f"{config}: {tile}"}, one)
-    gemm.configs(session)
+            task = backend.QuantizeTask(first=folded(spec=spec), order=order)  # type: ignore[arg-type]
+            run = functools.partial(_with_config, backend, spec, order)
+            tasks.append((f"{text} {order}", bytes_per_element(spec, order), task, run))
     rows = torch.rand(shape[0], 1, device=session.device) + 0.5
     columns = torch.rand(1, shape[1], device=session.device) + 0.5
-    row, column = QuantSpec.parse("e4m3/row"), QuantSpec.parse("e4m3/column")
-    forms = backend.FoldedSpec(spec=row, fold="columns"), backend.FoldedSpec(spec=column, fold="rows")
-    for config, tile in enumerate(backend.tiles(backend.QuantizeTask(first=forms[0], second=forms[1]))):
-        pair = functools.partial(_pair_with_config, backend, (row, columns, column, rows), config)
-        identity = {"stage": "config", "shape": f"{shape[0]}×{shape[1]}", "case": "folded pair"}
-        session.attempt({**identity, "arm": f"{config}: {tile}"}, functools.partial(bandwidth, session, shape, 6, pair))
+    column = QuantSpec.parse("e4m3/column")
+    pair = backend.QuantizeTask(first=folded(spec=ROW, fold="columns"), second=folded(spec=column, fold="rows"))
+    tasks.append(("folded pair", 6, pair, lambda config, x: backend.quantize_pair(
+        x, ROW, columns, column, rows, config=config)))  # fmt: skip
+    for case, per_element, task, run in tasks:
+        for config, tile in enumerate(backend.tiles(task)):
+            identity = {"stage": "config", "shape": f"{shape[0]}×{shape[1]}", "case": case, "arm": f"{config}: {tile}"}
+            one = functools.partial(bandwidth, session, shape, per_element, functools.partial(run, config))
+            session.attempt(identity, one)
+    if find_spec("octavo.kernels.gemm.triton") is not None:
+        _product_configs(session)
 
 
 def _with_config(backend: Any, spec: QuantSpec, order: str, config: int, x: Tensor) -> Any:
     return backend.quantize(x, spec, None, None, None, order, config=config)
 
 
-def _pair_with_config(backend: Any, forms: tuple[Any, ...], config: int, x: Tensor) -> Any:
-    return backend.quantize_pair(x, *forms, config=config)
+def _product_configs(session: Session) -> None:
+    from octavo.kernels.gemm import triton as backend
+
+    shape = shapes.SETS["tiny"][1] if session.tiny else shapes.SETS["cubes"][1]
+    for label in ("rowwise forward", "rowwise dgrad"):
+        case = CASES[label]
+        fast = case[2] == "nt"
+        pairs = [operands(session, shape, case) for _ in range(1 if session.tiny else 2)]
+        usual = backend.training_configurations(session.device, case)
+        for config in usual[:1] if session.tiny else usual:
+            rest = (case[2], torch.bfloat16, None, fast, config)
+            runs: list[Run] = [functools.partial(backend.scaled_mm, a, b, *rest) for a, b in pairs]
+            identity: Row = {"stage": "config", "shape": shapes.label(shape), "case": label}
+            identity["arm"] = f"{config}: {tuple(backend.CONFIGS[config])}"
+            session.attempt(identity, functools.partial(_configured, session, shape, runs, fast))
+
+
+def _configured(session: Session, shape: Shape, runs: list[Run], fast: bool) -> Row:
+    return rated(session, shape, times(session.clock.measure(runs, wall=False)), fast=fast)
 
 
 def main(arguments: list[str]) -> None:
@@ -136,22 +364,22 @@ def main(arguments: list[str]) -> None:
     options = parser("kernels", __doc__, EXAMPLES)
     options.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="what to measure")
     session = begin("kernels", options.parse_args(arguments), arguments)
-    ceilings.measure(session)
+    ceilings(session)
+    matrices = TINY if session.tiny else MATRICES
     parts: dict[str, Callable[[], None]] = {
-        "quantizers": lambda: quantizers(session, TINY if session.tiny else MATRICES),
-        "products": lambda: gemm.products(session),
-        "fused": lambda: fused.kernels(session),
+        "quantizers": lambda: quantizers(session, matrices[:1] if session.options.quick else matrices),
+        "products": lambda: products(session),
+        "fused": lambda: fused_kernels(session),
         "configs": lambda: configs(session),
     }
     chosen = [name for name in PARTS if name in session.options.parts]
     if session.options.quick:
-        parts["quantizers"] = lambda: quantizers(session, (TINY if session.tiny else MATRICES)[:1])
         chosen = [name for name in chosen if name != "configs"]
     with triton_only() if session.tiny else nullcontext():
         if "quantizers" in chosen and not session.tiny:  # what the targets name comes first; a row is made only once
             quantizers(session, MATRICES[:1])
         if "products" in chosen and not session.tiny:
-            gemm.products(session, only_cubes=True)
+            products(session, only_cubes=True)
         for name in chosen:
             parts[name]()
     session.finish()

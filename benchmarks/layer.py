@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks import ceilings, linear
+from benchmarks import linear
 from benchmarks.arms import Arm, available, build, speedup, step
+from benchmarks.kernels import ceilings
 from benchmarks.session import Row, Session, begin, parser
 from benchmarks.shapes import Shape
 from benchmarks.timing import sets
@@ -138,7 +139,7 @@ def measure(session: Session, name: str, size: Size, arm: Arm) -> Row:
         x = torch.randn(*shape, size.hidden, device=session.device, dtype=torch.bfloat16).requires_grad_()
         g = torch.randn(*shape, size.hidden if size.heads else size.intermediate, device=session.device).bfloat16()
         runs.append(step(model, list(model.parameters()), x, g))
-    figures = linear.in_steady_state(session, model, runs, arm)
+    figures = linear.in_steady_state(session, model, runs)
     figures["saved_bytes_per_token"] = round(_saved_bytes(session, model, arm, x) / size.tokens, 1)
     same = {"shape": name}
     figures |= speedup(session.rows, {**figures, "mode": arm.mode}, **same)
@@ -189,7 +190,7 @@ def main(arguments: list[str]) -> None:
     options = parser("layer", __doc__, EXAMPLES)
     options.add_argument("--layers", nargs="+", choices=LAYERS, default=list(LAYERS))
     session = begin("layer", options.parse_args(arguments), arguments)
-    ceilings.measure(session)
+    ceilings(session)
     todo = plan(session)
     arms = set(available(list(dict.fromkeys(arm for *_, arm in todo))))
     for name, size, arm in todo:

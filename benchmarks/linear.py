@@ -2,9 +2,8 @@
 
 On a GPU: kernel time and wall time of every arm, at the shapes the project's targets name first. Beside each row stand
 the roofline (`benchmarks/roofline.py` with this device's own ceilings) and the Amdahl limit: the three FP8 products
-alone, measured at this very shape. `given tensorwise` is delayed scaling, whose maxima cost nothing. Times of
-`rowwise_equalized` are those of passes without a measurement; what measurements add is beside them (`dense_ms`,
-`amortized_ms`: see `benchmarks/equalized_phases.py`).
+alone, measured at this very shape. `octavo delayed` has maxima that cost nothing. The kernel time of
+`rowwise_equalized` is that of a pass without a measurement; its wall time has one measurement in 50 passes.
 
 On a CPU: wall time of a small layer, every arm in turn, round after round, and the best round counts: arms of one run
 meet the same machine. FP8 is emulated there, exactly.
@@ -16,12 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks import ceilings, roofline, shapes
+from benchmarks import roofline, shapes
 from benchmarks.arms import BF16, MORE_ARMS, TARGET_ARMS, Arm, available, build, speedup, step
-from benchmarks.equalized_phases import hold_steady, phases
+from benchmarks.kernels import ceilings, fp8_product
 from benchmarks.session import Row, Session, begin, parser, times
 from benchmarks.shapes import Shape
 from benchmarks.timing import CpuClock, Run, sets
+from octavo.nn.equalized import equalized_layers, equalizer_of
 
 EXAMPLES = """linear
 linear --quick
@@ -39,56 +39,46 @@ def layer(shape: Shape, session: Session) -> nn.Linear:
 
 
 @functools.lru_cache(maxsize=1)
-def buffers(shape: Shape, device: torch.device, count: int) -> list[tuple[Tensor, Tensor]]:
-    """Sets of X (differentiable) and G, random normal."""
+def buffers(shape: Shape, session: Session) -> list[tuple[Tensor, Tensor]]:
+    """Sets of X (differentiable) and G, random normal, that leave the cache behind."""
     m, k, n = shape
-    return [
-        (
-            torch.randn(m, k, device=device, dtype=torch.bfloat16).requires_grad_(),
-            torch.randn(m, n, device=device, dtype=torch.bfloat16),
-        )
-        for _ in range(count)
-    ]
+    count = sets(2 * (m * k + m * n), session.clock.l2_bytes) if session.gpu else 1
+    new = functools.partial(torch.randn, device=session.device, dtype=torch.bfloat16)
+    return [(new(m, k).requires_grad_(), new(m, n)) for _ in range(count)]
 
 
 def runs_of(session: Session, shape: Shape, arm: Arm) -> tuple[Any, list[Run]]:
     """The layer of one arm, and its forward and backward over each buffer set."""
-    m, k, n = shape
     torch.manual_seed(0)
     model: Any = build(layer(shape, session), arm, session)
-    count = sets(2 * (m * k + m * n), session.clock.l2_bytes) if session.gpu else 1
-    return model, [step(model, list(model.parameters()), x, g) for x, g in buffers(shape, session.device, count)]
+    return model, [step(model, list(model.parameters()), x, g) for x, g in buffers(shape, session)]
 
 
 def measure(session: Session, shape: Shape, arm: Arm) -> Row:
     """One row: times, speed-up, rate, peak memory, and the limits."""
     model, runs = runs_of(session, shape, arm)
-    figures = in_steady_state(session, model, runs, arm)
-    same = {"shape": shapes.label(shape)}
-    figures |= speedup(session.rows, {**figures, "mode": arm.mode}, **same)
+    figures = in_steady_state(session, model, runs)
+    label = shapes.label(shape)
+    figures |= speedup(session.rows, {**figures, "mode": arm.mode}, shape=label)
     if figures["kernel_ms"] is None:
         return figures
     figures["tflops"] = round(6 * shape[0] * shape[1] * shape[2] / figures["kernel_ms"] / 1e9, 1)
     rates = session.facts["ceilings"]
     figures["percent"] = round(100 * figures["tflops"] / rates["bf16_tflops"], 1)
-    device = roofline.named(session.facts.get("gpu", "")) or roofline.DEVICES["H200"]
-    recipe = arm.recipe if arm.recipe in roofline.PASSES else "rowwise"
-    if arm.name.startswith("given"):
-        recipe = "amax given"
-    figures["roofline_ms"] = round(1e3 * device.measured(rates).linear(shape, recipe if arm.recipe else "bf16"), 4)
-    limit = next((r for r in session.rows if r.get("arm") == "products" and same.items() <= r.items()), {})
-    figures["amdahl_ms"] = limit.get("kernel_ms")
-    return figures
+    gpu = roofline.measured(session.facts.get("gpu", ""), rates)
+    recipe = "amax given" if arm.recipe == "delayed" else arm.recipe if arm.recipe in roofline.PASSES else "rowwise"
+    bound = roofline.linear(gpu, shape, recipe if arm.recipe else "bf16")
+    limit = session.find(shape=label, arm="products") or {}
+    return figures | {"roofline_ms": round(1e3 * bound, 4), "amdahl_ms": limit.get("kernel_ms")}
 
 
-def in_steady_state(session: Session, model: Any, runs: list[Run], arm: Arm) -> Row:
-    """Times and peak memory of runs of a model; of one that measures its channels in some passes, in the others."""
-    steady = hold_steady(model, runs) if arm.mode == "eager" else runs
-    figures = times(session.clock.measure(steady))
-    figures["peak_mib"] = session.clock.peak_mib(steady[0])
-    if arm.mode == "eager":
-        figures |= phases(model, runs, figures["wall_ms"], lambda each: session.clock.measure(each).wall_ms)
-    return figures
+def in_steady_state(session: Session, model: nn.Module, runs: list[Run]) -> Row:
+    """Times and peak memory of runs of a model. One that measures its channels begins behind such a pass."""
+    eager = not hasattr(model, "_orig_mod")  # compiled ones measure in every pass
+    for _, equalized in equalized_layers(model) if eager else ():
+        equalizer_of(equalized).advance(equalizer_of(equalized).every + 1)
+    figures = times(session.clock.measure(runs))
+    return figures | {"peak_mib": session.clock.peak_mib(runs[0])}
 
 
 def products(session: Session, shape: Shape, *, fp8: bool = True) -> Row:
@@ -98,24 +88,19 @@ def products(session: Session, shape: Shape, *, fp8: bool = True) -> Row:
         count = sets((1 if fp8 else 2) * (m * k + k * n) + 2 * m * n, session.clock.l2_bytes) if session.gpu else 1
         runs: list[Run] = []
         for _ in range(count):
-            a = torch.randn(m, k, device=session.device, dtype=torch.bfloat16)
-            b = torch.randn(n, k, device=session.device, dtype=torch.bfloat16)
+            a, b = (torch.randn(size, k, device=session.device, dtype=torch.bfloat16) for size in (m, n))
             cublas = fp8 and session.gpu
-            runs.append(ceilings.fp8_product(a, b, fast_accum=index == 0) if cublas else functools.partial(_mm, a, b))
+            run = fp8_product(a, b, fast_accum=index == 0) if cublas else functools.partial(torch.mm, a, b.t())
+            runs.append(run)
         total += session.clock.measure(runs, wall=False).kernel_ms or 0.0
     return {"kernel_ms": round(total, 5) or None}
-
-
-def _mm(a: Tensor, b: Tensor) -> Tensor:
-    return a @ b.t()
 
 
 def plan(options: Any, targets: tuple[Shape, ...]) -> list[tuple[Shape, Arm]]:
     """What to measure, in order of importance."""
     sizes = shapes.parse(options.shapes) if options.shapes else []
     if options.quick:
-        sizes = sizes or list(targets)
-        return [(shape, arm) for shape in sizes for arm in TARGET_ARMS]
+        return [(shape, arm) for shape in sizes or targets for arm in TARGET_ARMS]
     sizes = sizes or shapes.parse(["targets", "llama", "cubes", "losing"])
     first = [shape for shape in targets if shape in sizes] or sizes[:1]
     rest = [shape for shape in sizes if shape not in first]
@@ -130,19 +115,17 @@ def plan(options: Any, targets: tuple[Shape, ...]) -> list[tuple[Shape, Arm]]:
 def on_gpu(session: Session) -> None:
     """Every arm at every shape (tiny ones in a rehearsal)."""
     session.facts["gpu"] = torch.cuda.get_device_name(session.device) if session.gpu else ""
-    ceilings.measure(session)
+    ceilings(session)
     todo = plan(session.options, shapes.TARGETS)
     if session.tiny:
-        tiny = shapes.SETS["tiny"]
-        todo = [(shape, arm) for shape in tiny[:1] for arm in (*TARGET_ARMS, *MORE_ARMS)] + [
-            (shape, arm) for shape in tiny[1:] for arm in (*BF16, Arm("octavo rowwise"))
-        ]
+        one, two = shapes.SETS["tiny"]
+        todo = [(one, arm) for arm in (*TARGET_ARMS, *MORE_ARMS)]
+        todo += [(two, arm) for arm in (*BF16, Arm("octavo rowwise"))]
     arms = set(available(list(dict.fromkeys(arm for _, arm in todo))))
     for shape, arm in todo:
         if arm not in arms:
             continue
-        m, k, n = shape
-        same: Row = {"shape": shapes.label(shape), "m": m, "k": k, "n": n}
+        same: Row = {"shape": shapes.label(shape), **dict(zip("mkn", shape, strict=True))}
         if all(size % 16 == 0 for size in shape):
             session.attempt({**same, "arm": "products", "mode": "eager"}, functools.partial(products, session, shape))
         session.attempt({**same, "arm": arm.name, "mode": arm.mode}, functools.partial(measure, session, shape, arm))
@@ -151,11 +134,9 @@ def on_gpu(session: Session) -> None:
 
 def on_cpu(session: Session, rounds: int) -> None:
     """Best wall time of each eager arm, all in one process, in turn."""
-    sizes = shapes.parse(session.options.shapes) if session.options.shapes else [CPU_SHAPE]
-    for shape in sizes:
+    for shape in shapes.parse(session.options.shapes) if session.options.shapes else [CPU_SHAPE]:
         arms = available([arm for arm in (*TARGET_ARMS, *MORE_ARMS) if arm.mode == "eager"])
-        made = {arm: runs_of(session, shape, arm) for arm in arms}
-        runs = {arm: hold_steady(model, each)[0] for arm, (model, each) in made.items()}
+        runs = {arm: runs_of(session, shape, arm)[1][0] for arm in arms}
         for run in runs.values():
             run()
         best = dict.fromkeys(runs, float("inf"))
@@ -163,11 +144,10 @@ def on_cpu(session: Session, rounds: int) -> None:
         for _ in range(rounds):
             for arm, run in runs.items():
                 best[arm] = min(best[arm], clock.measure([run]).wall_ms or 0.0)
-        m, k, n = shape
         for arm, ms in best.items():
             figures = {"wall_ms": round(ms, 3), "method": "wall", "wall_speedup": round(best[arms[0]] / ms, 4)}
-            identity = {"shape": shapes.label(shape), "m": m, "k": k, "n": n, "arm": arm.name, "mode": arm.mode}
-            session.attempt(identity, functools.partial(dict, figures))
+            identity: Row = {"shape": shapes.label(shape), **dict(zip("mkn", shape, strict=True))}
+            session.attempt({**identity, "arm": arm.name, "mode": arm.mode}, functools.partial(dict, figures))
 
 
 def main(arguments: list[str]) -> None:

@@ -287,8 +287,7 @@ def _roofline() -> str:
     for shape in shapes.parse(["targets", "cubes", "llama", "losing"]):
         label = shapes.label(shape)
         h100, h200 = (tables[name][label] for name in ("H100", "H200"))
-        limit = h200["bf16_ms"] / h200["limit_ms"]
-        numbers = (h100["speedup"], h100["speedup_eager"], h200["speedup"], h200["speedup_eager"], limit)
+        numbers = (*(each[key] for each in (h100, h200) for key in ("speedup", "speedup_eager")), h200["limit"])
         made.append((label, f"{h200['bf16_ms']:.3f}", f"{h200['fp8_ms']:.3f}", *(f"{n:.2f}" for n in numbers)))
     for device in roofline.DEVICES.values():
         smallest_sides = [roofline.begins_to_pay(device, "rowwise", eager=eager) for eager in (False, True)]
@@ -303,7 +302,7 @@ def _out_of_reach() -> str:
     """Name the targets of a linear layer over bf16 that the roofline of their GPU does not reach."""
     device, missed = roofline.DEVICES["H200"], []
     for shape, target in zip(shapes.TARGETS, targets.TARGETS, strict=False):
-        speedup = device.linear(shape) / device.linear(shape, "rowwise")
+        speedup = roofline.linear(device, shape) / roofline.linear(device, shape, "rowwise")
         if speedup < target.goal:
             missed.append(f"{speedup:.2f} × at {shapes.label(shape)} is below the target of {target.goal:g} ×")
     return f"**Out of reach as predicted, on an H200: {'; '.join(missed)}.**" if missed else ""

@@ -20,7 +20,7 @@ def predicted() -> Figure:
     sides = [2**exponent for exponent in range(8, 15)]
     data = []
     for slot, device in enumerate(roofline.DEVICES.values()):
-        speed = [device.linear((s, s, s)) / device.linear((s, s, s), "rowwise") for s in sides]
+        speed = [roofline.linear(device, (s, s, s)) / roofline.linear(device, (s, s, s), "rowwise") for s in sides]
         line = {"mode": "lines+markers", "line": {"color": colour(slot), "width": 2}, "marker": {"size": 6}}
         data.append({"type": "scatter", "x": sides, "y": speed, "name": device.name, **line})
     line = {**REFERENCE, "xref": "paper", "x0": 0, "x1": 1, "y0": 1, "y1": 1}

@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks import gemm
+from benchmarks import kernels as gemm
 from benchmarks.environment import RESULTS, write_text
 from octavo.kernels.calibration import FORMAT, Entry
 from octavo.kernels.gemm import bf16_timing

@@ -23,12 +23,12 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks import shapes
 from benchmarks.environment import RESULTS, write_text
-from benchmarks.roofline import Device
 from benchmarks.sass_bound import ARCHITECTURES, DEVICES, Cost, cost_of, product_seconds, seconds_per_element
 from benchmarks.sass_code import Code
 
 if TYPE_CHECKING:
     from octavo.kernels.launch import Variant
+    from octavo.planner.devices import Gpu
 
 MODULES = (
     "octavo.kernels.quantize.triton",
@@ -195,7 +195,7 @@ def _disassembled(cubin: bytes) -> tuple[str, dict[str, int]]:
     return code, {key.lower(): int(value) for key, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", usage)}
 
 
-def predicted(row: dict[str, Any], device: Device) -> dict[str, float]:
+def predicted(row: dict[str, Any], device: "Gpu") -> dict[str, float]:
     """Predicted microseconds by shape: of a product for `PRODUCTS` (M×K×N), of a pass for `SHAPES`."""
     if row["matrix"]:
         tile_m, tile_n, _ = map(int, row["shape"].split()[0].split("x"))
@@ -205,7 +205,7 @@ def predicted(row: dict[str, Any], device: Device) -> dict[str, float]:
         }
     cost = Cost(row["instructions"], row["clocks"], row["loaded"], row["stored"], row["wide"], row["flops"])
     slowest = max(seconds_per_element(cost, row["bytes"], row["in_flight"], device).values())
-    return {f"{m}×{n}": 1e6 * max(slowest * m * n, device.floor) for m, n in SHAPES}
+    return {f"{m}×{n}": 1e6 * max(slowest * m * n, device.launch_us * 1e-6) for m, n in SHAPES}
 
 
 def times(code_rows: list[dict[str, Any]]) -> None:

@@ -19,8 +19,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from benchmarks import roofline
-from benchmarks.roofline import Device
 from benchmarks.sass_code import Code, Instruction
+from octavo.planner.devices import Gpu
 
 
 @dataclass(frozen=True)
@@ -129,25 +129,24 @@ def cost_of(code: Code, num_warps: int, tile: int, trips: int) -> Cost:
     )
 
 
-def seconds_per_element(cost: Cost, device_bytes: float, in_flight: float, device: Device) -> dict[str, float]:
+def seconds_per_element(cost: Cost, device_bytes: float, in_flight: float, device: Gpu) -> dict[str, float]:
     """Time per element that each limit allows, all SMs busy. `in_flight`: bytes of loads under way per SM."""
     per_second = device.multiprocessors * CLOCK
-    times = {"memory": device_bytes / (device.bandwidth * device.memory_efficiency)}
+    times = {"memory": device_bytes / device.bandwidth}
     if in_flight:
         times["latency"] = min(cost.loaded, device_bytes) * LATENCY / (device.multiprocessors * in_flight)
     times |= {unit: clocks / per_second for unit, clocks in cost.clocks.items()}
     if cost.flops:
-        times["matrix"] = cost.flops / (device.fp8 * device.fp8_efficiency)
+        times["matrix"] = cost.flops / (device.fp8_tflops * 1e12 * device.fp8_efficiency)
     return times
 
 
-def product_seconds(m: int, n: int, k: int, tile: tuple[int, int], programs: int, device: Device) -> float:
+def product_seconds(m: int, n: int, k: int, tile: tuple[int, int], programs: int, device: Gpu) -> float:
     """Time of an FP8 product: the longest of whole waves of output tiles at the matrix rate, its bytes, and L2's."""
     tiles = math.ceil(m / tile[0]) * math.ceil(n / tile[1])
     waves = math.ceil(tiles / device.multiprocessors / programs) * programs
-    matrix = waves * 2 * tile[0] * tile[1] * k * device.multiprocessors / (device.fp8 * device.fp8_efficiency)
+    matrix = (
+        waves * 2 * tile[0] * tile[1] * k * device.multiprocessors / (device.fp8_tflops * 1e12 * device.fp8_efficiency)
+    )
     l2 = waves * (tile[0] + tile[1]) * k / (CLOCK * L2_BYTES)
-    return max(matrix, l2, device.moving(m * k + n * k + 2 * m * n))
-
-
-"""What docs/machine-code.md says of promoted products."""
+    return max(matrix, l2, roofline.moving(device, m * k + n * k + 2 * m * n))

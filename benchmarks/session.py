@@ -72,7 +72,7 @@ def part_of(row: Row) -> str:
     return str(row.get("part") or row.get("stage") or row.get("shape") or "")
 
 
-@dataclass
+@dataclass(eq=False)
 class Session:
     """One run of one benchmark.
 
@@ -140,7 +140,7 @@ class Session:
 
         An error makes a row as well. Returns the row, or None where there is none.
         """
-        if (known := self._known(identity)) is not None:
+        if (known := self.find(**identity)) is not None:
             return known
         if (self.only and part_of(identity) not in self.only) or part_of(identity) in self.without:
             return None
@@ -216,8 +216,9 @@ class Session:
         keys = ("ceilings", "stopped") if self.only or self.without else ("ceilings",)
         self.facts |= {key: content[key] for key in keys if key in content and content[key] != "done"}
 
-    def _known(self, identity: Row) -> Row | None:
-        return next((row for row in self.rows if identity.items() <= row.items()), None)
+    def find(self, **fields: Any) -> Row | None:
+        """The first row with these fields; None without one."""
+        return next((row for row in self.rows if fields.items() <= row.items()), None)
 
 
 def begin(name: str, options: argparse.Namespace, arguments: list[str], *, times_cpus: bool = False) -> Session:

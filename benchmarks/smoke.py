@@ -17,7 +17,6 @@ from benchmarks.arms import Arm, build, in_turns, step
 from benchmarks.linear import buffers, layer
 from benchmarks.session import Row, Session, begin, parser
 from benchmarks.shapes import Shape
-from benchmarks.timing import sets
 from octavo.numerics import sqnr
 from octavo.numerics.recipe import RECIPES
 
@@ -65,8 +64,7 @@ def measure(session: Session, shape: Shape, recipe: str) -> Row:
     """One row: SQNR, times in turns with bf16, profile."""
     torch.manual_seed(0)
     base = layer(shape, session)
-    count = sets(2 * (shape[0] * shape[1] + shape[0] * shape[2]), session.clock.l2_bytes) if session.gpu else 1
-    inputs = buffers(shape, session.device, count)
+    inputs = buffers(shape, session)
     model: Any = build(base, Arm(f"octavo {recipe}" if recipe != "bf16" else "bf16"), session)
     figures = quality(recipe, results(base, *inputs[0]), results(model, *inputs[0]))
     plain, runs = ([step(each, list(each.parameters()), x, g) for x, g in inputs] for each in (base, model))

@@ -47,15 +47,13 @@ PARTS = (
     Part("compile", "layer", 26, 150),
     Part("compile", "linear", 24, 90),
     Part("ranks", ALL, 22, 45),
-    Part("probe", "backend", 21, 5),
-    Part("probe", "deep", 19, 120),
     Part("deep", ALL, 20, 120),
     Part("loss", ALL, 5, 180),
 )
 STAGES = tuple(dict.fromkeys(part.stage for part in PARTS))
 """A stage is a benchmark (`benchmarks/<stage>.py`), except `tests`, which is pytest."""
-ON_REQUEST = ("calibrate", "probe")
-"""Products are chosen by heuristics, as where nobody has calibrated; `deep` holds the checks of `probe`."""
+ON_REQUEST = ("calibrate",)
+"""Products are chosen by heuristics, as where nobody has calibrated."""
 START_S = 10.0
 """Estimated seconds before a stage's first row: imports, CUDA, ceilings."""
 LEAST_S = 10.0

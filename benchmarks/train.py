@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks import ceilings
 from benchmarks.arms import Arm, available, build
+from benchmarks.kernels import ceilings
 from benchmarks.session import Row, Session, begin, parser
 
 EXAMPLES = """train
@@ -124,7 +124,7 @@ def measure(session: Session, model: Model, arm: Arm) -> Row:
 def main(arguments: list[str]) -> None:
     """Measure, print a row at a time, write `results/<device>/train.json`."""
     session = begin("train", parser("train", __doc__, EXAMPLES).parse_args(arguments), arguments)
-    ceilings.measure(session)
+    ceilings(session)
     model = TINY if session.tiny else Model()
     for arm in available(ARMS[:2] if session.options.quick else ARMS):
         same: Row = {"stage": "plain loop", "shape": "llama-3-8b width, 4 layers" if not session.tiny else "tiny"}

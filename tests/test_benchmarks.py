@@ -2,6 +2,7 @@
 
 import argparse
 import ast
+import importlib
 import json
 import subprocess
 import sys
@@ -14,26 +15,18 @@ import torch
 from benchmarks import (
     __main__,
     arms,
-    calibrate,
-    compile,
-    equalized_phases,
-    gemm,
     gpu,
     kernels,
     layer,
     linear,
-    probe,
     roofline,
     session,
     shapes,
     timing,
-    train,
-    variants,
-)  # fmt: skip
+)
 from benchmarks.timing import GpuClock, Rehearsal, Timing
 
-import octavo
-from octavo.nn.equalized import Equalizer, Measurement
+from octavo.nn.equalized import equalizer_of
 
 ROOT = Path(__file__).parent.parent
 CPU = torch.device("cpu")
@@ -66,11 +59,6 @@ def lying(tmp_path):
     return session.Session("linear", CPU, Lying(), options, facts=facts, paths=[tmp_path / "linear.json"])
 
 
-def rehearse(module, *words, out):
-    module.main(["--rehearse", *NO_PEERS, "--out", str(out), *words])
-    return json.loads((out / f"{module.__name__.rpartition('.')[2]}.json").read_text())
-
-
 # Shapes, roofline, clocks
 
 
@@ -82,37 +70,40 @@ def test_shapes_are_sets_or_sizes():
 
 
 def test_roofline_follows_its_formulas():
-    device = roofline.DEVICES["H200"]
-    assert device.product(8192, 8192, 8192, fp8=False) == pytest.approx(2 * 8192**3 / (989e12 * 0.8))
-    assert device.product(16384, 64, 4096, fp8=True) == pytest.approx(
-        (16384 * 64 + 64 * 4096 + 2 * 16384 * 4096) / (4.8e12 * 0.9)
+    device, (m, k, n) = roofline.DEVICES["H200"], (16384, 4096, 14336)
+    shape = (m, k, n)
+    assert roofline.product(device, 8192, 8192, 8192, fp8=False) == pytest.approx(2 * 8192**3 / (989e12 * 0.8))
+    moved = 16384 * 64 + 64 * 4096 + 2 * 16384 * 4096
+    assert roofline.product(device, 16384, 64, 4096, fp8=True) == pytest.approx(moved / (4.8e12 * 0.9))
+    assert roofline.product(device, 16, 16, 16, fp8=True) == device.launch_us * 1e-6
+    one, exact, by_row = (
+        roofline.product(device, *shape, fp8=True),
+        device.exact_efficiency,
+        device.row_exact_efficiency,
     )
-    assert device.product(16, 16, 16, fp8=True) == device.floor
-    m, k, n = shape = (16384, 4096, 14336)
-    moved = 4 * m * k + 6 * n * k + 6 * m * n
-    one, exact, by_row = device.product(*shape, fp8=True), device.exact_efficiency, device.row_exact_efficiency
-    assert device.free_quantization(shape) == pytest.approx(one * (1 + 2 / exact))
-    rowwise = one / device.row_efficiency * (1 + 2 / by_row) + moved / (4.8e12 * 0.9)
-    assert device.linear(shape, "rowwise") == pytest.approx(rowwise)
+    assert roofline.free_quantization(device, shape) == pytest.approx(one * (1 + 2 / exact))
+    passes = (4 * m * k + 6 * n * k + 6 * m * n) / (4.8e12 * 0.9)
+    rowwise = one / device.row_efficiency * (1 + 2 / by_row) + passes
+    assert roofline.linear(device, shape, "rowwise") == pytest.approx(rowwise)
     equal = replace(device, row_efficiency=1.0, row_exact_efficiency=exact)
-    assert equal.linear(shape, "amax given") < equal.linear(shape, "rowwise") < equal.linear(shape, "tensorwise")
-    assert device.linear(shape, "tensorwise") == equal.linear(shape, "tensorwise")
-    assert device.linear((1, 64, 64), eager=True) == 3 * device.eager
+    times = [roofline.linear(equal, shape, recipe) for recipe in ("amax given", "rowwise", "tensorwise")]
+    assert times == sorted(times) and times[2] == roofline.linear(device, shape, "tensorwise")
+    assert roofline.linear(device, (1, 64, 64), eager=True) == 3e-6 * device.host_us
 
 
 def test_fp8_pays_earlier_where_memory_is_faster():
     sides = [roofline.begins_to_pay(roofline.DEVICES[name], "rowwise", eager=False) for name in ("H200", "H100")]
     assert sides[0] < sides[1]
-    side, device = sides[0], roofline.DEVICES["H200"]
-    wins = [device.linear((s,) * 3, "rowwise") < device.linear((s,) * 3) for s in (side - 64, side)]
+    device, both = roofline.DEVICES["H200"], [(side,) * 3 for side in (sides[0] - 64, sides[0])]
+    wins = [roofline.linear(device, shape, "rowwise") < roofline.linear(device, shape) for shape in both]
     assert wins == [False, True]
 
 
 def test_a_measured_device_has_its_own_rates():
-    device = roofline.named("NVIDIA H200").measured(CEILINGS)
-    assert device.product(8192, 8192, 8192, fp8=True) == pytest.approx(2 * 8192**3 / 1400e12)
-    assert device.product(8192, 8192, 8192, fp8=True, exact=True) == pytest.approx(2 * 8192**3 / 1300e12)
-    assert roofline.named("NVIDIA A100") is None
+    device = roofline.measured("NVIDIA H200", CEILINGS)
+    assert roofline.product(device, 8192, 8192, 8192, fp8=True) == pytest.approx(2 * 8192**3 / 1400e12)
+    assert roofline.product(device, 8192, 8192, 8192, fp8=True, exact=True) == pytest.approx(2 * 8192**3 / 1300e12)
+    assert roofline.measured("NVIDIA A100", CEILINGS).name == device.name
 
 
 def test_buffers_leave_the_cache_behind():
@@ -209,7 +200,7 @@ def test_rows_of_a_linear(lying):
     shape = (48, 64, 32)
     lying.attempt({"shape": "48×64×32", "arm": "products", "mode": "eager"}, lambda: linear.products(lying, shape))
     opaque = arms.Arm("opaque rowwise", "compiled")
-    for arm in (arms.Arm("bf16"), arms.Arm("octavo rowwise"), arms.Arm("given tensorwise"), opaque):
+    for arm in (arms.Arm("bf16"), arms.Arm("octavo rowwise"), arms.Arm("octavo delayed"), opaque):
         identity = {"shape": "48×64×32", "m": 48, "k": 64, "n": 32, "arm": arm.name, "mode": arm.mode}
         row = lying.attempt(identity, lambda arm=arm: linear.measure(lying, shape, arm))
         assert "error" not in row, row["error"]
@@ -225,9 +216,9 @@ def test_rows_of_kernels(lying):
     lying.attempt({"stage": "quantize"}, lambda: kernels.bandwidth(lying, (64, 48), 4, torch.clone))
     assert lying.rows[0]["tbs"] == round(4 * 64 * 48 / 1e-3 / 1e12, 4)
     same = {"stage": "product", "shape": "48×64×32"}
-    names = list(gemm.REFERENCES)
-    lying.attempt({**same, "arm": names[0]}, lambda: gemm._rated(lying, (48, 64, 32), {"kernel_ms": 1.0}, fast=True))
-    row = gemm._rated(lying, (48, 64, 32), {"kernel_ms": 2.0}, fast=True)
+    names = list(kernels.REFERENCES)
+    lying.attempt({**same, "arm": names[0]}, lambda: kernels.rated(lying, (48, 64, 32), {"kernel_ms": 1.0}, fast=True))
+    row = kernels.rated(lying, (48, 64, 32), {"kernel_ms": 2.0}, fast=True)
     assert row["of_cublas"] == 0.5
 
 
@@ -256,35 +247,6 @@ def test_rows_of_a_layer(lying):
     products = [row["kernel_ms"] for row in lying.rows[:2]]
     assert rowwise["amdahl_ms"] == pytest.approx(bf16["kernel_ms"] - products[0] + products[1])
     assert sum(layer.linears(layer.LAYERS["llama-3-8b"]).values()) == 7
-
-
-@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
-def test_variants_compute_what_octavo_computes(lying, recipe):
-    """With the maxima of the same tensors every bit is the same."""
-    torch.manual_seed(0)
-    base = torch.nn.Linear(48, 80, bias=False, dtype=torch.bfloat16)
-    x, g = torch.randn(33, 48).bfloat16().requires_grad_(), torch.randn(33, 80).bfloat16()
-    results = []
-    for name in (f"octavo {recipe}", f"given {recipe}"):
-        model = arms.build(base, arms.Arm(name), lying)
-        results.append([model(x), *arms.step(model, list(model.parameters()), x, g)()])
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-
-
-def test_variants_hand_over_what_is_contiguous_along_the_contraction(lying, monkeypatch):
-    seen = []
-
-    def product(a, b, layout, **options):
-        seen.append((layout, a.along(0 if layout[0] == "t" else 1), b.along(1 if layout[1] == "t" else 0)))
-        return gemm.scaled_mm(a, b, layout, **options)
-
-    monkeypatch.setattr(variants, "scaled_mm", product)
-    base = torch.nn.Linear(48, 80, bias=False, dtype=torch.bfloat16)
-    x, g = torch.randn(33, 48).bfloat16().requires_grad_(), torch.randn(33, 80).bfloat16()
-    model = arms.build(base, arms.Arm("given rowwise"), lying)
-    arms.step(model, list(model.parameters()), x, g)()
-    assert [layout for layout, *_ in seen] == ["nt", "nn", "tn"]
-    assert all(operand is not None for _, *operands in seen for operand in operands)
 
 
 # Recovery
@@ -370,26 +332,17 @@ def test_a_wrong_shape_is_a_usage_error(capsys):
     assert end.value.code == 2 and "neither a named set" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("module", "words"),
-    [(linear, ()), (train, ("--quick",)), pytest.param(kernels, ("--quick",), marks=pytest.mark.slow)],
-)
 @pytest.mark.slow
-def test_rehearsals(module, words, tmp_path, capsys):
-    content = rehearse(module, *words, out=tmp_path)
+@pytest.mark.parametrize("name", ["calibrate", "compile", "kernels", "layer", "linear", "train"])
+def test_rehearsals(name, tmp_path, capsys):
+    """In full; those of the GPU runner below are quick."""
+    importlib.import_module(f"benchmarks.{name}").main(["--rehearse", *NO_PEERS, "--out", str(tmp_path)])
+    content = json.loads((tmp_path / f"{name}.json").read_text())
     assert content["note"] == session.NOTHING_TIMED and not content["timed"]
     assert session.NOTHING_TIMED in capsys.readouterr().out
     errors = [row for row in content["rows"] if "error" in row]
     assert content["rows"] and not errors, errors[0]
     assert not any(row.get("kernel_ms") or row.get("tokens_per_s") for row in content["rows"])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("module", [probe, kernels, calibrate, layer, compile, train])
-def test_full_rehearsals(module, tmp_path):
-    content = rehearse(module, out=tmp_path)
-    errors = [row for row in content["rows"] if "error" in row or "WRONG" in row.get("result", "")]
-    assert content["rows"] and not errors, errors[0]
 
 
 @pytest.mark.slow
@@ -413,62 +366,13 @@ def test_a_cpu_is_timed(tmp_path, monkeypatch):
     assert content["rows"][0]["wall_speedup"] == 1.0
 
 
-@pytest.fixture
-def equalized(monkeypatch):
-    """Two equalized layers, a pass of them, and the passes in which they measured."""
-    measured, passes = [], [0]
-    measure = Equalizer.measure
-    monkeypatch.setattr(
-        Equalizer, "measure", lambda self, *rest: (measured.append(passes[0] - 1), measure(self, *rest))
-    )
-    layers = torch.nn.Sequential(torch.nn.Linear(32, 32, bias=False), torch.nn.Linear(32, 32, bias=False))
-    model = octavo.convert(layers.bfloat16(), "rowwise_equalized", verbose=False)
-    pass_ = arms.step(
-        model, list(model.parameters()), torch.randn(16, 32).bfloat16().requires_grad_(), torch.ones(16, 32).bfloat16()
-    )
-
-    def run():
-        passes[0] += 1
-        pass_()
-
-    return model, run, measured
-
-
-def test_passes_held_in_the_steady_state_measure_nothing(equalized):
-    model, run, measured = equalized
-    for _ in range(5):
-        run()
-    assert measured == [0, 0, 1, 1, 2, 2, 4, 4]  # as they come
-    (held,) = equalized_phases.hold_steady(model, [run])
-    for _ in range(70):
-        held()
-    assert measured[8:] == []
-    assert equalized_phases.hold_steady(torch.nn.Linear(2, 2), [run]) == [run]
-
-
-def test_phases_of_an_equalized_model(equalized, monkeypatch):
-    """With a clock that takes 5 ms for a pass, 3 for each layer's measurement and 1 for its channel scales."""
-    model, run, measured = equalized
-    run(), measured.clear()
-    scaled, scales = [], Measurement.scales
-    monkeypatch.setattr(
-        Measurement, "scales", lambda *rest, complete: (scaled.append(1), scales(*rest, complete=complete))[1]
-    )
-
-    def clock(runs):
-        for each in runs:
-            each()
-        ms = 2 * 5 + 3 * len(measured) / len(runs) + len(scaled) / len(runs)
-        measured.clear(), scaled.clear()
-        return ms
-
-    figures = equalized_phases.phases(model, [run] * 3, 5.0, clock)
-    assert figures == {
-        "interval": 50, "measurement_ms": 8.0, "dense_ms": 5 + 8 * 7 / 50, "amortized_ms": 5 + 8 / 50,
-    }  # fmt: skip
-    rehearsed = equalized_phases.phases(model, [run], None, lambda runs: Rehearsal().measure(runs).wall_ms)
-    assert rehearsed == {"interval": 50}
-    assert equalized_phases.phases(torch.nn.Linear(2, 2), [run], 5.0, clock) == {}
+def test_an_equalized_layer_is_timed_in_passes_that_measure_nothing(lying):
+    model, runs = linear.runs_of(lying, (16, 32, 32), arms.Arm("octavo rowwise_equalized"))
+    equalizer = equalizer_of(model)
+    for _ in range(3):
+        runs[0]()
+    linear.in_steady_state(lying, model, runs * 40)
+    assert equalizer.every < equalizer.passes <= 2 * equalizer.every
 
 
 def test_a_rehearsal_times_nothing():

@@ -224,10 +224,10 @@ def test_the_list_prints_prices_and_what_fits(tmp_path, monkeypatch, capsys):
 def test_a_later_call_leaves_out_what_is_done(tmp_path, monkeypatch):
     asked = []
     session.write_json(tmp_path / "out" / "gpu.json", {"stages": [{"stage": "kernels", "parts": ["fused", "config"]}]})
-    words = ("--resume", "--stages", "kernels,probe")
+    words = ("--resume", "--stages", "kernels,deep")
     command(tmp_path, *words, monkeypatch=monkeypatch, spend=lambda _, parts, *__: asked.extend(parts))
     assert [(part.stage, part.name) for part in asked][:3] == [
-        ("kernels", "quantize"), ("kernels", "product"), ("probe", "backend"),
+        ("kernels", "quantize"), ("kernels", "product"), ("deep", "all"),
     ]  # fmt: skip
 
 
