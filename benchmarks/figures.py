@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-from benchmarks import browser
+from benchmarks import browser, roofline
 from benchmarks.environment import write_text
-from octavo.experiments.theme import DARK, LIGHT, layout
+from octavo.experiments.theme import DARK, LIGHT, axis, colour, layout, plain
 
 Figure = dict[str, Any]
 """`data` and `layout` of plotly.js, with colours as CSS variables of the theme."""
@@ -54,11 +54,11 @@ def draw(content: Figure) -> str:
 
     text = json.dumps(content, allow_nan=False)
     used = sorted(set(re.findall(r"var\(--([\w-]+)\)", text)))
-    plain = re.sub(r"var\(--([\w-]+)\)", lambda match: LIGHT[match[1]], text)
+    fixed = re.sub(r"var\(--([\w-]+)\)", lambda match: LIGHT[match[1]], text)
     with tempfile.TemporaryDirectory() as folder:
         page = Path(folder) / "figure.html"
         page.write_bytes(
-            PAGE.format(library=get_plotlyjs(), figure=plain.replace("<", "\\u003c"), width=WIDTH).encode()
+            PAGE.format(library=get_plotlyjs(), figure=fixed.replace("<", "\\u003c"), width=WIDTH).encode()
         )
         document, messages = browser.run(page)
     image = re.search(r"<body>data:image/svg\+xml,([^<]*)</body>", document)
@@ -100,3 +100,66 @@ def overview(folder: Path) -> str:
     size = f'width="{WIDTH}" height="{top}"'
     back = f'<rect {size} style="fill: var(--card);"/>'
     return f'<svg xmlns="http://www.w3.org/2000/svg" {size} viewBox="0 0 {WIDTH} {top}">{back}{"".join(parts)}</svg>\n'
+
+
+Row = dict[str, Any]
+COLOURS = {
+    "octavo rowwise": colour(0), "octavo tensorwise": colour(5), "torchao tensorwise": colour(1),
+    "torchao rowwise": colour(4), "given tensorwise": "var(--soft)",
+}  # fmt: skip
+REFERENCE = {"type": "line", "line": {"color": "var(--soft)", "width": 1, "dash": "dash"}, "layer": "below"}
+
+
+def predicted() -> Figure:
+    """Predicted speed-up of a cube over its side, on the devices of the table."""
+    sides = [2**exponent for exponent in range(8, 15)]
+    data = []
+    for slot, device in enumerate(roofline.DEVICES.values()):
+        speed = [roofline.linear(device, (s, s, s)) / roofline.linear(device, (s, s, s), "rowwise") for s in sides]
+        line = {"mode": "lines+markers", "line": {"color": colour(slot), "width": 2}, "marker": {"size": 6}}
+        data.append({"type": "scatter", "x": sides, "y": speed, "name": device.name, **line})
+    line = {**REFERENCE, "xref": "paper", "x0": 0, "x1": 1, "y0": 1, "y1": 1}
+    return figure(
+        data, 380, shapes=[line], margin={"l": 64, "r": 24, "t": 40, "b": 56, "pad": 4},
+        xaxis=axis(type="log", tickvals=sides, ticktext=[f"{side:,}" for side in sides], title="M = K = N"),
+        yaxis=axis(title="predicted speed-up over bf16", ticksuffix=" ×", dtick=0.2, tickformat=".1f"),
+    )  # fmt: skip
+
+
+def speedups(rows: Sequence[Row]) -> Figure:
+    """Measured speed-up of every arm over bf16 eager, by shape."""
+    timed = [row for row in rows if row.get("kernel_ms") and row["arm"] in COLOURS]
+    base = {row["shape"]: row["kernel_ms"] for row in rows if row["arm"] == "bf16" and row["mode"] == "eager"}
+    names = [shape for shape in dict.fromkeys(row["shape"] for row in timed) if shape in base]
+    arms = list(dict.fromkeys((row["arm"], row["mode"]) for row in timed))
+    data = []
+    for index, (arm, mode) in enumerate(arms):
+        of_arm = [row for row in timed if (row["arm"], row["mode"]) == (arm, mode) and row["shape"] in base]
+        offset = (index - len(arms) / 2) / (1.4 * len(arms))
+        marker = {"color": COLOURS[arm], "size": 8, "symbol": "circle" if mode == "eager" else "diamond"}
+        data.append(
+            {"type": "scatter", "mode": "markers", "marker": marker, "name": f"{arm}, {mode}",
+             "x": [base[row["shape"]] / row["kernel_ms"] for row in of_arm],
+             "y": [names.index(row["shape"]) + offset for row in of_arm]}
+        )  # fmt: skip
+    line = {**REFERENCE, "yref": "paper", "x0": 1, "x1": 1, "y0": 0, "y1": 1}
+    places = {"tickvals": list(range(len(names))), "ticktext": [plain(name) for name in names]}
+    return figure(
+        data, 150 + 42 * len(names), shapes=[line], margin={"l": 64, "r": 24, "t": 64, "b": 56, "pad": 4},
+        xaxis=axis(title="speed-up over bf16 eager, kernel time, forward + backward", ticksuffix=" ×"),
+        yaxis=axis(**places, range=[len(names) - 0.5, -0.5]),
+    )  # fmt: skip
+
+
+def bandwidths(rows: Sequence[Row]) -> Figure:
+    """Share of the measured copy bandwidth that each quantizer reaches at the first matrix."""
+    timed = [row for row in rows if row.get("percent") and row["stage"] == "quantize"]
+    first = [row for row in timed if row["shape"] == timed[0]["shape"]]
+    labels = [plain(f"{row['case']}, {row['arm']}") for row in first]
+    bars = {"type": "bar", "orientation": "h", "marker": {"color": colour(0)}}
+    line = {**REFERENCE, "layer": "above", "yref": "paper", "x0": 85, "x1": 85, "y0": 0, "y1": 1}
+    return figure(
+        [{**bars, "x": [row["percent"] for row in first], "y": labels}], 90 + 20 * len(first), shapes=[line],
+        xaxis=axis(title=f"% of measured copy bandwidth, {first[0]['shape']}"),
+        yaxis=axis(autorange="reversed", showgrid=False, nticks=0),
+    )  # fmt: skip

@@ -1,65 +1,75 @@
-"""Compare the planner with published measurements, and with an H100's (`benchmarks.errors`), and write the
-tables of docs/planner.md. Needs no GPU.
+"""Compare the planner with published measurements and with an H100's, and write the tables of docs/planner.md. No GPU.
 
-Each row is a published speed-up of FP8 over bf16 whose shapes, or model, and GPU are known. The prediction uses the
-bytes that *their* code moves (`TABLES`) and the device table of `octavo plan`. No row was used for fitting. Rows that
-miss stay, with the reason.
+Each of `ROWS` is a published speed-up of FP8 over bf16 whose shapes, or model, and GPU are known. The prediction uses
+the bytes that *their* code moves (`TABLES`) and the device table of `octavo plan`. No row was used for fitting. Rows
+that miss stay, with the reason.
+
+Each of `comparisons()` is a row of an H100's result files. Shares of the data sheet's rates come from the products
+alone (`benchmarks.rates`), so that linear layers, a decoder layer and steps test a prediction. The earlier one is with
+the shares before anything was measured, and the formulas of today. No prediction uses a measured time.
 """
 
 import argparse
 import functools
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks import errors
+from benchmarks import rates
 from benchmarks.environment import write_text
 from benchmarks.pages import fill, table
+from octavo.numerics.recipe import RECIPES
 from octavo.planner.decide import break_even, candidates
 from octavo.planner.devices import DEVICES, Gpu
-from octavo.planner.roofline import Cost, LinearCall, Passes, bf16_linear, fp8_cost, memory_time
-from octavo.planner.step import Recompute, StepConfig, step_time
+from octavo.planner.roofline import (
+    Cost,
+    LinearCall,
+    Passes,
+    bf16_linear,
+    fp8_cost,
+    fp8_linear,
+    fp8_rate,
+    memory_time,
+    product,
+)
+from octavo.planner.step import Recompute, StepConfig, linear_costs, step_time
 from octavo.planner.trace import Trace, trace
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "planner.md"
 WITHIN = 0.10
 """Maximum difference between a close prediction and the published speed-up over bf16: 10 points."""
-
-TABLES: Mapping[str, tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]] = {
-    "by tensor": ((2, 4), (2, 4), (2, 4)),
-    "amax given": ((4,), (4,), (4,)),
-    "by row, two copies": ((3, 5), (3, 5), (3, 5)),
-    "by block": ((4,), (4,), (4,)),
-}
-"""Bytes per element of X, W and G in each pass: bf16 read at 2, FP8 written at 1 per memory order. By tensor: the
+TABLES: Mapping[str, tuple[int, ...]] = {
+    "by tensor": (2, 4), "amax given": (4,), "by row, two copies": (3, 5), "by block": (4,),
+}  # fmt: skip
+"""Bytes per element of X, of W and of G in each pass: bf16 read at 2, FP8 written at 1 per memory order. By tensor: the
 maximum, then one cast into both orders. Two copies: by row, and by column, which looks for maxima by itself. Amax
 given: delayed scaling."""
-
 HOST = 409e-6
 """Seconds of the host for forward and backward of a compiled float8 linear of torchao, published: what one of
 4096 × 4096 takes with 16 tokens, which leave the GPU nearly nothing to do (torchao, pull request 1459)."""
+NOW = replace(DEVICES["h100"], measured=None)
+BEFORE = replace(
+    NOW, bf16_efficiency=0.80, fp8_efficiency=0.70, row_efficiency=0.95, exact_efficiency=1.0, row_exact_efficiency=1.0,
+    memory_efficiency=0.90, maxima_efficiency=1.0,
+)  # fmt: skip
+LOGGED = {"bf16": 135_700, "octavo rowwise": 151_500}
+"""Tokens/s of `octavo train` at 0.42 B parameters, read from logs: docs/performance.md."""
+
+Predict = Callable[[Gpu], float]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A published figure.
-
-    Attributes:
-        who: Its author.
-        what: What was measured.
-        gpu: GPU, a key of `DEVICES`.
-        published: Speed-up over bf16; None if only its sign was published: slower.
-        predict: Predicts the speed-up.
-        source: Source of the figure and the sizes.
-        misses: Reason for a miss; empty for the others.
-    """
+    """A published speed-up over bf16, None if only its sign was published: slower; and the reason where one misses."""
 
     who: str
     what: str
     gpu: str
     published: float | None
-    predict: Callable[[Gpu], float]
+    predict: Predict
     source: str
     misses: str = ""
 
@@ -76,15 +86,13 @@ class Row:
     @property
     def is_close(self) -> bool:
         """Whether the prediction is within `WITHIN`, or has the right sign if only the sign was published."""
-        if self.published is None:
-            return self.sign_is_right
-        return abs(self.predicted - self.published) <= WITHIN
+        return self.sign_is_right if self.published is None else abs(self.predicted - self.published) <= WITHIN
 
 
 def fp8(gpu: Gpu, linear: LinearCall, table: str) -> Cost:
     """Predict a linear layer with another library's quantizers."""
     elements = (linear.m * linear.k, linear.n * linear.k, linear.m * linear.n)
-    x, w, g = (tuple(size * count for size in sizes) for sizes, count in zip(TABLES[table], elements, strict=True))
+    x, w, g = (tuple(size * count for size in TABLES[table]) for count in elements)
     share, exact = gpu.fp8_efficiency, gpu.exact_efficiency
     if table == "by block":
         share, exact = gpu.block_efficiency, 1.0
@@ -93,17 +101,13 @@ def fp8(gpu: Gpu, linear: LinearCall, table: str) -> Cost:
     return fp8_cost(gpu, linear, Passes(forward=x + w, backward=g), gpu.fp8_tflops * 1e12 * share, exact)
 
 
-def linears(shapes: list[tuple[int, int, int]], table: str) -> Callable[[Gpu], float]:
+def linears(shapes: list[tuple[int, int, int]], table: str) -> Predict:
     """Predict the speed-up of linear layers (M, K, N), forward and backward."""
-
-    def predict(gpu: Gpu) -> float:
-        calls = [LinearCall(m=m, k=k, n=n) for m, k, n in shapes]
-        return sum(bf16_linear(gpu, c).total for c in calls) / sum(fp8(gpu, c, table).total for c in calls)
-
-    return predict
+    calls = [LinearCall(m=m, k=k, n=n) for m, k, n in shapes]
+    return lambda gpu: sum(bf16_linear(gpu, c).total for c in calls) / sum(fp8(gpu, c, table).total for c in calls)
 
 
-def block(side: int) -> Callable[[Gpu], float]:
+def block(side: int) -> Predict:
     """Predict torchao's block, layer norm → linear → sigmoid, all sides equal: 20 bytes per element besides the linear.
 
     It was timed by the clock, so the host time is a lower bound.
@@ -141,9 +145,7 @@ def llama(hidden: int, intermediate: int, layers: int, kv_heads: int, vocabulary
         return trace(copy, modules, lambda: copy(input_ids=ids, labels=ids, use_cache=False))
 
 
-def training(
-    sizes: tuple[int, int, int, int, int], batch: int, seq: int, table: str, step_config: StepConfig
-) -> Callable[[Gpu], float]:
+def training(sizes: tuple[int, int, int, int, int], batch: int, seq: int, table: str, config: StepConfig) -> Predict:
     """A training step, vocabulary head in bf16."""
 
     def predict(gpu: Gpu) -> float:
@@ -153,18 +155,15 @@ def training(
             [bf16_linear(gpu, call) for _, call in calls],
             [bf16_linear(gpu, c) if name == "lm_head" else fp8(gpu, c, table) for name, c in calls],
         )
-        bf16, ours = (step_time(gpu, traced, costs, step_config, batch * seq).seconds for costs in arms)
+        bf16, ours = (step_time(gpu, traced, costs, config, batch * seq).seconds for costs in arms)
         return bf16 / ours
 
     return predict
 
 
 LLAMA_3_8B = (4096, 14336, 32, 8, 128256)
-LLAMA_2_7B = (4096, 11008, 32, 32, 32000)
-LLAMA_2_13B = (5120, 13824, 40, 40, 32000)
 TITAN = StepConfig(gpus=8, eager=False, recompute=Recompute(linears=0.5, rest=1.0))
 """torchtitan compiled, its selective checkpointing by operation: every second product again, attention kept."""
-COLOSSAL = StepConfig(gpus=8)
 _README = "torchao `torchao/float8/README.md`"
 _BLOCK = (
     "torchao, single-layer microbenchmark, by the clock: the host of a compiled float8 linear takes 0.41 ms (torchao, "
@@ -184,44 +183,196 @@ _OTHER_CARD = (
     "time in FP8 is predicted within 4 %"
 )
 _FIVE_B = [(15872, k, n) for k, n in ((4096, 12288), (4096, 4096), (4096, 16384), (16384, 4096))]
+_ao = functools.partial(Row, who="torchao", gpu="h100", source=_README)
+_te = functools.partial(Row, who="Transformer Engine", gpu="h200", source=_TE)
+_colossal = functools.partial(Row, who="ColossalAI", gpu="h800", source=_COLOSSAL, misses=_UNSTATED)
 
 ROWS = (
-    Row(who="torchao", what="block, dim 16384, compiled", gpu="h100", published=34.18 / 22.64, predict=block(16384),
-        source=_BLOCK, misses=_OTHER_CARD),
-    Row(who="torchao", what="block, dim 2048, compiled", gpu="h100", published=None, predict=block(2048),
-        source=_BLOCK),
-    Row(who="torchao", what="linear 1024×2048×1024, per-tensor, compiled", gpu="h100", published=0.80,
-        predict=linears([(1024, 2048, 1024)], "by tensor"), source=_README),
-    Row(who="torchao", what="linear 4096×8192×16384, per-tensor, compiled", gpu="h100", published=1.39,
-        predict=linears([(4096, 8192, 16384)], "by tensor"), source=_README),
-    Row(who="torchao", what="Llama 3 8B, 1 × 8192 tokens, 8 GPUs, compiled, per-tensor", gpu="h100",
-        published=7689.5 / 6150, predict=training(LLAMA_3_8B, 1, 8192, "by tensor", TITAN), source=_README),
-    Row(who="torchao", what="Llama 3 8B, 1 × 8192 tokens, 8 GPUs, compiled, per-row", gpu="h100",
-        published=6768 / 6150, predict=training(LLAMA_3_8B, 1, 8192, "by row, two copies", TITAN), source=_README),
-    Row(who="ColossalAI", what="LLaMA 2 7B, 8 GPUs", gpu="h800", published=1.35,
-        predict=training(LLAMA_2_7B, 4, 4096, "by tensor", COLOSSAL), source=_COLOSSAL, misses=_UNSTATED),
-    Row(who="ColossalAI", what="LLaMA 2 13B, 8 GPUs", gpu="h800", published=1.39,
-        predict=training(LLAMA_2_13B, 4, 4096, "by tensor", COLOSSAL), source=_COLOSSAL, misses=_UNSTATED),
-    Row(who="Transformer Engine", what="linears of a 5B layer, delayed scaling", gpu="h200", published=1.69,
-        predict=linears(_FIVE_B, "amax given"), source=_TE),
-    Row(who="Transformer Engine", what="linears of a 5B layer, current scaling", gpu="h200", published=1.58,
-        predict=linears(_FIVE_B, "by tensor"), source=_TE),
-    Row(who="Transformer Engine", what="linears of a 5B layer, blocks of 128", gpu="h200", published=1.40,
-        predict=linears(_FIVE_B, "by block"), source=_TE),
+    _ao(what="block, dim 16384, compiled", published=34.18 / 22.64, predict=block(16384), source=_BLOCK,
+        misses=_OTHER_CARD),
+    _ao(what="block, dim 2048, compiled", published=None, predict=block(2048), source=_BLOCK),
+    _ao(what="linear 1024×2048×1024, per-tensor, compiled", published=0.80,
+        predict=linears([(1024, 2048, 1024)], "by tensor")),
+    _ao(what="linear 4096×8192×16384, per-tensor, compiled", published=1.39,
+        predict=linears([(4096, 8192, 16384)], "by tensor")),
+    _ao(what="Llama 3 8B, 1 × 8192 tokens, 8 GPUs, compiled, per-tensor", published=7689.5 / 6150,
+        predict=training(LLAMA_3_8B, 1, 8192, "by tensor", TITAN)),
+    _ao(what="Llama 3 8B, 1 × 8192 tokens, 8 GPUs, compiled, per-row", published=6768 / 6150,
+        predict=training(LLAMA_3_8B, 1, 8192, "by row, two copies", TITAN)),
+    _colossal(what="LLaMA 2 7B, 8 GPUs", published=1.35,
+              predict=training((4096, 11008, 32, 32, 32000), 4, 4096, "by tensor", StepConfig(gpus=8))),
+    _colossal(what="LLaMA 2 13B, 8 GPUs", published=1.39,
+              predict=training((5120, 13824, 40, 40, 32000), 4, 4096, "by tensor", StepConfig(gpus=8))),
+    _te(what="linears of a 5B layer, delayed scaling", published=1.69, predict=linears(_FIVE_B, "amax given")),
+    _te(what="linears of a 5B layer, current scaling", published=1.58, predict=linears(_FIVE_B, "by tensor")),
+    _te(what="linears of a 5B layer, blocks of 128", published=1.40, predict=linears(_FIVE_B, "by block")),
 )  # fmt: skip
+
+
+# What an H100 measured
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """A measured time, and the predictions of it, in milliseconds: kernel time; of steps by the clock."""
+
+    kind: str
+    where: str
+    arm: str
+    measured: float
+    before: float
+    now: float
+
+    def error(self, predicted: float) -> float:
+        """By how much a prediction is too long, as a share."""
+        return predicted / self.measured - 1
+
+
+def comparisons() -> list[Comparison]:
+    """Every measured row that the planner predicts."""
+    files = {path.stem: json.loads(path.read_text())["rows"] for path in rates.FOLDER.glob("*.json")}
+    each = [*_products(files["kernels"]), *_linears(files["linear"]), *_layers(files["layer"]), *_steps(files["train"])]
+    return [
+        Comparison(kind=kind, where=where, arm=arm, measured=ms, before=1e3 * predict(BEFORE), now=1e3 * predict(NOW))
+        for kind, where, arm, ms, predict in each
+    ]
+
+
+Measured = Iterator[tuple[str, str, str, float, Predict]]
+
+
+def _products(rows: Sequence[Mapping[str, Any]]) -> Measured:
+    for row in (row for row in rows if row["arm"] in ("bf16", rates.BACKEND)):
+        m, k, n = map(int, row["shape"].split("×"))
+        recipe, _, name = row["case"].partition(" ")
+
+        def predict(gpu: Gpu, recipe: str = recipe, name: str = name, sizes: Any = (m, n, k)) -> float:
+            if recipe == "reference":
+                return product(gpu, *sizes)
+            return product(gpu, *sizes, operand=1, rate=fp8_rate(gpu, RECIPES[recipe], exact=name != "forward"))
+
+        yield "product", row["shape"], "bf16" if recipe == "reference" else row["case"], row["kernel_ms"], predict
+
+
+def _linears(rows: Sequence[Mapping[str, Any]]) -> Measured:
+    for row in rows:
+        recipe, call = row["arm"].removeprefix("octavo "), LinearCall(m=row["m"], k=row["k"], n=row["n"])
+
+        def predict(gpu: Gpu, recipe: str = recipe, call: LinearCall = call) -> float:
+            return (bf16_linear(gpu, call) if recipe == "bf16" else fp8_linear(gpu, call, RECIPES[recipe])).total
+
+        if recipe == "bf16" or recipe in RECIPES:
+            yield "linear", f"{row['shape']}, {row['mode']}", recipe, row["kernel_ms"], predict
+
+
+def _layers(rows: Sequence[Mapping[str, Any]]) -> Measured:
+    """A layer of Llama 3 8B: what a model of two has beyond a model of one."""
+    for row in (row for row in rows if row["arm"] in ("bf16", "octavo rowwise")):
+
+        def predict(gpu: Gpu, arm: str = row["arm"], tokens: int = row["tokens"]) -> float:
+            shape = (4096, 14336, 8, 32000, 1, tokens)
+            two, one = (step(gpu, arm, layers, *shape, eager=False, optimizer=False) for layers in (2, 1))
+            return two - one
+
+        yield "layer", f"{row['shape']}, compiled", row["arm"].removeprefix("octavo "), row["kernel_ms"], predict
+
+
+def _steps(rows: Sequence[Mapping[str, Any]]) -> Measured:
+    """Steps of `octavo train`: of the result file, and of logs."""
+    wide, small = (4096, 14336, 8, 32000, 8, 2048), (2048, 5632, 8, 8192, 32, 1024)
+    of_train = (row for row in rows if row["stage"] == "octavo train")
+    runs = [(row["arm"], row["shape"], row["mode"], 4, wide, row["wall_ms"]) for row in of_train]
+    runs += [(arm, "0.42 B", "eager", 8, small, 1e3 * 32 * 1024 / tokens_per_s) for arm, tokens_per_s in LOGGED.items()]
+    for arm, what, mode, layers, shape, milliseconds in runs:
+
+        def predict(gpu: Gpu, arm: str = arm, mode: str = mode, layers: int = layers, shape: Any = shape) -> float:
+            return step(gpu, arm, layers, *shape, eager=mode == "eager")
+
+        yield "step", f"{what}, {mode}", arm.removeprefix("octavo "), milliseconds, predict
+
+
+def step(
+    gpu: Gpu, arm: str, layers: int, hidden: int, intermediate: int, kv_heads: int, vocabulary: int, batch: int,
+    sequence: int, *, eager: bool = True, optimizer: bool = True,
+) -> float:  # fmt: skip
+    """Predicted seconds of a step of a Llama whose vocabulary head is in bf16."""
+    traced = llama(hidden, intermediate, layers, kv_heads, vocabulary, batch, sequence)
+    recipe = None if arm == "bf16" else RECIPES[arm.removeprefix("octavo ")]
+    recipes = {name: None if name == "lm_head" else recipe for name in traced.calls}
+    costs = linear_costs(gpu, traced, recipes)
+    time = step_time(gpu, traced, costs, StepConfig(eager=eager), batch * sequence)
+    return time.seconds - (0.0 if optimizer else time.optimizer)
+
+
+# The page
 
 
 def document() -> str:
     """Return the text of docs/planner.md with its tables anew."""
+    rows = comparisons()
+    parts = {
+        "published": _published(),
+        "sizes": _sizes(),
+        "errors": _errors(rows),
+        "rows": _rows(rows),
+        "gpus": _gpus(),
+    }
+    return fill(DOCUMENT.read_text("utf-8"), parts)
+
+
+def _published() -> str:
     made = []
     for row in ROWS:
         published = "slower" if row.published is None else f"{row.published:.2f}"
         verdict = "close" if row.is_close else "miss"
         made.append((row.who, row.what, DEVICES[row.gpu].name, published, f"{row.predicted:.2f}", verdict))
-    published = table(("source", "what", "on", "published", "predicted", ""), made, "lllrrl")
+    text = table(("source", "what", "on", "published", "predicted", ""), made, "lllrrl")
     lines = ["", "Misses:", "", *(f"* {row.who}, {row.what}: {row.misses}." for row in ROWS if row.misses), ""]
-    published += "\n".join([*lines, "Sources: " + "; ".join(dict.fromkeys(row.source for row in ROWS)) + "."])
-    return fill(DOCUMENT.read_text("utf-8"), {"published": published, "sizes": _sizes(), **errors.tables()})
+    return text + "\n".join([*lines, "Sources: " + "; ".join(dict.fromkeys(row.source for row in ROWS)) + "."])
+
+
+def _errors(rows: Sequence[Comparison]) -> str:
+    summary = []
+    for kind in dict.fromkeys(row.kind for row in rows):
+        of_kind = [row for row in rows if row.kind == kind]
+        cells = []
+        for errors in ([r.error(r.before) for r in of_kind], [r.error(r.now) for r in of_kind]):
+            cells += [f"{sum(map(abs, errors)) / len(errors):.1%}", f"{max(errors, key=abs):+.1%}"]
+        summary.append((f"{kind}s", len(of_kind), *cells))
+    return table(("", "rows", "mean error before", "worst", "mean error now", "worst"), summary)
+
+
+def _rows(rows: Sequence[Comparison]) -> str:
+    bf16 = {(row.kind, row.where): row for row in rows if row.arm == "bf16"}
+    each = []
+    for row in rows:
+        numbers = [_number(row.measured)]
+        for predicted in (row.before, row.now):
+            numbers += [_number(predicted), f"{row.error(predicted):+.1%}"]
+        base = None if row.arm == "bf16" else bf16.get((row.kind, row.where))
+        gains = (None, None) if base is None else (base.measured / row.measured, base.now / row.now)
+        each.append((row.kind, row.where, row.arm, *numbers, *(gain and f"{gain:.2f}" for gain in gains)))
+    columns = ("", "where", "", "measured ms", "before", "error", "now", "error", "× bf16, measured", "now")
+    return table(columns, each, "lllr")
+
+
+def _gpus() -> str:
+    made = []
+    for name, gpu in DEVICES.items():
+        rates = f"{gpu.bf16_tflops:g}, {gpu.fp8_tflops:g}" if gpu.fp8_tflops else f"{gpu.bf16_tflops:g}, none"
+        by_row = gpu.fp8_efficiency * gpu.row_efficiency * gpu.row_exact_efficiency
+        of_fp8 = (gpu.fp8_efficiency, gpu.fp8_efficiency * gpu.exact_efficiency, by_row)
+        shares = f"{gpu.bf16_efficiency:.0%}; {', '.join(f'{share:.0%}' for share in of_fp8)}"
+        copies = f"{gpu.memory_efficiency:.0%}, {gpu.memory_efficiency * gpu.maxima_efficiency:.0%}"
+        memory = f"{gpu.memory_tbs:g} TB/s, {gpu.memory_gib:g} GB"
+        sources = gpu.rates_from, gpu.efficiency_from
+        made.append((f"`{name}`", rates, shares, memory, copies, f"{gpu.link_gbs:g}", *sources))
+    heads = ("`--gpu`", "bf16, FP8 TFLOP/s", "reached", "memory", "reached", "links GB/s", "rates from", "shares")
+    return table(heads, made, "lrrrrrl")
+
+
+def _number(value: float) -> str:
+    return f"{value:.{max(0, 2 - math.floor(math.log10(value)))}f}"
 
 
 def _sizes() -> str:
@@ -229,20 +380,18 @@ def _sizes() -> str:
     gpus = [gpu for gpu in DEVICES.values() if gpu.fp8_tflops]
     made = []
     for tokens in (512, 2048, 8192, 32768):
-        cells = []
-        for gpu in gpus:
-            sides = [break_even(gpu, tokens, candidates("rowwise"), eager=eager) for eager in (False, True)]
-            cells.append(" / ".join("–" if side is None else str(side) for side in sides))
-        made.append((tokens, *cells))
+        sides = [
+            [break_even(gpu, tokens, candidates("rowwise"), eager=eager) for eager in (False, True)] for gpu in gpus
+        ]
+        made.append((tokens, *(" / ".join("–" if side is None else str(side) for side in pair) for pair in sides)))
     return table(("tokens", *(gpu.name for gpu in gpus)), made, "r")
 
 
 def main(arguments: list[str]) -> None:
     """Write the tables of docs/planner.md."""
     argparse.ArgumentParser(
-        prog="python -m benchmarks predictions",
-        description=__doc__,
+        prog="python -m benchmarks predictions", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    ).parse_args(arguments)
+    ).parse_args(arguments)  # fmt: skip
     write_text(DOCUMENT, document())
     print(f"written: {DOCUMENT.name}; {sum(row.is_close for row in ROWS)} of {len(ROWS)} published figures are close")

@@ -24,7 +24,7 @@ Row = dict[str, Any]
 OUT = Path(__file__).parent.parent / "src" / "octavo" / "planner" / "h100.json"
 FOLDER, COMMIT = RESULTS / "nvidia-h100-80gb-hbm3", "5b87414"
 COLUMN_MAXIMA_TBS = (1.75, 1.32)
-"""Read from a profiler on that card: `notes.md` in the folder."""
+"""Read from a profiler on that card: docs/performance.md."""
 BACKEND = "torch_scaled"
 """What an H100 without a calibration of its own runs."""
 

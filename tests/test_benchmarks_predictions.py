@@ -1,7 +1,7 @@
 """The planner's predictions against what others published: signs, sizes, and the document that shows them."""
 
 import pytest
-from benchmarks import errors, predictions
+from benchmarks import predictions
 from benchmarks.predictions import ROWS
 
 from octavo.planner.devices import DEVICES
@@ -33,7 +33,7 @@ def test_the_block_that_misses_is_as_fast_as_published_in_fp8():
 
 @pytest.mark.thorough
 def test_the_planner_is_as_close_to_an_h100_as_the_page_says():
-    rows = errors.comparisons()
+    rows = predictions.comparisons()
     kinds = {"product": (27, 0.04), "linear": (13, 0.05), "layer": (2, 0.06), "step": (3, 0.08)}
     for kind, (count, mean) in kinds.items():
         now = [abs(row.error(row.now)) for row in rows if row.kind == kind]
