@@ -43,7 +43,6 @@ COMPILES_ONLY = ("sass", "host", "compiled")
 
 
 def main(arguments: list[str]) -> None:
-    """Run a benchmark by name."""
     if not arguments or arguments[0] in ("-h", "--help"):
         print(__doc__)
         sys.exit(0 if arguments else 2)

@@ -20,12 +20,8 @@ from octavo.kernels.library import DECOMPOSITIONS
 
 @dataclass(frozen=True)
 class Arm:
-    """One way to compute a module.
-
-    Attributes:
-        name: What computes: `bf16`, `octavo <recipe>`, `torchao <recipe>`, or `opaque <recipe>`,
-            Octavo with opaque ops under `torch.compile`.
-        mode: `eager` or `compiled`.
+    """One way to compute a module: `bf16`, `octavo <recipe>`, `torchao <recipe>`, or `opaque <recipe>`, Octavo with
+    opaque ops under `torch.compile`; `eager` or `compiled`.
     """
 
     name: str

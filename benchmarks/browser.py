@@ -20,22 +20,25 @@ def find() -> str | None:
 def run(page: Path, *options: str) -> tuple[str, list[str]]:
     """Open a file and return its document after its scripts, and what they wrote to the console.
 
-    Args:
-        page: An HTML file.
-        options: Of Chromium, such as `--window-size=390,844`.
-
-    Raises:
-        FileNotFoundError: Without a browser, with the install command.
+    `options` are Chromium's, such as `--window-size=390,844`. Raises FileNotFoundError without a browser.
     """
+    done = _chromium(page, "--dump-dom", *options)
+    return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+
+
+def screenshot(page: Path, path: Path, width: int, height: int) -> None:
+    """Save what a window of this size shows as PNG."""
+    _chromium(page, f"--screenshot={path}", f"--window-size={width},{height}", "--hide-scrollbars")
+
+
+def _chromium(page: Path, *options: str) -> "subprocess.CompletedProcess[str]":
     browser = find()
     if browser is None:
         raise FileNotFoundError(f"none of {', '.join(NAMES)} is installed: {INSTALL}")
     with tempfile.TemporaryDirectory() as profile:
         command = [
             browser, "--headless=new", "--disable-gpu", "--no-first-run", f"--user-data-dir={profile}",
-            "--enable-logging=stderr", "--v=0", f"--virtual-time-budget={MILLISECONDS}", "--dump-dom", *options,
+            "--enable-logging=stderr", "--v=0", f"--virtual-time-budget={MILLISECONDS}", *options,
             *(["--no-sandbox"] if os.geteuid() == 0 else []), page.resolve().as_uri(),
         ]  # fmt: skip
-        done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True)
-    messages = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
-    return done.stdout, messages
+        return subprocess.run(command, capture_output=True, text=True, timeout=240, check=True)

@@ -67,7 +67,6 @@ def _untimed(calls: list[Callable[[], Any]]) -> CallTime:
 
 
 def main(arguments: list[str]) -> None:
-    """Measure, keep the choices, write `results/<device>/calibrate.json`."""
     options = parser("calibrate", __doc__, EXAMPLES)
     options.add_argument("--shapes", nargs="+", metavar="SET|M,K,N", help=shapes.DESCRIPTION)
     chosen = options.parse_args(arguments)

@@ -51,7 +51,6 @@ def _layer(session: Session, name: str, size: layer.Size, arm: Arm) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """Measure, print a row at a time, write `results/<device>/compile.json`."""
     session = begin("compile", parser("compile", __doc__, EXAMPLES).parse_args(arguments), arguments)
     ceilings(session)
     run(session)

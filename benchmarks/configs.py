@@ -43,7 +43,6 @@ def steps_of(model: ReadyModel) -> list[PlannedStep]:
 
 
 def read() -> dict[str, list[PlannedStep]]:
-    """The kept steps by model."""
     rows = json.loads(FILE.read_text(encoding="utf-8"))["rows"] if FILE.exists() else {}
     return {name: [_step(row) for row in steps] for name, steps in rows.items()}
 
@@ -54,14 +53,12 @@ def _step(row: dict[str, Any]) -> PlannedStep:
 
 
 def configuration(model: ReadyModel, steps: list[PlannedStep]) -> str:
-    """Return the text of configs/<model>.toml."""
     written = next(s.layout for s in steps if (s.precision, s.gpus) == ("FP8", model.gpus))
     assert written is not None, f"{model.name} does not fit on {model.gpus} GPUs"
     return render(model, written, steps, f"configs/{model.name}.toml", (GPU, find_gpu(GPU).name))
 
 
 def write() -> None:
-    """Write all documents from the kept steps."""
     kept = read()
     for name, steps in kept.items():
         write_text(ROOT / "configs" / f"{name}.toml", configuration(ready_models()[name], steps))
@@ -101,7 +98,6 @@ def _rows(model: ReadyModel, steps: list[PlannedStep]) -> Iterator[tuple[str, ..
 
 
 def main(arguments: list[str]) -> None:
-    """Plan, and write the configurations and the page."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks configs", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -63,7 +63,6 @@ def compile_all(session: Session, count: int, seconds: float) -> Row:
 
 
 def compared(session: Session, selected: Sequence[Check], seed: int) -> Row:
-    """The row of some checks."""
     budget = INTERPRETER if session.tiny else GPU
     outcomes = compare(selected, session.device, seconds=0.0, seed=seed, budget=budget)
     wrong = [f"{o.op} {o.case}, configuration {o.config}: {o.first}" for o in outcomes if o.mismatches]
@@ -75,7 +74,6 @@ def compared(session: Session, selected: Sequence[Check], seed: int) -> Row:
 
 
 def main(arguments: list[str]) -> None:
-    """Compile, compare, print a row at a time, write `results/<device>/deep.json`."""
     options = parser("deep", __doc__, EXAMPLES)
     options.add_argument("--rounds", type=int, default=2, help="rounds of new inputs (2)")
     options.add_argument("--only", default="", help='cases whose "op case" contains this')

@@ -29,7 +29,6 @@ def device_name(device: torch.device) -> str:
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """Device, driver, versions and date."""
     gpu = device.type == "cuda"
     cpu = next((line.partition(":")[2].strip() for line in _cpuinfo() if line.startswith("model name")), "unknown")
     return {
@@ -100,13 +99,11 @@ def compile_caches(folder: Path | None) -> tuple[Path, dict[str, str]]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace a document in one step."""
     with replacing(path) as scratch:
         scratch.write_text(text, encoding="utf-8")
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Replace a result file in one step."""
     write_text(path, json.dumps(content, indent=1) + "\n")
 
 

@@ -49,7 +49,6 @@ def save(content: Figure, path: Path) -> None:
 
 
 def draw(content: Figure) -> str:
-    """Return a figure as SVG text."""
     from plotly.offline import get_plotlyjs
 
     text = json.dumps(content, allow_nan=False)

@@ -60,17 +60,9 @@ gpu --rehearse"""
 
 @dataclass
 class Outcome:
-    """What became of a stage.
+    """What became of a stage: `done`, `time`, `crashed`, `hung`, `killed` (at its limit), `no gpu` or `interrupted`.
 
-    Attributes:
-        stage: Its name.
-        ended: `done`, `time`, `crashed`, `hung`, `killed` (at its limit), `no gpu` or `interrupted`.
-        seconds: Wall time.
-        rows: Rows in its result file.
-        failed: Rows that hold an error.
-        restarts: How often it was started again.
-        parts: Those that were run to their end.
-        tail: The end of its output, where it did not end well.
+    `failed` are rows with an error, `parts` those that ran to their end, `tail` the last output where it ended badly.
     """
 
     stage: str
@@ -84,14 +76,7 @@ class Outcome:
 
 
 class Runner:
-    """Runs stages.
-
-    Args:
-        out: Folder of the result files and logs.
-        options: The command line.
-        environment: Of the stages' processes.
-        prices: Of the parts.
-    """
+    """Runs stages, whose result files and logs go to `out`."""
 
     def __init__(
         self, out: Path, options: argparse.Namespace, environment: dict[str, str], prices: Prices | None = None
@@ -106,7 +91,6 @@ class Runner:
         self._said: set[str] = set()
 
     def command(self, stage: str, seconds: float, parts: Sequence[Part] = (), *, resume: bool) -> list[str]:
-        """What a stage runs."""
         if stage == "tests":
             return self._pytest()
         words = [sys.executable, "-m", "benchmarks", stage, "--out", str(self.out)]
@@ -295,7 +279,6 @@ def summary(out: Path, outcomes: Iterable[Outcome]) -> str:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
     text = argparse.ArgumentParser(
         prog="python -m benchmarks gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="examples:\n" + "\n".join(f"  python -m benchmarks {line}" for line in EXAMPLES.splitlines()),
@@ -318,7 +301,6 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str]) -> None:
-    """Run the stages, print what became of them, write `gpu.json`."""
     command = parser()
     options = command.parse_args(arguments)
     asked = options.stages.split(",")

@@ -91,7 +91,6 @@ def plan(session: Session) -> list[tuple[str, int, int, Arm]]:
 
 
 def main(arguments: list[str]) -> None:
-    """Measure, print a row at a time, write `results/<device>/host_gpu.json`."""
     session = begin("host_gpu", parser("host_gpu", __doc__, EXAMPLES).parse_args(arguments), arguments)
     for kind, tokens, dim, arm in plan(session):
         shape = shapes.label((tokens, dim, dim)) if kind == "linear" else f"{tokens}×{dim}"

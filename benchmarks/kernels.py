@@ -360,7 +360,6 @@ def _configured(session: Session, shape: Shape, runs: list[Run], fast: bool) -> 
 
 
 def main(arguments: list[str]) -> None:
-    """Measure, print a row at a time, write `results/<device>/kernels.json`."""
     options = parser("kernels", __doc__, EXAMPLES)
     options.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="what to measure")
     session = begin("kernels", options.parse_args(arguments), arguments)

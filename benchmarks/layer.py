@@ -45,7 +45,6 @@ class Size:
 
     @property
     def tokens(self) -> int:
-        """In a batch."""
         return self.batch * self.sequence
 
 
@@ -94,7 +93,6 @@ class Layer(nn.Module):
         self.register_buffer("sin", sin)
 
     def forward(self, x: Tensor) -> Tensor:
-        """One layer, causal attention."""
         out = self.layer(x, position_embeddings=(self.cos, self.sin))
         result: Tensor = out if isinstance(out, Tensor) else out[0]
         return result
@@ -177,7 +175,6 @@ def _saved_bytes(session: Session, model: Any, arm: Arm, x: Tensor) -> float:
 
 
 def plan(session: Session) -> list[tuple[str, Size, Arm]]:
-    """What to measure, in order of importance."""
     sizes = TINY if session.tiny else {name: LAYERS[name] for name in session.options.layers}
     arms = (*COMPILED[:5], *EAGER[:3]) if session.options.quick else (*COMPILED[:5], *EAGER[:3], *COMPILED, *EAGER)
     todo = {(name, size, arm): None for name, size in sizes.items() for arm in arms[:8]}
@@ -186,7 +183,6 @@ def plan(session: Session) -> list[tuple[str, Size, Arm]]:
 
 
 def main(arguments: list[str]) -> None:
-    """Measure, print a row at a time, write `results/<device>/layer.json`."""
     options = parser("layer", __doc__, EXAMPLES)
     options.add_argument("--layers", nargs="+", choices=LAYERS, default=list(LAYERS))
     session = begin("layer", options.parse_args(arguments), arguments)

@@ -97,7 +97,6 @@ def products(session: Session, shape: Shape, *, fp8: bool = True) -> Row:
 
 
 def plan(options: Any, targets: tuple[Shape, ...]) -> list[tuple[Shape, Arm]]:
-    """What to measure, in order of importance."""
     sizes = shapes.parse(options.shapes) if options.shapes else []
     if options.quick:
         return [(shape, arm) for shape in sizes or targets for arm in TARGET_ARMS]
@@ -151,7 +150,6 @@ def on_cpu(session: Session, rounds: int) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """Measure, print a row at a time, write `results/<device>/linear.json`."""
     options = parser("linear", __doc__, EXAMPLES)
     options.add_argument("--shapes", nargs="+", metavar="SET|M,K,N", help=shapes.DESCRIPTION)
     options.add_argument("--rounds", type=int, default=15, help="on a CPU: rounds of which the best counts")

@@ -159,7 +159,6 @@ def _rounded(value: float) -> float | None:
 
 
 def rows_of(session: Session, arms: list[Arm], folder: Path) -> None:
-    """Add the rows of all runs that have begun."""
     for seed in arms[0].configs:
         curves = {arm.name: curve_of(folder / arm.folder(seed)) for arm in arms}
         for name, curve in curves.items():
@@ -174,17 +173,14 @@ class Lines(NullProgress):
     """A line for each stage of a run and each fifty steps."""
 
     def stage(self, text: str) -> None:
-        """What begins."""
         print(text, flush=True)
 
     def step(self, row: Any) -> None:
-        """A step has finished."""
         if row.step % 50 == 0:
             print(f"step {row.step}  loss {row.loss or float('nan'):.4f}  {row.tokens_per_s:.0f} tokens/s", flush=True)
 
 
 def main(arguments: list[str]) -> None:
-    """Train as long as there is time, write `results/<device>/loss.json`."""
     options = parser("loss", __doc__, EXAMPLES)
     add = options.add_argument
     add("--runs", type=Path, default=Path("runs/loss"), help="folder of text, runs and checkpoints (runs/loss)")

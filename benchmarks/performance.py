@@ -60,25 +60,21 @@ keeps Octavo's ops.
 
 
 def load(folder: Path) -> dict[str, Mapping[str, Any]]:
-    """Result files of a device, by benchmark."""
     return {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
 
 
 def devices(results: Path) -> dict[str, Files]:
-    """Result files by device."""
     folders = (folder for folder in sorted(results.iterdir()) if folder.name not in NOT_DEVICES)
     return {folder.name: files for folder in folders if (files := load(folder))}
 
 
 def document(results: Path) -> str:
-    """docs/performance.md with its tables anew."""
     measured = "\n".join(_device(name, files) for name, files in devices(results).items())
     parts = {"devices": measured, "roofline": _roofline(), "cpu": _cpu(load(results / "cpu"))}
     return fill(DOCUMENT.read_text("utf-8"), parts)
 
 
 def appendix(results: Path) -> str:
-    """docs/machine-code.md with its tables anew."""
     return fill((DOCUMENT.parent / APPENDIX).read_text("utf-8"), {"kernels": _machine_code(load(results / "sass"))})
 
 
@@ -301,7 +297,6 @@ def pictures(results: Path) -> dict[str, Figure]:
 
 
 def main(arguments: list[str]) -> None:
-    """Write the documents, their plots, and README's picture."""
     options = argparse.ArgumentParser(
         prog="python -m benchmarks performance", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -75,12 +75,10 @@ class Row:
 
     @property
     def predicted(self) -> float:
-        """The predicted speed-up."""
         return self.predict(DEVICES[self.gpu])
 
     @property
     def sign_is_right(self) -> bool:
-        """Whether the prediction has the right sign."""
         return (self.predicted > 1) == (self.published is not None and self.published > 1)
 
     @property
@@ -125,7 +123,6 @@ def block(side: int) -> Predict:
 
 @functools.cache
 def llama(hidden: int, intermediate: int, layers: int, kv_heads: int, vocabulary: int, batch: int, seq: int) -> Trace:
-    """One forward of a Llama, heads of 128."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -146,8 +143,6 @@ def llama(hidden: int, intermediate: int, layers: int, kv_heads: int, vocabulary
 
 
 def training(sizes: tuple[int, int, int, int, int], batch: int, seq: int, table: str, config: StepConfig) -> Predict:
-    """A training step, vocabulary head in bf16."""
-
     def predict(gpu: Gpu) -> float:
         traced = llama(*sizes, batch, seq)
         calls = [(name, call) for name, of_one in traced.calls.items() for call in of_one]
@@ -229,7 +224,6 @@ class Comparison:
 
 
 def comparisons() -> list[Comparison]:
-    """Every measured row that the planner predicts."""
     files = {path.stem: json.loads(path.read_text())["rows"] for path in rates.FOLDER.glob("*.json")}
     each = [*_products(files["kernels"]), *_linears(files["linear"]), *_layers(files["layer"]), *_steps(files["train"])]
     return [
@@ -388,7 +382,6 @@ def _sizes() -> str:
 
 
 def main(arguments: list[str]) -> None:
-    """Write the tables of docs/planner.md."""
     argparse.ArgumentParser(
         prog="python -m benchmarks predictions", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

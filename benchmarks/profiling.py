@@ -25,15 +25,7 @@ LONGEST_NAME = 80
 
 @dataclass(frozen=True)
 class Kernel:
-    """One kernel of a profile.
-
-    Attributes:
-        name: Its name, without what templates and Triton add.
-        start: Microseconds, from an arbitrary zero.
-        us: Its duration in microseconds.
-        stack: Operations that enclose its launch, outermost first.
-        phases: Phases in which it was launched, outermost first.
-    """
+    """One kernel of a profile, in microseconds; `stack` and `phases` enclose its launch, outermost first."""
 
     name: str
     start: float
@@ -43,7 +35,6 @@ class Kernel:
 
     @property
     def end(self) -> float:
-        """When it ended, in microseconds."""
         return self.start + self.us
 
 

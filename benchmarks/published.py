@@ -42,20 +42,10 @@ MEMORY = 0.85
 
 @dataclass(frozen=True)
 class Workload:
-    """One published measurement.
+    """One published measurement: the figure of each arm, of which Octavo has none, in `unit` (or `speedup` over bf16).
 
-    Attributes:
-        name: Of the workload.
-        make: Makes the module, or the step, of an arm; a key of `MAKERS`.
-        size: Sizes of what it makes.
-        mode: `eager` or `compiled`.
-        published: The figure of each arm; `bf16` is the baseline. Octavo has none.
-        source: Who published it, and where.
-        note: What the reader must know.
-        unit: Of the figures: `ms`, `tokens_per_s`, or `speedup` over bf16.
-        clock: Which time is compared, `wall_ms` or `kernel_ms`.
-        dgrad: Whether backward also computes the gradient of the input.
-        selective: Whether blocks are checkpointed, all products and attention kept.
+    `make` makes the module, or the step, of an arm; `clock` is the time that is compared, `wall_ms` or `kernel_ms`;
+    without `dgrad` backward leaves out the gradient of the input; `selective` checkpoints blocks, all products kept.
     """
 
     name: str
@@ -144,7 +134,6 @@ class NanochatBlock(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """[batch, sequence, hidden] in and out."""
         h = F.rms_norm(x, x.shape[-1:])
         q, k, v = (linear(h).unflatten(-1, (self.heads, -1)).transpose(1, 2) for linear in (self.q, self.k, self.v))
         q, k = F.rms_norm(q, q.shape[-1:]), F.rms_norm(k, k.shape[-1:])
@@ -153,7 +142,6 @@ class NanochatBlock(nn.Module):
 
 
 def has_transformer_engine() -> bool:
-    """Whether Transformer Engine can be imported."""
     try:
         import transformer_engine.pytorch  # noqa: F401
     except Exception:  # one that was built for another torch fails in its own ways
@@ -178,7 +166,6 @@ class TransformerEngine(nn.Module):
                 self.module = made
 
     def forward(self, *arguments: Any, **options: Any) -> Any:
-        """The module's forward."""
         with self.autocast(enabled=self.fp8):
             return self.module(*arguments, **options)
 
@@ -198,7 +185,6 @@ def compiled(module: Any, workload: Workload, session: Session) -> Any:
 
 
 def make_layer(session: Session, workload: Workload, arm: str) -> Run:
-    """Forward and backward of a layer or a linear."""
     size: Size = workload.size
     torch.manual_seed(0)
     with torch.device(session.device):
@@ -326,14 +312,12 @@ class Turns:
         self.base: Run | None = None
 
     def make(self, arm: str) -> Run:
-        """What an arm runs."""
         maker: Callable[..., Run] = make_step if self.workload.make == "step" else make_layer
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return maker(self.session, self.workload, arm)
 
     def measure(self, arm: str) -> Row:
-        """The row of an arm."""
         if self.base is None:
             if self.workload.mode == "compiled":
                 torch._dynamo.reset()
@@ -348,7 +332,6 @@ def _tiny(workload: Workload) -> Size:
 
 
 def main(arguments: list[str]) -> None:
-    """Measure, print a row at a time, write `results/<device>/published.json`."""
     options = parser("published", __doc__, EXAMPLES)
     names = [workload.name for workload in WORKLOADS]
     options.add_argument("--workloads", nargs="+", choices=names, metavar="NAME", help=", ".join(names))

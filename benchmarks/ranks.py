@@ -61,7 +61,6 @@ def model_on(device: torch.device, recipe: str | None) -> nn.Module:
 
 
 def loss_of(model: nn.Module, step: int, device: torch.device) -> Tensor:
-    """Loss of a rank's share of a batch."""
     generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
     tokens = torch.randint(VOCABULARY, (TOKENS + 1,), generator=generator).to(device)
     return F.cross_entropy(model(tokens[:-1]).float(), tokens[1:])
@@ -93,7 +92,6 @@ def trained(model: nn.Module, device: torch.device) -> Results:
 
 
 def training(recipe: str | None, device: torch.device, folder: Path, **settings: Any) -> Results:
-    """Training through `parallelize`."""
     if settings.pop("copies", False):
         settings |= {"dp_replicate": dist.get_world_size(), "dp_shard": 1}
     return trained(parallelize(model_on(device, recipe), Parallel(**settings)), device)
@@ -254,7 +252,6 @@ class World:
             self.ranks.append((process, ours))
 
     def start(self, case: str) -> None:
-        """Let all ranks run a case."""
         for _, connection in self.ranks:
             connection.send(case)
 
@@ -273,7 +270,6 @@ class World:
         return found
 
     def close(self) -> None:
-        """End the processes."""
         for process, connection in self.ranks:
             connection.close()
             process.terminate()
@@ -289,7 +285,6 @@ class Pair:
         self.worlds = [World(*arguments) for arguments in self.arguments]
 
     def measure(self, case: str) -> Row:
-        """The row of a case."""
         try:
             for world in self.worlds:
                 world.start(case)
@@ -305,7 +300,6 @@ class Pair:
         return row
 
     def close(self) -> None:
-        """End all processes."""
         for world in self.worlds:
             world.close()
 
@@ -329,7 +323,6 @@ def compared(expected: Results, actual: Results) -> str | None:
 
 
 def main(arguments: list[str]) -> None:
-    """Run, print a row at a time, write `results/<device>/ranks.json`."""
     session = begin("ranks", parser("ranks", __doc__, EXAMPLES).parse_args(arguments), arguments)
     pairs = started(session)
     try:

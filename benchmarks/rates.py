@@ -30,7 +30,6 @@ BACKEND = "torch_scaled"
 
 
 def content(folder: Path = FOLDER) -> dict[str, Any]:
-    """The file, from the result files of a folder."""
     files = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
     kernels = next(file for file in files if file["benchmark"] == "kernels")
     rows = [row for row in kernels["rows"] if row["stage"] == "product" and "kernel_ms" in row]
@@ -47,7 +46,6 @@ def content(folder: Path = FOLDER) -> dict[str, Any]:
 
 
 def text() -> str:
-    """The file's text, an entry a line."""
     head = content()
     entries = ",\n  ".join(json.dumps(entry) for entry in head.pop("entries"))
     return json.dumps(head, indent=1).removesuffix("\n}") + f',\n "entries": [\n  {entries}\n ]\n}}\n'
@@ -108,7 +106,6 @@ def _mean(values: Iterable[float]) -> float:
 
 
 def main(arguments: list[str]) -> None:
-    """Write what the planner knows of an H100."""
     argparse.ArgumentParser(
         prog="python -m benchmarks rates", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     ).parse_args(arguments)

@@ -107,7 +107,6 @@ def table(gpu: Gpu, recipe: str = "rowwise") -> list[dict[str, Any]]:
 
 
 def main(arguments: list[str]) -> None:
-    """Print the predicted table of a device."""
     options = argparse.ArgumentParser(
         prog="python -m benchmarks roofline", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -53,14 +53,7 @@ ENDING = ("fp8+activations+optimizer", "full")
 
 @dataclass(frozen=True)
 class Size:
-    """A run but for its precision.
-
-    Attributes:
-        config: A configuration file; None to write one.
-        settings: Settings of the file, or that override it.
-        steps: Steps to take.
-        ends: Whether the runs of the levels `ENDING` end by themselves, with a checkpoint.
-    """
+    """A run but for its precision; without `config` one is written. If it `ends`, levels `ENDING` save a checkpoint."""
 
     config: Path | None
     settings: dict[str, Any]
@@ -101,7 +94,6 @@ def toml(settings: dict[str, Any]) -> str:
 
 
 def plan(session: Session) -> list[tuple[str, Size, str]]:
-    """What to run, in order of importance."""
     if session.tiny:
         return [("tiny", TINY, level) for level in ("bf16", "full")]
     first, rest = list(LEVELS)[:3], list(LEVELS)[3:]
@@ -134,7 +126,6 @@ def command(size: Size, level: str, folder: Path) -> list[str]:
 
 
 def measure(session: Session, name: str, size: Size, level: str) -> Row:
-    """Train, and read what the run wrote."""
     limit = min(session.options.limit, max(session.left_s, 1.0))
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
@@ -250,7 +241,6 @@ def beside(figures: Row, bf16: Row | None) -> Row:
 
 
 def main(arguments: list[str]) -> None:
-    """Train, print a row at a time, write `results/<device>/run.json`."""
     options = parser("run", __doc__, EXAMPLES)
     options.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES), help="sizes to train; all")
     options.add_argument("--limit", type=float, default=240.0, help="seconds after which a run is cut (240)")

@@ -223,7 +223,6 @@ def times(code_rows: list[dict[str, Any]]) -> None:
 
 
 def table(code_rows: list[dict[str, Any]], capability: int) -> None:
-    """Print one line per row, spills marked."""
     print(f"sm_{capability}: i/el instructions, B/el bytes of device memory, KiB/SM of loads under way")
     print(f"{'op case':<52} {'kernel':<16} {'tile':<20} reg   shared occ  i/el  B/el KiB/SM  bound    accesses")
     for row in code_rows:
@@ -258,7 +257,6 @@ def _key(row: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def main(arguments: list[str]) -> None:
-    """Print the tables; with `--write`, keep the one of sm_90."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks sass", description=__doc__)
     parser.add_argument("--capability", type=int, choices=ARCHITECTURES, nargs="+", default=list(ARCHITECTURES))
     parser.add_argument("--default", action="store_true", help="only the default configuration of each kernel")

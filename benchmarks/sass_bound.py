@@ -82,15 +82,9 @@ def usage(code: Iterable[Instruction]) -> Counter[str]:
 
 @dataclass(frozen=True)
 class Cost:
-    """What one element of the input costs an SM.
+    """What one element of the input costs an SM: instructions, clocks of each unit of `RATES`, bytes, FLOP.
 
-    Attributes:
-        instructions: Of all lanes, per element.
-        clocks: Of each unit of `RATES`, per element.
-        loaded: Bytes that loads of global memory ask for, served by device memory or a cache.
-        stored: Bytes that stores write.
-        wide: Those of them that are asked for 16 bytes at a time.
-        flops: Of matrix instructions, per element of a trip.
+    `loaded` are bytes of global memory, served by it or a cache; `wide` those that are asked for 16 bytes at a time.
     """
 
     instructions: float

@@ -44,7 +44,6 @@ class Instruction:
 
     @property
     def target(self) -> int | None:
-        """Where a branch or call leads."""
         address = re.search(r"0x([0-9a-f]+)$", self.operands)
         return int(address[1], 16) if self.op in ("BRA", "CALL") and address else None
 
@@ -131,7 +130,6 @@ class Code:
 
     @cached_property
     def loops(self) -> tuple[tuple[Instruction, ...], ...]:
-        """Innermost loops of the fast path."""
         spans = []
         for i in self.hot:
             if i.op == "BRA" and i.target is not None and i.target < i.address:

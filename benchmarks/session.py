@@ -76,17 +76,8 @@ def part_of(row: Row) -> str:
 class Session:
     """One run of one benchmark.
 
-    Attributes:
-        name: Of the benchmark, and of its result file.
-        device: What it runs on.
-        clock: What it is timed with.
-        options: The command line.
-        rows: Results so far.
-        facts: What goes into the result file beside rows and environment, such as the device's ceilings.
-        paths: Result files that were asked for, complete after every row.
-        kept: The result file under benchmarks/results; None for a rehearsal. What is there stays until the end.
-        only: Parts to run; all if empty.
-        without: Parts to leave out.
+    `facts` go into the result file beside rows and environment. `paths` are complete after every row; `kept`
+    (benchmarks/results; None in a rehearsal) is replaced at the end. `only` (all if empty) and `without` name parts.
     """
 
     name: str
@@ -106,17 +97,14 @@ class Session:
 
     @property
     def gpu(self) -> bool:
-        """Whether the benchmark runs on a GPU."""
         return self.device.type == "cuda"
 
     @property
     def tiny(self) -> bool:
-        """Whether this is a rehearsal."""
         return not self.clock.timed
 
     @property
     def left_s(self) -> float:
-        """Seconds until `--minutes` or `--deadline`."""
         return self._end - time.monotonic()
 
     @property
@@ -173,7 +161,6 @@ class Session:
         return row
 
     def clean(self) -> None:
-        """Give back what the last attempt held."""
         gc.collect()
         if self.gpu:
             torch.cuda.empty_cache()
@@ -200,7 +187,6 @@ class Session:
                 unfinished(self.kept).unlink(missing_ok=True)
 
     def finish(self) -> None:
-        """Say where the results are."""
         self.facts.setdefault("stopped", "done")
         self.save(finished=True)
         if self.tiny:
@@ -285,7 +271,6 @@ def line(row: Row) -> str:
 
 
 def times(clock_times: Any) -> Row:
-    """A timing as fields of a row."""
     timings = {
         "kernel_ms": clock_times.kernel_ms,
         "wall_ms": clock_times.wall_ms,

@@ -27,7 +27,6 @@ BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 
 
 def docstrings(section: type[Section]) -> dict[str, str]:
-    """The text under each field of a section."""
     body = ast.parse(inspect.getsource(section)).body[0].body
     return {
         field.target.id: inspect.cleandoc(text.value.value).replace("\n", " ").replace("  ", " ")
@@ -68,22 +67,18 @@ def table(name: str, section: type[Section]) -> str:
 
 
 def sections_in(annotation: Any) -> list[type[Section]]:
-    """The section whose tables a list has, if any."""
     return [part for part in get_args(annotation) if isinstance(part, type) and issubclass(part, Section)]
 
 
 def section_of(annotation: Any) -> type[Section]:
-    """The section of a field, which may be optional."""
     return next(part for part in (annotation, *get_args(annotation)) if isinstance(part, type) and part is not NoneType)
 
 
 def document() -> str:
-    """The whole page."""
     return HEAD + "".join(table(name, section_of(field.annotation)) for name, field in TrainConfig.model_fields.items())
 
 
 def main(arguments: list[str]) -> None:
-    """Write the page."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks settings", description=__doc__)
     parser.parse_args(arguments)
     write_text(DOCUMENT, document())

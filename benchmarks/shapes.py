@@ -49,5 +49,4 @@ def parse(texts: list[str]) -> list[Shape]:
 
 
 def label(shape: Shape) -> str:
-    """A shape as tables show it."""
     return "×".join(map(str, shape))

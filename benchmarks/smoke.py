@@ -84,7 +84,6 @@ def measure(session: Session, shape: Shape, recipe: str) -> Row:
 
 
 def plan(session: Session) -> list[tuple[Shape, str]]:
-    """What to measure, in order of importance."""
     sizes = shapes.SETS["tiny"][:1] if session.tiny else SHAPES
     todo = [(shape, recipe) for shape in sizes for recipe in FIRST]
     todo += [(sizes[0], "bf16")]
@@ -93,7 +92,6 @@ def plan(session: Session) -> list[tuple[Shape, str]]:
 
 
 def main(arguments: list[str]) -> None:
-    """Measure, print a row at a time, write `results/<device>/smoke.json`."""
     session = begin("smoke", parser("smoke", __doc__, EXAMPLES).parse_args(arguments), arguments)
     for shape, recipe in plan(session):
         m, k, n = shape

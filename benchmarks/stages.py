@@ -61,12 +61,9 @@ LEAST_S = 10.0
 
 
 class Prices:
-    """Seconds of parts and of starts.
+    """Seconds of parts and of starts, from the first result file of a stage in some folders, or estimated.
 
-    Args:
-        folders: Of earlier result files; the first file of a stage counts.
-        warm: Whether kernels are compiled already. If not, nothing costs less than the estimate.
-        quick: Whether the run is `--quick`.
+    Where kernels are not compiled already (`warm`), nothing costs less than the estimate.
     """
 
     def __init__(self, folders: Sequence[Path] = (), *, warm: bool = False, quick: bool = False) -> None:

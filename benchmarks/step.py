@@ -61,7 +61,6 @@ _QUANTIZERS = re.compile(r"(rows|blocks|maxima|cast|transpose|dequantize)_kernel
 
 
 def part(kernel: Kernel) -> str:
-    """The part of a step that a kernel belongs to."""
     for phase in ("accumulation", "clipping"):
         if phase in kernel.phases:
             return phase
@@ -172,7 +171,6 @@ def measure(session: Session, size: run.Size, level: str, base: Callable[[], Any
 
 
 def main(arguments: list[str]) -> None:
-    """Measure, print a row at a time, write `results/<device>/step.json`."""
     options = parser("step", __doc__, EXAMPLES)
     options.add_argument("--sizes", nargs="+", choices=SIZES, default=SIZES, help="sizes to measure; both")
     options.add_argument("--compile", choices=("blocks", "none"), help="as run.compile (blocks)")

@@ -32,7 +32,6 @@ class Target:
 
 
 def rows_like(rows: Sequence[Row], **key: Any) -> list[Row]:
-    """Rows with these fields that were timed."""
     return [row for row in rows if key.items() <= row.items() and row.get("kernel_ms")]
 
 

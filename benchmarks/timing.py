@@ -29,13 +29,10 @@ Run = Callable[[], Any]
 
 @dataclass(frozen=True)
 class Timing:
-    """Milliseconds of one call; None where nothing was timed.
+    """Milliseconds of one call, medians; None where nothing was timed.
 
-    Attributes:
-        kernel_ms: Median time on the GPU.
-        wall_ms: Median wall time, calls back to back.
-        spread: Width of the middle half of the kernel times over their median.
-        method: `"graph"`, `"events…"` with what kept it from being captured, or `"wall"`; `"none"` for a rehearsal.
+    `spread` is the width of the middle half of the kernel times over their median. `method` is "graph", "events…" with
+    what kept it from being captured, "wall", or "none" for a rehearsal.
     """
 
     kernel_ms: float | None
@@ -56,13 +53,11 @@ class Rehearsal:
     l2_bytes = 0.0
 
     def measure(self, runs: Sequence[Run], *, wall: bool = True) -> Timing:
-        """Call each run once."""
         for run in runs:
             run()
         return Timing(None, None, None, "none")
 
     def peak_mib(self, run: Run) -> float | None:
-        """Call it; there is no allocator to ask."""
         run()
         return None
 
@@ -76,7 +71,6 @@ class CpuClock(Rehearsal):
         self.rounds = rounds
 
     def measure(self, runs: Sequence[Run], *, wall: bool = True) -> Timing:
-        """Best wall time of a run."""
         times = []
         for _ in range(self.rounds):
             for run in runs:
@@ -87,12 +81,7 @@ class CpuClock(Rehearsal):
 
 
 class GpuClock:
-    """CUDA graphs, events and the wall clock.
-
-    Args:
-        device: The GPU.
-        cuda: `torch.cuda`, or what stands in for it in a test.
-    """
+    """CUDA graphs, events and the wall clock; `cuda` is `torch.cuda`, or what stands in for it in a test."""
 
     timed = True
 

@@ -66,14 +66,12 @@ class RandomCorpus:
         self.tokenizer = SimpleNamespace(size=model.vocabulary, end_id=0)
 
     def batch(self, seed: int, step: int, size: int) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of a step."""
         generator = torch.Generator().manual_seed(seed + step)
         ids = torch.randint(1, self._model.vocabulary, (size, self._model.sequence + 1), generator=generator)
         return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
 
 def plain_loop(session: Session, model: Model, arm: Arm) -> Callable[[], Any]:
-    """One step of the shortest loop."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -122,7 +120,6 @@ def measure(session: Session, model: Model, arm: Arm) -> Row:
 
 
 def main(arguments: list[str]) -> None:
-    """Measure, print a row at a time, write `results/<device>/train.json`."""
     session = begin("train", parser("train", __doc__, EXAMPLES).parse_args(arguments), arguments)
     ceilings(session)
     model = TINY if session.tiny else Model()

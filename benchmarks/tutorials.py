@@ -9,6 +9,7 @@ the commands writes.
 """
 
 import argparse
+import json
 import os
 import re
 import shutil
@@ -18,23 +19,27 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks import webdriver
+from benchmarks import browser
 
 ROOT = Path(__file__).parent.parent
 PAGES = ROOT / "docs" / "tutorials"
 IMAGES = ROOT / "docs" / "images"
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 NAMED = re.compile(r"# ([\w.-]+\.(?:py|toml))\n")
-SHOW = """
-const shown = new Set(document.querySelectorAll(arguments[0]));
-if (arguments[1]) for (const part of document.querySelectorAll(arguments[1])) part.remove();
-for (const part of document.querySelectorAll("main > *, main > .small > *"))
-  if (!shown.has(part) && ![...shown].some(each => part.contains(each))) part.remove();
-document.querySelector("main").style.padding = "12px";
-window.dispatchEvent(new Event("resize"));
-const box = document.querySelector("main").getBoundingClientRect();
-return [Math.ceil(box.width), Math.ceil(box.height)];
-"""
+SHOW = """<script>
+function show(parts, hidden) {
+  if (!document.querySelector(".plot .main-svg")) return setTimeout(show, 100, parts, hidden);
+  const shown = new Set(document.querySelectorAll(parts)), main = document.querySelector("main");
+  if (hidden) for (const part of document.querySelectorAll(hidden)) part.remove();
+  for (const part of document.querySelectorAll("main > *, main > .small > *"))
+    if (!shown.has(part) && ![...shown].some(each => part.contains(each))) part.remove();
+  main.style.padding = "12px";
+  window.dispatchEvent(new Event("resize"));
+  const box = main.getBoundingClientRect();
+  document.body.dataset.size = `${Math.ceil(box.width)},${Math.ceil(box.height)}`;
+}
+show(PARTS, HIDDEN);
+</script>"""
 
 
 @dataclass(frozen=True)
@@ -59,22 +64,16 @@ PICTURES = (
 
 
 def files_of(text: str) -> dict[str, str]:
-    """Files that a page shows: names, contents."""
     named = [(NAMED.match(content), content) for language, content in BLOCK.findall(text) if language != "sh"]
     return {match[1]: content for match, content in named if match}
 
 
 def commands_of(text: str) -> list[str]:
-    """Blocks of commands of a page."""
     return [content for language, content in BLOCK.findall(text) if language == "sh"]
 
 
 def run(page: Path, folder: Path) -> None:
-    """Run a page's commands in a folder; what they print goes to the terminal.
-
-    Raises:
-        subprocess.CalledProcessError: A command failed.
-    """
+    """Run a page's commands in a folder; what they print goes to the terminal. CalledProcessError where one fails."""
     text = page.read_text(encoding="utf-8")
     shutil.copytree(ROOT / "configs", folder / "configs")  # makes the folder, too
     for name, content in files_of(text).items():
@@ -86,17 +85,18 @@ def run(page: Path, folder: Path) -> None:
 
 
 def draw(picture: Picture, folder: Path) -> None:
-    """Save a picture of what was run in a folder."""
-    with webdriver.Driver("--window-size=1000,1200", "--hide-scrollbars") as browser:
-        browser.open((folder / picture.report).resolve().as_uri())
-        browser.wait("document.querySelectorAll('.plot .main-svg').length > 0")
-        width, height = browser.run(SHOW, picture.parts, picture.hidden)
-        browser.resize(width, height)
-        browser.screenshot(IMAGES / f"{picture.name}.png")
+    report = folder / picture.report
+    script = SHOW.replace("PARTS", json.dumps(picture.parts)).replace("HIDDEN", json.dumps(picture.hidden))
+    page = report.with_name("shown.html")
+    page.write_text(report.read_text(encoding="utf-8").replace("</body>", f"{script}</body>"), encoding="utf-8")
+    document, messages = browser.run(page, "--window-size=1000,1200")
+    size = re.search(r'data-size="(\d+),(\d+)"', document)
+    if size is None:
+        raise RuntimeError(f"{picture.report} draws no chart: {messages}")
+    browser.screenshot(page, IMAGES / f"{picture.name}.png", int(size[1]), int(size[2]))
 
 
 def main(arguments: list[str]) -> None:
-    """Run pages, and renew their pictures where a browser is installed."""
     names = sorted(path.stem for path in PAGES.glob("*.md"))
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks tutorials", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -106,13 +106,15 @@ def main(arguments: list[str]) -> None:
     options = parser.parse_args(arguments)
     if unknown := set(options.pages) - set(names):
         parser.error(f"no page {', '.join(sorted(unknown))} in docs/tutorials; there are {', '.join(names)}")
-    reason = webdriver.missing()
     for name in options.pages or names:
         folder = Path(tempfile.mkdtemp(prefix=f"{name}-"))
         try:
             run(PAGES / f"{name}.md", folder)
             for picture in PICTURES:
                 if picture.page == name:
-                    print(f"{picture.name}.png is not drawn: {reason}") if reason else draw(picture, folder)
+                    if browser.find() is None:
+                        print(f"{picture.name}.png is not drawn: no Chromium is installed: {browser.INSTALL}")
+                    else:
+                        draw(picture, folder)
         finally:
             print(folder) if options.keep else shutil.rmtree(folder)

@@ -5,10 +5,8 @@ from functools import partial
 
 import pytest
 from benchmarks.fuzz import check, draw, ranks
-from benchmarks.fuzz.console import described, main
 from benchmarks.fuzz.draw import KINDS
-from benchmarks.fuzz.runner import corpus, smallest
-from benchmarks.fuzz.shrink import shrink, size
+from benchmarks.fuzz.runner import corpus, described, main, shrink, size, smallest
 
 import injected_faults
 from injected_faults import INJECTED_FAULTS
@@ -105,7 +103,7 @@ def test_an_injected_fault_shrinks_to_a_few_keys(capsys):
 
 @pytest.mark.slow
 def test_the_command_counts_what_it_draws(capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr("benchmarks.fuzz.console.corpus", lambda only: [])
+    monkeypatch.setattr("benchmarks.fuzz.runner.corpus", lambda only: [])
     with pytest.raises(SystemExit, match="0"):
         main(["--cases", "5", "--only", "linear", "--out", str(tmp_path / "out.json")])
     assert "linear            5" in capsys.readouterr().out

@@ -81,7 +81,6 @@ def counts(graph: "Graph") -> Row:
 
 
 def cells(row: Row) -> tuple[Any, ...]:
-    """What tables show of a row."""
     pairs = [f"{row['forward'][key]:{form}} + {row['backward'][key]:{form}}"
              for key, form in (("generated", ""), ("gigabytes", ".2f"))]  # fmt: skip
     return row["kernels"], pairs[0], row["opaque"], pairs[1], f"{row['kept_bytes_per_token']:,}"
@@ -100,7 +99,6 @@ def document(rows: list[Row], page: str) -> str:
 
 
 def main(arguments: list[str]) -> None:
-    """Measure, print a row at a time, and write what is asked for."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks compiled", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -64,7 +64,6 @@ class Norm(nn.Module):
         self.eps = 1e-5
 
     def forward(self, x: Tensor) -> Tensor:
-        """X · rsqrt(mean(x²)) in float32, times the weight in bf16."""
         dtype, x = x.dtype, x.to(torch.float32)
         variance = x.pow(2).mean(-1, keepdim=True)
         return self.weight * (x * torch.rsqrt(variance + self.eps)).to(dtype)
@@ -79,7 +78,6 @@ class Mlp(nn.Module):
         self.act = nn.SiLU()
 
     def forward(self, x: Tensor) -> Tensor:
-        """down(silu(gate(x)) · up(x))."""
         return self.down(self.act(self.gate(x)) * self.up(x))
 
 
@@ -95,7 +93,6 @@ class Block(nn.Module):
         self.mlp = Mlp()
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """X [1, tokens, width] with the rotary embedding's cos and sin [tokens, width / heads]."""
         y = self.norm(x)
         q, k, v = (part(y).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for part in (self.q, self.k, self.v))
         attended = torch.ops.octavo_benchmarks.attention(_rotated(q, cos, sin), _rotated(k, cos, sin), v)[0]

@@ -41,13 +41,7 @@ class CannotPretend(RuntimeError):
 
 @dataclass(frozen=True)
 class Graph:
-    """One graph that Inductor compiled.
-
-    Attributes:
-        lowered: Its `GraphLowering`, whose module and scheduler tell what it computes.
-        code: The Python code that it made.
-        bytes: Its estimate of the bytes that all kernels of the graph read and write.
-    """
+    """One graph that Inductor compiled: its `GraphLowering`, its code, and the bytes that all kernels move."""
 
     lowered: Any
     code: str
@@ -61,13 +55,11 @@ class Graphs:
     graphs: list[Graph] = field(default_factory=list)
 
     def take(self) -> list[Graph]:
-        """Return them, and forget them."""
         taken, self.graphs = self.graphs, []
         return taken
 
 
 def missing() -> str | None:
-    """Return what `install` lacks here, or None."""
     if _compiler() is None:
         return "it needs a C++ compiler: install g++ or clang, or set CXX to one"
     if find_spec("triton") is None:
@@ -78,11 +70,7 @@ def missing() -> str | None:
 
 
 def install() -> Graphs:
-    """Pretend a GPU from now on.
-
-    Raises:
-        CannotPretend: If something is missing, or the stub does not compile.
-    """
+    """Pretend a GPU from now on; raises CannotPretend if something is missing, or the stub does not compile."""
     if (reason := missing()) is not None:
         raise CannotPretend(reason)
     assert "torch" not in sys.modules, "the device must be there before torch is imported"

@@ -6,13 +6,12 @@ python -m benchmarks fuzz --case '{"kind": "activations", "parts": [{"op": "gate
 
   draw         cases at random, as plain data (`build` makes models of them)
   activations, linear, optimizer, comm, wrappers, experts      what Octavo promises of each kind, and the comparison
-  shrink       removes from a failing case what the failure does not need
+  runner       runs and shrinks a case
   corpus.json  cases once found, which every run repeats first
 """
 
 from benchmarks.fuzz.build import build
-from benchmarks.fuzz.console import main
 from benchmarks.fuzz.draw import draw
-from benchmarks.fuzz.runner import check
+from benchmarks.fuzz.runner import check, main
 
 __all__ = ["build", "check", "draw", "main"]

@@ -23,7 +23,6 @@ _ROUNDINGS = 8.0
 
 
 def check(case: Case) -> Outcome:
-    """Compare a converted model with the plain one."""
     plain, x = build(case), inputs(case)
     stored, exact_model = copy.deepcopy(plain), reference(copy.deepcopy(plain), case)
     autocast = bool(case.get("autocast"))

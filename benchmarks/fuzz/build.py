@@ -17,7 +17,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from benchmarks.fuzz import attention, modules
+from benchmarks.fuzz import modules
 from benchmarks.fuzz.modules import Part
 
 Case = dict[str, Any]
@@ -37,7 +37,6 @@ class Residual(nn.Module):
         self.records, self.calls, self.aux = part.get("records", False), 0, None
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B,T,W] to [B,T,W]."""
         if self.form == "drop" and self.training and torch.rand(()) < 0.4:
             return x
         y = self.inner(x)
@@ -60,7 +59,6 @@ class Repeat(nn.Module):
         self.inner, self.times = module(width, part["of"]), part.get("times", 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B,T,W] to [B,T,W]."""
         for _ in range(self.times):
             x = self.inner(x)
         return x
@@ -77,7 +75,6 @@ class View(nn.Module):
         self.fc = nn.Linear(features, features)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B,T,W] to [B,T,W]."""
         x = x if self.inner is None else self.inner(x)
         if self.form == "permute":
             return self.fc(x.permute(1, 0, 2)).permute(1, 0, 2)
@@ -111,7 +108,6 @@ class Convolution(nn.Module):
             self.conv = nn.Conv1d(width, width, 3, padding=1, groups=width if self.form == "depthwise" else 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B,T,W] to [B,T,W]."""
         if not x.shape[1]:
             return x
         if self.form == "patch":
@@ -149,7 +145,7 @@ def _hooked(width: int, part: Part) -> nn.Module:
 
 _BUILDERS: dict[str, Callable[[int, Part], nn.Module]] = {
     "norm": modules.norm, "gate": modules.gate, "mlp": modules.mlp, "activation": lambda w, p: modules.Activation(p),
-    "module": lambda w, p: modules.ACTIVATIONS[p.get("form", "silu")](), "attention": attention.attention,
+    "module": lambda w, p: modules.ACTIVATIONS[p.get("form", "silu")](), "attention": modules.attention,
     "residual": Residual, "repeat": Repeat, "view": View, "conv": Convolution, "linear": _linear, "hooked": _hooked,
     "dropout": lambda w, p: nn.Dropout(p.get("p", 0.2)),
     "sequence": lambda w, p: nn.Sequential(*(module(w, each) for each in p["parts"])),
@@ -157,12 +153,10 @@ _BUILDERS: dict[str, Callable[[int, Part], nn.Module]] = {
 
 
 def module(width: int, part: Part) -> nn.Module:
-    """Build one part."""
     return _BUILDERS[part["op"]](width, part)
 
 
 def build(case: Case) -> nn.Module:
-    """Build the plain model of a case, in its dtype."""
     torch.manual_seed(case.get("seed", 0))
     width = case.get("width", 32)
     model = nn.Sequential(*(module(width, part) for part in case["parts"]))
@@ -176,7 +170,6 @@ def build(case: Case) -> nn.Module:
 
 
 def inputs(case: Case) -> Tensor:
-    """The input [batch, length, width] of a case."""
     generator = torch.Generator().manual_seed(case.get("seed", 0) + 1)
     shape = case.get("batch", 2), case.get("length", 4), case.get("width", 32)
     x = torch.randn(shape, generator=generator) * case.get("scale", 1.0)

@@ -25,12 +25,10 @@ _ADAPTIVE = ((2.0**-4, 491_520, 0.0), (2.0**-5, 3968, 2.0**-9), (2.0**-6, 504, 2
 
 
 def check(case: Case) -> Outcome:
-    """Run one collective on both ranks."""
     return POOL.run(job, case)
 
 
 def job(case: Case) -> Outcome:
-    """Compare on this rank."""
     name, spec = case.get("collective", "all_gather"), case.get("spec", "e4m3/1x128")
     shape = list(case.get("shape", [2, 128]))
     if name == "all_to_all_single":

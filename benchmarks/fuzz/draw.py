@@ -3,7 +3,7 @@
 import random
 from typing import Any
 
-from benchmarks.fuzz import attention, experts, modules
+from benchmarks.fuzz import experts, modules
 from benchmarks.fuzz.build import VIEWS, Case
 from benchmarks.fuzz.modules import Part
 from benchmarks.fuzz.wrappers import EARLIER
@@ -37,15 +37,12 @@ class Dice(random.Random):
     """Random choices, of which the default needs no key in a case."""
 
     def of(self, *choices: Any) -> Any:
-        """One of the choices."""
         return self.choice(choices)
 
     def number(self, low: int, high: int) -> int:
-        """An integer from low to high."""
         return self.randint(low, high)
 
     def maybe(self, chance: float, **options: Any) -> dict[str, Any]:
-        """The options, or none of them."""
         return options if self.random() < chance else {}
 
 
@@ -131,8 +128,8 @@ def _leaf(dice: Dice, op: str, benign: bool) -> Part:
 
 
 def _attention(dice: Dice, benign: bool) -> Part:
-    cores = ("sdpa", "sdpa", "eager", "mha") if benign else ("sdpa", "sdpa", "eager", *attention.CORES)
-    part = {"op": "attention", "core": dice.of(*cores), "mask": dice.of(*attention.MASKS)}
+    cores = ("sdpa", "sdpa", "eager", "mha") if benign else ("sdpa", "sdpa", "eager", *modules.CORES)
+    part = {"op": "attention", "core": dice.of(*cores), "mask": dice.of(*modules.MASKS)}
     part |= dice.maybe(0.3, rotary=dice.of("table", "learned")) | dice.maybe(0.3, heads=4)
     part |= dice.maybe(0.2, grouped=True) | dice.maybe(0.2, bias=True)
     if not benign:

@@ -25,7 +25,6 @@ class Quantized:
 
     @property
     def value(self) -> Tensor:
-        """What they stand for."""
         return self.q * self.scale
 
 
@@ -68,7 +67,6 @@ class _Emulated(torch.autograd.Function):
 
 
 def gradients(x_MK: Tensor, w_NK: Tensor, g_MN: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor]:
-    """∂X [M,K] and ∂W [N,K] in float64."""
     w = quantized(w_NK, recipe.dgrad_w)
     if recipe.folds_w:
         dx = quantized(g_MN, recipe.dgrad_g, w.scale[:, :1].t()).value @ w.q
@@ -91,7 +89,6 @@ def emulated(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> 
 
 
 def emulate(model: nn.Module, names: set[str], recipe: Recipe) -> None:
-    """Let the linears of these names compute so."""
     for name, fc in model.named_modules():
         if name in names:
             fc.forward = _forward(fc, recipe)  # type: ignore[method-assign]

@@ -28,14 +28,12 @@ Batch = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def check(case: Case) -> Outcome:
-    """Run the experts on both ranks."""
     if find_spec("transformers") is None:
         raise Invalid("experts are Transformers'")
     return POOL.run(job, case)
 
 
 def job(case: Case) -> Outcome:
-    """Compare on this rank."""
     rank, tokens = dist.get_rank(), list(case.get("tokens", [7, 33]))
     plain = _experts(case)
     one = octavo.convert(copy.deepcopy(plain), case.get("recipe", "rowwise"), verbose=False)

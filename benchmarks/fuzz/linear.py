@@ -23,7 +23,6 @@ _FEWEST = 256
 
 
 def check(case: Case) -> Outcome:
-    """Compare a layer, or a model."""
     return _model(case) if case.get("form") == "model" else _layer(case)
 
 

@@ -1,9 +1,10 @@
-"""Norms, gates and MLPs of the fuzzer's grammar: code that Octavo knows, and code that only resembles it.
+"""Norms, gates, MLPs and attention of the fuzzer's grammar: code that Octavo knows, and code that only resembles it.
 
 Every module maps [B,T,W] to [B,T,W] and is built from a part of a case: a dictionary with an `"op"`, a `"form"` and
 options, each of which may be left out.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -29,6 +30,8 @@ OWN_GATES = (
     "swiglu", "geglu", "joint", "beta", "detached", "reversal", "straight_through", "gain", "sigmoid", "clamp",
     "dropout", "by_length", "by_dtype", "aux", "aux_list", "bypass",
 )  # fmt: skip
+CORES = ("sdpa", "eager", "soft_cap", "log_softmax", "cosine", "logsumexp", "mha")
+MASKS = ("none", "causal", "padded", "additive")
 
 
 class Reversal(torch.autograd.Function):
@@ -36,12 +39,10 @@ class Reversal(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        """X."""
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        """-grad."""
         return -grad
 
 
@@ -56,40 +57,42 @@ class OwnNorm(nn.Module):
         if self.form == "own_layer":
             self.bias = nn.Parameter(0.1 * torch.randn(width))
         self.gain = nn.Parameter(torch.tensor(1.5)) if self.form == "own_gain" else None
-        self.as_dtype: torch.dtype | None = None
-        """Dtype that decides what `own_by_dtype` does, where the reference runs in another."""
+        self.as_dtype: torch.dtype | None = None  # decides what `own_by_dtype` does where the reference has another
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B,T,W] to [B,T,W]."""
-        mean, form = x.mean(-1, keepdim=True), self.form
-        if form == "own_layer":
-            return (x - mean) * (x.var(-1, unbiased=False, keepdim=True) + self.eps).rsqrt() * self.weight + self.bias
+        form, w, mean = self.form, self.weight, x.mean(-1, keepdim=True)
+        if form in ("own_layer", "own_mean_back"):
+            back = self.bias if form == "own_layer" else mean
+            y = (x - mean) * (x.var(-1, unbiased=False, keepdim=True) + self.eps).rsqrt()
+            return (y * w if form == "own_layer" else w * y) + back
         if form == "own_moments":
             variance = x.pow(2).mean(-1, keepdim=True) - mean.pow(2)
-            return self.weight * (x - mean) * (variance.clamp(min=0) + self.eps).rsqrt()
+            return w * (x - mean) * (variance.clamp(min=0) + self.eps).rsqrt()
         if form == "own_groups":
             parts = x.unflatten(-1, (self.groups, -1))
-            return self.weight * (parts * (parts.pow(2).mean(-1, keepdim=True) + self.eps).rsqrt()).flatten(-2)
-        if form == "own_mean_back":
-            return self.weight * (x - mean) * (x.var(-1, unbiased=False, keepdim=True) + self.eps).rsqrt() + mean
+            return w * (parts * (parts.pow(2).mean(-1, keepdim=True) + self.eps).rsqrt()).flatten(-2)
         if form == "own_l2":
-            return F.normalize(x, dim=-1, eps=self.eps) * self.weight
+            return F.normalize(x, dim=-1, eps=self.eps) * w
         if form == "own_by_length" and x.shape[1] > 8:
-            return self.weight * x
+            return w * x
         if form == "own_by_dtype" and (self.as_dtype or x.dtype) == torch.bfloat16:
-            return self.weight * x / (x.abs().mean(-1, keepdim=True) + self.eps)
+            return w * x / (x.abs().mean(-1, keepdim=True) + self.eps)
         rstd = (x.pow(2).mean(-1, keepdim=True) + self.eps).rsqrt()
-        y = self.weight * (x * (rstd.detach() if form == "own_detached" else rstd))
+        y = w * (x * (rstd.detach() if form == "own_detached" else rstd))
         return y if self.gain is None else y * self.gain
 
 
 def norm(width: int, part: Part) -> nn.Module:
-    """Build a norm."""
     form = part.get("form", "layer")
     if form.startswith("own_"):
         return OwnNorm(width, part)
     if form in ("llama", "gemma", "t5"):
-        module = _transformers_norm(form)(width, eps=part.get("eps", 1e-6))
+        from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+        from transformers.models.llama.modeling_llama import LlamaRMSNorm
+        from transformers.models.t5.modeling_t5 import T5LayerNorm
+
+        kinds: Any = {"llama": LlamaRMSNorm, "gemma": GemmaRMSNorm, "t5": T5LayerNorm}
+        module = kinds[form](width, eps=part.get("eps", 1e-6))
     elif form.startswith("layer"):
         module = nn.LayerNorm(width, elementwise_affine=form != "layer_no_affine", bias=form != "layer_no_bias")
     else:
@@ -98,16 +101,6 @@ def norm(width: int, part: Part) -> nn.Module:
         for parameter in module.parameters():
             parameter += 0.1 * torch.randn(width)
     return module
-
-
-def _transformers_norm(form: str) -> Any:
-    if form == "llama":
-        from transformers.models.llama.modeling_llama import LlamaRMSNorm as Norm
-    elif form == "gemma":
-        from transformers.models.gemma.modeling_gemma import GemmaRMSNorm as Norm
-    else:
-        from transformers.models.t5.modeling_t5 import T5LayerNorm as Norm
-    return Norm
 
 
 class Gate(nn.Module):
@@ -135,27 +128,22 @@ class Gate(nn.Module):
         self.as_dtype: torch.dtype | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B,T,W] to [B,T,W]."""
         form = self.form
-        if form == "joint":
-            gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        else:
-            gate, up = self.gate_proj(x), self.up_proj(x)
+        gate, up = self.gate_up_proj(x).chunk(2, -1) if form == "joint" else (self.gate_proj(x), self.up_proj(x))
         if form == "clamp":
             gate, up = gate.clamp(max=1.0), up.clamp(-1.0, 1.0)
         if form == "reversal":
             gate = Reversal.apply(gate)
         if form == "beta":
             act = gate * torch.sigmoid(self.scalar * gate)
-        elif form == "sigmoid":
-            act = torch.sigmoid(gate)
         else:
-            act = self.act_fn(gate)
+            act = torch.sigmoid(gate) if form == "sigmoid" else self.act_fn(gate)
         if form == "detached":
             act = act.detach()
         if form == "straight_through":
             act = act + (act.round() - act).detach()
-        if (form == "by_length" and x.shape[1] > 8) or (form == "by_dtype" and self._dtype(x) == torch.bfloat16):
+        by_dtype = form == "by_dtype" and (self.as_dtype or x.dtype) == torch.bfloat16
+        if (form == "by_length" and x.shape[1] > 8) or by_dtype:
             act = act * act
         h = act * up
         if form == "bypass":
@@ -173,34 +161,38 @@ class Gate(nn.Module):
                 self.collected.append(loss)
         return self.down_proj(h)
 
-    def _dtype(self, x: Tensor) -> torch.dtype:
-        return self.as_dtype or x.dtype
-
 
 def gate(width: int, part: Part) -> nn.Module:
-    """Build a gated MLP."""
-    form, hidden = part.get("form", "swiglu"), part.get("hidden", 2 * width)
+    form, sizes = part.get("form", "swiglu"), {"hidden_size": width, "num_attention_heads": 1}
+    sizes["intermediate_size"] = part.get("hidden", 2 * width)
     if form == "llama":
         from transformers.models.llama.configuration_llama import LlamaConfig
         from transformers.models.llama.modeling_llama import LlamaMLP
 
-        act = {"gelu_tanh": "gelu_pytorch_tanh"}.get(part.get("act", "silu"), part.get("act", "silu"))
-        return LlamaMLP(LlamaConfig(hidden_size=width, intermediate_size=hidden, hidden_act=act, num_attention_heads=1))
+        act = part.get("act", "silu")
+        return LlamaMLP(LlamaConfig(**sizes, hidden_act={"gelu_tanh": "gelu_pytorch_tanh"}.get(act, act)))
     if form == "phi3":
         from transformers.models.phi3.configuration_phi3 import Phi3Config
         from transformers.models.phi3.modeling_phi3 import Phi3MLP
 
-        return Phi3MLP(Phi3Config(hidden_size=width, intermediate_size=hidden, pad_token_id=0, num_attention_heads=1))
+        return Phi3MLP(Phi3Config(**sizes, pad_token_id=0))
     return Gate(width, part)
 
 
 def mlp(width: int, part: Part) -> nn.Module:
-    """Build linear, activation, linear; with a dropout if `"dropout"` is positive."""
+    """Linear, activation, linear; with a dropout if `"dropout"` is positive."""
     hidden = part.get("hidden", 2 * width)
     modules = [nn.Linear(width, hidden), ACTIVATIONS[part.get("act", "gelu")]()]
-    if part.get("dropout", 0.0):
-        modules.append(nn.Dropout(part["dropout"]))
+    modules += [nn.Dropout(part["dropout"])] if part.get("dropout") else []
     return nn.Sequential(*modules, nn.Linear(hidden, width))
+
+
+FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "softmax": lambda x: torch.softmax(x, -1, torch.promote_types(x.dtype, torch.float32)).to(x.dtype) * x.shape[-1],
+    "log_softmax": lambda x: F.log_softmax(x, -1), "sin": torch.sin, "exp": lambda x: torch.exp(x.clamp(max=4.0)),
+    "square": lambda x: F.relu(x).square(), "sigmoid_product": lambda x: x * torch.sigmoid(x),
+    "logsumexp": lambda x: x - torch.logsumexp(x, -1, keepdim=True), "silu": F.silu, "tanh": torch.tanh,
+}  # fmt: skip
 
 
 class Activation(nn.Module):
@@ -211,20 +203,104 @@ class Activation(nn.Module):
         self.form, self.factor = part.get("form", "silu"), part.get("factor", 1.0)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B,T,W] to [B,T,W]."""
-        x = x * self.factor
-        if self.form == "softmax":
-            return torch.softmax(x, -1, torch.promote_types(x.dtype, torch.float32)).to(x.dtype) * x.shape[-1]
-        if self.form == "log_softmax":
-            return F.log_softmax(x, -1)
-        if self.form == "sin":
-            return torch.sin(x)
-        if self.form == "exp":
-            return torch.exp(x.clamp(max=4.0))
-        if self.form == "square":
-            return F.relu(x).square()
-        if self.form == "sigmoid_product":
-            return x * torch.sigmoid(x)
-        if self.form == "logsumexp":
-            return x - torch.logsumexp(x, -1, keepdim=True)
-        return F.silu(x) if self.form == "silu" else torch.tanh(x)
+        return FUNCTIONS[self.form](x * self.factor)
+
+
+class Attention(nn.Module):
+    """Multi-head attention with projections of the usual names.
+
+    Options: `core`, `mask`, `rotary`, `heads`, `grouped` (two query heads for each of k and v), `scale` (factor of the
+    scores), `key_bias` (a constant added to k's bias), `qk_norm`, `shift` (half of the channels from the token before),
+    `dropout` (of the probabilities).
+    """
+
+    def __init__(self, width: int, part: Part) -> None:
+        super().__init__()
+        self.part, self.heads = part, part.get("heads", 2)
+        self.kv_heads = max(self.heads // 2, 1) if part.get("grouped") else self.heads
+        self.size = part.get("head_size", max(2 * (width // self.heads // 2), 2))
+        self.q_proj = nn.Linear(width, self.heads * self.size, bias="bias" in part)
+        self.k_proj = nn.Linear(width, self.kv_heads * self.size, bias=True)
+        self.v_proj = nn.Linear(width, self.kv_heads * self.size, bias="bias" in part)
+        self.o_proj = nn.Linear(self.heads * self.size, width, bias=False)
+        if part.get("key_bias"):
+            nn.init.constant_(self.k_proj.bias, part["key_bias"])
+        frequencies = 1.0 / 100 ** (torch.arange(self.size // 2) / max(self.size // 2, 1))
+        if part.get("rotary") == "learned":
+            self.frequencies = nn.Parameter(frequencies)
+        else:
+            self.register_buffer("frequencies", frequencies, persistent=False)
+        self.q_norm = OwnNorm(self.size, {}) if part.get("qk_norm") else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        part, (batch, length, width) = self.part, x.shape
+        if part.get("shift"):
+            before = F.pad(x, (0, 0, 1, 0))[:, :length]
+            x = torch.cat((before[..., : width // 2], x[..., width // 2 :]), -1)
+        q, k, v = (
+            p(x).view(batch, length, n, self.size).transpose(1, 2)
+            for p, n in ((self.q_proj, self.heads), (self.k_proj, self.kv_heads), (self.v_proj, self.kv_heads))
+        )
+        if self.q_norm is not None:
+            q, k = self.q_norm(q), self.q_norm(k)
+        if part.get("rotary", "none") != "none":
+            q, k = self._rotated(q), self._rotated(k)
+        if self.kv_heads != self.heads:
+            k, v = (t.repeat_interleave(self.heads // self.kv_heads, 1) for t in (k, v))
+        seen = None  # which keys a query sees, [T,T]
+        if (mask := part.get("mask", "none")) != "none":
+            seen = torch.ones(length, length, dtype=torch.bool)
+            if mask == "padded":
+                seen[:, length - length // 3 :] = False
+            else:
+                seen = seen.tril()
+        y = self._attended(q, k, v, seen)
+        return self.o_proj(y.transpose(1, 2).reshape(batch, length, self.heads * self.size))
+
+    def _rotated(self, x: Tensor) -> Tensor:
+        angles = torch.arange(x.shape[2], dtype=self.frequencies.dtype)[:, None] * self.frequencies
+        cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+        first, second = x.chunk(2, -1)
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+
+    def _attended(self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None) -> Tensor:
+        part, core = self.part, self.part.get("core", "sdpa")
+        scale = part.get("scale", 1.0) / math.sqrt(self.size)
+        added = None if seen is None else torch.zeros(seen.shape, dtype=q.dtype).masked_fill(~seen, -math.inf)
+        if core == "sdpa":
+            causal = part.get("mask") == "causal"
+            mask = None if causal else added if part.get("mask") == "additive" else seen
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale)
+        if core == "cosine":
+            q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
+        scores = q @ k.transpose(-1, -2) * scale
+        if core == "soft_cap":
+            scores = 5.0 * torch.tanh(scores / 5.0)
+        if added is not None:
+            scores = scores + added
+        if core == "log_softmax":
+            weights = torch.exp(F.log_softmax(scores, -1))
+        elif core == "logsumexp":
+            weights = torch.exp(scores - torch.logsumexp(scores, -1, keepdim=True))
+        else:
+            weights = torch.softmax(scores, -1, torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
+        if part.get("dropout"):
+            weights = F.dropout(weights, part["dropout"], self.training)
+        return weights @ v
+
+
+class Multihead(nn.Module):
+    """`nn.MultiheadAttention` on itself."""
+
+    def __init__(self, width: int, part: Part) -> None:
+        super().__init__()
+        heads = part.get("heads", 2)
+        self.attention = nn.MultiheadAttention(width, heads if width % heads == 0 else 1, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.attention(x, x, x, need_weights=False)[0]
+        return y
+
+
+def attention(width: int, part: Part) -> nn.Module:
+    return (Multihead if part.get("core") == "mha" else Attention)(width, part)

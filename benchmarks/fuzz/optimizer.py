@@ -90,7 +90,6 @@ def _resumed(case: Case, params: list[nn.Parameter], optimizer: Any) -> Any:
 
 
 def _strided(x: Tensor, layout: str | None) -> Tensor:
-    """The same values with other strides."""
     if layout == "transposed" and x.ndim > 1:
         return x.transpose(0, 1).contiguous().transpose(0, 1)
     if layout == "strided" and x.ndim:

@@ -56,7 +56,6 @@ class Outcome:
 
     @property
     def failed(self) -> bool:
-        """Whether Octavo broke a promise."""
         return self.status == "fail"
 
 
@@ -64,7 +63,6 @@ PASS = Outcome("pass")
 
 
 def fail(label: str, message: str) -> Outcome:
-    """Make a failure."""
     return Outcome("fail", label, message)
 
 
@@ -138,7 +136,6 @@ def compare_gradients(
     actual: Grads,
     noise_db: float,
 ) -> Outcome:
-    """Compare gradients with plain PyTorch's."""
     for name, g in plain.items():
         other = actual[name]
         if (g is None) != (other is None):

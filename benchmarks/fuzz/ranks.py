@@ -31,7 +31,6 @@ DEFECTS: list[Defect] = []
 
 
 def needed(case: Case) -> bool:
-    """Whether a case runs on ranks."""
     return case["kind"] in ("comm", "experts") or case.get("wrapper") in WRAPPERS
 
 
@@ -44,7 +43,6 @@ class Pool:
         self._started = self._jobs = 0
 
     def run(self, job: Job, case: Case) -> Outcome:
-        """The worst of the outcomes of the ranks."""
         self.start()
         try:
             for _, connection in self._workers:
@@ -63,7 +61,6 @@ class Pool:
         return fail("error", f"the ranks did not answer within {_SECONDS:g} s")
 
     def kill(self) -> None:
-        """End the processes."""
         for process, connection in self._workers:
             process.kill()
             process.join()

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 import octavo
 from benchmarks.arms import has_torchao
+from benchmarks.host import COUNTS
 from benchmarks.host.stub import Stub
 from octavo.kernels.gemm import SCALED_MM
 
@@ -54,7 +55,6 @@ class Block(nn.Module):
             setattr(self, name, _linear())
 
     def forward(self, x: Tensor) -> Tensor:
-        """The output for x [M, SIZE]."""
         h = self.o(self.q(x) + self.k(x) + self.v(x))
         out: Tensor = self.down(self.gate(h) * self.up(h))
         return out
@@ -68,22 +68,9 @@ class RmsNorm(nn.Module):
         self.weight, self.eps = nn.Parameter(torch.ones(SIZE, dtype=torch.bfloat16)), 1e-6
 
     def forward(self, x: Tensor) -> Tensor:
-        """The output for x [M, SIZE]."""
         y = x.to(torch.float32)
         y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + self.eps)
         return self.weight * y.to(x.dtype)
-
-
-class Mlp(nn.Module):
-    """The gated MLP of a Llama block."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate, self.up, self.down = _linear(), _linear(), _linear()
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The output for x [M, SIZE]."""
-        return self.down(F.silu(self.gate(x)) * self.up(x))  # type: ignore[no-any-return]
 
 
 class NormedBlock(nn.Module):
@@ -96,11 +83,21 @@ class NormedBlock(nn.Module):
             setattr(self, name, _linear())
 
     def forward(self, x: Tensor) -> Tensor:
-        """The output for x [M, SIZE]."""
         y = self.norm(x)
         x = x + self.o(self.q(y) + self.k(y) + self.v(y))
         out: Tensor = x + self.mlp(self.post(x))
         return out
+
+
+class Mlp(nn.Module):
+    """Llama's gated MLP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = _linear(), _linear(), _linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))  # type: ignore[no-any-return]
 
 
 def _linear(bias: bool = False) -> nn.Linear:
@@ -140,7 +137,6 @@ def _torchao(recipe: str) -> nn.Module:
 
 
 def steps(module: nn.Module) -> tuple[Step, Step]:
-    """Return forward, and forward with backward."""
     x = torch.randn(SIZE, SIZE, dtype=torch.bfloat16).requires_grad_()
     g = torch.randn(SIZE, SIZE, dtype=torch.bfloat16)
     leaves = (x, *module.parameters())
@@ -266,8 +262,9 @@ def measure(stub: Stub, names: tuple[str, ...], repetitions: int, *, timed: bool
             for name in group if group is together else group[-1:]:
                 ratio = timings[name]["total_us"] / timings[chosen[name][0]]["total_us"]
                 rows[name] |= timings[name] | {"ratio": round(ratio, 2)}
+    print(f"{'':<28} forward  total µs   × bf16  launches   kernels  dispatch     calls")
     for row in rows.values():
-        print(line(row), flush=True)
+        print(line(row))
     return list(rows.values())
 
 
@@ -276,12 +273,5 @@ def _products(name: str) -> AbstractContextManager[None]:
 
 
 def line(row: Row) -> str:
-    """A row for a terminal."""
     timed = f"{row['forward_us']:8.1f} {row['total_us']:9.1f} {row['ratio']:6.2f} ×" if "ratio" in row else " " * 26
-    numbers = "".join(f"{row[key]:10}" for key in ("launches", "kernels", "dispatches", "python_calls"))
-    return f"{row['name']:<28} {timed}{numbers}"
-
-
-HEADER = (
-    f"{'':<28} {'forward':>8} {'total µs':>9} {'bf16':>8}{'launches':>10}{'kernels':>10}{'dispatch':>10}{'calls':>10}"
-)
+    return f"{row['name']:<28} {timed}{''.join(f'{row[key]:10}' for key in COUNTS)}"

@@ -58,12 +58,10 @@ class Stub:
 
     @property
     def products(self) -> int:
-        """FP8 products computed so far."""
         return _products
 
     @property
     def launches(self) -> int:
-        """Kernels launched so far."""
         return self._launches.value
 
     @contextmanager
@@ -79,7 +77,6 @@ class Stub:
 
 
 def missing() -> str | None:
-    """Return what `install` lacks here, or None."""
     if _compiler() is None:
         return "the stub driver needs a C compiler: install gcc or clang, or set CC to one"
     if find_spec("triton") is None:
@@ -93,11 +90,7 @@ def _compiler() -> str | None:
 
 
 def install() -> Stub:
-    """Build and load the stub driver, and send CPU tensors down the GPU path.
-
-    Raises:
-        NoCompiler: If there is no C compiler or no Triton, or the stub does not compile.
-    """
+    """Build and load the stub driver, and send CPU tensors down the GPU path; raises NoCompiler."""
     if (reason := missing()) is not None:
         raise NoCompiler(reason)
     assert "triton" not in sys.modules, "the stub driver must be installed before Triton is imported"
@@ -132,7 +125,6 @@ def _load(library: Path) -> ctypes.CDLL:
 
 
 def _activate() -> None:
-    """Make the stub Triton's driver."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.backends.nvidia.driver import CudaDriver, CudaLauncher, CudaUtils
@@ -172,7 +164,6 @@ class AllSupported(dict[Any, bool]):
     """Results of probes, all of them good."""
 
     def get(self, key: Any, default: Any = None) -> bool:
-        """Return True."""
         return True
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from benchmarks import webdriver
+import webdriver
 from live_runs import ReplayedRun
 
 from octavo.experiments.live_run import LiveRun

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from benchmarks import host
-from benchmarks.host import document, stub
+from benchmarks.host import stub
 
 ROOT = Path(__file__).parents[2]
 
@@ -75,7 +75,7 @@ def test_what_a_linear_costs_the_host(tmp_path):
 
 def test_the_page_shows_the_result_file():
     page = host.DOCUMENT.read_text()
-    assert page == document.text(json.loads(host.RESULT.read_text()), page), (
+    assert page == host.document(json.loads(host.RESULT.read_text()), page), (
         "docs/host_time.md is not what the result file says: run python -m benchmarks host --write"
     )
 
@@ -97,7 +97,7 @@ def test_some_rows_alone_leave_the_others(tmp_path):
     after = json.loads(result.read_text())
     assert [row["name"] for row in after["later"]["rows"]] == ["bf16", "rowwise"]
     assert after | {"later": 0} == content | {"later": 0}
-    assert (tmp_path / "page.md").read_text() == document.text(after, page)
+    assert (tmp_path / "page.md").read_text() == host.document(after, page)
 
 
 def test_no_compiler_is_one_line(monkeypatch):

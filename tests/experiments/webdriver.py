@@ -1,6 +1,5 @@
 """A headless Chromium that a test clicks in, driven through chromedriver (W3C WebDriver) with the standard library."""
 
-import base64
 import json
 import os
 import re
@@ -11,7 +10,6 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -23,7 +21,6 @@ ELEMENT = "element-6066-11e4-a52e-4f735466cecf"
 
 
 def missing() -> str | None:
-    """Why no browser can be driven; None if one can."""
     if browser.find() is None:
         return f"no Chromium is installed: {INSTALL}"
     return None if shutil.which("chromedriver") else f"no chromedriver is installed: {INSTALL}"
@@ -69,7 +66,6 @@ class Driver:
             self._profile.cleanup()
 
     def open(self, url: str) -> None:
-        """Open an address."""
         self._call("POST", "/url", {"url": url})
 
     def run(self, script: str, *arguments: Any) -> Any:
@@ -77,24 +73,16 @@ class Driver:
         return self._call("POST", "/execute/sync", {"script": script, "args": list(arguments)})
 
     def click(self, selector: str) -> None:
-        """Click an element, as a mouse does."""
         found = self._call("POST", "/element", {"using": "css selector", "value": selector})[ELEMENT]
         self._call("POST", f"/element/{found}/click", {})
 
-    def choose(self, selector: str, option: str) -> None:
-        """Choose an option of a `select` by its value."""
-        self.click(f"{selector} option[value='{option}']")
-
     def text(self, selector: str = "body") -> str:
-        """The visible text of an element."""
         return str(self.run("return document.querySelector(arguments[0]).innerText", selector))
 
     def wait(self, condition: str, seconds: float = 30.0) -> None:
-        """Wait until a JavaScript expression is true."""
         self.until(lambda: bool(self.run(f"return {condition}")), condition, seconds)
 
     def until(self, condition: Callable[[], bool], what: str, seconds: float = 30.0) -> None:
-        """Wait until a function returns true."""
         end = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < end, f"not after {seconds} s: {what}\n{self.text()[:2000]}"
@@ -103,16 +91,6 @@ class Driver:
     def messages(self) -> list[str]:
         """What the page wrote to the console since the last call."""
         return [entry["message"] for entry in self._call("POST", "/se/log", {"type": "browser"})]
-
-    def resize(self, width: int, height: int) -> None:
-        """Give the page a size in CSS pixels, whatever that of the window was."""
-        metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
-        command = {"cmd": "Emulation.setDeviceMetricsOverride", "params": metrics}
-        self._call("POST", "/goog/cdp/execute", command)
-
-    def screenshot(self, path: Path) -> None:
-        """Save what the window shows as PNG."""
-        path.write_bytes(base64.b64decode(self._call("GET", "/screenshot")))
 
     def _call(self, method: str, path: str, body: Any = None) -> Any:
         data = None if body is None else json.dumps(body).encode()
