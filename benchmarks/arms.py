@@ -17,6 +17,9 @@ from benchmarks.session import Session
 from benchmarks.timing import Run, Timing
 from octavo.kernels.library import DECOMPOSITIONS
 
+ROUNDS = 3
+"""Turns of bf16 and an arm."""
+
 
 @dataclass(frozen=True)
 class Arm:
@@ -142,11 +145,12 @@ def speedup(rows: Sequence[dict[str, Any]], row: dict[str, Any], **same: Any) ->
     return ratios
 
 
-def in_turns(session: Session, base: Sequence[Run], runs: Sequence[Run], rounds: int = 3) -> dict[str, Any]:
+def in_turns(
+    session: Session, base: Sequence[Run], runs: Sequence[Run], measure: Callable[[Sequence[Run]], Timing] | None = None
+) -> dict[str, Any]:
     """Time bf16 (`base`) and an arm alternately, because a GPU's clocks drift: medians, ratios and their range."""
-    clock, pairs = session.clock, []
-    for _ in range(1 if session.tiny else rounds):
-        pairs.append((clock.measure(base), clock.measure(runs)))
+    measure = measure or session.clock.measure
+    pairs = [(measure(base), measure(runs)) for _ in range(1 if session.tiny else ROUNDS)]
     figures: dict[str, Any] = {"method": pairs[0][1].method, "rounds": len(pairs)}
     for field, name in (("kernel_ms", "speedup"), ("wall_ms", "wall_speedup")):
         values = [(getattr(before, field), getattr(after, field)) for before, after in pairs]
@@ -157,14 +161,8 @@ def in_turns(session: Session, base: Sequence[Run], runs: Sequence[Run], rounds:
         figures[f"bf16_{field}"], figures[field] = (round(statistics.median(ms), 5) for ms in zip(*values, strict=True))
         figures |= {name: round(statistics.median(ratios), 4), f"{name}_range": [round(ratios[i], 4) for i in (0, -1)]}
     for name, timings in zip(("bf16_spread", "spread"), zip(*pairs, strict=True), strict=True):
-        figures[name] = _spread(timings)
+        times = [ms for timing in timings if (ms := timing.kernel_ms or timing.wall_ms) is not None]
+        within = max(timing.spread or 0.0 for timing in timings)  # of one of them, if that is wider
+        middle = statistics.median(times or [1.0])
+        figures[name] = round(max((max(times) - min(times)) / middle, within), 5) if times else None
     return figures
-
-
-def _spread(timings: Sequence[Timing]) -> float | None:
-    """Width of some kernel times over their median, or that within one of them if it is larger."""
-    times = [timing.kernel_ms for timing in timings if timing.kernel_ms is not None]
-    if not times:
-        return None
-    within = max(timing.spread or 0.0 for timing in timings)
-    return round(max((max(times) - min(times)) / statistics.median(times), within), 5)

@@ -1,7 +1,7 @@
-"""docs/performance.md and its appendix docs/machine-code.md from the result files: pure functions of them, tested.
+"""docs/performance.md from the result files: a pure function of them, tested.
 
-Measured on GPUs first, where there are results; then what is predicted from machine code and from the roofline,
-labelled as such; then the CPU. A figure stands with its command, and arms that lose stand with those that win. What no
+Measured on GPUs first, where there are results; then what is predicted from the roofline, labelled as such; then the
+CPU. A figure stands with its command, and arms that lose stand with those that win. What no
 result file holds, such as figures read from a profiler, is written by hand behind the tables.
 """
 
@@ -20,12 +20,10 @@ from benchmarks.pages import fill, table
 Row = dict[str, Any]
 Files = Mapping[str, Mapping[str, Any]]
 DOCUMENT = Path(__file__).parent.parent / "docs" / "performance.md"
-APPENDIX, IMAGES = "machine-code.md", "images"
+IMAGES = "images"
 SPEEDUPS = ("speedup", "wall_speedup")
 TIMES = ("kernel ms", "wall ms", "kernel, × bf16", "wall, × bf16")
 NOT_DEVICES = ("cpu", "ptx", "sass", "simulated")
-MATRIX, PRODUCT = "16384×4096", "8192×8192×8192"
-"""What times are predicted for from machine code."""
 STEP_PARTS = ("products", "quantizers", "attention", "head", "rest", "accumulation", "clipping", "optimizer")
 PROVENANCE = """{date}, driver {driver}, torch {torch}, Triton {triton}, torchao {torchao}, Python {python}. Each
 command first measured the card's own ceilings, which its percentages refer to: copies (read and written), and 8192³
@@ -72,10 +70,6 @@ def document(results: Path) -> str:
     measured = "\n".join(_device(name, files) for name, files in devices(results).items())
     parts = {"devices": measured, "roofline": _roofline(), "cpu": _cpu(load(results / "cpu"))}
     return fill(DOCUMENT.read_text("utf-8"), parts)
-
-
-def appendix(results: Path) -> str:
-    return fill((DOCUMENT.parent / APPENDIX).read_text("utf-8"), {"kernels": _machine_code(load(results / "sass"))})
 
 
 def _device(name: str, files: Files) -> str:
@@ -205,39 +199,6 @@ def _losses(files: Files) -> str:
     return "### Where it loses\n\n" + lost
 
 
-def _machine_code(files: Files) -> str:
-    """What Triton's compiler makes of the default configurations for Hopper, and the times that follow."""
-    versions = {key: rows for key, rows in files.get("sm_90", {}).items() if key[0].isdigit()}
-    if not versions:
-        return ""
-    from benchmarks import sass
-    from benchmarks.sass_bound import DEVICES
-
-    version = max(versions, key=lambda text: tuple(map(int, text.split(".")[:2])))
-    groups: dict[tuple[str, str, bool], list[Row]] = collections.defaultdict(list)
-    for row in versions[version]:
-        if "error" not in row and (row["matrix"] or row["config"] == 0):
-            groups[row["op"], row["case"], bool(row["matrix"])].append(row)
-    passes, products = [], []
-    for (op, case, is_product), rows in groups.items():
-        if not is_product:
-            texts = (" + ".join(str(row["reg"]) for row in rows), sum(row["stack"] + row["local"] for row in rows),
-                     " + ".join(f"{row['bytes']:.3g}" for row in rows),
-                     " + ".join(row["bound"] for row in rows))  # fmt: skip
-            us = (f"{sum(sass.predicted(row, gpu)[MATRIX] for row in rows):.0f}" for gpu in DEVICES)
-            passes.append((f"{op} {case}", *texts, *us))
-            continue
-        best = min(rows, key=lambda row: sass.predicted(row, DEVICES[-1])[PRODUCT])
-        us = (f"{sass.predicted(best, gpu)[PRODUCT]:.0f}" for gpu in DEVICES)
-        waits = " ".join(map(str, best["step"]["pending"]))
-        spilled, per_4 = best["stack"] + best["local"], best["step"]["per_4_qgmma"]
-        products.append((f"{op} {case}", best["shape"], best["reg"], spilled, per_4, waits, *us))
-    names = [f"{gpu.name} µs" for gpu in DEVICES]
-    heads = ("kernels of an op", "registers", "spilled bytes", "B/el.", "bound", *names)
-    product_heads = ("product", "best tile", "registers", "spilled bytes", "instr.", "waits", *names)
-    return f"Triton {version}.\n\n{table(heads, passes)}\n{table(product_heads, products)}"
-
-
 def _roofline() -> str:
     tables = {name: {row["shape"]: row for row in roofline.table(roofline.DEVICES[name])} for name in ("H100", "H200")}
     made = []
@@ -304,7 +265,6 @@ def main(arguments: list[str]) -> None:
     options.add_argument("--out", type=Path, default=DOCUMENT, help="the document; plots go to images/ beside it")
     out = options.parse_args(arguments).out
     write_text(out, document(RESULTS))
-    write_text(out.parent / APPENDIX, appendix(RESULTS))
     for name, content in pictures(RESULTS).items():
         save(content, out.parent / IMAGES / name)
     write_text(out.parent / IMAGES / "overview.svg", overview(DOCUMENT.parent / IMAGES))

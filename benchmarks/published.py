@@ -9,10 +9,9 @@ scaled by layers. Transformer Engine's arms replace linear layers only (`te.Line
 """
 
 import functools
-import statistics
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,9 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks import layer
-from benchmarks.arms import Arm, available, build, step
+from benchmarks.arms import Arm, available, build, in_turns, step
 from benchmarks.layer import Size
-from benchmarks.session import Row, Session, begin, parser, times
+from benchmarks.session import Row, Session, begin, parser
 from benchmarks.timing import Run, Timing
 from benchmarks.train import TINY as TINY_MODEL
 from benchmarks.train import Model, RandomCorpus
@@ -32,8 +31,6 @@ EXAMPLES = """published
 published --quick
 published --workloads te-llama-2-7b coat-llama-2-7b
 published --rehearse"""
-ROUNDS = 3
-"""Turns of bf16 and an arm; medians count."""
 STEPS, WARMUP = 3, 2
 """Training steps in a turn, and before the first."""
 MEMORY = 0.85
@@ -117,7 +114,6 @@ QUICK = 5
 """The first so many workloads are the ones of `--quick`."""
 ARMS = ("bf16", "octavo rowwise", "torchao tensorwise", "octavo tensorwise", "torchao rowwise", "te fp8", "te bf16")
 TINY = {"step": TINY_MODEL, "linear": Size(64, 96, 0, 0, 1, 32)}
-_TINY_LAYER = layer.TINY["tiny-llama"]
 
 
 class NanochatBlock(nn.Module):
@@ -247,34 +243,16 @@ def fitted(workload: Workload, free: float) -> Workload:
     return replace(workload, size=replace(model, layers=layers))
 
 
-def timed(session: Session, workload: Workload, run: Run) -> Timing:
-    """One turn. A training step is timed by the clock: its optimizer cannot be captured."""
-    if workload.make != "step" or not session.gpu:
-        return session.clock.measure([run])
+def by_the_clock(session: Session, runs: Sequence[Run]) -> Timing:
+    """Time of a training step: its optimizer cannot be captured."""
+    if not session.gpu:
+        return session.clock.measure(runs)
     torch.cuda.synchronize(session.device)
     start = time.perf_counter()
     for _ in range(STEPS):
-        run()
+        runs[0]()
     torch.cuda.synchronize(session.device)
     return Timing(None, 1e3 * (time.perf_counter() - start) / STEPS, None, "wall")
-
-
-def in_turns(session: Session, workload: Workload, base: Run, run: Run) -> Row:
-    """Median times of an arm, and of bf16 beside it."""
-    for warm in (base, run) * (0 if session.tiny else WARMUP):
-        warm()
-    turns = [
-        (timed(session, workload, base), timed(session, workload, run)) for _ in range(1 if session.tiny else ROUNDS)
-    ]
-    figures = times(turns[-1][1])
-    for name in ("kernel_ms", "wall_ms"):
-        for prefix, index in (("bf16_", 0), ("", 1)):
-            values = [getattr(turn[index], name) for turn in turns]
-            figures[prefix + name] = None if None in values else round(statistics.median(values), 5)
-    own = [getattr(turn[1], workload.clock) for turn in turns]
-    if None not in own:
-        figures["spread"] = round((max(own) - min(own)) / statistics.median(own), 4)
-    return figures
 
 
 def beside(workload: Workload, arm: str, figures: Row, layers: int | None = None) -> Row:
@@ -301,15 +279,15 @@ class Turns:
     """The arms of one workload; its bf16 is built once."""
 
     def __init__(self, session: Session, workload: Workload) -> None:
-        self.session, self.layers = session, None
+        self.session, self.layers, self.base = session, None, None
         if session.tiny:
-            workload = replace(workload, size=TINY.get(workload.make, _tiny(workload)))
+            block = layer.TINY["tiny-llama" if workload.make != "step" and workload.size.heads else "tiny-block"]
+            workload = replace(workload, size=TINY.get(workload.make, block))
         if workload.make == "step":
             self.layers = workload.size.layers
             if session.gpu:
                 workload = fitted(workload, torch.cuda.mem_get_info(session.device)[0])
         self.workload = workload
-        self.base: Run | None = None
 
     def make(self, arm: str) -> Run:
         maker: Callable[..., Run] = make_step if self.workload.make == "step" else make_layer
@@ -318,17 +296,17 @@ class Turns:
             return maker(self.session, self.workload, arm)
 
     def measure(self, arm: str) -> Row:
+        session, workload = self.session, self.workload
         if self.base is None:
-            if self.workload.mode == "compiled":
+            if workload.mode == "compiled":
                 torch._dynamo.reset()
-            self.base = self.make("bf16")
+            self.base: Run | None = self.make("bf16")
         run = self.base if arm == "bf16" else self.make(arm)
-        figures = in_turns(self.session, self.workload, self.base, run)
-        return figures | beside(self.workload, arm, figures, self.layers)
-
-
-def _tiny(workload: Workload) -> Size:
-    return _TINY_LAYER if workload.size.heads else layer.TINY["tiny-block"]
+        for warm in (self.base, run) * (0 if session.tiny else WARMUP):
+            warm()
+        clock = functools.partial(by_the_clock, session) if workload.make == "step" else None
+        figures = in_turns(session, [self.base], [run], clock)
+        return figures | beside(workload, arm, figures, self.layers)
 
 
 def main(arguments: list[str]) -> None:

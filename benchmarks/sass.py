@@ -1,8 +1,8 @@
-"""What the compiler makes of each Triton kernel, seen without a GPU: registers, spills, accesses, what bounds it.
+"""What the compiler makes of each Triton kernel, seen without a GPU: registers, spills, accesses, instructions.
 
 Triton compiles for a GPU that is not there, down to machine code, with the `ptxas` and `cuobjdump` of its own wheel.
-One row per variant (kernel × case × configuration) and target, for bf16 input at aligned shapes. Each kernel is costed
-from its machine code (`sass_code`) and bounded (`sass_bound`). The rows of sm_90 are kept, per Triton version, in
+One row per variant (kernel × case × configuration) and target, for bf16 input at aligned shapes, read from its machine
+code (`sass_code`). The rows of sm_90 are kept, per Triton version, in
 `results/sass/sm_90.json`; `tests/kernels/test_sass.py` fails when a change spills, narrows an access or grows a loop.
 `--write` renews the rows of the Triton that runs. Another one: `PYTHONPATH=.venv/triton-3.6 python -m benchmarks sass`.
 """
@@ -15,20 +15,17 @@ import re
 import subprocess
 import tempfile
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
-from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks import shapes
 from benchmarks.environment import RESULTS, write_text
-from benchmarks.sass_bound import ARCHITECTURES, DEVICES, Cost, cost_of, product_seconds, seconds_per_element
 from benchmarks.sass_code import Code
 
 if TYPE_CHECKING:
     from octavo.kernels.launch import Variant
-    from octavo.planner.devices import Gpu
 
 MODULES = (
     "octavo.kernels.quantize.triton",
@@ -42,10 +39,32 @@ MODULES = (
 DIFFER_BY_TARGET = ("octavo.kernels.gemm.triton",)
 """Whose configurations depend on the compute capability."""
 GOLDEN = RESULTS / "sass" / "sm_90.json"
-PRODUCTS = tuple(dict.fromkeys((*shapes.TARGETS, *shapes.SETS["cubes"], *shapes.SETS["llama"])))
-"""M, K, N of the products to predict."""
-SHAPES = ((16384, 4096), (16384, 8192), (16384, 14336), (28672, 8192))
-"""Matrices to predict a pass over: X of the two targets and of a down projection, W of the larger target."""
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """Limits of one SM, by compute capability."""
+
+    warps: int
+    blocks: int
+    shared: int
+    registers: int = 65536
+
+    def occupancy(self, registers: int, shared: int, num_warps: int) -> tuple[int, float]:
+        """Programs resident on an SM, and the share of its warps that they fill."""
+        per_warp = -(-registers * 32 // 256) * 256
+        by_registers = self.registers // 4 // per_warp * 4 // num_warps  # warps live in one of four quarters
+        by_shared = self.shared // (-(-shared // 128) * 128 + 1024)  # the system keeps 1 KiB for each program
+        programs = min(self.blocks, self.warps // num_warps, by_registers, by_shared)
+        return programs, programs * num_warps / self.warps
+
+
+ARCHITECTURES = {
+    89: Architecture(warps=48, blocks=24, shared=100 << 10),
+    90: Architecture(warps=64, blocks=32, shared=228 << 10),
+    100: Architecture(warps=64, blocks=32, shared=228 << 10),
+    120: Architecture(warps=48, blocks=24, shared=100 << 10),
+}
 
 
 @cache
@@ -132,12 +151,7 @@ def describe(variant: "Variant", capability: int) -> dict[str, Any]:
     warps = variant.launch.num_warps
     resident = max(warps, getattr(compiled.metadata, "num_warps", 0))  # with those that load, in warp specialization
     programs, occupancy = ARCHITECTURES[capability].occupancy(resources["reg"], compiled.metadata.shared, resident)
-    cost = cost_of(code, warps, variant.tile, variant.trips)
-    asynchronous = any(op.startswith(("UTMALDG", "LDGSTS")) for op in code.accesses)
-    in_flight = programs * (compiled.metadata.shared if asynchronous else code.in_flight * 32 * warps)
-    times = seconds_per_element(cost, variant.device_bytes, in_flight, DEVICES[-1])
-    if code.matrix:  # most of what it loads comes from L2: see `product_seconds`
-        del times["memory"], times["latency"]
+    per_element = code.per_element(warps, variant.tile, variant.trips)
     return {
         **name,
         **resources,
@@ -149,16 +163,8 @@ def describe(variant: "Variant", capability: int) -> dict[str, Any]:
         "step": step_of(code),
         "subroutines": sum(i.op == "CALL" for i in code.instructions),
         "loops": [len(body) for body in code.loops],
-        "instructions": round(cost.instructions, 2),
+        **{key: round(value, 3) for key, value in per_element.items()},
         "bytes": round(variant.device_bytes, 4),
-        "loaded": round(cost.loaded, 3),
-        "stored": round(cost.stored, 3),
-        "wide": round(cost.wide, 3),
-        "in_flight": in_flight,
-        "clocks": {unit: round(clocks, 4) for unit, clocks in cost.clocks.items()},
-        "flops": round(cost.flops, 2),
-        "bound": max(times, key=times.__getitem__),
-        "over_memory": round(max(times.values()) / times["memory"], 3) if "memory" in times else None,
     }
 
 
@@ -195,36 +201,9 @@ def _disassembled(cubin: bytes) -> tuple[str, dict[str, int]]:
     return code, {key.lower(): int(value) for key, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", usage)}
 
 
-def predicted(row: dict[str, Any], device: "Gpu") -> dict[str, float]:
-    """Predicted microseconds by shape: of a product for `PRODUCTS` (M×K×N), of a pass for `SHAPES`."""
-    if row["matrix"]:
-        tile_m, tile_n, _ = map(int, row["shape"].split()[0].split("x"))
-        return {
-            shapes.label((m, k, n)): 1e6 * product_seconds(m, n, k, (tile_m, tile_n), row["programs"], device)
-            for m, k, n in PRODUCTS
-        }
-    cost = Cost(row["instructions"], row["clocks"], row["loaded"], row["stored"], row["wide"], row["flops"])
-    slowest = max(seconds_per_element(cost, row["bytes"], row["in_flight"], device).values())
-    return {f"{m}×{n}": 1e6 * max(slowest * m * n, device.launch_us * 1e-6) for m, n in SHAPES}
-
-
-def times(code_rows: list[dict[str, Any]]) -> None:
-    """Print what the static bounds come to on Hopper: a case's kernels together, a product's best configuration."""
-    print("\npredicted µs, static bounds: nothing of this was measured")
-    rows = [row for row in code_rows if "error" not in row]
-    passes = groupby((r for r in rows if not r["matrix"] and not r["config"]), lambda r: (r["op"], r["case"]))
-    products = groupby((r for r in rows if r["matrix"]), lambda r: (r["op"], r["case"]))
-    for cases, combined in ((passes, sum), (products, min)):
-        for (op, case), its_rows in [(name, list(group)) for name, group in cases]:
-            for device in DEVICES:
-                each = [predicted(row, device) for row in its_rows]
-                cells = "  ".join(f"{shape} {combined(us[shape] for us in each):.0f}" for shape in each[0])
-                print(f"{device.name}  {op + ' ' + case:<52} {cells}")
-
-
 def table(code_rows: list[dict[str, Any]], capability: int) -> None:
-    print(f"sm_{capability}: i/el instructions, B/el bytes of device memory, KiB/SM of loads under way")
-    print(f"{'op case':<52} {'kernel':<16} {'tile':<20} reg   shared occ  i/el  B/el KiB/SM  bound    accesses")
+    print(f"sm_{capability}: i/el instructions, B/el bytes of device memory")
+    print(f"{'op case':<52} {'kernel':<16} {'tile':<20} reg   shared occ  i/el  B/el  accesses")
     for row in code_rows:
         label = f"{row['op'] + ' ' + row['case']:<52} {row['kernel']:<16} {row['config']} {row['shape']:<18}"
         if "error" in row:
@@ -234,7 +213,7 @@ def table(code_rows: list[dict[str, Any]], capability: int) -> None:
         spilled = f"  SPILLS {row['stack']} stack {row['local']} local" if row["stack"] or row["local"] else ""
         print(
             f"{label} {row['reg']:>3} {row['shared']:>8} {row['occupancy']:>3.0%} {row['instructions']:>5.1f} "
-            f"{row['bytes']:>5.2f} {row['in_flight'] / 1024:>6.0f}  {row['bound']:<8} {accesses}{spilled}"
+            f"{row['bytes']:>5.2f}  {accesses}{spilled}"
         )
 
 
@@ -284,8 +263,6 @@ def main(arguments: list[str]) -> None:
         return
     for capability, its_rows in by_capability.items():
         table(its_rows, capability)
-        if capability == 90:
-            times(its_rows)
     if options.write:
         keep(by_capability[90], triton.__version__)
         print(f"written to {GOLDEN}")

@@ -1,31 +1,17 @@
 """Machine code as `cuobjdump` prints it: instructions, loops, cold paths, and what one thread's path through it costs.
 
-    hot      what every program runs. Both sides of a forward branch count, so costs are upper bounds.
-    cold     subroutines (what CALL reaches: the slow path of a division), the blocks that call them, and padding
-    loop     from the target of a backward branch to the branch; a loop that only waits for a barrier is none
-
-`in_flight` follows the loads in program order: a load is outstanding until an instruction touches its registers. The
-largest sum of bytes outstanding, times resident threads, is what an SM keeps under way to hide the latency of memory.
+hot      what every program runs. Both sides of a forward branch count, so costs are upper bounds.
+cold     subroutines (what CALL reaches: the slow path of a division), the blocks that call them, and padding
+loop     from the target of a backward branch to the branch; a loop that only waits for a barrier is none
 """
 
 import re
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
 LINE = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@(!?U?P\w+)\s+)?([A-Z][A-Za-z0-9_.]*)\s*([^;]*?)\s*;", re.MULTILINE)
-REGISTER = re.compile(r"\bR(\d+)(\.64)?")
 MATRIX = re.compile(r"^(?:UTC)?[A-Z]?(?:G)?MMA\b")
-SHAPES = {"16816": (16, 8, 16), "16832": (16, 8, 32), "1688": (16, 8, 8)}
-
-# 16 lanes of each of an SM's four quarters start per clock, except FP32 arithmetic: 32, and what is listed as slower.
-FP32 = ("FADD", "FMUL", "FFMA", "HADD2", "HMUL2", "HFMA2")
-SLOW = ("MUFU", "POPC", "FLO", "BREV", "I2F", "F2I", "F2F", "REDUX", "DADD", "DMUL", "DFMA")
-MEMORY = ("LDG", "STG", "LDS", "STS", "LDSM", "STSM", "LDL", "STL", "ATOM", "ATOMG", "ATOMS", "RED", "REDG", "SHFL",
-          "LDGSTS")  # fmt: skip
-UNTIMED = ("BAR", "BRA", "BSSY", "BSYNC", "EXIT", "CALL", "RET", "NOP", "WARPSYNC", "DEPBAR", "LDGDEPBAR", "LDC",
-           "MEMBAR", "ERRBAR", "CCTL", "SYNCS", "FENCE", "ELECT", "YIELD", "NANOSLEEP", "BREAK")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -56,40 +42,6 @@ class Instruction:
             return 4
         width = re.search(r"\.(?:[US]?(8|16)|(64|128))(?=\.|$)", self.name)
         return int(width[1] or width[2]) // 8 if width else 4
-
-    @property
-    def pipe(self) -> str:
-        """Which unit executes it: fp32, mul, alu, slow, memory, or none that is counted."""
-        if self.op in FP32:
-            return "fp32"
-        if self.op == "IMAD":
-            return "mul"
-        if self.op in SLOW:
-            return "slow"
-        if self.op in MEMORY:
-            return "memory"
-        untimed = self.op in UNTIMED or self.op.startswith("U") or MATRIX.match(self.op) or "S2" in self.op
-        return "none" if untimed else "alu"
-
-    @property
-    def flops(self) -> float:
-        """Operations of a matrix instruction per warp that executes it; 0 where its name tells no shape."""
-        if shape := re.search(r"GMMA\.(\d+)x(\d+)x(\d+)", self.name):  # four warps together
-            m, n, k = map(int, shape.groups())
-            return 2 * m * n * k / 4
-        shape = re.search(r"MMA\.(?:SP\.)?(\d{4,5})", self.name)
-        m, n, k = SHAPES.get(shape[1], (0, 0, 0)) if shape else (0, 0, 0)
-        return 2 * m * n * k
-
-    def registers(self) -> set[int]:
-        """Every register it names, loaded vectors in full."""
-        named = list(REGISTER.finditer(self.operands))
-        data = {"LDG": 0, "LDS": 0, "STG": len(named) - 1, "STS": len(named) - 1}.get(self.op)
-        numbers: set[int] = set()
-        for position, match in enumerate(named):
-            wide = max(self.bytes // 4, 1) if position == data else 2 if match[2] else 1
-            numbers.update(range(int(match[1]), int(match[1]) + wide))
-        return numbers
 
 
 @dataclass(frozen=True)
@@ -181,22 +133,24 @@ class Code:
         names = (re.match(r"\w+(?:\.\d+(?:x\d+x\d+)?)?", i.name) for i in self.hot if MATRIX.match(i.op))
         return dict(sorted(Counter(name[0] for name in names if name).items()))
 
-    @cached_property
-    def in_flight(self) -> int:
-        """Bytes of global loads that one thread has outstanding at most; each loop is followed for two trips."""
-        return max([_outstanding(self.straight), *(_outstanding((*body, *body)) for body in self.loops)])
+    def per_element(self, num_warps: int, tile: int, trips: int) -> dict[str, float]:
+        """Instructions of all lanes for an element of a tile, and bytes that it loads, stores, and asks for by 16.
 
-
-def _outstanding(code: Iterable[Instruction]) -> int:
-    most, waiting = 0, []
-    for i in code:
-        touched = i.registers()
-        hits = [n for n, (registers, _) in enumerate(waiting) if registers & touched]
-        if hits:
-            waiting = waiting[hits[-1] + 1 :]
-        if i.op == "LDG":
-            destination = REGISTER.search(i.operands)
-            first = int(destination[1]) if destination else 0
-            waiting.append((set(range(first, first + max(i.bytes // 4, 1))), i.bytes))
-            most = max(most, sum(size for _, size in waiting))
-    return most
+        Loop bodies count once per tile; what is outside, once per `trips` tiles where there are loops. Of a product a
+        step of the contraction counts once.
+        """
+        if self.contraction:
+            step = {i.address for i in self.contraction}
+            rest = tuple(i for i in self.hot if i.address not in step)
+            parts = [(self.contraction, 1.0), (rest, 1 / trips)]
+        else:
+            parts = [(self.straight, 1 / (trips if self.loops else 1)), *((body, 1.0) for body in self.loops)]
+        total = dict.fromkeys(("instructions", "loaded", "stored", "wide"), 0.0)
+        for body, weight in parts:
+            share = 32 * weight * num_warps / tile
+            total["instructions"] += share * len(body)
+            for i in body:
+                if i.op in ("LDG", "STG", "LDGSTS"):
+                    total["stored" if i.op == "STG" else "loaded"] += share * i.bytes
+                    total["wide"] += share * i.bytes * (i.bytes == 16)
+        return total

@@ -22,7 +22,7 @@ import re
 import statistics
 import time
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,8 +30,10 @@ import torch
 from torch.profiler import record_function
 
 from benchmarks import profiling, run
+from benchmarks.arms import in_turns
 from benchmarks.profiling import Kernel
 from benchmarks.session import Row, Session, begin, parser
+from benchmarks.timing import Run, Timing
 from benchmarks.train import RandomCorpus
 
 EXAMPLES = """step
@@ -49,7 +51,7 @@ PREDICTED = {
     "idle": (("idle",), ("waiting",)),
 }
 """Parts that are predicted: their measured parts, and their fields of `octavo.planner.step.StepTime`."""
-WARMUP, STEPS, ROUNDS = 4, 4, 3
+WARMUP, STEPS = 4, 4
 
 _ATTENTION = re.compile(r"scaled_dot_product|ScaledDotProduct|flash|fmha|sdpa")
 _PRODUCT_OPS = re.compile(
@@ -134,38 +136,29 @@ def predict(session: Session, config: Any, parts: dict[str, Row]) -> Row:
     return {"predicted": rows, "predicted_wall_ms": round(1e3 * planned.time.seconds, 3)}
 
 
-def _wall_ms(session: Session, step: Callable[[], Any], steps: int) -> list[float]:
+def by_the_clock(session: Session, steps: int, runs: Sequence[Run]) -> Timing:
     times = []
     for _ in range(steps):
         start = time.perf_counter()
-        step()
+        runs[0]()
         if session.gpu:
             torch.cuda.synchronize(session.device)
         times.append(1e3 * (time.perf_counter() - start))
-    return times
+    return Timing(None, statistics.median(times), None, "wall")
 
 
 def measure(session: Session, size: run.Size, level: str, base: Callable[[], Any]) -> Row:
     """One row: wall times in turns with bf16, the parts of a step, and the prediction."""
     bf16 = base()
     own = bf16 if level == "bf16" else trainer(session, size, level)
-    steps, rounds = (1, 1) if session.tiny else (STEPS, ROUNDS)
     for each in {bf16, own}:
-        _wall_ms(session, each.train_step, 1 if session.tiny else WARMUP)
-    turns = [[statistics.median(_wall_ms(session, each.train_step, steps)) for each in (bf16, own)]
-             for _ in range(rounds)]  # fmt: skip
-    figures: Row = {"wall_ms": None, "tokens_per_s": None}
-    if not session.tiny:
-        before, after = zip(*turns, strict=True)
-        ratios = sorted(a / b for a, b in turns)
-        middle = statistics.median(after)
-        tokens = own.config.optim.batch * own.config.data.sequence_length
-        figures = {
-            "wall_ms": round(middle, 3), "spread": round((max(after) - min(after)) / middle, 4),
-            "bf16_wall_ms": round(statistics.median(before), 3), "wall_speedup": round(statistics.median(ratios), 4),
-            "wall_speedup_range": [round(ratios[0], 4), round(ratios[-1], 4)],
-            "tokens_per_s": round(1e3 * tokens / middle, 1),
-        }  # fmt: skip
+        by_the_clock(session, 1 if session.tiny else WARMUP, [each.train_step])
+    clock = functools.partial(by_the_clock, session, 1 if session.tiny else STEPS)
+    figures = in_turns(session, [bf16.train_step], [own.train_step], clock)
+    tokens = own.config.optim.batch * own.config.data.sequence_length
+    figures["tokens_per_s"] = round(1e3 * tokens / figures["wall_ms"], 1)
+    if session.tiny:
+        figures = {"wall_ms": None, "tokens_per_s": None}
     figures |= take_apart(session, profiling.record(own.train_step, session.device), figures["wall_ms"])
     return figures | predict(session, own.config, figures["parts"])
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from benchmarks import run, session, step
+from benchmarks import arms, run, session, step
 from benchmarks.profiling import Kernel
 from benchmarks.timing import CpuClock
 
@@ -87,4 +87,4 @@ def test_rows_of_a_step(tmp_path, monkeypatch):
     assert all(parts[name]["ms"] > 0 and parts[name]["count"] > 0 for name in step.PARTS), parts
     assert row["wall_ms"] > 0 and row["bf16_wall_ms"] > 0 and row["wall_speedup_range"][0] <= row["wall_speedup"]
     assert row["tokens_per_s"] == pytest.approx(4 * 32 / row["wall_ms"] * 1e3, rel=0.01)
-    assert base.step == 1 + step.ROUNDS  # of warm-up, and one in each turn
+    assert base.step == 1 + arms.ROUNDS  # of warm-up, and one in each turn

@@ -64,36 +64,30 @@ class Repeat(nn.Module):
         return x
 
 
+VIEWS: dict[str, Callable[[nn.Linear, Tensor], Tensor]] = {
+    "permute": lambda fc, x: fc(x.permute(1, 0, 2)).permute(1, 0, 2),
+    "chunk": lambda fc, x: fc(torch.cat(x.chunk(2, -1)[::-1], -1)),
+    "reshape": lambda fc, x: fc(x.reshape(x.shape[0], -1, x.shape[2] // 2)).reshape(x.shape),
+    "transposed_weight": lambda fc, x: x @ fc.weight,
+    "transposed": lambda fc, x: (fc.weight @ x.transpose(1, 2)).transpose(1, 2),
+    "expand": lambda fc, x: fc(x[:, :1].expand(x.shape)) + x,
+    "flatten": lambda fc, x: fc(x.flatten(0, 1)).view(x.shape),
+    "strided": lambda fc, x: fc(x[..., ::2].repeat_interleave(2, -1)[..., : x.shape[2]]),
+}
+
+
 class View(nn.Module):
     """A view between a producer, `of` or x itself, and a linear."""
 
     def __init__(self, width: int, part: Part) -> None:
         super().__init__()
         self.form = part.get("form", "permute")
-        self.inner = module(width, part["of"]) if "of" in part else None
+        self.inner = module(width, part["of"]) if "of" in part else nn.Identity()
         features = width // 2 if self.form == "reshape" else width
         self.fc = nn.Linear(features, features)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x if self.inner is None else self.inner(x)
-        if self.form == "permute":
-            return self.fc(x.permute(1, 0, 2)).permute(1, 0, 2)
-        if self.form == "chunk":
-            return self.fc(torch.cat(x.chunk(2, -1)[::-1], -1))
-        if self.form == "reshape":
-            return self.fc(x.reshape(x.shape[0], -1, x.shape[2] // 2)).reshape(x.shape)
-        if self.form == "transposed_weight":
-            return x @ self.fc.weight
-        if self.form == "transposed":
-            return (self.fc.weight @ x.transpose(1, 2)).transpose(1, 2)
-        if self.form == "expand":
-            return self.fc(x[:, :1].expand(x.shape)) + x
-        if self.form == "flatten":
-            return self.fc(x.flatten(0, 1)).view(x.shape)
-        return self.fc(x[..., ::2].repeat_interleave(2, -1)[..., : x.shape[2]])
-
-
-VIEWS = ("permute", "chunk", "reshape", "transposed_weight", "transposed", "expand", "flatten", "strided")
+        return VIEWS[self.form](self.fc, self.inner(x))
 
 
 class Convolution(nn.Module):
@@ -132,14 +126,13 @@ def _linear(width: int, part: Part) -> nn.Module:
 def _hooked(width: int, part: Part) -> nn.Module:
     inner, form = module(width, part["of"]), part.get("form", "forward")
     target = next((m for m in inner.modules() if type(m) is nn.Linear), inner) if part.get("inside") else inner
-    if form == "forward":
-        target.register_forward_hook(lambda m, args, y: y * 0.5)
-    elif form == "pre":
-        target.register_forward_pre_hook(lambda m, args: (args[0] + 0.25,))
-    elif form == "backward":
-        target.register_full_backward_hook(lambda m, grads, _: tuple(g if g is None else g * 0.5 for g in grads))
-    else:
-        target.register_full_backward_pre_hook(lambda m, grads: tuple(g * 0.5 for g in grads))
+    halved: Any = lambda grads: tuple(g if g is None else g * 0.5 for g in grads)  # noqa: E731
+    {
+        "forward": lambda: target.register_forward_hook(lambda m, args, y: y * 0.5),
+        "pre": lambda: target.register_forward_pre_hook(lambda m, args: (args[0] + 0.25,)),
+        "backward": lambda: target.register_full_backward_hook(lambda m, grads, _: halved(grads)),
+        "backward_pre": lambda: target.register_full_backward_pre_hook(lambda m, grads: halved(grads)),
+    }[form]()
     return inner
 
 
@@ -180,39 +173,29 @@ def inputs(case: Case) -> Tensor:
     return x.to(DTYPES[case.get("dtype", "fp32")])
 
 
-def _modules_with_forward(model: nn.Module) -> list[nn.Module]:
-    return [m for m in model.modules() if not isinstance(m, nn.Sequential | nn.ModuleList)]
-
-
-def _plain_class(m: nn.Module) -> type:
-    return next(c for c in type(m).__mro__ if "forward" in vars(c) and not c.__module__.startswith("octavo"))
-
-
 @contextmanager
 def mutated(model: nn.Module, case: Case) -> Iterator[None]:
     """Inside, the model is changed as a user might change it after `convert`: `"after"` of the case."""
     with ExitStack() as stack:
         for change in case.get("after", ()):
-            op, candidates = change["op"], _modules_with_forward(model)
+            op, candidates = (
+                change["op"],
+                [m for m in model.modules() if not isinstance(m, nn.Sequential | nn.ModuleList)],
+            )
             m = candidates[change.get("index", 0) % len(candidates)]
-            if op == "act_fn":
-                for each in model.modules():
-                    if hasattr(each, "act_fn"):
-                        each.act_fn = nn.ReLU()
-            elif op == "dropout":
-                for each in model.modules():
-                    if isinstance(each, nn.Dropout):
-                        each.p = 0.6
-            elif op == "instance":
-                stack.enter_context(mock.patch.object(m, "forward", _halved(m.forward)))
-            elif op == "class":
-                owner = _plain_class(m)
+            if op in ("instance", "class"):
+                classes = (c for c in type(m).__mro__ if "forward" in vars(c) and not c.__module__.startswith("octavo"))
+                owner: Any = m if op == "instance" else next(classes)
                 stack.enter_context(mock.patch.object(owner, "forward", _halved(owner.forward)))
             elif op == "freeze":
-                for parameter in m.parameters():
-                    parameter.requires_grad_(False)
+                m.requires_grad_(False)
             elif op == "eval":
                 model.eval()
+            for each in model.modules():
+                if op == "act_fn" and hasattr(each, "act_fn"):
+                    each.act_fn = nn.ReLU()
+                if op == "dropout" and isinstance(each, nn.Dropout):
+                    each.p = 0.6
         yield
 
 

@@ -22,14 +22,8 @@ def draw(seed: int, index: int, only: str | None = None) -> Case:
     """Draw case number `index` of a seed, of one kind where `only` is given."""
     dice = Dice(f"{seed}/{index}/{only}")
     kind = only or dice.of(*[kind for kind, weight in _WEIGHTS for _ in range(weight)])
-    case = {
-        "activations": _activations,
-        "linear": _linear,
-        "optimizer": _optimizer,
-        "comm": _comm,
-        "wrappers": _wrapped,
-        "experts": _experts,
-    }
+    case = {"activations": _activations, "linear": _linear, "optimizer": _optimizer, "comm": _comm,
+            "wrappers": _wrapped, "experts": _experts}  # fmt: skip
     return {"kind": kind, "seed": dice.number(0, 9999), **case[kind](dice)}
 
 
@@ -51,24 +45,17 @@ def _model(dice: Dice, *, benign: bool = False) -> Case:
     width = dice.of(16, 32, 32, 64, 48, 20) if not benign else dice.of(32, 64, 48)
     parts = [_part(dice, 2, benign) for _ in range(dice.of(1, 1, 2, 2, 3))]
     case: Case = {
-        "dtype": dice.of("fp32", "fp32", "bf16", "bf16", "fp16"),
-        "width": width,
-        "batch": dice.of(1, 2, 3),
-        "length": dice.of(16, 17, 33, 64, 48) if benign else dice.of(0, 1, 2, 7, 16, 17, 33, 64, 100),
-        "parts": parts,
-    }
+        "dtype": dice.of("fp32", "fp32", "bf16", "bf16", "fp16"), "width": width, "batch": dice.of(1, 2, 3),
+        "length": dice.of(16, 17, 33, 64, 48) if benign else dice.of(0, 1, 2, 7, 16, 17, 33, 64, 100), "parts": parts,
+    }  # fmt: skip
     if benign:
         return case
     return case | {
-        **dice.maybe(0.15, scale=dice.of(1e-3, 30.0, 300.0, 1e-6)),
-        **dice.maybe(0.1, outliers=True),
-        **dice.maybe(0.15, mean=dice.of(1.0, 30.0, 300.0)),
-        **dice.maybe(0.1, weight_gain=dice.of(0.1, 3.0)),
-        **dice.maybe(0.1, shared=True),
-        **dice.maybe(0.1, train=False),
-        **dice.maybe(0.05, input_frozen=True),
+        **dice.maybe(0.15, scale=dice.of(1e-3, 30.0, 300.0, 1e-6)), **dice.maybe(0.1, outliers=True),
+        **dice.maybe(0.15, mean=dice.of(1.0, 30.0, 300.0)), **dice.maybe(0.1, weight_gain=dice.of(0.1, 3.0)),
+        **dice.maybe(0.1, shared=True), **dice.maybe(0.1, train=False), **dice.maybe(0.05, input_frozen=True),
         **dice.maybe(0.1, loss_scale=dice.of(1e-4, 1e4)),
-    }
+    }  # fmt: skip
 
 
 def _part(dice: Dice, depth: int, benign: bool) -> Part:
@@ -118,7 +105,7 @@ def _leaf(dice: Dice, op: str, benign: bool) -> Part:
         form = dice.of(*forms)
         return {"op": op, **({"form": form} if form else {}), **dice.maybe(0.3, bias=False)}
     if op == "activation":
-        forms = ("softmax", "log_softmax", "sin", "exp", "square", "sigmoid_product", "logsumexp", "silu", "tanh")
+        forms = tuple(modules.FUNCTIONS)
         return {"op": op, "form": dice.of(*forms), **dice.maybe(0.3, factor=dice.of(0.1, 3.0, 8.0))}
     if op == "module":
         return {"op": op, "form": dice.of(*modules.ACTIVATIONS)}
@@ -157,64 +144,47 @@ def _linear(dice: Dice) -> Case:
         return {"form": "model", "recipe": dice.of(*RECIPES), **_model(dice, benign=True)}
     sizes = (1, 2, 7, 15, 16, 17, 31, 32, 33, 64, 96, 100, 127, 128, 129, 200, 256, 300)
     return {
-        "form": "layer",
-        "recipe": dice.of(*LAYER_RECIPES),
-        "dtype": dice.of("fp32", "bf16", "bf16", "fp16"),
-        "rows": dice.of(0, 1, 2, 3, *sizes),
-        "inputs": dice.of(*sizes),
-        "outputs": dice.of(*sizes),
+        "form": "layer", "recipe": dice.of(*LAYER_RECIPES), "dtype": dice.of("fp32", "bf16", "bf16", "fp16"),
+        "rows": dice.of(0, 1, 2, 3, *sizes), "inputs": dice.of(*sizes), "outputs": dice.of(*sizes),
         "x": dice.of("normal", "normal", "tiny", "large", "outliers", "zero_rows", "spread"),
         "g": dice.of("normal", "normal", "tiny", "spread", "zero_rows"),
-        **dice.maybe(0.3, bias=False),
-        **dice.maybe(0.2, layout="transposed"),
-        **dice.maybe(0.2, x_layout="transposed"),
-        **dice.maybe(0.2, siblings=2),
-        **dice.maybe(0.15, frozen=dice.of("weight", "input")),
-        **dice.maybe(0.1, keep_weights=True),
+        **dice.maybe(0.3, bias=False), **dice.maybe(0.2, layout="transposed"),
+        **dice.maybe(0.2, x_layout="transposed"), **dice.maybe(0.2, siblings=2),
+        **dice.maybe(0.15, frozen=dice.of("weight", "input")), **dice.maybe(0.1, keep_weights=True),
         **dice.maybe(0.1, bad=dice.of("nan", "inf")),
-    }
+    }  # fmt: skip
 
 
 def _optimizer(dice: Dice) -> Case:
     shapes = ([64, 256], [7, 128], [3, 5, 30], [96], [1], [0, 64], [], [33, 65], [5, 64], [2, 3, 8, 8], [40, 200])
     params = [
-        {
-            "shape": dice.of(*shapes),
-            "dtype": dice.of("fp32", "bf16", "bf16"),
-            **dice.maybe(0.4, layout=dice.of("transposed", "strided", "reversed")),
-            **dice.maybe(0.3, grad_layout=dice.of("transposed", "expanded")),
-            **dice.maybe(0.4, grad=dice.of("tiny", "large", "spread", "zeros", "none", "sparse_rows", "constant")),
-        }
+        {"shape": dice.of(*shapes), "dtype": dice.of("fp32", "bf16", "bf16"),
+         **dice.maybe(0.4, layout=dice.of("transposed", "strided", "reversed")),
+         **dice.maybe(0.3, grad_layout=dice.of("transposed", "expanded")),
+         **dice.maybe(0.4, grad=dice.of("tiny", "large", "spread", "zeros", "none", "sparse_rows", "constant"))}
         for _ in range(dice.number(1, 4))
-    ]
+    ]  # fmt: skip
     return {
-        "params": params,
-        "steps": dice.number(1, 6),
-        "states": dice.of("fp8", "fp32"),
-        "master": dice.of("remainder", "remainder", "fp32", "none"),
-        "lr": dice.of(1e-4, 1e-2, 1e-3),
-        "betas": dice.of([0.9, 0.999], [0.9, 0.95], [0.0, 0.99]),
-        "weight_decay": dice.of(0.0, 0.1),
-        **dice.maybe(0.3, stochastic_rounding=False),
-        **dice.maybe(0.2, maximize=True),
+        "params": params, "steps": dice.number(1, 6), "states": dice.of("fp8", "fp32"),
+        "master": dice.of("remainder", "remainder", "fp32", "none"), "lr": dice.of(1e-4, 1e-2, 1e-3),
+        "betas": dice.of([0.9, 0.999], [0.9, 0.95], [0.0, 0.99]), "weight_decay": dice.of(0.0, 0.1),
+        **dice.maybe(0.3, stochastic_rounding=False), **dice.maybe(0.2, maximize=True),
         **dice.maybe(0.25, bad=dice.of("nan", "nan_all_ones", "inf"), nonfinite=dice.of("raise", "skip", "ignore")),
         **dice.maybe(0.3, resume=True),
-    }
+    }  # fmt: skip
 
 
 def _comm(dice: Dice) -> Case:
+    shapes = ([4, 96], [2, 128], [6, 130], [2, 1], [8, 3, 7], [0, 64], [10], [1, 1], [2, 257], [3, 5])
     return {
-        "collective": dice.of(*COLLECTIVES),
-        "shape": dice.of([4, 96], [2, 128], [6, 130], [2, 1], [8, 3, 7], [0, 64], [10], [1, 1], [2, 257], [3, 5]),
-        "dtype": dice.of("fp32", "bf16", "fp16"),
+        "collective": dice.of(*COLLECTIVES), "shape": dice.of(*shapes), "dtype": dice.of("fp32", "bf16", "fp16"),
         "spec": dice.of(*SPECS[:2], *SPECS),
         "values": dice.of(*["normal"] * 3, "tiny", "subnormal", "spread", "outliers", "zeros", "large", "nan", "inf"),
-        **dice.maybe(0.3, reduce="avg"),
-        **dice.maybe(0.3, layout=dice.of("transposed", "strided")),
+        **dice.maybe(0.3, reduce="avg"), **dice.maybe(0.3, layout=dice.of("transposed", "strided")),
         **dice.maybe(0.3, asynchronous=True),
         **dice.maybe(0.3, splits=[[dice.number(0, 3) for _ in range(2)] for _ in range(2)]),
         **dice.maybe(0.15, collective="feedback"),
-    }
+    }  # fmt: skip
 
 
 def _wrapped(dice: Dice) -> Case:
@@ -241,14 +211,9 @@ def _wrapped(dice: Dice) -> Case:
 def _experts(dice: Dice) -> Case:
     count = dice.of(2, 4, 8, 8, 16)
     return {
-        "family": dice.of(*experts.FAMILIES),
-        "experts": count,
-        "k": dice.number(1, min(3, count)),
-        "hidden": dice.of(32, 64, 100, 128, 192),
-        "inner": dice.of(32, 48, 96, 130),
-        "tokens": [dice.of(0, 1, 7, 16, 33, 64) for _ in range(2)],
-        "dtype": dice.of("fp32", "bf16", "bf16"),
-        "recipe": dice.of("rowwise", "rowwise", *RECIPES),
-        "routing": dice.of("random", *experts.ROUTINGS),
+        "family": dice.of(*experts.FAMILIES), "experts": count, "k": dice.number(1, min(3, count)),
+        "hidden": dice.of(32, 64, 100, 128, 192), "inner": dice.of(32, 48, 96, 130),
+        "tokens": [dice.of(0, 1, 7, 16, 33, 64) for _ in range(2)], "dtype": dice.of("fp32", "bf16", "bf16"),
+        "recipe": dice.of("rowwise", "rowwise", *RECIPES), "routing": dice.of("random", *experts.ROUTINGS),
         "values": dice.of("normal", "normal", "normal", "tiny", "spread", "nan", "inf"),
-    }
+    }  # fmt: skip
