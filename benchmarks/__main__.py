@@ -9,7 +9,6 @@
   run          `octavo train` at every precision level: start-up, speed, memory beside the prediction, loss
   step         one training step by part, beside the prediction of the same parts
   host_gpu     wall time beside kernel time of eager linears and layers of few tokens
-  train        tokens/s of a plain training loop, beside torchao
   published    workloads with public figures: bf16, torchao, Octavo and Transformer Engine in turns
   ranks        one GPU under NCCL and under Gloo: sharded training, FP8 collectives, checkpoints, beside plain ones
   deep         every kernel in every configuration beside the reference, compiled by all cores first

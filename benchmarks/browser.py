@@ -27,7 +27,6 @@ def run(page: Path, *options: str) -> tuple[str, list[str]]:
 
 
 def screenshot(page: Path, path: Path, width: int, height: int) -> None:
-    """Save what a window of this size shows as PNG."""
     _chromium(page, f"--screenshot={path}", f"--window-size={width},{height}", "--hide-scrollbars")
 
 

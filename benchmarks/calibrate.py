@@ -1,7 +1,7 @@
 """`octavo calibrate`, a row at a time: every backend and configuration of each product and quantizer, and the choices.
 
-What is run after it on the same machine (`linear`, `layer`, `train`) multiplies with what won here; their result files
-say with how many choices (`calibrated`). Without it the registry's order and the kernels' own heuristics decide.
+What is run after it on the same machine (`linear`, `layer`, `published`) multiplies with what won here; their result
+files say with how many choices (`calibrated`). Without it the registry's order and the kernels' own heuristics decide.
 """
 
 import functools

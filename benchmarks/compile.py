@@ -27,7 +27,6 @@ ARMS = tuple(
 
 
 def run(session: Session) -> None:
-    """Both ways and bf16, on a linear and in a layer."""
     session.facts["gpu"] = torch.cuda.get_device_name(session.device) if session.gpu else ""
     sizes = list(layer.TINY.items())[:1] if session.tiny else list(layer.LAYERS.items())[:2]
     measured = shapes.SETS["tiny"][:1] if session.tiny else (*shapes.TARGETS, shapes.SETS["cubes"][0])

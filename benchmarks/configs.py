@@ -9,7 +9,6 @@ minute each, those with many experts ten.
   python -m benchmarks configs --document
 """
 
-import argparse
 import json
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -18,6 +17,7 @@ from typing import Any
 
 import torch
 
+from benchmarks import command
 from benchmarks.environment import RESULTS, environment, write_json, write_text
 from benchmarks.pages import fill, table
 from octavo.experiments.fit_layout import Search, planned_steps
@@ -31,7 +31,6 @@ GPU, COUNTS = "h100", (1, 8, 64, 512)
 
 
 def steps_of(model: ReadyModel) -> list[PlannedStep]:
-    """Predict the fastest steps of a model on each number of GPUs."""
     steps = []
     for gpus in COUNTS:
         search = Search(
@@ -71,7 +70,6 @@ COLUMNS = (
 
 
 def document(kept: dict[str, list[PlannedStep]]) -> str:
-    """Return the text of docs/configurations.md with its table anew."""
     rows = [row for name, steps in kept.items() for row in _rows(ready_models()[name], steps)]
     return fill(DOCUMENT.read_text("utf-8"), {"steps": table(COLUMNS, rows, "l" + 8 * "r" + "l")})
 
@@ -98,9 +96,7 @@ def _rows(model: ReadyModel, steps: list[PlannedStep]) -> Iterator[tuple[str, ..
 
 
 def main(arguments: list[str]) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks configs", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command("configs", __doc__)
     parser.add_argument("--models", nargs="+", choices=list(ready_models()), default=list(ready_models()))
     parser.add_argument("--document", action="store_true", help="write the files from the kept steps, and plan nothing")
     options = parser.parse_args(arguments)

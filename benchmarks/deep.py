@@ -45,7 +45,6 @@ def compile_case(index: int, only: str) -> None:
 
 
 def compile_all(session: Session, count: int, seconds: float) -> Row:
-    """Compile all cases on all cores, for so many seconds at most."""
     workers = min(os.cpu_count() or 1, 16, count)
     pool = ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"))
     start = time.monotonic()
@@ -94,7 +93,4 @@ def main(arguments: list[str]) -> None:
         for name, family in families(selected).items():
             one = functools.partial(compared, session, family, number)
             session.attempt({"stage": "deep", "case": name, "round": number}, one)
-    wrong = sum("error" in row or "WRONG" in row.get("result", "") for row in session.rows)
-    session.facts["wrong"] = wrong
-    print(f"{len(session.rows)} rows, {wrong} of them wrong")
-    session.finish()
+    session.finish(checks=True)

@@ -110,7 +110,6 @@ REFERENCE = {"type": "line", "line": {"color": "var(--soft)", "width": 1, "dash"
 
 
 def predicted() -> Figure:
-    """Predicted speed-up of a cube over its side, on the devices of the table."""
     sides = [2**exponent for exponent in range(8, 15)]
     data = []
     for slot, device in enumerate(roofline.DEVICES.values()):

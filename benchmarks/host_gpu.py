@@ -67,7 +67,6 @@ def host_ms(session: Session, runs: Sequence[Run]) -> float | None:
 
 
 def measure(session: Session, kind: str, tokens: int, dim: int, arm: Arm) -> Row:
-    """One row: kernel, wall and host time in turns with bf16."""
     base, runs = (made(session, kind, tokens, dim, each) for each in (Arm("bf16"), arm))
     figures: Row = in_turns(session, base, runs)
     figures |= {"bf16_host_ms": host_ms(session, base), "host_ms": host_ms(session, runs)}

@@ -5,14 +5,14 @@ move by definition (`src/octavo/kernels/quantize/__init__.py`): bf16 read once, 
 needed first, and one byte written per element, form and memory order. A kernel that reads a band again from L2 gets no
 credit for it. Products are measured on every backend beside cuBLAS by tensor, the reference figure, in the memory
 orders that a linear gives them. A fused kernel stands beside what it replaces: PyTorch's own op in bf16, eager, then
-`quantize`. Part `configs` times every configuration, to choose defaults by.
+`quantize`. `calibrate` times every
+configuration.
 """
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -33,12 +33,11 @@ from octavo.tensor import ScaledTensor
 EXAMPLES = """kernels
 kernels --quick
 kernels --parts products --minutes 6
-kernels --parts configs
 kernels --rehearse"""
 COPY_BYTES, SIDE = 2 * 2**30, 8192
 MATRICES = ((16384, 4096), (16384, 14336), (8192, 8192))
 TINY = ((64, 48), (33, 70))
-PARTS = ("quantizers", "products", "fused", "configs")
+PARTS = ("quantizers", "products", "fused")
 PER_ROW_FIRST = ("e4m3/row", "e4m3/tensor", "e5m2/tensor", "e4m3/column")
 ORDERS = ("rows", "both", "columns")
 CASES: dict[str, tuple[str, str, Layout]] = {
@@ -94,7 +93,6 @@ def fp8_product(a: Tensor, b: Tensor, *, fast_accum: bool) -> Run:
 
 
 def bytes_per_element(spec: QuantSpec, order: str, *, amax_is_known: bool = False) -> int:
-    """Bytes that quantizing one bf16 element must move."""
     two_passes = (FULL in spec.granularity and spec.granularity[1] != FULL) or spec.granularity == TENSOR
     return 2 * (2 if two_passes and not amax_is_known else 1) + (2 if order == "both" else 1)
 
@@ -302,63 +300,6 @@ def _operands(session: Session, shape: tuple[int, int]) -> Operands:
     return Operands(x, other, grad, weight, (x.float().square().mean(1, keepdim=True) + EPS).rsqrt())
 
 
-# Configurations
-
-
-def configs(session: Session) -> None:
-    """Every configuration of the quantizers at the first matrix, and of Triton's products with row scales at 8192³."""
-    from octavo.kernels.quantize import triton as backend
-
-    shape = TINY[0] if session.tiny else MATRICES[0]
-    texts = PER_ROW_FIRST[:1] if session.tiny else (*PER_ROW_FIRST, "e4m3/1x128", "e4m3/128x128", "e4m3/1x32/e8m0")
-    folded = backend.FoldedSpec
-    tasks: list[tuple[str, float, Any, Callable[..., Any]]] = []
-    for text in texts:
-        spec = QuantSpec.parse(text)
-        for order in ORDERS:
-            task = backend.QuantizeTask(first=folded(spec=spec), order=order)  # type: ignore[arg-type]
-            run = functools.partial(_with_config, backend, spec, order)
-            tasks.append((f"{text} {order}", bytes_per_element(spec, order), task, run))
-    rows = torch.rand(shape[0], 1, device=session.device) + 0.5
-    columns = torch.rand(1, shape[1], device=session.device) + 0.5
-    column = QuantSpec.parse("e4m3/column")
-    pair = backend.QuantizeTask(first=folded(spec=ROW, fold="columns"), second=folded(spec=column, fold="rows"))
-    tasks.append(("folded pair", 6, pair, lambda config, x: backend.quantize_pair(
-        x, ROW, columns, column, rows, config=config)))  # fmt: skip
-    for case, per_element, task, run in tasks:
-        for config, tile in enumerate(backend.tiles(task)):
-            identity = {"stage": "config", "shape": f"{shape[0]}×{shape[1]}", "case": case, "arm": f"{config}: {tile}"}
-            one = functools.partial(bandwidth, session, shape, per_element, functools.partial(run, config))
-            session.attempt(identity, one)
-    if find_spec("octavo.kernels.gemm.triton") is not None:
-        _product_configs(session)
-
-
-def _with_config(backend: Any, spec: QuantSpec, order: str, config: int, x: Tensor) -> Any:
-    return backend.quantize(x, spec, None, None, None, order, config=config)
-
-
-def _product_configs(session: Session) -> None:
-    from octavo.kernels.gemm import triton as backend
-
-    shape = shapes.SETS["tiny"][1] if session.tiny else shapes.SETS["cubes"][1]
-    for label in ("rowwise forward", "rowwise dgrad"):
-        case = CASES[label]
-        fast = case[2] == "nt"
-        pairs = [operands(session, shape, case) for _ in range(1 if session.tiny else 2)]
-        usual = backend.training_configurations(session.device, case)
-        for config in usual[:1] if session.tiny else usual:
-            rest = (case[2], torch.bfloat16, None, fast, config)
-            runs: list[Run] = [functools.partial(backend.scaled_mm, a, b, *rest) for a, b in pairs]
-            identity: Row = {"stage": "config", "shape": shapes.label(shape), "case": label}
-            identity["arm"] = f"{config}: {tuple(backend.CONFIGS[config])}"
-            session.attempt(identity, functools.partial(_configured, session, shape, runs, fast))
-
-
-def _configured(session: Session, shape: Shape, runs: list[Run], fast: bool) -> Row:
-    return rated(session, shape, times(session.clock.measure(runs, wall=False)), fast=fast)
-
-
 def main(arguments: list[str]) -> None:
     options = parser("kernels", __doc__, EXAMPLES)
     options.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="what to measure")
@@ -369,11 +310,8 @@ def main(arguments: list[str]) -> None:
         "quantizers": lambda: quantizers(session, matrices[:1] if session.options.quick else matrices),
         "products": lambda: products(session),
         "fused": lambda: fused_kernels(session),
-        "configs": lambda: configs(session),
     }
     chosen = [name for name in PARTS if name in session.options.parts]
-    if session.options.quick:
-        chosen = [name for name in chosen if name != "configs"]
     with triton_only() if session.tiny else nullcontext():
         if "quantizers" in chosen and not session.tiny:  # what the targets name comes first; a row is made only once
             quantizers(session, MATRICES[:1])

@@ -120,7 +120,6 @@ def linears(size: Size) -> Counter[Shape]:
 
 
 def products(session: Session, size: Size, *, fp8: bool) -> Row:
-    """The products of the layer's linears alone, forward and backward."""
     each = {shape: linear.products(session, shape, fp8=fp8)["kernel_ms"] for shape in linears(size)}
     if None in each.values():
         return {"kernel_ms": None}
@@ -128,7 +127,6 @@ def products(session: Session, size: Size, *, fp8: bool) -> Row:
 
 
 def measure(session: Session, name: str, size: Size, arm: Arm) -> Row:
-    """One row: times, speed-up, memory, Amdahl limit."""
     model: Any = build(block(size, session.device), arm, session)
     count = sets(4 * size.tokens * size.hidden, session.clock.l2_bytes) if session.gpu else 1
     runs, x = [], torch.empty(0)

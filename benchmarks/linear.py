@@ -34,7 +34,6 @@ FIRST_ARMS = 3
 
 
 def layer(shape: Shape, session: Session) -> nn.Linear:
-    """A bf16 linear with PyTorch's own initial weights."""
     return nn.Linear(shape[1], shape[2], bias=False, device=session.device, dtype=torch.bfloat16)
 
 
@@ -55,7 +54,6 @@ def runs_of(session: Session, shape: Shape, arm: Arm) -> tuple[Any, list[Run]]:
 
 
 def measure(session: Session, shape: Shape, arm: Arm) -> Row:
-    """One row: times, speed-up, rate, peak memory, and the limits."""
     model, runs = runs_of(session, shape, arm)
     figures = in_steady_state(session, model, runs)
     label = shapes.label(shape)
@@ -112,7 +110,6 @@ def plan(options: Any, targets: tuple[Shape, ...]) -> list[tuple[Shape, Arm]]:
 
 
 def on_gpu(session: Session) -> None:
-    """Every arm at every shape (tiny ones in a rehearsal)."""
     session.facts["gpu"] = torch.cuda.get_device_name(session.device) if session.gpu else ""
     ceilings(session)
     todo = plan(session.options, shapes.TARGETS)

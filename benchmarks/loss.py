@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.environment import write_text
+from benchmarks.run import llama, toml
 from benchmarks.session import Row, Session, begin, parser
 from octavo.experiments.compare_report import to_json
 from octavo.experiments.compare_runs import Arm, compare, make_arms
@@ -36,42 +37,10 @@ SMALLEST, LARGEST = 200, 10**6
 """Bytes of a file that is read: below it is empty or a stub, above it is a table."""
 POINTS = 20
 """Of a curve, in a row."""
-CONFIG = """
-[run]
-name = "loss"
-seed = 1
-steps = {steps}
-save_every = 200
-keep = 1
-
-[data]
-source = "{corpus}"
-cache = "{folder}/cache"
-sequence_length = {sequence}
-vocab_size = {vocabulary}
-
-[model]
-type = "llama"
-
-[model.config]
-hidden_size = {hidden}
-intermediate_size = {intermediate}
-num_hidden_layers = {layers}
-num_attention_heads = {heads}
-num_key_value_heads = {heads}
-max_position_embeddings = {sequence}
-
-[optim]
-lr = 6e-4
-batch = {batch}
-schedule = "cosine"
-warmup = {warmup}
-min_lr_ratio = 0.1
-"""
-FULL = {"steps": 1000, "sequence": 1024, "vocabulary": 16384, "hidden": 1024, "intermediate": 2816, "layers": 11,
-        "heads": 16, "batch": 32, "warmup": 100}  # fmt: skip
-TINY = {"steps": 6, "sequence": 32, "vocabulary": 320, "hidden": 32, "intermediate": 64, "layers": 1, "heads": 2,
-        "batch": 2, "warmup": 1}  # fmt: skip
+COMMON = {"run.name": "loss", "run.seed": 1, "run.save_every": 200, "run.keep": 1, "optim.lr": 6e-4,
+          "optim.schedule": "cosine", "optim.min_lr_ratio": 0.1}  # fmt: skip
+FULL = llama(1024, 2816, 11, (16, 16), 16384, 32, 1024) | {"data.vocab_size": 16384, "run.steps": 1000}
+TINY = llama(32, 64, 1, (2, 2), 320, 2, 32) | {"data.vocab_size": 320, "run.steps": 6}
 
 
 def gather(root: Path, path: Path, megabytes: float) -> int:
@@ -197,8 +166,8 @@ def main(arguments: list[str]) -> None:
         if not corpus.exists():  # a later call reads the same text
             root = Path(__file__).parent if session.tiny else Path(sysconfig.get_paths()["purelib"])
             session.facts["files"] = gather(root, corpus, 0.05 if session.tiny else chosen.megabytes)
-        sizes = TINY if session.tiny else FULL
-        write_text(folder / "loss.toml", CONFIG.format(**sizes, corpus=corpus.as_posix(), folder=folder.as_posix()))
+        sizes, where = TINY if session.tiny else FULL, {"data.source": str(corpus), "data.cache": str(folder / "cache")}
+        write_text(folder / "loss.toml", toml(sizes | COMMON | where | {"optim.warmup": 1 if session.tiny else 100}))
         device = f"run.device={session.device.type}"
         levels = ["bf16:precision.level=bf16", f"fp8:precision.level={chosen.fp8}"]
         arms = make_arms(folder / "loss.toml", [device, *chosen.overrides], levels, chosen.seeds)

@@ -5,14 +5,13 @@ CPU. A figure stands with its command, and arms that lose stand with those that 
 result file holds, such as figures read from a profiler, is written by hand behind the tables.
 """
 
-import argparse
 import collections
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import roofline, shapes, targets
+from benchmarks import command, roofline, shapes, targets
 from benchmarks.environment import RESULTS, write_text
 from benchmarks.figures import COLOURS, Figure, bandwidths, overview, predicted, save, speedups
 from benchmarks.pages import fill, table
@@ -90,7 +89,9 @@ def _provenance(files: Files) -> str:
         limits = content.get("ceilings", {})
         numbers = _cells(limits, "copy_tbs", "bf16_tflops", "fp8_tflops", "fp8_exact_tflops")
         ended = "whole" if content.get("stopped", "done") == "done" and "running" not in content else "out of time"
-        rows.append((f"`{' '.join([content.get('command', 'make gpu'), *arguments])}`", *numbers, ended))
+        command = f"`{' '.join([content.get('command', 'make gpu'), *arguments])}`"
+        command = "`train` ([no longer there](log.md))" if content.get("benchmark") == "train" else command
+        rows.append((command, *numbers, ended))
     known = collections.defaultdict(lambda: "unknown", next(iter(files.values())).get("environment", {}))
     columns = ("command", "copy TB/s", "bf16 TFLOP/s", "FP8 fast", "FP8 exact", "ended")
     return PROVENANCE.format_map(known) + table(columns, rows)
@@ -166,7 +167,7 @@ def _train(name: str, rows: list[Row]) -> str:
         if r.get("tokens_per_s")
     ]
     columns = ("loop", "arm", "step ms", "tokens/s", "peak MiB")
-    return "### Training\n\n`python -m benchmarks train`\n\n" + table(columns, made)
+    return "### Training\n\nThe benchmark `train`, which is [no longer there](log.md).\n\n" + table(columns, made)
 
 
 def _steps(name: str, rows: list[Row]) -> str:
@@ -246,7 +247,6 @@ def _cells(row: Mapping[str, Any], *fields: str) -> list[str | None]:
 
 
 def pictures(results: Path) -> dict[str, Figure]:
-    """The plots that the document shows, by file name."""
     images = {"predicted.svg": predicted()}
     for name, files in devices(results).items():
         linear, kernels = (files.get(each, {"rows": []})["rows"] for each in ("linear", "kernels"))
@@ -258,10 +258,7 @@ def pictures(results: Path) -> dict[str, Figure]:
 
 
 def main(arguments: list[str]) -> None:
-    options = argparse.ArgumentParser(
-        prog="python -m benchmarks performance", description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    options = command("performance", __doc__)
     options.add_argument("--out", type=Path, default=DOCUMENT, help="the document; plots go to images/ beside it")
     out = options.parse_args(arguments).out
     write_text(out, document(RESULTS))

@@ -9,7 +9,6 @@ alone (`benchmarks.rates`), so that linear layers, a decoder layer and steps tes
 the shares before anything was measured, and the formulas of today. No prediction uses a measured time.
 """
 
-import argparse
 import functools
 import json
 import math
@@ -18,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks import rates
+from benchmarks import command, rates
 from benchmarks.environment import write_text
 from benchmarks.pages import fill, table
 from octavo.numerics.recipe import RECIPES
@@ -88,7 +87,6 @@ class Row:
 
 
 def fp8(gpu: Gpu, linear: LinearCall, table: str) -> Cost:
-    """Predict a linear layer with another library's quantizers."""
     elements = (linear.m * linear.k, linear.n * linear.k, linear.m * linear.n)
     x, w, g = (tuple(size * count for size in TABLES[table]) for count in elements)
     share, exact = gpu.fp8_efficiency, gpu.exact_efficiency
@@ -289,7 +287,6 @@ def step(
     gpu: Gpu, arm: str, layers: int, hidden: int, intermediate: int, kv_heads: int, vocabulary: int, batch: int,
     sequence: int, *, eager: bool = True, optimizer: bool = True,
 ) -> float:  # fmt: skip
-    """Predicted seconds of a step of a Llama whose vocabulary head is in bf16."""
     traced = llama(hidden, intermediate, layers, kv_heads, vocabulary, batch, sequence)
     recipe = None if arm == "bf16" else RECIPES[arm.removeprefix("octavo ")]
     recipes = {name: None if name == "lm_head" else recipe for name in traced.calls}
@@ -302,7 +299,6 @@ def step(
 
 
 def document() -> str:
-    """Return the text of docs/planner.md with its tables anew."""
     rows = comparisons()
     parts = {
         "published": _published(),
@@ -370,7 +366,6 @@ def _number(value: float) -> str:
 
 
 def _sizes() -> str:
-    """Table of break-even sizes on every GPU with FP8."""
     gpus = [gpu for gpu in DEVICES.values() if gpu.fp8_tflops]
     made = []
     for tokens in (512, 2048, 8192, 32768):
@@ -382,9 +377,6 @@ def _sizes() -> str:
 
 
 def main(arguments: list[str]) -> None:
-    argparse.ArgumentParser(
-        prog="python -m benchmarks predictions", description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    ).parse_args(arguments)  # fmt: skip
+    command("predictions", __doc__).parse_args(arguments)
     write_text(DOCUMENT, document())
     print(f"written: {DOCUMENT.name}; {sum(row.is_close for row in ROWS)} of {len(ROWS)} published figures are close")

@@ -13,6 +13,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,8 +25,6 @@ from benchmarks.arms import Arm, available, build, in_turns, step
 from benchmarks.layer import Size
 from benchmarks.session import Row, Session, begin, parser
 from benchmarks.timing import Run, Timing
-from benchmarks.train import TINY as TINY_MODEL
-from benchmarks.train import Model, RandomCorpus
 
 EXAMPLES = """published
 published --quick
@@ -35,6 +34,46 @@ STEPS, WARMUP = 3, 2
 """Training steps in a turn, and before the first."""
 MEMORY = 0.85
 """Share of the free memory that two models may take."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """A Llama and its batch."""
+
+    hidden: int = 4096
+    intermediate: int = 14336
+    layers: int = 4
+    heads: int = 32
+    kv_heads: int = 8
+    vocabulary: int = 32000
+    batch: int = 8
+    sequence: int = 2048
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        return {
+            "hidden_size": self.hidden, "intermediate_size": self.intermediate, "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads, "num_key_value_heads": self.kv_heads, "vocab_size": self.vocabulary,
+            "max_position_embeddings": self.sequence, "bos_token_id": 0, "eos_token_id": 1,
+        }  # fmt: skip
+
+
+TINY_MODEL = Model(hidden=64, intermediate=96, layers=1, heads=4, kv_heads=2, vocabulary=320, batch=2, sequence=16)
+
+
+class RandomCorpus:
+    """What `Trainer` needs of a corpus, with random tokens."""
+
+    fingerprint = "random"
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        self.tokenizer = SimpleNamespace(size=model.vocabulary, end_id=0)
+
+    def batch(self, seed: int, step: int, size: int) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(seed + step)
+        ids = torch.randint(1, self._model.vocabulary, (size, self._model.sequence + 1), generator=generator)
+        return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
 
 @dataclass(frozen=True)
@@ -58,7 +97,6 @@ class Workload:
     selective: bool = False
 
     def ratio(self, arm: str) -> float | None:
-        """The published speed-up over bf16."""
         figure, base = self.published.get(arm), self.published.get("bf16")
         if figure is None or base is None:
             return None

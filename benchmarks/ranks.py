@@ -305,7 +305,6 @@ class Pair:
 
 
 def compared(expected: Results, actual: Results) -> str | None:
-    """What differs first from the reference, or None."""
     if expected.keys() != actual.keys():
         return f"has {sorted(actual.keys() ^ expected.keys())} alone"
     for name, reference in expected.items():
@@ -333,10 +332,7 @@ def main(arguments: list[str]) -> None:
     finally:
         for pair in pairs.values():
             pair.close()
-    wrong = sum("error" in row or "WRONG" in row.get("result", "") for row in session.rows)
-    session.facts["wrong"] = wrong
-    print(f"{len(session.rows)} cases, {wrong} of them wrong")
-    session.finish()
+    session.finish(checks=True)
 
 
 def started(session: Session) -> dict[str, Pair]:

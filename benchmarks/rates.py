@@ -5,7 +5,6 @@ were measured alone, which leaves linear layers, a decoder layer and training st
 (docs/planner.md). The times of those products are kept in the form of `octavo calibrate`, by kind of scale and layout.
 """
 
-import argparse
 import json
 import math
 from collections.abc import Iterable, Sequence
@@ -13,6 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from benchmarks import command
 from benchmarks import kernels as gemm
 from benchmarks.environment import RESULTS, write_text
 from octavo.kernels.calibration import FORMAT, Entry
@@ -100,14 +100,11 @@ def _sizes(row: Row) -> tuple[int, int, int]:
 
 
 def _mean(values: Iterable[float]) -> float:
-    """The geometric mean."""
     logs = [math.log(value) for value in values]
     return math.exp(sum(logs) / len(logs))
 
 
 def main(arguments: list[str]) -> None:
-    argparse.ArgumentParser(
-        prog="python -m benchmarks rates", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    ).parse_args(arguments)
+    command("rates", __doc__).parse_args(arguments)
     write_text(OUT, text())
     print(f"written to {OUT}; what follows from it: python -m benchmarks predictions, configs, performance")

@@ -12,12 +12,11 @@ linear layer is *predicted* to take, its last wave of tiles half idle, is `octav
 efficiencies are those of its table, `octavo.planner.devices`, with their sources.
 """
 
-import argparse
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from benchmarks import shapes
+from benchmarks import command, shapes
 from benchmarks.shapes import Shape
 from octavo.planner.devices import DEVICES as GPUS
 from octavo.planner.devices import Gpu
@@ -49,7 +48,6 @@ def product(gpu: Gpu, m: int, k: int, n: int, *, fp8: bool, by_row: bool = False
 
 
 def moving(gpu: Gpu, moved: float) -> float:
-    """Seconds of a kernel that reads and writes so many bytes in all."""
     return max(moved / gpu.bandwidth, gpu.launch_us * 1e-6)
 
 
@@ -94,7 +92,6 @@ def begins_to_pay(gpu: Gpu, recipe: str, *, eager: bool) -> int | None:
 
 
 def table(gpu: Gpu, recipe: str = "rowwise") -> list[dict[str, Any]]:
-    """Predicted milliseconds and speed-ups over every named shape."""
     rows = []
     for shape in shapes.parse(["targets", "cubes", "llama", "losing"]):
         bf16, fp8 = linear(gpu, shape), linear(gpu, shape, recipe)
@@ -107,9 +104,7 @@ def table(gpu: Gpu, recipe: str = "rowwise") -> list[dict[str, Any]]:
 
 
 def main(arguments: list[str]) -> None:
-    options = argparse.ArgumentParser(
-        prog="python -m benchmarks roofline", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    options = command("roofline", __doc__)
     options.add_argument("--device", choices=DEVICES, default="H200")
     options.add_argument("--recipe", choices=PASSES, default="rowwise")
     chosen = options.parse_args(arguments)

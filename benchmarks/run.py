@@ -61,7 +61,7 @@ class Size:
     ends: bool = False
 
 
-def _llama(
+def llama(
     hidden: int, intermediate: int, layers: int, heads: tuple[int, int], words: int, batch: int, tokens: int
 ) -> dict[str, Any]:
     config = {
@@ -76,8 +76,8 @@ def _llama(
 
 
 SIZES = {
-    "0.4B": Size(None, _llama(2048, 5120, 8, (16, 16), 8192, 32, 1024), 30, ends=True),
-    "llama-3-8b-width": Size(None, _llama(4096, 14336, 4, (32, 8), 32000, 8, 2048), 20),
+    "0.4B": Size(None, llama(2048, 5120, 8, (16, 16), 8192, 32, 1024), 30, ends=True),
+    "llama-3-8b-width": Size(None, llama(4096, 14336, 4, (32, 8), 32000, 8, 2048), 20),
     "llama-2-7b": Size(
         ROOT / "configs" / "llama2-7b.toml",
         {"data.source": "python-stdlib", "data.vocab_size": 8192, "optim.batch": 4, "optim.micro_batches": 2,
@@ -85,7 +85,7 @@ SIZES = {
         10,
     ),
 }  # fmt: skip
-TINY = Size(None, _llama(64, 96, 2, (4, 2), 300, 4, 32) | {"data.vocab_size": 300, "run.device": "cpu"}, 3, ends=True)
+TINY = Size(None, llama(64, 96, 2, (4, 2), 300, 4, 32) | {"data.vocab_size": 300, "run.device": "cpu"}, 3, ends=True)
 
 
 def toml(settings: dict[str, Any]) -> str:

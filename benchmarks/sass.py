@@ -7,7 +7,6 @@ code (`sass_code`). The rows of sm_90 are kept, per Triton version, in
 `--write` renews the rows of the Triton that runs. Another one: `PYTHONPATH=.venv/triton-3.6 python -m benchmarks sass`.
 """
 
-import argparse
 import json
 import multiprocessing
 import os
@@ -21,6 +20,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks import command
 from benchmarks.environment import RESULTS, write_text
 from benchmarks.sass_code import Code
 
@@ -236,7 +236,7 @@ def _key(row: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def main(arguments: list[str]) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks sass", description=__doc__)
+    parser = command("sass", __doc__)
     parser.add_argument("--capability", type=int, choices=ARCHITECTURES, nargs="+", default=list(ARCHITECTURES))
     parser.add_argument("--default", action="store_true", help="only the default configuration of each kernel")
     parser.add_argument(

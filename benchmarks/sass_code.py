@@ -52,7 +52,6 @@ class Code:
 
     @staticmethod
     def parse(text: str) -> "Code":
-        """Read what `cuobjdump --dump-sass` prints for one kernel."""
         return Code(tuple(Instruction(int(a, 16), guard, name, rest) for a, guard, name, rest in LINE.findall(text)))
 
     @cached_property

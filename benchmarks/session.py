@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 import benchmarks
+from benchmarks import command
 from benchmarks.environment import RESULTS, device_name, environment, previous, read_json, unfinished, write_json
 from benchmarks.timing import Clock, CpuClock, GpuClock, Rehearsal
 from octavo.kernels import calibration
@@ -43,12 +44,7 @@ Row = dict[str, Any]
 
 def parser(name: str, description: str | None, examples: str) -> argparse.ArgumentParser:
     """The options that all benchmarks have; `examples` are lines of a command each."""
-    text = argparse.ArgumentParser(
-        prog=f"python -m benchmarks {name}",
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="examples:\n" + "\n".join(f"  python -m benchmarks {line}".rstrip() for line in examples.splitlines()),
-    )
+    text = command(name, description, examples)
     add = text.add_argument
     add("--quick", action="store_true", help="only what the project's targets need")
     add("--minutes", type=float, help="stop cleanly, between two rows, after so long")
@@ -109,7 +105,6 @@ class Session:
 
     @property
     def out_of_time(self) -> bool:
-        """Whether `--minutes` or `--deadline` are over."""
         return self.left_s < 0
 
     def _price(self, identity: Row, estimate: float | None) -> tuple[float, Row]:
@@ -186,7 +181,11 @@ class Session:
             if finished:
                 unfinished(self.kept).unlink(missing_ok=True)
 
-    def finish(self) -> None:
+    def finish(self, *, checks: bool = False) -> None:
+        if checks:
+            wrong = sum("error" in row or "WRONG" in row.get("result", "") for row in self.rows)
+            self.facts["wrong"] = wrong
+            print(f"{len(self.rows)} checks, {wrong} of them wrong")
         self.facts.setdefault("stopped", "done")
         self.save(finished=True)
         if self.tiny:

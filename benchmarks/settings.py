@@ -1,6 +1,5 @@
 """docs/settings.md: every setting of `octavo train`, read from the pydantic sections and the docstrings in them."""
 
-import argparse
 import ast
 import inspect
 import json
@@ -11,6 +10,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
+from benchmarks import command
 from benchmarks.environment import write_text
 from octavo.train.config.run_config import TrainConfig
 from octavo.train.config.sections import Section
@@ -52,7 +52,6 @@ def type_text(annotation: Any, metadata: Any = ()) -> str:
 
 
 def table(name: str, section: type[Section]) -> str:
-    """The tables of a section and of the sections in it."""
     lines = [f"\n## {name}\n", "| key | value | default | |", "|---|---|---|---|"]
     texts, nested = docstrings(section), ""
     for key, field in section.model_fields.items():
@@ -79,7 +78,7 @@ def document() -> str:
 
 
 def main(arguments: list[str]) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks settings", description=__doc__)
+    parser = command("settings", __doc__)
     parser.parse_args(arguments)
     write_text(DOCUMENT, document())
     print(f"written to {DOCUMENT}")

@@ -31,7 +31,6 @@ SETTLED = 64
 
 
 def results(model: Any, x: Tensor, g: Tensor) -> dict[str, Tensor]:
-    """Y, ∂X and ∂W."""
     y = model(x)
     return dict(zip(OUTPUTS, (y, *torch.autograd.grad(y, (x, *model.parameters()), g)), strict=True))
 
@@ -61,7 +60,6 @@ def moved(recipe: str, shape: Shape) -> dict[str, float]:
 
 
 def measure(session: Session, shape: Shape, recipe: str) -> Row:
-    """One row: SQNR, times in turns with bf16, profile."""
     torch.manual_seed(0)
     base = layer(shape, session)
     inputs = buffers(shape, session)

@@ -32,9 +32,9 @@ from torch.profiler import record_function
 from benchmarks import profiling, run
 from benchmarks.arms import in_turns
 from benchmarks.profiling import Kernel
+from benchmarks.published import RandomCorpus
 from benchmarks.session import Row, Session, begin, parser
 from benchmarks.timing import Run, Timing
-from benchmarks.train import RandomCorpus
 
 EXAMPLES = """step
 step --sizes 0.4B --compile none

@@ -8,7 +8,6 @@ the commands writes.
   python -m benchmarks tutorials ten-minutes --keep
 """
 
-import argparse
 import json
 import os
 import re
@@ -19,7 +18,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks import browser
+from benchmarks import browser, command
 
 ROOT = Path(__file__).parent.parent
 PAGES = ROOT / "docs" / "tutorials"
@@ -98,9 +97,7 @@ def draw(picture: Picture, folder: Path) -> None:
 
 def main(arguments: list[str]) -> None:
     names = sorted(path.stem for path in PAGES.glob("*.md"))
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks tutorials", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command("tutorials", __doc__)
     parser.add_argument("pages", nargs="*", metavar="PAGE", help=f"default: all of {', '.join(names)}")
     parser.add_argument("--keep", action="store_true", help="keep the folder of each page, and print its path")
     options = parser.parse_args(arguments)

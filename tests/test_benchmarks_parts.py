@@ -19,7 +19,6 @@ from benchmarks.session import Session
 from benchmarks.timing import Rehearsal, Timing
 
 from octavo.kernels.conformance import Check
-from octavo.kernels.registry import OPS
 from octavo.train.signals import stop_on
 from processes import gloo  # noqa: F401
 
@@ -130,15 +129,11 @@ def test_transformer_engine_takes_the_place_of_linears(monkeypatch, tmp_path):
 
 @pytest.mark.slow
 def test_published_workloads_rehearse(tmp_path, capsys):
-    content = rehearse(published, "--workloads", "colossalai-4096", out=tmp_path)
-    assert [row["arm"] for row in content["rows"]] == ["bf16", "octavo rowwise", "octavo tensorwise"]
-    assert not content["timed"] and all(row["source"] for row in content["rows"])
+    content = rehearse(published, out=tmp_path)
+    assert len(content["rows"]) == 3 * len(published.WORKLOADS) and not content["timed"]
+    assert [row["arm"] for row in content["rows"][:3]] == ["bf16", "octavo rowwise", "octavo tensorwise"]
+    assert all(row["source"] for row in content["rows"])
     assert "Transformer Engine is not importable" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_all_published_workloads_rehearse(tmp_path):
-    assert len(rehearse(published, out=tmp_path)["rows"]) == 3 * len(published.WORKLOADS)
 
 
 # ranks
@@ -249,14 +244,6 @@ def test_the_pool_compiles_every_case_and_counts_what_fails(tmp_path, monkeypatc
 def test_deep_rehearses_an_op(tmp_path):
     content = rehearse(deep, "--only", "dequantize e4m3", out=tmp_path)
     assert content["wrong"] == 0 and {row["result"] for row in content["rows"]} == {deep.SAME}
-
-
-@pytest.mark.slow
-def test_deep_rehearses_each_op(tmp_path):
-    content = rehearse(deep, out=tmp_path)
-    assert content["wrong"] == 0 and {row["result"] for row in content["rows"]} == {deep.SAME}
-    ops = {name for name, op in OPS.items() if "triton" in op.backends}
-    assert {row["case"].split()[0] for row in content["rows"]} == ops
     with pytest.raises(SystemExit):
         deep.main(["--rehearse", "--only", "no such case"])
 
@@ -303,7 +290,7 @@ def test_a_run_is_stopped_and_so_is_the_next():
 
 @pytest.mark.slow
 def test_a_later_call_goes_on_with_the_losses(tmp_path, monkeypatch):
-    monkeypatch.setattr(loss, "TINY", loss.TINY | {"steps": 40})
+    monkeypatch.setattr(loss, "TINY", loss.TINY | {"run.steps": 40})
     monkeypatch.setattr(loss.tempfile, "TemporaryDirectory", lambda: nullcontext(str(tmp_path / "runs")))
     first = rehearse(loss, "--minutes", "0", out=tmp_path)
     assert first["stopped"] == "time" and sum(row.get("steps", 0) for row in first["rows"]) < 40

@@ -10,8 +10,8 @@ import time
 from contextlib import contextmanager
 
 import pytest
-from benchmarks import environment, gpu, layer, performance, session, shapes, stages, targets
-from benchmarks.stages import Part
+from benchmarks import environment, gpu, layer, performance, session, shapes, targets
+from benchmarks.gpu import Part
 
 CEILINGS = {"copy_tbs": 4.0, "bf16_tflops": 800.0, "fp8_tflops": 1400.0, "fp8_exact_tflops": 1300.0}
 
@@ -125,8 +125,8 @@ def spend(runner, parts, seconds, after=lambda: None, limit=60.0):
     gpu.spend(runner, parts, time.time() + seconds, limit, after)
 
 
-def test_the_most_important_parts_run_and_leave_the_others_their_time(runner, monkeypatch, capsys):
-    monkeypatch.setattr(stages, "LEAST_S", 90.0)
+def test_the_most_important_parts_run_and_leave_the_others_their_time(runner, capsys):
+    runner.prices.starts["crash"] = 90.0
     parts = [
         Part("good", "a", 9, 5),
         Part("hang once", "all", 8, 20),
@@ -142,7 +142,7 @@ def test_the_most_important_parts_run_and_leave_the_others_their_time(runner, mo
 
 def test_time_that_is_left_goes_to_what_did_not_fit(runner, monkeypatch):
     """Parts of a stage that has run go on behind its rows; what fits only in part runs to the end of the time."""
-    monkeypatch.setattr(stages, "LEAST_S", 1.0)
+    monkeypatch.setattr(gpu, "LEAST_S", 1.0)
     spend(runner, [Part("good", "a", 9, 8), Part("good", "b", 8, 9), Part("hang", "all", 7, 30)], 10.0, limit=1.5)
     assert runner.ran == [("good", ["a"], False), ("good", ["b"], True), ("hang", ["all"], False)]
 
@@ -166,24 +166,24 @@ def test_what_several_stages_say_is_printed_once(runner, capsys):
 
 def test_prices_are_what_was_measured(tmp_path):
     row = {"shape": "llama-3-8b", "took_s": 25.0}
-    layer, block, seven = (part for part in stages.PARTS if part.stage == "layer")
+    layer, block, seven = (part for part in gpu.PARTS if part.stage == "layer")
     session.write_json(tmp_path / "layer.json", {"rows": [row, row], "stopped": "done", "start_s": 7.0})
     session.write_json(tmp_path / "tests.json", {"rows": [{"case": "a"}], "stopped": "done", "seconds": 33.0})
     session.write_json(tmp_path / "smoke.json", {"rows": [{"took_s": 0.1}], "stopped": "done", "note": "rehearsed"})
-    warm, cold = (stages.Prices([tmp_path], warm=warm) for warm in (True, False))
+    warm, cold = (gpu.Prices([tmp_path], warm=warm) for warm in (True, False))
     assert (warm.of(layer), warm.of(block), warm.total([layer, seven])) == (50.0, block.seconds, 57.0 + seven.seconds)
     assert cold.of(layer) == layer.seconds  # compiled already where it was measured
-    assert warm.of(stages.PARTS[1]) == 33.0 and warm.of(stages.PARTS[0]) == stages.PARTS[0].seconds
+    assert warm.of(gpu.PARTS[1]) == 33.0 and warm.of(gpu.PARTS[0]) == gpu.PARTS[0].seconds
     session.write_json(tmp_path / "layer.json", {"rows": [row], "stopped": "time"})
-    assert stages.Prices([tmp_path], warm=True).of(layer) == layer.seconds  # some of its rows only
+    assert gpu.Prices([tmp_path], warm=True).of(layer) == layer.seconds  # some of its rows only
     session.write_json(tmp_path / "layer.json", {"rows": [row] * 9, "stopped": "time"})
-    assert stages.Prices([tmp_path], warm=False).of(layer) == 225.0
+    assert gpu.Prices([tmp_path], warm=False).of(layer) == 225.0
 
 
 def test_a_stage_learns_which_parts_and_how_long(tmp_path):
     options = argparse.Namespace(quick=False, rehearse=False, peers=None)
     runner = gpu.Runner(tmp_path, options, {})
-    first, second, rest = (part for part in stages.PARTS if part.stage == "linear")
+    first, second, rest = (part for part in gpu.PARTS if part.stage == "linear")
     words = runner.command("linear", 60.0, [first, second], resume=False)
     assert words[words.index("--only-parts") + 1 :] == [first.name, second.name] and "--require-gpu" in words
     assert abs(float(words[words.index("--deadline") + 1]) - time.time() - 60.0 + gpu.STOP_S) < 5.0
@@ -199,9 +199,9 @@ def test_every_part_has_rows(tmp_path, monkeypatch):
     names |= {("layer", name) for name in layer.LAYERS}
     note = lambda self, identity, *_, **__: names.add((self.name, session.part_of(identity)))  # noqa: E731
     monkeypatch.setattr(session.Session, "attempt", note)
-    for name in {part.stage for part in stages.PARTS if part.name != stages.ALL} - {"linear", "layer"}:
+    for name in {part.stage for part in gpu.PARTS if part.name != gpu.ALL} - {"linear", "layer"}:
         importlib.import_module(f"benchmarks.{name}").main(["--rehearse", "--peers", "nowhere", "--out", str(tmp_path)])
-    missing = {(part.stage, part.name) for part in stages.PARTS if part.name != stages.ALL} - names
+    missing = {(part.stage, part.name) for part in gpu.PARTS if part.name != gpu.ALL} - names
     assert not missing
 
 
@@ -223,7 +223,7 @@ def test_the_list_prints_prices_and_what_fits(tmp_path, monkeypatch, capsys):
 
 def test_a_later_call_leaves_out_what_is_done(tmp_path, monkeypatch):
     asked = []
-    session.write_json(tmp_path / "out" / "gpu.json", {"stages": [{"stage": "kernels", "parts": ["fused", "config"]}]})
+    session.write_json(tmp_path / "out" / "gpu.json", {"stages": [{"stage": "kernels", "parts": ["fused"]}]})
     words = ("--resume", "--stages", "kernels,deep")
     command(tmp_path, *words, monkeypatch=monkeypatch, spend=lambda _, parts, *__: asked.extend(parts))
     assert [(part.stage, part.name) for part in asked][:3] == [

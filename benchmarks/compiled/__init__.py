@@ -10,7 +10,6 @@ estimate: it counts each tensor that a kernel reads or writes once.
     kept       what the forward graph returns for backward, without parameters and inputs
 """
 
-import argparse
 import json
 import re
 import sys
@@ -18,6 +17,8 @@ import warnings
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from benchmarks import command
 
 if TYPE_CHECKING:
     from benchmarks.compiled.pretend import Graph, Graphs
@@ -40,7 +41,6 @@ COLUMNS = ("", "kernels", "of them generated", "opaque", "GB moved", "saved, byt
 
 
 def measure(graphs: "Graphs", arm: str, *, combo_kernels: bool = False) -> Row:
-    """Compile forward and backward of the block in one arm."""
     import torch
     from torch._inductor import config as inductor
 
@@ -99,9 +99,7 @@ def document(rows: list[Row], page: str) -> str:
 
 
 def main(arguments: list[str]) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks compiled", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command("compiled", __doc__)
     add = parser.add_argument
     add("--only", nargs="+", default=[], metavar="ARM", help='measure these arms, such as bf16 "octavo rowwise"')
     add("--combo-kernels", action="store_true", help="with Inductor's option of that name")

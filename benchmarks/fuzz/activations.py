@@ -71,7 +71,6 @@ def plain_run(model: nn.Module, case: Case, x: Tensor, *, autocast: bool = False
 
 
 def compare_forward(case: Case, exact: Run, expected: Run, actual: Run) -> Outcome:
-    """Compare outputs, side effects and the state of the random generator."""
     if not torch.equal(expected.random, actual.random):
         return fail("random", "the random generator is in another state after the forward")
     known = knows(case["parts"])

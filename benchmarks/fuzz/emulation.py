@@ -83,7 +83,6 @@ def gradients(x_MK: Tensor, w_NK: Tensor, g_MN: Tensor, recipe: Recipe) -> tuple
 
 
 def emulated(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Tensor:
-    """`octavo.nn.linear` on [..., K], differentiable."""
     y: Tensor = _Emulated.apply(x.flatten(0, -2), weight, bias, recipe)
     return y.unflatten(0, x.shape[:-1])
 

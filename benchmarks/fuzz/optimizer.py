@@ -26,7 +26,6 @@ _ALL_ONES = 0x7FFFFFFF
 
 
 def check(case: Case) -> Outcome:
-    """Take a few steps with both and compare parameters."""
     torch.manual_seed(case.get("seed", 0))
     parts = case["params"]
     params = [_parameter(part) for part in parts]

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from benchmarks import command
 from benchmarks.environment import write_json
 from benchmarks.fuzz import ranks
 from benchmarks.fuzz.build import Case, build
@@ -98,7 +99,6 @@ def _limit(seconds: float) -> Iterator[None]:
 
 
 def corpus(only: str | None = None) -> list[dict[str, Any]]:
-    """Cases once found: `{"note": what it shows, "case": …}`."""
     entries: list[dict[str, Any]] = json.loads(CORPUS.read_text())
     return [entry for entry in entries if only in (None, entry["case"]["kind"])]
 
@@ -121,12 +121,10 @@ def shrink(case: Case, fails: Callable[[Case], bool], seconds: float = 30.0) -> 
 
 
 def smallest(case: Case, label: str) -> Case:
-    """Shrink a case that fails with a label."""
     return shrink(case, lambda smaller: (outcome := check(smaller)).failed and outcome.label == label)
 
 
 def size(value: Any) -> int:
-    """Number of keys, items and leaves."""
     if isinstance(value, dict):
         return sum(1 + size(each) for each in value.values())
     return sum(size(each) for each in value) + 1 if isinstance(value, list) else 1
@@ -155,8 +153,7 @@ def _smaller(value: Any) -> Iterator[Any]:
 
 
 def main(arguments: list[str]) -> None:
-    """Run `python -m benchmarks fuzz`; exit code 1 if anything failed."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks fuzz", description=__doc__)
+    parser = command("fuzz", __doc__)
     parser.add_argument("--minutes", type=float, default=1.0, help="how long to draw cases (1)")
     parser.add_argument("--cases", type=int, help="or how many")
     parser.add_argument("--seed", type=int, default=0, help="case i of a seed is always the same (0)")
@@ -178,7 +175,6 @@ def _repeat(case: Case) -> int:
 
 
 def _cases(options: argparse.Namespace) -> Iterator[tuple[str, Case]]:
-    """The corpus, then new cases until the time is over."""
     for entry in corpus(options.only):
         yield f"corpus: {entry['note']}", entry["case"]
     end, index = time.monotonic() + 60 * options.minutes, 0

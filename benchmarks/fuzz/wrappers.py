@@ -48,7 +48,6 @@ WIRE_STEPS = 2.0**-15
 
 
 def check(case: Case) -> Outcome:
-    """Compare a converted model with and without what the case puts around it."""
     wrapper = case.get("wrapper", "checkpoint")
     if wrapper.startswith("checkpoint"):
         return _checkpoint(case)

@@ -9,81 +9,49 @@ dispatched operations and Python calls are exact.
     kernels       all kernels: these, products, and what other operations start
     dispatches    operations that go through PyTorch's dispatcher
     python_calls  calls of Python functions
-
-With `--only`, `--write` leaves the rows of the result file, from which the planner's ratios come, and renews those
-that were measured later, in a table of their own.
 """
 
-import argparse
-import json
 import sys
 from pathlib import Path
 from typing import Any
+
+from benchmarks import command
 
 Row = dict[str, Any]
 RESULT = Path(__file__).parents[1] / "results" / "simulated" / "host.json"
 DOCUMENT = Path(__file__).parents[2] / "docs" / "host_time.md"
 COUNTS = ("launches", "kernels", "dispatches", "python_calls")
 COLUMNS = ("", "forward µs", "total µs", "× bf16", "launches", "kernels", "dispatches", "calls")
-BEFORE = (
-    "*Before* is the code without direct launches and plans, on another machine: compare its ratios, which are to its "
-    "own bf16, and its counts."
-)
-LATER = """*Before* is the code without plans of products by Triton, on the same machine. Other work ran on it
-meanwhile: compare ratios. A product by Triton is a launch, with nothing in its place."""
 
 
 def document(content: Row, page: str) -> str:
-    """docs/host_time.md with its rows anew."""
-    from benchmarks.pages import fill
-
-    before = {row["name"]: row for row in content.get("before", ())}
-    text = f"{_table(content['rows'], before)}\n{_measured(content)} {BEFORE}\n\n"
-    if later := content.get("later"):
-        names = {row["name"] for row in content["rows"]}
-        new = {name: row for name, row in before.items() if name not in names}
-        text += f"Rows measured later, in a run of their own:\n\n{_table(later['rows'], new)}\n"
-        text += f"{_measured(later)}\n{LATER}\n\n"
-    return fill(page, {"rows": text})
-
-
-def _table(rows: list[Row], before: dict[str, Row]) -> str:
-    from benchmarks.pages import table
+    from benchmarks.pages import fill, table
 
     lines = []
-    for row in rows:
-        old = before.get(row["name"])
-        changed = old is not None and old["python_calls"] != row["python_calls"]
-        pairs = [(f"{row['name']}, before", old)] if changed else []
-        for name, each in (*pairs, (f"**{row['name']}**" if changed else row["name"], row)):
-            times = f"{each['forward_us']:.0f}", f"{each['total_us']:.0f}", f"{each['ratio']:.1f}"
-            lines.append((name, *times, *(each[key] for key in COUNTS)))
-    return table(COLUMNS, lines)
-
-
-def _measured(content: Row) -> str:
+    for row in content["rows"]:
+        times = f"{row['forward_us']:.0f}", f"{row['total_us']:.0f}", f"{row['ratio']:.1f}"
+        lines.append((row["name"], *times, *(row[key] for key in COUNTS)))
     machine = content["environment"]
-    return (
+    measured = (
         f"Measured with `python -m benchmarks host` on one thread of {machine['device']}; torch {machine['torch']}, "
         f"Triton {machine['triton']}, torchao {machine['torchao'] or 'absent'}, Python {machine['python']}, "
         f"{machine['date']}."
     )
+    return fill(page, {"rows": f"{table(COLUMNS, lines)}\n{measured}"})
 
 
 def main(arguments: list[str]) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks host", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="examples:\n  python -m benchmarks host\n  python -m benchmarks host --only rowwise block --json FILE",
-    )  # fmt: skip
+    parser = command("host", __doc__, "host\nhost --only rowwise block --json FILE")
     add = parser.add_argument
     add("--only", nargs="+", default=[], metavar="NAME", help="measure these rows, and bf16")
     add("--counts", action="store_true", help="count, time nothing")
     add("--repetitions", type=int, default=300, help="samples of a millisecond of which the best counts")
     add("--json", type=Path, metavar="FILE", help="write the rows")
-    add("--write", action="store_true", help="renew the result file and docs/host_time.md; with --only, its later rows")
-    add("--before", type=Path, metavar="FILE", help="a result file of older code, to show beside the new one")
+    add("--write", action="store_true", help="renew the result file and docs/host_time.md (all rows)")
     add("--peers", type=Path, default=Path(sys.prefix) / "peers", help="folder with torchao (pip install --target)")
     options = parser.parse_args(arguments)
+    if options.write and options.only:
+        parser.error("--write renews all rows, from which the planner's ratios come: without --only")
     sys.path.append(str(options.peers))
     from benchmarks.host import stub
 
@@ -106,13 +74,9 @@ def main(arguments: list[str]) -> None:
         "note": "a stub driver launches nothing: host time, no GPU", "environment": environment(torch.device("cpu")),
         "rows": rows,
     }  # fmt: skip
-    kept = json.loads(RESULT.read_text()) if RESULT.exists() else {}
-    earlier = json.loads(options.before.read_text())["rows"] if options.before else kept.get("before", [])
     if options.json is not None:
-        write_json(options.json, content | {"before": earlier})
+        write_json(options.json, content)
     if options.write:
-        later = {"environment": content["environment"], "rows": rows}
-        content = kept | {"later": later} if options.only else content | {"before": earlier}
         write_json(RESULT, content)
         write_text(DOCUMENT, document(content, DOCUMENT.read_text()))
         print(f"written to {RESULT} and {DOCUMENT}")

@@ -150,7 +150,6 @@ def steps(module: nn.Module) -> tuple[Step, Step]:
 
 
 def counts(stub: Stub, name: str, make: Callable[[], nn.Module]) -> Row:
-    """Count what one forward and backward does, in the steady state."""
     _, both = steps(make())
     _, empty = steps(nn.Identity())
     for _ in range(24):  # an equalized layer measures in passes 0, 1, 2, 4, 8, 16 and 32; see also Readers.unread
