@@ -167,7 +167,9 @@ def main(arguments: list[str]) -> None:
             root = Path(__file__).parent if session.tiny else Path(sysconfig.get_paths()["purelib"])
             session.facts["files"] = gather(root, corpus, 0.05 if session.tiny else chosen.megabytes)
         sizes, where = TINY if session.tiny else FULL, {"data.source": str(corpus), "data.cache": str(folder / "cache")}
-        write_text(folder / "loss.toml", toml(sizes | COMMON | where | {"optim.warmup": 1 if session.tiny else 100}))
+        settings = sizes | COMMON | where | {"optim.warmup": 1 if session.tiny else 100}
+        del settings["model.config.vocab_size"]  # that of the tokenizer
+        write_text(folder / "loss.toml", toml(settings))
         device = f"run.device={session.device.type}"
         levels = ["bf16:precision.level=bf16", f"fp8:precision.level={chosen.fp8}"]
         arms = make_arms(folder / "loss.toml", [device, *chosen.overrides], levels, chosen.seeds)
