@@ -5,7 +5,7 @@
     attention      fused attention
     head           vocabulary head and loss, with their products
     rest           norms, activation functions, rotary embeddings, residuals, embedding
-    accumulation   gradients into the fp32 ones of the masters
+    accumulation   gradients of several micro-batches into the fp32 ones of the masters
     clipping       norm of the gradients, and their scaling
     optimizer      the update, and parameters rounded from masters
     idle           wall time of a step in which no kernel runs

@@ -75,6 +75,8 @@ AUTOPILOT_EVERY = 50
 class Trainer:
     """Trains a model step by step."""
 
+    _ahead: tuple[int, tuple[Inputs, Tensor] | None] = -1, None  # The number of a batch that was read ahead, and it
+
     def __init__(
         self, config: TrainConfig, data: Any, device: torch.device, model: nn.Module | None = None,
         *, ranks: Ranks | None = None, plan: Plan | None = None, divide: Callable[[nn.Module], Layout] | None = None,
@@ -154,7 +156,6 @@ class Trainer:
         # guard: Detects loss spikes.
         # skipped_batches: Number of batches skipped after loss spikes.
         self.guard, self.skipped_batches = SpikeGuard(config.guard), 0
-        self._ahead: tuple[int, tuple[Inputs, Tensor] | None] = -1, None  # The number of a batch read ahead, and it
         self._saver = CheckpointSaver(self.ranks, async_save=parallel.async_save, timeout=parallel.timeout)
 
     def train_step(self) -> StepMetrics:
