@@ -98,6 +98,30 @@ def test_adamw_beside_it_is_octavos():
     assert not torch.equal(first[0], second[0])
 
 
+@pytest.mark.parametrize("states", ["fp32", "fp8"])
+def test_a_scaled_step_is_one_with_multiplied_gradients(states):
+    """Of matrices and of what AdamW steps beside them, with a factor of its own for each step; never one that is NaN."""
+    first, second = parameters(), parameters()
+    scaled, plain = (
+        Muon([{"params": own[:2]}, {"params": own[2:], "muon": False}], states=states) for own in (first, second)
+    )
+    for number, factor in enumerate((1.0, 0.3, 0.02)):
+        for i, (one, two) in enumerate(zip(first, second, strict=True)):
+            one.grad = randn(one.shape, 100 * number + i)
+            two.grad = one.grad * factor
+        scaled.step_scaled(factor)
+        plain.step()
+    assert all(map(torch.equal, first, second))
+    with pytest.raises(ValueError, match="finite factor; got nan"):
+        scaled.step_scaled(float("nan"))
+    assert all(map(torch.equal, first, second))
+    scaled.step()  # multiplies no more
+    for one, two in zip(first, second, strict=True):
+        two.grad = one.grad
+    plain.step()
+    assert all(map(torch.equal, first, second))
+
+
 @pytest.mark.parametrize("master", ["remainder", "fp32", None])
 def test_a_loaded_state_continues_bitwise(master):
     params = parameters(dtype=torch.bfloat16)

@@ -138,7 +138,7 @@ class AdamW(Optimizer):
             factor: Number by which the kernel multiplies gradients, in float32; the gradients stay as they are.
 
         Raises:
-            FloatingPointError, ValueError, RuntimeError: As `step`.
+            FloatingPointError, ValueError, RuntimeError: As `step`; ValueError also for a factor that is not finite.
 
         Examples:
             >>> layer = torch.nn.Linear(64, 64)
@@ -147,7 +147,7 @@ class AdamW(Optimizer):
             >>> norm = torch.nn.utils.get_total_norm([p.grad for p in layer.parameters()])
             >>> optimizer.step_scaled(min(1.0, 1.0 / float(norm)))
         """
-        self._factor = factor
+        self._factor = float(factor)
         try:
             self.step()
         finally:
@@ -189,6 +189,10 @@ class AdamW(Optimizer):
         if not self._finite(work):
             self.skipped += 1
             return loss
+        if not math.isfinite(self._factor):
+            raise ValueError(
+                f"step_scaled takes a finite factor; got {self._factor}: check the norm that it is computed from"
+            )
         index = {param: i for i, param in enumerate(p for g in self.param_groups for p in g["params"])}
         self._update(work, index)
         return loss

@@ -149,7 +149,8 @@ class Muon(AdamW):
             dense = rows.contiguous()
             state = self._next_state(group, param, dense, index)
             update = torch.empty(state.param.shape, dtype=PRODUCTS, device=dense.device)
-            momentum_step(state, group["momentum"], update, nesterov=group["nesterov"], maximize=group["maximize"])
+            names = {name: group[name] for name in ("nesterov", "maximize")}
+            momentum_step(state, group["momentum"], update, factor=self._factor, **names)
             states.append((state, rows, dense))
             updates.append(update.view(rows.shape))
         orthogonal = _orthogonalized(updates, work, ranks)

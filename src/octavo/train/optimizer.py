@@ -360,10 +360,7 @@ class Fp8StateOptimizer(TrainerOptimizer):
         """Nothing: backward adds to the parameters' own gradients."""
 
     def _step(self, factor: float) -> None:
-        if isinstance(self.inner, Muon):  # orthogonalizes momenta of the clipped gradients
-            super()._step(factor)
-        else:
-            self.inner.step_scaled(factor)
+        self.inner.step_scaled(factor)
 
     def state_dict(self) -> dict[str, Any]:
         """Moments, scales, remainders or masters and step counts, for `torch.load(weights_only=True)`."""

@@ -23,11 +23,15 @@ GPU_CHUNK_ELEMENTS = 1 << 26
 """Elements per chunk on a GPU: temporaries of some hundred MB."""
 
 
-def momentum_step(state: ParamState, beta: float, out: Tensor, *, nesterov: bool, maximize: bool = False) -> None:
-    """Update the momentum of a matrix [R,C] in place, and write what to orthogonalize to `out` [R,C]."""
+def momentum_step(
+    state: ParamState, beta: float, out: Tensor, *, nesterov: bool, maximize: bool = False, factor: float = 1.0
+) -> None:  # fmt: skip
+    """Update the momentum of a matrix [R,C] by its gradient times `factor`, in place, and write what to orthogonalize
+    to `out` [R,C].
+    """
     for start, end in _chunks(state.param):
         part = state.rows(start, end)
-        grad = saturated(part.grad)
+        grad = saturated(part.grad if factor == 1.0 else part.grad.float() * factor)
         if maximize:
             grad = -grad
         momentum = part.exp_avg if part.scales is None else expand(part.exp_avg, part.scales[0], part.scales[1], True)
