@@ -180,6 +180,21 @@ def test_one_micro_batch_keeps_its_bf16_gradients(clip: float) -> None:
         torch.testing.assert_close(arms[False]["masters"][name], master, rtol=0, atol=2e-3)
 
 
+@pytest.mark.parametrize("adds_up", [True, False])
+def test_gradients_may_lie_otherwise_in_memory(adds_up: bool) -> None:
+    """As of parts of a DTensor: PyTorch's fused step ignores strides, without an error."""
+    values, results = torch.arange(60.0).view(12, 5).sin(), []
+    for gradient in (values, values.t().contiguous().t()):
+        model = nn.Linear(5, 12, bias=False, dtype=torch.bfloat16)
+        nn.init.ones_(model.weight)
+        optimizer = MasterWeightOptimizer(model, OPTIM, master=True, adds_up=adds_up)
+        model.weight.grad = gradient.bfloat16()
+        optimizer.accumulate()
+        optimizer.step(1e-2, optimizer.gradient_norm(1.0))
+        results.append(optimizer.state_dict()["adamw"]["state"][0]["exp_avg"])
+    assert torch.equal(*results)
+
+
 class Operations(TorchDispatchMode):
     """The names of the operations inside."""
 

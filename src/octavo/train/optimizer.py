@@ -223,7 +223,9 @@ class MasterWeightOptimizer(TrainerOptimizer):
             if param is master or master in self._direct:
                 continue
             if master.grad is None:
-                master.grad = shard_like(param, local_tensor(param.grad).float())
+                # As the master lies in memory: the fused step reads gradients as if they did.
+                rows = torch.empty_like(local_tensor(master)).copy_(local_tensor(param.grad))
+                master.grad = shard_like(param, rows)
             else:
                 local_tensor(master.grad).add_(local_tensor(param.grad))
             param.grad = None
