@@ -100,7 +100,7 @@ def test_adamw_beside_it_is_octavos():
 
 @pytest.mark.parametrize("states", ["fp32", "fp8"])
 def test_a_scaled_step_is_one_with_multiplied_gradients(states):
-    """Of matrices and of what AdamW steps beside them, with a factor of its own for each step; never one that is NaN."""
+    """Of matrices and of what AdamW steps beside them, with a factor of its own for each step; never NaN."""
     first, second = parameters(), parameters()
     scaled, plain = (
         Muon([{"params": own[:2]}, {"params": own[2:], "muon": False}], states=states) for own in (first, second)
