@@ -10,8 +10,7 @@ from tiny_runs import At, assert_same, fail, job
 
 from octavo.train import ConfigError, load_config, parse_config, read_metrics, run
 from octavo.train.checkpoint.export import export
-from octavo.train.data.images import ImageShape
-from octavo.train.data.labelled_images import load_folder
+from octavo.train.data.images import ImageShape, load_folder
 from octavo.train.record.progress import NullProgress
 from octavo.train.run_plan import plan_memory, plan_step
 from octavo.train.tasks.registry import task_of

@@ -21,10 +21,9 @@ from tiny_runs import At, MakeConfig, Recorder, assert_same, curve, sentences, t
 from octavo.nn.causal_head import IGNORE
 from octavo.train import ConfigError, TrainConfig, parse_config, run
 from octavo.train.data import documents, stream
-from octavo.train.data.documents import Column
-from octavo.train.data.load import load_corpus
-from octavo.train.data.mixture import BLOCK, Mixture
-from octavo.train.data.sequences import Sequences
+from octavo.train.data.corpus import Sequences
+from octavo.train.data.documents import Block, Column
+from octavo.train.data.load import BLOCK, Mixture, load_corpus
 from octavo.train.data.tokenizer import train_tokenizer
 from octavo.train.record.progress import NullProgress
 from processes import gloo  # noqa: F401  a fixture
@@ -210,7 +209,7 @@ def test_blocks_of_lines_have_each_line_once(lines: list[str], size: int, tmp_pa
     read = [
         text
         for start in range(0, len(content), size)
-        for _, row in documents.lines_between(str(path), start, start + size)
+        for _, row in documents.lines_of(Block(str(path), start, start + size))
         if (text := Column("", "text", False).text("", json.loads(row))) is not None
     ]
     assert read == lines

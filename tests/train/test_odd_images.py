@@ -11,9 +11,7 @@ from test_image_text import LLAVA, SIZES, VISION, record, tables
 from tiny_runs import Recorder
 
 from octavo.train import ConfigError, TrainConfig, parse_config, run
-from octavo.train.data.images import ImageFiles, ImageShape, hash_files, split
-from octavo.train.data.labelled_images import LabelledImages
-from octavo.train.data.latents import LatentFiles
+from octavo.train.data.images import ImageFiles, ImageShape, LabelledImages, LatentFiles, hash_files, split
 from octavo.train.record.progress import NullProgress
 from octavo.train.tasks.image_text import ImageTextTask
 from octavo.train.tasks.registry import task_of

@@ -17,9 +17,8 @@ from transformers import AutoModelForCausalLM
 
 from octavo.nn.causal_head import IGNORE
 from octavo.train import ConfigError, TrainConfig, parse_config, run
-from octavo.train.data.corpus import Corpus
+from octavo.train.data.corpus import Corpus, PackedRows, best_fit
 from octavo.train.data.load import load_corpus
-from octavo.train.data.packing import PackedRows, best_fit
 from octavo.train.probe import check_causal
 from octavo.train.ranks import Ranks, join_ranks
 from octavo.train.record.progress import NullProgress

@@ -22,8 +22,8 @@ from octavo.train.config.run_config import ConfigError, TrainConfig
 from octavo.train.data import documents, source
 from octavo.train.data import token_cache as data
 from octavo.train.data.corpus import Corpus
-from octavo.train.data.files import matches
 from octavo.train.data.load import load_corpus
+from octavo.train.data.source import matches
 from octavo.train.data.tokenizer import END, train_tokenizer
 from octavo.train.record.progress import NullProgress
 
@@ -86,14 +86,6 @@ def test_content_identifies_a_folder_and_times_do_not(write: Any, make_config: M
     changed = corpus(config)
     assert changed.fingerprint != first
     assert word.upper() in decoded(changed)
-
-
-def test_a_saved_data_set_saved_again_is_the_same(make_config: MakeConfig, tmp_path: Path) -> None:
-    table = datasets.Dataset.from_dict({"text": LINES})
-    table.save_to_disk(str(tmp_path / "a"))
-    table.save_to_disk(str(tmp_path / "b"), num_shards=4)
-    prints = {corpus(make_config(data={"source": str(tmp_path / name)})).fingerprint for name in "ab"}
-    assert len(prints) == 1
 
 
 def test_splits_of_a_saved_data_set(make_config: MakeConfig, tmp_path: Path) -> None:

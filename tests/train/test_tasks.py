@@ -11,8 +11,7 @@ from transformers import AutoModelForImageClassification
 from octavo.train import ConfigError, RunResult, TrainConfig, load_config, parse_config, read_metrics, run
 from octavo.train.checkpoint.export import export
 from octavo.train.config.shrink import change_of
-from octavo.train.data.images import ImageShape
-from octavo.train.data.labelled_images import LabelledImages, load_digits
+from octavo.train.data.images import ImageShape, LabelledImages, load_digits
 from octavo.train.model import check_model
 from octavo.train.run_plan import plan_memory, plan_step
 from octavo.train.tasks.registry import TASKS, task_of

@@ -5,7 +5,7 @@ weights, and zeros where modulation and head begin, so that each block starts as
 inference, draws all of them as `nn.Linear` does.
 
 In training the model itself drops classes, by random numbers of its rank, anew in each block. That is switched off
-here: the data drops them (`octavo.train.data.noisy_images`), so that ranks and resumed runs drop the same.
+here: the data drops them (`octavo.train.data.images`), so that ranks and resumed runs drop the same.
 """
 
 import importlib

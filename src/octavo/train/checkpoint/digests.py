@@ -39,26 +39,35 @@ def has_digests(folder: Path) -> bool:
 
 
 def check_digests(folder: Path, names: Iterable[str] | None = None, *, part: int = 0, parts: int = 1) -> None:
-    """Compare files with their digests."""
-    expected = _read(folder)
+    """Compare files with their digests. Raises ConfigError for the first damage."""
+    if damage := find_damage(folder, names, part=part, parts=parts):
+        remedy = f". If you changed it on purpose, start a new run from a copy of it without {DIGESTS} (model.path)"
+        raise ConfigError(f"{folder} is damaged: {damage}{remedy if damage.endswith(f'({DIGESTS})') else ''}")
+
+
+def find_damage(folder: Path, names: Iterable[str] | None = None, *, part: int = 0, parts: int = 1) -> str:
+    """The first damage of the files of `folder`, or of some of them; "" for none. Looks at each `parts`-th file."""
+    try:
+        content = (folder / DIGESTS).read_bytes()
+        expected: dict[str, str] = json.loads(content)["files"]
+        whole = content == _text(expected)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        whole = False
+    if not whole:
+        return f"{DIGESTS} is not what was written"
     if names is None:
         present = files_of(folder)
         if lacking := sorted(expected.keys() - present):
-            raise ConfigError(f"{folder} is damaged: {_named(lacking)} missing")
+            return f"{_named(lacking)} missing"
         if added := sorted(present - expected.keys()):
-            raise ConfigError(
-                f"{folder} is damaged: {_named(added)} not part of it: move what is yours to another folder"
-            )
+            return f"{_named(added)} not part of it: move what is yours to another folder"
     for name in sorted(expected if names is None else names)[part::parts]:
         try:
-            same = digests_of(folder, [name])[name] == expected.get(name)
+            if digests_of(folder, [name])[name] != expected.get(name):
+                return f"{name} is not what was written ({DIGESTS})"
         except OSError as error:
-            raise ConfigError(f"{folder / name} cannot be read: {error.strerror}") from None
-        if not same:
-            raise ConfigError(
-                f"{folder} is damaged: {name} is not what was written ({DIGESTS}). If you changed it on purpose, "
-                f"start a new run from a copy of the folder without {DIGESTS} (model.path)"
-            )
+            return f"{name} cannot be read: {error.strerror}"
+    return ""
 
 
 def files_of(folder: Path) -> set[str]:
@@ -68,7 +77,8 @@ def files_of(folder: Path) -> set[str]:
     return {
         path.as_posix()
         for path in paths
-        if path.name == ".metadata" or not (path.suffix == ".md" or path.name == DIGESTS or _hidden(path))
+        if path.name == ".metadata"
+        or not (path.suffix == ".md" or path.name == DIGESTS or any(part.startswith(".") for part in path.parts))
     }
 
 
@@ -76,23 +86,6 @@ def _named(names: list[str]) -> str:
     """["a", "b", "c"] → "a and 2 more files are"."""
     more = len(names) - 1
     return names[0] + (f" and {more} more file{'s' if more > 1 else ''} are" if more else " is")
-
-
-def _hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)
-
-
-def _read(folder: Path) -> dict[str, str]:
-    """The digests, by file. Raises ConfigError if they are damaged themselves."""
-    try:
-        content = (folder / DIGESTS).read_bytes()
-        files: dict[str, str] = json.loads(content)["files"]
-        whole = content == _text(files)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        whole = False
-    if not whole:
-        raise ConfigError(f"{folder} is damaged: {DIGESTS} is not what was written")
-    return files
 
 
 def _text(files: Mapping[str, str]) -> bytes:

@@ -24,7 +24,7 @@ from octavo.train.checkpoint.shards import SHARDS
 from octavo.train.checkpoint.store import check_files, read_trainer_state
 from octavo.train.config.run_config import ConfigError, parse_config
 from octavo.train.config.sections import expand
-from octavo.train.data.state import DATA_FILE
+from octavo.train.data.epochs import DATA_FILE
 from octavo.train.model import PARAMETER_DTYPES
 from octavo.train.ranks import Ranks
 

@@ -1,8 +1,24 @@
-"""The order in which a run sees its examples: sample k is example k mod n of epoch k div n, permuted anew per epoch."""
+"""The order in which a run sees its examples, and what its checkpoints record of them, `data.json`.
 
+Sample k of a run is example k mod n of epoch k div n, permuted anew in each epoch. A checkpoint names the data of its
+run, so that a resume can say what has changed:
+
+    {"files": {"a.txt": [1683, "0bda9ce0…"]}, "chunks": {…}, "tokenizer": "…", "held_out": "…", "weights": [3.0, 1.0]}
+
+`files` has a size and a digest of each file of text, or of each class of images; the rest is there where it applies.
+"""
+
+import json
+from collections.abc import Mapping
 from functools import lru_cache
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+
+from octavo.train.config.run_config import ConfigError
+
+DATA_FILE = "data.json"
 
 
 class EpochOrder:
@@ -21,3 +37,52 @@ class EpochOrder:
         if not self._shuffle:
             return np.arange(self._count)
         return np.random.Generator(np.random.Philox(key=[seed, epoch])).permutation(self._count)
+
+
+def write_data_state(folder: Path, state: Mapping[str, Any]) -> None:
+    """Write the state of the data into a checkpoint."""
+    (folder / DATA_FILE).write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
+
+
+def read_data_state(folder: Path) -> dict[str, Any]:
+    """Read what `write_data_state` wrote; {} if nothing, as earlier releases. Raises ConfigError for something else."""
+    path = folder / DATA_FILE
+    if not path.exists():
+        return {}
+    try:
+        state = json.loads(path.read_text(encoding="utf-8"))
+        files, chunks = state["files"], state.get("chunks", {})
+        entries = [*files.values(), *(entry for table in chunks.values() for entry in table.values())]
+        if not all(isinstance(entry[0], int) and isinstance(entry[1], str) for entry in entries):
+            raise ValueError("an entry is not a number and a digest")
+        [int(name) for table in chunks.values() for name in table]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
+        raise ConfigError(f"{path} is not the state of the data of a run: {error!r}") from None
+    return dict(state)
+
+
+def difference(before: Mapping[str, Any], now: Mapping[str, Any], unit: str) -> str:
+    """The first difference of two states in words, "" for none: a file that is gone or new, or has other content."""
+    # `unit`: what the sizes count. Digests of text files are of all files up to this one.
+    if not before:
+        return ""
+    files, others = before["files"], now["files"]
+    moved = [*files.values()] == [*others.values()]  # to another folder, unchanged
+    for name in [] if moved else [*sorted(files.keys() ^ others.keys()), *others]:
+        if files.get(name) != others.get(name):
+            then, today = (
+                f"{entry[0]:,} {unit}, digest {entry[1]}" if entry else "not there"
+                for entry in (files.get(name), others.get(name))
+            )
+            return f"{name}: then {then}, now {today}"
+    for then, today in [] if moved else zip(files, others, strict=True):
+        if then != today:
+            return f"the order of data.sources: {then} now comes after {today}"
+    for key, what in (("tokenizer", "the tokenizer: then digest "), ("weights", "the weights of data.sources: then ")):
+        if before.get(key) and before[key] != now.get(key):
+            return f"{what}{_shown(before[key])}, now {_shown(now.get(key))}"
+    return ""
+
+
+def _shown(value: Any) -> str:
+    return value[:16] if isinstance(value, str) else str(value)

@@ -1,12 +1,22 @@
-"""Images of a run as pixels in [-1, 1]: those of files, read with Pillow, and scikit-learn's digits.
+"""Images of a run as pixels in [-1, 1], alone, with their classes, or with noise.
 
-Every image has the shape that the model takes. Files are decoded when they are needed; at the start of a run each is
-decoded once, so that a damaged one is an error then, and its bytes are hashed. Of an animation the first frame counts,
-and transparency is dropped, as in torchvision and LLaVA.
+Images are those of files, read with Pillow, scikit-learn's digits, or latents: arrays [C, H, W] in .npy files, as an
+autoencoder made them, already scaled for the model. Every image has the shape that the model takes. Files are decoded
+when they are needed; at the start of a run each is decoded once, so that a damaged one is an error then, and its bytes
+are hashed. Of an animation the first frame counts, and transparency is dropped, as in torchvision and LLaVA.
+
+Classes are those of the digits, or a folder has a folder of images for each. Every fifth image is held out; equal files
+count as one.
+
+A diffusion model predicts the noise in images (DDPM, arXiv 2006.11239):
+
+    x_t = √ᾱ_t · x + √(1 − ᾱ_t) · ε        t, ε and whether the class is left out: a function of (seed, position)
+
+The position of a sample is its number in the order of the run, so ranks, micro-batches and resumed runs see the same.
 """
 
 import hashlib
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
@@ -17,7 +27,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from octavo.train.config.run_config import ConfigError
+from octavo.train.config.run_config import ConfigError, TrainConfig
+from octavo.train.config.sections import expand
+from octavo.train.data.epochs import EpochOrder
+from octavo.train.data.source import files_below, suffix_counts
+from octavo.train.record.progress import Progress
 
 DIGIT_NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 DIGIT_FIELDS = {"image_size": 8, "num_channels": 1}
@@ -31,6 +45,10 @@ HELD_OUT = 5
 """Each image of which the number is this many times k, less one, is held out."""
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 """Files of an image folder."""
+LATENTS = ".npy"
+"""Files of latents."""
+NOISE_STREAM = 1
+"""Counter word that keeps the random numbers of samples apart from those of the order (`EpochOrder`)."""
 
 
 @dataclass(frozen=True)
@@ -196,3 +214,202 @@ def _in_8_bits(image: Any, file_format: str) -> Any:
     if image.mode in ("I", "F"):
         raise ValueError(f"its pixels have 32 bits (mode {image.mode}), of any range: convert it to 8 or 16 bits")
     return image
+
+
+class LatentFiles:
+    """Latents by number; an `Images`."""
+
+    def __init__(self, paths: Sequence[Path], contents: Sequence[bytes], shape: ImageShape) -> None:
+        self._paths, self._shape = list(paths), (shape.channels, shape.height, shape.width)
+        self.contents = list(contents)
+        digest = hashlib.sha256(f"latents 1 {shape}\0".encode())
+        digest.update(b"".join(self.contents))
+        self.fingerprint = digest.hexdigest()
+        for path, content in dict(zip(self._paths, self.contents, strict=True)).items():
+            self._read(path, content)
+
+    def pixels(self, numbers: Sequence[int]) -> Tensor:
+        """fp32 [N, C, H, W]."""
+        latents = [self._read(self._paths[number], self.contents[number]) for number in numbers]
+        return torch.from_numpy(np.stack(latents))
+
+    def _read(self, path: Path, digest: bytes) -> np.ndarray:
+        content = read_unchanged(path, digest)
+        try:
+            latent = np.load(content, allow_pickle=False)
+        except (OSError, ValueError, EOFError) as error:
+            raise ConfigError(f"the latent {path} cannot be read: {error}") from None
+        if not isinstance(latent, np.ndarray) or latent.shape != self._shape or latent.dtype.kind != "f":
+            raise ConfigError(
+                f"the latent {path} is {latent.dtype} {list(latent.shape)}; the model takes floating-point arrays "
+                f"{list(self._shape)} (model.config.in_channels, sample_size)"
+            )
+        values = latent.astype(np.float32)
+        if not np.isfinite(values).all():
+            raise ConfigError(f"the latent {path} holds NaN or infinity")
+        return values
+
+
+class LabelledImages:
+    """Images and their classes.
+
+    Attributes:
+        skipped: Number of files left out as damaged: none.
+    """
+
+    skipped = 0
+
+    def __init__(
+        self, images: Images, labels: Sequence[int], names: Sequence[str], shape: ImageShape, *, shuffle: bool
+    ) -> None:
+        # names: The classes.
+        # shape: Shape of the images.
+        self.names, self.shape = tuple(names), shape
+        self._images, self._labels = images, torch.tensor(labels, dtype=torch.int64, device="cpu")
+        # training: Numbers of the images that are trained on.
+        # held_out: Numbers of the others.
+        self.training, self.held_out = split(images.contents)
+        if missing := set(range(len(names))) - {labels[number] for number in self.training}:
+            raise ConfigError(
+                f'no image is left to train on of the class "{names[min(missing)]}": every fifth image is held out; '
+                "give more of it"
+            )
+        digest = hashlib.sha256(f"labelled images 1\0{images.fingerprint}\0{list(names)}\0{list(labels)}".encode())
+        self.fingerprint = digest.hexdigest()  # Hash of images, labels and classes
+        classes: dict[int, list[Hashable]] = {}
+        for label, content in zip(labels, images.contents, strict=True):
+            classes.setdefault(label, []).append((names[label], content))
+        # Number and digest of the images of each class.
+        self.files = {f'class "{name}"': count_and_digest(classes[label]) for label, name in enumerate(names)}
+        self._order = EpochOrder(len(self.training), shuffle=shuffle)
+
+    def batch(self, seed: int, step: int, size: int) -> tuple[Tensor, Tensor]:
+        """Images and labels of step 0, 1, …: fp32 [size, C, H, W] and int64 [size]."""
+        return self.examples([self.training[row] for row in self._order.rows(seed, step, size)])
+
+    def held_out_batches(self, size: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Held-out images and labels, up to `size` at a time."""
+        for first in range(0, len(self.held_out), size):
+            yield self.examples(self.held_out[first : first + size])
+
+    def examples(self, numbers: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Some images and their labels: fp32 [N, C, H, W] in [-1, 1] and int64 [N]."""
+        return self._images.pixels(numbers), self._labels[list(numbers)]
+
+
+@dataclass(frozen=True)
+class ImageClasses:
+    """Stand-in for `LabelledImages` where nothing is read, as in a plan."""
+
+    names: tuple[str, ...]
+    shape: ImageShape
+
+
+def load_labelled(config: TrainConfig, shape: ImageShape, progress: Progress) -> LabelledImages:
+    """Read the images of a run and their classes, with enough of them for a batch."""
+    progress.stage("reading the data")
+    data = config.data
+    if data.source == DIGITS:
+        images = load_digits(shape, shuffle=data.shuffle)
+    else:
+        images = load_folder(expand(data.source), shape, shuffle=data.shuffle, progress=progress)
+    check_count(len(images.training), config.optim.batch, data.source)
+    return images
+
+
+def image_classes(source: str, shape: ImageShape, count: int | None) -> ImageClasses:
+    """The classes of `data.source`; of a folder that is not there, for a plan, `count` numbers."""
+    folder = expand(source)
+    if source == DIGITS:
+        return ImageClasses(DIGIT_NAMES, shape)
+    if count is not None and not folder.exists():
+        return ImageClasses(tuple(map(str, range(count))), shape)
+    return ImageClasses(tuple(classes_of(folder)), shape)
+
+
+def load_digits(shape: ImageShape, *, shuffle: bool) -> LabelledImages:
+    """Read the digits of scikit-learn. Raises ConfigError if it is not installed."""
+    pixels, labels = read_digits()
+    return LabelledImages(DigitImages(pixels, shape), labels.tolist(), DIGIT_NAMES, shape, shuffle=shuffle)
+
+
+def load_folder(folder: Path, shape: ImageShape, *, shuffle: bool, progress: Progress) -> LabelledImages:
+    """Read a folder with a folder of images for each class; `progress` gets a note on files that are left out."""
+    classes = classes_of(folder)
+    paths = [path for files in classes.values() for path in files]
+    everything = files_below(folder)
+    if rest := sorted(set(everything) - {str(path) for path in paths}):
+        progress.note(f"{len(rest)} of {len(everything)} files in {folder} are left out: {suffix_counts(rest)}")
+    read = LatentFiles if paths[0].suffix.lower() == LATENTS else ImageFiles
+    labels = np.repeat(range(len(classes)), [len(files) for files in classes.values()]).tolist()
+    images = read(paths, hash_files(paths), shape)
+    return LabelledImages(images, labels, tuple(classes), shape, shuffle=shuffle)
+
+
+def classes_of(folder: Path) -> dict[str, list[Path]]:
+    """The images of each class, by the names of their folders, in order; without hidden files."""
+    if not folder.is_dir():
+        raise ConfigError(
+            f'data.source = {folder} is no folder: give one with a folder of images for each class, or "digits"'
+        )
+    hidden = (".", "__")
+    names = sorted(path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith(hidden))
+    files: dict[str, list[Path]] = {name: [] for name in names}
+    for path in map(Path, files_below(folder)):
+        name, *below = path.relative_to(folder).parts
+        if below and path.suffix.lower() in (*SUFFIXES, LATENTS):
+            files[name].append(path)
+    if empty := [name for name, images in files.items() if not images]:
+        raise ConfigError(
+            f"data.source = {folder}: its folder {empty[0]} has no images ({', '.join((*SUFFIXES, LATENTS))})"
+        )
+    if nested := [path for images in files.values() for path in images if path.parent.parent != folder]:
+        raise ConfigError(
+            f"data.source = {folder}: {nested[0].relative_to(folder)} is not in the folder of a class but further "
+            "below: move the images up, or name the folder that has the folders of the classes"
+        )
+    kinds = {name: {file.suffix.lower() == LATENTS for file in images} for name, images in files.items()}
+    if len(set[bool]().union(*kinds.values())) > 1:
+        mixed = next((name for name, kind in kinds.items() if len(kind) > 1), "one folder")
+        raise ConfigError(f"data.source = {folder}: it has both images and latents ({LATENTS}; {mixed}): keep one kind")
+    if len(files) < 2:
+        raise ConfigError(f"data.source = {folder} has {len(files)} folders: give each class, two or more, a folder")
+    return files
+
+
+class NoisyImages:
+    """Batches of noisy images.
+
+    Attributes:
+        skipped: Number of files left out: none.
+    """
+
+    skipped = 0
+    held_out: "NoisyImages | None" = None  # Batches of the held-out images, with their classes; set by who makes both
+
+    def __init__(
+        self, images: LabelledImages, numbers: Sequence[int], scheduler: Any, *, shuffle: bool, label_dropout: float
+    ) -> None:
+        # names: The classes.
+        # shape: Shape of the images.
+        # windows: Number of images.
+        self.names, self.shape, self.windows = images.names, images.shape, len(numbers)
+        self.files = images.files  # As of the images
+        self._images, self._numbers, self._scheduler, self._dropout = images, numbers, scheduler, label_dropout
+        self._order = EpochOrder(len(numbers), shuffle=shuffle)
+        digest = hashlib.sha256(f"noisy images 1\0{images.fingerprint}\0{label_dropout}\0".encode())
+        digest.update(scheduler.alphas_cumprod.numpy().tobytes())
+        self.fingerprint = digest.hexdigest()  # Hash of images, classes, schedule and share
+
+    def batch(self, seed: int, step: int, size: int) -> tuple[Mapping[str, Tensor], Tensor]:
+        """Inputs and targets of step 0, 1, …"""
+        clean, classes = self._images.examples([self._numbers[row] for row in self._order.rows(seed, step, size)])
+        noise, steps = torch.empty_like(clean), torch.empty(size, dtype=torch.int64, device="cpu")
+        for row in range(size):
+            rng = np.random.Generator(np.random.Philox(key=[seed, step * size + row], counter=[0, 0, 0, NOISE_STREAM]))
+            steps[row] = int(rng.integers(self._scheduler.config.num_train_timesteps))
+            if rng.random() < self._dropout:
+                classes[row] = len(self.names)
+            noise[row] = torch.from_numpy(rng.standard_normal(clean.shape[1:], dtype=np.float32))
+        sample = self._scheduler.add_noise(clean, noise, steps)
+        return {"sample": sample, "timestep": steps, "noise": noise}, classes

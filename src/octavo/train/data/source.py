@@ -1,11 +1,12 @@
 """Sources of text: the source code of the standard library, files, a folder or a dataset, as a stream of documents.
 
 The standard library is the default: every Python installation has it, without a download, and it is the same on all
-machines with the same Python. `datasets` loads datasets from the Hub and local folders in other formats; its Arrow
-files are read like those of `save_to_disk`. It executes no code of a data folder.
+machines with the same Python. `datasets` prepares datasets of the Hub, and local folders of other formats or with a
+card (README.md, or .huggingface.yaml) that says which files are which subset and split. It executes no code of a data
+folder, and a card that names a file outside of its folder, or on the network, raises an error.
 
-A source has a fingerprint of its content, never of modification times; `corpus.py` keys its cache on it. Every later
-read is hashed too, and a difference raises an error.
+A source has a fingerprint of the content of its files, never of modification times; the cache of tokens is keyed on it.
+A file that changes between its fingerprint and the end of reading raises an error.
 """
 
 import glob
@@ -13,21 +14,25 @@ import hashlib
 import json
 import os
 import sysconfig
-from collections.abc import Callable, Mapping
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from octavo.numerics.names import nearest
 from octavo.train.config.data_section import Data
 from octavo.train.config.run_config import ConfigError
 from octavo.train.config.sections import expand
-from octavo.train.data import arrow_files, chat, docstrings, documents, hf_datasets
-from octavo.train.data.documents import OnBytesRead, Stream, column_of
-from octavo.train.data.files import files_below, files_of_split, matches, suffix_counts
+from octavo.train.data import chat, docstrings, documents
+from octavo.train.data.documents import FILE_KINDS, Block, Column, OnBytesRead, Stream, read_documents
 
-STDLIB = hf_datasets.STDLIB
+STDLIB = "python-stdlib"
 SUFFIXES = (".txt", ".jsonl", ".parquet")
-"""Kinds of files read by this module, of `documents.FILE_KINDS`; `datasets` reads the others."""
+"""Kinds of files that are read as they are; `datasets` prepares the others of `documents.FILE_KINDS`."""
 METADATA = {"config.json", "dataset_info.json", "dataset_infos.json"}
 """Names of .json files without data."""
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip", ".7z", ".tar", ".tgz")
@@ -39,22 +44,15 @@ NOT_SOURCE = {"site-packages", "dist-packages", "test", "tests", "idle_test", "l
 class Source:
     """Documents of text."""
 
-    fingerprint: str
-    """Hash of the content."""
-    read: Callable[[Path], Stream]
-    """Read the documents, with a folder for intermediate files; may be called several times with one folder."""
-    skipped: int = 0
-    """Number of files left out because they are not UTF-8 (standard library only; elsewhere an error)."""
-    skipped_files: str = ""
-    """A note on ignored files of the folder; empty if there are none."""
-    without_text: str = ""
-    """The note on documents without text, after their number; empty if they need none."""
+    fingerprint: str  # Hash of the content
+    read: Callable[[Path], Stream]  # Read the documents, with a folder for intermediate files
+    skipped: int = 0  # Files left out because they are not UTF-8 (standard library only; elsewhere an error)
+    skipped_files: str = ""  # A note on ignored files of the folder; empty if there are none
+    without_text: str = ""  # The note on documents without text, after their number; empty if they need none
+    # Size in bytes and digest of each file by name, to name the one that changed before a resume.
     files: Mapping[str, list[Any]] = field(default_factory=dict)
-    """Size in bytes and digest of each file by name, to name the one that changed before a resume."""
-    is_part: bool = False
-    """Whether it is a chunk of a streamed source."""
-    messages: bool = False
-    """Whether documents are conversations (`chat.conversation_text`)."""
+    is_part: bool = False  # Whether it is a chunk of a streamed source
+    messages: bool = False  # Whether documents are conversations (`chat.conversation_text`)
 
     def plain_text(self, scratch: Path) -> Stream:
         """The documents as text, of conversations the contents of the messages."""
@@ -62,31 +60,18 @@ class Source:
         return chat.contents(stream) if self.messages else stream
 
 
+class Files(NamedTuple):
+    """Files of one kind that are read as they are."""
+
+    paths: list[str]
+    kind: str
+    note: str = ""  # On the files of the folder that are left out
+
+
 def open_source(config: Data, on_bytes_read: OnBytesRead) -> Source:
     """Find the data and fingerprint it. `on_bytes_read` is called with the number of bytes just read."""
     # Raises ConfigError if there is no data, it is not text, or it has no split `data.split`.
-    source = _open(config, on_bytes_read)
-    return replace(source, messages=config.format == "messages")
-
-
-def streamed_files(config: Data) -> tuple[list[str], str, str]:
-    """The files of a source that is streamed, their kind, and a note on ignored files of the folder."""
-    # Raises ConfigError for other sources.
-    path = expand(config.source)
-    if path.is_dir() and not any((path / name).is_file() for name in ("dataset_dict.json", "state.json")):
-        files = files_below(path)
-        kinds = {documents.suffix(file) for file in files}.intersection(SUFFIXES)
-        if len(kinds) == 1:
-            kind = kinds.pop()
-            chosen = files_of_split(config, path, _of_kind(files, kind))
-            return chosen, kind, _skipped_files(config, files, chosen)
-    elif (suffix := documents.suffix(path)) in SUFFIXES:
-        _refuse_split(config, "files have")
-        return matches(config, str(path)), suffix, ""
-    raise ConfigError(
-        f'data.source = "{config.source}" cannot be streamed: data.streaming takes files of one kind '
-        f"({', '.join(SUFFIXES)}), as a pattern or a folder; leave data.streaming out for other sources"
-    )
+    return replace(_open(config, on_bytes_read), messages=config.format == "messages")
 
 
 def _open(config: Data, on_bytes_read: OnBytesRead) -> Source:
@@ -97,13 +82,11 @@ def _open(config: Data, on_bytes_read: OnBytesRead) -> Source:
         if config.format != expected:
             raise ConfigError(f'data.source = "{config.source}" has {expected}: set data.format = "{expected}"')
         return _standard_library(config.source, Path(sysconfig.get_paths()["stdlib"]))
+    if (files := list_files(config)) is not None:
+        return _open_files(config, files, on_bytes_read)
     if path.is_dir():
         return _open_folder(config, path, on_bytes_read)
-    suffix = documents.suffix(path)
-    if suffix in SUFFIXES:
-        _refuse_split(config, "files have")
-        return _open_files(config, matches(config, str(path)), suffix, on_bytes_read)
-    if suffix in COMPRESSED:
+    if documents.suffix(path) in COMPRESSED:
         raise ConfigError(
             f'data.source = "{config.source}": of compressed files only .txt and .jsonl with .gz or .zst are read: '
             "decompress the others first"
@@ -115,7 +98,7 @@ def _open(config: Data, on_bytes_read: OnBytesRead) -> Source:
         return _open_prepared(config, folder, on_bytes_read)
     if path.is_absolute() or config.source.startswith("."):
         raise ConfigError(f'data.source = "{config.source}" cannot be read: there is no such file or folder')
-    return _open_hub(config, on_bytes_read)
+    return _open_files(config, Files(_load(config, config.source.partition(":")[0]), ".arrow"), on_bytes_read)
 
 
 def _refuse_split(config: Data, what: str) -> None:
@@ -125,6 +108,33 @@ def _refuse_split(config: Data, what: str) -> None:
         )
 
 
+def _no_split(source: str, split: str, splits: Collection[str]) -> ConfigError:
+    return ConfigError(f'"{source}" has no split "{split}"; it has {", ".join(map(str, splits))}: set data.split')
+
+
+def _unchanged(source: str, paths: list[str], read: Callable[[Path], Stream]) -> Callable[[Path], Stream]:
+    """`read`, which raises ConfigError at its end if a file is no longer what it was when this was called."""
+
+    def stamps() -> list[tuple[int, int, int]]:
+        rows = []
+        for path in paths:
+            with documents.reading(path):
+                stat = os.stat(path)
+            rows.append((stat.st_ino, stat.st_size, stat.st_mtime_ns))
+        return rows
+
+    before = stamps()
+
+    def checked(scratch: Path) -> Stream:
+        yield from read(scratch)
+        if stamps() != before:
+            raise ConfigError(
+                f'data.source = "{source}" changed while it was read: start again once nothing writes to it'
+            )
+
+    return checked
+
+
 def _standard_library(source: str, root: Path) -> Source:
     """The modules of the standard library, or the conversations about their docstrings."""
     names = []
@@ -132,127 +142,74 @@ def _standard_library(source: str, root: Path) -> Source:
         subfolders[:] = set(subfolders) - NOT_SOURCE  # site-packages may have many times as many files
         names += [Path(folder, file).relative_to(root).as_posix() for file in files if file.endswith(".py")]
     names.sort()
-    skipped = 0
 
-    def texts(digest: "hashlib._Hash", parse: bool = True) -> Stream:
-        nonlocal skipped
-        skipped = 0
+    def modules() -> Iterator[tuple[str, str]]:
         for name in names:
-            with documents.reading(str(root / name)):
-                content = (root / name).read_bytes()
-            try:
-                text = content.decode("utf-8")
-            except UnicodeDecodeError:
-                skipped += 1
-                continue
-            digest.update(f"{name}\0{len(content)}\0".encode() + content)
-            if source == STDLIB:
-                yield from documents.rows_as_documents([text])
-            elif parse:
-                yield from documents.rows_as_documents(docstrings.conversations(name, text))
+            with documents.reading(str(root / name)), suppress(UnicodeDecodeError):
+                yield name, (root / name).read_bytes().decode("utf-8")
 
-    seed = b"" if source == STDLIB else docstrings.VERSION
-    digest = hashlib.sha256(seed)
-    for _ in texts(digest, parse=False):
-        pass
-    fingerprint = digest.hexdigest()
-    return Source(
-        fingerprint=fingerprint,
-        skipped=skipped,
-        read=lambda _: _check_unchanged(source, fingerprint, hashlib.sha256(seed), texts),
-    )
+    def read(_: Path) -> Stream:
+        for name, text in modules():
+            rows: list[str | None] = [text] if source == STDLIB else docstrings.conversations(name, text)
+            yield from documents.rows_as_documents(rows)
+
+    reader = _unchanged(source, [str(root / name) for name in names], read)
+    digest, count = hashlib.sha256(b"" if source == STDLIB else docstrings.VERSION), 0
+    for name, text in modules():
+        content, count = text.encode(), count + 1
+        digest.update(f"{name}\0{len(content)}\0".encode() + content)
+    return Source(fingerprint=digest.hexdigest(), skipped=len(names) - count, read=reader)
 
 
-def _check_unchanged(
-    source: str, fingerprint: str, digest: "hashlib._Hash", stream: Callable[["hashlib._Hash"], Stream]
-) -> Stream:
-    """Yield the documents of `stream`, which updates `digest`. Raises ConfigError if the content has changed."""
-    yield from stream(digest)
-    if digest.hexdigest() != fingerprint:
-        raise ConfigError(f'data.source = "{source}" changed while it was read: start again once nothing writes to it')
-
-
-def _open_files(
-    config: Data, paths: list[str], suffix: str, on_bytes_read: OnBytesRead, skipped_files: str = ""
-) -> Source:
-    column = column_of(config)
-    if column.messages and suffix == ".txt":
+def _open_files(config: Data, files: Files, on_bytes_read: OnBytesRead) -> Source:
+    column, kind = Column.of(config), files.kind
+    if column.messages and kind == ".txt":
         raise ConfigError(f'data.source = "{config.source}": .txt files have no messages: give .jsonl or .parquet')
-    seed = f"{suffix}{'' if suffix == '.txt' else column.identity}".encode()
-    digest = hashlib.sha256(seed)
-    files: dict[str, list[Any]] = {}
-    for path in paths:
-        documents.hash_file(path, digest, on_bytes_read, kind=suffix)
-        files[path] = [os.path.getsize(path), digest.hexdigest()[:16]]  # that of the files up to this one
-    fingerprint = digest.hexdigest()
-
-    def texts(digest: "hashlib._Hash") -> Stream:
-        if suffix == ".jsonl":
-            yield from documents.json_lines(paths, column, digest, on_bytes_read)
-            return
-        for path in paths:
-            if suffix == ".txt":
-                yield from documents.text_file(path, digest, on_bytes_read)
-                continue
-            for group in arrow_files.parquet_rows(path, column):
-                yield from documents.rows_as_documents(group)
-            documents.hash_file(path, digest, on_bytes_read, kind=suffix)
-
-    without_text = "files are empty" if suffix == ".txt" else _rows_without_text(config)
+    blocks = [Block(path) for path in files.paths]
+    read = _unchanged(config.source, files.paths, lambda _: read_documents(blocks, kind, column))
+    digest = hashlib.sha256(f"{kind}{'' if kind == '.txt' else column.identity}".encode())
+    sizes: dict[str, list[Any]] = {}
+    for path in files.paths:
+        documents.hash_file(path, digest, on_bytes_read, kind=kind)
+        sizes[path] = [os.path.getsize(path), digest.hexdigest()[:16]]  # that of the files up to this one
     return Source(
-        fingerprint=fingerprint,
-        read=lambda _: _check_unchanged(config.source, fingerprint, hashlib.sha256(seed), texts),
-        skipped_files=skipped_files,
-        without_text=without_text,
-        files=files,
-    )
-
-
-def _rows_without_text(config: Data) -> str:
-    column = column_of(config)
-    what = "messages" if column.messages else "text"
-    return f'rows have no {what} in field "{column.name}" (missing, null or empty)'
+        fingerprint=digest.hexdigest(), read=read, skipped_files=files.note, files=sizes,
+        without_text="files are empty" if kind == ".txt" else column.note,
+    )  # fmt: skip
 
 
 def _open_folder(config: Data, path: Path, on_bytes_read: OnBytesRead) -> Source:
-    """Open a folder of `save_to_disk`, or one whose files are all of one kind."""
+    """Open a folder of `save_to_disk`, or one that `datasets` prepares."""
+    saved, state = path, path / "state.json"
     if (path / "dataset_dict.json").is_file():
         splits = _read_manifest(path / "dataset_dict.json", "splits")["splits"]
         if config.split not in splits:
-            raise documents.no_split(config.source, config.split, splits)
-        return _open_saved(config, path / config.split, on_bytes_read)
-    if (path / "state.json").is_file():
-        if config.split not in ("train", _read_manifest(path / "state.json", "_data_files").get("_split")):
-            _refuse_split(config, "a saved data set that is not a DatasetDict has")
-        return _open_saved(config, path, on_bytes_read)
+            raise _no_split(config.source, config.split, splits)
+        saved = path / config.split
+    elif state.is_file() and config.split not in ("train", _read_manifest(state, "_data_files").get("_split")):
+        _refuse_split(config, "a saved data set that is not a DatasetDict has")
+    if saved != path or state.is_file():
+        entries = _read_manifest(saved / "state.json", "_data_files")["_data_files"]
+        paths = [str(saved / os.path.basename(entry["filename"])) for entry in entries]
+        if not paths:
+            raise documents.NoSequencesError(f'data.source = "{config.source}" is empty: it has no files')
+        return _open_files(config, Files(paths, ".arrow"), on_bytes_read)
     files = files_below(path)
-    kinds = {documents.suffix(file) for file in files if os.path.basename(file) not in METADATA}
-    usable = sorted(kinds.intersection(documents.FILE_KINDS))
-    if _has_configs(path / "README.md") or (len(usable) == 1 and usable[0] not in SUFFIXES):
+    kinds = _kinds(files)
+    if _has_configs(path / "README.md") or (len(kinds) == 1 and kinds[0] not in SUFFIXES):
         return _open_prepared(config, path, on_bytes_read)
-    if len(usable) != 1:
-        kind = next((kind for kind in usable if kind in SUFFIXES), SUFFIXES[0])
-        raise ConfigError(
-            f'data.source = "{config.source}" {"is a folder of several kinds" if usable else "holds nothing to read"}: '
-            f'{suffix_counts(files)}; give files of one kind with a pattern, as "{path}/**/*{kind}", or a folder that '
-            "save_to_disk wrote; compressed files have to be decompressed, but for .txt and .jsonl with .gz or .zst"
-        )
-    chosen = files_of_split(config, path, _of_kind(files, usable[0]))
-    return _open_files(config, chosen, usable[0], on_bytes_read, _skipped_files(config, files, chosen))
+    kind = next((kind for kind in kinds if kind in SUFFIXES), SUFFIXES[0])
+    raise ConfigError(
+        f'data.source = "{config.source}" {"is a folder of several kinds" if kinds else "holds nothing to read"}: '
+        f'{suffix_counts(files)}; give files of one kind with a pattern, as "{path}/**/*{kind}", or a folder that '
+        "save_to_disk wrote; compressed files have to be decompressed, but for .txt and .jsonl with .gz or .zst"
+    )
 
 
-def _of_kind(files: list[str], kind: str) -> list[str]:
-    """The files of a kind; compressed ones only where there are no others, of which they may be copies."""
-    chosen = [file for file in files if documents.suffix(file) == kind]
-    return [file for file in chosen if not documents.is_compressed(file)] or chosen
-
-
-def _skipped_files(config: Data, files: list[str], chosen: list[str]) -> str:
-    """A note on the files of a folder that are not read; empty if there are none."""
-    rest = sorted(set(files) - set(chosen))
-    if not rest:
-        return ""
-    return f'{len(rest)} of {len(files)} files in "{config.source}" are left out: {suffix_counts(rest)}'
+def _kinds(files: list[str]) -> list[str]:
+    """The kinds of files with text among those of a folder."""
+    kinds = {documents.suffix(file) for file in files if os.path.basename(file) not in METADATA}
+    return sorted(kinds.intersection(FILE_KINDS))
 
 
 def _has_configs(readme: Path) -> bool:
@@ -280,68 +237,221 @@ def _read_manifest(path: Path, key: str) -> dict[str, Any]:
     return dict(content)
 
 
-def _open_saved(config: Data, folder: Path, on_bytes_read: OnBytesRead) -> Source:
-    """Open a folder of `Dataset.save_to_disk`."""
-    entries = _read_manifest(folder / "state.json", "_data_files")["_data_files"]
-    paths = [str(folder / os.path.basename(entry["filename"])) for entry in entries]
-    return _open_arrow(config, lambda _: paths, on_bytes_read)
-
-
-def _open_arrow(
-    config: Data, prepare: Callable[[Path], list[str]], on_bytes_read: OnBytesRead, fingerprint: str = ""
-) -> Source:
-    """Open Arrow files, hashed by their rows unless `fingerprint` is set."""
-
-    def texts(lengths: "hashlib._Hash", scratch: Path) -> Stream:
-        content = hashlib.sha256()
-        for path in prepare(scratch):
-            groups = arrow_files.arrow_rows(path, column_of(config), on_bytes_read)
-            yield from arrow_files.hashed_rows(groups, lengths, content)
-        lengths.update(content.digest())
-
-    def reread(scratch: Path) -> Stream:
-        return _check_unchanged(config.source, fingerprint, hashlib.sha256(), lambda digest: texts(digest, scratch))
-
-    without_text = _rows_without_text(config)
-    if fingerprint:
-        return Source(
-            fingerprint=fingerprint,
-            read=lambda scratch: texts(hashlib.sha256(), scratch),
-            without_text=without_text,
-        )
-    digest = hashlib.sha256()
-    for _ in texts(digest, Path()):
-        pass
-    fingerprint = digest.hexdigest()
-    return Source(fingerprint=fingerprint, read=reread, without_text=without_text)
-
-
 def _open_prepared(config: Data, folder: Path, on_bytes_read: OnBytesRead) -> Source:
     """Open a local folder with `datasets`, in the scratch folder: its own cache checks only modification times."""
+    column = Column.of(config)
+    digest = hashlib.sha256(f"folder\0{_subset(config) or ''}\0{config.split}{column.identity}".encode())
+    # What a card names may be hidden, so that a look into the folder does not find all that `datasets` reads.
+    paths = sorted({*files_below(folder), *_files_of_card(config, folder)})
 
-    def fingerprint() -> str:
-        subset = config.source.partition(":")[2] if not expand(config.source).is_dir() else ""
-        digest = hashlib.sha256(f"folder\0{subset}\0{config.split}{column_of(config).identity}".encode())
-        for path in sorted({*files_below(folder), *hf_datasets.files(config, folder)}):
-            if Path(path).suffix.lower() in COMPRESSED:
-                raise ConfigError(f"{path} is compressed, and compressed files are not read: decompress it first")
-            if documents.suffix(path) in documents.FILE_KINDS and Path(path).suffix not in documents.FILE_KINDS:
-                raise ConfigError(f"{path} would be left out: rename it to end in {documents.suffix(path)}")
-            digest.update(f"{os.path.relpath(path, folder)}\0".encode())
-            documents.hash_file(path, digest, on_bytes_read, kind="")
-        return digest.hexdigest()
+    def read(scratch: Path) -> Stream:
+        blocks = [Block(path) for path in _load(config, str(folder), cache_dir=str(scratch / "arrow"))]
+        return read_documents(blocks, ".arrow", column)
 
-    fingerprint_before = fingerprint()
-
-    def prepare(scratch: Path) -> list[str]:
-        paths = hf_datasets.load(config, str(folder), cache_dir=str(scratch / "arrow"))
-        if fingerprint() != fingerprint_before:
-            raise ConfigError(f'data.source = "{config.source}" changed while it was read: start again')
-        return paths
-
-    return _open_arrow(config, prepare, on_bytes_read, fingerprint_before)
+    reader = _unchanged(config.source, paths, read)
+    for path in paths:
+        if Path(path).suffix.lower() in COMPRESSED:
+            raise ConfigError(f"{path} is compressed, and compressed files are not read: decompress it first")
+        if documents.suffix(path) in FILE_KINDS and Path(path).suffix not in FILE_KINDS:
+            raise ConfigError(f"{path} would be left out: rename it to end in {documents.suffix(path)}")
+        digest.update(f"{os.path.relpath(path, folder)}\0".encode())
+        documents.hash_file(path, digest, on_bytes_read, kind="")
+    return Source(fingerprint=digest.hexdigest(), read=reader, without_text=column.note)
 
 
-def _open_hub(config: Data, on_bytes_read: OnBytesRead) -> Source:
-    paths = hf_datasets.load(config, config.source.partition(":")[0])
-    return _open_arrow(config, lambda _: paths, on_bytes_read)
+def _subset(config: Data) -> str | None:
+    return None if expand(config.source).is_dir() else config.source.partition(":")[2] or None
+
+
+def _files_of_card(config: Data, folder: Path) -> list[str]:
+    """The files that `_load` reads of a local folder, hidden ones and its card included."""
+    # Raises ConfigError if they are not all in the folder, or are of another kind than `FILE_KINDS`.
+    import datasets
+    import yaml
+    from huggingface_hub import DatasetCard
+
+    readme, card = folder / datasets.config.REPOCARD_FILENAME, folder / datasets.config.REPOYAML_FILENAME
+    with _readable(config), no_progress_bars(), tempfile.TemporaryDirectory(prefix="octavo-") as scratch:
+        tables = [DatasetCard.load(readme).data.to_dict()] if readme.is_file() else []
+        tables += [yaml.safe_load(card.read_text(encoding="utf-8"))] if card.exists() else []
+        for text in _texts([(table or {}).get("configs") for table in tables]):
+            if "://" in text or "::" in text:  # `datasets` would ask the network for it
+                raise ValueError(f"its card names {text}: the files of a folder must be in it")
+        builder = datasets.load_dataset_builder(str(folder), _subset(config), cache_dir=scratch, **_without_code())
+        by_split = builder.config.data_files or {}
+        names = sorted({os.path.relpath(path, folder.resolve()) for paths in by_split.values() for path in paths})
+        for name in names:
+            if Path(name).parts[0] == os.pardir:
+                raise ValueError(f"its card names {name}, which is not in the folder: move it there")
+            if documents.suffix(name) not in FILE_KINDS:
+                raise ValueError(f"its card names {name}: files must end in {', '.join(sorted(FILE_KINDS))}")
+    return [str(folder / name) for name in names] + ([str(card)] if card.exists() else [])
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """All strings of nested tables and lists."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _texts(item)
+
+
+def _load(config: Data, name: str, **options: Any) -> list[str]:
+    """The Arrow files of a data set that `datasets` loads. Raises ConfigError if it has no split `data.split`."""
+    import datasets
+
+    with _readable(config), no_progress_bars():
+        splits = datasets.load_dataset(name, _subset(config), **options, **_without_code())
+    if config.split not in splits:
+        raise _no_split(config.source, config.split, splits)
+    if splits[config.split].info.builder_name == "text" and "cache_dir" in options:
+        raise ConfigError(
+            f'data.source = "{config.source}": the folder\'s card names .txt files, which `datasets` cuts into lines; '
+            'give them with a pattern, as "folder/**/*.txt": then each file is a document'
+        )
+    return [entry["filename"] for entry in splits[config.split].cache_files]
+
+
+def _without_code() -> dict[str, bool]:
+    import datasets
+
+    return {"trust_remote_code": False} if int(datasets.__version__.partition(".")[0]) < 4 else {}  # later: no scripts
+
+
+@contextmanager
+def no_progress_bars() -> Iterator[None]:
+    """Keep `datasets` from drawing its own."""
+    from datasets.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    before = are_progress_bars_disabled()
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        if not before:
+            enable_progress_bars()
+
+
+@contextmanager
+def _readable(config: Data) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # of no common type: each format and each part of a card fails in its own way
+        cause = " ".join(str(error.__cause__ or error).split()) or type(error).__name__
+        guess = nearest(config.source, [STDLIB])
+        raise ConfigError(f'data.source = "{config.source}" cannot be read: {cause}{guess}') from None
+
+
+def list_files(config: Data) -> Files | None:
+    """The files of a pattern, or of a folder of one kind; None for sources that are not read file by file."""
+    path = expand(config.source)
+    if not path.is_dir():
+        if (kind := documents.suffix(path)) not in SUFFIXES:
+            return None
+        _refuse_split(config, "files have")
+        return Files(matches(config, str(path)), kind)
+    if any((path / name).is_file() for name in ("dataset_dict.json", "state.json")):
+        return None
+    files = files_below(path)
+    kinds = _kinds(files)
+    if len(kinds) != 1 or kinds[0] not in SUFFIXES or _has_configs(path / "README.md"):
+        return None
+    chosen = [file for file in files if documents.suffix(file) == kinds[0]]
+    # Compressed files only where there are no others, of which they may be copies.
+    chosen = [file for file in chosen if not documents.is_compressed(file)] or chosen
+    chosen = _files_of_split(config, path, chosen)
+    rest = sorted(set(files) - set(chosen))
+    note = f'{len(rest)} of {len(files)} files in "{config.source}" are left out: {suffix_counts(rest)}'
+    return Files(chosen, kinds[0], note if rest else "")
+
+
+def matches(config: Data, pattern: str) -> list[str]:
+    """The files of a glob, sorted. A file reached by several paths through linked folders counts once."""
+    paths = [pattern] if Path(pattern).is_file() else sorted(_expand(pattern))  # [ ] may be literal
+    real = lru_cache(maxsize=None)(os.path.realpath)
+    files: dict[tuple[str, str], str] = {}
+    for path in paths:
+        _check_link(path)
+        if os.path.isfile(path):
+            files.setdefault((real(os.path.dirname(path)), os.path.basename(path)), path)
+    if not files:
+        raise ConfigError(f'data.source = "{config.source}" matches no file (relative to {Path.cwd()})')
+    return list(files.values())
+
+
+def _expand(pattern: str) -> Iterator[str]:
+    """The paths of a glob with `**`; a linked folder is read once, so links back to a folder above end."""
+    parts = Path(pattern).parts
+    if "**" not in parts:
+        yield from glob.glob(pattern)
+        return
+    at = parts.index("**")
+    rest = parts[at + 1 :] or ("*",)
+    for start in glob.glob(os.path.join(*parts[:at])) if at else [""]:
+        for folder, _ in _walk(start or ".", skipped=(".",)):
+            folder = os.path.relpath(folder) if not start else folder
+            yield from _expand(os.path.join(*([] if folder == "." else [glob.escape(folder)]), *rest))
+
+
+def _walk(folder: str, *, skipped: tuple[str, ...]) -> Iterator[tuple[str, list[str]]]:
+    """The folders below a folder with their files' names; each once, by the first of several paths."""
+
+    def unreadable(error: OSError) -> None:
+        raise ConfigError(f"{error.filename} cannot be read: {error.strerror}") from None
+
+    visited = set()
+    for root, folders, names in os.walk(folder, onerror=unreadable, followlinks=True):
+        if (real := os.path.realpath(root)) in visited:
+            folders.clear()
+            continue
+        visited.add(real)
+        folders[:] = sorted(name for name in folders if not name.startswith(skipped))
+        yield root, names
+
+
+def _check_link(path: str) -> None:
+    if not os.path.exists(path) and os.path.islink(path):
+        raise ConfigError(f"{path} cannot be read: it is a link to {os.readlink(path)}, which does not exist")
+
+
+def suffix_counts(files: list[str]) -> str:
+    """Counts by suffix, as "3 .csv, 1 .md"."""
+    counts = Counter(Path(file).suffix.lower() or "without a suffix" for file in files)
+    return ", ".join(f"{count} {kind}" for kind, count in counts.most_common(20)) or "no files"
+
+
+def files_below(folder: Path) -> list[str]:
+    """The files below a folder, sorted, without hidden ones; a linked folder is read once."""
+    paths: list[str] = []
+    for root, names in _walk(str(folder), skipped=(".", "__")):
+        paths += [os.path.join(root, name) for name in names if not name.startswith(".")]
+    for path in paths:
+        _check_link(path)
+    return sorted(path for path in paths if os.path.isfile(path))
+
+
+def _files_of_split(config: Data, folder: Path, files: list[str]) -> list[str]:
+    """The files whose names belong to `data.split`; if no name has a split, all are "train"."""
+    # The patterns are those of `datasets`, as "train-00000-of-00002.parquet", "test.jsonl", "validation/a.txt".
+    from datasets.data_files import EmptyDatasetError, get_data_patterns, resolve_pattern
+
+    base = glob.escape(str(folder.resolve()))
+    real = {os.path.realpath(file): file for file in files}
+    splits: dict[str, set[str]] = {}
+    with no_progress_bars():
+        try:
+            patterns = get_data_patterns(base)
+        except EmptyDatasetError:
+            patterns = {}
+        for split, names in patterns.items():
+            paths = set()
+            for name in names:
+                with suppress(FileNotFoundError):  # one pattern of several
+                    paths |= {os.path.realpath(path) for path in resolve_pattern(name, base)}
+            if names != ["**"] and (members := paths.intersection(real)):
+                splits[str(split)] = {real[path] for path in members}
+    splits = splits or {"train": set(files)}
+    if config.split not in splits:
+        raise _no_split(config.source, config.split, splits)
+    return [path for path in files if path in splits[config.split]]

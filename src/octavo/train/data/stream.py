@@ -26,9 +26,8 @@ from bisect import bisect_right
 from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate, chain
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +37,20 @@ from torch import Tensor
 from octavo.train.config.data_section import Data
 from octavo.train.config.run_config import ConfigError
 from octavo.train.config.sections import expand
-from octavo.train.data import arrow_files, documents
+from octavo.train.data import documents
 from octavo.train.data.chat import chat_template
-from octavo.train.data.corpus import Corpus
-from octavo.train.data.documents import Column, Stream, column_of, is_compressed
-from octavo.train.data.sequences import NoFieldError, NoSequencesError, Sequences
-from octavo.train.data.source import Source, streamed_files
+from octavo.train.data.corpus import Corpus, Sequences
+from octavo.train.data.documents import (
+    Block,
+    Column,
+    NoFieldError,
+    NoSequencesError,
+    Stream,
+    check_column,
+    is_compressed,
+    read_documents,
+)
+from octavo.train.data.source import SUFFIXES, Source, list_files
 from octavo.train.data.token_cache import ReadProgress, TokenizedText, open_entry
 from octavo.train.data.tokenizer import TextTokenizer
 from octavo.train.record.progress import NullProgress, Progress
@@ -58,26 +65,20 @@ OPEN_EPOCHS = 2
 """Epochs of which the order of the chunks stays in memory."""
 
 
-@dataclass(frozen=True)
-class Block:
-    """A part of a file: bytes of .jsonl, one row group of .parquet, or a .txt file."""
-
-    path: str
-    start: int
-    stop: int
-    size: int
-    """Bytes of text, uncompressed."""
-
-
 class StreamedCorpus(Sequences):
     """The sequences of files that are larger than memory, or than the time before the first step."""
 
     def __init__(self, data: Data, tokenizer: TextTokenizer, progress: Progress) -> None:
         self._data, self._pretrained, self._progress = data, tokenizer, progress
         self._template = chat_template(data, tokenizer) if data.format == "messages" else None
-        self._column = column_of(data)
+        self._column = Column.of(data)
         progress.stage("looking at the files")
-        paths, self._kind, skipped_files = streamed_files(data)
+        if (files := list_files(data)) is None:
+            raise ConfigError(
+                f'data.source = "{data.source}" cannot be streamed: data.streaming takes files of one kind '
+                f"({', '.join(SUFFIXES)}), as a pattern or a folder; leave data.streaming out for other sources"
+            )
+        paths, self._kind, skipped_files = files
         if skipped_files:
             progress.note(skipped_files)
         if packed := next(filter(is_compressed, paths), None):
@@ -260,17 +261,9 @@ class StreamedCorpus(Sequences):
                     f"{block.path} has {size:,} bytes, and had {expected:,} when the run began: do not write to files "
                     "that are streamed"
                 )
-        if self._kind == ".jsonl":
-            parts = (documents.lines_between(block.path, block.start, block.stop) for block in blocks)
-            yield from documents.json_documents(chain.from_iterable(parts), self._column)
-            return
-        for block in blocks:
-            if self._kind == ".parquet":
-                for rows in arrow_files.parquet_rows(block.path, self._column, [block.start]):
-                    yield from documents.rows_as_documents(rows)
-            else:
+            if self._kind == ".txt":
                 documents.hash_file(block.path, hashlib.sha256(), lambda _: None, kind=".txt")  # UTF-8, without NULs
-                yield from documents.text_file(block.path, hashlib.sha256(), lambda _: None)
+        yield from read_documents(blocks, self._kind, self._column)
 
 
 def _identity(path: str) -> list[Any]:
@@ -289,7 +282,7 @@ def _blocks(path: str, kind: str, size: int, column: Column) -> list[Block]:
         from pyarrow import parquet
 
         with documents.reading(path), parquet.ParquetFile(path) as file:
-            arrow_files.check_column(column, file.schema_arrow)
+            check_column(column, file.schema_arrow)
             groups = [file.metadata.row_group(number) for number in range(file.num_row_groups)]
         return [Block(path, number, number + 1, group.total_byte_size) for number, group in enumerate(groups)]
     total = os.path.getsize(path)

@@ -26,20 +26,18 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import tokenizers
 
+from octavo.train.checkpoint.digests import DIGESTS, find_damage, write_digests
 from octavo.train.config.data_section import Data
 from octavo.train.config.run_config import ConfigError
 from octavo.train.config.sections import expand
 from octavo.train.data.chat import Chat, chat_template
 from octavo.train.data.chat import fingerprint as chat_fingerprint
-from octavo.train.data.documents import OnBytesRead, Stream
-from octavo.train.data.encoding import DOCUMENT, TARGETS_FILE, tokenize
-from octavo.train.data.sequences import NoSequencesError
+from octavo.train.data.documents import NoSequencesError, Stream
 from octavo.train.data.source import Source, open_source
 from octavo.train.data.tokenizer import SAMPLE_CHARACTERS, TextTokenizer, train_tokenizer
 from octavo.train.disk import lock, sync
@@ -53,29 +51,34 @@ BUILDING = ".building-"
 """Prefix of an incomplete entry."""
 ABANDONED_AFTER = 24 * 3600.0
 """Seconds without a write after which an incomplete entry counts as left by a killed process."""
-ENTRY_FILES = ("facts.json", "ids.bin", "documents.bin", "tokenizer.json")
-LAYOUT = "-2"
+LAYOUT = "-3"
 """Ends the name of an entry; changes with its files."""
-DIGESTS = "digests.json"
 REPORT_SECONDS = 10.0
 """Seconds between two progress reports."""
-
-
-NO_FILES: Mapping[str, list[Any]] = MappingProxyType({})
+BATCH_BYTES = 1 << 20
+"""UTF-8 bytes encoded at once; the tokenizer takes 100 to 200 bytes of memory for each."""
+PIECE_BYTES = 2 << 20
+"""Longest piece in UTF-8 bytes; it cuts text of more than two bytes a character below `PIECE_CHARACTERS`."""
+BATCH_PIECES = 4096
+PIECE_CHARACTERS = 1 << 20
+"""Longest piece of a document in characters, cut after a line break if there is one."""
+DOCUMENT = np.dtype([("end", "<i8"), ("hash", "<u8")])
+"""A document: the index after its end token in the ids, and the BLAKE2b of its text as a 64-bit number."""
+TARGETS_FILE = "targets.bin"
+"""For each id whether it is a target, one byte each; only of conversations with a loss on the assistant."""
+Encoded = Iterator[tuple[list[int], np.ndarray | None] | int | None]
+"""Ids and targets of pieces of a document; its hash after the last of them; None for a document without text."""
 
 
 class TokenizedText:
     """The tokenized documents of a cache entry."""
 
-    def __init__(
-        self, folder: Path, tokenizer: TextTokenizer, fingerprint: str, files: Mapping[str, list[Any]] = NO_FILES
-    ) -> None:
+    def __init__(self, folder: Path, tokenizer: TextTokenizer, files: Mapping[str, list[Any]]) -> None:
         facts = json.loads((folder / "facts.json").read_text(encoding="utf-8"))
-        self.tokenizer = tokenizer  # The tokenizer of the ids
-        # folder: The entry.
-        # fingerprint: Hash of the content and the tokenizer.
-        self.folder, self.fingerprint = folder, fingerprint
-        self.digest: str = json.loads((folder / DIGESTS).read_text(encoding="utf-8"))["ids.bin"]  # Digest of the ids
+        self.folder, self.tokenizer = folder, tokenizer  # The entry, and the tokenizer of the ids
+        self.fingerprint: str = facts["entry"]  # Hash of the content and the tokenizer
+        # digest: Digest of the ids.
+        self.digest: str = json.loads((folder / DIGESTS).read_text(encoding="utf-8"))["files"]["ids.bin"]
         self.files = dict(files)  # Size and digest of each file of the source by name, as `Source.files`
         self.skipped: int = facts["skipped"]  # Number of files left out because they are not UTF-8
         self._empty: int = facts["without_text"]
@@ -85,9 +88,9 @@ class TokenizedText:
         self.ends: np.ndarray = rows["end"]  # Where each document ends in `ids`: int64 [documents]
         self.hashes: np.ndarray = rows["hash"]  # A hash of the text of each document: uint64 [documents]
         self.targets: np.ndarray | None = None  # Which ids are targets: uint8 [tokens]; None if all are
-        if facts.get("masked"):
+        if facts["masked"]:
             self.targets = np.memmap(folder / TARGETS_FILE, dtype=np.uint8, mode="r", shape=(facts["tokens"],))
-        self.target_count: int = facts.get("targets", facts["tokens"])  # How many are
+        self.target_count: int = facts["targets"]  # How many are
 
     def without_text(self, what: str) -> str:
         """A sentence about documents without text; empty if there are none."""
@@ -95,7 +98,7 @@ class TokenizedText:
 
 
 class ReadProgress:
-    """Reports every few seconds how many bytes a stage has read. An `OnBytesRead`."""
+    """Reports every few seconds how many bytes a stage has read. A `documents.OnBytesRead`."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
@@ -111,6 +114,12 @@ class ReadProgress:
         if time.monotonic() > self._next:
             self._next = time.monotonic() + REPORT_SECONDS
             self._progress.stage(f"{self._text}: {self._bytes / 1e9:.2f} GB")
+
+    def counted(self, stream: Stream) -> Stream:
+        """The stream, of which each piece is counted."""
+        for text in stream:
+            self(len(text or ""))
+            yield text
 
 
 def open_tokens(
@@ -137,45 +146,33 @@ def open_entry(
         try:
             cache.mkdir(parents=True, exist_ok=True)
             with _exclusive(folder, progress):
-                _build_entry(folder, fingerprint, source, template, pretrained, data, meter, progress)
+                # Another process may have built it meanwhile.
+                if damage := _damage(folder, fingerprint, meter):
+                    _build(folder, fingerprint, damage, source, template, pretrained, data, meter, progress)
         except OSError as error:
             raise ConfigError(f"data.cache = {data.cache} cannot be written: {error.strerror or error}") from None
-    tokenizer = pretrained or _cached_tokenizer(folder)
+    tokenizer = pretrained
+    if tokenizer is None:
+        facts, content = ((folder / name).read_text(encoding="utf-8") for name in ("facts.json", "tokenizer.json"))
+        tokenizer = TextTokenizer(tokenizers.Tokenizer.from_str(content), str(json.loads(facts)["end"]))
     if template is not None:
         tokenizer = replace(tokenizer, chat_template=template)
-    tokens = TokenizedText(folder, tokenizer, fingerprint, source.files)
+    tokens = TokenizedText(folder, tokenizer, source.files)
     for note in (source.skipped_files, source.without_text and tokens.without_text(source.without_text)):
         if note:
             progress.note(note)
     return tokens
 
 
-def _build_entry(
-    folder: Path,
-    fingerprint: str,
-    source: Source,
-    template: str | None,
-    pretrained: TextTokenizer | None,
-    config: Data,
-    meter: ReadProgress,
-    progress: Progress,
-) -> None:
-    """Build the entry, unless another process has just built it. Call with the entry locked."""
-    damage = _damage(folder, fingerprint, meter)
-    if not damage:
-        return
-    _clear_abandoned(folder.parent)
-    scratch = Path(tempfile.mkdtemp(prefix=BUILDING, dir=folder.parent))
-    try:
-        if folder.exists():
-            progress.note(f"{folder} is damaged ({damage}): rebuilding it")
-            folder.rename(scratch / "damaged")
-        (scratch / "entry").mkdir()
-        _build(scratch, source, template, pretrained, config, meter)
-        _write_digests(scratch / "entry", fingerprint)
-        _publish(scratch / "entry", folder)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+def _damage(folder: Path, fingerprint: str, meter: ReadProgress) -> str:
+    """The damage of a cache entry; empty if it is intact."""
+    if not folder.exists():
+        return "missing"
+    meter.stage("checking the tokenized data")
+    if damage := find_damage(folder):
+        return damage
+    facts = json.loads((folder / "facts.json").read_text(encoding="utf-8"))
+    return "" if facts["entry"] == fingerprint else "facts.json is of another entry"
 
 
 @contextmanager
@@ -199,48 +196,36 @@ def _exclusive(folder: Path, progress: Progress) -> Iterator[None]:
         os.close(descriptor)
 
 
-def train_on(streams: Callable[[], Stream], vocab_size: int, meter: ReadProgress) -> TextTokenizer:
-    """Train a BPE on a sample of documents. `streams` is called twice."""
-    meter.stage("training the tokenizer")
-    return train_tokenizer(_sample(streams), vocab_size)
-
-
 def _build(
-    scratch: Path, source: Source, template: str | None, pretrained: TextTokenizer | None, config: Data,
-    meter: ReadProgress,
+    folder: Path, fingerprint: str, damage: str, source: Source, template: str | None,
+    pretrained: TextTokenizer | None, config: Data, meter: ReadProgress, progress: Progress,
 ) -> None:  # fmt: skip
-    folder = scratch / "entry"
-    tokenizer = pretrained or train_on(lambda: source.plain_text(scratch), config.vocab_size, meter)
-    meter.stage("tokenizing")
-    encoder = tokenizer if template is None else Chat(tokenizer, template, config.loss_on)
-    counts: dict[str, Any] = tokenize(folder, source.read(scratch), encoder)
-    if not counts["documents"]:
-        raise NoSequencesError(
-            f'data.source = "{config.source}" is empty: {counts["without_text"]} documents, none with text'
-        )
-    if source.is_part:
-        (folder / "tokenizer.json").write_text("{}", encoding="utf-8")  # not the 10 MB of it for each chunk
-    else:
-        content = tokenizer.backend.to_str(pretty=True)  # its own `save` raises no OSError where a disk is full
-        (folder / "tokenizer.json").write_text(content, encoding="utf-8")
-    counts |= {"skipped": source.skipped, "end": tokenizer.end}
-    (folder / "facts.json").write_text(json.dumps(counts, indent=2) + "\n", encoding="utf-8")
-
-
-def _write_digests(folder: Path, fingerprint: str) -> None:
-    """Write the digests of an entry's files, and its fingerprint."""
-    names = [*ENTRY_FILES, *([TARGETS_FILE] if (folder / TARGETS_FILE).exists() else [])]
-    digests = {"entry": fingerprint} | {name: _digest(folder / name) for name in names}
-    (folder / DIGESTS).write_text(json.dumps(digests, indent=2) + "\n", encoding="utf-8")
-
-
-def _digest(path: Path, on_bytes_read: OnBytesRead = lambda _: None) -> str:
-    digest = hashlib.blake2b(digest_size=32)
-    with path.open("rb") as file:
-        while piece := file.read(1 << 20):
-            digest.update(piece)
-            on_bytes_read(len(piece))
-    return digest.hexdigest()
+    """Build the entry, of which `damage` is the reason. Call with the entry locked."""
+    _clear_abandoned(folder.parent)
+    scratch = Path(tempfile.mkdtemp(prefix=BUILDING, dir=folder.parent))
+    try:
+        if folder.exists():
+            progress.note(f"{folder} is damaged ({damage}): rebuilding it")
+            folder.rename(scratch / "damaged")
+        entry = scratch / "entry"
+        entry.mkdir()
+        tokenizer = pretrained or train_on(lambda: source.plain_text(scratch), config.vocab_size, meter)
+        meter.stage("tokenizing")
+        encoder = tokenizer if template is None else Chat(tokenizer, template, config.loss_on)
+        facts: dict[str, Any] = tokenize(entry, meter.counted(source.read(scratch)), encoder)
+        if not facts["documents"]:
+            raise NoSequencesError(
+                f'data.source = "{config.source}" is empty: {facts["without_text"]} documents, none with text'
+            )
+        # `save` of a tokenizer raises no OSError where a disk is full. A chunk has no copy of 10 MB of it.
+        content = "{}" if source.is_part else tokenizer.backend.to_str(pretty=True)
+        (entry / "tokenizer.json").write_text(content, encoding="utf-8")
+        facts |= {"entry": fingerprint, "skipped": source.skipped, "end": tokenizer.end}
+        (entry / "facts.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+        write_digests(entry, {})
+        _publish(entry, folder)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _publish(scratch: Path, folder: Path) -> None:
@@ -252,34 +237,6 @@ def _publish(scratch: Path, folder: Path) -> None:
             raise
 
 
-def _damage(folder: Path, fingerprint: str, meter: ReadProgress) -> str:
-    """The damage of a cache entry; empty if it is intact."""
-    if not folder.exists():
-        return "missing"
-    meter.stage("checking the tokenized data")
-    try:
-        digests = json.loads((folder / DIGESTS).read_text(encoding="utf-8"))
-        if not isinstance(digests, dict):
-            raise ValueError
-    except (OSError, ValueError):
-        return f"{DIGESTS} cannot be read"
-    if digests.get("entry") != fingerprint:
-        return f"{DIGESTS} is of another entry"
-    for name in {*ENTRY_FILES, *digests} - {"entry"}:
-        try:
-            if _digest(folder / name, meter) != digests.get(name):
-                return f"{name} is not what was written"
-        except OSError as error:
-            return f"{name} cannot be read: {error.strerror}"
-    return ""
-
-
-def _cached_tokenizer(folder: Path) -> TextTokenizer:
-    content = (folder / "tokenizer.json").read_text(encoding="utf-8")
-    end = str(json.loads((folder / "facts.json").read_text(encoding="utf-8"))["end"])
-    return TextTokenizer(tokenizers.Tokenizer.from_str(content), end)
-
-
 def _clear_abandoned(cache: Path) -> None:
     """Remove incomplete entries of killed processes, untouched for a day."""
     for folder in cache.glob(f"{BUILDING}*"):
@@ -289,6 +246,120 @@ def _clear_abandoned(cache: Path) -> None:
             continue
         if touched < time.time() - ABANDONED_AFTER:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def tokenize(folder: Path, stream: Stream, encoder: TextTokenizer | Chat) -> dict[str, int | str | bool]:
+    """Write the ids of all documents, where they end, and the targets of conversations."""
+    # Text is followed by the end token; conversations end as their template ends them. Returns counts and the dtype of
+    # the ids.
+    tokenizer = encoder if isinstance(encoder, TextTokenizer) else encoder.tokenizer
+    dtype = np.dtype(np.uint16 if tokenizer.size <= 1 << 16 else np.uint32)
+    tokens = documents = without_text = targets = 0
+    masked = False
+    pieces = _text(stream, encoder) if isinstance(encoder, TextTokenizer) else _conversations(stream, encoder)
+    with (
+        (folder / "ids.bin").open("wb") as file,
+        (folder / "documents.bin").open("wb") as index,
+        (folder / TARGETS_FILE).open("wb") as marks,
+    ):
+        for piece in pieces:
+            if piece is None:
+                without_text += 1
+            elif isinstance(piece, int):
+                documents += 1
+                index.write(np.array((tokens, piece), DOCUMENT).tobytes())
+            else:
+                ids, mask = piece
+                file.write(np.asarray(ids, dtype=dtype).tobytes())
+                tokens += len(ids)
+                if mask is not None:
+                    marks.write(mask.astype(np.uint8).tobytes())
+                    masked, targets = True, targets + int(mask.sum())
+    if not masked:
+        (folder / TARGETS_FILE).unlink()
+    return {
+        "tokens": tokens, "documents": documents, "without_text": without_text, "dtype": dtype.name,
+        "targets": targets if masked else tokens, "masked": masked,
+    }  # fmt: skip
+
+
+def _text(stream: Stream, tokenizer: TextTokenizer) -> Encoded:
+    digest = hashlib.blake2b(digest_size=8)
+    for batch in _batches(_pieces(stream)):
+        encoded = iter(tokenizer.encode([piece for piece in batch if piece]))
+        for piece in batch:
+            if piece is None:
+                yield [tokenizer.end_id], None
+                yield int.from_bytes(digest.digest(), "little")
+                digest = hashlib.blake2b(digest_size=8)
+            elif piece:
+                yield next(encoded), None
+                digest.update(piece.encode())
+            else:
+                yield None
+
+
+def _conversations(stream: Stream, chat: Chat) -> Encoded:
+    has_text = False
+    for batch in _batches(stream):
+        encoded = iter(chat.encode([text for text in batch if text]))
+        for text in batch:
+            if text is None:
+                if not has_text:
+                    yield None
+                has_text = False
+                continue
+            has_text = True
+            yield next(encoded)
+            yield int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def _pieces(stream: Stream) -> Iterator[str | None]:
+    """Text of at most `PIECE_CHARACTERS`; None after each document with text, "" for one without."""
+    rest, has_text = "", False
+    for text in stream:
+        if text is None:
+            yield from _halves(rest) if rest else ()
+            yield None if has_text else ""
+            rest, has_text = "", False
+            continue
+        rest, has_text = rest + text, True
+        start = 0
+        while len(rest) - start > PIECE_CHARACTERS:
+            cut = rest.rfind("\n", start, start + PIECE_CHARACTERS) + 1 or start + PIECE_CHARACTERS
+            yield from _halves(rest[start:cut])
+            start = cut
+        rest = rest[start:]
+
+
+def _halves(piece: str) -> Iterator[str]:
+    """The piece, cut if it has more than `PIECE_BYTES`."""
+    if len(piece.encode()) <= PIECE_BYTES:
+        yield piece
+        return
+    cut = piece.rfind("\n", 0, len(piece) // 2) + 1 or len(piece) // 2
+    yield from _halves(piece[:cut])
+    yield from _halves(piece[cut:])
+
+
+def _batches(pieces: Iterator[str | None]) -> Iterator[list[str | None]]:
+    """Groups of pieces to encode at once."""
+    batch: list[str | None] = []
+    size = 0
+    for piece in pieces:
+        added = len(piece.encode()) if piece else 0
+        if size + added > BATCH_BYTES or len(batch) >= BATCH_PIECES:
+            yield batch
+            batch, size = [], 0
+        batch.append(piece)
+        size += added
+    yield batch
+
+
+def train_on(streams: Callable[[], Stream], vocab_size: int, meter: ReadProgress) -> TextTokenizer:
+    """Train a BPE on a sample of documents. `streams` is called twice."""
+    meter.stage("training the tokenizer")
+    return train_tokenizer(_sample(lambda: meter.counted(streams())), vocab_size)
 
 
 def _sample(read: Callable[[], Stream]) -> list[str]:
@@ -310,25 +381,13 @@ def _sample(read: Callable[[], Stream]) -> list[str]:
     sizes = np.frombuffer(lengths, dtype=np.uint32)[order] if lengths else np.empty(0, np.uint32)
     order = order[: np.searchsorted(np.cumsum(sizes, dtype=np.int64), SAMPLE_CHARACTERS) + 1]
     order = order[sizes[: len(order)] > 0]
-    return _documents(read(), order * step)
-
-
-def _documents(stream: Stream, numbers: np.ndarray) -> list[str]:
-    """The beginnings of the documents with these numbers, in the order of `numbers`."""
-    order_of_numbers = np.argsort(numbers)
-    texts = [""] * len(numbers)
-    number = done = 0
-    parts: list[str] = []
-    left = SAMPLE_CHARACTERS
-    while done < len(order_of_numbers):
-        text = next(stream)
-        if number != numbers[order_of_numbers[done]]:
-            number += text is None
-        elif text is None:
-            texts[order_of_numbers[done]] = "".join(parts)
-            number, done = number + 1, done + 1
-            parts, left = [], SAMPLE_CHARACTERS
-        elif left:
-            parts.append(text[:left])
-            left -= len(parts[-1])
-    return texts
+    # The beginnings of these documents, by their numbers.
+    texts = dict.fromkeys((order * step).tolist(), "")
+    number, last = 0, max(texts, default=-1)
+    for text in read() if texts else ():
+        if text is not None and number in texts:
+            texts[number] += text[: SAMPLE_CHARACTERS - len(texts[number])]
+        number += text is None
+        if number > last:
+            break
+    return list(texts.values())

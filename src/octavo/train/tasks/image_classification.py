@@ -8,8 +8,15 @@ from torch import Tensor, nn
 
 from octavo.train.checkpoint.kinds import IMAGE_CLASSIFICATION
 from octavo.train.config.run_config import ConfigError, TrainConfig
-from octavo.train.data.images import DIGIT_FIELDS, DIGITS, ImageShape, image_shape
-from octavo.train.data.labelled_images import LabelledImages, image_classes, load_labelled
+from octavo.train.data.images import (
+    DIGIT_FIELDS,
+    DIGITS,
+    ImageShape,
+    LabelledImages,
+    image_classes,
+    image_shape,
+    load_labelled,
+)
 from octavo.train.model import PARAMETER_DTYPES, build_of_kind, model_config
 from octavo.train.record.progress import Progress
 from octavo.train.record.setup import DataSize

@@ -10,9 +10,7 @@ from torch import Tensor, nn
 from octavo.nn.causal_head import IGNORE
 from octavo.train.checkpoint.diffusers_models import IMAGE_GENERATION, library
 from octavo.train.config.run_config import ConfigError, TrainConfig
-from octavo.train.data.images import DIGITS, ImageShape, image_shape
-from octavo.train.data.labelled_images import image_classes, load_labelled
-from octavo.train.data.noisy_images import NoisyImages
+from octavo.train.data.images import DIGITS, ImageShape, NoisyImages, image_classes, image_shape, load_labelled
 from octavo.train.model import PARAMETER_DTYPES, build_of_kind, model_config
 from octavo.train.record.progress import Progress
 from octavo.train.tasks.task import Forward, Task

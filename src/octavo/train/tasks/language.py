@@ -13,9 +13,9 @@ from octavo.planner.fake import unpacked_sequences
 from octavo.train.checkpoint.kinds import LANGUAGE
 from octavo.train.config.run_config import ConfigError, TrainConfig
 from octavo.train.config.sections import expand
+from octavo.train.data.corpus import Sequences
+from octavo.train.data.epochs import read_data_state
 from octavo.train.data.load import load_corpus
-from octavo.train.data.sequences import Sequences
-from octavo.train.data.state import read_data_state
 from octavo.train.data.tokenizer import TextTokenizer, load_tokenizer
 from octavo.train.disk import write_file
 from octavo.train.model import build_model, prepare_loss

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from octavo.train.checkpoint.kinds import ModelKind
 from octavo.train.config.run_config import TrainConfig
-from octavo.train.data.state import difference, read_data_state, write_data_state
+from octavo.train.data.epochs import difference, read_data_state, write_data_state
 from octavo.train.layout import Inputs
 from octavo.train.record.progress import NullProgress, Progress
 from octavo.train.record.setup import DataSize
