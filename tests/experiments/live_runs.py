@@ -11,8 +11,7 @@ import fake_runs
 
 from octavo.inspect.stats import OPERANDS, OperandStats
 from octavo.train.disk import LOCK, lock
-from octavo.train.record.metrics import RunResult, StepMetrics, read_metrics
-from octavo.train.record.setup import DataSize, ExpectedStep, RunSetup
+from octavo.train.record.metrics import DataSize, ExpectedStep, RunResult, RunSetup, StepMetrics, read_metrics
 from octavo.train.record.statistics import STATISTICS_FILE
 
 EXPECTED = ExpectedStep(

@@ -2,7 +2,6 @@
 
 import json
 import math
-from dataclasses import replace
 from pathlib import Path
 
 import fake_runs
@@ -65,9 +64,6 @@ def test_channel_scales_of_the_last_sample():
     ((title, levels, values),) = panels(chart)
     assert title == "x" and [cell[:2] for cell in values[0][:2]] == [[0, "2"], [6, "3"]]
     assert levels[0] == sorted(levels[0]) and (levels[0][0], levels[0][-1]) == (0, COLOUR_LEVELS - 1)
-    assert OperandStats.from_json(json.loads(json.dumps(rows[-1].to_json()))) == replace(
-        rows[-1], channel_scales=tuple(rows[-1].channel_scales)
-    )
 
 
 def test_a_map_for_each_figure_and_a_panel_for_each_operand():

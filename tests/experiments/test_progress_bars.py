@@ -8,8 +8,7 @@ from rich.console import Console
 
 from octavo.experiments.progress_bars import ProgressBars
 from octavo.train.config.run_config import parse_config
-from octavo.train.record.metrics import StepMetrics
-from octavo.train.record.setup import ExpectedStep, RunSetup
+from octavo.train.record.metrics import ExpectedStep, RunSetup, StepMetrics
 
 CONFIG = parse_config(
     {

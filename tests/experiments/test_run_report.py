@@ -12,8 +12,7 @@ from octavo.experiments.page import library, unpack
 from octavo.experiments.predicted import PredictedSpeed
 from octavo.experiments.run_report import summary_rows, write_report
 from octavo.experiments.verdict import verdict
-from octavo.train.record.metrics import RunResult, read_metrics
-from octavo.train.record.setup import RunSetup
+from octavo.train.record.metrics import RunResult, RunSetup, read_metrics
 
 FP8 = "fp8 rowwise"
 

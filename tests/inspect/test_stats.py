@@ -20,18 +20,8 @@ def test_dynamic_range_is_in_powers_of_two():
     assert replace(ROW, amax=0.0, smallest=0.0).dynamic_range == 0
 
 
-@pytest.mark.parametrize("sqnr", [31.5, math.inf])
-def test_json_there_and_back(sqnr):
-    row = replace(ROW, sqnr=sqnr, what_if={"a": sqnr, "b": 1.0})
-    assert OperandStats.from_json(json.loads(json.dumps(row.to_json(), allow_nan=False))) == row
-
-
-def test_json_of_nan():
-    back = OperandStats.from_json(json.loads(json.dumps(replace(ROW, sqnr=math.nan).to_json(), allow_nan=False)))
-    assert math.isnan(back.sqnr)
-
-
-@pytest.mark.parametrize("fields", [{}, {"step": 1, "what_if": {}}, ROW.to_json() | {"else": 1}])
-def test_other_json_is_refused(fields):
-    with pytest.raises((TypeError, KeyError)):
-        OperandStats.from_json(fields)
+@pytest.mark.parametrize(("sqnr", "expected"), [(31.5, 31.5), (math.inf, "inf"), (math.nan, None)])
+def test_json_is_strict(sqnr, expected):
+    fields = replace(ROW, sqnr=sqnr, what_if={"a": sqnr, "b": 1.0}).to_json()
+    assert json.loads(json.dumps(fields, allow_nan=False)) == fields
+    assert fields["sqnr"] == fields["what_if"]["a"] == expected

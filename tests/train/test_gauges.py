@@ -13,8 +13,7 @@ from tiny_runs import LLAMA, MakeConfig
 
 from octavo.train import ConfigError, Progress, loop, read_metrics, run
 from octavo.train.gauges import Gauges, expected_step
-from octavo.train.record.metrics import RunResult, StepMetrics
-from octavo.train.record.setup import DataSize, ExpectedStep, RunSetup
+from octavo.train.record.metrics import DataSize, ExpectedStep, RunResult, RunSetup, StepMetrics
 from octavo.train.run_plan import plan_configured
 from octavo.train.trainer import Trainer
 

@@ -20,10 +20,19 @@ from octavo.experiments.verdict import arm_name
 from octavo.numerics.names import nearest
 from octavo.train.disk import LOCK, is_locked
 from octavo.train.record.events import EVENT, EVENTS_FILE, Event
-from octavo.train.record.json_lines import RecordFollower, record
-from octavo.train.record.metrics import METRICS_FILE, RESULT_FILE, STEP, RunResult, StepMetrics, StepTotals
+from octavo.train.record.json_lines import RecordFollower
+from octavo.train.record.metrics import (
+    METRICS_FILE,
+    RESULT_FILE,
+    SETUP_FILE,
+    STEP,
+    DataSize,
+    RunResult,
+    RunSetup,
+    StepMetrics,
+    StepTotals,
+)
 from octavo.train.record.outputs import CONFIG_FILE, RUN_MARKERS
-from octavo.train.record.setup import SETUP_FILE, DataSize, RunSetup
 from octavo.train.record.statistics import STATISTICS_FILE, StatisticsFollower, run_of
 
 FOLLOWED = (METRICS_FILE, EVENTS_FILE, STATISTICS_FILE, SETUP_FILE, RESULT_FILE)
@@ -62,10 +71,9 @@ class LiveRun:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._metrics = RecordFollower(folder / METRICS_FILE, record(StepMetrics), STEP)
-        self._events = RecordFollower(folder / EVENTS_FILE, Event, EVENT)
+        self._metrics = RecordFollower(folder / METRICS_FILE, StepMetrics, STEP)
+        self._events: RecordFollower[dict[str, Any]] = RecordFollower(folder / EVENTS_FILE, Event, EVENT)
         self._statistics = StatisticsFollower(folder)
-        self._rows: list[StepMetrics] = []
         self._heatmaps: list[Chart] = []
         self._seen: Any = None
         self._text = ""
@@ -76,8 +84,7 @@ class LiveRun:
         locked = is_locked(self._folder / LOCK)
         seen = locked, [_stamp(self._folder / name) for name in FOLLOWED]
         if seen != self._seen:
-            known = min(self._metrics.poll(), len(self._rows))  # a poll that raised has added records
-            self._rows[known:] = [StepMetrics(**fields) for fields in self._metrics.records[known:]]
+            self._metrics.poll()
             self._events.poll()
             if self._statistics.poll():
                 self._heatmaps = heatmaps(self._statistics.rows)
@@ -88,13 +95,13 @@ class LiveRun:
     def _content(self, locked: bool | None) -> dict[str, Any]:
         setup = RunSetup.read(self._folder)
         ended = RunResult.read(self._folder) if (self._folder / RESULT_FILE).exists() else None
-        state, text = _state(locked, setup, ended, self._rows)
+        state, text = _state(locked, setup, ended, self._metrics.records)
         content: dict[str, Any] = {"state": state, "text": text, "folder": str(self._folder), "step": 0, "steps": 0}
         summary = setup.summary if setup is not None else ended
         if summary is None:
             return content | {"title": self._folder.name, "subtitle": ""}
-        run = self._logged(replace(summary, **StepTotals(self._rows).fields()), setup)
-        result, rows = run.result, self._rows
+        run = self._logged(replace(summary, **StepTotals(self._metrics.records).fields()), setup)
+        result, rows = run.result, self._metrics.records
         charts = run_charts([run]) | {"maps": self._heatmaps}
         return content | {
             "title": result.name,
@@ -118,9 +125,10 @@ class LiveRun:
     def _logged(self, result: RunResult, setup: RunSetup | None) -> LoggedRun:
         config = self._folder / CONFIG_FILE
         return LoggedRun(
-            label=arm_name(result.precision), slot=0, result=result, curves=Curves.of(self._rows),
+            label=arm_name(result.precision), slot=0, result=result, curves=Curves.of(self._metrics.records),
             config=config.read_text(encoding="utf-8") if config.exists() else "", layers=read_layers(self._folder),
-            statistics=[], findings=[], events=self._events.records, setup=setup, samples=samples_of(self._rows),
+            statistics=[], findings=[], events=self._events.records, setup=setup,
+            samples=samples_of(self._metrics.records),
         )  # fmt: skip
 
 

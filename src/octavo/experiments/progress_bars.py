@@ -29,8 +29,7 @@ from octavo.experiments.curves import smoothing_window
 from octavo.experiments.run_report import held_out_label, held_out_text, summary_rows
 from octavo.experiments.verdict import PairVerdict, arm_name
 from octavo.train.config.run_config import TrainConfig
-from octavo.train.record.metrics import LOSS, RunResult, StepMetrics
-from octavo.train.record.setup import ExpectedStep, RunSetup
+from octavo.train.record.metrics import LOSS, ExpectedStep, RunResult, RunSetup, StepMetrics
 from octavo.train.tasks.registry import task_of
 
 OTHER_COLUMNS = 58

@@ -63,23 +63,12 @@ class OperandStats:
         return math.log2(self.amax) - math.log2(self.smallest) if self.smallest else 0.0
 
     def to_json(self) -> dict[str, Any]:
-        """Return a plain dictionary for strict JSON: NaN is null and infinity "inf". `from_json` reads it back."""
+        """Return a plain dictionary for strict JSON: NaN is null and infinity "inf"."""
         fields = asdict(self) | {"what_if": {name: _json_value(value) for name, value in self.what_if.items()}}
         if not self.channel_scales:
             del fields["channel_scales"]
         return fields | {"sqnr": _json_value(self.sqnr)}
 
-    @staticmethod
-    def from_json(fields: dict[str, Any]) -> "OperandStats":
-        """Read the output of `to_json`. Raises TypeError or KeyError for anything else."""
-        what_if = {name: _number(value) for name, value in fields["what_if"].items()}
-        scales = tuple(fields.get("channel_scales", ()))
-        return OperandStats(**fields | {"sqnr": _number(fields["sqnr"]), "what_if": what_if, "channel_scales": scales})
-
 
 def _json_value(value: float) -> float | str | None:
     return None if math.isnan(value) else value if math.isfinite(value) else "inf"
-
-
-def _number(value: float | str | None) -> float:
-    return math.nan if value is None else float(value)

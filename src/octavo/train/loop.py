@@ -51,10 +51,9 @@ from octavo.train.record.events import (
     last_rollback,
 )
 from octavo.train.record.loggers import ScalarLog, missing_logger
-from octavo.train.record.metrics import LOSS, MetricsBuffer, MetricsWriter, RunResult, StepMetrics
+from octavo.train.record.metrics import LOSS, ExpectedStep, MetricsBuffer, MetricsWriter, RunResult, StepMetrics
 from octavo.train.record.outputs import CONFIG_FILE, LAYERS_FILE, RunFolder, open_run_folder
 from octavo.train.record.progress import DeferredErrors, NullProgress, Progress, raise_deferred
-from octavo.train.record.setup import ExpectedStep
 from octavo.train.record.step_profile import StepProfile
 from octavo.train.sampling import Sampler, make_sampler
 from octavo.train.signals import Between, Stop, StopRequested, stop_on

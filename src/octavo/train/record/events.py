@@ -11,12 +11,13 @@ checkpoint or to one before it has happened: it is the state of the guard until 
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NotRequired
 
-from pydantic import BaseModel, ConfigDict, NonNegativeInt, model_validator
+from pydantic import AfterValidator, with_config
+from typing_extensions import TypedDict
 
 from octavo.train.disk import names_file, write_file
-from octavo.train.record.json_lines import read_records
+from octavo.train.record.json_lines import STRICT, NonNegative, read_records
 
 EVENTS_FILE = "events.jsonl"
 EVENT = "an event of a run"
@@ -24,6 +25,26 @@ EVENT = "an event of a run"
 FINDING, MOVE, ROLLBACK, LOSS_SCALE, RESTART = "finding", "move", "rollback", "loss_scale", "restart"
 EVALUATION = "evaluation"
 """Of the model before its first step."""
+
+
+def _check_rollback(event: dict[str, Any]) -> dict[str, Any]:
+    if "rollbacks" in event and not {"to", "skipped_batches"} <= event.keys():
+        raise ValueError("rollbacks: come with to and skipped_batches")
+    return event
+
+
+@with_config(STRICT)
+class _Event(TypedDict):
+    step: NonNegative
+    event: str
+    text: str
+    to: NotRequired[NonNegative]
+    rollbacks: NotRequired[NonNegative]
+    skipped_batches: NotRequired[NonNegative]
+
+
+Event: Any = Annotated[_Event, AfterValidator(_check_rollback)]
+"""A line of `events.jsonl`, as a dictionary."""
 
 
 def add_event(out: Path, step: int, event: str, text: str, **details: int) -> None:
@@ -62,24 +83,6 @@ def drop_later_events(out: Path, after_step: int) -> None:
         if (number <= last if event["event"] == ROLLBACK else event["step"] <= after_step)
     ]
     write_file(out / EVENTS_FILE, "".join(map(_line, remaining)))
-
-
-class Event(BaseModel):
-    """Checks a line of `events.jsonl`."""
-
-    model_config = ConfigDict(strict=True, extra="forbid")
-    step: NonNegativeInt
-    event: str
-    text: str
-    to: NonNegativeInt = 0
-    rollbacks: NonNegativeInt = 0
-    skipped_batches: NonNegativeInt = 0
-
-    @model_validator(mode="after")
-    def _whole(self) -> "Event":
-        if "rollbacks" in self.model_fields_set and not {"to", "skipped_batches"} <= self.model_fields_set:
-            raise ValueError("rollbacks: come with to and skipped_batches")
-        return self
 
 
 def _happened_before(event: dict[str, Any], step: int) -> bool:

@@ -5,22 +5,24 @@ line that is not what was written raises ValueError with the file, the line and 
 lines that a run adds while it goes on.
 """
 
-import dataclasses
-import json
 import warnings
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
-from typing import IO, Annotated, Any, get_type_hints
+from typing import IO, Annotated, Any, Generic, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
+T = TypeVar("T")
+
+STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+"""The `__pydantic_config__` of a record, a dataclass: its fields and no others, without conversions."""
 NonNegative = Annotated[int, Field(ge=0, lt=2**63)]
 """What a run counts."""
 
 
-def read_records(path: Path, model: type[BaseModel], what: str) -> list[dict[str, Any]]:
-    """Read the objects in a file, in order, each checked by `model`; [] without a file. `what`: as "a step"."""
+def read_records(path: Path, kind: type[T], what: str) -> list[T]:
+    """Read the records in a file, in order; [] without a file. `what`: as "a step"."""
     if not path.exists():
         return []
     *lines, torn = path.read_bytes().split(b"\n")
@@ -30,25 +32,27 @@ def read_records(path: Path, model: type[BaseModel], what: str) -> list[dict[str
             RuntimeWarning,
             stacklevel=3,
         )
-    return [read_record(line, model, f"{path}, line {number} is not {what}") for number, line in enumerate(lines, 1)]
+    return [read_record(line, kind, f"{path}, line {number} is not {what}") for number, line in enumerate(lines, 1)]
 
 
-def read_record(text: bytes, model: type[BaseModel], problem: str) -> dict[str, Any]:
-    """One object. Raises ValueError that begins with `problem` and names the field."""
+_adapter: Any = cache(TypeAdapter)
+
+
+def read_record(text: bytes, kind: type[T], problem: str) -> T:
+    """One record in JSON. Raises ValueError that begins with `problem` and names the field."""
     try:
-        model.model_validate_json(text)
+        record: T = _adapter(kind).validate_json(text)
     except ValidationError as error:
         raise ValueError(f"{problem}: {first_error(error)}") from None
-    fields: dict[str, Any] = json.loads(text)
-    return fields
+    return record
 
 
-class RecordFollower:
+class RecordFollower(Generic[T]):
     """Reads a file of records while another process appends to it, or replaces it as a resumed run does."""
 
-    def __init__(self, path: Path, model: type[BaseModel], what: str) -> None:
-        self.records: list[dict[str, Any]] = []  # All records so far
-        self._path, self._model, self._what = path, model, what
+    def __init__(self, path: Path, kind: type[T], what: str) -> None:
+        self.records: list[T] = []  # All records so far
+        self._path, self._kind, self._what = path, kind, what
         self._last, self._before_last, self._offset = b"", b"", 0
 
     def poll(self) -> int:
@@ -74,7 +78,7 @@ class RecordFollower:
         before = len(self.records)
         for line in lines:
             problem = f"{self._path}, line {len(self.records) + 1} is not {self._what}"
-            self.records.append(read_record(line, self._model, problem))
+            self.records.append(read_record(line, self._kind, problem))
             self._last, self._before_last = line + b"\n", self._last
             self._offset += len(self._last)
         return before
@@ -104,18 +108,3 @@ def first_error(error: ValidationError) -> str:
     first = error.errors()[0]
     where = ".".join(map(str, first["loc"]))
     return f"{where}: {first['msg']}" if where else str(first["msg"])
-
-
-@cache
-def record(kind: Any, **special: Any) -> type[BaseModel]:
-    """A model of the fields of a dataclass: all of them and no others, without conversions; `special`: other types."""
-    # An int is a `NonNegative`. A field with a default may be absent.
-    hints = get_type_hints(kind, include_extras=True)
-    hints = {name: NonNegative if hint is int else hint for name, hint in hints.items()} | special
-    defaults = {field.name: field.default for field in dataclasses.fields(kind)}
-    fields: dict[str, Any] = {
-        name: (hint, ... if defaults[name] is dataclasses.MISSING else defaults[name]) for name, hint in hints.items()
-    }
-    config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
-    model: type[BaseModel] = create_model(kind.__name__, __config__=config, **fields)
-    return model

@@ -1,4 +1,4 @@
-"""Metrics of a run: one line per step in `metrics.jsonl`, one summary in `run.json`.
+"""Metrics of a run: one line per step in `metrics.jsonl`, one summary in `run.json`, its setup in `setup.json`.
 
 Each line of `metrics.jsonl` is written and flushed when its step ends, so a killed run loses nothing. The summary of a
 resumed run is computed from the whole file. On resume the file is truncated to the step of the checkpoint, so each step
@@ -15,19 +15,19 @@ from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, ClassVar, Self
+
+from pydantic import ConfigDict
 
 from octavo.inspect.findings import Finding, Thresholds
 from octavo.inspect.stats import OperandStats
 from octavo.train.disk import names_file, write_file
-from octavo.train.record.json_lines import NonNegative, check_order, read_record, read_records, record
+from octavo.train.record.json_lines import STRICT, NonNegative, check_order, read_record, read_records
 from octavo.train.record.statistics import StatisticsWriter
-
-if TYPE_CHECKING:
-    from pydantic import BaseModel
 
 METRICS_FILE = "metrics.jsonl"
 RESULT_FILE = "run.json"
+SETUP_FILE = "setup.json"
 TENSORBOARD_DIR = "tensorboard"
 LOSS, LOSS_HIGH_PRECISION, LOSS_EMA = "loss", "loss_high_precision", "loss_ema"
 """Names of the losses on held-out data: as trained, with all layers in high precision, and of the averaged weights."""
@@ -41,9 +41,11 @@ WARMUP_STEPS = 5
 class StepMetrics:
     """One line of `metrics.jsonl`."""
 
-    step: int
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    step: NonNegative
     """Steps finished, this one included: 1, 2, …"""
-    tokens: int
+    tokens: NonNegative
     """Target tokens trained on since the start of the run, this step included."""
     loss: float | None
     """Mean cross-entropy of the step's batch in nats per token; None if it was not finite (the step was skipped)."""
@@ -79,6 +81,8 @@ class StepMetrics:
 class Losses:
     """The loss curve in three numbers (nats per token)."""
 
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
     first: float
     """Loss of the first step."""
     final: float
@@ -91,16 +95,18 @@ class Losses:
 class RunResult:
     """The summary of a run, written to `run.json` in its output folder."""
 
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
     name: str
     precision: str
     """Precision of the run: "bf16", or the level and its recipe, as "fp8 rowwise"."""
     device: str
     """Name of the device, as "cpu" or "NVIDIA H200"."""
-    steps: int
+    steps: NonNegative
     """Steps finished."""
-    tokens: int
+    tokens: NonNegative
     """Target tokens trained on."""
-    parameters: int
+    parameters: NonNegative
     """Number of model parameters, tied ones counted once."""
     losses: Losses | None
     """None if no step with a finite loss finished."""
@@ -108,7 +114,7 @@ class RunResult:
     """Median over the steps, the first five left out where there are more; None before the first step."""
     saved_bytes_per_token: float | None
     """Bytes saved for backward per token of a micro-batch, without parameters and buffers."""
-    skipped_steps: int
+    skipped_steps: NonNegative
     """Steps skipped for an overflow under loss scaling."""
     wall_s: float
     """Seconds spent in steps, including those before a resume."""
@@ -146,20 +152,73 @@ class RunResult:
             content = path.read_bytes()
         except FileNotFoundError:
             raise ValueError(f"{out} holds no {RESULT_FILE}: give the output folder of a run that finished") from None
-        content = content.replace(b'"kept_bytes_per_token"', b'"saved_bytes_per_token"')  # the key of earlier versions
-        content = content.replace(b'"arm":', b'"precision":')  # earlier name
-        return cls.from_json(read_record(content, cls.model(), f"{path} is not the summary of a run"))
+        return read_record(content, cls, f"{path} is not the summary of a run")
 
-    @staticmethod
-    def model() -> "type[BaseModel]":
-        """Checks the JSON of a summary."""
-        return record(RunResult, losses=record(Losses) | None)
+
+@dataclass(frozen=True, kw_only=True)
+class DataSize:
+    """The data of a run."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    rows: NonNegative
+    """Sequences or images of an epoch."""
+    documents: NonNegative | None = None
+    """Documents; None where the data has none."""
+    tokens: NonNegative | None = None
+    """Tokens of them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpectedStep:
+    """What the planner predicts for a step of the run."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    gpu: str
+    """The GPU of the prediction."""
+    flops: float
+    """Operations of the model in a step, on all GPUs, without recomputation."""
+    bf16_flops: float
+    """bf16 peak of all GPUs, in FLOP/s."""
+    fp8_flops: float
+    """FP8 peak of all GPUs, in FLOP/s; 0 where they have none."""
+    memory: NonNegative | None = None
+    """Largest number of bytes of tensors on a GPU; None where the layout has no prediction."""
+    tokens_per_s: float | None = None
+    """Tokens per second of all GPUs; None as `memory`."""
+
+
+@dataclass(kw_only=True)
+class RunSetup:
+    """What a run knows before its first step, and what it predicts after it."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    started: float
+    """When training began or was resumed, in seconds since 1970."""
+    steps: NonNegative
+    """Steps of the whole run."""
+    summary: RunResult
+    """The summary before the first step."""
+    data: DataSize | None
+    """Size of the data; None where the task does not count it."""
+    expected: ExpectedStep | None
+    """The prediction; None until the first step has ended, on a CPU, and where there is none."""
+
+    def write(self, out: Path) -> None:
+        """Write `setup.json` into the output folder `out`, replacing the earlier one atomically."""
+        write_file(out / SETUP_FILE, json.dumps(dataclasses.asdict(self), indent=2) + "\n")
 
     @classmethod
-    def from_json(cls, fields: dict[str, Any]) -> "RunResult":
-        """The summary in checked JSON."""
-        losses = fields["losses"]
-        return cls(**fields | {"losses": None if losses is None else Losses(**losses)})
+    def read(cls, out: Path) -> "RunSetup | None":
+        """Read `setup.json` from `out`; None if there is none. Raises ValueError for another content."""
+        path = out / SETUP_FILE
+        try:
+            content = path.read_bytes()
+        except FileNotFoundError:
+            return None
+        return read_record(content, cls, f"{path} is not the setup of a run")
 
 
 def read_metrics(out: Path, last: int = 0) -> list[StepMetrics]:
@@ -176,7 +235,7 @@ def read_metrics(out: Path, last: int = 0) -> list[StepMetrics]:
         [1, 2]
     """
     path = out / METRICS_FILE
-    rows = [StepMetrics(**row) for row in read_records(path, record(StepMetrics), STEP)]
+    rows = read_records(path, StepMetrics, STEP)
     steps = [row.step for row in rows]
     check_order(path, steps, STEP)
     last = max([last, *steps])

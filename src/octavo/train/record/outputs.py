@@ -23,8 +23,7 @@ from octavo.train.config.same_run import check_same_run
 from octavo.train.config.sections import expand
 from octavo.train.record.events import EVENTS_FILE
 from octavo.train.record.loggers import LOGGERS_FILE
-from octavo.train.record.metrics import METRICS_FILE, RESULT_FILE, TENSORBOARD_DIR
-from octavo.train.record.setup import SETUP_FILE
+from octavo.train.record.metrics import METRICS_FILE, RESULT_FILE, SETUP_FILE, TENSORBOARD_DIR
 from octavo.train.record.statistics import STATISTICS_FILE
 
 CONFIG_FILE = "config.toml"

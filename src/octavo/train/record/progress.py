@@ -4,8 +4,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from octavo.train.config.run_config import TrainConfig
-from octavo.train.record.metrics import RunResult, StepMetrics
-from octavo.train.record.setup import RunSetup
+from octavo.train.record.metrics import RunResult, RunSetup, StepMetrics
 
 
 class Progress(Protocol):

@@ -13,24 +13,50 @@ import math
 import re
 import tomllib
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, ValidationError
 
 from octavo.inspect.findings import Finding, History, Thresholds, findings
 from octavo.inspect.stats import OPERANDS, OperandStats
 from octavo.train.config.sections import Limits
 from octavo.train.disk import names_file, write_file
-from octavo.train.record.json_lines import RecordFollower, check_order, first_error, read_records, record
+from octavo.train.record.json_lines import STRICT, NonNegative, RecordFollower, check_order, first_error, read_records
 
 STATISTICS_FILE = "statistics.jsonl"
 ROW = "a row of statistics"
 CHECKPOINT = re.compile(r"step-(\d+)")
 """Folder of a checkpoint."""
-Level = float | Literal["inf"] | None
+
+
+def _level(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError('NaN is null, and infinity "inf"')
+    return {None: math.nan, "inf": math.inf}.get(value, value) if isinstance(value, str | None) else value
+
+
+Level = Annotated[float, Field(allow_inf_nan=True), BeforeValidator(_level)]
 """dB, as JSON has them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Row(OperandStats):
+    """A line of `statistics.jsonl`."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    step: NonNegative
+    elements: NonNegative
+    nonfinite: NonNegative
+    sqnr: Level
+    what_if: dict[str, Level]
+    channel_scales: tuple[float, ...] = ()
+
+
+Row: Any = Annotated[_Row, AfterValidator(lambda row: OperandStats(**vars(row)))]
+"""The same, read as `OperandStats`."""
 
 
 def read_statistics(out: Path) -> list[OperandStats]:
@@ -38,7 +64,7 @@ def read_statistics(out: Path) -> list[OperandStats]:
     # A last line without its newline is one that a killed process did not finish: it is left out, with a warning. Any
     # other line that is not a row, or is of a step before the last line's, raises ValueError with its number.
     path = out / STATISTICS_FILE
-    rows = [OperandStats.from_json(row) for row in read_records(path, _model(), ROW)]
+    rows: list[OperandStats] = read_records(path, Row, ROW)
     check_order(path, (row.step for row in rows), ROW, repeated=True)
     return rows
 
@@ -48,17 +74,13 @@ class StatisticsFollower:
 
     def __init__(self, out: Path) -> None:
         self.rows: list[OperandStats] = []  # All rows so far
-        self._records = RecordFollower(out / STATISTICS_FILE, _model(), ROW)
+        self._records: RecordFollower[OperandStats] = RecordFollower(out / STATISTICS_FILE, Row, ROW)
 
     def poll(self) -> bool:
         """Read what is new; return whether anything is. Raises ValueError for a line that is not a row."""
         known, before = min(self._records.poll(), len(self.rows)), len(self.rows)
-        self.rows[known:] = map(OperandStats.from_json, self._records.records[known:])
+        self.rows[known:] = self._records.records[known:]
         return known < before or before < len(self.rows)
-
-
-def _model() -> type[BaseModel]:
-    return record(OperandStats, sqnr=Level, what_if=dict[str, Level], channel_scales=tuple[float, ...])
 
 
 def statistics_of(folder: Path) -> list[OperandStats]:

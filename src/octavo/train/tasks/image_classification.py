@@ -18,8 +18,8 @@ from octavo.train.data.images import (
     load_labelled,
 )
 from octavo.train.model import PARAMETER_DTYPES, build_of_kind, model_config
+from octavo.train.record.metrics import DataSize
 from octavo.train.record.progress import Progress
-from octavo.train.record.setup import DataSize
 from octavo.train.tasks.task import Forward, Task
 
 

@@ -40,9 +40,9 @@ from octavo.train.data.tokenizer import TextTokenizer, load_tokenizer, train_tok
 from octavo.train.disk import write_file
 from octavo.train.frozen import freeze_unused
 from octavo.train.model import PARAMETER_DTYPES, build_of_kind, check_fit, model_config, prepare_loss
+from octavo.train.record.metrics import DataSize
 from octavo.train.record.outputs import TOKENIZER_FILE
 from octavo.train.record.progress import Progress
-from octavo.train.record.setup import DataSize
 from octavo.train.tasks.language import Language
 from octavo.train.tasks.task import Forward, Task
 

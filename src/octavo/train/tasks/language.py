@@ -19,9 +19,9 @@ from octavo.train.data.load import load_corpus
 from octavo.train.data.tokenizer import TextTokenizer, load_tokenizer
 from octavo.train.disk import write_file
 from octavo.train.model import build_model, prepare_loss
+from octavo.train.record.metrics import DataSize
 from octavo.train.record.outputs import TOKENIZER_FILE
 from octavo.train.record.progress import Progress
-from octavo.train.record.setup import DataSize
 from octavo.train.tasks.task import Forward, Task
 
 

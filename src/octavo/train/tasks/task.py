@@ -12,8 +12,8 @@ from octavo.train.checkpoint.kinds import ModelKind
 from octavo.train.config.run_config import TrainConfig
 from octavo.train.data.epochs import difference, read_data_state, write_data_state
 from octavo.train.layout import Inputs
+from octavo.train.record.metrics import DataSize
 from octavo.train.record.progress import NullProgress, Progress
-from octavo.train.record.setup import DataSize
 
 Forward = Callable[..., Any]
 """A model, or what wraps it."""
