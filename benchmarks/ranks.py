@@ -130,7 +130,7 @@ def collectives(device: torch.device, folder: Path, *, streams: bool = False) ->
 def checkpoint(device: torch.device, folder: Path) -> Results:
     """A sharded checkpoint of weights and FP8 states, read back into another model: the bytes of each rank."""
     from octavo.train.checkpoint import shards
-    from octavo.train.config.optim_section import Optim
+    from octavo.train.config.sections import Optim
     from octavo.train.optimizer import Fp8StateOptimizer
     from octavo.train.parameter_groups import parameter_settings
 

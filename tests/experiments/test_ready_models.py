@@ -20,8 +20,8 @@ from octavo.cli import app
 from octavo.experiments import fit_layout as fitting
 from octavo.experiments.fit_layout import Search, fit_layout
 from octavo.experiments.ready_models import Layout, PlannedStep, ready_model, ready_models, render, step_table
-from octavo.train.config.data_section import OF_IMAGES
 from octavo.train.config.run_config import ConfigError, load_config, parse_config
+from octavo.train.config.sections import OF_IMAGES
 
 PUBLISHED = {
     "llama2-7b": 6.74, "llama2-13b": 13.02, "llama3-8b": 8.03, "llama3-70b": 70.55, "qwen3-8b": 8.19,

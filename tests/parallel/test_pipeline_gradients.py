@@ -10,7 +10,7 @@ from training import make
 
 import octavo
 from octavo.numerics import sqnr
-from octavo.train.config.parallel_section import ParallelConfig
+from octavo.train.config.sections import ParallelConfig
 from octavo.train.layout import distribute
 from releases import requires_torch
 

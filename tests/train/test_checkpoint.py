@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from octavo.train.checkpoint import store as checkpoint
 from octavo.train.checkpoint.retention import latest_checkpoint
 from octavo.train.checkpoint.store import load_checkpoint, read_trainer_state
-from octavo.train.config.run_config import ConfigError
-from octavo.train.config.same_run import check_same_run
+from octavo.train.config.run_config import ConfigError, TrainConfig, check_same_run, resume_of
+from octavo.train.config.sections import FREE, TUNABLE
 from octavo.train.data.load import load_corpus
 from octavo.train.record.progress import NullProgress
 from octavo.train.trainer import Trainer
@@ -187,3 +187,16 @@ def test_damaged_checkpoints_are_named(make_config: MakeConfig, tmp_path: Path) 
     (folder / "trainer.json").write_text(json.dumps({"step": 1})[:-1])
     with pytest.raises(ConfigError, match=r"trainer\.json cannot be read .*: remove .*step-000000"):
         read_trainer_state(folder)
+
+
+def test_each_setting_says_whether_it_may_differ_on_resume(make_config: MakeConfig, tmp_path: Path) -> None:
+    kinds = {"run.name": FREE, "sample.tokens": FREE, "inspect.limits.sqnr": TUNABLE, "optim.lr": TUNABLE}
+    same = ("run.seed", "model.config.hidden_size", "optim.batch", "data.packing", "run.unknown")
+    assert {key: resume_of(key) for key in (*kinds, *same)} == kinds | dict.fromkeys(same, "")
+    # A setting that is newer than the saved run, and has its default, is no difference.
+    saved = make_config().model_dump(mode="json", exclude_none=True)
+    for section, name in ((s, n) for s in saved for n in list(saved[s])):
+        older = saved | {section: {key: value for key, value in saved[section].items() if key != name}}
+        field = TrainConfig.model_fields[section].annotation.model_fields[name]
+        if field.get_default() == getattr(getattr(make_config(), section), name):
+            assert check_same_run(older, make_config(), tmp_path) == []

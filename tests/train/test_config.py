@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from tiny_runs import MakeConfig
 
 from octavo.numerics import Precision
-from octavo.train.config.run_config import ConfigError, TrainConfig, load_config, parse_config
-from octavo.train.config.same_run import check_same_run
+from octavo.train.config.run_config import ConfigError, TrainConfig, check_same_run, load_config, parse_config
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 TEXT = """

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from tiny_runs import GPT2, At, MakeConfig, Recorder, assert_no_trace, assert_same, curve, fail, job, sentences
 from transformers import AutoModelForCausalLM
 
-from octavo.train import ConfigError, RunResult, TrainConfig, loop, parse_config, read_metrics, run
+from octavo.train import ConfigError, RunResult, TrainConfig, loop, read_metrics, run
 from octavo.train.checkpoint.retention import latest_checkpoint
 from octavo.train.data.corpus import Corpus
 from octavo.train.data.load import load_corpus
@@ -129,15 +129,6 @@ def test_mistakes(
     with pytest.raises(ConfigError, match=message):
         length = 64 if "longer" in message else 16
         corpus(make_config(data={"source": write_lines(tmp_path, lines), "sequence_length": length}, eval=settings))
-
-
-def test_the_earlier_name_of_the_setting() -> None:
-    tables = {"run": {"steps": 1, "eval_every": 5}}
-    with pytest.raises(ConfigError, match=r"run.eval_every = 5: set eval.every instead"):
-        parse_config(tables)
-    tables["run"]["eval_every"] = 0  # files of earlier runs hold the default
-    with pytest.raises(ConfigError, match="missing section model"):
-        parse_config(tables)
 
 
 def expected_loss(model: Any, held_out: Corpus, rows: int) -> float:

@@ -92,7 +92,7 @@ MISTAKES = [
     ({"data": {"vocab_size": 300}}, "data.vocab_size is for text"),
     ({"data": {"task": "image-classification", "label_dropout": 0.2}}, "data.label_dropout is for image generation"),
     ({"data": {"label_dropout": 1.5}}, "data.label_dropout"),
-    ({"parallel": {"tp": 2}}, "parallel.tp = 2 is for language models"),
+    ({"parallel": {"tp": 2}}, '"image-generation" with parallel.tp = 2'),
     ({"eval": {"fraction": 0.1}}, "eval.fraction = 0.1 is for text"),
 ]
 

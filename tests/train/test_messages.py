@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from octavo.nn.causal_head import IGNORE
 from octavo.train import ConfigError, TrainConfig, load_config, run
-from octavo.train.config.data_section import Data
+from octavo.train.config.sections import Data
 from octavo.train.data.chat import PLAIN_TEMPLATE, Chat, conversation_text
 from octavo.train.data.load import load_corpus
 from octavo.train.data.source import open_source
@@ -281,12 +281,6 @@ def test_a_tokenizer_without_a_template(make_config: MakeConfig, chats: dict[str
     train_tokenizer([sentences(60)], 290).save(tmp_path / "bare")
     with pytest.raises(ConfigError, match="needs a chat template, and the tokenizer has none"):
         load(make_config(data=chats | {"tokenizer": str(tmp_path / "bare")}))
-
-
-@pytest.mark.parametrize("name", ["tp", "cp", "pp"])
-def test_layouts_that_do_not_weigh_targets(name: str, make_config: MakeConfig, chats: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=f'data.format = "messages" with parallel.{name} = 2'):
-        make_config(data=chats, parallel={name: 2})
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.cohere.modeling_cohere import CohereLayerNorm
 
-from octavo.train.config.optim_section import Optim
+from octavo.train.config.sections import Optim
 from octavo.train.optimizer import Fp8StateOptimizer, MasterWeightOptimizer
 from octavo.train.parameter_groups import decayed_parameters
 

@@ -261,9 +261,3 @@ def test_a_rank_with_few_targets_weighs_little(gloo, make_config, lines):  # noq
     assert [other for other, _ in by_rank] == pytest.approx([loss, loss], abs=1e-5)
     # All of it is in fp32; only the order of sums differs.
     torch.testing.assert_close(torch.cat([shard for _, shard in by_rank]), gradient, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize("name", ["tp", "cp", "ep", "pp"])
-def test_layouts_that_would_mix_documents(name: str, make_config: MakeConfig) -> None:
-    with pytest.raises(ConfigError, match=f'data.packing = "documents" with parallel.{name} = 2'):
-        make_config(data=PACKED, parallel={name: 2})

@@ -11,8 +11,8 @@ from torch import nn
 
 from octavo.train import run
 from octavo.train.checkpoint.pretrained import LANGUAGE
-from octavo.train.config.optim_section import Optim
 from octavo.train.config.run_config import ConfigError, parse_config
+from octavo.train.config.sections import Optim
 from octavo.train.model import build_of_kind
 from octavo.train.optimizer import Fp8StateOptimizer, MasterWeightOptimizer, TrainerOptimizer
 from octavo.train.parameter_groups import ParameterSettings, matches, parameter_settings

@@ -1,6 +1,6 @@
 import pytest
 
-from octavo.train.config.optim_section import Optim
+from octavo.train.config.sections import Optim
 from octavo.train.schedule import learning_rate
 
 

@@ -17,8 +17,8 @@ import pytest
 from pyarrow import parquet
 from tiny_runs import MakeConfig, Recorder, sentences
 
-from octavo.train.config.data_section import Data
 from octavo.train.config.run_config import ConfigError, TrainConfig
+from octavo.train.config.sections import Data
 from octavo.train.data import documents, source
 from octavo.train.data import token_cache as data
 from octavo.train.data.corpus import Corpus
@@ -288,7 +288,7 @@ def test_the_sample_is_that_of_whole_documents(monkeypatch: pytest.MonkeyPatch) 
 
 PEAK = """
 import resource, sys, tempfile
-from octavo.train.config.data_section import Data
+from octavo.train.config.sections import Data
 from octavo.train.config.sections import Model
 from octavo.train.data.load import load_corpus
 from octavo.train.record.progress import NullProgress

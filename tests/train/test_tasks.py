@@ -74,9 +74,8 @@ MISTAKES = [
     ({"data": {"vocab_size": 300}}, "data.vocab_size is for text"),
     ({"data": {"images": "a"}}, "data.images is for images with text"),
     ({"data": {"sequence_length": 4}}, "an image has one target"),
-    ({"parallel": {"tp": 2}}, "parallel.tp = 2 is for language models"),
-    ({"parallel": {"pp": 2}}, "parallel.pp = 2 is for language models"),
-    ({"data": {"task": "language", "sequence_length": 4}, "run": {"eval_every": 2}}, "set eval.every instead"),
+    ({"parallel": {"tp": 2}}, '"image-classification" with parallel.tp = 2'),
+    ({"parallel": {"pp": 2}}, '"image-classification" with parallel.pp = 2'),
     ({"eval": {"fraction": 0.1}}, "eval.fraction = 0.1 is for text"),
 ]
 

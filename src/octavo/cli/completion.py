@@ -1,6 +1,7 @@
 """Completion of `section.key=` in shells, from the source of the sections: importing them takes seconds, for torch."""
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,8 +24,9 @@ def _of(classes: dict[str, ast.ClassDef], name: str, prefix: str) -> Iterator[st
     for node in classes[name].body:
         if isinstance(node, ast.AnnAssign):
             key = f"{prefix}{ast.unparse(node.target)}"
-            kind = ast.unparse(node.annotation).removesuffix(" | None")  # of a section that may be left out
-            if kind in classes:
-                yield from _of(classes, kind, f"{key}.")
+            # A section, which may be left out, or whose settings may differ on resume.
+            kind = re.fullmatch(r"(?:(?:Free|Tunable)\[)?(\w+)(?: \| None)?\]?", ast.unparse(node.annotation))
+            if kind and kind[1] in classes:
+                yield from _of(classes, kind[1], f"{key}.")
             else:
                 yield f"{key}="

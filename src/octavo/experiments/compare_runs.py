@@ -25,8 +25,8 @@ from octavo.experiments.curves import Curves
 from octavo.inspect.paired_test import CONFIDENCE, MOST_SEEDS, check_limits
 from octavo.train.checkpoint.retention import latest_checkpoint
 from octavo.train.checkpoint.store import read_trainer_state
-from octavo.train.config.run_config import Change, ConfigError, TrainConfig, flat, load_config, parse_config
-from octavo.train.config.same_run import FREE
+from octavo.train.config.run_config import Change, ConfigError, TrainConfig, flat, load_config, parse_config, resume_of
+from octavo.train.config.sections import FREE
 from octavo.train.diagnose import NonFiniteError
 from octavo.train.loop import run
 from octavo.train.ranks import Ranks, join_ranks
@@ -37,8 +37,6 @@ from octavo.train.record.progress import Progress
 SHARED_SECTIONS = ("run", "model", "data", "eval")
 """Sections that all arms share."""
 SHARED_KEYS = ("optim.batch",)
-FREE_KEYS = FREE - {"data.source"}
-"""Settings that may differ between an existing run and the requested one."""
 ARM = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*")
 SETTING_SEPARATOR = re.compile(r"\s+(?=\w+(?:\.\w+)+\s*=)")
 
@@ -198,7 +196,7 @@ def check_folders(out: Path, configs: Mapping[str, TrainConfig]) -> None:
                 f"{folder} has files but no {CONFIG_FILE}, so it is no run: give another folder with --out"
             )
         for key, (saved, requested) in _differences(load_config(folder / CONFIG_FILE), config).items():
-            if key not in FREE_KEYS:
+            if resume_of(key) != FREE or key == "data.source":
                 raise ConfigError(
                     f"{folder} holds a run of another configuration: {key} is {saved!r} there, {requested!r} here. "
                     "Give another folder with --out, or another name to the arm; nothing was overwritten"

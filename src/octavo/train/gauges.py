@@ -12,8 +12,8 @@ from dataclasses import replace
 import torch
 
 from octavo.planner.devices import gpu_by_driver_name
-from octavo.train.config.parallel_section import ParallelConfig
 from octavo.train.config.run_config import TrainConfig
+from octavo.train.config.sections import ParallelConfig
 from octavo.train.record.metrics import ExpectedStep, RunResult, RunSetup, StepMetrics
 from octavo.train.run_plan import plan_configured
 from octavo.train.trainer import Trainer

@@ -29,10 +29,8 @@ from octavo.parallel import Parallel, context_parallel, expert_parallel, paralle
 from octavo.parallel.pipeline_model import SCHEDULES, Pipeline, cut, stage_modules
 from octavo.parallel.tensor_parallel_plan import partial_parameters, sum_over
 from octavo.runtime.torch_compat import flattened, set_group_timeout
-from octavo.train.config.data_section import Data
-from octavo.train.config.optim_section import Optim
-from octavo.train.config.parallel_section import ParallelConfig
 from octavo.train.config.run_config import ConfigError
+from octavo.train.config.sections import Data, Optim, ParallelConfig
 from octavo.train.ranks import SharedError
 
 Inputs = Any

@@ -28,9 +28,8 @@ from octavo.train.checkpoint.digests import check_digests, has_digests
 from octavo.train.checkpoint.pretrained import one_line
 from octavo.train.checkpoint.retention import checkpoints
 from octavo.train.checkpoint.store import load_checkpoint, read_trainer_state, saved_weights
-from octavo.train.config.data_section import Data
 from octavo.train.config.run_config import ConfigError, TrainConfig, flat, parse_config
-from octavo.train.config.sections import expand
+from octavo.train.config.sections import Data, expand
 from octavo.train.device import deterministic_algorithms, device_name
 from octavo.train.diagnose import NonFiniteError, advice, diverged
 from octavo.train.disk import output_folder, write_file

@@ -19,8 +19,8 @@ from torch.distributed.fsdp import FSDPModule
 from octavo.nn.resident_state import as_resident
 from octavo.runtime.extras import needs_extras
 from octavo.tensor import local_tensor
-from octavo.train.config.lora_section import LoraConfig
 from octavo.train.config.run_config import ConfigError
+from octavo.train.config.sections import LoraConfig
 from octavo.train.ranks import Ranks
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"

@@ -30,8 +30,7 @@ from octavo.optim.sharded import local_rows, shard_like, sum_gradient
 from octavo.optim.states import master_values
 from octavo.runtime.torch_compat import is_dtensor
 from octavo.tensor import local_tensor
-from octavo.train.config.optim_section import Optim
-from octavo.train.config.sections import PrecisionConfig
+from octavo.train.config.sections import Optim, PrecisionConfig
 from octavo.train.parameter_groups import ParameterSettings, parameter_settings
 from octavo.train.ranks import SharedError
 from octavo.train.schedule import average_decay

@@ -15,8 +15,8 @@ from torch import nn
 from octavo.nn.experts import STACKED
 from octavo.numerics.names import nearest
 from octavo.optim.muon import newton_schulz_flops
-from octavo.train.config.optim_section import Optim
 from octavo.train.config.run_config import ConfigError
+from octavo.train.config.sections import Optim
 
 STATE_SPACE_NAMES = ("A_log",)
 """Logarithms of a state space model's decay rates (Mamba), which their authors exclude from weight decay."""

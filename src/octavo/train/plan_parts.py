@@ -31,8 +31,8 @@ from octavo.planner.timeline import ACTIVATIONS, BATCH, GATHERED, TEMPORARIES
 from octavo.planner.trace import Trace
 from octavo.runtime.blocks import Absent, find_block_list, find_blocks
 from octavo.runtime.torch_compat import fake_process_group
-from octavo.train.config.parallel_section import ParallelConfig
 from octavo.train.config.run_config import ConfigError, TrainConfig
+from octavo.train.config.sections import ParallelConfig
 from octavo.train.layout import Layout, divide_layers
 from octavo.train.model import PARAMETER_DTYPES
 

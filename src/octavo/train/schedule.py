@@ -14,7 +14,7 @@ t ≥ F: after a resume with other data, another batch or lost moments.
 
 import math
 
-from octavo.train.config.optim_section import Optim, decay_steps
+from octavo.train.config.sections import Optim, decay_steps
 
 
 def learning_rate(optim: Optim, step: int, steps: int) -> float:

@@ -10,9 +10,10 @@ import datetime
 import json
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pydantic import ValidationError, model_validator
 
@@ -20,19 +21,23 @@ from octavo.numerics import Precision
 from octavo.numerics.names import nearest
 from octavo.numerics.recipe import get_recipe
 from octavo.parallel.pipeline_model import ZERO_BUBBLE
-from octavo.train.config.data_section import Data, EvalConfig
-from octavo.train.config.lora_section import LoraConfig
-from octavo.train.config.mistakes import explain
-from octavo.train.config.optim_section import Optim, decay_steps
-from octavo.train.config.parallel_section import ParallelConfig
-from octavo.train.config.sample_section import SampleConfig
 from octavo.train.config.sections import (
+    FREE,
+    TUNABLE,
+    Data,
+    EvalConfig,
+    Free,
     GuardConfig,
     InspectConfig,
+    LoraConfig,
     Model,
+    Optim,
+    ParallelConfig,
     PrecisionConfig,
     Run,
+    SampleConfig,
     Section,
+    decay_steps,
 )
 
 TEXT_ONLY_EVAL = ("source", "split", "fraction", "batches")
@@ -41,6 +46,15 @@ TEXT_ONLY_EVAL = ("source", "split", "fraction", "batches")
 
 LARGEST_STEP = 2**30
 """Most tokens of a step: each process holds their ids and targets, 16 bytes a token."""
+EXPECTED_VALUES = {
+    "optim.betas": "two numbers in [0, 1), as [0.9, 0.95]",
+    "precision.skip": 'a list of patterns, as ["lm_head"]',
+    "precision.only": 'a list of patterns, as ["*.mlp.*"]',
+    "sample.prompts": 'a list of one text or more, as ["def "]',
+    "inspect.what_if": 'a list of recipes, as ["blockwise"]',
+    "precision.loss_scale": '"none" | "dynamic", or a number > 0',
+}
+"""Descriptions for settings where pydantic's message covers only a part, or one of two forms."""
 
 
 class ConfigError(ValueError):
@@ -55,23 +69,12 @@ class TrainConfig(Section):
     lora: LoraConfig | None = None
     data: Data
     eval: EvalConfig | None = None
-    sample: SampleConfig | None = None
+    sample: Free[SampleConfig | None] = None
     optim: Optim
     precision: PrecisionConfig = PrecisionConfig()
     parallel: ParallelConfig = ParallelConfig()
     inspect: InspectConfig = InspectConfig()
     guard: GuardConfig = GuardConfig()
-
-    @model_validator(mode="before")
-    @classmethod
-    def _move_eval_every(cls, tables: Any) -> Any:
-        """Refuse the earlier name of `eval.every`; files of earlier runs have it with its default."""
-        run = tables.get("run") if isinstance(tables, dict) else None
-        if not isinstance(run, dict) or "eval_every" not in run:
-            return tables
-        if run["eval_every"]:
-            raise ValueError(f"run.eval_every = {run['eval_every']}: set eval.every instead, in the section [eval]")
-        return tables | {"run": {key: value for key, value in run.items() if key != "eval_every"}}
 
     @model_validator(mode="after")
     def _check_schedule(self) -> "TrainConfig":
@@ -97,46 +100,36 @@ class TrainConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _check_task(self) -> "TrainConfig":
-        if self.data.task == "language":
-            for name in ("tp", "cp", "ep", "pp"):
-                if self.data.masks_targets and (size := getattr(self.parallel, name)) > 1:
-                    packing = self.data.packing
-                    what = 'data.format = "messages"' if packing == "stream" else f'data.packing = "{packing}"'
-                    reason = "weighs targets that do not count" if packing == "stream" else "keeps documents apart"
-                    raise ValueError(
-                        f"{what} with parallel.{name} = {size}: only data parallelism {reason} (dp_replicate, "
-                        "dp_shard); leave one of them out"
-                    )
-            return self
-        for name in TEXT_ONLY_EVAL:
-            default = EvalConfig.model_fields[name].default
-            if name == "batches" and self.data.task == "image-generation":
-                continue
-            if self.eval is not None and (value := getattr(self.eval, name)) != default:
-                raise ValueError(
-                    f'eval.{name} = {value} is for text, and data.task is "{self.data.task}": leave it out'
-                )
-        for name in ("tp", "cp", "ep", "pp"):
-            if (size := getattr(self.parallel, name)) > 1:
-                raise ValueError(
-                    f'parallel.{name} = {size} is for language models, and data.task = "{self.data.task}": leave it '
-                    "out; dp_replicate and dp_shard take any task"
-                )
+    def _check_mode(self) -> "TrainConfig":
+        """Name what goes with data parallelism only."""
+        mode, size = self.parallel.mode
+        packing, only = self.data.packing, "only data parallelism (dp_replicate, dp_shard) "
+        if self.data.task != "language":
+            masks, reason = f'data.task = "{self.data.task}"', "takes other models than language models"
+        elif packing == "stream":
+            masks, reason = 'data.format = "messages"', "weighs targets that do not count"
+        else:
+            masks, reason = f'data.packing = "{packing}"', "keeps documents apart"
+        problems = {
+            masks: reason if self.data.task != "language" or self.data.masks_targets else "",
+            "[sample]": "samples" if self.sample is not None else "",
+            "[lora]": "trains adapters" if self.lora is not None else "",
+        }
+        for what, reason in problems.items():
+            if mode and reason:
+                raise ValueError(f"{what} with parallel.{mode} = {size}: {only}{reason}; leave one of them out")
         return self
 
     @model_validator(mode="after")
-    def _check_sample(self) -> "TrainConfig":
-        if self.sample is None:
-            return self
-        if self.data.task != "language":
-            raise ValueError(f'[sample] writes text, and data.task is "{self.data.task}": leave the section out')
-        for name in ("tp", "cp", "ep", "pp"):
-            if (size := getattr(self.parallel, name)) > 1:
-                raise ValueError(
-                    f"[sample] with parallel.{name} = {size}: only data parallelism (dp_replicate, dp_shard) samples; "
-                    "leave one of them out"
-                )
+    def _check_task(self) -> "TrainConfig":
+        task = self.data.task
+        if task != "language" and self.sample is not None:
+            raise ValueError(f'[sample] writes text, and data.task is "{task}": leave the section out')
+        for name in TEXT_ONLY_EVAL if task != "language" and self.eval is not None else ():
+            if name == "batches" and task == "image-generation":
+                continue
+            if (value := getattr(self.eval, name)) != EvalConfig.model_fields[name].default:
+                raise ValueError(f'eval.{name} = {value} is for text, and data.task is "{task}": leave it out')
         return self
 
     @model_validator(mode="after")
@@ -190,12 +183,6 @@ class TrainConfig(Section):
             )
         if self.data.task == "image-generation":
             raise ValueError('[lora] is for models of Transformers, and data.task = "image-generation": leave it out')
-        for name in ("tp", "cp", "ep", "pp"):
-            if (size := getattr(self.parallel, name)) > 1:
-                raise ValueError(
-                    f"parallel.{name} = {size} with [lora]: adapters are trained with data parallelism only "
-                    "(dp_replicate, dp_shard); leave one of them out"
-                )
         return self
 
     @model_validator(mode="after")
@@ -217,9 +204,9 @@ class TrainConfig(Section):
             return f"recipe {recipe.name!r} measures between the micro-batches of a pipeline"
         if parallel.pp > 1 and parallel.schedule in ZERO_BUBBLE:
             return f"{parallel.schedule} runs the backward of a block in two parts, and a graph has one"
-        for name in ("tp", "cp", "ep"):
-            if (size := getattr(parallel, name)) > 1:
-                return f"parallel.{name} = {size} exchanges tensors between ranks inside a block, which no graph does"
+        mode, size = parallel.mode
+        if mode in ("tp", "cp", "ep"):
+            return f"parallel.{mode} = {size} exchanges tensors between ranks inside a block, which no graph does"
         return ""
 
     @property
@@ -401,3 +388,95 @@ def _toml(value: Any) -> str:
     if isinstance(value, dict):
         return "{" + ", ".join(f"{_toml(key)} = {_toml(item)}" for key, item in value.items()) + "}"
     return repr(value)
+
+
+def explain(error: ValidationError, tables: Mapping[str, Any], config: type[Section]) -> str:
+    """Return the first mistake that pydantic found in the tables of a configuration, by key, with what to write."""
+    first = error.errors()[0]
+    model: Any = config
+    key: list[str] = []
+    for part in first["loc"]:
+        if not (isinstance(model, type) and issubclass(model, Section)):
+            break
+        if isinstance(part, int):  # a table of a list
+            continue
+        fields: list[str] = list(model.model_fields)
+        key.append(str(part))
+        if part not in fields:
+            kind = "section" if len(key) == 1 else "key"
+            choices_text = f"; known here: {', '.join(fields)}"
+            return f"unknown {kind} {'.'.join(key)}{nearest(str(part), fields) or choices_text}"
+        model = _section(model.model_fields[str(part)].annotation)
+    name = ".".join(key)
+    if first["type"] == "missing" and isinstance(first["loc"][-1], str):
+        return f"missing {'section' if len(key) == 1 else 'key'} {name}"
+    if name in EXPECTED_VALUES:
+        hint = nearest(first["input"], _choices(model)) if isinstance(first["input"], str) else ""
+        return f"{name}: should be {EXPECTED_VALUES[name]}, got {tables[key[0]][key[1]]!r}{hint}"
+    if first["type"] == "value_error":
+        return str(first["ctx"]["error"])
+    got = f", got {first['input']!r}"
+    choices = _choices(model)
+    if choices and isinstance(first["input"], str):
+        return f"{name}: should be {_join(choices)}{got}{nearest(first['input'], choices)}"
+    message = first["msg"].removeprefix("Input ")
+    return f"{name}: {message}{got}"
+
+
+def _section(annotation: Any) -> Any:
+    """The section of an optional one; else the annotation."""
+    sections = [part for part in get_args(annotation) if isinstance(part, type) and issubclass(part, Section)]
+    return sections[0] if sections else annotation
+
+
+def _choices(annotation: Any) -> list[str]:
+    """The strings a Literal (or a union with one) allows."""
+    values = [value for value in get_args(annotation) if isinstance(value, str)]
+    for part in get_args(annotation):
+        values += _choices(part) if get_args(part) else []
+    return values
+
+
+def _join(choices: list[str]) -> str:
+    return " | ".join(f'"{choice}"' for choice in choices)
+
+
+def resume_of(key: str) -> str:
+    """Whether a setting, as "optim.lr", may differ on resume: `FREE`, `TUNABLE`, or "" if it must be the same."""
+    section: Any = TrainConfig
+    for name in key.split("."):
+        if not (isinstance(section, type) and issubclass(section, Section)) or name not in section.model_fields:
+            return ""
+        field = section.model_fields[name]
+        if kind := next((kind for kind in (FREE, TUNABLE) if kind in field.metadata), ""):
+            return kind
+        section = _section(field.annotation)
+    return ""
+
+
+def check_same_run(saved: Mapping[str, Any], config: TrainConfig, where: Path) -> list[str]:
+    """Return a line for each changed setting that is `TUNABLE`."""
+    # Raises ConfigError for the first other setting of `config` that differs from the run saved in `where`.
+    with suppress(ConfigError):  # settings that are newer than the saved run have their defaults
+        saved = parse_config(saved).model_dump(mode="json", exclude_none=True)
+    old_settings, new_settings = (
+        dict(flat("", saved)),
+        dict(flat("", config.model_dump(mode="json", exclude_none=True))),
+    )
+    changes = []
+    if config.run.epochs is not None:  # the steps follow from the data
+        new_settings["run.steps"] = old_settings.get("run.steps", "unset")
+    # The model's settings first.
+    for key in sorted(new_settings | old_settings, key=lambda key: not key.startswith("model.")):
+        old, new = old_settings.get(key, "unset"), new_settings.get(key, "unset")
+        kind = resume_of(key)
+        if old == new or kind == FREE:
+            continue
+        before, now = (value if value == "unset" else json.dumps(value) for value in (old, new))
+        if kind != TUNABLE:
+            raise ConfigError(
+                f"{where} holds another run: there {key} = {before}, here {now}. "
+                f"Set {key} back to resume it, or choose another output folder"
+            )
+        changes.append(f"resumed with {key} = {now} (was {before})")
+    return changes

@@ -3,8 +3,9 @@
 A section checks itself; `octavo.train.config.run_config.TrainConfig` checks combinations of sections.
 """
 
+from math import isqrt
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict, field_validator, model_validator
 from pydantic_core import PydanticCustomError
@@ -13,6 +14,15 @@ from octavo.inspect.findings import Thresholds
 from octavo.numerics import Precision
 from octavo.numerics.precision import ALIASES
 from octavo.numerics.recipe import get_recipe
+from octavo.parallel import Parallel
+from octavo.parallel.pipeline_model import ZERO_BUBBLE
+
+T = TypeVar("T")
+FREE, TUNABLE = "free", "tunable"
+Free = Annotated[T, FREE]
+"""A setting that may differ on resume without a note: names, paths and monitoring. The data has a fingerprint."""
+Tunable = Annotated[T, TUNABLE]
+"""A setting that may differ on resume with a note: the run then differs from an uninterrupted one."""
 
 
 def expand(path: str | Path) -> Path:
@@ -50,39 +60,39 @@ class Section(BaseModel):
 class Run(Section):
     """`[run]`: how long, where to, on what."""
 
-    name: Annotated[str, Field(min_length=1, max_length=100)] = "run"
+    name: Free[Annotated[str, Field(min_length=1, max_length=100)]] = "run"
     """Name shown in reports."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seed of the initial weights and of the order of the data."""
-    steps: Count
+    steps: Tunable[Count]
     """Optimizer steps of the whole run; may differ on resume."""
-    epochs: Annotated[float, Field(gt=0)] | None = None
+    epochs: Tunable[Annotated[float, Field(gt=0)] | None] = None
     """How often the run sees its data, instead of `steps`, which follow from it once the data is read."""
-    out: PathText | None = None
+    out: Free[PathText | None] = None
     """Output folder; `runs/<name>` where it is not given."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Free[Literal["auto", "cpu", "cuda"]] = "auto"
     """"auto" takes CUDA where there is a usable device."""
-    log_every: Count = 1
+    log_every: Free[Count] = 1
     """Steps between two points on TensorBoard and `loggers` (`metrics.jsonl` has every step)."""
-    loggers: list[Literal["wandb", "mlflow"]] = []
+    loggers: Free[list[Literal["wandb", "mlflow"]]] = []
     """Where metrics go besides TensorBoard. Servers, projects and keys are those of their own environment variables."""
-    save_every: Annotated[int, Field(ge=0)] = 0
+    save_every: Free[Annotated[int, Field(ge=0)]] = 0
     """Steps between two checkpoints; 0 saves at the end only. The end of a run, and SIGTERM, always save."""
-    keep: Count = 2
+    keep: Free[Count] = 2
     """Number of newest checkpoints to keep."""
-    keep_every: Annotated[int, Field(ge=0)] = 0
+    keep_every: Free[Annotated[int, Field(ge=0)]] = 0
     """Also keep the checkpoints of all multiples of this step, a multiple of `save_every`; 0 for none."""
-    keep_best: Annotated[int, Field(ge=0)] = 0
+    keep_best: Free[Annotated[int, Field(ge=0)]] = 0
     """Also keep this number of checkpoints with the lowest held-out loss, which is then measured at every save, too."""
-    restarts: Annotated[int, Field(ge=0)] = 0
+    restarts: Free[Annotated[int, Field(ge=0)]] = 0
     """How often `octavo train` starts the run again, from its newest checkpoint, after its process crashed or was
     killed. Not for torchrun, which has `--max-restarts`."""
-    deterministic: bool = False
+    deterministic: Tunable[bool] = False
     """Use PyTorch's deterministic algorithms, so that GPUs add in the same order in every run; slower there."""
-    profile: Annotated[list[Count], Field(min_length=2, max_length=2)] | None = None
+    profile: Free[Annotated[list[Count], Field(min_length=2, max_length=2)] | None] = None
     """First and last step, counted from 1, to profile: `profile.json` is a trace for ui.perfetto.dev, `profile.txt` the
     operations that took the longest. On several ranks, of the first one. Profiled steps are slower."""
-    compile: Literal["auto", "blocks", "none"] = "auto"
+    compile: Tunable[Literal["auto", "blocks", "none"]] = "auto"
     """Whether each repeated block of the model is compiled (`torch.compile`). "auto": "blocks" on a GPU, "none" on a
     CPU, and "none" for what cannot compile, with a note."""
 
@@ -172,6 +182,342 @@ def _check_config_value(name: str, value: Any) -> None:
         raise ValueError(f"{name}: expected a number, a string, true, false, a list or a table; got {value}")
 
 
+class LoraConfig(Section):
+    """`[lora]`: train low-rank adapters of PEFT on a frozen model, and nothing else of it."""
+
+    rank: Count = 16
+    """Rank of the adapters."""
+    alpha: Annotated[float, Field(gt=0)] = 32.0
+    """The adapters' output is multiplied by alpha / rank."""
+    targets: Annotated[tuple[str, ...], Strict(False)] = ("all-linear",)
+    """Names of the layers with adapters, or their ends, as "q_proj"; "all-linear": all linear layers but the head."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Dropout of the adapters' input."""
+    rank_stabilized: bool = False
+    """Multiply by alpha / √rank instead (rsLoRA)."""
+    base: Literal["bf16", "fp8"] = "fp8"
+    """"fp8": the frozen weights of layers that compute in FP8 exist in FP8 only, 1 byte per parameter; at level "bf16"
+    no layer does. "bf16": all in `precision.parameters`. FSDP shards both."""
+    weight_only: Literal["auto"] | Annotated[tuple[str, ...], Strict(False)] = "auto"
+    """Name patterns of layers of a base in FP8 that compute in the dtype of their input: their weights are dequantized
+    for each product. Gradients as of the dequantized weights, at the speed of bf16. ["*"]: all; []: none. "auto": the
+    projections of attention, whose FP8 products cost the adapters' gradients most for their time."""
+
+    @model_validator(mode="after")
+    def _check_targets(self) -> "LoraConfig":
+        if not self.targets or ("all-linear" in self.targets and len(self.targets) > 1):
+            raise ValueError(
+                f'lora.targets = {list(self.targets)}: give "all-linear" alone, or names of layers, as '
+                '["q_proj", "v_proj"]'
+            )
+        if self.weight_only not in ("auto", ()) and self.base != "fp8":
+            raise ValueError(
+                f"lora.weight_only = {list(self.weight_only)} is for weights in FP8, and lora.base = {self.base!r}: "
+                'leave it out, or set lora.base = "fp8"'
+            )
+        return self
+
+
+TEXT_ONLY = (
+    "sources", "split", "text_field", "format", "messages_field", "chat_template", "loss_on", "packing", "streaming",
+    "chunk_bytes", "cache_gib",
+)  # fmt: skip
+OTHER_TASKS = {
+    "language": ("images", "label_dropout"),
+    "image-classification": ("images", "label_dropout", "vocab_size", "tokenizer", *TEXT_ONLY),
+    "image-text": ("label_dropout", *TEXT_ONLY),
+    "image-generation": ("images", "vocab_size", "tokenizer", *TEXT_ONLY),
+}
+"""Settings of `[data]` that a task does not read."""
+OF_IMAGES = ("image-classification", "image-generation")
+"""Tasks whose rows are images, without text."""
+Task = Literal["language", "image-classification", "image-text", "image-generation"]
+SETTING_IS_FOR = {"images": "images with text", "label_dropout": "image generation"}
+Format = Literal["text", "messages"]
+
+
+HELD_OUT_SHARE = 0.01
+"""`eval.fraction` where it is not given."""
+
+
+class DataSource(Section):
+    """`[[data.sources]]`: one source of a mixture."""
+
+    source: Annotated[PathText, Field(min_length=1)]
+    """As `data.source`."""
+    weight: Annotated[float, Field(gt=0)]
+    """Share of the run's sequences, relative to the other weights."""
+    split: str | None = None
+    """As `data.split`, which it replaces for this source."""
+    text_field: str | None = None
+    """As `data.text_field`, which it replaces for this source."""
+    format: Format | None = None
+    """As `data.format`, which it replaces for this source."""
+    messages_field: str | None = None
+    """As `data.messages_field`, which it replaces for this source."""
+
+
+class Data(Section):
+    """`[data]`: text or conversations in, sequences of tokens out; or images, with labels or with text."""
+
+    task: Task = "language"
+    """What is learned: the next token of text, the class of an image, the answers in conversations about images, or the
+    noise in an image of a class (diffusion)."""
+    source: Free[PathText] = ""
+    """"python-stdlib"; a glob of .txt (each file a document), .jsonl or .parquet files (each row one); a folder, with
+    files of one kind below it or written by `save_to_disk`; or a dataset of the Hub, as "name" or "name:subset".
+    "python-docstrings" has conversations. For images "digits", those that scikit-learn brings along; a folder with a
+    folder of images for each class, for "image-generation" also of latents (.npy); or for "image-text" a .json file of
+    conversations in LLaVA's form. Required, unless there are `sources`."""
+    sources: Free[Annotated[tuple[DataSource, ...], Strict(False)]] = ()
+    """A mixture of several sources instead of `source`: a table `[[data.sources]]` for each, with a weight."""
+    images: PathText | None = None
+    """Folder of the images that a .json file names; that of the file where it is not given."""
+    split: str = "train"
+    """Split of a dataset, or of a folder whose file names contain one ("test.jsonl"); other sources have none."""
+    text_field: str = "text"
+    """Column that holds the text, in .jsonl, .parquet and datasets."""
+    format: Format = "text"
+    """What a document is: text, or a conversation, a list of messages with `role` and `content` in `messages_field`.
+    Rows of ShareGPT (`conversations` of `from` and `value`) and Alpaca (`instruction`, `input`, `output`) are such."""
+    messages_field: str = "messages"
+    """Column that holds the conversations, with `format = "messages"`."""
+    chat_template: PathText | None = None
+    """Template of conversations: "plain", which is built in and fits any tokenizer, or a file with a Jinja template.
+    The tokenizer's own where not given."""
+    loss_on: Literal["assistant", "all"] = "assistant"
+    """Tokens of conversations that are targets: those of the assistant's messages, or all."""
+    sequence_length: Count
+    """Tokens of one sequence, for "image-text" with those of the image. Not for images without text."""
+    vocab_size: Annotated[int, Field(ge=257, le=1 << 20)] = 4096
+    """Size of the byte-level BPE trained on the data (256 bytes, one end-of-text, the rest merges); 1048576 at most."""
+    tokenizer: PathText | None = None
+    """Folder of a `transformers` tokenizer to use, instead of the model's own or a trained one."""
+    packing: Literal["stream", "documents", "none"] = "stream"
+    """"stream": sequences are cut from one stream of all documents, and attention crosses their borders. "documents":
+    whole documents are packed into sequences, and attention and positions stay inside each. "none": a document for each
+    sequence, padded. In the last two a longer document is cut."""
+    label_dropout: Share = 0.1
+    """Share of the images whose class is left out in training, for classifier-free guidance."""
+    shuffle: bool = True
+    """Permute the sequences anew in each epoch; False takes them in order."""
+    streaming: bool = False
+    """Read and tokenize files when the run needs them, instead of all before the first step; for much data."""
+    chunk_bytes: Annotated[int, Field(ge=1024)] = 64 << 20
+    """Text that `streaming` tokenizes, shuffles and packs at once, from several places of the files."""
+    cache_gib: Free[Annotated[float, Field(gt=0, le=1e9)]] = 16.0
+    """Largest size of the tokenized chunks of `streaming` in `cache`; the oldest are removed."""
+    cache: Free[PathText] = "~/.cache/octavo"
+    """Folder of tokenized data and trained tokenizers; safe to delete."""
+
+    @property
+    def parts(self) -> tuple["Data", ...]:
+        """The settings of each source, itself if there is one."""
+        if not self.sources:
+            return (self,)
+        replaced = (part.model_dump(exclude={"weight"}, exclude_none=True) for part in self.sources)
+        return tuple(self.model_copy(update={"sources": ()} | part) for part in replaced)
+
+    @property
+    def has_messages(self) -> bool:
+        """Whether a source has conversations."""
+        return any(part.format == "messages" for part in self.parts)
+
+    @property
+    def masks_targets(self) -> bool:
+        """Whether some targets of a sequence do not count."""
+        return self.packing != "stream" or (self.has_messages and self.loss_on == "assistant")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_target_per_image(cls, settings: Any) -> Any:
+        if isinstance(settings, dict) and settings.get("task") in OF_IMAGES:
+            return {"sequence_length": 1} | settings
+        return settings
+
+    @model_validator(mode="after")
+    def _check_sources(self) -> "Data":
+        if bool(self.source) == bool(self.sources):
+            raise ValueError(
+                "give either data.source or [[data.sources]], not both" if self.source
+                else "missing key data.source (or tables [[data.sources]], each with a source and a weight)"
+            )  # fmt: skip
+        if not self.has_messages:
+            for name in ("messages_field", "chat_template", "loss_on"):
+                if (value := getattr(self, name)) != type(self).model_fields[name].default:
+                    raise ValueError(
+                        f'data.{name} = "{value}" is for conversations: set data.format = "messages", or leave it out'
+                    )
+        for name in ("chunk_bytes", "cache_gib"):
+            if not self.streaming and getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f"data.{name} is for data.streaming = true: set it, or leave data.{name} out")
+        return self
+
+    @model_validator(mode="after")
+    def _check_task(self) -> "Data":
+        for name in OTHER_TASKS[self.task]:
+            if getattr(self, name) != type(self).model_fields[name].default:
+                kind = SETTING_IS_FOR.get(name, "text")
+                raise ValueError(f'data.{name} is for {kind}, and data.task is "{self.task}": leave it out')
+        if self.task in OF_IMAGES and self.sequence_length != 1:
+            raise ValueError(f"data.sequence_length = {self.sequence_length}: an image has one target: leave it out")
+        return self
+
+
+class EvalConfig(Section):
+    """`[eval]`: held-out data. Text has none without this section; of images a part is always held out."""
+
+    every: Free[Annotated[int, Field(ge=0)]] = 0
+    """Steps between two measurements; 0 measures at the end only. The end is always measured."""
+    first: bool = False
+    """Also measure before the first step."""
+    source: Tunable[PathText | None] = None
+    """Text to evaluate on, as in `data.source`. Where neither this nor `split` is given, a part of the documents of
+    `data.source` is held out, and not trained on."""
+    split: Tunable[str | None] = None
+    """Split of `source` to evaluate on, or of `data.source` without one, as "validation"."""
+    fraction: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Share of the documents to hold out, one at least; 0.01 where not given. Their hashes decide which."""
+    batches: Tunable[Count] = 8
+    """Largest number of batches, of `optim.batch` sequences, to measure on; always the same ones."""
+    ema: Free[bool] = False
+    """Also measure the averaged weights of `optim.ema`, as "loss_ema"."""
+
+    @property
+    def has_own_data(self) -> bool:
+        """Whether the text is not held out from that to train on."""
+        return self.source is not None or self.split is not None
+
+    @property
+    def share(self) -> float:
+        """`fraction` with its default."""
+        return HELD_OUT_SHARE if self.fraction is None else self.fraction
+
+    @model_validator(mode="after")
+    def _check_fraction(self) -> "EvalConfig":
+        if self.has_own_data and self.fraction is not None:
+            name = "source" if self.source is not None else "split"
+            raise ValueError(
+                f"eval.fraction = {self.fraction:g} holds out a part of data.source, and eval.{name} names other text: "
+                "leave one of them out"
+            )
+        return self
+
+
+class SampleConfig(Section):
+    """`[sample]`: text that the model writes now and then while it trains, to look at."""
+
+    every: Annotated[int, Field(ge=0)] = 0
+    """Steps between two samples; 0 samples at the end only. The end is always sampled."""
+    prompts: Annotated[tuple[str, ...], Strict(False), Field(min_length=1)]
+    """Beginnings of texts to go on from, as ["def "]; "" begins a document."""
+    tokens: Count = 64
+    """Largest number of tokens to write for each prompt."""
+    temperature: Annotated[float, Field(ge=0)] = 0.0
+    """0 takes the most likely token each time. Above 0, tokens are drawn with this temperature; the seed is a function
+    of (`run.seed`, step)."""
+
+    @field_validator("prompts", mode="before")
+    @classmethod
+    def _list_prompts(cls, value: object) -> object:
+        return [value] if isinstance(value, str) else value
+
+
+class ParameterGroup(Section):
+    """`[[optim.groups]]`: settings of the parameters that a pattern matches; the first group that matches counts."""
+
+    match: Annotated[str, Field(min_length=1)]
+    """Pattern, as in `fnmatch`, of names of parameters or of modules around them, as "*norm*" or "*embed_tokens"."""
+    lr: Annotated[float, Field(gt=0)] | None = None
+    """Peak learning rate; warmup and schedule multiply it as `optim.lr`."""
+    weight_decay: Annotated[float, Field(ge=0)] | None = None
+    """Decoupled weight decay, also of parameters that do not decay by rule."""
+    muon: bool | None = None
+    """With `optim.name = "muon"`: false leaves these parameters to AdamW."""
+
+
+class Optim(Section):
+    """`[optim]`: the optimizer, its schedule and the batch."""
+
+    name: Literal["adamw", "muon"] = "adamw"
+    """"muon": `octavo.optim.Muon` for the hidden matrices (and those of experts), scaled to the step of AdamW
+    (`adjust_lr_fn="match_rms_adamw"`), so that `lr` and `weight_decay` are those of AdamW; AdamW for the rest."""
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    """Decay of Muon's momentum."""
+    lr: Tunable[Annotated[float, Field(gt=0)]]
+    """Peak learning rate."""
+    betas: Annotated[tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]], Strict(False)] = (
+        0.9,
+        0.95,
+    )
+    """Decay of the first and the second moment."""
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    """Decoupled decay of weights of products and embeddings; not of norms, biases, vectors and Mamba's `A_log`."""
+    groups: Annotated[tuple[ParameterGroup, ...], Strict(False)] = ()
+    """Tables `[[optim.groups]]` with other settings for some parameters; the run prints what each matches."""
+    states: Literal["fp32", "fp8"] | None = None
+    """Moments of AdamW: 8 bytes per parameter, or about 2.1 in FP8 with dynamic range expansion (`octavo.AdamW`); half
+    of it where Muon has a momentum only. Where not given, those of `precision.level`."""
+    ema: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Decay of an exponential moving average of the weights, as 0.999, in fp32: 4 bytes per parameter, sharded like the
+    parameter. For `eval.ema` and `--ema` of `octavo export`; training does not use it."""
+    clip: Tunable[Annotated[float, Field(ge=0)]] = 1.0
+    """Largest global L2 norm of the gradient; 0 does not clip."""
+    batch: Count = 8
+    """Sequences of one optimizer step."""
+    micro_batches: Count = 1
+    """Parts the batch is cut into; gradients are accumulated over them."""
+    schedule: Tunable[Literal["cosine", "linear", "wsd", "constant"]] = "cosine"
+    """After the warmup: cosine or linear decay; warmup-stable-decay (linear decay at the end); or constant."""
+    warmup: Tunable[Annotated[int, Field(ge=0)]] = 0
+    """Steps of linear warmup."""
+    decay: Tunable[Share] = 0.2
+    """Share of all steps that the decay of "wsd" takes, at the end."""
+    min_lr_ratio: Tunable[Share] = 0.1
+    """Learning rate at the end, as a share of `lr` (cosine, linear and wsd)."""
+    rewarm: Tunable[Annotated[int, Field(ge=0)]] = 0
+    """Steps of a second linear warmup, up to the schedule, from step `rewarm_from` on; for a resumed run."""
+    rewarm_from: Tunable[Annotated[int, Field(ge=0)] | None] = None
+    """Finished steps at which `rewarm` begins: those of the checkpoint that the run resumes from."""
+
+    @model_validator(mode="after")
+    def _check_micro_batches(self) -> "Optim":
+        if self.batch % self.micro_batches:
+            lower = [n for n in range(1, isqrt(self.batch) + 1) if self.batch % n == 0]
+            divisors = sorted({*lower, *(self.batch // n for n in lower)})
+            raise ValueError(
+                f"optim.batch = {self.batch} cannot be cut into {self.micro_batches} equal micro-batches: "
+                f"set optim.micro_batches to one of {divisors}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_muon(self) -> "Optim":
+        if self.name != "muon":
+            if any(group.muon is not None for group in self.groups):
+                raise ValueError('optim.groups: muon is for optim.name = "muon": leave it out')
+            if self.momentum != type(self).model_fields["momentum"].default:
+                raise ValueError('optim.momentum is for optim.name = "muon"; AdamW has optim.betas')
+        return self
+
+    @model_validator(mode="after")
+    def _check_rewarm(self) -> "Optim":
+        if bool(self.rewarm) != (self.rewarm_from is not None):
+            missing, given = ("rewarm_from", "rewarm") if self.rewarm else ("rewarm", "rewarm_from")
+            raise ValueError(
+                f"optim.{given} = {getattr(self, given)} without optim.{missing}: a second warmup takes both, its "
+                "steps (optim.rewarm) and the step of the checkpoint where it begins (optim.rewarm_from)"
+            )
+        return self
+
+
+def decay_steps(optim: Optim, steps: int) -> int:
+    """Steps that the decay of "wsd" takes of `steps`."""
+    return max(1, round(optim.decay * steps)) if optim.decay else 0
+
+
 SELECTION = ("skip", "only", "skip_first", "skip_last", "min_features")
 """The settings of `[precision]` that say which linear layers are converted."""
 
@@ -190,15 +536,15 @@ class PrecisionConfig(Section):
     recipe: str = "rowwise"
     """Recipe of the FP8 products, a name in `octavo.RECIPES`; not used by "bf16". "auto": on a GPU the fastest for each
     layer, where it pays by predicted cost; elsewhere the default."""
-    skip: Annotated[tuple[str, ...], Strict(False)] = ()
+    skip: Tunable[Annotated[tuple[str, ...], Strict(False)]] = ()
     """Patterns of module names that stay unconverted, as "*lm_head*"."""
-    only: Annotated[tuple[str, ...], Strict(False)] = ()
+    only: Tunable[Annotated[tuple[str, ...], Strict(False)]] = ()
     """Patterns of names of the linear layers to convert, as "*.mlp.*"; all of them where empty."""
-    skip_first: Annotated[int, Field(ge=0)] = 0
+    skip_first: Tunable[Annotated[int, Field(ge=0)]] = 0
     """Blocks at the beginning of the model whose linear layers stay unconverted."""
-    skip_last: Annotated[int, Field(ge=0)] = 0
+    skip_last: Tunable[Annotated[int, Field(ge=0)]] = 0
     """Blocks at the end of the model whose linear layers stay unconverted."""
-    min_features: Annotated[int, Field(ge=0)] = 0
+    min_features: Tunable[Annotated[int, Field(ge=0)]] = 0
     """Smallest in_features and out_features of a linear layer to convert."""
     keep_weights: bool = False
     """Quantize weights once for all micro-batches of a step; for small micro-batches. 2 bytes per parameter on a GPU.
@@ -210,11 +556,11 @@ class PrecisionConfig(Section):
     """fp32 masters of 16-bit parameters: a full copy, or the 16 bits that bf16 lacks. fp32 parameters need none."""
     loss_scale: Literal["none", "dynamic"] | Annotated[float, Field(gt=0)] = "none"
     """"dynamic", a fixed number, or "none". fp16 gradients underflow without one."""
-    autopilot: bool = False
+    autopilot: Tunable[bool] = False
     """Move a layer whose statistics cross a limit to a safer recipe; samples every `inspect.every` steps, or 50."""
     loss: Literal["chunked", "whole"] = "chunked"
     """"chunked" computes head and loss a chunk of tokens at a time, so that the full logits never exist."""
-    checkpointing: Literal["none", "full", "selective"] = "none"
+    checkpointing: Tunable[Literal["none", "full", "selective"]] = "none"
     """Activation checkpointing of each block: recompute all of it, or all but its matrix products and attention."""
 
     @field_validator("level")
@@ -241,15 +587,122 @@ class PrecisionConfig(Section):
         return self
 
 
+MODES = ("tp", "cp", "ep", "pp")
+"""The kinds of parallelism that divide a model or a sequence."""
+_ONE_OF_THREE = "these are not supported together; keep one of tp, cp and ep, and leave the other processes to dp_shard"
+_PIPELINE = "a pipeline joins tp and data parallelism; leave ep and cp out"
+APART = {
+    ("tp", "cp"): _ONE_OF_THREE,
+    ("tp", "ep"): _ONE_OF_THREE,
+    ("cp", "ep"): _ONE_OF_THREE,
+    ("pp", "ep"): _PIPELINE,
+    ("pp", "cp"): _PIPELINE,
+    ("ep", "dp_replicate"): "experts are sharded over all processes that hold the same ones; leave dp_replicate out",
+}
+"""Kinds that do not go together."""
+
+
+class ParallelConfig(Section):
+    """`[parallel]`: how the processes of torchrun share the work; not for a single process."""
+
+    dp_replicate: Tunable[Count] = 1
+    """Copies of the model, each sharded or not (with dp_shard = 1: DDP)."""
+    dp_shard: Tunable[Annotated[int, Field(ge=-1)]] = -1
+    """Processes that share one copy (FSDP2); -1 for all that are left."""
+    reshard_after_forward: Tunable[bool] = True
+    """Free gathered weights between forward and backward (ZeRO-3), or keep them (ZeRO-2)."""
+    cpu_offload: Tunable[bool] = False
+    """Shards, gradients and optimizer states in host memory: models larger than the device."""
+    fp8_comm: Tunable[Literal["auto", "on", "gather", "off"]] = "auto"
+    """FP8 communication: weights and gradients ("on"), weights ("gather"), none ("off"), or by cost ("auto")."""
+    tp: Tunable[Count] = 1
+    """Processes that share each linear layer (tensor parallelism), by the plan of the model's config. Neighbours in
+    rank, so that they are on one machine. `fp8_comm` "off" sends tokens in bf16, "on" also sums in FP8."""
+    sequence_parallel: Tunable[bool] = True
+    """With `tp`: each process has S/tp tokens outside of attention and MLP, and computes the loss of these."""
+    cp: Tunable[Count] = 1
+    """Processes that share each sequence (Ulysses context parallelism): S/cp tokens each, and some heads inside
+    attention. Weights are sharded over them as over `dp_shard`."""
+    ep: Tunable[Count] = 1
+    """Processes that share the experts of each layer, each with rows of its own (expert parallelism). Experts are
+    sharded over the others."""
+    pp: Tunable[Count] = 1
+    """Stages' ranks of a pipeline: each has some blocks of the model. `optim.micro_batches` go through it."""
+    schedule: Tunable[
+        Literal["GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
+    ] = "1F1B"
+    """Schedule of the pipeline, torch's; from "Interleaved1F1B" on each rank has two stages."""
+    async_save: Free[bool] = False
+    """Write checkpoints in the background, from a copy in host memory."""
+    timeout: Free[Annotated[float, Field(gt=0, le=1e9)]] = 600.0
+    """Seconds that a process waits for the others before it raises an error."""
+
+    @model_validator(mode="after")
+    def _check_sizes(self) -> "ParallelConfig":
+        _ = self.resolved
+        for (one, other), reason in APART.items():
+            if (size := getattr(self, one)) > 1 and (others := getattr(self, other)) > 1:
+                raise ValueError(f"parallel.{one} = {size} with parallel.{other} = {others}: {reason}")
+        if self.tp * self.pp > 1 and self.dp_shard == 1 and self.dp_replicate > 1:
+            name = "tp" if self.tp > 1 else "pp"
+            raise ValueError(
+                f"parallel.{name} = {getattr(self, name)} with dp_replicate = {self.dp_replicate} and dp_shard = 1: it "
+                "does not join DDP; set parallel.dp_replicate = 1 and leave dp_shard out"
+            )
+        if self.pp > 1 and self.schedule in ZERO_BUBBLE and self.dp_shard != 1 and self.reshard_after_forward:
+            raise ValueError(
+                f"parallel.schedule = {self.schedule!r} loses gradients of weights that are freed after forward: set "
+                "parallel.reshard_after_forward = false, or dp_shard = 1"
+            )
+        return self
+
+    @property
+    def mode(self) -> tuple[str, int]:
+        """The first of `MODES` that is used, and its size; ("", 1) for data parallelism alone."""
+        return next(((name, size) for name in MODES if (size := getattr(self, name)) > 1), ("", 1))
+
+    @property
+    def resolved(self) -> Parallel:
+        """The data-parallel part, for `octavo.parallelize`."""
+        fields = {"dp_replicate", "dp_shard", "reshard_after_forward", "cpu_offload", "fp8_comm"}
+        return Parallel(**self.model_dump(include=fields))
+
+    def sizes(self, world_size: int) -> tuple[int, int]:
+        """Return (dp_replicate, dp_shard) for a world size; the ranks of `ep` count as shards."""
+        shared = self.tp * self.cp * self.pp
+        sizes = {name: getattr(self, name) for name in MODES} | {"tp × cp × pp": shared}
+        for name, size in sizes.items():
+            if world_size % size:
+                fitting = [n for n in range(1, world_size + 1) if world_size % n == 0]
+                raise ValueError(f"parallel.{name} = {size} does not divide the {world_size} processes: take {fitting}")
+        try:
+            return self.resolved.sizes(world_size // shared)
+        except ValueError as error:
+            note = f" (the {world_size} processes divided by tp × cp × pp = {shared})" if shared > 1 else ""
+            raise ValueError(f"{error}{note}") from None
+
+    def alone(self) -> str:
+        """Why the layout needs several processes; empty if one is enough."""
+        ranks = self.dp_replicate * max(self.dp_shard, 1) * self.tp * self.cp * self.pp
+        ranks = max(ranks, self.ep)
+        if ranks > 1 or self.cpu_offload:
+            problem = f"asks for {ranks} processes" if ranks > 1 else "asks for cpu_offload, which shards do"
+            return (
+                f"[parallel] {problem}, and this is one by itself: start it with "
+                f"torchrun --nproc-per-node {ranks} -m octavo train CONFIG"
+            )
+        return ""
+
+
 class GuardConfig(Section):
     """`[guard]`: rollback after a loss spike; see `octavo.train.guard`."""
 
-    spike: Annotated[float, Field(ge=0)] = 0.0
+    spike: Tunable[Annotated[float, Field(ge=0)]] = 0.0
     """Threshold of a spike in robust standard deviations above the median of the last losses, as 8. After a spike the
     run rolls back to a checkpoint and skips the batches of the spike. 0: never."""
-    window: Annotated[int, Field(ge=8, le=1 << 20)] = 64
+    window: Tunable[Annotated[int, Field(ge=8, le=1 << 20)]] = 64
     """Number of last steps to compare with."""
-    rollbacks: Count = 3
+    rollbacks: Tunable[Count] = 3
     """Largest number of rollbacks; after that the run continues without the guard."""
 
 
@@ -274,13 +727,13 @@ class Limits(Section):
 class InspectConfig(Section):
     """`[inspect]`: statistics of what FP8 does to the operands of the linear layers, in some steps."""
 
-    every: Annotated[int, Field(ge=0)] = 0
+    every: Free[Annotated[int, Field(ge=0)]] = 0
     """Steps between two samples; 0 for none."""
-    what_if: Annotated[tuple[str, ...], Strict(False)] = ()
+    what_if: Free[Annotated[tuple[str, ...], Strict(False)]] = ()
     """Other recipes, to report their SQNR on the same tensors."""
-    limits: Limits = Limits()
+    limits: Tunable[Limits] = Limits()
     """Limits of reported statistics."""
-    restore_after: Annotated[int, Field(ge=0)] = 0
+    restore_after: Tunable[Annotated[int, Field(ge=0)]] = 0
     """Samples within the limits after which the autopilot moves a layer back to its first recipe; 0 for never."""
 
     @property

@@ -28,8 +28,8 @@ from typing import Any
 
 from octavo.train.checkpoint.diffusers_models import TYPE as DIT
 from octavo.train.checkpoint.pretrained import one_line
-from octavo.train.config.data_section import OF_IMAGES
 from octavo.train.config.run_config import Change, ConfigError, flat, parse_config
+from octavo.train.config.sections import OF_IMAGES
 from octavo.train.model import check_model
 from octavo.train.tasks.registry import task_of
 

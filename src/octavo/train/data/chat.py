@@ -22,9 +22,8 @@ from typing import Any
 import numpy as np
 
 from octavo.train.checkpoint.pretrained import one_line
-from octavo.train.config.data_section import Data
 from octavo.train.config.run_config import ConfigError
-from octavo.train.config.sections import expand
+from octavo.train.config.sections import Data, expand
 from octavo.train.data.tokenizer import TextTokenizer
 
 MESSAGES, SHAREGPT = "messages", "conversations"

@@ -37,7 +37,7 @@ from torch import Tensor
 
 from octavo.nn.causal_head import IGNORE
 from octavo.numerics.names import counted_noun
-from octavo.train.config.data_section import Data
+from octavo.train.config.sections import Data
 from octavo.train.data.documents import NoSequencesError
 from octavo.train.data.epochs import EpochOrder
 from octavo.train.data.token_cache import TokenizedText

@@ -19,8 +19,8 @@ from typing import IO, TYPE_CHECKING, Any
 import numpy as np
 
 from octavo.numerics.names import nearest
-from octavo.train.config.data_section import Data
 from octavo.train.config.run_config import ConfigError
+from octavo.train.config.sections import Data
 from octavo.train.data.chat import ALPACA, MESSAGES, SHAREGPT, conversation_text, messages_of
 
 if TYPE_CHECKING:

@@ -22,9 +22,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from octavo.train.config.data_section import Data, EvalConfig
 from octavo.train.config.run_config import ConfigError
-from octavo.train.config.sections import Model, expand
+from octavo.train.config.sections import Data, EvalConfig, Model, expand
 from octavo.train.data.corpus import STATE, Corpus, Sequences
 from octavo.train.data.source import open_source
 from octavo.train.data.stream import StreamedCorpus

@@ -24,9 +24,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from octavo.numerics.names import nearest
-from octavo.train.config.data_section import Data
 from octavo.train.config.run_config import ConfigError
-from octavo.train.config.sections import expand
+from octavo.train.config.sections import Data, expand
 from octavo.train.data import chat, docstrings, documents
 from octavo.train.data.documents import FILE_KINDS, Block, Column, OnBytesRead, Stream, read_documents
 

@@ -34,9 +34,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from octavo.train.config.data_section import Data
 from octavo.train.config.run_config import ConfigError
-from octavo.train.config.sections import expand
+from octavo.train.config.sections import Data, expand
 from octavo.train.data import documents
 from octavo.train.data.chat import chat_template
 from octavo.train.data.corpus import Corpus, Sequences

@@ -32,9 +32,8 @@ import numpy as np
 import tokenizers
 
 from octavo.train.checkpoint.digests import DIGESTS, find_damage, write_digests
-from octavo.train.config.data_section import Data
 from octavo.train.config.run_config import ConfigError
-from octavo.train.config.sections import expand
+from octavo.train.config.sections import Data, expand
 from octavo.train.data.chat import Chat, chat_template
 from octavo.train.data.chat import fingerprint as chat_fingerprint
 from octavo.train.data.documents import NoSequencesError, Stream

@@ -18,8 +18,7 @@ from typing import Any, NamedTuple
 
 from octavo.train.checkpoint.retention import FOLDER, invalid_checkpoints, latest_checkpoint, step_of
 from octavo.train.checkpoint.store import read_trainer_state
-from octavo.train.config.run_config import ConfigError, TrainConfig
-from octavo.train.config.same_run import check_same_run
+from octavo.train.config.run_config import ConfigError, TrainConfig, check_same_run
 from octavo.train.config.sections import expand
 from octavo.train.record.events import EVENTS_FILE
 from octavo.train.record.loggers import LOGGERS_FILE
