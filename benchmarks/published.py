@@ -243,7 +243,7 @@ def make_step(session: Session, workload: Workload, arm: str) -> Run:
     from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from octavo.train.activation_checkpointing import SAVED_OPS
+    from octavo.train.compiled_blocks import SAVED_OPS
 
     model: Model = workload.size
     torch.manual_seed(0)

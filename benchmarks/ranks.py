@@ -131,8 +131,7 @@ def checkpoint(device: torch.device, folder: Path) -> Results:
     """A sharded checkpoint of weights and FP8 states, read back into another model: the bytes of each rank."""
     from octavo.train.checkpoint import shards
     from octavo.train.config.sections import Optim
-    from octavo.train.optimizer import Fp8StateOptimizer
-    from octavo.train.parameter_groups import parameter_settings
+    from octavo.train.optimizer import Fp8StateOptimizer, parameter_settings
 
     states = []
     for turn in range(2):

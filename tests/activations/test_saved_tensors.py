@@ -20,7 +20,7 @@ from octavo.activations.recompute import RECOMPUTABLE, Rematerializer, dequantiz
 from octavo.activations.saved_tensors import FEWEST, _Decompress, compressed
 from octavo.nn.memory_audit import saved_for_backward
 from octavo.numerics import E4M3, sqnr
-from octavo.train.activation_checkpointing import Checkpointing
+from octavo.train.compiled_blocks import Checkpointing
 from tensors import randn
 
 WEIGHT, OTHER = (nn.Parameter(randn(64, 64, seed=seed)) for seed in (1, 2))

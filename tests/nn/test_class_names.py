@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 
 import octavo
 from octavo.numerics.recipe import equalized
-from octavo.train.activation_checkpointing import Checkpointing
+from octavo.train.compiled_blocks import Checkpointing
 
 ACTIVATIONS = octavo.Precision(matmul="fp8", activations="fp8")
 

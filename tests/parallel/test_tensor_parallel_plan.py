@@ -13,7 +13,7 @@ from octavo.nn.causal import chunked_loss
 from octavo.numerics import sqnr
 from octavo.parallel import context_parallel, sum_partial_gradients, tensor_parallel
 from octavo.tensor import local_tensor
-from octavo.train.activation_checkpointing import Checkpointing
+from octavo.train.compiled_blocks import Checkpointing
 
 pytestmark = pytest.mark.dist
 SHAPE = {

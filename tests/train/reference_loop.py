@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from octavo import convert
 from octavo.train.config.run_config import TrainConfig
 from octavo.train.data.load import load_corpus
-from octavo.train.initial_weights import draw_once
+from octavo.train.model import draw_once
 from octavo.train.record.progress import NullProgress
 from octavo.train.trainer import Trainer
 

@@ -6,7 +6,7 @@ from tiny_runs import GPT2, LLAMA, MakeConfig
 from torch import nn
 
 from live_tensors import bytes_left_by
-from octavo.train.activation_checkpointing import Checkpointing, find_blocks
+from octavo.train.compiled_blocks import Checkpointing, find_blocks
 from octavo.train.config.run_config import ConfigError
 from octavo.train.data.load import load_corpus
 from octavo.train.record.progress import NullProgress

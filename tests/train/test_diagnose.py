@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from octavo.train.activation_checkpointing import Checkpointing
+from octavo.train.compiled_blocks import Checkpointing
 from octavo.train.diagnose import find_origin, non_finite_parameter
 
 

@@ -13,8 +13,15 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
 
 import octavo.comm
-from octavo.train.heartbeat import BEAT_SECONDS, GRACE_SECONDS, LEFT, Heartbeat, from_collective
-from octavo.train.ranks import LostRankError, _detect_lost_ranks
+from octavo.train.ranks import (
+    BEAT_SECONDS,
+    GRACE_SECONDS,
+    LEFT,
+    Heartbeat,
+    LostRankError,
+    _detect_lost_ranks,
+    from_collective,
+)
 from processes import Failed, gloo  # noqa: F401  a fixture
 
 pytestmark = pytest.mark.dist

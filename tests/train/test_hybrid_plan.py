@@ -14,10 +14,9 @@ from octavo.planner.timeline import ACTIVATIONS, GATHERED, GRADIENTS, PARAMETERS
 from octavo.tensor import local_tensor
 from octavo.train import ConfigError, parse_config, run_plan
 from octavo.train.data.load import load_corpus
-from octavo.train.plan_parts import TraceCache
 from octavo.train.ranks import Ranks
 from octavo.train.record.progress import NullProgress
-from octavo.train.run_plan import plan_configured
+from octavo.train.run_plan import TraceCache, plan_configured
 from octavo.train.trainer import Trainer
 from processes import gloo  # noqa: F401  a fixture
 
@@ -181,7 +180,7 @@ def test_first_blocks_that_differ_are_traced_once(settings, gpus):  # noqa: F811
     tables["model"] = {"type": "deepseek_v3", "config": DEEPSEEK}
     plan = plan_configured(parse_config(tables), gpu="h100", gpus=gpus).memory
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("octavo.train.plan_parts.leading_blocks", lambda model, plan: None)
+        patch.setattr("octavo.train.run_plan.leading_blocks", lambda model, plan: None)
         whole = plan_configured(parse_config(tables), gpu="h100", gpus=gpus).memory
     assert (plan.traced_blocks, whole.traced_blocks) == ((5, 7), (7, 7))
     assert (plan.at_peak, plan.largest) == (whole.at_peak, whole.largest)

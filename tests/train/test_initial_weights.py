@@ -6,8 +6,8 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageClassification
 
-from octavo.train import initial_weights
-from octavo.train.initial_weights import draw_once
+from octavo.train import model as model_module
+from octavo.train.model import draw_once
 
 SHAPE = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}
 
@@ -48,7 +48,7 @@ def weights(build: Any, seed: int = 1) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("build", [language_model, vision_model, Handmade])
 def test_weights_depend_on_the_seed_and_not_on_threads(monkeypatch, build):
-    monkeypatch.setattr(initial_weights, "CHUNK", 1000)
+    monkeypatch.setattr(model_module, "CHUNK", 1000)
     first = weights(build)
     torch.randn(100)
     monkeypatch.setattr(os, "cpu_count", lambda: 1)
@@ -70,14 +70,14 @@ def test_they_are_distributed_as_those_of_transformers(build):
 
 def test_each_weight_is_drawn_once(monkeypatch):
     drawn = []
-    draw = initial_weights._draw
-    monkeypatch.setattr(initial_weights, "_draw", lambda chunk: drawn.append(chunk[1].numel()) or draw(chunk))
+    draw = model_module._draw
+    monkeypatch.setattr(model_module, "_draw", lambda chunk: drawn.append(chunk[1].numel()) or draw(chunk))
     model = draw_once(language_model, 1)
     assert sum(drawn) == sum(weight.numel() for weight in model.parameters() if weight.dim() == 2)
 
 
 def test_chunks_have_different_numbers(monkeypatch):
-    monkeypatch.setattr(initial_weights, "CHUNK", 64)
+    monkeypatch.setattr(model_module, "CHUNK", 64)
     chunks = [row for value in weights(language_model).values() if value.dim() == 2 for row in value.view(-1).split(64)]
     assert len({tuple(chunk.tolist()) for chunk in chunks}) == len(chunks)
 

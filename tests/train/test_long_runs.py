@@ -19,7 +19,7 @@ from octavo.train import RunResult, read_metrics, run
 from octavo.train.checkpoint.retention import Retention, checkpoints, held_out_loss, latest_checkpoint
 from octavo.train.config.run_config import ConfigError, TrainConfig, parse_config
 from octavo.train.record.events import RESTART, add_event, read_events
-from octavo.train.supervise import supervise
+from octavo.train.signals import supervise
 from octavo.train.trainer import Trainer
 
 PATIENCE = 600.0

@@ -13,8 +13,8 @@ from octavo.train.config.run_config import ConfigError
 from octavo.train.config.sections import Model
 from octavo.train.data.load import load_corpus
 from octavo.train.data.tokenizer import TextTokenizer, load_tokenizer
-from octavo.train.device import choose_device
 from octavo.train.model import build_model, check_model, prepare_loss
+from octavo.train.ranks import choose_device
 from octavo.train.record.progress import NullProgress
 from octavo.train.run_plan import plan_memory
 

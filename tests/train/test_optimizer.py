@@ -10,8 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.cohere.modeling_cohere import CohereLayerNorm
 
 from octavo.train.config.sections import Optim
-from octavo.train.optimizer import Fp8StateOptimizer, MasterWeightOptimizer
-from octavo.train.parameter_groups import decayed_parameters
+from octavo.train.optimizer import Fp8StateOptimizer, MasterWeightOptimizer, decayed_parameters
 
 OPTIM = Optim(lr=1e-3, weight_decay=0.1, clip=0.0)
 

@@ -19,10 +19,10 @@ from octavo.nn.causal_head import IGNORE
 from octavo.train import ConfigError, TrainConfig, parse_config, run
 from octavo.train.data.corpus import Corpus, PackedRows, best_fit
 from octavo.train.data.load import load_corpus
+from octavo.train.layout import counted, targets_per_rank
 from octavo.train.probe import check_causal
 from octavo.train.ranks import Ranks, join_ranks
 from octavo.train.record.progress import NullProgress
-from octavo.train.targets import counted, targets_per_rank
 from octavo.train.tasks.language import _named
 from octavo.train.trainer import Trainer
 from processes import gloo  # noqa: F401  a fixture

@@ -14,8 +14,14 @@ from octavo.train.checkpoint.pretrained import LANGUAGE
 from octavo.train.config.run_config import ConfigError, parse_config
 from octavo.train.config.sections import Optim
 from octavo.train.model import build_of_kind
-from octavo.train.optimizer import Fp8StateOptimizer, MasterWeightOptimizer, TrainerOptimizer
-from octavo.train.parameter_groups import ParameterSettings, matches, parameter_settings
+from octavo.train.optimizer import (
+    Fp8StateOptimizer,
+    MasterWeightOptimizer,
+    ParameterSettings,
+    TrainerOptimizer,
+    matches,
+    parameter_settings,
+)
 from octavo.train.run_plan import plan_memory
 
 

@@ -7,8 +7,8 @@ from octavo.numerics.plan import Plan
 from octavo.planner.memory_plan import MemoryPlan
 from octavo.planner.step import StepConfig
 from octavo.planner.timeline import ACTIVATIONS, BATCH, GATHERED, PARAMETERS, TEMPORARIES
-from octavo.train import plan_parts
-from octavo.train.plan_parts import Stage, TraceCache, stage_memory
+from octavo.train import run_plan
+from octavo.train.run_plan import Stage, TraceCache, stage_memory
 
 ACTIVATIONS_OF = [1000, 700, 700, 500]
 HIDDEN = 10
@@ -28,7 +28,7 @@ def beside_of_stages(monkeypatch, schedule, count, micro_batches):
         peak = {"all": 1 if beside is None else 1 + beside.forward}
         return MemoryPlan(batch=sequences, tokens=1, phase="", at_peak=peak, largest=largest, messages=((),))
 
-    monkeypatch.setattr(plan_parts, "predict_memory", predict)
+    monkeypatch.setattr(run_plan, "predict_memory", predict)
     stages = []
     for index in range(count):
         model = nn.Module()

@@ -17,8 +17,9 @@ import torch.distributed as dist
 from test_ranks import job, losses, same, state, tables  # noqa: F401  a fixture
 from tiny_runs import Recorder
 
-from octavo.train import ConfigError, NonFiniteError, RunResult, model_sharing, parse_config, run
+from octavo.train import ConfigError, NonFiniteError, RunResult, parse_config, run
 from octavo.train import loop as loop_module
+from octavo.train import ranks as ranks_module
 from octavo.train.checkpoint import shards as shards_module
 from octavo.train.checkpoint.digests import write_digests
 from octavo.train.checkpoint.export import export
@@ -269,7 +270,7 @@ def test_one_rank_with_its_states_in_host_memory(gloo, tables, tmp_path, paralle
 def damaged_job(settings, folder):
     """A checkpoint that one rank cannot read."""
     config = parse_config(settings)
-    broken = mock.patch.object(model_sharing, "_mapped", side_effect=ConfigError("invalid header"))
+    broken = mock.patch.object(ranks_module, "_mapped", side_effect=ConfigError("invalid header"))
     with join_ranks(config) as ranks:
         trainer = Trainer(config, load_corpus(config.data, config.model, NullProgress()), ranks.device, ranks=ranks)
         with broken if ranks.rank == 1 else nullcontext():

@@ -30,7 +30,7 @@ from octavo.train import RunResult, read_metrics, run
 from octavo.train.checkpoint.retention import latest_checkpoint
 from octavo.train.config.run_config import ConfigError
 from octavo.train.data.tokenizer import train_tokenizer
-from octavo.train.device import deterministic_algorithms
+from octavo.train.ranks import deterministic_algorithms
 
 
 @pytest.mark.thorough

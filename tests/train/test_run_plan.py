@@ -24,11 +24,10 @@ from octavo.planner.devices import DEVICES
 from octavo.planner.fake import fake_tensors
 from octavo.planner.model_memory import make_gradients, make_states
 from octavo.train.config.run_config import ConfigError, TrainConfig, load_config
-from octavo.train.conversion import convert_run
 from octavo.train.data.load import load_corpus
 from octavo.train.record.progress import NullProgress
 from octavo.train.run_plan import plan_arms, plan_configured, plan_memory, plan_step, planned_task
-from octavo.train.trainer import Trainer
+from octavo.train.trainer import Trainer, convert_run
 
 SEVEN_B = Path(__file__).parents[2] / "configs" / "llama2-7b.toml"
 SEVENTY_B = SEVEN_B.with_name("llama3-70b.toml")

@@ -1,7 +1,7 @@
 import pytest
 
 from octavo.train.config.sections import Optim
-from octavo.train.schedule import learning_rate
+from octavo.train.optimizer import learning_rate
 
 
 def rates(steps: int, **keys: object) -> list[float]:

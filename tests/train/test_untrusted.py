@@ -14,16 +14,17 @@ from tiny_runs import LLAMA
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from octavo.train import ConfigError, model_sharing, parse_config, run
+from octavo.train import ConfigError, parse_config, run
+from octavo.train import ranks as ranks_module
 from octavo.train.checkpoint.digests import write_digests
 from octavo.train.checkpoint.export import export
 from octavo.train.checkpoint.pretrained import load_model_config, load_pretrained
 from octavo.train.checkpoint.retention import checkpoints
-from octavo.train.checkpoint.shard_index import read_index
+from octavo.train.checkpoint.shards import read_index
 from octavo.train.checkpoint.store import shards
 from octavo.train.data.load import load_corpus
 from octavo.train.model import build_model
-from octavo.train.model_sharing import share_on_machine
+from octavo.train.ranks import share_on_machine
 from octavo.train.record.progress import NullProgress
 from processes import gloo  # noqa: F401  a fixture
 
@@ -239,7 +240,7 @@ def sharing_job(tables, plant):
 
     with join_ranks(config) as ranks:
         corpus = load_corpus(config.data, config.model, NullProgress())
-        write = model_sharing._write
+        write = ranks_module._write
 
         def planted(value, file):
             skeleton = write(value, file)
@@ -249,7 +250,7 @@ def sharing_job(tables, plant):
                 file.parent.chmod(0o777)
             return skeleton
 
-        with mock.patch.object(model_sharing, "_write", planted):
+        with mock.patch.object(ranks_module, "_write", planted):
             try:
                 model = share_on_machine(lambda: build_model(config, corpus.tokenizer), ranks)
             except ConfigError as error:

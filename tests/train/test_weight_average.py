@@ -14,9 +14,8 @@ from octavo.train import parse_config, read_metrics, run
 from octavo.train.checkpoint.export import export
 from octavo.train.checkpoint.retention import latest_checkpoint
 from octavo.train.config.run_config import ConfigError
-from octavo.train.optimizer import TrainerOptimizer
+from octavo.train.optimizer import TrainerOptimizer, average_decay
 from octavo.train.run_plan import plan_memory
-from octavo.train.schedule import average_decay
 from processes import gloo  # noqa: F401  a fixture
 
 PRECISIONS: list[dict[str, Any]] = [

@@ -91,7 +91,7 @@ def plan(
     octavo calibrate if --calibration is set or the GPU is in this machine.
     """
     with user_errors(context):
-        from octavo.train.plan_console import console as run
+        from octavo.train.run_plan import console as run
 
         run(
             config, overrides or [], memory=memory, gpu=gpu, gpus=gpus, calibration=calibration, device=device,

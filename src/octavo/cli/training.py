@@ -122,7 +122,7 @@ def _supervised(context: typer.Context, arguments: list[str], folder: Path, *, r
     """Run `octavo train` in a process of its own, and again after a crash. Returns its exit code."""
     from octavo.train.config.run_config import ConfigError
     from octavo.train.ranks import under_torchrun
-    from octavo.train.supervise import supervise
+    from octavo.train.signals import supervise
 
     if under_torchrun():
         raise ConfigError(

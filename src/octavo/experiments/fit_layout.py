@@ -19,8 +19,7 @@ from octavo.planner.forecast import ConfiguredRun
 from octavo.planner.memory_plan import gib
 from octavo.planner.step import CHECKPOINTING, StepTime
 from octavo.train.config.run_config import ConfigError, parse_config
-from octavo.train.plan_console import plan_progress
-from octavo.train.run_plan import OnSubject, at_level, plan_configured
+from octavo.train.run_plan import OnSubject, at_level, plan_configured, plan_progress
 
 MARGIN = 0.1
 """Share of a GPU's memory left free: for the allocator, and for what a prediction leaves out."""

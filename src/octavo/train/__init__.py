@@ -6,8 +6,8 @@ From Python:
     result = run(config, out=Path("runs/demo"))
 
 `run` executes a training run; `loop.py` implements it. Other modules: configuration (`config/`), tokenization and
-batches (`data/`), model and training step (`model`, `trainer`, `optimizer`, `schedule`, `loss_scale`), processes
-(`ranks`, `model_sharing`, `heartbeat`), checkpoints (`checkpoint/`), logs (`record/`), and error and spike detection
+batches (`data/`), model and training step (`model`, `trainer`, `optimizer`, `loss_scale`), processes (`ranks`),
+checkpoints (`checkpoint/`), logs (`record/`), and error and spike detection
 (`diagnose`, `guard`).
 """
 

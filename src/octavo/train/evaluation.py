@@ -25,10 +25,9 @@ from torch.distributed.fsdp import FSDPModule
 from octavo.nn.causal_head import IGNORE, evaluating
 from octavo.parallel.pipeline_model import Pipeline
 from octavo.runtime.switch import disabled
-from octavo.train.layout import Layout, on_tensors
+from octavo.train.layout import Layout, counted, on_tensors
 from octavo.train.ranks import Ranks
 from octavo.train.record.metrics import LOSS, LOSS_HIGH_PRECISION, finite
-from octavo.train.targets import counted
 from octavo.train.tasks.task import HeldOut, Task
 
 ROWS_SEED = 0

@@ -10,6 +10,11 @@
 
 S tokens of a sequence, E experts. Losses of ranks that have different tokens are averaged; with sequence_parallel, each
 rank's is 1/tp of it, because products of gathered tokens sum over the ranks.
+
+Targets that count: those of padding and of other text to ignore do not, so rows and ranks differ in their number.
+
+The gradient of a step is that of the mean over all of its targets. A micro-batch of n counted targets therefore weighs
+n over the mean count of a rank, because FSDP and DDP average gradients over ranks. Fake targets, of a plan, all count.
 """
 
 import math
@@ -25,13 +30,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
+from octavo.nn.causal_head import IGNORE
 from octavo.parallel import Parallel, context_parallel, expert_parallel, parallelize, tensor_parallel
 from octavo.parallel.pipeline_model import SCHEDULES, Pipeline, cut, stage_modules
 from octavo.parallel.tensor_parallel_plan import partial_parameters, sum_over
-from octavo.runtime.torch_compat import flattened, set_group_timeout
+from octavo.runtime.torch_compat import FakeTensor, flattened, set_group_timeout
 from octavo.train.config.run_config import ConfigError
 from octavo.train.config.sections import Data, Optim, ParallelConfig
-from octavo.train.ranks import SharedError
+from octavo.train.ranks import Ranks, SharedError
 
 Inputs = Any
 """The inputs of a batch: a tensor, or a mapping of names to tensors."""
@@ -269,3 +275,23 @@ def _token_formats(settings: ParallelConfig, sends_fp8: bool) -> dict[str, Any]:
     divides = settings.sequence_parallel
     reduce = "fp8" if sends_fp8 and settings.fp8_comm == "on" and divides else "bf16"
     return {"sequence_parallel": divides, "gather": "fp8" if sends_fp8 else "bf16", "reduce": reduce}
+
+
+def targets_per_rank(targets: Tensor, ranks: Ranks, *, uneven: bool) -> float:
+    """How many targets of a step count, on the average of all ranks. `targets`: those of this rank."""
+    if not uneven or isinstance(targets, FakeTensor):
+        return targets.numel()
+    (count,) = ranks.all_reduce((targets != IGNORE).sum())
+    return count.item() / ranks.world_size
+
+
+def counted(targets: Tensor, *, uneven: bool) -> tuple[int, Tensor]:
+    """How many targets of a micro-batch count, and targets of which at least one does."""
+    # The mean over no target is not a number, even with a weight of zero.
+    if not uneven or isinstance(targets, FakeTensor):
+        return targets.numel(), targets
+    count = int((targets != IGNORE).sum())
+    if not count:
+        targets = targets.clone()
+        targets.view(-1)[0] = 0
+    return count, targets

@@ -30,15 +30,14 @@ from octavo.train.checkpoint.retention import checkpoints
 from octavo.train.checkpoint.store import load_checkpoint, read_trainer_state, saved_weights
 from octavo.train.config.run_config import ConfigError, TrainConfig, flat, parse_config
 from octavo.train.config.sections import Data, expand
-from octavo.train.device import deterministic_algorithms, device_name
 from octavo.train.diagnose import NonFiniteError, advice, diverged
 from octavo.train.disk import output_folder, write_file
 from octavo.train.frozen import frozen_note
-from octavo.train.gauges import Gauges, expected_step
+from octavo.train.gauges import Gauges, StepProfile, expected_step
 from octavo.train.guard import SpikeError
 from octavo.train.model import check_model
 from octavo.train.optimizer import state_bytes_per_parameter
-from octavo.train.ranks import Ranks, join_ranks, under_torchrun
+from octavo.train.ranks import Ranks, deterministic_algorithms, device_name, join_ranks, under_torchrun
 from octavo.train.record.events import (
     EVALUATION,
     FINDING,
@@ -53,7 +52,6 @@ from octavo.train.record.loggers import ScalarLog, missing_logger
 from octavo.train.record.metrics import LOSS, ExpectedStep, MetricsBuffer, MetricsWriter, RunResult, StepMetrics
 from octavo.train.record.outputs import CONFIG_FILE, LAYERS_FILE, RunFolder, open_run_folder
 from octavo.train.record.progress import DeferredErrors, NullProgress, Progress, raise_deferred
-from octavo.train.record.step_profile import StepProfile
 from octavo.train.sampling import Sampler, make_sampler
 from octavo.train.signals import Between, Stop, StopRequested, stop_on
 from octavo.train.tasks.registry import task_of

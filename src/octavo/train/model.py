@@ -2,21 +2,33 @@
 
 `transformers` accepts unknown config fields silently; this module raises an error with the nearest known field. Initial
 weights are drawn on the CPU in the parameters' own dtype, so a seed gives the same weights on any device.
+
+Draw the initial weights of a model once, on all cores.
+
+`nn.Linear` and the like draw their weights when they are made, and Transformers draws them again: 11 s of one thread
+for 10⁹ parameters. Here a draw into a whole tensor is recorded, and replaced by the next one into the same tensor. What
+remains is drawn at the end, in chunks. Each chunk has a generator of its own, seeded with a number made of the run's
+seed, plus the chunk's number in the order of all recorded draws. So the weights are a function of seed and model,
+whatever the number of threads.
 """
 
 import inspect
+import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from octavo.nn.causal import check_next_token_loss, chunked_loss
 from octavo.numerics.names import nearest
+from octavo.runtime.torch_compat import TorchDispatchMode, tree_leaves
 from octavo.train.checkpoint.kinds import IMAGE_CLASSIFICATION, LANGUAGE, ModelKind
 from octavo.train.checkpoint.pretrained import load_model_config, load_pretrained, one_line
 from octavo.train.config.run_config import ConfigError, TrainConfig
@@ -24,10 +36,8 @@ from octavo.train.config.sections import Model, PrecisionConfig
 from octavo.train.data.tokenizer import TextTokenizer
 from octavo.train.diagnose import non_finite_parameter
 from octavo.train.frozen import freeze
-from octavo.train.initial_weights import draw_once
 from octavo.train.lora import add_adapters
-from octavo.train.model_sharing import share_on_machine
-from octavo.train.ranks import Ranks
+from octavo.train.ranks import Ranks, share_on_machine
 
 PARAMETER_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
 
@@ -259,3 +269,99 @@ def check_fit(model: Any, source: Model, sequence_length: int, tokenizer: TextTo
             f"data.sequence_length = {sequence_length} is longer than the model's context of {context}: "
             f"shorten {'data.sequence_length' if from_path else 'it, or raise model.config.max_position_embeddings'}"
         )
+
+
+T = TypeVar("T")
+
+CHUNK = 1 << 20
+"""Elements that one generator draws."""
+_aten = torch.ops.aten
+DRAWS = {_aten.normal_.default, _aten.uniform_.default}
+"""Overwrite a tensor with random numbers."""
+FILLS = {_aten.zero_.default, _aten.fill_.Scalar}
+"""Overwrite a tensor with something else."""
+POINTWISE = {
+    _aten.erfinv_.default, _aten.mul_.Tensor, _aten.mul_.Scalar, _aten.add_.Tensor, _aten.add_.Scalar,
+    _aten.clamp_.default,
+}  # fmt: skip
+"""Steps of `torch.nn.init.trunc_normal_` after its draw."""
+
+
+def draw_once(build: Callable[[], T], seed: int) -> T:
+    """Return the model that `build` makes, with initial weights that depend on the seed and on the model alone."""
+    torch.manual_seed(seed)  # for what is not drawn into a tensor, as `torch.randn`
+    with _Draws(seed) as draws:
+        model = build()
+    draws.draw(draws.pending.values())
+    return model
+
+
+class _Draw:
+    """A recorded draw into a tensor, and what changes the numbers afterwards."""
+
+    def __init__(self, tensor: Tensor, first: int) -> None:
+        # The storage: a parameter may be given another one, as `weight.data = …`.
+        self.tensor, self.first = tensor.detach(), first
+        self.steps: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
+
+
+class _Draws(TorchDispatchMode):
+    """Records draws into whole tensors; whatever else touches such a tensor draws it before."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.pending: dict[int, _Draw] = {}  # by storage, which the tensor keeps alive
+        # A generator of the CPU takes 32 bits: consecutive seeds never meet within a model, random ones would.
+        self._seed = int(np.random.SeedSequence(seed).generate_state(1)[0])
+        self._chunks = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        tensors = [item for item in tree_leaves((args, kwargs)) if isinstance(item, Tensor)]
+        if len(tensors) == 1 and _is_whole(first := tensors[0]):
+            key = _storage(first)
+            if func in DRAWS and kwargs.get("generator") is None:
+                draw = self.pending[key] = _Draw(first, self._chunks)
+                self._chunks += -(-first.numel() // CHUNK)
+                draw.steps.append((func, args[1:], kwargs))
+                return first
+            if func in POINTWISE and key in self.pending:
+                self.pending[key].steps.append((func, args[1:], kwargs))
+                return first
+            if func in FILLS or func in DRAWS:
+                self.pending.pop(key, None)
+        touched = map(_storage, tensors)
+        self.draw([self.pending.pop(key) for key in touched if key in self.pending])
+        return func(*args, **kwargs)
+
+    def draw(self, draws: Iterable[_Draw]) -> None:
+        """Draw into these tensors."""
+        chunks = [
+            (draw, part, self._seed + draw.first + number)
+            for draw in draws
+            for number, part in enumerate(draw.tensor.view(-1).split(CHUNK))
+        ]
+        if not chunks:
+            return
+        with ThreadPoolExecutor(min(len(chunks), os.cpu_count() or 1)) as pool:
+            list(pool.map(_draw, chunks))
+
+
+def _draw(chunk: tuple[_Draw, Tensor, int]) -> None:
+    draw, part, seed = chunk
+    generator = torch.Generator(part.device).manual_seed(seed % 2**32)
+    for func, arguments, settings in draw.steps:
+        func(part, *arguments, **settings | ({"generator": generator} if func in DRAWS else {}))
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    """Whether a tensor is all of its storage, in order, on the CPU, and has numbers, unlike fake tensors."""
+    return (
+        type(tensor) in (Tensor, nn.Parameter) and tensor.device.type == "cpu" and tensor.is_contiguous()
+        and tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
+    )  # fmt: skip
+
+
+def _storage(tensor: Tensor) -> int:
+    address: int = tensor.untyped_storage()._cdata
+    return address

@@ -11,30 +11,259 @@ With FP8 moments, or masters as 16-bit remainders, `octavo.AdamW` takes the step
 `optim.name = "muon"` (`Fp8StateOptimizer`). Gradients then
 accumulate in the parameters' own dtype, because an fp32 copy would cost more memory than the moments save.
 
-Each parameter has the learning rate and decoupled weight decay of `octavo.train.parameter_groups`.
+Each parameter has the learning rate and decoupled weight decay of `octavo.train.optimizer`.
+
+The settings of each parameter: weight decay, learning rate and optimizer, by rule or by `[[optim.groups]]`.
+
+By rule, weights of products and embeddings decay (`decayed_parameters`). With `optim.name = "muon"` Muon optimizes the
+hidden matrices (`hidden_matrices`), AdamW the rest. A group of the configuration changes both for the parameters that
+its pattern matches; of several groups the first that matches counts.
+
+The learning rate as a pure function of the step: nothing to save, nothing to resume.
+
+With S steps, W of warmup, peak 1 and end e, at step t = 0 … S - 1:
+
+    warmup     (t + 1) / W                                            t < W
+    cosine     e + (1 - e) · (1 + cos(π (t - W) / (S - W))) / 2
+    linear     1 - (1 - e) · (t - W) / (S - W)
+    wsd        1 until the last D = decay · S steps, then linearly to e
+    constant   1
+
+A second warmup of R steps from step F on (`rewarm`, `rewarm_from`) multiplies these by min(1, (t - F + 1) / R) for
+t ≥ F: after a resume with other data, another batch or lost moments.
+
+An exponential moving average (EMA) of the weights: `optim.ema`.
+
+    average = β average + (1 − β) master,   β = min(ema, (1 + t) / (10 + t))
+
+In fp32, of the exact fp32 masters. In bf16 a step of 1 − β = 0.001 is below half a unit in the last place, so it would
+be lost; rounded stochastically the update survives, but adds noise, which the average exists to remove. fp32 costs 4
+bytes per trained parameter, sharded like the parameter. Training never reads the average.
 """
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from octavo.kernels.adamw import HyperParams
 from octavo.kernels.adamw import step as adamw_step
+from octavo.nn.experts import STACKED
+from octavo.numerics.names import nearest
 from octavo.optim import AdamW, Muon
 from octavo.optim.adamw import param_state
+from octavo.optim.muon import newton_schulz_flops
 from octavo.optim.sharded import local_rows, shard_like, sum_gradient
 from octavo.optim.states import master_values
 from octavo.runtime.torch_compat import is_dtensor
 from octavo.tensor import local_tensor
-from octavo.train.config.sections import Optim, PrecisionConfig
-from octavo.train.parameter_groups import ParameterSettings, parameter_settings
+from octavo.train.config.run_config import ConfigError
+from octavo.train.config.sections import Optim, PrecisionConfig, decay_steps
 from octavo.train.ranks import SharedError
-from octavo.train.schedule import average_decay
-from octavo.train.weight_average import WeightAverage
+
+STATE_SPACE_NAMES = ("A_log",)
+"""Logarithms of a state space model's decay rates (Mamba), which their authors exclude from weight decay."""
+HEADS = ("lm_head", "classifier", "score")
+"""Names of the modules of Transformers that map to the vocabulary or to classes."""
+
+
+@dataclass(frozen=True, kw_only=True, order=True)
+class ParameterSettings:
+    """How a parameter is optimized. Parameters with equal settings are one group; groups have the order of these."""
+
+    group: int = -1  # Number of the group of the configuration; -1 for none
+    adamw: bool = True  # Whether AdamW takes its steps, and not Muon
+    undecayed: bool = False  # Whether its rule is no weight decay
+    lr: float  # Peak learning rate
+    weight_decay: float  # Decoupled weight decay
+
+
+def parameter_settings(model: nn.Module, optim: Optim, *, part: bool = False) -> dict[str, ParameterSettings]:
+    """Return the settings of each trained parameter of a model, by name."""
+    # Call it before FSDP, which replaces the parameters and drops their marks.
+    decayed, hidden = decayed_parameters(model), hidden_matrices(model) if optim.name == "muon" else set()
+    names = [name for name, param in model.named_parameters() if param.requires_grad]
+    settings = {}
+    for name in names:
+        number = next((n for n, group in enumerate(optim.groups) if matches(name, group.match)), -1)
+        group = optim.groups[number] if number >= 0 else None
+        decay = optim.weight_decay if name in decayed else 0.0
+        muon = name in hidden and (group is None or group.muon is not False)
+        if group is not None and group.muon and not muon:
+            raise ConfigError(
+                f'optim.groups: "{group.match}" matches {name}, which muon = true does not fit: Muon optimizes hidden '
+                "matrices (no embeddings, heads, norms, biases and vectors)"
+            )
+        settings[name] = ParameterSettings(
+            group=number,
+            adamw=not muon,
+            undecayed=name not in decayed,
+            lr=optim.lr if group is None or group.lr is None else group.lr,
+            weight_decay=decay if group is None or group.weight_decay is None else group.weight_decay,
+        )
+    for number, group in enumerate(optim.groups):
+        if not part and not any(setting.group == number for setting in settings.values()):
+            raise ConfigError(_unmatched(group.match, names, [other.match for other in optim.groups[:number]]))
+    return settings
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Whether a pattern, as in `fnmatch`, matches the whole name of a parameter or of a module around it."""
+    parts = name.split(".")
+    return any(fnmatchcase(".".join(parts[:end]), pattern) for end in range(1, len(parts) + 1))
+
+
+def _unmatched(pattern: str, names: Sequence[str], earlier: Sequence[str]) -> str:
+    taken = next((other for other in earlier for name in names if matches(name, pattern) and matches(name, other)), "")
+    if taken:
+        return (
+            f'optim.groups: "{pattern}" matches only parameters that "{taken}" before it matches, and the first match '
+            "counts: put it first, or leave it out"
+        )
+    ends = {".".join(name.split(".")[start:]) for name in names for start in range(name.count(".") + 1)}
+    hint = nearest(pattern.strip("*."), sorted(ends)) or f"; the first one is {names[0]}"
+    return f'optim.groups: "{pattern}" matches no trained parameter{hint}'
+
+
+def decayed_parameters(model: nn.Module) -> set[str]:
+    """Names of the parameters that weight decay applies to: weights of products and embeddings, of any shape."""
+    # Excluded, for any number of dimensions: parameters of norms (modules whose class name has "norm"), biases (names
+    # that end in "bias"), `STATE_SPACE_NAMES`, parameters marked `_no_weight_decay`, and vectors, also of shape [1, …,
+    # 1, N]. Call it before FSDP, which replaces the parameters and drops the marks.
+    names: set[str] = set()
+    for path, module in model.named_modules(remove_duplicate=False):
+        norm = "norm" in type(module).__name__.lower()
+        for leaf, param in module.named_parameters(prefix=path, recurse=False):
+            name = leaf.rpartition(".")[2]
+            vector = param.dim() < 2 or (param.dim() > 2 and max(param.shape[:-1]) == 1)
+            excluded = norm or vector or name.endswith("bias") or name in STATE_SPACE_NAMES
+            if not excluded and not getattr(param, "_no_weight_decay", False):
+                names.add(leaf)
+    return names
+
+
+def hidden_matrices(model: nn.Module) -> set[str]:
+    """Names of the parameters that Muon optimizes: 2-D weights of products, and 3-D weights of experts."""
+    # Excluded are embeddings, tied ones too, heads (`get_output_embeddings`, `HEADS`), convolutions, and all that
+    # `decayed_parameters` excludes.
+    module: Any = model
+    head = module.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    excluded = {id(param) for param in ([] if head is None else head.parameters())}
+    for path, part in model.named_modules(remove_duplicate=False):
+        if isinstance(part, nn.Embedding | nn.modules.conv._ConvNd) or path.rpartition(".")[2] in HEADS:
+            excluded |= {id(param) for param in part.parameters()}
+    decayed = decayed_parameters(model)
+    return {
+        name
+        for name, param in model.named_parameters()
+        if name in decayed and id(param) not in excluded
+        and (param.dim() == 2 or (param.dim() == 3 and name.rpartition(".")[2] in STACKED))
+    }  # fmt: skip
+
+
+def muon_flops(model: nn.Module, optim: Optim) -> float:
+    """Floating point operations of Muon's products in a step of a whole model; 0 for AdamW."""
+    if optim.name != "muon":
+        return 0.0
+    adamw = {name for name, own in parameter_settings(model, optim, part=True).items() if own.adamw}
+    trained = ((name, param) for name, param in model.named_parameters() if param.requires_grad)
+    return sum(newton_schulz_flops(param.shape) for name, param in trained if name not in adamw)
+
+
+def groups_table(settings: Mapping[str, ParameterSettings], sizes: Mapping[str, int], optim: Optim) -> list[str]:
+    """Return a line for each group of parameters: what matched, how many, and their settings; [] for the default."""
+    if not optim.groups and optim.name == "adamw":
+        return []
+    rows = []
+    for setting in sorted(set(settings.values())):
+        names = [name for name, own in settings.items() if own == setting]
+        count = sum(sizes[name] for name in names)
+        rows.append((
+            optim.groups[setting.group].match if setting.group >= 0 else "others",
+            f"{len(names)} parameter{'s' if len(names) > 1 else ''} ({count:,} elements)",
+            "adamw" if setting.adamw else "muon",
+            f"lr {setting.lr:g}",
+            f"weight decay {setting.weight_decay:g}",
+        ))  # fmt: skip
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def learning_rate(optim: Optim, step: int, steps: int) -> float:
+    """Learning rate of step 0, 1, … of `steps`."""
+    return optim.lr * _factor(optim, step, steps) * _rewarm_factor(optim, step)
+
+
+def average_decay(ema: float, step: int) -> float:
+    """Decay of the moving average of the weights in step 0, 1, …: min(ema, (1 + t) / (10 + t))."""
+    # The ramp lets the initial weights, which say nothing, fade in the first steps.
+    return min(ema, (1 + step) / (10 + step))
+
+
+def _rewarm_factor(optim: Optim, step: int) -> float:
+    if optim.rewarm_from is None or step < optim.rewarm_from:
+        return 1.0
+    return min(1.0, (step - optim.rewarm_from + 1) / optim.rewarm)
+
+
+def _factor(optim: Optim, step: int, steps: int) -> float:
+    if step < optim.warmup:
+        return (step + 1) / optim.warmup
+    end = optim.min_lr_ratio
+    if optim.schedule == "cosine":
+        done = (step - optim.warmup) / max(1, steps - optim.warmup)
+        return end + (1 - end) * (1 + math.cos(math.pi * done)) / 2
+    if optim.schedule == "linear":
+        return 1 - (1 - end) * (step - optim.warmup) / max(1, steps - optim.warmup)
+    if optim.schedule == "wsd":
+        decay = decay_steps(optim, steps)
+        return end + (1 - end) * min(1.0, (steps - step) / decay) if decay else 1.0
+    return 1.0
+
+
+class WeightAverage:
+    """The average of some parameters."""
+
+    def __init__(self, names: Sequence[str], params: Sequence[nn.Parameter], masters: Iterable[Tensor]) -> None:
+        self._params = dict(zip(names, params, strict=True))
+        # The average by name, fp32, sharded like the parameters.
+        self.tensors = {
+            name: shard_like(param, master.detach().clone(memory_format=torch.contiguous_format))
+            for (name, param), master in zip(self._params.items(), masters, strict=True)
+        }
+
+    @torch.no_grad()
+    def update(self, masters: Iterable[Tensor], decay: float) -> None:
+        """Move the average towards the masters by 1 − `decay`."""
+        for average, master in zip(self.tensors.values(), masters, strict=True):
+            local_tensor(average).lerp_(master.detach(), 1 - decay)
+
+    @torch.no_grad()
+    def load(self, saved: Mapping[str, Tensor]) -> None:
+        """Load an average by name; shards take their rows of it. Raises KeyError for a missing one."""
+        for name, average in self.tensors.items():
+            local_tensor(average).copy_(local_rows(average, saved[name]))
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Put the average into the parameters, and their own values back at the end."""
+        with torch.no_grad():
+            own = {name: local_tensor(param).detach().clone() for name, param in self._params.items()}
+            try:
+                self._fill({name: local_tensor(average) for name, average in self.tensors.items()})
+                yield
+            finally:
+                self._fill(own)
+
+    def _fill(self, values: Mapping[str, Tensor]) -> None:
+        for name, param in self._params.items():
+            local_tensor(param).copy_(values[name])
 
 
 def make_optimizer(

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from octavo.nn import disabled
 from octavo.nn.memory_audit import saved_for_backward
-from octavo.train.activation_checkpointing import Checkpointing
+from octavo.train.compiled_blocks import Checkpointing
 from octavo.train.config.run_config import ConfigError
-from octavo.train.heartbeat import from_collective
+from octavo.train.ranks import from_collective
 
 GRADIENT_SCALE = 1024.0
 """Factor that keeps the gradient of the causality check from underflowing in fp16."""

@@ -9,29 +9,47 @@ instead of waiting for a rank that has stopped already.
 The death of a rank ends the run: the collective of the other ranks fails, at once if the connection breaks, else after
 `parallel.timeout`, and they raise `LostRankError`. torchrun's `--max-restarts` restarts all ranks, and the run resumes
 from its newest checkpoint.
+
+Heartbeats: each rank increments a key in the store of the process group twice a second.
+
+The error of a collective does not show its cause. Gloo raises a plain RuntimeError for a dead peer, a timeout and a
+wrong argument, NCCL a DistBackendError for a dead peer and a full GPU. So the type and traceback of an error show
+whether it comes from a collective, and the store shows whether another rank is gone.
+
+Where a run trains, and what that is called.
+
+Share one copy of a model per machine among its ranks.
+
+One process of each machine builds the model and writes its tensors to a file in a folder that only its user may enter.
+All ranks map the file, and each reads only its own rows. The file is unlinked before training begins. The rest (the
+modules) travels over the process group. The file holds only tensors and is read with `weights_only`, so a planted file
+cannot run code.
 """
 
+import io
 import os
+import pickle
+import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 from uuid import uuid4
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.rendezvous import rendezvous
 
 from octavo.kernels.gemm.torch_bf16 import SWITCH as CPU_PRODUCTS
 from octavo.runtime.torch_compat import get_default_store
 from octavo.train.config.run_config import ConfigError, TrainConfig, flat
 from octavo.train.config.sections import Run
-from octavo.train.device import choose_device
 from octavo.train.diagnose import NonFiniteError
-from octavo.train.heartbeat import Heartbeat, from_collective
 
 T = TypeVar("T")
 
@@ -324,3 +342,184 @@ def _try(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
 
 def _message(error: Exception) -> str:
     return str(error) if isinstance(error, _MISTAKES) else f"{type(error).__name__}: {error}"
+
+
+BEAT_SECONDS = 0.5
+"""Seconds between two counts."""
+GRACE_SECONDS = 3.0
+"""Seconds without a count after which a rank counts as gone: killed, stopped, or its machine down."""
+LEFT = "left"
+
+
+class Heartbeat:
+    """Counts for this rank in a thread, until closed."""
+
+    def __init__(self, store: Any, name: str, rank: int, world: int) -> None:
+        self._store = dist.PrefixStore(f"octavo/alive/{name}", store.clone())  # type: ignore[attr-defined]
+        self._rank, self._world = rank, world
+        self._store.set(str(rank), "0")
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._count, name="octavo-heartbeat", daemon=True)
+        self._thread.start()
+
+    def gone(self) -> list[int]:
+        """Other ranks that had left when this was called, or do not count; all of them where the store is gone."""
+        # Takes up to `GRACE_SECONDS` seconds. A rank that leaves meanwhile was there when the error was raised.
+        others = set(range(self._world)) - {self._rank}
+        try:
+            before = {rank: self._read(rank) for rank in others}
+            silent, end = others, time.monotonic() + GRACE_SECONDS
+            while silent and time.monotonic() < end and LEFT not in before.values():
+                time.sleep(BEAT_SECONDS / 4)
+                silent = {rank for rank in silent if self._read(rank) == before[rank]}
+        except RuntimeError:  # as all of torch's errors of a store are
+            return sorted(others)
+        return sorted(rank for rank in silent if LEFT not in before.values() or before[rank] == LEFT)
+
+    def close(self) -> None:
+        """Leave."""
+        self._closing.set()
+        self._thread.join()
+
+    def _read(self, rank: int) -> str:
+        key = str(rank)
+        return self._store.get(key).decode() if self._store.check([key]) else ""
+
+    def _count(self) -> None:
+        number = 0
+        try:
+            while not self._closing.wait(BEAT_SECONDS):
+                number += 1
+                self._store.set(str(self._rank), str(number))
+            self._store.set(str(self._rank), LEFT)
+        except RuntimeError:  # the store's host is gone, which others notice as this one does
+            return
+
+
+def from_collective(error: BaseException) -> bool:
+    """Whether an error was raised by a collective: by its type, or where it is as plain as Gloo's, by its traceback."""
+    if not (dist.is_initialized() and dist.get_world_size() > 1):
+        return False
+    if isinstance(error, dist.DistError):
+        return True
+    modules, trace = [], error.__traceback__
+    while trace is not None:
+        modules.append(str(trace.tb_frame.f_globals.get("__name__")))
+        trace = trace.tb_next
+    called = any(module.startswith(("torch.distributed", "octavo.comm")) for module in modules)
+    of_ddp = modules and modules[-1] in ("torch.nn.parallel.distributed", "torch.autograd.graph")  # forward, backward
+    return type(error) is RuntimeError and bool(called or of_ddp)
+
+
+def choose_device(name: str) -> torch.device:
+    """The device for "auto" (CUDA where there is one), "cpu" or "cuda". Raises ConfigError for absent CUDA."""
+    usable = torch.cuda.is_available()
+    if name == "cuda" and not usable:
+        raise ConfigError('run.device = "cuda", but torch finds no usable CUDA device: take "auto" or "cpu"')
+    return torch.device("cuda" if name == "cuda" or (name == "auto" and usable) else "cpu")
+
+
+def device_name(device: torch.device) -> str:
+    """What a report calls the device, as "cpu" or "NVIDIA H200"."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+"""Variable that cuBLAS reads when CUDA starts; deterministic products need it."""
+
+
+@contextmanager
+def deterministic_algorithms(enabled: bool) -> Iterator[None]:
+    """Use PyTorch's deterministic algorithms in this context: on a GPU attention's backward adds atomically."""
+    # An operation that has none raises a RuntimeError that names it. New memory is not filled: Octavo writes what it
+    # allocates.
+    if not enabled:
+        yield
+        return
+    workspace = os.environ.get(WORKSPACE)
+    os.environ.setdefault(WORKSPACE, ":4096:8")
+    settings: Any = torch.utils.deterministic
+    before, fills = torch.are_deterministic_algorithms_enabled(), settings.fill_uninitialized_memory
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True)
+    settings.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warns)
+        settings.fill_uninitialized_memory = fills
+        if workspace is None:
+            del os.environ[WORKSPACE]
+
+
+def share_on_machine(make: Callable[[], T], ranks: Ranks) -> T:
+    """Call `make` on one rank of each machine and return its result on every rank."""
+    # Raises ConfigError on all ranks if `make` raises it, or TMPDIR has no room for the tensors.
+    if ranks.world_size == 1:
+        return make()
+    with tempfile.TemporaryDirectory(prefix="octavo-") as folder:  # of mode 0700
+        file = Path(folder) / "tensors.pt"
+        skeleton = ranks.raise_together(lambda: _write(make(), file) if ranks.local == 0 else b"")
+        owner = ranks.rank - ranks.local
+        pickled, path = ranks.all_gather((skeleton, str(file)))[owner]
+        value: T = ranks.raise_together(lambda: _TensorJoiner(pickled, _mapped(Path(path))).load())
+        ranks.wait()  # until all have mapped it
+    return value
+
+
+def _write(value: Any, file: Path) -> bytes:
+    """Write the tensors of a value. Returns the rest, pickled."""
+    buffer = io.BytesIO()
+    separator = _TensorSeparator(buffer)
+    separator.dump(value)
+    try:
+        torch.save(separator.tensors, file)
+    except (OSError, RuntimeError) as error:
+        raise ConfigError(
+            f"the model cannot be written to {file} for the processes of this machine to share ({error}): set TMPDIR "
+            "to a folder with room for it"
+        ) from None
+    return buffer.getvalue()
+
+
+def _mapped(file: Path) -> dict[str, Tensor]:
+    if os.name == "posix" and (file.stat().st_uid, file.parent.stat().st_mode & 0o077) != (os.getuid(), 0):
+        raise ConfigError(f"{file} is not this user's alone: set TMPDIR to a folder of your own")
+    try:
+        tensors: dict[str, Tensor] = torch.load(file, mmap=True, weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError) as error:
+        raise ConfigError(f"{file} does not hold the tensors that were written to it: {error}") from None
+    return tensors
+
+
+class _TensorSeparator(pickle.Pickler):
+    """Pickles everything but tensors, which it collects."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.tensors: dict[str, Tensor] = {}
+        self._names: dict[int, str] = {}
+
+    def persistent_id(self, value: Any) -> tuple[str, bool, bool] | None:
+        if not isinstance(value, Tensor):
+            return None
+        name = self._names.setdefault(id(value), str(len(self._names)))
+        self.tensors[name] = value.detach()
+        return name, isinstance(value, nn.Parameter), value.requires_grad
+
+
+class _TensorJoiner(pickle.Unpickler):
+    """Read what `_TensorSeparator` wrote, with the tensors in their places."""
+
+    def __init__(self, pickled: bytes, tensors: dict[str, Tensor]) -> None:
+        super().__init__(io.BytesIO(pickled))
+        self._tensors = tensors
+        self._restored: dict[str, Tensor] = {}
+
+    def persistent_load(self, key: tuple[str, bool, bool]) -> Tensor:
+        name, is_parameter, requires_grad = key
+        if name not in self._restored:
+            tensor = self._tensors[name]
+            restored = nn.Parameter(tensor, requires_grad) if is_parameter else tensor.requires_grad_(requires_grad)
+            self._restored[name] = restored
+        return self._restored[name]

@@ -8,6 +8,8 @@ The batch, learning rate and dropout of a step are functions of (seed, step).
 A non-finite loss or gradient never reaches the optimizer. Under loss scaling the step is skipped and counted; otherwise
 the run stops and the error names the layer. A gradient of zeros stops the run as well, unless a loss scale that has
 fallen may be the cause. Loss and norm are reduced over all ranks, so all ranks take the same branch.
+
+The conversion of a run's model to FP8.
 """
 
 import platform
@@ -27,22 +29,20 @@ from octavo._version import __version__
 from octavo.inspect.autopilot import Autopilot, RecipeChange
 from octavo.inspect.findings import Thresholds, findings
 from octavo.inspect.watch import Watch
-from octavo.nn import accumulating, delayed
+from octavo.nn import Report, accumulating, apply_plan, delayed, report
 from octavo.nn.equalized import equalized_layers
 from octavo.nn.linear_subclasses import is_converted
 from octavo.numerics.plan import Plan
 from octavo.parallel.context_parallel import inner_attention
 from octavo.parallel.ddp import saved_buffers
 from octavo.parallel.pipeline_model import SCHEDULES, ZERO_BUBBLE, check_pipeline_model
+from octavo.planner.auto_convert import convert
 from octavo.runtime.stopwatch import Stopwatch
 from octavo.runtime.torch_compat import run_eagerly
-from octavo.train.activation_checkpointing import Checkpointing
 from octavo.train.checkpoint.retention import HELD_OUT_LOSS
 from octavo.train.checkpoint.store import CheckpointSaver
-from octavo.train.compiled_blocks import CompiledBlocks
+from octavo.train.compiled_blocks import Checkpointing, CompiledBlocks
 from octavo.train.config.run_config import ConfigError, TrainConfig
-from octavo.train.conversion import convert_run
-from octavo.train.device import device_name
 from octavo.train.diagnose import (
     NonFiniteError,
     ZeroGradientError,
@@ -53,18 +53,26 @@ from octavo.train.diagnose import (
 )
 from octavo.train.evaluation import evaluate
 from octavo.train.guard import SpikeGuard
-from octavo.train.layout import Inputs, Layout, check_layout, distribute, on_tensors, row_chunks, to_device
+from octavo.train.layout import (
+    Inputs,
+    Layout,
+    check_layout,
+    counted,
+    distribute,
+    on_tensors,
+    row_chunks,
+    targets_per_rank,
+    to_device,
+)
 from octavo.train.loss_scale import LossScale
 from octavo.train.model import build_on_ranks
-from octavo.train.optimizer import make_optimizer
-from octavo.train.parameter_groups import groups_table, parameter_settings
+from octavo.train.optimizer import groups_table, learning_rate, make_optimizer, parameter_settings
 from octavo.train.probe import check_causal, saved_bytes_per_token
-from octavo.train.ranks import Ranks
+from octavo.train.ranks import Ranks, device_name
 from octavo.train.record.metrics import RunResult, StepMetrics, finite
-from octavo.train.schedule import learning_rate
 from octavo.train.signals import StopRequested
-from octavo.train.targets import counted, targets_per_rank
 from octavo.train.tasks.registry import task_of
+from octavo.train.tasks.task import Task
 
 CAUSAL_TOKENS = 16
 """Tokens of the causality check, where ranks do not share a sequence."""
@@ -464,3 +472,23 @@ def _seed_step(seed: int, step: int, rank: int) -> None:
     """Seed all generators with a hash of (seed, step, rank), so that dropout needs no saved state."""
     entropy = [seed, step, rank] if rank else [seed, step]
     torch.manual_seed(int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0]))
+
+
+def convert_run(model: nn.Module, task: Task, device: torch.device, world: int, plan: Plan | None) -> Report | None:
+    """Convert a model by a plan or by its configuration; the recipe "auto" uses measured costs on a GPU."""
+    config, precision = task.config, task.config.resolved
+    if plan is not None:
+        if plan.converted or plan.fp8_activations:
+            frozen = config.frozen if plan.converted else "bf16"
+            apply_plan(model, plan, keep_weights=precision.keep_weights, frozen=frozen)
+    elif "fp8" not in (precision.matmul, precision.activations):
+        return None
+    else:
+        sharing = config.parallel.tp * config.parallel.pp
+        tokens = round(config.optim.batch * sharing / (config.optim.micro_batches * world) * task.positions(model))
+        convert(
+            model, precision=precision, device=None if device.type == "cuda" else "cpu", tokens=tokens, verbose=False,
+            frozen=config.frozen if precision.matmul == "fp8" else "bf16",
+            weight_only=config.weight_only if precision.matmul == "fp8" else (),
+        )  # fmt: skip
+    return report(model)

@@ -19,9 +19,8 @@ from octavo.train import lora
 from octavo.train.checkpoint import diffusers_models, shards
 from octavo.train.checkpoint.digests import DIGESTS, files_of, write_digests
 from octavo.train.checkpoint.pretrained import kind_of, load_generation_config, load_model_config, load_pretrained
-from octavo.train.checkpoint.recipes import convert_as
 from octavo.train.checkpoint.shards import SHARDS
-from octavo.train.checkpoint.store import check_files, read_trainer_state
+from octavo.train.checkpoint.store import check_files, convert_as, read_trainer_state
 from octavo.train.config.run_config import ConfigError, parse_config
 from octavo.train.config.sections import expand
 from octavo.train.data.epochs import DATA_FILE

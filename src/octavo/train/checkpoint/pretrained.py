@@ -16,8 +16,7 @@ from octavo.train.checkpoint import diffusers_models
 from octavo.train.checkpoint.diffusers_models import IMAGE_GENERATION
 from octavo.train.checkpoint.kinds import IMAGE_CLASSIFICATION, IMAGE_TEXT, LANGUAGE, ModelKind
 from octavo.train.config.run_config import ConfigError
-from octavo.train.model_sharing import share_on_machine
-from octavo.train.ranks import Ranks
+from octavo.train.ranks import Ranks, share_on_machine
 
 KINDS = LANGUAGE, IMAGE_CLASSIFICATION, IMAGE_TEXT
 """Those of Transformers."""

@@ -17,6 +17,10 @@ Resuming requires the same model, data, seed, batch and precision; otherwise the
 model's config must be the same too. Weights and generation settings at `model.path` may change, because the checkpoint
 replaces them. To rescue a run, learning rate, schedule, clipping and a few more settings may change; each change is
 reported.
+
+The recipe of each converted layer in a checkpoint: what `octavo export` needs to write the FP8 values of training.
+
+The configuration does not tell: with recipe "auto" they depend on the GPU, and the autopilot moves layers.
 """
 
 import json
@@ -24,16 +28,20 @@ import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, FiniteFloat, NonNegativeInt, PositiveInt, ValidationError
-from torch import Tensor
+from torch import Tensor, nn
 
-from octavo.nn import delayed, equalized_state
+from octavo.nn import apply_plan, delayed, equalized_state, rule_plan
+from octavo.nn.experts import is_converted_experts
+from octavo.nn.linear_subclasses import is_converted
+from octavo.numerics.plan import Decision, Plan
+from octavo.numerics.recipe import get_recipe
 from octavo.train import lora
 from octavo.train.checkpoint import shards
 from octavo.train.checkpoint.digests import DIGESTS, check_digests, has_digests, write_digests
@@ -44,10 +52,8 @@ from octavo.train.checkpoint.pretrained import (
     save_model_configs,
     settings_of,
 )
-from octavo.train.checkpoint.recipes import recipes_of
 from octavo.train.checkpoint.retention import FOLDER, REMOVING, Retention, checkpoints, remove_checkpoint
-from octavo.train.checkpoint.shards import SHARDS
-from octavo.train.checkpoint.whole import load_whole, save_whole
+from octavo.train.checkpoint.shards import SHARDS, load_whole, save_whole
 from octavo.train.config.run_config import ConfigError, TrainConfig
 from octavo.train.disk import sync, sync_entry
 from octavo.train.loss_scale import LossScale
@@ -380,3 +386,22 @@ def _with_remedy(folder: Path, check: Callable[[], None]) -> None:
 
 def _remedy(folder: Path) -> str:
     return f"remove {folder} to resume from the one before"
+
+
+def recipes_of(model: nn.Module) -> dict[str, str]:
+    """Return the name of the recipe of each converted layer, by the layer's name."""
+    modules = model.named_modules()
+    return {fqn: m.recipe.name for fqn, m in modules if is_converted(m) or is_converted_experts(m)}
+
+
+def convert_as(model: nn.Module, recipes: Mapping[str, str]) -> None:
+    """Convert a model to what `recipes_of` returned, in place. Raises ValueError for recipes of another model."""
+    if recipes:
+        decisions = {
+            fqn: decision
+            if decision.recipe is None
+            else replace(decision, recipe=None, reason="in high precision in training")
+            for fqn, decision in rule_plan(model).decisions.items()
+        }
+        in_fp8 = {fqn: Decision(recipe=get_recipe(name), reason="as in training") for fqn, name in recipes.items()}
+        apply_plan(model, Plan(decisions | in_fp8, partial=True))

@@ -7,29 +7,45 @@ folder, and a card that names a file outside of its folder, or on the network, r
 
 A source has a fingerprint of the content of its files, never of modification times; the cache of tokens is keyed on it.
 A file that changes between its fingerprint and the end of reading raises an error.
+
+Conversations about the standard library, from its docstrings: embedded data for fine-tuning, without a download.
+
+    system      You answer questions about Python's standard library.
+    user        What does `json.dumps` do?
+    assistant   Serialize ``obj`` to a JSON formatted ``str``.
+    user        How is it called?
+    assistant   json.dumps(obj, *, skipkeys=False, …)
+
+Modules are parsed, never imported.
 """
 
+import ast
 import glob
 import hashlib
 import json
 import os
 import sysconfig
 import tempfile
+import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from octavo.numerics.names import nearest
 from octavo.train.config.run_config import ConfigError
 from octavo.train.config.sections import Data, expand
-from octavo.train.data import chat, docstrings, documents
+from octavo.train.data import chat, documents
 from octavo.train.data.documents import FILE_KINDS, Block, Column, OnBytesRead, Stream, read_documents
 
 STDLIB = "python-stdlib"
+DOCSTRINGS = "python-docstrings"
+DOCSTRINGS_VERSION = b"python-docstrings 1"
+"""Part of the fingerprint; changes with the conversations that a module gives."""
+SYSTEM = "You answer questions about Python's standard library."
 SUFFIXES = (".txt", ".jsonl", ".parquet")
 """Kinds of files that are read as they are; `datasets` prepares the others of `documents.FILE_KINDS`."""
 METADATA = {"config.json", "dataset_info.json", "dataset_infos.json"}
@@ -75,7 +91,7 @@ def open_source(config: Data, on_bytes_read: OnBytesRead) -> Source:
 
 def _open(config: Data, on_bytes_read: OnBytesRead) -> Source:
     path = expand(config.source)
-    if config.source in (STDLIB, docstrings.SOURCE):
+    if config.source in (STDLIB, DOCSTRINGS):
         _refuse_split(config, "the standard library has")
         expected = "text" if config.source == STDLIB else "messages"
         if config.format != expected:
@@ -149,11 +165,11 @@ def _standard_library(source: str, root: Path) -> Source:
 
     def read(_: Path) -> Stream:
         for name, text in modules():
-            rows: list[str | None] = [text] if source == STDLIB else docstrings.conversations(name, text)
+            rows: list[str | None] = [text] if source == STDLIB else _conversations_about(name, text)
             yield from documents.rows_as_documents(rows)
 
     reader = _unchanged(source, [str(root / name) for name in names], read)
-    digest, count = hashlib.sha256(b"" if source == STDLIB else docstrings.VERSION), 0
+    digest, count = hashlib.sha256(b"" if source == STDLIB else DOCSTRINGS_VERSION), 0
     for name, text in modules():
         content, count = text.encode(), count + 1
         digest.update(f"{name}\0{len(content)}\0".encode() + content)
@@ -454,3 +470,37 @@ def _files_of_split(config: Data, folder: Path, files: list[str]) -> list[str]:
     if config.split not in splits:
         raise _no_split(config.source, config.split, splits)
     return [path for path in files if path in splits[config.split]]
+
+
+def _conversations_about(name: str, text: str) -> list[str | None]:
+    """The conversations about a module at the path `name`, as `chat.conversation_text` writes them."""
+    module = ".".join(PurePosixPath(name).with_suffix("").parts).removesuffix(".__init__")
+    if any(part.startswith("_") for part in module.split(".")):
+        return []
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of old escapes in strings
+            tree = ast.parse(text)
+    except (SyntaxError, ValueError):
+        return []
+    return [
+        json.dumps(messages, ensure_ascii=False) for node in tree.body for messages in _conversations_of(module, node)
+    ]
+
+
+def _conversations_of(prefix: str, node: ast.stmt) -> Iterator[list[dict[str, str]]]:
+    """The conversations about a function or a class and its methods."""
+    if not isinstance(node, ast.FunctionDef | ast.ClassDef) or node.name.startswith("_"):
+        return
+    name = f"{prefix}.{node.name}"
+    if text := ast.get_docstring(node):
+        turns = [(f"What does `{name}` do?", " ".join(text.split("\n\n")[0].split()))]
+        if isinstance(node, ast.FunctionDef):
+            turns.append(("How is it called?", f"{name}({ast.unparse(node.args)})"))
+        messages = [{"role": "system", "content": SYSTEM}]
+        for question, answer in turns:
+            messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        yield messages
+    if isinstance(node, ast.ClassDef):
+        for inner in node.body:
+            yield from _conversations_of(name, inner)
