@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_runs import LLAMA, MakeConfig, without_digests
+from tiny_runs import LLAMA, MakeConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from octavo.train.checkpoint import store as checkpoint
+from octavo.train.checkpoint.digests import write_digests
 from octavo.train.checkpoint.retention import latest_checkpoint
 from octavo.train.checkpoint.store import load_checkpoint, read_trainer_state
 from octavo.train.config.run_config import ConfigError, TrainConfig, check_same_run, resume_of
@@ -160,31 +161,34 @@ def test_damaged_checkpoints_are_named(make_config: MakeConfig, tmp_path: Path) 
         "data",
         "config",
         "ranks",
-        "digests",
         "skipped_batches",
         "guard",
     }
     wider = make_trainer(make_config, model={"type": "llama", "config": LLAMA | {"intermediate_size": 96}})
     with pytest.raises(ConfigError, match="there intermediate_size = 64, here 96"):
         load_checkpoint(folder, wider.model, wider.optimizer, wider.loss_scale, wider.ranks)
-    without_digests(folder)
+    # What was damaged before its digests were written, or by who can write them.
     for name in ("optimizer.pt", "model.safetensors"):
         content = (folder / name).read_bytes()
         (folder / name).write_bytes(content[:-50])
-        with pytest.raises(ConfigError, match="is damaged"), pytest.warns(RuntimeWarning, match="without digests"):
+        write_digests(folder, {})
+        with pytest.raises(ConfigError, match="is damaged"):
             load_checkpoint(folder, trainer.model, trainer.optimizer, trainer.loss_scale, trainer.ranks)
         (folder / name).write_bytes(content)
     states = ({}, {"adamw": 3, "masters": {}}, [1], torch.ones(3), 3)
     for content in (b"", b"nonsense", *map(pickled, states)):
         (folder / "optimizer.pt").write_bytes(content)
+        write_digests(folder, {})
         message = r"is damaged \(.*\): remove .*step-000000 to resume from the one before"
-        with pytest.raises(ConfigError, match=message), pytest.warns(RuntimeWarning, match="without digests"):
+        with pytest.raises(ConfigError, match=message):
             load_checkpoint(folder, trainer.model, trainer.optimizer, trainer.loss_scale, trainer.ranks)
     for text in ("{}", "null", '{"step": 1}'):
         (folder / "trainer.json").write_text(text)
+        write_digests(folder, {})
         with pytest.raises(ConfigError, match=r"trainer\.json is not the state of a trainer \(.*step-000000"):
             read_trainer_state(folder)
     (folder / "trainer.json").write_text(json.dumps({"step": 1})[:-1])
+    write_digests(folder, {})
     with pytest.raises(ConfigError, match=r"trainer\.json cannot be read .*: remove .*step-000000"):
         read_trainer_state(folder)
 

@@ -12,7 +12,7 @@ from importlib import import_module
 
 import pytest
 import torch
-from test_pilot import AUTOPILOT_ON, models_with, outlier
+from test_faults import AUTOPILOT_ON, models_with, outlier
 from tiny_runs import LLAMA, At, Recorder, fail
 from torch import nn
 from transformers import (

@@ -8,20 +8,26 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny_runs import GPT2, At, MakeConfig, Recorder, assert_no_trace, assert_same, curve, fail, job, sentences
+from tiny_runs import (
+    GPT2,
+    At,
+    MakeConfig,
+    Recorder,
+    assert_no_trace,
+    assert_same,
+    curve,
+    fail,
+    job,
+    load,
+    sentences,
+)
 from transformers import AutoModelForCausalLM
 
 from octavo.train import ConfigError, RunResult, TrainConfig, loop, read_metrics, run
 from octavo.train.checkpoint.retention import latest_checkpoint
 from octavo.train.data.corpus import Corpus
-from octavo.train.data.load import load_corpus
 from octavo.train.ranks import Ranks
-from octavo.train.record.progress import NullProgress
 from processes import gloo  # noqa: F401  a fixture
-
-
-def corpus(config: TrainConfig, progress: Any = None) -> Corpus:
-    return load_corpus(config.data, config.model, progress or NullProgress(), config.eval)
 
 
 def write_lines(folder: Path, lines: list[str], name: str = "a") -> str:
@@ -39,24 +45,24 @@ def texts(loaded: Corpus) -> list[str]:
 def test_documents_are_trained_on_or_held_out(make_config: MakeConfig, tmp_path: Path) -> None:
     lines = [*sentences(200).splitlines(), *["the same line, many times over"] * 30]
     settings = {"source": write_lines(tmp_path, lines), "shuffle": False}
-    loaded = corpus(make_config(data=settings, eval={"fraction": 0.2}))
+    loaded = load(make_config(data=settings, eval={"fraction": 0.2}))
     held_out = loaded.held_out
     assert held_out is not None
     trained, tested = texts(loaded), texts(held_out)
     assert sorted(trained + tested) == sorted(lines) and not {*trained} & {*tested}
     assert 46 <= len(tested) <= 46 + 30 and loaded.documents == len(trained)
-    again = corpus(make_config(data=settings, eval={"fraction": 0.2}, run={"seed": 9}))
+    again = load(make_config(data=settings, eval={"fraction": 0.2}, run={"seed": 9}))
     assert again.fingerprint == loaded.fingerprint and texts(again) == trained
-    less = corpus(make_config(data=settings, eval={"fraction": 0.1}))
+    less = load(make_config(data=settings, eval={"fraction": 0.1}))
     assert {*texts(less.held_out)} < {*tested} and less.fingerprint != loaded.fingerprint
-    whole = corpus(make_config(data=settings))
+    whole = load(make_config(data=settings))
     assert whole.held_out is None and whole.fingerprint not in (loaded.fingerprint, less.fingerprint)
     # The windows are those of a file that never had the others.
     (tmp_path / "only").mkdir()
     vocabulary = tmp_path / "tokenizer"
     loaded.tokenizer.save(vocabulary)
     only = {"source": write_lines(tmp_path / "only", trained), "shuffle": False, "tokenizer": str(vocabulary)}
-    expected, actual = corpus(make_config(data=only)), loaded
+    expected, actual = load(make_config(data=only)), loaded
     assert actual.windows == expected.windows
     for step in range(3):
         for a, b in zip(actual.batch(0, step, 7), expected.batch(0, step, 7), strict=True):
@@ -68,8 +74,8 @@ def test_what_one_source_holds_out_no_other_trains_on(make_config: MakeConfig, t
     both, more = sentences(20).splitlines(), sentences(60, seed=1).splitlines()
     paths = [write_lines(tmp_path, both, "a"), write_lines(tmp_path, [*both, *more], "b")]
     sources = [{"source": path, "weight": 1} for path in paths]
-    loaded: Any = corpus(make_config(data={"source": "", "sources": sources}, eval={"fraction": 0.3}))
-    alone = [corpus(make_config(data={"source": path}, eval={"fraction": 0.3})) for path in paths]
+    loaded: Any = load(make_config(data={"source": "", "sources": sources}, eval={"fraction": 0.3}))
+    alone = [load(make_config(data={"source": path}, eval={"fraction": 0.3})) for path in paths]
     trained = {text for part in loaded._parts for text in texts(part)}
     held_out = {text for part in loaded._parts for text in texts(part.held_out)}
     assert trained | held_out == {*both, *more} and not trained & held_out
@@ -82,8 +88,8 @@ def test_held_out_data_of_its_own(make_config: MakeConfig, tmp_path: Path) -> No
     overlapping = write_lines(tmp_path, [*others, *lines[:7]], "others")
     settings = {"source": write_lines(tmp_path, lines)}
     seen = Recorder()
-    loaded = corpus(make_config(data=settings, eval={"source": overlapping}), seen)
-    assert loaded.fingerprint == corpus(make_config(data=settings)).fingerprint
+    loaded = load(make_config(data=settings, eval={"source": overlapping}), seen)
+    assert loaded.fingerprint == load(make_config(data=settings)).fingerprint
     assert texts(loaded.held_out) == [*others, *lines[:7]]
     assert loaded.held_out.tokenizer.fingerprint == loaded.tokenizer.fingerprint
     assert [note[:21] for note in seen.notes if "also trained on" in note] == ["7 of the 47 documents"]
@@ -102,7 +108,7 @@ def test_other_text_to_evaluate_on_is_noted_on_resume(make_config: MakeConfig, t
 def test_a_mistake_in_the_source_to_evaluate_on_names_it(make_config: MakeConfig, tmp_path: Path) -> None:
     path = write_lines(tmp_path, sentences(30).splitlines())
     with pytest.raises(ConfigError, match=r'^eval.source = "nowhere/\*.txt".*read with the settings of \[data\]'):
-        corpus(make_config(data={"source": path}, eval={"source": "nowhere/*.txt"}))
+        load(make_config(data={"source": path}, eval={"source": "nowhere/*.txt"}))
 
 
 @pytest.mark.parametrize(
@@ -128,7 +134,7 @@ def test_mistakes(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         length = 64 if "longer" in message else 16
-        corpus(make_config(data={"source": write_lines(tmp_path, lines), "sequence_length": length}, eval=settings))
+        load(make_config(data={"source": write_lines(tmp_path, lines), "sequence_length": length}, eval=settings))
 
 
 def expected_loss(model: Any, held_out: Corpus, rows: int) -> float:
@@ -150,7 +156,7 @@ def test_the_loss_is_that_of_a_plain_loop(level: str, make_config: MakeConfig, t
     assert [row.step for row in rows if row.held_out] == [4, 6] and result.held_out == rows[-1].held_out
     assert RunResult.read(tmp_path) == result
     model = AutoModelForCausalLM.from_pretrained(latest_checkpoint(tmp_path), dtype=torch.bfloat16)
-    held_out = corpus(config).held_out
+    held_out = load(config).held_out
     assert 10 * 5 > held_out.windows > 5 and held_out.windows % 5  # the last batch is not full
     key = "loss_high_precision" if level == "fp8" else "loss"
     # The chunked loss adds up in another order, and bf16 products of other sizes in other blocks.
@@ -206,7 +212,7 @@ def test_a_resumed_run_measures_the_same(make_config: MakeConfig, tmp_path: Path
 @pytest.mark.parametrize(("steps", "repeats"), [(20, False), (80, True)])
 def test_a_run_says_how_often_it_sees_its_data(steps: int, repeats: bool, make_config: MakeConfig) -> None:
     config = make_config(run={"steps": steps}, eval={"fraction": 0.3})
-    loaded, seen = corpus(config), Recorder()
+    loaded, seen = load(config), Recorder()
     loop._load_data(config, Ranks(torch.device("cpu")), seen)
     epochs = steps * 4 / loaded.windows
     assert (epochs > 1) == repeats

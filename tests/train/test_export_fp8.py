@@ -9,14 +9,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from test_checkpoint_files import SMALL, make_trainer, sharded_job
-from tiny_runs import without_digests
 from typer.testing import CliRunner
 
 from octavo.cli import app
 from octavo.kernels import quantize
 from octavo.numerics import RECIPES
 from octavo.train import ConfigError
-from octavo.train.checkpoint.digests import check_digests
+from octavo.train.checkpoint.digests import check_digests, write_digests
 from octavo.train.checkpoint.export import export
 from octavo.train.checkpoint.retention import checkpoints, latest_checkpoint
 from processes import gloo  # noqa: F401  a fixture
@@ -115,11 +114,11 @@ def test_mistakes_are_named_and_write_nothing(make_config, trained, tmp_path):
     with pytest.raises(ConfigError, match="is not empty: choose another folder"):
         export(folder, folder.parent, "fp8-row")
     older = shutil.copytree(folder, tmp_path / "older")
-    without_digests(older)
     state = json.loads((older / "trainer.json").read_text())
     del state["recipes"]
     (older / "trainer.json").write_text(json.dumps(state))
-    fails(older, "does not record which layers computed in FP8")
+    write_digests(older, {})
+    fails(older, "has no layer that computed in FP8")
     (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-100])
     fails(folder, "is damaged: model.safetensors is not what was written")
     plain = make_trainer(make_config(model=MODEL))

@@ -18,8 +18,7 @@ from octavo.train.config.run_config import ConfigError
 from octavo.train.config.sections import GuardConfig
 from octavo.train.data.corpus import Corpus
 from octavo.train.guard import STEPS_PER_ALARM, SpikeError, SpikeGuard, steps_in_a_row
-from octavo.train.record.events import read_events
-from octavo.train.record.metrics import StepMetrics, read_metrics
+from octavo.train.record.metrics import StepMetrics, read_events, read_metrics
 from octavo.train.trainer import Trainer
 from processes import gloo  # noqa: F401  a fixture
 

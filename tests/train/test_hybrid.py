@@ -16,7 +16,7 @@ from octavo.train.checkpoint.retention import checkpoints
 from octavo.train.data.load import load_corpus
 from octavo.train.diagnose import NonFiniteError
 from octavo.train.ranks import join_ranks
-from octavo.train.record.events import read_events
+from octavo.train.record.metrics import read_events
 from octavo.train.record.progress import NullProgress
 from octavo.train.record.statistics import read_statistics
 from octavo.train.run_plan import plan_memory

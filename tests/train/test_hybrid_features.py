@@ -1,23 +1,37 @@
-"""Dropout, activation checkpointing and comparisons under every mesh."""
+"""What goes with every mesh: dropout, checkpointing, comparisons, remainders of a batch, guard, faults and kills."""
 
+import os
+import re
 import shutil
+import signal
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from test_hybrid import LAYOUTS, MIXTRAL, PIPELINE, settings, slow  # noqa: F401  a fixture
-from test_ranks import job, losses, tables  # noqa: F401  a fixture
+from test_guard import GUARDED, LASTING
+from test_hybrid import LAYOUTS, MIXTRAL, MLP, PIPELINE, moves, piloted_job, settings, slow  # noqa: F401  a fixture
+from test_ranks import job, losses, same, state, tables  # noqa: F401  a fixture
 
 from octavo.experiments.compare_runs import compare, make_arms
 from octavo.parallel.pipeline_model import SCHEDULES, ZERO_BUBBLE
 from octavo.parallel.tensor_parallel_plan import partial_parameters
 from octavo.tensor import local_tensor
-from octavo.train import parse_config, read_metrics
+from octavo.train import ConfigError, parse_config, read_metrics, run
 from octavo.train import trainer as trainer_module
 from octavo.train.checkpoint.retention import checkpoints
+from octavo.train.data.corpus import Corpus
+from octavo.train.data.load import load_corpus
+from octavo.train.ranks import LostRankError
+from octavo.train.record.metrics import read_events
+from octavo.train.record.progress import NullProgress
+from octavo.train.record.statistics import read_statistics
 from octavo.train.trainer import Trainer
-from processes import gloo  # noqa: F401  a fixture
+from processes import (
+    Failed,
+    gloo,  # noqa: F401  a fixture
+)
 
 pytestmark = pytest.mark.dist
 MESHES = LAYOUTS | {"ep": (2, {"ep": 2}), "ep-fsdp": (4, {"ep": 2})}
@@ -167,3 +181,256 @@ def test_the_stages_of_a_pipeline_evaluate(gloo, dropping, tmp_path, layout, sch
     for row, expected in zip(*(read_metrics(tmp_path / name) for name in ("ranks", "one")), strict=True):
         assert row.held_out == pytest.approx(expected.held_out, rel=2e-3)
         assert row.held_out.keys() == {"loss", "loss_high_precision", "loss_ema"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["tp", "pp-tp", "tp-whole", "tp-fsdp", "cp"])
+def test_the_last_batch_of_an_evaluation(gloo, settings, tmp_path, layout):  # noqa: F811
+    """Six rows for batches of ten, so that ranks and micro-batches have five or one: losses are those of one process.
+
+    In high precision, where a row too many or too few would show.
+    """
+    world, parallel = LAYOUTS[layout]
+    made = settings(
+        parallel=parallel,
+        optim={"batch": 10, "micro_batches": 2 if "pp" in parallel else 1, "lr": 1e-3},
+        run={"steps": 3},
+        eval={"every": 1, "fraction": 0.3, "batches": 100},
+        precision={"parameters": "fp32"},
+    )
+    config = parse_config(made | {"parallel": {}})
+    data = load_corpus(config.data, config.model, NullProgress(), config.eval)
+    assert data.held_out.windows % 10 == 6
+    gloo.run(job, world, made, str(tmp_path / "ranks"))
+    job(made | {"parallel": {}}, tmp_path / "one")
+    rows, expected = (read_metrics(tmp_path / name) for name in ("ranks", "one"))
+    assert len(rows) == 3
+    for row, of_one in zip(rows, expected, strict=True):
+        assert row.held_out == pytest.approx(of_one.held_out, rel=3e-4)
+
+
+@pytest.mark.parametrize("name", ["tp", "pp", "cp", "ep"])
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"packing": "documents"}, 'data.packing = "documents" with parallel.{} = 2: only data parallelism keeps'),
+        ({"packing": "none"}, 'data.packing = "none" with parallel.{} = 2: only data parallelism keeps'),
+        ({"format": "messages"}, 'data.format = "messages" with parallel.{} = 2: only data parallelism weighs'),
+    ],
+    ids=str,
+)
+def test_targets_that_do_not_count_need_data_parallelism(settings, name, data, message):  # noqa: F811
+    """On every rank alike: before any of them starts."""
+    made = settings(optim={"micro_batches": 2})
+    with pytest.raises(ConfigError, match=re.escape(message.format(name))):
+        parse_config(made | {"parallel": {name: 2}, "data": made["data"] | data})
+
+
+LAYOUTS_AND_EXPERTS = LAYOUTS | {"ep": (2, {"ep": 2})}
+
+
+def spoiled_job(tables, out):  # noqa: F811
+    """A run whose loss is three times larger on the batches of a spike."""
+    take = Trainer.forward_backward
+
+    def spoiled(self, *batch):
+        return take(self, *batch) * (3.0 if self.step + self.skipped_batches in LASTING else 1.0)
+
+    with mock.patch.object(Trainer, "forward_backward", spoiled):
+        run(parse_config(tables), out=Path(out))
+
+
+def without_job(tables, out, first, count):  # noqa: F811
+    """A run whose data never had the batches of the spike."""
+    batch = Corpus.batch
+
+    def without(self, seed, step, size):
+        return batch(self, seed, step + (count if step >= first else 0), size)
+
+    with mock.patch.object(Corpus, "batch", without):
+        run(parse_config(tables), out=Path(out))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["tp", "tp-whole", "pp", "pp-tp", "cp", "ep"])
+def test_all_ranks_roll_back_after_a_spike(gloo, settings, tmp_path, layout):  # noqa: F811
+    """To the checkpoint before it, and on as if its batches had never been, bit for bit."""
+    world, parallel = LAYOUTS_AND_EXPERTS[layout]
+    family = "mixtral" if layout == "ep" else "llama"
+    guarded = GUARDED | {"optim": GUARDED["optim"] | {"micro_batches": 2}}
+    made = settings(family, parallel=parallel, **guarded)
+    gloo.run(spoiled_job, world, made, str(tmp_path / "spoiled"), timeout=240.0)
+    events = [(event["step"], event["event"], event["to"]) for event in read_events(tmp_path / "spoiled")]
+    assert events == [(29, "rollback", 20)]
+    gloo.run(without_job, world, made, str(tmp_path / "without"), 20, 9, timeout=240.0)
+    assert losses(tmp_path / "spoiled") == losses(tmp_path / "without")
+
+
+RANKS = LAYOUTS | {"fsdp": (2, {}), "ddp": (2, {"dp_replicate": 2, "dp_shard": 1})}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "layout", ["fsdp", "tp-fsdp", "ddp", "tp", "tp-whole", "cp", "cp-fsdp", "pp", "pp-fsdp", "pp-tp"]
+)
+def test_the_autopilot_equalizes_layers(gloo, settings, tmp_path, layout):  # noqa: F811
+    """As in one process, although layers that ranks hold together have no channel scales in the repeated step."""
+    world, parallel = RANKS[layout]
+    piloted = {"level": "fp8", "autopilot": True}
+    made = settings(run={"steps": 4}, precision=piloted, parallel=parallel, optim={"micro_batches": 2})
+    made["model"]["config"] = PIPELINE
+    gloo.run(piloted_job, world, made, str(tmp_path / "ranks"))
+    mlp = MLP.format(PIPELINE["num_hidden_layers"] - 1)
+    equalized = [(f"{mlp}.{name}", "rowwise → rowwise_equalized") for name in ("gate_proj", "up_proj")]
+    assert [(layer, change.split(" (")[0]) for layer, change in moves(tmp_path / "ranks")] == equalized
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("layout", ["pp", slow("pp-tp"), slow("pp-fsdp")])
+@pytest.mark.parametrize("recipe", ["rowwise", slow("rowwise_equalized")])
+def test_statistics_of_the_first_step_of_a_pipeline(gloo, settings, tmp_path, layout, recipe):  # noqa: F811
+    """torch infers shapes in it, on uninitialized memory."""
+    world, parallel = LAYOUTS[layout]
+    precision = {"level": "fp8", "recipe": recipe}
+    made = settings(inspect={"every": 1}, precision=precision, parallel=parallel, run={"steps": 3},
+                    optim={"micro_batches": 2})  # fmt: skip
+    gloo.run(job, world, made, str(tmp_path / "ranks"))
+    job(made | {"parallel": {}}, tmp_path / "one")
+    assert not read_events(tmp_path / "ranks")
+    rows = [{(r.step, r.layer, r.operand): r for r in read_statistics(tmp_path / name)} for name in ("ranks", "one")]
+    assert rows[0].keys() == rows[1].keys()
+    for key, row in rows[1].items():
+        assert rows[0][key].sqnr > row.sqnr - 0.7, key
+        if key[2] in "xw" and recipe == "rowwise":
+            assert rows[0][key].amax == pytest.approx(row.amax, rel=0.2), key
+    if recipe == "rowwise_equalized" and layout == "pp":
+        for key in rows[0].keys() & {key for key, row in rows[1].items() if row.channel_scales}:
+            pairs = zip(rows[0][key].channel_scales, rows[1][key].channel_scales, strict=True)
+            assert max(abs(a - b) for a, b in pairs) <= 1, key
+
+
+DDP = {"dp_shard": 1, "dp_replicate": 2}
+
+
+def broken_stage_job(tables, out):  # noqa: F811
+    """A run whose last block raises an error."""
+    make = trainer_module.make_optimizer
+
+    def fail(module, args):
+        raise RuntimeError("shapes do not fit")
+
+    def hooked(model, *args):
+        if (block := dict(model.named_modules()).get("model.layers.3.mlp")) is not None:
+            block.register_forward_pre_hook(fail)
+        return make(model, *args)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(ConfigError) as error:
+        patch.setattr(trainer_module, "make_optimizer", hooked)
+        run(parse_config(tables), out=Path(out))
+    return str(error.value)
+
+
+@pytest.mark.thorough
+def test_a_stage_that_cannot_run_ends_all(gloo, settings, tmp_path):  # noqa: F811
+    made = settings(parallel={"pp": 2}, optim={"micro_batches": 2})
+    texts = gloo.run(broken_stage_job, 2, made, str(tmp_path / "out"))
+    assert texts[0] == texts[1]
+    assert "rank 1: the model cannot run a batch of [4, 16]: shapes do not fit" in texts[0]
+
+
+def killed_job(tables, out, step):  # noqa: F811
+    """Rank 1 is killed when a step begins; the others leave the text of their error in a file and exit."""
+    train_step = Trainer.train_step
+
+    def killed_step(self):
+        if self.step == step and self.ranks.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return train_step(self)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(LostRankError) as error:
+        patch.setattr(Trainer, "train_step", killed_step)
+        run(parse_config(tables), out=Path(out))
+    Path(f"{out}-{dist.get_rank()}").write_text(str(error.value))
+    os._exit(1)  # as a process does whose training raises
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_rank_that_is_killed(gloo, settings, tmp_path, monkeypatch, mesh):  # noqa: F811
+    """The others raise an error long before the timeout of ten minutes, and all resume as if nothing had been."""
+    monkeypatch.setattr("processes._AFTER_THE_FIRST", 90.0)
+    world, parallel = MESHES[mesh]
+    family = "mixtral" if "ep" in parallel else "llama"
+    made = settings(family, run={"save_every": 2}, parallel=parallel, optim={"micro_batches": 2})
+    gloo.run(job, world, made, str(tmp_path / "whole"), timeout=300.0)
+    with pytest.raises(Failed, match="rank 1: its process died"):
+        gloo.run(killed_job, world, made, str(tmp_path / "killed"), 4, timeout=300.0)
+    for rank in {*range(world)} - {1}:
+        assert f"rank {rank}: another rank has ended" in (tmp_path / f"killed-{rank}").read_text()
+    gloo.run(job, world, made, str(tmp_path / "killed"), resume=True, timeout=300.0)
+    assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
+    last = [checkpoints(tmp_path / name)[-1] for name in ("killed", "whole")]
+    assert same(state(made, last[0]), state(made, last[1]))
+
+
+def overflowing_job(tables, out, step, rank):  # noqa: F811
+    """A run of which one rank's layers make an infinity in a step; losses, and parameters that this rank then has."""
+    train_step, kept = Trainer.train_step, []
+
+    def spoil(module, args, y):
+        return y + torch.inf
+
+    def spoiled_step(self):
+        spoils, own = self.step == step and self.ranks.rank == rank, dict(self.model.named_modules())
+        layers = [layer for name, layer in own.items() if name.endswith("self_attn.o_proj")]
+        hooks = [layer.register_forward_hook(spoil) for layer in layers[:spoils]]
+        before = [local_tensor(p).clone() for p in self.model.parameters()]
+        row = train_step(self)
+        if self.step == step + 1:
+            kept.append(all(map(torch.equal, before, map(local_tensor, self.model.parameters()))))
+        for hook in hooks:
+            hook.remove()
+        return row
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "train_step", spoiled_step)
+        run(parse_config(tables), out=Path(out))
+    return kept
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("mesh", ["tp", "pp", *map(slow, ("tp-whole", "tp-fsdp", "pp-tp", "pp-fsdp", "cp", "ep"))])
+def test_all_ranks_skip_a_step_that_one_overflows(gloo, settings, tmp_path, mesh):  # noqa: F811
+    """One stage, one rank of tensor parallelism or one rank's tokens; no rank's parameters change in that step."""
+    world, parallel = MESHES[mesh]
+    precision = {"level": "fp8", "parameters": "fp32", "loss_scale": "dynamic"}
+    family = "mixtral" if "ep" in parallel else "llama"
+    made = settings(family, parallel=parallel, precision=precision, optim={"micro_batches": 2})
+    results = gloo.run(overflowing_job, world, made, str(tmp_path / "out"), 3, world - 1)
+    assert results == [[True]] * world
+    assert [row.step for row in read_metrics(tmp_path / "out") if row.skipped] == [4]
+
+
+def reduced_nan_job(tables, out, step):  # noqa: F811
+    """Steps that a run skipped, and its parameters, where one copy alone has a NaN after gradients were reduced."""
+    forward_backward, models = Trainer.forward_backward, []
+
+    def spoiled(self, *batch):
+        loss = forward_backward(self, *batch)
+        if self.step == step and self.ranks.rank == 1:
+            next(iter(self.optimizer.gradients().values())).view(-1)[0] = torch.nan
+        models[:] = [self.model]
+        return loss
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "forward_backward", spoiled)
+        skipped = run(parse_config(tables), out=Path(out)).skipped_steps
+    return skipped, [p.detach().clone() for p in models[0].parameters()]
+
+
+@pytest.mark.thorough
+def test_all_copies_skip_a_step_in_which_one_has_a_nan(gloo, settings, tmp_path):  # noqa: F811
+    """The norm is summed over the ranks, so DDP's copies, which nothing reduces again, decide together."""
+    made = settings(parallel=DDP, precision={"level": "fp8", "parameters": "fp32", "loss_scale": "dynamic"})
+    (skipped, one), (other_skipped, other) = gloo.run(reduced_nan_job, 2, made, str(tmp_path / "out"), 3)
+    assert skipped == other_skipped == 1 and all(map(torch.equal, one, other))

@@ -18,7 +18,7 @@ from tiny_runs import At, MakeConfig, assert_same, fail
 from octavo.train import RunResult, read_metrics, run
 from octavo.train.checkpoint.retention import Retention, checkpoints, held_out_loss, latest_checkpoint
 from octavo.train.config.run_config import ConfigError, TrainConfig, parse_config
-from octavo.train.record.events import RESTART, add_event, read_events
+from octavo.train.record.metrics import RESTART, add_event, read_events
 from octavo.train.signals import supervise
 from octavo.train.trainer import Trainer
 

@@ -18,7 +18,7 @@ from octavo.train.config.run_config import ConfigError, parse_config
 from octavo.train.config.sections import PrecisionConfig
 from octavo.train.data.load import load_corpus
 from octavo.train.diagnose import advice
-from octavo.train.record.events import read_events
+from octavo.train.record.metrics import read_events
 from octavo.train.record.progress import NullProgress
 from octavo.train.trainer import Trainer
 

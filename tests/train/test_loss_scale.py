@@ -19,8 +19,7 @@ from octavo.train.loss_scale import (
     RESTORE_FACTOR,
     LossScale,
 )
-from octavo.train.record.events import read_events
-from octavo.train.record.metrics import StepMetrics
+from octavo.train.record.metrics import StepMetrics, read_events
 from octavo.train.trainer import Trainer
 
 

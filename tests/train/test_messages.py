@@ -10,17 +10,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from pyarrow import parquet
-from tiny_runs import LLAMA, At, MakeConfig, Recorder, assert_same, sentences, terminate
+from tiny_runs import LLAMA, At, MakeConfig, Recorder, assert_same, load, sentences, terminate
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from octavo.nn.causal_head import IGNORE
-from octavo.train import ConfigError, TrainConfig, load_config, run
+from octavo.train import ConfigError, load_config, run
 from octavo.train.config.sections import Data
 from octavo.train.data.chat import PLAIN_TEMPLATE, Chat, conversation_text
-from octavo.train.data.load import load_corpus
 from octavo.train.data.source import open_source
 from octavo.train.data.tokenizer import load_tokenizer, train_tokenizer
-from octavo.train.record.progress import NullProgress
 from octavo.train.trainer import Trainer
 
 TAGGED = (
@@ -70,10 +68,6 @@ def chats(tmp_path: Path, tokenizer: Path) -> dict[str, Any]:
     path = tmp_path / "chats.jsonl"
     path.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in CONVERSATIONS))
     return {"source": str(path), "format": "messages", "tokenizer": str(tokenizer), "sequence_length": 64}
-
-
-def load(config: TrainConfig, progress: Any = None) -> Any:
-    return load_corpus(config.data, config.model, progress or NullProgress(), config.eval)
 
 
 def put(path: Path, *rows: Any) -> str:

@@ -16,21 +16,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_runs import At, MakeConfig, Recorder, assert_same, curve, sentences, terminate
+from tiny_runs import At, MakeConfig, Recorder, assert_same, curve, load, sentences, terminate
 
 from octavo.nn.causal_head import IGNORE
-from octavo.train import ConfigError, TrainConfig, parse_config, run
+from octavo.train import ConfigError, parse_config, run
 from octavo.train.data import documents, stream
 from octavo.train.data.corpus import Sequences
 from octavo.train.data.documents import Block, Column
-from octavo.train.data.load import BLOCK, Mixture, load_corpus
+from octavo.train.data.load import BLOCK, Mixture
 from octavo.train.data.tokenizer import train_tokenizer
-from octavo.train.record.progress import NullProgress
 from processes import gloo  # noqa: F401  a fixture
-
-
-def load(config: TrainConfig, progress: Any = None) -> Any:
-    return load_corpus(config.data, config.model, progress or NullProgress(), config.eval)
 
 
 def rows_of(count: int, seed: int) -> list[str]:

@@ -1,16 +1,39 @@
 import copy
 import io
+import json
+import shutil
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from tiny_runs import LLAMA, MakeConfig, Recorder, assert_same, curve, saved
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.cohere.modeling_cohere import CohereLayerNorm
 
+from octavo.train import read_metrics, run
+from octavo.train.checkpoint.export import export
+from octavo.train.checkpoint.pretrained import LANGUAGE
+from octavo.train.checkpoint.retention import latest_checkpoint
+from octavo.train.config.run_config import ConfigError, parse_config
 from octavo.train.config.sections import Optim
-from octavo.train.optimizer import Fp8StateOptimizer, MasterWeightOptimizer, decayed_parameters
+from octavo.train.model import build_of_kind
+from octavo.train.optimizer import (
+    Fp8StateOptimizer,
+    MasterWeightOptimizer,
+    ParameterSettings,
+    TrainerOptimizer,
+    average_decay,
+    decayed_parameters,
+    learning_rate,
+    matches,
+    parameter_settings,
+)
+from octavo.train.run_plan import plan_memory
+from processes import gloo  # noqa: F401  a fixture
 
 OPTIM = Optim(lr=1e-3, weight_decay=0.1, clip=0.0)
 
@@ -290,3 +313,353 @@ def test_state_round_trip_continues_bitwise(dtype: torch.dtype, master: bool) ->
     steps(model, optimizer, range(3, 6))
     steps(twin, restored, range(3, 6))
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+
+
+def rates(steps: int, **keys: object) -> list[float]:
+    optim = Optim.model_validate({"lr": 2.0, "min_lr_ratio": 0.1} | keys)
+    return [learning_rate(optim, step, steps) for step in range(steps)]
+
+
+def test_cosine() -> None:
+    curve = rates(110, schedule="cosine", warmup=10)
+    assert curve[:10] == pytest.approx([2.0 * (step + 1) / 10 for step in range(10)])
+    assert curve[10] == 2.0
+    assert curve[60] == pytest.approx(2.0 * (0.1 + 0.9 / 2))
+    assert curve[-1] == pytest.approx(0.2, abs=1e-3)
+    assert curve[10:] == sorted(curve[10:], reverse=True)
+
+
+def test_linear() -> None:
+    curve = rates(110, schedule="linear", warmup=10)
+    assert curve[:10] == pytest.approx([2.0 * (step + 1) / 10 for step in range(10)])
+    assert curve[10::25] == pytest.approx([2.0 * (1 - 0.9 * step / 100) for step in (0, 25, 50, 75)])
+
+
+def test_wsd() -> None:
+    curve = rates(100, schedule="wsd", warmup=5, decay=0.2)
+    assert curve[4:81] == [2.0] * 77
+    assert curve[90] == pytest.approx(2.0 * (0.1 + 0.9 / 2))
+    assert curve[99] == pytest.approx(2.0 * (0.1 + 0.9 / 20))
+    assert rates(10, schedule="wsd", decay=0.0) == [2.0] * 10
+
+
+def test_constant() -> None:
+    assert rates(6, schedule="constant", warmup=2) == [1.0, 2.0, 2.0, 2.0, 2.0, 2.0]
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd", "constant"])
+@pytest.mark.parametrize("warmup", [0, 1, 3, 50])
+@pytest.mark.parametrize("steps", [1, 2, 7])
+def test_rates_stay_in_range(schedule: str, warmup: int, steps: int) -> None:
+    assert all(0 < rate <= 2.0 for rate in rates(steps, schedule=schedule, warmup=warmup))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(8, 64)
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(2))
+        self.norm = nn.LayerNorm(64)
+
+
+def optim(*groups: dict[str, Any], **keys: Any) -> Optim:
+    return Optim.model_validate({"lr": 1e-2, "weight_decay": 0.1, "groups": groups} | keys)
+
+
+def test_the_first_match_counts() -> None:
+    groups = (
+        {"match": "layers.1.weight", "lr": 1e-4},
+        {"match": "layers.*", "weight_decay": 0.5},
+        {"match": "norm", "lr": 3e-3},
+    )
+    settings = parameter_settings(Model(), optim(*groups))
+    rows = {name: (row.group, row.lr, row.weight_decay) for name, row in settings.items()}
+    assert rows == {
+        "embed.weight": (-1, 1e-2, 0.1),
+        "layers.0.weight": (1, 1e-2, 0.5),
+        "layers.0.bias": (1, 1e-2, 0.5),
+        "layers.1.weight": (0, 1e-4, 0.1),
+        "layers.1.bias": (1, 1e-2, 0.5),
+        "norm.weight": (2, 3e-3, 0.0),
+        "norm.bias": (2, 3e-3, 0.0),
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "pattern", "expected"),
+    [
+        ("model.layers.0.norm.weight", "*.norm.*", True),
+        ("model.layers.0.norm.weight", "model.layers.0", True),
+        ("model.layers.0.norm.weight", "*.bias", False),
+        ("model.layers.10.norm.weight", "model.layers.1", False),
+    ],
+)
+def test_patterns(name: str, pattern: str, expected: bool) -> None:
+    assert matches(name, pattern) == expected
+
+
+@pytest.mark.parametrize(
+    ("groups", "message"),
+    [
+        ([{"match": "layer.*"}], r'optim.groups: "layer.\*" matches no trained parameter'),
+        ([{"match": "norm.wieght"}], r"matches no trained parameter \(did you mean 'norm.weight'\?\)"),
+        ([{"match": "*"}, {"match": "norm"}], r'"norm" matches only parameters that "\*" before it matches'),
+        ([{"match": "frozen"}], r"matches no trained parameter"),
+    ],
+    ids=str,
+)
+def test_a_pattern_that_matches_nothing(groups: list[dict[str, Any]], message: str) -> None:
+    model = Model()
+    model.frozen = nn.Linear(4, 4).requires_grad_(False)
+    with pytest.raises(ConfigError, match=message):
+        parameter_settings(model, optim(*groups))
+    parameter_settings(model, optim(*groups), part=True)
+
+
+@pytest.mark.parametrize(
+    ("groups", "message"),
+    [
+        ([{"lr": 1.0}], r"missing key optim.groups.match"),
+        (
+            [{"match": "a", "weight_decy": 1.0}],
+            r"unknown key optim.groups.weight_decy .*.weight_decay.",
+        ),
+        ([{"match": "a", "lr": 0.0}], r"optim.groups.lr: should be greater than 0, got 0.0"),
+    ],
+    ids=str,
+)
+def test_mistakes(groups: list[dict[str, Any]], message: str) -> None:
+    tables = {"run": {"steps": 1}, "model": {"type": "llama"}, "data": {"source": "x", "sequence_length": 8}}
+    with pytest.raises(ConfigError, match=message):
+        parse_config(tables | {"optim": {"lr": 1.0, "groups": groups}})
+
+
+@pytest.mark.parametrize("states", ["fp32", "fp8"])
+def test_a_step_equals_that_of_an_optimizer_with_these_settings(states: str) -> None:
+    def make(model: nn.Module, section: Optim) -> TrainerOptimizer:
+        if states == "fp32":
+            return MasterWeightOptimizer(model, section, master=False)
+        return Fp8StateOptimizer(model, section, states="fp8", master=None)
+
+    own = {"lr": 1e-3, "weight_decay": 0.3}
+    grouped, slow, fast = Model(), Model(), Model()
+    optimizers = (
+        make(grouped, optim({"match": "layers.1.weight"} | own, clip=0.0)),
+        make(slow, optim(**own, clip=0.0)),
+        make(fast, optim(clip=0.0)),
+    )
+    for number in range(3):
+        for model, optimizer, lr in zip((grouped, slow, fast), optimizers, (1e-2, 1e-3, 1e-2), strict=True):
+            torch.manual_seed(number)
+            for param in model.parameters():
+                param.grad = torch.randn_like(param)
+            optimizer.step(lr / (number + 1), torch.ones(()))  # as a schedule does
+    weights = [dict(model.named_parameters()) for model in (grouped, slow, fast)]
+    for name, param in weights[0].items():
+        if name != "layers.1.weight":
+            assert torch.equal(param, weights[2][name]), name
+        elif states == "fp32":
+            assert torch.equal(param, weights[1][name])
+        else:  # the random bits of FP8 moments depend on the number of the parameter
+            torch.testing.assert_close(param, weights[1][name], rtol=0, atol=2e-4)
+            assert (param - weights[2][name]).abs().max() > 5e-3
+
+
+def test_without_groups_states_are_numbered_as_before() -> None:
+    """Checkpoints of one process number parameters with weight decay first, then the others, each in their order."""
+    settings = parameter_settings(Model(), optim())
+    names = sorted(settings, key=settings.__getitem__)
+    assert names[:3] == ["embed.weight", "layers.0.weight", "layers.1.weight"]
+    assert names[3:] == ["layers.0.bias", "layers.1.bias", "norm.weight", "norm.bias"]
+    assert settings["norm.bias"] == ParameterSettings(undecayed=True, lr=1e-2, weight_decay=0.0)
+
+
+def test_a_run_with_groups_resumes_bitwise(make_config: MakeConfig, tmp_path: Path) -> None:
+    groups = [{"match": "*norm*", "lr": 1e-3}, {"match": "model.layers.0", "weight_decay": 0.0}]
+    sections: dict[str, Any] = {"optim": {"groups": groups}, "run": {"steps": 6, "save_every": 3}}
+    sections["precision"] = {"level": "fp8+activations+optimizer"}
+    seen = Recorder()
+    run(make_config(**sections), out=tmp_path / "whole", progress=seen)
+    rows = [note.split("  ") for note in seen.notes if " elements)" in note]
+    assert [row[0] for row in rows] == ["others", "*norm*", "model.layers.0"]
+    assert [row[-2].strip() for row in rows] == ["lr 0.01", "lr 0.001", "lr 0.01"]
+    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
+    shutil.rmtree(tmp_path / "cut" / "checkpoints" / "step-000006")
+    run(make_config(**sections), out=tmp_path / "cut", resume=True)
+    assert_same(tmp_path / "whole", tmp_path / "cut")
+    with pytest.raises(ConfigError, match=r"another run: there optim.groups = "):
+        run(make_config(**sections | {"optim": {"groups": groups[:1]}}), out=tmp_path / "cut", resume=True)
+
+
+def test_which_parameters_muon_optimizes(make_config: MakeConfig) -> None:
+    config = make_config(optim={"name": "muon", "groups": [{"match": "*.o_proj", "muon": False}]})
+    model = build_of_kind(config, LANGUAGE, {"vocab_size": 300})
+    settings = parameter_settings(model, config.optim)
+    own = {name.split(".")[-2] for name, setting in settings.items() if not setting.adamw}
+    assert own == {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "down_proj"}
+    with pytest.raises(ConfigError, match=r'"\*embed\*" matches .*embed_tokens.weight, which muon = true does not fit'):
+        parameter_settings(model, optim({"match": "*embed*", "muon": True}, name="muon"))
+    with pytest.raises(ConfigError, match=r'optim.groups: muon is for optim.name = "muon"'):
+        make_config(optim={"groups": [{"match": "*.o_proj", "muon": False}]})
+    with pytest.raises(ConfigError, match=r'optim.name = "muon" with parallel.tp = 2: Muon needs whole matrices'):
+        make_config(optim={"name": "muon"}, parallel={"tp": 2})
+
+
+@pytest.mark.parametrize(
+    "precision", [pytest.param({}, marks=pytest.mark.slow), {"level": "fp8+activations+optimizer"}], ids=str
+)
+def test_a_run_with_muon_resumes_bitwise(precision: dict[str, Any], make_config: MakeConfig, tmp_path: Path) -> None:
+    sections: dict[str, Any] = {"optim": {"name": "muon"}, "run": {"save_every": 3}, "precision": precision}
+    seen = Recorder()
+    result = run(make_config(**sections), out=tmp_path / "whole", progress=seen)
+    assert [note.split("  ")[0] for note in seen.notes if "  muon  " in note] == ["others"]
+    assert result.losses is not None and result.losses.final < result.losses.first
+    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
+    shutil.rmtree(tmp_path / "cut" / "checkpoints" / "step-000006")
+    run(make_config(**sections), out=tmp_path / "cut", resume=True)
+    assert_same(tmp_path / "whole", tmp_path / "cut")
+
+
+def test_a_plan_counts_the_states_of_muon(make_config: MakeConfig) -> None:
+    sections: dict[str, Any] = {"precision": {"level": "fp8+activations+optimizer"}}
+    sections["model"] = {"type": "llama", "config": LLAMA | {"hidden_size": 128, "num_attention_heads": 2}}
+    states = {
+        name: plan_memory(make_config(optim={"name": name}, **sections)).at_peak["optimizer states"]
+        for name in ("adamw", "muon")
+    }
+    attention, mlp = 128 * 128 * 2 + 128 * 64 * 2, 3 * 128 * 64
+    matrices = 3 * (attention + mlp)
+    saved = states["adamw"] - states["muon"]
+    assert saved == pytest.approx(matrices * (1 + 5 / 128), rel=0.15)  # groups of 64 columns; granularity
+
+
+PRECISIONS: list[dict[str, Any]] = [
+    {},
+    {"level": "fp8+activations+optimizer"},
+    {"parameters": "fp32"},
+]
+
+
+@pytest.mark.parametrize("precision", PRECISIONS, ids=str)
+def test_it_is_the_average_of_the_masters(
+    precision: dict[str, Any], make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, masters = TrainerOptimizer.step, []
+
+    def recorded(optimizer: TrainerOptimizer, *args: Any, **options: Any) -> None:
+        if not masters:
+            masters.append([values.clone() for values in optimizer.masters()])
+        step(optimizer, *args, **options)
+        masters.append([values.clone() for values in optimizer.masters()])
+
+    monkeypatch.setattr(TrainerOptimizer, "step", recorded)
+    sections: dict[str, Any] = {"precision": precision, "optim": {"ema": 0.5}, "run": {"save_every": 3}}
+    run(make_config(**sections), out=tmp_path / "run")
+    average = [values.double() for values in masters[0]]
+    for number, values in enumerate(masters[1:]):
+        decay = average_decay(0.5, number)
+        average = [decay * old + (1 - decay) * new.double() for old, new in zip(average, values, strict=True)]
+    state = {name: value for name, value in saved(tmp_path / "run").items() if name.startswith("ema.")}
+    for value, expected in zip(state.values(), average, strict=True):
+        assert value.dtype == torch.float32
+        torch.testing.assert_close(value.double(), expected, rtol=1e-6, atol=1e-7)
+    shutil.copytree(tmp_path / "run", tmp_path / "cut")
+    shutil.rmtree(tmp_path / "cut" / "checkpoints" / "step-000006")
+    run(make_config(**sections), out=tmp_path / "cut", resume=True)
+    assert_same(tmp_path / "run", tmp_path / "cut")
+
+
+def test_evaluation_and_export_of_the_average(make_config: MakeConfig, tmp_path: Path) -> None:
+    level = {"level": "fp8+activations+optimizer"}
+    sections: dict[str, Any] = {"precision": level, "eval": {"fraction": 0.3, "every": 3}}
+    run(make_config(**sections), out=tmp_path / "plain")
+    sections |= {"optim": {"ema": 0.9}, "eval": {"fraction": 0.3, "every": 3, "ema": True}}
+    run(make_config(**sections), out=tmp_path / "run")
+    rows = [read_metrics(tmp_path / name) for name in ("plain", "run")]
+    assert [row.loss for row in rows[0]] == [row.loss for row in rows[1]]  # training does not change
+    last = rows[1][-1].held_out
+    assert last is not None and list(last) == ["loss", "loss_high_precision", "loss_ema"]
+    assert last["loss"] != last["loss_ema"]
+    checkpoint = latest_checkpoint(tmp_path / "run")
+    assert checkpoint is not None
+    export(checkpoint, tmp_path / "exported", ema=True)
+    weights, average = load_file(tmp_path / "exported" / "model.safetensors"), saved(tmp_path / "run")
+    assert len(weights) > 20
+    for name, value in weights.items():
+        assert torch.equal(value, average[f"ema.{name}"].to(torch.bfloat16)), name
+    start = {"model": {"path": str(tmp_path / "exported")}, "optim": {"lr": 1e-30}, "precision": level}
+    run(make_config(**start, run={"steps": 3}, eval={"fraction": 0.3}), out=tmp_path / "again")
+    measured = read_metrics(tmp_path / "again")[-1].held_out
+    assert measured is not None and measured["loss"] == pytest.approx(last["loss_ema"], abs=1e-4)
+    plain = latest_checkpoint(tmp_path / "plain")
+    assert plain is not None
+    with pytest.raises(ConfigError, match="has no averaged weights: train with optim.ema"):
+        export(plain, tmp_path / "none", ema=True)
+    with pytest.raises(ConfigError, match="eval.ema measures averaged weights, and there are none"):
+        make_config(eval={"ema": True})
+    with pytest.raises(ConfigError, match=r"another run: there optim.ema = 0.9, here unset"):
+        run(make_config(**sections | {"optim": {}, "eval": {"fraction": 0.3}}), out=tmp_path / "run", resume=True)
+
+
+def test_a_plan_counts_it(make_config: MakeConfig) -> None:
+    plans = [plan_memory(make_config(optim=optim)) for optim in ({}, {"ema": 0.9})]
+    states = [plan.at_peak["optimizer states"] for plan in plans]
+    parameters = plans[0].at_peak["parameters"] // 2
+    assert states[1] - states[0] == pytest.approx(4 * parameters, rel=0.1)
+
+
+def ranks_job(tables: dict[str, Any], out: str, resume: bool = False) -> None:
+    run(parse_config(tables), out=Path(out), resume=resume)
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_shards_of_it_go_to_any_number_of_ranks(gloo: Any, make_config: MakeConfig, tmp_path: Path) -> None:  # noqa: F811
+    sections: dict[str, Any] = {"optim": {"ema": 0.9, "batch": 8}, "run": {"steps": 3}}
+    tables = json.loads(json.dumps(make_config(**sections).model_dump(mode="json", exclude_none=True)))
+    gloo.run(ranks_job, 2, tables, str(tmp_path / "run"), timeout=400.0)
+    checkpoint = latest_checkpoint(tmp_path / "run")
+    assert checkpoint is not None and (checkpoint / "shards").exists()
+    export(checkpoint, tmp_path / "two", ema=True)
+    shutil.copytree(tmp_path / "run", tmp_path / "one")
+    tables["run"]["steps"] = 4
+    run(parse_config(tables), out=tmp_path / "one", resume=True)  # shards to one process, which writes whole states
+    one = latest_checkpoint(tmp_path / "one")
+    assert one is not None
+    gloo.run(ranks_job, 2, tables, str(tmp_path / "run"), resume=True, timeout=400.0)
+    two = latest_checkpoint(tmp_path / "run")
+    assert two is not None
+    for folder, name in ((one, "from_one"), (two, "from_two")):
+        export(folder, tmp_path / name, ema=True)
+    first, second = (load_file(tmp_path / name / "model.safetensors") for name in ("from_one", "from_two"))
+    for name, value in first.items():
+        torch.testing.assert_close(value, second[name], rtol=0.02, atol=1e-3)
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        None,
+        {"reshard_after_forward": False, "fp8_comm": "off"},
+        {"reshard_after_forward": False, "fp8_comm": "gather"},
+    ],
+    ids=str,
+)
+def test_measuring_it_leaves_no_trace(gloo, make_config, tmp_path, parallel):  # noqa: F811
+    """Its weights are in the parameters for a while: not in what the next step gathers, or reuses in FP8."""
+    sections = {"precision": {"level": "fp8", "keep_weights": parallel is None}, "run": {"steps": 4}}
+    sections |= {"optim": {"ema": 0.5, "batch": 8}, "eval": {"fraction": 0.3}}
+    sections |= {"parallel": parallel} if parallel is not None else {}
+    for name, measured in (("often", {"every": 1, "ema": True}), ("never", {})):
+        config = make_config(**sections | {"eval": sections["eval"] | measured})
+        tables = json.loads(json.dumps(config.model_dump(mode="json", exclude_none=True)))
+        if parallel is None:
+            ranks_job(tables, str(tmp_path / name))
+        else:
+            gloo.run(ranks_job, 2, tables, str(tmp_path / name))
+    assert curve(tmp_path / "often") == curve(tmp_path / "never")
+    for row in read_metrics(tmp_path / "often"):
+        assert row.held_out is not None and row.held_out["loss_ema"] != row.held_out["loss"]

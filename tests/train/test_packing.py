@@ -12,26 +12,20 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_runs import LLAMA, At, MakeConfig, assert_same, curve, job, sentences, terminate
+from tiny_runs import LLAMA, At, MakeConfig, assert_same, curve, job, load, sentences, terminate
 from transformers import AutoModelForCausalLM
 
 from octavo.nn.causal_head import IGNORE
-from octavo.train import ConfigError, TrainConfig, parse_config, run
-from octavo.train.data.corpus import Corpus, PackedRows, best_fit
-from octavo.train.data.load import load_corpus
+from octavo.train import ConfigError, parse_config, run
+from octavo.train.data.corpus import PackedRows, best_fit
 from octavo.train.layout import counted, targets_per_rank
 from octavo.train.probe import check_causal
 from octavo.train.ranks import Ranks, join_ranks
-from octavo.train.record.progress import NullProgress
 from octavo.train.tasks.language import _named
 from octavo.train.trainer import Trainer
 from processes import gloo  # noqa: F401  a fixture
 
 PACKED = {"packing": "documents", "sequence_length": 48}
-
-
-def corpus(config: TrainConfig) -> Corpus:
-    return load_corpus(config.data, config.model, NullProgress(), config.eval)
 
 
 @pytest.fixture
@@ -106,7 +100,7 @@ def test_losses_of_documents_are_those_on_their_own(
     config = make_config(
         model={"type": kind, "config": fields}, data=PACKED | lines, precision={"parameters": "fp32"}
     )  # fmt: skip
-    data = corpus(config)
+    data = load(config)
     trainer = Trainer(config, data, torch.device("cpu"))
     trainer.model.set_attn_implementation(attention)
     trainer.check_causal()
@@ -149,13 +143,13 @@ MIXING = {
 def test_models_that_mix_documents(kind: str, make_config: MakeConfig, lines: dict[str, str]) -> None:
     fields, message = MIXING[kind]
     config = make_config(model={"type": kind, "config": fields}, data=PACKED | lines)
-    data = corpus(config)
+    data = load(config)
     with pytest.raises(ConfigError, match=message):
         Trainer(config, data, torch.device("cpu")).check_causal()
 
 
 def test_the_probe_finds_a_model_that_ignores_positions(make_config: MakeConfig, lines: dict[str, str]) -> None:
-    data = corpus(make_config(data=PACKED | lines))
+    data = load(make_config(data=PACKED | lines))
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -180,7 +174,7 @@ def test_gradients_are_of_the_mean_over_all_targets(make_config: MakeConfig, lin
     config = make_config(
         data=PACKED | lines, precision={"parameters": "fp32", "loss": "whole"}, optim={"batch": 8, "micro_batches": 4}
     )
-    data = corpus(config)
+    data = load(config)
     trainer = Trainer(config, data, torch.device("cpu"))
     trainer._autocast = nullcontext  # all of it in fp32
     inputs, targets = data.batch(3, 0, 8)
@@ -240,7 +234,7 @@ def masked_gradient(tables: dict[str, Any]) -> tuple[float, torch.Tensor]:
     """Loss and a gradient of a batch of which the last rows have three targets, on one rank or on one of several."""
     config = parse_config(tables)
     with join_ranks(config) as ranks:
-        trainer = Trainer(config, corpus(config), ranks.device, ranks=ranks)
+        trainer = Trainer(config, load(config), ranks.device, ranks=ranks)
         trainer._autocast = nullcontext  # all of it in fp32
         inputs, targets = trainer.task.data.batch(3, 0, 4)
         targets[2:] = IGNORE

@@ -190,9 +190,9 @@ def full_job(settings, out, full):
             trainer.train_step()
             if step and ranks.rank in full:
                 with full_disk(20_000 if ranks.is_main else 4_000):
-                    message = timed_error(lambda: (trainer.save(Path(out)), trainer.finish_saving()))[0]
+                    message = timed_error(lambda: (trainer.save(Path(out)), trainer.saver.finish()))[0]
             else:
-                message = timed_error(lambda: (trainer.save(Path(out)), trainer.finish_saving()))[0]
+                message = timed_error(lambda: (trainer.save(Path(out)), trainer.saver.finish()))[0]
     return message
 
 

@@ -23,10 +23,10 @@ from tiny_runs import (
     fail,
     sentences,
     terminate,
-    without_digests,
 )
 
 from octavo.train import RunResult, read_metrics, run
+from octavo.train.checkpoint.digests import write_digests
 from octavo.train.checkpoint.retention import latest_checkpoint
 from octavo.train.config.run_config import ConfigError
 from octavo.train.data.tokenizer import train_tokenizer
@@ -263,9 +263,9 @@ def test_events_that_are_damaged(line: str, copied: Path, make_config: MakeConfi
 def test_states_of_other_types(key: str, value: Any, copied: Path, make_config: MakeConfig) -> None:
     last = latest_checkpoint(copied)
     assert last is not None
-    without_digests(last)
     state = json.loads((last / "trainer.json").read_text())
     (last / "trainer.json").write_text(json.dumps(state | {key: value}))
+    write_digests(last, {})
     with pytest.raises(ConfigError, match=r"trainer\.json is not the state of a trainer"):
         run(make_config(run={"steps": 7}), out=copied, resume=True)
 
@@ -274,8 +274,8 @@ def test_states_of_other_types(key: str, value: Any, copied: Path, make_config: 
 def test_a_state_that_is_none(content: str, copied: Path, make_config: MakeConfig) -> None:
     last = latest_checkpoint(copied)
     assert last is not None
-    without_digests(last)
     (last / "trainer.json").write_text(content)
+    write_digests(last, {})
     with pytest.raises(ConfigError, match=r"trainer\.json (is not the state of a trainer|cannot be read)"):
         run(make_config(run={"steps": 7}), out=copied, resume=True)
 

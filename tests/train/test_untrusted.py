@@ -10,11 +10,11 @@ from unittest import mock
 
 import pytest
 import torch
-from tiny_runs import LLAMA
+from tiny_runs import LLAMA, job
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from octavo.train import ConfigError, parse_config, run
+from octavo.train import ConfigError, parse_config
 from octavo.train import ranks as ranks_module
 from octavo.train.checkpoint.digests import write_digests
 from octavo.train.checkpoint.export import export
@@ -39,10 +39,6 @@ class Payload:
 
     def __reduce__(self):
         return os.mkdir, (self.mark,)
-
-
-def job(tables, out, resume=False):
-    run(parse_config(tables), out=Path(out), resume=resume)
 
 
 def refused_job(tables, out):

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from octavo.train.checkpoint.retention import latest_checkpoint
 from octavo.train.config.run_config import TrainConfig, parse_config
+from octavo.train.data.load import load_corpus
 from octavo.train.loop import run
 from octavo.train.record.metrics import RunResult, StepMetrics, read_metrics
 from octavo.train.record.progress import NullProgress
@@ -77,6 +78,11 @@ def job(tables: dict[str, Any], out: str | Path, resume: bool = False) -> RunRes
     return run(parse_config(tables), out=Path(out), resume=resume)
 
 
+def load(config: TrainConfig, progress: Any = None) -> Any:
+    """The text of a run."""
+    return load_corpus(config.data, config.model, progress or NullProgress(), config.eval)
+
+
 def fail() -> None:
     raise RuntimeError("killed")
 
@@ -97,14 +103,6 @@ def saved(out: Path) -> dict[str, Any]:
     for index, moments in optimizer["adamw"]["state"].items():
         flat |= {f"{index}.{name}": tensor for name, tensor in moments.items()}
     return flat
-
-
-def without_digests(folder: Path) -> None:
-    """Make of a checkpoint what was written before there were digests."""
-    (folder / "digests.json").unlink()
-    state = json.loads((folder / "trainer.json").read_text())
-    del state["digests"]
-    (folder / "trainer.json").write_text(json.dumps(state))
 
 
 def assert_same(a: Path, b: Path) -> None:

@@ -2,11 +2,10 @@
 
 import signal
 import sys
-import warnings
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -17,7 +16,6 @@ from octavo.runtime.terminal import stderr, stdout
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from octavo.experiments.progress_bars import ProgressBars
     from octavo.experiments.run_report import ReportFiles
 
 
@@ -62,12 +60,8 @@ def train(
             arguments = [str(config), *(overrides or []), "--out", str(folder), *(["--shrink"] if shrink else [])]
             raise typer.Exit(_supervised(context, arguments, folder, resume=resume, restarts=settings.run.restarts))
         failure = None
-        with (
-            warnings.catch_warnings(),
-            ProgressBars(stderr()) if is_first_rank() else nullcontext() as bars,
-        ):
+        with ProgressBars(stderr()) if is_first_rank() else nullcontext() as bars:
             if bars is not None:
-                _show_unverified_in_red(bars)
                 for note in notes:
                     bars.note(note)
             try:
@@ -101,21 +95,6 @@ def train(
         if failure is not None:
             show_error(str(failure))
             raise typer.Exit(1)
-
-
-def _show_unverified_in_red(bars: "ProgressBars") -> None:
-    """Print the warning about a checkpoint without digests as one, not as a line of code."""
-    from octavo.train.checkpoint.store import UnverifiedWarning
-
-    show = warnings.showwarning
-
-    def show_warning(message: Warning | str, category: type[Warning], *rest: Any, **more: Any) -> None:
-        if issubclass(category, UnverifiedWarning):
-            bars.warning(str(message))
-        else:
-            show(message, category, *rest, **more)
-
-    warnings.showwarning = show_warning
 
 
 def _supervised(context: typer.Context, arguments: list[str], folder: Path, *, resume: bool, restarts: int) -> int:

@@ -19,14 +19,16 @@ from octavo.experiments.run_report import held_out_label, held_out_text, summary
 from octavo.experiments.verdict import arm_name
 from octavo.numerics.names import nearest
 from octavo.train.disk import LOCK, is_locked
-from octavo.train.record.events import EVENT, EVENTS_FILE, Event
 from octavo.train.record.json_lines import RecordFollower
 from octavo.train.record.metrics import (
+    EVENT,
+    EVENTS_FILE,
     METRICS_FILE,
     RESULT_FILE,
     SETUP_FILE,
     STEP,
     DataSize,
+    Event,
     RunResult,
     RunSetup,
     StepMetrics,

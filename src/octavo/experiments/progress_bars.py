@@ -122,10 +122,6 @@ class ProgressBars:
         """Print a notice."""
         self._print(f"note: {text}", "yellow")
 
-    def warning(self, text: str) -> None:
-        """Print a warning."""
-        self._print(f"warning: {text}", "bold red")
-
     def finish(self, result: RunResult) -> None:
         """Leave the bar where it is."""
 

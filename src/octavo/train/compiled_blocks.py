@@ -1,4 +1,4 @@
-"""Compilation of the repeated block (`run.compile`).
+"""The repeated block of a model: its compilation (`run.compile`) and its activation checkpointing.
 
 The blocks are those of `octavo.runtime.blocks`, after conversion. The forward of each, with its activation
 checkpointing, is one graph (`fullgraph=True`) of static shapes, and equal blocks share it. FSDP2, tensor and pipeline
@@ -9,13 +9,10 @@ A graph break would make a run slow without a word. So with "blocks" a block tha
 raises ConfigError. With "auto", after a graph has been compiled, or if it does not compile unconverted either, the
 blocks run eagerly from then on, and a note names the line.
 
-Activation checkpointing of the repeated block.
-
-The block is found, not named (`octavo.runtime.blocks`). "full" keeps a block's input
-and recomputes the rest in backward; "selective" also keeps what matrix products and attention put out, and
-recomputes the cheap rest. Only the `forward` of each block is wrapped: modules, names, hooks and `state_dict` stay
-as they are. The recomputation runs the same kernels on the same inputs, so gradients are bitwise those without
-checkpointing.
+Activation checkpointing "full" keeps a block's input and recomputes the rest in backward; "selective" also keeps what
+matrix products and attention put out, and recomputes the cheap rest. Only the `forward` of each block is wrapped:
+modules, names, hooks and `state_dict` stay as they are. The recomputation runs the same kernels on the same inputs, so
+gradients are bitwise those without checkpointing.
 """
 
 import time
@@ -127,7 +124,10 @@ class CompiledBlocks:
             try:
                 return compiled(*args, **kwargs)
             except errors as error:
-                name, problem = type(block).__name__, _described(error)
+                # The first line of an error of Dynamo, and the line of code that it is about.
+                name, problem = type(block).__name__, " ".join(str(error).strip().split("\n", 1)[0].split())
+                if frames := getattr(error, "real_stack", None):
+                    problem += f" ({frames[-1].filename}:{frames[-1].lineno}, {frames[-1].line})"
             if not self._required or self.graphs:
                 self.reason = f"{name} does not compile: {problem}"
                 return inner(*args, **kwargs)
@@ -165,13 +165,6 @@ class CompiledBlocks:
         if self.reason != reason:
             return self.note()
         return f"graphs of blocks compiled: {now[0] - graphs}, in {now[2] - seconds:.1f} s" if now[0] > graphs else ""
-
-
-def _described(error: Exception) -> str:
-    """The first line of an error of Dynamo, and the line of code that it is about."""
-    text = " ".join(str(error).strip().split("\n", 1)[0].split())
-    frames = getattr(error, "real_stack", None)
-    return f"{text} ({frames[-1].filename}:{frames[-1].lineno}, {frames[-1].line})" if frames else text
 
 
 aten = torch.ops.aten

@@ -104,8 +104,6 @@ def find_origin(model: nn.Module, forward_backward: Callable[[], Any], pipeline:
 
 
 class _Watch:
-    """Hooks that remember the first value that is not finite."""
-
     def __init__(self, stages: int = 1) -> None:
         self.origin = Origin(None, 0)
         self.count = 0

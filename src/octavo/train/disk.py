@@ -68,7 +68,13 @@ def output_folder(out: Path) -> Iterator[None]:
     created = [path for path in (out, *out.parents) if not path.exists()]
     try:
         out.mkdir(parents=True, exist_ok=True)
-        descriptor = _patient_lock(out / LOCK)
+        for _ in range(TRIES - 1):
+            with suppress(BlockingIOError):  # `is_locked` may hold it
+                descriptor = lock(out / LOCK)
+                break
+            time.sleep(0.05)
+        else:
+            descriptor = lock(out / LOCK)
     except BlockingIOError:
         raise ConfigError(
             f"another process is training into {out}: wait for it, or choose another folder (--out)"
@@ -85,15 +91,6 @@ def output_folder(out: Path) -> Iterator[None]:
                 path.rmdir()
 
 
-def _patient_lock(path: Path) -> int:
-    """`lock`, tried again where `is_locked` may have held it."""
-    for _ in range(TRIES - 1):
-        with suppress(BlockingIOError):
-            return lock(path)
-        time.sleep(0.05)
-    return lock(path)
-
-
 def lock(path: Path) -> int:
     """Lock a file, created if missing, and return its descriptor; remove the file before closing the descriptor."""
     # Raises BlockingIOError if another process holds the lock.
@@ -102,8 +99,9 @@ def lock(path: Path) -> int:
         try:
             if fcntl is not None:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if fcntl is None or _is_open_file(path, descriptor):
-                return descriptor
+            with suppress(FileNotFoundError):
+                if fcntl is None or os.path.samestat(path.stat(), os.fstat(descriptor)):
+                    return descriptor
         except OSError as error:
             if error.errno in WITHOUT_LOCKS:
                 return descriptor
@@ -129,10 +127,3 @@ def is_locked(path: Path) -> bool | None:
     finally:
         os.close(descriptor)
     return False
-
-
-def _is_open_file(path: Path, descriptor: int) -> bool:
-    try:
-        return os.path.samestat(path.stat(), os.fstat(descriptor))
-    except FileNotFoundError:
-        return False

@@ -73,7 +73,6 @@ def _mean_loss(
     task: Task, data: HeldOut, layout: Layout, ranks: Ranks, loss: Callable[[Tensor, Tensor], Tensor | None],
     between: Callable[[int, int], None],
 ) -> float:  # fmt: skip
-    """The mean loss over the targets of the held-out rows."""
     config = task.config
     assert config.eval is not None
     rows = min(data.windows, config.eval.batches * config.optim.batch)

@@ -114,6 +114,5 @@ def _ends(name: str) -> list[str]:
 
 
 def _parts(model: nn.Module) -> list[str]:
-    """Names of the largest parts of a model."""
     base = getattr(model, "base_model", model)
     return [name for part in (base, model) for name, module in part.named_children() if module is not base]

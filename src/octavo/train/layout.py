@@ -11,10 +11,9 @@
 S tokens of a sequence, E experts. Losses of ranks that have different tokens are averaged; with sequence_parallel, each
 rank's is 1/tp of it, because products of gathered tokens sum over the ranks.
 
-Targets that count: those of padding and of other text to ignore do not, so rows and ranks differ in their number.
-
-The gradient of a step is that of the mean over all of its targets. A micro-batch of n counted targets therefore weighs
-n over the mean count of a rank, because FSDP and DDP average gradients over ranks. Fake targets, of a plan, all count.
+Targets of padding and of other text to ignore do not count, so rows and ranks differ in their number. The gradient of a
+step is that of the mean over all of its targets. A micro-batch of n counted targets therefore weighs n over the mean
+count of a rank, because FSDP and DDP average gradients over ranks. Fake targets, of a plan, all count.
 """
 
 import math
@@ -110,11 +109,6 @@ class Layout:
         """This rank's labels, of [B,S]."""
         return _part(targets, self.labels, 1)
 
-    @property
-    def label_ranks(self) -> int:
-        """Number of ranks with different labels."""
-        return self.rows[1] * self.labels[1]
-
     def sum_partial(self, gradients: Mapping[str, Tensor]) -> None:
         """Add up the gradients of which each rank has a summand, in place."""
         if self.summing is not None:
@@ -196,7 +190,6 @@ def distribute(
 def _on_hybrid_mesh(
     model: nn.Module, settings: ParallelConfig, device: torch.device, sends_fp8: bool, micro_batches: int
 ) -> Layout:
-    """Distribute a model over [pp, dp_replicate, dp_shard, tp]."""
     world, rank, tp, pp = dist.get_world_size(), dist.get_rank(), settings.tp, settings.pp
     sizes = settings.sizes(world)
     mesh = _mesh(settings, device, (pp, *sizes, tp), ("pp", "dp_replicate", "dp_shard", "tp"))

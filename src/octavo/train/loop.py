@@ -38,18 +38,23 @@ from octavo.train.guard import SpikeError
 from octavo.train.model import check_model
 from octavo.train.optimizer import state_bytes_per_parameter
 from octavo.train.ranks import Ranks, deterministic_algorithms, device_name, join_ranks, under_torchrun
-from octavo.train.record.events import (
+from octavo.train.record.loggers import ScalarLog, missing_logger
+from octavo.train.record.metrics import (
     EVALUATION,
     FINDING,
+    LOSS,
     LOSS_SCALE,
     MOVE,
     ROLLBACK,
+    ExpectedStep,
+    MetricsBuffer,
+    MetricsWriter,
+    RunResult,
+    StepMetrics,
     add_event,
     drop_later_events,
     last_rollback,
 )
-from octavo.train.record.loggers import ScalarLog, missing_logger
-from octavo.train.record.metrics import LOSS, ExpectedStep, MetricsBuffer, MetricsWriter, RunResult, StepMetrics
 from octavo.train.record.outputs import CONFIG_FILE, LAYERS_FILE, RunFolder, open_run_folder
 from octavo.train.record.progress import DeferredErrors, NullProgress, Progress, raise_deferred
 from octavo.train.sampling import Sampler, make_sampler
@@ -107,12 +112,17 @@ def run(
         ranks.raise_together(lambda: _check_installed(config, ranks))
         stack.enter_context(deterministic_algorithms(config.run.deterministic))
         resume = resume or ranks.restarted
-        if dry_run:
-            config, out, resume = _dry(stack, config, out, resume, ranks), _scratch(stack), False
+        if dry_run:  # after a look at the folder, it writes elsewhere and tells no server
+            ranks.run_on_rank0(partial(open_run_folder, out, config, resume=resume))
+            scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="octavo-dry-run-"))
+            config = config.model_copy(update={"run": config.run.model_copy(update={"loggers": []})})
+            out, resume = Path(scratch), False
         run_folder = ranks.run_on_rank0(lambda: _open_run_folder(stack, out, config, resume, ranks))
         ranks.raise_together(lambda: check_model(config.model, task_of(config).kind))
         if config.model.path is not None and run_folder.checkpoint is None:
-            _check_start(expand(config.model.path), ranks)
+            start = expand(config.model.path)
+            if ranks.run_on_rank0(lambda: has_digests(start)):  # a checkpoint or an export of Octavo
+                ranks.raise_together(partial(check_digests, start, part=ranks.rank, parts=ranks.world_size))
         startup.lap("configuration")
         config, data = _load_data(config, ranks, own_progress)
         startup.lap("data")
@@ -142,23 +152,6 @@ def _check_installed(config: TrainConfig, ranks: Ranks) -> None:
         raise ConfigError(
             "parallel.async_save is for several processes, which write shards, and this is one: leave it out"
         )
-
-
-def _dry(stack: ExitStack, config: TrainConfig, out: Path, resume: bool, ranks: Ranks) -> TrainConfig:
-    """The configuration of a dry run, which tells no server. Raises ConfigError for a folder that is not free."""
-    ranks.run_on_rank0(lambda: open_run_folder(out, config, resume=resume))
-    return config.model_copy(update={"run": config.run.model_copy(update={"loggers": []})})
-
-
-def _scratch(stack: ExitStack) -> Path:
-    """A folder that is removed when `stack` closes."""
-    return Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="octavo-dry-run-")))
-
-
-def _check_start(folder: Path, ranks: Ranks) -> None:
-    """Raise ConfigError for a damaged start checkpoint or export of Octavo; other folders have no digests."""
-    if ranks.run_on_rank0(lambda: has_digests(folder)):
-        ranks.raise_together(partial(check_digests, folder, part=ranks.rank, parts=ranks.world_size))
 
 
 def _open_run_folder(stack: ExitStack, out: Path, config: TrainConfig, resume: bool, ranks: Ranks) -> RunFolder:
@@ -231,7 +224,6 @@ def _prepare(trainer: Trainer, out: Path, run_folder: RunFolder, progress: Progr
 
 
 def _load_state(trainer: Trainer, checkpoint: Path, state: dict[str, Any]) -> None:
-    """Load a checkpoint into the trainer."""
     try:
         if trainer.pilot is not None and "autopilot" in state:
             trainer.pilot.load_state_dict(state["autopilot"])
@@ -258,7 +250,6 @@ def _read_state(trainer: Trainer, checkpoint: Path, data: Data) -> dict[str, Any
 
 
 def _write_description(trainer: Trainer, out: Path) -> None:
-    """Write the configuration, layers and data of the run."""
     config = trainer.config
     write_file(out / CONFIG_FILE, config.to_toml())
     if trainer.layers is not None:
@@ -274,16 +265,8 @@ def _train(
     trainer.between, trainer.saves = Between(stop, ranks, progress), not dry_run
     frozen = frozen_note(trainer.model, config.model.frozen, adapters=config.lora is not None)
     compiled = dict.fromkeys((summary.compiled, trainer.blocks.news()))
-    notes = (
-        summary.converted,
-        *compiled,
-        frozen,
-        trainer.attention_note(),
-        trainer.loss_scale_note(),
-        trainer.loss_note,
-        *trainer.groups_table,
-    )
-    for note in filter(None, notes):
+    others = trainer.attention_note(), trainer.loss_scale_note(), trainer.loss_note, *trainer.groups_table
+    for note in filter(None, (summary.converted, *compiled, frozen, *others)):
         progress.note(note)
     spike, failure = None, None
     if trainer.guard.active and not ranks.run_on_rank0(lambda: checkpoints(out)):
@@ -310,7 +293,7 @@ def _train(
                 ranks.run_on_rank0(partial(_record_statistics, trainer, error.step, metrics, progress, out))
                 if trainer.diverged_parameter() is None:
                     trainer.save(out, prune=False)  # this state may already be bad: keep the older ones
-                    trainer.finish_saving()
+                    trainer.saver.finish()
                 saved, bad = ranks.run_on_rank0(lambda: _usable(checkpoints(out)))
                 remedy = advice(
                     saved, bad, config.precision, converted=trainer.layers is not None,
@@ -391,18 +374,17 @@ def _take_steps(
             progress.note(f"step {row.step}: {news}")
         held_out = (row.held_out or {}).get(LOSS)
         ranks.raise_together(partial(_record_step, trainer, row, metrics, progress, out))
-        trainer.publish_saved()
+        trainer.saver.publish_finished()
         if not complete:
             break
         if run_config.saves(trainer.step) and not trainer.loss_scale.last_chance:  # not one that may stop the run
             trainer.save(out, prune=not guard.rising, held_out=held_out)  # keep the checkpoints before a rise
     trainer.save(out, prune=not guard.rising, held_out=held_out)
-    trainer.finish_saving()
+    trainer.saver.finish()
     return "done" if trainer.step == last and complete else "sigterm"
 
 
 def _evaluate_first(trainer: Trainer, out: Path, progress: Progress) -> None:
-    """Measure the model before its first step."""
     with suppress(StopRequested):  # then nothing has begun
         measured = trainer.evaluate().items()
         values = ", ".join(f"{name} " + ("not finite" if v is None else f"{v:.4f}") for name, v in measured)
@@ -430,7 +412,8 @@ def _step(trainer: Trainer, gauges: Gauges, out: Path, progress: Progress) -> St
 
 def _measure(trainer: Trainer, sampler: Sampler | None, row: StepMetrics) -> tuple[StepMetrics, bool]:
     """Evaluate and sample after a step, where it is time. Returns its metrics, and False if a signal came meanwhile."""
-    run_config, every = trainer.config.run, trainer.config.eval_every
+    run_config = trainer.config.run
+    every = 0 if trainer.config.eval is None else trainer.config.eval.every
     last = row.step == run_config.steps
     is_due = last or (every and row.step % every == 0) or (run_config.keep_best and run_config.saves(row.step))
     try:
@@ -446,7 +429,7 @@ def _measure(trainer: Trainer, sampler: Sampler | None, row: StepMetrics) -> tup
 def _roll_back(trainer: Trainer, out: Path, spike: SpikeError, progress: Progress) -> None:
     """Load the checkpoint before a spike, and continue with the batches after the spike."""
     ranks, guard = trainer.ranks, trainer.guard
-    trainer.finish_saving()
+    trainer.saver.finish()
     checkpoint = ranks.run_on_rank0(lambda: guard.checkpoint_before(out, spike))
     state = ranks.run_on_rank0(lambda: read_trainer_state(checkpoint))
     trainer.optimizer.zero_grad()
@@ -467,7 +450,6 @@ def _roll_back(trainer: Trainer, out: Path, spike: SpikeError, progress: Progres
 def _record_event(
     trainer: Trainer, out: Path, progress: Progress, step: int, event: str, text: str, **details: int
 ) -> None:
-    """Write an event and print it, on rank 0."""
     if trainer.ranks.is_main:
         add_event(out, step, event, text, **details)
         progress.note(text)
@@ -516,7 +498,6 @@ def _record_statistics(trainer: Trainer, step: int, metrics: MetricsBuffer, prog
     for finding in findings[:MAX_FINDINGS_SHOWN]:
         _record_event(trainer, out, progress, step, FINDING, str(finding))
     if len(findings) > MAX_FINDINGS_SHOWN:
-        rest = (
-            f"step {step}: {len(findings) - MAX_FINDINGS_SHOWN} more figures crossed a limit: octavo inspect shows them"
-        )
+        more = len(findings) - MAX_FINDINGS_SHOWN
+        rest = f"step {step}: {more} more figures crossed a limit: octavo inspect shows them"
         _record_event(trainer, out, progress, step, FINDING, rest)

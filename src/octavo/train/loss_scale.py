@@ -115,5 +115,5 @@ class LossScale:
         self.value = state["value"]
         self._good_steps = int(state["good_steps"])
         self._skips = int(state["overflows"])
-        self._before = state.get("before", self.value)
-        self._trial_from, self._wait = state.get("trial_from", 0.0), int(state.get("wait", 1))
+        self._before = state["before"]
+        self._trial_from, self._wait = state["trial_from"], int(state["wait"])

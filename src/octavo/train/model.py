@@ -17,7 +17,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from copy import deepcopy
 from pathlib import Path
 from typing import Any, TypeVar
@@ -84,7 +84,11 @@ def _build(config: TrainConfig, kind: ModelKind, fields: Mapping[str, Any], *, w
     check_model(config.model, kind)
     dtype = PARAMETER_DTYPES[config.precision.parameters]
     if config.model.path is None:
-        with nullcontext() if weights or kind is LANGUAGE else _without_initialization():
+        from transformers.initialization import no_init_weights
+
+        # The initialization of image models reads numbers that fake tensors do not have. Without it, some language
+        # models are not tied.
+        with nullcontext() if weights or kind is LANGUAGE else no_init_weights():
             return _from_type(config.model, config.run.seed, kind, fields, dtype).train()
     folder = Path(config.model.path).expanduser()
     if weights:
@@ -98,20 +102,9 @@ def _build(config: TrainConfig, kind: ModelKind, fields: Mapping[str, Any], *, w
         raise ConfigError(f"model.path = {folder}: the model cannot be built: {one_line(error)}") from None
 
 
-def _without_initialization() -> AbstractContextManager[Any]:
-    """Leave out the initialization, which of image models reads numbers that fake tensors do not have."""
-    # It ties no weights then, as some language models do.
-    from transformers.initialization import no_init_weights
-
-    context: AbstractContextManager[Any] = no_init_weights()
-    return context
-
-
-Built = tuple[Any, dict[str, torch.Tensor]]
-"""A model, and fp32 values of its parameters if available; see `fp32_master_values`."""
-
-
-def build_on_ranks(config: TrainConfig, kind: ModelKind, build: Callable[[], nn.Module], ranks: Ranks) -> Built:
+def build_on_ranks(
+    config: TrainConfig, kind: ModelKind, build: Callable[[], nn.Module], ranks: Ranks
+) -> tuple[Any, dict[str, torch.Tensor]]:
     """`build` and `fp32_master_values` on every rank, with one copy of both in the memory of each machine."""
     # Ranks that receive their model from another process make an empty one of its class too: `ModelKind.make_empty`.
     start = config.model if config.lora is None else config.model.model_copy(update={"path": None})  # adapters are new
@@ -176,7 +169,12 @@ def model_config(source: Model, defaults: Mapping[str, Any]) -> Any:
     both = {
         name: {**known[name], **value} for name, value in source.config.items() if isinstance(known.get(name), dict)
     }
-    return _make_config(str(source.type), known | source.config | both)
+    from transformers import AutoConfig
+
+    try:  # it writes defaults into tables
+        return AutoConfig.for_model(str(source.type), **deepcopy(known | source.config | both))
+    except Exception as error:  # of no common type: each class fails in its own way
+        raise ConfigError(f"model.config: {source.type} rejects it: {one_line(error)}") from None
 
 
 def _check_type(model_type: str, kind: ModelKind) -> None:
@@ -222,14 +220,10 @@ def _config_fields(model_type: str) -> set[str]:
         fields |= {"rope_theta", "rope_scaling"}  # the older spelling, still read
     if model_type in IMAGE_CLASSIFICATION.classes:
         fields |= {"num_labels"}
-    return fields | _fields_of_code(config_class)
-
-
-def _fields_of_code(config_class: Any) -> set[str]:
-    """Optional fields that only the code of the model names, in `getattr`, as `head_dim` of qwen3_moe."""
+    # Optional fields that only the code of the model names, in `getattr`, as `head_dim` of qwen3_moe.
     files = Path(inspect.getfile(config_class)).parent.glob("modeling_*.py")
     texts = [file.read_text(encoding="utf-8") for file in files]
-    return {field for text in texts for field in re.findall(r'getattr\((?:self\.)?config, "(\w+)"', text)}
+    return fields | {name for text in texts for name in re.findall(r'getattr\((?:self\.)?config, "(\w+)"', text)}
 
 
 def _defaults(config_class: Any) -> dict[str, Any]:
@@ -237,15 +231,6 @@ def _defaults(config_class: Any) -> dict[str, Any]:
         return dict(config_class().to_dict())
     except Exception:  # a few composite configs cannot be made without arguments; each fails in its own way
         return {}
-
-
-def _make_config(model_type: str, fields: dict[str, Any]) -> Any:
-    from transformers import AutoConfig
-
-    try:
-        return AutoConfig.for_model(model_type, **deepcopy(fields))  # it writes defaults into tables
-    except Exception as error:  # of no common type: each class fails in its own way
-        raise ConfigError(f"model.config: {model_type} rejects it: {one_line(error)}") from None
 
 
 def check_fit(model: Any, source: Model, sequence_length: int, tokenizer: TextTokenizer) -> None:

@@ -8,20 +8,16 @@ fp32 parameters are their own masters. Without masters
 place are lost.
 
 With FP8 moments, or masters as 16-bit remainders, `octavo.AdamW` takes the step, and `octavo.optim.Muon` with
-`optim.name = "muon"` (`Fp8StateOptimizer`). Gradients then
-accumulate in the parameters' own dtype, because an fp32 copy would cost more memory than the moments save.
+`optim.name = "muon"` (`Fp8StateOptimizer`). Gradients then accumulate in the parameters' own dtype, because an fp32
+copy would cost more memory than the moments save.
 
-Each parameter has the learning rate and decoupled weight decay of `octavo.train.optimizer`.
-
-The settings of each parameter: weight decay, learning rate and optimizer, by rule or by `[[optim.groups]]`.
-
-By rule, weights of products and embeddings decay (`decayed_parameters`). With `optim.name = "muon"` Muon optimizes the
+Each parameter has settings of its own: weight decay, learning rate and optimizer, by rule or by `[[optim.groups]]`. By
+rule, weights of products and embeddings decay (`decayed_parameters`). With `optim.name = "muon"` Muon optimizes the
 hidden matrices (`hidden_matrices`), AdamW the rest. A group of the configuration changes both for the parameters that
 its pattern matches; of several groups the first that matches counts.
 
-The learning rate as a pure function of the step: nothing to save, nothing to resume.
-
-With S steps, W of warmup, peak 1 and end e, at step t = 0 … S - 1:
+The learning rate is a function of the step: nothing to save, nothing to resume. With S steps, W of warmup, peak 1 and
+end e, at step t = 0 … S - 1:
 
     warmup     (t + 1) / W                                            t < W
     cosine     e + (1 - e) · (1 + cos(π (t - W) / (S - W))) / 2
@@ -197,19 +193,16 @@ def groups_table(settings: Mapping[str, ParameterSettings], sizes: Mapping[str, 
 
 def learning_rate(optim: Optim, step: int, steps: int) -> float:
     """Learning rate of step 0, 1, … of `steps`."""
-    return optim.lr * _factor(optim, step, steps) * _rewarm_factor(optim, step)
+    lr = optim.lr * _factor(optim, step, steps)
+    if optim.rewarm_from is not None and step >= optim.rewarm_from:
+        lr *= min(1.0, (step - optim.rewarm_from + 1) / optim.rewarm)
+    return lr
 
 
 def average_decay(ema: float, step: int) -> float:
     """Decay of the moving average of the weights in step 0, 1, …: min(ema, (1 + t) / (10 + t))."""
     # The ramp lets the initial weights, which say nothing, fade in the first steps.
     return min(ema, (1 + step) / (10 + step))
-
-
-def _rewarm_factor(optim: Optim, step: int) -> float:
-    if optim.rewarm_from is None or step < optim.rewarm_from:
-        return 1.0
-    return min(1.0, (step - optim.rewarm_from + 1) / optim.rewarm)
 
 
 def _factor(optim: Optim, step: int, steps: int) -> float:
@@ -525,10 +518,15 @@ class MasterWeightOptimizer(TrainerOptimizer):
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what `state_dict` returned for the same model; shards take their rows of it."""
+        saved = state["adamw"]
         if self._is_part or any(is_dtensor(master) for master in self._masters):
-            self._load_rows(state["adamw"])
+            self.tensors()  # makes the states, of which rows of those that one process numbered are loaded
+            numbers = self._numbers(saved)
+            for name, master in zip(self._names, self._masters, strict=True):
+                for key, value in saved["state"].get(numbers[name], {}).items():
+                    local_tensor(self.inner.state[master][key]).copy_(local_rows(master, value))
         else:
-            self.inner.load_state_dict(state["adamw"])
+            self.inner.load_state_dict(saved)
         for name, param, master in zip(self._names, self._params, self._masters, strict=True):
             if param is not master:
                 local_tensor(master).copy_(local_rows(master, state["masters"][name]))
@@ -537,14 +535,6 @@ class MasterWeightOptimizer(TrainerOptimizer):
         if self.average is not None:
             self.average.load(state["ema"])
 
-    def _load_rows(self, saved: dict[str, Any]) -> None:
-        """Load states that one process numbered."""
-        self.tensors()  # makes them
-        numbers = self._numbers(saved)
-        for name, master in zip(self._names, self._masters, strict=True):
-            for key, value in saved["state"].get(numbers[name], {}).items():
-                local_tensor(self.inner.state[master][key]).copy_(local_rows(master, value))
-
 
 class Fp8StateOptimizer(TrainerOptimizer):
     """`octavo.AdamW` or `octavo.optim.Muon` over the trainable parameters of a model."""
@@ -552,15 +542,10 @@ class Fp8StateOptimizer(TrainerOptimizer):
     in_place = True
 
     def __init__(
-        self,
-        model: nn.Module,
-        optim: Optim,
-        *,
-        states: Literal["fp32", "fp8"],
-        master: Literal["remainder", "fp32"] | None,
-        fp32_values: Mapping[str, torch.Tensor] | None = None,
+        self, model: nn.Module, optim: Optim, *, states: Literal["fp32", "fp8"],
+        master: Literal["remainder", "fp32"] | None, fp32_values: Mapping[str, torch.Tensor] | None = None,
         settings: Mapping[str, ParameterSettings] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         named = {name: param for name, param in model.named_parameters() if param.requires_grad}
         self._names, self._params = list(named), list(named.values())
         self._settings = parameter_settings(model, optim) if settings is None else settings

@@ -29,7 +29,6 @@ MAX_LEAK = 1e-3
 
 @contextmanager
 def _model_errors(inputs: Any) -> Iterator[None]:
-    """Turn errors of the model into a ConfigError."""
     try:
         yield
     except ConfigError:

@@ -10,20 +10,15 @@ The death of a rank ends the run: the collective of the other ranks fails, at on
 `parallel.timeout`, and they raise `LostRankError`. torchrun's `--max-restarts` restarts all ranks, and the run resumes
 from its newest checkpoint.
 
-Heartbeats: each rank increments a key in the store of the process group twice a second.
+Each rank increments a key in the store of the process group twice a second (`Heartbeat`). The error of a collective
+does not show its cause. Gloo raises a plain RuntimeError for a dead peer, a timeout and a wrong argument, NCCL a
+DistBackendError for a dead peer and a full GPU. So the type and traceback of an error show whether it comes from a
+collective, and the store shows whether another rank is gone.
 
-The error of a collective does not show its cause. Gloo raises a plain RuntimeError for a dead peer, a timeout and a
-wrong argument, NCCL a DistBackendError for a dead peer and a full GPU. So the type and traceback of an error show
-whether it comes from a collective, and the store shows whether another rank is gone.
-
-Where a run trains, and what that is called.
-
-Share one copy of a model per machine among its ranks.
-
-One process of each machine builds the model and writes its tensors to a file in a folder that only its user may enter.
-All ranks map the file, and each reads only its own rows. The file is unlinked before training begins. The rest (the
-modules) travels over the process group. The file holds only tensors and is read with `weights_only`, so a planted file
-cannot run code.
+The ranks of a machine share one copy of the model until training begins. One process builds the model and writes its
+tensors to a file in a folder that only its user may enter. All ranks map the file, and each reads only its own rows.
+The file is unlinked before training begins. The rest (the modules) travels over the process group. The file holds only
+tensors and is read with `weights_only`, so a planted file cannot run code.
 """
 
 import io

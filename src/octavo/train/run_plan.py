@@ -7,13 +7,9 @@ to be trained counts as `data.vocab_size`.
 `plan_step` forecasts a step on a GPU that this machine need not have (`octavo.planner.forecast`): the time from one
 forward of the same model, the memory from steps of the same trainer on two and three of the model's blocks.
 
-What one rank of a hybrid layout has of a model, on fake tensors: for `octavo.train.run_plan`.
-
-The rank runs the code of a run: `tensor_parallel`, `context_parallel`, `expert_parallel` and the stages of a pipeline,
-in torch's fake process group of the ranks that share a layer or a sequence. FSDP2 is added by rule
-(`octavo.planner.sharded_memory`).
-
-`octavo plan`: print the predicted time and memory of a run.
+Of a hybrid layout, one rank's part of the model is planned. It runs the code of a run: `tensor_parallel`,
+`context_parallel`, `expert_parallel` and the stages of a pipeline, in torch's fake process group of the ranks that
+share a layer or a sequence. FSDP2 is added by rule (`octavo.planner.sharded_memory`).
 """
 
 import json
@@ -287,10 +283,6 @@ def _named_blocks(model: nn.Module, *, absent: bool = False) -> list[tuple[str, 
     return [(f"{holder}.{i}", m) for i, m in enumerate(members) if absent or not isinstance(m, Absent)]
 
 
-def _with_stage(stage: Stage, trace: Callable[[Stage], Trace]) -> tuple[Stage, Trace]:
-    return stage, trace(stage)
-
-
 def trace_stages(
     stages: list[Stage], trace: Callable[[Stage], Trace], settings: Any, cache: TraceCache
 ) -> list[Trace]:  # fmt: skip
@@ -298,7 +290,7 @@ def trace_stages(
     traces = []
     for stage in stages:
         key = settings, stage.count > 1, stage_kind(stage, Plan({}))
-        made, traced = cache.get(key, partial(_with_stage, stage, trace))
+        made, traced = cache.get(key, lambda: (stage, trace(stage)))  # noqa: B023  which is called at once
         pairs = zip(_named_blocks(made.model), _named_blocks(stage.model), strict=True)
         renamed = {f"{old}.": f"{new}." for (old, _), (new, _) in pairs}
         calls = {
@@ -404,11 +396,11 @@ def plan_memory(
     import transformers.masking_utils  # noqa: F401  which fake_tensors keeps from taking every batch for a packed one
 
     task = planned_task(config)
-    for name in ("tp", "cp", "ep", "pp"):
-        if (size := getattr(config.parallel, name)) > 1:
-            raise ConfigError(
-                f"parallel.{name} = {size}: octavo plan --memory predicts one GPU; for several give --gpu and --gpus"
-            )
+    name, size = config.parallel.mode
+    if name:
+        raise ConfigError(
+            f"parallel.{name} = {size}: octavo plan --memory predicts one GPU; for several give --gpu and --gpus"
+        )
     fake = fake_device(torch.device(device))
     model = _planned_model(task)
 
@@ -609,10 +601,11 @@ def _configured(model: torch.nn.Module, config: TrainConfig, gpu: Gpu | None, to
 
 
 def _same_decisions(one: Plan, other: Plan) -> bool:
-    """Whether two plans convert the same layers in the same way."""
-    return {
-        (n, d.recipe, d.activation_storage) for n, d in one.decisions.items() if d.recipe or d.activation_storage
-    } == {(n, d.recipe, d.activation_storage) for n, d in other.decisions.items() if d.recipe or d.activation_storage}
+    first, second = (
+        {(n, d.recipe, d.activation_storage) for n, d in plan.decisions.items() if d.recipe or d.activation_storage}
+        for plan in (one, other)
+    )
+    return first == second
 
 
 def _step_on_blocks(
@@ -645,7 +638,6 @@ def _step_on_blocks(
 
 
 def _run_stage(trainer: Trainer, batch: tuple[Tensor, Tensor]) -> None:
-    """Run forward and backward of a stage."""
     inputs, labels = batch
     with torch.autocast(inputs.device.type, torch.bfloat16, enabled=trainer.config.precision.parameters == "fp32"):
         output = trainer.layout.forward(inputs, labels=labels)
@@ -670,14 +662,9 @@ def _planned_model(task: Task) -> torch.nn.Module:
 
 
 def _trace_step(
-    trainer: Trainer,
-    batch: tuple[Tensor, Tensor],
-    step_config: StepConfig,
-    allocation_granularity: int,
-    saved: Audit | None = None,
-    forward_backward: Callable[[], Any] | None = None,
-) -> StepTrace:
-    """Record one step of the trainer."""
+    trainer: Trainer, batch: tuple[Tensor, Tensor], step_config: StepConfig, allocation_granularity: int,
+    saved: Audit | None = None, forward_backward: Callable[[], Any] | None = None,
+) -> StepTrace:  # fmt: skip
     run = forward_backward or (lambda: trainer.accumulate(*batch, targets=batch[1].numel()))
     optimizer = trainer.optimizer
     make_states(optimizer.inner)

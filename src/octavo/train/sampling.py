@@ -9,14 +9,13 @@ Sampling leaves no trace, as evaluation (`evaluation.py`): the tokens are drawn 
 """
 
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from octavo.runtime.torch_compat import run_eagerly
-from octavo.train.config.run_config import ConfigError, TrainConfig
+from octavo.train.config.run_config import ConfigError
 from octavo.train.evaluation import without_trace
 from octavo.train.trainer import Trainer
 
@@ -30,7 +29,13 @@ class Sampler:
         self._trainer, self._settings, self._tokenizer = trainer, config.sample, tokenizer
         encoded = tokenizer.encode(list(config.sample.prompts))
         self._prompts: list[list[int]] = [ids or [tokenizer.end_id] for ids in encoded]
-        _check_length(config, max(map(len, self._prompts)))
+        longest, length = max(map(len, self._prompts)), config.data.sequence_length
+        if longest + config.sample.tokens > length:
+            raise ConfigError(
+                f"sample.tokens = {config.sample.tokens} after a prompt of {longest} tokens exceeds "
+                f"data.sequence_length = {length}, beyond which the model is not trained: lower sample.tokens, or "
+                "shorten the prompt"
+            )
 
     def is_due(self, step: int) -> bool:
         """Whether to sample after a step before the last one."""
@@ -83,13 +88,3 @@ def make_sampler(trainer: Trainer) -> Sampler | None:
     if trainer.config.sample is None:
         return None
     return trainer.ranks.raise_together(lambda: Sampler(trainer))
-
-
-def _check_length(config: TrainConfig, longest: int) -> None:
-    sample: Any = config.sample
-    if longest + sample.tokens > config.data.sequence_length:
-        raise ConfigError(
-            f"sample.tokens = {sample.tokens} after a prompt of {longest} tokens exceeds data.sequence_length = "
-            f"{config.data.sequence_length}, beyond which the model is not trained: lower sample.tokens, or shorten "
-            "the prompt"
-        )

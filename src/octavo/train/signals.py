@@ -1,6 +1,6 @@
 """Signal handling: a signal asks the run to stop, which then saves; or it ends the process with its clean-up.
 
-Supervised runs (`run.restarts`): a process that starts `octavo train` and, after a crash, starts it again.
+With `run.restarts` the run is supervised by a process that starts `octavo train` and, after a crash, starts it again.
 
     octavo train CONFIG run.restarts=3        the supervisor, which trains nothing
       └─ octavo train … --supervised          the run; after a crash with --resume
@@ -26,7 +26,7 @@ from typing import Any
 
 from octavo.train.checkpoint.retention import latest_checkpoint, step_of
 from octavo.train.ranks import Ranks
-from octavo.train.record.events import EVENTS_FILE, RESTART, add_event
+from octavo.train.record.metrics import EVENTS_FILE, RESTART, add_event
 from octavo.train.record.outputs import CONFIG_FILE
 from octavo.train.record.progress import Progress
 
@@ -150,9 +150,11 @@ def supervise(command: Sequence[str], out: Path, *, resume: bool, restarts: int,
             if stopping:  # a signal before there was a process to send it to
                 child[0].send_signal(stopping[0])
             code = child[0].wait()
-            crash = _crash(code)
-            if stopping or crash is None:
+            if stopping or (code >= 0 and code != INTERNAL):
                 break
+            names = {number.value: number.name for number in signal.Signals}
+            ended = f"was ended by {names.get(-code, f'signal {-code}')}"
+            crash = "raised an unexpected error" if code == INTERNAL else ended
             if attempt == restarts:
                 note(f"the run {crash}, after {restarts} restarts (run.restarts): it stays ended")
                 break
@@ -171,14 +173,3 @@ def supervise(command: Sequence[str], out: Path, *, resume: bool, restarts: int,
         for number, handler in before.items():
             signal.signal(number, handler)
     return code if code >= 0 else 128 - code
-
-
-def _crash(code: int) -> str | None:
-    """How a process crashed, by its exit code; None if it did not."""
-    if code == INTERNAL:
-        return "raised an unexpected error"
-    if code >= 0:
-        return None
-    return (
-        f"was ended by {signal.Signals(-code).name}" if -code in set(signal.Signals) else f"was ended by signal {-code}"
-    )

@@ -8,8 +8,6 @@ The batch, learning rate and dropout of a step are functions of (seed, step).
 A non-finite loss or gradient never reaches the optimizer. Under loss scaling the step is skipped and counted; otherwise
 the run stops and the error names the layer. A gradient of zeros stops the run as well, unless a loss scale that has
 fallen may be the cause. Loss and norm are reduced over all ranks, so all ranks take the same branch.
-
-The conversion of a run's model to FP8.
 """
 
 import platform
@@ -164,7 +162,7 @@ class Trainer:
         # guard: Detects loss spikes.
         # skipped_batches: Number of batches skipped after loss spikes.
         self.guard, self.skipped_batches = SpikeGuard(config.guard), 0
-        self._saver = CheckpointSaver(self.ranks, async_save=parallel.async_save, timeout=parallel.timeout)
+        self.saver = CheckpointSaver(self.ranks, async_save=parallel.async_save, timeout=parallel.timeout)
 
     def train_step(self) -> StepMetrics:
         """Take one optimizer step."""
@@ -201,18 +199,11 @@ class Trainer:
             self.optimizer.step(lr, norm, self.step, norm_value=norm_value)
         self.optimizer.zero_grad()
         self.step += 1
-        seconds, tokens = time.perf_counter() - start, targets.numel() * self.layout.label_ranks
+        seconds, tokens = time.perf_counter() - start, targets.numel() * self.layout.rows[1] * self.layout.labels[1]
         return StepMetrics(
-            step=self.step,
-            tokens=self.step * tokens,
-            loss=finite(loss_value),
-            lr=lr,
-            grad_norm=finite(norm_value),
-            loss_scale=scale,
-            skipped=not applied,
-            step_s=seconds,
-            tokens_per_s=tokens / seconds,
-        )
+            step=self.step, tokens=self.step * tokens, loss=finite(loss_value), lr=lr, grad_norm=finite(norm_value),
+            loss_scale=scale, skipped=not applied, step_s=seconds, tokens_per_s=tokens / seconds,
+        )  # fmt: skip
 
     def save(self, out: Path, *, prune: bool = True, held_out: float | None = None) -> None:
         """Save a checkpoint under `out`; with `prune`, remove those that the settings of `[run]` do not keep."""
@@ -221,28 +212,14 @@ class Trainer:
             raise self._non_finite_error(self.step, "its update was not finite", f"parameter {bad}")
         if not self.saves:
             return
-        self._saver.save(
-            out,
-            step=self.step,
-            model=self.model,
-            save_assets=self.task.save,
-            optimizer=self.optimizer,
-            loss_scale=self.loss_scale,
-            config=self.config,
-            data_fingerprint=self.task.data.fingerprint,
+        self.saver.save(
+            out, step=self.step, model=self.model, save_assets=self.task.save, optimizer=self.optimizer,
+            loss_scale=self.loss_scale, config=self.config, data_fingerprint=self.task.data.fingerprint,
             extra={"skipped_batches": self.skipped_batches, "guard": self.guard.state_dict()}
             | ({HELD_OUT_LOSS: held_out} if held_out is not None else {})
             | ({"autopilot": self.pilot.state_dict()} if self.pilot is not None else {}),
             part=self.layout.part[0], prune=prune,
         )  # fmt: skip
-
-    def publish_saved(self) -> None:
-        """Publish a checkpoint in the background if all ranks have written it."""
-        self._saver.publish_finished()
-
-    def finish_saving(self) -> None:
-        """Wait until a checkpoint in the background is written."""
-        self._saver.finish()
 
     def non_finite_parameter(self) -> str | None:
         """Name of a parameter that holds a NaN or an infinity on any rank; None if all are finite."""
@@ -256,29 +233,16 @@ class Trainer:
         """Summary of the run before its first step. Raises ConfigError if the model cannot run a micro-batch."""
         import transformers
 
+        versions = {"octavo": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
+        device = (f"{self.ranks.world_size} × " if self.ranks.world_size > 1 else "") + device_name(self._device)
+        saved_bytes = self.ranks.raise_together(self._saved_bytes_per_token)  # compiles the blocks, of which is a note
         return RunResult(
-            name=self.config.run.name,
-            precision=self.config.precision_label,
-            device=(f"{self.ranks.world_size} × " if self.ranks.world_size > 1 else "") + device_name(self._device),
-            steps=0,
-            tokens=0,
-            parameters=self._parameters,
-            losses=None,
-            tokens_per_s=None,
-            saved_bytes_per_token=self.ranks.raise_together(self._saved_bytes_per_token),
-            skipped_steps=0,
-            wall_s=0.0,
-            versions={
-                "octavo": __version__,
-                "torch": torch.__version__,
-                "transformers": transformers.__version__,
-                "python": platform.python_version(),
-            },
-            converted=self.layers.summary if self.layers else "",
-            stopped="done",
-            unit=self.task.unit,
-            compiled=self.blocks.note(),  # after the trial batch above
-        )
+            name=self.config.run.name, precision=self.config.precision_label, device=device, steps=0, tokens=0,
+            parameters=self._parameters, losses=None, tokens_per_s=None, saved_bytes_per_token=saved_bytes,
+            skipped_steps=0, wall_s=0.0, versions=versions | {"python": platform.python_version()},
+            converted=self.layers.summary if self.layers else "", stopped="done", unit=self.task.unit,
+            compiled=self.blocks.note(),
+        )  # fmt: skip
 
     def check_causal(self) -> None:
         """Raise ConfigError for a model that attends to later tokens, or to other documents."""
@@ -348,7 +312,9 @@ class Trainer:
     def forward_backward(self, inputs: Inputs, targets: Tensor) -> Tensor:
         """Compute the scaled gradients of this rank's share of the batch and leave them in the optimizer."""
         # Returns the mean loss of the share in fp32. The gradients are already averaged over the ranks.
-        _seed_step(self.config.run.seed, self.step, self.layout.seed)
+        # Seeds of (seed, step, rank), so that dropout needs no saved state.
+        entropy = [self.config.run.seed, self.step, *([self.layout.seed] if self.layout.seed else [])]
+        torch.manual_seed(int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0]))
         total = torch.zeros((), device=self._device)
         parts, pipeline = self.config.optim.micro_batches, self.layout.pipeline
         of_step = targets_per_rank(targets, self.ranks, uneven=self.task.uneven) * self.layout.loss_parts
@@ -466,12 +432,6 @@ class Trainer:
 
 def _are_finite(loss: float, norm: float) -> bool:
     return finite(loss) is not None and finite(norm) is not None
-
-
-def _seed_step(seed: int, step: int, rank: int) -> None:
-    """Seed all generators with a hash of (seed, step, rank), so that dropout needs no saved state."""
-    entropy = [seed, step, rank] if rank else [seed, step]
-    torch.manual_seed(int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0]))
 
 
 def convert_run(model: nn.Module, task: Task, device: torch.device, world: int, plan: Plan | None) -> Report | None:

@@ -92,11 +92,6 @@ def config_class() -> Any:
     return DiTConfig
 
 
-def fields_of(settings: Any) -> dict[str, Any]:
-    """The arguments of the model of a config."""
-    return {name: getattr(settings, name) for name in config_class().__annotations__ if name not in ("model_type",)}
-
-
 def is_model(model: Any) -> bool:
     """Whether a model is one of diffusers, also under FSDP2."""
     return any(f"{base.__module__}.".startswith("diffusers.") for base in type(model).__mro__)
@@ -155,7 +150,8 @@ class _Auto:
     def from_config(settings: Any, *, dtype: torch.dtype, trust_remote_code: bool) -> Any:
         """A model with new weights, which `torch.manual_seed` seeds."""
         with _default_dtype(dtype):
-            model = getattr(library(), CLASS)(**fields_of(settings))
+            names = [name for name in config_class().__annotations__ if name != "model_type"]
+            model = getattr(library(), CLASS)(**{name: getattr(settings, name) for name in names})
         initialize(model)
         return _prepared(model)
 

@@ -99,7 +99,10 @@ def _copy_assets(checkpoint: Path, folder: Path) -> None:
     """Copy what neither the trainer nor the model wrote: the tokenizer's files, whatever they are."""
     for name in files_of(checkpoint):
         path, target = checkpoint / name, folder / name
-        own = name in OWN or name.startswith(f"{SHARDS}/") or _holds_weights(name)
+        weights = name.startswith(("model", "diffusion_pytorch_model")) and name.endswith(
+            (".safetensors", ".index.json")
+        )
+        own = weights or name in OWN or name.startswith(f"{SHARDS}/")
         if path.is_file() and not path.is_symlink() and not own and not target.exists():
             target.parent.mkdir(exist_ok=True, parents=True)
             shutil.copy(path, target)
@@ -138,24 +141,13 @@ def _damage(checkpoint: Path) -> Iterator[None]:
         raise ConfigError(f"{checkpoint} is damaged: {' '.join(str(error).split())}") from None
 
 
-def _holds_weights(name: str) -> bool:
-    """Whether a file holds weights or says where they are: the export has its own."""
-    return name.startswith(("model", "diffusion_pytorch_model")) and name.endswith(
-        (".safetensors", ".safetensors.index.json")
-    )
-
-
 def _without_recipes(checkpoint: Path, state: dict[str, Any], layout: ExportLayout) -> str:
-    """The message for a checkpoint whose layers have no recipes."""
     if state["config"]["precision"].get("level", "bf16") == "bf16":
         return (
             f"{checkpoint} was trained in bf16, so it has no FP8 values to write as {layout.name}: export it with --to "
             f"bf16, or train with precision.level=fp8 precision.recipe={layout.recipe.name}"
         )
-    return (
-        f"{checkpoint} does not record which layers computed in FP8 (an older Octavo wrote it): resume it for one step "
-        "and export the new checkpoint, or use --to bf16"
-    )
+    return f"{checkpoint} has no layer that computed in FP8, to write as {layout.name}: export it with --to bf16"
 
 
 def _details(checkpoint: Path, state: dict[str, Any]) -> dict[str, str]:

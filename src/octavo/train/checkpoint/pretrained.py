@@ -151,12 +151,6 @@ def load_generation_config(folder: Path, model: Any) -> None:
             raise ConfigError(f"generation_config.json cannot be read: {one_line(error)}") from None
 
 
-def save_pretrained(model: Any, folder: Path) -> None:
-    """Write weights and settings as `model.save_pretrained` does, without its progress bar."""
-    with no_progress_bar():
-        model.save_pretrained(folder)
-
-
 def save_model_configs(model: Any, folder: Path) -> None:
     """Write what `save_pretrained` writes of a model besides its weights."""
     # `model.save_pretrained` does not do for shards, whose weights are written otherwise.

@@ -55,10 +55,10 @@ from octavo.optim.sharded import local_rows
 from octavo.runtime.blocks import Absent
 from octavo.runtime.torch_compat import StorageInfo, is_dtensor
 from octavo.serving.folder import apply_umask
+from octavo.serving.writer import no_progress_bar
 from octavo.tensor import local_tensor
 from octavo.train import lora
 from octavo.train.checkpoint.digests import digests_of
-from octavo.train.checkpoint.pretrained import save_pretrained
 from octavo.train.config.run_config import ConfigError
 from octavo.train.lora import checkpointed, has_adapters
 from octavo.train.optimizer import TrainerOptimizer
@@ -331,7 +331,8 @@ def save_whole(folder: Path, model: Any, optimizer: TrainerOptimizer) -> None:
         if lora.has_adapters(model):
             lora.save(lora.checkpointed(model), folder)
         else:
-            save_pretrained(model, folder)
+            with no_progress_bar():
+                model.save_pretrained(folder)
         torch.save(optimizer.state_dict(), folder / "optimizer.pt")
     except (RuntimeError, SafetensorError) as error:  # these two raise it for a full disk
         # torch reports the position in its archive and its own source, and safetensors its error's name.

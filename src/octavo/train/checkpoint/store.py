@@ -25,7 +25,6 @@ The configuration does not tell: with recipe "auto" they depend on the GPU, and 
 
 import json
 import shutil
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -44,7 +43,7 @@ from octavo.numerics.plan import Decision, Plan
 from octavo.numerics.recipe import get_recipe
 from octavo.train import lora
 from octavo.train.checkpoint import shards
-from octavo.train.checkpoint.digests import DIGESTS, check_digests, has_digests, write_digests
+from octavo.train.checkpoint.digests import check_digests, write_digests
 from octavo.train.checkpoint.pretrained import (
     load_generation_config,
     load_model_config,
@@ -80,20 +79,10 @@ class CheckpointSaver:
         self._pending: tuple[Any, _NewCheckpoint] | None = None
 
     def save(
-        self,
-        out: Path,
-        *,
-        step: int,
-        model: Any,
-        save_assets: Callable[[Path], None],
-        optimizer: TrainerOptimizer,
-        loss_scale: LossScale,
-        config: TrainConfig,
-        data_fingerprint: str,
-        extra: Mapping[str, Any],
-        part: int = 0,
+        self, out: Path, *, step: int, model: Any, save_assets: Callable[[Path], None], optimizer: TrainerOptimizer,
+        loss_scale: LossScale, config: TrainConfig, data_fingerprint: str, extra: Mapping[str, Any], part: int = 0,
         prune: bool = True,
-    ) -> Path:
+    ) -> Path:  # fmt: skip
         """Write the checkpoint of `step` under `out`; with `prune`, remove those that the run does not keep."""
         # `save_assets`: writes what belongs to the model into a folder, as the tokenizer. `extra`: more entries of
         # `trainer.json`. `part`: which part of each layer this rank has.
@@ -110,7 +99,6 @@ class CheckpointSaver:
             "data": data_fingerprint,
             "config": config.model_dump(mode="json", exclude_none=True),
             "ranks": self._ranks.world_size,
-            "digests": True,
             **({"base": base} if (base := lora.base_digest(model, self._ranks)) else {}),
             **extra,
         }
@@ -177,10 +165,8 @@ class CheckpointSaver:
         except (OSError, SharedError) as error:
             if self._ranks.is_main:
                 shutil.rmtree(checkpoint.scratch, ignore_errors=True)
-            message = (
-                f"the checkpoint of step {checkpoint.step} cannot be written: {error}. Those before it are as they were"
-            )
-            raise SharedError(message) from None
+            what = f"the checkpoint of step {checkpoint.step} cannot be written: {error}"
+            raise SharedError(f"{what}. Those before it are as they were") from None
 
 
 @dataclass(frozen=True)
@@ -250,10 +236,6 @@ class _TrainerJson(BaseModel):
     held_out_loss: FiniteFloat | None = None
 
 
-class UnverifiedWarning(RuntimeWarning):
-    """A checkpoint is loaded whose files have no digests."""
-
-
 def check_links(folder: Path) -> None:
     """Raise ConfigError for a file of a checkpoint that is a link out of its folder."""
     home = folder.resolve()
@@ -269,8 +251,7 @@ def read_trainer_state(folder: Path) -> dict[str, Any]:
     # Raises ConfigError if it cannot be read or was changed after writing.
     path = folder / "trainer.json"
     check_links(folder)
-    if has_digests(folder):
-        _with_remedy(folder, lambda: check_digests(folder, [path.name]))
+    _with_remedy(folder, lambda: check_digests(folder, [path.name]))
     try:
         state: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         _TrainerJson.model_validate(state)
@@ -278,8 +259,6 @@ def read_trainer_state(folder: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is not the state of a trainer ({first_error(error)}): {_remedy(folder)}") from None
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} cannot be read ({error}): {_remedy(folder)}") from None
-    if state.get("digests") and not has_digests(folder):
-        raise ConfigError(f"{folder} is damaged: {DIGESTS} is missing: {_remedy(folder)}")
     return state
 
 
@@ -307,17 +286,8 @@ def _each_weight(folder: Path) -> Iterator[tuple[str, Tensor]]:
 
 def check_files(folder: Path, ranks: Ranks) -> None:
     """Raise ConfigError on all ranks if a file of a checkpoint does not match its digest; each rank reads its share."""
-    # A checkpoint of Octavo 0.2 or older has no digests: only the kind and size of its files can be checked.
-    if ranks.run_on_rank0(lambda: has_digests(folder)):
-        check = partial(check_digests, folder, part=ranks.rank, parts=ranks.world_size)
-        ranks.raise_together(lambda: _with_remedy(folder, check))
-    elif ranks.is_main:
-        warnings.warn(
-            f"{folder} was written without digests, or they were removed: it is unverified, and damage or changes may "
-            "go unnoticed",
-            UnverifiedWarning,
-            stacklevel=2,
-        )
+    check = partial(check_digests, folder, part=ranks.rank, parts=ranks.world_size)
+    ranks.raise_together(lambda: _with_remedy(folder, check))
 
 
 def check_same_model(folder: Path, config: Any) -> None:
@@ -328,7 +298,9 @@ def check_same_model(folder: Path, config: Any) -> None:
         raise ConfigError(f"{folder}: {error}: {_remedy(folder)}") from None
     current = config.to_dict()
     for key in [*current, *(key for key in saved if key not in current)]:
-        before, now = (_ordered(settings.get(key)) for settings in (saved, current))
+        # As JSON with sorted keys, which become strings first.
+        values = (json.loads(json.dumps(settings.get(key), default=str)) for settings in (saved, current))
+        before, now = (json.dumps(value, sort_keys=True) for value in values)
         if before != now and key not in IGNORED_CONFIG_KEYS:
             raise ConfigError(
                 f"{folder} holds another model: there {key} = {before}, here {now}. Set it back in model.path or "
@@ -370,11 +342,6 @@ def load_checkpoint(
         equalized_state.load_state_dict(model, states[part[0]] if len(states) == part[1] else {})
     except (ConfigError, KeyError, TypeError, ValueError) as error:
         raise SharedError(f"{folder} does not fit this model, or is damaged ({error}): {_remedy(folder)}") from None
-
-
-def _ordered(value: Any) -> str:
-    """The value as JSON with sorted keys. The keys become strings first, as in JSON."""
-    return json.dumps(json.loads(json.dumps(value, default=str)), sort_keys=True)
 
 
 def _with_remedy(folder: Path, check: Callable[[], None]) -> None:

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from pydantic import ValidationError, model_validator
+from pydantic import ValidationError
 
 from octavo.numerics import Precision
 from octavo.numerics.names import nearest
@@ -76,34 +76,71 @@ class TrainConfig(Section):
     inspect: InspectConfig = InspectConfig()
     guard: GuardConfig = GuardConfig()
 
-    @model_validator(mode="after")
-    def _check_schedule(self) -> "TrainConfig":
+    def _problems(self) -> Iterator[str]:
         steps, warmup = self.run.steps, self.optim.warmup
         if warmup >= steps:
-            raise ValueError(f"optim.warmup = {warmup} is not below run.steps = {steps}: lower it, or take more steps")
+            yield f"optim.warmup = {warmup} is not below run.steps = {steps}: lower it, or take more steps"
         decay = decay_steps(self.optim, steps)
         if self.optim.schedule == "wsd" and warmup + decay > steps:
-            raise ValueError(
+            yield (
                 f"optim.warmup = {warmup} and a decay of {decay} steps (optim.decay = {self.optim.decay:g}) do not fit "
                 f"into run.steps = {steps}: lower either, or take more steps"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_step_size(self) -> "TrainConfig":
         batch, length = self.optim.batch, self.data.sequence_length
         if batch * length > LARGEST_STEP:
-            raise ValueError(
+            yield (
                 f"optim.batch = {batch} sequences of data.sequence_length = {length} are {batch * length:,} tokens a "
                 f"step, which each process holds in memory; {LARGEST_STEP:,} at most: lower either"
             )
-        return self
+        yield from self._problems_of_mode()
+        task = self.data.task
+        if task != "language" and self.sample is not None:
+            yield f'[sample] writes text, and data.task is "{task}": leave the section out'
+        for name in TEXT_ONLY_EVAL if task != "language" and self.eval is not None else ():
+            if name == "batches" and task == "image-generation":
+                continue
+            if (value := getattr(self.eval, name)) != EvalConfig.model_fields[name].default:
+                yield f'eval.{name} = {value} is for text, and data.task is "{task}": leave it out'
+        if self.guard.spike and not self.run.save_every:
+            yield (
+                f"guard.spike = {self.guard.spike:g} rolls back to checkpoints, and run.save_every = 0 saves "
+                "none before the end: set run.save_every, such as 100"
+            )
+        if self.precision.autopilot and self.resolved.matmul != "fp8":
+            yield (
+                f"precision.autopilot changes the recipes of FP8 layers, and precision.level = "
+                f'{self.precision.level!r} has none: set precision.level = "fp8", or leave the autopilot out'
+            )
+        if self.optim.name == "muon" and self.parallel.tp > 1:
+            yield (
+                f'optim.name = "muon" with parallel.tp = {self.parallel.tp}: Muon needs whole matrices, and gathers '
+                'their rows over dp_shard only; leave parallel.tp out, or set optim.name = "adamw"'
+            )
+        if self.eval is not None and self.eval.ema and self.optim.ema is None:
+            yield "eval.ema measures averaged weights, and there are none: set optim.ema, such as 0.999"
+        reasons = {
+            "language": "" if self.eval is not None else "there is no section [eval]: add one, such as eval.every=100",
+            "image-classification": "a classifier of images measures its accuracy: leave it out",
+        }
+        if self.run.keep_best and (reason := reasons.get(self.data.task, "")):
+            yield (
+                f"run.keep_best = {self.run.keep_best} keeps the checkpoints of the lowest held-out loss, and {reason}"
+            )
+        if self.run.compile == "blocks" and (problem := self.uncompilable):
+            yield f'run.compile = "blocks": {problem}: set run.compile = "none"'
+        if self.lora is None:
+            return
+        if self.model.frozen:
+            yield (
+                f"model.frozen = {list(self.model.frozen)} with [lora], which freezes all of the model: leave it out"
+            )
+        if self.data.task == "image-generation":
+            yield '[lora] is for models of Transformers, and data.task = "image-generation": leave it out'
 
-    @model_validator(mode="after")
-    def _check_mode(self) -> "TrainConfig":
-        """Name what goes with data parallelism only."""
+    def _problems_of_mode(self) -> Iterator[str]:
+        """What goes with data parallelism only."""
         mode, size = self.parallel.mode
-        packing, only = self.data.packing, "only data parallelism (dp_replicate, dp_shard) "
+        packing = self.data.packing
         if self.data.task != "language":
             masks, reason = f'data.task = "{self.data.task}"', "takes other models than language models"
         elif packing == "stream":
@@ -117,79 +154,10 @@ class TrainConfig(Section):
         }
         for what, reason in problems.items():
             if mode and reason:
-                raise ValueError(f"{what} with parallel.{mode} = {size}: {only}{reason}; leave one of them out")
-        return self
-
-    @model_validator(mode="after")
-    def _check_task(self) -> "TrainConfig":
-        task = self.data.task
-        if task != "language" and self.sample is not None:
-            raise ValueError(f'[sample] writes text, and data.task is "{task}": leave the section out')
-        for name in TEXT_ONLY_EVAL if task != "language" and self.eval is not None else ():
-            if name == "batches" and task == "image-generation":
-                continue
-            if (value := getattr(self.eval, name)) != EvalConfig.model_fields[name].default:
-                raise ValueError(f'eval.{name} = {value} is for text, and data.task is "{task}": leave it out')
-        return self
-
-    @model_validator(mode="after")
-    def _check_guard(self) -> "TrainConfig":
-        if self.guard.spike and not self.run.save_every:
-            raise ValueError(
-                f"guard.spike = {self.guard.spike:g} rolls back to checkpoints, and run.save_every = 0 saves "
-                "none before the end: set run.save_every, such as 100"
-            )
-        if self.precision.autopilot and self.resolved.matmul != "fp8":
-            raise ValueError(
-                f"precision.autopilot changes the recipes of FP8 layers, and precision.level = "
-                f'{self.precision.level!r} has none: set precision.level = "fp8", or leave the autopilot out'
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_muon(self) -> "TrainConfig":
-        if self.optim.name == "muon" and self.parallel.tp > 1:
-            raise ValueError(
-                f'optim.name = "muon" with parallel.tp = {self.parallel.tp}: Muon needs whole matrices, and gathers '
-                'their rows over dp_shard only; leave parallel.tp out, or set optim.name = "adamw"'
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_average(self) -> "TrainConfig":
-        if self.eval is not None and self.eval.ema and self.optim.ema is None:
-            raise ValueError("eval.ema measures averaged weights, and there are none: set optim.ema, such as 0.999")
-        return self
-
-    @model_validator(mode="after")
-    def _check_keep_best(self) -> "TrainConfig":
-        reasons = {
-            "language": "" if self.eval is not None else "there is no section [eval]: add one, such as eval.every=100",
-            "image-classification": "a classifier of images measures its accuracy: leave it out",
-        }
-        if self.run.keep_best and (reason := reasons.get(self.data.task)):
-            raise ValueError(
-                f"run.keep_best = {self.run.keep_best} keeps the checkpoints of the lowest held-out loss, and {reason}"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_lora(self) -> "TrainConfig":
-        if self.lora is None:
-            return self
-        if self.model.frozen:
-            raise ValueError(
-                f"model.frozen = {list(self.model.frozen)} with [lora], which freezes all of the model: leave it out"
-            )
-        if self.data.task == "image-generation":
-            raise ValueError('[lora] is for models of Transformers, and data.task = "image-generation": leave it out')
-        return self
-
-    @model_validator(mode="after")
-    def _check_compile(self) -> "TrainConfig":
-        if self.run.compile == "blocks" and (problem := self.uncompilable):
-            raise ValueError(f'run.compile = "blocks": {problem}: set run.compile = "none"')
-        return self
+                yield (
+                    f"{what} with parallel.{mode} = {size}: only data parallelism {reason} (dp_replicate, dp_shard); "
+                    "leave one of them out"
+                )
 
     @property
     def uncompilable(self) -> str:
@@ -229,11 +197,6 @@ class TrainConfig(Section):
     def precision_label(self) -> str:
         """Short label of the precision, as "bf16" or "fp8 rowwise"."""
         return self.resolved.label
-
-    @property
-    def eval_every(self) -> int:
-        """`eval.every`; 0 without the section."""
-        return 0 if self.eval is None else self.eval.every
 
     def to_toml(self) -> str:
         """The effective configuration as TOML that `load_config` reads back equal; unset keys are left out."""
@@ -326,7 +289,6 @@ def parse_config(tables: Mapping[str, Any]) -> TrainConfig:
 
 
 def _apply(tables: dict[str, Any], override: str) -> tuple[str, ...]:
-    """Apply an override and return its key."""
     key, text = _split_override(override)
     value = _value(override, text)
     table = tables

@@ -3,9 +3,10 @@
 A section checks itself; `octavo.train.config.run_config.TrainConfig` checks combinations of sections.
 """
 
+from collections.abc import Iterator
 from math import isqrt
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict, field_validator, model_validator
 from pydantic_core import PydanticCustomError
@@ -55,6 +56,16 @@ class Section(BaseModel):
     """Base of all sections: strict, frozen, no unknown keys."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
+
+    def _problems(self) -> Iterator[str]:
+        """What is wrong with settings together, in sentences; the first one is raised."""
+        yield from ()
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for problem in self._problems():
+            raise ValueError(problem)
+        return self
 
 
 class Run(Section):
@@ -107,42 +118,32 @@ class Run(Section):
     def _list_loggers(cls, value: Any) -> Any:
         return [value] if isinstance(value, str) else value
 
-    @model_validator(mode="after")
-    def _check_name(self) -> "Run":
+    def _problems(self) -> Iterator[str]:
         if self.name in (".", "..") or "/" in self.name or "\\" in self.name or not self.name.isprintable():
-            raise ValueError(
+            yield (
                 f"run.name = {self.name!r} names the folder runs/<name>: give one name, without separators or control "
                 "characters; run.out is for a path"
             )
-        return self
-
-    def saves(self, step: int) -> bool:
-        """Whether the run saves after a step, besides its end."""
-        return self.save_every > 0 and step % self.save_every == 0
-
-    @model_validator(mode="after")
-    def _check_profile(self) -> "Run":
         if self.profile is not None and not self.profile[0] <= self.profile[1] <= self.steps:
-            raise ValueError(
+            yield (
                 f"run.profile = {self.profile} is not the first and the last step of a part of the run, which has "
                 f"run.steps = {self.steps}: write it as [10, 12]"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_keeping(self) -> "Run":
         for name in ("keep_every", "keep_best"):
             if (value := getattr(self, name)) and not self.save_every:
-                raise ValueError(
+                yield (
                     f"run.{name} = {value} keeps checkpoints, and run.save_every = 0 saves none before the end: set "
                     "run.save_every, such as 100"
                 )
         if self.keep_every and self.keep_every % self.save_every:
-            raise ValueError(
+            yield (
                 f"run.keep_every = {self.keep_every} is not a multiple of run.save_every = {self.save_every}, so most "
                 "of the checkpoints to keep are never saved: make it one"
             )
-        return self
+
+    def saves(self, step: int) -> bool:
+        """Whether the run saves after a step, besides its end."""
+        return self.save_every > 0 and step % self.save_every == 0
 
 
 class Model(Section):
@@ -160,14 +161,12 @@ class Model(Section):
     """Patterns of names of modules that are not trained, as "vision_tower"; they match whole names or ends of them.
     Frozen parameters have no gradients and no optimizer states."""
 
-    @model_validator(mode="after")
-    def _check_origin(self) -> "Model":
+    def _problems(self) -> Iterator[str]:
         if (self.path is None) == (self.type is None):
-            raise ValueError('give either model.path (a local checkpoint) or model.type, as "llama"')
+            yield 'give either model.path (a local checkpoint) or model.type, as "llama"'
         if self.path is not None and self.config:
-            raise ValueError("model.config is for model.type; the checkpoint at model.path has its own config")
+            yield "model.config is for model.type; the checkpoint at model.path has its own config"
         _check_config_value("model.config", self.config)
-        return self
 
 
 def _check_config_value(name: str, value: Any) -> None:
@@ -203,19 +202,17 @@ class LoraConfig(Section):
     for each product. Gradients as of the dequantized weights, at the speed of bf16. ["*"]: all; []: none. "auto": the
     projections of attention, whose FP8 products cost the adapters' gradients most for their time."""
 
-    @model_validator(mode="after")
-    def _check_targets(self) -> "LoraConfig":
+    def _problems(self) -> Iterator[str]:
         if not self.targets or ("all-linear" in self.targets and len(self.targets) > 1):
-            raise ValueError(
+            yield (
                 f'lora.targets = {list(self.targets)}: give "all-linear" alone, or names of layers, as '
                 '["q_proj", "v_proj"]'
             )
         if self.weight_only not in ("auto", ()) and self.base != "fp8":
-            raise ValueError(
+            yield (
                 f"lora.weight_only = {list(self.weight_only)} is for weights in FP8, and lora.base = {self.base!r}: "
                 'leave it out, or set lora.base = "fp8"'
             )
-        return self
 
 
 TEXT_ONLY = (
@@ -335,33 +332,27 @@ class Data(Section):
             return {"sequence_length": 1} | settings
         return settings
 
-    @model_validator(mode="after")
-    def _check_sources(self) -> "Data":
+    def _problems(self) -> Iterator[str]:
         if bool(self.source) == bool(self.sources):
-            raise ValueError(
+            yield (
                 "give either data.source or [[data.sources]], not both" if self.source
                 else "missing key data.source (or tables [[data.sources]], each with a source and a weight)"
             )  # fmt: skip
         if not self.has_messages:
             for name in ("messages_field", "chat_template", "loss_on"):
                 if (value := getattr(self, name)) != type(self).model_fields[name].default:
-                    raise ValueError(
+                    yield (
                         f'data.{name} = "{value}" is for conversations: set data.format = "messages", or leave it out'
                     )
         for name in ("chunk_bytes", "cache_gib"):
             if not self.streaming and getattr(self, name) != type(self).model_fields[name].default:
-                raise ValueError(f"data.{name} is for data.streaming = true: set it, or leave data.{name} out")
-        return self
-
-    @model_validator(mode="after")
-    def _check_task(self) -> "Data":
+                yield f"data.{name} is for data.streaming = true: set it, or leave data.{name} out"
         for name in OTHER_TASKS[self.task]:
             if getattr(self, name) != type(self).model_fields[name].default:
                 kind = SETTING_IS_FOR.get(name, "text")
-                raise ValueError(f'data.{name} is for {kind}, and data.task is "{self.task}": leave it out')
+                yield f'data.{name} is for {kind}, and data.task is "{self.task}": leave it out'
         if self.task in OF_IMAGES and self.sequence_length != 1:
-            raise ValueError(f"data.sequence_length = {self.sequence_length}: an image has one target: leave it out")
-        return self
+            yield f"data.sequence_length = {self.sequence_length}: an image has one target: leave it out"
 
 
 class EvalConfig(Section):
@@ -393,15 +384,13 @@ class EvalConfig(Section):
         """`fraction` with its default."""
         return HELD_OUT_SHARE if self.fraction is None else self.fraction
 
-    @model_validator(mode="after")
-    def _check_fraction(self) -> "EvalConfig":
+    def _problems(self) -> Iterator[str]:
         if self.has_own_data and self.fraction is not None:
             name = "source" if self.source is not None else "split"
-            raise ValueError(
+            yield (
                 f"eval.fraction = {self.fraction:g} holds out a part of data.source, and eval.{name} names other text: "
                 "leave one of them out"
             )
-        return self
 
 
 class SampleConfig(Section):
@@ -482,35 +471,25 @@ class Optim(Section):
     rewarm_from: Tunable[Annotated[int, Field(ge=0)] | None] = None
     """Finished steps at which `rewarm` begins: those of the checkpoint that the run resumes from."""
 
-    @model_validator(mode="after")
-    def _check_micro_batches(self) -> "Optim":
+    def _problems(self) -> Iterator[str]:
         if self.batch % self.micro_batches:
             lower = [n for n in range(1, isqrt(self.batch) + 1) if self.batch % n == 0]
             divisors = sorted({*lower, *(self.batch // n for n in lower)})
-            raise ValueError(
+            yield (
                 f"optim.batch = {self.batch} cannot be cut into {self.micro_batches} equal micro-batches: "
                 f"set optim.micro_batches to one of {divisors}"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_muon(self) -> "Optim":
         if self.name != "muon":
             if any(group.muon is not None for group in self.groups):
-                raise ValueError('optim.groups: muon is for optim.name = "muon": leave it out')
+                yield 'optim.groups: muon is for optim.name = "muon": leave it out'
             if self.momentum != type(self).model_fields["momentum"].default:
-                raise ValueError('optim.momentum is for optim.name = "muon"; AdamW has optim.betas')
-        return self
-
-    @model_validator(mode="after")
-    def _check_rewarm(self) -> "Optim":
+                yield 'optim.momentum is for optim.name = "muon"; AdamW has optim.betas'
         if bool(self.rewarm) != (self.rewarm_from is not None):
             missing, given = ("rewarm_from", "rewarm") if self.rewarm else ("rewarm", "rewarm_from")
-            raise ValueError(
+            yield (
                 f"optim.{given} = {getattr(self, given)} without optim.{missing}: a second warmup takes both, its "
                 "steps (optim.rewarm) and the step of the checkpoint where it begins (optim.rewarm_from)"
             )
-        return self
 
 
 def decay_steps(optim: Optim, steps: int) -> int:
@@ -576,15 +555,13 @@ class PrecisionConfig(Section):
         changes |= {name: getattr(self, name) for name in ("recipe", "keep_weights", *SELECTION)}
         return Precision.level(self.level, **changes)
 
-    @model_validator(mode="after")
-    def _check_precision(self) -> "PrecisionConfig":
+    def _problems(self) -> Iterator[str]:
         master = self.resolved.master
         if self.parameters == "fp16" and master != "fp32":
-            raise ValueError(
+            yield (
                 f'precision.master = "{master}" with fp16 parameters: AdamW\'s second moment underflows in fp16, '
                 'and 16 bits more do not make fp32 of it; set precision.master = "fp32"'
             )
-        return self
 
 
 MODES = ("tp", "cp", "ep", "pp")
@@ -637,24 +614,22 @@ class ParallelConfig(Section):
     timeout: Free[Annotated[float, Field(gt=0, le=1e9)]] = 600.0
     """Seconds that a process waits for the others before it raises an error."""
 
-    @model_validator(mode="after")
-    def _check_sizes(self) -> "ParallelConfig":
+    def _problems(self) -> Iterator[str]:
         _ = self.resolved
         for (one, other), reason in APART.items():
             if (size := getattr(self, one)) > 1 and (others := getattr(self, other)) > 1:
-                raise ValueError(f"parallel.{one} = {size} with parallel.{other} = {others}: {reason}")
+                yield f"parallel.{one} = {size} with parallel.{other} = {others}: {reason}"
         if self.tp * self.pp > 1 and self.dp_shard == 1 and self.dp_replicate > 1:
             name = "tp" if self.tp > 1 else "pp"
-            raise ValueError(
+            yield (
                 f"parallel.{name} = {getattr(self, name)} with dp_replicate = {self.dp_replicate} and dp_shard = 1: it "
                 "does not join DDP; set parallel.dp_replicate = 1 and leave dp_shard out"
             )
         if self.pp > 1 and self.schedule in ZERO_BUBBLE and self.dp_shard != 1 and self.reshard_after_forward:
-            raise ValueError(
+            yield (
                 f"parallel.schedule = {self.schedule!r} loses gradients of weights that are freed after forward: set "
                 "parallel.reshard_after_forward = false, or dp_shard = 1"
             )
-        return self
 
     @property
     def mode(self) -> tuple[str, int]:
@@ -741,11 +716,9 @@ class InspectConfig(Section):
         """The limits, as `octavo.inspect` takes them."""
         return Thresholds(**self.limits.model_dump())
 
-    @model_validator(mode="after")
-    def _check_recipes(self) -> "InspectConfig":
+    def _problems(self) -> Iterator[str]:
         for name in self.what_if:
             try:
                 get_recipe(name)
             except ValueError as error:
-                raise ValueError(f"inspect.what_if: {error}") from None
-        return self
+                yield f"inspect.what_if: {error}"

@@ -76,6 +76,8 @@ def shrink(tables: Mapping[str, Any], model_config: Mapping[str, Any]) -> dict[s
     small = {name: dict(section) for name, section in deepcopy(dict(tables)).items() if name != "parallel"}
     model_type, given = str(small["model"]["type"]), small["model"].get("config", {})
     has_images = is_composite(model_config)
+    data = tables["data"]
+    chats = any(part.get("format") == "messages" for part in (data, *data.get("sources", ())))
     of_images = small["data"].get("task") in OF_IMAGES
     shrinks = _shrink_images if of_images else _shrink_parts if has_images else shrink_model
     small["model"]["config"] = shrinks(model_type, given, model_config)
@@ -84,7 +86,7 @@ def shrink(tables: Mapping[str, Any], model_config: Mapping[str, Any]) -> dict[s
     if of_images:
         small["data"] = {**{key: value for key, value in small["data"].items() if key not in TEXT_DATA}, **IMAGES}
         small["optim"] |= IMAGES_OPTIM
-    small["data"] |= WITH_IMAGES if has_images else CONVERSATIONS if _has_conversations(tables["data"]) else {}
+    small["data"] |= WITH_IMAGES if has_images else CONVERSATIONS if chats else {}
     for key in OF_SOURCE:
         small["data"].pop(key, None)
     for key in ("source", "split"):
@@ -95,10 +97,6 @@ def shrink(tables: Mapping[str, Any], model_config: Mapping[str, Any]) -> dict[s
     run["save_every"] = min(run.get("save_every", 0), run["steps"] // 2)
     optim["micro_batches"] = min(optim.get("micro_batches", 1), 2)
     return small
-
-
-def _has_conversations(data: Mapping[str, Any]) -> bool:
-    return any(part.get("format") == "messages" for part in (data, *data.get("sources", ())))
 
 
 def _shrink_images(model_type: str, given: Mapping[str, Any], complete: Mapping[str, Any]) -> dict[str, Any]:
@@ -179,7 +177,13 @@ def change_of(shrinks: bool, note: Callable[[str], None] = lambda text: None) ->
             )
         check_model(model, task_of(config).kind)
         small = shrink(tables, complete_config(model.type, model.config))
-        note(f"shrunk: {'; '.join(_changes(tables, small))}")
+        old, new = dict(flat("", tables)), dict(flat("", small))
+        changes = (
+            f"{key} {old[key] if key in old else 'unset'} → {new[key] if key in new else 'unset'}"
+            for key in dict.fromkeys((*old, *new))
+            if old.get(key) != new.get(key)
+        )
+        note(f"shrunk: {'; '.join(changes)}")
         return small
 
     return change
@@ -203,14 +207,8 @@ def _check_fields(
     if missing:
         raise ConfigError(f"--shrink cannot shrink {model_type}: its config has no {missing[0]}")
     known = {WIDTH, LAYERS, QUERIES, KEYS, DENSE_LAYERS, GROUPS, CHOSEN_GROUPS, ACTIVE, "head_dim"}
-    known |= {
-        *MLPS,
-        *EXPERTS,
-        *OF_TOKENIZER,
-        *UNCHANGED,
-        *DERIVED,
-        *((*RANKS, *HEAD_SIZES) if has_latent_attention else ()),
-    }
+    known |= {*MLPS, *EXPERTS, *OF_TOKENIZER, *UNCHANGED, *DERIVED}
+    known |= {*RANKS, *HEAD_SIZES} if has_latent_attention else set()
     for name, value in {**complete, **given}.items():
         is_size = isinstance(value, int) and not isinstance(value, bool) and value > 1
         # Lists of a config's own default follow from its number of layers.
@@ -230,17 +228,6 @@ def _halve(size: int, most: int) -> int:
 
 
 def _halve_down_to(size: int, least: int) -> int:
-    """Halve a size while at least `least` remains."""
     while size % 2 == 0 and size // 2 >= least:
         size //= 2
     return size
-
-
-def _changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """Describe the settings that differ."""
-    old, new = dict(flat("", before)), dict(flat("", after))
-    return [
-        f"{key} {old[key] if key in old else 'unset'} → {new[key] if key in new else 'unset'}"
-        for key in dict.fromkeys((*old, *new))
-        if old.get(key) != new.get(key)
-    ]

@@ -45,10 +45,8 @@ def write_data_state(folder: Path, state: Mapping[str, Any]) -> None:
 
 
 def read_data_state(folder: Path) -> dict[str, Any]:
-    """Read what `write_data_state` wrote; {} if nothing, as earlier releases. Raises ConfigError for something else."""
+    """Read what `write_data_state` wrote. Raises ConfigError for something else."""
     path = folder / DATA_FILE
-    if not path.exists():
-        return {}
     try:
         state = json.loads(path.read_text(encoding="utf-8"))
         files, chunks = state["files"], state.get("chunks", {})
@@ -64,8 +62,6 @@ def read_data_state(folder: Path) -> dict[str, Any]:
 def difference(before: Mapping[str, Any], now: Mapping[str, Any], unit: str) -> str:
     """The first difference of two states in words, "" for none: a file that is gone or new, or has other content."""
     # `unit`: what the sizes count. Digests of text files are of all files up to this one.
-    if not before:
-        return ""
     files, others = before["files"], now["files"]
     moved = [*files.values()] == [*others.values()]  # to another folder, unchanged
     for name in [] if moved else [*sorted(files.keys() ^ others.keys()), *others]:

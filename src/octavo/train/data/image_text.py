@@ -57,13 +57,9 @@ class Tokens:
 
 
 class ImageText:
-    """Tokenized records with their images.
+    """Tokenized records with their images."""
 
-    Attributes:
-        skipped: Number of files left out: none.
-    """
-
-    skipped = 0
+    skipped = 0  # Number of files left out
 
     def __init__(
         self, records: tuple[Sequence[Record], Sequence[Record]], images: Images, tokenizer: TextTokenizer,

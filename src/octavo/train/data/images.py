@@ -251,13 +251,9 @@ class LatentFiles:
 
 
 class LabelledImages:
-    """Images and their classes.
+    """Images and their classes."""
 
-    Attributes:
-        skipped: Number of files left out as damaged: none.
-    """
-
-    skipped = 0
+    skipped = 0  # Number of files left out
 
     def __init__(
         self, images: Images, labels: Sequence[int], names: Sequence[str], shape: ImageShape, *, shuffle: bool
@@ -378,13 +374,9 @@ def classes_of(folder: Path) -> dict[str, list[Path]]:
 
 
 class NoisyImages:
-    """Batches of noisy images.
+    """Batches of noisy images."""
 
-    Attributes:
-        skipped: Number of files left out: none.
-    """
-
-    skipped = 0
+    skipped = 0  # Number of files left out
     held_out: "NoisyImages | None" = None  # Batches of the held-out images, with their classes; set by who makes both
 
     def __init__(

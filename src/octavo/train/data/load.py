@@ -82,7 +82,6 @@ def _given(tokenizer: TextTokenizer | None, evaluation: EvalConfig | None) -> Te
 
 
 def _train_tokenizer(parts: tuple[Data, ...], meter: ReadProgress) -> TextTokenizer:
-    """Train a BPE on the documents of all sources."""
     meter.stage("reading the data")
     sources = [open_source(part, meter) for part in parts]
     with tempfile.TemporaryDirectory(prefix="octavo-") as scratch:

@@ -168,13 +168,11 @@ class StreamedCorpus(Sequences):
             epoch, sample = epoch + 1, sample - ends[-1]
 
     def _order_of(self, seed: int, epoch: int) -> np.ndarray:
-        """The order of the chunks in an epoch."""
         if not self._data.shuffle:
             return np.arange(len(self._chunks))
         return np.random.Generator(np.random.Philox(key=[seed, epoch])).permutation(len(self._chunks))
 
     def _count(self, chunk: int) -> int:
-        """The number of sequences of a chunk."""
         if chunk not in self._rows:
             self._corpus(chunk)
         return self._rows[chunk][0]
@@ -222,7 +220,6 @@ class StreamedCorpus(Sequences):
             self._progress.note(f"{count} documents trained on so far are also evaluated on")
 
     def _prefetch(self, chunk: int) -> None:
-        """Tokenize a chunk in the background."""
         if chunk not in self._next and chunk not in self._open:
             self._next.clear()  # of a step that was only looked at
             self._next[chunk] = self._thread.submit(self._tokenized, chunk, NullProgress())

@@ -164,7 +164,6 @@ def open_entry(
 
 
 def _damage(folder: Path, fingerprint: str, meter: ReadProgress) -> str:
-    """The damage of a cache entry; empty if it is intact."""
     if not folder.exists():
         return "missing"
     meter.stage("checking the tokenized data")
@@ -342,7 +341,6 @@ def _halves(piece: str) -> Iterator[str]:
 
 
 def _batches(pieces: Iterator[str | None]) -> Iterator[list[str | None]]:
-    """Groups of pieces to encode at once."""
     batch: list[str | None] = []
     size = 0
     for piece in pieces:

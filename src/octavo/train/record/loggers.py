@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from uuid import uuid4
 
 from octavo.train.disk import write_file
@@ -36,23 +36,10 @@ PACKAGES = {"wandb": "wandb", "mlflow": "mlflow-skinny"}
 Scalars = Mapping[str, float]
 
 
-class Remote(Protocol):
-    """A run on a server."""
-
-    id: str
-    """Names the run on the server, to continue it; known before `open`, which may take longer than the run."""
-
-    def open(self) -> None:
-        """Begin the run on the server, or continue it."""
-
-    def log(self, step: int, scalars: Scalars) -> None:
-        """Send the scalars of a step."""
-
-    def close(self) -> None:
-        """End the run on the server."""
-
-
 class _WandB:
+    """A run on a server, as `_MLflow`."""
+
+    # id: Names the run on the server, to continue it; known before `open`, which may take longer than the run.
     def __init__(self, out: Path, name: str, config: Mapping[str, Any], id: str | None) -> None:
         self.id = id or uuid4().hex[:8]
         self._settings = {"name": name, "id": self.id, "dir": str(out), "config": dict(config)}
@@ -106,7 +93,8 @@ def _mlflow_name(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9_\-. /]", "_", name)
 
 
-REMOTES: dict[str, Callable[[Path, str, Mapping[str, Any], str | None], Remote]] = {"wandb": _WandB, "mlflow": _MLflow}
+Remote = _WandB | _MLflow
+REMOTES: dict[str, type[Remote]] = {"wandb": _WandB, "mlflow": _MLflow}
 
 
 def missing_logger(names: Sequence[str]) -> str | None:

@@ -20,9 +20,8 @@ from octavo.train.checkpoint.retention import FOLDER, invalid_checkpoints, lates
 from octavo.train.checkpoint.store import read_trainer_state
 from octavo.train.config.run_config import ConfigError, TrainConfig, check_same_run
 from octavo.train.config.sections import expand
-from octavo.train.record.events import EVENTS_FILE
 from octavo.train.record.loggers import LOGGERS_FILE
-from octavo.train.record.metrics import METRICS_FILE, RESULT_FILE, SETUP_FILE, TENSORBOARD_DIR
+from octavo.train.record.metrics import EVENTS_FILE, METRICS_FILE, RESULT_FILE, SETUP_FILE, TENSORBOARD_DIR
 from octavo.train.record.statistics import STATISTICS_FILE
 
 CONFIG_FILE = "config.toml"

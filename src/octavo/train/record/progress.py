@@ -1,6 +1,7 @@
 """Progress: what a run tells while it goes on."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 from octavo.train.config.run_config import TrainConfig
@@ -29,54 +30,25 @@ class Progress(Protocol):
 class NullProgress:
     """A `Progress` that shows nothing."""
 
-    def stage(self, text: str) -> None:
+    def stage(self, *_: Any) -> None:
         """Nothing."""
 
-    def start(self, config: TrainConfig, first_step: int, setup: RunSetup) -> None:
-        """Nothing."""
-
-    def step(self, row: StepMetrics) -> None:
-        """Nothing."""
-
-    def note(self, text: str) -> None:
-        """Nothing."""
-
-    def finish(self, result: RunResult) -> None:
-        """Nothing."""
+    start = step = note = finish = stage
 
 
-class DeferredErrors:
+class DeferredErrors(NullProgress):
     """A `Progress` that holds back the first error of another one, until all ranks can raise it."""
 
     def __init__(self, progress: Progress) -> None:
-        self._progress = progress
         self.error: Exception | None = None  # The first error
+        for name in ("stage", "start", "step", "note", "finish"):
+            setattr(self, name, partial(self._call, getattr(progress, name)))
 
     def _call(self, method: Callable[..., None], *arguments: Any) -> None:
         try:
             method(*arguments)
         except Exception as error:  # of any kind: it is the user's code
             self.error = self.error or error
-
-    def stage(self, text: str) -> None:
-        """See `Progress.stage`."""
-        self._call(self._progress.stage, text)
-
-    def start(self, config: TrainConfig, first_step: int, setup: RunSetup) -> None:
-        """See `Progress.start`."""
-        self._call(self._progress.start, config, first_step, setup)
-
-    def step(self, row: StepMetrics) -> None:
-        """See `Progress.step`."""
-        self._call(self._progress.step, row)
-
-    def note(self, text: str) -> None:
-        """See `Progress.note`."""
-        self._call(self._progress.note, text)
-
-    def finish(self, result: RunResult) -> None:
-        """See `Progress.finish`."""
-        self._call(self._progress.finish, result)
 
 
 def raise_deferred(progress: Progress) -> None:

@@ -37,19 +37,16 @@ from octavo.train.data.images import (
     split,
 )
 from octavo.train.data.tokenizer import TextTokenizer, load_tokenizer, train_tokenizer
-from octavo.train.disk import write_file
 from octavo.train.frozen import freeze_unused
 from octavo.train.model import PARAMETER_DTYPES, build_of_kind, check_fit, model_config, prepare_loss
 from octavo.train.record.metrics import DataSize
-from octavo.train.record.outputs import TOKENIZER_FILE
 from octavo.train.record.progress import Progress
-from octavo.train.tasks.language import Language
-from octavo.train.tasks.task import Forward, Task
+from octavo.train.tasks.task import Forward, TextTask
 
 EXACT_MATCH = "caption exact match"
 
 
-class ImageTextTask(Task):
+class ImageTextTask(TextTask):
     """Predict the answers in conversations about images; the data is an `ImageText`.
 
     The loss is the cross-entropy of the answers' tokens, a mean over all of them in the batch. Metrics on the held-out
@@ -75,8 +72,9 @@ class ImageTextTask(Task):
             contents = hash_files(paths)
             training, held_out = ([records[number] for number in part] for part in split(contents))
         check_count(len(training), batch, data.source)
-        tokenizer = _configured_tokenizer(config)
-        if tokenizer is None:
+        if folder := data.tokenizer or config.model.path:
+            tokenizer = load_tokenizer(expand(folder))
+        else:
             tokenizer = train_tokenizer((_text(record) for record in training), data.vocab_size)
         model_settings = settings(config, tokenizer)
         shape = image_shape(model_settings.vision_config)
@@ -87,11 +85,6 @@ class ImageTextTask(Task):
         return ImageText(
             (training, held_out), images, tokenizer, placeholder, length=data.sequence_length, shuffle=data.shuffle
         )
-
-    @classmethod
-    def stand_in(cls, config: TrainConfig) -> Any:
-        """The vocabulary, which may still have to be trained."""
-        return Language.stand_in(config)
 
     def build(self, *, weights: bool = True) -> nn.Module:
         """Build the model; vocabulary and, of the digits, the shape of images are the data's where not configured."""
@@ -152,19 +145,6 @@ class ImageTextTask(Task):
             count += int(is_target.sum())
         return {EXACT_MATCH: exact / self.data.held_out, "loss": total / count} if count else {}
 
-    def data_state(self) -> dict[str, Any]:
-        """Also the tokenizer."""
-        return super().data_state() | {"tokenizer": self.data.tokenizer.fingerprint}
-
-    def save(self, folder: Path) -> None:
-        """Write the tokenizer, and the state of the data."""
-        super().save(folder)
-        self.data.tokenizer.save(folder)
-
-    def describe(self, out: Path) -> None:
-        """Write `tokenizer.json`."""
-        write_file(out / TOKENIZER_FILE, self.data.tokenizer.backend.to_str(pretty=True))
-
     def _inputs(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         dtype = PARAMETER_DTYPES[self.config.precision.parameters]
         return {"input_ids": inputs["input_ids"], "pixel_values": inputs["pixel_values"].to(dtype)}
@@ -218,11 +198,6 @@ def image_tokens(model_settings: Any) -> int:
     has_class_token = "siglip" not in vision.model_type
     leaves_first_out = getattr(model_settings, "vision_feature_select_strategy", "full") == "default"
     return patches + int(has_class_token) - int(leaves_first_out)
-
-
-def _configured_tokenizer(config: TrainConfig) -> TextTokenizer | None:
-    folder = config.data.tokenizer or config.model.path
-    return None if folder is None else load_tokenizer(expand(folder))
 
 
 def _text(record: Record) -> str:

@@ -2,7 +2,6 @@
 
 import inspect
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,36 +10,17 @@ from torch import Tensor, nn
 
 from octavo.planner.fake import unpacked_sequences
 from octavo.train.checkpoint.kinds import LANGUAGE
-from octavo.train.config.run_config import ConfigError, TrainConfig
-from octavo.train.config.sections import expand
+from octavo.train.config.run_config import TrainConfig
 from octavo.train.data.corpus import Sequences
 from octavo.train.data.epochs import read_data_state
 from octavo.train.data.load import load_corpus
-from octavo.train.data.tokenizer import TextTokenizer, load_tokenizer
-from octavo.train.disk import write_file
 from octavo.train.model import build_model, prepare_loss
 from octavo.train.record.metrics import DataSize
-from octavo.train.record.outputs import TOKENIZER_FILE
 from octavo.train.record.progress import Progress
-from octavo.train.tasks.task import Forward, Task
+from octavo.train.tasks.task import Forward, TextTask
 
 
-@dataclass(frozen=True)
-class _Vocabulary:
-    """Stand-in for a tokenizer that is not trained yet."""
-
-    size: int
-    end_id: int = 0
-
-
-@dataclass(frozen=True)
-class _NoText:
-    """Stand-in for `Sequences`."""
-
-    tokenizer: TextTokenizer | _Vocabulary
-
-
-class Language(Task):
+class Language(TextTask):
     """Predict the next token; the data are `Sequences`.
 
     The loss is the model's own: `model(input_ids=inputs, labels=targets, shift_labels=targets).loss`, including router
@@ -59,18 +39,6 @@ class Language(Task):
     def load(cls, config: TrainConfig, progress: Progress) -> Sequences:
         """Tokenize the text, or open it in the cache."""
         return load_corpus(config.data, config.model, progress, config.eval)
-
-    @classmethod
-    def stand_in(cls, config: TrainConfig) -> Any:
-        """The vocabulary, which may still have to be trained."""
-        if config.data.tokenizer is not None:
-            return _NoText(load_tokenizer(expand(config.data.tokenizer)))
-        if config.model.path is not None:
-            try:
-                return _NoText(load_tokenizer(expand(config.model.path)))
-            except ConfigError:  # a run needs it, but a plan of a config.json alone does not
-                pass
-        return _NoText(_Vocabulary(config.data.vocab_size))
 
     @property
     def held_out(self) -> Sequences | None:
@@ -107,7 +75,6 @@ class Language(Task):
 
     @property
     def _samples(self) -> int:
-        """Sequences that the run takes."""
         return self.config.run.steps * self.config.optim.batch
 
     @property
@@ -140,29 +107,19 @@ class Language(Task):
         return inputs.shape[0] * inputs.shape[1]
 
     def data_state(self) -> dict[str, Any]:
-        """Also the tokenizer, the weights of a mixture, and the text to evaluate on."""
-        state: dict[str, Any] = self.data.state() | {"tokenizer": self.data.tokenizer.fingerprint}
+        """Also what sources keep, the weights of a mixture, and the text to evaluate on."""
+        state: dict[str, Any] = super().data_state() | self.data.state()
         if weights := [part.weight for part in self.config.data.sources]:
             state["weights"] = weights
         return state | ({"held_out": self.held_out.fingerprint} if self.held_out is not None else {})
 
-    def save(self, folder: Path) -> None:
-        """Write the tokenizer, and the state of the data."""
-        super().save(folder)
-        self.data.tokenizer.save(folder)
-
     def load_state(self, folder: Path) -> str:
-        """Read the state of the data. Checkpoints of earlier releases have none."""
-        if not (state := read_data_state(folder)):
-            return ""
+        """Read the state of the data."""
+        state = read_data_state(folder)
         self.data.load_state(state)
         if self.held_out is None or state.get("held_out") in (None, self.held_out.fingerprint):
             return ""
         return "the text to evaluate on has changed since: held-out losses before and after this resume do not compare"
-
-    def describe(self, out: Path) -> None:
-        """Write `tokenizer.json`."""
-        write_file(out / TOKENIZER_FILE, self.data.tokenizer.backend.to_str(pretty=True))
 
 
 def _named(inputs: Tensor) -> dict[str, Tensor]:

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
@@ -9,10 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from octavo.train.checkpoint.kinds import ModelKind
-from octavo.train.config.run_config import TrainConfig
+from octavo.train.config.run_config import ConfigError, TrainConfig
+from octavo.train.config.sections import expand
 from octavo.train.data.epochs import difference, read_data_state, write_data_state
+from octavo.train.data.tokenizer import TextTokenizer, load_tokenizer
+from octavo.train.disk import write_file
 from octavo.train.layout import Inputs
 from octavo.train.record.metrics import DataSize
+from octavo.train.record.outputs import TOKENIZER_FILE
 from octavo.train.record.progress import NullProgress, Progress
 
 Forward = Callable[..., Any]
@@ -152,3 +157,47 @@ class Task(ABC):
 
     def describe(self, out: Path) -> None:  # noqa: B027
         """Write what describes the data into the output folder of a run."""
+
+
+@dataclass(frozen=True)
+class _Vocabulary:
+    """Stand-in for a tokenizer that is not trained yet."""
+
+    size: int
+    end_id: int = 0
+
+
+@dataclass(frozen=True)
+class _NoText:
+    """Stand-in for data of text."""
+
+    tokenizer: TextTokenizer | _Vocabulary
+
+
+class TextTask(Task):
+    """What tasks with a tokenizer share."""
+
+    @classmethod
+    def stand_in(cls, config: TrainConfig) -> Any:
+        """The vocabulary, which may still have to be trained."""
+        if config.data.tokenizer is not None:
+            return _NoText(load_tokenizer(expand(config.data.tokenizer)))
+        if config.model.path is not None:
+            try:
+                return _NoText(load_tokenizer(expand(config.model.path)))
+            except ConfigError:  # a run needs it, but a plan of a config.json alone does not
+                pass
+        return _NoText(_Vocabulary(config.data.vocab_size))
+
+    def data_state(self) -> dict[str, Any]:
+        """Also the tokenizer."""
+        return super().data_state() | {"tokenizer": self.data.tokenizer.fingerprint}
+
+    def save(self, folder: Path) -> None:
+        """Write the tokenizer, and the state of the data."""
+        super().save(folder)
+        self.data.tokenizer.save(folder)
+
+    def describe(self, out: Path) -> None:
+        """Write `tokenizer.json`."""
+        write_file(out / TOKENIZER_FILE, self.data.tokenizer.backend.to_str(pretty=True))
