@@ -1,12 +1,12 @@
 """The task of image generation: noise by position, DiT of diffusers, runs, ranks, checkpoints and plans."""
 
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from tiny_runs import At, assert_same, fail, job
+from tiny_runs import At, assert_same, fail, image_tables, job
 
 from octavo.train import ConfigError, load_config, parse_config, read_metrics, run
 from octavo.train.checkpoint.export import export
@@ -21,18 +21,7 @@ diffusers = pytest.importorskip("diffusers")
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 DIT = {"patch_size": 4, "num_layers": 2, "num_attention_heads": 2, "attention_head_dim": 16}
-
-
-def tables(**sections: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    settings: dict[str, dict[str, Any]] = {
-        "run": {"steps": 6, "seed": 3, "device": "cpu"},
-        "model": {"type": "dit", "config": DIT},
-        "data": {"task": "image-generation", "source": "digits"},
-        "optim": {"lr": 1e-2, "batch": 8, "warmup": 2},
-    }
-    for name, keys in sections.items():
-        settings[name] = settings.get(name, {}) | keys
-    return settings
+tables = partial(image_tables, {"type": "dit", "config": DIT}, {"task": "image-generation"})
 
 
 @pytest.fixture(scope="module")

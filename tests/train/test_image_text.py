@@ -1,12 +1,13 @@
 """The task of images and text: its data, loss, metric, stages and runs."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tiny_runs import At, assert_same, fail, job
+from tiny_runs import At, assert_same, fail, image_tables, job
 
 from octavo.train import ConfigError, load_config, parse_config, read_metrics, run
 from octavo.train.checkpoint.retention import latest_checkpoint
@@ -33,18 +34,9 @@ LLAVA = {
     "text_config": {"model_type": "qwen2", "num_key_value_heads": 1, **SIZES},
 }  # fmt: skip
 ALIGN = ["vision_tower", "language_model", "lm_head"]
-
-
-def tables(**sections: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    settings: dict[str, dict[str, Any]] = {
-        "run": {"steps": 6, "seed": 3, "device": "cpu"},
-        "model": {"type": "llava", "config": LLAVA},
-        "data": {"task": "image-text", "source": "digits", "sequence_length": 20, "vocab_size": 300},
-        "optim": {"lr": 1e-2, "batch": 8, "warmup": 2},
-    }
-    for name, keys in sections.items():
-        settings[name] = {key: value for key, value in (settings.get(name, {}) | keys).items() if value is not None}
-    return settings
+tables = partial(
+    image_tables, {"type": "llava", "config": LLAVA}, {"task": "image-text", "sequence_length": 20, "vocab_size": 300}
+)
 
 
 @pytest.fixture(scope="module")

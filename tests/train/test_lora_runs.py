@@ -57,7 +57,7 @@ MISTAKES = [
     ({"lora": {"targets": ["all-linear", "q_proj"]}}, '"all-linear" alone'),
     ({"lora": {}, "model": {"type": "llama", "frozen": ["lm_head"]}}, "freezes all of the model"),
     ({"lora": {"weight_only": ["*"], "base": "bf16"}}, "is for weights in FP8, and lora.base = 'bf16'"),
-    ({"lora": {}, "parallel": {"tp": 2}}, "parallel.tp = 2 with \\[lora\\]"),
+    ({"lora": {}, "parallel": {"tp": 2}}, "\\[lora\\] with parallel.tp = 2"),
 ]
 
 

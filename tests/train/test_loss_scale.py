@@ -181,7 +181,8 @@ def test_zeros_alone_restore_a_scale_that_fell_and_no_other() -> None:
     assert scale.skip_zero_gradient() and (scale.value, scale.restored_from) == (INITIAL_SCALE, INITIAL_SCALE / 32)
     scale.update(overflow=True)
     assert scale.value == INITIAL_SCALE / 32
-    scale.load_state_dict({"value": 2.0**-24, "good_steps": 7, "overflows": 0})  # of a run that had gone on with it
+    state = {"value": 2.0**-24, "good_steps": 7, "overflows": 0, "before": 2.0**-24, "trial_from": 0.0, "wait": 1}
+    scale.load_state_dict(state)  # of a run that had gone on with it
     assert scale.skip_zero_gradient() and scale.value == INITIAL_SCALE
     for _ in range(MAX_SKIPS):  # overflow there and zeros here
         if not scale.skip_zero_gradient():

@@ -1,11 +1,11 @@
 """The task of images: its data, configuration, runs, and accuracy."""
 
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from tiny_runs import At, assert_same, fail, job
+from tiny_runs import At, assert_same, fail, image_tables, job
 from transformers import AutoModelForImageClassification
 
 from octavo.train import ConfigError, RunResult, TrainConfig, load_config, parse_config, read_metrics, run
@@ -24,18 +24,7 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 VIT = {
     "patch_size": 4, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
 }  # fmt: skip
-
-
-def tables(**sections: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    settings: dict[str, dict[str, Any]] = {
-        "run": {"steps": 6, "seed": 3, "device": "cpu"},
-        "model": {"type": "vit", "config": VIT},
-        "data": {"task": "image-classification", "source": "digits"},
-        "optim": {"lr": 1e-2, "batch": 8, "warmup": 2},
-    }
-    for name, keys in sections.items():
-        settings[name] = settings.get(name, {}) | keys
-    return settings
+tables = partial(image_tables, {"type": "vit", "config": VIT}, {"task": "image-classification"})
 
 
 @pytest.fixture(scope="module")

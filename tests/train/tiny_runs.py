@@ -83,6 +83,19 @@ def load(config: TrainConfig, progress: Any = None) -> Any:
     return load_corpus(config.data, config.model, progress or NullProgress(), config.eval)
 
 
+def image_tables(model: dict[str, Any], data: dict[str, Any], /, **sections: dict[str, Any]) -> dict[str, Any]:
+    """The tables of a tiny run on images; keyword arguments replace keys, and None leaves a key out."""
+    settings: dict[str, dict[str, Any]] = {
+        "run": {"steps": 6, "seed": 3, "device": "cpu"},
+        "model": model,
+        "data": {"source": "digits"} | data,
+        "optim": {"lr": 1e-2, "batch": 8, "warmup": 2},
+    }
+    for name, keys in sections.items():
+        settings[name] = {key: value for key, value in (settings.get(name, {}) | keys).items() if value is not None}
+    return settings
+
+
 def fail() -> None:
     raise RuntimeError("killed")
 
