@@ -95,7 +95,8 @@ class Rematerializer:
 
     def _once(self, key: Any, make: Callable[[], Any]) -> Any:
         task = current_graph_task_id()
-        if task == -1:  # not in backward: nothing would clear the cache
+        # Not in backward, or traced by compiled autograd, whose graph shares equal work: nothing would clear the cache.
+        if task == -1 or torch.compiler.is_compiling():
             return make()
         if not self._memo or self._task != task:  # an earlier backward may have failed and left its results
             self._memo.clear()
