@@ -20,7 +20,7 @@ from torch import nn
 
 import octavo
 from octavo import comm
-from octavo.nn import input_casts, operands
+from octavo.nn import operands
 from octavo.parallel.fsdp import Fp8ReduceScatter
 
 
@@ -151,7 +151,7 @@ def quantize_as(change):
     def quantize(x, spec, fold=None, **options):
         return original(*change(x, spec, fold), **options)
 
-    with mock.patch.object(operands, "quantize", quantize), mock.patch.object(input_casts, "quantize", quantize):
+    with mock.patch.object(operands, "quantize", quantize):
         yield
 
 
@@ -225,7 +225,7 @@ def format_too_fine():
 @contextmanager
 def expert_scale_skipped():
     """W of the first expert is read as if its scales were 1."""
-    products = importlib.import_module("octavo.nn.grouped_linear")
+    products = importlib.import_module("octavo.nn.experts")
     original = products.quantize_grouped_gradient
 
     def quantized(*args, w_scale=None, **options):

@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import octavo
 from octavo.inspect import Autopilot, OperandStats, Thresholds
-from octavo.nn.change import change_recipe
+from octavo.nn.convert import change_recipe
 from octavo.parallel import parallelize
 
 DOWN, UP = "model.layers.0.mlp.down_proj", "model.layers.0.mlp.up_proj"

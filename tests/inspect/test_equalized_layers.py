@@ -10,7 +10,7 @@ import octavo
 from octavo.inspect import Watch, sample
 from octavo.inspect.product_error import products
 from octavo.inspect.stats import QUANTILES
-from octavo.nn.change import change_recipe
+from octavo.nn.convert import change_recipe
 from octavo.nn.equalized import EqualizedQuantizer, current_channels
 from octavo.numerics import equalized, sqnr
 from tensors import randn

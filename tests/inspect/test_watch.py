@@ -12,8 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import octavo
 from octavo.inspect import Watch, sample
 from octavo.inspect.stats import OPERANDS
-from octavo.nn.input_casts import quantized_input
-from octavo.nn.operands import quantize_gradient
+from octavo.nn.operands import quantize_gradient, quantized_input
 from octavo.numerics import RECIPES, Precision
 from octavo.numerics.error import sqnr
 

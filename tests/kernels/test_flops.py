@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import octavo
-from octavo.nn.grouped_linear import grouped_linear
+from octavo.nn.experts import grouped_linear
 from octavo.numerics.recipe import RECIPES
 
 

@@ -12,9 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from octavo import convert
-from octavo.nn import causal_head
-from octavo.nn.causal import chunked_loss
-from octavo.nn.causal_head import find_head
+from octavo.nn import causal
+from octavo.nn.causal import chunked_loss, find_head
 from octavo.nn.memory_audit import saved_for_backward
 from octavo.numerics.error import sqnr
 
@@ -129,14 +128,14 @@ def test_what_meta_cannot_tell_is_refused_there(kind, message):
 def test_the_trial_multiplies_no_weights_where_meta_can_tell(monkeypatch, kind, trials):
     model, on_meta = make(kind), []
     before = dict(model.named_parameters()) | dict(model.named_buffers())
-    trial = causal_head._matching_head
+    trial = causal._matching_head
 
     def seen(model, heads):
         tensors = (*model.parameters(), *model.buffers())
         on_meta.append(all(tensor.is_meta for tensor in tensors))
         return trial(model, heads)
 
-    monkeypatch.setattr(causal_head, "_matching_head", seen)
+    monkeypatch.setattr(causal, "_matching_head", seen)
     chunked_loss(convert(model, recipe="rowwise", device="cpu", verbose=False))
     after = dict(model.named_parameters()) | dict(model.named_buffers())
     assert on_meta == trials and all(after[name] is tensor for name, tensor in before.items())

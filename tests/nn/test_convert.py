@@ -15,7 +15,7 @@ from torch import nn
 from transformers.models.falcon.modeling_falcon import FalconLinear
 
 import octavo
-from octavo.nn.change import change_recipe
+from octavo.nn.convert import change_recipe
 from octavo.nn.linear import Linear
 
 

@@ -7,7 +7,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from octavo.nn.causal_head import decide_head, find_head
+from octavo.nn.causal import decide_head, find_head
 from octavo.planner.fake import fake_device, fake_tensors
 from octavo.planner.step_memory import copy_with_blocks
 

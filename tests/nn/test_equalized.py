@@ -23,9 +23,16 @@ from torch.utils.checkpoint import checkpoint
 import octavo
 from octavo.kernels.quantize import QUANTIZE
 from octavo.nn import equalized as equalized_layers
-from octavo.nn.equalized import Equalized, EqualizedQuantizer, Equalizer, equalizer_of
-from octavo.nn.equalized_ranks import reduce_scales
-from octavo.nn.equalized_state import load_state_dict, merge_states, state_dict
+from octavo.nn.equalized import (
+    Equalized,
+    EqualizedQuantizer,
+    Equalizer,
+    equalizer_of,
+    load_state_dict,
+    merge_states,
+    reduce_scales,
+    state_dict,
+)
 from octavo.nn.gathered import Fp8AllGatherOutput
 from octavo.nn.memory_audit import saved_for_backward
 from octavo.numerics import channel_amax, equalize, equalized, sqnr

@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 import octavo
 from octavo.kernels.quantize import QUANTIZE
-from octavo.nn.input_casts import INPUT_CASTS
 from octavo.nn.linear import linear
+from octavo.nn.operands import INPUT_CASTS
 from octavo.numerics import RECIPES
 
 SHAPE = (16, 32)

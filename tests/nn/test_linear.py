@@ -18,9 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import octavo
 from octavo.kernels.gemm import SCALED_MM
 from octavo.kernels.quantize import QUANTIZE
-from octavo.nn.input_casts import INPUT_CASTS
 from octavo.nn.linear import linear
 from octavo.nn.memory_audit import saved_for_backward
+from octavo.nn.operands import INPUT_CASTS
 from octavo.numerics import E4M3, RECIPES, QuantSpec, sqnr
 from tensors import randn
 

@@ -9,11 +9,11 @@ from torch import nn
 import octavo
 from octavo.inspect import Watch
 from octavo.nn.delayed import Delayed
+from octavo.nn.filters import sizes
 from octavo.nn.linear import linear
 from octavo.nn.linear_like import LinearLike
 from octavo.nn.linear_subclasses import FP8_CLASSES, Fp8Classes, is_transposed
 from octavo.nn.memory_audit import audit
-from octavo.nn.rules import sizes
 from octavo.nn.select import is_linear
 from octavo.runtime import linear_kinds
 from octavo.runtime.linear_kinds import LinearKind

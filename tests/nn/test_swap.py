@@ -11,8 +11,8 @@ from torch import nn
 
 import octavo
 from octavo.activations import modules as activations
-from octavo.nn import change, convert, filters
-from octavo.nn.change import change_recipe
+from octavo.nn import convert, filters
+from octavo.nn.convert import change_recipe
 from octavo.nn.linear import Linear
 
 
@@ -201,7 +201,7 @@ def test_a_revert_that_stops_midway_leaves_the_model_converted(name, monkeypatch
 def test_a_change_that_stops_midway_leaves_the_recipe(recipe, monkeypatch):
     model = octavo.convert(MLP(), verbose=False)
     before = state(model)
-    monkeypatch.setattr(change, "_update_plan", failing(change._update_plan, 0, KeyboardInterrupt()))
+    monkeypatch.setattr(convert, "_update_plan", failing(convert._update_plan, 0, KeyboardInterrupt()))
     with pytest.raises(KeyboardInterrupt):
         change_recipe(model, "up_proj", recipe, reason="test")
     assert state(model) == before

@@ -3,7 +3,8 @@
 import pytest
 from training import make, train, whole
 
-from octavo.nn import change_recipe, equalized_state
+from octavo.nn import change_recipe
+from octavo.nn import equalized as scales
 from octavo.nn.equalized import equalized_layers
 from octavo.numerics import equalized
 from octavo.parallel import Parallel, parallelize
@@ -32,7 +33,7 @@ def job(settings, steps, micros=2, **options):
     names = [id(layer.equalizer.scales) for _, layer in equalized_layers(inner)]
     return (
         losses,
-        equalized_state.state_dict(inner),
+        scales.state_dict(inner),
         set(parameters_in_fp8(inner)),
         [w.sum().item() for w in weights],
         len(set(names)),
@@ -71,7 +72,7 @@ def changing_job(settings, recipes):
         for name in ("blocks.0.up", "blocks.1.down"):
             change_recipe(model, name, recipe, reason="a test")
         losses += train(model, 2, first=2 * number)
-    return losses, whole(model), set(equalized_state.state_dict(model)), set(parameters_in_fp8(model))
+    return losses, whole(model), set(scales.state_dict(model)), set(parameters_in_fp8(model))
 
 
 @pytest.mark.parametrize(

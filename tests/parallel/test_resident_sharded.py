@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 
 import octavo
 from octavo.nn import ResidentWeight, change_recipe
-from octavo.nn.resident_state import as_resident
+from octavo.nn.resident import as_resident
 from octavo.parallel import Parallel, expert_parallel, parallelize
 
 sys.path.append(str(Path(__file__).parents[1] / "nn"))

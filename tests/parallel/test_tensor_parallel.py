@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import (
 from training import make, steps_of
 
 import octavo
-from octavo.nn import equalized_state
+from octavo.nn import equalized
 from octavo.numerics import sqnr
 
 pytestmark = pytest.mark.dist
@@ -245,7 +245,7 @@ def scales_job():
         for block in models[-1].blocks:
             parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
     steps_of(models[0], 3)
-    equalized_state.load_state_dict(models[1], equalized_state.state_dict(models[0]))
+    equalized.load_state_dict(models[1], equalized.state_dict(models[0]))
     models[1].load_state_dict(models[0].state_dict())
     return [steps_of(model, 2)[0] for model in models]
 

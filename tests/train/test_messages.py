@@ -13,7 +13,7 @@ from pyarrow import parquet
 from tiny_runs import LLAMA, At, MakeConfig, Recorder, assert_same, load, sentences, terminate
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from octavo.nn.causal_head import IGNORE
+from octavo.nn.causal import IGNORE
 from octavo.train import ConfigError, load_config, run
 from octavo.train.config.sections import Data
 from octavo.train.data.chat import PLAIN_TEMPLATE, Chat, conversation_text

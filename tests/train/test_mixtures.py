@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_runs import At, MakeConfig, Recorder, assert_same, curve, load, sentences, terminate
 
-from octavo.nn.causal_head import IGNORE
+from octavo.nn.causal import IGNORE
 from octavo.train import ConfigError, parse_config, run
 from octavo.train.data import documents, stream
 from octavo.train.data.corpus import Sequences

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tiny_runs import LLAMA, At, MakeConfig, assert_same, curve, job, load, sentences, terminate
 from transformers import AutoModelForCausalLM
 
-from octavo.nn.causal_head import IGNORE
+from octavo.nn.causal import IGNORE
 from octavo.train import ConfigError, parse_config, run
 from octavo.train.data.corpus import PackedRows, best_fit
 from octavo.train.layout import counted, targets_per_rank

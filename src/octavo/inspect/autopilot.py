@@ -48,7 +48,7 @@ from torch import nn
 from octavo.inspect.findings import Finding, Thresholds, findings
 from octavo.inspect.stats import OperandStats
 from octavo.inspect.watch import HIGH_PRECISION, Watch
-from octavo.nn.change import change_recipe
+from octavo.nn.convert import change_recipe
 from octavo.nn.linear_subclasses import change_since, is_converted
 from octavo.nn.select import is_linear
 from octavo.numerics.names import nearest

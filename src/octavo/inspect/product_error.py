@@ -32,8 +32,8 @@ from torch import Tensor, nn
 
 from octavo.kernels import quantize
 from octavo.nn.delayed import G, X, current_scale
-from octavo.nn.fp8_weight import Fp8Weight
 from octavo.nn.linear_subclasses import is_transposed
+from octavo.nn.resident import Fp8Weight
 from octavo.numerics.equalization import ChannelScales, channel_amax, column_amax, equalize
 from octavo.numerics.recipe import Recipe
 from octavo.numerics.spec import QuantSpec

@@ -35,10 +35,9 @@ from octavo.inspect.product_error import Operands, ProductErrors, channels_of
 from octavo.kernels import quantize
 from octavo.nn.delayed import G, X, current_scale
 from octavo.nn.equalized import current_channels
-from octavo.nn.fp8_weight import Fp8Weight
-from octavo.nn.gathered import Fp8AllGatherOutput, ShardedWeight
-from octavo.nn.gathered_input import GatheredInput
+from octavo.nn.gathered import Fp8AllGatherOutput, GatheredInput, ShardedWeight
 from octavo.nn.linear_subclasses import is_transposed
+from octavo.nn.resident import Fp8Weight
 from octavo.numerics.equalization import ChannelScales
 from octavo.numerics.formats import SUPPORTED_DTYPES
 from octavo.numerics.recipe import Recipe

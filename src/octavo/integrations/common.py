@@ -11,7 +11,7 @@ from torch import nn
 from octavo._version import __version__
 from octavo.activations.modules import saves_fp8
 from octavo.integrations.monitor import Monitor
-from octavo.nn import change_recipe, delayed, equalized_state
+from octavo.nn import change_recipe, delayed, equalized
 from octavo.nn.experts import is_converted_experts
 from octavo.nn.linear_subclasses import is_converted
 from octavo.nn.report import PLAN_ATTRIBUTE
@@ -121,7 +121,7 @@ class Fp8State:
             "label": self.precision.label,
             "recipes": {name: _recipe_of(module) for name, module in layers.items()},
             "delayed": delayed.state_dict(self.model),
-            "equalized": equalized_state.state_dict(self.model),
+            "equalized": equalized.state_dict(self.model),
             **({"autopilot": None} if self.monitor is None else self.monitor.state_dict()),
         }
 
@@ -151,7 +151,7 @@ class Fp8State:
                 change_recipe(self.model, name, recipe, reason="as in the checkpoint")
         _check_ranks(self.model)
         delayed.load_state_dict(self.model, state["delayed"])
-        equalized_state.load_state_dict(self.model, state["equalized"])
+        equalized.load_state_dict(self.model, state["equalized"])
 
 
 def warn_if_forgotten(used: Any, precision: Precision) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octavo.nn import grouped_linear
+from octavo.nn.experts import grouped_linear
 from octavo.nn.filters import layers_of, names_of, of_precision
 from octavo.nn.linear_subclasses import fp8_class
 from octavo.nn.report import PLAN_ATTRIBUTE

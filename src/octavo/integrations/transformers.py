@@ -32,7 +32,7 @@ from octavo.integrations.common import (
     warn_if_forgotten,
 )
 from octavo.integrations.monitor import Monitor, monitor_of
-from octavo.nn.resident_state import refuses_save_pretrained
+from octavo.nn.resident import refuses_save_pretrained
 from octavo.optim import AdamW
 from octavo.runtime.extras import needs_extras
 

@@ -2,13 +2,11 @@
 
 from octavo.activations.detect import Activation, Glu, Norm, register
 from octavo.nn import causal as causal  # so that `import octavo` is enough
-from octavo.nn import equalized_state as equalized_state
+from octavo.nn import equalized as equalized
 from octavo.nn import loss as loss
-from octavo.nn.change import change_recipe
-from octavo.nn.convert import apply_plan, revert, rule_plan
-from octavo.nn.experts import Experts
-from octavo.nn.frozen_loading import load_frozen, meta_parameters
-from octavo.nn.grouped_linear import grouped_linear
+from octavo.nn.convert import apply_plan, change_recipe, revert, rule_plan
+from octavo.nn.experts import Experts, grouped_linear
+from octavo.nn.frozen import load_frozen, meta_parameters
 from octavo.nn.linear import Linear, linear
 from octavo.nn.linear_like import LinearLike
 from octavo.nn.report import Report, report

@@ -5,33 +5,335 @@
     model(input_ids=…).logits                 # as before
 
 Wraps only the instance's `forward`. Given labels, it runs the base model (`base_model`: everything but the head) and
-passes hidden states and the head's weight to `linear_cross_entropy`. `octavo.nn.causal_head` finds how the model
+passes hidden states and the head's weight to `linear_cross_entropy`. `octavo.nn.causal` finds how the model
 computes its logits and its loss; where it cannot tell, it raises an error and the model stays unchanged. If a router's
 loss is part of the loss, the model itself runs, with the logits of one token, for the `aux_loss` that it computes.
 """
 
+import inspect
+import math
 import threading
-from dataclasses import fields, replace
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, fields, replace
 from functools import update_wrapper
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from octavo.nn.causal_head import (
-    IGNORE,
-    Head,
-    adds_router_loss,
-    class_path,
-    evaluating,
-    find_head,
-    is_plain_linear,
-    parameters,
-    shifted,
-    trial_ids,
-)
+from octavo.nn.linear_like import LinearLike
 from octavo.nn.loss import linear_cross_entropy
+from octavo.runtime.blocks import find_block_list
+from octavo.runtime.swap import stand_in_weights, weights_on_meta
+from octavo.runtime.switch import disabled
 from octavo.runtime.torch_compat import FakeTensor
+
+# How a language model of Transformers computes logits and loss: `find_head`, found by a trial, not by its name.
+#
+# Models may scale their logits (Cohere, Granite) or apply a soft cap (Gemma). The trial runs the model on a few tokens,
+# with chosen numbers in place of the head's output. They cover several decades, so they reveal a soft cap that the
+# small logits of a new model would not reach. No weight matters, so the trial runs on meta first, where only these
+# numbers are real, and with the weights if it fails there. Candidates come from the numbers in the config; one must
+# reproduce the logits. The loss must equal the shifted cross-entropy in value and in its autograd graph: another term,
+# as a z-loss, is a second branch, however small its coefficient. Only a router's loss may be added, as
+# `router_aux_loss_coef` times the output `aux_loss`, which the model computes itself. Otherwise `find_head` raises an
+# error with the reason.
+#
+# A copy of fake tensors has no numbers to compare. For a plan, `decide_head` runs the trial on the model on meta, and
+# the copies follow its result, so that a plan and its run compute the same loss.
+
+
+PROBE_SHAPE = 2, 8
+"""Sequences and tokens of the trial."""
+IGNORE = -100
+"""Label of ignored tokens, as in Transformers."""
+TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
+"""Relative tolerance between logits of a model and a candidate in this dtype; each operation rounds once."""
+
+DECIDED = "octavo_head"
+"""Attribute of a model with the result of `decide_head`: fields of its `Head`, or why there is none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Head:
+    """How a model computes logits: softcap(scale · linear(base(inputs)))."""
+
+    base: nn.Module  # The base model; its first output is hidden states [..., D]
+    linear: nn.Linear  # The vocabulary head, [V, D]
+    scale: float  # Factor of the logits
+    softcap: float | None  # Bound of the logits, or None
+    # Whether the loss has a router's loss, `router_aux_loss_coef` · `aux_loss`, where the config requests it.
+    routed: bool = False
+
+    def finish(self, z: Tensor) -> Tensor:
+        """Return the logits for an output z of the head."""
+        z = z * self.scale
+        return z if self.softcap is None else self.softcap * torch.tanh(z / self.softcap)
+
+
+def find_head(model: Any) -> Head:
+    """Find how a causal language model computes its logits, and check that its loss is the shifted cross-entropy."""
+    kind = type(model).__name__
+    getter = getattr(model, "get_output_embeddings", None)
+    linear: Any = getter() if callable(getter) else None
+    base: nn.Module = getattr(model, "base_model", model)
+    if not is_plain_linear(linear) or "forward" in vars(linear):
+        head_kind = "no output embedding" if linear is None else f"an output embedding of type {class_path(linear)}"
+        raise ValueError(f"{kind} has {head_kind}: the chunked loss multiplies with the weight of a plain nn.Linear")
+    if base is model:
+        raise ValueError(f"{kind} has no base model beside its head")
+    routed = adds_router_loss(model, {})
+    if routed and not any(p.name == "logits_to_keep" or p.kind is p.VAR_KEYWORD for p in parameters(model.forward)):
+        raise ValueError(f"{kind} computes its router's loss with whole logits: its forward takes no logits_to_keep")
+    if model.config.is_encoder_decoder:
+        raise ValueError(f"{kind} makes its decoder's inputs from the labels")
+    if not any(p.name == "labels" or p.kind is p.VAR_KEYWORD for p in parameters(model.forward)):
+        raise ValueError(f"{kind}.forward takes no labels")
+    candidates = _candidates(model.config.get_text_config())
+    heads = [Head(base=base, linear=linear, scale=scale, softcap=cap, routed=routed) for scale, cap in candidates]
+    try:
+        with evaluating(model), disabled():
+            if isinstance(linear.weight, FakeTensor):
+                return _decided(model, heads[-1])
+            if not linear.weight.is_meta:
+                # No weight matters, and products of real ones take seconds; what fails on meta is tried with them.
+                with suppress(Exception), weights_on_meta(model):
+                    return _matching_head(model, heads)
+            return _matching_head(model, heads)
+    except RuntimeError as error:
+        if not linear.weight.is_meta:
+            raise
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{kind} cannot run the trial on meta; load its weights first: {reason}") from error
+
+
+def decide_head(model: Any) -> None:
+    """Find the head of a model on meta as a run finds it with weights, for the copies of fake tensors of a plan."""
+    # Two blocks stand for all. What the trial does not find on meta, it may find with numbers, so it runs again on the
+    # whole model, with stand-ins for its weights.
+    decided: dict[str, Any] | str
+    blocks = find_block_list(model)
+    others = [*blocks][2:]
+    try:
+        try:
+            del blocks[2:]
+            head = find_head(model)
+        except Exception:  # of no common type
+            blocks.extend(others)
+            others = []
+            with stand_in_weights(model):
+                head = find_head(model)
+        decided = {"scale": head.scale, "softcap": head.softcap, "routed": head.routed}
+    except Exception as error:
+        decided = str(error)
+    finally:
+        blocks.extend(others)
+    setattr(model, DECIDED, decided)
+
+
+def _decided(model: Any, assumed: Head) -> Head:
+    """The head of a copy of fake tensors: what `decide_head` found, else what its config says."""
+    decided = getattr(model, DECIDED, None)
+    if isinstance(decided, str):
+        raise ValueError(decided)
+    if decided is not None:
+        return replace(assumed, **decided)
+    _check_loss(model, assumed)
+    return assumed
+
+
+def adds_router_loss(model: Any, inputs: Mapping[str, Any] = MappingProxyType({})) -> bool:
+    """Return whether a mixture of experts adds a loss that balances its router, given the inputs of its forward."""
+    requested = inputs.get("output_router_logits")
+    return bool(
+        getattr(model.config.get_text_config(), "output_router_logits", False) if requested is None else requested
+    )
+
+
+def _candidates(config: Any) -> list[tuple[float, float | None]]:
+    """Return factors and soft caps from the numbers of a config; (1, None) first, all combined last."""
+    numbers = {
+        name: float(value)
+        for name, value in config.to_dict().items()
+        if isinstance(value, int | float) and not isinstance(value, bool) and value
+    }
+    factors = [v for name, v in numbers.items() if ("logit" in name and "scal" in name) or "head_multiplier" in name]
+    caps = [v for name, v in numbers.items() if "softcap" in name and not name.startswith("attn")]
+    scales = [1.0, *(f for v in factors for f in (1 / v, v))]
+    return [(scale, cap) for cap in (None, *caps) for scale in scales]
+
+
+@torch.no_grad()
+def _matching_head(model: Any, heads: list[Head]) -> Head:
+    """Return the first head that reproduces the logits of its model, in all decades and of both signs."""
+    # Raises as `_check_loss`.
+    kind, base, linear = type(model).__name__, heads[0].base, heads[0].linear
+    shape = *PROBE_SHAPE, linear.weight.shape[0]
+    generator = torch.Generator("cpu").manual_seed(0)
+    size = 10 ** (5 * torch.rand(shape, generator=generator, device="cpu") - 2)
+    z = _as_head_output(linear, torch.where(torch.rand(shape, generator=generator, device="cpu") < 0.5, size, -size))
+    hidden: list[Tensor] = []
+    handle = base.register_forward_hook(lambda module, args, output: hidden.append(output[0]))
+    try:
+        outputs, head_inputs = _run_trial(model, linear, z)
+    finally:
+        handle.remove()
+    if not linear.weight.is_meta:
+        hidden = [base(input_ids=trial_ids(linear.weight))[0]]
+    if not hidden or not head_inputs or not _same(hidden[-1], head_inputs[-1]):
+        hint = (
+            "; if not, load its weights first: on meta only storages can be compared" if linear.weight.is_meta else ""
+        )
+        raise ValueError(f"{kind} changes its hidden states between its base model and its head{hint}")
+    if outputs.logits.shape != z.shape:
+        raise ValueError(f"{kind} returns logits {list(outputs.logits.shape)}, but its head returns {list(z.shape)}")
+    for head in heads:
+        if torch.allclose(head.finish(z), outputs.logits.to(z.dtype), rtol=TOLERANCE[z.dtype], atol=0.0):
+            _check_loss(model, head)
+            return head
+    raise ValueError(f"{kind} does something to its logits that is neither a factor nor a soft cap of its config")
+
+
+def _check_loss(model: Any, head: Head) -> None:
+    """Raise unless the loss of a model is the mean cross-entropy of its logits with the labels of the next tokens."""
+    # The first sequence gets the most likely labels and the second the least likely, and fewer of the first count. So a
+    # loss that shifts, weights or smooths differently is far off. An added term is another branch of the graph, or
+    # changes the value by more than 1e-5. Under FakeTensorMode only the graph is checked.
+    kind, linear = type(model).__name__, head.linear
+    shape = *PROBE_SHAPE, linear.weight.shape[0]
+    z = _as_head_output(linear, 3 * torch.randn(shape, generator=torch.Generator("cpu").manual_seed(1), device="cpu"))
+    finished = head.finish(z)
+    labels = torch.stack([finished[0].argmax(-1), finished[1].argmin(-1)]).roll(1, -1)
+    labels[0, :4] = labels[1, 5] = IGNORE
+    with torch.enable_grad():
+        outputs, _ = _run_trial(model, linear, z.requires_grad_(), labels=labels)
+    if outputs.loss is None or outputs.logits is None:
+        raise ValueError(f"{kind} returns no loss for labels, or no logits beside it")
+    aux_loss = _aux_loss(model, outputs) if head.routed else None
+    if not isinstance(z, FakeTensor):
+        logits, targets = outputs.logits.float().flatten(0, -2), shifted(labels, IGNORE).flatten()
+        expected = F.cross_entropy(logits, targets.to(logits.device), ignore_index=IGNORE)
+        if aux_loss is not None:
+            expected = expected + model.router_aux_loss_coef * aux_loss
+        if not torch.allclose(outputs.loss.float(), expected, rtol=TOLERANCE[outputs.loss.dtype], atol=0.0):
+            raise ValueError(
+                f"{kind} has a loss of its own: {outputs.loss:.5g} for logits and labels whose cross-entropy, each "
+                f"token with the label of the next, is {expected:.5g}"
+            )
+    if not _is_chain(outputs.loss, None if aux_loss is None else aux_loss.grad_fn):
+        raise ValueError(f"{kind} has a loss of its own: it adds a term to the cross-entropy")
+
+
+def _aux_loss(model: Any, outputs: Any) -> Tensor:
+    """Return the router's loss. Raises ValueError unless the loss depends on it by `router_aux_loss_coef`."""
+    coefficient, aux_loss = getattr(model, "router_aux_loss_coef", None), getattr(outputs, "aux_loss", None)
+    if isinstance(aux_loss, Tensor) and aux_loss.requires_grad and coefficient is not None:
+        (slope,) = torch.autograd.grad(outputs.loss, [aux_loss], retain_graph=True, allow_unused=True)
+        if isinstance(slope, FakeTensor):
+            return aux_loss
+        if slope is not None and math.isclose(slope.item(), coefficient, rel_tol=1e-2):
+            return aux_loss
+    raise ValueError(
+        f"{type(model).__name__} adds its router's loss to the cross-entropy otherwise than as router_aux_loss_coef "
+        "times its output aux_loss"
+    )
+
+
+def _is_chain(loss: Tensor, besides: Any = None) -> bool:
+    """Return whether the autograd graph of a loss has a single branch, besides one that leads only to a node."""
+    node = loss.grad_fn
+    while node is not None:
+        inputs = [function for function, _ in node.next_functions if function is not None]
+        if len(inputs) > 1 and besides is not None:
+            inputs = [function for function in inputs if not _leads_to(function, besides)]
+        if len(inputs) > 1:
+            return False
+        node = inputs[0] if inputs else None
+    return True
+
+
+def _leads_to(node: Any, target: Any) -> bool:
+    """Return whether a chain of the autograd graph leads from a node to another."""
+    while node is not target:
+        inputs = [function for function, _ in node.next_functions if function is not None]
+        if len(inputs) != 1:
+            return False
+        node = inputs[0]
+    return True
+
+
+def _run_trial(model: Any, linear: nn.Linear, z: Tensor, **labels: Tensor) -> tuple[Any, list[Tensor]]:
+    """Return the outputs of a model whose head returns z, and the inputs of the head."""
+    head_inputs: list[Tensor] = []
+
+    def replaced(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        head_inputs.append(args[0])
+        return z
+
+    # With a cache Transformers does not detect packed sequences, which fails on meta.
+    cached = linear.weight.is_meta and any(p.name == "use_cache" for p in parameters(model.forward))
+    handle = linear.register_forward_hook(replaced)
+    try:
+        ids = trial_ids(linear.weight)
+        return model(input_ids=ids, **labels, **({"use_cache": True} if cached else {})), head_inputs
+    finally:
+        handle.remove()
+
+
+def _as_head_output(linear: nn.Linear, z: Tensor) -> Tensor:
+    """Convert to dtype and device of the head; to the CPU if it is on meta."""
+    return z.to(linear.weight.dtype).to("cpu" if linear.weight.is_meta else linear.weight.device)
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    """Return whether tensors are equal; on meta, whether they share a storage."""
+    if a.is_meta:
+        return a.shape == b.shape and a.untyped_storage()._cdata == b.untyped_storage()._cdata
+    return torch.equal(a, b)
+
+
+def shifted(labels: Tensor, ignore_index: int) -> Tensor:
+    """Return the label of the next token for each token; the last is ignored."""
+    return F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+
+
+def parameters(function: Any) -> list[inspect.Parameter]:
+    """Return the parameters of a function."""
+    return list(inspect.signature(function).parameters.values())
+
+
+def class_path(module: nn.Module) -> str:
+    """Return the full name of a module's class, and whether it is converted, which the name does not tell."""
+    owner = type(module)
+    return f"{owner.__module__}.{owner.__qualname__}{' in FP8' if isinstance(module, LinearLike) else ''}"
+
+
+def is_plain_linear(linear: Any) -> bool:
+    """Return whether a head is an `nn.Linear`, and of no class that inherits from it."""
+    return type(linear) is nn.Linear
+
+
+def trial_ids(weight: Tensor) -> Tensor:
+    """Return token ids of the trial for an embedding or a head [V, D]."""
+    rows, length = PROBE_SHAPE
+    ids = torch.arange(rows * length, device=weight.device).remainder(weight.shape[0])
+    return ids.view(rows, length)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put a model into evaluation mode in this context; afterwards each module is as before."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
 
 M = TypeVar("M", bound=nn.Module)
 

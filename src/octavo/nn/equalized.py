@@ -8,13 +8,13 @@ those that activation checkpointing runs again, have the same s. Only the first 
 forward. Forwards outside of training measure nothing; before the first pass they compute s for themselves.
 
     Measurement     column maxima of one X, and of the weights of all layers that read it: they get one s, so that they
-                    share the FP8 copy of X (`octavo.nn.input_casts`)
+                    share the FP8 copy of X (`octavo.nn.operands`)
     Equalizer       s of one layer, and when to measure next
 
-s is no buffer of its module, for the reasons that `octavo.nn.delayed` gives; `octavo.nn.equalized_state` carries it
+s is no buffer of its module, for the reasons that `octavo.nn.delayed` gives; `octavo.nn.equalized` carries it
 through checkpoints. Without that a run that resumes measures again in its first forward, which changes rounding only.
 
-Under `octavo.parallelize` all ranks have one s: when the model's next forward begins, `octavo.nn.equalized_ranks`
+Under `octavo.parallelize` all ranks have one s: when the model's next forward begins, `octavo.nn.equalized`
 combines what they measured, in one exchange for all layers, and only after passes that measured. In the first pass
 there is no s. A weight that FSDP gathers in FP8 was multiplied by s before it was sent, and carries it
 (`octavo.nn.gathered`).
@@ -30,9 +30,9 @@ runs the passes that measure eagerly, so that compiled layers have the s of eage
 import math
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -49,12 +49,13 @@ from octavo.nn.operands import (
     quantize_gradient,
     quantize_input,
 )
-from octavo.numerics.equalization import ChannelScales, channel_amax, column_amax, equalize
+from octavo.nn.weights import is_fsdp_sharded
+from octavo.numerics.equalization import LARGEST_EXPONENT, ChannelScales, channel_amax, column_amax, equalize
 from octavo.numerics.recipe import Recipe
 from octavo.runtime.execution_context import is_capturing
 from octavo.runtime.switch import SWITCH
-from octavo.runtime.torch_compat import current_graph_task_id, local_part, run_eagerly
-from octavo.tensor import ScaledTensor
+from octavo.runtime.torch_compat import current_graph_task_id, in_backward, local_part, run_eagerly
+from octavo.tensor import ScaledTensor, local_tensor
 
 ATTRIBUTE = "equalizer"
 """Attribute of a module that holds its channel scales."""
@@ -94,7 +95,7 @@ class Measurement:
 class _LastMeasurement(threading.local):
     """The measurement of the last input, per thread: that of layers which read the same tensor.
 
-    Unlike `octavo.nn.input_casts` it holds tensors without a `grad_fn`, too, so that forwards without autograd, as in
+    Unlike `octavo.nn.operands` it holds tensors without a `grad_fn`, too, so that forwards without autograd, as in
     reentrant checkpointing, have the s of those with it. An unreported write in between leaves s exact.
     """
 
@@ -129,7 +130,7 @@ class Equalizer:
     def __init__(self, every: int, transposed: bool) -> None:
         self.every, self.transposed = every, transposed
         self.scales: ChannelScales | None = None  # s; None before the first pass
-        # synchronized: Whether `octavo.nn.equalized_ranks` ends the passes, for all layers at once.
+        # synchronized: Whether `octavo.nn.equalized` ends the passes, for all layers at once.
         # unreached: Whether the last pass of `compiled_pass` that ran eagerly had no backward of this layer, as of a
         # frozen first one.
         self.synchronized = self.unreached = False
@@ -367,3 +368,214 @@ def compiled_pass(model: nn.Module) -> Iterator[None]:
             equalizer.unreached = not (equalizer.backward_ran or equalizer.synchronized)
         else:  # a graph does not tell
             equalizer.backward_ran = not equalizer.unreached
+
+
+# The state of equalized layers (`octavo.nn.equalized`) in checkpoints.
+
+
+def state_dict(model: nn.Module) -> dict[str, dict[str, Any]]:
+    """Return the channel scales of all layers, as the next forward would read them; {} for a model without any.
+
+    Returns:
+        For each layer's name its passes, the exponents of s (null before the first pass), and what the last pass
+        measured and the next one will use: maxima of X and of W, and the first layer that read the same X. Exact and
+        JSON-serializable. Under tensor parallelism they are those of a rank's columns, for the same rank to load.
+
+    Examples:
+        >>> model = octavo.convert(torch.nn.Sequential(torch.nn.Linear(64, 64)), "rowwise_equalized")
+        >>> model(torch.ones(2, 64)).sum().backward()
+        >>> sorted(octavo.nn.equalized.state_dict(model)["0"])
+        ['backward_ran', 'exponents', 'measured', 'passes']
+    """
+    state, first = {}, dict[Measurement, str]()
+    for name, layer in equalized_layers(model):
+        equalizer, measured = equalizer_of(layer), None
+        if (measurement := equalizer.measurement) is not None:
+            w_amax = None if measurement.w_amax is None else measurement.w_amax.tolist()
+            first.setdefault(measurement, name)
+            measured = {"x": measurement.x_amax.tolist(), "w": w_amax, "first": first[measurement]}
+        state[name] = {
+            "passes": equalizer.passes,
+            "backward_ran": equalizer.backward_ran,
+            "exponents": None if equalizer.scales is None else equalizer.scales.exponents().int().tolist(),
+            "measured": measured,
+        }
+    return state
+
+
+def merge_states(states: Sequence[dict[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
+    """Return the state for all ranks: of each layer that of the first rank that has it, with the largest maxima that
+    `state_dict` returns on any. Under tensor parallelism only ranks with the same columns and rows have one state.
+    """
+    merged: dict[str, dict[str, Any]] = {}
+    for name in dict.fromkeys(name for state in states for name in state):
+        of_layer = [state[name] for state in states if name in state]
+        all_measured = [own["measured"] for own in of_layer if own["measured"] is not None]
+        measured = None
+        if all_measured:
+            columns = {key: [own[key] for own in all_measured if own[key] is not None] for key in ("x", "w")}
+            tensors = {key: torch.tensor(rows, device="cpu") for key, rows in columns.items() if rows}
+            amaxes = {key: tensors[key].amax(0).tolist() if key in tensors else None for key in columns}
+            measured = {**amaxes, "first": all_measured[0]["first"]}
+        merged[name] = {**of_layer[0], "measured": measured}
+    return merged
+
+
+def load_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
+    """Load what `state_dict` returned. Layers that it does not name measure in their next forward; names of layers that
+    do not equalize are ignored: both happen if a run resumes with other layers converted.
+
+    Raises:
+        ValueError: If a layer's state has another size or value than `state_dict` returns for it.
+
+    Examples:
+        >>> model = octavo.convert(torch.nn.Sequential(torch.nn.Linear(64, 64)), "rowwise_equalized")
+        >>> octavo.nn.equalized.load_state_dict(model, octavo.nn.equalized.state_dict(model))
+    """
+    loaded: dict[tuple[int, ...], ChannelScales] = {}  # equal scales become one object, so that casts are shared
+    measurements: dict[str, Measurement] = {}
+    for name, layer in equalized_layers(model):
+        reset_scales(layer)
+        if name not in state:
+            continue
+        k = layer.in_features
+        try:
+            equalizer, own = equalizer_of(layer), state[name]
+            passes, backward_ran, exponents, measured = (
+                own[key] for key in ("passes", "backward_ran", "exponents", "measured")
+            )
+            if type(passes) is not int or passes < 0 or type(backward_ran) is not bool:
+                raise ValueError(f"passes = {passes!r:.80}, backward_ran = {backward_ran!r:.80}")
+            equalizer.advance(passes)
+            equalizer.backward_ran = backward_ran
+            weight = local_tensor(layer.weight)
+            device = torch.device("cpu") if weight.is_meta else weight.device
+            local = weight.shape[0 if layer.weight_is_transposed else 1]
+            if (
+                not is_fsdp_sharded(layer) or len(exponents or ()) == local
+            ):  # tensor parallelism: the columns of this rank
+                k = local
+            if exponents is not None:
+                key = tuple(_checked(exponents, k, -LARGEST_EXPONENT, LARGEST_EXPONENT))
+                if key not in loaded:
+                    loaded[key] = ChannelScales.of(torch.tensor(key, device=device))
+                equalizer.scales = loaded[key].to(device)
+            if measured is not None:
+                x_amax = torch.tensor(_checked(measured["x"], k, 0, 3.5e38), device=device).float()
+                w_amax = None
+                if measured["w"] is not None:
+                    w_amax = torch.tensor(_checked(measured["w"], k, 0, 3.5e38), device=device).float()
+                equalizer.measurement = measurements.setdefault(measured["first"], Measurement(x_amax, w_amax))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"the channel scales of {name} are not what octavo.nn.equalized.state_dict returns for {k} "
+                f"channels: {error}"
+            ) from None
+
+
+def _checked(values: Any, count: int, lowest: float, highest: float) -> list[Any]:
+    if len(values) != count or not all(lowest <= value <= highest for value in values):
+        raise ValueError(f"expected {count} numbers from {lowest} to {highest}; got {values!r:.200}")
+    return list(values)
+
+
+# One set of channel scales for all ranks, for equalized layers (`octavo.nn.equalized`).
+
+
+@torch.no_grad()
+def reduce_scales(model: nn.Module, all_reduce_max: Callable[[Tensor], Any], device: torch.device) -> None:
+    """End the current pass of all layers, with what all ranks measured."""
+    if in_backward():  # checkpointing of the whole model, whose forward runs again with the s that it had
+        return
+    layers = [layer for _, layer in equalized_layers(model)]
+    equalizers = [equalizer_of(layer) for layer in layers]
+    if any(not equalizer.synchronized for equalizer in equalizers):
+        _drop_different(equalizers, [_columns(layer) for layer in layers], all_reduce_max, device)
+    if not any(equalizer.backward_ran for equalizer in equalizers):
+        return
+    due = [layer for layer, equalizer in zip(layers, equalizers, strict=True) if equalizer.pass_measures]
+    if due:
+        _refresh(due, all_reduce_max, device)
+    for equalizer in equalizers:
+        equalizer.advance()
+
+
+def _drop_different(
+    equalizers: list[Equalizer], sizes: list[int], all_reduce_max: Callable[[Tensor], Any], device: torch.device
+) -> None:
+    """Synchronize layers; drop what they measured before if ranks differ in it."""
+    parts = []
+    for equalizer, k in zip(equalizers, sizes, strict=True):
+        none = torch.full((k,), 2.0 * LARGEST_EXPONENT, device=device)
+        exponents = none if equalizer.scales is None else equalizer.scales.exponents().to(device)
+        parts.append(
+            torch.cat(
+                [exponents, torch.tensor([float(equalizer.passes), float(equalizer.backward_ran)], device=device)]
+            )
+        )
+    own = torch.cat(parts)
+    largest = torch.cat([own, -own])
+    all_reduce_max(largest)
+    agrees = largest[: len(own)] == -largest[len(own) :]
+    same = torch.stack([part.all() for part in agrees.split([k + 2 for k in sizes])])
+    for equalizer, equal in zip(equalizers, same.tolist(), strict=True):
+        if not equal:
+            equalizer.scales = None
+            equalizer.advance(0)
+        equalizer.synchronized = True
+
+
+def _refresh(layers: list[Equalized], all_reduce_max: Callable[[Tensor], Any], device: torch.device) -> None:
+    """Set the scales of layers to those of what all ranks measured; layers with one X, or one weight, share them."""
+    first: dict[Measurement, int] = {}
+    parts: list[Tensor] = []
+    for index, layer in enumerate(layers):
+        measurement, k = equalizer_of(layer).measurement, _columns(layer)
+        x_amax = torch.zeros(k, device="cpu") if measurement is None else measurement.x_amax
+        group = -torch.inf if measurement is None else float(first.setdefault(measurement, index))
+        bounds = torch.tensor([group, -torch.inf if measurement is None else -group], device="cpu")
+        parts += [part.to(device) for part in (x_amax, _weight_amax(layer, measurement), bounds)]
+    exchanged = torch.cat(parts)
+    all_reduce_max(exchanged)
+    reduced = exchanged.split([part.numel() for part in parts])
+    rows = list(zip(reduced[::3], reduced[1::3], strict=True))
+    labels = _labels(layers, torch.stack(reduced[2::3]).tolist())
+    groups: dict[int, list[int]] = {}
+    for index, label in enumerate(labels):
+        groups.setdefault(label, []).append(index)
+    for members in groups.values():
+        x_amax, w_amax = (torch.stack([rows[i][part] for i in members]).amax(0) for part in (0, 1))
+        previous = equalizer_of(layers[members[0]]).scales
+        scales = equalize(x_amax, w_amax, None if previous is None else previous.to(device))
+        for member in members:
+            equalizer_of(layers[member]).scales = scales
+
+
+def _labels(layers: list[Equalized], bounds: list[list[float]]) -> list[int]:
+    """Return a number for each layer, equal for those that share scales: of one X on all ranks, or one weight."""
+    labels: list[int] = []
+    weights: dict[int, int] = {}
+    for index, (layer, (largest, smallest)) in enumerate(zip(layers, bounds, strict=True)):
+        label = labels[int(largest)] if largest == -smallest and largest < index else index
+        weight = layer._parameters.get("weight")  # none if parametrized
+        tied = label if weight is None else weights.setdefault(id(weight), label)
+        labels = [tied if other == label else other for other in [*labels, label]]
+    return labels
+
+
+def _weight_amax(layer: Equalized, measurement: Measurement | None) -> Tensor:
+    """Return the column maxima of this rank's rows of a layer's weight, or what its forward measured of all rows."""
+    if measurement is None:
+        return torch.zeros(_columns(layer), device="cpu")
+    if measurement.w_amax is not None:
+        return measurement.w_amax
+    weight = local_part(layer.weight)
+    if not isinstance(weight, Fp8AllGatherOutput):
+        return column_amax(local_tensor(weight))
+    return column_amax(weight.dequantized(torch.float32))  # its memory is not freed since forward
+
+
+def _columns(layer: Equalized) -> int:
+    """Return K of this rank: a part of `in_features` where tensor parallelism splits columns."""
+    weight = layer._parameters.get("weight")  # none if parametrized
+    return layer.in_features if weight is None or layer.weight_is_transposed else local_tensor(weight).shape[1]

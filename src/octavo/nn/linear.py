@@ -6,7 +6,7 @@
 
 The recipe gives one spec per operand (`octavo.numerics.recipe`, also on how row scales fold into G). All recipes share
 one code path: quantize, then multiply. `octavo.nn.operands` quantizes X, W and G, and decides what is saved for
-backward; `octavo.nn.input_casts` shares X among layers that read one tensor. Backward computes only what is needed.
+backward; `octavo.nn.operands` shares X among layers that read one tensor. Backward computes only what is needed.
 """
 
 import math

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.nn.operands import JUST_IN_TIME, Quantizer
-from octavo.nn.resident_state import is_computed_from_resident, join_in_state, resident_weight, split_in_state
+from octavo.nn.resident import is_computed_from_resident, join_in_state, resident_weight, split_in_state
 from octavo.nn.weights import is_fsdp_sharded
 from octavo.numerics.recipe import DEFAULT, Recipe, weight_only
 

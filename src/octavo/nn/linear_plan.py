@@ -34,8 +34,18 @@ from octavo.kernels.direct import ZEROS, Plans, signature
 from octavo.kernels.gemm import ProductPlan
 from octavo.kernels.quantize import plan_pair, plan_quantize
 from octavo.kernels.registry import CHOICES
-from octavo.nn.input_casts import AGAIN, INPUT_CASTS, TRIES, Readers, cast_key, note_reader
-from octavo.nn.operands import JUST_IN_TIME, Quantizer, Saved, output_dtype
+from octavo.nn.operands import (
+    AGAIN,
+    INPUT_CASTS,
+    JUST_IN_TIME,
+    TRIES,
+    Quantizer,
+    Readers,
+    Saved,
+    cast_key,
+    note_reader,
+    output_dtype,
+)
 from octavo.nn.weight_only import weight_only_linear
 from octavo.nn.weights import shares_cast
 from octavo.numerics.equalization import ChannelScales

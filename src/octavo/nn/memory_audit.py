@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.activations.saved_tensors import PackedTensor
-from octavo.nn.fp8_weight import Fp8Weight
+from octavo.nn.resident import Fp8Weight
 from octavo.numerics.names import merged, pattern
 from octavo.runtime.torch_compat import all_held_for_backward, is_dtensor, own_saved_tensors_hooks, tree_leaves
 from octavo.tensor import local_tensor

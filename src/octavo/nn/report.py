@@ -16,7 +16,7 @@ from octavo.nn.experts import is_converted_experts, looks_like_experts
 from octavo.nn.linear_subclasses import is_converted
 from octavo.nn.memory_audit import saved_by_layer
 from octavo.nn.operands import multiplies_itself
-from octavo.nn.resident_state import resident_weights
+from octavo.nn.resident import resident_weights
 from octavo.nn.select import STORED_HOW, is_adapter, is_linear, own_weight
 from octavo.numerics.display import Displayed, Table
 from octavo.numerics.names import merged, pattern

@@ -4,7 +4,7 @@
     data_ [N,K], b [N,1]    1 + 4/K bytes per parameter: 1.001 for K = 4096
 
 `octavo.convert(model, frozen="fp8")` makes such parameters (`octavo.nn.frozen`). Forward and dgrad multiply the same
-bytes (`octavo.nn.fp8_weight`); there is no wgrad. Its dtype is that of the weight it was made from, and the dtype in
+bytes (`octavo.nn.resident`); there is no wgrad. Its dtype is that of the weight it was made from, and the dtype in
 which other code reads its values. The weights of a layer's experts are one tensor [E,·,·]: a matrix per expert, with
 scales of its own, [E,·,·] too. `unbind` and an integer index return the `ResidentWeight` of one expert.
 
@@ -17,22 +17,164 @@ deepcopy, pickle. `copy_` from a plain tensor quantizes it, and from a `Resident
 Fills (`zero_`, `normal_`, …) quantize the filled matrix. Everything else that would write into it raises an error: FP8
 rounds away changes below 3 % of an element, as of most merged adapters and optimizer steps. So does unfreezing it.
 
-FSDP2 shards it by rows, and experts by experts: `ResidentShard`. `octavo.nn.resident_state` says what a `state_dict`
+FSDP2 shards it by rows, and experts by experts: `ResidentShard`. `octavo.nn.resident` says what a `state_dict`
 has of it.
 """
 
-from collections.abc import Mapping, Sequence
+import sys
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from octavo.nn.fp8_weight import Fp8Weight, written
-from octavo.nn.resident_values import dequantized_values, quantized_values
+from octavo.kernels import dequantize, needs_both_orders, quantize
+from octavo.kernels.adaptive import adaptive_dequantize, adaptive_quantize
+from octavo.kernels.quantize.reference import transposed
+from octavo.numerics.equalization import ChannelScales
 from octavo.numerics.formats import SUPPORTED_DTYPES
-from octavo.numerics.spec import ADAPTIVE_BY_TEXT, AdaptiveSpec, MessageSpec, QuantSpec
-from octavo.runtime.torch_compat import local_part
+from octavo.numerics.spec import ADAPTIVE, ADAPTIVE_BY_TEXT, AdaptiveSpec, MessageSpec, QuantSpec
+from octavo.runtime.switch import SWITCH
+from octavo.runtime.torch_compat import disabled_torch_function, local_part, tree_leaves, tree_map
+from octavo.tensor import ScaledTensor, contiguous_strides
+
+# A weight that exists in FP8 only: the tensor that products of `octavo.nn.linear` read directly.
+#
+#     W [N,K] ≈ diag(b) Wq      data_ = Wq, one byte per element; scale = b [N,1], or [1,1] by tensor
+#
+# With row scales the same bytes serve forward and dgrad, because b folds into G (`octavo.numerics.recipe`). The tensor
+# has the interface of one in a wider dtype. Operations other than Octavo's products read the dequantized values, with a
+# warning unless inside `octavo.disabled()`. Two kinds exist:
+#
+#     Fp8AllGatherOutput   what FSDP gathered, replaced by the next gather (`octavo.nn.gathered`)
+#     ResidentWeight       a frozen parameter, which never changes (`octavo.nn.resident`)
+
+
+aten = torch.ops.aten
+_VIEWS = (aten.detach.default, aten.alias.default, aten.as_strided.default, aten.view.default)
+
+
+class Fp8Weight(Tensor):
+    """A whole weight [N,K] in FP8, with the interface of a tensor of a wider dtype; see the module docstring.
+
+    Attributes:
+        data_: FP8 values, [N,K].
+        scale: Dequantization scales.
+        spec: Format and granularity.
+        text: That of `spec`, which torch.compile can read of a transposed weight too.
+        read_warning: What the warning of an operation that reads the values states and advises.
+        mismatch_advice: What to do if a recipe needs another spec.
+    """
+
+    data_: Tensor
+    scale: Tensor
+    spec: QuantSpec
+    text: str
+    read_warning: ClassVar[str]
+    mismatch_advice: ClassVar[str]
+    __torch_function__ = disabled_torch_function
+
+    @property
+    def channels(self) -> ChannelScales | None:
+        """Channel scales s of the data, which are those of W diag(s); None for W."""
+        return None
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"{type(self).__name__}({list(self.shape)}, {self.spec})"
+
+    def same_bytes(self) -> Tensor:
+        """Return another tensor with the same data and scales."""
+        raise NotImplementedError
+
+    @classmethod
+    def own_operation(cls, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operation that does not read the values; `NotImplemented` for others."""
+        return NotImplemented
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        own = cls.own_operation(func, args, kwargs or {})
+        if own is not NotImplemented:
+            return own
+        if func in _VIEWS:
+            (weight, *rest) = args
+            layout = list(weight.shape), list(weight.stride())
+            if all(list(size) == own for size, own in zip(rest[:2], layout, strict=False)):
+                return weight.same_bytes()
+
+        def dequantized(value: Any) -> Any:
+            return value.dequantized(value.dtype) if isinstance(value, Fp8Weight) else value
+
+        if not SWITCH.off:
+            warnings.warn(f"{func} reads a weight {cls.read_warning}", stacklevel=2)
+        return func(*tree_map(dequantized, args), **tree_map(dequantized, kwargs or {}))
+
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
+        """Return W, without channel scales, as a plain tensor."""
+        w = ScaledTensor(self.data_, self.scale, self.spec)
+        if self.channels is None:
+            return dequantize(w, dtype)
+        return (dequantize(w, torch.float32) * self.channels.inverse).to(dtype)
+
+
+def written(func: Any, args: Any, options: Mapping[str, Any]) -> Iterator[Any]:
+    """Yield the tensors into which an operation writes."""
+    if func._schema.is_mutable:
+        for index, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                yield from tree_leaves(args[index] if index < len(args) else options.get(argument.name))
+
+
+def quantized_as(weight: Fp8Weight, spec: QuantSpec) -> ScaledTensor:
+    """Return a weight as an operand. A function, because torch.compile passes no spec to a tensor's method."""
+    if spec.text != weight.text:
+        raise ValueError(
+            f"this weight exists as {weight.text} only, but its layer's recipe needs {spec.text}: "
+            f"{weight.mismatch_advice}"
+        )
+    return ScaledTensor(weight.data_, weight.scale, spec)
+
+
+def for_dgrad(w: ScaledTensor) -> ScaledTensor:
+    """Return a weight in the memory order that dgrad needs on this device."""
+    return ScaledTensor(transposed(w.data).t(), w.scale, w.spec) if needs_both_orders(w.data.device) else w
+
+
+# Data and scales of a weight that is resident in FP8 (`octavo.nn.resident`), from its values and back.
+
+
+def quantized_values(weight: Tensor, spec: MessageSpec) -> tuple[Tensor, Tensor]:
+    """Quantize a plain weight [N,K], or those of experts [E,N,K] matrix by matrix, not in adaptive FP8."""
+    if isinstance(spec, AdaptiveSpec):
+        if spec == ADAPTIVE:
+            return adaptive_quantize(weight)
+        codes, scale = adaptive_quantize(weight.t())
+        return codes.t(), scale.t()
+    if weight.ndim == 2:
+        w = quantize(weight, spec)
+        assert w.scale is not None
+        return w.data, w.scale
+    scale_shape = spec.granularity.scale_shape((weight.shape[1], weight.shape[2]))
+    data = torch.empty(weight.shape, dtype=spec.format.dtype, device=weight.device)
+    scale = torch.empty((len(weight), *scale_shape), dtype=spec.scale_dtype, device=weight.device)
+    for expert, matrix in enumerate(weight.unbind()):
+        data[expert], scale[expert] = quantized_values(matrix, spec)
+    return data, scale
+
+
+def dequantized_values(data: Tensor, scale: Tensor, spec: MessageSpec, dtype: torch.dtype) -> Tensor:
+    """Return a matrix [N,K]; one whose transpose is stored as a view."""
+    if isinstance(spec, AdaptiveSpec):
+        if spec == ADAPTIVE:
+            return adaptive_dequantize(data, scale, dtype)
+        return adaptive_dequantize(data.t(), scale.t(), dtype).t()
+    if data.is_contiguous():
+        return dequantize(ScaledTensor(data, scale, spec), dtype)
+    return dequantize(ScaledTensor(data.t(), scale.t(), spec.transposed), dtype).t()
+
 
 aten = torch.ops.aten
 _TRANSPOSES: dict[Any, Any] = {
@@ -382,3 +524,178 @@ def _shard_operation(func: Any, weight: ResidentWeight, rest: Any, options: Mapp
         if func is aten.view.default and list(rest[0]) in ([-1], [weight.numel()]):
             return weight.same_bytes()  # FSDP2 keeps a flat view that it does not read if there are extensions
     return NotImplemented
+
+
+# What a `state_dict` has of a weight that is resident in FP8 (`octavo.nn.resident`).
+#
+#     weight, weight_scale             of a linear, named as in compressed-tensors
+#     down_proj, down_proj_scale, …    of experts
+#
+# Plain tensors: `torch.save`, safetensors and distributed checkpoints store them like any tensors. Those of a weight
+# that FSDP2 shards are DTensors; scales that all ranks hold whole are plain, so a checkpoint loads on any number of
+# ranks. Loading takes these, or a weight in high precision, which it quantizes. Rejected: the subclass itself in the
+# `state_dict`, which needs Octavo to be read.
+#
+# In adaptive FP8 the codes are uint8, and the scales int32 [N,⌈K/128⌉,1], the bits of a float32: the last two number
+# the format of a group, and tools that convert the floating point tensors of a checkpoint would round them away. No
+# other format has scales of three dimensions for a matrix: where shapes are equal, a distributed checkpoint converts
+# what it reads to the dtype of the model's tensor, without an error.
+#
+# `save_pretrained` of Transformers and diffusers would write the FP8 values so that `from_pretrained` reads them
+# without their scales. Models with resident weights get one that raises instead (`refuse_save_pretrained`).
+
+
+SCALE_SUFFIX = "_scale"
+"""Name of the scales in a `state_dict`, after that of the weight."""
+
+
+def as_resident(tensor: Any) -> ResidentWeight | None:
+    """Return a tensor, or this rank's part of it, if it is resident in FP8."""
+    part = local_part(tensor)
+    return part if isinstance(part, ResidentWeight) else None
+
+
+def resident_weight(module: nn.Module) -> ResidentWeight | None:
+    """Return the weight of a linear, or this rank's rows of it, if it is resident in FP8."""
+    return as_resident(module._parameters.get("weight"))
+
+
+def resident_weights(module: nn.Module) -> Iterator[tuple[str, ResidentWeight]]:
+    """Yield names and weights of a layer itself that are resident in FP8."""
+    for name, parameter in module._parameters.items():
+        if (weight := as_resident(parameter)) is not None:
+            yield name, weight
+
+
+def is_computed_from_resident(layer: nn.Module, name: str) -> bool:
+    """Return whether a weight of a layer is computed from one that is resident in FP8, as PEFT's `target_parameters`
+    adds an adapter to it. In FP8 much of the adapter would be rounded away, so its products run in high precision.
+    """
+    computed: Any = layer._modules.get("parametrizations")
+    if computed is None or name not in computed:
+        return False
+    own = computed[name]  # one original, or several, as of weight_norm
+    return any(as_resident(t) is not None for t in (*own._parameters.values(), *own._buffers.values()) if t is not None)
+
+
+def refuse_save_pretrained(model: nn.Module) -> None:
+    """Give the modules of a model that have `save_pretrained` one that raises while their weights are resident."""
+    # PEFT's models save their adapters alone, and keep theirs.
+    for module in model.modules():
+        of_peft = any(owner.__module__.startswith("peft.") for owner in type(module).__mro__)
+        if hasattr(type(module), _SAVE) and not of_peft and _has_residents(module):
+            vars(module)[_SAVE] = partial(_save_pretrained, module)
+
+
+def allow_save_pretrained(model: nn.Module) -> None:
+    """Undo `refuse_save_pretrained`."""
+    for module in model.modules():
+        vars(module).pop(_SAVE, None)
+
+
+def refuses_save_pretrained(model: nn.Module) -> bool:
+    """Return whether `save_pretrained` of a model raises."""
+    return _SAVE in vars(model) and _has_residents(model) and not getattr(model, "_hf_peft_config_loaded", False)
+
+
+def _save_pretrained(model: Any, *args: Any, **kwargs: Any) -> Any:
+    if refuses_save_pretrained(model):
+        raise ValueError(
+            f"save_pretrained of {type(model).__name__}, whose frozen weights are resident in FP8: from_pretrained "
+            "would read the FP8 values without their scales. octavo.export(model, path, to='fp8-row') writes the same "
+            "bytes so that it reads them, to='bf16' their values; octavo.revert(model) makes the weights plain. "
+            "Nothing was written"
+        )
+    return getattr(type(model), _SAVE)(model, *args, **kwargs)  # adapters of Transformers' own, or all reverted
+
+
+_SAVE = "save_pretrained"
+
+
+def _has_residents(model: nn.Module) -> bool:
+    return any(True for module in model.modules() for _ in resident_weights(module))
+
+
+def split_in_state(module: nn.Module, state: dict[str, Any], prefix: str) -> None:
+    """Replace the resident weights of a layer in a `state_dict` by their data and scales."""
+    for name, weight in resident_weights(module):
+        parameter, key = module._parameters[name], prefix + name
+        state[key] = _distributed(parameter, weight.data_.detach())
+        scale = scale_as_stored(weight.scale.detach(), weight.spec)
+        state[key + SCALE_SUFFIX] = _distributed(parameter, scale) if weight.shards_scale else scale
+
+
+def join_in_state(module: nn.Module, state: dict[str, Any], prefix: str, errors: list[str]) -> None:
+    """Replace data and scales, or values, of resident weights in a `state_dict` by `ResidentWeight`s."""
+    # FP8 data for a layer whose weight is not resident is an error.
+    for name, parameter in module._parameters.items():
+        key, weight = prefix + name, as_resident(parameter)
+        if key in state and weight is not None:
+            _join(key, parameter, weight, state, errors)
+        elif key in state and state[key].element_size() == 1 and parameter is not None and parameter.element_size() > 1:
+            # As numbers they lack their scales.
+            errors.append(f"{key} is {state[key].dtype}, but the layer's is not resident: use convert(frozen='fp8')")
+            del state[key]
+
+
+def _join(key: str, parameter: Any, weight: ResidentWeight, state: dict[str, Any], errors: list[str]) -> None:
+    value, scale = state[key], state.pop(key + SCALE_SUFFIX, None)
+    if as_resident(value) is not None or value.shape != parameter.shape:
+        return
+    if getattr(value, "placements", None) != getattr(parameter, "placements", None):
+        errors.append(
+            f"{key} of the checkpoint is not sharded as the model is: load it with torch.distributed.checkpoint"
+        )
+        del state[key]
+        return
+    data = local_part(value)
+    if scale is not None:
+        scale, own = local_part(scale), scale_as_stored(weight.scale, weight.spec)
+        converts = own.is_floating_point() and scale.is_floating_point()
+        is_misfit = value.dtype != weight.data_.dtype or scale.shape != own.shape
+        if is_misfit or not (converts or scale.dtype == own.dtype):
+            errors.append(
+                f"{key} is resident as {weight.spec}, with {weight.data_.dtype} and scales {own.dtype} "
+                f"{tuple(own.shape)}; the checkpoint has {value.dtype} and scales {scale.dtype} {tuple(scale.shape)}: "
+                "convert in the recipe, and with the weight_only, it was saved with"
+            )
+            del state[key]
+            return
+        state[key] = _distributed(parameter, weight.like(data, scale_of_stored(scale, weight.spec)))
+    elif not value.dtype.is_floating_point or value.element_size() == 1:
+        errors.append(f"{key} is {value.dtype} without {key + SCALE_SUFFIX}: its scales are missing")
+        del state[key]
+    elif isinstance(weight, ResidentShard) and not weight.shards_scale:
+        errors.append(f"{key}: scales of {weight.spec} depend on other ranks: load {value.dtype} before fully_shard")
+        del state[key]
+    else:
+        plain = data if data.dtype in SUPPORTED_DTYPES else data.float()
+        quantized = weight.quantized_alike(plain)
+        state[key] = _distributed(parameter, weight.like(quantized.data_, quantized.scale))
+
+
+def scale_as_stored(scale: Tensor, spec: MessageSpec) -> Tensor:
+    """Return the scales that a `state_dict` has of a resident weight, given its own."""
+    return scale.view(torch.int32).unsqueeze(-1) if isinstance(spec, AdaptiveSpec) else scale
+
+
+def scale_of_stored(scale: Tensor, spec: MessageSpec) -> Tensor:
+    """Return the scales of a resident weight, given those of a `state_dict`."""
+    return scale.squeeze(-1).view(torch.float32) if isinstance(spec, AdaptiveSpec) else scale.to(spec.scale_dtype)
+
+
+def _distributed(parameter: Any, part: Tensor) -> Tensor:
+    """Return a tensor that is sharded as a parameter is, given this rank's part of it."""
+    if not hasattr(parameter, "placements"):
+        return part
+    shape = (parameter.shape[0], *part.shape[1:])
+    dtensor: Any = sys.modules["torch.distributed.tensor"].DTensor
+    sharded: Tensor = dtensor.from_local(
+        part,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=shape,
+        stride=contiguous_strides(shape),
+    )
+    return sharded

@@ -25,8 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.nn.operands import apply_unhooked, output_dtype
-from octavo.nn.resident import ResidentWeight
-from octavo.nn.resident_values import dequantized_values
+from octavo.nn.resident import ResidentWeight, dequantized_values
 from octavo.numerics.spec import ADAPTIVE_BY_TEXT
 from octavo.runtime.torch_compat import required_gradients
 

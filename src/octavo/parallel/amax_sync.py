@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from octavo.nn.delayed import histories, reduce_amaxes
-from octavo.nn.equalized_ranks import reduce_scales
+from octavo.nn.equalized import reduce_scales
 
 
 def sync_scaling_state(model: nn.Module, mesh: DeviceMesh) -> None:

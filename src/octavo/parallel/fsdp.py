@@ -35,7 +35,7 @@ from octavo.nn.equalized import shared_scales
 from octavo.nn.experts import STACKED, Experts, is_converted_experts
 from octavo.nn.gathered import AmaxGroup, GatherFormat, ShardedWeight, sharded_weights
 from octavo.nn.linear_like import LinearLike
-from octavo.nn.resident_state import as_resident, resident_weights
+from octavo.nn.resident import as_resident, resident_weights
 from octavo.numerics.equalization import ChannelScales
 from octavo.numerics.spec import QuantSpec
 from octavo.parallel.agreement import broadcast_values

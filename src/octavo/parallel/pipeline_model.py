@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from octavo.nn.causal_head import adds_router_loss
+from octavo.nn.causal import adds_router_loss
 from octavo.nn.distributed_linear import has_tensor_scale, tensor_scale_problem
 from octavo.nn.equalized import equalized_layers, reset_scales
 from octavo.nn.linear_subclasses import is_converted

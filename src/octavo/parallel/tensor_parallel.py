@@ -9,7 +9,7 @@ are this rank's parts, as plain tensors; inputs may be DTensors, as those of a n
 Hooks of the layer exchange tokens, so its recipe may change afterwards.
 
 Layers that read one X, as q, k and v, share its gather, and the reduction of ∂X: autograd adds their gradients first.
-The lookup is that of `octavo.nn.input_casts`, by the identity and state of X. Saved for backward is the gathered X in
+The lookup is that of `octavo.nn.operands`, by the identity and state of X. Saved for backward is the gathered X in
 FP8, one byte for each element of all tokens. Rejected: to save this rank's part and gather again, which saves 1/t of
 that memory and sends half as much again.
 """
@@ -26,9 +26,9 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from octavo.nn.distributed_linear import check_recipe
-from octavo.nn.gathered_input import fits
-from octavo.nn.input_casts import InputCastCache
+from octavo.nn.gathered import fits
 from octavo.nn.linear_like import LinearLike
+from octavo.nn.operands import InputCastCache
 from octavo.nn.report import NOTE_ATTRIBUTE
 from octavo.numerics.names import nearest
 from octavo.parallel.agreement import EqualShapes, check_on_all_ranks

@@ -34,10 +34,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
 
-from octavo.nn.gathered_input import fits
+from octavo.nn.gathered import fits
 from octavo.nn.linear_like import LinearLike
 from octavo.nn.report import NOTE_ATTRIBUTE
-from octavo.nn.resident_state import as_resident
+from octavo.nn.resident import as_resident
 from octavo.numerics.spec import QuantSpec
 from octavo.parallel.agreement import EqualShapes, check_mesh, check_on_all_ranks
 from octavo.parallel.divided_random import divide_dropout

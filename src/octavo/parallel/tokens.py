@@ -7,7 +7,7 @@
     go to all ranks.
 
     X in FP8      rows quantized where they are, bytes and scales in one message (1 byte per element, and 4 per row);
-                  products multiply them as they came (`octavo.nn.gathered_input`)
+                  products multiply them as they came (`octavo.nn.gathered`)
     G in FP8      `octavo.comm.ADAPTIVE_SPEC` (1.03 bytes), widened; each rank then folds its scales into it
     sums in FP8   the same, each summand rounded once, added up in float32 (`octavo.comm`)
     else          two bytes: float32 travels as bfloat16
@@ -29,7 +29,7 @@ from octavo.comm import ADAPTIVE_SPEC, all_gather, reduce_scatter
 from octavo.comm.collectives import gather_single, reduce_scatter_single
 from octavo.comm.encoding import parse_spec
 from octavo.kernels import quantize
-from octavo.nn.gathered_input import GatheredInput, Rows
+from octavo.nn.gathered import GatheredInput, Rows
 from octavo.numerics.spec import QuantSpec
 from octavo.tensor import ScaledTensor
 

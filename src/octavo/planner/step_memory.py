@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from octavo.nn.linear_subclasses import is_converted
 from octavo.nn.memory_audit import Audit, dtype_name
-from octavo.nn.resident_state import as_resident
+from octavo.nn.resident import as_resident
 from octavo.numerics.plan import Plan
 from octavo.planner.collective_cost import FP8_BYTES_PER_ELEMENT
 from octavo.planner.fake import fake_copy

@@ -7,11 +7,10 @@ import torch
 from torch import Tensor
 
 from octavo.kernels import quantize
-from octavo.nn.checkpoint_names import names_in_checkpoint
 from octavo.nn.experts import Experts
+from octavo.nn.frozen import names_in_checkpoint
 from octavo.nn.linear_like import LinearLike
-from octavo.nn.resident import ResidentWeight
-from octavo.nn.resident_state import SCALE_SUFFIX
+from octavo.nn.resident import SCALE_SUFFIX, ResidentWeight
 from octavo.serving.export_layouts import ExportLayout
 from octavo.tensor import ScaledTensor
 

@@ -26,11 +26,11 @@ import torch
 from torch import Tensor
 
 from octavo.activations.detect import original_class
-from octavo.nn.checkpoint_names import names_in_checkpoint
 from octavo.nn.experts import is_converted_experts
+from octavo.nn.frozen import names_in_checkpoint
 from octavo.nn.linear_subclasses import is_converted
 from octavo.nn.report import report
-from octavo.nn.resident_state import resident_weights as resident_in
+from octavo.nn.resident import resident_weights as resident_in
 from octavo.numerics.names import listed
 from octavo.runtime.extras import needs_extras
 from octavo.serving.card import Exported, model_card

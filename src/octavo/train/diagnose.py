@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from octavo.nn.resident_state import as_resident
+from octavo.nn.resident import as_resident
 from octavo.parallel.pipeline_model import Pipeline
 from octavo.tensor import local_tensor
 from octavo.train.config.sections import PrecisionConfig

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from octavo.nn.causal_head import IGNORE, evaluating
+from octavo.nn.causal import IGNORE, evaluating
 from octavo.parallel.pipeline_model import Pipeline
 from octavo.runtime.switch import disabled
 from octavo.train.layout import Layout, counted, on_tensors

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from octavo.nn.resident_state import as_resident
+from octavo.nn.resident import as_resident
 from octavo.runtime.extras import needs_extras
 from octavo.tensor import local_tensor
 from octavo.train.config.run_config import ConfigError

@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from octavo.comm import ADAPTIVE_SPEC
 from octavo.comm.encoding import parse_spec, width
-from octavo.nn.causal_head import decide_head
+from octavo.nn.causal import decide_head
 from octavo.nn.convert import rule_plan
 from octavo.nn.experts import looks_like_experts
 from octavo.nn.frozen import with_weight_only

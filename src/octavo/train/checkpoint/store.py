@@ -36,7 +36,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, FiniteFloat, NonNegativeInt, PositiveInt, ValidationError
 from torch import Tensor, nn
 
-from octavo.nn import apply_plan, delayed, equalized_state, rule_plan
+from octavo.nn import apply_plan, delayed, equalized, rule_plan
 from octavo.nn.experts import is_converted_experts
 from octavo.nn.linear_subclasses import is_converted
 from octavo.numerics.plan import Decision, Plan
@@ -138,12 +138,12 @@ class CheckpointSaver:
 
     def _channels(self, model: Any, part: int) -> dict[str, Any]:
         """The channel scales of equalized layers, by part of the layers if there are several; {} without any."""
-        own = equalized_state.state_dict(model)
+        own = equalized.state_dict(model)
         if self._ranks.world_size == 1:
             return own
         by_rank = self._ranks.all_gather((part, own))
         states = [
-            equalized_state.merge_states([state for other, state in by_rank if other == index])
+            equalized.merge_states([state for other, state in by_rank if other == index])
             for index in sorted({index for index, _ in by_rank})
         ]
         return states[0] if len(states) == 1 else {PARTS: states} if any(states) else {}
@@ -339,7 +339,7 @@ def load_checkpoint(
         delayed.load_state_dict(model, state.get("delayed", {}))
         channels = state.get("equalized", {})
         states = channels.get(PARTS, [channels])
-        equalized_state.load_state_dict(model, states[part[0]] if len(states) == part[1] else {})
+        equalized.load_state_dict(model, states[part[0]] if len(states) == part[1] else {})
     except (ConfigError, KeyError, TypeError, ValueError) as error:
         raise SharedError(f"{folder} does not fit this model, or is damaged ({error}): {_remedy(folder)}") from None
 

@@ -35,7 +35,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octavo.nn.causal_head import IGNORE
+from octavo.nn.causal import IGNORE
 from octavo.numerics.names import counted_noun
 from octavo.train.config.sections import Data
 from octavo.train.data.documents import NoSequencesError

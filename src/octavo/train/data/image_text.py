@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octavo.nn.causal_head import IGNORE
+from octavo.nn.causal import IGNORE
 from octavo.train.config.run_config import ConfigError
 from octavo.train.data.epochs import EpochOrder
 from octavo.train.data.images import DIGIT_NAMES, Images, count_and_digest, read_digits, split

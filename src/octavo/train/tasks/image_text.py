@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from octavo.nn.causal_head import IGNORE
+from octavo.nn.causal import IGNORE
 from octavo.train.checkpoint.kinds import IMAGE_TEXT
 from octavo.train.config.run_config import ConfigError, TrainConfig
 from octavo.train.config.sections import expand

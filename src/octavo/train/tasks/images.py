@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from octavo.nn.causal_head import IGNORE
+from octavo.nn.causal import IGNORE
 from octavo.train.checkpoint.diffusers_models import IMAGE_GENERATION, library
 from octavo.train.checkpoint.kinds import IMAGE_CLASSIFICATION
 from octavo.train.config.run_config import ConfigError, TrainConfig
