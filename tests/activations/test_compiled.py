@@ -231,3 +231,23 @@ def test_gradients_of_a_compiled_block_are_as_accurate_as_in_eager_mode(backend)
     for name, gradient in expected.items():
         # Both round differently, so each may be the better one by chance.
         assert sqnr(gradient, compiled[name]) > sqnr(gradient, eager[name]) - 1, name
+
+
+@pytest.mark.thorough
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+def test_compiled_autograd_recomputes_what_eager_backward_does():
+    """The graph of a backward has no end at which a memo of recomputed tensors would be cleared."""
+    gradients = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.RMSNorm(64), torch.nn.Linear(64, 64)).bfloat16()
+        model = octavo.convert(model, "rowwise", activations="fp8", verbose=False)
+        x = torch.randn(16, 64).bfloat16().requires_grad_()
+        loss = model(x).float().square().mean()
+        if compiled:
+            with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager", fullgraph=True)):
+                loss.backward()
+        else:
+            loss.backward()
+        gradients.append([x.grad, *(parameter.grad for parameter in model.parameters())])
+    assert all(map(torch.equal, *gradients))

@@ -217,6 +217,19 @@ def test_gradients_may_lie_otherwise_in_memory(adds_up: bool) -> None:
     assert torch.equal(*results)
 
 
+def test_summands_of_ranks_add_up_in_fp32() -> None:
+    model = make_model(torch.bfloat16)
+    optimizer = MasterWeightOptimizer(model, OPTIM, master=True, adds_up=False, partial=["1.weight"])
+    backward(model, 0)
+    optimizer.accumulate()
+    dtypes = {name: gradient.dtype for name, gradient in optimizer.gradients().items()}
+    assert dtypes.pop("1.weight") == torch.float32 and set(dtypes.values()) == {torch.bfloat16}
+    optimizer.gradients()["1.weight"].mul_(1 + 2.0**-12)  # beyond bf16
+    optimizer.step(1e-2, optimizer.gradient_norm(1.0))
+    assert torch.equal(model[1].weight, optimizer.state_dict()["masters"]["1.weight"].bfloat16())
+    assert (model[1].weight != 1).any()
+
+
 class Operations(TorchDispatchMode):
     """The names of the operations inside."""
 

@@ -39,7 +39,7 @@ bytes per trained parameter, sharded like the parameter. Training never reads th
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -261,7 +261,7 @@ class WeightAverage:
 
 def make_optimizer(
     model: nn.Module, optim: Optim, precision: PrecisionConfig, fp32_values: Mapping[str, torch.Tensor],
-    settings: Mapping[str, ParameterSettings],
+    settings: Mapping[str, ParameterSettings], partial: Collection[str] = (),
 ) -> "TrainerOptimizer":  # fmt: skip
     """The optimizer of a run."""
     states, master = optim.states or precision.resolved.states, precision.resolved.master
@@ -277,7 +277,7 @@ def make_optimizer(
     else:
         optimizer = MasterWeightOptimizer(
             model, optim, master=master != "none", fp32_values=fp32_values, settings=settings,
-            adds_up=optim.micro_batches > 1 or precision.loss_scale != "none",
+            adds_up=optim.micro_batches > 1 or precision.loss_scale != "none", partial=partial,
         )  # fmt: skip
     return optimizer
 
@@ -403,7 +403,7 @@ class MasterWeightOptimizer(TrainerOptimizer):
 
     def __init__(
         self, model: nn.Module, optim: Optim, *, master: bool, fp32_values: Mapping[str, torch.Tensor] | None = None,
-        settings: Mapping[str, ParameterSettings] | None = None, adds_up: bool = True,
+        settings: Mapping[str, ParameterSettings] | None = None, adds_up: bool = True, partial: Collection[str] = (),
     ) -> None:  # fmt: skip
         self._names: list[str] = []
         self._params, self._masters = [], []
@@ -415,7 +415,9 @@ class MasterWeightOptimizer(TrainerOptimizer):
                 self._names.append(name)
                 self._params.append(param)
                 self._masters.append(param if own else _master(param, (fp32_values or {}).get(name)))
-                if not (own or adds_up) and param.dtype == torch.bfloat16 and local_tensor(param).is_contiguous():
+                # Summands of ranks add up in fp32, too.
+                reads = param.dtype == torch.bfloat16 and local_tensor(param).is_contiguous() and name not in partial
+                if reads and not (own or adds_up):
                     self._direct[self._masters[-1]] = param
         self.in_place = all(param is master for param, master in zip(self._params, self._masters, strict=True))
         self._clip = optim.clip

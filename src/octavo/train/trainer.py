@@ -138,7 +138,9 @@ class Trainer:
             parts = config.optim.micro_batches
             self.layout = distribute(self.model, parallel, device, fp8=self.layers is not None, micro_batches=parts)
         startup.lap("parallelize")
-        self.optimizer = make_optimizer(self.model, config.optim, precision, fp32_masters, settings)
+        self.optimizer = make_optimizer(
+            self.model, config.optim, precision, fp32_masters, settings, self.layout.partial
+        )
         startup.lap("optimizer")
         self.loss_scale = LossScale(precision.loss_scale)
         every = config.inspect.every or (AUTOPILOT_EVERY if precision.autopilot else 0)
