@@ -132,7 +132,7 @@ def test_a_damaged_line_that_is_mended(replayed: ReplayedRun) -> None:
     path = replayed.folder / "metrics.jsonl"
     path.write_text(path.read_text().replace("nonsense", replayed.line(4)))
     live.read()
-    assert [row.step for row in live._metrics.records] == [1, 2, 3, 4, 5]
+    assert list(live._steps.curves.step) == [1, 2, 3, 4, 5]
 
 
 def test_a_run_of_an_earlier_release(replayed: ReplayedRun) -> None:

@@ -6,6 +6,7 @@ there: the raw line keeps each bucket's minimum and maximum, so that a spike sta
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -34,7 +35,7 @@ class Line:
     low: Floats | None = None  # low, high: Edges of a shaded area around `y`; None without one
     high: Floats | None = None
 
-    @property
+    @cached_property
     def strong(self) -> Floats:
         """What is drawn strong: the running mean, or the values themselves."""
         return smooth(self.y) if self.noisy else self.y
@@ -86,7 +87,7 @@ def line_chart(
         [3.0, None, 2.0]
     """
     low, high = _y_range(lines, keep if band is None else [*keep, -1.3 * band, 1.3 * band])
-    steps = np.concatenate([np.zeros(0, np.int64), *(line.x for line in lines)])
+    steps = np.concatenate([np.zeros(0), *(_ends(line.x) for line in lines)])
     first, last = (float(steps.min()), float(steps.max())) if len(steps) else (0.0, 1.0)
     margin = 0.01 * (last - first) or 0.5
     x_axis = axis(
@@ -162,8 +163,8 @@ def _y_range(lines: Sequence[Line], keep: Sequence[float]) -> tuple[float, float
     parts: list[Floats] = [np.asarray(keep, float)]
     for line in lines:
         strong, raw = line.strong, line.y[np.isfinite(line.y)]
-        parts += [np.quantile(raw, [0.01, 0.99]) if len(raw) else raw, strong[np.isfinite(strong)]]
-        parts += [edge[np.isfinite(edge)] for edge in (line.low, line.high) if edge is not None]
+        parts += [np.quantile(raw, [0.01, 0.99]) if len(raw) else raw, _ends(strong)]
+        parts += [_ends(edge) for edge in (line.low, line.high) if edge is not None]
     values = np.concatenate(parts)
     low, high = (float(values.min()), float(values.max())) if len(values) else (0.0, 1.0)
     margin = 0.06 * (high - low) or 0.05 * abs(high) or 1.0
@@ -172,14 +173,19 @@ def _y_range(lines: Sequence[Line], keep: Sequence[float]) -> tuple[float, float
 
 def _log_range(lines: Sequence[Line]) -> tuple[float, float] | None:
     """The y axis in powers of ten: of all strong values; None if one is negative or none is positive."""
-    strong = [line.strong for line in lines]
-    values = np.concatenate([np.zeros(0), *strong])
-    values = values[np.isfinite(values)]
+    values = np.concatenate([np.zeros(0), *(_ends(line.strong) for line in lines)])
     if not (values > 0).any() or (values < 0).any():
         return None
-    low, high = np.log10(values[values > 0].min()), np.log10(values.max())
+    low = np.log10(min(line.strong[line.strong > 0].min(initial=np.inf) for line in lines))
+    high = np.log10(values.max())
     margin = 0.06 * (high - low) or 0.05
     return float(low - margin), float(high + margin)
+
+
+def _ends(values: NDArray[Any]) -> NDArray[Any]:
+    """The smallest and the largest finite value; nothing without one."""
+    finite = np.isfinite(values)
+    return np.array([[v.min(), v.max()] for v in [values[finite]] if len(v)], values.dtype).ravel()
 
 
 def _evenly(count: int) -> Steps:
@@ -191,9 +197,10 @@ def _extremes(y: Floats) -> Steps:
     """Indices that keep every bucket's minimum and maximum, in order."""
     if len(y) <= 2 * BUCKETS:
         return np.arange(len(y))
-    indices = {0, len(y) - 1}
-    for bucket in np.array_split(np.arange(len(y)), BUCKETS):
-        finite = bucket[np.isfinite(y[bucket])]
+    indices, start = {0, len(y) - 1}, 0
+    for bucket in np.array_split(y, BUCKETS):
+        finite = start + np.flatnonzero(np.isfinite(bucket))
+        start += len(bucket)
         if len(finite):
             indices |= {int(finite[y[finite].argmin()]), int(finite[y[finite].argmax()])}
     return np.array(sorted(indices))

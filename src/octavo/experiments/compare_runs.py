@@ -30,8 +30,8 @@ from octavo.train.config.sections import FREE
 from octavo.train.diagnose import NonFiniteError
 from octavo.train.loop import run
 from octavo.train.ranks import Ranks, join_ranks
+from octavo.train.record.files import CONFIG_FILE, RUN_MARKERS
 from octavo.train.record.metrics import METRICS_FILE, RESULT_FILE, RunResult, read_metrics
-from octavo.train.record.outputs import CONFIG_FILE, RUN_MARKERS
 from octavo.train.record.progress import Progress
 
 SHARED_SECTIONS = ("run", "model", "data", "eval")

@@ -6,13 +6,14 @@ curve at a step speaks of that step. A value that was not finite leaves a gap, n
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from octavo.train.record.metrics import LOSS, StepMetrics
 
-Floats = NDArray[np.float64]
+Floats = NDArray[np.floating[Any]]
 Steps = NDArray[np.int64]
 
 
@@ -57,12 +58,20 @@ def smooth(values: Floats) -> Floats:
     """Centred running mean of [n] values, over fewer at both ends, ignoring what is not finite."""
     finite = np.isfinite(values)
     half = smoothing_window(len(values)) // 2
-    total = np.concatenate([[0.0], np.cumsum(np.where(finite, values, 0.0))])
-    count = np.concatenate([[0], np.cumsum(finite)])
-    index = np.arange(len(values))
-    low, high = np.maximum(index - half, 0), np.minimum(index + half + 1, len(values))
-    inside = count[high] - count[low]
-    return np.where(inside > 0, (total[high] - total[low]) / np.maximum(inside, 1), np.nan)
+
+    def window_sums(values: NDArray[Any], kind: type[Any]) -> NDArray[Any]:
+        # Sums up to each place, repeated at both ends. Few arrays at a time: a long run has a million steps.
+        sums = np.empty(len(values) + 2 * half + 1, kind)
+        sums[: half + 1] = 0
+        ends = np.cumsum(values, dtype=kind, out=sums[half + 1 : half + 1 + len(values)])
+        sums[half + 1 + len(values) :] = ends[-1] if len(ends) else 0
+        return np.asarray(sums[2 * half + 1 :] - sums[: len(values)])
+
+    inside = window_sums(finite, np.int32)
+    means = window_sums(np.where(finite, values, 0.0), np.float64)
+    means /= np.maximum(inside, 1)
+    means[inside == 0] = np.nan
+    return means
 
 
 def gap_percent(baseline: Curves, candidate: Curves) -> tuple[Steps, Floats]:

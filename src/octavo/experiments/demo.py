@@ -22,8 +22,8 @@ from octavo.experiments.verdict import PairVerdict, verdict
 from octavo.train.config.run_config import ConfigError, TrainConfig, load_config
 from octavo.train.diagnose import NonFiniteError
 from octavo.train.loop import run
+from octavo.train.record.files import CONFIG_FILE
 from octavo.train.record.metrics import RunResult
-from octavo.train.record.outputs import CONFIG_FILE
 from octavo.train.record.progress import Progress
 
 BASELINE, CANDIDATE = "bf16", "fp8+activations+optimizer"

@@ -10,15 +10,19 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from octavo.experiments.charts import Chart
-from octavo.experiments.curves import Curves, smoothing_window
+from octavo.experiments.curves import smoothing_window
 from octavo.experiments.heatmap import heatmaps
-from octavo.experiments.logged_run import LoggedRun, read_layers, samples_of
+from octavo.experiments.live_steps import LiveSteps
+from octavo.experiments.logged_run import LoggedRun, read_layers
 from octavo.experiments.run_charts import run_charts
 from octavo.experiments.run_report import held_out_label, held_out_text, summary_rows
 from octavo.experiments.verdict import arm_name
 from octavo.numerics.names import nearest
 from octavo.train.disk import LOCK, is_locked
+from octavo.train.record.files import CONFIG_FILE, RUN_MARKERS
 from octavo.train.record.json_lines import RecordFollower
 from octavo.train.record.metrics import (
     EVENT,
@@ -32,14 +36,10 @@ from octavo.train.record.metrics import (
     RunResult,
     RunSetup,
     StepMetrics,
-    StepTotals,
 )
-from octavo.train.record.outputs import CONFIG_FILE, RUN_MARKERS
 from octavo.train.record.statistics import STATISTICS_FILE, StatisticsFollower, run_of
 
 FOLLOWED = (METRICS_FILE, EVENTS_FILE, STATISTICS_FILE, SETUP_FILE, RESULT_FILE)
-RECENT = 50
-"""Steps whose speed tells the time that is left."""
 EVENTS_SHOWN = 100
 ENDED = {
     "done": ("done", ""),
@@ -73,7 +73,8 @@ class LiveRun:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._metrics = RecordFollower(folder / METRICS_FILE, StepMetrics, STEP)
+        self._steps = LiveSteps()
+        self._metrics = RecordFollower(folder / METRICS_FILE, StepMetrics, STEP, records=self._steps)
         self._events: RecordFollower[dict[str, Any]] = RecordFollower(folder / EVENTS_FILE, Event, EVENT)
         self._statistics = StatisticsFollower(folder)
         self._heatmaps: list[Chart] = []
@@ -97,13 +98,13 @@ class LiveRun:
     def _content(self, locked: bool | None) -> dict[str, Any]:
         setup = RunSetup.read(self._folder)
         ended = RunResult.read(self._folder) if (self._folder / RESULT_FILE).exists() else None
-        state, text = _state(locked, setup, ended, self._metrics.records)
+        state, text = _state(locked, setup, ended, self._steps.last_step)
         content: dict[str, Any] = {"state": state, "text": text, "folder": str(self._folder), "step": 0, "steps": 0}
         summary = setup.summary if setup is not None else ended
         if summary is None:
             return content | {"title": self._folder.name, "subtitle": ""}
-        run = self._logged(replace(summary, **StepTotals(self._metrics.records).fields()), setup)
-        result, rows = run.result, self._metrics.records
+        run = self._logged(replace(summary, **self._steps.totals()), setup)
+        result, recent = run.result, self._steps.recent
         charts = run_charts([run]) | {"maps": self._heatmaps}
         return content | {
             "title": result.name,
@@ -111,9 +112,9 @@ class LiveRun:
             "step": result.steps,
             "steps": setup.steps if setup is not None else result.steps,
             "started": setup.started if setup is not None else None,
-            "last": rows[-1].time if rows else None,
-            "seconds_per_step": _seconds_per_step(rows, setup.started if setup is not None else 0.0),
-            "tiles": _tiles(rows, run),
+            "last": recent[-1].time if recent else None,
+            "seconds_per_step": _seconds_per_step(recent, setup.started if setup is not None else 0.0),
+            "tiles": _tiles(self._steps, run),
             "charts": {size: [_drawn(chart) for chart in group] for size, group in charts.items()},
             "samples": [asdict(samples) for samples in run.samples],
             "events": self._events.records[-EVENTS_SHOWN:][::-1],
@@ -127,10 +128,9 @@ class LiveRun:
     def _logged(self, result: RunResult, setup: RunSetup | None) -> LoggedRun:
         config = self._folder / CONFIG_FILE
         return LoggedRun(
-            label=arm_name(result.precision), slot=0, result=result, curves=Curves.of(self._metrics.records),
+            label=arm_name(result.precision), slot=0, result=result, curves=self._steps.curves,
             config=config.read_text(encoding="utf-8") if config.exists() else "", layers=read_layers(self._folder),
-            statistics=[], findings=[], events=self._events.records, setup=setup,
-            samples=samples_of(self._metrics.records),
+            statistics=[], findings=[], events=self._events.records, setup=setup, samples=self._steps.samples,
         )  # fmt: skip
 
 
@@ -149,11 +149,8 @@ def _stamp(path: Path) -> tuple[int, int, int] | None:
     return status.st_ino, status.st_size, status.st_mtime_ns
 
 
-def _state(
-    locked: bool | None, setup: RunSetup | None, ended: RunResult | None, rows: list[StepMetrics]
-) -> tuple[str, str]:
-    """The state of a run for the page, and a sentence about it."""
-    step = rows[-1].step if rows else 0
+def _state(locked: bool | None, setup: RunSetup | None, ended: RunResult | None, step: int) -> tuple[str, str]:
+    """The state of a run after its last step for the page, and a sentence about it."""
     if locked and setup is None:
         return "preparing", "The run reads its data and builds its model."
     if locked:
@@ -167,34 +164,33 @@ def _state(
     return "killed", f"The run was killed after step {step:,}, before it could save; --resume goes on."
 
 
-def _seconds_per_step(rows: list[StepMetrics], started: float) -> float | None:
+def _seconds_per_step(recent: list[StepMetrics], started: float) -> float | None:
     """Mean seconds of the last steps of this process, with what lies between them."""
-    times = [row.time for row in rows[-RECENT:] if row.time is not None and row.time >= started]
+    times = [row.time for row in recent if row.time is not None and row.time >= started]
     if len(times) > 1:
         return (times[-1] - times[0]) / (len(times) - 1)
-    return rows[-1].step_s if rows else None
+    return recent[-1].step_s if recent else None
 
 
-def _tiles(rows: list[StepMetrics], run: LoggedRun) -> list[dict[str, str]]:
+def _tiles(steps: LiveSteps, run: LoggedRun) -> list[dict[str, str]]:
     """The large figures: of the last steps."""
-    if not rows:
+    if not (recent := steps.recent):
         return []
-    last, unit, setup = rows[-1], run.result.unit, run.setup
+    last, unit, setup = recent[-1], run.result.unit, run.setup
     expected, data = (setup.expected, setup.data) if setup is not None else (None, None)
-    window = rows[-smoothing_window(setup.steps if setup is not None else len(rows)) :]
-    losses = [row.loss for row in window if row.loss is not None]
+    window = run.curves.loss[-smoothing_window(setup.steps if setup is not None else len(steps)) :]
+    losses = window[np.isfinite(window)]
     mean = f"mean of {len(losses)} steps" if len(losses) > 1 else "last step"
-    tiles = [(f"{statistics.fmean(losses):.4f}" if losses else "not finite", f"loss, {mean}")]
-    if run.result.held_out:
-        step = next(row.step for row in reversed(rows) if row.held_out)
+    tiles = [(f"{losses.mean():.4f}" if len(losses) else "not finite", f"loss, {mean}")]
+    if steps.held_out is not None:
         tiles += [
-            (held_out_text(name, value), f"{held_out_label(name)}, step {step:,}")
-            for name, value in run.result.held_out.items()
+            (held_out_text(name, value), f"{held_out_label(name)}, step {steps.held_out.step:,}")
+            for name, value in (steps.held_out.held_out or {}).items()
         ]
     speed = f", {expected.tokens_per_s:,.0f} predicted" if expected is not None and expected.tokens_per_s else ""
-    tiles.append((f"{statistics.median(row.tokens_per_s for row in rows[-RECENT:]):,.0f}", f"{unit}/s{speed}"))
+    tiles.append((f"{statistics.median(row.tokens_per_s for row in recent):,.0f}", f"{unit}/s{speed}"))
     if last.mfu is not None:
-        mfu = statistics.median(row.mfu for row in rows[-RECENT:] if row.mfu is not None)
+        mfu = statistics.median(row.mfu for row in recent if row.mfu is not None)
         fp8 = ""
         if expected is not None and expected.fp8_flops:
             fp8 = f"; {mfu * expected.bf16_flops / expected.fp8_flops:.1%} of the FP8 peak"

@@ -14,8 +14,8 @@ from octavo.experiments.heatmap import heatmaps
 from octavo.experiments.verdict import arm_name
 from octavo.inspect.findings import Finding
 from octavo.inspect.stats import OperandStats
+from octavo.train.record.files import LAYERS_FILE
 from octavo.train.record.metrics import RunResult, RunSetup, StepMetrics, read_events, read_metrics
-from octavo.train.record.outputs import LAYERS_FILE
 from octavo.train.record.statistics import all_findings, limits_of, read_statistics
 
 SAMPLES_SHOWN = 50

@@ -11,16 +11,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from octavo.experiments.logged_run import LoggedRun, read_runs
 from octavo.experiments.page import render
-from octavo.experiments.predicted import PredictedSpeed
 from octavo.experiments.run_charts import run_charts
 from octavo.experiments.verdict import BAND_PERCENT, PairVerdict, verdict
 from octavo.train.disk import write_file
 from octavo.train.record.metrics import LOSS, LOSS_EMA, LOSS_HIGH_PRECISION, RunResult
-from octavo.train.record.outputs import check_kind
+
+if TYPE_CHECKING:
+    from octavo.experiments.predicted import PredictedSpeed
 
 __all__ = ["PairVerdict", "ReportFiles", "SummaryRow", "summary_rows", "verdict", "write_report"]
 
@@ -51,8 +52,10 @@ class SummaryRow:
     difference: str = ""
 
 
-def write_report(runs: list[Path], out: Path, prediction: PredictedSpeed | None = None) -> ReportFiles:
+def write_report(runs: list[Path], out: Path, prediction: "PredictedSpeed | None" = None) -> ReportFiles:
     """Write the report of the runs in the folders `runs` into the folder `out`; the first run is the baseline."""
+    from octavo.train.record.outputs import check_kind  # imports torch, which the live page does without
+
     # `prediction`: the speed of the second run's precision on GPUs.
     logged = read_runs(runs)
     verdicts = [verdict(logged[0].result, run.result, prediction) for run in logged[1:]]

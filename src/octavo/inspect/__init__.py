@@ -1,7 +1,8 @@
 """Level 6: inspect a model before or during training: memory, time, and the effect of FP8 on its numerics."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from octavo.runtime.lazy import lazy_names
 
 if TYPE_CHECKING:
     from octavo.inspect.autopilot import Autopilot, RecipeChange
@@ -25,26 +26,19 @@ __all__ = [
     "plan",
 ]
 
-_MODULES = {
-    "Autopilot": "inspect.autopilot",
-    "Finding": "inspect.findings",
-    "History": "inspect.findings",
-    "RecipeChange": "inspect.autopilot",
-    "OperandStats": "inspect.stats",
-    "Thresholds": "inspect.findings",
-    "Watch": "inspect.watch",
-    "compare_losses": "inspect.compare",
-    "memory": "planner.model_memory",
-    "plan": "planner.model_plan",
-}
-"""Where each public name lives."""
-
-
-def __getattr__(name: str) -> Any:
-    """Import a public name on first use, so that `import octavo` stays fast."""
-    if name in _MODULES:
-        return getattr(import_module(f"octavo.{_MODULES[name]}"), name)
-    raise AttributeError(f"module 'octavo.inspect' has no attribute {name!r}")
+if not TYPE_CHECKING:  # so that `import octavo` stays fast
+    __getattr__ = lazy_names(
+        __name__,
+        {
+            "inspect.autopilot": ("Autopilot", "RecipeChange"),
+            "inspect.compare": ("compare_losses",),
+            "inspect.findings": ("Finding", "History", "Thresholds"),
+            "inspect.stats": ("OperandStats",),
+            "inspect.watch": ("Watch",),
+            "planner.model_memory": ("memory",),
+            "planner.model_plan": ("plan",),
+        },
+    )
 
 
 def __dir__() -> list[str]:

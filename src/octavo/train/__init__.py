@@ -11,15 +11,18 @@ checkpoints (`checkpoint/`), logs (`record/`), and error and spike detection
 (`diagnose`, `guard`).
 """
 
-from octavo.runtime.extras import needs_extras
+from typing import TYPE_CHECKING, Any
 
-with needs_extras("octavo.train"):
+from octavo.runtime.extras import needs_extras
+from octavo.runtime.lazy import lazy_names
+
+if TYPE_CHECKING:
     from octavo.train.config.run_config import ConfigError, TrainConfig, load_config, parse_config
     from octavo.train.diagnose import NonFiniteError
     from octavo.train.loop import run
     from octavo.train.ranks import LostRankError
     from octavo.train.record.metrics import Losses, RunResult, StepMetrics, read_metrics
-from octavo.train.record.progress import Progress
+    from octavo.train.record.progress import Progress
 
 __all__ = [
     "ConfigError",
@@ -35,3 +38,18 @@ __all__ = [
     "read_metrics",
     "run",
 ]
+
+_NAMES = {
+    "train.config.run_config": ("ConfigError", "TrainConfig", "load_config", "parse_config"),
+    "train.diagnose": ("NonFiniteError",),
+    "train.loop": ("run",),
+    "train.ranks": ("LostRankError",),
+    "train.record.metrics": ("Losses", "RunResult", "StepMetrics", "read_metrics"),
+    "train.record.progress": ("Progress",),
+}
+
+if not TYPE_CHECKING:  # a reader of records needs no trainer
+
+    def __getattr__(name: str) -> Any:
+        with needs_extras("octavo.train"):
+            return lazy_names(__name__, _NAMES)(name)

@@ -11,8 +11,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from octavo.train.config.run_config import ConfigError
-
 try:
     import fcntl
 except ImportError:  # not a Unix: two runs in one folder are not noticed there
@@ -64,6 +62,8 @@ def names_file(path: Path) -> Iterator[None]:
 @contextmanager
 def output_folder(out: Path) -> Iterator[None]:
     """Make the folder `out` and lock it. Folders created here are removed if they stay empty."""
+    from octavo.train.config.run_config import ConfigError  # imports torch, which `octavo watch` does without
+
     # Raises ConfigError if `out` cannot be written or another process holds the lock.
     created = [path for path in (out, *out.parents) if not path.exists()]
     try:

@@ -38,6 +38,7 @@ from octavo.train.guard import SpikeError
 from octavo.train.model import check_model
 from octavo.train.optimizer import state_bytes_per_parameter
 from octavo.train.ranks import Ranks, deterministic_algorithms, device_name, join_ranks, under_torchrun
+from octavo.train.record.files import CONFIG_FILE, LAYERS_FILE
 from octavo.train.record.loggers import ScalarLog, missing_logger
 from octavo.train.record.metrics import (
     EVALUATION,
@@ -55,7 +56,7 @@ from octavo.train.record.metrics import (
     drop_later_events,
     last_rollback,
 )
-from octavo.train.record.outputs import CONFIG_FILE, LAYERS_FILE, RunFolder, open_run_folder
+from octavo.train.record.outputs import RunFolder, open_run_folder
 from octavo.train.record.progress import DeferredErrors, NullProgress, Progress, raise_deferred
 from octavo.train.sampling import Sampler, make_sampler
 from octavo.train.signals import Between, Stop, StopRequested, stop_on

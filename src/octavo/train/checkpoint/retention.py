@@ -11,8 +11,10 @@ import shutil
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from octavo.train.config.sections import Run
+if TYPE_CHECKING:
+    from octavo.train.config.sections import Run
 
 FOLDER = "checkpoints"
 REMOVING = ".removing-"
@@ -30,7 +32,7 @@ class Retention:
     best: int = 0  # Number of those with the lowest held-out loss
 
     @classmethod
-    def of(cls, run: Run) -> "Retention":
+    def of(cls, run: "Run") -> "Retention":
         """The settings of a run."""
         return cls(run.keep, run.keep_every, run.keep_best)
 

@@ -48,10 +48,13 @@ def read_record(text: bytes, kind: type[T], problem: str) -> T:
 
 
 class RecordFollower(Generic[T]):
-    """Reads a file of records while another process appends to it, or replaces it as a resumed run does."""
+    """Reads a file of records while another process appends to it, or replaces it as a resumed run does.
 
-    def __init__(self, path: Path, kind: type[T], what: str) -> None:
-        self.records: list[T] = []  # All records so far
+    `records`: a list, or what has its `append`, `pop`, `clear` and length.
+    """
+
+    def __init__(self, path: Path, kind: type[T], what: str, *, records: Any = None) -> None:
+        self.records: Any = [] if records is None else records  # All records so far
         self._path, self._kind, self._what = path, kind, what
         self._last, self._before_last, self._offset = b"", b"", 0
 
@@ -74,13 +77,14 @@ class RecordFollower(Generic[T]):
                 else:
                     self._restart()
                 file.seek(self._offset)
-            *lines, _ = file.read().split(b"\n")
-        before = len(self.records)
-        for line in lines:
-            problem = f"{self._path}, line {len(self.records) + 1} is not {self._what}"
-            self.records.append(read_record(line, self._kind, problem))
-            self._last, self._before_last = line + b"\n", self._last
-            self._offset += len(self._last)
+            before = len(self.records)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break
+                problem = f"{self._path}, line {len(self.records) + 1} is not {self._what}"
+                self.records.append(read_record(line, self._kind, problem))
+                self._last, self._before_last = line, self._last
+                self._offset += len(line)
         return before
 
     @staticmethod
@@ -90,7 +94,7 @@ class RecordFollower(Generic[T]):
         return file.read(len(line)) == line
 
     def _restart(self) -> None:
-        self.records = []
+        self.records.clear()
         self._last, self._before_last, self._offset = b"", b"", 0
 
 

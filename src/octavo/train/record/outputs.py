@@ -20,16 +20,12 @@ from octavo.train.checkpoint.retention import FOLDER, invalid_checkpoints, lates
 from octavo.train.checkpoint.store import read_trainer_state
 from octavo.train.config.run_config import ConfigError, TrainConfig, check_same_run
 from octavo.train.config.sections import expand
+from octavo.train.record.files import CONFIG_FILE, LAYERS_FILE, RUN_MARKERS
 from octavo.train.record.loggers import LOGGERS_FILE
-from octavo.train.record.metrics import EVENTS_FILE, METRICS_FILE, RESULT_FILE, SETUP_FILE, TENSORBOARD_DIR
+from octavo.train.record.metrics import EVENTS_FILE, SETUP_FILE, TENSORBOARD_DIR
 from octavo.train.record.statistics import STATISTICS_FILE
 
-CONFIG_FILE = "config.toml"
-LAYERS_FILE = "layers.json"
-"""The rows of `octavo.report`, from an FP8 run only."""
 TOKENIZER_FILE = "tokenizer.json"
-RUN_MARKERS = (METRICS_FILE, RESULT_FILE, FOLDER, CONFIG_FILE)
-"""Files that identify the folder of a run."""
 OTHER_FILES = (
     TOKENIZER_FILE, LAYERS_FILE, SETUP_FILE, STATISTICS_FILE, EVENTS_FILE, LOGGERS_FILE, TENSORBOARD_DIR, "report.html"
 )  # fmt: skip

@@ -22,7 +22,6 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, Validat
 
 from octavo.inspect.findings import Finding, History, Thresholds, findings
 from octavo.inspect.stats import OPERANDS, OperandStats
-from octavo.train.config.sections import Limits
 from octavo.train.disk import names_file, write_file
 from octavo.train.record.json_lines import STRICT, NonNegative, RecordFollower, check_order, first_error, read_records
 
@@ -74,13 +73,17 @@ class StatisticsFollower:
 
     def __init__(self, out: Path) -> None:
         self.rows: list[OperandStats] = []  # All rows so far
-        self._records: RecordFollower[OperandStats] = RecordFollower(out / STATISTICS_FILE, Row, ROW)
+        self._records: RecordFollower[OperandStats] = RecordFollower(
+            out / STATISTICS_FILE, Row, ROW, records=self.rows
+        )  # fmt: skip
+        self._known = 0
 
     def poll(self) -> bool:
         """Read what is new; return whether anything is. Raises ValueError for a line that is not a row."""
-        known, before = min(self._records.poll(), len(self.rows)), len(self.rows)
-        self.rows[known:] = self._records.records[known:]
-        return known < before or before < len(self.rows)
+        before = self._known  # of the last poll that did not raise
+        kept = min(self._records.poll(), before)
+        self._known = len(self.rows)
+        return kept < before or before < self._known
 
 
 def statistics_of(folder: Path) -> list[OperandStats]:
@@ -107,6 +110,8 @@ def run_of(folder: Path) -> Path:
 
 def limits_of(run: Path) -> Thresholds:
     """The limits of a run, from the `config.toml` of its output folder; the defaults without one."""
+    from octavo.train.config.sections import Limits
+
     path = run / "config.toml"
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
