@@ -40,14 +40,20 @@ def test_what_does_not_grow_is_an_error():
     assert largest_fitting(lambda batch: 7, {4: 7}, 6, 1.0) == 0
 
 
-@pytest.mark.parametrize(("outputs", "expected"), [(100, [128]), (0, [128, 899])])
-def test_two_small_traces_and_a_line(outputs, expected):
-    """A step that runs each image by itself is not traced at the answer."""
+@pytest.mark.parametrize(
+    ("batch", "limit", "outputs", "expected"),
+    [
+        (64, 999_999, 100, [128]), (64, 999_999, 0, [128, 899]), (64, 159_999, 0, [59]), (1000, 499_999, 0, [399]),
+        (64, 100_000, 0, [1]), (1, 100_000, 0, []),
+    ],
+)  # fmt: skip
+def test_two_small_traces_and_a_line(batch, limit, outputs, expected):
+    """A step that runs each image by itself is not traced at the answer; one that does not fit, at one batch."""
     traced = []
 
     def plan(batch):
         phases = {"optimizer step": 50_000, "forward": 1000 * batch, "backward": 100_000 + 1000 * batch}
-        at_peak = {"activations": max(phases.values()), "temporaries": 0}
+        at_peak = {"activations": 1000 * batch, "temporaries": 0, "states": 100_000}
         return MemoryPlan(
             batch=batch, tokens=batch, phase="backward", at_peak=at_peak, largest=at_peak, peak_by_phase=phases,
             outputs=1000 + outputs * batch, replan=replan,
@@ -57,5 +63,6 @@ def test_two_small_traces_and_a_line(outputs, expected):
         traced.append(batch)
         return plan(batch)
 
-    assert plan(64).largest_batch(999_999) == 899
+    most = (limit - 100_000) // 1000
+    assert plan(batch).largest_batch(limit) == most
     assert traced == expected

@@ -79,6 +79,19 @@ def test_the_plan_is_what_the_trainer_has(make_config: MakeConfig, changes):
     assert plan.largest["gradients"] >= sum(p.nbytes for p in parameters)
 
 
+def test_a_level_that_is_the_configuration_is_planned_once(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch):
+    planned = []
+
+    def plan(config: TrainConfig, *, device: str, label: str, whole: bool) -> MemoryPlan:
+        planned.append(label)
+        return MemoryPlan(batch=1, tokens=1, phase="forward", label=label, at_peak={}, largest={})
+
+    monkeypatch.setattr(run_plan, "plan_memory", plan)
+    plans = plan_arms(make_config(precision={"level": "fp8", "parameters": "bf16"}))
+    assert planned == ["this config", *(level for level in LEVELS if level != "fp8")]
+    assert [each.label for each in plans] == ["this config", *LEVELS]
+
+
 @pytest.mark.slow
 def test_arms_fall_and_the_configuration_is_one_of_them(make_config: MakeConfig):
     parts = {"level": "fp8+activations", "master": "remainder"}  # which make another level

@@ -10,6 +10,7 @@ counted: the CUDA context (0.5 GB), workspaces inside kernels, and what the cach
 """
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -65,7 +66,7 @@ class MemoryPlan(Displayed):
     stage_message: int = 0  # Bytes of one message between stages
     replan: "Callable[[int], MemoryPlan] | None" = field(default=None, compare=False)
     """Plans the peak of the same step for another number of sequences."""
-    _fitting: dict[int, int] = field(default_factory=dict, init=False, compare=False)
+    _fitting: dict[int, int] = field(default_factory=dict, compare=False)  # Largest batches that were searched for
 
     @cached_property
     def peak(self) -> int:
@@ -79,8 +80,9 @@ class MemoryPlan(Displayed):
 
     def largest_batch(self, limit_bytes: int) -> int:
         """Return the largest number of sequences in one forward whose peak is at most `limit_bytes`; 0 if none fits."""
-        # Plans twice the batch, and follows the line of each phase of the step to the limit. One more plan checks the
-        # answer, unless its step has too many operations, as of a model that runs its images one by one.
+        # Plans another batch, twice this one or a smaller one that may fit, and follows the line of each phase of the
+        # step to the limit. One more plan checks the answer, unless its step has too many operations, as of a model
+        # that runs its images one by one.
         if self.replan is None:
             raise ValueError("this plan was built by hand: make a new plan to vary the batch")
         if limit_bytes not in self._fitting:
@@ -88,20 +90,28 @@ class MemoryPlan(Displayed):
         return self._fitting[limit_bytes]
 
     def _search_largest(self, replan: "Callable[[int], MemoryPlan]", limit_bytes: int) -> int:
-        peaks, slope = {self.batch: self.peak}, (self.at_peak[ACTIVATIONS] + self.at_peak[TEMPORARIES]) / self.batch
-        if self.peak <= limit_bytes:
-            twice = replan(2 * self.batch)
-            peaks[twice.batch] = twice.peak
-            room = limit_bytes - self.peak + max(self.peak_by_phase.values())
-            grown = {phase: twice.peak_by_phase[phase] - size for phase, size in self.peak_by_phase.items()}
-            lasts = [
-                self.batch + (room - size) * self.batch // grown[phase]
-                for phase, size in self.peak_by_phase.items()
-                if grown[phase] > 0
-            ]
-            more_outputs = (twice.outputs - self.outputs) / self.batch
-            if lasts and self.outputs + more_outputs * (min(lasts) - self.batch) > MOST_OUTPUTS:
-                return min(lasts)
+        slope = (self.at_peak[ACTIVATIONS] + self.at_peak[TEMPORARIES]) / self.batch
+        fits = self.peak <= limit_bytes
+        if not fits and self.batch == 1:
+            return 0
+        excess = math.ceil((self.peak - limit_bytes) / max(slope, 1.0))
+        other = replan(2 * self.batch if fits else min(max(self.batch - excess, 1), self.batch - 1))
+        if other.batch == 1 and other.peak > limit_bytes:
+            return 0
+        peaks, extra = {plan.batch: plan.peak for plan in (self, other)}, other.batch - self.batch
+        room = limit_bytes - self.peak + max(self.peak_by_phase.values())
+        # Bytes that `extra` sequences add, so that a smaller batch has fewer in both.
+        grown = {phase: other.peak_by_phase[phase] - size for phase, size in self.peak_by_phase.items()}
+        lasts = [
+            self.batch + (room - size) * extra // grown[phase]
+            for phase, size in self.peak_by_phase.items()
+            if grown[phase] * extra > 0
+        ]
+        most = min(lasts, default=0)
+        if most > 0:
+            outputs = self.outputs + (other.outputs - self.outputs) / extra * (most - self.batch)
+            if outputs > MOST_OUTPUTS or (most == other.batch and not fits and other.peak <= limit_bytes):
+                return most
         return largest_fitting(lambda size: replan(size).peak, peaks, limit_bytes, slope)
 
     def to_json(self) -> str:

@@ -458,7 +458,11 @@ def plan_arms(config: TrainConfig, *, device: str = "cuda", progress: OnSubject 
         changes = {} if config.precision.parameters == "bf16" else {"parameters": "bf16", "loss_scale": "none"}
         if level == "bf16":
             changes["loss"] = "whole"
-        plans.append(plan_memory(at_level(config, level, changes), device=device, label=level, whole=False))
+        arm = at_level(config, level, changes)
+        same = arm.model_dump() == config.model_dump()
+        plans.append(
+            replace(plans[0], label=level) if same else plan_memory(arm, device=device, label=level, whole=False)
+        )
     return plans
 
 
