@@ -101,7 +101,7 @@ def test_printed_and_as_json(wide):
     text = str(speed)
     for part in ("predicted, not measured: H100 SXM", "Peaks: NVIDIA H100 data sheet, 2023. ", "bf16 0.76",
                  "measured on NVIDIA H100 80GB HBM3 (torch 2.11", "assumed: attention 0.40",
-                 "model.layers.{0-1}.mlp.up_proj", "tokens/s", "MFU", "FP8 pays",
+                 "model.layers.{0-1}.mlp.up_proj", "linear layers, ms", "total, ms", "tokens/s", "MFU", "FP8 pays",
                  "parameters", "gradients", "optimizer states", "activations", "temporaries", "largest that fits",
                  "memory of each GPU", "It fits"):  # fmt: skip
         assert part in text, part

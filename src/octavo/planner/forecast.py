@@ -91,7 +91,7 @@ class Forecast(Plan):
             text += f" and {mixtures} mixture{'s' * (mixtures > 1)} of experts"
         text += f" in {recipes}" * bool(recipes)
         return (
-            f"{text}; predicted on {self.step_config.gpus} × {self.gpu.name}: {1e3 * time.seconds:,.4g} ms a step, "
+            f"{text}; predicted on {self.step_config.gpus} × {self.gpu.name}: {_duration(time.seconds)} a step, "
             f"{self.bf16.seconds / time.seconds:.2f}× bf16"
         )
 
@@ -212,3 +212,8 @@ def forecast(
             plan=configured[0], time=time(*configured), memory=configured[1]
         ),
     )  # fmt: skip
+
+
+def _duration(seconds: float) -> str:
+    """Format a time: in seconds from one on, else in milliseconds."""
+    return f"{seconds:,.1f} s" if seconds >= 1 else f"{1e3 * seconds:,.4g} ms"

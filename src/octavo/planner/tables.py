@@ -90,9 +90,11 @@ def forecast_text(plan: Any, width: int | None = None) -> str:
     return "\n".join([*layers.lines(width), *below, "", *_step(plan).lines(), *sent, "", *notes])
 
 
-def _duration(seconds: float) -> str:
-    """Format a time: in seconds from one on, else in milliseconds."""
-    return f"{seconds:,.1f} s" if seconds >= 1 else f"{1e3 * seconds:,.2f} ms"
+PART_NAMES = {
+    "linears": "linear layers", "products": "other matrix products", "rest": "other operations",
+    "waiting": "waiting for the host", "bubble": "pipeline bubble",
+}  # fmt: skip
+"""Parts of a step for people, where the name of a part is not theirs."""
 
 
 def _columns(plan: Any) -> list[tuple[str, StepTime, MemoryPlan]]:
@@ -104,9 +106,10 @@ def _columns(plan: Any) -> list[tuple[str, StepTime, MemoryPlan]]:
 
 
 def _step(plan: Any) -> Table:
-    """Table of milliseconds and GiB, by column."""
+    """Table of times and memory, by column."""
     rows: list[Sequence[str]] = []
     columns = _columns(plan)
+    unit, name = (1.0, "s") if max(time.seconds for _, time, _ in columns) >= 1 else (1e3, "ms")
 
     def of_time(name: str, form: Callable[[StepTime], str]) -> None:
         rows.append((name, *(form(time) for _, time, _ in columns)))
@@ -115,9 +118,12 @@ def _step(plan: Any) -> Table:
         rows.append((name, *(form(memory) for _, _, memory in columns)))
 
     for part in (part for part in PARTS if part != "bubble" or plan.step_config.pp > 1):
-        of_time(f"{part}, ms", lambda time, part=part: f"{1e3 * getattr(time, part):,.2f}")  # type: ignore[misc]
+        of_time(
+            f"{PART_NAMES.get(part, part)}, {name}",
+            lambda time, part=part: f"{unit * getattr(time, part):,.2f}",  # type: ignore[misc]
+        )
     rows.append(())
-    of_time("total", lambda time: _duration(time.seconds))
+    of_time(f"total, {name}", lambda time: f"{unit * time.seconds:,.2f}")
     of_time("tokens/s", lambda time: f"{time.tokens_per_second:,.0f}")
     of_time("MFU of the bf16 peak", lambda time: f"{time.mfu:.1%}")
     of_time("× bf16", lambda time: f"{plan.bf16.seconds / time.seconds:.2f}")
