@@ -18,7 +18,7 @@ import octavo
 SOURCE = Path(octavo.__file__).parent
 LEVELS = {
     "_version": 0,
-    "runtime": 0,
+    "runtime": -1,
     "numerics": 0,
     "tensor": 1,
     "kernels": 2,
