@@ -467,7 +467,7 @@ def test_mistakes(gloo, settings, tmp_path):  # noqa: F811
         ({"tp": 2, "ep": 2}, "not supported together"),
         ({"ep": 2, "dp_replicate": 2}, "leave dp_replicate out"),
         ({"tp": 2, "dp_replicate": 2, "dp_shard": 1}, "does not join DDP"),
-        ({"pp": 2, "cp": 2}, "leave cp out"),
+        ({"pp": 2, "cp": 2}, "leave ep and cp out"),
         ({"pp": 2, "dp_replicate": 2, "dp_shard": 1}, "does not join DDP"),
         ({"pp": 2, "schedule": "1f1b"}, "parallel.schedule: should be .*'1f1b'"),
         ({"pp": 2, "schedule": "ZBVZeroBubble"}, "set parallel.reshard_after_forward = false"),

@@ -45,6 +45,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -361,8 +362,9 @@ class TrainerOptimizer(ABC):
         # `norm_value`: the same where the host has read it; up to the clip, the factor is 1 and nothing is multiplied.
         factor = 1.0
         if self._clip and norm_value + 1e-6 > self._clip:
-            value = norm_value if math.isfinite(norm_value) else norm.item()
-            factor = min(self._clip / (value + 1e-6), 1.0)
+            # In float32, as `torch.nn.utils.clip_grad_norm_` computes it.
+            value = np.float32(norm_value if math.isfinite(norm_value) else norm.item())
+            factor = min(float(np.float32(1) / (value + np.float32(1e-6)) * np.float32(self._clip)), 1.0)
         for group, ratio in zip(self.inner.param_groups, self._lr_ratios, strict=True):
             group["lr"] = lr * ratio
         self._step(factor)

@@ -88,7 +88,7 @@ class Trainer:
         *, ranks: Ranks | None = None, plan: Plan | None = None, divide: Callable[[nn.Module], Layout] | None = None,
         startup: Stopwatch | None = None,
     ) -> None:  # fmt: skip
-        precision, parallel = config.precision, config.parallel
+        precision, parallel, optim = config.precision, config.parallel, config.optim
         self.config, self.step = config, 0  # step: Number of finished steps
         self.ranks = ranks = ranks or Ranks(device)
         self.startup = startup = startup or Stopwatch()
@@ -138,9 +138,7 @@ class Trainer:
             parts = config.optim.micro_batches
             self.layout = distribute(self.model, parallel, device, fp8=self.layers is not None, micro_batches=parts)
         startup.lap("parallelize")
-        self.optimizer = make_optimizer(
-            self.model, config.optim, precision, fp32_masters, settings, self.layout.partial
-        )
+        self.optimizer = make_optimizer(self.model, optim, precision, fp32_masters, settings, self.layout.partial)
         startup.lap("optimizer")
         self.loss_scale = LossScale(precision.loss_scale)
         every = config.inspect.every or (AUTOPILOT_EVERY if precision.autopilot else 0)
