@@ -45,7 +45,7 @@ class Experts(nn.Module):
         self.weight = nn.Parameter(torch.randn(2, 64, 64) / 8)
 
     def forward(self, x):
-        return octavo.nn.experts(x, self.weight, None, torch.tensor([7, 16]).int(), octavo.RECIPES["rowwise"])
+        return octavo.nn.grouped_linear(x, self.weight, None, torch.tensor([7, 16]).int(), octavo.RECIPES["rowwise"])
 
 
 class Head(nn.Module):

@@ -6,7 +6,7 @@ Transformers keeps experts in one module per layer: `gate_up_proj` [E,2I,H] (or 
 [E,H,I], transposed in some models, with biases in some. Its decorator `use_experts_implementation` replaces the forward
 of such a class by one that calls any of several interchangeable functions (a loop, batched or grouped products), which
 read what the class computes from flags of the module. `Experts` is one more such function, with the two products in
-FP8: sort the rows by expert, multiply (`octavo.nn.experts`), let the module itself apply its gate, activation
+FP8: sort the rows by expert, multiply (`octavo.nn.grouped_linear`), let the module itself apply its gate, activation
 and norm, multiply by the routing weights, and add the k results of each token. Routers are modules of their own, and
 stay in high precision.
 
@@ -88,7 +88,7 @@ def grouped_linear(
 
     Examples:
         >>> x, weight = torch.randn(8, 64), torch.randn(2, 32, 64)
-        >>> octavo.nn.experts(x, weight, None, torch.tensor([3, 8]).int(), octavo.RECIPES["rowwise"]).shape
+        >>> octavo.nn.grouped_linear(x, weight, None, torch.tensor([3, 8]).int(), octavo.RECIPES["rowwise"]).shape
         torch.Size([8, 32])
     """
     if weight.ndim != 3 or input.ndim != 2 or offsets.shape != weight.shape[:1]:
