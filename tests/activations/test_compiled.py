@@ -245,7 +245,7 @@ def test_compiled_autograd_recomputes_what_eager_backward_does():
         x = torch.randn(16, 64).bfloat16().requires_grad_()
         loss = model(x).float().square().mean()
         if compiled:
-            with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager", fullgraph=True)):
+            with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
                 loss.backward()
         else:
             loss.backward()

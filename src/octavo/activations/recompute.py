@@ -94,9 +94,8 @@ class Rematerializer:
         self._memo.clear()
 
     def _once(self, key: Any, make: Callable[[], Any]) -> Any:
-        task = current_graph_task_id()
         # Not in backward, or traced by compiled autograd, whose graph shares equal work: nothing would clear the cache.
-        if task == -1 or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or (task := current_graph_task_id()) == -1:
             return make()
         if not self._memo or self._task != task:  # an earlier backward may have failed and left its results
             self._memo.clear()
