@@ -43,7 +43,15 @@ with needs_extras("octavo.integrations.torchtitan", "pip install torchtitan"):
 
 
 class Fp8Converter(QuantizationConverter):  # type: ignore[misc]
-    """Replace configs of linears and experts by configs that build them in FP8."""
+    """Replace configs of linears and experts by configs that build them in FP8.
+
+    Args:
+        config: Which layers, and how.
+
+    Raises:
+        ValueError: For an unknown recipe, a recipe that keeps a state, or numbers below 0; in `convert`, if no layer
+            would compute in FP8.
+    """
 
     @dataclass(kw_only=True, slots=True)
     class Config(QuantizationConverter.Config):  # type: ignore[misc]
@@ -141,7 +149,11 @@ class Fp8Converter(QuantizationConverter):  # type: ignore[misc]
 
 @override(target=BaseModel.Config, description="Octavo: linears and experts in FP8")  # type: ignore[untyped-decorator]
 def fp8(cfg: Any, **settings: Any) -> Any:
-    """Convert a model's config from torchtitan's command line; `settings` are the fields of `Fp8Converter.Config`."""
+    """Convert a model's config from torchtitan's command line; `settings` are the fields of `Fp8Converter.Config`.
+
+    Raises:
+        ValueError: For unknown settings, and as `Fp8Converter`.
+    """
     known = [f.name for f in fields(Fp8Converter.Config)]
     if unknown := [name for name in settings if name not in known]:
         raise ValueError(f"octavo.integrations.torchtitan.fp8 has no setting {unknown[0]!r}. Known: {', '.join(known)}")

@@ -79,7 +79,11 @@ class MemoryPlan(Displayed):
         return sum(self.saved_by_dtype.values())
 
     def largest_batch(self, limit_bytes: int) -> int:
-        """Return the largest number of sequences in one forward whose peak is at most `limit_bytes`; 0 if none fits."""
+        """Return the largest number of sequences in one forward whose peak is at most `limit_bytes`; 0 if none fits.
+
+        Raises:
+            ValueError: If the plan was built by hand, or the peak does not grow with the batch.
+        """
         # Plans another batch, twice this one or a smaller one that may fit, and follows the line of each phase of the
         # step to the limit. One more plan checks the answer, unless its step has too many operations, as of a model
         # that runs its images one by one.
@@ -110,7 +114,7 @@ class MemoryPlan(Displayed):
         most = min(lasts, default=0)
         if most > 0:
             outputs = self.outputs + (other.outputs - self.outputs) / extra * (most - self.batch)
-            if outputs > MOST_OUTPUTS or (most == other.batch and not fits and other.peak <= limit_bytes):
+            if outputs > MOST_OUTPUTS:
                 return most
         return largest_fitting(lambda size: replan(size).peak, peaks, limit_bytes, slope)
 
