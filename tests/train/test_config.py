@@ -108,6 +108,7 @@ def test_a_part_of_the_level_can_be_set_by_itself(toml: Path, overrides: list[st
         ("optim.schedule=cosin", r"optim.schedule: should be .*got 'cosin'.*did you mean 'cosine'"),
         ("optim.micro_batches=3", r"optim.batch = 8 .* 3 equal .* one of \[1, 2, 4, 8\]"),
         ("precision.loss_scale=dynamc", r"precision.loss_scale: .*got 'dynamc'.*did you mean 'dynamic'"),
+        ("run.profile=3", r"run.profile: should be the first and the last step .*, as \[10, 12\], got 3"),
         ("optim.betas=[0.9]", r"optim.betas: should be two numbers in .*, as \[0.9, 0.95\], got \[0.9\]"),
         ("precision.loss_scale=0", r'loss_scale: should be "none" \| "dynamic", or a number > 0, got 0'),
         ("precision.loss_scale=true", r'loss_scale: should be "none" \| "dynamic", or a number > 0, got True'),

@@ -48,6 +48,7 @@ LARGEST_STEP = 2**30
 """Most tokens of a step: each process holds their ids and targets, 16 bytes a token."""
 EXPECTED_VALUES = {
     "optim.betas": "two numbers in [0, 1), as [0.9, 0.95]",
+    "run.profile": "the first and the last step to profile, as [10, 12]",
     "precision.skip": 'a list of patterns, as ["lm_head"]',
     "precision.only": 'a list of patterns, as ["*.mlp.*"]',
     "sample.prompts": 'a list of one text or more, as ["def "]',
