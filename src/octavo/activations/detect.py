@@ -336,11 +336,6 @@ def _method(owner: Any, method: str) -> tuple[str | None, Formula | None]:
     ), formula
 
 
-def known_expression(kind: str, method: str) -> Expression:
-    """Return the expression of a known forward of a norm or a gated MLP, by its name here."""
-    return _pattern({"norm": _Norms, "glu": _Glus}[kind], method)
-
-
 def _pattern(owner: type, method: str) -> Expression:
     formula = formula_of_method(owner, method)
     return None if formula is None else formula.expression

@@ -123,21 +123,17 @@ class QuantizePlan:
         """Return `_run` for aligned addresses, without its branches; None if a kernel was not compiled for these."""
         constants: dict[str, Any] = {"new_zeros": new_zeros, "general": self._run}
         otherwise = "return general(X, FOLD, FOLD_T, GIVEN, zeros)"
-        lines = self.source(constants, otherwise)
+        lines = self._source(constants, otherwise)
         if lines is None:
             return None
-        lines = [*self.preparation(constants, otherwise), *lines, "return Q, Q_T, S, S_T"]
+        lines = [*preparation(self._index, constants, otherwise), *lines, "return Q, Q_T, S, S_T"]
         return function_of("X, FOLD, FOLD_T, GIVEN, zeros=new_zeros", lines, constants)
 
-    def preparation(self, constants: dict[str, Any], otherwise: str) -> list[str]:
-        """See `octavo.kernels.launch.preparation`: lines before `source`, once for several plans of a device."""
-        return preparation(self._index, constants, otherwise)
-
-    def source(self, constants: dict[str, Any], otherwise: str, contiguous: bool = False) -> list[str] | None:
+    def _source(self, constants: dict[str, Any], otherwise: str) -> list[str] | None:
         """Return lines that do what `run` does for aligned addresses; None if a kernel was not compiled for these."""
         # Names in them: tensors in capitals (X, FOLD, FOLD_T, GIVEN come in, as `zeros`; Q, Q_T, S, S_T come out),
-        # addresses as the kernels call them. `otherwise` is the statement for all other cases; `contiguous` tells that
-        # FOLD, FOLD_T and GIVEN always are. The objects in the lines are added to `constants`.
+        # addresses as the kernels call them. `otherwise` is the statement for all other cases. The objects in the lines
+        # are added to `constants`.
         launches = [step.source(constants) for step, _ in self._steps]
         if not launches or None in launches:
             return None
@@ -147,8 +143,7 @@ class QuantizePlan:
         lines = []
         if takes_scale:
             lines += [f"BITS = GIVEN if GIVEN.dtype is {source_of(torch.float32, constants)} else GIVEN.float()"]
-        if not contiguous:
-            lines += [f"if not {name}.is_contiguous(): {otherwise}" for name in (*folds, *["BITS"] * takes_scale)]
+        lines += [f"if not {name}.is_contiguous(): {otherwise}" for name in (*folds, *["BITS"] * takes_scale)]
         lines += self._allocations(constants)
         addresses = {"x": "X", "q_t": "COLUMNS", "s": "S"} | {name.lower(): name for name in folds}
         addresses |= {"q": "Q"} if self._writes_rows and self._writes_columns else {}
