@@ -15,15 +15,12 @@ does not show its cause. Gloo raises a plain RuntimeError for a dead peer, a tim
 DistBackendError for a dead peer and a full GPU. So the type and traceback of an error show whether it comes from a
 collective, and the store shows whether another rank is gone.
 
-The ranks of a machine share one copy of the model until training begins. One process builds the model and writes its
-tensors to a file in a folder that only its user may enter. All ranks map the file, and each reads only its own rows.
-The file is unlinked before training begins. The rest (the modules) travels over the process group. The file holds only
-tensors and is read with `weights_only`, so a planted file cannot run code.
+The ranks of a machine share one copy of the model until training begins. One process builds the model and writes it
+to a file in a folder that only its user may enter. All ranks map the file, and each reads only its own rows. The file
+is unlinked before training begins.
 """
 
-import io
 import os
-import pickle
 import tempfile
 import threading
 import time
@@ -37,7 +34,7 @@ from uuid import uuid4
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
 from octavo.kernels.gemm.torch_bf16 import SWITCH as CPU_PRODUCTS
@@ -50,8 +47,7 @@ T = TypeVar("T")
 
 MACHINE_PATHS = {"run.out", "data.source", "data.cache", "eval.source"}
 """Settings that hold paths of a machine and may differ between ranks; the data is compared by its fingerprint."""
-STARTED_KEY = "octavo/begun"
-"""Key in torchrun's store of a run that has started."""
+STARTED_KEY = "octavo/begun"  # Key in torchrun's store of a run that has started
 
 
 class SharedError(ConfigError):
@@ -324,8 +320,7 @@ def _rank_names(ranks: list[int]) -> str:
 
 _ALL_ANSWER = "every rank was alive after this error"
 """Note on an error that ranks have told each other about, which no lost rank can have caused."""
-_MISTAKES = (ValueError, OSError)
-"""Errors of a user or of the machine, whose message is enough."""
+_MISTAKES = (ValueError, OSError)  # Errors of a user or of the machine, whose message is enough
 
 
 def _try(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
@@ -339,10 +334,8 @@ def _message(error: Exception) -> str:
     return str(error) if isinstance(error, _MISTAKES) else f"{type(error).__name__}: {error}"
 
 
-BEAT_SECONDS = 0.5
-"""Seconds between two counts."""
-GRACE_SECONDS = 3.0
-"""Seconds without a count after which a rank counts as gone: killed, stopped, or its machine down."""
+BEAT_SECONDS = 0.5  # Seconds between two counts
+GRACE_SECONDS = 3.0  # Seconds without a count after which a rank counts as gone: killed, stopped, or its machine down
 LEFT = "left"
 
 
@@ -419,8 +412,7 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
-WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
-"""Variable that cuBLAS reads when CUDA starts; deterministic products need it."""
+WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"  # Variable that cuBLAS reads when CUDA starts; deterministic products need it
 
 
 @contextmanager
@@ -453,68 +445,25 @@ def share_on_machine(make: Callable[[], T], ranks: Ranks) -> T:
     if ranks.world_size == 1:
         return make()
     with tempfile.TemporaryDirectory(prefix="octavo-") as folder:  # of mode 0700
-        file = Path(folder) / "tensors.pt"
-        skeleton = ranks.raise_together(lambda: _write(make(), file) if ranks.local == 0 else b"")
-        owner = ranks.rank - ranks.local
-        pickled, path = ranks.all_gather((skeleton, str(file)))[owner]
-        value: T = ranks.raise_together(lambda: _TensorJoiner(pickled, _mapped(Path(path))).load())
+        file = Path(folder) / "model.pt"
+        ranks.raise_together(lambda: _write(make(), file) if ranks.local == 0 else None)
+        path = ranks.all_gather(file)[ranks.rank - ranks.local]
+        value: T = ranks.raise_together(lambda: _mapped(path))
         ranks.wait()  # until all have mapped it
     return value
 
 
-def _write(value: Any, file: Path) -> bytes:
-    """Write the tensors of a value. Returns the rest, pickled."""
-    buffer = io.BytesIO()
-    separator = _TensorSeparator(buffer)
-    separator.dump(value)
+def _write(value: Any, file: Path) -> None:
     try:
-        torch.save(separator.tensors, file)
+        torch.save(value, file)
     except (OSError, RuntimeError) as error:
         raise ConfigError(
             f"the model cannot be written to {file} for the processes of this machine to share ({error}): set TMPDIR "
             "to a folder with room for it"
         ) from None
-    return buffer.getvalue()
 
 
-def _mapped(file: Path) -> dict[str, Tensor]:
+def _mapped(file: Path) -> Any:
     if os.name == "posix" and (file.stat().st_uid, file.parent.stat().st_mode & 0o077) != (os.getuid(), 0):
         raise ConfigError(f"{file} is not this user's alone: set TMPDIR to a folder of your own")
-    try:
-        tensors: dict[str, Tensor] = torch.load(file, mmap=True, weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError) as error:
-        raise ConfigError(f"{file} does not hold the tensors that were written to it: {error}") from None
-    return tensors
-
-
-class _TensorSeparator(pickle.Pickler):
-    """Pickles everything but tensors, which it collects."""
-
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file)
-        self.tensors: dict[str, Tensor] = {}
-        self._names: dict[int, str] = {}
-
-    def persistent_id(self, value: Any) -> tuple[str, bool, bool] | None:
-        if not isinstance(value, Tensor):
-            return None
-        name = self._names.setdefault(id(value), str(len(self._names)))
-        self.tensors[name] = value.detach()
-        return name, isinstance(value, nn.Parameter), value.requires_grad
-
-
-class _TensorJoiner(pickle.Unpickler):
-    """Read what `_TensorSeparator` wrote, with the tensors in their places."""
-
-    def __init__(self, pickled: bytes, tensors: dict[str, Tensor]) -> None:
-        super().__init__(io.BytesIO(pickled))
-        self._tensors = tensors
-        self._restored: dict[str, Tensor] = {}
-
-    def persistent_load(self, key: tuple[str, bool, bool]) -> Tensor:
-        name, is_parameter, requires_grad = key
-        if name not in self._restored:
-            tensor = self._tensors[name]
-            restored = nn.Parameter(tensor, requires_grad) if is_parameter else tensor.requires_grad_(requires_grad)
-            self._restored[name] = restored
-        return self._restored[name]
+    return torch.load(file, mmap=True, weights_only=False)  # of a run of the same user, made just now
