@@ -14,8 +14,7 @@ from importlib.util import find_spec
 from octavo.runtime.extras import needs_extras
 from octavo.runtime.stopwatch import Stopwatch
 
-STARTUP = Stopwatch()
-"""Runs from the beginning of the command."""
+STARTUP = Stopwatch()  # Runs from the beginning of the command
 
 with needs_extras("the command octavo"):
     for package in ("rich", "pydantic"):  # imported later, so that --version and completion take no time

@@ -25,8 +25,7 @@ ORDERS: "dict[str, Callable[[OperandStats], float]]" = {
     "nonfinite": lambda row: -row.nonfinite,
 }
 """Sort keys; the worst operand comes first."""
-SHOWN = 10
-"""Maximum number of findings shown."""
+SHOWN = 10  # Maximum number of findings shown
 
 
 @app.command(name="inspect", epilog=EXAMPLES["inspect"])

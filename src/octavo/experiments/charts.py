@@ -15,12 +15,9 @@ from numpy.typing import NDArray
 from octavo.experiments.curves import Floats, Steps, smooth
 from octavo.experiments.theme import axis, colour, layout, plain
 
-BUCKETS = 1000
-"""Points of a smoothed line, and half the points of a raw one, at most."""
-LARGE, FLAT, SMALL = 340, 270, 220
-"""Heights of charts, in CSS pixels."""
-INTEGER_TICKS = 8
-"""Below so many steps, ticks are one step apart: no fractions between them."""
+BUCKETS = 1000  # Points of a smoothed line, and half the points of a raw one, at most
+LARGE, FLAT, SMALL = 340, 270, 220  # Heights of charts, in CSS pixels
+INTEGER_TICKS = 8  # Below so many steps, ticks are one step apart: no fractions between them
 
 
 @dataclass(frozen=True, kw_only=True)

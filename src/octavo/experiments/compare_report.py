@@ -18,8 +18,7 @@ from octavo.inspect.compare import ArmLosses, Verdict, percent, signed
 from octavo.train.record.metrics import finite
 from octavo.train.record.outputs import check_kind
 
-FILES = ("compare.json", "report.html")
-"""Files in the folder of a comparison, besides its runs."""
+FILES = ("compare.json", "report.html")  # Files in the folder of a comparison, besides its runs
 CARDS: dict[Verdict, str] = {
     "indistinguishable": "within",
     "better": "within",

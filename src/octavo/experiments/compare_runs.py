@@ -34,8 +34,7 @@ from octavo.train.record.files import CONFIG_FILE, RUN_MARKERS
 from octavo.train.record.metrics import METRICS_FILE, RESULT_FILE, RunResult, read_metrics
 from octavo.train.record.progress import Progress
 
-SHARED_SECTIONS = ("run", "model", "data", "eval")
-"""Sections that all arms share."""
+SHARED_SECTIONS = ("run", "model", "data", "eval")  # Sections that all arms share
 SHARED_KEYS = ("optim.batch",)
 ARM = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*")
 SETTING_SEPARATOR = re.compile(r"\s+(?=\w+(?:\.\w+)+\s*=)")

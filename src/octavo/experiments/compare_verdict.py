@@ -22,8 +22,7 @@ from octavo.inspect.compare import EXIT_CODES, ArmLosses, LossComparison, Outcom
 from octavo.inspect.paired_test import CONFIDENCE, MOST_SEEDS
 from octavo.train.record.metrics import LOSS, RunResult
 
-STOPPED = 4
-"""Exit code of a comparison that was stopped before its last run: the same command goes on."""
+STOPPED = 4  # Exit code of a comparison that was stopped before its last run: the same command goes on
 
 
 @dataclass(frozen=True, kw_only=True)

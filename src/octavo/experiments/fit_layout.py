@@ -21,12 +21,9 @@ from octavo.planner.step import CHECKPOINTING, StepTime
 from octavo.train.config.run_config import ConfigError, parse_config
 from octavo.train.run_plan import OnSubject, at_level, plan_configured, plan_progress
 
-MARGIN = 0.1
-"""Share of a GPU's memory left free: for the allocator, and for what a prediction leaves out."""
-HIDDEN = 0.02
-"""Largest share of a step that communication and waiting for the host take where they count as hidden."""
-MOST_GPUS = 4096
-"""Largest number of GPUs to suggest."""
+MARGIN = 0.1  # Share of a GPU's memory left free: for the allocator, and for what a prediction leaves out
+HIDDEN = 0.02  # Largest share of a step that communication and waiting for the host take where they count as hidden
+MOST_GPUS = 4096  # Largest number of GPUs to suggest
 
 
 @dataclass(frozen=True, kw_only=True)

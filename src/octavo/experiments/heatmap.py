@@ -22,20 +22,14 @@ from octavo.experiments.theme import COLOUR_LEVELS, axis, layout, plain
 from octavo.inspect.stats import OPERANDS, QUANTILES, OperandStats
 from octavo.numerics.names import pattern
 
-COLUMNS = 48
-"""Columns of a panel, at most."""
-ROWS = 280
-"""Rows of a map, at most."""
-LONGEST = 27
-"""Characters of a label, at most."""
+COLUMNS = 48  # Columns of a panel, at most
+ROWS = 280  # Rows of a map, at most
+LONGEST = 27  # Characters of a label, at most
 NAMES = {"x": "x", "w": "w", "dgrad_g": "G for dgrad", "wgrad_g": "G for wgrad"}
-BROKEN = COLOUR_LEVELS
-"""Level of a cell with values that are not finite."""
-GAP = 0.012
-"""Between panels, as a share of the width."""
+BROKEN = COLOUR_LEVELS  # Level of a cell with values that are not finite
+GAP = 0.012  # Between panels, as a share of the width
 
-HeatmapGroup = tuple[str, list[list[str]]]
-"""A kind of layers, and of each row the layers that share it."""
+HeatmapGroup = tuple[str, list[list[str]]]  # A kind of layers, and of each row the layers that share it
 
 
 @dataclass(frozen=True, kw_only=True)

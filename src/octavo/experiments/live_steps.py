@@ -10,8 +10,7 @@ from octavo.experiments.curves import Curves
 from octavo.experiments.logged_run import SAMPLES_SHOWN, Samples
 from octavo.train.record.metrics import LOSS, WARMUP_STEPS, Losses, StepMetrics
 
-RECENT = 50
-"""Last steps that are there with all of their fields; their speed tells the time that is left."""
+RECENT = 50  # Last steps that are there with all of their fields; their speed tells the time that is left
 COLUMNS = {
     "step": np.int64, "loss": np.float64, "held_out": np.float32, "lr": np.float32, "grad_norm": np.float32,
     "tokens_per_s": np.float32, "mfu": np.float32, "peak_memory": np.float32,

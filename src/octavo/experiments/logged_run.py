@@ -18,8 +18,7 @@ from octavo.train.record.files import LAYERS_FILE
 from octavo.train.record.metrics import RunResult, RunSetup, StepMetrics, read_events, read_metrics
 from octavo.train.record.statistics import all_findings, limits_of, read_statistics
 
-SAMPLES_SHOWN = 50
-"""Steps whose samples a page shows."""
+SAMPLES_SHOWN = 50  # Steps whose samples a page shows
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,8 +32,7 @@ from octavo.train.config.run_config import TrainConfig
 from octavo.train.record.metrics import LOSS, ExpectedStep, RunResult, RunSetup, StepMetrics
 from octavo.train.tasks.registry import task_of
 
-OTHER_COLUMNS = 58
-"""Characters of a line besides bar and numbers: the label, steps and times."""
+OTHER_COLUMNS = 58  # Characters of a line besides bar and numbers: the label, steps and times
 STATUS_STYLES = {"within": "bold green", "above": "bold yellow", "below": "bold yellow", "none": "bold red"}
 
 

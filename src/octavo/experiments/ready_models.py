@@ -13,8 +13,7 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-COMMENT_COLUMN = 28
-"""Column of the comments behind settings."""
+COMMENT_COLUMN = 28  # Column of the comments behind settings
 SPARE_ROWS = 128
 """Rows of the vocabulary of a model with images beyond those of its tokenizer: one is the placeholder of images."""
 STAGES = (

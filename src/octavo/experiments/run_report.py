@@ -31,8 +31,7 @@ CHIPS = {
     "below": f"more than {BAND_PERCENT:g} % lower",
     "none": "no verdict",
 }
-NOT_COMPARED = ("run.name", "run.out")
-"""Settings that differ between any two runs and do not affect the result."""
+NOT_COMPARED = ("run.name", "run.out")  # Settings that differ between any two runs and do not affect the result
 
 
 @dataclass(frozen=True, kw_only=True)

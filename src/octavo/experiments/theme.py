@@ -9,10 +9,8 @@ from collections.abc import Sequence
 from typing import Any
 
 FONT = 'ui-sans-serif, system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, "Noto Sans", sans-serif'
-SERIES = 6
-"""Colours of series: `--s0` to `--s5`, and as fills of areas `--a0` to `--a5`."""
-COLOUR_LEVELS = 8
-"""Colours of a heat map: `--bad0` to `--bad7`, or `--size0` to `--size7`."""
+SERIES = 6  # Colours of series: `--s0` to `--s5`, and as fills of areas `--a0` to `--a5`
+COLOUR_LEVELS = 8  # Colours of a heat map: `--bad0` to `--bad7`, or `--size0` to `--size7`
 AREA_OPACITY = 0.18
 
 

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 Status = Literal["within", "above", "below", "none"]
 
 BAND_PERCENT = 1.0
-FEWEST_STEPS = 100
-"""Steps below which a loss says nothing about where training ends."""
+FEWEST_STEPS = 100  # Steps below which a loss says nothing about where training ends
 ONE_SEED = (
     "One seed is one seed: how far apart two seeds of the same arm would lie was not measured, "
     "so the gap is not compared with seed noise."

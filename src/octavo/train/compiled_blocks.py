@@ -47,8 +47,7 @@ REMEDY = 'set run.compile = "none"'
 GRAPHS_PER_BLOCK = 32
 """Most graphs for each block: the autopilot may change the recipes of each, and evaluation has its own."""
 
-_SECONDS = {"compile": 0.0}
-"""Time that this process has spent compiling."""
+_SECONDS = {"compile": 0.0}  # Time that this process has spent compiling
 
 
 @contextmanager

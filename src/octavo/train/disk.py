@@ -17,10 +17,8 @@ except ImportError:  # not a Unix: two runs in one folder are not noticed there
     fcntl = None  # type: ignore[assignment]
 
 LOCK = ".lock"
-WITHOUT_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
-"""Error numbers of file systems without locks."""
-TRIES = 3
-"""How often a run tries to lock its folder, which `octavo watch` may be looking at."""
+WITHOUT_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}  # Error numbers of file systems without locks
+TRIES = 3  # How often a run tries to lock its folder, which `octavo watch` may be looking at
 
 
 def sync(folder: Path) -> None:

@@ -30,8 +30,7 @@ from octavo.train.ranks import Ranks
 from octavo.train.record.metrics import LOSS, LOSS_HIGH_PRECISION, finite
 from octavo.train.tasks.task import HeldOut, Task
 
-ROWS_SEED = 0
-"""Seed of the order of held-out rows: the same ones in every run."""
+ROWS_SEED = 0  # Seed of the order of held-out rows: the same ones in every run
 
 
 def evaluate(

@@ -74,8 +74,7 @@ def expected_step(config: TrainConfig, device: str, gpus: int) -> ExpectedStep |
 T = TypeVar("T")
 
 TRACE, TABLE = "profile.json", "profile.txt"
-ROWS = 40
-"""Operations in the table, the longest first."""
+ROWS = 40  # Operations in the table, the longest first
 
 
 class StepProfile:

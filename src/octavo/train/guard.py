@@ -33,18 +33,13 @@ from octavo.train.config.run_config import ConfigError
 from octavo.train.config.sections import GuardConfig
 from octavo.train.record.metrics import StepMetrics
 
-MIN_STEPS = 16
-"""Fewest steps in the window before a spike can be detected."""
-MAD_TO_STD = 1.4826
-"""Standard deviation of a normal distribution, in median absolute deviations."""
-MIN_DEVIATION = 0.01
-"""Smallest deviation, as a fraction of the median."""
-STEPS_PER_ALARM = 100_000
-"""Expected number of steps per false alarm, at least."""
+MIN_STEPS = 16  # Fewest steps in the window before a spike can be detected
+MAD_TO_STD = 1.4826  # Standard deviation of a normal distribution, in median absolute deviations
+MIN_DEVIATION = 0.01  # Smallest deviation, as a fraction of the median
+STEPS_PER_ALARM = 100_000  # Expected number of steps per false alarm, at least
 LOSS_DAMAGE, LOSS_AND_NORM_DAMAGE = 2.0, 1.25
 """Factors of the median loss: damage by itself, and damage together with an unusual gradient norm."""
-NORM_FACTOR = 3.0
-"""Factor above or below the median gradient norm that is unusual."""
+NORM_FACTOR = 3.0  # Factor above or below the median gradient norm that is unusual
 
 
 class SpikeError(RuntimeError):

@@ -38,8 +38,7 @@ from octavo.train.config.run_config import ConfigError
 from octavo.train.config.sections import Data, Optim, ParallelConfig
 from octavo.train.ranks import Ranks, SharedError
 
-Inputs = Any
-"""The inputs of a batch: a tensor, or a mapping of names to tensors."""
+Inputs = Any  # The inputs of a batch: a tensor, or a mapping of names to tensors
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:

@@ -65,12 +65,10 @@ from octavo.train.tasks.task import Data as TaskData
 from octavo.train.tasks.task import Task
 from octavo.train.trainer import Trainer
 
-MAX_FINDINGS_SHOWN = 4
-"""Largest number of findings printed for one step."""
+MAX_FINDINGS_SHOWN = 4  # Largest number of findings printed for one step
 REQUIRED_PACKAGES = ("safetensors", "tokenizers", "transformers", "tensorboard", "jinja2", "plotly")
 """Packages that every run imports, some of them only at its end."""
-SLOW_STEP_SECONDS = 2.0
-"""Steps that take longer may end between two micro-batches."""
+SLOW_STEP_SECONDS = 2.0  # Steps that take longer may end between two micro-batches
 PREPARATION_TIMEOUT = timedelta(days=7)
 """How long ranks wait for the one that prepares the data. The death of a rank ends the wait at once."""
 

@@ -24,10 +24,8 @@ from octavo.train.config.sections import LoraConfig
 from octavo.train.ranks import Ranks
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
-ADAPTER = "default"
-"""PEFT's name of the adapter."""
-PREFIX = "base_model.model."
-"""What PEFT's files have before the name of a module."""
+ADAPTER = "default"  # PEFT's name of the adapter
+PREFIX = "base_model.model."  # What PEFT's files have before the name of a module
 
 
 def add_adapters(model: nn.Module, lora: LoraConfig, seed: int, base: str | None) -> None:

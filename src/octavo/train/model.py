@@ -258,13 +258,10 @@ def check_fit(model: Any, source: Model, sequence_length: int, tokenizer: TextTo
 
 T = TypeVar("T")
 
-CHUNK = 1 << 20
-"""Elements that one generator draws."""
+CHUNK = 1 << 20  # Elements that one generator draws
 _aten = torch.ops.aten
-DRAWS = {_aten.normal_.default, _aten.uniform_.default}
-"""Overwrite a tensor with random numbers."""
-FILLS = {_aten.zero_.default, _aten.fill_.Scalar}
-"""Overwrite a tensor with something else."""
+DRAWS = {_aten.normal_.default, _aten.uniform_.default}  # Overwrite a tensor with random numbers
+FILLS = {_aten.zero_.default, _aten.fill_.Scalar}  # Overwrite a tensor with something else
 POINTWISE = {
     _aten.erfinv_.default, _aten.mul_.Tensor, _aten.mul_.Scalar, _aten.add_.Tensor, _aten.add_.Scalar,
     _aten.clamp_.default,

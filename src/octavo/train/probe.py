@@ -18,8 +18,7 @@ from octavo.train.compiled_blocks import Checkpointing
 from octavo.train.config.run_config import ConfigError
 from octavo.train.ranks import from_collective
 
-GRADIENT_SCALE = 1024.0
-"""Factor that keeps the gradient of the causality check from underflowing in fp16."""
+GRADIENT_SCALE = 1024.0  # Factor that keeps the gradient of the causality check from underflowing in fp16
 REMEDY = 'set data.packing = "stream", or choose another model'
 MAX_MOVED = 0.05
 """Largest difference of the logits of one document in two places, in standard deviations; bf16 has 8 bits."""

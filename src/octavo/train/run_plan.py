@@ -377,8 +377,7 @@ def trace_stage(
         return trace_model(stage.model, forward, [shape], fake, prepare)
 
 
-OnSubject = Callable[[str], None]
-"""Called with the subject of each part of the plan when it begins."""
+OnSubject = Callable[[str], None]  # Called with the subject of each part of the plan when it begins
 
 LEVEL_PARTS = {"precision": ("matmul", "activations", "master"), "optim": ("states",)}
 """Settings that override a part of the level."""

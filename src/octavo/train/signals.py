@@ -32,8 +32,7 @@ from octavo.train.record.progress import Progress
 
 GRACE_SECONDS = 8.0
 """How long a run that a signal reached may go on without having begun to train: clusters kill after 30 s."""
-REPORT_SECONDS = 10.0
-"""Seconds between two reports of an evaluation."""
+REPORT_SECONDS = 10.0  # Seconds between two reports of an evaluation
 
 
 class StopRequested(Exception):
@@ -128,8 +127,7 @@ def stop_on(stop: threading.Event, *signals: signal.Signals, patient: bool = Fal
 
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else []))
-INTERNAL = 70
-"""Exit code of an unexpected exception (`octavo.cli.exit_codes`)."""
+INTERNAL = 70  # Exit code of an unexpected exception (`octavo.cli.exit_codes`)
 
 
 def supervise(command: Sequence[str], out: Path, *, resume: bool, restarts: int, note: Callable[[str], None]) -> int:

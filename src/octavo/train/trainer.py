@@ -72,10 +72,8 @@ from octavo.train.signals import StopRequested
 from octavo.train.tasks.registry import task_of
 from octavo.train.tasks.task import Task
 
-CAUSAL_TOKENS = 16
-"""Tokens of the causality check, where ranks do not share a sequence."""
-AUTOPILOT_EVERY = 50
-"""Steps between two samples of the autopilot if `inspect.every` is not set."""
+CAUSAL_TOKENS = 16  # Tokens of the causality check, where ranks do not share a sequence
+AUTOPILOT_EVERY = 50  # Steps between two samples of the autopilot if `inspect.every` is not set
 
 
 class Trainer:

@@ -30,8 +30,7 @@ from octavo.train.config.run_config import ConfigError
 
 TYPE, CLASS = "dit", "DiTTransformer2DModel"
 INSTALL = "pip install 'octavo[diffusion]'"
-INITIAL_STD = 0.02
-"""Standard deviation of the initial embeddings of classes and timesteps."""
+INITIAL_STD = 0.02  # Standard deviation of the initial embeddings of classes and timesteps
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,7 @@ from octavo.train.checkpoint.kinds import IMAGE_CLASSIFICATION, IMAGE_TEXT, LANG
 from octavo.train.config.run_config import ConfigError
 from octavo.train.ranks import Ranks, share_on_machine
 
-KINDS = LANGUAGE, IMAGE_CLASSIFICATION, IMAGE_TEXT
-"""Those of Transformers."""
+KINDS = LANGUAGE, IMAGE_CLASSIFICATION, IMAGE_TEXT  # Those of Transformers
 AUTO_CLASSES = "AutoConfig", "AutoModel", *(kind.auto_class for kind in KINDS)
 """Entries of `auto_map` in a config that this module would load."""
 

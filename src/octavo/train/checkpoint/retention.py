@@ -17,10 +17,8 @@ if TYPE_CHECKING:
     from octavo.train.config.sections import Run
 
 FOLDER = "checkpoints"
-REMOVING = ".removing-"
-"""Prefix of a checkpoint during removal."""
-HELD_OUT_LOSS = "held_out_loss"
-"""Key of `trainer.json`: the held-out loss of the checkpoint, if it was measured."""
+REMOVING = ".removing-"  # Prefix of a checkpoint during removal
+HELD_OUT_LOSS = "held_out_loss"  # Key of `trainer.json`: the held-out loss of the checkpoint, if it was measured
 
 
 @dataclass(frozen=True)

@@ -44,8 +44,7 @@ TEXT_ONLY_EVAL = ("source", "split", "fraction", "batches")
 """Settings of `[eval]` that only text has; image generation has `batches` as well."""
 
 
-LARGEST_STEP = 2**30
-"""Most tokens of a step: each process holds their ids and targets, 16 bytes a token."""
+LARGEST_STEP = 2**30  # Most tokens of a step: each process holds their ids and targets, 16 bytes a token
 EXPECTED_VALUES = {
     "optim.betas": "two numbers in [0, 1), as [0.9, 0.95]",
     "run.profile": "the first and the last step to profile, as [10, 12]",
@@ -209,8 +208,7 @@ class TrainConfig(Section):
         return "\n".join(lines)
 
 
-Change = Callable[[Mapping[str, Any]], dict[str, Any]]
-"""Makes other sections of those of a file."""
+Change = Callable[[Mapping[str, Any]], dict[str, Any]]  # Makes other sections of those of a file
 
 
 def flat(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:

@@ -45,8 +45,7 @@ def _check_path(path: str) -> str:
     return path
 
 
-PathText = Annotated[str, AfterValidator(_check_path)]
-"""A path as written in the configuration; `expand` resolves `~`."""
+PathText = Annotated[str, AfterValidator(_check_path)]  # A path as written in the configuration; `expand` resolves `~`
 LARGEST_COUNT = 2**31 - 1
 Count = Annotated[int, Field(ge=1, le=LARGEST_COUNT)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -226,15 +225,13 @@ OTHER_TASKS = {
     "image-generation": ("images", "vocab_size", "tokenizer", *TEXT_ONLY),
 }
 """Settings of `[data]` that a task does not read."""
-OF_IMAGES = ("image-classification", "image-generation")
-"""Tasks whose rows are images, without text."""
+OF_IMAGES = ("image-classification", "image-generation")  # Tasks whose rows are images, without text
 Task = Literal["language", "image-classification", "image-text", "image-generation"]
 SETTING_IS_FOR = {"images": "images with text", "label_dropout": "image generation"}
 Format = Literal["text", "messages"]
 
 
-HELD_OUT_SHARE = 0.01
-"""`eval.fraction` where it is not given."""
+HELD_OUT_SHARE = 0.01  # `eval.fraction` where it is not given
 
 
 class DataSource(Section):
@@ -564,8 +561,7 @@ class PrecisionConfig(Section):
             )
 
 
-MODES = ("tp", "cp", "ep", "pp")
-"""The kinds of parallelism that divide a model or a sequence."""
+MODES = ("tp", "cp", "ep", "pp")  # The kinds of parallelism that divide a model or a sequence
 _ONE_OF_THREE = "these are not supported together; keep one of tp, cp and ep, and leave the other processes to dp_shard"
 _PIPELINE = "a pipeline joins tp and data parallelism; leave ep and cp out"
 APART = {

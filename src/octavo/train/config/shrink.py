@@ -46,8 +46,7 @@ UNCHANGED = (
     "max_window_layers", "sliding_window", "original_max_position_embeddings",
 )  # fmt: skip
 """Integers that stay as they are: sizes of no tensor, or small ones."""
-DERIVED = ("qk_head_dim",)
-"""Integers that a model's config computes from others."""
+DERIVED = ("qk_head_dim",)  # Integers that a model's config computes from others
 SECTIONS: Mapping[str, Mapping[str, Any]] = {
     "run": {"steps": 60},
     "data": {"source": "python-stdlib", "sequence_length": 128, "vocab_size": 4096},
@@ -56,8 +55,7 @@ SECTIONS: Mapping[str, Mapping[str, Any]] = {
 """Settings of a shrunk run."""
 WITH_IMAGES: Mapping[str, Any] = {"source": "digits", "sequence_length": 48, "vocab_size": 300}
 """Settings of `[data]` of one with images."""
-IMAGES: Mapping[str, Any] = {"source": "digits"}
-"""Settings of `[data]` of one with images alone."""
+IMAGES: Mapping[str, Any] = {"source": "digits"}  # Settings of `[data]` of one with images alone
 IMAGES_OPTIM: Mapping[str, Any] = {"lr": 5e-4, "batch": 32}
 """Settings of `[optim]` of one with images alone: with those of text a ViT does not learn in 60 steps."""
 CONVERSATIONS: Mapping[str, Any] = {"source": "python-docstrings", "format": "messages", "chat_template": "plain"}
@@ -67,8 +65,7 @@ OF_SOURCE = (
 )  # fmt: skip
 """Settings of `[data]` that belong to its source."""
 TEXT_DATA = ("sequence_length", "vocab_size")
-PATCHES = 4
-"""Patches of a shrunk image in each direction."""
+PATCHES = 4  # Patches of a shrunk image in each direction
 
 
 def shrink(tables: Mapping[str, Any], model_config: Mapping[str, Any]) -> dict[str, Any]:

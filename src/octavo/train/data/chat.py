@@ -28,8 +28,7 @@ from octavo.train.data.tokenizer import TextTokenizer
 
 MESSAGES, SHAREGPT = "messages", "conversations"
 """Fields of conversations; the second is read where `data.messages_field` is the first and a row has none."""
-ALPACA = ("instruction", "input", "output")
-"""Fields of an instruction, its input if there is one, and the answer."""
+ALPACA = ("instruction", "input", "output")  # Fields of an instruction, its input if there is one, and the answer
 ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bard": "assistant", "bing": "assistant"}
 """Roles of ShareGPT that have other names."""
 PLAIN = "plain"

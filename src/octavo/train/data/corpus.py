@@ -43,8 +43,7 @@ from octavo.train.data.epochs import EpochOrder
 from octavo.train.data.token_cache import TokenizedText
 from octavo.train.data.tokenizer import TextTokenizer
 
-STATE = ("files", "chunks")
-"""The keys of `Sequences.state`: each a table, which sources have entries of their own in."""
+STATE = ("files", "chunks")  # The keys of `Sequences.state`: each a table, which sources have entries of their own in
 
 
 class Sequences(ABC):

@@ -26,21 +26,14 @@ from octavo.train.data.chat import ALPACA, MESSAGES, SHAREGPT, conversation_text
 if TYPE_CHECKING:
     import hashlib
 
-FILE_KINDS = {".txt", ".jsonl", ".parquet", ".csv", ".tsv", ".json", ".ndjson", ".arrow"}
-"""Files that hold text."""
+FILE_KINDS = {".txt", ".jsonl", ".parquet", ".csv", ".tsv", ".json", ".ndjson", ".arrow"}  # Files that hold text
 Stream = Iterator[str | None]
-OnBytesRead = Callable[[int], None]
-"""Called with the number of bytes just read."""
-CHUNK = 1 << 20
-"""Bytes read at once."""
-ROW_LIMIT = 32 << 20
-"""Longest row in UTF-8 bytes: parsing one takes several times its size in memory."""
-BATCH_ROWS = 64
-"""Rows of a Parquet file that are decoded at once; dictionary encoding hides how long they are."""
-DROP_PAGES_AFTER = 16 << 20
-"""Bytes of a memory-mapped file after which its pages are dropped."""
-CONVERSATIONS = {"messages", "conversation", "conversations"}
-"""Usual names of a column with conversations."""
+OnBytesRead = Callable[[int], None]  # Called with the number of bytes just read
+CHUNK = 1 << 20  # Bytes read at once
+ROW_LIMIT = 32 << 20  # Longest row in UTF-8 bytes: parsing one takes several times its size in memory
+BATCH_ROWS = 64  # Rows of a Parquet file that are decoded at once; dictionary encoding hides how long they are
+DROP_PAGES_AFTER = 16 << 20  # Bytes of a memory-mapped file after which its pages are dropped
+CONVERSATIONS = {"messages", "conversation", "conversations"}  # Usual names of a column with conversations
 
 
 class NoSequencesError(ConfigError):

@@ -28,8 +28,7 @@ from octavo.train.data.epochs import EpochOrder
 from octavo.train.data.images import DIGIT_NAMES, Images, count_and_digest, read_digits, split
 from octavo.train.data.tokenizer import TextTokenizer
 
-PLACEHOLDER = "<image>"
-"""Where the image is, in the text of a human."""
+PLACEHOLDER = "<image>"  # Where the image is, in the text of a human
 CAPTIONS = (
     ("Describe the image.", "a handwritten {name}"),
     ("Which digit is it?", "the digit {digit}"),

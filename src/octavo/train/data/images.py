@@ -34,21 +34,14 @@ from octavo.train.data.source import files_below, suffix_counts
 from octavo.train.record.progress import Progress
 
 DIGIT_NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
-DIGIT_FIELDS = {"image_size": 8, "num_channels": 1}
-"""Fields of a model's config for the digits as they are."""
-DIGITS = "digits"
-"""The `data.source` that is scikit-learn's."""
+DIGIT_FIELDS = {"image_size": 8, "num_channels": 1}  # Fields of a model's config for the digits as they are
+DIGITS = "digits"  # The `data.source` that is scikit-learn's
 INSTALL = "pip install 'octavo[images]'"
-LARGEST_DIGIT = 16.0
-"""Largest value of a pixel of a digit."""
-HELD_OUT = 5
-"""Each image of which the number is this many times k, less one, is held out."""
-SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
-"""Files of an image folder."""
-LATENTS = ".npy"
-"""Files of latents."""
-NOISE_STREAM = 1
-"""Counter word that keeps the random numbers of samples apart from those of the order (`EpochOrder`)."""
+LARGEST_DIGIT = 16.0  # Largest value of a pixel of a digit
+HELD_OUT = 5  # Each image of which the number is this many times k, less one, is held out
+SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")  # Files of an image folder
+LATENTS = ".npy"  # Files of latents
+NOISE_STREAM = 1  # Counter word that keeps the random numbers of samples apart from those of the order (`EpochOrder`)
 
 
 @dataclass(frozen=True)

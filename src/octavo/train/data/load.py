@@ -31,8 +31,7 @@ from octavo.train.data.token_cache import ReadProgress, TokenizedText, open_toke
 from octavo.train.data.tokenizer import TextTokenizer, load_tokenizer
 from octavo.train.record.progress import Progress
 
-BLOCK = 100_000
-"""Samples of a block: the smallest share of a source is a 1/100,000."""
+BLOCK = 100_000  # Samples of a block: the smallest share of a source is a 1/100,000
 
 
 def load_corpus(data: Data, model: Model, progress: Progress, evaluation: EvalConfig | None = None) -> Sequences:

@@ -48,8 +48,7 @@ DOCSTRINGS_VERSION = b"python-docstrings 1"
 SYSTEM = "You answer questions about Python's standard library."
 SUFFIXES = (".txt", ".jsonl", ".parquet")
 """Kinds of files that are read as they are; `datasets` prepares the others of `documents.FILE_KINDS`."""
-METADATA = {"config.json", "dataset_info.json", "dataset_infos.json"}
-"""Names of .json files without data."""
+METADATA = {"config.json", "dataset_info.json", "dataset_infos.json"}  # Names of .json files without data
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip", ".7z", ".tar", ".tgz")
 NOT_SOURCE = {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "turtledemo", "__pycache__"}
 """Folders of the standard library to leave out: installed packages, and tests (two thirds of the text)."""

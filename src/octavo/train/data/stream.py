@@ -54,14 +54,10 @@ from octavo.train.data.token_cache import ReadProgress, TokenizedText, open_entr
 from octavo.train.data.tokenizer import TextTokenizer
 from octavo.train.record.progress import NullProgress, Progress
 
-BLOCKS_OF_CHUNK = 16
-"""Places of .jsonl files that a chunk is from, at least."""
-EDGE = 1 << 16
-"""Bytes at the beginning and the end of each file that are hashed at each start."""
-OPEN_CHUNKS = 3
-"""Chunks of which the index stays in memory: the one in use, the one before it, and that of step 0."""
-OPEN_EPOCHS = 2
-"""Epochs of which the order of the chunks stays in memory."""
+BLOCKS_OF_CHUNK = 16  # Places of .jsonl files that a chunk is from, at least
+EDGE = 1 << 16  # Bytes at the beginning and the end of each file that are hashed at each start
+OPEN_CHUNKS = 3  # Chunks of which the index stays in memory: the one in use, the one before it, and that of step 0
+OPEN_EPOCHS = 2  # Epochs of which the order of the chunks stays in memory
 
 
 class StreamedCorpus(Sequences):

@@ -28,8 +28,7 @@ from octavo.train.checkpoint.pretrained import one_line
 from octavo.train.config.run_config import ConfigError
 
 END = "<|endoftext|>"
-SAMPLE_CHARACTERS = 4_000_000
-"""Characters of the sample that trains the BPE: two to three seconds on two cores."""
+SAMPLE_CHARACTERS = 4_000_000  # Characters of the sample that trains the BPE: two to three seconds on two cores
 
 
 @dataclass(frozen=True)

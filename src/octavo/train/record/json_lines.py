@@ -17,8 +17,7 @@ T = TypeVar("T")
 
 STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 """The `__pydantic_config__` of a record, a dataclass: its fields and no others, without conversions."""
-NonNegative = Annotated[int, Field(ge=0, lt=2**63)]
-"""What a run counts."""
+NonNegative = Annotated[int, Field(ge=0, lt=2**63)]  # What a run counts
 
 
 def read_records(path: Path, kind: type[T], what: str) -> list[T]:

@@ -25,12 +25,9 @@ from uuid import uuid4
 from octavo.train.disk import write_file
 
 LOGGERS_FILE = "loggers.json"
-PROJECT = "octavo"
-"""The project or experiment where none is set."""
-CLOSING_S = 30.0
-"""Seconds that the end of a run waits for a logger."""
-PENDING = 1 << 20
-"""Most scalars that wait for a logger: 200 MB."""
+PROJECT = "octavo"  # The project or experiment where none is set
+CLOSING_S = 30.0  # Seconds that the end of a run waits for a logger
+PENDING = 1 << 20  # Most scalars that wait for a logger: 200 MB
 PACKAGES = {"wandb": "wandb", "mlflow": "mlflow-skinny"}
 """The package of each logger on PyPI; any that has its module serves."""
 Scalars = Mapping[str, float]

@@ -41,10 +41,8 @@ SETUP_FILE = "setup.json"
 TENSORBOARD_DIR = "tensorboard"
 LOSS, LOSS_HIGH_PRECISION, LOSS_EMA = "loss", "loss_high_precision", "loss_ema"
 """Names of the losses on held-out data: as trained, with all layers in high precision, and of the averaged weights."""
-STEP = "a step of a run"
-"""What a line of `metrics.jsonl` is, in errors."""
-WARMUP_STEPS = 5
-"""First steps excluded from the median speed, because allocation, caches and clocks have not settled."""
+STEP = "a step of a run"  # What a line of `metrics.jsonl` is, in errors
+WARMUP_STEPS = 5  # First steps excluded from the median speed, because allocation, caches and clocks have not settled
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -417,11 +415,9 @@ def _line(row: StepMetrics) -> str:
 
 
 EVENTS_FILE = "events.jsonl"
-EVENT = "an event of a run"
-"""What a line of `events.jsonl` is, in errors."""
+EVENT = "an event of a run"  # What a line of `events.jsonl` is, in errors
 FINDING, MOVE, ROLLBACK, LOSS_SCALE, RESTART = "finding", "move", "rollback", "loss_scale", "restart"
-EVALUATION = "evaluation"
-"""Of the model before its first step."""
+EVALUATION = "evaluation"  # Of the model before its first step
 
 
 def _check_rollback(event: dict[str, Any]) -> dict[str, Any]:
@@ -440,8 +436,7 @@ class _Event(TypedDict):
     skipped_batches: NotRequired[NonNegative]
 
 
-Event: Any = Annotated[_Event, AfterValidator(_check_rollback)]
-"""A line of `events.jsonl`, as a dictionary."""
+Event: Any = Annotated[_Event, AfterValidator(_check_rollback)]  # A line of `events.jsonl`, as a dictionary
 
 
 def add_event(out: Path, step: int, event: str, text: str, **details: int) -> None:

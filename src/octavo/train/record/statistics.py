@@ -27,8 +27,7 @@ from octavo.train.record.json_lines import STRICT, NonNegative, RecordFollower, 
 
 STATISTICS_FILE = "statistics.jsonl"
 ROW = "a row of statistics"
-CHECKPOINT = re.compile(r"step-(\d+)")
-"""Folder of a checkpoint."""
+CHECKPOINT = re.compile(r"step-(\d+)")  # Folder of a checkpoint
 
 
 def _level(value: Any) -> Any:
@@ -37,8 +36,7 @@ def _level(value: Any) -> Any:
     return {None: math.nan, "inf": math.inf}.get(value, value) if isinstance(value, str | None) else value
 
 
-Level = Annotated[float, Field(allow_inf_nan=True), BeforeValidator(_level)]
-"""dB, as JSON has them."""
+Level = Annotated[float, Field(allow_inf_nan=True), BeforeValidator(_level)]  # dB, as JSON has them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +52,7 @@ class _Row(OperandStats):
     channel_scales: tuple[float, ...] = ()
 
 
-Row: Any = Annotated[_Row, AfterValidator(lambda row: OperandStats(**vars(row)))]
-"""The same, read as `OperandStats`."""
+Row: Any = Annotated[_Row, AfterValidator(lambda row: OperandStats(**vars(row)))]  # The same, read as `OperandStats`
 
 
 def read_statistics(out: Path) -> list[OperandStats]:

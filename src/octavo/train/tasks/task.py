@@ -20,8 +20,7 @@ from octavo.train.record.metrics import DataSize
 from octavo.train.record.outputs import TOKENIZER_FILE
 from octavo.train.record.progress import NullProgress, Progress
 
-Forward = Callable[..., Any]
-"""A model, or what wraps it."""
+Forward = Callable[..., Any]  # A model, or what wraps it
 
 
 class Data(Protocol):
