@@ -9,9 +9,8 @@ import pytest
 from fake_runs import folder, result
 
 from octavo.experiments.page import library, unpack
-from octavo.experiments.predicted import PredictedSpeed
 from octavo.experiments.run_report import summary_rows, write_report
-from octavo.experiments.verdict import verdict
+from octavo.experiments.verdict import PredictedSpeed, verdict
 from octavo.train.record.metrics import RunResult, RunSetup, read_metrics
 
 FP8 = "fp8 rowwise"

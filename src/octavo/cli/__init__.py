@@ -20,11 +20,11 @@ with needs_extras("the command octavo"):
     for package in ("rich", "pydantic"):  # imported later, so that --version and completion take no time
         if find_spec(package) is None:
             raise ModuleNotFoundError(f"No module named {package!r}", name=package)
-    from octavo.cli import starting, training, watching, comparing, inspecting, planning  # noqa: I001 (the order in which --help lists commands)
+    from octavo.cli import training, comparing, inspecting, planning  # noqa: I001 (the order in which --help lists commands)
     from octavo.cli.app import app
     from octavo.cli.exit_codes import run
 
-__all__ = ["STARTUP", "app", "comparing", "inspecting", "main", "planning", "starting", "training", "watching"]
+__all__ = ["STARTUP", "app", "comparing", "inspecting", "main", "planning", "training"]
 
 
 def main() -> None:

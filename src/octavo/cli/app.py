@@ -56,6 +56,19 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+
+def in_home(path: Path | None) -> Path | None:
+    """Expand ~ in a path of the command line, which a shell does not expand within quotes."""
+    try:
+        return path and path.expanduser()
+    except RuntimeError:
+        raise typer.BadParameter(f"{path}: there is no such home directory") from None
+
+
+Config = Annotated[
+    Path, typer.Argument(metavar="CONFIG", help="The run's configuration.", show_default=False, callback=in_home)
+]
+
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(
@@ -72,14 +85,6 @@ Shrink = Annotated[
         "--shrink", help="The same architecture, small, on the source of Python's standard library: for two CPU cores."
     ),
 ]
-
-
-def in_home(path: Path | None) -> Path | None:
-    """Expand ~ in a path of the command line, which a shell does not expand within quotes."""
-    try:
-        return path and path.expanduser()
-    except RuntimeError:
-        raise typer.BadParameter(f"{path}: there is no such home directory") from None
 
 
 @contextmanager

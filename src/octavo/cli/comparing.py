@@ -4,7 +4,6 @@ import json
 import math
 import shlex
 import sys
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,7 +18,6 @@ from octavo.runtime.terminal import stderr, stdout
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from octavo.experiments.compare_runs import Arm
     from octavo.experiments.compare_verdict import Comparison
     from octavo.inspect.compare import ArmLosses, LossComparison
 
@@ -211,7 +209,9 @@ def _train(
     notes: list[str] = []
     name = load_config(config, overrides, notes.append, change_of(shrink, notes.append)).run.name
     folder = out or Path("runs") / f"compare-{name}"
-    bars = ProgressBars(stderr(), _numbered(arms)) if is_first_rank() else nullcontext()
+    runs = [arm.folder(seed) for seed in arms[0].configs for arm in arms]
+    numbered = lambda run: f"{run} ({runs.index(run) + 1}/{len(runs)})"  # noqa: E731
+    bars = ProgressBars(stderr(), numbered) if is_first_rank() else nullcontext()
     problem, comparison = "", None
     with bars as progress:
         if progress is not None:
@@ -243,12 +243,6 @@ def _print_stopped(problem: str, console: "Console", under_torchrun: bool) -> No
         print_plain(console, "Stopped and saved: there is no verdict yet.")
     command = "under torchrun as before" if under_torchrun else shlex.join(["octavo", *sys.argv[1:]])
     print_plain(console, f"To go on, the same command:\n  {command}")
-
-
-def _numbered(arms: "list[Arm]") -> "Callable[[str], str]":
-    """Return a function that names a run with its position: "rowwise-seed2 (4/6)"."""
-    names = [arm.folder(seed) for seed in arms[0].configs for arm in arms]
-    return lambda run: f"{run} ({names.index(run) + 1}/{len(names)})"
 
 
 STYLES = {

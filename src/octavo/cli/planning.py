@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from octavo.cli.app import Overrides, Shrink, app, in_home, user_errors
+from octavo.cli.app import Config, Overrides, Shrink, app, in_home, user_errors
 from octavo.cli.examples import EXAMPLES
 
 if TYPE_CHECKING:
@@ -52,9 +52,7 @@ def doctor(
 @app.command(epilog=EXAMPLES["plan"])
 def plan(
     context: typer.Context,
-    config: Annotated[
-        Path, typer.Argument(metavar="CONFIG", help="The run's configuration.", show_default=False, callback=in_home)
-    ],
+    config: Config,
     overrides: Overrides = None,
     memory: Annotated[bool, typer.Option("--memory", help="Plan the memory of a training step.")] = False,
     gpu: Annotated[

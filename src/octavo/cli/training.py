@@ -1,4 +1,4 @@
-"""`octavo train | export | demo`: train models and export them."""
+"""`octavo init | train | export | demo | watch`: configure, train, export and watch models."""
 
 import signal
 import sys
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from octavo.cli.app import Overrides, Shrink, app, in_home, is_first_rank, print_plain, show_error, user_errors
+from octavo.cli.app import Config, Overrides, Shrink, app, in_home, is_first_rank, print_plain, show_error, user_errors
 from octavo.cli.examples import EXAMPLES
 from octavo.runtime.terminal import stderr, stdout
 
@@ -19,12 +19,68 @@ if TYPE_CHECKING:
     from octavo.experiments.run_report import ReportFiles
 
 
+def _complete_model(incomplete: str) -> list[str]:
+    from octavo.experiments.ready_models import ready_models
+
+    return [name for name in ready_models() if name.startswith(incomplete)]
+
+
+@app.command(epilog=EXAMPLES["init"])
+def init(
+    context: typer.Context,
+    model: Annotated[
+        str | None, typer.Option(help="Name of a model in --list.", show_default=False, autocompletion=_complete_model)
+    ] = None,
+    gpu: Annotated[str, typer.Option(help="GPU to train on, as h100, or a TOML file that describes one.")] = "h100",
+    gpus: Annotated[int, typer.Option(help="How many there are in all.")] = 1,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="File to write; default: <model>.toml.", show_default=False, callback=in_home
+        ),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
+    list_models: Annotated[bool, typer.Option("--list", help="List the models, and write nothing.")] = False,
+) -> None:
+    """Write a commented configuration that fits your GPUs.
+
+    Predicts steps of the model's training, in FP8 and in bf16, and chooses
+    micro-batches, activation checkpointing and copies of the model so that a
+    step fits with a tenth of the memory to spare and takes the least time. The
+    file has the reasons and the predicted figures. Needs no GPU; takes seconds,
+    or minutes for a model with many experts.
+    """
+    with user_errors(context):
+        from octavo.experiments.ready_models import ready_model, ready_models
+
+        if list_models:
+            width = max(map(len, ready_models()))
+            for name, ready in ready_models().items():
+                print(f"{name:<{width}}  {ready.title}: {ready.about}")
+            return
+        if model is None:
+            raise ValueError(
+                f"say which model, as octavo init --model {next(iter(ready_models()))}; octavo init --list shows all"
+            )
+        ready = ready_model(model)
+        path = out or Path(f"{model}.toml")
+        if path.is_dir() or (path.exists() and not force):
+            problem = "is a folder: give the name of a file" if path.is_dir() else "exists: add --force to overwrite it"
+            raise ValueError(f"{path} {problem}, or give another with --out")
+        from octavo.experiments.fit_layout import write_configuration
+
+        step = write_configuration(ready, gpu, gpus, path)
+        print_plain(
+            stdout(),
+            f"written: {path}, {step.tokens_per_second:,.0f} tokens/s and {step.peak / 2**30:.1f} GiB a GPU predicted\n"
+            f"to try it on a CPU: octavo train {path} --shrink",
+        )
+
+
 @app.command(epilog=EXAMPLES["train"])
 def train(
     context: typer.Context,
-    config: Annotated[
-        Path, typer.Argument(metavar="CONFIG", help="The run's configuration.", show_default=False, callback=in_home)
-    ],
+    config: Config,
     overrides: Overrides = None,
     out: Annotated[
         Path | None,
@@ -196,3 +252,40 @@ def _show_files(console: "Console", folder: Path, files: "ReportFiles") -> None:
     if files.verdict:
         print_plain(console, f"verdict  {files.verdict}")
     print_plain(console, f"all      {folder}  (tensorboard --logdir {folder})")
+
+
+@app.command(epilog=EXAMPLES["watch"])
+def watch(
+    context: typer.Context,
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN", help="A run's output folder.", show_default=False, callback=in_home)
+    ],
+    port: Annotated[
+        int | None,
+        typer.Option(min=0, max=65535, help="Port; default: the first free one from 8421 on.", show_default=False),
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on; by default this machine alone.")] = "127.0.0.1",
+    open_browser: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
+) -> None:
+    """Show a run in the browser while it trains.
+
+    The page has the charts of the report, speed, MFU and memory beside their
+    predictions, time, position in the data, samples, findings and moves of the
+    autopilot. It follows the run's files: one that has not begun, goes on, was
+    killed or has ended. Ctrl-C ends it; the run does not notice.
+    """
+    with user_errors(context):
+        from octavo.experiments.live_run import LiveRun, run_folder
+        from octavo.experiments.live_server import LiveServer
+
+        folder = run_folder(run)
+        with LiveServer(LiveRun(folder), host=host, port=port) as server:
+            print_plain(stdout(), f"{folder} is shown at {server.url}  (Ctrl-C ends it)")
+            if open_browser:
+                import webbrowser
+
+                webbrowser.open(server.url)
+            try:
+                server.serve_forever()
+            except KeyboardInterrupt:
+                return

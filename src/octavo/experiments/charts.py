@@ -118,7 +118,9 @@ def _traces(line: Line, index: int, count: int) -> list[dict[str, Any]]:
     strong, name = line.strong, plain(line.label)
     shared = {"type": "scatter", "legendgroup": str(index), "name": name}
     silent = {**shared, "hoverinfo": "skip", "showlegend": False}
-    even, traces = _evenly(len(line.x)), []
+    # At most `BUCKETS` indices, evenly spread, first and last among them.
+    even = np.unique(np.linspace(0, len(line.x) - 1, min(len(line.x), BUCKETS)).round().astype(np.int64))
+    traces = []
     if line.low is not None and line.high is not None:
         inside = even[np.isfinite(line.low[even]) & np.isfinite(line.high[even])]
         around = np.concatenate([inside, inside[::-1]])
@@ -138,7 +140,9 @@ def _traces(line: Line, index: int, count: int) -> list[dict[str, Any]]:
     }  # fmt: skip
     if line.noisy:
         trace["customdata"] = numbers(line.y[even])
-    if (lonely := _lonely(values)).any():  # a line has no length there
+    around = np.pad(np.isfinite(values), 1)
+    lonely = around[1:-1] & ~(around[:-2] | around[2:])
+    if lonely.any():  # a line has no length there
         trace |= {"mode": "lines+markers", "marker": {"size": np.where(lonely, 7, 0).tolist(), "opacity": 1}}
     return [*traces, trace]
 
@@ -146,13 +150,6 @@ def _traces(line: Line, index: int, count: int) -> list[dict[str, Any]]:
 def numbers(values: Floats) -> list[float | None]:
     """Return values with six digits, which no screen shows more of; None where they are not finite."""
     return [float(f"{value:.6g}") if np.isfinite(value) else None for value in values]
-
-
-def _lonely(values: Floats) -> NDArray[np.bool_]:
-    """Finite values without a finite neighbour."""
-    finite = np.isfinite(values)
-    around = np.pad(finite, 1)
-    return np.asarray(finite & ~(around[:-2] | around[2:]), dtype=bool)
 
 
 def _y_range(lines: Sequence[Line], keep: Sequence[float]) -> tuple[float, float]:
@@ -183,11 +180,6 @@ def _ends(values: NDArray[Any]) -> NDArray[Any]:
     """The smallest and the largest finite value; nothing without one."""
     finite = np.isfinite(values)
     return np.array([[v.min(), v.max()] for v in [values[finite]] if len(v)], values.dtype).ravel()
-
-
-def _evenly(count: int) -> Steps:
-    """At most BUCKETS indices, evenly spread, first and last among them."""
-    return np.unique(np.linspace(0, count - 1, min(count, BUCKETS)).round().astype(np.int64))
 
 
 def _extremes(y: Floats) -> Steps:

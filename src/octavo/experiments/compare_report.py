@@ -10,7 +10,7 @@ import numpy as np
 
 from octavo._version import __version__
 from octavo.experiments.charts import FLAT, Chart, Line, line_chart
-from octavo.experiments.compare_verdict import ArmRuns, ArmVerdict, Comparison, TimeToLoss
+from octavo.experiments.compare_verdict import ArmRuns, Comparison, TimeToLoss
 from octavo.experiments.curves import Curves, Floats, gap_percent, smooth
 from octavo.experiments.page import render
 from octavo.experiments.run_report import SummaryRow, config_differences
@@ -60,9 +60,10 @@ def comparison_rows(comparison: Comparison) -> list[SummaryRow]:
     }
     failures = [arms[0].losses.baseline_failed, *(arm.losses.failed for arm in arms)]
     failed = [f"{len(seeds)} of {len(comparison.seeds)}" if seeds else "–" for seeds in failures]
+    means = [_mean([run.loss(seed) for seed in run.seeds if seed not in run.diverged]) for run in runs]
     gaps = [f"{percent(arm.losses.test.detectable(0.9))} %" if arm.losses.test else "–" for arm in arms]
     return [
-        row("mean loss, last 10 % of steps", _loss(runs[0]), [_loss(run) for run in runs[1:]]),
+        SummaryRow(label="mean loss, last 10 % of steps", values=means),
         row(f"above {comparison.baseline}", "", [_interval(arm.losses) for arm in arms]),
         row("detectable, about 90 % power", "", gaps),
         *([row("failed", failed[0], failed[1:])] if any(failures) else []),
@@ -91,11 +92,6 @@ def _mean(losses: Sequence[float]) -> str:
     return f"{np.mean(losses):.4f}" if losses else "–"
 
 
-def _loss(run: ArmRuns) -> str:
-    losses = [run.loss(seed) for seed in run.seeds if seed not in run.diverged]
-    return _mean(losses)
-
-
 def _interval(losses: ArmLosses) -> str:
     if (test := losses.test) is None:
         return "–"
@@ -118,7 +114,12 @@ def to_json(comparison: Comparison) -> dict[str, Any]:
         "baseline_spread_percent": comparison.spread,
         "arms": [
             _run_json(comparison.runs[0]) | {"time_to_loss": _time_json(comparison.time_to_loss)},
-            *(_run_json(run) | _arm_json(arm) for run, arm in zip(comparison.runs[1:], comparison.arms, strict=True)),
+            *(
+                _run_json(run)
+                | {**arm.losses.to_json(), "speed_ratio": arm.speed, "memory_ratio": arm.memory}
+                | {"time_to_loss": _time_json(arm.time_to_loss), "notes": list(arm.notes)}
+                for run, arm in zip(comparison.runs[1:], comparison.arms, strict=True)
+            ),
         ],
         "held_out": None if comparison.held_out is None else comparison.held_out.to_json(),
         "notes": list(comparison.notes),
@@ -133,16 +134,6 @@ def _run_json(run: ArmRuns) -> dict[str, Any]:
         "held_out_losses": {str(seed): finite(run.held_out(seed)) for seed in run.seeds},
         "steps": {str(seed): result.steps for seed, result in zip(run.seeds, run.results, strict=True)},
         "tokens_per_s": {str(s): result.tokens_per_s for s, result in zip(run.seeds, run.results, strict=True)},
-    }
-
-
-def _arm_json(arm: ArmVerdict) -> dict[str, Any]:
-    return {
-        **arm.losses.to_json(),
-        "speed_ratio": arm.speed,
-        "memory_ratio": arm.memory,
-        "time_to_loss": _time_json(arm.time_to_loss),
-        "notes": list(arm.notes),
     }
 
 

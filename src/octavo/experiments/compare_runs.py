@@ -25,13 +25,12 @@ from octavo.experiments.curves import Curves
 from octavo.inspect.paired_test import CONFIDENCE, MOST_SEEDS, check_limits
 from octavo.train.checkpoint.retention import latest_checkpoint
 from octavo.train.checkpoint.store import read_trainer_state
-from octavo.train.config.run_config import Change, ConfigError, TrainConfig, flat, load_config, parse_config, resume_of
+from octavo.train.config.run_config import Change, ConfigError, TrainConfig, load_config, parse_config, resume_of
 from octavo.train.config.sections import FREE
 from octavo.train.diagnose import NonFiniteError
 from octavo.train.loop import run
 from octavo.train.ranks import Ranks, join_ranks
-from octavo.train.record.files import CONFIG_FILE, RUN_MARKERS
-from octavo.train.record.metrics import METRICS_FILE, RESULT_FILE, RunResult, read_metrics
+from octavo.train.record.metrics import CONFIG_FILE, METRICS_FILE, RESULT_FILE, RUN_MARKERS, RunResult, read_metrics
 from octavo.train.record.progress import Progress
 
 SHARED_SECTIONS = ("run", "model", "data", "eval")  # Sections that all arms share
@@ -80,7 +79,12 @@ def make_arms(
         except ConfigError as error:
             raise ConfigError(f"arm {name!r}: {error}") from None
         _check_shared(name, base, arm_config)
-        configs = {seed: _with_seed(arm_config, name, seed) for seed in chosen_seeds}
+        tables = arm_config.model_dump(exclude_none=True)
+        tables["run"].pop("out", None)
+        configs = {
+            seed: parse_config(tables | {"run": tables["run"] | {"seed": seed, "name": f"{name}-seed{seed}"}})
+            for seed in chosen_seeds
+        }
         result.append(Arm(name=name, settings=settings, configs=configs))
     return result
 
@@ -127,15 +131,9 @@ def _check_shared(name: str, base: TrainConfig, arm_config: TrainConfig) -> None
 
 def _differences(one: TrainConfig, other: TrainConfig) -> dict[str, tuple[Any, Any]]:
     """The settings that differ, with both values; None for an unset one."""
-    first, second = (dict(flat("", config.model_dump(mode="json", exclude_none=True))) for config in (one, other))
+    first, second = one.flat, other.flat
     keys = dict.fromkeys([*first, *second])
     return {key: (first.get(key), second.get(key)) for key in keys if first.get(key) != second.get(key)}
-
-
-def _with_seed(config: TrainConfig, name: str, seed: int) -> TrainConfig:
-    tables = config.model_dump(exclude_none=True)
-    run_table = {key: value for key, value in tables["run"].items() if key != "out"}
-    return parse_config(tables | {"run": run_table | {"seed": seed, "name": f"{name}-seed{seed}"}})
 
 
 def compare(

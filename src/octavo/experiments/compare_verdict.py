@@ -131,6 +131,8 @@ def compare_arms(
 ) -> Comparison:
     """Compare the arms `runs[1:]` with `runs[0]`, all of the same seeds and steps."""
     baseline, *others = runs
+    have_held_out = all(run.has_held_out for run in runs)
+    have_held_out = have_held_out and any(result.held_out for run in runs for result in run.results)
     verdicts, held_out = (
         compare_losses(
             [loss(baseline, seed) for seed in baseline.seeds],
@@ -143,7 +145,7 @@ def compare_arms(
         )
         if exists
         else None
-        for loss, exists in ((ArmRuns.loss, True), (ArmRuns.held_out, _have_held_out(runs)))
+        for loss, exists in ((ArmRuns.loss, True), (ArmRuns.held_out, have_held_out))
     )
     assert verdicts is not None
     times = times_to_loss(runs)
@@ -170,10 +172,6 @@ def compare_arms(
         notes=tuple(_notes(runs, verdicts)),
         runs=tuple(runs),
     )
-
-
-def _have_held_out(runs: Sequence[ArmRuns]) -> bool:
-    return all(run.has_held_out for run in runs) and any(result.held_out for run in runs for result in run.results)
 
 
 def _arm_notes(run: ArmRuns, losses: ArmLosses) -> list[str]:

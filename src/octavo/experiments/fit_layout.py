@@ -168,7 +168,9 @@ def _reasons(model: ReadyModel, best: Fit, fits: list[Fit]) -> dict[str, str]:
         limit = f"{most} leave a tenth of the memory free, too"
     tried = {fit.layout.checkpointing: fit for fit in fits}
     slower = [
-        f'a step with "{kind}" takes {_times(tried[kind], best)}' for kind in tried if kind != layout.checkpointing
+        f'a step with "{kind}" takes {best.run.time.tokens_per_second / fit.run.time.tokens_per_second:.2f}× as long'
+        for kind, fit in tried.items()
+        if kind != layout.checkpointing
     ]
     too_large = [f'"{kind}"' for kind in kinds[: kinds.index(layout.checkpointing)] if kind not in tried]
     does_not_fit = [f"{' and '.join(too_large)} would not fit"] if too_large else []
@@ -183,10 +185,6 @@ def _reasons(model: ReadyModel, best: Fit, fits: list[Fit]) -> dict[str, str]:
         "checkpointing": checkpointing,
         "dp_replicate": copies,
     }
-
-
-def _times(fit: Fit, best: Fit) -> str:
-    return f"{best.run.time.tokens_per_second / fit.run.time.tokens_per_second:.2f}× as long"
 
 
 def _too_large(search: Search) -> str:

@@ -86,17 +86,15 @@ def heatmaps(rows: Sequence[OperandStats]) -> list[Chart]:
     last = {row.layer: row for row in rows if row.channel_scales}
     if last:
         columns = [round(100 * place / (QUANTILES - 1)) for place in range(QUANTILES)]
-        by_column = {(name, "x"): _by_percentile(row, columns) for name, row in last.items()}
+        by_column = {  # the quantiles of the channel scales, each with its percentile in place of a step
+            (name, "x"): [
+                replace(row, step=column, channel_scales=(scale,), nonfinite=0)
+                for column, scale in zip(columns, row.channel_scales, strict=True)
+            ]
+            for name, row in last.items()
+        }
         maps.append(_map(CHANNEL_SCALES, columns, _groups(list(last)), by_column))
     return maps
-
-
-def _by_percentile(row: OperandStats, columns: Sequence[int]) -> list[OperandStats]:
-    """A row for each quantile of the channel scales, with its percentile in place of a step."""
-    return [
-        replace(row, step=column, channel_scales=(scale,), nonfinite=0)
-        for column, scale in zip(columns, row.channel_scales, strict=True)
-    ]
 
 
 def _groups(layers: list[str]) -> list[HeatmapGroup]:

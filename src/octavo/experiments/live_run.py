@@ -17,18 +17,18 @@ from octavo.experiments.curves import smoothing_window
 from octavo.experiments.heatmap import heatmaps
 from octavo.experiments.live_steps import LiveSteps
 from octavo.experiments.logged_run import LoggedRun, read_layers
-from octavo.experiments.run_charts import run_charts
-from octavo.experiments.run_report import held_out_label, held_out_text, summary_rows
+from octavo.experiments.run_report import held_out_label, held_out_text, run_charts, summary_rows
 from octavo.experiments.verdict import arm_name
 from octavo.numerics.names import nearest
 from octavo.train.disk import LOCK, is_locked
-from octavo.train.record.files import CONFIG_FILE, RUN_MARKERS
 from octavo.train.record.json_lines import RecordFollower
 from octavo.train.record.metrics import (
+    CONFIG_FILE,
     EVENT,
     EVENTS_FILE,
     METRICS_FILE,
     RESULT_FILE,
+    RUN_MARKERS,
     SETUP_FILE,
     STEP,
     DataSize,
@@ -115,7 +115,15 @@ class LiveRun:
             "last": recent[-1].time if recent else None,
             "seconds_per_step": _seconds_per_step(recent, setup.started if setup is not None else 0.0),
             "tiles": _tiles(self._steps, run),
-            "charts": {size: [_drawn(chart) for chart in group] for size, group in charts.items()},
+            "charts": {
+                size: [
+                    chart.json
+                    | {"caption": chart.caption, "unit": chart.unit}
+                    | {"keys": [[title, [asdict(key) for key in keys]] for title, keys in chart.keys]}
+                    for chart in group
+                ]
+                for size, group in charts.items()
+            },
             "samples": [asdict(samples) for samples in run.samples],
             "events": self._events.records[-EVENTS_SHOWN:][::-1],
             "events_in_all": len(self._events.records),
@@ -132,12 +140,6 @@ class LiveRun:
             config=config.read_text(encoding="utf-8") if config.exists() else "", layers=read_layers(self._folder),
             statistics=[], findings=[], events=self._events.records, setup=setup, samples=self._steps.samples,
         )  # fmt: skip
-
-
-def _drawn(chart: Chart) -> dict[str, Any]:
-    """What the page needs of a chart."""
-    keys = [[title, [asdict(key) for key in keys]] for title, keys in chart.keys]
-    return {**chart.json, "caption": chart.caption, "unit": chart.unit, "keys": keys}
 
 
 def _stamp(path: Path) -> tuple[int, int, int] | None:

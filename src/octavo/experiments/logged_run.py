@@ -14,8 +14,7 @@ from octavo.experiments.heatmap import heatmaps
 from octavo.experiments.verdict import arm_name
 from octavo.inspect.findings import Finding
 from octavo.inspect.stats import OperandStats
-from octavo.train.record.files import LAYERS_FILE
-from octavo.train.record.metrics import RunResult, RunSetup, StepMetrics, read_events, read_metrics
+from octavo.train.record.metrics import LAYERS_FILE, RunResult, RunSetup, StepMetrics, read_events, read_metrics
 from octavo.train.record.statistics import all_findings, limits_of, read_statistics
 
 SAMPLES_SHOWN = 50  # Steps whose samples a page shows
@@ -54,11 +53,6 @@ class LoggedRun:
     events: list[dict[str, Any]]
     setup: RunSetup | None = None
     samples: list[Samples] = field(default_factory=list)
-
-    @property
-    def converted(self) -> str:
-        """The summary line of `octavo.convert`."""
-        return self.result.converted
 
     @property
     def heatmaps(self) -> list[Chart]:

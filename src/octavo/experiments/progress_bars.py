@@ -115,7 +115,9 @@ class ProgressBars:
             self._print(f"{self._label}  step {row.step}  {shown}", "")
         for sample in row.samples or ():
             self._print(f"{self._label}  step {row.step}  sample of {sample['prompt']!r}:", "")
-            self._print("    " + printable(sample["text"]).replace("\n", "\n    "), "dim")
+            # Without the characters that steer a terminal.
+            text = "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in sample["text"])
+            self._print("    " + text.replace("\n", "\n    "), "dim")
 
     def note(self, text: str) -> None:
         """Print a notice."""
@@ -130,30 +132,21 @@ class ProgressBars:
 
 def _numbers(row: StepMetrics, loss: float | None, unit: str, expected: ExpectedStep | None) -> list[Text]:
     """What a step measured, the most important first; `loss`: the running mean."""
+    peak = "" if row.peak_memory is None else f"{row.peak_memory / 2**30:.1f} GiB"
+    if peak and expected is not None and expected.memory:
+        peak += f" ({expected.memory / 2**30:.1f} predicted)"
     values = [
         ("loss", "not finite" if row.loss is None or loss is None else f"{loss:.4f}", "bold"),
         ("", f"{row.tokens_per_s:,.0f} {unit}/s", ""),
         ("MFU", "" if row.mfu is None else f"{row.mfu:.1%}", ""),
         ("|grad|", "not finite" if row.grad_norm is None else f"{row.grad_norm:.3g}", ""),
         ("lr", f"{row.lr:.1e}", ""),
-        ("peak", _memory(row.peak_memory, expected), ""),
+        ("peak", peak, ""),
         ("epoch", "" if row.epoch is None else f"{row.epoch:.2f}", ""),
     ]
     return [
         Text.assemble((f"{name} " if name else "", "dim"), (value, style)) for name, value, style in values if value
     ]
-
-
-def _memory(peak: int | None, expected: ExpectedStep | None) -> str:
-    if peak is None:
-        return ""
-    predicted = f" ({expected.memory / 2**30:.1f} predicted)" if expected is not None and expected.memory else ""
-    return f"{peak / 2**30:.1f} GiB{predicted}"
-
-
-def printable(text: str) -> str:
-    """The text without the characters that steer a terminal."""
-    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
 
 
 def summary_table(results: Sequence[RunResult]) -> Table:

@@ -57,11 +57,6 @@ class ReadyModel:
         """What a row has."""
         return "patches" if self.of_images else "tokens"
 
-    @property
-    def is_mixture(self) -> bool:
-        """Whether it has experts."""
-        return "num_experts_per_tok" in self.config
-
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
@@ -150,7 +145,7 @@ def render(model: ReadyModel, layout: Layout, steps: Sequence[PlannedStep], path
         "leaves a tenth of the memory free. GiB: memory of each GPU. most: sequences at a time on each GPU that fit.",
         "Lines of bf16 are with precision.level=bf16, too.",
         *(["Tokens are patches, sequences images."] if model.of_images else []),
-        *(["Experts count as bf16 in the times of FP8."] if model.is_mixture else []),
+        *(["Experts count as bf16 in the times of FP8."] if "num_experts_per_tok" in model.config else []),
         "",
         *(f"  {line}" for line in step_table(steps, layout)),
     ]
@@ -161,6 +156,9 @@ def render(model: ReadyModel, layout: Layout, steps: Sequence[PlannedStep], path
         for name, part in parts.items()
         for line in ("", f"[model.config.{name}]", *(f"{key} = {_toml(value)}" for key, value in part.items()))
     ]
+    lr_reason = f"{model.lr_from}, whose batches are as large"
+    if model.lr_from == "a guess":
+        lr_reason = "a guess: its authors published none"
     body = [
         "[run]",
         f'name = "{model.name}"',
@@ -178,7 +176,7 @@ def render(model: ReadyModel, layout: Layout, steps: Sequence[PlannedStep], path
         *tables,
         "",
         "[optim]",
-        _with(f"lr = {_toml(model.lr)}", _lr_reason(model)),
+        _with(f"lr = {_toml(model.lr)}", lr_reason),
         _with(f"batch = {batch}", f"{model.rows} of a step: {batch * model.sequence:,} {model.positions}"),
         _with(f"micro_batches = {layout.micro_batches}", why["micro_batches"]),
         'schedule = "cosine"',
@@ -240,12 +238,6 @@ def _commands(path: str, gpus: int, gpu: str) -> list[str]:
     }
     width = max(map(len, commands))
     return [f"    {command:<{width}}{f'   # {why}' if why else ''}".rstrip() for command, why in commands.items()]
-
-
-def _lr_reason(model: ReadyModel) -> str:
-    if model.lr_from == "a guess":
-        return "a guess: its authors published none"
-    return f"{model.lr_from}, whose batches are as large"
 
 
 def _with(setting: str, comment: str) -> str:

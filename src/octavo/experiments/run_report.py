@@ -8,29 +8,30 @@ elsewhere, with the same result.
 import json
 import tomllib
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
+
+from octavo.experiments.charts import FLAT, SMALL, Chart, Line, line_chart
+from octavo.experiments.curves import gap_percent
 from octavo.experiments.logged_run import LoggedRun, read_runs
 from octavo.experiments.page import render
-from octavo.experiments.run_charts import run_charts
-from octavo.experiments.verdict import BAND_PERCENT, PairVerdict, verdict
+from octavo.experiments.verdict import BAND_PERCENT, PairVerdict, PredictedSpeed, verdict
 from octavo.train.disk import write_file
 from octavo.train.record.metrics import LOSS, LOSS_EMA, LOSS_HIGH_PRECISION, RunResult
 
-if TYPE_CHECKING:
-    from octavo.experiments.predicted import PredictedSpeed
-
-__all__ = ["PairVerdict", "ReportFiles", "SummaryRow", "summary_rows", "verdict", "write_report"]
-
+MEMORY_CAPTION = ("GiB of tensors on the first GPU.", "GiB of tensors on the first GPU; orange: predicted.")
+"""Without and with a prediction."""
 CHIPS = {
     "within": f"within {BAND_PERCENT:g} %",
     "above": f"more than {BAND_PERCENT:g} % higher",
     "below": f"more than {BAND_PERCENT:g} % lower",
     "none": "no verdict",
 }
+ONLY_ON_GPUS = ("MFU", "peak memory")  # Rows that runs on a CPU do not have
 NOT_COMPARED = ("run.name", "run.out")  # Settings that differ between any two runs and do not affect the result
 
 
@@ -51,7 +52,7 @@ class SummaryRow:
     difference: str = ""
 
 
-def write_report(runs: list[Path], out: Path, prediction: "PredictedSpeed | None" = None) -> ReportFiles:
+def write_report(runs: list[Path], out: Path, prediction: PredictedSpeed | None = None) -> ReportFiles:
     """Write the report of the runs in the folders `runs` into the folder `out`; the first run is the baseline."""
     from octavo.train.record.outputs import check_kind  # imports torch, which the live page does without
 
@@ -85,31 +86,17 @@ def summary_rows(results: Sequence[RunResult]) -> list[SummaryRow]:
 
     units = "/".join(dict.fromkeys(result.unit for result in results))
     unit = units.replace("s/", "/").removesuffix("s")
-    measured = dict.fromkeys(name for result in results for name in result.held_out or {})
-    return [
-        *(
-            row(
-                held_out_label(name),
-                partial(_metric, name),
-                _held_out_format(name),
-                "gap" if _is_loss(name) else "points",
-            )
-            for name in measured
-        ),
+    rows = [
+        row(held_out_label(name), partial(_metric, name), _held_out_format(name), "gap" if _is_loss(name) else "points")
+        for name in dict.fromkeys(name for result in results for name in result.held_out or {})
+    ]
+    rows += [
         row("mean loss, last 10 % of steps", lambda r: r.losses.tail_mean if r.losses else None, "{:.4f}", "gap"),
         row("final loss", lambda r: r.losses.final if r.losses else None, "{:.4f}", "gap"),
         row("first loss", lambda r: r.losses.first if r.losses else None, "{:.4f}", "gap"),
         row(f"{units}/s, median", lambda r: r.tokens_per_s, "{:,.0f}", "ratio"),
-        *(
-            [row("MFU, median, of the bf16 peak", lambda r: r.mfu, "{:.1%}", "ratio")]
-            if any(result.mfu is not None for result in results)
-            else []
-        ),
-        *(
-            [row("peak memory of the first GPU, GiB", _peak_gib, "{:.1f}", "ratio")]
-            if any(result.peak_memory is not None for result in results)
-            else []
-        ),
+        row("MFU, median, of the bf16 peak", lambda r: r.mfu, "{:.1%}", "ratio"),
+        row("peak memory of the first GPU, GiB", lambda r: r.peak_memory and r.peak_memory / 2**30, "{:.1f}", "ratio"),
         row(f"saved for backward, bytes/{unit}", lambda r: r.saved_bytes_per_token, "{:,.0f}", "ratio"),
         row("optimizer states, bytes/parameter", lambda r: r.state_bytes_per_parameter, "{:.2f}", "ratio"),
         row("steps", lambda r: r.steps, "{:,}"),
@@ -118,10 +105,7 @@ def summary_rows(results: Sequence[RunResult]) -> list[SummaryRow]:
         row("parameters", lambda r: r.parameters, "{:,}"),
         row("seconds in steps", lambda r: r.wall_s, "{:,.1f}", "ratio"),
     ]
-
-
-def _peak_gib(result: RunResult) -> float | None:
-    return None if result.peak_memory is None else result.peak_memory / 2**30
+    return [row for row in rows if not (row.label.startswith(ONLY_ON_GPUS) and set(row.values) == {"–"})]
 
 
 def held_out_label(name: str) -> str:
@@ -155,6 +139,55 @@ def _difference(first: float | None, second: float | None, kind: str) -> str:
     if kind == "ratio":
         return f"{second / first:.2f} ×"
     return f"{second - first:+.4f}  ({100 * (second - first) / first:+.2f} %)"
+
+
+def run_charts(runs: Sequence[LoggedRun]) -> dict[str, list[Chart]]:
+    """Loss and gap large; speed, gradient norm and the like small. A chart without any value is left out."""
+
+    def lines(column: str, noisy: bool = True) -> list[Line]:
+        return [
+            Line(label=run.label, slot=run.slot, x=run.curves.step, y=getattr(run.curves, column), noisy=noisy)
+            for run in runs
+        ]
+
+    def chart(title: str, unit: str, series: list[Line], **layout: Any) -> list[Chart]:
+        drawn = [line for line in series if np.isfinite(line.y).any()]
+        return [line_chart(title, unit, drawn, **layout)] if drawn else []
+
+    unit = runs[0].result.unit
+    per = f"nats per {unit.removesuffix('s')}"
+    large = chart(
+        "Loss", per, lines("loss"), caption=f"{per.capitalize()}. Strong: running mean; light: each step."
+    )  # fmt: skip
+    if len(runs) > 1:
+        baseline = runs[0]
+        gaps = [(run, *gap_percent(baseline.curves, run.curves)) for run in runs[1:]]
+        large += chart(
+            f"Loss above {baseline.label}",
+            "percent",
+            [Line(label=run.label, slot=run.slot, x=x, y=y) for run, x, y in gaps],
+            caption=f"Percent of {baseline.label}'s loss at the same step. Shaded: ±{BAND_PERCENT:g} %.",
+            height=FLAT,
+            band=BAND_PERCENT,
+        )
+    large += chart("Held-out loss", per, _measured(lines("held_out", noisy=False)), height=FLAT, keep=[0])
+    small = chart(f"{unit.capitalize()} per second", f"{unit}/s", lines("tokens_per_s"), height=SMALL, keep=[0])
+    small += chart("Gradient norm", "L2 norm before clipping", lines("grad_norm"), height=SMALL, keep=[0])
+    small += chart("Learning rate", "learning rate", lines("lr", noisy=False), height=SMALL, keep=[0])
+    small += chart("MFU", "percent", lines("mfu"), caption="Percent of the bf16 peak.", height=SMALL, keep=[0])
+    memory = lines("peak_memory", noisy=False)
+    expected = runs[0].setup.expected if len(runs) == 1 and runs[0].setup else None
+    if expected is not None and expected.memory is not None:
+        predicted = np.full(len(memory[0].x), expected.memory / 2**30)
+        memory.insert(0, Line(label="predicted", slot=1, x=memory[0].x, y=predicted, noisy=False))
+    caption = MEMORY_CAPTION[len(memory) > len(runs)]
+    small += chart("Peak memory", "GiB", memory, caption=caption, height=SMALL, keep=[0])
+    return {"large": large, "small": small}
+
+
+def _measured(lines: Sequence[Line]) -> list[Line]:
+    """Lines without the steps in which nothing was measured."""
+    return [replace(line, x=line.x[mask], y=line.y[mask]) for line in lines if (mask := np.isfinite(line.y)).any()]
 
 
 def _page(runs: list[LoggedRun], verdicts: list[PairVerdict], title: str) -> str:
@@ -216,17 +249,12 @@ def _tiles(runs: list[LoggedRun], verdicts: list[PairVerdict]) -> list[dict[str,
 
 def config_differences(configs: Sequence[str]) -> list[tuple[str, list[str]]]:
     """The settings that differ between configs, with each run's value."""
-    flat = [_flatten(tomllib.loads(config)) for config in configs]
-    keys = dict.fromkeys(key for config in flat for key in config if key not in NOT_COMPARED)
+    from octavo.train.config.run_config import flat  # imports torch
+
+    settings = [dict(flat("", tomllib.loads(config))) for config in configs]
+    keys = dict.fromkeys(key for own in settings for key in own if key not in NOT_COMPARED)
     return [
-        (key, [str(config.get(key, "not set")) for config in flat])
+        (key, [str(own.get(key, "not set")) for own in settings])
         for key in keys
-        if any(config.get(key) != flat[0].get(key) for config in flat)
+        if any(own.get(key) != settings[0].get(key) for own in settings)
     ]
-
-
-def _flatten(tables: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in tables.items():
-        flat |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return flat

@@ -8,6 +8,8 @@ the common colour blindnesses; heat maps have one hue each, whose lightness is t
 from collections.abc import Sequence
 from typing import Any
 
+from octavo.numerics.display import shortened
+
 FONT = 'ui-sans-serif, system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, "Noto Sans", sans-serif'
 SERIES = 6  # Colours of series: `--s0` to `--s5`, and as fills of areas `--a0` to `--a5`
 COLOUR_LEVELS = 8  # Colours of a heat map: `--bad0` to `--bad7`, or `--size0` to `--size7`
@@ -97,11 +99,6 @@ def layout(height: int, **settings: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def shorten(text: str, length: int) -> str:
-    """Return `text`, cut in the middle if it is longer than `length`: both ends tell names apart."""
-    return text if len(text) <= length else f"{text[: length // 2]}…{text[len(text) - (length - length // 2) + 1 :]}"
-
-
 def plain(text: str, length: int = 44) -> str:
     """Return `text` as Plotly draws it literally, shortened to `length`: Plotly reads `<b>` and `&lt;` as HTML."""
-    return shorten(text, length).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    return shortened(text, length).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")

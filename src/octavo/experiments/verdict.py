@@ -9,12 +9,9 @@ with different seeds lie apart is not known from it, so the verdict does not cla
 
 import re
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from octavo.train.record.metrics import LOSS, RunResult
-
-if TYPE_CHECKING:
-    from octavo.experiments.predicted import PredictedSpeed
 
 Status = Literal["within", "above", "below", "none"]
 
@@ -24,6 +21,14 @@ ONE_SEED = (
     "One seed is one seed: how far apart two seeds of the same arm would lie was not measured, "
     "so the gap is not compared with seed noise."
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictedSpeed:
+    """A prediction of the planner."""
+
+    gain: float  # Speed-up over bf16
+    where: str  # Model, GPUs and tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +52,7 @@ class PairVerdict:
     # held_out_gap, held_out_gap_percent: Gap of that loss; None without one of both runs.
     held_out_gap: float | None = None
     held_out_gap_percent: float | None = None
-    prediction: "PredictedSpeed | None" = None  # Predicted speed-up of a larger model on GPUs, if one was made
+    prediction: PredictedSpeed | None = None  # Predicted speed-up of a larger model on GPUs, if one was made
     sentence: str  # The verdict on the loss in training
     held_out_sentence: str = ""  # The verdict on the held-out loss; empty without one
     notes: tuple[str, ...] = ()  # What else must be known to read it: speed, memory, seeds
@@ -63,7 +68,7 @@ def arm_name(arm: str) -> str:
     return {"bf16": "BF16", "fp8": "FP8", "O1": "FP8", None: ""}[matmul] + more + rest
 
 
-def verdict(a: RunResult, b: RunResult, prediction: "PredictedSpeed | None" = None) -> PairVerdict:
+def verdict(a: RunResult, b: RunResult, prediction: PredictedSpeed | None = None) -> PairVerdict:
     """Compare run `b`, the candidate, with run `a`, the baseline; `prediction` is of the candidate's precision."""
     baseline, candidate = arm_name(a.precision), arm_name(b.precision)
     obstacle = _obstacle(a, b)
@@ -179,7 +184,7 @@ def _sentence(
     )
 
 
-def _notes(a: RunResult, b: RunResult, prediction: "PredictedSpeed | None") -> list[str]:
+def _notes(a: RunResult, b: RunResult, prediction: PredictedSpeed | None) -> list[str]:
     baseline, candidate = arm_name(a.precision), arm_name(b.precision)
     notes = []
     if (memory := _ratio(a.saved_bytes_per_token, b.saved_bytes_per_token)) is not None:

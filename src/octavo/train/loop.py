@@ -28,9 +28,9 @@ from octavo.train.checkpoint.digests import check_digests, has_digests
 from octavo.train.checkpoint.pretrained import one_line
 from octavo.train.checkpoint.retention import checkpoints
 from octavo.train.checkpoint.store import load_checkpoint, read_trainer_state, saved_weights
-from octavo.train.config.run_config import ConfigError, TrainConfig, flat, parse_config
+from octavo.train.config.run_config import ConfigError, TrainConfig, parse_config
 from octavo.train.config.sections import Data, expand
-from octavo.train.diagnose import NonFiniteError, advice, diverged
+from octavo.train.diagnose import NonFiniteError, advice, changing_parameters, diverged
 from octavo.train.disk import output_folder, write_file
 from octavo.train.frozen import frozen_note
 from octavo.train.gauges import Gauges, StepProfile, expected_step
@@ -38,11 +38,12 @@ from octavo.train.guard import SpikeError
 from octavo.train.model import check_model
 from octavo.train.optimizer import state_bytes_per_parameter
 from octavo.train.ranks import Ranks, deterministic_algorithms, device_name, join_ranks, under_torchrun
-from octavo.train.record.files import CONFIG_FILE, LAYERS_FILE
 from octavo.train.record.loggers import ScalarLog, missing_logger
 from octavo.train.record.metrics import (
+    CONFIG_FILE,
     EVALUATION,
     FINDING,
+    LAYERS_FILE,
     LOSS,
     LOSS_SCALE,
     MOVE,
@@ -57,7 +58,7 @@ from octavo.train.record.metrics import (
     last_rollback,
 )
 from octavo.train.record.outputs import RunFolder, open_run_folder
-from octavo.train.record.progress import DeferredErrors, NullProgress, Progress, raise_deferred
+from octavo.train.record.progress import NullProgress, Progress
 from octavo.train.sampling import Sampler, make_sampler
 from octavo.train.signals import Between, Stop, StopRequested, stop_on
 from octavo.train.tasks.registry import task_of
@@ -107,7 +108,6 @@ def run(
     # A signal to torchrun and its processes reaches the processes twice; SIGKILL still ends them.
     with stop_on(stop, signal.SIGTERM, patient=under_torchrun()), join_ranks(config) as ranks, ExitStack() as stack:
         own_progress = progress if progress is not None and ranks.is_main else NullProgress()
-        own_progress = own_progress if ranks.world_size == 1 else DeferredErrors(own_progress)
         ranks.raise_together(lambda: _check_installed(config, ranks))
         stack.enter_context(deterministic_algorithms(config.run.deterministic))
         resume = resume or ranks.restarted
@@ -223,12 +223,9 @@ def _prepare(trainer: Trainer, out: Path, run_folder: RunFolder, progress: Progr
 
 
 def _load_state(trainer: Trainer, checkpoint: Path, state: dict[str, Any]) -> None:
-    try:
-        if trainer.pilot is not None and "autopilot" in state:
-            trainer.pilot.load_state_dict(state["autopilot"])
-        trainer.guard.load_state_dict(state.get("guard", {}))
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ConfigError(f"{checkpoint / 'trainer.json'} is not the state of a trainer: {error!r}") from None
+    if trainer.pilot is not None and "autopilot" in state:
+        trainer.pilot.load_state_dict(state["autopilot"])
+    trainer.guard.load_state_dict(state.get("guard", {}))
     part = trainer.layout.part
     load_checkpoint(checkpoint, trainer.model, trainer.optimizer, trainer.loss_scale, trainer.ranks, part)
     trainer.step = state["step"]
@@ -264,7 +261,11 @@ def _train(
     trainer.between, trainer.saves = Between(stop, ranks, progress), not dry_run
     frozen = frozen_note(trainer.model, config.model.frozen, adapters=config.lora is not None)
     compiled = dict.fromkeys((summary.compiled, trainer.blocks.news()))
-    others = trainer.attention_note(), trainer.loss_scale_note(), trainer.loss_note, *trainer.groups_table
+    unscaled = ""
+    if config.precision.parameters == "fp16" and config.precision.loss_scale == "none":
+        unscaled = 'precision.parameters = "fp16" without a loss scale: small gradients underflow to zero; set '
+        unscaled += 'precision.loss_scale = "dynamic"'
+    others = trainer.attention_note(), unscaled, trainer.loss_note, *trainer.groups_table
     for note in filter(None, (summary.converted, *compiled, frozen, *others)):
         progress.note(note)
     spike, failure = None, None
@@ -273,7 +274,6 @@ def _train(
     gauges = Gauges(trainer, summary)
     ranks.run_on_rank0(lambda: gauges.setup.write(out))
     progress.start(config, trainer.step, gauges.setup)
-    ranks.raise_together(lambda: raise_deferred(progress))
     profiled = StepProfile(config.run.profile if ranks.is_main else None, out, progress.note)
 
     def step() -> StepMetrics:
@@ -290,7 +290,7 @@ def _train(
             except NonFiniteError as error:
                 stopped = "non-finite"
                 ranks.run_on_rank0(partial(_record_statistics, trainer, error.step, metrics, progress, out))
-                if trainer.diverged_parameter() is None:
+                if ranks.first_reported(diverged(changing_parameters(trainer.model))) is None:
                     trainer.save(out, prune=False)  # this state may already be bad: keep the older ones
                     trainer.saver.finish()
                 saved, bad = ranks.run_on_rank0(lambda: _usable(checkpoints(out)))
@@ -312,7 +312,6 @@ def _train(
         _roll_back(trainer, out, spike, progress)
         spike = None
     progress.finish(result)
-    ranks.raise_together(lambda: raise_deferred(progress))
     if failure is not None:
         raise failure
     return result
@@ -460,10 +459,9 @@ def _metrics(trainer: Trainer, out: Path, progress: Progress) -> MetricsBuffer:
         return MetricsBuffer()
     config = trainer.config
     drop_later_events(out, trainer.step)
-    settings = dict(flat("", config.model_dump(mode="json", exclude_none=True)))
     return MetricsWriter(
         out, after_step=trainer.step, log_every=config.run.log_every, limits=config.inspect.thresholds,
-        loggers=lambda board: ScalarLog(board, config.run.loggers, out, config.run.name, settings, progress.note),
+        loggers=lambda board: ScalarLog(board, config.run.loggers, out, config.run.name, config.flat, progress.note),
     )  # fmt: skip
 
 
@@ -488,7 +486,6 @@ def _record_step(trainer: Trainer, row: StepMetrics, metrics: MetricsBuffer, pro
         text = f"the loss scale fell to {scale.restored_from:g}, at which most gradients underflow: restored to "
         text += f"{scale.value:g}, from before the steps that were skipped"
         _record_event(trainer, out, progress, row.step, LOSS_SCALE, f"step {row.step}: {text}")
-    raise_deferred(progress)
 
 
 def _record_statistics(trainer: Trainer, step: int, metrics: MetricsBuffer, progress: Progress, out: Path) -> None:

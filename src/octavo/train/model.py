@@ -1,9 +1,8 @@
 """The model: any of `transformers` for the task of the run, from a config or a local checkpoint.
 
 `transformers` accepts unknown config fields silently; this module raises an error with the nearest known field. Initial
-weights are drawn on the CPU in the parameters' own dtype, so a seed gives the same weights on any device.
-
-Draw the initial weights of a model once, on all cores.
+weights are drawn on the CPU in the parameters' own dtype, so a seed gives the same weights on any device: once, and on
+all cores.
 
 `nn.Linear` and the like draw their weights when they are made, and Transformers draws them again: 11 s of one thread
 for 10⁹ parameters. Here a draw into a whole tensor is recorded, and replaced by the next one into the same tensor. What
@@ -19,6 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -50,19 +50,24 @@ def check_model(model: Model, kind: ModelKind = LANGUAGE) -> None:
         if not (folder / "config.json").exists():
             raise ConfigError(f"model.path = {folder} holds no transformers checkpoint: it has no config.json")
         return
-    _check_type(str(model.type), kind)
-    _check_fields(str(model.type), model.config)
+    from transformers import CONFIG_MAPPING
+
+    if model.type not in kind.classes:
+        noun = kind.noun if model.type in CONFIG_MAPPING else "model type"
+        article = "an" if noun[0] in "aeiou" else "a"
+        hint = nearest(str(model.type), kind.classes)
+        raise ConfigError(f'model.type = "{model.type}" is not {article} {noun} of the installed transformers{hint}')
+    _check_fields(model.type, model.config)
 
 
-def build_model(config: TrainConfig, tokenizer: TextTokenizer, *, weights: bool = True) -> nn.Module:
+def build_model(config: TrainConfig, tokenizer: TextTokenizer, *, weights: bool = True) -> Any:
     """Build the language model of a run on the CPU, in training mode, with parameters of the configured dtype."""
     # Raises ConfigError as `build_of_kind`, and for a vocabulary or context too small for the data.
     end = tokenizer.end_id
     fields = {"vocab_size": tokenizer.size, "bos_token_id": end, "eos_token_id": end, "pad_token_id": None}
-    model: Any = build_of_kind(config, LANGUAGE, fields, weights=weights)
+    model = build_of_kind(config, LANGUAGE, fields, weights=weights)
     check_fit(model, config.model, config.data.sequence_length, tokenizer)
-    built: nn.Module = model
-    return built
+    return model
 
 
 def build_of_kind(
@@ -73,33 +78,32 @@ def build_of_kind(
     # whether to load those at `model.path`, or to draw them; for a plan their shapes are enough. `model.frozen` is
     # applied.
     # Raises ConfigError as `check_model` and `freeze` do, and for a config or weights that `transformers` rejects.
-    model = _build(config, kind, fields, weights=weights)
+    check_model(config.model, kind)
+    dtype = PARAMETER_DTYPES[config.precision.parameters]
+    folder = Path(config.model.path).expanduser() if config.model.path is not None else None
+    if folder is not None and weights:
+        model = _from_folder(folder, dtype, kind)
+        if bad := non_finite_parameter(model):
+            raise ConfigError(f"model.path = {folder}: {bad} is not finite in {config.precision.parameters}")
+    else:
+        from transformers.initialization import no_init_weights
+
+        settings = model_config(config.model, fields)
+        make = partial(kind.auto.from_config, settings, dtype=dtype, trust_remote_code=False)
+        # The initialization of image models reads numbers that fake tensors do not have. Without it, some language
+        # models are not tied.
+        initialized = folder is not None or weights or kind is LANGUAGE
+        try:
+            with nullcontext() if initialized else no_init_weights():
+                model = draw_once(make, config.run.seed) if folder is None else make()
+        except Exception as error:  # of no common type: each class fails in its own way
+            where = f"model.config: {config.model.type}" if folder is None else f"model.path = {folder}: the model"
+            raise ConfigError(f"{where} cannot be built from it: {one_line(error)}") from None
+    model.train()
     freeze(model, config.model.frozen)
     if config.lora is not None:
         add_adapters(model, config.lora, config.run.seed, config.model.path)
     return model
-
-
-def _build(config: TrainConfig, kind: ModelKind, fields: Mapping[str, Any], *, weights: bool) -> Any:
-    check_model(config.model, kind)
-    dtype = PARAMETER_DTYPES[config.precision.parameters]
-    if config.model.path is None:
-        from transformers.initialization import no_init_weights
-
-        # The initialization of image models reads numbers that fake tensors do not have. Without it, some language
-        # models are not tied.
-        with nullcontext() if weights or kind is LANGUAGE else no_init_weights():
-            return _from_type(config.model, config.run.seed, kind, fields, dtype).train()
-    folder = Path(config.model.path).expanduser()
-    if weights:
-        model = _from_folder(folder, dtype, kind)
-        if bad := non_finite_parameter(model):
-            raise ConfigError(f"model.path = {folder}: {bad} is not finite in {config.precision.parameters}")
-        return model.train()
-    try:
-        return kind.auto.from_config(load_model_config(folder), dtype=dtype, trust_remote_code=False).train()
-    except Exception as error:  # of no common type: each class fails in its own way
-        raise ConfigError(f"model.path = {folder}: the model cannot be built: {one_line(error)}") from None
 
 
 def build_on_ranks(
@@ -150,20 +154,16 @@ def _from_folder(folder: Path, dtype: torch.dtype, kind: ModelKind) -> Any:
         raise ConfigError(f"model.path = {folder}: {error}") from None
 
 
-def _from_type(source: Model, seed: int, kind: ModelKind, defaults: Mapping[str, Any], dtype: torch.dtype) -> Any:
-    model_type, settings = str(source.type), model_config(source, defaults)
-    try:
-        return draw_once(lambda: kind.auto.from_config(settings, dtype=dtype, trust_remote_code=False), seed)
-    except Exception as error:  # of no common type: each class fails in its own way
-        raise ConfigError(f"model.config: {model_type} cannot be built from it: {one_line(error)}") from None
-
-
 def model_config(source: Model, defaults: Mapping[str, Any]) -> Any:
     """The config of a model, a class of Transformers: of `model.path`; or of `model.config`, with `defaults` for fields
     that it has and are not configured, also in tables within tables.
     """
     if source.path is not None:
-        return load_model_config(Path(source.path).expanduser())
+        folder = Path(source.path).expanduser()
+        try:
+            return load_model_config(folder)
+        except ConfigError as error:
+            raise ConfigError(f"model.path = {folder}: {error}") from None
     field_names = _config_fields(str(source.type))
     known = {field: value for field, value in defaults.items() if field in field_names}
     both = {
@@ -175,17 +175,6 @@ def model_config(source: Model, defaults: Mapping[str, Any]) -> Any:
         return AutoConfig.for_model(str(source.type), **deepcopy(known | source.config | both))
     except Exception as error:  # of no common type: each class fails in its own way
         raise ConfigError(f"model.config: {source.type} rejects it: {one_line(error)}") from None
-
-
-def _check_type(model_type: str, kind: ModelKind) -> None:
-    """Raise ConfigError for a type that is not of this kind."""
-    from transformers import CONFIG_MAPPING
-
-    if model_type not in kind.classes:
-        noun = kind.noun if model_type in CONFIG_MAPPING else "model type"
-        hint = nearest(model_type, kind.classes)
-        article = "an" if noun[0] in "aeiou" else "a"
-        raise ConfigError(f'model.type = "{model_type}" is not {article} {noun} of the installed transformers{hint}')
 
 
 def _check_fields(model_type: str, config: Mapping[str, Any], key: str = "model.config") -> None:

@@ -39,7 +39,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from octavo.kernels.gemm.torch_bf16 import SWITCH as CPU_PRODUCTS
 from octavo.runtime.torch_compat import get_default_store
-from octavo.train.config.run_config import ConfigError, TrainConfig, flat
+from octavo.train.config.run_config import ConfigError, TrainConfig
 from octavo.train.config.sections import Run
 from octavo.train.diagnose import NonFiniteError
 
@@ -217,8 +217,7 @@ def join_ranks(config: TrainConfig) -> Iterator[Ranks]:
 
 def _check_same_config(config: TrainConfig, ranks: Ranks) -> Ranks:
     """Return `ranks` if all have the same configuration and it fits their number. Raises ConfigError on all ranks."""
-    settings = dict(flat("", config.model_dump(mode="json", exclude_none=True)))
-    ranks.check_same({key: value for key, value in settings.items() if key not in MACHINE_PATHS})
+    ranks.check_same({key: value for key, value in config.flat.items() if key not in MACHINE_PATHS})
     ranks.check_same({CPU_PRODUCTS: os.environ.get(CPU_PRODUCTS, "fast")})
     try:
         config.parallel.sizes(ranks.world_size)

@@ -655,7 +655,7 @@ def planned_task(config: TrainConfig) -> Task:
     return kind(config, kind.stand_in(config))
 
 
-def _planned_model(task: Task) -> torch.nn.Module:
+def _planned_model(task: Task) -> Any:
     """The model of a run on meta, with the decision how it computes its loss."""
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         model = task.build(weights=False)

@@ -26,8 +26,7 @@ from typing import Any
 
 from octavo.train.checkpoint.retention import latest_checkpoint, step_of
 from octavo.train.ranks import Ranks
-from octavo.train.record.files import CONFIG_FILE
-from octavo.train.record.metrics import EVENTS_FILE, RESTART, add_event
+from octavo.train.record.metrics import CONFIG_FILE, EVENTS_FILE, RESTART, add_event
 from octavo.train.record.progress import Progress
 
 GRACE_SECONDS = 8.0

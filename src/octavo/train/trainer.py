@@ -41,14 +41,7 @@ from octavo.train.checkpoint.retention import HELD_OUT_LOSS
 from octavo.train.checkpoint.store import CheckpointSaver
 from octavo.train.compiled_blocks import Checkpointing, CompiledBlocks
 from octavo.train.config.run_config import ConfigError, TrainConfig
-from octavo.train.diagnose import (
-    NonFiniteError,
-    ZeroGradientError,
-    changing_parameters,
-    diverged,
-    find_origin,
-    non_finite_parameter,
-)
+from octavo.train.diagnose import NonFiniteError, ZeroGradientError, find_origin, non_finite_parameter
 from octavo.train.evaluation import evaluate
 from octavo.train.guard import SpikeGuard
 from octavo.train.layout import (
@@ -170,7 +163,7 @@ class Trainer:
         config, (inputs, targets) = self.config, self._batch(self.step)
         autopilot_state = self.pilot.state_dict() if self.pilot is not None else {}
         try:
-            loss_value, norm = self._gradients_with_autopilot(inputs, targets)
+            loss_value, norm = self._gradients(inputs, targets)
         except StopRequested:  # the step is taken again after a resume
             if self.pilot is not None:
                 self.pilot.load_state_dict(autopilot_state)
@@ -223,10 +216,6 @@ class Trainer:
         """Name of a parameter that holds a NaN or an infinity on any rank; None if all are finite."""
         return self.ranks.first_reported(non_finite_parameter(self.model))
 
-    def diverged_parameter(self) -> str | None:
-        """Name of a parameter on any rank from whose values no setting goes on."""
-        return self.ranks.first_reported(diverged(changing_parameters(self.model)))
-
     def describe(self) -> RunResult:
         """Summary of the run before its first step. Raises ConfigError if the model cannot run a micro-batch."""
         import transformers
@@ -267,15 +256,6 @@ class Trainer:
         inputs, _ = self.task.data.batch(self.config.run.seed, 0, 1)
         with run_eagerly():
             check_causal(self.model, self.logits, inputs[:, :CAUSAL_TOKENS])
-
-    def loss_scale_note(self) -> str:
-        """A note for fp16 gradients without a loss scale; else empty."""
-        precision = self.config.precision
-        if precision.parameters != "fp16" or precision.loss_scale != "none":
-            return ""
-        return 'precision.parameters = "fp16" without a loss scale: small gradients underflow to zero; set ' + (
-            'precision.loss_scale = "dynamic"'
-        )
 
     def attention_note(self) -> str:
         """A note for a model without fused attention; else empty."""
@@ -341,31 +321,27 @@ class Trainer:
         self.optimizer.accumulate()
         return loss.detach()
 
-    def _gradients_with_autopilot(self, inputs: Tensor, targets: Tensor) -> tuple[float, Tensor]:
-        """Compute the gradients of the step; repeat it while the autopilot moves layers that the step needs."""
+    def _gradients(self, inputs: Tensor, targets: Tensor) -> tuple[float, Tensor]:
+        """Compute the gradients of the step. Returns the mean loss and the gradient norm over all ranks."""
         self.recipe_changes = []
         pilot = self.pilot if self.config.precision.autopilot else None
         while True:
-            loss, norm = self._gradients(inputs, targets, pilot)
+            sample, measure = (pilot.needs_sample, pilot.measures) if pilot is not None else (False, None)
+            with self.watch.step(self.step + 1, force=sample, measure=measure):
+                loss = self.forward_backward(inputs, targets)
+            self.layout.sum_partial(self.optimizer.gradients())
+            squares = self.optimizer.gradient_squares(self.loss_scale.value, self.layout.copies)
+            if self.ranks.world_size > 1:
+                loss, squares = self.ranks.all_reduce(loss, squares)
+                loss = loss * self.layout.loss_parts * self.layout.stages / self.ranks.world_size
+            self._read_ahead()
+            norm = squares.sqrt().float()
             if pilot is None:
-                return loss, norm
-            self.recipe_changes += pilot.act(finite=_are_finite(loss, norm.item()))
+                return loss.item(), norm
+            self.recipe_changes += pilot.act(finite=_are_finite(loss.item(), norm.item()))
             if not pilot.should_repeat:
-                return loss, norm
-            self.optimizer.zero_grad()
-
-    def _gradients(self, inputs: Tensor, targets: Tensor, pilot: Autopilot | None) -> tuple[float, Tensor]:
-        """Compute the gradients of the step. Returns the mean loss and the gradient norm over all ranks."""
-        sample, measure = (pilot.needs_sample, pilot.measures) if pilot is not None else (False, None)
-        with self.watch.step(self.step + 1, force=sample, measure=measure):
-            loss = self.forward_backward(inputs, targets)
-        self.layout.sum_partial(self.optimizer.gradients())
-        squares = self.optimizer.gradient_squares(self.loss_scale.value, self.layout.copies)
-        if self.ranks.world_size > 1:
-            loss, squares = self.ranks.all_reduce(loss, squares)
-            loss = loss * self.layout.loss_parts * self.layout.stages / self.ranks.world_size
-        self._read_ahead()
-        return loss.item(), squares.sqrt().float()
+                return loss.item(), norm
+            self.optimizer.zero_grad()  # the step needs layers that the autopilot has moved
 
     def loss(self, inputs: Inputs, targets: Tensor) -> Tensor:
         """The model's loss of a micro-batch, a mean over its targets."""

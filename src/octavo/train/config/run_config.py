@@ -194,6 +194,11 @@ class TrainConfig(Section):
         return precision if self.optim.states is None else replace(precision, states=self.optim.states)
 
     @property
+    def flat(self) -> dict[str, Any]:
+        """All settings by dotted keys, as JSON has them; without unset ones."""
+        return dict(flat("", self.model_dump(mode="json", exclude_none=True)))
+
+    @property
     def precision_label(self) -> str:
         """Short label of the precision, as "bf16" or "fp8 rowwise"."""
         return self.resolved.label
@@ -418,13 +423,9 @@ def resume_of(key: str) -> str:
 def check_same_run(saved: Mapping[str, Any], config: TrainConfig, where: Path) -> list[str]:
     """Return a line for each changed setting that is `TUNABLE`."""
     # Raises ConfigError for the first other setting of `config` that differs from the run saved in `where`.
+    old_settings, new_settings, changes = dict(flat("", saved)), config.flat, []
     with suppress(ConfigError):  # settings that are newer than the saved run have their defaults
-        saved = parse_config(saved).model_dump(mode="json", exclude_none=True)
-    old_settings, new_settings = (
-        dict(flat("", saved)),
-        dict(flat("", config.model_dump(mode="json", exclude_none=True))),
-    )
-    changes = []
+        old_settings = parse_config(saved).flat
     if config.run.epochs is not None:  # the steps follow from the data
         new_settings["run.steps"] = old_settings.get("run.steps", "unset")
     # The model's settings first.

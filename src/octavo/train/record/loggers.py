@@ -110,11 +110,12 @@ class ScalarLog:
         note: Callable[[str], None],
     ) -> None:  # fmt: skip
         self._board = board
-        ids = _Ids(out / LOGGERS_FILE)
+        path, lock = out / LOGGERS_FILE, threading.Lock()
 
         def opened(logger: str) -> Remote:
-            remote = REMOTES[logger](out, name, config, ids.of(logger))
-            ids.note(logger, remote.id)
+            remote = REMOTES[logger](out, name, config, _ids(path).get(logger))
+            with lock:
+                write_file(path, json.dumps(_ids(path) | {logger: remote.id}, indent=1) + "\n")
             remote.open()
             return remote
 
@@ -134,27 +135,15 @@ class ScalarLog:
             sender.close(end)
 
 
-class _Ids:
-    """The runs on the servers, by logger, in a file."""
-
-    def __init__(self, path: Path) -> None:
-        self._path, self._lock = path, threading.Lock()
-
-    def of(self, logger: str) -> str | None:
-        return self._read().get(logger)
-
-    def note(self, logger: str, id: str) -> None:
-        with self._lock:
-            write_file(self._path, json.dumps(self._read() | {logger: id}, indent=1) + "\n")
-
-    def _read(self) -> dict[str, str]:
-        try:
-            content = json.loads(self._path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            return {}
-        if not isinstance(content, dict) or not all(isinstance(value, str) for value in content.values()):
-            raise ValueError(f"{self._path} does not name the runs of loggers: remove it to begin new ones")
-        return content
+def _ids(path: Path) -> dict[str, str]:
+    """The runs on the servers, by logger."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    if not isinstance(content, dict) or not all(isinstance(value, str) for value in content.values()):
+        raise ValueError(f"{path} does not name the runs of loggers: remove it to begin new ones")
+    return content
 
 
 class _Sender:

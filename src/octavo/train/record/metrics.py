@@ -31,6 +31,7 @@ from typing_extensions import TypedDict
 
 from octavo.inspect.findings import Finding, Thresholds
 from octavo.inspect.stats import OperandStats
+from octavo.train.checkpoint.retention import FOLDER
 from octavo.train.disk import names_file, write_file
 from octavo.train.record.json_lines import STRICT, NonNegative, check_order, read_record, read_records
 from octavo.train.record.statistics import StatisticsWriter
@@ -39,6 +40,9 @@ METRICS_FILE = "metrics.jsonl"
 RESULT_FILE = "run.json"
 SETUP_FILE = "setup.json"
 TENSORBOARD_DIR = "tensorboard"
+CONFIG_FILE = "config.toml"
+LAYERS_FILE = "layers.json"  # The rows of `octavo.report`, from an FP8 run only
+RUN_MARKERS = (METRICS_FILE, RESULT_FILE, FOLDER, CONFIG_FILE)  # Files that identify the folder of a run
 LOSS, LOSS_HIGH_PRECISION, LOSS_EMA = "loss", "loss_high_precision", "loss_ema"
 """Names of the losses on held-out data: as trained, with all layers in high precision, and of the averaged weights."""
 STEP = "a step of a run"  # What a line of `metrics.jsonl` is, in errors

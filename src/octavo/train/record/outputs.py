@@ -20,9 +20,8 @@ from octavo.train.checkpoint.retention import FOLDER, invalid_checkpoints, lates
 from octavo.train.checkpoint.store import read_trainer_state
 from octavo.train.config.run_config import ConfigError, TrainConfig, check_same_run
 from octavo.train.config.sections import expand
-from octavo.train.record.files import CONFIG_FILE, LAYERS_FILE, RUN_MARKERS
 from octavo.train.record.loggers import LOGGERS_FILE
-from octavo.train.record.metrics import EVENTS_FILE, SETUP_FILE, TENSORBOARD_DIR
+from octavo.train.record.metrics import CONFIG_FILE, EVENTS_FILE, LAYERS_FILE, RUN_MARKERS, SETUP_FILE, TENSORBOARD_DIR
 from octavo.train.record.statistics import STATISTICS_FILE
 
 TOKENIZER_FILE = "tokenizer.json"

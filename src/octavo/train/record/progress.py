@@ -1,7 +1,5 @@
 """Progress: what a run tells while it goes on."""
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any, Protocol
 
 from octavo.train.config.run_config import TrainConfig
@@ -34,24 +32,3 @@ class NullProgress:
         """Nothing."""
 
     start = step = note = finish = stage
-
-
-class DeferredErrors(NullProgress):
-    """A `Progress` that holds back the first error of another one, until all ranks can raise it."""
-
-    def __init__(self, progress: Progress) -> None:
-        self.error: Exception | None = None  # The first error
-        for name in ("stage", "start", "step", "note", "finish"):
-            setattr(self, name, partial(self._call, getattr(progress, name)))
-
-    def _call(self, method: Callable[..., None], *arguments: Any) -> None:
-        try:
-            method(*arguments)
-        except Exception as error:  # of any kind: it is the user's code
-            self.error = self.error or error
-
-
-def raise_deferred(progress: Progress) -> None:
-    """Raise the error that a `DeferredErrors` holds back, if any; nothing for another `Progress`."""
-    if isinstance(progress, DeferredErrors) and progress.error is not None:
-        raise progress.error

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from octavo.nn.causal import IGNORE
 from octavo.train.checkpoint.kinds import IMAGE_TEXT
@@ -86,10 +86,10 @@ class ImageTextTask(TextTask):
             (training, held_out), images, tokenizer, placeholder, length=data.sequence_length, shuffle=data.shuffle
         )
 
-    def build(self, *, weights: bool = True) -> nn.Module:
+    def build(self, *, weights: bool = True) -> Any:
         """Build the model; vocabulary and, of the digits, the shape of images are the data's where not configured."""
         tokenizer = self.data.tokenizer
-        model: Any = build_of_kind(self.config, self.kind, fields(self.config, tokenizer), weights=weights)
+        model = build_of_kind(self.config, self.kind, fields(self.config, tokenizer), weights=weights)
         check_fit(model, self.config.model, self.config.data.sequence_length, tokenizer)
         if (rows := model.get_input_embeddings().weight.shape[0]) <= model.config.image_token_id:
             raise ConfigError(
@@ -100,8 +100,7 @@ class ImageTextTask(TextTask):
         model.model.get_placeholder_mask = _PlaceholderMask(model.config.image_token_id, tokens)
         inputs, targets = self.empty_batch(1, torch.device("cpu"))
         freeze_unused(model, lambda copy: self.loss(copy, inputs, targets, use_cache=False))
-        built: nn.Module = model
-        return built
+        return model
 
     def empty_batch(self, size: int, device: torch.device) -> tuple[Mapping[str, Tensor], Tensor]:
         """Rows of the first token and images of zeros."""

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from octavo.nn.causal import IGNORE
 from octavo.train.checkpoint.diffusers_models import IMAGE_GENERATION, library
@@ -40,14 +40,9 @@ class ImageTask(Task):
 
     @classmethod
     def shape(cls, config: TrainConfig) -> ImageShape:
-        """The images that the model takes."""
+        """The images that the model takes; the digits are taken as they are."""
         assert cls.kind.classes  # makes its config known
-        return image_shape(model_config(config.model, cls.default_fields(config)))
-
-    @classmethod
-    def default_fields(cls, config: TrainConfig) -> dict[str, Any]:
-        """Fields of the model's config where not configured: the digits are taken as they are."""
-        return dict(cls.digit_fields) if config.data.source == DIGITS else {}
+        return image_shape(model_config(config.model, cls.digit_fields if config.data.source == DIGITS else {}))
 
     @classmethod
     def stand_in(cls, config: TrainConfig) -> Any:
@@ -56,8 +51,8 @@ class ImageTask(Task):
 
     def build_for_classes(self, fields: Mapping[str, Any], *, weights: bool) -> Any:
         """Build the model with these fields, of as many classes as the data has."""
-        both = {**self.default_fields(self.config), **fields}
-        model: Any = build_of_kind(self.config, self.kind, both, weights=weights)
+        own = self.digit_fields if self.config.data.source == DIGITS else {}
+        model = build_of_kind(self.config, self.kind, {**own, **fields}, weights=weights)
         if (classes := getattr(model.config, self.classes_field)) != len(self.data.names):
             raise ConfigError(
                 f"the model has {classes} classes, and the data has {len(self.data.names)}: "
@@ -93,14 +88,12 @@ class ImageClassification(ImageTask):
         """Read the images."""
         return load_labelled(config, cls.shape(config), progress)
 
-    def build(self, *, weights: bool = True) -> nn.Module:
+    def build(self, *, weights: bool = True) -> Any:
         """Build the classifier; number and names of classes are the data's where not configured."""
         names = {"id2label": dict(enumerate(self.data.names))}
         names["label2id"] = {name: label for label, name in names["id2label"].items()}
-        model: nn.Module = self.build_for_classes(
-            {} if self.classes_field in self.config.model.config else names, weights=weights
-        )
-        return model
+        configured = self.classes_field in self.config.model.config
+        return self.build_for_classes({} if configured else names, weights=weights)
 
     def loss(self, forward: Forward, inputs: Tensor, targets: Tensor, **arguments: Tensor) -> Tensor:
         """The cross-entropy of images [B,C,H,W] with labels [B]."""
@@ -148,16 +141,15 @@ class ImageGeneration(ImageTask):
         noisy.held_out = NoisyImages(images, images.held_out, scheduler(), shuffle=False, label_dropout=0.0)
         return noisy
 
-    def build(self, *, weights: bool = True) -> nn.Module:
+    def build(self, *, weights: bool = True) -> Any:
         """Build the model; the number of classes is the data's where not configured."""
-        model: Any = self.build_for_classes({self.classes_field: len(self.data.names)}, weights=weights)
+        model = self.build_for_classes({self.classes_field: len(self.data.names)}, weights=weights)
         if model.config["out_channels"] not in (None, model.config["in_channels"]):
             raise ConfigError(
                 f"model.config.out_channels = {model.config['out_channels']}: the model predicts the noise, of "
                 f"{model.config['in_channels']} channels, and no variance: leave it out"
             )
-        built: nn.Module = model
-        return built
+        return model
 
     def empty_batch(self, size: int, device: torch.device) -> tuple[Mapping[str, Tensor], Tensor]:
         """Images, timesteps, noise and classes of zeros."""

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from octavo.planner.fake import unpacked_sequences
 from octavo.train.checkpoint.kinds import LANGUAGE
@@ -46,7 +46,7 @@ class Language(TextTask):
         held_out: Sequences | None = getattr(self.data, "held_out", None)
         return held_out
 
-    def build(self, *, weights: bool = True) -> nn.Module:
+    def build(self, *, weights: bool = True) -> Any:
         """`octavo.train.model.build_model` with the tokenizer of the data."""
         return build_model(self.config, self.data.tokenizer, weights=weights)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from octavo.train.checkpoint.kinds import ModelKind
 from octavo.train.config.run_config import ConfigError, TrainConfig
@@ -81,7 +81,7 @@ class Task(ABC):
         return cls.load(config, NullProgress())
 
     @abstractmethod
-    def build(self, *, weights: bool = True) -> nn.Module:
+    def build(self, *, weights: bool = True) -> Any:
         """Build the model on the CPU, in training mode; `weights`: whether to read those at `model.path`.
 
         Raises ConfigError if it does not fit the data.
