@@ -182,11 +182,6 @@ def test_damaged_checkpoints_are_named(make_config: MakeConfig, tmp_path: Path) 
         message = r"is damaged \(.*\): remove .*step-000000 to resume from the one before"
         with pytest.raises(ConfigError, match=message):
             load_checkpoint(folder, trainer.model, trainer.optimizer, trainer.loss_scale, trainer.ranks)
-    for text in ("{}", "null", '{"step": 1}'):
-        (folder / "trainer.json").write_text(text)
-        write_digests(folder, {})
-        with pytest.raises(ConfigError, match=r"trainer\.json is not the state of a trainer \(.*step-000000"):
-            read_trainer_state(folder)
     (folder / "trainer.json").write_text(json.dumps({"step": 1})[:-1])
     write_digests(folder, {})
     with pytest.raises(ConfigError, match=r"trainer\.json cannot be read .*: remove .*step-000000"):

@@ -101,7 +101,7 @@ def test_mistakes_are_named_and_write_nothing(make_config, trained, tmp_path):
     _, folder = trained
 
     def fails(checkpoint, match, to="fp8-row"):
-        with pytest.raises(ConfigError, match=match):
+        with pytest.raises(ValueError, match=match):
             export(checkpoint, tmp_path / "out", to)
         assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".*"))
 
@@ -111,7 +111,7 @@ def test_mistakes_are_named_and_write_nothing(make_config, trained, tmp_path):
     with pytest.raises(ConfigError, match="inside the checkpoint, which it would damage"):
         export(folder, folder / "new" / "out", "fp8-row")
     assert not (folder / "new").exists()
-    with pytest.raises(ConfigError, match="is not empty: choose another folder"):
+    with pytest.raises(ValueError, match="is not empty: choose another folder"):
         export(folder, folder.parent, "fp8-row")
     older = shutil.copytree(folder, tmp_path / "older")
     state = json.loads((older / "trainer.json").read_text())

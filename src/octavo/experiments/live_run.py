@@ -19,6 +19,7 @@ from octavo.experiments.live_steps import LiveSteps
 from octavo.experiments.logged_run import LoggedRun, read_layers
 from octavo.experiments.run_report import held_out_label, held_out_text, run_charts, summary_rows
 from octavo.experiments.verdict import arm_name
+from octavo.inspect.stats import OperandStats
 from octavo.numerics.names import nearest
 from octavo.train.disk import LOCK, is_locked
 from octavo.train.record.json_lines import RecordFollower
@@ -37,7 +38,7 @@ from octavo.train.record.metrics import (
     RunSetup,
     StepMetrics,
 )
-from octavo.train.record.statistics import STATISTICS_FILE, StatisticsFollower, run_of
+from octavo.train.record.statistics import ROW, STATISTICS_FILE, Row, run_of
 
 FOLLOWED = (METRICS_FILE, EVENTS_FILE, STATISTICS_FILE, SETUP_FILE, RESULT_FILE)
 EVENTS_SHOWN = 100
@@ -76,7 +77,7 @@ class LiveRun:
         self._steps = LiveSteps()
         self._metrics = RecordFollower(folder / METRICS_FILE, StepMetrics, STEP, records=self._steps)
         self._events: RecordFollower[dict[str, Any]] = RecordFollower(folder / EVENTS_FILE, Event, EVENT)
-        self._statistics = StatisticsFollower(folder)
+        self._statistics: RecordFollower[OperandStats] = RecordFollower(folder / STATISTICS_FILE, Row, ROW)
         self._heatmaps: list[Chart] = []
         self._seen: Any = None
         self._text = ""
@@ -89,8 +90,9 @@ class LiveRun:
         if seen != self._seen:
             self._metrics.poll()
             self._events.poll()
-            if self._statistics.poll():
-                self._heatmaps = heatmaps(self._statistics.rows)
+            before = len(self._statistics.records)
+            if (self._statistics.poll(), len(self._statistics.records)) != (before, before):
+                self._heatmaps = heatmaps(self._statistics.records)
             self._text = json.dumps(self._content(locked), allow_nan=False)
             self._seen = seen
         return self._text

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from octavo.nn.resident import as_resident
 from octavo.runtime.extras import needs_extras
 from octavo.tensor import local_tensor
-from octavo.train.config.run_config import ConfigError
+from octavo.train.config.run_config import ConfigError, optional_package
 from octavo.train.config.sections import LoraConfig
 from octavo.train.ranks import Ranks
 
@@ -30,10 +30,7 @@ PREFIX = "base_model.model."  # What PEFT's files have before the name of a modu
 
 def add_adapters(model: nn.Module, lora: LoraConfig, seed: int, base: str | None) -> None:
     """Freeze a model and add adapters to it, in place; their initial weights depend on the seed alone."""
-    try:
-        import peft
-    except ImportError as error:
-        raise ConfigError(f"[lora] is of PEFT, which cannot be imported ({error}): pip install peft") from None
+    peft = optional_package("peft", "[lora] is of PEFT", "pip install peft")
     alpha: Any = lora.alpha  # PEFT takes a float, and annotates an int
     targets: Any = "all-linear" if lora.targets == ("all-linear",) else list(lora.targets)
     writes_text = hasattr(model, "prepare_inputs_for_generation")  # what PeftModel.from_pretrained asks of the type

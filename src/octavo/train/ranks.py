@@ -25,7 +25,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -335,7 +335,6 @@ def _message(error: Exception) -> str:
 
 BEAT_SECONDS = 0.5  # Seconds between two counts
 GRACE_SECONDS = 3.0  # Seconds without a count after which a rank counts as gone: killed, stopped, or its machine down
-LEFT = "left"
 
 
 class Heartbeat:
@@ -343,44 +342,37 @@ class Heartbeat:
 
     def __init__(self, store: Any, name: str, rank: int, world: int) -> None:
         self._store = dist.PrefixStore(f"octavo/alive/{name}", store.clone())  # type: ignore[attr-defined]
-        self._rank, self._world = rank, world
-        self._store.set(str(rank), "0")
+        self._rank, self._others = rank, [other for other in range(world) if other != rank]
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._count, name="octavo-heartbeat", daemon=True)
         self._thread.start()
 
     def gone(self) -> list[int]:
-        """Other ranks that had left when this was called, or do not count; all of them where the store is gone."""
-        # Takes up to `GRACE_SECONDS` seconds. A rank that leaves meanwhile was there when the error was raised.
-        others = set(range(self._world)) - {self._rank}
+        """Other ranks that do not count, for `GRACE_SECONDS` seconds; all of them where the store is gone."""
         try:
-            before = {rank: self._read(rank) for rank in others}
-            silent, end = others, time.monotonic() + GRACE_SECONDS
-            while silent and time.monotonic() < end and LEFT not in before.values():
+            before = self._counts()
+            silent, end = self._others, time.monotonic() + GRACE_SECONDS
+            while silent and time.monotonic() < end:
                 time.sleep(BEAT_SECONDS / 4)
-                silent = {rank for rank in silent if self._read(rank) == before[rank]}
+                counts = self._counts()
+                silent = [rank for rank in silent if counts[rank] == before[rank]]
         except RuntimeError:  # as all of torch's errors of a store are
-            return sorted(others)
-        return sorted(rank for rank in silent if LEFT not in before.values() or before[rank] == LEFT)
+            return self._others
+        return silent
 
     def close(self) -> None:
         """Leave."""
         self._closing.set()
         self._thread.join()
 
-    def _read(self, rank: int) -> str:
-        key = str(rank)
-        return self._store.get(key).decode() if self._store.check([key]) else ""
+    def _counts(self) -> dict[int, int]:
+        return {rank: self._store.add(str(rank), 0) for rank in self._others}
 
     def _count(self) -> None:
-        number = 0
-        try:
+        with suppress(RuntimeError):  # the store's host is gone, which others notice as this one does
             while not self._closing.wait(BEAT_SECONDS):
-                number += 1
-                self._store.set(str(self._rank), str(number))
-            self._store.set(str(self._rank), LEFT)
-        except RuntimeError:  # the store's host is gone, which others notice as this one does
-            return
+                self._store.add(str(self._rank), 1)
+            self._store.add(str(self._rank), 1)  # for those that are looking: it was there when their error was raised
 
 
 def from_collective(error: BaseException) -> bool:

@@ -8,7 +8,6 @@ In training the model itself drops classes, by random numbers of its rank, anew 
 here: the data drops them (`octavo.train.data.images`), so that ranks and resumed runs drop the same.
 """
 
-import importlib
 import json
 import math
 import re
@@ -26,7 +25,7 @@ from octavo.runtime.blocks import CALLED_OUTSIDE
 from octavo.serving.card import Exported
 from octavo.serving.export_layouts import ExportLayout
 from octavo.train.checkpoint.kinds import ModelKind
-from octavo.train.config.run_config import ConfigError
+from octavo.train.config.run_config import ConfigError, optional_package
 
 TYPE, CLASS = "dit", "DiTTransformer2DModel"
 INSTALL = "pip install 'octavo[diffusion]'"
@@ -57,11 +56,7 @@ IMAGE_GENERATION = DiffusersKind("diffusion transformer", "", "")
 
 def library() -> Any:
     """The module `diffusers`. Raises ConfigError if it cannot be imported."""
-    try:
-        return importlib.import_module("diffusers")
-    except (ImportError, RuntimeError) as error:
-        raise ConfigError(f"diffusion transformers are of diffusers, which cannot be imported ({error}): {INSTALL}") \
-            from None  # fmt: skip
+    return optional_package("diffusers", "diffusion transformers are of diffusers", INSTALL)
 
 
 @cache

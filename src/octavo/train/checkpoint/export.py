@@ -31,18 +31,6 @@ OWN = {"trainer.json", "optimizer.pt", DATA_FILE, DIGESTS}
 """Files of a checkpoint that `save_pretrained` does not write."""
 
 
-@contextmanager
-def _mistakes() -> Iterator[None]:
-    """Turn the ValueErrors of `octavo.serving` into ConfigErrors."""
-    try:
-        yield
-    except ConfigError:
-        raise
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-
-
-@_mistakes()
 def export(
     checkpoint: Path, out: Path, to: str = "bf16", max_shard_size: int | str = "50GB", *, ema: bool = False,
     merge: bool = False,

@@ -9,43 +9,20 @@ import json
 import re
 import shutil
 import warnings
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from octavo.train.config.sections import Run
 
 FOLDER = "checkpoints"
 REMOVING = ".removing-"  # Prefix of a checkpoint during removal
 HELD_OUT_LOSS = "held_out_loss"  # Key of `trainer.json`: the held-out loss of the checkpoint, if it was measured
 
 
-@dataclass(frozen=True)
-class Retention:
-    """How many checkpoints stay."""
-
-    newest: int  # Number of newest ones; 0 for all
-    every: int = 0  # All whose step is a multiple; 0 for none
-    best: int = 0  # Number of those with the lowest held-out loss
-
-    @classmethod
-    def of(cls, run: "Run") -> "Retention":
-        """The settings of a run."""
-        return cls(run.keep, run.keep_every, run.keep_best)
-
-    def obsolete(self, out: Path) -> list[Path]:
-        """The checkpoints under `out` to remove, the oldest first. Of equal losses the older checkpoint is better."""
-        paths = checkpoints(out)
-        staying = {*paths[-self.newest :]}
-        if self.every:
-            staying |= {path for path in paths if step_of(path) % self.every == 0}
-        if self.best:
-            losses = [(loss, path) for path in paths if (loss := held_out_loss(path)) is not None]
-            staying |= {
-                path for _, path in sorted(losses, key=lambda entry: (entry[0], step_of(entry[1])))[: self.best]
-            }
-        return [path for path in paths if path not in staying]
+def obsolete_checkpoints(out: Path, newest: int, every: int = 0, best: int = 0) -> list[Path]:
+    """The checkpoints under `out` to remove, the oldest first. Of equal losses the older checkpoint is better."""
+    paths = checkpoints(out)
+    staying = {*paths[-newest:], *(path for path in paths if every and step_of(path) % every == 0)}
+    losses = [(loss, step_of(path), path) for path in paths if best and (loss := held_out_loss(path)) is not None]
+    staying |= {path for _, _, path in sorted(losses)[:best]}
+    return [path for path in paths if path not in staying]
 
 
 def checkpoints(out: Path) -> list[Path]:

@@ -33,7 +33,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, FiniteFloat, NonNegativeInt, PositiveInt, ValidationError
 from torch import Tensor, nn
 
 from octavo.nn import apply_plan, delayed, equalized, rule_plan
@@ -51,14 +50,14 @@ from octavo.train.checkpoint.pretrained import (
     save_model_configs,
     settings_of,
 )
-from octavo.train.checkpoint.retention import FOLDER, REMOVING, Retention, checkpoints, remove_checkpoint
+from octavo.train.checkpoint.retention import FOLDER, REMOVING, checkpoints, obsolete_checkpoints, remove_checkpoint
 from octavo.train.checkpoint.shards import SHARDS, load_whole, save_whole
 from octavo.train.config.run_config import ConfigError, TrainConfig
+from octavo.train.config.sections import Run
 from octavo.train.disk import sync, sync_entry
 from octavo.train.loss_scale import LossScale
 from octavo.train.optimizer import TrainerOptimizer
 from octavo.train.ranks import Ranks, SharedError
-from octavo.train.record.json_lines import first_error
 
 WRITING = ".writing-"  # Prefix of a checkpoint during writing
 MOST_READ = 4 << 30
@@ -87,7 +86,7 @@ class CheckpointSaver:
         # Returns the folder. An existing checkpoint of the step stays: it is the same. Raises ConfigError if this
         # checkpoint, or a pending one, cannot be written; earlier ones are unchanged.
         self.finish()
-        checkpoint = _NewCheckpoint(out, step, Retention.of(config.run) if prune else None)
+        checkpoint = _NewCheckpoint(out, step, config.run if prune else None)
         if self._ranks.run_on_rank0(lambda: checkpoint.target in checkpoints(out)):
             self._ranks.run_on_rank0(checkpoint.prune)  # an earlier process may have been killed before
             return checkpoint.target
@@ -169,11 +168,11 @@ class CheckpointSaver:
 
 @dataclass(frozen=True)
 class _NewCheckpoint:
-    """A checkpoint during writing; `retention`: which of all stay, None for all."""
+    """A checkpoint during writing; `run`: which of all stay, None for all."""
 
     out: Path
     step: int
-    retention: Retention | None
+    run: Run | None
 
     @property
     def target(self) -> Path:
@@ -214,24 +213,9 @@ class _NewCheckpoint:
 
     def prune(self) -> None:
         """Remove obsolete checkpoints."""
-        for old in self.retention.obsolete(self.out) if self.retention else []:
-            remove_checkpoint(old)
-
-
-class _TrainerJson(BaseModel):
-    model_config = ConfigDict(strict=True)
-    step: NonNegativeInt
-    loss_scale: dict[str, FiniteFloat]
-    data: str
-    config: dict[str, Any]
-    ranks: PositiveInt = 1
-    skipped_batches: NonNegativeInt = 0
-    guard: dict[str, NonNegativeInt | list[Any]] = {}
-    recipes: dict[str, str] = {}
-    delayed: dict[str, Any] = {}
-    equalized: dict[str, Any] = {}
-    base: str = ""
-    held_out_loss: FiniteFloat | None = None
+        if (run := self.run) is not None:
+            for old in obsolete_checkpoints(self.out, run.keep, run.keep_every, run.keep_best):
+                remove_checkpoint(old)
 
 
 def check_links(folder: Path) -> None:
@@ -252,10 +236,7 @@ def read_trainer_state(folder: Path) -> dict[str, Any]:
     _with_remedy(folder, lambda: check_digests(folder, [path.name]))
     try:
         state: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        _TrainerJson.model_validate(state)
-    except ValidationError as error:
-        raise ConfigError(f"{path} is not the state of a trainer ({first_error(error)}): {_remedy(folder)}") from None
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read ({error}): {_remedy(folder)}") from None
     return state
 

@@ -7,6 +7,7 @@ built, with the same error.
 """
 
 import datetime
+import importlib
 import json
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -59,6 +60,14 @@ EXPECTED_VALUES = {
 
 class ConfigError(ValueError):
     """A mistake in a configuration, or in the data or model it names."""
+
+
+def optional_package(name: str, what: str, install: str) -> Any:
+    """Import a package that some settings need. Raises ConfigError, which begins with `what`, without it."""
+    try:
+        return importlib.import_module(name)
+    except (ImportError, RuntimeError) as error:
+        raise ConfigError(f"{what}, which cannot be imported ({error}): {install}") from None
 
 
 class TrainConfig(Section):

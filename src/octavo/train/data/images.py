@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from octavo.train.config.run_config import ConfigError, TrainConfig
+from octavo.train.config.run_config import ConfigError, TrainConfig, optional_package
 from octavo.train.config.sections import expand
 from octavo.train.data.epochs import EpochOrder
 from octavo.train.data.source import files_below, suffix_counts
@@ -102,12 +102,7 @@ def check_count(count: int, batch: int, source: str) -> None:
 
 def read_digits() -> tuple[np.ndarray, np.ndarray]:
     """Pixels uint8 [1797, 8, 8] of 0 to 16, and labels. Raises ConfigError if scikit-learn is not installed."""
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError as error:
-        raise ConfigError(f'data.source = "digits" is of scikit-learn, which cannot be imported ({error}): {INSTALL}') \
-            from None  # fmt: skip
-    bunch = load_digits()
+    bunch = optional_package("sklearn.datasets", 'data.source = "digits" is of scikit-learn', INSTALL).load_digits()
     return bunch.images.astype(np.uint8), bunch.target.astype(np.int64)
 
 
@@ -160,11 +155,7 @@ class ImageFiles:
     def __init__(self, paths: Sequence[Path], contents: Sequence[bytes], shape: ImageShape) -> None:
         if shape.channels not in (1, 3):
             raise ConfigError(f"the model takes images of {shape.channels} channels; files have 1 (grey) or 3 (RGB)")
-        try:
-            import PIL.Image  # noqa: F401
-        except ImportError as error:
-            raise ConfigError(f"images are read with Pillow, which cannot be imported ({error}): pip install pillow") \
-                from None  # fmt: skip
+        optional_package("PIL.Image", "images are read with Pillow", "pip install pillow")
         self._paths, self._shape, self.contents = list(paths), shape, list(contents)
         digest = hashlib.sha256(f"image files 2 {shape}\0".encode())
         digest.update(b"".join(self.contents))  # of all numbers: which has which file matters

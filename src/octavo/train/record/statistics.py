@@ -23,7 +23,7 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, Validat
 from octavo.inspect.findings import Finding, History, Thresholds, findings
 from octavo.inspect.stats import OPERANDS, OperandStats
 from octavo.train.disk import names_file, write_file
-from octavo.train.record.json_lines import STRICT, NonNegative, RecordFollower, check_order, first_error, read_records
+from octavo.train.record.json_lines import STRICT, NonNegative, check_order, first_error, read_records
 
 STATISTICS_FILE = "statistics.jsonl"
 ROW = "a row of statistics"
@@ -63,24 +63,6 @@ def read_statistics(out: Path) -> list[OperandStats]:
     rows: list[OperandStats] = read_records(path, Row, ROW)
     check_order(path, (row.step for row in rows), ROW, repeated=True)
     return rows
-
-
-class StatisticsFollower:
-    """Reads the statistics in the output folder `out` while a run adds to them."""
-
-    def __init__(self, out: Path) -> None:
-        self.rows: list[OperandStats] = []  # All rows so far
-        self._records: RecordFollower[OperandStats] = RecordFollower(
-            out / STATISTICS_FILE, Row, ROW, records=self.rows
-        )  # fmt: skip
-        self._known = 0
-
-    def poll(self) -> bool:
-        """Read what is new; return whether anything is. Raises ValueError for a line that is not a row."""
-        before = self._known  # of the last poll that did not raise
-        kept = min(self._records.poll(), before)
-        self._known = len(self.rows)
-        return kept < before or before < self._known
 
 
 def statistics_of(folder: Path) -> list[OperandStats]:
