@@ -9,15 +9,15 @@ import pytest
 import torch
 from tiny_runs import At, assert_same, fail, image_tables, job
 
+from octavo.nn.causal import IGNORE
 from octavo.train import ConfigError, load_config, parse_config, read_metrics, run
 from octavo.train.checkpoint.retention import latest_checkpoint
 from octavo.train.config.shrink import change_of
-from octavo.train.data.image_text import IGNORE
 from octavo.train.frozen import freeze
 from octavo.train.model import check_model
 from octavo.train.record.progress import NullProgress
 from octavo.train.run_plan import plan_memory
-from octavo.train.tasks.image_text import EXACT_MATCH, ImageTextTask
+from octavo.train.tasks.images import EXACT_MATCH, ImageTextTask
 from octavo.train.tasks.registry import task_of
 from octavo.train.trainer import Trainer
 from processes import gloo  # noqa: F401  a fixture

@@ -13,7 +13,7 @@ from tiny_runs import Recorder
 from octavo.train import ConfigError, TrainConfig, parse_config, run
 from octavo.train.data.images import ImageFiles, ImageShape, LabelledImages, LatentFiles, hash_files, split
 from octavo.train.record.progress import NullProgress
-from octavo.train.tasks.image_text import ImageTextTask
+from octavo.train.tasks.images import ImageTextTask
 from octavo.train.tasks.registry import task_of
 
 pytest.importorskip("sklearn")

@@ -49,6 +49,7 @@ SYSTEM = "You answer questions about Python's standard library."
 SUFFIXES = (".txt", ".jsonl", ".parquet")
 """Kinds of files that are read as they are; `datasets` prepares the others of `documents.FILE_KINDS`."""
 METADATA = {"config.json", "dataset_info.json", "dataset_infos.json"}  # Names of .json files without data
+SAVED = ("dataset_dict.json", "state.json")  # Files that `save_to_disk` writes
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip", ".7z", ".tar", ".tgz")
 NOT_SOURCE = {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "turtledemo", "__pycache__"}
 """Folders of the standard library to leave out: installed packages, and tests (two thirds of the text)."""
@@ -194,20 +195,18 @@ def _open_files(config: Data, files: Files, on_bytes_read: OnBytesRead) -> Sourc
 
 def _open_folder(config: Data, path: Path, on_bytes_read: OnBytesRead) -> Source:
     """Open a folder of `save_to_disk`, or one that `datasets` prepares."""
-    saved, state = path, path / "state.json"
-    if (path / "dataset_dict.json").is_file():
-        splits = _read_manifest(path / "dataset_dict.json", "splits")["splits"]
-        if config.split not in splits:
-            raise _no_split(config.source, config.split, splits)
-        saved = path / config.split
-    elif state.is_file() and config.split not in ("train", _read_manifest(state, "_data_files").get("_split")):
-        _refuse_split(config, "a saved data set that is not a DatasetDict has")
-    if saved != path or state.is_file():
-        entries = _read_manifest(saved / "state.json", "_data_files")["_data_files"]
-        paths = [str(saved / os.path.basename(entry["filename"])) for entry in entries]
-        if not paths:
-            raise documents.NoSequencesError(f'data.source = "{config.source}" is empty: it has no files')
-        return _open_files(config, Files(paths, ".arrow"), on_bytes_read)
+    if any((path / name).is_file() for name in SAVED):
+        import datasets
+
+        with _readable(config), no_progress_bars():
+            saved = datasets.load_from_disk(str(path))
+        if isinstance(saved, datasets.DatasetDict):
+            if config.split not in saved:
+                raise _no_split(config.source, config.split, saved)
+            saved = saved[config.split]
+        elif config.split not in ("train", str(saved.split)):
+            _refuse_split(config, "a saved data set that is not a DatasetDict has")
+        return _open_files(config, Files([file["filename"] for file in saved.cache_files], ".arrow"), on_bytes_read)
     files = files_below(path)
     kinds = _kinds(files)
     if _has_configs(path / "README.md") or (len(kinds) == 1 and kinds[0] not in SUFFIXES):
@@ -234,21 +233,6 @@ def _has_configs(readme: Path) -> bool:
         lines = readme.read_text(encoding="utf-8").splitlines()
     head = lines[1 : lines.index("---", 1)] if lines[:1] == ["---"] and "---" in lines[1:] else []
     return any(line.startswith("configs:") for line in head)
-
-
-def _read_manifest(path: Path, key: str) -> dict[str, Any]:
-    """Read a JSON file of `save_to_disk` whose `key` lists names. Raises ConfigError for any other content."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        entries = content[key]
-        names = [entry if key == "splits" else entry["filename"] for entry in entries]
-        if not isinstance(entries, list) or not all(isinstance(name, str) and "\0" not in name for name in names):
-            raise ValueError(f"{key} lists something other than names")
-        if outside := [name for name in names if key == "splits" and (Path(name).name != name or name == "..")]:
-            raise ValueError(f"the split {outside[0]!r} is no folder in it")
-    except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path} cannot be read: it is not what save_to_disk writes ({error!r})") from None
-    return dict(content)
 
 
 def _open_prepared(config: Data, folder: Path, on_bytes_read: OnBytesRead) -> Source:
@@ -365,7 +349,7 @@ def list_files(config: Data) -> Files | None:
             return None
         _refuse_split(config, "files have")
         return Files(matches(config, str(path)), kind)
-    if any((path / name).is_file() for name in ("dataset_dict.json", "state.json")):
+    if any((path / name).is_file() for name in SAVED):
         return None
     files = files_below(path)
     kinds = _kinds(files)

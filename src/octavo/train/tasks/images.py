@@ -1,4 +1,9 @@
-"""Images: their class, by any image classifier of Transformers, or the noise in them, by a diffusion transformer."""
+"""Tasks with images: their class, by any image classifier of Transformers; the noise in them, by a diffusion
+transformer; or answers to questions about one, by a vision-language model of Transformers in the form of LLaVA.
+
+The last has a vision tower, a projector and a language model. The features of an image replace the embeddings of as
+many placeholder tokens.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,22 +15,38 @@ from torch import Tensor
 
 from octavo.nn.causal import IGNORE
 from octavo.train.checkpoint.diffusers_models import IMAGE_GENERATION, library
-from octavo.train.checkpoint.kinds import IMAGE_CLASSIFICATION
+from octavo.train.checkpoint.kinds import IMAGE_CLASSIFICATION, IMAGE_TEXT
 from octavo.train.config.run_config import ConfigError, TrainConfig
+from octavo.train.config.sections import expand
 from octavo.train.data.images import (
     DIGIT_FIELDS,
     DIGITS,
+    PLACEHOLDER,
+    DigitImages,
+    ImageFiles,
+    Images,
     ImageShape,
+    ImageText,
     LabelledImages,
     NoisyImages,
+    Record,
+    Tokens,
+    check_count,
+    digit_records,
+    hash_files,
     image_classes,
     image_shape,
     load_labelled,
+    read_digits,
+    read_records,
+    split,
 )
-from octavo.train.model import PARAMETER_DTYPES, build_of_kind, model_config
+from octavo.train.data.tokenizer import TextTokenizer, load_tokenizer, train_tokenizer
+from octavo.train.frozen import freeze_unused
+from octavo.train.model import PARAMETER_DTYPES, build_of_kind, check_fit, model_config, prepare_loss
 from octavo.train.record.metrics import DataSize
 from octavo.train.record.progress import Progress
-from octavo.train.tasks.task import Forward, Task
+from octavo.train.tasks.task import Forward, Task, TextTask
 
 SCHEDULE = {"num_train_timesteps": 1000, "beta_start": 1e-4, "beta_end": 0.02, "beta_schedule": "linear"}
 """Of DDPM and DiT."""
@@ -184,3 +205,163 @@ class ImageGeneration(ImageTask):
 def scheduler() -> Any:
     """The schedule of the noise: diffusers' `DDPMScheduler`."""
     return library().DDPMScheduler(**SCHEDULE)
+
+
+EXACT_MATCH = "caption exact match"
+
+
+class ImageTextTask(TextTask):
+    """Predict the answers in conversations about images; the data is an `ImageText`.
+
+    The loss is the cross-entropy of the answers' tokens, a mean over all of them in the batch. Metrics on the held-out
+    records: `loss`, and `caption exact match`, the share of records whose answers greedy decoding gives exactly. It
+    does if, and only if, each token of them has the largest logit behind the tokens before it: one forward tells.
+    """
+
+    kind = IMAGE_TEXT
+
+    def __init__(self, config: TrainConfig, data: Any) -> None:
+        super().__init__(config, data)
+        self._settings = settings(config, data.tokenizer)
+
+    @classmethod
+    def load(cls, config: TrainConfig, progress: Progress) -> ImageText:
+        """Read and tokenize the records, and decode every image once."""
+        progress.stage("reading the data")
+        data, batch = config.data, config.optim.batch
+        if data.source == DIGITS:
+            training, held_out = digit_records()
+        else:
+            records, paths = read_records(expand(data.source), expand(data.images or Path(data.source).parent))
+            contents = hash_files(paths)
+            training, held_out = ([records[number] for number in part] for part in split(contents))
+        check_count(len(training), batch, data.source)
+        if folder := data.tokenizer or config.model.path:
+            tokenizer = load_tokenizer(expand(folder))
+        else:
+            tokenizer = train_tokenizer((_text(record) for record in training), data.vocab_size)
+        model_settings = settings(config, tokenizer)
+        shape = image_shape(model_settings.vision_config)
+        images: Images = (
+            DigitImages(read_digits()[0], shape) if data.source == DIGITS else ImageFiles(paths, contents, shape)
+        )
+        placeholder = Tokens(model_settings.image_token_id, image_tokens(model_settings))
+        return ImageText(
+            (training, held_out), images, tokenizer, placeholder, length=data.sequence_length, shuffle=data.shuffle
+        )
+
+    def build(self, *, weights: bool = True) -> Any:
+        """Build the model; vocabulary and, of the digits, the shape of images are the data's where not configured."""
+        tokenizer = self.data.tokenizer
+        model = build_of_kind(self.config, self.kind, fields(self.config, tokenizer), weights=weights)
+        check_fit(model, self.config.model, self.config.data.sequence_length, tokenizer)
+        if (rows := model.get_input_embeddings().weight.shape[0]) <= model.config.image_token_id:
+            raise ConfigError(
+                f"the placeholder of images has the id {model.config.image_token_id}, and the vocabulary has {rows} "
+                "rows: set model.config.text_config.vocab_size to more, or leave it out"
+            )
+        tokens = image_tokens(model.config)
+        model.model.get_placeholder_mask = _PlaceholderMask(model.config.image_token_id, tokens)
+        inputs, targets = self.empty_batch(1, torch.device("cpu"))
+        freeze_unused(model, lambda copy: self.loss(copy, inputs, targets, use_cache=False))
+        return model
+
+    def empty_batch(self, size: int, device: torch.device) -> tuple[Mapping[str, Tensor], Tensor]:
+        """Rows of the first token and images of zeros."""
+        shape = image_shape(self._settings.vision_config)
+        ids = torch.zeros((size, self.config.data.sequence_length), dtype=torch.int64, device=device)
+        pixels = torch.zeros((size, shape.channels, shape.height, shape.width), device=device)
+        return {"input_ids": ids, "pixel_values": pixels}, torch.zeros_like(ids)
+
+    def prepare(self, model: Any, loss: str) -> str:
+        """`octavo.train.model.prepare_loss`."""
+        return prepare_loss(model, loss)
+
+    def loss(self, forward: Forward, inputs: Mapping[str, Tensor], targets: Tensor, **arguments: Any) -> Tensor:
+        """The cross-entropy of the answers' tokens."""
+        arguments = {"use_cache": False} | arguments
+        loss: Tensor = forward(**self._inputs(inputs), labels=targets, shift_labels=targets, **arguments).loss
+        return loss
+
+    def data_size(self) -> DataSize:
+        """Records that are trained on."""
+        return DataSize(rows=self.data.training)
+
+    @property
+    def uneven(self) -> bool:
+        """Answers differ in length."""
+        return True
+
+    def evaluate(self, forward: Forward, device: torch.device) -> dict[str, float]:
+        """The metrics; logits are computed where any record of a micro-batch has a target."""
+        size = max(1, self.config.optim.batch // self.config.optim.micro_batches)
+        exact, total, count = 0, 0.0, 0
+        for first in range(0, self.data.held_out, size):
+            inputs, targets = self.data.held_out_rows(first, size)
+            positions = (targets != IGNORE).any(0).nonzero().squeeze(1).to(device)
+            inputs, targets = {name: tensor.to(device) for name, tensor in inputs.items()}, targets.to(device)
+            logits = forward(**self._inputs(inputs), logits_to_keep=positions, use_cache=False).logits
+            targets = targets[:, positions]
+            is_target = targets != IGNORE
+            exact += int(((logits.argmax(-1) == targets) | ~is_target).all(1).sum())
+            total += float(F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="sum"))
+            count += int(is_target.sum())
+        return {EXACT_MATCH: exact / self.data.held_out, "loss": total / count} if count else {}
+
+    def _inputs(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        dtype = PARAMETER_DTYPES[self.config.precision.parameters]
+        return {"input_ids": inputs["input_ids"], "pixel_values": inputs["pixel_values"].to(dtype)}
+
+
+class _PlaceholderMask:
+    """The mask of an image's placeholder tokens, without the wait for the device by which Transformers counts them.
+
+    Every row has as many by construction (`ImageText`).
+    """
+
+    def __init__(self, id: int, count: int) -> None:
+        self._id, self._count = id, count
+
+    def __call__(self, input_ids: Tensor, inputs_embeds: Tensor, image_features: Tensor) -> Tensor:
+        if len(image_features) != len(input_ids) * self._count:
+            raise ValueError(
+                f"the vision tower gives {len(image_features) // len(input_ids)} features for an image, and there are "
+                f"{self._count} placeholder tokens"
+            )
+        return (input_ids == self._id).unsqueeze(-1)
+
+
+def settings(config: TrainConfig, tokenizer: TextTokenizer) -> Any:
+    """The config of the model of a run. Raises ConfigError if it has no image, no text or no placeholder."""
+    found = model_config(config.model, fields(config, tokenizer))
+    for name in ("vision_config", "text_config", "image_token_id"):
+        if getattr(found, name, None) is None:
+            raise ConfigError(
+                f'{found.model_type} has no {name}: data.task = "image-text" takes models in the form of LLaVA, as '
+                'model.type = "llava"'
+            )
+    return found
+
+
+def fields(config: TrainConfig, tokenizer: TextTokenizer) -> dict[str, Any]:
+    """Fields of the model's config where not configured: a token for images behind the tokenizer's."""
+    backend = getattr(tokenizer, "backend", None)  # a vocabulary that is planned has none
+    own = None if backend is None else backend.token_to_id(PLACEHOLDER)
+    size, end = tokenizer.size, tokenizer.end_id
+    text = {"vocab_size": size + (own is None), "bos_token_id": end, "eos_token_id": end, "pad_token_id": None}
+    vision = dict(DIGIT_FIELDS) if config.data.source == DIGITS else {}
+    return {"image_token_index": size if own is None else own, "text_config": text, "vision_config": vision}
+
+
+def image_tokens(model_settings: Any) -> int:
+    """Features that a model makes of an image: of its patches, and of a class token where towers have one."""
+    vision, patch = model_settings.vision_config, int(model_settings.vision_config.patch_size)
+    shape = image_shape(vision)
+    patches = (shape.height // patch) * (shape.width // patch)
+    has_class_token = "siglip" not in vision.model_type
+    leaves_first_out = getattr(model_settings, "vision_feature_select_strategy", "full") == "default"
+    return patches + int(has_class_token) - int(leaves_first_out)
+
+
+def _text(record: Record) -> str:
+    return "\n".join(text.replace(PLACEHOLDER, "") for turn in record.turns for text in turn)

@@ -1,8 +1,7 @@
 """The class of each `data.task`."""
 
 from octavo.train.config.run_config import TrainConfig
-from octavo.train.tasks.image_text import ImageTextTask
-from octavo.train.tasks.images import ImageClassification, ImageGeneration
+from octavo.train.tasks.images import ImageClassification, ImageGeneration, ImageTextTask
 from octavo.train.tasks.language import Language
 from octavo.train.tasks.task import Task
 
