@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.experiments.curves import Curves
-from octavo.experiments.live_steps import LiveSteps
+from octavo.experiments.live_run import LiveSteps
 from octavo.experiments.logged_run import samples_of
 from octavo.train.record.metrics import StepMetrics, StepTotals
 

@@ -59,7 +59,7 @@ from octavo.train.record.metrics import (
 )
 from octavo.train.record.outputs import RunFolder, open_run_folder
 from octavo.train.record.progress import NullProgress, Progress
-from octavo.train.sampling import Sampler, make_sampler
+from octavo.train.sampling import Sampler
 from octavo.train.signals import Between, Stop, StopRequested, stop_on
 from octavo.train.tasks.registry import task_of
 from octavo.train.tasks.task import Data as TaskData
@@ -129,7 +129,7 @@ def run(
         trainer = Trainer(config, data, ranks.device, ranks=ranks, startup=startup)
         trainer.check_causal()
         startup.lap("causality")
-        sampler = make_sampler(trainer)
+        sampler = None if config.sample is None else ranks.raise_together(lambda: Sampler(trainer))
         summary = trainer.describe()
         startup.lap("trial batch")
         if resume and run_folder.checkpoint is None:

@@ -64,11 +64,6 @@ def checkpointed(model: nn.Module) -> dict[str, Tensor]:
     return {name: value for name, value in state.items() if name in trained}
 
 
-def save_config(model: Any, folder: Path) -> None:
-    """Write adapter_config.json."""
-    model.peft_config[ADAPTER].save_pretrained(str(folder))
-
-
 def save(state: Mapping[str, Tensor], folder: Path) -> None:
     """Write the adapters, of `checkpointed`, as PEFT does."""
     with needs_extras("octavo train"):

@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -87,20 +87,14 @@ TraceStage = Callable[["Stage", StepConfig, int | None, int], StepTrace]
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class TraceCache:
-    """Traces that the plans of several layouts of a run share: equal stages of other pipelines, on other numbers of
-    GPUs.
-    """
+class TraceCache(dict[Any, Any]):
+    """Traces that the plans of several layouts of a run share: equal stages of pipelines, on any number of GPUs."""
 
-    entries: dict[Any, Any] = field(default_factory=dict)
-
-    def get(self, key: Any, make: Callable[[], T]) -> T:
+    def made(self, key: Any, make: Callable[[], T]) -> T:
         """Return the entry of a key, made if there is none."""
-        if key not in self.entries:
-            self.entries[key] = make()
-        entry: T = self.entries[key]
-        return entry
+        if key not in self:
+            self[key] = make()
+        return self[key]  # type: ignore[no-any-return]
 
 
 def trace_settings(config: TrainConfig) -> str:
@@ -184,7 +178,7 @@ def stage_memory(
     def traced(key: StageKind, blocks: int | None, other: int) -> StepTrace:
         stage = kinds[key]
         part = replace(key, blocks=key.blocks[:blocks])
-        return cache.get((settings, step, part, other), lambda: trace(stage, step_config, blocks, other))
+        return cache.made((settings, step, part, other), lambda: trace(stage, step_config, blocks, other))
 
     def memory(key: Any, other: int, beside: Beside | None = None) -> MemoryPlan:
         model = kinds[key].model
@@ -290,7 +284,7 @@ def trace_stages(
     traces = []
     for stage in stages:
         key = settings, stage.count > 1, stage_kind(stage, Plan({}))
-        made, traced = cache.get(key, lambda: (stage, trace(stage)))  # noqa: B023  which is called at once
+        made, traced = cache.made(key, lambda: (stage, trace(stage)))  # noqa: B023  which is called at once
         pairs = zip(_named_blocks(made.model), _named_blocks(stage.model), strict=True)
         renamed = {f"{old}.": f"{new}." for (old, _), (new, _) in pairs}
         calls = {
@@ -383,10 +377,6 @@ LEVEL_PARTS = {"precision": ("matmul", "activations", "master"), "optim": ("stat
 """Settings that override a part of the level."""
 
 
-def _silent(subject: str) -> None:
-    """No progress."""
-
-
 def plan_memory(
     config: TrainConfig, *, device: str = "cuda", label: str | None = None, whole: bool = True
 ) -> MemoryPlan:  # fmt: skip
@@ -411,7 +401,8 @@ def plan_memory(
     if not whole and device == "cuda" and config.resolved.recipe != AUTO:
         plan = _configured(model, config, None, sequences * task.positions(model))
         leading = leading_blocks(model, plan)
-    names, count = _block_names(model), 0 if leading is None else len(find_blocks(model))
+    names = {id(module): name for name, module in model.named_modules()}
+    blocks_named = [f"{names[id(block)]}." for block in find_blocks(model)]
 
     def trace(blocks: int | None, size: int) -> StepTrace:
         with fake_tensors(device) as mode:
@@ -424,19 +415,14 @@ def plan_memory(
                 of_loss = partial(audit, trainer.model, batch, loss=lambda _, tensors: trainer.loss(*tensors))
                 saved = _run(of_loss, size)
                 if blocks is not None:
-                    saved = Audit(rows=tuple(_repeat_rows(saved, names, blocks)))
+                    saved = Audit(rows=tuple(_repeat_rows(saved, blocks_named, blocks)))
                 notes[:] = _notes(trainer)
             return _trace_step(trainer, batch, step_config, ALLOCATION_GRANULARITY[device], saved)
 
+    count = 0 if leading is None else len(blocks_named)
     memory = predict_memory(trace, sequences, step_config, blocks=count, leading=leading)
     tokens = task.count(*task.empty_batch(sequences, torch.device("cpu")))
     return replace(memory, label=label or config.precision_label, device=device, notes=tuple(notes), tokens=tokens)
-
-
-def _block_names(model: torch.nn.Module) -> list[str]:
-    """Names of the blocks of a model, each with a dot at its end."""
-    names = {id(module): name for name, module in model.named_modules()}
-    return [f"{names[id(block)]}." for block in find_blocks(model)]
 
 
 def _repeat_rows(saved: Audit, names: list[str], traced: int) -> Iterator[SavedStorage]:
@@ -447,7 +433,9 @@ def _repeat_rows(saved: Audit, names: list[str], traced: int) -> Iterator[SavedS
             yield from (replace(row, owner=other + row.owner.removeprefix(name)) for other in names[traced:])
 
 
-def plan_arms(config: TrainConfig, *, device: str = "cuda", progress: OnSubject = _silent) -> list[MemoryPlan]:
+def plan_arms(
+    config: TrainConfig, *, device: str = "cuda", progress: OnSubject = lambda subject: None
+) -> list[MemoryPlan]:
     """Plan the memory of the configuration, then of each level of precision with bf16 parameters."""
     # At level "bf16" the loss uses whole logits, as in plain training; at others it follows the configuration.
     progress("a step of this config")
@@ -476,7 +464,7 @@ def at_level(config: TrainConfig, level: str, changes: Mapping[str, Any]) -> Tra
 
 def plan_step(
     config: TrainConfig, *, gpu: str, gpus: int = 1, calibration: str | Path | None = None,
-    progress: OnSubject = _silent,
+    progress: OnSubject = lambda subject: None,
 ) -> Forecast:  # fmt: skip
     """Predict the time and memory of a training step, as configured and with the best plan."""
     # `.configured` converts the same layers as `octavo train` on such a GPU. The best plan uses the fastest recipe for
@@ -493,9 +481,13 @@ def plan_step(
         return step.memory(run, plan, step_config)
 
     own_memory = memory("this configuration", config, step.plan, step.config)
+    own, fastest = (
+        {(n, d.recipe, d.activation_storage) for n, d in plan.decisions.items() if d.recipe or d.activation_storage}
+        for plan in (step.plan, best)
+    )
     return forecast(
         best, times, step.gpu, step.trace, request.recipes, step.config, tokens,
-        memory=own_memory if _same_decisions(step.plan, best) else memory("the best plan", config, best, step.config),
+        memory=own_memory if own == fastest else memory("the best plan", config, best, step.config),
         bf16_memory=memory("bf16", at_level(config, "bf16", {}), Plan({}), step.config.bf16),
         configured=(step.plan, own_memory), stages=step.stage_traces if config.parallel.pp > 1 else (),
     )  # fmt: skip
@@ -503,7 +495,7 @@ def plan_step(
 
 def plan_configured(config: TrainConfig, *, gpu: str, gpus: int = 1, cache: TraceCache | None = None) -> ConfiguredRun:
     """Predict a training step as configured, and no other: the `.configured` of `plan_step`, in a third of its time."""
-    step = _trace_run(config, gpu, gpus, None, _silent, cache)
+    step = _trace_run(config, gpu, gpus, None, lambda subject: None, cache)
     memory, stages = step.memory(config, step.plan, step.config), [own for own, _ in step.stage_traces] or [step.trace]
     time = predict_time(step.plan, step.gpu, stages, step.config, step.tokens, memory)
     return ConfiguredRun(plan=step.plan, time=time, memory=memory)
@@ -582,7 +574,7 @@ def _trace_run(
     def traced(stage: Stage) -> Trace:
         return _run(partial(trace_stage, config, stage, shape, fake, loss), shape[0])  # type: ignore[no-any-return]
 
-    stages, cache = stages_of_model(model, parallel), cache or TraceCache()
+    stages, cache = stages_of_model(model, parallel), TraceCache() if cache is None else cache
     every = [Stage(model=model), *stages] if parallel.pp > 1 else stages
     trace, *of_stages = trace_stages(every, traced, (trace_settings(config), shape), cache)
     return _TracedRun(
@@ -601,14 +593,6 @@ def _configured(model: torch.nn.Module, config: TrainConfig, gpu: Gpu | None, to
         assert gpu is not None
         return plan_on_gpu(model, gpu, precision, None, tokens)
     return with_weight_only(rule_plan(model, precision=precision), config.weight_only, model)
-
-
-def _same_decisions(one: Plan, other: Plan) -> bool:
-    first, second = (
-        {(n, d.recipe, d.activation_storage) for n, d in plan.decisions.items() if d.recipe or d.activation_storage}
-        for plan in (one, other)
-    )
-    return first == second
 
 
 def _step_on_blocks(

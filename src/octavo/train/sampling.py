@@ -81,10 +81,3 @@ class Sampler:
         whole = self._tokenizer.decode(self._prompts[row] + written)  # a token alone may be a part of a character
         text = whole[len(before) :] if whole.startswith(before) else self._tokenizer.decode(written)
         return {"prompt": self._settings.prompts[row], "text": text}
-
-
-def make_sampler(trainer: Trainer) -> Sampler | None:
-    """The sampler of a run; None without `[sample]`. Raises ConfigError on all ranks if a setting is wrong."""
-    if trainer.config.sample is None:
-        return None
-    return trainer.ranks.raise_together(lambda: Sampler(trainer))

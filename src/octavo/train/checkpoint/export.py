@@ -204,5 +204,5 @@ def _read(checkpoint: Path, dtype: torch.dtype) -> Any:
     with torch.random.fork_rng(devices=[]):
         model = kind_of(settings).auto.from_config(settings, dtype=dtype, trust_remote_code=False)
     load_generation_config(checkpoint, model)
-    shards.read_weights(checkpoint / SHARDS, model)
+    shards.fill(checkpoint / SHARDS, {f"model.{name}": value for name, value in model.state_dict().items()})
     return model

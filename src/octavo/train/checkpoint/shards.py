@@ -103,15 +103,10 @@ def _own_digests(folder: Path) -> dict[str, str]:
 def read(folder: Path, model: nn.Module, optimizer: TrainerOptimizer) -> None:
     """Load a state in place, each rank its rows. Raises ConfigError on all ranks if it does not fit."""
     state = state_of(model, optimizer)
-    _load(folder, state, alone=not dist.is_initialized())
+    fill(folder, state, alone=not dist.is_initialized())
     # Already in place; this notifies the model of new weights.
     weights = {name: state[f"model.{name}"] for name in checkpointed(model)}
     model.load_state_dict(weights, strict=not has_adapters(model))
-
-
-def read_weights(folder: Path, model: nn.Module) -> None:
-    """Load the weights of a state into a whole model, in one process. Raises ConfigError if they do not fit."""
-    _load(folder, {f"model.{name}": value for name, value in model.state_dict().items()}, alone=True)
 
 
 def read_tensors(folder: Path, prefix: str, suffix: str = "") -> dict[str, Tensor]:
@@ -123,13 +118,8 @@ def read_tensors(folder: Path, prefix: str, suffix: str = "") -> dict[str, Tenso
     names = [name for name in saved if name.startswith(prefix) and name.endswith(suffix)]
     state = {name: torch.empty(saved[name].size, dtype=saved[name].properties.dtype, device="cpu") for name in names}
     if state:
-        _load(folder, state, alone=True)
+        fill(folder, state)
     return {name.removeprefix(prefix).removesuffix(suffix): value for name, value in state.items()}
-
-
-def tensor_names(folder: Path, prefix: str) -> list[str]:
-    """The names of the tensors of a state that begin with `prefix`, without it."""
-    return [name.removeprefix(prefix) for name in read_index(folder).state_dict_metadata if name.startswith(prefix)]
 
 
 def check(folder: Path) -> None:
@@ -148,8 +138,9 @@ def check(folder: Path) -> None:
         raise ConfigError(f"shards are cut off ({', '.join(short[:4])})")
 
 
-def _load(folder: Path, state: dict[str, Tensor], *, alone: bool) -> None:
-    """Fill a state in place. The error of a lost rank is no CheckpointException and propagates."""
+def fill(folder: Path, state: dict[str, Tensor], *, alone: bool = True) -> None:
+    """Fill a state in place, in one process or, unless `alone`, in all. Raises ConfigError if it does not fit."""
+    # The error of a lost rank is no CheckpointException and propagates.
     try:
         with _ignore_warnings():
             load(state, storage_reader=ShardReader(folder), no_dist=alone)

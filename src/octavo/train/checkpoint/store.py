@@ -190,7 +190,7 @@ class _NewCheckpoint:
         self.scratch.mkdir(parents=True)
         save_model_configs(model, self.scratch)
         if lora.has_adapters(model):
-            lora.save_config(model, self.scratch)
+            model.peft_config[lora.ADAPTER].save_pretrained(str(self.scratch))
         save_assets(self.scratch)
         (self.scratch / "trainer.json").write_text(json.dumps(metadata, indent=2) + "\n", encoding="utf-8")
 
@@ -255,8 +255,9 @@ def _each_weight(folder: Path) -> Iterator[tuple[str, Tensor]]:
     from safetensors import safe_open
 
     if (folder / SHARDS).exists():
-        for name in shards.tensor_names(folder / SHARDS, "model."):
-            yield name, shards.read_tensors(folder / SHARDS, f"model.{name}")[""]
+        for name in shards.read_index(folder / SHARDS).state_dict_metadata:
+            if name.startswith("model."):
+                yield name.removeprefix("model."), shards.read_tensors(folder / SHARDS, name)[""]
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
             for name in file.keys():

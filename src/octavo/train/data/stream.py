@@ -232,8 +232,7 @@ class StreamedCorpus(Sequences):
         for attempt in range(3):
             try:
                 text = open_entry(self._data, source, self._template, cache, meter, progress, self._pretrained)
-                if os.access(text.folder, os.W_OK):
-                    os.utime(text.folder)  # by which `_evict` chooses
+                _mark_opened(text.folder)
                 break
             except NoSequencesError as error:
                 if isinstance(error, NoFieldError) and not self._rows:  # the first chunk: the name is wrong
@@ -292,6 +291,16 @@ def _chunks(blocks: list[Block], size: int, *, shuffle: bool) -> list[list[Block
     for block, end in zip(ordered, ends, strict=True):
         chunks.setdefault((end - 1) // size, []).append(block)
     return list(chunks.values())
+
+
+def _mark_opened(folder: Path) -> None:
+    """Set the time of an entry, by which `_evict` chooses; that of a read-only cache stays."""
+    try:
+        os.utime(folder)
+    except FileNotFoundError:
+        raise
+    except OSError:
+        pass
 
 
 def _evict(cache: Path, limit: int, keep: set[Path]) -> None:

@@ -215,11 +215,18 @@ def _build(
         facts |= {"entry": fingerprint, "skipped": source.skipped, "end": tokenizer.end}
         (entry / "facts.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
         write_digests(entry, {})
-        sync(entry)
-        if not folder.exists():  # without locks another process may have built it
-            entry.rename(folder)
+        _publish(entry, folder)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _publish(scratch: Path, folder: Path) -> None:
+    sync(scratch)
+    try:
+        scratch.rename(folder)
+    except OSError:
+        if not folder.exists():  # else another process has just built the same entry
+            raise
 
 
 def _clear_abandoned(cache: Path) -> None:
