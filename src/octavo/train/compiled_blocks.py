@@ -183,10 +183,9 @@ SAVED_OPS = [
 
 
 class Checkpointing:
-    """Activation checkpointing applied to `model` ("none", "full" or "selective"); `in_graphs` where blocks compile.
+    """Activation checkpointing applied to `model` ("none", "full" or "selective"); `in_graphs` where blocks compile."""
 
-    Raises ConfigError for a model without a repeated block.
-    """
+    # Raises ConfigError for a model without a repeated block.
 
     def __init__(self, model: nn.Module, mode: str, *, in_graphs: bool = False) -> None:
         self._recorder: _Recorder | None = None

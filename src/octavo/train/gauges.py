@@ -78,10 +78,9 @@ ROWS = 40  # Operations in the table, the longest first
 
 
 class StepProfile:
-    """Profiles the steps from the first to the last of `steps`, counted from 1; none for None.
+    """Profiles the steps from the first to the last of `steps`, counted from 1; none for None."""
 
-    A run that ends in between writes what it has.
-    """
+    # A run that ends in between writes what it has.
 
     def __init__(self, steps: Sequence[int] | None, out: Path, note: Callable[[str], None]) -> None:
         self._first, self._last = steps or (0, 0)

@@ -164,9 +164,8 @@ def _open_run_folder(stack: ExitStack, out: Path, config: TrainConfig, resume: b
 
 
 def _load_data(config: TrainConfig, ranks: Ranks, progress: Progress) -> tuple[TrainConfig, TaskData]:
-    """Load the data: one process of each machine prepares it, then all read it. Returns the configuration with it,
-    whose steps may follow from the data.
-    """
+    """Load the data: one process of each machine prepares it, then all read it."""
+    # Returns the configuration with it, whose steps may follow from the data.
     group = ranks.host_group(PREPARATION_TIMEOUT)  # `parallel.timeout` is for steps
     load = partial(task_of(config).load, config, progress)
     built = ranks.raise_together(lambda: load() if ranks.local == 0 else None, group=group)

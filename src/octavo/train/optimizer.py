@@ -323,9 +323,8 @@ class TrainerOptimizer(ABC):
 
     @torch.no_grad()
     def gradient_squares(self, loss_scale: float, copies: Callable[[torch.Tensor], int]) -> torch.Tensor:
-        """Divide the gradients by `loss_scale`. Returns this rank's share of their squared L2 norm over all ranks,
-        float64, not finite if any of them is not.
-        """
+        """Divide the gradients by `loss_scale`."""
+        # Returns this rank's share of their squared L2 norm over all ranks, float64, not finite if any of them is not.
         # `copies`: number of ranks that hold the same elements of a parameter, which share their squares.
         gradients = self.gradients()
         if loss_scale != 1.0:
@@ -396,12 +395,11 @@ class TrainerOptimizer(ABC):
 
 
 class MasterWeightOptimizer(TrainerOptimizer):
-    """`torch.optim.AdamW` over the trainable parameters of a model, or over fp32 masters of the 16-bit ones.
+    """`torch.optim.AdamW` over the trainable parameters of a model, or over fp32 masters of the 16-bit ones."""
 
-    `fp32_values`: fp32 values for masters, by name, where more is known than the parameters hold. `settings`: of
-    the trained parameters of the whole model; None if this is the whole model. Unless gradients add up over several
-    micro-batches, or are scaled, bf16 parameters keep their own, which `octavo.kernels.adamw` reads.
-    """
+    # `fp32_values`: fp32 values for masters, by name, where more is known than the parameters hold. `settings`: of the
+    # trained parameters of the whole model; None if this is the whole model. Unless gradients add up over several
+    # micro-batches, or are scaled, bf16 parameters keep their own, which `octavo.kernels.adamw` reads.
 
     def __init__(
         self, model: nn.Module, optim: Optim, *, master: bool, fp32_values: Mapping[str, torch.Tensor] | None = None,

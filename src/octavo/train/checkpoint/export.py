@@ -1,6 +1,5 @@
 """Export a checkpoint of one process or several to a folder that `transformers`, vLLM and SGLang load."""
 
-import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -77,7 +76,10 @@ def export(
             if merge:
                 (folder / "adapter_config.json").unlink()
             if layout is not None:
-                text = model_card(model, exported, layout, _details(checkpoint, state))
+                config = state["config"]
+                base = config["model"].get("path") or f"none: a new {config['model'].get('type')}"
+                rows = {"base model": base, "run": f"{config['run'].get('name')}, step {state['step']}"}
+                text = model_card(model, exported, layout, rows)
                 (folder / "README.md").write_text(text, encoding="utf-8")
             write_digests(folder, {})
     return exported
@@ -136,34 +138,6 @@ def _without_recipes(checkpoint: Path, state: dict[str, Any], layout: ExportLayo
             f"bf16, or train with precision.level=fp8 precision.recipe={layout.recipe.name}"
         )
     return f"{checkpoint} has no layer that computed in FP8, to write as {layout.name}: export it with --to bf16"
-
-
-def _details(checkpoint: Path, state: dict[str, Any]) -> dict[str, str]:
-    """Rows of the model card that the checkpoint and its run know."""
-    config = state["config"]
-    start = config["model"].get("path")
-    rows = {
-        "base model": start or f"none: a new {config['model'].get('type')}",
-        "run": f"{config['run'].get('name')}, step {state['step']}",
-    }
-    run = checkpoint.absolute().parent.parent
-    for folder in (run, run.parent):  # `octavo demo` and `compare` write beside the folders of their runs
-        if sentences := _verdicts(folder):
-            return rows | {"verdict": "<br>".join(sentences)}
-    return rows
-
-
-def _verdicts(folder: Path) -> list[str]:
-    """The verdicts that `octavo demo` or `compare` wrote into a folder, as sentences; [] if it wrote none."""
-    try:
-        if (folder / "verdict.json").exists():
-            return [row["sentence"] for row in json.loads((folder / "verdict.json").read_text("utf-8"))["verdicts"]]
-        if (folder / "compare.json").exists():
-            content = json.loads((folder / "compare.json").read_text("utf-8"))
-            return [f"{arm['name']}: {arm['sentence']}" for arm in content["arms"][1:]]
-    except (ValueError, KeyError, TypeError):
-        return [f"the verdict in {folder.name} cannot be read"]
-    return []
 
 
 def _average(checkpoint: Path) -> dict[str, torch.Tensor]:

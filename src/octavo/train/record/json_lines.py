@@ -47,10 +47,9 @@ def read_record(text: bytes, kind: type[T], problem: str) -> T:
 
 
 class RecordFollower(Generic[T]):
-    """Reads a file of records while another process appends to it, or replaces it as a resumed run does.
+    """Reads a file of records while another process appends to it, or replaces it as a resumed run does."""
 
-    `records`: a list, or what has its `append`, `pop`, `clear` and length.
-    """
+    # `records`: a list, or what has its `append`, `pop`, `clear` and length.
 
     def __init__(self, path: Path, kind: type[T], what: str, *, records: Any = None) -> None:
         self.records: Any = [] if records is None else records  # All records so far

@@ -344,12 +344,11 @@ class MetricsBuffer:
 
 
 class MetricsWriter(MetricsBuffer):
-    """Append steps to `metrics.jsonl`, statistics to `statistics.jsonl`, both to TensorBoard; a context manager.
+    """Append steps to `metrics.jsonl`, statistics to `statistics.jsonl`, both to TensorBoard; a context manager."""
 
-    `after_step`: number of finished steps at the start of this process. Later lines of an earlier process are dropped,
-    in TensorBoard too. `log_every`: steps between two TensorBoard points. `limits`: thresholds of reported statistics;
-    None for the defaults. `loggers`: makes of TensorBoard's writer one that writes to others too.
-    """
+    # `after_step`: number of finished steps at the start of this process. Later lines of an earlier process are
+    # dropped, in TensorBoard too. `log_every`: steps between two TensorBoard points. `limits`: thresholds of reported
+    # statistics; None for the defaults. `loggers`: makes of TensorBoard's writer one that writes to others too.
 
     def __init__(
         self, out: Path, *, after_step: int, log_every: int, limits: Thresholds | None = None,

@@ -94,11 +94,10 @@ class ImageTask(Task):
 
 
 class ImageClassification(ImageTask):
-    """Predict the class of an image; the data is a `LabelledImages`.
+    """Predict the class of an image; the data is a `LabelledImages`."""
 
-    The loss is the cross-entropy of `model(pixel_values=inputs).logits` in fp32. The metric is `accuracy`: the share
-    of the held-out images of which the class with the largest logit is the label.
-    """
+    # The loss is the cross-entropy of `model(pixel_values=inputs).logits` in fp32. The metric is `accuracy`: the share
+    # of the held-out images of which the class with the largest logit is the label.
 
     kind = IMAGE_CLASSIFICATION
     digit_fields = DIGIT_FIELDS
@@ -142,11 +141,10 @@ class ImageClassification(ImageTask):
 
 
 class ImageGeneration(ImageTask):
-    """Predict the noise in an image, given its class and the timestep; the data is a `NoisyImages`.
+    """Predict the noise in an image, given its class and the timestep; the data is a `NoisyImages`."""
 
-    The loss is the mean squared error of the noise in fp32 (L_simple of DDPM). With `[eval]`, it is measured on the
-    held-out images, with the same noise and timesteps each time.
-    """
+    # The loss is the mean squared error of the noise in fp32 (L_simple of DDPM). With `[eval]`, it is measured on the
+    # held-out images, with the same noise and timesteps each time.
 
     kind = IMAGE_GENERATION
     digit_fields = {"sample_size": 8, "in_channels": 1}  # noqa: RUF012
@@ -211,12 +209,12 @@ EXACT_MATCH = "caption exact match"
 
 
 class ImageTextTask(TextTask):
-    """Predict the answers in conversations about images; the data is an `ImageText`.
+    """Predict the answers in conversations about images; the data is an `ImageText`."""
 
-    The loss is the cross-entropy of the answers' tokens, a mean over all of them in the batch. Metrics on the held-out
-    records: `loss`, and `caption exact match`, the share of records whose answers greedy decoding gives exactly. It
-    does if, and only if, each token of them has the largest logit behind the tokens before it: one forward tells.
-    """
+    # The loss is the cross-entropy of the answers' tokens, a mean over all of them in the batch. Metrics on the
+    # held-out records: `loss`, and `caption exact match`, the share of records whose answers greedy decoding gives
+    # exactly. It does if, and only if, each token of them has the largest logit behind the tokens before it: one
+    # forward tells.
 
     kind = IMAGE_TEXT
 
@@ -314,10 +312,9 @@ class ImageTextTask(TextTask):
 
 
 class _PlaceholderMask:
-    """The mask of an image's placeholder tokens, without the wait for the device by which Transformers counts them.
+    """The mask of an image's placeholder tokens, without the wait for the device by which Transformers counts them."""
 
-    Every row has as many by construction (`ImageText`).
-    """
+    # Every row has as many by construction (`ImageText`).
 
     def __init__(self, id: int, count: int) -> None:
         self._id, self._count = id, count

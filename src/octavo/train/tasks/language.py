@@ -21,11 +21,10 @@ from octavo.train.tasks.task import Forward, TextTask
 
 
 class Language(TextTask):
-    """Predict the next token; the data are `Sequences`.
+    """Predict the next token; the data are `Sequences`."""
 
-    The loss is the model's own: `model(input_ids=inputs, labels=targets, shift_labels=targets).loss`, including router
-    losses and z-losses of its configuration.
-    """
+    # The loss is the model's own: `model(input_ids=inputs, labels=targets, shift_labels=targets).loss`, including
+    # router losses and z-losses of its configuration.
 
     kind = LANGUAGE
     causal = True

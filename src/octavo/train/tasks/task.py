@@ -54,12 +54,11 @@ class HeldOut(Protocol):
 
 
 class Task(ABC):
-    """What a run learns: its data, model, loss and metrics.
+    """What a run learns: its data, model, loss and metrics."""
 
-    A batch is two tensors with the sequences, or images, as rows; the inputs may be a mapping of names to tensors.
-    Every row has the same number of targets, so that the mean over micro-batches and ranks is the mean over targets;
-    else the task is `uneven`, and the trainer weighs.
-    """
+    # A batch is two tensors with the sequences, or images, as rows; the inputs may be a mapping of names to tensors.
+    # Every row has the same number of targets, so that the mean over micro-batches and ranks is the mean over targets;
+    # else the task is `uneven`, and the trainer weighs.
 
     kind: ClassVar[ModelKind]  # The models that can learn it
     unit: ClassVar[str] = "tokens"  # What the targets are, as "tokens"
@@ -82,10 +81,8 @@ class Task(ABC):
 
     @abstractmethod
     def build(self, *, weights: bool = True) -> Any:
-        """Build the model on the CPU, in training mode; `weights`: whether to read those at `model.path`.
-
-        Raises ConfigError if it does not fit the data.
-        """
+        """Build the model on the CPU, in training mode; `weights`: whether to read those at `model.path`."""
+        # Raises ConfigError if it does not fit the data.
 
     @abstractmethod
     def empty_batch(self, size: int, device: torch.device) -> tuple[Inputs, Tensor]:
