@@ -19,15 +19,6 @@ from octavo.experiments.theme import DARK, FONT, LIGHT, css_variables
 from octavo.runtime.extras import needs_extras
 
 
-class PlacedCharts(list[Chart]):
-    """The charts of a page in the order of their places; the template adds each as it makes the place."""
-
-    def add(self, chart: Chart) -> int:
-        """Append a chart and return its number."""
-        self.append(chart)
-        return len(self) - 1
-
-
 def render(template: str, **context: Any) -> str:
     """Render a template of `templates/` into a page."""
     with needs_extras("a report"):
@@ -35,7 +26,7 @@ def render(template: str, **context: Any) -> str:
     environment = Environment(
         loader=PackageLoader("octavo.experiments"), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
-    placed = PlacedCharts()
+    placed: list[Chart] = []  # in the order of their places; the template adds each as it makes the place
     return environment.get_template(template).render(
         **context,
         placed=placed,

@@ -39,15 +39,6 @@ class NonFiniteError(RuntimeError):
         self.origin = origin
 
 
-class ZeroGradientError(NonFiniteError):
-    """A run stopped on a gradient that is exactly zero in every parameter, of a loss that is not."""
-
-    def __init__(self, step: int, loss: float, loss_scale: float | None) -> None:
-        scale = "" if loss_scale is None else f" at loss scale {loss_scale:g}"
-        what = f"the loss is {loss:.4g}, and the gradient is exactly zero in every parameter{scale}: nothing is learned"
-        super().__init__(f"step {step}: {what}", step=step, origin="gradients of all parameters")
-
-
 class Origin(NamedTuple):
     """The first value that is not finite."""
 

@@ -41,7 +41,7 @@ from octavo.train.checkpoint.retention import HELD_OUT_LOSS
 from octavo.train.checkpoint.store import CheckpointSaver
 from octavo.train.compiled_blocks import Checkpointing, CompiledBlocks
 from octavo.train.config.run_config import ConfigError, TrainConfig
-from octavo.train.diagnose import NonFiniteError, ZeroGradientError, find_origin, non_finite_parameter
+from octavo.train.diagnose import NonFiniteError, find_origin, non_finite_parameter
 from octavo.train.evaluation import evaluate
 from octavo.train.guard import SpikeGuard
 from octavo.train.layout import (
@@ -179,8 +179,12 @@ class Trainer:
             if self.pilot is not None and self.recipe_changes:
                 self.pilot.load_state_dict(autopilot_state)
                 self.recipe_changes = []
-            zero: NonFiniteError = ZeroGradientError(self.step + 1, loss_value, scale)
-            error = self._diagnose(inputs, targets, loss_value) if must_stop else zero
+            zero = f"the loss is {loss_value:.4g}, and the gradient is exactly zero in every parameter"
+            zero += ("" if scale is None else f" at loss scale {scale:g}") + ": nothing is learned"
+            of_zero = NonFiniteError(
+                f"step {self.step + 1}: {zero}", step=self.step + 1, origin="gradients of all parameters"
+            )
+            error = self._diagnose(inputs, targets, loss_value) if must_stop else of_zero
             self.optimizer.zero_grad()
             self.loss_scale.undo_fall()
             raise error

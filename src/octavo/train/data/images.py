@@ -162,26 +162,42 @@ def read_unchanged(path: Path, digest: bytes) -> BytesIO:
     return BytesIO(content)
 
 
-class ImageFiles:
+class _Files:
+    """Images of files by number, each read once at the start."""
+
+    kind: str  # Part of the fingerprint
+
+    def __init__(self, paths: Sequence[Path], contents: Sequence[bytes], shape: ImageShape) -> None:
+        self._paths, self._shape, self.contents = list(paths), shape, list(contents)
+        digest = hashlib.sha256(f"{self.kind} {shape}\0".encode())
+        digest.update(b"".join(self.contents))  # of all numbers: which has which file matters
+        self.fingerprint = digest.hexdigest()
+        for path, content in dict(zip(self._paths, self.contents, strict=True)).items():
+            self._read(path, content)
+
+    def _read(self, path: Path, digest: bytes) -> np.ndarray:
+        raise NotImplementedError
+
+    def _arrays(self, numbers: Sequence[int]) -> Tensor:
+        return torch.from_numpy(np.stack([self._read(self._paths[n], self.contents[n]) for n in numbers]))
+
+
+class ImageFiles(_Files):
     """Images of files, resized (bicubic) to a shape: three channels are RGB, one is grey."""
+
+    kind = "image files 2"
 
     def __init__(self, paths: Sequence[Path], contents: Sequence[bytes], shape: ImageShape) -> None:
         if shape.channels not in (1, 3):
             raise ConfigError(f"the model takes images of {shape.channels} channels; files have 1 (grey) or 3 (RGB)")
         optional_package("PIL.Image", "images are read with Pillow", "pip install pillow")
-        self._paths, self._shape, self.contents = list(paths), shape, list(contents)
-        digest = hashlib.sha256(f"image files 2 {shape}\0".encode())
-        digest.update(b"".join(self.contents))  # of all numbers: which has which file matters
-        self.fingerprint = digest.hexdigest()
-        for path, content in dict(zip(self._paths, self.contents, strict=True)).items():
-            self._decode(path, content)
+        super().__init__(paths, contents, shape)
 
     def pixels(self, numbers: Sequence[int]) -> Tensor:
         """fp32 [N, C, H, W] in [-1, 1]."""
-        arrays = np.stack([self._decode(self._paths[number], self.contents[number]) for number in numbers])
-        return torch.from_numpy(arrays).permute(0, 3, 1, 2).float().div_(127.5).sub_(1)
+        return self._arrays(numbers).permute(0, 3, 1, 2).float().div_(127.5).sub_(1)
 
-    def _decode(self, path: Path, digest: bytes) -> np.ndarray:
+    def _read(self, path: Path, digest: bytes) -> np.ndarray:
         """uint8 [H, W, C]."""
         from PIL import Image, ImageOps
 
@@ -213,22 +229,14 @@ def _in_8_bits(image: Any, file_format: str) -> Any:
     return image
 
 
-class LatentFiles:
+class LatentFiles(_Files):
     """Latents by number; an `Images`."""
 
-    def __init__(self, paths: Sequence[Path], contents: Sequence[bytes], shape: ImageShape) -> None:
-        self._paths, self._shape = list(paths), (shape.channels, shape.height, shape.width)
-        self.contents = list(contents)
-        digest = hashlib.sha256(f"latents 1 {shape}\0".encode())
-        digest.update(b"".join(self.contents))
-        self.fingerprint = digest.hexdigest()
-        for path, content in dict(zip(self._paths, self.contents, strict=True)).items():
-            self._read(path, content)
+    kind = "latents 1"
 
     def pixels(self, numbers: Sequence[int]) -> Tensor:
         """fp32 [N, C, H, W]."""
-        latents = [self._read(self._paths[number], self.contents[number]) for number in numbers]
-        return torch.from_numpy(np.stack(latents))
+        return self._arrays(numbers)
 
     def _read(self, path: Path, digest: bytes) -> np.ndarray:
         content = read_unchanged(path, digest)
@@ -236,10 +244,11 @@ class LatentFiles:
             latent = np.load(content, allow_pickle=False)
         except (OSError, ValueError, EOFError) as error:
             raise ConfigError(f"the latent {path} cannot be read: {error}") from None
-        if not isinstance(latent, np.ndarray) or latent.shape != self._shape or latent.dtype.kind != "f":
+        shape = (self._shape.channels, self._shape.height, self._shape.width)
+        if not isinstance(latent, np.ndarray) or latent.shape != shape or latent.dtype.kind != "f":
             raise ConfigError(
                 f"the latent {path} is {latent.dtype} {list(latent.shape)}; the model takes floating-point arrays "
-                f"{list(self._shape)} (model.config.in_channels, sample_size)"
+                f"{list(shape)} (model.config.in_channels, sample_size)"
             )
         values = latent.astype(np.float32)
         if not np.isfinite(values).all():

@@ -2,8 +2,9 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -13,7 +14,7 @@ from octavo.train.checkpoint.kinds import ModelKind
 from octavo.train.config.run_config import ConfigError, TrainConfig
 from octavo.train.config.sections import expand
 from octavo.train.data.epochs import difference, read_data_state, write_data_state
-from octavo.train.data.tokenizer import TextTokenizer, load_tokenizer
+from octavo.train.data.tokenizer import load_tokenizer
 from octavo.train.disk import write_file
 from octavo.train.layout import Inputs
 from octavo.train.record.metrics import DataSize
@@ -155,35 +156,19 @@ class Task(ABC):
         """Write what describes the data into the output folder of a run."""
 
 
-@dataclass(frozen=True)
-class _Vocabulary:
-    """Stand-in for a tokenizer that is not trained yet."""
-
-    size: int
-    end_id: int = 0
-
-
-@dataclass(frozen=True)
-class _NoText:
-    """Stand-in for data of text."""
-
-    tokenizer: TextTokenizer | _Vocabulary
-
-
 class TextTask(Task):
     """What tasks with a tokenizer share."""
 
     @classmethod
     def stand_in(cls, config: TrainConfig) -> Any:
         """The vocabulary, which may still have to be trained."""
+        tokenizer: Any = SimpleNamespace(size=config.data.vocab_size, end_id=0)  # as if it were trained
         if config.data.tokenizer is not None:
-            return _NoText(load_tokenizer(expand(config.data.tokenizer)))
-        if config.model.path is not None:
-            try:
-                return _NoText(load_tokenizer(expand(config.model.path)))
-            except ConfigError:  # a run needs it, but a plan of a config.json alone does not
-                pass
-        return _NoText(_Vocabulary(config.data.vocab_size))
+            tokenizer = load_tokenizer(expand(config.data.tokenizer))
+        elif config.model.path is not None:
+            with suppress(ConfigError):  # a run needs it, but a plan of a config.json alone does not
+                tokenizer = load_tokenizer(expand(config.model.path))
+        return SimpleNamespace(tokenizer=tokenizer)
 
     def data_state(self) -> dict[str, Any]:
         """Also the tokenizer."""
