@@ -24,12 +24,13 @@ from typing import Any
 
 from octavo.runtime.extras import INSTALL
 from octavo.runtime.stopwatch import Stopwatch
-from octavo.train.checkpoint.digests import check_digests, has_digests
+from octavo.train.checkpoint.digests import DIGESTS, check_digests
 from octavo.train.checkpoint.pretrained import one_line
 from octavo.train.checkpoint.retention import checkpoints
 from octavo.train.checkpoint.store import load_checkpoint, read_trainer_state, saved_weights
 from octavo.train.config.run_config import ConfigError, TrainConfig, parse_config
 from octavo.train.config.sections import Data, expand
+from octavo.train.data.epochs import difference, read_data_state
 from octavo.train.diagnose import NonFiniteError, advice, changing_parameters, diverged
 from octavo.train.disk import output_folder, write_file
 from octavo.train.frozen import frozen_note
@@ -120,7 +121,7 @@ def run(
         ranks.raise_together(lambda: check_model(config.model, task_of(config).kind))
         if config.model.path is not None and run_folder.checkpoint is None:
             start = expand(config.model.path)
-            if ranks.run_on_rank0(lambda: has_digests(start)):  # a checkpoint or an export of Octavo
+            if ranks.run_on_rank0((start / DIGESTS).exists):  # a checkpoint or an export of Octavo
                 ranks.raise_together(partial(check_digests, start, part=ranks.rank, parts=ranks.world_size))
         startup.lap("configuration")
         config, data = _load_data(config, ranks, own_progress)
@@ -236,7 +237,7 @@ def _read_state(trainer: Trainer, checkpoint: Path, data: Data) -> dict[str, Any
     state = read_trainer_state(checkpoint)
     if state["data"] != trainer.task.data.fingerprint:
         sources = ", ".join(part.source for part in data.parts)
-        reason = trainer.task.data_difference(checkpoint)
+        reason = difference(read_data_state(checkpoint), trainer.task.data_state(), trainer.task.file_unit)
         raise ConfigError(
             f"{checkpoint} is of a run on other data than {sources} has now: "
             + (reason or "the content has changed, or what [eval] holds out of it")

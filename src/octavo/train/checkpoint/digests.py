@@ -33,11 +33,6 @@ def write_digests(folder: Path, digests: Mapping[str, str]) -> None:
     (folder / DIGESTS).write_bytes(_text({**digests, **missing}))
 
 
-def has_digests(folder: Path) -> bool:
-    """Whether the files of `folder` can be checked."""
-    return (folder / DIGESTS).exists()
-
-
 def check_digests(folder: Path, names: Iterable[str] | None = None, *, part: int = 0, parts: int = 1) -> None:
     """Compare files with their digests. Raises ConfigError for the first damage."""
     if damage := find_damage(folder, names, part=part, parts=parts):

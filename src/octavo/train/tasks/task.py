@@ -13,7 +13,7 @@ from torch import Tensor
 from octavo.train.checkpoint.kinds import ModelKind
 from octavo.train.config.run_config import ConfigError, TrainConfig
 from octavo.train.config.sections import expand
-from octavo.train.data.epochs import difference, read_data_state, write_data_state
+from octavo.train.data.epochs import write_data_state
 from octavo.train.data.tokenizer import load_tokenizer
 from octavo.train.disk import write_file
 from octavo.train.layout import Inputs
@@ -147,10 +147,6 @@ class Task(ABC):
     def load_state(self, folder: Path) -> str:
         """Read what `save` wrote into a checkpoint, as far as `build` does not; returns a note for the user, or ""."""
         return ""
-
-    def data_difference(self, folder: Path) -> str:
-        """How the data differs from that of a checkpoint, in words; "" if that is not known."""
-        return difference(read_data_state(folder), self.data_state(), self.file_unit)
 
     def describe(self, out: Path) -> None:  # noqa: B027
         """Write what describes the data into the output folder of a run."""
