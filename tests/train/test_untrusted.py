@@ -20,6 +20,8 @@ from octavo.train.checkpoint.digests import write_digests
 from octavo.train.checkpoint.export import export
 from octavo.train.checkpoint.pretrained import load_model_config, load_pretrained
 from octavo.train.checkpoint.retention import checkpoints
+from octavo.train.checkpoint.shards import read_index
+from octavo.train.checkpoint.store import shards
 from octavo.train.data.load import load_corpus
 from octavo.train.model import build_model
 from octavo.train.ranks import share_on_machine
@@ -282,3 +284,19 @@ def test_an_adapter_is_no_model(tmp_path):
     (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "base_model_name_or_path": "a/b"}))
     with pytest.raises(ConfigError, match="PEFT adapter.*merge_and_unload"):
         load_pretrained(tmp_path, torch.float32)
+
+
+def test_a_pickle_cannot_change_the_records_it_is_read_into(tmp_path):
+    """A state of slots for a class sets attributes of the class."""
+    folder = tmp_path / "shards"
+    shards.write(folder, {"a": torch.zeros(2)})
+    good = (folder / ".metadata").read_bytes()
+    poison = (
+        b"\x80\x02ctorch.distributed.checkpoint.metadata\nMetadata\n(N}X\x0c\x00\x00\x00__setstate__"
+        b"ctorch.distributed.checkpoint.metadata\nMetadata\ns\x86b."
+    )
+    (folder / ".metadata").write_bytes(poison)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_index(folder)
+    (folder / ".metadata").write_bytes(good)
+    assert read_index(folder).state_dict_metadata["a"].size == (2,)

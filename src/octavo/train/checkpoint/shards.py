@@ -203,7 +203,17 @@ class ShardReader(FileSystemReader):
         return read_index(Path(self.path))
 
 
-class _Unpickler(pickle.Unpickler):
+PythonUnpickler: Any = getattr(pickle, "_Unpickler")  # noqa: B009  whose opcodes can be replaced
+
+
+class _Unpickler(PythonUnpickler):  # type: ignore[misc]
+    def load_build(self) -> None:
+        if isinstance(self.stack[-2], type):
+            raise pickle.UnpicklingError("a pickle may not set attributes of a class")
+        super().load_build()
+
+    dispatch = PythonUnpickler.dispatch | {pickle.BUILD[0]: load_build}
+
     def find_class(self, module: str, name: str) -> Any:
         if name in _NAMES.get(module, ()) or (module == "torch" and isinstance(getattr(torch, name, 0), torch.dtype)):
             return super().find_class(module, name)
