@@ -15,7 +15,12 @@ from torch import Tensor, nn
 import octavo
 from benchmarks.session import Session
 from benchmarks.timing import Run, Timing
+from octavo.kernels import needs_both_orders, quantize
 from octavo.kernels.library import DECOMPOSITIONS
+from octavo.nn.linear_subclasses import is_converted
+from octavo.nn.operands import QuantizedGradient, QuantizedInput, own_channels
+from octavo.numerics.spec import QuantSpec
+from octavo.tensor import ScaledTensor
 
 ROUNDS = 3
 """Turns of bf16 and an arm."""
@@ -23,8 +28,8 @@ ROUNDS = 3
 
 @dataclass(frozen=True)
 class Arm:
-    """One way to compute a module: `bf16`, `octavo <recipe>`, `torchao <recipe>`, or `opaque <recipe>`, Octavo with
-    opaque ops under `torch.compile`; `eager` or `compiled`.
+    """One way to compute a module: `bf16`, `octavo <recipe>`, `torchao <recipe>`, `opaque <recipe>`, Octavo with
+    opaque ops under `torch.compile`, or `given <recipe>`, with maxima that are known before; `eager` or `compiled`.
     """
 
     name: str
@@ -46,7 +51,7 @@ TARGET_ARMS = (
     Arm("torchao rowwise", "compiled"),
     Arm("octavo rowwise", "compiled"),
     Arm("octavo tensorwise", "compiled"),
-    Arm("octavo delayed"),
+    Arm("given tensorwise"),
 )
 """What the project's targets compare, in order of importance."""
 MORE_ARMS = (
@@ -66,8 +71,11 @@ def build(module: nn.Module, arm: Arm, session: Session) -> Callable[..., Tensor
     """A copy of a bf16 module, computed as the arm says. Raises ImportError for torchao where there is none."""
     kind, _, recipe = arm.name.partition(" ")
     made: Any = copy.deepcopy(module)
-    if kind in ("octavo", "opaque"):
+    if kind in ("octavo", "opaque", "given"):
         made = octavo.convert(made, recipe, verbose=False)
+        for layer in made.modules() if kind == "given" else ():
+            if is_converted(layer):
+                vars(layer)["octavo_quantizer"] = _GivenMaxima
     elif kind == "torchao":
         made = _torchao(made, recipe, session)
     if arm.mode == "compiled":
@@ -76,6 +84,27 @@ def build(module: nn.Module, arm: Arm, session: Session) -> Callable[..., Tensor
         compiled = torch.compile(made, dynamic=False, backend=backend)
         return _TracedOpaque(compiled) if kind == "opaque" else compiled
     return made
+
+
+class _GivenMaxima:
+    """Quantizes X and G by tensor with a maximum that costs nothing: the bound of every delayed scaling."""
+
+    channels = staticmethod(own_channels)
+    steady_channels = staticmethod(lambda input, backward: None)
+    note_backward = staticmethod(lambda: None)
+
+    @staticmethod
+    def _cast(x: Tensor, spec: QuantSpec, both: bool) -> ScaledTensor:
+        amax = x.new_full((1, 1), 8.0, dtype=torch.float32)
+        return quantize(x, spec, order="both" if both and needs_both_orders(x.device) else "rows", amax=amax)
+
+    def input(self, input: Tensor, x_MK: Tensor, recipe: Any, needs_wgrad: bool, channels: Any) -> QuantizedInput:
+        x = self._cast(x_MK, recipe.x, needs_wgrad)
+        return x.data, x.scale, x.other_order, None, None
+
+    def gradient(self, g_MN: Tensor, w: Any, x: Any, recipe: Any) -> QuantizedGradient:
+        g = self._cast(g_MN, recipe.dgrad_g, w is not None and x is not None)
+        return g if w is not None else None, g if x is not None else None
 
 
 class _TracedOpaque(nn.Module):

@@ -2,7 +2,7 @@
 
 On a GPU: kernel time and wall time of every arm, at the shapes the project's targets name first. Beside each row stand
 the roofline (`benchmarks/roofline.py` with this device's own ceilings) and the Amdahl limit: the three FP8 products
-alone, measured at this very shape. `octavo delayed` has maxima that cost nothing. The kernel time of
+alone, measured at this very shape. `given tensorwise` has maxima that cost nothing. The kernel time of
 `rowwise_equalized` is that of a pass without a measurement; its wall time has one measurement in 50 passes.
 
 On a CPU: wall time of a small layer, every arm in turn, round after round, and the best round counts: arms of one run
@@ -64,7 +64,9 @@ def measure(session: Session, shape: Shape, arm: Arm) -> Row:
     rates = session.facts["ceilings"]
     figures["percent"] = round(100 * figures["tflops"] / rates["bf16_tflops"], 1)
     gpu = roofline.measured(session.facts.get("gpu", ""), rates)
-    recipe = "amax given" if arm.recipe == "delayed" else arm.recipe if arm.recipe in roofline.PASSES else "rowwise"
+    recipe = (
+        "amax given" if arm.name == "given tensorwise" else arm.recipe if arm.recipe in roofline.PASSES else "rowwise"
+    )
     bound = roofline.linear(gpu, shape, recipe if arm.recipe else "bf16")
     limit = session.find(shape=label, arm="products") or {}
     return figures | {"roofline_ms": round(1e3 * bound, 4), "amdahl_ms": limit.get("kernel_ms")}

@@ -200,7 +200,6 @@ CASES: dict[str, Callable[..., Results]] = {
     "ddp-on": functools.partial(training, "rowwise", fp8_comm="on", copies=True),
     "zero2-gather": functools.partial(training, "rowwise", fp8_comm="gather", reshard_after_forward=False),
     "offload": functools.partial(training, "rowwise", fp8_comm="on", cpu_offload=True),
-    "fsdp-delayed": functools.partial(training, "delayed", fp8_comm="off"),
     "fsdp-bf16": functools.partial(training, None, fp8_comm="off"),
 }
 """In order of importance. `graph` needs NCCL: Gloo waits on the host, which cannot be captured."""

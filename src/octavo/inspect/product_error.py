@@ -31,7 +31,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from octavo.kernels import quantize
-from octavo.nn.delayed import G, X, current_scale
 from octavo.nn.linear_subclasses import is_transposed
 from octavo.nn.resident import Fp8Weight
 from octavo.numerics.equalization import ChannelScales, channel_amax, column_amax, equalize
@@ -50,7 +49,6 @@ class Operands:
 
     x: Tensor  # [M,K]
     w: Tensor  # [N,K]
-    x_scale: Tensor | None  # Scale of X in the layer's own recipe; None for scales from X's own amax
     # Channel scales, if it equalizes, of each recipe to measure, by its name.
     channels: Mapping[str, ChannelScales | None]
 
@@ -84,8 +82,7 @@ class ProductErrors:
             for recipe in self._measure[layer]
             if _fits(recipe, module)
         }
-        scale = current_scale(module, X, x_MK)
-        self._operands[layer] = Operands(x_MK.to(torch.float32, copy=True), w_NK, scale, by_recipe)
+        self._operands[layer] = Operands(x_MK.to(torch.float32, copy=True), w_NK, by_recipe)
 
     def pop_operands(self, layer: str) -> Operands | None:
         """Return and remove the operands of the last forward."""
@@ -100,9 +97,7 @@ class ProductErrors:
         for recipe in self._measure[layer]:
             if recipe.name not in operands.channels:
                 continue
-            own = _is_own(recipe, module)
-            scales = (operands.x_scale, current_scale(module, G, g_MN)) if own else (None, None)
-            rounded = products(x, w, g, recipe, scales, operands.channels[recipe.name], exact)
+            rounded = products(x, w, g, recipe, operands.channels[recipe.name], exact)
             errors = [_row_errors(product, reference) for product, reference in zip(rounded, exact, strict=True)]
             errors.append(_row_errors(*(None if p is None else p.t() for p in (rounded[2], exact[2]))))
             key = layer, recipe.name
@@ -144,21 +139,19 @@ def _is_own(recipe: Recipe, module: nn.Module) -> bool:
 
 
 def products(
-    x: Tensor, w: Tensor, g: Tensor, r: Recipe, scales: tuple[Tensor | None, Tensor | None],
-    channels: ChannelScales | None, exact: Sequence[Tensor | None],
-) -> list[Tensor | None]:  # fmt: skip
+    x: Tensor, w: Tensor, g: Tensor, r: Recipe, channels: ChannelScales | None, exact: Sequence[Tensor | None]
+) -> list[Tensor | None]:
     """Return Y, ∂X and ∂W of quantized operands; ∂X and ∂W only if `exact` has them."""
-    x_scale, g_scale = scales
     factor, inverse = (None, None) if channels is None else (channels.factor, channels.inverse)
-    x_q, w_q = quantize(x, r.x, inverse, scale=x_scale), quantize(w, r.w, factor)
+    x_q, w_q = quantize(x, r.x, inverse), quantize(w, r.w, factor)
     products: list[Tensor | None] = [x_q.dequantize() @ w_q.dequantize().t(), None, exact[2]]
     if exact[1] is not None:
         w_q = w_q if r.dgrad_w == r.w else quantize(w, r.dgrad_w, factor)
-        g_q, w_q = _quantize_folded(g, r.dgrad_g, w_q, r.folds_w, g_scale, transposed=True)
+        g_q, w_q = _quantize_folded(g, r.dgrad_g, w_q, r.folds_w, transposed=True)
         products[1] = _scaled(g_q.dequantize() @ w_q.dequantize(), inverse)
     if exact[2] is not None and r.wgrad_g is not None and r.wgrad_x is not None:
         x_q = x_q if r.wgrad_x == r.x else quantize(x, r.wgrad_x, inverse)
-        g_q, x_q = _quantize_folded(g, r.wgrad_g, x_q, r.folds_x, g_scale, transposed=False)
+        g_q, x_q = _quantize_folded(g, r.wgrad_g, x_q, r.folds_x, transposed=False)
         products[2] = _scaled(g_q.dequantize().t() @ x_q.dequantize(), factor)
     return products
 
@@ -168,16 +161,16 @@ def _scaled(product: Tensor, factor: Tensor | None) -> Tensor:
 
 
 def _quantize_folded(
-    g: Tensor, spec: QuantSpec, other: ScaledTensor, folds: bool, scale: Tensor | None, *, transposed: bool
+    g: Tensor, spec: QuantSpec, other: ScaledTensor, folds: bool, *, transposed: bool
 ) -> tuple[ScaledTensor, ScaledTensor]:
     """Quantize G with the row scales of the other operand folded in; return the other operand without them. Without
     folding, return both as they are.
     """
     if not folds:
-        return quantize(g, spec, scale=scale), other
+        return quantize(g, spec), other
     assert other.scale is not None
     fold = other.scale.float()
-    return quantize(g, spec, fold.t() if transposed else fold, scale=scale), other.unscaled
+    return quantize(g, spec, fold.t() if transposed else fold), other.unscaled
 
 
 def _row_errors(rounded: Tensor | None, exact: Tensor | None) -> Tensor:

@@ -8,9 +8,8 @@ count as lost.
 Activation checkpointing runs forward again in backward. The reentrant variant runs its first forward without autograd,
 so the gradient hook goes on the outputs of the second; otherwise it goes on those of the first.
 
-Delayed recipes (`octavo.nn.delayed`) are measured with the scales that the layer uses; a what-if recipe has no amax
-history and uses the current amax. So are equalized recipes (`octavo.nn.equalized`): X and W are counted as X diag(1/s)
-and W diag(s), as products read them; a what-if recipe has the s of this X and W.
+Equalized recipes (`octavo.nn.equalized`) are measured with the scales that the layer uses: X and W are counted as
+X diag(1/s) and W diag(s), as products read them; a what-if recipe has the s of this X and W.
 
 W that FSDP gathers in FP8 is not available in high precision, but its shards are: each rank counts its own rows, by row
 with the scales of the whole matrix, by tensor with the gathered scale. What-if recipes with blocks over several rows
@@ -24,7 +23,7 @@ compare these with high precision, ranks gather X a second time, without FP8.
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,7 +32,6 @@ from torch import Tensor, nn
 from octavo.inspect.accumulator import Accumulators, OperandFormat
 from octavo.inspect.product_error import Operands, ProductErrors, channels_of
 from octavo.kernels import quantize
-from octavo.nn.delayed import G, X, current_scale
 from octavo.nn.equalized import current_channels
 from octavo.nn.gathered import Fp8AllGatherOutput, GatheredInput, ShardedWeight
 from octavo.nn.linear_subclasses import is_transposed
@@ -181,12 +179,11 @@ class Sample:
         def count_gradient(g: Tensor) -> None:
             with torch.no_grad(), disable_current_modes():
                 g_MN = _matrix(_local_gradient(g, places))
-                scale = current_scale(layer.module, G, g_MN)
                 for operand, factors in (("dgrad_g", of_w), ("wgrad_g", of_x)):
                     spec = getattr(layer.recipe, operand)
                     if factors is None or spec is None:
                         continue
-                    own = OperandFormat(spec, factors.folds[0], scale, read=factors.read)
+                    own = OperandFormat(spec, factors.folds[0], read=factors.read)
                     folds = zip(self._what_if, factors.folds[1:], strict=True)
                     others = [
                         OperandFormat(getattr(recipe, operand), fold, read=factors.read) for recipe, fold in folds
@@ -220,9 +217,8 @@ class Sample:
         recipes, inverses = [layer.recipe, *self._what_if], [None if s is None else s.inverse for s in channels]
         forms: Sequence[ScaledTensor | None] = [None] * len(recipes)
         if counted is not None:
-            scale = current_scale(layer.module, X, x_MK)
             own, *others = (OperandFormat(r.x, fold) for r, fold in zip(recipes, inverses, strict=True))
-            quantized = self.accumulators.count((layer.name, "x"), _matrix(counted), replace(own, scale=scale), others)
+            quantized = self.accumulators.count((layer.name, "x"), _matrix(counted), own, others)
             forms = quantized if counted.numel() == x_MK.numel() else forms
         folds = [
             _row_scales(x_MK, r.wgrad_x, fold, form) if r.folds_x else None

@@ -49,7 +49,7 @@ class OperandStats:
     underflow: float
     """Share of non-zero values that quantize to zero."""
     saturation: float
-    """Share of finite values clamped to the largest FP8 value; only with scales from an amax history."""
+    """Share of finite values clamped to the largest FP8 value; only with scales that are not those of the values."""
     sqnr: float
     """Signal to quantization noise ratio in dB; inf for no error, nan without finite values to compare."""
     what_if: Mapping[str, float] = field(default_factory=dict)

@@ -11,7 +11,7 @@ from torch import nn
 from octavo._version import __version__
 from octavo.activations.modules import saves_fp8
 from octavo.integrations.monitor import Monitor
-from octavo.nn import change_recipe, delayed, equalized
+from octavo.nn import change_recipe, equalized
 from octavo.nn.experts import is_converted_experts
 from octavo.nn.linear_subclasses import is_converted
 from octavo.nn.report import PLAN_ATTRIBUTE
@@ -94,13 +94,13 @@ def _check_conversion(model: nn.Module, recipes: set[str], precision: Precision)
 
 
 def _check_ranks(model: nn.Module) -> None:
-    """Raise ValueError if several ranks have layers whose scales depend on the history of one rank."""
+    """Raise ValueError if several ranks have layers whose channel scales are those of one rank."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         for name, module in model.named_modules():
-            if is_converted(module) and module.recipe.layer_state:
+            if is_converted(module) and module.recipe.equalization:
                 raise ValueError(
-                    f"recipe {module.recipe.name!r} ({name}) keeps {module.recipe.layer_state}, which ranks have to "
-                    "share: use recipe 'rowwise' here, or octavo.parallelize in a loop of your own"
+                    f"recipe {module.recipe.name!r} ({name}) keeps channel scales, which ranks have to share: "
+                    " use recipe 'rowwise' here, or octavo.parallelize in a loop of your own"
                 )
 
 
@@ -111,7 +111,7 @@ class Fp8State:
         self.model, self.precision, self.monitor = model, precision, monitor
 
     def state_dict(self) -> dict[str, Any]:
-        """Return version, precision, the recipe of each layer, amax histories, channel scales, the step number and the
+        """Return version, precision, the recipe of each layer, channel scales, the step number and the
         state of the autopilot, JSON-serializable.
         """
         layers = {name: module for name, module in self.model.named_modules() if is_layer(module)}
@@ -120,7 +120,6 @@ class Fp8State:
             "precision": asdict(self.precision),
             "label": self.precision.label,
             "recipes": {name: _recipe_of(module) for name, module in layers.items()},
-            "delayed": delayed.state_dict(self.model),
             "equalized": equalized.state_dict(self.model),
             **({"autopilot": None} if self.monitor is None else self.monitor.state_dict()),
         }
@@ -150,7 +149,6 @@ class Fp8State:
             if name in modules and _recipe_of(modules[name]) != state["recipes"][name]:
                 change_recipe(self.model, name, recipe, reason="as in the checkpoint")
         _check_ranks(self.model)
-        delayed.load_state_dict(self.model, state["delayed"])
         equalized.load_state_dict(self.model, state["equalized"])
 
 

@@ -18,9 +18,9 @@ DEFAULT_EVERY = 50
 
 
 def fallback_recipes() -> tuple[str, ...]:
-    """Return the names of recipes to which an autopilot may move layers: on several ranks, none that keeps a state."""
+    """Return the names of recipes to which an autopilot may move layers: on several ranks, none with channel scales."""
     ranks = dist.get_world_size() if dist.is_initialized() else 1
-    return tuple(name for name in FALLBACK_RECIPES if ranks == 1 or not get_recipe(name).layer_state)
+    return tuple(name for name in FALLBACK_RECIPES if ranks == 1 or not get_recipe(name).equalization)
 
 
 class Monitor:

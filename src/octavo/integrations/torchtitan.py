@@ -78,9 +78,10 @@ class Fp8Converter(QuantizationConverter):  # type: ignore[misc]
             recipe=config.recipe, skip=tuple(config.skip), only=tuple(config.only), skip_first=config.skip_first,
             skip_last=config.skip_last, min_features=config.min_features,
         )  # fmt: skip
-        if config.recipe != AUTO and (state := get_recipe(config.recipe).layer_state):
+        if config.recipe != AUTO and get_recipe(config.recipe).equalization:
             raise ValueError(
-                f"recipe {config.recipe!r} keeps {state}, which torchtitan's checkpoints would lose: use 'rowwise'"
+                f"recipe {config.recipe!r} keeps channel scales, which torchtitan's checkpoints would lose: use "
+                "'rowwise'"
             )
 
     def convert(self, model_config: Any) -> Any:

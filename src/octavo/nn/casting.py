@@ -1,18 +1,11 @@
 """FP8 classes of subclasses of `nn.Linear` that cast their weight and bias to the dtype of the input."""
 
-from octavo.nn.delayed import DelayedLinear
 from octavo.nn.equalized import EqualizedLinear
 from octavo.nn.linear import Linear
 
 
 class CastingLinear(Linear):
     """For recipes that scale just in time."""
-
-    octavo_casts = True
-
-
-class CastingDelayedLinear(DelayedLinear):
-    """For recipes with a history."""
 
     octavo_casts = True
 

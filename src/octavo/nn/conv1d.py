@@ -6,7 +6,6 @@ Imported only once a model with such a layer is converted, because it needs Tran
 from torch import Tensor
 from transformers.pytorch_utils import Conv1D as PlainConv1D
 
-from octavo.nn.delayed import Delayed
 from octavo.nn.equalized import Equalized
 from octavo.nn.linear import linear
 from octavo.nn.linear_like import LinearLike
@@ -37,12 +36,6 @@ class Conv1D(LinearLike, PlainConv1D):  # type: ignore[misc]
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(nf={self.nf}, nx={self.nx}, recipe={self.recipe.name})"
-
-
-class DelayedConv1D(Delayed, Conv1D):  # type: ignore[misc]
-    """A `Conv1D` that keeps an amax history."""
-
-    octavo_original = PlainConv1D
 
 
 class EqualizedConv1D(Equalized, Conv1D):  # type: ignore[misc]

@@ -24,7 +24,6 @@ from octavo.activations.modules import (
     fp8_saving_class,
     saves_fp8,
 )
-from octavo.nn.delayed import reset_history
 from octavo.nn.equalized import reset_scales
 from octavo.nn.experts import convert_experts, is_converted_experts, looks_like_experts, revert_experts
 from octavo.nn.filters import Filter, ModuleFilter, both, of_precision
@@ -318,10 +317,8 @@ def change_recipe(model: nn.Module, fqn: str, recipe: str | Recipe | None, *, re
     elif experts or new_recipe is None or not class_fits(module, new_recipe):
         if (why := change_since(module)) is not None:
             raise ValueError(f"change_recipe: {fqn or 'the model'!r} {why}. The model was left as it was")
-    if experts and new_recipe is not None and new_recipe.layer_state:
-        raise ValueError(
-            f"change_recipe: {fqn!r} are experts, which do not keep {new_recipe.layer_state}: use 'rowwise'"
-        )
+    if experts and new_recipe is not None and new_recipe.equalization:
+        raise ValueError(f"change_recipe: {fqn!r} are experts, which do not keep channel scales: use 'rowwise'")
     check_recipe_of_resident(fqn, module, new_recipe)
     checked_weight(fqn, module)
     with all_or_nothing(model):
@@ -341,7 +338,6 @@ def change_recipe(model: nn.Module, fqn: str, recipe: str | Recipe | None, *, re
         else:
             become(module, fp8_class(original_class(module), new_recipe), recipe=new_recipe)
         if not experts:
-            reset_history(module)
             reset_scales(module)
         _update_plan(modules, fqn, new_recipe, reason)
         for _, weight in list(sharded_weights(module)):

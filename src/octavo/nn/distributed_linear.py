@@ -83,7 +83,7 @@ def check_recipe(recipe: Recipe) -> None:
 
 def has_tensor_scale(recipe: Recipe) -> bool:
     """Return whether scales of X or W cover more than a rank has."""
-    return recipe.history > 0 or TENSOR in (recipe.x.granularity, recipe.w.granularity)
+    return TENSOR in (recipe.x.granularity, recipe.w.granularity)
 
 
 def tensor_scale_problem(recipe: Recipe) -> str:

@@ -2,8 +2,8 @@
 
 Column maxima of X and W cost a read of both, so the channel scales s are refreshed in few passes: the first, then 1, 2,
 4, … passes later, then every `recipe.equalization` passes. In between they are stale, which is exact and equalizes as
-well as the channels are stable. A pass is all forwards between two backwards, and their backward, as in
-`octavo.nn.delayed`. A layer measures in one pass and changes s when the next one begins, so all forwards of a pass, and
+well as the channels are stable. A pass is all forwards between two backwards, and their backward.
+A layer measures in one pass and changes s when the next one begins, so all forwards of a pass, and
 those that activation checkpointing runs again, have the same s. Only the first pass uses the maxima of its own first
 forward. Forwards outside of training measure nothing; before the first pass they compute s for themselves.
 
@@ -11,8 +11,9 @@ forward. Forwards outside of training measure nothing; before the first pass the
                     share the FP8 copy of X (`octavo.nn.operands`)
     Equalizer       s of one layer, and when to measure next
 
-s is no buffer of its module, for the reasons that `octavo.nn.delayed` gives; `octavo.nn.equalized` carries it
-through checkpoints. Without that a run that resumes measures again in its first forward, which changes rounding only.
+s is no buffer of its module: a buffer would follow the module to another dtype, be uninitialized after meta, and be
+overwritten by rank 0 under DDP. `state_dict` and `load_state_dict` carry it through checkpoints. Without that a run
+that resumes measures again in its first forward, which changes rounding only.
 
 Under `octavo.parallelize` all ranks have one s: when the model's next forward begins, `octavo.nn.equalized`
 combines what they measured, in one exchange for all layers, and only after passes that measured. In the first pass
@@ -37,7 +38,6 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from octavo.nn.delayed import has_values, outside_autograd
 from octavo.nn.gathered import Fp8AllGatherOutput
 from octavo.nn.linear import Linear
 from octavo.nn.linear_like import LinearLike
@@ -54,7 +54,14 @@ from octavo.numerics.equalization import LARGEST_EXPONENT, ChannelScales, channe
 from octavo.numerics.recipe import Recipe
 from octavo.runtime.execution_context import is_capturing
 from octavo.runtime.switch import SWITCH
-from octavo.runtime.torch_compat import current_graph_task_id, in_backward, local_part, run_eagerly
+from octavo.runtime.torch_compat import (
+    current_graph_task_id,
+    has_values,
+    in_backward,
+    local_part,
+    outside_autograd,
+    run_eagerly,
+)
 from octavo.tensor import ScaledTensor, local_tensor
 
 ATTRIBUTE = "equalizer"

@@ -75,7 +75,7 @@ def grouped_linear(
         weight: [E,N,K], or [E,K,N] if `transposed`, of the input's dtype unless autocast is on.
         bias: [E,N] or None.
         offsets: int32 [E], where the rows of each expert end, on the input's device.
-        recipe: Precision of the products; not one with a `history` or `equalization`.
+        recipe: Precision of the products; not one with `equalization`.
         transposed: Whether each expert's weight is stored as [in, out].
         keep_weights: As of `octavo.nn.linear`.
 
@@ -96,8 +96,8 @@ def grouped_linear(
             "grouped_linear takes input [M,K], weight [E,N,K] and offsets [E]; got "
             f"{list(input.shape)}, {list(weight.shape)} and {list(offsets.shape)}"
         )
-    if recipe.layer_state:
-        raise ValueError(f"recipe {recipe.name!r} needs {recipe.layer_state}, which experts do not keep: use 'rowwise'")
+    if recipe.equalization:
+        raise ValueError(f"recipe {recipe.name!r} needs channel scales, which experts do not keep: use 'rowwise'")
     out_dtype = output_dtype(input, weight, 1 if transposed else 2)
     if out_dtype is None or not is_grouped(recipe):
         by_row = weight.transpose(1, 2) if transposed else weight

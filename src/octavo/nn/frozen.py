@@ -149,7 +149,7 @@ def with_weight_only(plan: Plan, patterns: Sequence[str], model: nn.Module) -> P
 def _is_by_default(plan: Plan, fqn: str, model: nn.Module) -> bool:
     """Return whether a layer is weight-only under `"auto"` if its weight is its own."""
     decision, recipe = plan[fqn], plan[fqn].recipe
-    possible = recipe is not None and not recipe.history and recipe.w == recipe.dgrad_w
+    possible = recipe is not None and recipe.w == recipe.dgrad_w
     return possible and not decision.by_filter and _in_attention(model, fqn)
 
 

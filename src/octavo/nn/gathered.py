@@ -49,7 +49,7 @@ _VIEWS = (aten.view.default, aten._unsafe_view.default, aten._reshape_alias.defa
 
 def fits(recipe: Recipe) -> bool:
     """Whether rows of X can be quantized apart, once for forward and wgrad."""
-    return recipe.x.granularity == ROW and recipe.wgrad_x == recipe.x and recipe.layer_state is None
+    return recipe.x.granularity == ROW and recipe.wgrad_x == recipe.x and not recipe.equalization
 
 
 class Rows:

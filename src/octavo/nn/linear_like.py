@@ -68,15 +68,14 @@ class LinearLike(nn.Module):
         """Return what quantizes X and G in a forward that begins now, and in its backward.
 
         Raises:
-            ValueError: If the recipe has a `history`, which only `octavo.nn.delayed.Delayed` layers keep, or
-                `equalization`, for which only `octavo.nn.equalized.Equalized` layers have scales.
+            ValueError: If the recipe has `equalization`, for which only `octavo.nn.equalized.Equalized` layers have
+                scales.
         """
-        if self.recipe.layer_state:
-            kind = "delayed.Delayed" if self.recipe.history else "equalized.Equalized"
+        if self.recipe.equalization:
             raise ValueError(
-                f"recipe {self.recipe.name!r} needs {self.recipe.layer_state}, which a {type(self).__name__} does not "
-                "keep: convert(model, recipe) and octavo.nn.change_recipe choose the class that does, "
-                f"octavo.nn.{kind}Linear"
+                f"recipe {self.recipe.name!r} needs channel scales, which a {type(self).__name__} does not keep: "
+                "convert(model, recipe) and octavo.nn.change_recipe choose the class that does, "
+                "octavo.nn.equalized.EqualizedLinear"
             )
         return JUST_IN_TIME
 

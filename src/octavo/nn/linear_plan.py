@@ -8,7 +8,7 @@ same operands, hence the same bits, with the same tensors saved for backward.
 The ordinary path runs instead
 
 - where something could see or change an op: `octavo.kernels.direct.signature` says where;
-- if X is recomputed in backward or has an amax history, if FSDP gathers W in FP8, if `accumulating` shares its cast;
+- if X is recomputed in backward, if FSDP gathers W in FP8, if `accumulating` shares its cast;
 - if an equalized layer measures (`octavo.nn.equalized`);
 - if a backend makes no plans, as on CPUs, or if the registry's choices changed since the plan was made;
 - in backward, if saved tensors have no plan as they are now: hooks change strides and dtypes.

@@ -18,15 +18,14 @@ from torch import nn
 from octavo.activations.detect import ORIGINAL, original_class, uses_default_call
 from octavo.activations.formulas import Formula, formula_of, formula_of_method
 from octavo.activations.modules import forward_like, mixed_class
-from octavo.nn import delayed, equalized
-from octavo.nn.delayed import Delayed
+from octavo.nn import equalized
 from octavo.nn.equalized import Equalized
 from octavo.nn.linear_like import LinearLike
 from octavo.numerics.recipe import DEFAULT, Recipe
 from octavo.runtime.linear_kinds import LINEAR, kind_of, kind_of_class
 from octavo.runtime.swap import become, has_own_forward
 
-ATTRIBUTES = ("recipe", "keep_weights", delayed.ATTRIBUTE, equalized.ATTRIBUTE)
+ATTRIBUTES = ("recipe", "keep_weights", equalized.ATTRIBUTE)
 """Attributes of a converted linear besides its parameters."""
 _COPYING = ("__copy__", "__deepcopy__", "__getstate__", "__setstate__")
 
@@ -36,14 +35,12 @@ class Fp8Classes:
     """The FP8 classes of a class of linear layers, as "module.Class". Not imported: some need other libraries."""
 
     fp8: str  # The class that it becomes, a subclass of it and of `octavo.nn.LinearLike`
-    # The same for recipes with a `history`, a subclass of `octavo.nn.delayed.Delayed`; or None.
-    delayed: str | None = None
     # The same for recipes with `equalization`, a subclass of `octavo.nn.equalized.Equalized`; or None.
     equalized: str | None = None
 
     def load(self, recipe: Recipe = DEFAULT) -> Any:
         """Import and return the class for a recipe; None if there is none."""
-        path = self.delayed if recipe.history else self.equalized if recipe.equalization else self.fp8
+        path = self.equalized if recipe.equalization else self.fp8
         module, _, name = (path or "").rpartition(".")
         return getattr(import_module(module), name) if path else None
 
@@ -51,19 +48,16 @@ class Fp8Classes:
 FP8_CLASSES = {
     "torch.nn.Linear": Fp8Classes(
         fp8="octavo.nn.linear.Linear",
-        delayed="octavo.nn.delayed.DelayedLinear",
         equalized="octavo.nn.equalized.EqualizedLinear",
     ),
     "transformers.pytorch_utils.Conv1D": Fp8Classes(
         fp8="octavo.nn.conv1d.Conv1D",
-        delayed="octavo.nn.conv1d.DelayedConv1D",
         equalized="octavo.nn.conv1d.EqualizedConv1D",
     ),
 }
 """FP8 classes by plain class, as `octavo.runtime.linear_kinds.KINDS` names it."""
 CASTING = Fp8Classes(
     fp8="octavo.nn.casting.CastingLinear",
-    delayed="octavo.nn.casting.CastingDelayedLinear",
     equalized="octavo.nn.casting.CastingEqualizedLinear",
 )
 """Those of subclasses of `nn.Linear` that cast their weight to the dtype of the input."""
@@ -166,8 +160,7 @@ def fp8_class(original: Any, recipe: Recipe) -> type[LinearLike]:
 
 def class_fits(layer: LinearLike, recipe: Recipe) -> bool:
     """Return whether the class of a converted layer can run a recipe."""
-    needs = recipe.history > 0, recipe.equalization > 0
-    return (isinstance(layer, Delayed), isinstance(layer, Equalized)) == needs
+    return isinstance(layer, Equalized) == (recipe.equalization > 0)
 
 
 def lossy_subclass(module: nn.Module) -> str | None:

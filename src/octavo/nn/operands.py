@@ -1,7 +1,7 @@
 """X, W and G of the three products, and what forward saves for backward; the legend is that of `octavo.nn.linear`.
 
-A `Quantizer` quantizes X and G. The default one, `JUST_IN_TIME`, scales by their current amax; `octavo.nn.delayed` has
-another. W is always quantized just in time.
+A `Quantizer` quantizes X and G. The default one, `JUST_IN_TIME`, scales by their current amax; that of
+`octavo.nn.equalized` scales channels, too.
 
 FP8 matrix units need both operands contiguous along the contraction, and X, W and G are each contracted over both of
 their dimensions. So on a GPU (`needs_both_orders`) each is quantized into both memory orders from one read: X
@@ -51,16 +51,14 @@ InputCasts = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
 
 
 def quantized_input(
-    x_MK: Tensor, recipe: Recipe, needs_wgrad: bool, amax: Tensor | None, fold: Tensor | None = None
+    x_MK: Tensor, recipe: Recipe, needs_wgrad: bool, fold: Tensor | None = None
 ) -> tuple[ScaledTensor, ScaledTensor | None]:
-    """Quantize X for forward, and for wgrad if needed. With `amax`, which sets the scale, or `fold`, a factor of X,
-    both need equal specs.
-    """
+    """Quantize X for forward, and for wgrad if needed. With `fold`, a factor of X, both need equal specs."""
     spec, spec_t, copies = recipe.x, recipe.wgrad_x, needs_both_orders(x_MK.device)
     if not needs_wgrad or spec_t is None:
-        return quantize(x_MK, spec, fold, amax=amax), None
+        return quantize(x_MK, spec, fold), None
     if spec == spec_t:
-        x = quantize(x_MK, spec, fold, order="both" if copies else "rows", amax=amax)
+        x = quantize(x_MK, spec, fold, order="both" if copies else "rows")
         return x, x if x.other_order is None else ScaledTensor(x.other_order, x.scale, spec)
     if copies:
         return quantize_pair(x_MK, spec, None, spec_t, None)
@@ -103,8 +101,7 @@ class InputCastCache(threading.local):
 
     q, k and v are called one after the other with the same tensor object; so are gate and up. The lookup is by
     identity, so it needs no knowledge of the model. An entry is dropped when its tensor is deleted or another input
-    arrives. Layers whose scales have equal sources (see `quantized`) share the cast of the first: they read the same
-    tensors, so their amax histories are equal.
+    arrives.
 
     Only tensors with a `grad_fn` are cached. Others may be buffers that are written without autograd noticing (a
     receive buffer, a CUDA graph's input, an array shared with NumPy). A cast is not reused once the tensor's version,
@@ -122,12 +119,10 @@ class InputCastCache(threading.local):
         self.entry: tuple[weakref.ref[Tensor], _CacheEntry] | None = None
 
     def quantized(
-        self, owner: Tensor, x_MK: Tensor, recipe: Recipe, needs_wgrad: bool, amax: Tensor | None, source: Hashable,
+        self, owner: Tensor, x_MK: Tensor, recipe: Recipe, needs_wgrad: bool, source: Hashable,
         fold: Tensor | None = None,
     ) -> InputCasts:  # fmt: skip
-        """Return `quantized_input(x_MK, …, amax, fold)`, cached by the recipe's specs and `source`, where `amax` and
-        `fold` come from.
-        """
+        """Return `quantized_input(x_MK, …, fold)`, cached by the recipe's specs and the `source` of `fold`."""
         # x_MK is the matrix view of `owner`.
         casts: dict[Any, InputCasts] | None = None
         if not torch.compiler.is_compiling():
@@ -139,7 +134,7 @@ class InputCastCache(threading.local):
             if cast is not None:
                 note_reader(casts)
                 return cast
-        x, x_t = quantized_input(x_MK, recipe, needs_wgrad, amax, fold)
+        x, x_t = quantized_input(x_MK, recipe, needs_wgrad, fold)
         cast = (x.data, None, x.scale, None) if x_t is None else (x.data, x_t.data, x.scale, x_t.scale)
         if casts is not None:
             casts[cast_key(recipe, needs_wgrad, source)] = cast
@@ -175,7 +170,7 @@ class InputCastCache(threading.local):
 
 
 def cast_key(recipe: Recipe, both: bool, source: Hashable) -> tuple[str, str | None, Hashable]:
-    """Return what casts of a tensor differ in: spec for forward, for wgrad if `both`, source of the amax or fold."""
+    """Return what casts of a tensor differ in: spec for forward, for wgrad if `both`, source of the fold."""
     return recipe.x.text, recipe.wgrad_x.text if both and recipe.wgrad_x is not None else None, source
 
 
@@ -222,16 +217,15 @@ class Quantizer(Protocol):
 
 
 def quantize_input(
-    input: Tensor, x_MK: Tensor, recipe: Recipe, needs_wgrad: bool, channels: ChannelScales | None = None,
-    amax: Tensor | None = None, source: Hashable = None,
-) -> QuantizedInput:  # fmt: skip
+    input: Tensor, x_MK: Tensor, recipe: Recipe, needs_wgrad: bool, channels: ChannelScales | None = None
+) -> QuantizedInput:
     """See `Quantizer.input`."""
     if isinstance(input, GatheredInput) and (gathered := input.quantized(recipe, needs_wgrad)) is not None:
         return *gathered, None, None
     recomputable = recomputable_of(input) if needs_wgrad else None
     with torch.set_grad_enabled(False):  # as no_grad, in fewer Python calls
         x, x_t, scale, scale_t = INPUT_CASTS.quantized(
-            input, x_MK, recipe, needs_wgrad and recomputable is None, amax, source if channels is None else channels,
+            input, x_MK, recipe, needs_wgrad and recomputable is None, channels,
             None if channels is None else channels.inverse,
         )  # fmt: skip
     # Tensors that both casts share are returned once: torch.compile passes no tensor twice.
@@ -239,22 +233,22 @@ def quantize_input(
 
 
 def quantize_gradient(
-    g_MN: Tensor, w: ScaledTensor | None, x: ScaledTensor | None, recipe: Recipe, amax: Tensor | None = None
+    g_MN: Tensor, w: ScaledTensor | None, x: ScaledTensor | None, recipe: Recipe
 ) -> QuantizedGradient:
-    """See `Quantizer.gradient`; `amax` sets the scale, float32 [1,1], None for the current amax."""
+    """See `Quantizer.gradient`."""
     fold_w = _fold(w, transposed=True) if w is not None and recipe.folds_w else None
     fold_x = _fold(x) if x is not None and recipe.folds_x else None
     spec, spec_t, copies = recipe.dgrad_g, recipe.wgrad_g, needs_both_orders(g_MN.device)
     if w is not None and x is not None and spec_t is not None:
         if recipe.shared_grad_cast:
-            g = quantize(g_MN, spec, order="both" if copies else "rows", amax=amax)
+            g = quantize(g_MN, spec, order="both" if copies else "rows")
             return g, g
         if copies:
             return quantize_pair(g_MN, spec, fold_w, spec_t, fold_x)
-    g_dgrad = None if w is None else quantize(g_MN, spec, fold_w, amax=amax)
+    g_dgrad = None if w is None else quantize(g_MN, spec, fold_w)
     if x is None or spec_t is None:
         return g_dgrad, None
-    return g_dgrad, quantize(g_MN, spec_t, fold_x, order="columns" if copies else "rows", amax=amax)
+    return g_dgrad, quantize(g_MN, spec_t, fold_x, order="columns" if copies else "rows")
 
 
 def own_channels(input: Tensor, w_NK: Tensor) -> ChannelScales | None:

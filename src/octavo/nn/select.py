@@ -271,9 +271,6 @@ def _decide(
     weight = checked_weight(first.fqn, first.module)
     if not looks_like_experts(first.module):
         return Decision(recipe=recipe, reason=reason + _padding(weight), by_filter=by_filter)
-    if recipe.history:
-        reason = f"experts: recipe {recipe.name!r} needs an amax history, which experts do not keep; high precision"
-        return Decision(recipe=None, reason=reason)
     note = "; without channel equalization, for which experts have no scales" if recipe.equalization else ""
     recipe = unequalized(recipe)
     return Decision(recipe=recipe, reason=describe_experts(first.module, recipe) + reason.removeprefix("linear") + note)

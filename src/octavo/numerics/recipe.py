@@ -14,14 +14,12 @@ Octavo *folds* these scales into G before quantizing G: with X ≈ diag(a) Xq an
 so one FP8 copy of X and one of W serve all three products. The granularity determines whether an operand folds
 (`folds_w`, `folds_x`).
 
-Scaling is just-in-time. With a `history`, scales of X and G come from an amax history instead, as in Transformer
-Engine's delayed scaling: see `octavo.nn.delayed`. With `equalization`, channels of X and W are scaled first: see
+Scaling is just-in-time. With `equalization`, channels of X and W are scaled first: see
 `octavo.numerics.equalization`. With `weight_only`, FP8 is how a frozen W is stored, and products are in the dtype of X:
 see `octavo.nn.weight_only`.
 """
 
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
 from typing import Any
 
 from octavo.numerics.formats import E5M2
@@ -42,8 +40,6 @@ class Recipe:
         wgrad_g: G [M,N] in ∂W = Gᵀ X, or None for a high-precision product.
         wgrad_x: X [M,K] in ∂W = Gᵀ X, or None; saved for backward. If equal to `x`, wgrad uses the forward copy.
         note: One line for tables.
-        history: Length of the amax history of X and G, in forward-backward passes; 0 for just-in-time scales.
-        margin: Exponent of two that enlarges scales from the history, against growing maxima.
         equalization: Passes from one refresh of the channel scales of X and W to the next; 0 for no such scales. Only
             for recipes that fold the scales of X and W.
         weight_only: Whether only W is in FP8, as a frozen weight is stored, and products run in the dtype of X; the
@@ -62,8 +58,6 @@ class Recipe:
     wgrad_g: QuantSpec | None
     wgrad_x: QuantSpec | None
     note: str
-    history: int = 0
-    margin: int = 0
     equalization: int = 0
     weight_only: bool = False
 
@@ -73,32 +67,16 @@ class Recipe:
                 f"recipe {self.name!r}: wgrad runs in FP8 or in high precision as a whole; "
                 "set both wgrad_g and wgrad_x, or neither"
             )
-        if self.history < 0 or self.margin < 0 or (self.margin and not self.history):
-            raise ValueError(
-                f"recipe {self.name!r}: history and margin must be 0 or more, and margin needs a history; "
-                f"got history={self.history}, margin={self.margin}"
-            )
         if self.equalization < 0 or (self.equalization and not self._can_equalize):
             raise ValueError(
                 f"recipe {self.name!r}: equalization is 0, or a number of passes for a recipe that folds the scales of "
-                f"X and W into G (one spec by row for both products of X, and of W) without a history; got "
+                f"X and W into G (one spec by row for both products of X, and of W); got "
                 f"equalization={self.equalization}, W {self.w} and {self.dgrad_w}, X {self.x} and {self.wgrad_x}"
             )
-        if self.weight_only and (self.layer_state or self.w != self.dgrad_w):
+        if self.weight_only and (self.equalization or self.w != self.dgrad_w):
             raise ValueError(
-                f"recipe {self.name!r}: weight_only needs one FP8 form of W, and no history and no equalization; got W "
-                f"{self.w} and {self.dgrad_w}, history={self.history}, equalization={self.equalization}"
-            )
-        one_copy = self.wgrad_x in (None, self.x) and self.wgrad_g in (None, self.dgrad_g)
-        if self.history and not (one_copy and self.x.granularity == self.dgrad_g.granularity == TENSOR):
-            raise ValueError(
-                f"recipe {self.name!r}: with a history X and G need one spec each, by tensor; got X {self.x} and "
-                f"{self.wgrad_x}, G {self.dgrad_g} and {self.wgrad_g}"
-            )
-        if self.history and self.folds_w:
-            raise ValueError(
-                f"recipe {self.name!r}: with a history no scales of W can be folded into G; got W {self.dgrad_w}: use "
-                "one scale, or blocks of rows and columns"
+                f"recipe {self.name!r}: weight_only needs one FP8 form of W, and no equalization; got W {self.w} and "
+                f"{self.dgrad_w}, equalization={self.equalization}"
             )
 
     @property
@@ -111,15 +89,10 @@ class Recipe:
         """Whether X's scales fold into G for wgrad (they vary along M, which wgrad contracts)."""
         return self.wgrad_x is not None and self.wgrad_x.folds_along(0)
 
-    @cached_property
-    def layer_state(self) -> str | None:
-        """What layers keep between passes for this recipe; None if they scale just in time."""
-        return "an amax history" if self.history else "channel scales" if self.equalization else None
-
     @property
     def _can_equalize(self) -> bool:
         folded_x = self.wgrad_x is None or (self.folds_x and self.wgrad_x == self.x)
-        return self.folds_w and self.dgrad_w == self.w and folded_x and not self.history
+        return self.folds_w and self.dgrad_w == self.w and folded_x
 
     @property
     def dgrad_w_epilogue(self) -> QuantSpec | None:
@@ -155,7 +128,7 @@ class Recipe:
         return Recipe(**other_fields, **specs)  # type: ignore[arg-type]
 
 
-_OPTIONAL = ("history", "margin", "equalization", "weight_only")
+_OPTIONAL = ("equalization", "weight_only")
 """Fields that `to_json` omits if zero or False."""
 
 
@@ -205,7 +178,7 @@ def weight_only(recipe: "str | Recipe") -> Recipe:
         recipe: A recipe with one FP8 form of W, such as `rowwise`, or its name.
 
     Raises:
-        ValueError: For a recipe with several forms of W, a history or equalization.
+        ValueError: For a recipe with several forms of W, or equalization.
 
     Examples:
         >>> octavo.numerics.weight_only("rowwise").name
@@ -281,12 +254,6 @@ MXFP8 = _two_directions(
     "mxfp8", x=_B1x32, w=_B1x32, w_t=_B32x1, rule="e8m0",
     note="groups of 32 with one-byte power-of-two scales (OCP MX), native on Blackwell",
 )  # fmt: skip
-DELAYED = replace(
-    TENSORWISE,
-    name="delayed",
-    note="as tensorwise, X and G by the maxima of earlier steps: Transformer Engine's default, for comparison",
-    history=16,
-)
 
 ROWWISE_EQUALIZED = replace(
     ROWWISE,
@@ -295,7 +262,7 @@ ROWWISE_EQUALIZED = replace(
     equalization=50,
 )
 
-_NAMED = (ROWWISE, TENSORWISE, ROWWISE_EQUALIZED, ROWWISE_HP_WGRAD, BLOCKWISE, MXFP8, DELAYED)
+_NAMED = (ROWWISE, TENSORWISE, ROWWISE_EQUALIZED, ROWWISE_HP_WGRAD, BLOCKWISE, MXFP8)
 RECIPES = {recipe.name: recipe for recipe in _NAMED}
 DEFAULT = ROWWISE
 

@@ -3,7 +3,6 @@ is the entry point to data parallelism.
 
 fsdp.py              FSDP2: sharded blocks, weights gathered in FP8, gradients scattered in FP8
 ddp.py               DDP with gradients reduced in FP8
-amax_sync.py         one amax history for all ranks
 parallelize.py       selects one of them for a mesh, and checks the combination
 tensor_parallel.py   styles of tensor and sequence parallelism for torch's `parallelize_module`
 tensor_parallel_plan.py  `tensor_parallel`: these styles, by the plan of a Transformers config

@@ -12,12 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from octavo.comm.checks import has_detailed_checks
 from octavo.kernels.adamw import ADAMW, CASE
-from octavo.nn.delayed import has_values
 from octavo.nn.experts import is_converted_experts
 from octavo.nn.linear_subclasses import is_converted
 from octavo.nn.report import check_module
 from octavo.nn.resident import ResidentWeight
-from octavo.runtime.torch_compat import is_dtensor, unset_fake_temporarily
+from octavo.runtime.torch_compat import has_values, is_dtensor, unset_fake_temporarily
 from octavo.tensor import local_tensor
 
 T = TypeVar("T")

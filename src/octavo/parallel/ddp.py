@@ -23,7 +23,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from octavo.comm import DEFAULT_SPEC, all_gather, all_reduce, reduce_scatter
 from octavo.comm.encoding import pack, parse_spec, unpack
-from octavo.nn.delayed import histories
 from octavo.nn.equalized import equalized_layers
 from octavo.nn.resident import ResidentWeight
 from octavo.parallel.agreement import broadcast_values, checksums
@@ -174,9 +173,9 @@ def replicate(model: nn.Module, mesh: DeviceMesh, *, fp8: str | None) -> nn.Modu
 
 def _refuse_join(model: nn.Module, inputs: Any) -> None:
     """Raise ValueError under `model.join()` if forwards exchange scales, in which ranks without inputs take no part."""
-    if is_under_join(model) and (any(histories(model)) or any(equalized_layers(model))):
+    if is_under_join(model) and any(equalized_layers(model)):
         raise ValueError(
-            "model.join() with delayed scaling or equalization: each forward exchanges scales with all ranks, and "
+            "model.join() with equalization: each forward exchanges scales with all ranks, and "
             "those without inputs run none. Give all ranks equally many inputs, or take recipe 'rowwise'"
         )
 

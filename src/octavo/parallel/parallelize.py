@@ -19,19 +19,19 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from octavo.comm import DEFAULT_SPEC
 from octavo.nn.convert import apply_plan, rule_plan
+from octavo.nn.equalized import reduce_scales
 from octavo.nn.linear_subclasses import is_converted
 from octavo.nn.report import check_module
 from octavo.numerics.names import nearest
 from octavo.numerics.precision import Precision
 from octavo.parallel.agreement import agree_on_adamw, check_on_all_ranks
-from octavo.parallel.amax_sync import sync_scaling_state
 from octavo.parallel.ddp import replicate
 from octavo.parallel.expert_parallel import check_expert_mesh, distributed_experts, has_expert_names
 from octavo.parallel.fsdp import shard
@@ -174,7 +174,7 @@ def _parallelize(
     crosses_machines = len(set(machines)) > 1
     fp8 = layout.fp8_comm == "on" or (crosses_machines and len(set(machines)) == len(machines))
     if shards == 1 and replicas > 1:
-        sync_scaling_state(model, mesh)
+        _share_scales(model, mesh)
         return replicate(model, mesh, fp8=DEFAULT_SPEC if fp8 else None)
     shard(
         model,
@@ -187,8 +187,25 @@ def _parallelize(
         reshard_after_forward=layout.reshard_after_forward,
         cpu_offload=layout.cpu_offload,
     )
-    sync_scaling_state(model, mesh)  # last, so that its hook runs before FSDP2's gathers weights
+    _share_scales(model, mesh)  # last, so that its hook runs before FSDP2's gathers weights
     return model
+
+
+def _share_scales(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Give equalized layers the same channel scales on all ranks, from what all measured, at each training forward."""
+    # Each forward looks for such layers, because `octavo.nn.change_recipe` can make some.
+    groups = [group for group in mesh.get_all_groups() if dist.get_world_size(group) > 1]
+    device = torch.device(mesh.device_type)
+
+    def all_reduce_max(maxima: Tensor) -> None:
+        for group in groups:
+            dist.all_reduce(maxima, dist.ReduceOp.MAX, group)
+
+    def before_forward(module: nn.Module, inputs: Any) -> None:
+        if module.training and torch.is_grad_enabled():
+            reduce_scales(module, all_reduce_max, device)
+
+    model.register_forward_pre_hook(before_forward, prepend=True)
 
 
 @contextmanager

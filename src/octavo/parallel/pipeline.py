@@ -17,14 +17,11 @@ Error: each activation and each gradient is rounded once per boundary between ra
 its own token only, and is still non-finite on the other side.
 
 At its first step torch infers shapes by a forward and a backward of each stage, whose inputs are uninitialized memory
-for all stages but the first. This pass runs inside `octavo.disabled()`, so no amax or channel scale is measured in it.
+for all stages but the first. This pass runs inside `octavo.disabled()`, so no channel scale is measured in it.
 
-Recipes: those without a scale per tensor. Micro-batches overlap in a pipeline, but an amax history (`delayed`) ends a
-pass where a forward follows a backward: the forwards of one micro-batch would get scales that depend on the schedule,
-and activation checkpointing would recompute with other scales than in the first forward. A just-in-time scale per
-tensor (`tensorwise`) covers one micro-batch, so numbers would depend on how a batch is cut. Both raise an error.
-`rowwise_equalized` divides its passes the same way as `delayed`, but its identity holds for any channel scales, and
-each forward saves its own for its backward.
+Recipes: those without a scale per tensor. Such a scale (`tensorwise`) covers one micro-batch, so numbers would depend
+on how a batch is cut: an error. `rowwise_equalized` ends a pass where a forward follows a backward, which here depends
+on the schedule; its identity holds for any channel scales, and each forward saves its own for its backward.
 """
 
 import math
@@ -73,7 +70,7 @@ class PipelineStage(pipelining.PipelineStage):
     Raises:
         ValueError: For an unknown spec. From the first step, on all ranks: if ranks differ in these settings, a
             schedule expects other stages on a rank (V schedules take stages i and n-1-i), two stages on a rank share a
-            parameter, or a layer has a scale per tensor (recipes `tensorwise` and `delayed`).
+            parameter, or a layer has a scale per tensor (recipe `tensorwise`).
         ValueError: In a step whose micro-batches have other sizes than the first one, on the rank that would send it.
         RuntimeError: Before torch 2.13, whose stages do not exchange the metadata that this class needs. From the first
             backward, if a zero-bubble schedule meets weights that FSDP2 frees after forward.

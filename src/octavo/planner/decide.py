@@ -48,7 +48,7 @@ def candidates(recipe: str | Recipe) -> tuple[Recipe, ...]:
     # Channel scales (`equalization`) are for accuracy: a recipe that has them is never faster than the same without.
     if recipe != "auto":
         return (get_recipe(recipe),)
-    return tuple(r for r in RECIPES.values() if not r.history and not r.equalization)
+    return tuple(r for r in RECIPES.values() if not r.equalization)
 
 
 def decide(gpu: Gpu, calls: Sequence[LinearCall], recipes: Sequence[Recipe], *, eager: bool) -> LinearDecision:

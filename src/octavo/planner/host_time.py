@@ -26,7 +26,7 @@ from octavo.runtime.terminal import stdout
 
 RATIOS = {
     "rowwise": 2.27, "tensorwise": 2.25, "rowwise_equalized": 2.55, "rowwise_hp_wgrad": 2.13, "blockwise": 13.92,
-    "mxfp8": 14.47, "delayed": 16.69,
+    "mxfp8": 14.47,
 }  # fmt: skip
 """Host time of forward and backward of a linear × bf16's, from benchmarks/results/simulated/host.json."""
 
@@ -64,10 +64,9 @@ def measure(device: torch.device, recipes: Iterable[Recipe], seconds: float = 0.
     x = torch.randn(SHAPE[:2], device=device, dtype=torch.bfloat16).requires_grad_()
     layers: dict[str, nn.Module] = {"bf16": nn.Linear(*SHAPE[:2], bias=False, device=device, dtype=x.dtype)}
     for recipe in recipes:
-        if not recipe.history:
-            layer = fp8_class(nn.Linear, recipe)(*SHAPE[:2], bias=False, device=device, dtype=x.dtype)
-            layer.recipe = recipe
-            layers[recipe.name] = layer
+        layer = fp8_class(nn.Linear, recipe)(*SHAPE[:2], bias=False, device=device, dtype=x.dtype)
+        layer.recipe = recipe
+        layers[recipe.name] = layer
     return [
         Entry(
             op=OP, case=(name,), shape=SHAPE, backend="eager", config=None, microseconds=_fastest(layer, x, seconds)

@@ -474,3 +474,17 @@ class own_saved_tensors_hooks(torch.autograd.graph.saved_tensors_hooks):
         """Whether these are the innermost hooks, which autograd calls."""
         top = torch._C._autograd._top_saved_tensors_default_hooks(False)
         return top is not None and top[0] is self.pack_hook
+
+
+def has_values(x: Tensor) -> bool:
+    """Whether a tensor is neither meta nor fake."""
+    return not (x.is_meta or isinstance(x, FakeTensor))
+
+
+@contextmanager
+def outside_autograd() -> Iterator[None]:
+    """Leave autograd and dispatch modes: selective checkpointing needs identical operations in forward and recompute,
+    and these run only once.
+    """
+    with torch.inference_mode(False), torch.no_grad(), disable_current_modes():
+        yield

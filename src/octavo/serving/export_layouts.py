@@ -43,7 +43,7 @@ class ExportLayout:
         """Return whether this layout describes the forward of training in a recipe; of one that is weight only, its
         weights.
         """
-        return (recipe.w, recipe.x) == (self.recipe.w, self.recipe.x) and not recipe.layer_state
+        return (recipe.w, recipe.x) == (self.recipe.w, self.recipe.x) and not recipe.equalization
 
     @property
     def recipes(self) -> list[str]:

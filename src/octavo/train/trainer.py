@@ -27,7 +27,7 @@ from octavo._version import __version__
 from octavo.inspect.autopilot import Autopilot, RecipeChange
 from octavo.inspect.findings import Thresholds, findings
 from octavo.inspect.watch import Watch
-from octavo.nn import Report, accumulating, apply_plan, delayed, report
+from octavo.nn import Report, accumulating, apply_plan, report
 from octavo.nn.equalized import equalized_layers
 from octavo.nn.linear_subclasses import is_converted
 from octavo.numerics.plan import Plan
@@ -373,7 +373,7 @@ class Trainer:
     def _has_only_parameters(self) -> bool:
         """Whether a forward leaves no trace in what a checkpoint holds, so that a step may end in its middle."""
         model = self.model
-        return not (any(delayed.histories(model)) or any(equalized_layers(model)) or saved_buffers(model))
+        return not (any(equalized_layers(model)) or saved_buffers(model))
 
     def _autocast(self) -> AbstractContextManager[Any]:
         if self.config.precision.parameters != "fp32":

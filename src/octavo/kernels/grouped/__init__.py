@@ -92,7 +92,7 @@ def is_grouped(recipe: Recipe) -> bool:
     granularities = recipe.x.granularity, recipe.w.granularity, recipe.dgrad_g.granularity
     by_row = granularities == (ROW, ROW, ROW) and recipe.x.scale_rule != "e8m0" != recipe.w.scale_rule
     one_copy = recipe.dgrad_w == recipe.w and recipe.wgrad_x == recipe.x
-    if recipe.layer_state or recipe.weight_only:
+    if recipe.equalization or recipe.weight_only:
         return False
     return by_row and one_copy and recipe.wgrad_g is not None and recipe.wgrad_g.granularity == COLUMN
 

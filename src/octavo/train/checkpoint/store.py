@@ -5,8 +5,7 @@
         optimizer.pt                                        moments and masters, for torch.load(weights_only=True)
         shards/                                             instead of both, from several ranks: `shards.py`
         trainer.json                                        step, loss scale, configuration, fingerprint of the data,
-                                                            recipes of the layers in FP8; with recipe "delayed", its
-                                                            amax histories
+                                                            recipes of the layers in FP8
         digests.json                                        of every other file: `octavo.train.checkpoint.digests`
 
 A checkpoint is written under a temporary name, synced to disk and renamed, so after a kill the previous checkpoint is
@@ -35,7 +34,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from octavo.nn import apply_plan, delayed, equalized, rule_plan
+from octavo.nn import apply_plan, equalized, rule_plan
 from octavo.nn.experts import is_converted_experts
 from octavo.nn.linear_subclasses import is_converted
 from octavo.numerics.plan import Decision, Plan
@@ -101,9 +100,6 @@ class CheckpointSaver:
         }
         if recipes := self._merged(recipes_of(model)):
             metadata["recipes"] = recipes
-        if maxima := delayed.state_dict(model):
-            gathered = self._ranks.world_size > 1
-            metadata["delayed"] = delayed.merge_states(self._ranks.all_gather(maxima)) if gathered else maxima
         if channels := self._channels(model, part):
             metadata["equalized"] = channels
         with self._writing(checkpoint):
@@ -316,7 +312,6 @@ def load_checkpoint(
             ranks.raise_together(lambda: load_whole(folder, weights, model, optimizer))
         ranks.raise_together(lambda: load_generation_config(folder, model))
         loss_scale.load_state_dict(state["loss_scale"])
-        delayed.load_state_dict(model, state.get("delayed", {}))
         channels = state.get("equalized", {})
         states = channels.get(PARTS, [channels])
         equalized.load_state_dict(model, states[part[0]] if len(states) == part[1] else {})

@@ -173,8 +173,6 @@ class TrainConfig(Section):
         """Why the blocks of the run cannot compile, in a sentence; empty where they can."""
         precision, parallel = self.resolved, self.parallel
         recipe = get_recipe(precision.recipe) if precision.matmul == "fp8" and precision.recipe != "auto" else None
-        if recipe is not None and recipe.history:
-            return f"recipe {recipe.name!r} keeps an amax history, which changes from step to step"
         if recipe is not None and recipe.equalization and parallel.fp8_comm in ("on", "gather"):
             return f"recipe {recipe.name!r} with parallel.fp8_comm = {parallel.fp8_comm!r} measures gathered weights"
         if recipe is not None and recipe.equalization and parallel.pp > 1:
