@@ -64,9 +64,8 @@ def measure(session: Session, shape: Shape, arm: Arm) -> Row:
     rates = session.facts["ceilings"]
     figures["percent"] = round(100 * figures["tflops"] / rates["bf16_tflops"], 1)
     gpu = roofline.measured(session.facts.get("gpu", ""), rates)
-    recipe = (
-        "amax given" if arm.name == "given tensorwise" else arm.recipe if arm.recipe in roofline.PASSES else "rowwise"
-    )
+    recipe = {"given tensorwise": "amax given"}.get(arm.name, arm.recipe)
+    recipe = recipe if recipe in roofline.PASSES else "rowwise"
     bound = roofline.linear(gpu, shape, recipe if arm.recipe else "bf16")
     limit = session.find(shape=label, arm="products") or {}
     return figures | {"roofline_ms": round(1e3 * bound, 4), "amdahl_ms": limit.get("kernel_ms")}
