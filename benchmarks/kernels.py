@@ -239,7 +239,7 @@ def rated(session: Session, shape: Shape, timings: Row, *, fast: bool | None = N
 
 # Fused kernels
 
-ROW, BY_TENSOR, EPS = QuantSpec.parse("e4m3/row"), QuantSpec.parse("e4m3/tensor"), 1e-5
+ROW, EPS = QuantSpec.parse("e4m3/row"), 1e-5
 
 
 @dataclass(frozen=True)
@@ -253,29 +253,24 @@ class Operands:
     rstd: Tensor
 
 
-def _rms_norm(o: Operands, x: Tensor, *rest: Any, spec: QuantSpec = ROW, **options: Any) -> Any:
-    return fused.rms_norm(x, o.weight, EPS, spec, *rest, **options)
+def _norm(o: Operands) -> Tensor:
+    return F.rms_norm(o.x, (o.x.shape[1],), o.weight, EPS)
 
 
-def _norm_then_quantize(o: Operands, x: Tensor) -> Any:
-    return quantize(F.rms_norm(x, (x.shape[1],), o.weight, EPS), ROW, order="both")
+def _norm_then_quantize(o: Operands) -> Any:
+    return quantize(_norm(o), ROW, order="both")
 
 
-ALONE = {"return_unquantized": False}
 FUSED: dict[str, tuple[int, Callable[[Operands], Any], Callable[[Operands], Any] | None]] = {
     "rms_norm → FP8 by row, both orders": (
-        4, lambda o: _rms_norm(o, o.x, "both", **ALONE), lambda o: _norm_then_quantize(o, o.x)),
-    "add + rms_norm → total, FP8 by row, both orders": (
-        8, lambda o: _rms_norm(o, o.x, "both", o.other, **ALONE), lambda o: _norm_then_quantize(o, o.x + o.other)),
-    "rms_norm → y, FP8 by row, both orders": (
-        6, lambda o: _rms_norm(o, o.x, "both"), lambda o: _norm_then_quantize(o, o.x)),
-    "rms_norm → y, amax": (4, lambda o: _rms_norm(o, o.x, spec=BY_TENSOR), None),
+        4, lambda o: fused.rms_norm(o.x, o.weight, EPS, ROW, "both"), _norm_then_quantize),
+    "rms_norm → y": (4, lambda o: fused.rms_norm(o.x, o.weight, EPS), _norm),
     "layer_norm → FP8 by row, both orders": (
-        4, lambda o: fused.layer_norm(o.x, o.weight, None, EPS, ROW, "both", return_unquantized=False), None),
+        4, lambda o: fused.layer_norm(o.x, o.weight, None, EPS, ROW, "both"), None),
     "silu(gate) · up → FP8 by row, both orders": (
-        6, lambda o: fused.glu(o.x, o.other, "silu", ROW, "both", return_unquantized=False),
+        6, lambda o: fused.glu(o.x, o.other, "silu", ROW, "both"),
         lambda o: quantize(F.silu(o.x) * o.other, ROW, order="both")),
-    "silu(gate) · up → h, amax": (6, lambda o: fused.glu(o.x, o.other, "silu", BY_TENSOR), None),
+    "silu(gate) · up → h": (6, lambda o: fused.glu(o.x, o.other, "silu"), lambda o: F.silu(o.x) * o.other),
     "rms_norm backward": (6, lambda o: fused.rms_norm_backward(o.grad, o.x, o.weight, o.rstd), None),
     "silu(gate) · up backward": (10, lambda o: fused.glu_backward(o.grad, o.x, o.other, "silu"), None),
 }  # fmt: skip

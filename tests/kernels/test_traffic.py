@@ -12,6 +12,7 @@ import triton.language as tl
 from traffic import counted
 
 from octavo.kernels.fused.argument_checks import cases_of_inputs
+from octavo.kernels.fused.fp8_outputs import optional_spec
 from octavo.kernels.fused.glu import triton as glus
 from octavo.kernels.fused.norm import triton as norms
 from octavo.kernels.launch import INTERPRETED
@@ -108,11 +109,10 @@ def test_kernels_access_only_their_operands(shape):
 
 
 def fused_outputs():
-    """FP8 outputs of the fused ops: spec, order, bytes written per element."""
-    for spec in map(QuantSpec.parse, cases_of_inputs()):
-        by_tensor = spec.granularity == TENSOR
-        for order in ("rows",) if by_tensor else ("rows", "columns", "both"):
-            yield spec, order, 0 if by_tensor else 2 if order == "both" else 1
+    """Results of the fused ops: spec, order, bytes written per element."""
+    for spec in map(optional_spec, cases_of_inputs()):
+        for order in ("rows",) if spec is None else ("rows", "columns", "both"):
+            yield spec, order, 2 if spec is None or order == "both" else 1
 
 
 FUSED = list(fused_outputs())
@@ -122,33 +122,31 @@ FUSED = list(fused_outputs())
 @pytest.mark.parametrize(("spec", "order", "written"), FUSED, ids=str)
 @pytest.mark.parametrize("config", [0, 1])
 def test_norms_move_the_stated_bytes(spec, order, written, config):
-    """x, the residual, the sum, y with `keep`, the FP8 outputs; repeated reads of a row block are on chip.
+    """x and the result; repeated reads of a row block are on chip.
 
     Where the transposed copy is a step of its own, that reads the row-major bytes, which are written for it if need be.
     """
     x = torch.ones(ROWS, COLUMNS, dtype=torch.bfloat16)
     weight = torch.ones(COLUMNS, dtype=torch.bfloat16)
-    for residual, keep, center in ((False, True, False), (True, spec.granularity == TENSOR, True)):
+    for center in (False, True):
         with counted() as launches:
-            bias, added = weight if center else None, x.clone() if residual else None
-            norms.norm(x, added, weight, bias, 1e-5, False, center, spec, order, keep, config)
+            norms.norm(x, weight, weight if center else None, 1e-5, False, center, spec, order, config)
         moved = sum(launch.device_bytes(x.numel()) for launch in launches) / x.numel()
         extra = (1 if order == "both" else 2) if len(launches) == 2 else 0
-        assert moved == 2 + 4 * residual + 2 * keep + written + extra
+        assert moved == 2 + written + extra
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("config", range(len(norms.BACKWARD_CONFIGS)))
 def test_gradients_of_norms_move_the_stated_bytes(config):
-    """grad and x (and the residual stream's gradient) in, dx out, float32 partial sums per row block beside them."""
-    grad, x, passed = (torch.ones(ROWS, COLUMNS, dtype=torch.bfloat16) for _ in range(3))
+    """grad and x in, dx out, float32 partial sums per row block beside them."""
+    grad, x = (torch.ones(ROWS, COLUMNS, dtype=torch.bfloat16) for _ in range(2))
     weight, rstd = torch.ones(COLUMNS, dtype=torch.bfloat16), torch.ones(ROWS, 1)
-    for total in (None, passed):
-        with counted() as launches:
-            norms.norm_backward(grad, x, weight, rstd, None, total, False, False, config)
-        assert launches[0].device_bytes(x.numel()) == (6 if total is None else 8) * x.numel()
-        sums = sum(launch.device_bytes(0) for launch in launches) - launches[0].device_bytes(x.numel())
-        assert sums <= (2 * 4 / norms.ROW_BLOCK + 0.1) * x.numel()
+    with counted() as launches:
+        norms.norm_backward(grad, x, weight, rstd, None, False, False, config)
+    assert launches[0].device_bytes(x.numel()) == 6 * x.numel()
+    sums = sum(launch.device_bytes(0) for launch in launches) - launches[0].device_bytes(x.numel())
+    assert sums <= (2 * 4 / norms.ROW_BLOCK + 0.1) * x.numel()
 
 
 @pytest.mark.parametrize(("spec", "order", "written"), FUSED, ids=str)
@@ -156,12 +154,11 @@ def test_gradients_of_norms_move_the_stated_bytes(config):
 @pytest.mark.slow
 def test_gated_activations_move_the_stated_bytes(spec, order, written, config):
     gate, up = (torch.ones(ROWS, COLUMNS, dtype=torch.bfloat16) for _ in range(2))
-    for keep in (True,) if spec.granularity == TENSOR else (True, False):
-        with counted() as launches:
-            glus.glu(gate, up, "silu", spec, order, keep, config)
-        moved = sum(launch.device_bytes(gate.numel()) for launch in launches) / gate.numel()
-        extra = (1 if order == "both" else 2) if len(launches) == 2 else 0
-        assert moved == 4 + 2 * keep + written + extra
+    with counted() as launches:
+        glus.glu(gate, up, "silu", spec, order, config)
+    moved = sum(launch.device_bytes(gate.numel()) for launch in launches) / gate.numel()
+    extra = (1 if order == "both" else 2) if len(launches) == 2 else 0
+    assert moved == 4 + written + extra
     with counted() as launches:
         glus.glu_backward(gate, gate.clone(), up, "silu", False, config)
     assert sum(launch.device_bytes(gate.numel()) for launch in launches) == 10 * gate.numel()

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from octavo.nn.delayed import history_of
 from packaging.version import Version
 from torch import nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
@@ -10,7 +11,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import octavo
-from octavo.nn.delayed import history_of
 from octavo.nn.linear import Linear, linear
 from octavo.numerics import RECIPES
 from octavo.runtime import torch_compat

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from octavo.nn.delayed import Delayed
 from torch import nn
 
 import octavo
 from octavo.inspect import Watch
-from octavo.nn.delayed import Delayed
 from octavo.nn.filters import sizes
 from octavo.nn.linear import linear
 from octavo.nn.linear_like import LinearLike

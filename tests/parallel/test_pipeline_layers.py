@@ -5,6 +5,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.distributed as dist
+from octavo.nn.delayed import history_of
 from pipelines import MICROS, SCHEDULES, Pipeline, batch, converted, difference, loss_fn, one_process, train
 from test_pipeline import BLOCKS, MESSAGES_BEFORE, last
 from torch.distributed.device_mesh import init_device_mesh
@@ -12,7 +13,6 @@ from training import VOCABULARY, WIDTH
 
 import octavo
 from octavo.nn import accumulating, weights
-from octavo.nn.delayed import history_of
 from octavo.nn.equalized import equalized_layers, equalizer_of
 from processes import Failed
 from releases import requires_torch

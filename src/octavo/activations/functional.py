@@ -31,7 +31,7 @@ from octavo.activations.saved_tensors import outer_hooks, unhooked
 from octavo.kernels import glu, layer_norm, rms_norm
 from octavo.kernels.fused import glu_backward, layer_norm_backward, rms_norm_backward
 from octavo.kernels.fused.fp8_outputs import supports_output
-from octavo.numerics.spec import TENSOR, QuantSpec
+from octavo.numerics.spec import QuantSpec
 from octavo.runtime.derivatives import first_derivative_only
 from octavo.runtime.torch_compat import explain_freed_nodes, in_backward
 from octavo.tensor import ScaledTensor
@@ -54,9 +54,7 @@ class _NormRematerializer(Rematerializer):
         return y
 
     def _quantized(self, tensors: Sequence[Any], spec: QuantSpec, order: str) -> ScaledTensor | None:
-        if spec.granularity == TENSOR or not supports_output(spec):
-            return None
-        quantized: ScaledTensor | None = self.normed(tensors, spec, order).quantized
+        quantized: ScaledTensor | None = self.normed(tensors, spec, order).quantized if supports_output(spec) else None
         return quantized
 
     def statistics(self, tensors: Sequence[Any]) -> tuple[Tensor, Tensor | None]:
@@ -72,11 +70,10 @@ class _NormRematerializer(Rematerializer):
         return normed
 
     def _normed(self, tensors: Sequence[Any], spec: QuantSpec | None, order: str) -> Any:
-        x, weight, bias, keep = self.inputs(tensors)[0], tensors[2], tensors[3], spec is None
+        x, weight, bias = self.inputs(tensors)[0], tensors[2], tensors[3]
         if self.norm.center:
-            return layer_norm(x, weight, bias, self.eps, spec, order, return_unquantized=keep)  # type: ignore[arg-type]
-        offset = self.norm.add_unit_offset
-        return rms_norm(x, weight, self.eps, spec, order, add_unit_offset=offset, return_unquantized=keep)  # type: ignore[arg-type]
+            return layer_norm(x, weight, bias, self.eps, spec, order)  # type: ignore[arg-type]
+        return rms_norm(x, weight, self.eps, spec, order, add_unit_offset=self.norm.add_unit_offset)  # type: ignore[arg-type]
 
 
 class _GluRematerializer(Rematerializer):
@@ -93,15 +90,15 @@ class _GluRematerializer(Rematerializer):
 
     def _matrix(self, tensors: Sequence[Any]) -> Tensor:
         gate, up = self.inputs(tensors)
-        h = glu(gate, up, self.activation).h
-        assert h is not None
-        return h
+        h: Any = glu(gate, up, self.activation)
+        return h  # type: ignore[no-any-return]
 
     def _quantized(self, tensors: Sequence[Any], spec: QuantSpec, order: str) -> ScaledTensor | None:
-        if spec.granularity == TENSOR or not supports_output(spec):
+        if not supports_output(spec):
             return None
         gate, up = self.inputs(tensors)
-        return glu(gate, up, self.activation, spec, order, return_unquantized=False).quantized  # type: ignore[arg-type]
+        quantized: Any = glu(gate, up, self.activation, spec, order)  # type: ignore[arg-type]
+        return quantized  # type: ignore[no-any-return]
 
 
 class _ActivationRematerializer(Rematerializer):

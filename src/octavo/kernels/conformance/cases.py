@@ -10,7 +10,7 @@ from torch import Tensor
 
 from octavo.kernels.conformance.mismatches import Check, Inputs, low_sqnr
 from octavo.kernels.conformance.random_inputs import RandomInputs
-from octavo.numerics.spec import FULL, TENSOR, QuantSpec
+from octavo.numerics.spec import FULL, QuantSpec
 from octavo.tensor import ScaledTensor
 
 
@@ -172,64 +172,55 @@ def _operand(rng: RandomInputs, text: str, shape: tuple[int, int], unit: str) ->
     return ScaledTensor(data, scale.to(spec.scale_dtype), spec)
 
 
-def _fp8_outputs() -> Iterator[tuple[QuantSpec | None, str, str]]:
-    """FP8 outputs that recipes request of a fused op: spec, memory order, label."""
+def _results() -> Iterator[tuple[QuantSpec | None, str, str]]:
+    """Results that recipes request of a fused op: spec, memory order, label."""
     from octavo.kernels.fused.argument_checks import cases_of_inputs
+    from octavo.kernels.fused.fp8_outputs import optional_spec
 
-    yield None, "rows", "no FP8 output"
-    for spec in map(QuantSpec.parse, cases_of_inputs()):
-        for order in ("rows",) if spec.granularity == TENSOR else ("rows", "columns", "both"):
-            yield spec, order, f"{spec} {order}"
-
-
-def _keep(rng: RandomInputs, spec: QuantSpec | None) -> bool:
-    return spec is None or spec.granularity == TENSOR or rng.random.random() < 0.5
+    for spec in map(optional_spec, cases_of_inputs()):
+        for order in ("rows",) if spec is None else ("rows", "columns", "both"):
+            yield spec, order, "plain" if spec is None else f"{spec} {order}"
 
 
 def _like(rng: RandomInputs, x: Tensor) -> Tensor:
     return rng.matrix(x.shape[0], x.shape[1], x.dtype)
 
 
-def _norm_inputs(rng: RandomInputs, center: bool, residual: bool, spec: QuantSpec | None, order: str) -> Inputs:
+def _norm_inputs(rng: RandomInputs, center: bool, spec: QuantSpec | None, order: str) -> Inputs:
     x = rng.matrix()
     weight = rng.normal(x.shape[1]).to(rng.random.choice((x.dtype, torch.float32)))
     bias = rng.normal(x.shape[1]).to(weight.dtype) if center and rng.random.random() < 0.5 else None
     offset = not center and rng.random.random() < 0.5
-    added = _like(rng, x) if residual else None
-    return x, added, weight, bias, 1e-5, offset, center, spec, order, _keep(rng, spec)
+    return x, weight, bias, 1e-5, offset, center, spec, order
 
 
 def _norms() -> Iterator[Check]:
     from octavo.kernels.fused import reference
     from octavo.kernels.fused.norm import triton
 
-    for spec, order, label in _fp8_outputs():
+    for spec, order, label in _results():
         for op, center in (("rms_norm", False), ("layer_norm", True)):
-            for residual in (False, True):
-                yield Check(
-                    op=op, case=label + " residual" * residual, configs=tuple(range(len(triton.ROWS_CONFIGS))),
-                    inputs=partial(_norm_inputs, center=center, residual=residual, spec=spec, order=order),
-                    expected=reference.norm, actual=triton.norm,
-                )  # fmt: skip
+            yield Check(
+                op=op, case=label, configs=tuple(range(len(triton.ROWS_CONFIGS))),
+                inputs=partial(_norm_inputs, center=center, spec=spec, order=order),
+                expected=reference.norm, actual=triton.norm,
+            )  # fmt: skip
 
 
 def _norm_gradients() -> Iterator[Check]:
     from octavo.kernels.fused import reference
     from octavo.kernels.fused.norm import triton
 
-    def inputs(rng: RandomInputs, center: bool, residual: bool) -> Inputs:
-        x, _, weight, bias, eps, offset, *_ = _norm_inputs(rng, center, False, None, "rows")
-        rstd, *means = reference.norm(x, None, weight, bias, eps, offset, center, None, "rows", False)
-        grad, passed = _like(rng, x), _like(rng, x) if residual else None
-        return grad, x, weight, rstd, means[0] if center else None, passed, offset, center
+    def inputs(rng: RandomInputs, center: bool) -> Inputs:
+        x, weight, bias, eps, offset, *_ = _norm_inputs(rng, center, None, "rows")
+        rstd, mean, *_ = reference.norm(x, weight, bias, eps, offset, center, None, "rows")
+        return _like(rng, x), x, weight, rstd, mean if center else None, offset, center
 
     for op, center in (("rms_norm_backward", False), ("layer_norm_backward", True)):
-        for case, residual in (("gradients", False), ("with residual", True)):
-            yield Check(
-                op=op, case=case, configs=tuple(range(len(triton.BACKWARD_CONFIGS))),
-                inputs=partial(inputs, center=center, residual=residual),
-                expected=reference.norm_backward, actual=triton.norm_backward,
-            )  # fmt: skip
+        yield Check(
+            op=op, case="gradients", configs=tuple(range(len(triton.BACKWARD_CONFIGS))),
+            inputs=partial(inputs, center=center), expected=reference.norm_backward, actual=triton.norm_backward,
+        )  # fmt: skip
 
 
 def _glus() -> Iterator[Check]:
@@ -239,10 +230,10 @@ def _glus() -> Iterator[Check]:
 
     def inputs(rng: RandomInputs, activation: str, spec: QuantSpec | None, order: str) -> Inputs:
         gate = rng.matrix()
-        return gate, _like(rng, gate), activation, spec, order, _keep(rng, spec)
+        return gate, _like(rng, gate), activation, spec, order
 
     for activation in ACTIVATIONS:
-        for spec, order, label in _fp8_outputs():
+        for spec, order, label in _results():
             yield Check(
                 op="glu", case=f"{activation} {label}", configs=tuple(range(len(triton.ROWS_CONFIGS))),
                 inputs=partial(inputs, activation=activation, spec=spec, order=order),

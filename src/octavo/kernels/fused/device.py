@@ -10,8 +10,8 @@ import triton.language as tl
 from octavo.kernels.fused import activations
 from octavo.kernels.primitives import four_codes, magnitude, scale_of, store_scale, to_fp8
 
-NOTHING, AMAX, BY_ROW, BY_BLOCK = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
-"""Values of OUTPUT: no FP8 output, amax only, FP8 with a scale per row, or per block of a row."""
+PLAIN, BY_ROW, BY_BLOCK = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+"""Values of OUTPUT: the result in its own dtype, FP8 with a scale per row, or per block of a row."""
 VECTOR = tl.constexpr(8)
 """Neighbours in a row that a thread of the kernels on whole rows holds: 16 bytes of bf16, and what `sums_of_8` adds.
 
@@ -215,12 +215,6 @@ def divide_by_row_scales(
     scale, inverse = scale_of(tl.max(magnitude(y), axis=1), FP8_MAX, POWER_OF_TWO, INTERPRETED)
     store_scale(s + row, scale, row < rows, E8M0)
     return y * inverse[:, None]
-
-
-@triton.jit
-def update_amax(amax, y):
-    """Update `amax` with the largest magnitude of a tile."""
-    tl.atomic_max(amax, tl.max(tl.max(magnitude(y), axis=1), axis=0), sem="relaxed")
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""FP8 outputs of the fused ops: allocation, unpacking and kernel arguments."""
+"""Results of the fused ops in FP8: allocation, unpacking and kernel arguments."""
 
 from typing import Any
 
@@ -7,55 +7,45 @@ from torch import Tensor
 
 from octavo.kernels.quantize.reference import padded
 from octavo.numerics.formats import E4M3
-from octavo.numerics.spec import FULL, ROW, TENSOR, QuantSpec
+from octavo.numerics.spec import FULL, ROW, QuantSpec
 from octavo.tensor import ScaledTensor
 
 
 def optional_spec(text: str) -> QuantSpec | None:
-    """Parse an op's string argument; an empty one means no FP8 output."""
+    """Parse an op's string argument; an empty one means no FP8."""
     return QuantSpec.parse(text) if text else None
 
 
 def supports_output(spec: QuantSpec) -> bool:
-    """Whether fused ops support a spec: scales by tensor, row, or block of a row (16, 32, 64, 128 columns)."""
+    """Whether fused ops support a spec: scales by row, or by block of a row (16, 32, 64, 128 columns)."""
     rows, columns = spec.granularity
-    return spec.granularity in (TENSOR, ROW) or (rows == 1 and columns in (16, 32, 64, 128))
+    return spec.granularity == ROW or (rows == 1 and columns in (16, 32, 64, 128))
 
 
 def empty_outputs(y: Tensor, spec: QuantSpec | None, order: str) -> list[Tensor]:
-    """Allocate the outputs of `reference.fp8_outputs` for y's shape and device; amax is 0."""
+    """Allocate FP8 data and scales for y's shape and device; none without a spec."""
     rows, columns = y.shape
     if spec is None:
         return []
-    if spec.granularity == TENSOR:
-        return [y.new_zeros((1, 1), dtype=torch.float32)]
     outputs = [y.new_empty((rows, columns), dtype=spec.format.dtype)] if order != "columns" else []
     if order != "rows":
         outputs.append(y.new_empty((columns, padded(rows)), dtype=spec.format.dtype)[:, :rows])
     return [*outputs, y.new_empty(spec.granularity.scale_shape((rows, columns)), dtype=spec.scale_dtype)]
 
 
-def unpack_outputs(
-    outputs: list[Tensor], spec: QuantSpec | None, order: str
-) -> tuple[ScaledTensor | None, Tensor | None]:
-    """Convert the tensors of `reference.fp8_outputs` to a quantized matrix, or to None and the amax by tensor."""
-    if spec is None:
-        return None, None
-    if spec.granularity == TENSOR:
-        return None, outputs[0]
+def unpack_outputs(outputs: list[Tensor], spec: QuantSpec, order: str) -> ScaledTensor:
+    """Return the quantized matrix of FP8 data and scales."""
     *data, scale = outputs
     views = [data[0] if order != "columns" else data[0].t(), *(d.t() for d in data[1:])]
-    return ScaledTensor(views[0], scale, spec, views[1] if len(views) == 2 else None), None
+    return ScaledTensor(views[0], scale, spec, views[1] if len(views) == 2 else None)
 
 
 def kernel_arguments(outputs: list[Tensor], spec: QuantSpec | None, order: str, y: Tensor) -> dict[str, Any]:
-    """Return the kernel arguments for the outputs: q, qt, s, amax (y as a placeholder) and sizes."""
-    pointers: dict[str, Any] = dict.fromkeys(("q", "qt", "s", "amax"), y)
+    """Return the kernel arguments for the outputs: q, qt, s (y as a placeholder) and sizes."""
+    pointers: dict[str, Any] = dict.fromkeys(("q", "qt", "s"), y)
     pointers |= {"grid_columns": 0, "words": padded(y.shape[0]) // 4}
     if spec is None:
         return pointers
-    if spec.granularity == TENSOR:
-        return pointers | {"amax": outputs[0].view(torch.int32)}
     *data, scale = outputs
     pointers["q"], pointers["qt"] = data[0], data[-1]  # kernels write only the requested ones
     pointers["s"] = scale.view(torch.uint8) if spec.scale_rule == "e8m0" else scale
@@ -64,10 +54,8 @@ def kernel_arguments(outputs: list[Tensor], spec: QuantSpec | None, order: str, 
 
 def kernel_constants(spec: QuantSpec | None) -> dict[str, Any]:
     """Return the compile-time constants for a spec; `OUTPUT` is one of the constants in `device`."""
-    if spec is None or spec.granularity == TENSOR:
-        output, spec = 0 if spec is None else 1, QuantSpec()
-    else:
-        output = 2 if spec.granularity == ROW else 3
+    output = 0 if spec is None else 1 if spec.granularity == ROW else 2
+    spec = spec or QuantSpec()
     return {
         "OUTPUT": output,
         "FP8_MAX": spec.format.max,

@@ -7,7 +7,7 @@ tiles. Quotients and roots are correctly rounded: they are computed in float64 a
 float32 ones are not correctly rounded on all devices. Gradients of weights are column sums: float32, row by row within
 blocks of `ROW_BLOCK` rows, then over row blocks as above.
 
-The FP8 output is `quantize` of y after rounding y to its dtype: fusion changes no byte.
+A result in FP8 is `quantize` of y after rounding y to its dtype: fusion changes no byte.
 """
 
 import torch
@@ -16,28 +16,23 @@ from torch import Tensor
 from octavo.kernels.fused.activations import activation_value, value_and_slope
 from octavo.kernels.quantize import reference as quantize_reference
 from octavo.numerics.row_chunks import row_chunks
-from octavo.numerics.spec import TENSOR, QuantSpec
+from octavo.numerics.spec import QuantSpec
 
 ROW_BLOCK = 32
 """Rows whose contributions to a weight's gradient are added before they are stored."""
 
 
-def fp8_outputs(y: Tensor, spec: QuantSpec | None, order: str) -> list[Tensor]:
-    """Return FP8 data (row-major [R,C], transposed [C,R]) and scales; by tensor, amax [1,1]; empty without spec."""
-    if spec is None:
-        return []
-    if spec.granularity == TENSOR:
-        return [y.float().abs().amax().reshape(1, 1) if y.numel() else y.new_zeros((1, 1), dtype=torch.float32)]
-    return quantize_reference.quantize(y, spec, None, order=order)
+def outputs_of(y: Tensor, spec: QuantSpec | None, order: str) -> list[Tensor]:
+    """Return y; with a spec its FP8 data (row-major [R,C], transposed [C,R]) and scales."""
+    return [y] if spec is None else quantize_reference.quantize(y, spec, None, order=order)
 
 
 def norm(
-    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, offset: bool, center: bool,
-    spec: QuantSpec | None, order: str, keep: bool,
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, offset: bool, center: bool, spec: QuantSpec | None,
+    order: str,
 ) -> list[Tensor]:  # fmt: skip
-    """Return rstd, mean if `center`, x + residual if there is a residual, y if `keep`, and the FP8 outputs of y."""
-    total = x if residual is None else (x.float() + residual.float()).to(x.dtype).contiguous()
-    values = total.to(torch.float32, copy=True)
+    """Return rstd, mean if `center`, and `outputs_of` y."""
+    values = x.to(torch.float32, copy=True)
     mean = _row_mean(values) if center else None
     if mean is not None:
         values.sub_(mean)
@@ -45,14 +40,12 @@ def norm(
     rstd = 1.0 / variance.double().sqrt().float()
     values.mul_(rstd).mul_(_scale(weight, offset))
     y = (values if bias is None else values.add_(bias.float())).to(x.dtype).contiguous()
-    outputs = [rstd, mean, None if residual is None else total, y if keep else None, *fp8_outputs(y, spec, order)]
-    return [t for t in outputs if t is not None]
+    return [rstd, *([] if mean is None else [mean]), *outputs_of(y, spec, order)]
 
 
 def norm_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, mean: Tensor | None, grad_total: Tensor | None,
-    offset: bool, bias: bool,
-) -> list[Tensor]:  # fmt: skip
+    grad: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, mean: Tensor | None, offset: bool, bias: bool
+) -> list[Tensor]:
     """Return dx, dweight, and dbias if there is a bias."""
     g = grad.float()
     normalized = x.to(torch.float32, copy=True)
@@ -64,18 +57,16 @@ def norm_backward(
     if mean is not None:
         weighted.sub_(_row_mean(weighted))
     dx = weighted.sub_(normalized * along).mul_(rstd)
-    if grad_total is not None:
-        dx.add_(grad_total.float())
     sums = [_column_sum(normalized.mul_(g)), *([_column_sum(g)] if bias else [])]
     return [dx.to(x.dtype).contiguous(), *(s.to(weight.dtype) for s in sums)]
 
 
-def glu(gate: Tensor, up: Tensor, activation: str, spec: QuantSpec | None, order: str, keep: bool) -> list[Tensor]:
-    """Return h if `keep`, and the FP8 outputs of h."""
+def glu(gate: Tensor, up: Tensor, activation: str, spec: QuantSpec | None, order: str) -> list[Tensor]:
+    """Return `outputs_of` h."""
     h = gate.new_empty(gate.shape)
     for rows in row_chunks((gate.shape[0], gate.shape[1])):
         h[rows] = activation_value(gate[rows], activation).mul_(up[rows])
-    return [*([h] if keep else []), *fp8_outputs(h, spec, order)]
+    return outputs_of(h, spec, order)
 
 
 def glu_backward(grad: Tensor, gate: Tensor, up: Tensor, activation: str, joined: bool) -> list[Tensor]:

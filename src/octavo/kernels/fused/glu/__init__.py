@@ -1,4 +1,4 @@
-"""glu: h = activation(gate) · up with FP8 output, and its gradients.
+"""glu: h = activation(gate) · up, in FP8 or not, and its gradients.
 
     dgate = grad · up · activation'(gate)         dup = grad · activation(gate)
 
@@ -6,7 +6,6 @@ in float32, each result rounded once to gate's dtype; the FP8 output quantizes t
 the gradients use gate and up, and the product that reads h saves the FP8 output.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,49 +29,28 @@ from octavo.numerics.spec import QuantSpec
 from octavo.tensor import Order, ScaledTensor
 
 
-@dataclass(frozen=True, kw_only=True)
-class GluOutput:
-    """Outputs of a gated activation of gate and up [R,C].
-
-    Attributes:
-        h: Result in gate's dtype, [R,C]; None without `return_unquantized`.
-        quantized: `quantize(h, spec, order=order)`; None by tensor and without a spec.
-        amax: By tensor, the amax of h, float32 [1,1], for `quantize(h, spec, amax=...)`.
-    """
-
-    h: Tensor | None
-    quantized: ScaledTensor | None
-    amax: Tensor | None
-
-
 def glu(
-    gate: Tensor,
-    up: Tensor,
-    activation: str = "silu",
-    spec: QuantSpec | None = None,
-    order: Order = "rows",
-    *,
-    return_unquantized: bool = True,
-) -> GluOutput:
+    gate: Tensor, up: Tensor, activation: str = "silu", spec: QuantSpec | None = None, order: Order = "rows"
+) -> Tensor | ScaledTensor:
     """Gated activation of a gated linear unit (Shazeer, arXiv 2002.05202).
 
     Args:
         gate: [R,C], float32, bfloat16 or float16, any strides: it may be half of one [R,2C] tensor.
         up: [R,C] of gate's dtype, any strides.
         activation: "silu", "gelu_tanh" or "gelu".
-        spec: Spec of the FP8 output, with scales by tensor (returns only the amax, for a later cast), row, or blocks
-            of 1x16 to 1x128; None for no FP8 output.
-        order: Memory orders of the FP8 data, as in `quantize`. Ignored by tensor.
-        return_unquantized: Return h in gate's dtype.
+        spec: Spec of a result in FP8, with scales by row or blocks of 1x16 to 1x128; None for one in gate's dtype.
+        order: Memory orders of the FP8 data, as in `quantize`.
+
+    Returns:
+        h in gate's dtype, [R,C]; with a spec `quantize(h, spec, order=order)`.
 
     Raises:
-        ValueError: An operand has a wrong dtype, shape or device, the activation is unknown, or no output is requested.
+        ValueError: An operand has a wrong dtype, shape or device, the activation is unknown, or the spec is another.
     """
     _check("glu", gate, up, None, activation)
-    check_output("glu", spec, order, return_unquantized)
-    outputs = torch.ops.octavo.glu(gate, up, activation, "" if spec is None else spec.text, order, return_unquantized)
-    quantized, amax = unpack_outputs(outputs[1:] if return_unquantized else outputs, spec, order)
-    return GluOutput(h=outputs[0] if return_unquantized else None, quantized=quantized, amax=amax)
+    check_output("glu", spec, order)
+    outputs: list[Tensor] = torch.ops.octavo.glu(gate, up, activation, "" if spec is None else spec.text, order)
+    return outputs[0] if spec is None else unpack_outputs(outputs, spec, order)
 
 
 def glu_backward(
@@ -126,11 +104,9 @@ def _triton_backward(*arguments: Any) -> list[Tensor]:
 def _probe(backend: Backend, device: torch.device, case: Case) -> str | None:
     activation, text = case
     gate, up = sample(device, 2)
-    call = (gate, up, activation, QuantSpec.parse(text))
-    return next(
-        (d for o in ("rows", "both") if (d := difference(reference.glu(*call, o, True), backend.run(*call, o, True)))),
-        None,
-    )
+    call = (gate, up, activation, optional_spec(text))
+    orders = ("rows", "both") if text else ("rows",)
+    return next((d for o in orders if (d := difference(reference.glu(*call, o), backend.run(*call, o)))), None)
 
 
 def _probe_backward(backend: Backend, device: torch.device, case: Case) -> str | None:
@@ -139,7 +115,7 @@ def _probe_backward(backend: Backend, device: torch.device, case: Case) -> str |
     return difference(reference.glu_backward(*call), backend.run(*call))
 
 
-_CASES: dict[str, Case] = {f"{a} {text}": (a, text) for a in ACTIVATIONS for text in cases_of_inputs()}
+_CASES: dict[str, Case] = {f"{a} {text}".rstrip(): (a, text) for a in ACTIVATIONS for text in cases_of_inputs()}
 
 GLU = register(Op(name="glu", cases=_CASES, probe=_probe))
 GLU.add(Backend(name="triton", run=_triton_glu, unsupported_reason=triton_unsupported))
@@ -150,17 +126,14 @@ GLU_BACKWARD.add(Backend(name="triton", run=_triton_backward, unsupported_reason
 GLU_BACKWARD.add(Backend(name="reference", run=reference.glu_backward))
 
 
-def _run(gate: Tensor, up: Tensor, activation: str, spec: str, order: str, return_unquantized: bool) -> list[Tensor]:
+def _run(gate: Tensor, up: Tensor, activation: str, spec: str, order: str) -> list[Tensor]:
     backend = GLU.choose(gate.device, (activation, spec))
-    outputs: list[Tensor] = backend.run(gate, up, activation, optional_spec(spec), order, return_unquantized)
+    outputs: list[Tensor] = backend.run(gate, up, activation, optional_spec(spec), order)
     return outputs
 
 
-def _fake(gate: Tensor, up: Tensor, activation: str, spec: str, order: str, return_unquantized: bool) -> list[Tensor]:
-    return [
-        *([gate.new_empty(gate.shape)] if return_unquantized else []),
-        *empty_outputs(gate, optional_spec(spec), order),
-    ]
+def _fake(gate: Tensor, up: Tensor, activation: str, spec: str, order: str) -> list[Tensor]:
+    return empty_outputs(gate, optional_spec(spec), order) or [gate.new_empty(gate.shape)]
 
 
 def _run_backward(grad: Tensor, gate: Tensor, up: Tensor, activation: str, joined: bool) -> list[Tensor]:
@@ -173,9 +146,7 @@ def _fake_backward(grad: Tensor, gate: Tensor, up: Tensor, activation: str, join
     return [gate.new_empty((rows, 2 * columns))] if joined else [gate.new_empty(gate.shape) for _ in range(2)]
 
 
-define(
-    "glu(Tensor gate, Tensor up, str activation, str spec, str order, bool return_unquantized) -> Tensor[]", _run, _fake
-)
+define("glu(Tensor gate, Tensor up, str activation, str spec, str order) -> Tensor[]", _run, _fake)
 define(
     "glu_backward(Tensor grad, Tensor gate, Tensor up, str activation, bool joined) -> Tensor[]",
     _run_backward,

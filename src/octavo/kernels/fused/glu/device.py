@@ -4,7 +4,6 @@ import triton
 import triton.language as tl
 
 from octavo.kernels.fused.device import (
-    AMAX,
     VECTOR,
     divide_by_row_scales,
     divide_quarters_by_block_scales,
@@ -15,45 +14,50 @@ from octavo.kernels.fused.device import (
     store_quarters,
     store_rows,
     to_float32,
-    update_amax,
 )  # fmt: skip
 from octavo.kernels.primitives import columns_from, magnitude, scale_of, store_scale
 
 
 @triton.jit
 def _glu_tile(
-    gate, up, h, row, column, rows, columns, gate_r, gate_c, up_r, up_c,
-    ACTIVATION: tl.constexpr, KEEP: tl.constexpr, INTERPRETED: tl.constexpr,
+    gate, up, row, column, rows, columns, gate_r, gate_c, up_r, up_c,
+    ACTIVATION: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Compute a tile of activation(gate) · up, rounded to gate's dtype, as float32, 0 outside; KEEP stores it."""
+    """Compute a tile of activation(gate) · up, rounded to gate's dtype, 0 outside."""
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     g = to_float32(tl.load(gate + offsets(row, column, gate_r, gate_c), mask=inside, other=0.0), INTERPRETED)
     u = to_float32(tl.load(up + offsets(row, column, up_r, up_c), mask=inside, other=0.0), INTERPRETED)
     value, _ = factor_and_slope(g, ACTIVATION, False, INTERPRETED)
-    out = round_to((g * value) * u, gate.dtype.element_ty, INTERPRETED)
-    if KEEP:
-        tl.store(h + row[:, None] * columns + column[None, :], out, mask=inside)
+    return round_to((g * value) * u, gate.dtype.element_ty, INTERPRETED)
+
+
+@triton.jit
+def _glu_wide(
+    gate, up, row, column, rows, columns, gate_r, gate_c, up_r, up_c,
+    ACTIVATION: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """Compute `_glu_tile` as float32."""
+    out = _glu_tile(gate, up, row, column, rows, columns, gate_r, gate_c, up_r, up_c, ACTIVATION, INTERPRETED)
     return to_float32(out, INTERPRETED)
 
 
 @triton.jit
 def glu_flat_kernel(
-    gate, up, h, amax, rows, columns, gate_r, gate_c, up_r, up_c,
-    ACTIVATION: tl.constexpr, KEEP: tl.constexpr, OUTPUT: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr,
-    INTERPRETED: tl.constexpr,
+    gate, up, h, rows, columns, gate_r, gate_c, up_r, up_c,
+    ACTIVATION: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Compute one tile without FP8 output."""
+    """Compute one tile in gate's dtype."""
     row = tl.program_id(0).to(tl.int64) * TILE_R + tl.arange(0, TILE_R)
     column = tl.program_id(1) * TILE_C + tl.arange(0, TILE_C)
-    out = _glu_tile(gate, up, h, row, column, rows, columns, gate_r, gate_c, up_r, up_c, ACTIVATION, KEEP, INTERPRETED)
-    if OUTPUT == AMAX:
-        update_amax(amax, out)
+    out = _glu_tile(gate, up, row, column, rows, columns, gate_r, gate_c, up_r, up_c, ACTIVATION, INTERPRETED)
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    tl.store(h + row[:, None] * columns + column[None, :], out, mask=inside)
 
 
 @triton.jit
 def glu_blocks_kernel(
-    gate, up, h, q, qt, s, rows, words, columns, grid_columns, gate_r, gate_c, up_r, up_c,
-    ACTIVATION: tl.constexpr, KEEP: tl.constexpr, FP8_MAX: tl.constexpr, E4M3: tl.constexpr,
+    gate, up, q, qt, s, rows, words, columns, grid_columns, gate_r, gate_c, up_r, up_c,
+    ACTIVATION: tl.constexpr, FP8_MAX: tl.constexpr, E4M3: tl.constexpr,
     POWER_OF_TWO: tl.constexpr, E8M0: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     TILE_R: tl.constexpr, TILE_C: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
@@ -62,16 +66,10 @@ def glu_blocks_kernel(
     row = 4 * word
     first = tl.program_id(1) * TILE_C
     column = first + tl.arange(0, TILE_C)
-    a = _glu_tile(gate, up, h, row, column, rows, columns, gate_r, gate_c, up_r, up_c, ACTIVATION, KEEP, INTERPRETED)
-    b = _glu_tile(
-        gate, up, h, row + 1, column, rows, columns, gate_r, gate_c, up_r, up_c, ACTIVATION, KEEP, INTERPRETED
-    )
-    c = _glu_tile(
-        gate, up, h, row + 2, column, rows, columns, gate_r, gate_c, up_r, up_c, ACTIVATION, KEEP, INTERPRETED
-    )
-    d = _glu_tile(
-        gate, up, h, row + 3, column, rows, columns, gate_r, gate_c, up_r, up_c, ACTIVATION, KEEP, INTERPRETED
-    )
+    a = _glu_wide(gate, up, row, column, rows, columns, gate_r, gate_c, up_r, up_c, ACTIVATION, INTERPRETED)
+    b = _glu_wide(gate, up, row + 1, column, rows, columns, gate_r, gate_c, up_r, up_c, ACTIVATION, INTERPRETED)
+    c = _glu_wide(gate, up, row + 2, column, rows, columns, gate_r, gate_c, up_r, up_c, ACTIVATION, INTERPRETED)
+    d = _glu_wide(gate, up, row + 3, column, rows, columns, gate_r, gate_c, up_r, up_c, ACTIVATION, INTERPRETED)
     a, b, c, d = divide_quarters_by_block_scales(
         a, b, c, d, s, row, first, rows, grid_columns, FP8_MAX, POWER_OF_TWO, E8M0, BLOCK, TILE_R // 4, TILE_C,
         INTERPRETED,
@@ -81,15 +79,15 @@ def glu_blocks_kernel(
 
 @triton.jit
 def glu_rows_kernel(
-    gate, up, h, q, s, rows, columns, gate_r, gate_c, up_r, up_c,
-    ACTIVATION: tl.constexpr, KEEP: tl.constexpr, FP8_MAX: tl.constexpr, E4M3: tl.constexpr,
+    gate, up, q, s, rows, columns, gate_r, gate_c, up_r, up_c,
+    ACTIVATION: tl.constexpr, FP8_MAX: tl.constexpr, E4M3: tl.constexpr,
     POWER_OF_TWO: tl.constexpr, E8M0: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Compute TILE_R whole rows in registers; row-major output only."""
     row = tl.program_id(0).to(tl.int64) * TILE_R + tl.arange(0, TILE_R)
     column = columns_from(0, TILE_C, VECTOR)
-    out = _glu_tile(gate, up, h, row, column, rows, columns, gate_r, gate_c, up_r, up_c, ACTIVATION, KEEP, INTERPRETED)
+    out = _glu_wide(gate, up, row, column, rows, columns, gate_r, gate_c, up_r, up_c, ACTIVATION, INTERPRETED)
     scaled = divide_by_row_scales(out, s, row, rows, FP8_MAX, POWER_OF_TWO, E8M0, INTERPRETED)
     store_rows(q, scaled, row, column, rows, columns, E4M3, INTERPRETED)
 
@@ -112,10 +110,12 @@ def glu_row_block_kernel(
     lanes = tl.arange(0, TILE_C)
     largest = tl.zeros((TILE_R, TILE_C // 8), tl.int32)  # per eight columns; one per column needs too many registers
     for start in range(0, columns, TILE_C):
-        out = _glu_tile(
-            gate, up, h, row, start + lanes, rows, columns, gate_r, gate_c, up_r, up_c, ACTIVATION, True, INTERPRETED
-        )
-        largest = tl.maximum(largest, tl.max(tl.reshape(magnitude(out), (TILE_R, TILE_C // 8, 8)), axis=2))
+        column = start + lanes
+        out = _glu_tile(gate, up, row, column, rows, columns, gate_r, gate_c, up_r, up_c, ACTIVATION, INTERPRETED)
+        inside = (row < rows)[:, None] & (column < columns)[None, :]
+        tl.store(h + row[:, None] * columns + column[None, :], out, mask=inside)
+        size = tl.reshape(magnitude(to_float32(out, INTERPRETED)), (TILE_R, TILE_C // 8, 8))
+        largest = tl.maximum(largest, tl.max(size, axis=2))
     scale, inverse = scale_of(tl.max(largest, axis=1), FP8_MAX, POWER_OF_TWO, INTERPRETED)
     store_scale(s + row, scale, row < rows, E8M0)
     ia, ib, ic, id = split_by_4(inverse, TILE_R)

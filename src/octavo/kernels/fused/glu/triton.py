@@ -1,6 +1,6 @@
 """Gated activations on a GPU.
 
-by tensor, by block, no FP8    one pass over tiles: 2 + 2 bytes read per element, 2 written with `keep`, 1 per FP8 copy
+by block, no FP8               one pass over tiles: 2 + 2 bytes read per element, 2 written, or 1 per FP8 copy
 by row, rows only              one program per row, held in registers: the same bytes
 by row, transposed copy        one program per block of rows in two passes: h and its maxima, then the cast. h always
                                goes through memory, because computing it twice costs more time than the second read:
@@ -37,24 +37,22 @@ BACKWARD_CONFIGS = ((8, 256, 4), (4, 256, 4))
 """Rows, columns, warps of a tile of `glu_backward_kernel`."""
 
 
-def launches(
-    activation: str, spec: QuantSpec | None, order: str, columns: int, keep: bool, config: int = 0
-) -> list[Launch]:
+def launches(activation: str, spec: QuantSpec | None, order: str, columns: int, config: int = 0) -> list[Launch]:
     """Return the kernels for a case and row length, in launch order."""
     own = {"ACTIVATION": ACTIVATIONS.index(activation), "INTERPRETED": INTERPRETED}
     orders = {"ROWS": order != "columns", "COLUMNS": order != "rows"}
-    rule = kernel_constants(spec)
-    if rule["OUTPUT"] < 2:
+    if spec is None:
         tile_r, tile_c, warps = FLAT_CONFIGS[config]
-        constants = {**own, "OUTPUT": rule["OUTPUT"], "KEEP": keep, "TILE_R": tile_r, "TILE_C": tile_c}
+        constants = {**own, "TILE_R": tile_r, "TILE_C": tile_c}
         return [Launch(kernel=glu_flat_kernel, constants=constants, num_warps=warps)]
-    if rule.pop("OUTPUT") == 3:
+    rule = kernel_constants(spec)
+    if rule.pop("OUTPUT") == 2:
         tile_r, tile_c, warps = BLOCKS_CONFIGS[config]
-        constants = {**own, **orders, **rule, "KEEP": keep, "TILE_R": tile_r, "TILE_C": tile_c}
+        constants = {**own, **orders, **rule, "TILE_R": tile_r, "TILE_C": tile_c}
         return [Launch(kernel=glu_blocks_kernel, constants=constants, num_warps=warps)]
     del rule["BLOCK"]
     if columns <= WIDEST_ROW:
-        first = rows_launch(glu_rows_kernel, {**own, **rule, "KEEP": keep}, columns, ROWS_CONFIGS[config])
+        first = rows_launch(glu_rows_kernel, {**own, **rule}, columns, ROWS_CONFIGS[config])
         return [first] if order == "rows" else [first, TRANSPOSE]
     tile_r, tile_c, warps = ROW_BLOCK_CONFIGS[config]
     constants = {**own, **orders, **rule, "TILE_R": tile_r, "TILE_C": tile_c}
@@ -72,14 +70,12 @@ def _strides(**tensors: Tensor) -> dict[str, int]:
     return {f"{name}_{'rc'[dim]}": tensor.stride(dim) for name, tensor in tensors.items() for dim in (0, 1)}
 
 
-def glu(
-    gate: Tensor, up: Tensor, activation: str, spec: QuantSpec | None, order: str, keep: bool, config: int = 0
-) -> list[Tensor]:
+def glu(gate: Tensor, up: Tensor, activation: str, spec: QuantSpec | None, order: str, config: int = 0) -> list[Tensor]:
     """See `reference.glu`."""
     rows, columns = gate.shape
-    steps = launches(activation, spec, order, columns, keep, config)
-    h = gate.new_empty((rows, columns)) if keep or steps[0].kernel is glu_row_block_kernel else gate
-    outputs = empty_outputs(gate, spec, order)
+    steps = launches(activation, spec, order, columns, config)
+    outputs = empty_outputs(gate, spec, order) or [gate.new_empty((rows, columns))]
+    h = gate.new_empty((rows, columns)) if steps[0].kernel is glu_row_block_kernel else outputs[0]
     arguments: dict[str, Any] = {
         "gate": gate, "up": up, "h": h, "rows": rows, "columns": columns, **_strides(gate=gate, up=up),
         **kernel_arguments(outputs, spec, order, gate),
@@ -87,7 +83,7 @@ def glu(
     if steps[-1] is TRANSPOSE and order == "columns":
         arguments["q"] = gate.new_empty((rows, columns), dtype=arguments["qt"].dtype)
     run(steps, (glu_rows_kernel, glu_row_block_kernel), arguments)
-    return [*([h] if keep else []), *outputs]
+    return outputs
 
 
 def glu_backward(

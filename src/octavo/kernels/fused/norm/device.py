@@ -4,9 +4,9 @@ import triton
 import triton.language as tl
 
 from octavo.kernels.fused.device import (
-    AMAX,
     BY_BLOCK,
     BY_ROW,
+    PLAIN,
     VECTOR,
     divide_by_block_scales,
     divide_by_row_scales,
@@ -19,24 +19,13 @@ from octavo.kernels.fused.device import (
     store_rows,
     sums_of_8,
     to_float32,
-    update_amax,
 )  # fmt: skip
 from octavo.kernels.primitives import columns_from, magnitude, scale_of, store_scale
 
 
 @triton.jit
-def _total(
-    x, residual, total, row, column, columns, inside, stride_r, stride_c, residual_r, residual_c,
-    RESIDUAL: tl.constexpr, INTERPRETED: tl.constexpr,
-):  # fmt: skip
-    """Return a float32 tile of x, or of x + residual, which is rounded to x's dtype and stored in `total`."""
-    values = to_float32(tl.load(x + offsets(row, column, stride_r, stride_c), mask=inside, other=0.0), INTERPRETED)
-    if RESIDUAL:
-        added = tl.load(residual + offsets(row, column, residual_r, residual_c), mask=inside, other=0.0)
-        sums = round_to(values + to_float32(added, INTERPRETED), x.dtype.element_ty, INTERPRETED)
-        tl.store(total + row[:, None] * columns + column[None, :], sums, mask=inside)
-        values = to_float32(sums, INTERPRETED)
-    return values
+def _load(x, row, column, inside, stride_r, stride_c, INTERPRETED: tl.constexpr):
+    return to_float32(tl.load(x + offsets(row, column, stride_r, stride_c), mask=inside, other=0.0), INTERPRETED)
 
 
 @triton.jit
@@ -67,20 +56,16 @@ def _rstd_of(squares, count, eps):
 
 @triton.jit
 def norm_rows_kernel(
-    x, residual, weight, bias, total, y, q, s, amax, mean, rstd, rows, columns, grid_columns,
-    stride_r, stride_c, residual_r, residual_c, eps, count,
-    CENTER: tl.constexpr, OFFSET: tl.constexpr, RESIDUAL: tl.constexpr, BIAS: tl.constexpr, KEEP: tl.constexpr,
-    OUTPUT: tl.constexpr, FP8_MAX: tl.constexpr, E4M3: tl.constexpr, POWER_OF_TWO: tl.constexpr, E8M0: tl.constexpr,
-    BLOCK: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr, INTERPRETED: tl.constexpr,
+    x, weight, bias, y, q, s, mean, rstd, rows, columns, grid_columns, stride_r, stride_c, eps, count,
+    CENTER: tl.constexpr, OFFSET: tl.constexpr, BIAS: tl.constexpr, OUTPUT: tl.constexpr, FP8_MAX: tl.constexpr,
+    E4M3: tl.constexpr, POWER_OF_TWO: tl.constexpr, E8M0: tl.constexpr, BLOCK: tl.constexpr, TILE_R: tl.constexpr,
+    TILE_C: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Normalize TILE_R whole rows in registers; row-major output only."""
     row = tl.program_id(0).to(tl.int64) * TILE_R + tl.arange(0, TILE_R)
     column = columns_from(0, TILE_C, VECTOR)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
-    values = _total(
-        x, residual, total, row, column, columns, inside, stride_r, stride_c, residual_r, residual_c, RESIDUAL,
-        INTERPRETED,
-    )  # fmt: skip
+    values = _load(x, row, column, inside, stride_r, stride_c, INTERPRETED)
     if CENTER:
         m = _divided(row_sum(values, TILE_R, TILE_C), count)
         tl.store(mean + row, m, mask=row < rows)
@@ -89,14 +74,12 @@ def norm_rows_kernel(
     tl.store(rstd + row, r, mask=row < rows)
     r = tl.where(row < rows, r, 0.0)  # avoids NaN beyond the last row
     out = _scaled(values, r, weight, bias, column, columns, x.dtype.element_ty, OFFSET, BIAS, INTERPRETED)
-    if KEEP:
+    if OUTPUT == PLAIN:
         tl.store(y + row[:, None] * columns + column[None, :], out, mask=inside)
     out = to_float32(out, INTERPRETED)
     if BIAS:
         out = tl.where(inside, out, 0.0)
-    if OUTPUT == AMAX:
-        update_amax(amax, out)
-    elif OUTPUT == BY_ROW:
+    if OUTPUT == BY_ROW:
         scaled = divide_by_row_scales(out, s, row, rows, FP8_MAX, POWER_OF_TWO, E8M0, INTERPRETED)
         store_rows(q, scaled, row, column, rows, columns, E4M3, INTERPRETED)
     elif OUTPUT == BY_BLOCK:
@@ -108,29 +91,25 @@ def norm_rows_kernel(
 
 @triton.jit
 def _out_tile(
-    x, y, weight, bias, m, r, row, column, rows, columns, stride_r, stride_c,
-    CENTER: tl.constexpr, OFFSET: tl.constexpr, BIAS: tl.constexpr, KEEP: tl.constexpr, INTERPRETED: tl.constexpr,
+    x, weight, bias, m, r, row, column, rows, columns, stride_r, stride_c,
+    CENTER: tl.constexpr, OFFSET: tl.constexpr, BIAS: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Compute a tile of rounded y from row statistics, as float32, 0 outside the matrix; KEEP stores it."""
+    """Compute a tile of rounded y from row statistics, as float32, 0 outside the matrix."""
     inside = (row < rows)[:, None] & (column < columns)[None, :]
-    values = to_float32(tl.load(x + offsets(row, column, stride_r, stride_c), mask=inside, other=0.0), INTERPRETED)
+    values = _load(x, row, column, inside, stride_r, stride_c, INTERPRETED)
     if CENTER:
         values = values - m[:, None]
     out = _scaled(values, r, weight, bias, column, columns, x.dtype.element_ty, OFFSET, BIAS, INTERPRETED)
-    if KEEP:
-        tl.store(y + row[:, None] * columns + column[None, :], out, mask=inside)
     out = to_float32(out, INTERPRETED)
     return tl.where(inside, out, 0.0) if BIAS else out
 
 
 @triton.jit
 def norm_row_block_kernel(
-    x, residual, weight, bias, total, y, q, qt, s, mean, rstd, rows, words, columns, grid_columns,
-    stride_r, stride_c, residual_r, residual_c, eps, count,
-    CENTER: tl.constexpr, OFFSET: tl.constexpr, RESIDUAL: tl.constexpr, BIAS: tl.constexpr, KEEP: tl.constexpr,
-    OUTPUT: tl.constexpr, FP8_MAX: tl.constexpr, E4M3: tl.constexpr, POWER_OF_TWO: tl.constexpr, E8M0: tl.constexpr,
-    BLOCK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr,
-    INTERPRETED: tl.constexpr,
+    x, weight, bias, q, qt, s, mean, rstd, rows, words, columns, grid_columns, stride_r, stride_c, eps, count,
+    CENTER: tl.constexpr, OFFSET: tl.constexpr, BIAS: tl.constexpr, OUTPUT: tl.constexpr, FP8_MAX: tl.constexpr,
+    E4M3: tl.constexpr, POWER_OF_TWO: tl.constexpr, E8M0: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Normalize TILE_R rows of any length in several passes; row-major output, transposed, or both."""
     row = tl.program_id(0).to(tl.int64) * TILE_R + tl.arange(0, TILE_R)
@@ -139,15 +118,9 @@ def norm_row_block_kernel(
     for start in range(0, columns, TILE_C):
         column = start + lanes
         inside = (row < rows)[:, None] & (column < columns)[None, :]
-        values = _total(
-            x, residual, total, row, column, columns, inside, stride_r, stride_c, residual_r, residual_c, RESIDUAL,
-            INTERPRETED,
-        )  # fmt: skip
+        values = _load(x, row, column, inside, stride_r, stride_c, INTERPRETED)
         sums += sums_of_8(values if CENTER else values * values, TILE_R, TILE_C)
     r = tl.sum(sums, axis=1).to(tl.float32)
-    if RESIDUAL:
-        tl.debug_barrier()  # other threads read the stored sum below
-        x, stride_r, stride_c = total, columns, 1
     m = _divided(r, count) if CENTER else r
     if CENTER:
         tl.store(mean + row, m, mask=row < rows)
@@ -155,8 +128,7 @@ def norm_row_block_kernel(
         for start in range(0, columns, TILE_C):
             column = start + lanes
             inside = (row < rows)[:, None] & (column < columns)[None, :]
-            values = tl.load(x + offsets(row, column, stride_r, stride_c), mask=inside, other=0.0)
-            values = tl.where(inside, to_float32(values, INTERPRETED) - m[:, None], 0.0)
+            values = tl.where(inside, _load(x, row, column, inside, stride_r, stride_c, INTERPRETED) - m[:, None], 0.0)
             sums += sums_of_8(values * values, TILE_R, TILE_C)
         r = tl.sum(sums, axis=1).to(tl.float32)
     r = _rstd_of(r, count, eps)
@@ -167,8 +139,8 @@ def norm_row_block_kernel(
         largest = tl.zeros((TILE_R, TILE_C), tl.int32)
         for start in range(0, columns, TILE_C):
             out = _out_tile(
-                x, y, weight, bias, m, r, row, start + lanes, rows, columns, stride_r, stride_c,
-                CENTER, OFFSET, BIAS, False, INTERPRETED,
+                x, weight, bias, m, r, row, start + lanes, rows, columns, stride_r, stride_c,
+                CENTER, OFFSET, BIAS, INTERPRETED,
             )  # fmt: skip
             largest = tl.maximum(largest, magnitude(out))
         scale, inverse = scale_of(tl.max(largest, axis=1), FP8_MAX, POWER_OF_TWO, INTERPRETED)
@@ -181,20 +153,20 @@ def norm_row_block_kernel(
     for start in range(0, columns, TILE_C):
         column = start + lanes
         a = _out_tile(
-            x, y, weight, bias, ma, ra, row, column, rows, columns, stride_r, stride_c,
-            CENTER, OFFSET, BIAS, KEEP, INTERPRETED,
+            x, weight, bias, ma, ra, row, column, rows, columns, stride_r, stride_c,
+            CENTER, OFFSET, BIAS, INTERPRETED,
         )  # fmt: skip
         b = _out_tile(
-            x, y, weight, bias, mb, rb, row + 1, column, rows, columns, stride_r, stride_c,
-            CENTER, OFFSET, BIAS, KEEP, INTERPRETED,
+            x, weight, bias, mb, rb, row + 1, column, rows, columns, stride_r, stride_c,
+            CENTER, OFFSET, BIAS, INTERPRETED,
         )  # fmt: skip
         c = _out_tile(
-            x, y, weight, bias, mc, rc, row + 2, column, rows, columns, stride_r, stride_c,
-            CENTER, OFFSET, BIAS, KEEP, INTERPRETED,
+            x, weight, bias, mc, rc, row + 2, column, rows, columns, stride_r, stride_c,
+            CENTER, OFFSET, BIAS, INTERPRETED,
         )  # fmt: skip
         d = _out_tile(
-            x, y, weight, bias, md, rd, row + 3, column, rows, columns, stride_r, stride_c,
-            CENTER, OFFSET, BIAS, KEEP, INTERPRETED,
+            x, weight, bias, md, rd, row + 3, column, rows, columns, stride_r, stride_c,
+            CENTER, OFFSET, BIAS, INTERPRETED,
         )  # fmt: skip
         if OUTPUT == BY_ROW:
             a, b, c, d = a * ia[:, None], b * ib[:, None], c * ic[:, None], d * id[:, None]
@@ -213,10 +185,9 @@ def _mean_of(values, count, COLUMNS: tl.constexpr):
 
 @triton.jit
 def norm_backward_kernel(
-    grad, x, weight, rstd, mean, grad_total, dx, partial_weight, partial_bias, rows, columns,
-    grad_r, grad_c, stride_r, stride_c, total_r, total_c, count,
-    CENTER: tl.constexpr, OFFSET: tl.constexpr, BIAS: tl.constexpr, TOTAL: tl.constexpr, DX: tl.constexpr,
-    SUMS: tl.constexpr, ROW_BLOCK: tl.constexpr, TILE_C: tl.constexpr, INTERPRETED: tl.constexpr,
+    grad, x, weight, rstd, mean, dx, partial_weight, partial_bias, rows, columns, grad_r, grad_c, stride_r, stride_c,
+    count, CENTER: tl.constexpr, OFFSET: tl.constexpr, BIAS: tl.constexpr, DX: tl.constexpr, SUMS: tl.constexpr,
+    ROW_BLOCK: tl.constexpr, TILE_C: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Process ROW_BLOCK rows in order, with the next one prefetched: dx (of whole rows) and partial column sums."""
     first = tl.program_id(0).to(tl.int64) * ROW_BLOCK
@@ -249,9 +220,6 @@ def norm_backward_kernel(
             if CENTER:
                 weighted = weighted - _mean_of(weighted, count, TILE_C)
             out = (weighted - normalized * along) * r
-            if TOTAL:
-                passed = tl.load(grad_total + row * total_r + column * total_c, mask=inside, other=0.0)
-                out = out + to_float32(passed, INTERPRETED)
             tl.store(dx + row * columns + column, round_to(out, dx.dtype.element_ty, INTERPRETED), mask=inside)
         if SUMS:
             dweight += g * normalized

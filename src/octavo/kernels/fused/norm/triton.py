@@ -9,9 +9,8 @@
                        gradients are summed in registers, stored once per block, then summed over blocks. Beyond 8192
                        columns (4096 with a bias): dx first, then the sums
 
-Bytes per bf16 element, with blocks in L2: 2 read, plus 2 for a residual and 2 for the sum written back, plus 2 for y
-with `keep`, plus 1 per FP8 copy; the two steps add 1. Backward: 2 + 2 read, 2 written, 8/32 for the blocks; 2 + 2 more
-if dx and the sums are separate.
+Bytes per bf16 element, with blocks in L2: 2 read, plus 2 for y or 1 per FP8 copy; the two steps add 1. Backward: 2 + 2
+read, 2 written, 8/32 for the blocks; 2 + 2 more if dx and the sums are separate.
 
 One in 8 additions of a row sum is in float64 (see `reference`): negligible next to memory time on Hopper; on consumer
 GPUs, with 1/64 of the rate, about a tenth of the read time. Amax reduces integers (`primitives.magnitude`).
@@ -44,13 +43,13 @@ WIDEST_ROW_BLOCK = 4096
 
 
 def launches(spec: QuantSpec | None, order: str, columns: int, flags: dict[str, bool], config: int = 0) -> list[Launch]:
-    """Return the kernels for a case and row length, in launch order. `flags`: CENTER, OFFSET, RESIDUAL, BIAS, KEEP."""
+    """Return the kernels for a case and row length, in launch order. `flags`: CENTER, OFFSET, BIAS."""
     constants = {**kernel_constants(spec), **flags, "INTERPRETED": INTERPRETED}
-    transposed = constants["OUTPUT"] > 1 and order != "rows"
+    transposed = spec is not None and order != "rows"
     row_block = ROW_BLOCK_CONFIGS[config] if transposed else None
     if row_block is not None and config == 0 and WIDEST_ROW_BLOCK < columns <= WIDEST_ROW:
         row_block = None
-    if row_block is None and (columns <= WIDEST_ROW or constants["OUTPUT"] < 2):
+    if row_block is None and (columns <= WIDEST_ROW or spec is None):
         per_thread = ROWS_CONFIGS[0 if transposed else config]
         return [rows_launch(norm_rows_kernel, constants, columns, per_thread), *([TRANSPOSE] if transposed else [])]
     tile_r, tile_c, warps = row_block or (16, 512, 4)
@@ -60,34 +59,26 @@ def launches(spec: QuantSpec | None, order: str, columns: int, flags: dict[str, 
 
 
 def norm(
-    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, offset: bool, center: bool,
-    spec: QuantSpec | None, order: str, keep: bool, config: int = 0,
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, offset: bool, center: bool, spec: QuantSpec | None,
+    order: str, config: int = 0,
 ) -> list[Tensor]:  # fmt: skip
     """See `reference.norm`."""
     rows, columns = x.shape
     rstd = x.new_empty((rows, 1), dtype=torch.float32)
     mean = torch.empty_like(rstd) if center else None
-    total = None if residual is None else x.new_empty((rows, columns))
-    y = x.new_empty((rows, columns)) if keep else None
-    outputs = empty_outputs(x, spec, order)
-    added = x if residual is None else residual
+    outputs = empty_outputs(x, spec, order) or [x.new_empty((rows, columns))]
     arguments: dict[str, Any] = {
-        "x": x, "residual": added, "weight": weight.contiguous(),
-        "bias": (weight if bias is None else bias).contiguous(),
-        "total": x if total is None else total, "y": x if y is None else y, "mean": rstd if mean is None else mean,
-        "rstd": rstd, "rows": rows, "columns": columns, "stride_r": x.stride(0), "stride_c": x.stride(1),
-        "residual_r": added.stride(0), "residual_c": added.stride(1), "eps": eps,
-        "count": float(max(columns, 1)),
-        **kernel_arguments(outputs, spec, order, x),
+        "x": x, "weight": weight.contiguous(), "bias": (weight if bias is None else bias).contiguous(),
+        "y": outputs[0] if spec is None else x, "mean": rstd if mean is None else mean, "rstd": rstd, "rows": rows,
+        "columns": columns, "stride_r": x.stride(0), "stride_c": x.stride(1), "eps": eps,
+        "count": float(max(columns, 1)), **kernel_arguments(outputs, spec, order, x),
     }  # fmt: skip
-    flags = {
-        "CENTER": center, "OFFSET": offset, "RESIDUAL": residual is not None, "BIAS": bias is not None, "KEEP": keep,
-    }  # fmt: skip
+    flags = {"CENTER": center, "OFFSET": offset, "BIAS": bias is not None}
     steps = launches(spec, order, columns, flags, config)
     if steps[-1] is TRANSPOSE and order == "columns":
         arguments["q"] = x.new_empty((rows, columns), dtype=arguments["qt"].dtype)
     run(steps, (norm_rows_kernel, norm_row_block_kernel), arguments)
-    return [t for t in (rstd, mean, total, y) if t is not None] + outputs
+    return [rstd, *([] if mean is None else [mean]), *outputs]
 
 
 BACKWARD_CONFIGS = (16, 8)
@@ -103,7 +94,7 @@ WIDEST_SUMS = 8192
 
 def backward_launches(columns: int, flags: dict[str, bool], config: int = 0) -> list[Launch]:
     """Return the backward kernels for a row length: dx and column sums together, or in turn for long rows."""
-    # `flags`: CENTER, OFFSET, BIAS, TOTAL.
+    # `flags`: CENTER, OFFSET, BIAS.
     tile_c = max(triton.next_power_of_2(columns), 128)
     warps = min(max(tile_c // (32 * BACKWARD_CONFIGS[config]), 1), 32)
     rows = {**flags, "TILE_C": tile_c, "INTERPRETED": INTERPRETED}
@@ -119,24 +110,23 @@ def backward_launches(columns: int, flags: dict[str, bool], config: int = 0) -> 
 
 
 def norm_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, mean: Tensor | None, grad_total: Tensor | None,
-    offset: bool, bias: bool, config: int = 0,
+    grad: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, mean: Tensor | None, offset: bool, bias: bool,
+    config: int = 0,
 ) -> list[Tensor]:  # fmt: skip
     """See `reference.norm_backward`."""
     rows, columns = x.shape
     parts = triton.cdiv(rows, ROW_BLOCK)
     dx = x.new_empty((rows, columns))
     partial = [x.new_empty((max(parts, 1), columns), dtype=torch.float32) for _ in range(1 + bias)]
-    passed = grad if grad_total is None else grad_total
     arguments: dict[str, Any] = {
         "grad": grad, "x": x, "weight": weight.contiguous(), "rstd": rstd.contiguous(),
         "mean": (rstd if mean is None else mean).contiguous(),
-        "grad_total": passed, "dx": dx, "partial_weight": partial[0], "partial_bias": partial[-1],
+        "dx": dx, "partial_weight": partial[0], "partial_bias": partial[-1],
         "rows": rows, "columns": columns, "grad_r": grad.stride(0), "grad_c": grad.stride(1),
-        "stride_r": x.stride(0), "stride_c": x.stride(1), "total_r": passed.stride(0), "total_c": passed.stride(1),
+        "stride_r": x.stride(0), "stride_c": x.stride(1),
         "count": float(max(columns, 1)),
     }  # fmt: skip
-    flags = {"CENTER": mean is not None, "OFFSET": offset, "BIAS": bias, "TOTAL": grad_total is not None}
+    flags = {"CENTER": mean is not None, "OFFSET": offset, "BIAS": bias}
     for step in backward_launches(columns, flags, config):
         down, across = (triton.cdiv(n, step.constants[of]) for n, of in ((rows, "ROW_BLOCK"), (columns, "TILE_C")))
         step.run((max(down, 1), max(across, 1)), arguments)
