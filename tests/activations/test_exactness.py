@@ -76,21 +76,17 @@ class Attention(nn.Module):
         return self.o_proj(y.transpose(1, 2).flatten(2))
 
 
-@pytest.mark.parametrize("size", [1.0, 2.0, 4.0, 8.0])
-@pytest.mark.parametrize("eager", [False, True])
-def test_attention_alone_is_accurate_at_any_score(size, eager):
-    """Scores up to about 5, 19, 75 and 250."""
-    compare(Attention(size, eager=eager), randn(2, TOKENS, WIDTH), whole=25, ignore=("k_proj.bias",))
-
-
-@pytest.mark.parametrize("bias", [1.0, 20.0, 100.0])
-@pytest.mark.parametrize("eager", [False, True])
-def test_biases_of_keys_do_not_matter(bias, eager):
-    compare(Attention(2.0, bias, eager=eager), randn(2, TOKENS, WIDTH), whole=25, ignore=("k_proj.bias",))
-
-
-def test_soft_caps():
-    compare(Attention(10.0, cap=50.0, eager=True), randn(2, TOKENS, WIDTH), whole=25, ignore=("k_proj.bias",))
+@pytest.mark.parametrize(
+    ("size", "bias", "cap", "eager"),
+    [
+        (1.0, 0.0, None, False), (4.0, 0.0, None, True), (8.0, 0.0, None, False), (8.0, 0.0, None, True),
+        (2.0, 20.0, None, False), (2.0, 100.0, None, True), (10.0, 0.0, 50.0, True),
+    ],
+)  # fmt: skip
+def test_attention_alone_is_accurate_at_any_score(size, bias, cap, eager):
+    """Scores up to about 5, 75 and 250; biases of keys do not matter; and a soft cap."""
+    model = Attention(size, bias, cap, eager)
+    compare(model, randn(2, TOKENS, WIDTH), whole=25, ignore=("k_proj.bias",))
 
 
 class Block(nn.Module):
@@ -119,14 +115,13 @@ class GatedMLP(nn.Module):
         return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
 
 
-@pytest.mark.parametrize("size", [1.0, 4.0, 8.0])
-@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm])
+@pytest.mark.parametrize(("size", "norm"), [(4.0, nn.LayerNorm), (8.0, nn.RMSNorm)])
 def test_whole_blocks_at_any_score(size, norm):
     model = nn.Sequential(*(Block(norm, GatedMLP(), size=size, bias=10 * size) for _ in range(2)))
     compare(model, randn(2, TOKENS, WIDTH), ignore=[f"{i}.attention.k_proj.bias" for i in (0, 1)])
 
 
-@pytest.mark.parametrize("bias", [-8.0, -4.0, 4.0, 8.0])
+@pytest.mark.parametrize("bias", [-8.0, 8.0])
 @pytest.mark.parametrize("act", [nn.SiLU(), nn.GELU(), nn.GELU("tanh")], ids=str)
 def test_gates_with_a_bias(act, bias):
     bias = bias / 2 if isinstance(act, nn.GELU) else bias
@@ -159,38 +154,25 @@ class Sensitive(nn.Module):
 HIDDEN = torch.arange(WIDTH) % 8 == 3
 OPERATIONS = {
     "gate near one": lambda m, z: z * torch.sigmoid(z + 6),
-    "gate nearer to one": lambda m, z: z * torch.sigmoid(z + 8),
     "gate near zero": lambda m, z: z * torch.sigmoid(z - 8),
     "tanh": lambda m, z: torch.tanh(4 * z),
     "soft cap": lambda m, z: 3 * torch.tanh(10 * z / 3),
     "logsumexp": lambda m, z: z - (30 * z).logsumexp(-1, keepdim=True),
-    "log-softmax": lambda m, z: (20 * z).log_softmax(-1),
     "masked log-softmax": lambda m, z: z.masked_fill(HIDDEN, -math.inf).log_softmax(-1).masked_fill(HIDDEN, 0.0),
     "softmax": lambda m, z: (20 * z).softmax(-1),
-    "angles": lambda m, z: z * torch.cos(50 * z) + torch.sin(50 * z),
     "learned frequencies": lambda m, z: z * torch.cos(m.frequencies * torch.arange(z.shape[1])[:, None]),
     "exponential": lambda m, z: torch.exp(5 * z) / torch.exp(5 * z).sum(-1, keepdim=True),
     "variance": lambda m, z: z / ((z + 30).square().mean(-1, True) - (z + 30).mean(-1, True) ** 2).sqrt(),
-    "variance by a product": lambda m, z: z * ((y := z + 30).mul(y).mean(-1, True) - y.mean(-1, True) ** 2).rsqrt(),
-    "square root": lambda m, z: (z - z.detach().amin() + 1e-3).sqrt(),
     "reciprocal": lambda m, z: 1 / (z.abs() + 0.05),
     "cosine": lambda m, z: F.normalize(z, dim=-1) @ F.normalize(z + 10, dim=-1).transpose(-1, -2) @ z,
-    "log": lambda m, z: torch.log(z.square() + 1e-2),
-    "power": lambda m, z: (z + 20).pow(3) - 3 * (z + 20).pow(2) * 20,
     "cumulative sum": lambda m, z: torch.exp(-F.softplus(z).cumsum(1)) * z,
-    "maximum": lambda m, z: z - z.amax(-1, keepdim=True),
-    "norm": lambda m, z: z / (z + 30).norm(dim=-1, keepdim=True),
     "layer_norm": lambda m, z: F.layer_norm(z + 30, (WIDTH,)),
     "rms_norm": lambda m, z: F.rms_norm(z, (WIDTH,)),
     "erf": lambda m, z: torch.erf(3 * z),
     "softplus": lambda m, z: F.softplus(z - 8) * z,
-    "relu": lambda m, z: F.relu(z) * z,
-    "leaky": lambda m, z: F.leaky_relu(z) - F.elu(z) + F.hardtanh(z) + F.mish(z - 4),
     "silu": lambda m, z: F.silu(z) * (z + 1),
-    "gelu": lambda m, z: F.gelu(z),
     "group_norm": lambda m, z: F.group_norm(z.transpose(1, 2) + 30, 8).transpose(1, 2),
     "attention weights": lambda m, z: ((z + 20) @ z.transpose(1, 2)).softmax(-1) @ z,
-    "standard deviation": lambda m, z: (z + 50) / (z + 50).std(-1, keepdim=True),
 }
 
 
@@ -256,20 +238,9 @@ def _gained(self, x):
     return self.gain * self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
 
 
-def _shifted(self, x):
-    if x.ndim == 3:
-        x = torch.cat([x[:, :1], x[:, :-1]], 1)
-    return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
-
-
 def _by_length(self, x):
     h = self.act_fn(self.gate_proj(x)) * self.up_proj(x)
     return self.down_proj(h * 2 if x.shape[-2] > 16 else h)
-
-
-def _by_dtype(self, x):
-    h = self.act_fn(self.gate_proj(x)) * self.up_proj(x)
-    return self.down_proj(h.clamp(-1, 1) if x.dtype == torch.float32 else h)
 
 
 def _dropped(self, x):
@@ -285,36 +256,8 @@ def _recorded(self, x):
     return self.down_proj(h)
 
 
-def _clamped(self, x):
-    return self.down_proj(self.act_fn(self.gate_proj(x)).clamp(max=1e4) * self.up_proj(x))
-
-
-def _one_more(self, x):
-    return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x)) + 0 * self.gain
-
-
-def _swapped(self, x):
-    return self.down_proj(self.act_fn(self.up_proj(x)) * self.gate_proj(x.detach()))
-
-
 def _dropout(self, x):
     return self.down_proj(F.dropout(self.act_fn(self.gate_proj(x)) * self.up_proj(x), 0.1, self.training))
-
-
-def _in_place(self, x):
-    h = self.act_fn(self.gate_proj(x))
-    h *= self.up_proj(x)
-    return self.down_proj(h)
-
-
-def _rolled(self, x):
-    return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x).roll(1, 0))
-
-
-def _cached(self, x):
-    if self.auxiliary is None:
-        self.auxiliary = self.up_proj(x)
-    return self.down_proj(self.act_fn(self.gate_proj(x)) * self.auxiliary)
 
 
 def _hooked_gradient(self, x):
@@ -328,11 +271,6 @@ def _checkpointed(self, x):
     return torch.utils.checkpoint.checkpoint(
         lambda x: self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x)), x, use_reentrant=False
     )
-
-
-def _viewed(self, x):
-    h = self.act_fn(self.gate_proj(x)).unflatten(-1, (3, 32)) * self.up_proj(x).unflatten(-1, (3, 32))
-    return self.down_proj(h.transpose(-1, -2).flatten(-2))
 
 
 class OldNorm(nn.Module):
@@ -376,32 +314,21 @@ ALIKE = {
     "straight through": alike(_straight_through),
     "trainable beta": alike(GatedMLP.forward, SwishBeta),
     "scalar gain": alike(_gained),
-    "token shift": alike(_shifted),
     "by length": alike(_by_length),
-    "by dtype": alike(_by_dtype),
     "layer drop": alike(_dropped),
     "side effects": alike(_recorded),
-    "clamped": alike(_clamped),
-    "one more term": alike(_one_more),
-    "gate and up swapped": alike(_swapped),
     "dropout": alike(_dropout),
-    "in place": alike(_in_place),
-    "rolled": alike(_rolled),
-    "cached": alike(_cached),
     "hooked gradient": alike(_hooked_gradient),
     "checkpointed": alike(_checkpointed),
-    "views": alike(_viewed),
 } | {f"norm: {name}": partial(OldNorm, kind) for name, kind in NORMS.items()}
 
 
-@pytest.mark.parametrize("seed", [0, 3])
 @pytest.mark.parametrize("name", ALIKE)
-def test_what_is_only_alike_keeps_its_forward_and_its_gradients(name, seed):
-    torch.manual_seed(seed)
+def test_what_is_only_alike_keeps_its_forward_and_its_gradients(name):
+    torch.manual_seed(0)
     model = nn.Sequential(nn.RMSNorm(WIDTH), ALIKE[name](), nn.Linear(WIDTH, WIDTH))
-    plain, storing = (m[1] for m in compare(model, randn(2, 32, WIDTH, seed=seed)))
+    plain, storing = (m[1] for m in compare(model, randn(2, 32, WIDTH)))
     assert octavo.activations.detect.original_class(storing) is type(plain)
-    compare(nn.Sequential(nn.RMSNorm(WIDTH), ALIKE[name]()), randn(2, 32, WIDTH, seed=seed))
     assert getattr(plain, "seen", None) == getattr(storing, "seen", None)
     if getattr(plain, "auxiliary", None) is not None:
         assert storing.auxiliary.requires_grad == plain.auxiliary.requires_grad
@@ -497,22 +424,6 @@ class NormOnTheSide(nn.LayerNorm):
         return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
 
 
-class FloatGain(nn.Module):
-    weight, eps = 3.0, 1e-6
-
-    def forward(self, x):
-        return self.weight * (x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype)
-
-
-class OtherShape(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.shape, self.weight, self.bias, self.eps = (32, WIDTH), None, None, 1e-5
-
-    def forward(self, x):
-        return F.layer_norm(x, self.shape, self.weight, self.bias, self.eps)
-
-
 class OtherFlag(nn.Module):
     def __init__(self):
         super().__init__()
@@ -553,8 +464,6 @@ FOUND = {
     "calls in another order": UpFirst,
     "a call for nothing": OnTheSide,
     "a call for nothing in a norm": NormOnTheSide,
-    "a gain that is a number": FloatGain,
-    "a norm over two dimensions": OtherShape,
     "in place by another name": OtherFlag,
     "in place by another name in a gated MLP": lambda: GatedMLP(OtherFlag()),
     "a call that does more": lambda: GatedMLP(Doubled()),
@@ -613,25 +522,6 @@ def test_the_largest_values_stay_finite(dtype):
         assert all(g.isfinite().all() for g in grads.values())
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_a_region_of_the_reader_alone_under_hooks_that_copy(reentrant):
-    """As offload does: what comes back in backward is another tensor."""
-    model = nn.Sequential(nn.LayerNorm(WIDTH), nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), GatedMLP()))
-    octavo.convert(model, precision=FP8_ACTIVATIONS, verbose=False)
-    x = randn(2, TOKENS, WIDTH).requires_grad_()
-    grads = []
-    for recomputed in (False, True):
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
-            h = model[0](x)
-            y = torch.utils.checkpoint.checkpoint(model[1], h, use_reentrant=reentrant) if recomputed else model[1](h)
-            grads.append(torch.autograd.grad(y.square().sum(), x)[0] if not reentrant else None)
-            if reentrant:
-                x.grad = None
-                y.square().sum().backward()
-                grads[-1] = x.grad
-    assert sqnr(*grads) > 24
-
-
 def test_conversion_is_atomic_where_a_class_cannot_be_extended():
     class Tagged(nn.LayerNorm):
         def __init_subclass__(cls, *, tag, **keywords):
@@ -650,42 +540,3 @@ def test_hooks_that_are_forbidden_leave_modules_as_they_are():
     with torch.autograd.graph.disable_saved_tensors_hooks("no hooks here"):
         model(x).sum().backward()
     assert all(torch.equal(p.grad, q.grad) for p, q in zip(plain.parameters(), model.parameters(), strict=True))
-
-
-def test_gate_and_up_of_a_joint_product_that_are_not_alike():
-    class Joint(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.both, self.down, self.act = nn.Linear(WIDTH, 3), nn.Linear(2, WIDTH), nn.SiLU()
-
-        def forward(self, x):
-            gate, up = self.both(x).chunk(2, dim=-1)
-            return self.down(self.act(gate) * up)
-
-    compare(Joint(), randn(2, TOKENS, WIDTH))
-
-
-@pytest.mark.parametrize("seed", [0, 1, 2])
-def test_a_llama_with_large_scores_trains(seed):
-    """Queries and keys of standard deviation 4: NaN with q and k in FP8."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(seed)
-    plain = LlamaForCausalLM(
-        LlamaConfig(vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4)
-    )
-    with torch.no_grad():
-        for name, weight in plain.named_parameters():
-            if "q_proj" in name or "k_proj" in name:
-                weight.normal_(std=4 * WIDTH**-0.5)
-    ids = torch.randint(0, 64, (8, 4, 65), generator=torch.Generator().manual_seed(seed))
-    losses = []
-    for model in (plain, octavo.convert(copy.deepcopy(plain), precision=FP8_ACTIVATIONS, verbose=False)):
-        stepper = torch.optim.SGD(model.parameters(), lr=0.1)
-        for batch in (*ids, *ids):
-            loss = model(input_ids=batch, labels=batch, use_cache=False).loss
-            loss.backward()
-            stepper.step()
-            stepper.zero_grad()
-        losses.append(loss.item())
-    assert losses[1] == pytest.approx(losses[0], rel=0.01)
