@@ -1,28 +1,36 @@
-"""A small Llama and its data, for tools that train it."""
-
 import pytest
 import torch
+
+from support.llamas import counting_rows, forget_settings, small_llama
 
 
 @pytest.fixture
 def llama():
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    def make(dtype=torch.float32, seed=0):
-        torch.manual_seed(seed)
-        config = LlamaConfig(
-            vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
-            num_key_value_heads=2, max_position_embeddings=32, tie_word_embeddings=False, use_cache=False,
-        )  # fmt: skip
-        return LlamaForCausalLM(config).to(dtype)
-
-    return make
+    return small_llama
 
 
 @pytest.fixture
 def samples():
-    """Records of 16 tokens that follow a rule, so that the loss falls."""
-    generator = torch.Generator().manual_seed(1)
-    starts = torch.randint(0, 64, (64, 1), generator=generator)
-    tokens = (starts + 3 * torch.arange(16)) % 64
-    return [{"input_ids": row, "labels": row} for row in tokens]
+    return [{"input_ids": row, "labels": row} for row in counting_rows(64)]
+
+
+@pytest.fixture
+def batches(samples):
+    """Four batches of the first samples."""
+    return torch.stack([row["input_ids"] for row in samples[:16]]).split(4)
+
+
+@pytest.fixture
+def harmed(llama):
+    """A model with one huge channel, which a scale per tensor cannot hold."""
+    model = llama()
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight[:, 3] *= 3e5
+        model.model.layers[0].mlp.up_proj.weight[3] *= 3e4
+    return model
+
+
+@pytest.fixture
+def fresh_settings():
+    yield
+    forget_settings()

@@ -9,29 +9,17 @@ import torch.distributed as dist
 
 pytest.importorskip("accelerate", reason="accelerate is not installed")
 
-from accelerate.state import AcceleratorState, GradientState, PartialState
-from transformers import LlamaConfig, LlamaForCausalLM
-
 import octavo
 from octavo.integrations.accelerate import Fp8Accelerator
 from octavo.integrations.common import Fp8State
 from octavo.integrations.monitor import fallback_recipes
-from processes import Gloo, gloo  # noqa: F401
+from processes import gloo  # noqa: F401
+from support.llamas import forget_settings, small_llama
+
+pytestmark = pytest.mark.usefixtures("fresh_settings")
 
 
-def forget_settings():
-    """accelerate keeps its settings in singletons."""
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
-
-
-@pytest.fixture(autouse=True)
-def fresh_settings():
-    yield
-    forget_settings()
-
-
-def batches(samples, count, size=4):
+def batches_of(samples, count, size=4):
     return [torch.stack([row["input_ids"] for row in samples[i * size : (i + 1) * size]]) for i in range(count)]
 
 
@@ -54,7 +42,7 @@ def optimizer_of(model, level):
 @pytest.mark.thorough
 @pytest.mark.parametrize("level", ["fp8", "fp8+activations+optimizer"])
 def test_training_and_a_resumed_run_are_those_of_a_plain_loop(level, llama, samples, tmp_path):
-    by_hand, data = llama(torch.bfloat16), batches(samples, 6)
+    by_hand, data = llama(torch.bfloat16), batches_of(samples, 6)
     octavo.convert(by_hand, precision=octavo.Precision.level(level), verbose=False)
     expected = train(by_hand, optimizer_of(by_hand, level), data)
 
@@ -73,10 +61,10 @@ def test_recipes_with_state_are_in_saved_states(llama, samples, tmp_path):
     accelerator = Fp8Accelerator(cpu=True, precision={"recipe": "delayed"})
     model = llama()
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
-    train(model, optimizer, batches(samples, 3), accelerator.backward)
+    train(model, optimizer, batches_of(samples, 3), accelerator.backward)
     accelerator.save_state(str(tmp_path))
     saved = octavo.nn.delayed.state_dict(model)
-    train(model, optimizer, batches(samples, 1), accelerator.backward)
+    train(model, optimizer, batches_of(samples, 1), accelerator.backward)
     assert octavo.nn.delayed.state_dict(model) != saved
     accelerator.load_state(str(tmp_path))
     assert octavo.nn.delayed.state_dict(model) == saved
@@ -122,12 +110,6 @@ def test_memory_is_free_of_models(llama, tmp_path):
     accelerator.load_state(str(tmp_path))
 
 
-def test_adamw_without_fp8_states_is_refused(llama):
-    accelerator, model = Fp8Accelerator(cpu=True, precision="fp8+activations+optimizer"), llama()
-    with pytest.raises(ValueError, match="the optimizer is an octavo.AdamW with states='fp32'"):
-        accelerator.prepare(model, octavo.AdamW(model.parameters(), states="fp32"))
-
-
 def _two_rank_losses(recipe):
     rank = dist.get_rank()
     for name, value in {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2}.items():
@@ -142,15 +124,6 @@ def _two_rank_losses(recipe):
         return str(error)
     data = [batch.chunk(2)[rank] for batch in tokens()]
     return train(model, optimizer, data, accelerator.backward)
-
-
-def small_llama():
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=2,
-        use_cache=False,
-    )  # fmt: skip
-    return LlamaForCausalLM(config)
 
 
 def tokens():

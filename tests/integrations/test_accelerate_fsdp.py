@@ -14,25 +14,16 @@ import torch.distributed as dist
 pytest.importorskip("accelerate", reason="accelerate is not installed")
 
 from accelerate import DistributedType, FullyShardedDataParallelPlugin
-from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.state import PartialState
 from torch.distributed.tensor import DTensor
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import octavo
 from octavo.integrations.accelerate import Fp8Accelerator
-from processes import Gloo, gloo  # noqa: F401
+from processes import gloo  # noqa: F401
+from support.llamas import forget_settings, small_llama
 
 STEPS = 6
 LEVEL = "fp8+activations+optimizer"
-
-
-def small_llama():
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
-        use_cache=False, tie_word_embeddings=False,
-    )  # fmt: skip
-    return LlamaForCausalLM(config).bfloat16()
 
 
 def tokens():
@@ -41,8 +32,7 @@ def tokens():
 
 
 def accelerator_with_fsdp2():
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
+    forget_settings()
     rank = dist.get_rank()
     for name, value in {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2}.items():
         os.environ[name] = str(value)
@@ -61,7 +51,7 @@ def accelerator_with_fsdp2():
 
 def prepared():
     accelerator = accelerator_with_fsdp2()
-    model = small_llama()
+    model = small_llama(torch.bfloat16)
     model, optimizer = accelerator.prepare(model, octavo.AdamW(model.parameters(), lr=1e-3))
     return accelerator, model, optimizer
 
@@ -96,7 +86,7 @@ def run(folder):
 
 @pytest.mark.slow
 def test_fsdp2_trains_like_one_rank_and_resumes(gloo, tmp_path):  # noqa: F811
-    model = octavo.convert(small_llama(), precision=octavo.Precision.level(LEVEL), verbose=False)
+    model = octavo.convert(small_llama(torch.bfloat16), precision=octavo.Precision.level(LEVEL), verbose=False)
     optimizer, expected = octavo.AdamW(model.parameters(), lr=1e-3), []
     for batch in tokens():
         halves = [model(input_ids=half, labels=half).loss for half in batch.chunk(2)]

@@ -1,5 +1,9 @@
-"""Findings and moves of the autopilot reach the loggers of each tool: fakes and TensorBoard's files."""
+"""Losses, findings and moves of the autopilot reach the loggers of each tool: TensorBoard's files, those of Weights &
+Biases, and MLflow's database.
+"""
 
+import math
+import struct
 from typing import ClassVar
 
 import pytest
@@ -7,7 +11,6 @@ import torch
 
 pytest.importorskip("accelerate", reason="accelerate is not installed")
 
-from accelerate.state import AcceleratorState, GradientState, PartialState
 from transformers import TrainingArguments
 
 import octavo
@@ -15,44 +18,137 @@ from octavo.integrations.accelerate import Fp8Accelerator
 from octavo.integrations.monitor import Monitor, monitor_of
 from octavo.integrations.transformers import Fp8Trainer
 
-pytestmark = pytest.mark.thorough
+pytestmark = [
+    pytest.mark.thorough,
+    pytest.mark.usefixtures("fresh_settings"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore:.*does not have many"),
+]
 NAMES = {"octavo/findings", "octavo/lowest_sqnr_db", "octavo/moved_layers"}
+PRECISION = {"precision": {"recipe": "tensorwise"}, "autopilot": True}
 
 
-@pytest.fixture(autouse=True)
-def fresh_settings():
-    yield
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
+class TensorBoard:
+    name = "tensorboard"
+
+    def __init__(self, folder, monkeypatch):
+        self.folder = folder
+        monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(folder / "logs"))
+
+    def lightning(self):
+        from lightning.pytorch.loggers import TensorBoardLogger
+
+        return TensorBoardLogger(self.folder)
+
+    def metrics(self):
+        """The values of each metric, in order."""
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+        values = {}
+        for path in sorted(self.folder.rglob("events.out*")):
+            events = EventAccumulator(str(path)).Reload()
+            for tag in events.Tags()["scalars"]:
+                values.setdefault(tag, []).extend(event.value for event in events.Scalars(tag))
+        return values
 
 
-@pytest.fixture
-def harmed(llama):
-    """A model with one huge channel, which a scale per tensor cannot hold."""
-    model = llama()
-    with torch.no_grad():
-        model.model.layers[0].mlp.down_proj.weight[:, 3] *= 3e5
-        model.model.layers[0].mlp.up_proj.weight[3] *= 3e4
-    return model
+def log_records(log, position=7, block=32768):
+    """The records of a log in LevelDB's format, after a header of 7 bytes."""
+    whole = b""
+    while position < len(log):
+        if (left := block - position % block) < 7:
+            position += left
+            continue
+        _, size, kind = struct.unpack("<IHB", log[position : position + 7])
+        whole = (b"" if kind in (1, 2) else whole) + log[position + 7 : position + 7 + size]
+        position += 7 + size
+        if kind in (1, 4):  # the whole record, or its last part
+            yield whole
 
 
-def batches(samples):
-    return torch.stack([row["input_ids"] for row in samples[:16]]).split(4)
+class Wandb:
+    """Weights & Biases without a server: a log of records."""
+
+    name = "wandb"
+
+    def __init__(self, folder, monkeypatch):
+        self.wandb = pytest.importorskip("wandb", reason="wandb is not installed: make test-tools")
+        self.folder = folder
+        for name, value in {"MODE": "offline", "DIR": str(folder), "SILENT": "true", "PROJECT": "octavo"}.items():
+            monkeypatch.setenv(f"WANDB_{name}", value)
+
+    def lightning(self):
+        from lightning.pytorch.loggers import WandbLogger
+
+        return WandbLogger(save_dir=str(self.folder), offline=True, project="octavo")
+
+    def metrics(self):
+        from wandb.proto.wandb_internal_pb2 import Record
+
+        if self.wandb.run is not None:
+            self.wandb.finish()
+        self.wandb.teardown()  # its service has written all then
+        values = {}
+        for path in self.folder.rglob("*.wandb"):
+            for data in log_records(path.read_bytes()):
+                record = Record()
+                record.ParseFromString(data)
+                for item in record.history.item:
+                    value = float(item.value_json) if item.value_json not in ("", "null") else math.nan
+                    values.setdefault(item.key or "/".join(item.nested_key), []).append(value)
+        return values
 
 
-def scalars(folder):
-    """The values of each scalar in TensorBoard's files, by step."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+class Mlflow:
+    """MLflow with a database in a file."""
 
-    found = {}
-    for path in sorted(folder.rglob("events.out*")):
-        events = EventAccumulator(str(path)).Reload()
-        for tag in events.Tags()["scalars"]:
-            found.setdefault(tag, {}).update({event.step: event.value for event in events.Scalars(tag)})
-    return found
+    name = "mlflow"
+
+    def __init__(self, folder, monkeypatch):
+        self.mlflow = pytest.importorskip("mlflow", reason="mlflow is not installed: make test-tools")
+        self.uri = f"sqlite:///{folder / 'mlflow.db'}"
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", self.uri)
+        self.mlflow.set_tracking_uri(self.uri)
+
+    def lightning(self):
+        from lightning.pytorch.loggers import MLFlowLogger
+
+        return MLFlowLogger(tracking_uri=self.uri)
+
+    def metrics(self):
+        self.mlflow.end_run()
+        client = self.mlflow.MlflowClient(self.uri)
+        values = {}
+        for experiment in client.search_experiments():
+            for run in client.search_runs([experiment.experiment_id]):
+                for key in run.data.metrics:
+                    values[key] = [metric.value for metric in client.get_metric_history(run.info.run_id, key)]
+        return values
 
 
-def test_accelerates_trackers(harmed, samples, tmp_path):
+@pytest.fixture(params=[TensorBoard, Wandb, Mlflow], ids=lambda kind: kind.name)
+def logger(request, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return request.param(tmp_path, monkeypatch)
+
+
+def check(values, prefix=""):
+    for name in NAMES:
+        assert values[prefix + name], name
+    assert values[f"{prefix}octavo/moved_layers"][-1] > 0
+    assert len(values[f"{prefix}loss"]) == 4
+
+
+def test_transformers_report_to(logger, harmed, samples, tmp_path, capsys):
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path / "out"), max_steps=4, per_device_train_batch_size=4, logging_steps=1, use_cpu=True,
+        report_to=[logger.name], save_strategy="no", disable_tqdm=True,
+    )  # fmt: skip
+    Fp8Trainer(model=harmed, args=arguments, train_dataset=samples, inspect_every=1, **PRECISION).train()
+    check(logger.metrics(), "" if logger.name == "mlflow" else "train/")
+    assert "octavo: step" in capsys.readouterr().err  # each move is printed
+
+
+def test_accelerates_log_with(logger, harmed, batches, tmp_path):
     from accelerate.tracking import GeneralTracker
 
     class Fake(GeneralTracker):
@@ -66,53 +162,31 @@ def test_accelerates_trackers(harmed, samples, tmp_path):
             self.logged.append((step, values))
 
     accelerator = Fp8Accelerator(
-        cpu=True, precision={"recipe": "tensorwise"}, inspect_every=2, autopilot=True,
-        log_with=[Fake(), "tensorboard"], project_dir=str(tmp_path), gradient_accumulation_steps=1,
+        cpu=True, inspect_every=2, log_with=[Fake(), logger.name], project_dir=str(tmp_path), **PRECISION
     )  # fmt: skip
-    accelerator.init_trackers("run")
+    accelerator.init_trackers("octavo")
     model, optimizer = accelerator.prepare(harmed, torch.optim.AdamW(harmed.parameters(), lr=1e-3))
-    for batch in batches(samples):
+    for number, batch in enumerate(batches):
         model.train()
-        accelerator.backward(model(input_ids=batch, labels=batch).loss)
+        loss = model(input_ids=batch, labels=batch).loss
+        accelerator.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
+        accelerator.log({"loss": loss.item()}, step=number + 1)
         model.eval()  # evaluation between steps is no part of them
         with torch.no_grad():
             model(input_ids=batch)
     accelerator.end_training()
-    steps = [step for step, _ in Fake.logged]
-    assert steps[0] == 1 and 4 in steps and all(values.keys() == NAMES for _, values in Fake.logged)
+    check(logger.metrics())
+    ours = [(step, values) for step, values in Fake.logged if "loss" not in values]
+    steps = [step for step, _ in ours]
+    assert steps[0] == 1 and 4 in steps and all(values.keys() == NAMES for _, values in ours)
     moved = {change.layer for change in accelerator._monitor.autopilot.changes}
-    assert Fake.logged[-1][1]["octavo/moved_layers"] == len(moved) > 0
-    assert list(scalars(tmp_path)["octavo/moved_layers"]) == steps
+    assert ours[-1][1]["octavo/moved_layers"] == len(moved) > 0
 
 
-def test_transformers_to_tensorboard(harmed, samples, tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "logs"))
-    trainer = Fp8Trainer(model=harmed, args=arguments(tmp_path, "tensorboard"), **inspected(samples))
-    trainer.train()
-    found = scalars(tmp_path)
-    assert {f"train/{name}" for name in NAMES} <= found.keys()
-    assert found["train/octavo/moved_layers"][4] > 0
-    assert "octavo: step" in capsys.readouterr().err  # each move is printed
-
-
-def arguments(folder, tracker):
-    return TrainingArguments(
-        output_dir=str(folder), max_steps=4, per_device_train_batch_size=4, logging_steps=1, report_to=[tracker],
-        use_cpu=True, save_strategy="no", disable_tqdm=True,
-    )  # fmt: skip
-
-
-def inspected(samples):
-    return {"train_dataset": samples, "precision": {"recipe": "tensorwise"}, "inspect_every": 1, "autopilot": True}
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore:.*does not have many")
-def test_lightnings_loggers(harmed, samples, tmp_path):
+def test_lightnings_loggers(logger, harmed, batches, tmp_path):
     lightning = pytest.importorskip("lightning", reason="lightning is not installed")
-    from lightning.pytorch.loggers import TensorBoardLogger
-
     from octavo.integrations.lightning import Fp8Precision
 
     class Task(lightning.LightningModule):
@@ -121,23 +195,23 @@ def test_lightnings_loggers(harmed, samples, tmp_path):
             self.model = harmed
 
         def training_step(self, batch):
-            return self.model(input_ids=batch, labels=batch).loss
+            loss = self.model(input_ids=batch, labels=batch).loss
+            self.log("loss", loss)
+            return loss
 
         def configure_optimizers(self):
             return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
-    plugin = Fp8Precision({"recipe": "tensorwise"}, autocast=False, inspect_every=1, autopilot=True)
+    plugin = Fp8Precision(PRECISION["precision"], autocast=False, inspect_every=1, autopilot=True)
     trainer = lightning.Trainer(
-        plugins=[plugin], max_steps=4, accelerator="cpu", logger=TensorBoardLogger(tmp_path),
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, log_every_n_steps=1,
+        plugins=[plugin], max_steps=4, accelerator="cpu", logger=logger.lightning(), enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, log_every_n_steps=1, default_root_dir=str(tmp_path),
     )  # fmt: skip
-    trainer.fit(Task(), torch.utils.data.DataLoader(torch.cat(batches(samples)), batch_size=4))
-    found = scalars(tmp_path)
-    assert NAMES <= found.keys() and found["octavo/moved_layers"][3] > 0
+    trainer.fit(Task(), torch.utils.data.DataLoader(torch.cat(batches), batch_size=4))
+    check(logger.metrics())
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-def test_fabrics_loop_logs_what_the_plugin_found(harmed, samples):
+def test_fabrics_loop_logs_what_the_plugin_found(harmed, batches):
     lightning = pytest.importorskip("lightning", reason="lightning is not installed")
     from octavo.integrations.lightning import FabricFp8Precision
 
@@ -145,7 +219,7 @@ def test_fabrics_loop_logs_what_the_plugin_found(harmed, samples):
     fabric = lightning.Fabric(accelerator="cpu", plugins=[plugin])
     model, optimizer = fabric.setup(harmed, torch.optim.AdamW(harmed.parameters(), lr=1e-3))
     logged = []
-    for batch in batches(samples):
+    for batch in batches:
         fabric.backward(model(input_ids=batch, labels=batch).loss)
         optimizer.step()
         optimizer.zero_grad()

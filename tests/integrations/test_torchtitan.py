@@ -171,11 +171,6 @@ def test_settings_that_do_not_fit(settings, message):
         built(llama, Fp8Converter.Config(**settings))
 
 
-def test_converting_twice_is_an_error():
-    with pytest.raises(ValueError, match="converted already"):
-        built(llama, Fp8Converter.Config(), Fp8Converter.Config())
-
-
 def run(loop, folder, kill_at=0):
     path = os.pathsep.join([str(SCRIPT.parents[2] / "src"), *filter(None, sys.path)])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}

@@ -1,6 +1,5 @@
 """Transformers' Trainer in FP8: the losses of a plain loop, resume, and settings that contradict each other."""
 
-import dataclasses
 import json
 import resource
 import subprocess
@@ -221,24 +220,6 @@ def test_state_of_other_layers_is_an_error(llama, samples, tmp_path):
             trainer.train(resume_from_checkpoint=str(checkpoint))
 
 
-@pytest.mark.thorough
-def test_an_unknown_recipe_in_a_checkpoint_is_an_error(llama, samples, tmp_path):
-    checkpoint = saved(llama, samples, tmp_path)
-    text = (checkpoint / STATE_FILE).read_text()
-
-    def resume(model):
-        trainer = Fp8Trainer(model=model, args=arguments(tmp_path / "b", max_steps=2), train_dataset=samples)
-        trainer.train(resume_from_checkpoint=str(checkpoint))
-        return trainer
-
-    (checkpoint / STATE_FILE).write_text(text.replace('"name": "rowwise"', '"name": "rowwyse"'))
-    with pytest.raises(ValueError, match=r"recipe 'rowwyse' of 'model.layers.0.* is unknown.*rowwise"):
-        resume(llama())
-    own = dataclasses.replace(octavo.RECIPES["rowwise"], name="rowwyse")
-    trainer = resume(octavo.convert(llama(), own, verbose=False))
-    assert {row.recipe for row in octavo.report(trainer.model) if row.converted} == {"rowwyse"}
-
-
 def test_a_resident_model_without_adapters_cannot_be_checkpointed(llama, samples, tmp_path):
     model = octavo.convert(llama(), frozen="fp8", verbose=False)
     with pytest.raises(ValueError, match=r"resident in FP8.*get_peft_model.*save_strategy='no'"):
@@ -325,24 +306,6 @@ def test_a_converted_model_that_lacks_what_is_asked_for(before, precision, messa
         Fp8Trainer(model=model, args=arguments(tmp_path), train_dataset=samples, precision=precision)
 
 
-def test_activations_alone_with_model_init(llama, samples, tmp_path):
-    precision = {"level": "bf16", "activations": "fp8"}
-    make = {"model_init": lambda: llama(), "args": arguments(tmp_path), "train_dataset": samples}
-    trainer = Fp8Trainer(**make, precision=precision)
-    Fp8Trainer(model=trainer.model, args=make["args"], train_dataset=samples, precision=precision)
-    assert trainer.model.config.octavo["precision"] == "bf16+activations"
-
-
-def test_a_folder_that_the_trainer_does_not_make(llama, samples, tmp_path):
-    class Sharded(Trainer):  # as with FSDP, whose shards are saved later
-        def save_model(self, output_dir=None, _internal_call=False):
-            pass
-
-    trainer = with_fp8(Sharded)(model=llama(), args=arguments(tmp_path), train_dataset=samples)
-    trainer.save_model(str(tmp_path / "a" / "b"))
-    assert (tmp_path / "a" / "b" / STATE_FILE).exists()
-
-
 def test_model_init_is_converted_each_time(llama, samples, tmp_path):
     trainer = Fp8Trainer(model_init=lambda: llama(), args=arguments(tmp_path, max_steps=1), train_dataset=samples)
     trainer.train()
@@ -350,12 +313,6 @@ def test_model_init_is_converted_each_time(llama, samples, tmp_path):
     trainer.train()
     assert trainer.model is not first
     assert sum(row.converted for row in octavo.report(trainer.model)) == 14
-
-
-def test_a_model_that_its_user_converted_keeps_its_recipes(llama, samples, tmp_path):
-    model = octavo.convert(llama(), "mxfp8", verbose=False)
-    Fp8Trainer(model=model, args=arguments(tmp_path), train_dataset=samples)
-    assert {row.recipe for row in octavo.report(model) if row.converted} == {"mxfp8"}
 
 
 @pytest.mark.parametrize(

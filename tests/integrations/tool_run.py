@@ -15,26 +15,20 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import octavo
+from support.llamas import counting_rows, small_llama
 
 STEPS, BATCH, PER_EPOCH, SAVE_EVERY, LR = 50, 4, 10, 10, 1e-3
 
 
-def small_llama():
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=2, max_position_embeddings=32, tie_word_embeddings=False, use_cache=False,
-    )  # fmt: skip
-    return LlamaForCausalLM(config).to(torch.bfloat16)
-
-
 def rows():
     """The records of an epoch, int64 [40, 16]."""
-    starts = torch.randint(0, 64, (PER_EPOCH * BATCH, 1), generator=torch.Generator().manual_seed(1))
-    return (starts + 3 * torch.arange(16)) % 64
+    return counting_rows(PER_EPOCH * BATCH)
+
+
+def model_of():
+    return small_llama(torch.bfloat16)
 
 
 class Record:
@@ -83,7 +77,7 @@ def latest(folder, name):
 
 
 def plain(folder, precision, record):
-    model = octavo.convert(small_llama(), precision=precision, verbose=False)
+    model = octavo.convert(model_of(), precision=precision, verbose=False)
     loop(0, model, adamw(model), torch.Tensor.backward, record, lambda step: None)
     return model
 
@@ -123,7 +117,7 @@ def transformers(folder, precision, record):
     data = [{"input_ids": row, "labels": row} for row in rows()]
     args = _arguments(TrainingArguments, folder)
     return _train(
-        Fp8Trainer, record, folder, model=small_llama(), args=args, train_dataset=data, precision=precision
+        Fp8Trainer, record, folder, model=model_of(), args=args, train_dataset=data, precision=precision
     )  # fmt: skip
 
 
@@ -148,14 +142,14 @@ def trl(folder, precision, record):
     from octavo.integrations.transformers import with_fp8
 
     fp8_trainer = with_fp8(SFTTrainer)
-    return _train(fp8_trainer, record, folder, **_sft(folder, small_llama(), precision=precision))
+    return _train(fp8_trainer, record, folder, **_sft(folder, model_of(), precision=precision))
 
 
 def plain_with_trl_loss(folder, precision, record):
     """TRL replaces the forward of a model by one that sums the loss in another order."""
     from trl import SFTTrainer
 
-    model = octavo.convert(small_llama(), precision=precision, verbose=False)
+    model = octavo.convert(model_of(), precision=precision, verbose=False)
     trainer = SFTTrainer(**_sft(folder, model))
 
     def forward(input_ids, labels):
@@ -170,7 +164,7 @@ def accelerate(folder, precision, record):
     from octavo.integrations.accelerate import Fp8Accelerator
 
     accelerator = Fp8Accelerator(cpu=True, precision=precision)
-    model = small_llama()
+    model = model_of()
     model, optimizer = accelerator.prepare(model, adamw(model))
     checkpoint, start = latest(folder, "state")
     if checkpoint is not None:
@@ -188,7 +182,7 @@ def lightning(folder, precision, record):
     class Task(tool.LightningModule):
         def __init__(self):
             super().__init__()
-            self.model = small_llama()
+            self.model = model_of()
 
         def training_step(self, batch):
             self.loss = self.model(input_ids=batch, labels=batch).loss
@@ -229,7 +223,7 @@ def fabric(folder, precision, record):
 
     plugin = FabricFp8Precision(precision, autocast=False)
     launched = tool.Fabric(accelerator="cpu", plugins=[plugin])
-    model = small_llama()
+    model = model_of()
     model, optimizer = launched.setup(model, adamw(model))
     checkpoint, start = latest(folder, "fabric")
     if checkpoint is not None:
