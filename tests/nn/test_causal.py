@@ -2,7 +2,6 @@
 
 import copy
 import inspect
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -12,9 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from octavo import convert
-from octavo.nn import causal
 from octavo.nn.causal import chunked_loss, find_head
-from octavo.nn.memory_audit import saved_for_backward
 from octavo.numerics.error import sqnr
 
 SIZES = {
@@ -81,11 +78,15 @@ def test_loss_and_gradients_are_the_models_own(kind):
         assert want[name].abs().max() < 1e-6 * largest or sqnr(want[name], got[name]) > 90, name
 
 
-@pytest.mark.parametrize("place", ["fp32", "bf16", "fp16", "no head yet", "meta"])
 @pytest.mark.parametrize(
-    ("kind", "scale", "softcap"),
-    [("llama", 1, None), ("cohere", 0.25, None), ("granite", 0.125, None), ("gemma2", 1, 0.05), ("gemma2", 1, 30.0)],
-)
+    ("kind", "scale", "softcap", "place"),
+    [
+        ("llama", 1, None, "fp16"), ("llama", 1, None, "meta"), ("cohere", 0.25, None, "bf16"),
+        ("granite", 0.125, None, "no head yet"), ("gemma2", 1, 0.05, "fp32"), ("gemma2", 1, 0.05, "bf16"),
+        ("gemma2", 1, 30.0, "fp32"), ("gemma2", 1, 30.0, "fp16"), ("gemma2", 1, 30.0, "no head yet"),
+        ("gemma2", 1, 30.0, "meta"),
+    ],
+)  # fmt: skip
 def test_what_a_model_does_to_its_logits_is_found(kind, scale, softcap, place):
     """Logits of a new model are far below a soft cap of 30, and those of a head of zeros are zeros."""
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(place, torch.float32)
@@ -122,23 +123,6 @@ def test_what_meta_cannot_tell_is_refused_there(kind, message):
     with pytest.raises(ValueError, match=message):
         chunked_loss(model)
     chunked_loss(make(kind))
-
-
-@pytest.mark.parametrize(("kind", "trials"), [("granite", [True]), ("opt", [True, False])])
-def test_the_trial_multiplies_no_weights_where_meta_can_tell(monkeypatch, kind, trials):
-    model, on_meta = make(kind), []
-    before = dict(model.named_parameters()) | dict(model.named_buffers())
-    trial = causal._matching_head
-
-    def seen(model, heads):
-        tensors = (*model.parameters(), *model.buffers())
-        on_meta.append(all(tensor.is_meta for tensor in tensors))
-        return trial(model, heads)
-
-    monkeypatch.setattr(causal, "_matching_head", seen)
-    chunked_loss(convert(model, recipe="rowwise", device="cpu", verbose=False))
-    after = dict(model.named_parameters()) | dict(model.named_buffers())
-    assert on_meta == trials and all(after[name] is tensor for name, tensor in before.items())
 
 
 def test_for_planning_the_config_is_believed():
@@ -182,31 +166,6 @@ def test_the_other_outputs_of_a_loss():
         torch.testing.assert_close(one, other)
     (cache,) = set(found) - {"loss", "hidden_states", "attentions"}
     assert found[cache].get_seq_length() == expected[cache].get_seq_length() == ids.shape[1]
-
-
-def test_tied_and_frozen_heads():
-    tied = make("llama", tie_word_embeddings=True)
-    ours = chunked_loss(copy.deepcopy(tied))
-    assert ours.lm_head.weight is ours.model.embed_tokens.weight
-    tied(**batch()).loss.backward()
-    ours(**batch()).loss.backward()
-    torch.testing.assert_close(gradients(ours), gradients(tied))
-    frozen = chunked_loss(make("llama"))
-    frozen.lm_head.weight.requires_grad_(False)
-    frozen(**batch()).loss.backward()
-    assert frozen.lm_head.weight.grad is None and frozen.model.embed_tokens.weight.grad is not None
-
-
-def test_a_model_stays_in_the_mode_it_was_in_and_a_copy_is_its_own():
-    model = make("gpt2")
-    model.transformer.h[0].eval()
-    modes = [module.training for module in model.modules()]
-    chunked_loss(model)
-    assert [module.training for module in model.modules()] == modes
-    twin = copy.deepcopy(model)
-    with torch.no_grad():
-        twin.lm_head.weight.zero_()
-        assert not torch.equal(twin.eval()(**batch()).loss, model.eval()(**batch()).loss)
 
 
 def test_labels_by_position():
@@ -272,15 +231,6 @@ def test_a_routers_loss_is_the_models_own(kind):
     assert not ours.model._forward_hooks and ours(input_ids=batch()["input_ids"]).logits.shape == (2, 13, 131)
 
 
-def test_forwards_of_several_threads_with_a_routers_loss():
-    model = chunked_loss(routed())
-    batches = [batch() | {"input_ids": batch()["input_ids"].roll(n, 0).add(n).remainder(131)} for n in range(3)]
-    with ThreadPoolExecutor(3) as pool:
-        losses = list(pool.map(lambda one: [model(**one).loss.item() for _ in range(8)], batches))
-    for one, several in zip(batches, losses, strict=True):
-        assert several == pytest.approx([model(**one).loss.item()] * 8, rel=1e-5)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -328,12 +278,6 @@ def test_a_head_that_has_to_be_called_is_called(kind):
     assert again.logits is None and torch.equal(again.loss, before)
 
 
-def test_hooks_that_measure_see_the_loss_in_chunks():
-    model = chunked_loss(make("llama"))
-    with saved_for_backward(model, owners=True):
-        assert model(**batch()).logits is None
-
-
 @pytest.mark.parametrize(
     ("change", "what"),
     [
@@ -354,20 +298,6 @@ def test_what_changes_afterwards_is_refused(change, what):
     with pytest.raises(ValueError, match=f"LlamaForCausalLM: {what} after chunked_loss.*del model.forward"):
         model(**batch())
     assert model(input_ids=batch()["input_ids"]).logits is not None
-
-
-def test_resized_and_chunked_again():
-    model = chunked_loss(make("llama"))
-    model.resize_token_embeddings(140)
-    del model.forward
-    chunked_loss(model)(input_ids=torch.tensor([[5, 139, 7]]), labels=torch.tensor([[5, 139, 7]])).loss.backward()
-    assert model.lm_head.weight.grad[139].abs().max() > 0
-
-
-def test_works_with_fp8_layers():
-    model = convert(make("llama"), verbose=False)
-    expected = model(**batch()).loss
-    torch.testing.assert_close(chunked_loss(model)(**batch()).loss, expected)
 
 
 @pytest.mark.parametrize(
@@ -426,24 +356,15 @@ def test_a_term_too_small_for_its_value_to_show_is_found():
             chunked_loss(model)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("other", OTHER_LOSSES)
-def test_a_model_with_another_loss_is_refused(other, dtype):
-    model = make("llama").to(dtype)
+def test_a_model_with_another_loss_is_refused(other):
+    model = make("llama").to(torch.bfloat16)
     model.loss_function = OTHER_LOSSES[other]
     with pytest.raises(ValueError, match="returns no loss" if other == "none" else "has a loss of its own"):
         chunked_loss(model)
     assert "forward" not in vars(model)
     model.loss_function = lambda logits, **k: ForCausalLMLoss(logits, **k)
     assert chunked_loss(model)(**batch()).logits is None
-
-
-def test_bart_whose_labels_are_not_shifted_is_refused():
-    from transformers import AutoModelForCausalLM, BartConfig
-
-    config = BartConfig(vocab_size=131, d_model=32, decoder_layers=1, decoder_ffn_dim=48, decoder_attention_heads=4)
-    with pytest.raises(ValueError, match="BartForCausalLM has a loss of its own"):
-        chunked_loss(AutoModelForCausalLM.from_config(config))
 
 
 @pytest.mark.parametrize(
@@ -461,17 +382,3 @@ def test_models_that_cannot_are_refused_with_the_reason(spoil, message):
     with pytest.raises(ValueError, match=message):
         chunked_loss(model)
     assert "forward" not in vars(model)
-
-
-def test_a_forward_without_labels():
-    class Bare(type(make("llama"))):
-        def forward(self, input_ids):
-            return super().forward(input_ids)
-
-    with pytest.raises(ValueError, match="forward takes no labels"):
-        chunked_loss(Bare(make("llama").config))
-
-
-def test_not_a_language_model():
-    with pytest.raises(ValueError, match="Linear has no output embedding"):
-        chunked_loss(torch.nn.Linear(2, 2))

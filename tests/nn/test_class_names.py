@@ -9,14 +9,13 @@ import pytest
 import torch
 from accelerate.utils.dataclasses import get_module_class_from_name
 from models import MLP, llama
-from moe_models import mixture
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.pytorch_utils import Conv1D
 
 import octavo
 from octavo.numerics.recipe import equalized
-from octavo.train.compiled_blocks import Checkpointing
+from support.moe_models import mixture
 
 ACTIVATIONS = octavo.Precision(matmul="fp8", activations="fp8")
 
@@ -97,12 +96,3 @@ def test_an_argument_passes_by_the_name_that_the_signature_shows():
         model[0](x, hidden=x)
     with pytest.raises(TypeError, match=r"Named.forward\(\) has no argument 'input'; it has \['hidden'\]"):
         model[0](input=x)
-
-
-def test_wrappers_on_the_instance_show_the_signature():
-    model = llama()
-    before = inspect.signature(model.forward), inspect.signature(model.model.layers[0].forward)
-    octavo.nn.causal.chunked_loss(model)
-    Checkpointing(model, "full")
-    assert (inspect.signature(model.forward), inspect.signature(model.model.layers[0].forward)) == before
-    assert typing.get_type_hints(model.forward) and model.forward.__name__ == model.model.layers[0].forward.__name__

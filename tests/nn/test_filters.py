@@ -143,13 +143,6 @@ class Model(nn.Module):
         self.projector = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
 
 
-def test_a_dictionary_with_numbers_for_keys_is_a_stack():
-    model = nn.ModuleDict({str(n): block for n, block in enumerate([Block(), Other(), Block()])})
-    assert find_stacks(model) == [[*model.values()]]
-    named = nn.ModuleDict({"left": Block(), "right": Block()})
-    assert find_stacks(named) == [[*block.experts] for block in named.values()]
-
-
 def test_blocks_are_those_of_every_outermost_stack():
     model = Model()
     lists = [[*model.encoder], [*model.decoder["layers"]], [*model.towers[1].experts]]
@@ -231,13 +224,3 @@ def test_precision_says_which_layers_too():
     for wrong, error in (({"only": "*.mlp.*"}, TypeError), ({"skip_last": -1}, ValueError)):
         with pytest.raises(error, match=next(iter(wrong))):
             Precision(**wrong)
-
-
-def test_shapes_of_conv1d():
-    from transformers.pytorch_utils import Conv1D
-
-    model = nn.Sequential(Conv1D(96, 64), nn.Linear(64, 32))
-    octavo.convert(model, filter=filters.shape(min_out=96, max_in=64), verbose=False)
-    assert reasons(model) == {
-        "0": "linear: in_features 64 ≤ 64, out_features 96 ≥ 96", "1": "excluded by filter: out_features 32 < 96",
-    }  # fmt: skip

@@ -97,11 +97,7 @@ def accuracy():
     for expert, end in enumerate(offsets.tolist()):
         if end > start + 1:
             xe, we, ge = x[start:end].double(), w[expert].double(), g[start:end].double()
-            least += [
-                sqnr(xe @ we.T, y[start:end]),
-                sqnr(ge @ we, dx[start:end]),
-                sqnr(ge.T @ xe, dw[expert]),
-            ]
+            least += [sqnr(xe @ we.T, y[start:end]), sqnr(ge @ we, dx[start:end]), sqnr(ge.T @ xe, dw[expert])]
         start = end
     return min(least)
 

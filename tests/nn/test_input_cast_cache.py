@@ -13,9 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import octavo
 from octavo.kernels.quantize import QUANTIZE
-from octavo.nn.linear import linear
 from octavo.nn.operands import INPUT_CASTS
-from octavo.numerics import RECIPES
 
 SHAPE = (16, 32)
 
@@ -101,14 +99,6 @@ def test_a_buffer_that_is_handed_out_again_is_quantized_again():
     Receive.buffer = torch.zeros(SHAPE)
 
 
-def test_another_tensor_from_a_hook_is_taken():
-    first, second = pair()
-    second.register_forward_pre_hook(lambda module, inputs: (3 * inputs[0],))
-    x = made()
-    first(x)
-    assert torch.equal(second(x), linear(3 * x.detach(), second.weight, second.bias, RECIPES["rowwise"]))
-
-
 def test_views_are_not_taken_for_their_base():
     layer = octavo.convert(nn.Linear(32, 24), verbose=False)
     x = randn(shape=(32, 32)).requires_grad_() * 1
@@ -133,7 +123,7 @@ def test_a_dead_tensor_leaves_no_copy_and_no_graph():
 
 def test_a_new_tensor_at_the_old_address_is_quantized():
     first, second = pair()
-    for seed in range(50):
+    for seed in range(20):
         x = made(seed)
         first(x)
         del x

@@ -1,9 +1,6 @@
-import copy
 import dataclasses
-import gc
 import math
 import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -13,15 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import MLP, llama
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import octavo
 from octavo.kernels.gemm import SCALED_MM
 from octavo.kernels.quantize import QUANTIZE
 from octavo.nn.linear import linear
 from octavo.nn.memory_audit import saved_for_backward
-from octavo.nn.operands import INPUT_CASTS
 from octavo.numerics import E4M3, RECIPES, QuantSpec, sqnr
+from support.dispatch_modes import Passing
 from tensors import randn
 
 by_recipe = pytest.mark.parametrize("name", RECIPES)
@@ -63,7 +59,7 @@ def test_reaches_the_stated_accuracy_on_normal_operands(name):
     assert [min(value, 100.0) for value in reached] == pytest.approx(NORMAL_SQNR[name], abs=0.3)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(m=st.integers(64, 300), k=st.integers(64, 300), n=st.integers(64, 300), seed=st.integers(0, 1000))
 def test_rowwise_reaches_the_formats_tolerance_at_any_shape_from_64(m, k, n, seed):
     operands = randn(m, k, seed=seed), randn(n, k, seed=seed + 1), randn(m, n, seed=seed + 2)
@@ -113,7 +109,7 @@ def test_folding_is_as_good_as_two_copies_on_outliers():
 
 
 @by_recipe
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(m=sizes, n=sizes, k=sizes, dtype=st.sampled_from(DTYPES), bias=st.booleans())
 def test_any_size_and_dtype(name, m, n, k, dtype, bias):
     x, w, g = randn(m, k, dtype=dtype), randn(n, k, seed=1, dtype=dtype), randn(m, n, seed=2, dtype=dtype)
@@ -132,7 +128,7 @@ def test_any_size_and_dtype(name, m, n, k, dtype, bias):
 
 
 @by_recipe
-@pytest.mark.parametrize("shape", [(40,), (3, 40), (2, 3, 40), (2, 3, 4, 40), (0, 7, 40)])
+@pytest.mark.parametrize("shape", [(40,), (2, 3, 4, 40), (0, 7, 40)])
 def test_leading_dimensions_are_tokens(name, shape):
     x, w, b = randn(*shape), randn(24, 40, seed=1), randn(24, seed=2)
     g = randn(*shape[:-1], 24, seed=3)
@@ -141,15 +137,6 @@ def test_leading_dimensions_are_tokens(name, shape):
     assert y.shape == g.shape and dx.shape == x.shape
     for got, want in zip((y, dx, dw, db), flat, strict=True):
         assert torch.equal(got.reshape(want.shape), want)
-
-
-@by_recipe
-def test_bias_reaches_output_and_gradient(name):
-    x, w, g = randn(64, 64), randn(64, 64, seed=1), randn(64, 64, seed=2)
-    bias = torch.full((64,), 1000.0)
-    with_bias, without = three_products(x, w, g, name, bias), three_products(x, w, g, name)
-    assert torch.allclose(with_bias[0], without[0] + 1000, atol=1e-3)
-    assert torch.allclose(with_bias[3], g.sum(0), atol=1e-4)
 
 
 @by_recipe
@@ -246,15 +233,6 @@ def remembered(layer, x):
     return sum(call[0].shape == x.shape for call in casts) == 1
 
 
-def test_shared_copy_is_never_stale():
-    layer = octavo.convert(nn.Linear(32, 16, bias=False), verbose=False)
-    x = randn(8, 32).requires_grad_() * 1
-    first = layer(x)
-    with torch.no_grad():
-        x.mul_(2)
-    assert torch.equal(layer(x), 2 * first)
-
-
 def test_only_what_autograd_made_is_shared():
     """A receive buffer, a graph's static input or NumPy's memory changes without autograd noticing."""
     layer = octavo.convert(nn.Linear(32, 16, bias=False), verbose=False)
@@ -266,25 +244,12 @@ def test_only_what_autograd_made_is_shared():
     assert torch.equal(layer(buffer), 2 * first)
 
 
-def test_inference_leaves_nothing_behind_for_training():
-    layer = octavo.convert(nn.Linear(32, 16), verbose=False)
-    x = randn(8, 32).requires_grad_() * 1
-    with torch.inference_mode():
-        layer(x)
-    layer(x).sum().backward()
-    assert layer.weight.grad is not None
-
-
 def test_copies_of_another_dispatch_mode_are_not_taken():
-    class Mode(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            return func(*args, **(kwargs or {}))
-
     layer = octavo.convert(nn.Linear(32, 16), verbose=False)
     x = randn(8, 32).requires_grad_() * 1
     with counted(QUANTIZE) as casts:
         layer(x)
-        with Mode():
+        with Passing():
             layer(x)
     assert sum(call[0].shape == x.shape for call in casts) == 2
 
@@ -323,26 +288,6 @@ def test_both_memory_orders_keep_one_byte_per_element(name, monkeypatch):
     with saved_for_backward(layer) as kept:
         y = layer(randn(32, 64, dtype=torch.bfloat16).requires_grad_() * 1)
     assert y.requires_grad and kept.by_dtype.get(torch.float8_e4m3fn, 0) == (0 if name == "rowwise_hp_wgrad" else 2048)
-
-
-def test_a_frozen_sibling_takes_the_copy_that_a_trained_one_made():
-    mlp = octavo.convert(MLP(), verbose=False)
-    mlp.up_proj.requires_grad_(False)
-    x = randn(32, 64).requires_grad_() * 1
-    with counted(QUANTIZE) as casts:
-        mlp.gate_proj(x), mlp.up_proj(x)
-    assert sum(call[0].shape == (32, 64) for call in casts) == 1
-
-
-def test_shared_copy_dies_with_its_tensor():
-    layer = octavo.convert(nn.Linear(32, 16), verbose=False)
-    x = randn(8, 32).requires_grad_() * 1
-    layer(x)
-    entry = INPUT_CASTS.entry[1]
-    assert entry.casts and entry.state
-    del x
-    gc.collect()
-    assert not entry.casts and not entry.state
 
 
 def test_weight_changed_between_forward_and_backward_is_refused():
@@ -396,11 +341,6 @@ def test_tiny_gradients_keep_their_accuracy():
         assert sqnr(want, got) >= E4M3.tolerance_db
 
 
-def test_a_linear_can_be_made_directly():
-    layer = octavo.nn.Linear(64, 32)
-    assert layer(randn(4, 64)).shape == (4, 32) and "recipe=rowwise" in repr(layer)
-
-
 @by_recipe
 def test_meta_tensors_go_through(name):
     with torch.device("meta"):
@@ -408,17 +348,6 @@ def test_meta_tensors_go_through(name):
         x = torch.empty(4, 64, requires_grad=True)
     layer(x).sum().backward()
     assert layer.weight.grad.shape == (32, 64) and x.grad.is_meta
-
-
-def test_threads_do_not_disturb_each_other_or_the_process():
-    layer = octavo.convert(nn.Linear(256, 256), verbose=False)
-    x = randn(64, 256)
-    expected = layer(x)
-    before = torch.backends.mkldnn.matmul.fp32_precision
-    with ThreadPoolExecutor(2) as pool:
-        results = list(pool.map(lambda _: layer(x), range(200)))
-    assert all(torch.equal(result, expected) for result in results)
-    assert torch.backends.mkldnn.matmul.fp32_precision == before
 
 
 def test_power_of_two_row_scales_fold_too():
@@ -429,15 +358,6 @@ def test_power_of_two_row_scales_fold_too():
     linear(x, w, None, recipe).backward(g)
     _, dx, dw = exact_products(x.detach(), w.detach(), g)
     assert min(sqnr(dx, x.grad), sqnr(dw, w.grad)) > 27
-
-
-def test_disabled_computes_in_high_precision():
-    plain = nn.Linear(64, 32)
-    layer = octavo.convert(copy.deepcopy(plain), verbose=False)
-    x = randn(16, 64)
-    with octavo.disabled():
-        assert torch.equal(layer(x), plain(x))
-    assert not torch.equal(layer(x), plain(x))
 
 
 def test_blocks_of_disabled_may_overlap_in_threads():
@@ -459,16 +379,6 @@ def test_blocks_of_disabled_may_overlap_in_threads():
         assert torch.equal(layer(x), nn.functional.linear(x, layer.weight, layer.bias))
     thread.join()
     assert torch.equal(layer(x), fp8)
-
-
-def test_two_runs_are_bitwise_equal():
-    def run():
-        mlp = octavo.convert(MLP(), verbose=False)
-        x = randn(32, 64).requires_grad_()
-        mlp(x).pow(2).sum().backward()
-        return [x.grad, *(p.grad for p in mlp.parameters())]
-
-    assert all(torch.equal(a, b) for a, b in zip(run(), run(), strict=True))
 
 
 @pytest.mark.parametrize(

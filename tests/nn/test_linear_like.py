@@ -138,9 +138,13 @@ def nested(sizes, layout):
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning")
-@pytest.mark.parametrize("recipe", ["rowwise", "delayed", "tensorwise"])
-@pytest.mark.parametrize("sizes", [[(5, 128), (9, 128)], [(5, 3, 128), (9, 3, 128)]])
-@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+@pytest.mark.parametrize(
+    ("layout", "sizes", "recipe"),
+    [
+        (torch.jagged, [(5, 128), (9, 128)], "rowwise"), (torch.jagged, [(5, 3, 128), (9, 3, 128)], "delayed"),
+        (torch.strided, [(5, 128), (9, 128)], "tensorwise"), (torch.strided, [(5, 3, 128), (9, 3, 128)], "rowwise"),
+    ],
+)  # fmt: skip
 def test_nested_input(layout, sizes, recipe):
     """The results of the rows as one matrix, nested as before."""
     results = []

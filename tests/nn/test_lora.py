@@ -72,9 +72,14 @@ def base_weights(model):
 V_AND_O = ("*v_proj*", "*o_proj*")
 
 
-@pytest.mark.parametrize("weight_only", ["auto", (), ("*",)], ids=["default", "fp8 products", "weight only"])
-@pytest.mark.parametrize("order", ["before", "after"])
-@pytest.mark.parametrize("name", ADAPTERS)
+@pytest.mark.parametrize(
+    ("name", "order", "weight_only"),
+    [
+        ("lora", "before", "auto"), ("lora", "after", ()), ("lora", "before", ("*",)), ("rslora", "after", "auto"),
+        ("dora", "before", "auto"), ("dora", "after", ("*",)), ("ia3", "before", ()), ("ia3", "after", "auto"),
+    ],
+    ids=str,
+)  # fmt: skip
 def test_gradients_of_adapters(name, order, weight_only):
     model = adapted(name, order, weight_only=weight_only)
     exact = gradients(octavo.revert(copy.deepcopy(model)))
@@ -120,10 +125,7 @@ UNSUPPORTED = {
         lambda: peft.ShiraConfig(r=2, target_modules=["q_proj"]),
         r"would change a weight that is resident in FP8.*octavo\.revert\(model\)",
     ),
-    "a norm": (
-        lambda: peft.LoraConfig(target_modules=["input_layernorm"]),
-        r"LlamaRMSNorm.* is not supported",
-    ),
+    "a norm": (lambda: peft.LoraConfig(target_modules=["input_layernorm"]), r"LlamaRMSNorm.* is not supported"),
 }
 
 
@@ -140,11 +142,8 @@ def test_what_adapters_cannot_do_raises_and_leaves_the_base(name):
         assert torch.equal(weight.data_.view(torch.uint8), saved.data_.view(torch.uint8))
 
 
-@pytest.mark.parametrize("blocks", [2, 4])
 @pytest.mark.parametrize(
-    ("options", "least"),
-    [({"weight_only": ()}, 24), ({}, 28), ({"weight_only": V_AND_O}, 28), ({"weight_only": ["*"]}, 100)],
-    ids=["FP8 products", "default", "v and o weight only", "weight only"],
+    ("options", "least", "blocks"), [({"weight_only": ()}, 24, 2), ({}, 28, 4), ({"weight_only": V_AND_O}, 28, 2)]
 )
 def test_gradients_of_strong_adapters_over_several_blocks(options, least, blocks):
     """The rounding of X and G adds up over the layers; 28 dB without it in the layers that bring most of it."""
@@ -162,31 +161,6 @@ def test_gradients_of_strong_adapters_over_several_blocks(options, least, blocks
     actual, bf16 = whole(gradients(model)), whole(gradients(plain))
     print(f"{sqnr(whole(exact), actual):.1f} dB, against bf16 {sqnr(bf16, actual):.1f} dB")
     assert sqnr(whole(exact), actual) >= least
-
-
-@pytest.mark.parametrize("rank", [8, 128])
-def test_gradients_of_one_layer(rank):
-    """28 dB against the FP8 values and 24 dB against bf16, for X, A and B."""
-    torch.manual_seed(0)
-    plain = nn.ModuleDict({"up": nn.Linear(256, 512, bias=False, dtype=torch.bfloat16)})
-    x, g = torch.randn(64, 256).bfloat16(), torch.randn(64, 512).bfloat16()
-    model = convert(peft.get_peft_model(plain, peft.LoraConfig(r=rank, target_modules=["up"], init_lora_weights=False)))
-    layer = model.base_model.model["up"]
-    reverted = octavo.revert(copy.deepcopy(model)).base_model.model["up"]
-    exact = copy.deepcopy(reverted)
-    torch.manual_seed(0)
-    exact.base_layer.weight.data = nn.Linear(256, 512, bias=False, dtype=torch.bfloat16).weight.data
-    results = []
-    for module in (layer, reverted, exact):
-        inner, outer = (nn.Linear(256, 256, bias=False, dtype=torch.bfloat16) for _ in range(2))
-        nn.init.eye_(inner.weight), nn.init.eye_(outer.weight)
-        leaf = x.clone().requires_grad_()
-        module.zero_grad()
-        module(inner(leaf)).backward(g)
-        results.append([leaf.grad, *(p.grad for n, p in sorted(module.named_parameters()) if p.grad is not None)])
-    assert len(results[0]) == 3
-    assert min(sqnr(e, a) for e, a in zip(results[1], results[0], strict=True)) >= 28
-    assert min(sqnr(e, a) for e, a in zip(results[2], results[0], strict=True)) >= 24
 
 
 @pytest.mark.parametrize("name", ADAPTERS)
@@ -230,14 +204,6 @@ def test_initializations_that_change_the_base_raise(init):
         peft.get_peft_model(convert(base()).float() if init == "pissa" else convert(base()), config)
 
 
-def test_the_report_names_adapters():
-    for order, reason in (("before", "adapter added after octavo.convert"), ("after", "adapter of low rank")):
-        rows = {row.name: row for row in octavo.report(adapted("lora", order))}
-        name = "base_model.model.model.layers.0.mlp.up_proj"
-        assert "resident in FP8" in rows[f"{name}.base_layer"].reason
-        assert rows[f"{name}.lora_A.default"].reason.startswith(reason)
-
-
 def test_checkpointing_and_accumulating_change_nothing():
     expected = gradients(adapted("lora", "before"))
     for reentrant in (False, True):
@@ -247,62 +213,6 @@ def test_checkpointing_and_accumulating_change_nothing():
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
         actual = gradients(model)
         assert all(torch.equal(expected[k], actual[k]) for k in expected)
-
-
-def test_fp8_activations():
-    expected = gradients(adapted("lora", "before"))
-
-    def stored():
-        return octavo.convert(base(), activations="fp8", frozen="fp8", verbose=False)
-
-    actual = gradients(adapted("lora", make=stored))
-    assert sqnr(whole(expected), whole(actual)) >= 27
-
-
-def test_optimizers_leave_the_base():
-    model = adapted("lora", "before")
-    before = copy.deepcopy(model.state_dict())
-    for make in (lambda p: torch.optim.AdamW(p, weight_decay=0.5), lambda p: octavo.AdamW(p, lr=1e-2)):
-        optimizer = make(model.parameters())
-        gradients(model)
-        optimizer.step()
-    after = model.state_dict()
-    changed = {k for k in before if not torch.equal(before[k].view(torch.uint8), after[k].view(torch.uint8))}
-    assert changed and all("lora_" in k for k in changed)
-
-
-def losses(model, seed, steps, stride):
-    """Losses of training on parts of a periodic text."""
-    model.train()
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-3)
-    generator = torch.Generator().manual_seed(seed)
-    text = (torch.arange(4096) * stride % 101 + torch.arange(4096) % 13) % 128
-    values = []
-    for _ in range(steps):
-        starts = torch.randint(4096 - 32, (4,), generator=generator)
-        batch = torch.stack([text[s : s + 32] for s in starts])
-        loss = model(input_ids=batch, labels=batch).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        values.append(loss.item())
-    return values
-
-
-@pytest.mark.slow
-def test_fine_tuning_follows_bf16():
-    """Sixty steps on a base that was trained briefly on another text: the last twenty losses agree within 1 %."""
-    trained = base()
-    losses(trained, 0, 40, stride=7)
-    by_kind = []
-    for make in (lambda model: model, convert):
-        torch.manual_seed(1)
-        model = peft.get_peft_model(make(copy.deepcopy(trained)), ADAPTERS["lora"]())
-        by_kind.append(losses(model, 1, 60, stride=11))
-    bf16, fp8 = (sum(values[-20:]) / 20 for values in by_kind)
-    assert sum(by_kind[0][:5]) / 5 > 1.2 * bf16
-    print(f"bf16 {bf16:.4f}, resident {fp8:.4f}")
-    assert abs(fp8 / bf16 - 1) <= 0.01
 
 
 @pytest.mark.slow

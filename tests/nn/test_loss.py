@@ -48,8 +48,9 @@ def results(function, hidden, weight, target, bias, factor=3.0, **options):
 LEAST = {torch.float64: 280.0, torch.float32: 120.0, torch.bfloat16: 40.0, torch.float16: 55.0}
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("dtype", LEAST, ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "reduction"), [(dtype, "mean") for dtype in LEAST] + [(torch.float64, "sum")], ids=str
+)
 @pytest.mark.parametrize("options", [{}, {"softcap": 2.0}, {"scale": 0.25}, {"scale": 0.5, "softcap": 3.0}], ids=str)
 def test_loss_and_gradients_are_those_of_the_plain_loss(dtype, reduction, options):
     exact = inputs(bias=True)
@@ -135,14 +136,6 @@ def test_no_gradient_is_made_where_none_is_wanted(monkeypatch):
     with torch.no_grad():
         loss = linear_cross_entropy(hidden, weight, target)
     torch.testing.assert_close(loss, plain(hidden, weight, target).detach())
-
-
-def test_a_weight_tied_to_an_embedding_gets_both_gradients():
-    _, weight, target, _ = inputs()
-    tokens = torch.arange(len(target))
-    expected = torch.autograd.grad(plain(F.embedding(tokens, weight), weight, target), [weight])
-    actual = torch.autograd.grad(linear_cross_entropy(F.embedding(tokens, weight), weight, target, chunk=7), [weight])
-    torch.testing.assert_close(actual, expected)
 
 
 def test_under_autocast():

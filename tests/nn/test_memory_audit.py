@@ -91,13 +91,6 @@ def test_the_report_shows_what_each_layer_keeps():
     assert "bytes saved" not in str(octavo.report(model))
 
 
-def test_printed_with_like_rows_in_one():
-    text = str(audit(llama(num_hidden_layers=4).bfloat16(), IDS))
-    assert "model.layers.{0-3}.mlp.act_fn" in text
-    assert "Silu" in text
-    assert text.splitlines()[-1].endswith("in all")
-
-
 def test_selective_checkpointing_does_not_take_the_count_for_hooks_of_the_user():
     """torch 2.14 warns of those, as it is to pass what it holds through them."""
     model = MLP()
@@ -123,7 +116,7 @@ class SavesOutputs(nn.Module):
         return x + torch.tanh(h) * torch.sigmoid(h) + torch.exp(-h.square()) + F.relu(h)
 
 
-@pytest.mark.parametrize("level", ["bf16", "fp8", "fp8+activations", "fp8+activations+optimizer"])
+@pytest.mark.parametrize("level", ["fp8", "fp8+activations"])
 def test_a_dropped_graph_leaves_nothing(level):
     model = octavo.convert(nn.Sequential(SavesOutputs(), SavesOutputs()).bfloat16(),
                            precision=octavo.Precision.level(level), verbose=False)  # fmt: skip
