@@ -1,7 +1,5 @@
 """DDP with gradients in FP8."""
 
-import warnings
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -45,30 +43,13 @@ def averages_job(settings):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("world", [2, 3, 4])
-@pytest.mark.parametrize("error_feedback", [False, True])
+@pytest.mark.parametrize(("world", "error_feedback"), [(2, False), (3, True)])
 def test_the_hook_averages_in_fp8(gloo, world, error_feedback):
     """Two roundings of 32 dB each, the first of W parts: 29 dB; (1 + 1/W) · 1.03 bytes per element instead of 4."""
     for decibels, sent in gloo.run(averages_job, world, {"error_feedback": error_feedback}):
         print(f"{world} ranks: {decibels:.1f} dB, {sent:.3f} bytes per element")
         assert 28 < decibels < 36
         assert sent < 1.04 * (1 + 1 / world)
-
-
-def other_spec_job():
-    for spec, least in (("e5m2/1x128", 23), ("e4m3/row", 20)):
-        decibels, _ = averages_job({"spec": spec})
-        assert decibels > least, spec
-    try:
-        Fp8AllReduce(spec="e4m3/128x128")
-    except ValueError as error:
-        assert "by row, 1xN or tensor" in str(error)
-    else:
-        raise AssertionError("went through")
-
-
-def test_other_forms_on_the_wire(gloo):
-    gloo.run(other_spec_job, 2)
 
 
 class Fixed(nn.Module):
@@ -134,24 +115,6 @@ def parallelize_job():
 
 def test_parallelize_makes_ddp(gloo):
     gloo.run(parallelize_job, 2)
-
-
-def feedback_training_job():
-    losses = {}
-    for feedback in (None, False, True):
-        model = DistributedDataParallel(make())
-        if feedback is not None:
-            Fp8AllReduce(error_feedback=feedback).register(model)
-        losses[feedback] = train(model, 20)
-    return losses
-
-
-@pytest.mark.thorough
-def test_training_with_error_feedback(gloo):
-    for losses in gloo.run(feedback_training_job, 2):
-        for feedback in (False, True):
-            assert losses[feedback][0] == losses[None][0] and losses[feedback] != losses[None]
-            assert losses[feedback] == pytest.approx(losses[None], abs=0.05)
 
 
 def nonfinite_job():
@@ -247,22 +210,6 @@ def refused_job():
 
 def test_what_would_wait_or_average_elsewhere_is_refused(gloo):
     gloo.run(refused_job, 2, timeout=20.0)
-
-
-def compile_job():
-    """A compiled model around the hook. Gradients are ready in another order, so in other buckets and FP8 groups."""
-    eager = train(parallelize(make(), Parallel(dp_replicate=2, fp8_comm="on")), 3)
-    model = parallelize(make(), Parallel(dp_replicate=2, fp8_comm="on"))
-    with warnings.catch_warnings():
-        warnings.simplefilter("default")  # Dynamo's own
-        model.compile(backend="aot_eager")
-        compiled = train(model, 3)
-    assert compiled[0] == eager[0] and compiled == pytest.approx(eager, abs=0.02)
-
-
-@pytest.mark.slow
-def test_compiled(gloo):
-    gloo.run(compile_job, 2)
 
 
 def resident_job():

@@ -12,11 +12,7 @@ from octavo.parallel.fsdp import parameters_in_fp8
 
 pytestmark = pytest.mark.dist
 
-SETTINGS = {
-    "off": {"fp8_comm": "off"},
-    "gather": {"fp8_comm": "gather"},
-    "ddp": {"dp_replicate": 2, "dp_shard": 1},
-}
+SETTINGS = {"off": {"fp8_comm": "off"}, "gather": {"fp8_comm": "gather"}, "ddp": {"dp_replicate": 2, "dp_shard": 1}}
 
 
 def job(settings, steps, micros=2, **options):

@@ -4,7 +4,6 @@ and runs that are resumed.
 
 import copy
 import os
-import sys
 import time
 from contextlib import nullcontext
 from functools import partial
@@ -23,8 +22,7 @@ from torch.distributed.tensor import DTensor
 import octavo
 from octavo.parallel import clip_grad_norm_, expert_parallel, parallelize
 from processes import Failed
-
-sys.path.append(str(Path(__file__).parents[1] / "nn"))
+from support.moe_models import experts_of, mixture, routed
 
 pytestmark = [pytest.mark.dist, pytest.mark.thorough]
 
@@ -34,8 +32,6 @@ def mesh_of(efsdp=1):
 
 
 def converted():
-    from moe_models import experts_of
-
     return octavo.convert(experts_of("mixtral"), verbose=False)
 
 
@@ -51,8 +47,6 @@ def message_of(error, function, *arguments):
 
 
 def calls_job():
-    from moe_models import routed
-
     last, messages = dist.get_rank() == 1, []
     contexts = {
         "octavo.disabled()": octavo.disabled,
@@ -101,24 +95,10 @@ def test_shared_parameters_adapters_and_foreign_ranks_raise(gloo):
         assert "'experts.base_layer' have PEFT adapters" in adapted
 
 
-def exchanges_job():
-    from moe_models import mixture
-
-    mesh, model = mesh_of(2), octavo.convert(mixture("mixtral"), verbose=False)
-    expert_parallel(model, mesh["ep"], fp8_comm=mesh["efsdp"].get_local_rank() == 0)
-    return message_of(ValueError, parallelize, model, mesh)
-
-
-def test_groups_of_experts_with_different_messages_raise(gloo):
-    assert all("call parallelize with different settings" in message for message in gloo.run(exchanges_job, 2))
-
-
 # --- norms of empty shards ---
 
 
 def clip_job():
-    from moe_models import mixture
-
     model = octavo.convert(mixture("mixtral", num_local_experts=1, num_experts_per_tok=1), verbose=False)
     mesh = mesh_of(2)  # one expert, and two ranks that share it
     parallelize(expert_parallel(model, mesh["ep"]), mesh)
@@ -140,8 +120,6 @@ def test_norms_over_shards_without_elements(gloo):
 
 
 def distributed(efsdp):
-    from moe_models import mixture
-
     mesh, model = mesh_of(efsdp), octavo.convert(mixture("mixtral").bfloat16(), verbose=False)
     parallelize(expert_parallel(model, mesh["ep"]), mesh, fp8_comm="on")
     return model, octavo.AdamW(model.parameters(), lr=1e-3, nonfinite="skip")

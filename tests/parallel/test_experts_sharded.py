@@ -1,8 +1,5 @@
 """Experts under FSDP2: their 3-D weights are gathered in FP8 or as they are, bit for bit with the same results."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,8 +8,7 @@ import octavo
 from octavo.nn import change_recipe
 from octavo.parallel import Parallel, parallelize
 from octavo.parallel.fsdp import parameters_in_fp8
-
-sys.path.append(str(Path(__file__).parents[1] / "nn"))
+from support.moe_models import mixture
 
 pytestmark = [pytest.mark.dist, pytest.mark.thorough]
 NAME = "model.layers.1.mlp.experts"
@@ -26,8 +22,6 @@ def gradients(model, rank):
 
 
 def sharded_job(family, comm):
-    from moe_models import mixture
-
     model = octavo.convert(mixture(family), verbose=False)
     parallelize(model, Parallel(fp8_comm=comm))
     gathered = [name for name in parameters_in_fp8(model) if "experts" in name]
@@ -49,8 +43,6 @@ def sharded_job(family, comm):
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "comm"), [("gpt_oss", "gather"), ("mixtral", "gather"), ("mixtral", "off")])
 def test_sharded_experts_give_the_gradients_of_one_process(gloo, family, comm):
-    from moe_models import mixture
-
     ranks = gloo.run(sharded_job, 2, family, comm)
     model = octavo.convert(mixture(family), verbose=False)
     losses = [gradients(model, rank) for rank in range(2)]

@@ -259,15 +259,3 @@ def auto_of_several_job():
 def test_auto_is_fp8_between_machines(gloo):
     gloo.run(auto_job, 2)
     gloo.run(auto_of_several_job, 4)
-
-
-def part_of_the_world_job():
-    """A mesh of ranks 0 and 1 of three: the third does not take part."""
-    mesh = dist.device_mesh.DeviceMesh("cpu", [0, 1])
-    if dist.get_rank() < 2:
-        model = parallelize(make(), mesh, fp8_comm="gather")
-        assert len(train(model, 2)) == 2
-
-
-def test_a_mesh_of_a_part_of_the_world(gloo):
-    gloo.run(part_of_the_world_job, 3)

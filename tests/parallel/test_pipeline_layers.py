@@ -122,45 +122,6 @@ def test_checkpointing_and_fp8_activations(gloo, name, activations, checkpointin
         assert torch.equal(gradients[key], parameter.grad / MICROS), key
 
 
-def phases_job(name):
-    """Evaluation before, between and after steps; a step without FP8 layers; a step in two parts."""
-    pipeline = Pipeline(name, converted(blocks=BLOCKS))
-    plain = Pipeline(name, converted(blocks=BLOCKS), fp8_comm=False)
-    result = []
-    for _ in range(2):
-        before = [None if p.grad is None else p.grad.clone() for p in pipeline.parts.parameters()]
-        pipeline.parts.eval()
-        with torch.no_grad():
-            result.append((pipeline.step(batch(5), "eval"), plain.step(batch(5), "eval")))
-            with octavo.disabled():
-                result.append((pipeline.step(batch(5), "eval"), plain.step(batch(5), "eval")))
-        after = [p.grad for p in pipeline.parts.parameters()]
-        assert all(a is b is None or torch.equal(a, b) for a, b in zip(before, after, strict=True))
-        pipeline.parts.train()
-        for model in (pipeline, plain):
-            for half in batch(0, 2 * MICROS).chunk(2):
-                model.step(half)
-    gradients = [
-        (p.grad.clone(), q.grad) for p, q in zip(pipeline.parts.parameters(), plain.parts.parameters(), strict=True)
-    ]
-    with octavo.disabled():
-        return result, gradients, pipeline.step(batch(0))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["1F1B", "LoopedBFS", "DualPipeV"])
-def test_evaluation_accumulation_and_the_switch(gloo, name):
-    results = gloo.run(phases_job, 2, name)
-    for pairs, gradients, _ in results:
-        assert all(ours == plain for ours, plain in pairs) and pairs[:2] == pairs[2:]
-        for ours, plain in gradients:
-            assert not torch.equal(ours, plain) and (ours - plain).norm() <= 0.15 * plain.norm()
-    (pairs, _, disabled) = next(result for result in results if result[2])
-    assert pairs[0][0] != pairs[1][0]
-    expected = one_process(1, recipe=None, blocks=BLOCKS, boundaries=MESSAGES_BEFORE[name])
-    assert abs(sum(disabled) / MICROS - expected[0]) <= 1e-6 * expected[0]
-
-
 def frozen_job():
     """Gradients of a model whose first stage is frozen: nothing in it requires one."""
     model = converted(blocks=BLOCKS)

@@ -18,8 +18,10 @@ from octavo.parallel import (
 )
 
 pytestmark = pytest.mark.dist
-SHAPES = [(4, 32), (3, 32), (1, 32), (4, 18), (2, 31), (1, 6), (4, 32)]
 """Sequences and tokens of each step: smaller batches, shorter ones, one of odd length, and a whole one again."""
+
+
+SHAPES = [(4, 32), (3, 32), (1, 32), (4, 18), (2, 31), (1, 6), (4, 32)]
 
 
 def losses_of(fp8, divides):
