@@ -17,7 +17,6 @@ from octavo.kernels.gemm import bf16_timing, calibrate, fp8_timing
 from octavo.kernels.quantize import quantize_timing
 from octavo.kernels.quantize import triton as triton_quantize
 from octavo.kernels.quantize.quantize_timing import quantizations, time_quantization
-from octavo.kernels.quantize.triton import tiles
 from octavo.kernels.registry import Backend, Op
 from octavo.kernels.timing import CallTime, TimingResult, time_on_gpu
 from octavo.numerics import RECIPES
@@ -89,12 +88,7 @@ def test_saving_adds_and_replaces():
 
 def test_only_shapes_near_a_measured_one_use_its_choice():
     calibration.save(GPU, [entry(), entry(shape=(4096, 1024, 1024), config=3)])
-    configs = {
-        (1000, 1024, 1100): 2,
-        (3000, 1024, 1024): 3,
-        (1024, 1024, 2048): None,
-        (0, 1024, 1024): None,
-    }
+    configs = {(1000, 1024, 1100): 2, (3000, 1024, 1024): 3, (1024, 1024, 2048): None, (0, 1024, 1024): None}
     for shape, config in configs.items():
         result = calibration.best(GPU, "scaled_mm", CASE, shape)
         assert (result and result.config) == config, shape
@@ -120,13 +114,6 @@ def test_a_cpu_has_nothing_to_look_up(monkeypatch):
     assert "nothing to measure" in calibration.summary(torch.device("cpu"))
 
 
-def test_configuration_of_a_matrix_op():
-    calibration.save(GPU, [entry(op="quantize", case=("e4m3/row",), shape=(4096, 4096), config=3)])
-    assert calibration.config(GPU, "quantize", ("e4m3/row",), 4096, 4096) == 3
-    assert calibration.config(GPU, "quantize", ("e4m3/row",), 4096, 16) is None
-    assert calibration.config(GPU, "quantize", ("e4m3/tensor",), 4096, 4096) is None
-
-
 @pytest.mark.parametrize(
     "text",
     [
@@ -147,27 +134,12 @@ def test_a_damaged_table_is_deleted_with_a_warning_and_rewritten(text):
     assert calibration.entries(GPU) == [entry()]
 
 
-def test_bytes_that_are_no_text_are_a_damaged_table():
-    file = calibration.save(GPU, [entry()])
-    file.write_bytes(b"\xff\xfe\x00")
-    calibration.clear_cache()
-    with pytest.warns(RuntimeWarning, match="damaged"):
-        assert calibration.entries(GPU) == []
-
-
 def test_a_folder_that_cannot_be_written_is_an_error(cache):
     cache.parent.mkdir(parents=True)
     cache.write_text("a file where the folder should be")
     with pytest.raises(OSError, match=r"cannot be written .*set XDG_CACHE_HOME"):
         calibration.save(GPU, [entry()])
     assert calibration.entries(GPU) == []
-
-
-def test_a_table_that_cannot_be_opened_is_a_warning(cache):
-    cache.mkdir(parents=True)
-    calibration.path(GPU).mkdir()
-    with pytest.warns(RuntimeWarning, match="cannot be opened"):
-        assert calibration.entries(GPU) == []
 
 
 def test_saving_is_all_or_nothing(cache, monkeypatch):
@@ -212,17 +184,6 @@ def test_nothing_is_cached_during_graph_capture(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert op.choose(GPU, CASE, (8, 8, 8)).run() == "first"
     assert not op._measured and not op._chosen
-
-
-def test_products_of_a_linear_have_its_shapes():
-    products = {
-        task.name: (task.case[2], task.shape) for task in fp8_timing.fp8_gemms(RECIPES["rowwise"], [(10, 20, 30)])
-    }
-    assert products == {
-        "rowwise forward": ("nt", (10, 30, 20)),
-        "rowwise dgrad": ("nn", (10, 20, 30)),
-        "rowwise wgrad": ("tn", (30, 20, 10)),
-    }
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -313,41 +274,6 @@ def test_products_are_timed_as_a_planned_linear_runs_them():
     assert [id(x) for x in calls[0]] == [id(x) for x in (a.data, b.data, a.scale, b.scale, None)]
 
 
-def test_products_in_bf16_are_measured_too():
-    products = {product.name: product for product in bf16_timing.bf16_gemms([(10, 20, 30)])}
-    assert {name: product.shape for name, product in products.items()} == {
-        task.name.replace("rowwise", "bf16"): task.shape
-        for task in fp8_timing.fp8_gemms(RECIPES["rowwise"], [(10, 20, 30)])
-    }
-    shapes = []
-
-    def timer(calls):
-        shapes.append(tuple(calls[0]().shape))
-        return CallTime(2.0, 1.0)
-
-    for product in products.values():
-        result = bf16_timing.time_bf16_product(product, torch.device("cpu"), timer)
-        assert shapes[-1] == product.shape[:2]
-        assert result.entry == Entry(
-            op="matmul", case=product.case, shape=product.shape, backend="torch", config=None, microseconds=2.0,
-            host_microseconds=1.0,
-        )  # fmt: skip
-    assert products["bf16 forward"].rate(1.0) == "0 TFLOP/s"
-
-
-def test_a_candidate_that_fails_when_timed_is_left_out(monkeypatch):
-    backend = Backend(name="some", run=fp8_timing.SCALED_MM.backends["reference"].run)
-    monkeypatch.setattr(fp8_timing, "_candidates", lambda device, case: [("some", backend, None)])
-
-    def timer(calls):
-        raise RuntimeError("out of resources")
-
-    task = fp8_timing.fp8_gemms(RECIPES["rowwise"], [(16, 16, 16)])[0]
-    result = fp8_timing.time_fp8_product(task, torch.device("cpu"), timer)
-    assert result.entry is None and result.skipped == {"some": "RuntimeError: out of resources"}
-    assert calibrate.table([result]).row_count == 1
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -391,33 +317,6 @@ def test_command_measures_prints_and_saves(monkeypatch):
     assert "host time of a linear, forward and backward, µs: rowwise 10, tensorwise 10" in result.stdout
     assert len(calibration.entries(GPU)) == len(expected)
     assert str(calibration.path(GPU)) in calibration.summary(GPU)
-
-
-def counting_down():
-    """A timer under which the second candidate is the fastest; runs each once."""
-    times = iter([5.0, 2.0, 3.0, 4.0])
-
-    def timer(calls):
-        calls[0]()
-        return CallTime(next(times), 7.0)
-
-    return timer
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", RECIPES)
-def test_measuring_quantizers_times_every_configuration_and_names_the_fastest(name):
-    all_quantizations = quantizations(RECIPES[name], [(64, 96, 160)])
-    assert [q.name for q in all_quantizations] == [f"{name} {operand}" for operand in ("W", "X", "G", "W again")]
-    for quantization in all_quantizations:
-        result = time_quantization(quantization, torch.device("cpu"), counting_down())
-        assert len(result.times) == len(tiles(quantization.task)) and not result.skipped
-        fastest = (1, 2.0) if len(tiles(quantization.task)) > 1 else (0, 5.0)
-        assert (
-            result.entry.config,
-            result.entry.microseconds,
-        ) == fastest and result.entry.case == quantization.task.case
-        assert quantization.rate(2.0).endswith("TB/s")
 
 
 @pytest.mark.thorough

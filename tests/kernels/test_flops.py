@@ -1,8 +1,5 @@
 """Floating point operations of Octavo's products, as `FlopCounterMode` counts them."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from torch import nn
@@ -34,19 +31,3 @@ def test_products_of_experts_count():
         count(lambda: grouped_linear(x, weight, None, offsets, RECIPES["rowwise"]).sum().backward())
         == 3 * 2 * 64 * 128 * 96
     )
-
-
-@pytest.mark.parametrize("first", ["octavo", "torch.utils.flop_counter"])
-@pytest.mark.slow
-def test_the_order_of_imports_does_not_matter(first):
-    second = {"octavo": "torch.utils.flop_counter"}.get(first, "octavo")
-    program = f"""
-import sys, torch, {first}
-assert {first != "octavo"} or "torch.utils.flop_counter" not in sys.modules
-import {second}, octavo
-layer = octavo.convert(torch.nn.Linear(64, 64), verbose=False)
-with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
-    layer(torch.ones(16, 64))
-assert counter.get_total_flops() == 2 * 16 * 64 * 64
-"""
-    subprocess.run([sys.executable, "-c", program], check=True)

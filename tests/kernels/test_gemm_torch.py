@@ -14,18 +14,7 @@ from octavo.kernels.gemm import SCALED_MM, decomposed, torch_scaled
 from octavo.numerics import RECIPES, sqnr
 from octavo.tensor import ScaledTensor
 
-SHAPES = [
-    (64, 128, 256),
-    (48, 80, 176),
-    (1, 17, 5),
-    (1, 16, 128),
-    (16, 1, 32),
-    (0, 4, 4),
-    (3, 0, 4),
-    (3, 4, 0),
-    (129, 2, 768),
-    (257, 130, 131),
-]
+SHAPES = [(64, 128, 256), (48, 80, 176), (1, 17, 5), (16, 1, 32), (0, 4, 4), (3, 0, 4), (3, 4, 0), (257, 130, 131)]
 PRODUCTS = {label: case for label, case in SCALED_MM.cases.items() if label.split()[0] != "rowwise_hp_wgrad"}
 MIXED = {
     "mixed forward": ("e4m3/tensor", "e4m3/row", "nt"),
@@ -142,23 +131,11 @@ def test_products_that_torch_computes_wrongly_are_not_used(monkeypatch):
     del a, b, layout
 
 
-def test_a_bias_of_another_dtype_enters_the_product_in_the_output_dtype(rules):
-    a, b, layout = operands(32, 40, 64, ("e4m3/row", "e4m3/row", "nt"))
-    compare(a, b, layout, torch.bfloat16, torch.linspace(-1, 1, 40, dtype=torch.float32))
-    assert rules.calls[-1] == ("row", torch.bfloat16, True)
-
-
 def test_any_alignment_of_the_bias(rules):
     a, b, layout = operands(32, 48, 64, ("e4m3/row", "e4m3/row", "nt"))
     compare(a, b, layout, torch.bfloat16, torch.randn(97).to(torch.bfloat16)[1::2])
     compare(a, b, layout, torch.bfloat16, torch.randn(49).to(torch.bfloat16)[1:])
     assert rules.calls[-1] == ("row", torch.bfloat16, True)
-
-
-def test_unaligned_bytes_are_copied(rules):
-    a, b, layout = operands(16, 16, 32, ("e4m3/tensor", "e4m3/tensor", "nt"))
-    shifted = torch.empty(16 * 32 + 1, dtype=torch.uint8)[1:].view(a.data.dtype).view(16, 32).copy_(a.data)
-    compare(ScaledTensor(shifted, a.scale, a.spec), b, layout, torch.float32)
 
 
 @pytest.mark.parametrize("label", PRODUCTS)

@@ -1,9 +1,5 @@
 """The Triton product, in Triton's interpreter where there is no GPU, against the reference."""
 
-import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from importlib.util import find_spec
 
@@ -12,7 +8,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.kernels import scaled_mm
 from octavo.kernels.gemm import SCALED_MM
 from octavo.numerics import QuantSpec, sqnr
 from octavo.tensor import ScaledTensor
@@ -63,7 +58,7 @@ def product(a, b, layout, dtype, bias=None, fast=False, config=None):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("case", CASES + MIXED, ids=str)
-@settings(max_examples=6)
+@settings(max_examples=3)
 @given(
     m=sizes, n=sizes, k=sizes, biased=st.booleans(), fast=st.booleans(),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
@@ -76,29 +71,14 @@ def test_exact_sums_give_the_bytes_of_the_reference(case, m, n, k, biased, fast,
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("config", "dtype"),
-    [
-        pytest.param(config, dtype, marks=[pytest.mark.slow] * (config > 0 and dtype != torch.bfloat16))
-        for config in range(len(kernels.CONFIGS))
-        for dtype in (torch.float32, torch.bfloat16, torch.float16)
-    ],
-)
-def test_every_configuration_computes_the_same(config, dtype):
+@pytest.mark.parametrize("config", range(len(kernels.CONFIGS)))
+def test_every_configuration_computes_the_same(config):
+    dtype = (torch.bfloat16, torch.float32, torch.float16)[config % 3]
     for case in (("e4m3/row", "e4m3/row", "nt"), ("e4m3/128x1", "e4m3/128x1", "tn")):
         a, b, layout = whole(140, 260, 140, case)
         fast = layout == "nt"
         expected, actual = product(a, b, layout, dtype, torch.ones(260, dtype=dtype, device=DEVICE), fast, config)
         assert torch.equal(expected, actual)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_any_values_agree_up_to_the_order_of_float32_sums(case):
-    a, b, layout = operands(131, 140, 389, case)
-    a, b = moved(a), moved(b)
-    assert sqnr(*product(a, b, layout, torch.float32)) > 120
-    assert sqnr(*product(a, b, layout, torch.bfloat16)) > 60
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in:RuntimeWarning")  # NumPy's, under the interpreter
@@ -124,8 +104,10 @@ def test_scales_of_any_size_meet_as_in_the_reference(seed):
             assert torch.equal(expected, actual), (case, left)
 
 
-@pytest.mark.parametrize("layout", ["nt", "nn", "tn"])
-@pytest.mark.parametrize("where", ["row-major", "column-major", "both", "strided", "unaligned"])
+@pytest.mark.parametrize(
+    ("layout", "where"),
+    [("nt", "row-major"), ("nn", "column-major"), ("tn", "both"), ("nn", "strided"), ("nt", "unaligned")],
+)
 def test_any_memory_layout(layout, where):
     a, b, _ = whole(40, 48, 64, ("e4m3/tensor", "e4m3/tensor", layout))
 
@@ -177,24 +159,6 @@ def test_unsupported_cases_have_a_reason():
         kernels.scaled_mm(a, b, layout, torch.float32, None, False)
 
 
-def test_the_estimate_fills_the_device_and_prefers_large_tiles():
-    hopper = kernels.target_of(90, 132)
-
-    def guess(m, n, fast):
-        config = kernels.CONFIGS[kernels._estimated_fastest(m, n, hopper, fast, False, 2)]
-        return config.tile_m, config.tile_n
-
-    assert guess(16384, 14336, True) == (128, 256)
-    assert guess(16384, 14336, False) == (128, 128)
-    assert guess(64, 4096, True) == (64, 64)
-    for fast in (True, False):
-        for blocked in (True, False):
-            for capability in (89, 90, 100, 120):
-                for size in (1, 2, 4):
-                    target = kernels.target_of(capability, 100)
-                    assert kernels.configurations(target, fast and target.limited_accumulator, blocked, size)
-
-
 def test_tiles_are_each_computed_once(monkeypatch):
     """More programs than tiles, fewer, and a last group of fewer rows than GROUP."""
     for multiprocessors in (1, 2, 7, 200):
@@ -230,64 +194,6 @@ def test_sums_are_promoted_while_products_are_under_way_on_hopper_with_gluon(mon
     monkeypatch.setattr(kernels, "_has_gluon", lambda: False)
     assert "the backend triton runs the same" in plain.unsupported_reason(cuda, backward)
     assert {v.launch.kernel.fn.__name__ for v in kernels.variants()} == {"product_kernel"}
-
-
-def test_registry_runs_the_forced_backend():
-    a, b, layout = whole(16, 16, 32, ("e4m3/row", "e4m3/row", "nt"))
-    with SCALED_MM.force("triton"):
-        y = scaled_mm(a, b, layout, out_dtype=torch.bfloat16)
-    assert torch.equal(y, scaled_mm(a, b, layout, out_dtype=torch.bfloat16))
-
-
-COMPILE = """
-import json, re, subprocess, sys, tempfile, warnings
-from pathlib import Path
-warnings.simplefilter("ignore")
-import triton
-from triton.backends.compiler import GPUTarget
-from benchmarks.sass import source_type
-from octavo.kernels.gemm.triton import variants
-
-tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-capability = int(sys.argv[1])
-for variant in variants(capability, 4):
-    launch = variant.launch
-    constants = {**launch.constants, **dict.fromkeys(variant.equal_to_1, 1)}
-    names = launch.kernel.arg_names
-    signature = {name: "constexpr" if name in constants else variant.types.get(name, "i32") for name in names}
-    whole = [i for i, name in enumerate(names) if signature[name].startswith(("*", "i"))]
-    attrs = {(i,): [["tt.divisibility", 16]] for i in whole}
-    source = source_type(launch.kernel)(fn=launch.kernel, signature=signature, constexprs=constants, attrs=attrs)
-    options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages, "enable_fp_fusion": False}
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        usage, code = (subprocess.run([tool, option, file.name], capture_output=True, text=True, check=True).stdout
-                       for option in ("--dump-resource-usage", "--dump-sass"))
-    print(json.dumps({
-        "variant": [variant.case, variant.config],
-        "stack": int(re.search(r"STACK:(\\d+)", usage)[1]),
-        "shared": compiled.metadata.shared,
-        "matrix": bool(re.search(r"QGMMA|QMMA|UTCQMMA", code)),
-        "wide": "STG.E.128" in code,
-    }))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("capability", [89, 90, 100, 120])
-def test_float32_output_compiles_without_spills_within_shared_memory(capability):
-    """bf16 output is in the table of `benchmarks/results/sass`; float32 needs more on-chip memory for wide stores."""
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILE, str(capability)], env=environment, capture_output=True, text=True, check=True
-    )
-    rows = [json.loads(line) for line in done.stdout.splitlines()]
-    assert rows
-    for row in rows:
-        assert row["stack"] == 0 and row["matrix"] and row["wide"], row
-        assert row["shared"] <= (227 if capability in (90, 100) else 99) * 1024, row
 
 
 @pytest.mark.parametrize("capability", [89, 90, 100])

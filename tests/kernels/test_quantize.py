@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from octavo.kernels import quantize
 from octavo.kernels.conformance import difference
-from octavo.kernels.quantize import QUANTIZE, QUANTIZE_PAIR, quantize_pair, reference
-from octavo.numerics import E4M3, E5M2, ROW, TENSOR, Granularity, QuantSpec, first_mismatch, sqnr
+from octavo.kernels.quantize import QUANTIZE, quantize_pair, reference
+from octavo.numerics import E4M3, ROW, QuantSpec, first_mismatch
 from tensors import randn
 
 SPECS = [
@@ -72,24 +72,6 @@ def test_triton_equals_reference(spec, rows, columns, dtype, fold, order):
 
 @pytest.mark.thorough
 @triton
-@by_some_specs
-@settings(max_examples=5)
-@given(**any_matrix, order=st.sampled_from(["rows", "columns", "both"]), precomputed=st.sampled_from(["amax", "scale"]))
-def test_triton_equals_reference_with_precomputed_scales(spec, rows, columns, dtype, fold, order, precomputed):
-    x, factor = lognormal(rows, columns, dtype), factors(fold, rows, columns)
-    shape = spec.granularity.scale_shape((rows, columns))
-    amax = randn(*shape, seed=4).abs() * 3
-    arguments = (
-        {"amax": amax} if precomputed == "amax" else {"scale": reference.scale_of(amax, spec)[0].to(spec.scale_dtype)}
-    )
-    expected = quantize(x, spec, factor, order=order, **arguments)
-    with QUANTIZE.force("triton"):
-        actual = quantize(x, spec, factor, order=order, **arguments)
-    assert difference(tensors(expected), tensors(actual)) is None
-
-
-@pytest.mark.thorough
-@triton
 @pytest.mark.parametrize(("strip", "rows"), [(1, 33), (4, 130), (16, 520)])
 def test_strips_of_tiles_see_every_row(monkeypatch, strip, rows):
     """The largest values are in the last rows, in another tile than the first, and in another strip."""
@@ -110,75 +92,6 @@ PAIRS = [
     ("e4m3/row", "e4m3/column"), ("e4m3/row/pow2", "e4m3/column/pow2"), ("e5m2/row", "e5m2/column"),
     ("e4m3/1x128", "e4m3/128x1"), ("e4m3/1x32/e8m0", "e4m3/32x1/e8m0"), ("e4m3/tensor", "e4m3/row"),
 ]  # fmt: skip
-
-
-@pytest.mark.slow
-@triton
-@pytest.mark.parametrize("pair", PAIRS, ids=" and ".join)
-@settings(max_examples=12)
-@given(**any_matrix, fold_t=st.sampled_from(["none", "rows", "columns"]))
-def test_triton_equals_reference_in_pairs(pair, rows, columns, dtype, fold, fold_t):
-    x, spec, spec_t = lognormal(rows, columns, dtype), *(QuantSpec.parse(text) for text in pair)
-    fold, fold_t = factors(fold, rows, columns), factors(fold_t, rows, columns)
-    expected = quantize(x, spec, fold), quantize(x, spec_t, fold_t)
-    with QUANTIZE_PAIR.force("triton"):
-        actual = quantize_pair(x, spec, fold, spec_t, fold_t)
-    for want, got in zip(expected, actual, strict=True):
-        assert difference(tensors(want), tensors(got)) is None
-    assert actual[0].along(1) is not None and actual[1].along(0) is not None
-
-
-@triton
-@pytest.mark.slow
-def test_every_configuration_equals_reference():
-    from octavo.kernels.quantize import triton as kernels
-
-    x, fold, fold_t = lognormal(70, 270, torch.bfloat16), factors("columns", 70, 270), factors("rows", 70, 270)
-    for text, order in ((s.text, o) for s in SPECS for o in ("rows", "both")):
-        spec = QuantSpec.parse(text)
-        expected = reference.quantize(x, spec, None, order=order)
-        for config in range(len(kernels.tiles(kernels.QuantizeTask(first=kernels.FoldedSpec(spec=spec), order=order)))):
-            actual = kernels.quantize(x, spec, None, None, None, order, config)
-            assert difference(expected, actual) is None
-    for pair in PAIRS:
-        specs = [QuantSpec.parse(text) for text in pair]
-        task = kernels.QuantizeTask(first=kernels.FoldedSpec(spec=specs[0]), second=kernels.FoldedSpec(spec=specs[1]))
-        expected = reference.quantize_pair(x, specs[0], fold, specs[1], fold_t)
-        for config in range(len(kernels.tiles(task))):
-            actual = kernels.quantize_pair(x, specs[0], fold, specs[1], fold_t, config)
-            assert difference(expected, actual) is None
-
-
-@pytest.mark.thorough
-@triton
-@by_some_specs
-@pytest.mark.parametrize(
-    "special",
-    [torch.nan, torch.inf, 1e-45, 3.4e38]
-    + [pytest.param(value, marks=pytest.mark.slow) for value in (-torch.inf, 0.0, -0.0, 1e-38)],
-)
-def test_triton_treats_special_values_as_reference_does(spec, special):
-    x = randn(40, 150)
-    x[3, 7] = special
-    x[:, 140:] = 0
-    with QUANTIZE.force("triton"):
-        actual = quantize(x, spec)
-    assert difference(reference.quantize(x, spec, None), tensors(actual)) is None
-    scale = actual.scale
-    with QUANTIZE.force("triton"):
-        actual = quantize(x, spec, scale=scale)
-    assert difference(tensors(quantize(x, spec, scale=scale)), tensors(actual)) is None
-
-
-@pytest.mark.slow
-@triton
-@by_spec
-def test_triton_reads_any_strides(spec):
-    x = randn(96, 160)
-    for view in (x.t(), x[1:, 3:], x[::2, ::3], x.t()[5:, 1:]):
-        with QUANTIZE.force("triton"):
-            actual = quantize(view, spec)
-        assert difference(reference.quantize(view, spec, None), tensors(actual)) is None
 
 
 def quantize_element_by_element(x, spec):
@@ -210,17 +123,17 @@ def quantize_element_by_element(x, spec):
 
 
 @by_spec
-@pytest.mark.parametrize("shape", [(5, 7), (130, 3), (2, 140)])
-def test_equals_the_definition_element_by_element(spec, shape):
-    x = randn(*shape) * torch.exp(2 * randn(*shape, seed=1))
-    q = quantize(x, spec)
-    data, scales = quantize_element_by_element(x, spec)
-    assert torch.equal(q.data.double(), data)
-    assert {tuple(i): q.scale[tuple(i)].double().item() for i in (q.scale.float() > 0).nonzero().tolist()} == scales
+def test_equals_the_definition_element_by_element(spec):
+    for shape in ((130, 3), (2, 140)):
+        x = randn(*shape) * torch.exp(2 * randn(*shape, seed=1))
+        q = quantize(x, spec)
+        data, scales = quantize_element_by_element(x, spec)
+        assert torch.equal(q.data.double(), data)
+        assert {tuple(i): q.scale[tuple(i)].double().item() for i in (q.scale.float() > 0).nonzero().tolist()} == scales
 
 
 @by_spec
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(rows=sizes, columns=sizes, dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
 def test_any_shape_and_dtype(spec, rows, columns, dtype):
     x = randn(rows, columns, dtype=dtype)
@@ -243,12 +156,6 @@ def test_strides_do_not_matter(spec):
         actual = quantize(view, spec)
         assert first_mismatch(expected.data, actual.data) is None
         assert first_mismatch(expected.scale, actual.scale) is None
-
-
-@by_spec
-def test_transposed_spec_is_the_transposed_matrix(spec):
-    x = randn(100, 70)
-    assert torch.equal(quantize(x.t(), spec.transposed).t().dequantize(), quantize(x, spec).dequantize())
 
 
 @by_spec
@@ -286,15 +193,12 @@ def test_precomputed_scales_save_a_pass(spec):
 
 
 @by_spec
-@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
-def test_precomputed_scales_hide_no_bad_values(spec, bad):
-    x = randn(40, 40)
-    x[3, 5] = bad
-    for q in (
-        quantize(x, spec, scale=quantize(randn(40, 40), spec).scale),
-        quantize(x, spec, scale=quantize(x, spec).scale),
-    ):
-        assert q.dequantize()[3, 5].isnan()
+def test_precomputed_scales_hide_no_bad_values(spec):
+    for bad in (torch.inf, -torch.inf, torch.nan):
+        x = randn(40, 40)
+        x[3, 5] = bad
+        for of in (randn(40, 40), x):
+            assert quantize(x, spec, scale=quantize(of, spec).scale).dequantize()[3, 5].isnan()
 
 
 @by_spec
@@ -305,12 +209,6 @@ def test_constant_matrices_survive_at_every_magnitude(spec):
         assert q.scale.float().isfinite().all() and not q.data.float().isnan().any(), value
         if abs(value) >= 1e-38:
             assert torch.allclose(q.dequantize(torch.float64), x.double(), rtol=2**-4, atol=0), value
-
-
-def test_gradients_near_1e_10_keep_their_relative_accuracy():
-    x = randn(256, 256) * 1e-10
-    assert sqnr(x, quantize(x, QuantSpec(granularity=ROW)).dequantize()) > 30
-    assert sqnr(x * 1e-20, quantize(x * 1e-20, QuantSpec(granularity=ROW)).dequantize()) > 30
 
 
 @pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
@@ -325,33 +223,12 @@ def test_one_bad_value_poisons_its_own_row_only(bad):
 
 
 @by_spec
-@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
-def test_bad_values_never_become_finite(spec, bad):
-    x = randn(200, 200)
-    x[131, 7] = bad
-    q = quantize(x, spec)
-    assert q.dequantize()[131, 7].isnan() and q.scale.float().isfinite().all()
-
-
-def test_one_huge_value_does_not_overflow_the_others():
-    x = randn(4, 64)
-    x[0, 0] = 3e38
-    q = quantize(x, QuantSpec(granularity=TENSOR))
-    assert q.dequantize()[0, 0].item() == pytest.approx(3e38, rel=1e-6)
-    assert not q.dequantize().isnan().any()
-
-
-def test_power_of_two_scales_are_powers_of_two_and_large_enough():
-    x = randn(64, 64) * torch.exp(5 * randn(64, 1, seed=3))
-    scale = quantize(x, QuantSpec(granularity=ROW, scale_rule="pow2")).scale
-    assert torch.equal(torch.log2(scale), torch.log2(scale).round())
-    exact = quantize(x, QuantSpec(granularity=ROW)).scale
-    assert (scale >= exact).all() and (scale < 2 * exact).all()
-
-
-def test_e5m2_reaches_its_largest_value():
-    q = quantize(torch.tensor([[1.0, -2.0]]), QuantSpec(format=E5M2, granularity=TENSOR))
-    assert q.data.float().tolist() == [[28672.0, -57344.0]]
+def test_bad_values_never_become_finite(spec):
+    for bad in (torch.inf, -torch.inf, torch.nan):
+        x = randn(200, 200)
+        x[131, 7] = bad
+        q = quantize(x, spec)
+        assert q.dequantize()[131, 7].isnan() and q.scale.float().isfinite().all()
 
 
 @pytest.mark.parametrize(
@@ -382,21 +259,18 @@ def test_wrong_operands_are_named(call, message):
         call(QuantSpec(granularity=ROW))
 
 
-def test_block_scales_cost_what_they_claim():
-    """1×32 groups with one-byte scales: 1.03 bytes per element."""
-    q = quantize(randn(128, 256), QuantSpec(granularity=Granularity(1, 32), scale_rule="e8m0"))
-    assert (q.data.nbytes + q.scale.nbytes) / q.data.numel() == 1 + 1 / 32
-
-
-@pytest.mark.parametrize("order", ["rows", "columns", "both"])
-@pytest.mark.parametrize("precomputed", [{}, {"amax": torch.ones(40, 1)}, {"scale": torch.ones(40, 1)}], ids=str)
+@pytest.mark.parametrize(
+    ("order", "precomputed"),
+    [("rows", {"amax": torch.ones(40, 1)}), ("columns", {"scale": torch.ones(40, 1)}), ("both", {})],
+    ids=str,
+)
 def test_op_traces(order, precomputed):
     x = randn(40, 50, dtype=torch.bfloat16)
     arguments = (x, "e4m3/row", None, precomputed.get("amax"), precomputed.get("scale"), order)
     torch.library.opcheck(torch.ops.octavo.quantize.default, arguments)
 
 
-@pytest.mark.parametrize("pair", PAIRS, ids=" and ".join)
+@pytest.mark.parametrize("pair", PAIRS[:1], ids=" and ".join)
 def test_pair_op_traces(pair):
     x = randn(40, 50, dtype=torch.bfloat16)
     torch.library.opcheck(torch.ops.octavo.quantize_pair.default, (x, pair[0], None, pair[1], None))

@@ -1,10 +1,9 @@
 import pytest
 import torch
 
-from octavo.kernels import quantize, scaled_mm
 from octavo.kernels.gemm import SCALED_MM, accelerated
 from octavo.kernels.registry import OPS, Backend, Op, status
-from octavo.numerics import RECIPES, QuantSpec
+from octavo.numerics import RECIPES
 
 CPU = torch.device("cpu")
 
@@ -29,19 +28,6 @@ def make_op(run):
     op.add(Backend(name="reference", run=lambda: 42))
     op.add(Backend(name="triton", run=run))
     return op
-
-
-def test_the_first_backend_that_passes_its_probe_is_chosen():
-    assert make_op(lambda: 42).choose(CPU, ()).name == "triton"
-    assert make_op(lambda: 41).choose(CPU, ()).name == "reference"
-
-
-def test_order_is_that_of_registration_with_reference_last():
-    op = Op(name="answer", cases={"": ()}, probe=lambda backend, device, case: None)
-    for name in ("reference", "second", "first"):
-        op.add(Backend(name=name, run=lambda: 42))
-    assert [backend.name for backend in op._in_order()] == ["second", "first", "reference"]
-    assert list(SCALED_MM.backends) == ["torch_scaled", "triton", "triton_plain", "torch_bf16", "reference"]
 
 
 def test_emulation_on_a_gpu_warns_once_whatever_the_shapes(monkeypatch):
@@ -77,14 +63,6 @@ def test_an_exception_of_a_kernel_is_the_reason():
     op = make_op(broken)
     assert op.choose(CPU, ()).name == "reference"
     assert op.unavailable_reason(op.backends["triton"], CPU, ()) == "RuntimeError: no kernel image is available"
-
-
-def test_probe_runs_once():
-    calls = []
-    op = make_op(lambda: calls.append(1) or 42)
-    for _ in range(3):
-        op.choose(CPU, ())
-    assert len(calls) == 1
 
 
 def test_force_overrides_and_restores():
@@ -138,18 +116,6 @@ def test_gemm_probe_runs_every_kind_of_product_of_a_linear():
     dtypes = (torch.bfloat16, torch.float32)
     expected = {("nt", dtype, biased, True) for dtype in dtypes for biased in (False, True)}
     assert seen == expected | {("nn", dtype, False, False) for dtype in dtypes}
-
-
-def test_default_dtype_does_not_reach_the_scales():
-    a = quantize(torch.randn(16, 32), QuantSpec.parse("e4m3/row"))
-    before = torch.get_default_dtype()
-    with SCALED_MM.force("torch_scaled"):
-        torch.set_default_dtype(torch.bfloat16)
-        try:
-            y = scaled_mm(a, a.unscaled, "nt", out_dtype=torch.bfloat16)
-        finally:
-            torch.set_default_dtype(before)
-        assert torch.equal(y, scaled_mm(a, a.unscaled, "nt", out_dtype=torch.bfloat16))
 
 
 @pytest.mark.parametrize(

@@ -154,14 +154,6 @@ def test_the_table_holds_the_newest_triton_and_the_one_of_pytorch_2_11():
 
 
 @pytest.mark.slow
-def test_promoted_products_leave_products_under_way():
-    rows, _ = compiled(90, "--default", "--jobs", "1", "--only", "scaled_mm e4m3/row unit nn promoted")
-    assert len(rows) == 1
-    check_promoted(rows)
-    check_that_nothing_spills(rows)
-
-
-@pytest.mark.slow
 def test_every_configuration_on_hopper():
     rows, version = compiled(90)
     check(rows, version)
@@ -197,10 +189,3 @@ def test_few_rows_have_small_row_blocks(rows, row_block, programs):
     tile_rows, *_ = quantizers.tiles(task)[quantizers.default_config(task, rows, 132)]
     assert (tile_rows, -(-rows // tile_rows)) == (row_block, programs)
     assert quantizers.default_config(quantizers.QuantizeTask(first=first), rows, 132) == 0
-
-
-def test_one_program_of_the_row_quantizer_is_resident_per_multiprocessor():
-    """From the registers of the compiled kernels: its second read of a row block is served by L2."""
-    for rows in GOLDEN.values():
-        (row,) = (r for r in rows if r["case"] == "e4m3/row fold=none both" and not r["config"])
-        assert row["programs"] == 1 and row["kernel"] == "rows_kernel"

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from octavo.kernels.doctor import doctor
-from octavo.kernels.gemm import SCALED_MM, UNIT_SCALE, _random_operands, accelerated, reference, torch_bf16
+from octavo.kernels.gemm import SCALED_MM, _random_operands, accelerated, reference, torch_bf16
 from octavo.kernels.grouped import GROUPED_MM, random_operands
 from octavo.kernels.quantize import quantize
 from octavo.numerics.error import sqnr
@@ -115,13 +115,6 @@ def test_sizes_of_zero_and_one(m, n, k):
     torch.testing.assert_close(actual, expected, rtol=2**-7, atol=0)
 
 
-def test_autocast_leaves_bf16_products_as_they_are():
-    a, b = _random_operands(SCALED_MM.cases["rowwise forward"], 8, 8, 32, torch.Generator().manual_seed(0), CPU)
-    plain = torch_bf16.scaled_mm(a, b, "nt", torch.bfloat16, None, False)
-    with torch.autocast("cpu", dtype=torch.float16):
-        assert torch.equal(torch_bf16.scaled_mm(a, b, "nt", torch.bfloat16, None, False), plain)
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_the_default_dtype_changes_neither_the_choice_nor_the_result(dtype, fast):
     """Extreme scales beside unit scales, as of tiny gradients."""
@@ -138,15 +131,6 @@ def test_the_default_dtype_changes_neither_the_choice_nor_the_result(dtype, fast
         assert quantize(torch.zeros(0, 64).bfloat16(), QuantSpec.parse("e4m3/tensor")).scale.dtype == torch.float32
     finally:
         torch.set_default_dtype(before)
-
-
-def test_unit_scales_beside_scales_along_the_contraction(fast):
-    spec = RECIPES["mxfp8"].x
-    a = quantize(torch.randn(40, 64), spec)
-    b = quantize(torch.randn(48, 64), QuantSpec.parse("e4m3/tensor")).unscaled
-    assert torch_bf16.unsupported_reason(CPU, (spec.text, UNIT_SCALE, "nt")) is None
-    expected = reference.scaled_mm(a, b, "nt", torch.float32, None, False)
-    assert sqnr(expected, torch_bf16.scaled_mm(a, b, "nt", torch.bfloat16, None, False)) >= ROUNDING
 
 
 def test_the_switch_and_the_instructions_decide(monkeypatch, capsys, fast):
