@@ -84,9 +84,9 @@ def test_bytes_per_parameter(shape):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("steps", [1, 100])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("stochastic", [False, True])
+@pytest.mark.parametrize(
+    ("steps", "dtype", "stochastic"), [(1, torch.float32, True), (20, torch.bfloat16, True), (1, torch.bfloat16, False)]
+)
 def test_resuming_is_bitwise_the_uninterrupted_run(steps, dtype, stochastic):
     settings = {**SETTINGS, "stochastic_rounding": stochastic}
     whole = parameters(dtype)
@@ -162,14 +162,6 @@ def test_a_gradient_that_is_not_finite_changes_nothing(bad, nonfinite):
         assert all(torch.equal(v.float(), states[i][n].float()) for n, v in state.items())
 
 
-def test_ignored_gradients_reach_the_parameters():
-    param = nn.Parameter(randn(4, 128))
-    optimizer = AdamW([param], nonfinite="ignore")
-    param.grad = torch.full_like(param, torch.nan)
-    optimizer.step()
-    assert param.isnan().all()
-
-
 def test_parameters_without_a_gradient_are_left_alone():
     params = parameters()
     optimizer = AdamW(params, **SETTINGS)
@@ -200,26 +192,6 @@ def test_groups_lr_as_a_tensor_closure_and_added_groups():
             group["lr"] = 1e-2 / (step + 2)
     for a, b in zip(params, twins, strict=True):
         torch.testing.assert_close(a, b, rtol=2e-6, atol=1e-7)
-
-
-def test_strides_of_a_parameter_do_not_matter():
-    dense = nn.Parameter(randn(96, 160))
-    strided = nn.Parameter(randn(96, 160).t().contiguous().t())
-    for param in (dense, strided):
-        train(AdamW([param], **SETTINGS), [param], 3)
-    assert torch.equal(dense, strided) and not strided.is_contiguous()
-
-
-def test_grad_scaler_and_accumulation_work():
-    model = nn.Linear(128, 64)
-    optimizer = AdamW(model.parameters(), lr=1e-2)
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    before = model.weight.detach().clone()
-    for _ in range(2):
-        scaler.scale(model(randn(16, 128)).square().mean()).backward()
-    scaler.step(optimizer)
-    scaler.update()
-    assert not torch.equal(before, model.weight)
 
 
 def test_stochastic_rounding_keeps_small_updates_of_bf16_parameters():
@@ -258,14 +230,6 @@ def test_parameters_that_do_not_fit_are_named():
     AdamW(parameters(torch.float16), master="fp32")
     with pytest.raises(ValueError, match="got torch.float64"):
         AdamW([nn.Parameter(torch.zeros(3, dtype=torch.float64))])
-
-
-def test_sparse_gradients_are_refused():
-    embedding = nn.Embedding(10, 64, sparse=True)
-    optimizer = AdamW(embedding.parameters())
-    embedding(torch.tensor([1, 2])).sum().backward()
-    with pytest.raises(ValueError, match="is sparse"):
-        optimizer.step()
 
 
 @pytest.mark.parametrize("states", ["fp8", "fp32"])

@@ -113,23 +113,10 @@ def bitwise_job(copies):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("world", "copies"), [(2, 1), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((3, 1), (4, 2)))]
-)
+@pytest.mark.parametrize(("world", "copies"), [(3, 1), pytest.param(4, 2, marks=pytest.mark.slow)])
 def test_shards_are_stepped_bit_for_bit_as_the_whole(gloo, world, copies):
     """Random bits too: they are drawn by the element's place in the whole parameter."""
     gloo.run(bitwise_job, world, copies)
-
-
-def test_parameters_draw_different_random_bits():
-    """Equal parameters with equal gradients are rounded at random, each in its own way."""
-    twins = [nn.Parameter(torch.ones(8, 128, dtype=torch.bfloat16)) for _ in range(2)]
-    optimizer = AdamW(twins, lr=1e-4, master=None)
-    for parameter in twins:
-        parameter.grad = randn((8, 128), 0).bfloat16()
-    optimizer.step()
-    assert not torch.equal(*twins)
-    assert twins[0].eq(twins[1]).float().mean() > 0.5
 
 
 def nonfinite_job(nonfinite, bad):
@@ -158,7 +145,7 @@ def nonfinite_job(nonfinite, bad):
 
 @pytest.mark.parametrize("nonfinite", ["raise", "skip", "ignore"])
 def test_ranks_decide_together_about_nan(gloo, nonfinite):
-    for bad in (torch.nan, torch.inf):
+    for bad in (torch.nan, torch.inf)[: 1 + (nonfinite == "raise")]:
         results = gloo.run(nonfinite_job, 3, nonfinite, bad)
         assert len(set(results)) == 1
         message, skipped = results[0]
@@ -169,22 +156,6 @@ def test_ranks_decide_together_about_nan(gloo, nonfinite):
             )
         else:
             assert message is None
-
-
-def some_without_job():
-    """A rank whose parameters have no gradient, or no rows, takes part all the same."""
-    mesh = init_device_mesh("cpu", (3,))
-    model = fully_shard(Weights(torch.float32), mesh=mesh)
-    optimizer = AdamW(model.parameters(), nonfinite="skip")
-    parameter = model.weights[4]  # of one row, which rank 0 has
-    assert parameter.to_local().shape[0] == (dist.get_rank() == 0)
-    parameter.grad = distribute_tensor(torch.full((1, 300), torch.nan), mesh, [Shard(0)])
-    optimizer.step()
-    return optimizer.skipped, len(optimizer.state)
-
-
-def test_ranks_without_rows_agree(gloo):
-    assert gloo.run(some_without_job, 3) == [(1, 0)] * 3
 
 
 # --- states that travel ---
@@ -272,9 +243,7 @@ def compare(model, optimizer, path):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    "worlds", [(1, 4), *(pytest.param(w, marks=pytest.mark.slow) for w in ((4, 2, 1, 3), (2, 4)))], ids=str
-)
+@pytest.mark.parametrize("worlds", [(1, 4), pytest.param((4, 2, 1, 3), marks=pytest.mark.slow)], ids=str)
 def test_checkpoints_go_to_any_number_of_ranks(gloo, tmp_path, worlds):
     """Saved by the first number, loaded by the others: the same bits, and the same bits two steps later."""
     gloo.run(save_job, worlds[0], str(tmp_path))
@@ -333,27 +302,6 @@ def test_full_state_dicts(gloo, tmp_path):
     gloo.run(full_job, 2, str(tmp_path / "full.pt"))
 
 
-def alone_job(folder):
-    model, optimizer = trained()
-    some_steps(model, optimizer, 0, 3)
-    file_of(model, optimizer, folder)
-
-
-def test_a_checkpoint_of_shards_goes_into_one_process(gloo, tmp_path):
-    """By `dcp_to_torch_save`: no process group, no FSDP2."""
-    gloo.run(alone_job, 2, str(tmp_path / "saved"))
-    saved = torch.load(tmp_path / "saved.pt", weights_only=True)
-    model = octavo.convert(Net().bfloat16(), verbose=False)
-    model.load_state_dict(saved["model"])
-    optimizer = AdamW([p for p in model.parameters() if p.requires_grad])
-    names = [name for name, p in model.named_parameters() if p.requires_grad]
-    groups = optimizer.state_dict()["param_groups"]
-    optimizer.load_state_dict(
-        {"state": {i: saved["optimizer"]["state"][n] for i, n in enumerate(names)}, "param_groups": groups}
-    )
-    compare(model, optimizer, tmp_path / "saved.pt")
-
-
 def shards_job():
     """A rank's own `state_dict` through a file, and one of other shards."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
@@ -402,21 +350,3 @@ def masters_job():
 
 def test_set_masters(gloo):
     gloo.run(masters_job, 3)
-
-
-def columns_job():
-    mesh = init_device_mesh("cpu", (2,))
-    parameter = nn.Parameter(distribute_tensor(torch.randn(4, 192), mesh, [Shard(1)]))
-    try:
-        AdamW([parameter])
-    except ValueError as error:
-        assert "shards of a parameter [4, 192] placed as" in str(error) and "states='fp32'" in str(error)
-    else:
-        raise AssertionError("went through")
-    optimizer = AdamW([parameter], states="fp32")
-    parameter.grad = distribute_tensor(torch.ones(4, 192), mesh, [Shard(1)])
-    optimizer.step()
-
-
-def test_parameters_sharded_by_columns_are_refused(gloo):
-    gloo.run(columns_job, 2)
