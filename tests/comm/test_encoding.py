@@ -17,9 +17,9 @@ def arrived(x, spec):
 
 
 @pytest.mark.parametrize("spec", SPECS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_what_arrives_is_within_the_bound(spec, dtype):
-    for shape in (*SHAPES, (), (64, 300)):
+def test_what_arrives_is_within_the_bound(spec):
+    for number, shape in enumerate((*SHAPES, (), (64, 300))):
+        dtype = DTYPES[number % 3]
         x = values(shape, rank=0, dtype=dtype)
         assert_within(arrived(x, spec), x, bound(x, spec), f"{spec} {shape}")
 
@@ -69,7 +69,7 @@ def messages(draw):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("spec", SPECS)
-@settings(max_examples=150)
+@settings(max_examples=50)
 @given(x=messages())
 def test_any_message_arrives_within_the_bound_or_as_nan(spec, x):
     """Within the bound in groups that are finite, NaN in all others, whatever the shape and the order in memory."""

@@ -14,7 +14,7 @@ def ring_job():
     world, rank = dist.get_world_size(), dist.get_rank()
     after, before = (rank + 1) % world, (rank - 1) % world
     for spec, dtype, shape in [
-        *((spec, dtype, (6, 130)) for spec in SPECS for dtype in DTYPES),
+        *((spec, DTYPES[index % 3], (6, 130)) for index, spec in enumerate(SPECS)),
         *((comm.DEFAULT_SPEC, torch.bfloat16, shape) for shape in (*SHAPES, ())),
     ]:
         exact = values(shape, before, dtype=dtype)
@@ -58,9 +58,8 @@ def bytes_job():
     return None
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_ring(gloo, world):
-    gloo.run(ring_job, world)
+def test_ring(gloo):
+    gloo.run(ring_job, 3)
 
 
 def test_several_under_way(gloo):
