@@ -6,7 +6,7 @@ from octavo.numerics import RECIPES, Plan
 from octavo.numerics.plan import Decision
 from octavo.planner.decide import MIN_SPEEDUP, TIE_FACTOR, break_even, candidates, decide
 from octavo.planner.devices import DEVICES
-from octavo.planner.roofline import LinearCall, bf16_linear, fp8_linear
+from octavo.planner.roofline import LinearCall, fp8_linear
 
 H100, ALL = DEVICES["h100"], candidates("auto")
 
@@ -76,13 +76,6 @@ def test_the_preferred_recipe_among_equals():
             usable = [r for r in ALL if gpu.native_mx or r.name != "mxfp8"]
             fastest = min(fp8_linear(gpu, call, recipe).total for recipe in usable)
             assert fastest <= chosen.planned <= fastest * TIE_FACTOR
-
-
-def test_several_calls_of_one_linear_are_decided_together():
-    calls = [LinearCall(m=16384, k=4096, n=4096), LinearCall(m=1, k=4096, n=4096)]
-    decided = decide(H100, calls, ALL, eager=False)
-    assert decided.bf16 == pytest.approx(sum(bf16_linear(H100, call).total for call in calls))
-    assert decided.decision.recipe is not None and "and 1 others" in decided.decision.reason
 
 
 def test_the_host_is_counted_in_eager_code():

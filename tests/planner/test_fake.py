@@ -5,9 +5,9 @@ import torch
 import torch.nn.functional as F
 from models import MLP, llama
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from octavo.planner.fake import fake_batch, fake_copy, fake_tensors
+from support.dispatch_modes import Passing
 
 CPU = torch.device("cpu")
 
@@ -67,19 +67,12 @@ def test_batches_in_every_form():
 
 def attention_ops(device: str) -> list[str]:
     """Operations of attention whose values are narrower than queries and keys, forward and backward."""
-    names = []
-
-    class Names(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            names.append(func.__name__)
-            return func(*args, **(kwargs or {}))
-
     with fake_tensors(device):
         q, k, v = (torch.empty(2, 4, 16, size, dtype=torch.bfloat16, requires_grad=True) for size in (24, 24, 16))
-        with Names():
+        with Passing() as mode:
             F.scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
         assert [t.grad.shape for t in (q, k, v)] == [t.shape for t in (q, k, v)]
-    return names
+    return [func.__name__ for func in mode.seen]
 
 
 def test_latent_attention_is_fused_on_gpus_and_not_on_cpus():

@@ -9,7 +9,7 @@ from octavo.kernels.gemm import bf16_timing
 from octavo.kernels.gemm.fp8_timing import fp8_gemms
 from octavo.kernels.quantize.quantize_timing import quantizations as measured_quantizations
 from octavo.numerics import RECIPES
-from octavo.planner.decide import candidates, decide
+from octavo.planner.decide import decide
 from octavo.planner.devices import DEVICES
 from octavo.planner.measured import Measurements, read_measurements
 from octavo.planner.roofline import LinearCall, bf16_linear, fp8_linear, quantize_calls
@@ -59,15 +59,6 @@ def test_bf16_too_and_both_decide_together():
     assert slow.decision.recipe is None and "rowwise would be 0.71×" in slow.decision.reason
     half = decide(gpu(entries(rowwise, SHAPE, 100.0)), [CALL], (rowwise,), eager=False)
     assert "bf16 3.91" in half.decision.reason and "rowwise 0.7 ms measured" in half.decision.reason
-
-
-def test_a_part_that_was_measured_is_told_as_a_part():
-    table = [e for e in entries(RECIPES["rowwise"], SHAPE, 100.0) if e.op == "scaled_mm"]
-    decided = decide(gpu(table), [CALL], candidates("rowwise"), eager=False)
-    assert "% measured)" in decided.decision.reason
-    unknown = decide(gpu(table), [replace(CALL, k=1024)], candidates("rowwise"), eager=False)
-    assert "measured" not in unknown.decision.reason
-    assert unknown == decide(H100, [replace(CALL, k=1024)], candidates("rowwise"), eager=False)
 
 
 def test_times_are_interpolated_along_one_dimension_between_neighbours_and_nowhere_else():

@@ -8,7 +8,6 @@ from dataclasses import asdict
 import pytest
 import torch
 from models import llama
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -78,22 +77,6 @@ def test_settings_reach_the_step(wide):
     assert lean.planned.optimizer < lean.bf16.optimizer == plain.bf16.optimizer
     assert plan(wide, 1, 1024, world_size=8).bf16.tokens == 8192
     assert {row.recipe for row in plan(wide, 8, 2048, recipe="tensorwise").rows} == {"tensorwise", None}
-
-
-def test_a_batch_in_any_form_and_lora_ranks():
-    with torch.device("meta"):
-        down, up, head = nn.Linear(4096, 16), nn.Linear(16, 4096), nn.Linear(4096, 3)
-        base = nn.Linear(4096, 4096)
-    base.weight.requires_grad_(False)
-    planned = plan(nn.Sequential(base, down, up, head), torch.empty(8192, 4096))
-    rows = {row.name: row for row in planned.rows}
-    assert not any(rows[name].converted for name in "123")
-    assert "narrow (16)" in rows["1"].reason and "narrow (3)" in rows["3"].reason
-    base.weight.requires_grad_(True)
-    trained = plan(base, (torch.empty(8192, 4096),)).times[""]
-    assert planned.times["0"].bf16 == pytest.approx(
-        trained.bf16 / 2, rel=0.03
-    )  # neither has a dgrad, the first no wgrad
 
 
 def test_printed_and_as_json(wide):
@@ -175,15 +158,6 @@ def test_weights_that_cannot_travel_in_fp8_are_refused_as_a_run_would():
     assert plan(llama(), 2, 16, **arguments, parallel=Parallel(fp8_comm="auto")).converted
 
 
-@pytest.mark.slow
-def test_memory_of_selective_checkpointing_is_said_to_be_too_much(wide):
-    kept = plan(wide, 1, 1024)
-    selective = plan(wide, 1, 1024, checkpointing="selective")
-    assert selective.memory.at_peak == kept.memory.at_peak and not kept.memory.notes
-    assert "without recomputation, so an overestimate" in selective.memory.notes[0]
-    assert "so an overestimate" in str(selective) and "so an overestimate" in selective.to_json()
-
-
 def test_filters_and_precision_say_what_stays(wide):
     by_name = {row.name: row for row in plan(wide, 4, 8192, filter=filters.name("*.mlp.*")).rows}
     assert by_name["model.layers.0.mlp.up_proj"].converted
@@ -194,23 +168,6 @@ def test_filters_and_precision_say_what_stays(wide):
     bf16 = plan(wide, 4, 8192, precision=Precision.level("bf16"))
     assert not bf16.converted and bf16.gain == 1.0 and "precision level bf16; by cost: " in bf16.rows[0].reason
     assert bf16.memory.at_peak == bf16.bf16_memory.at_peak
-
-
-def test_stored_activations_are_part_of_the_plan():
-    with torch.device("meta"):
-        model = llama(hidden_size=1024, intermediate_size=4096, num_attention_heads=8, num_hidden_layers=2).bfloat16()
-    stored = plan(model, 4, 4096, precision=Precision.level("fp8+activations", recipe="auto"))
-    assert stored.activations == "fp8" and stored.fp8_activations and stored.converted
-    plain = plan(model, 4, 4096)
-    assert stored.memory.at_peak["activations"] < 0.5 * plain.memory.at_peak["activations"]
-    octavo.convert(model, plan=stored, verbose=False)
-    assert octavo.report(model).activations
-
-
-def test_a_plan_of_another_model_is_refused():
-    theirs = plan(llama(num_hidden_layers=3), 2, 16, device=FAST)
-    with pytest.raises(ValueError, match="the plan is for another model: it names 'model.layers.2"):
-        octavo.convert(llama(), plan=theirs)
 
 
 @pytest.mark.thorough

@@ -19,7 +19,6 @@ import octavo
 from octavo.nn.causal import chunked_loss
 from octavo.numerics.plan import Decision, Plan
 from octavo.parallel import Parallel
-from octavo.planner import model_plan
 from octavo.planner.fake import fake_copy, fake_tensors
 from octavo.planner.model_memory import make_gradients, make_states
 from octavo.planner.step_memory import _group, copy_with_blocks, leading_blocks
@@ -166,23 +165,6 @@ def first_blocks_differ(blocks):
     for block in model.model.layers[:2]:
         block.mlp = nn.Sequential(nn.Linear(width, 96), nn.GELU(), nn.Linear(96, width)).bfloat16()
     return model
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("world_size", [1, 8])
-def test_a_plan_traces_forward_twice_and_each_step_once(monkeypatch, world_size):
-    """Of 12 blocks the two first, which differ, and two or three of the others: the planner's time is theirs."""
-    traced = []
-    for name in ("trace", "trace_step"):
-        original = getattr(model_plan, name)
-
-        def counted(model, *args, name=name, original=original):
-            traced.append((name, len(find_blocks(model))))
-            return original(model, *args)
-
-        monkeypatch.setattr(model_plan, name, counted)
-    octavo.plan(first_blocks_differ(12), 2, 128, device=FAST, world_size=world_size)
-    assert traced == [("trace", 4), ("trace", 5), ("trace_step", 5), ("trace_step", 5)]
 
 
 @pytest.mark.slow

@@ -53,12 +53,6 @@ def test_what_is_held_has_one_name_and_views_are_their_storage():
     assert peak(timeline) == ("", {"batch": KILO})
 
 
-def test_sizes_are_rounded_up_to_the_granule():
-    timeline, tensors = Timeline(512), [torch.zeros(1), torch.zeros(129)]
-    timeline.label(tensors, "parameters")
-    assert largest(timeline) == {"parameters": 512 + 1024}
-
-
 def test_gradients_of_an_earlier_micro_batch_are_no_activations():
     weight = torch.nn.Parameter(torch.ones(256))
     timeline = Timeline()
