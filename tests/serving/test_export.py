@@ -170,36 +170,6 @@ def test_families_to_the_key(tmp_path, family, layout):
     assert not in_fp8 & set(quantization[ignored])
 
 
-@pytest.mark.thorough
-def test_experts_have_the_names_of_published_checkpoints(tmp_path):
-    export(converted("mixtral", "fp8-row"), tmp_path / "mixtral")
-    tensors = tensors_of(tmp_path / "mixtral")
-    experts = {name: tuple(t.shape) for name, t in tensors.items() if "layers.1.block_sparse_moe.experts.3." in name}
-    prefix = "model.layers.1.block_sparse_moe.experts.3"
-    assert experts == {
-        f"{prefix}.w1.weight": (256, 128), f"{prefix}.w1.weight_scale": (256, 1),
-        f"{prefix}.w2.weight": (128, 256), f"{prefix}.w2.weight_scale": (128, 1),
-        f"{prefix}.w3.weight": (256, 128), f"{prefix}.w3.weight_scale": (256, 1),
-    }  # fmt: skip
-    assert tensors["model.layers.1.block_sparse_moe.gate.weight"].dtype == torch.bfloat16
-    export(converted("vit", "fp8-row"), tmp_path / "vit")
-    assert {
-        "vit.encoder.layer.1.attention.attention.query.weight_scale",
-        "vit.encoder.layer.0.output.dense.weight",
-    } <= set(tensors_of(tmp_path / "vit"))
-    assert config_of(tmp_path / "vit")["quantization_config"]["ignore"][-1] == "classifier"
-    ignore = config_of(tmp_path / "mixtral")["quantization_config"]["ignore"]
-    assert {"lm_head", "model.layers.1.mlp.gate", "model.layers.1.block_sparse_moe.gate"} <= set(ignore)
-    deepseek = converted("deepseek_v3", "fp8-block")
-    export(deepseek, tmp_path / "deepseek", to="fp8-block")
-    tensors = tensors_of(tmp_path / "deepseek")
-    assert tensors["model.layers.1.mlp.experts.0.gate_proj.weight"].dtype == E4M3
-    assert tensors["model.layers.1.mlp.experts.0.gate_proj.weight_scale_inv"].shape == (1, 1)
-    assert tensors["model.layers.0.self_attn.kv_a_proj_with_mqa.weight_scale_inv"].shape == (2, 1)  # of 192 rows
-    gate = "model.layers.1.mlp.gate.weight"
-    assert tensors[gate].dtype == deepseek.get_parameter(gate).dtype  # bfloat16; since Transformers 5.24 float32
-
-
 def test_experts_whose_blocks_are_divided_stay_in_high_precision(tmp_path):
     """192 rows of gate and 192 of up are blocks of 128 in training, the second of both."""
     model = converted("mixtral", "fp8-block", intermediate_size=192)
@@ -283,16 +253,6 @@ def test_a_layout_of_another_recipe_is_refused(tmp_path, recipe):
     with pytest.raises(ValueError, match=rf"compute in recipe|computes in recipe {recipe}, which fp8-row"):
         octavo.export(model, tmp_path / "out")
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.thorough
-def test_one_layer_in_another_recipe_stays_in_high_precision(tmp_path):
-    model = converted("llama", "fp8-row")
-    octavo.nn.change_recipe(model, "model.layers.1.mlp.down_proj", "blockwise", reason="outliers")
-    with pytest.warns(UserWarning, match=r"layers\.1\.mlp\.down_proj: .*recipe blockwise, which fp8-row does not"):
-        exported = octavo.export(model, tmp_path / "out")
-    assert len(exported.fp8) == 13
-    assert tensors_of(tmp_path / "out")["model.layers.1.mlp.down_proj.weight"].dtype == torch.bfloat16
 
 
 def test_tied_and_transposed_weights_stay_in_high_precision(tmp_path):
@@ -397,11 +357,3 @@ def test_the_example_reloads_its_logits(capsys):
     runpy.run_path(str(Path(__file__).parents[2] / "examples" / "export_fp8.py"))
     printed = capsys.readouterr().out
     assert "(fp8-row: 14 modules in FP8, 1 in high precision)" in printed and "equal training's: True" in printed
-
-
-@pytest.mark.thorough
-def test_an_empty_folder_that_is_there_is_used(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    octavo.export(converted("llama", "fp8-row"), ".")
-    assert {"config.json", "model.safetensors", "README.md"} <= {path.name for path in tmp_path.iterdir()}
-    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
