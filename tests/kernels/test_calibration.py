@@ -18,7 +18,7 @@ from octavo.kernels.quantize import quantize_timing
 from octavo.kernels.quantize import triton as triton_quantize
 from octavo.kernels.quantize.quantize_timing import quantizations, time_quantization
 from octavo.kernels.registry import Backend, Op
-from octavo.kernels.timing import CallTime, TimingResult, time_on_gpu
+from octavo.kernels.timing import CallTime, TimingResult
 from octavo.numerics import RECIPES
 
 GPU = torch.device("cuda", 0)
@@ -235,33 +235,6 @@ def test_the_candidate_that_a_caller_waits_for_least_is_saved(measured, chosen):
     assert next(iter(result.times)) == chosen
     assert result.entry.backend == chosen.split()[0] and result.entry.microseconds == measured[chosen][0]
     assert result.entry.host_microseconds == min(h for label, (_, h) in measured.items() if label[0] == chosen[0])
-
-
-def test_host_time_is_that_of_calls_whose_queue_is_not_full(monkeypatch):
-    clock, log = [0.0], []
-
-    class Event:
-        def __init__(self, enable_timing):
-            assert enable_timing
-
-        def record(self):
-            log.append("event")
-
-        def elapsed_time(self, end):
-            return 0.030
-
-    def call():
-        clock[0] += 5e-6 if len(log) < 8 or log.count("call") % 2 else 7e-6
-        log.append("call")
-
-    monkeypatch.setattr("octavo.kernels.timing.time.perf_counter", lambda: clock[0])
-    monkeypatch.setattr("octavo.kernels.timing.cuda_sleep", lambda cycles: log.append("sleep"))
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: log.append("drained"))
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    measured = time_on_gpu([call] * 4)
-    assert (measured.kernel, round(measured.host, 6), round(measured.wait, 6)) == (30.0, 5.0, 30.0)
-    timed = ["event", "call", "event"] * 4
-    assert log == [*["call"] * 3, "drained", *["call"] * 4, "drained", "sleep", *timed, "drained"]
 
 
 def test_products_are_timed_as_a_planned_linear_runs_them():
