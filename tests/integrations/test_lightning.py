@@ -62,8 +62,7 @@ def by_hand(model, samples, precision, make, steps, autocast):
 
 
 @pytest.mark.parametrize(
-    ("level", "dtype", "autocast"),
-    [("fp8", torch.float32, True), ("fp8+activations+optimizer", torch.bfloat16, False)],
+    ("level", "dtype", "autocast"), [("fp8", torch.float32, True), ("fp8+activations+optimizer", torch.bfloat16, False)]
 )
 def test_training_is_that_of_a_plain_loop(level, dtype, autocast, llama, samples, tmp_path):
     precision = octavo.Precision.level(level)
