@@ -28,11 +28,8 @@ SIZES = {
 }
 FAMILIES = {
     "llama": {},
-    "mistral": {},
-    "qwen2": {},
     "qwen3": {"head_dim": 8},
     "gemma2": {"head_dim": 8, "final_logit_softcapping": 0.05},  # so tight that it shows
-    "gemma3_text": {"head_dim": 8, "final_logit_softcapping": None},
     "cohere": {"logit_scale": 0.25},
     "granite": {"logits_scaling": 8.0},
     "phi": {},  # a head with a bias

@@ -1,5 +1,5 @@
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import MLP, llama
 from torch import nn
@@ -70,6 +70,7 @@ def test_a_rule_says_what_decides(rule, selected, reason):
     assert rule.match(LAYER) == (selected, reason)
 
 
+@settings(max_examples=30)
 @given(TREES, TREES)
 def test_the_algebra_holds_for_verdicts_and_reasons(a, b):
     matches = (a & b).match(LAYER), (a | b).match(LAYER), (~a).match(LAYER)

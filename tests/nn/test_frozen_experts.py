@@ -112,8 +112,9 @@ def test_only_frozen_experts_become_resident():
         model.requires_grad_(True)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+@pytest.mark.parametrize(
+    ("family", "recipe"), [("mixtral", "rowwise"), ("gpt_oss", "rowwise_hp_wgrad"), ("gpt_oss", "blockwise")]
+)
 def test_state_round_trips_bit_for_bit(family, recipe, tmp_path):
     model = resident(mixture(family), recipe)
     expected = model(input_ids=TOKENS).logits

@@ -222,8 +222,7 @@ def test_on_meta_there_are_shapes():
     assert all(leaf.grad.shape == leaf.shape and leaf.grad.dtype == leaf.dtype for leaf in (hidden, weight, bias))
 
 
-@pytest.mark.parametrize("softcap", [None, 2.0])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("dtype", "softcap"), [(torch.float32, 2.0), (torch.bfloat16, None)])
 def test_the_kernel_gives_the_loss_and_gradients_of_pytorch_s_operations(monkeypatch, dtype, softcap):
     """In Triton's interpreter, as on a GPU: rows of odd lengths, ignored targets, several chunks."""
 

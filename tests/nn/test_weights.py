@@ -165,10 +165,10 @@ without_copies = cache(partial(losses, keep=False))
 @pytest.mark.thorough
 @pytest.mark.parametrize("name, gpu", [*((name, False) for name in RECIPES), ("rowwise", True), ("blockwise", True)])
 def test_losses_are_equal_with_and_without(name, gpu, monkeypatch):
-    without = without_copies(name)
+    without = without_copies(name, steps=6)
     set_copies(monkeypatch, gpu)
     for accumulate in (False, True):
-        assert_equal_losses(without, losses(name, True, accumulate=accumulate))
+        assert_equal_losses(without, losses(name, True, accumulate=accumulate, steps=6))
 
 
 def selective(model, x):
@@ -187,10 +187,10 @@ CHECKPOINTS = {
 
 @pytest.mark.parametrize(("name", "kind"), [*(("rowwise", kind) for kind in CHECKPOINTS), ("blockwise", "selective")])
 def test_losses_are_equal_under_activation_checkpointing(name, kind):
-    without = without_copies(name, steps=5)
+    without = without_copies(name, steps=6)
     for accumulate in (False, True):
         assert_equal_losses(
-            without, losses(name, True, accumulate=accumulate, checkpointing=CHECKPOINTS[kind], steps=5)
+            without, losses(name, True, accumulate=accumulate, checkpointing=CHECKPOINTS[kind], steps=6)
         )
 
 
@@ -340,7 +340,7 @@ def test_an_unreported_write_while_accumulating_raises(name, kind):
 
 def test_memory_released_and_filled_again_while_accumulating_is_seen_or_raises():
     """It is seen where the memory is elsewhere then."""
-    for _ in range(20):
+    for _ in range(8):
         layer, raised, after = layer_of(), False, None
         try:
             with accumulating(layer):
