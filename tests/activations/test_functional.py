@@ -68,6 +68,19 @@ def test_linears_beside_an_activation_keep_their_inputs_in_fp8():
     assert "own forward: inputs of products" in text and "precision level bf16" in text
 
 
+def test_a_skipped_linear_beside_an_activation_is_left_alone():
+    precision = octavo.Precision(matmul="bf16", activations="fp8", skip=["fc1"])
+    model, x = storing(A(), precision), rand(64, 64).requires_grad_()
+    assert type(model.fc1) is nn.Linear and model.octavo_storage.unrounded == ("fc1",)
+    plain, seen = A(), []
+    plain.load_state_dict(model.state_dict())
+    for m in (plain, model):
+        m.fc1.register_full_backward_hook(lambda module, _, gradients: seen.append(gradients[0]))
+        m(x).sum().backward()
+    assert torch.equal(model.fc1.weight.grad, seen[1].t() @ x) and not torch.equal(*seen)
+    assert 25 < sqnr(plain.fc2.weight.grad, model.fc2.weight.grad) < 60
+
+
 def test_heads_and_other_kinds_of_linears_keep_their_inputs_as_they_are():
     class Own(nn.Linear):
         def forward(self, x):
