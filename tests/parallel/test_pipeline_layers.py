@@ -85,6 +85,10 @@ def casts_job(name, keep):
     return losses, [after - before for before, after in zip(counts, [*counts[1:], len(casts)], strict=True)]
 
 
+def both_casts_job(name):
+    return casts_job(name, True), casts_job(name, False)
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "name",
@@ -92,9 +96,9 @@ def casts_job(name, keep):
 )
 def test_weights_are_quantized_once_a_step(gloo, name):
     """Once for all micro-batches, and a second time by the check at the end of `accumulating`; the same losses."""
-    kept = gloo.run(casts_job, 2, name, True)
+    kept, freed = zip(*gloo.run(both_casts_job, 2, name), strict=True)
     assert [counts for _, counts in kept] == [[2 * BLOCKS] * 3] * 2
-    assert last([losses for losses, _ in kept]) == last([losses for losses, _ in gloo.run(casts_job, 2, name, False)])
+    assert last([losses for losses, _ in kept]) == last([losses for losses, _ in freed])
 
 
 def options_job(name, options):
