@@ -176,6 +176,9 @@ def test_outliers_cost_attention_and_experts_little(gloo, parallel, outliers, li
     assert all(decibels <= limit for decibels, _ in losing.values()), losing
 
 
+# --- what no FP8 product rounds: embedding, last norm and head of a model of a few small blocks ---
+
+
 def stages_job():
     pipeline = Pipeline("1F1B", converted(blocks=4, hidden=256))
     names = {parameter: name for name, parameter in pipeline.model.named_parameters()}
@@ -200,6 +203,3 @@ def test_messages_lose_little_of_what_one_process_computes_almost_exactly(gloo, 
     gradients = merged(gloo.run(stages_job, ranks))
     worse = lost(blocks_alone(None), blocks_alone("rowwise"), gradients)
     assert max(worse.values()) <= LOST, worse
-
-
-# --- what no FP8 product rounds: embedding, last norm and head of a model of a few small blocks ---
