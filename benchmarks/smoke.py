@@ -66,7 +66,7 @@ def measure(session: Session, shape: Shape, recipe: str) -> Row:
     model: Any = build(base, Arm(f"octavo {recipe}" if recipe != "bf16" else "bf16"), session)
     figures = quality(recipe, results(base, *inputs[0]), results(model, *inputs[0]))
     plain, runs = ([step(each, list(each.parameters()), x, g) for x, g in inputs] for each in (base, model))
-    if recipe in RECIPES and RECIPES[recipe].layer_state:
+    if recipe in RECIPES and RECIPES[recipe].equalization:
         for _ in range(2 if session.tiny else SETTLED):
             runs[0]()
     figures |= in_turns(session, plain, runs)

@@ -200,7 +200,7 @@ def test_rows_of_a_linear(lying):
     shape = (48, 64, 32)
     lying.attempt({"shape": "48×64×32", "arm": "products", "mode": "eager"}, lambda: linear.products(lying, shape))
     opaque = arms.Arm("opaque rowwise", "compiled")
-    for arm in (arms.Arm("bf16"), arms.Arm("octavo rowwise"), arms.Arm("octavo delayed"), opaque):
+    for arm in (arms.Arm("bf16"), arms.Arm("octavo rowwise"), arms.Arm("given tensorwise"), opaque):
         identity = {"shape": "48×64×32", "m": 48, "k": 64, "n": 32, "arm": arm.name, "mode": arm.mode}
         row = lying.attempt(identity, lambda arm=arm: linear.measure(lying, shape, arm))
         assert "error" not in row, row["error"]

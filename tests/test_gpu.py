@@ -22,7 +22,6 @@ from octavo.kernels.gemm import SCALED_MM
 from octavo.kernels.gemm import reference as gemm_reference
 from octavo.kernels.quantize import QUANTIZE, QUANTIZE_PAIR, quantize, quantize_pair, reference
 from octavo.kernels.registry import OPS, Backend, Op, status
-from octavo.nn import delayed
 from octavo.numerics import RECIPES, QuantSpec
 from octavo.numerics.spec import FULL
 
@@ -207,7 +206,6 @@ def test_linear_is_captured_into_a_cuda_graph(name):
         graph.replay()
         torch.cuda.synchronize()
         assert low_sqnr(forward_backward(eager, x, g), results, 55) is None
-        assert delayed.state_dict(layer) == delayed.state_dict(eager)  # each replay is a pass
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the compiler's own

@@ -169,20 +169,6 @@ def test_figures_are_those_of_the_forms_that_products_read(recipe):
         assert actual[operand] == pytest.approx(level, abs=1e-4), operand
 
 
-def test_scales_of_earlier_steps_saturate():
-    linear = octavo.convert(torch.nn.Linear(32, 16, bias=False), "delayed", verbose=False)
-    watch = Watch(linear, every=1)
-    x = torch.randn(64, 32, generator=torch.Generator().manual_seed(0))
-    shares = []
-    for size in (1, 100, 100):
-        with watch.step():
-            linear((size * x).requires_grad_()).backward(torch.full((64, 16), float(size)))
-        shares.append({row.operand: round(row.saturation, 3) for row in watch.rows})
-    cut = ((100 * x).abs() > x.abs().max()).float().mean().item()
-    assert shares[0] == shares[2] == {"x": 0, "w": 0, "dgrad_g": 0, "wgrad_g": 0}
-    assert shares[1] == {"x": round(cut, 3), "w": 0, "dgrad_g": 1, "wgrad_g": 1}
-
-
 @pytest.mark.parametrize("recipe", list(RECIPES))
 def test_what_if_is_what_a_model_of_that_recipe_would_show(recipe):
     def rows(own, what_if):

@@ -58,16 +58,16 @@ def test_training_and_a_resumed_run_are_those_of_a_plain_loop(level, llama, samp
 
 @pytest.mark.thorough
 def test_recipes_with_state_are_in_saved_states(llama, samples, tmp_path):
-    accelerator = Fp8Accelerator(cpu=True, precision={"recipe": "delayed"})
+    accelerator = Fp8Accelerator(cpu=True, precision={"recipe": "rowwise_equalized"})
     model = llama()
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
     train(model, optimizer, batches_of(samples, 3), accelerator.backward)
     accelerator.save_state(str(tmp_path))
-    saved = octavo.nn.delayed.state_dict(model)
+    saved = octavo.nn.equalized.state_dict(model)
     train(model, optimizer, batches_of(samples, 1), accelerator.backward)
-    assert octavo.nn.delayed.state_dict(model) != saved
+    assert octavo.nn.equalized.state_dict(model) != saved
     accelerator.load_state(str(tmp_path))
-    assert octavo.nn.delayed.state_dict(model) == saved
+    assert octavo.nn.equalized.state_dict(model) == saved
 
 
 def test_settings_that_contradict_each_other(llama):
@@ -140,8 +140,8 @@ def test_two_ranks_train_like_one(gloo):  # noqa: F811
 
 @pytest.mark.thorough
 def test_state_of_one_rank_is_refused_on_two(gloo):  # noqa: F811
-    messages = gloo.run(_two_rank_losses, 2, "delayed")
-    assert all("recipe 'delayed'" in message and "octavo.parallelize" in message for message in messages)
+    messages = gloo.run(_two_rank_losses, 2, "rowwise_equalized")
+    assert all("recipe 'rowwise_equalized'" in message and "octavo.parallelize" in message for message in messages)
 
 
 def _fallbacks():

@@ -54,11 +54,11 @@ def test_steps_are_those_of_a_plain_loop(tool, plain, tmp_path):
 @pytest.mark.parametrize("tool", TOOLS)
 def test_a_killed_run_goes_on_from_the_checkpoint_of_its_tool(tool, plain, tmp_path):
     pytest.importorskip(TOOLS[tool], reason=f"{TOOLS[tool]} is not installed")
-    code, before, weights = run(tool, tmp_path, "delayed", kill_at=37)
+    code, before, weights = run(tool, tmp_path, "rowwise_equalized", kill_at=37)
     assert code == -signal.SIGKILL and len(before) == 37 and weights is None
     (tmp_path / "losses.jsonl").unlink()
-    code, after, weights = run(tool, tmp_path, "delayed")
-    expected, expected_weights = plain(tool, "delayed")
+    code, after, weights = run(tool, tmp_path, "rowwise_equalized")
+    expected, expected_weights = plain(tool, "rowwise_equalized")
     assert code == 0 and sorted(after) == list(range(31, 51))  # the checkpoint of step 30 was the last
     assert before == {step: expected[step] for step in range(1, 38)} and before | after == expected
     assert weights == expected_weights

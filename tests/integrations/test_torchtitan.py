@@ -161,7 +161,7 @@ def test_the_command_line_converts_without_code():
     ("settings", "message"),
     [
         ({"recipe": "rowwize"}, "did you mean 'rowwise'"),
-        ({"recipe": "delayed"}, "torchtitan's checkpoints would lose: use 'rowwise'"),
+        ({"recipe": "rowwise_equalized"}, "torchtitan's checkpoints would lose: use 'rowwise'"),
         ({"skip_last": -1}, "skip_last is 0 or more"),
         ({"skip": ["*"]}, "no layer would be converted"),
     ],

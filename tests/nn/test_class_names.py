@@ -45,7 +45,6 @@ class Block(nn.Module):
 
 KINDS = {
     "linear": (nn.Linear, lambda: nn.Linear(64, 64), {}),
-    "delayed linear": (nn.Linear, lambda: nn.Linear(64, 64), {"recipe": "delayed"}),
     "equalized linear": (nn.Linear, lambda: nn.Linear(64, 64), {"recipe": equalized("rowwise")}),
     "resident linear": (nn.Linear, lambda: nn.Linear(64, 64).requires_grad_(False), {"frozen": "fp8"}),
     "subclass of a linear": (Named, lambda: nn.Sequential(Named(64, 64)), {}),

@@ -59,7 +59,7 @@ def unprefixed(tensors):
         *((name, kind, torch.bfloat16) for name in ("rowwise", "rowwise_equalized") for kind in CHECKPOINTING),
         ("rowwise", "reentrant", torch.float16), ("tensorwise", "selective", torch.float32),
         ("rowwise_hp_wgrad", "full", torch.float32), ("blockwise", "selective", torch.float16),
-        ("mxfp8", "reentrant", torch.float32), ("delayed", "full", torch.bfloat16),
+        ("mxfp8", "reentrant", torch.float32),
     ],
 )  # fmt: skip
 def test_checkpointing_is_bitwise_neutral(name, kind, dtype):
@@ -131,7 +131,7 @@ def test_compile_quantizes_a_shared_input_once(stored, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, at the import of its partitioner
-@pytest.mark.parametrize("name", [name for name, recipe in RECIPES.items() if not recipe.layer_state])
+@pytest.mark.parametrize("name", [name for name, recipe in RECIPES.items() if not recipe.equalization])
 def test_compile_keeps_no_more_than_eager(name):
     """Forward's FP8 weights are equal to backward's, and must not be held in between for that."""
     torch._dynamo.reset()

@@ -158,7 +158,7 @@ def test_products_are_those_of_scaled_operands(copies, recipe, monkeypatch):
 
 
 def test_other_recipes_cannot_equalize():
-    for name in ("tensorwise", "blockwise", "mxfp8", "delayed"):
+    for name in ("tensorwise", "blockwise", "mxfp8"):
         with pytest.raises(ValueError, match="folds the scales of X and W"):
             equalized(name)
     assert equalized(NAME, every=7).equalization == 7 and equalized(NAME).name == NAME

@@ -79,7 +79,7 @@ class CastsBoth(nn.Linear):
 
 
 @pytest.mark.parametrize(
-    ("kind", "recipe"), [(CastsToDtype, "rowwise"), (CastsLike, "delayed"), (CastsBoth, "rowwise_equalized")]
+    ("kind", "recipe"), [(CastsToDtype, "rowwise"), (CastsLike, "tensorwise"), (CastsBoth, "rowwise_equalized")]
 )
 def test_linears_that_cast_their_weight_compute_in_fp8(kind, recipe):
     torch.manual_seed(0)
@@ -175,7 +175,7 @@ class Halved(torch.Tensor):
         raise NotImplementedError(function)
 
 
-@pytest.mark.parametrize("recipe", ["rowwise", "delayed", "rowwise_equalized"])
+@pytest.mark.parametrize("recipe", ["rowwise", "rowwise_equalized"])
 def test_a_weight_that_another_library_quantizes_after_conversion_multiplies_itself(recipe):
     plain, x = nn.Sequential(nn.Linear(64, 64)), torch.randn(8, 64)
     model = octavo.convert(copy.deepcopy(plain), recipe, verbose=False)

@@ -56,7 +56,7 @@ def same(expected, actual):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("biased", [True, False])
-@pytest.mark.parametrize("name", [name for name, recipe in RECIPES.items() if not recipe.layer_state])
+@pytest.mark.parametrize("name", [name for name, recipe in RECIPES.items() if not recipe.equalization])
 def test_each_expert_gets_the_bits_of_its_own_linear_and_nothing_reads_the_tail(name, biased, dtype):
     x, w, bias, g, offsets = operands(dtype, biased)
     expected = per_expert(x, w, bias, g, RECIPES[name])
@@ -145,7 +145,6 @@ def test_what_does_not_fit_is_refused():
     ):
         with pytest.raises(ValueError, match=text):
             grouped_linear(*arguments, RECIPES["rowwise"])
-    for name, state in (("delayed", "an amax history"), ("rowwise_equalized", "channel scales")):
-        with pytest.raises(ValueError, match=f"'{name}' needs {state}, which experts do not keep"):
-            grouped_linear(x, w, bias, offsets, RECIPES[name])
+    with pytest.raises(ValueError, match="'rowwise_equalized' needs channel scales, which experts do not keep"):
+        grouped_linear(x, w, bias, offsets, RECIPES["rowwise_equalized"])
     assert [name for name, recipe in RECIPES.items() if is_grouped(recipe)] == ["rowwise"]

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from octavo.nn.delayed import Delayed
 from torch import nn
 
 import octavo
 from octavo.inspect import Watch
+from octavo.nn.equalized import Equalized
 from octavo.nn.filters import sizes
 from octavo.nn.linear import linear
 from octavo.nn.linear_like import LinearLike
@@ -44,7 +44,7 @@ class Fp8Columns(LinearLike, Columns):
         return linear(x, self.weight.t(), self.bias, self.recipe, self.octavo_keep_weights(), self.octavo_quantizer())
 
 
-class DelayedColumns(Delayed, Fp8Columns):
+class EqualizedColumns(Equalized, Fp8Columns):
     octavo_original = Columns
 
 
@@ -92,17 +92,18 @@ def test_a_new_kind_of_layer_is_converted_reported_watched_changed_and_reverted(
         y.sum().backward()
     assert torch.equal(y, linear(x, model[0].weight.t(), None, octavo.RECIPES["blockwise"]))
     assert {row.recipe for row in watch.rows} == {"blockwise"} and watch.errors["0"]["blockwise"] < 0.1
-    with pytest.raises(ValueError, match="no FP8 class for a Columns with recipe 'delayed'"):
-        octavo.nn.change_recipe(model, "0", "delayed", reason="a test")
+    with pytest.raises(ValueError, match="no FP8 class for a Columns with recipe 'rowwise_equalized'"):
+        octavo.nn.change_recipe(model, "0", "rowwise_equalized", reason="a test")
     octavo.revert(model)
     assert type(model[0]) is Columns and torch.equal(model[0](x), x @ model[0].weight)
 
 
-def test_a_new_kind_of_layer_with_a_delayed_class(entry, monkeypatch):
-    monkeypatch.setitem(FP8_CLASSES, entry.plain, replace(FP8_CLASSES[entry.plain], delayed=path(DelayedColumns)))
-    model = octavo.convert(nn.Sequential(Columns()), "delayed", verbose=False)
+def test_a_new_kind_of_layer_with_an_equalized_class(entry, monkeypatch):
+    classes = replace(FP8_CLASSES[entry.plain], equalized=path(EqualizedColumns))
+    monkeypatch.setitem(FP8_CLASSES, entry.plain, classes)
+    model = octavo.convert(nn.Sequential(Columns()), "rowwise_equalized", verbose=False)
     model(torch.ones(8, 64)).sum().backward()
-    assert isinstance(model[0], DelayedColumns) and octavo.nn.delayed.state_dict(model)["0"][0][1] == 1
+    assert isinstance(model[0], EqualizedColumns) and list(octavo.nn.equalized.state_dict(model)) == ["0"]
 
 
 def test_fp8_activations_of_a_module_with_a_new_kind_of_layer(entry):
@@ -141,7 +142,8 @@ def nested(sizes, layout):
 @pytest.mark.parametrize(
     ("layout", "sizes", "recipe"),
     [
-        (torch.jagged, [(5, 128), (9, 128)], "rowwise"), (torch.jagged, [(5, 3, 128), (9, 3, 128)], "delayed"),
+        (torch.jagged, [(5, 128), (9, 128)], "rowwise_equalized"),
+        (torch.jagged, [(5, 3, 128), (9, 3, 128)], "rowwise"),
         (torch.strided, [(5, 128), (9, 128)], "tensorwise"), (torch.strided, [(5, 3, 128), (9, 3, 128)], "rowwise"),
     ],
 )  # fmt: skip

@@ -136,7 +136,7 @@ def test_a_class_with_odd_ways_is_converted_and_reverted(owner):
         assert type(twin[1]) is type(model[1]) and twin[1].recipe == model[1].recipe
     octavo.revert(model)
     assert state(model) == before
-    octavo.convert(model[1], "delayed", verbose=False)
+    octavo.convert(model[1], "rowwise_equalized", verbose=False)
     model(torch.randn(3, 32)).sum().backward()
     octavo.revert(model[1])
     assert state(model) == before

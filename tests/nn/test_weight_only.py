@@ -273,7 +273,7 @@ MISTAKES = {
         "but its weight is plain",
     ),
     "several forms": (lambda: weight_only("mxfp8"), "one FP8 form of W"),
-    "history": (lambda: weight_only("delayed"), "no history"),
+    "channel scales": (lambda: weight_only("rowwise_equalized"), "no equalization"),
 }  # fmt: skip
 
 

@@ -18,7 +18,6 @@ def test_which_recipes_fold_follows_from_their_granularity():
         "rowwise_hp_wgrad": (True, False, False),
         "blockwise": (False, False, False),
         "mxfp8": (False, False, False),
-        "delayed": (False, False, True),
     }
 
 
@@ -80,5 +79,5 @@ def test_precision_levels_and_switches():
 
 def test_which_weights_are_gathered_in_fp8():
     assert [name for name, recipe in RECIPES.items() if recipe.supports_fp8_gather] == [
-        "rowwise", "tensorwise", "rowwise_equalized", "rowwise_hp_wgrad", "delayed"
+        "rowwise", "tensorwise", "rowwise_equalized", "rowwise_hp_wgrad"
     ]  # fmt: skip

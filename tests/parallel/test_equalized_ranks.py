@@ -75,7 +75,7 @@ def changing_job(settings, recipes):
     ("recipes", "equalized_layers"),
     [
         (("tensorwise", "rowwise_equalized"), 2),
-        pytest.param(("delayed", "rowwise_equalized", "delayed"), 0, marks=pytest.mark.thorough),
+        pytest.param(("tensorwise", "rowwise_equalized", "tensorwise"), 0, marks=pytest.mark.thorough),
         pytest.param(("rowwise_equalized", "rowwise", "rowwise_equalized"), 4, marks=pytest.mark.thorough),
     ],
 )

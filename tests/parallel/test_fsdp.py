@@ -298,7 +298,7 @@ def test_checkpoints_while_a_step_runs(gloo, recipe, comm, tmp_path):
 
 def empty_job():
     """Gradients where rank 1 has no sequences, beside those of one process that has rank 0's."""
-    for settings, recipe in (({"fp8_comm": "gather"}, "tensorwise"), ({"dp_replicate": 2}, "delayed")):
+    for settings, recipe in (({"fp8_comm": "gather"}, "tensorwise"), ({"dp_replicate": 2}, "rowwise")):
         model, plain = parallelize(make(recipe), Parallel(**settings)), make(recipe)
         for step in range(2):
             tokens = share(step, 0, 0)
@@ -318,7 +318,7 @@ def test_a_rank_without_sequences(gloo):
 
 def raising_job(alone):
     """A forward that raises in a step: on all ranks, which go on as if it had not been, or on rank 1, which ends."""
-    model, plain = (parallelize(make("delayed"), Parallel(fp8_comm="on")) for _ in range(2))
+    model, plain = (parallelize(make("rowwise_equalized"), Parallel(fp8_comm="on")) for _ in range(2))
     steppers = [optimizer_of("torch", m.parameters()) for m in (model, plain)]  # while parameters are shards
     if alone and dist.get_rank() == 0:
         start = time.monotonic()
@@ -504,3 +504,18 @@ def test_another_dtype_afterwards(gloo):
 
 def test_evaluation_clipping_and_autocast(gloo):
     gloo.run(modes_job, 2)
+
+
+def written_job(fp8_comm):
+    """Outputs before and after weights grow without a step of an optimizer."""
+    model, x = parallelize(make("tensorwise", blocks=1), Parallel(fp8_comm=fp8_comm)), torch.zeros(2, 8, dtype=int)
+    before = model(x).detach()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(WIDTH)
+    return before, model(x).detach()
+
+
+def test_scales_by_tensor_follow_weights_written_without_an_optimizer(gloo):
+    for gathered, plain in zip(gloo.run(written_job, 2, "gather"), gloo.run(written_job, 2, "off"), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(gathered, plain, strict=True))

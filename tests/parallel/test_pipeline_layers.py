@@ -5,7 +5,6 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.distributed as dist
-from octavo.nn.delayed import history_of
 from pipelines import MICROS, SCHEDULES, Pipeline, batch, converted, difference, loss_fn, one_process, train
 from test_pipeline import BLOCKS, MESSAGES_BEFORE, last
 from torch.distributed.device_mesh import init_device_mesh
@@ -46,25 +45,6 @@ def test_inferring_metadata_measures_nothing(gloo, checkpointing):
         assert losses == same_losses and passes == same_passes
         assert all(torch.equal(a, b) for a, b in zip(scales, same_scales, strict=True))
         assert any((factor != 1).any() for factor in scales)
-
-
-def history_job():
-    """Amax histories after torch has inferred metadata, in stages that are not compared with others."""
-    rank = dist.get_rank()
-    pipeline = Pipeline("GPipe", converted("delayed", blocks=BLOCKS))
-    (stage,) = pipeline.stages
-    stage._checked = stage.stage_index_to_group_rank
-    tokens = batch(0).chunk(MICROS)[0]
-    schedule = pipeline.schedule
-    stage.has_backward = True
-    schedule._initialize_stage((tokens[:, :-1],) if rank == 0 else (), {}, tokens[:, 1:] if rank else None)
-    return [history_of(m).amaxes for m in pipeline.parts.modules() if isinstance(m, octavo.nn.Linear)]
-
-
-@pytest.mark.thorough
-def test_inferring_metadata_leaves_histories_empty(gloo):
-    for amaxes in gloo.run(history_job, 2):
-        assert amaxes == [None] * BLOCKS
 
 
 def casts_job(name, keep):

@@ -344,8 +344,7 @@ def test_copies_without_shards_are_refused_over_tensor_parallelism(gloo):
 def refused_job():
     rank, errors = dist.get_rank(), []
     column, row = Fp8ColwiseParallel, Fp8RowwiseParallel
-    for recipe in ("tensorwise", "delayed"):
-        errors.append(refusal(linears(recipe)[0], column()))
+    errors.append(refusal(linears("tensorwise")[0], column()))
     errors.append(refusal(nn.Linear(64, 66), column(heads=3)))
     errors.append(refusal(nn.Linear(64, 65), column()))
     errors.append(refusal(nn.Linear(63, 64), row()))
@@ -371,7 +370,7 @@ def refused_job():
 
 
 REFUSED = [
-    "recipe 'tensorwise' has one scale per tensor", "recipe 'delayed' has one scale per tensor",
+    "recipe 'tensorwise' has one scale per tensor",
     "heads = 3 is not divided by 2 ranks of tensor parallelism: take one of [1] ranks",
     "out_features = 65 is not divided by 2 ranks of tensor parallelism: take one of [1] ranks, or pad it to 66",
     "in_features = 63 is not divided by 2 ranks",

@@ -75,7 +75,6 @@ def every(passes):
     ("recipe", "x", "w", "w_again", "g"),
     [
         ("tensorwise", [2, 4], [2, 3], [3], [2, 4]),
-        ("delayed", [2, 4], [2, 3], [3], [2, 4]),
         ("rowwise", [4], [3], [3], [2, 4]),
         ("rowwise_equalized", [4], [3], [3], [2, 4]),
         ("rowwise_hp_wgrad", [3], [3], [3], [3]),

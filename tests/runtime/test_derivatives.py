@@ -71,7 +71,6 @@ CASES = {
     "linear 3-D": partial(
         converted, lambda: nn.Sequential(nn.Unflatten(0, (2, 8)), nn.Linear(64, 64)), keep_weights=True
     ),
-    "delayed": partial(converted, lambda: nn.Linear(64, 64), "delayed"),
     "mxfp8": partial(converted, lambda: nn.Linear(64, 64), "mxfp8"),
     "experts": Experts,
     "layer norm": partial(converted, partial(with_norm, nn.LayerNorm), precision=ACTIVATIONS),
