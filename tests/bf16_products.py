@@ -1,7 +1,5 @@
 """Products of bf16 tensors in float32: on CPUs without bf16 instructions, PyTorch's own take many times as long."""
 
-from typing import Any
-
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -12,7 +10,7 @@ _PRODUCTS = (_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten._gr
 class Float32Products(TorchDispatchMode):
     """Multiplies bf16 tensors in float32 and rounds the result once, as bf16 instructions do."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         bf16 = [isinstance(value, torch.Tensor) and value.dtype == torch.bfloat16 for value in args]
         if func not in _PRODUCTS or not any(bf16) or args[0].device.type != "cpu":
             return func(*args, **(kwargs or {}))

@@ -1,7 +1,6 @@
 """What a process hands to `torch.distributed`, seen where every collective passes: the dispatcher."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,17 +31,17 @@ class Call:
 class CollectiveRecorder(TorchDispatchMode):
     """Records collectives while it is on."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.calls: list[Call] = []
+        self.calls = []
 
-    def named(self, name: str) -> list[Call]:
+    def named(self, name):
         return [call for call in self.calls if call.name == name]
 
-    def bytes(self, name: str, dtype: torch.dtype | None = None) -> int:
+    def bytes(self, name, dtype=None):
         return sum(call.bytes for call in self.named(name) if dtype in (None, call.dtype))
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace == "c10d":
             name = func._schema.name.removeprefix("c10d::")
             if name in _INPUT_POSITION:
@@ -53,5 +52,5 @@ class CollectiveRecorder(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _flat(value: Any) -> list[Tensor]:
+def _flat(value):
     return [value] if isinstance(value, Tensor) else [t for v in value for t in _flat(v)]

@@ -13,7 +13,7 @@ pretend.install()
 
 import torch  # noqa: E402  after the device is there
 from benchmarks.compiled import block  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
+from torch import nn  # noqa: E402
 from torch._dynamo.utils import counters  # noqa: E402
 
 import octavo  # noqa: E402
@@ -28,12 +28,12 @@ BFLOAT16 = {"dtype": torch.bfloat16, "device": "cuda"}
 class Step(nn.Module):
     """A decoder layer, a norm, a head and its loss."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.block, self.norm = block.Block(), block.Norm()
         self.head = block._linear(block.WIDTH, VOCABULARY)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, x, cos, sin):
         hidden = self.norm(self.block(x, cos, sin))
         target = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device="cuda")
         return linear_cross_entropy(hidden, self.head.weight, target)
@@ -42,19 +42,19 @@ class Step(nn.Module):
 class Linear(nn.Module):
     """A linear with a bias, which takes what a decoder layer takes."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.linear = block._linear(block.WIDTH, block.WIDTH)
         self.linear.bias = nn.Parameter(torch.empty(block.WIDTH, **BFLOAT16))
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, x, cos, sin):
         return self.linear(x)
 
 
 KINDS = {"linear": [Linear], "layers": [block.Block] * 2, "step": [Step]}
 
 
-def result(case: str, backend: str) -> dict[str, object]:
+def result(case, backend):
     """Compile each module of a case by itself; a case is a kind, a recipe and perhaps "stored"."""
     kind, recipe, *stored = case.split()
     torch._dynamo.reset()

@@ -23,7 +23,7 @@ if not torch.cuda.is_available():
 
 
 @pytest.fixture(autouse=True)
-def no_gpu_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_gpu_decides(monkeypatch):
     """Has `octavo.convert` convert every layer on machines with a GPU too, where small ones would stay in bf16."""
     if torch.cuda.is_available():
         monkeypatch.setattr("octavo.planner.auto_convert.local_gpu_name", lambda: None)

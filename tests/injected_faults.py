@@ -6,7 +6,7 @@ stored activations: they change torch functions, the forward of modules, or publ
 
 import importlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -64,23 +64,23 @@ class RoundedSigmoid(torch.autograd.Function):
 # --- around the run of a converted model ---
 
 
-def around(change: Callable[[nn.Module], AbstractContextManager]) -> AbstractContextManager:
+def around(change):
     return mock.patch.object(outcome, "around_octavo", change)
 
 
-def function(target, name, replacement) -> AbstractContextManager:
+def function(target, name, replacement):
     return around(lambda model: mock.patch.object(target, name, replacement))
 
 
 @contextmanager
-def _forwards(chosen, replacement, model) -> Iterator[None]:
+def _forwards(chosen, replacement, model):
     for module in model.modules():
         if chosen(module):
             module.forward = partial(replacement, module, module.forward)
     yield
 
 
-def forward(chosen, replacement) -> AbstractContextManager:
+def forward(chosen, replacement):
     """Replaces the forward of the modules that are chosen by replacement(module, original, x)."""
     return around(partial(_forwards, chosen, replacement))
 
@@ -264,7 +264,7 @@ class InjectedFault:
     on_ranks: bool = False
     slow: bool = False
 
-    def concerns(self, text: str) -> bool:
+    def concerns(self, text):
         return re.search(self.pattern, text) is not None
 
 

@@ -1,13 +1,11 @@
 """What stays alive of a call, garbage collected."""
 
 import gc
-from collections.abc import Callable
-from typing import Any
 
 import torch
 
 
-def bytes_left_by(function: Callable[[], Any]) -> int:
+def bytes_left_by(function):
     """Bytes in the tensors that a function makes and Python still reaches once its result is dropped.
 
     A cycle of autograd's nodes that no collection frees goes through such a tensor. What autograd alone holds is not

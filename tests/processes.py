@@ -16,12 +16,10 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable
 from datetime import timedelta
 from functools import cache, partial
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -50,15 +48,13 @@ class Failed(AssertionError):
 class Gloo:
     """A pool of processes."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(_PRELOADED)
-        self._workers: list[tuple[Any, Connection]] = []
+        self._workers = []
         self._jobs = 0
 
-    def run(
-        self, function: Callable[..., Any], world: int, *args: Any, timeout: float = 90.0, **options: Any
-    ) -> list[Any]:
+    def run(self, function, world, *args, timeout=90.0, **options):
         """Call a function of a module in `world` processes that are ranks of one group; their results, by rank."""
         self._jobs += 1
         if self._jobs > _JOBS:
@@ -79,9 +75,9 @@ class Gloo:
             raise Failed("\n".join(f"rank {rank}: {text}" for rank, text in sorted(errors.items())))
         return [results[rank] for rank in range(world)]
 
-    def _collect(self, workers: dict[int, Connection], timeout: float) -> tuple[dict[int, Any], dict[int, str]]:
-        results: dict[int, Any] = {}
-        errors: dict[int, str] = {}
+    def _collect(self, workers, timeout):
+        results = {}
+        errors = {}
         end = time.monotonic() + timeout
         left = dict(workers)
         while left and (seconds := end - time.monotonic()) > 0:
@@ -100,7 +96,7 @@ class Gloo:
             self.kill()
         return results, errors
 
-    def kill(self) -> None:
+    def kill(self):
         """End all processes."""
         for process, connection in self._workers:
             process.kill()
@@ -111,28 +107,28 @@ class Gloo:
 
 
 @cache
-def _pool() -> Gloo:
+def _pool():
     pool = Gloo()
     atexit.register(pool.kill)
     return pool
 
 
 @pytest.fixture(scope="session")
-def gloo() -> Gloo:
+def gloo():
     return _pool()
 
 
-def _packed(value: Any) -> bytes:
+def _packed(value):
     file = io.BytesIO()
     torch.save(value, file)
     return file.getvalue()
 
 
-def _unpacked(data: bytes) -> Any:
+def _unpacked(data):
     return torch.load(io.BytesIO(data), weights_only=False)
 
 
-def _serve(connection: Connection) -> None:
+def _serve(connection):
     """A worker: do what comes, until the other end is closed."""
     torch.set_num_threads(1)
     while True:
@@ -147,7 +143,7 @@ def _serve(connection: Connection) -> None:
         connection.send_bytes(_packed(answer))
 
 
-def _call(function: Callable[..., Any], rank: int, world: int, store: Path, timeout: float) -> Any:
+def _call(function, rank, world, store, timeout):
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=timeout)
     )

@@ -5,6 +5,6 @@ import torch
 from packaging.version import Version
 
 
-def requires_torch(release: str, why: str) -> pytest.MarkDecorator:
+def requires_torch(release, why):
     """Skips a test on older releases, with the reason."""
     return pytest.mark.skipif(Version(torch.__version__) < Version(release), reason=f"needs torch {release}: {why}")

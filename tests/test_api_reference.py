@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -31,17 +30,17 @@ config = {hidden_size = 32, intermediate_size = 64, num_hidden_layers = 1, num_a
 """
 
 
-def thing(path: str) -> Any:
+def thing(path):
     """The function or class at a dotted path, without decorators."""
     package, _, name = path.rpartition(".")
     return inspect.unwrap(getattr(importlib.import_module(package), name))
 
 
-def examples(path: str) -> list[doctest.Example]:
+def examples(path):
     return doctest.DocTestParser().get_examples(inspect.getdoc(thing(path)) or "")
 
 
-def spans_ranks(path: str) -> bool:
+def spans_ranks(path):
     return bool(re.search("on two ranks|[Uu]nder `?torchrun`?, on each rank", inspect.getdoc(thing(path)) or ""))
 
 
@@ -49,16 +48,16 @@ ALONE = [path for path, *_ in ENTRIES if examples(path) and not spans_ranks(path
 RANKED = [path for path, *_ in ENTRIES if examples(path) and spans_ranks(path)]
 
 
-def run_examples(path: str) -> str:
+def run_examples(path):
     """Run the examples of a docstring; returns the failures as text."""
-    text: list[str] = []
+    text = []
     names = {"octavo": octavo, "torch": torch, "dist": dist, "Path": Path}
     test = doctest.DocTest(examples(path), names, path, None, None, None)
     doctest.DocTestRunner(optionflags=OPTIONS, verbose=False).run(test, out=text.append)
     return "".join(text)
 
 
-def test_every_public_name_has_one_entry() -> None:
+def test_every_public_name_has_one_entry():
     listed = [thing(path) for path, *_ in ENTRIES]
     assert len(listed) == len(set(listed))
     for package in ("octavo", *(f"octavo.{name}" for name in SUBPACKAGES)):
@@ -69,13 +68,13 @@ def test_every_public_name_has_one_entry() -> None:
                 assert value in listed, f"docs/api has no entry for {package}.{name}"
 
 
-def test_every_entry_is_reached_by_its_heading() -> None:
+def test_every_entry_is_reached_by_its_heading():
     for path, heading, label in ENTRIES:
         assert thing(heading) is thing(path) and heading.endswith(f".{label}"), heading
 
 
 @pytest.mark.thorough
-def test_every_heading_is_reached_after_import_octavo() -> None:
+def test_every_heading_is_reached_after_import_octavo():
     """Except what needs other tools: integrations and the trainer's."""
     headings = [h for _, h, _ in ENTRIES if not h.startswith(("octavo.integrations.", "octavo.compat."))]
     code = f"import octavo\nfor heading in {headings}: eval(heading)"
@@ -83,12 +82,12 @@ def test_every_heading_is_reached_after_import_octavo() -> None:
 
 
 @pytest.mark.parametrize("path", [path for path, *_ in ENTRIES if inspect.isfunction(thing(path))])
-def test_every_public_function_has_an_example(path: str) -> None:
+def test_every_public_function_has_an_example(path):
     assert examples(path)
 
 
 @pytest.mark.parametrize("path", ALONE)
-def test_examples_run(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_examples_run(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("config.toml").write_text(CONFIG)
     Path("corpus").mkdir()
@@ -99,10 +98,10 @@ def test_examples_run(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.thorough
 @pytest.mark.dist
-def test_examples_of_several_ranks_run(gloo: Gloo) -> None:  # noqa: F811
+def test_examples_of_several_ranks_run(gloo):  # noqa: F811
     assert len(RANKED) >= 11
     assert gloo.run(run_ranked, 2) == ["", ""]
 
 
-def run_ranked() -> str:
+def run_ranked():
     return "".join(map(run_examples, RANKED))

@@ -4,7 +4,7 @@ import pytest
 from benchmarks import configs
 
 from octavo.experiments.fit_layout import Search
-from octavo.experiments.ready_models import PlannedStep, ready_models
+from octavo.experiments.ready_models import ready_models
 from octavo.train.config.run_config import load_config
 
 KEPT = configs.read()
@@ -12,7 +12,7 @@ OTHERS = {"demo", "own-data", "sft-demo", "vit-digits", "vlm-digits", "dit-digit
 ROWS = [(name, step) for name, steps in KEPT.items() for step in steps if step.layout is not None]
 
 
-def test_every_model_has_a_configuration_with_its_plans() -> None:
+def test_every_model_has_a_configuration_with_its_plans():
     assert list(KEPT) == list(ready_models())
     assert {path.stem for path in (configs.ROOT / "configs").glob("*.toml")} == set(KEPT) | OTHERS
     for name, steps in KEPT.items():
@@ -22,7 +22,7 @@ def test_every_model_has_a_configuration_with_its_plans() -> None:
         assert {step.gpus for step in steps if step.precision == "FP8"} == set(configs.COUNTS)
 
 
-def test_the_page_is_that_of_the_plans() -> None:
+def test_the_page_is_that_of_the_plans():
     assert configs.DOCUMENT.read_text() == configs.document(KEPT), "run `python -m benchmarks configs --document`"
     assert configs.document(KEPT).count("\n| [") == len(KEPT)
 
@@ -31,7 +31,7 @@ GAIN_NO_TIME = {("deepseek-v3-16b", 512), ("vit-l16", 512), ("dit-xl", 64), ("di
 """Models and numbers of GPUs, as docs/configurations.md says."""
 
 
-def test_fp8_is_faster_than_bf16_but_where_the_page_says_otherwise() -> None:
+def test_fp8_is_faster_than_bf16_but_where_the_page_says_otherwise():
     """Of layouts that each level chose for itself."""
     slower = set()
     for name, steps in KEPT.items():
@@ -43,7 +43,7 @@ def test_fp8_is_faster_than_bf16_but_where_the_page_says_otherwise() -> None:
     assert slower == GAIN_NO_TIME
 
 
-def check(name: str, step: PlannedStep) -> None:
+def check(name, step):
     assert step.layout is not None
     level = "bf16" if step.precision == "bf16" else None
     planned = Search(model=ready_models()[name], gpu=configs.GPU, gpus=step.gpus, level=level).plan(step.layout).step
@@ -54,11 +54,11 @@ def check(name: str, step: PlannedStep) -> None:
 
 
 @pytest.mark.slow
-def test_a_plan_is_that_of_the_planner() -> None:
+def test_a_plan_is_that_of_the_planner():
     check(*next(row for row in ROWS if row[0] == "llama3-8b" and row[1].gpus == 64))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "step"), ROWS, ids=lambda value: getattr(value, "precision", value))
-def test_every_plan_is_that_of_the_planner(name: str, step: PlannedStep) -> None:
+def test_every_plan_is_that_of_the_planner(name, step):
     check(name, step)

@@ -12,7 +12,7 @@ IMAGES = performance.DOCUMENT.parent / performance.IMAGES
 
 
 @pytest.fixture(scope="module")
-def kept() -> dict[str, figures.Figure]:
+def kept():
     return performance.pictures(performance.RESULTS)
 
 

@@ -13,7 +13,7 @@ from benchmarks.timing import CpuClock
 BENCHMARKS = Path(environment.__file__).parent
 
 
-def test_what_is_interrupted_leaves_the_old_file(tmp_path: Path):
+def test_what_is_interrupted_leaves_the_old_file(tmp_path):
     path = tmp_path / "planner.md"
     path.write_text("old")
     with pytest.raises(KeyboardInterrupt), environment.replacing(path) as scratch:
@@ -24,7 +24,7 @@ def test_what_is_interrupted_leaves_the_old_file(tmp_path: Path):
     assert path.read_text(encoding="utf-8") == "new × ü" and list(tmp_path.iterdir()) == [path]
 
 
-def test_an_image_is_replaced_whole_or_left_with_a_word(tmp_path: Path, monkeypatch, capsys):
+def test_an_image_is_replaced_whole_or_left_with_a_word(tmp_path, monkeypatch, capsys):
     path = tmp_path / "loss.svg"
     path.write_text("old")
     monkeypatch.setattr(figures.browser, "find", lambda: None)
@@ -36,12 +36,12 @@ def test_an_image_is_replaced_whole_or_left_with_a_word(tmp_path: Path, monkeypa
     assert path.read_text() == "new" and list(tmp_path.iterdir()) == [path]
 
 
-def options(**fields: object) -> argparse.Namespace:
+def options(**fields):
     words = session.parser("linear", None, "").parse_args(["--peers", "none"])
     return argparse.Namespace(**vars(words), **fields)
 
 
-def test_a_session_replaces_the_kept_result_at_its_end_and_resumes_what_it_left(tmp_path: Path, monkeypatch):
+def test_a_session_replaces_the_kept_result_at_its_end_and_resumes_what_it_left(tmp_path, monkeypatch):
     monkeypatch.setattr(session, "RESULTS", tmp_path)
     monkeypatch.setattr(session, "CpuClock", CpuClock)
     path = tmp_path / "cpu" / "linear.json"
@@ -64,7 +64,7 @@ def test_a_session_replaces_the_kept_result_at_its_end_and_resumes_what_it_left(
     assert [each.name for each in path.parent.iterdir()] == ["linear.json"]
 
 
-def test_a_deadline_is_minutes_from_now(tmp_path: Path):
+def test_a_deadline_is_minutes_from_now(tmp_path):
     words = ["--rehearse", "--out", str(tmp_path), "--deadline", str(time.time() + 600)]
     for more, minutes in (([], 10), (["--minutes", "2"], 2), (["--minutes", "20"], 10)):
         chosen = session.parser("linear", None, "").parse_args([*words, *more])
@@ -72,12 +72,12 @@ def test_a_deadline_is_minutes_from_now(tmp_path: Path):
         assert chosen.minutes == pytest.approx(minutes, rel=0.2) and run.left_s == pytest.approx(60 * minutes, rel=0.2)
 
 
-def test_an_interrupted_stage_of_the_runner_gives_the_result_back(tmp_path: Path, monkeypatch):
+def test_an_interrupted_stage_of_the_runner_gives_the_result_back(tmp_path, monkeypatch):
     result = tmp_path / "linear.json"
     result.write_text("old")
     runner = gpu.Runner(tmp_path, argparse.Namespace(), {})
 
-    def once(*_: object, **__: object) -> str:
+    def once(*_, **__):
         result.write_text("half")
         raise KeyboardInterrupt
 

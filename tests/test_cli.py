@@ -11,7 +11,7 @@ from importlib import resources
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner, Result
+from typer.testing import CliRunner
 
 from octavo._version import __version__
 from octavo.cli import app
@@ -51,20 +51,20 @@ TINY_DEMO = [
 
 
 @pytest.fixture
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def cache(tmp_path_factory):
     """Tokenized data, made once for all tests."""
     return tmp_path_factory.getbasetemp() / "octavo-cache"
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def here(tmp_path, monkeypatch):
     """An empty working directory."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
 @pytest.fixture
-def config(here: Path, cache: Path) -> Path:
+def config(here, cache):
     """A tiny run's configuration and its corpus, in the working directory."""
     lines = [f"def area_{n}(width, height):\n    return width * height + {n}\n" for n in range(400)]
     (here / "corpus.txt").write_text("\n".join(lines), encoding="utf-8")
@@ -73,15 +73,15 @@ def config(here: Path, cache: Path) -> Path:
     return path
 
 
-def octavo(*arguments: object) -> Result:
+def octavo(*arguments):
     return CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
 
 
-def files(folder: Path) -> dict[str, bytes]:
+def files(folder):
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
-def refused(result: Result, *words: str) -> str:
+def refused(result, *words):
     """Assert one clear message on stderr and exit code 2; return the message with white space collapsed."""
     message = " ".join(result.stderr.split())
     assert result.exit_code == 2, (result.exit_code, result.output)
@@ -92,7 +92,7 @@ def refused(result: Result, *words: str) -> str:
     return message
 
 
-def test_help_teaches_the_tool() -> None:
+def test_help_teaches_the_tool():
     result = octavo("--help")
     assert result.exit_code == 0
     for words in ("Train PyTorch models in FP8", "train ", "demo ", "doctor ", "Examples", "octavo demo\n"):
@@ -100,27 +100,27 @@ def test_help_teaches_the_tool() -> None:
 
 
 @pytest.mark.parametrize("command", ["train", "demo", "doctor"])
-def test_each_command_has_examples(command: str) -> None:
+def test_each_command_has_examples(command):
     result = octavo(command, "--help")
     assert result.exit_code == 0
     assert result.stdout.count(f"octavo {command}") >= 3  # usage and at least two examples
 
 
-def test_no_command_shows_the_help() -> None:
+def test_no_command_shows_the_help():
     result = octavo()
     assert result.exit_code == 0 and "Examples" in result.stdout
 
 
-def test_version() -> None:
+def test_version():
     assert octavo("--version").stdout == f"octavo {__version__}\n"
 
 
-def test_python_m_octavo_is_the_command(here: Path) -> None:
+def test_python_m_octavo_is_the_command(here):
     shown = subprocess.run([sys.executable, "-m", "octavo", "--version"], capture_output=True, text=True, timeout=120)
     assert (shown.returncode, shown.stdout, shown.stderr) == (0, f"octavo {__version__}\n", "")
 
 
-def test_the_command_line_itself_needs_no_trainer(here: Path) -> None:
+def test_the_command_line_itself_needs_no_trainer(here):
     code = (
         "import sys, octavo.cli\n"
         "heavy = {'transformers', 'datasets', 'tokenizers', 'plotly', 'jinja2', 'octavo.train', 'tensorboard'}\n"
@@ -129,15 +129,15 @@ def test_the_command_line_itself_needs_no_trainer(here: Path) -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
-def test_an_unknown_command_names_the_nearest(here: Path) -> None:
+def test_an_unknown_command_names_the_nearest(here):
     refused(octavo("trian"), "trian", "'train'")
 
 
-def test_an_unknown_option_names_the_nearest(here: Path) -> None:
+def test_an_unknown_option_names_the_nearest(here):
     refused(octavo("demo", "--recip", "rowwise"), "--recip", "--recipe")
 
 
-def test_a_missing_config_is_named(here: Path) -> None:
+def test_a_missing_config_is_named(here):
     refused(octavo("train", "nowhere.toml"), "nowhere.toml")
     assert list(here.iterdir()) == []
 
@@ -161,32 +161,32 @@ def test_a_missing_config_is_named(here: Path) -> None:
     ],
     ids=lambda value: value[-1] if isinstance(value, list) else None,
 )
-def test_a_wrong_setting_is_named(config: Path, here: Path, overrides: list[str], words: list[str]) -> None:
+def test_a_wrong_setting_is_named(config, here, overrides, words):
     refused(octavo("train", config, *overrides, "--out", "out"), *words)
     assert not list((here / "out").rglob("*.json*"))
 
 
-def test_empty_data_is_refused(config: Path, here: Path) -> None:
+def test_empty_data_is_refused(config, here):
     (here / "corpus.txt").write_text("", encoding="utf-8")
     refused(octavo("train", config, "--out", "out"), "corpus.txt")
 
 
-def test_a_file_that_is_not_text_is_refused(config: Path, here: Path) -> None:
+def test_a_file_that_is_not_text_is_refused(config, here):
     (here / "corpus.txt").write_bytes(bytes(range(256)) * 200)
     refused(octavo("train", config, "--out", "out"), "corpus.txt")
 
 
-def test_a_config_that_is_not_toml_is_refused(config: Path) -> None:
+def test_a_config_that_is_not_toml_is_refused(config):
     config.write_text("[run\nsteps = 3", encoding="utf-8")
     refused(octavo("train", config), "tiny.toml", "TOML")
 
 
-def test_traceback_is_there_for_who_asks(config: Path) -> None:
+def test_traceback_is_there_for_who_asks(config):
     result = octavo("--traceback", "train", config, "run.steps=0")
     assert result.exit_code == 2 and "Traceback" in result.stderr and "run.steps" in result.stderr
 
 
-def test_train_leaves_a_run_and_its_report(config: Path, here: Path) -> None:
+def test_train_leaves_a_run_and_its_report(config, here):
     result = octavo("train", config, "--out", "out")
     assert result.exit_code == 0, result.output
     assert "mean loss, last 10 % of steps" in result.stdout and "report.html" in result.stdout
@@ -198,21 +198,21 @@ def test_train_leaves_a_run_and_its_report(config: Path, here: Path) -> None:
     assert not (here / "runs").exists()
 
 
-def test_the_output_folder_is_the_configs_without_out(config: Path, here: Path) -> None:
+def test_the_output_folder_is_the_configs_without_out(config, here):
     assert octavo("train", config, "run.steps=1").exit_code == 0
     assert (here / "runs/tiny/report.html").exists()
     assert octavo("train", config, "run.steps=1", "run.out=elsewhere").exit_code == 0
     assert (here / "elsewhere/report.html").exists()
 
 
-def test_a_folder_that_holds_a_run_is_left_as_it_is(config: Path, here: Path) -> None:
+def test_a_folder_that_holds_a_run_is_left_as_it_is(config, here):
     assert octavo("train", config, "run.steps=2", "--out", "out").exit_code == 0
     before = files(here / "out")
     refused(octavo("train", config, "--out", "out"), "out", "--resume")
     assert files(here / "out") == before
 
 
-def test_resume_goes_on_and_refuses_another_model(config: Path, here: Path) -> None:
+def test_resume_goes_on_and_refuses_another_model(config, here):
     assert octavo("train", config, "run.steps=2", "--out", "out").exit_code == 0
     before = files(here / "out")
     other = octavo("train", config, "model.config.hidden_size=32", "--out", "out", "--resume")
@@ -222,7 +222,7 @@ def test_resume_goes_on_and_refuses_another_model(config: Path, here: Path) -> N
     assert json.loads((here / "out/run.json").read_text())["steps"] == 4
 
 
-def test_a_loss_that_is_not_finite_is_a_failed_run(config: Path, here: Path) -> None:
+def test_a_loss_that_is_not_finite_is_a_failed_run(config, here):
     result = octavo("train", config, "optim.lr=1e38", "optim.clip=0", "--out", "out")
     assert result.exit_code == 1
     assert "error:" in result.stderr and "not finite" in result.stderr and "Traceback" not in result.output
@@ -230,14 +230,14 @@ def test_a_loss_that_is_not_finite_is_a_failed_run(config: Path, here: Path) -> 
     assert (here / "out/report.html").exists()
 
 
-def test_the_demo_config_is_in_the_package_and_in_configs() -> None:
+def test_the_demo_config_is_in_the_package_and_in_configs():
     packaged = (resources.files("octavo.experiments") / "demo.toml").read_bytes()
     assert packaged == (ROOT / "configs/demo.toml").read_bytes()
     assert tomllib.loads(packaged.decode())["run"]["name"] == "demo"
 
 
 @pytest.mark.thorough
-def test_a_demo_compares_both_arms(config: Path, here: Path, cache: Path) -> None:
+def test_a_demo_compares_both_arms(config, here, cache):
     result = octavo(
         "demo", *TINY_DEMO, "data.source=corpus.txt", f"data.cache={cache.as_posix()}", "--steps", 12, "--seed", 3,
         "--recipe", "tensorwise", "--out", "out",
@@ -268,14 +268,14 @@ def test_a_demo_compares_both_arms(config: Path, here: Path, cache: Path) -> Non
     assert configs[0] == configs[1] and configs[0]["run"]["seed"] == 3
 
 
-def test_a_demo_overwrites_nothing(here: Path) -> None:
+def test_a_demo_overwrites_nothing(here):
     (here / "out").mkdir()
     (here / "out/notes.txt").write_text("mine")
     refused(octavo("demo", "--out", "out"), "out", "not empty", "--out")
     assert files(here) == {"out/notes.txt": b"mine"}
 
 
-def test_a_demo_takes_a_folder_that_a_failed_start_left_empty(here: Path) -> None:
+def test_a_demo_takes_a_folder_that_a_failed_start_left_empty(here):
     (here / "out/bf16").mkdir(parents=True)
     refused(octavo("demo", *TINY_DEMO, "data.source=missing/*.txt", "--out", "out"), "missing/*.txt")
     assert (here / "out/bf16").is_dir()
@@ -294,15 +294,13 @@ def test_a_demo_takes_a_folder_that_a_failed_start_left_empty(here: Path) -> Non
         (["optim.warmup=3"], 3),
     ],
 )
-def test_the_warmup_of_a_demo_fits_its_steps(overrides: list[str], warmup: int) -> None:
+def test_the_warmup_of_a_demo_fits_its_steps(overrides, warmup):
     from octavo.experiments.demo import demo_configs
 
     assert {config.optim.warmup for config in demo_configs(overrides)} == {warmup}
 
 
-def test_a_stopped_demo_says_how_to_go_on(
-    config: Path, here: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stopped_demo_says_how_to_go_on(config, here, cache, monkeypatch):
     import signal
 
     from octavo.experiments.progress_bars import ProgressBars
@@ -320,9 +318,7 @@ def test_a_stopped_demo_says_how_to_go_on(
     assert json.loads((here / "my out/bf16/run.json").read_text())["steps"] == 4
 
 
-def test_a_run_stopped_before_its_first_step_is_a_success(
-    config: Path, here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_stopped_before_its_first_step_is_a_success(config, here, monkeypatch):
     import signal
 
     from octavo.experiments.progress_bars import ProgressBars
@@ -340,7 +336,7 @@ def test_a_run_stopped_before_its_first_step_is_a_success(
     assert octavo("train", config, "--out", "out", "--resume").exit_code == 0
 
 
-def test_the_default_folder_of_a_demo_is_the_next_that_is_free(tmp_path: Path) -> None:
+def test_the_default_folder_of_a_demo_is_the_next_that_is_free(tmp_path):
     from octavo.experiments.demo import free_folder
 
     folder = tmp_path / "runs/demo"
@@ -362,12 +358,12 @@ def test_the_default_folder_of_a_demo_is_the_next_that_is_free(tmp_path: Path) -
         (["optim.warmpu=1"], ["optim.warmpu", "'warmup'"]),
     ],
 )
-def test_a_wrong_demo_option_is_named(here: Path, arguments: list[str], words: list[str]) -> None:
+def test_a_wrong_demo_option_is_named(here, arguments, words):
     refused(octavo("demo", *arguments), *words)
     assert list(here.iterdir()) == []
 
 
-def test_doctor_says_what_runs_here() -> None:
+def test_doctor_says_what_runs_here():
     result = octavo("doctor", "--device", "cpu")
     assert result.exit_code == 0
     shown = " ".join(result.stdout.split())
@@ -375,7 +371,7 @@ def test_doctor_says_what_runs_here() -> None:
         assert words in shown
 
 
-def test_doctor_as_json_holds_every_backend_with_its_reason() -> None:
+def test_doctor_as_json_holds_every_backend_with_its_reason():
     content = json.loads(octavo("doctor", "--device", "cpu", "--json").stdout)
     assert content["device"] == "cpu" and content["native_recipes"] == []
     assert {"octavo", "python", "torch", "triton", "transformers"} <= set(content["versions"])
@@ -388,7 +384,7 @@ def test_doctor_as_json_holds_every_backend_with_its_reason() -> None:
 
 
 @pytest.fixture
-def interpreted() -> None:
+def interpreted():
     """Triton's kernels run in its interpreter here."""
     pytest.importorskip("triton")
     from octavo.kernels.launch import INTERPRETED
@@ -398,7 +394,7 @@ def interpreted() -> None:
 
 
 @pytest.mark.usefixtures("interpreted")
-def test_doctor_deep_compares_kernels_in_the_interpreter() -> None:
+def test_doctor_deep_compares_kernels_in_the_interpreter():
     arguments = ("doctor", "--deep", "--device", "cpu", "--seconds", 0, "--only", "quantize e4m3/tensor fold=none")
     result = octavo(*arguments)
     assert result.exit_code == 0, result.output
@@ -408,7 +404,7 @@ def test_doctor_deep_compares_kernels_in_the_interpreter() -> None:
 
 
 @pytest.mark.usefixtures("interpreted")
-def test_doctor_deep_says_what_a_difference_is_and_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_deep_says_what_a_difference_is_and_fails(monkeypatch):
     from octavo.kernels.quantize import reference
 
     monkeypatch.setattr(reference, "SMALLEST_SCALE", 1.0)  # a reference that the kernels do not equal
@@ -418,7 +414,7 @@ def test_doctor_deep_says_what_a_difference_is_and_fails(monkeypatch: pytest.Mon
 
 
 @pytest.mark.thorough
-def test_doctor_deep_without_a_gpu_says_what_to_do() -> None:
+def test_doctor_deep_without_a_gpu_says_what_to_do():
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "octavo", "doctor", "--deep", "--device", "cpu"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
@@ -427,17 +423,17 @@ def test_doctor_deep_without_a_gpu_says_what_to_do() -> None:
 
 
 @pytest.mark.usefixtures("interpreted")
-def test_doctor_deep_refuses_a_case_it_does_not_know() -> None:
+def test_doctor_deep_refuses_a_case_it_does_not_know():
     refused(octavo("doctor", "--deep", "--device", "cpu", "--only", "quantise"), "quantise", "quantize_pair")
 
 
 @pytest.mark.parametrize("device", ["gpu", "cpu:x", "mps", ""])
-def test_doctor_refuses_a_device_it_does_not_know(device: str) -> None:
+def test_doctor_refuses_a_device_it_does_not_know(device):
     refused(octavo("doctor", "--device", device), "device", "cpu")
 
 
 @pytest.mark.slow
-def test_sigterm_saves_and_is_a_success(config: Path, here: Path) -> None:
+def test_sigterm_saves_and_is_a_success(config, here):
     import signal
     import time
 
@@ -454,7 +450,7 @@ def test_sigterm_saves_and_is_a_success(config: Path, here: Path) -> None:
     assert json.loads((here / "out/run.json").read_text())["stopped"] == "sigterm"
 
 
-def test_the_home_directory_within_quotes(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_home_directory_within_quotes(here, monkeypatch):
     monkeypatch.setenv("HOME", str(here / "home"))
     for arguments in (["export", "~/x", "~/y"], ["inspect", "~/x"], ["train", "~/x"], ["compare", "--losses", "~/x"]):
         refused(octavo(*arguments), str(here / "home" / "x"))

@@ -3,12 +3,11 @@
 import json
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from typer.testing import CliRunner, Result
+from typer.testing import CliRunner
 
 from octavo.cli import app
 from octavo.inspect import OperandStats
@@ -24,11 +23,11 @@ NAMES = ("up_proj", "gate_proj", "down_proj")
 
 
 class Board:
-    def add_scalar(self, *_: object) -> None: ...
+    def add_scalar(self, *_): ...
 
 
 @pytest.fixture
-def looked(tmp_path: Path) -> Path:
+def looked(tmp_path):
     """Two sampled steps of three layers; in the second one is bad."""
     writer = StatisticsWriter(tmp_path, after_step=0, board=Board())
     for step, level in ((50, 31.0), (100, 12.0)):
@@ -37,11 +36,11 @@ def looked(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def inspect(*arguments: object) -> Result:
+def inspect(*arguments):
     return CliRunner().invoke(app, ["inspect", *map(str, arguments)], env={"COLUMNS": "120"})
 
 
-def test_the_last_step_worst_first(looked: Path) -> None:
+def test_the_last_step_worst_first(looked):
     result = inspect(looked)
     assert result.exit_code == 0
     assert "1 figure crossed a limit in 2 sampled steps." in result.stdout
@@ -53,7 +52,7 @@ def test_the_last_step_worst_first(looked: Path) -> None:
     assert "saturation" not in result.stdout  # nothing was
 
 
-def test_another_step_order_and_length(looked: Path) -> None:
+def test_another_step_order_and_length(looked):
     result = inspect(looked, "--step", 50, "--by", "underflow", "--top", 1)
     assert "step 50: 1 of 3, worst underflow first" in result.stdout
     assert [line.split()[0] for line in result.stdout.splitlines() if " x " in line and "12.5" in line] == [
@@ -62,13 +61,13 @@ def test_another_step_order_and_length(looked: Path) -> None:
     assert "gate_proj" not in result.stdout
 
 
-def test_a_checkpoint_knows_what_was_before_it(looked: Path) -> None:
+def test_a_checkpoint_knows_what_was_before_it(looked):
     result = inspect(looked / "checkpoints" / "step-000070")
     assert "No figures crossed a limit in 1 sampled step." in result.stdout
     assert "step 50: 3 of 3" in result.stdout
 
 
-def test_json_holds_all_rows_of_a_step(looked: Path) -> None:
+def test_json_holds_all_rows_of_a_step(looked):
     StatisticsWriter(looked, after_step=100, board=Board()).write([replace(ROW, step=150, sqnr=math.nan, nonfinite=2)])
     assert "not finite" in inspect(looked).stdout
     (row,) = json.loads(inspect(looked, "--json").stdout, parse_constant=pytest.fail)
@@ -82,12 +81,12 @@ def test_json_holds_all_rows_of_a_step(looked: Path) -> None:
         (("--by", "sqn"), "--by sqn: no such order (did you mean 'sqnr'?)"),
     ],
 )
-def test_mistakes(arguments: tuple, message: str, looked: Path) -> None:
+def test_mistakes(arguments, message, looked):
     result = inspect(looked, *arguments)
     assert (result.exit_code, message in " ".join(result.stderr.split())) == (2, True)
 
 
-def test_a_run_that_did_not_look(tmp_path: Path) -> None:
+def test_a_run_that_did_not_look(tmp_path):
     result = inspect(tmp_path)
     assert result.exit_code == 2
     assert "train with inspect.every=50" in " ".join(result.stderr.split())
@@ -96,9 +95,7 @@ def test_a_run_that_did_not_look(tmp_path: Path) -> None:
 LONG = "model.language_model.layers.17.self_attn.some_long_projection_name"
 
 
-def test_names_are_whole_in_a_pipe_and_keep_both_ends_in_a_terminal(
-    looked: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_names_are_whole_in_a_pipe_and_keep_both_ends_in_a_terminal(looked, monkeypatch):
     writer = StatisticsWriter(looked, after_step=100, board=Board())
     others = {name: 20.0 for name in ("mxfp8", "tensorwise", "rowwise_hp_wgrad", "blockwise")}
     writer.write([replace(ROW, step=150, layer=LONG, what_if=others, saturation=0.5)])
@@ -114,7 +111,7 @@ def test_names_are_whole_in_a_pipe_and_keep_both_ends_in_a_terminal(
 
 
 @given(name=st.text(min_size=1, max_size=90), width=st.integers(3, 90))
-def test_a_shortened_name_fits_and_keeps_its_ends(name: str, width: int) -> None:
+def test_a_shortened_name_fits_and_keeps_its_ends(name, width):
     short = shortened(name, width)
     assert len(short) <= width and short[0] == name[0] and short[-1] == name[-1]
     assert (short == name) == (len(name) <= width) or "…" in name

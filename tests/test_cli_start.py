@@ -37,7 +37,7 @@ for words, variables in json.loads(sys.argv[1]):
 """
 
 
-def starts(cases: list[tuple[list[str], dict[str, str]]]) -> list[tuple[str, int, list[str]]]:
+def starts(cases):
     """Return the output, exit code and heavy modules of the command for each case, its words and variables."""
     command = [sys.executable, "-c", DRIVER, json.dumps(cases)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
@@ -50,7 +50,7 @@ def starts(cases: list[tuple[list[str], dict[str, str]]]) -> list[tuple[str, int
 
 
 @pytest.mark.thorough
-def test_every_command_shows_its_help_without_torch() -> None:
+def test_every_command_shows_its_help_without_torch():
     commands = [info.name or info.callback.__name__ for info in app.registered_commands]
     cases = [(["--help"], {}), *(([name, "--help"], {}) for name in commands)]
     assert len(commands) >= 8
@@ -59,7 +59,7 @@ def test_every_command_shows_its_help_without_torch() -> None:
         assert "Usage: octavo" in output
 
 
-def test_the_version_needs_no_package() -> None:
+def test_the_version_needs_no_package():
     code = (
         "import sys; from octavo.__main__ import main; sys.argv[1:] = ['--version']; main();"
         "print({'typer', 'rich', 'pydantic', 'torch', 'numpy'} & set(sys.modules))"
@@ -68,7 +68,7 @@ def test_the_version_needs_no_package() -> None:
     assert done.stdout == f"octavo {octavo.__version__}\nset()\n", done.stderr
 
 
-def line(text: str, shell: str = "bash") -> tuple[list[str], dict[str, str]]:
+def line(text, shell="bash"):
     """The case of a line of which a shell completes the last word."""
     words = text.split(" ")
     variables = {"COMP_WORDS": text, "COMP_CWORD": str(len(words) - 1)}
@@ -77,7 +77,7 @@ def line(text: str, shell: str = "bash") -> tuple[list[str], dict[str, str]]:
     return [], variables | {"_OCTAVO_COMPLETE": f"complete_{shell}"}
 
 
-def test_shells_complete_commands_options_and_settings() -> None:
+def test_shells_complete_commands_options_and_settings():
     settings = "octavo plan c.toml run.steps=3 inspect.limits.s"
     expected = [
         ("octavo ca", "bash", ["calibrate"]),
@@ -96,8 +96,8 @@ def test_shells_complete_commands_options_and_settings() -> None:
         assert output.split() == words or shell != "bash"
 
 
-def test_every_setting_is_completed() -> None:
-    def names(section: type[Section], prefix: str) -> list[str]:
+def test_every_setting_is_completed():
+    def names(section, prefix):
         settings = []
         for key, field in section.model_fields.items():
             parts = get_args(field.annotation)

@@ -12,7 +12,6 @@ import tempfile
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
-from typing import Any
 
 import pytest
 from benchmarks import __main__ as benchmarks
@@ -40,7 +39,7 @@ SUBCOMMANDS = ("init", "train", "watch", "export", "demo", "compare", "inspect",
 QUICK = ("octavo --help", "python -m benchmarks --help", "octavo doctor")
 
 
-def commands_in(text: str) -> list[str]:
+def commands_in(text):
     """Commands in a document: lines of code blocks, continued ones joined, and inline code."""
     text = re.sub(r" \\\n\s*", " ", text)
     blocks = re.findall(r"```[a-z]*\n(.*?)```", text, flags=re.S) + re.findall(r"(?:^ {4}.+\n?)+", text, flags=re.M)
@@ -51,7 +50,7 @@ def commands_in(text: str) -> list[str]:
     return [line for line in commands if not re.match(r"(octavo|make) (?!-)[^a-z]", line)]
 
 
-def quoted() -> list[tuple[str, str]]:
+def quoted():
     commands = {(path.name, command) for path in DOCUMENTS for command in commands_in(path.read_text(encoding="utf-8"))}
     for path in sorted((ROOT / "configs").glob("*.toml")):
         lines = [line.removeprefix("#").strip() for line in path.read_text().splitlines() if line.startswith("#")]
@@ -65,7 +64,7 @@ def quoted() -> list[tuple[str, str]]:
 QUOTED = quoted()
 
 
-def words_of(command: str) -> list[str]:
+def words_of(command):
     command = command.partition(" | ")[0]
     words = shlex.split(re.sub(r"\[[^]]*…?\]", "", command) if "[section" in command else command, comments=True)
     return [
@@ -73,13 +72,13 @@ def words_of(command: str) -> list[str]:
     ]
 
 
-def test_there_are_commands_of_every_kind() -> None:
+def test_there_are_commands_of_every_kind():
     for start, least in (("octavo", 60), ("pytest", 40), ("python -m benchmarks", 12), ("make", 8), ("torchrun", 4)):
         assert sum(command.startswith(start) for _, command in QUOTED) >= least, start
 
 
 @pytest.mark.parametrize("command", dict.fromkeys(c for _, c in QUOTED if re.match("octavo |torchrun ", c)))
-def test_octavo_takes_its_arguments(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_octavo_takes_its_arguments(command, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     words = words_of(command)
     if words[0] == "torchrun":
@@ -92,8 +91,8 @@ def test_octavo_takes_its_arguments(command: str, tmp_path: Path, monkeypatch: p
     check_octavo(words[1:], bare=command in (f"octavo {name}" for name in SUBCOMMANDS))
 
 
-def check_octavo(words: list[str], *, bare: bool) -> None:
-    group: Any = get_command(app)
+def check_octavo(words, *, bare):
+    group = get_command(app)
     if words[0].startswith("-"):
         group.make_context("octavo", words, resilient_parsing=True)
         return
@@ -114,7 +113,7 @@ def check_octavo(words: list[str], *, bare: bool) -> None:
         load_config(path, [*settings, *arm])
 
 
-def torchrun_takes(words: list[str]) -> None:
+def torchrun_takes(words):
     from torch.distributed.run import get_args_parser
 
     words = [word if word != "RUN" else "run" for word in words]
@@ -122,7 +121,7 @@ def torchrun_takes(words: list[str]) -> None:
 
 
 @pytest.mark.parametrize("command", dict.fromkeys(c for _, c in QUOTED if c.startswith("pytest ")))
-def test_pytest_finds_what_is_named(command: str) -> None:
+def test_pytest_finds_what_is_named(command):
     words = words_of(command)[1:]
     names, skipped = [], False
     for word in words:
@@ -140,7 +139,7 @@ def test_pytest_finds_what_is_named(command: str) -> None:
             assert re.search(rf'def test_\w*{word}|"{word}', text), f"no test is like {word!r}"
 
 
-def collected(*words: str) -> str:
+def collected(*words):
     """What the program pytest collects, which does not put the working directory on the path by itself."""
     program = Path(sys.executable).with_name("pytest")
     command = [str(program), "-n", "0", "--collect-only", "-q", *words]
@@ -150,18 +149,18 @@ def collected(*words: str) -> str:
 
 
 @pytest.mark.slow
-def test_pytest_itself_finds_the_benchmarks() -> None:
+def test_pytest_itself_finds_the_benchmarks():
     assert "test_benchmarks_writing.py" in collected("tests/test_benchmarks_writing.py")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", dict.fromkeys(c for _, c in QUOTED if c.startswith("pytest ")))
-def test_pytest_selects_something(command: str) -> None:
+def test_pytest_selects_something(command):
     assert "::" in collected(*words_of(command)[1:])
 
 
 @pytest.mark.parametrize("command", dict.fromkeys(c for _, c in QUOTED if c.startswith("python ")))
-def test_python_finds_what_is_named(command: str) -> None:
+def test_python_finds_what_is_named(command):
     words = words_of(command)[1:]
     if words[:2] != ["-m", "benchmarks"]:
         assert (ROOT / words[0]).exists() or words[0] in ("-m", "-c"), command
@@ -181,14 +180,14 @@ def test_python_finds_what_is_named(command: str) -> None:
 
 
 @pytest.mark.parametrize("command", dict.fromkeys(c for _, c in QUOTED if c.startswith("make ")))
-def test_make_has_the_target(command: str) -> None:
+def test_make_has_the_target(command):
     text = (ROOT / "Makefile").read_text()
     for word in words_of(command)[1:]:
         assert "=" in word or re.search(rf"^{re.escape(word)}:", text, flags=re.M), word
 
 
 @pytest.mark.parametrize("command", QUICK)
-def test_quick_ones_run(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quick_ones_run(command, monkeypatch):
     monkeypatch.chdir(ROOT)
     words = words_of(command)
     if words[0] == "octavo":
@@ -209,7 +208,7 @@ def test_quick_ones_run(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
         ("octavo train configs/demo.toml optim.learning=1", ConfigError),
     ],
 )
-def test_what_is_not_there_is_found(command: str, error: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_there_is_found(command, error, monkeypatch):
     monkeypatch.chdir(ROOT)
     with pytest.raises(error):
         check_octavo(words_of(command)[1:], bare=False)

@@ -11,7 +11,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from pathlib import Path
 from urllib.request import urlopen
 
 import pytest
@@ -55,12 +54,12 @@ ALLOWED_CODES = {"compare": (0, 1, 3, 4), "watch": (0, 130)}
 TEXT = "A leaf folds eight times before a printer cuts it into pages and binds them in order {}.\n"
 
 
-def reason_not_run(command: str) -> str | None:
+def reason_not_run(command):
     command = command.partition(" | ")[0].removesuffix(" …").strip()
     return next((why for pattern, why in NOT_RUN.items() if re.search(pattern, command)), None)
 
 
-def octavo(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+def octavo(folder, *words):
     environment = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "100"}
     command = [sys.executable, "-m", "octavo", *words]
     if words[0] == "torchrun":
@@ -70,7 +69,7 @@ def octavo(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def watched(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+def watched(folder, *words):
     """`octavo watch`, interrupted once it serves its page."""
     command = [sys.executable, "-m", "octavo", *words]
     with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
@@ -89,7 +88,7 @@ def watched(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     """Make what a reader of the documents has: configurations, texts, losses, a GPU's table, and runs of 200 steps."""
     folder = tmp_path_factory.mktemp("reader")
     shutil.copytree(ROOT / "configs", folder / "configs")
@@ -115,7 +114,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def runnable(command: str) -> list[str]:
+def runnable(command):
     words = [PLACES.get(word, word) for word in words_of(command)]
     if "--gpus" in words:
         words = [word.replace("configs/demo.toml", "configs/llama3-70b.toml") for word in words]
@@ -130,7 +129,7 @@ def runnable(command: str) -> list[str]:
 
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if reason_not_run(c) is None])
-def test_it_runs_as_written(command: str, folder: Path) -> None:
+def test_it_runs_as_written(command, folder):
     words = runnable(command)
     for name in ("runs", "exported"):
         shutil.rmtree(folder / name, ignore_errors=True)
@@ -146,6 +145,6 @@ def test_it_runs_as_written(command: str, folder: Path) -> None:
         json.loads(done.stdout)
 
 
-def test_what_is_not_run_is_still_quoted() -> None:
+def test_what_is_not_run_is_still_quoted():
     for pattern in NOT_RUN:
         assert any(re.search(pattern, command) for command in COMMANDS), pattern

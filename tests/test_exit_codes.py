@@ -16,7 +16,7 @@ CODES = {"pass": 0, "worse": 1, "inconclusive": 3}
 
 
 @pytest.fixture
-def losses(tmp_path: Path) -> dict[str, str]:
+def losses(tmp_path):
     paths = {}
     for name, arm in TABLES.items():
         paths[name] = str(tmp_path / f"{name}.json")
@@ -54,7 +54,7 @@ print(json.dumps(ends))
 """
 
 
-def ends(cases: list[tuple[str, list[str]]]) -> list[tuple[int, str]]:
+def ends(cases):
     """Exit codes and stderr of the command with a stdout that takes nothing; of all cases from one start of Python."""
     command = [sys.executable, "-c", DRIVER, json.dumps(cases)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=120, check=True)
@@ -62,7 +62,7 @@ def ends(cases: list[tuple[str, list[str]]]) -> list[tuple[int, str]]:
 
 
 @pytest.mark.slow
-def test_what_becomes_of_output_nobody_reads(losses: dict[str, str]) -> None:
+def test_what_becomes_of_output_nobody_reads(losses):
     """A verdict keeps its code; all else is 141, and nothing is a traceback."""
     verdicts = [("pass", []), ("worse", []), ("worse", ["--json"]), ("inconclusive", ["--json"])]
     cases = [(CLOSED, ["compare", "--losses", losses[name], *form]) for name, form in verdicts]
@@ -79,7 +79,7 @@ def test_what_becomes_of_output_nobody_reads(losses: dict[str, str]) -> None:
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has it")
 @pytest.mark.slow
-def test_an_output_that_cannot_be_written_is_a_mistake(losses: dict[str, str]) -> None:
+def test_an_output_that_cannot_be_written_is_a_mistake(losses):
     cases = [(FULL, ["compare", "--losses", losses["worse"], "--json"]), (FULL, ["--version"])]
     for code, message in ends(cases):
         assert code == 2 and message.count("No space left") == 1 and "Exception ignored" not in message
@@ -106,12 +106,12 @@ def test_an_output_that_cannot_be_written_is_a_mistake(losses: dict[str, str]) -
 )
 @pytest.mark.parametrize("show", [[], ["--traceback"]])
 def test_no_failure_is_taken_for_a_verdict(
-    error: BaseException, code: int, show: list[str], losses: dict[str, str], monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+    error, code, show, losses, monkeypatch,
+    capsys,
+):  # fmt: skip
     from octavo.cli import comparing
 
-    def fail(*_: object) -> None:
+    def fail(*_):
         raise error
 
     monkeypatch.setattr(comparing, "read_losses", fail)
@@ -124,7 +124,7 @@ def test_no_failure_is_taken_for_a_verdict(
     assert type(error).__name__ in message or code in (2, 130)
 
 
-def test_codes_of_commands_stay(losses: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_codes_of_commands_stay(losses, monkeypatch):
     for name, code in CODES.items():
         monkeypatch.setattr(sys, "argv", ["octavo", "compare", "--losses", losses[name]])
         assert exit_codes.run(app) == code
@@ -132,13 +132,13 @@ def test_codes_of_commands_stay(losses: dict[str, str], monkeypatch: pytest.Monk
     assert exit_codes.run(app) == 2
 
 
-def test_a_foreign_exit_while_printing_a_verdict_is_no_verdict() -> None:
+def test_a_foreign_exit_while_printing_a_verdict_is_no_verdict():
     with pytest.raises(SystemExit), exit_codes.verdict(0):
         raise SystemExit(7)
 
 
 @pytest.mark.parametrize(("option", "expected"), [("show", "octavo_completion"), ("install", "completion installed")])
-def test_completion_is_shown_and_installed(option: str, expected: str, tmp_path: Path) -> None:
+def test_completion_is_shown_and_installed(option, expected, tmp_path):
     """Typer looks for the shell among the parents, and exits by itself."""
     command = f"{sys.executable} -m octavo --{option}-completion; echo ends with $?"
     environment = os.environ | {"HOME": str(tmp_path)}
@@ -146,6 +146,6 @@ def test_completion_is_shown_and_installed(option: str, expected: str, tmp_path:
     assert expected in done.stdout and "ends with 0" in done.stdout, done.stdout + done.stderr
 
 
-def test_another_library_that_exits_is_no_success(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_library_that_exits_is_no_success(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["octavo", "doctor"])
     assert exit_codes.run(lambda: sys.exit(0)) == exit_codes.INTERNAL

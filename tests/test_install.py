@@ -49,13 +49,13 @@ octavo.revert(model)
 """
 
 
-def normal(name: str) -> str:
+def normal(name):
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def with_dependencies(names: list[str]) -> set[str]:
+def with_dependencies(names):
     """The distributions, and those that they need without extras, as far as they are installed."""
-    packages: set[str] = set()
+    packages = set()
     left = [*names]
     while left:
         name = normal(left.pop())
@@ -70,20 +70,20 @@ def with_dependencies(names: list[str]) -> set[str]:
     return packages
 
 
-def everything_but(distributions: list[str]) -> list[str]:
+def everything_but(distributions):
     """Top-level modules of this environment that neither the distributions nor their dependencies provide."""
     present = with_dependencies(distributions) | {"octavo"}
     modules = metadata.packages_distributions()
     return [module for module, owners in modules.items() if not {normal(name) for name in owners} & present]
 
 
-def python(code: str, blocked: list[str], *arguments: str) -> subprocess.CompletedProcess[str]:
+def python(code, blocked, *arguments):
     command = [sys.executable, "-c", BLOCK + code, json.dumps(blocked), *arguments]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
 
 
 @pytest.mark.thorough
-def test_the_library_needs_torch_and_numpy_alone() -> None:
+def test_the_library_needs_torch_and_numpy_alone():
     core = [Requirement(text).name for text in PROJECT["dependencies"]]
     assert core == ["torch", "numpy"]
     blocked = everything_but(core)
@@ -102,14 +102,14 @@ SCRIPT = f"from {PROJECT['scripts']['octavo'].replace(':', ' import ')} as main;
 
 @pytest.mark.parametrize("package", ["typer", "rich", "pydantic"])
 @pytest.mark.parametrize("start", [RUN, SCRIPT], ids=["python -m octavo", "octavo"])
-def test_the_command_names_what_installs_it(start: str, package: str) -> None:
+def test_the_command_names_what_installs_it(start, package):
     done = python(start, [package], "doctor")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == f"error: No module named {package!r}, which the command octavo needs: {INSTALL}\n"
 
 
 @pytest.mark.slow
-def test_the_trainer_names_what_installs_it() -> None:
+def test_the_trainer_names_what_installs_it():
     code = f"""
 import octavo
 try:

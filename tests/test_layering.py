@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -39,18 +38,18 @@ LEVELS = {
 FRONT_DOORS = {"__init__", "__main__"}
 
 
-def room(module: str) -> str:
+def room(module):
     """octavo.nn.linear → nn"""
     return module.split(".")[1] if "." in module else "__init__"
 
 
 @cache
-def tree_of(path: Path) -> ast.Module:
+def tree_of(path):
     """The parsed file; several tests walk it."""
     return ast.parse(path.read_text())
 
 
-def imports_of(path: Path) -> list[str]:
+def imports_of(path):
     """Every octavo module that a file imports, wherever in the file."""
     names = []
     for node in ast.walk(tree_of(path)):
@@ -66,7 +65,7 @@ def imports_of(path: Path) -> list[str]:
 FILES = sorted(SOURCE.rglob("*.py"))
 
 
-def test_imports_go_downward_only() -> None:
+def test_imports_go_downward_only():
     wrong = []
     for path in FILES:
         here = path.relative_to(SOURCE).with_suffix("").parts[0]
@@ -102,13 +101,13 @@ LASTING_PRIVATE_NAMES = {
 """Private names of other packages that are the same in all supported releases, or that are read with a default."""
 
 
-def test_private_names_of_torch_are_behind_one_shim() -> None:
+def test_private_names_of_torch_are_behind_one_shim():
     lasting = {name for names in LASTING_PRIVATE_NAMES.values() for name in names}
-    own: set[str] = set()
-    used: list[tuple[str, str]] = []
+    own = set()
+    used = []
     for path in FILES:
         for node in ast.walk(tree_of(path)):
-            names: list[str] = []
+            names = []
             match node:
                 case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.Name(id=name, ctx=ast.Store()):
                     own.add(name)
@@ -124,7 +123,7 @@ def test_private_names_of_torch_are_behind_one_shim() -> None:
                     names = [part for alias in node.names for part in alias.name.split(".")]
             if path != SOURCE / "runtime" / "torch_compat.py":
                 private = (name for name in names if name.startswith("_") and not name.startswith("__"))
-                used += [(name, f"{path}, line {node.lineno}: {name}") for name in private]  # type: ignore[attr-defined]
+                used += [(name, f"{path}, line {node.lineno}: {name}") for name in private]
     wrong = [place for name, place in used if name not in own | lasting]
     assert not wrong, "move them into octavo.runtime.torch_compat:\n" + "\n".join(wrong)
 
@@ -135,7 +134,7 @@ FACTORIES = {
 }
 
 
-def test_new_tensors_name_their_device() -> None:
+def test_new_tensors_name_their_device():
     """Without one they lie where the user's `torch.set_default_device` says."""
     wrong = []
     for path in FILES:
@@ -148,12 +147,12 @@ def test_new_tensors_name_their_device() -> None:
     assert not wrong, "name a device:\n" + "\n".join(wrong)
 
 
-def test_the_linear_is_readable_alone() -> None:
+def test_the_linear_is_readable_alone():
     path = SOURCE / "nn" / "linear.py"
     assert len(path.read_text().splitlines()) <= 150 and len(set(imports_of(path))) <= 6
 
 
-def test_there_are_no_import_cycles() -> None:
+def test_there_are_no_import_cycles():
     graph = {}
     for path in FILES:
         parts = path.relative_to(SOURCE).with_suffix("").parts
@@ -165,9 +164,9 @@ def test_there_are_no_import_cycles() -> None:
         for module, names in graph.items()
         if module != "octavo"
     }
-    finished: set[str] = set()
+    finished = set()
 
-    def visit(module: str, trail: tuple[str, ...]) -> None:
+    def visit(module, trail):
         assert module not in trail, " → ".join((*trail, module))
         if module not in finished:
             for other in resolved.get(module, ()):
@@ -180,7 +179,7 @@ def test_there_are_no_import_cycles() -> None:
         visit(module, ())
 
 
-def test_files_and_functions_stay_short() -> None:
+def test_files_and_functions_stay_short():
     for path in FILES:
         text = path.read_text()
         assert text.count("\n") <= 800, path
@@ -191,7 +190,7 @@ def test_files_and_functions_stay_short() -> None:
                 assert length <= 80, f"{path}: {node.name} has {length} lines"
 
 
-def test_import_is_lean() -> None:
+def test_import_is_lean():
     code = (
         "import gc, sys, time, torch; before = set(sys.modules);"
         "gc.disable();"  # torch's objects are looked through every so often, and the turn may come here
@@ -210,12 +209,12 @@ def test_import_is_lean() -> None:
     assert heavy.strip() == "[]"
 
 
-def test_import_does_not_import_torch() -> None:
+def test_import_does_not_import_torch():
     code = "import sys, octavo; dir(octavo); print(sorted({'torch', 'numpy', 'triton', 'rich'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
-def test_dir_lists_public_names_and_every_subpackage() -> None:
+def test_dir_lists_public_names_and_every_subpackage():
     folder = Path(octavo.__file__).parent
     packages = {path.parent.name for path in folder.glob("*/__init__.py")} - {"cli"}
     assert set(dir(octavo)) == {*octavo.__all__, *packages}
@@ -224,7 +223,7 @@ def test_dir_lists_public_names_and_every_subpackage() -> None:
         octavo.convrt  # noqa: B018
 
 
-def test_root_names_are_few_and_documented() -> None:
+def test_root_names_are_few_and_documented():
     assert len(octavo.__all__) <= 13
     for name in octavo.__all__:
         thing = getattr(octavo, name)
@@ -232,12 +231,12 @@ def test_root_names_are_few_and_documented() -> None:
             assert inspect.getdoc(thing), name
 
 
-def test_one_thread_at_a_time_imports_names(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_thread_at_a_time_imports_names(monkeypatch):
     """Others that import a package and a module of it at once would see either half imported."""
-    running: list[str] = []
-    together: list[tuple[str, ...]] = []
+    running = []
+    together = []
 
-    def slow(name: str) -> ModuleType:
+    def slow(name):
         running.append(name)
         together.append(tuple(running))
         time.sleep(0.02)
@@ -250,10 +249,10 @@ def test_one_thread_at_a_time_imports_names(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(together) == 4 and all(len(names) == 1 for names in together), together
 
 
-def test_type_checkers_see_the_public_names_and_no_others() -> None:
+def test_type_checkers_see_the_public_names_and_no_others():
     """A `__getattr__` that they see would make every misspelt name an Any."""
     tree = ast.parse((SOURCE / "__init__.py").read_text())
     assert not [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "__getattr__"]
     (seen,) = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
-    names = {alias.asname or alias.name for node in seen.body for alias in node.names}  # type: ignore[attr-defined]
+    names = {alias.asname or alias.name for node in seen.body for alias in node.names}
     assert names | {"__version__"} == set(dir(octavo))

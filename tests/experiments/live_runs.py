@@ -2,10 +2,7 @@
 
 import json
 import time
-from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import fake_runs
 
@@ -22,18 +19,18 @@ EXPECTED = ExpectedStep(
 class ReplayedRun:
     """Writes the files of a run as it would: `setup`, then `step` by step, then `end`."""
 
-    def __init__(self, folder: Path, source: Path, **changes: object) -> None:
+    def __init__(self, folder, source, **changes):
         self.folder = folder
         self._source = fake_runs.folder(source, "fp8 rowwise", **changes)
         self._result = RunResult.read(self._source)
         self._rows = read_metrics(self._source)
         folder.mkdir(exist_ok=True)
 
-    def lock(self) -> int:
+    def lock(self):
         """Lock the folder as a process that trains; close the descriptor to be killed."""
         return lock(self.folder / LOCK)
 
-    def setup(self, expected: ExpectedStep | None = EXPECTED) -> None:
+    def setup(self, expected=EXPECTED):
         """What a run writes before its first step."""
         (self.folder / "config.toml").write_text((self._source / "config.toml").read_text())
         summary = replace(self._result, steps=0, tokens=0, losses=None, tokens_per_s=None)
@@ -42,11 +39,11 @@ class ReplayedRun:
             started=time.time() - 3700.0, steps=len(self._rows), summary=summary, data=data, expected=expected
         ).write(self.folder)
 
-    def step(self, *steps: int, **values: object) -> None:
+    def step(self, *steps, **values):
         """Append some steps."""
         self.append("".join(self.line(step, **values) + "\n" for step in steps))
 
-    def line(self, step: int, **values: object) -> str:
+    def line(self, step, **values):
         """The line of a step."""
         row = self._rows[step - 1]
         times = {"time": time.time() - 1.5 * (len(self._rows) - step), "epoch": step * 4 / 1000}
@@ -56,11 +53,9 @@ class ReplayedRun:
             {key: value for key, value in row.__dict__.items() if value is not None or key == "loss_scale"}
         )
 
-    def sample(
-        self, *steps: int, layers: Sequence[str] = ("layers.0.q_proj", "layers.1.q_proj"), **values: Any
-    ) -> None:
+    def sample(self, *steps, layers=("layers.0.q_proj", "layers.1.q_proj"), **values):
         """Append the statistics of some steps."""
-        fields: dict[str, Any] = {"recipe": "rowwise", "elements": 64, "nonfinite": 0, "amax": 4.0, "smallest": 0.5}
+        fields = {"recipe": "rowwise", "elements": 64, "nonfinite": 0, "amax": 4.0, "smallest": 0.5}
         fields |= {"scale_spread": 1.0, "underflow": 0.0, "saturation": 0.0, "sqnr": 31.0} | values
         rows = [
             OperandStats(step=step, layer=layer, operand=operand, **fields)
@@ -70,11 +65,11 @@ class ReplayedRun:
         ]
         self.append("".join(json.dumps(row.to_json()) + "\n" for row in rows), STATISTICS_FILE)
 
-    def append(self, text: str, name: str = "metrics.jsonl") -> None:
+    def append(self, text, name="metrics.jsonl"):
         """Append text to a file, as a write that is cut anywhere."""
         with (self.folder / name).open("a") as file:
             file.write(text)
 
-    def end(self, stopped: str = "done", steps: int | None = None) -> None:
+    def end(self, stopped="done", steps=None):
         """Write the summary."""
         replace(self._result, stopped=stopped, steps=steps or self._result.steps).write(self.folder)

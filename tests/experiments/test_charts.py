@@ -15,15 +15,15 @@ from octavo.train.record.metrics import StepMetrics
 ANY = st.lists(st.floats(allow_nan=True, allow_infinity=True), min_size=0, max_size=40)
 
 
-def line(y: list[float], **changes: object) -> Line:
+def line(y, **changes):
     return Line(**{"label": "a", "slot": 0, "x": np.arange(1, len(y) + 1), "y": np.array(y, float), **changes})
 
 
-def traces(lines: list[Line], **settings: object) -> list[dict]:
+def traces(lines, **settings):
     return line_chart("Loss", "nats", lines, **settings).figure["data"]
 
 
-def curves(steps: list[int], loss: list[float | None]) -> Curves:
+def curves(steps, loss):
     rows = [
         StepMetrics(
             step=step,
@@ -41,7 +41,7 @@ def curves(steps: list[int], loss: list[float | None]) -> Curves:
     return Curves.of(rows)
 
 
-def test_a_noisy_series_has_its_values_and_their_mean_and_an_exact_one_its_values() -> None:
+def test_a_noisy_series_has_its_values_and_their_mean_and_an_exact_one_its_values():
     y = [0.0] * 50 + [1.0] * 50
     raw, strong = traces([line(y)])
     assert raw["y"] == strong["customdata"] == y and raw["hoverinfo"] == "skip" and not raw["showlegend"]
@@ -50,7 +50,7 @@ def test_a_noisy_series_has_its_values_and_their_mean_and_an_exact_one_its_value
     assert exact["y"] == y and exact["x"] == list(range(1, 101))
 
 
-def test_a_long_run_is_thinned_and_keeps_its_spikes() -> None:
+def test_a_long_run_is_thinned_and_keeps_its_spikes():
     y = np.full(100_000, 3.0)
     y[[31_234, 77_777]] = 9.0, -4.0
     chart = line_chart("Loss", "nats", [line(list(y))])
@@ -63,7 +63,7 @@ def test_a_long_run_is_thinned_and_keeps_its_spikes() -> None:
 
 @settings(max_examples=25)
 @given(ANY, st.booleans(), st.booleans())
-def test_any_values_give_a_figure(y: list[float], noisy: bool, banded: bool) -> None:
+def test_any_values_give_a_figure(y, noisy, banded):
     """JSON has no NaN, and no axis an empty or endless range."""
     one = line([value if abs(value) < 1e150 else value * 0 for value in y], noisy=noisy)
     chart = line_chart("x", "y", [one, one], keep=[0], band=1.0 if banded else None)
@@ -74,20 +74,20 @@ def test_any_values_give_a_figure(y: list[float], noisy: bool, banded: bool) -> 
     assert chart.log_range is None or chart.log_range[0] < chart.log_range[1]
 
 
-def test_no_lines_give_a_figure_too() -> None:
+def test_no_lines_give_a_figure_too():
     assert line_chart("x", "y", []).figure["data"] == []
 
 
 @pytest.mark.parametrize(
     ("y", "sizes"), [([3.0], [7]), ([1, 2, np.nan, 5, np.nan, 4, 4], [0, 0, 0, 7, 0, 0, 0]), ([1, 2], None)]
 )
-def test_a_value_alone_is_a_point_and_a_hole_a_gap(y: list[float], sizes: list[int] | None) -> None:
+def test_a_value_alone_is_a_point_and_a_hole_a_gap(y, sizes):
     (trace,) = traces([line(y, noisy=False)])
     assert trace.get("marker", {}).get("size") == sizes
     assert [value is None for value in trace["y"]] == list(np.isnan(y))
 
 
-def test_the_band_is_in_view_and_spikes_need_not_be() -> None:
+def test_the_band_is_in_view_and_spikes_need_not_be():
     chart = line_chart("Gap", "percent", [line([0.1, -0.1, 0.05])], band=1.0)
     (shape,) = chart.figure["layout"]["shapes"]
     low, high = chart.figure["layout"]["yaxis"]["range"]
@@ -97,14 +97,14 @@ def test_the_band_is_in_view_and_spikes_need_not_be() -> None:
 
 
 @pytest.mark.parametrize(("y", "log"), [([10, 100], True), ([0, 1], True), ([-1, 1], False), ([0, 0], False)])
-def test_a_logarithmic_axis_is_for_values_above_zero(y: list[float], log: bool) -> None:
+def test_a_logarithmic_axis_is_for_values_above_zero(y, log):
     chart = line_chart("x", "y", [line(y, noisy=False)])
     assert (chart.log_range is not None) == log
     if y == [10, 100]:
         assert chart.log_range == pytest.approx((0.94, 2.06))
 
 
-def test_a_shaded_area_lies_between_its_edges_and_in_view() -> None:
+def test_a_shaded_area_lies_between_its_edges_and_in_view():
     y = np.linspace(5, 3, 50)
     low, high = y - 0.5, y + 2.0
     low[7] = np.nan
@@ -117,14 +117,14 @@ def test_a_shaded_area_lies_between_its_edges_and_in_view() -> None:
     assert view[0] < min(area["y"]) and view[1] > max(area["y"])
 
 
-def test_labels_are_literal_and_short() -> None:
+def test_labels_are_literal_and_short():
     assert plain("<b>&lt;") == "&lt;b&gt;&amp;lt;"
     one, other = (plain("x" * 200 + end, 30) for end in "ab")
     assert len(one) == 30 and one != other
     assert plain("a" * 30, 30) == "a" * 30
 
 
-def test_both_schemes_have_every_colour_that_charts_name() -> None:
+def test_both_schemes_have_every_colour_that_charts_name():
     assert LIGHT.keys() == DARK.keys()
     assert all(f"{kind}{slot}" in LIGHT for kind in "sa" for slot in range(6)) and colour(7) == "var(--s1)"
     for scheme in (LIGHT, DARK):
@@ -133,7 +133,7 @@ def test_both_schemes_have_every_colour_that_charts_name() -> None:
 
 
 @pytest.mark.thorough
-def test_figures_are_what_plotly_takes() -> None:
+def test_figures_are_what_plotly_takes():
     """Its Python package checks every name and value against the schema of plotly.js."""
     from plotly.graph_objects import Figure
 
@@ -144,13 +144,13 @@ def test_figures_are_what_plotly_takes() -> None:
 
 
 @given(st.lists(st.floats(-10, 10), min_size=1, max_size=200))
-def test_smoothing_stays_between_the_extremes_and_keeps_the_length(values: list[float]) -> None:
+def test_smoothing_stays_between_the_extremes_and_keeps_the_length(values):
     smoothed = smooth(np.array(values))
     assert len(smoothed) == len(values)
     assert np.all((smoothed >= min(values) - 1e-9) & (smoothed <= max(values) + 1e-9))
 
 
-def test_smoothing_is_centred_and_ignores_what_is_not_finite() -> None:
+def test_smoothing_is_centred_and_ignores_what_is_not_finite():
     ramp = np.arange(100.0)
     half = smoothing_window(100) // 2
     assert smoothing_window(100) == 5 and smoothing_window(3) == 1
@@ -161,7 +161,7 @@ def test_smoothing_is_centred_and_ignores_what_is_not_finite() -> None:
     assert np.isnan(smooth(np.full(10, np.nan))).all()
 
 
-def test_the_gap_compares_equal_steps_only() -> None:
+def test_the_gap_compares_equal_steps_only():
     baseline = curves([1, 2, 3, 4], [4.0, 2.0, None, 1.0])
     candidate = curves([0, 2, 3, 4, 5], [7.0, 2.1, 9.0, 0.9, 1.0])
     steps, gap = gap_percent(baseline, candidate)

@@ -2,7 +2,6 @@
 
 import json
 import math
-from pathlib import Path
 
 import fake_runs
 import pytest
@@ -132,12 +131,12 @@ def test_maps_are_what_plotly_takes():
         Figure(chart.figure)
 
 
-def test_the_report_has_maps_and_findings_of_runs_that_looked(tmp_path: Path):
+def test_the_report_has_maps_and_findings_of_runs_that_looked(tmp_path):
     folder = fake_runs.folder(tmp_path / "run", arm="fp8 rowwise")
     assert "operands of" not in write_report([folder], tmp_path / "before").html.read_text(encoding="utf-8")
 
     class Board:
-        def add_scalar(self, *_: object) -> None: ...
+        def add_scalar(self, *_): ...
 
     rows = run_of(changed={(2, 1, KINDS[0], "w"): {"sqnr": 11.0}})
     StatisticsWriter(folder, after_step=0, board=Board()).write(rows)

@@ -3,8 +3,6 @@
 import json
 import os
 import threading
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import webdriver
@@ -18,12 +16,12 @@ DARK = "--blink-settings=preferredColorScheme=0"
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> ReplayedRun:
+def run(tmp_path):
     return ReplayedRun(tmp_path / "run", tmp_path / "source", steps=40, name=NAME)
 
 
 @pytest.fixture
-def url(run: ReplayedRun) -> Iterator[str]:
+def url(run):
     with LiveServer(LiveRun(run.folder), port=0) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
         thread.start()
@@ -35,7 +33,7 @@ def url(run: ReplayedRun) -> Iterator[str]:
 @pytest.mark.slow
 @pytest.mark.skipif(webdriver.missing() is not None, reason=f"{webdriver.missing()}")
 @pytest.mark.parametrize("options", [(), ("--window-size=420,900", DARK)])
-def test_a_browser_follows_a_run(options: tuple[str, ...], run: ReplayedRun, url: str) -> None:
+def test_a_browser_follows_a_run(options, run, url):
     with webdriver.Driver(*options) as page:
         page.open(url)
         page.wait("document.getElementById('state').innerText === 'waiting'")
@@ -84,7 +82,7 @@ def test_a_browser_follows_a_run(options: tuple[str, ...], run: ReplayedRun, url
 @pytest.mark.slow
 @pytest.mark.skipif(webdriver.missing() is not None, reason=f"{webdriver.missing()}")
 @pytest.mark.parametrize("options", [(), ("--window-size=420,900", DARK)])
-def test_a_browser_shows_heat_maps(options: tuple[str, ...], run: ReplayedRun, url: str) -> None:
+def test_a_browser_shows_heat_maps(options, run, url):
     layers = ["layers.0.q_proj", "layers.1.q_proj", "<img src=x onerror=alert(1)>.down_proj"]
     panel = "document.querySelector('#maps .plot')"
     run.setup()
@@ -128,7 +126,7 @@ def test_a_browser_shows_heat_maps(options: tuple[str, ...], run: ReplayedRun, u
 
 @pytest.mark.slow
 @pytest.mark.skipif(webdriver.missing() is not None, reason=f"{webdriver.missing()}")
-def test_a_browser_shows_what_went_wrong(run: ReplayedRun, url: str) -> None:
+def test_a_browser_shows_what_went_wrong(run, url):
     run.setup()
     run.step(1, 2, 3)
     with webdriver.Driver() as page:

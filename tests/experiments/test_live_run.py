@@ -2,7 +2,6 @@
 
 import json
 import os
-from pathlib import Path
 
 import pytest
 from live_runs import ReplayedRun
@@ -12,19 +11,19 @@ from octavo.train.disk import LOCK, is_locked, output_folder
 
 
 @pytest.fixture
-def replayed(tmp_path: Path) -> ReplayedRun:
+def replayed(tmp_path):
     return ReplayedRun(tmp_path / "run", tmp_path / "source", steps=40)
 
 
-def tile(content: dict, label: str) -> str:
+def tile(content, label):
     (value,) = [tile["value"] for tile in content["tiles"] if label in tile["label"]]
     return value
 
 
-def test_a_run_from_its_folder_to_its_end(replayed: ReplayedRun) -> None:
+def test_a_run_from_its_folder_to_its_end(replayed):
     live = LiveRun(run_folder(replayed.folder))
 
-    def content() -> dict:
+    def content():
         return json.loads(live.read())
 
     assert content()["state"] == "waiting"
@@ -52,7 +51,7 @@ def test_a_run_from_its_folder_to_its_end(replayed: ReplayedRun) -> None:
 @pytest.mark.parametrize(
     ("stopped", "state"), [("done", "done"), ("sigterm", "stopped"), ("non-finite", "failed"), (None, "killed")]
 )
-def test_how_a_run_ended(stopped: str | None, state: str, replayed: ReplayedRun) -> None:
+def test_how_a_run_ended(stopped, state, replayed):
     replayed.setup()
     replayed.step(*range(1, 8))
     if stopped is not None:
@@ -60,7 +59,7 @@ def test_how_a_run_ended(stopped: str | None, state: str, replayed: ReplayedRun)
     assert json.loads(LiveRun(replayed.folder).read())["state"] == state
 
 
-def test_a_resumed_run_that_was_killed_has_not_ended_as_before(replayed: ReplayedRun) -> None:
+def test_a_resumed_run_that_was_killed_has_not_ended_as_before(replayed):
     replayed.setup()
     replayed.step(*range(1, 8))
     replayed.end("sigterm", steps=7)
@@ -69,7 +68,7 @@ def test_a_resumed_run_that_was_killed_has_not_ended_as_before(replayed: Replaye
     assert content["state"] == "killed" and "after step 9" in content["text"]
 
 
-def test_a_half_written_line_waits_for_its_end(replayed: ReplayedRun) -> None:
+def test_a_half_written_line_waits_for_its_end(replayed):
     replayed.setup()
     replayed.step(1, 2)
     live, line = LiveRun(replayed.folder), replayed.line(3)
@@ -79,7 +78,7 @@ def test_a_half_written_line_waits_for_its_end(replayed: ReplayedRun) -> None:
         assert content["step"] == step and "error" not in content
 
 
-def test_a_resumed_run_takes_steps_back(replayed: ReplayedRun) -> None:
+def test_a_resumed_run_takes_steps_back(replayed):
     replayed.setup()
     replayed.step(*range(1, 20))
     live = LiveRun(replayed.folder)
@@ -93,7 +92,7 @@ def test_a_resumed_run_takes_steps_back(replayed: ReplayedRun) -> None:
     assert content["step"] == 12 and 11 in content["charts"]["large"][0]["data"][-1]["x"]
 
 
-def test_only_what_is_new_is_read(replayed: ReplayedRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_what_is_new_is_read(replayed, monkeypatch):
     replayed.setup()
     replayed.step(*range(1, 20))
     live = LiveRun(replayed.folder)
@@ -101,14 +100,14 @@ def test_only_what_is_new_is_read(replayed: ReplayedRun, monkeypatch: pytest.Mon
     assert live.read() is first
     from octavo.train.record import json_lines
 
-    read: list[bytes] = []
+    read = []
     whole = json_lines.read_record
     monkeypatch.setattr(json_lines, "read_record", lambda text, *more: read.append(text) or whole(text, *more))
     replayed.step(20)
     assert json.loads(live.read())["step"] == 20 and len(read) == 1
 
 
-def test_a_damaged_file_is_an_error_that_names_the_line(replayed: ReplayedRun) -> None:
+def test_a_damaged_file_is_an_error_that_names_the_line(replayed):
     replayed.setup()
     replayed.step(1)
     replayed.append('{"step": "two"}\n')
@@ -118,7 +117,7 @@ def test_a_damaged_file_is_an_error_that_names_the_line(replayed: ReplayedRun) -
             live.read()
 
 
-def test_a_damaged_line_that_is_mended(replayed: ReplayedRun) -> None:
+def test_a_damaged_line_that_is_mended(replayed):
     live = LiveRun(replayed.folder)
     replayed.setup()
     replayed.step(1, 2)
@@ -135,14 +134,14 @@ def test_a_damaged_line_that_is_mended(replayed: ReplayedRun) -> None:
     assert list(live._steps.curves.step) == [1, 2, 3, 4, 5]
 
 
-def test_a_run_of_an_earlier_release(replayed: ReplayedRun) -> None:
+def test_a_run_of_an_earlier_release(replayed):
     replayed.step(*range(1, 41), time=None, epoch=None, mfu=None, peak_memory=None)
     replayed.end()
     content = json.loads(LiveRun(replayed.folder).read())
     assert content["state"] == "done" and content["steps"] == 40 and content["started"] is None
 
 
-def test_events_come_newest_first(replayed: ReplayedRun) -> None:
+def test_events_come_newest_first(replayed):
     replayed.setup()
     replayed.step(1)
     lines = [json.dumps({"step": n, "event": "finding", "text": f"<b>{n}</b>"}) + "\n" for n in range(1, 151)]
@@ -151,17 +150,17 @@ def test_events_come_newest_first(replayed: ReplayedRun) -> None:
     assert content["events_in_all"] == 150 and [each["step"] for each in content["events"]] == [*range(150, 50, -1)]
 
 
-def test_heat_maps_follow_the_statistics(replayed: ReplayedRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heat_maps_follow_the_statistics(replayed, monkeypatch):
     from octavo.experiments import live_run
 
-    drawn: list[int] = []
+    drawn = []
     whole = live_run.heatmaps
     monkeypatch.setattr(live_run, "heatmaps", lambda rows: drawn.append(len(rows)) or whole(rows))
     replayed.setup()
     replayed.step(*range(1, 11))
     live = LiveRun(replayed.folder)
 
-    def maps() -> list[dict]:
+    def maps():
         return json.loads(live.read())["charts"]["maps"]
 
     assert maps() == []
@@ -184,7 +183,7 @@ def test_heat_maps_follow_the_statistics(replayed: ReplayedRun, monkeypatch: pyt
             live.read()
 
 
-def test_folders_without_a_run(tmp_path: Path) -> None:
+def test_folders_without_a_run(tmp_path):
     (tmp_path / "runs" / "demo").mkdir(parents=True)
     with pytest.raises(ValueError, match=r"there is no folder .*dem .did you mean .*demo.*mkdir -p"):
         run_folder(tmp_path / "runs" / "dem")
@@ -201,7 +200,7 @@ def test_folders_without_a_run(tmp_path: Path) -> None:
     assert run_folder(checkpoint) == (other / "bf16").resolve()
 
 
-def test_looking_at_the_lock_disturbs_no_run(tmp_path: Path) -> None:
+def test_looking_at_the_lock_disturbs_no_run(tmp_path):
     assert is_locked(tmp_path / LOCK) is False and not (tmp_path / LOCK).exists()
     with output_folder(tmp_path):
         assert is_locked(tmp_path / LOCK) is True

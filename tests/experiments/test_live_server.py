@@ -5,8 +5,6 @@ import json
 import socket
 import struct
 import threading
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from live_runs import ReplayedRun
@@ -18,7 +16,7 @@ EVIL = "</script><script>alert(1)</script>"
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[LiveServer]:
+def server(tmp_path):
     run = ReplayedRun(tmp_path / "run", tmp_path / "source", steps=10, name=EVIL, converted=EVIL)
     run.setup()
     run.step(1, 2)
@@ -31,7 +29,7 @@ def server(tmp_path: Path) -> Iterator[LiveServer]:
         thread.join()
 
 
-def ask(server: LiveServer, path: str = "/", method: str = "GET", **headers: str) -> tuple[int, dict[str, str], str]:
+def ask(server, path="/", method="GET", **headers):
     connection = http.client.HTTPConnection("127.0.0.1", server.server_address[1], timeout=30)
     connection.putrequest(method, path, skip_host="Host" in headers)
     for name, value in headers.items():
@@ -41,7 +39,7 @@ def ask(server: LiveServer, path: str = "/", method: str = "GET", **headers: str
     return response.status, dict(response.headers), response.read().decode()
 
 
-def test_the_page_and_its_parts(server: LiveServer) -> None:
+def test_the_page_and_its_parts(server):
     status, headers, page = ask(server)
     assert status == 200 and server.server_address[0] == "127.0.0.1"
     policy = headers["Content-Security-Policy"]
@@ -59,30 +57,30 @@ def test_the_page_and_its_parts(server: LiveServer) -> None:
     ["/secret.txt", "/../run/secret.txt", "/%2e%2e/secret.txt", "//etc/passwd", "/metrics.jsonl", "/?", "/data.json/..",
      "http://127.0.0.1/data.json", "*"],
 )  # fmt: skip
-def test_no_other_path_is_answered(path: str, server: LiveServer) -> None:
+def test_no_other_path_is_answered(path, server):
     status, _, text = ask(server, path)
     assert status == 404 and "secret" not in text and "root:" not in text
 
 
 @pytest.mark.parametrize("method", ["HEAD", "POST", "PUT", "DELETE", "PATCH", "OPTIONS"])
-def test_get_only(method: str, server: LiveServer) -> None:
+def test_get_only(method, server):
     status, headers, _ = ask(server, "/data.json", method)
     assert status == 405 and headers["Allow"] == "GET" and "Access-Control-Allow-Origin" not in headers
 
 
 @pytest.mark.parametrize("host", ["evil.example", "evil.example:8421", "127.0.0.1.evil.example:80", "", "[::1]:1"])
-def test_another_name_of_this_machine_is_refused(host: str, server: LiveServer) -> None:
+def test_another_name_of_this_machine_is_refused(host, server):
     assert ask(server, "/data.json", Host=host)[0] == 403
     assert ask(server, "/data.json", Host="localhost:1234")[0] == 200  # a tunnel has a port of its own
 
 
-def test_a_damaged_run_is_an_answer(server: LiveServer, tmp_path: Path) -> None:
+def test_a_damaged_run_is_an_answer(server, tmp_path):
     with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
         file.write("nonsense\n")
     assert "metrics.jsonl, line 3" in json.loads(ask(server, "/data.json")[2])["error"]
 
 
-def test_a_browser_that_goes_away_prints_nothing(server: LiveServer, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_browser_that_goes_away_prints_nothing(server, capfd):
     for _ in range(5):  # a reset instead of an end, in the middle of a large answer
         with socket.create_connection(("127.0.0.1", server.server_address[1])) as connection:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -95,14 +93,14 @@ def test_a_browser_that_goes_away_prints_nothing(server: LiveServer, capfd: pyte
     assert capfd.readouterr().err == ""
 
 
-def test_other_errors_are_printed(server: LiveServer, capfd: pytest.CaptureFixture[str]) -> None:
+def test_other_errors_are_printed(server, capfd):
     server.contents["/"] = "text/html", lambda: str(1 // 0)
     with pytest.raises(http.client.RemoteDisconnected):
         ask(server)
     assert "ZeroDivisionError" in capfd.readouterr().err
 
 
-def test_a_port_that_is_taken(server: LiveServer, tmp_path: Path) -> None:
+def test_a_port_that_is_taken(server, tmp_path):
     port = server.server_address[1]
     with pytest.raises(ValueError, match=rf"port {port} of 127.0.0.1 cannot be used: .*--port"):
         LiveServer(LiveRun(tmp_path / "run"), port=port)
@@ -110,7 +108,7 @@ def test_a_port_that_is_taken(server: LiveServer, tmp_path: Path) -> None:
         assert 8421 <= first.server_address[1] < second.server_address[1]
 
 
-def test_hosts_to_listen_on(tmp_path: Path) -> None:
+def test_hosts_to_listen_on(tmp_path):
     run = LiveRun(tmp_path)
     for host, problem in (("", "--host is empty"), ("no.such.host.invalid", "no address of this machine")):
         with pytest.raises(ValueError, match=problem):

@@ -28,13 +28,13 @@ ROWS = st.lists(
 )  # fmt: skip
 
 
-def step(number: int, row: StepMetrics) -> StepMetrics:
+def step(number, row):
     return StepMetrics(**row.__dict__ | {"step": number, "tokens": 10 * number})
 
 
 @settings(max_examples=30, deadline=None)
 @given(ROWS, st.data())
-def test_columns_have_what_the_rows_have(rows: list[StepMetrics], data: st.DataObject) -> None:
+def test_columns_have_what_the_rows_have(rows, data):
     """Also of a step that is read again, as one is that a run completes."""
     steps, rows = LiveSteps(), [step(number, row) for number, row in enumerate(rows, 1)]
     for row in rows:
@@ -52,12 +52,12 @@ def test_columns_have_what_the_rows_have(rows: list[StepMetrics], data: st.DataO
         assert own == pytest.approx(expected, rel=1e-6, nan_ok=True)
 
 
-def asdict_of(fields: dict) -> dict:
+def asdict_of(fields):
     """The totals with the losses among them."""
     return fields | (asdict(losses) if (losses := fields.pop("losses")) is not None else {})
 
 
-def test_a_step_takes_few_bytes() -> None:
+def test_a_step_takes_few_bytes():
     fields = {"tokens": 1, "loss": 1.0, "lr": 1.0, "grad_norm": 1.0, "loss_scale": None, "skipped": False}
     fields |= {"step_s": 1.0, "tokens_per_s": 1.0, "mfu": 0.5, "peak_memory": 2**33, "time": 1.0}
     steps = LiveSteps()
@@ -71,7 +71,7 @@ def test_a_step_takes_few_bytes() -> None:
         tracemalloc.stop()
 
 
-def test_a_page_needs_no_torch() -> None:
+def test_a_page_needs_no_torch():
     """PyTorch alone takes 180 MB."""
     code = (
         "import sys; from octavo.experiments.live_run import LiveRun; from octavo.experiments.live_server import "

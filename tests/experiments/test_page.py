@@ -2,7 +2,6 @@
 
 import re
 from html import unescape
-from pathlib import Path
 
 import fake_runs
 import pytest
@@ -19,15 +18,15 @@ NAMES = ("<script>alert(1)</script>", "</script>", "$x$ & <b>bold</b>", "🐙" *
 
 
 class Board:
-    def add_scalar(self, *_: object) -> None: ...
+    def add_scalar(self, *_): ...
 
 
-def test_packing_loses_nothing() -> None:
+def test_packing_loses_nothing():
     text = "".join(NAMES)
     assert unpack(pack(text)) == text and not re.search("[<>&\"']", pack(text))
 
 
-def opened(path: Path, *options: str) -> tuple[str, list[str]]:
+def opened(path, *options):
     document, messages = browser.run(path, *options)
     for payload in ("plotly", "charts"):
         document = re.sub(rf'(id="{payload}">)[^<]*', r"\1", document)
@@ -37,7 +36,7 @@ def opened(path: Path, *options: str) -> tuple[str, list[str]]:
 @needs_browser
 @pytest.mark.thorough
 @pytest.mark.parametrize("options", [(), ("--window-size=390,844", "--blink-settings=preferredColorScheme=0")])
-def test_a_browser_draws_every_chart_and_reports_no_error(tmp_path: Path, options: tuple[str, ...]) -> None:
+def test_a_browser_draws_every_chart_and_reports_no_error(tmp_path, options):
     """Five runs with names from outside: one stops before its first step and one after it, one has a NaN."""
     nothing = {"stopped": "non-finite", "losses": None, "tokens_per_s": None, "steps": 0, "saved_bytes_per_token": None}
     changes = [{"steps": 40}, nothing, {"steps": 1}, {"steps": 40}, {"steps": 40}]
@@ -65,7 +64,7 @@ def test_a_browser_draws_every_chart_and_reports_no_error(tmp_path: Path, option
 
 @needs_browser
 @pytest.mark.thorough
-def test_a_browser_that_cannot_draw_says_so(tmp_path: Path) -> None:
+def test_a_browser_that_cannot_draw_says_so(tmp_path):
     page = write_report([fake_runs.folder(tmp_path / "run", steps=5)], tmp_path / "report").html
     page.write_text(page.read_text().replace("DecompressionStream(", "NoSuchStream("))
     document, messages = opened(page)

@@ -21,7 +21,7 @@ CONFIG = parse_config(
 EXPECTED = ExpectedStep(gpu="H100 SXM", flops=1.0, bf16_flops=1.0, fp8_flops=1.0, memory=45 * 2**30)
 
 
-def lines(*, terminal: bool = False, width: int = 200, **values: object) -> list[str]:
+def lines(*, terminal=False, width=200, **values):
     """What is written for a tenth of a run, whose losses are the numbers of its steps; `values`: of its last step."""
     console = Console(file=StringIO(), force_terminal=terminal, width=width, color_system=None)
     setup = RunSetup(started=time.time(), steps=40, summary=result(), data=None, expected=EXPECTED)
@@ -34,7 +34,7 @@ def lines(*, terminal: bool = False, width: int = 200, **values: object) -> list
     return console.file.getvalue().splitlines()
 
 
-def test_a_log_line_has_everything() -> None:
+def test_a_log_line_has_everything():
     (line,) = lines(mfu=0.412, peak_memory=44 * 2**30, epoch=0.5)
     assert line == (
         "BF16  step 4/40  loss 3.0000  80 tokens/s  MFU 41.2%  |grad| 1.25  lr 1.0e-03  "
@@ -44,7 +44,7 @@ def test_a_log_line_has_everything() -> None:
     assert "loss not finite" in lines(loss=None)[0] and "|grad| not finite" in lines(grad_norm=None)[0]
 
 
-def test_the_bar_takes_the_width_it_has() -> None:
+def test_the_bar_takes_the_width_it_has():
     for width, shown in ((200, ["loss", "MFU", "peak", "epoch"]), (110, ["loss"]), (80, ["loss"])):
         drawn = lines(terminal=True, width=width, mfu=0.412, peak_memory=44 * 2**30, epoch=0.5)
         last = [line for line in drawn if "4/40" in line][-1]
@@ -52,6 +52,6 @@ def test_the_bar_takes_the_width_it_has() -> None:
         assert "left" in last and len(last.rpartition("\x1b")[2]) < width + 8
 
 
-def test_samples_are_printed_and_steer_no_terminal() -> None:
+def test_samples_are_printed_and_steer_no_terminal():
     written = lines(samples=[{"prompt": "def ", "text": "f(x):\n\x1b[2Jreturn\r\x07"}])
     assert written[1:] == ["BF16  step 4  sample of 'def ':", "    f(x):", "    \ufffd[2Jreturn\ufffd\ufffd"]

@@ -4,7 +4,6 @@ import tomllib
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -41,7 +40,7 @@ SMALL = replace(
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", ready_models())
-def test_models_have_their_published_size(name: str) -> None:
+def test_models_have_their_published_size(name):
     model = ready_model(name)
     with torch.device("meta"):
         if name == "dit-xl":
@@ -54,7 +53,7 @@ def test_models_have_their_published_size(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ready_models())
-def test_every_model_renders_a_configuration(name: str) -> None:
+def test_every_model_renders_a_configuration(name):
     model = ready_model(name)
     layout = replace(LAYOUT, dp_replicate=2, checkpointing="full", reasons={"micro_batches": "as many as fit"})
     steps = [PlannedStep(precision="FP8", gpus=8, layout=layout, seconds=1.5, tokens_per_second=1e6, peak=2**35),
@@ -71,7 +70,7 @@ def test_every_model_renders_a_configuration(name: str) -> None:
     assert ("Experts count as bf16" in text) == (name in ("mixtral-8x7b", "qwen3-30b-a3b", "deepseek-v3-16b"))
 
 
-def test_the_table_says_what_to_add() -> None:
+def test_the_table_says_what_to_add():
     full = replace(LAYOUT, gpus=64, micro_batches=1, checkpointing="full")
     steps = [
         PlannedStep(precision="FP8", gpus=8, layout=LAYOUT, seconds=12.345, tokens_per_second=98765.4, peak=3 * 2**30),
@@ -98,13 +97,13 @@ class Planner:
     copies_wait: float = 0.0
     asked: list[tuple[str, int, int]] = field(default_factory=list)
 
-    def __call__(self, config: Any, *, gpu: str, gpus: int) -> Any:
+    def __call__(self, config, *, gpu, gpus):
         kind, copies = config.precision.checkpointing, config.parallel.dp_replicate
         sequences = config.optim.batch // (gpus * config.optim.micro_batches)
         self.asked.append((kind, sequences, copies))
         states = self.states * copies / gpus * (3 if config.precision.level == "bf16" else 1)
 
-        def largest_batch(limit: int) -> int:
+        def largest_batch(limit):
             return max(0, int((limit / 2**30 - states) // self.gib[kind]))
 
         wait = self.waits if copies == 1 else self.copies_wait
@@ -121,7 +120,7 @@ class Planner:
 
 
 @pytest.fixture
-def planner(monkeypatch: pytest.MonkeyPatch) -> Planner:
+def planner(monkeypatch):
     made = Planner()
     monkeypatch.setattr(fitting, "plan_configured", made)
     monkeypatch.setattr(fitting, "find_gpu", lambda name: SimpleNamespace(usable=80 * 2**30, name="G", fp8_tflops=1.0))
@@ -129,11 +128,11 @@ def planner(monkeypatch: pytest.MonkeyPatch) -> Planner:
     return made
 
 
-def fit(gpus: int) -> fitting.Fit:
+def fit(gpus):
     return fit_layout(SMALL, "h100", gpus)
 
 
-def test_nothing_is_recomputed_where_that_fits(planner: Planner) -> None:
+def test_nothing_is_recomputed_where_that_fits(planner):
     best = fit(4)  # 72 GiB are usable, 25 are states: 2 sequences of 20
     assert (best.layout.checkpointing, best.layout.sequences, best.layout.micro_batches) == ("none", 2, 2)
     assert {kind for kind, *_ in planner.asked} == {"none"}
@@ -143,7 +142,7 @@ def test_nothing_is_recomputed_where_that_fits(planner: Planner) -> None:
     )
 
 
-def test_the_fastest_that_fits_is_taken(planner: Planner) -> None:
+def test_the_fastest_that_fits_is_taken(planner):
     planner.states = 240.0  # 60 on each of 4: 12 GiB are left
     best = fit(4)
     assert (best.layout.checkpointing, best.layout.sequences) == ("selective", 1)
@@ -152,14 +151,14 @@ def test_the_fastest_that_fits_is_taken(planner: Planner) -> None:
     assert (fit(4).layout.checkpointing, fit(4).layout.sequences) == ("full", 2)
 
 
-def test_a_batch_is_not_larger_than_the_run_wants(planner: Planner) -> None:
+def test_a_batch_is_not_larger_than_the_run_wants(planner):
     best = fit(16)
     assert (best.layout.sequences, best.layout.micro_batches) == (1, 1)
     assert best.layout.reasons["micro_batches"] == "1 sequence at a time on each of 16 GPUs; all of the batch"
     assert fit(5).layout.settings["optim.batch"] == 20  # the multiple of GPUs and sequences that is near
 
 
-def test_machines_hold_copies_where_communication_waits(planner: Planner) -> None:
+def test_machines_hold_copies_where_communication_waits(planner):
     planner.waits = 1.0
     assert fit(8).layout.dp_replicate == 2 and ("none", 1, 2) in planner.asked
     planner.copies_wait = 2.0
@@ -170,7 +169,7 @@ def test_machines_hold_copies_where_communication_waits(planner: Planner) -> Non
     assert all(copies == 1 for *_, copies in planner.asked)
 
 
-def test_what_does_not_fit_says_how_many_gpus_would_do(planner: Planner) -> None:
+def test_what_does_not_fit_says_how_many_gpus_would_do(planner):
     with pytest.raises(
         ConfigError, match=r"Small does not fit on 1 × G: .* needs 105.00 GiB .*; it fits on 2: set --gpus"
     ):
@@ -182,24 +181,24 @@ def test_what_does_not_fit_says_how_many_gpus_would_do(planner: Planner) -> None
         fit(0)
 
 
-def test_bf16_has_a_layout_of_its_own(planner: Planner) -> None:
+def test_bf16_has_a_layout_of_its_own(planner):
     steps = fitting.planned_steps(fit(4), Search(model=SMALL, gpu="h100", gpus=4))
     assert [step.precision for step in steps] == ["FP8", "bf16"] and steps[1].layout is None  # 75 GiB of states
     steps = fitting.planned_steps(fit(8), Search(model=SMALL, gpu="h100", gpus=8))
     assert steps[1].layout is not None and steps[1].layout.sequences == 1
 
 
-def init(*words: str) -> Any:
+def init(*words):
     return CliRunner().invoke(app, ["init", *words])
 
 
-def test_init_is_for_gpus_with_fp8() -> None:
+def test_init_is_for_gpus_with_fp8():
     done = init("--model", "llama3-8b", "--gpu", "a100")
     assert done.exit_code == 2 and "A100 SXM 80 GB has no FP8 products" in done.stderr, done.stderr
     assert "did you mean 'h100'" in init("--model", "llama3-8b", "--gpu", "h10").stderr
 
 
-def test_init_lists_models_and_names_the_nearest() -> None:
+def test_init_lists_models_and_names_the_nearest():
     listed = init("--list")
     assert listed.exit_code == 0 and [line.split()[0] for line in listed.stdout.splitlines()] == list(ready_models())
     wrong = init("--model", "LLama3-8B-instruct")
@@ -209,7 +208,7 @@ def test_init_lists_models_and_names_the_nearest() -> None:
     assert "octavo init --list" in init().stderr
 
 
-def test_init_writes_once(planner: Planner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_init_writes_once(planner, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     done = init("--model", "llama3-8b", "--gpus", "8")
     assert done.exit_code == 0 and "octavo train llama3-8b.toml --shrink" in done.stdout, done.output
@@ -225,7 +224,7 @@ def test_init_writes_once(planner: Planner, tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.slow
-def test_init_plans_real_steps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_init_plans_real_steps(monkeypatch, tmp_path):
     monkeypatch.setattr("octavo.experiments.ready_models.ready_models", lambda: {"small": SMALL})
     done = init("--model", "small", "--gpu", "h200", "--gpus", "2", "--out", str(tmp_path / "small.toml"))
     assert done.exit_code == 0, done.output

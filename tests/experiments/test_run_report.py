@@ -3,7 +3,6 @@ import re
 import subprocess
 import sys
 from html.parser import HTMLParser
-from pathlib import Path
 
 import pytest
 from fake_runs import folder, result
@@ -17,7 +16,7 @@ FP8 = "fp8 rowwise"
 
 
 @pytest.fixture
-def pair(tmp_path: Path) -> list[Path]:
+def pair(tmp_path):
     return [folder(tmp_path / "bf16"), folder(tmp_path / "fp8", FP8, shift=0.004)]
 
 
@@ -26,13 +25,13 @@ class References(HTMLParser):
 
     VOID = frozenset({"meta", "link", "img", "br", "hr", "input"})
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.references: list[str] = []
-        self.open: list[str] = []
-        self.seen: list[str] = []
+        self.references = []
+        self.open = []
+        self.seen = []
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def handle_starttag(self, tag, attrs):
         self.seen.append(tag)
         self.references += [
             value or "" for name, value in attrs if name in ("src", "href", "data", "action", "srcset", "xlink:href")
@@ -40,23 +39,23 @@ class References(HTMLParser):
         if tag not in self.VOID:
             self.open.append(tag)
 
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def handle_startendtag(self, tag, attrs):
         self.handle_starttag(tag, attrs)
         if tag not in self.VOID:
             self.open.pop()
 
-    def handle_endtag(self, tag: str) -> None:
+    def handle_endtag(self, tag):
         assert self.open.pop() == tag
 
 
-def parse(html: str) -> References:
+def parse(html):
     parser = References()
     parser.feed(html)
     assert parser.open == []
     return parser
 
 
-def text_of(html: str) -> str:
+def text_of(html):
     """The page's text, scripts and styles left out, entities resolved, white space collapsed."""
     from html import unescape
 
@@ -64,13 +63,13 @@ def text_of(html: str) -> str:
     return " ".join(unescape(re.sub(r"<[^>]*>", " ", without)).split())
 
 
-def charts_of(html: str) -> list[dict]:
+def charts_of(html):
     """What the page's script draws."""
     (packed,) = re.findall(r'<script type="text/plain" id="charts">(.*?)</script>', html)
     return json.loads(unpack(packed))
 
 
-def test_the_page_holds_all_it_needs_and_fetches_nothing(pair: list[Path], tmp_path: Path) -> None:
+def test_the_page_holds_all_it_needs_and_fetches_nothing(pair, tmp_path):
     html = write_report(pair, tmp_path).html.read_text(encoding="utf-8")
     assert len(html) < 5_000_000
     assert parse(html).references == []
@@ -85,21 +84,21 @@ def test_the_page_holds_all_it_needs_and_fetches_nothing(pair: list[Path], tmp_p
     assert html.count('class="plot"') == len(titles)
 
 
-def test_a_missing_plotly_is_named_with_its_install_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_plotly_is_named_with_its_install_line(monkeypatch):
     library.cache_clear()
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
     with pytest.raises(ModuleNotFoundError, match=r"plotly.*pip install 'octavo\[train\]'"):
         library()
 
 
-def test_the_page_follows_the_readers_colour_scheme(pair: list[Path], tmp_path: Path) -> None:
+def test_the_page_follows_the_readers_colour_scheme(pair, tmp_path):
     html = write_report(pair, tmp_path).html.read_text(encoding="utf-8")
     assert "prefers-color-scheme: dark" in html
     defined = set(re.findall(r"(--[a-z0-9-]+):", html))
     assert set(re.findall(r"var\((--[a-z0-9-]+)\)", html + json.dumps(charts_of(html)))) <= defined
 
 
-def test_the_page_says_what_the_runs_measured(pair: list[Path], tmp_path: Path) -> None:
+def test_the_page_says_what_the_runs_measured(pair, tmp_path):
     text = text_of(write_report(pair, tmp_path).html.read_text(encoding="utf-8"))
     first, second = (RunResult.read(path) for path in pair)
     expected = verdict(first, second)
@@ -114,7 +113,7 @@ def test_the_page_says_what_the_runs_measured(pair: list[Path], tmp_path: Path) 
     assert all(part in text for part in second.converted.split("; "))
 
 
-def test_layers_are_listed_with_their_reasons_and_blocks_merged(pair: list[Path], tmp_path: Path) -> None:
+def test_layers_are_listed_with_their_reasons_and_blocks_merged(pair, tmp_path):
     rows = [(f"model.layers.{n}.mlp.{name}", "rowwise", "converted") for n in range(12) for name in ("up", "down")]
     rows[3] = ("model.layers.1.mlp.down", None, "named by skip")
     keys = ("name", "recipe", "reason")
@@ -126,7 +125,7 @@ def test_layers_are_listed_with_their_reasons_and_blocks_merged(pair: list[Path]
     assert "model.layers.*.mlp.down 1 high precision named by skip" in text
 
 
-def test_a_config_difference_is_shown_and_equal_settings_are_not(tmp_path: Path) -> None:
+def test_a_config_difference_is_shown_and_equal_settings_are_not(tmp_path):
     runs = [folder(tmp_path / "a"), folder(tmp_path / "b", FP8, lr=1e-3)]
     text = text_of(write_report(runs, tmp_path).html.read_text(encoding="utf-8"))
     differing = text[text.index("What differs") : text.index("Every other setting")]
@@ -134,7 +133,7 @@ def test_a_config_difference_is_shown_and_equal_settings_are_not(tmp_path: Path)
     assert "run.seed" not in differing and "run.name" not in differing and "run.out" not in differing
 
 
-def test_names_from_outside_are_escaped(tmp_path: Path) -> None:
+def test_names_from_outside_are_escaped(tmp_path):
     evil = "<script>alert(1)</script>"
     run = folder(tmp_path / "a", name=evil, converted=f"</script>{evil}")
     html = write_report([run], tmp_path).html.read_text(encoding="utf-8")
@@ -142,14 +141,14 @@ def test_names_from_outside_are_escaped(tmp_path: Path) -> None:
     parse(html)
 
 
-def test_verdict_json_holds_the_verdict_and_both_runs(pair: list[Path], tmp_path: Path) -> None:
+def test_verdict_json_holds_the_verdict_and_both_runs(pair, tmp_path):
     read = json.loads(write_report(pair, tmp_path).verdict.read_text(encoding="utf-8"))
     first, second = (RunResult.read(path) for path in pair)
     assert read["verdicts"] == [json.loads(json.dumps(verdict(first, second).to_json()))]
     assert [run["precision"] for run in read["runs"]] == ["bf16", FP8]
 
 
-def test_the_charts_show_every_run_over_its_steps(pair: list[Path], tmp_path: Path) -> None:
+def test_the_charts_show_every_run_over_its_steps(pair, tmp_path):
     charts = charts_of(write_report(pair, tmp_path).html.read_text(encoding="utf-8"))
     series = [[trace["name"] for trace in chart["data"] if "hoverinfo" not in trace] for chart in charts]
     assert series == [["BF16", "FP8 rowwise"], ["FP8 rowwise"], *[["BF16", "FP8 rowwise"]] * 3]
@@ -159,13 +158,13 @@ def test_the_charts_show_every_run_over_its_steps(pair: list[Path], tmp_path: Pa
         assert raw["y"] == pytest.approx([row.loss for row in rows], rel=1e-5)
 
 
-def test_few_steps_have_whole_numbers_on_the_axis(tmp_path: Path) -> None:
+def test_few_steps_have_whole_numbers_on_the_axis(tmp_path):
     html = write_report([folder(tmp_path / "a", steps=3)], tmp_path).html.read_text(encoding="utf-8")
     assert {chart["layout"]["xaxis"]["dtick"] for chart in charts_of(html)} == {1}
 
 
-def test_the_tiles_of_a_pair_are_loss_memory_and_speed(pair: list[Path], tmp_path: Path) -> None:
-    def tiles(prediction: PredictedSpeed | None) -> list[str]:
+def test_the_tiles_of_a_pair_are_loss_memory_and_speed(pair, tmp_path):
+    def tiles(prediction):
         html = write_report(pair, tmp_path, prediction).html.read_text(encoding="utf-8")
         return [text_of(tile) for tile in re.findall(r'<div class="tile">.*?</div>', html, flags=re.S)]
 
@@ -178,7 +177,7 @@ def test_the_tiles_of_a_pair_are_loss_memory_and_speed(pair: list[Path], tmp_pat
     assert "1.23 ×" in predicted[3] and "predicted, not measured: a model on 8 GPUs" in predicted[3]
 
 
-def test_a_single_run_has_a_report_without_a_verdict(pair: list[Path]) -> None:
+def test_a_single_run_has_a_report_without_a_verdict(pair):
     files = write_report(pair[:1], pair[0])
     text = text_of(files.html.read_text(encoding="utf-8"))
     assert files.verdict is None and not (pair[0] / "verdict.json").exists()
@@ -186,13 +185,13 @@ def test_a_single_run_has_a_report_without_a_verdict(pair: list[Path]) -> None:
     assert text.count("tokens/s, median") == 2  # tile and table
 
 
-def test_a_run_that_was_stopped_says_where(tmp_path: Path) -> None:
+def test_a_run_that_was_stopped_says_where(tmp_path):
     run = folder(tmp_path / "a", "bf16", stopped="sigterm", steps=44)
     RunSetup(started=0.0, steps=400, summary=RunResult.read(run), data=None, expected=None).write(run)
     assert "stopped at step 44 of 400" in text_of(write_report([run], tmp_path / "r").html.read_text())
 
 
-def test_several_runs_are_each_compared_with_the_first(tmp_path: Path) -> None:
+def test_several_runs_are_each_compared_with_the_first(tmp_path):
     runs = [folder(tmp_path / "0"), folder(tmp_path / "1", FP8), folder(tmp_path / "2", "fp8 mxfp8", shift=0.05)]
     files = write_report(runs, tmp_path)
     verdicts = json.loads(files.verdict.read_text(encoding="utf-8"))["verdicts"]
@@ -201,19 +200,19 @@ def test_several_runs_are_each_compared_with_the_first(tmp_path: Path) -> None:
     parse(files.html.read_text(encoding="utf-8"))
 
 
-def test_two_runs_of_one_arm_are_told_apart(tmp_path: Path) -> None:
+def test_two_runs_of_one_arm_are_told_apart(tmp_path):
     runs = [folder(tmp_path / "0", name="first"), folder(tmp_path / "1", name="second")]
     text = text_of(write_report(runs, tmp_path).html.read_text(encoding="utf-8"))
     assert "second (BF16) against first (BF16)" in text
 
 
-def test_two_runs_of_one_name_too(tmp_path: Path) -> None:
+def test_two_runs_of_one_name_too(tmp_path):
     runs = [folder(tmp_path / "0"), folder(tmp_path / "a", FP8), folder(tmp_path / "b", FP8)]
     text = text_of(write_report(runs, tmp_path).html.read_text(encoding="utf-8"))
     assert "a (FP8 rowwise) and b (FP8 rowwise) against BF16" in text
 
 
-def test_a_run_that_failed_at_its_first_step_still_has_a_report(tmp_path: Path) -> None:
+def test_a_run_that_failed_at_its_first_step_still_has_a_report(tmp_path):
     broken = {"stopped": "non-finite", "losses": None, "tokens_per_s": None, "saved_bytes_per_token": None, "steps": 0}
     runs = [folder(tmp_path / "a"), folder(tmp_path / "b", FP8, **broken)]
     (runs[1] / "metrics.jsonl").write_text("", encoding="utf-8")
@@ -223,13 +222,13 @@ def test_a_run_that_failed_at_its_first_step_still_has_a_report(tmp_path: Path) 
     assert parse(alone.html.read_text(encoding="utf-8"))
 
 
-def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
+def test_a_folder_without_a_run_is_refused(tmp_path):
     with pytest.raises(ValueError, match="holds no run"):
         write_report([tmp_path], tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_summary_table_has_a_difference_for_a_pair_only() -> None:
+def test_the_summary_table_has_a_difference_for_a_pair_only():
     pair = summary_rows([result(), result(FP8, tail=3.3)])
     assert pair[0].values == ["3.0000", "3.3000"]
     assert "+0.3000" in pair[0].difference and "+10.00 %" in pair[0].difference
@@ -238,14 +237,12 @@ def test_the_summary_table_has_a_difference_for_a_pair_only() -> None:
     assert summary_rows([result(losses=None, tokens_per_s=None)])[0].values == ["–"]
 
 
-def test_the_fakes_are_what_a_run_leaves(pair: list[Path]) -> None:
+def test_the_fakes_are_what_a_run_leaves(pair):
     assert [row.step for row in read_metrics(pair[0])] == list(range(1, 101))
 
 
 @pytest.mark.thorough
-def test_importing_the_report_imports_no_plotly_and_writing_one_no_graph_objects(
-    pair: list[Path], tmp_path: Path
-) -> None:
+def test_importing_the_report_imports_no_plotly_and_writing_one_no_graph_objects(pair, tmp_path):
     code = (
         "import sys, pathlib; from octavo.experiments.run_report import write_report\n"
         "assert 'plotly' not in sys.modules and 'jinja2' not in sys.modules\n"

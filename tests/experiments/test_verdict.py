@@ -13,7 +13,7 @@ losses = st.floats(0.05, 20, allow_nan=False)
 
 
 @given(a=losses, b=losses)
-def test_swapping_the_arms_flips_the_gap_and_inverts_the_ratios(a: float, b: float) -> None:
+def test_swapping_the_arms_flips_the_gap_and_inverts_the_ratios(a, b):
     bf16, fp8 = result(tail=a), result(FP8, tail=b)
     there, back = verdict(bf16, fp8), verdict(fp8, bf16)
     assert there.tail_gap == -back.tail_gap == b - a
@@ -25,7 +25,7 @@ def test_swapping_the_arms_flips_the_gap_and_inverts_the_ratios(a: float, b: flo
 
 
 @given(a=losses, b=losses)
-def test_the_status_is_decided_by_the_gap_alone(a: float, b: float) -> None:
+def test_the_status_is_decided_by_the_gap_alone(a, b):
     pair_verdict = verdict(result(tail=a), result(FP8, tail=b))
     percent = 100 * (b - a) / a
     assert pair_verdict.tail_gap_percent == pytest.approx(percent)
@@ -44,7 +44,7 @@ def test_the_status_is_decided_by_the_gap_alone(a: float, b: float) -> None:
         (2.969, "below", "One seed does not show that it is better"),
     ],
 )
-def test_the_sentence_says_what_the_numbers_say(tail: float, status: str, words: str) -> None:
+def test_the_sentence_says_what_the_numbers_say(tail, status, words):
     pair_verdict = verdict(result(tail=3.0), result(FP8, tail=tail))
     assert pair_verdict.status == status
     assert words in pair_verdict.sentence
@@ -59,16 +59,14 @@ def test_the_sentence_says_what_the_numbers_say(tail: float, status: str, words:
         (None, None, "BF16 and FP8 rowwise", "none"),
     ],
 )
-def test_a_held_out_loss_that_is_not_finite_is_named(
-    bf16: float | None, fp8: float | None, names: str, status: str
-) -> None:
+def test_a_held_out_loss_that_is_not_finite_is_named(bf16, fp8, names, status):
     """Whatever the loss in training; without a sentence it would read as if none had been measured."""
     pair_verdict = verdict(result(held_out={"loss": bf16}), result(FP8, held_out={"loss": fp8}))
     assert pair_verdict.held_out_sentence == f"The held-out loss of {names} is not finite at the end."
     assert (pair_verdict.held_out_status, pair_verdict.held_out_gap) == (status, None)
 
 
-def test_the_held_out_loss_has_a_sentence_of_its_own() -> None:
+def test_the_held_out_loss_has_a_sentence_of_its_own():
     pair_verdict = verdict(result(tail=3.0, held_out={"loss": 3.2}), result(FP8, tail=3.0, held_out={"loss": 3.3}))
     assert (pair_verdict.status, pair_verdict.held_out_status) == ("within", "above")
     assert (
@@ -79,7 +77,7 @@ def test_the_held_out_loss_has_a_sentence_of_its_own() -> None:
     assert without.held_out_sentence == "" and without.held_out_gap is None
 
 
-def test_few_steps_are_no_claim() -> None:
+def test_few_steps_are_no_claim():
     pair_verdict = verdict(result(tail=3.0, steps=12), result(FP8, tail=3.001, steps=12))
     assert pair_verdict.status == "none" and pair_verdict.tail_gap == pytest.approx(0.001)
     assert (
@@ -89,7 +87,7 @@ def test_few_steps_are_no_claim() -> None:
     assert "within" not in pair_verdict.sentence
 
 
-def test_a_cpu_is_no_speed_claim_and_a_gpu_is_named() -> None:
+def test_a_cpu_is_no_speed_claim_and_a_gpu_is_named():
     (on_cpu,) = [note for note in verdict(result(), result(FP8)).notes if "tokens/s" in note]
     assert "0.40 ×" in on_cpu and "emulates" in on_cpu and "nothing about the speed on a GPU" in on_cpu
     of_gpu = verdict(result(device="NVIDIA H200"), result(FP8, device="NVIDIA H200", tokens_per_s=1300.0)).notes
@@ -97,7 +95,7 @@ def test_a_cpu_is_no_speed_claim_and_a_gpu_is_named() -> None:
     assert "1.30 ×" in on_gpu and "NVIDIA H200" in on_gpu and "emulated" not in on_gpu
 
 
-def test_memory_skipped_steps_and_the_single_seed_are_always_said() -> None:
+def test_memory_skipped_steps_and_the_single_seed_are_always_said():
     notes = verdict(result(), result(FP8, skipped_steps=3, saved_bytes_per_token=12_000.0)).notes
     assert any("1.20 × BF16's bytes" in note for note in notes)
     assert any("0.34 × BF16's memory: 4.1 against 12.0 bytes per parameter" in note for note in notes)
@@ -105,7 +103,7 @@ def test_memory_skipped_steps_and_the_single_seed_are_always_said() -> None:
     assert notes[-1] == ONE_SEED
 
 
-def test_a_prediction_is_marked_as_one() -> None:
+def test_a_prediction_is_marked_as_one():
     prediction = PredictedSpeed(gain=1.234, where="a model on 8 GPUs")
     pair_verdict = verdict(result(), result(FP8), prediction)
     assert "Predicted, not measured: 1.23 × BF16's speed for a model on 8 GPUs." in pair_verdict.notes
@@ -123,7 +121,7 @@ def test_a_prediction_is_marked_as_one() -> None:
         ({"losses": Losses(first=1.0, final=0.0, tail_mean=0.0)}, "FP8 rowwise's loss is 0"),
     ],
 )
-def test_runs_that_cannot_be_compared_get_no_verdict(changes: dict, reason: str) -> None:
+def test_runs_that_cannot_be_compared_get_no_verdict(changes, reason):
     for pair in ((result(), result(FP8, **changes)), (result(FP8, **changes), result())):
         pair_verdict = verdict(*pair)
         assert pair_verdict.status == "none" and pair_verdict.tail_gap is None
@@ -131,21 +129,21 @@ def test_runs_that_cannot_be_compared_get_no_verdict(changes: dict, reason: str)
     assert reason in verdict(result(), result(FP8, **changes)).sentence
 
 
-def test_what_was_not_measured_is_not_said() -> None:
+def test_what_was_not_measured_is_not_said():
     unknown = {"tokens_per_s": None, "saved_bytes_per_token": None, "state_bytes_per_parameter": None}
     pair_verdict = verdict(result(), result(FP8, **unknown))
     assert pair_verdict.speed_ratio is None and pair_verdict.memory_ratio is None and pair_verdict.state_ratio is None
     assert pair_verdict.notes == (ONE_SEED,)
 
 
-def test_a_verdict_is_json() -> None:
+def test_a_verdict_is_json():
     pair_verdict = verdict(result(), result(FP8, tail=3.3))
     read = json.loads(json.dumps(pair_verdict.to_json(), allow_nan=False))
     assert read["status"] == "above" and read["band_percent"] == 1.0
     assert read["tail_gap_percent"] == pytest.approx(10)
 
 
-def test_arms_are_named_as_people_read_them() -> None:
+def test_arms_are_named_as_people_read_them():
     arms = {
         "bf16": "BF16",
         "fp8 mxfp8": "FP8 mxfp8",

@@ -9,9 +9,6 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
-from types import TracebackType
-from typing import Any
 
 from benchmarks import browser
 
@@ -20,7 +17,7 @@ ELEMENT = "element-6066-11e4-a52e-4f735466cecf"
 """Key of an element in WebDriver's JSON."""
 
 
-def missing() -> str | None:
+def missing():
     if browser.find() is None:
         return f"no Chromium is installed: {INSTALL}"
     return None if shutil.which("chromedriver") else f"no chromedriver is installed: {INSTALL}"
@@ -33,10 +30,10 @@ class Driver:
         options: Of Chromium, such as `--window-size=390,844`.
     """
 
-    def __init__(self, *options: str) -> None:
+    def __init__(self, *options):
         self._options = options
 
-    def __enter__(self) -> "Driver":
+    def __enter__(self):
         self._profile = tempfile.TemporaryDirectory()
         self._process = subprocess.Popen(["chromedriver", "--port=0"], stdout=subprocess.PIPE, text=True)
         assert self._process.stdout is not None
@@ -55,9 +52,7 @@ class Driver:
         self._base += f"/{session}"
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind, error, traceback):
         try:
             self._call("DELETE", "")
         finally:
@@ -65,34 +60,34 @@ class Driver:
             self._process.communicate()
             self._profile.cleanup()
 
-    def open(self, url: str) -> None:
+    def open(self, url):
         self._call("POST", "/url", {"url": url})
 
-    def run(self, script: str, *arguments: Any) -> Any:
+    def run(self, script, *arguments):
         """Run the body of a JavaScript function; returns what it returns."""
         return self._call("POST", "/execute/sync", {"script": script, "args": list(arguments)})
 
-    def click(self, selector: str) -> None:
+    def click(self, selector):
         found = self._call("POST", "/element", {"using": "css selector", "value": selector})[ELEMENT]
         self._call("POST", f"/element/{found}/click", {})
 
-    def text(self, selector: str = "body") -> str:
+    def text(self, selector="body"):
         return str(self.run("return document.querySelector(arguments[0]).innerText", selector))
 
-    def wait(self, condition: str, seconds: float = 30.0) -> None:
+    def wait(self, condition, seconds=30.0):
         self.until(lambda: bool(self.run(f"return {condition}")), condition, seconds)
 
-    def until(self, condition: Callable[[], bool], what: str, seconds: float = 30.0) -> None:
+    def until(self, condition, what, seconds=30.0):
         end = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < end, f"not after {seconds} s: {what}\n{self.text()[:2000]}"
             time.sleep(0.1)
 
-    def messages(self) -> list[str]:
+    def messages(self):
         """What the page wrote to the console since the last call."""
         return [entry["message"] for entry in self._call("POST", "/se/log", {"type": "browser"})]
 
-    def _call(self, method: str, path: str, body: Any = None) -> Any:
+    def _call(self, method, path, body=None):
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self._base + path, data, {"Content-Type": "application/json"}, method=method)
         try:

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import math
 import random
-from pathlib import Path
 
 from octavo.train.record.metrics import Losses, RunResult, StepMetrics, StepTotals
 
@@ -27,7 +26,7 @@ recipe = "rowwise"
 """
 
 
-def result(arm: str = "bf16", tail: float = 3.0, **changes: object) -> RunResult:
+def result(arm="bf16", tail=3.0, **changes):
     """A finished run's summary."""
     fields = {
         "name": "demo",
@@ -49,9 +48,7 @@ def result(arm: str = "bf16", tail: float = 3.0, **changes: object) -> RunResult
     return RunResult(**{**fields, **changes})
 
 
-def folder(
-    path: Path, arm: str = "bf16", *, steps: int = 100, shift: float = 0.0, lr: float = 3e-3, **changes: object
-) -> Path:
+def folder(path, arm="bf16", *, steps=100, shift=0.0, lr=3e-3, **changes):
     """Write a run's folder: losses fall from 8.3, `shift` (relative) higher at the end; batches as in every arm."""
     batches, own = random.Random(0), random.Random(arm)
     rows = []

@@ -8,14 +8,12 @@ import math
 import re
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from octavo import convert
-from octavo.train.config.run_config import TrainConfig
 from octavo.train.data.load import load_corpus
 from octavo.train.model import draw_once
 from octavo.train.record.progress import NullProgress
@@ -34,7 +32,7 @@ GPT2 = {
     "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "resid_pdrop": 0.0, "embd_pdrop": 0.0,
     "attn_pdrop": 0.0,
 }  # fmt: skip
-FAMILIES: dict[str, dict[str, Any]] = {
+FAMILIES = {
     "llama": TEXT,
     "qwen3": TEXT | {"head_dim": 8},
     "gpt2": GPT2,
@@ -64,7 +62,7 @@ class Curve:
     weights: dict[str, Tensor] = field(default_factory=dict)
 
 
-def trained(config: TrainConfig) -> Curve:
+def trained(config):
     """What the trainer makes of a configuration."""
     trainer = Trainer(config, load_corpus(config.data, config.model, NullProgress()), torch.device("cpu"))
     curve = Curve(start=_copy(dict(trainer.model.named_parameters())))
@@ -78,7 +76,7 @@ def trained(config: TrainConfig) -> Curve:
     return curve
 
 
-def reference(config: TrainConfig, noise: float = 0.0, seed: int = 0) -> Curve:
+def reference(config, noise=0.0, seed=0):
     """What a plain loop makes of it; `noise` is the standard deviation of relative errors of the head's weights."""
     corpus = load_corpus(config.data, config.model, NullProgress())
     end, optim, precision = corpus.tokenizer.end_id, config.optim, config.precision
@@ -133,11 +131,11 @@ def reference(config: TrainConfig, noise: float = 0.0, seed: int = 0) -> Curve:
     return curve
 
 
-def _copy(params: dict[str, Tensor]) -> dict[str, Tensor]:
+def _copy(params):
     return {name: param.detach().float().clone() for name, param in params.items()}
 
 
-def rate_of(config: TrainConfig, step: int) -> float:
+def rate_of(config, step):
     """Learning rate of step 0, 1, …: linear warmup, then the schedule."""
     optim, steps = config.optim, config.run.steps
     if step < optim.warmup:

@@ -1,16 +1,13 @@
 """Fixtures of tests that run the trainer."""
 
 import warnings
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from tensorboard.summary.writer import event_file_writer
-from tiny_runs import LLAMA, MakeConfig, sentences
+from tiny_runs import LLAMA, sentences
 
-from octavo.train.config.run_config import TrainConfig, parse_config
+from octavo.train.config.run_config import parse_config
 
 with warnings.catch_warnings():
     # Where torchao is installed, transformers imports it with its first model, and torchao's own source warns.
@@ -19,7 +16,7 @@ with warnings.catch_warnings():
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
+def one_thread():
     """Models this small only wait for a second thread."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -28,13 +25,13 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def ordered_event_files(monkeypatch: pytest.MonkeyPatch) -> None:
+def ordered_event_files(monkeypatch):
     """TensorBoard reads files of one second in the order of their numbers as text, in which 10 comes before 9."""
     monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(100))
 
 
 @pytest.fixture(scope="session")
-def text_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def text_files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("text")
     for number in range(4):
         (folder / f"{number}.txt").write_text(sentences(40, seed=number), encoding="utf-8")
@@ -42,16 +39,16 @@ def text_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def cache(tmp_path_factory):
     return tmp_path_factory.mktemp("cache")
 
 
 @pytest.fixture
-def make_config(text_files: Path, cache: Path) -> MakeConfig:
+def make_config(text_files, cache):
     """Makes the config of a tiny run; keyword arguments replace keys, a section at a time."""
 
-    def make(**sections: dict[str, Any]) -> TrainConfig:
-        tables: dict[str, dict[str, Any]] = {
+    def make(**sections):
+        tables = {
             "run": {"steps": 6, "seed": 3, "device": "cpu"},
             "model": {"type": "llama", "config": LLAMA},
             "data": {

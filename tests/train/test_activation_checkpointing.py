@@ -1,8 +1,6 @@
-from typing import Any
-
 import pytest
 import torch
-from tiny_runs import GPT2, LLAMA, MakeConfig
+from tiny_runs import GPT2, LLAMA
 from torch import nn
 
 from live_tensors import bytes_left_by
@@ -13,13 +11,13 @@ from octavo.train.record.progress import NullProgress
 from octavo.train.trainer import Trainer
 
 
-def make_trainer(make_config: MakeConfig, mode: str, **precision: Any) -> Trainer:
+def make_trainer(make_config, mode, **precision):
     model = precision.pop("model", {"type": "llama", "config": LLAMA})
     config = make_config(model=model, precision={"checkpointing": mode} | precision)
     return Trainer(config, load_corpus(config.data, config.model, NullProgress()), torch.device("cpu"))
 
 
-def gradients(trainer: Trainer) -> dict[str, torch.Tensor]:
+def gradients(trainer):
     trainer.model.zero_grad()
     torch.manual_seed(0)
     trainer.loss(*trainer._batch(0)).backward()
@@ -41,7 +39,7 @@ def gradients(trainer: Trainer) -> dict[str, torch.Tensor]:
         {"model": GPT2, "level": "fp8"},
     ],
 )
-def test_gradients_are_bitwise_those_without(mode: str, precision: dict[str, Any], make_config: MakeConfig) -> None:
+def test_gradients_are_bitwise_those_without(mode, precision, make_config):
     plain = gradients(make_trainer(make_config, "none", **precision))
     recomputed = gradients(make_trainer(make_config, mode, **precision))
     assert plain.keys() == recomputed.keys()
@@ -49,7 +47,7 @@ def test_gradients_are_bitwise_those_without(mode: str, precision: dict[str, Any
 
 
 @pytest.mark.parametrize("level", ["bf16", "fp8"])
-def test_less_is_kept(level: str, make_config: MakeConfig) -> None:
+def test_less_is_kept(level, make_config):
     kept = {
         mode: make_trainer(make_config, mode, level=level)._saved_bytes_per_token()
         for mode in ("none", "full", "selective")
@@ -61,20 +59,20 @@ def test_less_is_kept(level: str, make_config: MakeConfig) -> None:
 
 
 @pytest.mark.parametrize("level", ["bf16", "fp8", "fp8+activations", "fp8+activations+optimizer"])
-def test_a_description_leaves_nothing_alive(level: str, make_config: MakeConfig) -> None:
+def test_a_description_leaves_nothing_alive(level, make_config):
     for mode in ("none", "full", "selective"):
         trainer = make_trainer(make_config, mode, level=level)
         trainer.describe()  # caches
         assert bytes_left_by(trainer.describe) == 0, mode
 
 
-def test_selective_recomputes_no_matrix_product(make_config: MakeConfig) -> None:
+def test_selective_recomputes_no_matrix_product(make_config):
     class Count(torch.utils._python_dispatch.TorchDispatchMode):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.products = 0
 
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             self.products += func in (torch.ops.aten.mm.default, torch.ops.octavo.scaled_mm.default)
             return func(*args, **(kwargs or {}))
 
@@ -90,15 +88,15 @@ def test_selective_recomputes_no_matrix_product(make_config: MakeConfig) -> None
         assert counts["full", level] > counts["none", level]
 
 
-def test_modules_and_state_dict_stay_as_they_are(make_config: MakeConfig) -> None:
+def test_modules_and_state_dict_stay_as_they_are(make_config):
     plain, wrapped = (make_trainer(make_config, mode).model for mode in ("none", "full"))
     assert [name for name, _ in plain.named_modules()] == [name for name, _ in wrapped.named_modules()]
     assert plain.state_dict().keys() == wrapped.state_dict().keys()
 
 
-def test_find_blocks() -> None:
+def test_find_blocks():
     class Model(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.few = nn.ModuleList(nn.ReLU() for _ in range(2))
             self.mixed = nn.ModuleList([nn.ReLU(), nn.GELU(), nn.ReLU(), nn.GELU()])

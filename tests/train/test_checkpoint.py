@@ -1,11 +1,9 @@
 import io
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from tiny_runs import LLAMA, MakeConfig
+from tiny_runs import LLAMA
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from octavo.train.checkpoint import store as checkpoint
@@ -19,12 +17,12 @@ from octavo.train.record.progress import NullProgress
 from octavo.train.trainer import Trainer
 
 
-def make_trainer(make_config: MakeConfig, **sections: dict[str, Any]) -> Trainer:
+def make_trainer(make_config, **sections):
     config = make_config(**sections)
     return Trainer(config, load_corpus(config.data, config.model, NullProgress()), torch.device("cpu"))
 
 
-def state(trainer: Trainer) -> dict[str, torch.Tensor]:
+def state(trainer):
     flat = {f"model.{name}": tensor for name, tensor in trainer.model.state_dict().items()}
     optimizer = trainer.optimizer.state_dict()
     flat |= {f"master.{name}": tensor for name, tensor in optimizer["masters"].items()}
@@ -33,7 +31,7 @@ def state(trainer: Trainer) -> dict[str, torch.Tensor]:
     return flat
 
 
-CASES: list[dict[str, dict[str, Any]]] = [
+CASES = [
     {},
     {"precision": {"parameters": "fp32"}},
     {"precision": {"parameters": "fp16", "loss_scale": "dynamic"}},
@@ -46,9 +44,7 @@ CASES: list[dict[str, dict[str, Any]]] = [
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("sections", CASES)
-def test_round_trip_restores_everything(
-    sections: dict[str, dict[str, Any]], make_config: MakeConfig, tmp_path: Path
-) -> None:
+def test_round_trip_restores_everything(sections, make_config, tmp_path):
     trainer = make_trainer(make_config, **sections)
     trainer.train_step()
     trainer.save(tmp_path)
@@ -65,7 +61,7 @@ def test_round_trip_restores_everything(
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_it_is_a_transformers_checkpoint(tied: bool, make_config: MakeConfig, tmp_path: Path) -> None:
+def test_it_is_a_transformers_checkpoint(tied, make_config, tmp_path):
     model = {"type": "llama", "config": LLAMA | {"tie_word_embeddings": tied}}
     trainer = make_trainer(make_config, model=model, precision={"level": "fp8"})
     trainer.train_step()
@@ -83,7 +79,7 @@ def test_it_is_a_transformers_checkpoint(tied: bool, make_config: MakeConfig, tm
     assert torch.equal(again.model.lm_head.weight, trainer.model.lm_head.weight)
 
 
-def test_only_the_newest_are_kept(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_only_the_newest_are_kept(make_config, tmp_path):
     trainer = make_trainer(make_config, run={"keep": 2})
     for step in (8, 9, 10, 11):
         trainer.step = step
@@ -99,9 +95,7 @@ def test_only_the_newest_are_kept(make_config: MakeConfig, tmp_path: Path) -> No
     assert latest_checkpoint(tmp_path) == tmp_path / "checkpoints" / "step-1000000"
 
 
-def test_a_save_that_dies_leaves_the_previous_checkpoint(
-    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_save_that_dies_leaves_the_previous_checkpoint(make_config, tmp_path, monkeypatch):
     trainer = make_trainer(make_config)
     trainer.step = 1
     trainer.save(tmp_path)
@@ -118,7 +112,7 @@ def test_a_save_that_dies_leaves_the_previous_checkpoint(
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-000001", "step-000002"]
 
 
-def test_another_model_is_named_by_its_first_difference(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_another_model_is_named_by_its_first_difference(make_config, tmp_path):
     saved = make_config().model_dump(mode="json", exclude_none=True)
     cases = [
         ({"model": {"type": "llama", "config": LLAMA | {"hidden_size": 64}}}, "model.config.hidden_size = 32, here 64"),
@@ -144,13 +138,13 @@ def test_another_model_is_named_by_its_first_difference(make_config: MakeConfig,
     ]
 
 
-def pickled(state: Any) -> bytes:
+def pickled(state):
     buffer = io.BytesIO()
     torch.save(state, buffer)
     return buffer.getvalue()
 
 
-def test_damaged_checkpoints_are_named(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_damaged_checkpoints_are_named(make_config, tmp_path):
     trainer = make_trainer(make_config)
     trainer.save(tmp_path)
     folder = latest_checkpoint(tmp_path)
@@ -188,7 +182,7 @@ def test_damaged_checkpoints_are_named(make_config: MakeConfig, tmp_path: Path) 
         read_trainer_state(folder)
 
 
-def test_each_setting_says_whether_it_may_differ_on_resume(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_each_setting_says_whether_it_may_differ_on_resume(make_config, tmp_path):
     kinds = {"run.name": FREE, "sample.tokens": FREE, "inspect.limits.sqnr": TUNABLE, "optim.lr": TUNABLE}
     same = ("run.seed", "model.config.hidden_size", "optim.batch", "data.packing", "run.unknown")
     assert {key: resume_of(key) for key in (*kinds, *same)} == kinds | dict.fromkeys(same, "")

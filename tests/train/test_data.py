@@ -7,9 +7,7 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import datasets
 import numpy as np
@@ -17,13 +15,12 @@ import pyarrow
 import pytest
 import torch
 from pyarrow import parquet
-from tiny_runs import MakeConfig, Recorder, load, sentences
+from tiny_runs import Recorder, load, sentences
 
-from octavo.train.config.run_config import ConfigError, TrainConfig
+from octavo.train.config.run_config import ConfigError
 from octavo.train.config.sections import Data
 from octavo.train.data import documents, source
 from octavo.train.data import token_cache as data
-from octavo.train.data.corpus import Corpus
 from octavo.train.data.load import load_corpus
 from octavo.train.data.source import matches
 from octavo.train.data.tokenizer import END, train_tokenizer
@@ -31,40 +28,40 @@ from octavo.train.data.tokenizer import END, train_tokenizer
 ENTRY = {"digests.json", "documents.bin", "facts.json", "ids.bin", "tokenizer.json"}
 
 
-def decoded(loaded: Corpus, step: int = 0) -> str:
+def decoded(loaded, step=0):
     inputs, _ = loaded.batch(0, step, 1)
     return str(loaded.tokenizer.backend.decode(inputs[0].tolist(), skip_special_tokens=False))
 
 
-def write_jsonl(folder: Path) -> str:
+def write_jsonl(folder):
     rows = [{"text": line, "n": 1} for line in sentences(60).splitlines()]
     rows[3]["text"] = None
     (folder / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(folder / "*.jsonl")
 
 
-def write_parquet(folder: Path) -> str:
+def write_parquet(folder):
     datasets.Dataset.from_dict({"text": sentences(60).splitlines()}).to_parquet(folder / "a.parquet")
     return str(folder / "a.parquet")
 
 
-def write_text(folder: Path) -> str:
+def write_text(folder):
     (folder / "odd [1]*.txt").write_text(sentences(60))
     return str(folder / "*.txt")
 
 
-def write_nested(folder: Path) -> str:
+def write_nested(folder):
     (folder / "a" / "b").mkdir(parents=True)
     (folder / "a" / "b" / "x.txt").write_text(sentences(60))
     return str(folder / "**" / "*.txt")
 
 
-def write_dataset_folder(folder: Path) -> str:
+def write_dataset_folder(folder):
     write_jsonl(folder)
     return str(folder)
 
 
-def write_saved_dataset(folder: Path) -> str:
+def write_saved_dataset(folder):
     datasets.Dataset.from_dict({"text": sentences(60).splitlines()}).save_to_disk(str(folder))
     return str(folder)
 
@@ -73,18 +70,18 @@ WRITERS = [write_jsonl, write_parquet, write_text, write_nested, write_dataset_f
 
 
 @pytest.fixture(autouse=True)
-def own_datasets_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+def own_datasets_cache(tmp_path_factory, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("hf"))
     datasets.disable_progress_bars()
 
 
 @pytest.mark.parametrize("write", WRITERS)
-def test_every_kind_of_source(write: Callable[[Path], str], make_config: MakeConfig, tmp_path: Path) -> None:
+def test_every_kind_of_source(write, make_config, tmp_path):
     config = make_config(data={"source": write(tmp_path), "shuffle": False})
     assert sentences(60).startswith(decoded(load(config)).replace(END, "\n"))
 
 
-def test_standard_library_skips_what_is_not_utf8(tmp_path: Path) -> None:
+def test_standard_library_skips_what_is_not_utf8(tmp_path):
     for name in ("b.py", "a.py", "site-packages/x.py", "test/y.py", "pkg/tests/z.py", "pkg/c.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(f"# {name}")
@@ -96,14 +93,14 @@ def test_standard_library_skips_what_is_not_utf8(tmp_path: Path) -> None:
     assert source._standard_library("python-stdlib", tmp_path).fingerprint != files.fingerprint
 
 
-def test_the_real_standard_library_is_found(make_config: MakeConfig) -> None:
+def test_the_real_standard_library_is_found(make_config):
     opened = source.open_source(make_config(data={"source": "python-stdlib"}).data, lambda _: None)
     texts = [text for text in opened.read(Path()) if text]
     assert sum(map(len, texts)) > 5_000_000
     assert any("class OrderedDict" in text for text in texts)
 
 
-def test_windows_cover_every_token_once(make_config: MakeConfig) -> None:
+def test_windows_cover_every_token_once(make_config):
     loaded = load(make_config(data={"shuffle": False}))
     inputs, targets = loaded.batch(0, 0, loaded.windows)
     stream = torch.cat([inputs[:1, :1].flatten(), targets.flatten()])
@@ -116,7 +113,7 @@ def test_windows_cover_every_token_once(make_config: MakeConfig) -> None:
     assert loaded._ids[-1] == loaded.tokenizer.end_id
 
 
-def test_an_epoch_is_a_permutation_and_epochs_differ(make_config: MakeConfig) -> None:
+def test_an_epoch_is_a_permutation_and_epochs_differ(make_config):
     loaded = load(make_config())
     epochs = [loaded.batch(5, epoch, loaded.windows)[0] for epoch in range(2)]
     plain = load(make_config(data={"shuffle": False})).batch(5, 0, loaded.windows)[0]
@@ -126,7 +123,7 @@ def test_an_epoch_is_a_permutation_and_epochs_differ(make_config: MakeConfig) ->
     assert not torch.equal(epochs[0], plain)
 
 
-def test_a_batch_is_a_pure_function_of_seed_and_step(make_config: MakeConfig) -> None:
+def test_a_batch_is_a_pure_function_of_seed_and_step(make_config):
     first, second = load(make_config()), load(make_config())
     later = first.batch(1, 40, 3)[0]
     for step in (7, 0, 40):
@@ -139,8 +136,8 @@ def test_a_batch_is_a_pure_function_of_seed_and_step(make_config: MakeConfig) ->
     assert torch.equal(whole, torch.cat([first.batch(1, 0, size)[0], first.batch(1, 1, size)[0]]))
 
 
-def test_the_cache_is_used_and_keyed_on_content(make_config: MakeConfig, tmp_path: Path) -> None:
-    def load(**keys: Any) -> tuple[list[str], Corpus]:
+def test_the_cache_is_used_and_keyed_on_content(make_config, tmp_path):
+    def load(**keys):
         seen = Recorder()
         where = {"cache": str(tmp_path / "cache"), "source": str(tmp_path / "*.txt")}
         config = make_config(data=where | keys)
@@ -174,9 +171,7 @@ def test_the_cache_is_used_and_keyed_on_content(make_config: MakeConfig, tmp_pat
         ("digests.json", b"[]", "digests.json is not what was written"),
     ],
 )
-def test_a_damaged_entry_is_built_anew(
-    name: str, content: bytes | None, reason: str, make_config: MakeConfig, tmp_path: Path
-) -> None:
+def test_a_damaged_entry_is_built_anew(name, content, reason, make_config, tmp_path):
     config = make_config(data={"cache": str(tmp_path)})
     expected = load(config).batch(0, 0, 4)[0]
     (entry,) = tmp_path.iterdir()
@@ -192,7 +187,7 @@ def test_a_damaged_entry_is_built_anew(
     assert seen.notes == [] and "tokenizing" not in seen.stages
 
 
-def test_what_killed_builders_left_is_removed_after_a_day(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_what_killed_builders_left_is_removed_after_a_day(make_config, tmp_path):
     for name, age in (("old", 25 * 3600), ("new", 3600)):
         folder = tmp_path / f".building-{name}"
         folder.mkdir()
@@ -203,18 +198,16 @@ def test_what_killed_builders_left_is_removed_after_a_day(make_config: MakeConfi
     assert [path.name for path in tmp_path.glob(".building-*")] == [".building-new"]
 
 
-def test_an_entry_is_on_disk_before_it_is_published(
-    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    synced: list[set[str]] = []
+def test_an_entry_is_on_disk_before_it_is_published(make_config, tmp_path, monkeypatch):
+    synced = []
     monkeypatch.setattr(data, "sync", lambda folder: synced.append({path.name for path in folder.iterdir()}))
     load(make_config(data={"cache": str(tmp_path)}))
     assert synced == [ENTRY]
 
 
-def test_jsonl_rows_may_differ_in_all_but_the_text(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_jsonl_rows_may_differ_in_all_but_the_text(make_config, tmp_path):
     lines = sentences(60).splitlines()
-    rows: list[dict[str, Any]] = [{"text": line} for line in lines]
+    rows = [{"text": line} for line in lines]
     rows[1] |= {"n": 1, "of": {"a": []}}
     rows[2] |= {"n": "two"}
     (tmp_path / "a.jsonl").write_text("\ufeff" + "".join(json.dumps(row) + "\n" for row in rows[:30]), encoding="utf-8")
@@ -225,7 +218,7 @@ def test_jsonl_rows_may_differ_in_all_but_the_text(make_config: MakeConfig, tmp_
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
-def test_another_field_is_other_data(suffix: str, make_config: MakeConfig, tmp_path: Path) -> None:
+def test_another_field_is_other_data(suffix, make_config, tmp_path):
     texts = {field: sentences(60, seed).splitlines() for seed, field in enumerate(("a", "b"))}
     table = datasets.Dataset.from_dict(texts)
     source = tmp_path / f"x.{suffix}"
@@ -235,16 +228,14 @@ def test_another_field_is_other_data(suffix: str, make_config: MakeConfig, tmp_p
         assert "\n".join(lines).startswith(decoded(load(make_config(data=keys))).replace(END, "\n"))
 
 
-def test_a_file_whose_name_looks_like_a_pattern(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_a_file_whose_name_looks_like_a_pattern(make_config, tmp_path):
     (tmp_path / "a[1].txt").write_text(sentences(60))
     (tmp_path / "a1.txt").write_text("another file " * 100)
     loaded = load(make_config(data={"source": str(tmp_path / "a[1].txt"), "shuffle": False}))
     assert sentences(60).startswith(decoded(loaded))
 
 
-def test_a_build_that_dies_leaves_no_entry(
-    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_build_that_dies_leaves_no_entry(make_config, tmp_path, monkeypatch):
     config = make_config(data={"cache": str(tmp_path / "cache")})
     with monkeypatch.context() as patch:
         patch.setattr(data, "tokenize", lambda *_: 1 / 0)
@@ -254,12 +245,12 @@ def test_a_build_that_dies_leaves_no_entry(
     assert load(config).windows > 0
 
 
-def test_two_builders_of_one_entry(make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_builders_of_one_entry(make_config, tmp_path, monkeypatch):
     config = make_config(data={"cache": str(tmp_path)})
     monkeypatch.setattr(data, "lock", lambda _: os.open(os.devnull, os.O_RDONLY))  # a file system without locks
     publish = data._publish
 
-    def overtaken(scratch: Path, folder: Path) -> None:
+    def overtaken(scratch, folder):
         monkeypatch.setattr(data, "_publish", publish)
         load(config)
         publish(scratch, folder)
@@ -269,7 +260,7 @@ def test_two_builders_of_one_entry(make_config: MakeConfig, tmp_path: Path, monk
     assert [path.name for path in tmp_path.iterdir()] == [loaded.fingerprint[:24] + data.LAYOUT]
 
 
-def test_text_that_spells_a_special_token_stays_text(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_text_that_spells_a_special_token_stays_text(make_config, tmp_path):
     text = "a <|endoftext|> b " * 20
     (tmp_path / "a.txt").write_text(text)
     loaded = load(make_config(data={"source": str(tmp_path / "a.txt"), "shuffle": False}))
@@ -279,7 +270,7 @@ def test_text_that_spells_a_special_token_stays_text(make_config: MakeConfig, tm
 
 
 @pytest.mark.parametrize("text", ["line one\n" * 40, "x" * 400])
-def test_long_documents_are_cut_without_loss(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_documents_are_cut_without_loss(text, monkeypatch):
     monkeypatch.setattr(data, "PIECE_CHARACTERS", 100)
     pieces = [piece for piece in data._pieces(iter([text[:70], text[70:], None])) if piece]
     assert "".join(pieces) == text
@@ -288,7 +279,7 @@ def test_long_documents_are_cut_without_loss(text: str, monkeypatch: pytest.Monk
     assert all(piece.endswith("\n") for piece in pieces) == ("\n" in text)
 
 
-def test_a_vocabulary_over_16_bits(make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_vocabulary_over_16_bits(make_config, tmp_path, monkeypatch):
     plain = load(make_config()).batch(0, 0, 4)[0]
     monkeypatch.setattr(data.TextTokenizer, "size", property(lambda self: 70000))
     wide = load(make_config(data={"cache": str(tmp_path)}))
@@ -296,14 +287,14 @@ def test_a_vocabulary_over_16_bits(make_config: MakeConfig, tmp_path: Path, monk
     assert torch.equal(wide.batch(0, 0, 4)[0], plain)
 
 
-def test_training_the_tokenizer_is_repeatable(text_files: Path) -> None:
+def test_training_the_tokenizer_is_repeatable(text_files):
     texts = [path.read_text() for path in sorted(text_files.iterdir())]
     first, second = (data.train_tokenizer(texts, 300) for _ in range(2))
     assert first.fingerprint == second.fingerprint
     assert first.size == 300
 
 
-def bad_source(folder: Path, name: str, content: bytes) -> str:
+def bad_source(folder, name, content):
     (folder / name).write_bytes(content)
     return str(folder / name)
 
@@ -335,15 +326,13 @@ def bad_source(folder: Path, name: str, content: bytes) -> str:
         ("a.csv", b"x", {}, r"files must end in \.txt, \.jsonl, \.parquet"),
     ],
 )
-def test_bad_data(
-    name: str, content: bytes, keys: dict[str, Any], message: str, make_config: MakeConfig, tmp_path: Path
-) -> None:
+def test_bad_data(name, content, keys, message, make_config, tmp_path):
     config = make_config(data={"source": bad_source(tmp_path, name, content)} | keys)
     with pytest.raises(ConfigError, match=message):
         load(config)
 
 
-def test_sources_that_are_not_there(make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sources_that_are_not_there(make_config, tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="matches no file"):
         load(make_config(data={"source": str(tmp_path / "*.txt")}))
     with pytest.raises(ConfigError, match=r"files must end in"):
@@ -351,7 +340,7 @@ def test_sources_that_are_not_there(make_config: MakeConfig, tmp_path: Path, mon
     with pytest.raises(ConfigError, match="cannot be read"):
         load(make_config(data={"source": str(tmp_path / "folder")}))
 
-    def offline(name: str, *_: Any, **__: Any) -> None:
+    def offline(name, *_, **__):
         raise ConnectionError(f"Couldn't reach {name!r} on the Hub")
 
     monkeypatch.setattr(datasets, "load_dataset", offline)
@@ -359,13 +348,13 @@ def test_sources_that_are_not_there(make_config: MakeConfig, tmp_path: Path, mon
         load(make_config(data={"source": "python-stdlb"}))
 
 
-def test_a_cache_that_cannot_be_written(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_a_cache_that_cannot_be_written(make_config, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"data\.cache = .* cannot be written"):
         load(make_config(data={"cache": str(tmp_path / "file" / "cache")}))
 
 
-def test_a_cache_on_a_full_disk(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_a_cache_on_a_full_disk(make_config, tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     (tmp_path / "a.txt").write_text("a leaf folds eight times before a printer cuts it")
     resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))  # the tokens fit, their tokenizer does not
@@ -377,7 +366,7 @@ def test_a_cache_on_a_full_disk(make_config: MakeConfig, tmp_path: Path) -> None
     assert not any(path.is_dir() for path in (tmp_path / "cache").iterdir())
 
 
-def test_a_split_that_is_not_there(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_a_split_that_is_not_there(make_config, tmp_path):
     with pytest.raises(ConfigError, match=r'no split "test"; it has train: set data\.split'):
         load(make_config(data={"source": write_dataset_folder(tmp_path), "split": "test"}))
 
@@ -385,11 +374,11 @@ def test_a_split_that_is_not_there(make_config: MakeConfig, tmp_path: Path) -> N
 LINES = sentences(60).splitlines()
 
 
-def whole_text(loaded: Corpus) -> str:
+def whole_text(loaded):
     return str(loaded.tokenizer.backend.decode(loaded._ids.tolist(), skip_special_tokens=False))
 
 
-def put(folder: Path, **files: str | bytes) -> str:
+def put(folder, **files):
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
         path = folder / name.replace("__", ".")
@@ -397,24 +386,24 @@ def put(folder: Path, **files: str | bytes) -> str:
     return str(folder)
 
 
-def rows(lines: list[str]) -> str:
+def rows(lines):
     return "".join(json.dumps({"text": line}) + "\n" for line in lines)
 
 
-def save(folder: Path, lines: list[str]) -> None:
+def save(folder, lines):
     datasets.Dataset.from_dict({"text": lines}).save_to_disk(str(folder))
 
 
-def csv(folder: Path, lines: list[str]) -> None:
+def csv(folder, lines):
     put(folder, a__csv="text\n" + "".join(f'"{line}"\n' for line in lines))
 
 
-def folder_of_rows(folder: Path, lines: list[str]) -> None:
+def folder_of_rows(folder, lines):
     put(folder, a__jsonl=rows(lines))
 
 
 @pytest.mark.parametrize("write", [save, csv, folder_of_rows])
-def test_content_identifies_a_folder_and_times_do_not(write: Any, make_config: MakeConfig, tmp_path: Path) -> None:
+def test_content_identifies_a_folder_and_times_do_not(write, make_config, tmp_path):
     where = tmp_path / "data"
     config = make_config(data={"source": str(where)})
     write(where, LINES)
@@ -433,7 +422,7 @@ def test_content_identifies_a_folder_and_times_do_not(write: Any, make_config: M
     assert word.upper() in whole_text(changed)
 
 
-def test_splits_of_a_saved_data_set(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_splits_of_a_saved_data_set(make_config, tmp_path):
     table = datasets.Dataset.from_dict
     both = datasets.DatasetDict({"train": table({"text": LINES}), "test": table({"text": LINES[::-1]})})
     both.save_to_disk(str(tmp_path))
@@ -446,7 +435,7 @@ def test_splits_of_a_saved_data_set(make_config: MakeConfig, tmp_path: Path) -> 
         load(make_config(data={"source": str(tmp_path / "train"), "split": "test"}))
 
 
-def test_splits_by_the_names_of_files(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_splits_by_the_names_of_files(make_config, tmp_path):
     put(tmp_path, train__jsonl=rows(LINES), test__jsonl=rows(LINES[::-1]), notes__md="x")
     seen = Recorder()
     loaded = load(make_config(data={"source": str(tmp_path), "split": "test"}), seen)
@@ -454,7 +443,7 @@ def test_splits_by_the_names_of_files(make_config: MakeConfig, tmp_path: Path) -
     assert f'2 of 3 files in "{tmp_path}" are left out: 1 .md, 1 .jsonl' in seen.notes
 
 
-def test_rows_without_text_are_counted(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_rows_without_text_are_counted(make_config, tmp_path):
     more = '{"text": null}\n{"text": ""}\n{"other": 1}\n'
     config = make_config(data={"source": put(tmp_path, a__jsonl=more + rows(LINES))})
     for _ in range(2):  # from the cache too
@@ -463,12 +452,12 @@ def test_rows_without_text_are_counted(make_config: MakeConfig, tmp_path: Path) 
         assert seen.notes == ['3 of 63 rows have no text in field "text" (missing, null or empty) and are left out']
 
 
-def test_a_field_that_comes_late_is_no_error(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_a_field_that_comes_late_is_no_error(make_config, tmp_path):
     config = make_config(data={"source": put(tmp_path, a__jsonl='{"n": 1}\n' * 500 + rows(LINES))})
     assert whole_text(load(config)).count(END) == len(LINES)
 
 
-def test_each_file_of_a_folder_is_a_document(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_each_file_of_a_folder_is_a_document(make_config, tmp_path):
     put(tmp_path / "b", z__txt="\ufeff" + sentences(60) + "\r\nend")
     put(tmp_path, a__txt=sentences(30), e__txt="", notes__md="# not read", README__md="---\nconfigs:\n")
     (tmp_path / "loop").symlink_to(tmp_path)
@@ -487,12 +476,12 @@ def test_each_file_of_a_folder_is_a_document(make_config: MakeConfig, tmp_path: 
         ({"a__txt": "x", "b__jsonl": "{}"}, "folder of several kinds: 1 .txt, 1 .jsonl"),
     ],
 )
-def test_folders_that_are_refused(files: dict[str, Any], message: str, make_config: MakeConfig, tmp_path: Path) -> None:
+def test_folders_that_are_refused(files, message, make_config, tmp_path):
     with pytest.raises(ConfigError, match=message):
         load(make_config(data={"source": put(tmp_path / "x", **files)}))
 
 
-def test_no_code_of_a_data_folder_runs(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_no_code_of_a_data_folder_runs(make_config, tmp_path):
     for kind, content in (("csv", "text\n" + "a b c d\n" * 50), ("jsonl", rows(LINES)), ("none", "")):
         folder = tmp_path / kind
         script = f"open({str(tmp_path / 'ran')!r}, 'w')\n"
@@ -504,7 +493,7 @@ def test_no_code_of_a_data_folder_runs(make_config: MakeConfig, tmp_path: Path) 
     assert not (tmp_path / "ran").exists()
 
 
-def test_links_to_nothing_are_refused(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_links_to_nothing_are_refused(make_config, tmp_path):
     put(tmp_path, a__txt=sentences(60))
     (tmp_path / "b.txt").symlink_to(tmp_path / "gone")
     for where in (tmp_path, tmp_path / "*.txt"):
@@ -512,14 +501,14 @@ def test_links_to_nothing_are_refused(make_config: MakeConfig, tmp_path: Path) -
             load(make_config(data={"source": str(where)}))
 
 
-def test_a_pattern_reads_a_file_once(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_a_pattern_reads_a_file_once(make_config, tmp_path):
     put(tmp_path / "a", a__txt=sentences(60))
     for name in ("loop", "again"):  # two of them make a path for every number
         (tmp_path / "a" / name).symlink_to(tmp_path)
     assert whole_text(load(make_config(data={"source": str(tmp_path / "**" / "*.txt")}))).count(END) == 1
 
 
-def test_patterns_match_as_those_of_glob(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_patterns_match_as_those_of_glob(tmp_path, monkeypatch):
     for name in ("a.txt", "b/c.txt", "b/.hidden/d.txt", "b/[e]/f.txt", "b/g/h/i.txt", "b/g/j.md"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("x")
@@ -533,9 +522,7 @@ def test_patterns_match_as_those_of_glob(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("kind", ["txt", "jsonl", "parquet", "saved"])
-def test_a_file_that_changes_while_it_is_read(
-    kind: str, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_changes_while_it_is_read(kind, make_config, tmp_path, monkeypatch):
     path = tmp_path / "data" / f"a.{kind}"
     put(path.parent, a__txt=sentences(60), a__jsonl=rows(LINES))
     table = datasets.Dataset.from_dict({"text": LINES})
@@ -543,7 +530,7 @@ def test_a_file_that_changes_while_it_is_read(
     table.save_to_disk(str(path.with_suffix(".saved")))
     opened = data.open_source
 
-    def changed(*arguments: Any) -> source.Source:
+    def changed(*arguments):
         opened_source = opened(*arguments)
         file = next(path.glob("*.arrow")) if kind == "saved" else path
         content = file.read_bytes()
@@ -560,7 +547,7 @@ def test_a_file_that_changes_while_it_is_read(
     assert list((tmp_path / "cache").iterdir()) == []
 
 
-def test_any_damage_to_an_entry_is_found(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_any_damage_to_an_entry_is_found(make_config, tmp_path):
     config = make_config(data={"cache": str(tmp_path)})
     expected = load(config)._ids.tobytes()
     (entry,) = tmp_path.iterdir()
@@ -574,7 +561,7 @@ def test_any_damage_to_an_entry_is_found(make_config: MakeConfig, tmp_path: Path
     assert list(tmp_path.iterdir()) == [entry]
 
 
-def rebuild(config: TrainConfig, start: Any, results: Any) -> None:
+def rebuild(config, start, results):
     start.wait()
     seen = Recorder()
     try:
@@ -584,7 +571,7 @@ def rebuild(config: TrainConfig, start: Any, results: Any) -> None:
 
 
 @pytest.mark.slow
-def test_processes_that_rebuild_one_entry(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_processes_that_rebuild_one_entry(make_config, tmp_path):
     config = make_config(data={"cache": str(tmp_path)})
     expected = load(config)._ids.tobytes()
     (entry,) = tmp_path.iterdir()
@@ -602,7 +589,7 @@ def test_processes_that_rebuild_one_entry(make_config: MakeConfig, tmp_path: Pat
     assert list(tmp_path.iterdir()) == [entry]
 
 
-def test_rows_that_are_too_long(make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_are_too_long(make_config, tmp_path, monkeypatch):
     monkeypatch.setattr(documents, "ROW_LIMIT", 3000)
     lines = ["short", "long " * 1000]
     put(tmp_path, a__jsonl=rows(lines))
@@ -613,10 +600,10 @@ def test_rows_that_are_too_long(make_config: MakeConfig, tmp_path: Path, monkeyp
             load(make_config(data={"source": str(tmp_path / name)}))
 
 
-def test_the_sample_is_that_of_whole_documents(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_sample_is_that_of_whole_documents(monkeypatch):
     texts = [("x" * (i * 37 % 90)) + str(i) if i % 3 else "" for i in range(200)]
 
-    def read() -> documents.Stream:
+    def read():
         for text in texts:
             yield from (text[:20], text[20:]) if text else ()
             yield None
@@ -644,7 +631,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
 
 
 @pytest.mark.slow
-def test_memory_does_not_grow_with_the_text(tmp_path: Path) -> None:
+def test_memory_does_not_grow_with_the_text(tmp_path):
     peaks = []
     for size in (12, 48):
         text = (sentences(2000) * (1 + (size << 20) // len(sentences(2000))))[: size << 20]
@@ -655,12 +642,12 @@ def test_memory_does_not_grow_with_the_text(tmp_path: Path) -> None:
     assert peaks[1] < 1000
 
 
-def card(data_files: str) -> str:
+def card(data_files):
     return f"---\nconfigs:\n- config_name: default\n  data_files: '{data_files}'\n---\n"
 
 
 @pytest.mark.parametrize("name", [".h/x.jsonl", "__p/x.jsonl", ".x.jsonl"])
-def test_what_a_card_names_is_hashed_even_if_hidden(name: str, make_config: MakeConfig, tmp_path: Path) -> None:
+def test_what_a_card_names_is_hashed_even_if_hidden(name, make_config, tmp_path):
     config = make_config(data={"source": put(tmp_path / "data", README__md=card(name))})
     path = tmp_path / "data" / name
     path.parent.mkdir(exist_ok=True)
@@ -674,7 +661,7 @@ def test_what_a_card_names_is_hashed_even_if_hidden(name: str, make_config: Make
 
 @pytest.mark.parametrize("file", ["README.md", ".huggingface.yaml"])
 @pytest.mark.parametrize("name", ["../x.jsonl", "ABSOLUTE", "https://localhost/x.jsonl", "zip://x.jsonl::../x.zip"])
-def test_a_card_names_nothing_outside_its_folder(file: str, name: str, make_config: MakeConfig, tmp_path: Path) -> None:
+def test_a_card_names_nothing_outside_its_folder(file, name, make_config, tmp_path):
     put(tmp_path, x__jsonl=rows(LINES))
     content = card(name.replace("ABSOLUTE", str(tmp_path / "x.jsonl")))
     put(tmp_path / "data", a__csv="text\n" + "a b c d\n" * 50)
@@ -694,9 +681,7 @@ def test_a_card_names_nothing_outside_its_folder(file: str, name: str, make_conf
         ("dataset_dict.json", '{"splits": 3}', "cannot be read"),
     ],
 )
-def test_manifests_and_cards_of_another_content(
-    name: str, content: str, message: str, make_config: MakeConfig, tmp_path: Path
-) -> None:
+def test_manifests_and_cards_of_another_content(name, content, message, make_config, tmp_path):
     save(tmp_path / "saved", LINES)
     put(tmp_path / "data", a__md="x")
     (tmp_path / "data" / name).write_text(content)
@@ -704,7 +689,7 @@ def test_manifests_and_cards_of_another_content(
         load(make_config(data={"source": str(tmp_path / "data")}))
 
 
-def test_two_columns_of_one_name(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_two_columns_of_one_name(make_config, tmp_path):
     table = pyarrow.table([pyarrow.array(LINES)] * 2, names=["text", "text"])
     parquet.write_table(table, tmp_path / "a.parquet")
     with pytest.raises(ConfigError, match='has 2 columns "text"'):
@@ -712,7 +697,7 @@ def test_two_columns_of_one_name(make_config: MakeConfig, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(("name", "content"), [("A.TXT", sentences(60)), ("a.Jsonl", rows(LINES))])
-def test_suffixes_in_any_case(name: str, content: str, make_config: MakeConfig, tmp_path: Path) -> None:
+def test_suffixes_in_any_case(name, content, make_config, tmp_path):
     (tmp_path / name).write_text(content)
     loaded = [load(make_config(data={"source": str(where)})) for where in (tmp_path, tmp_path / name)]
     (tmp_path / name).rename(tmp_path / name.lower())
@@ -720,20 +705,20 @@ def test_suffixes_in_any_case(name: str, content: str, make_config: MakeConfig, 
     assert len({each.fingerprint for each in loaded}) == 1
 
 
-def test_a_suffix_that_would_be_left_out(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_a_suffix_that_would_be_left_out(make_config, tmp_path):
     put(tmp_path, A__CSV="text\na\n", b__csv="text\nb\n")
     with pytest.raises(ConfigError, match=r"A\.CSV would be left out: rename it to end in \.csv"):
         load(make_config(data={"source": str(tmp_path)}))
 
 
 @pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be"])
-def test_utf_16_is_named(make_config: MakeConfig, tmp_path: Path, encoding: str) -> None:
+def test_utf_16_is_named(make_config, tmp_path, encoding):
     source = put(tmp_path / "data", a__txt=("\ufeff" + sentences(3)).encode(encoding))
     with pytest.raises(ConfigError, match=r"a\.txt is UTF-16 text: convert it to UTF-8"):
         load(make_config(data={"source": source + "/a.txt"}))
 
 
-def test_compressed_text_is_read(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_compressed_text_is_read(make_config, tmp_path):
     lines = sentences(60).splitlines()
     plain = put(tmp_path / "plain", a__jsonl=rows(lines))
     expected = whole_text(load(make_config(data={"source": plain})))
@@ -750,7 +735,7 @@ def test_compressed_text_is_read(make_config: MakeConfig, tmp_path: Path) -> Non
             load(config)
 
 
-def test_compressed_files_are_not_streamed(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_compressed_files_are_not_streamed(make_config, tmp_path):
     train_tokenizer([sentences(60)], 300).save(tmp_path / "tokenizer")
     source = put(tmp_path / "data", a__jsonl__gz=gzip.compress(rows(LINES).encode()))
     data = {"source": source, "streaming": True, "tokenizer": str(tmp_path / "tokenizer")}

@@ -1,8 +1,6 @@
 """Held-out text: which documents, the same loss as a plain loop, on any ranks, and no trace of it in training."""
 
 import json
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +9,6 @@ import torch.nn.functional as F
 from tiny_runs import (
     GPT2,
     At,
-    MakeConfig,
     Recorder,
     assert_no_trace,
     assert_same,
@@ -23,26 +20,25 @@ from tiny_runs import (
 )
 from transformers import AutoModelForCausalLM
 
-from octavo.train import ConfigError, RunResult, TrainConfig, loop, read_metrics, run
+from octavo.train import ConfigError, RunResult, loop, read_metrics, run
 from octavo.train.checkpoint.retention import latest_checkpoint
-from octavo.train.data.corpus import Corpus
 from octavo.train.ranks import Ranks
 from processes import gloo  # noqa: F401  a fixture
 
 
-def write_lines(folder: Path, lines: list[str], name: str = "a") -> str:
+def write_lines(folder, lines, name="a"):
     """A document a line."""
     path = folder / f"{name}.jsonl"
     path.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
     return str(path)
 
 
-def texts(loaded: Corpus) -> list[str]:
+def texts(loaded):
     stream = loaded._read(0, loaded.tokens).tolist()
     return str(loaded.tokenizer.backend.decode(stream, skip_special_tokens=False)).split("<|endoftext|>")[:-1]
 
 
-def test_documents_are_trained_on_or_held_out(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_documents_are_trained_on_or_held_out(make_config, tmp_path):
     lines = [*sentences(200).splitlines(), *["the same line, many times over"] * 30]
     settings = {"source": write_lines(tmp_path, lines), "shuffle": False}
     loaded = load(make_config(data=settings, eval={"fraction": 0.2}))
@@ -69,12 +65,12 @@ def test_documents_are_trained_on_or_held_out(make_config: MakeConfig, tmp_path:
             assert torch.equal(a, b)
 
 
-def test_what_one_source_holds_out_no_other_trains_on(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_what_one_source_holds_out_no_other_trains_on(make_config, tmp_path):
     """Of two sources with documents in common the smallest hashes of each are others."""
     both, more = sentences(20).splitlines(), sentences(60, seed=1).splitlines()
     paths = [write_lines(tmp_path, both, "a"), write_lines(tmp_path, [*both, *more], "b")]
     sources = [{"source": path, "weight": 1} for path in paths]
-    loaded: Any = load(make_config(data={"source": "", "sources": sources}, eval={"fraction": 0.3}))
+    loaded = load(make_config(data={"source": "", "sources": sources}, eval={"fraction": 0.3}))
     alone = [load(make_config(data={"source": path}, eval={"fraction": 0.3})) for path in paths]
     trained = {text for part in loaded._parts for text in texts(part)}
     held_out = {text for part in loaded._parts for text in texts(part.held_out)}
@@ -83,7 +79,7 @@ def test_what_one_source_holds_out_no_other_trains_on(make_config: MakeConfig, t
     assert {*texts(alone[0])} & held_out  # which that source alone trains on
 
 
-def test_held_out_data_of_its_own(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_held_out_data_of_its_own(make_config, tmp_path):
     lines, others = sentences(60).splitlines(), sentences(40, seed=1).splitlines()
     overlapping = write_lines(tmp_path, [*others, *lines[:7]], "others")
     settings = {"source": write_lines(tmp_path, lines)}
@@ -95,7 +91,7 @@ def test_held_out_data_of_its_own(make_config: MakeConfig, tmp_path: Path) -> No
     assert [note[:21] for note in seen.notes if "also trained on" in note] == ["7 of the 47 documents"]
 
 
-def test_other_text_to_evaluate_on_is_noted_on_resume(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_other_text_to_evaluate_on_is_noted_on_resume(make_config, tmp_path):
     notes = []
     for resume, seed in ((False, 5), (True, 5), (True, 6)):
         evaluation = {"source": write_lines(tmp_path, sentences(60, seed=seed).splitlines()), "batches": 1}
@@ -105,7 +101,7 @@ def test_other_text_to_evaluate_on_is_noted_on_resume(make_config: MakeConfig, t
     assert notes == [False, False, True]
 
 
-def test_a_mistake_in_the_source_to_evaluate_on_names_it(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_a_mistake_in_the_source_to_evaluate_on_names_it(make_config, tmp_path):
     path = write_lines(tmp_path, sentences(30).splitlines())
     with pytest.raises(ConfigError, match=r'^eval.source = "nowhere/\*.txt".*read with the settings of \[data\]'):
         load(make_config(data={"source": path}, eval={"source": "nowhere/*.txt"}))
@@ -129,15 +125,13 @@ def test_a_mistake_in_the_source_to_evaluate_on_names_it(make_config: MakeConfig
         ),
     ],
 )
-def test_mistakes(
-    lines: list[str], settings: dict[str, Any], message: str, make_config: MakeConfig, tmp_path: Path
-) -> None:
+def test_mistakes(lines, settings, message, make_config, tmp_path):
     with pytest.raises(ConfigError, match=message):
         length = 64 if "longer" in message else 16
         load(make_config(data={"source": write_lines(tmp_path, lines), "sequence_length": length}, eval=settings))
 
 
-def expected_loss(model: Any, held_out: Corpus, rows: int) -> float:
+def expected_loss(model, held_out, rows):
     """Mean cross-entropy of the first rows, in one batch."""
     inputs, targets = held_out.batch(0, 0, rows)
     with torch.no_grad():
@@ -147,7 +141,7 @@ def expected_loss(model: Any, held_out: Corpus, rows: int) -> float:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("level", [pytest.param("bf16", marks=pytest.mark.slow), "fp8"])
-def test_the_loss_is_that_of_a_plain_loop(level: str, make_config: MakeConfig, tmp_path: Path) -> None:
+def test_the_loss_is_that_of_a_plain_loop(level, make_config, tmp_path):
     config = make_config(
         eval={"every": 4, "fraction": 0.3, "batches": 10}, optim={"batch": 5}, precision={"level": level}
     )
@@ -165,7 +159,7 @@ def test_the_loss_is_that_of_a_plain_loop(level: str, make_config: MakeConfig, t
         assert 0 < abs(result.held_out["loss"] / result.held_out[key] - 1) < 0.02
 
 
-TRACES: list[dict[str, dict[str, Any]]] = [
+TRACES = [
     {"precision": {"level": "fp8+activations+optimizer", "recipe": "rowwise"}, "optim": {"micro_batches": 2}},
     {"precision": {"level": "fp8", "recipe": "delayed"}, "optim": {"lr": 0.05}},
     {"precision": {"level": "fp8", "recipe": "rowwise_equalized"}},
@@ -181,7 +175,7 @@ TRACES: list[dict[str, dict[str, Any]]] = [
     [pytest.param(case, marks=[pytest.mark.slow] * (index not in (3, 5))) for index, case in enumerate(TRACES)],
     ids=str,
 )
-def test_evaluation_leaves_no_trace(case: dict[str, Any], make_config: MakeConfig, tmp_path: Path) -> None:
+def test_evaluation_leaves_no_trace(case, make_config, tmp_path):
     own = write_lines(tmp_path, sentences(40, seed=7).splitlines())
     for name, every in (("often", 1), ("never", None)):
         section = {} if every is None else {"eval": {"every": every, "source": own, "batches": 2}}
@@ -191,8 +185,8 @@ def test_evaluation_leaves_no_trace(case: dict[str, Any], make_config: MakeConfi
 
 
 @pytest.mark.thorough
-def test_a_resumed_run_measures_the_same(make_config: MakeConfig, tmp_path: Path) -> None:
-    def config(**changes: Any) -> TrainConfig:
+def test_a_resumed_run_measures_the_same(make_config, tmp_path):
+    def config(**changes):
         settings = {"every": 2, "fraction": 0.3} | changes
         return make_config(run={"save_every": 2}, eval=settings, precision={"level": "fp8"})
 
@@ -210,7 +204,7 @@ def test_a_resumed_run_measures_the_same(make_config: MakeConfig, tmp_path: Path
 
 
 @pytest.mark.parametrize(("steps", "repeats"), [(20, False), (80, True)])
-def test_a_run_says_how_often_it_sees_its_data(steps: int, repeats: bool, make_config: MakeConfig) -> None:
+def test_a_run_says_how_often_it_sees_its_data(steps, repeats, make_config):
     config = make_config(run={"steps": steps}, eval={"fraction": 0.3})
     loaded, seen = load(config), Recorder()
     loop._load_data(config, Ranks(torch.device("cpu")), seen)

@@ -43,14 +43,14 @@ def wobble(number):
     return (4.0 - 0.01 * number) * (1 + 0.02 * math.sin(7 * number))
 
 
-def test_a_rollback_killed_while_it_removes_a_checkpoint_leaves_no_partial_one(tmp_path: Path) -> None:
+def test_a_rollback_killed_while_it_removes_a_checkpoint_leaves_no_partial_one(tmp_path):
     for number in (5, 10):
         folder = tmp_path / "checkpoints" / f"step-{number:06}"
         folder.mkdir(parents=True)
         (folder / "trainer.json").write_text("{}")
         (folder / "model.safetensors").write_text("")
 
-    def killed(path: Path) -> None:
+    def killed(path):
         (Path(path) / "trainer.json").unlink()
         raise KeyboardInterrupt
 

@@ -3,7 +3,6 @@
 import json
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -40,7 +39,7 @@ tables = partial(
 
 
 @pytest.fixture(scope="module")
-def task() -> ImageTextTask:
+def task():
     config = parse_config(tables(precision={"parameters": "fp32"}))
     return ImageTextTask(config, ImageTextTask.load(config, NullProgress()))
 
@@ -117,12 +116,12 @@ def test_held_out_metrics_that_are_not_finite(task, tmp_path, monkeypatch):
     assert result.held_out == read_metrics(tmp_path)[-1].held_out == {EXACT_MATCH: 0.5, "loss": None}
 
 
-def record(**changes: Any) -> dict[str, Any]:
+def record(**changes):
     turns = [{"from": "human", "value": "<image>\nWhat is it?"}, {"from": "gpt", "value": "a square"}]
     return {key: value for key, value in ({"image": "a.png", "conversations": turns} | changes).items() if value}
 
 
-def write(folder: Path, records: Any) -> dict[str, Any]:
+def write(folder, records):
     Image.new("RGB", (9, 5), (255, 0, 0)).save(folder / "a.png")
     (folder / "data.json").write_text(json.dumps(records), encoding="utf-8")
     return {"source": str(folder / "data.json"), "sequence_length": 40}

@@ -7,17 +7,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
-from tiny_runs import At, MakeConfig, assert_same, fail
+from tiny_runs import At, assert_same, fail
 
 from octavo.train import RunResult, read_metrics, run
-from octavo.train.checkpoint.retention import checkpoints, held_out_loss, latest_checkpoint, obsolete_checkpoints
-from octavo.train.config.run_config import ConfigError, TrainConfig, parse_config
+from octavo.train.checkpoint.retention import Retention, checkpoints, held_out_loss, latest_checkpoint
+from octavo.train.config.run_config import ConfigError, parse_config
 from octavo.train.record.metrics import RESTART, add_event, read_events
 from octavo.train.signals import supervise
 from octavo.train.trainer import Trainer
@@ -26,7 +24,7 @@ PATIENCE = 600.0
 """Seconds that anything here may take, on a busy machine."""
 
 
-def steps_of(out: Path) -> list[int]:
+def steps_of(out):
     return [int(path.name.removeprefix("step-")) for path in checkpoints(out)]
 
 
@@ -44,7 +42,7 @@ def steps_of(out: Path) -> list[int]:
     ],
     ids=str,
 )
-def test_which_checkpoints_stay(retention: dict[str, int], left: list[int], tmp_path: Path) -> None:
+def test_which_checkpoints_stay(retention, left, tmp_path):
     losses = {10: 9.0, 20: 1.0, 30: None, 40: 2.0, 50: 2.0, 60: "damaged", 70: 8.0}
     for step, loss in losses.items():
         folder = tmp_path / "checkpoints" / f"step-{step:06d}"
@@ -55,10 +53,8 @@ def test_which_checkpoints_stay(retention: dict[str, int], left: list[int], tmp_
     assert sorted(set(losses) - obsolete) == left
 
 
-def test_a_run_keeps_its_best_and_every_nth_checkpoint(
-    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    settings: dict[str, Any] = {"run": {"steps": 8, "save_every": 1, "keep": 1}}
+def test_a_run_keeps_its_best_and_every_nth_checkpoint(make_config, tmp_path, monkeypatch):
+    settings = {"run": {"steps": 8, "save_every": 1, "keep": 1}}
     settings["eval"] = {"fraction": 0.2, "batches": 1}
     run(make_config(**settings), out=tmp_path / "plain")
     settings["run"] |= {"keep_best": 2, "keep_every": 3}
@@ -85,12 +81,12 @@ def test_a_run_keeps_its_best_and_every_nth_checkpoint(
     ],
     ids=str,
 )
-def test_settings_that_do_not_fit(sections: dict[str, Any], message: str, make_config: MakeConfig) -> None:
+def test_settings_that_do_not_fit(sections, message, make_config):
     with pytest.raises(ConfigError, match=message):
         make_config(**sections)
 
 
-def test_a_second_warmup_of_a_resumed_run(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_a_second_warmup_of_a_resumed_run(make_config, tmp_path):
     optim = {"schedule": "constant", "lr": 1e-2, "warmup": 0}
     run(make_config(run={"steps": 3}, optim=optim), out=tmp_path)
     again = make_config(run={"steps": 8}, optim=optim | {"rewarm": 4, "rewarm_from": 3})
@@ -98,7 +94,7 @@ def test_a_second_warmup_of_a_resumed_run(make_config: MakeConfig, tmp_path: Pat
     assert [row.lr for row in read_metrics(tmp_path)] == pytest.approx([1e-2] * 3 + [2.5e-3, 5e-3, 7.5e-3, 1e-2, 1e-2])
 
 
-def test_a_folder_with_a_run_shows_its_progress(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_a_folder_with_a_run_shows_its_progress(make_config, tmp_path):
     run(make_config(run={"steps": 2}, optim={"warmup": 0}), out=tmp_path)
     with pytest.raises(ConfigError, match=r"\(finished after 2 steps\): --resume with a larger run.steps"):
         run(make_config(), out=tmp_path)
@@ -136,8 +132,8 @@ os.kill(os.getpid(), -end) if end < 0 else sys.exit(end)
     ],
     ids=str,
 )
-def test_a_crashed_run_is_restarted(ends: list[int], code: int, calls: int, tmp_path: Path) -> None:
-    notes: list[str] = []
+def test_a_crashed_run_is_restarted(ends, code, calls, tmp_path):
+    notes = []
     command = [sys.executable, "-c", ENDS, str(tmp_path), json.dumps(ends)]
     assert supervise(command, tmp_path, resume=False, restarts=2, note=notes.append) == code
     assert (tmp_path / "calls").read_text().splitlines() == ["", *["--resume"] * (calls - 1)]
@@ -148,7 +144,7 @@ def test_a_crashed_run_is_restarted(ends: list[int], code: int, calls: int, tmp_
         assert notes[0] == "the run was ended by SIGKILL: restart 1 of 2, from the beginning: there is no checkpoint"
 
 
-def test_a_crash_before_the_folder_is_checked_resumes_no_earlier_run(tmp_path: Path) -> None:
+def test_a_crash_before_the_folder_is_checked_resumes_no_earlier_run(tmp_path):
     (tmp_path / "config.toml").touch()
     command = [sys.executable, "-c", ENDS, str(tmp_path), json.dumps([-9, 2])]
     assert supervise(command, tmp_path, resume=False, restarts=2, note=lambda text: None) == 2
@@ -156,17 +152,15 @@ def test_a_crash_before_the_folder_is_checked_resumes_no_earlier_run(tmp_path: P
     assert not read_events(tmp_path)
 
 
-def test_a_restart_that_cannot_be_recorded(tmp_path: Path) -> None:
+def test_a_restart_that_cannot_be_recorded(tmp_path):
     (tmp_path / "events.jsonl").mkdir()
-    notes: list[str] = []
+    notes = []
     command = [sys.executable, "-c", ENDS, str(tmp_path), json.dumps([-9, 0])]
     assert supervise(command, tmp_path, resume=False, restarts=2, note=notes.append) == 0
     assert len(notes) == 2 and "events.jsonl cannot be written: Is a directory" in notes[1]
 
 
-def test_a_restart_is_recorded_after_an_event_that_a_kill_left_unfinished(
-    make_config: MakeConfig, tmp_path: Path
-) -> None:
+def test_a_restart_is_recorded_after_an_event_that_a_kill_left_unfinished(make_config, tmp_path):
     config = make_config(run={"steps": 6, "save_every": 2})
     with pytest.raises(RuntimeError, match="killed"):
         run(config, out=tmp_path / "run", progress=At(3, fail))
@@ -178,7 +172,7 @@ def test_a_restart_is_recorded_after_an_event_that_a_kill_left_unfinished(
 
 
 @contextmanager
-def launch(config: TrainConfig, out: Path) -> Iterator[subprocess.Popen[str]]:
+def launch(config, out):
     """A supervisor, which is killed with its run at the end, if it still runs."""
     path = out.with_suffix(".toml")
     path.write_text(config.to_toml())
@@ -198,17 +192,17 @@ def launch(config: TrainConfig, out: Path) -> Iterator[subprocess.Popen[str]]:
         process.stdout.close()
 
 
-def children(pid: int) -> list[int]:
+def children(pid):
     path = Path(f"/proc/{pid}/task/{pid}/children")
     return [int(child) for child in path.read_text().split()] if path.exists() else []
 
 
-def reached(out: Path) -> int:
+def reached(out):
     path = out / "metrics.jsonl"
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-def wait_until(condition: Any) -> None:
+def wait_until(condition):
     end = time.monotonic() + PATIENCE
     while not condition():
         assert time.monotonic() < end
@@ -216,8 +210,8 @@ def wait_until(condition: Any) -> None:
 
 
 @pytest.mark.slow
-def test_kills_at_random_steps_leave_the_losses_of_an_undisturbed_run(make_config: MakeConfig, tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"run": {"steps": 60, "save_every": 4, "keep_best": 1, "restarts": 6}}
+def test_kills_at_random_steps_leave_the_losses_of_an_undisturbed_run(make_config, tmp_path):
+    settings = {"run": {"steps": 60, "save_every": 4, "keep_best": 1, "restarts": 6}}
     settings |= {"eval": {"fraction": 0.2, "batches": 1}, "precision": {"level": "fp8+activations+optimizer"}}
     config, out, choice = make_config(**settings), tmp_path / "killed", random.Random(0)
     run(config, out=tmp_path / "whole")
@@ -238,7 +232,7 @@ def test_kills_at_random_steps_leave_the_losses_of_an_undisturbed_run(make_confi
 
 
 @pytest.mark.slow
-def test_a_supervised_run_stops_on_sigterm(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_a_supervised_run_stops_on_sigterm(make_config, tmp_path):
     config, out = make_config(run={"steps": 100000, "restarts": 3}), tmp_path / "run"
     with launch(config, out) as supervisor:
         wait_until(lambda: reached(out) >= 3)
@@ -252,7 +246,7 @@ def test_a_supervised_run_stops_on_sigterm(make_config: MakeConfig, tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_restarts_are_not_for_torchrun(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_restarts_are_not_for_torchrun(make_config, tmp_path):
     path = tmp_path / "config.toml"
     path.write_text(make_config(run={"restarts": 3}).to_toml())
     command = [sys.executable, "-m", "octavo", "train", str(path), "--out", str(tmp_path / "out")]
@@ -287,8 +281,8 @@ print(json.dumps(Sizes.sizes))
 
 @pytest.mark.slow
 @pytest.mark.parametrize("level", ["bf16", "fp8+activations+optimizer"])
-def test_memory_does_not_grow_after_the_first_steps(level: str, make_config: MakeConfig, tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"run": {"steps": 400, "save_every": 20}, "eval": {"every": 10, "batches": 1}}
+def test_memory_does_not_grow_after_the_first_steps(level, make_config, tmp_path):
+    settings = {"run": {"steps": 400, "save_every": 20}, "eval": {"every": 10, "batches": 1}}
     settings |= {"precision": {"level": level}, "inspect": {"every": 10}, "guard": {"spike": 8.0}}
     config = make_config(**settings).model_dump(mode="json", exclude_none=True)
     assert parse_config(config).run.steps == 400

@@ -2,13 +2,11 @@ import json
 import re
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
-from tiny_runs import MakeConfig, Recorder, curve
-from torch import nn
+from tiny_runs import Recorder, curve
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from octavo.nn import weights
@@ -23,7 +21,7 @@ from octavo.train.record.progress import NullProgress
 from octavo.train.trainer import Trainer
 
 
-def test_a_run_learns_and_leaves_everything(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_a_run_learns_and_leaves_everything(make_config, tmp_path):
     seen = Recorder()
     config = make_config(run={"steps": 60, "name": "tiny"}, optim={"batch": 8})
     result = run(config, out=tmp_path / "out", progress=seen)
@@ -55,7 +53,7 @@ def test_a_run_learns_and_leaves_everything(make_config: MakeConfig, tmp_path: P
 
 
 @pytest.mark.thorough
-def test_fp8_follows_bf16_and_keeps_less(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_fp8_follows_bf16_and_keeps_less(make_config, tmp_path):
     results = {}
     for level in ("bf16", "fp8"):
         config = make_config(run={"steps": 40}, precision={"level": level})
@@ -74,7 +72,7 @@ def test_fp8_follows_bf16_and_keeps_less(make_config: MakeConfig, tmp_path: Path
     assert fp8.saved_bytes_per_token < bf16.saved_bytes_per_token
 
 
-def test_mistakes_leave_a_folder_usable(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_mistakes_leave_a_folder_usable(make_config, tmp_path):
     out = tmp_path / "out"
     for sections in (
         {"data": {"source": "nothing-*.txt"}},
@@ -95,14 +93,14 @@ def test_mistakes_leave_a_folder_usable(make_config: MakeConfig, tmp_path: Path)
 
 
 @pytest.mark.parametrize("place", ["file", "file/inside"])
-def test_a_folder_that_cannot_be_written(place: str, make_config: MakeConfig, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written(place, make_config, tmp_path):
     (tmp_path / "file").write_text("mine")
     with pytest.raises(ConfigError, match="the output folder .* cannot be written"):
         run(make_config(), out=tmp_path / place)
     assert (tmp_path / "file").read_text() == "mine"
 
 
-def test_micro_batches_change_rounding_only(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_micro_batches_change_rounding_only(make_config, tmp_path):
     precision = {"parameters": "fp32"}
     for parts in (1, 2, 4):
         run(make_config(precision=precision, optim={"micro_batches": parts}), out=tmp_path / str(parts))
@@ -115,7 +113,7 @@ def test_micro_batches_change_rounding_only(make_config: MakeConfig, tmp_path: P
             assert row.tokens == expected.tokens
 
 
-def test_steps_are_profiled_and_change_nothing(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_steps_are_profiled_and_change_nothing(make_config, tmp_path):
     seen = Recorder()
     run(make_config(run={"steps": 4, "profile": [2, 3]}), out=tmp_path / "profiled", progress=seen)
     run(make_config(run={"steps": 4}), out=tmp_path / "plain")
@@ -127,21 +125,21 @@ def test_steps_are_profiled_and_change_nothing(make_config: MakeConfig, tmp_path
 
 
 @pytest.mark.parametrize("steps", [[0, 1], [3, 2], [2, 5], [1]])
-def test_steps_to_profile_are_a_part_of_the_run(steps: list[int], make_config: MakeConfig) -> None:
+def test_steps_to_profile_are_a_part_of_the_run(steps, make_config):
     with pytest.raises(ConfigError, match="run.profile"):
         make_config(run={"steps": 4, "profile": steps})
 
 
 @pytest.mark.parametrize("level", ["bf16", "fp8"])
-def test_a_plain_step_waits_for_the_device_at_its_end_alone(level: str, make_config: MakeConfig) -> None:
+def test_a_plain_step_waits_for_the_device_at_its_end_alone(level, make_config):
     """What a GPU has to tell the host: loss and norm, one after the other, when all products are queued."""
     config = make_config(precision={"level": level}, optim={"micro_batches": 2})
     trainer = Trainer(config, load_corpus(config.data, config.model, NullProgress()), torch.device("cpu"))
     trainer.train_step()
-    seen: list[str] = []
+    seen = []
 
     class Waits(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             seen.append(func.__name__)
             return func(*args, **(kwargs or {}))
 
@@ -153,7 +151,7 @@ def test_a_plain_step_waits_for_the_device_at_its_end_alone(level: str, make_con
 
 
 @pytest.mark.thorough
-def test_kept_weights_are_quantized_once_per_step_and_change_no_loss(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_kept_weights_are_quantized_once_per_step_and_change_no_loss(make_config, tmp_path):
     casts = {}
     for keep, steps in ((False, 4), (True, 4), (True, 3)):
         config = make_config(
@@ -172,7 +170,7 @@ def test_kept_weights_are_quantized_once_per_step_and_change_no_loss(make_config
     assert [(row.loss, row.grad_norm) for row in kept] == [(row.loss, row.grad_norm) for row in without]
 
 
-def test_a_loss_scale_of_a_power_of_two_changes_nothing(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_a_loss_scale_of_a_power_of_two_changes_nothing(make_config, tmp_path):
     for name, scale in (("none", "none"), ("fixed", 1024.0)):
         run(make_config(precision={"loss_scale": scale}), out=tmp_path / name)
     none, fixed = (read_metrics(tmp_path / name) for name in ("none", "fixed"))
@@ -181,14 +179,14 @@ def test_a_loss_scale_of_a_power_of_two_changes_nothing(make_config: MakeConfig,
     assert {row.loss_scale for row in fixed} == {1024.0}
 
 
-def spoil(monkeypatch: pytest.MonkeyPatch, name: str, steps: set[int], factor: float) -> None:
+def spoil(monkeypatch, name, steps, factor):
     """Multiplies the output of the module `name` by `factor` in the given steps (0, 1, …)."""
     make = Trainer.__init__
 
-    def init(self: Trainer, *args: Any, **options: Any) -> None:
+    def init(self, *args, **options):
         make(self, *args, **options)
 
-        def hook(module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor | None:
+        def hook(module, inputs, output):
             return output * factor if self.step in steps and torch.is_grad_enabled() else None
 
         self.model.get_submodule(name).register_forward_hook(hook)
@@ -196,9 +194,7 @@ def spoil(monkeypatch: pytest.MonkeyPatch, name: str, steps: set[int], factor: f
     monkeypatch.setattr(Trainer, "__init__", init)
 
 
-def test_overflow_under_dynamic_scaling_skips_the_step_and_says_so(
-    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_overflow_under_dynamic_scaling_skips_the_step_and_says_so(make_config, tmp_path, monkeypatch):
     monkeypatch.setattr(loss_scale, "INITIAL_SCALE", 2.0**22)  # gradients of fp16 end at 65504: it has to come down
     config = make_config(
         run={"steps": 30}, precision={"parameters": "fp16", "loss_scale": "dynamic"}, optim={"lr": 3e-3}
@@ -221,9 +217,7 @@ def test_overflow_under_dynamic_scaling_skips_the_step_and_says_so(
     assert result.losses.final < result.losses.first
 
 
-def test_a_skipped_step_leaves_parameters_as_they_were(
-    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_skipped_step_leaves_parameters_as_they_were(make_config, monkeypatch):
     spoil(monkeypatch, "model.layers.1", {0}, torch.inf)
     config = make_config(precision={"loss_scale": 8.0})
     trainer = Trainer(config, load_corpus(config.data, config.model, NullProgress()), torch.device("cpu"))
@@ -245,9 +239,7 @@ def test_a_skipped_step_leaves_parameters_as_they_were(
         ("bf16", "model.embed_tokens"),
     ],
 )
-def test_a_non_finite_loss_stops_with_the_layer_named(
-    level: str, module: str, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_non_finite_loss_stops_with_the_layer_named(level, module, make_config, tmp_path, monkeypatch):
     spoil(monkeypatch, module, {3}, torch.inf)
     with pytest.raises(NonFiniteError, match=f"output of {module}") as caught:
         run(make_config(precision={"level": level}), out=tmp_path)
@@ -267,9 +259,7 @@ def test_a_non_finite_loss_stops_with_the_layer_named(
     assert curve(tmp_path) == curve(tmp_path / "clean")
 
 
-def test_a_failure_leaves_the_checkpoints_before_it(
-    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failure_leaves_the_checkpoints_before_it(make_config, tmp_path, monkeypatch):
     spoil(monkeypatch, "model.layers.1", {4, 5}, torch.inf)
     config = make_config(run={"save_every": 3, "keep": 1}, precision={"loss_scale": "none"})
     with pytest.raises(NonFiniteError) as caught:
@@ -281,7 +271,7 @@ def test_a_failure_leaves_the_checkpoints_before_it(
     assert re.search(r"Where that fails again, remove \S*step-000004 to resume \S*step-000003$", message)
 
 
-def test_weights_that_have_diverged_are_nothing_to_go_on_from(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_weights_that_have_diverged_are_nothing_to_go_on_from(make_config, tmp_path):
     with pytest.raises(NonFiniteError, match="No checkpoint was saved: run anew") as caught:
         run(make_config(optim={"lr": 1e30, "warmup": 0, "clip": 0.0}), out=tmp_path / "a")
     assert "optim.weight_decay" in str(caught.value) and not (tmp_path / "a" / "checkpoints").exists()
@@ -293,21 +283,17 @@ def test_weights_that_have_diverged_are_nothing_to_go_on_from(make_config: MakeC
     )
 
 
-def test_a_fixed_loss_scale_is_part_of_the_advice(
-    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fixed_loss_scale_is_part_of_the_advice(make_config, tmp_path, monkeypatch):
     monkeypatch.setattr(loss_scale, "MAX_SKIPS", 1)
     spoil(monkeypatch, "model.layers.1", set(range(9)), torch.inf)
     with pytest.raises(NonFiniteError, match=r'with a lower precision\.loss_scale, or with "dynamic"'):
         run(make_config(precision={"loss_scale": 64.0}), out=tmp_path)
 
 
-def test_a_non_finite_gradient_stops_with_the_layer_named(
-    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_non_finite_gradient_stops_with_the_layer_named(make_config, tmp_path, monkeypatch):
     make = Trainer.__init__
 
-    def init(self: Trainer, *args: Any, **options: Any) -> None:
+    def init(self, *args, **options):
         make(self, *args, **options)
         norm = self.model.model.layers[1].input_layernorm
         norm.weight.register_hook(lambda grad: grad * torch.inf if self.step == 2 else grad)
@@ -318,7 +304,7 @@ def test_a_non_finite_gradient_stops_with_the_layer_named(
     assert str(caught.value).startswith("step 3: the gradient is not finite")
 
 
-def test_parameters_that_are_not_finite_are_not_saved(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_parameters_that_are_not_finite_are_not_saved(make_config, tmp_path):
     config = make_config(optim={"lr": 1e39, "schedule": "constant", "warmup": 0}, run={"save_every": 1})
     with pytest.raises(NonFiniteError, match=r"step 1: its update was not finite; .* parameter model\.") as caught:
         run(config, out=tmp_path)
@@ -328,9 +314,7 @@ def test_parameters_that_are_not_finite_are_not_saved(make_config: MakeConfig, t
     assert RunResult.read(tmp_path).stopped == "non-finite"
 
 
-def test_scaling_that_never_recovers_stops(
-    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_scaling_that_never_recovers_stops(make_config, tmp_path, monkeypatch):
     spoil(monkeypatch, "model.layers.0", set(range(1, 1000)), torch.nan)
     config, seen = make_config(run={"steps": 100}, precision={"loss_scale": "dynamic"}), Recorder()
     with pytest.raises(NonFiniteError, match=r"output of model\.layers\.0"):
@@ -340,11 +324,11 @@ def test_scaling_that_never_recovers_stops(
     assert "step 2 skipped: the loss is not finite, which no loss scale changes (loss scale 65536 stays)" in seen.notes
 
 
-def overflowing(monkeypatch: pytest.MonkeyPatch, steps: range) -> None:
+def overflowing(monkeypatch, steps):
     """The gradient of these steps (0, 1, …) is infinite, their loss is not."""
     make = Trainer.__init__
 
-    def init(self: Trainer, *args: Any, **options: Any) -> None:
+    def init(self, *args, **options):
         make(self, *args, **options)
         norm = self.model.model.layers[1].input_layernorm
         norm.weight.register_hook(lambda grad: grad * torch.inf if self.step in steps else grad)
@@ -354,9 +338,7 @@ def overflowing(monkeypatch: pytest.MonkeyPatch, steps: range) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("save_every", [0, 6])  # a checkpoint would be due after the 40th skipped step
-def test_a_run_stopped_by_overflows_resumes_at_the_scale_from_before(
-    save_every: int, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_stopped_by_overflows_resumes_at_the_scale_from_before(save_every, make_config, tmp_path, monkeypatch):
     overflowing(monkeypatch, range(2, 1000))
     config = make_config(run={"steps": 44, "save_every": save_every}, precision={"loss_scale": "dynamic"})
     with pytest.raises(NonFiniteError, match=r"step 43: the gradient is not finite.* \(--resume\)"):
@@ -372,9 +354,7 @@ def test_a_run_stopped_by_overflows_resumes_at_the_scale_from_before(
 
 
 @pytest.mark.parametrize("precision", [{}, {"parameters": "fp16", "loss_scale": 1e-9}])
-def test_a_gradient_that_is_exactly_zero_stops_the_run(
-    precision: dict[str, Any], make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gradient_that_is_exactly_zero_stops_the_run(precision, make_config, tmp_path, monkeypatch):
     if not precision:
         spoil(monkeypatch, "model.norm", {2}, 0.0)
     with pytest.raises(NonFiniteError, match=r"the gradient is exactly zero in every parameter.*nothing is learned"):
@@ -382,9 +362,7 @@ def test_a_gradient_that_is_exactly_zero_stops_the_run(
     assert RunResult.read(tmp_path).stopped == "non-finite"
 
 
-def test_the_default_folder_is_named_after_the_run(
-    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_default_folder_is_named_after_the_run(make_config, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run(make_config(run={"steps": 3, "name": "first"}))
     run(make_config(run={"steps": 3, "out": "elsewhere"}))
@@ -392,7 +370,7 @@ def test_the_default_folder_is_named_after_the_run(
     assert (tmp_path / "elsewhere" / "run.json").exists()
 
 
-def test_an_fp8_run_says_what_became_of_each_layer(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_an_fp8_run_says_what_became_of_each_layer(make_config, tmp_path):
     run(make_config(precision={"level": "fp8", "skip": ["*.v_proj"]}), out=tmp_path / "fp8")
     rows = {row["name"]: row for row in json.loads((tmp_path / "fp8" / "layers.json").read_text())}
     assert rows["model.layers.0.self_attn.q_proj"]["recipe"] == "rowwise"
@@ -401,13 +379,13 @@ def test_an_fp8_run_says_what_became_of_each_layer(make_config: MakeConfig, tmp_
     assert not (tmp_path / "bf16" / "layers.json").exists()
 
 
-def test_fp16_without_a_loss_scale_is_noted(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_fp16_without_a_loss_scale_is_noted(make_config, tmp_path):
     seen = Recorder()
     run(make_config(precision={"parameters": "fp16"}, run={"steps": 3}), out=tmp_path, progress=seen)
     assert any('set precision.loss_scale = "dynamic"' in note for note in seen.notes)
 
 
-def test_epochs_instead_of_steps(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_epochs_instead_of_steps(make_config, tmp_path):
     config = make_config()
     tables = config.model_dump(exclude_none=True)
     rows = load_corpus(config.data, config.model, NullProgress()).windows
@@ -422,7 +400,7 @@ def test_epochs_instead_of_steps(make_config: MakeConfig, tmp_path: Path) -> Non
         run(parse_config(tables), out=tmp_path / "short")
 
 
-def test_a_dry_run_keeps_nothing(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_a_dry_run_keeps_nothing(make_config, tmp_path):
     config, out = make_config(run={"save_every": 1}), tmp_path / "out"
     assert run(config, out=out, dry_run=True).steps == 1
     assert not out.exists()
@@ -434,7 +412,7 @@ def test_a_dry_run_keeps_nothing(make_config: MakeConfig, tmp_path: Path) -> Non
     assert files == {path: path.stat().st_mtime_ns for path in out.rglob("*")}
 
 
-def test_an_evaluation_before_the_first_step(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_an_evaluation_before_the_first_step(make_config, tmp_path):
     config = make_config(eval={"first": True, "batches": 1}, run={"steps": 3})
     run(config, out=tmp_path / "a")
     (event,) = read_events(tmp_path / "a")
@@ -443,17 +421,17 @@ def test_an_evaluation_before_the_first_step(make_config: MakeConfig, tmp_path: 
     assert read_events(tmp_path / "a") == [event]
 
 
-def test_batches_are_read_while_the_device_computes(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_are_read_while_the_device_computes(make_config, monkeypatch):
     """Each once, the next one before the loss is read; what is wrong with one is raised in its own step."""
     config = make_config(run={"steps": 4})
     trainer = Trainer(config, load_corpus(config.data, config.model, NullProgress()), torch.device("cpu"))
     plain = Trainer(config, load_corpus(config.data, config.model, NullProgress()), torch.device("cpu"))
     monkeypatch.setattr(plain, "_read_ahead", lambda: None)
-    events: list[Any] = []
+    events = []
     failures = [OSError("not yet")]
     batch, item = trainer.task.data.batch, torch.Tensor.item
 
-    def read(seed: int, step: int, size: int) -> Any:
+    def read(seed, step, size):
         events.append(step)
         if step == 2 and failures:
             raise failures.pop()

@@ -4,11 +4,10 @@ import errno
 import json
 import os
 import shutil
-from typing import Any
 
 import pytest
 import torch
-from tiny_runs import LLAMA, At, MakeConfig, Recorder, assert_same, fail, job
+from tiny_runs import LLAMA, At, Recorder, assert_same, fail, job
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -45,7 +44,7 @@ def base(tmp_path, make_config):
 
 @pytest.fixture
 def lora_config(base, make_config):
-    def make(**sections: dict[str, Any]):
+    def make(**sections):
         model = {"path": str(base)}
         return make_config(**({"lora": {"rank": 4}, "model": model, "precision": FP8} | sections))
 
@@ -76,7 +75,7 @@ def test_unknown_targets(lora_config, tmp_path):
 def test_a_rank_beyond_memory(make_config, monkeypatch):
     import peft
 
-    def allocate(*_: Any) -> None:
+    def allocate(*_):
         raise RuntimeError("can't allocate memory:\nyou tried to allocate 274877906816 bytes")
 
     monkeypatch.setattr(peft, "inject_adapter_in_model", allocate)
@@ -290,7 +289,7 @@ def test_adapters_are_merged_into_their_base(lora_config, base, tmp_path, kind):
         export(checkpoint, tmp_path / "fp8", to="fp8-row", merge=True)
 
 
-def llama(**changes: Any) -> LlamaForCausalLM:
+def llama(**changes):
     return LlamaForCausalLM(LlamaConfig(vocab_size=300, **LLAMA | changes))
 
 
@@ -302,7 +301,7 @@ def llama(**changes: Any) -> LlamaForCausalLM:
         ("model", "model.embed_tokens.weight", r'freeze both \("lm_head"\)'),
     ],
 )
-def test_half_of_a_tied_pair(pattern: str, frozen: str, other: str) -> None:
+def test_half_of_a_tied_pair(pattern, frozen, other):
     with pytest.raises(ConfigError, match=f"freezes {frozen}, which is also .* {other}"):
         freeze(llama(tie_word_embeddings=True), [pattern])
     untied = llama(tie_word_embeddings=False)
@@ -310,7 +309,7 @@ def test_half_of_a_tied_pair(pattern: str, frozen: str, other: str) -> None:
     assert any(parameter.requires_grad for parameter in untied.parameters())
 
 
-def test_the_note_counts_tied_parameters_once_and_names_those_without_gradients() -> None:
+def test_the_note_counts_tied_parameters_once_and_names_those_without_gradients():
     model = llama(tie_word_embeddings=True)
     assert frozen_note(model, []) == ""
     freeze(model, ["lm_head", "embed_tokens"])
@@ -325,7 +324,7 @@ def test_the_note_counts_tied_parameters_once_and_names_those_without_gradients(
     assert ";" not in frozen_note(model, []) and "32 by model.frozen; " in frozen_note(model, ["norm"])
 
 
-def test_a_run_prints_what_it_does_not_train(make_config: MakeConfig, tmp_path: Any) -> None:
+def test_a_run_prints_what_it_does_not_train(make_config, tmp_path):
     seen = Recorder()
     model = {"type": "llama", "config": LLAMA, "frozen": ["*norm*"]}
     run(make_config(model=model, run={"steps": 1}, optim={"warmup": 0}), out=tmp_path, progress=seen)

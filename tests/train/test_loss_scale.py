@@ -1,13 +1,9 @@
 import json
 import math
-from collections.abc import Callable, Iterable
-from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
-from tiny_runs import LLAMA, MakeConfig, Recorder, saved
-from torch import Tensor
+from tiny_runs import LLAMA, Recorder, saved
 
 from octavo.train import NonFiniteError, read_metrics, run
 from octavo.train.loss_scale import (
@@ -19,11 +15,11 @@ from octavo.train.loss_scale import (
     RESTORE_FACTOR,
     LossScale,
 )
-from octavo.train.record.metrics import StepMetrics, read_events
+from octavo.train.record.metrics import read_events
 from octavo.train.trainer import Trainer
 
 
-def test_none_and_fixed_never_change() -> None:
+def test_none_and_fixed_never_change():
     for mode, value, active in (("none", 1.0, False), (512.0, 512.0, True)):
         scale = LossScale(mode)
         for overflow in (True, False, True):
@@ -31,7 +27,7 @@ def test_none_and_fixed_never_change() -> None:
         assert (scale.value, scale.active) == (value, active)
 
 
-def test_dynamic_halves_and_grows_after_enough_good_steps() -> None:
+def test_dynamic_halves_and_grows_after_enough_good_steps():
     scale = LossScale("dynamic")
     scale.update(overflow=True)
     scale.update(overflow=True)
@@ -47,7 +43,7 @@ def test_dynamic_halves_and_grows_after_enough_good_steps() -> None:
     assert scale.value == INITIAL_SCALE / 4
 
 
-def test_exhausted_by_overflows_in_a_row() -> None:
+def test_exhausted_by_overflows_in_a_row():
     for mode in ("dynamic", 2.0):
         scale = LossScale(mode)
         for _ in range(MAX_SKIPS):
@@ -60,7 +56,7 @@ def test_exhausted_by_overflows_in_a_row() -> None:
         assert scale.exhausted
 
 
-def test_state_round_trip_through_json() -> None:
+def test_state_round_trip_through_json():
     scale = LossScale("dynamic")
     scale.update(overflow=True)
     for _ in range(GROWTH_INTERVAL - 1):
@@ -73,21 +69,21 @@ def test_state_round_trip_through_json() -> None:
     assert twin.state_dict() == scale.state_dict()
 
 
-def test_a_loss_that_is_not_finite_is_no_overflow() -> None:
+def test_a_loss_that_is_not_finite_is_no_overflow():
     scale = LossScale("dynamic")
     for _ in range(MAX_SKIPS + 1):
         scale.update(overflow=True, loss_is_finite=False)
     assert scale.value == INITIAL_SCALE and scale.exhausted
 
 
-def test_it_grows_up_to_a_bound() -> None:
+def test_it_grows_up_to_a_bound():
     scale = LossScale("dynamic")
     for _ in range(20 * GROWTH_INTERVAL):
         scale.update(overflow=False)
     assert scale.value == MAX_SCALE
 
 
-def test_the_scale_before_the_skipped_steps_comes_back() -> None:
+def test_the_scale_before_the_skipped_steps_comes_back():
     """That before both faults: the first one lowered it too, and one step tells whether it was right to."""
     scale = LossScale("dynamic")
     scale.update(overflow=True)
@@ -111,7 +107,7 @@ def test_the_scale_before_the_skipped_steps_comes_back() -> None:
 # --- a scale that fell for another reason than the range of the gradients ---
 
 
-def skipped_under(fails: Callable[[int, float], bool], steps: int, scale: LossScale) -> int:
+def skipped_under(fails, steps, scale):
     """Counts `steps` steps that overflow where `fails(step, scale)`. Returns how many were skipped."""
     skips = 0
     for step in range(steps):
@@ -138,7 +134,7 @@ def skipped_under(fails: Callable[[int, float], bool], steps: int, scale: LossSc
     ],
     ids=str,
 )
-def test_a_fault_that_has_passed_leaves_a_scale_as_before(faulty: Iterable[int]) -> None:
+def test_a_fault_that_has_passed_leaves_a_scale_as_before(faulty):
     scale, faults = LossScale("dynamic"), {100 + step for step in faulty}
     assert skipped_under(lambda step, _: step in faults, 100 + max(faulty) + 4, scale) == len(faults)
     assert scale.value * RESTORE_FACTOR >= INITIAL_SCALE
@@ -147,7 +143,7 @@ def test_a_fault_that_has_passed_leaves_a_scale_as_before(faulty: Iterable[int])
 
 
 @pytest.mark.parametrize("fall", range(MAX_SKIPS + 1))
-def test_a_range_that_is_really_smaller_costs_few_more_steps(fall: int) -> None:
+def test_a_range_that_is_really_smaller_costs_few_more_steps(fall):
     scale, largest = LossScale("dynamic"), INITIAL_SCALE / 2**fall
     skips = skipped_under(lambda step, value: step >= 50 and value > largest, 3000, scale)
     growth = math.ceil(3000 / GROWTH_INTERVAL)
@@ -157,19 +153,19 @@ def test_a_range_that_is_really_smaller_costs_few_more_steps(fall: int) -> None:
 
 
 @pytest.mark.parametrize("real", range(1, 20))
-def test_a_fault_and_a_smaller_range_at_once(real: int) -> None:
+def test_a_fault_and_a_smaller_range_at_once(real):
     scale, largest = LossScale("dynamic"), INITIAL_SCALE / 2**real
     skipped_under(lambda step, value: 50 <= step < 80 or (step >= 80 and value > largest), 400, scale)
     assert largest / RESTORE_FACTOR <= scale.value <= largest
 
 
-def test_short_streaks_are_those_of_torch() -> None:
+def test_short_streaks_are_those_of_torch():
     scale = LossScale("dynamic")
     skipped_under(lambda step, _: step < 8, 8 + GROWTH_INTERVAL - 1, scale)
     assert scale.value == INITIAL_SCALE / 2**8
 
 
-def test_zeros_alone_restore_a_scale_that_fell_and_no_other() -> None:
+def test_zeros_alone_restore_a_scale_that_fell_and_no_other():
     scale = LossScale("dynamic")
     assert (
         not scale.skip_zero_gradient()
@@ -190,23 +186,23 @@ def test_zeros_alone_restore_a_scale_that_fell_and_no_other() -> None:
     assert scale.exhausted or not scale.skip_zero_gradient()
 
 
-def spoiled(overflowing: Iterable[int], vanishing: Iterable[int] = ()) -> "mock._patch[Callable[..., Tensor]]":
+def spoiled(overflowing, vanishing=()):
     """The gradients of some steps overflow and those of others vanish, the losses do not."""
     loss = Trainer.loss
 
-    def factor(step: int) -> float:
+    def factor(step):
         return 1e30 if step in overflowing else 1e-30 if step in vanishing else 1.0
 
     return mock.patch.object(Trainer, "loss", lambda trainer, *batch: loss(trainer, *batch) * factor(trainer.step))
 
 
-def learned(rows: list[StepMetrics]) -> bool:
+def learned(rows):
     """Whether the loss has fallen since before the faults."""
     before, after = rows[9].loss, rows[-1].loss
     return before is not None and after is not None and after < 0.9 * before
 
 
-FP16: dict[str, Any] = {
+FP16 = {
     "precision": {"parameters": "fp16", "loss_scale": "dynamic"},
     "optim": {"lr": 3e-3, "schedule": "constant"},
     "model": {"type": "llama", "config": LLAMA | {"num_hidden_layers": 1}},
@@ -214,7 +210,7 @@ FP16: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("faults", [30, pytest.param(MAX_SKIPS, marks=pytest.mark.slow)])
-def test_a_run_learns_again_after_a_fault(faults: int, make_config: MakeConfig, tmp_path: Path) -> None:
+def test_a_run_learns_again_after_a_fault(faults, make_config, tmp_path):
     config, seen = make_config(**FP16, run={"steps": faults + 30, "save_every": 0}), Recorder()
     with spoiled(range(10, 10 + faults)):
         run(config, out=tmp_path, progress=seen)
@@ -228,7 +224,7 @@ def test_a_run_learns_again_after_a_fault(faults: int, make_config: MakeConfig, 
 
 
 @pytest.mark.thorough
-def test_a_run_that_stops_can_be_resumed(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_a_run_that_stops_can_be_resumed(make_config, tmp_path):
     """At overflows, and at zeros, whatever the scale is by then."""
     config = make_config(**FP16, run={"steps": 70, "save_every": 20})
     with spoiled(range(10, 70)), pytest.raises(NonFiniteError, match="--resume"):
@@ -245,7 +241,7 @@ def test_a_run_that_stops_can_be_resumed(make_config: MakeConfig, tmp_path: Path
 
 
 @pytest.mark.parametrize(("faults", "period"), [(1, 17), (1, 200), (3, 50), (7, 30)])
-def test_faults_that_recur_lower_the_scale_no_further_than_one_alone(faults: int, period: int) -> None:
+def test_faults_that_recur_lower_the_scale_no_further_than_one_alone(faults, period):
     scale, lowest = LossScale("dynamic"), INITIAL_SCALE
     for step in range(20_000):
         scale.update(overflow=step % period < faults)

@@ -1,8 +1,6 @@
 """Conversations: masks as in Transformers, losses as in plain PyTorch, templates, bad records, the example."""
 
 import json
-from pathlib import Path
-from typing import Any
 
 import datasets
 import pyarrow
@@ -10,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from pyarrow import parquet
-from tiny_runs import LLAMA, At, MakeConfig, Recorder, assert_same, load, sentences, terminate
+from tiny_runs import LLAMA, At, Recorder, assert_same, load, sentences, terminate
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from octavo.nn.causal import IGNORE
@@ -37,7 +35,7 @@ CHANGING = UNTAGGED.replace(
 """Earlier turns are rendered in another way, as where reasoning is dropped."""
 
 
-def conversation(number: int, turns: int = 2) -> list[dict[str, str]]:
+def conversation(number, turns=2):
     words = sentences(3 * turns, seed=number).splitlines()
     messages = [{"role": "system", "content": words[0]}]
     for turn in range(turns):
@@ -52,7 +50,7 @@ CONVERSATIONS = [conversation(number, 1 + number % 3) for number in range(40)]
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tokenizer(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tokenizer")
     made = train_tokenizer([sentences(60)], 290)
     own = PreTrainedTokenizerFast(
@@ -64,19 +62,19 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def chats(tmp_path: Path, tokenizer: Path) -> dict[str, Any]:
+def chats(tmp_path, tokenizer):
     path = tmp_path / "chats.jsonl"
     path.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in CONVERSATIONS))
     return {"source": str(path), "format": "messages", "tokenizer": str(tokenizer), "sequence_length": 64}
 
 
-def put(path: Path, *rows: Any) -> str:
+def put(path, *rows):
     path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
     return str(path)
 
 
 @pytest.mark.parametrize("template", [TAGGED, UNTAGGED, PLAIN_TEMPLATE])
-def test_ids_and_masks_are_those_of_transformers(template: str, tokenizer: Path) -> None:
+def test_ids_and_masks_are_those_of_transformers(template, tokenizer):
     theirs = AutoTokenizer.from_pretrained(str(tokenizer))
     chat = Chat(load_tokenizer(tokenizer), template, "assistant")
     rows = chat.encode([conversation_text("", messages) for messages in CONVERSATIONS])
@@ -92,12 +90,12 @@ def test_ids_and_masks_are_those_of_transformers(template: str, tokenizer: Path)
         assert answers == [m["content"] + end for m in messages if m["role"] == "assistant"]
 
 
-def runs(mask: list[bool]) -> list[tuple[int, int]]:
+def runs(mask):
     edges = [i for i, (a, b) in enumerate(zip([False, *mask], [*mask, False], strict=True)) if a != b]
     return list(zip(edges[::2], edges[1::2], strict=True))
 
 
-def test_a_template_without_a_generation_prompt(tokenizer: Path) -> None:
+def test_a_template_without_a_generation_prompt(tokenizer):
     chat = Chat(load_tokenizer(tokenizer), LLAMA2, "assistant")
     ((ids, mask),) = chat.encode([json.dumps(conversation(0, 2)[1:])])
     assert mask is not None
@@ -107,7 +105,7 @@ def test_a_template_without_a_generation_prompt(tokenizer: Path) -> None:
 
 
 @pytest.mark.parametrize("answer", ["a", "assistant", "|", "<|user|>", "the leaf"])
-def test_an_answer_that_also_occurs_in_what_comes_before_it(answer: str, tokenizer: Path) -> None:
+def test_an_answer_that_also_occurs_in_what_comes_before_it(answer, tokenizer):
     chat = Chat(
         load_tokenizer(tokenizer), "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}|{% endfor %}", "assistant"
     )
@@ -118,9 +116,7 @@ def test_an_answer_that_also_occurs_in_what_comes_before_it(answer: str, tokeniz
     assert texts == [f"{answer}|"] * 2
 
 
-def test_a_byte_order_mark_is_no_part_of_a_template(
-    make_config: MakeConfig, chats: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_byte_order_mark_is_no_part_of_a_template(make_config, chats, tmp_path):
     rows = []
     for encoding in ("utf-8", "utf-8-sig"):
         (tmp_path / "t.jinja").write_text(TAGGED, encoding=encoding)
@@ -128,7 +124,7 @@ def test_a_byte_order_mark_is_no_part_of_a_template(
     assert torch.equal(*rows)
 
 
-def test_a_template_that_changes_earlier_turns(tokenizer: Path) -> None:
+def test_a_template_that_changes_earlier_turns(tokenizer):
     chat = Chat(load_tokenizer(tokenizer), CHANGING, "assistant")
     chat.encode([json.dumps(conversation(0, 1))])
     with pytest.raises(
@@ -139,9 +135,7 @@ def test_a_template_that_changes_earlier_turns(tokenizer: Path) -> None:
 
 
 @pytest.mark.parametrize("packing", ["documents", "none", "stream"])
-def test_the_loss_is_the_cross_entropy_of_the_assistant(
-    packing: str, make_config: MakeConfig, chats: dict[str, Any], tokenizer: Path
-) -> None:
+def test_the_loss_is_the_cross_entropy_of_the_assistant(packing, make_config, chats, tokenizer):
     """Of a whole epoch, from ids and masks of Transformers and logits of each conversation alone."""
     config = make_config(
         model={"type": "llama", "config": LLAMA | {"max_position_embeddings": 4096}},
@@ -180,7 +174,7 @@ def test_the_loss_is_the_cross_entropy_of_the_assistant(
     assert data.windows == {"none": len(CONVERSATIONS), "stream": 1}.get(packing, data.windows)
 
 
-def test_a_step_weighs_all_targets_alike(make_config: MakeConfig, chats: dict[str, Any]) -> None:
+def test_a_step_weighs_all_targets_alike(make_config, chats):
     """The loss of the trainer's own step, of micro-batches with other numbers of targets, in one cross entropy."""
     config = make_config(
         data=chats | {"packing": "none"}, precision={"parameters": "fp32"}, optim={"batch": 4, "micro_batches": 4}
@@ -194,7 +188,7 @@ def test_a_step_weighs_all_targets_alike(make_config: MakeConfig, chats: dict[st
     assert trainer.forward_backward(inputs, targets).item() == pytest.approx(expected.item(), rel=1e-3)
 
 
-def test_parquet_has_the_same_conversations(make_config: MakeConfig, chats: dict[str, Any], tmp_path: Path) -> None:
+def test_parquet_has_the_same_conversations(make_config, chats, tmp_path):
     rows = [{"messages": [message | {"name": None} for message in messages]} for messages in CONVERSATIONS]
     datasets.Dataset.from_list(rows).to_parquet(tmp_path / "a.parquet")
     ours = load(make_config(data=chats))
@@ -202,9 +196,7 @@ def test_parquet_has_the_same_conversations(make_config: MakeConfig, chats: dict
     assert all(torch.equal(a, b) for a, b in zip(ours.batch(0, 0, 8), other.batch(0, 0, 8), strict=True))
 
 
-def test_a_run_resumes_bitwise_and_saves_the_template(
-    make_config: MakeConfig, chats: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_run_resumes_bitwise_and_saves_the_template(make_config, chats, tmp_path):
     del chats["tokenizer"]
     config = make_config(
         data=chats | {"packing": "documents", "chat_template": "plain"}, eval={"every": 2, "fraction": 0.1},
@@ -222,7 +214,7 @@ def test_a_run_resumes_bitwise_and_saves_the_template(
 
 
 OK = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
-BAD: dict[str, tuple[list[Any], str]] = {
+BAD = {
     "no field": ([{"chat": []}], 'has no field "messages".*set data.messages_field'),
     "text": ([OK, {"messages": "hi"}], r"line 2: expected messages, as \[.*got 'hi'"),
     "no content": ([OK, OK, {"messages": [{"role": "user"}]}], "line 3, message 0 has no \"content\"; it has 'role'"),
@@ -236,22 +228,20 @@ BAD: dict[str, tuple[list[Any], str]] = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_records(case: str, make_config: MakeConfig, chats: dict[str, Any], tmp_path: Path) -> None:
+def test_bad_records(case, make_config, chats, tmp_path):
     rows, message = BAD[case]
     with pytest.raises(ConfigError, match=message):
         load(make_config(data=chats | {"source": put(tmp_path / "bad.jsonl", *rows)}))
 
 
-def test_bytes_that_are_not_utf8_are_named_with_their_line(
-    make_config: MakeConfig, chats: dict[str, Any], tmp_path: Path
-) -> None:
+def test_bytes_that_are_not_utf8_are_named_with_their_line(make_config, chats, tmp_path):
     path = tmp_path / "bad.jsonl"
     path.write_bytes(json.dumps(OK).encode() + b'\n{"messages": "\xff"}\n')
     with pytest.raises(ConfigError, match=r"bad.jsonl is not UTF-8 text: byte \d+ in line 2"):
         load(make_config(data=chats | {"source": str(path)}))
 
 
-TEMPLATES: dict[str, tuple[str | None, str]] = {
+TEMPLATES = {
     "none": (None, "a tokenizer that is trained on the data has none: set data.chat_template = \"plain\""),
     "missing file": ("nowhere.jinja", "cannot be read: No such file"),
     "syntax": ("{% for %}", "not valid Jinja: line 1"),
@@ -261,7 +251,7 @@ TEMPLATES: dict[str, tuple[str | None, str]] = {
 
 
 @pytest.mark.parametrize("case", TEMPLATES)
-def test_bad_templates(case: str, make_config: MakeConfig, chats: dict[str, Any], tmp_path: Path) -> None:
+def test_bad_templates(case, make_config, chats, tmp_path):
     template, message = TEMPLATES[case]
     del chats["tokenizer"]
     if template is not None:
@@ -271,14 +261,14 @@ def test_bad_templates(case: str, make_config: MakeConfig, chats: dict[str, Any]
         load(make_config(data=chats))
 
 
-def test_a_tokenizer_without_a_template(make_config: MakeConfig, chats: dict[str, Any], tmp_path: Path) -> None:
+def test_a_tokenizer_without_a_template(make_config, chats, tmp_path):
     train_tokenizer([sentences(60)], 290).save(tmp_path / "bare")
     with pytest.raises(ConfigError, match="needs a chat template, and the tokenizer has none"):
         load(make_config(data=chats | {"tokenizer": str(tmp_path / "bare")}))
 
 
 @pytest.mark.slow
-def test_the_example(tmp_path: Path) -> None:
+def test_the_example(tmp_path):
     config = load_config("configs/sft-demo.toml", ["run.steps=2", "run.device=cpu", f"data.cache={tmp_path}"])
     data = load(config)
     tokenizer = data.tokenizer.as_transformers()

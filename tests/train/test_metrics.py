@@ -4,18 +4,17 @@ import time
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import fake_runs
 import pytest
 import torch
 from fake_runs import folder
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tiny_runs import LLAMA, MakeConfig
+from tiny_runs import LLAMA
 
 from octavo.experiments.run_report import write_report
 from octavo.inspect.stats import OperandStats
-from octavo.train import ConfigError, Progress, loop, run
+from octavo.train import ConfigError, loop, run
 from octavo.train.disk import names_file
 from octavo.train.gauges import Gauges, expected_step
 from octavo.train.record.json_lines import RecordFollower
@@ -37,10 +36,9 @@ from octavo.train.record.metrics import (
 )
 from octavo.train.record.statistics import limits_of, read_statistics
 from octavo.train.run_plan import plan_configured
-from octavo.train.trainer import Trainer
 
 
-def row(step: int, loss: float | None = None, speed: float = 1.0) -> StepMetrics:
+def row(step, loss=None, speed=1.0):
     return StepMetrics(
         step=step,
         tokens=step * 10,
@@ -54,7 +52,7 @@ def row(step: int, loss: float | None = None, speed: float = 1.0) -> StepMetrics
     )
 
 
-def test_rows_are_on_disk_as_soon_as_written(tmp_path: Path) -> None:
+def test_rows_are_on_disk_as_soon_as_written(tmp_path):
     rows = [row(1, 3.0), row(2, None), row(3, 1.0)]
     with MetricsWriter(tmp_path, after_step=0, log_every=1) as writer:
         for count, item in enumerate(rows, start=1):
@@ -74,7 +72,7 @@ def test_rows_are_on_disk_as_soon_as_written(tmp_path: Path) -> None:
     ]
 
 
-def test_a_full_disk_names_the_file(tmp_path: Path) -> None:
+def test_a_full_disk_names_the_file(tmp_path):
     full = r"No space left on device: '.*{}'"
     writer = MetricsWriter(tmp_path, after_step=0, log_every=1)
     with writer:
@@ -88,7 +86,7 @@ def test_a_full_disk_names_the_file(tmp_path: Path) -> None:
         Path("/dev/full").write_text("a line")
 
 
-def test_resume_drops_later_rows_in_both_files(tmp_path: Path) -> None:
+def test_resume_drops_later_rows_in_both_files(tmp_path):
     with MetricsWriter(tmp_path, after_step=0, log_every=1) as writer:
         for step in range(1, 6):
             writer.write(row(step, float(step)))
@@ -102,7 +100,7 @@ def test_resume_drops_later_rows_in_both_files(tmp_path: Path) -> None:
     assert [event.value for event in board.Scalars("train/loss")] == [1.0, 2.0, 3.0, 40.0, 50.0, 60.0]
 
 
-def test_log_every_thins_tensorboard_only(tmp_path: Path) -> None:
+def test_log_every_thins_tensorboard_only(tmp_path):
     with MetricsWriter(tmp_path, after_step=0, log_every=2) as writer:
         for step in range(1, 6):
             writer.write(row(step, 1.0))
@@ -111,7 +109,7 @@ def test_log_every_thins_tensorboard_only(tmp_path: Path) -> None:
     assert [event.step for event in board.Scalars("train/loss")] == [2, 4]
 
 
-def test_a_torn_last_line_is_left_out_and_a_wrong_one_is_an_error(tmp_path: Path) -> None:
+def test_a_torn_last_line_is_left_out_and_a_wrong_one_is_an_error(tmp_path):
     assert read_metrics(tmp_path) == []
     with MetricsWriter(tmp_path, after_step=0, log_every=1) as writer:
         writer.write(row(1, 2.0))
@@ -125,7 +123,7 @@ def test_a_torn_last_line_is_left_out_and_a_wrong_one_is_an_error(tmp_path: Path
         read_metrics(tmp_path)
 
 
-def test_summaries() -> None:
+def test_summaries():
     rows = [row(step, 100.0 - step) for step in range(1, 21)]
     assert StepTotals(rows).losses == Losses(first=99.0, final=80.0, tail_mean=80.5)
     assert StepTotals([*rows, row(21, None)]).losses == Losses(first=99.0, final=80.0, tail_mean=80.5)
@@ -146,7 +144,7 @@ def test_summaries() -> None:
     assert fields["steps"] == 0 and fields["tokens_per_s"] is fields["mfu"] is fields["losses"] is None
 
 
-def test_result_round_trip(tmp_path: Path) -> None:
+def test_result_round_trip(tmp_path):
     result = RunResult(
         name="a",
         precision="fp8 rowwise",
@@ -177,7 +175,7 @@ def test_result_round_trip(tmp_path: Path) -> None:
             RunResult.read(tmp_path)
 
 
-ROWS: dict[str, dict[str, Any]] = {
+ROWS = {
     "metrics.jsonl": {
         "step": 1, "tokens": 64, "loss": 3.0, "lr": 1e-3, "grad_norm": 1.0, "loss_scale": None, "skipped": False,
         "step_s": 1.0, "tokens_per_s": 64.0,
@@ -190,10 +188,10 @@ ROWS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 READERS = {"metrics.jsonl": read_metrics, "events.jsonl": read_events, "statistics.jsonl": read_statistics}
 CASES = [(name, field) for name, row in ROWS.items() for field in row]
-WRONG: list[Any] = ["3", [3.0], {"a": 1}, float("nan"), -1j]
+WRONG = ["3", [3.0], {"a": 1}, float("nan"), -1j]
 
 
-def wrong(name: str, field: str, value: Any) -> str:
+def wrong(name, field, value):
     """A line with this value in this field; -1j for none."""
     row = ROWS[name] | {field: value}
     if value == -1j:
@@ -202,7 +200,7 @@ def wrong(name: str, field: str, value: Any) -> str:
 
 
 @pytest.mark.parametrize(("name", "field"), CASES)
-def test_a_field_of_another_type_is_named(name: str, field: str, tmp_path: Path) -> None:
+def test_a_field_of_another_type_is_named(name, field, tmp_path):
     strings = ("text", "event", "layer", "operand", "recipe")
     good = json.dumps(ROWS[name])
     for value in WRONG:
@@ -225,7 +223,7 @@ LINES = [b"[]", b"3", b"null", b"", b"{", b'{"step": 1}', b"\xff", b'{"a":' * 50
 
 @pytest.mark.parametrize("name", ROWS)
 @pytest.mark.parametrize("line", LINES, ids=lambda line: repr(line[:12]))
-def test_a_line_of_something_else(name: str, line: bytes, tmp_path: Path) -> None:
+def test_a_line_of_something_else(name, line, tmp_path):
     good = json.dumps(ROWS[name]).encode()
     (tmp_path / name).write_bytes(good + b"\n" + line + b"\n")
     with pytest.raises(ValueError, match=rf"{re.escape(name)}, line 2 is not .*: .+"):
@@ -237,13 +235,13 @@ def test_a_line_of_something_else(name: str, line: bytes, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "statistics.jsonl"])
 @pytest.mark.parametrize(("steps", "line"), [((1, 2, 3, 2), 4), ((4, 3, 2, 1), 2), ((1, 2, 0), 3), ((10**30,), 1)])
-def test_steps_in_another_order(name: str, steps: tuple[int, ...], line: int, tmp_path: Path) -> None:
+def test_steps_in_another_order(name, steps, line, tmp_path):
     (tmp_path / name).write_text("".join(json.dumps(ROWS[name] | {"step": step}) + "\n" for step in steps))
     with pytest.raises(ValueError, match=rf"{re.escape(name)}, line {line} is not .*: .*step"):
         READERS[name](tmp_path)
 
 
-def test_missing_and_repeated_steps_of_the_curve(tmp_path: Path) -> None:
+def test_missing_and_repeated_steps_of_the_curve(tmp_path):
     run = folder(tmp_path / "run", steps=9)
     lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
     (run / "metrics.jsonl").write_text("".join([*lines[:3], *lines[2:]]))
@@ -263,7 +261,7 @@ def test_missing_and_repeated_steps_of_the_curve(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_a_torn_last_line_is_left_out_with_a_warning(name: str, tmp_path: Path) -> None:
+def test_a_torn_last_line_is_left_out_with_a_warning(name, tmp_path):
     good = json.dumps(ROWS[name])
     for torn in (good[:20], good, "[", "\xff"):
         (tmp_path / name).write_text(f"{good}\n{torn}")
@@ -271,7 +269,7 @@ def test_a_torn_last_line_is_left_out_with_a_warning(name: str, tmp_path: Path) 
             assert len(READERS[name](tmp_path)) == 1
 
 
-def test_a_rollback_is_whole_and_resume_reads_it_so(tmp_path: Path) -> None:
+def test_a_rollback_is_whole_and_resume_reads_it_so(tmp_path):
     (tmp_path / "events.jsonl").write_text('{"step": 3, "event": "rollback", "text": "", "rollbacks": 1}\n')
     for read in (read_events, lambda out: last_rollback(out, 9), lambda out: drop_later_events(out, 9)):
         with pytest.raises(ValueError, match=r"line 1 .*rollbacks: come with to and skipped_batches"):
@@ -283,7 +281,7 @@ def test_a_rollback_is_whole_and_resume_reads_it_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("field", ["steps", "losses", "tokens_per_s", "versions", "precision", "converted"])
-def test_a_summary_with_a_field_of_another_type(field: str, tmp_path: Path) -> None:
+def test_a_summary_with_a_field_of_another_type(field, tmp_path):
     run = folder(tmp_path / "run")
     fields = asdict(RunResult.read(run))
     for value in ([], "x" if field not in ("precision", "converted") else 3, {"first": 3}):
@@ -300,7 +298,7 @@ def test_a_summary_with_a_field_of_another_type(field: str, tmp_path: Path) -> N
         ("config.toml", '[inspect.limits]\nsqnr = "a"'), ("config.toml", "[inspect.limits]\nb = 1"),
     ],
 )  # fmt: skip
-def test_other_files_of_a_run(name: str, text: str, tmp_path: Path) -> None:
+def test_other_files_of_a_run(name, text, tmp_path):
     run = folder(tmp_path / "run")
     (run / name).write_text(text)
     with pytest.raises(ValueError, match=rf"{re.escape(str(run / name))} is not "):
@@ -311,7 +309,7 @@ def test_other_files_of_a_run(name: str, text: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["report.html", "verdict.json"])
-def test_no_report_is_written_through_a_link(name: str, tmp_path: Path) -> None:
+def test_no_report_is_written_through_a_link(name, tmp_path):
     runs = [folder(tmp_path / "a"), folder(tmp_path / "b", "fp8 rowwise")]
     (tmp_path / "mine").write_text("mine")
     for target in ("mine", "gone"):
@@ -328,7 +326,7 @@ def test_no_report_is_written_through_a_link(name: str, tmp_path: Path) -> None:
         write_report(runs, tmp_path / "other")
 
 
-def test_a_completed_last_line_is_read_alone(tmp_path: Path) -> None:
+def test_a_completed_last_line_is_read_alone(tmp_path):
     """A run adds what it measures after a step to the step's line."""
     path = tmp_path / "events.jsonl"
     lines = [json.dumps({"step": step, "event": "move", "text": "x"}) + "\n" for step in (1, 2, 3)]
@@ -351,17 +349,17 @@ ROW = StepMetrics(
 )
 
 
-def gauges(expected: ExpectedStep | None, skipped_batches: int = 0) -> Gauges:
+def gauges(expected, skipped_batches=0):
     config = SimpleNamespace(optim=SimpleNamespace(batch=4), run=SimpleNamespace(steps=9))
     task = SimpleNamespace(data_size=lambda: DataSize(rows=40))
     ranks = SimpleNamespace(device=torch.device("cpu"))
-    trainer: Any = SimpleNamespace(config=config, task=task, ranks=ranks, skipped_batches=skipped_batches)
+    trainer = SimpleNamespace(config=config, task=task, ranks=ranks, skipped_batches=skipped_batches)
     gauges = Gauges(trainer, fake_runs.result())
     gauges.setup.expected = expected
     return gauges
 
 
-def test_a_run_on_a_cpu(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_a_run_on_a_cpu(make_config, tmp_path):
     before = time.time()
     run(make_config(), out=tmp_path)
     rows, setup = read_metrics(tmp_path), RunSetup.read(tmp_path)
@@ -377,7 +375,7 @@ def test_a_run_on_a_cpu(make_config: MakeConfig, tmp_path: Path) -> None:
         RunSetup.read(tmp_path)
 
 
-def test_mfu_and_position() -> None:
+def test_mfu_and_position():
     expected = ExpectedStep(gpu="H100 SXM", flops=1e14, bf16_flops=989e12, fp8_flops=1979e12)
     row = gauges(expected).read(ROW)
     assert row.mfu == pytest.approx(1e14 / 0.5 / 989e12) and row.epoch == 5 * 4 / 40
@@ -386,12 +384,10 @@ def test_mfu_and_position() -> None:
     assert gauges(None).read(ROW).mfu is None
 
 
-def test_the_prediction_waits_for_the_first_step(
-    monkeypatch: pytest.MonkeyPatch, make_config: MakeConfig, tmp_path: Path
-) -> None:
-    steps: list[int] = []
+def test_the_prediction_waits_for_the_first_step(monkeypatch, make_config, tmp_path):
+    steps = []
 
-    def expected(trainer: Trainer, progress: Progress) -> ExpectedStep:
+    def expected(trainer, progress):
         steps.append(trainer.step)
         assert "expected" in (tmp_path / "setup.json").read_text() and RunSetup.read(tmp_path).expected is None
         time.sleep(0.05)
@@ -408,7 +404,7 @@ def test_the_prediction_waits_for_the_first_step(
 
 
 @pytest.mark.slow
-def test_the_expected_step_is_the_plans(make_config: MakeConfig) -> None:
+def test_the_expected_step_is_the_plans(make_config):
     config = make_config(optim={"batch": 8, "micro_batches": 2}, precision={"level": "fp8"})
     planned = plan_configured(config, gpu="h100", gpus=2)
     expected = expected_step(config, H100, 2)
@@ -425,7 +421,7 @@ def test_the_expected_step_is_the_plans(make_config: MakeConfig) -> None:
     assert divided.bf16_flops == 2 * single.bf16_flops and divided.memory is None is divided.tokens_per_s
 
 
-def test_no_prediction(make_config: MakeConfig) -> None:
+def test_no_prediction(make_config):
     assert expected_step(make_config(), "NVIDIA Unknown 9000", 1) is None
     long = make_config(data={"sequence_length": 1 << 20})
     with pytest.raises(ConfigError, match="max_position_embeddings"):

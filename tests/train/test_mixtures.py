@@ -8,7 +8,6 @@ from collections import Counter
 from concurrent.futures import wait
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import datasets
 import numpy as np
@@ -16,7 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_runs import At, MakeConfig, Recorder, assert_same, curve, load, sentences, terminate
+from tiny_runs import At, Recorder, assert_same, curve, load, sentences, terminate
 
 from octavo.nn.causal import IGNORE
 from octavo.train import ConfigError, parse_config, run
@@ -28,18 +27,18 @@ from octavo.train.data.tokenizer import train_tokenizer
 from processes import gloo  # noqa: F401  a fixture
 
 
-def rows_of(count: int, seed: int) -> list[str]:
+def rows_of(count, seed):
     return [f"{seed} {number} {line}" for number, line in enumerate(sentences(count, seed=seed).splitlines())]
 
 
 @pytest.fixture
-def tokenizer(tmp_path: Path) -> str:
+def tokenizer(tmp_path):
     train_tokenizer([sentences(60), "0123456789"], 300).save(tmp_path / "tokenizer")
     return str(tmp_path / "tokenizer")
 
 
 @pytest.fixture
-def files(tmp_path: Path, tokenizer: str) -> dict[str, Any]:
+def files(tmp_path, tokenizer):
     """Two folders: .jsonl in two files, and .parquet with row groups."""
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
@@ -64,23 +63,23 @@ STREAMED = {"streaming": True, "chunk_bytes": 2000}
 class Counted(Sequences):
     """Sequence n of an endless source."""
 
-    def __init__(self, tokenizer: Any, count: int) -> None:
+    def __init__(self, tokenizer, count):
         self.tokenizer, self.fingerprint, self.files, self._count = tokenizer, str(count), {}, count
 
     @property
-    def windows(self) -> int:
+    def windows(self):
         return self._count
 
-    def row(self, seed: int, sample: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def row(self, seed, sample):
         return torch.tensor([self._count, sample]), torch.tensor([0])
 
-    def size(self) -> str:
+    def size(self):
         return ""
 
 
 @settings(max_examples=20, deadline=None)
 @given(weights=st.lists(st.floats(0.01, 10), min_size=1, max_size=5), seed=st.integers(0, 9))
-def test_shares_are_the_weights_and_no_sequence_is_left_out(weights: list[float], seed: int) -> None:
+def test_shares_are_the_weights_and_no_sequence_is_left_out(weights, seed):
     tokenizer = train_tokenizer(["a"], 257)
     mixture = Mixture([Counted(tokenizer, 100 + n) for n in range(len(weights))], [("", w) for w in weights])
     for first in (0, BLOCK - 150):
@@ -93,7 +92,7 @@ def test_shares_are_the_weights_and_no_sequence_is_left_out(weights: list[float]
     assert whole == pytest.approx([BLOCK * weight / sum(weights) for weight in weights], abs=1)
 
 
-def test_weights_whose_sum_overflows() -> None:
+def test_weights_whose_sum_overflows():
     tokenizer = train_tokenizer([sentences(20)], 300)
     parts = [Counted(tokenizer, 7), Counted(tokenizer, 8)]
     small, large = (Mixture(parts, [("a", scale), ("b", scale)]) for scale in (1.0, 1e308))
@@ -102,26 +101,24 @@ def test_weights_whose_sum_overflows() -> None:
 
 
 @pytest.mark.parametrize(("count", "steps"), [(3, "0.75"), (1000, "250")])
-def test_an_epoch_may_be_shorter_than_a_step(count: int, steps: str) -> None:
+def test_an_epoch_may_be_shorter_than_a_step(count, steps):
     data = Counted(train_tokenizer(["a"], 257), count)
     assert data.repeats(8 * count, 4) == f"{2 * count:,} steps take 8 epochs of {steps} steps"
 
 
-def test_a_tiny_weight() -> None:
+def test_a_tiny_weight():
     parts = [Counted(train_tokenizer(["a"], 257), 9)] * 2
     with pytest.raises(ConfigError, match="the weight 1e-07 of b is less than 1/100,000 of the sum"):
         Mixture(parts, [("a", 1.0), ("b", 1e-7)])
 
 
 @pytest.mark.parametrize("extra", [{}, STREAMED], ids=["cached", "streamed"])
-def test_a_mixed_epoch_has_every_document_once(
-    extra: dict[str, Any], make_config: MakeConfig, files: dict[str, Any]
-) -> None:
+def test_a_mixed_epoch_has_every_document_once(extra, make_config, files):
     """Of the first epoch of each source; shares are printed, and the source that repeats."""
     config = make_config(data=files | extra, run={"steps": 40})
     data = load(config)
     expected = {text for number in range(2) for text in rows_of(90, number)} | set(rows_of(60, 7))
-    seen: Counter[str] = Counter()
+    seen = Counter()
     end = data.tokenizer.end_id
     for sample in range(260):
         inputs, targets = data.row(0, sample)
@@ -138,17 +135,15 @@ def test_a_mixed_epoch_has_every_document_once(
     assert "75 % " in summary and "25 % " in summary and "120 sequences" in summary
 
 
-def test_bitwise_resume_in_the_middle_of_a_streamed_mixed_epoch(
-    make_config: MakeConfig, files: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bitwise_resume_in_the_middle_of_a_streamed_mixed_epoch(make_config, files, tmp_path, monkeypatch):
     config = make_config(data=files | STREAMED, run={"steps": 12})
     run(config, out=tmp_path / "whole")
     run(config, out=tmp_path / "cut", progress=At(7, terminate))
     shutil.rmtree(files["cache"])
-    tokenized: list[int] = []
+    tokenized = []
     original = stream.StreamedCorpus._tokenized
 
-    def counted(self: Any, chunk: int, progress: Any) -> Any:
+    def counted(self, chunk, progress):
         tokenized.append(chunk)
         return original(self, chunk, progress)
 
@@ -160,7 +155,7 @@ def test_bitwise_resume_in_the_middle_of_a_streamed_mixed_epoch(
     assert len(tokenized) < 2 + sum(map(len, chunks.values()))  # not those that are behind
 
 
-def job(tables: dict[str, Any], out: str) -> Any:
+def job(tables, out):
     """One rank of a run, that may stop at a step."""
     return run(parse_config(tables), out=Path(out), resume=Path(out).exists())
 
@@ -182,9 +177,7 @@ def test_other_numbers_of_ranks_see_the_same_documents(gloo, make_config, files,
     assert losses[1] == pytest.approx(losses[0], rel=5e-4)
 
 
-def test_a_streamed_epoch_follows_another_and_chunks_come_from_all_files(
-    make_config: MakeConfig, files: dict[str, Any]
-) -> None:
+def test_a_streamed_epoch_follows_another_and_chunks_come_from_all_files(make_config, files):
     one = {**files, "sources": [], "source": files["sources"][0]["source"]}
     data = load(make_config(data=one | STREAMED))
     total = sum(data._count(chunk) for chunk in range(len(data._chunks)))
@@ -197,7 +190,7 @@ def test_a_streamed_epoch_follows_another_and_chunks_come_from_all_files(
 
 
 @given(lines=st.lists(st.text("ab\r", max_size=12), min_size=1, max_size=12), size=st.integers(1, 40))
-def test_blocks_of_lines_have_each_line_once(lines: list[str], size: int, tmp_path_factory: Any) -> None:
+def test_blocks_of_lines_have_each_line_once(lines, size, tmp_path_factory):
     path = tmp_path_factory.mktemp("lines") / "x.jsonl"
     content = "\n".join(json.dumps({"text": line}) for line in lines).encode()
     path.write_bytes(content)
@@ -210,9 +203,7 @@ def test_blocks_of_lines_have_each_line_once(lines: list[str], size: int, tmp_pa
     assert read == lines
 
 
-def test_bad_lines_deep_in_a_streamed_file_have_their_number(
-    make_config: MakeConfig, files: dict[str, Any], tmp_path: Path
-) -> None:
+def test_bad_lines_deep_in_a_streamed_file_have_their_number(make_config, files, tmp_path):
     path = tmp_path / "bad.jsonl"
     rows = [json.dumps({"text": text}) for text in rows_of(90, 3)]
     for bad in ("{", '{"text": 3}'):
@@ -223,7 +214,7 @@ def test_bad_lines_deep_in_a_streamed_file_have_their_number(
             [loaded.row(0, sample) for sample in range(loaded.windows)]
 
 
-def test_a_file_that_changes_before_a_resume(make_config: MakeConfig, files: dict[str, Any], tmp_path: Path) -> None:
+def test_a_file_that_changes_before_a_resume(make_config, files, tmp_path):
     for name, extra in (("cached", {}), ("streamed", STREAMED)):
         path = tmp_path / "a" / "0.jsonl"
         before = path.read_text()
@@ -240,22 +231,18 @@ def test_a_file_that_changes_before_a_resume(make_config: MakeConfig, files: dic
         run(make_config(data=files | {"sources": swapped}), out=tmp_path / "cached", resume=True)
 
 
-def test_a_cache_that_may_only_be_read(
-    make_config: MakeConfig, files: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cache_that_may_only_be_read(make_config, files, monkeypatch):
     config = make_config(data=files | STREAMED)
     whole = load(config).batch(0, 0, 40)
 
-    def read_only(*_: Any) -> None:
+    def read_only(*_):
         raise OSError(errno.EROFS, "Read-only file system")
 
     monkeypatch.setattr(stream.os, "utime", read_only)
     assert all(torch.equal(one, other) for one, other in zip(load(config).batch(0, 0, 40), whole, strict=True))
 
 
-def test_a_change_in_the_middle_of_a_streamed_file(
-    make_config: MakeConfig, files: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_change_in_the_middle_of_a_streamed_file(make_config, files, monkeypatch):
     monkeypatch.setattr(stream, "EDGE", 8)
     one = {**files, "sources": [], "source": files["sources"][0]["source"], "shuffle": False} | STREAMED
     data = load(make_config(data=one))
@@ -269,9 +256,7 @@ def test_a_change_in_the_middle_of_a_streamed_file(
         other.load_state(state)
 
 
-def test_processes_of_a_machine_tokenize_chunks_in_turns(
-    make_config: MakeConfig, files: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_processes_of_a_machine_tokenize_chunks_in_turns(make_config, files, monkeypatch):
     """Each one every third, ahead of its training; all have the rows of a process alone."""
     one = {**files, "sources": [], "source": files["sources"][0]["source"]} | STREAMED
     config = make_config(data=one)
@@ -283,10 +268,10 @@ def test_processes_of_a_machine_tokenize_chunks_in_turns(
     for rank in range(3):
         monkeypatch.setenv("LOCAL_RANK", str(rank))
         processes.append(load(config))
-    built: list[tuple[str, int]] = []
+    built = []
     original = stream.StreamedCorpus._read
 
-    def noted(self: Any, blocks: Any) -> Any:
+    def noted(self, blocks):
         built.append((threading.current_thread().name, processes.index(self)))
         return original(self, blocks)
 
@@ -300,7 +285,7 @@ def test_processes_of_a_machine_tokenize_chunks_in_turns(
     assert len(built) == ahead.total() >= chunks - 2 > 2 and max(ahead.values()) <= -(-chunks // 3)
 
 
-def test_the_cache_of_chunks_is_bounded(make_config: MakeConfig, files: dict[str, Any]) -> None:
+def test_the_cache_of_chunks_is_bounded(make_config, files):
     one = {**files, "sources": [], "source": files["sources"][0]["source"]} | STREAMED | {"chunk_bytes": 1024}
     data = load(make_config(data=one | {"cache_gib": 1e-9}))
     rows = [data.row(0, sample)[0] for sample in range(data.windows)]
@@ -311,7 +296,7 @@ def test_the_cache_of_chunks_is_bounded(make_config: MakeConfig, files: dict[str
     assert all(torch.equal(row, again.row(0, sample)[0]) for sample, row in enumerate(rows))
 
 
-def test_what_cannot_be_streamed(make_config: MakeConfig, files: dict[str, Any], tmp_path: Path) -> None:
+def test_what_cannot_be_streamed(make_config, files, tmp_path):
     for data, message in (
         ({"source": "python-stdlib"}, "cannot be streamed: data.streaming takes files"),
         ({"tokenizer": None}, "a tokenizer would be trained on all of it before: set data.tokenizer"),
@@ -327,9 +312,7 @@ def test_what_cannot_be_streamed(make_config: MakeConfig, files: dict[str, Any],
         load(make_config(data=files | STREAMED, eval={}))
 
 
-def test_an_evaluation_source_that_is_trained_on(
-    make_config: MakeConfig, files: dict[str, Any], tmp_path: Path
-) -> None:
+def test_an_evaluation_source_that_is_trained_on(make_config, files, tmp_path):
     texts = [*rows_of(3, 0), *rows_of(2, 99)]
     (tmp_path / "e.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     for extra, message in (
@@ -343,9 +326,7 @@ def test_an_evaluation_source_that_is_trained_on(
         assert any(message in note for note in seen.notes), seen.notes
 
 
-def test_documents_that_are_also_evaluated_on_count_once_and_from_the_first_chunk_on(
-    make_config: MakeConfig, files: dict[str, Any], tmp_path: Path
-) -> None:
+def test_documents_that_are_also_evaluated_on_count_once_and_from_the_first_chunk_on(make_config, files, tmp_path):
     lines = [json.dumps({"text": text}) + "\n" for text in rows_of(5, 0)]
     (tmp_path / "e.jsonl").write_text("".join(lines))
     for chunk_bytes in (2000, 1 << 20):
@@ -359,7 +340,7 @@ def test_documents_that_are_also_evaluated_on_count_once_and_from_the_first_chun
         assert notes[-1] == "5 documents trained on so far are also evaluated on", notes
 
 
-def test_files_of_other_kinds_are_counted(make_config: MakeConfig, files: dict[str, Any], tmp_path: Path) -> None:
+def test_files_of_other_kinds_are_counted(make_config, files, tmp_path):
     (tmp_path / "a" / "2.jsonl.gz").write_bytes(b"compressed")
     for extra in ({}, STREAMED):
         seen = Recorder()
@@ -367,7 +348,7 @@ def test_files_of_other_kinds_are_counted(make_config: MakeConfig, files: dict[s
         assert any("1 of 3 files in" in note and "left out: 1 .gz" in note for note in seen.notes), seen.notes
 
 
-def test_a_chunk_whose_rows_have_no_text(make_config: MakeConfig, files: dict[str, Any], tmp_path: Path) -> None:
+def test_a_chunk_whose_rows_have_no_text(make_config, files, tmp_path):
     lines = "".join(json.dumps({"title": text}) + "\n" for text in rows_of(90, 1))
     (tmp_path / "a" / "1.jsonl").write_text(lines)
     one = {**files, "sources": [], "source": files["sources"][0]["source"], "shuffle": False} | STREAMED
@@ -378,18 +359,16 @@ def test_a_chunk_whose_rows_have_no_text(make_config: MakeConfig, files: dict[st
         load(make_config(data=one | {"text_field": "txt"}))
 
 
-def test_a_parquet_file_without_the_column_is_found_before_the_first_step(
-    make_config: MakeConfig, files: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_parquet_file_without_the_column_is_found_before_the_first_step(make_config, files, tmp_path):
     datasets.Dataset.from_dict({"title": rows_of(9, 7)}).to_parquet(tmp_path / "b" / "y.parquet")
     one = {**files, "sources": [], "source": files["sources"][1]["source"]} | STREAMED
     with pytest.raises(ConfigError, match='no field "text"'):
         load(make_config(data=one))
 
 
-def test_a_sample_of_known_chunks_looks_at_none_of_the_others(make_config: MakeConfig, files: dict[str, Any]) -> None:
+def test_a_sample_of_known_chunks_looks_at_none_of_the_others(make_config, files):
     class Rows(dict[int, tuple[int, str]]):
-        def values(self) -> Any:
+        def values(self):
             raise AssertionError("all chunks are counted for a sample")
 
     one = {**files, "sources": [], "source": files["sources"][0]["source"]} | STREAMED
@@ -402,7 +381,7 @@ def test_a_sample_of_known_chunks_looks_at_none_of_the_others(make_config: MakeC
     assert len(orders) <= 3 and len(data._ends) <= stream.OPEN_EPOCHS
 
 
-def test_held_out_documents_of_each_source(make_config: MakeConfig, files: dict[str, Any]) -> None:
+def test_held_out_documents_of_each_source(make_config, files):
     data = load(make_config(data=files, eval={"fraction": 0.2}))
     held_out = [data.held_out.row(0, sample)[1] for sample in range(data.held_out.windows)]
     trained = [data.row(0, sample)[1] for sample in range(300)]

@@ -1,13 +1,11 @@
 import json
 import os
 from copy import deepcopy
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_runs import LLAMA, MakeConfig
+from tiny_runs import LLAMA
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageClassification
 
@@ -15,7 +13,7 @@ from octavo.train import model as model_module
 from octavo.train.config.run_config import ConfigError
 from octavo.train.config.sections import Model
 from octavo.train.data.load import load_corpus
-from octavo.train.data.tokenizer import TextTokenizer, load_tokenizer
+from octavo.train.data.tokenizer import load_tokenizer
 from octavo.train.model import build_model, check_model, draw_once, prepare_loss
 from octavo.train.ranks import choose_device
 from octavo.train.record.progress import NullProgress
@@ -23,14 +21,14 @@ from octavo.train.run_plan import plan_memory
 
 
 @pytest.fixture
-def tokenizer(make_config: MakeConfig) -> TextTokenizer:
+def tokenizer(make_config):
     config = make_config()
     return load_corpus(config.data, config.model, NullProgress()).tokenizer
 
 
 @pytest.mark.parametrize("parameters", ["bf16", "fp16", "fp32"])
-def test_parameters_have_the_type_asked_for(parameters: str, make_config: MakeConfig, tokenizer: TextTokenizer) -> None:
-    model: Any = build_model(make_config(precision={"parameters": parameters}), tokenizer)
+def test_parameters_have_the_type_asked_for(parameters, make_config, tokenizer):
+    model = build_model(make_config(precision={"parameters": parameters}), tokenizer)
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[parameters]
     assert {param.dtype for param in model.parameters()} == {dtype}
     assert model.model.rotary_emb.inv_freq.dtype == torch.float32
@@ -40,7 +38,7 @@ def test_parameters_have_the_type_asked_for(parameters: str, make_config: MakeCo
     assert model.config.eos_token_id == tokenizer.end_id
 
 
-def test_a_seed_decides_the_weights(make_config: MakeConfig, tokenizer: TextTokenizer) -> None:
+def test_a_seed_decides_the_weights(make_config, tokenizer):
     weights = [build_model(make_config(run={"seed": seed}), tokenizer).state_dict() for seed in (1, 1, 2)]
     key = "model.layers.0.mlp.up_proj.weight"
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
@@ -62,15 +60,15 @@ def test_a_seed_decides_the_weights(make_config: MakeConfig, tokenizer: TextToke
         ({"path": "nowhere"}, r"nowhere holds no transformers checkpoint"),
     ],
 )
-def test_bad_models(model: dict[str, Any], message: str, make_config: MakeConfig, tokenizer: TextTokenizer) -> None:
+def test_bad_models(model, message, make_config, tokenizer):
     with pytest.raises(ConfigError, match=message) as caught:
         build_model(make_config(model=model), tokenizer)
     assert "\n" not in str(caught.value)
 
 
-def test_config_fields_of_other_spellings(make_config: MakeConfig, tokenizer: TextTokenizer) -> None:
+def test_config_fields_of_other_spellings(make_config, tokenizer):
     config = LLAMA | {"rope_theta": 500.0, "tie_word_embeddings": True, "initializer_range": 0.05}
-    model: Any = build_model(make_config(model={"type": "llama", "config": config}), tokenizer)
+    model = build_model(make_config(model={"type": "llama", "config": config}), tokenizer)
     assert model.config.rope_parameters["rope_theta"] == 500.0
     assert model.lm_head.weight is model.model.embed_tokens.weight
     gpt2 = {"hidden_size": 32, "n_layer": 1, "n_head": 2, "n_positions": 16}
@@ -78,10 +76,8 @@ def test_config_fields_of_other_spellings(make_config: MakeConfig, tokenizer: Te
     assert model.config.n_embd == 32
 
 
-def test_a_local_checkpoint_and_its_tokenizer(
-    make_config: MakeConfig, tokenizer: TextTokenizer, tmp_path: Path
-) -> None:
-    model: Any = build_model(make_config(), tokenizer)
+def test_a_local_checkpoint_and_its_tokenizer(make_config, tokenizer, tmp_path):
+    model = build_model(make_config(), tokenizer)
     model.save_pretrained(tmp_path)
     config = make_config(model={"path": str(tmp_path)}, precision={"parameters": "fp32"})
     loaded = build_model(config, tokenizer).state_dict()
@@ -95,13 +91,11 @@ def test_a_local_checkpoint_and_its_tokenizer(
     assert load_tokenizer(tmp_path).end_id == tokenizer.end_id
 
 
-def test_folders_without_a_tokenizer_or_with_damaged_weights(
-    make_config: MakeConfig, tokenizer: TextTokenizer, tmp_path: Path
-) -> None:
+def test_folders_without_a_tokenizer_or_with_damaged_weights(make_config, tokenizer, tmp_path):
     config = make_config(data={"tokenizer": str(tmp_path)})
     with pytest.raises(ConfigError, match="no tokenizer could be loaded"):
         load_corpus(config.data, config.model, NullProgress())
-    model: Any = build_model(make_config(), tokenizer)
+    model = build_model(make_config(), tokenizer)
     model.save_pretrained(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     del weights["lm_head.weight"]
@@ -113,7 +107,7 @@ def test_folders_without_a_tokenizer_or_with_damaged_weights(
         build_model(make_config(model={"path": str(tmp_path)}), tokenizer)
 
 
-def test_choose_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_choose_device(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert choose_device("auto").type == choose_device("cpu").type == "cpu"
     with pytest.raises(ConfigError, match=r'run\.device = "cuda"'):
@@ -123,7 +117,7 @@ def test_choose_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose_device("cpu").type == "cpu"
 
 
-def test_auto_model_reads_what_the_tokenizer_says(make_config: MakeConfig, tokenizer: TextTokenizer) -> None:
+def test_auto_model_reads_what_the_tokenizer_says(make_config, tokenizer):
     model = build_model(make_config(), tokenizer)
     assert type(model) is AutoModelForCausalLM._model_mapping[type(model.config)]
 
@@ -148,9 +142,7 @@ XLM = {"emb_dim": 32, "n_layers": 1, "n_heads": 2}
         ),
     ],
 )
-def test_models_that_do_not_run_on_tokens(
-    model: dict[str, Any], message: str, make_config: MakeConfig, tokenizer: TextTokenizer
-) -> None:
+def test_models_that_do_not_run_on_tokens(model, message, make_config, tokenizer):
     config = make_config(model=model)
     with pytest.raises(ConfigError, match=message):
         prepare_loss(build_model(config, tokenizer), "chunked")
@@ -158,14 +150,14 @@ def test_models_that_do_not_run_on_tokens(
         plan_memory(config, device="cpu")
 
 
-def test_models_that_run_with_what_they_are_advised(make_config: MakeConfig, tokenizer: TextTokenizer) -> None:
+def test_models_that_run_with_what_they_are_advised(make_config, tokenizer):
     model = build_model(make_config(model={"type": "roberta", "config": ROBERTA | {"pad_token_id": 0}}), tokenizer)
     assert "computed from whole logits" in prepare_loss(model, "chunked")
     xlnet = {"type": "xlnet", "config": {"d_model": 32, "n_layer": 1, "n_head": 2, "d_inner": 64}}
     build_model(make_config(model=xlnet), tokenizer)  # whose context of -1 is no limit
 
 
-def test_the_tables_of_a_run_stay_as_they_are(make_config: MakeConfig, tokenizer: TextTokenizer) -> None:
+def test_the_tables_of_a_run_stay_as_they_are(make_config, tokenizer):
     """Transformers writes rope_theta into the table that it is given."""
     for name in ("rope_scaling", "rope_parameters"):
         config = make_config(model={"type": "llama", "config": LLAMA | {name: {"rope_type": "linear", "factor": 2.0}}})
@@ -188,12 +180,12 @@ CUSTOM = {"AutoConfig": "mod.MyConfig", "AutoModelForCausalLM": "mod.MyModel"}
     ],
 )
 def test_the_code_of_a_model_is_never_run_nor_left_out(
-    model_type: str, auto_map: Any, asked: str, make_config: MakeConfig, tokenizer: TextTokenizer, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    model_type, auto_map, asked, make_config, tokenizer, tmp_path,
+    monkeypatch,
+):  # fmt: skip
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked whether to run it"))
     folder, ran = tmp_path / "model", tmp_path / "ran"
-    model: Any = build_model(make_config(), tokenizer)
+    model = build_model(make_config(), tokenizer)
     model.save_pretrained(folder)
     settings = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(settings | {"model_type": model_type, "auto_map": auto_map}))
@@ -206,10 +198,8 @@ def test_the_code_of_a_model_is_never_run_nor_left_out(
     assert not ran.exists()
 
 
-def test_code_that_transformers_has_by_now_is_not_asked_for(
-    make_config: MakeConfig, tokenizer: TextTokenizer, tmp_path: Path
-) -> None:
-    model: Any = build_model(make_config(), tokenizer)
+def test_code_that_transformers_has_by_now_is_not_asked_for(make_config, tokenizer, tmp_path):
+    model = build_model(make_config(), tokenizer)
     names = {"AutoConfig": "LlamaConfig", "AutoModel": "LlamaModel", "AutoModelForCausalLM": "LlamaForCausalLM"}
     model.config.auto_map = {key: f"modeling.{name}" for key, name in names.items()} | {"AutoTokenizer": ["x.Y", None]}
     model.save_pretrained(tmp_path)
@@ -217,9 +207,7 @@ def test_code_that_transformers_has_by_now_is_not_asked_for(
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '"x"', "[" * 100_000, '{"model_type": 3}', '{"model_type": "no"}'])
-def test_a_damaged_config_is_named(
-    content: str, make_config: MakeConfig, tokenizer: TextTokenizer, tmp_path: Path
-) -> None:
+def test_a_damaged_config_is_named(content, make_config, tokenizer, tmp_path):
     (tmp_path / "config.json").write_text(content)
     config = make_config(model={"path": str(tmp_path)})
     for action in (lambda: build_model(config, tokenizer), lambda: plan_memory(config, device="cpu")):
@@ -228,7 +216,19 @@ def test_a_damaged_config_is_named(
         assert "\n" not in str(caught.value)
 
 
-def test_fields_that_only_the_models_code_reads_are_known() -> None:
+@pytest.mark.parametrize("name", ["../outside.safetensors", "a/../../outside.safetensors", "{}/outside.safetensors"])
+def test_an_index_names_no_file_outside(name, make_config, tokenizer, tmp_path):
+    model = build_model(make_config(), tokenizer)
+    model.save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "a").mkdir()
+    (tmp_path / "model" / "model.safetensors").rename(tmp_path / "outside.safetensors")
+    index = {"metadata": {}, "weight_map": dict.fromkeys(model.state_dict(), name.format(tmp_path))}
+    (tmp_path / "model" / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ConfigError, match=r"index\.json names '.*outside.safetensors', which is not in the folder"):
+        build_model(make_config(model={"path": str(tmp_path / "model")}), tokenizer)
+
+
+def test_fields_that_only_the_models_code_reads_are_known():
     """Qwen3-30B-A3B has heads of 128 with a width of 2048 and 32 heads."""
     check_model(Model(type="qwen3_moe", config={"head_dim": 128}))
     with pytest.raises(
@@ -240,13 +240,13 @@ def test_fields_that_only_the_models_code_reads_are_known() -> None:
 SHAPE = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}
 
 
-def language_model() -> Any:
+def language_model():
     return AutoModelForCausalLM.from_config(
         AutoConfig.for_model("llama", vocab_size=500, **SHAPE), dtype=torch.bfloat16
     )
 
 
-def vision_model() -> Any:  # draws a normal distribution that is cut off, in several steps
+def vision_model():  # draws a normal distribution that is cut off, in several steps
     return AutoModelForImageClassification.from_config(
         AutoConfig.for_model("vit", image_size=32, patch_size=8, **SHAPE)
     )
@@ -255,7 +255,7 @@ def vision_model() -> Any:  # draws a normal distribution that is cut off, in se
 class Handmade(nn.Module):
     """Reads, cuts and overwrites what it has drawn."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embedding = nn.Embedding(50, 32, padding_idx=3)
         self.copy = nn.Parameter(self.embedding.weight.detach().clone())
@@ -270,7 +270,7 @@ class Handmade(nn.Module):
         self.replaced.weight.data = torch.zeros(32, 32)
 
 
-def weights(build: Any, seed: int = 1) -> dict[str, torch.Tensor]:
+def weights(build, seed=1):
     return draw_once(build, seed).state_dict()
 
 

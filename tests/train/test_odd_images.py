@@ -1,8 +1,6 @@
 """Odd image files, folders and records: each is read as meant, or is an error that names it."""
 
 import json
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -10,8 +8,8 @@ import torch
 from test_image_text import LLAVA, SIZES, VISION, record, tables
 from tiny_runs import Recorder
 
-from octavo.train import ConfigError, TrainConfig, parse_config, run
-from octavo.train.data.images import ImageFiles, ImageShape, LabelledImages, LatentFiles, hash_files, split
+from octavo.train import ConfigError, parse_config, run
+from octavo.train.data.images import ImageFiles, ImageShape, LatentFiles, hash_files, split
 from octavo.train.record.progress import NullProgress
 from octavo.train.tasks.images import ImageTextTask
 from octavo.train.tasks.registry import task_of
@@ -23,13 +21,13 @@ SHAPE = ImageShape(1, 8, 8)
 TURNS = record()["conversations"]
 
 
-def decoded(path: Path, shape: ImageShape = SHAPE) -> torch.Tensor:
-    pixels: torch.Tensor = ImageFiles([path], hash_files([path]), shape).pixels([0])[0]
+def decoded(path, shape=SHAPE):
+    pixels = ImageFiles([path], hash_files([path]), shape).pixels([0])[0]
     return pixels
 
 
 @pytest.mark.parametrize("suffix", ["png", "tif"])
-def test_16_bits_keep_their_range(suffix: str, tmp_path: Path) -> None:
+def test_16_bits_keep_their_range(suffix, tmp_path):
     grey = np.arange(64, dtype=np.uint16).reshape(8, 8) * 1040
     path = tmp_path / f"a.{suffix}"
     Image.fromarray(grey).save(path)
@@ -39,13 +37,13 @@ def test_16_bits_keep_their_range(suffix: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [np.int32, np.float32])
-def test_32_bits_have_no_range(kind: Any, tmp_path: Path) -> None:
+def test_32_bits_have_no_range(kind, tmp_path):
     Image.fromarray(np.ones((8, 8), kind)).save(tmp_path / "a.tif")
     with pytest.raises(ConfigError, match=r"a\.tif does not decode: its pixels have 32 bits .* convert it to 8"):
         decoded(tmp_path / "a.tif")
 
 
-def test_images_are_turned_as_their_exif_asks(tmp_path: Path) -> None:
+def test_images_are_turned_as_their_exif_asks(tmp_path):
     upright = np.repeat(np.arange(8, dtype=np.uint8) * 30, 8).reshape(8, 8)
     exif = Image.Exif()
     exif[0x0112] = 6  # a viewer turns it a quarter clockwise
@@ -54,7 +52,7 @@ def test_images_are_turned_as_their_exif_asks(tmp_path: Path) -> None:
     torch.testing.assert_close(decoded(tmp_path / "a.png")[0], expected)
 
 
-def test_modes_and_shapes(tmp_path: Path) -> None:
+def test_modes_and_shapes(tmp_path):
     """Transparency is dropped, of an animation the first frame counts; none of it warns."""
     colours = Image.new("RGB", (4, 4), (255, 0, 0))
     palette = colours.convert("P")
@@ -69,7 +67,7 @@ def test_modes_and_shapes(tmp_path: Path) -> None:
         torch.testing.assert_close(decoded(path, ImageShape(3, 8, 8)), red, msg=path.name)
 
 
-def folder_of(base: Path, names: list[str]) -> TrainConfig:
+def folder_of(base, names):
     for number, name in enumerate(names):
         (base / name).parent.mkdir(parents=True, exist_ok=True)
         Image.new("L", (8, 8), number).save(base / name, format="PNG")
@@ -80,15 +78,15 @@ def folder_of(base: Path, names: list[str]) -> TrainConfig:
     return parse_config(settings)
 
 
-def load(config: TrainConfig, progress: Any = None) -> LabelledImages:
-    data: Any = task_of(config).load(config, progress or NullProgress())
+def load(config, progress=None):
+    data = task_of(config).load(config, progress or NullProgress())
     return data
 
 
 TWO = [f"{name}/{number}.png" for name in "ab" for number in range(4)]
 
 
-def test_files_that_are_no_images_of_a_class(tmp_path: Path) -> None:
+def test_files_that_are_no_images_of_a_class(tmp_path):
     config, seen = folder_of(tmp_path, [*TWO, "0.png", "b/notes.txt", "__MACOSX/0.png", ".git/0.png"]), Recorder()
     (tmp_path / "a" / "._0.png").write_bytes(b"a resource fork")
     data = load(config, seen)
@@ -104,12 +102,12 @@ def test_files_that_are_no_images_of_a_class(tmp_path: Path) -> None:
         ([*TWO[:4], "b/0.png", "c/0.png"], 'no image is left to train on of the class "b"'),
     ],
 )
-def test_folders_that_would_be_read_otherwise_than_meant(names: list[str], message: str, tmp_path: Path) -> None:
+def test_folders_that_would_be_read_otherwise_than_meant(names, message, tmp_path):
     with pytest.raises(ConfigError, match=message):
         load(folder_of(tmp_path, names))
 
 
-def test_the_class_that_changed_before_a_resume_is_named(tmp_path: Path) -> None:
+def test_the_class_that_changed_before_a_resume_is_named(tmp_path):
     config = folder_of(tmp_path / "images", TWO)
     run(config, out=tmp_path / "out")
     (tmp_path / "images" / "b").rename(tmp_path / "images" / "c")  # the order of classes stays
@@ -122,13 +120,13 @@ def test_the_class_that_changed_before_a_resume_is_named(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("kind", ["image", "latent"])
-def test_a_file_that_changes_during_a_run(kind: str, tmp_path: Path) -> None:
+def test_a_file_that_changes_during_a_run(kind, tmp_path):
     path = tmp_path / "a.png"
     Image.new("L", (8, 8), 1).save(path)
     if kind == "latent":
         path = tmp_path / "a.npy"
         np.save(path, np.zeros((1, 8, 8), np.float32))
-    data: Any = (ImageFiles if kind == "image" else LatentFiles)([path], hash_files([path]), SHAPE)
+    data = (ImageFiles if kind == "image" else LatentFiles)([path], hash_files([path]), SHAPE)
     data.pixels([0])
     path.write_bytes(path.read_bytes() + b" ")
     with pytest.raises(ConfigError, match=rf"a\.{path.suffix[1:]} changed after the run began"):
@@ -138,7 +136,7 @@ def test_a_file_that_changes_during_a_run(kind: str, tmp_path: Path) -> None:
         data.pixels([0])
 
 
-def test_the_part_of_a_json_file_that_changed_before_a_resume_is_named(tmp_path: Path) -> None:
+def test_the_part_of_a_json_file_that_changed_before_a_resume_is_named(tmp_path):
     one, other = (
         image_text(tmp_path, [record(image=f"{name}.png", conversations=[*TURNS[:1], answer]) for name in "abcdef"])
         for answer in (TURNS[1], TURNS[1] | {"value": "another"})
@@ -147,19 +145,19 @@ def test_the_part_of_a_json_file_that_changed_before_a_resume_is_named(tmp_path:
     assert one.files["the conversations"] != other.files["the conversations"]
 
 
-def test_a_run_on_fewer_than_five_images_measures_nothing(tmp_path: Path) -> None:
+def test_a_run_on_fewer_than_five_images_measures_nothing(tmp_path):
     config = folder_of(tmp_path / "images", ["a/0.png", "a/1.png", "b/0.png", "b/1.png"])
     assert run(config, out=tmp_path / "out").held_out is None
 
 
-def test_examples_of_one_image_are_on_the_same_side() -> None:
+def test_examples_of_one_image_are_on_the_same_side():
     training, held_out = split("abcdeaedcbffgghhiijj")
     assert [*map("abcdeaedcbffgghhiijj".__getitem__, held_out)] == ["e", "e", "j", "j"]
     assert sorted(training + held_out) == list(range(20))
     assert split(range(12)) == ([0, 1, 2, 3, 5, 6, 7, 8, 10, 11], [4, 9])
 
 
-def image_text(folder: Path, records: list[dict[str, Any]], **changes: Any) -> Any:
+def image_text(folder, records, **changes):
     folder.mkdir(exist_ok=True)
     for number, name in enumerate("abcdef"):
         Image.new("L", (8, 8), 40 * number).save(folder / f"{name}.png")
@@ -169,14 +167,14 @@ def image_text(folder: Path, records: list[dict[str, Any]], **changes: Any) -> A
     return ImageTextTask.load(config, NullProgress())
 
 
-def test_records_of_one_image_are_on_the_same_side(tmp_path: Path) -> None:
+def test_records_of_one_image_are_on_the_same_side(tmp_path):
     records = [record(image=f"{name}.png") for name in "aabbccddeeff"]
     data = image_text(tmp_path, records)
     sides = [{image // 2 for image in part} for part in (data._image_of[: data.training], data._image_of[-2:])]
     assert sides == [{0, 1, 2, 3, 5}, {4}] and data.held_out == 2
 
 
-def test_which_record_has_which_image_is_in_the_fingerprint(tmp_path: Path) -> None:
+def test_which_record_has_which_image_is_in_the_fingerprint(tmp_path):
     one, other = (image_text(tmp_path, [record(image=f"{n}.png") for n in names]) for names in ("abab", "abba"))
     assert one.fingerprint != other.fingerprint
 
@@ -194,13 +192,13 @@ def test_which_record_has_which_image_is_in_the_fingerprint(tmp_path: Path) -> N
         ),
     ],
 )  # fmt: skip
-def test_paths_and_texts_of_records(bad: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_paths_and_texts_of_records(bad, message, tmp_path):
     Image.new("L", (8, 8)).save(tmp_path / "secret.png")
     with pytest.raises(ConfigError, match=message):
         image_text(tmp_path / "data", [record(), bad])
 
 
-def test_a_file_that_is_nested_too_deeply(tmp_path: Path) -> None:
+def test_a_file_that_is_nested_too_deeply(tmp_path):
     image_text(tmp_path, [record()])
     (tmp_path / "data.json").write_text("[" * 100_000)
     config = parse_config(tables(data={"source": str(tmp_path / "data.json")}, model={"config": LLAVA | VISION}))
@@ -208,7 +206,7 @@ def test_a_file_that_is_nested_too_deeply(tmp_path: Path) -> None:
         ImageTextTask.load(config, NullProgress())
 
 
-def test_a_placeholder_that_text_has_too(tmp_path: Path) -> None:
+def test_a_placeholder_that_text_has_too(tmp_path):
     """The features would replace embeddings of text."""
     with pytest.raises(ConfigError, match="record 0 of data.json has the token 65 .* placeholder of images"):
         image_text(tmp_path, [record()], image_token_index=65)

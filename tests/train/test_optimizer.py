@@ -3,13 +3,12 @@ import io
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_runs import LLAMA, MakeConfig, Recorder, assert_same, curve, saved
+from tiny_runs import LLAMA, Recorder, assert_same, curve, saved
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.cohere.modeling_cohere import CohereLayerNorm
@@ -38,19 +37,19 @@ from processes import gloo  # noqa: F401  a fixture
 OPTIM = Optim(lr=1e-3, weight_decay=0.1, clip=0.0)
 
 
-def make_model(dtype: torch.dtype) -> nn.Module:
+def make_model(dtype):
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 4)).to(dtype)
 
 
-def backward(model: nn.Module, seed: int, factor: float = 1.0) -> None:
+def backward(model, seed, factor=1.0):
     dtype = next(model.parameters()).dtype
     x = torch.randn(16, 8, generator=torch.Generator().manual_seed(seed)).to(dtype)
     (model(x).float().square().mean() * factor).backward()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_masters_follow_fp32_adamw_and_parameters_are_rounded_from_them(dtype: torch.dtype) -> None:
+def test_masters_follow_fp32_adamw_and_parameters_are_rounded_from_them(dtype):
     model, shadow = make_model(dtype), make_model(dtype).float()
     optimizer = MasterWeightOptimizer(model, OPTIM, master=True)
     decayed = [param for param in shadow.parameters() if param.dim() >= 2]
@@ -77,7 +76,7 @@ def test_masters_follow_fp32_adamw_and_parameters_are_rounded_from_them(dtype: t
                 twin.copy_(masters[name])
 
 
-def test_masters_keep_updates_that_16_bits_lose() -> None:
+def test_masters_keep_updates_that_16_bits_lose():
     weights = []
     for master in (True, False):
         model = nn.Linear(4, 4, bias=False).to(torch.bfloat16)
@@ -93,7 +92,7 @@ def test_masters_keep_updates_that_16_bits_lose() -> None:
     assert weights[1] == 1.0  # half a unit in the last place of 1.0 is 0.002 downward: each update rounds away
 
 
-def test_norms_and_biases_do_not_decay() -> None:
+def test_norms_and_biases_do_not_decay():
     model = make_model(torch.float32)
     before = {name: param.detach().clone() for name, param in model.named_parameters()}
     optimizer = MasterWeightOptimizer(model, Optim(lr=0.1, weight_decay=0.5, clip=0.0), master=True)
@@ -108,21 +107,21 @@ def test_norms_and_biases_do_not_decay() -> None:
 class Odd(nn.Module):
     """Parameters whose number of dimensions does not tell what they are."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.A_log = nn.Parameter(torch.ones(4, 2))
         self.gate_up_proj = nn.Parameter(torch.ones(2, 4, 4))
         self.gate_up_proj_bias = nn.Parameter(torch.ones(2, 4))
         self.time_mix = nn.Parameter(torch.ones(1, 1, 4))
         self.marked = nn.Parameter(torch.ones(4, 4))
-        self.marked._no_weight_decay = True  # type: ignore[attr-defined]
+        self.marked._no_weight_decay = True
         self.norm = CohereLayerNorm((2, 4), bias=True)
         self.embedding = nn.Embedding(4, 4)
         self.out = nn.Linear(4, 1)
 
 
 @pytest.mark.parametrize("states", ["fp32", "fp8"])
-def test_weight_decay_goes_by_what_a_parameter_is(states: str) -> None:
+def test_weight_decay_goes_by_what_a_parameter_is(states):
     model = Odd()
     assert decayed_parameters(model) == {"gate_up_proj", "embedding.weight", "out.weight"}
     optim = Optim(lr=0.1, weight_decay=0.5, clip=0.0)
@@ -138,7 +137,7 @@ def test_weight_decay_goes_by_what_a_parameter_is(states: str) -> None:
     assert moved == decayed_parameters(model)
 
 
-def test_gradients_of_micro_batches_are_added_in_fp32() -> None:
+def test_gradients_of_micro_batches_are_added_in_fp32():
     model = nn.Linear(1, 1, bias=False).to(torch.bfloat16)
     optimizer = MasterWeightOptimizer(model, OPTIM, master=True)
     for part in (1.0, 2.0**-9, 2.0**-9):  # each 2⁻⁹ would be lost beside 1 in bf16
@@ -148,7 +147,7 @@ def test_gradients_of_micro_batches_are_added_in_fp32() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_clipping_is_by_global_norm(dtype: torch.dtype) -> None:
+def test_clipping_is_by_global_norm(dtype):
     model = make_model(dtype)
     optimizer = MasterWeightOptimizer(model, Optim(lr=1e-3, clip=0.25), master=True)
     backward(model, 0, factor=50.0)
@@ -159,7 +158,7 @@ def test_clipping_is_by_global_norm(dtype: torch.dtype) -> None:
     assert optimizer.gradient_norm(1.0).item() == pytest.approx(0.25, rel=1e-4)
 
 
-def test_gradients_within_the_clip_are_not_multiplied() -> None:
+def test_gradients_within_the_clip_are_not_multiplied():
     parameters = []
     for known in (False, True):
         model = make_model(torch.bfloat16)
@@ -175,7 +174,7 @@ def test_gradients_within_the_clip_are_not_multiplied() -> None:
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.05])
-def test_one_micro_batch_keeps_its_bf16_gradients(clip: float) -> None:
+def test_one_micro_batch_keeps_its_bf16_gradients(clip):
     """The kernel reads, clips and steps what is added up, multiplied, stepped and rounded otherwise."""
     optim, arms = Optim(lr=1e-2, weight_decay=0.1, clip=clip), {}
     for adds_up in (True, False):
@@ -203,7 +202,7 @@ def test_one_micro_batch_keeps_its_bf16_gradients(clip: float) -> None:
 
 
 @pytest.mark.parametrize("adds_up", [True, False])
-def test_gradients_may_lie_otherwise_in_memory(adds_up: bool) -> None:
+def test_gradients_may_lie_otherwise_in_memory(adds_up):
     """As of parts of a DTensor: PyTorch's fused step ignores strides, without an error."""
     values, results = torch.arange(60.0).view(12, 5).sin(), []
     for gradient in (values, values.t().contiguous().t()):
@@ -217,7 +216,7 @@ def test_gradients_may_lie_otherwise_in_memory(adds_up: bool) -> None:
     assert torch.equal(*results)
 
 
-def test_summands_of_ranks_add_up_in_fp32() -> None:
+def test_summands_of_ranks_add_up_in_fp32():
     model = make_model(torch.bfloat16)
     optimizer = MasterWeightOptimizer(model, OPTIM, master=True, adds_up=False, partial=["1.weight"])
     backward(model, 0)
@@ -233,20 +232,20 @@ def test_summands_of_ranks_add_up_in_fp32() -> None:
 class Operations(TorchDispatchMode):
     """The names of the operations inside."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.names: set[str] = set()
+        self.names = set()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.names.add(func.overloadpacket.__name__)
         return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("adds_up", [(True, False), (False, True), (False, False)])
-def test_states_fit_any_number_of_micro_batches(adds_up: tuple[bool, bool]) -> None:
+def test_states_fit_any_number_of_micro_batches(adds_up):
     """And a state that is read into the tensors in place, as from shards, goes on from its count of steps."""
 
-    def steps(model: nn.Module, optimizer: MasterWeightOptimizer, seeds: range) -> None:
+    def steps(model, optimizer, seeds):
         for seed in seeds:
             backward(model, seed)
             optimizer.accumulate()
@@ -278,7 +277,7 @@ def test_states_fit_any_number_of_micro_batches(adds_up: tuple[bool, bool]) -> N
         assert {int(s["step"]) for s in second.state_dict()["adamw"]["state"].values()} == {8}
 
 
-def test_the_norm_is_of_unscaled_gradients_and_shows_overflow() -> None:
+def test_the_norm_is_of_unscaled_gradients_and_shows_overflow():
     norms = []
     for scale in (1.0, 1024.0):
         model = make_model(torch.bfloat16)
@@ -293,7 +292,7 @@ def test_the_norm_is_of_unscaled_gradients_and_shows_overflow() -> None:
     assert not torch.isfinite(optimizer.gradient_norm(1.0))
 
 
-def test_frozen_parameters_are_left_out() -> None:
+def test_frozen_parameters_are_left_out():
     model = make_model(torch.bfloat16)
     model[0].requires_grad_(False)
     optimizer = MasterWeightOptimizer(model, OPTIM, master=True)
@@ -306,8 +305,8 @@ def test_frozen_parameters_are_left_out() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "master"), [(torch.bfloat16, True), (torch.bfloat16, False), (torch.float32, True)])
-def test_state_round_trip_continues_bitwise(dtype: torch.dtype, master: bool) -> None:
-    def steps(model: nn.Module, optimizer: MasterWeightOptimizer, seeds: range) -> None:
+def test_state_round_trip_continues_bitwise(dtype, master):
+    def steps(model, optimizer, seeds):
         for seed in seeds:
             backward(model, seed)
             optimizer.accumulate()
@@ -328,12 +327,12 @@ def test_state_round_trip_continues_bitwise(dtype: torch.dtype, master: bool) ->
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
 
 
-def rates(steps: int, **keys: object) -> list[float]:
+def rates(steps, **keys):
     optim = Optim.model_validate({"lr": 2.0, "min_lr_ratio": 0.1} | keys)
     return [learning_rate(optim, step, steps) for step in range(steps)]
 
 
-def test_cosine() -> None:
+def test_cosine():
     curve = rates(110, schedule="cosine", warmup=10)
     assert curve[:10] == pytest.approx([2.0 * (step + 1) / 10 for step in range(10)])
     assert curve[10] == 2.0
@@ -342,13 +341,13 @@ def test_cosine() -> None:
     assert curve[10:] == sorted(curve[10:], reverse=True)
 
 
-def test_linear() -> None:
+def test_linear():
     curve = rates(110, schedule="linear", warmup=10)
     assert curve[:10] == pytest.approx([2.0 * (step + 1) / 10 for step in range(10)])
     assert curve[10::25] == pytest.approx([2.0 * (1 - 0.9 * step / 100) for step in (0, 25, 50, 75)])
 
 
-def test_wsd() -> None:
+def test_wsd():
     curve = rates(100, schedule="wsd", warmup=5, decay=0.2)
     assert curve[4:81] == [2.0] * 77
     assert curve[90] == pytest.approx(2.0 * (0.1 + 0.9 / 2))
@@ -356,19 +355,19 @@ def test_wsd() -> None:
     assert rates(10, schedule="wsd", decay=0.0) == [2.0] * 10
 
 
-def test_constant() -> None:
+def test_constant():
     assert rates(6, schedule="constant", warmup=2) == [1.0, 2.0, 2.0, 2.0, 2.0, 2.0]
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd", "constant"])
 @pytest.mark.parametrize("warmup", [0, 1, 3, 50])
 @pytest.mark.parametrize("steps", [1, 2, 7])
-def test_rates_stay_in_range(schedule: str, warmup: int, steps: int) -> None:
+def test_rates_stay_in_range(schedule, warmup, steps):
     assert all(0 < rate <= 2.0 for rate in rates(steps, schedule=schedule, warmup=warmup))
 
 
 class Model(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         torch.manual_seed(0)
         self.embed = nn.Embedding(8, 64)
@@ -376,11 +375,11 @@ class Model(nn.Module):
         self.norm = nn.LayerNorm(64)
 
 
-def optim(*groups: dict[str, Any], **keys: Any) -> Optim:
+def optim(*groups, **keys):
     return Optim.model_validate({"lr": 1e-2, "weight_decay": 0.1, "groups": groups} | keys)
 
 
-def test_the_first_match_counts() -> None:
+def test_the_first_match_counts():
     groups = (
         {"match": "layers.1.weight", "lr": 1e-4},
         {"match": "layers.*", "weight_decay": 0.5},
@@ -408,7 +407,7 @@ def test_the_first_match_counts() -> None:
         ("model.layers.10.norm.weight", "model.layers.1", False),
     ],
 )
-def test_patterns(name: str, pattern: str, expected: bool) -> None:
+def test_patterns(name, pattern, expected):
     assert matches(name, pattern) == expected
 
 
@@ -422,7 +421,7 @@ def test_patterns(name: str, pattern: str, expected: bool) -> None:
     ],
     ids=str,
 )
-def test_a_pattern_that_matches_nothing(groups: list[dict[str, Any]], message: str) -> None:
+def test_a_pattern_that_matches_nothing(groups, message):
     model = Model()
     model.frozen = nn.Linear(4, 4).requires_grad_(False)
     with pytest.raises(ConfigError, match=message):
@@ -442,15 +441,15 @@ def test_a_pattern_that_matches_nothing(groups: list[dict[str, Any]], message: s
     ],
     ids=str,
 )
-def test_mistakes(groups: list[dict[str, Any]], message: str) -> None:
+def test_mistakes(groups, message):
     tables = {"run": {"steps": 1}, "model": {"type": "llama"}, "data": {"source": "x", "sequence_length": 8}}
     with pytest.raises(ConfigError, match=message):
         parse_config(tables | {"optim": {"lr": 1.0, "groups": groups}})
 
 
 @pytest.mark.parametrize("states", ["fp32", "fp8"])
-def test_a_step_equals_that_of_an_optimizer_with_these_settings(states: str) -> None:
-    def make(model: nn.Module, section: Optim) -> TrainerOptimizer:
+def test_a_step_equals_that_of_an_optimizer_with_these_settings(states):
+    def make(model, section):
         if states == "fp32":
             return MasterWeightOptimizer(model, section, master=False)
         return Fp8StateOptimizer(model, section, states="fp8", master=None)
@@ -479,7 +478,7 @@ def test_a_step_equals_that_of_an_optimizer_with_these_settings(states: str) -> 
             assert (param - weights[2][name]).abs().max() > 5e-3
 
 
-def test_without_groups_states_are_numbered_as_before() -> None:
+def test_without_groups_states_are_numbered_as_before():
     """Checkpoints of one process number parameters with weight decay first, then the others, each in their order."""
     settings = parameter_settings(Model(), optim())
     names = sorted(settings, key=settings.__getitem__)
@@ -488,9 +487,9 @@ def test_without_groups_states_are_numbered_as_before() -> None:
     assert settings["norm.bias"] == ParameterSettings(undecayed=True, lr=1e-2, weight_decay=0.0)
 
 
-def test_a_run_with_groups_resumes_bitwise(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_a_run_with_groups_resumes_bitwise(make_config, tmp_path):
     groups = [{"match": "*norm*", "lr": 1e-3}, {"match": "model.layers.0", "weight_decay": 0.0}]
-    sections: dict[str, Any] = {"optim": {"groups": groups}, "run": {"steps": 6, "save_every": 3}}
+    sections = {"optim": {"groups": groups}, "run": {"steps": 6, "save_every": 3}}
     sections["precision"] = {"level": "fp8+activations+optimizer"}
     seen = Recorder()
     run(make_config(**sections), out=tmp_path / "whole", progress=seen)
@@ -505,7 +504,7 @@ def test_a_run_with_groups_resumes_bitwise(make_config: MakeConfig, tmp_path: Pa
         run(make_config(**sections | {"optim": {"groups": groups[:1]}}), out=tmp_path / "cut", resume=True)
 
 
-def test_which_parameters_muon_optimizes(make_config: MakeConfig) -> None:
+def test_which_parameters_muon_optimizes(make_config):
     config = make_config(optim={"name": "muon", "groups": [{"match": "*.o_proj", "muon": False}]})
     model = build_of_kind(config, LANGUAGE, {"vocab_size": 300})
     settings = parameter_settings(model, config.optim)
@@ -522,8 +521,8 @@ def test_which_parameters_muon_optimizes(make_config: MakeConfig) -> None:
 @pytest.mark.parametrize(
     "precision", [pytest.param({}, marks=pytest.mark.slow), {"level": "fp8+activations+optimizer"}], ids=str
 )
-def test_a_run_with_muon_resumes_bitwise(precision: dict[str, Any], make_config: MakeConfig, tmp_path: Path) -> None:
-    sections: dict[str, Any] = {"optim": {"name": "muon"}, "run": {"save_every": 3}, "precision": precision}
+def test_a_run_with_muon_resumes_bitwise(precision, make_config, tmp_path):
+    sections = {"optim": {"name": "muon"}, "run": {"save_every": 3}, "precision": precision}
     seen = Recorder()
     result = run(make_config(**sections), out=tmp_path / "whole", progress=seen)
     assert [note.split("  ")[0] for note in seen.notes if "  muon  " in note] == ["others"]
@@ -534,8 +533,8 @@ def test_a_run_with_muon_resumes_bitwise(precision: dict[str, Any], make_config:
     assert_same(tmp_path / "whole", tmp_path / "cut")
 
 
-def test_a_plan_counts_the_states_of_muon(make_config: MakeConfig) -> None:
-    sections: dict[str, Any] = {"precision": {"level": "fp8+activations+optimizer"}}
+def test_a_plan_counts_the_states_of_muon(make_config):
+    sections = {"precision": {"level": "fp8+activations+optimizer"}}
     sections["model"] = {"type": "llama", "config": LLAMA | {"hidden_size": 128, "num_attention_heads": 2}}
     states = {
         name: plan_memory(make_config(optim={"name": name}, **sections)).at_peak["optimizer states"]
@@ -547,7 +546,7 @@ def test_a_plan_counts_the_states_of_muon(make_config: MakeConfig) -> None:
     assert saved == pytest.approx(matrices * (1 + 5 / 128), rel=0.15)  # groups of 64 columns; granularity
 
 
-PRECISIONS: list[dict[str, Any]] = [
+PRECISIONS = [
     {},
     {"level": "fp8+activations+optimizer"},
     {"parameters": "fp32"},
@@ -555,19 +554,17 @@ PRECISIONS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("precision", PRECISIONS, ids=str)
-def test_it_is_the_average_of_the_masters(
-    precision: dict[str, Any], make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_is_the_average_of_the_masters(precision, make_config, tmp_path, monkeypatch):
     step, masters = TrainerOptimizer.step, []
 
-    def recorded(optimizer: TrainerOptimizer, *args: Any, **options: Any) -> None:
+    def recorded(optimizer, *args, **options):
         if not masters:
             masters.append([values.clone() for values in optimizer.masters()])
         step(optimizer, *args, **options)
         masters.append([values.clone() for values in optimizer.masters()])
 
     monkeypatch.setattr(TrainerOptimizer, "step", recorded)
-    sections: dict[str, Any] = {"precision": precision, "optim": {"ema": 0.5}, "run": {"save_every": 3}}
+    sections = {"precision": precision, "optim": {"ema": 0.5}, "run": {"save_every": 3}}
     run(make_config(**sections), out=tmp_path / "run")
     average = [values.double() for values in masters[0]]
     for number, values in enumerate(masters[1:]):
@@ -583,9 +580,9 @@ def test_it_is_the_average_of_the_masters(
     assert_same(tmp_path / "run", tmp_path / "cut")
 
 
-def test_evaluation_and_export_of_the_average(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_evaluation_and_export_of_the_average(make_config, tmp_path):
     level = {"level": "fp8+activations+optimizer"}
-    sections: dict[str, Any] = {"precision": level, "eval": {"fraction": 0.3, "every": 3}}
+    sections = {"precision": level, "eval": {"fraction": 0.3, "every": 3}}
     run(make_config(**sections), out=tmp_path / "plain")
     sections |= {"optim": {"ema": 0.9}, "eval": {"fraction": 0.3, "every": 3, "ema": True}}
     run(make_config(**sections), out=tmp_path / "run")
@@ -615,21 +612,21 @@ def test_evaluation_and_export_of_the_average(make_config: MakeConfig, tmp_path:
         run(make_config(**sections | {"optim": {}, "eval": {"fraction": 0.3}}), out=tmp_path / "run", resume=True)
 
 
-def test_a_plan_counts_it(make_config: MakeConfig) -> None:
+def test_a_plan_counts_it(make_config):
     plans = [plan_memory(make_config(optim=optim)) for optim in ({}, {"ema": 0.9})]
     states = [plan.at_peak["optimizer states"] for plan in plans]
     parameters = plans[0].at_peak["parameters"] // 2
     assert states[1] - states[0] == pytest.approx(4 * parameters, rel=0.1)
 
 
-def ranks_job(tables: dict[str, Any], out: str, resume: bool = False) -> None:
+def ranks_job(tables, out, resume=False):
     run(parse_config(tables), out=Path(out), resume=resume)
 
 
 @pytest.mark.dist
 @pytest.mark.slow
-def test_shards_of_it_go_to_any_number_of_ranks(gloo: Any, make_config: MakeConfig, tmp_path: Path) -> None:  # noqa: F811
-    sections: dict[str, Any] = {"optim": {"ema": 0.9, "batch": 8}, "run": {"steps": 3}}
+def test_shards_of_it_go_to_any_number_of_ranks(gloo, make_config, tmp_path):  # noqa: F811
+    sections = {"optim": {"ema": 0.9, "batch": 8}, "run": {"steps": 3}}
     tables = json.loads(json.dumps(make_config(**sections).model_dump(mode="json", exclude_none=True)))
     gloo.run(ranks_job, 2, tables, str(tmp_path / "run"), timeout=400.0)
     checkpoint = latest_checkpoint(tmp_path / "run")

@@ -3,8 +3,6 @@
 import json
 from contextlib import nullcontext
 from itertools import pairwise
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_runs import LLAMA, At, MakeConfig, assert_same, curve, job, load, sentences, terminate
+from tiny_runs import LLAMA, At, assert_same, curve, job, load, sentences, terminate
 from transformers import AutoModelForCausalLM
 
 from octavo.nn.causal import IGNORE
@@ -29,7 +27,7 @@ PACKED = {"packing": "documents", "sequence_length": 48}
 
 
 @pytest.fixture
-def lines(tmp_path: Path) -> dict[str, str]:
+def lines(tmp_path):
     """Documents of many lengths, some longer than a row."""
     rng = np.random.default_rng(0)
     words = sentences(60).split()
@@ -39,7 +37,7 @@ def lines(tmp_path: Path) -> dict[str, str]:
 
 
 @given(sizes=st.lists(st.integers(1, 20), max_size=60))
-def test_best_fit(sizes: list[int]) -> None:
+def test_best_fit(sizes):
     row = best_fit(np.array(sizes, np.int64), 20)
     assert all(np.sum(np.array(sizes)[row == number]) <= 20 for number in set(row.tolist()))
     assert sorted(set(row.tolist())) == list(range(len(set(row.tolist()))))
@@ -50,7 +48,7 @@ def test_best_fit(sizes: list[int]) -> None:
 
 
 @given(lengths=st.lists(st.integers(2, 50), min_size=1, max_size=30))
-def test_rows_hold_each_target_of_each_document_once(lengths: list[int]) -> None:
+def test_rows_hold_each_target_of_each_document_once(lengths):
     ends = np.cumsum(lengths)
     ids = np.arange(ends[-1], dtype=np.uint32)
     rows = PackedRows(ids, ends - lengths, ends, 12, fill=999)
@@ -71,7 +69,7 @@ def test_rows_hold_each_target_of_each_document_once(lengths: list[int]) -> None
     assert sorted(pairs) == expected
 
 
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+MODELS = {
     "llama": ("llama", LLAMA),
     "qwen3": ("qwen3", {**LLAMA, "head_dim": 16}),
     "gemma2": ("gemma2", {**LLAMA, "head_dim": 16, "sliding_window": 8}),
@@ -93,9 +91,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         if (model, attention) != ("gemma2", "sdpa")
     ],
 )
-def test_losses_of_documents_are_those_on_their_own(
-    model: str, attention: str, make_config: MakeConfig, lines: dict[str, str]
-) -> None:
+def test_losses_of_documents_are_those_on_their_own(model, attention, make_config, lines):
     kind, fields = MODELS[model]
     config = make_config(
         model={"type": kind, "config": fields}, data=PACKED | lines, precision={"parameters": "fp32"}
@@ -106,7 +102,7 @@ def test_losses_of_documents_are_those_on_their_own(
     trainer.check_causal()
     net = trainer.model.eval()
     inputs, targets = data.batch(0, 0, 8)
-    alone: list[float] = []
+    alone = []
     with torch.no_grad():
         packed = net(**_named(inputs), use_cache=False).logits
         assert packed.dtype == torch.float32
@@ -140,7 +136,7 @@ MIXING = {
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", MIXING)
-def test_models_that_mix_documents(kind: str, make_config: MakeConfig, lines: dict[str, str]) -> None:
+def test_models_that_mix_documents(kind, make_config, lines):
     fields, message = MIXING[kind]
     config = make_config(model={"type": kind, "config": fields}, data=PACKED | lines)
     data = load(config)
@@ -148,7 +144,7 @@ def test_models_that_mix_documents(kind: str, make_config: MakeConfig, lines: di
         Trainer(config, data, torch.device("cpu")).check_causal()
 
 
-def test_the_probe_finds_a_model_that_ignores_positions(make_config: MakeConfig, lines: dict[str, str]) -> None:
+def test_the_probe_finds_a_model_that_ignores_positions(make_config, lines):
     data = load(make_config(data=PACKED | lines))
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -160,7 +156,7 @@ def test_the_probe_finds_a_model_that_ignores_positions(make_config: MakeConfig,
         check_causal(model, lambda rows: model(input_ids=rows[..., 0], use_cache=False).logits, inputs)
 
 
-def test_a_micro_batch_without_targets() -> None:
+def test_a_micro_batch_without_targets():
     none = torch.full((2, 3), IGNORE)
     count, targets = counted(none, uneven=True)
     assert count == 0 and (targets != IGNORE).sum() == 1 and (none == IGNORE).all()
@@ -169,7 +165,7 @@ def test_a_micro_batch_without_targets() -> None:
 
 
 @pytest.mark.thorough
-def test_gradients_are_of_the_mean_over_all_targets(make_config: MakeConfig, lines: dict[str, str]) -> None:
+def test_gradients_are_of_the_mean_over_all_targets(make_config, lines):
     """For micro-batches with other numbers of targets, beside a plain loop in fp32."""
     config = make_config(
         data=PACKED | lines, precision={"parameters": "fp32", "loss": "whole"}, optim={"batch": 8, "micro_batches": 4}
@@ -197,8 +193,8 @@ def test_gradients_are_of_the_mean_over_all_targets(make_config: MakeConfig, lin
 @pytest.mark.thorough
 @pytest.mark.parametrize("checkpointing", ["none", pytest.param("full", marks=pytest.mark.slow)])
 def test_resume_is_bitwise(
-    checkpointing: str, make_config: MakeConfig, lines: dict[str, str], tmp_path: Path
-) -> None:  # fmt: skip
+    checkpointing, make_config, lines, tmp_path
+):  # fmt: skip
     config = make_config(
         data=PACKED | lines, precision={"level": "fp8", "checkpointing": checkpointing}, optim={"micro_batches": 2},
         eval={"every": 2, "fraction": 0.2},
@@ -230,7 +226,7 @@ def test_ranks_weigh_by_targets(gloo, parallel, make_config, lines, tmp_path):  
     assert two[0].held_out == two[1].held_out == pytest.approx(one.held_out, rel=5e-4)
 
 
-def masked_gradient(tables: dict[str, Any]) -> tuple[float, torch.Tensor]:
+def masked_gradient(tables):
     """Loss and a gradient of a batch of which the last rows have three targets, on one rank or on one of several."""
     config = parse_config(tables)
     with join_ranks(config) as ranks:

@@ -1,15 +1,12 @@
 """The trainer against a plain loop: losses, gradient norms, learning rates and weights of 20 steps."""
 
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
-from reference_loop import FAMILIES, Curve, reference, trained
-from tiny_runs import MakeConfig
+from reference_loop import FAMILIES, reference, trained
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from octavo.train.config.run_config import ConfigError, TrainConfig
+from octavo.train.config.run_config import ConfigError
 from octavo.train.data.load import load_corpus
 from octavo.train.model import prepare_loss
 from octavo.train.record.progress import NullProgress
@@ -20,7 +17,7 @@ LOSS = 3e-4
 NORM = 5e-3
 """Largest relative difference of a gradient norm."""
 FP32 = {"parameters": "fp32"}
-RUNS: dict[str, dict[str, dict[str, Any]]] = {
+RUNS = {
     "bf16": {},
     "whole logits": {"precision": {"loss": "whole"}},
     "fp16": {"precision": {"parameters": "fp16", "loss_scale": 128.0}},
@@ -39,7 +36,7 @@ MATRIX = [(family, "fp32") for family in FAMILIES] + [("llama", run) for run in 
 MATRIX += [("mixtral", run) for run in RUNS] + [("gemma2", "wsd"), ("cohere", "bf16")]
 
 
-def config_of(make_config: MakeConfig, family: str, run: dict[str, dict[str, Any]], steps: int = 20) -> TrainConfig:
+def config_of(make_config, family, run, steps=20):
     return make_config(
         run={"steps": steps},
         model={"type": family, "config": FAMILIES[family]},
@@ -48,7 +45,7 @@ def config_of(make_config: MakeConfig, family: str, run: dict[str, dict[str, Any
     )
 
 
-def update_error(ours: Curve, plain: Curve) -> float:
+def update_error(ours, plain):
     """Difference of the weights, as a share of how far they have moved."""
     names = list(plain.weights)
     difference = torch.cat([(ours.weights[name] - plain.weights[name]).flatten() for name in names])
@@ -56,7 +53,7 @@ def update_error(ours: Curve, plain: Curve) -> float:
     return (difference.norm() / moved.norm()).item()
 
 
-def distances(curve: Curve, other: Curve) -> tuple[float, float]:
+def distances(curve, other):
     """Largest difference of their losses, and largest relative difference of their gradient norms."""
     losses = [abs(a - b) for a, b in zip(curve.losses, other.losses, strict=True)]
     return max(losses), max(abs(a / b - 1) for a, b in zip(curve.norms, other.norms, strict=True))
@@ -68,7 +65,7 @@ def distances(curve: Curve, other: Curve) -> tuple[float, float]:
     [pytest.param(*case, marks=() if case in ALWAYS else pytest.mark.slow) for case in MATRIX],
     ids=[f"{family}, {run}" for family, run in MATRIX],
 )
-def test_twenty_steps_are_those_of_a_plain_loop(family: str, run: str, make_config: MakeConfig) -> None:
+def test_twenty_steps_are_those_of_a_plain_loop(family, run, make_config):
     config = config_of(make_config, family, RUNS.get(run, {"precision": FP32}))
     if config.model.config.get("output_router_logits"):  # chunks round otherwise, and other experts are selected: below
         config = config.model_copy(update={"precision": config.precision.model_copy(update={"loss": "whole"})})
@@ -85,7 +82,7 @@ def test_twenty_steps_are_those_of_a_plain_loop(family: str, run: str, make_conf
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("family", ["gemma2", "mixtral", "llama"])
-def test_whole_logits_are_those_of_a_plain_loop(family: str, make_config: MakeConfig) -> None:
+def test_whole_logits_are_those_of_a_plain_loop(family, make_config):
     """Bit for bit, so that what differs with chunks is their rounding, under a soft cap or with routers."""
     config = config_of(make_config, family, RUNS["wsd"] | {"precision": FP32 | {"loss": "whole"}})
     assert trained(config).losses == reference(config).losses
@@ -93,7 +90,7 @@ def test_whole_logits_are_those_of_a_plain_loop(family: str, make_config: MakeCo
 
 @pytest.mark.slow
 @pytest.mark.parametrize("run", RUNS)
-def test_a_routers_loss_in_chunks_is_that_of_a_plain_loop(run: str, make_config: MakeConfig) -> None:
+def test_a_routers_loss_in_chunks_is_that_of_a_plain_loop(run, make_config):
     """Nearer than plain loops are to each other whose heads differ by 2e-3, half a bf16 step: other experts are
     selected.
     """
@@ -107,7 +104,7 @@ def test_a_routers_loss_in_chunks_is_that_of_a_plain_loop(run: str, make_config:
 
 
 @pytest.mark.parametrize(("family", "field"), [("mixtral", "router_aux_loss_coef"), ("bamba", "z_loss_coefficient")])
-def test_what_a_model_adds_to_its_loss_is_trained_on(family: str, field: str, make_config: MakeConfig) -> None:
+def test_what_a_model_adds_to_its_loss_is_trained_on(family, field, make_config):
     losses, notes = [], []
     for coefficient in (0.0, 0.25):
         config = config_of(make_config, family, {"precision": FP32})
@@ -124,21 +121,21 @@ def test_what_a_model_adds_to_its_loss_is_trained_on(family: str, field: str, ma
     assert whole == (family == "bamba")  # a router's loss needs none
 
 
-def test_a_model_without_a_loss_for_the_next_token_is_refused() -> None:
+def test_a_model_without_a_loss_for_the_next_token_is_refused():
     model = torch.nn.Module()
-    model.get_input_embeddings = lambda: torch.nn.Embedding(20, 4)  # type: ignore[assignment]
+    model.get_input_embeddings = lambda: torch.nn.Embedding(20, 4)
     with pytest.raises(ConfigError, match="Module has no loss of its own to train on: its forward takes no labels"):
         prepare_loss(model, "whole")
 
 
 @pytest.mark.parametrize("kind", ["bart", "llama"])
-def test_labels_reach_the_right_tokens(kind: str) -> None:
+def test_labels_reach_the_right_tokens(kind):
     """Bart does not shift labels; a Llama whose loss shifts whatever it is given would learn to skip a token."""
     fields = {"vocab_size": 40, "num_attention_heads": 2, "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2}
     fields |= {"d_model": 16, "decoder_layers": 1, "decoder_ffn_dim": 16} if kind == "bart" else {
         "hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 16}  # fmt: skip
     torch.manual_seed(0)
-    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **fields))
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **fields))
     prepare_loss(model, "whole")
     if kind == "llama":
         model.loss_function = lambda logits, labels, vocab_size, **_: F.cross_entropy(

@@ -5,10 +5,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +14,6 @@ from tiny_runs import (
     LLAMA,
     VARIANTS,
     At,
-    MakeConfig,
     Recorder,
     assert_same,
     fail,
@@ -36,9 +33,7 @@ from octavo.train.ranks import deterministic_algorithms
     "sections", [pytest.param(each, marks=[pytest.mark.slow] * (k in (0, 2, 3))) for k, each in enumerate(VARIANTS)]
 )
 @pytest.mark.parametrize("stop", [pytest.param(1, marks=pytest.mark.slow), 4])
-def test_resume_is_bitwise_the_uninterrupted_run(
-    stop: int, sections: dict[str, dict[str, Any]], make_config: MakeConfig, tmp_path: Path
-) -> None:
+def test_resume_is_bitwise_the_uninterrupted_run(stop, sections, make_config, tmp_path):
     config = make_config(**sections)
     run(config, out=tmp_path / "whole")
     assert run(config, out=tmp_path / "cut", progress=At(stop, terminate)).stopped == "sigterm"
@@ -48,7 +43,7 @@ def test_resume_is_bitwise_the_uninterrupted_run(
     assert_same(tmp_path / "whole", tmp_path / "cut")
 
 
-def test_resume_after_a_kill_drops_the_steps_after_the_checkpoint(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_resume_after_a_kill_drops_the_steps_after_the_checkpoint(make_config, tmp_path):
     config = make_config(run={"save_every": 2, "steps": 7})
     run(config, out=tmp_path / "whole")
     with pytest.raises(RuntimeError, match="killed"):
@@ -63,7 +58,7 @@ def test_resume_after_a_kill_drops_the_steps_after_the_checkpoint(make_config: M
     assert_same(tmp_path / "whole", tmp_path / "cut")
 
 
-def test_resume_of_a_finished_run_and_for_more_steps(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_resume_of_a_finished_run_and_for_more_steps(make_config, tmp_path):
     constant = {"schedule": "constant"}
     first = run(make_config(optim=constant), out=tmp_path / "a")
     seen = Recorder()
@@ -77,7 +72,7 @@ def test_resume_of_a_finished_run_and_for_more_steps(make_config: MakeConfig, tm
         run(make_config(optim=constant), out=tmp_path / "a", resume=True)
 
 
-def test_resume_with_nothing_there_starts_and_says_so(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_resume_with_nothing_there_starts_and_says_so(make_config, tmp_path):
     with pytest.raises(ConfigError, match=r"there is no folder .*a, so no run to resume"):
         run(make_config(), out=tmp_path / "a", resume=True)
     (tmp_path / "a").mkdir()
@@ -86,7 +81,7 @@ def test_resume_with_nothing_there_starts_and_says_so(make_config: MakeConfig, t
     assert any("no checkpoint" in note and "from the first step" in note for note in seen.notes)
 
 
-def test_files_of_an_unknown_run_are_not_resumed(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_files_of_an_unknown_run_are_not_resumed(make_config, tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     before = snapshot(tmp_path)
     with pytest.raises(ConfigError, match=r"holds metrics\.jsonl but no checkpoint and no config\.toml"):
@@ -94,11 +89,11 @@ def test_files_of_an_unknown_run_are_not_resumed(make_config: MakeConfig, tmp_pa
     assert snapshot(tmp_path) == before
 
 
-def snapshot(folder: Path) -> dict[str, bytes]:
+def snapshot(folder):
     return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_a_folder_with_a_run_is_never_overwritten(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_a_folder_with_a_run_is_never_overwritten(make_config, tmp_path):
     run(make_config(), out=tmp_path)
     before = snapshot(tmp_path)
     with pytest.raises(ConfigError, match=r"already holds a run .*--resume.*--out"):
@@ -109,7 +104,7 @@ def test_a_folder_with_a_run_is_never_overwritten(make_config: MakeConfig, tmp_p
     assert snapshot(tmp_path) == before
 
 
-def test_other_data_under_the_same_name_is_noticed(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_other_data_under_the_same_name_is_noticed(make_config, tmp_path):
     source = tmp_path / "a.txt"
     source.write_text("the leaf folds eight times " * 100)
     run(make_config(data={"source": str(source)}), out=tmp_path / "out")
@@ -121,7 +116,7 @@ def test_other_data_under_the_same_name_is_noticed(make_config: MakeConfig, tmp_
 
 
 @pytest.mark.parametrize("change", ["gone", "new"])
-def test_the_file_that_changed_is_named(change: str, make_config: MakeConfig, tmp_path: Path) -> None:
+def test_the_file_that_changed_is_named(change, make_config, tmp_path):
     for number in range(3):
         (tmp_path / f"{number}.txt").write_text("the leaf folds eight times " * 100)
     config = make_config(data={"source": str(tmp_path / "*.txt")}, run={"steps": 1}, optim={"warmup": 0})
@@ -135,7 +130,7 @@ def test_the_file_that_changed_is_named(change: str, make_config: MakeConfig, tm
         run(config, out=tmp_path / "out", resume=True)
 
 
-def test_a_changed_tokenizer_is_named_and_moved_data_is_not(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_a_changed_tokenizer_is_named_and_moved_data_is_not(make_config, tmp_path):
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "a.txt").write_text(sentences(60))
     train_tokenizer([sentences(60)], 300).save(tmp_path / "tokenizer")
@@ -151,12 +146,12 @@ def test_a_changed_tokenizer_is_named_and_moved_data_is_not(make_config: MakeCon
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def finished(tmp_path_factory):
     return tmp_path_factory.mktemp("finished") / "run"
 
 
 @pytest.fixture
-def copied(finished: Path, make_config: MakeConfig, tmp_path: Path) -> Path:
+def copied(finished, make_config, tmp_path):
     """A copy of a run of six steps."""
     if not finished.exists():
         run(make_config(run={"save_every": 3}), out=finished)
@@ -168,7 +163,7 @@ WRITTEN += ["run.json", "report.html"]
 
 
 @pytest.mark.parametrize("name", WRITTEN)
-def test_nothing_is_written_through_a_link(name: str, copied: Path, make_config: MakeConfig, tmp_path: Path) -> None:
+def test_nothing_is_written_through_a_link(name, copied, make_config, tmp_path):
     mine = tmp_path / "mine"
     mine.write_text("mine")
     (copied / name).unlink(missing_ok=True)
@@ -183,9 +178,7 @@ def test_nothing_is_written_through_a_link(name: str, copied: Path, make_config:
     assert not (tmp_path / "gone").exists()
 
 
-def test_a_file_with_another_name_elsewhere_is_not_changed(
-    copied: Path, make_config: MakeConfig, tmp_path: Path
-) -> None:
+def test_a_file_with_another_name_elsewhere_is_not_changed(copied, make_config, tmp_path):
     names = ["config.toml", "tokenizer.json", "metrics.jsonl", "run.json"]
     for name in names:
         os.link(copied / name, tmp_path / name)
@@ -196,7 +189,7 @@ def test_a_file_with_another_name_elsewhere_is_not_changed(
     assert not (tmp_path / "gone").exists()
 
 
-def test_a_lock_is_no_link(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_a_lock_is_no_link(make_config, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / ".lock").symlink_to(tmp_path / "gone")
     with pytest.raises(ConfigError, match="out cannot be written"):
@@ -205,7 +198,7 @@ def test_a_lock_is_no_link(make_config: MakeConfig, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "checkpoints", "tokenizer.json", "config.toml"])
-def test_a_folder_for_a_file_and_the_reverse(name: str, copied: Path, make_config: MakeConfig, tmp_path: Path) -> None:
+def test_a_folder_for_a_file_and_the_reverse(name, copied, make_config, tmp_path):
     path = copied / name
     folder = path.is_dir()
     if folder:
@@ -233,13 +226,52 @@ EVENT = '{"step": 1, "event": "rollback", "text": "x"'
     "line",
     ["[]", "3", "{}", EVENT, EVENT + ', "to": "x"}', EVENT + ', "to": -1}', "[" * 100_000],
 )
-def test_events_that_are_damaged(line: str, copied: Path, make_config: MakeConfig) -> None:
+def test_events_that_are_damaged(line, copied, make_config):
     (copied / "events.jsonl").write_text(f"{EVENT}}}\n{line}\n")
     with pytest.raises(ValueError, match=r"events\.jsonl, line 2 is not an event of a run"):
         run(make_config(run={"steps": 7}), out=copied, resume=True)
 
 
-def test_folders_that_are_no_checkpoints_are_passed_over(copied: Path, make_config: MakeConfig) -> None:
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("step", "2"),
+        ("step", 2.5),
+        ("step", True),
+        ("step", -1),
+        ("skipped_batches", "x"),
+        ("skipped_batches", -7),
+        ("config", "x"),
+        ("loss_scale", 3),
+        ("loss_scale", {"value": "x"}),
+        ("data", 3),
+        ("ranks", 0),
+        ("guard", 3),
+        ("guard", {"last": 3}),
+        ("guard", {"rollbacks": "x"}),
+    ],
+)
+def test_states_of_other_types(key, value, copied, make_config):
+    last = latest_checkpoint(copied)
+    assert last is not None
+    state = json.loads((last / "trainer.json").read_text())
+    (last / "trainer.json").write_text(json.dumps(state | {key: value}))
+    write_digests(last, {})
+    with pytest.raises(ConfigError, match=r"trainer\.json is not the state of a trainer"):
+        run(make_config(run={"steps": 7}), out=copied, resume=True)
+
+
+@pytest.mark.parametrize("content", ["[" * 100_000, "[]", "3"])
+def test_a_state_that_is_none(content, copied, make_config):
+    last = latest_checkpoint(copied)
+    assert last is not None
+    (last / "trainer.json").write_text(content)
+    write_digests(last, {})
+    with pytest.raises(ConfigError, match=r"trainer\.json (is not the state of a trainer|cannot be read)"):
+        run(make_config(run={"steps": 7}), out=copied, resume=True)
+
+
+def test_folders_that_are_no_checkpoints_are_passed_over(copied, make_config):
     for name in ("step-999999", "step-000007", "step-0000010"):
         (copied / "checkpoints" / name).mkdir()
     (copied / "checkpoints" / "step-0000010" / "mine").touch()
@@ -252,7 +284,7 @@ def test_folders_that_are_no_checkpoints_are_passed_over(copied: Path, make_conf
     assert saved is not None and saved.name == "step-000007"  # in place of the empty folder
 
 
-def test_a_checkpoint_without_its_state_is_not_passed_over(copied: Path, make_config: MakeConfig) -> None:
+def test_a_checkpoint_without_its_state_is_not_passed_over(copied, make_config):
     last = latest_checkpoint(copied)
     assert last is not None
     (last / "trainer.json").unlink()
@@ -261,7 +293,7 @@ def test_a_checkpoint_without_its_state_is_not_passed_over(copied: Path, make_co
 
 
 @pytest.fixture
-def interruptible() -> Iterator[None]:
+def interruptible():
     """SIGINT as a terminal's programs have it: shells let those in the background ignore it."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
@@ -269,13 +301,13 @@ def interruptible() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("interruptible")
-def test_sigint_and_a_run_outside_the_main_thread(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_sigint_and_a_run_outside_the_main_thread(make_config, tmp_path):
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     stop = At(2, lambda: os.kill(os.getpid(), signal.SIGINT))
     result = run(make_config(), out=tmp_path / "a", progress=stop)
     assert (result.stopped, result.steps) == ("sigterm", 2)
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
-    results: list[RunResult] = []
+    results = []
     thread = threading.Thread(target=lambda: results.append(run(make_config(), out=tmp_path / "b")))
     thread.start()
     thread.join()
@@ -283,8 +315,8 @@ def test_sigint_and_a_run_outside_the_main_thread(make_config: MakeConfig, tmp_p
 
 
 @pytest.mark.usefixtures("interruptible")
-def test_a_second_signal_acts_as_usual(make_config: MakeConfig, tmp_path: Path) -> None:
-    def twice() -> None:
+def test_a_second_signal_acts_as_usual(make_config, tmp_path):
+    def twice():
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)
 
@@ -293,7 +325,7 @@ def test_a_second_signal_acts_as_usual(make_config: MakeConfig, tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_sigterm_to_a_process(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_sigterm_to_a_process(make_config, tmp_path):
     config = make_config(run={"steps": 5000, "out": str(tmp_path / "out")})
     (tmp_path / "run.toml").write_text(config.to_toml())
     code = "import sys; from octavo.train import load_config, run; print(run(load_config(sys.argv[1])).stopped)"
@@ -319,11 +351,11 @@ def test_sigterm_to_a_process(make_config: MakeConfig, tmp_path: Path) -> None:
     assert len(read_metrics(tmp_path / "out")) == result.steps < 5000
 
 
-def test_deterministic_algorithms_are_used_in_the_run_alone(make_config: MakeConfig, tmp_path: Path) -> None:
-    states: list[bool] = []
+def test_deterministic_algorithms_are_used_in_the_run_alone(make_config, tmp_path):
+    states = []
 
     class Asking(Recorder):
-        def step(self, metrics: Any) -> None:
+        def step(self, metrics):
             states.append(torch.are_deterministic_algorithms_enabled())
             super().step(metrics)
 
@@ -336,7 +368,7 @@ def test_deterministic_algorithms_are_used_in_the_run_alone(make_config: MakeCon
     ]
 
 
-def test_deterministic_algorithms_return_to_warnings() -> None:
+def test_deterministic_algorithms_return_to_warnings():
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         with deterministic_algorithms(True):
@@ -346,7 +378,7 @@ def test_deterministic_algorithms_return_to_warnings() -> None:
         torch.use_deterministic_algorithms(False)
 
 
-def test_a_run_from_before_the_setting_resumes_without_a_note(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_a_run_from_before_the_setting_resumes_without_a_note(make_config, tmp_path):
     config = make_config(run={"save_every": 2})
     run(config, out=tmp_path / "run", progress=At(3, terminate))
     path = tmp_path / "run" / "config.toml"

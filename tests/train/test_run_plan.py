@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_runs import LLAMA, MakeConfig
+from tiny_runs import LLAMA
 from torch import nn
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils._pytree import tree_leaves
@@ -29,7 +29,7 @@ from octavo.planner.model_memory import make_gradients, make_states
 from octavo.planner.step import StepConfig
 from octavo.planner.timeline import ACTIVATIONS, BATCH, GATHERED, PARAMETERS, TEMPORARIES
 from octavo.train import run_plan
-from octavo.train.config.run_config import ConfigError, TrainConfig, load_config
+from octavo.train.config.run_config import ConfigError, load_config
 from octavo.train.data.load import load_corpus
 from octavo.train.record.progress import NullProgress
 from octavo.train.run_plan import (
@@ -57,7 +57,7 @@ RUNS = [
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("changes", RUNS, ids=str)
-def test_the_plan_is_what_the_trainer_has(make_config: MakeConfig, changes):
+def test_the_plan_is_what_the_trainer_has(make_config, changes):
     # The vocabulary that is trained on so little data has fewer ids than were asked for.
     config = make_config(**changes)
     trainer = Trainer(config, load_corpus(config.data, config.model, NullProgress()), torch.device("cpu"))
@@ -79,10 +79,10 @@ def test_the_plan_is_what_the_trainer_has(make_config: MakeConfig, changes):
     assert plan.largest["gradients"] >= sum(p.nbytes for p in parameters)
 
 
-def test_a_level_that_is_the_configuration_is_planned_once(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch):
+def test_a_level_that_is_the_configuration_is_planned_once(make_config, monkeypatch):
     planned = []
 
-    def plan(config: TrainConfig, *, device: str, label: str, whole: bool) -> MemoryPlan:
+    def plan(config, *, device, label, whole):
         planned.append(label)
         return MemoryPlan(batch=1, tokens=1, phase="forward", label=label, at_peak={}, largest={})
 
@@ -93,7 +93,7 @@ def test_a_level_that_is_the_configuration_is_planned_once(make_config: MakeConf
 
 
 @pytest.mark.slow
-def test_arms_fall_and_the_configuration_is_one_of_them(make_config: MakeConfig):
+def test_arms_fall_and_the_configuration_is_one_of_them(make_config):
     parts = {"level": "fp8+activations", "master": "remainder"}  # which make another level
     own, *arms = plan_arms(make_config(precision=parts, optim={"states": "fp8"}))
     assert own.label == "this config"
@@ -136,7 +136,7 @@ AS_8B = ["optim.batch=1", "optim.micro_batches=1", *(f"model.config.{size}" for 
     ],
     ids=["7B", "7B bf16", "7B recomputed", "8B selective", "8B fp32, whole logits", "demo"],
 )
-def test_within_5_percent_of_pytorchs_tracker(path: Path, overrides: list[str]):
+def test_within_5_percent_of_pytorchs_tracker(path, overrides):
     """The trainer's own step on all blocks, seen by PyTorch's tracker; the forecast follows two and three of them."""
     config = load_config(path, overrides)
     forecast = plan_step(config, gpu="h100")
@@ -161,14 +161,14 @@ def test_within_5_percent_of_pytorchs_tracker(path: Path, overrides: list[str]):
     assert forecast.memory.peak == pytest.approx(whole, rel=0.05)
 
 
-def test_accumulated_gradients_are_there_throughout(make_config: MakeConfig):
+def test_accumulated_gradients_are_there_throughout(make_config):
     once = plan_memory(make_config(optim={"batch": 2}))
     many = plan_memory(make_config(optim={"batch": 6, "micro_batches": 3}))
     assert many.batch == once.batch == 2
     assert many.at_peak["gradients"] > once.at_peak["gradients"]
 
 
-def test_blocks_are_planned_as_they_run(make_config: MakeConfig):
+def test_blocks_are_planned_as_they_run(make_config):
     """ "auto" compiles on a GPU, and not a recipe that cannot."""
     rest = {
         (mode, recipe): plan_configured(
@@ -180,7 +180,7 @@ def test_blocks_are_planned_as_they_run(make_config: MakeConfig):
     assert rest["auto", "delayed"] == rest["none", "rowwise"]
 
 
-def test_a_local_checkpoint_is_planned_without_its_weights(tmp_path: Path, make_config: MakeConfig):
+def test_a_local_checkpoint_is_planned_without_its_weights(tmp_path, make_config):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     LlamaForCausalLM(LlamaConfig(**LLAMA, vocab_size=300)).save_pretrained(tmp_path)
@@ -197,20 +197,20 @@ def test_a_local_checkpoint_is_planned_without_its_weights(tmp_path: Path, make_
         ({"type": "llama", "config": LLAMA | {"max_position_embeddings": 4}}, "longer than the model's context"),
     ],
 )
-def test_mistakes_are_those_of_a_run(make_config: MakeConfig, model, message):
+def test_mistakes_are_those_of_a_run(make_config, model, message):
     with pytest.raises(ConfigError, match=message):
         plan_memory(make_config(model=model))
 
 
 @pytest.fixture
-def config_file(tmp_path: Path, make_config: MakeConfig) -> Path:
+def config_file(tmp_path, make_config):
     path = tmp_path / "run.toml"
     path.write_text(make_config().to_toml(), encoding="utf-8")
     return path
 
 
 @pytest.mark.slow
-def test_the_command_shows_all_side_by_side(config_file: Path):
+def test_the_command_shows_all_side_by_side(config_file):
     less = ["optim.batch=8", "model.config.num_hidden_layers=2"]
     result = CliRunner().invoke(app, ["plan", "--memory", str(config_file), *less, "--layers", "--limit", "0.01"])
     assert result.exit_code == 0, result.output
@@ -220,7 +220,7 @@ def test_the_command_shows_all_side_by_side(config_file: Path):
 
 
 @pytest.mark.thorough
-def test_the_command_as_json(config_file: Path):
+def test_the_command_as_json(config_file):
     result = CliRunner().invoke(app, ["plan", "--memory", str(config_file), "--json"])
     assert [plan["label"] for plan in json.loads(result.stdout)] == ["this config", *LEVELS]
 
@@ -246,7 +246,7 @@ def test_the_command_as_json(config_file: Path):
         (["--memory", "optim.btach=8"], "did you mean 'batch'"),
     ],
 )
-def test_mistakes_on_the_command_line(config_file: Path, arguments, message):
+def test_mistakes_on_the_command_line(config_file, arguments, message):
     result = CliRunner().invoke(app, ["plan", str(config_file), *arguments])
     assert result.exit_code == 2
     assert message in result.stderr
@@ -275,7 +275,7 @@ SMALLER = [*(f"model.config.{size}" for size in SMALL), "model.config.num_key_va
 DRIVER = {"h100": "NVIDIA H100 80GB HBM3", "b200": "NVIDIA B200", "a100": "NVIDIA A100-SXM4-80GB", "l4": "NVIDIA L4"}
 
 
-def converted_by_train(config: TrainConfig, gpu: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+def converted_by_train(config, gpu, monkeypatch):
     """What the trainer converts on a GPU, in which recipe."""
     monkeypatch.setattr(auto_convert, "local_gpu_name", lambda: DRIVER.get(gpu, gpu))
     with torch.device("meta"):
@@ -301,7 +301,7 @@ OFTEN = {("h100", "level=fp8"), ("h100", "recipe=auto"), ("h100", "skip_last=1")
         for each in CONVERTING
     ],
 )
-def test_this_configuration_is_what_train_converts(gpu: str, precision: str, monkeypatch: pytest.MonkeyPatch):
+def test_this_configuration_is_what_train_converts(gpu, precision, monkeypatch):
     config = load_config(OWN_DATA, [*SMALLER, f"precision.{precision}"])
     plan = plan_step(config, gpu=gpu).configured
     assert plan is not None
@@ -323,9 +323,7 @@ def test_this_configuration_is_what_train_converts(gpu: str, precision: str, mon
     ],
     ids=lambda value: value.name if isinstance(value, Path) else None if isinstance(value, list) else value,
 )
-def test_every_shipped_configuration_is_planned_on_every_gpu(
-    path: Path, overrides: list[str], gpu: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_every_shipped_configuration_is_planned_on_every_gpu(path, overrides, gpu, monkeypatch):
     result = CliRunner().invoke(app, ["plan", str(path), *overrides, "--gpu", gpu, "--json"])
     assert result.exit_code == 0, result.output
     recipes = {row["name"]: row["recipe"]["name"] for row in json.loads(result.stdout)["configured"]["modules"]
@@ -351,7 +349,7 @@ def test_the_run_stands_beside_bf16_and_the_best_plan():
 
 
 @pytest.mark.thorough
-def test_mixtures_of_experts_are_not_counted_as_linear_layers(make_config: MakeConfig):
+def test_mixtures_of_experts_are_not_counted_as_linear_layers(make_config):
     config = make_config(
         model={"type": "mixtral", "config": LLAMA | {"num_local_experts": 4, "vocab_size": 300}},
         precision={"level": "fp8"},
@@ -375,7 +373,7 @@ def test_what_the_run_refuses_the_plan_refuses():
 
 
 @pytest.mark.thorough
-def test_settings_of_the_run_reach_the_step(make_config: MakeConfig):
+def test_settings_of_the_run_reach_the_step(make_config):
     plain = plan_step(make_config(), gpu="h100")
     full = plan_step(make_config(precision={"checkpointing": "full"}), gpu="h100")
     assert full.bf16.linears > plain.bf16.linears
@@ -387,7 +385,7 @@ def test_settings_of_the_run_reach_the_step(make_config: MakeConfig):
 
 
 @pytest.mark.slow
-def test_the_command_shows_the_speed(config_file: Path, tmp_path: Path):
+def test_the_command_shows_the_speed(config_file, tmp_path):
     gpu = tmp_path / "gpu.toml"
     gpu.write_text('like = "h100"\nname = "Half an H100"\nbf16_tflops = 495\nfp8_tflops = 990\n')
     result = CliRunner().invoke(app, ["plan", str(config_file), "--gpu", str(gpu)], env={"COLUMNS": "160"})
@@ -403,7 +401,7 @@ def test_the_command_shows_the_speed(config_file: Path, tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_an_encoding_without_all_characters(config_file: Path, monkeypatch: pytest.MonkeyPatch):
+def test_an_encoding_without_all_characters(config_file, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr("sys.stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
         app(["plan", str(config_file), "--gpu", "h100"], standalone_mode=False)
@@ -413,7 +411,7 @@ def test_an_encoding_without_all_characters(config_file: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("changes", [{}, {"precision": {"level": "fp8+activations"}}])
-def test_a_few_blocks_stand_for_all(make_config: MakeConfig, changes: dict[str, dict[str, str]]):
+def test_a_few_blocks_stand_for_all(make_config, changes):
     config = make_config(model={"type": "llama", "config": LLAMA | {"num_hidden_layers": 6}}, **changes)
     whole, few = plan_memory(config), plan_memory(config, whole=False)
     assert (whole.traced_blocks, few.traced_blocks) == ((0, 0), (2, 6))
@@ -422,7 +420,7 @@ def test_a_few_blocks_stand_for_all(make_config: MakeConfig, changes: dict[str, 
 
 
 @pytest.mark.slow
-def test_the_memory_of_a_step_is_that_of_plan_memory(make_config: MakeConfig):
+def test_the_memory_of_a_step_is_that_of_plan_memory(make_config):
     sizes = {"type": "llama", "config": LLAMA | {"num_hidden_layers": 6}}
     for blocks, changes in (
         (2, {}),
@@ -437,7 +435,7 @@ def test_the_memory_of_a_step_is_that_of_plan_memory(make_config: MakeConfig):
 
 
 @pytest.mark.thorough
-def test_many_gpus_share_the_model_as_the_configuration_says(make_config: MakeConfig):
+def test_many_gpus_share_the_model_as_the_configuration_says(make_config):
     batch = {"batch": 8}
     one = plan_step(make_config(optim={"batch": 1}), gpu="h100").memory.at_peak
     eight = plan_step(make_config(optim=batch), gpu="h100", gpus=8)
@@ -447,7 +445,7 @@ def test_many_gpus_share_the_model_as_the_configuration_says(make_config: MakeCo
     assert off.memory.at_peak["parameters"] > 1.9 * eight.memory.at_peak["parameters"]
 
 
-def test_recipe_auto_on_a_gpu_is_decided_by_cost(make_config: MakeConfig, monkeypatch):
+def test_recipe_auto_on_a_gpu_is_decided_by_cost(make_config, monkeypatch):
     monkeypatch.setattr(auto_convert, "local_gpu_name", lambda: "NVIDIA H100 80GB HBM3")
     wide = {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 16, "num_key_value_heads": 2}
     config = make_config(
@@ -457,7 +455,7 @@ def test_recipe_auto_on_a_gpu_is_decided_by_cost(make_config: MakeConfig, monkey
     assert config.precision_label == "fp8 auto"
     tokens = 256 * config.data.sequence_length
 
-    def rows(device: str):
+    def rows(device):
         with torch.device("meta"):
             model = LlamaForCausalLM(LlamaConfig(**LLAMA | wide, vocab_size=300)).bfloat16()
         return {row.name: row for row in convert_run(model, planned_task(config), torch.device(device), 1, None) or ()}

@@ -1,16 +1,14 @@
 """Samples: what greedy decoding gives, the same on any ranks, and no trace of them in training."""
 
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from test_evaluation import TRACES
-from tiny_runs import At, MakeConfig, Recorder, assert_no_trace, assert_same, curve, fail, job
+from tiny_runs import At, Recorder, assert_no_trace, assert_same, curve, fail, job
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from octavo.train import ConfigError, TrainConfig, parse_config, read_metrics, run
+from octavo.train import ConfigError, parse_config, read_metrics, run
 from octavo.train.checkpoint.retention import latest_checkpoint
 from octavo.train.data.load import load_corpus
 from octavo.train.record.progress import NullProgress
@@ -21,13 +19,13 @@ from processes import gloo  # noqa: F401  a fixture
 SAMPLE = {"every": 4, "prompts": ["the leaf", "", "a printer cuts"], "tokens": 6}
 
 
-def samples(out: Path) -> dict[int, list[dict[str, str]]]:
+def samples(out):
     return {row.step: row.samples for row in read_metrics(out) if row.samples is not None}
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("case", [{}, {"packing": "documents"}], ids=str)
-def test_greedy_samples_are_those_of_generate(case: dict[str, Any], make_config: MakeConfig, tmp_path: Path) -> None:
+def test_greedy_samples_are_those_of_generate(case, make_config, tmp_path):
     seen = Recorder()
     config = make_config(sample=SAMPLE, precision={"parameters": "fp32"}, data=case, run={"steps": 30})
     run(config, out=tmp_path, progress=seen)
@@ -47,7 +45,7 @@ def test_greedy_samples_are_those_of_generate(case: dict[str, Any], make_config:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", TRACES, ids=str)
-def test_samples_leave_no_trace(case: dict[str, Any], make_config: MakeConfig, tmp_path: Path) -> None:
+def test_samples_leave_no_trace(case, make_config, tmp_path):
     for name, section in (("often", SAMPLE | {"every": 1, "temperature": 0.8}), ("never", None)):
         run(make_config(**case, **({"sample": section} if section else {})), out=tmp_path / name)
     assert_no_trace(tmp_path / "often", tmp_path / "never", statistics="inspect" in case)
@@ -55,8 +53,8 @@ def test_samples_leave_no_trace(case: dict[str, Any], make_config: MakeConfig, t
 
 
 @pytest.mark.thorough
-def test_a_resumed_run_draws_the_same_samples(make_config: MakeConfig, tmp_path: Path) -> None:
-    def config(**changes: Any) -> TrainConfig:
+def test_a_resumed_run_draws_the_same_samples(make_config, tmp_path):
+    def config(**changes):
         settings = SAMPLE | {"every": 1, "temperature": 1.0} | changes
         return make_config(run={"save_every": 2}, sample=settings, precision={"level": "fp8"})
 
@@ -82,26 +80,26 @@ def test_a_resumed_run_draws_the_same_samples(make_config: MakeConfig, tmp_path:
         ({"sample": {"prompts": ["a"]}, "parallel": {"pp": 2}}, r"\[sample\] with parallel.pp = 2"),
     ],
 )
-def test_mistakes(sections: dict[str, Any], message: str, make_config: MakeConfig) -> None:
+def test_mistakes(sections, message, make_config):
     with pytest.raises(ConfigError, match=message):
         make_config(**sections)
 
 
-def test_images_write_no_text(make_config: MakeConfig) -> None:
+def test_images_write_no_text(make_config):
     tables = make_config(sample={"prompts": ["a"]}).model_dump(exclude_none=True)
     tables["data"] = {"task": "image-classification", "source": "digits"}
     with pytest.raises(ConfigError, match=r'\[sample\] writes text, and data.task is "image-classification"'):
         parse_config(tables)
 
 
-def test_a_sample_longer_than_a_sequence(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_a_sample_longer_than_a_sequence(make_config, tmp_path):
     config = make_config(sample={"prompts": ["the leaf folds"], "tokens": 15})
     with pytest.raises(ConfigError, match=r"sample.tokens = 15 after a prompt of \d+ tokens exceeds .* = 16, beyond"):
         run(config, out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
-def test_one_prompt_may_be_a_string(make_config: MakeConfig) -> None:
+def test_one_prompt_may_be_a_string(make_config):
     assert make_config(sample={"prompts": "def "}).sample.prompts == ("def ",)
 
 
@@ -123,9 +121,7 @@ def test_ranks_write_the_same_samples(gloo, layout, make_config, tmp_path):  # n
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1e-40, 5e-324])
-def test_a_model_that_has_diverged_ends_no_run(
-    temperature: float, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_that_has_diverged_ends_no_run(temperature, make_config, monkeypatch):
     config = make_config(sample={"prompts": ["the "], "tokens": 2, "temperature": temperature})
     trainer = Trainer(config, load_corpus(config.data, config.model, NullProgress()), torch.device("cpu"))
     for value in (float("inf"), float("-inf"), float("nan"), 3e38, 1.0):

@@ -3,7 +3,6 @@
 import json
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -27,12 +26,12 @@ MODELS = sorted(path for path in CONFIGS.glob("*.toml") if path.stem not in OTHE
 MIXTURES = ("mixtral-8x7b", "qwen3-30b-a3b", "deepseek-v3-16b")
 
 
-def shrunk(path: Path, *overrides: str) -> Any:
+def shrunk(path, *overrides):
     return load_config(path, overrides, change=change_of(True))
 
 
 @pytest.mark.parametrize("path", MODELS, ids=lambda path: path.stem)
-def test_precision_and_features_of_the_architecture_stay(path: Path):
+def test_precision_and_features_of_the_architecture_stay(path):
     large, small = load_config(path), shrunk(path)
     assert small.precision == large.precision and small.optim.states == large.optim.states
     assert small.parallel == type(small.parallel)()
@@ -64,8 +63,8 @@ def test_precision_and_features_of_the_architecture_stay(path: Path):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("path", MODELS, ids=lambda path: path.stem)
-def test_the_same_layers_are_in_fp8(path: Path):
-    def converted(config: Any) -> dict[str, bool]:
+def test_the_same_layers_are_in_fp8(path):
+    def converted(config):
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(AutoConfig.for_model(config.model.type, **config.model.config))
         return {pattern(row.name): row.converted for row in rule_plan(model, precision=config.resolved).rows}
@@ -91,7 +90,7 @@ def test_groups_of_experts_stay_consistent():
 
 
 def test_it_says_what_changes_and_settings_come_after_it():
-    notes: list[str] = []
+    notes = []
     config = load_config(CONFIGS / "llama3-8b.toml", ["run.steps=4", "model.config.num_hidden_layers=2"], notes.append,
                          change_of(True, notes.append))  # fmt: skip
     assert config.run.steps == 4 and config.model.config["num_hidden_layers"] == 2
@@ -102,13 +101,13 @@ def test_it_says_what_changes_and_settings_come_after_it():
     assert load_config(CONFIGS / "llama3-8b.toml", change=change_of(False)).model.config["hidden_size"] == 4096
 
 
-def test_a_guard_keeps_its_checkpoints(tmp_path: Path):
+def test_a_guard_keeps_its_checkpoints(tmp_path):
     path = tmp_path / "run.toml"
     path.write_text((CONFIGS / "llama3-8b.toml").read_text() + "[guard]\nspike = 8.0\n")
     assert shrunk(path).run.save_every == SECTIONS["run"]["steps"] // 2
 
 
-def test_conversations_stay_conversations_and_nothing_of_the_source_stays(tmp_path: Path):
+def test_conversations_stay_conversations_and_nothing_of_the_source_stays(tmp_path):
     small = shrunk(CONFIGS / "sft-demo.toml").data
     assert (small.source, small.format, small.chat_template) == ("python-docstrings", "messages", "plain")
     assert small.packing == "documents"
@@ -144,7 +143,7 @@ def test_images_are_shrunk_to_batches_a_vit_learns_from():
         ),
     ],
 )
-def test_what_it_cannot_shrink_is_an_error(tmp_path: Path, model: str, message: str):
+def test_what_it_cannot_shrink_is_an_error(tmp_path, model, message):
     path = tmp_path / "run.toml"
     path.write_text(
         f'[run]\nsteps = 9\n[model]\n{model}\n[data]\nsource = "x"\nsequence_length = 8\n[optim]\nlr = 1e-3\n'
@@ -153,7 +152,7 @@ def test_what_it_cannot_shrink_is_an_error(tmp_path: Path, model: str, message: 
         shrunk(path)
 
 
-def train(path: Path, folder: Path, *settings: str) -> tuple[list[float], RunResult]:
+def train(path, folder, *settings):
     """Losses and summary of a shrunk run."""
     settings = ("run.device=cpu", *settings)
     result = CliRunner().invoke(app, ["train", str(path), "--shrink", "--out", str(folder), *settings])
@@ -166,7 +165,7 @@ def train(path: Path, folder: Path, *settings: str) -> tuple[list[float], RunRes
     "name",
     ["llama3-8b", *(pytest.param(name, marks=pytest.mark.slow) for name in ("command-r-35b", "deepseek-v3-16b"))],
 )
-def test_a_few_steps_run(name: str, tmp_path: Path):
+def test_a_few_steps_run(name, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text(sentences(3000))
     losses, result = train(
@@ -178,7 +177,7 @@ def test_a_few_steps_run(name: str, tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_plan_and_compare_shrink_too(tmp_path: Path):
+def test_plan_and_compare_shrink_too(tmp_path):
     config = str(CONFIGS / "llama3-8b.toml")
     planned = CliRunner().invoke(app, ["plan", config, "--shrink", "--gpu", "h100", "--json"])
     assert planned.exit_code == 0 and json.loads(planned.stdout)["tokens"] == 4 * 128, planned.output
@@ -192,7 +191,7 @@ def test_plan_and_compare_shrink_too(tmp_path: Path):
     assert all("model.config.hidden_size 4096 → 256" in result.stderr for result in (planned, compared))
 
 
-def end_of(path: Path, folder: Path, level: str, seed: int) -> float:
+def end_of(path, folder, level, seed):
     """Mean loss of the last 10 % of the steps, as of `octavo compare`."""
     keeps = level == load_config(path).precision.resolved.matmul == "fp8"
     settings = () if keeps else (f"precision.level={level}",)
@@ -205,7 +204,7 @@ def end_of(path: Path, folder: Path, level: str, seed: int) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.toml")), ids=lambda path: path.stem)
-def test_every_configuration_learns_and_fp8_ends_within_the_noise_of_seeds(path: Path, tmp_path: Path):
+def test_every_configuration_learns_and_fp8_ends_within_the_noise_of_seeds(path, tmp_path):
     """The noise is the range of three seeds in bf16. A gap of half of it is measured anew, as the mean of three seeds.
 
     Simulated with normal ends, correlated by 0.9 between FP8 and bf16 of one seed as those of these runs about are: by

@@ -3,11 +3,10 @@
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from tiny_runs import GPT2, LLAMA, MakeConfig, Recorder, terminate
+from tiny_runs import GPT2, LLAMA, Recorder, terminate
 from transformers import AutoModelForCausalLM
 
 from octavo.train import RunResult, disk, read_metrics, run
@@ -22,17 +21,17 @@ BERT = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num
 
 
 @pytest.fixture
-def checkpoint(make_config: MakeConfig, tmp_path: Path) -> Path:
+def checkpoint(make_config, tmp_path):
     """A local fp32 checkpoint with its tokenizer."""
     config = make_config(precision={"parameters": "fp32"})
     tokenizer = load_corpus(config.data, config.model, NullProgress()).tokenizer
-    model: Any = build_model(config, tokenizer)
+    model = build_model(config, tokenizer)
     model.save_pretrained(tmp_path / "model")
     tokenizer.save(tmp_path / "model")
     return tmp_path / "model"
 
 
-def spoil(folder: Path, name: str) -> None:
+def spoil(folder, name):
     model = AutoModelForCausalLM.from_pretrained(folder)
     with torch.no_grad():
         model.get_parameter(name)[0] = torch.nan
@@ -40,7 +39,7 @@ def spoil(folder: Path, name: str) -> None:
 
 
 @pytest.mark.slow
-def test_one_process_at_a_time(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_one_process_at_a_time(make_config, tmp_path):
     code = (
         "import sys; from pathlib import Path; from octavo.train.disk import output_folder\n"
         "with output_folder(Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
@@ -61,12 +60,12 @@ def test_one_process_at_a_time(make_config: MakeConfig, tmp_path: Path) -> None:
     assert not (tmp_path / "out" / disk.LOCK).exists()
 
 
-def test_a_lock_left_by_a_killed_process_holds_nothing(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_a_lock_left_by_a_killed_process_holds_nothing(make_config, tmp_path):
     (tmp_path / disk.LOCK).touch()
     assert run(make_config(), out=tmp_path).steps == 6
 
 
-def test_folders_made_for_nothing_are_removed(tmp_path: Path) -> None:
+def test_folders_made_for_nothing_are_removed(tmp_path):
     (tmp_path / "mine").mkdir()
     with pytest.raises(ZeroDivisionError), disk.output_folder(tmp_path / "mine" / "a" / "b"):
         raise ZeroDivisionError
@@ -77,7 +76,7 @@ def test_folders_made_for_nothing_are_removed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "report.html", "layers.json", "tensorboard"])
-def test_files_of_the_user_are_not_overwritten(name: str, make_config: MakeConfig, tmp_path: Path) -> None:
+def test_files_of_the_user_are_not_overwritten(name, make_config, tmp_path):
     (tmp_path / name).write_text("mine")
     (tmp_path / "notes.txt").write_text("mine")
     for resume in (False, True):
@@ -86,13 +85,13 @@ def test_files_of_the_user_are_not_overwritten(name: str, make_config: MakeConfi
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {name: "mine", "notes.txt": "mine"}
 
 
-def test_a_run_does_not_go_into_its_models_folder(make_config: MakeConfig, checkpoint: Path) -> None:
+def test_a_run_does_not_go_into_its_models_folder(make_config, checkpoint):
     with pytest.raises(ConfigError, match=r"is model\.path"):
         run(make_config(model={"path": str(checkpoint)}), out=checkpoint / ".." / checkpoint.name)
 
 
 @pytest.mark.parametrize("level", ["bf16", "fp8"])
-def test_a_model_that_cannot_run_a_batch(level: str, make_config: MakeConfig, tmp_path: Path) -> None:
+def test_a_model_that_cannot_run_a_batch(level, make_config, tmp_path):
     heads = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 3}
     model = {"type": "llama", "config": LLAMA | heads}
     with pytest.raises(ConfigError, match=r"the model cannot run a batch of \[1, 16\]: \S"):
@@ -101,7 +100,7 @@ def test_a_model_that_cannot_run_a_batch(level: str, make_config: MakeConfig, tm
 
 
 @pytest.mark.parametrize("parameters", ["bf16", "fp32", "fp16"])
-def test_a_model_that_sees_later_tokens(parameters: str, make_config: MakeConfig, tmp_path: Path) -> None:
+def test_a_model_that_sees_later_tokens(parameters, make_config, tmp_path):
     config = make_config(model={"type": "bert", "config": BERT}, precision={"parameters": parameters})
     with pytest.raises(ConfigError, match=r"BertLMHeadModel is not causal: .*contain the answer"):
         run(config, out=tmp_path / "out")
@@ -119,7 +118,7 @@ def test_a_model_that_sees_later_tokens(parameters: str, make_config: MakeConfig
         {"data": {"sequence_length": 1}},
     ],
 )
-def test_a_causal_model_passes_and_is_left_as_it_was(sections: dict[str, Any], make_config: MakeConfig) -> None:
+def test_a_causal_model_passes_and_is_left_as_it_was(sections, make_config):
     config = make_config(**sections)
     trainer = Trainer(config, load_corpus(config.data, config.model, NullProgress()), torch.device("cpu"))
     trainer.check_causal()
@@ -128,8 +127,8 @@ def test_a_causal_model_passes_and_is_left_as_it_was(sections: dict[str, Any], m
     assert all(param.grad is None for param in trainer.model.parameters())
 
 
-def test_remainders_take_all_bits_of_a_checkpoint(make_config: MakeConfig, checkpoint: Path) -> None:
-    sections: dict[str, Any] = {"precision": {"master": "remainder"}, "optim": {"states": "fp8"}}
+def test_remainders_take_all_bits_of_a_checkpoint(make_config, checkpoint):
+    sections = {"precision": {"master": "remainder"}, "optim": {"states": "fp8"}}
     config = make_config(model={"path": str(checkpoint)}, **sections)
     trainer = Trainer(config, load_corpus(config.data, config.model, NullProgress()), torch.device("cpu"))
     exact = dict(AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).named_parameters())
@@ -139,7 +138,7 @@ def test_remainders_take_all_bits_of_a_checkpoint(make_config: MakeConfig, check
         assert torch.equal((upper + states[id(param)]["remainder"].int()).view(torch.float32), exact[name]), name
 
 
-def test_weights_that_are_not_finite(make_config: MakeConfig, checkpoint: Path, tmp_path: Path) -> None:
+def test_weights_that_are_not_finite(make_config, checkpoint, tmp_path):
     spoil(checkpoint, "model.norm.weight")
     with pytest.raises(ConfigError, match=r"model\.path = .*: model\.norm\.weight is not finite in bf16"):
         run(make_config(model={"path": str(checkpoint)}), out=tmp_path / "out")
@@ -147,7 +146,7 @@ def test_weights_that_are_not_finite(make_config: MakeConfig, checkpoint: Path, 
 
 
 @pytest.mark.parametrize("parameters", ["bf16", "fp16"])
-def test_masters_take_all_bits_of_a_checkpoint(parameters: str, make_config: MakeConfig, checkpoint: Path) -> None:
+def test_masters_take_all_bits_of_a_checkpoint(parameters, make_config, checkpoint):
     config = make_config(model={"path": str(checkpoint)}, precision={"parameters": parameters})
     trainer = Trainer(config, load_corpus(config.data, config.model, NullProgress()), torch.device("cpu"))
     exact = dict(AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).named_parameters())
@@ -166,9 +165,7 @@ def test_masters_take_all_bits_of_a_checkpoint(parameters: str, make_config: Mak
         ({"sequence_length": 65}, r"context of 64: shorten data\.sequence_length$"),
     ],
 )
-def test_advice_for_a_checkpoint_can_be_followed(
-    data: dict[str, Any], advice: str, make_config: MakeConfig, checkpoint: Path
-) -> None:
+def test_advice_for_a_checkpoint_can_be_followed(data, advice, make_config, checkpoint):
     if "tokenizer" in data:
         data = {"tokenizer": str(checkpoint.parent / "larger")}
         Path(data["tokenizer"]).mkdir()
@@ -179,9 +176,9 @@ def test_advice_for_a_checkpoint_can_be_followed(
         build_model(config, load_corpus(config.data, config.model, NullProgress()).tokenizer)
 
 
-def test_sigterm_before_the_first_step(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_sigterm_before_the_first_step(make_config, tmp_path):
     class Early(Recorder):
-        def stage(self, text: str) -> None:
+        def stage(self, text):
             super().stage(text)
             if text == "reading the data":
                 terminate()

@@ -5,10 +5,8 @@ import os
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
-from tiny_runs import MakeConfig
 
 from octavo.runtime.stopwatch import Stopwatch, timed
 from octavo.train import read_metrics
@@ -21,7 +19,7 @@ LATER = (
 """What no run on a CPU needs before its first step. Transformers itself imports Dynamo and DTensor."""
 
 
-def test_stages_add_up_without_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stages_add_up_without_gaps(monkeypatch):
     wall, cpu = [100.0], [7.0]
     monkeypatch.setattr(time, "perf_counter", lambda: wall[0])
     monkeypatch.setattr(time, "process_time", lambda: cpu[0])
@@ -40,7 +38,7 @@ def test_stages_add_up_without_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.thorough
-def test_the_command_reaches_its_first_step(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_the_command_reaches_its_first_step(make_config, tmp_path):
     path = tmp_path / "config.toml"
     path.write_text(make_config(precision={"level": "fp8"}).to_toml())
     before = time.time()

@@ -4,11 +4,10 @@ import json
 import math
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
-from tiny_runs import At, MakeConfig, assert_same, curve, fail
+from tiny_runs import At, assert_same, curve, fail
 
 from octavo.experiments.demo import demo_configs
 from octavo.inspect.stats import OPERANDS, OperandStats
@@ -27,15 +26,15 @@ from octavo.train.trainer import Trainer
 fp8 = {"level": "fp8"}
 
 
-def looked(make_config: MakeConfig, every: int = 2, **sections: dict) -> object:
+def looked(make_config, every=2, **sections):
     return make_config(**{"precision": fp8, "inspect": {"every": every, "what_if": ["blockwise"]}} | sections)
 
 
-def steps_of(out: Path) -> list[int]:
+def steps_of(out):
     return sorted({row.step for row in read_statistics(out)})
 
 
-def test_rows_of_sampled_steps_and_nothing_else_changes(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_rows_of_sampled_steps_and_nothing_else_changes(make_config, tmp_path):
     run(looked(make_config, every=0), out=tmp_path / "plain")
     run(looked(make_config), out=tmp_path / "looked")
     assert not (tmp_path / "plain" / STATISTICS_FILE).exists()
@@ -46,7 +45,7 @@ def test_rows_of_sampled_steps_and_nothing_else_changes(make_config: MakeConfig,
     assert curve(tmp_path / "looked") == curve(tmp_path / "plain")
 
 
-def test_tensorboard_has_them_too(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_tensorboard_has_them_too(make_config, tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     run(looked(make_config), out=tmp_path)
@@ -61,7 +60,7 @@ def test_tensorboard_has_them_too(make_config: MakeConfig, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_a_resumed_run_has_each_sample_once(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_a_resumed_run_has_each_sample_once(make_config, tmp_path):
     sections = {"run": {"save_every": 3}, "optim": {"micro_batches": 2}}
     run(looked(make_config, **sections), out=tmp_path / "whole")
     with pytest.raises(RuntimeError, match="killed"):
@@ -72,7 +71,7 @@ def test_a_resumed_run_has_each_sample_once(make_config: MakeConfig, tmp_path: P
     assert_same(tmp_path / "resumed", tmp_path / "whole")
 
 
-def test_looking_may_begin_and_end_on_resume(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_looking_may_begin_and_end_on_resume(make_config, tmp_path):
     saved = {"save_every": 2}
     with pytest.raises(RuntimeError, match="killed"):
         run(looked(make_config, run=saved), out=tmp_path, progress=At(5, fail))
@@ -80,20 +79,18 @@ def test_looking_may_begin_and_end_on_resume(make_config: MakeConfig, tmp_path: 
     assert steps_of(tmp_path) == [2, 4]
 
 
-def test_a_run_in_bf16_shows_what_fp8_would_do(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_a_run_in_bf16_shows_what_fp8_would_do(make_config, tmp_path):
     run(looked(make_config, precision={}), out=tmp_path)
     rows = read_statistics(tmp_path)
     assert {row.recipe for row in rows} == {"bf16"}
     assert all(row.sqnr > 25 for row in rows)
 
 
-def test_the_step_that_fails_is_in_the_file(
-    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_step_that_fails_is_in_the_file(make_config, tmp_path, monkeypatch):
     """An infinity in one layer at a step that is sampled: named by layer and operand in that step."""
     step = Trainer.train_step
 
-    def breaking(trainer: Trainer) -> object:
+    def breaking(trainer):
         if trainer.step == 3:
             layer = trainer.model.model.layers[1].mlp.up_proj
             layer.register_forward_pre_hook(lambda _, args: args[0] * torch.tensor([math.inf] + [1.0] * 31).to(args[0]))
@@ -116,7 +113,7 @@ def test_the_step_that_fails_is_in_the_file(
         ({"evry": 5}, "inspect.evry"),
     ],
 )
-def test_mistakes_in_the_section(section: dict, message: str, make_config: MakeConfig) -> None:
+def test_mistakes_in_the_section(section, message, make_config):
     with pytest.raises(ConfigError, match=message):
         make_config(inspect=section)
 
@@ -128,14 +125,14 @@ ROW = OperandStats(
 
 
 class Board:
-    def __init__(self) -> None:
-        self.scalars: list[tuple[str, float, int]] = []
+    def __init__(self):
+        self.scalars = []
 
-    def add_scalar(self, *scalar: object) -> None:
+    def add_scalar(self, *scalar):
         self.scalars.append(scalar)
 
 
-def test_what_is_not_finite_is_in_the_file_and_not_on_the_board(tmp_path: Path) -> None:
+def test_what_is_not_finite_is_in_the_file_and_not_on_the_board(tmp_path):
     board = Board()
     writer = StatisticsWriter(tmp_path, after_step=0, board=board)
     writer.write([ROW, replace(ROW, operand="w", sqnr=math.nan)])
@@ -145,7 +142,7 @@ def test_what_is_not_finite_is_in_the_file_and_not_on_the_board(tmp_path: Path) 
     assert all(math.isfinite(value) for _, value, _ in board.scalars)
 
 
-def test_a_line_that_was_not_finished_is_left_out_and_any_other_is_an_error(tmp_path: Path) -> None:
+def test_a_line_that_was_not_finished_is_left_out_and_any_other_is_an_error(tmp_path):
     path = tmp_path / STATISTICS_FILE
     StatisticsWriter(tmp_path, after_step=0, board=Board()).write([ROW, ROW])
     path.write_text(path.read_text()[:-10])
@@ -156,7 +153,7 @@ def test_a_line_that_was_not_finished_is_left_out_and_any_other_is_an_error(tmp_
         read_statistics(tmp_path)
 
 
-def test_statistics_of_a_checkpoint_are_those_before_it(tmp_path: Path) -> None:
+def test_statistics_of_a_checkpoint_are_those_before_it(tmp_path):
     writer = StatisticsWriter(tmp_path, after_step=0, board=Board())
     writer.write([ROW])
     writer.write([replace(ROW, step=4)])
@@ -170,13 +167,13 @@ def test_statistics_of_a_checkpoint_are_those_before_it(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("level", ["fp8", "fp8+activations"])
-def test_a_sampled_step_takes_less_than_five_others(level: str, tmp_path: Path) -> None:
+def test_a_sampled_step_takes_less_than_five_others(level, tmp_path):
     """The demo's model: with one step in 50 sampled, under 10 %. The fastest of each, as a machine has its moods."""
     overrides = ["optim.batch=2", "run.device=cpu", f"data.cache={tmp_path}", "inspect.every=3"]
     config = demo_configs(overrides, level)[1]
     trainer = Trainer(config, load_corpus(config.data, config.model, NullProgress()), torch.device("cpu"))
     trainer.train_step()
-    seconds: dict[bool, list[float]] = {False: [], True: []}
+    seconds = {False: [], True: []}
     for _ in range(15):
         start = time.perf_counter()
         trainer.train_step()

@@ -3,11 +3,9 @@
 import os
 import signal
 import time
-from pathlib import Path
-from typing import Any
 
 import pytest
-from tiny_runs import At, MakeConfig, Recorder, assert_same, terminate
+from tiny_runs import At, Recorder, assert_same, terminate
 
 from octavo.train import evaluation, loop, read_metrics, run, sampling, signals, trainer
 
@@ -15,10 +13,10 @@ from octavo.train import evaluation, loop, read_metrics, run, sampling, signals,
 class Calls:
     """Counts calls of a function, and sends SIGTERM in one of them."""
 
-    def __init__(self, function: Any, at: int) -> None:
+    def __init__(self, function, at):
         self._function, self._at, self.count = function, at, 0
 
-    def __call__(self, *arguments: Any, **named: Any) -> Any:
+    def __call__(self, *arguments, **named):
         self.count += 1
         if self.count == self._at:
             terminate()
@@ -26,13 +24,13 @@ class Calls:
 
 
 @pytest.mark.thorough
-def test_a_signal_in_an_evaluation(make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_in_an_evaluation(make_config, tmp_path, monkeypatch):
     config = make_config(eval={"every": 2, "batches": 20}, run={"steps": 4})
     run(config, out=tmp_path / "whole")
     calls = Calls(evaluation.on_tensors, at=2)
     rows = []
 
-    def at_first(*arguments: Any) -> Any:
+    def at_first(*arguments):
         rows.extend(read_metrics(tmp_path / "cut")[len(rows) :])
         return calls(*arguments)
 
@@ -47,9 +45,7 @@ def test_a_signal_in_an_evaluation(make_config: MakeConfig, tmp_path: Path, monk
     assert [row.held_out for row in cut] == [row.held_out for row in whole] and whole[1].held_out
 
 
-def test_a_signal_in_the_last_evaluation(
-    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_signal_in_the_last_evaluation(make_config, tmp_path, monkeypatch):
     config = make_config(eval={"batches": 20}, optim={"warmup": 0}, run={"steps": 1})
     with monkeypatch.context() as patch:
         patch.setattr(evaluation, "on_tensors", Calls(evaluation.on_tensors, at=1))
@@ -61,9 +57,7 @@ def test_a_signal_in_the_last_evaluation(
 
 
 @pytest.mark.thorough
-def test_a_signal_between_micro_batches(
-    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_signal_between_micro_batches(make_config, tmp_path, monkeypatch):
     config = make_config(optim={"micro_batches": 4}, precision={"level": "fp8"}, run={"steps": 3})
     run(config, out=tmp_path / "whole")
     calls = Calls(trainer.counted, at=6)
@@ -76,9 +70,7 @@ def test_a_signal_between_micro_batches(
     assert_same(tmp_path / "whole", tmp_path / "cut")
 
 
-def test_layers_with_a_history_finish_their_step(
-    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_layers_with_a_history_finish_their_step(make_config, tmp_path, monkeypatch):
     config = make_config(optim={"micro_batches": 2}, precision={"level": "fp8", "recipe": "delayed"}, run={"steps": 3})
     monkeypatch.setattr(loop, "SLOW_STEP_SECONDS", -1.0)
     calls = Calls(trainer.counted, at=3)
@@ -87,7 +79,7 @@ def test_layers_with_a_history_finish_their_step(
     assert (result.stopped, result.steps, calls.count) == ("sigterm", 2, 4)
 
 
-def test_a_signal_between_tokens(make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_between_tokens(make_config, tmp_path, monkeypatch):
     config = make_config(sample={"prompts": ["the"], "tokens": 8, "every": 1}, optim={"warmup": 0}, run={"steps": 2})
     calls = Calls(sampling.Sampler._choose, at=2)
     monkeypatch.setattr(sampling.Sampler, "_choose", lambda *arguments: calls(*arguments))
@@ -95,7 +87,7 @@ def test_a_signal_between_tokens(make_config: MakeConfig, tmp_path: Path, monkey
     assert calls.count == 2
 
 
-def test_the_first_signal_says_what_happens(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_the_first_signal_says_what_happens(make_config, tmp_path):
     seen = At(1, lambda: os.kill(os.getpid(), signal.SIGINT))
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
@@ -105,9 +97,9 @@ def test_the_first_signal_says_what_happens(make_config: MakeConfig, tmp_path: P
     assert "Ctrl-C: finishing the step, then saving; Ctrl-C again stops without saving" in seen.notes
 
 
-def test_a_long_read_ends(make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_read_ends(make_config, tmp_path, monkeypatch):
     class Slow(Recorder):
-        def stage(self, text: str) -> None:
+        def stage(self, text):
             if not self.stages:
                 terminate()
                 while not self.stages:
@@ -121,7 +113,7 @@ def test_a_long_read_ends(make_config: MakeConfig, tmp_path: Path, monkeypatch: 
     assert not list((tmp_path / "out").glob("[!.]*"))
 
 
-def test_long_evaluations_report(make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_evaluations_report(make_config, tmp_path, monkeypatch):
     monkeypatch.setattr(signals, "REPORT_SECONDS", 0.0)
     seen = Recorder()
     run(make_config(eval={"batches": 3}, optim={"warmup": 0}, run={"steps": 1}), out=tmp_path, progress=seen)

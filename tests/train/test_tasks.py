@@ -11,7 +11,7 @@ from transformers import AutoModelForImageClassification
 from octavo.train import ConfigError, RunResult, TrainConfig, load_config, parse_config, read_metrics, run
 from octavo.train.checkpoint.export import export
 from octavo.train.config.shrink import change_of
-from octavo.train.data.images import ImageShape, LabelledImages, load_digits
+from octavo.train.data.images import ImageShape, load_digits
 from octavo.train.model import check_model
 from octavo.train.run_plan import plan_memory, plan_step
 from octavo.train.tasks.registry import TASKS, task_of
@@ -28,7 +28,7 @@ tables = partial(image_tables, {"type": "vit", "config": VIT}, {"task": "image-c
 
 
 @pytest.fixture(scope="module")
-def digits() -> LabelledImages:
+def digits():
     return load_digits(SHAPE, shuffle=True)
 
 

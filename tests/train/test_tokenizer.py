@@ -3,11 +3,9 @@
 import json
 import resource
 from importlib.util import find_spec
-from pathlib import Path
-from typing import Any
 
 import pytest
-from tiny_runs import LLAMA, MakeConfig, sentences
+from tiny_runs import LLAMA, sentences
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
 from octavo.train.config.run_config import ConfigError
@@ -20,7 +18,7 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz."
 BERT = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *LETTERS, *(f"##{letter}" for letter in LETTERS), "the", "leaf"]
 GPT2 = {token: number for number, token in enumerate(["<|endoftext|>", *LETTERS, "Ġ", "Ċ", "th", "the", "Ġt"])}
 TEXT = "the leaf [SEP] folds <|endoftext|>"
-FILES: dict[str, dict[str, Any]] = {
+FILES = {
     "vocab.txt": {"config.json": {"model_type": "bert"}, "vocab.txt": "\n".join(BERT)},
     "vocab.txt of a named class": {
         "config.json": {"model_type": "llama"}, "vocab.txt": "\n".join(BERT),
@@ -37,7 +35,7 @@ FILES: dict[str, dict[str, Any]] = {
         "config.json": {"model_type": "llama"}, "tokenizer_config.json": {"tokenizer_class": "ByT5Tokenizer"},
     },
 }  # fmt: skip
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+REFUSED = {
     "nothing": ({}, "it holds no vocabulary .*save one there.*data.tokenizer"),
     "llama": ({"config.json": {"model_type": "llama"}}, "it holds no vocabulary"),
     "gpt2": ({"config.json": {"model_type": "gpt2"}}, "none of the files of GPT2Tokenizer .*vocab.json, merges.txt"),
@@ -55,19 +53,19 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-def write(folder: Path, files: dict[str, Any]) -> Path:
+def write(folder, files):
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
         (folder / name).write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
     return folder
 
 
-def contents(folder: Path) -> dict[str, bytes]:
+def contents(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 @pytest.mark.parametrize("layout", FILES)
-def test_any_layout_is_used_as_it_is(layout: str, tmp_path: Path, make_config: MakeConfig) -> None:
+def test_any_layout_is_used_as_it_is(layout, tmp_path, make_config):
     folder = write(tmp_path / "model", FILES[layout])
     theirs = AutoTokenizer.from_pretrained(str(folder))
     config = make_config(model={"path": str(folder)})
@@ -87,14 +85,14 @@ def test_any_layout_is_used_as_it_is(layout: str, tmp_path: Path, make_config: M
     assert load_tokenizer(tmp_path / "ours").encode([TEXT]) == expected
 
 
-def test_merges_of_a_tokenizer_in_python_are_part_of_its_fingerprint(tmp_path: Path) -> None:
+def test_merges_of_a_tokenizer_in_python_are_part_of_its_fingerprint(tmp_path):
     files = FILES["in Python, merges"]
     first = load_tokenizer(write(tmp_path / "a", files))
     other = load_tokenizer(write(tmp_path / "b", files | {"merges.txt": "#version: 0.2\nh e</w>\n"}))
     assert first.fingerprint != other.fingerprint
 
 
-def test_everything_of_a_tokenizer_and_the_generation_config_survive(tmp_path: Path, make_config: MakeConfig) -> None:
+def test_everything_of_a_tokenizer_and_the_generation_config_survive(tmp_path, make_config):
     made = train_tokenizer(["the leaf folds eight times"] * 9, 280)
     source = PreTrainedTokenizerFast(
         tokenizer_object=made.backend, eos_token=made.end, bos_token="<s>", pad_token="<pad>", unk_token="<unk>",
@@ -103,7 +101,7 @@ def test_everything_of_a_tokenizer_and_the_generation_config_survive(tmp_path: P
     source.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
     source.backend_tokenizer.enable_truncation(3)
     folder = tmp_path / "model"
-    model: Any = build_model(make_config(model={"type": "llama", "config": LLAMA | {"vocab_size": 300}}), made)
+    model = build_model(make_config(model={"type": "llama", "config": LLAMA | {"vocab_size": 300}}), made)
     model.generation_config = GenerationConfig(do_sample=True, temperature=0.6, top_p=0.9, eos_token_id=[0, 283])
     model.save_pretrained(folder)
     source.save_pretrained(str(folder))
@@ -116,15 +114,15 @@ def test_everything_of_a_tokenizer_and_the_generation_config_survive(tmp_path: P
     AutoTokenizer.from_pretrained(str(folder)).save_pretrained(str(original))
     assert contents(tmp_path / "saved") == contents(original)
     assert "chat_template.jinja" in contents(original)
-    back: Any = AutoTokenizer.from_pretrained(str(tmp_path / "saved"))
+    back = AutoTokenizer.from_pretrained(str(tmp_path / "saved"))
     assert (back.bos_token, back.pad_token, back.unk_token, back.model_max_length) == ("<s>", "<pad>", "<unk>", 77)
     assert "<|im_end|>" in back.all_special_tokens and back.padding_side == "left"
-    loaded: Any = build_model(make_config(model={"path": str(folder)}), corpus.tokenizer)
+    loaded = build_model(make_config(model={"path": str(folder)}), corpus.tokenizer)
     assert loaded.generation_config.to_dict() == model.generation_config.to_dict()
     assert loaded.generation_config.eos_token_id == [0, 283]
 
 
-def test_a_full_disk_is_an_os_error(tmp_path: Path) -> None:
+def test_a_full_disk_is_an_os_error(tmp_path):
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))
     try:
@@ -135,7 +133,7 @@ def test_a_full_disk_is_an_os_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("where", REFUSED)
-def test_a_pretrained_model_without_a_tokenizer_is_refused(where: str, tmp_path: Path, make_config: MakeConfig) -> None:
+def test_a_pretrained_model_without_a_tokenizer_is_refused(where, tmp_path, make_config):
     files, message = REFUSED[where]
     folder = write(tmp_path / "model", files)
     config = make_config(model={"path": str(folder)})
@@ -145,7 +143,7 @@ def test_a_pretrained_model_without_a_tokenizer_is_refused(where: str, tmp_path:
 
 
 @pytest.mark.parametrize("known", [False, True])
-def test_code_in_the_folder_never_runs(known: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_in_the_folder_never_runs(known, tmp_path, monkeypatch):
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked whether to run it"))
     ran = tmp_path / "ran"
     folder = write(
@@ -171,7 +169,7 @@ def test_code_in_the_folder_never_runs(known: bool, tmp_path: Path, monkeypatch:
         ("tokenizer.model", b"YQ== 0\nYg== 1\n", "tiktoken"),
     ],
 )
-def test_a_missing_package_is_named(name: str, content: bytes, package: str, tmp_path: Path) -> None:
+def test_a_missing_package_is_named(name, content, package, tmp_path):
     if find_spec(package) is not None:
         pytest.skip(f"{package} is installed")
     kind = "xlnet" if name == "spiece.model" else "llama"

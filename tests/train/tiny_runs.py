@@ -3,19 +3,17 @@
 import json
 import os
 import signal
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
 
 import numpy as np
 import torch
 from safetensors.torch import load_file
 
 from octavo.train.checkpoint.retention import latest_checkpoint
-from octavo.train.config.run_config import TrainConfig, parse_config
+from octavo.train.config.run_config import parse_config
 from octavo.train.data.load import load_corpus
 from octavo.train.loop import run
-from octavo.train.record.metrics import RunResult, StepMetrics, read_metrics
+from octavo.train.record.metrics import read_metrics
 from octavo.train.record.progress import NullProgress
 
 LLAMA = {
@@ -28,29 +26,25 @@ LLAMA = {
 }
 
 
-class MakeConfig(Protocol):
-    def __call__(self, **sections: dict[str, Any]) -> TrainConfig: ...
-
-
 class Recorder(NullProgress):
     """Keeps what a run tells."""
 
-    def __init__(self) -> None:
-        self.notes: list[str] = []
-        self.rows: list[StepMetrics] = []
-        self.stages: list[str] = []
+    def __init__(self):
+        self.notes = []
+        self.rows = []
+        self.stages = []
 
-    def stage(self, text: str) -> None:
+    def stage(self, text):
         self.stages.append(text)
 
-    def step(self, row: StepMetrics) -> None:
+    def step(self, row):
         self.rows.append(row)
 
-    def note(self, text: str) -> None:
+    def note(self, text):
         self.notes.append(text)
 
 
-def sentences(count: int, seed: int = 0) -> str:
+def sentences(count, seed=0):
     words = "the leaf folds eight times before a printer cuts it into pages and binds them".split()
     rng = np.random.default_rng(seed)
     return "\n".join(" ".join(rng.choice(words, 8)) + "." for _ in range(count))
@@ -62,30 +56,30 @@ GPT2 = {"type": "gpt2", "config": {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_p
 class At(Recorder):
     """Does something once a step has finished."""
 
-    def __init__(self, step: int, action: Callable[[], Any]) -> None:
+    def __init__(self, step, action):
         super().__init__()
         self._at = step
         self._action = action
 
-    def step(self, row: StepMetrics) -> None:
+    def step(self, row):
         super().step(row)
         if row.step == self._at:
             self._action()
 
 
-def job(tables: dict[str, Any], out: str | Path, resume: bool = False) -> RunResult:
+def job(tables, out, resume=False):
     """One rank of a run."""
     return run(parse_config(tables), out=Path(out), resume=resume)
 
 
-def load(config: TrainConfig, progress: Any = None) -> Any:
+def load(config, progress=None):
     """The text of a run."""
     return load_corpus(config.data, config.model, progress or NullProgress(), config.eval)
 
 
-def image_tables(model: dict[str, Any], data: dict[str, Any], /, **sections: dict[str, Any]) -> dict[str, Any]:
+def image_tables(model, data, /, **sections):
     """The tables of a tiny run on images; keyword arguments replace keys, and None leaves a key out."""
-    settings: dict[str, dict[str, Any]] = {
+    settings = {
         "run": {"steps": 6, "seed": 3, "device": "cpu"},
         "model": model,
         "data": {"source": "digits"} | data,
@@ -96,20 +90,20 @@ def image_tables(model: dict[str, Any], data: dict[str, Any], /, **sections: dic
     return settings
 
 
-def fail() -> None:
+def fail():
     raise RuntimeError("killed")
 
 
-def terminate() -> None:
+def terminate():
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def saved(out: Path) -> dict[str, Any]:
+def saved(out):
     """Everything in the newest checkpoint, flat."""
     folder = latest_checkpoint(out)
     assert folder is not None
     optimizer = torch.load(folder / "optimizer.pt", weights_only=True)
-    flat: dict[str, Any] = {"trainer": json.loads((folder / "trainer.json").read_text())}
+    flat = {"trainer": json.loads((folder / "trainer.json").read_text())}
     flat |= load_file(next(folder.glob("*.safetensors")))
     flat |= {f"master.{name}": tensor for name, tensor in optimizer["masters"].items()}
     flat |= {f"ema.{name}": tensor for name, tensor in optimizer.get("ema", {}).items()}
@@ -118,7 +112,7 @@ def saved(out: Path) -> dict[str, Any]:
     return flat
 
 
-def assert_same(a: Path, b: Path) -> None:
+def assert_same(a, b):
     """Bitwise the same weights, masters, moments, loss scale, step and curve."""
     first, second = saved(a), saved(b)
     assert first.keys() == second.keys()
@@ -129,7 +123,7 @@ def assert_same(a: Path, b: Path) -> None:
     assert curve(a) == curve(b)
 
 
-def assert_no_trace(often: Path, never: Path, *, statistics: bool) -> None:
+def assert_no_trace(often, never, *, statistics):
     """Bitwise the same run, with evaluations or samples or without, but for what it says of them."""
     first, second = saved(often), saved(never)
     for state in (first, second):
@@ -143,11 +137,11 @@ def assert_no_trace(often: Path, never: Path, *, statistics: bool) -> None:
         assert (often / "statistics.jsonl").read_text() == (never / "statistics.jsonl").read_text()
 
 
-def curve(out: Path) -> list[tuple[Any, ...]]:
+def curve(out):
     return [(r.step, r.tokens, r.loss, r.lr, r.grad_norm, r.loss_scale, r.skipped) for r in read_metrics(out)]
 
 
-VARIANTS: list[dict[str, dict[str, Any]]] = [
+VARIANTS = [
     {},
     {"precision": {"level": "fp8"}, "optim": {"micro_batches": 2}},
     {"precision": {"parameters": "fp16", "loss_scale": "dynamic"}},
