@@ -15,7 +15,6 @@ from octavo.experiments import compare_runs as comparing
 from octavo.experiments.compare_runs import compare, make_arms, parse_arm, parse_seeds
 from octavo.experiments.progress_bars import ProgressBars
 from octavo.train import ConfigError, RunResult, read_metrics
-from processes import gloo  # noqa: F401  a fixture
 
 STEPS = 4
 FILES = ("compare.json", "report.html")
@@ -413,7 +412,7 @@ def job(path, out):
 
 @pytest.mark.dist
 @pytest.mark.slow
-def test_two_processes_compare_as_one(gloo, config, tmp_path):  # noqa: F811
+def test_two_processes_compare_as_one(gloo, config, tmp_path):
     """All ranks know the verdict, one writes; the losses are those of one process but for rounding."""
     (code, gaps), other = gloo.run(job, 2, str(config), str(tmp_path / "two"), timeout=240.0)
     assert other == (code, gaps)
@@ -426,7 +425,7 @@ def test_two_processes_compare_as_one(gloo, config, tmp_path):  # noqa: F811
 
 @pytest.mark.thorough
 @pytest.mark.dist
-def test_a_mistake_is_told_to_all_processes(gloo, config, tmp_path):  # noqa: F811
+def test_a_mistake_is_told_to_all_processes(gloo, config, tmp_path):
     (tmp_path / "out/bf16-seed4").mkdir(parents=True)
     (tmp_path / "out/bf16-seed4/notes.txt").write_text("mine")
     messages = gloo.run(message_of_rank, 2, str(config), str(tmp_path / "out"))

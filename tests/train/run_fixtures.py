@@ -5,9 +5,10 @@ import warnings
 import pytest
 import torch
 from tensorboard.summary.writer import event_file_writer
-from tiny_runs import LLAMA, sentences
+from tiny_runs import LLAMA, MIXTRAL, PIPELINE, WIDE_LLAMA, sentences
 
 from octavo.train.config.run_config import parse_config
+from processes import gloo  # noqa: F401  a fixture
 
 with warnings.catch_warnings():
     # Where torchao is installed, transformers imports it with its first model, and torchao's own source warns.
@@ -63,5 +64,31 @@ def make_config(text_files, cache):
         for name, keys in sections.items():
             tables[name] = tables.get(name, {}) | keys if name != "model" else keys
         return parse_config(tables)
+
+    return make
+
+
+@pytest.fixture
+def tables(make_config):
+    """Sections of a tiny run with batches that four ranks can share."""
+
+    def make(**sections):
+        sections.setdefault("optim", {})
+        sections["optim"] = {"batch": 8} | sections["optim"]
+        config = make_config(**{name: keys for name, keys in sections.items() if name != "parallel"})
+        return config.model_dump(exclude_none=True) | {"parallel": sections.get("parallel", {})}
+
+    return make
+
+
+@pytest.fixture
+def settings(tables):
+    """The same of a Llama, or a Mixtral, whose heads and features two ranks can share."""
+
+    def make(family="llama", **sections):
+        sections["optim"] = {"lr": 3e-4} | sections.get("optim", {})
+        made = tables(**({"precision": {"level": "fp8"}} | sections))
+        config = PIPELINE if sections.get("parallel", {}).get("pp") else WIDE_LLAMA
+        return made | {"model": {"type": family, "config": MIXTRAL if family == "mixtral" else config}}
 
     return make

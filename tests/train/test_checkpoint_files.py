@@ -22,7 +22,6 @@ from octavo.train.checkpoint.store import check_same_model, load_checkpoint
 from octavo.train.data.load import load_corpus
 from octavo.train.record.progress import NullProgress
 from octavo.train.trainer import Trainer
-from processes import gloo  # noqa: F401  a fixture
 
 SMALL = LLAMA | {"num_hidden_layers": 1}
 MODELS = {
@@ -118,7 +117,7 @@ def sharded_job(tables, out):
 @pytest.mark.dist
 @pytest.mark.parametrize("name", ["tied", "mixtral"])
 @pytest.mark.slow
-def test_an_export_of_shards_is_what_save_pretrained_writes(gloo, make_config, tmp_path, name):  # noqa: F811
+def test_an_export_of_shards_is_what_save_pretrained_writes(gloo, make_config, tmp_path, name):
     tables = make_config(model=MODELS[name], run={"steps": 1}, optim={"warmup": 0}).model_dump(exclude_none=True)
     gloo.run(sharded_job, 2, tables | {"parallel": {"fp8_comm": "off"}}, str(tmp_path / "run"))
     folder = checkpoints(tmp_path / "run")[-1]
@@ -283,7 +282,7 @@ def shards_job(tables, folder, flips):
 
 @pytest.mark.thorough
 @pytest.mark.dist
-def test_no_flipped_bit_of_shards_is_loaded(gloo, make_config, tmp_path):  # noqa: F811
+def test_no_flipped_bit_of_shards_is_loaded(gloo, make_config, tmp_path):
     tables = make_config(run={"steps": 1}, optim={"warmup": 0}).model_dump(exclude_none=True)
     tables |= {"parallel": {"fp8_comm": "off"}}
     gloo.run(sharded_job, 2, tables, str(tmp_path / "run"))

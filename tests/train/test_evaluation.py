@@ -23,7 +23,6 @@ from transformers import AutoModelForCausalLM
 from octavo.train import ConfigError, RunResult, loop, read_metrics, run
 from octavo.train.checkpoint.retention import latest_checkpoint
 from octavo.train.ranks import Ranks
-from processes import gloo  # noqa: F401  a fixture
 
 
 def write_lines(folder, lines, name="a"):
@@ -228,7 +227,7 @@ LAYOUTS = [
 @pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.parametrize("parallel", LAYOUTS, ids=str)
-def test_ranks_share_the_rows(gloo, parallel, make_config, tmp_path):  # noqa: F811
+def test_ranks_share_the_rows(gloo, parallel, make_config, tmp_path):
     """The same numbers on both ranks, those of one process, and the same training as without."""
     config = make_config(
         precision={"level": "fp8"}, optim={"micro_batches": 2}, eval={"every": 2, "fraction": 0.3, "batches": 7},

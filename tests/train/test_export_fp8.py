@@ -18,7 +18,6 @@ from octavo.train import ConfigError
 from octavo.train.checkpoint.digests import check_digests, write_digests
 from octavo.train.checkpoint.export import export
 from octavo.train.checkpoint.retention import checkpoints, latest_checkpoint
-from processes import gloo  # noqa: F401  a fixture
 
 MODEL = {"type": "llama", "config": SMALL}
 
@@ -125,7 +124,7 @@ def test_sigterm_leaves_nothing(trained, tmp_path, monkeypatch):
 
 @pytest.mark.dist
 @pytest.mark.slow
-def test_sharded_checkpoints_are_exported_in_fp8(gloo, make_config, tmp_path):  # noqa: F811
+def test_sharded_checkpoints_are_exported_in_fp8(gloo, make_config, tmp_path):
     from octavo.train.checkpoint.export import _read
 
     config = make_config(model=MODEL, precision={"level": "fp8"}, run={"steps": 1}, optim={"warmup": 0})

@@ -20,7 +20,6 @@ from octavo.train.config.run_config import ConfigError
 from octavo.train.record.metrics import read_events
 from octavo.train.record.statistics import read_statistics
 from octavo.train.trainer import Trainer
-from processes import gloo  # noqa: F401  a fixture
 
 DOWN = "model.layers.1.mlp.down_proj"
 WATCHED = {"precision": {"level": "fp8"}, "inspect": {"every": 1}}
@@ -91,7 +90,7 @@ def nan_job(tables, out):
 @pytest.mark.thorough
 @pytest.mark.dist
 @pytest.mark.parametrize("autopilot", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_nan_on_one_rank_is_named_on_all(gloo, make_config, tmp_path, autopilot):  # noqa: F811
+def test_a_nan_on_one_rank_is_named_on_all(gloo, make_config, tmp_path, autopilot):
     config = make_config(precision={"level": "fp8", "autopilot": autopilot})
     errors = gloo.run(nan_job, 2, config.model_dump(exclude_none=True), str(tmp_path))
     assert errors[0] == errors[1]

@@ -11,16 +11,14 @@ from simulated_losses import HEALTHY, SPIKES, alarms, plain, steps
 from tiny_runs import At, Recorder, assert_same, curve, fail, saved
 
 from octavo.inspect import Autopilot, RecipeChange
-from octavo.train import NonFiniteError, parse_config, run
-from octavo.train.checkpoint.retention import checkpoints, latest_checkpoint
-from octavo.train.checkpoint.store import read_trainer_state
+from octavo.train import NonFiniteError, run
+from octavo.train.checkpoint.retention import checkpoints
 from octavo.train.config.run_config import ConfigError
 from octavo.train.config.sections import GuardConfig
 from octavo.train.data.corpus import Corpus
 from octavo.train.guard import STEPS_PER_ALARM, SpikeError, SpikeGuard, steps_in_a_row
 from octavo.train.record.metrics import StepMetrics, read_events, read_metrics
 from octavo.train.trainer import Trainer
-from processes import gloo  # noqa: F401  a fixture
 
 GUARDED = {
     "run": {"steps": 34, "save_every": 5},
@@ -310,17 +308,3 @@ def test_it_needs_checkpoints(make_config):
         ConfigError, match=r"guard.spike = 8 rolls back to checkpoints, and run.save_every = 0 saves none"
     ):
         make_config(guard={"spike": 8.0})
-
-
-def ranks_job(tables, out):
-    with harder(*LASTING):
-        return run(parse_config(tables), out=Path(out)).steps
-
-
-@pytest.mark.dist
-@pytest.mark.slow
-def test_ranks_go_back_together(gloo, make_config, tmp_path):  # noqa: F811
-    settings = make_config(**GUARDED, precision={"level": "fp8"}).model_dump(exclude_none=True)
-    assert gloo.run(ranks_job, 2, settings, str(tmp_path)) == [34, 34]
-    assert [(event["step"], event["event"]) for event in read_events(tmp_path)] == [(29, "rollback")]
-    assert read_trainer_state(latest_checkpoint(tmp_path))["skipped_batches"] == 9

@@ -1,9 +1,9 @@
 """What goes with every mesh: dropout, checkpointing, comparisons, remainders of a batch, guard, faults and kills."""
 
 import os
-import re
 import shutil
 import signal
+import tomllib
 from pathlib import Path
 from unittest import mock
 
@@ -11,10 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from test_guard import GUARDED, LASTING
-from test_hybrid import LAYOUTS, MIXTRAL, MLP, PIPELINE, moves, piloted_job, settings, slow  # noqa: F401  a fixture
-from test_ranks import job, losses, same, state, tables  # noqa: F401  a fixture
+from test_hybrid import LAYOUTS, MLP, moves, piloted_job, slow
+from test_ranks import job, losses, same, state
+from tiny_runs import MIXTRAL, PIPELINE
 
-from octavo.experiments.compare_runs import compare, make_arms
 from octavo.parallel.pipeline_model import SCHEDULES, ZERO_BUBBLE
 from octavo.parallel.tensor_parallel_plan import partial_parameters
 from octavo.tensor import local_tensor
@@ -28,10 +28,7 @@ from octavo.train.record.metrics import read_events
 from octavo.train.record.progress import NullProgress
 from octavo.train.record.statistics import read_statistics
 from octavo.train.trainer import Trainer
-from processes import (
-    Failed,
-    gloo,  # noqa: F401  a fixture
-)
+from processes import Failed
 
 pytestmark = pytest.mark.dist
 MESHES = LAYOUTS | {"ep": (2, {"ep": 2}), "ep-fsdp": (4, {"ep": 2})}
@@ -41,7 +38,7 @@ DROPOUT = {"residual_dropout": 0.2, "embedding_dropout": 0.1}
 
 
 @pytest.fixture
-def dropping(settings):  # noqa: F811
+def dropping(settings):
     """A run of a model with dropout on a mesh."""
 
     def make(layout, attention=0.1, **sections):
@@ -61,7 +58,7 @@ SOME = ["tp", "pp", *map(slow, ("tp-whole", "tp-fsdp", "pp-tp", "pp-fsdp", "cp",
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", SOME)
-def test_checkpointing_recomputes_with_the_same_dropout(gloo, dropping, tmp_path, layout):  # noqa: F811
+def test_checkpointing_recomputes_with_the_same_dropout(gloo, dropping, tmp_path, layout):
     """Losses are bitwise those without it; so are those of a resumed run."""
     for name in ("none", "full"):
         made = dropping(layout, precision={"level": "fp8", "checkpointing": name}, run={"save_every": 3})
@@ -77,7 +74,7 @@ def test_checkpointing_recomputes_with_the_same_dropout(gloo, dropping, tmp_path
 
 
 @pytest.mark.slow
-def test_ranks_with_all_tokens_drop_the_same(gloo, dropping, tmp_path):  # noqa: F811
+def test_ranks_with_all_tokens_drop_the_same(gloo, dropping, tmp_path):
     """Losses are those of one process, whose masks of the residual stream are the same."""
     made = dropping("tp-whole", attention=0.0)
     gloo.run(job, 2, made, str(tmp_path / "ranks"))
@@ -85,7 +82,7 @@ def test_ranks_with_all_tokens_drop_the_same(gloo, dropping, tmp_path):  # noqa:
     assert losses(tmp_path / "ranks") == pytest.approx(losses(tmp_path / "one"), rel=2e-3)
 
 
-def masks_job(tables):  # noqa: F811
+def masks_job(tables):
     """Which values of the residual stream this rank drops in a step, and its replicated parameters after two."""
     masks, found = [], {}
     make = trainer_module.make_optimizer
@@ -114,7 +111,7 @@ def masks_job(tables):  # noqa: F811
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["tp-fsdp", "tp"])
-def test_ranks_with_other_tokens_drop_others(gloo, dropping, layout):  # noqa: F811
+def test_ranks_with_other_tokens_drop_others(gloo, dropping, layout):
     """And ranks that hold the same parameters update them alike."""
     ranks = gloo.run(masks_job, MESHES[layout][0], dropping(layout))
     masks = [mask for mask, _ in ranks]
@@ -125,45 +122,11 @@ def test_ranks_with_other_tokens_drop_others(gloo, dropping, layout):  # noqa: F
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["tp", "tp-whole", "tp-fsdp", "pp", "pp-fsdp", "pp-tp"])
-def test_twenty_losses(gloo, settings, tmp_path, layout):  # noqa: F811
-    """With parameters in fp32, whose updates no rounding hides: within 0.15 % of one process."""
-    precision = {"level": "fp8", "parameters": "fp32"}
-    made = settings(parallel=MESHES[layout][1], precision=precision, run={"steps": 20}, optim={"micro_batches": 2})
-    gloo.run(job, MESHES[layout][0], made, str(tmp_path / "ranks"), timeout=240.0)
-    job(made | {"parallel": {}}, tmp_path / "one")
-    assert losses(tmp_path / "ranks") == pytest.approx(losses(tmp_path / "one"), rel=1.5e-3)
-
-
-def compare_job(path, out, arms):
-    comparison = compare(make_arms(path, [], arms, "2"), Path(out))
-    return comparison.exit_code, comparison.arms[0].losses.test.gaps
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", ["pp", "tp", "tp-whole", "tp-fsdp", "cp", "ep", "pp-tp"])
-def test_comparisons(gloo, settings, tmp_path, layout):  # noqa: F811
-    """Gaps of a mesh are those of one process within 0.3 %."""
-    world, parallel = MESHES[layout]
-    plain = "fp8" if "ep" in parallel else "bf16"  # experts in bf16 cannot be distributed
-    for name, there in (("ranks", parallel), ("one", {})):
-        made = settings("mixtral" if "ep" in parallel else "llama", parallel=there, optim={"micro_batches": 2})
-        if "pp" in parallel:
-            made["model"]["config"] = PIPELINE
-        (tmp_path / f"{name}.toml").write_text(parse_config(made).to_toml())
-    arms = (f"plain:precision.level={plain}", "blockwise:precision.level=fp8 precision.recipe=rowwise_hp_wgrad")
-    ranks = gloo.run(compare_job, world, str(tmp_path / "ranks.toml"), str(tmp_path / "ranks"), arms, timeout=300.0)
-    assert all(verdict == ranks[0] for verdict in ranks)
-    _, gaps = compare_job(str(tmp_path / "one.toml"), tmp_path / "one", arms)
-    assert ranks[0][1] == pytest.approx(gaps, abs=0.3)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "schedule"),
     [*(("pp", name) for name in SCHEDULES), ("pp-fsdp", "1F1B"), ("pp-tp", "1F1B")],
 )
-def test_the_stages_of_a_pipeline_evaluate(gloo, dropping, tmp_path, layout, schedule):  # noqa: F811
+def test_the_stages_of_a_pipeline_evaluate(gloo, dropping, tmp_path, layout, schedule):
     """Losses of held-out text are those of one process, and training is bitwise that without them."""
     world, parts = MESHES[layout][0], {"micro_batches": 4, "batch": 8, "ema": 0.9}
     made = dropping(layout, optim=parts, precision={"level": "fp8"}, run={"steps": 4})
@@ -185,7 +148,7 @@ def test_the_stages_of_a_pipeline_evaluate(gloo, dropping, tmp_path, layout, sch
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["tp", "pp-tp", "tp-whole", "tp-fsdp", "cp"])
-def test_the_last_batch_of_an_evaluation(gloo, settings, tmp_path, layout):  # noqa: F811
+def test_the_last_batch_of_an_evaluation(gloo, settings, tmp_path, layout):
     """Six rows for batches of ten, so that ranks and micro-batches have five or one: losses are those of one process.
 
     In high precision, where a row too many or too few would show.
@@ -210,26 +173,16 @@ def test_the_last_batch_of_an_evaluation(gloo, settings, tmp_path, layout):  # n
 
 
 @pytest.mark.parametrize("name", ["tp", "pp", "cp", "ep"])
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        ({"packing": "documents"}, 'data.packing = "documents" with parallel.{} = 2: only data parallelism keeps'),
-        ({"packing": "none"}, 'data.packing = "none" with parallel.{} = 2: only data parallelism keeps'),
-        ({"format": "messages"}, 'data.format = "messages" with parallel.{} = 2: only data parallelism weighs'),
-    ],
-    ids=str,
-)
-def test_targets_that_do_not_count_need_data_parallelism(settings, name, data, message):  # noqa: F811
+@pytest.mark.parametrize("data", ['packing = "documents"', 'packing = "none"', 'format = "messages"'])
+def test_targets_that_do_not_count_need_data_parallelism(settings, name, data):
     """On every rank alike: before any of them starts."""
     made = settings(optim={"micro_batches": 2})
-    with pytest.raises(ConfigError, match=re.escape(message.format(name))):
-        parse_config(made | {"parallel": {name: 2}, "data": made["data"] | data})
+    made |= {"parallel": {name: 2}, "data": made["data"] | tomllib.loads(data)}
+    with pytest.raises(ConfigError, match=f"data.{data} with parallel.{name} = 2: only data parallelism"):
+        parse_config(made)
 
 
-LAYOUTS_AND_EXPERTS = LAYOUTS | {"ep": (2, {"ep": 2})}
-
-
-def spoiled_job(tables, out):  # noqa: F811
+def spoiled_job(tables, out):
     """A run whose loss is three times larger on the batches of a spike."""
     take = Trainer.forward_backward
 
@@ -240,7 +193,7 @@ def spoiled_job(tables, out):  # noqa: F811
         run(parse_config(tables), out=Path(out))
 
 
-def without_job(tables, out, first, count):  # noqa: F811
+def without_job(tables, out, first, count):
     """A run whose data never had the batches of the spike."""
     batch = Corpus.batch
 
@@ -253,9 +206,9 @@ def without_job(tables, out, first, count):  # noqa: F811
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["tp", "tp-whole", "pp", "pp-tp", "cp", "ep"])
-def test_all_ranks_roll_back_after_a_spike(gloo, settings, tmp_path, layout):  # noqa: F811
+def test_all_ranks_roll_back_after_a_spike(gloo, settings, tmp_path, layout):
     """To the checkpoint before it, and on as if its batches had never been, bit for bit."""
-    world, parallel = LAYOUTS_AND_EXPERTS[layout]
+    world, parallel = MESHES[layout]
     family = "mixtral" if layout == "ep" else "llama"
     guarded = GUARDED | {"optim": GUARDED["optim"] | {"micro_batches": 2}}
     made = settings(family, parallel=parallel, **guarded)
@@ -273,7 +226,7 @@ RANKS = LAYOUTS | {"fsdp": (2, {}), "ddp": (2, {"dp_replicate": 2, "dp_shard": 1
 @pytest.mark.parametrize(
     "layout", ["fsdp", "tp-fsdp", "ddp", "tp", "tp-whole", "cp", "cp-fsdp", "pp", "pp-fsdp", "pp-tp"]
 )
-def test_the_autopilot_equalizes_layers(gloo, settings, tmp_path, layout):  # noqa: F811
+def test_the_autopilot_equalizes_layers(gloo, settings, tmp_path, layout):
     """As in one process, although layers that ranks hold together have no channel scales in the repeated step."""
     world, parallel = RANKS[layout]
     piloted = {"level": "fp8", "autopilot": True}
@@ -288,7 +241,7 @@ def test_the_autopilot_equalizes_layers(gloo, settings, tmp_path, layout):  # no
 @pytest.mark.thorough
 @pytest.mark.parametrize("layout", ["pp", slow("pp-tp"), slow("pp-fsdp")])
 @pytest.mark.parametrize("recipe", ["rowwise", slow("rowwise_equalized")])
-def test_statistics_of_the_first_step_of_a_pipeline(gloo, settings, tmp_path, layout, recipe):  # noqa: F811
+def test_statistics_of_the_first_step_of_a_pipeline(gloo, settings, tmp_path, layout, recipe):
     """torch infers shapes in it, on uninitialized memory."""
     world, parallel = LAYOUTS[layout]
     precision = {"level": "fp8", "recipe": recipe}
@@ -312,33 +265,7 @@ def test_statistics_of_the_first_step_of_a_pipeline(gloo, settings, tmp_path, la
 DDP = {"dp_shard": 1, "dp_replicate": 2}
 
 
-def broken_stage_job(tables, out):  # noqa: F811
-    """A run whose last block raises an error."""
-    make = trainer_module.make_optimizer
-
-    def fail(module, args):
-        raise RuntimeError("shapes do not fit")
-
-    def hooked(model, *args):
-        if (block := dict(model.named_modules()).get("model.layers.3.mlp")) is not None:
-            block.register_forward_pre_hook(fail)
-        return make(model, *args)
-
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(ConfigError) as error:
-        patch.setattr(trainer_module, "make_optimizer", hooked)
-        run(parse_config(tables), out=Path(out))
-    return str(error.value)
-
-
-@pytest.mark.thorough
-def test_a_stage_that_cannot_run_ends_all(gloo, settings, tmp_path):  # noqa: F811
-    made = settings(parallel={"pp": 2}, optim={"micro_batches": 2})
-    texts = gloo.run(broken_stage_job, 2, made, str(tmp_path / "out"))
-    assert texts[0] == texts[1]
-    assert "rank 1: the model cannot run a batch of [4, 16]: shapes do not fit" in texts[0]
-
-
-def killed_job(tables, out, step):  # noqa: F811
+def killed_job(tables, out, step):
     """Rank 1 is killed when a step begins; the others leave the text of their error in a file and exit."""
     train_step = Trainer.train_step
 
@@ -356,7 +283,7 @@ def killed_job(tables, out, step):  # noqa: F811
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES)
-def test_a_rank_that_is_killed(gloo, settings, tmp_path, monkeypatch, mesh):  # noqa: F811
+def test_a_rank_that_is_killed(gloo, settings, tmp_path, monkeypatch, mesh):
     """The others raise an error long before the timeout of ten minutes, and all resume as if nothing had been."""
     monkeypatch.setattr("processes._AFTER_THE_FIRST", 90.0)
     world, parallel = MESHES[mesh]
@@ -373,7 +300,7 @@ def test_a_rank_that_is_killed(gloo, settings, tmp_path, monkeypatch, mesh):  # 
     assert same(state(made, last[0]), state(made, last[1]))
 
 
-def overflowing_job(tables, out, step, rank):  # noqa: F811
+def overflowing_job(tables, out, step, rank):
     """A run of which one rank's layers make an infinity in a step; losses, and parameters that this rank then has."""
     train_step, kept = Trainer.train_step, []
 
@@ -400,7 +327,7 @@ def overflowing_job(tables, out, step, rank):  # noqa: F811
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("mesh", ["tp", "pp", *map(slow, ("tp-whole", "tp-fsdp", "pp-tp", "pp-fsdp", "cp", "ep"))])
-def test_all_ranks_skip_a_step_that_one_overflows(gloo, settings, tmp_path, mesh):  # noqa: F811
+def test_all_ranks_skip_a_step_that_one_overflows(gloo, settings, tmp_path, mesh):
     """One stage, one rank of tensor parallelism or one rank's tokens; no rank's parameters change in that step."""
     world, parallel = MESHES[mesh]
     precision = {"level": "fp8", "parameters": "fp32", "loss_scale": "dynamic"}
@@ -411,7 +338,7 @@ def test_all_ranks_skip_a_step_that_one_overflows(gloo, settings, tmp_path, mesh
     assert [row.step for row in read_metrics(tmp_path / "out") if row.skipped] == [4]
 
 
-def reduced_nan_job(tables, out, step):  # noqa: F811
+def reduced_nan_job(tables, out, step):
     """Steps that a run skipped, and its parameters, where one copy alone has a NaN after gradients were reduced."""
     forward_backward, models = Trainer.forward_backward, []
 
@@ -429,7 +356,7 @@ def reduced_nan_job(tables, out, step):  # noqa: F811
 
 
 @pytest.mark.thorough
-def test_all_copies_skip_a_step_in_which_one_has_a_nan(gloo, settings, tmp_path):  # noqa: F811
+def test_all_copies_skip_a_step_in_which_one_has_a_nan(gloo, settings, tmp_path):
     """The norm is summed over the ranks, so DDP's copies, which nothing reduces again, decide together."""
     made = settings(parallel=DDP, precision={"level": "fp8", "parameters": "fp32", "loss_scale": "dynamic"})
     (skipped, one), (other_skipped, other) = gloo.run(reduced_nan_job, 2, made, str(tmp_path / "out"), 3)

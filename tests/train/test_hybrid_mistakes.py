@@ -5,70 +5,76 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from test_hybrid import PIPELINE, settings  # noqa: F401  a fixture
-from test_ranks import job, losses, mistakes_job, tables  # noqa: F401  a fixture
+from test_ranks import job, losses, mistakes_job
+from tiny_runs import GPT2, PIPELINE
 
 from octavo.train import ConfigError, parse_config, run
-from processes import gloo  # noqa: F401  a fixture
 
 pytestmark = pytest.mark.dist
 PARTS = {"optim": {"micro_batches": 2}}
 UNTIED = {"tie_word_embeddings": False}
 TENSORWISE = {"precision": {"level": "fp8", "recipe": "tensorwise"}}
+DELAYED = {"precision": {"level": "fp8", "recipe": "delayed"}}
+THREE_HEADS = {"hidden_size": 192, "num_attention_heads": 3, "num_key_value_heads": 3}
+LOOPED = {"pp": 2, "schedule": "LoopedBFS"}
+DUAL = {"pp": 2, "schedule": "DualPipeV", "dp_shard": 1}
+# Model, [parallel], other sections, fields of the model, what the error says.
 MISTAKES = [
+    ("llama", {"tp": 4}, {}, {}, "parallel.tp = 4 does not divide the 2 processes: take [1, 2]"),
+    ("llama", {"tp": 2, "pp": 2}, PARTS, {}, "parallel.tp × cp × pp = 4 does not divide the 2 processes: take [1, 2]"),
+    ("llama", {"tp": 2, "dp_shard": 2}, {}, {}, "does not equal the world size 1"),
+    ("llama", {"dp_replicate": 3}, {}, {}, "parallel.dp_replicate = 3"),
+    ("llama", {}, {"optim": {"batch": 3}}, {}, "optim.batch = 3 sequences in 1 micro-batches cannot be shared by 2"),
     (
-        {"tp": 2},
+        "llama",
         {},
-        {"hidden_size": 192, "num_attention_heads": 3, "num_key_value_heads": 3},
-        "Fp8ColwiseParallel: heads = 3 is not divided by 2 ranks of tensor parallelism: take one of [1] ranks",
+        {"optim": {"batch": 4, "micro_batches": 4}},
+        {},
+        "to a multiple of 8, as 8, or optim.micro_batches = 2",
     ),
-    ({"tp": 2}, {}, {"num_key_value_heads": 1}, "Fp8ColwiseParallel: heads = 1 is not divided by 2 ranks"),
-    ({"tp": 2}, {}, {"intermediate_size": 255}, "out_features = 255 is not divided by 2 ranks of tensor parallelism"),
-    ({"tp": 2}, {"precision": {"level": "fp8", "recipe": "delayed"}}, {}, "recipe 'delayed' has one scale per tensor"),
-    ({"tp": 2}, TENSORWISE, {}, "recipe 'tensorwise' has one scale per tensor"),
-    ({"pp": 2}, PARTS | TENSORWISE, UNTIED, "recipe 'tensorwise', whose scales per tensor would depend on how a batch"),
+    ("llama", {}, {"data": {"source": "nothing-*.txt"}}, {}, "matches no file"),
+    ("llama", {"tp": 2}, {}, THREE_HEADS, "heads = 3 is not divided by 2 ranks of tensor parallelism: take one of [1]"),
+    ("llama", {"tp": 2}, {}, {"intermediate_size": 255}, "out_features = 255 is not divided by 2 ranks of tensor"),
+    ("llama", {"tp": 2}, TENSORWISE, {}, "recipe 'tensorwise' has one scale per tensor"),
+    ("llama", {"tp": 2}, {"data": {"sequence_length": 15}}, {}, "data.sequence_length = 15 is not divided by"),
+    ("llama", {"cp": 2}, {"data": {"sequence_length": 15}}, {}, "parallel.cp = 2: set it to a multiple, as 16"),
+    ("llama", {"cp": 2}, {}, {"num_key_value_heads": 1}, "2 ranks do not divide the 4 heads of queries and 1 of keys"),
+    ("llama", {"ep": 2}, {}, {}, "[parallel]: expert_parallel distributes experts"),
+    ("mixtral", {"ep": 2}, {"precision": {}}, {}, 'precision.level = "bf16"'),
+    ("mixtral", {"ep": 2}, {}, {"num_local_experts": 3}, "cannot share the 3 experts of 'model.layers.0.mlp.experts'"),
+    ("gpt2", {"tp": 2}, {}, {}, "has no plan for tensor parallelism"),
+    ("gpt2", {"pp": 2}, PARTS, {}, "parallel.pp: GPT2LMHeadModel cannot be a pipeline"),
+    ("llama", {"pp": 2}, {}, {}, "optim.micro_batches = 1 do not fill a pipeline of parallel.pp = 2"),
+    ("llama", DUAL, PARTS, UNTIED, "parallel.pp = 2 with schedule DualPipeV: set it to 4"),
     (
+        "llama",
         {"pp": 2},
-        PARTS | {"precision": {"level": "fp8", "recipe": "delayed"}},
+        PARTS | DELAYED,
         UNTIED,
-        "has recipe 'delayed', whose scales per tensor would depend on how a batch is cut into micro-batches",
+        "recipe 'delayed', whose scales per tensor would depend on how a batch",
     ),
-    ({"cp": 2}, {}, {"num_key_value_heads": 1}, "2 ranks do not divide the 4 heads of queries and 1 of keys"),
-    (
-        {"pp": 2, "schedule": "LoopedBFS"},
-        {"optim": {"micro_batches": 4}},
-        UNTIED | {"num_hidden_layers": 3},
-        "has 3 blocks, fewer than 4 stages: use fewer ranks, or a schedule with one stage per rank (GPipe, 1F1B)",
-    ),
-    (
-        {"pp": 2, "schedule": "DualPipeV", "dp_shard": 1},
-        {"optim": {"micro_batches": 2}},
-        UNTIED,
-        "optim.micro_batches = 2 do not fill a pipeline of parallel.pp = 2 with schedule DualPipeV: set it to 4",
-    ),
-    ({"pp": 2}, PARTS, {"tie_word_embeddings": True}, "set tie_word_embeddings = false"),
-]
-EXPERTS = [
-    ({"ep": 2}, {}, {"num_local_experts": 3}, "cannot share the 3 experts of 'model.layers.0.mlp.experts' equally"),
-    ({"pp": 2}, PARTS, UNTIED | {"output_router_logits": True}, "adds a loss of the routers of all blocks"),
+    ("llama", LOOPED, {"optim": {"micro_batches": 4}}, UNTIED | {"num_hidden_layers": 3}, "has 3 blocks, fewer than 4"),
+    ("llama", {"pp": 2}, PARTS, {"tie_word_embeddings": True}, "set tie_word_embeddings = false"),
+    ("mixtral", {"pp": 2}, PARTS, UNTIED | {"output_router_logits": True}, "adds a loss of the routers of all blocks"),
+    ("llama", {}, {}, {}, "the output folder"),
 ]
 
 
 @pytest.mark.thorough
-def test_sizes_that_ranks_cannot_share(gloo, settings, tmp_path):  # noqa: F811
-    cases, texts = [], []
-    for family, mistakes in (("llama", MISTAKES), ("mixtral", EXPERTS)):
-        for parallel, sections, changes, text in mistakes:
-            made = settings(family, parallel=parallel, **sections)
-            made["model"]["config"] = made["model"]["config"] | changes
-            cases.append(made)
-            texts.append(text)
-    for messages in gloo.run(mistakes_job, 2, cases, str(tmp_path)):
-        for message, text in zip(messages, texts, strict=True):
-            assert text in message, message
+def test_what_ranks_cannot_share_is_an_error_on_all(gloo, settings, tmp_path):
+    cases = []
+    for family, parallel, sections, changes, _ in MISTAKES:
+        made = settings(family, parallel=parallel, **sections)
+        made["model"] = GPT2 if family == "gpt2" else made["model"] | {"config": made["model"]["config"] | changes}
+        cases.append(made)
+    (tmp_path / str(len(cases) - 1)).write_text("a file")
+    for texts in gloo.run(mistakes_job, 2, cases, str(tmp_path)):
+        for text, (*_, message) in zip(texts, MISTAKES, strict=True):
+            assert message in text, text
+    assert not list(tmp_path.rglob("step-*"))
 
 
-def stage_job(tables, out):  # noqa: F811
+def stage_job(tables, out):
     """The error, with notes, of a run whose second stage cannot compute, raised by an operation of DTensors."""
     from transformers.models.llama.modeling_llama import LlamaMLP
 
@@ -82,7 +88,7 @@ def stage_job(tables, out):  # noqa: F811
 
 
 @pytest.mark.thorough
-def test_a_stage_that_cannot_run_is_no_lost_rank(gloo, settings, tmp_path):  # noqa: F811
+def test_a_stage_that_cannot_run_is_no_lost_rank(gloo, settings, tmp_path):
     made = settings("llama", parallel={"pp": 2}, **PARTS)
     made["model"]["config"] = PIPELINE
     other, failing = gloo.run(stage_job, 2, made, str(tmp_path / "run"))
@@ -90,7 +96,7 @@ def test_a_stage_that_cannot_run_is_no_lost_rank(gloo, settings, tmp_path):  # n
     assert failing == ("RuntimeError", "this layer cannot run", "every rank was alive after this error")
 
 
-def differing_job(tables, out, differences):  # noqa: F811
+def differing_job(tables, out, differences):
     """The error of each setting, or variable of the environment, that only the second rank changes."""
     messages, last = [], dist.get_rank() == 1
     for key, value in differences.items():
@@ -105,7 +111,7 @@ def differing_job(tables, out, differences):  # noqa: F811
     return messages
 
 
-def test_settings_that_differ_between_ranks(gloo, settings, tmp_path):  # noqa: F811
+def test_settings_that_differ_between_ranks(gloo, settings, tmp_path):
     differences = {
         "parallel.tp": 1, "parallel.sequence_parallel": False, "parallel.schedule": "GPipe", "parallel.fp8_comm": "off",
         "optim.micro_batches": 4, "precision.recipe": "blockwise", "run.seed": 9, "OCTAVO_CPU_PRODUCTS": "fast",
@@ -137,13 +143,15 @@ REMAINDERS = {
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, marks=[pytest.mark.slow] * case.startswith(("one token in", "words that")))
+        pytest.param(
+            case, marks=[pytest.mark.slow] * case.startswith(("one token in", "one token for all", "words that"))
+        )
         for case in REMAINDERS
     ],
 )
-def test_remainders_train_as_one_process_does(gloo, settings, tmp_path, case):  # noqa: F811
+def test_remainders_train_as_one_process_does(gloo, settings, tmp_path, case):
     family, parallel, sections = REMAINDERS[case]
-    made = settings(family, parallel=parallel, run={"steps": 4}, **sections)
+    made = settings(family, parallel=parallel, run={"steps": 3}, **sections)
     if "blocks" in case:
         made["model"]["config"] = PIPELINE | {"num_hidden_layers": 3}
     if "width" in case:

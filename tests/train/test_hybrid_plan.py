@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from test_hybrid import MIXTRAL, PIPELINE, settings  # noqa: F401  a fixture
-from test_ranks import tables  # noqa: F401  a fixture
+from tiny_runs import MIXTRAL, PIPELINE
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.utils._pytree import tree_leaves
 
@@ -18,7 +17,6 @@ from octavo.train.ranks import Ranks
 from octavo.train.record.progress import NullProgress
 from octavo.train.run_plan import TraceCache, plan_configured
 from octavo.train.trainer import Trainer
-from processes import gloo  # noqa: F401  a fixture
 
 pytestmark = pytest.mark.dist
 NAMES = {"all-gather": "_allgather_base_", "reduce-scatter": "_reduce_scatter_base_", "all-to-all": "alltoall_base_"}
@@ -51,7 +49,7 @@ class Recording(Timeline):
         return out
 
 
-def measured(tables):  # noqa: F811
+def measured(tables):
     """Bytes of parameters, states and most activations of this rank, and what it sends."""
     config, device = parse_config(tables), torch.device("cpu")
     rank = torch.distributed.get_rank()
@@ -77,7 +75,7 @@ def measured(tables):  # noqa: F811
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_what_a_rank_holds_and_sends(gloo, settings, layout):  # noqa: F811
+def test_what_a_rank_holds_and_sends(gloo, settings, layout):
     world, parallel = LAYOUTS[layout]
     family = "mixtral" if "ep" in parallel else "llama"
     own = settings(family, parallel=parallel, optim={"batch": 8, "micro_batches": 4 if "pp" in parallel else 1})
@@ -124,7 +122,7 @@ def test_bubbles_of_torchs_schedules(schedule, bubble):
     assert seconds / (8 * 3) - 1 == pytest.approx(bubble)
 
 
-def test_the_plan_refuses_what_a_run_refuses(settings):  # noqa: F811
+def test_the_plan_refuses_what_a_run_refuses(settings):
     with pytest.raises(ConfigError, match="does not divide the 4 processes"):
         plan_configured(parse_config(settings(parallel={"tp": 3})), gpu="h100", gpus=4)
     with pytest.raises(ConfigError, match="ep distributes experts that compute in FP8"):
@@ -132,7 +130,7 @@ def test_the_plan_refuses_what_a_run_refuses(settings):  # noqa: F811
         plan_configured(parse_config(bf16), gpu="h100", gpus=4)
 
 
-def test_shapes_that_dtensor_infers_are_no_memory(settings):  # noqa: F811
+def test_shapes_that_dtensor_infers_are_no_memory(settings):
     """It infers each once in a process, on whole tensors: a first plan is as a second."""
     config = settings(parallel={"tp": 2})
     config["model"]["config"] = PIPELINE | {"num_hidden_layers": 6, "vocab_size": VOCABULARY}
@@ -143,7 +141,7 @@ def test_shapes_that_dtensor_infers_are_no_memory(settings):  # noqa: F811
 
 
 @pytest.mark.slow
-def test_ranks_that_share_layers_compute_as_much_as_one(settings):  # noqa: F811
+def test_ranks_that_share_layers_compute_as_much_as_one(settings):
     """The gradients of weights that are DTensors as well; the model's FLOPs do not depend on who computes them."""
     flops = []
     for parallel in ({}, {"tp": 2}, {"tp": 2, "sequence_parallel": False}, {"cp": 2}, {"pp": 2}):
@@ -156,13 +154,13 @@ def test_ranks_that_share_layers_compute_as_much_as_one(settings):  # noqa: F811
 
 
 @pytest.mark.slow
-def test_layouts_share_traces(settings, monkeypatch):  # noqa: F811
+def test_layouts_share_traces(settings, monkeypatch):
     """Pipelines on other numbers of GPUs trace nothing again; their plans are those that stand alone."""
     traced, original = [], run_plan._step_on_blocks
     monkeypatch.setattr(run_plan, "_step_on_blocks", lambda *args: traced.append(args[-2]) or original(*args))
     cache, counts = TraceCache(), []
     for layers, gpus, parallel in ((8, 2, {"pp": 2}), (8, 8, {"pp": 2}), (12, 4, {"pp": 2, "schedule": "GPipe"})):
-        tables = settings(parallel=parallel, optim={"batch": 16, "micro_batches": 16 // gpus})  # noqa: F811
+        tables = settings(parallel=parallel, optim={"batch": 16, "micro_batches": 16 // gpus})
         tables["model"]["config"] = PIPELINE | {"num_hidden_layers": layers, "vocab_size": VOCABULARY}
         config = parse_config(tables)
         alone, before = plan_configured(config, gpu="h100", gpus=gpus), len(traced)
@@ -174,9 +172,9 @@ def test_layouts_share_traces(settings, monkeypatch):  # noqa: F811
 
 @pytest.mark.parametrize("gpus", [pytest.param(1, marks=pytest.mark.slow), 8])
 @pytest.mark.slow
-def test_first_blocks_that_differ_are_traced_once(settings, gpus):  # noqa: F811
+def test_first_blocks_that_differ_are_traced_once(settings, gpus):
     """Three dense blocks before four with experts, sharded or not."""
-    tables = settings(optim={"batch": 16, "micro_batches": 2})  # noqa: F811
+    tables = settings(optim={"batch": 16, "micro_batches": 2})
     tables["model"] = {"type": "deepseek_v3", "config": DEEPSEEK}
     plan = plan_configured(parse_config(tables), gpu="h100", gpus=gpus).memory
     with pytest.MonkeyPatch.context() as patch:

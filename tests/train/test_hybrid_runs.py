@@ -8,7 +8,6 @@ from test_ranks import losses
 
 from bf16_products import Float32Products
 from octavo.train.checkpoint.retention import checkpoints
-from processes import gloo  # noqa: F401  a fixture
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 SHAPE = {
@@ -75,7 +74,7 @@ def final(out):
 
 
 @pytest.mark.parametrize("family", MODELS)
-def test_fp8_on_a_hybrid_mesh_is_within_the_noise_of_seeds(gloo, tmp_path, family):  # noqa: F811
+def test_fp8_on_a_hybrid_mesh_is_within_the_noise_of_seeds(gloo, tmp_path, family):
     """At least 95 % of the matrix weights in FP8; the gap to bf16 is less than bf16's own spread over seeds."""
     cache, parallel = tmp_path / "cache", MODELS[family][1]
     plain = {}

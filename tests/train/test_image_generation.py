@@ -14,7 +14,6 @@ from octavo.train.data.images import ImageShape, load_folder
 from octavo.train.record.progress import NullProgress
 from octavo.train.run_plan import plan_memory, plan_step
 from octavo.train.tasks.registry import task_of
-from processes import gloo  # noqa: F401  a fixture
 
 pytest.importorskip("sklearn")
 diffusers = pytest.importorskip("diffusers")
@@ -162,7 +161,7 @@ def test_a_run_resumes_bit_for_bit_and_exports_to_diffusers(tmp_path):
 @pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.parametrize("copies", [1, 2])
-def test_two_ranks_share_the_images(gloo, tmp_path, copies):  # noqa: F811
+def test_two_ranks_share_the_images(gloo, tmp_path, copies):
     settings = tables(optim={"micro_batches": 2, "lr": 1e-3}, precision={"parameters": "fp32"}, eval={"every": 3})
     parallel = {"fp8_comm": "off", "dp_replicate": copies}
     two = gloo.run(job, 2, settings | {"parallel": parallel}, str(tmp_path / "two"), timeout=300.0)

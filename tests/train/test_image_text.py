@@ -19,7 +19,6 @@ from octavo.train.run_plan import plan_memory
 from octavo.train.tasks.images import EXACT_MATCH, ImageTextTask
 from octavo.train.tasks.registry import task_of
 from octavo.train.trainer import Trainer
-from processes import gloo  # noqa: F401  a fixture
 
 pytest.importorskip("sklearn")
 Image = pytest.importorskip("PIL.Image")
@@ -248,7 +247,7 @@ def test_a_run_measures_resumes_and_is_the_start_of_the_next_stage(tmp_path):
 @pytest.mark.dist
 @pytest.mark.parametrize("frozen", [[], ["vision_tower"]], ids=["all", "frozen"])
 @pytest.mark.parametrize("layout", ["dp_replicate", "dp_shard"])
-def test_two_ranks_equal_one(gloo, layout, frozen, tmp_path):  # noqa: F811
+def test_two_ranks_equal_one(gloo, layout, frozen, tmp_path):
     settings = tables(
         run={"steps": 4},
         optim={"batch": 128, "micro_batches": 2},

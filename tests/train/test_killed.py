@@ -25,7 +25,7 @@ from octavo.train.checkpoint.store import read_trainer_state
 from octavo.train.guard import steps_in_a_row
 from octavo.train.record import metrics
 from octavo.train.trainer import Trainer
-from processes import Failed, gloo  # noqa: F401  a fixture
+from processes import Failed
 
 LAYER = "model.layers.0.mlp.up_proj"
 LASTING = steps_in_a_row(16)
@@ -265,7 +265,7 @@ def ranks_job(tables, out, kill=None, rank=0):
 def undisturbed_ranks(tmp_path_factory):
     trained = {}
 
-    def get(name, tables, gloo):  # noqa: F811
+    def get(name, tables, gloo):
         if name not in trained:
             trained[name] = tmp_path_factory.mktemp("undisturbed") / name
             gloo.run(ranks_job, 2, tables, str(trained[name]), timeout=PATIENCE)
@@ -305,7 +305,7 @@ def check_same_shards(whole, out):
     ],
     ids=str,
 )
-def test_a_rank_is_killed(kind, kill, rank, gloo, undisturbed_ranks, make_config, tmp_path):  # noqa: F811
+def test_a_rank_is_killed(kind, kill, rank, gloo, undisturbed_ranks, make_config, tmp_path):
     tables = make_config(**{"guard": GUARDED, "fp16": FP16}[kind]).model_dump(exclude_none=True)
     whole, out = undisturbed_ranks(kind, tables, gloo), tmp_path / "out"
     with pytest.raises(Failed, match=f"rank {rank}: its process died"):

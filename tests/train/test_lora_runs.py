@@ -25,7 +25,6 @@ from octavo.train.frozen import freeze, freeze_unused, frozen_note
 from octavo.train.ranks import Ranks
 from octavo.train.run_plan import plan_memory, plan_step
 from octavo.train.trainer import Trainer
-from processes import gloo  # noqa: F401  a fixture
 
 peft = pytest.importorskip("peft")
 
@@ -230,7 +229,7 @@ def test_a_plan_gathers_resident_weights_in_fp8(make_config):
 @pytest.mark.parametrize(
     "parallel", [{"dp_replicate": 2}, {}, {"fp8_comm": "gather"}], ids=["copies", "shards", "gather"]
 )
-def test_ranks_share_the_batch_and_the_base(gloo, lora_config, tmp_path, parallel, base_format):  # noqa: F811
+def test_ranks_share_the_batch_and_the_base(gloo, lora_config, tmp_path, parallel, base_format):
     lora = {"rank": 4, "base": base_format}
     precision, optim = FP8 | {"parameters": "fp32"}, {"batch": 8, "micro_batches": 2}
     config = lora_config(precision=precision, optim=optim, lora=lora)
@@ -248,7 +247,7 @@ def test_ranks_share_the_batch_and_the_base(gloo, lora_config, tmp_path, paralle
 @pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.parametrize("base_format", ["fp8", "bf16"])
-def test_a_run_on_shards_resumes_bitwise(gloo, lora_config, tmp_path, base_format):  # noqa: F811
+def test_a_run_on_shards_resumes_bitwise(gloo, lora_config, tmp_path, base_format):
     config = lora_config(run={"save_every": 2}, lora={"rank": 4, "base": base_format}, optim={"batch": 8})
     settings = config.model_dump(exclude_none=True)
     gloo.run(job, 2, settings, str(tmp_path / "whole"), timeout=300.0)

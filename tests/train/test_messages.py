@@ -12,7 +12,7 @@ from tiny_runs import LLAMA, At, Recorder, assert_same, load, sentences, termina
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from octavo.nn.causal import IGNORE
-from octavo.train import ConfigError, load_config, run
+from octavo.train import ConfigError, run
 from octavo.train.config.sections import Data
 from octavo.train.data.chat import PLAIN_TEMPLATE, Chat, conversation_text
 from octavo.train.data.source import open_source
@@ -114,14 +114,6 @@ def test_an_answer_that_also_occurs_in_what_comes_before_it(answer, tokenizer):
     assert mask is not None
     texts = [chat.tokenizer.as_transformers().decode(ids[start:stop]) for start, stop in runs(mask.tolist())]
     assert texts == [f"{answer}|"] * 2
-
-
-def test_a_byte_order_mark_is_no_part_of_a_template(make_config, chats, tmp_path):
-    rows = []
-    for encoding in ("utf-8", "utf-8-sig"):
-        (tmp_path / "t.jinja").write_text(TAGGED, encoding=encoding)
-        rows.append(load(make_config(data=chats | {"chat_template": str(tmp_path / "t.jinja")})).row(0, 0)[0])
-    assert torch.equal(*rows)
 
 
 def test_a_template_that_changes_earlier_turns(tokenizer):
@@ -234,13 +226,6 @@ def test_bad_records(case, make_config, chats, tmp_path):
         load(make_config(data=chats | {"source": put(tmp_path / "bad.jsonl", *rows)}))
 
 
-def test_bytes_that_are_not_utf8_are_named_with_their_line(make_config, chats, tmp_path):
-    path = tmp_path / "bad.jsonl"
-    path.write_bytes(json.dumps(OK).encode() + b'\n{"messages": "\xff"}\n')
-    with pytest.raises(ConfigError, match=r"bad.jsonl is not UTF-8 text: byte \d+ in line 2"):
-        load(make_config(data=chats | {"source": str(path)}))
-
-
 TEMPLATES = {
     "none": (None, "a tokenizer that is trained on the data has none: set data.chat_template = \"plain\""),
     "missing file": ("nowhere.jinja", "cannot be read: No such file"),
@@ -259,24 +244,6 @@ def test_bad_templates(case, make_config, chats, tmp_path):
         chats["chat_template"] = str(tmp_path / ("nowhere.jinja" if template == "nowhere.jinja" else "t.jinja"))
     with pytest.raises(ConfigError, match=message):
         load(make_config(data=chats))
-
-
-def test_a_tokenizer_without_a_template(make_config, chats, tmp_path):
-    train_tokenizer([sentences(60)], 290).save(tmp_path / "bare")
-    with pytest.raises(ConfigError, match="needs a chat template, and the tokenizer has none"):
-        load(make_config(data=chats | {"tokenizer": str(tmp_path / "bare")}))
-
-
-@pytest.mark.slow
-def test_the_example(tmp_path):
-    config = load_config("configs/sft-demo.toml", ["run.steps=2", "run.device=cpu", f"data.cache={tmp_path}"])
-    data = load(config)
-    tokenizer = data.tokenizer.as_transformers()
-    inputs, targets = data.batch(1, 0, 64)
-    text = tokenizer.decode(inputs[..., 0].flatten().tolist())
-    learned = tokenizer.decode(targets[targets != IGNORE].tolist())
-    assert "<|user|>\nWhat does `" in text and "<|assistant|>\n" in text
-    assert "What does `" not in learned and learned.count(data.tokenizer.end) > 100
 
 
 ALPACA = {"instruction": "Add.", "input": "1 and 2", "output": "3"}

@@ -21,7 +21,6 @@ from octavo.train.probe import check_causal
 from octavo.train.ranks import Ranks, join_ranks
 from octavo.train.tasks.language import _named
 from octavo.train.trainer import Trainer
-from processes import gloo  # noqa: F401  a fixture
 
 PACKED = {"packing": "documents", "sequence_length": 48}
 
@@ -214,7 +213,7 @@ def test_resume_is_bitwise(
 @pytest.mark.thorough
 @pytest.mark.dist
 @pytest.mark.parametrize("parallel", [{}, {"dp_replicate": 2, "dp_shard": 1}], ids=["fsdp", "ddp"])
-def test_ranks_weigh_by_targets(gloo, parallel, make_config, lines, tmp_path):  # noqa: F811
+def test_ranks_weigh_by_targets(gloo, parallel, make_config, lines, tmp_path):
     """The losses of one process, although the ranks have other numbers of targets."""
     config = make_config(data=PACKED | lines, precision={"parameters": "fp32"}, optim={"micro_batches": 2}, eval={})
     tables = config.model_dump(exclude_none=True)
@@ -243,7 +242,7 @@ def masked_gradient(tables):
 
 @pytest.mark.thorough
 @pytest.mark.dist
-def test_a_rank_with_few_targets_weighs_little(gloo, make_config, lines):  # noqa: F811
+def test_a_rank_with_few_targets_weighs_little(gloo, make_config, lines):
     config = make_config(data=PACKED | lines, precision={"parameters": "fp32"})
     tables = config.model_dump(exclude_none=True)
     loss, gradient = masked_gradient(tables)

@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from test_ranks import job, losses, same, state, tables  # noqa: F401  a fixture
+from test_ranks import job, losses, same, state
 from tiny_runs import Recorder
 
 from octavo.train import ConfigError, NonFiniteError, RunResult, parse_config, run
@@ -31,7 +31,7 @@ from octavo.train.record.metrics import MetricsWriter
 from octavo.train.record.progress import NullProgress
 from octavo.train.tasks import language as language_module
 from octavo.train.trainer import Trainer
-from processes import Failed, gloo  # noqa: F401  a fixture
+from processes import Failed
 
 pytestmark = pytest.mark.dist
 
@@ -53,7 +53,7 @@ def differing_job(by_rank, out):
     return timed_error(job, by_rank[dist.get_rank()], out)[0]
 
 
-def test_a_setting_that_differs_is_named_with_its_ranks(gloo, tables, tmp_path):  # noqa: F811
+def test_a_setting_that_differs_is_named_with_its_ranks(gloo, tables, tmp_path):
     one, other = (tables(optim={"lr": lr}, precision={"level": "fp8"}) for lr in (1e-2, 2e-2))
     for message in gloo.run(differing_job, 3, [one, other, other], str(tmp_path / "out")):
         assert message.startswith("SharedError: the ranks do not train the same: optim.lr = 0.01 on rank 0; 0.02 on ")
@@ -65,7 +65,7 @@ def test_a_setting_that_differs_is_named_with_its_ranks(gloo, tables, tmp_path):
 
 
 @pytest.mark.thorough
-def test_data_that_differs_is_noticed_and_another_place_for_it_is_none(gloo, tables, tmp_path, text_files):  # noqa: F811
+def test_data_that_differs_is_noticed_and_another_place_for_it_is_none(gloo, tables, tmp_path, text_files):
     here, there = (tables(run={"steps": 3}) for _ in range(2))
     there["data"] |= {"source": str(text_files / "[0-9].txt"), "cache": str(tmp_path / "cache")}
     assert gloo.run(differing_job, 2, [here, there], str(tmp_path / "same")) == ["", ""]
@@ -85,7 +85,7 @@ def slow_job(settings, out):
 
 
 @pytest.mark.thorough
-def test_data_may_take_longer_than_a_step(gloo, tables, tmp_path):  # noqa: F811
+def test_data_may_take_longer_than_a_step(gloo, tables, tmp_path):
     assert gloo.run(slow_job, 2, tables(run={"steps": 3}), str(tmp_path / "out")) == [3, 3]
 
 
@@ -100,7 +100,7 @@ def patience_job(settings):
 
 
 @pytest.mark.slow
-def test_every_group_has_the_patience_that_was_asked_for(gloo, tables):  # noqa: F811
+def test_every_group_has_the_patience_that_was_asked_for(gloo, tables):
     settings = tables(parallel={"dp_replicate": 2, "timeout": 77.0, "async_save": True})
     assert gloo.run(patience_job, 4, settings) == [[77.0, 77.0, 77.0]] * 4
 
@@ -125,7 +125,7 @@ def first_fails_job(settings, out, place):
 @pytest.mark.parametrize(
     "place", ["metrics", "result", *(pytest.param(p, marks=pytest.mark.slow) for p in ("settings", "step"))]
 )
-def test_what_the_first_rank_cannot_write_ends_all(gloo, tables, tmp_path, place):  # noqa: F811
+def test_what_the_first_rank_cannot_write_ends_all(gloo, tables, tmp_path, place):
     for message, seconds in gloo.run(first_fails_job, 2, tables(run={"steps": 3}), str(tmp_path / "out"), place):
         assert message.startswith("SharedError: ") and "No space left on device" in message
         assert seconds < 60
@@ -162,7 +162,7 @@ def broken_progress_job(settings, out, method):
         pytest.param("write", marks=pytest.mark.slow),
     ],
 )
-def test_an_error_in_a_progress_or_logger_of_the_first_rank_ends_all(gloo, tables, tmp_path, method):  # noqa: F811
+def test_an_error_in_a_progress_or_logger_of_the_first_rank_ends_all(gloo, tables, tmp_path, method):
     """Of any type: the others would wait for the first one until the timeout."""
     settings = tables(run={"steps": 3}, precision={"level": "fp8"})
     first, second = gloo.run(broken_progress_job, 2, settings, str(tmp_path / "out"), method)
@@ -202,7 +202,7 @@ def left(out):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("save", [{}, {"async_save": True}], ids=str)
-def test_a_full_disk_of_one_rank(gloo, tables, tmp_path, save):  # noqa: F811
+def test_a_full_disk_of_one_rank(gloo, tables, tmp_path, save):
     for message in gloo.run(full_job, 2, tables(parallel=save), str(tmp_path / "out"), [1]):
         assert message.startswith("SharedError: the checkpoint of step 2 cannot be written: "), message
         assert "rank 1: " in message and "GiB are free there" in message
@@ -210,7 +210,7 @@ def test_a_full_disk_of_one_rank(gloo, tables, tmp_path, save):  # noqa: F811
     assert left(tmp_path / "out") == ["step-000001"]
 
 
-def test_a_full_disk_of_one_process(tables, tmp_path):  # noqa: F811
+def test_a_full_disk_of_one_process(tables, tmp_path):
     message = full_job(tables(), tmp_path / "out", [0])
     assert "the checkpoint of step 2 cannot be written: " in message and "GiB are free there" in message
     assert left(tmp_path / "out") == ["step-000001"]
@@ -228,7 +228,7 @@ def elsewhere_job(settings, out):
 
 
 @pytest.mark.thorough
-def test_a_folder_that_machines_do_not_share(gloo, tables, tmp_path):  # noqa: F811
+def test_a_folder_that_machines_do_not_share(gloo, tables, tmp_path):
     for message in gloo.run(elsewhere_job, 2, tables(run={"steps": 3}), str(tmp_path / "out")):
         assert "1 of 2 shards are missing (__1_0.distcp), of what was just written" in message
         assert "a folder that all machines share" in message
@@ -243,7 +243,7 @@ def test_a_folder_that_machines_do_not_share(gloo, tables, tmp_path):  # noqa: F
 @pytest.mark.parametrize(
     "parallel", [{}, {"reshard_after_forward": False}, {"dp_shard": 1, "dp_replicate": 2}], ids=str
 )
-def test_several_ranks_go_on_from_one(gloo, tables, tmp_path, parallel):  # noqa: F811
+def test_several_ranks_go_on_from_one(gloo, tables, tmp_path, parallel):
     """As `run` does it: the model has been tried before its weights are read."""
     settings = tables(run={"steps": 3}, precision={"level": "fp8+activations+optimizer"})
     job(settings, tmp_path / "run")
@@ -258,7 +258,7 @@ def test_several_ranks_go_on_from_one(gloo, tables, tmp_path, parallel):  # noqa
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("parallel", [{}, {"reshard_after_forward": False}], ids=str)
-def test_one_rank_with_its_states_in_host_memory(gloo, tables, tmp_path, parallel):  # noqa: F811
+def test_one_rank_with_its_states_in_host_memory(gloo, tables, tmp_path, parallel):
     settings = tables(run={"steps": 3}, precision={"level": "fp8"})
     gloo.run(job, 1, settings | {"parallel": {"cpu_offload": True} | parallel}, str(tmp_path / "offload"))
     job(settings, tmp_path / "one")
@@ -279,7 +279,7 @@ def damaged_job(settings, folder):
             )
 
 
-def test_a_checkpoint_that_one_rank_cannot_read(gloo, tables, tmp_path):  # noqa: F811
+def test_a_checkpoint_that_one_rank_cannot_read(gloo, tables, tmp_path):
     settings = tables(run={"steps": 3})
     job(settings, tmp_path / "run")
     for message, seconds in gloo.run(damaged_job, 2, settings, str(checkpoints(tmp_path / "run")[-1])):
@@ -298,7 +298,7 @@ def lost_job(settings, out, place):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("place", ["reading", pytest.param("trying", marks=pytest.mark.slow)])
-def test_a_lost_rank_is_neither_a_damaged_checkpoint_nor_a_bad_model(gloo, tables, tmp_path, place):  # noqa: F811
+def test_a_lost_rank_is_neither_a_damaged_checkpoint_nor_a_bad_model(gloo, tables, tmp_path, place):
     settings = tables(run={"steps": 3})
     gloo.run(job, 2, settings, str(tmp_path / "run"))
     with pytest.raises(Failed, match="rank 1: its process died") as failed:
@@ -307,7 +307,7 @@ def test_a_lost_rank_is_neither_a_damaged_checkpoint_nor_a_bad_model(gloo, table
 
 
 @pytest.mark.slow
-def test_a_damaged_checkpoint_is_not_exported(gloo, tables, tmp_path):  # noqa: F811
+def test_a_damaged_checkpoint_is_not_exported(gloo, tables, tmp_path):
     settings = tables(run={"steps": 3})
     job(settings, tmp_path / "one")
     weights = checkpoints(tmp_path / "one")[-1] / "model.safetensors"
@@ -351,7 +351,7 @@ def launcher(monkeypatch):
         dist.destroy_process_group()
 
 
-def test_a_run_that_was_not_begun_is_not_taken_for_one_to_go_on_with(launcher, tables, tmp_path, monkeypatch):  # noqa: F811
+def test_a_run_that_was_not_begun_is_not_taken_for_one_to_go_on_with(launcher, tables, tmp_path, monkeypatch):
     """torchrun starts a process again that refused a folder; the folder is as little this run's as before."""
     settings = tables(run={"steps": 3})
     out = tmp_path / "out"
@@ -368,7 +368,7 @@ def test_a_run_that_was_not_begun_is_not_taken_for_one_to_go_on_with(launcher, t
     assert len(losses(out)) == 4
 
 
-def test_an_interrupt_that_comes_twice_saves(launcher, tables, tmp_path):  # noqa: F811
+def test_an_interrupt_that_comes_twice_saves(launcher, tables, tmp_path):
     """Ctrl-C reaches the processes themselves, and then once more through torchrun."""
 
     class Interrupted(Recorder):
@@ -383,7 +383,7 @@ def test_an_interrupt_that_comes_twice_saves(launcher, tables, tmp_path):  # noq
     assert [path.name for path in checkpoints(tmp_path / "out")] == ["step-000002"]
 
 
-def test_a_run_that_diverged_leaves_no_group(launcher, tables, tmp_path):  # noqa: F811
+def test_a_run_that_diverged_leaves_no_group(launcher, tables, tmp_path):
     with pytest.raises(NonFiniteError):
         job(tables(optim={"lr": 1e38}), tmp_path / "out")
     assert not dist.is_initialized()

@@ -14,7 +14,6 @@ from octavo.train.data.load import load_corpus
 from octavo.train.record.progress import NullProgress
 from octavo.train.sampling import Sampler
 from octavo.train.trainer import Trainer
-from processes import gloo  # noqa: F401  a fixture
 
 SAMPLE = {"every": 4, "prompts": ["the leaf", "", "a printer cuts"], "tokens": 6}
 
@@ -106,7 +105,7 @@ def test_one_prompt_may_be_a_string(make_config):
 @pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.parametrize("layout", [{"dp_shard": 2}, {"dp_replicate": 2, "dp_shard": 1}], ids=str)
-def test_ranks_write_the_same_samples(gloo, layout, make_config, tmp_path):  # noqa: F811
+def test_ranks_write_the_same_samples(gloo, layout, make_config, tmp_path):
     """The same text as one process, and the same training as without."""
     settings = SAMPLE | {"every": 1, "temperature": 0.5, "tokens": 4}
     sections = {"run": {"steps": 3}, "sample": settings, "precision": {"level": "fp8"}}

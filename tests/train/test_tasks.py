@@ -15,7 +15,6 @@ from octavo.train.data.images import ImageShape, load_digits
 from octavo.train.model import check_model
 from octavo.train.run_plan import plan_memory, plan_step
 from octavo.train.tasks.registry import TASKS, task_of
-from processes import gloo  # noqa: F401  a fixture
 
 pytest.importorskip("sklearn")
 
@@ -113,7 +112,7 @@ def test_a_run_measures_and_resumes_bit_for_bit(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.dist
-def test_two_ranks_share_the_images(gloo, tmp_path):  # noqa: F811
+def test_two_ranks_share_the_images(gloo, tmp_path):
     settings = tables(optim={"micro_batches": 2}, precision={"parameters": "fp32"})
     two = gloo.run(job, 2, settings | {"parallel": {"fp8_comm": "off"}}, str(tmp_path / "two"))
     one = job(settings, tmp_path / "one")

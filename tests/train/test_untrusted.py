@@ -26,7 +26,6 @@ from octavo.train.data.load import load_corpus
 from octavo.train.model import build_model
 from octavo.train.ranks import share_on_machine
 from octavo.train.record.progress import NullProgress
-from processes import gloo  # noqa: F401  a fixture
 
 pytestmark = pytest.mark.dist
 
@@ -65,7 +64,7 @@ def runs(tmp_path_factory):
 
 
 @pytest.fixture
-def prepared(gloo, tables, runs, tmp_path):  # noqa: F811
+def prepared(gloo, tables, runs, tmp_path):
     """A copy of a run of one or two ranks; its newest checkpoint."""
 
     def make(ranks):
@@ -140,7 +139,7 @@ KINDS = ["command", "hidden command", "bytes", "transformed", "shard", "parent",
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_prepared_index_of_shards_runs_nothing(gloo, prepared, tables, tmp_path, kind):  # noqa: F811
+def test_a_prepared_index_of_shards_runs_nothing(gloo, prepared, tables, tmp_path, kind):
     folder = prepared(2)
     error_text = prepare(folder, kind, tmp_path / "mark")
     signed(folder)
@@ -240,7 +239,11 @@ def sharing_job(tables, plant):
         return same and tied and buffers and gradients and type(model) is type(expected)
 
 
-def test_ranks_share_a_model(gloo, tables, tmp_path):  # noqa: F811
+def plant_mark(tables):
+    return Path(tables["data"]["cache"]) / "mark"
+
+
+def test_ranks_share_tensors_and_no_code(gloo, tables, tmp_path):
     tied = tables | {"model": {"type": "llama", "config": tables["model"]["config"] | {"tie_word_embeddings": True}}}
     tied["data"] = tables["data"] | {"cache": str(tmp_path)}
     assert gloo.run(sharing_job, 2, tied, "") == [True, True]

@@ -26,6 +26,15 @@ LLAMA = {
 }
 
 
+WIDE_LLAMA = {
+    "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 64,
+}  # fmt: skip
+"""Heads and features that two ranks can share."""
+MIXTRAL = WIDE_LLAMA | {"intermediate_size": 64, "num_local_experts": 4, "num_experts_per_tok": 2}
+PIPELINE = WIDE_LLAMA | {"num_hidden_layers": 4, "tie_word_embeddings": False}
+
+
 class Recorder(NullProgress):
     """Keeps what a run tells."""
 
