@@ -4,7 +4,6 @@ import json
 import pytest
 import torch
 from tiny_runs import LLAMA
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from octavo.train.checkpoint import store as checkpoint
 from octavo.train.checkpoint.digests import write_digests
@@ -58,25 +57,6 @@ def test_round_trip_restores_everything(sections, make_config, tmp_path):
     assert all(torch.equal(saved[name], restored[name]) for name in saved)
     assert other.loss_scale.state_dict() == trainer.loss_scale.state_dict()
     assert trainer.optimizer.state_dict()["adamw"]["state"][0]["step"] == 1
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_it_is_a_transformers_checkpoint(tied, make_config, tmp_path):
-    model = {"type": "llama", "config": LLAMA | {"tie_word_embeddings": tied}}
-    trainer = make_trainer(make_config, model=model, precision={"level": "fp8"})
-    trainer.train_step()
-    trainer.save(tmp_path)
-    folder = latest_checkpoint(tmp_path)
-    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-    weights = trainer.model.state_dict()
-    assert loaded.state_dict().keys() == weights.keys()
-    assert all(torch.equal(tensor, weights[name]) for name, tensor in loaded.state_dict().items())
-    assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) == tied
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    assert tokenizer.decode(tokenizer("the leaf folds")["input_ids"]) == "the leaf folds"
-    config = make_config(model={"path": str(folder)})
-    again = Trainer(config, load_corpus(config.data, config.model, NullProgress()), torch.device("cpu"))
-    assert torch.equal(again.model.lm_head.weight, trainer.model.lm_head.weight)
 
 
 def test_only_the_newest_are_kept(make_config, tmp_path):

@@ -49,29 +49,6 @@ def trained(make_config, tmp_path):
     return trainer, latest_checkpoint(tmp_path / "run")
 
 
-def test_settings_of_generation_are_the_checkpoints(make_config, trained, tmp_path):
-    trainer, _ = trained
-    trainer.model.generation_config.update(do_sample=True, temperature=0.25, eos_token_id=[1, 2])
-    trainer.step = 2
-    trainer.save(tmp_path / "run")
-    start = shutil.copytree(latest_checkpoint(tmp_path / "run"), tmp_path / "start")
-    (start / "digests.json").unlink()
-    (start / "trainer.json").unlink()
-    path = start / "generation_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"temperature": 0.75, "eos_token_id": 3}))
-    other = make_trainer(make_config(model={"path": str(start)}))
-    assert other.model.generation_config.temperature == 0.75
-    load(other, latest_checkpoint(tmp_path / "run"))
-    assert other.model.generation_config.to_dict() == trainer.model.generation_config.to_dict()
-    other.save(tmp_path / "other")
-    files = [latest_checkpoint(tmp_path / name) / path.name for name in ("run", "other")]
-    assert files[0].read_bytes() == files[1].read_bytes()
-    for text in ("{", "[]", ""):
-        path.write_text(text)
-        with pytest.raises(ConfigError, match=r"model\.path = .*start: .*generation_config\.json|list.*mapping"):
-            make_trainer(make_config(model={"path": str(start)}))
-
-
 def content(folder, ignored=()):
     """What each file says: JSON parsed, weights by key."""
     files = {}
@@ -260,44 +237,6 @@ def test_links_out_of_a_checkpoint_are_not_followed(trained, tmp_path, name):
         load(trainer, folder)
 
 
-def shards_job(tables, folder, flips):
-    """A sharded checkpoint with each of some bits flipped: what two ranks raise."""
-    from octavo.train import parse_config
-    from octavo.train.ranks import join_ranks
-
-    config, errors = parse_config(tables), []
-    with join_ranks(config) as ranks:
-        trainer = Trainer(config, load_corpus(config.data, config.model, NullProgress()), ranks.device, ranks=ranks)
-        for name, bit in flips:
-            ranks.run_on_rank0(lambda name=name, bit=bit: flip(Path(folder) / name, bit))
-            try:
-                load_checkpoint(Path(folder), trainer.model, trainer.optimizer, trainer.loss_scale, ranks)
-                errors.append("")
-            except ConfigError as error:
-                errors.append(str(error))
-            ranks.run_on_rank0(lambda name=name, bit=bit: flip(Path(folder) / name, bit))
-        load_checkpoint(Path(folder), trainer.model, trainer.optimizer, trainer.loss_scale, ranks)
-    return errors
-
-
-@pytest.mark.thorough
-@pytest.mark.dist
-def test_no_flipped_bit_of_shards_is_loaded(gloo, make_config, tmp_path):
-    tables = make_config(run={"steps": 1}, optim={"warmup": 0}).model_dump(exclude_none=True)
-    tables |= {"parallel": {"fp8_comm": "off"}}
-    gloo.run(sharded_job, 2, tables, str(tmp_path / "run"))
-    folder = checkpoints(tmp_path / "run")[-1]
-    listed = json.loads((folder / "digests.json").read_text())["files"]
-    assert {"shards/.metadata", "shards/__0_0.distcp", "shards/__1_0.distcp", "trainer.json"} <= listed.keys()
-    check_digests(folder)
-    choice = random.Random(1)
-    names = sorted([*listed, "digests.json"])
-    flips = [(name, choice.randrange((folder / name).stat().st_size * 8)) for name in names * 3]
-    for errors in gloo.run(shards_job, 2, tables, str(folder), flips):
-        for (name, _), message in zip(flips, errors, strict=True):
-            assert name in message and "remove " in message, (name, message)
-
-
 # --- old checkpoints that are removed ---
 
 
@@ -366,19 +305,6 @@ def test_the_order_of_keys_is_no_change(trained):
     config.rope_parameters = config.rope_parameters | {"rope_theta": 5.0}
     with pytest.raises(ConfigError, match="holds another model: there rope_parameters"):
         check_same_model(folder, config)
-
-
-@pytest.mark.parametrize(
-    "rope",
-    [
-        {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
-        {"rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}},
-    ],
-)
-def test_a_run_with_a_table_of_rope_is_resumed(make_config, tmp_path, rope):
-    sections = {"model": {"type": "llama", "config": SMALL | rope}, "optim": {"warmup": 0, "schedule": "constant"}}
-    run(make_config(**sections, run={"steps": 1}), out=tmp_path / "out")
-    assert run(make_config(**sections, run={"steps": 2}), out=tmp_path / "out", resume=True).steps == 2
 
 
 def test_changed_weights_at_the_start_do_not_matter_to_a_resume(started, tmp_path):

@@ -13,7 +13,7 @@ from importlib import import_module
 import pytest
 import torch
 from test_faults import AUTOPILOT_ON, models_with, outlier
-from tiny_runs import LLAMA, At, Recorder, fail
+from tiny_runs import LLAMA, Recorder
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -108,42 +108,6 @@ def test_evaluation_has_graphs_and_samples_have_none(both):
     assert losses == eager
     assert compiled(recorder) == [1, 2]  # with gradients; without them, and in high precision
     assert len(recorder.rows[-1].samples) == 1
-
-
-@pytest.mark.slow
-def test_channel_scales_are_those_of_eager_runs(both):
-    # The fourth step and the sixth are compiled; the others measure.
-    eager, losses, recorder = both(precision={"level": "fp8", "recipe": "rowwise_equalized"}, run={"steps": 6})
-    assert losses == eager
-    assert compiled(recorder) == [1]
-
-
-def test_compiled_layers_measure_in_the_passes_that_eager_ones_do():
-    torch.manual_seed(0)
-    x = torch.randn(9, 16, 64)
-    gradients = []
-    for compiles in (False, True):
-        torch.manual_seed(1)
-        model = octavo.convert(nn.Sequential(nn.Linear(64, 64)), "rowwise_equalized", verbose=False)
-        if compiles:
-            model[0].compile(fullgraph=True, backend="eager")
-        for step in x:
-            model.zero_grad()
-            with compiled_pass(model) if compiles else nullcontext():
-                model(step * (1 + 9 * step[:1].abs())).square().sum().backward()
-            gradients.append(model[0].weight.grad.clone())
-    assert all(map(torch.equal, gradients[:9], gradients[9:]))
-
-
-@pytest.mark.slow
-def test_a_resumed_run_is_the_uninterrupted_one(make_config, tmp_path, aot):
-    config = make_config(precision=STORED, run={"save_every": 2, "compile": "blocks"})
-    run(config, out=tmp_path / "whole")
-    with pytest.raises(RuntimeError, match="killed"):
-        run(config, out=tmp_path / "cut", progress=At(4, fail))
-    run(config, out=tmp_path / "cut", resume=True)
-    whole, cut = ([row.loss for row in read_metrics(tmp_path / name)] for name in ("whole", "cut"))
-    assert whole == cut and len(cut) == 6
 
 
 @pytest.mark.thorough

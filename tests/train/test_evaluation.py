@@ -90,22 +90,6 @@ def test_held_out_data_of_its_own(make_config, tmp_path):
     assert [note[:21] for note in seen.notes if "also trained on" in note] == ["7 of the 47 documents"]
 
 
-def test_other_text_to_evaluate_on_is_noted_on_resume(make_config, tmp_path):
-    notes = []
-    for resume, seed in ((False, 5), (True, 5), (True, 6)):
-        evaluation = {"source": write_lines(tmp_path, sentences(60, seed=seed).splitlines()), "batches": 1}
-        seen = Recorder()
-        run(make_config(eval=evaluation), out=tmp_path / "out", resume=resume, progress=seen)
-        notes.append(any("the text to evaluate on has changed since" in note for note in seen.notes))
-    assert notes == [False, False, True]
-
-
-def test_a_mistake_in_the_source_to_evaluate_on_names_it(make_config, tmp_path):
-    path = write_lines(tmp_path, sentences(30).splitlines())
-    with pytest.raises(ConfigError, match=r'^eval.source = "nowhere/\*.txt".*read with the settings of \[data\]'):
-        load(make_config(data={"source": path}, eval={"source": "nowhere/*.txt"}))
-
-
 @pytest.mark.parametrize(
     ("lines", "settings", "message"),
     [

@@ -76,10 +76,17 @@ def test_layers_that_moved_in_training_are_exported_as_they_ended(trained, tmp_p
 
 
 @pytest.mark.thorough
-def test_shards_of_another_size_replace_those_of_the_checkpoint(trained, tmp_path):
-    exported = export(trained[1], tmp_path / "out", max_shard_size="20KB").path
-    index = json.loads((exported / "model.safetensors.index.json").read_text())
-    assert len(set(index["weight_map"].values())) > 1 and not (exported / "model.safetensors").exists()
+@pytest.mark.parametrize("place", ["run", "around"])
+def test_the_card_has_the_verdict_of_the_run(trained, tmp_path, place):
+    folder = trained[1].parent.parent if place == "run" else trained[1].parent.parent.parent
+    (folder / "compare.json").write_text(
+        json.dumps({"arms": [{"name": "bf16"}, {"name": "fp8", "sentence": "No gap."}]})
+    )
+    export(trained[1], tmp_path / "one", "fp8-row")
+    assert "| verdict | fp8: No gap. |" in (tmp_path / "one" / "README.md").read_text()
+    (folder / "verdict.json").write_text(json.dumps({"verdicts": [{"sentence": "Within the band."}]}))
+    export(trained[1], tmp_path / "two", "fp8-row")
+    assert "| verdict | Within the band. |" in (tmp_path / "two" / "README.md").read_text()
 
 
 def test_mistakes_are_named_and_write_nothing(make_config, trained, tmp_path):

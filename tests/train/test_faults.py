@@ -204,17 +204,6 @@ def test_a_layer_is_moved_said_and_remembered(make_config, tmp_path):
     assert len(kept) == len(events) and kept[-1]["after"] != "tensorwise"
 
 
-@pytest.mark.thorough
-def test_moves_stay_where_the_autopilot_is_off_on_resume(make_config, tmp_path):
-    with models_with(outlier):
-        run(make_config(**AUTOPILOT_ON), out=tmp_path)
-        off = AUTOPILOT_ON | {"precision": AUTOPILOT_ON["precision"] | {"autopilot": False}, "run": {"steps": 9}}
-        recorder = Recorder()
-        run(make_config(**off), out=tmp_path, resume=True, progress=recorder)
-    assert "resumed with precision.autopilot = false (was true)" in recorder.notes
-    assert len(saved(tmp_path)["trainer"]["autopilot"]["moves"]) == len(moves(tmp_path)) > 0
-
-
 def test_what_is_not_finite_stops_the_run_and_moves_nothing(make_config, tmp_path):
     takes = mock.patch.object(Trainer, "_gradients", autospec=True, side_effect=Trainer._gradients)
     with (
@@ -255,13 +244,6 @@ def test_moves_of_a_step_that_fails_are_taken_back(make_config, tmp_path):
     with models_with(outlier), mock.patch.object(Autopilot, "act", failing), pytest.raises(NonFiniteError):
         run(make_config(**AUTOPILOT_ON), out=tmp_path)
     assert not saved(tmp_path)["trainer"]["autopilot"]["moves"] and not moves(tmp_path)
-
-
-def test_nothing_is_looked_at_without_it(make_config, tmp_path):
-    quiet = {"run": AUTOPILOT_ON["run"], "precision": {"level": "fp8", "recipe": "tensorwise"}}
-    with models_with(outlier), mock.patch("octavo.inspect.watch.Sample") as sample:
-        run(make_config(**quiet), out=tmp_path)
-    assert not sample.called and not read_events(tmp_path)
 
 
 def test_it_needs_something_to_move(make_config):

@@ -8,9 +8,8 @@ from unittest import mock
 
 import pytest
 from simulated_losses import HEALTHY, SPIKES, alarms, plain, steps
-from tiny_runs import At, Recorder, assert_same, curve, fail, saved
+from tiny_runs import At, Recorder, curve, fail, saved
 
-from octavo.inspect import Autopilot, RecipeChange
 from octavo.train import NonFiniteError, run
 from octavo.train.checkpoint.retention import checkpoints
 from octavo.train.config.run_config import ConfigError
@@ -212,23 +211,6 @@ class Killed(Recorder):
                 fail()
 
 
-@pytest.mark.slow
-def test_killed_at_any_step_and_resumed_it_is_the_same_run(make_config, tmp_path):
-    """Two spikes, the second of which goes back further; killed before, in and after them, and again and again."""
-    config = make_config(**GUARDED | {"run": {"steps": 40, "save_every": 5, "keep": 2}})
-    bad = {*LASTING, *range(32, 39)}
-    with harder(*bad):
-        run(config, out=tmp_path / "whole")
-        assert [event["to"] for event in read_events(tmp_path / "whole")] == [20, 15]
-        for number, killed in enumerate([At(26, fail), Killed("Back to step 20", 2), Killed("Back to step 15")]):
-            out = tmp_path / f"killed-{number}"
-            with pytest.raises(RuntimeError, match="killed"):
-                run(config, out=out, progress=killed)
-            run(config, out=out, resume=True)
-            assert_same(tmp_path / "whole", out)
-            assert read_events(out) == read_events(tmp_path / "whole")
-
-
 def test_a_rollback_is_counted_once_however_often_the_run_is_killed(make_config, tmp_path):
     once = GUARDED | {"guard": {"spike": 8.0, "window": 16, "rollbacks": 1}}
     config = make_config(**once)
@@ -240,47 +222,6 @@ def test_a_rollback_is_counted_once_however_often_the_run_is_killed(make_config,
         run(config, out=tmp_path, resume=True)
     assert [event["to"] for event in read_events(tmp_path)] == [20]
     assert saved(tmp_path)["trainer"]["skipped_batches"] == 9
-
-
-@pytest.mark.thorough
-def test_moves_of_the_autopilot_are_taken_back_with_the_steps(make_config, tmp_path):
-    layer = "model.layers.0.mlp.up_proj"
-    act = Autopilot.act
-
-    def moving(pilot, *args, **options):
-        pilot_moves = act(pilot, *args, **options)
-        if pilot.watch.number == 25 and not pilot.changes:
-            pilot._move(RecipeChange(step=25, layer=layer, before="rowwise", after="blockwise", why="test"))
-        return pilot_moves
-
-    precision = {"level": "fp8", "autopilot": True}
-    with harder(*LASTING), mock.patch.object(Autopilot, "act", moving):
-        trainer = []
-        make = Trainer.__init__
-
-        def kept(self, *args, **options):
-            make(self, *args, **options)
-            trainer.append(self)
-
-        with mock.patch.object(Trainer, "__init__", kept):
-            run(make_config(**GUARDED | {"run": {"steps": 24, "save_every": 5}}, precision=precision), out=tmp_path)
-            assert not trainer[0].pilot.changes
-            longer = GUARDED | {"run": {"steps": 29, "save_every": 5}}
-            moves = []
-            with mock.patch.object(Autopilot, "load_state_dict", autospec=True) as load:
-                load.side_effect = lambda pilot, state: moves.append((len(pilot.changes), len(state["moves"])))
-                run(make_config(**longer, precision=precision), out=tmp_path, resume=True)
-    assert moves[:2] == [(0, 0), (1, 0)]  # resumed; back from one move to none
-    (event,) = read_events(tmp_path)[:1]
-    assert event["event"] == "rollback"
-
-
-def test_the_beginning_is_something_to_go_back_to(make_config, tmp_path):
-    late = GUARDED | {"run": {"steps": 30, "save_every": 30}}
-    with harder(*LASTING):
-        run(make_config(**late), out=tmp_path)
-    (event,) = read_events(tmp_path)
-    assert "Back to step 0, and on without the 29 batches since" in event["text"]
 
 
 @pytest.mark.thorough

@@ -16,16 +16,13 @@ from tiny_runs import LLAMA, assert_same, curve
 from torch import distributed as dist
 
 from octavo.inspect import Autopilot, RecipeChange
-from octavo.train import loop, parse_config, run
+from octavo.train import loop, run
 from octavo.train.checkpoint import retention
 from octavo.train.checkpoint import store as checkpoint
-from octavo.train.checkpoint.digests import digests_of
 from octavo.train.checkpoint.retention import checkpoints
-from octavo.train.checkpoint.store import read_trainer_state
 from octavo.train.guard import steps_in_a_row
 from octavo.train.record import metrics
 from octavo.train.trainer import Trainer
-from processes import Failed
 
 LAYER = "model.layers.0.mlp.up_proj"
 LASTING = steps_in_a_row(16)
@@ -236,79 +233,4 @@ def test_killed_around_skipped_steps(kills, undisturbed, make_config, tmp_path):
     check_same(whole, tmp_path / "out")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("step", range(5, 28))
-def test_killed_at_any_skipped_step(step, undisturbed, make_config, tmp_path):
-    config = make_config(**FP16)
-    whole, _ = undisturbed("fp16", config)
-    run_killed(config, tmp_path / "out", [("row", step, True)])
-    assert_same(whole, tmp_path / "out")
-    check_same(whole, tmp_path / "out")
-
-
 # --- two ranks ---
-
-
-PATIENCE = 300.0
-"""Seconds that a run of two ranks may take, on a busy machine."""
-
-
-def ranks_job(tables, out, kill=None, rank=0):
-    """One rank of a run, which one of them does not survive."""
-    with faults(), ExitStack() as stack:
-        if kill is not None and dist.get_rank() == rank:
-            stack.enter_context(half_removed() if kill == "half" else killed_at(*kill))
-        return run(parse_config(tables), out=Path(out), resume=Path(out).exists()).steps
-
-
-@pytest.fixture(scope="module")
-def undisturbed_ranks(tmp_path_factory):
-    trained = {}
-
-    def get(name, tables, gloo):
-        if name not in trained:
-            trained[name] = tmp_path_factory.mktemp("undisturbed") / name
-            gloo.run(ranks_job, 2, tables, str(trained[name]), timeout=PATIENCE)
-        return trained[name]
-
-    return get
-
-
-def check_same_shards(whole, out):
-    check_same(whole, out)
-    assert curve(whole) == curve(out)
-    for one, other in zip(checkpoints(whole), checkpoints(out), strict=True):
-        files = [f"shards/__{rank}_0.distcp" for rank in (0, 1)]
-        assert digests_of(one, files) == digests_of(other, files)
-        assert read_trainer_state(one) == read_trainer_state(other)
-
-
-@pytest.mark.slow
-@pytest.mark.dist
-@pytest.mark.parametrize(
-    ("kind", "kill", "rank"),
-    [
-        ("guard", "half", 0),
-        ("guard", ("event", 3, True), 0),
-        ("guard", ("event shown", 3, True), 1),
-        ("guard", ("event", 2, False), 0),
-        ("guard", ("removal", 4, True), 0),
-        ("guard", ("state put", 1, True), 1),
-        ("guard", ("save", 6, False), 1),
-        ("guard", ("save begun", 6, True), 0),
-        ("guard", ("save published", 6, True), 0),
-        ("guard", ("row", 6, True), 0),
-        ("fp16", ("row", 14, True), 0),
-        ("fp16", ("event", 1, False), 0),
-        ("fp16", ("save", 3, False), 1),
-        ("fp16", ("save published", 4, True), 0),
-    ],
-    ids=str,
-)
-def test_a_rank_is_killed(kind, kill, rank, gloo, undisturbed_ranks, make_config, tmp_path):
-    tables = make_config(**{"guard": GUARDED, "fp16": FP16}[kind]).model_dump(exclude_none=True)
-    whole, out = undisturbed_ranks(kind, tables, gloo), tmp_path / "out"
-    with pytest.raises(Failed, match=f"rank {rank}: its process died"):
-        gloo.run(ranks_job, 2, tables, str(out), kill, rank, timeout=PATIENCE)
-    assert gloo.run(ranks_job, 2, tables, str(out), timeout=PATIENCE) == [tables["run"]["steps"]] * 2
-    check_same_shards(whole, out)

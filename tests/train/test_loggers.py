@@ -11,7 +11,7 @@ from tiny_runs import Recorder
 
 from octavo.train import ConfigError, run
 from octavo.train.record import loggers
-from octavo.train.record.loggers import LOGGERS_FILE, ScalarLog, missing_logger
+from octavo.train.record.loggers import LOGGERS_FILE, ScalarLog
 
 
 class Board:
@@ -201,20 +201,6 @@ def test_names_for_mlflow(tmp_path, monkeypatch):
     log.close()
     assert not notes and params == {"model.config._a b__": "1", "run.steps": "2"}
     assert [metric[0] for metric in written] == ["x_sqnr/blocks_0_.up-proj ___"]
-
-
-def test_a_damaged_file_of_ids_is_noted(tmp_path, server):
-    (tmp_path / LOGGERS_FILE).write_text("[1]")
-    notes = []
-    log = log_of(tmp_path, notes)
-    log.close()
-    assert "does not name the runs of loggers" in notes[0] and not server.runs
-
-
-def test_a_missing_package_is_named(monkeypatch):
-    monkeypatch.setattr(loggers, "find_spec", lambda name: None)
-    assert missing_logger(["mlflow"]) == ('run.loggers has "mlflow", which is not installed: pip install mlflow-skinny')
-    assert missing_logger([]) is None
 
 
 def test_a_run_and_its_resumption_on_one_server(tmp_path, make_config, server, monkeypatch):

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from tiny_runs import At, assert_same, fail
 
-from octavo.train import RunResult, read_metrics, run
-from octavo.train.checkpoint.retention import Retention, checkpoints, held_out_loss, latest_checkpoint
+from octavo.train import read_metrics, run
+from octavo.train.checkpoint.retention import Retention, checkpoints, held_out_loss
 from octavo.train.config.run_config import ConfigError, parse_config
 from octavo.train.record.metrics import RESTART, add_event, read_events
 from octavo.train.signals import supervise
@@ -94,16 +94,6 @@ def test_a_second_warmup_of_a_resumed_run(make_config, tmp_path):
     assert [row.lr for row in read_metrics(tmp_path)] == pytest.approx([1e-2] * 3 + [2.5e-3, 5e-3, 7.5e-3, 1e-2, 1e-2])
 
 
-def test_a_folder_with_a_run_shows_its_progress(make_config, tmp_path):
-    run(make_config(run={"steps": 2}, optim={"warmup": 0}), out=tmp_path)
-    with pytest.raises(ConfigError, match=r"\(finished after 2 steps\): --resume with a larger run.steps"):
-        run(make_config(), out=tmp_path)
-    text = (tmp_path / "config.toml").read_text()
-    (tmp_path / "config.toml").write_text(text.replace("steps = 2", "steps = 6"))
-    with pytest.raises(ConfigError, match=r"\(unfinished: 2 of 6 steps\): --resume continues it from step-000002; or"):
-        run(make_config(), out=tmp_path)
-
-
 # --- restarts ---
 
 ENDS = """
@@ -150,14 +140,6 @@ def test_a_crash_before_the_folder_is_checked_resumes_no_earlier_run(tmp_path):
     assert supervise(command, tmp_path, resume=False, restarts=2, note=lambda text: None) == 2
     assert (tmp_path / "calls").read_text().splitlines() == ["", ""]
     assert not read_events(tmp_path)
-
-
-def test_a_restart_that_cannot_be_recorded(tmp_path):
-    (tmp_path / "events.jsonl").mkdir()
-    notes = []
-    command = [sys.executable, "-c", ENDS, str(tmp_path), json.dumps([-9, 0])]
-    assert supervise(command, tmp_path, resume=False, restarts=2, note=notes.append) == 0
-    assert len(notes) == 2 and "events.jsonl cannot be written: Is a directory" in notes[1]
 
 
 def test_a_restart_is_recorded_after_an_event_that_a_kill_left_unfinished(make_config, tmp_path):
@@ -229,31 +211,6 @@ def test_kills_at_random_steps_leave_the_losses_of_an_undisturbed_run(make_confi
     assert_same(tmp_path / "whole", out)
     assert [event["event"] for event in read_events(out)].count(RESTART) == 6
     assert steps_of(out) == steps_of(tmp_path / "whole")
-
-
-@pytest.mark.slow
-def test_a_supervised_run_stops_on_sigterm(make_config, tmp_path):
-    config, out = make_config(run={"steps": 100000, "restarts": 3}), tmp_path / "run"
-    with launch(config, out) as supervisor:
-        wait_until(lambda: reached(out) >= 3)
-        supervisor.terminate()
-        text, _ = supervisor.communicate(timeout=PATIENCE)
-    assert supervisor.returncode == 0, text
-    assert "Stopped and saved after" in text
-    assert "restart 1" not in text
-    assert RunResult.read(out).stopped == "sigterm"
-    assert latest_checkpoint(out) is not None
-
-
-@pytest.mark.slow
-def test_restarts_are_not_for_torchrun(make_config, tmp_path):
-    path = tmp_path / "config.toml"
-    path.write_text(make_config(run={"restarts": 3}).to_toml())
-    command = [sys.executable, "-m", "octavo", "train", str(path), "--out", str(tmp_path / "out")]
-    environment = os.environ | {"RANK": "0", "WORLD_SIZE": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == 2
-    assert "give torchrun --max-restarts 3" in done.stderr
 
 
 # --- memory ---

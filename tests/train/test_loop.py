@@ -52,26 +52,6 @@ def test_a_run_learns_and_leaves_everything(make_config, tmp_path):
     assert load_config(tmp_path / "out" / "config.toml") == config
 
 
-@pytest.mark.thorough
-def test_fp8_follows_bf16_and_keeps_less(make_config, tmp_path):
-    results = {}
-    for level in ("bf16", "fp8"):
-        config = make_config(run={"steps": 40}, precision={"level": level})
-        seen = Recorder()
-        results[level] = run(config, out=tmp_path / level, progress=seen)
-        assert any("converted 21 of 22" in note for note in seen.notes) == (level == "fp8")
-    bf16, fp8 = results["bf16"], results["fp8"]
-    assert bf16.losses is not None
-    assert fp8.losses is not None
-    assert bf16.losses != fp8.losses
-    assert fp8.losses.tail_mean == pytest.approx(bf16.losses.tail_mean, rel=0.03)
-    assert fp8.precision == "fp8 rowwise"
-    assert "converted 21 of 22" in fp8.converted
-    assert fp8.saved_bytes_per_token is not None
-    assert bf16.saved_bytes_per_token is not None
-    assert fp8.saved_bytes_per_token < bf16.saved_bytes_per_token
-
-
 def test_mistakes_leave_a_folder_usable(make_config, tmp_path):
     out = tmp_path / "out"
     for sections in (
@@ -90,27 +70,6 @@ def test_mistakes_leave_a_folder_usable(make_config, tmp_path):
         run(make_config(model={"type": "lama"}), out=out)
     assert list(out.iterdir()) == []  # the folder was there before
     assert run(make_config(), out=out).steps == 6
-
-
-@pytest.mark.parametrize("place", ["file", "file/inside"])
-def test_a_folder_that_cannot_be_written(place, make_config, tmp_path):
-    (tmp_path / "file").write_text("mine")
-    with pytest.raises(ConfigError, match="the output folder .* cannot be written"):
-        run(make_config(), out=tmp_path / place)
-    assert (tmp_path / "file").read_text() == "mine"
-
-
-def test_micro_batches_change_rounding_only(make_config, tmp_path):
-    precision = {"parameters": "fp32"}
-    for parts in (1, 2, 4):
-        run(make_config(precision=precision, optim={"micro_batches": parts}), out=tmp_path / str(parts))
-    whole = read_metrics(tmp_path / "1")
-    for parts in (2, 4):
-        for row, expected in zip(read_metrics(tmp_path / str(parts)), whole, strict=True):
-            assert row.loss == pytest.approx(expected.loss, rel=1e-3)
-            if row.step <= 3:  # flipped roundings grow from step to step, and norms feel them first
-                assert row.grad_norm == pytest.approx(expected.grad_norm, rel=5e-3)
-            assert row.tokens == expected.tokens
 
 
 def test_steps_are_profiled_and_change_nothing(make_config, tmp_path):
@@ -283,13 +242,6 @@ def test_weights_that_have_diverged_are_nothing_to_go_on_from(make_config, tmp_p
     )
 
 
-def test_a_fixed_loss_scale_is_part_of_the_advice(make_config, tmp_path, monkeypatch):
-    monkeypatch.setattr(loss_scale, "MAX_SKIPS", 1)
-    spoil(monkeypatch, "model.layers.1", set(range(9)), torch.inf)
-    with pytest.raises(NonFiniteError, match=r'with a lower precision\.loss_scale, or with "dynamic"'):
-        run(make_config(precision={"loss_scale": 64.0}), out=tmp_path)
-
-
 def test_a_non_finite_gradient_stops_with_the_layer_named(make_config, tmp_path, monkeypatch):
     make = Trainer.__init__
 
@@ -324,35 +276,6 @@ def test_scaling_that_never_recovers_stops(make_config, tmp_path, monkeypatch):
     assert "step 2 skipped: the loss is not finite, which no loss scale changes (loss scale 65536 stays)" in seen.notes
 
 
-def overflowing(monkeypatch, steps):
-    """The gradient of these steps (0, 1, …) is infinite, their loss is not."""
-    make = Trainer.__init__
-
-    def init(self, *args, **options):
-        make(self, *args, **options)
-        norm = self.model.model.layers[1].input_layernorm
-        norm.weight.register_hook(lambda grad: grad * torch.inf if self.step in steps else grad)
-
-    monkeypatch.setattr(Trainer, "__init__", init)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("save_every", [0, 6])  # a checkpoint would be due after the 40th skipped step
-def test_a_run_stopped_by_overflows_resumes_at_the_scale_from_before(save_every, make_config, tmp_path, monkeypatch):
-    overflowing(monkeypatch, range(2, 1000))
-    config = make_config(run={"steps": 44, "save_every": save_every}, precision={"loss_scale": "dynamic"})
-    with pytest.raises(NonFiniteError, match=r"step 43: the gradient is not finite.* \(--resume\)"):
-        run(config, out=tmp_path)
-    folder = latest_checkpoint(tmp_path)
-    assert folder is not None and folder.name == "step-000042"
-    state = json.loads((folder / "trainer.json").read_text())["loss_scale"]
-    assert (state["value"], state["overflows"]) == (loss_scale.INITIAL_SCALE, 0)
-    monkeypatch.undo()
-    seen = Recorder()
-    run(config, out=tmp_path, resume=True, progress=seen)
-    assert [(row.loss_scale, row.skipped) for row in seen.rows] == [(loss_scale.INITIAL_SCALE, False)] * 2
-
-
 @pytest.mark.parametrize("precision", [{}, {"parameters": "fp16", "loss_scale": 1e-9}])
 def test_a_gradient_that_is_exactly_zero_stops_the_run(precision, make_config, tmp_path, monkeypatch):
     if not precision:
@@ -377,12 +300,6 @@ def test_an_fp8_run_says_what_became_of_each_layer(make_config, tmp_path):
     assert rows["model.layers.0.self_attn.v_proj"]["reason"] == "skipped by pattern '*.v_proj'"
     run(make_config(), out=tmp_path / "bf16")
     assert not (tmp_path / "bf16" / "layers.json").exists()
-
-
-def test_fp16_without_a_loss_scale_is_noted(make_config, tmp_path):
-    seen = Recorder()
-    run(make_config(precision={"parameters": "fp16"}, run={"steps": 3}), out=tmp_path, progress=seen)
-    assert any('set precision.loss_scale = "dynamic"' in note for note in seen.notes)
 
 
 def test_epochs_instead_of_steps(make_config, tmp_path):

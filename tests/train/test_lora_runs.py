@@ -3,7 +3,6 @@
 import errno
 import json
 import os
-import shutil
 
 import pytest
 import torch
@@ -23,7 +22,7 @@ from octavo.train.checkpoint.export import export
 from octavo.train.data.tokenizer import load_tokenizer
 from octavo.train.frozen import freeze, freeze_unused, frozen_note
 from octavo.train.ranks import Ranks
-from octavo.train.run_plan import plan_memory, plan_step
+from octavo.train.run_plan import plan_step
 from octavo.train.trainer import Trainer
 
 peft = pytest.importorskip("peft")
@@ -63,12 +62,6 @@ MISTAKES = [
 def test_mistakes(changes, message, make_config):
     with pytest.raises(ConfigError, match=message):
         make_config(**changes)
-
-
-@pytest.mark.thorough
-def test_unknown_targets(lora_config, tmp_path):
-    with pytest.raises(ConfigError, match=r"\[lora\].*Target modules"):
-        run(lora_config(lora={"targets": ["nothing"]}), out=tmp_path / "run")
 
 
 def test_a_rank_beyond_memory(make_config, monkeypatch):
@@ -196,16 +189,6 @@ def test_the_base_is_resident_and_adapters_alone_are_trained(lora_config, base):
 
 
 @pytest.mark.slow
-def test_plans(lora_config):
-    config = lora_config()
-    memory = {kind: plan_memory(lora_config(lora={"rank": 4, "base": kind}), device="cpu") for kind in ("bf16", "fp8")}
-    parameters = {kind: plan.largest["parameters"] for kind, plan in memory.items()}
-    assert parameters["fp8"] < 0.75 * parameters["bf16"]
-    forecast = plan_step(config, gpu="h100")
-    assert forecast.configured.memory.largest["parameters"] < forecast.bf16_memory.largest["parameters"]
-
-
-@pytest.mark.slow
 def test_a_plan_gathers_resident_weights_in_fp8(make_config):
     """WIDE's 14 linears in one byte per element and 4 per row, everything else in two bytes."""
     optim = {"batch": 4}
@@ -242,22 +225,6 @@ def test_ranks_share_the_batch_and_the_base(gloo, lora_config, tmp_path, paralle
     checkpoint = tmp_path / "two" / "checkpoints" / f"step-{one.steps:06d}"
     export(checkpoint, tmp_path / "exported")
     assert (tmp_path / "exported" / "adapter_model.safetensors").stat().st_size < 2e5
-
-
-@pytest.mark.slow
-@pytest.mark.dist
-@pytest.mark.parametrize("base_format", ["fp8", "bf16"])
-def test_a_run_on_shards_resumes_bitwise(gloo, lora_config, tmp_path, base_format):
-    config = lora_config(run={"save_every": 2}, lora={"rank": 4, "base": base_format}, optim={"batch": 8})
-    settings = config.model_dump(exclude_none=True)
-    gloo.run(job, 2, settings, str(tmp_path / "whole"), timeout=300.0)
-    shutil.copytree(tmp_path / "whole", tmp_path / "resumed")
-    shutil.rmtree(max((tmp_path / "resumed" / "checkpoints").iterdir()))  # killed before its last checkpoint
-    gloo.run(job, 2, settings, str(tmp_path / "resumed"), True, timeout=300.0)
-    rows = [read_metrics(tmp_path / name / "metrics.jsonl") for name in ("whole", "resumed")]
-    assert [row.loss for row in rows[0]] == [row.loss for row in rows[1]]
-    last = [sorted((tmp_path / name / "checkpoints").iterdir())[-1] for name in ("whole", "resumed")]
-    assert last[0].name == last[1].name
 
 
 @pytest.mark.parametrize("other", [(0, 1), (1, 0)], ids=["in a row", "in a column"])

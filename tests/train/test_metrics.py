@@ -109,20 +109,6 @@ def test_log_every_thins_tensorboard_only(tmp_path):
     assert [event.step for event in board.Scalars("train/loss")] == [2, 4]
 
 
-def test_a_torn_last_line_is_left_out_and_a_wrong_one_is_an_error(tmp_path):
-    assert read_metrics(tmp_path) == []
-    with MetricsWriter(tmp_path, after_step=0, log_every=1) as writer:
-        writer.write(row(1, 2.0))
-    path = tmp_path / "metrics.jsonl"
-    whole = path.read_text()
-    path.write_text(whole + whole[:20])
-    with pytest.warns(RuntimeWarning, match=r"metrics\.jsonl, line 2 is left out"):
-        assert [item.step for item in read_metrics(tmp_path)] == [1]
-    path.write_text(whole[:20] + "\n" + whole)
-    with pytest.raises(ValueError, match="line 1 is not a step"):
-        read_metrics(tmp_path)
-
-
 def test_summaries():
     rows = [row(step, 100.0 - step) for step in range(1, 21)]
     assert StepTotals(rows).losses == Losses(first=99.0, final=80.0, tail_mean=80.5)

@@ -117,11 +117,6 @@ def test_choose_device(monkeypatch):
     assert choose_device("cpu").type == "cpu"
 
 
-def test_auto_model_reads_what_the_tokenizer_says(make_config, tokenizer):
-    model = build_model(make_config(), tokenizer)
-    assert type(model) is AutoModelForCausalLM._model_mapping[type(model.config)]
-
-
 ROBERTA = {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"} | {"is_decoder": True}
 XLM = {"emb_dim": 32, "n_layers": 1, "n_heads": 2}
 

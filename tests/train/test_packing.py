@@ -16,9 +16,8 @@ from transformers import AutoModelForCausalLM
 from octavo.nn.causal import IGNORE
 from octavo.train import ConfigError, parse_config, run
 from octavo.train.data.corpus import PackedRows, best_fit
-from octavo.train.layout import counted, targets_per_rank
 from octavo.train.probe import check_causal
-from octavo.train.ranks import Ranks, join_ranks
+from octavo.train.ranks import join_ranks
 from octavo.train.tasks.language import _named
 from octavo.train.trainer import Trainer
 
@@ -153,14 +152,6 @@ def test_the_probe_finds_a_model_that_ignores_positions(make_config, lines):
     check_causal(model, lambda rows: model(**_named(rows), use_cache=False).logits, inputs)
     with pytest.raises(ConfigError, match="depend on the document packed before it"):
         check_causal(model, lambda rows: model(input_ids=rows[..., 0], use_cache=False).logits, inputs)
-
-
-def test_a_micro_batch_without_targets():
-    none = torch.full((2, 3), IGNORE)
-    count, targets = counted(none, uneven=True)
-    assert count == 0 and (targets != IGNORE).sum() == 1 and (none == IGNORE).all()
-    ranks = Ranks(torch.device("cpu"))
-    assert targets_per_rank(none, ranks, uneven=True) == 0 and targets_per_rank(none, ranks, uneven=False) == 6
 
 
 @pytest.mark.thorough

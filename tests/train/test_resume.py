@@ -1,10 +1,7 @@
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import threading
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,11 +18,10 @@ from tiny_runs import (
     terminate,
 )
 
-from octavo.train import RunResult, read_metrics, run
+from octavo.train import read_metrics, run
 from octavo.train.checkpoint.retention import latest_checkpoint
 from octavo.train.config.run_config import ConfigError
 from octavo.train.data.tokenizer import train_tokenizer
-from octavo.train.ranks import deterministic_algorithms
 
 
 @pytest.mark.thorough
@@ -113,21 +109,6 @@ def test_other_data_under_the_same_name_is_noticed(make_config, tmp_path):
     with pytest.raises(ConfigError, match=r"a run on other data than .*a\.txt has now: .*a\.txt: then 2,700 bytes"):
         run(make_config(data={"source": str(source)}, run={"steps": 9}), out=tmp_path / "out", resume=True)
     assert snapshot(tmp_path / "out") == before
-
-
-@pytest.mark.parametrize("change", ["gone", "new"])
-def test_the_file_that_changed_is_named(change, make_config, tmp_path):
-    for number in range(3):
-        (tmp_path / f"{number}.txt").write_text("the leaf folds eight times " * 100)
-    config = make_config(data={"source": str(tmp_path / "*.txt")}, run={"steps": 1}, optim={"warmup": 0})
-    run(config, out=tmp_path / "out")
-    if change == "gone":
-        (tmp_path / "0.txt").unlink()
-    else:
-        (tmp_path / "00.txt").write_text("the leaf folds nine times " * 100)
-    message = {"gone": r"/0\.txt: then .*, now not there", "new": r"/00\.txt: then not there, now "}[change]
-    with pytest.raises(ConfigError, match=message):
-        run(config, out=tmp_path / "out", resume=True)
 
 
 def test_a_changed_tokenizer_is_named_and_moved_data_is_not(make_config, tmp_path):
@@ -232,45 +213,6 @@ def test_events_that_are_damaged(line, copied, make_config):
         run(make_config(run={"steps": 7}), out=copied, resume=True)
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("step", "2"),
-        ("step", 2.5),
-        ("step", True),
-        ("step", -1),
-        ("skipped_batches", "x"),
-        ("skipped_batches", -7),
-        ("config", "x"),
-        ("loss_scale", 3),
-        ("loss_scale", {"value": "x"}),
-        ("data", 3),
-        ("ranks", 0),
-        ("guard", 3),
-        ("guard", {"last": 3}),
-        ("guard", {"rollbacks": "x"}),
-    ],
-)
-def test_states_of_other_types(key, value, copied, make_config):
-    last = latest_checkpoint(copied)
-    assert last is not None
-    state = json.loads((last / "trainer.json").read_text())
-    (last / "trainer.json").write_text(json.dumps(state | {key: value}))
-    write_digests(last, {})
-    with pytest.raises(ConfigError, match=r"trainer\.json is not the state of a trainer"):
-        run(make_config(run={"steps": 7}), out=copied, resume=True)
-
-
-@pytest.mark.parametrize("content", ["[" * 100_000, "[]", "3"])
-def test_a_state_that_is_none(content, copied, make_config):
-    last = latest_checkpoint(copied)
-    assert last is not None
-    (last / "trainer.json").write_text(content)
-    write_digests(last, {})
-    with pytest.raises(ConfigError, match=r"trainer\.json (is not the state of a trainer|cannot be read)"):
-        run(make_config(run={"steps": 7}), out=copied, resume=True)
-
-
 def test_folders_that_are_no_checkpoints_are_passed_over(copied, make_config):
     for name in ("step-999999", "step-000007", "step-0000010"):
         (copied / "checkpoints" / name).mkdir()
@@ -324,33 +266,6 @@ def test_a_second_signal_acts_as_usual(make_config, tmp_path):
         run(make_config(), out=tmp_path, progress=At(2, twice))
 
 
-@pytest.mark.slow
-def test_sigterm_to_a_process(make_config, tmp_path):
-    config = make_config(run={"steps": 5000, "out": str(tmp_path / "out")})
-    (tmp_path / "run.toml").write_text(config.to_toml())
-    code = "import sys; from octavo.train import load_config, run; print(run(load_config(sys.argv[1])).stopped)"
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, str(tmp_path / "run.toml")], stdout=subprocess.PIPE, text=True
-    )
-    try:
-        deadline = time.monotonic() + 120
-        while len(read_metrics(tmp_path / "out")) < 3:
-            assert process.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        process.terminate()
-        printed, _ = process.communicate(timeout=60)
-    finally:
-        process.kill()
-    assert process.returncode == 0
-    assert printed.strip() == "sigterm"
-    result = RunResult.read(tmp_path / "out")
-    folder = latest_checkpoint(tmp_path / "out")
-    assert folder is not None
-    assert folder.name == f"step-{result.steps:06d}"
-    assert len(read_metrics(tmp_path / "out")) == result.steps < 5000
-
-
 def test_deterministic_algorithms_are_used_in_the_run_alone(make_config, tmp_path):
     states = []
 
@@ -366,23 +281,3 @@ def test_deterministic_algorithms_are_used_in_the_run_alone(make_config, tmp_pat
     assert [row.loss for row in read_metrics(tmp_path / "plain")] == [
         row.loss for row in read_metrics(tmp_path / "deterministic")
     ]
-
-
-def test_deterministic_algorithms_return_to_warnings():
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        with deterministic_algorithms(True):
-            assert not torch.is_deterministic_algorithms_warn_only_enabled()
-        assert torch.is_deterministic_algorithms_warn_only_enabled()
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
-def test_a_run_from_before_the_setting_resumes_without_a_note(make_config, tmp_path):
-    config = make_config(run={"save_every": 2})
-    run(config, out=tmp_path / "run", progress=At(3, terminate))
-    path = tmp_path / "run" / "config.toml"
-    path.write_text(path.read_text().replace("deterministic = false\n", ""))
-    seen = Recorder()
-    assert run(config, out=tmp_path / "run", resume=True, progress=seen).stopped == "done"
-    assert not any("deterministic" in note for note in seen.notes)

@@ -1,8 +1,6 @@
 """octavo plan: what is planned from a configuration is what its trainer allocates, and converts."""
 
-import io
 import json
-import sys
 import warnings
 from pathlib import Path
 
@@ -21,7 +19,6 @@ from octavo.nn.memory_audit import saved_for_backward
 from octavo.numerics import LEVELS
 from octavo.numerics.plan import Plan
 from octavo.planner import auto_convert
-from octavo.planner.decide import TIE_FACTOR
 from octavo.planner.devices import DEVICES
 from octavo.planner.fake import fake_tensors
 from octavo.planner.memory_plan import MemoryPlan
@@ -29,7 +26,7 @@ from octavo.planner.model_memory import make_gradients, make_states
 from octavo.planner.step import StepConfig
 from octavo.planner.timeline import ACTIVATIONS, BATCH, GATHERED, PARAMETERS, TEMPORARIES
 from octavo.train import run_plan
-from octavo.train.config.run_config import ConfigError, load_config
+from octavo.train.config.run_config import load_config
 from octavo.train.data.load import load_corpus
 from octavo.train.record.progress import NullProgress
 from octavo.train.run_plan import (
@@ -90,17 +87,6 @@ def test_a_level_that_is_the_configuration_is_planned_once(make_config, monkeypa
     plans = plan_arms(make_config(precision={"level": "fp8", "parameters": "bf16"}))
     assert planned == ["this config", *(level for level in LEVELS if level != "fp8")]
     assert [each.label for each in plans] == ["this config", *LEVELS]
-
-
-@pytest.mark.slow
-def test_arms_fall_and_the_configuration_is_one_of_them(make_config):
-    parts = {"level": "fp8+activations", "master": "remainder"}  # which make another level
-    own, *arms = plan_arms(make_config(precision=parts, optim={"states": "fp8"}))
-    assert own.label == "this config"
-    assert [arm.label for arm in arms] == list(LEVELS)
-    assert own.at_peak == arms[-1].at_peak
-    assert [arm.peak for arm in arms] == sorted((arm.peak for arm in arms), reverse=True)
-    assert arms[-1].peak < 0.75 * arms[0].peak  # of so narrow a model; 0.40 of Llama-2-7B's
 
 
 @pytest.mark.slow
@@ -190,33 +176,11 @@ def test_a_local_checkpoint_is_planned_without_its_weights(tmp_path, make_config
     assert by_path.at_peak == by_type.at_peak
 
 
-@pytest.mark.parametrize(
-    ("model", "message"),
-    [
-        ({"type": "llma", "config": {}}, "did you mean 'llama'"),
-        ({"type": "llama", "config": LLAMA | {"max_position_embeddings": 4}}, "longer than the model's context"),
-    ],
-)
-def test_mistakes_are_those_of_a_run(make_config, model, message):
-    with pytest.raises(ConfigError, match=message):
-        plan_memory(make_config(model=model))
-
-
 @pytest.fixture
 def config_file(tmp_path, make_config):
     path = tmp_path / "run.toml"
     path.write_text(make_config().to_toml(), encoding="utf-8")
     return path
-
-
-@pytest.mark.slow
-def test_the_command_shows_all_side_by_side(config_file):
-    less = ["optim.batch=8", "model.config.num_hidden_layers=2"]
-    result = CliRunner().invoke(app, ["plan", "--memory", str(config_file), *less, "--layers", "--limit", "0.01"])
-    assert result.exit_code == 0, result.output
-    for text in ("8 sequences", "optimizer states", "fit in 0.01 GiB", "model.layers.{0-1}.mlp", "Not counted"):
-        assert text in result.stdout
-    assert not result.stdout.startswith(" ") and "\nMiB at the peak" in f"\n{result.stdout}"
 
 
 @pytest.mark.thorough
@@ -332,22 +296,6 @@ def test_every_shipped_configuration_is_planned_on_every_gpu(path, overrides, gp
         assert recipes == converted_by_train(load_config(path, overrides), gpu, monkeypatch)
 
 
-@pytest.mark.slow
-def test_the_run_stands_beside_bf16_and_the_best_plan():
-    overrides = [*LARGER, "precision.level=fp8", "precision.recipe=tensorwise", "precision.skip=['*.o_proj']"]
-    prediction = plan_step(load_config(DEMO, overrides), gpu="h200")
-    own = prediction.configured
-    assert {row.recipe for row in own.plan.rows if row.converted} == {"tensorwise"}
-    assert {row.recipe for row in prediction.rows if row.converted} == {"rowwise"}
-    assert not any(row.converted for p in (own.plan, prediction) for row in p.rows if row.name.endswith("o_proj"))
-    # Scales by row are preferred to scales by tensor that are faster by less than a tie.
-    assert prediction.planned.seconds < own.time.seconds * TIE_FACTOR
-    assert max(prediction.planned.seconds, own.time.seconds) < prediction.bf16.seconds
-    tables = "\n".join(map(str, (prediction, prediction.summary)))
-    for text in ("this", "configuration", "best", "this configuration: 12 of 15 linear layers in tensorwise"):
-        assert text in tables
-
-
 @pytest.mark.thorough
 def test_mixtures_of_experts_are_not_counted_as_linear_layers(make_config):
     config = make_config(
@@ -382,32 +330,6 @@ def test_settings_of_the_run_reach_the_step(make_config):
     assert fp8.bf16.optimizer == plain.bf16.optimizer
     mixed = plan_step(make_config(precision={"parameters": "fp32"}), gpu="h100")
     assert mixed.bf16.attention == plain.bf16.attention
-
-
-@pytest.mark.slow
-def test_the_command_shows_the_speed(config_file, tmp_path):
-    gpu = tmp_path / "gpu.toml"
-    gpu.write_text('like = "h100"\nname = "Half an H100"\nbf16_tflops = 495\nfp8_tflops = 990\n')
-    result = CliRunner().invoke(app, ["plan", str(config_file), "--gpu", str(gpu)], env={"COLUMNS": "160"})
-    assert result.exit_code == 0, result.output
-    for text in ("Half an H100", "self_attn.q_proj", "tokens/s", "narrow (32)", "FP8 pays", "Rates: given",
-                 "optimizer states", "activations", "largest that fits", "best plan: fits"):  # fmt: skip
-        assert text in result.stdout
-    result = CliRunner().invoke(app, ["plan", str(config_file), "--gpu", "b200", "--json"])
-    content = json.loads(result.stdout)
-    assert content["gpu"]["name"] == "B200" and content["planned"]["seconds"] > 0
-    assert content["planned"]["memory"]["fits"] is True and content["bf16"]["memory"]["largest_batch"] > 8
-    assert not octavo.Plan.from_json(result.stdout).converted
-
-
-@pytest.mark.slow
-def test_an_encoding_without_all_characters(config_file, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr("sys.stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
-        app(["plan", str(config_file), "--gpu", "h100"], standalone_mode=False)
-        sys.stdout.flush()
-        printed = sys.stdout.buffer.getvalue().decode("ascii")
-    assert printed.startswith("predicted, not measured") and "tokens ? in ? out" in printed
 
 
 @pytest.mark.parametrize("changes", [{}, {"precision": {"level": "fp8+activations"}}])

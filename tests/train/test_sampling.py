@@ -8,7 +8,7 @@ from test_evaluation import TRACES
 from tiny_runs import At, Recorder, assert_no_trace, assert_same, curve, fail, job
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from octavo.train import ConfigError, parse_config, read_metrics, run
+from octavo.train import ConfigError, read_metrics, run
 from octavo.train.checkpoint.retention import latest_checkpoint
 from octavo.train.data.load import load_corpus
 from octavo.train.record.progress import NullProgress
@@ -84,22 +84,11 @@ def test_mistakes(sections, message, make_config):
         make_config(**sections)
 
 
-def test_images_write_no_text(make_config):
-    tables = make_config(sample={"prompts": ["a"]}).model_dump(exclude_none=True)
-    tables["data"] = {"task": "image-classification", "source": "digits"}
-    with pytest.raises(ConfigError, match=r'\[sample\] writes text, and data.task is "image-classification"'):
-        parse_config(tables)
-
-
 def test_a_sample_longer_than_a_sequence(make_config, tmp_path):
     config = make_config(sample={"prompts": ["the leaf folds"], "tokens": 15})
     with pytest.raises(ConfigError, match=r"sample.tokens = 15 after a prompt of \d+ tokens exceeds .* = 16, beyond"):
         run(config, out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
-
-
-def test_one_prompt_may_be_a_string(make_config):
-    assert make_config(sample={"prompts": "def "}).sample.prompts == ("def ",)
 
 
 @pytest.mark.slow

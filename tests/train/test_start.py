@@ -65,16 +65,6 @@ def test_a_lock_left_by_a_killed_process_holds_nothing(make_config, tmp_path):
     assert run(make_config(), out=tmp_path).steps == 6
 
 
-def test_folders_made_for_nothing_are_removed(tmp_path):
-    (tmp_path / "mine").mkdir()
-    with pytest.raises(ZeroDivisionError), disk.output_folder(tmp_path / "mine" / "a" / "b"):
-        raise ZeroDivisionError
-    assert [path.name for path in tmp_path.rglob("*")] == ["mine"]
-    with disk.output_folder(tmp_path / "mine" / "a" / "b"):
-        (tmp_path / "mine" / "a" / "b" / "file").touch()
-    assert (tmp_path / "mine" / "a" / "b" / "file").exists()
-
-
 @pytest.mark.parametrize("name", ["tokenizer.json", "report.html", "layers.json", "tensorboard"])
 def test_files_of_the_user_are_not_overwritten(name, make_config, tmp_path):
     (tmp_path / name).write_text("mine")
@@ -83,11 +73,6 @@ def test_files_of_the_user_are_not_overwritten(name, make_config, tmp_path):
         with pytest.raises(ConfigError, match=f"{name}.* choose another folder"):
             run(make_config(), out=tmp_path, resume=resume)
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {name: "mine", "notes.txt": "mine"}
-
-
-def test_a_run_does_not_go_into_its_models_folder(make_config, checkpoint):
-    with pytest.raises(ConfigError, match=r"is model\.path"):
-        run(make_config(model={"path": str(checkpoint)}), out=checkpoint / ".." / checkpoint.name)
 
 
 @pytest.mark.parametrize("level", ["bf16", "fp8"])

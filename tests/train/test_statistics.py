@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tiny_runs import At, assert_same, curve, fail
+from tiny_runs import At, curve, fail
 
 from octavo.experiments.demo import demo_configs
 from octavo.inspect.stats import OPERANDS, OperandStats
@@ -57,18 +57,6 @@ def test_tensorboard_has_them_too(make_config, tmp_path):
         assert scalars.keys() == {2, 4, 6}
         assert scalars[4] == pytest.approx(getattr(row, figure), rel=1e-6)
     assert len(events.Scalars("inspect/lowest_sqnr_x")) == 3
-
-
-@pytest.mark.slow
-def test_a_resumed_run_has_each_sample_once(make_config, tmp_path):
-    sections = {"run": {"save_every": 3}, "optim": {"micro_batches": 2}}
-    run(looked(make_config, **sections), out=tmp_path / "whole")
-    with pytest.raises(RuntimeError, match="killed"):
-        run(looked(make_config, **sections), out=tmp_path / "resumed", progress=At(5, fail))
-    assert steps_of(tmp_path / "resumed") == [2, 4]  # past the checkpoint of step 3
-    run(looked(make_config, **sections), out=tmp_path / "resumed", resume=True)
-    assert read_statistics(tmp_path / "resumed") == read_statistics(tmp_path / "whole")
-    assert_same(tmp_path / "resumed", tmp_path / "whole")
 
 
 def test_looking_may_begin_and_end_on_resume(make_config, tmp_path):
@@ -140,17 +128,6 @@ def test_what_is_not_finite_is_in_the_file_and_not_on_the_board(tmp_path):
     assert [json.loads(line, parse_constant=pytest.fail)["sqnr"] for line in lines] == ["inf", None]
     assert read_statistics(tmp_path)[0] == ROW
     assert all(math.isfinite(value) for _, value, _ in board.scalars)
-
-
-def test_a_line_that_was_not_finished_is_left_out_and_any_other_is_an_error(tmp_path):
-    path = tmp_path / STATISTICS_FILE
-    StatisticsWriter(tmp_path, after_step=0, board=Board()).write([ROW, ROW])
-    path.write_text(path.read_text()[:-10])
-    with pytest.warns(RuntimeWarning, match="line 2 is left out"):
-        assert read_statistics(tmp_path) == [ROW]
-    path.write_text("{}\n")
-    with pytest.raises(ValueError, match="line 1 is not a row of statistics"):
-        read_statistics(tmp_path)
 
 
 def test_statistics_of_a_checkpoint_are_those_before_it(tmp_path):

@@ -45,17 +45,6 @@ def test_a_signal_in_an_evaluation(make_config, tmp_path, monkeypatch):
     assert [row.held_out for row in cut] == [row.held_out for row in whole] and whole[1].held_out
 
 
-def test_a_signal_in_the_last_evaluation(make_config, tmp_path, monkeypatch):
-    config = make_config(eval={"batches": 20}, optim={"warmup": 0}, run={"steps": 1})
-    with monkeypatch.context() as patch:
-        patch.setattr(evaluation, "on_tensors", Calls(evaluation.on_tensors, at=1))
-        assert run(config, out=tmp_path).stopped == "sigterm"
-    assert read_metrics(tmp_path)[0].held_out is None
-    result = run(config, out=tmp_path, resume=True)
-    assert result.stopped == "done" and result.held_out == read_metrics(tmp_path)[0].held_out
-    assert result.held_out is not None
-
-
 @pytest.mark.thorough
 def test_a_signal_between_micro_batches(make_config, tmp_path, monkeypatch):
     config = make_config(optim={"micro_batches": 4}, precision={"level": "fp8"}, run={"steps": 3})
@@ -111,12 +100,3 @@ def test_a_long_read_ends(make_config, tmp_path, monkeypatch):
         run(make_config(), out=tmp_path / "out", progress=Slow())
     assert end.value.code == 128 + signal.SIGTERM and signal.getsignal(signal.SIGTERM) is handler
     assert not list((tmp_path / "out").glob("[!.]*"))
-
-
-def test_long_evaluations_report(make_config, tmp_path, monkeypatch):
-    monkeypatch.setattr(signals, "REPORT_SECONDS", 0.0)
-    seen = Recorder()
-    run(make_config(eval={"batches": 3}, optim={"warmup": 0}, run={"steps": 1}), out=tmp_path, progress=seen)
-    assert [text for text in seen.stages if text.startswith("evaluating")] == [
-        "evaluating: 1 of 3 batches", "evaluating: 2 of 3 batches"
-    ]  # fmt: skip

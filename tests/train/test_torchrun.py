@@ -205,18 +205,3 @@ def test_an_unreachable_rendezvous(written, tmp_path, rank):
     assert f"rank {rank} cannot reach the other ranks at MASTER_ADDR:MASTER_PORT = 127.0.0.1:{port}" in result.stderr
     assert "Traceback" not in result.stderr
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", ["parallel.pp=2", "parallel.tp=2"])
-def test_arms_are_compared_on_a_mesh(written, tmp_path, layout):
-    """`octavo compare` trains every arm on all ranks, and one of them prints the verdict."""
-    heads = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-    model = {"type": "llama", "config": heads | {"max_position_embeddings": 64, "tie_word_embeddings": False}}
-    config, _ = written(model=model, optim={"batch": 8, "micro_batches": 2}, precision={"level": "fp8"})
-    arms = ["--arm", "bf16:precision.level=bf16", "--arm", "fp8:precision.level=fp8", "--seeds", "2", "--margin", "50"]
-    with Launched(config, tmp_path / "out", layout, *arms, command="compare") as launched:
-        assert launched.ended() == 0, launched.text()
-    assert launched.text().count("verdict") == 1 and "Traceback" not in launched.text()
-    runs = sorted(path.parent.name for path in (tmp_path / "out").rglob("metrics.jsonl"))
-    assert len(runs) == 4, runs
