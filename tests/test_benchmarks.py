@@ -2,7 +2,6 @@
 
 import argparse
 import ast
-import importlib
 import json
 import subprocess
 import sys
@@ -14,19 +13,14 @@ import pytest
 import torch
 from benchmarks import (
     __main__,
-    arms,
     gpu,
     kernels,
-    layer,
     linear,
     roofline,
     session,
     shapes,
-    timing,
 )
-from benchmarks.timing import GpuClock, Rehearsal, Timing
-
-from octavo.nn.equalized import equalizer_of
+from benchmarks.timing import GpuClock, Timing
 
 ROOT = Path(__file__).parent.parent
 CPU = torch.device("cpu")
@@ -89,25 +83,6 @@ def test_roofline_follows_its_formulas():
     times = [roofline.linear(equal, shape, recipe) for recipe in ("amax given", "rowwise", "tensorwise")]
     assert times == sorted(times) and times[2] == roofline.linear(device, shape, "tensorwise")
     assert roofline.linear(device, (1, 64, 64), eager=True) == 3e-6 * device.host_us
-
-
-def test_fp8_pays_earlier_where_memory_is_faster():
-    sides = [roofline.begins_to_pay(roofline.DEVICES[name], "rowwise", eager=False) for name in ("H200", "H100")]
-    assert sides[0] < sides[1]
-    device, both = roofline.DEVICES["H200"], [(side,) * 3 for side in (sides[0] - 64, sides[0])]
-    wins = [roofline.linear(device, shape, "rowwise") < roofline.linear(device, shape) for shape in both]
-    assert wins == [False, True]
-
-
-def test_a_measured_device_has_its_own_rates():
-    device = roofline.measured("NVIDIA H200", CEILINGS)
-    assert roofline.product(device, 8192, 8192, 8192, fp8=True) == pytest.approx(2 * 8192**3 / 1400e12)
-    assert roofline.product(device, 8192, 8192, 8192, fp8=True, exact=True) == pytest.approx(2 * 8192**3 / 1300e12)
-    assert roofline.measured("NVIDIA A100", CEILINGS).name == device.name
-
-
-def test_buffers_leave_the_cache_behind():
-    assert timing.sets(10e6, 60e6) == 12 and timing.sets(1e9, 60e6) == 2 and timing.sets(1.0, 60e6) == timing.MOST_SETS
 
 
 class FakeCuda:
@@ -195,22 +170,6 @@ def test_what_cannot_be_captured_is_timed_behind_a_sleeping_kernel():
 # Rows
 
 
-@pytest.mark.slow
-def test_rows_of_a_linear(lying):
-    shape = (48, 64, 32)
-    lying.attempt({"shape": "48×64×32", "arm": "products", "mode": "eager"}, lambda: linear.products(lying, shape))
-    opaque = arms.Arm("opaque rowwise", "compiled")
-    for arm in (arms.Arm("bf16"), arms.Arm("octavo rowwise"), arms.Arm("given tensorwise"), opaque):
-        identity = {"shape": "48×64×32", "m": 48, "k": 64, "n": 32, "arm": arm.name, "mode": arm.mode}
-        row = lying.attempt(identity, lambda arm=arm: linear.measure(lying, shape, arm))
-        assert "error" not in row, row["error"]
-    assert lying.rows[0]["kernel_ms"] == 1 + 2 + 3
-    bf16, rowwise = lying.rows[1:3]
-    assert (bf16["kernel_ms"], rowwise["kernel_ms"], rowwise["speedup"]) == (4.0, 5.0, 0.8)
-    assert rowwise["tflops"] == pytest.approx(6 * 48 * 64 * 32 / 5e-3 / 1e12, abs=0.1)
-    assert rowwise["amdahl_ms"] == 6.0 and rowwise["peak_mib"] == 3.0 and rowwise["roofline_ms"] > 0
-
-
 @pytest.mark.thorough
 def test_rows_of_kernels(lying):
     lying.attempt({"stage": "quantize"}, lambda: kernels.bandwidth(lying, (64, 48), 4, torch.clone))
@@ -220,33 +179,6 @@ def test_rows_of_kernels(lying):
     lying.attempt({**same, "arm": names[0]}, lambda: kernels.rated(lying, (48, 64, 32), {"kernel_ms": 1.0}, fast=True))
     row = kernels.rated(lying, (48, 64, 32), {"kernel_ms": 2.0}, fast=True)
     assert row["of_cublas"] == 0.5
-
-
-def test_bytes_of_quantizers_are_the_stated_ones():
-    per_row, by_tensor, block = (kernels.QuantSpec.parse(f"e4m3/{name}") for name in ("row", "tensor", "1x128"))
-    assert kernels.bytes_per_element(per_row, "rows") == 3 and kernels.bytes_per_element(per_row, "both") == 4
-    assert kernels.bytes_per_element(by_tensor, "both") == 6
-    assert (
-        kernels.bytes_per_element(by_tensor, "both", amax_is_known=True)
-        == kernels.bytes_per_element(block, "both")
-        == 4
-    )
-
-
-@pytest.mark.slow
-def test_rows_of_a_layer(lying):
-    name, size = next(iter(layer.TINY.items()))
-    for kind in ("bf16", "fp8"):
-        lying.attempt({"shape": name, "arm": f"products {kind}"}, lambda: layer.products(lying, size, fp8=False))
-    for arm in (arms.Arm("bf16"), arms.Arm("octavo rowwise")):
-        identity = {"shape": name, "arm": arm.name, "mode": arm.mode}
-        row = lying.attempt(identity, lambda arm=arm: layer.measure(lying, name, size, arm))
-        assert "error" not in row, row["error"]
-    bf16, rowwise = lying.rows[2:]
-    assert rowwise["saved_bytes_per_token"] < bf16["saved_bytes_per_token"]
-    products = [row["kernel_ms"] for row in lying.rows[:2]]
-    assert rowwise["amdahl_ms"] == pytest.approx(bf16["kernel_ms"] - products[0] + products[1])
-    assert sum(layer.linears(layer.LAYERS["llama-3-8b"]).values()) == 7
 
 
 # Recovery
@@ -326,25 +258,6 @@ def test_every_benchmark_explains_itself(capsys):
         __main__.main(["lnear"])
 
 
-def test_a_wrong_shape_is_a_usage_error(capsys):
-    with pytest.raises(SystemExit) as end:
-        linear.main(["--shapes", "cube"])
-    assert end.value.code == 2 and "neither a named set" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["calibrate", "kernels", "linear"])
-def test_rehearsals(name, tmp_path, capsys):
-    """In full; those of the GPU runner below are quick."""
-    importlib.import_module(f"benchmarks.{name}").main(["--rehearse", *NO_PEERS, "--out", str(tmp_path)])
-    content = json.loads((tmp_path / f"{name}.json").read_text())
-    assert content["note"] == session.NOTHING_TIMED and not content["timed"]
-    assert session.NOTHING_TIMED in capsys.readouterr().out
-    errors = [row for row in content["rows"] if "error" in row]
-    assert content["rows"] and not errors, errors[0]
-    assert not any(row.get("kernel_ms") or row.get("tokens_per_s") for row in content["rows"])
-
-
 @pytest.mark.slow
 def test_the_gpu_runner_rehearses_every_stage(tmp_path):
     command = [sys.executable, "-m", "benchmarks", "gpu", "--rehearse", "--quick", "--out", str(tmp_path)]
@@ -355,30 +268,6 @@ def test_the_gpu_runner_rehearses_every_stage(tmp_path):
     assert set(stages) == set(gpu.STAGES) - set(gpu.ON_REQUEST)
     assert {stage["ended"] for stage in stages.values()} == {"done"}, stages
     assert all(stage["rows"] and not stage["failed"] for stage in stages.values()), stages
-
-
-@pytest.mark.slow
-def test_a_cpu_is_timed(tmp_path, monkeypatch):
-    monkeypatch.setattr(session, "RESULTS", tmp_path)
-    linear.main(["--shapes", "32,16,16", "--rounds", "2", *NO_PEERS])
-    content = json.loads((tmp_path / "cpu" / "linear.json").read_text())
-    assert content["timed"] and all(row["wall_ms"] > 0 for row in content["rows"])
-    assert content["rows"][0]["wall_speedup"] == 1.0
-
-
-def test_an_equalized_layer_is_timed_in_passes_that_measure_nothing(lying):
-    model, runs = linear.runs_of(lying, (16, 32, 32), arms.Arm("octavo rowwise_equalized"))
-    equalizer = equalizer_of(model)
-    for _ in range(3):
-        runs[0]()
-    linear.in_steady_state(lying, model, runs * 40)
-    assert equalizer.every < equalizer.passes <= 2 * equalizer.every
-
-
-def test_a_rehearsal_times_nothing():
-    ran = []
-    timing = Rehearsal().measure([lambda: ran.append(1), lambda: ran.append(2)])
-    assert ran == [1, 2] and timing == Timing(None, None, None, "none")
 
 
 def test_files_and_functions_stay_short():

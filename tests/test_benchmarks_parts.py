@@ -2,13 +2,7 @@
 
 import argparse
 import json
-import signal
-import sys
-import threading
-import types
 import warnings
-from concurrent.futures import Future
-from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -19,7 +13,6 @@ from benchmarks.session import Session
 from benchmarks.timing import Rehearsal, Timing
 
 from octavo.kernels.conformance import Check
-from octavo.train.signals import stop_on
 from processes import gloo  # noqa: F401
 
 CPU = torch.device("cpu")
@@ -83,59 +76,6 @@ def test_a_published_row_is_timed_in_turns_with_bf16(tmp_path):
     assert row["beside"] == pytest.approx(2 / (4.79 / 4.06), abs=1e-4)
 
 
-def test_a_step_has_the_layers_that_fit():
-    whole = published.WORKLOADS[0]
-    layers = [published.fitted(whole, gib * 2**30).size.layers for gib in (1, 78, 400)]
-    assert layers[0] == 1 < layers[1] < layers[2] == 32
-    part = replace(whole, size=replace(whole.size, layers=8))
-    row = published.beside(part, "te fp8", {"wall_ms": 30.0, "bf16_wall_ms": 60.0}, 32)
-    assert (row["published_ms"], row["published_ms_scaled"], row["layers"], row["speedup"]) == (160, 40.0, 8, 2.0)
-
-
-def test_transformer_engine_takes_the_place_of_linears(monkeypatch, tmp_path):
-    contexts = []
-
-    class Linear(torch.nn.Linear):
-        def __init__(self, inputs, outputs, bias, params_dtype):
-            super().__init__(inputs, outputs, bias, dtype=params_dtype)
-
-        def forward(self, x):
-            assert contexts[-1] == "open"
-            return super().forward(x)
-
-    @contextmanager
-    def autocast(enabled):
-        contexts.extend([enabled, "open"])
-        yield
-        contexts.append("closed")
-
-    te = types.ModuleType("transformer_engine.pytorch")
-    te.Linear, te.fp8_autocast = Linear, autocast
-    monkeypatch.setitem(sys.modules, "transformer_engine", types.ModuleType("transformer_engine"))
-    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", te)
-    sys.modules["transformer_engine"].pytorch = te
-    assert published.has_transformer_engine()
-    session = session_of("published", tmp_path, Rehearsal())
-    inner = torch.nn.Sequential(
-        torch.nn.Linear(16, 32, bias=False), torch.nn.ReLU(), torch.nn.Linear(32, 16, bias=False)
-    )
-    for module, arm in ((inner, "te fp8"), (torch.nn.Linear(16, 8, bias=False), "te bf16")):
-        made = published.converted(module, arm, session)
-        assert made(torch.randn(4, 16).bfloat16()).dtype == torch.bfloat16
-        linears = [m for m in made.modules() if isinstance(m, torch.nn.Linear)]
-        assert linears and all(type(linear) is Linear for linear in linears)
-    assert contexts == [True, "open", "closed", False, "open", "closed"]
-
-
-@pytest.mark.slow
-def test_published_workloads_rehearse(tmp_path, capsys):
-    content = rehearse(published, out=tmp_path)
-    assert len(content["rows"]) == 3 * len(published.WORKLOADS) and not content["timed"]
-    assert [row["arm"] for row in content["rows"][:3]] == ["bf16", "octavo rowwise", "octavo tensorwise"]
-    assert all(row["source"] for row in content["rows"])
-    assert "Transformer Engine is not importable" in capsys.readouterr().out
-
-
 # ranks
 
 
@@ -165,38 +105,6 @@ def test_what_differs_from_the_cpu_is_named():
     assert ranks.compared(reference, {"losses": reference["losses"]}) == "has ['exact sum', 'gradient w'] alone"
 
 
-def test_a_case_that_ends_its_world_leaves_a_row_and_the_next_runs(tmp_path, monkeypatch):
-    made = []
-
-    class Fake:
-        def __init__(self, *arguments):
-            made.append(arguments)
-
-        def start(self, case):
-            self.case = case
-
-        def results(self):
-            if self.case == "deadly":
-                raise RuntimeError("rank 1 is silent, dead")
-            return {"exact x": torch.ones(2) * (2 if self.case == "wrong" and made[-1][2] != CPU else 1)}
-
-        def close(self):
-            made.append("closed")
-
-    monkeypatch.setattr(ranks, "World", Fake)
-    session, pair = session_of("ranks", tmp_path, Rehearsal()), ranks.Pair("nccl", 1, torch.device("meta"))
-    rows = [session.attempt({"case": case}, lambda case=case: pair.measure(case)) for case in ("deadly", "good")]
-    assert "rank 1 is silent" in rows[0]["error"] and rows[1]["result"] == ranks.SAME
-    assert made[:2] == made[4:] == [("nccl", 1, torch.device("meta")), ("gloo", 1, CPU)]
-    assert made[2:4] == ["closed", "closed"]
-
-
-@pytest.mark.slow
-def test_ranks_rehearse(tmp_path):
-    rows = rehearse(ranks, out=tmp_path)["rows"]
-    assert len(rows) == 2 * len(ranks.CASES) and {row["result"] for row in rows} == {ranks.SAME}
-
-
 # deep
 
 
@@ -214,30 +122,6 @@ def test_a_wrong_kernel_is_counted(tmp_path):
     assert [seed[0] for seed in seeds] == ["0", "7", "7"]
     assert (row["configurations"], row["runs"], row["mismatches"], row["wrong"]) == (3, 6, 2, 1)
     assert row["result"].startswith("WRONG: op e4m3 b, configuration 1: round 0") and "output 0" in row["result"]
-
-
-def test_the_pool_compiles_every_case_and_counts_what_fails(tmp_path, monkeypatch):
-    asked = []
-
-    class Pool:
-        def __init__(self, workers, mp_context):
-            self._processes = {}
-
-        def submit(self, function, index, only):
-            asked.append((function, index, only))
-            future = Future()
-            future.set_exception(RuntimeError("no")) if index == 1 else future.set_result(None)
-            return future
-
-        def shutdown(self, wait, cancel_futures):
-            asked.append("over")
-
-    monkeypatch.setattr(deep, "ProcessPoolExecutor", Pool)
-    session = session_of("deep", tmp_path, Rehearsal())
-    session.options.only = "glu"
-    row = deep.compile_all(session, 3, 5.0)
-    assert row["failed"] == 1 and row["result"].startswith("2 of 3 cases")
-    assert asked == [*((deep.compile_case, index, "glu") for index in range(3)), "over"]
 
 
 @pytest.mark.thorough
@@ -274,27 +158,3 @@ def test_gaps_are_by_tokens_and_by_seconds():
     assert (row["seconds"], row["gap_percent_by_seconds"]) == (2.0, -50.0)
     assert loss.run_row(fp8)["curve"] == [[8, 0.5, 4.1], [16, 1.0, 3.0], [24, 1.5, 2.1], [32, 2.0, 1.0]]
     assert loss.gap_row(base, curve([float("nan")], 1.0))["gap_percent"] is None
-
-
-def test_a_run_is_stopped_and_so_is_the_next():
-    before = signal.getsignal(signal.SIGTERM)
-    with loss.stopping_after(0.05, again=0.05):
-        for _ in range(2):
-            stop = threading.Event()
-            with stop_on(stop, signal.SIGTERM):
-                assert stop.wait(10)
-    assert signal.getsignal(signal.SIGTERM) is before
-    with loss.stopping_after(None):
-        pass
-
-
-@pytest.mark.slow
-def test_a_later_call_goes_on_with_the_losses(tmp_path, monkeypatch):
-    monkeypatch.setattr(loss, "TINY", loss.TINY | {"run.steps": 40})
-    monkeypatch.setattr(loss.tempfile, "TemporaryDirectory", lambda: nullcontext(str(tmp_path / "runs")))
-    first = rehearse(loss, "--minutes", "0", out=tmp_path)
-    assert first["stopped"] == "time" and sum(row.get("steps", 0) for row in first["rows"]) < 40
-    content = rehearse(loss, out=tmp_path)
-    assert content["stopped"] == "done" and content["compare"]["arms"]
-    assert [row["steps"] for row in content["rows"]] == [40] * 6
-    assert [row["stage"] for row in content["rows"]] == ["run", "run", "gap"] * 2

@@ -91,12 +91,3 @@ def test_a_run_that_fails_leaves_the_end_of_its_output(train):
     assert train("fp8", fails=True)["error"].endswith(
         "exit code 1 before its first step\nerror: torch.OutOfMemoryError"
     )
-
-
-def test_the_most_important_runs_come_first(timed):
-    order = [(name, level, run.mode(size)) for name, size, level in run.plan(timed)]
-    assert order[:4] == [*(("0.4B", level, "compiled") for level in ("bf16", "fp8", "fp8+activations+optimizer")),
-                         ("llama-2-7b", "full", "compiled")]  # fmt: skip
-    assert ("llama-3-8b-width", "fp8", "eager") in order and len(order) == len(set(order)) == 16
-    timed.options.quick = True
-    assert [(name, level, run.mode(size)) for name, size, level in run.plan(timed)] == order[:3]

@@ -10,7 +10,7 @@ import time
 from contextlib import contextmanager
 
 import pytest
-from benchmarks import environment, gpu, layer, performance, session, shapes, targets
+from benchmarks import gpu, layer, performance, session, shapes, targets
 from benchmarks.gpu import Part
 
 CEILINGS = {"copy_tbs": 4.0, "bf16_tflops": 800.0, "fp8_tflops": 1400.0, "fp8_exact_tflops": 1300.0}
@@ -82,17 +82,6 @@ def test_a_row_over_its_limit_is_cut_and_the_next_ones_run(runner):
     assert (outcome.ended, outcome.restarts, outcome.rows) == ("done", 1, 1) and outcome.seconds < 20
 
 
-def test_a_stage_that_prints_is_alive(runner, monkeypatch):
-    monkeypatch.setattr(gpu, "ROW_S", 1.0)
-    assert runner.run("chatty", 60.0).ended == "done"
-    assert runner.run("hang", 60.0).ended == "hung"
-
-
-def test_what_a_killed_stage_printed_is_kept(runner):
-    assert runner.run("hang", 1.0).ended == "killed"
-    assert (runner.out / "hang.log").read_text() == "asleep\n"
-
-
 def test_a_stage_that_cannot_start_is_not_tried_again(runner):
     (runner.out / "broken.json").write_text('{"rows": [1]}')
     outcome = runner.run("broken", 100.0)
@@ -140,13 +129,6 @@ def test_the_most_important_parts_run_and_leave_the_others_their_time(runner, ca
     assert "left out: crash c" in capsys.readouterr().out
 
 
-def test_time_that_is_left_goes_to_what_did_not_fit(runner, monkeypatch):
-    """Parts of a stage that has run go on behind its rows; what fits only in part runs to the end of the time."""
-    monkeypatch.setattr(gpu, "LEAST_S", 1.0)
-    spend(runner, [Part("good", "a", 9, 8), Part("good", "b", 8, 9), Part("hang", "all", 7, 30)], 10.0, limit=1.5)
-    assert runner.ran == [("good", ["a"], False), ("good", ["b"], True), ("hang", ["all"], False)]
-
-
 def test_without_a_gpu_nothing_more_is_tried(runner, capsys):
     saved = []
     spend(runner, [Part("lost", "all", 9, 1), Part("good", "all", 8, 1)], 50.0, lambda: saved.append(1))
@@ -154,14 +136,6 @@ def test_without_a_gpu_nothing_more_is_tried(runner, capsys):
     assert [stage for stage, *_ in runner.ran] == ["lost", "lost"] and text.count("the GPU is gone") == 1
     assert runner.outcomes["lost"].ended == "no gpu" and runner.outcomes["lost"].rows == 1 and saved == [1]
     assert "left out: good all" in text and "CUDA error: unspecified" in text
-
-
-def test_what_several_stages_say_is_printed_once(runner, capsys):
-    for stage in ("good", "broken", "broken too"):
-        runner.run(stage, 50.0)
-    runner.run("good", 50.0)
-    text = capsys.readouterr().out
-    assert text.count("note: no torchao") == 1 and text.count("no_such_module") == 1
 
 
 def test_prices_are_what_was_measured(tmp_path):
@@ -213,24 +187,6 @@ def command(tmp_path, *words, monkeypatch, spend=lambda *_: None):
     gpu.main(["--rehearse", "--out", str(tmp_path / "out"), "--caches", str(tmp_path / "caches"), *words])
 
 
-def test_the_list_prints_prices_and_what_fits(tmp_path, monkeypatch, capsys):
-    command(tmp_path, "--list", "--total", "4", monkeypatch=monkeypatch)
-    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert lines[1] == ["smoke", "all", "100", "10", "15", "estimate", "yes"]
-    assert ["layer", "llama-3-8b", "85", "10", "110", "estimate", "no"] in lines
-    assert not any(line[0] == "calibrate" for line in lines) and not (tmp_path / "out").exists()
-
-
-def test_a_later_call_leaves_out_what_is_done(tmp_path, monkeypatch):
-    asked = []
-    session.write_json(tmp_path / "out" / "gpu.json", {"stages": [{"stage": "kernels", "parts": ["fused"]}]})
-    words = ("--resume", "--stages", "kernels,deep")
-    command(tmp_path, *words, monkeypatch=monkeypatch, spend=lambda _, parts, *__: asked.extend(parts))
-    assert [(part.stage, part.name) for part in asked][:3] == [
-        ("kernels", "quantize"), ("kernels", "product"), ("deep", "all"),
-    ]  # fmt: skip
-
-
 def test_a_terminated_runner_keeps_what_it_has(tmp_path, monkeypatch):
     before = signal.getsignal(signal.SIGTERM)
 
@@ -245,24 +201,6 @@ def test_a_terminated_runner_keeps_what_it_has(tmp_path, monkeypatch):
     finally:
         signal.signal(signal.SIGTERM, before)
     assert json.loads((tmp_path / "out" / "gpu.json").read_text())["stages"][0]["ended"] == "interrupted"
-
-
-@pytest.mark.thorough
-def test_wheels_that_cannot_be_installed_are_named(tmp_path, capsys):
-    (tmp_path / "broken-1.0-py3-none-any.whl").write_text("no archive")
-    gpu.install(tmp_path)
-    assert f"note: nothing of {tmp_path} is installed: " in capsys.readouterr().out
-
-
-def test_caches_go_elsewhere_if_they_cannot_be_written(tmp_path, monkeypatch, capsys):
-    caches, variables = environment.compile_caches(tmp_path / "caches")
-    assert variables["TRITON_CACHE_DIR"] == str(caches / "triton") and caches == tmp_path / "caches"
-    assert set(variables) == {"TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"} and not capsys.readouterr().out
-    (tmp_path / "home").write_text("a file, so no folder can be made in it")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
-    caches, variables = environment.compile_caches(None)
-    assert caches.is_dir() and variables["XDG_CACHE_HOME"] == str(caches)
-    assert capsys.readouterr().out.count("cannot be written") == 1
 
 
 def test_each_test_becomes_a_row(runner):

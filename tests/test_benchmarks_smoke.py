@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from benchmarks import arms, host_gpu, profiling, run, session, smoke, step
+from benchmarks import arms, host_gpu, profiling, session, smoke
 from benchmarks.timing import Timing
 from torch import nn
 
@@ -89,13 +89,6 @@ def test_a_profile_on_a_cpu_has_operations_with_their_own_time():
     assert {kernel.stack[-1] for kernel in products} == {"aten::mm"}
 
 
-def test_an_operation_has_its_own_time_on_a_cpu():
-    outer, inner = span("cpu_op", "outer", 0, 10, 1), span("cpu_op", "inner", 2, 5, 1)
-    other = span("cpu_op", "other", 3, 4, 2)  # in another thread
-    kernels = profiling.read([outer, inner, other])
-    assert [(kernel.name, kernel.us) for kernel in kernels] == [("outer", 5), ("inner", 5), ("other", 4)]
-
-
 def test_arms_are_timed_in_turns(drifting):
     calls = []
     figures = arms.in_turns(drifting, [lambda: calls.append("bf16")], [lambda: calls.append("arm")])
@@ -153,34 +146,3 @@ def test_rows_of_host_time(drifting, monkeypatch):
     assert row["host_ratio"] == pytest.approx(row["host_ms"] / row["bf16_host_ms"], abs=1e-3) and row["host_ratio"] > 1
     assert row["predicted_host_ratio"] == host_gpu.RATIOS["rowwise"]
     assert "predicted_host_ratio" not in host_gpu.measure(drifting, "linear", 32, 64, arms.Arm("bf16"))
-
-
-def test_host_time_begins_with_few_sizes_and_needs_no_torchao(drifting, monkeypatch, capsys):
-    monkeypatch.setattr(arms, "has_torchao", lambda: True)
-    todo = host_gpu.plan(drifting)
-    names = [arm.name for arm in host_gpu.ARMS]
-    assert [arm.name for *_, arm in todo[:10]] == names * 2 and "torchao rowwise" in names
-    assert {(tokens, dim) for _, tokens, dim, _ in todo[:20]} == set(host_gpu.QUICK)
-    assert len(set(todo)) == len(todo) == 2 * 5 * len(host_gpu.TOKENS) * len(host_gpu.DIMS)
-    monkeypatch.setattr(arms, "has_torchao", lambda: False)
-    assert not any(arm.name.startswith("torchao") for *_, arm in host_gpu.plan(drifting))
-    assert "torchao is not importable" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("module", [run, step, host_gpu])
-def test_parts_are_rehearsed(module, tmp_path):
-    module.main(["--rehearse", "--peers", "nowhere", "--out", str(tmp_path)])
-    content = json.loads((tmp_path / f"{module.__name__.rpartition('.')[2]}.json").read_text())
-    rows = {(row["stage"], row["arm"]): row for row in content["rows"]}
-    assert not any("error" in row or row["wall_ms"] for row in rows.values()), rows
-    if module is run:
-        bf16, full = rows.values()
-        assert (bf16["ended"], full["ended"], bf16["steps"], full["steps"]) == ("stopped", "done", 3, 3)
-        assert full["saved_bytes_per_token"] < bf16["saved_bytes_per_token"] and abs(full["largest_difference"]) < 0.05
-    elif module is step:
-        bf16, _, full = ({name: part["count"] for name, part in row["parts"].items()} for row in rows.values())
-        assert bf16["quantizers"] == 0 < full["quantizers"] and full["accumulation"] == 0 < bf16["accumulation"]
-        assert all(set(row["predicted"]) == set(step.PREDICTED) for row in rows.values())
-    else:
-        assert {stage for stage, _ in rows} == {"linear", "layer"} and len(rows) == 6

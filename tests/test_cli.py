@@ -106,27 +106,8 @@ def test_each_command_has_examples(command):
     assert result.stdout.count(f"octavo {command}") >= 3  # usage and at least two examples
 
 
-def test_no_command_shows_the_help():
-    result = octavo()
-    assert result.exit_code == 0 and "Examples" in result.stdout
-
-
 def test_version():
     assert octavo("--version").stdout == f"octavo {__version__}\n"
-
-
-def test_python_m_octavo_is_the_command(here):
-    shown = subprocess.run([sys.executable, "-m", "octavo", "--version"], capture_output=True, text=True, timeout=120)
-    assert (shown.returncode, shown.stdout, shown.stderr) == (0, f"octavo {__version__}\n", "")
-
-
-def test_the_command_line_itself_needs_no_trainer(here):
-    code = (
-        "import sys, octavo.cli\n"
-        "heavy = {'transformers', 'datasets', 'tokenizers', 'plotly', 'jinja2', 'octavo.train', 'tensorboard'}\n"
-        "assert not heavy & set(sys.modules), heavy & set(sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
 def test_an_unknown_command_names_the_nearest(here):
@@ -166,21 +147,6 @@ def test_a_wrong_setting_is_named(config, here, overrides, words):
     assert not list((here / "out").rglob("*.json*"))
 
 
-def test_empty_data_is_refused(config, here):
-    (here / "corpus.txt").write_text("", encoding="utf-8")
-    refused(octavo("train", config, "--out", "out"), "corpus.txt")
-
-
-def test_a_file_that_is_not_text_is_refused(config, here):
-    (here / "corpus.txt").write_bytes(bytes(range(256)) * 200)
-    refused(octavo("train", config, "--out", "out"), "corpus.txt")
-
-
-def test_a_config_that_is_not_toml_is_refused(config):
-    config.write_text("[run\nsteps = 3", encoding="utf-8")
-    refused(octavo("train", config), "tiny.toml", "TOML")
-
-
 def test_traceback_is_there_for_who_asks(config):
     result = octavo("--traceback", "train", config, "run.steps=0")
     assert result.exit_code == 2 and "Traceback" in result.stderr and "run.steps" in result.stderr
@@ -196,20 +162,6 @@ def test_train_leaves_a_run_and_its_report(config, here):
         assert left[name]
     assert any(name.startswith("tensorboard") for name in left)
     assert not (here / "runs").exists()
-
-
-def test_the_output_folder_is_the_configs_without_out(config, here):
-    assert octavo("train", config, "run.steps=1").exit_code == 0
-    assert (here / "runs/tiny/report.html").exists()
-    assert octavo("train", config, "run.steps=1", "run.out=elsewhere").exit_code == 0
-    assert (here / "elsewhere/report.html").exists()
-
-
-def test_a_folder_that_holds_a_run_is_left_as_it_is(config, here):
-    assert octavo("train", config, "run.steps=2", "--out", "out").exit_code == 0
-    before = files(here / "out")
-    refused(octavo("train", config, "--out", "out"), "out", "--resume")
-    assert files(here / "out") == before
 
 
 def test_resume_goes_on_and_refuses_another_model(config, here):
@@ -275,14 +227,6 @@ def test_a_demo_overwrites_nothing(here):
     assert files(here) == {"out/notes.txt": b"mine"}
 
 
-def test_a_demo_takes_a_folder_that_a_failed_start_left_empty(here):
-    (here / "out/bf16").mkdir(parents=True)
-    refused(octavo("demo", *TINY_DEMO, "data.source=missing/*.txt", "--out", "out"), "missing/*.txt")
-    assert (here / "out/bf16").is_dir()
-    refused(octavo("demo", *TINY_DEMO, "data.source=missing/*.txt", "--out", "new"), "missing/*.txt")
-    assert not (here / "new").exists()
-
-
 @pytest.mark.parametrize(
     ("overrides", "warmup"),
     [
@@ -316,34 +260,6 @@ def test_a_stopped_demo_says_how_to_go_on(config, here, cache, monkeypatch):
     assert line == "octavo train 'my out/bf16/config.toml' --out 'my out/bf16' --resume"
     assert octavo(*shlex.split(line)[1:]).exit_code == 0
     assert json.loads((here / "my out/bf16/run.json").read_text())["steps"] == 4
-
-
-def test_a_run_stopped_before_its_first_step_is_a_success(config, here, monkeypatch):
-    import signal
-
-    from octavo.experiments.progress_bars import ProgressBars
-
-    monkeypatch.setattr(ProgressBars, "stage", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
-    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the second stage's signal acts as usual: not at all here
-    try:
-        result = octavo("train", config, "--out", "out")
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    assert result.exit_code == 0, result.output
-    assert "Stopped and saved after 0 steps" in result.stdout
-    monkeypatch.undo()
-    monkeypatch.chdir(here)
-    assert octavo("train", config, "--out", "out", "--resume").exit_code == 0
-
-
-def test_the_default_folder_of_a_demo_is_the_next_that_is_free(tmp_path):
-    from octavo.experiments.demo import free_folder
-
-    folder = tmp_path / "runs/demo"
-    assert free_folder(folder) == folder
-    for taken in ("demo", "demo-2"):
-        (tmp_path / "runs" / taken).mkdir(parents=True)
-    assert free_folder(folder) == tmp_path / "runs/demo-3"
 
 
 @pytest.mark.parametrize(

@@ -86,12 +86,6 @@ def test_mistakes(arguments, message, looked):
     assert (result.exit_code, message in " ".join(result.stderr.split())) == (2, True)
 
 
-def test_a_run_that_did_not_look(tmp_path):
-    result = inspect(tmp_path)
-    assert result.exit_code == 2
-    assert "train with inspect.every=50" in " ".join(result.stderr.split())
-
-
 LONG = "model.language_model.layers.17.self_attn.some_long_projection_name"
 
 

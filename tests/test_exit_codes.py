@@ -144,8 +144,3 @@ def test_completion_is_shown_and_installed(option, expected, tmp_path):
     environment = os.environ | {"HOME": str(tmp_path)}
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120, env=environment)
     assert expected in done.stdout and "ends with 0" in done.stdout, done.stdout + done.stderr
-
-
-def test_another_library_that_exits_is_no_success(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["octavo", "doctor"])
-    assert exit_codes.run(lambda: sys.exit(0)) == exit_codes.INTERNAL

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import signal
 from pathlib import Path
 
@@ -360,18 +359,6 @@ def test_seeds_and_arms_can_be_added(config, tmp_path):
 
 
 @pytest.mark.thorough
-def test_data_that_changed_between_runs_is_noticed(config, tmp_path, make_config):
-    text = tmp_path / "a.txt"
-    text.write_text("the leaf folds eight times before it is cut. " * 40)
-    arms = make_arms(config, [f"data.source={text}"], ARMS, "2")
-    compare(arms, tmp_path / "out")
-    text.write_text("something else is said here, at some length. " * 40)
-    more = make_arms(config, [f"data.source={text}"], ARMS, "3")
-    with pytest.raises(ConfigError, match="bf16-seed3 and .*bf16-seed5 were trained on different data"):
-        compare(more, tmp_path / "out")
-
-
-@pytest.mark.thorough
 def test_a_run_whose_steps_are_gone_is_named(config, tmp_path):
     compare(make_arms(config, [], ARMS, "2"), tmp_path / "out")
     path = tmp_path / "out/rowwise-seed3/metrics.jsonl"
@@ -397,11 +384,6 @@ def test_mistakes_are_told_before_anything_is_trained(config, tmp_path, monkeypa
     monkeypatch.setattr(comparing, "run", None)
     refused(octavo("compare", config, "--out", tmp_path / "out", *words), message)
     assert not (tmp_path / "out").exists()
-
-
-def test_help_has_examples_and_exit_codes():
-    shown = re.sub(r"\s+", " ", octavo("compare", "--help").stdout)
-    assert shown.count("octavo compare") >= 4 and "inconclusive" in shown
 
 
 def job(path, out):

@@ -11,7 +11,7 @@ from test_run_report import charts_of
 
 from octavo.experiments.compare_report import FILES, comparison_rows, mean_curves, to_json, write_comparison
 from octavo.experiments.compare_verdict import ArmRuns, common_target, compare_arms, steps_to
-from octavo.experiments.curves import Curves, smooth
+from octavo.experiments.curves import Curves
 from octavo.train.record.metrics import Losses
 
 STEPS = 100
@@ -122,12 +122,6 @@ def test_divergence_is_a_result():
     assert comparison.loss == BASE[2] and comparison.spread is None
 
 
-def test_a_run_without_a_finite_loss_has_diverged():
-    arm = runs("arm", BASE)
-    arm = ArmRuns(**vars(arm) | {"results": (result(losses=None), *arm.results[1:])})
-    assert compare_arms([runs("base", BASE), arm]).arms[0].losses.failed == (1,)
-
-
 def test_time_to_loss_is_speed_times_steps():
     """Half the baseline's time per step, but its loss falls to 4 where the baseline's falls to 3, so to 4 at 80 %."""
     base = runs("base", [3.0, 3.0], tokens_per_s=1000.0)
@@ -233,11 +227,6 @@ def test_the_table_has_a_value_per_arm():
     assert rows["verdict"] == ["", "worse", "inconclusive"]
     assert rows["failed"] == ["–", "–", "1 of 3"]
     assert rows["above base"][1].startswith("+2.00 % (+1.") and rows["mean loss, last 10 % of steps"][0] == "3.0667"
-
-
-def test_smoothing_of_the_mean_is_the_mean_of_the_smoothed():
-    curves = [curve(8, 3), curve(7, 4)]
-    assert smooth(mean_curves(curves).loss) == pytest.approx(np.mean([smooth(c.loss) for c in curves], 0))
 
 
 def test_time_to_a_loss_that_all_reach():

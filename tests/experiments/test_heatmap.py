@@ -49,10 +49,6 @@ def labels(chart):
     return chart.figure["layout"]["yaxis"]["ticktext"]
 
 
-def test_no_statistics_no_maps():
-    assert heatmaps([]) == []
-
-
 def test_channel_scales_of_the_last_sample():
     rows = run_of(operands=("x", "w"))
     scales = tuple(float(place - 3) for place in range(QUANTILES))
@@ -121,14 +117,6 @@ def test_names_that_differ_before_the_block_are_told_apart_and_long_ones_cut():
     names = ("encoder.layers.0.fc", "decoder.layers.0.fc", "a.very.long.name.of.a.linear.layer", "<b>")
     heatmap = heatmaps([OperandStats(**row().to_json() | {"layer": name}) for name in names])[0]
     assert labels(heatmap) == ["encoder.layers.#.fc", "decoder.layers.#.fc", "…ong.name.of.a.linear.layer", "&lt;b&gt;"]
-
-
-@pytest.mark.thorough
-def test_maps_are_what_plotly_takes():
-    from plotly.graph_objects import Figure
-
-    for chart in heatmaps(run_of(changed={(1, 0, KINDS[0], "x"): {"nonfinite": 1}})):
-        Figure(chart.figure)
 
 
 def test_the_report_has_maps_and_findings_of_runs_that_looked(tmp_path):

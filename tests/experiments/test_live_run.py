@@ -7,7 +7,6 @@ import pytest
 from live_runs import ReplayedRun
 
 from octavo.experiments.live_run import LiveRun, run_folder
-from octavo.train.disk import LOCK, is_locked, output_folder
 
 
 @pytest.fixture
@@ -59,15 +58,6 @@ def test_how_a_run_ended(stopped, state, replayed):
     assert json.loads(LiveRun(replayed.folder).read())["state"] == state
 
 
-def test_a_resumed_run_that_was_killed_has_not_ended_as_before(replayed):
-    replayed.setup()
-    replayed.step(*range(1, 8))
-    replayed.end("sigterm", steps=7)
-    replayed.step(8, 9)
-    content = json.loads(LiveRun(replayed.folder).read())
-    assert content["state"] == "killed" and "after step 9" in content["text"]
-
-
 def test_a_half_written_line_waits_for_its_end(replayed):
     replayed.setup()
     replayed.step(1, 2)
@@ -105,16 +95,6 @@ def test_only_what_is_new_is_read(replayed, monkeypatch):
     monkeypatch.setattr(json_lines, "read_record", lambda text, *more: read.append(text) or whole(text, *more))
     replayed.step(20)
     assert json.loads(live.read())["step"] == 20 and len(read) == 1
-
-
-def test_a_damaged_file_is_an_error_that_names_the_line(replayed):
-    replayed.setup()
-    replayed.step(1)
-    replayed.append('{"step": "two"}\n')
-    live = LiveRun(replayed.folder)
-    for _ in range(2):
-        with pytest.raises(ValueError, match=r"metrics\.jsonl, line 2 is not a step of a run"):
-            live.read()
 
 
 def test_a_damaged_line_that_is_mended(replayed):
@@ -198,11 +178,3 @@ def test_folders_without_a_run(tmp_path):
     checkpoint = other / "bf16" / "checkpoints" / "step-000010"
     checkpoint.mkdir(parents=True)
     assert run_folder(checkpoint) == (other / "bf16").resolve()
-
-
-def test_looking_at_the_lock_disturbs_no_run(tmp_path):
-    assert is_locked(tmp_path / LOCK) is False and not (tmp_path / LOCK).exists()
-    with output_folder(tmp_path):
-        assert is_locked(tmp_path / LOCK) is True
-        assert (tmp_path / LOCK).exists()
-    assert is_locked(tmp_path / LOCK) is False

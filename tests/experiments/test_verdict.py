@@ -5,7 +5,8 @@ from fake_runs import result
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octavo.experiments.verdict import ONE_SEED, PredictedSpeed, arm_name, verdict
+from octavo.experiments.predicted import PredictedSpeed
+from octavo.experiments.verdict import ONE_SEED, verdict
 from octavo.train.record.metrics import Losses
 
 FP8 = "fp8 rowwise"
@@ -32,23 +33,6 @@ def test_the_status_is_decided_by_the_gap_alone(a, b):
     assert pair_verdict.status == ("within" if abs(percent) <= 1 else "above" if b > a else "below")
     assert f"{b:.4f} against {a:.4f}" in pair_verdict.sentence
     assert f"{percent:+.2f} %" in pair_verdict.sentence
-
-
-@pytest.mark.parametrize(
-    ("tail", "status", "words"),
-    [
-        (3.0, "within", "is within 1 % of BF16's"),
-        (3.029, "within", "is within 1 % of BF16's"),
-        (2.971, "within", "is within 1 % of BF16's"),
-        (3.031, "above", "is not within 1 % of BF16's"),
-        (2.969, "below", "One seed does not show that it is better"),
-    ],
-)
-def test_the_sentence_says_what_the_numbers_say(tail, status, words):
-    pair_verdict = verdict(result(tail=3.0), result(FP8, tail=tail))
-    assert pair_verdict.status == status
-    assert words in pair_verdict.sentence
-    assert ("is within" in pair_verdict.sentence) == (status == "within")
 
 
 @pytest.mark.parametrize(
@@ -141,14 +125,3 @@ def test_a_verdict_is_json():
     read = json.loads(json.dumps(pair_verdict.to_json(), allow_nan=False))
     assert read["status"] == "above" and read["band_percent"] == 1.0
     assert read["tail_gap_percent"] == pytest.approx(10)
-
-
-def test_arms_are_named_as_people_read_them():
-    arms = {
-        "bf16": "BF16",
-        "fp8 mxfp8": "FP8 mxfp8",
-        "bf16+optimizer": "BF16+optimizer",
-        "fp8+activations rowwise": "FP8+activations rowwise",
-    }
-    assert [arm_name(arm) for arm in arms] == list(arms.values())
-    assert arm_name("anything else") == "anything else"

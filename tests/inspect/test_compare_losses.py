@@ -134,11 +134,6 @@ def test_failures_of_the_baseline_count_too():
     assert judged(many, [NAN] * 2 + BASE[:3] + BASE).verdict == "inconclusive"
 
 
-def test_a_baseline_that_varies_by_half_is_no_measure_of_a_blow_up():
-    assert judged([0.2, 0.45, 0.21], [0.2, 0.2, 0.2]).verdict == "worse"
-    assert judged([0.2, 0.45, 0.21], [0.2, 0.21, 0.35]).verdict == "inconclusive"
-
-
 GOOD = shifted(0.02, -0.03, 0.01)
 
 
@@ -167,13 +162,6 @@ def test_separated_arms_are_worse_as_each_alone(damaged):
         )
         assert not arm.test.separated or arm.test.low == alone.test.low > 0
     assert comparison.exit_code == 1 and "separation" not in " ".join(alone.notes)
-
-
-def test_a_margin_takes_a_set_above_it():
-    """The set of both arms lies 0.3 % above the baseline; the arm alone would be 0.5 % worse."""
-    arms = {"bad": shifted(0.9, 1.1, 1.0), "beside": shifted(0.3, 2.0, 1.1)} | {f"{k}": GOOD for k in range(6)}
-    outcomes = [compare_losses(BASE[:3], arms, margin=margin).arms[0].outcome for margin in (0.2, 0.4)]
-    assert outcomes == ["fail", "inconclusive"]
 
 
 def test_an_arm_that_failed_takes_no_part_in_separation():
@@ -244,24 +232,6 @@ def test_what_cannot_be_compared_is_named(baseline, arms, options, words):
         compare_losses(baseline, arms, **options)
 
 
-def test_an_infinite_loss_has_diverged():
-    assert judged([math.inf, 3.02, 2.98]).failed == (1,)
-
-
 def test_the_example_runs():
     assert doctest.testmod(compare).attempted == 3
     assert doctest.testmod(compare).failed == 0
-
-
-def test_more_power_never_needs_a_smaller_gap():
-    base = [2.96, 2.983, 3.008, 3.019, 2.999, 2.994]
-    arms = {
-        "a0": base,
-        "a1": [2.989, 3.011, 3.042, 3.051, 3.025, 3.019],
-        "a2": [2.962, 2.985, 3.012, 3.021, 2.998, 3.001],
-        "a3": [2.99, 3.015, 3.032, 3.049, 3.029, 3.027],
-        "a4": [2.964, 2.982, 3.015, 3.012, 3.002, 2.999],
-    }
-    for arm in compare_losses(base, arms, max_seeds=34).arms:
-        gaps = [arm.test.detectable(power) for power in (0.5, 0.8, 0.9, 0.99)]
-        assert gaps == sorted(gaps), arm.name

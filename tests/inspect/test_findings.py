@@ -83,13 +83,6 @@ def test_jumps_need_a_past_and_outlive_one_odd_step():
     assert findings([replace(wild, layer="another")], LIMITS, samples(4.0, 4.0, 4.0)) == []
 
 
-def test_the_median_is_of_the_last_samples():
-    history = samples(*range(1, 40))
-    assert history.median(ROW) == 31.5  # of the last 16
-    history.add([replace(ROW, amax=1e6)])
-    assert history.median(ROW) == 32.5
-
-
 def test_what_is_not_finite_is_named_where_it_began():
     def bad(layer, operand):
         return replace(ROW, layer=layer, operand=operand, nonfinite=1)
