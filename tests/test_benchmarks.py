@@ -11,16 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmarks import (
-    __main__,
-    gpu,
-    kernels,
-    linear,
-    roofline,
-    session,
-    shapes,
-)
-from benchmarks.timing import GpuClock, Timing
+from benchmarks import __main__, gpu, kernels, linear, roofline, session, shapes
+from benchmarks.timing import Timing
 
 ROOT = Path(__file__).parent.parent
 CPU = torch.device("cpu")
@@ -83,88 +75,6 @@ def test_roofline_follows_its_formulas():
     times = [roofline.linear(equal, shape, recipe) for recipe in ("amax given", "rowwise", "tensorwise")]
     assert times == sorted(times) and times[2] == roofline.linear(device, shape, "tensorwise")
     assert roofline.linear(device, (1, 64, 64), eager=True) == 3e-6 * device.host_us
-
-
-class FakeCuda:
-    """`torch.cuda` with a clock that moves by `ms` for each run, less on the stream that captures."""
-
-    def __init__(self, *, capturable=True):
-        self.now, self.capturing, self.captured, self.slept, self.capturable = 0.0, False, 0, 0, capturable
-        cuda = self
-
-        class Stream:
-            def __init__(self, *_):
-                pass
-
-            def wait_stream(self, other):
-                pass
-
-            def __enter__(self):
-                return self
-
-            def __exit__(self, *_):
-                pass
-
-        class Event:
-            def __init__(self, enable_timing):
-                assert enable_timing
-
-            def record(self):
-                self.at = cuda.now
-
-            def synchronize(self):
-                pass
-
-            def elapsed_time(self, end):
-                return end.at - self.at
-
-        class Graph:
-            def replay(self):
-                cuda.now += cuda.captured
-
-            def reset(self):
-                pass
-
-        class Capture(Stream):
-            def __enter__(self):
-                cuda.capturing = True
-
-            def __exit__(self, *_):
-                cuda.capturing = False
-
-        self.Stream, self.Event, self.CUDAGraph, self.graph = Stream, Event, Graph, Capture
-        self.stream = lambda stream: stream
-        self.current_stream = lambda device: Stream()
-        self.get_device_properties = lambda device: argparse.Namespace(L2_cache_size=60 << 20)
-        self.synchronize = self.empty_cache = self.reset_peak_memory_stats = lambda *_: None
-        self.allocated = 0
-        self.memory_allocated = lambda device: 1 << 20
-        self.max_memory_allocated = lambda device: 6 << 20
-
-    def _sleep(self, cycles):
-        self.slept += 1
-
-    def run(self):
-        if not self.capturing:
-            self.now += 4.0  # with launch overhead
-        elif self.capturable:
-            self.captured += 3.0
-        else:
-            raise RuntimeError("operation not permitted when stream is capturing")
-
-
-def test_kernel_time_is_a_graph_s():
-    cuda = FakeCuda()
-    timing = GpuClock(CPU, cuda).measure([cuda.run, cuda.run])
-    assert (timing.kernel_ms, timing.method, cuda.slept) == (3.0, "graph", 0) and timing.wall_ms is not None
-
-
-def test_what_cannot_be_captured_is_timed_behind_a_sleeping_kernel():
-    cuda = FakeCuda(capturable=False)
-    timing = GpuClock(CPU, cuda).measure([cuda.run, cuda.run], wall=False)
-    assert (timing.kernel_ms, timing.wall_ms) == (4.0, None)
-    assert timing.method == "events, after RuntimeError in capture" and cuda.slept > 5
-    assert GpuClock(CPU, cuda).peak_mib(cuda.run) == 5.0
 
 
 # Rows

@@ -3,18 +3,14 @@
 import argparse
 import importlib
 import json
-import os
 import signal
 import sys
 import time
 from contextlib import contextmanager
 
 import pytest
-from benchmarks import gpu, layer, performance, session, shapes, targets
+from benchmarks import gpu, layer, performance, session, shapes
 from benchmarks.gpu import Part
-
-CEILINGS = {"copy_tbs": 4.0, "bf16_tflops": 800.0, "fp8_tflops": 1400.0, "fp8_exact_tflops": 1300.0}
-
 
 STAGES = {
     "good": "print('note: no torchao', flush=True); time.sleep(0.2)",
@@ -154,18 +150,6 @@ def test_prices_are_what_was_measured(tmp_path):
     assert gpu.Prices([tmp_path], warm=False).of(layer) == 225.0
 
 
-def test_a_stage_learns_which_parts_and_how_long(tmp_path):
-    options = argparse.Namespace(quick=False, rehearse=False, peers=None)
-    runner = gpu.Runner(tmp_path, options, {})
-    first, second, rest = (part for part in gpu.PARTS if part.stage == "linear")
-    words = runner.command("linear", 60.0, [first, second], resume=False)
-    assert words[words.index("--only-parts") + 1 :] == [first.name, second.name] and "--require-gpu" in words
-    assert abs(float(words[words.index("--deadline") + 1]) - time.time() - 60.0 + gpu.STOP_S) < 5.0
-    words = runner.command("linear", 60.0, [first, rest], resume=True)
-    assert words[words.index("--without-parts") + 1 :] == [second.name] and "--resume" in words
-    assert "--only-parts" not in runner.command("linear", 60.0, [first, second, rest], resume=False)
-
-
 @pytest.mark.thorough
 def test_every_part_has_rows(tmp_path, monkeypatch):
     """The names of parts are those of the rows that the benchmarks attempt, without a GPU at tiny shapes."""
@@ -182,27 +166,6 @@ def test_every_part_has_rows(tmp_path, monkeypatch):
 # The command line
 
 
-def command(tmp_path, *words, monkeypatch, spend=lambda *_: None):
-    monkeypatch.setattr(gpu, "spend", spend)
-    gpu.main(["--rehearse", "--out", str(tmp_path / "out"), "--caches", str(tmp_path / "caches"), *words])
-
-
-def test_a_terminated_runner_keeps_what_it_has(tmp_path, monkeypatch):
-    before = signal.getsignal(signal.SIGTERM)
-
-    def interrupted(runner, *_):
-        runner.outcomes["linear"] = gpu.Outcome("linear", "interrupted")
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(5)
-
-    try:
-        with pytest.raises(SystemExit, match="terminated"):
-            command(tmp_path, monkeypatch=monkeypatch, spend=interrupted)
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    assert json.loads((tmp_path / "out" / "gpu.json").read_text())["stages"][0]["ended"] == "interrupted"
-
-
 def test_each_test_becomes_a_row(runner):
     lines = ["tests/test_gpu.py::test_a PASSED [ 1%]", "[gw0] [ 20%] FAILED tests/test_gpu.py::test_b[x y]"]
     reasons = ["FAILED tests/test_gpu.py::test_b[x y] - AssertionError: no"]
@@ -212,52 +175,6 @@ def test_each_test_becomes_a_row(runner):
 
 
 # Targets and the document
-
-
-def results(rowwise_ms):
-    same = {"shape": targets.SMALL, "m": 16384, "k": 4096, "n": 14336}
-    cube = {"shape": "4096×4096×4096", "m": 4096, "k": 4096, "n": 4096}
-    rows = [
-        {**same, "arm": "bf16", "mode": "eager", "kernel_ms": 10.0, "wall_ms": 10.5},
-        {**same, "arm": "octavo rowwise", "mode": "eager", "kernel_ms": rowwise_ms, "speedup": 10 / rowwise_ms},
-        {**same, "arm": "torchao tensorwise", "mode": "compiled", "kernel_ms": 7.0},
-        {**same, "arm": "torchao rowwise", "mode": "compiled", "error": "Traceback\nValueError: a | b"},
-        {**cube, "arm": "octavo rowwise", "mode": "eager", "kernel_ms": 1.0, "speedup": 1.2, "wall_speedup": 0.99},
-    ]
-    quantize = [{"stage": "quantize", "shape": "1×1", "case": "e4m3/row", "arm": "both", "kernel_ms": 1, "percent": 80}]
-    head = {"timed": True, "ceilings": CEILINGS, "command": "python -m benchmarks linear"}
-    head["environment"] = {"device": "NVIDIA H200", "torch": "2.11", "date": "2026-12-01", "driver": "580"}
-    stopped = {"arguments": ["--shapes", "targets", "--out", "x"], "stopped": "time"}
-    return {"linear": {**head, **stopped, "rows": rows}, "kernels": {**head, "rows": quantize}}
-
-
-def test_targets_are_met_or_missed():
-    for ms, verdict in ((10 / 1.45, "met"), (6.95, "missed")):
-        reached = {row[0]: row[2:] for row in targets.table(results(ms))}
-        assert reached[f"linear {targets.SMALL}, eager, rowwise over bf16"] == (f"{10 / ms:.3f} ×", verdict)
-    assert reached["linear, eager, rowwise over torchao tensorwise compiled"] == ("1.007 ×", "missed")
-    assert reached["quantizers, slowest of all, share of copy bandwidth"] == ("80.0 %", "missed")
-    assert reached["linear, eager, rowwise over torchao rowwise compiled"] == ("–", "not measured")
-    untimed = {"linear": {**results(5.0)["linear"], "timed": False}}
-    assert {row[3] for row in targets.table(untimed)} == {"not measured"}
-
-
-def test_the_document_of_a_gpu(tmp_path):
-    for name, content in results(12.5).items():
-        session.write_json(tmp_path / "nvidia-h200" / f"{name}.json", content)
-    text = performance.document(tmp_path)
-    assert "## NVIDIA H200" in text
-    assert "| `python -m benchmarks linear --shapes targets` | 4.00 | 800 | 1400 | 1300 | out of time |" in text
-    assert f"| {targets.SMALL} | octavo rowwise, eager | 0.800 | – |" in text  # where it loses
-    assert "| 4096×4096×4096 | octavo rowwise, eager | 1.200 | 0.990 |" in text  # in wall time only
-    assert "ValueError: a \\| b" in text
-    assert "begins to pay, eager, at M = K = N = 4096" in text
-    pictures = performance.pictures(tmp_path)
-    assert set(pictures) == {"predicted.svg", "linear-nvidia-h200.svg", "quantize-nvidia-h200.svg"}
-    assert all(name in text for name in pictures)
-    series = {trace["name"]: trace for trace in pictures["linear-nvidia-h200.svg"]["data"]}
-    assert series["octavo rowwise, eager"]["x"] == [0.8]
-    assert pictures["quantize-nvidia-h200.svg"]["data"][0]["x"] == [80]
 
 
 def test_the_committed_document_is_what_the_results_give():

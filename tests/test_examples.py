@@ -25,10 +25,7 @@ def test_lora_on_a_resident_base(capsys):
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param("one_line", marks=pytest.mark.thorough),
-        pytest.param("llama_own_loop", marks=pytest.mark.slow),
-    ],
+    [pytest.param("one_line", marks=pytest.mark.thorough), pytest.param("llama_own_loop", marks=pytest.mark.slow)],
 )
 def test_a_plain_loop(name, capsys):
     runpy.run_path(str(EXAMPLES / f"{name}.py"))

@@ -32,16 +32,6 @@ def test_workflows_run_what_the_makefile_has(path):
                 assert target in TARGETS, (name, target)
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml")), ids=lambda path: path.stem)
-def test_forms_of_issues_have_the_fields_that_github_needs(path):
-    form = read(path)
-    assert form["name"] and form["description"]
-    ids = [field["id"] for field in form["body"]]
-    assert len(ids) == len(set(ids))
-    for field in form["body"]:
-        assert field["type"] in ("input", "textarea") and field["attributes"]["label"], field["id"]
-
-
 def test_a_bug_report_asks_for_the_doctor():
     (field,) = [field for field in read(ROOT / ".github/ISSUE_TEMPLATE/bug.yml")["body"] if field["id"] == "doctor"]
     assert "octavo doctor" in field["attributes"]["label"] and field["validations"]["required"]

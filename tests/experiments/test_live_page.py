@@ -48,6 +48,10 @@ def test_a_browser_follows_a_run(options, run, url):
         assert page.text("#elapsed").startswith("elapsed 1 h 01 min") and page.text("#left").startswith("left ")
         assert "44.0 GiB" in page.text("#tiles") and "MFU" in page.text("#tiles")
 
+        run.sample(20, layers=["layers.0.q_proj", "<img src=x onerror=alert(1)>.down_proj"], sqnr=11.5)
+        page.wait("document.querySelectorAll('#maps .js-plotly-plot').length === 3")
+        titles = page.run("return [...document.querySelectorAll('#maps h3')].map(each => each.innerText)")
+        assert titles == ["SQNR", "Underflow", "Largest magnitude"]
         axis = "document.querySelector('#large .plot').layout.yaxis.type"
         page.click("#large figcaption button")
         page.wait(f"{axis} === 'log'")

@@ -7,12 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageClassification,
-    AutoModelForImageTextToText,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageClassification, AutoModelForImageTextToText
 from typer.testing import CliRunner
 
 from octavo.cli import app

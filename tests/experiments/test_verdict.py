@@ -37,11 +37,7 @@ def test_the_status_is_decided_by_the_gap_alone(a, b):
 
 @pytest.mark.parametrize(
     ("bf16", "fp8", "names", "status"),
-    [
-        (3.2, None, "FP8 rowwise", "above"),
-        (None, 3.2, "BF16", "none"),
-        (None, None, "BF16 and FP8 rowwise", "none"),
-    ],
+    [(3.2, None, "FP8 rowwise", "above"), (None, 3.2, "BF16", "none"), (None, None, "BF16 and FP8 rowwise", "none")],
 )
 def test_a_held_out_loss_that_is_not_finite_is_named(bf16, fp8, names, status):
     """Whatever the loss in training; without a sentence it would read as if none had been measured."""
@@ -111,13 +107,6 @@ def test_runs_that_cannot_be_compared_get_no_verdict(changes, reason):
         assert pair_verdict.status == "none" and pair_verdict.tail_gap is None
         assert pair_verdict.sentence.startswith("No verdict: ")
     assert reason in verdict(result(), result(FP8, **changes)).sentence
-
-
-def test_what_was_not_measured_is_not_said():
-    unknown = {"tokens_per_s": None, "saved_bytes_per_token": None, "state_bytes_per_parameter": None}
-    pair_verdict = verdict(result(), result(FP8, **unknown))
-    assert pair_verdict.speed_ratio is None and pair_verdict.memory_ratio is None and pair_verdict.state_ratio is None
-    assert pair_verdict.notes == (ONE_SEED,)
 
 
 def test_a_verdict_is_json():

@@ -23,8 +23,6 @@ from octavo.inspect.paired_test import (
     paired_test,
 )
 
-gaps_of_seeds = st.lists(st.floats(-10, 10), min_size=2, max_size=6)
-
 
 def of(gaps, **options):
     """The test of these gaps, in percent."""
@@ -87,18 +85,6 @@ def test_levels_of_a_plan(planned):
     assert sum(levels) == pytest.approx(SPENT) if planned <= 11 else sum(levels) > SPENT
     assert levels[:-1] == [SIGNIFICANCE_LEVELS[min(k, 3)] for k in range(planned - 2)]
     assert level_of(planned + 1, planned) == SIGNIFICANCE_LEVELS[min(planned - 1, 3)]
-
-
-@given(gaps=gaps_of_seeds, scale=st.floats(0.1, 50))
-def test_only_the_gaps_within_seeds_matter(gaps, scale):
-    """Not how far the seeds lie apart, nor the unit of the loss."""
-    base = [scale * (1 + k) for k in range(len(gaps))]
-    whole = sum(base) / len(base)
-    test = paired_test(base, [loss + whole * gap / 100 for loss, gap in zip(base, gaps, strict=True)])
-    assert test.mean == pytest.approx(sum(gaps) / len(gaps), abs=1e-9)
-    own = np.std(gaps, ddof=1)
-    assert test.deviation == pytest.approx(math.hypot(own, test.rounding / math.sqrt(6)), rel=1e-6, abs=1e-9)
-    assert test.low <= test.mean <= test.high
 
 
 @given(st.lists(st.lists(st.integers(-3, 3), min_size=3, max_size=3), min_size=1, max_size=5))

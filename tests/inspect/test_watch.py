@@ -86,44 +86,8 @@ def test_a_sampled_step_computes_what_an_unsampled_one_does(recipe, level):
     assert all(20 < row.sqnr < 40 and row.nonfinite == 0 for row in rows)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("level", ["fp8", "fp8+activations"])
-@pytest.mark.parametrize("mode", ["full", "selective", "reentrant"])
-def test_checkpointing_counts_once_and_computes_the_same(mode, level):
-    def make():
-        model = converted(level)
-        for block in model.model.layers:
-            block.forward = _recomputed(block.forward, mode)
-        return model
-
-    def step(model):
-        return train(model, micros=2)
-
-    rows = assert_unchanged(make, step)
-    plain = assert_unchanged(lambda: converted(level), step)
-    assert sorted(rows, key=named) == sorted(plain, key=named)
-
-
 def named(row):
     return row.layer, row.operand
-
-
-def _recomputed(forward, mode):
-    from torch.utils.checkpoint import create_selective_checkpoint_contexts
-
-    kept = [torch.ops.octavo.scaled_mm.default, torch.ops.octavo.quantize.default, torch.ops.aten.mm.default]
-
-    def contexts():
-        return create_selective_checkpoint_contexts(kept)
-
-    options = {"full": {}, "selective": {"context_fn": contexts}, "reentrant": {}}[mode]
-
-    def recomputed(*args, **kwargs):
-        if mode == "reentrant":
-            return checkpoint(lambda x: forward(x, *args[1:], **kwargs), args[0], use_reentrant=True)
-        return checkpoint(forward, *args, use_reentrant=False, **kwargs, **options)
-
-    return recomputed
 
 
 @pytest.mark.thorough

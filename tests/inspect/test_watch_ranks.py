@@ -207,21 +207,3 @@ def test_ranks_with_other_layers_are_told_so(gloo):
     for rank, message in enumerate(gloo.run(others, 2)):
         assert f"ranks watch different layers (here {1 + rank}" in message
         assert "group=" in message
-
-
-def late():
-    model = model_of("rowwise")
-    called = parallelize(model, Parallel(fp8_comm="gather", reshard_after_forward=False))
-    called.set_reshard_after_backward(False)
-    called(tokens(dist.get_rank())).sum().backward()
-    watch = Watch(model, every=1)
-    try:
-        with watch.step():
-            called(tokens(dist.get_rank()))
-    except RuntimeError as error:
-        return str(error)
-
-
-def test_weights_that_were_gathered_before_the_step(gloo):
-    for message in gloo.run(late, 2):
-        assert "was gathered before the step began: enter watch.step() before" in message

@@ -44,7 +44,7 @@ def cache(tmp_path_factory):
     return tmp_path_factory.mktemp("cache")
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_config(text_files, cache):
     """Makes the config of a tiny run; keyword arguments replace keys, a section at a time."""
 
@@ -68,7 +68,7 @@ def make_config(text_files, cache):
     return make
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def tables(make_config):
     """Sections of a tiny run with batches that four ranks can share."""
 
@@ -81,7 +81,7 @@ def tables(make_config):
     return make
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def settings(tables):
     """The same of a Llama, or a Mixtral, whose heads and features two ranks can share."""
 

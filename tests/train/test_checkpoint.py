@@ -31,7 +31,6 @@ def state(trainer):
 
 
 CASES = [
-    {},
     {"precision": {"parameters": "fp32"}},
     {"precision": {"parameters": "fp16", "loss_scale": "dynamic"}},
     {"precision": {"master": "none"}},
@@ -124,6 +123,13 @@ def pickled(state):
     return buffer.getvalue()
 
 
+WRONG = [
+    *(("step", value) for value in ("2", 2.5, True, -1)), *(("skipped_batches", value) for value in ("x", -7)),
+    ("config", "x"), ("loss_scale", 3), ("loss_scale", {"value": "x"}), ("data", 3), ("ranks", 0),
+    *(("guard", value) for value in (3, {"last": 3}, {"rollbacks": "x"})),
+]  # fmt: skip
+
+
 def test_damaged_checkpoints_are_named(make_config, tmp_path):
     trainer = make_trainer(make_config)
     trainer.save(tmp_path)
@@ -141,6 +147,7 @@ def test_damaged_checkpoints_are_named(make_config, tmp_path):
     wider = make_trainer(make_config, model={"type": "llama", "config": LLAMA | {"intermediate_size": 96}})
     with pytest.raises(ConfigError, match="there intermediate_size = 64, here 96"):
         load_checkpoint(folder, wider.model, wider.optimizer, wider.loss_scale, wider.ranks)
+    good = json.loads((folder / "trainer.json").read_text())
     # What was damaged before its digests were written, or by who can write them.
     for name in ("optimizer.pt", "model.safetensors"):
         content = (folder / name).read_bytes()
@@ -156,6 +163,11 @@ def test_damaged_checkpoints_are_named(make_config, tmp_path):
         message = r"is damaged \(.*\): remove .*step-000000 to resume from the one before"
         with pytest.raises(ConfigError, match=message):
             load_checkpoint(folder, trainer.model, trainer.optimizer, trainer.loss_scale, trainer.ranks)
+    for text in ("{}", "null", '{"step": 1}', "[]", *(json.dumps(good | {key: value}) for key, value in WRONG)):
+        (folder / "trainer.json").write_text(text)
+        write_digests(folder, {})
+        with pytest.raises(ConfigError, match=r"trainer\.json is not the state of a trainer \(.*step-000000"):
+            read_trainer_state(folder)
     (folder / "trainer.json").write_text(json.dumps({"step": 1})[:-1])
     write_digests(folder, {})
     with pytest.raises(ConfigError, match=r"trainer\.json cannot be read .*: remove .*step-000000"):

@@ -62,8 +62,7 @@ def content(folder, ignored=()):
     return files
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("level", ["bf16", "fp8"])
+@pytest.mark.parametrize(("name", "level"), [("tied", "fp8"), ("mixtral", "fp8"), ("gpt2", "bf16")])
 def test_checkpoints_and_exports_are_what_save_pretrained_writes(make_config, tmp_path, name, level):
     trainer = make_trainer(make_config(model=MODELS[name], precision={"level": level}))
     trainer.model.generation_config.update(do_sample=True, temperature=0.7, eos_token_id=[1, 2])
@@ -154,12 +153,12 @@ def flip(path, bit):
 
 
 def test_no_flipped_bit_is_loaded(trained):
-    """200 of them, in each file of a checkpoint alike."""
+    """60 of them, in each file of a checkpoint alike."""
     trainer, folder = trained
     choice = random.Random(0)
     files = sorted(path for path in folder.iterdir() if path.is_file())
     assert len(files) >= 8
-    for number in range(200):
+    for number in range(60):
         path = files[number % len(files)]
         bit = choice.randrange(path.stat().st_size * 8)
         flip(path, bit)
@@ -278,18 +277,10 @@ def rewrite(path, old, new):
     os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
 
 
-@pytest.mark.parametrize(
-    ("key", "old", "new"),
-    [
-        ("hidden_act", b'"silu"', b'"relu"'),
-        ("rms_norm_eps", b"1e-06", b"1e-05"),
-        ("rope_parameters", b"10000.0", b"50000.0"),
-    ],
-)
-def test_a_changed_model_is_not_resumed(started, tmp_path, key, old, new):
+def test_a_changed_model_is_not_resumed(started, tmp_path):
     start, config = started
-    rewrite(start / "config.json", old, new)
-    with pytest.raises(ConfigError, match=rf"step-000001 holds another model: there {key} = .*, here "):
+    rewrite(start / "config.json", b'"silu"', b'"relu"')
+    with pytest.raises(ConfigError, match="step-000001 holds another model: there hidden_act = .*, here "):
         run(config, out=tmp_path / "out", resume=True)
 
 
@@ -327,14 +318,6 @@ def test_a_missing_package_stops_a_run_before_it_begins(make_config, tmp_path):
             pytest.raises(ConfigError, match=rf"{name} is not installed: pip install 'octavo\[train\]'"),
         ):
             run(make_config(), out=tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
-def test_async_save_is_for_several_processes(make_config, tmp_path):
-    config = make_config()
-    config = config.model_copy(update={"parallel": config.parallel.model_copy(update={"async_save": True})})
-    with pytest.raises(ConfigError, match=r"parallel\.async_save is for several processes"):
-        run(config, out=tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 

@@ -6,18 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny_runs import (
-    GPT2,
-    At,
-    Recorder,
-    assert_no_trace,
-    assert_same,
-    curve,
-    fail,
-    job,
-    load,
-    sentences,
-)
+from tiny_runs import GPT2, At, Recorder, assert_no_trace, assert_same, curve, fail, job, load, sentences
 from transformers import AutoModelForCausalLM
 
 from octavo.train import ConfigError, RunResult, loop, read_metrics, run

@@ -8,7 +8,7 @@ import signal
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_checkpoint_files import SMALL, make_trainer, sharded_job
+from test_checkpoint_files import SMALL, make_trainer
 from typer.testing import CliRunner
 
 from octavo.cli import app
@@ -17,7 +17,7 @@ from octavo.numerics import RECIPES
 from octavo.train import ConfigError
 from octavo.train.checkpoint.digests import check_digests, write_digests
 from octavo.train.checkpoint.export import export
-from octavo.train.checkpoint.retention import checkpoints, latest_checkpoint
+from octavo.train.checkpoint.retention import latest_checkpoint
 
 MODEL = {"type": "llama", "config": SMALL}
 
@@ -127,16 +127,3 @@ def test_sigterm_leaves_nothing(trained, tmp_path, monkeypatch):
     result = CliRunner().invoke(app, ["export", str(trained[1]), str(tmp_path / "out")])
     assert result.exit_code == 128 + signal.SIGTERM and signal.getsignal(signal.SIGTERM) is handler
     assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".*"))
-
-
-@pytest.mark.dist
-@pytest.mark.slow
-def test_sharded_checkpoints_are_exported_in_fp8(gloo, make_config, tmp_path):
-    from octavo.train.checkpoint.export import _read
-
-    config = make_config(model=MODEL, precision={"level": "fp8"}, run={"steps": 1}, optim={"warmup": 0})
-    tables = config.model_dump(exclude_none=True)
-    gloo.run(sharded_job, 2, tables | {"parallel": {"fp8_comm": "on"}}, str(tmp_path / "run"))
-    folder = checkpoints(tmp_path / "run")[-1]
-    check_rows(_read(folder, torch.bfloat16), export(folder, tmp_path / "out", "fp8-row").path)
-    assert not (tmp_path / "out" / "shards").exists()

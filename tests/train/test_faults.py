@@ -43,10 +43,7 @@ def in_step(number, fault, until=None, **options):
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("fault", "options", "operand", "text"),
-    [
-        (faults.outliers, {"factor": 1e3}, "x", "amax rose"),
-        (faults.tiny_gradients, {}, "dgrad_g", "amax fell"),
-    ],
+    [(faults.outliers, {"factor": 1e3}, "x", "amax rose"), (faults.tiny_gradients, {}, "dgrad_g", "amax fell")],
 )
 def test_jumps_are_said_in_their_step_and_once(make_config, tmp_path, fault, options, operand, text):
     recorder = Recorder()

@@ -47,8 +47,7 @@ def norms(out):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    "layout",
-    ["tp", "cp", *map(slow, ("tp-whole", "tp-fsdp", "cp-fsdp", "cp-hsdp", "pp", "pp-fsdp", "pp-tp"))],
+    "layout", ["tp", "cp", *map(slow, ("tp-whole", "tp-fsdp", "cp-fsdp", "cp-hsdp", "pp", "pp-fsdp", "pp-tp"))]
 )
 def test_losses_and_norms_are_those_of_one_process(gloo, settings, tmp_path, layout):
     world, parallel = LAYOUTS[layout]

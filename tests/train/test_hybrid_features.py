@@ -16,10 +16,8 @@ from test_ranks import job, losses, same, state
 from tiny_runs import MIXTRAL, PIPELINE
 
 from octavo.parallel.pipeline_model import SCHEDULES, ZERO_BUBBLE
-from octavo.parallel.tensor_parallel_plan import partial_parameters
 from octavo.tensor import local_tensor
 from octavo.train import ConfigError, parse_config, read_metrics, run
-from octavo.train import trainer as trainer_module
 from octavo.train.checkpoint.retention import checkpoints
 from octavo.train.data.corpus import Corpus
 from octavo.train.data.load import load_corpus
@@ -82,49 +80,9 @@ def test_ranks_with_all_tokens_drop_the_same(gloo, dropping, tmp_path):
     assert losses(tmp_path / "ranks") == pytest.approx(losses(tmp_path / "one"), rel=2e-3)
 
 
-def masks_job(tables):
-    """Which values of the residual stream this rank drops in a step, and its replicated parameters after two."""
-    masks, found = [], {}
-    make = trainer_module.make_optimizer
-
-    def hooked(model, *args):
-        block = model.model.layers[0].mlp
-        block.register_forward_hook(lambda module, args, y: masks.append(y == 0))
-        return make(model, *args)
-
-    from octavo.train.data.load import load_corpus
-    from octavo.train.ranks import join_ranks
-    from octavo.train.record.progress import NullProgress
-
-    config = parse_config(tables)
-    with pytest.MonkeyPatch.context() as patch, join_ranks(config) as ranks:
-        patch.setattr(trainer_module, "make_optimizer", hooked)
-        data = load_corpus(config.data, config.model, NullProgress())
-        trainer = Trainer(config, data, ranks.device, ranks=ranks)
-        for _ in range(2):
-            trainer.train_step()
-        names = {name for name, p in trainer.model.named_parameters() if "norm" in name or "embed" in name}
-        assert names and (dist.get_world_size() == 1 or names <= partial_parameters(trainer.model) or not names)
-        found = {n: local_tensor(p).detach().clone() for n, p in trainer.model.named_parameters() if n in names}
-    return masks[0], found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", ["tp-fsdp", "tp"])
-def test_ranks_with_other_tokens_drop_others(gloo, dropping, layout):
-    """And ranks that hold the same parameters update them alike."""
-    ranks = gloo.run(masks_job, MESHES[layout][0], dropping(layout))
-    masks = [mask for mask, _ in ranks]
-    assert all(0.15 < mask.float().mean() < 0.25 for mask in masks)
-    assert not any(torch.equal(a, b) for i, a in enumerate(masks) for b in masks[:i])
-    for (_, own), (_, other) in zip(ranks[::2], ranks[1::2], strict=True):
-        assert len(own) > 4 and all(torch.equal(own[name], other[name]) for name in own)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("layout", "schedule"),
-    [*(("pp", name) for name in SCHEDULES), ("pp-fsdp", "1F1B"), ("pp-tp", "1F1B")],
+    ("layout", "schedule"), [*(("pp", name) for name in SCHEDULES), ("pp-fsdp", "1F1B"), ("pp-tp", "1F1B")]
 )
 def test_the_stages_of_a_pipeline_evaluate(gloo, dropping, tmp_path, layout, schedule):
     """Losses of held-out text are those of one process, and training is bitwise that without them."""

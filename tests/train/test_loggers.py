@@ -84,18 +84,6 @@ def test_scalars_arrive_by_step_and_a_later_process_goes_on(tmp_path, server):
     assert log._board.closed and len(log._board.scalars) == 4
 
 
-def test_a_run_that_ends_before_its_logger_is_open_is_continued_too(tmp_path, server, monkeypatch):
-    monkeypatch.setattr(loggers, "CLOSING_S", 0.2)
-    server.opening.clear()
-    notes = []
-    for _ in range(2):  # a rollback, or a resumed run
-        log = log_of(tmp_path, notes)
-        write(log, (1,))
-        log.close()
-    assert list(server.runs) == ["run0"] and len(notes) == 2
-    server.opening.set()
-
-
 @pytest.mark.parametrize("when", ["open", "log", "close"])
 def test_a_server_that_fails_is_noted_once_and_training_goes_on(tmp_path, monkeypatch, when):
     class Broken:

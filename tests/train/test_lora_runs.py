@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 
 import pytest
 import torch
@@ -32,12 +33,12 @@ WIDE = LLAMA | {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers
 FP8 = {"level": "fp8"}
 
 
-@pytest.fixture
-def base(tmp_path, make_config):
+@pytest.fixture(scope="module")
+def base(tmp_path_factory, make_config):
     """A checkpoint of a run: weights and a tokenizer."""
-    config = make_config(model={"type": "llama", "config": WIDE}, run={"steps": 1}, optim={"warmup": 0})
-    run(config, out=tmp_path / "base")
-    return tmp_path / "base" / "checkpoints" / "step-000001"
+    out = tmp_path_factory.mktemp("base")
+    run(make_config(model={"type": "llama", "config": WIDE}, run={"steps": 1}, optim={"warmup": 0}), out=out)
+    return out / "checkpoints" / "step-000001"
 
 
 @pytest.fixture
@@ -164,7 +165,8 @@ def test_peft_reads_the_adapters_of_an_image_classifier(tmp_path):
 
 @pytest.mark.thorough
 def test_another_base_does_not_resume(lora_config, base, tmp_path):
-    config = lora_config(run={"save_every": 2})
+    base = shutil.copytree(base, tmp_path / "base")
+    config = lora_config(run={"save_every": 2}, model={"path": str(base)})
     with pytest.raises(RuntimeError, match="killed"):
         run(config, out=tmp_path / "run", progress=At(3, fail))
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
@@ -237,7 +239,7 @@ def test_another_base_is_found_by_two_values_that_change_places(other, monkeypat
     assert lora.base_digest(layer, Ranks(torch.device("cpu"))) != before
 
 
-@pytest.mark.parametrize("kind", ["bf16", "fp8"])
+@pytest.mark.parametrize("kind", [pytest.param("bf16", marks=pytest.mark.slow), "fp8"])
 def test_adapters_are_merged_into_their_base(lora_config, base, tmp_path, kind):
     config = lora_config(run={"steps": 2}, optim={"warmup": 0}, lora={"rank": 4, "base": kind})
     run(config, out=tmp_path / "run")

@@ -100,15 +100,6 @@ def test_resume_drops_later_rows_in_both_files(tmp_path):
     assert [event.value for event in board.Scalars("train/loss")] == [1.0, 2.0, 3.0, 40.0, 50.0, 60.0]
 
 
-def test_log_every_thins_tensorboard_only(tmp_path):
-    with MetricsWriter(tmp_path, after_step=0, log_every=2) as writer:
-        for step in range(1, 6):
-            writer.write(row(step, 1.0))
-    assert len(read_metrics(tmp_path)) == 5
-    board = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert [event.step for event in board.Scalars("train/loss")] == [2, 4]
-
-
 def test_summaries():
     rows = [row(step, 100.0 - step) for step in range(1, 21)]
     assert StepTotals(rows).losses == Losses(first=99.0, final=80.0, tail_mean=80.5)

@@ -95,12 +95,6 @@ def test_an_epoch_may_be_shorter_than_a_step(count, steps):
     assert data.repeats(8 * count, 4) == f"{2 * count:,} steps take 8 epochs of {steps} steps"
 
 
-def test_a_tiny_weight():
-    parts = [Counted(train_tokenizer(["a"], 257), 9)] * 2
-    with pytest.raises(ConfigError, match="the weight 1e-07 of b is less than 1/100,000 of the sum"):
-        Mixture(parts, [("a", 1.0), ("b", 1e-7)])
-
-
 @pytest.mark.parametrize("extra", [{}, STREAMED], ids=["cached", "streamed"])
 def test_a_mixed_epoch_has_every_document_once(extra, make_config, files):
     """Of the first epoch of each source; shares are printed, and the source that repeats."""

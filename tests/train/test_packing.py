@@ -14,10 +14,9 @@ from tiny_runs import LLAMA, At, assert_same, curve, job, load, sentences, termi
 from transformers import AutoModelForCausalLM
 
 from octavo.nn.causal import IGNORE
-from octavo.train import ConfigError, parse_config, run
+from octavo.train import ConfigError, run
 from octavo.train.data.corpus import PackedRows, best_fit
 from octavo.train.probe import check_causal
-from octavo.train.ranks import join_ranks
 from octavo.train.tasks.language import _named
 from octavo.train.trainer import Trainer
 
@@ -214,30 +213,3 @@ def test_ranks_weigh_by_targets(gloo, parallel, make_config, lines, tmp_path):
     # bf16 gradients under autocast of halves of a batch, added up in another order.
     assert losses[1] == pytest.approx(losses[0], rel=5e-4)
     assert two[0].held_out == two[1].held_out == pytest.approx(one.held_out, rel=5e-4)
-
-
-def masked_gradient(tables):
-    """Loss and a gradient of a batch of which the last rows have three targets, on one rank or on one of several."""
-    config = parse_config(tables)
-    with join_ranks(config) as ranks:
-        trainer = Trainer(config, load(config), ranks.device, ranks=ranks)
-        trainer._autocast = nullcontext  # all of it in fp32
-        inputs, targets = trainer.task.data.batch(3, 0, 4)
-        targets[2:] = IGNORE
-        targets[3, :3] = 7
-        loss = trainer.forward_backward(trainer.layout.own_rows(inputs), trainer.layout.own_rows(targets))
-        (total,) = ranks.all_reduce(loss)
-        gradient = trainer.optimizer.gradients()["model.layers.0.mlp.up_proj.weight"]
-        return total.item() / ranks.world_size, gradient.clone()
-
-
-@pytest.mark.thorough
-@pytest.mark.dist
-def test_a_rank_with_few_targets_weighs_little(gloo, make_config, lines):
-    config = make_config(data=PACKED | lines, precision={"parameters": "fp32"})
-    tables = config.model_dump(exclude_none=True)
-    loss, gradient = masked_gradient(tables)
-    by_rank = gloo.run(masked_gradient, 2, tables | {"parallel": {"fp8_comm": "off"}})
-    assert [other for other, _ in by_rank] == pytest.approx([loss, loss], abs=1e-5)
-    # All of it is in fp32; only the order of sums differs.
-    torch.testing.assert_close(torch.cat([shard for _, shard in by_rank]), gradient, rtol=1e-4, atol=1e-6)

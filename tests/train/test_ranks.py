@@ -57,11 +57,7 @@ def losses(out):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    "precision",
-    [{}, slow({"level": "fp8", "recipe": "tensorwise"}), EVERYTHING],
-    ids=str,
-)
+@pytest.mark.parametrize("precision", [{}, slow({"level": "fp8", "recipe": "tensorwise"}), EVERYTHING], ids=str)
 @pytest.mark.parametrize("mode", ["zero3", *map(slow, ("ddp", "zero2", "offload"))])
 def test_losses_are_those_of_one_process(gloo, tables, tmp_path, mode, precision):
     """Within what bf16 gradients of halves of a batch, rounded one by one, differ from those of the whole.
@@ -244,12 +240,7 @@ def lost_job(action, signal_number):
         raise AssertionError(f"lost: {error}") from None
 
 
-CASES = [
-    (all_reduce, signal.SIGKILL),
-    (in_fp8, signal.SIGKILL),
-    (None, signal.SIGKILL),
-    (all_reduce, signal.SIGSTOP),
-]
+CASES = [(all_reduce, signal.SIGKILL), (in_fp8, signal.SIGKILL), (None, signal.SIGKILL), (all_reduce, signal.SIGSTOP)]
 
 
 @pytest.mark.slow

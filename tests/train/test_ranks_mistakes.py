@@ -21,8 +21,6 @@ from octavo.train import ConfigError, NonFiniteError, RunResult, parse_config, r
 from octavo.train import loop as loop_module
 from octavo.train import ranks as ranks_module
 from octavo.train.checkpoint import shards as shards_module
-from octavo.train.checkpoint.digests import write_digests
-from octavo.train.checkpoint.export import export
 from octavo.train.checkpoint.retention import checkpoints
 from octavo.train.checkpoint.store import load_checkpoint
 from octavo.train.data.load import load_corpus
@@ -87,22 +85,6 @@ def slow_job(settings, out):
 @pytest.mark.thorough
 def test_data_may_take_longer_than_a_step(gloo, tables, tmp_path):
     assert gloo.run(slow_job, 2, tables(run={"steps": 3}), str(tmp_path / "out")) == [3, 3]
-
-
-def patience_job(settings):
-    """Seconds that each group of a run's ranks waits."""
-    config = parse_config(settings)
-    with join_ranks(config) as ranks:
-        trainer = Trainer(config, load_corpus(config.data, config.model, NullProgress()), ranks.device, ranks=ranks)
-        mesh = next(trainer.model.parameters()).device_mesh
-        groups = [*mesh.get_all_groups(), trainer._saver._group]
-        return [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
-
-
-@pytest.mark.slow
-def test_every_group_has_the_patience_that_was_asked_for(gloo, tables):
-    settings = tables(parallel={"dp_replicate": 2, "timeout": 77.0, "async_save": True})
-    assert gloo.run(patience_job, 4, settings) == [[77.0, 77.0, 77.0]] * 4
 
 
 # --- disks ---
@@ -238,24 +220,6 @@ def test_a_folder_that_machines_do_not_share(gloo, tables, tmp_path):
 # --- checkpoints ---
 
 
-@pytest.mark.slow
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    "parallel", [{}, {"reshard_after_forward": False}, {"dp_shard": 1, "dp_replicate": 2}], ids=str
-)
-def test_several_ranks_go_on_from_one(gloo, tables, tmp_path, parallel):
-    """As `run` does it: the model has been tried before its weights are read."""
-    settings = tables(run={"steps": 3}, precision={"level": "fp8+activations+optimizer"})
-    job(settings, tmp_path / "run")
-    last = checkpoints(tmp_path / "run")[-1]
-    longer = settings | {"run": settings["run"] | {"steps": 5}, "parallel": parallel | {"fp8_comm": "off"}}
-    gloo.run(job, 2, longer, str(tmp_path / "run"), resume=True)
-    job(longer | {"parallel": {}}, tmp_path / "whole")
-    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "whole"), rel=4e-3)
-    assert len(losses(tmp_path / "run")) == 5
-    assert last.name == "step-000003"
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize("parallel", [{}, {"reshard_after_forward": False}], ids=str)
 def test_one_rank_with_its_states_in_host_memory(gloo, tables, tmp_path, parallel):
@@ -304,27 +268,6 @@ def test_a_lost_rank_is_neither_a_damaged_checkpoint_nor_a_bad_model(gloo, table
     with pytest.raises(Failed, match="rank 1: its process died") as failed:
         gloo.run(lost_job, 2, settings, str(tmp_path / "run"), place)
     assert "AssertionError: LostRankError: rank 0: another rank has ended" in str(failed.value)
-
-
-@pytest.mark.slow
-def test_a_damaged_checkpoint_is_not_exported(gloo, tables, tmp_path):
-    settings = tables(run={"steps": 3})
-    job(settings, tmp_path / "one")
-    weights = checkpoints(tmp_path / "one")[-1] / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-100])
-    with pytest.raises(ConfigError, match="step-000003 is damaged: "):
-        export(weights.parent, tmp_path / "nothing")
-    gloo.run(job, 2, settings, str(tmp_path / "two"))
-    other = checkpoints(tmp_path / "two")[-1]
-    config = (other / "config.json").read_text()
-    (other / "config.json").write_text(config.replace('"intermediate_size": 64', '"intermediate_size": 96'))
-    with pytest.raises(ConfigError, match=r"step-000003 is damaged: config\.json is not what was written"):
-        export(other, tmp_path / "nothing")
-    (other / "digests.json").unlink()
-    write_digests(other, {})
-    with pytest.raises(ConfigError, match="step-000003 is damaged: rank 0: .*96"):
-        export(other, tmp_path / "nothing")
-    assert not (tmp_path / "nothing").exists()
 
 
 # --- torchrun ---

@@ -7,16 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_runs import (
-    LLAMA,
-    VARIANTS,
-    At,
-    Recorder,
-    assert_same,
-    fail,
-    sentences,
-    terminate,
-)
+from tiny_runs import LLAMA, VARIANTS, At, Recorder, assert_same, fail, sentences, terminate
 
 from octavo.train import read_metrics, run
 from octavo.train.checkpoint.retention import latest_checkpoint
@@ -254,16 +245,6 @@ def test_sigint_and_a_run_outside_the_main_thread(make_config, tmp_path):
     thread.start()
     thread.join()
     assert results[0].stopped == "done"
-
-
-@pytest.mark.usefixtures("interruptible")
-def test_a_second_signal_acts_as_usual(make_config, tmp_path):
-    def twice():
-        os.kill(os.getpid(), signal.SIGINT)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    with pytest.raises(KeyboardInterrupt):
-        run(make_config(), out=tmp_path, progress=At(2, twice))
 
 
 def test_deterministic_algorithms_are_used_in_the_run_alone(make_config, tmp_path):

@@ -29,16 +29,7 @@ from octavo.train import run_plan
 from octavo.train.config.run_config import load_config
 from octavo.train.data.load import load_corpus
 from octavo.train.record.progress import NullProgress
-from octavo.train.run_plan import (
-    Stage,
-    TraceCache,
-    plan_arms,
-    plan_configured,
-    plan_memory,
-    plan_step,
-    planned_task,
-    stage_memory,
-)
+from octavo.train.run_plan import Stage, TraceCache, plan_configured, plan_memory, plan_step, planned_task, stage_memory
 from octavo.train.trainer import Trainer, convert_run
 
 SEVEN_B = Path(__file__).parents[2] / "configs" / "llama2-7b.toml"
@@ -74,19 +65,6 @@ def test_the_plan_is_what_the_trainer_has(make_config, changes):
     assert plan.saved == saved.bytes
     assert plan.tokens == inputs.numel()
     assert plan.largest["gradients"] >= sum(p.nbytes for p in parameters)
-
-
-def test_a_level_that_is_the_configuration_is_planned_once(make_config, monkeypatch):
-    planned = []
-
-    def plan(config, *, device, label, whole):
-        planned.append(label)
-        return MemoryPlan(batch=1, tokens=1, phase="forward", label=label, at_peak={}, largest={})
-
-    monkeypatch.setattr(run_plan, "plan_memory", plan)
-    plans = plan_arms(make_config(precision={"level": "fp8", "parameters": "bf16"}))
-    assert planned == ["this config", *(level for level in LEVELS if level != "fp8")]
-    assert [each.label for each in plans] == ["this config", *LEVELS]
 
 
 @pytest.mark.slow
@@ -214,22 +192,6 @@ def test_mistakes_on_the_command_line(config_file, arguments, message):
     result = CliRunner().invoke(app, ["plan", str(config_file), *arguments])
     assert result.exit_code == 2
     assert message in result.stderr
-
-
-@pytest.mark.slow
-def test_the_speed_of_a_run_is_that_of_its_configuration():
-    """Llama-2-7B, 2 of 1024 sequences of 4096 tokens at a time on each GPU, or 1 of 2 GPUs."""
-    speed = plan_step(load_config(SEVEN_B), gpu="h100")
-    assert speed.tokens == 8192 and speed.planned.tokens == 1024 * 4096
-    assert sum(row.converted for row in speed.rows) == 7 * 32
-    assert {row.recipe for row in speed.rows} == {"rowwise", None}
-    assert speed.parameters == pytest.approx(6.738e9, rel=1e-3)
-    # 6 operations per weight and token, and half of 12·s·d for each layer's attention.
-    per_token = 6 * (speed.parameters - 32000 * 4096) + 6 * 4096 * 4096 * 32
-    assert speed.bf16.flops == pytest.approx(per_token * 1024 * 4096, rel=1e-3)
-    two = plan_step(load_config(SEVEN_B), gpu="h100", gpus=2)
-    assert two.tokens == 4096 and two.planned.tokens == 1024 * 4096
-    assert two.bf16.flops == pytest.approx(speed.bf16.flops)
 
 
 SHIPPED = [path for path in sorted(SEVEN_B.parent.glob("*.toml")) if load_config(path).data.task == "language"]

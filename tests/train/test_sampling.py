@@ -4,8 +4,7 @@ import json
 
 import pytest
 import torch
-from test_evaluation import TRACES
-from tiny_runs import At, Recorder, assert_no_trace, assert_same, curve, fail, job
+from tiny_runs import At, Recorder, assert_same, curve, fail, job
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from octavo.train import ConfigError, read_metrics, run
@@ -40,15 +39,6 @@ def test_greedy_samples_are_those_of_generate(case, make_config, tmp_path):
         start = len(tokenizer.decode(ids["input_ids"][0]))
         assert sample["text"] == tokenizer.decode(whole[0]).removesuffix(tokenizer.eos_token)[start:]
     assert any(sample["text"] for sample in written[30])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", TRACES, ids=str)
-def test_samples_leave_no_trace(case, make_config, tmp_path):
-    for name, section in (("often", SAMPLE | {"every": 1, "temperature": 0.8}), ("never", None)):
-        run(make_config(**case, **({"sample": section} if section else {})), out=tmp_path / name)
-    assert_no_trace(tmp_path / "often", tmp_path / "never", statistics="inspect" in case)
-    assert len(samples(tmp_path / "often")) == 6 and not samples(tmp_path / "never")
 
 
 @pytest.mark.thorough

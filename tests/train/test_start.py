@@ -60,11 +60,6 @@ def test_one_process_at_a_time(make_config, tmp_path):
     assert not (tmp_path / "out" / disk.LOCK).exists()
 
 
-def test_a_lock_left_by_a_killed_process_holds_nothing(make_config, tmp_path):
-    (tmp_path / disk.LOCK).touch()
-    assert run(make_config(), out=tmp_path).steps == 6
-
-
 @pytest.mark.parametrize("name", ["tokenizer.json", "report.html", "layers.json", "tensorboard"])
 def test_files_of_the_user_are_not_overwritten(name, make_config, tmp_path):
     (tmp_path / name).write_text("mine")

@@ -1,11 +1,10 @@
 """Tokenizers that come with a model: any layout is used as it is, and saved whole; none runs code or is made up."""
 
 import json
-import resource
 from importlib.util import find_spec
 
 import pytest
-from tiny_runs import LLAMA, sentences
+from tiny_runs import LLAMA
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
 from octavo.train.config.run_config import ConfigError
@@ -120,16 +119,6 @@ def test_everything_of_a_tokenizer_and_the_generation_config_survive(tmp_path, m
     loaded = build_model(make_config(model={"path": str(folder)}), corpus.tokenizer)
     assert loaded.generation_config.to_dict() == model.generation_config.to_dict()
     assert loaded.generation_config.eos_token_id == [0, 283]
-
-
-def test_a_full_disk_is_an_os_error(tmp_path):
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))
-    try:
-        with pytest.raises(OSError, match="File too large"):
-            train_tokenizer([sentences(60)], 300).save(tmp_path)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @pytest.mark.parametrize("where", REFUSED)

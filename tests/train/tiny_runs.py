@@ -26,6 +26,7 @@ LLAMA = {
 }
 
 
+ONE_BLOCK = {"type": "llama", "config": LLAMA | {"num_hidden_layers": 1}}
 WIDE_LLAMA = {
     "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 64,
