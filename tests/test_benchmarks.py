@@ -5,13 +5,12 @@ import ast
 import json
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from benchmarks import __main__, gpu, kernels, linear, roofline, session, shapes
+from benchmarks import __main__, gpu, linear, roofline, session, shapes
 from benchmarks.timing import Timing
 
 ROOT = Path(__file__).parent.parent
@@ -80,17 +79,6 @@ def test_roofline_follows_its_formulas():
 # Rows
 
 
-@pytest.mark.thorough
-def test_rows_of_kernels(lying):
-    lying.attempt({"stage": "quantize"}, lambda: kernels.bandwidth(lying, (64, 48), 4, torch.clone))
-    assert lying.rows[0]["tbs"] == round(4 * 64 * 48 / 1e-3 / 1e12, 4)
-    same = {"stage": "product", "shape": "48×64×32"}
-    names = list(kernels.REFERENCES)
-    lying.attempt({**same, "arm": names[0]}, lambda: kernels.rated(lying, (48, 64, 32), {"kernel_ms": 1.0}, fast=True))
-    row = kernels.rated(lying, (48, 64, 32), {"kernel_ms": 2.0}, fast=True)
-    assert row["of_cublas"] == 0.5
-
-
 # Recovery
 
 
@@ -108,30 +96,6 @@ def test_resuming_leaves_out_what_took_the_process_down(lying):
     for arm in ("good", "deadly"):
         lying.attempt({"arm": arm}, lambda: pytest.fail("run again"))
     assert "crashed or hung" in lying.rows[1]["error"] and lying.facts["ceilings"] == {"copy_tbs": 9.0}
-
-
-def test_no_row_begins_after_its_time(lying):
-    lying._end = 0.0
-    assert lying.attempt({"arm": "late"}, lambda: pytest.fail("run")) is None
-    lying.finish()
-    assert json.loads(lying.paths[0].read_text())["stopped"] == "time"
-
-
-def test_no_row_begins_that_costs_more_than_the_time_left(lying):
-    """A price is what the row took before, else what is given, else a guess by the mode; a guess cuts nothing."""
-    lying._end = time.monotonic() + 1000.0
-    lying._earlier = [{"arm": "slow", "took_s": 4000.0}, {"arm": "quick", "took_s": 1.0, "kernel_ms": 2.0}]
-    for arm, price in (("slow", 1.0), ("dear", 1001.0)):
-        assert lying.attempt({"arm": arm}, lambda: pytest.fail("run"), price=price) is None
-    limits = []
-    for arm, price in (("quick", 1001.0), ("new", None), ("cheap", 900.0)):
-        identity = {"arm": arm, "mode": "compiled"} if arm == "new" else {"arm": arm}
-        read = lambda: limits.append(json.loads(lying.paths[0].read_text()).get("limit_s"))  # noqa: E731
-        lying.attempt(identity, read, price=price)
-    assert limits == [30.0, None, 2700.0]
-    assert lying.facts["stopped"] == "time" and lying.facts["start_s"] > 0
-    lying._end = time.monotonic() + 10.0
-    assert lying.attempt({"arm": "late", "mode": "compiled"}, lambda: pytest.fail("run")) is None
 
 
 def test_only_the_parts_asked_for_run(lying):

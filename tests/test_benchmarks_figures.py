@@ -4,9 +4,7 @@ import re
 from xml.etree import ElementTree
 
 import pytest
-from benchmarks import browser, figures, performance
-
-from octavo.experiments.theme import DARK, LIGHT
+from benchmarks import figures, performance
 
 IMAGES = performance.DOCUMENT.parent / performance.IMAGES
 
@@ -43,13 +41,3 @@ def test_figures_are_what_plotly_takes(kept):
 
     for content in kept.values():
         Figure(content)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(browser.find() is None, reason=f"no Chromium is installed: {browser.INSTALL}")
-def test_a_figure_is_drawn_the_same_each_time_in_both_schemes():
-    trace = {"type": "scatter", "x": [1, 2], "y": [3, 1], "name": "</script>&lt;", "line": {"color": "var(--s1)"}}
-    svg, again = (figures.draw(figures.figure([trace, trace], 200)) for _ in range(2))
-    assert svg == again
-    ElementTree.fromstring(svg)
-    assert figures._rgb(LIGHT["s1"]) in svg and figures._rgb(DARK["s1"]) in svg and "stroke: var(--s1)" in svg

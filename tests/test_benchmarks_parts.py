@@ -3,14 +3,12 @@
 import argparse
 import json
 import warnings
-from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from benchmarks import deep, loss, published, ranks
 from benchmarks.session import Session
-from benchmarks.timing import Rehearsal, Timing
+from benchmarks.timing import Rehearsal
 
 from octavo.kernels.conformance import Check
 from processes import gloo  # noqa: F401
@@ -25,21 +23,6 @@ def rehearse(module, *words, out):
     errors = [row for row in content["rows"] if "error" in row]
     assert not errors, errors[0]
     return content
-
-
-class Scripted:
-    """Says that the n-th call takes so many milliseconds, and runs it."""
-
-    timed, l2_bytes = True, 0.0
-
-    def __init__(self, *milliseconds):
-        self.left = list(milliseconds)
-
-    def measure(self, runs, *, wall=True):
-        for run in runs:
-            run()
-        ms = self.left.pop(0)
-        return Timing(ms, 2 * ms, 0.01, "graph")
 
 
 def session_of(name, tmp_path, clock):
@@ -62,18 +45,6 @@ def test_published_figures_become_ratios():
     assert titan.rival("torchao rowwise") == "torchao rowwise" and titan.rival("bf16") is titan.rival("te fp8") is None
     assert of["colossalai-4096"].rival("octavo rowwise") is None
     assert len(of) == len(published.WORKLOADS) and all(workload.source for workload in of.values())
-
-
-def test_a_published_row_is_timed_in_turns_with_bf16(tmp_path):
-    # bf16, arm; three turns: medians 4 and 2
-    session = session_of("published", tmp_path, Scripted(4.0, 3.0, 9.0, 2.0, 3.0, 1.0))
-    workload = replace(published.WORKLOADS[1], size=published.TINY["linear"], mode="eager")
-    turns = published.Turns(session, workload)
-    row = session.attempt({"arm": "octavo rowwise"}, lambda: turns.measure("octavo rowwise"))
-    assert "error" not in row, row["error"]
-    assert (row["bf16_kernel_ms"], row["kernel_ms"], row["speedup"], row["spread"]) == (4.0, 2.0, 2.0, 1.0)
-    assert row["published_ms"] == 4.06 and row["published_arm"] == "torchao tensorwise"
-    assert row["beside"] == pytest.approx(2 / (4.79 / 4.06), abs=1e-4)
 
 
 # ranks
@@ -144,17 +115,3 @@ def test_texts_are_gathered_in_order(tmp_path):
         assert loss.gather(tmp_path, tmp_path / "out.jsonl", megabytes) == len(letters)
         lines = (tmp_path / "out.jsonl").read_text().splitlines()
         assert [json.loads(line)["text"][0] for line in lines] == list(letters)
-
-
-def test_gaps_are_by_tokens_and_by_seconds():
-    def curve(losses, step_s):
-        seconds = np.cumsum([step_s] * len(losses))
-        return {"tokens": np.arange(1, len(losses) + 1) * 8, "seconds": seconds, "loss": np.array(losses),
-                "tokens_per_s": 8 / step_s}  # fmt: skip
-
-    base, fp8 = curve([4.0, 2.0], 1.0), curve([4.1, 3.0, 2.1, 1.0], 0.5)
-    row = loss.gap_row(base, fp8)
-    assert (row["steps"], row["gap_percent"], row["tokens_ratio"]) == (2, 50.0, 2.0)
-    assert (row["seconds"], row["gap_percent_by_seconds"]) == (2.0, -50.0)
-    assert loss.run_row(fp8)["curve"] == [[8, 0.5, 4.1], [16, 1.0, 3.0], [24, 1.5, 2.1], [32, 2.0, 1.0]]
-    assert loss.gap_row(base, curve([float("nan")], 1.0))["gap_percent"] is None

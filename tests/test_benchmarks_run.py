@@ -79,14 +79,6 @@ def test_rows_of_a_run(train):
     assert fp8["wall_speedup"] == 1.0 and "loss" not in bf16
 
 
-@pytest.mark.parametrize(("steps", "limit", "ended"), [(8, 30.0, "stopped"), (3, 2.0, "over its limit")])
-def test_a_run_that_does_not_end_is_cut_and_keeps_its_steps(train, timed, steps, limit, ended):
-    timed.options.limit = limit
-    row = train("fp8", run.Size(None, {}, steps=8), steps=steps, stays=True)
-    assert (row["ended"], row["steps"], len(row["losses"])) == (ended, steps, steps) and "command_s" not in row
-    assert row["startup"] == "first step after 3.1 s (9.9 of CPUs): imports 1.5, others 1.6"
-
-
 def test_a_run_that_fails_leaves_the_end_of_its_output(train):
     assert train("fp8", fails=True)["error"].endswith(
         "exit code 1 before its first step\nerror: torch.OutOfMemoryError"

@@ -3,10 +3,8 @@
 import argparse
 import importlib
 import json
-import signal
 import sys
 import time
-from contextlib import contextmanager
 
 import pytest
 from benchmarks import gpu, layer, performance, session, shapes
@@ -88,24 +86,6 @@ def test_a_stage_that_cannot_start_is_not_tried_again(runner):
     assert [path.name for path in runner.out.iterdir()].count("broken.json.before") == 0
 
 
-@contextmanager
-def ignored(number):
-    former = signal.signal(number, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(number, former)
-
-
-def test_tests_that_run_over_are_interrupted_and_counted(runner, monkeypatch):
-    monkeypatch.setattr(gpu, "STOP_S", 1.5)
-    with ignored(signal.SIGINT):  # as under nohup
-        outcome = runner.run("tests", 5.0)
-    content = json.loads((runner.out / "tests.json").read_text())
-    assert (outcome.ended, outcome.rows, outcome.failed) == ("time", 2, 1)
-    assert content["stopped"] == "time" and content["seconds"] == outcome.seconds
-
-
 def spend(runner, parts, seconds, after=lambda: None, limit=60.0):
     gpu.spend(runner, parts, time.time() + seconds, limit, after)
 
@@ -134,22 +114,6 @@ def test_without_a_gpu_nothing_more_is_tried(runner, capsys):
     assert "left out: good all" in text and "CUDA error: unspecified" in text
 
 
-def test_prices_are_what_was_measured(tmp_path):
-    row = {"shape": "llama-3-8b", "took_s": 25.0}
-    layer, block, seven = (part for part in gpu.PARTS if part.stage == "layer")
-    session.write_json(tmp_path / "layer.json", {"rows": [row, row], "stopped": "done", "start_s": 7.0})
-    session.write_json(tmp_path / "tests.json", {"rows": [{"case": "a"}], "stopped": "done", "seconds": 33.0})
-    session.write_json(tmp_path / "smoke.json", {"rows": [{"took_s": 0.1}], "stopped": "done", "note": "rehearsed"})
-    warm, cold = (gpu.Prices([tmp_path], warm=warm) for warm in (True, False))
-    assert (warm.of(layer), warm.of(block), warm.total([layer, seven])) == (50.0, block.seconds, 57.0 + seven.seconds)
-    assert cold.of(layer) == layer.seconds  # compiled already where it was measured
-    assert warm.of(gpu.PARTS[1]) == 33.0 and warm.of(gpu.PARTS[0]) == gpu.PARTS[0].seconds
-    session.write_json(tmp_path / "layer.json", {"rows": [row], "stopped": "time"})
-    assert gpu.Prices([tmp_path], warm=True).of(layer) == layer.seconds  # some of its rows only
-    session.write_json(tmp_path / "layer.json", {"rows": [row] * 9, "stopped": "time"})
-    assert gpu.Prices([tmp_path], warm=False).of(layer) == 225.0
-
-
 @pytest.mark.thorough
 def test_every_part_has_rows(tmp_path, monkeypatch):
     """The names of parts are those of the rows that the benchmarks attempt, without a GPU at tiny shapes."""
@@ -164,14 +128,6 @@ def test_every_part_has_rows(tmp_path, monkeypatch):
 
 
 # The command line
-
-
-def test_each_test_becomes_a_row(runner):
-    lines = ["tests/test_gpu.py::test_a PASSED [ 1%]", "[gw0] [ 20%] FAILED tests/test_gpu.py::test_b[x y]"]
-    reasons = ["FAILED tests/test_gpu.py::test_b[x y] - AssertionError: no"]
-    runner._keep_tests([*lines, *reasons], gpu.Outcome("tests"))
-    rows = json.loads((runner.out / "tests.json").read_text())["rows"]
-    assert [row["result"] for row in rows] == ["PASSED", "FAILED"] and "AssertionError" in rows[1]["error"]
 
 
 # Targets and the document

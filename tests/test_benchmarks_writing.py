@@ -4,7 +4,7 @@ import argparse
 import json
 
 import pytest
-from benchmarks import environment, figures, gpu, session
+from benchmarks import environment, session
 from benchmarks.timing import CpuClock
 
 
@@ -17,18 +17,6 @@ def test_what_is_interrupted_leaves_the_old_file(tmp_path):
     assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
     environment.write_text(path, "new × ü")
     assert path.read_text(encoding="utf-8") == "new × ü" and list(tmp_path.iterdir()) == [path]
-
-
-def test_an_image_is_replaced_whole_or_left_with_a_word(tmp_path, monkeypatch, capsys):
-    path = tmp_path / "loss.svg"
-    path.write_text("old")
-    monkeypatch.setattr(figures.browser, "find", lambda: None)
-    figures.save(figures.figure([], 100), path)
-    assert path.read_text() == "old" and "apt-get install chromium" in capsys.readouterr().out
-    monkeypatch.setattr(figures.browser, "find", lambda: "chromium")
-    monkeypatch.setattr(figures, "draw", lambda content: "new")
-    figures.save(figures.figure([], 100), path)
-    assert path.read_text() == "new" and list(tmp_path.iterdir()) == [path]
 
 
 def options(**fields):
@@ -57,18 +45,3 @@ def test_a_session_replaces_the_kept_result_at_its_end_and_resumes_what_it_left(
     again.finish()
     assert [row["n"] for row in json.loads(path.read_text())["rows"]] == [1, 2]
     assert [each.name for each in path.parent.iterdir()] == ["linear.json"]
-
-
-def test_an_interrupted_stage_of_the_runner_gives_the_result_back(tmp_path, monkeypatch):
-    result = tmp_path / "linear.json"
-    result.write_text("old")
-    runner = gpu.Runner(tmp_path, argparse.Namespace(), {})
-
-    def once(*_, **__):
-        result.write_text("half")
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(runner, "_once", once)
-    with pytest.raises(KeyboardInterrupt):
-        runner.run("linear", 100.0)
-    assert result.read_text() == "old" and environment.unfinished(result).read_text() == "half"

@@ -147,23 +147,6 @@ def test_a_wrong_setting_is_named(config, here, overrides, words):
     assert not list((here / "out").rglob("*.json*"))
 
 
-def test_traceback_is_there_for_who_asks(config):
-    result = octavo("--traceback", "train", config, "run.steps=0")
-    assert result.exit_code == 2 and "Traceback" in result.stderr and "run.steps" in result.stderr
-
-
-def test_train_leaves_a_run_and_its_report(config, here):
-    result = octavo("train", config, "--out", "out")
-    assert result.exit_code == 0, result.output
-    assert "mean loss, last 10 % of steps" in result.stdout and "report.html" in result.stdout
-    assert "step 4/4" in result.stderr  # stderr is no terminal here: plain lines instead of a bar
-    left = files(here / "out")
-    for name in ("metrics.jsonl", "run.json", "config.toml", "report.html"):
-        assert left[name]
-    assert any(name.startswith("tensorboard") for name in left)
-    assert not (here / "runs").exists()
-
-
 def test_resume_goes_on_and_refuses_another_model(config, here):
     assert octavo("train", config, "run.steps=2", "--out", "out").exit_code == 0
     before = files(here / "out")

@@ -52,15 +52,6 @@ def test_the_last_step_worst_first(looked):
     assert "saturation" not in result.stdout  # nothing was
 
 
-def test_another_step_order_and_length(looked):
-    result = inspect(looked, "--step", 50, "--by", "underflow", "--top", 1)
-    assert "step 50: 1 of 3, worst underflow first" in result.stdout
-    assert [line.split()[0] for line in result.stdout.splitlines() if " x " in line and "12.5" in line] == [
-        "model.layers.0.mlp.down_proj"
-    ]
-    assert "gate_proj" not in result.stdout
-
-
 def test_a_checkpoint_knows_what_was_before_it(looked):
     result = inspect(looked / "checkpoints" / "step-000070")
     assert "No figures crossed a limit in 1 sampled step." in result.stdout

@@ -10,7 +10,7 @@ from fake_runs import result
 from test_run_report import charts_of
 
 from octavo.experiments.compare_report import FILES, comparison_rows, mean_curves, to_json, write_comparison
-from octavo.experiments.compare_verdict import ArmRuns, common_target, compare_arms, steps_to
+from octavo.experiments.compare_verdict import ArmRuns, compare_arms
 from octavo.experiments.curves import Curves
 from octavo.train.record.metrics import Losses
 
@@ -218,20 +218,3 @@ def test_a_comparison_in_which_nothing_ended_has_a_page_too(settings, tmp_path):
     assert comparison.exit_code == 3
     assert to_json(comparison)["arms"][1]["time_to_loss"] is None
     assert all(len(row.values) == 2 for row in comparison_rows(comparison))
-
-
-def test_the_table_has_a_value_per_arm():
-    comparison = compare_arms([runs("base", BASE), runs("a", gap(2.0, 2.1, 1.9)), runs("b", BASE, diverged=(1,))])
-    rows = {row.label: row.values for row in comparison_rows(comparison)}
-    assert all(len(values) == 3 for values in rows.values())
-    assert rows["verdict"] == ["", "worse", "inconclusive"]
-    assert rows["failed"] == ["–", "–", "1 of 3"]
-    assert rows["above base"][1].startswith("+2.00 % (+1.") and rows["mean loss, last 10 % of steps"][0] == "3.0667"
-
-
-def test_time_to_a_loss_that_all_reach():
-    slow, fast = np.array([5.0, np.nan, 4.0, 3.5, 3.6]), np.array([5.0, 3.4, 3.3, 3.2, 3.1])
-    target = common_target([slow, fast])
-    assert target == 3.5
-    assert (steps_to(slow, target), steps_to(fast, target)) == (4, 2)
-    assert steps_to(slow, 3.0) is None

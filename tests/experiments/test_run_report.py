@@ -134,13 +134,6 @@ def test_names_from_outside_are_escaped(tmp_path):
     parse(html)
 
 
-def test_verdict_json_holds_the_verdict_and_both_runs(pair, tmp_path):
-    read = json.loads(write_report(pair, tmp_path).verdict.read_text(encoding="utf-8"))
-    first, second = (RunResult.read(path) for path in pair)
-    assert read["verdicts"] == [json.loads(json.dumps(verdict(first, second).to_json()))]
-    assert [run["precision"] for run in read["runs"]] == ["bf16", FP8]
-
-
 def test_the_charts_show_every_run_over_its_steps(pair, tmp_path):
     charts = charts_of(write_report(pair, tmp_path).html.read_text(encoding="utf-8"))
     series = [[trace["name"] for trace in chart["data"] if "hoverinfo" not in trace] for chart in charts]
@@ -186,12 +179,6 @@ def test_several_runs_are_each_compared_with_the_first(tmp_path):
     assert [(v["baseline"], v["candidate"]) for v in verdicts] == [("BF16", "FP8 rowwise"), ("BF16", "FP8 mxfp8")]
     assert [v["status"] for v in verdicts] == ["within", "above"]
     parse(files.html.read_text(encoding="utf-8"))
-
-
-def test_two_runs_of_one_arm_are_told_apart(tmp_path):
-    runs = [folder(tmp_path / "0", name="first"), folder(tmp_path / "1", name="second")]
-    text = text_of(write_report(runs, tmp_path).html.read_text(encoding="utf-8"))
-    assert "second (BF16) against first (BF16)" in text
 
 
 def test_a_run_that_failed_at_its_first_step_still_has_a_report(tmp_path):

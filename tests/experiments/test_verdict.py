@@ -1,5 +1,3 @@
-import json
-
 import pytest
 from fake_runs import result
 from hypothesis import given
@@ -107,10 +105,3 @@ def test_runs_that_cannot_be_compared_get_no_verdict(changes, reason):
         assert pair_verdict.status == "none" and pair_verdict.tail_gap is None
         assert pair_verdict.sentence.startswith("No verdict: ")
     assert reason in verdict(result(), result(FP8, **changes)).sentence
-
-
-def test_a_verdict_is_json():
-    pair_verdict = verdict(result(), result(FP8, tail=3.3))
-    read = json.loads(json.dumps(pair_verdict.to_json(), allow_nan=False))
-    assert read["status"] == "above" and read["band_percent"] == 1.0
-    assert read["tail_gap_percent"] == pytest.approx(10)

@@ -143,34 +143,6 @@ def test_a_nan_on_one_rank_is_named_on_all(gloo, settings, operand):
         assert [what for *_, what in crossings].count("nonfinite") == 1
 
 
-def exchanges():
-    """How often ranks talk in two sampled steps, and in one that is not sampled."""
-    talks, talk = [], dist.all_reduce
-
-    def counted(*args, **kwargs):
-        talks.append(1)
-        return talk(*args, **kwargs)
-
-    model = nn.Sequential(*(octavo.nn.Linear(32, 32) for _ in range(5)))
-    watch, counts = Watch(model, every=0, what_if=("tensorwise", "mxfp8")), []
-    dist.all_reduce = counted
-    try:
-        for sampled in (True, True, False):
-            with watch.step(force=sampled):
-                model(torch.ones(4, 32)).sum().backward()
-            counts.append(len(talks))
-            talks.clear()
-    finally:
-        dist.all_reduce = talk
-    return counts
-
-
-@pytest.mark.thorough
-def test_ranks_talk_twice_per_sampled_step(gloo):
-    """Once more where layers are new: whether they are the same everywhere."""
-    assert gloo.run(exchanges, 2) == [[3, 2, 0]] * 2
-
-
 def uneven():
     """Rank 1 leaves a layer out, rank 0 another one."""
     model = nn.ModuleList(octavo.nn.Linear(32, 32) for _ in range(3))

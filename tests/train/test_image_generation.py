@@ -6,13 +6,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tiny_runs import At, assert_same, fail, image_tables, job
+from tiny_runs import At, assert_same, fail, image_tables
 
 from octavo.train import ConfigError, load_config, parse_config, read_metrics, run
 from octavo.train.checkpoint.export import export
 from octavo.train.data.images import ImageShape, load_folder
 from octavo.train.record.progress import NullProgress
-from octavo.train.run_plan import plan_memory, plan_step
 from octavo.train.tasks.registry import task_of
 
 pytest.importorskip("sklearn")
@@ -156,32 +155,6 @@ def test_a_run_resumes_bit_for_bit_and_exports_to_diffusers(tmp_path):
     again = tables(run={"steps": 1}, optim={"warmup": 0}) | {"model": {"path": str(tmp_path / "exported")}}
     start = run(parse_config(again), out=tmp_path / "again").losses.first
     assert start < read_metrics(tmp_path / "whole")[0].loss
-
-
-@pytest.mark.slow
-@pytest.mark.dist
-@pytest.mark.parametrize("copies", [1, 2])
-def test_two_ranks_share_the_images(gloo, tmp_path, copies):
-    settings = tables(optim={"micro_batches": 2, "lr": 1e-3}, precision={"parameters": "fp32"}, eval={"every": 3})
-    parallel = {"fp8_comm": "off", "dp_replicate": copies}
-    two = gloo.run(job, 2, settings | {"parallel": parallel}, str(tmp_path / "two"), timeout=300.0)
-    one = job(settings, tmp_path / "one")
-    rows = [read_metrics(tmp_path / name) for name in ("one", "two")]
-    losses = [[row.loss for row in own] for own in rows]
-    assert losses[1] == pytest.approx(losses[0], rel=2e-3)
-    assert two[0].held_out == two[1].held_out and two[0].tokens == one.tokens
-    assert two[0].held_out["loss"] == pytest.approx(one.held_out["loss"], rel=2e-3)
-    export(tmp_path / "two" / "checkpoints" / "step-000006", tmp_path / "exported")
-    assert diffusers.DiTTransformer2DModel.from_pretrained(tmp_path / "exported").config.in_channels == 1
-
-
-@pytest.mark.thorough
-def test_memory_and_time_are_planned():
-    config = parse_config(tables(precision={"level": "fp8"}))
-    plan = plan_memory(config, device="cpu")
-    assert plan.tokens == 8 and plan.peak > 0
-    forecast = plan_step(config, gpu="h100")
-    assert forecast.configured.plan.converted and forecast.tokens == 8 * 4  # patches
 
 
 @pytest.mark.slow

@@ -3,8 +3,6 @@
 import json
 import sys
 import threading
-import time
-from types import SimpleNamespace
 
 import pytest
 from tiny_runs import Recorder
@@ -113,20 +111,6 @@ def test_a_server_that_fails_is_noted_once_and_training_goes_on(tmp_path, monkey
     assert len(log._board.scalars) == 98
 
 
-def test_a_server_that_hangs_delays_no_step_and_the_end_by_a_limit(tmp_path, monkeypatch):
-    release = threading.Event()
-    monkeypatch.setattr(loggers, "CLOSING_S", 0.2)
-    monkeypatch.setitem(loggers.REMOTES, "wandb", lambda *_: release.wait(20))
-    notes = []
-    log = log_of(tmp_path, notes)
-    start = time.monotonic()
-    write(log, (1, 2))
-    assert time.monotonic() - start < 0.1
-    log.close()
-    assert time.monotonic() - start < 2 and "has not received the last metrics" in notes[0]
-    release.set()
-
-
 def test_a_server_that_hangs_takes_a_limited_memory_and_is_noted_once(tmp_path, monkeypatch):
     release, failed = threading.Event(), threading.Event()
 
@@ -156,39 +140,6 @@ def test_a_client_that_exits_is_noted(tmp_path, monkeypatch):
     log = log_of(tmp_path, notes)
     log.close()
     assert notes == ["wandb gets no more metrics (no key); training goes on, metrics.jsonl has all"]
-
-
-def test_names_for_mlflow(tmp_path, monkeypatch):
-    """It refuses all metrics of a step, and the run's settings, for one name with other characters."""
-    params, written = {}, []
-
-    class Client:
-        def get_experiment_by_name(self, name):
-            return SimpleNamespace(experiment_id="0")
-
-        def create_run(self, home, run_name):
-            return SimpleNamespace(info=SimpleNamespace(run_id="1"))
-
-        def log_param(self, id, key, value):
-            params[key] = value
-
-        def log_batch(self, id, metrics):
-            written.extend(metrics)
-
-        def update_run(self, id, status):
-            pass
-
-        def set_terminated(self, id):
-            pass
-
-    monkeypatch.setitem(sys.modules, "mlflow", SimpleNamespace(MlflowClient=Client))
-    monkeypatch.setitem(sys.modules, "mlflow.entities", SimpleNamespace(Metric=lambda *fields: fields))
-    notes = []
-    log = ScalarLog(Board(), ["mlflow"], tmp_path, "r", {'model.config."a b?"': 1, "run.steps": 2}, notes.append)
-    log.add_scalar("x_sqnr/blocks[0].up-proj (é)", 30.0, 1)
-    log.close()
-    assert not notes and params == {"model.config._a b__": "1", "run.steps": "2"}
-    assert [metric[0] for metric in written] == ["x_sqnr/blocks_0_.up-proj ___"]
 
 
 def test_a_run_and_its_resumption_on_one_server(tmp_path, make_config, server, monkeypatch):

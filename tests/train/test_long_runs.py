@@ -86,14 +86,6 @@ def test_settings_that_do_not_fit(sections, message, make_config):
         make_config(**sections)
 
 
-def test_a_second_warmup_of_a_resumed_run(make_config, tmp_path):
-    optim = {"schedule": "constant", "lr": 1e-2, "warmup": 0}
-    run(make_config(run={"steps": 3}, optim=optim), out=tmp_path)
-    again = make_config(run={"steps": 8}, optim=optim | {"rewarm": 4, "rewarm_from": 3})
-    run(again, out=tmp_path, resume=True)
-    assert [row.lr for row in read_metrics(tmp_path)] == pytest.approx([1e-2] * 3 + [2.5e-3, 5e-3, 7.5e-3, 1e-2, 1e-2])
-
-
 # --- restarts ---
 
 ENDS = """

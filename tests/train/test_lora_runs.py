@@ -9,7 +9,6 @@ import pytest
 import torch
 from tiny_runs import LLAMA, At, Recorder, assert_same, fail, job
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageClassification,
     LlamaConfig,
@@ -17,12 +16,10 @@ from transformers import (
 )
 
 from octavo.nn import ResidentWeight
-from octavo.planner.communication import WEIGHTS
 from octavo.train import ConfigError, lora, parse_config, read_metrics, run
 from octavo.train.checkpoint.export import export
 from octavo.train.data.tokenizer import load_tokenizer
 from octavo.train.frozen import freeze, freeze_unused, frozen_note
-from octavo.train.ranks import Ranks
 from octavo.train.run_plan import plan_step
 from octavo.train.trainer import Trainer
 
@@ -191,24 +188,6 @@ def test_the_base_is_resident_and_adapters_alone_are_trained(lora_config, base):
 
 
 @pytest.mark.slow
-def test_a_plan_gathers_resident_weights_in_fp8(make_config):
-    """WIDE's 14 linears in one byte per element and 4 per row, everything else in two bytes."""
-    optim = {"batch": 4}
-
-    def gathered(base):
-        config = make_config(model={"type": "llama", "config": WIDE}, lora={"rank": 4, "base": base}, optim=optim,
-                             precision=FP8 | {"recipe": "rowwise"}, parallel={"fp8_comm": "off"})  # fmt: skip
-        sent = plan_step(config, gpu="h100", gpus=2).configured.time.sent
-        return sum(row.bytes for row in sent if row.kind == WEIGHTS)  # of two gathers of which each GPU sends half
-
-    with torch.device("meta"):
-        plain = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **WIDE))
-    weights = [m.weight for n, m in plain.named_modules() if isinstance(m, torch.nn.Linear) and "layers" in n]
-    saved = sum(w.numel() - 4 * w.shape[0] for w in weights)
-    assert len(weights) == 14 and gathered("bf16") - gathered("fp8") == pytest.approx(saved)
-
-
-@pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.parametrize("base_format", ["fp8", "bf16"])
 @pytest.mark.parametrize(
@@ -227,16 +206,6 @@ def test_ranks_share_the_batch_and_the_base(gloo, lora_config, tmp_path, paralle
     checkpoint = tmp_path / "two" / "checkpoints" / f"step-{one.steps:06d}"
     export(checkpoint, tmp_path / "exported")
     assert (tmp_path / "exported" / "adapter_model.safetensors").stat().st_size < 2e5
-
-
-@pytest.mark.parametrize("other", [(0, 1), (1, 0)], ids=["in a row", "in a column"])
-def test_another_base_is_found_by_two_values_that_change_places(other, monkeypatch):
-    monkeypatch.setattr(lora, "has_adapters", lambda model: True)
-    layer = torch.nn.Linear(4, 4, bias=False).requires_grad_(False)
-    before = lora.base_digest(layer, Ranks(torch.device("cpu")))
-    first = layer.weight[0, 0].clone()
-    layer.weight[0, 0], layer.weight[other] = layer.weight[other].clone(), first
-    assert lora.base_digest(layer, Ranks(torch.device("cpu"))) != before
 
 
 @pytest.mark.parametrize("kind", [pytest.param("bf16", marks=pytest.mark.slow), "fp8"])

@@ -145,13 +145,6 @@ def test_models_that_do_not_run_on_tokens(model, message, make_config, tokenizer
         plan_memory(config, device="cpu")
 
 
-def test_models_that_run_with_what_they_are_advised(make_config, tokenizer):
-    model = build_model(make_config(model={"type": "roberta", "config": ROBERTA | {"pad_token_id": 0}}), tokenizer)
-    assert "computed from whole logits" in prepare_loss(model, "chunked")
-    xlnet = {"type": "xlnet", "config": {"d_model": 32, "n_layer": 1, "n_head": 2, "d_inner": 64}}
-    build_model(make_config(model=xlnet), tokenizer)  # whose context of -1 is no limit
-
-
 def test_the_tables_of_a_run_stay_as_they_are(make_config, tokenizer):
     """Transformers writes rope_theta into the table that it is given."""
     for name in ("rope_scaling", "rope_parameters"):

@@ -1,11 +1,10 @@
 import copy
-import json
 import shutil
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_runs import Recorder, assert_same, curve, job, saved
+from tiny_runs import Recorder, assert_same, saved
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.cohere.modeling_cohere import CohereLayerNorm
@@ -471,27 +470,3 @@ def test_evaluation_and_export_of_the_average(make_config, tmp_path):
         make_config(eval={"ema": True})
     with pytest.raises(ConfigError, match=r"another run: there optim.ema = 0.9, here unset"):
         run(make_config(**sections | {"optim": {}, "eval": {"fraction": 0.3}}), out=tmp_path / "run", resume=True)
-
-
-@pytest.mark.dist
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "parallel",
-    [None, {"reshard_after_forward": False, "fp8_comm": "off"}, {"reshard_after_forward": False, "fp8_comm": "gather"}],
-    ids=str,
-)
-def test_measuring_it_leaves_no_trace(gloo, make_config, tmp_path, parallel):
-    """Its weights are in the parameters for a while: not in what the next step gathers, or reuses in FP8."""
-    sections = {"precision": {"level": "fp8", "keep_weights": parallel is None}, "run": {"steps": 4}}
-    sections |= {"optim": {"ema": 0.5, "batch": 8}, "eval": {"fraction": 0.3}}
-    sections |= {"parallel": parallel} if parallel is not None else {}
-    for name, measured in (("often", {"every": 1, "ema": True}), ("never", {})):
-        config = make_config(**sections | {"eval": sections["eval"] | measured})
-        tables = json.loads(json.dumps(config.model_dump(mode="json", exclude_none=True)))
-        if parallel is None:
-            job(tables, str(tmp_path / name))
-        else:
-            gloo.run(job, 2, tables, str(tmp_path / name))
-    assert curve(tmp_path / "often") == curve(tmp_path / "never")
-    for row in read_metrics(tmp_path / "often"):
-        assert row.held_out is not None and row.held_out["loss_ema"] != row.held_out["loss"]

@@ -16,7 +16,6 @@ from typer.testing import CliRunner
 import octavo
 from octavo.cli import app
 from octavo.nn.memory_audit import saved_for_backward
-from octavo.numerics import LEVELS
 from octavo.numerics.plan import Plan
 from octavo.planner import auto_convert
 from octavo.planner.devices import DEVICES
@@ -161,12 +160,6 @@ def config_file(tmp_path, make_config):
     return path
 
 
-@pytest.mark.thorough
-def test_the_command_as_json(config_file):
-    result = CliRunner().invoke(app, ["plan", "--memory", str(config_file), "--json"])
-    assert [plan["label"] for plan in json.loads(result.stdout)] == ["this config", *LEVELS]
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -301,21 +294,6 @@ def test_a_few_blocks_stand_for_all(make_config, changes):
     assert (whole.traced_blocks, few.traced_blocks) == ((0, 0), (2, 6))
     assert few.at_peak == whole.at_peak and few.largest == whole.largest
     assert few.saved_by_layer == whole.saved_by_layer and few.saved_by_dtype == whole.saved_by_dtype
-
-
-@pytest.mark.slow
-def test_the_memory_of_a_step_is_that_of_plan_memory(make_config):
-    sizes = {"type": "llama", "config": LLAMA | {"num_hidden_layers": 6}}
-    for blocks, changes in (
-        (2, {}),
-        (2, {"optim": {"micro_batches": 2}}),
-        (2, {"precision": {"checkpointing": "selective"}}),
-        (2, {"precision": {"parameters": "fp32"}}),
-        (6, {"precision": {"parameters": "fp32", "checkpointing": "full"}}),  # autocast's casts do not end by block
-    ):
-        config = make_config(model=sizes, **changes)
-        prediction = plan_step(config, gpu="h100").memory
-        assert prediction.traced_blocks == (blocks, 6) and prediction.peak == plan_memory(config).peak, changes
 
 
 @pytest.mark.thorough

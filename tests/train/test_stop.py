@@ -7,7 +7,7 @@ import time
 import pytest
 from tiny_runs import At, Recorder, assert_same, terminate
 
-from octavo.train import evaluation, loop, read_metrics, run, sampling, signals, trainer
+from octavo.train import evaluation, loop, read_metrics, run, signals, trainer
 
 
 class Calls:
@@ -66,14 +66,6 @@ def test_layers_with_a_history_finish_their_step(make_config, tmp_path, monkeypa
     monkeypatch.setattr(trainer, "counted", calls)
     result = run(config, out=tmp_path)
     assert (result.stopped, result.steps, calls.count) == ("sigterm", 2, 4)
-
-
-def test_a_signal_between_tokens(make_config, tmp_path, monkeypatch):
-    config = make_config(sample={"prompts": ["the"], "tokens": 8, "every": 1}, optim={"warmup": 0}, run={"steps": 2})
-    calls = Calls(sampling.Sampler._choose, at=2)
-    monkeypatch.setattr(sampling.Sampler, "_choose", lambda *arguments: calls(*arguments))
-    assert run(config, out=tmp_path).steps == 1
-    assert calls.count == 2
 
 
 def test_the_first_signal_says_what_happens(make_config, tmp_path):

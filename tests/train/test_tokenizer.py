@@ -84,13 +84,6 @@ def test_any_layout_is_used_as_it_is(layout, tmp_path, make_config):
     assert load_tokenizer(tmp_path / "ours").encode([TEXT]) == expected
 
 
-def test_merges_of_a_tokenizer_in_python_are_part_of_its_fingerprint(tmp_path):
-    files = FILES["in Python, merges"]
-    first = load_tokenizer(write(tmp_path / "a", files))
-    other = load_tokenizer(write(tmp_path / "b", files | {"merges.txt": "#version: 0.2\nh e</w>\n"}))
-    assert first.fingerprint != other.fingerprint
-
-
 def test_everything_of_a_tokenizer_and_the_generation_config_survive(tmp_path, make_config):
     made = train_tokenizer(["the leaf folds eight times"] * 9, 280)
     source = PreTrainedTokenizerFast(

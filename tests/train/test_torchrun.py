@@ -127,21 +127,6 @@ def test_a_killed_rank_ends_the_run_and_a_restart_goes_on(written, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("save", ["false", "true"])
-def test_a_rank_killed_while_a_checkpoint_is_written(written, tmp_path, save):
-    config, _ = written(run={"steps": 12, "save_every": 2, "keep": 2})
-    out, options = tmp_path / "out", [f"parallel.async_save={save}"]
-    with Launched(config, tmp_path / "whole", *options) as whole:
-        assert whole.ended() == 0, whole.text()
-    with Launched(config, out, *options, restarts=1) as launched:
-        launched.until(lambda: steps_of(out) >= 4 and list((out / "checkpoints").glob(".writing-*")))
-        os.kill(launched.workers()[1], signal.SIGKILL)
-        assert launched.ended() == 0, launched.text()
-    assert losses(out) == losses(tmp_path / "whole")
-    assert not list((out / "checkpoints").glob(".writing-*"))
-
-
-@pytest.mark.slow
 def test_twenty_kills(written, tmp_path):
     """Of either rank, at random moments, while it starts, trains, saves or recovers."""
     config, _ = written(run={"steps": 400, "save_every": 10, "keep": 2})
