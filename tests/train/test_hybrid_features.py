@@ -196,9 +196,9 @@ def test_the_autopilot_equalizes_layers(gloo, settings, tmp_path, layout):
     assert [(layer, change.split(" (")[0]) for layer, change in moves(tmp_path / "ranks")] == equalized
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("layout", ["pp", slow("pp-tp"), slow("pp-fsdp")])
-@pytest.mark.parametrize("recipe", ["rowwise", slow("rowwise_equalized")])
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["pp", "pp-tp", "pp-fsdp"])
+@pytest.mark.parametrize("recipe", ["rowwise", "rowwise_equalized"])
 def test_statistics_of_the_first_step_of_a_pipeline(gloo, settings, tmp_path, layout, recipe):
     """torch infers shapes in it, on uninitialized memory."""
     world, parallel = LAYOUTS[layout]
@@ -284,7 +284,7 @@ def overflowing_job(tables, out, step, rank):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("mesh", ["tp", "pp", *map(slow, ("tp-whole", "tp-fsdp", "pp-tp", "pp-fsdp", "cp", "ep"))])
+@pytest.mark.parametrize("mesh", ["tp", *map(slow, ("pp", "tp-whole", "tp-fsdp", "pp-tp", "pp-fsdp", "cp", "ep"))])
 def test_all_ranks_skip_a_step_that_one_overflows(gloo, settings, tmp_path, mesh):
     """One stage, one rank of tensor parallelism or one rank's tokens; no rank's parameters change in that step."""
     world, parallel = MESHES[mesh]

@@ -18,7 +18,6 @@ pytest.importorskip("sklearn")
 Image = pytest.importorskip("PIL.Image")
 
 SHAPE = ImageShape(1, 8, 8)
-TURNS = record()["conversations"]
 
 
 def decoded(path, shape=SHAPE):

@@ -1,3 +1,4 @@
+import json
 import os
 import shutil
 import signal
@@ -10,6 +11,7 @@ import torch
 from tiny_runs import LLAMA, VARIANTS, At, Recorder, assert_same, fail, sentences, terminate
 
 from octavo.train import read_metrics, run
+from octavo.train.checkpoint.digests import write_digests
 from octavo.train.checkpoint.retention import latest_checkpoint
 from octavo.train.config.run_config import ConfigError
 from octavo.train.data.tokenizer import train_tokenizer
@@ -201,6 +203,18 @@ EVENT = '{"step": 1, "event": "rollback", "text": "x"'
 def test_events_that_are_damaged(line, copied, make_config):
     (copied / "events.jsonl").write_text(f"{EVENT}}}\n{line}\n")
     with pytest.raises(ValueError, match=r"events\.jsonl, line 2 is not an event of a run"):
+        run(make_config(run={"steps": 7}), out=copied, resume=True)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("loss_scale", {"value": "x"}), ("guard", {"last": 3}), ("guard", {"rollbacks": "x"})]
+)
+def test_states_of_other_types(key, value, copied, make_config):
+    last = latest_checkpoint(copied)
+    state = json.loads((last / "trainer.json").read_text())
+    (last / "trainer.json").write_text(json.dumps(state | {key: value}))
+    write_digests(last, {})
+    with pytest.raises(ConfigError, match=r"trainer\.json is not the state of a trainer"):
         run(make_config(run={"steps": 7}), out=copied, resume=True)
 
 

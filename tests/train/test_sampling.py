@@ -44,7 +44,7 @@ def test_greedy_samples_are_those_of_generate(case, make_config, tmp_path):
 @pytest.mark.thorough
 def test_a_resumed_run_draws_the_same_samples(make_config, tmp_path):
     def config(**changes):
-        settings = SAMPLE | {"every": 1, "temperature": 1.0} | changes
+        settings = SAMPLE | {"every": 2, "prompts": ["the leaf"], "tokens": 3, "temperature": 1.0} | changes
         return make_config(run={"save_every": 2}, sample=settings, precision={"level": "fp8"})
 
     run(config(), out=tmp_path / "whole")
