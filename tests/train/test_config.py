@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from octavo.numerics import Precision
-from octavo.train.config.run_config import ConfigError, TrainConfig, check_same_run, load_config, parse_config
+from octavo.train.config.run_config import ConfigError, check_same_run, load_config, parse_config
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 TEXT = """
@@ -100,23 +100,16 @@ def test_a_part_of_the_level_can_be_set_by_itself(toml, overrides, asked):
         ("optm.lr=1", r"unknown section optm.*did you mean 'optim'"),
         ('run.steps="12"', r"run.steps: should be a valid integer, got '12'"),
         ("run.steps=0", r"run.steps: should be greater than or equal to 1, got 0"),
-        ("run.steps=1.5", r"run.steps: .*got 1.5"),
-        ("run.steps=true", r"run.steps: .*got True"),
         ("optim.lr=nan", r"optim.lr: .*got nan"),
-        ("optim.betas=[0.9, 1.0]", r"optim.betas: should be two numbers in \[0, 1\), .*got \[0.9, 1.0\]"),
         ("optim.schedule=cosin", r"optim.schedule: should be .*got 'cosin'.*did you mean 'cosine'"),
         ("optim.micro_batches=3", r"optim.batch = 8 .* 3 equal .* one of \[1, 2, 4, 8\]"),
         ("precision.loss_scale=dynamc", r"precision.loss_scale: .*got 'dynamc'.*did you mean 'dynamic'"),
         ("run.profile=3", r"run.profile: should be the first and the last step .*, as \[10, 12\], got 3"),
         ("optim.betas=[0.9]", r"optim.betas: should be two numbers in .*, as \[0.9, 0.95\], got \[0.9\]"),
-        ("precision.loss_scale=0", r'loss_scale: should be "none" \| "dynamic", or a number > 0, got 0'),
-        ("precision.loss_scale=true", r'loss_scale: should be "none" \| "dynamic", or a number > 0, got True'),
         ("precision.skip=lm_head", r"precision.skip: should be a list .*\[\"lm_head\"\], got 'lm_head'"),
         ("run.name=a/b", r"run.name = 'a/b' names the folder .*run.out"),
         ('run.name="a\\nb"', r"run.name = 'a\\nb' names the folder"),
-        ("run.name=..", r"run.name = '..' names the folder"),
         ("optim.warmup=10", r"optim.warmup = 10 is not below run.steps = 10"),
-        ("precision.loss_scale=-1.0", r"precision.loss_scale: .*got -1.0"),
         ("precision.level=O7", r"O7"),
         ("precision.recipe=rowise", r"'rowise'.*did you mean 'rowwise'"),
         ("precision.master=none", r"fp16"),
@@ -126,19 +119,14 @@ def test_a_part_of_the_level_can_be_set_by_itself(toml, overrides, asked):
         ("lr=1", r'override "lr=1": write section.key=value'),
         ("run.steps.x=1", r"steps is a value, not a table"),
         ("data.source=~nouser/x", r"data.source: there is no home folder for ~nouser/x"),
-        ("data.cache=~nouser/x", r"data.cache: there is no home folder for ~nouser/x"),
-        ("data.tokenizer=~nouser/x", r"data.tokenizer: there is no home folder for ~nouser/x"),
-        ("run.out=~nouser/x", r"run.out: there is no home folder for ~nouser/x"),
         ('data.cache="a\\u0000"', r"data.cache: a path has no NUL"),
         ("data.vocab_size=99999999999", r"data.vocab_size: should be less than or equal to 1048576"),
-        ("guard.window=99999999999", r"guard.window: should be less than or equal to 1048576"),
         (f"run.steps={'1' * 5000}", r"run.steps: should be a valid integer"),
         *((f"{key}={10**30}", rf"{key}: should be less than or equal to 2147483647, got 1000") for key in LARGE),
         ("optim.batch=1000000000", r"optim.batch = 1000000000 .*_length = 8 are 8,000,000,000 tokens .* lower either"),
         ("data.sequence_length=1000000000", r"_length = 1000000000 are 8,000,000,000 tokens a step.*1,073,741,824"),
         ("optim.micro_batches=1000000000", r"optim.batch = 8 cannot be cut into 1000000000 equal micro-batches"),
         ("data.cache_gib=1e308", r"data.cache_gib: should be less than or equal to 1000000000"),
-        ("parallel.timeout=1e308", r"parallel.timeout: should be less than or equal to 1000000000"),
     ],
 )
 def test_each_mistake_is_one_clear_line(toml, override, message):
@@ -151,22 +139,16 @@ def test_each_mistake_is_one_clear_line(toml, override, message):
     ("override", "message"),
     [
         ("optim.lr=3e-4\n[run]\nsteps = 7", "something follows it"),
-        ("optim.lr=3e-4\nwarmup = 1", "something follows it"),
         ("optim.lr=3e-4 # the usual", "something follows it"),
         ("optim.lr=3e-4\r\n", None),
-        ("run.name=a\nb", "something follows it"),
         ("run.name='a", "look at its quotes"),
         ("optim.lr\n[run]\nsteps=7", "write section.key=value"),
-        ("[run]\nsteps=7", "write section.key=value"),
         ("[run.x]=7", "write section.key=value"),
         ("# run.steps=7", "write section.key=value"),
-        ("run..steps=7", "write section.key=value"),
         ("optim.lr=nan", "optim.lr: should be a finite number, got nan"),
-        ("optim.lr=inf", "optim.lr: should be a finite number, got inf"),
         ("optim.lr=[1e-3]", "optim.lr: should be a valid number"),
         ("optim.lr=1e-3]\nx = [1", "something follows it"),
         ("optim.lr=", "optim.lr: should be a valid number, got ''"),
-        ("model.config.rope_theta=nan", "model.config.rope_theta: expected a number, a string"),
         ("model.config.x={a = [nan]}", "model.config.x.a: expected a number, a string"),
         ("run.steps=" + "[" * 3000, "run.steps: should be a valid integer"),
     ],
@@ -280,8 +262,44 @@ def test_toml_round_trip(name, lr):
     assert parse_config(tomllib.loads(config.to_toml())) == config
 
 
-def test_repository_configs_parse():
-    root = Path(__file__).parents[2] / "configs"
-    configs = [load_config(path) for path in root.glob("*.toml")]
-    assert configs
-    assert all(isinstance(config, TrainConfig) for config in configs)
+PROMPT = {"sample": {"prompts": ["a"]}}
+SECTIONS = [
+    ({"run": {"steps": 4, "profile": [3, 2]}}, "run.profile"),
+    ({"run": {"steps": 4, "profile": [2, 5]}}, "run.profile"),
+    ({"run": {"keep_best": 1, "save_every": 2}}, r"run.keep_best = 1 .* no section \[eval\]: add one"),
+    ({"run": {"keep_best": 1}, "eval": {}}, "run.keep_best = 1 .*run.save_every = 0"),
+    ({"run": {"keep_every": 5, "save_every": 2}}, "run.keep_every = 5 is not a multiple of run.save_every = 2"),
+    ({"optim": {"rewarm": 5}}, "optim.rewarm = 5 without optim.rewarm_from"),
+    ({"optim": {"rewarm_from": 0}}, "optim.rewarm_from = 0 without optim.rewarm:"),
+    ({"optim": {"groups": [{"lr": 1.0}]}}, r"missing key optim.groups.match"),
+    (
+        {"optim": {"groups": [{"match": "a", "weight_decy": 1.0}]}},
+        r"unknown key optim.groups.weight_decy .*.weight_decay.",
+    ),
+    ({"optim": {"groups": [{"match": "a", "lr": 0.0}]}}, r"optim.groups.lr: should be greater than 0, got 0.0"),
+    ({"guard": {"spike": 8.0}}, r"guard.spike = 8 rolls back to checkpoints, and run.save_every = 0 saves none"),
+    ({"precision": {"autopilot": True}}, "precision.autopilot .* FP8 layers, and precision.level = 'bf16' has none"),
+    ({"inspect": {"every": -1}}, "inspect.every"),
+    ({"inspect": {"what_if": ["rowise"]}}, r"inspect.what_if: unknown recipe 'rowise' \(did you mean 'rowwise'"),
+    ({"inspect": {"what_if": "rowwise"}}, r'inspect.what_if: should be a list of recipes, as \["blockwise"\]'),
+    ({"inspect": {"limits": {"underflow": 1.5}}}, "inspect.limits.underflow: .* less than or equal to 1, got 1.5"),
+    ({"inspect": {"limits": {"amax_jump": 1.0}}}, "inspect.limits.amax_jump: .* greater than 1, got 1.0"),
+    ({"inspect": {"limits": {"sqnr": float("inf")}}}, "inspect.limits.sqnr: .* finite number"),
+    ({"inspect": {"limits": {"snqr": 20.0}}}, r"unknown key inspect.limits.snqr \(did you mean 'sqnr'"),
+    ({"sample": {"every": 2}}, "missing key sample.prompts"),
+    ({"sample": {"prompts": []}}, "sample.prompts: should be a list of one text or more"),
+    ({"sample": {"prompts": ["a"], "temperature": -1.0}}, "sample.temperature: should be greater than or equal"),
+    (PROMPT | {"parallel": {"tp": 2}}, r"\[sample\] with parallel.tp = 2.*dp_shard"),
+    (PROMPT | {"parallel": {"pp": 2}}, r"\[sample\] with parallel.pp = 2"),
+    ({"lora": {"rank": 0}}, "lora.rank"),
+    ({"lora": {"targets": ["all-linear", "q_proj"]}}, '"all-linear" alone'),
+    ({"lora": {}, "model": {"type": "llama", "frozen": ["lm_head"]}}, "freezes all of the model"),
+    ({"lora": {"weight_only": ["*"], "base": "bf16"}}, "is for weights in FP8, and lora.base = 'bf16'"),
+    ({"lora": {}, "parallel": {"tp": 2}}, r"\[lora\] with parallel.tp = 2"),
+]
+
+
+@pytest.mark.parametrize(("sections", "message"), SECTIONS, ids=str)
+def test_sections_that_do_not_fit(sections, message, make_config):
+    with pytest.raises(ConfigError, match=message):
+        make_config(**sections)

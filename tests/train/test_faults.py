@@ -16,7 +16,6 @@ from octavo.inspect import Autopilot
 from octavo.train import NonFiniteError, loss_scale, parse_config, run
 from octavo.train import trainer as trainer_module
 from octavo.train.checkpoint.retention import latest_checkpoint
-from octavo.train.config.run_config import ConfigError
 from octavo.train.record.metrics import read_events
 from octavo.train.record.statistics import read_statistics
 from octavo.train.trainer import Trainer
@@ -123,21 +122,6 @@ def test_limits_move_layers_under_the_autopilot(make_config, tmp_path, limits, m
     assert {event["event"] for event in read_events(tmp_path)} == ({"move"} if moves else {"finding"})
 
 
-@pytest.mark.parametrize(
-    ("limits", "message"),
-    [
-        ({"underflow": 1.5}, "inspect.limits.underflow: .* less than or equal to 1, got 1.5"),
-        ({"saturation": -0.1}, "inspect.limits.saturation: .* greater than or equal to 0"),
-        ({"amax_jump": 1.0}, "inspect.limits.amax_jump: .* greater than 1, got 1.0"),
-        ({"sqnr": float("inf")}, "inspect.limits.sqnr: .* finite number"),
-        ({"snqr": 20.0}, r"unknown key inspect.limits.snqr \(did you mean 'sqnr'"),
-    ],
-)
-def test_limits_out_of_range(make_config, limits, message):
-    with pytest.raises(ConfigError, match=message):
-        make_config(inspect={"limits": limits})
-
-
 def test_limits_may_change_on_resume_and_are_said(make_config, tmp_path):
     run(make_config(**WATCHED, run={"steps": 3}), out=tmp_path)
     recorder = Recorder()
@@ -241,14 +225,6 @@ def test_moves_of_a_step_that_fails_are_taken_back(make_config, tmp_path):
     with models_with(outlier), mock.patch.object(Autopilot, "act", failing), pytest.raises(NonFiniteError):
         run(make_config(**AUTOPILOT_ON), out=tmp_path)
     assert not saved(tmp_path)["trainer"]["autopilot"]["moves"] and not moves(tmp_path)
-
-
-def test_it_needs_something_to_move(make_config):
-    with pytest.raises(
-        ConfigError,
-        match=r"precision.autopilot changes the recipes of FP8 layers, and precision.level = 'bf16' has none",
-    ):
-        make_config(precision={"autopilot": True})
 
 
 def test_moves_of_layers_that_are_skipped_since_are_not_taken(make_config, tmp_path):

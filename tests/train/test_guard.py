@@ -243,10 +243,3 @@ def test_what_is_not_finite_is_a_spike_too_until_it_has_gone_back_enough(make_co
         run(make_config(**GUARDED), out=tmp_path / "often")
     texts = [event["text"] for event in read_events(tmp_path / "often")]
     assert len(texts) == 3 and texts[-1].endswith("the guard goes off after this one (guard.rollbacks)")
-
-
-def test_it_needs_checkpoints(make_config):
-    with pytest.raises(
-        ConfigError, match=r"guard.spike = 8 rolls back to checkpoints, and run.save_every = 0 saves none"
-    ):
-        make_config(guard={"spike": 8.0})

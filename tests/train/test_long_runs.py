@@ -15,7 +15,7 @@ from tiny_runs import At, assert_same, fail
 
 from octavo.train import read_metrics, run
 from octavo.train.checkpoint.retention import Retention, checkpoints, held_out_loss
-from octavo.train.config.run_config import ConfigError, parse_config
+from octavo.train.config.run_config import parse_config
 from octavo.train.record.metrics import RESTART, add_event, read_events
 from octavo.train.signals import supervise
 from octavo.train.trainer import Trainer
@@ -68,22 +68,6 @@ def test_a_run_keeps_its_best_and_every_nth_checkpoint(make_config, tmp_path, mo
     monkeypatch.setattr(Trainer, "evaluate", lambda trainer: {"loss": losses[trainer.step]})
     run(make_config(**settings), out=tmp_path / "chosen")
     assert steps_of(tmp_path / "chosen") == [2, 3, 5, 6, 8]
-
-
-@pytest.mark.parametrize(
-    ("sections", "message"),
-    [
-        ({"run": {"keep_best": 1, "save_every": 2}}, r"run.keep_best = 1 .* no section \[eval\]: add one"),
-        ({"run": {"keep_best": 1}, "eval": {}}, "run.keep_best = 1 .*run.save_every = 0"),
-        ({"run": {"keep_every": 5, "save_every": 2}}, "run.keep_every = 5 is not a multiple of run.save_every = 2"),
-        ({"optim": {"rewarm": 5}}, "optim.rewarm = 5 without optim.rewarm_from"),
-        ({"optim": {"rewarm_from": 0}}, "optim.rewarm_from = 0 without optim.rewarm:"),
-    ],
-    ids=str,
-)
-def test_settings_that_do_not_fit(sections, message, make_config):
-    with pytest.raises(ConfigError, match=message):
-        make_config(**sections)
 
 
 # --- restarts ---

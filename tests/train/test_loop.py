@@ -83,12 +83,6 @@ def test_steps_are_profiled_and_change_nothing(make_config, tmp_path):
     assert any("profiled 2 steps" in note for note in seen.notes)
 
 
-@pytest.mark.parametrize("steps", [[0, 1], [3, 2], [2, 5], [1]])
-def test_steps_to_profile_are_a_part_of_the_run(steps, make_config):
-    with pytest.raises(ConfigError, match="run.profile"):
-        make_config(run={"steps": 4, "profile": steps})
-
-
 @pytest.mark.parametrize("level", ["bf16", "fp8"])
 def test_a_plain_step_waits_for_the_device_at_its_end_alone(level, make_config):
     """What a GPU has to tell the host: loss and norm, one after the other, when all products are queued."""

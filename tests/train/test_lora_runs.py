@@ -47,21 +47,6 @@ def lora_config(base, make_config):
     return make
 
 
-MISTAKES = [
-    ({"lora": {"rank": 0}}, "lora.rank"),
-    ({"lora": {"targets": ["all-linear", "q_proj"]}}, '"all-linear" alone'),
-    ({"lora": {}, "model": {"type": "llama", "frozen": ["lm_head"]}}, "freezes all of the model"),
-    ({"lora": {"weight_only": ["*"], "base": "bf16"}}, "is for weights in FP8, and lora.base = 'bf16'"),
-    ({"lora": {}, "parallel": {"tp": 2}}, "\\[lora\\] with parallel.tp = 2"),
-]
-
-
-@pytest.mark.parametrize(("changes", "message"), MISTAKES, ids=lambda case: str(case)[:40])
-def test_mistakes(changes, message, make_config):
-    with pytest.raises(ConfigError, match=message):
-        make_config(**changes)
-
-
 def test_a_rank_beyond_memory(make_config, monkeypatch):
     import peft
 

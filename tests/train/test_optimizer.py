@@ -13,7 +13,7 @@ from octavo.train import read_metrics, run
 from octavo.train.checkpoint.export import export
 from octavo.train.checkpoint.pretrained import LANGUAGE
 from octavo.train.checkpoint.retention import latest_checkpoint
-from octavo.train.config.run_config import ConfigError, parse_config
+from octavo.train.config.run_config import ConfigError
 from octavo.train.config.sections import Optim
 from octavo.train.model import build_of_kind
 from octavo.train.optimizer import (
@@ -316,21 +316,6 @@ def test_a_pattern_that_matches_nothing(groups, message):
     with pytest.raises(ConfigError, match=message):
         parameter_settings(model, optim(*groups))
     parameter_settings(model, optim(*groups), part=True)
-
-
-@pytest.mark.parametrize(
-    ("groups", "message"),
-    [
-        ([{"lr": 1.0}], r"missing key optim.groups.match"),
-        ([{"match": "a", "weight_decy": 1.0}], r"unknown key optim.groups.weight_decy .*.weight_decay."),
-        ([{"match": "a", "lr": 0.0}], r"optim.groups.lr: should be greater than 0, got 0.0"),
-    ],
-    ids=str,
-)
-def test_mistakes(groups, message):
-    tables = {"run": {"steps": 1}, "model": {"type": "llama"}, "data": {"source": "x", "sequence_length": 8}}
-    with pytest.raises(ConfigError, match=message):
-        parse_config(tables | {"optim": {"lr": 1.0, "groups": groups}})
 
 
 @pytest.mark.parametrize("states", ["fp32", "fp8"])

@@ -59,21 +59,6 @@ def test_a_resumed_run_draws_the_same_samples(make_config, tmp_path):
     assert not [note for note in seen.notes if "sample" in note]  # they change no numbers
 
 
-@pytest.mark.parametrize(
-    ("sections", "message"),
-    [
-        ({"sample": {"every": 2}}, "missing key sample.prompts"),
-        ({"sample": {"prompts": []}}, "sample.prompts: should be a list of one text or more"),
-        ({"sample": {"prompts": ["a"], "temperature": -1.0}}, "sample.temperature: should be greater than or equal"),
-        ({"sample": {"prompts": ["a"]}, "parallel": {"tp": 2}}, r"\[sample\] with parallel.tp = 2.*dp_shard"),
-        ({"sample": {"prompts": ["a"]}, "parallel": {"pp": 2}}, r"\[sample\] with parallel.pp = 2"),
-    ],
-)
-def test_mistakes(sections, message, make_config):
-    with pytest.raises(ConfigError, match=message):
-        make_config(**sections)
-
-
 def test_a_sample_longer_than_a_sequence(make_config, tmp_path):
     config = make_config(sample={"prompts": ["the leaf folds"], "tokens": 15})
     with pytest.raises(ConfigError, match=r"sample.tokens = 15 after a prompt of \d+ tokens exceeds .* = 16, beyond"):

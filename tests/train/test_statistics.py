@@ -11,7 +11,7 @@ from tiny_runs import At, curve, fail
 
 from octavo.experiments.demo import demo_configs
 from octavo.inspect.stats import OPERANDS, OperandStats
-from octavo.train import ConfigError, NonFiniteError, run
+from octavo.train import NonFiniteError, run
 from octavo.train.data.load import load_corpus
 from octavo.train.record.progress import NullProgress
 from octavo.train.record.statistics import (
@@ -90,20 +90,6 @@ def test_the_step_that_fails_is_in_the_file(make_config, tmp_path, monkeypatch):
     assert steps_of(tmp_path) == [2, 4]
     first = all_findings(read_statistics(tmp_path))[0]
     assert (first.step, first.layer, first.operand, first.what) == (4, "model.layers.1.mlp.up_proj", "x", "nonfinite")
-
-
-@pytest.mark.parametrize(
-    ("section", "message"),
-    [
-        ({"every": -1}, "inspect.every"),
-        ({"what_if": ["rowise"]}, r"inspect.what_if: unknown recipe 'rowise' \(did you mean 'rowwise'"),
-        ({"what_if": "rowwise"}, r'inspect.what_if: should be a list of recipes, as \["blockwise"\]'),
-        ({"evry": 5}, "inspect.evry"),
-    ],
-)
-def test_mistakes_in_the_section(section, message, make_config):
-    with pytest.raises(ConfigError, match=message):
-        make_config(inspect=section)
 
 
 ROW = OperandStats(
