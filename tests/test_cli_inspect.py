@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
@@ -22,14 +23,10 @@ ROW = OperandStats(
 NAMES = ("up_proj", "gate_proj", "down_proj")
 
 
-class Board:
-    def add_scalar(self, *_): ...
-
-
 @pytest.fixture
 def looked(tmp_path):
     """Two sampled steps of three layers; in the second one is bad."""
-    writer = StatisticsWriter(tmp_path, after_step=0, board=Board())
+    writer = StatisticsWriter(tmp_path, after_step=0, board=Mock())
     for step, level in ((50, 31.0), (100, 12.0)):
         writer.write([replace(ROW, step=step, layer=f"model.layers.0.mlp.{name}") for name in NAMES[:2]])
         writer.write([replace(ROW, step=step, layer=f"model.layers.0.mlp.{NAMES[2]}", sqnr=level, underflow=0.125)])
@@ -59,7 +56,7 @@ def test_a_checkpoint_knows_what_was_before_it(looked):
 
 
 def test_json_holds_all_rows_of_a_step(looked):
-    StatisticsWriter(looked, after_step=100, board=Board()).write([replace(ROW, step=150, sqnr=math.nan, nonfinite=2)])
+    StatisticsWriter(looked, after_step=100, board=Mock()).write([replace(ROW, step=150, sqnr=math.nan, nonfinite=2)])
     assert "not finite" in inspect(looked).stdout
     (row,) = json.loads(inspect(looked, "--json").stdout, parse_constant=pytest.fail)
     assert (row["step"], row["sqnr"], row["nonfinite"]) == (150, None, 2)
@@ -81,7 +78,7 @@ LONG = "model.language_model.layers.17.self_attn.some_long_projection_name"
 
 
 def test_names_are_whole_in_a_pipe_and_keep_both_ends_in_a_terminal(looked, monkeypatch):
-    writer = StatisticsWriter(looked, after_step=100, board=Board())
+    writer = StatisticsWriter(looked, after_step=100, board=Mock())
     others = {name: 20.0 for name in ("mxfp8", "tensorwise", "rowwise_hp_wgrad", "blockwise")}
     writer.write([replace(ROW, step=150, layer=LONG, what_if=others, saturation=0.5)])
     piped = CliRunner().invoke(app, ["inspect", str(looked)], env={"COLUMNS": "40"})

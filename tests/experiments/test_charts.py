@@ -2,6 +2,7 @@
 
 import json
 
+import fake_runs
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -10,7 +11,6 @@ from hypothesis import strategies as st
 from octavo.experiments.charts import BUCKETS, Line, line_chart
 from octavo.experiments.curves import Curves, gap_percent, smooth, smoothing_window
 from octavo.experiments.theme import plain
-from octavo.train.record.metrics import StepMetrics
 
 ANY = st.lists(st.floats(allow_nan=True, allow_infinity=True), min_size=0, max_size=40)
 
@@ -23,22 +23,8 @@ def traces(lines, **settings):
     return line_chart("Loss", "nats", lines, **settings).figure["data"]
 
 
-def curves(steps, loss):
-    rows = [
-        StepMetrics(
-            step=step,
-            tokens=step,
-            loss=value,
-            lr=1.0,
-            grad_norm=1.0,
-            loss_scale=None,
-            skipped=value is None,
-            step_s=1.0,
-            tokens_per_s=1.0,
-        )
-        for step, value in zip(steps, loss, strict=True)
-    ]
-    return Curves.of(rows)
+def curves(steps, losses):
+    return Curves.of([fake_runs.step(step, loss) for step, loss in zip(steps, losses, strict=True)])
 
 
 def test_a_noisy_series_has_its_values_and_their_mean_and_an_exact_one_its_values():

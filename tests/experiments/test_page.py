@@ -2,6 +2,7 @@
 
 import re
 from html import unescape
+from unittest.mock import Mock
 
 import fake_runs
 import pytest
@@ -15,10 +16,6 @@ from octavo.train.record.statistics import StatisticsWriter
 
 needs_browser = pytest.mark.skipif(browser.find() is None, reason=f"no Chromium is installed: {browser.INSTALL}")
 NAMES = ("<script>alert(1)</script>", "</script>", "$x$ & <b>bold</b>", "🐙" * 3, "n" * 200)
-
-
-class Board:
-    def add_scalar(self, *_): ...
 
 
 def test_packing_loses_nothing():
@@ -49,7 +46,7 @@ def test_a_browser_draws_every_chart_and_reports_no_error(tmp_path, options):
     lines[7] = re.sub(r'"loss": [\d.]+', '"loss": null', lines[7])
     (runs[3] / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     rows = run_of(changed={(2, 1, KINDS[0], "w"): {"nonfinite": 2}})
-    StatisticsWriter(runs[0], after_step=0, board=Board()).write(rows)
+    StatisticsWriter(runs[0], after_step=0, board=Mock()).write(rows)
     page = write_report(runs, tmp_path / "report").html
     count = len(charts_of(page.read_text(encoding="utf-8")))
     document, messages = opened(page, *options)

@@ -48,6 +48,12 @@ def result(arm="bf16", tail=3.0, **changes):
     return RunResult(**{**fields, **changes})
 
 
+def step(number=1, loss=3.0, **changes):
+    """A step's metrics; without a loss it was skipped."""
+    fields = {"lr": 1e-3, "grad_norm": 1.0, "loss_scale": None, "step_s": 1.0, "tokens_per_s": 1.0}
+    return StepMetrics(**{"step": number, "tokens": number, "loss": loss, "skipped": loss is None} | fields | changes)
+
+
 def folder(path, arm="bf16", *, steps=100, shift=0.0, lr=3e-3, **changes):
     """Write a run's folder: losses fall from 8.3, `shift` (relative) higher at the end; batches as in every arm."""
     batches, own = random.Random(0), random.Random(arm)

@@ -3,9 +3,10 @@
 import math
 import random
 
+import fake_runs
+
 from octavo.train.config.sections import GuardConfig
 from octavo.train.guard import SpikeError, SpikeGuard
-from octavo.train.record.metrics import StepMetrics
 
 RUN = 5000
 """Steps of a run; each begins anew."""
@@ -65,19 +66,13 @@ SPIKES = ((1.4, 10.0), (1.5, 5.0), (2.5, 1.0), (3.0, 0.1))
 """Factors of loss and gradient norm from one step on."""
 
 
-def row(step, loss, norm):
-    return StepMetrics(
-        step=step, tokens=step, loss=loss, lr=1e-3, grad_norm=norm, loss_scale=None, skipped=False, step_s=1.0,
-        tokens_per_s=1.0,
-    )  # fmt: skip
-
-
 def steps(kind, seed, count=RUN, factors=(1.0, 1.0), since=RUN):
     """The steps of a run, with loss and norm times `factors` after the step `since`."""
     rng = random.Random(seed)
     for step in range(count):
         loss, norm = (a * b for a, b in zip(kind(rng, step), factors if step >= since else (1.0, 1.0), strict=True))
-        yield row(step + 1, (2 + 4 * math.exp(-step / 300)) * loss, (0.5 + math.exp(-step / 100)) * norm)
+        norm *= 0.5 + math.exp(-step / 100)
+        yield fake_runs.step(step + 1, (2 + 4 * math.exp(-step / 300)) * loss, grad_norm=norm)
 
 
 def alarms(taken):

@@ -1,4 +1,5 @@
 import pytest
+import tiny_runs
 import torch
 from tiny_runs import GPT2, LLAMA
 from torch import nn
@@ -6,15 +7,12 @@ from torch import nn
 from live_tensors import bytes_left_by
 from octavo.train.compiled_blocks import Checkpointing, find_blocks
 from octavo.train.config.run_config import ConfigError
-from octavo.train.data.load import load_corpus
-from octavo.train.record.progress import NullProgress
-from octavo.train.trainer import Trainer
 
 
 def make_trainer(make_config, mode, **precision):
     model = precision.pop("model", {"type": "llama", "config": LLAMA})
     config = make_config(model=model, precision={"checkpointing": mode} | precision)
-    return Trainer(config, load_corpus(config.data, config.model, NullProgress()), torch.device("cpu"))
+    return tiny_runs.make_trainer(config)
 
 
 def gradients(trainer):

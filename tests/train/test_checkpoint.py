@@ -2,6 +2,7 @@ import io
 import json
 
 import pytest
+import tiny_runs
 import torch
 from tiny_runs import LLAMA
 
@@ -11,14 +12,11 @@ from octavo.train.checkpoint.retention import latest_checkpoint
 from octavo.train.checkpoint.store import load_checkpoint, read_trainer_state
 from octavo.train.config.run_config import ConfigError, TrainConfig, check_same_run, resume_of
 from octavo.train.config.sections import FREE, TUNABLE
-from octavo.train.data.load import load_corpus
-from octavo.train.record.progress import NullProgress
-from octavo.train.trainer import Trainer
 
 
 def make_trainer(make_config, **sections):
     config = make_config(**sections)
-    return Trainer(config, load_corpus(config.data, config.model, NullProgress()), torch.device("cpu"))
+    return tiny_runs.make_trainer(config)
 
 
 def state(trainer):

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_runs import LLAMA
+from tiny_runs import LLAMA, make_trainer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from octavo.train import ConfigError, run
@@ -21,7 +21,6 @@ from octavo.train.checkpoint.retention import checkpoints, latest_checkpoint
 from octavo.train.checkpoint.store import check_same_model, load_checkpoint
 from octavo.train.data.load import load_corpus
 from octavo.train.record.progress import NullProgress
-from octavo.train.trainer import Trainer
 
 SMALL = LLAMA | {"num_hidden_layers": 1}
 MODELS = {
@@ -30,10 +29,6 @@ MODELS = {
     "gpt2": {"type": "gpt2", "config": {"n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 16}},
 }
 OWN = {"trainer.json", "optimizer.pt", "data.json", "digests.json"}
-
-
-def make_trainer(config):
-    return Trainer(config, load_corpus(config.data, config.model, NullProgress()), torch.device("cpu"))
 
 
 def load(trainer, folder):

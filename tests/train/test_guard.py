@@ -7,6 +7,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+from fake_runs import step
 from simulated_losses import HEALTHY, SPIKES, alarms, plain, steps
 from tiny_runs import ONE_BLOCK, At, Recorder, curve, fail, saved
 
@@ -16,7 +17,7 @@ from octavo.train.config.run_config import ConfigError
 from octavo.train.config.sections import GuardConfig
 from octavo.train.data.corpus import Corpus
 from octavo.train.guard import STEPS_PER_ALARM, SpikeError, SpikeGuard, steps_in_a_row
-from octavo.train.record.metrics import StepMetrics, read_events, read_metrics
+from octavo.train.record.metrics import read_events, read_metrics
 from octavo.train.trainer import Trainer
 
 GUARDED = {
@@ -27,13 +28,6 @@ GUARDED = {
 }
 LASTING = tuple(range(22, 22 + steps_in_a_row(16)))
 """Batches after which a rise is a spike."""
-
-
-def step(number, loss, norm=1.0):
-    return StepMetrics(
-        step=number, tokens=number, loss=loss, lr=1e-3, grad_norm=norm, loss_scale=None, skipped=False, step_s=1.0,
-        tokens_per_s=1.0,
-    )  # fmt: skip
 
 
 def wobble(number):
@@ -78,7 +72,7 @@ def recognized(rows, guard=None):
         guard.check(step(number, wobble(number)))
     for number, (loss, norm) in enumerate(rows, 101):
         try:
-            guard.check(step(number, loss, norm))
+            guard.check(step(number, loss, grad_norm=norm))
         except SpikeError as error:
             return error.step - 100, error.first - 100
     return None

@@ -6,7 +6,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from tiny_runs import ONE_BLOCK, Recorder, curve
+from tiny_runs import ONE_BLOCK, Recorder, curve, make_trainer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from octavo.nn import weights
@@ -87,7 +87,7 @@ def test_steps_are_profiled_and_change_nothing(make_config, tmp_path):
 def test_a_plain_step_waits_for_the_device_at_its_end_alone(level, make_config):
     """What a GPU has to tell the host: loss and norm, one after the other, when all products are queued."""
     config = make_config(precision={"level": level}, optim={"micro_batches": 2})
-    trainer = Trainer(config, load_corpus(config.data, config.model, NullProgress()), torch.device("cpu"))
+    trainer = make_trainer(config)
     trainer.train_step()
     seen = []
 
@@ -172,7 +172,7 @@ def test_overflow_under_dynamic_scaling_skips_the_step_and_says_so(make_config, 
 def test_a_skipped_step_leaves_parameters_as_they_were(make_config, monkeypatch):
     spoil(monkeypatch, "model.layers.1", {0}, torch.inf)
     config = make_config(precision={"loss_scale": 8.0})
-    trainer = Trainer(config, load_corpus(config.data, config.model, NullProgress()), torch.device("cpu"))
+    trainer = make_trainer(config)
     before = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
     row = trainer.train_step()
     assert row.skipped
@@ -323,8 +323,8 @@ def test_an_evaluation_before_the_first_step(make_config, tmp_path):
 def test_batches_are_read_while_the_device_computes(make_config, monkeypatch):
     """Each once, the next one before the loss is read; what is wrong with one is raised in its own step."""
     config = make_config(run={"steps": 4})
-    trainer = Trainer(config, load_corpus(config.data, config.model, NullProgress()), torch.device("cpu"))
-    plain = Trainer(config, load_corpus(config.data, config.model, NullProgress()), torch.device("cpu"))
+    trainer = make_trainer(config)
+    plain = make_trainer(config)
     monkeypatch.setattr(plain, "_read_ahead", lambda: None)
     events = []
     failures = [OSError("not yet")]

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import fake_runs
 import pytest
 import torch
-from fake_runs import folder
+from fake_runs import folder, step
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny_runs import LLAMA
 
@@ -27,7 +27,6 @@ from octavo.train.record.metrics import (
     MetricsWriter,
     RunResult,
     RunSetup,
-    StepMetrics,
     StepTotals,
     drop_later_events,
     last_rollback,
@@ -38,18 +37,8 @@ from octavo.train.record.statistics import limits_of, read_statistics
 from octavo.train.run_plan import plan_configured
 
 
-def row(step, loss=None, speed=1.0):
-    return StepMetrics(
-        step=step,
-        tokens=step * 10,
-        loss=loss,
-        lr=0.1,
-        grad_norm=1.0,
-        loss_scale=None,
-        skipped=loss is None,
-        step_s=1.0,
-        tokens_per_s=speed,
-    )
+def row(number, loss=None, speed=1.0):
+    return step(number, loss, tokens=10 * number, lr=0.1, tokens_per_s=speed)
 
 
 def test_rows_are_on_disk_as_soon_as_written(tmp_path):
@@ -122,22 +111,7 @@ def test_summaries():
 
 
 def test_result_round_trip(tmp_path):
-    result = RunResult(
-        name="a",
-        precision="fp8 rowwise",
-        device="cpu",
-        steps=2,
-        tokens=20,
-        parameters=3,
-        losses=Losses(first=3.0, final=2.0, tail_mean=2.0),
-        tokens_per_s=10.0,
-        saved_bytes_per_token=5.5,
-        skipped_steps=0,
-        wall_s=2.0,
-        versions={"octavo": "0"},
-        converted="",
-        stopped="done",
-    )
+    result = fake_runs.result("fp8 rowwise", state_bytes_per_parameter=None)
     result.write(tmp_path)
     assert RunResult.read(tmp_path) == result
     assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
@@ -321,9 +295,7 @@ def test_a_completed_last_line_is_read_alone(tmp_path):
 
 
 H100 = "NVIDIA H100 80GB HBM3"
-ROW = StepMetrics(
-    step=5, tokens=320, loss=3.0, lr=1e-3, grad_norm=1.0, loss_scale=None, skipped=False, step_s=0.5, tokens_per_s=128.0
-)
+ROW = step(5, tokens=320, step_s=0.5, tokens_per_s=128.0)
 
 
 def gauges(expected, skipped_batches=0):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_runs import LLAMA
+from tiny_runs import LLAMA, make_trainer
 from torch import nn
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils._pytree import tree_leaves
@@ -26,8 +26,6 @@ from octavo.planner.step import StepConfig
 from octavo.planner.timeline import ACTIVATIONS, BATCH, GATHERED, PARAMETERS, TEMPORARIES
 from octavo.train import run_plan
 from octavo.train.config.run_config import load_config
-from octavo.train.data.load import load_corpus
-from octavo.train.record.progress import NullProgress
 from octavo.train.run_plan import Stage, TraceCache, plan_configured, plan_memory, plan_step, planned_task, stage_memory
 from octavo.train.trainer import Trainer, convert_run
 
@@ -47,7 +45,7 @@ RUNS = [
 def test_the_plan_is_what_the_trainer_has(make_config, changes):
     # The vocabulary that is trained on so little data has fewer ids than were asked for.
     config = make_config(**changes)
-    trainer = Trainer(config, load_corpus(config.data, config.model, NullProgress()), torch.device("cpu"))
+    trainer = make_trainer(config)
     size = trainer.model.config.vocab_size
     plan = plan_memory(make_config(**changes, model={"type": "llama", "config": LLAMA | {"vocab_size": size}}),
                        device="cpu")  # fmt: skip

@@ -4,15 +4,12 @@ import json
 
 import pytest
 import torch
-from tiny_runs import At, Recorder, assert_same, fail
+from tiny_runs import At, Recorder, assert_same, fail, make_trainer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from octavo.train import ConfigError, read_metrics, run
 from octavo.train.checkpoint.retention import latest_checkpoint
-from octavo.train.data.load import load_corpus
-from octavo.train.record.progress import NullProgress
 from octavo.train.sampling import Sampler
-from octavo.train.trainer import Trainer
 
 SAMPLE = {"every": 4, "prompts": ["the leaf", "", "a printer cuts"], "tokens": 6}
 
@@ -69,7 +66,7 @@ def test_a_sample_longer_than_a_sequence(make_config, tmp_path):
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1e-40, 5e-324])
 def test_a_model_that_has_diverged_ends_no_run(temperature, make_config, monkeypatch):
     config = make_config(sample={"prompts": ["the "], "tokens": 2, "temperature": temperature})
-    trainer = Trainer(config, load_corpus(config.data, config.model, NullProgress()), torch.device("cpu"))
+    trainer = make_trainer(config)
     for value in (float("inf"), float("-inf"), float("nan"), 3e38, 1.0):
         logits = torch.tensor([value, 2.0, -3e38, *[0.5] * 297]).expand(1, 16, 300)
         monkeypatch.setattr(trainer, "logits", lambda ids, logits=logits: logits[:, : ids.shape[1]])

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from tiny_runs import GPT2, LLAMA, Recorder, terminate
+from tiny_runs import GPT2, LLAMA, Recorder, make_trainer, terminate
 from transformers import AutoModelForCausalLM
 
 from octavo.train import RunResult, disk, read_metrics, run
@@ -14,7 +14,6 @@ from octavo.train.config.run_config import ConfigError
 from octavo.train.data.load import load_corpus
 from octavo.train.model import build_model
 from octavo.train.record.progress import NullProgress
-from octavo.train.trainer import Trainer
 
 BERT = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
 
@@ -99,7 +98,7 @@ def test_a_model_that_sees_later_tokens(parameters, make_config, tmp_path):
 )
 def test_a_causal_model_passes_and_is_left_as_it_was(sections, make_config):
     config = make_config(**sections)
-    trainer = Trainer(config, load_corpus(config.data, config.model, NullProgress()), torch.device("cpu"))
+    trainer = make_trainer(config)
     trainer.check_causal()
     assert trainer.model.training
     assert not trainer.model.get_input_embeddings()._forward_hooks
@@ -109,7 +108,7 @@ def test_a_causal_model_passes_and_is_left_as_it_was(sections, make_config):
 def test_remainders_take_all_bits_of_a_checkpoint(make_config, checkpoint):
     sections = {"precision": {"master": "remainder"}, "optim": {"states": "fp8"}}
     config = make_config(model={"path": str(checkpoint)}, **sections)
-    trainer = Trainer(config, load_corpus(config.data, config.model, NullProgress()), torch.device("cpu"))
+    trainer = make_trainer(config)
     exact = dict(AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).named_parameters())
     states = {id(param): state for param, state in trainer.optimizer.inner.state.items()}
     for name, param in trainer.model.named_parameters():
@@ -127,7 +126,7 @@ def test_weights_that_are_not_finite(make_config, checkpoint, tmp_path):
 @pytest.mark.parametrize("parameters", ["bf16", "fp16"])
 def test_masters_take_all_bits_of_a_checkpoint(parameters, make_config, checkpoint):
     config = make_config(model={"path": str(checkpoint)}, precision={"parameters": parameters})
-    trainer = Trainer(config, load_corpus(config.data, config.model, NullProgress()), torch.device("cpu"))
+    trainer = make_trainer(config)
     exact = dict(AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).named_parameters())
     masters = trainer.optimizer.state_dict()["masters"]
     assert masters.keys() == exact.keys()

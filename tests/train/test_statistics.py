@@ -7,13 +7,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tiny_runs import At, curve, fail
+from tiny_runs import At, curve, fail, make_trainer
 
 from octavo.experiments.demo import demo_configs
 from octavo.inspect.stats import OPERANDS, OperandStats
 from octavo.train import NonFiniteError, run
-from octavo.train.data.load import load_corpus
-from octavo.train.record.progress import NullProgress
 from octavo.train.record.statistics import (
     STATISTICS_FILE,
     StatisticsWriter,
@@ -134,7 +132,7 @@ def test_a_sampled_step_takes_less_than_five_others(level, tmp_path):
     """The demo's model: with one step in 50 sampled, under 10 %. The fastest of each, as a machine has its moods."""
     overrides = ["optim.batch=2", "run.device=cpu", f"data.cache={tmp_path}", "inspect.every=3"]
     config = demo_configs(overrides, level)[1]
-    trainer = Trainer(config, load_corpus(config.data, config.model, NullProgress()), torch.device("cpu"))
+    trainer = make_trainer(config)
     trainer.train_step()
     seconds = {False: [], True: []}
     for _ in range(15):

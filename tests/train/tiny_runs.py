@@ -15,6 +15,7 @@ from octavo.train.data.load import load_corpus
 from octavo.train.loop import run
 from octavo.train.record.metrics import read_metrics
 from octavo.train.record.progress import NullProgress
+from octavo.train.trainer import Trainer
 
 LLAMA = {
     "hidden_size": 32,
@@ -85,6 +86,11 @@ def job(tables, out, resume=False):
 def load(config, progress=None):
     """The text of a run."""
     return load_corpus(config.data, config.model, progress or NullProgress(), config.eval)
+
+
+def make_trainer(config):
+    """A trainer of this process alone."""
+    return Trainer(config, load_corpus(config.data, config.model, NullProgress()), torch.device("cpu"))
 
 
 def image_tables(model, data, /, **sections):
