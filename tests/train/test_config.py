@@ -283,6 +283,7 @@ SECTIONS = [
     ({"inspect": {"what_if": ["rowise"]}}, r"inspect.what_if: unknown recipe 'rowise' \(did you mean 'rowwise'"),
     ({"inspect": {"what_if": "rowwise"}}, r'inspect.what_if: should be a list of recipes, as \["blockwise"\]'),
     ({"inspect": {"limits": {"underflow": 1.5}}}, "inspect.limits.underflow: .* less than or equal to 1, got 1.5"),
+    ({"inspect": {"limits": {"saturation": -0.1}}}, "inspect.limits.saturation: .* greater than or equal to 0"),
     ({"inspect": {"limits": {"amax_jump": 1.0}}}, "inspect.limits.amax_jump: .* greater than 1, got 1.0"),
     ({"inspect": {"limits": {"sqnr": float("inf")}}}, "inspect.limits.sqnr: .* finite number"),
     ({"inspect": {"limits": {"snqr": 20.0}}}, r"unknown key inspect.limits.snqr \(did you mean 'sqnr'"),
