@@ -3,8 +3,7 @@ from fake_runs import result
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octavo.experiments.predicted import PredictedSpeed
-from octavo.experiments.verdict import ONE_SEED, verdict
+from octavo.experiments.verdict import ONE_SEED, PredictedSpeed, verdict
 from octavo.train.record.metrics import Losses
 
 FP8 = "fp8 rowwise"

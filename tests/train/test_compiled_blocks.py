@@ -147,7 +147,6 @@ def test_blocks_that_do_not_compile_unconverted_run_eagerly(both):
 @pytest.mark.parametrize(
     ("sections", "reason"),
     [
-        ({"precision": {"level": "fp8", "recipe": "delayed"}}, "amax history"),
         *(({"parallel": {name: 2}}, "between ranks") for name in ("tp", "cp")),
         ({"precision": {"level": "fp8"}, "parallel": {"ep": 2}}, "between ranks"),
         ({"parallel": {"pp": 2, "schedule": "ZBVZeroBubble", "reshard_after_forward": False}}, "in two parts"),

@@ -14,7 +14,6 @@ pytestmark = pytest.mark.dist
 PARTS = {"optim": {"micro_batches": 2}}
 UNTIED = {"tie_word_embeddings": False}
 TENSORWISE = {"precision": {"level": "fp8", "recipe": "tensorwise"}}
-DELAYED = {"precision": {"level": "fp8", "recipe": "delayed"}}
 THREE_HEADS = {"hidden_size": 192, "num_attention_heads": 3, "num_key_value_heads": 3}
 LOOPED = {"pp": 2, "schedule": "LoopedBFS"}
 DUAL = {"pp": 2, "schedule": "DualPipeV", "dp_shard": 1}
@@ -49,9 +48,9 @@ MISTAKES = [
     (
         "llama",
         {"pp": 2},
-        PARTS | DELAYED,
+        PARTS | TENSORWISE,
         UNTIED,
-        "recipe 'delayed', whose scales per tensor would depend on how a batch",
+        "recipe 'tensorwise', whose scales per tensor would depend on how a batch",
     ),
     ("llama", LOOPED, {"optim": {"micro_batches": 4}}, UNTIED | {"num_hidden_layers": 3}, "has 3 blocks, fewer than 4"),
     ("llama", {"pp": 2}, PARTS, {"tie_word_embeddings": True}, "set tie_word_embeddings = false"),

@@ -8,9 +8,9 @@ import pytest
 import torch
 from tiny_runs import At, assert_same, fail, image_tables
 
+from octavo.nn.causal import IGNORE
 from octavo.train import ConfigError, parse_config, read_metrics, run
 from octavo.train.checkpoint.retention import latest_checkpoint
-from octavo.train.data.image_text import IGNORE
 from octavo.train.frozen import freeze
 from octavo.train.model import check_model
 from octavo.train.record.progress import NullProgress

@@ -14,7 +14,7 @@ import pytest
 from tiny_runs import At, assert_same, fail
 
 from octavo.train import read_metrics, run
-from octavo.train.checkpoint.retention import Retention, checkpoints, held_out_loss
+from octavo.train.checkpoint.retention import checkpoints, held_out_loss, obsolete_checkpoints
 from octavo.train.config.run_config import parse_config
 from octavo.train.record.metrics import RESTART, add_event, read_events
 from octavo.train.signals import supervise

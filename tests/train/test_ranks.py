@@ -286,7 +286,7 @@ def leaving_job():
         return type(error).__name__
 
 
-def test_a_rank_that_leaves_is_gone_at_once(gloo):
+def test_a_rank_that_leaves_is_gone(gloo):
     assert gloo.run(leaving_job, 2) == ["LostRankError", "ValueError"]
 
 

@@ -59,8 +59,9 @@ def test_a_signal_between_micro_batches(make_config, tmp_path, monkeypatch):
     assert_same(tmp_path / "whole", tmp_path / "cut")
 
 
-def test_layers_with_a_history_finish_their_step(make_config, tmp_path, monkeypatch):
-    config = make_config(optim={"micro_batches": 2}, precision={"level": "fp8", "recipe": "delayed"}, run={"steps": 3})
+def test_layers_with_channel_scales_finish_their_step(make_config, tmp_path, monkeypatch):
+    precision = {"level": "fp8", "recipe": "rowwise_equalized"}
+    config = make_config(optim={"micro_batches": 2}, precision=precision, run={"steps": 3})
     monkeypatch.setattr(loop, "SLOW_STEP_SECONDS", -1.0)
     calls = Calls(trainer.counted, at=3)
     monkeypatch.setattr(trainer, "counted", calls)

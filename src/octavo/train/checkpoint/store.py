@@ -32,6 +32,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, ConfigDict, FiniteFloat, NonNegativeInt, PositiveInt, ValidationError
 from torch import Tensor, nn
 
 from octavo.nn import apply_plan, equalized, rule_plan
@@ -57,6 +58,7 @@ from octavo.train.disk import sync, sync_entry
 from octavo.train.loss_scale import LossScale
 from octavo.train.optimizer import TrainerOptimizer
 from octavo.train.ranks import Ranks, SharedError
+from octavo.train.record.json_lines import first_error
 
 WRITING = ".writing-"  # Prefix of a checkpoint during writing
 MOST_READ = 4 << 30
@@ -214,6 +216,21 @@ class _NewCheckpoint:
                 remove_checkpoint(old)
 
 
+class _TrainerJson(BaseModel):
+    model_config = ConfigDict(strict=True)
+    step: NonNegativeInt
+    loss_scale: dict[str, FiniteFloat]
+    data: str
+    config: dict[str, Any]
+    ranks: PositiveInt = 1
+    skipped_batches: NonNegativeInt = 0
+    guard: dict[str, NonNegativeInt | list[Any]] = {}
+    recipes: dict[str, str] = {}
+    equalized: dict[str, Any] = {}
+    base: str = ""
+    held_out_loss: FiniteFloat | None = None
+
+
 def check_links(folder: Path) -> None:
     """Raise ConfigError for a file of a checkpoint that is a link out of its folder."""
     home = folder.resolve()
@@ -232,6 +249,9 @@ def read_trainer_state(folder: Path) -> dict[str, Any]:
     _with_remedy(folder, lambda: check_digests(folder, [path.name]))
     try:
         state: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        _TrainerJson.model_validate(state)
+    except ValidationError as error:
+        raise ConfigError(f"{path} is not the state of a trainer ({first_error(error)}): {_remedy(folder)}") from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read ({error}): {_remedy(folder)}") from None
     return state
