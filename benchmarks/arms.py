@@ -18,7 +18,7 @@ from benchmarks.timing import Run, Timing
 from octavo.kernels import needs_both_orders, quantize
 from octavo.kernels.library import DECOMPOSITIONS
 from octavo.nn.linear_subclasses import is_converted
-from octavo.nn.operands import QuantizedGradient, QuantizedInput, own_channels
+from octavo.nn.operands import QuantizedGradient, QuantizedInput, Quantizer
 from octavo.numerics.spec import QuantSpec
 from octavo.tensor import ScaledTensor
 
@@ -86,12 +86,8 @@ def build(module: nn.Module, arm: Arm, session: Session) -> Callable[..., Tensor
     return made
 
 
-class _GivenMaxima:
+class _GivenMaxima(Quantizer):
     """Quantizes X and G by tensor with a maximum that costs nothing: the bound of every delayed scaling."""
-
-    channels = staticmethod(own_channels)
-    steady_channels = staticmethod(lambda input, backward: None)
-    note_backward = staticmethod(lambda: None)
 
     @staticmethod
     def _cast(x: Tensor, spec: QuantSpec, both: bool) -> ScaledTensor:

@@ -41,14 +41,7 @@ from torch import Tensor, nn
 from octavo.nn.gathered import Fp8AllGatherOutput
 from octavo.nn.linear import Linear
 from octavo.nn.linear_like import LinearLike
-from octavo.nn.operands import (
-    JUST_IN_TIME,
-    QuantizedGradient,
-    QuantizedInput,
-    Quantizer,
-    quantize_gradient,
-    quantize_input,
-)
+from octavo.nn.operands import JUST_IN_TIME, QuantizedGradient, Quantizer, quantize_gradient
 from octavo.nn.weights import is_fsdp_sharded
 from octavo.numerics.equalization import LARGEST_EXPONENT, ChannelScales, channel_amax, column_amax, equalize
 from octavo.numerics.recipe import Recipe
@@ -193,7 +186,7 @@ class Equalizer:
             self.scales = self.measurement.scales(None, complete=False)
 
 
-class EqualizedQuantizer:
+class EqualizedQuantizer(Quantizer):
     """Quantizes X and G of one forward and its backward with channel scales."""
 
     _gathered: tuple[Fp8AllGatherOutput, ChannelScales | None] | None = None
@@ -236,12 +229,6 @@ class EqualizedQuantizer:
             if equalizer.synchronized and self._training:
                 return None
             return equalize(channel_amax(_matrix(input)), column_amax(w_NK))
-
-    def input(
-        self, input: Tensor, x_MK: Tensor, recipe: Recipe, needs_wgrad: bool, channels: ChannelScales | None
-    ) -> QuantizedInput:
-        """See `octavo.nn.operands.Quantizer.input`."""
-        return quantize_input(input, x_MK, recipe, needs_wgrad, channels)
 
     def gradient(
         self, g_MN: Tensor, w: ScaledTensor | None, x: ScaledTensor | None, recipe: Recipe

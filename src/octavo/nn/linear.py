@@ -6,7 +6,7 @@
 
 The recipe gives one spec per operand (`octavo.numerics.recipe`, also on how row scales fold into G). All recipes share
 one code path: quantize, then multiply. `octavo.nn.operands` quantizes X, W and G, and decides what is saved for
-backward; `octavo.nn.operands` shares X among layers that read one tensor. Backward computes only what is needed.
+backward. Backward computes only what is needed.
 """
 
 import math
@@ -16,13 +16,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from octavo.kernels import scaled_mm
+from octavo.kernels import needs_both_orders, scaled_mm
 from octavo.nn import operands
 from octavo.nn.linear_like import LinearLike
 from octavo.nn.linear_plan import planned_linear
 from octavo.nn.operands import JUST_IN_TIME, Quantizer
 from octavo.numerics.recipe import Recipe
 from octavo.runtime.torch_compat import explain_freed_nodes, is_nested_or_sparse, required_gradients
+from octavo.tensor import ScaledTensor
 
 
 class Linear(LinearLike, nn.Linear):
@@ -87,7 +88,11 @@ def linear(
     if (out_dtype := operands.output_dtype(input, weight)) is None:
         return F.linear(input, weight, bias)
     if hasattr(weight, "placements"):
-        return operands.on_parts(linear, input, weight, bias, recipe, keep_weights, quantizer)
+        from octavo.nn.distributed_linear import distributed_linear  # imports DTensor
+
+        parts: Any = weight
+        options = recipe, keep_weights, quantizer
+        return distributed_linear(lambda x, w, b: linear(x, w, b, *options), input, parts, bias, recipe)
     x_MK = input if input.ndim == 2 else input.reshape(math.prod(input.shape[:-1]), weight.shape[1])
     needs_wgrad = torch.is_grad_enabled() and weight.requires_grad and recipe.wgrad_x is not None
     channels = quantizer.channels(input, weight)
@@ -117,7 +122,8 @@ class _LinearFunction(torch.autograd.Function):
         y_MN = scaled_mm(x, w, "nt", out_dtype=out_dtype, bias=bias, fast_accum=True)
         x_t = x_data if x_t_data is None else x_t_data, x_scale if x_t_scale is None else x_t_scale
         x_saved = operands.saved_input(x_MK, x_t, recomputable, recipe, out_dtype) if needs_wgrad else (None, None)
-        ctx.channels = operands.saved_channels(factor, inverse)
+        # A graph computes the channel scales, so it has to save them; in eager they are the layer's.
+        ctx.channels = () if torch.compiler.is_compiling() else (factor, inverse)
         ctx.save_for_backward(*w_saved, *x_saved, *(() if ctx.channels else (factor, inverse)))
         ctx.recipe, ctx.quantizer, ctx.columns = recipe, quantizer, x_MK.shape[1]
         ctx.rematerializer = recomputable.rematerializer if needs_wgrad and recomputable is not None else None
@@ -134,7 +140,12 @@ class _LinearFunction(torch.autograd.Function):
         needs_dgrad, needs_wgrad, needs_bias = required_gradients(ctx, 3)
         dx_MK = dw_NK = dbias_N = w = x = None
         if needs_wgrad and recipe.wgrad_x is not None:
-            x = operands.wgrad_input(saved[3:], inverse, ctx.rematerializer, recipe.wgrad_x, g_MN.device, ctx.columns)
+            order = "columns" if needs_both_orders(g_MN.device) else "rows"
+            x = (
+                ScaledTensor(saved[3], saved[4], recipe.wgrad_x)
+                if ctx.rematerializer is None
+                else ctx.rematerializer.quantized(saved[3:], recipe.wgrad_x, order, ctx.columns, inverse)
+            )
         if needs_dgrad:
             w = operands.dgrad_weight(saved[:3], factor, recipe, None if x is None else x.scale)
         g_dgrad, g_wgrad = ctx.quantizer.gradient(g_MN, w, x, recipe)

@@ -1,19 +1,12 @@
 """X, W and G of the three products, and what forward saves for backward; the legend is that of `octavo.nn.linear`.
 
-A `Quantizer` quantizes X and G. The default one, `JUST_IN_TIME`, scales by their current amax; that of
-`octavo.nn.equalized` scales channels, too.
-
 FP8 matrix units need both operands contiguous along the contraction, and X, W and G are each contracted over both of
-their dimensions. So on a GPU (`needs_both_orders`) each is quantized into both memory orders from one read: X
-row-major for forward and column-major for wgrad, G row-major for dgrad and column-major for wgrad, W row-major in
-forward and column-major in backward.
+their dimensions. So on a GPU (`needs_both_orders`) each is quantized into both memory orders from one read.
 
-Saved for backward: X quantized for wgrad, one byte per element, and W by reference with its scales. Backward
-quantizes W again instead of saving it (`keep_weights` saves it, see `octavo.nn.weights`): its storage exists anyway,
-autograd's version counter raises if W is modified in between, and with given scales the cast reads W once. A frozen W
-needs no wgrad, so X is not saved; a frozen X needs no dgrad. A weight that exists in FP8 only
-(`octavo.nn.resident`) is saved as it is. If X can be recomputed from what its producer saved
-(`octavo.activations.recompute`), that is saved.
+Saved for backward: X quantized for wgrad, one byte per element, and W by reference with its scales. Backward quantizes
+W again (`keep_weights` saves the cast, see `octavo.nn.weights`): its storage exists anyway, autograd's version counter
+raises if W is modified in between, and with given scales the cast reads W once. A weight that exists in FP8 only
+(`octavo.nn.resident`) is saved as it is; X that can be recomputed (`octavo.activations.recompute`) as what that needs.
 """
 
 import math
@@ -21,13 +14,13 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from octavo.activations.recompute import Recomputable, Rematerializer
+from octavo.activations.recompute import Recomputable
 from octavo.activations.saved_tensors import recomputable_of, unhooked
 from octavo.kernels import needs_both_orders, quantize, quantize_pair
 from octavo.nn.gathered import GatheredInput
@@ -42,9 +35,6 @@ from octavo.runtime.execution_context import execution_context
 from octavo.runtime.switch import SWITCH
 from octavo.runtime.torch_compat import autocast_dtype, has_dense_rows, jagged_like
 from octavo.tensor import Order, ScaledTensor
-
-# X, quantized for forward and for wgrad, and shared by sibling layers that read the same tensor.
-
 
 InputCasts = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
 """Data of X for forward and for wgrad, then the scales of both; for wgrad None, or those for forward, if not needed."""
@@ -66,10 +56,7 @@ def quantized_input(
 
 
 class _CacheEntry:
-    """The casts of a tensor in this state. Holds no reference to the tensor, whose deletion calls `forget`.
-
-    `storage` is a weak reference, which another storage at the same address does not satisfy.
-    """
+    """The casts of a tensor in this state. Holds no reference to the tensor, whose deletion calls `forget`."""
 
     __slots__ = ("casts", "state", "storage")
 
@@ -83,9 +70,9 @@ class _CacheEntry:
 
 
 class Readers:
-    """Whether other layers read the casts that a layer keeps. After `TRIES` casts in a row that none read, the layer
-    keeps only every `AGAIN`th: keeping one costs the host as much as a launch.
-    """
+    """Whether other layers read the casts that a layer keeps."""
+
+    # After `TRIES` casts in a row that none read, it keeps every `AGAIN`th: keeping one costs as much as a launch.
 
     __slots__ = ("unread",)
 
@@ -97,23 +84,10 @@ TRIES, AGAIN = 8, 64
 
 
 class InputCastCache(threading.local):
-    """Casts of the last input of any linear, per thread, for sibling layers that read the same tensor.
+    """Casts of the last input of any linear, per thread, for sibling layers that read the same tensor (q, k and v)."""
 
-    q, k and v are called one after the other with the same tensor object; so are gate and up. The lookup is by
-    identity, so it needs no knowledge of the model. An entry is dropped when its tensor is deleted or another input
-    arrives.
-
-    Only tensors with a `grad_fn` are cached. Others may be buffers that are written without autograd noticing (a
-    receive buffer, a CUDA graph's input, an array shared with NumPy). A cast is not reused once the tensor's version,
-    `grad_fn` or memory changes, nor on another stream, inside another dispatch mode or CUDA graph capture: see
-    `execution_context`.
-
-    Limit, as in autograd, which saves tensors by reference: the cache misses a write into an activation that PyTorch
-    does not report (through `.data`, NumPy or a custom kernel) between two layers that read it. PyTorch's own gradients
-    of the first layer are then wrong, too.
-
-    Under torch.compile the graph of a training step merges equal `quantize` calls instead.
-    """
+    # Only tensors with a `grad_fn` are cached: others may be buffers that are written without autograd noticing. Limit,
+    # as in autograd: a write that PyTorch does not report (through `.data`, NumPy or a custom kernel) is missed.
 
     def __init__(self) -> None:
         self.entry: tuple[weakref.ref[Tensor], _CacheEntry] | None = None
@@ -124,9 +98,7 @@ class InputCastCache(threading.local):
     ) -> InputCasts:  # fmt: skip
         """Return `quantized_input(x_MK, …, fold)`, cached by the recipe's specs and the `source` of `fold`."""
         # x_MK is the matrix view of `owner`.
-        casts: dict[Any, InputCasts] | None = None
-        if not torch.compiler.is_compiling():
-            casts = self.casts_of(owner)
+        casts: dict[Any, InputCasts] | None = None if torch.compiler.is_compiling() else self.casts_of(owner)
         if casts is not None:
             cast = casts.get(cast_key(recipe, True, source))  # of both, which serves a forward alone, too
             if cast is None and not needs_wgrad:
@@ -193,33 +165,10 @@ QuantizedGradient = tuple[ScaledTensor | None, ScaledTensor | None]
 """G for dgrad, and G for wgrad; None for a product that is not needed or runs in high precision."""
 
 
-class Quantizer(Protocol):
-    """Quantizes X and G for one forward of a linear and its backward: decides where their scales come from."""
-
-    def steady_channels(self, input: Tensor, backward: bool) -> ChannelScales | None:
-        """Return the channel scales of a forward, with a backward or not, that a plan can run; None if none can."""
-
-    def channels(self, input: Tensor, w_NK: Tensor) -> ChannelScales | None:
-        """Return the channel scales of X and W in this forward, None for none; called once, before `input`."""
-
-    def input(
-        self, input: Tensor, x_MK: Tensor, recipe: Recipe, needs_wgrad: bool, channels: ChannelScales | None
-    ) -> QuantizedInput:
-        """Quantize X for forward, and for wgrad if needed; `input` is the tensor that `x_MK` is the matrix view of."""
-
-    def gradient(
-        self, g_MN: Tensor, w: ScaledTensor | None, x: ScaledTensor | None, recipe: Recipe
-    ) -> QuantizedGradient:
-        """Quantize G for dgrad (if w is given) and for wgrad (if x is given), with their scales folded in."""
-
-    def note_backward(self) -> None:
-        """Note that backward has reached this layer, with values; `gradient` does so by itself."""
-
-
 def quantize_input(
     input: Tensor, x_MK: Tensor, recipe: Recipe, needs_wgrad: bool, channels: ChannelScales | None = None
 ) -> QuantizedInput:
-    """See `Quantizer.input`."""
+    """Quantize X for forward, and for wgrad if needed; `input` is the tensor that `x_MK` is the matrix view of."""
     if isinstance(input, GatheredInput) and (gathered := input.quantized(recipe, needs_wgrad)) is not None:
         return *gathered, None, None
     recomputable = recomputable_of(input) if needs_wgrad else None
@@ -235,7 +184,7 @@ def quantize_input(
 def quantize_gradient(
     g_MN: Tensor, w: ScaledTensor | None, x: ScaledTensor | None, recipe: Recipe
 ) -> QuantizedGradient:
-    """See `Quantizer.gradient`."""
+    """Quantize G for dgrad (if w is given) and for wgrad (if x is given), with their scales folded in."""
     fold_w = _fold(w, transposed=True) if w is not None and recipe.folds_w else None
     fold_x = _fold(x) if x is not None and recipe.folds_x else None
     spec, spec_t, copies = recipe.dgrad_g, recipe.wgrad_g, needs_both_orders(g_MN.device)
@@ -251,27 +200,29 @@ def quantize_gradient(
     return g_dgrad, quantize(g_MN, spec_t, fold_x, order="columns" if copies else "rows")
 
 
-def own_channels(input: Tensor, w_NK: Tensor) -> ChannelScales | None:
-    """Return the channel scales of a weight that exists in FP8 only; None for other weights. See `Quantizer`."""
-    return w_NK.channels if isinstance(w_NK, Fp8Weight) else None
+class Quantizer:
+    """Quantizes X and G for one forward of a linear and its backward: by their current amax, unless overridden."""
+
+    input: Callable[..., QuantizedInput] = staticmethod(quantize_input)
+    gradient: Callable[..., QuantizedGradient] = staticmethod(quantize_gradient)
+
+    def channels(self, input: Tensor, w_NK: Tensor) -> ChannelScales | None:
+        """Return the channel scales of X and W in this forward, None for none; called once, before `input`."""
+        return w_NK.channels if isinstance(w_NK, Fp8Weight) else None
+
+    def steady_channels(self, input: Tensor, backward: bool) -> ChannelScales | None:
+        """Return the channel scales of a forward, with a backward or not, that a plan can run; None if none can."""
+        return None
+
+    def note_backward(self) -> None:
+        """Note that backward has reached this layer, with values; `gradient` does so by itself."""
 
 
-class _JustInTime:
-    steady_channels = staticmethod(lambda input, backward: None)
-    note_backward = staticmethod(lambda: None)
-    channels = staticmethod(own_channels)
-    input = staticmethod(quantize_input)
-    gradient = staticmethod(quantize_gradient)
-
-
-JUST_IN_TIME: Quantizer = _JustInTime()
-"""Scales X and G by their current amax."""
+JUST_IN_TIME = Quantizer()
 
 
 def output_dtype(input: Tensor, weight: Tensor, dim: int = 1) -> torch.dtype | None:
-    """Return the dtype of Y: the input's, or autocast's if autocast is on. None for the product of `F.linear`: inside
-    `octavo.disabled()`, or if the weight multiplies itself.
-    """
+    """Return the dtype of Y; None for the product of `F.linear`, as inside `octavo.disabled()`."""
     # `dim` is the dimension of the weight that is K.
     if SWITCH.off:
         return None
@@ -312,15 +263,6 @@ def apply_unhooked(function: type[torch.autograd.Function], *arguments: Any) -> 
     return y
 
 
-def on_parts(
-    linear: Callable[..., Tensor], input: Tensor, weight: Any, bias: Tensor | None, recipe: Recipe, *options: Any
-) -> Tensor:
-    """Return `linear` of the parts of a weight that is a DTensor: see `octavo.nn.distributed_linear`."""
-    from octavo.nn.distributed_linear import distributed_linear  # imports DTensor
-
-    return distributed_linear(lambda x, w, b: linear(x, w, b, recipe, *options), input, weight, bias, recipe)
-
-
 def on_values(linear: Callable[..., Tensor], input: Tensor, weight: Tensor, *options: Any) -> Tensor:
     """Return `linear` of the rows of a nested tensor, nested in the same way; inside `octavo.disabled()`, PyTorch's."""
     if SWITCH.off:
@@ -345,9 +287,7 @@ def forward_operands(
     x_data: Tensor, x_scale: Tensor | None, w_NK: Tensor, factor: Tensor | None, recipe: Recipe, keep_weights: bool,
     needs_dgrad: bool,
 ) -> tuple[ScaledTensor, ScaledTensor, Saved]:  # fmt: skip
-    """Return X and W diag(factor) for forward, and the three tensors that `dgrad_weight` needs: W, the FP8 copy, its
-    scales.
-    """
+    """Return X and W diag(factor) for forward, and what `dgrad_weight` needs: W, the FP8 copy, its scales."""
     x, w_t = ScaledTensor(x_data, x_scale, recipe.x), None
     if isinstance(w_NK, Fp8Weight):
         w = w_t = quantized_as(w_NK, recipe.w)
@@ -365,19 +305,10 @@ def forward_operands(
     return x, w, (owner, w_t.data if w_t.other_order is None else w_t.other_order, w_t.scale)
 
 
-def saved_channels(factor: Tensor | None, inverse: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Return the channel scales that backward needs; () if `save_for_backward` has to keep them, as in a graph, which
-    computes them. In eager they are the layer's, and nothing writes them.
-    """
-    return () if torch.compiler.is_compiling() else (factor, inverse)
-
-
 def dgrad_weight(
     saved: Sequence[Tensor | None], factor: Tensor | None, recipe: Recipe, x_scale: Tensor | None = None
 ) -> ScaledTensor:
-    """Return W diag(factor) quantized for dgrad, with the scales of the forward cast if it has the same spec. Weights
-    with the same `x_scale` are cast together under torch.compile.
-    """
+    """Return W diag(factor) quantized for dgrad, with the scales of the forward cast if it has the same spec."""
     w_NK, data, scale = saved
     if data is not None:
         w = ScaledTensor(data, scale, recipe.dgrad_w)
@@ -401,24 +332,8 @@ def saved_input(
     return (x_MK.to(out_dtype), None) if recipe.wgrad_x is None else x_t
 
 
-def wgrad_input(
-    saved: Sequence[Tensor | None], inverse: Tensor | None, rematerializer: Rematerializer | None, spec: QuantSpec,
-    device: torch.device, columns: int,
-) -> ScaledTensor:  # fmt: skip
-    """Return X diag(inverse) [M, columns] quantized for wgrad, from what `saved_input` returned."""
-    if rematerializer is not None:
-        return rematerializer.quantized(
-            saved, spec, "columns" if needs_both_orders(device) else "rows", columns, inverse
-        )
-    data, scale = saved
-    assert data is not None
-    return ScaledTensor(data, scale, spec)
-
-
 def in_epilogue(operand: ScaledTensor, folds: bool, channels: Tensor | None) -> ScaledTensor:
-    """Return W or X as a backward product multiplies it: with its scales if they were not folded into G, else with the
-    channel scales [1,K] that remain, if any.
-    """
+    """Return W or X for a backward product: with its scales, or with the channel scales if those are folded into G."""
     return operand.with_scale(channels, _BY_COLUMN[operand.spec.format.name]) if folds else operand
 
 
