@@ -5,15 +5,10 @@
     all_reduce        reduce_scatter, the sum rounded once more, all_gather: all ranks get the same bits
     all_to_all        sends pieces to their ranks; rounded once
 
-Sums are never taken in FP8, so their error is at most the sum of the summands' errors, each max(|v|/16, s/2¹⁰) in e4m3
-(`octavo.comm.encoding`); all_reduce rounds the sum once more.
-
 Each takes and returns tensors and changes none, except `all_to_all`, which fills its outputs. Under autograd the
-gradient travels back in FP8 too, in `backward_spec`, for example e5m2 for its wider range. With `async_op=True` (no
-autograd) the call returns when the exchange has started, and `.wait()` returns the result.
-
-If shapes, specs or rows of ranks do not fit, Gloo ends a process ("Received data size doesn't match expected size"), or
-bytes are read in another format. `TORCH_DISTRIBUTED_DEBUG=DETAIL` has each call compare them: all ranks raise.
+gradient travels back in FP8 too, in `backward_spec`. With `async_op=True` (no autograd) the call returns when the
+exchange has started, and `.wait()` returns the result. If the calls of ranks do not fit, Gloo ends a process, or bytes
+are read in another format; with `TORCH_DISTRIBUTED_DEBUG=DETAIL` all ranks raise.
 """
 
 import math
@@ -80,7 +75,7 @@ def all_gather(
     """
     quant_spec, grad_spec = check_args("all_gather", x, spec, backward_spec, async_op)
     if needs_grad(x):
-        return _AllGather.apply(x, group, quant_spec, grad_spec)
+        return _gathered(x, group, quant_spec, grad_spec)
     return _start(_all_gather(x, group, quant_spec), async_op)
 
 
@@ -123,7 +118,7 @@ def reduce_scatter(
             "pad it to a multiple"
         )
     if needs_grad(x):
-        return _ReduceScatter.apply(x, group, op, quant_spec, grad_spec)
+        return _scattered(x, group, op, quant_spec, grad_spec)
     return _start(_reduce_scatter(x, group, op, quant_spec), async_op)
 
 
@@ -160,7 +155,7 @@ def all_reduce(
     quant_spec, grad_spec = check_args("all_reduce", x, spec, backward_spec, async_op)
     check_op(op)
     if needs_grad(x):
-        return _AllReduce.apply(x, group, op, quant_spec, grad_spec)
+        return _reduced(x, group, op, quant_spec, grad_spec)
     return _start(_all_reduce(x, group, op, quant_spec), async_op)
 
 
@@ -205,7 +200,7 @@ def all_to_all_single(
     equal = not output_split_sizes and not input_split_sizes
     received = sent if equal else split_sizes("output_split_sizes", output_split_sizes, None, world)
     if needs_grad(x):
-        return _AllToAll.apply(x, group, sent, received, quant_spec, grad_spec)
+        return _exchanged(x, group, sent, received, quant_spec, grad_spec)
     return _start(_all_to_all(x, group, sent, received, quant_spec), async_op)
 
 
@@ -329,65 +324,51 @@ def _all_to_all_vector(
     return AsyncResult(work, finish)
 
 
-# Their backward is differentiable, by the same functions.
-class _AllGather(torch.autograd.Function):
+class _Differentiable(torch.autograd.Function):
+    """A collective whose backward is another, given as a function of the gradient that is differentiable itself."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, spec: MessageSpec, grad_spec: MessageSpec) -> Tensor:
-        ctx.saved_args = group, spec, grad_spec
-        return _all_gather(x, group, spec).wait()
+    def forward(ctx: Any, x: Tensor, start: Callable[[Tensor], AsyncResult[Tensor]], backward: Any) -> Tensor:
+        ctx.of_gradient = backward
+        return start(x).wait()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        group, spec, grad_spec = ctx.saved_args
-        return _ReduceScatter.apply(grad, group, "sum", grad_spec, spec), None, None, None
+        return ctx.of_gradient(grad), None, None
 
 
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, op: Reduction, spec: MessageSpec, grad_spec: MessageSpec) -> Tensor:
-        ctx.saved_args = group, op, spec, grad_spec
-        return _reduce_scatter(x, group, op, spec).wait()
+def _gathered(x: Tensor, group: Group, spec: MessageSpec, grad_spec: MessageSpec) -> Any:
+    def backward(grad: Tensor) -> Any:
+        return _scattered(grad, group, "sum", grad_spec, spec)
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        group, op, spec, grad_spec = ctx.saved_args
-        gathered = _AllGather.apply(grad, group, grad_spec, spec)
+    return _Differentiable.apply(x, lambda x: _all_gather(x, group, spec), backward)
+
+
+def _scattered(x: Tensor, group: Group, op: Reduction, spec: MessageSpec, grad_spec: MessageSpec) -> Any:
+    def backward(grad: Tensor) -> Any:
+        gathered: Tensor = _gathered(grad, group, grad_spec, spec)
         if op == "avg":
             world = world_size(group)
             gathered = gathered / world if torch.is_grad_enabled() else gathered.div_(world)
-        return gathered, None, None, None, None
+        return gathered
+
+    return _Differentiable.apply(x, lambda x: _reduce_scatter(x, group, op, spec), backward)
 
 
-class _AllReduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, op: Reduction, spec: MessageSpec, grad_spec: MessageSpec) -> Tensor:
-        ctx.saved_args = group, op, spec, grad_spec
-        return _all_reduce(x, group, op, spec).wait()
+def _reduced(x: Tensor, group: Group, op: Reduction, spec: MessageSpec, grad_spec: MessageSpec) -> Any:
+    def backward(grad: Tensor) -> Any:
+        return _reduced(grad, group, op, grad_spec, spec)
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        group, op, spec, grad_spec = ctx.saved_args
-        return _AllReduce.apply(grad, group, op, grad_spec, spec), None, None, None, None
+    return _Differentiable.apply(x, lambda x: _all_reduce(x, group, op, spec), backward)
 
 
-class _AllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        group: Group,
-        sent: list[int],
-        received: list[int],
-        spec: MessageSpec,
-        grad_spec: MessageSpec,
-    ) -> Tensor:
-        ctx.saved_args = group, sent, received, spec, grad_spec
-        return _all_to_all(x, group, sent, received, spec).wait()
+def _exchanged(
+    x: Tensor, group: Group, sent: list[int], received: list[int], spec: MessageSpec, grad_spec: MessageSpec
+) -> Any:
+    def backward(grad: Tensor) -> Any:
+        return _exchanged(grad, group, received, sent, grad_spec, spec)
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        group, sent, received, spec, grad_spec = ctx.saved_args
-        return _AllToAll.apply(grad, group, received, sent, grad_spec, spec), None, None, None, None, None
+    return _Differentiable.apply(x, lambda x: _all_to_all(x, group, sent, received, spec), backward)
 
 
 def _start(pending: AsyncResult[Tensor], async_op: bool) -> Any:

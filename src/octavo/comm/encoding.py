@@ -3,41 +3,18 @@
     [M,K] bf16  ──pack──▶  uint8 [M, width(K)]  ──unpack──▶  [M,K]
     [M,K] bf16  ──pack_parts──▶  uint8 [Σ part_size]  ──unpack_parts──▶  [M',K]
 
-Bytes and scales are both padded with zeros to multiples of 16 bytes, so that both begin where kernels and links read
-and write 16 bytes at a time. An all-to-all sends each rank some rows, its part: the bytes of all of them come first,
-then their scales, so that each part is padded once and not each row.
+Bytes and scales are both padded with zeros to multiples of 16 bytes, at which kernels and links read and write. An
+all-to-all sends each rank some rows, its part: the bytes of all of them come first, then their scales, so that each
+part is padded once and not each row. Data and scales travel in one message, whose rows are whole, so it splits between
+ranks where the tensor does. Scales are by row, by group of a row, or one for the tensor, repeated in each row. The
+dtype is uint8, because Gloo and older NCCL do not support FP8.
 
-A flat gradient is a message of few, long rows, one per rank, and kernels work on tiles of many rows: of a 128×128 tile
-they would use 1 % for each row. Groups of a row know nothing of each other, so such rows are quantized and dequantized
-as a matrix with many rows of whole groups: the same bytes.
+A flat gradient is a message of few, long rows, one per rank, and kernels work on tiles of many rows. Groups of a row
+know nothing of each other, so such rows are quantized as a matrix with many rows of whole groups: the same bytes.
 
-Data and scales travel in one message, so they cannot be mixed up and a collective is one call. Rows are whole, so a
-message splits between ranks where the tensor does. The dtype is uint8, because Gloo and older NCCL do not support FP8.
-Scales are by row, by group of a row, or one for the whole tensor; the last is repeated in each row, because a row may
-travel alone.
-
-Error: let s be the scale of a group, that is, its amax over 448 (e4m3) or 57344 (e5m2), or up to twice that for
-power-of-two scales. A value v arrives within
-
-    e4m3    |v|/16, or s/2¹⁰ where |v| is below s/2⁶         32 dB for Gaussian values
-    e5m2    |v|/8, or s/2¹⁷ where |v| is below s/2¹⁴         26 dB
-
-before rounding to the dtype of the result. A non-finite value makes its whole group NaN.
-
-`fp8/1x128` chooses e4m3, e3m4 or e2m5 for each group (`octavo.kernels.adaptive`): 44 dB for Gaussian values, in the
-same bytes. With amax the largest magnitude of a group, a value arrives within
-
-    e4m3    max(|v|/16, amax/491,520)      32 dB    in any group
-    e3m4    max(|v|/32, amax/3968)         38 dB    if at most 1/8 of the non-zero values are below amax/512
-    e2m5    max(|v|/64, amax/504)          44 dB    if at most 1/8 of them are below amax/64
-
-so of the values of a group above amax/70,000 all but 1/8 arrive within |v|/7, at least 22 dB; the others may become
-zero. Scales are normal numbers: groups with amax below 2⁻¹¹¹ have errors up to 2⁻¹³⁰ besides. It is for activations
-and their gradients, whose receiver widens them: products multiply e4m3 and e5m2 only. Gradients of parameters stay in
-e4m3: AdamW divides each by its own size, so one that is always rounded to zero would not train.
-
-    fp8/1x128, e4m3/1x128    1.03 bytes per element, 0.52 of bf16
-    e4m3/row                 1 byte, and 16 per row; 4 per row in an all-to-all
+`docs/numerics.md` has the errors of the formats. `fp8/1x128` (`octavo.kernels.adaptive`) is for activations and their
+gradients, whose receiver widens them: products multiply e4m3 and e5m2 only. Gradients of parameters stay in e4m3: AdamW
+divides each by its own size, so one that is always rounded to zero would not train.
 """
 
 import math
@@ -186,7 +163,5 @@ def _padded(x: Tensor, multiple: int) -> Tensor:
 
 
 def as_rows(x: Tensor, parts: int = 1) -> Tensor:
-    """View a tensor as a matrix in which each of `parts` equal pieces of dimension 0 is whole rows: [parts·R, rest], or
-    [parts, n/parts] for a vector.
-    """
+    """View a tensor as a matrix of whole rows for each of `parts`: [parts·R, rest], or [parts, n/parts] of a vector."""
     return x.reshape(parts, -1) if x.ndim < 2 else x.reshape(x.shape[0], math.prod(x.shape[1:]))
