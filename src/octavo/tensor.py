@@ -12,7 +12,7 @@ contraction while two products contract different dimensions.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -86,3 +86,9 @@ def local_tensor(tensor: Tensor) -> Tensor:
     local: Tensor = local_part(tensor)
     result: Tensor = getattr(local, "local", local)
     return result
+
+
+def placed_like(owner: Any, local: Tensor, shape: Sequence[int] | None = None) -> Any:
+    """Return the DTensor that has this rank's part `local` and is placed as `owner`; of `owner`'s shape if None."""
+    size, stride = (owner.shape, owner.stride()) if shape is None else (torch.Size(shape), contiguous_strides(shape))
+    return owner.from_local(local, owner.device_mesh, owner.placements, run_check=False, shape=size, stride=stride)

@@ -300,8 +300,8 @@ def _exact(x: Tensor) -> Tensor:
     """Return X in high precision; one that was gathered in FP8 is gathered again, on all ranks together."""
     if not isinstance(x, GatheredInput):
         return x
-    exact = x.rows.in_high_precision()
-    return x.dequantized() if exact is None else exact
+    sent, gather = x.rows.sent, x.rows.gather
+    return x.dequantized() if sent is None or gather is None else gather(sent.detach())
 
 
 def _local_gradient(g: Tensor, places: Any) -> Tensor:

@@ -31,9 +31,7 @@ from octavo.runtime.swap import stand_in_weights, weights_on_meta
 from octavo.runtime.switch import disabled
 from octavo.runtime.torch_compat import FakeTensor
 
-# How a language model of Transformers computes logits and loss: `find_head`, found by a trial, not by its name.
-#
-# Models may scale their logits (Cohere, Granite) or apply a soft cap (Gemma). The trial runs the model on a few tokens,
+# Models may scale their logits (Cohere, Granite) or apply a soft cap (Gemma). A trial runs the model on a few tokens,
 # with chosen numbers in place of the head's output. They cover several decades, so they reveal a soft cap that the
 # small logits of a new model would not reach. No weight matters, so the trial runs on meta first, where only these
 # numbers are real, and with the weights if it fails there. Candidates come from the numbers in the config; one must
@@ -80,7 +78,7 @@ def find_head(model: Any) -> Head:
     getter = getattr(model, "get_output_embeddings", None)
     linear: Any = getter() if callable(getter) else None
     base: nn.Module = getattr(model, "base_model", model)
-    if not is_plain_linear(linear) or "forward" in vars(linear):
+    if type(linear) is not nn.Linear or "forward" in vars(linear):
         head_kind = "no output embedding" if linear is None else f"an output embedding of type {class_path(linear)}"
         raise ValueError(f"{kind} has {head_kind}: the chunked loss multiplies with the weight of a plain nn.Linear")
     if base is model:
@@ -147,10 +145,9 @@ def _decided(model: Any, assumed: Head) -> Head:
 
 def adds_router_loss(model: Any, inputs: Mapping[str, Any] = MappingProxyType({})) -> bool:
     """Return whether a mixture of experts adds a loss that balances its router, given the inputs of its forward."""
-    requested = inputs.get("output_router_logits")
-    return bool(
-        getattr(model.config.get_text_config(), "output_router_logits", False) if requested is None else requested
-    )
+    if (requested := inputs.get("output_router_logits")) is None:
+        requested = getattr(model.config.get_text_config(), "output_router_logits", False)
+    return bool(requested)
 
 
 def _candidates(config: Any) -> list[tuple[float, float | None]]:
@@ -184,9 +181,8 @@ def _matching_head(model: Any, heads: list[Head]) -> Head:
     if not linear.weight.is_meta:
         hidden = [base(input_ids=trial_ids(linear.weight))[0]]
     if not hidden or not head_inputs or not _same(hidden[-1], head_inputs[-1]):
-        hint = (
-            "; if not, load its weights first: on meta only storages can be compared" if linear.weight.is_meta else ""
-        )
+        unsure = "; if not, load its weights first: on meta only storages can be compared"
+        hint = unsure if linear.weight.is_meta else ""
         raise ValueError(f"{kind} changes its hidden states between its base model and its head{hint}")
     if outputs.logits.shape != z.shape:
         raise ValueError(f"{kind} returns logits {list(outputs.logits.shape)}, but its head returns {list(z.shape)}")
@@ -311,11 +307,6 @@ def class_path(module: nn.Module) -> str:
     return f"{owner.__module__}.{owner.__qualname__}{' in FP8' if isinstance(module, LinearLike) else ''}"
 
 
-def is_plain_linear(linear: Any) -> bool:
-    """Return whether a head is an `nn.Linear`, and of no class that inherits from it."""
-    return type(linear) is nn.Linear
-
-
 def trial_ids(weight: Tensor) -> Tensor:
     """Return token ids of the trial for an embedding or a head [V, D]."""
     rows, length = PROBE_SHAPE
@@ -339,9 +330,7 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def check_next_token_loss(model: Any) -> None:
-    """Check that the model's own loss, `model(input_ids=x, labels=y, shift_labels=y).loss`, predicts y[:, t] from
-    x[:, t].
-    """
+    """Check that the model's own loss for labels and shift_labels y predicts y[:, t] from token t."""
     # It does if a model shifts labels but accepts `shift_labels` instead, or takes shifted labels (Bart). The check
     # reads the gradient at the last token, for which a model that always shifts has no label. On meta and under
     # FakeTensorMode it checks only the arguments.
@@ -436,7 +425,7 @@ class _ChunkedForward:
         linear = model.get_output_embeddings()
         if linear is not head.linear:
             change = "its output embedding was replaced"
-        elif not is_plain_linear(linear):
+        elif type(linear) is not nn.Linear:
             change = f"its output embedding became a {class_path(linear)}"
         elif model.base_model is not head.base:
             change = "its base model was replaced"
@@ -458,7 +447,11 @@ class _ChunkedForward:
         inputs.pop("logits_to_keep", None)
         return_tuple = inputs.pop("return_dict", None) is False
         routed = self._head.routed and adds_router_loss(self._model, inputs)
-        outputs, hidden = self._with_router_loss(args, inputs) if routed else self._base_outputs(args, inputs)
+        if routed:
+            outputs, hidden = self._with_router_loss(args, inputs)
+        else:
+            outputs = self._head.base(*args, **inputs)
+            hidden = outputs[0]
         if shift_labels is None:
             assert labels is not None
             shift_labels = shifted(labels, ignore_index)
@@ -477,16 +470,10 @@ class _ChunkedForward:
         if routed:
             loss = loss + self._model.router_aux_loss_coef * outputs.aux_loss.to(loss.device)
             result = replace(outputs, loss=loss, logits=None)
-            return result.to_tuple() if return_tuple else result
-        # The cache is `past_key_values` up to Transformers 5.23, and `cache` since.
-        names = {field.name for field in fields(CausalLMOutputWithPast)} - {"loss", "logits"}
-        result = CausalLMOutputWithPast(loss=loss, **{name: getattr(outputs, name, None) for name in names})
+        else:  # The cache is `past_key_values` up to Transformers 5.23, and `cache` since.
+            names = {field.name for field in fields(CausalLMOutputWithPast)} - {"loss", "logits"}
+            result = CausalLMOutputWithPast(loss=loss, **{name: getattr(outputs, name, None) for name in names})
         return result.to_tuple() if return_tuple else result
-
-    def _base_outputs(self, args: tuple[Any, ...], inputs: dict[str, Any]) -> tuple[Any, Tensor]:
-        """Return the outputs of the base model, and the hidden states among them."""
-        outputs = self._head.base(*args, **inputs)
-        return outputs, outputs[0]
 
     def _with_router_loss(self, args: tuple[Any, ...], inputs: dict[str, Any]) -> tuple[Any, Tensor]:
         """Return the outputs of the model, `aux_loss` among them, with one token's logits, and its hidden states."""

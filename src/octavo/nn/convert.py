@@ -25,7 +25,7 @@ from octavo.activations.modules import (
     saves_fp8,
 )
 from octavo.nn.equalized import reset_scales
-from octavo.nn.experts import convert_experts, is_converted_experts, looks_like_experts, revert_experts
+from octavo.nn.experts import convert_experts, is_converted_experts, looks_like_experts
 from octavo.nn.filters import Filter, ModuleFilter, both, of_precision
 from octavo.nn.frozen import (
     check_frozen,
@@ -161,16 +161,12 @@ def apply_plan(model: M, plan: Plan, *, keep_weights: bool = False, frozen: str 
 
 def check_unconverted(model: nn.Module) -> None:
     """Raise ValueError if a layer of a model is converted already."""
-    already = [fqn for fqn, module in model.named_modules() if _is_changed(module)]
+    already = [fqn for fqn, m in model.named_modules() if is_converted(m) or is_converted_experts(m) or saves_fp8(m)]
     if already:
         raise ValueError(
             f"{len(already)} layers of this model are converted already (first: {already[0] or 'the model itself'!r}). "
             "Call octavo.revert(model) first to convert it differently, or octavo.report(model) to list its recipes"
         )
-
-
-def _is_changed(module: nn.Module) -> bool:
-    return is_converted(module) or is_converted_experts(module) or saves_fp8(module)
 
 
 def nothing_converted(plan: Plan) -> ValueError:
@@ -210,10 +206,7 @@ def revert(model: M) -> M:
             raise ValueError(f"revert: {fqn or 'the model'} {why}. The model was left as it was")
     with all_or_nothing(model):
         for module in converted.values():
-            if is_converted_experts(module):
-                revert_experts(module)
-            else:
-                restore_original_class(module)
+            restore_original_class(module)
         make_plain(converted.values())
         allow_save_pretrained(model)
         for module in saving.values():
@@ -221,18 +214,6 @@ def revert(model: M) -> M:
         for module in model.modules():
             vars(module).pop(PLAN_ATTRIBUTE, None)
     return model
-
-
-def _check_complete(plan: Plan, modules: dict[str, nn.Module]) -> None:
-    """Raise ValueError if a plan leaves out linear layers that could be converted."""
-    missing = [fqn for fqn, module in modules.items() if fqn not in plan.decisions and obstacle(module) is None]
-    if missing:
-        first = ", ".join(map(repr, missing[:3])) + (", …" if len(missing) > 3 else "")
-        raise ValueError(
-            f"the plan does not name {len(missing)} of this model's linear layers ({first}), as a plan of a smaller "
-            "model would not: make a plan of this model. To leave them in high precision, set partial in the plan: "
-            'dataclasses.replace(plan, partial=True), or "partial": true in its JSON'
-        )
 
 
 def _check(plan: Plan, modules: dict[str, nn.Module]) -> dict[str, Storage]:
@@ -247,13 +228,19 @@ def _check(plan: Plan, modules: dict[str, nn.Module]) -> dict[str, Storage]:
                 f"the plan converts {fqn!r}, which is not possible: {reason}. The model was left as it was"
             )
         checked_weight(fqn, modules[fqn])
-    if not plan.partial:
-        _check_complete(plan, modules)
+    others = () if plan.partial else modules.keys() - plan.decisions.keys()
+    if missing := [fqn for fqn in modules if fqn in others and obstacle(modules[fqn]) is None]:
+        first = ", ".join(map(repr, missing[:3])) + (", …" if len(missing) > 3 else "")
+        raise ValueError(
+            f"the plan does not name {len(missing)} of this model's linear layers ({first}), as a plan of a smaller "
+            "model would not: make a plan of this model. To leave them in high precision, set partial in the plan: "
+            'dataclasses.replace(plan, partial=True), or "partial": true in its JSON'
+        )
     storages: dict[str, Storage] = {}
-    candidates = storable(modules[""]) if plan.fp8_activations else {}
-    unrounded = (
-        {modules[name] for name in linears_with_exact_inputs(modules[""], plan)} if plan.fp8_activations else set()
-    )
+    if not plan.fp8_activations:
+        return storages
+    candidates = storable(modules[""])
+    unrounded = {modules[name] for name in linears_with_exact_inputs(modules[""], plan)}
     for fqn in plan.fp8_activations:
         kind, storage = plan[fqn].activation_storage, candidates.get(fqn)
         if storage is None or isinstance(storage, str) or storage.kind != kind:
@@ -274,12 +261,6 @@ def _check(plan: Plan, modules: dict[str, nn.Module]) -> dict[str, Storage]:
             ) from error
         storages[fqn] = storage
     return storages
-
-
-# Change the recipe of one layer of a converted model between two steps, or move it out of FP8 and back.
-#
-# The result equals that of `convert` with the changed plan: class, recipe and report. If FSDP gathers the weight in
-# FP8, it gathers it in the format of the new recipe from then on, or in high precision if there is none.
 
 
 def change_recipe(model: nn.Module, fqn: str, recipe: str | Recipe | None, *, reason: str) -> None:
@@ -324,7 +305,7 @@ def change_recipe(model: nn.Module, fqn: str, recipe: str | Recipe | None, *, re
     with all_or_nothing(model):
         if experts:
             storage, keep_weights = vars(module).get(STORAGE_ATTRIBUTE), getattr(module, "keep_weights", False)
-            revert_experts(module)
+            restore_original_class(module)
             if new_recipe is not None:
                 convert_experts(module, new_recipe, storage, keep_weights)
             else:

@@ -12,10 +12,8 @@ each dimension follows the table by itself.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 from torch import Size, Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from octavo.numerics.recipe import Recipe
@@ -29,34 +27,35 @@ def distributed_linear(
     """Return `local_linear(X, W, b)` of each rank's parts, as a DTensor."""
     mesh, placements = weight.device_mesh, weight.placements
     check_recipe(recipe)
-    x, b = (_as_dtensor(other, mesh) for other in (input, bias))
+    whole = [Replicate()] * mesh.ndim
+    x, b = (
+        other
+        if other is None or isinstance(other, DTensor)
+        else DTensor.from_local(other, mesh, whole, run_check=False)
+        for other in (input, bias)
+    )
+    assert x is not None
     for name, other in (("input", x), ("bias", b)):
         if other is not None and other.device_mesh != mesh:
             raise ValueError(f"linear: weight is on {mesh}, but {name} on {other.device_mesh}: give both one mesh")
     last, first = x.ndim - 1, 1
-    x_in: list[Placement] = []
-    x_grad: list[Placement] = []
-    w_grad: list[Placement] = []
-    b_grad: list[Placement] = []
-    y_out: list[Placement] = []
+    rows: list[tuple[Placement, ...]] = []  # of each mesh dimension: X, ∂X, ∂W, ∂b and Y
     for dim, (w, x_place) in enumerate(zip(placements, x.placements, strict=True)):
-        row: tuple[Placement, ...]
         if w == Shard(0):
-            row = Replicate(), Partial(), w, Shard(0), Shard(last)
+            rows.append((Replicate(), Partial(), w, Shard(0), Shard(last)))
         elif w == Shard(1):
-            row = Shard(last), Shard(last), w, Partial(), Partial()
+            rows.append((Shard(last), Shard(last), w, Partial(), Partial()))
             first *= int(mesh.get_local_rank(dim) == 0)
         elif w.is_replicate():
             tokens = isinstance(x_place, Shard) and x_place.dim != last
             same, summed = (x_place, Partial()) if tokens else (Replicate(), w)
-            row = same, same, summed, summed, same
+            rows.append((same, same, summed, summed, same))
         else:
             raise ValueError(
                 f"linear: a weight [N,K] is placed as Shard(0), Shard(1) or Replicate() on each dimension of its mesh; "
                 f"got {placements}: redistribute it"
             )
-        for places, place in zip((x_in, x_grad, w_grad, b_grad, y_out), row, strict=True):
-            places.append(place)
+    x_in, x_grad, w_grad, b_grad, y_out = map(list, zip(*rows, strict=True))
     if list(x.placements) != x_in:  # if equal, the backward of `redistribute` would sum a Partial ∂X on every rank
         x = x.redistribute(placements=x_in)
     x_local = x.to_local(grad_placements=x_grad)
@@ -92,10 +91,3 @@ def tensor_scale_problem(recipe: Recipe) -> str:
         f"recipe {recipe.name!r}, whose scales per tensor would depend on how a batch is cut into micro-batches: "
         "convert the model with recipe 'rowwise', whose scales belong to rows"
     )
-
-
-def _as_dtensor(tensor: Tensor | None, mesh: DeviceMesh) -> Any:
-    """Return a DTensor, or None, as it is, and any other tensor as one that every rank has."""
-    if tensor is None or isinstance(tensor, DTensor):
-        return tensor
-    return DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)

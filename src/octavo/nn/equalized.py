@@ -2,30 +2,21 @@
 
 Column maxima of X and W cost a read of both, so the channel scales s are refreshed in few passes: the first, then 1, 2,
 4, … passes later, then every `recipe.equalization` passes. In between they are stale, which is exact and equalizes as
-well as the channels are stable. A pass is all forwards between two backwards, and their backward.
-A layer measures in one pass and changes s when the next one begins, so all forwards of a pass, and
-those that activation checkpointing runs again, have the same s. Only the first pass uses the maxima of its own first
-forward. Forwards outside of training measure nothing; before the first pass they compute s for themselves.
+well as the channels are stable. A pass is all forwards between two backwards, and their backward. A layer measures in
+one pass and changes s when the next one begins, so all forwards of a pass, and those that checkpointing runs again,
+have the same s. Only the first pass uses the maxima of its own first forward. Forwards outside of training measure
+nothing; before the first pass they compute s for themselves.
 
     Measurement     column maxima of one X, and of the weights of all layers that read it: they get one s, so that they
                     share the FP8 copy of X (`octavo.nn.operands`)
     Equalizer       s of one layer, and when to measure next
 
 s is no buffer of its module: a buffer would follow the module to another dtype, be uninitialized after meta, and be
-overwritten by rank 0 under DDP. `state_dict` and `load_state_dict` carry it through checkpoints. Without that a run
-that resumes measures again in its first forward, which changes rounding only.
+overwritten by rank 0 under DDP. `state_dict` and `load_state_dict` carry it through checkpoints.
 
-Under `octavo.parallelize` all ranks have one s: when the model's next forward begins, `octavo.nn.equalized`
-combines what they measured, in one exchange for all layers, and only after passes that measured. In the first pass
-there is no s. A weight that FSDP gathers in FP8 was multiplied by s before it was sent, and carries it
-(`octavo.nn.gathered`).
-
-A CUDA graph replays with the s that its layers had when it was captured, which they therefore keep; without one it
-computes s from X and W. It measures nothing.
-
-torch.compile: a compiled graph reads the s that its layer has and measures nothing. A layer without one computes it in
-every forward, from X and its own weight, so that layers which read one X have an FP8 copy of it each. `compiled_pass`
-runs the passes that measure eagerly, so that compiled layers have the s of eager ones.
+Under `octavo.parallelize` all ranks have one s (`reduce_scales`), and a weight that FSDP gathers in FP8 was multiplied
+by it before (`octavo.nn.gathered`). A CUDA graph replays with the s of its capture, which `captured` keeps. A compiled
+graph reads the s that its layer has and measures nothing; `compiled_pass` runs the passes that measure eagerly.
 """
 
 import math
@@ -68,20 +59,13 @@ class Measurement:
         self.x_amax, self.w_amax = x_amax, w_amax
         self._scales: dict[bool, ChannelScales] = {} if first is None else {False: first}
 
-    def add_input(self, x: Tensor) -> None:
-        """Include another X, of a layer that is called more than once."""
-        x_amax = channel_amax(x)
-        self.x_amax = torch.maximum(self.x_amax.to(x_amax.device), x_amax)  # the model may have moved
-
-    def add_weight(self, w_amax: Tensor) -> None:
-        """Include a weight [N,K], by its column maxima."""
-        self.w_amax = w_amax if self.w_amax is None else torch.maximum(self.w_amax.to(w_amax.device), w_amax)
+    def with_weight(self, w_amax: Tensor) -> Tensor:
+        """Return the column maxima of the weights so far and of another one."""
+        return w_amax if self.w_amax is None else torch.maximum(self.w_amax.to(w_amax.device), w_amax)
 
     def first_scales(self, w_amax: Tensor) -> ChannelScales:
         """Return the s of a layer that has none and would measure its weight next."""
-        if False in self._scales:
-            return self._scales[False]
-        return equalize(self.x_amax, w_amax if self.w_amax is None else torch.maximum(self.w_amax, w_amax))
+        return self._scales[False] if False in self._scales else equalize(self.x_amax, self.with_weight(w_amax))
 
     def scales(self, previous: ChannelScales | None, complete: bool) -> ChannelScales:
         """Return s, computed at the first call: from the weights so far, and a second time once they are `complete`."""
@@ -93,11 +77,10 @@ class Measurement:
 
 
 class _LastMeasurement(threading.local):
-    """The measurement of the last input, per thread: that of layers which read the same tensor.
+    """The measurement of the last input, per thread: that of layers which read the same tensor."""
 
-    Unlike `octavo.nn.operands` it holds tensors without a `grad_fn`, too, so that forwards without autograd, as in
-    reentrant checkpointing, have the s of those with it. An unreported write in between leaves s exact.
-    """
+    # Unlike `octavo.nn.operands` it holds tensors without a `grad_fn`, too, so that forwards without autograd, as in
+    # reentrant checkpointing, have the s of those with it. An unreported write in between leaves s exact.
 
     def __init__(self) -> None:
         self._entry: tuple[weakref.ref[Tensor], int, Measurement] | None = None
@@ -120,15 +103,12 @@ _LAST = _LastMeasurement()
 
 
 class Equalizer:
-    """The channel scales of one layer.
-
-    Attributes:
-        pass_measures: Whether the current pass measures.
-        backward_ran: Whether the backward of the current pass has run.
-    """
+    """The channel scales of one layer."""
 
     def __init__(self, every: int, transposed: bool) -> None:
         self.every, self.transposed = every, transposed
+        self.pass_measures: bool  # Whether the current pass measures
+        self.backward_ran: bool  # Whether the backward of the current pass has run
         self.scales: ChannelScales | None = None  # s; None before the first pass
         # synchronized: Whether `octavo.nn.equalized` ends the passes, for all layers at once.
         # unreached: Whether the last pass of `compiled_pass` that ran eagerly had no backward of this layer, as of a
@@ -161,15 +141,11 @@ class Equalizer:
         """Begin the next pass, or that after `to` passes."""
         passes = self.passes + 1 if to is None else to
         self.passes, self.backward_ran, self.measurement = passes, False, None
-        self.pass_measures = passes & (passes - 1) == 0 if passes < self.every else passes % self.every == 0
+        self.pass_measures = self.measures_in(passes)
 
-    def next_measures(self) -> bool:
-        """Return whether the pass of the next forward in training measures."""
-        if not self.backward_ran:
-            return self.pass_measures
-        following = Equalizer(self.every, self.transposed)
-        following.advance(self.passes + 1)
-        return following.pass_measures
+    def measures_in(self, passes: int) -> bool:
+        """Return whether the pass after so many measures."""
+        return passes & (passes - 1) == 0 if passes < self.every else passes % self.every == 0
 
     def measure(self, input: Tensor, w_NK: Tensor) -> None:
         """Measure X and W of a forward, and set s if there is none."""
@@ -179,9 +155,10 @@ class Equalizer:
             self.measurement = Measurement(channel_amax(x_MK)) if shared is None else shared
             _LAST.set(input, self.measurement)
         elif self.measurement is not shared:
-            self.measurement.add_input(x_MK)
+            x_amax = channel_amax(x_MK)  # of a layer that is called more than once; the model may have moved
+            self.measurement.x_amax = torch.maximum(self.measurement.x_amax.to(x_amax.device), x_amax)
         if not self.synchronized or self.transposed:  # else `equalized_ranks` measures this rank's rows
-            self.measurement.add_weight(column_amax(w_NK))
+            self.measurement.w_amax = self.measurement.with_weight(column_amax(w_NK))
         if self.scales is None and not self.synchronized:
             self.scales = self.measurement.scales(None, complete=False)
 
@@ -314,9 +291,7 @@ def shared_scales(module: nn.Module) -> ChannelScales | None:
 
 
 def current_channels(module: nn.Module, input: Tensor) -> ChannelScales | None:
-    """Return the channel scales by which a layer would quantize X and W in a forward of this input now; None if by
-    none. Measures nothing.
-    """
+    """Return the channel scales of a layer in a forward of this input now, or None. Measures nothing."""
     if not equalizes(module):
         return None
     weight: Tensor = local_part(module.weight)  # a part under tensor parallelism
@@ -354,7 +329,8 @@ def compiled_pass(model: nn.Module) -> Iterator[None]:
         if equalizer.backward_ran and equalizer.pass_ended():  # else the forward or `equalized_ranks` ends the pass
             equalizer.scales = equalizer.next_scales(training=True)
             equalizer.advance()
-    measures = any(equalizer.next_measures() for equalizer in equalizers if not equalizer.unreached)
+    # A pass whose backward has run ends with the next forward.
+    measures = any(e.measures_in(e.passes + e.backward_ran) for e in equalizers if not e.unreached)
     with run_eagerly() if measures else nullcontext():
         yield
     for equalizer in equalizers:
@@ -362,9 +338,6 @@ def compiled_pass(model: nn.Module) -> Iterator[None]:
             equalizer.unreached = not (equalizer.backward_ran or equalizer.synchronized)
         else:  # a graph does not tell
             equalizer.backward_ran = not equalizer.unreached
-
-
-# The state of equalized layers (`octavo.nn.equalized`) in checkpoints.
 
 
 def state_dict(model: nn.Module) -> dict[str, dict[str, Any]]:
@@ -398,9 +371,8 @@ def state_dict(model: nn.Module) -> dict[str, dict[str, Any]]:
 
 
 def merge_states(states: Sequence[dict[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
-    """Return the state for all ranks: of each layer that of the first rank that has it, with the largest maxima that
-    `state_dict` returns on any. Under tensor parallelism only ranks with the same columns and rows have one state.
-    """
+    """Return the state for all ranks: of each layer that of the first rank that has it, with the largest maxima."""
+    # Under tensor parallelism only ranks with the same columns and rows have one state.
     merged: dict[str, dict[str, Any]] = {}
     for name in dict.fromkeys(name for state in states for name in state):
         of_layer = [state[name] for state in states if name in state]
@@ -445,20 +417,20 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
             weight = local_tensor(layer.weight)
             device = torch.device("cpu") if weight.is_meta else weight.device
             local = weight.shape[0 if layer.weight_is_transposed else 1]
-            if (
-                not is_fsdp_sharded(layer) or len(exponents or ()) == local
-            ):  # tensor parallelism: the columns of this rank
-                k = local
+            if not is_fsdp_sharded(layer) or len(exponents or ()) == local:
+                k = local  # under tensor parallelism the columns of this rank
             if exponents is not None:
                 key = tuple(_checked(exponents, k, -LARGEST_EXPONENT, LARGEST_EXPONENT))
                 if key not in loaded:
                     loaded[key] = ChannelScales.of(torch.tensor(key, device=device))
                 equalizer.scales = loaded[key].to(device)
             if measured is not None:
-                x_amax = torch.tensor(_checked(measured["x"], k, 0, 3.5e38), device=device).float()
-                w_amax = None
-                if measured["w"] is not None:
-                    w_amax = torch.tensor(_checked(measured["w"], k, 0, 3.5e38), device=device).float()
+                x_amax, w_amax = (
+                    None if maxima is None else torch.tensor(_checked(maxima, k, 0, 3.5e38), device=device).float()
+                    for maxima in (measured["x"], measured["w"])
+                )
+                if x_amax is None:
+                    raise TypeError("no maxima of X")
                 equalizer.measurement = measurements.setdefault(measured["first"], Measurement(x_amax, w_amax))
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(
@@ -471,9 +443,6 @@ def _checked(values: Any, count: int, lowest: float, highest: float) -> list[Any
     if len(values) != count or not all(lowest <= value <= highest for value in values):
         raise ValueError(f"expected {count} numbers from {lowest} to {highest}; got {values!r:.200}")
     return list(values)
-
-
-# One set of channel scales for all ranks, for equalized layers (`octavo.nn.equalized`).
 
 
 @torch.no_grad()
@@ -501,12 +470,8 @@ def _drop_different(
     parts = []
     for equalizer, k in zip(equalizers, sizes, strict=True):
         none = torch.full((k,), 2.0 * LARGEST_EXPONENT, device=device)
-        exponents = none if equalizer.scales is None else equalizer.scales.exponents().to(device)
-        parts.append(
-            torch.cat(
-                [exponents, torch.tensor([float(equalizer.passes), float(equalizer.backward_ran)], device=device)]
-            )
-        )
+        parts.append(none if equalizer.scales is None else equalizer.scales.exponents().to(device))
+        parts.append(torch.tensor([float(equalizer.passes), float(equalizer.backward_ran)], device=device))
     own = torch.cat(parts)
     largest = torch.cat([own, -own])
     all_reduce_max(largest)

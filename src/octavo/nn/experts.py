@@ -3,21 +3,15 @@
     Y = Σ over the k experts e of a token:  weight · down[e](gate(gate_up[e](x)))
 
 Transformers keeps experts in one module per layer: `gate_up_proj` [E,2I,H] (or `up_proj` [E,I,H]) and `down_proj`
-[E,H,I], transposed in some models, with biases in some. Its decorator `use_experts_implementation` replaces the forward
-of such a class by one that calls any of several interchangeable functions (a loop, batched or grouped products), which
-read what the class computes from flags of the module. `Experts` is one more such function, with the two products in
-FP8: sort the rows by expert, multiply (`octavo.nn.grouped_linear`), let the module itself apply its gate, activation
-and norm, multiply by the routing weights, and add the k results of each token. Routers are modules of their own, and
-stay in high precision.
+[E,H,I], transposed in some models, with biases in some. Its decorator `use_experts_implementation` gives such a class a
+forward that calls any of several interchangeable functions, which read what the class computes from flags of the
+module. `Experts` is one more such function, with the two products in FP8: sort the rows by expert, multiply
+(`octavo.nn.grouped_linear`), let the module itself apply its gate, activation and norm, multiply by the routing
+weights, and add the k results of each token. A class is replaced only if the code of its forward is the decorator's and
+every flag is known here.
 
-A class is replaced only if the code of its forward is the decorator's and every flag of the decorator is known here.
-Names of classes do not matter. Anything else keeps its forward, and the report says why.
-
-Slots whose expert id is negative, or E or more, are dropped: their rows sort last, no product reads them, and no
-gradient comes from them.
-
-Under expert parallelism (`octavo.parallel.expert_parallel`) each rank holds some of the experts, and an `Exchange`
-carries the sorted rows to the ranks of their experts and the results back.
+Slots whose expert id is negative, or E or more, are dropped: their rows sort last, and no product reads them. Under
+expert parallelism an `Exchange` carries the sorted rows to the ranks of their experts and the results back.
 """
 
 import inspect
@@ -46,7 +40,7 @@ from octavo.runtime.switch import SWITCH
 from octavo.runtime.torch_compat import FakeTensor, is_traceable_wrapper_subclass, required_gradients
 from octavo.tensor import Order, ScaledTensor
 
-# grouped_linear: a linear layer with one weight per expert, over rows sorted by expert, in FP8.
+# grouped_linear:
 #
 #     forward  Y[g] = X[g] W[e]ᵀ     legend: M rows sorted by expert, E experts, K in and N out features of each expert,
 #     dgrad    ∂X[g] = G[g] W[e]             g the rows of expert e
@@ -189,11 +183,12 @@ class _GroupedLinear(torch.autograd.Function):
         return dx_MK, dw, dbias_EN, *[None] * 5
 
 
-_FLAGS = {"has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "is_concatenated"}
-"""Flags of Transformers' decorator that `Experts` reads or that the module's own gate reads."""
+_FLAGS = {
+    "has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "is_concatenated", "experts_interface",
+}  # fmt: skip
+"""Options of Transformers' decorator that `Experts` reads or that the module's own gate reads."""
 STACKED = ("gate_up_proj", "up_proj", "down_proj")
 """Weights of experts, 3-D; their biases are 2-D."""
-_DECORATOR = "transformers.integrations.moe"
 _ATTRIBUTES = ("recipe", "keep_weights", STORAGE_ATTRIBUTE)
 
 
@@ -264,9 +259,7 @@ class Experts(nn.Module):
         return result
 
     def octavo_on_rows(self, rows: Tensor, offsets: Tensor) -> Tensor:
-        """Compute each expert of this rank on its rows: [M,H] sorted by expert → [M,H]; `offsets` as in
-        `grouped_linear`.
-        """
+        """Compute each expert of this rank on its rows: [M,H] sorted by expert → [M,H]."""
         both = self._octavo_linear("gate_up_proj" if self.has_gate else "up_proj", rows, offsets)
         gate: Any = self._apply_gate if self.has_gate else self.act_fn
         inner = gate(both) if self.has_bias else self._of_stored(gate, both)
@@ -352,13 +345,15 @@ def experts_obstacle(module: nn.Module) -> str | None:
     forward = inspect.getattr_static(owner, "forward", None)
     if getattr(forward, "__code__", None) is not _decorated_code() or not uses_default_call(owner):
         return f"{unknown} its forward is not that of Transformers' use_experts_implementation, so it is not known"
-    if other := _decorator_flags() - _FLAGS:
+    flags = {p.name for p in inspect.signature(_decorator()).parameters.values() if p.kind is p.KEYWORD_ONLY}
+    if other := flags - _FLAGS:
         return f"{unknown} this release of Transformers has flags that Octavo does not know: {', '.join(sorted(other))}"
     if missing := [name for name in ("has_gate", "has_bias", "is_transposed") if not hasattr(module, name)]:
         return f"{unknown} it has no flag {missing[0]}: it was not made by its own constructor"
     if (implementation := _foreign_implementation(module, forward)) is not None:
         return f"{unknown} its config chooses the experts implementation {implementation!r}, which is not Transformers'"
-    if is_fully_sharded(module) or any(map(_is_foreign, module.parameters(recurse=False))):
+    wrapped = filter(is_traceable_wrapper_subclass, module.parameters(recurse=False))  # or another library's
+    if is_fully_sharded(module) or not all(isinstance(parameter, ResidentWeight) for parameter in wrapped):
         return "sharded already: convert before sharding"
     if has_own_forward(module):
         return "its forward was replaced on the instance, so it would not be used: convert before that is done"
@@ -373,13 +368,8 @@ def experts_obstacle(module: nn.Module) -> str | None:
     return None
 
 
-def _is_foreign(parameter: nn.Parameter) -> bool:
-    """Return whether a parameter is a tensor of another library's, or a DTensor."""
-    return is_traceable_wrapper_subclass(parameter) and not isinstance(parameter, ResidentWeight)
-
-
 def _decorator() -> Any:
-    return getattr(sys.modules.get(_DECORATOR), "use_experts_implementation", None)
+    return getattr(sys.modules.get("transformers.integrations.moe"), "use_experts_implementation", None)
 
 
 def _decorated_code() -> CodeType | None:
@@ -389,11 +379,6 @@ def _decorated_code() -> CodeType | None:
         inner = code.co_consts if code is not None else ()
         code = next((c for c in inner if isinstance(c, CodeType) and c.co_name == name), None)
     return code
-
-
-def _decorator_flags() -> set[str]:
-    parameters = inspect.signature(_decorator()).parameters.values()
-    return {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} - {"experts_interface"}
 
 
 def _foreign_implementation(module: nn.Module, forward: Any) -> str | None:
@@ -444,10 +429,3 @@ def convert_experts(module: nn.Module, recipe: Recipe, storage: Any, keep_weight
     attributes = {} if storage is None else {STORAGE_ATTRIBUTE: storage}
     owner = mixed_class(Experts, original_class(module))
     become(module, owner, recipe=recipe, keep_weights=keep_weights, **attributes)
-
-
-def revert_experts(module: nn.Module) -> None:
-    """Undo `convert_experts`."""
-    become(module, original_class(module))
-    for name in _ATTRIBUTES:
-        vars(module).pop(name, None)

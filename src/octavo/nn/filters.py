@@ -34,9 +34,6 @@ from octavo.numerics.precision import Precision
 from octavo.runtime.blocks import find_stacks
 from octavo.runtime.linear_kinds import LINEAR, kind_of
 
-# The classes behind `octavo.nn.filters`: layers, matches, rules, and their combination by `&`, `|` and `~`.
-
-
 ModuleFilter = Callable[[nn.Module, str], bool]
 """Takes a linear and its fully qualified name; True means convert."""
 FilterLike = Union["Filter", ModuleFilter]
@@ -83,16 +80,16 @@ class Filter(ABC):
         return None
 
     def __and__(self, other: FilterLike) -> "Filter":
-        return _All(self, as_filter(other))
+        return _Pair(self, as_filter(other), False)
 
     def __rand__(self, other: FilterLike) -> "Filter":
-        return _All(as_filter(other), self)
+        return _Pair(as_filter(other), self, False)
 
     def __or__(self, other: FilterLike) -> "Filter":
-        return _Any(self, as_filter(other))
+        return _Pair(self, as_filter(other), True)
 
     def __ror__(self, other: FilterLike) -> "Filter":
-        return _Any(as_filter(other), self)
+        return _Pair(as_filter(other), self, True)
 
     def __invert__(self) -> "Filter":
         return _Not(self)
@@ -130,33 +127,19 @@ def where(function: ModuleFilter, reason: str = "") -> Filter:
 
 
 @dataclass(frozen=True)
-class _All(Filter):
+class _Pair(Filter):
     one: Filter
     other: Filter
+    decisive: bool  # A match with this value decides: False for &, True for |
 
     def match(self, layer: Layer) -> Match:
         one = self.one.match(layer)
-        if not one.selected:
+        if one.selected == self.decisive:
             return one
         other = self.other.match(layer)
-        return Match(True, _joined(one, other)) if other.selected else other
-
-    def parts(self) -> Iterator[Filter]:
-        yield from self.one.parts()
-        yield from self.other.parts()
-
-
-@dataclass(frozen=True)
-class _Any(Filter):
-    one: Filter
-    other: Filter
-
-    def match(self, layer: Layer) -> Match:
-        one = self.one.match(layer)
-        if one.selected:
-            return one
-        other = self.other.match(layer)
-        return other if other.selected else Match(False, _joined(one, other))
+        if other.selected == self.decisive:
+            return other
+        return Match(not self.decisive, ", ".join(dict.fromkeys(reason for _, reason in (one, other) if reason)))
 
     def parts(self) -> Iterator[Filter]:
         yield from self.one.parts()
@@ -176,35 +159,28 @@ class _Not(Filter):
 
 
 @dataclass(frozen=True)
-class Named(Filter):
-    """Matches if the name of the layer, or of a parent module, matches one of the patterns."""
-
+class _Named(Filter):
     patterns: tuple[str, ...]
 
     def match(self, layer: Layer) -> Match:
-        """See `Filter.match`."""
         pattern = next((p for p in self.patterns if any(fnmatchcase(name, p) for name in layer.names)), None)
         if pattern is not None:
             return Match(True, f"name matches {pattern!r}")
         return Match(False, f"name does not match {' or '.join(map(repr, self.patterns))}")
 
     def mismatch(self, layers: Sequence[Layer]) -> str | None:
-        """See `Filter.mismatch`."""
         for pattern in self.patterns:
-            if not any(Named((pattern,)).match(layer).selected for layer in layers):
+            if not any(_Named((pattern,)).match(layer).selected for layer in layers):
                 hint = nearest(pattern.strip("*."), {part for layer in layers for part in layer.fqn.split(".")})
                 return f"filter pattern {pattern!r} matches no linear layer{hint}"
         return None
 
 
 @dataclass(frozen=True)
-class OfKind(Filter):
-    """Matches if the layer, or a parent module, is an instance of one of the classes."""
-
+class _OfKind(Filter):
     types: tuple[type[nn.Module] | str, ...]
 
     def match(self, layer: Layer) -> Match:
-        """See `Filter.match`."""
         for module in layer.module_path:
             classes = type(module).__mro__
             match = next((t for t in self.types if t in classes or t in {c.__name__ for c in classes}), None)
@@ -213,18 +189,15 @@ class OfKind(Filter):
         return Match(False, f"neither is nor is inside a {' or '.join(map(_class_name, self.types))}")
 
     def mismatch(self, layers: Sequence[Layer]) -> str | None:
-        """See `Filter.mismatch`."""
         for kind in self.types:
-            if not any(OfKind((kind,)).match(layer).selected for layer in layers):
+            if not any(_OfKind((kind,)).match(layer).selected for layer in layers):
                 hint = nearest(_class_name(kind), {type(m).__name__ for layer in layers for m in layer.module_path})
                 return f"filter kind {_class_name(kind)!r} matches no linear layer{hint}"
         return None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shaped(Filter):
-    """Matches if the sizes of the layer are within bounds."""
-
+class _Shaped(Filter):
     min_in: int | None = None
     max_in: int | None = None
     min_out: int | None = None
@@ -232,7 +205,6 @@ class Shaped(Filter):
     multiple_of: int | None = None
 
     def match(self, layer: Layer) -> Match:
-        """See `Filter.match`."""
         facts = []
         features = dict(zip(("in_features", "out_features"), sizes(layer.module), strict=True))
         bounds = ((self.min_in, self.max_in), (self.min_out, self.max_out))
@@ -252,15 +224,12 @@ class Shaped(Filter):
 
 
 @dataclass(frozen=True)
-class AtEnd(Filter):
-    """Matches if the layer is among the first or last of its stack, or of the linears."""
-
+class _AtEnd(Filter):
     end: Literal["first", "last"]
     count: int
     unit: Literal["blocks", "linears"]
 
     def match(self, layer: Layer) -> Match:
-        """See `Filter.match`."""
         place = layer.block if self.unit == "blocks" else layer.place
         if place is None:
             return Match(False, f"outside of all {self.unit}")
@@ -270,7 +239,6 @@ class AtEnd(Filter):
         return Match(inside, f"{'' if inside else 'not '}in the {ends} of {of} {self.unit}")
 
     def mismatch(self, layers: Sequence[Layer]) -> str | None:
-        """See `Filter.mismatch`."""
         if self.unit == "blocks" and not any(layer.block for layer in layers):
             raise ValueError(
                 f"filters.{self.end}({self.count}) counts blocks, and this model has none: no nn.ModuleList or "
@@ -297,20 +265,13 @@ class _Where(Filter):
 
 
 def sizes(module: nn.Module) -> tuple[int, int]:
-    """Return in_features and out_features of a linear, converted or not; of experts, those of each gate or up
-    projection.
-    """
+    """Return in_features and out_features of a linear; of experts, those of each gate or up projection."""
     if looks_like_experts(module):
         _, hidden, _, inner = experts_shape(module)
         return hidden, inner
     kind = None if isinstance(module, LinearLike) else kind_of(module)
     in_features, out_features = (kind or LINEAR).sizes
     return getattr(module, in_features), getattr(module, out_features)
-
-
-def _joined(*verdicts: Match) -> str:
-    """Join the distinct reasons."""
-    return ", ".join(dict.fromkeys(verdict.reason for verdict in verdicts if verdict.reason))
 
 
 def _class_name(kind: type[nn.Module] | str) -> str:
@@ -323,8 +284,6 @@ __all__ = [
 ]  # fmt: skip
 
 T = TypeVar("T")
-UNITS = ("blocks", "linears")
-"""What `first` and `last` count."""
 
 
 def name(*patterns: str) -> Filter:
@@ -340,7 +299,7 @@ def name(*patterns: str) -> Filter:
     for pattern in patterns:
         if not isinstance(pattern, str):
             raise TypeError(f"filters.name takes patterns one by one, as name('*.mlp.*', '*.q_proj'); got {pattern!r}")
-    return Named(_nonempty("name", patterns, "'*.mlp.*'"))
+    return _Named(_nonempty("name", patterns, "'*.mlp.*'"))
 
 
 def kind(*types: type[nn.Module] | str) -> Filter:
@@ -356,7 +315,7 @@ def kind(*types: type[nn.Module] | str) -> Filter:
     for owner in types:
         if not isinstance(owner, str) and not (isinstance(owner, type) and issubclass(owner, nn.Module)):
             raise TypeError(f"filters.kind takes classes of modules or their names, as 'LlamaMLP'; got {owner!r}")
-    return OfKind(_nonempty("kind", types, "'LlamaMLP'"))
+    return _OfKind(_nonempty("kind", types, "'LlamaMLP'"))
 
 
 def shape(
@@ -381,7 +340,7 @@ def shape(
     """
     bounds = {"min_in": min_in, "max_in": max_in, "min_out": min_out, "max_out": max_out, "multiple_of": multiple_of}
     integers = {key: _count(f"shape({key}=…)", value) for key, value in bounds.items() if value is not None}
-    return Shaped(**_nonempty("shape", integers, "min_in=4096"))
+    return _Shaped(**_nonempty("shape", integers, "min_in=4096"))
 
 
 def first(count: int, of: Literal["blocks", "linears"] = "blocks") -> Filter:
@@ -393,7 +352,7 @@ def first(count: int, of: Literal["blocks", "linears"] = "blocks") -> Filter:
         >>> [row.recipe for row in octavo.report(model)]
         ['mxfp8', 'rowwise']
     """
-    return AtEnd("first", _count("first", count), _unit(of))
+    return _at_end("first", count, of)
 
 
 def last(count: int, of: Literal["blocks", "linears"] = "blocks") -> Filter:
@@ -415,7 +374,7 @@ def last(count: int, of: Literal["blocks", "linears"] = "blocks") -> Filter:
         >>> octavo.report(model)[1].reason
         'excluded by filter: in the last of 2 linears'
     """
-    return AtEnd("last", _count("last", count), _unit(of))
+    return _at_end("last", count, of)
 
 
 def of_precision(precision: Precision) -> Filter | None:
@@ -490,7 +449,8 @@ def _count(function: str, count: int) -> int:
     return count
 
 
-def _unit(unit: Literal["blocks", "linears"]) -> Literal["blocks", "linears"]:
-    if unit not in ("blocks", "linears"):
-        raise ValueError(f"filters count of='blocks' or 'linears'; got {unit!r}{nearest(str(unit), UNITS)}")
-    return unit
+def _at_end(end: Literal["first", "last"], count: int, of: Literal["blocks", "linears"]) -> Filter:
+    count, units = _count(end, count), ("blocks", "linears")
+    if of not in units:
+        raise ValueError(f"filters count of='blocks' or 'linears'; got {of!r}{nearest(str(of), units)}")
+    return _AtEnd(end, count, of)

@@ -47,8 +47,6 @@ from octavo.runtime.swap import all_or_nothing
 from octavo.runtime.torch_compat import FakeTensor
 
 FROZEN = ("bf16", "fp8")
-_MLP_WORDS = ("mlp", "ffn", "feedforward", "expert")
-"""What names of MLPs contain, in lower case without underscores."""
 
 
 def check_frozen(frozen: str) -> None:
@@ -58,9 +56,7 @@ def check_frozen(frozen: str) -> None:
 
 
 def check_weight_only_request(weight_only: Sequence[str], frozen: str, plan: Plan | None) -> None:
-    """Raise TypeError or ValueError for an invalid `weight_only` of `octavo.convert`, and for name patterns without
-    frozen="fp8", or with a plan.
-    """
+    """Raise TypeError or ValueError for an invalid `weight_only` of `octavo.convert`."""
     if isinstance(weight_only, str):
         if weight_only == AUTO:
             return
@@ -94,11 +90,8 @@ def resident_plan(plan: Plan, modules: Mapping[str, nn.Module]) -> tuple[Plan, d
                 changed[fqn] = replace(decision, reason=decision.reason + note)
                 continue
             recipe = unequalized(decision.recipe)
-            note = (
-                "; without channel equalization, which a stored weight cannot follow"
-                if recipe != decision.recipe
-                else ""
-            )
+            without = "; without channel equalization, which a stored weight cannot follow"
+            note = without if recipe != decision.recipe else ""
             specs[fqn] = _checked_spec(fqn, module, recipe)
             changed[fqn] = replace(decision, recipe=recipe, reason=decision.reason + note)
         else:
@@ -110,9 +103,7 @@ def resident_plan(plan: Plan, modules: Mapping[str, nn.Module]) -> tuple[Plan, d
 
 
 def _layers_to_store(plan: Plan, modules: Mapping[str, nn.Module]) -> tuple[list[str], dict[nn.Module, str]]:
-    """Return the frozen layers of a plan, all if none is frozen; and those of their modules that share a weight with
-    others, with the reason why it cannot be resident.
-    """
+    """Return the frozen layers of a plan, all if none is; and the modules whose weight cannot be resident, and why."""
     layers = [fqn for fqn in plan.converted if not is_adapter(fqn)]
     frozen = [fqn for fqn in layers if not any(p.requires_grad for p in _weights(modules[fqn]))]
     return frozen or layers, _shared_with_others({modules[fqn] for fqn in frozen or layers}, modules)
@@ -149,18 +140,14 @@ def with_weight_only(plan: Plan, patterns: Sequence[str], model: nn.Module) -> P
 def _is_by_default(plan: Plan, fqn: str, model: nn.Module) -> bool:
     """Return whether a layer is weight-only under `"auto"` if its weight is its own."""
     decision, recipe = plan[fqn], plan[fqn].recipe
-    possible = recipe is not None and recipe.w == recipe.dgrad_w
-    return possible and not decision.by_filter and _in_attention(model, fqn)
-
-
-def _in_attention(model: nn.Module, fqn: str) -> bool:
-    """Return whether a layer belongs to attention: of the modules that contain it, innermost first, and the class of
-    its parent, the first named after either is named after attention and not after an MLP, as in `attn_pool.mlp.fc1`.
-    """
+    if recipe is None or recipe.w != recipe.dgrad_w or decision.by_filter:
+        return False
+    # Layers of attention are: of the modules that contain one, innermost first, and the class of its parent, the first
+    # named after either is named after attention and not after an MLP, as in `attn_pool.mlp.fc1`.
     *parents, _ = fqn.split(".")
     names = [type(model.get_submodule(".".join(parents))).__name__, *reversed(parents)] if fqn else []
     for name in (name.lower().replace("_", "") for name in names):
-        if any(word in name for word in _MLP_WORDS):
+        if any(word in name for word in ("mlp", "ffn", "feedforward", "expert")):
             return False
         if "attn" in name or "attention" in name:
             return True
@@ -294,9 +281,6 @@ def stores_transposed(layer: nn.Module) -> bool:
     return bool(getattr(layer, "is_transposed", False)) if looks_like_experts(layer) else is_transposed(layer)
 
 
-# The names that tensors of a Transformers model have in its published checkpoints, and the parts they have there.
-
-
 def names_in_checkpoint(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return tensors of a model as `save_pretrained` names, splits and joins them; it has no public name."""
     # Of a model whose weights were dequantized in loading it would quantize them anew, or fail: for such a one, as for
@@ -339,16 +323,8 @@ class _Views(TorchFunctionMode):
         return args[0] if func is Tensor.contiguous else func(*args, **(kwargs or {}))
 
 
-# Load a checkpoint into a model with resident weights, one tensor at a time.
-#
-#     with octavo.nn.meta_parameters():                       # no memory for weights
-#         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-#     octavo.convert(model, "rowwise", frozen="fp8")          # decides the format of each weight
-#     octavo.nn.load_frozen(model, "folder", device="cuda")   # reads, moves and quantizes tensor after tensor
-#
-# At any moment one tensor exists in high precision, besides those that stay in it (embeddings, head, norms). That of
-# the experts of a layer is the largest: published checkpoints store each expert by itself, and one by one they fill it.
-
+# `load_frozen`: at any moment one tensor exists in high precision, besides those that stay in it. That of a layer's
+# experts is the largest: published checkpoints store each expert by itself, and one by one they fill it.
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -422,19 +398,15 @@ def load_frozen(model: M, path: str | Path, *, device: str | torch.device = "cpu
 
 @dataclass
 class _Slot:
-    """A parameter or persistent buffer with its names and the dictionaries of modules that hold it.
-
-    `parts` are the tensors of the checkpoint that have its values, by name, on the meta device; `scales` those with its
-    scales, by the same names, if it is resident in FP8. `others` are the formats that it may have instead of adaptive
-    FP8, without another rounding: its products read any. As checkpoints in FP8 have it, or its recipe without
-    `weight_only`.
-    """
+    """A parameter or persistent buffer with its names and the dictionaries of modules that hold it."""
 
     tensor: Tensor
     names: list[str] = field(default_factory=list)
     holders: list[tuple[dict[str, Any], str]] = field(default_factory=list)
+    # The tensors of the checkpoint that have its values, by name, on meta; and their scales, if it is resident in FP8.
     parts: dict[str, Tensor] = field(default_factory=dict)
     scales: dict[str, Tensor] = field(default_factory=dict)
+    # Formats that it may have instead of adaptive FP8, without another rounding: of checkpoints, or its recipe's.
     others: list[QuantSpec] = field(default_factory=list)
     stored_name: str = ""
 

@@ -33,17 +33,11 @@ from octavo.numerics.spec import ROW, TENSOR, QuantSpec
 from octavo.runtime.torch_compat import disabled_torch_function, local_part, tree_map
 from octavo.tensor import ScaledTensor, contiguous_strides, local_tensor
 
-# An input that ranks of tensor parallelism gathered in FP8: what a linear multiplies, without X in high precision.
-#
-#     GatheredInput    X [..., K], each row quantized on the rank that has it, as bytes [M,K] and row scales [M,1]
-#
-# Row scales know nothing of other rows, so these are the bytes and scales of one process. Recipes whose X is one copy
-# by row read them in both products (`fits`). Any other operation reads the dequantized values, with a warning.
-
+# `GatheredInput`: X [..., K] that ranks of tensor parallelism gathered in FP8, each row quantized on the rank that has
+# it. Row scales know nothing of other rows, so these are the bytes and scales of one process. Recipes whose X is one
+# copy by row read them in both products (`fits`). Any other operation reads the dequantized values, with a warning.
 
 aten = torch.ops.aten
-_COMPOSITE = (aten.view_as.default, aten.reshape.default)
-"""Operations that inference mode does not decompose into the following."""
 _VIEWS = (aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default)
 
 
@@ -60,18 +54,13 @@ class Rows:
     ) -> None:
         self.x = x  # Data [M,K], row-major, and scales [M,1]
         self._sent = None if sent is None else weakref.ref(sent)
-        self._gather = gather
+        self.gather = gather  # Gathers such a part of all ranks in high precision
         self._columns: Tensor | None = None
 
     @property
     def sent(self) -> Tensor | None:
         """This rank's part before it was quantized, [..., K]; None where it has been freed."""
         return None if self._sent is None else self._sent()
-
-    def in_high_precision(self) -> Tensor | None:
-        """Gather X [..., K] of all ranks in high precision, on all of them together; None where it has been freed."""
-        sent = self.sent
-        return None if sent is None or self._gather is None else self._gather(sent.detach())
 
     def for_wgrad(self) -> Tensor:
         """Return the data in the memory order that wgrad needs on this device; transposed at the first call."""
@@ -116,7 +105,7 @@ class GatheredInput(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         owner = args[0]
-        if func in _COMPOSITE:
+        if func in (aten.view_as.default, aten.reshape.default):  # inference mode does not decompose them
             return func.decompose(*args)
         if func in (aten.detach.default, aten.alias.default):
             return GatheredInput(owner.rows, owner.shape, owner.dtype)
@@ -136,7 +125,6 @@ class GatheredInput(Tensor):
         return func(*tree_map(dequantized, args), **tree_map(dequantized, kwargs or {}))
 
 
-aten = torch.ops.aten
 _STAYS_SHARDED = {
     aten.detach.default, aten.view.default, aten.as_strided.default, aten.slice.Tensor, aten.split.Tensor,
     aten.new_zeros.default, aten.clone.default, aten._to_copy.default, aten._pin_memory.default, aten.alias.default,
@@ -146,11 +134,9 @@ _STAYS_SHARDED = {
 
 
 class AmaxGroup:
-    """Weights that FSDP2 gathers together, in this order; it computes their per-tensor scales, in every gather.
+    """Weights that FSDP2 gathers together, in this order; it computes their per-tensor scales, in every gather."""
 
-    Scales are not reused: no version counter proves that a weight is as it was, because `.data`, `to_local()` and
-    `torch.distributed.checkpoint` write to the memory of a shard.
-    """
+    # Not reused: no version counter proves that a weight is as it was, because `.data` and `to_local()` write to it.
 
     def __init__(self, weights: Iterable[Tensor]) -> None:
         self._weights = list(weights)
@@ -249,9 +235,8 @@ class ShardedWeight(Tensor):
         if owner is None:
             return out
         if func in _STAYS_SHARDED:
-            return tree_map(
-                lambda value: ShardedWeight(value, owner.gather_format) if isinstance(value, Tensor) else value, out
-            )
+            form = owner.gather_format
+            return tree_map(lambda value: ShardedWeight(value, form) if isinstance(value, Tensor) else value, out)
         return owner if out is owner.local else out  # in place
 
     def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], Any]:
@@ -292,11 +277,9 @@ class ShardedWeight(Tensor):
 
 
 class Fp8AllGatherOutput(Fp8Weight):
-    """A whole weight [N,K] that FSDP gathered in FP8, or those of all experts, [E,N,K] or [E,K,N], with data [E,N,K].
+    """A whole weight [N,K] that FSDP gathered in FP8, or of all experts, [E,N,K] or [E,K,N], with data [E,N,K]."""
 
-    A later gather into the same memory replaces data, scales and channel scales. Operations that would write raise
-    ValueError: the next gather would overwrite what they wrote.
-    """
+    # A later gather into the same memory replaces data, scales and channel scales, so operations that write raise.
 
     channel_factor: Tensor
     channel_inverse: Tensor

@@ -3,16 +3,9 @@
 The ordinary path of `octavo.nn.linear` calls seven ops, and each inspects its operands. What each finds depends only on
 options and on the dtypes, shapes, strides and devices of X, W, the bias and G. So the first forward leaves a
 `LinearPlan`, which holds the plan of each op (`octavo.kernels.direct`), and later ones run it: the same kernels on the
-same operands, hence the same bits, with the same tensors saved for backward.
-
-The ordinary path runs instead
-
-- where something could see or change an op: `octavo.kernels.direct.signature` says where;
-- if X is recomputed in backward, if FSDP gathers W in FP8, if `accumulating` shares its cast;
-- if an equalized layer measures (`octavo.nn.equalized`);
-- if a backend makes no plans, as on CPUs, or if the registry's choices changed since the plan was made;
-- in backward, if saved tensors have no plan as they are now: hooks change strides and dtypes.
-
+same operands. The ordinary path runs instead where something could see or change an op
+(`octavo.kernels.direct.signature`), X is recomputed in backward, FSDP gathers W in FP8, `accumulating` shares its cast,
+an equalized layer measures, a backend makes no plans, the registry's choices changed, or hooks changed saved tensors.
 Rejected: plans per op alone, with which a linear makes twice the Python calls.
 """
 
@@ -74,9 +67,7 @@ def planned_linear(
     input: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, keep_weights: bool, quantizer: Quantizer,
     ordinary: Backward,
 ) -> Tensor | None:  # fmt: skip
-    """Return `octavo.nn.linear` of these arguments from a plan, or by `octavo.nn.weight_only` in such a recipe; None if
-    the ordinary path must run.
-    """
+    """Return `octavo.nn.linear` of these arguments from a plan, or weight-only; None if the ordinary path must run."""
     if recipe.weight_only:
         return weight_only_linear(input, weight, bias)
     if is_dynamo_compiling() or SWITCH.off:
@@ -123,9 +114,7 @@ def _plan_of(
     input: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, keep_weights: bool, ordinary: Backward,
     channels: ChannelScales | None, match_key: int,
 ) -> "LinearPlan | None":  # fmt: skip
-    """Return the plan for these arguments of `planned_linear`, found by their signature; None without one. The next
-    call finds it by `match_key`.
-    """
+    """Return the plan for these arguments, found by their signature; the next call finds it by `match_key`."""
     tensors = signature(input, weight, bias, records=True)
     if tensors is None:
         return None
@@ -234,13 +223,10 @@ class BackwardPlan:
 
 
 class LinearPlan:
-    """The operands and products of one linear, for X, W and bias of one signature; `complete` if all ops have plans.
+    """The operands and products of one linear, for X, W and bias of one signature; `complete` if all ops have plans."""
 
-    Holds no tensor but unit scales. `choices` counts the changes to the registry's choices when it was made. `match` is
-    for the next backward of all inputs that require gradients: what selects the saved tensors that there are, a check
-    for G and these, and their plan.
-    """
-
+    # Holds no tensor but unit scales. `choices` counts the changes to the registry's choices when it was made. `match`
+    # is for the next backward: what selects the saved tensors that there are, a check for G and these, and their plan.
     __slots__ = (
         "backwards", "cast_key", "choices", "complete", "device", "dtypes", "equalized", "in_shape", "is_cuda",
         "is_matrix", "k", "keep_weights", "m", "match", "n", "one_cast_key", "one_w_scale", "ordinary", "out_dtype",
@@ -282,31 +268,24 @@ class LinearPlan:
         self.match: tuple[Callable[..., Any], Callable[..., bool], BackwardPlan] | None = None
         self.complete = self.x is not None and self.w is not None
 
-    def find(self, casts: dict[Any, Any], channels: ChannelScales | None) -> Any:
-        """Return what serves this forward of the casts of its input: of both orders, or of rows if these suffice."""
-        cast = casts.get((*self.cast_key, channels))
-        if cast is None and not self.saves_x_cast:
-            cast = casts.get((*self.one_cast_key, channels))
-        if cast is not None:
-            note_reader(casts)
-        return cast
-
-    def keep(self, casts: dict[Any, Any], channels: ChannelScales | None, cast: Any) -> None:
-        """Add the cast of an input to the others."""
-        casts[(*(self.cast_key if self.saves_x_cast else self.one_cast_key), channels)] = cast
-
     def forward(
         self, ctx: Any, input: Tensor, w_NK: Tensor, bias: Tensor | None, casts: dict[Any, Any] | None,
         channels: ChannelScales | None,
     ) -> Any:  # fmt: skip
         """Return Y [..., N], and save for backward what the ordinary path saves."""
         factor, inverse = (None, None) if channels is None else (channels.factor, channels.inverse)
-        cast = None if casts is None else self.find(casts, channels)
+        cast = None
+        if casts is not None:  # of both orders, or of rows if these suffice
+            cast = casts.get((*self.cast_key, channels))
+            if cast is None and not self.saves_x_cast:
+                cast = casts.get((*self.one_cast_key, channels))
+            if cast is not None:
+                note_reader(casts)
         x_MK = input if self.is_matrix else input.reshape(self.m, self.k)
         if cast is None:
             cast = self.x.run(x_MK, inverse, None, None, ZEROS.cut)
             if casts is not None:
-                self.keep(casts, channels, cast)
+                casts[(*(self.cast_key if self.saves_x_cast else self.one_cast_key), channels)] = cast
         x, x_t, x_scale, x_t_scale = cast
         if self.w_KN is None:
             w, w_t, w_scale, w_t_scale = self.w.run(w_NK, factor, None, None, ZEROS.cut)
@@ -333,9 +312,15 @@ class LinearPlan:
         """Return ∂X, ∂W and ∂b for G = ∂loss/∂Y [M,N]; None for those that nothing needs."""
         needs = required_gradients(ctx, 3)
         plan = self._backward_of(g_MN, saved, needs, channels, ctx.needs_input_grad)
-        if plan is None:
-            return self._ordinary(ctx, g_MN, saved, needs, channels)
-        return plan.run(g_MN, saved, channels)
+        if plan is not None:
+            return plan.run(g_MN, saved, channels)
+        # A context of its own: hooks, such as those of checkpointing, may return a saved tensor only once.
+        scales = (None, None) if channels is None else (channels.factor, channels.inverse)
+        context = SimpleNamespace(
+            saved_tensors=saved, needs_input_grad=needs, next_functions=ctx.next_functions, recipe=self.recipe,
+            channels=scales, quantizer=JUST_IN_TIME, rematerializer=None, columns=self.k, dtypes=self.dtypes,
+        )  # fmt: skip
+        return (*self.ordinary(context, g_MN)[:3], None)
 
     def _backward_of(
         self, g_MN: Tensor, saved: Saved, needs: tuple[bool, ...], channels: ChannelScales | None,
@@ -357,17 +342,6 @@ class LinearPlan:
         if matches is not None:
             self.match = itemgetter(*indices), matches, plan
         return plan
-
-    def _ordinary(
-        self, ctx: Any, g_MN: Tensor, saved: Saved, needs: tuple[bool, ...], channels: ChannelScales | None
-    ) -> Gradients:
-        # A context of its own: hooks, such as those of checkpointing, may return a saved tensor only once.
-        scales = (None, None) if channels is None else (channels.factor, channels.inverse)
-        context = SimpleNamespace(
-            saved_tensors=saved, needs_input_grad=needs, next_functions=ctx.next_functions, recipe=self.recipe,
-            channels=scales, quantizer=JUST_IN_TIME, rematerializer=None, columns=self.k, dtypes=self.dtypes,
-        )  # fmt: skip
-        return (*self.ordinary(context, g_MN)[:3], None)
 
     def shaped(self, gradients: Gradients) -> Gradients:
         """Return gradients with ∂X of X's shape."""

@@ -17,7 +17,7 @@ from torch import nn
 
 from octavo.activations.detect import ORIGINAL, original_class, uses_default_call
 from octavo.activations.formulas import Formula, formula_of, formula_of_method
-from octavo.activations.modules import forward_like, mixed_class
+from octavo.activations.modules import STORAGE_ATTRIBUTE, forward_like, mixed_class
 from octavo.nn import equalized
 from octavo.nn.equalized import Equalized
 from octavo.nn.linear_like import LinearLike
@@ -102,7 +102,7 @@ def computes_linear(module: nn.Module) -> bool:
     """Return whether a module of a subclass of `nn.Linear` computes the same, by the current code of its class."""
     owner = original_class(module)
     formula = _linear_formula(owner)
-    if formula is None or (formula.expression == _casting_ways()[0] and module.bias is not None):
+    if formula is None or (formula.expression == _ways(_Casting)[0] and module.bias is not None):
         return False
     return formula.holds(owner, module) and uses_default_call(owner)
 
@@ -112,22 +112,15 @@ def _linear_formula(owner: Any) -> Formula | None:
     """Return the formula of a class, if it is that of `nn.Linear` and its parameters are plain attributes."""
     formula = formula_of(owner)
     hidden = any(inspect.getattr_static(owner, name, None) is not None for name in ("weight", "bias"))
-    known = formula is not None and formula.expression in (*_ways(), *_casting_ways())
+    known = formula is not None and formula.expression in (*_ways(_Linears), *_ways(_Casting))
     return formula if known and not hidden else None
 
 
 @cache
-def _ways() -> list[Any]:
-    return _expressions(_Linears, "functional", "early", "late")
-
-
-@cache
-def _casting_ways() -> list[Any]:
-    return _expressions(_Casting, "without_bias", "with_bias", "with_bias_first")
-
-
-def _expressions(owner: Any, *methods: str) -> list[Any]:
-    return [formula.expression for way in methods if (formula := formula_of_method(owner, way)) is not None]
+def _ways(owner: Any) -> list[Any]:
+    """Return the expressions of the methods of one of the classes above, in order."""
+    methods = [name for name, member in vars(owner).items() if inspect.isfunction(member)]
+    return [formula.expression for name in methods if (formula := formula_of_method(owner, name)) is not None]
 
 
 def is_converted(module: nn.Module) -> TypeGuard[LinearLike]:
@@ -148,7 +141,7 @@ def fp8_class(original: Any, recipe: Recipe) -> type[LinearLike]:
     listed = kind_of_class(original)
     kind = LINEAR if listed is None and issubclass(original, nn.Linear) else listed
     formula = _linear_formula(original) if listed is None and kind is LINEAR else None
-    casts = formula is not None and formula.expression in _casting_ways()
+    casts = formula is not None and formula.expression in _ways(_Casting)
     linear: Any = None if kind is None else (CASTING if casts else FP8_CLASSES[kind.plain]).load(recipe)
     if linear is None:
         raise ValueError(f"Octavo has no FP8 class for a {original.__name__} with recipe {recipe.name!r}")
@@ -197,7 +190,7 @@ def change_since(module: nn.Module) -> str | None:
 
 
 def restore_original_class(module: nn.Module) -> None:
-    """Restore the original class of a converted linear."""
+    """Restore the original class of a converted linear, or of converted experts."""
     become(module, original_class(module))
-    for name in ATTRIBUTES:
+    for name in (*ATTRIBUTES, STORAGE_ATTRIBUTE):
         vars(module).pop(name, None)  # a directly constructed Linear has class attributes only

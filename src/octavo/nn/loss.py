@@ -3,19 +3,15 @@
     z = softcap(scale · (H Wᵀ + b))     L = Σ lse(z) − z[target]     legend: T tokens, D features, V vocabulary
     ∂H = G W      ∂W = Gᵀ H             G = (softmax(z) − onehot) · ∂z/∂logits
 
-Logits [T,V] are the largest tensor of a language model: for 8192 tokens and 128 000 words 2 GB in bf16; a plain loss
-also saves them in float32 and allocates as much again in backward. But a token's logits determine G up to one factor,
-the gradient of the loss. So forward takes C tokens at a time and also computes their gradients. It saves ∂H (as large
-as H) and ∂W (needed anyway) for backward, which multiplies both by that factor. The arithmetic equals that of the plain
-loss: three products, each once.
+Logits [T,V] are the largest tensor of a language model. But a token's logits determine G up to one factor, the gradient
+of the loss. So forward takes C tokens at a time and also computes their gradients. It saves ∂H and ∂W for backward,
+which multiplies both by that factor. The arithmetic equals that of the plain loss: three products, each once.
 
 C is such that a chunk's logits take about the memory of H. ∂W is summed over chunks in its own dtype: float32, or bf16
 by products that accumulate in float32 within a chunk, with at most `MOST_CHUNKS` roundings. In fp16 the sum over
 tokens, which the mean divides only in backward, would overflow: it is float32, within a chunk too. Rejected: a float32
 sum for bf16 weights, which costs as much as it saves for small batches; and for fp16 dividing G by the number of tokens
 beforehand, because a loss scale, known only in backward, could then not prevent underflow.
-
-On a GPU one kernel turns a chunk's logits into G (`octavo.kernels.cross_entropy`).
 """
 
 from typing import Any, Literal
@@ -31,8 +27,6 @@ from octavo.runtime.torch_compat import autocast_dtype, has_bf16_instructions, w
 
 MOST_CHUNKS = 32
 """Maximum number of chunks. More would make products too small, and round the gradient of a bf16 weight too often."""
-SMALLEST_CHUNK = 256
-"""Minimum number of tokens of a chunk; products of fewer would not fill a device."""
 
 _NAME, _REMEDY = "linear_cross_entropy", "compute the whole logits and torch.nn.functional.cross_entropy instead"
 _REDUCTIONS = ("mean", "sum")
@@ -78,7 +72,7 @@ def linear_cross_entropy(
     """
     _check(hidden, weight, target, bias, reduction, softcap, chunk)
     refuse_transforms(_NAME, hidden, weight, bias, remedy=_REMEDY)
-    dtype = _product_dtype(hidden, weight)
+    dtype = autocast_dtype(hidden.device.type) or hidden.dtype
     h_TD, t_T = hidden.reshape(target.numel(), hidden.shape[-1]), target.reshape(-1)
     grad_enabled = torch.is_grad_enabled()
     rows = chunk or chunk_tokens(h_TD.shape[0], h_TD.shape[1], weight.shape[0])
@@ -95,7 +89,7 @@ def linear_cross_entropy(
 def chunk_tokens(tokens: int, features: int, vocabulary: int) -> int:
     """Return the tokens of one chunk, whose logits are about as large as the hidden states of all tokens."""
     balanced = -(-tokens * features // max(vocabulary, 1))
-    return max(balanced, -(-tokens // MOST_CHUNKS), min(SMALLEST_CHUNK, tokens), 1)
+    return max(balanced, -(-tokens // MOST_CHUNKS), min(256, tokens), 1)  # products of fewer would not fill a device
 
 
 class _ChunkedFunction(torch.autograd.Function):
@@ -109,19 +103,23 @@ class _ChunkedFunction(torch.autograd.Function):
         needs_h, needs_w, needs_b = (needed and grad_enabled for needed in ctx.needs_input_grad[:3])
         total = h_TD.new_zeros((), dtype=torch.float64 if dtype == torch.float64 else torch.float32)
         dh_TD = torch.empty_like(h_TD, dtype=dtype) if needs_h else None
-        dw_VD = torch.zeros_like(w_VD, dtype=_sum_dtype(w_VD.dtype)) if needs_w else None
+        sum_dtype = torch.float32 if w_VD.dtype == torch.float16 else w_VD.dtype
+        dw_VD = torch.zeros_like(w_VD, dtype=sum_dtype) if needs_w else None
         db_V = torch.zeros_like(total).expand(w_VD.shape[0]).clone() if needs_b else None
         if h_TD.is_cuda and not torch.compiler.is_compiling():  # elsewhere `gather` raises
             known = (t_T == ignore_index) | ((t_T >= 0) & (t_T < w_VD.shape[0]))
             torch._assert_async(known.all(), "linear_cross_entropy: a target is neither a class nor ignore_index")
         with without_autocast(h_TD.device.type):
             w = _operand(w_VD.to(dtype))
+            # One kernel turns logits into their gradient; the sum that a bias needs is one of float32 numbers.
+            fuses = (needs_h or needs_w) and not needs_b and h_TD.is_cuda and dtype != torch.float64
+            fuses &= not torch.compiler.is_compiling()
             for start in range(0, h_TD.shape[0], rows):
                 h = _operand(h_TD[start : start + rows].to(dtype))
                 z = h @ w.t() if bias is None else torch.addmm(bias.to(dtype).to(w.dtype), h, w.t())
                 z = z.to(dtype)
                 t, g = t_T[start : start + rows], None
-                if (needs_h or needs_w) and _fuses(z, needs_b):
+                if fuses:
                     loss, g = cross_entropy_(z, t, ignore_index, scale, softcap), z
                 else:
                     loss, g = loss_and_gradient(z, t, ignore_index, scale, softcap, needs_h or needs_w or needs_b)
@@ -167,11 +165,6 @@ def _consume(consumed: set[StorageWeakRef], saved: tuple[Tensor | None, ...]) ->
     consumed |= storages
 
 
-def _fuses(z: Tensor, has_bias: bool) -> bool:
-    """Whether a kernel turns logits into their gradient. The sum that a bias needs is one of float32 numbers."""
-    return not has_bias and z.is_cuda and z.dtype != torch.float64 and not torch.compiler.is_compiling()
-
-
 def _operand(values: Tensor) -> Tensor:
     """Return the operand of a product: bf16 as float32 on a CPU without bf16 instructions."""
     # PyTorch multiplies bf16 there element by element, in twenty times the time of float32. Results are rounded to bf16
@@ -195,24 +188,6 @@ def _add_product(dw_VD: Tensor, g_CV: Tensor, h_CD: Tensor) -> None:
         dw_VD.addmm_(g_CV.float().t(), h_CD.float())
 
 
-def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which to sum the gradient of a weight over tokens."""
-    return torch.float32 if dtype == torch.float16 else dtype
-
-
-def _product_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
-    device_type = hidden.device.type
-    autocast = autocast_dtype(device_type)
-    if autocast is not None:
-        return autocast
-    if hidden.dtype != weight.dtype:
-        raise ValueError(
-            f"linear_cross_entropy: hidden is {hidden.dtype} but weight is {weight.dtype}; cast one of them, or run "
-            f"under torch.autocast({device_type!r}, dtype=torch.bfloat16)"
-        )
-    return hidden.dtype
-
-
 def _check(
     hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, reduction: str, softcap: float | None,
     chunk: int | None,
@@ -226,6 +201,11 @@ def _check(
         raise ValueError(
             f"linear_cross_entropy: target is int64 {list(hidden.shape[:-1])}, a class for each token; got "
             f"{target.dtype} {list(target.shape)}"
+        )
+    if hidden.dtype != weight.dtype and autocast_dtype(hidden.device.type) is None:
+        raise ValueError(
+            f"linear_cross_entropy: hidden is {hidden.dtype} but weight is {weight.dtype}; cast one of them, or run "
+            f"under torch.autocast({hidden.device.type!r}, dtype=torch.bfloat16)"
         )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"linear_cross_entropy: bias is [{weight.shape[0]}]; got {list(bias.shape)}")

@@ -1,12 +1,9 @@
 """Measure the memory that a forward pass saves for backward.
 
 Counts unique storages, as the allocator does: a tensor saved by three layers counts once, a view counts as the storage
-that it keeps alive. The model's own parameters and buffers do not count; they exist anyway.
-
-`saved_for_backward` counts bytes. `audit` also lists, for each storage, its owner (the innermost running module) and
-the operation that saved it first (the node of the autograd graph). Both work on CPU, on CUDA, and under
-FakeTensorMode, where nothing is allocated. They do not count outputs that selective checkpointing holds outside
-autograd.
+that it keeps alive. The model's own parameters and buffers do not count. `saved_for_backward` counts bytes; `audit`
+also lists the owner (the innermost running module) and the operation of each storage. Both work on CPU, on CUDA, and
+under FakeTensorMode. They do not count outputs that selective checkpointing holds outside autograd.
 """
 
 import weakref

@@ -101,7 +101,11 @@ class Report(Displayed):
         for row in self.rows:
             if not row.converted:
                 skipped.setdefault(row.reason, []).append(row)
-        reasons = [f"{_named_or_counted(rows)}: {reason}" for reason, rows in skipped.items()]
+        reasons = []
+        for reason, rows in skipped.items():
+            groups = merged_rows(rows)
+            named = groups[0][0] or "the model itself" if len(groups) == 1 else f"{len(rows)} layers"
+            reasons.append(f"{named}: {reason}")
         parts = (text, *reasons, self._storage_summary(), self.execution)
         return "; ".join(part for part in parts if part)
 
@@ -167,7 +171,9 @@ def report(model: nn.Module, batch: Any = None) -> Report:
         'rowwise'
     """
     check_module("report", model)
-    plans = _plans(model)
+    # Bypasses `__getattr__`, which in a wrapper (PEFT's, torch.compile's) returns the wrapped model's plan.
+    own_plans = ((fqn, vars(module).get(PLAN_ATTRIBUTE)) for fqn, module in model.named_modules())
+    plans: dict[str, Plan] = {fqn: plan for fqn, plan in own_plans if plan is not None}  # outer ones first
     saved_bytes, called = ({}, None) if batch is None else _run(model, batch)
     rows = []
     for fqn, module in model.named_modules():
@@ -209,7 +215,7 @@ def report(model: nn.Module, batch: Any = None) -> Report:
 
 
 def _run(model: nn.Module, batch: Any) -> tuple[dict[str, int], set[nn.Module]]:
-    """Run a batch. Returns the bytes saved for backward, by module, and the modules that were called."""
+    """Run a batch; return the bytes saved for backward by module, and the modules that were called."""
     called: set[nn.Module] = set()
     hooks = [module.register_forward_pre_hook(lambda module, _: called.add(module)) for module in model.modules()]
     try:
@@ -217,14 +223,6 @@ def _run(model: nn.Module, batch: Any) -> tuple[dict[str, int], set[nn.Module]]:
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def _plans(model: nn.Module) -> dict[str, Plan]:
-    """Return the plans of a model and its parts by module name, outer ones first. Bypasses `__getattr__`, which in a
-    wrapper (PEFT's, torch.compile's) returns the wrapped model's plan.
-    """
-    plans = ((fqn, vars(module).get(PLAN_ATTRIBUTE)) for fqn, module in model.named_modules())
-    return {fqn: plan for fqn, plan in plans if plan is not None}
 
 
 def _decision(plans: Mapping[str, Plan], fqn: str) -> Decision | None:
@@ -270,8 +268,3 @@ def _execution(model: nn.Module) -> str:
     return "; ".join(
         f"{recipe} is emulated on {device}, without speed-up (see octavo doctor)" for device, recipe in sorted(emulated)
     )
-
-
-def _named_or_counted(rows: list[Row]) -> str:
-    groups = merged_rows(rows)
-    return groups[0][0] or "the model itself" if len(groups) == 1 else f"{len(rows)} layers"

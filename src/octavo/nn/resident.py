@@ -4,24 +4,16 @@
     data_ [N,K], b [N,1]    1 + 4/K bytes per parameter: 1.001 for K = 4096
 
 `octavo.convert(model, frozen="fp8")` makes such parameters (`octavo.nn.frozen`). Forward and dgrad multiply the same
-bytes (`octavo.nn.resident`); there is no wgrad. Its dtype is that of the weight it was made from, and the dtype in
-which other code reads its values. The weights of a layer's experts are one tensor [E,·,·]: a matrix per expert, with
-scales of its own, [E,·,·] too. `unbind` and an integer index return the `ResidentWeight` of one expert.
-
-A weight that is widened for its products (`octavo.nn.weight_only`) needs no format that they multiply: it has adaptive
-FP8, with codes uint8 and a scale per 128 elements of a row, 1.03 bytes per parameter. That rounds Gaussian weights at
-44 dB; e4m3 with row scales rounds them at 32.
+bytes; there is no wgrad. Its dtype is that in which other code reads its values. The weights of a layer's experts are
+one tensor [E,·,·]: a matrix per expert, with scales of its own. A weight that is widened for its products
+(`octavo.nn.weight_only`) has adaptive FP8: codes uint8 and a scale per 128 elements of a row, 1.03 bytes per parameter.
 
 What changes the storage keeps the bytes: `.to(device)`, `.half()` (only the dtype in which it is read), `clone`,
 deepcopy, pickle. `copy_` from a plain tensor quantizes it, and from a `ResidentWeight` of one spec copies the bytes.
 Fills (`zero_`, `normal_`, …) quantize the filled matrix. Everything else that would write into it raises an error: FP8
 rounds away changes below 3 % of an element, as of most merged adapters and optimizer steps. So does unfreezing it.
-
-FSDP2 shards it by rows, and experts by experts: `ResidentShard`. `octavo.nn.resident` says what a `state_dict`
-has of it.
 """
 
-import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -39,42 +31,25 @@ from octavo.numerics.formats import SUPPORTED_DTYPES
 from octavo.numerics.spec import ADAPTIVE, ADAPTIVE_BY_TEXT, AdaptiveSpec, MessageSpec, QuantSpec
 from octavo.runtime.switch import SWITCH
 from octavo.runtime.torch_compat import disabled_torch_function, local_part, tree_leaves, tree_map
-from octavo.tensor import ScaledTensor, contiguous_strides
+from octavo.tensor import ScaledTensor, placed_like
 
-# A weight that exists in FP8 only: the tensor that products of `octavo.nn.linear` read directly.
-#
-#     W [N,K] ≈ diag(b) Wq      data_ = Wq, one byte per element; scale = b [N,1], or [1,1] by tensor
-#
-# With row scales the same bytes serve forward and dgrad, because b folds into G (`octavo.numerics.recipe`). The tensor
-# has the interface of one in a wider dtype. Operations other than Octavo's products read the dequantized values, with a
-# warning unless inside `octavo.disabled()`. Two kinds exist:
-#
-#     Fp8AllGatherOutput   what FSDP gathered, replaced by the next gather (`octavo.nn.gathered`)
-#     ResidentWeight       a frozen parameter, which never changes (`octavo.nn.resident`)
-
+# A weight that exists in FP8 only, W [N,K] ≈ diag(b) Wq: what FSDP gathered, replaced by the next gather
+# (`Fp8AllGatherOutput`), or a frozen parameter (`ResidentWeight`). With row scales the same bytes serve forward and
+# dgrad, because b folds into G. Operations other than Octavo's products read the dequantized values, with a warning.
 
 aten = torch.ops.aten
 _VIEWS = (aten.detach.default, aten.alias.default, aten.as_strided.default, aten.view.default)
 
 
 class Fp8Weight(Tensor):
-    """A whole weight [N,K] in FP8, with the interface of a tensor of a wider dtype; see the module docstring.
+    """A whole weight [N,K] in FP8, with the interface of a tensor of a wider dtype."""
 
-    Attributes:
-        data_: FP8 values, [N,K].
-        scale: Dequantization scales.
-        spec: Format and granularity.
-        text: That of `spec`, which torch.compile can read of a transposed weight too.
-        read_warning: What the warning of an operation that reads the values states and advises.
-        mismatch_advice: What to do if a recipe needs another spec.
-    """
-
-    data_: Tensor
-    scale: Tensor
+    data_: Tensor  # FP8 values, [N,K]
+    scale: Tensor  # Dequantization scales
     spec: QuantSpec
-    text: str
-    read_warning: ClassVar[str]
-    mismatch_advice: ClassVar[str]
+    text: str  # That of `spec`, which torch.compile can read of a transposed weight too
+    read_warning: ClassVar[str]  # What the warning of an operation that reads the values states and advises
+    mismatch_advice: ClassVar[str]  # What to do if a recipe needs another spec
     __torch_function__ = disabled_torch_function
 
     @property
@@ -143,9 +118,6 @@ def for_dgrad(w: ScaledTensor) -> ScaledTensor:
     return ScaledTensor(transposed(w.data).t(), w.scale, w.spec) if needs_both_orders(w.data.device) else w
 
 
-# Data and scales of a weight that is resident in FP8 (`octavo.nn.resident`), from its values and back.
-
-
 def quantized_values(weight: Tensor, spec: MessageSpec) -> tuple[Tensor, Tensor]:
     """Quantize a plain weight [N,K], or those of experts [E,N,K] matrix by matrix, not in adaptive FP8."""
     if isinstance(spec, AdaptiveSpec):
@@ -176,7 +148,6 @@ def dequantized_values(data: Tensor, scale: Tensor, spec: MessageSpec, dtype: to
     return dequantize(ScaledTensor(data.t(), scale.t(), spec.transposed), dtype).t()
 
 
-aten = torch.ops.aten
 _TRANSPOSES: dict[Any, Any] = {
     aten.t.default: lambda ndim: (0, 1),
     aten.transpose.int: lambda ndim, a, b: (a % ndim, b % ndim),
@@ -387,9 +358,7 @@ class ResidentWeight(Fp8Weight):
             "the values, weight.dequantized(dtype)"
         )
 
-    def storage(self) -> Any:
-        """Raise ValueError, as `data_ptr`."""
-        self.data_ptr()
+    storage = data_ptr
 
 
 def _write(func: Any, weight: Any, rest: Any, options: Mapping[str, Any]) -> Any:
@@ -430,11 +399,9 @@ torch.serialization.add_safe_globals([_rebuilt])
 
 
 class ResidentShard(ResidentWeight):
-    """The rows, or the experts, of a resident weight that FSDP2 gave to one rank; it gathers a `ResidentWeight`.
+    """The rows, or the experts, of a resident weight that FSDP2 gave to one rank; it gathers a `ResidentWeight`."""
 
-    Scales by row, and those of experts, are sharded with the data. Other scales are whole on every rank: they take next
-    to no memory (1/4096 byte per parameter for blocks of 128×128), and blocks may cross ranks.
-    """
+    # Scales by row, and those of experts, are sharded with the data. Others are whole on every rank: blocks may cross.
 
     rows: int  # Size of dimension 0 of the whole weight
 
@@ -450,10 +417,6 @@ class ResidentShard(ResidentWeight):
     def like(self, data: Tensor, scale: Tensor, dtype: torch.dtype | None = None) -> "ResidentShard":
         """See `ResidentWeight.like`."""
         return ResidentShard(data, scale, self.spec, dtype or self.dtype, self.rows)
-
-    def as_whole(self) -> ResidentWeight:
-        """Return these rows, or experts, as a weight of their own."""
-        return ResidentWeight(self.data_, self.scale, self.spec, self.dtype)
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         return ["data_", "scale"], (self.spec, self.dtype, self.rows)
@@ -526,24 +489,14 @@ def _shard_operation(func: Any, weight: ResidentWeight, rest: Any, options: Mapp
     return NotImplemented
 
 
-# What a `state_dict` has of a weight that is resident in FP8 (`octavo.nn.resident`).
-#
-#     weight, weight_scale             of a linear, named as in compressed-tensors
-#     down_proj, down_proj_scale, …    of experts
-#
-# Plain tensors: `torch.save`, safetensors and distributed checkpoints store them like any tensors. Those of a weight
-# that FSDP2 shards are DTensors; scales that all ranks hold whole are plain, so a checkpoint loads on any number of
-# ranks. Loading takes these, or a weight in high precision, which it quantizes. Rejected: the subclass itself in the
-# `state_dict`, which needs Octavo to be read.
+# A `state_dict` has data and scales as plain tensors (`weight`, `weight_scale`, named as in compressed-tensors), of a
+# weight that FSDP2 shards as DTensors; scales that all ranks hold whole are plain. Loading takes these, or a weight in
+# high precision, which it quantizes. Rejected: the subclass itself, which needs Octavo to be read.
 #
 # In adaptive FP8 the codes are uint8, and the scales int32 [N,⌈K/128⌉,1], the bits of a float32: the last two number
 # the format of a group, and tools that convert the floating point tensors of a checkpoint would round them away. No
 # other format has scales of three dimensions for a matrix: where shapes are equal, a distributed checkpoint converts
 # what it reads to the dtype of the model's tensor, without an error.
-#
-# `save_pretrained` of Transformers and diffusers would write the FP8 values so that `from_pretrained` reads them
-# without their scales. Models with resident weights get one that raises instead (`refuse_save_pretrained`).
-
 
 SCALE_SUFFIX = "_scale"
 """Name of the scales in a `state_dict`, after that of the weight."""
@@ -568,9 +521,8 @@ def resident_weights(module: nn.Module) -> Iterator[tuple[str, ResidentWeight]]:
 
 
 def is_computed_from_resident(layer: nn.Module, name: str) -> bool:
-    """Return whether a weight of a layer is computed from one that is resident in FP8, as PEFT's `target_parameters`
-    adds an adapter to it. In FP8 much of the adapter would be rounded away, so its products run in high precision.
-    """
+    """Return whether a weight of a layer is computed from one that is resident in FP8, as by PEFT's adapters."""
+    # In FP8 much of the adapter would be rounded away, so its products run in high precision.
     computed: Any = layer._modules.get("parametrizations")
     if computed is None or name not in computed:
         return False
@@ -688,14 +640,5 @@ def _distributed(parameter: Any, part: Tensor) -> Tensor:
     """Return a tensor that is sharded as a parameter is, given this rank's part of it."""
     if not hasattr(parameter, "placements"):
         return part
-    shape = (parameter.shape[0], *part.shape[1:])
-    dtensor: Any = sys.modules["torch.distributed.tensor"].DTensor
-    sharded: Tensor = dtensor.from_local(
-        part,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=shape,
-        stride=contiguous_strides(shape),
-    )
+    sharded: Tensor = placed_like(parameter, part, (parameter.shape[0], *part.shape[1:]))
     return sharded

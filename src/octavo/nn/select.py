@@ -1,24 +1,19 @@
-"""Build the default plan: the modules to convert, with reasons. `octavo.activations.candidates` finds the modules that
-can store their activations in FP8.
+"""Build the default plan: the modules to convert, with reasons.
 
-Selection is by type: the classes of `octavo.runtime.linear_kinds` (`nn.Linear`, Transformers' `Conv1D`), and subclasses
-of `nn.Linear` whose code computes the same (`octavo.nn.linear_subclasses`). All others are skipped with a reason: other
+Selection is by type: the classes of `octavo.runtime.linear_kinds`, subclasses of `nn.Linear` whose code computes the
+same (`octavo.nn.linear_subclasses`), and experts (`octavo.nn.experts`). All others are skipped with a reason: other
 subclasses, such as bitsandbytes' quantized layers, and the output projection of `nn.MultiheadAttention`, whose weight
-torch reads without calling the module. Experts of a mixture, whose weights are 3-D, are recognized by
-`octavo.nn.experts`.
+torch reads without calling the module.
 
 A vocabulary head stays in high precision by default: its output feeds the softmax directly, and each row of its weight
 is the target of one token in thousands. Heads are recognized by structure: tied to an embedding, or the model's
-declared output embedding, or a common head name and as many rows as an embedding.
-
-Narrow linears also stay in high precision, such as low-rank adapters, routers and small classifiers: reading and
-quantizing the wide side takes longer than FP8 saves in so small a product. The rule depends only on names and sizes, so
-it is the same on every machine.
+declared output embedding, or a common head name and as many rows as an embedding. So do narrow linears, such as
+low-rank adapters, routers and small classifiers: reading and quantizing the wide side takes longer than FP8 saves.
 """
 
 import inspect
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
@@ -54,16 +49,12 @@ STORED_HOW = {
 }
 """Reasons in `report` for modules that store their activations in FP8."""
 _SKIPPED = "skipped by pattern"
-_INTEGERS = (torch.uint8, torch.int8)
-"""Dtypes of weights that a subclass of nn.Linear has packed."""
 HEAD_REASON = "vocabulary head"
 """Start of the reason why a vocabulary head stays in high precision."""
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Return whether a module is a linear layer: of a class that `octavo.runtime.linear_kinds` lists, of a subclass of
-    `nn.Linear`, or converted.
-    """
+    """Return whether a module is a linear layer, converted or not: of a listed class, or a subclass of `nn.Linear`."""
     return isinstance(module, nn.Linear | LinearLike) or kind_of_class(type(module)) is not None
 
 
@@ -73,9 +64,7 @@ def is_layer(module: nn.Module) -> bool:
 
 
 def own_weight(module: nn.Module) -> nn.Parameter | None:
-    """Return the weight of a module if it is its own parameter. Does not compute a parametrized weight, which can have
-    side effects (spectral norm).
-    """
+    """Return the weight of a module if it is its own parameter; a parametrized one may have side effects."""
     return module._parameters.get("weight")
 
 
@@ -95,7 +84,9 @@ def default_plan(
     chosen = None if filter is None else as_filter(filter)
     rules = [(as_filter(rule), rule_recipe) for rule, rule_recipe in (recipes or {}).items()]
     used = [rule for rule in (chosen, *(rule for rule, _ in rules)) if rule is not None]
-    layers = _layers(model, heads)
+    linears = [module for module in model.modules() if is_layer(module)]
+    counted = [m for m in linears if is_linear(m) and m not in heads and obstacle(m) is None]
+    layers = layers_of(model, linears, counted)
     by_module: dict[nn.Module, list[Layer]] = {}
     for layer in layers.values():
         by_module.setdefault(layer.module, []).append(layer)
@@ -139,9 +130,7 @@ def _caller_level() -> int:
 
 
 def linears_with_exact_inputs(model: nn.Module, plan: Plan) -> list[str]:
-    """Return names of linears whose inputs are saved exactly: skipped ones, vocabulary heads, and subclasses with
-    behaviour of their own.
-    """
+    """Return names of linears whose inputs are saved exactly: skipped ones, heads, and those of their own behaviour."""
     heads, modules = _vocabulary_heads(model), dict(model.named_modules())
     return [
         name
@@ -188,7 +177,7 @@ def _quantized_by(module: nn.Module) -> str | None:
     libraries = {owner.__module__.partition(".")[0] for owner in (type(module), type(weight))}
     if type(module).__module__.startswith("torch.ao."):
         return f"{type(module).__name__} quantizes its weight (torch.ao): to train it in FP8, convert the model before"
-    packed = kind_of_class(type(module)) is None and weight is not None and weight.dtype in _INTEGERS
+    packed = kind_of_class(type(module)) is None and weight is not None and weight.dtype in (torch.uint8, torch.int8)
     if packed or libraries & {"bitsandbytes", "torchao"}:
         what = type(module if type(weight) is nn.Parameter else weight).__name__
         return (
@@ -227,13 +216,6 @@ def checked_weight(fqn: str, module: nn.Module) -> Tensor:
     return weight
 
 
-def _layers(model: nn.Module, heads: Mapping[nn.Module, str]) -> dict[str, Layer]:
-    """Return the linears and experts of a model by each of their names, as `Layer`s for filters."""
-    layers = [module for module in model.modules() if is_layer(module)]
-    counted = [m for m in layers if is_linear(m) and m not in heads and obstacle(m) is None]
-    return layers_of(model, layers, counted)
-
-
 def _decide(
     names: Sequence[Layer], recipe: Recipe, head: str | None, chosen: Filter | None,
     rules: Sequence[tuple[Filter, Recipe]],
@@ -259,11 +241,8 @@ def _decide(
     for layer, (rule, other) in ((layer, pair) for pair in rules for layer in names):
         matches, fact = rule.match(layer)
         if matches:
-            by_filter, recipe, reason = (
-                True,
-                other,
-                _with_fact(f"{reason}; {other.name}", fact) + _as_named(layer, first),
-            )
+            by_filter, recipe = True, other
+            reason = _with_fact(f"{reason}; {other.name}", fact) + _as_named(layer, first)
             break
     own = own_weight(first.module)
     if own is not None and own.dtype == torch.float64:
@@ -300,7 +279,9 @@ def _vocabulary_heads(model: nn.Module) -> dict[nn.Module, str]:
     embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding)]
     tied = {id(weight) for m in embeddings if (weight := own_weight(m)) is not None}
     rows = {m.num_embeddings for m in embeddings}
-    declared = set(_declared_heads(model))
+    getter = getattr(model, "get_output_embeddings", None)
+    head = getter() if callable(getter) else None
+    declared = set(head.modules()) if isinstance(head, nn.Module) else set()
     heads = {}
     for fqn, module in model.named_modules(remove_duplicate=False):
         if not is_linear(module):
@@ -313,10 +294,3 @@ def _vocabulary_heads(model: nn.Module) -> dict[nn.Module, str]:
         elif name in HEAD_NAMES and isinstance(module, nn.Linear) and module.out_features in rows:
             heads[module] = f"{module.out_features} outputs, as many as an embedding has rows"
     return heads
-
-
-def _declared_heads(model: nn.Module) -> Iterator[nn.Module]:
-    getter = getattr(model, "get_output_embeddings", None)
-    head = getter() if callable(getter) else None
-    if isinstance(head, nn.Module):
-        yield from head.modules()

@@ -4,18 +4,13 @@
     dgrad    ∂X = G W      the same, from the same bytes
 
 X and G are not quantized, so outputs and gradients are those of a base whose weights have the FP8 values, bit for bit
-(where X is stored by columns, PyTorch adds up ∂X in another order).
-FP8 products round X and G, about 31.5 dB each, which adds up over the layers of a model; this rounds neither. It costs
-the time of products in the wider dtype and of reading W again, and a temporary copy of one weight. W is in adaptive
-FP8, which rounds it at 44 dB instead of 32, in 1.03 bytes per parameter (`octavo.nn.resident`); any other format that
-it is resident in, as loaded from a checkpoint in FP8, is read as it is.
+(where X is stored by columns, PyTorch adds up ∂X in another order). It costs the time of products in the wider dtype
+and of reading W again, and a temporary copy of one weight.
 
-`octavo.convert(model, frozen="fp8", weight_only=[…])` selects the layers by name. By default they are the projections
-of attention. Adapters' gradients get their error from X in the products before them and from G in those after, in
-proportion to their own size. In models with gated MLPs attention brings 54 to 88 % of it, for less than a fifth of the
-arithmetic: at random weights v and o, else q and k too, whose error the scores amplify. In models with plain MLPs it
-brings at most a third, for a third of the arithmetic (`pytest -s -m "" tests/nn/test_lora_families.py`).
-Choosing v and o alone was rejected: it leaves Qwen3 below 28 dB, and inference engines join q, k and v.
+By default the projections of attention are weight-only. Adapters' gradients get their error from X in the products
+before them and from G in those after. In models with gated MLPs attention brings 54 to 88 % of it, for less than a
+fifth of the arithmetic (`pytest -s -m "" tests/nn/test_lora_families.py`). Choosing v and o alone was rejected: it
+leaves Qwen3 below 28 dB, and inference engines join q, k and v.
 """
 
 from typing import Any

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from octavo.runtime.torch_compat import is_dtensor, local_part
-from octavo.tensor import contiguous_strides, local_tensor
+from octavo.tensor import local_tensor, placed_like
 
 
 def splits_groups(param: Tensor, group: int) -> bool:
@@ -34,9 +34,7 @@ def column_splits(param: Tensor) -> int:
 
 
 def row_group(param: Tensor) -> dist.ProcessGroup | None:
-    """Return the ranks that share the rows of a matrix; None where this rank has whole matrices: those of a plain
-    tensor, or of a stack [E, rows, columns] that is sharded by matrices.
-    """
+    """Return the ranks that share the rows of a matrix; None where this rank has whole matrices."""
     owner: Any = param
     places = _placements(param)
     sharded_dims = [dim for dim, placement in enumerate(places) if not placement.is_replicate()]
@@ -63,11 +61,10 @@ def first_row(param: Tensor) -> int:
     return _offset(param)[0]
 
 
-def _offset(param: Tensor) -> tuple[int, ...]:
+def _offset(param: Any) -> tuple[int, ...]:
     from octavo.runtime.torch_compat import compute_local_shape_and_global_offset  # slow import
 
-    owner: Any = param
-    _, offset = compute_local_shape_and_global_offset(owner.shape, owner.device_mesh, owner.placements)
+    _, offset = compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements)
     return tuple(offset)
 
 
@@ -75,19 +72,11 @@ def shard_like(param: Tensor, rows: Tensor) -> Tensor:
     """Wrap a state of the local rows as a tensor sharded like the parameter."""
     if not is_dtensor(param):
         return rows
-    owner: Any = param
     columns = [size * column_splits(param) if dim == 0 else size for dim, size in enumerate(rows.shape[1:])]
     shape = torch.Size((param.shape[0], *columns)) if rows.ndim else rows.shape
     if rows.shape == local_part(param).shape:
         shape = param.shape
-    sharded: Tensor = owner.from_local(
-        rows,
-        owner.device_mesh,
-        owner.placements,
-        run_check=False,
-        shape=shape,
-        stride=contiguous_strides(shape),
-    )
+    sharded: Tensor = placed_like(param, rows, shape)
     return sharded
 
 
@@ -109,18 +98,14 @@ def local_rows(param: Tensor, value: Tensor) -> Tensor:
 
 
 def sum_gradient(param: Tensor) -> None:
-    """Place the gradient of a DTensor as the parameter is placed: autograd leaves a sum over ranks that a replicated
-    parameter needs, as of a norm under sequence parallelism, to whoever reads the gradient.
-    """
+    """Place the gradient of a DTensor as its parameter: autograd leaves sums over ranks to whoever reads it."""
     grad: Any = param.grad
     if is_dtensor(param) and is_dtensor(grad) and _placements(grad) != _placements(param):
         param.grad = grad.redistribute(placements=_placements(param))
 
 
 def any_rank(flags: Tensor, params: Iterable[Tensor]) -> Tensor:
-    """Return which flags are set on any rank that has shards or copies of the parameters; one all_reduce per mesh
-    dimension.
-    """
+    """Return which flags are set on any rank that has shards or copies of the parameters."""
     groups: dict[dist.ProcessGroup, str] = {}
     for param in params:
         for dim in range(len(_placements(param))):

@@ -16,7 +16,7 @@ from octavo.kernels.adamw import compress, exact_values, groups
 from octavo.numerics.formats import E4M3
 from octavo.optim.sharded import local_rows, shard_like
 from octavo.runtime.torch_compat import is_dtensor
-from octavo.tensor import contiguous_strides, local_tensor
+from octavo.tensor import local_tensor, placed_like
 
 MIN_FP8_COLUMNS = 64
 """Fewest columns for which FP8 moments save memory in spite of their scales."""
@@ -88,9 +88,7 @@ def master_values(param: Tensor, state: Mapping[str, Tensor]) -> Tensor:
 
 
 def as_bytes(param: Tensor, value: Tensor) -> Tensor:
-    """Return a sharded state as bytes [..., item size] that share its memory, if process groups lack its dtype: to
-    gather or broadcast states, Gloo has no FP8 and neither Gloo nor NCCL 16-bit integers.
-    """
+    """Return a sharded state as bytes [..., item size] that share its memory, if process groups lack its dtype."""
     if not is_dtensor(value) or value.dtype in (torch.float32, torch.uint8):
         return value
     rows = local_tensor(value)
@@ -105,9 +103,7 @@ def from_bytes(param: Tensor, value: Any, dtype: torch.dtype) -> Any:
     rows = rows.flatten(-2).view(dtype) if rows.numel() else rows.new_empty(rows.shape[:-1], dtype=dtype)
     if not is_dtensor(value):
         return rows
-    owner: Any = value  # sharded as it was, which may not be as the parameter is
-    places, strides = (owner.device_mesh, owner.placements), contiguous_strides(param.shape)
-    return owner.from_local(rows, *places, run_check=False, shape=param.shape, stride=strides)
+    return placed_like(value, rows, param.shape)  # sharded as it was, which may not be as the parameter is
 
 
 def check_state(index: int, param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:

@@ -40,7 +40,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from octavo.comm import ADAPTIVE_SPEC
 from octavo.nn.experts import STACKED, Experts, gather_rows, inverse_order, is_converted_experts, looks_like_experts
-from octavo.nn.resident import ResidentShard
+from octavo.nn.resident import ResidentShard, ResidentWeight
 from octavo.numerics.recipe import Recipe
 from octavo.parallel.agreement import check_mesh, check_on_all_ranks
 from octavo.parallel.exchange import exchange_rows
@@ -214,7 +214,7 @@ def _shard(parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
     """Return the experts of this rank as a DTensor."""
     local = parameter.detach().chunk(mesh.size())[mesh.get_local_rank()].clone()
     if isinstance(local, ResidentShard):
-        local = local.as_whole()
+        local = ResidentWeight(local.data_, local.scale, local.spec, local.dtype)
     sharded = DTensor.from_local(
         local, mesh, [Shard(0)], run_check=False, shape=parameter.shape, stride=parameter.stride()
     )

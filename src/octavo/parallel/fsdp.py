@@ -41,7 +41,7 @@ from octavo.numerics.spec import QuantSpec
 from octavo.parallel.agreement import broadcast_values
 from octavo.runtime.blocks import CALLED_OUTSIDE, find_blocks
 from octavo.runtime.torch_compat import forget_gathered, fsdp_groups, local_part
-from octavo.tensor import local_tensor
+from octavo.tensor import local_tensor, placed_like
 
 
 class Fp8ReduceScatter:
@@ -182,9 +182,8 @@ def _unshared_blocks(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Modul
 
 
 def _mark_fp8_weights(model: nn.Module, dtype: torch.dtype | None, ranks: int, expert_ranks: int) -> None:
-    """Replace weights that can be gathered in FP8 by `ShardedWeight`, before sharding over `ranks`, or `expert_ranks`
-    for distributed experts. One rank gathers nothing; FSDP2 would pass it the bytes without their scales.
-    """
+    """Replace weights that can be gathered in FP8 by `ShardedWeight`, before sharding over so many ranks."""
+    # One rank gathers nothing; FSDP2 would pass it the bytes without their scales.
     owners: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
@@ -205,15 +204,15 @@ def _mark_fp8_weights(model: nn.Module, dtype: torch.dtype | None, ranks: int, e
         gather_format.transposed = bool(getattr(module, "is_transposed", False))
         gather_format.channels = partial(_channels, layers)
         gather_format.follow = partial(_update_recipe, weakref.ref(model), gather_format, layers)
-        marked = nn.Parameter(_marked(weight.detach(), gather_format), requires_grad=weight.requires_grad)
+        part = ShardedWeight(local_tensor(weight.detach()), gather_format)
+        placed = placed_like(weight, part) if isinstance(weight, DTensor) else part  # by tensor or expert parallelism
+        marked = nn.Parameter(placed, requires_grad=weight.requires_grad)
         for module, name in places:
             setattr(module, name, marked)
 
 
 def _may_gather(module: nn.Module, name: str) -> TypeGuard[LinearLike | Experts]:
-    """Return whether a parameter is a weight that the FP8 products of its module read, with rows along dimension 0 or
-    experts.
-    """
+    """Return whether a parameter is a weight that FP8 products read, with rows along dimension 0 or experts."""
     if isinstance(module, LinearLike):
         return not module.weight_is_transposed and name == "weight"
     return is_converted_experts(module) and name in STACKED
@@ -224,16 +223,6 @@ def _gathered_spec(layer: nn.Module) -> QuantSpec | None:
     if is_converted_experts(layer):
         return layer.recipe.w if is_grouped(layer.recipe) else None
     return layer.recipe.w if isinstance(layer, LinearLike) and layer.recipe.supports_fp8_gather else None
-
-
-def _marked(weight: Any, gather_format: GatherFormat) -> Tensor:
-    """Return a weight as a `ShardedWeight`; one that tensor parallelism placed stays a DTensor, of such a part."""
-    if not isinstance(weight, DTensor):
-        return ShardedWeight(weight, gather_format)
-    part = ShardedWeight(weight.to_local(), gather_format)
-    return DTensor.from_local(
-        part, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
-    )
 
 
 def _channels(linears: Iterable[nn.Module]) -> ChannelScales | None:
@@ -261,10 +250,7 @@ def _unwrap_shards(module: nn.Module, state: dict[str, Any], prefix: str, metada
     """Replace `ShardedWeight`s in a checkpoint by plain shards."""
     for name, value in state.items():
         if isinstance(local_part(value), ShardedWeight):
-            state[name] = DTensor.from_local(
-                local_tensor(value), value.device_mesh, value.placements, run_check=False, shape=value.shape,
-                stride=value.stride(),
-            )  # fmt: skip
+            state[name] = placed_like(value, local_tensor(value))
 
 
 def parameters_in_fp8(model: nn.Module) -> Iterable[str]:
