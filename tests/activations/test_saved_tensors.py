@@ -17,7 +17,7 @@ import octavo
 from octavo.activations.functional import activation_saving_fp8
 from octavo.activations.layouts import as_matrix, dense_strides
 from octavo.activations.recompute import RECOMPUTABLE, Rematerializer, dequantize_saved, quantize_for_backward
-from octavo.activations.saved_tensors import FEWEST, _Decompress, compressed
+from octavo.activations.saved_tensors import FEWEST, _decompress, compressed
 from octavo.nn.memory_audit import saved_for_backward
 from octavo.numerics import E4M3, sqnr
 from octavo.train.compiled_blocks import Checkpointing
@@ -64,7 +64,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_stored_tensor_comes_back_in_its_layout(layout, dtype):
     was = LAYOUTS[layout](randn(4, 33, 6, 32).to(dtype))
-    restore = _Decompress(was.dtype, was.shape, dense_strides(was))
+    restore = partial(_decompress, was.dtype, was.shape, dense_strides(was))
     is_ = restore(quantize_for_backward(as_matrix(was)))
     assert (was.shape, was.dtype) == (is_.shape, is_.dtype) and sqnr(was, is_) >= E4M3.tolerance_db
     order = [d for d in range(was.ndim) if was.shape[d] > 1 and was.stride(d) > 0]

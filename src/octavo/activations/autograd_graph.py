@@ -55,9 +55,7 @@ def producer(node: Any) -> Any:
 
 
 def is_parameter(tensor: Tensor, own: Collection[int] = ()) -> bool:
-    """Return whether a tensor is a parameter, a view or cast of one, or a function of parameters alone with the size of
-    one, such as `weight * 2` or a parametrized weight.
-    """
+    """Return whether a tensor is a parameter, a view or cast of one, or a function of parameters alone of its size."""
     if tensor.is_leaf:
         return isinstance(tensor, nn.Parameter) or id(tensor) in own
     leaves, same_values = _parameters_behind(tensor.grad_fn, own)
@@ -80,21 +78,17 @@ def _parameters_behind(node: Any, own: Collection[int]) -> tuple[list[Tensor], b
             if not isinstance(leaf, nn.Parameter) and id(leaf) not in own:
                 return [], False
             leaves.append(leaf)
-        elif kind is None or kind in _OF_DATA or (kind in _PRODUCTS and _has_constant(other)):
+        elif (
+            kind is None or kind in _OF_DATA or (kind in _PRODUCTS and any(f is None for f, _ in other.next_functions))
+        ):
             return [], False
         else:
             same_values &= kind in SAME_VALUES
     return leaves, same_values
 
 
-def _has_constant(node: Any) -> bool:
-    return any(function is None for function, _ in node.next_functions)
-
-
 def _behind(node: Any) -> Iterator[tuple[str | None, Any]]:
-    """Yield kinds and nodes from a node on, nearest first; the kind is None for a function written in Python, and after
-    too many nodes.
-    """
+    """Yield kinds and nodes from a node on, nearest first; kind None for Python functions, and after too many nodes."""
     waiting = [node]
     for _ in range(_STEPS):
         if not waiting:

@@ -22,8 +22,6 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 """Modules that are not called."""
 _EXCLUDED = (nn.RNNBase, nn.Embedding, nn.EmbeddingBag, torch.jit.ScriptModule)
 """Modules whose saved tensors stay unchanged: recurrences, tables, and TorchScript."""
-_NORM_NAMES = ("norm",)
-_ACTIVATION_NAMES = ("silu", "swish", "gelu", "activation")
 
 
 def storable(model: nn.Module) -> dict[str, Storage | str]:
@@ -76,10 +74,9 @@ def _why_unknown(module: nn.Module, owner: type) -> str | None:
     """Return why a module whose name resembles a norm or an activation is not recognized."""
     name, simple = owner.__name__.lower(), next(module.children(), None) is None
     own = next(module.parameters(recurse=False), None) is not None
-    is_norm = own and any(part in name for part in _NORM_NAMES)
-    if not simple or not (is_norm or (not own and any(part in name for part in _ACTIVATION_NAMES))):
-        return None
-    if any(part in name for part in ("batchnorm", "groupnorm", "instancenorm")):
+    resembling = ("norm",) if own else ("silu", "swish", "gelu", "activation")
+    others = ("batchnorm", "groupnorm", "instancenorm")
+    if not simple or not any(part in name for part in resembling) or any(part in name for part in others):
         return None
     return (
         f"{owner.__name__} has a forward that is not recognized, so it keeps its own; declare it with "
@@ -91,7 +88,7 @@ def _owners_of_matrices(modules: dict[str, nn.Module]) -> Iterator[nn.Module]:
     """Yield modules that are called and own matrices, directly or in containers, except single linears and tables."""
     seen: set[int] = set()  # owners of many leaves, such as a flat list of linears, are searched once
     for fqn, module in modules.items():
-        if not _has_matrices(module) or isinstance(module, _EXCLUDED):
+        if isinstance(module, _EXCLUDED) or all(p.ndim < 2 for p in module.parameters(recurse=False)):
             continue
         owner, name = module, fqn
         while name and (_is_leaf(owner) or isinstance(owner, _CONTAINERS)):
@@ -104,10 +101,6 @@ def _owners_of_matrices(modules: dict[str, nn.Module]) -> Iterator[nn.Module]:
             continue
         if _detected_spec(owner) is None and not isinstance(owner, _EXCLUDED):
             yield owner
-
-
-def _has_matrices(module: nn.Module) -> bool:
-    return any(parameter.ndim >= 2 for parameter in module.parameters(recurse=False))
 
 
 def _is_leaf(module: nn.Module) -> bool:

@@ -6,14 +6,10 @@ Each module computes its formula f twice, and AOTAutograd's partitioner moves th
     y' = f(x')           with a gradient, at x' = dequantize(quantize(x)), rounded as eager mode rounds it
     out = y, ∂out = ∂y'  so that backward depends on x through its FP8 copy only, the smallest cut of the graph
 
-Forward needs nothing of y' but that copy. Linears that read `out` compute their weight gradient from y', as in eager
-mode (`octavo.activations.recompute`): the op `restored` returns it. AOTAutograd traces the forward of a whole graph in
-order, so a table from the storage of `out` to y', which exists only while it traces, connects the two. A linear in
-another graph than its producer saves its own input.
-
-All operations are PyTorch's, so Inductor fuses the cast into the producer of x and the recomputation into its readers.
-Rejected: PyTorch's pass `activation_quantization_aten_pass`, which selects saved tensors by size and dtype. It
-would round q, k and the output of attention too (`octavo.activations.exactness`).
+Linears that read `out` compute their weight gradient from y', which the op `restored` returns. AOTAutograd traces the
+forward of a whole graph in order, so a table from the storage of `out` to y', which exists only while it traces,
+connects the two. A linear in another graph than its producer saves its own input. Rejected: PyTorch's pass
+`activation_quantization_aten_pass`, which would round q, k and the output of attention too.
 """
 
 from typing import Any

@@ -4,12 +4,9 @@
     spec_of(LlamaMLP)        Glu(gate="gate_proj", up="up_proj", down="down_proj", activation="act_fn")
 
 The formula of a class (`octavo.activations.formulas`) is compared with the formulas of the methods below, up to the
-names of attributes. Class names do not matter, and nothing is run: a module that computes one of these on some inputs
-only, or has a side effect, has another formula. The result names the attribute of each role. The attributes (weights,
-epsilon, children, flags) are read at each call of the module.
-
-`octavo.nn.register(MyNorm, Norm(...))` declares what another class computes. When a model is converted, each module of
-a registered class is compared with its declaration, outputs and gradients (`octavo.activations.verify`).
+names of attributes. Class names do not matter, and nothing is run. The result names the attribute of each role, which
+is read at each call of the module. `octavo.nn.register(MyNorm, Norm(...))` declares what another class computes
+(`octavo.activations.verify`).
 """
 
 import math
@@ -23,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from octavo.activations.formulas import Expression, Formula, formula_of, formula_of_method, matches
+from octavo.activations.formulas import Expression, Formula, formula_of, matches
 
 GLU_ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 """Gate activations that have a kernel."""
@@ -329,15 +326,14 @@ def _detected_spec(owner: Any) -> tuple[ModuleSpec | None, Formula | None]:
 @cache
 def _method(owner: Any, method: str) -> tuple[str | None, Formula | None]:
     """Return the name of the activation that a method of a class computes, and its formula."""
-    formula = formula_of_method(owner, method)
-    expression = None if formula is None else formula.expression
-    return next(
-        (n for n in ("gelu", "gelu_tanh") if expression and expression == _pattern(_Activations, n)), None
-    ), formula
+    formula, names = formula_of(owner, method), ("gelu", "gelu_tanh")
+    if formula is None:
+        return None, None
+    return next((n for n in names if formula.expression == _pattern(_Activations, n)), None), formula
 
 
 def _pattern(owner: type, method: str) -> Expression:
-    formula = formula_of_method(owner, method)
+    formula = formula_of(owner, method)
     return None if formula is None else formula.expression
 
 

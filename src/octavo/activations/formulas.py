@@ -3,11 +3,9 @@
     formula_of(LlamaMLP).expression    ("call", ("attr", "down_proj"), (("*", ("call", ("attr", "act_fn"), …), …),), ())
 
 A short forward is evaluated symbolically: its arguments and the attributes of `self` are symbols, assignments are
-followed, plain methods of the same class are inlined, and the result is one expression of calls and operators. Two
-forwards with the same expression compute the same thing, whatever their variables are called. Loops, in-place
-operators, assignments to attributes, closures, decorators and `super()` may do more than an expression says, so a
-forward with one of them has no formula. An expression does not say in which order calls are made, nor which results
-are dropped: the list of all calls does, and it is compared too.
+followed, plain methods of the same class are inlined, and the result is one expression of calls and operators, and the
+list of all calls in order. Loops, in-place operators, assignments to attributes, closures, decorators and `super()` may
+do more than an expression says, so a forward with one of them has no formula.
 
 The expression is read from the source of the code object that runs: the source is compiled again and compared.
 `Formula.holds` checks on every use that no function, and nothing that it names, has been replaced since. Nothing is
@@ -51,9 +49,7 @@ class Formula:
     outside: tuple[tuple[dict[str, Any], str, Any], ...] = ()
 
     def holds(self, owner: type, module: nn.Module) -> bool:
-        """Return whether the class still has these functions and the module does not override them. `forward` may be
-        overridden: the override has called this one.
-        """
+        """Return whether the class still has these functions and the module overrides none but `forward`."""
         own = vars(module)
         return all(
             (name == "forward" or name not in own)
@@ -62,12 +58,7 @@ class Formula:
         ) and all(space.get(name) is value for space, name, value in self.outside)
 
 
-def formula_of(owner: type) -> Formula | None:
-    """Return the formula of the `forward` of a module class, or None."""
-    return formula_of_method(owner, "forward")
-
-
-def formula_of_method(owner: type, method: str) -> Formula | None:
+def formula_of(owner: type, method: str = "forward") -> Formula | None:
     """Return the formula of a method of a class, or None."""
     reader = _Reader(owner)
     try:
@@ -170,7 +161,7 @@ class _Body:
         if isinstance(node, ast.Constant):
             return ("constant", node.value)
         if isinstance(node, ast.Name):
-            return self.scope[node.id] if node.id in self.scope else ("outside", self.named(node.id))
+            return self.scope[node.id] if node.id in self.scope else ("outside", self.read(self.outside, node.id))
         if isinstance(node, ast.Attribute):
             return self.attribute(self.value(node.value), node.attr)
         if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
@@ -186,10 +177,6 @@ class _Body:
         if isinstance(node, ast.Call):
             return self.called(node)
         raise _Unknown
-
-    def named(self, name: str) -> Any:
-        """Return the value of a global name."""
-        return self.read(self.outside, name)
 
     def read(self, space: dict[str, Any], name: str) -> Any:
         """Return a value of a namespace, and record it for `Formula.holds`."""
@@ -222,11 +209,9 @@ class _Body:
                     raise _Unknown
                 return self.reader.call(node.func.attr, arguments, self.depth - 1)
             if owner[0] not in ("self", "outside"):
-                return self.recorded(_method(node.func.attr, owner, arguments, keywords))
-        return self.recorded(("call", self.value(node.func), tuple(arguments), keywords))
-
-    def recorded(self, call: Expression) -> Expression:
-        """Append a call to the list of calls, and return it."""
+                self.reader.calls.append(_method(node.func.attr, owner, arguments, keywords))
+                return self.reader.calls[-1]
+        call = ("call", self.value(node.func), tuple(arguments), keywords)
         self.reader.calls.append(call)
         return call
 
@@ -260,9 +245,7 @@ def _definition(function: FunctionType) -> ast.FunctionDef:
 
 @lru_cache(maxsize=64)
 def _definitions(source: str) -> dict[tuple[int, str], tuple[ast.FunctionDef, CodeType]]:
-    """Return the functions of a file by first line and name, as AST and code. Compiles the whole file, because its
-    imports change how its functions are compiled.
-    """
+    """Return the functions of a file by first line and name, as AST and code: its imports change how they compile."""
     try:
         tree = ast.parse(source)
         waiting = [compile(tree, "", "exec", dont_inherit=True)]

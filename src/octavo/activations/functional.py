@@ -2,12 +2,9 @@
 
 Forward returns the model's own values, bit for bit: each function receives what the module computed. Backward computes
 the gradient of the function at the saved FP8 input, norm statistics included, so that all operands of backward belong
-to one set of values. `octavo.activations.recompute` describes the FP8 format and how outputs are recomputed.
-
-Backward uses the ops `rms_norm`, `layer_norm` and `glu`. A layer norm saves x - mean, because the mean may be many
-times larger than the rest. A gate whose projection has a bias is saved without the bias, because silu(-8 ± 0.3) varies
-by a third. Forward copies the parameters that recomputation needs: FSDP may have freed them when another layer asks for
-the output in backward.
+to one set of values. A layer norm saves x - mean, because the mean may be many times larger than the rest. A gate whose
+projection has a bias is saved without the bias, because silu(-8 ± 0.3) varies by a third. Forward copies the parameters
+that recomputation needs: FSDP may have freed them when another layer asks for the output in backward.
 """
 
 import math
@@ -35,8 +32,6 @@ from octavo.numerics.spec import QuantSpec
 from octavo.runtime.derivatives import first_derivative_only
 from octavo.runtime.torch_compat import explain_freed_nodes, in_backward
 from octavo.tensor import ScaledTensor
-
-"""Dtypes that can be quantized to FP8."""
 
 
 class _NormRematerializer(Rematerializer):
@@ -109,7 +104,7 @@ class _ActivationRematerializer(Rematerializer):
         self.activation = activation
 
     def _matrix(self, tensors: Sequence[Any]) -> Tensor:
-        return _activated(self.inputs(tensors)[0], self.activation)
+        return activated(self.inputs(tensors)[0], self.activation)
 
 
 @explain_freed_nodes
@@ -146,14 +141,15 @@ class _NormFunction(torch.autograd.Function):
 
 
 class _GluFunction(torch.autograd.Function):
-    """Returns h [..., N], computed by the caller, and saves FP8 gate and up, quantized by the caller."""
+    """Returns h [..., N], computed by the caller, and saves FP8 gate and up; without `up`, `gate` holds both halves."""
 
     @staticmethod
     def forward(
-        ctx: Any, gate: Tensor, up: Tensor, h: list[Tensor], rematerializer: _GluRematerializer, *tensors: Tensor
-    ) -> Tensor:
+        ctx: Any, gate: Tensor, up: Tensor | None, h: list[Tensor], gate_first: bool,
+        rematerializer: _GluRematerializer, *tensors: Tensor,
+    ) -> Tensor:  # fmt: skip
         ctx.save_for_backward(*tensors)
-        ctx.rematerializer = rematerializer
+        ctx.rematerializer, ctx.is_joint, ctx.gate_first = rematerializer, up is None, gate_first
         return h[0]
 
     @staticmethod
@@ -162,33 +158,15 @@ class _GluFunction(torch.autograd.Function):
         rematerializer: _GluRematerializer = ctx.rematerializer
         gate, up = rematerializer.inputs(ctx.saved_tensors)
         rematerializer.forget()
-        dgate, dup = glu_backward(_matrix(grad), gate, up, rematerializer.activation)
-        return dgate.view(grad.shape), dup.view(grad.shape), *[None] * 7
-
-
-class _JointGluFunction(torch.autograd.Function):
-    """`_GluFunction` for [gate, up] in one tensor [..., 2N], with one gradient."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, both: Tensor, h: list[Tensor], gate_first: bool, rematerializer: _GluRematerializer, *tensors: Tensor
-    ) -> Tensor:
-        ctx.save_for_backward(*tensors)
-        ctx.rematerializer, ctx.gate_first = rematerializer, gate_first
-        return h[0]
-
-    @staticmethod
-    @first_derivative_only("a gated MLP that stores its activations in FP8")
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        rematerializer: _GluRematerializer = ctx.rematerializer
-        gate, up = rematerializer.inputs(ctx.saved_tensors)
-        rematerializer.forget()
-        dgate, dup = glu_backward(_matrix(grad), gate, up, rematerializer.activation, joined=ctx.gate_first)
-        if ctx.gate_first and dgate._base is not None:
+        joined = ctx.is_joint and ctx.gate_first
+        dgate, dup = glu_backward(_matrix(grad), gate, up, rematerializer.activation, joined=joined)
+        if not ctx.is_joint:
+            return dgate.view(grad.shape), dup.view(grad.shape), *[None] * 8
+        if joined and dgate._base is not None:
             both = dgate._base
         else:
             both = torch.cat((dgate, dup) if ctx.gate_first else (dup, dgate), 1)
-        return both.view(*grad.shape[:-1], 2 * grad.shape[-1]), *[None] * 8
+        return both.view(*grad.shape[:-1], 2 * grad.shape[-1]), *[None] * 9
 
 
 class _ActivationFunction(torch.autograd.Function):
@@ -208,7 +186,11 @@ class _ActivationFunction(torch.autograd.Function):
         rematerializer: _ActivationRematerializer = ctx.rematerializer
         (x,) = rematerializer.inputs(ctx.saved_tensors)
         rematerializer.forget()
-        return _activation_gradient(grad, x, rematerializer.activation), *[None] * 4
+        x, activation = x.reshape(grad.shape), rematerializer.activation
+        if activation in ("silu", "quick_gelu"):
+            return torch.ops.aten.silu_backward(grad, x if activation == "silu" else 1.702 * x), *[None] * 4
+        approximate = "tanh" if activation == "gelu_tanh" else "none"
+        return torch.ops.aten.gelu_backward(grad, x, approximate=approximate), *[None] * 4
 
 
 def norm_saving_fp8(
@@ -216,28 +198,27 @@ def norm_saving_fp8(
 ) -> Tensor:
     """Return a norm y of x [..., K] over the last dimension, with x or x - mean saved in FP8 for backward."""
     eps = torch.finfo(torch.float32).eps if eps is None else eps
-    scale, norm = (
-        (weight, norm) if weight is not None else (y.new_ones(y.shape[-1:]), replace(norm, add_unit_offset=False))
-    )
+    if weight is None:
+        weight, norm = y.new_ones(y.shape[-1:]), replace(norm, add_unit_offset=False)
     rematerializer = _NormRematerializer(y.dtype, norm, eps)
-    out: Tensor
-    out, *tensors = unhooked(_NormFunction.apply, x.to(y.dtype), scale, bias, [y], rematerializer)
-    copies = scale.detach().clone(), None if bias is None else bias.detach().clone()
+    out, *tensors = unhooked(_NormFunction.apply, x.to(y.dtype), weight, bias, [y], rematerializer)
+    copies = weight.detach().clone(), None if bias is None else bias.detach().clone()
+    return _registered(out, (*tensors, *copies), rematerializer)
+
+
+def _registered(out: Tensor, tensors: tuple[Tensor | None, ...], rematerializer: Rematerializer) -> Tensor:
+    """Register what an output can be recomputed from, and return it."""
     if out.is_contiguous():
-        RECOMPUTABLE.add(out, Recomputable((*tensors, *copies), rematerializer), outer_hooks())
+        RECOMPUTABLE.add(out, Recomputable(tensors, rematerializer), outer_hooks())
     return out
 
 
 def glu_saving_fp8(gate: Tensor, up: Tensor, h: Tensor, activation: str, bias: Tensor | None = None) -> Tensor:
     """Return h = act(gate) · up [..., N], with gate and up saved in FP8 for backward."""
-    tensors, rematerializer = (
-        _quantized_gate(_matrix(gate), _matrix(up), bias),
-        _GluRematerializer(gate.dtype, activation),
-    )
-    out: Tensor = unhooked(_GluFunction.apply, gate, up, [h], rematerializer, *tensors)
-    if out.is_contiguous():
-        RECOMPUTABLE.add(out, Recomputable(tensors, rematerializer), outer_hooks())
-    return out
+    tensors = _quantized_gate(_matrix(gate), _matrix(up), bias)
+    rematerializer = _GluRematerializer(gate.dtype, activation)
+    out = unhooked(_GluFunction.apply, gate, up, [h], True, rematerializer, *tensors)
+    return _registered(out, tensors, rematerializer)
 
 
 def joint_glu_saving_fp8(
@@ -248,19 +229,14 @@ def joint_glu_saving_fp8(
     gate, up = halves if gate_first else halves[::-1]
     half = None if bias is None else bias.chunk(2)[0 if gate_first else 1]
     tensors, rematerializer = _quantized_gate(gate, up, half), _GluRematerializer(both.dtype, activation)
-    out: Tensor = unhooked(_JointGluFunction.apply, both, [h], gate_first, rematerializer, *tensors)
-    if out.is_contiguous():
-        RECOMPUTABLE.add(out, Recomputable(tensors, rematerializer), outer_hooks())
-    return out
+    out = unhooked(_GluFunction.apply, both, None, [h], gate_first, rematerializer, *tensors)
+    return _registered(out, tensors, rematerializer)
 
 
 def activation_saving_fp8(x: Tensor, y: Tensor, activation: str) -> Tensor:
     """Return y = act(x) [..., N], with x saved in FP8 for backward."""
     tensors, rematerializer = quantize_for_backward(_matrix(x)), _ActivationRematerializer(x.dtype, activation)
-    out: Tensor = unhooked(_ActivationFunction.apply, x, [y], rematerializer, *tensors)
-    if out.is_contiguous():
-        RECOMPUTABLE.add(out, Recomputable(tensors, rematerializer), outer_hooks())
-    return out
+    return _registered(unhooked(_ActivationFunction.apply, x, [y], rematerializer, *tensors), tensors, rematerializer)
 
 
 def _quantized_gate(gate_MN: Tensor, up_MN: Tensor, bias: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -273,23 +249,10 @@ def _matrix(x: Tensor) -> Tensor:
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
-def _activated(x: Tensor, activation: str) -> Tensor:
+def activated(x: Tensor, activation: str) -> Tensor:
+    """Return act(x) in plain PyTorch."""
     if activation == "silu":
         return F.silu(x)
     if activation == "quick_gelu":
         return x * torch.sigmoid(1.702 * x)
     return F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
-
-
-def _activation_gradient(grad: Tensor, x: Tensor, activation: str) -> Tensor:
-    """Return the gradient of the activation at x [M,N], with the shape of `grad` [..., N]."""
-    x = x.reshape(grad.shape)
-    gradient: Tensor
-    if activation == "silu":
-        gradient = torch.ops.aten.silu_backward(grad, x)
-    elif activation == "quick_gelu":
-        gradient = torch.ops.aten.silu_backward(grad, 1.702 * x)
-    else:
-        approximate = "tanh" if activation == "gelu_tanh" else "none"
-        gradient = torch.ops.aten.gelu_backward(grad, x, approximate=approximate)
-    return gradient

@@ -6,14 +6,9 @@
     saved_tensors  runs its own forward; saves in FP8 what its operations save, where that is safe
 
 No class changes forward, bit for bit. The first three have a backward of their own, so they take only modules whose
-code is known (`octavo.activations.detect`). They read weights, epsilon, children, flags and the code itself in each
+code is known (`octavo.activations.detect`), and read weights, epsilon, children, flags and the code itself in each
 call. If the code has changed, an activation has hooks, or the ops do not take the operands, autograd's own backward
-runs.
-
-`octavo.convert` never replaces module objects: a converted module gets a class derived from one of these and its
-original class. Its attribute `octavo_storage` says how it stores. Inside `octavo.disabled()` every module runs
-its own forward and saves what that saves. Under torch.compile the first three compute as `octavo.activations.compiled`
-describes, and `saved_tensors` saves what its operations save.
+runs. Under torch.compile they compute as `octavo.activations.compiled` describes.
 """
 
 import inspect
@@ -93,9 +88,12 @@ class Fp8SavingNorm(Fp8Saving):
             return original(*args, **kwargs)
         weight, bias = (None if name is None else own_parameter(self, name) for name in (norm.weight, norm.bias))
         parameters = [p for p in (weight, bias) if p is not None]
-        eps: Any = _attribute(self, norm.eps) if isinstance(norm.eps, str) else norm.eps
+        eps: Any = norm.eps
+        if isinstance(eps, str):  # no property
+            eps = vars(self)[eps] if eps in vars(self) else getattr(type(self), eps, "")
         fit = all(_is_matrix(p) and p.shape == x.shape[-1:] and p.dtype == parameters[0].dtype for p in parameters)
-        fit &= (eps is None or isinstance(eps, float)) and _over_last_dimension(self, x)
+        shape: Any = getattr(self, "normalized_shape", None)  # of PyTorch's own norms
+        fit &= (eps is None or isinstance(eps, float)) and (shape is None or tuple(shape) == tuple(x.shape[-1:]))
         if not fit or not any(t.requires_grad for t in (x, *parameters)):
             return original(*args, **kwargs)
         with torch.no_grad():
@@ -164,9 +162,7 @@ def _gate_of(module: nn.Module) -> tuple[Glu | None, Any, str | None]:
 
 
 def _in_graph(module: nn.Module) -> str:
-    """Return "center" for a layer norm and "plain" for another norm or activation, the names that `_gated_in_graph`
-    takes for a gated MLP, and "" for a module that runs its own forward under torch.compile.
-    """
+    """Return "center" for a layer norm, "plain" for another norm or activation, names for `_gated_in_graph`, or ""."""
     spec = spec_of(module)
     if isinstance(spec, Norm):
         known = all(_has_parameter(module, name) for name in (spec.weight, spec.bias) if name is not None)
@@ -341,11 +337,6 @@ def _has_parameter(module: nn.Module, name: str) -> bool:
     return module._parameters.get(name, "") is None or own_parameter(module, name) is not None
 
 
-def _attribute(module: nn.Module, name: str) -> Any:
-    """Return an attribute that is not a property."""
-    return vars(module)[name] if name in vars(module) else getattr(type(module), name, "")
-
-
 _OBSERVERS = ("octavo.", "torch.utils.module_tracker", "torch.distributed._tools", "torch.profiler")
 """Modules whose hooks only observe."""
 
@@ -356,15 +347,8 @@ def _is_altered(module: Any) -> bool:
         return False
     hooks = [module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks]
     own = (hook for kind in hooks for hook in kind.values())
-    return "forward" in vars(module) or any(_alters(hook) for hook in chain(own, global_module_hooks()))
-
-
-def _alters(hook: Any) -> bool:
-    name = getattr(hook, "__module__", None) or getattr(getattr(hook, "func", None), "__module__", None)
-    return not str(name).startswith(_OBSERVERS)
-
-
-def _over_last_dimension(module: nn.Module, x: Tensor) -> bool:
-    """Return whether a norm is over the last dimension alone; only PyTorch's own norms may not be."""
-    shape = getattr(module, "normalized_shape", None)
-    return shape is None or tuple(shape) == tuple(x.shape[-1:])
+    for hook in chain(own, global_module_hooks()):
+        name = getattr(hook, "__module__", None) or getattr(getattr(hook, "func", None), "__module__", None)
+        if not str(name).startswith(_OBSERVERS):
+            return True
+    return "forward" in vars(module)

@@ -1,18 +1,15 @@
 """Recomputable tensors: outputs that backward recomputes from what their producer saved.
 
 The input of q, k and v is the output of a norm, and the norm saves its own input in FP8. Backward can therefore
-recompute y' = norm(saved x) instead of saving y a second time. The same holds for h = silu(gate)·up, the input of a
-down projection, and for the output of an activation function. A producer registers its output here. A reader (a linear,
-or the hooks of `octavo.activations.saved_tensors`) then saves the producer's tensors, which exist once, and recomputes
-y' in backward. Producer and readers share one `Rematerializer`, so q, k and v recompute y' once.
-
-Format: e4m3 in groups of 32 along the last dimension with power-of-two scales of one byte, 1.03 bytes per element.
+recompute y' = norm(saved x) instead of saving y a second time. The same holds for h = silu(gate)·up, and for the output
+of an activation function. A producer registers its output here; a reader (a linear, or the hooks of
+`octavo.activations.saved_tensors`) then saves the producer's tensors, which exist once. Producer and readers share one
+`Rematerializer`, so q, k and v recompute y' once.
 
 A tensor is identified by its storage, as long as that lives, and by its version counter: views count as the tensor, a
-write ends the registration. A write through `.data` goes unnoticed. As with quantized inputs (`octavo.nn.linear`), only
-results of autograd are registered, and they are valid on one stream and in one CUDA graph capture. The dispatch mode
-does not matter: nothing is replayed, and checkpointing a region that begins between producer and reader must give the
-same gradients as no checkpointing.
+write ends the registration. A write through `.data` goes unnoticed. Only results of autograd are registered, valid on
+one stream and in one CUDA graph capture. The dispatch mode does not matter: nothing is replayed, and checkpointing a
+region that begins between producer and reader must give the same gradients as no checkpointing.
 """
 
 import math
@@ -51,13 +48,10 @@ def dequantize_saved(data: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class Rematerializer:
-    """Recomputes a tensor y [M,K] from saved tensors. It caches results during backward only, from the first reader to
-    the producer, whose backward always runs last and calls `forget`. If backward does not reach the producer, because
-    only some gradients were requested, the cache is cleared when it ends.
+    """Recomputes a tensor y [M,K] from saved tensors. Subclasses define `_inputs`, `_matrix` and `_quantized`."""
 
-    Subclasses define the saved inputs (`_inputs`), how y is computed from them (`_matrix`), and, if a kernel can, how
-    its FP8 copy is computed without y (`_quantized`).
-    """
+    # Caches results during backward only, from the first reader to the producer, whose backward always runs last and
+    # calls `forget`; if only some gradients were requested, the cache is cleared when backward ends.
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -163,7 +157,7 @@ class RecomputableTensors:
 
     def add_recomputed(self, y: Tensor, recomputable: Recomputable, hooks: Any = None) -> None:
         """Register a contiguous tensor that was itself recomputed."""
-        key = _storage(y)
+        key: int = y.untyped_storage()._cdata
 
         def remove(dead: weakref.ref[Any]) -> None:
             entry = self.entries.get(key)
@@ -176,7 +170,7 @@ class RecomputableTensors:
         """Find what a registered tensor, or a view with all of its elements in order, is recomputed from."""
         # Returns None for a tensor that was registered under hooks other than `hooks`, those in force now: such hooks
         # may hand out copies, so checkpointing of the reader alone would find in forward what it misses in backward.
-        entry = self.entries.get(_storage(x))
+        entry = self.entries.get(x.untyped_storage()._cdata)
         if entry is None or entry.owner() is not x.untyped_storage():
             return None
         if entry.hooks is not None and entry.hooks != hooks:
@@ -184,11 +178,6 @@ class RecomputableTensors:
         if entry.state != _state(x) or not x.is_contiguous():
             return None
         return entry.recomputable
-
-
-def _storage(x: Tensor) -> int:
-    address: int = x.untyped_storage()._cdata
-    return address
 
 
 def _state(x: Tensor) -> tuple[Any, ...]:

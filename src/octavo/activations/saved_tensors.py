@@ -5,20 +5,16 @@ the autograd graph shows which operation saved which tensor, and each is replace
 
     what it can be recomputed from    if its producer saved enough for that (`octavo.activations.recompute`)
     its FP8 copy                      if the operation's gradient stays accurate (`octavo.activations.exactness`)
-    itself                            otherwise: parameters and results of parameters alone, small tensors, tensors
-                                      without gradient, all that attention saves, results of softmax and the like
+    itself                            otherwise
 
-Hooks see what is saved and change nothing that forward computes. A tensor that several operations save is stored once;
-its storage and version identify it, in whatever shape it is seen. If one of the operations needs it exactly, all get it
-exactly.
-
-PyTorch calls the innermost pair of hooks only. These hooks therefore hand what they save to the pair around them
-(activation checkpointing, offload, a counter of bytes) by name. Backward checks the version of a tensor that is saved
-as it is, as autograd does.
+A tensor that several operations save is stored once, identified by its storage and version. If one of the operations
+needs it exactly, all get it exactly. PyTorch calls the innermost pair of hooks only, so these hand what they save to
+the pair around them (activation checkpointing, offload, a counter of bytes). Backward checks the version of a tensor
+that is saved as it is, as autograd does.
 """
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
@@ -219,25 +215,25 @@ class CompressionHooks:
             recomputable = None if key in unrounded else RECOMPUTABLE.find(tensor, _pack_of(self._outer))
             if recomputable is not None:
                 tensors = SavedTensors(recomputable.tensors, self._outer)
-                saved.decide(tensors, _Recompute(recomputable.rematerializer, tensor.shape))
+                saved.decide(tensors, partial(_recompute, recomputable.rematerializer, tensor.shape))
             elif key in unrounded:
                 saved.keep(self._outer)
             else:
                 if key not in copies:
                     copies[key] = quantize_for_backward(as_matrix(tensor))
-                restore = _Decompress(tensor.dtype, tensor.shape, dense_strides(tensor))
+                restore = partial(_decompress, tensor.dtype, tensor.shape, dense_strides(tensor))
                 saved.decide(SavedTensors(copies[key], self._outer), restore)
 
     def _rounded(self, outputs: Any) -> set[int]:
         """Identities of the pending tensors that may be rounded."""
         own = {id(parameter) for parameter in self._module.parameters()}
         unrounded = {id(p) for name in self._unrounded for p in self._module.get_submodule(name).parameters()}
-        weights = _weights_of_linears(self._module, unrounded)
+        is_weight = _is_weight(self._module, unrounded)
         ours = {id(saved): saved for saved in self._pending}
         tensors = [*_tensors(outputs), *(saved.tensor for saved in self._pending if saved.tensor is not None)]
         rounded: set[int] = set()
         for node in created_nodes([tensor.grad_fn for tensor in tensors], self._first):
-            for name in may_be_rounded(node, own, weights.covers, partial(_saved_by, node)):
+            for name in may_be_rounded(node, own, is_weight, partial(_saved_by, node)):
                 rounded.add(id(held_for_backward(node, name)))
         return {key for key in rounded & ours.keys() if self._is_activation(ours[key], own)}
 
@@ -249,31 +245,17 @@ class CompressionHooks:
         return all(stride > 0 or size == 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
-class _Recompute:
-    """Recomputes a tensor and registers the result, because checkpointing may repeat a part of forward."""
-
-    __slots__ = ("_rematerializer", "_size")
-
-    def __init__(self, rematerializer: Rematerializer, size: torch.Size) -> None:
-        self._rematerializer, self._size = rematerializer, size
-
-    def __call__(self, tensors: list[Any]) -> Tensor:
-        matrix = self._rematerializer.matrix(tensors)
-        RECOMPUTABLE.add_recomputed(matrix, Recomputable(tuple(tensors), self._rematerializer))
-        return matrix.view(self._size)
+def _recompute(rematerializer: Rematerializer, size: torch.Size, tensors: list[Any]) -> Tensor:
+    """Recompute a tensor and register the result, because checkpointing may repeat a part of forward."""
+    matrix = rematerializer.matrix(tensors)
+    RECOMPUTABLE.add_recomputed(matrix, Recomputable(tuple(tensors), rematerializer))
+    return matrix.view(size)
 
 
-class _Decompress:
-    """Restores a tensor from its FP8 copy in its original layout; gaps of a view are not restored."""
-
-    __slots__ = ("_dtype", "_size", "_stride")
-
-    def __init__(self, dtype: torch.dtype, size: torch.Size, stride: tuple[int, ...]) -> None:
-        self._dtype, self._size, self._stride = dtype, size, stride
-
-    def __call__(self, tensors: list[Any]) -> Tensor:
-        data, scale = tensors
-        return dequantize_saved(data, scale, self._dtype).as_strided(self._size, self._stride, 0)
+def _decompress(dtype: torch.dtype, size: torch.Size, stride: tuple[int, ...], tensors: list[Any]) -> Tensor:
+    """Restore a tensor from its FP8 copy in its original layout; gaps of a view are not restored."""
+    data, scale = tensors
+    return dequantize_saved(data, scale, dtype).as_strided(size, stride, 0)
 
 
 class _Innermost(threading.local):
@@ -286,9 +268,7 @@ INNERMOST = _Innermost()
 
 
 def recording() -> bool:
-    """Whether modules save FP8 now: switched on, under autograd, not traced, and saved-tensor hooks allowed; not for
-    derivatives that differentiate what is saved (torch.func, forward mode).
-    """
+    """Whether modules save FP8 now: under autograd, saved-tensor hooks allowed, no torch.func and forward mode."""
     if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and stores()):
         return torch.is_grad_enabled() and stores()
     if torch_compat.has_transforms() or torch_compat.in_forward_mode():
@@ -341,27 +321,16 @@ def _outer_hooks() -> Hooks | None:
     return torch_compat.top_saved_tensors_hooks(False)
 
 
-class _Weights(set[int]):
-    """Identities of weights, and shapes of those that FSDP has sharded again."""
-
-    def __init__(self, parameters: Iterable[Tensor]) -> None:
-        parameters = list(parameters)
-        super().__init__(map(id, parameters))
-        self.shapes = {p.shape for p in parameters if is_traceable_wrapper_subclass(p)}
-
-    def covers(self, parameter: Tensor) -> bool:
-        """Whether a leaf of the graph is one of them."""
-        return id(parameter) in self or parameter.shape in self.shapes
-
-
-def _weights_of_linears(module: nn.Module, unrounded: set[int]) -> _Weights:
-    """Return weights of linears, convolutions and experts, parametrized ones included, without those in `unrounded`."""
+def _is_weight(module: nn.Module, unrounded: set[int]) -> Callable[[Tensor], bool]:
+    """Return a test for weights of linears, convolutions and experts, parametrized ones included, not `unrounded`."""
     weights = [p for p in module.parameters() if p.ndim > 2]
     for part in module.modules():
         all_of = isinstance(part, nn.modules.conv._ConvNd) or kind_of(part) is not None
         if all_of or isinstance(part, nn.MultiheadAttention):
             weights += part.parameters(recurse=all_of)
-    return _Weights(p for p in weights if id(p) not in unrounded)
+    rounded = [p for p in weights if id(p) not in unrounded]
+    ids, shapes = set(map(id, rounded)), {p.shape for p in rounded if is_traceable_wrapper_subclass(p)}
+    return lambda leaf: id(leaf) in ids or leaf.shape in shapes  # of a weight that FSDP has sharded again
 
 
 def _saved_by(node: Any, name: str) -> Tensor | None:

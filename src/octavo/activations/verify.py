@@ -9,10 +9,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from octavo.activations.detect import Activation, Glu, ModuleSpec, Norm, activation_of, original_class
+from octavo.activations.detect import ACTIVATIONS, Activation, Glu, ModuleSpec, Norm, activation_of, original_class
+from octavo.activations.functional import activated
 from octavo.numerics.error import sqnr
 from octavo.runtime.torch_compat import unset_fake_temporarily
 
@@ -55,8 +55,9 @@ def _compare(
         results.append([y.detach(), *grads])
     labels = ["the output", "the gradient of the input", *(f"the gradient of {n}" for n, _ in probe.named_parameters())]
     for label, one, other in zip(labels, *results, strict=False):
-        if (one is None) != (other is None) or (one is not None and one.dtype != other.dtype):
-            raise ValueError(f"{name} was registered as {spec}; {label} is {_kind(other)}, expected {_kind(one)}")
+        kinds = ["missing" if gradient is None else str(gradient.dtype) for gradient in (one, other)]
+        if kinds[0] != kinds[1]:
+            raise ValueError(f"{name} was registered as {spec}; {label} is {kinds[1]}, expected {kinds[0]}")
         if one is not None and one.norm() > 0 and sqnr(one, other) < least:
             raise ValueError(
                 f"{name} was registered as {spec}; {label} differs from that, on an input {list(x.shape)} of "
@@ -64,23 +65,17 @@ def _compare(
             )
 
 
-def _kind(gradient: Tensor | None) -> str:
-    return "missing" if gradient is None else str(gradient.dtype)
-
-
 def _copy(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     """Copy a module to the CPU in one dtype, with random parameters that are the same each time."""
-    clone = copy.deepcopy(module).to_empty(device="cpu") if _on_meta(module) else copy.deepcopy(module).to("cpu")
+    clone = copy.deepcopy(module)
+    on_meta = any(tensor.is_meta for tensor in (*clone.parameters(), *clone.buffers()))
+    clone = clone.to_empty(device="cpu") if on_meta else clone.to("cpu")
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in clone.parameters():
             values = torch.randn(parameter.shape, generator=generator, device="cpu") * 0.2
             parameter.data = (values + (1.0 if parameter.ndim == 1 else 0.0)).to(dtype)
     return clone.train(module.training)
-
-
-def _on_meta(module: nn.Module) -> bool:
-    return any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
 
 
 def _width(module: nn.Module, spec: ModuleSpec) -> int:
@@ -124,10 +119,6 @@ def _normed(module: Any, spec: Norm, x: Tensor) -> Tensor:
 
 
 def _activated(x: Tensor, activation: str | None) -> Tensor:
-    if activation == "quick_gelu":
-        return x * torch.sigmoid(1.702 * x)
-    if activation == "silu":
-        return F.silu(x)
-    if activation not in ("gelu", "gelu_tanh"):
-        raise ValueError(f"there is no activation {activation!r}; known are 'silu', 'gelu', 'gelu_tanh', 'quick_gelu'")
-    return F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"there is no activation {activation!r}; known are {', '.join(map(repr, ACTIVATIONS))}")
+    return activated(x, activation)

@@ -78,7 +78,11 @@ def isend(x: Tensor, dst: int, group: Group = None, *, spec: str = DEFAULT_SPEC,
     quant_spec, _ = check_args("send", x.detach(), spec, None, False)
     message = pack(as_rows(x.detach()), quant_spec)
     work: Any = dist.isend(message, dst, group=group, tag=tag)
-    return AsyncResult(work, lambda message=message: None)  # the default keeps the message alive until then
+
+    def sent(message: Tensor = message) -> None:  # the default keeps the message alive until then
+        return None
+
+    return AsyncResult(work, sent)
 
 
 def irecv(

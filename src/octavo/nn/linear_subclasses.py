@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from octavo.activations.detect import ORIGINAL, original_class, uses_default_call
-from octavo.activations.formulas import Formula, formula_of, formula_of_method
+from octavo.activations.formulas import Formula, formula_of
 from octavo.activations.modules import STORAGE_ATTRIBUTE, forward_like, mixed_class
 from octavo.nn import equalized
 from octavo.nn.equalized import Equalized
@@ -120,7 +120,7 @@ def _linear_formula(owner: Any) -> Formula | None:
 def _ways(owner: Any) -> list[Any]:
     """Return the expressions of the methods of one of the classes above, in order."""
     methods = [name for name, member in vars(owner).items() if inspect.isfunction(member)]
-    return [formula.expression for name in methods if (formula := formula_of_method(owner, name)) is not None]
+    return [formula.expression for name in methods if (formula := formula_of(owner, name)) is not None]
 
 
 def is_converted(module: nn.Module) -> TypeGuard[LinearLike]:
