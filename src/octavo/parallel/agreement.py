@@ -35,19 +35,21 @@ def gather_reports(report: Any, mesh: Any) -> list[Any]:
 
 
 def check_mesh(function: str, mesh: object, data: str, name: str) -> None:
-    """Raise TypeError, with the names of an example, unless `mesh` is a `DeviceMesh`."""
+    """Raise TypeError or ValueError, with names of an example, unless `mesh` is a `DeviceMesh` of one dimension."""
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(
             f"{function} takes a torch DeviceMesh, such as init_device_mesh('cuda', (2, 4), "
             f"mesh_dim_names=({data!r}, {name!r}))[{name!r}]; got {mesh!r}"
         )
+    if mesh.ndim != 1:
+        raise ValueError(
+            f"{function} takes one dimension of a mesh; got {mesh.ndim}, named {mesh.mesh_dim_names}: pass the one whose "
+            f"ranks share the work, such as mesh[{name!r}]"
+        )
 
 
 class EqualShapes:
-    """Compares the shapes that the ranks of a mesh have in a first call; with `TORCH_DISTRIBUTED_DEBUG=DETAIL` in each.
-
-    Not in each otherwise: the comparison waits for the device.
-    """
+    """Compares the shapes that the ranks of a mesh have in a first call, as it waits for the device."""
 
     def __init__(self, mesh: DeviceMesh, kind: str) -> None:
         self._mesh, self._kind, self._compared = mesh, kind, False
@@ -72,9 +74,7 @@ class EqualShapes:
 def check_on_all_ranks(
     function: str, model: Any, mesh: Any, check: Callable[[], tuple[T, list[Any]]], *, compare_values: bool = False
 ) -> T:
-    """Check the arguments of a function that all ranks call; raise on every rank if one has an error, or if ranks have
-    different settings, recipes or parameters.
-    """
+    """Check the arguments of a function that all ranks call; raise on every rank if one has an error or they differ."""
     problem, digests = None, dict[str, str]()
     try:
         check_module(function, model)

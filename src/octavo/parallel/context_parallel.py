@@ -74,8 +74,6 @@ def _check(model: Any, mesh: DeviceMesh) -> list[nn.Module]:
     check_mesh("context_parallel", mesh, "dp", "cp")
     kind = type(model).__name__
     config: Any = getattr(model, "config", None)
-    if mesh.ndim != 1:
-        raise ValueError(f"context_parallel takes a mesh of one dimension, such as mesh['cp']; got {mesh}")
     attention = [m for m in model.modules() if hasattr(m, "is_causal") and hasattr(m, "config")]
     if not (getattr(model, "_supports_attention_backend", False) and attention):
         raise ValueError(

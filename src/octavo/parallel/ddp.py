@@ -125,12 +125,9 @@ class Fp8AllReduce:
 
     def _store_error(self, rows: Tensor, error: Tensor) -> None:
         """Store the rounding error of a float32 matrix; zeros where it is not finite."""
-        torch.sub(rows, self._dequantized(rows), out=error).nan_to_num_(0.0, 0.0, 0.0)
-
-    def _dequantized(self, rows: Tensor) -> Tensor:
-        """Return a float32 matrix as the other ranks will decode it."""
-        quant_spec = parse_spec(self.spec)
-        return unpack(pack(rows, quant_spec), rows.shape[1], quant_spec, torch.float32)
+        spec = parse_spec(self.spec)
+        decoded = unpack(pack(rows, spec), rows.shape[1], spec, torch.float32)  # as by the other ranks
+        torch.sub(rows, decoded, out=error).nan_to_num_(0.0, 0.0, 0.0)
 
 
 @dataclass

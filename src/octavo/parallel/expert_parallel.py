@@ -1,12 +1,9 @@
 """Expert parallelism: the experts of a mixture distributed over ranks, with FP8 messages.
 
-Each of the R ranks of a mesh dimension holds E/R experts of every layer, and tokens of its own. A forward is
-
-    send      X rows, sorted by expert: for each token and each of its k experts one row [H], to the rank of the expert
-    compute   `Experts.octavo_on_rows` on the rows that arrived, sorted by expert again
-    return    Y rows, by the same way; the sender multiplies them by the routing weights and adds the k of each token
-
-and backward sends ∂Y and ∂X by the same ways: four all-to-alls of T·k rows per layer and step. In bytes per row:
+Each of the R ranks of a mesh dimension holds E/R experts of every layer, and tokens of its own. A forward sends a row
+[H] for each token and each of its k experts to the rank of the expert, sorted by expert, computes
+`Experts.octavo_on_rows` on the rows that arrived, and returns the results by the same way; the sender multiplies them
+by the routing weights and adds the k of each token. Backward sends ∂Y and ∂X by the same ways.
 
     message        format        bytes               why
     X              recipe.x      H + 16 (rowwise)    the experts quantize X in this format: the second quantization
@@ -15,17 +12,12 @@ and backward sends ∂Y and ∂X by the same ways: four all-to-alls of T·k rows
     exact          as X          2·H in bf16         `fp8_comm=False`
 
 A row is sent once for each of its experts, also if two of them are on one rank. To send it once per rank would save
-bytes for large k, but the routing weights and the sums over experts would move to the ranks of the experts, where sums
-are rounded to the message's format.
+bytes for large k, but sums over experts would be rounded to the message's format.
 
-Routers, routing weights and their gradients stay on the sender, in high precision. Each rank first tells each other
-rank how many rows it sends: the host waits for these numbers once per forward, because sizes of messages are the
-host's. A rank may send or receive no rows; slots of no expert (id negative, or E or more) are not sent. The same
-message carries what has to be equal on all ranks (`_call_code`): ranks that differ would wait for messages that nobody
-sends, or read bytes of another format. All raise an error instead.
-
-The gradient of an expert sums over the tokens of all R ranks, and is divided by R: the mean over ranks, as FSDP2 and
-DDP compute it for other parameters.
+Each rank first tells each other rank how many rows it sends: the host waits for these numbers once per forward. The
+same message carries what has to be equal on all ranks (`_call_code`): if it is not, all raise instead of waiting for
+messages that nobody sends. The gradient of an expert sums over the tokens of all R ranks, and is divided by R: the mean
+over ranks, as FSDP2 and DDP compute it for other parameters.
 """
 
 from collections.abc import Callable
@@ -88,7 +80,7 @@ def expert_parallel(model: nn.Module, mesh: DeviceMesh, *, fp8_comm: bool = True
         )
 
     def check() -> tuple[list[Any], list[Any]]:
-        _check_mesh(mesh)
+        check_mesh("expert_parallel", mesh, "efsdp", "ep")
         _check_experts(model, mesh.size())
         return list(filter(is_converted_experts, model.modules())), [bool(fp8_comm), tuple(mesh.shape)]
 
@@ -221,26 +213,17 @@ def _shard(parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
     return nn.Parameter(sharded, requires_grad=parameter.requires_grad)
 
 
-def _check_mesh(mesh: DeviceMesh) -> None:
-    check_mesh("expert_parallel", mesh, "efsdp", "ep")
-    if mesh.ndim != 1:
-        raise ValueError(
-            f"expert_parallel takes one dimension of a mesh; got {mesh.ndim}, named {mesh.mesh_dim_names}: pass the "
-            "one whose ranks share the experts, such as mesh['ep']"
-        )
-
-
 def _check_experts(model: nn.Module, ranks: int) -> None:
     """Raise ValueError unless the ranks can share all converted experts of a model."""
     experts: dict[str, Experts] = {name: m for name, m in model.named_modules() if is_converted_experts(m)}
     if not experts:
         others = [name for name, module in model.named_modules() if looks_like_experts(module)]
-        hint = (
-            f"call octavo.convert(model) first; octavo.report(model) has the reason for {others[0]!r}" if others else ""
-        )
+        hint = "it has no module with 3-D gate_up_proj or up_proj, and down_proj"
+        if others:
+            hint = f"call octavo.convert(model) first; octavo.report(model) has the reason for {others[0]!r}"
         raise ValueError(
             "expert_parallel distributes experts that octavo.convert made compute in FP8, and this model has none: "
-            + (hint or "it has no module with 3-D gate_up_proj or up_proj, and down_proj")
+            f"{hint}"
         )
     owners: dict[int, list[str]] = {}
     for name, module in model.named_modules():

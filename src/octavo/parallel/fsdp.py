@@ -124,11 +124,7 @@ def shard(
 
 def _move_resident(model: nn.Module, mesh: DeviceMesh) -> None:
     """Move weights that are resident in FP8 to the device of a mesh: FSDP2 would unfreeze them to move them."""
-    device = (
-        torch.device(mesh.device_type, torch.cuda.current_device())
-        if mesh.device_type == "cuda"
-        else torch.device("cpu")
-    )
+    device = torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
     moved: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, weight in list(resident_weights(module)):

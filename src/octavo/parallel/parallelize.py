@@ -143,7 +143,8 @@ def parallelize(
         )
     changes = {"fp8_comm": fp8_comm, "reshard_after_forward": reshard_after_forward, "cpu_offload": cpu_offload}
     with _all_or_nothing(model):
-        return _parallelize(model, mesh, precision, _without_none(changes), dtype, reduce_dtype)
+        given = {name: value for name, value in changes.items() if value is not None}
+        return _parallelize(model, mesh, precision, given, dtype, reduce_dtype)
 
 
 def _parallelize(
@@ -155,7 +156,9 @@ def _parallelize(
             raise TypeError(f"parallelize takes a DeviceMesh, an octavo.parallel.Parallel, or None; got {mesh!r}")
         layout = Parallel(**(vars(mesh if isinstance(mesh, Parallel) else Parallel()) | changes))
         replicas, shards = _sizes(mesh) if isinstance(mesh, DeviceMesh) else layout.sizes(dist.get_world_size())
-        _check_dtypes(dtype=dtype, reduce_dtype=reduce_dtype)
+        for name, kind in {"dtype": torch.float32 if dtype is None else dtype, "reduce_dtype": reduce_dtype}.items():
+            if not (isinstance(kind, torch.dtype) and kind.is_floating_point and kind.itemsize > 1):
+                raise TypeError(f"{name} is a floating-point type of 16 bits or more, as torch.bfloat16; got {kind!r}")
         _check_model(model, layout, replicas if shards == 1 else 1, dtype)
         check_expert_mesh(model, mesh)
         if precision is not None:
@@ -168,17 +171,25 @@ def _parallelize(
 
     layout, replicas, shards = check_on_all_ranks("parallelize", model, mesh, check)
     if not isinstance(mesh, DeviceMesh):
-        mesh = make_mesh(layout, _device_type(model))
+        device_type = next((p.device.type for p in model.parameters() if p.device.type != "meta"), "cpu")
+        mesh = init_device_mesh(device_type, (replicas, shards), mesh_dim_names=("dp_replicate", "dp_shard"))
     agree_on_adamw(torch.device("cpu" if layout.cpu_offload else mesh.device_type), mesh)
-    machines = _machines(mesh) if layout.fp8_comm == "auto" else []
+    # torchrun numbers the ranks of a machine in a row. Ranks of tensor parallelism are neighbours, so eight ranks of a
+    # mesh beside it can be on eight machines.
+    on_each = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+    machines = [rank // on_each for rank in mesh.mesh.flatten().tolist()] if layout.fp8_comm == "auto" else []
     crosses_machines = len(set(machines)) > 1
     fp8 = layout.fp8_comm == "on" or (crosses_machines and len(set(machines)) == len(machines))
     if shards == 1 and replicas > 1:
         _share_scales(model, mesh)
         return replicate(model, mesh, fp8=DEFAULT_SPEC if fp8 else None)
+    if has_expert_names(mesh):
+        shard_mesh: DeviceMesh = flattened(mesh, "dp_shard")
+    else:
+        shard_mesh = mesh if mesh.ndim == 1 or replicas > 1 else mesh["dp_shard"]
     shard(
         model,
-        mesh if mesh.ndim == 2 and replicas > 1 else _shard_mesh(mesh),
+        shard_mesh,
         expert_mesh=mesh["efsdp"] if has_expert_names(mesh) else None,
         fp8_gather=fp8 or crosses_machines or layout.fp8_comm == "gather",
         fp8_reduce=DEFAULT_SPEC if fp8 else None,
@@ -225,19 +236,6 @@ def _all_or_nothing(model: nn.Module) -> Iterator[None]:
         raise
 
 
-def make_mesh(parallel: Parallel, device_type: str) -> DeviceMesh:
-    """The mesh [dp_replicate, dp_shard] over all ranks."""
-    sizes = parallel.sizes(dist.get_world_size())
-    return init_device_mesh(device_type, sizes, mesh_dim_names=("dp_replicate", "dp_shard"))
-
-
-def _shard_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    if has_expert_names(mesh):
-        ranks: DeviceMesh = flattened(mesh, "dp_shard")
-        return ranks
-    return mesh if mesh.ndim == 1 else mesh["dp_shard"]
-
-
 def _sizes(mesh: DeviceMesh) -> tuple[int, int]:
     if has_expert_names(mesh):
         return 1, mesh.size()
@@ -252,22 +250,6 @@ def _sizes(mesh: DeviceMesh) -> tuple[int, int]:
         raise ValueError("a two-dimensional mesh needs names: mesh_dim_names=('dp_replicate', 'dp_shard')")
     sizes = dict(zip(names, mesh.shape, strict=True))
     return sizes.get("dp_replicate", 1), sizes.get("dp_shard", 1)
-
-
-def _device_type(model: nn.Module) -> str:
-    return next((p.device.type for p in model.parameters() if p.device.type != "meta"), "cpu")
-
-
-def _without_none(changes: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in changes.items() if value is not None}
-
-
-def _check_dtypes(**dtypes: Any) -> None:
-    """Raise TypeError unless each dtype is floating-point with 16 bits or more; `dtype=None` keeps the parameters'."""
-    for name, dtype in dtypes.items():
-        fits = isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1
-        if not fits and (dtype is not None or name == "reduce_dtype"):
-            raise TypeError(f"{name} is a floating-point type of 16 bits or more, as torch.bfloat16; got {dtype!r}")
 
 
 def _check_model(model: nn.Module, layout: Parallel, copies: int, dtype: torch.dtype | None) -> None:
@@ -302,10 +284,3 @@ def _check_recipes(model: nn.Module, fp8_comm: str) -> None:
             "each product, or blocks across rows, and cannot be gathered in FP8. Nearest: recipe 'rowwise'; or "
             "fp8_comm='off'"
         )
-
-
-def _machines(mesh: DeviceMesh) -> list[int]:
-    """Return the machine of each rank of a mesh under torchrun, which numbers those of a machine in a row."""
-    # Ranks of tensor parallelism are neighbours, so eight ranks of a mesh beside it can be on eight machines.
-    on_each = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
-    return [rank // on_each for rank in mesh.mesh.flatten().tolist()]

@@ -8,20 +8,12 @@ messages of `octavo.comm.encoding`, and decodes a received message into torch's 
 computed. Order, peers and number of the operations are torch's.
 
 In FP8 travel floating-point tensors of two or more dimensions that require a gradient, and these gradients. All others
-travel as they are: token ids, masks (whose -inf would make a group NaN), tables of positions, scalars such as an
-auxiliary loss, and everything in `schedule.eval`, so evaluation is exact. Both ends decide by the metadata that torch
-exchanges between stages. Two stages on one rank (the turn of a V schedule) hand tensors over without a message: exact.
+travel as they are: token ids, masks, positions, scalars, and everything in `schedule.eval`. Both ends decide by the
+metadata that torch exchanges between stages. Two stages on one rank hand tensors over without a message: exact.
 
-Error: each activation and each gradient is rounded once per boundary between ranks, 44 dB for Gaussian values
-(`octavo.comm.encoding`). Scales are just in time. Groups do not cross tokens, so a non-finite value spoils the group of
-its own token only, and is still non-finite on the other side.
-
-At its first step torch infers shapes by a forward and a backward of each stage, whose inputs are uninitialized memory
-for all stages but the first. This pass runs inside `octavo.disabled()`, so no channel scale is measured in it.
-
-Recipes: those without a scale per tensor. Such a scale (`tensorwise`) covers one micro-batch, so numbers would depend
-on how a batch is cut: an error. `rowwise_equalized` ends a pass where a forward follows a backward, which here depends
-on the schedule; its identity holds for any channel scales, and each forward saves its own for its backward.
+At its first step torch infers shapes by a forward and a backward of each stage on uninitialized memory. This pass runs
+inside `octavo.disabled()`, so no channel scale is measured in it. A scale per tensor (`tensorwise`) covers one
+micro-batch, so numbers would depend on how a batch is cut: an error.
 """
 
 import math
@@ -236,9 +228,7 @@ def _is_activation(x: Tensor) -> bool:
 
 
 def _matrix_shape(shape: torch.Size, spec: MessageSpec) -> tuple[int, int]:
-    """Return the shape of a payload's matrix: a row per token; or per sequence, which has the same groups and less
-    padding, if whole groups fit a token.
-    """
+    """Return the shape of a payload's matrix: a row per token; or per sequence, with the same groups, if these fit."""
     extent = spec.granularity.columns
     if extent != FULL and shape[-1] % extent == 0:
         return shape[0], math.prod(shape[1:])

@@ -254,8 +254,11 @@ class Pipeline:
         kind: Any = get_schedule_class(schedule)
         several = SCHEDULES[schedule] > 1
         self._schedule = kind(
-            stages if several else stages[0], micro_batches, loss_fn=self._weighted, scale_grads=False
-        )  # fmt: skip
+            stages if several else stages[0],
+            micro_batches,
+            loss_fn=lambda loss, target: loss.sum() * self._scale,
+            scale_grads=False,
+        )
 
     def step(self, inputs: Tensor, targets: Tensor, scale: float) -> Tensor:
         """Compute the gradients of a batch. Returns the sum of the losses of its micro-batches; 0 without the head."""
@@ -293,6 +296,3 @@ class Pipeline:
             for _, layer in equalized_layers(part):
                 reset_scales(layer)
         return x
-
-    def _weighted(self, loss: Tensor, target: Tensor) -> Tensor:
-        return loss.sum() * self._scale

@@ -4,14 +4,10 @@
     Fp8ColwiseParallel     Shard(0)   tokens sharded        features sharded      gather X     reduce ∂X
     Fp8RowwiseParallel     Shard(1)   features sharded      tokens sharded        reduce Y     gather G
 
-`octavo.parallel.tokens` has the exchanges, `octavo.nn.distributed_linear` the products between them. Inputs and outputs
-are this rank's parts, as plain tensors; inputs may be DTensors, as those of a norm under torch's `SequenceParallel`.
-Hooks of the layer exchange tokens, so its recipe may change afterwards.
-
-Layers that read one X, as q, k and v, share its gather, and the reduction of ∂X: autograd adds their gradients first.
-The lookup is that of `octavo.nn.operands`, by the identity and state of X. Saved for backward is the gathered X in
-FP8, one byte for each element of all tokens. Rejected: to save this rank's part and gather again, which saves 1/t of
-that memory and sends half as much again.
+Inputs and outputs are this rank's parts, as plain tensors; inputs may be DTensors, as those of a norm under torch's
+`SequenceParallel`. Layers that read one X, as q, k and v, share its gather, and the reduction of ∂X. Saved for backward
+is the gathered X in FP8, one byte for each element of all tokens. Rejected: to save this rank's part and gather again,
+which saves 1/t of that memory and sends half as much again.
 """
 
 from abc import abstractmethod
@@ -31,6 +27,7 @@ from octavo.nn.linear_like import LinearLike
 from octavo.nn.operands import InputCastCache
 from octavo.nn.report import NOTE_ATTRIBUTE
 from octavo.numerics.names import nearest
+from octavo.numerics.spec import QuantSpec
 from octavo.parallel.agreement import EqualShapes, check_on_all_ranks
 from octavo.parallel.tokens import TokenExchange, gather_input, reduce_output
 from octavo.runtime.switch import SWITCH
@@ -184,8 +181,12 @@ class Fp8ColwiseParallel(_Fp8Style):
         """Return what a layer sends."""
         gather = "X gathered in bf16"
         if self.gather == "fp8":
-            reason = _why_not_fp8(layer)
-            gather = "X gathered in FP8" if reason is None else f"X gathered in bf16, because {reason}"
+            if not isinstance(layer, LinearLike):
+                gather += ", because the layer is not converted"
+            elif fits(layer.recipe):
+                gather = "X gathered in FP8"
+            else:
+                gather += f", because recipe {layer.recipe.name} does not quantize X once by row"
         fp8 = self.reduce == "fp8" and isinstance(layer, LinearLike)
         parts = [f"∂X reduced in {'FP8' if fp8 else 'bf16'}"]
         return "column-parallel: " + ", ".join(parts if self.sequence_dim is None else [gather, *parts])
@@ -245,7 +246,7 @@ class _Gather:
         x = _local(input, exchange, exchange.placement(input))
         if exchange.sequence_dim is not None:
             self._equal_shapes(x)
-        spec = layer.recipe.x if exchange.fp8_gather and isinstance(layer, LinearLike) and fits(layer.recipe) else None
+        spec = gathered_spec(layer, exchange)
         gathered = _GATHERED.casts_of(input)
         key = exchange, spec, torch.is_grad_enabled()
         if gathered is None:
@@ -276,6 +277,11 @@ def present(layer: nn.Module, exchange: TokenExchange) -> TokenExchange:
     return exchange if not SWITCH.off and isinstance(layer, LinearLike) else exchange.without_fp8()
 
 
+def gathered_spec(layer: nn.Module, exchange: TokenExchange) -> QuantSpec | None:
+    """Return the FP8 spec in which `present` ranks gather X for a layer; None for high precision."""
+    return layer.recipe.x if exchange.fp8_gather and isinstance(layer, LinearLike) and fits(layer.recipe) else None
+
+
 def _input_of(args: Any, kwargs: Any) -> Any:
     return args[0] if args else kwargs["input"]
 
@@ -294,10 +300,3 @@ def _local(x: Tensor, exchange: TokenExchange, placement: Any) -> Tensor:
         x = x.redistribute(placements=[placement])
     local: Tensor = x.to_local()
     return local
-
-
-def _why_not_fp8(layer: nn.Module) -> str | None:
-    """Return why X cannot be gathered in FP8, or None."""
-    if not isinstance(layer, LinearLike):
-        return "the layer is not converted"
-    return None if fits(layer.recipe) else f"recipe {layer.recipe.name} does not quantize X once by row"

@@ -1,9 +1,5 @@
 """tensor_parallel: a causal language model of Transformers over ranks, by the plan in its config.
 
-    plan (`config.base_model_tp_plan`)    here
-    colwise, rowwise                      `Fp8ColwiseParallel`, `Fp8RowwiseParallel`
-    of experts                            none: experts stay whole (distribute them with `expert_parallel`)
-
 With sequence parallelism each of t ranks has S/t tokens of every sequence between attention and MLP:
 
     embedding ──split──▶ [B,S/t,H] ──▶ blocks ──▶ norm, head and loss of S/t tokens
@@ -13,12 +9,10 @@ With sequence parallelism each of t ranks has S/t tokens of every sequence betwe
 Attention reads the numbers of its heads and tokens from its input, so that is gathered where attention begins, once for
 q, k and v. Everything that is not in the plan (norms, embedding, head, routers, experts) exists on every rank, computes
 on that rank's tokens, and leaves a summand of its gradient there: `sum_partial_gradients` adds these up, in one message
-for all. Rejected: these parameters as DTensors, which needs a message for each and an operation of DTensors for each
-norm.
+for all. Rejected: these parameters as DTensors, which needs a message for each.
 
 Without sequence parallelism every rank has all tokens and whole gradients, except of parameters between the heads or
-features, such as norms of q and k, or of an activation function. Dropout there gets other random numbers on each rank
-(`divided_random`).
+features. Dropout there gets other random numbers on each rank (`divided_random`).
 """
 
 import inspect
@@ -34,19 +28,22 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
 
-from octavo.nn.gathered import fits
-from octavo.nn.linear_like import LinearLike
 from octavo.nn.report import NOTE_ATTRIBUTE
 from octavo.nn.resident import as_resident
-from octavo.numerics.spec import QuantSpec
 from octavo.parallel.agreement import EqualShapes, check_mesh, check_on_all_ranks
 from octavo.parallel.divided_random import divide_dropout
 from octavo.parallel.expert_parallel import distributed_experts
-from octavo.parallel.tensor_parallel import KIND, Fp8ColwiseParallel, Fp8RowwiseParallel, as_plain, present
+from octavo.parallel.tensor_parallel import (
+    KIND,
+    Fp8ColwiseParallel,
+    Fp8RowwiseParallel,
+    as_plain,
+    gathered_spec,
+    present,
+)
 from octavo.parallel.tokens import TokenExchange, gather_input
 from octavo.runtime.blocks import Absent, find_block_list, find_blocks
 from octavo.runtime.swap import all_or_nothing
-from octavo.runtime.switch import SWITCH
 from octavo.tensor import local_tensor
 
 _EXPERT_STYLES = ("packed_colwise", "moe_tp_experts", "grouped_gemm", "ep_dispatch_experts")
@@ -113,8 +110,6 @@ def tensor_parallel(
 
     def check() -> tuple[tuple[dict[str, Any], set[str]], list[Any]]:
         check_mesh("tensor_parallel", mesh, "dp_shard", "tp")
-        if mesh.ndim != 1:
-            raise ValueError(f"tensor_parallel takes a mesh of one dimension, such as mesh['tp']; got {mesh}")
         if resident := [name for name, p in model.named_parameters() if as_resident(p) is not None]:
             raise ValueError(
                 f"{len(resident)} weights are resident in FP8 (first: {resident[0]!r}), which tensor_parallel does not "
@@ -263,9 +258,7 @@ def _is_attention(module: nn.Module) -> bool:
 
 
 def _check_blocks(model: Any, plan: dict[str, Any]) -> None:
-    """Raise ValueError for layers outside the blocks whose tokens are divided, and for blocks that read more tensors of
-    all tokens than hidden states.
-    """
+    """Raise ValueError for layers outside the blocks, and for blocks that read more of all tokens than their states."""
     kind, names = type(model).__name__, {module: name for name, module in model.named_modules()}
     stack = find_block_list(model)
     holder = names.get(stack, "")
@@ -290,24 +283,18 @@ def _check_blocks(model: Any, plan: dict[str, Any]) -> None:
 def _check_token_mixers(model: Any, plan: dict[str, Any]) -> None:
     """Raise ValueError for a module that mixes tokens and whose input the plan does not gather."""
     names = {module: name for name, module in model.named_modules()}
+    attention = {n.rpartition(".")[0] for n, style in plan.items() if isinstance(style, _ColwiseOfGathered)}
     for block in find_blocks(model):
         for child in block.modules():
             kind = type(child).__name__.lower()
             mixes = hasattr(child, "is_causal") or any(part in kind for part in _MIXES_TOKENS)
-            inside = [name for name in plan if name.startswith(f"{names[child]}.")]
-            distributed = inside or _is_inside(child, plan, names)
+            distributed = any(name.startswith(f"{names[child]}.") for name in plan)
+            distributed |= any(names[child].startswith(f"{owner}.") for owner in attention)  # a part of it
             if child is not block and mixes and "norm" not in kind and not distributed:
                 raise ValueError(
                     f"{names[child]} ({type(child).__name__}) reads all tokens of a sequence, and the plan of "
                     f"{type(model).__name__} does not distribute it: use sequence_parallel=False"
                 )
-
-
-def _is_inside(module: nn.Module, plan: dict[str, Any], names: dict[nn.Module, str]) -> bool:
-    """Whether a module is a part of attention that the plan distributes."""
-    parts = names[module].split(".")
-    owners = {".".join(parts[:n]) for n in range(1, len(parts))}
-    return any(isinstance(plan[name], _ColwiseOfGathered) and name.rpartition(".")[0] in owners for name in plan)
 
 
 def _note_head(model: Any, plan: dict[str, Any], sequence_parallel: bool) -> None:
@@ -346,16 +333,9 @@ def _gather_attention_input(
     exchange: TokenExchange, equal_shapes: EqualShapes, linears: list[nn.Module], attention: Any, args: Any, kwargs: Any
 ) -> tuple[Any, dict[str, Any]]:
     exchange = present(linears[0], exchange)
-    spec = _shared_spec(linears, exchange)
+    specs = {gathered_spec(layer, exchange) for layer in linears}  # one if all read the same FP8 rows
+    spec = specs.pop() if len(specs) == 1 else None
     return _with_hidden_states(args, kwargs, lambda x: gather_input(equal_shapes(x), exchange, spec))
-
-
-def _shared_spec(linears: list[nn.Module], exchange: TokenExchange) -> QuantSpec | None:
-    """Return the spec of X if all layers read the same FP8 rows, else None."""
-    if not (exchange.fp8_gather and not SWITCH.off):
-        return None
-    specs = {layer.recipe.x if isinstance(layer, LinearLike) and fits(layer.recipe) else None for layer in linears}
-    return specs.pop() if len(specs) == 1 else None
 
 
 def _with_hidden_states(args: Any, kwargs: Any, change: Any) -> tuple[Any, dict[str, Any]]:

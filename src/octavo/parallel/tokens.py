@@ -3,20 +3,16 @@
     gather      parts of X or G to the whole, on every rank        [..., S/t, ..., K] → [..., S, ..., K]
     reduce      summands of Y or ∂X, and each rank's part of the sum    [..., S, ..., K] → [..., S/t, ..., K]
 
-    S tokens in dimension `sequence_dim`, t ranks. Without one, every rank has all tokens, nothing is gathered, and sums
-    go to all ranks.
-
-    X in FP8      rows quantized where they are, bytes and scales in one message (1 byte per element, and 4 per row);
-                  products multiply them as they came (`octavo.nn.gathered`)
-    G in FP8      `octavo.comm.ADAPTIVE_SPEC` (1.03 bytes), widened; each rank then folds its scales into it
+    X in FP8      rows quantized where they are, bytes and scales in one message; products multiply them as they came
+    G in FP8      `octavo.comm.ADAPTIVE_SPEC`, widened; each rank then folds its scales into it
     sums in FP8   the same, each summand rounded once, added up in float32 (`octavo.comm`)
     else          two bytes: float32 travels as bfloat16
 
-`gather_input` and `reduce_output` are the two ends of a layer. In backward a gather becomes a reduction of the
-gradient, and the reverse.
+`gather_input` and `reduce_output` are the two ends of a layer; each is the other's backward.
 """
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -86,7 +82,7 @@ class TokenExchange:
         quantized = quantize(x_MK, spec)
         assert quantized.scale is not None
         if self.sequence_dim is None:
-            return GatheredInput(Rows(quantized, x, self._exactly), x.shape, x.dtype)
+            return GatheredInput(Rows(quantized, x, partial(self.gather, fp8=False)), x.shape, x.dtype)
         sent = torch.cat([part.reshape(-1).view(torch.uint8) for part in (quantized.data, quantized.scale)])
         received = sent.new_empty(self.mesh.size(), sent.numel())
         gather_single(received.view(-1), sent, group=self.mesh.get_group())
@@ -98,10 +94,7 @@ class TokenExchange:
             scale.flatten(0, -2).clone().view(spec.scale_dtype),  # a copy begins at whole scales
             spec,
         )
-        return GatheredInput(Rows(rows, x, self._exactly), data.shape, x.dtype)
-
-    def _exactly(self, x: Tensor) -> Tensor:
-        return self.gather(x, fp8=False)
+        return GatheredInput(Rows(rows, x, partial(self.gather, fp8=False)), data.shape, x.dtype)
 
     def reduce(self, x: Tensor) -> Tensor:
         """Return the sum of all ranks' summands, for this rank's tokens."""
@@ -150,7 +143,7 @@ class _GatherInput(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, exchange: TokenExchange, spec: QuantSpec | None, fp8: bool) -> Tensor:
         ctx.exchange, ctx.placement = exchange, exchange.placement(x)
         whole = exchange.gather(x, fp8) if spec is None else exchange.gather_quantized(x, spec)
-        return _from_local(whole, exchange.mesh, Replicate())
+        return DTensor.from_local(whole, exchange.mesh, [Replicate()], run_check=False)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> tuple[Tensor | None, ...]:
@@ -172,10 +165,6 @@ class _ReduceOutput(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         exchange: TokenExchange = ctx.exchange
         return _GatherInput.apply(grad, exchange, None, exchange.fp8_gather), None
-
-
-def _from_local(x: Tensor, mesh: DeviceMesh, placement: Placement) -> Tensor:
-    return DTensor.from_local(x, mesh, [placement], run_check=False)
 
 
 def _two_bytes(dtype: torch.dtype) -> torch.dtype:

@@ -5,20 +5,11 @@ on which any attention runs; another brings the results back:
 
     [B,H,S/p,D]  ──▶  [B,H/p,S,D]  ──▶  attention  ──▶  [B,H/p,S,Dv]  ──▶  [B,H,S/p,Dv]
 
-Backward sends gradients by the same ways. In FP8 the messages are vectors in groups of 128 (`fp8/1x128`, 0.52 of the
-bytes of bf16, 44 dB for Gaussian values): a group is part of one token and head if D is a multiple of 128, else it may
-hold the ends of two; q, k and v begin with groups of their own. Attention and its backward compute with the same
-decoded q, k and v, so nothing that is saved disagrees with what backward reads. The error of q and k is less than that
-of the FP8 product that made them, 29 dB, and like that error it counts more the larger the scores are. On normal q, k
-and v of two ranks (SQNR in dB to one process):
-
-    largest score    4       14      32      57
-    Y                39.9    37.4    35.3    33.7
-    ∂Q               36.5    32.3    27.2    21.9
-
-torch's own context parallelism (`torch.distributed.tensor.experimental.context_parallel`, a ring) replaces the
-attention of a model, not its linears: it runs with converted models unchanged, in the dtype of k and v on the wire, and
-on GPUs only.
+Backward sends gradients by the same ways. In FP8 the messages are vectors in groups of 128 (`fp8/1x128`): a group is
+part of one token and head if D is a multiple of 128, else it may hold the ends of two; q, k and v begin with groups of
+their own. Attention and its backward compute with the same decoded q, k and v. The error of q and k is
+less than that of the FP8 product that made them, 29 dB, and like that error it counts more the larger the scores are:
+∂Q of normal q, k and v agrees to 36.5 dB if the largest score is 4, and to 21.9 dB if it is 57.
 """
 
 from collections.abc import Callable
