@@ -91,15 +91,12 @@ def accumulate(
 
 
 def _magnitudes(x: Tensor, form: OperandFormat) -> list[Tensor]:
-    """Return the number of non-finite values; the largest finite magnitude that is read, and minus the smallest above
-    zero.
-    """
+    """Return the number of non-finite values, the largest finite magnitude read, and minus the smallest above zero."""
     sums, maxima = [], []
     for chunk in _row_chunks(x, 1):
         values = _values(x, form.fold, chunk)
         sums.append(torch.count_nonzero(values - values))
-        sizes = values.nan_to_num_(0.0, 0.0, 0.0).abs_()
-        sizes = _mask_unread(sizes, form.read, chunk)
+        sizes = _mask_unread(values.nan_to_num_(0.0, 0.0, 0.0).abs_(), form.read, chunk)
         maxima.append(torch.stack([sizes.amax(), -torch.where(sizes > 0, sizes, math.inf).amin()]))
     return [torch.stack(sums).sum().double(), *torch.stack(maxima).amax(0).double()]
 

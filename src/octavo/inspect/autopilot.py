@@ -1,16 +1,4 @@
-"""Autopilot: between two steps, switch linear layers that FP8 harms to a recipe that does not.
-
-    pilot = octavo.inspect.Autopilot(model, every=50)
-    for batch in batches:
-        while True:
-            with pilot.step():              # forward and backward, all micro-batches
-                model(batch).loss.backward()
-            for change in pilot.last_changes:  # as "step 50: model.layers.3.mlp.down_proj: rowwise → blockwise (x: …)"
-                print(change)
-            if not pilot.should_repeat:
-                break
-            optimizer.zero_grad()           # repeat the step: to measure products, or with layers moved
-        optimizer.step()
+"""Autopilot: between two steps, switch linear layers that FP8 harms to a recipe that does not (docs/autopilot.md).
 
     suspicion   an operand of a sampled step crosses a limit: SQNR, underflow or saturation (`octavo.inspect.findings`)
     harm        the step is repeated, and the products of that layer are compared with those in high precision
@@ -24,16 +12,11 @@
                 that recipe has at most half of the limit; at any time on request (`restore`)
 
 Crossing a limit alone moves no layer: underflow may be harmless. Nor do non-finite values: operands are counted before
-quantization, so FP8 did not cause them, and such a step is no basis to judge recipes. Jumps of an amax move no layer,
-because scales follow them.
-
-The first step without non-finite values is sampled. Repeat a step in which layers moved, with its gradients dropped: if
-numbers are bad from the start, the first steps do damage that hundreds of later ones do not undo (docs/adversarial.md
-measures both ways). The trainer does this.
+quantization, so FP8 did not cause them. The first step without non-finite values is sampled. Repeat a step in which
+layers moved, with its gradients dropped: if numbers are bad from the start, the first steps do lasting damage.
 
 Statistics and errors are the same on all ranks, and so are the moves. Over the stages of a pipeline (`Watch(stages=…)`)
-every rank decides about all layers, and changes those that it has. `state_dict` holds all state, so a resumed run
-matches an uninterrupted one; `load_state_dict` undoes moves that are not in it.
+every rank decides about all layers, and changes those that it has. `state_dict` holds all state.
 """
 
 import warnings
@@ -56,8 +39,6 @@ from octavo.numerics.recipe import Recipe, get_recipe
 
 FALLBACK_RECIPES = ("tensorwise", "rowwise_equalized", "rowwise", "blockwise", "mxfp8", "rowwise_hp_wgrad")
 """Recipes that a layer may switch to, cheapest first; high precision comes last."""
-SUSPECT_LIMITS = ("saturation", "underflow", "sqnr")
-"""Limits that make a layer a suspect when crossed, most severe first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,19 +155,18 @@ class Autopilot:
         """Recipes by layer that `Watch.step` should measure in the next step if it is sampled."""
         recipes_by_layer: dict[str, list[str | Recipe]] = {}
         if self.should_repeat:
-            names = dict(self._model.named_modules())
+            modules = dict(self._model.named_modules())
             for layer in self._suspects:
-                own = getattr(names.get(layer), "recipe", None)
+                own = getattr(modules.get(layer), "recipe", None)
                 recipes_by_layer[layer] = [*([own] if own is not None else []), *self._fallbacks]
         for layer, before in self._trials.items():
             recipes_by_layer.setdefault(layer, []).append(self._recipe(layer, before) or before)
         for layer in self._first_recipes if self._restore_after else ():
             recipes_by_layer.setdefault(layer, []).append(self._first_recipes[layer])
-        return {
-            layer: _without_duplicates(recipes)
-            for layer, recipes in recipes_by_layer.items()
-            if layer not in self._elsewhere
-        }
+        for recipes in recipes_by_layer.values():  # the first of each name
+            names = [recipe if isinstance(recipe, str) else recipe.name for recipe in recipes]
+            recipes[:] = [recipe for at, recipe in enumerate(recipes) if names[at] not in names[:at]]
+        return {layer: recipes for layer, recipes in recipes_by_layer.items() if layer not in self._elsewhere}
 
     def act(
         self,
@@ -280,21 +260,21 @@ class Autopilot:
     def _suspicions(self) -> list[tuple[str, Finding]]:
         """Return the FP8 layers with an operand that crossed a limit, with their most severe finding."""
         worst: dict[str, Finding] = {}
-        for what in SUSPECT_LIMITS:
+        for what in ("saturation", "underflow", "sqnr"):  # most severe first
             for finding in self.findings:
-                stuck = finding.layer in self._stuck and self._is_stuck(finding.layer)
-                if finding.what == what and self._is_converted(finding.layer) and not stuck:
-                    worst.setdefault(finding.layer, finding)
+                if finding.what != what or not self._is_converted(finding.layer):
+                    continue
+                if finding.layer in self._stuck:  # stages, which do not see others' layers, assume it still is
+                    stages = self.watch.stages
+                    if stages is not None or change_since(self._model.get_submodule(finding.layer)) is not None:
+                        continue
+                worst.setdefault(finding.layer, finding)
         return list(worst.items())
 
     def _is_converted(self, layer: str) -> bool:
         if layer in self._elsewhere:
             return self._elsewhere[layer] is not None
         return is_converted(self._model.get_submodule(layer))
-
-    def _is_stuck(self, layer: str) -> bool:
-        """Whether a layer that could not be moved cannot be now; stages, which do not see others' layers, assume it."""
-        return self.watch.stages is not None or change_since(self._model.get_submodule(layer)) is not None
 
     def _switch_if_harmed(self, finding: Finding, recipe: str, errors: Mapping[str, float]) -> None:
         """Switch a harmed layer to a recipe that does not harm it, by the measured product errors."""
@@ -339,23 +319,19 @@ class Autopilot:
 
     def _move(self, move: RecipeChange) -> bool:
         """Carry out a move. A layer that cannot be moved stays as it is, with a warning; returns whether it was."""
-        first = self._first_recipes.get(move.layer) or self._current_recipe(move.layer)
+        layer: Any = None if move.layer in self._elsewhere else self._model.get_submodule(move.layer)
+        first = self._first_recipes.get(move.layer) or (self._elsewhere[move.layer] if layer is None else layer.recipe)
+        assert isinstance(first, Recipe)
         if (error := self._change(move)) is not None:
             self._stuck.add(move.layer)
             warnings.warn(f"autopilot cannot do this and leaves the layer as it is: {move}: {error}", stacklevel=2)
             return False
         self._first_recipes[move.layer] = first
-        if move.after == self._first_recipes[move.layer].name:
+        if move.after == first.name:
             del self._first_recipes[move.layer]
         self.changes.append(move)
         self.last_changes.append(move)
         return True
-
-    def _current_recipe(self, layer: str) -> Recipe:
-        module: Any = None if layer in self._elsewhere else self._model.get_submodule(layer)
-        recipe: Any = self._elsewhere[layer] if module is None else module.recipe
-        assert isinstance(recipe, Recipe)
-        return recipe
 
     def _change(self, move: RecipeChange) -> str | None:
         """Change the recipe of a layer where it is. Returns why it cannot be, on all ranks."""
@@ -386,11 +362,3 @@ def _layers_of_other_stages(model: nn.Module, stages: dist.ProcessGroup | None) 
     by_rank: list[Any] = [None] * dist.get_world_size(stages)
     dist.all_gather_object(by_rank, own, stages)
     return {name: recipe for layers in by_rank for name, recipe in layers.items() if name not in own}
-
-
-def _without_duplicates(recipes: Sequence[str | Recipe]) -> list[str | Recipe]:
-    """Keep the first recipe of each name."""
-    by_name: dict[str, str | Recipe] = {}
-    for recipe in recipes:
-        by_name.setdefault(recipe if isinstance(recipe, str) else recipe.name, recipe)
-    return list(by_name.values())

@@ -1,21 +1,15 @@
 """Verdicts on the losses of paired runs: whether an arm is worse than the baseline, and the gap that is detectable.
 
-    comparison = compare_losses([3.00, 3.02, 2.98, 3.01], {"fp8": [3.001, 3.019, 2.982, 3.009]})
-    comparison.arms[0].verdict, comparison.exit_code
-
 Runs of one seed share initial weights, data and order, so the test uses the gap within a seed; the spread between
-seeds, usually ten times as large, cancels. Besides the effect of the arm, gaps contain noise: training amplifies any
-difference in rounding. Three rules cover different kinds of damage; `docs/compare.md` derives them and lists measured
-error rates:
+seeds, usually ten times as large, cancels. Three rules cover different kinds of damage; `docs/compare.md` derives them
+and lists measured error rates:
 
     gaps       within seeds, by a t-test at levels for a look after every seed, and separation (`paired_test.py`)
     blow-up    a run above twice its baseline's loss, if no run of the baseline failed, makes the arm worse at once
     failures   runs that diverged, or ended above twice the baseline's median: counts, by Fisher's exact test
 
-A comparison may be extended, up to 40 seeds, until it is conclusive. An arm that is neither worse nor passes is
-inconclusive. Rejected: percent of each seed's own loss, which adds the spread of the seeds; sign and permutation tests,
-which cannot reach the levels with fewer than nine seeds; a variance pooled over arms, valid only if all are equally
-noisy; keeping exploded runs in the gaps, where larger damage increases the deviation.
+Rejected: percent of each seed's own loss, which adds the spread of the seeds; sign and permutation tests, which cannot
+reach the levels with fewer than nine seeds; a variance pooled over arms; keeping exploded runs in the gaps.
 """
 
 import math
@@ -45,12 +39,8 @@ LIMIT = 2.0
 """Default margin, in percent."""
 BLOW_UP = 2.0
 """Multiple of the baseline's loss above which a run has blown up."""
-BEYOND_SPREAD = 5.0
-"""Multiple of the distance of two baseline seeds, in logarithms, above which a blow-up makes the arm worse."""
 FAILURE_LEVEL = 0.005
 """Level of Fisher's test, at 95 % and for one arm."""
-ALL_FAILED = 4.0**-3
-"""Level if all n runs of the arm fail and none of the baseline, which equal arms do with probability ≤ 4⁻ⁿ."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,7 +199,8 @@ class Rule:
     def fails_more(self, failed: int, base_failed: int, seeds: int) -> bool:
         """Return whether the arm has significantly more failed runs than the baseline."""
         level = level_factor(self.confidence) / self.arms * (1 + 1e-9)
-        all_failed = failed == seeds and not base_failed and 4.0**-seeds <= ALL_FAILED * level
+        # If all n runs of the arm fail and none of the baseline, which equal arms do with probability ≤ 4⁻ⁿ: 4⁻³.
+        all_failed = failed == seeds and not base_failed and 4.0**-seeds <= 4.0**-3 * level
         return all_failed or fisher(failed, base_failed, seeds) <= FAILURE_LEVEL * level
 
 
@@ -256,7 +247,7 @@ class _Pairs:
         ]
         highest = max(range(len(multiples)), key=multiples.__getitem__)
         distance = math.sqrt(2) * statistics.stdev(math.log(loss) for loss in self.base)
-        if multiples[highest] <= BLOW_UP or math.log(multiples[highest]) <= BEYOND_SPREAD * distance:
+        if multiples[highest] <= BLOW_UP or math.log(multiples[highest]) <= 5 * distance:  # of two baseline seeds
             return None
         return highest, multiples[highest]
 

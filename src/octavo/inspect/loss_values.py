@@ -55,8 +55,12 @@ def seed_names(values: Any, count: int) -> tuple[int, ...]:
 def resolution(losses: list[float]) -> float:
     """Return the unit to which losses were rounded, in decimal or in binary digits, whichever is larger."""
     # Digits are counted from the first of the largest loss: 0.01 for 3.0 and 3.02, 2⁻⁶ for numbers of bf16 from 2 to 4.
-    largest = max(losses)
-    numbers = dict(zip(losses, _decimals(losses), strict=True))
+    # Decimals are the shortest of the smallest float format: 3.02 of fp32 has two places.
+    largest, values = max(losses), np.array(losses)
+    with np.errstate(over="ignore", under="ignore"):
+        kinds = (np.float16, np.float32, np.float64)
+        values = next(few for kind in kinds if ((few := values.astype(kind)) == values).all())
+    numbers = {loss: Decimal(str(value).removesuffix(".0")) for loss, value in zip(losses, values, strict=True)}
     digits = max(number.adjusted() - int(number.as_tuple().exponent) for number in numbers.values())
     decimal = 10.0 ** (numbers[largest].adjusted() - digits)
     exact, printed = (_spacing(losses, digit) for digit in (0.0, decimal))
@@ -67,24 +71,14 @@ def resolution(losses: list[float]) -> float:
 
 def _spacing(losses: list[float], digit: float) -> float:
     """Return the spacing, at the largest loss, of the coarsest binary format that holds all losses to half a digit."""
-    bits = next(bits for bits in range(FEWEST_BITS, FLOAT_BITS + 1) if all(_has(bits, x, digit) for x in losses))
+
+    def has(bits: int, loss: float) -> bool:  # at most so many bits, up to half a decimal digit and fp32 rounding
+        mantissa, exponent = math.frexp(loss)
+        scaled = math.ldexp(mantissa, bits)
+        return bits == FLOAT_BITS or abs(scaled - round(scaled)) <= math.ldexp(digit / 2, bits - exponent) * 1.01
+
+    bits = next(bits for bits in range(FEWEST_BITS, FLOAT_BITS + 1) if all(has(bits, loss) for loss in losses))
     return math.ldexp(1.0, math.frexp(max(losses))[1] - bits)
-
-
-def _decimals(losses: list[float]) -> list[Decimal]:
-    """Return the shortest decimals of losses in the smallest float format: 3.02 of fp32 has two places."""
-    values = np.array(losses)
-    with np.errstate(over="ignore", under="ignore"):
-        kinds = (np.float16, np.float32, np.float64)
-        values = next(few for kind in kinds if ((few := values.astype(kind)) == values).all())
-    return [Decimal(str(value).removesuffix(".0")) for value in values]
-
-
-def _has(bits: int, loss: float, digit: float) -> bool:
-    """Return whether a loss has at most this many significant bits, up to half a decimal digit and fp32 rounding."""
-    mantissa, exponent = math.frexp(loss)
-    scaled = math.ldexp(mantissa, bits)
-    return bits == FLOAT_BITS or abs(scaled - round(scaled)) <= math.ldexp(digit / 2, bits - exponent) * 1.01
 
 
 def _items(owner: str, values: Any) -> "enumerate[Any]":

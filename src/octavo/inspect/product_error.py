@@ -8,18 +8,12 @@ operands, P the same in high precision, both multiplied in float32:
                       or over its columns, if that is larger   output and input features of ∂W
     error of a layer  the largest of its products Y, ∂X and ∂W
 
-Equalized recipes (`octavo.nn.equalized`) quantize X diag(1/s) and W diag(s), and multiply ∂X by 1/s and ∂W by s: with
-the s of the layer for its own recipe, and for others with the s of these operands. So are layers of several ranks that
-began to equalize in this step, and have no s in their first pass: judged by that pass, no such recipe would stay.
-
 Every row has the same weight, however small: Adam takes steps of one size for gradients of any size, and a norm after a
-layer rescales all tokens. A product that lost nearly all of most rows has error 1; healthy ones have 0.03 to 0.10.
-
-Measured layers copy X and W in forward and multiply them three times per recipe in backward. X that ranks of tensor
-parallelism gathered in FP8 is gathered again in high precision. Of a weight that FSDP gathers in FP8 the gathered form
-counts as high precision, as nothing else is available. Each rank and micro-batch compares its own products; the mean is
-over all of them. Recipes with a scale per tensor, which tensor parallelism does not have, are not measured on its
-layers, so the autopilot does not choose them.
+layer rescales all tokens. Healthy products have 0.03 to 0.10. Equalized recipes are measured with the s of the layer
+for its own recipe, and others with the s of these operands. Measured layers copy X and W in forward and multiply them
+three times per recipe in backward. X that was gathered in FP8 is gathered again in high precision; of a weight that
+FSDP gathers in FP8 the gathered form counts as high precision. Recipes with a scale per tensor are not measured under
+tensor parallelism, which does not have them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,12 +29,9 @@ from octavo.nn.linear_subclasses import is_transposed
 from octavo.nn.resident import Fp8Weight
 from octavo.numerics.equalization import ChannelScales, channel_amax, column_amax, equalize
 from octavo.numerics.recipe import Recipe
-from octavo.numerics.spec import QuantSpec
+from octavo.numerics.spec import TENSOR, QuantSpec
 from octavo.runtime.torch_compat import local_part
 from octavo.tensor import ScaledTensor
-
-RecipeKey = tuple[str, str]
-"""Layer and recipe."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +51,8 @@ class ProductErrors:
         self._measure = measure
         self._weights: dict[str, Tensor] = {}
         self._operands: dict[str, Operands] = {}
-        # float64 [4,2]: sum and number of the errors of Y, ∂X, ∂W, ∂W's columns
-        self._sums: dict[RecipeKey, Tensor] = {}
+        # By layer and recipe float64 [4,2]: sum and number of the errors of Y, ∂X, ∂W, ∂W's columns
+        self._sums: dict[tuple[str, str], Tensor] = {}
 
     def measures(self, layer: str) -> bool:
         """Whether a layer is measured."""
@@ -76,11 +67,12 @@ class ProductErrors:
             if isinstance(weight, Fp8Weight):
                 weight = weight.dequantized(torch.float32)
             self._weights[layer] = weight.detach().to(torch.float32, copy=True)
-        w_NK, own_channels = self._weights[layer], channels is not None
+        w_NK, own = self._weights[layer], getattr(getattr(module, "recipe", None), "name", None)
         by_recipe = {
-            recipe.name: channels if own_channels and _is_own(recipe, module) else channels_of(recipe, x_MK, w_NK)
-            for recipe in self._measure[layer]
-            if _fits(recipe, module)
+            r.name: channels if channels is not None and r.name == own else channels_of(r, x_MK, w_NK)
+            for r in self._measure[layer]
+            # Tensor parallelism has no scale per tensor.
+            if not hasattr(module.weight, "placements") or TENSOR not in (r.x.granularity, r.w.granularity)
         }
         self._operands[layer] = Operands(x_MK.to(torch.float32, copy=True), w_NK, by_recipe)
 
@@ -124,20 +116,6 @@ def channels_of(recipe: Recipe, x_MK: Tensor, w_NK: Tensor) -> ChannelScales | N
     return equalize(channel_amax(x_MK), column_amax(w_NK)) if recipe.equalization else None
 
 
-def _fits(recipe: Recipe, module: nn.Module) -> bool:
-    """Return whether a layer can have a recipe: under tensor parallelism none with a scale per tensor."""
-    if not hasattr(module.weight, "placements"):
-        return True
-    from octavo.nn.distributed_linear import has_tensor_scale  # imports DTensor
-
-    return not has_tensor_scale(recipe)
-
-
-def _is_own(recipe: Recipe, module: nn.Module) -> bool:
-    own = getattr(module, "recipe", None)
-    return isinstance(own, Recipe) and own.name == recipe.name
-
-
 def products(
     x: Tensor, w: Tensor, g: Tensor, r: Recipe, channels: ChannelScales | None, exact: Sequence[Tensor | None]
 ) -> list[Tensor | None]:
@@ -163,9 +141,7 @@ def _scaled(product: Tensor, factor: Tensor | None) -> Tensor:
 def _quantize_folded(
     g: Tensor, spec: QuantSpec, other: ScaledTensor, folds: bool, *, transposed: bool
 ) -> tuple[ScaledTensor, ScaledTensor]:
-    """Quantize G with the row scales of the other operand folded in; return the other operand without them. Without
-    folding, return both as they are.
-    """
+    """Quantize G with the row scales of the other operand folded in, if so, and return that without them."""
     if not folds:
         return quantize(g, spec), other
     assert other.scale is not None

@@ -1,23 +1,15 @@
 """Sample: the hooks of one sampled step (see `octavo.inspect.watch`), and how each operand is quantized in them.
 
-X and W are the arguments of the layer's call. Recipes may fold row scales of X and W into G, so these scales, one
-number per token and per output feature, are saved from a layer's forward to the hook on its output. What-if recipes
-have factors of their own. If a whole row of X or W is zero, G's values for it are multiplied by zeros, so they do not
-count as lost.
+Recipes may fold row scales of X and W into G, so these scales, one number per token and per output feature, are saved
+from a layer's forward to the hook on its output. What-if recipes have factors of their own. If a whole row of X or W is
+zero, G's values for it are multiplied by zeros, so they do not count as lost.
 
 Activation checkpointing runs forward again in backward. The reentrant variant runs its first forward without autograd,
 so the gradient hook goes on the outputs of the second; otherwise it goes on those of the first.
 
-Equalized recipes (`octavo.nn.equalized`) are measured with the scales that the layer uses: X and W are counted as
-X diag(1/s) and W diag(s), as products read them; a what-if recipe has the s of this X and W.
-
 W that FSDP gathers in FP8 is not available in high precision, but its shards are: each rank counts its own rows, by row
-with the scales of the whole matrix, by tensor with the gathered scale. What-if recipes with blocks over several rows
-use the blocks of the shard.
-
-Under tensor parallelism X, W and G are the parts that this rank multiplies, as DTensors between the hooks of a style. X
-that was gathered in FP8 is counted before the gather, each rank its own tokens; products read its FP8 values. To
-compare these with high precision, ranks gather X a second time, without FP8.
+with the scales of the whole matrix, by tensor with the gathered scale. Under tensor parallelism X, W and G are the
+parts that this rank multiplies. X that was gathered in FP8 is counted before the gather, each rank its own tokens.
 """
 
 import math
@@ -133,7 +125,8 @@ class Sample:
                 return
             with torch.no_grad(), disable_current_modes():
                 gathered = isinstance(x, GatheredInput)
-                own_x = _sent(own_x)
+                if isinstance(own_x, GatheredInput):  # by the module around the layer: this rank's part
+                    own_x = own_x.dequantized() if (sent := own_x.rows.sent) is None else sent.detach()
                 exact = _exact(x) if self.errors.measures(layer.name) else x
                 x = x.dequantized() if isinstance(x, GatheredInput) else x
                 own = current_channels(layer.module, x)
@@ -143,7 +136,10 @@ class Sample:
                     channels = self._channels(layer, _matrix(x), own)
                     counted = None if recomputed else own_x if gathered else x
                     self._of_inputs[layer.name] = self._count_x(layer, _matrix(x), channels, counted)
-                    self._update_w(layer, channels)
+                    # W is counted at the first call; what it contributes to G changes with channel scales.
+                    last = self._of_weights.get(layer.name)
+                    if last is None or any(old is not new for old, new in zip(last[0], channels, strict=True)):
+                        self._of_weights[layer.name] = channels, self._count_w(layer, channels, counted=last is None)
                 if self.errors.measures(layer.name):
                     self.errors.save_operands(layer.name, layer.module, _matrix(exact), own)
 
@@ -226,12 +222,6 @@ class Sample:
         ]
         return Factors(folds, _read(x_MK))
 
-    def _update_w(self, layer: WatchedLayer, channels: Channels) -> None:
-        """Count W at the first call of a layer; compute what it contributes to G again when channel scales change."""
-        last = self._of_weights.get(layer.name)
-        if last is None or any(old is not new for old, new in zip(last[0], channels, strict=True)):
-            self._of_weights[layer.name] = channels, self._count_w(layer, channels, counted=last is None)
-
     def _count_w(self, layer: WatchedLayer, channels: Channels, *, counted: bool) -> Factors:
         recipes, factors = [layer.recipe, *self._what_if], [None if s is None else s.factor for s in channels]
         weight = _weight(layer.module)
@@ -286,14 +276,6 @@ def _shard(module: nn.Module) -> ShardedWeight | None:
     """Return this rank's rows of a weight that FSDP gathers in FP8."""
     local = local_part(module.weight)
     return local if isinstance(local, ShardedWeight) else None
-
-
-def _sent(x: Tensor) -> Tensor:
-    """Return this rank's part of tokens that the module around the layer gathered in FP8; any other tensor itself."""
-    if not isinstance(x, GatheredInput):
-        return x
-    sent = x.rows.sent
-    return x.dequantized() if sent is None else sent.detach()
 
 
 def _exact(x: Tensor) -> Tensor:

@@ -1,13 +1,4 @@
-"""Watch: statistics of the operands of every FP8 linear layer, in sampled steps.
-
-    watch = octavo.inspect.Watch(model, every=50, what_if=("blockwise",))
-    for batch in batches:
-        with watch.step():                  # forward and backward, all micro-batches
-            model(batch).loss.backward()
-        for row in watch.rows:              # rows of the last step if it was sampled, else none
-            print(row.layer, row.operand, f"{row.sqnr:.1f} dB")
-        for finding in watch.findings():    # statistics that crossed a limit
-            print(finding)
+"""Watch: statistics of the operands of every FP8 linear layer, in sampled steps (docs/inspect.md).
 
 Steps that are not sampled have no hooks and no cost. In a sampled step each layer has two hooks: before forward, X and
 W are counted (`octavo.inspect.accumulator`); after forward, a hook on the output waits for G. G is quantized with
@@ -20,10 +11,6 @@ dispatch modes, autograd and the caches that layers share, so a sampled step com
     ranks                   one sum and one maximum over the group at the end of the step; rows are the same on all
     weights in FP8          gathered so by FSDP (`octavo.nn.gathered`): each rank counts its own rows
     tensor parallelism      each rank counts the parts that it multiplies; what all ranks have counts once for each
-
-Not covered: forwards inside `octavo.disabled()`, such as those by which a pipeline infers shapes; a layer whose forward
-is not called (the head under the chunked loss); and the recomputation of wgrad's X from FP8 under `activations="fp8"`:
-its row scales, folded into G, are those of forward.
 """
 
 import zlib
@@ -156,8 +143,12 @@ class Watch(Displayed):
             finally:
                 sample.remove()
         self.rows = self._rows(sample)
-        if self.stages is not None:
-            self._gather_stages(self.stages)
+        if self.stages is not None:  # joins the rows and errors of all stages, in their order
+            by_rank: list[Any] = [None] * dist.get_world_size(self.stages)
+            dist.all_gather_object(by_rank, (self.rows, self.errors), self.stages)
+            rows = [row for rows, _ in reversed(by_rank) for row in reversed(rows)]
+            self.rows = list({(row.layer, row.operand, row.recipe): row for row in rows}.values())[::-1]
+            self.errors = {layer: error for _, errors in by_rank for layer, error in errors.items()}
 
     def _layers(self, measured: Collection[str]) -> list[WatchedLayer]:
         """Return the layers to watch now."""
@@ -191,14 +182,6 @@ class Watch(Displayed):
                 row = replace(row, channel_scales=tuple(exponents[places].tolist()))
             rows.append(row)
         return rows
-
-    def _gather_stages(self, stages: dist.ProcessGroup) -> None:
-        """Join the rows and errors of all stages, in their order."""
-        by_rank: list[Any] = [None] * dist.get_world_size(stages)
-        dist.all_gather_object(by_rank, (self.rows, self.errors), stages)
-        rows = [row for rows, _ in reversed(by_rank) for row in reversed(rows)]
-        self.rows = list({(row.layer, row.operand, row.recipe): row for row in rows}.values())[::-1]
-        self.errors = {layer: error for _, errors in by_rank for layer, error in errors.items()}
 
     def _multi_rank_group(self, names: list[str], device: torch.device) -> dist.ProcessGroup | None:
         """Return the group if it has more than one rank. Compare the ranks' layers whenever they change."""
