@@ -5,11 +5,8 @@
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
 `prepare` and `prepare_model` convert models in place before accelerate wraps or shards them, so that an optimizer made
-before keeps its parameters. `save_state` and `load_state` carry the recipes and their state. accelerate's handlers of
-other FP8 libraries (`FP8RecipeKwargs` and the like) do not combine with it.
-
-With `inspect_every` or `autopilot`, a step begins with the first forward in training mode, and ends with the
-optimizer's step; its findings go to accelerate's trackers. Evaluation between two steps is not sampled.
+before keeps its parameters. With `inspect_every` or `autopilot`, a step begins with the first forward in training mode,
+and ends with the optimizer's step; its findings go to accelerate's trackers.
 """
 
 from functools import partial

@@ -111,9 +111,7 @@ class Fp8State:
         self.model, self.precision, self.monitor = model, precision, monitor
 
     def state_dict(self) -> dict[str, Any]:
-        """Return version, precision, the recipe of each layer, channel scales, the step number and the
-        state of the autopilot, JSON-serializable.
-        """
+        """Return version, precision, recipes, channel scales, step and state of the autopilot, JSON-serializable."""
         layers = {name: module for name, module in self.model.named_modules() if is_layer(module)}
         return {
             "octavo": __version__,
@@ -128,9 +126,11 @@ class Fp8State:
         """Set recipes that changed during training (by the autopilot) and scaling state as they were saved."""
         # If the precision of the run is another, it is not changed, and a warning names both.
         saved = state["precision"] | {key: tuple(state["precision"][key]) for key in ("skip", "only")}
-        if saved != asdict(self.precision):
+        now = asdict(self.precision)
+        if keys := [key for key in {**now, **saved} if saved.get(key) != now.get(key)]:
+            changes = ", ".join(f"precision.{key} = {saved.get(key)!r}, now {now.get(key)!r}" for key in keys)
             warnings.warn(
-                f"octavo: the checkpoint was trained with {_difference(saved, asdict(self.precision))}; this run goes "
+                f"octavo: the checkpoint was trained with {changes}; this run goes "
                 "on with its own setting, so its losses differ from those of an uninterrupted run",
                 stacklevel=2,
             )
@@ -179,8 +179,3 @@ def _saved_recipe(layer: str, fields_of_recipe: Mapping[str, Any] | None, own: C
 
 def _recipe_of(module: nn.Module) -> dict[str, Any] | None:
     return module.recipe.to_json() if is_converted(module) or is_converted_experts(module) else None
-
-
-def _difference(saved: Mapping[str, Any], own: Mapping[str, Any]) -> str:
-    keys = [key for key in {**own, **saved} if saved.get(key) != own.get(key)]
-    return ", ".join(f"precision.{key} = {saved.get(key)!r}, now {own.get(key)!r}" for key in keys)

@@ -4,10 +4,7 @@
     lightning.Trainer(plugins=[Fp8Precision("fp8+activations")])
 
 The plugin converts the module in place when the Trainer sets it up, before `configure_optimizers`; Fabric's converts
-what `fabric.setup` gets. Products that are not in FP8 run under bf16 autocast, as with `precision="bf16-mixed"`, unless
-`autocast=False`. With `inspect_every` or `autopilot`, the Trainer's loggers get findings and moves. Checkpoints carry
-the recipe of each layer and the state of recipes that have one. With FP8 optimizer states, return `octavo.AdamW` from
-`configure_optimizers`.
+what `fabric.setup` gets. Products that are not in FP8 run under bf16 autocast unless `autocast=False`.
 """
 
 from contextlib import AbstractContextManager

@@ -7,11 +7,8 @@
 
 torchtitan builds models from trees of configs. The converter builds the model once on the meta device, lets
 `octavo.convert` decide there, and replaces each `Linear.Config` that gets a recipe by one that builds the same linear
-in FP8. The other configs stay, so initialization, sharding, activation checkpointing and checkpoints are torchtitan's
-own. A `LoRAConverter` after it adds adapters to FP8 linears.
-
-Experts compute in FP8 through `GroupedExperts._grouped_mm`, which torchtitan makes for that. Their tokens need no
-padding. Recipes that keep a state are refused: torchtitan's checkpoints would lose it.
+in FP8. The other configs stay. Experts compute in FP8 through `GroupedExperts._grouped_mm`. Recipes that keep a state
+are refused: torchtitan's checkpoints would lose it.
 """
 
 from dataclasses import dataclass, field, fields, replace

@@ -3,14 +3,10 @@
     from octavo.integrations.transformers import Fp8Trainer
     Fp8Trainer(model=model, args=args, train_dataset=data, precision="fp8+activations+optimizer").train()
 
-`Fp8Trainer` is `with_fp8(transformers.Trainer)`; `with_fp8` does the same for any subclass. The model is converted in
-place when the Trainer is made, before it is wrapped or an optimizer exists. Everything else is the Trainer's own:
-autocast, gradient accumulation and clipping, checkpoints, logging.
-
-A checkpoint gets a file `octavo.json` with the precision, the recipe of each layer, and the state of the autopilot and
-of recipes that have one. `resume_from_checkpoint` goes on from it, and `load_best_model_at_end` restores it. A saved
-`config.json` notes the precision: a Trainer of this module that trains the model without FP8 afterwards warns. A plain
-`transformers.Trainer` cannot.
+The model is converted in place when the Trainer is made, before it is wrapped or an optimizer exists. Everything else
+is the Trainer's own. A checkpoint gets a file `octavo.json` with the precision, the recipe of each layer, and the state
+of the autopilot and of recipes that have one. A saved `config.json` notes the precision: a Trainer of this module that
+trains the model without FP8 afterwards warns.
 """
 
 import json

@@ -7,14 +7,10 @@ Parameters may be written between steps (`load_state_dict`, pruning masks, merge
 step starts from what was written. With `master="remainder"`, finite values other than 0 get the remainders of the old
 ones, a change of less than half a step of bf16; otherwise the start is exact. Moments stay as they are.
 
-Both work with any bf16, FP8 (`octavo.convert`) or float32 model. States are tensors of the parameter's shape, with one
-row of scales per row, so `state_dict` works with `torch.save` and `weights_only=True` loading.
-
-With FSDP2 sharding by rows, each rank steps its own rows, bit for bit as a single process, and states are sharded like
-the parameters (`octavo.optim.sharded`).
-
-One-dimensional parameters (norms and biases), and those with fewer than 64 elements per row, have float32 moments: the
-former are few and may be sharded at any element; scales of the latter would cost more than they save.
+States are tensors of the parameter's shape, with one row of scales per row, sharded like the parameter
+(`octavo.optim.sharded`): each rank steps its own rows, bit for bit as a single process. One-dimensional parameters, and
+those with fewer than 64 elements per row, have float32 moments: the former are few and may be sharded at any element;
+scales of the latter would cost more than they save.
 """
 
 import math
@@ -48,9 +44,7 @@ from octavo.tensor import local_tensor
 _SEED_STRIDE = 0x632BE5AB
 """Difference between the seeds of consecutive parameters; seeds have 32 bits."""
 
-_STATES = ("fp8", "fp32")
-_MASTERS = ("remainder", "fp32", None)
-_NONFINITE = ("raise", "skip", "ignore")
+_CHOICES = {"states": ("fp8", "fp32"), "master": ("remainder", "fp32", None), "nonfinite": ("raise", "skip", "ignore")}
 
 
 class AdamW(Optimizer):
@@ -227,9 +221,7 @@ class AdamW(Optimizer):
         self, group: dict[str, Any], param: Tensor, dense: Tensor, index: Mapping[Tensor, int]
     ) -> ParamState:
         """Count a step of a parameter and view its states, made if missing, as matrices; `dense`: its local rows."""
-        state = self.state[param]
-        if not state:
-            state.update(initial_state(param, group))
+        state = self._state_of(param, group)
         state["step"] += 1
         count = int(state["step"].item())
         seed = _seed(param, index[param], count) if group["stochastic_rounding"] else None
@@ -245,8 +237,14 @@ class AdamW(Optimizer):
         """Allocate missing states of all parameters before the first step, to measure their memory."""
         for group in self.param_groups:
             for param in group["params"]:
-                if not self.state[param]:
-                    self.state[param].update(initial_state(param, group))
+                self._state_of(param, group)
+
+    def _state_of(self, param: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+        """Return the state of a parameter, made if missing."""
+        state: dict[str, Tensor] = self.state[param]
+        if not state:
+            state.update(initial_state(param, group))
+        return state
 
     @torch.no_grad()
     def set_masters(self, masters: Mapping[Tensor, Tensor]) -> None:
@@ -272,9 +270,7 @@ class AdamW(Optimizer):
                     f"{list(value.shape)}"
                 )
         for param, value in masters.items():
-            state = self.state[param]
-            if not state:
-                state.update(initial_state(param, groups_of[param]))
+            state = self._state_of(param, groups_of[param])
             rows = local_tensor(param)
             value = local_rows(param, value).to(rows.device)
             if "master" in state:
@@ -363,7 +359,12 @@ class AdamW(Optimizer):
         if not checked:
             return True
         # Finite gradients and moments make a finite update. FP8 moments are finite if the maxima of their groups are.
-        bad = any_rank(_nonfinite([self._gradient_and_moments(param) for param in checked]), checked)
+        read: list[list[Tensor]] = []  # what a step of a parameter reads beside its master
+        for param in checked:
+            state = self.state.get(param, {})
+            moments = [state.get(f"{name}_hi", state.get(name)) for name in MOMENTS]
+            read.append([local_tensor(t) for t in (param.grad, *moments) if t is not None and param.grad is not None])
+        bad = any_rank(_nonfinite(read), checked)
         if not bad.any():
             return True
         if any(group["nonfinite"] == "raise" for group in self.param_groups):
@@ -374,14 +375,6 @@ class AdamW(Optimizer):
                 "steps with nonfinite='skip'"
             )
         return False
-
-    def _gradient_and_moments(self, param: Tensor) -> list[Tensor]:
-        """Return what a step of a parameter reads beside its master: nothing without a gradient."""
-        if param.grad is None:
-            return []
-        state = self.state.get(param, {})
-        moments = (state.get(f"{name}_hi", state.get(name)) for name in MOMENTS)
-        return [local_tensor(param.grad), *(local_tensor(moment) for moment in moments if moment is not None)]
 
 
 def _nonfinite(tensors: list[list[Tensor]]) -> Tensor:
@@ -404,7 +397,7 @@ def _nonfinite(tensors: list[list[Tensor]]) -> Tensor:
 
 def _check_group(group: dict[str, Any]) -> None:
     """Raise ValueError for invalid values of a parameter group."""
-    for name, choices in (("states", _STATES), ("master", _MASTERS), ("nonfinite", _NONFINITE)):
+    for name, choices in _CHOICES.items():
         if group[name] not in choices:
             hint = nearest(str(group[name]), [str(value) for value in choices])
             raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}; got {group[name]!r}{hint}")

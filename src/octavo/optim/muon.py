@@ -3,17 +3,11 @@
     m = μ m + (1 − μ) g        u = (1 − μ) g + μ m  (Nesterov)        W = W (1 − lr·λ) − lr · scale · orthogonalize(u)
 
 in the order of `torch.optim.Muon`. `orthogonalize` replaces the singular values of u by values near 1 with five
-Newton–Schulz iterations in bf16 (Keller Jordan, https://kellerjordan.github.io/posts/muon). `adjust_lr_fn` scales it:
-"original" by √max(1, rows/columns); "match_rms_adamw" by 0.2·√max(rows, columns), with which learning rate and weight
-decay of AdamW can be used (Moonlight, arXiv 2502.16982).
+Newton–Schulz iterations in bf16 (Keller Jordan, https://kellerjordan.github.io/posts/muon). Momentum is the first
+moment of `octavo.AdamW`, with the same masters, seeds of stochastic rounding and shards. There is no second moment.
 
-Momentum is the first moment of `octavo.AdamW`: FP8 with dynamic range expansion, 1.04 bytes per parameter, with the
-same masters, seeds of stochastic rounding and shards. There is no second moment.
-
-A matrix of experts [E, rows, columns] is E matrices. Under FSDP2 each rank steps its own rows. Of every `world`
-matrices each rank orthogonalizes one: an all-to-all brings it the rows of u in bf16, another returns the rows of the
-result (2 · 2 bytes per parameter). The numbers are those of one process. Tensor parallelism along columns raises an
-error.
+Under FSDP2 each rank steps its own rows. Of every `world` matrices each rank orthogonalizes one: an all-to-all brings
+it the rows of u in bf16, another returns the rows of the result. The numbers are those of one process.
 """
 
 import math
@@ -32,8 +26,6 @@ from octavo.optim.states import matrix_view
 from octavo.runtime.torch_compat import FakeTensor
 from octavo.tensor import local_tensor
 
-COEFFICIENTS = 3.4445, -4.7750, 2.0315
-"""Of the quintic iteration; chosen by Keller Jordan for the steepest slope at 0."""
 EPS = 1e-7
 """Smallest norm that a matrix is divided by."""
 PRODUCTS = torch.bfloat16
@@ -164,7 +156,7 @@ class Muon(AdamW):
 
 def orthogonalize(update: Tensor, steps: int = 5) -> Tensor:
     """Approximate U Vᵀ of matrices U S Vᵀ with Newton–Schulz iterations; singular values end within 0.7 and 1.2."""
-    a, b, c = COEFFICIENTS
+    a, b, c = 3.4445, -4.7750, 2.0315  # chosen by Keller Jordan for the steepest slope at 0
     tall = update.shape[-2] > update.shape[-1]
     x = update.mT if tall else update
     norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))

@@ -1,11 +1,8 @@
 """Sharded parameters: the DTensors of FSDP2 and of tensor parallelism.
 
-Every state is allocated for the local rows and wrapped like its parameter: moments, their scales (one row per row) and
-remainders are sharded over the same ranks. So `torch.distributed.checkpoint` saves and loads them on any number of
-ranks, and gathers them with `full_state_dict`. For other tensors, the local rows are all rows.
-
-Tensor parallelism also shards columns. FP8 moments then need shards that end where groups of 128 columns do
-(`splits_groups`): their scales are sharded along columns, too, and every moment is that of one process.
+Every state is allocated for the local rows and wrapped like its parameter, so `torch.distributed.checkpoint` saves and
+loads it on any number of ranks. For other tensors, the local rows are all rows. Tensor parallelism also shards columns.
+FP8 moments then need shards that end where groups of 128 columns do (`splits_groups`).
 """
 
 import math

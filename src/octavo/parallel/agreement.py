@@ -43,8 +43,8 @@ def check_mesh(function: str, mesh: object, data: str, name: str) -> None:
         )
     if mesh.ndim != 1:
         raise ValueError(
-            f"{function} takes one dimension of a mesh; got {mesh.ndim}, named {mesh.mesh_dim_names}: pass the one of its "
-            f"ranks, such as mesh[{name!r}]"
+            f"{function} takes one dimension of a mesh; got {mesh.ndim}, named {mesh.mesh_dim_names}: pass the one for "
+            f"it, such as mesh[{name!r}]"
         )
 
 

@@ -18,14 +18,11 @@ edges may be partial in `fp8-block`; `mxfp8` has no partial groups. `tests/servi
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from octavo.numerics.names import nearest
 from octavo.numerics.recipe import BLOCKWISE, MXFP8, RECIPES, ROWWISE, Recipe
-from octavo.tensor import ScaledTensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,22 +37,13 @@ class ExportLayout:
     quantization_config: Callable[[Sequence[str]], dict[str, Any]]
 
     def fits(self, recipe: Recipe) -> bool:
-        """Return whether this layout describes the forward of training in a recipe; of one that is weight only, its
-        weights.
-        """
+        """Return whether this layout describes the forward of a recipe; of one that is weight only, its weights."""
         return (recipe.w, recipe.x) == (self.recipe.w, self.recipe.x) and not recipe.equalization
 
     @property
     def recipes(self) -> list[str]:
         """Names of the recipes that fit."""
         return [name for name, recipe in RECIPES.items() if self.fits(recipe)]
-
-    @staticmethod
-    def scales(weight: ScaledTensor) -> Tensor:
-        """Return the scales of a weight as the layout stores them."""
-        assert weight.scale is not None
-        scale = weight.scale
-        return (scale if scale.dtype == torch.float32 else scale.view(torch.uint8)).contiguous()
 
 
 def _compressed_tensors(format: str, weights: dict[str, Any], inputs: dict[str, Any], ignore: Sequence[str]) -> Any:
@@ -77,16 +65,8 @@ def _compressed_tensors(format: str, weights: dict[str, Any], inputs: dict[str, 
     }
 
 
-def _float_quantized(ignore: Sequence[str]) -> dict[str, Any]:
-    rows, tokens = {"strategy": "channel", "group_size": None}, {"strategy": "token", "group_size": None}
-    result: dict[str, Any] = _compressed_tensors("float-quantized", rows, tokens, ignore)
-    return result
-
-
-def _mxfp8_quantized(ignore: Sequence[str]) -> dict[str, Any]:
-    groups = {"strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
-    result: dict[str, Any] = _compressed_tensors("mxfp8-quantized", groups, groups, ignore)
-    return result
+_ROWS, _TOKENS = ({"strategy": strategy, "group_size": None} for strategy in ("channel", "token"))
+_GROUPS = {"strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
 
 
 def _fine_grained(ignore: Sequence[str]) -> dict[str, Any]:
@@ -101,13 +81,21 @@ def _fine_grained(ignore: Sequence[str]) -> dict[str, Any]:
 
 _NAMED = (
     ExportLayout(
-        name="fp8-row", recipe=ROWWISE, scale_name="weight_scale", multiple=1, quantization_config=_float_quantized
+        name="fp8-row",
+        recipe=ROWWISE,
+        scale_name="weight_scale",
+        multiple=1,
+        quantization_config=partial(_compressed_tensors, "float-quantized", _ROWS, _TOKENS),
     ),
     ExportLayout(
         name="fp8-block", recipe=BLOCKWISE, scale_name="weight_scale_inv", multiple=1, quantization_config=_fine_grained
     ),
     ExportLayout(
-        name="mxfp8", recipe=MXFP8, scale_name="weight_scale", multiple=32, quantization_config=_mxfp8_quantized
+        name="mxfp8",
+        recipe=MXFP8,
+        scale_name="weight_scale",
+        multiple=32,
+        quantization_config=partial(_compressed_tensors, "mxfp8-quantized", _GROUPS, _GROUPS),
     ),
 )
 LAYOUTS = {layout.name: layout for layout in _NAMED}

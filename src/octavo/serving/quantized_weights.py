@@ -33,7 +33,8 @@ def quantized_weights(
         weight = module._parameters.get(name)
         if weight is None:
             return "its weight is not a parameter: it is computed from others"
-        if tied := _tied(model, weight):
+        tied = [name for name, other in model.named_parameters(remove_duplicate=False) if other is weight]
+        if len(tied) > 1:
             return f"its weight is tied ({', '.join(tied)})"
         if weight.shape[-1] % layout.multiple:
             return f"its {weight.shape[-1]} input features are no multiple of {layout.multiple}"
@@ -88,9 +89,3 @@ def has_nonfinite(tensor: Tensor) -> bool:
     if isinstance(tensor, ResidentWeight):
         tensor = tensor.dequantized(torch.float32)
     return tensor.is_floating_point() and tensor.element_size() > 1 and not bool(torch.isfinite(tensor).all())
-
-
-def _tied(model: Any, weight: Tensor) -> list[str]:
-    """Return all names of a parameter that has several."""
-    names = [name for name, other in model.named_parameters(remove_duplicate=False) if other is weight]
-    return names if len(names) > 1 else []

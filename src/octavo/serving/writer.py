@@ -189,7 +189,10 @@ def write(model: Any, folder: Path, layout: ExportLayout | None, max_shard_size:
     for name, tensor in saved.items():
         if name in quantized:
             final[name] = quantized[name].data
-            final[f"{name.removesuffix('.weight')}.{layout.scale_name}"] = layout.scales(quantized[name])
+            scale = quantized[name].scale
+            assert scale is not None
+            stored = scale if scale.dtype == torch.float32 else scale.view(torch.uint8)
+            final[f"{name.removesuffix('.weight')}.{layout.scale_name}"] = stored.contiguous()
         else:
             final[name] = tensor
     with no_progress_bar():
@@ -282,19 +285,17 @@ def _notes(
         )
     if layout.name == "mxfp8" and any(is_converted_experts(modules[fqn]) for fqn in fp8):
         notes.append("Transformers 5.23 does not read experts in this layout: it takes their scales for scales by row")
-    mixed = [fqn for fqn in fp8 if not {name for name in _joined_with(fqn) if name in modules} <= set(fp8)]
+    mixed = []
+    for parent, _, own in (fqn.rpartition(".") for fqn in fp8):
+        joined = {f"{parent}.{name}" for names in JOINED if own in names for name in names}
+        if not joined & modules.keys() <= set(fp8):
+            mixed.append(f"{parent}.{own}".lstrip("."))
     if mixed:
         notes.append(
             f"{listed(mixed)}: in FP8, but not the layers that vLLM joins with them (q, k and v; gate and up), which "
             "need one precision"
         )
     return tuple(notes)
-
-
-def _joined_with(fqn: str) -> list[str]:
-    """Return the layers that vLLM computes in one product with a layer, itself included."""
-    parent, _, own = fqn.rpartition(".")
-    return [f"{parent}.{name}" for names in JOINED if own in names for name in names]
 
 
 def _ignored(model: Any, high_precision: Mapping[str, str]) -> list[str]:
