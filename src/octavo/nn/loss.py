@@ -111,15 +111,12 @@ class _ChunkedFunction(torch.autograd.Function):
             torch._assert_async(known.all(), "linear_cross_entropy: a target is neither a class nor ignore_index")
         with without_autocast(h_TD.device.type):
             w = _operand(w_VD.to(dtype))
-            # One kernel turns logits into their gradient; the sum that a bias needs is one of float32 numbers.
-            fuses = (needs_h or needs_w) and not needs_b and h_TD.is_cuda and dtype != torch.float64
-            fuses &= not torch.compiler.is_compiling()
             for start in range(0, h_TD.shape[0], rows):
                 h = _operand(h_TD[start : start + rows].to(dtype))
                 z = h @ w.t() if bias is None else torch.addmm(bias.to(dtype).to(w.dtype), h, w.t())
                 z = z.to(dtype)
                 t, g = t_T[start : start + rows], None
-                if fuses:
+                if (needs_h or needs_w) and _fuses(z, needs_b):
                     loss, g = cross_entropy_(z, t, ignore_index, scale, softcap), z
                 else:
                     loss, g = loss_and_gradient(z, t, ignore_index, scale, softcap, needs_h or needs_w or needs_b)
@@ -163,6 +160,11 @@ def _consume(consumed: set[StorageWeakRef], saved: tuple[Tensor | None, ...]) ->
             "linear_cross_entropy again for a second backward, or sum the losses and run one backward"
         )
     consumed |= storages
+
+
+def _fuses(z: Tensor, has_bias: bool) -> bool:
+    """Whether a kernel turns logits into their gradient. The sum that a bias needs is one of float32 numbers."""
+    return not has_bias and z.is_cuda and z.dtype != torch.float64 and not torch.compiler.is_compiling()
 
 
 def _operand(values: Tensor) -> Tensor:
