@@ -1,10 +1,8 @@
 """Decide which modules of a model can store their activations in FP8, and how.
 
 Norms, gated MLPs and activation functions are recognized by their code (`octavo.activations.detect`). Any other module
-that owns matrices (linears, convolutions, experts) keeps its own forward under hooks that compress what it saves, the
-kind "saved_tensors" (`octavo.activations.saved_tensors`): attention, other MLPs, mixers. A module that contains a stack
-of blocks has no such hooks: they compress when their module returns, so until then they would hold what the whole model
-saves.
+that owns matrices keeps its own forward under hooks that compress what it saves (`octavo.activations.saved_tensors`). A
+module that contains a stack of blocks has no such hooks, which would hold what the whole model saves until it returns.
 """
 
 from collections.abc import Iterator

@@ -325,8 +325,6 @@ def _all_to_all_vector(
 
 
 class _Differentiable(torch.autograd.Function):
-    """A collective whose backward is another, given as a function of the gradient that is differentiable itself."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, start: Callable[[Tensor], AsyncResult[Tensor]], backward: Any) -> Tensor:
         ctx.of_gradient = backward
@@ -337,11 +335,16 @@ class _Differentiable(torch.autograd.Function):
         return ctx.of_gradient(grad), None, None
 
 
+def differentiable(x: Tensor, start: Callable[[Tensor], AsyncResult[Tensor]], backward: Callable[[Tensor], Any]) -> Any:
+    """Return the result of a collective, whose gradient is `backward` of that of its result."""
+    return _Differentiable.apply(x, start, backward)
+
+
 def _gathered(x: Tensor, group: Group, spec: MessageSpec, grad_spec: MessageSpec) -> Any:
     def backward(grad: Tensor) -> Any:
         return _scattered(grad, group, "sum", grad_spec, spec)
 
-    return _Differentiable.apply(x, lambda x: _all_gather(x, group, spec), backward)
+    return differentiable(x, lambda x: _all_gather(x, group, spec), backward)
 
 
 def _scattered(x: Tensor, group: Group, op: Reduction, spec: MessageSpec, grad_spec: MessageSpec) -> Any:
@@ -352,14 +355,14 @@ def _scattered(x: Tensor, group: Group, op: Reduction, spec: MessageSpec, grad_s
             gathered = gathered / world if torch.is_grad_enabled() else gathered.div_(world)
         return gathered
 
-    return _Differentiable.apply(x, lambda x: _reduce_scatter(x, group, op, spec), backward)
+    return differentiable(x, lambda x: _reduce_scatter(x, group, op, spec), backward)
 
 
 def _reduced(x: Tensor, group: Group, op: Reduction, spec: MessageSpec, grad_spec: MessageSpec) -> Any:
     def backward(grad: Tensor) -> Any:
         return _reduced(grad, group, op, grad_spec, spec)
 
-    return _Differentiable.apply(x, lambda x: _all_reduce(x, group, op, spec), backward)
+    return differentiable(x, lambda x: _all_reduce(x, group, op, spec), backward)
 
 
 def _exchanged(
@@ -368,7 +371,7 @@ def _exchanged(
     def backward(grad: Tensor) -> Any:
         return _exchanged(grad, group, received, sent, grad_spec, spec)
 
-    return _Differentiable.apply(x, lambda x: _all_to_all(x, group, sent, received, spec), backward)
+    return differentiable(x, lambda x: _all_to_all(x, group, sent, received, spec), backward)
 
 
 def _start(pending: AsyncResult[Tensor], async_op: bool) -> Any:

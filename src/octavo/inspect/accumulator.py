@@ -1,11 +1,8 @@
 """Accumulators: statistics of an operand on its device, summed over calls, micro-batches and ranks.
 
-Each operand has two vectors: `SUMS`, which add up, and `MAXIMA`, of which the larger value wins (a minimum is the
-maximum of the negatives). Both are float64 and stay on the operand's device. Nothing synchronizes until the end of a
-step, when all operands of all layers move at once, after one sum and one maximum over the ranks.
-
-Counting costs one more quantization of the operand and about fifteen passes over it. They run in row chunks: on a CPU
-to stay in cache, on a GPU to bound the memory of intermediate results.
+Each operand has two vectors: `SUMS`, which add up, and `MAXIMA`, of which the larger value wins. Nothing synchronizes
+until the end of a step, when all operands of all layers move at once. Counting costs one more quantization of the
+operand and about fifteen passes over it, in row chunks: on a CPU to stay in cache, on a GPU to bound memory.
 """
 
 import math

@@ -7,15 +7,9 @@
     floor       smallest gap in S; S: the smallest set of arms with this one whose gaps exceed all others' on every seed
     high        ḡ + (t(1 − α_n/3; n − 1)/√n + 1 + 10/(n + 1)) s + r    it passes if this is below the margin
 
-The two ends differ. Gaps of an equal arm are symmetric about zero, because the runs of a pair are exchangeable, so
-Student's t holds for `low`, and is conservative for heavy tails. An arm may be worse on few seeds only: `high` allows
-for an instability that n seeds are likely not to show, and for a gap that rounding hides on every seed.
-
-With m arms α_n/m is far from α_n at few degrees of freedom. Separation needs no normal gaps: arms that are all equal
-are seldom in the same order on every seed, so few arms that pass at α_n by chance also have a positive floor. Rejected:
-a fixed sequence of the arms by mean square gap, exact for normal gaps of any covariance, but 12 % for uniform ones;
-separation of gaps across seeds, which finds less; what a small plan leaves, for separation too: 4.7 % for three seeds.
-`docs/compare.md` has the derivations and measured rates.
+Gaps of an equal arm are symmetric about zero, because the runs of a pair are exchangeable, so Student's t holds for
+`low`. An arm may be worse on few seeds only: `high` allows for an instability that n seeds are likely not to show, and
+for a gap that rounding hides. `docs/compare.md` has the derivations, measured rates and what was rejected.
 """
 
 import math

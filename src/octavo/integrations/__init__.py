@@ -1,12 +1,4 @@
-"""Level 7: Octavo inside other training tools. Nothing below imports this. A file imports its tool, on first use.
-
-common.py         what a user gives as `precision`, and the FP8 state of a model for a tool's checkpoints
-monitor.py        what the loggers of a tool get: findings, and moves of the autopilot
-transformers.py   Transformers' Trainer and its subclasses, such as TRL's SFTTrainer
-accelerate.py     Hugging Face accelerate
-lightning.py      Lightning's Trainer and Fabric
-torchtitan.py     torchtitan: a converter of its model configs
-"""
+"""Level 7: Octavo inside other training tools. Nothing below imports this. A file imports its tool, on first use."""
 
 from importlib import import_module
 from typing import Any

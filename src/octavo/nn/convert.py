@@ -1,9 +1,7 @@
 """Decide which layers compute in FP8 (`rule_plan`), convert them (`apply_plan`), and undo it (`revert`).
 
-Both swap the class of each chosen module and change nothing else: the module object, its parameters, hooks, buffers,
-training flag and names stay the same. So optimizers, weight tying, `state_dict` and references keep working, and a
-root that is itself a linear converts in place. Checks run before the first swap; an error after it undoes all swaps. A
-failed conversion leaves the model unchanged.
+Both swap the class of each chosen module and change nothing else, so optimizers, weight tying, `state_dict` and
+references keep working. Checks run before the first swap; an error after it undoes all swaps.
 """
 
 import sys

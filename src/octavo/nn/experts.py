@@ -18,7 +18,7 @@ import inspect
 import sys
 from collections.abc import Callable
 from types import CodeType
-from typing import Any, ClassVar, Protocol, TypeGuard
+from typing import Any, ClassVar, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -192,18 +192,6 @@ STACKED = ("gate_up_proj", "up_proj", "down_proj")
 _ATTRIBUTES = ("recipe", "keep_weights", STORAGE_ATTRIBUTE)
 
 
-class Exchange(Protocol):
-    """Carries rows between ranks that each hold some of the experts."""
-
-    def __call__(
-        self, on_rows: Callable[[Tensor, Tensor], Tensor], rows: Tensor, offsets: Tensor, recipe: Recipe
-    ) -> Tensor:
-        """Return `on_rows` of rows [M,H] that are sorted by expert, computed where their experts are; `offsets` [E]."""
-
-    def local(self, parameter: Tensor) -> Tensor:
-        """Return the part of a parameter that belongs to this rank's experts, differentiable."""
-
-
 class Experts(nn.Module):
     """Experts that compute in FP8. `octavo.convert` makes them from Transformers' experts; `octavo.revert` undoes that.
 
@@ -218,7 +206,7 @@ class Experts(nn.Module):
     octavo_original: ClassVar[Any]
     recipe: Recipe = DEFAULT
     keep_weights: bool = False
-    octavo_exchange: Exchange | None = None
+    octavo_exchange: Any = None  # an `octavo.parallel.expert_parallel.ExpertExchange`
     octavo_storage: Any = None
     down_proj: Tensor
 

@@ -1,22 +1,11 @@
-"""Filters: rules that select the linears to convert, combine by `&`, `|` and `~`, and give reasons.
-
-    from octavo.nn import filters
+"""Filters: rules that select the linears to convert, combine by `&`, `|` and `~`, and give reasons (docs/filters.md).
 
     octavo.convert(model, filter=filters.name("*.mlp.*") & ~filters.last(2) | filters.shape(min_in=8192))
     octavo.convert(model, recipe={filters.first(2) | filters.last(2): "rowwise_hp_wgrad"})
 
-    name("*.mlp.*", …)    the name of the layer, or of a parent module, matches one of the patterns
-    kind("LlamaMLP", …)   the layer, or a parent module, is an instance of one of these classes
-    shape(min_in=4096)    sizes of the layer
-    first(2), last(2)     blocks, or linears, counted from either end
-    where(f)              f(module, name) is True; you can also pass f itself
-
 The reason of a rule is a fact, such as "in_features 512 < 4096": `~` inverts the match and keeps the fact. `&` and
-`|` give the facts that decide: the first that fails, or all that hold. So `~(a & b)` and `~a | ~b` give the same
-verdict and reason, and the report shows only the facts that decide.
-
-Rules read a `Layer`, not the model: they are plain values that you can compare and use for several models. A layer with
-several names is matched under each of them, and converted if none excludes it.
+`|` give the facts that decide: the first that fails, or all that hold. Rules read a `Layer`, not the model: they are
+plain values. A layer with several names is matched under each of them, and converted if none excludes it.
 """
 
 from abc import ABC, abstractmethod

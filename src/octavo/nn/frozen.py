@@ -1,12 +1,8 @@
 """Choose the frozen layers whose weights become resident in FP8, make them so, and undo it; see `octavo.nn.resident`.
 
 Before `get_peft_model` nothing is frozen: `octavo.convert(model, frozen="fp8")` then freezes the linears and experts
-whose weights become resident. If some of them are frozen already, as after `get_peft_model`, only these become
-resident, and the others train as usual. Adapters, vocabulary heads, embeddings and norms keep their dtype.
-
-Conversion quantizes every weight before it replaces the first, so that an error leaves the model unchanged: a model
-already in memory takes 3 bytes per parameter meanwhile. `octavo.nn.load_frozen` never holds more than one tensor in
-high precision.
+whose weights become resident. If some of them are frozen already, only these become resident. Conversion quantizes
+every weight before it replaces the first, so that an error leaves the model unchanged.
 """
 
 import json

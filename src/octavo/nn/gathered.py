@@ -1,16 +1,11 @@
-"""Weights that FSDP2 gathers in FP8: the tensor subclasses of a shard and of the gathered weight.
-
-    of linears [N,K], sharded by rows, and of the experts of a layer [E,N,K], sharded by experts
+"""Weights that FSDP2 gathers in FP8: linears [N,K], sharded by rows, and experts [E,N,K], sharded by experts.
 
     ShardedWeight        a rank's rows of W in their own dtype; FSDP gathers their FP8 bytes and scales
     Fp8AllGatherOutput   the whole W as those bytes and scales, which products read directly; never gathered in bf16
 
 FSDP2 calls `fsdp_pre_all_gather` and `fsdp_post_all_gather` of the shard. It pads, pins and moves shards, which drops
-attributes of a plain tensor, so this needs a subclass. Every operation runs on the plain tensor inside and returns
-plain tensors, except the few by which FSDP makes new shards.
-
-With scales per row, a shard's scales equal those of the whole matrix, so the bytes match a single process and only the
-gather communicates. With scales per tensor, each gather first reduces the global amax of its weights (`AmaxGroup`).
+attributes of a plain tensor, so this needs a subclass. With scales per row, the bytes match a single process and only
+the gather communicates. With scales per tensor, each gather first reduces the amax of its weights (`AmaxGroup`).
 """
 
 import math

@@ -1,9 +1,7 @@
-"""Recognize subclasses of `nn.Linear` that compute the same, by the code of their `forward`, and make the classes of
-converted linears.
+"""Recognize subclasses of `nn.Linear` that compute the same, by the code of their `forward`, and make FP8 classes.
 
 Some write the product differently (Falcon's `input @ weight.T + bias`), some add methods and inherit `forward`. The
-formula of the class (`octavo.activations.formulas`) is compared with those of the methods below; class names do not
-matter.
+formula of the class (`octavo.activations.formulas`) is compared with those of the methods below, not the class's name.
 """
 
 import inspect

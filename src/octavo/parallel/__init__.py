@@ -1,19 +1,6 @@
-"""Level 5: distribute one model over many GPUs with torch's FSDP2, DDP, tensor and pipeline parallelism. `parallelize`
-is the entry point to data parallelism.
+"""Level 5: distribute one model over many GPUs with torch's FSDP2, DDP, tensor and pipeline parallelism.
 
-fsdp.py              FSDP2: sharded blocks, weights gathered in FP8, gradients scattered in FP8
-ddp.py               DDP with gradients reduced in FP8
-parallelize.py       selects one of them for a mesh, and checks the combination
-tensor_parallel.py   styles of tensor and sequence parallelism for torch's `parallelize_module`
-tensor_parallel_plan.py  `tensor_parallel`: these styles, by the plan of a Transformers config
-tokens.py            what their ranks exchange, in FP8
-pipeline.py          stages of torch's pipelines with FP8 messages; imported on first use, as pipelining imports slowly
-pipeline_model.py    a model of Transformers as stages of a pipeline
-clip_grad.py         clip_grad_norm_ for parameters on several meshes
-exchange.py          the all-to-all of rows, in FP8 or exact
-expert_parallel.py   experts distributed over ranks, with rows sent in FP8
-ulysses.py           attention over sequences that are sharded over ranks
-context_parallel.py  this attention in a model of Transformers
+`parallelize` is the entry point to data parallelism. `pipeline` is imported on first use, as torch's imports slowly.
 """
 
 from typing import TYPE_CHECKING, Any

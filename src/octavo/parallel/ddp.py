@@ -1,8 +1,5 @@
 """DDP with gradients in FP8: a communication hook for `torch.nn.parallel.DistributedDataParallel`.
 
-Each bucket is an FP8 all_reduce (`octavo.comm`): an all-to-all, a sum in float32, and an all-gather of the sum, divided
-by the group's size; by the ranks that still have inputs under `model.join(divide_by_initial_world_size=False)`.
-
 With error feedback a rank adds the rounding errors of its bucket and of its piece of the sum to those of the next step,
 so that nothing is lost in the long run (1-bit SGD, Seide et al. 2014). A step that is not taken leaves no errors: if an
 average was not finite, or no parameter of the bucket has changed since, the errors of the step before are used again.

@@ -1,17 +1,12 @@
-"""FSDP2 with FP8 communication: what `torch.distributed.fsdp.fully_shard` shards, and in which format it is
-communicated.
+"""FSDP2 with FP8 communication: what `fully_shard` shards, and in which format it is communicated.
 
     weights of converted layers     gathered as FP8 bytes and scales, which the products read (`octavo.nn.gathered`)
     everything else                 gathered in the compute dtype, as FSDP2 does
     gradients                       FP8 all-to-all and a sum in float32, through FSDP2's own reduce-scatter hook
 
-With copies of the shards (HSDP), all copies begin with the values of the first one, as DDP's do. The sums of a shard
-group are reduced over the copies in `reduce_dtype`; FSDP2 offers no hook for that.
-
-Weights are gathered in FP8 if one format serves all products and each rank can quantize its rows alone: recipes by row,
-without further communication, and by tensor, with one all_reduce of the amaxes of an FSDP2 group before its gather.
-Other recipes (blocks across rows, other blocks for dgrad) are gathered in high precision. Weights of experts are
-sharded by experts, and gathered in FP8 if their products are grouped ones (`octavo.kernels.grouped.is_grouped`).
+With copies of the shards (HSDP), the sums of a shard group are reduced over the copies in `reduce_dtype`: FSDP2 offers
+no hook for that. Weights are gathered in FP8 if one format serves all products and each rank can quantize its rows
+alone: recipes by row, and by tensor, with one all_reduce of the amaxes of an FSDP2 group before its gather.
 """
 
 import weakref

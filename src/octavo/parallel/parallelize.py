@@ -3,12 +3,10 @@
     [dp_shard]                    FSDP2: ZeRO-3, or ZeRO-2 with reshard_after_forward=False; Gemini with cpu_offload
     [dp_replicate]                DDP
     [dp_replicate, dp_shard]      HSDP
-    [efsdp, ep]                   FSDP2 after `expert_parallel(model, mesh["ep"])`: experts sharded over efsdp, the rest
-                                  over all ranks
+    [efsdp, ep]                   FSDP2 after `expert_parallel(model, mesh["ep"])`
 
-Unsupported combinations raise an error here, with the nearest one that works, instead of failing during the run.
-Settings, recipes and parameters must be equal on all ranks; they are compared first, and an error on one rank is raised
-on all.
+Unsupported combinations raise an error here, with the nearest one that works. Settings, recipes and parameters must be
+equal on all ranks; they are compared first, and an error on one rank is raised on all.
 """
 
 import os

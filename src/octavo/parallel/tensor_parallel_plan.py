@@ -352,18 +352,4 @@ def split_tokens(x: Tensor, mesh: DeviceMesh) -> Tensor:
             f"{x.shape[1]} tokens are not an equal part for each of {mesh.size()} ranks of sequence parallelism: pad "
             f"the sequence to {x.shape[1] + -x.shape[1] % mesh.size()}"
         )
-    part: Tensor = _SplitTokens.apply(x, mesh.get_local_rank(), mesh.size())
-    return part
-
-
-class _SplitTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, rank: int, ranks: int) -> Tensor:
-        ctx.shape, ctx.first = x.shape, rank * (x.shape[1] // ranks)
-        return x.narrow(1, ctx.first, x.shape[1] // ranks).contiguous()
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
-        whole = g.new_zeros(ctx.shape)
-        whole.narrow(1, ctx.first, g.shape[1]).copy_(g)
-        return whole, None, None
+    return x.chunk(mesh.size(), 1)[mesh.get_local_rank()].contiguous()
