@@ -14,15 +14,16 @@ parts that this rank multiplies. X that was gathered in FP8 is counted before th
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from octavo.inspect.accumulator import Accumulators, OperandFormat
-from octavo.inspect.product_error import Operands, ProductErrors, channels_of
+from octavo.inspect.product_error import ProductErrors, channels_of
 from octavo.kernels import quantize
 from octavo.nn.equalized import current_channels
 from octavo.nn.gathered import Fp8AllGatherOutput, GatheredInput, ShardedWeight
@@ -93,110 +94,88 @@ class Sample:
         """Register the hooks."""
         for layer in self.layers:
             before, after = layer.module.register_forward_pre_hook, layer.module.register_forward_hook
-            self._handles.append(before(self._first(layer), prepend=True, with_kwargs=True))
-            self._handles.append(before(self._before(layer), with_kwargs=True))
-            self._handles.append(after(self._after(layer, distributed=True), prepend=True, with_kwargs=True))
-            self._handles.append(after(self._after(layer, distributed=False), with_kwargs=True))
+            self._handles.append(before(partial(self._save_input, layer), prepend=True, with_kwargs=True))
+            self._handles.append(before(partial(self._count_inputs, layer), with_kwargs=True))
+            # On a DTensor before the hooks of its style, on any other tensor after all hooks.
+            self._handles.append(after(partial(self._hook_output, layer, True), prepend=True, with_kwargs=True))
+            self._handles.append(after(partial(self._hook_output, layer, False), with_kwargs=True))
 
     def remove(self) -> None:
         """Remove all hooks, including those on outputs."""
         for handle in self._handles:
             handle.remove()
 
-    def _first(self, layer: WatchedLayer) -> Callable[..., None]:
-        def save_input(_: nn.Module, args: Any, kwargs: Any) -> None:
-            if not SWITCH.off:
-                x = self._before_gather[layer.name] = _input(args, kwargs)
-                if is_capturing(x.device):
-                    raise RuntimeError(
-                        "octavo.inspect.Watch: a CUDA graph is captured inside a sampled step, but its replays call no "
-                        "hooks: capture it outside of Watch.step(), and run sampled steps eagerly"
-                    )
+    def _save_input(self, layer: WatchedLayer, _: nn.Module, args: Any, kwargs: Any) -> None:
+        if not SWITCH.off:
+            x = self._before_gather[layer.name] = _input(args, kwargs)
+            if is_capturing(x.device):
+                raise RuntimeError(
+                    "octavo.inspect.Watch: a CUDA graph is captured inside a sampled step, but its replays call no "
+                    "hooks: capture it outside of Watch.step(), and run sampled steps eagerly"
+                )
 
-        return save_input
+    def _count_inputs(self, layer: WatchedLayer, _: nn.Module, args: Any, kwargs: Any) -> None:
+        if layer.name not in self._before_gather:
+            return
+        x, own_x = local_part(_input(args, kwargs)), local_part(self._before_gather.pop(layer.name))
+        recomputed = in_backward()
+        if x.dtype not in SUPPORTED_DTYPES or (recomputed and not self._without_graph[layer.name]):
+            return
+        with torch.no_grad(), disable_current_modes():
+            gathered = isinstance(x, GatheredInput)
+            if isinstance(own_x, GatheredInput):  # by the module around the layer: this rank's part
+                own_x = own_x.dequantized() if (sent := own_x.rows.sent) is None else sent.detach()
+            exact = _exact(x) if self.errors.measures(layer.name) else x
+            x = x.dequantized() if isinstance(x, GatheredInput) else x
+            own = current_channels(layer.module, x)
+            if own is not None:
+                self.channels[layer.name] = own
+            if layer.counted:
+                channels = self._channels(layer, _matrix(x), own)
+                counted = None if recomputed else own_x if gathered else x
+                self._of_inputs[layer.name] = self._count_x(layer, _matrix(x), channels, counted)
+                # W is counted at the first call; what it contributes to G changes with channel scales.
+                last = self._of_weights.get(layer.name)
+                if last is None or any(old is not new for old, new in zip(last[0], channels, strict=True)):
+                    self._of_weights[layer.name] = channels, self._count_w(layer, channels, counted=last is None)
+            if self.errors.measures(layer.name):
+                self.errors.save_operands(layer.name, layer.module, _matrix(exact), own)
 
-    def _before(self, layer: WatchedLayer) -> Callable[..., None]:
-        def count_inputs(_: nn.Module, args: Any, kwargs: Any) -> None:
-            if layer.name not in self._before_gather:
-                return
-            x, own_x = local_part(_input(args, kwargs)), local_part(self._before_gather.pop(layer.name))
-            recomputed = in_backward()
-            if x.dtype not in SUPPORTED_DTYPES or (recomputed and not self._without_graph[layer.name]):
-                return
-            with torch.no_grad(), disable_current_modes():
-                gathered = isinstance(x, GatheredInput)
-                if isinstance(own_x, GatheredInput):  # by the module around the layer: this rank's part
-                    own_x = own_x.dequantized() if (sent := own_x.rows.sent) is None else sent.detach()
-                exact = _exact(x) if self.errors.measures(layer.name) else x
-                x = x.dequantized() if isinstance(x, GatheredInput) else x
-                own = current_channels(layer.module, x)
-                if own is not None:
-                    self.channels[layer.name] = own
-                if layer.counted:
-                    channels = self._channels(layer, _matrix(x), own)
-                    counted = None if recomputed else own_x if gathered else x
-                    self._of_inputs[layer.name] = self._count_x(layer, _matrix(x), channels, counted)
-                    # W is counted at the first call; what it contributes to G changes with channel scales.
-                    last = self._of_weights.get(layer.name)
-                    if last is None or any(old is not new for old, new in zip(last[0], channels, strict=True)):
-                        self._of_weights[layer.name] = channels, self._count_w(layer, channels, counted=last is None)
-                if self.errors.measures(layer.name):
-                    self.errors.save_operands(layer.name, layer.module, _matrix(exact), own)
+    def _hook_output(
+        self, layer: WatchedLayer, distributed: bool, module: nn.Module, args: Any, kwargs: Any, y: Tensor
+    ) -> None:
+        places = getattr(y, "placements", None)
+        if distributed and places is None:
+            return
+        of_x, operands = self._of_inputs.pop(layer.name, None), self.errors.pop_operands(layer.name)
+        if of_x is None and operands is None:
+            return
+        if not y.requires_grad:
+            self._without_graph[layer.name] += not in_backward()
+            return
+        self._without_graph[layer.name] -= in_backward()
+        needs = _input(args, kwargs).requires_grad, bool(module.weight.requires_grad)
+        of_w = self._of_weights[layer.name][1] if needs[0] and of_x is not None else None
+        factors = {"dgrad_g": of_w, "wgrad_g": of_x if needs[1] else None}
 
-        return count_inputs
-
-    def _after(self, layer: WatchedLayer, *, distributed: bool) -> Callable[..., None]:
-        """Return the hook on Y: on a DTensor before the hooks of its style, on any other tensor after all hooks."""
-
-        def hook_output(module: nn.Module, args: Any, kwargs: Any, y: Tensor) -> None:
-            places = getattr(y, "placements", None)
-            if distributed and places is None:
-                return
-            of_x, operands = self._of_inputs.pop(layer.name, None), self.errors.pop_operands(layer.name)
-            if of_x is None and operands is None:
-                return
-            if not y.requires_grad:
-                self._without_graph[layer.name] += not in_backward()
-                return
-            self._without_graph[layer.name] -= in_backward()
-            needs = _input(args, kwargs).requires_grad, bool(module.weight.requires_grad)
-            if of_x is not None:
-                of_w = self._of_weights[layer.name][1] if needs[0] else None
-                hook = self._on_gradient(layer, of_w, of_x if needs[1] else None, places)
-                self._handles.append(y.register_hook(hook))
-            if operands is not None:
-                self._handles.append(y.register_hook(self._on_products(layer, operands, needs, places)))
-
-        return hook_output
-
-    def _on_gradient(
-        self, layer: WatchedLayer, of_w: Factors | None, of_x: Factors | None, places: Any
-    ) -> Callable[[Tensor], None]:
-        def count_gradient(g: Tensor) -> None:
+        def on_gradient(g: Tensor) -> None:
             with torch.no_grad(), disable_current_modes():
                 g_MN = _matrix(_local_gradient(g, places))
-                for operand, factors in (("dgrad_g", of_w), ("wgrad_g", of_x)):
-                    spec = getattr(layer.recipe, operand)
-                    if factors is None or spec is None:
-                        continue
-                    own = OperandFormat(spec, factors.folds[0], read=factors.read)
-                    folds = zip(self._what_if, factors.folds[1:], strict=True)
-                    others = [
-                        OperandFormat(getattr(recipe, operand), fold, read=factors.read) for recipe, fold in folds
-                    ]
-                    self.accumulators.count((layer.name, operand), g_MN, own, others)
+                self._count_gradient(layer, g_MN, factors)
+                if operands is not None:
+                    self.errors.measure(layer.name, layer.module, operands, g_MN, needs)
 
-        return count_gradient
+        self._handles.append(y.register_hook(on_gradient))
 
-    def _on_products(
-        self, layer: WatchedLayer, operands: Operands, needs: tuple[bool, bool], places: Any
-    ) -> Callable[[Tensor], None]:
-        def measure(g: Tensor) -> None:
-            with torch.no_grad(), disable_current_modes():
-                g_MN = _matrix(_local_gradient(g, places))
-                self.errors.measure(layer.name, layer.module, operands, g_MN, needs)
-
-        return measure
+    def _count_gradient(self, layer: WatchedLayer, g_MN: Tensor, factors: Mapping[str, Factors | None]) -> None:
+        for operand, of_other in factors.items():
+            spec = getattr(layer.recipe, operand)
+            if of_other is None or spec is None:
+                continue
+            own = OperandFormat(spec, of_other.folds[0], read=of_other.read)
+            folds = zip(self._what_if, of_other.folds[1:], strict=True)
+            others = [OperandFormat(getattr(recipe, operand), fold, read=of_other.read) for recipe, fold in folds]
+            self.accumulators.count((layer.name, operand), g_MN, own, others)
 
     def _channels(self, layer: WatchedLayer, x_MK: Tensor, own: ChannelScales | None) -> Channels:
         weight = _weight(layer.module)

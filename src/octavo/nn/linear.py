@@ -120,8 +120,13 @@ class _LinearFunction(torch.autograd.Function):
         needs_dgrad, needs_wgrad = ctx.needs_input_grad[:2]
         x, w, w_saved = operands.forward_operands(x_data, x_scale, w_NK, factor, recipe, keep_weights, needs_dgrad)
         y_MN = scaled_mm(x, w, "nt", out_dtype=out_dtype, bias=bias, fast_accum=True)
-        x_t = x_data if x_t_data is None else x_t_data, x_scale if x_t_scale is None else x_t_scale
-        x_saved = operands.saved_input(x_MK, x_t, recomputable, recipe, out_dtype) if needs_wgrad else (None, None)
+        x_saved: operands.Saved = (None, None)
+        if needs_wgrad and recomputable is not None:
+            x_saved = recomputable.tensors
+        elif needs_wgrad and recipe.wgrad_x is None:
+            x_saved = x_MK.to(out_dtype), None
+        elif needs_wgrad:
+            x_saved = x_data if x_t_data is None else x_t_data, x_scale if x_t_scale is None else x_t_scale
         # A graph computes the channel scales, so it has to save them; in eager they are the layer's.
         ctx.channels = () if torch.compiler.is_compiling() else (factor, inverse)
         ctx.save_for_backward(*w_saved, *x_saved, *(() if ctx.channels else (factor, inverse)))

@@ -104,7 +104,9 @@ def planned_linear(
     casts = None
     if unread <= TRIES or not unread % AGAIN:
         context = (None, stream_of(plan.device), False) if plan.is_cuda else _PLAIN
-        casts = INPUT_CASTS.kept_casts(input, readers, context)
+        casts = INPUT_CASTS.casts_of(input, context)
+        if casts is not None and readers is not None:
+            casts.setdefault(Readers, readers)  # of the layer that keeps the first
     call = plan, casts, None if channels is None else quantizer, channels
     y: Tensor = _APPLY(input, weight, bias, call) if usual else unhooked(_APPLY, input, weight, bias, call)
     return y

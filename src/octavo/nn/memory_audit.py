@@ -121,7 +121,13 @@ def saved_for_backward(model: nn.Module, *, owners: bool = False) -> Iterator[Sa
         # A node that saves its own output must not hold it with its `grad_fn`: gc does not see that cycle.
         return tensor if tensor.grad_fn is None else tensor.detach()
 
-    handles = list(_track_modules(model, running)) if owners else []
+    def pop(*_: Any) -> None:
+        running.pop()
+
+    handles: list[Any] = []
+    for name, module in model.named_modules() if owners else ():
+        handles.append(module.register_forward_pre_hook(lambda *_, name=name: running.append(name), prepend=True))
+        handles.append(module.register_forward_hook(pop, always_call=True))
     try:
         with own_saved_tensors_hooks(pack, lambda tensor: tensor):
             yield saved
@@ -171,20 +177,6 @@ def call(model: nn.Module, batch: Any) -> Any:
 def dtype_name(dtype: torch.dtype) -> str:
     """torch.float8_e4m3fn → "float8_e4m3fn"."""
     return str(dtype).removeprefix("torch.")
-
-
-def _track_modules(model: nn.Module, running: list[str]) -> Iterator[Any]:
-    """Register hooks that push the name of the running module on `running`; yield their handles."""
-
-    def push(name: str) -> Callable[..., None]:
-        return lambda *_: running.append(name)
-
-    def pop(*_: Any) -> None:
-        running.pop()
-
-    for name, module in model.named_modules():
-        yield module.register_forward_pre_hook(push(name), prepend=True)
-        yield module.register_forward_hook(pop, always_call=True)
 
 
 def _saving_ops(outputs: Any) -> dict[int, str]:

@@ -112,15 +112,6 @@ class InputCastCache(threading.local):
             casts[cast_key(recipe, needs_wgrad, source)] = cast
         return cast
 
-    def kept_casts(
-        self, owner: Tensor, readers: Readers | None, context: tuple[Any, ...]
-    ) -> dict[Any, InputCasts | Readers] | None:
-        """Return `casts_of`, with `readers` of the layer that keeps the first, if given."""
-        casts = self.casts_of(owner, context)
-        if casts is not None and readers is not None:
-            casts.setdefault(Readers, readers)
-        return casts
-
     def casts_of(self, owner: Tensor, context: tuple[Any, ...] = ()) -> dict[Any, Any] | None:
         """Return the casts of a tensor in its present state, to look up and add to; None if it is not cached."""
         # `context` is its execution context, for a caller that knows it.
@@ -321,15 +312,6 @@ def dgrad_weight(
 def _beside(x_scale: Tensor | None, spec: QuantSpec) -> Tensor | None:
     """Return what casts of weights that read the same X have in common, for `quantize`."""
     return x_scale if spec.granularity == ROW and torch.compiler.is_compiling() else None
-
-
-def saved_input(
-    x_MK: Tensor, x_t: Saved, recomputable: Recomputable | None, recipe: Recipe, out_dtype: torch.dtype
-) -> Saved:
-    """Return the tensors that wgrad needs of X: those it is recomputed from, X in high precision, or `x_t` in FP8."""
-    if recomputable is not None:
-        return recomputable.tensors
-    return (x_MK.to(out_dtype), None) if recipe.wgrad_x is None else x_t
 
 
 def in_epilogue(operand: ScaledTensor, folds: bool, channels: Tensor | None) -> ScaledTensor:

@@ -62,10 +62,7 @@ class WeightCastCache:
         """Return a flag [], bool, for each cast of the current state: whether a new cast would differ."""
         if self.state != _state(self.parameter):
             return []
-        return [
-            _bits_differ(_tensors(casts), _tensors(_cast(w_NK, recipe, factor)))
-            for w_NK, recipe, factor, casts in self.casts.values()
-        ]
+        return [_bits_differ(casts, _cast(w_NK, recipe, factor)) for w_NK, recipe, factor, casts in self.casts.values()]
 
 
 _CACHES: dict[int, WeightCastCache] = {}
@@ -182,18 +179,14 @@ def _raise_if_stale(caches: list[WeightCastCache]) -> None:
         )
 
 
-def _tensors(casts: WeightCasts) -> list[Tensor]:
-    w, w_t = casts
-    return [tensor for cast in (w, w_t) for tensor in (cast.data, cast.scale) if tensor is not None]
-
-
-def _bits_differ(ours: list[Tensor], theirs: list[Tensor]) -> Tensor:
+def _bits_differ(ours: WeightCasts, theirs: WeightCasts) -> Tensor:
     """Return whether any bit differs, []."""
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-    pairs = zip(ours, theirs, strict=True)
-    return torch.stack(
-        [(a.view(bits[a.element_size()]) != b.view(bits[b.element_size()])).any() for a, b in pairs]
-    ).any()
+    one, other = (
+        [part.view(bits[part.element_size()]) for cast in casts for part in (cast.data, cast.scale) if part is not None]
+        for casts in (ours, theirs)
+    )
+    return torch.stack([(a != b).any() for a, b in zip(one, other, strict=True)]).any()
 
 
 def is_fsdp_sharded(module: nn.Module) -> bool:

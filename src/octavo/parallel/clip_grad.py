@@ -59,10 +59,10 @@ def clip_grad_norm_(
             grad = parameter.grad
             groups.setdefault(grad.device_mesh if isinstance(grad, DTensor) else None, []).append(grad)
     by_maximum = float(norm_type) == math.inf
-    norms = [
-        _whole(get_total_norm([_maximum(grad) for grad in grads] if by_maximum else grads, norm_type))
-        for grads in groups.values()
-    ]
+    norms = []
+    for grads in groups.values():
+        norm = get_total_norm([_maximum(grad) for grad in grads] if by_maximum else grads, norm_type)
+        norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
     total = get_total_norm(norms, norm_type, error_if_nonfinite)
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
     for grads in groups.values():
@@ -99,8 +99,3 @@ def _maximum(grad: Tensor) -> Tensor:
         return maximum
     placements = [placement if placement.is_replicate() else Shard(0) for placement in grad.placements]
     return DTensor.from_local(maximum, grad.device_mesh, placements, run_check=False)
-
-
-def _whole(norm: Any) -> Tensor:
-    whole: Tensor = norm.full_tensor() if isinstance(norm, DTensor) else norm
-    return whole

@@ -161,17 +161,16 @@ def replicate(model: nn.Module, mesh: DeviceMesh, *, fp8: str | None) -> nn.Modu
     ddp_model.broadcast_buffers = bool(saved_buffers(model))
     if fp8 is not None:
         Fp8AllReduce(group, spec=fp8).register(ddp_model)
-    ddp_model.register_forward_pre_hook(_refuse_join)
+
+    def refuse_join(model: nn.Module, inputs: Any) -> None:
+        if is_under_join(model) and any(equalized_layers(model)):
+            raise ValueError(
+                "model.join() with equalization: each forward exchanges scales with all ranks, and "
+                "those without inputs run none. Give all ranks equally many inputs, or take recipe 'rowwise'"
+            )
+
+    ddp_model.register_forward_pre_hook(refuse_join)
     return ddp_model
-
-
-def _refuse_join(model: nn.Module, inputs: Any) -> None:
-    """Raise ValueError under `model.join()` if forwards exchange scales, in which ranks without inputs take no part."""
-    if is_under_join(model) and any(equalized_layers(model)):
-        raise ValueError(
-            "model.join() with equalization: each forward exchanges scales with all ranks, and "
-            "those without inputs run none. Give all ranks equally many inputs, or take recipe 'rowwise'"
-        )
 
 
 def saved_buffers(model: nn.Module) -> list[Tensor]:

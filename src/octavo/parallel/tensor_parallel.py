@@ -192,7 +192,8 @@ class Fp8ColwiseParallel(_Fp8Style):
         return "column-parallel: " + ", ".join(parts if self.sequence_dim is None else [gather, *parts])
 
     def _hook(self, layer: nn.Module, exchange: TokenExchange) -> None:
-        layer.register_forward_pre_hook(_Gather(exchange), with_kwargs=True)
+        equal_shapes = EqualShapes(exchange.mesh, KIND)
+        layer.register_forward_pre_hook(partial(_gather, exchange, equal_shapes), with_kwargs=True)
         layer.register_forward_hook(lambda module, inputs, y: as_plain(y))
 
 
@@ -234,26 +235,21 @@ class Fp8RowwiseParallel(_Fp8Style):
         layer.register_forward_hook(lambda module, inputs, y: reduce_output(y, present(module, exchange)))
 
 
-class _Gather:
+def _gather(
+    exchange: TokenExchange, equal_shapes: EqualShapes, layer: nn.Module, args: Any, kwargs: Any
+) -> tuple[Any, dict[str, Any]]:
     """The hook before a column-parallel layer's forward."""
-
-    def __init__(self, exchange: TokenExchange) -> None:
-        self._exchange, self._equal_shapes = exchange, EqualShapes(exchange.mesh, KIND)
-
-    def __call__(self, layer: nn.Module, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
-        exchange = present(layer, self._exchange)
-        input = _input_of(args, kwargs)
-        x = _local(input, exchange, exchange.placement(input))
-        if exchange.sequence_dim is not None:
-            self._equal_shapes(x)
-        spec = gathered_spec(layer, exchange)
-        gathered = _GATHERED.casts_of(input)
-        key = exchange, spec, torch.is_grad_enabled()
-        if gathered is None:
-            return (gather_input(x, exchange, spec),), {}
-        if key not in gathered:
-            gathered[key] = gather_input(x, exchange, spec)
-        return (gathered[key],), {}
+    exchange, input = present(layer, exchange), _input_of(args, kwargs)
+    x = _local(input, exchange, exchange.placement(input))
+    if exchange.sequence_dim is not None:
+        equal_shapes(x)
+    spec = gathered_spec(layer, exchange)
+    key = exchange, spec, torch.is_grad_enabled()
+    if (gathered := _GATHERED.casts_of(input)) is None:
+        gathered = {}
+    if key not in gathered:
+        gathered[key] = gather_input(x, exchange, spec)
+    return (gathered[key],), {}
 
 
 def _features(
