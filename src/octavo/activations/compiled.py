@@ -97,7 +97,7 @@ def _register(y: Tensor, restored: Tensor) -> Tensor:
     """Trace `restorable`: note which storage y' belongs to. The entry lives as long as that storage."""
     out = _clone(y)
     if isinstance(out, FunctionalTensor):
-        RECOMPUTABLE.add_recomputed(out.elem, Recomputable((restored,), UnroundedMatrix(y.dtype)))
+        RECOMPUTABLE.add(out.elem, Recomputable((restored,), UnroundedMatrix(y.dtype)))
     return out
 
 

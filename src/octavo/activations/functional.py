@@ -207,8 +207,8 @@ def norm_saving_fp8(
 
 
 def _registered(out: Tensor, tensors: tuple[Tensor | None, ...], rematerializer: Rematerializer) -> Tensor:
-    """Register what an output can be recomputed from, and return it."""
-    if out.is_contiguous():
+    """Register what an output of autograd can be recomputed from, and return it."""
+    if out.is_contiguous() and out.grad_fn is not None and not torch.is_inference_mode_enabled():
         RECOMPUTABLE.add(out, Recomputable(tensors, rematerializer), outer_hooks())
     return out
 

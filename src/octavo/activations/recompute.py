@@ -150,13 +150,8 @@ class RecomputableTensors:
     def __len__(self) -> int:
         return len(self.entries)
 
-    def add(self, y: Tensor, recomputable: Recomputable, hooks: Any) -> None:
-        """Register a contiguous tensor that autograd made, if it did, under saved-tensor hooks."""
-        if y.grad_fn is not None and not torch.is_inference_mode_enabled():
-            self.add_recomputed(y, recomputable, hooks)
-
-    def add_recomputed(self, y: Tensor, recomputable: Recomputable, hooks: Any = None) -> None:
-        """Register a contiguous tensor that was itself recomputed."""
+    def add(self, y: Tensor, recomputable: Recomputable, hooks: Any = None) -> None:
+        """Register a contiguous tensor, made by autograd under these saved-tensor hooks or itself recomputed."""
         key: int = y.untyped_storage()._cdata
 
         def remove(dead: weakref.ref[Any]) -> None:

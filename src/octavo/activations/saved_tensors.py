@@ -212,7 +212,7 @@ class CompressionHooks:
         for saved in self._pending:
             tensor, key = saved.tensor, keys[id(saved)]
             assert tensor is not None
-            recomputable = None if key in unrounded else RECOMPUTABLE.find(tensor, _pack_of(self._outer))
+            recomputable = None if key in unrounded else RECOMPUTABLE.find(tensor, self._outer and self._outer[0])
             if recomputable is not None:
                 tensors = SavedTensors(recomputable.tensors, self._outer)
                 saved.decide(tensors, partial(_recompute, recomputable.rematerializer, tensor.shape))
@@ -248,7 +248,7 @@ class CompressionHooks:
 def _recompute(rematerializer: Rematerializer, size: torch.Size, tensors: list[Any]) -> Tensor:
     """Recompute a tensor and register the result, because checkpointing may repeat a part of forward."""
     matrix = rematerializer.matrix(tensors)
-    RECOMPUTABLE.add_recomputed(matrix, Recomputable(tuple(tensors), rematerializer))
+    RECOMPUTABLE.add(matrix, Recomputable(tuple(tensors), rematerializer))
     return matrix.view(size)
 
 
@@ -306,10 +306,7 @@ def recomputable_of(x: Tensor) -> Recomputable | None:
 
 def outer_hooks() -> Any:
     """Identity of the hooks in force, compression hooks aside; None if there are none."""
-    return _pack_of(_outer_hooks())
-
-
-def _pack_of(hooks: Hooks | None) -> Any:
+    hooks = _outer_hooks()
     return None if hooks is None else hooks[0]
 
 

@@ -67,6 +67,13 @@ def split_sizes(name: str, sizes: Sequence[int] | None, rows: int | None, world:
     return list(sizes)
 
 
+def gather_objects(value: Any, group: Group) -> list[Any]:
+    """Return the values of all ranks of a group, in rank order."""
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group)
+    return values
+
+
 def has_detailed_checks() -> bool:
     """Whether `TORCH_DISTRIBUTED_DEBUG=DETAIL` is set."""
     torch_distributed: Any = dist
@@ -82,8 +89,7 @@ def compare_calls(
     # as if they were its own. To compare costs a message that the host waits for.
     if not has_detailed_checks():
         return
-    calls: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(calls, (str(equal), list(sent), list(received)), group)
+    calls = gather_objects((str(equal), list(sent), list(received)), group)
     ranks = range(len(sent))
     if len({text for text, _, _ in calls}) > 1 or any(calls[a][1][b] != calls[b][2][a] for a in ranks for b in ranks):
         listed = "; ".join(

@@ -28,6 +28,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from octavo.comm.checks import gather_objects
 from octavo.inspect.findings import Finding, Thresholds, findings
 from octavo.inspect.stats import OperandStats
 from octavo.inspect.watch import HIGH_PRECISION, Watch
@@ -342,9 +343,7 @@ class Autopilot:
             except ValueError as problem:
                 error = str(problem)
         if self.watch.stages is not None:
-            errors: list[str | None] = [None] * dist.get_world_size(self.watch.stages)
-            dist.all_gather_object(errors, error, self.watch.stages)
-            error = next((text for text in errors if text is not None), None)
+            error = next((text for text in gather_objects(error, self.watch.stages) if text is not None), None)
         if error is None and move.layer in self._elsewhere:
             self._elsewhere[move.layer] = None if recipe is None else get_recipe(recipe)
         return error
@@ -359,6 +358,5 @@ def _layers_of_other_stages(model: nn.Module, stages: dist.ProcessGroup | None) 
         for name, module in model.named_modules()
         if is_converted(module) or is_linear(module)
     }
-    by_rank: list[Any] = [None] * dist.get_world_size(stages)
-    dist.all_gather_object(by_rank, own, stages)
+    by_rank = gather_objects(own, stages)
     return {name: recipe for layers in by_rank for name, recipe in layers.items() if name not in own}

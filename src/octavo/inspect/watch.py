@@ -17,12 +17,12 @@ import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from octavo.comm.checks import gather_objects
 from octavo.inspect.accumulator import as_stats
 from octavo.inspect.findings import Finding, History, Thresholds, findings
 from octavo.inspect.sample import Sample, WatchedLayer
@@ -144,8 +144,7 @@ class Watch(Displayed):
                 sample.remove()
         self.rows = self._rows(sample)
         if self.stages is not None:  # joins the rows and errors of all stages, in their order
-            by_rank: list[Any] = [None] * dist.get_world_size(self.stages)
-            dist.all_gather_object(by_rank, (self.rows, self.errors), self.stages)
+            by_rank = gather_objects((self.rows, self.errors), self.stages)
             rows = [row for rows, _ in reversed(by_rank) for row in reversed(rows)]
             self.rows = list({(row.layer, row.operand, row.recipe): row for row in rows}.values())[::-1]
             self.errors = {layer: error for _, errors in by_rank for layer, error in errors.items()}

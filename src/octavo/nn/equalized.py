@@ -267,6 +267,18 @@ class EqualizedLinear(Equalized, Linear):
     octavo_original = nn.Linear
 
 
+class CastingLinear(Linear):
+    """A `Linear` from a subclass of `nn.Linear` that casts weight and bias to the dtype of the input."""
+
+    octavo_casts = True
+
+
+class CastingEqualizedLinear(EqualizedLinear):
+    """A `CastingLinear` that equalizes channels."""
+
+    octavo_casts = True
+
+
 def equalizes(module: nn.Module) -> TypeGuard[Equalized]:
     """Return whether a module equalizes channels for its recipe."""
     return isinstance(module, Equalized) and module.recipe.equalization > 0

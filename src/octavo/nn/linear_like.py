@@ -100,11 +100,6 @@ class LinearLike(nn.Module):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         split_in_state(self, destination, prefix)
 
-    def _load_from_state_dict(
-        self, state_dict: Any, prefix: str, local_metadata: Any, strict: bool, missing_keys: Any, unexpected_keys: Any,
-        error_msgs: list[str],
-    ) -> None:  # fmt: skip
-        join_in_state(self, state_dict, prefix, error_msgs)
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
+        join_in_state(self, state_dict, prefix, arguments[-1])
+        super()._load_from_state_dict(state_dict, prefix, *arguments)

@@ -55,8 +55,8 @@ FP8_CLASSES = {
 }
 """FP8 classes by plain class, as `octavo.runtime.linear_kinds.KINDS` names it."""
 CASTING = Fp8Classes(
-    fp8="octavo.nn.casting.CastingLinear",
-    equalized="octavo.nn.casting.CastingEqualizedLinear",
+    fp8="octavo.nn.equalized.CastingLinear",
+    equalized="octavo.nn.equalized.CastingEqualizedLinear",
 )
 """Those of subclasses of `nn.Linear` that cast their weight to the dtype of the input."""
 

@@ -582,48 +582,45 @@ def join_in_state(module: nn.Module, state: dict[str, Any], prefix: str, errors:
     # FP8 data for a layer whose weight is not resident is an error.
     for name, parameter in module._parameters.items():
         key, weight = prefix + name, as_resident(parameter)
+        problem = None
         if key in state and weight is not None:
-            _join(key, parameter, weight, state, errors)
+            problem = _join(key, parameter, weight, state)
         elif key in state and state[key].element_size() == 1 and parameter is not None and parameter.element_size() > 1:
             # As numbers they lack their scales.
-            errors.append(f"{key} is {state[key].dtype}, but the layer's is not resident: use convert(frozen='fp8')")
+            problem = f"{key} is {state[key].dtype}, but the layer's is not resident: use convert(frozen='fp8')"
+        if problem is not None:
+            errors.append(problem)
             del state[key]
 
 
-def _join(key: str, parameter: Any, weight: ResidentWeight, state: dict[str, Any], errors: list[str]) -> None:
+def _join(key: str, parameter: Any, weight: ResidentWeight, state: dict[str, Any]) -> str | None:
+    """Replace data and scales, or values, of one weight in a `state_dict`; return why that is not possible, or None."""
     value, scale = state[key], state.pop(key + SCALE_SUFFIX, None)
     if as_resident(value) is not None or value.shape != parameter.shape:
-        return
+        return None
     if getattr(value, "placements", None) != getattr(parameter, "placements", None):
-        errors.append(
-            f"{key} of the checkpoint is not sharded as the model is: load it with torch.distributed.checkpoint"
-        )
-        del state[key]
-        return
+        return f"{key} of the checkpoint is not sharded as the model is: load it with torch.distributed.checkpoint"
     data = local_part(value)
     if scale is not None:
         scale, own = local_part(scale), scale_as_stored(weight.scale, weight.spec)
         converts = own.is_floating_point() and scale.is_floating_point()
         is_misfit = value.dtype != weight.data_.dtype or scale.shape != own.shape
         if is_misfit or not (converts or scale.dtype == own.dtype):
-            errors.append(
+            return (
                 f"{key} is resident as {weight.spec}, with {weight.data_.dtype} and scales {own.dtype} "
                 f"{tuple(own.shape)}; the checkpoint has {value.dtype} and scales {scale.dtype} {tuple(scale.shape)}: "
                 "convert in the recipe, and with the weight_only, it was saved with"
             )
-            del state[key]
-            return
-        state[key] = _distributed(parameter, weight.like(data, scale_of_stored(scale, weight.spec)))
+        new = weight.like(data, scale_of_stored(scale, weight.spec))
     elif not value.dtype.is_floating_point or value.element_size() == 1:
-        errors.append(f"{key} is {value.dtype} without {key + SCALE_SUFFIX}: its scales are missing")
-        del state[key]
+        return f"{key} is {value.dtype} without {key + SCALE_SUFFIX}: its scales are missing"
     elif isinstance(weight, ResidentShard) and not weight.shards_scale:
-        errors.append(f"{key}: scales of {weight.spec} depend on other ranks: load {value.dtype} before fully_shard")
-        del state[key]
+        return f"{key}: scales of {weight.spec} depend on other ranks: load {value.dtype} before fully_shard"
     else:
-        plain = data if data.dtype in SUPPORTED_DTYPES else data.float()
-        quantized = weight.quantized_alike(plain)
-        state[key] = _distributed(parameter, weight.like(quantized.data_, quantized.scale))
+        quantized = weight.quantized_alike(data if data.dtype in SUPPORTED_DTYPES else data.float())
+        new = weight.like(quantized.data_, quantized.scale)
+    state[key] = _distributed(parameter, new)
+    return None
 
 
 def scale_as_stored(scale: Tensor, spec: MessageSpec) -> Tensor:

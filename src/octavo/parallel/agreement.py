@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from octavo.comm.checks import has_detailed_checks
+from octavo.comm.checks import gather_objects, has_detailed_checks
 from octavo.kernels.adamw import ADAMW, CASE
 from octavo.nn.experts import is_converted_experts
 from octavo.nn.linear_subclasses import is_converted
@@ -27,10 +27,8 @@ def gather_reports(report: Any, mesh: Any) -> list[Any]:
     reports = [report]
     is_part = isinstance(mesh, DeviceMesh) and mesh.size() < dist.get_world_size()
     for group in mesh.get_all_groups() if is_part else [None]:
-        parts: list[Any] = [None] * dist.get_world_size(group)
         with unset_fake_temporarily():  # of a plan
-            dist.all_gather_object(parts, reports, group)
-        reports = [report for part in parts for report in part]
+            reports = [report for part in gather_objects(reports, group) for report in part]
     return reports
 
 

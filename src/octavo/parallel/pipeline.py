@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.distributed import pipelining
 
 from octavo.comm import ADAPTIVE_SPEC
+from octavo.comm.checks import gather_objects
 from octavo.comm.encoding import pack, parse_spec, unpack, width
 from octavo.nn.distributed_linear import has_tensor_scale, tensor_scale_problem
 from octavo.nn.linear_subclasses import is_converted
@@ -247,8 +248,7 @@ def _check_pipeline(stages: list[PipelineStage]) -> None:
         "settings": sorted({(stage.num_stages, stage._spec.text if stage._spec else "no FP8") for stage in stages}),
         "problem": _problem_of(stages),
     }
-    reports: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(reports, report, group)
+    reports = gather_objects(report, group)
     for rank, other in enumerate(reports):
         if other["problem"] is not None:
             raise ValueError(f"octavo.parallel.PipelineStage, rank {rank} of the pipeline: {other['problem']}")
