@@ -145,12 +145,11 @@ class _LinearFunction(torch.autograd.Function):
         needs_dgrad, needs_wgrad, needs_bias = required_gradients(ctx, 3)
         dx_MK = dw_NK = dbias_N = w = x = None
         if needs_wgrad and recipe.wgrad_x is not None:
-            order = "columns" if needs_both_orders(g_MN.device) else "rows"
-            x = (
-                ScaledTensor(saved[3], saved[4], recipe.wgrad_x)
-                if ctx.rematerializer is None
-                else ctx.rematerializer.quantized(saved[3:], recipe.wgrad_x, order, ctx.columns, inverse)
-            )
+            if ctx.rematerializer is None:
+                x = ScaledTensor(saved[3], saved[4], recipe.wgrad_x)
+            else:
+                order = "columns" if needs_both_orders(g_MN.device) else "rows"
+                x = ctx.rematerializer.quantized(saved[3:], recipe.wgrad_x, order, ctx.columns, inverse)
         if needs_dgrad:
             w = operands.dgrad_weight(saved[:3], factor, recipe, None if x is None else x.scale)
         g_dgrad, g_wgrad = ctx.quantizer.gradient(g_MN, w, x, recipe)

@@ -130,9 +130,7 @@ class ExpertExchange:
     def local(self, parameter: Tensor) -> Tensor:
         """Return this rank's experts of a DTensor. Backward divides the gradient by the number of ranks."""
         assert isinstance(parameter, DTensor)
-        local, ranks = parameter.to_local(), self.mesh.size()
-        if local.requires_grad:
-            local.register_hook(lambda g: g / ranks)
+        local: Tensor = _MeanGradient.apply(parameter.to_local(), self.mesh.size())
         return local
 
     def __call__(
@@ -189,6 +187,19 @@ def _compare_calls(codes: list[int], mesh: DeviceMesh) -> None:
         "octavo: ranks called the same distributed experts differently, so they cannot exchange rows ("
         f"{'; '.join(differing)}): call the model in the same way on all ranks"
     )
+
+
+class _MeanGradient(torch.autograd.Function):
+    """The identity; backward divides the gradient. (Graphs of torch.compile have no hooks.)"""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: int) -> Tensor:
+        ctx.ranks = ranks
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        return g / ctx.ranks, None
 
 
 def _shard(parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:

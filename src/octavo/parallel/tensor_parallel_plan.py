@@ -352,4 +352,5 @@ def split_tokens(x: Tensor, mesh: DeviceMesh) -> Tensor:
             f"{x.shape[1]} tokens are not an equal part for each of {mesh.size()} ranks of sequence parallelism: pad "
             f"the sequence to {x.shape[1] + -x.shape[1] % mesh.size()}"
         )
-    return x.chunk(mesh.size(), 1)[mesh.get_local_rank()].contiguous()
+    size = x.shape[1] // mesh.size()
+    return x.narrow(1, mesh.get_local_rank() * size, size).contiguous()
