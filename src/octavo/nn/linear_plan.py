@@ -314,8 +314,11 @@ class LinearPlan:
         """Return ∂X, ∂W and ∂b for G = ∂loss/∂Y [M,N]; None for those that nothing needs."""
         needs = required_gradients(ctx, 3)
         plan = self._backward_of(g_MN, saved, needs, channels, ctx.needs_input_grad)
-        if plan is not None:
-            return plan.run(g_MN, saved, channels)
+        return self._ordinary(ctx, g_MN, saved, needs, channels) if plan is None else plan.run(g_MN, saved, channels)
+
+    def _ordinary(
+        self, ctx: Any, g_MN: Tensor, saved: Saved, needs: tuple[bool, ...], channels: ChannelScales | None
+    ) -> Gradients:
         # A context of its own: hooks, such as those of checkpointing, may return a saved tensor only once.
         scales = (None, None) if channels is None else (channels.factor, channels.inverse)
         context = SimpleNamespace(
