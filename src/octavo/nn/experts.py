@@ -11,7 +11,7 @@ weights, and add the k results of each token. A class is replaced only if the co
 every flag is known here.
 
 Slots whose expert id is negative, or E or more, are dropped: their rows sort last, and no product reads them. Under
-expert parallelism an `Exchange` carries the sorted rows to the ranks of their experts and the results back.
+expert parallelism `octavo_exchange` carries the sorted rows to the ranks of their experts and the results back.
 """
 
 import inspect
