@@ -16,14 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from octavo.kernels import needs_both_orders, scaled_mm
+from octavo.kernels import scaled_mm
 from octavo.nn import operands
 from octavo.nn.linear_like import LinearLike
 from octavo.nn.linear_plan import planned_linear
 from octavo.nn.operands import JUST_IN_TIME, Quantizer
 from octavo.numerics.recipe import Recipe
 from octavo.runtime.torch_compat import explain_freed_nodes, is_nested_or_sparse, required_gradients
-from octavo.tensor import ScaledTensor
 
 
 class Linear(LinearLike, nn.Linear):
@@ -88,11 +87,7 @@ def linear(
     if (out_dtype := operands.output_dtype(input, weight)) is None:
         return F.linear(input, weight, bias)
     if hasattr(weight, "placements"):
-        from octavo.nn.distributed_linear import distributed_linear  # imports DTensor
-
-        parts: Any = weight
-        options = recipe, keep_weights, quantizer
-        return distributed_linear(lambda x, w, b: linear(x, w, b, *options), input, parts, bias, recipe)
+        return operands.on_parts(linear, input, weight, bias, recipe, keep_weights, quantizer)
     x_MK = input if input.ndim == 2 else input.reshape(math.prod(input.shape[:-1]), weight.shape[1])
     needs_wgrad = torch.is_grad_enabled() and weight.requires_grad and recipe.wgrad_x is not None
     channels = quantizer.channels(input, weight)
@@ -120,13 +115,8 @@ class _LinearFunction(torch.autograd.Function):
         needs_dgrad, needs_wgrad = ctx.needs_input_grad[:2]
         x, w, w_saved = operands.forward_operands(x_data, x_scale, w_NK, factor, recipe, keep_weights, needs_dgrad)
         y_MN = scaled_mm(x, w, "nt", out_dtype=out_dtype, bias=bias, fast_accum=True)
-        x_saved: operands.Saved = (None, None)
-        if needs_wgrad and recomputable is not None:
-            x_saved = recomputable.tensors
-        elif needs_wgrad and recipe.wgrad_x is None:
-            x_saved = x_MK.to(out_dtype), None
-        elif needs_wgrad:
-            x_saved = x_data if x_t_data is None else x_t_data, x_scale if x_t_scale is None else x_t_scale
+        x_t = x_data if x_t_data is None else x_t_data, x_scale if x_t_scale is None else x_t_scale
+        x_saved = operands.saved_input(x_MK, x_t, recomputable, recipe, out_dtype) if needs_wgrad else (None, None)
         # A graph computes the channel scales, so it has to save them; in eager they are the layer's.
         ctx.channels = () if torch.compiler.is_compiling() else (factor, inverse)
         ctx.save_for_backward(*w_saved, *x_saved, *(() if ctx.channels else (factor, inverse)))
@@ -145,11 +135,7 @@ class _LinearFunction(torch.autograd.Function):
         needs_dgrad, needs_wgrad, needs_bias = required_gradients(ctx, 3)
         dx_MK = dw_NK = dbias_N = w = x = None
         if needs_wgrad and recipe.wgrad_x is not None:
-            if ctx.rematerializer is None:
-                x = ScaledTensor(saved[3], saved[4], recipe.wgrad_x)
-            else:
-                order = "columns" if needs_both_orders(g_MN.device) else "rows"
-                x = ctx.rematerializer.quantized(saved[3:], recipe.wgrad_x, order, ctx.columns, inverse)
+            x = operands.wgrad_input(saved[3:], inverse, ctx.rematerializer, recipe.wgrad_x, g_MN.device, ctx.columns)
         if needs_dgrad:
             w = operands.dgrad_weight(saved[:3], factor, recipe, None if x is None else x.scale)
         g_dgrad, g_wgrad = ctx.quantizer.gradient(g_MN, w, x, recipe)

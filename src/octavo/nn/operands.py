@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from octavo.activations.recompute import Recomputable
+from octavo.activations.recompute import Recomputable, Rematerializer
 from octavo.activations.saved_tensors import recomputable_of, unhooked
 from octavo.kernels import needs_both_orders, quantize, quantize_pair
 from octavo.nn.gathered import GatheredInput
@@ -254,6 +254,15 @@ def apply_unhooked(function: type[torch.autograd.Function], *arguments: Any) -> 
     return y
 
 
+def on_parts(
+    linear: Callable[..., Tensor], input: Tensor, weight: Any, bias: Tensor | None, recipe: Recipe, *options: Any
+) -> Tensor:
+    """Return `linear` of the parts of a weight that is a DTensor: see `octavo.nn.distributed_linear`."""
+    from octavo.nn.distributed_linear import distributed_linear  # imports DTensor
+
+    return distributed_linear(lambda x, w, b: linear(x, w, b, recipe, *options), input, weight, bias, recipe)
+
+
 def on_values(linear: Callable[..., Tensor], input: Tensor, weight: Tensor, *options: Any) -> Tensor:
     """Return `linear` of the rows of a nested tensor, nested in the same way; inside `octavo.disabled()`, PyTorch's."""
     if SWITCH.off:
@@ -312,6 +321,29 @@ def dgrad_weight(
 def _beside(x_scale: Tensor | None, spec: QuantSpec) -> Tensor | None:
     """Return what casts of weights that read the same X have in common, for `quantize`."""
     return x_scale if spec.granularity == ROW and torch.compiler.is_compiling() else None
+
+
+def saved_input(
+    x_MK: Tensor, x_t: Saved, recomputable: Recomputable | None, recipe: Recipe, out_dtype: torch.dtype
+) -> Saved:
+    """Return the tensors that wgrad needs of X: those it is recomputed from, X in high precision, or `x_t` in FP8."""
+    if recomputable is not None:
+        return recomputable.tensors
+    return (x_MK.to(out_dtype), None) if recipe.wgrad_x is None else x_t
+
+
+def wgrad_input(
+    saved: Sequence[Tensor | None], inverse: Tensor | None, rematerializer: Rematerializer | None, spec: QuantSpec,
+    device: torch.device, columns: int,
+) -> ScaledTensor:  # fmt: skip
+    """Return X diag(inverse) [M, columns] quantized for wgrad, from what `saved_input` returned."""
+    if rematerializer is not None:
+        return rematerializer.quantized(
+            saved, spec, "columns" if needs_both_orders(device) else "rows", columns, inverse
+        )
+    data, scale = saved
+    assert data is not None
+    return ScaledTensor(data, scale, spec)
 
 
 def in_epilogue(operand: ScaledTensor, folds: bool, channels: Tensor | None) -> ScaledTensor:
