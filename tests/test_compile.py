@@ -17,7 +17,7 @@ from octavo.runtime import execution_context
 
 ROOT = Path(__file__).parents[1]
 ONE_GRAPH = {"graphs": 1, "breaks": 0}
-RECIPES = [name for name, recipe in octavo.RECIPES.items() if not recipe.history]
+RECIPES = list(octavo.RECIPES)
 
 
 @pytest.fixture

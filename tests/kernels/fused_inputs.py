@@ -1,6 +1,7 @@
 """Inputs and comparisons that the tests of the fused producers share."""
 
 import torch
+from hypothesis import strategies as st
 
 from octavo.kernels import quantize
 from octavo.kernels.conformance import difference
@@ -12,6 +13,10 @@ SPECS = [
     QuantSpec.parse(text)
     for text in ("e4m3/row", "e5m2/row", "e4m3/row/pow2", "e4m3/1x128", "e4m3/1x32/e8m0", "e5m2/1x64")
 ]
+
+
+sizes = st.one_of(st.sampled_from([0, 1, 16, 31, 127, 128, 129]), st.integers(0, 140))
+dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 
 
 def spread(*shape, seed=0, dtype=torch.float32):
