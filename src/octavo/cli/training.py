@@ -87,6 +87,9 @@ def train(
         typer.Option(help="Output folder; default: run.out of the config, or runs/<run.name>.", callback=in_home),
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint in the folder.")] = False,
+    best_effort: Annotated[
+        bool, typer.Option("--best-effort", help="With --resume: from the newest checkpoint that is not damaged.")
+    ] = False,
     shrink: Shrink = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Make all checks, take one step, and keep nothing of it.")
@@ -109,11 +112,14 @@ def train(
         from octavo.train.config.shrink import change_of
 
         STARTUP.lap("imports")
+        if best_effort and not resume:
+            raise ValueError("--best-effort is for --resume: give both, or neither")
         notes: list[str] = []
         settings = load_config(config, overrides or [], notes.append, change_of(shrink, notes.append))
         folder = (out or Path(settings.run.out or Path("runs") / settings.run.name)).expanduser()
         if settings.run.restarts and not supervised and not dry_run:
             arguments = [str(config), *(overrides or []), "--out", str(folder), *(["--shrink"] if shrink else [])]
+            arguments += ["--best-effort"] if best_effort else []
             raise typer.Exit(_supervised(context, arguments, folder, resume=resume, restarts=settings.run.restarts))
         failure = None
         with ProgressBars(stderr()) if is_first_rank() else nullcontext() as bars:
@@ -121,7 +127,10 @@ def train(
                 for note in notes:
                     bars.note(note)
             try:
-                result = run(settings, out=folder, resume=resume, progress=bars, startup=STARTUP, dry_run=dry_run)
+                result = run(
+                    settings, out=folder, resume=resume, progress=bars, startup=STARTUP, dry_run=dry_run,
+                    best_effort=best_effort,
+                )  # fmt: skip
             except NonFiniteError as error:
                 failure = error
             except LostRankError as error:
@@ -142,6 +151,8 @@ def train(
         console = stdout()
         console.print(summary_table([result]))
         _show_files(console, folder, write_report([folder], folder))
+        if result.stopped == "early":
+            print_plain(console, f"Ended early after {counted_noun(result.steps, 'step')} (eval.patience).")
         if result.stopped == "sigterm":
             print_plain(
                 console,

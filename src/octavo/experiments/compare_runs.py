@@ -62,6 +62,8 @@ def make_arms(
             f"run.restarts = {base.run.restarts} is for octavo train: a comparison that was killed goes on where it is "
             "started again, so leave it out"
         )
+    if base.eval is not None and base.eval.patience:
+        raise ConfigError(f"eval.patience = {base.eval.patience} would end arms after unequal steps: leave it out")
     if base.run.epochs is not None:
         raise ConfigError(f"run.epochs = {base.run.epochs:g} is for octavo train: give a comparison run.steps")
     chosen_seeds = parse_seeds(seeds, base.run.seed)

@@ -48,6 +48,7 @@ FOLLOWED = (METRICS_FILE, EVENTS_FILE, STATISTICS_FILE, SETUP_FILE, RESULT_FILE)
 EVENTS_SHOWN = 100
 ENDED = {
     "done": ("done", ""),
+    "early": ("done", "The held-out loss fell no more (eval.patience): the run ended early."),
     "sigterm": ("stopped", "The run was stopped and has saved; --resume goes on."),
     "non-finite": ("failed", "The run stopped: a loss or a gradient was not finite."),
 }

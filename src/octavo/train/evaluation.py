@@ -12,7 +12,8 @@ of FP8 layers stay; statistics and the autopilot only look at steps; each step s
 parameters are sharded again, or the next change of the shards would not reach a forward.
 """
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
@@ -31,6 +32,31 @@ from octavo.train.record.metrics import LOSS, LOSS_HIGH_PRECISION, finite
 from octavo.train.tasks.task import HeldOut, Task
 
 ROWS_SEED = 0  # Seed of the order of held-out rows: the same ones in every run
+
+
+class Patience:
+    """Counts the measurements since the lowest held-out loss, up to `eval.patience`, if that is not 0."""
+
+    def __init__(self, patience: int) -> None:
+        self.patience, self.best, self.since = patience, math.inf, 0
+
+    @property
+    def over(self) -> bool:
+        """Whether the run should end."""
+        return 0 < self.patience <= self.since
+
+    def note(self, loss: float | None) -> None:
+        """Count a measurement; None: it was not finite."""
+        lower = loss is not None and loss < self.best
+        self.best, self.since = (loss, 0) if loss is not None and lower else (self.best, self.since + 1)
+
+    def state_dict(self) -> dict[str, float]:
+        """For `trainer.json`; {} before the first finite loss."""
+        return {"best": self.best, "since": self.since} if self.best < math.inf else {}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Load what `state_dict` returned."""
+        self.best, self.since = state.get("best", math.inf), int(state.get("since", 0))
 
 
 def evaluate(

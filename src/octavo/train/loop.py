@@ -77,7 +77,7 @@ PREPARATION_TIMEOUT = timedelta(days=7)
 
 def run(
     config: TrainConfig, *, out: Path | None = None, resume: bool = False, progress: Progress | None = None,
-    startup: Stopwatch | None = None, dry_run: bool = False,
+    startup: Stopwatch | None = None, dry_run: bool = False, best_effort: bool = False,
 ) -> RunResult:  # fmt: skip
     """Train a model and return the summary, which is also written to `run.json`.
 
@@ -88,6 +88,7 @@ def run(
         progress: Receives stages, steps and notes; None prints nothing.
         startup: Measures the stages before the first step; None begins here.
         dry_run: Make all checks and take one step, and keep nothing of it.
+        best_effort: With `resume`, from the newest checkpoint that is whole; damaged ones are renamed "damaged-…".
 
     In the main thread, SIGTERM (and SIGINT after training has begun) finishes the step, or where it has several slow
     micro-batches drops it, saves, and returns with `stopped = "sigterm"`. SIGTERM before the first step saves the
@@ -117,7 +118,7 @@ def run(
             scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="octavo-dry-run-"))
             config = config.model_copy(update={"run": config.run.model_copy(update={"loggers": []})})
             out, resume = Path(scratch), False
-        run_folder = ranks.run_on_rank0(lambda: _open_run_folder(stack, out, config, resume, ranks))
+        run_folder = ranks.run_on_rank0(lambda: _open_run_folder(stack, out, config, resume, ranks, best_effort))
         ranks.raise_together(lambda: check_model(config.model, task_of(config).kind))
         if config.model.path is not None and run_folder.checkpoint is None:
             start = expand(config.model.path)
@@ -154,12 +155,14 @@ def _check_installed(config: TrainConfig, ranks: Ranks) -> None:
         )
 
 
-def _open_run_folder(stack: ExitStack, out: Path, config: TrainConfig, resume: bool, ranks: Ranks) -> RunFolder:
+def _open_run_folder(
+    stack: ExitStack, out: Path, config: TrainConfig, resume: bool, ranks: Ranks, best_effort: bool
+) -> RunFolder:
     """Lock the output folder until `stack` closes. Returns where the run starts."""
     if resume and not ranks.restarted and not out.exists():
         raise ConfigError(f"there is no folder {out}, so no run to resume: check --out, or leave out --resume")
     stack.enter_context(output_folder(out))
-    run_folder = open_run_folder(out, config, resume=resume)
+    run_folder = open_run_folder(out, config, resume=resume, best_effort=best_effort)
     ranks.begin()
     return run_folder
 
@@ -227,6 +230,7 @@ def _load_state(trainer: Trainer, checkpoint: Path, state: dict[str, Any]) -> No
         if trainer.pilot is not None and "autopilot" in state:
             trainer.pilot.load_state_dict(state["autopilot"])
         trainer.guard.load_state_dict(state.get("guard", {}))
+        trainer.patience.load_state_dict(state.get("patience", {}))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(f"{checkpoint / 'trainer.json'} is not the state of a trainer: {error!r}") from None
     part = trainer.layout.part
@@ -353,7 +357,7 @@ def _take_steps(
     trainer: Trainer, step: Callable[[], StepMetrics], sampler: Sampler | None, out: Path, metrics: MetricsBuffer,
     progress: Progress, stop: Stop, last: int,
 ) -> str:  # fmt: skip
-    """Train and save until step `last` or a signal stops the run. Returns "done" or "sigterm"."""
+    """Train and save until step `last`, a signal or `eval.patience` ends it. Returns "done", "sigterm" or "early"."""
     run_config, ranks, guard, held_out, complete = trainer.config.run, trainer.ranks, trainer.guard, None, True
     trainer.slow = True  # how long a step takes is not known yet
     if trainer.step == 0 and trainer.config.eval is not None and trainer.config.eval.first:
@@ -363,6 +367,12 @@ def _take_steps(
         row, complete = _measure(trainer, sampler, row)  # which a signal had interrupted
         ranks.raise_together(partial(metrics.amend, row))
     while trainer.step < last and (request := ranks.max(2 if stop.is_set() else int(trainer.slow))) < 2:
+        if trainer.patience.over:
+            progress.note(
+                f"the held-out loss has not been below {trainer.patience.best:.4f} in {trainer.patience.since} "
+                "measurements (eval.patience): the run ends early"
+            )
+            break
         trainer.slow = request == 1
         try:
             row = step()
@@ -382,7 +392,9 @@ def _take_steps(
             trainer.save(out, prune=not guard.rising, held_out=held_out)  # keep the checkpoints before a rise
     trainer.save(out, prune=not guard.rising, held_out=held_out)
     trainer.saver.finish()
-    return "done" if trainer.step == last and complete else "sigterm"
+    if trainer.step == last and complete:
+        return "done"
+    return "early" if trainer.patience.over and complete else "sigterm"
 
 
 def _evaluate_first(trainer: Trainer, out: Path, progress: Progress) -> None:
@@ -420,6 +432,7 @@ def _measure(trainer: Trainer, sampler: Sampler | None, row: StepMetrics) -> tup
     try:
         if is_due and row.held_out is None:
             row = replace(row, held_out=trainer.evaluate() or None)
+            trainer.patience.note((row.held_out or {}).get(LOSS))
         if sampler is not None and row.samples is None and (last or sampler.is_due(row.step)):
             row = replace(row, samples=sampler.write())
     except StopRequested:

@@ -32,7 +32,7 @@ from octavo.runtime.torch_compat import TorchDispatchMode, tree_leaves
 from octavo.train.checkpoint.kinds import IMAGE_CLASSIFICATION, LANGUAGE, ModelKind
 from octavo.train.checkpoint.pretrained import load_model_config, load_pretrained, one_line
 from octavo.train.config.run_config import ConfigError, TrainConfig
-from octavo.train.config.sections import Model, PrecisionConfig
+from octavo.train.config.sections import HUB_NAME, Model, PrecisionConfig
 from octavo.train.data.tokenizer import TextTokenizer
 from octavo.train.diagnose import non_finite_parameter
 from octavo.train.frozen import freeze
@@ -48,7 +48,12 @@ def check_model(model: Model, kind: ModelKind = LANGUAGE) -> None:
     if model.path is not None:
         folder = Path(model.path).expanduser()
         if not (folder / "config.json").exists():
-            raise ConfigError(f"model.path = {folder} holds no transformers checkpoint: it has no config.json")
+            hub = (
+                ""
+                if folder.exists() or not HUB_NAME.fullmatch(model.path)
+                else (f". If it is a model of the Hub, bring it to this machine: hf download {model.path}")
+            )
+            raise ConfigError(f"model.path = {folder} holds no transformers checkpoint: it has no config.json{hub}")
         return
     from transformers import CONFIG_MAPPING
 

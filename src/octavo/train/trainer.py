@@ -42,7 +42,7 @@ from octavo.train.checkpoint.store import CheckpointSaver
 from octavo.train.compiled_blocks import Checkpointing, CompiledBlocks
 from octavo.train.config.run_config import ConfigError, TrainConfig
 from octavo.train.diagnose import NonFiniteError, find_origin, non_finite_parameter
-from octavo.train.evaluation import evaluate
+from octavo.train.evaluation import Patience, evaluate
 from octavo.train.guard import SpikeGuard
 from octavo.train.layout import (
     Inputs,
@@ -153,6 +153,7 @@ class Trainer:
         # guard: Detects loss spikes.
         # skipped_batches: Number of batches skipped after loss spikes.
         self.guard, self.skipped_batches = SpikeGuard(config.guard), 0
+        self.patience = Patience(0 if config.eval is None else config.eval.patience)
         self.saver = CheckpointSaver(self.ranks, async_save=parallel.async_save, timeout=parallel.timeout)
 
     def train_step(self) -> StepMetrics:
@@ -211,6 +212,7 @@ class Trainer:
             out, step=self.step, model=self.model, save_assets=self.task.save, optimizer=self.optimizer,
             loss_scale=self.loss_scale, config=self.config, data_fingerprint=self.task.data.fingerprint,
             extra={"skipped_batches": self.skipped_batches, "guard": self.guard.state_dict()}
+            | ({"patience": self.patience.state_dict()} if self.patience.patience else {})
             | ({HELD_OUT_LOSS: held_out} if held_out is not None else {})
             | ({"autopilot": self.pilot.state_dict()} if self.pilot is not None else {}),
             part=self.layout.part[0], prune=prune,

@@ -225,6 +225,7 @@ class _TrainerJson(BaseModel):
     ranks: PositiveInt = 1
     skipped_batches: NonNegativeInt = 0
     guard: dict[str, NonNegativeInt | list[Any]] = {}
+    patience: dict[str, FiniteFloat] = {}
     recipes: dict[str, str] = {}
     equalized: dict[str, Any] = {}
     base: str = ""
@@ -255,6 +256,24 @@ def read_trainer_state(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read ({error}): {_remedy(folder)}") from None
     return state
+
+
+def set_aside_damaged(out: Path) -> list[str]:
+    """Rename the newest checkpoints under `out` that are damaged, up to the first whole one. Returns a note on each."""
+    # Raises ConfigError, and renames none, if no checkpoint is whole.
+    damaged: list[tuple[Path, str]] = []
+    for folder in reversed(checkpoints(out)):
+        try:
+            read_trainer_state(folder)
+            check_digests(folder)
+            break
+        except ConfigError as error:
+            damaged.append((folder, str(error)))
+    else:
+        if damaged:
+            raise ConfigError(f"none of the {len(damaged)} checkpoints of {out} is whole: {damaged[0][1]}")
+    aside = [folder.rename(folder.with_name(f"damaged-{folder.name}")) for folder, _ in damaged]
+    return [f"{reason}. It is {path.name} now" for path, (_, reason) in zip(aside, damaged, strict=True)]
 
 
 def saved_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
@@ -347,7 +366,7 @@ def _with_remedy(folder: Path, check: Callable[[], None]) -> None:
 
 
 def _remedy(folder: Path) -> str:
-    return f"remove {folder} to resume from the one before"
+    return f"remove {folder} to resume from the one before, or add --best-effort"
 
 
 def recipes_of(model: nn.Module) -> dict[str, str]:

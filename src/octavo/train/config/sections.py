@@ -3,6 +3,7 @@
 A section checks itself; `octavo.train.config.run_config.TrainConfig` checks combinations of sections.
 """
 
+import re
 from collections.abc import Iterator
 from math import isqrt
 from pathlib import Path
@@ -46,6 +47,24 @@ def _check_path(path: str) -> str:
 
 
 PathText = Annotated[str, AfterValidator(_check_path)]  # A path as written in the configuration; `expand` resolves `~`
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
+
+
+def _from_hub_cache(path: str) -> str:
+    """The folder in the Hub's cache of a name such as "org/model"; the path itself where there is none."""
+    if not HUB_NAME.fullmatch(path) or expand(path).exists():
+        return path
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        return str(snapshot_download(path, local_files_only=True))
+    except (LocalEntryNotFoundError, ValueError, OSError):
+        return path
+
+
+HubPath = Annotated[PathText, AfterValidator(_from_hub_cache)]
+"""A folder, or the name of a model on the Hub that is in its cache on this machine; nothing is downloaded."""
 LARGEST_COUNT = 2**31 - 1
 Count = Annotated[int, Field(ge=1, le=LARGEST_COUNT)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -148,8 +167,9 @@ class Run(Section):
 class Model(Section):
     """`[model]`: a model of `transformers` for `data.task`: from a local folder, or by type and config."""
 
-    path: PathText | None = None
-    """Folder of a local checkpoint (`save_pretrained`), with its tokenizer unless `data.tokenizer` names another."""
+    path: HubPath | None = None
+    """Folder of a local checkpoint (`save_pretrained`), with its tokenizer unless `data.tokenizer` names another; or
+    the name of one on the Hub that is in its cache here (`hf download NAME`)."""
     type: str | None = None
     """`model_type` of `transformers`, as "llama"; for images as "vit", for images and text as "llava". "dit" is
     diffusers' `DiTTransformer2DModel`."""
@@ -285,8 +305,9 @@ class Data(Section):
     """Tokens of one sequence, for "image-text" with those of the image. Not for images without text."""
     vocab_size: Annotated[int, Field(ge=257, le=1 << 20)] = 4096
     """Size of the byte-level BPE trained on the data (256 bytes, one end-of-text, the rest merges); 1048576 at most."""
-    tokenizer: PathText | None = None
-    """Folder of a `transformers` tokenizer to use, instead of the model's own or a trained one."""
+    tokenizer: HubPath | None = None
+    """Folder of a `transformers` tokenizer to use, or a name as in `model.path`, instead of the model's own or a
+    trained one."""
     packing: Literal["stream", "documents", "none"] = "stream"
     """"stream": sequences are cut from one stream of all documents, and attention crosses their borders. "documents":
     whole documents are packed into sequences, and attention and positions stay inside each. "none": a document for each
@@ -370,6 +391,9 @@ class EvalConfig(Section):
     """Largest number of batches, of `optim.batch` sequences, to measure on; always the same ones."""
     ema: Free[bool] = False
     """Also measure the averaged weights of `optim.ema`, as "loss_ema"."""
+    patience: Tunable[Annotated[int, Field(ge=0)]] = 0
+    """End the run after this many measurements in a row without a lower loss than before; 0: never. `run.keep_best`
+    keeps the best weights."""
 
     @property
     def has_own_data(self) -> bool:
@@ -382,6 +406,11 @@ class EvalConfig(Section):
         return HELD_OUT_SHARE if self.fraction is None else self.fraction
 
     def _problems(self) -> Iterator[str]:
+        if self.patience and not self.every:
+            yield (
+                f"eval.patience = {self.patience} counts measurements, and eval.every = 0 measures at the end only: "
+                "set eval.every, such as 100"
+            )
         if self.has_own_data and self.fraction is not None:
             name = "source" if self.source is not None else "split"
             yield (

@@ -135,7 +135,7 @@ class RunResult:
     converted: str
     """What `octavo.convert` reported, in one line; empty for a bf16 run."""
     stopped: str
-    """"done", "sigterm" (stopped by SIGTERM or SIGINT, resumable) or "non-finite"."""
+    """"done", "early" (`eval.patience`), "sigterm" (stopped by SIGTERM or SIGINT, resumable) or "non-finite"."""
     state_bytes_per_parameter: float | None = None
     """Bytes of moments, scales, masters and remainders per trained parameter; None before the first step."""
     unit: str = "tokens"

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from octavo.train.checkpoint.retention import FOLDER, invalid_checkpoints, latest_checkpoint, step_of
-from octavo.train.checkpoint.store import read_trainer_state
+from octavo.train.checkpoint.store import read_trainer_state, set_aside_damaged
 from octavo.train.config.run_config import ConfigError, TrainConfig, check_same_run
 from octavo.train.config.sections import expand
 from octavo.train.record.loggers import LOGGERS_FILE
@@ -39,7 +39,7 @@ class RunFolder(NamedTuple):
     """Changed settings and ignored folders."""
 
 
-def open_run_folder(out: Path, config: TrainConfig, *, resume: bool) -> RunFolder:
+def open_run_folder(out: Path, config: TrainConfig, *, resume: bool, best_effort: bool = False) -> RunFolder:
     """Check that a run may write into the folder `out`, and find the checkpoint to resume from."""
     # Raises ConfigError if `out` holds a run without `resume`, another run, files that the run would overwrite, or
     # links that it would write through.
@@ -59,8 +59,9 @@ def open_run_folder(out: Path, config: TrainConfig, *, resume: bool) -> RunFolde
                 f"{out} holds {foreign_files[0]}, which a run would overwrite: choose another folder (--out)"
             )
         return RunFolder()
+    damaged = tuple(set_aside_damaged(out)) if best_effort else ()
     checkpoint = latest_checkpoint(out)
-    ignored = tuple(
+    ignored = damaged + tuple(
         f"{path} is no checkpoint and is ignored: it is empty, or not named as step-000100"
         for path in invalid_checkpoints(out)
     )
