@@ -2,7 +2,7 @@
 
     checkpoints/step-000123/shards/
         __0_0.distcp  __1_0.distcp …    each rank's rows of parameters ("model.…") and states ("optimizer.…")
-        .metadata                       the index of the rows; written last, read by `shard_index.py`
+        .metadata                       the index of the rows; written last, read by `read_index`
 
 Parameters, moments, their scales and remainders are sharded by rows (`octavo.optim.sharded`). A rank reads its
 own rows, for any number of writers.
@@ -11,15 +11,14 @@ With `parallel.async_save`, the state is copied to host memory and written in th
 Each rank computes the digests of its files once they are on the disk; after the first step at which all ranks have done
 so, the checkpoint is published, and obsolete ones are removed.
 
-Safe reader of the index of a sharded state (`shards/.metadata`).
-
 torch writes the index as a pickle and reads it with `pickle.load`, which calls any function that the file names. Here
-the unpickler takes a short list of names: torch's records, and what makes the values in them. Then entries are checked:
+the unpickler takes a short list of names, torch's records and what makes the values in them, and sets no attribute of a
+class. Then entries are checked:
 
     tensors    an entry of bytes is a pickle as well and raises an error
     files      a name in the folder of the index, no path out of it; no transformed content
 
-The state of a run of one process: weights and optimizer states in a file each.
+The state of a run of one process is a file of weights and one of optimizer states (`save_whole`, `load_whole`).
 """
 
 import io
