@@ -112,7 +112,7 @@ def test_rows_and_product_errors_are_those_of_scaled_operands():
     s, errors, rows = model[0].equalizer.scales, watch.errors["0"], {row.operand: row for row in watch.rows}
     # The products that it compares are those that the layer computed, and the operands those that they read.
     exact = [x @ w.t(), g @ w, g.t() @ x]
-    emulated = products(x, w, g, model[0].recipe, (None, None), s, exact)
+    emulated = products(x, w, g, model[0].recipe, s, exact)
     assert all(sqnr(a.double(), b) > 100 for a, b in zip(computed, emulated, strict=True))
     row_errors = [(a - b).norm(dim=1) / b.norm(dim=1) for a, b in zip(computed, exact, strict=True)]
     row_errors.append((computed[2] - exact[2]).norm(dim=0) / exact[2].norm(dim=0))

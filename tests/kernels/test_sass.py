@@ -68,23 +68,22 @@ def check_accesses(rows):
                 "STG.8": row["accesses"]["STG.8"],
                 "STG.4": 1,
             }
-        elif row["op"] in ("quantize", "quantize_pair", "multiply"):
-            order, multiplies = row["case"].removesuffix(" by column"), row["op"] == "multiply"
+        elif row["op"] in ("quantize", "quantize_pair"):
+            order = row["case"].removesuffix(" by column")
             loads = sum(n for op, n in row["accesses"].items() if op.startswith("LDG.16"))
-            reads = 1 + (row["kernel"] == "rows_kernel") + multiplies * (1 + (order == row["case"]))  # a, y, and b
+            reads = 1 + (row["kernel"] == "rows_kernel")
             writes = row["kernel"] != "maxima_kernel"
             assert loads >= reads * loads_of_x(row), (name, row["accesses"])
             stores = Counter({8: writes * (not order.endswith("columns")) * loads_of_x(row)})
             width = min(16, int(row["shape"].split("x")[0]))  # a column of a block of 8 rows has 8 bytes
             stores[width] += writes * (not order.endswith(" rows")) * loads_of_x(row) * 8 / width
-            stores[16] += multiplies * loads_of_x(row)  # y
             assert all(row["accesses"].get(f"STG.{w}", 0) >= n for w, n in stores.items()), (name, row["accesses"])
         elif row["op"] == "scaled_mm":
             assert row["accesses"]["UTMALDG"] and row["accesses"]["STG.16"], name
             assert not any(op in row["accesses"] for op in ("STG.1", "STG.2", "STG.4", "STG.8")), name
         else:
             assert row["wide"] >= 0.5 * (row["loaded"] + row["stored"]), (name, row["accesses"])
-            by_rows = row["kernel"] in ("norm_rows_kernel", "glu_rows_kernel") and "/tensor" not in row["case"]
+            by_rows = row["kernel"] in ("norm_rows_kernel", "glu_rows_kernel") and row["case"] != "plain"
             assert row["accesses"].get("STG.8", 0) == (loads_of_x(row) if by_rows else 0), (name, row["accesses"])
 
 
@@ -97,7 +96,7 @@ def loads_of_x(row):
 def check_what_bounds(rows):
     """Quantizers move what docs/architecture.md states and issue no longer; products run on Hopper's units."""
     for name, row in rows.items():
-        if row["op"] in ("quantize", "quantize_pair", "multiply"):
+        if row["op"] in ("quantize", "quantize_pair"):
             assert row["instructions"] <= ISSUED * row["bytes"], (name, row["instructions"], row["bytes"])
         if row["op"] in ("quantize", "quantize_pair"):
             copies = 2 if row["case"].endswith(" both") or row["op"] == "quantize_pair" else 1

@@ -28,7 +28,7 @@ class Child(nn.Linear):
 class Buffer(nn.Linear):
     def __init__(self, *sizes):
         super().__init__(*sizes)
-        self.register_buffer("amax_history", torch.zeros(2))
+        self.register_buffer("equalizer", torch.zeros(2))
 
 
 class ReadOnly(nn.Linear):
@@ -102,7 +102,7 @@ def state(model):
     [
         (ClassAttribute, "attribute 'keep_weights' of its own"),
         (Child, "attribute 'recipe' of its own"),
-        (Buffer, "attribute 'amax_history' of its own"),
+        (Buffer, "attribute 'equalizer' of its own"),
         (ReadOnly, "attribute 'recipe' of its own"),
         (Tagged, "raises TypeError: .*'tag'"),
         (Fixed, "raises TypeError: .*changes its subclasses"),

@@ -75,20 +75,6 @@ def test_layers_that_moved_in_training_are_exported_as_they_ended(trained, tmp_p
     assert any("vLLM joins" in note for note in exported.notes)
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("place", ["run", "around"])
-def test_the_card_has_the_verdict_of_the_run(trained, tmp_path, place):
-    folder = trained[1].parent.parent if place == "run" else trained[1].parent.parent.parent
-    (folder / "compare.json").write_text(
-        json.dumps({"arms": [{"name": "bf16"}, {"name": "fp8", "sentence": "No gap."}]})
-    )
-    export(trained[1], tmp_path / "one", "fp8-row")
-    assert "| verdict | fp8: No gap. |" in (tmp_path / "one" / "README.md").read_text()
-    (folder / "verdict.json").write_text(json.dumps({"verdicts": [{"sentence": "Within the band."}]}))
-    export(trained[1], tmp_path / "two", "fp8-row")
-    assert "| verdict | Within the band. |" in (tmp_path / "two" / "README.md").read_text()
-
-
 def test_mistakes_are_named_and_write_nothing(make_config, trained, tmp_path):
     _, folder = trained
 

@@ -28,8 +28,6 @@ from octavo.train.record.metrics import (
     RunResult,
     RunSetup,
     StepTotals,
-    drop_later_events,
-    last_rollback,
     read_events,
     read_metrics,
 )
@@ -220,11 +218,7 @@ def test_a_torn_last_line_is_left_out_with_a_warning(name, tmp_path):
             assert len(READERS[name](tmp_path)) == 1
 
 
-def test_a_rollback_is_whole_and_resume_reads_it_so(tmp_path):
-    (tmp_path / "events.jsonl").write_text('{"step": 3, "event": "rollback", "text": "", "rollbacks": 1}\n')
-    for read in (read_events, lambda out: last_rollback(out, 9), lambda out: drop_later_events(out, 9)):
-        with pytest.raises(ValueError, match=r"line 1 .*rollbacks: come with to and skipped_batches"):
-            read(tmp_path)
+def test_a_resume_checks_the_steps_that_it_keeps(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(wrong("metrics.jsonl", "loss", "3") + "\n")
     with pytest.raises(ValueError, match=r"metrics\.jsonl, line 1 .*loss: "):
         MetricsWriter(tmp_path, after_step=9, log_every=1)

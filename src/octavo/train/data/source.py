@@ -32,7 +32,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from pathlib import Path, PurePosixPath
+from pathlib import Path, PurePath, PurePosixPath
 from typing import Any, NamedTuple
 
 from octavo.numerics.names import nearest
@@ -200,6 +200,9 @@ def _open_folder(config: Data, path: Path, on_bytes_read: OnBytesRead) -> Source
 
         with _readable(config), no_progress_bars():
             saved = datasets.load_from_disk(str(path))
+        names = saved if isinstance(saved, datasets.DatasetDict) else ()
+        if outside := [name for name in names if name in ("", "..") or name != PurePath(name).name]:
+            raise ConfigError(f'data.source = "{config.source}": its split {outside[0]!r} is no folder in it')
         if isinstance(saved, datasets.DatasetDict):
             if config.split not in saved:
                 raise _no_split(config.source, config.split, saved)
