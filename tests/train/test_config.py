@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from octavo.numerics import Precision
 from octavo.train.config.run_config import ConfigError, check_same_run, load_config, parse_config
+from octavo.train.config.sections import hub_folder
 from octavo.train.model import check_model
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -314,9 +315,7 @@ def test_names_of_the_hub_are_looked_up_in_its_cache(make_config, tmp_path, monk
     (tmp_path / "models--org--tiny" / "refs").mkdir()
     (tmp_path / "models--org--tiny" / "refs" / "main").write_text("1234")
     (snapshot / "config.json").write_text("{}")
-    found = make_config(model={"path": "org/tiny"}, data={"tokenizer": "org/tiny"})
-    assert found.model.path == found.data.tokenizer == str(snapshot)
-    missing = make_config(model={"path": "org/other"})
-    assert missing.model.path == "org/other"
+    assert hub_folder("org/tiny") == snapshot and hub_folder(str(tmp_path)) == tmp_path
+    check_model(make_config(model={"path": "org/tiny"}).model)
     with pytest.raises(ConfigError, match="org/other holds no .*bring it to this machine: hf download org/other"):
-        check_model(missing.model)
+        check_model(make_config(model={"path": "org/other"}).model)

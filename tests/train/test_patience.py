@@ -3,12 +3,13 @@
 import shutil
 
 import pytest
-from tiny_runs import Recorder, assert_same
+from tiny_runs import Recorder, assert_same, terminate
 
 from octavo.experiments.compare_runs import make_arms
 from octavo.train import ConfigError, read_metrics, run
 from octavo.train.checkpoint.retention import checkpoints
 from octavo.train.evaluation import Patience
+from octavo.train.trainer import Trainer
 
 RISING = {"optim": {"lr": 3.0, "schedule": "constant"}, "run": {"steps": 12}}
 SAVING = {"run": {"save_every": 2, "keep": 9}}
@@ -27,10 +28,12 @@ def test_what_counts():
     patience.note(2.5)
     assert patience.over and patience.best == 2.0
     other = Patience(3)
-    other.load_state_dict(patience.state_dict())
+    other.restart([3.0, 3.0, 2.0, None, 2.5])
     assert not other.over
     other.note(2.0)
     assert other.over and not Patience(0).over
+    other.restart([None, None, None])
+    assert other.over and "has not been finite in 3 measurements" in str(other)
 
 
 def test_a_run_ends_early_and_goes_on(make_config, held_out, tmp_path):
@@ -45,6 +48,24 @@ def test_a_run_ends_early_and_goes_on(make_config, held_out, tmp_path):
     assert (more.stopped, more.steps) == ("done", 12)
     run(make_config(**RISING, **held_out()), out=tmp_path / "b")
     assert [row.loss for row in read_metrics(tmp_path / "a")] == [row.loss for row in read_metrics(tmp_path / "b")]
+
+
+def test_a_measurement_that_a_signal_interrupted_counts(make_config, held_out, tmp_path, monkeypatch):
+    config = make_config(**RISING, **held_out(patience=2))
+    whole = run(config, out=tmp_path / "whole")
+    stop, original = whole.steps, Trainer.evaluate
+
+    def evaluate(trainer):
+        if trainer.step == stop and not (tmp_path / "asked").exists():
+            (tmp_path / "asked").touch()
+            terminate()
+        return original(trainer)
+
+    monkeypatch.setattr(Trainer, "evaluate", evaluate)
+    assert run(config, out=tmp_path / "cut").stopped == "sigterm"
+    for _ in range(2):
+        result = run(config, out=tmp_path / "cut", resume=True)
+        assert (result.stopped, result.steps) == ("early", stop)
 
 
 def test_patience_needs_measurements(make_config, held_out):
@@ -84,6 +105,12 @@ def test_a_resume_goes_on_from_the_newest_whole_checkpoint(make_config, saved, t
     notes = [note for note in seen.notes if "damaged" in note]
     assert len(notes) == 2 and "model.safetensors" in notes[0] and notes[1].endswith("It is damaged-step-000004 now")
     assert_same(saved, tmp_path / "whole")
+    damage(checkpoints(saved)[-1])
+    with pytest.raises(ConfigError, match="optim.lr|of another|differs|Set"):
+        run(make_config(optim={"batch": 8}, **SAVING), out=saved, resume=True, best_effort=True)
+    again = Recorder()
+    run(make_config(**SAVING), out=saved, resume=True, best_effort=True, progress=again)
+    assert any(note.endswith("It is damaged-step-000006-1 now") for note in again.notes)
 
 
 def test_no_whole_checkpoint_is_an_error_and_loses_nothing(make_config, saved):

@@ -198,7 +198,7 @@ EVENT = '{"step": 1, "event": "rollback", "text": "x"'
 
 @pytest.mark.parametrize(
     "line",
-    ["[]", "3", "{}", EVENT, EVENT + ', "to": "x"}', EVENT + ', "to": -1}', "[" * 100_000],
+    ["[]", "3", "{}", EVENT, EVENT + ', "to": "x"}', EVENT + ', "to": -1}', EVENT + ', "rollbacks": 9}', "[" * 100_000],
 )
 def test_events_that_are_damaged(line, copied, make_config):
     (copied / "events.jsonl").write_text(f"{EVENT}}}\n{line}\n")

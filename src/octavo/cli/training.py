@@ -151,17 +151,18 @@ def train(
         console = stdout()
         console.print(summary_table([result]))
         _show_files(console, folder, write_report([folder], folder))
-        if result.stopped == "early":
-            print_plain(console, f"Ended early after {counted_noun(result.steps, 'step')} (eval.patience).")
-        if result.stopped == "sigterm":
-            print_plain(
-                console,
-                f"Stopped and saved after {counted_noun(result.steps, 'step')}. "
-                "To go on, the same command with --resume.",
-            )
+        if end := ENDS.get(result.stopped):
+            print_plain(console, end.format(counted_noun(result.steps, "step")))
         if failure is not None:
             show_error(str(failure))
             raise typer.Exit(1)
+
+
+ENDS = {
+    "early": "Ended early after {} (eval.patience).",
+    "sigterm": "Stopped and saved after {}. To go on, the same command with --resume.",
+}
+"""What is said after a run, by `RunResult.stopped`."""
 
 
 def _supervised(context: typer.Context, arguments: list[str], folder: Path, *, resume: bool, restarts: int) -> int:

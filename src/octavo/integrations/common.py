@@ -100,7 +100,7 @@ def _check_ranks(model: nn.Module) -> None:
             if is_converted(module) and module.recipe.equalization:
                 raise ValueError(
                     f"recipe {module.recipe.name!r} ({name}) keeps channel scales, which ranks have to share: "
-                    " use recipe 'rowwise' here, or octavo.parallelize in a loop of your own"
+                    "use recipe 'rowwise' here, or octavo.parallelize in a loop of your own"
                 )
 
 

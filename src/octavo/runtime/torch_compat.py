@@ -46,6 +46,7 @@ cuda_driver_version: Callable[[], int] = getattr(torch._C, "_cuda_getDriverVersi
 has_bf16_instructions = torch.cpu._is_avx512_bf16_supported
 
 _DISTRIBUTED = {
+    "StorageInfo": ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     "compute_local_shape_and_global_offset": (
         "torch.distributed.tensor._utils",
         "compute_local_shape_and_global_offset",

@@ -13,7 +13,7 @@ parameters are sharded again, or the next change of the shards would not reach a
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
@@ -35,7 +35,10 @@ ROWS_SEED = 0  # Seed of the order of held-out rows: the same ones in every run
 
 
 class Patience:
-    """Counts the measurements since the lowest held-out loss, up to `eval.patience`, if that is not 0."""
+    """Counts the measurements since the lowest held-out loss, up to `eval.patience`, if that is not 0.
+
+    A resume counts those of `metrics.jsonl` again, so that it ends where the run that was not stopped does.
+    """
 
     def __init__(self, patience: int) -> None:
         self.patience, self.best, self.since = patience, math.inf, 0
@@ -50,13 +53,15 @@ class Patience:
         lower = loss is not None and loss < self.best
         self.best, self.since = (loss, 0) if loss is not None and lower else (self.best, self.since + 1)
 
-    def state_dict(self) -> dict[str, float]:
-        """For `trainer.json`; {} before the first finite loss."""
-        return {"best": self.best, "since": self.since} if self.best < math.inf else {}
+    def restart(self, losses: Iterable[float | None]) -> None:
+        """Count from the beginning, with these measurements."""
+        self.best, self.since = math.inf, 0
+        for loss in losses:
+            self.note(loss)
 
-    def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Load what `state_dict` returned."""
-        self.best, self.since = state.get("best", math.inf), int(state.get("since", 0))
+    def __str__(self) -> str:
+        lowest = f"below {self.best:.4f}" if self.best < math.inf else "finite"
+        return f"the held-out loss has not been {lowest} in {self.since} measurements (eval.patience)"
 
 
 def evaluate(

@@ -29,7 +29,7 @@ from octavo.train.checkpoint.pretrained import one_line
 from octavo.train.checkpoint.retention import checkpoints
 from octavo.train.checkpoint.store import load_checkpoint, read_trainer_state, saved_weights
 from octavo.train.config.run_config import ConfigError, TrainConfig, parse_config
-from octavo.train.config.sections import Data, expand
+from octavo.train.config.sections import Data, expand, hub_folder
 from octavo.train.data.epochs import difference, read_data_state
 from octavo.train.diagnose import NonFiniteError, advice, changing_parameters, diverged
 from octavo.train.disk import output_folder, write_file
@@ -57,6 +57,7 @@ from octavo.train.record.metrics import (
     add_event,
     drop_later_events,
     last_rollback,
+    read_metrics,
 )
 from octavo.train.record.outputs import RunFolder, open_run_folder
 from octavo.train.record.progress import NullProgress, Progress
@@ -119,9 +120,11 @@ def run(
             config = config.model_copy(update={"run": config.run.model_copy(update={"loggers": []})})
             out, resume = Path(scratch), False
         run_folder = ranks.run_on_rank0(lambda: _open_run_folder(stack, out, config, resume, ranks, best_effort))
+        for note in run_folder.notes:
+            own_progress.note(note)
         ranks.raise_together(lambda: check_model(config.model, task_of(config).kind))
         if config.model.path is not None and run_folder.checkpoint is None:
-            start = expand(config.model.path)
+            start = hub_folder(config.model.path)
             if ranks.run_on_rank0((start / DIGESTS).exists):  # a checkpoint or an export of Octavo
                 ranks.raise_together(partial(check_digests, start, part=ranks.rank, parts=ranks.world_size))
         startup.lap("configuration")
@@ -218,8 +221,6 @@ def _prepare(trainer: Trainer, out: Path, run_folder: RunFolder, progress: Progr
             trainer.guard.record_rollback(rollback["step"], rollback["to"], rollback["rollbacks"])
         if (previous_world := state.get("ranks", 1)) != ranks.world_size:
             progress.note(f"resumed by {ranks.world_size} processes (was {previous_world})")
-    for note in run_folder.notes:
-        progress.note(note)
     if trainer.step >= config.run.steps:
         progress.note(f"the run has taken its {trainer.step} steps: to go on, set run.steps to more")
     ranks.run_on_rank0(lambda: _write_description(trainer, out))
@@ -230,7 +231,6 @@ def _load_state(trainer: Trainer, checkpoint: Path, state: dict[str, Any]) -> No
         if trainer.pilot is not None and "autopilot" in state:
             trainer.pilot.load_state_dict(state["autopilot"])
         trainer.guard.load_state_dict(state.get("guard", {}))
-        trainer.patience.load_state_dict(state.get("patience", {}))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(f"{checkpoint / 'trainer.json'} is not the state of a trainer: {error!r}") from None
     part = trainer.layout.part
@@ -362,16 +362,15 @@ def _take_steps(
     trainer.slow = True  # how long a step takes is not known yet
     if trainer.step == 0 and trainer.config.eval is not None and trainer.config.eval.first:
         _evaluate_first(trainer, out, progress)
+    if trainer.patience.patience:
+        trainer.patience.restart(ranks.run_on_rank0(lambda: _measured_losses(out)))
     row = ranks.run_on_rank0(lambda: metrics.last)
     if row is not None and row.step == trainer.step:
         row, complete = _measure(trainer, sampler, row)  # which a signal had interrupted
         ranks.raise_together(partial(metrics.amend, row))
     while trainer.step < last and (request := ranks.max(2 if stop.is_set() else int(trainer.slow))) < 2:
         if trainer.patience.over:
-            progress.note(
-                f"the held-out loss has not been below {trainer.patience.best:.4f} in {trainer.patience.since} "
-                "measurements (eval.patience): the run ends early"
-            )
+            progress.note(f"{trainer.patience}: the run ends early")
             break
         trainer.slow = request == 1
         try:
@@ -395,6 +394,10 @@ def _take_steps(
     if trainer.step == last and complete:
         return "done"
     return "early" if trainer.patience.over and complete else "sigterm"
+
+
+def _measured_losses(out: Path) -> list[float | None]:
+    return [row.held_out.get(LOSS) for row in read_metrics(out) if row.held_out is not None]
 
 
 def _evaluate_first(trainer: Trainer, out: Path, progress: Progress) -> None:

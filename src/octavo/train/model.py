@@ -32,7 +32,7 @@ from octavo.runtime.torch_compat import TorchDispatchMode, tree_leaves
 from octavo.train.checkpoint.kinds import IMAGE_CLASSIFICATION, LANGUAGE, ModelKind
 from octavo.train.checkpoint.pretrained import load_model_config, load_pretrained, one_line
 from octavo.train.config.run_config import ConfigError, TrainConfig
-from octavo.train.config.sections import HUB_NAME, Model, PrecisionConfig
+from octavo.train.config.sections import HUB_NAME, Model, PrecisionConfig, hub_folder
 from octavo.train.data.tokenizer import TextTokenizer
 from octavo.train.diagnose import non_finite_parameter
 from octavo.train.frozen import freeze
@@ -46,7 +46,7 @@ def check_model(model: Model, kind: ModelKind = LANGUAGE) -> None:
     """Raise ConfigError for a folder without a model and for a type or field `transformers` does not know."""
     # It is quick, so it can run before the data is prepared.
     if model.path is not None:
-        folder = Path(model.path).expanduser()
+        folder = hub_folder(model.path)
         if not (folder / "config.json").exists():
             hub = (
                 ""
@@ -85,7 +85,7 @@ def build_of_kind(
     # Raises ConfigError as `check_model` and `freeze` do, and for a config or weights that `transformers` rejects.
     check_model(config.model, kind)
     dtype = PARAMETER_DTYPES[config.precision.parameters]
-    folder = Path(config.model.path).expanduser() if config.model.path is not None else None
+    folder = hub_folder(config.model.path) if config.model.path is not None else None
     if folder is not None and weights:
         model = _from_folder(folder, dtype, kind)
         if bad := non_finite_parameter(model):
@@ -147,7 +147,7 @@ def fp32_master_values(source: Model, precision: PrecisionConfig, kind: ModelKin
     # The checkpoint may hold more bits than the parameters of the run: masters made of the parameters would lose them.
     if source.path is None or precision.parameters == "fp32" or precision.resolved.master == "none":
         return {}
-    model = _from_folder(Path(source.path).expanduser(), torch.float32, kind)
+    model = _from_folder(hub_folder(source.path), torch.float32, kind)
     freeze(model, source.frozen)
     return {name: param.detach() for name, param in model.named_parameters() if param.requires_grad}
 
@@ -164,7 +164,7 @@ def model_config(source: Model, defaults: Mapping[str, Any]) -> Any:
     that it has and are not configured, also in tables within tables.
     """
     if source.path is not None:
-        folder = Path(source.path).expanduser()
+        folder = hub_folder(source.path)
         try:
             return load_model_config(folder)
         except ConfigError as error:

@@ -147,12 +147,10 @@ class Trainer:
         self.recipe_changes: list[RecipeChange] = []  # Those that the autopilot made in the last step
         # Called between the parts of an evaluation, a sample or a slow step; may raise `StopRequested`.
         self.between: Callable[..., None] = lambda *_: None
-        # saves: Whether `save` does anything.
-        # slow: Whether it is called between micro-batches. The same on all ranks.
-        self.slow, self.saves = False, True
-        # guard: Detects loss spikes.
-        # skipped_batches: Number of batches skipped after loss spikes.
-        self.guard, self.skipped_batches = SpikeGuard(config.guard), 0
+        self.slow = False  # Whether it is called between micro-batches. The same on all ranks
+        self.saves = True  # Whether `save` does anything
+        self.guard = SpikeGuard(config.guard)  # Detects loss spikes
+        self.skipped_batches = 0  # After loss spikes
         self.patience = Patience(0 if config.eval is None else config.eval.patience)
         self.saver = CheckpointSaver(self.ranks, async_save=parallel.async_save, timeout=parallel.timeout)
 
@@ -212,7 +210,6 @@ class Trainer:
             out, step=self.step, model=self.model, save_assets=self.task.save, optimizer=self.optimizer,
             loss_scale=self.loss_scale, config=self.config, data_fingerprint=self.task.data.fingerprint,
             extra={"skipped_batches": self.skipped_batches, "guard": self.guard.state_dict()}
-            | ({"patience": self.patience.state_dict()} if self.patience.patience else {})
             | ({HELD_OUT_LOSS: held_out} if held_out is not None else {})
             | ({"autopilot": self.pilot.state_dict()} if self.pilot is not None else {}),
             part=self.layout.part[0], prune=prune,

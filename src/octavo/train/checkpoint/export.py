@@ -21,7 +21,7 @@ from octavo.train.checkpoint.pretrained import kind_of, load_generation_config, 
 from octavo.train.checkpoint.shards import SHARDS
 from octavo.train.checkpoint.store import check_files, convert_as, read_trainer_state
 from octavo.train.config.run_config import ConfigError, parse_config
-from octavo.train.config.sections import expand
+from octavo.train.config.sections import hub_folder
 from octavo.train.data.epochs import DATA_FILE
 from octavo.train.model import PARAMETER_DTYPES
 from octavo.train.ranks import Ranks
@@ -153,7 +153,7 @@ def _merged(checkpoint: Path, state: dict[str, Any], dtype: torch.dtype) -> Any:
     config = parse_config(state["config"])
     if config.model.path is None or config.lora is None:
         raise ConfigError(f"{checkpoint} has no base to add its adapters to: its run had no model.path")
-    base = expand(config.model.path)
+    base = hub_folder(config.model.path)
     try:
         model = load_pretrained(base, dtype, kind_of(load_model_config(base)))
     except ConfigError as error:

@@ -11,11 +11,10 @@ With `parallel.async_save`, the state is copied to host memory and written in th
 Each rank computes the digests of its files once they are on the disk; after the first step at which all ranks have done
 so, the checkpoint is published, and obsolete ones are removed.
 
-torch writes the index as a pickle and reads it with `pickle.load`, which calls any function that the file names. Here
-the unpickler takes a short list of names, torch's records and what makes the values in them, and sets no attribute of a
-class. Then entries are checked:
+torch writes the index as a pickle and reads it with `pickle.load`, which calls any function that the file names. This
+module turns a short list of allowed names into inert records, and builds the index for torch from these, checked:
 
-    tensors    an entry of bytes is a pickle as well and raises an error
+    tensors    dtype, sizes and chunks; an entry of bytes is a pickle as well and raises an error
     files      a name in the folder of the index, no path out of it; no transformed content
 
 The state of a run of one process is a file of weights and one of optimizer states (`save_whole`, `load_whole`).
@@ -37,14 +36,21 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.distributed.fsdp import FSDPModule
 
 from octavo.optim.sharded import local_rows
 from octavo.runtime.blocks import Absent
-from octavo.runtime.torch_compat import is_dtensor
+from octavo.runtime.torch_compat import StorageInfo, is_dtensor
 from octavo.serving.folder import apply_umask
 from octavo.serving.writer import no_progress_bar
 from octavo.tensor import local_tensor
@@ -180,18 +186,15 @@ def _ignore_warnings() -> Iterator[None]:
 
 
 INDEX = ".metadata"
+_METADATA = "torch.distributed.checkpoint.metadata"
 _NAMES = {
-    "torch.distributed.checkpoint.metadata": (
-        "Metadata", "MetadataIndex", "TensorStorageMetadata", "ChunkStorageMetadata", "BytesStorageMetadata",
-        "TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING",
-    ),
-    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
-    "torch.serialization": ("_get_layout",),
-    "torch": ("Size",),
-    "pathlib": ("PosixPath", "WindowsPath"),
-    "pathlib._local": ("PosixPath", "WindowsPath"),
-}  # fmt: skip
-"""Names that an index may have, besides dtypes: records, and what makes values of their fields."""
+    *((_METADATA, name) for name in ("Metadata", "MetadataIndex", "TensorStorageMetadata", "ChunkStorageMetadata")),
+    *((_METADATA, name) for name in ("TensorProperties", "_MEM_FORMAT_ENCODING", "StorageMeta")),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.serialization", "_get_layout"),
+    *((module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")),
+}
+"""Names in an index of tensors, besides `torch.Size` and dtypes."""
 
 
 class ShardReader(FileSystemReader):
@@ -202,39 +205,10 @@ class ShardReader(FileSystemReader):
         return read_index(Path(self.path))
 
 
-PythonUnpickler: Any = getattr(pickle, "_Unpickler")  # noqa: B009  whose opcodes can be replaced
-
-
-class _Unpickler(PythonUnpickler):  # type: ignore[misc]
-    def load_build(self) -> None:
-        if isinstance(self.stack[-2], type):
-            raise pickle.UnpicklingError("a pickle may not set attributes of a class")
-        super().load_build()
-
-    dispatch = PythonUnpickler.dispatch | {pickle.BUILD[0]: load_build}
-
-    def find_class(self, module: str, name: str) -> Any:
-        if name in _NAMES.get(module, ()) or (module == "torch" and isinstance(getattr(torch, name, 0), torch.dtype)):
-            return super().find_class(module, name)
-        raise ConfigError(
-            f"it names {module}.{name}, which no index of tensors needs, and which reading it as torch does would "
-            "call. Use checkpoints that you trust"
-        )
-
-
 def read_index(folder: Path) -> Metadata:
     """Read and check the index of the shards in `folder`. Raises ConfigError as `ShardReader`."""
     try:
-        index: Metadata = _Unpickler(io.BytesIO((folder / INDEX).read_bytes())).load()
-        for name, entry in index.state_dict_metadata.items():
-            if not isinstance(entry, TensorStorageMetadata):
-                kind = type(entry).__name__
-                raise ConfigError(f"{name} is no tensor but a {kind}, which would be unpickled")
-        for info in index.storage_data.values():
-            if Path(info.relative_path).name != info.relative_path or info.relative_path.startswith("."):
-                raise ConfigError(f"it points to {info.relative_path!r}, which is no file beside it")
-            if info.transform_descriptors:
-                raise ConfigError(f"the content of {info.relative_path} is transformed, which Octavo's is not")
+        index = _metadata(_Unpickler(io.BytesIO((folder / INDEX).read_bytes())).load())
     except ConfigError as error:
         raise ConfigError(f"{folder / INDEX} is not loaded: {error}") from None
     except Exception as error:  # no common type: unpickling raises many
@@ -244,6 +218,99 @@ def read_index(folder: Path) -> Metadata:
         if place.exists() and place.resolve().parent != folder.resolve():
             raise ConfigError(f"{place} is not loaded: it is a link out of its folder")
     return index
+
+
+class _Sealed(type):
+    """A class whose attributes a pickle cannot set."""
+
+    def __setattr__(cls, name: str, value: Any) -> None:
+        raise pickle.UnpicklingError(f"a pickle may not set {name} of a class")
+
+
+class _Record(metaclass=_Sealed):
+    """Arguments and state of an object in a pickle. Nothing is called."""
+
+    def __new__(cls, *args: Any) -> "_Record":
+        return super().__new__(cls)
+
+    def __init__(self, *args: Any) -> None:
+        self.args = args
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+_RECORDS: dict[tuple[str, str], Any] = {(module, name): _Sealed(name, (_Record,), {}) for module, name in _NAMES}
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if kind := _RECORDS.get((module, name)):
+            return kind
+        value = getattr(torch, name, None) if module == "torch" else None
+        if isinstance(value, torch.dtype) or value is torch.Size:
+            return value
+        raise ConfigError(
+            f"it names {module}.{name}, which no index of tensors needs, and which reading it as torch does would "
+            "call. Use checkpoints that you trust"
+        )
+
+
+def _metadata(record: Any) -> Metadata:
+    state = _state(record, "Metadata")
+    return Metadata(
+        {
+            _expect(name, str): _tensor(name, entry)
+            for name, entry in _expect(state["state_dict_metadata"], dict).items()
+        },
+        planner_data={_expect(k, str): _path(v) for k, v in _expect(state.get("planner_data") or {}, dict).items()},
+        storage_data=dict(_stored(key, value) for key, value in _expect(state["storage_data"], dict).items()),
+        storage_meta=StorageMeta(),
+        version=_expect(state.get("version"), str | None),
+    )
+
+
+def _tensor(name: str, record: Any) -> TensorStorageMetadata:
+    if not isinstance(record, _Record) or type(record).__name__ != "TensorStorageMetadata":
+        raise ConfigError(f"{name} is no tensor, and whatever else it is would be unpickled")
+    state = _state(record, "TensorStorageMetadata")
+    dtype, *_ = _state(state["properties"], "TensorProperties", tuple)
+    chunks = [_state(chunk, "ChunkStorageMetadata") for chunk in _expect(state["chunks"], list)]
+    return TensorStorageMetadata(
+        TensorProperties(dtype=_expect(dtype, torch.dtype)),
+        _expect(state["size"], torch.Size),
+        [ChunkStorageMetadata(_expect(c["offsets"], torch.Size), _expect(c["sizes"], torch.Size)) for c in chunks],
+    )
+
+
+def _stored(key: Any, value: Any) -> tuple[MetadataIndex, StorageInfo]:
+    key_state, info = _state(key, "MetadataIndex"), _state(value, "_StorageInfo")
+    file = _expect(info["relative_path"], str)
+    if Path(file).name != file or "\\" in file or file.startswith("."):
+        raise ConfigError(f"it points to {file!r}, which is no file beside it")
+    if info.get("transform_descriptors"):
+        raise ConfigError(f"the content of {file} is transformed, which Octavo's is not")
+    offset, length = (_expect(info[name], int) for name in ("offset", "length"))
+    if offset < 0 or length < 0:
+        raise ConfigError(f"it points to {offset}, {length} in {file}")
+    start, hint = _expect(key_state.get("offset"), torch.Size | None), _expect(key_state.get("index"), int | None)
+    return MetadataIndex(_expect(key_state["fqn"], str), start, hint), StorageInfo(file, offset, length)
+
+
+def _path(value: Any) -> tuple[str | int, ...]:
+    return tuple(_expect(part, str | int) for part in _expect(value, tuple))
+
+
+def _state(record: Any, name: str, kind: Any = dict) -> Any:
+    if not isinstance(record, _Record) or type(record).__name__ != name:
+        raise TypeError(f"{name} expected")
+    return _expect(record.state, kind)
+
+
+def _expect(value: Any, kind: Any) -> Any:
+    if not isinstance(value, kind):
+        raise TypeError(f"expected {kind}, got {type(value)}")
+    return value
 
 
 def save_whole(folder: Path, model: Any, optimizer: TrainerOptimizer) -> None:

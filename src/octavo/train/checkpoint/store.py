@@ -29,6 +29,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ from octavo.numerics.plan import Decision, Plan
 from octavo.numerics.recipe import get_recipe
 from octavo.train import lora
 from octavo.train.checkpoint import shards
-from octavo.train.checkpoint.digests import check_digests, write_digests
+from octavo.train.checkpoint.digests import check_digests, find_damage, write_digests
 from octavo.train.checkpoint.pretrained import (
     load_generation_config,
     load_model_config,
@@ -225,7 +226,6 @@ class _TrainerJson(BaseModel):
     ranks: PositiveInt = 1
     skipped_batches: NonNegativeInt = 0
     guard: dict[str, NonNegativeInt | list[Any]] = {}
-    patience: dict[str, FiniteFloat] = {}
     recipes: dict[str, str] = {}
     equalized: dict[str, Any] = {}
     base: str = ""
@@ -258,22 +258,28 @@ def read_trainer_state(folder: Path) -> dict[str, Any]:
     return state
 
 
-def set_aside_damaged(out: Path) -> list[str]:
-    """Rename the newest checkpoints under `out` that are damaged, up to the first whole one. Returns a note on each."""
-    # Raises ConfigError, and renames none, if no checkpoint is whole.
-    damaged: list[tuple[Path, str]] = []
+def damaged_checkpoints(out: Path) -> dict[Path, str]:
+    """The newest checkpoints under `out` that are damaged, up to the first whole one, with the reason of each."""
+    # Raises ConfigError if no checkpoint is whole.
+    damaged: dict[Path, str] = {}
     for folder in reversed(checkpoints(out)):
         try:
-            read_trainer_state(folder)
-            check_digests(folder)
-            break
+            if not (damage := find_damage(folder)):
+                read_trainer_state(folder)
+                return damaged
         except ConfigError as error:
-            damaged.append((folder, str(error)))
-    else:
-        if damaged:
-            raise ConfigError(f"none of the {len(damaged)} checkpoints of {out} is whole: {damaged[0][1]}")
-    aside = [folder.rename(folder.with_name(f"damaged-{folder.name}")) for folder, _ in damaged]
-    return [f"{reason}. It is {path.name} now" for path, (_, reason) in zip(aside, damaged, strict=True)]
+            damage = str(error)
+        damaged[folder] = damage
+    if damaged:
+        newest = next(iter(damaged))
+        raise ConfigError(f"none of the {len(damaged)} checkpoints of {out} is whole: {newest}: {damaged[newest]}")
+    return damaged
+
+
+def set_aside(folder: Path) -> Path:
+    """Rename a damaged checkpoint, and return its path."""
+    names = (f"damaged-{folder.name}{f'-{n}' if n else ''}" for n in count())
+    return folder.rename(next(path for name in names if not (path := folder.with_name(name)).exists()))
 
 
 def saved_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:

@@ -5,6 +5,7 @@ A section checks itself; `octavo.train.config.run_config.TrainConfig` checks com
 
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from math import isqrt
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
@@ -50,21 +51,18 @@ PathText = Annotated[str, AfterValidator(_check_path)]  # A path as written in t
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 
 
-def _from_hub_cache(path: str) -> str:
-    """The folder in the Hub's cache of a name such as "org/model"; the path itself where there is none."""
-    if not HUB_NAME.fullmatch(path) or expand(path).exists():
-        return path
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
+def hub_folder(path: str) -> Path:
+    """The folder of a path, or of a name such as "org/model" in the Hub's cache, if there is no such path."""
+    folder = expand(path)
+    if HUB_NAME.fullmatch(path) and not folder.exists():
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import LocalEntryNotFoundError
 
-    try:
-        return str(snapshot_download(path, local_files_only=True))
-    except (LocalEntryNotFoundError, ValueError, OSError):
-        return path
+        with suppress(LocalEntryNotFoundError, ValueError, OSError):
+            folder = Path(snapshot_download(path, local_files_only=True))
+    return folder
 
 
-HubPath = Annotated[PathText, AfterValidator(_from_hub_cache)]
-"""A folder, or the name of a model on the Hub that is in its cache on this machine; nothing is downloaded."""
 LARGEST_COUNT = 2**31 - 1
 Count = Annotated[int, Field(ge=1, le=LARGEST_COUNT)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -167,7 +165,7 @@ class Run(Section):
 class Model(Section):
     """`[model]`: a model of `transformers` for `data.task`: from a local folder, or by type and config."""
 
-    path: HubPath | None = None
+    path: PathText | None = None
     """Folder of a local checkpoint (`save_pretrained`), with its tokenizer unless `data.tokenizer` names another; or
     the name of one on the Hub that is in its cache here (`hf download NAME`)."""
     type: str | None = None
@@ -305,7 +303,7 @@ class Data(Section):
     """Tokens of one sequence, for "image-text" with those of the image. Not for images without text."""
     vocab_size: Annotated[int, Field(ge=257, le=1 << 20)] = 4096
     """Size of the byte-level BPE trained on the data (256 bytes, one end-of-text, the rest merges); 1048576 at most."""
-    tokenizer: HubPath | None = None
+    tokenizer: PathText | None = None
     """Folder of a `transformers` tokenizer to use, or a name as in `model.path`, instead of the model's own or a
     trained one."""
     packing: Literal["stream", "documents", "none"] = "stream"

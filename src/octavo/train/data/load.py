@@ -23,7 +23,7 @@ import numpy as np
 from torch import Tensor
 
 from octavo.train.config.run_config import ConfigError
-from octavo.train.config.sections import Data, EvalConfig, Model, expand
+from octavo.train.config.sections import Data, EvalConfig, Model, hub_folder
 from octavo.train.data.corpus import STATE, Corpus, Sequences
 from octavo.train.data.source import open_source
 from octavo.train.data.stream import StreamedCorpus
@@ -40,7 +40,7 @@ def load_corpus(data: Data, model: Model, progress: Progress, evaluation: EvalCo
     # Raises ConfigError for unusable data.
     meter = ReadProgress(progress)
     folder, parts = data.tokenizer or model.path, data.parts
-    tokenizer = None if folder is None else load_tokenizer(expand(folder))
+    tokenizer = None if folder is None else load_tokenizer(hub_folder(folder))
     if tokenizer is None and len(parts) > 1 and not data.streaming:
         tokenizer = _train_tokenizer(parts, meter)
     own = evaluation is not None and evaluation.has_own_data

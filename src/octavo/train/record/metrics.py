@@ -24,9 +24,9 @@ from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, NotRequired, Self
+from typing import Annotated, Any, ClassVar, NotRequired, Self
 
-from pydantic import ConfigDict, with_config
+from pydantic import AfterValidator, ConfigDict, with_config
 from typing_extensions import TypedDict
 
 from octavo.inspect.findings import Finding, Thresholds
@@ -423,6 +423,12 @@ FINDING, MOVE, ROLLBACK, LOSS_SCALE, RESTART = "finding", "move", "rollback", "l
 EVALUATION = "evaluation"  # Of the model before its first step
 
 
+def _check_rollback(event: dict[str, Any]) -> dict[str, Any]:
+    if "rollbacks" in event and not {"to", "skipped_batches"} <= event.keys():
+        raise ValueError("rollbacks: come with to and skipped_batches")
+    return event
+
+
 @with_config(STRICT)
 class _Event(TypedDict):
     step: NonNegative
@@ -433,7 +439,7 @@ class _Event(TypedDict):
     skipped_batches: NotRequired[NonNegative]
 
 
-Event: Any = _Event  # A line of `events.jsonl`; rollbacks have all keys
+Event: Any = Annotated[_Event, AfterValidator(_check_rollback)]  # A line of `events.jsonl`
 
 
 def add_event(out: Path, step: int, event: str, text: str, **details: int) -> None:

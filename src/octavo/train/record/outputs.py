@@ -16,8 +16,8 @@ import tomllib
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from octavo.train.checkpoint.retention import FOLDER, invalid_checkpoints, latest_checkpoint, step_of
-from octavo.train.checkpoint.store import read_trainer_state, set_aside_damaged
+from octavo.train.checkpoint.retention import FOLDER, checkpoints, invalid_checkpoints, latest_checkpoint, step_of
+from octavo.train.checkpoint.store import damaged_checkpoints, read_trainer_state, set_aside
 from octavo.train.config.run_config import ConfigError, TrainConfig, check_same_run
 from octavo.train.config.sections import expand
 from octavo.train.record.loggers import LOGGERS_FILE
@@ -59,9 +59,9 @@ def open_run_folder(out: Path, config: TrainConfig, *, resume: bool, best_effort
                 f"{out} holds {foreign_files[0]}, which a run would overwrite: choose another folder (--out)"
             )
         return RunFolder()
-    damaged = tuple(set_aside_damaged(out)) if best_effort else ()
-    checkpoint = latest_checkpoint(out)
-    ignored = damaged + tuple(
+    damaged = damaged_checkpoints(out) if best_effort else {}
+    checkpoint = next((path for path in reversed(checkpoints(out)) if path not in damaged), None)
+    ignored = tuple(
         f"{path} is no checkpoint and is ignored: it is empty, or not named as step-000100"
         for path in invalid_checkpoints(out)
     )
@@ -78,7 +78,8 @@ def open_run_folder(out: Path, config: TrainConfig, *, resume: bool, best_effort
     changes = check_same_run(state["config"], config, out)
     if config.run.steps < state["step"]:
         raise ConfigError(f"run.steps = {config.run.steps}, but {checkpoint} is already at step {state['step']}")
-    return RunFolder(checkpoint, (*ignored, *changes))
+    aside = (f"{path} is damaged: {reason}. It is {set_aside(path).name} now" for path, reason in damaged.items())
+    return RunFolder(checkpoint, (*aside, *ignored, *changes))
 
 
 def _progress(out: Path) -> str:

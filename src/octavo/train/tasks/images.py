@@ -17,7 +17,7 @@ from octavo.nn.causal import IGNORE
 from octavo.train.checkpoint.diffusers_models import IMAGE_GENERATION, library
 from octavo.train.checkpoint.kinds import IMAGE_CLASSIFICATION, IMAGE_TEXT
 from octavo.train.config.run_config import ConfigError, TrainConfig
-from octavo.train.config.sections import expand
+from octavo.train.config.sections import expand, hub_folder
 from octavo.train.data.images import (
     DIGIT_FIELDS,
     DIGITS,
@@ -235,7 +235,7 @@ class ImageTextTask(TextTask):
             training, held_out = ([records[number] for number in part] for part in split(contents))
         check_count(len(training), batch, data.source)
         if folder := data.tokenizer or config.model.path:
-            tokenizer = load_tokenizer(expand(folder))
+            tokenizer = load_tokenizer(hub_folder(folder))
         else:
             tokenizer = train_tokenizer((_text(record) for record in training), data.vocab_size)
         model_settings = settings(config, tokenizer)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from octavo.train.checkpoint.kinds import ModelKind
 from octavo.train.config.run_config import ConfigError, TrainConfig
-from octavo.train.config.sections import expand
+from octavo.train.config.sections import hub_folder
 from octavo.train.data.epochs import write_data_state
 from octavo.train.data.tokenizer import load_tokenizer
 from octavo.train.disk import write_file
@@ -160,10 +160,10 @@ class TextTask(Task):
         """The vocabulary, which may still have to be trained."""
         tokenizer: Any = SimpleNamespace(size=config.data.vocab_size, end_id=0)  # as if it were trained
         if config.data.tokenizer is not None:
-            tokenizer = load_tokenizer(expand(config.data.tokenizer))
+            tokenizer = load_tokenizer(hub_folder(config.data.tokenizer))
         elif config.model.path is not None:
             with suppress(ConfigError):  # a run needs it, but a plan of a config.json alone does not
-                tokenizer = load_tokenizer(expand(config.model.path))
+                tokenizer = load_tokenizer(hub_folder(config.model.path))
         return SimpleNamespace(tokenizer=tokenizer)
 
     def data_state(self) -> dict[str, Any]:
