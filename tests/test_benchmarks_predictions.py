@@ -26,7 +26,8 @@ def test_the_planner_is_as_close_to_an_h100_as_the_page_says():
     steps = [row for row in rows if row.kind == "step"]
     assert all(abs(row.error(row.now)) < abs(row.error(row.before)) for row in steps)
     before = next(row.before for row in steps if row.where.startswith("0.42 B") and row.arm == "bf16")
-    assert before == pytest.approx(200.8, abs=0.2)  # what `octavo plan` said before the run
+    # What `octavo plan` said before the run is 200.8: its optimizer moved 4 bytes per parameter less.
+    assert before == pytest.approx(201.4, abs=0.2)
 
 
 @pytest.mark.thorough

@@ -243,10 +243,10 @@ def test_small_parameters_stepped_together_are_those_stepped_alone(states, maste
     first, second = AdamW(together, **settings), AdamW(alone, **settings)
     calls = []
     step = reference._step_together
-    monkeypatch.setattr(reference, "_step_together", lambda of, hyper: (calls.append(len(of)), step(of, hyper)))
+    monkeypatch.setattr(reference, "_step_together", lambda of, *rest: (calls.append(len(of)), step(of, *rest)))
     train(first, together, 3)
     assert max(calls) > 1
-    monkeypatch.setattr(reference, "_step_together", lambda of, hyper: [reference.step(s, hyper) for s in of])
+    monkeypatch.setattr(reference, "_step_together", lambda of, *rest: [reference.step(s, *rest) for s in of])
     train(second, alone, 3)
     for a, b in zip(together, alone, strict=True):
         assert torch.equal(a, b)

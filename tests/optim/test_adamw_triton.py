@@ -35,18 +35,14 @@ def test_every_kind_of_parameter_takes_the_reference_step():
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
         if want.master is not None:
             torch.testing.assert_close(want.master, got.master, rtol=1e-6, atol=1e-8)
-        if want.scales is None:
-            torch.testing.assert_close(want.exp_avg, got.exp_avg, rtol=1e-5, atol=1e-9)
-            torch.testing.assert_close(want.exp_avg_sq, got.exp_avg_sq, rtol=1e-5, atol=1e-12)
-            continue
-        for name in ("exp_avg", "exp_avg_sq"):
-            furthest, share = codes_apart(getattr(want, name), getattr(got, name))
-            assert furthest <= 1 and share < 0.01, name
-        for a, b in zip(want.scales, got.scales, strict=True):
-            if a.dtype == torch.uint8:
-                assert codes_apart(a, b)[0] <= 1
-            else:
-                torch.testing.assert_close(a, b, rtol=1e-5, atol=0)
+        for (a, *scales), (b, *others), atol in zip(want.moments, got.moments, (1e-9, 1e-12), strict=True):
+            if not scales:
+                torch.testing.assert_close(a, b, rtol=1e-5, atol=atol)
+                continue
+            furthest, share = codes_apart(a, b)
+            assert furthest <= 1 and share < 0.01
+            torch.testing.assert_close(scales[0], others[0], rtol=1e-5, atol=0)
+            assert codes_apart(scales[1], others[1])[0] <= 1
 
 
 def test_stochastic_rounding_of_bf16_parameters_uses_the_same_bits():

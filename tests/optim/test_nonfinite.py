@@ -39,13 +39,9 @@ def test_split_keeps_every_nan_and_infinity():
 def stepped(backend, param, **fields):
     """A step of learning rate 0 on one row, 16 times for as many random bits."""
     row = param.repeat(1, 16)
-    rest = {"remainder": None, "master": None}
-    rest |= {name: value.repeat(1, 16) if value.ndim else value.item() for name, value in fields.items()}
+    rest = {name: value.repeat(1, 16) if value.ndim else value.item() for name, value in fields.items()}
     zeros = torch.zeros_like(row, dtype=torch.float32)
-    state = ParamState(
-        param=row, grad=zeros.clone(), exp_avg=zeros.clone(), exp_avg_sq=zeros.clone(), scales=None,
-        **rest,
-    )  # fmt: skip
+    state = ParamState(param=row, grad=zeros.clone(), moments=((zeros.clone(),), (zeros.clone(),)), **rest)
     ADAMW.backends[backend].run([(state, STILL)])
     return state
 
@@ -89,9 +85,8 @@ def test_gradients_that_are_not_finite_make_the_parameter_nan(backend, mode):
     values = patterns().view(1, -1).repeat(1, 16)
     zeros = torch.zeros_like(values)
     state = ParamState(
-        param=torch.ones_like(values).bfloat16(), grad=values, exp_avg=zeros.clone(), exp_avg_sq=zeros.clone(),
-        scales=None, remainder=zeros.to(torch.int16) if mode == "remainder" else None, master=None,
-        seed=5 if mode == "at random" else None,
+        param=torch.ones_like(values).bfloat16(), grad=values, moments=((zeros.clone(),), (zeros.clone(),)),
+        remainder=zeros.to(torch.int16) if mode == "remainder" else None, seed=5 if mode == "at random" else None,
     )  # fmt: skip
     ADAMW.backends[backend].run(
         [(state, HyperParams(lr=0.1, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=3))]
@@ -108,10 +103,9 @@ def test_fp8_moments_show_what_was_not_finite(backend, stochastic):
     """The group of 128 that holds it is NaN or infinite from then on, as are its parameters; the others are not."""
     for value in patterns()[~patterns().isfinite()][::5]:
         moments = torch.full((2, 256), 1e-3)
-        first, second = compress(moments, True), compress(moments, False)
         state = ParamState(
-            param=torch.ones(2, 256), grad=torch.full((2, 256), 1e-3), exp_avg=first[0], exp_avg_sq=second[0],
-            scales=(*first[1:], *second[1:]), remainder=None, master=None, seed=1 if stochastic else None,
+            param=torch.ones(2, 256), grad=torch.full((2, 256), 1e-3), seed=1 if stochastic else None,
+            moments=(compress(moments, True), compress(moments, False)),
         )  # fmt: skip
         state.grad[1, 130] = value
         ADAMW.backends[backend].run([(state, STILL)])
@@ -119,9 +113,6 @@ def test_fp8_moments_show_what_was_not_finite(backend, stochastic):
         ADAMW.backends[backend].run([(state, STILL)])
         bad = torch.zeros(2, 256, dtype=torch.bool)
         bad[1, 128:] = True
-        for codes, hi, k, signed in (
-            (state.exp_avg, *state.scales[:2], True),
-            (state.exp_avg_sq, *state.scales[2:], False),
-        ):
-            assert torch.equal(~expand(codes, hi, k, signed).isfinite(), bad)
+        for moment, signed in zip(state.moments, (True, False), strict=True):
+            assert torch.equal(~expand(*moment, signed).isfinite(), bad)
         assert state.param[1, 130].isnan() and state.param[~bad].isfinite().all()

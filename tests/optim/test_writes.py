@@ -76,8 +76,7 @@ def test_backends_take_a_stale_master_for_what_was_written(backend, dtype):
     half[stale] = torch.tensor([0.0, -0.0, 7.0, torch.inf, torch.nan] * 35, dtype=dtype)[: int(stale.sum())]
     zeros = torch.zeros_like(values)
     state = ParamState(
-        param=half.clone(), grad=zeros.clone(), exp_avg=zeros.clone(), exp_avg_sq=zeros.clone(), scales=None,
-        remainder=None, master=values.clone(),
+        param=half.clone(), grad=zeros.clone(), moments=((zeros.clone(),), (zeros.clone(),)), master=values.clone(),
     )  # fmt: skip
     still = HyperParams(lr=0.0, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0, step=3)
     ADAMW.backends[backend].run([(state, still)])
@@ -93,8 +92,8 @@ def test_a_remainder_beside_a_written_zero_is_ignored(backend):
     zeros = torch.zeros(4, 256)
     for value in (0.0, -0.0, torch.inf, -torch.inf):
         state = ParamState(
-            param=torch.full((4, 256), value, dtype=torch.bfloat16), grad=zeros.clone(), exp_avg=zeros.clone(),
-            exp_avg_sq=zeros.clone(), scales=None, remainder=remainder.clone(), master=None,
+            param=torch.full((4, 256), value, dtype=torch.bfloat16), grad=zeros.clone(),
+            moments=((zeros.clone(),), (zeros.clone(),)), remainder=remainder.clone(),
         )  # fmt: skip
         ADAMW.backends[backend].run(
             [(state, HyperParams(lr=0.0, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0, step=3))]

@@ -122,7 +122,7 @@ def test_a_step_by_hand():
     assert step.attention == pytest.approx(3.5 * 1e12 / (989e12 * 0.40))
     assert step.products == pytest.approx(3 * 1e12 / (989e12 * H100.bf16_efficiency))
     assert step.rest == pytest.approx(3 * 6e9 / (3.35e12 * H100.memory_efficiency))
-    assert step.optimizer == pytest.approx(28e9 / (3.35e12 * H100.memory_efficiency))
+    assert step.optimizer == pytest.approx(32e9 / (3.35e12 * H100.memory_efficiency))
     assert step.communication == step.waiting == 0
     assert step.seconds == pytest.approx(step.linears + step.attention + step.products + step.rest + step.optimizer)
     assert step.tokens_per_second == pytest.approx(8192 / step.seconds)
@@ -143,7 +143,8 @@ def test_settings_change_what_they_say():
     twice = predicted(StepConfig(micro_batches=2))
     assert twice.linears == pytest.approx(2 * plain.linears) and twice.optimizer == plain.optimizer
     assert twice.tokens == 2 * plain.tokens
-    assert predicted(StepConfig(states="fp8")).optimizer == pytest.approx(plain.optimizer * 14.2 / 28)
+    muon = predicted(StepConfig(optimizer_bytes=16.0, optimizer_flops=1e12)).optimizer
+    assert muon == pytest.approx(plain.optimizer / 2 + 1e12 / (989e12 * H100.bf16_efficiency))
 
 
 def test_several_gpus_share_the_optimizer_and_talk():

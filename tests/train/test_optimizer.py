@@ -370,7 +370,7 @@ def test_which_parameters_muon_optimizes(make_config):
     config = make_config(optim={"name": "muon", "groups": [{"match": "*.o_proj", "muon": False}]})
     model = build_of_kind(config, LANGUAGE, {"vocab_size": 300})
     settings = parameter_settings(model, config.optim)
-    own = {name.split(".")[-2] for name, setting in settings.items() if not setting.adamw}
+    own = {name.split(".")[-2] for name, setting in settings.items() if not setting.rest}
     assert own == {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "down_proj"}
     with pytest.raises(ConfigError, match=r'"\*embed\*" matches .*embed_tokens.weight, which muon = true does not fit'):
         parameter_settings(model, optim({"match": "*embed*", "muon": True}, name="muon"))

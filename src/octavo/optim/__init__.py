@@ -1,7 +1,10 @@
 """Level 3: optimizers with FP8 states."""
 
-from octavo.optim.adamw import AdamW
+from octavo.optim.adamw import ADAMW, AdamW
 from octavo.optim.interface import Optimizer
-from octavo.optim.muon import Muon
+from octavo.optim.muon import MUON, Muon
 
 __all__ = ["AdamW", "Muon", "Optimizer"]
+
+OPTIMIZERS = {spec.name: spec for spec in (ADAMW, MUON)}
+"""Optimizers by their name in `optim.name`."""

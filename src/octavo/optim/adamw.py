@@ -16,35 +16,31 @@ scales of the latter would cost more than they save.
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Real
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from octavo.kernels.adamw import GROUP, HyperParams, ParamState, groups, seed_after, split, step
+from octavo.kernels.adamw import GROUP, HyperParams, ParamState, Work, groups, seed_after, split, step
 from octavo.numerics.names import nearest
 from octavo.optim.interface import Optimizer
-from octavo.optim.sharded import any_rank, first_row, local_rows, shard_like, splits_groups, sum_gradient
+from octavo.optim.sharded import any_rank, first_row, local_rows, placements_of, shard_like, splits_groups, sum_gradient
 from octavo.optim.states import (
-    MOMENTS,
+    OptimizerSpec,
     as_bytes,
     check_state,
     converted_group,
     from_bytes,
     from_torch,
-    initial_state,
     matrix_shape,
-    matrix_view,
+    param_state,
     saved_parameters,
-    state_layout,
 )
 from octavo.runtime.execution_context import is_capturing
 from octavo.tensor import local_tensor
 
 _SEED_STRIDE = 0x632BE5AB
 """Difference between the seeds of consecutive parameters; seeds have 32 bits."""
-
-_CHOICES = {"states": ("fp8", "fp32"), "master": ("remainder", "fp32", None), "nonfinite": ("raise", "skip", "ignore")}
 
 
 class AdamW(Optimizer):
@@ -82,6 +78,9 @@ class AdamW(Optimizer):
 
     step_allocates = False
     _factor = 1.0
+    _choices: ClassVar[Mapping[str, Sequence[str | None]]] = {
+        "states": ("fp8", "fp32"), "master": ("remainder", "fp32", None), "nonfinite": ("raise", "skip", "ignore"),
+    }  # fmt: skip
 
     def __init__(
         self,
@@ -102,18 +101,10 @@ class AdamW(Optimizer):
             raise ValueError("octavo.AdamW does not support amsgrad; use torch.optim.AdamW")
         self.skipped = 0
         """Steps skipped because of non-finite gradients."""
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "states": states,
-            "master": master,
-            "stochastic_rounding": stochastic_rounding,
-            "nonfinite": nonfinite,
-            "maximize": maximize,
-        }
-        super().__init__(params, defaults)
+        super().__init__(params, {
+            "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "states": states, "master": master,
+            "stochastic_rounding": stochastic_rounding, "nonfinite": nonfinite, "maximize": maximize,
+        })  # fmt: skip
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group as `torch.optim.Optimizer` does, after checking its values."""
@@ -188,49 +179,73 @@ class AdamW(Optimizer):
                 f"step_scaled takes a finite factor; got {self._factor}: check the norm that it is computed from"
             )
         index = {param: i for i, param in enumerate(p for g in self.param_groups for p in g["params"])}
-        self._update(work, index)
+        by_spec: dict[str, list[tuple[dict[str, Any], Tensor]]] = {}
+        for group, param in work:
+            by_spec.setdefault(self.spec(group).name, []).append((group, param))
+        for own_work in by_spec.values():
+            (self.spec(own_work[0][0]).update or update_rows)(self, own_work, index)
         return loss
 
-    def _update(self, work: list[tuple[dict[str, Any], Tensor]], index: Mapping[Tensor, int]) -> None:
-        """Step parameters of groups, with finite gradients; `index`: the number of each parameter of the optimizer."""
-        work_by_device: dict[torch.device, list[tuple[ParamState, HyperParams]]] = {}
-        copies = []
-        for group, param in work:
-            rows = local_tensor(param)
-            dense = rows if rows.is_contiguous() else rows.contiguous()
-            copies += [] if dense is rows else [(rows, dense)]
-            param_state = self._next_state(group, param, dense, index)
-            beta1, beta2 = group["betas"]
-            hyper = HyperParams(
-                lr=float(group["lr"]),
-                beta1=beta1,
-                beta2=beta2,
-                eps=group["eps"],
-                weight_decay=group["weight_decay"],
-                step=int(self.state[param]["step"].item()),
-                maximize=group["maximize"],
-                factor=self._factor,
-            )
-            work_by_device.setdefault(rows.device, []).append((param_state, hyper))
-        for device_work in work_by_device.values():
-            step(device_work)
-        for rows, dense in copies:
-            rows.copy_(dense)
+    def spec(self, group: Mapping[str, Any]) -> OptimizerSpec:
+        """Return what describes the steps of a group's parameters."""
+        return ADAMW
 
-    def _next_state(
-        self, group: dict[str, Any], param: Tensor, dense: Tensor, index: Mapping[Tensor, int]
-    ) -> ParamState:
-        """Count a step of a parameter and view its states, made if missing, as matrices; `dense`: its local rows."""
-        state = self._state_of(param, group)
+    def next_state(
+        self, group: Mapping[str, Any], param: Tensor, index: Mapping[Tensor, int], beta1: float, **hyper: Any
+    ) -> tuple[ParamState, HyperParams]:
+        """Count a step of a parameter; return its local rows with its states, made if missing, and its numbers."""
+        state, rows = self._state_of(param, group), local_tensor(param)
         state["step"] += 1
         count = int(state["step"].item())
         seed = _seed(param, index[param], count) if group["stochastic_rounding"] else None
         assert param.grad is not None
-        return param_state(dense, local_tensor(param.grad), {n: local_tensor(v) for n, v in state.items()}, seed)
+        local = {name: local_tensor(value) for name, value in state.items()}
+        params = param_state(rows.contiguous(), local_tensor(param.grad), local, self.spec(group).moments, seed)
+        hyper |= {"weight_decay": group["weight_decay"], "maximize": group["maximize"]}
+        return params, HyperParams(lr=float(group["lr"]), beta1=beta1, step=count, factor=self._factor, **hyper)
 
     def _check(self, group: dict[str, Any]) -> None:
         """Raise ValueError for invalid values of a parameter group."""
-        _check_group(group)
+        for name, choices in self._choices.items():
+            if group[name] not in choices:
+                hint = nearest(str(group[name]), [str(value) for value in choices])
+                raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}; got {group[name]!r}{hint}")
+        lr, betas = group["lr"], group["betas"]
+        numbers = (group["eps"], group["weight_decay"], *betas) if isinstance(betas, Sequence) else (betas,)
+        if len(numbers) != 4 or not all(isinstance(n, (Real, Tensor)) for n in (lr, *numbers)):
+            raise ValueError(
+                "lr, eps and weight_decay must be numbers and betas two numbers; got "
+                f"{[group[name] for name in ('lr', 'eps', 'weight_decay', 'betas')]}"
+            )
+        if isinstance(lr, Tensor) and lr.numel() != 1:
+            raise ValueError(f"lr must be a number or a tensor with one element; got shape {list(lr.shape)}")
+        below_one = {"betas[0]": betas[0], "betas[1]": betas[1], "momentum": group.get("momentum", 0.0)}
+        limited = {"lr": float(lr), "eps": group["eps"], "weight_decay": group["weight_decay"], **below_one}
+        for name, value in limited.items():
+            if not 0.0 <= value < (1.0 if name in below_one else math.inf):
+                raise ValueError(f"{name} must be at least 0{' and below 1' if name in below_one else ''}; got {value}")
+        for param in group["params"]:
+            self._check_param(param, group)
+
+    def _check_param(self, param: Tensor, group: dict[str, Any]) -> None:
+        if param.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise ValueError(f"octavo.AdamW takes float32, bfloat16 and float16 parameters; got {param.dtype}")
+        rows = local_tensor(param)
+        if any(size > 1 and stride == 0 for size, stride in zip(rows.shape, rows.stride(), strict=True)):
+            raise ValueError(
+                f"elements of a parameter {list(param.shape)} share memory, as after `expand`, so they cannot be "
+                "updated separately; use a contiguous copy (`.contiguous()`) or the tensor before `expand`"
+            )
+        if param.dtype == torch.float16 and group["master"] == "remainder":
+            raise ValueError(
+                "master='remainder' extends bf16 to float32 by 16 bits and does not support float16 parameters; "
+                "use master='fp32' for them"
+            )
+        if group["states"] == "fp8" and param.ndim > 1 and splits_groups(param, GROUP):
+            raise ValueError(
+                f"FP8 moments have scales for {GROUP} columns, and shards of a parameter {list(param.shape)} placed as "
+                f"{placements_of(param)} end within them; use states='fp32' for it"
+            )
 
     @torch.no_grad()
     def make_states(self) -> None:
@@ -239,11 +254,11 @@ class AdamW(Optimizer):
             for param in group["params"]:
                 self._state_of(param, group)
 
-    def _state_of(self, param: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+    def _state_of(self, param: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
         """Return the state of a parameter, made if missing."""
         state: dict[str, Tensor] = self.state[param]
         if not state:
-            state.update(initial_state(param, group))
+            state.update(self.spec(group).initial_state(param, group))
         return state
 
     @torch.no_grad()
@@ -270,16 +285,11 @@ class AdamW(Optimizer):
                     f"{list(value.shape)}"
                 )
         for param, value in masters.items():
-            state = self._state_of(param, groups_of[param])
-            rows = local_tensor(param)
-            value = local_rows(param, value).to(rows.device)
-            if "master" in state:
-                local_tensor(state["master"]).copy_(value)
-                rows.copy_(value)
-            else:
-                upper, remainder = split(value)
-                local_tensor(state["remainder"]).copy_(remainder)
-                rows.copy_(upper)
+            state, rows = self._state_of(param, groups_of[param]), local_tensor(param)
+            exact = local_rows(param, value).to(rows.device)
+            upper, rest = (exact, exact) if "master" in state else split(exact)
+            rows.copy_(upper)
+            local_tensor(state["master" if "master" in state else "remainder"]).copy_(rest)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states and groups as any `torch.optim.Optimizer` does.
@@ -327,8 +337,7 @@ class AdamW(Optimizer):
                 for name, rows in local.items()
             }
         super().load_state_dict({**state_dict, "param_groups": groups})
-        for param, state in uncast_states.items():
-            self.state[param] = state
+        self.state.update(uncast_states)
 
     def _converted(
         self, state_dict: dict[str, Any]
@@ -338,43 +347,40 @@ class AdamW(Optimizer):
         groups, states = [], []
         for i, (group, own) in enumerate(zip(state_dict["param_groups"], self.param_groups, strict=True)):
             names = tuple(name for name in self.defaults if name in own)  # torch adds a default when it loads a state
-            settings, is_torch = converted_group(i, group, own, names)
+            settings, is_torch = converted_group(i, group, own, names, self.spec(own))
+            spec = self.spec(settings)
             groups.append({**settings, "params": group["params"]})
             self._check({**settings, "params": own["params"]})
             for index, param in zip(saved[i], own["params"], strict=True):
                 state = state_dict["state"].get(index)
                 if state and is_torch:
-                    state = from_torch(index, param, state, settings)
+                    state = from_torch(index, param, state, settings, spec)
                 elif state:
-                    dtypes = {name: dtype for name, (_, dtype) in state_layout(param, settings).items()}
+                    dtypes = {name: dtype for name, (_, dtype) in spec.layout(param, settings).items()}
                     state = {n: from_bytes(param, v, dtypes[n]) if n in dtypes else v for n, v in state.items()}
                 if state:
-                    check_state(index, param, state, settings)
+                    check_state(index, param, state, settings, spec)
                     states.append((param, state))
         return groups, states
 
     def _finite(self, work: list[tuple[dict[str, Any], Tensor]]) -> bool:
         """Whether what the step reads is finite; raises FloatingPointError with `nonfinite="raise"`."""
-        checked = [p for g in self.param_groups if g["nonfinite"] != "ignore" for p in g["params"]]
-        if not checked:
-            return True
+        checked = {p: g for g in self.param_groups if g["nonfinite"] != "ignore" for p in g["params"]}
         # Finite gradients and moments make a finite update. FP8 moments are finite if the maxima of their groups are.
         read: list[list[Tensor]] = []  # what a step of a parameter reads beside its master
-        for param in checked:
+        for param, group in checked.items():
             state = self.state.get(param, {})
-            moments = [state.get(f"{name}_hi", state.get(name)) for name in MOMENTS]
+            moments = [state.get(f"{name}_hi", state.get(name)) for name in self.spec(group).moments]
             read.append([local_tensor(t) for t in (param.grad, *moments) if t is not None and param.grad is not None])
-        bad = any_rank(_nonfinite(read), checked)
-        if not bad.any():
-            return True
-        if any(group["nonfinite"] == "raise" for group in self.param_groups):
-            first = list(checked[int(bad.nonzero()[0])].shape)
+        bad = any_rank(_nonfinite(read), checked) if checked else torch.zeros(0)
+        if bad.any() and any(group["nonfinite"] == "raise" for group in self.param_groups):
+            first = list([*checked][int(bad.nonzero()[0])].shape)
             raise FloatingPointError(
                 f"the gradients or moments of {int(bad.sum())} parameters contain NaN or Inf, the first of shape "
                 f"{first}; parameters and states are unchanged. Lower the learning rate, clip gradients, or skip such "
                 "steps with nonfinite='skip'"
             )
-        return False
+        return not bad.any()
 
 
 def _nonfinite(tensors: list[list[Tensor]]) -> Tensor:
@@ -395,48 +401,6 @@ def _nonfinite(tensors: list[list[Tensor]]) -> Tensor:
     return bad
 
 
-def _check_group(group: dict[str, Any]) -> None:
-    """Raise ValueError for invalid values of a parameter group."""
-    for name, choices in _CHOICES.items():
-        if group[name] not in choices:
-            hint = nearest(str(group[name]), [str(value) for value in choices])
-            raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}; got {group[name]!r}{hint}")
-    lr, betas = group["lr"], group["betas"]
-    numbers = (group["eps"], group["weight_decay"], *betas) if isinstance(betas, Sequence) else (betas,)
-    if len(numbers) != 4 or not all(isinstance(n, (Real, Tensor)) for n in (lr, *numbers)):
-        raise ValueError(
-            "lr, eps and weight_decay must be numbers and betas two numbers; got "
-            f"{[group[name] for name in ('lr', 'eps', 'weight_decay', 'betas')]}"
-        )
-    if isinstance(lr, Tensor) and lr.numel() != 1:
-        raise ValueError(f"lr must be a number or a tensor with one element; got shape {list(lr.shape)}")
-    limits = {"lr": (float(lr), math.inf), "eps": (group["eps"], math.inf)}
-    limits |= {f"betas[{i}]": (beta, 1.0) for i, beta in enumerate(betas)}
-    limits |= {"weight_decay": (group["weight_decay"], math.inf)}
-    for name, (value, end) in limits.items():
-        if not 0.0 <= value < end:
-            raise ValueError(f"{name} must be at least 0{' and below 1' if end == 1 else ''}; got {value}")
-    for param in group["params"]:
-        if param.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            raise ValueError(f"octavo.AdamW takes float32, bfloat16 and float16 parameters; got {param.dtype}")
-        rows = local_tensor(param)
-        if any(size > 1 and stride == 0 for size, stride in zip(rows.shape, rows.stride(), strict=True)):
-            raise ValueError(
-                f"elements of a parameter {list(param.shape)} share memory, as after `expand`, so they cannot be "
-                "updated separately; use a contiguous copy (`.contiguous()`) or the tensor before `expand`"
-            )
-        if param.dtype == torch.float16 and group["master"] == "remainder":
-            raise ValueError(
-                "master='remainder' extends bf16 to float32 by 16 bits and does not support float16 parameters; "
-                "use master='fp32' for them"
-            )
-        if group["states"] == "fp8" and param.ndim > 1 and splits_groups(param, GROUP):
-            raise ValueError(
-                f"FP8 moments have scales for {GROUP} columns, and shards of a parameter {list(param.shape)} placed as "
-                f"{param.placements} end within them; use states='fp32' for it"
-            )
-
-
 def _seed(param: Tensor, index: int, count: int) -> int:
     """Return the seed of a parameter's random bits, which depend on its index, the step and the element only."""
     # So a resumed run has the same random bits, and so do ranks with some rows of the parameter.
@@ -446,17 +410,24 @@ def _seed(param: Tensor, index: int, count: int) -> int:
     return seed_after(index * _SEED_STRIDE + 2 * count, before)
 
 
-def param_state(dense: Tensor, grad: Tensor, state: dict[str, Tensor], seed: int | None = None) -> ParamState:
-    """View a contiguous parameter (or a shard's rows) with its gradient and states as matrices."""
-    moments = [name for name in MOMENTS if name in state]
-    quantized = "exp_avg_hi" in state
-    return ParamState(
-        param=matrix_view(dense),
-        grad=matrix_view(grad.contiguous()),
-        exp_avg=matrix_view(state["exp_avg"]),
-        exp_avg_sq=matrix_view(state["exp_avg_sq"]) if "exp_avg_sq" in state else None,
-        scales=tuple(state[f"{name}_{part}"] for name in moments for part in ("hi", "k")) if quantized else None,
-        remainder=matrix_view(state["remainder"]) if "remainder" in state else None,
-        master=matrix_view(state["master"]) if "master" in state else None,
-        seed=seed,
-    )
+def update_rows(optimizer: AdamW, work: Sequence[tuple[dict[str, Any], Tensor]], index: Mapping[Tensor, int]) -> None:
+    """Step parameters of groups of one spec, with finite gradients, by the spec's `step` on each device."""
+    by_device: dict[torch.device, Work] = {}
+    step = optimizer.spec(work[0][0]).step
+    assert step is not None
+    copies = []
+    for group, param in work:
+        beta1, beta2 = group["betas"]
+        state, hyper = optimizer.next_state(group, param, index, beta1, beta2=beta2, eps=group["eps"])
+        rows = local_tensor(param)
+        copies += [] if rows.is_contiguous() else [(rows, state.param)]
+        by_device.setdefault(rows.device, []).append((state, hyper))
+    for own_work in by_device.values():
+        step(own_work)
+    for rows, dense in copies:
+        rows.copy_(dense.view(rows.shape))
+
+
+ADAMW = OptimizerSpec(
+    name="adamw", make=AdamW, moments={"exp_avg": True, "exp_avg_sq": False}, step=step, fused=torch.optim.AdamW,
+)  # fmt: skip

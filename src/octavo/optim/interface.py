@@ -36,8 +36,3 @@ class Optimizer(torch.optim.Optimizer, ABC):
         Raises:
             ValueError: A parameter has no master, or a value has another shape or dtype.
         """
-
-
-def follows_step(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether the planner measures the memory of a step, besides that of the states."""
-    return not isinstance(optimizer, Optimizer) or optimizer.step_allocates

@@ -12,17 +12,18 @@ it the rows of u in bf16, another returns the rows of the result. The numbers ar
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal
+from functools import partial
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from octavo.kernels.adamw.momentum import momentum_step, subtract
-from octavo.numerics.names import nearest
-from octavo.optim.adamw import AdamW
+from octavo.kernels.adamw import HyperParams, ParamState
+from octavo.kernels.adamw.reference import gradient, master_values, read_moments, write_moments, write_parameter
+from octavo.optim.adamw import ADAMW, AdamW
 from octavo.optim.sharded import row_group
-from octavo.optim.states import matrix_view
+from octavo.optim.states import OptimizerSpec, matrix_view
 from octavo.runtime.torch_compat import FakeTensor
 from octavo.tensor import local_tensor
 
@@ -30,8 +31,6 @@ EPS = 1e-7
 """Smallest norm that a matrix is divided by."""
 PRODUCTS = torch.bfloat16
 """Dtype of the Newton–Schulz products, and of u between ranks."""
-SCALES = ("original", "match_rms_adamw")
-_NAMES = ("muon", "momentum", "nesterov", "ns_steps", "adjust_lr_fn")
 
 
 class Muon(AdamW):
@@ -66,6 +65,9 @@ class Muon(AdamW):
     """
 
     step_allocates = True
+    _choices: ClassVar[Mapping[str, Sequence[str | None]]] = {
+        **AdamW._choices, "adjust_lr_fn": ("original", "match_rms_adamw"),
+    }  # fmt: skip
 
     def __init__(
         self,
@@ -82,7 +84,10 @@ class Muon(AdamW):
         eps: float = 1e-8,
         **options: Any,
     ) -> None:
-        self._own = dict(zip(_NAMES, (muon, momentum, nesterov, ns_steps, adjust_lr_fn), strict=True))
+        self._own: dict[str, Any] = {
+            "muon": muon, "momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps,
+            "adjust_lr_fn": adjust_lr_fn,
+        }  # fmt: skip
         super().__init__(params, lr, betas, eps, weight_decay, **options)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -102,13 +107,6 @@ class Muon(AdamW):
 
     def _check(self, group: dict[str, Any]) -> None:
         super()._check(group)
-        if group["adjust_lr_fn"] not in SCALES:
-            hint = nearest(str(group["adjust_lr_fn"]), SCALES)
-            raise ValueError(
-                f"adjust_lr_fn must be one of {', '.join(map(repr, SCALES))}; got {group['adjust_lr_fn']!r}{hint}"
-            )
-        if not 0.0 <= group["momentum"] < 1.0:
-            raise ValueError(f"momentum must be at least 0 and below 1; got {group['momentum']}")
         if group["ns_steps"] < 1:
             raise ValueError(f"ns_steps must be at least 1; got {group['ns_steps']}")
         for param in group["params"] if group["muon"] else ():
@@ -119,39 +117,51 @@ class Muon(AdamW):
                 )
             row_group(param)  # raises
 
-    def _update(self, work: list[tuple[dict[str, Any], Tensor]], index: Mapping[Tensor, int]) -> None:
-        super()._update([(group, param) for group, param in work if not group["muon"]], index)
-        by_ranks: dict[Any, list[tuple[dict[str, Any], Tensor]]] = {}
-        for group, param in work:
-            if group["muon"]:
-                by_ranks.setdefault(row_group(param), []).append((group, param))
-        for ranks, own_work in by_ranks.items():
-            count = 1 if ranks is None else dist.get_world_size(ranks)
-            for start in range(0, len(own_work), count):
-                self._update_matrices(own_work[start : start + count], index, ranks)
+    def spec(self, group: Mapping[str, Any]) -> OptimizerSpec:
+        """Return what describes the steps of a group's parameters."""
+        return MUON if group["muon"] else ADAMW
 
-    def _update_matrices(
-        self, work: list[tuple[dict[str, Any], Tensor]], index: Mapping[Tensor, int], ranks: Any
-    ) -> None:
-        """Step some matrices, at most one for each rank."""
-        states = []
-        updates = []
-        for group, param in work:
-            rows = local_tensor(param)
-            dense = rows.contiguous()
-            state = self._next_state(group, param, dense, index)
-            update = torch.empty(state.param.shape, dtype=PRODUCTS, device=dense.device)
-            names = {name: group[name] for name in ("nesterov", "maximize")}
-            momentum_step(state, group["momentum"], update, factor=self._factor, **names)
-            states.append((state, rows, dense))
-            updates.append(update.view(rows.shape))
-        orthogonal = _orthogonalized(updates, work, ranks)
-        for (group, param), (state, rows, dense), update in zip(work, states, orthogonal, strict=True):
-            lr = float(group["lr"])
-            scale = _scale(param.shape, group["adjust_lr_fn"])
-            subtract(state, matrix_view(update), lr * scale, lr * group["weight_decay"])
-            if dense is not rows:
-                rows.copy_(dense)
+
+def update_matrices(
+    optimizer: AdamW, work: Sequence[tuple[dict[str, Any], Tensor]], index: Mapping[Tensor, int]
+) -> None:
+    """Step matrices of groups, of those that some ranks share one for each rank at a time."""
+    by_ranks: dict[Any, list[tuple[dict[str, Any], Tensor]]] = {}
+    for group, param in work:
+        by_ranks.setdefault(row_group(param), []).append((group, param))
+    for ranks, shared in by_ranks.items():
+        count = 1 if ranks is None else dist.get_world_size(ranks)
+        for start in range(0, len(shared), count):
+            part = shared[start : start + count]
+            states = [optimizer.next_state(group, param, index, group["momentum"]) for group, param in part]
+            updates = [
+                _momentum(state, hyper, group["nesterov"]).view(local_tensor(param).shape)
+                for (state, hyper), (group, param) in zip(states, part, strict=True)
+            ]
+            orthogonal = _orthogonalized(updates, part, ranks)
+            for (group, param), (state, hyper), update in zip(part, states, orthogonal, strict=True):
+                scale, rows = _scale(param.shape, group["adjust_lr_fn"]), local_tensor(param)
+                _subtract(state, matrix_view(update), hyper.lr * scale, hyper.lr * hyper.weight_decay)
+                if not rows.is_contiguous():
+                    rows.copy_(state.param.view(rows.shape))
+
+
+def _momentum(state: ParamState, hyper: HyperParams, nesterov: bool) -> Tensor:
+    """Update the momentum of a matrix [R,C], in place, and return what to orthogonalize."""
+    out = torch.empty(state.param.shape, dtype=PRODUCTS, device=state.param.device)
+    for part, rows in state.chunks():
+        grad, moments = gradient(part, hyper), read_moments(part)
+        momentum = moments[0].lerp_(grad, 1 - hyper.beta1)
+        out[rows].copy_(grad.lerp(momentum, hyper.beta1) if nesterov else momentum)
+        write_moments(part, moments)
+    return out
+
+
+def _subtract(state: ParamState, update: Tensor, lr: float, decay: float) -> None:
+    """Decay the master of a matrix [R,C] by `decay` and subtract `lr` times `update` [R,C], in place."""
+    for part, rows in state.chunks():
+        values = master_values(part)
+        write_parameter(part, values.mul_(1 - decay).add_(update[rows], alpha=-lr))
 
 
 def orthogonalize(update: Tensor, steps: int = 5) -> Tensor:
@@ -207,3 +217,9 @@ def _exchange(values: Tensor, sent: list[int], received: list[int], ranks: Any) 
         [size * number for number in received], [size * number for number in sent], group=ranks,
     )  # fmt: skip
     return result
+
+
+MUON = OptimizerSpec(
+    name="muon", make=partial(Muon, adjust_lr_fn="match_rms_adamw"), moments={"exp_avg": True}, update=update_matrices,
+    settings=("momentum",), matrices=True, traffic=2.0 * PRODUCTS.itemsize, flops=newton_schulz_flops,
+)  # fmt: skip

@@ -7,6 +7,7 @@ FP8 moments then need shards that end where groups of 128 columns do (`splits_gr
 
 import math
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -26,14 +27,14 @@ def splits_groups(param: Tensor, group: int) -> bool:
 def column_splits(param: Tensor) -> int:
     """Return the number of ranks that share the elements of a row."""
     owner: Any = param
-    places = enumerate(_placements(param))
+    places = enumerate(placements_of(param))
     return math.prod(owner.device_mesh.size(at) for at, placement in places if _dim(placement) not in (None, 0))
 
 
 def row_group(param: Tensor) -> dist.ProcessGroup | None:
     """Return the ranks that share the rows of a matrix; None where this rank has whole matrices."""
     owner: Any = param
-    places = _placements(param)
+    places = placements_of(param)
     sharded_dims = [dim for dim, placement in enumerate(places) if not placement.is_replicate()]
     if not sharded_dims or (param.ndim == 3 and all(_dim(places[dim]) == 0 for dim in sharded_dims)):
         return None
@@ -48,21 +49,21 @@ def row_group(param: Tensor) -> dist.ProcessGroup | None:
 
 def first_row(param: Tensor) -> int:
     """Return the index of the first local row in the whole parameter."""
-    owner: Any = param
-    sharded_dims = [dim for dim, placement in enumerate(_placements(param)) if not placement.is_replicate()]
-    if not sharded_dims:
-        return 0
-    if len(sharded_dims) == 1 and owner.placements[sharded_dims[0]].is_shard(0):  # no strided one
-        piece = -(-owner.shape[0] // owner.device_mesh.size(sharded_dims[0]))
-        return int(min(owner.device_mesh.get_local_rank(sharded_dims[0]) * piece, owner.shape[0]))
-    return _offset(param)[0]
+    return 0 if all(placement.is_replicate() for placement in placements_of(param)) else _offset(param)[0]
 
 
 def _offset(param: Any) -> tuple[int, ...]:
+    """Return the index of the first local element in the whole parameter."""
+    mesh = param.device_mesh
+    return _offset_at(param.shape, mesh, param.placements, tuple(mesh.get_coordinate()))
+
+
+@lru_cache(maxsize=4096)
+def _offset_at(shape: torch.Size, mesh: Any, placements: tuple[Any, ...], rank: tuple[int, ...]) -> tuple[int, ...]:
+    # `rank` is the coordinate in the mesh that PyTorch reads, too.
     from octavo.runtime.torch_compat import compute_local_shape_and_global_offset  # slow import
 
-    _, offset = compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements)
-    return tuple(offset)
+    return tuple(compute_local_shape_and_global_offset(shape, mesh, placements)[1])
 
 
 def shard_like(param: Tensor, rows: Tensor) -> Tensor:
@@ -81,31 +82,25 @@ def local_rows(param: Tensor, value: Tensor) -> Tensor:
     """Return the local rows of a value with the parameter's rows, whole or sharded like it."""
     if is_dtensor(value) or not is_dtensor(param) or not value.ndim:
         return local_tensor(value)
-    first = first_row(param)
-    rows = value[first : first + local_tensor(param).shape[0]]
-    if column_splits(param) == 1:
-        return rows
-    if param.ndim != 2:
-        raise ValueError(
-            f"whole states of a parameter {list(param.shape)} placed as {_placements(param)} cannot be loaded: load "
-            "states that are sharded like it"
-        )
-    width, at = value.shape[1], _offset(param)[1]
-    return rows[:, at * width // param.shape[1] :][:, : local_tensor(param).shape[1] * width // param.shape[1]]
+    places = zip(_offset(param), local_tensor(param).shape, strict=True)
+    for dim, (start, size) in zip(range(value.ndim), places, strict=False):  # scales have fewer columns, and dimensions
+        ratio = value.shape[dim], max(param.shape[dim], 1)
+        value = value.narrow(dim, start * ratio[0] // ratio[1], size * ratio[0] // ratio[1])
+    return value
 
 
 def sum_gradient(param: Tensor) -> None:
     """Place the gradient of a DTensor as its parameter: autograd leaves sums over ranks to whoever reads it."""
     grad: Any = param.grad
-    if is_dtensor(param) and is_dtensor(grad) and _placements(grad) != _placements(param):
-        param.grad = grad.redistribute(placements=_placements(param))
+    if is_dtensor(param) and is_dtensor(grad) and placements_of(grad) != placements_of(param):
+        param.grad = grad.redistribute(placements=placements_of(param))
 
 
 def any_rank(flags: Tensor, params: Iterable[Tensor]) -> Tensor:
     """Return which flags are set on any rank that has shards or copies of the parameters."""
     groups: dict[dist.ProcessGroup, str] = {}
     for param in params:
-        for dim in range(len(_placements(param))):
+        for dim in range(len(placements_of(param))):
             mesh: Any = param.device_mesh  # type: ignore[attr-defined]
             if mesh.size(dim) > 1:
                 groups[mesh.get_group(dim)] = mesh.device_type
@@ -122,5 +117,6 @@ def _dim(placement: Any) -> int | None:
     return dim
 
 
-def _placements(param: Tensor) -> tuple[Any, ...]:
+def placements_of(param: Tensor) -> tuple[Any, ...]:
+    """Return how a parameter is placed on each dimension of its mesh; () if it is no DTensor."""
     return getattr(param, "placements", ())

@@ -5,14 +5,16 @@ parameter's logical rows.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from octavo.kernels.adamw import compress, exact_values, groups
+from octavo.kernels.adamw import GROUP, ParamState, Work, exact_values, groups
+from octavo.kernels.adamw.reference import write_moments
 from octavo.numerics.formats import E4M3
 from octavo.optim.sharded import local_rows, shard_like
 from octavo.runtime.torch_compat import is_dtensor
@@ -20,9 +22,6 @@ from octavo.tensor import local_tensor, placed_like
 
 MIN_FP8_COLUMNS = 64
 """Fewest columns for which FP8 moments save memory in spite of their scales."""
-MOMENTS = ("exp_avg", "exp_avg_sq")
-_TORCH = ("step", *MOMENTS)
-"""States of `torch.optim.AdamW`."""
 _OCTAVO_ONLY = ("states", "master", "stochastic_rounding", "nonfinite")
 """Settings that `torch.optim.AdamW` does not have."""
 _TORCH_ONLY = ("amsgrad", "decoupled_weight_decay")
@@ -41,43 +40,64 @@ def matrix_view(tensor: Tensor) -> Tensor:
     return tensor.view(matrix_shape(tensor.shape))
 
 
-def moments_of(group: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the names of the moments of a group's parameters: Muon has the first one only."""
-    return MOMENTS[:1] if group.get("muon") else MOMENTS
+def _nothing(shape: Sequence[int]) -> float:
+    return 0.0
 
 
-def state_layout(param: Tensor, group: dict[str, Any]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Return shape and dtype of each state of a parameter, or of its local rows."""
-    rows, columns = matrix_shape(param.shape)
-    shape = tuple(param.shape)
-    states: dict[str, tuple[tuple[int, ...], torch.dtype]] = {"step": ((), torch.float32)}
-    if group["states"] == "fp8" and param.ndim > 1 and columns >= MIN_FP8_COLUMNS:
-        for name in moments_of(group):
-            states[name] = shape, E4M3.dtype if name == "exp_avg" else torch.uint8
-        for name in moments_of(group):
+@dataclass(frozen=True, kw_only=True)
+class OptimizerSpec:
+    """A row of `octavo.optim.OPTIMIZERS`: what the trainer and the planner need to know of an optimizer."""
+
+    name: str  # Value of `optim.name`
+    make: Callable[..., Any]  # Creates the `octavo.AdamW`, of groups with lr, betas, eps, states, master and nonfinite
+    moments: Mapping[str, bool]  # Names of a parameter's moments, and whether they have signs
+    step: Callable[[Work], None] | None = None  # Steps parameters of one device
+    # In place of `step`: steps parameters, given with their groups, of an optimizer that numbers all of its parameters.
+    update: Callable[[Any, Sequence[tuple[dict[str, Any], Tensor]], Mapping[Tensor, int]], None] | None = None
+    settings: tuple[str, ...] = ()  # Keys of `[optim]` that only some optimizers take, also arguments of `make`
+    # Whether it takes the hidden matrices, whole ones, and leaves the rest to AdamW. A group has this under `name`.
+    matrices: bool = False
+    fused: type[torch.optim.Optimizer] | None = None  # PyTorch's optimizer of the same steps, for states in fp32
+    traffic: float = 0.0  # Bytes per parameter that a step moves besides gradient, parameter and states
+    flops: Callable[[Sequence[int]], float] = _nothing  # FLOPs of the matrix products of a step, by shape
+
+    def layout(self, param: Tensor, group: Mapping[str, Any]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Return shape and dtype of each state of a parameter, or of its local rows."""
+        rows, columns = matrix_shape(param.shape)
+        shape = tuple(param.shape)
+        states: dict[str, tuple[tuple[int, ...], torch.dtype]] = {"step": ((), torch.float32)}
+        if group["states"] == "fp8" and param.ndim > 1 and columns >= MIN_FP8_COLUMNS:
+            states |= {name: (shape, E4M3.dtype if signed else torch.uint8) for name, signed in self.moments.items()}
             scales = rows, groups(columns)
-            states |= {f"{name}_hi": (scales, torch.float32), f"{name}_k": (scales, torch.uint8)}
-    else:
-        states |= {name: (shape, torch.float32) for name in moments_of(group)}
-    if param.dtype != torch.float32 and group["master"] is not None:
-        master = group["master"] == "fp32"
-        states["master" if master else "remainder"] = shape, torch.float32 if master else torch.int16
-    return states
+            for name in self.moments:
+                states |= {f"{name}_hi": (scales, torch.float32), f"{name}_k": (scales, torch.uint8)}
+        else:
+            states |= {name: (shape, torch.float32) for name in self.moments}
+        if param.dtype != torch.float32 and group["master"] is not None:
+            master = group["master"] == "fp32"
+            states["master" if master else "remainder"] = shape, torch.float32 if master else torch.int16
+        return states
 
+    def initial_state(self, param: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Return the states of a parameter before its first step."""
+        rows = local_tensor(param)
+        state = {}
+        for name, (shape, dtype) in self.layout(rows, group).items():
+            device = "cpu" if name == "step" else rows.device
+            value = torch.full(shape, 16 if name.endswith("_k") else 0, dtype=dtype, device=device)
+            state[name] = value if name == "step" else shard_like(param, value)
+            if name == "master":
+                value.copy_(rows.detach())
+        return state
 
-def initial_state(param: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
-    """Return the states of a parameter before its first step."""
-    rows = local_tensor(param)
-    state = {}
-    for name, (shape, dtype) in state_layout(rows, group).items():
-        if name == "step":
-            state[name] = torch.zeros((), dtype=dtype, device="cpu")
-            continue
-        value = torch.full(shape, 16 if name.endswith("_k") else 0, dtype=dtype, device=rows.device)
-        if name == "master":
-            value.copy_(rows.detach())
-        state[name] = shard_like(param, value)
-    return state
+    def step_bytes(self, states: str, master: str | None, dtype: torch.dtype = torch.bfloat16) -> float:
+        """Return the bytes per parameter, in rows of whole groups, that a step moves."""
+        # Parameter and states are read and written; the gradient is read by its norm and by the step. With fp32 moments
+        # and masters of bf16 parameters: 2 · (2 + 8 + 4) + 2 · 2 = 32; with FP8 moments and remainders 16.2.
+        param = torch.empty(1, GROUP, dtype=dtype, device="meta")
+        layout = self.layout(param, {"states": states, "master": master})
+        held = sum(math.prod(shape) * dtype.itemsize for name, (shape, dtype) in layout.items() if name != "step")
+        return 2 * held / GROUP + 4 * dtype.itemsize + self.traffic
 
 
 @torch.no_grad()
@@ -106,32 +126,51 @@ def from_bytes(param: Tensor, value: Any, dtype: torch.dtype) -> Any:
     return placed_like(value, rows, param.shape)  # sharded as it was, which may not be as the parameter is
 
 
-def check_state(index: int, param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+def param_state(
+    dense: Tensor, grad: Tensor, state: Mapping[str, Tensor], moments: Iterable[str], seed: int | None = None
+) -> ParamState:
+    """View a contiguous parameter (or a shard's rows) with its gradient and states as matrices."""
+    return ParamState(
+        param=matrix_view(dense),
+        grad=matrix_view(grad.contiguous()),
+        moments=tuple(
+            (matrix_view(state[name]), *(state[key] for key in (f"{name}_hi", f"{name}_k") if key in state))
+            for name in moments
+        ),
+        remainder=matrix_view(state["remainder"]) if "remainder" in state else None,
+        master=matrix_view(state["master"]) if "master" in state else None,
+        seed=seed,
+    )
+
+
+def check_state(
+    index: int, param: Tensor, state: Mapping[str, Any], group: Mapping[str, Any], spec: OptimizerSpec
+) -> None:
     """Raise ValueError unless a state fits a parameter and its group's settings."""
-    expected = state_layout(param, group)
-    actual = {name: _shape_and_dtype(value) for name, value in state.items()}
+    where = f"the saved state of parameter {index} {list(param.shape)}"
+    expected = {name: f"{dtype} {list(shape)}" for name, (shape, dtype) in spec.layout(param, group).items()}
+    actual = {name: _text(value) for name, value in state.items()}
     if expected != actual:
         name = next(n for n in (*expected, *actual) if expected.get(n) != actual.get(n))
-        expected_text, saved_text = (
-            value if isinstance(value, str) else "none" if value is None else f"{value[1]} {list(value[0])}"
-            for value in (expected.get(name), actual.get(name))
-        )
         raise ValueError(
-            f"the saved state of parameter {index} {list(param.shape)} does not fit: {name} is {saved_text}, "
-            f"expected {expected_text}. It is the state of another model, or of other settings of `states` or `master`"
+            f"{where} does not fit: {name} is {actual.get(name, 'none')}, expected {expected.get(name, 'none')}. It is "
+            "the state of another model, or of other settings of `states` or `master`"
         )
-    local = state_layout(local_tensor(param), group)
-    for name, value in state.items():
-        if is_dtensor(value) and tuple(local_tensor(value).shape) != local[name][0]:
-            raise ValueError(
-                f"the saved state of parameter {index} {list(param.shape)} is sharded over other ranks: this rank has "
-                f"{list(local_tensor(value).shape)} of {name}, expected {list(local[name][0])}. Save and load with "
-                "torch.distributed.checkpoint, which reshards"
-            )
+    for name, (shape, _) in spec.layout(local_tensor(param), group).items():
+        if is_dtensor(state[name]):
+            _check_shard(where, name, local_tensor(state[name]), shape)
 
 
-def _shape_and_dtype(value: Any) -> tuple[tuple[int, ...], torch.dtype] | str:
-    return (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else f"a {type(value).__name__}"
+def _check_shard(where: str, name: str, rows: Tensor, shape: Sequence[int]) -> None:
+    if list(rows.shape) != list(shape):
+        raise ValueError(
+            f"{where} is sharded over other ranks: this rank has {list(rows.shape)} of {name}, expected {list(shape)}. "
+            "Save and load with torch.distributed.checkpoint, which reshards"
+        )
+
+
+def _text(value: Any) -> str:
+    return f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
 
 
 def saved_parameters(state_dict: Any, sizes: list[int]) -> list[list[Any]]:
@@ -161,7 +200,7 @@ def saved_parameters(state_dict: Any, sizes: list[int]) -> list[list[Any]]:
 
 
 def converted_group(
-    index: int, saved: dict[str, Any], own: dict[str, Any], names: tuple[str, ...]
+    index: int, saved: dict[str, Any], own: dict[str, Any], names: tuple[str, ...], spec: OptimizerSpec
 ) -> tuple[dict[str, Any], bool]:
     """Convert a saved parameter group to the settings in `names`; also whether it is from `torch.optim.AdamW`."""
     is_torch = not any(name in saved for name in _OCTAVO_ONLY)
@@ -175,47 +214,50 @@ def converted_group(
         )
     if not is_torch:
         return dict(saved), False
-    if saved["amsgrad"] or not saved["decoupled_weight_decay"]:
-        kind = "AdamW with amsgrad=True" if saved["decoupled_weight_decay"] else "Adam (decoupled_weight_decay=False)"
+    kinds = {
+        "Adam (decoupled_weight_decay=False)": not saved["decoupled_weight_decay"],
+        "AdamW with amsgrad=True": saved["amsgrad"],
+        "torch.optim.AdamW": spec.fused is None,
+    }
+    for kind in (kind for kind, differs in kinds.items() if differs):
         raise ValueError(
-            f"the saved parameter group {index} is of {kind}, and octavo.AdamW computes another step: continue with "
-            "the optimizer that saved it, or start with new states"
+            f"the saved parameter group {index} is of {kind}, and {'octavo.AdamW' if spec.fused else spec.name} "
+            "computes another step: continue with the optimizer that saved it, or start with new states"
         )
     shared = {name: value for name, value in saved.items() if name not in (*_TORCH_ONLY, *_TORCH_CHOICES)}
     return {**shared, **{name: own[name] for name in _OCTAVO_ONLY}}, True
 
 
-def from_torch(index: int, param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> dict[str, Tensor]:
+def from_torch(
+    index: int, param: Tensor, state: Mapping[str, Any], group: Mapping[str, Any], spec: OptimizerSpec
+) -> dict[str, Tensor]:
     """Convert a state of `torch.optim.AdamW` to a group's `states` and `master`."""
     # Float32 moments are exact; FP8 moments are rounded to nearest, once. The master is the current parameter.
     where = f"the saved torch.optim.AdamW state of parameter {index} {list(param.shape)}"
-    if set(state) != set(_TORCH):
-        raise ValueError(f"{where} must have exactly {', '.join(_TORCH)}; got {', '.join(map(str, state))}")
+    if set(state) != {"step", *spec.moments}:
+        raise ValueError(f"{where} must have exactly step, {', '.join(spec.moments)}; got {', '.join(map(str, state))}")
     step = state["step"]
     count = float(step) if isinstance(step, int | float) or (isinstance(step, Tensor) and step.numel() == 1) else -1.0
     if not (count >= 0 and count.is_integer()):
         raise ValueError(f"{where}: step must be a whole number of 0 or more; got {step!r}")
-    converted = initial_state(param, group)
-    converted["step"].fill_(count)
-    for name in MOMENTS:
+    values = {}
+    for name, signed in spec.moments.items():
         value = state[name]
         if not isinstance(value, Tensor) or value.shape != param.shape or not value.is_floating_point():
-            raise ValueError(f"{where}: {name} must be a float tensor of that shape; got {_shape_and_dtype(value)}")
+            raise ValueError(f"{where}: {name} must be a float tensor of that shape; got {_text(value)}")
         rows = local_rows(param, value)
-        if rows.shape != local_tensor(param).shape:
-            raise ValueError(
-                f"{where} is sharded over other ranks: this rank has {list(rows.shape)} of {name}, expected "
-                f"{list(local_tensor(param).shape)}. Save and load with torch.distributed.checkpoint, which reshards"
-            )
-        signed = name == "exp_avg"
-        values = torch.empty(rows.shape, dtype=torch.float32, device=local_tensor(param).device).copy_(rows.detach())
-        if not bool((values.isfinite() & (True if signed else values >= 0)).all()):
+        _check_shard(where, name, rows, local_tensor(param).shape)
+        values[name] = torch.empty(rows.shape, dtype=torch.float32, device=local_tensor(param).device)
+        values[name].copy_(rows.detach())
+        if not bool((values[name].isfinite() & (True if signed else values[name] >= 0)).all()):
             raise ValueError(f"{where}: {name} must be finite{'' if signed else ' and not negative'}")
-        if f"{name}_hi" not in converted:
-            local_tensor(converted[name]).copy_(values)
-            continue
-        parts = compress(matrix_view(values), signed) if values.numel() else ()
-        for key, part in zip((name, f"{name}_hi", f"{name}_k"), parts, strict=False):
-            local = local_tensor(converted[key])
-            local.copy_(part.view(local.shape))
+    converted = spec.initial_state(param, group)
+    converted["step"].fill_(count)
+    local = {name: local_tensor(value) for name, value in converted.items()}
+    matrices = [matrix_view(value) for value in values.values()]
+    for part, rows_of in param_state(matrices[0], matrices[0], local, spec.moments).chunks():
+        moments = [matrix[rows_of] for matrix in matrices]
+        for moment, value in zip(part.moments, moments, strict=True):
+            moment[0].copy_(value)  # in float32; FP8 codes follow
+        write_moments(part, moments)
     return converted

@@ -19,7 +19,6 @@ from octavo.nn.convert import apply_plan, rule_plan
 from octavo.nn.memory_audit import Audit, audit, call
 from octavo.numerics.precision import Precision
 from octavo.optim import Optimizer
-from octavo.optim.interface import follows_step
 from octavo.planner.fake import fake_batch, fake_copy, fake_device, fake_tensors
 from octavo.planner.memory_plan import MemoryPlan
 from octavo.planner.step import StepConfig
@@ -107,7 +106,7 @@ def trace_step(
     earlier = make_gradients(stepper) if stepper is not None and step_config.micro_batches > 1 else []
 
     def optimizer_step() -> None:
-        if stepper is not None and follows_step(stepper):
+        if stepper is not None and getattr(stepper, "step_allocates", True):
             stepper.step()
 
     def forward_backward() -> None:

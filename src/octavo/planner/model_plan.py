@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +32,7 @@ from octavo.numerics.names import nearest
 from octavo.numerics.plan import Plan
 from octavo.numerics.precision import LEVELS, Precision
 from octavo.numerics.recipe import Recipe
-from octavo.optim import AdamW
+from octavo.optim.adamw import ADAMW, AdamW
 from octavo.planner.decide import candidates
 from octavo.planner.devices import Gpu, find_gpu, gpu_by_driver_name
 from octavo.planner.fake import fake_batch, fake_device, fake_tensors
@@ -124,7 +124,8 @@ def plan(
     request = _request(precision, recipe, skip, filter, heads)
     step_config = StepConfig(
         **layout_settings(world_size, parallel), micro_batches=micro_batches, eager=not compiled,
-        recompute=CHECKPOINTING[checkpointing], states=request.precision.states,
+        recompute=CHECKPOINTING[checkpointing],
+        optimizer_bytes=ADAMW.step_bytes(request.precision.states, _master(request.precision)),
     )  # fmt: skip
     shapes = _shapes(model, batch, seq)
     rule = default_decisions(model, request)
@@ -316,11 +317,15 @@ def _trace_blocks(
                 block.forward = partial(checkpoint, block.forward, use_reentrant=False)
         parameters = [p for p in copy.parameters() if p.requires_grad]
         # 16-bit masters extend bf16 parameters only.
-        master: Any = "fp32" if any(p.dtype == torch.float16 for p in parameters) else precision.master
-        make = partial(AdamW, states=precision.states, master=None if precision.master == "none" else master)
+        master = _master(precision)
+        master = "fp32" if master and any(p.dtype == torch.float16 for p in parameters) else master
         inputs = fake_batch(shapes, size, _dtype(model), place)
-        stepper = make(parameters) if parameters else None
+        stepper = AdamW(parameters, states=precision.states, master=master) if parameters else None
         return trace_step(copy, inputs, stepper, default_loss, step_config, ALLOCATION_GRANULARITY["cuda"])
+
+
+def _master(precision: Precision) -> Literal["remainder", "fp32"] | None:
+    return None if precision.master == "none" else precision.master
 
 
 def _dtype(model: nn.Module) -> torch.dtype:

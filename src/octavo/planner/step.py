@@ -23,6 +23,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
 from octavo.numerics.recipe import Recipe
+from octavo.optim.adamw import ADAMW
 from octavo.planner.collective_cost import GPUS_PER_MACHINE
 from octavo.planner.communication import Sent, exchanged, sharded, traffic
 from octavo.planner.decide import total
@@ -31,10 +32,8 @@ from octavo.planner.roofline import Cost, bf16_linear, fp8_linear, memory_time
 from octavo.planner.timeline import Message
 from octavo.planner.trace import Trace
 
-OPTIMIZER_BYTES = {"fp32": 28.0, "fp8": 14.2}
-"""Bytes that AdamW moves per parameter: float32 moments and master, read and written, a bf16 gradient and parameter;
-and the same with FP8 moments and a 16-bit master.
-"""
+BF16_OPTIMIZER = ADAMW.step_bytes("fp32", "fp32")
+"""Bytes per bf16 parameter that AdamW moves with fp32 moments and masters."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,10 +90,11 @@ class StepConfig:
     micro_batches: int = 1  # Forwards and backwards per step
     eager: bool = True  # Without torch.compile
     recompute: Recompute = CHECKPOINTING["none"]  # Activation checkpointing
-    states: str = "fp32"  # Moments of AdamW, a key of `OPTIMIZER_BYTES`
-    # FLOPs of the Newton–Schulz products of Muon for the layers of a stage, which its GPUs share; the messages between
-    # them are left out.
-    newton_schulz: float = 0.0
+    optimizer_bytes: float = BF16_OPTIMIZER  # Per trained parameter, moved by a step of the optimizer
+    bf16_optimizer_bytes: float = BF16_OPTIMIZER  # The same of the bf16 step
+    # FLOPs of the optimizer's products, as of Muon, for the layers of a stage, which its GPUs share; the messages
+    # between them are left out.
+    optimizer_flops: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("gpus", "micro_batches"):
@@ -114,8 +114,10 @@ class StepConfig:
 
     @property
     def bf16(self) -> "StepConfig":
-        """The same step with bf16 communication and float32 moments; experts in bf16 are not distributed."""
-        return replace(self, fp8_gather=False, resident=False, fp8_reduce=False, states="fp32", ep=1)
+        """The same step with bf16 communication and optimizer; experts in bf16 are not distributed."""
+        return replace(
+            self, fp8_gather=False, resident=False, fp8_reduce=False, optimizer_bytes=self.bf16_optimizer_bytes, ep=1
+        )
 
 
 def is_count(value: object) -> bool:
@@ -158,7 +160,7 @@ class StepTime:
     attention: float  # Fused attention
     products: float  # Other matrix products
     rest: float  # Everything else in forward and backward
-    optimizer: float  # AdamW
+    optimizer: float  # The optimizer, and the norm of the gradient
     communication: float  # Communication that compute does not hide
     waiting: float  # Waiting for the host, in eager mode
     tokens: int  # Tokens per step of all GPUs
@@ -233,8 +235,8 @@ def step_time(
     backward += sum(row.seconds for row in tokens_sent if row.backward)
     exposed += sum(row.seconds for row in tokens_sent)
     # Frozen parameters are gathered too, but not updated.
-    optimizer = trace.trained / step_config.shards * OPTIMIZER_BYTES[step_config.states] / gpu.bandwidth
-    optimizer += step_config.newton_schulz / step_config.shards / (gpu.bf16_tflops * 1e12 * gpu.bf16_efficiency)
+    optimizer = trace.trained / step_config.shards * step_config.optimizer_bytes / gpu.bandwidth
+    optimizer += step_config.optimizer_flops / step_config.shards / (gpu.bf16_tflops * 1e12 * gpu.bf16_efficiency)
     others = 3 * (len(trace.rest) + len(trace.products)) * gpu.host_us * 1e-6
     host = linears.host + others if step_config.eager else 0.0
     waiting = max(0.0, host - forward - backward)

@@ -43,24 +43,22 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from octavo.kernels.adamw import HyperParams
-from octavo.kernels.adamw import step as adamw_step
+from octavo.kernels.adamw import HyperParams, ParamState
 from octavo.nn.experts import STACKED
 from octavo.numerics.names import nearest
-from octavo.optim import AdamW, Muon
-from octavo.optim.adamw import param_state
-from octavo.optim.muon import newton_schulz_flops
+from octavo.optim import OPTIMIZERS, AdamW
+from octavo.optim.adamw import ADAMW
 from octavo.optim.sharded import local_rows, shard_like, sum_gradient
-from octavo.optim.states import master_values
+from octavo.optim.states import master_values, param_state
 from octavo.runtime.torch_compat import is_dtensor
 from octavo.tensor import local_tensor
-from octavo.train.config.run_config import ConfigError
+from octavo.train.config.run_config import ConfigError, TrainConfig
 from octavo.train.config.sections import Optim, PrecisionConfig, decay_steps
 from octavo.train.ranks import SharedError
 
@@ -75,7 +73,7 @@ class ParameterSettings:
     """How a parameter is optimized. Parameters with equal settings are one group; groups have the order of these."""
 
     group: int = -1  # Number of the group of the configuration; -1 for none
-    adamw: bool = True  # Whether AdamW takes its steps, and not Muon
+    rest: bool = False  # Whether it is left to AdamW by an optimizer of hidden matrices
     undecayed: bool = False  # Whether its rule is no weight decay
     lr: float  # Peak learning rate
     weight_decay: float  # Decoupled weight decay
@@ -84,22 +82,23 @@ class ParameterSettings:
 def parameter_settings(model: nn.Module, optim: Optim, *, part: bool = False) -> dict[str, ParameterSettings]:
     """Return the settings of each trained parameter of a model, by name."""
     # Call it before FSDP, which replaces the parameters and drops their marks.
-    decayed, hidden = decayed_parameters(model), hidden_matrices(model) if optim.name == "muon" else set()
+    spec, decayed = OPTIMIZERS[optim.name], decayed_parameters(model)
+    taken = hidden_matrices(model) if spec.matrices else {name for name, _ in model.named_parameters()}
     names = [name for name, param in model.named_parameters() if param.requires_grad]
     settings = {}
     for name in names:
         number = next((n for n, group in enumerate(optim.groups) if matches(name, group.match)), -1)
         group = optim.groups[number] if number >= 0 else None
         decay = optim.weight_decay if name in decayed else 0.0
-        muon = name in hidden and (group is None or group.muon is not False)
-        if group is not None and group.muon and not muon:
+        own = getattr(group, spec.name, None)  # muon = true or false
+        if group is not None and own and name not in taken:
             raise ConfigError(
-                f'optim.groups: "{group.match}" matches {name}, which muon = true does not fit: Muon optimizes hidden '
-                "matrices (no embeddings, heads, norms, biases and vectors)"
+                f'optim.groups: "{group.match}" matches {name}, which {spec.name} = true does not fit: '
+                f"{spec.name.title()} optimizes hidden matrices (no embeddings, heads, norms, biases and vectors)"
             )
         settings[name] = ParameterSettings(
             group=number,
-            adamw=not muon,
+            rest=name not in taken or own is False,
             undecayed=name not in decayed,
             lr=optim.lr if group is None or group.lr is None else group.lr,
             weight_decay=decay if group is None or group.weight_decay is None else group.weight_decay,
@@ -164,18 +163,22 @@ def hidden_matrices(model: nn.Module) -> set[str]:
     }  # fmt: skip
 
 
-def muon_flops(model: nn.Module, optim: Optim) -> float:
-    """Floating point operations of Muon's products in a step of a whole model; 0 for AdamW."""
-    if optim.name != "muon":
-        return 0.0
-    adamw = {name for name, own in parameter_settings(model, optim, part=True).items() if own.adamw}
-    trained = ((name, param) for name, param in model.named_parameters() if param.requires_grad)
-    return sum(newton_schulz_flops(param.shape) for name, param in trained if name not in adamw)
+def step_cost(model: nn.Module, config: TrainConfig) -> tuple[float, float]:
+    """Bytes per trained parameter that a step of a whole model moves, and FLOPs of its matrix products."""
+    optim, (states, master) = config.optim, _formats(config.optim, config.precision)
+    settings, count, size, flops = parameter_settings(model, optim, part=True), 0, 0.0, 0.0
+    for name, param in model.named_parameters():
+        if param.requires_grad:
+            spec = ADAMW if settings[name].rest else OPTIMIZERS[optim.name]
+            count += param.numel()
+            size += param.numel() * spec.step_bytes(states, master, param.dtype)
+            flops += spec.flops(param.shape)
+    return size / max(count, 1), flops
 
 
 def groups_table(settings: Mapping[str, ParameterSettings], sizes: Mapping[str, int], optim: Optim) -> list[str]:
     """Return a line for each group of parameters: what matched, how many, and their settings; [] for the default."""
-    if not optim.groups and optim.name == "adamw":
+    if not optim.groups and not OPTIMIZERS[optim.name].matrices:
         return []
     rows = []
     for setting in sorted(set(settings.values())):
@@ -184,7 +187,7 @@ def groups_table(settings: Mapping[str, ParameterSettings], sizes: Mapping[str, 
         rows.append((
             optim.groups[setting.group].match if setting.group >= 0 else "others",
             f"{len(names)} parameter{'s' if len(names) > 1 else ''} ({count:,} elements)",
-            "adamw" if setting.adamw else "muon",
+            ADAMW.name if setting.rest else optim.name,
             f"lr {setting.lr:g}",
             f"weight decay {setting.weight_decay:g}",
         ))  # fmt: skip
@@ -238,12 +241,6 @@ class WeightAverage:
         for average, master in zip(self.tensors.values(), masters, strict=True):
             local_tensor(average).lerp_(master.detach(), 1 - decay)
 
-    @torch.no_grad()
-    def load(self, saved: Mapping[str, Tensor]) -> None:
-        """Load an average by name; shards take their rows of it. Raises KeyError for a missing one."""
-        for name, average in self.tensors.items():
-            local_tensor(average).copy_(local_rows(average, saved[name]))
-
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Put the average into the parameters, and their own values back at the end."""
@@ -261,75 +258,76 @@ class WeightAverage:
 
 
 def make_optimizer(
-    model: nn.Module, optim: Optim, precision: PrecisionConfig, fp32_values: Mapping[str, torch.Tensor],
+    model: nn.Module, optim: Optim, precision: PrecisionConfig, fp32_values: Mapping[str, Tensor],
     settings: Mapping[str, ParameterSettings], partial: Collection[str] = (),
 ) -> "TrainerOptimizer":  # fmt: skip
     """The optimizer of a run."""
-    states, master = optim.states or precision.resolved.states, precision.resolved.master
-    if optim.name == "muon" or states == "fp8" or (master == "remainder" and precision.parameters == "bf16"):
-        master_format = None if master == "none" else master
+    states, master = _formats(optim, precision)
+    own: dict[str, Any] = {"fp32_values": fp32_values, "settings": settings}
+    remainder = master == "remainder" and precision.parameters == "bf16"
+    if OPTIMIZERS[optim.name].fused is None or states == "fp8" or remainder:
         try:
-            optimizer: TrainerOptimizer = Fp8StateOptimizer(
-                model, optim, states=states, master=master_format, fp32_values=fp32_values, settings=settings
-            )
+            return Fp8StateOptimizer(model, optim, states=states, master=master, **own)
         except ValueError as error:  # shards that end inside a group of moments, or that split rows of a matrix
             setting = f'optim.name = "{optim.name}", ' if optim.name != "adamw" else ""
             raise SharedError(f'{setting}optim.states = "{states}": {error}') from None
-    else:
-        optimizer = MasterWeightOptimizer(
-            model, optim, master=master != "none", fp32_values=fp32_values, settings=settings,
-            adds_up=optim.micro_batches > 1 or precision.loss_scale != "none", partial=partial,
-        )  # fmt: skip
-    return optimizer
+    adds_up = optim.micro_batches > 1 or precision.loss_scale != "none"
+    return MasterWeightOptimizer(model, optim, master=master is not None, adds_up=adds_up, partial=partial, **own)
+
+
+def _formats(optim: Optim, precision: PrecisionConfig) -> tuple[str, str | None]:
+    """The formats of moments and masters."""
+    master = precision.resolved.master
+    return optim.states or precision.resolved.states, None if master == "none" else master
 
 
 class TrainerOptimizer(ABC):
-    """What the trainer, its checkpoints and its plan ask of an optimizer."""
+    """What the trainer, its checkpoints and its plan ask of an optimizer of the trained parameters of a model."""
 
     inner: torch.optim.Optimizer  # Takes the steps
-    in_place: bool  # Whether the gradients of micro-batches add up in the parameters' own
+    in_place = True  # Whether the gradients of micro-batches add up in the parameters' own
     average: WeightAverage | None = None  # The moving average of the weights; None without `optim.ema`
-    _names: list[str]
-    _settings: Mapping[str, ParameterSettings]
-    _lr_ratios: list[float]
-    _ema: float
-    _params: list[nn.Parameter]
-    _clip: float
 
-    def gradients(self) -> dict[str, torch.Tensor]:
-        """What the step will read, by parameter: of shards, what is here."""
-        for param in self._params:
-            sum_gradient(param)
-        named = zip(self._names, self._params, strict=True)
-        return {name: local_tensor(param.grad) for name, param in named if param.grad is not None}
+    # `settings`: of the trained parameters of the whole model; None if this is the whole model.
+    def __init__(self, model: nn.Module, optim: Optim, settings: Mapping[str, ParameterSettings] | None) -> None:
+        named = {name: param for name, param in model.named_parameters() if param.requires_grad}
+        self._names, self._params = list(named), list(named.values())
+        self._masters = self._params  # What `inner` steps
+        self._owners: list[Tensor] = [*self._params]  # Whose gradients it reads
+        self._settings = parameter_settings(model, optim) if settings is None else settings
+        self._optim = optim
 
-    @property
-    def _is_part(self) -> bool:
-        return len(self._settings) != len(self._names)
+    def _begin(self) -> None:
+        self._lr_ratios = [group["lr"] / self._optim.lr for group in self.inner.param_groups]
+        if self._optim.ema is not None:
+            self._make_states()
+            self.average = WeightAverage(self._names, self._params, self.masters())
 
-    def _numbers(self, saved: dict[str, Any]) -> dict[str, int]:
-        """Numbers of the parameters in a state of one process, which has them in the order of their settings."""
-        names = sorted(self._settings, key=self._settings.__getitem__)
-        return dict(zip(names, [n for group in saved["param_groups"] for n in group["params"]], strict=True))
+    def gradients(self) -> dict[str, Tensor]:
+        """Local gradients that the step will read, by parameter name."""
+        for owner in self._owners:
+            sum_gradient(owner)
+        named = zip(self._names, self._owners, strict=True)
+        return {name: local_tensor(owner.grad) for name, owner in named if owner.grad is not None}
 
     @abstractmethod
     def accumulate(self) -> None:
         """Take over the gradients of a micro-batch. Call after each backward."""
 
-    def gradient_norm(self, loss_scale: float) -> torch.Tensor:
+    def gradient_norm(self, loss_scale: float) -> Tensor:
         """Divide the gradients by `loss_scale`. Returns the L2 norm of those that are here."""
-        norm: torch.Tensor = self.gradient_squares(loss_scale, lambda param: 1).sqrt().float()
+        norm: Tensor = self.gradient_squares(loss_scale, lambda param: 1).sqrt().float()
         return norm
 
     @torch.no_grad()
-    def gradient_squares(self, loss_scale: float, copies: Callable[[torch.Tensor], int]) -> torch.Tensor:
+    def gradient_squares(self, loss_scale: float, copies: Callable[[Tensor], int]) -> Tensor:
         """Divide the gradients by `loss_scale`."""
         # Returns this rank's share of their squared L2 norm over all ranks, float64, not finite if any of them is not.
         # `copies`: number of ranks that hold the same elements of a parameter, which share their squares.
         gradients = self.gradients()
         if loss_scale != 1.0:
             torch._foreach_div_(list(gradients.values()), loss_scale)
-        by_copies: dict[int, list[torch.Tensor]] = {}
+        by_copies: dict[int, list[Tensor]] = {}
         for name, param in zip(self._names, self._params, strict=True):
             if name in gradients:
                 by_copies.setdefault(copies(param), []).append(gradients[name])
@@ -337,104 +335,112 @@ class TrainerOptimizer(ABC):
             number: torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float32)))
             for number, grads in by_copies.items()
         }
-        total: torch.Tensor = torch.stack([norm.double() ** 2 / number for number, norm in norms.items()]).sum()
+        total: Tensor = torch.stack([norm.double() ** 2 / number for number, norm in norms.items()]).sum()
         return total
 
     @abstractmethod
-    def masters(self) -> Iterator[torch.Tensor]:
+    def masters(self) -> Iterator[Tensor]:
         """Yield the fp32 values of the local rows of each parameter, exact where there is a master."""
 
-    def _begin_average(self, optim: Optim) -> None:
-        if optim.ema is not None:
-            self._ema = optim.ema
-            self.average = WeightAverage(self._names, self._params, self.masters())
-
-    def _average_state(self) -> dict[str, Any]:
-        return {} if self.average is None else {"ema": self.average.tensors}
-
-    def _average_tensors(self) -> dict[str, torch.Tensor]:
-        return {} if self.average is None else {f"{name}.ema": value for name, value in self.average.tensors.items()}
-
     @torch.no_grad()
-    def step(self, lr: float, norm: torch.Tensor, number: int = 0, *, norm_value: float = math.inf) -> None:
+    def step(self, lr: float, norm: Tensor, number: int = 0, *, norm_value: float = math.inf) -> None:
         """Clip the gradients, whose global norm is `norm`, and take step `number`, 0, 1, …"""
         # `norm_value`: the same where the host has read it; up to the clip, the factor is 1 and nothing is multiplied.
         factor = 1.0
-        if self._clip and norm_value + 1e-6 > self._clip:
+        if self._optim.clip and norm_value + 1e-6 > self._optim.clip:
             # In float32, as `torch.nn.utils.clip_grad_norm_` computes it.
             value = np.float32(norm_value if math.isfinite(norm_value) else norm.item())
-            factor = min(float(np.float32(1) / (value + np.float32(1e-6)) * np.float32(self._clip)), 1.0)
+            factor = min(float(np.float32(1) / (value + np.float32(1e-6)) * np.float32(self._optim.clip)), 1.0)
         for group, ratio in zip(self.inner.param_groups, self._lr_ratios, strict=True):
             group["lr"] = lr * ratio
         self._step(factor)
-        if self.average is not None:
-            self.average.update(self.masters(), average_decay(self._ema, number))
+        if self.average is not None and self._optim.ema is not None:
+            self.average.update(self.masters(), average_decay(self._optim.ema, number))
 
+    @abstractmethod
     def _step(self, factor: float) -> None:
         """Take a step with the gradients times `factor`."""
-        if factor != 1.0 and (grads := list(self.gradients().values())):
-            torch._foreach_mul_(grads, factor)
-        self.inner.step()
+
+    @abstractmethod
+    def _make_states(self) -> None:
+        """Make the missing states of `inner`."""
 
     def zero_grad(self) -> None:
         """Free all gradients."""
-        for param in self._params:
+        for param in (*self._params, *self._masters):
             param.grad = None
 
-    @abstractmethod
+    def _separate(self) -> dict[str, Tensor]:
+        """The masters that are not the parameters themselves, by name."""
+        rows = zip(self._names, self._params, self._masters, strict=True)
+        return {name: master.detach() for name, param, master in rows if param is not master}
+
     def state_dict(self) -> dict[str, Any]:
         """Return states, step counts and masters: plain tensors, for `torch.load(weights_only=True)`."""
+        average = {} if self.average is None else {"ema": self.average.tensors}
+        return {"adamw": self.inner.state_dict(), "masters": self._separate()} | average
 
-    @abstractmethod
-    def tensors(self) -> dict[str, torch.Tensor]:
+    def tensors(self) -> dict[str, Tensor]:
         """Return every state, made where it is not there yet, as "<parameter>.exp_avg"; no copies."""
+        self._make_states()
+        tensors: dict[str, Tensor] = {}
+        for name, owner in zip(self._names, self._masters, strict=True):
+            tensors |= {f"{name}.{key}": value for key, value in self.inner.state[owner].items()}
+        average = {} if self.average is None else self.average.tensors
+        for kind, values in (("master", self._separate()), ("ema", average)):
+            tensors |= {f"{name}.{kind}": value for name, value in values.items()}
+        return tensors
 
-    @abstractmethod
+    @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what `state_dict` returned for the same model; shards take their rows of it."""
+        saved = state["adamw"]
+        if len(self._settings) == len(self._names) and not any(map(is_dtensor, self._params)):
+            self._load(saved)
+        else:  # rows of what one process saved, which numbers parameters in the order of their settings
+            self._make_states()
+            names = sorted(self._settings, key=self._settings.__getitem__)
+            numbers = dict(zip(names, (n for group in saved["param_groups"] for n in group["params"]), strict=True))
+            for name, owner in zip(self._names, self._masters, strict=True):
+                if values := saved["state"].get(numbers[name]):
+                    _copy_rows(self.inner.state[owner], values)
+        _copy_rows(self._separate(), state["masters"])
+        if self.average is not None:
+            _copy_rows(self.average.tensors, state["ema"])
+
+    def _load(self, saved: dict[str, Any]) -> None:
+        self.inner.load_state_dict(saved)
 
 
 class MasterWeightOptimizer(TrainerOptimizer):
-    """`torch.optim.AdamW` over the trainable parameters of a model, or over fp32 masters of the 16-bit ones."""
+    """PyTorch's fused optimizer over the trainable parameters of a model, or over fp32 masters of the 16-bit ones."""
 
-    # `fp32_values`: fp32 values for masters, by name, where more is known than the parameters hold. `settings`: of the
-    # trained parameters of the whole model; None if this is the whole model. Unless gradients add up over several
-    # micro-batches, or are scaled, bf16 parameters keep their own, which `octavo.kernels.adamw` reads.
+    # `fp32_values`: fp32 values for masters, by name, where more is known than the parameters hold. Unless gradients
+    # add up over several micro-batches, or are scaled, bf16 parameters keep their own, which the spec's step reads.
 
     def __init__(
-        self, model: nn.Module, optim: Optim, *, master: bool, fp32_values: Mapping[str, torch.Tensor] | None = None,
+        self, model: nn.Module, optim: Optim, *, master: bool, fp32_values: Mapping[str, Tensor] | None = None,
         settings: Mapping[str, ParameterSettings] | None = None, adds_up: bool = True, partial: Collection[str] = (),
     ) -> None:  # fmt: skip
-        self._names: list[str] = []
-        self._params, self._masters = [], []
+        super().__init__(model, optim, settings)
+        self._masters = []
         # bf16 parameters whose own gradients a step reads, by master.
-        self._direct: dict[torch.Tensor, torch.Tensor] = {}
-        for name, param in model.named_parameters():
-            if param.requires_grad:
-                own = not master or param.dtype == torch.float32
-                self._names.append(name)
-                self._params.append(param)
-                self._masters.append(param if own else _master(param, (fp32_values or {}).get(name)))
-                # Summands of ranks add up in fp32, too.
-                reads = param.dtype == torch.bfloat16 and local_tensor(param).is_contiguous() and name not in partial
-                if reads and not (own or adds_up):
-                    self._direct[self._masters[-1]] = param
-        self.in_place = all(param is master for param, master in zip(self._params, self._masters, strict=True))
-        self._clip = optim.clip
-        self._settings = parameter_settings(model, optim) if settings is None else settings
-        groups = _groups(self._names, self._masters, self._settings)
-        self.inner = torch.optim.AdamW(
-            [part for group in groups for part in _by_mesh(group)], lr=optim.lr, betas=optim.betas, eps=optim.eps,
-            fused=True,
-        )  # fmt: skip
-        self._lr_ratios = [group["lr"] / optim.lr for group in self.inner.param_groups]
-        self._begin_average(optim)
-
-    def gradients(self) -> dict[str, torch.Tensor]:
-        """What the step will read, by parameter: of shards, what is here."""
-        owners = (self._direct.get(master, master) for master in self._masters)
-        named = zip(self._names, owners, strict=True)
-        return {name: local_tensor(owner.grad) for name, owner in named if owner.grad is not None}
+        self._direct: dict[Tensor, Tensor] = {}
+        for name, param in zip(self._names, self._params, strict=True):
+            own = not master or param.dtype == torch.float32
+            self._masters.append(param if own else _master(param, (fp32_values or {}).get(name)))
+            # Summands of ranks add up in fp32, too.
+            reads = param.dtype == torch.bfloat16 and local_tensor(param).is_contiguous() and name not in partial
+            if reads and not (own or adds_up):
+                self._direct[self._masters[-1]] = param
+        self._owners = [self._direct.get(master, master) for master in self._masters]
+        self.in_place = not self._separate()
+        self._spec = OPTIMIZERS[optim.name]
+        assert self._spec.fused is not None
+        groups = [part for group in _groups(self._names, self._masters, self._settings) for part in _by_mesh(group)]
+        make: Callable[..., torch.optim.Optimizer] = self._spec.fused
+        self.inner = make(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)
+        self._begin()
 
     @torch.no_grad()
     def accumulate(self) -> None:
@@ -453,156 +459,89 @@ class MasterWeightOptimizer(TrainerOptimizer):
                 local_tensor(master.grad).add_(local_tensor(param.grad))
             param.grad = None
 
-    def masters(self) -> Iterator[torch.Tensor]:
+    def masters(self) -> Iterator[Tensor]:
         """Yield the fp32 values of the local rows of each parameter, exact where there is a master."""
         return (local_tensor(master).detach().float() for master in self._masters)
 
     def _step(self, factor: float) -> None:
-        direct = {master: param for master, param in self._direct.items() if param.grad is not None}
         others = [local_tensor(master.grad) for master in self._masters if master.grad is not None]
         if factor != 1.0 and others:
             torch._foreach_mul_(others, factor)
         self.inner.step()  # passes over masters without gradients
-        self._step_directly(direct, factor)
+        assert self._spec.step is not None
+        self._spec.step([
+            self._next_state(group, master, factor)
+            for group in self.inner.param_groups
+            for master in group["params"]
+            if master in self._direct and self._direct[master].grad is not None
+        ])  # fmt: skip
         rows = zip(self._params, self._masters, strict=True)
         pairs = [(p, m) for p, m in rows if p is not m and m.grad is not None]
         if pairs:
             torch._foreach_copy_([local_tensor(param) for param, _ in pairs], [local_tensor(m) for _, m in pairs])
 
-    def _step_directly(self, direct: Mapping[torch.Tensor, torch.Tensor], factor: float) -> None:
-        """Take a step of masters by their parameters' own gradients."""
-        work = []
-        for group in self.inner.param_groups:
-            (beta1, beta2), shared = group["betas"], {name: group[name] for name in ("lr", "eps", "weight_decay")}
-            for master in filter(direct.__contains__, group["params"]):
-                state = self._state_of(master)
-                state["step"] += 1
-                count = int(state["step"].item())  # on the CPU
-                hyper = HyperParams(beta1=beta1, beta2=beta2, step=count, factor=factor, **shared)
-                tensors = {name: local_tensor(value) for name, value in state.items()}
-                param = direct[master]
-                assert param.grad is not None
-                tensors["master"] = local_tensor(master).detach()
-                work.append((param_state(local_tensor(param), local_tensor(param.grad), tensors), hyper))
-        if work:
-            adamw_step(work)
+    def _next_state(self, group: Mapping[str, Any], master: Tensor, factor: float) -> tuple[ParamState, HyperParams]:
+        """Count a step of a master that its parameter's own gradient updates; return it with the step's numbers."""
+        state, param, (beta1, beta2) = self._state_of(master), self._direct[master], group["betas"]
+        state["step"] += 1
+        assert param.grad is not None
+        tensors = {name: local_tensor(value) for name, value in (state | {"master": master.detach()}).items()}
+        hyper = HyperParams(
+            lr=group["lr"], beta1=beta1, beta2=beta2, eps=group["eps"], weight_decay=group["weight_decay"],
+            step=int(state["step"].item()), factor=factor,
+        )  # fmt: skip
+        return param_state(local_tensor(param), local_tensor(param.grad), tensors, self._spec.moments), hyper
 
-    def _state_of(self, master: torch.Tensor) -> dict[str, torch.Tensor]:
+    def _state_of(self, master: Tensor) -> dict[str, Tensor]:
         """The states of a master, made if missing."""
-        state: dict[str, torch.Tensor] = self.inner.state[master]
+        state: dict[str, Tensor] = self.inner.state[master]
         if not state:
             device = "cpu" if master in self._direct else local_tensor(master).device
             state["step"] = torch.zeros((), dtype=torch.float32, device=device)
-            for moment in ("exp_avg", "exp_avg_sq"):
+            for moment in self._spec.moments:
                 state[moment] = shard_like(master, torch.zeros_like(local_tensor(master)))
         return state
 
-    def zero_grad(self) -> None:
-        """Free all gradients."""
-        for param in (*self._params, *self._masters):
-            param.grad = None
+    def _make_states(self) -> None:
+        for master in self._masters:
+            self._state_of(master)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Moments, step counts and masters: plain tensors, for `torch.load(weights_only=True)`."""
-        rows = zip(self._names, self._params, self._masters, strict=True)
-        masters = {name: master.detach() for name, param, master in rows if param is not master}
-        return {"adamw": self.inner.state_dict(), "masters": masters} | self._average_state()
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Every state, made where it is not there yet, as "<parameter>.exp_avg" or "<parameter>.master"; no copies."""
-        tensors: dict[str, torch.Tensor] = {}
-        for name, param, master in zip(self._names, self._params, self._masters, strict=True):
-            tensors |= {f"{name}.{key}": value for key, value in self._state_of(master).items()}
-            if param is not master:
-                tensors[f"{name}.master"] = master.detach()
-        return tensors | self._average_tensors()
-
-    @torch.no_grad()
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load what `state_dict` returned for the same model; shards take their rows of it."""
-        saved = state["adamw"]
-        if self._is_part or any(is_dtensor(master) for master in self._masters):
-            self.tensors()  # makes the states, of which rows of those that one process numbered are loaded
-            numbers = self._numbers(saved)
-            for name, master in zip(self._names, self._masters, strict=True):
-                for key, value in saved["state"].get(numbers[name], {}).items():
-                    local_tensor(self.inner.state[master][key]).copy_(local_rows(master, value))
-        else:
-            self.inner.load_state_dict(saved)
-        for name, param, master in zip(self._names, self._params, self._masters, strict=True):
-            if param is not master:
-                local_tensor(master).copy_(local_rows(master, state["masters"][name]))
+    def _load(self, saved: dict[str, Any]) -> None:
+        super()._load(saved)
         for direct in filter(self.inner.state.__contains__, self._direct):  # PyTorch moves counts to the device
             self.inner.state[direct]["step"] = self.inner.state[direct]["step"].cpu()
-        if self.average is not None:
-            self.average.load(state["ema"])
 
 
 class Fp8StateOptimizer(TrainerOptimizer):
-    """`octavo.AdamW` or `octavo.optim.Muon` over the trainable parameters of a model."""
-
-    in_place = True
+    """An optimizer of `octavo.optim.OPTIMIZERS` over the trainable parameters of a model."""
 
     def __init__(
-        self, model: nn.Module, optim: Optim, *, states: Literal["fp32", "fp8"],
-        master: Literal["remainder", "fp32"] | None, fp32_values: Mapping[str, torch.Tensor] | None = None,
-        settings: Mapping[str, ParameterSettings] | None = None,
+        self, model: nn.Module, optim: Optim, *, states: str, master: str | None,
+        fp32_values: Mapping[str, Tensor] | None = None, settings: Mapping[str, ParameterSettings] | None = None,
     ) -> None:  # fmt: skip
-        named = {name: param for name, param in model.named_parameters() if param.requires_grad}
-        self._names, self._params = list(named), list(named.values())
-        self._settings = parameter_settings(model, optim) if settings is None else settings
-        self._clip = optim.clip
+        super().__init__(model, optim, settings)
+        spec = OPTIMIZERS[optim.name]
+        own = {name: getattr(optim, name) for name in spec.settings}
+        groups = _groups(self._names, self._params, self._settings, spec.name if spec.matrices else None)
         # The loop has looked at the gradients' norm before it takes a step.
-        groups = _groups(self._names, self._params, self._settings)
-        shared: dict[str, Any] = {"lr": optim.lr, "betas": optim.betas, "eps": optim.eps, "states": states}
-        shared |= {"master": master, "nonfinite": "ignore"}
-        if optim.name == "muon":
-            for group, setting in zip(groups, sorted({self._settings[name] for name in self._names}), strict=True):
-                group["muon"] = not setting.adamw
-            self.inner: AdamW = Muon(groups, momentum=optim.momentum, adjust_lr_fn="match_rms_adamw", **shared)
-        else:
-            self.inner = AdamW(groups, **shared)
-        self._lr_ratios = [group["lr"] / optim.lr for group in self.inner.param_groups]
-        masters = {named[name]: value for name, value in (fp32_values or {}).items() if name in named}
-        self.inner.set_masters({param: value for param, value in masters.items() if param.dtype != torch.float32})
-        if optim.ema is not None:
-            self.inner.make_states()
-        self._begin_average(optim)
-
-    def masters(self) -> Iterator[torch.Tensor]:
-        """Yield the fp32 values of the local rows of each parameter, exact where there is a master."""
-        return (master_values(param, self.inner.state[param]) for param in self._params)
+        own |= {"lr": optim.lr, "betas": optim.betas, "eps": optim.eps, "states": states, "master": master}
+        self.inner: AdamW = spec.make(groups, nonfinite="ignore", **own)
+        values, named = fp32_values or {}, zip(self._names, self._params, strict=True)
+        self.inner.set_masters({p: values[name] for name, p in named if name in values and p.dtype != torch.float32})
+        self._begin()
 
     def accumulate(self) -> None:
         """Nothing: backward adds to the parameters' own gradients."""
 
+    def masters(self) -> Iterator[Tensor]:
+        """Yield the fp32 values of the local rows of each parameter, exact where there is a master."""
+        return (master_values(param, self.inner.state[param]) for param in self._params)
+
     def _step(self, factor: float) -> None:
         self.inner.step_scaled(factor)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Moments, scales, remainders or masters and step counts, for `torch.load(weights_only=True)`."""
-        return {"adamw": self.inner.state_dict(), "masters": {}} | self._average_state()
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Every state, made where it is not there yet, as "<parameter>.exp_avg", "<parameter>.remainder"; no copies."""
+    def _make_states(self) -> None:
         self.inner.make_states()
-        return {
-            f"{name}.{key}": value
-            for name, param in zip(self._names, self._params, strict=True)
-            for key, value in self.inner.state[param].items()
-        } | self._average_tensors()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load what `state_dict` returned for the same model."""
-        saved = state["adamw"]
-        if self._is_part:
-            numbers = self._numbers(saved)
-            own = sorted(self._names, key=self._settings.__getitem__)
-            states = {i: saved["state"][numbers[name]] for i, name in enumerate(own) if numbers[name] in saved["state"]}
-            saved = {"state": states, "param_groups": self.inner.state_dict()["param_groups"]}
-        self.inner.load_state_dict(saved)
-        if self.average is not None:
-            self.average.load(state["ema"])
 
 
 def state_bytes_per_parameter(optimizer: TrainerOptimizer, model: nn.Module) -> float:
@@ -611,28 +550,37 @@ def state_bytes_per_parameter(optimizer: TrainerOptimizer, model: nn.Module) -> 
     return sum(local_tensor(state).nbytes for state in optimizer.tensors().values()) / max(trained, 1)
 
 
-def _master(param: torch.Tensor, fp32_values: torch.Tensor | None) -> nn.Parameter:
+def _copy_rows(own: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
+    """Load tensors by name, of which shards take their rows. Raises KeyError for a missing one."""
+    for name, value in own.items():
+        local_tensor(value).copy_(local_rows(value, saved[name]))
+
+
+def _master(param: Tensor, fp32_values: Tensor | None) -> nn.Parameter:
     """An fp32 copy of a parameter, sharded as it is; with the given fp32 values if there are any."""
     rows = local_tensor(param).detach() if fp32_values is None else local_rows(param, fp32_values)
     return nn.Parameter(shard_like(param, rows.to(local_tensor(param).device, torch.float32, copy=True)))
 
 
 def _groups(
-    names: Sequence[str], params: Sequence[torch.Tensor], settings: Mapping[str, ParameterSettings]
+    names: Sequence[str], params: Sequence[Tensor], settings: Mapping[str, ParameterSettings], flag: str | None = None
 ) -> list[dict[str, Any]]:
-    """Parameter groups, one for all parameters with equal settings; none is empty."""
-    by_setting: dict[ParameterSettings, list[torch.Tensor]] = {}
+    """Parameter groups, one for all parameters with equal settings; none is empty. `flag`: a setting of those not left
+    to AdamW.
+    """
+    by_setting: dict[ParameterSettings, list[Tensor]] = {}
     for name, param in sorted(zip(names, params, strict=True), key=lambda entry: settings[entry[0]]):
         by_setting.setdefault(settings[name], []).append(param)
     return [
         {"params": members, "lr": setting.lr, "weight_decay": setting.weight_decay}
+        | ({} if flag is None else {flag: not setting.rest})
         for setting, members in by_setting.items()
     ]
 
 
 def _by_mesh(group: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Divide a group by the mesh of its parameters: a fused step takes those of one mesh."""
-    by_mesh: dict[Any, list[torch.Tensor]] = {}
+    by_mesh: dict[Any, list[Tensor]] = {}
     for param in group["params"]:
         by_mesh.setdefault(getattr(param, "device_mesh", None), []).append(param)
     return (group | {"params": params} for params in by_mesh.values())

@@ -37,7 +37,6 @@ from octavo.nn.memory_audit import Audit, SavedStorage, audit
 from octavo.numerics.names import nearest
 from octavo.numerics.plan import Plan
 from octavo.numerics.precision import AUTO, LEVELS
-from octavo.optim.interface import follows_step
 from octavo.parallel.pipeline_model import SCHEDULES, StageModule, check_pipeline_structure, divide, remove_ends
 from octavo.planner.auto_convert import plan_on_gpu
 from octavo.planner.devices import Gpu, find_gpu
@@ -76,7 +75,7 @@ from octavo.train.config.sections import ParallelConfig
 from octavo.train.config.shrink import change_of
 from octavo.train.layout import Layout, check_experts_compute_in_fp8, check_layout, divide_layers
 from octavo.train.model import PARAMETER_DTYPES, check_model
-from octavo.train.optimizer import muon_flops
+from octavo.train.optimizer import step_cost
 from octavo.train.tasks.registry import task_of
 from octavo.train.tasks.task import Task
 from octavo.train.trainer import Trainer
@@ -553,7 +552,7 @@ def _trace_run(
         **layout_settings(gpus // (parallel.tp * parallel.pp), layout, apart=parallel.tp) | {"gpus": gpus},
         **{name: getattr(parallel, name) for name in ("tp", "cp", "ep", "pp", "schedule")},
         micro_batches=parts, recompute=CHECKPOINTING[config.precision.checkpointing],
-        states=config.resolved.states, resident=config.frozen == "fp8",
+        resident=config.frozen == "fp8",
     )  # fmt: skip
     check_layout(parallel, config.optim, config.data, gpus)
     task = planned_task(config)
@@ -561,8 +560,11 @@ def _trace_run(
     model = _planned_model(task)
     shape = config.optim.batch // (parts * step_config.batches), task.positions(model)
     compiles = config.run.compile != "none" and not config.uncompilable and bool(find_blocks(model))
-    newton_schulz = muon_flops(model, config.optim) / parallel.pp
-    step_config = replace(step_config, newton_schulz=newton_schulz, eager=not compiles)
+    (moved, flops), bf16 = step_cost(model, config), at_level(config, "bf16", {})
+    step_config = replace(
+        step_config, eager=not compiles, optimizer_bytes=moved, optimizer_flops=flops / parallel.pp,
+        bf16_optimizer_bytes=step_cost(model, bf16)[0],
+    )  # fmt: skip
     progress(f"the linear layers on {gpu_spec.name}")
     plan = _configured(model, config, gpu_spec, shape[0] * shape[1])
     check_gathered(plan, layout)
@@ -660,7 +662,7 @@ def _trace_step(
 
     def optimizer_step() -> None:
         optimizer.gradient_norm(1.0)
-        if follows_step(optimizer.inner):
+        if getattr(optimizer.inner, "step_allocates", True):
             optimizer.inner.step()  # of masters whose parameters keep their gradients a kernel takes it, in place
 
     return follow_step(

@@ -8,27 +8,15 @@ from torch import Tensor
 
 from octavo.kernels.adamw import reference
 from octavo.kernels.adamw.moments import GROUP, compress, expand, groups, random_bits, seed_after
-from octavo.kernels.adamw.reference import HyperParams, ParamState, exact_values, split
+from octavo.kernels.adamw.reference import HyperParams, ParamState, Work, exact_values, split
 from octavo.kernels.registry import Backend, Case, Op, register, triton_unsupported
 from octavo.numerics.error import sqnr
 
 __all__ = [
-    "ADAMW",
-    "CASE",
-    "GROUP",
-    "HyperParams",
-    "ParamState",
-    "compress",
-    "exact_values",
-    "expand",
-    "groups",
-    "random_bits",
-    "seed_after",
-    "split",
-    "step",
-]
+    "ADAMW", "CASE", "GROUP", "HyperParams", "ParamState", "Work", "compress", "exact_values", "expand", "groups",
+    "random_bits", "seed_after", "split", "step",
+]  # fmt: skip
 
-Work = list[tuple[ParamState, HyperParams]]
 CASE: Case = ("step",)
 """The only case of the op."""
 
@@ -60,14 +48,11 @@ def sample(device: torch.device) -> Work:
 
         values, m, v = random(*shape), random(*shape) * 1e-3, random(*shape).square() * 1e-5
         upper, remainder = split(values)
-        first, second = compress(m, True), compress(v, False)
         compact = kind % 2 == 0
         state = ParamState(
             param=upper if kind < 3 else values,
             grad=random(*shape).to(torch.bfloat16 if kind < 3 else torch.float32) * 1e-3,
-            exp_avg=first[0] if compact else m,
-            exp_avg_sq=second[0] if compact else v,
-            scales=(*first[1:], *second[1:]) if compact else None,
+            moments=(compress(m, True), compress(v, False)) if compact else ((m,), (v,)),
             remainder=remainder if kind == 0 else None,
             master=values.clone() if kind == 1 else None,
             seed=kind if compact else None,
@@ -81,10 +66,10 @@ def _probe(backend: Backend, device: torch.device, case: Case) -> str | None:
     reference.step_all(expected)
     backend.run(actual)
     for (want, _), (got, _) in zip(expected, actual, strict=True):
-        for name, a, b in (
-            (n, getattr(want, n), getattr(got, n)) for n in ("param", "master", "exp_avg", "exp_avg_sq")
-        ):
-            if a is not None and not sqnr(a.float(), b.float()) > 40:
+        pairs = {"param": (want.param, got.param), "master": (want.master, got.master)}
+        pairs |= {f"moment {i}": (want.moments[i][0], got.moments[i][0]) for i in range(2)}
+        for name, (a, b) in pairs.items():
+            if a is not None and b is not None and not sqnr(a.float(), b.float()) > 40:
                 return f"SQNR of {name} against reference is {sqnr(a.float(), b.float()):.1f} dB; above 40 dB expected"
     return None
 

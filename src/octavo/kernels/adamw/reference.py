@@ -1,11 +1,13 @@
-"""The AdamW step in PyTorch operations, in chunks that fit into a CPU's cache: the reference for other backends.
+"""Optimizer steps in PyTorch operations, in chunks that fit into a CPU's cache. `adamw` is other backends' reference.
 
     m = β₁ m + (1 − β₁) g        v = β₂ v + (1 − β₂) g²
     p = p (1 − lr·λ) − lr/(1 − β₁ᵗ) · m / (√v / √(1 − β₂ᵗ) + ε)        (Loshchilov and Hutter, arXiv 1711.05101)
 
-in float32, on the parameter's exact master. With `master="remainder"` the master is the bf16 parameter plus 16 bits:
-the parameter holds the upper half of float32's bits, rounded half up, and the signed remainder the difference. NaN
-becomes bf16's canonical NaN with remainder 0, because a carry from rounding its bits would give infinity or zero.
+in float32, on the parameter's exact master. Other optimizers have a `Rule` of their own for the same states.
+
+With `master="remainder"` the master is the bf16 parameter plus 16 bits: the parameter holds the upper half of float32's
+bits, rounded half up, and the signed remainder the difference. NaN becomes bf16's canonical NaN with remainder 0,
+because a carry from rounding its bits would give infinity or zero.
 
 A parameter may be written between steps: a pruning mask, a loaded checkpoint, merged adapters. A master that does not
 round to its parameter is stale, and the step starts from the parameter (`exact_values`). A remainder is not used where
@@ -16,22 +18,28 @@ Finite gradients saturate at ±2⁶², so that their squares, and with them both
 otherwise make the second moment infinite and a group of FP8 moments NaN.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from octavo.kernels.adamw.moments import GROUP, compress, expand, group_seeds, groups, hashed
+from octavo.numerics.formats import E4M3
 
 CHUNK_ELEMENTS = 1 << 18
-"""Elements per chunk."""
+"""Elements per chunk on a CPU."""
+GPU_CHUNK_ELEMENTS = 1 << 26
+"""Elements per chunk on a GPU: few launches, and temporaries of some hundred MB."""
 NAN_BITS = 0x7FC0
 """Upper half of the canonical NaN."""
 MAX_RATE = torch.finfo(torch.float32).max
 """Largest factor of an update."""
 MAX_GRADIENT = 2.0**62
 """Largest magnitude of a finite gradient; its square is below float32's largest number."""
+Moment = tuple[Tensor, ...]
+"""Float32 values [R,C]; or codes [R,C], E4M3 if signed and uint8 if not, with hi and k of `moments.compress`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +48,8 @@ class HyperParams:
 
     lr: float  # Learning rate
     beta1: float  # Decay of the first moment
-    beta2: float  # Decay of the second moment
-    eps: float  # Added to the root of the second moment
+    beta2: float = 0.0  # Decay of the second moment
+    eps: float = 0.0  # Added to the root of the second moment
     weight_decay: float  # Decoupled weight decay λ
     step: int  # Step count, from 1
     maximize: bool = False  # Ascend instead of descend
@@ -54,99 +62,131 @@ class ParamState:
 
     param: Tensor  # float32, bfloat16 or float16
     grad: Tensor  # Any floating dtype
-    exp_avg: Tensor  # First moment: float32, or E4M3 codes
-    exp_avg_sq: Tensor | None  # Second moment: float32, or codes (uint8); None with a momentum only (Muon)
-    scales: tuple[Tensor, ...] | None  # hi and k of each moment from `moments.compress`; None for float32 moments
-    remainder: Tensor | None  # int16, the lower half of the master's bits, or None
-    master: Tensor | None  # float32 master; None if the parameter is its own master, or with a remainder
+    moments: tuple[Moment, ...]
+    remainder: Tensor | None = None  # int16, the lower half of the master's bits, or None
+    master: Tensor | None = None  # float32 master; None if the parameter is its own master, or with a remainder
     # Seed for stochastic rounding of moments and of a bf16 parameter without a master; None: to nearest.
     seed: int | None = None
     first: int = 0  # Index of the first of these rows in the whole parameter
     # The parameters whose rows these are, in groups of 128; empty for rows of one.
     members: tuple["ParamState", ...] = ()
 
-    def rows(self, start: int, end: int) -> "ParamState":
-        """Return a view of some rows."""
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Parameter, gradient, parts of the moments, and remainder or master."""
+        parts = (self.param, self.grad, *(part for moment in self.moments for part in moment))
+        return [*parts, *(part for part in (self.remainder, self.master) if part is not None)]
 
-        def part(tensor: Tensor | None) -> Tensor | None:
-            return None if tensor is None else tensor[start:end]
+    def with_tensors(self, tensors: Iterator[Tensor]) -> "ParamState":
+        """Replace the tensors, in the order of `tensors`."""
+        return replace(
+            self, param=next(tensors), grad=next(tensors),
+            moments=tuple(tuple(next(tensors) for _ in moment) for moment in self.moments),
+            remainder=None if self.remainder is None else next(tensors),
+            master=None if self.master is None else next(tensors),
+        )  # fmt: skip
 
-        return ParamState(
-            param=self.param[start:end],
-            grad=self.grad[start:end],
-            exp_avg=self.exp_avg[start:end],
-            exp_avg_sq=part(self.exp_avg_sq),
-            scales=None if self.scales is None else tuple(s[start:end] for s in self.scales),
-            remainder=part(self.remainder),
-            master=part(self.master),
-            seed=self.seed,
-            first=self.first + start,
-        )
+    def chunks(self) -> Iterator[tuple["ParamState", slice]]:
+        """Yield views of rows, which a step takes at a time, and which rows they are."""
+        rows, columns = self.param.shape
+        size = max((GPU_CHUNK_ELEMENTS if self.param.is_cuda else CHUNK_ELEMENTS) // max(columns, 1), 1)
+        for start in range(0, rows, size):
+            at = slice(start, min(start + size, rows))
+            part = self.with_tensors(tensor[at] for tensor in self.tensors)
+            yield replace(part, first=self.first + start), at
 
 
-def step_all(work: list[tuple[ParamState, HyperParams]]) -> None:
+Work = list[tuple[ParamState, HyperParams]]
+Rule = Callable[[Tensor, Tensor, list[Tensor], HyperParams], None]
+"""Updates a master and moments, float32 [R,C], in place by a gradient: `rule(master, gradient, moments, hyper)`."""
+
+
+def adamw(p: Tensor, grad: Tensor, moments: list[Tensor], hyper: HyperParams) -> None:
+    """Update by the formulas of this module."""
+    m, v = moments
+    m.lerp_(grad, 1 - hyper.beta1)
+    v.mul_(hyper.beta2).addcmul_(grad, grad, value=1 - hyper.beta2)
+    p.mul_(1 - hyper.lr * hyper.weight_decay)
+    correction1, correction2 = 1 - hyper.beta1**hyper.step, 1 - hyper.beta2**hyper.step
+    root, rate = v.sqrt().div_(correction2**0.5).add_(hyper.eps), hyper.lr / correction1
+    if rate > MAX_RATE:  # parameters overflow, not this number
+        root, rate = root.mul_(correction1), min(hyper.lr, MAX_RATE)
+    p.addcdiv_(m, root, value=-rate)
+
+
+def step_all(work: Work, rule: Rule = adamw) -> None:
     """Take one step on each parameter, in place; small ones together, in fewer operations."""
-    by_kind: dict[Any, list[ParamState]] = {}
+    by_kind: dict[tuple[Any, ...], list[ParamState]] = {}
     for state, hyper in work:
         rows, columns = state.param.shape
         if columns % GROUP == 0 and 0 < 2 * rows * columns <= CHUNK_ELEMENTS:
-            by_kind.setdefault((hyper, _kind(state)), []).append(state)
+            kind = hyper, *(t.dtype for t in state.tensors), state.seed is None, state.param.device
+            by_kind.setdefault(kind, []).append(state)
         else:
-            step(state, hyper)
-    for (hyper, _), states in by_kind.items():
+            step(state, hyper, rule)
+    for (hyper, *_), states in by_kind.items():
         batch: list[ParamState] = []
         for state in states:
             if sum(member.param.numel() for member in batch) + state.param.numel() > CHUNK_ELEMENTS:
-                _step_together(batch, hyper)
+                _step_together(batch, hyper, rule)
                 batch = []
             batch.append(state)
-        _step_together(batch, hyper)
+        _step_together(batch, hyper, rule)
 
 
-_TENSORS = ("param", "grad", "exp_avg", "exp_avg_sq", "remainder", "master")
-
-
-def _kind(state: ParamState) -> tuple[Any, ...]:
-    """Return what parameters that are stepped together have in common."""
-    dtypes = (None if t is None else t.dtype for t in (getattr(state, name) for name in _TENSORS))
-    return *dtypes, state.scales is None, state.seed is None, state.param.device
-
-
-def _step_together(states: list[ParamState], hyper: HyperParams) -> None:
+def _step_together(states: list[ParamState], hyper: HyperParams, rule: Rule) -> None:
     """Take one step on parameters of one kind, whose rows consist of whole groups."""
     if len(states) == 1:
-        step(states[0], hyper)
+        step(states[0], hyper, rule)
         return
     sizes = [state.param.numel() // GROUP for state in states]
-    updated: list[tuple[list[Tensor], Tensor]] = []
-
-    def joined(parts: list[Tensor]) -> Tensor:
-        whole = torch.cat(parts)
-        updated.append((parts, whole))
-        return whole
-
-    def of_each(name: str) -> Any:
-        parts = [getattr(state, name) for state in states]
-        return None if parts[0] is None else joined([part.view(-1, GROUP) for part in parts])
-
-    scales = None
-    if states[0].scales is not None:
-        by_scale = zip(*(state.scales or () for state in states), strict=True)
-        scales = tuple(joined([scale.view(-1, 1) for scale in parts]) for parts in by_scale)
-    grad = torch.cat([state.grad.view(-1, GROUP) for state in states])
-    tensors = {name: of_each(name) for name in _TENSORS if name != "grad"}
-    _step(ParamState(**tensors, grad=grad, scales=scales, seed=states[0].seed, members=tuple(states)), hyper)
-    for parts, whole in updated:
-        for part, values in zip(parts, whole.split(sizes), strict=True):
-            part.copy_(values)
+    parts = list(zip(*(state.tensors for state in states), strict=True))
+    wholes = [torch.cat([t.view(n, -1) for t, n in zip(each, sizes, strict=True)]) for each in parts]
+    _step(replace(states[0].with_tensors(iter(wholes)), members=tuple(states)), hyper, rule)
+    del parts[1], wholes[1]  # gradients, which stay as they are
+    for each, whole in zip(parts, wholes, strict=True):
+        for part, values in zip(each, whole.split(sizes), strict=True):
+            part.copy_(values.view(part.shape))
 
 
-def step(state: ParamState, hyper: HyperParams) -> None:
+def step(state: ParamState, hyper: HyperParams, rule: Rule = adamw) -> None:
     """Take one step on a parameter, in place."""
-    rows, columns = state.param.shape
-    chunk_rows = max(CHUNK_ELEMENTS // max(columns, 1), 1)
-    for start in range(0, rows, chunk_rows):
-        _step(state.rows(start, min(start + chunk_rows, rows)), hyper)
+    for part, _ in state.chunks():
+        _step(part, hyper, rule)
+
+
+def _step(state: ParamState, hyper: HyperParams, rule: Rule) -> None:
+    moments, p = read_moments(state), master_values(state)
+    rule(p, gradient(state, hyper), moments, hyper)
+    write_moments(state, moments)
+    write_parameter(state, p)
+
+
+def gradient(state: ParamState, hyper: HyperParams) -> Tensor:
+    """Return the gradient that a step descends by: scaled, in float32, finite values clamped to `MAX_GRADIENT`."""
+    grad = state.grad.float() if hyper.factor == 1.0 else state.grad.float() * hyper.factor
+    if grad.numel() and not bool(torch.stack(grad.aminmax()).abs().amax() <= MAX_GRADIENT):
+        grad = torch.where(grad.isinf(), grad, grad.clamp(-MAX_GRADIENT, MAX_GRADIENT))  # NaN and Inf stay
+    return -grad if hyper.maximize else grad
+
+
+def read_moments(state: ParamState) -> list[Tensor]:
+    """Return the moments in float32: those of the state itself, or expanded from FP8."""
+    return [
+        moment[0] if len(moment) == 1 else expand(moment[0], moment[1], moment[2], moment[0].dtype == E4M3.dtype)
+        for moment in state.moments
+    ]
+
+
+def write_moments(state: ParamState, values: list[Tensor]) -> None:
+    """Store new values, which are overwritten, of the moments that are in FP8."""
+    compact = [entry for entry in zip(state.moments, values, strict=True) if len(entry[0]) > 1]
+    random = random_bits_of(state, 0) if compact else None  # 16 bits for each of two moments
+    for number, (moment, new) in enumerate(compact):
+        noise = random if random is None or number == 0 else random >> 16
+        parts = compress(new, moment[0].dtype == E4M3.dtype, noise, overwrite=True)
+        for old, part in zip(moment, parts, strict=True):
+            old.copy_(part)
 
 
 def split(master: Tensor) -> tuple[Tensor, Tensor]:
@@ -169,37 +209,6 @@ def _upper(rounded: Tensor, nan: Tensor | None) -> Tensor:
     return upper if nan is None else upper.masked_fill_(nan, NAN_BITS)
 
 
-def _step(state: ParamState, hyper: HyperParams) -> None:
-    assert state.exp_avg_sq is not None
-    grad = saturated(state.grad if hyper.factor == 1.0 else state.grad.float() * hyper.factor)
-    if hyper.maximize:
-        grad = -grad
-    if state.scales is None:
-        m, v = state.exp_avg, state.exp_avg_sq
-    else:
-        m = expand(state.exp_avg, state.scales[0], state.scales[1], True)
-        v = expand(state.exp_avg_sq, state.scales[2], state.scales[3], False)
-    m.lerp_(grad, 1 - hyper.beta1)
-    v.mul_(hyper.beta2).addcmul_(grad, grad, value=1 - hyper.beta2)
-    p = master_values(state)
-    p.mul_(1 - hyper.lr * hyper.weight_decay)
-    correction1, correction2 = 1 - hyper.beta1**hyper.step, 1 - hyper.beta2**hyper.step
-    root, rate = v.sqrt().div_(correction2**0.5).add_(hyper.eps), hyper.lr / correction1
-    if rate > MAX_RATE:  # parameters overflow, not this number
-        root, rate = root.mul_(correction1), min(hyper.lr, MAX_RATE)
-    p.addcdiv_(m, root, value=-rate)
-    if state.scales is not None:
-        random = random_bits_of(state, 0)
-        for codes, hi, k, values in (
-            (state.exp_avg, state.scales[0], state.scales[1], m),
-            (state.exp_avg_sq, state.scales[2], state.scales[3], v),
-        ):
-            noise = random if random is None or values is m else random >> 16
-            for old, new in zip((codes, hi, k), compress(values, values is m, noise, overwrite=True), strict=True):
-                old.copy_(new)
-    write_parameter(state, p)
-
-
 def random_bits_of(state: ParamState, which: int) -> Tensor | None:
     """Return random bits of these rows for both moments (0) or the parameter (1); None without a seed."""
     if state.seed is None:
@@ -215,14 +224,6 @@ def _group_seeds(state: ParamState, which: int) -> Tensor:
     assert state.seed is not None
     rows, columns = state.param.shape
     return group_seeds(rows, columns, state.first, state.seed + which, state.param.device)
-
-
-def saturated(grad: Tensor) -> Tensor:
-    """Return a gradient in float32 with finite values clamped to `MAX_GRADIENT`; NaN and Inf stay."""
-    grad = grad.float()
-    if not grad.numel() or bool(torch.stack(grad.aminmax()).abs().amax() <= MAX_GRADIENT):
-        return grad
-    return torch.where(grad.isinf(), grad, grad.clamp(-MAX_GRADIENT, MAX_GRADIENT))
 
 
 def exact_values(param: Tensor, remainder: Tensor | None, master: Tensor | None) -> Tensor:

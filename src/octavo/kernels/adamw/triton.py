@@ -17,7 +17,7 @@ from torch import Tensor
 
 from octavo.kernels.adamw.device import adamw_kernel
 from octavo.kernels.adamw.moments import GROUP, RANGE_SIGNED, RANGE_UNSIGNED, TOP_SIGNED, TOP_UNSIGNED, groups
-from octavo.kernels.adamw.reference import HyperParams, ParamState
+from octavo.kernels.adamw.reference import HyperParams, ParamState, Work
 from octavo.kernels.launch import INTERPRETED, Launch, Variant
 
 PER = 16
@@ -28,9 +28,9 @@ _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16:
 LaunchKey = tuple[Any, ...]
 
 
-def step(work: list[tuple[ParamState, HyperParams]]) -> None:
+def step(work: Work) -> None:
     """Take one step on each parameter, in place."""
-    kinds: dict[LaunchKey, list[tuple[ParamState, HyperParams]]] = {}
+    kinds: dict[LaunchKey, Work] = {}
     for state, hyper in work:
         if state.param.numel():
             kinds.setdefault(_kind(state), []).append((state, hyper))
@@ -40,9 +40,9 @@ def step(work: list[tuple[ParamState, HyperParams]]) -> None:
 
 def _kind(state: ParamState) -> LaunchKey:
     """Return the properties that determine the compiled kernel."""
-    master = 1 if state.remainder is not None else 2 if state.master is not None else 0
+    master = 1 if state.remainder is not None else 2 if state.master is not None else 0  # times 2 bytes
     aligned = state.param.shape[1] % GROUP == 0 and all(address % 16 == 0 for address in _pointers(state))
-    return state.param.dtype, state.grad.dtype, state.scales is not None, master, state.seed is not None, aligned
+    return state.param.dtype, state.grad.dtype, len(state.moments[0]) > 1, master, state.seed is not None, aligned
 
 
 @lru_cache(maxsize=64)
@@ -50,32 +50,22 @@ def launch(kind: LaunchKey) -> Launch:
     """Return the kernel launch for a kind of parameters."""
     param, grad, moments, master, noise, aligned = kind
     constants = {
-        "PARAM": _TYPES[param],
-        "GRAD": _TYPES[grad],
-        "MOMENTS": moments,
-        "MASTER": master,
-        "NOISE": noise,
-        "TOP": TOP_SIGNED,
-        "REACH": RANGE_SIGNED,
-        "TOP_T": TOP_UNSIGNED,
-        "REACH_T": RANGE_UNSIGNED,
-        "PER": PER,
-        "ALIGNED": aligned,
-        "INTERPRETED": INTERPRETED,
-    }
+        "PARAM": _TYPES[param], "GRAD": _TYPES[grad], "MOMENTS": moments, "MASTER": master, "NOISE": noise,
+        "TOP": TOP_SIGNED, "REACH": RANGE_SIGNED, "TOP_T": TOP_UNSIGNED, "REACH_T": RANGE_UNSIGNED,
+        "PER": PER, "ALIGNED": aligned, "INTERPRETED": INTERPRETED,
+    }  # fmt: skip
     return Launch(kernel=adamw_kernel, constants=constants, num_warps=4)
 
 
-def _launch_all(kind: LaunchKey, work: list[tuple[ParamState, HyperParams]]) -> None:
+def _launch_all(kind: LaunchKey, work: Work) -> None:
     device = work[0][0].param.device
     shapes = tuple((state.param.shape[0], state.param.shape[1]) for state, _ in work)
     programs = _programs(shapes, device)
+    rows = [[*shape, groups(shape[1]), state.seed or 0] for shape, (state, _) in zip(shapes, work, strict=True)]
     arguments = {
         "pointers": _on(device, [_pointers(state) for state, _ in work], torch.int64),
         "numbers": _on(device, [_numbers(hyper) for _, hyper in work], torch.float32),
-        "shapes": _on(
-            device, [[*s, groups(s[1]), w[0].seed or 0] for s, w in zip(shapes, work, strict=True)], torch.int64
-        ),
+        "shapes": _on(device, rows, torch.int64),
         "work": programs,
     }
     launch(kind).run((programs.shape[0],), arguments)
@@ -98,9 +88,9 @@ def _programs(shapes: tuple[tuple[int, int], ...], device: torch.device) -> Tens
 
 def _pointers(state: ParamState) -> list[int]:
     rest = state.remainder if state.remainder is not None else state.master
-    scales = state.scales or (state.param,) * 4
-    assert state.exp_avg_sq is not None
-    tensors = (state.param, state.grad, state.exp_avg, state.exp_avg_sq, *scales, state.param if rest is None else rest)
+    (first, *scales), (second, *second_scales) = state.moments
+    scales = [*scales, *second_scales] or [state.param] * 4
+    tensors = (state.param, state.grad, first, second, *scales, state.param if rest is None else rest)
     return [tensor.data_ptr() for tensor in tensors]
 
 
@@ -115,21 +105,16 @@ def _numbers(hyper: HyperParams) -> list[float]:
 def variants() -> list[Variant]:
     """Return the variants that bf16 and float32 training use."""
     kinds = {
-        "bf16, FP8 moments, remainder": (torch.bfloat16, torch.bfloat16, True, 1, True, True),
-        "bf16, FP8 moments, float32 master": (torch.bfloat16, torch.bfloat16, True, 2, True, True),
-        "float32, FP8 moments": (torch.float32, torch.float32, True, 0, True, True),
-        "bf16, float32 moments, remainder": (torch.bfloat16, torch.bfloat16, False, 1, False, True),
+        "bf16, FP8 moments, remainder": (torch.bfloat16, True, 1),
+        "bf16, FP8 moments, float32 master": (torch.bfloat16, True, 2),
+        "float32, FP8 moments": (torch.float32, True, 0),
+        "bf16, float32 moments, remainder": (torch.bfloat16, False, 1),
     }
-    bytes_moved = {"remainder": 4, "float32 master": 8}
-    all_variants = []
-    for case, kind in kinds.items():
-        param, grad, moments, *_ = kind
-        moved = 2 * param.itemsize + grad.itemsize + (4.2 if moments else 16)
-        moved += next((b for name, b in bytes_moved.items() if case.endswith(name)), 0)
-        types = {"pointers": "*i64", "numbers": "*fp32", "shapes": "*i64", "work": "*i32"}
-        all_variants.append(
-            Variant(
-                op="adamw", case=case, config=0, launch=launch(kind), types=types, tile=PER * GROUP, device_bytes=moved
-            )
+    types = {"pointers": "*i64", "numbers": "*fp32", "shapes": "*i64", "work": "*i32"}
+    return [
+        Variant(
+            op="adamw", case=case, config=0, launch=launch((dtype, dtype, compact, master, compact, True)), types=types,
+            tile=PER * GROUP, device_bytes=3 * dtype.itemsize + (4.2 if compact else 16) + 4 * master,
         )
-    return all_variants
+        for case, (dtype, compact, master) in kinds.items()
+    ]  # fmt: skip

@@ -315,15 +315,13 @@ def _optimizers() -> Iterator[Check]:
 
     def stepped(run: Any, master: str, *operands: Tensor) -> list[Tensor]:
         param, grad, stored, *states = (operand.clone() for operand in operands)
-        compact = len(states) > 2
+        each = len(states) // 2
         state = ParamState(
-            param=param, grad=grad, exp_avg=states[0], exp_avg_sq=states[3 if compact else 1],
-            scales=(states[1], states[2], states[4], states[5]) if compact else None,
+            param=param, grad=grad, moments=(tuple(states[:each]), tuple(states[each:])), seed=3 if each > 1 else None,
             remainder=stored if master == "remainder" else None, master=stored if master == "fp32" else None,
-            seed=3 if compact else None,
         )  # fmt: skip
         run([(state, HyperParams(lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=7))])
-        return [param, states[0], states[3 if compact else 1]]
+        return [param, states[0], states[each]]
 
     def actual(master: str, *operands: Any) -> list[Tensor]:
         return stepped(triton.step, master, *operands[:-1])

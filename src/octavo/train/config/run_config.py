@@ -21,6 +21,7 @@ from pydantic import ValidationError
 from octavo.numerics import Precision
 from octavo.numerics.names import nearest
 from octavo.numerics.recipe import get_recipe
+from octavo.optim import OPTIMIZERS
 from octavo.parallel.pipeline_model import ZERO_BUBBLE
 from octavo.train.config.sections import (
     FREE,
@@ -120,10 +121,11 @@ class TrainConfig(Section):
                 f"precision.autopilot changes the recipes of FP8 layers, and precision.level = "
                 f'{self.precision.level!r} has none: set precision.level = "fp8", or leave the autopilot out'
             )
-        if self.optim.name == "muon" and self.parallel.tp > 1:
+        name = self.optim.name
+        if OPTIMIZERS[name].matrices and self.parallel.tp > 1:
             yield (
-                f'optim.name = "muon" with parallel.tp = {self.parallel.tp}: Muon needs whole matrices, and gathers '
-                'their rows over dp_shard only; leave parallel.tp out, or set optim.name = "adamw"'
+                f'optim.name = "{name}" with parallel.tp = {self.parallel.tp}: {name.title()} needs whole matrices, '
+                'and gathers their rows over dp_shard only; leave parallel.tp out, or set optim.name = "adamw"'
             )
         if self.eval is not None and self.eval.ema and self.optim.ema is None:
             yield "eval.ema measures averaged weights, and there are none: set optim.ema, such as 0.999"

@@ -15,8 +15,10 @@ from pydantic_core import PydanticCustomError
 
 from octavo.inspect.findings import Thresholds
 from octavo.numerics import Precision
+from octavo.numerics.names import nearest
 from octavo.numerics.precision import ALIASES
 from octavo.numerics.recipe import get_recipe
+from octavo.optim import OPTIMIZERS
 from octavo.parallel import Parallel
 from octavo.parallel.pipeline_model import ZERO_BUBBLE
 
@@ -452,9 +454,9 @@ class ParameterGroup(Section):
 class Optim(Section):
     """`[optim]`: the optimizer, its schedule and the batch."""
 
-    name: Literal["adamw", "muon"] = "adamw"
-    """"muon": `octavo.optim.Muon` for the hidden matrices (and those of experts), scaled to the step of AdamW
-    (`adjust_lr_fn="match_rms_adamw"`), so that `lr` and `weight_decay` are those of AdamW; AdamW for the rest."""
+    name: str = "adamw"
+    """"adamw"; or "muon": `octavo.optim.Muon` for the hidden matrices (and those of experts), scaled to the step of
+    AdamW (`adjust_lr_fn="match_rms_adamw"`), so that `lr` and `weight_decay` are those of AdamW; AdamW for the rest."""
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.95
     """Decay of Muon's momentum."""
     lr: Tunable[Annotated[float, Field(gt=0)]]
@@ -496,6 +498,9 @@ class Optim(Section):
     """Finished steps at which `rewarm` begins: those of the checkpoint that the run resumes from."""
 
     def _problems(self) -> Iterator[str]:
+        if self.name not in OPTIMIZERS:
+            names = " | ".join(f'"{name}"' for name in OPTIMIZERS)
+            yield f"optim.name: should be {names}, got {self.name!r}{nearest(self.name, OPTIMIZERS)}"
         if self.batch % self.micro_batches:
             lower = [n for n in range(1, isqrt(self.batch) + 1) if self.batch % n == 0]
             divisors = sorted({*lower, *(self.batch // n for n in lower)})
@@ -503,11 +508,13 @@ class Optim(Section):
                 f"optim.batch = {self.batch} cannot be cut into {self.micro_batches} equal micro-batches: "
                 f"set optim.micro_batches to one of {divisors}"
             )
-        if self.name != "muon":
-            if any(group.muon is not None for group in self.groups):
-                yield 'optim.groups: muon is for optim.name = "muon": leave it out'
-            if self.momentum != type(self).model_fields["momentum"].default:
-                yield 'optim.momentum is for optim.name = "muon"; AdamW has optim.betas'
+        for other in OPTIMIZERS.values():
+            if other.name != self.name and any(getattr(group, other.name, None) is not None for group in self.groups):
+                yield f'optim.groups: {other.name} is for optim.name = "{other.name}": leave it out'
+            for key in other.settings:
+                own = key in OPTIMIZERS[self.name].settings
+                if not own and getattr(self, key) != type(self).model_fields[key].default:
+                    yield f'optim.{key} is for optim.name = "{other.name}"; AdamW has optim.betas'
         if bool(self.rewarm) != (self.rewarm_from is not None):
             missing, given = ("rewarm_from", "rewarm") if self.rewarm else ("rewarm", "rewarm_from")
             yield (
