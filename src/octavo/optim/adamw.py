@@ -24,17 +24,29 @@ from torch import Tensor
 from octavo.kernels.adamw import GROUP, HyperParams, ParamState, Work, groups, seed_after, split, step
 from octavo.numerics.names import nearest
 from octavo.optim.interface import Optimizer
-from octavo.optim.sharded import any_rank, first_row, local_rows, placements_of, shard_like, splits_groups, sum_gradient
+from octavo.optim.sharded import (
+    any_rank,
+    copy_rows,
+    first_row,
+    local_rows,
+    placements_of,
+    splits_groups,
+    sum_gradient,
+)
 from octavo.optim.states import (
+    Entry,
+    Group,
     OptimizerSpec,
     as_bytes,
     check_state,
     converted_group,
     from_bytes,
     from_torch,
+    hyper_params,
     matrix_shape,
     param_state,
     saved_parameters,
+    text_of,
 )
 from octavo.runtime.execution_context import is_capturing
 from octavo.tensor import local_tensor
@@ -78,6 +90,8 @@ class AdamW(Optimizer):
 
     step_allocates = False
     _factor = 1.0
+    _own: Mapping[str, Any] = {}  # Defaults of a subclass
+    _numbers: Mapping[Tensor, int]  # Of the parameters, from 0
     _choices: ClassVar[Mapping[str, Sequence[str | None]]] = {
         "states": ("fp8", "fp32"), "master": ("remainder", "fp32", None), "nonfinite": ("raise", "skip", "ignore"),
     }  # fmt: skip
@@ -103,10 +117,10 @@ class AdamW(Optimizer):
         """Steps skipped because of non-finite gradients."""
         super().__init__(params, {
             "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "states": states, "master": master,
-            "stochastic_rounding": stochastic_rounding, "nonfinite": nonfinite, "maximize": maximize,
+            "stochastic_rounding": stochastic_rounding, "nonfinite": nonfinite, "maximize": maximize, **self._own,
         })  # fmt: skip
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
+    def add_param_group(self, param_group: Group) -> None:
         """Add a parameter group as `torch.optim.Optimizer` does, after checking its values."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
@@ -178,33 +192,27 @@ class AdamW(Optimizer):
             raise ValueError(
                 f"step_scaled takes a finite factor; got {self._factor}: check the norm that it is computed from"
             )
-        index = {param: i for i, param in enumerate(p for g in self.param_groups for p in g["params"])}
-        by_spec: dict[str, list[tuple[dict[str, Any], Tensor]]] = {}
+        self._numbers = {param: i for i, param in enumerate(p for g in self.param_groups for p in g["params"])}
+        by_spec: dict[str, list[Entry]] = {}
         for group, param in work:
             by_spec.setdefault(self.spec(group).name, []).append((group, param))
-        for own_work in by_spec.values():
-            (self.spec(own_work[0][0]).update or update_rows)(self, own_work, index)
+        for entries in by_spec.values():
+            (self.spec(entries[0][0]).update or update_rows)(self, entries)
         return loss
 
-    def spec(self, group: Mapping[str, Any]) -> OptimizerSpec:
+    def spec(self, group: Group) -> OptimizerSpec:
         """Return what describes the steps of a group's parameters."""
         return ADAMW
 
-    def next_state(
-        self, group: Mapping[str, Any], param: Tensor, index: Mapping[Tensor, int], beta1: float, **hyper: Any
-    ) -> tuple[ParamState, HyperParams]:
+    def next_state(self, group: Group, param: Tensor) -> tuple[ParamState, HyperParams]:
         """Count a step of a parameter; return its local rows with its states, made if missing, and its numbers."""
-        state, rows = self._state_of(param, group), local_tensor(param)
+        state, moments = self._state_of(param, group), self.spec(group).moments
         state["step"] += 1
-        count = int(state["step"].item())
-        seed = _seed(param, index[param], count) if group["stochastic_rounding"] else None
-        assert param.grad is not None
-        local = {name: local_tensor(value) for name, value in state.items()}
-        params = param_state(rows.contiguous(), local_tensor(param.grad), local, self.spec(group).moments, seed)
-        hyper |= {"weight_decay": group["weight_decay"], "maximize": group["maximize"]}
-        return params, HyperParams(lr=float(group["lr"]), beta1=beta1, step=count, factor=self._factor, **hyper)
+        hyper = hyper_params(group, state["step"], self._factor)
+        seed = _seed(param, self._numbers[param], hyper.step) if group["stochastic_rounding"] else None
+        return param_state(param, local_tensor(param).contiguous(), state, moments, seed), hyper
 
-    def _check(self, group: dict[str, Any]) -> None:
+    def _check(self, group: Group) -> None:
         """Raise ValueError for invalid values of a parameter group."""
         for name, choices in self._choices.items():
             if group[name] not in choices:
@@ -227,7 +235,7 @@ class AdamW(Optimizer):
         for param in group["params"]:
             self._check_param(param, group)
 
-    def _check_param(self, param: Tensor, group: dict[str, Any]) -> None:
+    def _check_param(self, param: Tensor, group: Group) -> None:
         if param.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise ValueError(f"octavo.AdamW takes float32, bfloat16 and float16 parameters; got {param.dtype}")
         rows = local_tensor(param)
@@ -254,7 +262,7 @@ class AdamW(Optimizer):
             for param in group["params"]:
                 self._state_of(param, group)
 
-    def _state_of(self, param: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
+    def _state_of(self, param: Tensor, group: Group) -> dict[str, Tensor]:
         """Return the state of a parameter, made if missing."""
         state: dict[str, Tensor] = self.state[param]
         if not state:
@@ -274,16 +282,11 @@ class AdamW(Optimizer):
         """
         groups_of = {param: group for group in self.param_groups for param in group["params"]}
         for param, value in masters.items():
-            group = groups_of.get(param)
+            shape, group, got = list(param.shape), groups_of.get(param), text_of(value)
             if group is None or group["master"] is None or param.dtype == torch.float32:
-                raise ValueError(
-                    f"set_masters takes 16-bit parameters of this optimizer that have a master; got {list(param.shape)}"
-                )
-            if value.shape != param.shape or value.dtype != torch.float32:
-                raise ValueError(
-                    f"the master of a parameter {list(param.shape)} must be float32 of its shape; got {value.dtype} "
-                    f"{list(value.shape)}"
-                )
+                raise ValueError(f"set_masters takes 16-bit parameters of this optimizer with a master; got {shape}")
+            if got != f"{torch.float32} {shape}":
+                raise ValueError(f"the master of a parameter {shape} must be float32 of its shape; got {got}")
         for param, value in masters.items():
             state, rows = self._state_of(param, groups_of[param]), local_tensor(param)
             exact = local_rows(param, value).to(rows.device)
@@ -325,26 +328,18 @@ class AdamW(Optimizer):
                 optimizer (Adam, AdamW with amsgrad); nothing is changed.
         """
         groups, states = self._converted(state_dict)
-        # The base class casts states to the parameter's dtype; these replace them afterwards.
-        uncast_states = {}
-        for param, state in states:
-            device = local_tensor(param).device
-            local = {name: local_rows(param, value) for name, value in state.items()}
-            uncast_states[param] = {
-                name: rows.to("cpu", copy=True)
-                if name == "step"
-                else shard_like(param, rows.to(device, copy=True, memory_format=torch.contiguous_format))
-                for name, rows in local.items()
-            }
-        super().load_state_dict({**state_dict, "param_groups": groups})
-        self.state.update(uncast_states)
+        super().load_state_dict({**state_dict, "state": {}, "param_groups": groups})
+        for group in self.param_groups:
+            for param in filter(states.__contains__, group["params"]):
+                copy_rows(self._state_of(param, group), states[param])
 
     def _converted(
         self, state_dict: dict[str, Any]
     ) -> tuple[list[dict[str, Any]], list[tuple[Tensor, dict[str, Any]]]]:
         """Convert groups and states of a state_dict to this optimizer's layout, or raise ValueError."""
         saved = saved_parameters(state_dict, [len(group["params"]) for group in self.param_groups])
-        groups, states = [], []
+        groups: list[dict[str, Any]] = []
+        states: dict[Tensor, dict[str, Any]] = {}
         for i, (group, own) in enumerate(zip(state_dict["param_groups"], self.param_groups, strict=True)):
             names = tuple(name for name in self.defaults if name in own)  # torch adds a default when it loads a state
             settings, is_torch = converted_group(i, group, own, names, self.spec(own))
@@ -360,10 +355,10 @@ class AdamW(Optimizer):
                     state = {n: from_bytes(param, v, dtypes[n]) if n in dtypes else v for n, v in state.items()}
                 if state:
                     check_state(index, param, state, settings, spec)
-                    states.append((param, state))
+                    states[param] = state
         return groups, states
 
-    def _finite(self, work: list[tuple[dict[str, Any], Tensor]]) -> bool:
+    def _finite(self, work: list[Entry]) -> bool:
         """Whether what the step reads is finite; raises FloatingPointError with `nonfinite="raise"`."""
         checked = {p: g for g in self.param_groups if g["nonfinite"] != "ignore" for p in g["params"]}
         # Finite gradients and moments make a finite update. FP8 moments are finite if the maxima of their groups are.
@@ -410,22 +405,25 @@ def _seed(param: Tensor, index: int, count: int) -> int:
     return seed_after(index * _SEED_STRIDE + 2 * count, before)
 
 
-def update_rows(optimizer: AdamW, work: Sequence[tuple[dict[str, Any], Tensor]], index: Mapping[Tensor, int]) -> None:
-    """Step parameters of groups of one spec, with finite gradients, by the spec's `step` on each device."""
+def update_rows(optimizer: AdamW, entries: Sequence[Entry]) -> None:
+    """Step parameters of one spec, with finite gradients, by the spec's `step` on each device."""
     by_device: dict[torch.device, Work] = {}
-    step = optimizer.spec(work[0][0]).step
+    step = optimizer.spec(entries[0][0]).step
     assert step is not None
-    copies = []
-    for group, param in work:
-        beta1, beta2 = group["betas"]
-        state, hyper = optimizer.next_state(group, param, index, beta1, beta2=beta2, eps=group["eps"])
-        rows = local_tensor(param)
-        copies += [] if rows.is_contiguous() else [(rows, state.param)]
-        by_device.setdefault(rows.device, []).append((state, hyper))
-    for own_work in by_device.values():
-        step(own_work)
-    for rows, dense in copies:
-        rows.copy_(dense.view(rows.shape))
+    states = [optimizer.next_state(group, param) for group, param in entries]
+    for state, hyper in states:
+        by_device.setdefault(state.param.device, []).append((state, hyper))
+    for work in by_device.values():
+        step(work)
+    for (_, param), (state, _) in zip(entries, states, strict=True):
+        copy_back(param, state)
+
+
+def copy_back(param: Tensor, state: ParamState) -> None:
+    """Copy the updated rows to a parameter, if its own are not contiguous."""
+    rows = local_tensor(param)
+    if not rows.is_contiguous():
+        rows.copy_(state.param.view(rows.shape))
 
 
 ADAMW = OptimizerSpec(

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from octavo.kernels.adamw import HyperParams, ParamState
 from octavo.kernels.adamw.reference import gradient, master_values, read_moments, write_moments, write_parameter
-from octavo.optim.adamw import ADAMW, AdamW
+from octavo.optim.adamw import ADAMW, AdamW, copy_back
 from octavo.optim.sharded import row_group
-from octavo.optim.states import OptimizerSpec, matrix_view
+from octavo.optim.states import Entry, Group, OptimizerSpec, matrix_view
 from octavo.runtime.torch_compat import FakeTensor
 from octavo.tensor import local_tensor
 
@@ -84,16 +84,11 @@ class Muon(AdamW):
         eps: float = 1e-8,
         **options: Any,
     ) -> None:
-        self._own: dict[str, Any] = {
+        self._own = {
             "muon": muon, "momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps,
             "adjust_lr_fn": adjust_lr_fn,
         }  # fmt: skip
         super().__init__(params, lr, betas, eps, weight_decay, **options)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group as `torch.optim.Optimizer` does, after checking its values."""
-        self.defaults |= self._own
-        super().add_param_group(param_group)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -105,7 +100,7 @@ class Muon(AdamW):
             return None
         return super().step(closure)
 
-    def _check(self, group: dict[str, Any]) -> None:
+    def _check(self, group: Group) -> None:
         super()._check(group)
         if group["ns_steps"] < 1:
             raise ValueError(f"ns_steps must be at least 1; got {group['ns_steps']}")
@@ -117,42 +112,39 @@ class Muon(AdamW):
                 )
             row_group(param)  # raises
 
-    def spec(self, group: Mapping[str, Any]) -> OptimizerSpec:
+    def spec(self, group: Group) -> OptimizerSpec:
         """Return what describes the steps of a group's parameters."""
         return MUON if group["muon"] else ADAMW
 
 
-def update_matrices(
-    optimizer: AdamW, work: Sequence[tuple[dict[str, Any], Tensor]], index: Mapping[Tensor, int]
-) -> None:
-    """Step matrices of groups, of those that some ranks share one for each rank at a time."""
-    by_ranks: dict[Any, list[tuple[dict[str, Any], Tensor]]] = {}
-    for group, param in work:
+def update_matrices(optimizer: AdamW, entries: Sequence[Entry]) -> None:
+    """Step matrices, of those that some ranks share one for each rank at a time."""
+    by_ranks: dict[Any, list[Entry]] = {}
+    for group, param in entries:
         by_ranks.setdefault(row_group(param), []).append((group, param))
     for ranks, shared in by_ranks.items():
         count = 1 if ranks is None else dist.get_world_size(ranks)
         for start in range(0, len(shared), count):
             part = shared[start : start + count]
-            states = [optimizer.next_state(group, param, index, group["momentum"]) for group, param in part]
+            states = [optimizer.next_state(group, param) for group, param in part]
             updates = [
-                _momentum(state, hyper, group["nesterov"]).view(local_tensor(param).shape)
+                _momentum(state, hyper, group["momentum"], group["nesterov"]).view(local_tensor(param).shape)
                 for (state, hyper), (group, param) in zip(states, part, strict=True)
             ]
             orthogonal = _orthogonalized(updates, part, ranks)
             for (group, param), (state, hyper), update in zip(part, states, orthogonal, strict=True):
-                scale, rows = _scale(param.shape, group["adjust_lr_fn"]), local_tensor(param)
+                scale = _scale(param.shape, group["adjust_lr_fn"])
                 _subtract(state, matrix_view(update), hyper.lr * scale, hyper.lr * hyper.weight_decay)
-                if not rows.is_contiguous():
-                    rows.copy_(state.param.view(rows.shape))
+                copy_back(param, state)
 
 
-def _momentum(state: ParamState, hyper: HyperParams, nesterov: bool) -> Tensor:
+def _momentum(state: ParamState, hyper: HyperParams, decay: float, nesterov: bool) -> Tensor:
     """Update the momentum of a matrix [R,C], in place, and return what to orthogonalize."""
     out = torch.empty(state.param.shape, dtype=PRODUCTS, device=state.param.device)
     for part, rows in state.chunks():
         grad, moments = gradient(part, hyper), read_moments(part)
-        momentum = moments[0].lerp_(grad, 1 - hyper.beta1)
-        out[rows].copy_(grad.lerp(momentum, hyper.beta1) if nesterov else momentum)
+        momentum = moments[0].lerp_(grad, 1 - decay)
+        out[rows].copy_(grad.lerp(momentum, decay) if nesterov else momentum)
         write_moments(part, moments)
     return out
 
@@ -189,7 +181,7 @@ def _scale(shape: torch.Size, name: str) -> float:
     return math.sqrt(max(1, rows / columns)) if name == "original" else 0.2 * math.sqrt(max(rows, columns))
 
 
-def _orthogonalized(updates: list[Tensor], work: list[tuple[dict[str, Any], Tensor]], ranks: Any) -> list[Tensor]:
+def _orthogonalized(updates: list[Tensor], work: list[Entry], ranks: Any) -> list[Tensor]:
     """Return the local rows of the orthogonalized updates; of sharded matrices rank r orthogonalizes number r."""
     if ranks is None:
         return [orthogonalize(update, group["ns_steps"]) for update, (group, _) in zip(updates, work, strict=True)]

@@ -6,7 +6,7 @@ FP8 moments then need shards that end where groups of 128 columns do (`splits_gr
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -79,14 +79,19 @@ def shard_like(param: Tensor, rows: Tensor) -> Tensor:
 
 
 def local_rows(param: Tensor, value: Tensor) -> Tensor:
-    """Return the local rows of a value with the parameter's rows, whole or sharded like it."""
+    """Return the local rows of a value of a parameter's shape, whole or sharded like it."""
     if is_dtensor(value) or not is_dtensor(param) or not value.ndim:
         return local_tensor(value)
     places = zip(_offset(param), local_tensor(param).shape, strict=True)
-    for dim, (start, size) in zip(range(value.ndim), places, strict=False):  # scales have fewer columns, and dimensions
-        ratio = value.shape[dim], max(param.shape[dim], 1)
-        value = value.narrow(dim, start * ratio[0] // ratio[1], size * ratio[0] // ratio[1])
+    for dim, (start, size) in enumerate(places):
+        value = value.narrow(dim, start, size)
     return value
+
+
+def copy_rows(own: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
+    """Load tensors by name, of which shards take their rows. Raises KeyError for a missing one."""
+    for name, value in own.items():
+        local_tensor(value).copy_(local_rows(value, saved[name]))
 
 
 def sum_gradient(param: Tensor) -> None:

@@ -13,13 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.kernels.adamw import GROUP, ParamState, Work, exact_values, groups
+from octavo.kernels.adamw import GROUP, HyperParams, ParamState, Work, exact_values, groups
 from octavo.kernels.adamw.reference import write_moments
 from octavo.numerics.formats import E4M3
 from octavo.optim.sharded import local_rows, shard_like
 from octavo.runtime.torch_compat import is_dtensor
 from octavo.tensor import local_tensor, placed_like
 
+_PARTS = ("", "_hi", "_k")
+"""Ends of the names of a moment's tensors."""
 MIN_FP8_COLUMNS = 64
 """Fewest columns for which FP8 moments save memory in spite of their scales."""
 _OCTAVO_ONLY = ("states", "master", "stochastic_rounding", "nonfinite")
@@ -40,6 +42,12 @@ def matrix_view(tensor: Tensor) -> Tensor:
     return tensor.view(matrix_shape(tensor.shape))
 
 
+Group = Mapping[str, Any]
+"""Settings of a parameter group."""
+Entry = tuple[Group, Tensor]
+"""A parameter, with its group."""
+
+
 def _nothing(shape: Sequence[int]) -> float:
     return 0.0
 
@@ -52,8 +60,7 @@ class OptimizerSpec:
     make: Callable[..., Any]  # Creates the `octavo.AdamW`, of groups with lr, betas, eps, states, master and nonfinite
     moments: Mapping[str, bool]  # Names of a parameter's moments, and whether they have signs
     step: Callable[[Work], None] | None = None  # Steps parameters of one device
-    # In place of `step`: steps parameters, given with their groups, of an optimizer that numbers all of its parameters.
-    update: Callable[[Any, Sequence[tuple[dict[str, Any], Tensor]], Mapping[Tensor, int]], None] | None = None
+    update: Callable[[Any, Sequence[Entry]], None] | None = None  # In place of `step`: steps parameters of an optimizer
     settings: tuple[str, ...] = ()  # Keys of `[optim]` that only some optimizers take, also arguments of `make`
     # Whether it takes the hidden matrices, whole ones, and leaves the rest to AdamW. A group has this under `name`.
     matrices: bool = False
@@ -61,7 +68,7 @@ class OptimizerSpec:
     traffic: float = 0.0  # Bytes per parameter that a step moves besides gradient, parameter and states
     flops: Callable[[Sequence[int]], float] = _nothing  # FLOPs of the matrix products of a step, by shape
 
-    def layout(self, param: Tensor, group: Mapping[str, Any]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    def layout(self, param: Tensor, group: Group) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Return shape and dtype of each state of a parameter, or of its local rows."""
         rows, columns = matrix_shape(param.shape)
         shape = tuple(param.shape)
@@ -78,7 +85,7 @@ class OptimizerSpec:
             states["master" if master else "remainder"] = shape, torch.float32 if master else torch.int16
         return states
 
-    def initial_state(self, param: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
+    def initial_state(self, param: Tensor, group: Group) -> dict[str, Tensor]:
         """Return the states of a parameter before its first step."""
         rows = local_tensor(param)
         state = {}
@@ -96,7 +103,7 @@ class OptimizerSpec:
         # and masters of bf16 parameters: 2 · (2 + 8 + 4) + 2 · 2 = 32; with FP8 moments and remainders 16.2.
         param = torch.empty(1, GROUP, dtype=dtype, device="meta")
         layout = self.layout(param, {"states": states, "master": master})
-        held = sum(math.prod(shape) * dtype.itemsize for name, (shape, dtype) in layout.items() if name != "step")
+        held = sum(math.prod(shape) * kind.itemsize for name, (shape, kind) in layout.items() if name != "step")
         return 2 * held / GROUP + 4 * dtype.itemsize + self.traffic
 
 
@@ -127,29 +134,31 @@ def from_bytes(param: Tensor, value: Any, dtype: torch.dtype) -> Any:
 
 
 def param_state(
-    dense: Tensor, grad: Tensor, state: Mapping[str, Tensor], moments: Iterable[str], seed: int | None = None
+    param: Tensor, dense: Tensor, state: Mapping[str, Tensor], moments: Iterable[str], seed: int | None = None
 ) -> ParamState:
-    """View a contiguous parameter (or a shard's rows) with its gradient and states as matrices."""
+    """View contiguous local rows of a parameter with its gradient, if any, and states as matrices."""
+    views = {name: matrix_view(local_tensor(value)) for name, value in state.items() if name != "step"}
     return ParamState(
         param=matrix_view(dense),
-        grad=matrix_view(grad.contiguous()),
-        moments=tuple(
-            (matrix_view(state[name]), *(state[key] for key in (f"{name}_hi", f"{name}_k") if key in state))
-            for name in moments
-        ),
-        remainder=matrix_view(state["remainder"]) if "remainder" in state else None,
-        master=matrix_view(state["master"]) if "master" in state else None,
+        grad=matrix_view(dense if param.grad is None else local_tensor(param.grad).contiguous()),
+        moments=tuple(tuple(views[f"{name}{part}"] for part in _PARTS if f"{name}{part}" in views) for name in moments),
+        remainder=views.get("remainder"),
+        master=views.get("master"),
         seed=seed,
     )
 
 
-def check_state(
-    index: int, param: Tensor, state: Mapping[str, Any], group: Mapping[str, Any], spec: OptimizerSpec
-) -> None:
+def hyper_params(group: Group, step: Tensor, factor: float) -> HyperParams:
+    """Return the numbers of a step, by its count, of a group of Octavo's optimizers or PyTorch's AdamW."""
+    (beta1, beta2), shared = group["betas"], {name: group[name] for name in ("eps", "weight_decay", "maximize")}
+    return HyperParams(lr=float(group["lr"]), beta1=beta1, beta2=beta2, step=int(step.item()), factor=factor, **shared)
+
+
+def check_state(index: int, param: Tensor, state: Mapping[str, Any], group: Group, spec: OptimizerSpec) -> None:
     """Raise ValueError unless a state fits a parameter and its group's settings."""
     where = f"the saved state of parameter {index} {list(param.shape)}"
     expected = {name: f"{dtype} {list(shape)}" for name, (shape, dtype) in spec.layout(param, group).items()}
-    actual = {name: _text(value) for name, value in state.items()}
+    actual = {name: text_of(value) for name, value in state.items()}
     if expected != actual:
         name = next(n for n in (*expected, *actual) if expected.get(n) != actual.get(n))
         raise ValueError(
@@ -169,7 +178,8 @@ def _check_shard(where: str, name: str, rows: Tensor, shape: Sequence[int]) -> N
         )
 
 
-def _text(value: Any) -> str:
+def text_of(value: Any) -> str:
+    """Return the dtype and the shape of a tensor, or the type of another value."""
     return f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
 
 
@@ -229,7 +239,7 @@ def converted_group(
 
 
 def from_torch(
-    index: int, param: Tensor, state: Mapping[str, Any], group: Mapping[str, Any], spec: OptimizerSpec
+    index: int, param: Tensor, state: Mapping[str, Any], group: Group, spec: OptimizerSpec
 ) -> dict[str, Tensor]:
     """Convert a state of `torch.optim.AdamW` to a group's `states` and `master`."""
     # Float32 moments are exact; FP8 moments are rounded to nearest, once. The master is the current parameter.
@@ -244,7 +254,7 @@ def from_torch(
     for name, signed in spec.moments.items():
         value = state[name]
         if not isinstance(value, Tensor) or value.shape != param.shape or not value.is_floating_point():
-            raise ValueError(f"{where}: {name} must be a float tensor of that shape; got {_text(value)}")
+            raise ValueError(f"{where}: {name} must be a float tensor of that shape; got {text_of(value)}")
         rows = local_rows(param, value)
         _check_shard(where, name, rows, local_tensor(param).shape)
         values[name] = torch.empty(rows.shape, dtype=torch.float32, device=local_tensor(param).device)
@@ -253,9 +263,8 @@ def from_torch(
             raise ValueError(f"{where}: {name} must be finite{'' if signed else ' and not negative'}")
     converted = spec.initial_state(param, group)
     converted["step"].fill_(count)
-    local = {name: local_tensor(value) for name, value in converted.items()}
     matrices = [matrix_view(value) for value in values.values()]
-    for part, rows_of in param_state(matrices[0], matrices[0], local, spec.moments).chunks():
+    for part, rows_of in param_state(matrices[0], matrices[0], converted, spec.moments).chunks():
         moments = [matrix[rows_of] for matrix in matrices]
         for moment, value in zip(part.moments, moments, strict=True):
             moment[0].copy_(value)  # in float32; FP8 codes follow

@@ -1,20 +1,17 @@
-"""AdamW in fp32 for parameters of any dtype.
+"""The optimizer of a run, its learning rate, and the moving average of the weights.
 
-16-bit parameters get fp32 master copies: gradients accumulate in fp32 over the micro-batches, the step updates the
-masters, and the parameters are rounded from them. With one micro-batch nothing accumulates: a kernel reads the bf16
-gradients, clips them on the way, and writes moments, masters and parameters, 30 bytes a parameter in place of 52.
-fp32 parameters are their own masters. Without masters
-(`master = "none"`) the step updates the 16-bit parameters with 16-bit moments: updates below half a unit in the last
-place are lost.
+`octavo.optim.OPTIMIZERS` has the optimizers. `MasterWeightOptimizer` takes PyTorch's fused step on fp32 masters of
+16-bit parameters, in which gradients of micro-batches accumulate. With one micro-batch nothing accumulates: a kernel
+reads the bf16 gradients, clips them on the way, and writes moments, masters and parameters, 30 bytes a parameter in
+place of 52. fp32 parameters are their own masters. Without masters (`master = "none"`) the step updates the 16-bit
+parameters with 16-bit moments: updates below half a unit in the last place are lost.
 
-With FP8 moments, or masters as 16-bit remainders, `octavo.AdamW` takes the step, and `octavo.optim.Muon` with
-`optim.name = "muon"` (`Fp8StateOptimizer`). Gradients then accumulate in the parameters' own dtype, because an fp32
-copy would cost more memory than the moments save.
+`Fp8StateOptimizer` takes Octavo's step: with FP8 moments, masters as 16-bit remainders, or optimizers that PyTorch has
+no fused step for. Gradients accumulate in the parameters' own dtype, because an fp32 copy would cost more memory than
+the moments save.
 
-Each parameter has settings of its own: weight decay, learning rate and optimizer, by rule or by `[[optim.groups]]`. By
-rule, weights of products and embeddings decay (`decayed_parameters`). With `optim.name = "muon"` Muon optimizes the
-hidden matrices (`hidden_matrices`), AdamW the rest. A group of the configuration changes both for the parameters that
-its pattern matches; of several groups the first that matches counts.
+Each parameter has settings of its own: weight decay, learning rate and optimizer, by rule or by the first table of
+`[[optim.groups]]` whose pattern matches. By rule, weights of products and embeddings decay (`decayed_parameters`).
 
 The learning rate is a function of the step: nothing to save, nothing to resume. With S steps, W of warmup, peak 1 and
 end e, at step t = 0 … S - 1:
@@ -54,8 +51,8 @@ from octavo.nn.experts import STACKED
 from octavo.numerics.names import nearest
 from octavo.optim import OPTIMIZERS, AdamW
 from octavo.optim.adamw import ADAMW
-from octavo.optim.sharded import local_rows, shard_like, sum_gradient
-from octavo.optim.states import master_values, param_state
+from octavo.optim.sharded import copy_rows, local_rows, shard_like, sum_gradient
+from octavo.optim.states import hyper_params, master_values, param_state
 from octavo.runtime.torch_compat import is_dtensor
 from octavo.tensor import local_tensor
 from octavo.train.config.run_config import ConfigError, TrainConfig
@@ -403,10 +400,10 @@ class TrainerOptimizer(ABC):
             numbers = dict(zip(names, (n for group in saved["param_groups"] for n in group["params"]), strict=True))
             for name, owner in zip(self._names, self._masters, strict=True):
                 if values := saved["state"].get(numbers[name]):
-                    _copy_rows(self.inner.state[owner], values)
-        _copy_rows(self._separate(), state["masters"])
+                    copy_rows(self.inner.state[owner], values)
+        copy_rows(self._separate(), state["masters"])
         if self.average is not None:
-            _copy_rows(self.average.tensors, state["ema"])
+            copy_rows(self.average.tensors, state["ema"])
 
     def _load(self, saved: dict[str, Any]) -> None:
         self.inner.load_state_dict(saved)
@@ -482,15 +479,11 @@ class MasterWeightOptimizer(TrainerOptimizer):
 
     def _next_state(self, group: Mapping[str, Any], master: Tensor, factor: float) -> tuple[ParamState, HyperParams]:
         """Count a step of a master that its parameter's own gradient updates; return it with the step's numbers."""
-        state, param, (beta1, beta2) = self._state_of(master), self._direct[master], group["betas"]
+        state, param = self._state_of(master), self._direct[master]
         state["step"] += 1
-        assert param.grad is not None
-        tensors = {name: local_tensor(value) for name, value in (state | {"master": master.detach()}).items()}
-        hyper = HyperParams(
-            lr=group["lr"], beta1=beta1, beta2=beta2, eps=group["eps"], weight_decay=group["weight_decay"],
-            step=int(state["step"].item()), factor=factor,
-        )  # fmt: skip
-        return param_state(local_tensor(param), local_tensor(param.grad), tensors, self._spec.moments), hyper
+        tensors = state | {"master": master.detach()}
+        hyper = hyper_params(group, state["step"], factor)
+        return param_state(param, local_tensor(param), tensors, self._spec.moments), hyper
 
     def _state_of(self, master: Tensor) -> dict[str, Tensor]:
         """The states of a master, made if missing."""
@@ -548,12 +541,6 @@ def state_bytes_per_parameter(optimizer: TrainerOptimizer, model: nn.Module) -> 
     """Return the bytes of this rank's states, masters included, per trained parameter of this rank."""
     trained = sum(local_tensor(param).numel() for param in model.parameters() if param.requires_grad)
     return sum(local_tensor(state).nbytes for state in optimizer.tensors().values()) / max(trained, 1)
-
-
-def _copy_rows(own: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
-    """Load tensors by name, of which shards take their rows. Raises KeyError for a missing one."""
-    for name, value in own.items():
-        local_tensor(value).copy_(local_rows(value, saved[name]))
 
 
 def _master(param: Tensor, fp32_values: Tensor | None) -> nn.Parameter:

@@ -13,8 +13,8 @@ from octavo.kernels.registry import Backend, Case, Op, register, triton_unsuppor
 from octavo.numerics.error import sqnr
 
 __all__ = [
-    "ADAMW", "CASE", "GROUP", "HyperParams", "ParamState", "Work", "compress", "exact_values", "expand", "groups",
-    "random_bits", "seed_after", "split", "step",
+    "ADAMW", "CASE", "EXAMPLE", "GROUP", "HyperParams", "ParamState", "Work", "compress", "exact_values", "example",
+    "expand", "groups", "random_bits", "seed_after", "split", "step",
 ]  # fmt: skip
 
 CASE: Case = ("step",)
@@ -37,27 +37,31 @@ def _run_triton(work: Work) -> None:
     triton.step(work)
 
 
+def example(values: Tensor, grad: Tensor, m: Tensor, v: Tensor, *, master: str, compact: bool) -> ParamState:
+    """Return a bf16 parameter (float32 for `master="own"`) and its states, of float32 values [R,C]."""
+    upper, remainder = split(values)
+    return ParamState(
+        param=values.clone() if master == "own" else upper, grad=grad,
+        moments=(compress(m, True), compress(v, False)) if compact else ((m.clone(),), (v.clone(),)),
+        remainder=remainder if master == "remainder" else None, master=values.clone() if master == "fp32" else None,
+        seed=3 if compact else None,
+    )  # fmt: skip
+
+
+EXAMPLE = HyperParams(lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=7)
+"""Numbers of a step of `example`."""
+
+
 def sample(device: torch.device) -> Work:
     """Return small parameters of every kind, with states as after some steps."""
     work = []
-    for kind, shape in enumerate([(5, 200), (3, 128), (1, 70), (40, 256)]):
+    shapes = {"remainder": (5, 200), "fp32": (3, 128), "none": (1, 70), "own": (40, 256)}
+    for kind, (master, shape) in enumerate(shapes.items()):
         generator = torch.Generator().manual_seed(kind)
-
-        def random(*size: int, generator: torch.Generator = generator) -> Tensor:
-            return torch.randn(size, generator=generator, device="cpu", dtype=torch.float32).to(device)
-
-        values, m, v = random(*shape), random(*shape) * 1e-3, random(*shape).square() * 1e-5
-        upper, remainder = split(values)
-        compact = kind % 2 == 0
-        state = ParamState(
-            param=upper if kind < 3 else values,
-            grad=random(*shape).to(torch.bfloat16 if kind < 3 else torch.float32) * 1e-3,
-            moments=(compress(m, True), compress(v, False)) if compact else ((m,), (v,)),
-            remainder=remainder if kind == 0 else None,
-            master=values.clone() if kind == 1 else None,
-            seed=kind if compact else None,
-        )
-        work.append((state, HyperParams(lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=7)))
+        values, m, v, grad = torch.randn(4, *shape, generator=generator, dtype=torch.float32, device="cpu").to(device)
+        grad = (grad * 1e-3).to(torch.float32 if master == "own" else torch.bfloat16)
+        state = example(values, grad, m * 1e-3, v.square() * 1e-5, master=master, compact=kind % 2 == 0)
+        work.append((state, EXAMPLE))
     return work
 
 

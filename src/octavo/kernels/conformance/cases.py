@@ -300,37 +300,27 @@ def _messages() -> Iterator[Check]:
 
 def _optimizers() -> Iterator[Check]:
     """One step on a parameter of each kind. Not byte for byte: see `octavo.kernels.adamw.triton`."""
-    from octavo.kernels.adamw import ADAMW, ParamState, reference, split, triton
-    from octavo.kernels.adamw.moments import compress
-    from octavo.kernels.adamw.reference import HyperParams
+    from octavo.kernels.adamw import ADAMW, EXAMPLE, example, reference, triton
 
-    def inputs(rng: RandomInputs, master: str, compact: bool) -> Inputs:
+    def inputs(rng: RandomInputs) -> Inputs:
         rows, columns = rng.size(), rng.size()
         rng.notes.append(f"{rows} rows {columns} columns")
         values, m, v = rng.normal(rows, columns), rng.normal(rows, columns) * 1e-3, rng.normal(rows, columns) ** 2
-        upper, remainder = split(values)
-        first, second = (compress(m, True), compress(v, False)) if compact else ((m,), (v,))
-        stored = {"remainder": remainder, "fp32": values.clone(), "none": upper}[master]
-        return upper, rng.normal(rows, columns).bfloat16(), stored, *first, *second
+        return values, rng.normal(rows, columns).bfloat16(), m, v
 
-    def stepped(run: Any, master: str, *operands: Tensor) -> list[Tensor]:
-        param, grad, stored, *states = (operand.clone() for operand in operands)
-        each = len(states) // 2
-        state = ParamState(
-            param=param, grad=grad, moments=(tuple(states[:each]), tuple(states[each:])), seed=3 if each > 1 else None,
-            remainder=stored if master == "remainder" else None, master=stored if master == "fp32" else None,
-        )  # fmt: skip
-        run([(state, HyperParams(lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=7))])
-        return [param, states[0], states[each]]
+    def stepped(run: Any, master: str, compact: bool, *operands: Tensor) -> list[Tensor]:
+        state = example(*operands, master=master, compact=compact)
+        run([(state, EXAMPLE)])
+        return [state.param, *(moment[0] for moment in state.moments)]
 
-    def actual(master: str, *operands: Any) -> list[Tensor]:
-        return stepped(triton.step, master, *operands[:-1])
+    def actual(master: str, compact: bool, *operands: Any) -> list[Tensor]:
+        return stepped(triton.step, master, compact, *operands[:-1])
 
     for master in ("remainder", "fp32", "none"):
         for compact in (True, False):
             yield Check(
                 op=ADAMW.name, case=f"master={master} states={'fp8' if compact else 'fp32'}", configs=(0,),
-                inputs=partial(inputs, master=master, compact=compact),
-                expected=partial(stepped, reference.step_all, master), actual=partial(actual, master),
+                inputs=inputs, expected=partial(stepped, reference.step_all, master, compact),
+                actual=partial(actual, master, compact),
                 differs=partial(low_sqnr, decibels=40),
             )  # fmt: skip
