@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from octavo.kernels.adamw.reference import step_all
-from octavo.numerics import sqnr
+from octavo.numerics import Precision, sqnr
 from octavo.optim import OPTIMIZERS, AdamW
 from octavo.optim.states import OptimizerSpec
 from octavo.planner.devices import DEVICES
@@ -127,14 +127,15 @@ def test_memory_and_time_are_planned():
             load_config(DEMO, [f"optim.name={name}", "optim.momentum=0.9"])
 
 
-@pytest.mark.parametrize(("states", "master"), [("fp32", "fp32"), ("fp8", "remainder"), ("fp8", None)])
+@pytest.mark.parametrize(("states", "master"), [("fp32", "fp32"), ("fp8", "remainder"), ("fp8", "none")])
 def test_bytes_of_a_step_are_those_of_its_tensors(states, master):
+    precision = Precision(states=states, master=master)
     for spec in OPTIMIZERS.values():
         param = nn.Parameter(randn(16, 256, dtype=torch.bfloat16))
         param.grad = torch.ones_like(param)
-        optimizer = spec.make([param], states=states, master=master)
+        optimizer = spec.make([param], states=states, master=None if master == "none" else master)
         optimizer.step()
         written = [param, *(value for name, value in optimizer.state[param].items() if name != "step")]
         size = 2 * sum(value.nbytes for value in written) + 2 * param.grad.nbytes  # the norm reads the gradient, too
-        assert spec.step_bytes(states, master) == pytest.approx(size / param.numel() + spec.traffic, rel=1e-6)
-    assert OPTIMIZERS["adamw"].step_bytes("fp32", "fp32") == 32
+        assert spec.step_bytes(precision) == pytest.approx(size / param.numel() + spec.traffic, rel=1e-6)
+    assert OPTIMIZERS["adamw"].step_bytes(Precision()) == 32

@@ -120,7 +120,7 @@ class AdamW(Optimizer):
             "stochastic_rounding": stochastic_rounding, "nonfinite": nonfinite, "maximize": maximize, **self._own,
         })  # fmt: skip
 
-    def add_param_group(self, param_group: Group) -> None:
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group as `torch.optim.Optimizer` does, after checking its values."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
@@ -185,7 +185,7 @@ class AdamW(Optimizer):
         for group in self.param_groups:
             if not math.isfinite(float(group["lr"])):
                 raise ValueError(f"lr must be finite; got {float(group['lr'])}. Check the learning rate's schedule")
-        if not self._finite(work):
+        if not self._finite():
             self.skipped += 1
             return loss
         if not math.isfinite(self._factor):
@@ -333,9 +333,7 @@ class AdamW(Optimizer):
             for param in filter(states.__contains__, group["params"]):
                 copy_rows(self._state_of(param, group), states[param])
 
-    def _converted(
-        self, state_dict: dict[str, Any]
-    ) -> tuple[list[dict[str, Any]], list[tuple[Tensor, dict[str, Any]]]]:
+    def _converted(self, state_dict: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[Tensor, dict[str, Any]]]:
         """Convert groups and states of a state_dict to this optimizer's layout, or raise ValueError."""
         saved = saved_parameters(state_dict, [len(group["params"]) for group in self.param_groups])
         groups: list[dict[str, Any]] = []
@@ -358,7 +356,7 @@ class AdamW(Optimizer):
                     states[param] = state
         return groups, states
 
-    def _finite(self, work: list[Entry]) -> bool:
+    def _finite(self) -> bool:
         """Whether what the step reads is finite; raises FloatingPointError with `nonfinite="raise"`."""
         checked = {p: g for g in self.param_groups if g["nonfinite"] != "ignore" for p in g["params"]}
         # Finite gradients and moments make a finite update. FP8 moments are finite if the maxima of their groups are.
@@ -367,7 +365,7 @@ class AdamW(Optimizer):
             state = self.state.get(param, {})
             moments = [state.get(f"{name}_hi", state.get(name)) for name in self.spec(group).moments]
             read.append([local_tensor(t) for t in (param.grad, *moments) if t is not None and param.grad is not None])
-        bad = any_rank(_nonfinite(read), checked) if checked else torch.zeros(0)
+        bad = any_rank(_nonfinite(read), checked)
         if bad.any() and any(group["nonfinite"] == "raise" for group in self.param_groups):
             first = list([*checked][int(bad.nonzero()[0])].shape)
             raise FloatingPointError(

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from octavo.kernels.adamw import GROUP, HyperParams, ParamState, Work, exact_values, groups
 from octavo.kernels.adamw.reference import write_moments
+from octavo.numerics import Precision
 from octavo.numerics.formats import E4M3
 from octavo.optim.sharded import local_rows, shard_like
 from octavo.runtime.torch_compat import is_dtensor
@@ -97,12 +98,13 @@ class OptimizerSpec:
                 value.copy_(rows.detach())
         return state
 
-    def step_bytes(self, states: str, master: str | None, dtype: torch.dtype = torch.bfloat16) -> float:
+    def step_bytes(self, precision: Precision, dtype: torch.dtype = torch.bfloat16) -> float:
         """Return the bytes per parameter, in rows of whole groups, that a step moves."""
         # Parameter and states are read and written; the gradient is read by its norm and by the step. With fp32 moments
         # and masters of bf16 parameters: 2 · (2 + 8 + 4) + 2 · 2 = 32; with FP8 moments and remainders 16.2.
         param = torch.empty(1, GROUP, dtype=dtype, device="meta")
-        layout = self.layout(param, {"states": states, "master": master})
+        master = None if precision.master == "none" else precision.master
+        layout = self.layout(param, {"states": precision.states, "master": master})
         held = sum(math.prod(shape) * kind.itemsize for name, (shape, kind) in layout.items() if name != "step")
         return 2 * held / GROUP + 4 * dtype.itemsize + self.traffic
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -124,8 +124,7 @@ def plan(
     request = _request(precision, recipe, skip, filter, heads)
     step_config = StepConfig(
         **layout_settings(world_size, parallel), micro_batches=micro_batches, eager=not compiled,
-        recompute=CHECKPOINTING[checkpointing],
-        optimizer_bytes=ADAMW.step_bytes(request.precision.states, _master(request.precision)),
+        recompute=CHECKPOINTING[checkpointing], optimizer_bytes=ADAMW.step_bytes(request.precision),
     )  # fmt: skip
     shapes = _shapes(model, batch, seq)
     rule = default_decisions(model, request)
@@ -317,15 +316,11 @@ def _trace_blocks(
                 block.forward = partial(checkpoint, block.forward, use_reentrant=False)
         parameters = [p for p in copy.parameters() if p.requires_grad]
         # 16-bit masters extend bf16 parameters only.
-        master = _master(precision)
-        master = "fp32" if master and any(p.dtype == torch.float16 for p in parameters) else master
+        master: Any = "fp32" if any(p.dtype == torch.float16 for p in parameters) else precision.master
+        master = None if precision.master == "none" else master
         inputs = fake_batch(shapes, size, _dtype(model), place)
         stepper = AdamW(parameters, states=precision.states, master=master) if parameters else None
         return trace_step(copy, inputs, stepper, default_loss, step_config, ALLOCATION_GRANULARITY["cuda"])
-
-
-def _master(precision: Precision) -> Literal["remainder", "fp32"] | None:
-    return None if precision.master == "none" else precision.master
 
 
 def _dtype(model: nn.Module) -> torch.dtype:

@@ -22,6 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
+from octavo.numerics import Precision
 from octavo.numerics.recipe import Recipe
 from octavo.optim.adamw import ADAMW
 from octavo.planner.collective_cost import GPUS_PER_MACHINE
@@ -32,7 +33,7 @@ from octavo.planner.roofline import Cost, bf16_linear, fp8_linear, memory_time
 from octavo.planner.timeline import Message
 from octavo.planner.trace import Trace
 
-BF16_OPTIMIZER = ADAMW.step_bytes("fp32", "fp32")
+BF16_OPTIMIZER = ADAMW.step_bytes(Precision())
 """Bytes per bf16 parameter that AdamW moves with fp32 moments and masters."""
 
 

@@ -162,15 +162,12 @@ def hidden_matrices(model: nn.Module) -> set[str]:
 
 def step_cost(model: nn.Module, config: TrainConfig) -> tuple[float, float]:
     """Bytes per trained parameter that a step of a whole model moves, and FLOPs of its matrix products."""
-    optim, (states, master) = config.optim, _formats(config.optim, config.precision)
-    settings, count, size, flops = parameter_settings(model, optim, part=True), 0, 0.0, 0.0
-    for name, param in model.named_parameters():
-        if param.requires_grad:
-            spec = ADAMW if settings[name].rest else OPTIMIZERS[optim.name]
-            count += param.numel()
-            size += param.numel() * spec.step_bytes(states, master, param.dtype)
-            flops += spec.flops(param.shape)
-    return size / max(count, 1), flops
+    settings = parameter_settings(model, config.optim, part=True)
+    params = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    specs = {name: ADAMW if settings[name].rest else OPTIMIZERS[config.optim.name] for name in params}
+    sizes = (param.numel() * specs[name].step_bytes(config.resolved, param.dtype) for name, param in params.items())
+    count = sum(param.numel() for param in params.values())
+    return sum(sizes) / max(count, 1), sum(specs[name].flops(param.shape) for name, param in params.items())
 
 
 def groups_table(settings: Mapping[str, ParameterSettings], sizes: Mapping[str, int], optim: Optim) -> list[str]:
@@ -259,23 +256,17 @@ def make_optimizer(
     settings: Mapping[str, ParameterSettings], partial: Collection[str] = (),
 ) -> "TrainerOptimizer":  # fmt: skip
     """The optimizer of a run."""
-    states, master = _formats(optim, precision)
+    states, master = optim.states or precision.resolved.states, precision.resolved.master
     own: dict[str, Any] = {"fp32_values": fp32_values, "settings": settings}
     remainder = master == "remainder" and precision.parameters == "bf16"
     if OPTIMIZERS[optim.name].fused is None or states == "fp8" or remainder:
         try:
-            return Fp8StateOptimizer(model, optim, states=states, master=master, **own)
+            return Fp8StateOptimizer(model, optim, states=states, master=None if master == "none" else master, **own)
         except ValueError as error:  # shards that end inside a group of moments, or that split rows of a matrix
             setting = f'optim.name = "{optim.name}", ' if optim.name != "adamw" else ""
             raise SharedError(f'{setting}optim.states = "{states}": {error}') from None
     adds_up = optim.micro_batches > 1 or precision.loss_scale != "none"
-    return MasterWeightOptimizer(model, optim, master=master is not None, adds_up=adds_up, partial=partial, **own)
-
-
-def _formats(optim: Optim, precision: PrecisionConfig) -> tuple[str, str | None]:
-    """The formats of moments and masters."""
-    master = precision.resolved.master
-    return optim.states or precision.resolved.states, None if master == "none" else master
+    return MasterWeightOptimizer(model, optim, master=master != "none", adds_up=adds_up, partial=partial, **own)
 
 
 class TrainerOptimizer(ABC):
