@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from octavo.kernels import quantize
-from octavo.kernels.adamw import compress, expand, random_bits
-from octavo.kernels.adamw.moments import _shared_half_roots, _unsigned_values
+from octavo.kernels.adamw import GROUP, compress, expand
+from octavo.kernels.adamw.moments import _shared_half_roots, _unsigned_values, group_seeds, hashed
 from octavo.numerics import E4M3, QuantSpec, sqnr
 from octavo.runtime.torch_compat import FakeTensorMode
 
@@ -18,6 +18,10 @@ def lognormal(*shape, sigma=1.0, seed=0):
 
 def round_trip(values, signed):
     return expand(*compress(values, signed), signed)
+
+
+def random_bits(rows, columns, first, seed):
+    return hashed(group_seeds(rows, columns, first, seed, torch.device("cpu"))).view(rows, -1, GROUP)
 
 
 def without_expansion(values):
@@ -78,21 +82,21 @@ def test_a_group_of_its_own_does_not_see_the_others():
 @pytest.mark.parametrize("signed", [True, False])
 def test_rounding_at_random_keeps_the_mean(signed):
     values = lognormal(8, 128) * (torch.randn(8, 128).sign() if signed else 1)
-    noise = [random_bits(8, 128, 0, seed, values.device) for seed in range(300)]
+    noise = [random_bits(8, 128, 0, seed) for seed in range(300)]
     mean = sum(expand(*compress(values, signed, bits), signed) for bits in noise) / 300
     at_random, to_nearest = ((t / values - 1).abs().mean() for t in (mean, round_trip(values, signed)))
     assert at_random < to_nearest / 5
 
 
 def test_random_bits_do_not_depend_on_pieces_and_look_random():
-    whole = random_bits(6, 300, 0, 7, torch.device("cpu"))
-    assert torch.equal(whole[2:], random_bits(4, 300, 2, 7, torch.device("cpu")))
-    bits = random_bits(100, 1280, 0, 1, torch.device("cpu"))
+    whole = random_bits(6, 300, 0, 7)
+    assert torch.equal(whole[2:], random_bits(4, 300, 2, 7))
+    bits = random_bits(100, 1280, 0, 1)
     for bit in range(32):
         ones = ((bits >> bit) & 1).double()
         assert abs(ones.mean() - 0.5) < 0.01
         assert abs((ones.flatten()[1:] * ones.flatten()[:-1]).mean() - 0.25) < 0.01
-    assert not torch.equal(bits, random_bits(100, 1280, 0, 2, torch.device("cpu")))
+    assert not torch.equal(bits, random_bits(100, 1280, 0, 2))
 
 
 @pytest.mark.parametrize("signed", [True, False])

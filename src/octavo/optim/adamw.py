@@ -26,7 +26,6 @@ from octavo.numerics.names import nearest
 from octavo.optim.interface import Optimizer
 from octavo.optim.sharded import (
     any_rank,
-    copy_rows,
     first_row,
     local_rows,
     placements_of,
@@ -40,6 +39,7 @@ from octavo.optim.states import (
     as_bytes,
     check_state,
     converted_group,
+    copy_rows,
     from_bytes,
     from_torch,
     hyper_params,

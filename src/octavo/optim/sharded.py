@@ -6,7 +6,7 @@ FP8 moments then need shards that end where groups of 128 columns do (`splits_gr
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -70,10 +70,9 @@ def shard_like(param: Tensor, rows: Tensor) -> Tensor:
     """Wrap a state of the local rows as a tensor sharded like the parameter."""
     if not is_dtensor(param):
         return rows
-    columns = [size * column_splits(param) if dim == 0 else size for dim, size in enumerate(rows.shape[1:])]
-    shape = torch.Size((param.shape[0], *columns)) if rows.ndim else rows.shape
-    if rows.shape == local_part(param).shape:
-        shape = param.shape
+    shape: Sequence[int] = param.shape
+    if rows.shape != local_part(param).shape:
+        shape = param.shape[0], *(size * column_splits(param) for size in rows.shape[1:2]), *rows.shape[2:]
     sharded: Tensor = placed_like(param, rows, shape)
     return sharded
 
@@ -82,16 +81,9 @@ def local_rows(param: Tensor, value: Tensor) -> Tensor:
     """Return the local rows of a value of a parameter's shape, whole or sharded like it."""
     if is_dtensor(value) or not is_dtensor(param) or not value.ndim:
         return local_tensor(value)
-    places = zip(_offset(param), local_tensor(param).shape, strict=True)
-    for dim, (start, size) in enumerate(places):
+    for dim, (start, size) in enumerate(zip(_offset(param), local_tensor(param).shape, strict=True)):
         value = value.narrow(dim, start, size)
     return value
-
-
-def copy_rows(own: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
-    """Load tensors by name, of which shards take their rows. Raises KeyError for a missing one."""
-    for name, value in own.items():
-        local_tensor(value).copy_(local_rows(value, saved[name]))
 
 
 def sum_gradient(param: Tensor) -> None:
@@ -101,14 +93,13 @@ def sum_gradient(param: Tensor) -> None:
         param.grad = grad.redistribute(placements=placements_of(param))
 
 
-def any_rank(flags: Tensor, params: Iterable[Tensor]) -> Tensor:
+def any_rank(flags: Tensor, params: Iterable[Any]) -> Tensor:
     """Return which flags are set on any rank that has shards or copies of the parameters."""
     groups: dict[dist.ProcessGroup, str] = {}
     for param in params:
         for dim in range(len(placements_of(param))):
-            mesh: Any = param.device_mesh  # type: ignore[attr-defined]
-            if mesh.size(dim) > 1:
-                groups[mesh.get_group(dim)] = mesh.device_type
+            if param.device_mesh.size(dim) > 1:
+                groups[param.device_mesh.get_group(dim)] = param.device_mesh.device_type
     for group, device in groups.items():
         counts = flags.to(device, torch.int32)
         dist.all_reduce(counts, dist.ReduceOp.MAX, group)

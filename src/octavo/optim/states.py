@@ -185,6 +185,15 @@ def text_of(value: Any) -> str:
     return f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
 
 
+def copy_rows(own: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
+    """Load tensors by name, of which shards take their rows. Raises KeyError for a missing one."""
+    for name, value in own.items():
+        rows, local = local_rows(value, saved[name]), local_tensor(value)
+        if text_of(rows) != text_of(local):
+            raise ValueError(f"the saved {name} is {text_of(rows)}, expected {text_of(local)}")
+        local.copy_(rows)
+
+
 def saved_parameters(state_dict: Any, sizes: list[int]) -> list[list[Any]]:
     """Return the parameter keys of a state_dict, by group."""
     try:

@@ -51,8 +51,8 @@ from octavo.nn.experts import STACKED
 from octavo.numerics.names import nearest
 from octavo.optim import OPTIMIZERS, AdamW
 from octavo.optim.adamw import ADAMW
-from octavo.optim.sharded import copy_rows, local_rows, shard_like, sum_gradient
-from octavo.optim.states import hyper_params, master_values, param_state
+from octavo.optim.sharded import local_rows, shard_like, sum_gradient
+from octavo.optim.states import copy_rows, hyper_params, master_values, param_state
 from octavo.runtime.torch_compat import is_dtensor
 from octavo.tensor import local_tensor
 from octavo.train.config.run_config import ConfigError, TrainConfig

@@ -7,14 +7,14 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.adamw import reference
-from octavo.kernels.adamw.moments import GROUP, compress, expand, groups, random_bits, seed_after
+from octavo.kernels.adamw.moments import GROUP, compress, expand, groups, seed_after
 from octavo.kernels.adamw.reference import HyperParams, ParamState, Work, exact_values, split
 from octavo.kernels.registry import Backend, Case, Op, register, triton_unsupported
 from octavo.numerics.error import sqnr
 
 __all__ = [
     "ADAMW", "CASE", "EXAMPLE", "GROUP", "HyperParams", "ParamState", "Work", "compress", "exact_values", "example",
-    "expand", "groups", "random_bits", "seed_after", "split", "step",
+    "expand", "groups", "seed_after", "split", "step",
 ]  # fmt: skip
 
 CASE: Case = ("step",)

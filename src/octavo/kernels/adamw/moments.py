@@ -108,15 +108,10 @@ def _grouped(values: Tensor) -> Tensor:
     return padded.reshape(rows, groups(columns), GROUP)
 
 
-def random_bits(rows: int, columns: int, first: int, seed: int, device: torch.device) -> Tensor:
-    """Return 32 random bits per element, int32 [rows, groups, 128]."""
+def group_seeds(rows: int, columns: int, first: int, seed: int, device: torch.device) -> Tensor:
+    """Return what `hashed` makes random bits of, int32 [rows · groups], for rows from `first` on of a matrix."""
     # Bits are a hash of the element's index and the seed (the finalizer of MurmurHash3), so they are independent of
     # order, chunking and device.
-    return hashed(group_seeds(rows, columns, first, seed, device)).view(rows, groups(columns), GROUP)
-
-
-def group_seeds(rows: int, columns: int, first: int, seed: int, device: torch.device) -> Tensor:
-    """Return what `hashed` makes random bits of, int32 [rows · groups]; arguments as of `random_bits`."""
     start = seed_after(seed, first * groups(columns) * GROUP)
     indices = torch.arange(rows * groups(columns), dtype=torch.int32, device=device)
     return indices.mul_(_signed(GROUP * _STRIDE)).add_(_signed(start))
