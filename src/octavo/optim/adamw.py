@@ -328,6 +328,7 @@ class AdamW(Optimizer):
                 optimizer (Adam, AdamW with amsgrad); nothing is changed.
         """
         groups, states = self._converted(state_dict)
+        # Without states, which the base class would cast to the parameters' dtype.
         super().load_state_dict({**state_dict, "state": {}, "param_groups": groups})
         for group in self.param_groups:
             for param in filter(states.__contains__, group["params"]):

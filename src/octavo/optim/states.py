@@ -1,4 +1,4 @@
-"""States of one parameter: layout, initial values, checks, and conversion from `torch.optim.AdamW`.
+"""What describes an optimizer, and states of one parameter: checks, and conversion from `torch.optim.AdamW`.
 
 Every state is contiguous regardless of its parameter's strides: the step reads and writes a view as a matrix of the
 parameter's logical rows.
@@ -49,10 +49,6 @@ Entry = tuple[Group, Tensor]
 """A parameter, with its group."""
 
 
-def _nothing(shape: Sequence[int]) -> float:
-    return 0.0
-
-
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSpec:
     """A row of `octavo.optim.OPTIMIZERS`: what the trainer and the planner need to know of an optimizer."""
@@ -67,7 +63,7 @@ class OptimizerSpec:
     matrices: bool = False
     fused: type[torch.optim.Optimizer] | None = None  # PyTorch's optimizer of the same steps, for states in fp32
     traffic: float = 0.0  # Bytes per parameter that a step moves besides gradient, parameter and states
-    flops: Callable[[Sequence[int]], float] = _nothing  # FLOPs of the matrix products of a step, by shape
+    flops: Callable[[Sequence[int]], float] = lambda shape: 0.0  # FLOPs of a step's matrix products, by shape
 
     def layout(self, param: Tensor, group: Group) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Return shape and dtype of each state of a parameter, or of its local rows."""

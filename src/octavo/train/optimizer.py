@@ -52,7 +52,7 @@ from octavo.numerics.names import nearest
 from octavo.optim import OPTIMIZERS, AdamW
 from octavo.optim.adamw import ADAMW
 from octavo.optim.sharded import local_rows, shard_like, sum_gradient
-from octavo.optim.states import copy_rows, hyper_params, master_values, param_state
+from octavo.optim.states import Group, copy_rows, hyper_params, master_values, param_state
 from octavo.runtime.torch_compat import is_dtensor
 from octavo.tensor import local_tensor
 from octavo.train.config.run_config import ConfigError, TrainConfig
@@ -384,7 +384,7 @@ class TrainerOptimizer(ABC):
         """Load what `state_dict` returned for the same model; shards take their rows of it."""
         saved = state["adamw"]
         if len(self._settings) == len(self._names) and not any(map(is_dtensor, self._params)):
-            self._load(saved)
+            self.inner.load_state_dict(saved)
         else:  # rows of what one process saved, which numbers parameters in the order of their settings
             self._make_states()
             names = sorted(self._settings, key=self._settings.__getitem__)
@@ -395,9 +395,6 @@ class TrainerOptimizer(ABC):
         copy_rows(self._separate(), state["masters"])
         if self.average is not None:
             copy_rows(self.average.tensors, state["ema"])
-
-    def _load(self, saved: dict[str, Any]) -> None:
-        self.inner.load_state_dict(saved)
 
 
 class MasterWeightOptimizer(TrainerOptimizer):
@@ -468,7 +465,7 @@ class MasterWeightOptimizer(TrainerOptimizer):
         if pairs:
             torch._foreach_copy_([local_tensor(param) for param, _ in pairs], [local_tensor(m) for _, m in pairs])
 
-    def _next_state(self, group: Mapping[str, Any], master: Tensor, factor: float) -> tuple[ParamState, HyperParams]:
+    def _next_state(self, group: Group, master: Tensor, factor: float) -> tuple[ParamState, HyperParams]:
         """Count a step of a master that its parameter's own gradient updates; return it with the step's numbers."""
         state, param = self._state_of(master), self._direct[master]
         state["step"] += 1
@@ -490,8 +487,9 @@ class MasterWeightOptimizer(TrainerOptimizer):
         for master in self._masters:
             self._state_of(master)
 
-    def _load(self, saved: dict[str, Any]) -> None:
-        super()._load(saved)
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load what `state_dict` returned for the same model; shards take their rows of it."""
+        super().load_state_dict(state)
         for direct in filter(self.inner.state.__contains__, self._direct):  # PyTorch moves counts to the device
             self.inner.state[direct]["step"] = self.inner.state[direct]["step"].cpu()
 
