@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.kernels.adamw.moments import GROUP, compress, expand, group_seeds, groups, hashed
+from octavo.kernels.adamw.moments import GROUP, compress, expand, group_seeds, hashed
 from octavo.numerics.formats import E4M3
 
 CHUNK_ELEMENTS = 1 << 18
@@ -213,17 +213,11 @@ def random_bits_of(state: ParamState, which: int) -> Tensor | None:
     """Return random bits of these rows for both moments (0) or the parameter (1); None without a seed."""
     if state.seed is None:
         return None
-    if state.members:
-        seeds = (_group_seeds(member, which) for member in state.members)
-        return hashed(torch.cat(list(seeds))).unsqueeze(1)
-    rows, columns = state.param.shape
-    return hashed(_group_seeds(state, which)).view(rows, groups(columns), GROUP)
-
-
-def _group_seeds(state: ParamState, which: int) -> Tensor:
-    assert state.seed is not None
-    rows, columns = state.param.shape
-    return group_seeds(rows, columns, state.first, state.seed + which, state.param.device)
+    seeds = [
+        group_seeds(part.param.shape[0], part.param.shape[1], part.first, (part.seed or 0) + which, part.param.device)
+        for part in state.members or (state,)
+    ]
+    return hashed(torch.cat(seeds)).view(state.param.shape[0], -1, GROUP)
 
 
 def exact_values(param: Tensor, remainder: Tensor | None, master: Tensor | None) -> Tensor:
