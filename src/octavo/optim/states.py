@@ -40,7 +40,7 @@ def matrix_shape(shape: torch.Size) -> tuple[int, int]:
 
 def matrix_view(tensor: Tensor) -> Tensor:
     """View a contiguous tensor as `matrix_shape`; never a copy."""
-    return tensor.view(matrix_shape(tensor.shape))
+    return tensor if tensor.ndim == 2 else tensor.view(matrix_shape(tensor.shape))
 
 
 Group = Mapping[str, Any]

@@ -140,13 +140,15 @@ def _step_together(states: list[ParamState], hyper: HyperParams, rule: Rule) -> 
         step(states[0], hyper, rule)
         return
     sizes = [state.param.numel() // GROUP for state in states]
-    parts = list(zip(*(state.tensors for state in states), strict=True))
-    wholes = [torch.cat([t.view(n, -1) for t, n in zip(each, sizes, strict=True)]) for each in parts]
+    parts = [
+        [tensor.view(size, -1) for tensor, size in zip(each, sizes, strict=True)]
+        for each in zip(*(state.tensors for state in states), strict=True)
+    ]
+    wholes = [torch.cat(each) for each in parts]
     _step(replace(states[0].with_tensors(iter(wholes)), members=tuple(states)), hyper, rule)
     del parts[1], wholes[1]  # gradients, which stay as they are
     for each, whole in zip(parts, wholes, strict=True):
-        for part, values in zip(each, whole.split(sizes), strict=True):
-            part.copy_(values.view(part.shape))
+        torch._foreach_copy_(each, whole.split(sizes))
 
 
 def step(state: ParamState, hyper: HyperParams, rule: Rule = adamw) -> None:
