@@ -341,6 +341,7 @@ CHANGES = {
     "a function": lambda mlp: (delattr(mlp, "act_fn"), setattr(mlp, "act_fn", torch.tanh)),
     "a forward of the instance": lambda mlp: setattr(mlp, "forward", lambda x: mlp.down_proj(mlp.up_proj(x))),
     "a hook": lambda mlp: mlp.act_fn.register_forward_hook(lambda m, a, y: 2 * y),
+    "a partial": lambda mlp: mlp.act_fn.register_forward_hook(partial(lambda k, m, a, y: k * y, 2)),
     "an activation's own forward": lambda mlp: setattr(mlp.act_fn, "forward", torch.sin),
     "another projection": lambda mlp: setattr(mlp, "up_proj", nn.Sequential(mlp.up_proj, nn.Dropout(0.3))),
 }

@@ -348,7 +348,7 @@ def _is_altered(module: Any) -> bool:
     hooks = [module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks]
     own = (hook for kind in hooks for hook in kind.values())
     for hook in chain(own, global_module_hooks()):
-        name = getattr(getattr(hook, "func", hook), "__module__", None)  # of a partial, what it calls
+        name = getattr(hook.func if isinstance(hook, partial) else hook, "__module__", None)
         if not str(name).startswith(_OBSERVERS):
             return True
     return "forward" in vars(module)

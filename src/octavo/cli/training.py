@@ -162,7 +162,7 @@ ENDS = {
     "early": "Ended early after {} (eval.patience).",
     "sigterm": "Stopped and saved after {}. To go on, the same command with --resume.",
 }
-"""What is said after a run, by `RunResult.stopped`."""
+"""The last line of output by `RunResult.stopped`, with the number of steps."""
 
 
 def _supervised(context: typer.Context, arguments: list[str], folder: Path, *, resume: bool, restarts: int) -> int:

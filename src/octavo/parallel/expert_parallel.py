@@ -15,8 +15,8 @@ A row is sent once for each of its experts, also if two of them are on one rank.
 bytes for large k, but sums over experts would be rounded to the message's format.
 
 Each rank first tells each other rank how many rows it sends: the host waits for these numbers once per forward. The
-same message carries what has to be equal on all ranks (`_call_code`): if it is not, all raise instead of waiting for
-messages that nobody sends. The gradient of an expert sums over the tokens of all R ranks, and is divided by R: the mean
+same message carries what has to be equal on all ranks (`_call_code`): if it is not, all raise instead of waiting
+for each other. The gradient of an expert sums over the tokens of all R ranks, and is divided by R: the mean
 over ranks, as FSDP2 and DDP compute it for other parameters.
 """
 
