@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from unittest import mock
 
 import torch
@@ -20,8 +21,12 @@ from torch import nn
 
 import octavo
 from octavo import comm
-from octavo.nn import operands
+from octavo.activations import modules
+from octavo.kernels.adamw import reference as adamw
+from octavo.nn import linear_subclasses, operands
 from octavo.parallel.fsdp import Fp8ReduceScatter
+from octavo.runtime import derivatives
+from octavo.runtime.switch import SWITCH
 
 
 def rounded(x):
@@ -250,6 +255,60 @@ def summed_not_averaged():
         yield
 
 
+def remainder_of_what_was_written():
+    """The remainder of the old value is added to a written zero: NaN."""
+
+    def exact(param, remainder, master):
+        values = param.float()
+        if remainder is None:
+            return values if master is None else torch.where(master.to(param.dtype) == param, master, values)
+        return (values.contiguous().view(torch.int32) + remainder).view(torch.float32)
+
+    return mock.patch.object(adamw, "exact_values", exact)
+
+
+def writes_undone():
+    """A float32 master wins over what was written to its parameter."""
+    original = adamw.exact_values
+    return mock.patch.object(adamw, "exact_values", lambda p, r, master: original(p, r, master) if r is None is master
+                             else master if master is not None else original(p, r, None))  # fmt: skip
+
+
+def penalty_lost():
+    """Backward reads FP8 copies, without an error that they have no derivative."""
+    lenient = SimpleNamespace(compiler=torch.compiler, is_grad_enabled=lambda: False)
+    return mock.patch.object(derivatives, "torch", lenient)
+
+
+@contextmanager
+def signatures_lost():
+    """Forward of a class that convert makes has the signature of the mixin."""
+    caches = [value for module in (modules, linear_subclasses) for value in vars(module).values()
+              if hasattr(value, "cache_clear")]  # fmt: skip
+    for cached in caches:
+        cached.cache_clear()
+    with mock.patch.object(modules, "update_wrapper", lambda function, *args, **options: function):
+        yield
+    for cached in caches:
+        cached.cache_clear()
+
+
+@contextmanager
+def restored_not_counted():
+    """A block of `disabled` restores what it found when it began."""
+
+    @contextmanager
+    def disabled():
+        before = list(SWITCH.off)
+        SWITCH.off.append(None)
+        yield
+        SWITCH.off[:] = before
+
+    with mock.patch.object(octavo, "disabled", disabled):
+        yield
+    SWITCH.off.clear()
+
+
 @dataclass(frozen=True)
 class InjectedFault:
     """A defect: its kind of case, a pattern that cases need for it to matter, the label that its failure has, and how
@@ -277,7 +336,7 @@ def _is_look_alike(module):
 
 INJECTED_FAULTS = {
     "q saved in FP8 beside sdpa's statistics": InjectedFault(
-        "activations", lambda: function(F, "scaled_dot_product_attention", _rounded_q), '"sdpa"', "gradient"
+        "activations", lambda: function(F, "scaled_dot_product_attention", _rounded_q), '"attention"', "gradient"
     ),
     "results of sigmoid saved in FP8": InjectedFault(
         "activations", lambda: function(torch, "sigmoid", RoundedSigmoid.apply),
@@ -317,6 +376,13 @@ INJECTED_FAULTS = {
     ),
     "NaN made -0.0 by the remainder": InjectedFault("optimizer", lambda: optimizer_step(after=_zero_for_nan), '"nan'),
     "the second moment decays as the first": InjectedFault("optimizer", lambda: optimizer_step(before=_one_beta)),
+    "the remainder of a value that was overwritten": InjectedFault(
+        "optimizer", remainder_of_what_was_written, '"writes"', "parameter"
+    ),
+    "writes between steps undone": InjectedFault("optimizer", writes_undone, '"master": "fp32".*"writes"', "parameter"),
+    "a gradient penalty lost": InjectedFault("derivatives", penalty_lost, label="gradient"),
+    "signatures lost": InjectedFault("identity", signatures_lost, label="of a converted module"),
+    "overlapping blocks of disabled() restore": InjectedFault("threads", restored_not_counted, "disabled", "threads"),
     "a collective that loses the last element": InjectedFault(
         "comm", last_element_lost, '"all_gather"', on_ranks=True, slow=True
     ),

@@ -4,13 +4,16 @@ import json
 from functools import partial
 
 import pytest
-from benchmarks.fuzz import check, draw, ranks
+from benchmarks.fuzz import check, first, ranks
 from benchmarks.fuzz.draw import KINDS
-from benchmarks.fuzz.runner import corpus, described, main, shrink, size, smallest
+from benchmarks.fuzz.runner import corpus, described, main
 
 from injected_faults import INJECTED_FAULTS
 
-CASES = {"activations": 30, "linear": 40, "optimizer": 40, "comm": 20, "wrappers": 5, "experts": 20}
+CASES = {
+    "activations": 30, "linear": 40, "optimizer": 40, "comm": 20, "wrappers": 8, "experts": 20, "derivatives": 20,
+    "identity": 20, "threads": 10,
+}  # fmt: skip
 run = partial(check, seconds=120.0)  # other tests may run beside
 
 
@@ -23,10 +26,15 @@ def no_processes_left():
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind == "experts")) for kind in KINDS])
 def test_nothing_is_found(kind):
-    outcomes = [(case, run(case)) for case in (draw(11, i, kind) for i in range(CASES[kind]))]
-    failures = [described(kind, case, outcome) for case, outcome in outcomes if outcome.failed]
-    assert not failures, "".join(failures)
-    assert sum(outcome.status == "pass" for _, outcome in outcomes) >= 0.8 * len(outcomes)
+    statuses = []
+
+    def fails(case):
+        statuses.append((outcome := run(case)).status)
+        return outcome.failed
+
+    found = first(kind, fails, seed=11, draws=CASES[kind], shrink=False)
+    assert found is None, described(kind, found, run(found))
+    assert statuses.count("pass") >= 0.8 * len(statuses) and len(statuses) >= CASES[kind] / 2
 
 
 @pytest.mark.parametrize("entry", corpus(), ids=lambda entry: entry["note"])
@@ -36,38 +44,33 @@ def test_corpus(entry):
     assert not outcome.failed, outcome
 
 
-def test_cases_depend_on_seed_and_index_alone():
-    assert [draw(3, i) for i in range(50)] == [draw(3, i) for i in range(50)]
-    assert {draw(3, i)["kind"] for i in range(300)} == set(KINDS)
-    case = draw(3, 7)
-    assert json.loads(json.dumps(case)) == case
-    assert draw(3, 7) != draw(4, 7) and draw(3, 7) != draw(3, 8)
+@pytest.mark.parametrize("kind", KINDS)
+def test_cases_are_plain_data_and_depend_on_the_seed_alone(kind):
+    def drawn(seed):
+        cases = []
+        first(kind, lambda case: cases.append(case), seed=seed, draws=20)
+        return cases
+
+    cases = drawn(3)
+    assert cases == drawn(3) != drawn(4)
+    assert json.loads(json.dumps(cases)) == cases and {case["kind"] for case in cases} == {kind}
 
 
-def test_shrinking_keeps_what_the_failure_needs():
-    case = {
-        "kind": "activations", "seed": 5, "length": 33, "width": 64,
-        "parts": [{"op": "mlp"}, {"op": "residual", "of": {"op": "gate", "form": "beta", "act": "gelu"}}],
-    }  # fmt: skip
+def find(fault, shrink=False):
+    """The first case that fails with the defect and passes without it, and how it fails with the defect."""
+    outcomes = []
 
     def fails(case):
-        return "beta" in json.dumps(case) and case.get("length", 4) > 16
-
-    small = shrink(case, fails)
-    assert small == {"kind": "activations", "length": 17, "parts": [{"op": "gate", "form": "beta"}]}
-
-
-def find(fault):
-    """The first case that fails with the defect and passes without it."""
-    for index in range(fault.draws):
-        case = draw(0, index, fault.kind)
         if not fault.concerns(json.dumps(case)):
-            continue
-        outcome = with_fault(fault, case)
-        expected = outcome.failed and fault.label in outcome.label and not outcome.label.startswith("error")
-        if expected and run(case).status == "pass":
-            return case, outcome
-    raise AssertionError(f"not found in {fault.draws} cases")
+            return False
+        outcomes.append(with_fault(fault, case))
+        expected = outcomes[-1].failed and fault.label in outcomes[-1].label
+        own = expected and (fault.label or not outcomes[-1].label.startswith("error"))
+        return bool(own) and run(case).status == "pass"
+
+    case = first(fault.kind, fails, draws=fault.draws, shrink=shrink)
+    assert case is not None, f"not found in {fault.draws} cases"
+    return case, outcomes[-1]
 
 
 def with_fault(fault, case):
@@ -91,13 +94,23 @@ def test_injected_faults_are_found(name):
 
 def test_an_injected_fault_shrinks_to_a_few_keys(capsys):
     fault = INJECTED_FAULTS["a mask forgotten"]
-    case, outcome = find(fault)
-    with fault.defect():
-        small = smallest(case, outcome.label)
-        assert check(small).failed and size(small) <= min(size(case), 25)
-        with pytest.raises(SystemExit, match="1"):
-            main(["--case", json.dumps(small)])
+    case, _ = find(fault, shrink=True)
+    assert len(case["parts"]) == 1 and len(json.dumps(case)) < 120, case
+    with fault.defect(), pytest.raises(SystemExit, match="1"):
+        main(["--case", json.dumps(case)])
     assert "fail: forward" in capsys.readouterr().out
+
+
+def test_the_command_shows_what_it_finds_as_a_command(capsys):
+    fault = INJECTED_FAULTS["a fold in the wrong order"]
+    with fault.defect(), pytest.raises(SystemExit, match="1"):
+        main(["--only", "linear", "--minutes", "0.02"])
+    shown = capsys.readouterr().out
+    case = json.loads(shown.split("python -m benchmarks fuzz --case '")[1].split("'\n")[0])
+    assert "failed: linear: " in shown
+    with fault.defect():
+        assert run(case).failed
+    assert not run(case).failed
 
 
 def test_a_case_over_time_is_cut():

@@ -8,9 +8,10 @@ shrunk by deleting keys.
      "parts": [{"op": "residual", "of": {"op": "gate", "form": "llama"}}]}
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial, reduce
 from typing import Any
 from unittest import mock
 
@@ -22,6 +23,37 @@ from benchmarks.fuzz.modules import Part
 
 Case = dict[str, Any]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def values(shape: Sequence[int], form: str | None, dtype: torch.dtype, generator: Any = None) -> Tensor:
+    """Random numbers of a form; None: normal ones."""
+    half, x = dtype == torch.float16, torch.randn(list(shape), generator=generator)
+    tiny, subnormal, large = (1e-3, 1e-6, 30.0) if half else (1e-20, 1e-40, 1e10)
+    x *= {"tiny": tiny, "subnormal": subnormal, "large": large, "zeros": 0.0}.get(form or "", 1.0)
+    if x.ndim and x.numel():
+        if form == "spread":
+            x *= torch.logspace(-2 if half else -4, 1 if half else 2, x.shape[-1])
+        elif form == "spread_rows":
+            x *= torch.logspace(-2 if half else -8, 1 if half else 4, x.shape[0]).view(-1, *[1] * (x.ndim - 1))
+        elif form == "outliers":
+            x[..., 3::50] *= 100.0
+        elif form == "zero_rows":
+            x[::2] = 0.0
+        elif form in ("nan", "inf"):
+            x.view(-1)[3::101] = float(form)
+    return x.fill_(0.37).to(dtype) if form == "constant" else x.to(dtype)
+
+
+def strided(x: Tensor, layout: str | None) -> Tensor:
+    """The same values in another layout."""
+    if layout == "strided" and x.ndim:
+        return x.repeat_interleave(2, -1)[..., ::2]
+    order = list(range(x.ndim))
+    if layout == "transposed" and x.ndim > 1:
+        order[:2] = 1, 0
+    elif layout == "reversed":
+        order.reverse()
+    return x.permute(order).contiguous().permute(order)
 
 
 class Residual(nn.Module):
@@ -51,17 +83,15 @@ class Residual(nn.Module):
         return x + y if self.scale is None else x + self.scale * y
 
 
-class Repeat(nn.Module):
-    """One module several times."""
+class Around(nn.Module):
+    """A function of x and of modules."""
 
-    def __init__(self, width: int, part: Part) -> None:
+    def __init__(self, function: Callable[..., Tensor], *inner: nn.Module) -> None:
         super().__init__()
-        self.inner, self.times = module(width, part["of"]), part.get("times", 2)
+        self.function, self.inner = function, nn.ModuleList(inner)
 
     def forward(self, x: Tensor) -> Tensor:
-        for _ in range(self.times):
-            x = self.inner(x)
-        return x
+        return self.function(x, *self.inner)
 
 
 VIEWS: dict[str, Callable[[nn.Linear, Tensor], Tensor]] = {
@@ -74,39 +104,41 @@ VIEWS: dict[str, Callable[[nn.Linear, Tensor], Tensor]] = {
     "flatten": lambda fc, x: fc(x.flatten(0, 1)).view(x.shape),
     "strided": lambda fc, x: fc(x[..., ::2].repeat_interleave(2, -1)[..., : x.shape[2]]),
 }
+"""Views between what makes x and a linear."""
 
 
-class View(nn.Module):
-    """A view between a producer, `of` or x itself, and a linear."""
-
-    def __init__(self, width: int, part: Part) -> None:
-        super().__init__()
-        self.form = part.get("form", "permute")
-        self.inner = module(width, part["of"]) if "of" in part else nn.Identity()
-        features = width // 2 if self.form == "reshape" else width
-        self.fc = nn.Linear(features, features)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return VIEWS[self.form](self.fc, self.inner(x))
+def _repeated(times: int, x: Tensor, inner: nn.Module) -> Tensor:
+    return reduce(lambda x, _: inner(x), range(times), x)
 
 
-class Convolution(nn.Module):
-    """A short convolution over tokens, or a patch embedding of them as an image."""
+def _activated(form: str, factor: float, x: Tensor) -> Tensor:
+    return modules.FUNCTIONS[form](x * factor)
 
-    def __init__(self, width: int, part: Part) -> None:
-        super().__init__()
-        self.form = part.get("form", "patch")
-        if self.form == "patch":
-            self.conv: nn.Module = nn.Conv2d(1, width, (1, width))
-        else:
-            self.conv = nn.Conv1d(width, width, 3, padding=1, groups=width if self.form == "depthwise" else 1)
 
-    def forward(self, x: Tensor) -> Tensor:
-        if not x.shape[1]:
-            return x
-        if self.form == "patch":
-            return self.conv(x[:, None]).squeeze(3).transpose(1, 2)
-        return self.conv(x.transpose(1, 2)).transpose(1, 2)
+def _viewed(form: str, x: Tensor, inner: nn.Module, fc: nn.Linear) -> Tensor:
+    return VIEWS[form](fc, inner(x))
+
+
+def _convolved(x: Tensor, conv: nn.Module) -> Tensor:
+    """Over tokens, or as a patch embedding of them as an image."""
+    if not x.shape[1]:
+        return x
+    if isinstance(conv, nn.Conv2d):
+        return conv(x[:, None]).squeeze(3).transpose(1, 2)
+    return conv(x.transpose(1, 2)).transpose(1, 2)
+
+
+def _view(width: int, part: Part) -> nn.Module:
+    form, inner = part.get("form", "permute"), module(width, part["of"]) if "of" in part else nn.Identity()
+    features = width // 2 if form == "reshape" else width
+    return Around(partial(_viewed, form), inner, nn.Linear(features, features))
+
+
+def _convolution(width: int, part: Part) -> nn.Module:
+    form = part.get("form", "patch")
+    groups = width if form == "depthwise" else 1
+    patch = nn.Conv2d(1, width, (1, width)) if form == "patch" else nn.Conv1d(width, width, 3, padding=1, groups=groups)
+    return Around(_convolved, patch)
 
 
 def _linear(width: int, part: Part) -> nn.Module:
@@ -137,10 +169,11 @@ def _hooked(width: int, part: Part) -> nn.Module:
 
 
 _BUILDERS: dict[str, Callable[[int, Part], nn.Module]] = {
-    "norm": modules.norm, "gate": modules.gate, "mlp": modules.mlp, "activation": lambda w, p: modules.Activation(p),
-    "module": lambda w, p: modules.ACTIVATIONS[p.get("form", "silu")](), "attention": modules.attention,
-    "residual": Residual, "repeat": Repeat, "view": View, "conv": Convolution, "linear": _linear, "hooked": _hooked,
-    "dropout": lambda w, p: nn.Dropout(p.get("p", 0.2)),
+    "norm": modules.norm, "gate": modules.gate, "mlp": modules.mlp, "attention": modules.attention, "linear": _linear,
+    "activation": lambda w, p: Around(partial(_activated, p.get("form", "silu"), p.get("factor", 1.0))),
+    "module": lambda w, p: modules.ACTIVATIONS[p.get("form", "silu")](), "residual": Residual, "hooked": _hooked,
+    "repeat": lambda w, p: Around(partial(_repeated, p.get("times", 2)), module(w, p["of"])), "view": _view,
+    "conv": _convolution, "dropout": lambda w, p: nn.Dropout(p.get("p", 0.2)),
     "sequence": lambda w, p: nn.Sequential(*(module(w, each) for each in p["parts"])),
 }  # fmt: skip
 
@@ -176,13 +209,10 @@ def inputs(case: Case) -> Tensor:
 @contextmanager
 def mutated(model: nn.Module, case: Case) -> Iterator[None]:
     """Inside, the model is changed as a user might change it after `convert`: `"after"` of the case."""
+    candidates = [m for m in model.modules() if not isinstance(m, nn.Sequential | nn.ModuleList)]
     with ExitStack() as stack:
         for change in case.get("after", ()):
-            op, candidates = (
-                change["op"],
-                [m for m in model.modules() if not isinstance(m, nn.Sequential | nn.ModuleList)],
-            )
-            m = candidates[change.get("index", 0) % len(candidates)]
+            op, m = change["op"], candidates[change.get("index", 0) % len(candidates)]
             if op in ("instance", "class"):
                 classes = (c for c in type(m).__mro__ if "forward" in vars(c) and not c.__module__.startswith("octavo"))
                 owner: Any = m if op == "instance" else next(classes)
@@ -267,9 +297,6 @@ def reference(model: nn.Module, case: Case) -> nn.Module:
 def knows(case: Any) -> bool:
     """Whether a case holds a module that Octavo knows by its code, whose forward may differ by one rounding."""
     if isinstance(case, dict):
-        if case.get("op") == "norm" and case.get("form", "layer") in modules.KNOWN_NORMS:
-            return True
-        if case.get("op") == "gate" and case.get("form") in modules.KNOWN_GATES:
-            return True
-        return any(knows(value) for value in case.values())
-    return isinstance(case, list) and any(knows(value) for value in case)
+        forms = {"norm": (None, *modules.KNOWN_NORMS), "gate": modules.KNOWN_GATES}.get(case.get("op", ""), ())
+        return case.get("form") in forms or any(map(knows, case.values()))
+    return isinstance(case, list) and any(map(knows, case))

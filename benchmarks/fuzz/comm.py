@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.fuzz.build import DTYPES, Case
+from benchmarks.fuzz.build import DTYPES, Case, strided, values
 from benchmarks.fuzz.outcome import PASS, Outcome, fail
 from benchmarks.fuzz.ranks import POOL, WORLD
 from octavo import comm
@@ -113,26 +113,8 @@ def _feedback(case: Case, shape: list[int], spec: str) -> Outcome:
 
 def _values(case: Case, shape: list[int], rank: int) -> Tensor:
     generator = torch.Generator().manual_seed(1000 * case.get("seed", 0) + rank)
-    x, form, half = torch.randn(shape, generator=generator), case.get("values", "normal"), case.get("dtype") == "fp16"
-    if form == "tiny":
-        x *= 1e-3 if half else 1e-25
-    elif form == "large":
-        x *= 1e3 if half else 1e25
-    elif form == "zeros":
-        x.zero_()
-    elif form == "subnormal":
-        x *= 1e-6 if half else 1e-40
-    elif form == "spread" and x.numel():
-        x *= torch.logspace(-3, 2, x.shape[-1])
-    elif form == "outliers":
-        x[..., ::50] *= 1e3
-    elif form in ("nan", "inf"):
-        x.view(-1)[3::101] = float(form) * (1 - 2 * rank)
-    x = x.to(DTYPES[case.get("dtype", "fp32")])
-    layout = case.get("layout")
-    if layout == "strided":
-        return x.repeat_interleave(2, -1)[..., ::2]
-    return x.t().contiguous().t() if layout == "transposed" and x.ndim == 2 else x
+    x = values(shape, case.get("values"), DTYPES[case.get("dtype", "fp32")], generator)
+    return strided(-x if rank else x, case.get("layout"))
 
 
 def _bound(x: Tensor, spec: str, name: str) -> Tensor:

@@ -1,219 +1,232 @@
-"""Cases at random: the same (seed, index, kind) gives the same case everywhere."""
+"""Strategies of cases, plain data: a table of keys and their choices, the simplest first, None where a key is left out.
+
+Hypothesis draws from them and shrinks towards the first choices: cases of few keys.
+"""
 
 import random
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
-from benchmarks.fuzz import experts, modules
+from hypothesis import HealthCheck, Phase, find, settings
+from hypothesis import strategies as st
+from hypothesis.errors import NoSuchExample
+from hypothesis.strategies import SearchStrategy
+
+from benchmarks.fuzz import experts, identity, modules
 from benchmarks.fuzz.build import VIEWS, Case
 from benchmarks.fuzz.modules import Part
+from benchmarks.fuzz.optimizer import WRITES
+from benchmarks.fuzz.threads import CONTEXTS
 from benchmarks.fuzz.wrappers import EARLIER
 
-KINDS = ("activations", "linear", "optimizer", "comm", "wrappers", "experts")
 RECIPES = ("rowwise", "tensorwise", "rowwise_hp_wgrad", "blockwise", "mxfp8")
 LAYER_RECIPES = (*RECIPES, "rowwise_equalized")
 """A model's layers have channel scales that its emulation does not know."""
-WRAPPERS = ("checkpoint", "checkpoint_reentrant", "keep_weights", "fully_shard", "parallelize", "compile")
 SPECS = ("e4m3/1x128", "fp8/1x128", "e4m3/row", "e4m3/tensor", "e4m3/1x32", "e5m2/1x128", "e5m2/row")
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all_single", "all_to_all", "isend")
-_WEIGHTS = (("activations", 6), ("linear", 3), ("optimizer", 2), ("comm", 1), ("wrappers", 2), ("experts", 1))
+SIZES = (16, 1, 2, 7, 15, 17, 31, 32, 33, 64, 96, 100, 127, 128, 129, 200, 256, 300)
+DTYPE = (None, None, "bf16", "bf16", "fp16")
 
 
-def draw(seed: int, index: int, only: str | None = None) -> Case:
-    """Draw case number `index` of a seed, of one kind where `only` is given."""
-    dice = Dice(f"{seed}/{index}/{only}")
-    kind = only or dice.of(*[kind for kind, weight in _WEIGHTS for _ in range(weight)])
-    case = {"activations": _activations, "linear": _linear, "optimizer": _optimizer, "comm": _comm,
-            "wrappers": _wrapped, "experts": _experts}  # fmt: skip
-    return {"kind": kind, "seed": dice.number(0, 9999), **case[kind](dice)}
+def first(
+    kind: str, fails: Callable[[Case], bool], *, seed: Any = 0, draws: int = 100, shrink: bool = True
+) -> Case | None:
+    """Return the simplest case of a kind for which `fails` holds, None if none of `draws` is one."""
+    phases = (Phase.generate, Phase.shrink) if shrink else (Phase.generate,)
+    options = settings(
+        max_examples=draws, database=None, deadline=None, phases=phases, suppress_health_check=list(HealthCheck)
+    )
+    try:
+        return find(cases(kind), fails, settings=options, random=random.Random(f"{seed}/{kind}"))
+    except NoSuchExample:
+        return None
 
 
-class Dice(random.Random):
-    """Random choices, of which the default needs no key in a case."""
-
-    def of(self, *choices: Any) -> Any:
-        return self.choice(choices)
-
-    def number(self, low: int, high: int) -> int:
-        return self.randint(low, high)
-
-    def maybe(self, chance: float, **options: Any) -> dict[str, Any]:
-        return options if self.random() < chance else {}
+@cache
+def cases(kind: str) -> SearchStrategy[Case]:
+    """Every case of a kind."""
+    return KINDS[kind]().map(lambda case: {"kind": kind, **case})
 
 
-def _model(dice: Dice, *, benign: bool = False) -> Case:
+def _keys(*others: SearchStrategy[Case], **keys: Any) -> SearchStrategy[Case]:
+    """Dictionaries with a choice for each key, after those of other strategies."""
+    table = {name: each if isinstance(each, SearchStrategy) else st.sampled_from(each) for name, each in keys.items()}
+    parts = st.tuples(*others, st.fixed_dictionaries(table))
+    return parts.map(lambda parts: {k: v for part in parts for k, v in part.items() if v is not None})
+
+
+def _some(chance: float, *choices: Any) -> tuple[Any, ...]:
+    """Choices for a key that most cases leave out."""
+    return (None,) * round(len(choices) * (0.5 / chance - 0.5)) + choices  # Hypothesis draws the first more often
+
+
+def _seeded(**keys: Any) -> SearchStrategy[Case]:
+    return _keys(seed=st.integers(0, 9999).map(lambda seed: seed or None), **keys)
+
+
+def _model(*, benign: bool = False, most: int = 3, **keys: Any) -> SearchStrategy[Case]:
     """A model and its input; `benign` leaves out what is badly conditioned, random, or keeps side effects."""
-    width = dice.of(16, 32, 32, 64, 48, 20) if not benign else dice.of(32, 64, 48)
-    parts = [_part(dice, 2, benign) for _ in range(dice.of(1, 1, 2, 2, 3))]
-    case: Case = {
-        "dtype": dice.of("fp32", "fp32", "bf16", "bf16", "fp16"), "width": width, "batch": dice.of(1, 2, 3),
-        "length": dice.of(16, 17, 33, 64, 48) if benign else dice.of(0, 1, 2, 7, 16, 17, 33, 64, 100), "parts": parts,
+    lengths = (None, 16, 17, 33, 64, 48) if benign else (None, 0, 1, 2, 7, 16, 17, 33, 64, 100)
+    rare: Any = {
+        "scale": _some(0.15, 1e-3, 30.0, 300.0, 1e-6), "outliers": _some(0.1, True), "shared": _some(0.1, True),
+        "mean": _some(0.15, 1.0, 30.0, 300.0), "weight_gain": _some(0.1, 0.1, 3.0), "train": _some(0.1, False),
+        "input_frozen": _some(0.05, True), "loss_scale": _some(0.1, 1e-4, 1e4),
     }  # fmt: skip
-    if benign:
-        return case
-    return case | {
-        **dice.maybe(0.15, scale=dice.of(1e-3, 30.0, 300.0, 1e-6)), **dice.maybe(0.1, outliers=True),
-        **dice.maybe(0.15, mean=dice.of(1.0, 30.0, 300.0)), **dice.maybe(0.1, weight_gain=dice.of(0.1, 3.0)),
-        **dice.maybe(0.1, shared=True), **dice.maybe(0.1, train=False), **dice.maybe(0.05, input_frozen=True),
-        **dice.maybe(0.1, loss_scale=dice.of(1e-4, 1e4)),
+    common = {
+        "dtype": DTYPE, "width": (None, 64, 48) if benign else (None, None, 16, 64, 48, 20), "batch": (None, 1, 3),
+        "length": lengths, "parts": st.lists(_part(benign), min_size=1, max_size=most),
     }  # fmt: skip
+    return _seeded(**{**common, **({} if benign else rare), **keys})
 
 
-def _part(dice: Dice, depth: int, benign: bool) -> Part:
-    ops = ("norm", "gate", "gate", "attention", "attention", "mlp", "view", "linear")
-    ops = ops if benign else (*ops, "activation", "module", "conv", "dropout")
-    wraps = ("residual", "residual", "sequence", "sequence") + (() if benign else ("repeat", "hooked"))
-    op = dice.of(*ops, *(wraps * 2 if depth else ()))
-    if op in ("residual", "repeat", "hooked"):
-        of = _part(dice, depth - 1, benign)
-        while op == "repeat" and of["op"] in ("norm", "repeat"):  # a norm of its own output has no gradient to speak of
-            of = _part(dice, depth - 1, benign)
-        forms = {
-            "residual": ("plain", "plain", "scaled") if benign else
-            ("plain", "plain", "scaled", "rezero", "sigmoid", "detached", "drop"),
-            "hooked": ("forward", "pre", "backward", "backward_pre"), "repeat": (None,),
-        }  # fmt: skip
-        form = dice.of(*forms[op])
-        options = {"hooked": {"inside": True}, "repeat": {"times": 3}, "residual": {"records": True}}[op]
-        more = dice.maybe(0.0 if benign else 0.4, **options)
-        return {"op": op, **({"form": form} if form else {}), **more, "of": of}
-    if op == "sequence":
-        norm, reader = _leaf(dice, "norm", benign), _leaf(dice, dice.of("gate", "attention", "mlp", "linear"), benign)
-        return {"op": "sequence", "parts": [norm, reader]}
-    if op == "view" and depth and dice.random() < 0.6:
-        return {"op": "view", "form": dice.of(*VIEWS), "of": _leaf(dice, dice.of("norm", "module", "gate"), benign)}
-    return _leaf(dice, op, benign)
-
-
-def _leaf(dice: Dice, op: str, benign: bool) -> Part:
-    if op == "norm":
-        forms = (*modules.KNOWN_NORMS * 2, *(modules.OWN_NORMS[:2] if benign else modules.OWN_NORMS))
-        return {"op": op, "form": dice.of(*forms), **dice.maybe(0.1, eps=dice.of(1e-5, 1e-2))}
-    if op == "gate":
-        forms = (*modules.KNOWN_GATES, *(modules.OWN_GATES[:3] if benign else modules.OWN_GATES))
-        part = {"op": op, "form": dice.of(*forms), **dice.maybe(0.2, hidden=dice.of(16, 40, 96))}
-        act = dice.maybe(0.3, act=dice.of("silu", "gelu", "gelu_tanh"))
-        return part | act | ({} if benign else dice.maybe(0.2, bias=dice.of(1.0, 4.0, 8.0)))
-    if op == "attention":
-        return _attention(dice, benign)
-    if op == "mlp":
-        part = {"op": op, "act": dice.of("gelu", "silu", "relu") if benign else dice.of(*modules.ACTIVATIONS)}
-        return part | ({} if benign else dice.maybe(0.2, dropout=0.2))
-    if op == "view":
-        return {"op": op, "form": dice.of(*VIEWS)}
-    if op == "linear":
-        forms = (None, "frozen") if benign else (None, "weight_norm", "spectral_norm", "frozen", "transposed_weight")
-        form = dice.of(*forms)
-        return {"op": op, **({"form": form} if form else {}), **dice.maybe(0.3, bias=False)}
-    if op == "activation":
-        forms = tuple(modules.FUNCTIONS)
-        return {"op": op, "form": dice.of(*forms), **dice.maybe(0.3, factor=dice.of(0.1, 3.0, 8.0))}
-    if op == "module":
-        return {"op": op, "form": dice.of(*modules.ACTIVATIONS)}
-    if op == "conv":
-        return {"op": op, "form": dice.of("patch", "depthwise", "full")}
-    return {"op": op}
-
-
-def _attention(dice: Dice, benign: bool) -> Part:
-    cores = ("sdpa", "sdpa", "eager", "mha") if benign else ("sdpa", "sdpa", "eager", *modules.CORES)
-    part = {"op": "attention", "core": dice.of(*cores), "mask": dice.of(*modules.MASKS)}
-    part |= dice.maybe(0.3, rotary=dice.of("table", "learned")) | dice.maybe(0.3, heads=4)
-    part |= dice.maybe(0.2, grouped=True) | dice.maybe(0.2, bias=True)
+@cache
+def _part(benign: bool) -> SearchStrategy[Part]:
+    ops = ("linear", "norm", "gate", "gate", "attention", "attention", "mlp", "view")
+    leaf = st.sampled_from(ops if benign else (*ops, "activation", "module", "conv", "dropout")).flatmap(
+        lambda op: _leaf(op, benign))  # fmt: skip
+    part = st.deferred(lambda: st.one_of(*[leaf] * (len(wraps) + 1), *wraps))
+    producers = st.sampled_from(("norm", "module", "gate")).flatmap(lambda op: _leaf(op, benign))
+    forms = (None, None, "scaled", *(() if benign else ("rezero", "sigmoid", "detached", "drop")))
+    wraps = [
+        _keys(op=("residual",), form=forms, records=(None,) if benign else _some(0.4, True), of=part),
+        _keys(op=("sequence",), parts=st.tuples(_leaf("norm", benign), part).map(list)),
+        _keys(op=("view",), form=tuple(VIEWS), of=producers),
+    ]
     if not benign:
-        part |= dice.maybe(0.3, scale=dice.of(4.0, 30.0, 200.0)) | dice.maybe(0.2, key_bias=dice.of(3.0, 100.0))
-        part |= dice.maybe(0.2, qk_norm=True) | dice.maybe(0.15, shift=True) | dice.maybe(0.1, dropout=0.2)
+        # A norm of its own output has no gradient to speak of.
+        repeated = part.filter(lambda part: part["op"] not in ("norm", "repeat"))
+        hooks = ("forward", "pre", "backward", "backward_pre")
+        wraps += [
+            _keys(op=("repeat",), times=_some(0.4, 3), of=repeated),
+            _keys(op=("hooked",), form=hooks, inside=_some(0.4, True), of=part),
+        ]
     return part
 
 
-def _activations(dice: Dice) -> Case:
-    case = _model(dice)
-    after = [_change(dice) for _ in range(dice.of(0, 0, 0, 1, 1, 2))]
-    if {"instance", "class"} <= {change["op"] for change in after}:  # which of the two is called is not promised
-        after = after[:1]
-    autocast = dice.maybe(0.3, autocast=True) if case["dtype"] == "fp32" else {}
-    return case | autocast | ({"after": after} if after else {})
-
-
-def _change(dice: Dice) -> Part:
-    op = dice.of("act_fn", "dropout", "instance", "class", "freeze", "eval")
-    return {"op": op, **({"index": dice.number(0, 9)} if op in ("instance", "class", "freeze") else {})}
-
-
-def _linear(dice: Dice) -> Case:
-    if dice.random() < 0.4:
-        return {"form": "model", "recipe": dice.of(*RECIPES), **_model(dice, benign=True)}
-    sizes = (1, 2, 7, 15, 16, 17, 31, 32, 33, 64, 96, 100, 127, 128, 129, 200, 256, 300)
-    return {
-        "form": "layer", "recipe": dice.of(*LAYER_RECIPES), "dtype": dice.of("fp32", "bf16", "bf16", "fp16"),
-        "rows": dice.of(0, 1, 2, 3, *sizes), "inputs": dice.of(*sizes), "outputs": dice.of(*sizes),
-        "x": dice.of("normal", "normal", "tiny", "large", "outliers", "zero_rows", "spread"),
-        "g": dice.of("normal", "normal", "tiny", "spread", "zero_rows"),
-        **dice.maybe(0.3, bias=False), **dice.maybe(0.2, layout="transposed"),
-        **dice.maybe(0.2, x_layout="transposed"), **dice.maybe(0.2, siblings=2),
-        **dice.maybe(0.15, frozen=dice.of("weight", "input")), **dice.maybe(0.1, keep_weights=True),
-        **dice.maybe(0.1, bad=dice.of("nan", "inf")),
+@cache
+def _leaf(op: str, benign: bool) -> SearchStrategy[Part]:
+    fewer = slice(3 if benign else None)
+    tables: dict[str, dict[str, Any]] = {
+        "norm": {"form": (*modules.KNOWN_NORMS * 2, *modules.OWN_NORMS[:2 if benign else None]),
+                 "eps": _some(0.1, 1e-5, 1e-2)},
+        "gate": {"form": (*modules.KNOWN_GATES, *modules.OWN_GATES[fewer]), "hidden": _some(0.2, 16, 40, 96),
+                 "act": _some(0.3, "silu", "gelu", "gelu_tanh"), "bias": _some(0.2, 1.0, 4.0, 8.0)},
+        "attention": {
+            "core": (None, None, "eager", "mha") if benign else (None, None, "eager", *modules.CORES),
+            "mask": modules.MASKS, "rotary": _some(0.3, "table", "learned"), "heads": _some(0.3, 4),
+            "grouped": _some(0.2, True), "bias": _some(0.2, True), "scale": _some(0.3, 4.0, 30.0, 200.0),
+            "key_bias": _some(0.2, 3.0, 100.0), "qk_norm": _some(0.2, True), "shift": _some(0.15, True),
+            "dropout": _some(0.1, 0.2),
+        },
+        "mlp": {"act": tuple(modules.ACTIVATIONS)[:4 if benign else None], "dropout": _some(0.2, 0.2)},
+        "view": {"form": tuple(VIEWS)},
+        "linear": {"form": (None, "frozen", *(() if benign else ("weight_norm", "spectral_norm", "transposed_weight"))),
+                   "bias": _some(0.3, False)},
+        "activation": {"form": tuple(modules.FUNCTIONS), "factor": _some(0.3, 0.1, 3.0, 8.0)},
+        "module": {"form": tuple(modules.ACTIVATIONS)}, "conv": {"form": ("patch", "depthwise", "full")}, "dropout": {},
     }  # fmt: skip
+    harsh = ("scale", "key_bias", "qk_norm", "shift", "dropout", *(("bias",) if op == "gate" else ()))
+    return _keys(op=(op,), **{k: v for k, v in tables[op].items() if not (benign and k in harsh)})
 
 
-def _optimizer(dice: Dice) -> Case:
+def _activations() -> SearchStrategy[Case]:
+    changes = _keys(op=("act_fn", "dropout", "instance", "class", "freeze", "eval"), index=st.integers(0, 9))
+    after = st.lists(
+        changes, max_size=2, unique_by=lambda change: change["op"] in ("instance", "class") or change["op"]
+    )
+    return _model(autocast=_some(0.2, True), after=st.one_of(st.none(), st.none(), after.map(lambda a: a or None)))
+
+
+def _linear() -> SearchStrategy[Case]:
+    layer = _seeded(
+        form=("layer",), recipe=LAYER_RECIPES, dtype=DTYPE, rows=(*SIZES, 0, 3), inputs=SIZES, outputs=SIZES,
+        x=(None, None, "tiny", "large", "outliers", "zero_rows", "spread_rows"), siblings=_some(0.2, 2),
+        g=(None, None, "tiny", "spread_rows", "zero_rows"), bias=_some(0.3, False), layout=_some(0.2, "transposed"),
+        x_layout=_some(0.2, "transposed"), frozen=_some(0.15, "weight", "input"), keep_weights=_some(0.1, True),
+        bad=_some(0.1, "nan", "inf"),
+    )  # fmt: skip
+    return st.one_of(layer, layer, _model(benign=True, form=("model",), recipe=RECIPES))
+
+
+def _optimizer() -> SearchStrategy[Case]:
     shapes = ([64, 256], [7, 128], [3, 5, 30], [96], [1], [0, 64], [], [33, 65], [5, 64], [2, 3, 8, 8], [40, 200])
-    params = [
-        {"shape": dice.of(*shapes), "dtype": dice.of("fp32", "bf16", "bf16"),
-         **dice.maybe(0.4, layout=dice.of("transposed", "strided", "reversed")),
-         **dice.maybe(0.3, grad_layout=dice.of("transposed", "expanded")),
-         **dice.maybe(0.4, grad=dice.of("tiny", "large", "spread", "zeros", "none", "sparse_rows", "constant"))}
-        for _ in range(dice.number(1, 4))
-    ]  # fmt: skip
-    return {
-        "params": params, "steps": dice.number(1, 6), "states": dice.of("fp8", "fp32"),
-        "master": dice.of("remainder", "remainder", "fp32", "none"), "lr": dice.of(1e-4, 1e-2, 1e-3),
-        "betas": dice.of([0.9, 0.999], [0.9, 0.95], [0.0, 0.99]), "weight_decay": dice.of(0.0, 0.1),
-        **dice.maybe(0.3, stochastic_rounding=False), **dice.maybe(0.2, maximize=True),
-        **dice.maybe(0.25, bad=dice.of("nan", "nan_all_ones", "inf"), nonfinite=dice.of("raise", "skip", "ignore")),
-        **dice.maybe(0.3, resume=True),
-    }  # fmt: skip
+    parameter = _keys(
+        shape=shapes, dtype=(None, "bf16", "bf16"), layout=_some(0.4, "transposed", "strided", "reversed"),
+        grad_layout=_some(0.3, "transposed", "expanded"),
+        grad=_some(0.4, "tiny", "large", "spread", "zeros", "none", "zero_rows", "constant"),
+    )  # fmt: skip
+    return _seeded(
+        params=st.lists(parameter, min_size=1, max_size=4), steps=st.integers(1, 6), states=("fp8", "fp32"),
+        master=("remainder", "remainder", "fp32", "none"), lr=(1e-3, 1e-2, 1e-4), weight_decay=(0.0, 0.1),
+        betas=([0.9, 0.999], [0.9, 0.95], [0.0, 0.99]), stochastic_rounding=_some(0.3, False),
+        maximize=_some(0.2, True), bad=_some(0.25, "nan", "nan_all_ones", "inf"), resume=_some(0.3, True),
+        nonfinite=("raise", "skip", "ignore"), writes=st.none() | st.dictionaries(
+            st.sampled_from("01234"), st.sampled_from(tuple(WRITES)), min_size=1, max_size=3),
+        muon=_some(0.2, True),
+    )  # fmt: skip
 
 
-def _comm(dice: Dice) -> Case:
-    shapes = ([4, 96], [2, 128], [6, 130], [2, 1], [8, 3, 7], [0, 64], [10], [1, 1], [2, 257], [3, 5])
-    return {
-        "collective": dice.of(*COLLECTIVES), "shape": dice.of(*shapes), "dtype": dice.of("fp32", "bf16", "fp16"),
-        "spec": dice.of(*SPECS[:2], *SPECS),
-        "values": dice.of(*["normal"] * 3, "tiny", "subnormal", "spread", "outliers", "zeros", "large", "nan", "inf"),
-        **dice.maybe(0.3, reduce="avg"), **dice.maybe(0.3, layout=dice.of("transposed", "strided")),
-        **dice.maybe(0.3, asynchronous=True),
-        **dice.maybe(0.3, splits=[[dice.number(0, 3) for _ in range(2)] for _ in range(2)]),
-        **dice.maybe(0.15, collective="feedback"),
-    }  # fmt: skip
+def _comm() -> SearchStrategy[Case]:
+    shapes = ([2, 128], [4, 96], [6, 130], [2, 1], [8, 3, 7], [0, 64], [10], [1, 1], [2, 257], [3, 5])
+    values = (None, None, None, "tiny", "subnormal", "spread", "outliers", "zeros", "large", "nan", "inf")
+    return _seeded(
+        collective=(*COLLECTIVES, "feedback"), shape=shapes, dtype=DTYPE, spec=(*SPECS, *SPECS[:2]), values=values,
+        reduce=_some(0.3, "avg"), layout=_some(0.3, "transposed", "strided"), asynchronous=_some(0.3, True),
+        splits=st.none() | st.lists(st.lists(st.integers(0, 3), min_size=2, max_size=2), min_size=2, max_size=2),
+    )  # fmt: skip
 
 
-def _wrapped(dice: Dice) -> Case:
-    wrapper = dice.of(*WRAPPERS[:2] * 4, *WRAPPERS[2:5] * 2, WRAPPERS[5])
-    precision = dice.of({"activations": "fp8"}, {"matmul": "fp8"}, {"matmul": "fp8", "activations": "fp8"})
-    if wrapper in ("keep_weights", "compile"):
-        precision = {"matmul": "fp8"}
-    if "matmul" in precision:
-        precision["recipe"] = dice.of(*RECIPES)
-    case = {"wrapper": wrapper, "precision": precision, **_model(dice, benign=True)}
-    if wrapper == "keep_weights":
-        case |= {"steps": dice.number(2, 4), **dice.maybe(0.3, optimizer="torch")}
-    if wrapper in ("fully_shard", "parallelize"):
-        case["dtype"] = dice.of("fp32", "bf16")
-    if wrapper == "parallelize" and precision.get("recipe", "rowwise") not in ("blockwise", "mxfp8"):
-        case |= dice.maybe(0.6, fp8_comm=dice.of("on", "gather"))
-    if wrapper == "parallelize":
-        case |= dice.maybe(0.5, earlier=dice.of(*EARLIER))
-    if wrapper.startswith("checkpoint"):
-        case |= {**dice.maybe(0.3, each=True), **dice.maybe(0.3, autocast=True)}
-    return case
+def _wrapped() -> SearchStrategy[Case]:
+    matmul = _keys(matmul=("fp8",), recipe=RECIPES, activations=(None, "fp8"))
+    precision = matmul | st.just({"activations": "fp8"})
+    gathers = matmul.filter(lambda p: p["recipe"] not in ("blockwise", "mxfp8"))
+
+    def wrapper(*names: str, **keys: Any) -> SearchStrategy[Case]:
+        return _model(benign=True, **{"wrapper": names, "precision": precision, **keys})
+
+    halves = {"dtype": (None, "bf16"), "earlier": _some(0.5, *EARLIER)}
+    return st.one_of(
+        wrapper("checkpoint", "checkpoint_reentrant", each=_some(0.3, True), autocast=_some(0.3, True)),
+        wrapper("keep_weights", steps=(2, 3, 4), optimizer=_some(0.3, "torch"), writes=_some(0.5, *WRITES)),
+        wrapper("fully_shard", dtype=halves["dtype"]), wrapper("parallelize", **halves), wrapper("compile"),
+        wrapper("parallelize", precision=gathers, fp8_comm=("on", "gather"), **halves),
+    )  # fmt: skip
 
 
-def _experts(dice: Dice) -> Case:
-    count = dice.of(2, 4, 8, 8, 16)
-    return {
-        "family": dice.of(*experts.FAMILIES), "experts": count, "k": dice.number(1, min(3, count)),
-        "hidden": dice.of(32, 64, 100, 128, 192), "inner": dice.of(32, 48, 96, 130),
-        "tokens": [dice.of(0, 1, 7, 16, 33, 64) for _ in range(2)], "dtype": dice.of("fp32", "bf16", "bf16"),
-        "recipe": dice.of("rowwise", "rowwise", *RECIPES), "routing": dice.of("random", *experts.ROUTINGS),
-        "values": dice.of("normal", "normal", "normal", "tiny", "spread", "nan", "inf"),
-    }  # fmt: skip
+def _experts() -> SearchStrategy[Case]:
+    counts = (0, 1, 7, 16, 33, 64)
+    return _seeded(
+        family=experts.FAMILIES, experts=(8, 4, 16), k=(2, 1, 3), hidden=(64, 32, 100, 128, 192),
+        inner=(96, 32, 48, 130), tokens=st.tuples(st.sampled_from(counts), st.sampled_from(counts)).map(list),
+        dtype=DTYPE[:4], recipe=("rowwise", *RECIPES), routing=("random", *experts.ROUTINGS),
+        values=(None, None, None, "tiny", "spread", "nan", "inf"),
+    )  # fmt: skip
+
+
+def _converted(**keys: Any) -> SearchStrategy[Case]:
+    return _model(benign=True, most=2, precision=({"matmul": "fp8"}, {"activations": "fp8"}, {
+        "matmul": "fp8", "activations": "fp8"}), **keys)  # fmt: skip
+
+
+def _threads() -> SearchStrategy[Case]:
+    spans = st.tuples(st.sampled_from(tuple(CONTEXTS)), st.integers(0, 3), st.integers(1, 3)).map(list)
+    return _converted(spans=st.none() | st.lists(spans, min_size=1, max_size=4), forwards=(None, 3))
+
+
+def _derivatives() -> SearchStrategy[Case]:
+    return _converted(penalty=(None, "norm", "hessian"), head=_some(0.3, True), by=_some(0.3, "parameter"),
+                      disabled=_some(0.3, True), checkpoint=_some(0.2, True))  # fmt: skip
+
+
+def _identity() -> SearchStrategy[Case]:
+    others = st.tuples(*(st.sampled_from((None, *choices)) for choices in identity.OTHERS)).map(
+        lambda chosen: list(filter(None, chosen)) or None)  # fmt: skip
+    own = _keys(base=tuple(identity.BASES), first=identity.FIRST, others=others)
+    return _converted(own=st.none() | own | own)
+
+
+KINDS: dict[str, Callable[[], SearchStrategy[Case]]] = {
+    "activations": _activations, "linear": _linear, "optimizer": _optimizer, "comm": _comm, "wrappers": _wrapped,
+    "experts": _experts, "derivatives": _derivatives, "identity": _identity, "threads": _threads,
+}  # fmt: skip

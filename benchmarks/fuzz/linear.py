@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import octavo
 from benchmarks.fuzz import outcome
 from benchmarks.fuzz.activations import convert, plain_run
-from benchmarks.fuzz.build import DTYPES, Case, build, inputs, run
+from benchmarks.fuzz.build import DTYPES, Case, build, inputs, run, strided, values
 from benchmarks.fuzz.emulation import emulate, gradients, quantized
 from benchmarks.fuzz.outcome import CANCELLED_DB, PASS, WHOLE_DB, Exact, Outcome, compare_gradients, fail, with_noise
 from octavo.numerics import RECIPES, sqnr
@@ -48,11 +48,10 @@ def _layer(case: Case) -> Outcome:
     recipe, dtype = RECIPES[case.get("recipe", "rowwise")], DTYPES[case.get("dtype", "fp32")]
     torch.manual_seed(case.get("seed", 0))
     rows, features, outputs = case.get("rows", 4), case.get("inputs", 16), case.get("outputs", 16)
-    x = _values(rows, features, case.get("x", "normal"), dtype)
+    x = values([rows, features], case.get("x"), dtype)
     if case.get("bad") and rows:
         x[rows // 2, features // 2] = float(case["bad"])
-    if case.get("x_layout") == "transposed":
-        x = x.t().contiguous().t()
+    x = strided(x, case.get("x_layout"))
     layers = [_made(case, features, outputs, dtype) for _ in range(case.get("siblings", 1))]
     model = nn.ModuleList(layers)
     for layer in layers:  # each by itself: of a model, those that are narrow would be left out
@@ -61,7 +60,7 @@ def _layer(case: Case) -> Outcome:
     read = leaf * 1 if leaf.requires_grad else leaf
     with outcome.around_octavo(model):
         ys = [layer(read) for layer in model]
-        gs = [_values(rows, outputs, case.get("g", "normal"), dtype) for _ in ys]
+        gs = [values([rows, outputs], case.get("g"), dtype) for _ in ys]
         if any(y.requires_grad for y in ys):
             torch.autograd.backward([y for y in ys if y.requires_grad], gs)
     dx_sum = torch.zeros(rows, features, dtype=torch.float64)
@@ -102,31 +101,8 @@ def _channel_scales(layer: nn.Module) -> tuple[Tensor, Tensor]:
 
 def _made(case: Case, features: int, outputs: int, dtype: torch.dtype) -> nn.Linear:
     layer = nn.Linear(features, outputs, bias=case.get("bias", True)).to(dtype)
-    if case.get("layout") == "transposed":
-        layer.weight = nn.Parameter(layer.weight.detach().t().contiguous().t())
-    if case.get("frozen") == "weight":
-        layer.weight.requires_grad_(False)
+    layer.weight = nn.Parameter(strided(layer.weight.detach(), case.get("layout")), case.get("frozen") != "weight")
     return layer
-
-
-def _values(rows: int, columns: int, form: str, dtype: torch.dtype) -> Tensor:
-    x = torch.randn(rows, columns)
-    half = dtype == torch.float16
-    if form == "tiny":
-        x *= 1e-3 if half else 1e-20
-    elif form == "large":
-        x *= 30.0 if half else 1e10
-    elif form == "outliers" and columns:
-        x[:, columns // 3] *= 100.0
-    elif form == "zero_rows":
-        x[::2] = 0.0
-    elif form == "spread":
-        x *= (
-            torch.logspace(-2, 1, max(rows, 1))[:rows, None]
-            if half
-            else torch.logspace(-8, 4, max(rows, 1))[:rows, None]
-        )
-    return x.to(dtype)
 
 
 def _allowed(magnitude: Tensor, terms: int, dtype: torch.dtype) -> Tensor:
@@ -160,7 +136,7 @@ def _over(name: str, exact: Tensor, actual: Tensor | None, limit: Tensor) -> str
 
 def _far(case: Case, exact: Tensor, emulation: Tensor, name: str) -> str | None:
     """Whether well-scaled operands are far from exact products, which would be a mistake of the definition."""
-    scaled = case.get("x", "normal") == "normal" and not case.get("bad") and exact.numel() >= _FEWEST
+    scaled = case.get("x") is None and not case.get("bad") and exact.numel() >= _FEWEST
     if scaled and (db := sqnr(exact, emulation)) < WHOLE_DB:
         return f"exact product: {db:.1f} dB in {name}, at least {WHOLE_DB:g} dB expected"
     return None

@@ -6,6 +6,7 @@ options, each of which may be left out.
 
 import math
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -17,6 +18,12 @@ Part = dict[str, Any]
 ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
     "silu": nn.SiLU, "gelu": nn.GELU, "gelu_tanh": lambda: nn.GELU(approximate="tanh"), "relu": nn.ReLU,
     "tanh": nn.Tanh, "sigmoid": nn.Sigmoid, "softplus": nn.Softplus, "leaky": nn.LeakyReLU, "elu": nn.ELU,
+}  # fmt: skip
+FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "softmax": lambda x: torch.softmax(x, -1, torch.promote_types(x.dtype, torch.float32)).to(x.dtype) * x.shape[-1],
+    "log_softmax": lambda x: F.log_softmax(x, -1), "sin": torch.sin, "exp": lambda x: torch.exp(x.clamp(max=4.0)),
+    "square": lambda x: F.relu(x).square(), "sigmoid_product": lambda x: x * torch.sigmoid(x),
+    "logsumexp": lambda x: x - torch.logsumexp(x, -1, keepdim=True), "silu": F.silu, "tanh": torch.tanh,
 }  # fmt: skip
 KNOWN_NORMS = ("layer", "layer_no_bias", "layer_no_affine", "rms", "rms_no_affine", "llama", "gemma", "t5")
 """Norms whose forward may differ by one rounding."""
@@ -31,7 +38,12 @@ OWN_GATES = (
     "dropout", "by_length", "by_dtype", "aux", "aux_list", "bypass",
 )  # fmt: skip
 CORES = ("sdpa", "eager", "soft_cap", "log_softmax", "cosine", "logsumexp", "mha")
-MASKS = ("none", "causal", "padded", "additive")
+MASKS = (None, "causal", "padded", "additive")
+
+
+def transformers(family: str, *names: str) -> list[Any]:
+    """Classes of a family of models in Transformers."""
+    return [getattr(import_module(f"transformers.models.{family}.modeling_{family}"), name) for name in names]
 
 
 class Reversal(torch.autograd.Function):
@@ -82,17 +94,15 @@ class OwnNorm(nn.Module):
         return y if self.gain is None else y * self.gain
 
 
+_NORMS = {"llama": "LlamaRMSNorm", "gemma": "GemmaRMSNorm", "t5": "T5LayerNorm"}
+
+
 def norm(width: int, part: Part) -> nn.Module:
     form = part.get("form", "layer")
     if form.startswith("own_"):
         return OwnNorm(width, part)
-    if form in ("llama", "gemma", "t5"):
-        from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
-        from transformers.models.llama.modeling_llama import LlamaRMSNorm
-        from transformers.models.t5.modeling_t5 import T5LayerNorm
-
-        kinds: Any = {"llama": LlamaRMSNorm, "gemma": GemmaRMSNorm, "t5": T5LayerNorm}
-        module = kinds[form](width, eps=part.get("eps", 1e-6))
+    if form in _NORMS:
+        module: nn.Module = transformers(form, _NORMS[form])[0](width, eps=part.get("eps", 1e-6))
     elif form.startswith("layer"):
         module = nn.LayerNorm(width, elementwise_affine=form != "layer_no_affine", bias=form != "layer_no_bias")
     else:
@@ -163,20 +173,16 @@ class Gate(nn.Module):
 
 
 def gate(width: int, part: Part) -> nn.Module:
-    form, sizes = part.get("form", "swiglu"), {"hidden_size": width, "num_attention_heads": 1}
-    sizes["intermediate_size"] = part.get("hidden", 2 * width)
-    if form == "llama":
-        from transformers.models.llama.configuration_llama import LlamaConfig
-        from transformers.models.llama.modeling_llama import LlamaMLP
-
-        act = part.get("act", "silu")
-        return LlamaMLP(LlamaConfig(**sizes, hidden_act={"gelu_tanh": "gelu_pytorch_tanh"}.get(act, act)))
-    if form == "phi3":
-        from transformers.models.phi3.configuration_phi3 import Phi3Config
-        from transformers.models.phi3.modeling_phi3 import Phi3MLP
-
-        return Phi3MLP(Phi3Config(**sizes, pad_token_id=0))
-    return Gate(width, part)
+    form = part.get("form", "swiglu")
+    if form not in KNOWN_GATES:
+        return Gate(width, part)
+    mlp, config = transformers(form, *{"llama": ("LlamaMLP", "LlamaConfig"), "phi3": ("Phi3MLP", "Phi3Config")}[form])
+    act = part.get("act", "silu")
+    made: nn.Module = mlp(config(
+        hidden_size=width, num_attention_heads=1, intermediate_size=part.get("hidden", 2 * width), pad_token_id=0,
+        hidden_act={"gelu_tanh": "gelu_pytorch_tanh"}.get(act, act),
+    ))  # fmt: skip
+    return made
 
 
 def mlp(width: int, part: Part) -> nn.Module:
@@ -185,25 +191,6 @@ def mlp(width: int, part: Part) -> nn.Module:
     modules = [nn.Linear(width, hidden), ACTIVATIONS[part.get("act", "gelu")]()]
     modules += [nn.Dropout(part["dropout"])] if part.get("dropout") else []
     return nn.Sequential(*modules, nn.Linear(hidden, width))
-
-
-FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "softmax": lambda x: torch.softmax(x, -1, torch.promote_types(x.dtype, torch.float32)).to(x.dtype) * x.shape[-1],
-    "log_softmax": lambda x: F.log_softmax(x, -1), "sin": torch.sin, "exp": lambda x: torch.exp(x.clamp(max=4.0)),
-    "square": lambda x: F.relu(x).square(), "sigmoid_product": lambda x: x * torch.sigmoid(x),
-    "logsumexp": lambda x: x - torch.logsumexp(x, -1, keepdim=True), "silu": F.silu, "tanh": torch.tanh,
-}  # fmt: skip
-
-
-class Activation(nn.Module):
-    """An activation as a function, without parameters, on a scaled input."""
-
-    def __init__(self, part: Part) -> None:
-        super().__init__()
-        self.form, self.factor = part.get("form", "silu"), part.get("factor", 1.0)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return FUNCTIONS[self.form](x * self.factor)
 
 
 class Attention(nn.Module):
@@ -238,12 +225,11 @@ class Attention(nn.Module):
             before = F.pad(x, (0, 0, 1, 0))[:, :length]
             x = torch.cat((before[..., : width // 2], x[..., width // 2 :]), -1)
         q, k, v = (
-            p(x).view(batch, length, n, self.size).transpose(1, 2)
-            for p, n in ((self.q_proj, self.heads), (self.k_proj, self.kv_heads), (self.v_proj, self.kv_heads))
+            p(x).view(batch, length, -1, self.size).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj)
         )
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.q_norm(k)
-        if part.get("rotary", "none") != "none":
+        if "rotary" in part:
             q, k = self._rotated(q), self._rotated(k)
         if self.kv_heads != self.heads:
             k, v = (t.repeat_interleave(self.heads // self.kv_heads, 1) for t in (k, v))
@@ -254,8 +240,7 @@ class Attention(nn.Module):
                 seen[:, length - length // 3 :] = False
             else:
                 seen = seen.tril()
-        y = self._attended(q, k, v, seen)
-        return self.o_proj(y.transpose(1, 2).reshape(batch, length, self.heads * self.size))
+        return self.o_proj(self._attended(q, k, v, seen).transpose(1, 2).flatten(2))
 
     def _rotated(self, x: Tensor) -> Tensor:
         angles = torch.arange(x.shape[2], dtype=self.frequencies.dtype)[:, None] * self.frequencies

@@ -1,11 +1,13 @@
-"""octavo.AdamW beside torch.optim.AdamW on float64 copies of the same parameters and gradients.
+"""octavo.AdamW and Muon beside PyTorch's on float64 copies of the same parameters and gradients.
 
 What may differ: with float32 states, float32 arithmetic; with FP8 states, moments that are off by their 8 bits from the
 second step on; without a master, one rounding of the parameter per step. Parameters hold the master, rounded once.
+`"writes"` are made between steps: the next step starts from what was written, up to half a step of bf16.
 """
 
 import io
 import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -13,7 +15,7 @@ from torch import Tensor, nn
 
 import octavo
 from benchmarks.fuzz import outcome
-from benchmarks.fuzz.build import DTYPES, Case
+from benchmarks.fuzz.build import DTYPES, Case, strided, values
 from benchmarks.fuzz.modules import Part
 from benchmarks.fuzz.outcome import PASS, Outcome, fail, same
 from octavo.numerics import sqnr
@@ -21,62 +23,113 @@ from octavo.numerics import sqnr
 FP8_DB = 14.0
 """Of what FP8 states move a parameter by, beside exact ones, where all elements have gradients of one size."""
 _FEWEST = 512
-_ALL_ONES = 0x7FFFFFFF
-"""Bits of a NaN whose mantissa is all ones: rounding it up overflows into the sign."""
+_MUON = 3.0
+"""Bound of the difference of two orthogonal updates, per element."""
+
+
+def _load(p: nn.Parameter, start: Tensor) -> None:
+    nn.ParameterList([p]).load_state_dict({"0": start})
+
+
+def _replace(p: nn.Parameter, start: Tensor) -> None:
+    p.data = start.clone()
+
+
+def _swap(p: nn.Parameter, start: Tensor) -> None:
+    average = 0.9 * p.detach() + 0.1 * start
+    p.data.copy_(average)
+
+
+WRITES: dict[str, Callable[[nn.Parameter, Tensor], Any]] = {
+    "zero_rows": lambda p, start: p[::2].zero_() if p.ndim else p.zero_(), "clamp": lambda p, start: p.clamp_(min=0),
+    "mask": lambda p, start: p.mul_(start > 0), "load_state_dict": _load, "data": _replace, "average": _swap,
+    "add": lambda p, start: p.add_(start), "bits": lambda p, start: p.data.view(p.shape).copy_(start),
+}  # fmt: skip
+"""Ways to write to a parameter, which started at other values."""
 
 
 def check(case: Case) -> Outcome:
     torch.manual_seed(case.get("seed", 0))
     parts = case["params"]
     params = [_parameter(part) for part in parts]
-    start = [p.detach().double() for p in params]
+    firsts, strides = [p.detach().clone() for p in params], [p.stride() for p in params]
     twins = [nn.Parameter(p.detach().double().contiguous()) for p in params]
-    strides = [p.stride() for p in params]
-    optimizer = _optimizer(case, params)
-    hyper = {name: case[name] for name in ("lr", "weight_decay", "maximize") if name in case}
-    exact = torch.optim.AdamW(twins, betas=tuple(case.get("betas", (0.9, 0.999))), foreach=False, **hyper)
-    bad, behaviour, skipped = case.get("bad"), case.get("nonfinite", "raise"), 0
+    optimizer, exact = _optimizer(case, params), _exact(case, twins)
+    bad, behaviour, skipped, steps = case.get("bad"), case.get("nonfinite", "raise"), 0, case.get("steps", 1)
+    sign = -1.0 if case.get("maximize") else 1.0  # torch.optim.Muon cannot maximize
     with outcome.around_octavo(nn.ParameterList(params)):
-        for step in range(case.get("steps", 1)):
+        for step in range(steps):
             grads = [_gradient(part, p) for part, p in zip(parts, params, strict=True)]
-            poisoned = bad and step == case.get("steps", 1) - 1 and _poison(grads, bad)
+            poisoned = bool(bad) and step == steps - 1 and _poison(grads, str(bad))
             for p, twin, grad in zip(params, twins, grads, strict=True):
                 p.grad = grad
-                twin.grad = None if grad is None else grad.double().contiguous()
+                twin.grad = None if grad is None else sign * grad.double().contiguous()
             before = [p.detach().clone() for p in params]
+            raised = False
             try:
                 optimizer.step()
             except FloatingPointError as error:
-                if not (poisoned and behaviour == "raise"):
-                    return fail("error", f"step {step} raised: {error}")
+                raised, message = True, str(error)
+            if raised != (poisoned and behaviour == "raise"):
+                return fail(
+                    "nonfinite", f"step {step} raised: {message}" if raised else "a bad gradient raised nothing"
+                )
+            if not poisoned or behaviour == "ignore":
+                for other in exact:
+                    other.step()
             else:
-                if poisoned and behaviour == "raise":
-                    return fail("nonfinite", "a gradient that is not finite raised nothing")
-            if poisoned and behaviour != "ignore":
                 skipped += behaviour == "skip"
                 for p, was in zip(params, before, strict=True):
                     if (mismatch := same("parameter", was, p.detach())) is not None:
                         return fail("nonfinite", f"a step that was left out changed something: {mismatch}")
-            else:
-                exact.step()
-            if case.get("resume") and step == 0 and case.get("steps", 1) > 1:
+            if case.get("resume") and step == 0 and steps > 1:
                 optimizer = _resumed(case, params, optimizer)
+            if step < steps - 1 and (write := case.get("writes", {}).get(str(step))):
+                _write(write, params, firsts, twins)
     if optimizer.skipped != skipped:
         return fail("nonfinite", f"skipped is {optimizer.skipped}, expected {skipped}")
-    for i, (part, p, twin, was, stride) in enumerate(zip(parts, params, twins, start, strides, strict=True)):
-        if p.stride() != stride:
+    for i, (part, p, twin, start, stride) in enumerate(zip(parts, params, twins, firsts, strides, strict=True)):
+        if p.stride() != stride and "data" not in case.get("writes", {}).values():
             return fail("strides", f"parameter {i} had strides {stride}, has {p.stride()}")
-        mismatch = _off(case, part, p.detach(), twin.detach(), was, optimizer.state[p])
+        state = optimizer.state[p]
+        if poisoned and behaviour != "ignore":  # the last step did not read what was written
+            state = {name: value for name, value in state.items() if name != "master"}
+        mismatch = _off(case, part, p.detach(), twin.detach(), start.double(), state)
         if mismatch is not None:
             return fail("parameter", f"parameter {i} {part}: {mismatch}")
     return PASS
 
 
+@torch.no_grad()
+def _write(write: str, params: list[nn.Parameter], starts: list[Tensor], twins: list[nn.Parameter]) -> None:
+    for p, start, twin in zip(params, starts, twins, strict=True):
+        before = p.clone()
+        WRITES[write](p, start)
+        twin.copy_(torch.where(p == before, twin, p.double()))
+
+
+def _matrices(case: Case, params: list[nn.Parameter]) -> list[nn.Parameter]:
+    return [p for p in params if case.get("muon") and p.ndim == 2 and p.numel()]
+
+
 def _optimizer(case: Case, params: list[nn.Parameter]) -> Any:
-    names = ("lr", "weight_decay", "maximize", "states", "stochastic_rounding", "nonfinite")
+    names = ("lr", "maximize", "states", "stochastic_rounding", "nonfinite")
     settings = {name: case[name] for name in names if name in case}
     settings["master"] = None if case.get("master") == "none" else case.get("master", "fp32")
-    return octavo.AdamW(params, betas=tuple(case.get("betas", (0.9, 0.999))), **settings)
+    settings |= {"betas": tuple(case.get("betas", (0.9, 0.999))), "weight_decay": case.get("weight_decay", 0.01)}
+    if not case.get("muon"):
+        return octavo.AdamW(params, **settings)
+    matrices = set(_matrices(case, params))
+    return octavo.optim.Muon([{"params": [p], "muon": p in matrices} for p in params], **settings)
+
+
+def _exact(case: Case, twins: list[nn.Parameter]) -> list[torch.optim.Optimizer]:
+    hyper: Any = {"weight_decay": 0.01, **{name: case[name] for name in ("lr", "weight_decay") if name in case}}
+    matrices = _matrices(case, twins)
+    others = [p for p in twins if not any(p is matrix for matrix in matrices)]
+    betas = tuple(case.get("betas", (0.9, 0.999)))
+    exact: list[Any] = [torch.optim.AdamW(others, betas=betas, foreach=False, **hyper)] if others else []
+    return exact + ([torch.optim.Muon(matrices, **hyper)] if matrices else [])
 
 
 def _resumed(case: Case, params: list[nn.Parameter], optimizer: Any) -> Any:
@@ -88,90 +141,61 @@ def _resumed(case: Case, params: list[nn.Parameter], optimizer: Any) -> Any:
     return other
 
 
-def _strided(x: Tensor, layout: str | None) -> Tensor:
-    if layout == "transposed" and x.ndim > 1:
-        return x.transpose(0, 1).contiguous().transpose(0, 1)
-    if layout == "strided" and x.ndim:
-        wide = torch.zeros(*x.shape[:-1], 2 * x.shape[-1], dtype=x.dtype)
-        wide[..., ::2] = x
-        return wide[..., ::2]
-    if layout == "reversed" and x.ndim > 1:
-        order = tuple(range(x.ndim))[::-1]
-        return x.permute(order).contiguous().permute(order)
-    return x
-
-
 def _parameter(part: Part) -> nn.Parameter:
-    values = torch.randn(part.get("shape", [4, 64])).to(DTYPES[part.get("dtype", "fp32")])
-    return nn.Parameter(_strided(values, part.get("layout")))
+    x = values(part.get("shape", [4, 64]), None, DTYPES[part.get("dtype", "fp32")])
+    return nn.Parameter(strided(x, part.get("layout")))
 
 
 def _gradient(part: Part, p: Tensor) -> Tensor | None:
-    form, grad = part.get("grad"), torch.randn(p.shape)
-    if form == "none":
+    if part.get("grad") == "none":
         return None
-    if form == "tiny":
-        grad *= 1e-6
-    elif form == "large":
-        grad *= 1e4
-    elif form == "spread" and grad.ndim:
-        grad = grad * torch.logspace(-6, 2, max(grad.shape[-1], 1))[: grad.shape[-1]]
-    elif form == "zeros":
-        grad.zero_()
-    elif form == "sparse_rows" and grad.ndim:
-        grad[::2] = 0.0
-    elif form == "constant":
-        grad.fill_(0.37)
-    grad = grad.to(p.dtype)
+    grad = values(list(p.shape), part.get("grad"), p.dtype)
     if part.get("grad_layout") == "expanded" and grad.ndim > 1 and grad.numel():
         return grad[:, :1].expand(grad.shape)
-    return _strided(grad, part.get("grad_layout"))
+    return strided(grad, part.get("grad_layout"))
 
 
 def _poison(grads: list[Tensor | None], bad: str) -> bool:
     for i, grad in enumerate(grads):
         if grad is not None and grad.numel():
             grad = grads[i] = grad.contiguous()
-            if bad == "nan_all_ones":
-                bits, value = {4: (torch.int32, _ALL_ONES), 2: (torch.int16, 0x7FFF)}[grad.element_size()]
-                grad.view(bits).view(-1)[-1] = value
+            if bad == "nan_all_ones":  # rounding its mantissa up would overflow into the sign
+                bits = {4: torch.int32, 2: torch.int16}[grad.element_size()]
+                grad.view(bits).view(-1)[-1] = torch.iinfo(bits).max
             else:
                 grad.view(-1)[-1] = float(bad)
             return True
     return False
 
 
-def _off(case: Case, part: Part, p: Tensor, exact: Tensor, start: Tensor, state: dict[str, Tensor]) -> str | None:
+def _off(case: Case, part: Part, p: Tensor, exact: Tensor, start: Tensor, state: Mapping[str, Tensor]) -> str | None:
     """Describe how a parameter is further from its float64 twin than the form allows, if it is."""
-    if p.isnan().ne(exact.isnan()).any():
-        index = tuple(p.isnan().ne(exact.isnan()).nonzero()[0].tolist())
+    muon = bool(case.get("muon")) and p.ndim == 2 and p.numel() > 0
+    if muon and not exact.isfinite().all():  # one number is enough for the whole update
+        return "finite" if p.isfinite().all() else None
+    if (differ := p.isnan().ne(exact.isnan())).any():
+        index = tuple(differ.nonzero()[0].tolist())
         return f"at {index} {p[index].item()}, expected {exact[index].item()}"
-    if "exp_avg" not in state:
-        return same("without a gradient", start, p.double())
-    steps, lr = case.get("steps", 1), case.get("lr", 1e-3)
-    own = p.dtype == torch.float32 or "remainder" in state or "master" in state
-    precise = "master" not in state and "remainder" not in state
+    if not state:
+        return None if case.get("writes") else same("without a gradient", start, p.double())
+    steps, lr, writes = case.get("steps", 1), case.get("lr", 1e-3), len(case.get("writes", {}))
+    precise, eps = not {"master", "remainder"} & state.keys(), torch.finfo(p.dtype).eps
     master = state["master"].double() if "master" in state else p.double()
-    relative = (
-        0.0 if "master" in state else torch.finfo(p.dtype).eps * (steps if precise and p.dtype != torch.float32 else 1)
-    )
-    relative += steps * 2.0**-22
-    fp8 = "exp_avg_hi" in state and steps > 1
-    update = lr * steps * (3.0 if fp8 else 2e-4)
+    relative = 0.0 if "master" in state else eps * (steps if precise and p.dtype != torch.float32 else 1)
+    relative += steps * 2.0**-22 + eps * writes * ("remainder" in state)
+    fp8 = any(name.endswith("_hi") for name in state) and steps > 1
+    update = lr * steps * (_MUON * max(1.0, p.shape[0] / p.shape[1]) ** 0.5 if muon else 3.0 if fp8 else 2e-4)
     finite = exact.isfinite()
     over = (master - exact).abs() - relative * (exact.abs() + lr * steps) - update
-    if finite.any() and over[finite].max() > 0:
-        index = tuple(torch.where(finite, over, -math.inf).eq(over[finite].max()).nonzero()[0].tolist())
-        return (
-            f"at {index} {master[index].item():.9g}, expected {exact[index].item():.9g}; {over[finite].max():.2g} over"
-        )
-    if (
-        "master" in state
-        and (rounded := same("parameter beside its master", state["master"].to(p.dtype), p)) is not None
-    ):
+    over = torch.where(finite, over, -math.inf)
+    if finite.any() and over.max() > 0:
+        index = tuple(over.eq(over.max()).nonzero()[0].tolist())
+        return f"at {index} {master[index].item():.9g}, expected {exact[index].item():.9g}; {over.max():.2g} over"
+    if "master" in state and (rounded := same("beside its master", state["master"].to(p.dtype), p)) is not None:
         return rounded
     even = part.get("grad") is None and part.get("grad_layout") != "expanded" and p.numel() >= _FEWEST
-    if fp8 and own and even and finite.all() and "remainder" not in state:
+    own = p.dtype == torch.float32 or "master" in state
+    if fp8 and own and even and finite.all() and not (writes or muon):
         moved = exact - start
         if (db := sqnr(moved, master - start)) < FP8_DB:
             return f"what the steps changed: {db:.1f} dB, at least {FP8_DB:g} dB expected"

@@ -1,8 +1,6 @@
-"""Run one case, with a time limit, into an `Outcome`; shrink what fails; and the command that draws until time is over.
+"""Run one case, with a time limit, into an `Outcome`; and the command that draws until time is over.
 
-A case is plain data whose keys all have the simplest value as default, so smaller cases are those without a key,
-without an item of a list, with a part in the place of what is around it, or with a smaller number. Whatever still fails
-in the same way is taken, until nothing smaller does.
+A case is plain data whose keys all have the simplest value as default, so that smaller cases are those of fewer keys.
 """
 
 import argparse
@@ -13,29 +11,32 @@ import sys
 import threading
 import time
 import warnings
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 import torch
+from hypothesis.errors import Flaky
 
 from benchmarks import command
-from benchmarks.environment import write_json
 from benchmarks.fuzz import ranks
 from benchmarks.fuzz.build import Case, build
-from benchmarks.fuzz.draw import KINDS, draw
+from benchmarks.fuzz.draw import KINDS, first
 from benchmarks.fuzz.outcome import Invalid, Outcome, of_error
 
-SECONDS, PATIENCE = 20.0, 12.0
-"""Seconds of computing after which a case is cut, and the factor for waiting: other programs may share the machine."""
+SECONDS = 20.0
+"""Seconds of this process's CPU after which a case is cut; ranks have their own limit."""
 CORPUS = Path(__file__).parent / "corpus.json"
-_SHRUNK = 10
-"""Failures of one kind and label that are shrunk; more of them are counted."""
-_FIXED = ("kind", "op")
+_DRAWS, _SHOWN = 40, 3
+"""Cases of one kind before the next kind; failures of one kind and label that are shrunk and shown."""
+_STATUSES = ("pass", "fail", "invalid", "cut")
+_ORDER = ("activations", "linear", "optimizer", "wrappers", "activations", "derivatives", "comm", "identity",
+          "linear", "activations", "threads", "experts")  # fmt: skip
 
 
 class _TimeLimit(BaseException):
@@ -51,7 +52,8 @@ def check(case: Case, seconds: float = SECONDS) -> Outcome:
     try:
         with _limit(seconds), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return importlib.import_module(f"benchmarks.fuzz.{case['kind']}").check(case)
+            outcome: Outcome = importlib.import_module(f"benchmarks.fuzz.{case['kind']}").check(case)
+            return outcome
     except Invalid as error:
         return Outcome("invalid", "", str(error))
     except _TimeLimit:
@@ -73,10 +75,7 @@ def _import_all() -> None:
 
 @contextmanager
 def _limit(seconds: float) -> Iterator[None]:
-    """Raise _TimeLimit in the main thread after a time, and each second after that in case somebody swallows it.
-
-    The time is that of this process's CPU; a case that waits, for ranks or for ever, has `PATIENCE` times as long.
-    """
+    """Raise _TimeLimit in the main thread after a time, and each second after that in case somebody swallows it."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -84,18 +83,13 @@ def _limit(seconds: float) -> Iterator[None]:
     def stop(number: int, frame: Any) -> None:
         raise _TimeLimit
 
-    timers = (
-        (signal.ITIMER_PROF, signal.signal(signal.SIGPROF, stop), signal.SIGPROF, seconds),
-        (signal.ITIMER_REAL, signal.signal(signal.SIGALRM, stop), signal.SIGALRM, seconds * PATIENCE),
-    )
-    for timer, _, _, limit in timers:
-        signal.setitimer(timer, limit, 1.0)
+    before = signal.signal(signal.SIGPROF, stop)
+    signal.setitimer(signal.ITIMER_PROF, seconds, 1.0)
     try:
         yield
     finally:
-        for timer, before, number, _ in timers:
-            signal.setitimer(timer, 0.0)
-            signal.signal(number, before)
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
+        signal.signal(signal.SIGPROF, before)
 
 
 def corpus(only: str | None = None) -> list[dict[str, Any]]:
@@ -103,63 +97,12 @@ def corpus(only: str | None = None) -> list[dict[str, Any]]:
     return [entry for entry in entries if only in (None, entry["case"]["kind"])]
 
 
-# Shrinking
-
-
-def shrink(case: Case, fails: Callable[[Case], bool], seconds: float = 30.0) -> Case:
-    """Find the smallest case for which `fails` holds, or the smallest after so many seconds."""
-    end = time.monotonic() + seconds
-    while True:
-        for smaller in _smaller(case):
-            if time.monotonic() > end:
-                return case
-            if fails(smaller):
-                case = smaller
-                break
-        else:
-            return case
-
-
-def smallest(case: Case, label: str) -> Case:
-    return shrink(case, lambda smaller: (outcome := check(smaller)).failed and outcome.label == label)
-
-
-def size(value: Any) -> int:
-    if isinstance(value, dict):
-        return sum(1 + size(each) for each in value.values())
-    return sum(size(each) for each in value) + 1 if isinstance(value, list) else 1
-
-
-def _smaller(value: Any) -> Iterator[Any]:
-    if isinstance(value, dict):
-        if "op" in value:
-            yield from (*value.get("parts", ()), *([value["of"]] if "of" in value else []))
-        for key in value:
-            if key not in _FIXED:
-                yield {k: v for k, v in value.items() if k != key}
-        for key, each in value.items():
-            if key not in (*_FIXED, "seed"):
-                yield from ({**value, key: smaller} for smaller in _smaller(each))
-    elif isinstance(value, list):
-        for i in range(len(value)):
-            yield value[:i] + value[i + 1 :]
-        for i, item in enumerate(value):
-            yield from ([*value[:i], smaller, *value[i + 1 :]] for smaller in _smaller(item))
-    elif isinstance(value, int) and not isinstance(value, bool) and value > 1:
-        yield from sorted({1, value // 2, value - 1})
-
-
-# The command
-
-
 def main(arguments: list[str]) -> None:
-    parser = command("fuzz", __doc__)
-    parser.add_argument("--minutes", type=float, default=1.0, help="how long to draw cases (1)")
-    parser.add_argument("--cases", type=int, help="or how many")
-    parser.add_argument("--seed", type=int, default=0, help="case i of a seed is always the same (0)")
-    parser.add_argument("--only", choices=KINDS, help="cases of one kind")
-    parser.add_argument("--case", help="run this case alone, JSON as a failure prints it")
-    parser.add_argument("--out", type=Path, help="write failures to this file, as under benchmarks/results")
+    parser = command("fuzz", __doc__, "fuzz --minutes 10 --seed 1\nfuzz --only activations\nfuzz --case '{…}'")
+    parser.add_argument("--minutes", type=float, default=10.0, help="cases are drawn for so long (10)")
+    parser.add_argument("--seed", type=int, default=0, help="the same seed draws the same cases (0)")
+    parser.add_argument("--only", choices=list(KINDS), help="one kind of case")
+    parser.add_argument("--case", help="run one case, given as JSON, and print its outcome")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     sys.exit(_repeat(json.loads(options.case)) if options.case else _fuzz(options))
@@ -174,48 +117,54 @@ def _repeat(case: Case) -> int:
     return int(outcome.failed)
 
 
-def _cases(options: argparse.Namespace) -> Iterator[tuple[str, Case]]:
-    for entry in corpus(options.only):
-        yield f"corpus: {entry['note']}", entry["case"]
-    end, index = time.monotonic() + 60 * options.minutes, 0
-    while index < options.cases if options.cases is not None else time.monotonic() < end:
-        yield f"seed {options.seed}, case {index}", draw(options.seed, index, options.only)
-        index += 1
-
-
 def _fuzz(options: argparse.Namespace) -> int:
-    counts: dict[str, Counter[str]] = defaultdict(Counter)
-    failures: list[dict[str, Any]] = []
-    shrunk: Counter[tuple[str, str]] = Counter()
-    shown: list[Case] = []
-    start = last = time.monotonic()
-    for name, case in _cases(options):
+    counts: Counter[tuple[str, str]] = Counter()
+    found: Counter[tuple[str, str]] = Counter()
+    end = time.monotonic() + 60 * options.minutes
+
+    def run(case: Case) -> Outcome:
         outcome = check(case)
-        counts[case["kind"]][outcome.status] += 1
-        if (now := time.monotonic()) - last > 30:
-            last, drawn = now, sum(c.total() for c in counts.values())
-            print(f"{now - start:6.0f} s   {drawn} cases drawn   {len(failures)} failed", file=sys.stderr, flush=True)
-        if not outcome.failed:
-            continue
-        key = case["kind"], outcome.label
-        shrunk[key] += 1
-        failure = {"name": name, "label": outcome.label, "message": outcome.message, "case": case}
-        if shrunk[key] <= _SHRUNK:
-            small = failure["shrunk"] = smallest(case, outcome.label)
-            if small not in shown:
-                shown.append(small)
-                print(described(name, small, check(small)), flush=True)
-        failures.append(failure)
-    names = ("pass", "fail", "invalid", "cut")
-    print(f"{'kind':<12} {'drawn':>6} " + " ".join(f"{name:>8}" for name in names))
-    for kind in filter(counts.get, KINDS):
-        print(f"{kind:<12} {counts[kind].total():>6} " + " ".join(f"{counts[kind][name]:>8}" for name in names))
-    print("invalid: plain PyTorch cannot run it, or is not finite; cut: over time")
-    for (kind, label), count in sorted(shrunk.items()):
-        print(f"failed: {kind}: {label}: {count} cases, {min(count, _SHRUNK)} of them shrunk")
-    if options.out is not None:
-        write_json(options.out, {"seed": options.seed, "failures": failures})
-    return int(bool(failures))
+        counts[case["kind"], outcome.status] += 1
+        return outcome
+
+    def show(name: str, case: Case, outcome: Outcome) -> None:
+        found[case["kind"], outcome.label] += 1
+        print(described(name, case, outcome), flush=True)
+
+    for entry in corpus(options.only):
+        if (outcome := run(entry["case"])).failed:
+            show(f"corpus: {entry['note']}", entry["case"], outcome)
+    for turn, kind in enumerate(cycle([options.only] if options.only else _ORDER)):
+        if time.monotonic() > end:
+            break
+        labels: list[str] = []
+
+        def fails(case: Case, kind: str = kind, labels: list[str] = labels) -> bool:
+            """Whether a case fails in the same way as the first one of this turn."""
+            if time.monotonic() > end and not labels:
+                return False
+            outcome = run(case)
+            if outcome.failed and not labels and found[kind, outcome.label] < _SHOWN:
+                labels.append(outcome.label)
+            return outcome.failed and outcome.label in labels
+
+        try:
+            small = first(kind, fails, seed=f"{options.seed}/{turn}", draws=_DRAWS)
+        except Flaky as error:
+            found[kind, f"only sometimes: {labels[0]}"] += 1
+            print(f"\n--- {kind}: {labels[0]}: fails only sometimes: {error}", flush=True)
+        else:
+            if small is not None:
+                show(f"seed {options.seed}", small, check(small))
+    print(f"{'kind':<12} " + " ".join(f"{status:>8}" for status in _STATUSES))
+    for kind in dict.fromkeys(kind for kind, _ in counts):
+        print(f"{kind:<12} " + " ".join(f"{counts[kind, status]:>8}" for status in _STATUSES))
+    print(
+        "invalid: plain PyTorch cannot run it, or is not finite; cut: over time. Smaller cases of failures are counted"
+    )
+    for (kind, label), count in sorted(found.items()):
+        print(f"failed: {kind}: {label}: {count} times shown")
+    return int(bool(found))
 
 
 def described(name: str, case: Case, outcome: Outcome) -> str:

@@ -2,7 +2,8 @@
 
 checkpoint        bitwise the model without, where plain PyTorch is; gradients up to FP8 where each part is checkpointed
                   by itself and activations are stored, as what lies between parts is then exact
-keep_weights      bitwise the model that quantizes its weights each time, over optimizer steps
+keep_weights      bitwise the model that quantizes its weights each time, over optimizer steps and writes between them, and
+                  a model converted afterwards
 fully_shard       by hand, on two ranks: one process, up to the order of sums
 parallelize       the same by octavo.parallelize; FP8 gathers change no bit, FP8 gradients up to their rounding; also
                   after an earlier pass and what follows it, such as writes that no version counter shows (`EARLIER`)
@@ -25,6 +26,7 @@ import octavo
 from benchmarks.fuzz import outcome
 from benchmarks.fuzz.activations import convert, exact_run, plain_run
 from benchmarks.fuzz.build import Case, Run, build, inputs, reference, run
+from benchmarks.fuzz.optimizer import WRITES
 from benchmarks.fuzz.outcome import PASS, WHOLE_DB, Invalid, Outcome, compare_gradients, fail, same
 from benchmarks.fuzz.ranks import POOL, needed
 from octavo.numerics import sqnr
@@ -100,28 +102,34 @@ def _different(expected: Run, actual: Run) -> str | None:
 
 
 def _keep_weights(case: Case) -> Outcome:
-    models = []
-    x = inputs(case)
+    x, models = inputs(case), []
     plain_run(build(case), case, x)
-    for keep in (False, True):
+    for keep in (False, True, False):
         model = build(case)
+        if len(models) == 2:  # converted after all writes
+            model.load_state_dict(models[0].state_dict())
         if not convert(model, _precision(case, keep_weights=keep)):
             return PASS
         with outcome.around_octavo(model):
-            _train(model, case, x)
+            if len(models) < 2:
+                _train(model, case, x)
         models.append(model)
     for (name, p), other in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
         if not p.isfinite().all():
             raise Invalid(f"the optimizer makes {name} non-finite, and so the next gradients")
         if (mismatch := same(name, p.detach(), other.detach())) is not None:
             return fail("bits", f"kept weights differ after {case.get('steps', 2)} steps: {mismatch}")
-    return PASS
+    with outcome.around_octavo(models[1]):
+        runs = [run(model, case, x) for model in models]
+    mismatch = _different(runs[2], runs[0]) or _different(runs[2], runs[1])
+    return PASS if mismatch is None else fail("bits", f"a converted model of the same weights: {mismatch}")
 
 
 def _train(model: nn.Module, case: Case, x: Tensor) -> None:
     params = [p for p in model.parameters() if p.requires_grad]
     if not params:
         raise Invalid("there is nothing to train")
+    starts = [p.detach().clone() for p in params]
     if case.get("optimizer") == "torch":
         optimizer: Any = torch.optim.AdamW(params, lr=1e-2)
     else:
@@ -130,6 +138,10 @@ def _train(model: nn.Module, case: Case, x: Tensor) -> None:
         for micro in range(2):
             run(model, case | {"seed": case.get("seed", 0) + 10 * step + micro}, x)
         optimizer.step()
+        if "writes" in case:
+            with torch.no_grad():
+                for p, start in zip(params, starts, strict=True):
+                    WRITES[case["writes"]](p, start)
 
 
 def _compile(case: Case) -> Outcome:

@@ -1,0 +1,109 @@
+"""Names, signatures and pickles: a converted module is described, copied and called as the plain one.
+
+`"own"` adds a module of a class that the case describes: its base and the parameters of its forward.
+"""
+
+import copy
+import inspect
+import pickle
+import typing
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import octavo
+from benchmarks.fuzz import outcome
+from benchmarks.fuzz.activations import convert
+from benchmarks.fuzz.build import DTYPES, Case, build, inputs
+from benchmarks.fuzz.outcome import PASS, Invalid, Outcome, fail, same
+
+FIRST = ("x", "input", "hidden_states", "x, /", "x: 'Tensor'", "x: 'Unwritten'", "x: Tensor = None")
+OTHERS = (("mask=None",), ("scale: float = 1.0",), ("*others", "*, flag=False"), ("**options",))
+_BODIES: dict[Any, str] = {
+    nn.Linear: "F.linear({0}, self.weight, self.bias)", nn.Sequential: "nn.Sequential.forward(self, {0})",
+    nn.LayerNorm: "nn.LayerNorm.forward(self, {0})", nn.Module: "self.down(self.act(self.up(self.norm({0}))))",
+}  # fmt: skip
+BASES = {base.__name__: base for base in _BODIES}
+
+
+@cache
+def _class(base: str, parameters: str) -> type[nn.Module]:
+    """A class with a forward of these parameters, which pickles find in this module."""
+    name, owner = f"Own{len(globals())}", BASES[base]
+    argument = parameters.split(",")[0].split(":")[0].split("=")[0]
+    source = f"def forward(self, {parameters}):\n    'Multiply.'\n    return {_BODIES[owner].format(argument)}"
+    members: dict[str, Any] = {"__module__": __name__, "__doc__": f"A class {name}."}
+    exec(source, globals(), members)
+    members["forward"].__qualname__ = f"{name}.forward"
+    made: type[nn.Module] = type(name, (owner,), members)
+    globals()[name] = made
+    return made
+
+
+def _own(case: Case, width: int) -> nn.Module:
+    own = case["own"]
+    cls: Any = _class(own.get("base", "Linear"), ", ".join([own.get("first", "x"), *own.get("others", ())]))
+    if issubclass(cls, nn.Sequential):
+        module: nn.Module = cls(nn.Linear(width, width), nn.GELU(), nn.Linear(width, width))
+    else:
+        module = cls() if cls.__base__ is nn.Module else cls(*[width] * (1 + issubclass(cls, nn.Linear)))
+    if cls.__base__ is nn.Module:
+        module.norm, module.act = nn.LayerNorm(width), nn.GELU()
+        module.up, module.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+    return module.to(DTYPES[case.get("dtype", "fp32")])
+
+
+def check(case: Case) -> Outcome:
+    model, x = build(case), inputs(case)
+    if "own" in case:
+        model = nn.Sequential(model, _own(case, case.get("width", 32)))
+    before = [(_facts(module), type(module)) for module in model.modules()]
+    keys = list(model.state_dict())
+    try:
+        pickle.dumps(model)
+        model(x)
+    except Exception as error:
+        raise Invalid(f"the plain model cannot be run and pickled: {error}") from error
+    if not convert(model, octavo.Precision(**{"matmul": "bf16", **case.get("precision", {"matmul": "fp8"})})):
+        return PASS
+    with outcome.around_octavo(model):
+        expected = model(x).detach()
+        for how, twin in (("converted", model), ("copied", copy.deepcopy(model)), (
+            "pickled", pickle.loads(pickle.dumps(model)))):  # fmt: skip
+            for (name, module), (facts, owner), own in zip(twin.named_modules(), before, model.modules(), strict=True):
+                actual = _facts(module)
+                for fact, value in facts.items():
+                    if actual[fact] != value:
+                        return fail(f"{fact} of a {how} module", f"{name}: plain {value!r}, Octavo {actual[fact]!r}")
+                if not isinstance(module, owner) or type(module) is not type(own):
+                    return fail(f"class of a {how} module", f"{name}: {type(module)!r} beside {owner!r}")
+            if list(twin.state_dict()) != keys:
+                return fail("keys", f"of a {how} model: {list(twin.state_dict())}, plain {keys}")
+            if (mismatch := same("output", expected, twin(x).detach())) is not None:
+                return fail("output", f"of a {how} model: {mismatch}")
+            if (
+                "own" in case
+                and (name := next(iter(inspect.signature(twin[1].forward).parameters)))
+                and (case["own"].get("first") != "x, /")
+            ):  # by the name that the signature shows
+                named = twin[1](**{name: twin[0](x)}).detach()
+                if (mismatch := same("output", expected, named)) is not None:
+                    return fail("output", f"of a {how} model, called with {name}=…: {mismatch}")
+    octavo.revert(model)
+    differ = next(
+        (n for (n, m), (_, owner) in zip(model.named_modules(), before, strict=True) if type(m) is not owner), None
+    )
+    return PASS if differ is None else fail("reverted class", f"{differ} is not of its class")
+
+
+def _facts(module: nn.Module) -> dict[str, Any]:
+    """What frameworks read of a module."""
+    owner, forward = type(module), type(module).forward
+    names = ("__name__", "__qualname__", "__module__", "__doc__")
+    facts = {name: getattr(owner, name) for name in names} | {f"forward.{n}": getattr(forward, n) for n in names}
+    facts |= {"annotations": inspect.get_annotations(owner), "signature": str(inspect.signature(forward))}
+    facts |= {"bound signature": str(inspect.signature(module.forward)), "name": module._get_name()}
+    return facts | {"signature of the class": str(inspect.signature(owner)), "unwrapped": inspect.unwrap(forward)}
