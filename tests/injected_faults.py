@@ -379,7 +379,9 @@ INJECTED_FAULTS = {
     "the remainder of a value that was overwritten": InjectedFault(
         "optimizer", remainder_of_what_was_written, '"writes"', "parameter"
     ),
-    "writes between steps undone": InjectedFault("optimizer", writes_undone, '"master": "fp32".*"writes"', "parameter"),
+    "writes between steps undone": InjectedFault(
+        "optimizer", writes_undone, '"master": "fp32".*"writes"|"writes".*"master": "fp32"', "parameter", draws=1000
+    ),
     "a gradient penalty lost": InjectedFault("derivatives", penalty_lost, label="gradient"),
     "signatures lost": InjectedFault("identity", signatures_lost, label="of a converted module"),
     "overlapping blocks of disabled() restore": InjectedFault("threads", restored_not_counted, "disabled", "threads"),

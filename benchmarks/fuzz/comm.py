@@ -29,53 +29,50 @@ def check(case: Case) -> Outcome:
 
 
 def job(case: Case) -> Outcome:
-    name, spec = case.get("collective", "all_gather"), case.get("spec", "e4m3/1x128")
-    shape = list(case.get("shape", [2, 128]))
-    if name == "all_to_all_single":
-        return _all_to_all_single(case, shape, spec)
-    if name == "all_to_all":
-        return _all_to_all(case, shape, spec)
-    if name == "feedback":
-        return _feedback(case, shape, spec)
-    if name == "isend":
-        return _send(case, shape, spec)
+    name, spec, shape = (
+        case.get("collective", "all_gather"),
+        case.get("spec", "e4m3/1x128"),
+        case.get("shape", [2, 128]),
+    )
+    exchange = {"all_to_all_single": _all_to_all_single, "all_to_all": _all_to_all, "isend": _send,
+                "all_gather": _all_gather, "feedback": _feedback}.get(name, _reduce)  # fmt: skip
+    return exchange(case, list(shape), spec)
+
+
+def _all_gather(case: Case, shape: list[int], spec: str) -> Outcome:
     x = _values(case, shape, dist.get_rank())
-    options = {} if name == "all_gather" else {"op": case.get("reduce", "sum")}
+    output = comm.all_gather(x, spec=spec, async_op=(later := bool(case.get("asynchronous"))))
+    wide, limit = (torch.cat(_gathered(t)) for t in (x.double(), _bound(x, spec)))
+    return _within("all_gather", output.wait() if later else output, wide, limit, x.dtype)  # type: ignore[union-attr]
+
+
+def _reduce(case: Case, shape: list[int], spec: str) -> Outcome:
+    name, rank = case["collective"], dist.get_rank()
+    x, share = _values(case, shape, rank), WORLD if case.get("reduce") == "avg" else 1
     if name == "reduce_scatter" and shape[0] % WORLD:
         x = torch.cat((x, x))
     asynchronous = bool(case.get("asynchronous"))
-    output = getattr(comm, name)(x, spec=spec, async_op=asynchronous, **options)
+    output = getattr(comm, name)(x, spec=spec, async_op=asynchronous, op=case.get("reduce", "sum"))
     output = output.wait() if asynchronous else output
-    share = WORLD if case.get("reduce") == "avg" else 1
-    wide, limit = _gathered(x.double()), _gathered(_bound(x, spec, name))
-    if name == "all_gather":
-        return _within(name, output, torch.cat(wide), torch.cat(limit), x.dtype)
-    total, off = x.double(), sum(limit) / share
-    dist.all_reduce(total)
-    total /= share
-    if name == "reduce_scatter":
-        rank = dist.get_rank()
+    whole = name == "all_reduce"
+    total, off = sum(_gathered(x.double())) / share, sum(_gathered(_bound(x, spec, whole))) / share
+    if not whole:
         return _within(name, output, total.chunk(WORLD)[rank], off.chunk(WORLD)[rank], x.dtype)
-    off = off + _bound(total.abs() + off, spec, name)
-    bits = _gathered(output)
-    if not torch.equal(bits[0].nan_to_num(), bits[1].nan_to_num()):
+    if not torch.equal(*(bits.nan_to_num() for bits in _gathered(output))):
         return fail("ranks", f"{name}: the ranks got different bits")
-    return _within(name, output, total, off, x.dtype)
+    return _within(name, output, total, off + _bound(total.abs() + off, spec, whole), x.dtype)
 
 
 def _all_to_all_single(case: Case, shape: list[int], spec: str) -> Outcome:
     rank, shape = dist.get_rank(), [*shape, 8] if len(shape) < 2 else shape
-    table = case.get("splits")
-    if table is None:
-        sent = received = None
-        rows = 2 * shape[0]
-    else:
-        sent, received, rows = table[rank], [row[rank] for row in table], sum(table[rank])
-    x = _values(case, [rows, *shape[1:]], rank)
+    sent = received = None
+    if (table := case.get("splits")) is not None:
+        sent, received = table[rank], [row[rank] for row in table]
+    x = _values(case, [2 * shape[0] if sent is None else sum(sent), *shape[1:]], rank)
     output = comm.all_to_all_single(x, received, sent, spec=spec)
-    wide, limit = (t.new_empty(output.shape, dtype=torch.float64) for t in (x, x))
+    wide, limit = (x.new_empty(output.shape, dtype=torch.float64) for _ in range(2))
     dist.all_to_all_single(wide, x.double().contiguous(), received, sent)
-    dist.all_to_all_single(limit, _bound(x, spec, "all_to_all_single").contiguous(), received, sent)
+    dist.all_to_all_single(limit, _bound(x, spec).contiguous(), received, sent)
     return _within("all_to_all_single", output, wide, limit, x.dtype)
 
 
@@ -84,28 +81,24 @@ def _all_to_all(case: Case, shape: list[int], spec: str) -> Outcome:
     expected = [_values(case, shape, WORLD * other + dist.get_rank()) for other in range(WORLD)]
     outputs = [torch.full_like(x, 7.0) for x in expected]
     comm.all_to_all(outputs, inputs, spec=spec)
-    for output, x in zip(outputs, expected, strict=True):
-        outcome = _within("all_to_all", output, x.double(), _bound(x, spec, "all_to_all"), x.dtype)
-        if outcome.failed:
-            return outcome
-    return PASS
+    limit = torch.stack([_bound(x, spec) for x in expected])
+    return _within("all_to_all", torch.stack(outputs), torch.stack(expected).double(), limit, inputs[0].dtype)
 
 
 def _send(case: Case, shape: list[int], spec: str) -> Outcome:
-    rank = dist.get_rank()
-    mine, x = (_values(case, shape, of) for of in (rank, 1 - rank))
-    sending = comm.isend(mine, 1 - rank, spec=spec)
-    output = comm.recv(x.shape, 1 - rank, dtype=x.dtype, spec=spec)
+    mine, x = (_values(case, shape, of) for of in (dist.get_rank(), 1 - dist.get_rank()))
+    sending = comm.isend(mine, 1 - dist.get_rank(), spec=spec)
+    output = comm.recv(x.shape, 1 - dist.get_rank(), dtype=x.dtype, spec=spec)
     sending.wait()
-    return _within("isend", output, x.double(), _bound(x, spec, "isend"), x.dtype)
+    return _within("isend", output, x.double(), _bound(x, spec), x.dtype)
 
 
 def _feedback(case: Case, shape: list[int], spec: str) -> Outcome:
     averages, weight = [], torch.zeros(1)
     for skipped in (False, True):
         hook = Fp8AllReduce(spec=spec, error_feedback=True)
-        for values in [case, {}] if skipped else [{}]:
-            gradient = _values({**values, "seed": case.get("seed", 0)}, shape, dist.get_rank()).float().flatten()
+        for step in [case, {}] if skipped else [{}]:
+            gradient = _values({**step, "seed": case.get("seed", 0)}, shape, dist.get_rank()).float().flatten()
             averages.append(hook.reduce_with_feedback(0, gradient, [weight]))
     equal = torch.equal(averages[0], averages[-1])
     return PASS if equal else fail("bits", "feedback: the errors of a step that was not taken changed the next one")
@@ -117,13 +110,13 @@ def _values(case: Case, shape: list[int], rank: int) -> Tensor:
     return strided(-x if rank else x, case.get("layout"))
 
 
-def _bound(x: Tensor, spec: str, name: str) -> Tensor:
+def _bound(x: Tensor, spec: str, cut_elsewhere: bool = False) -> Tensor:
     """Largest distance of what arrives from each element, float64 of x's shape; not finite in groups that are not."""
     form, group = spec.split("/")
     exact = x.double()
     if not x.numel():
         return exact.abs()
-    if cut_elsewhere := name == "all_reduce" or x.ndim < 2 or group == "tensor":  # no group is wider than all
+    if cut_elsewhere := cut_elsewhere or x.ndim < 2 or group == "tensor":  # no group is wider than all
         rows, extent = exact.reshape(1, -1), x.numel()
     else:
         rows = exact.reshape(x.shape[0], -1)
@@ -162,7 +155,7 @@ def _within(name: str, actual: Tensor, exact: Tensor, limit: Tensor, dtype: torc
     return PASS
 
 
-def _gathered(x: Any) -> list[Tensor]:
+def _gathered(x: Any) -> Any:
     parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(WORLD)]
     dist.all_gather(parts, x.contiguous())
     return parts

@@ -106,12 +106,12 @@ def _part(benign: bool) -> SearchStrategy[Part]:
 
 @cache
 def _leaf(op: str, benign: bool) -> SearchStrategy[Part]:
-    fewer = slice(3 if benign else None)
     tables: dict[str, dict[str, Any]] = {
-        "norm": {"form": (*modules.KNOWN_NORMS * 2, *modules.OWN_NORMS[:2 if benign else None]),
+        "norm": {"form": (*modules.KNOWN_NORMS * 2, *tuple(modules.OWN_NORMS)[:2 if benign else None]),
                  "eps": _some(0.1, 1e-5, 1e-2)},
-        "gate": {"form": (*modules.KNOWN_GATES, *modules.OWN_GATES[fewer]), "hidden": _some(0.2, 16, 40, 96),
-                 "act": _some(0.3, "silu", "gelu", "gelu_tanh"), "bias": _some(0.2, 1.0, 4.0, 8.0)},
+        "gate": {"form": (*modules.KNOWN_GATES, *tuple(modules.OWN_GATES)[:3 if benign else None]),
+                 "act": _some(0.3, "silu", "gelu", "gelu_tanh"), "bias": _some(0.2, 1.0, 4.0, 8.0),
+                 "hidden": _some(0.2, 16, 40, 96)},
         "attention": {
             "core": (None, None, "eager", "mha") if benign else (None, None, "eager", *modules.CORES),
             "mask": modules.MASKS, "rotary": _some(0.3, "table", "learned"), "heads": _some(0.3, 4),

@@ -18,11 +18,13 @@ from torch.distributed.tensor import DTensor
 
 import octavo
 from benchmarks.fuzz.build import DTYPES, Case, values
+from benchmarks.fuzz.modules import transformers
 from benchmarks.fuzz.outcome import EACH_DB, FEW, PASS, Invalid, Outcome, fail, same
 from benchmarks.fuzz.ranks import POOL, WORLD
 from octavo.numerics import sqnr
 
-FAMILIES = ("mixtral", "gpt_oss")
+_CLASSES = {"mixtral": ("MixtralConfig", "MixtralExperts"), "gpt_oss": ("GptOssConfig", "GptOssExperts")}
+FAMILIES = tuple(_CLASSES)
 ROUTINGS = ("random", "one", "duplicate", "absent", "negative")
 _GRADIENTS = {"tiny": "tiny", "spread": "spread_rows"}
 """Forms of the gradient of the output beside those of the tokens."""
@@ -91,12 +93,8 @@ def _in_float64(case: Case, plain: nn.Module, batch: Batch, actual: dict[str, Te
 
 
 def _experts(case: Case) -> nn.Module:
-    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssConfig, GptOssExperts
-    from transformers.models.mixtral.modeling_mixtral import MixtralConfig, MixtralExperts
-
-    config, experts = {"mixtral": (MixtralConfig, MixtralExperts), "gpt_oss": (GptOssConfig, GptOssExperts)}[
-        case.get("family", "mixtral")
-    ]
+    family = case.get("family", "mixtral")
+    config, experts = transformers(family, *_CLASSES[family])
     settings: Any = config(
         hidden_size=case.get("hidden", 64), intermediate_size=case.get("inner", 96),
         num_local_experts=case.get("experts", 8),

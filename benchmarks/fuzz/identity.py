@@ -5,14 +5,13 @@
 
 import copy
 import inspect
+import linecache
 import pickle
-import typing
 from functools import cache
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 import octavo
 from benchmarks.fuzz import outcome
@@ -36,7 +35,10 @@ def _class(base: str, parameters: str) -> type[nn.Module]:
     argument = parameters.split(",")[0].split(":")[0].split("=")[0]
     source = f"def forward(self, {parameters}):\n    'Multiply.'\n    return {_BODIES[owner].format(argument)}"
     members: dict[str, Any] = {"__module__": __name__, "__doc__": f"A class {name}."}
-    exec(source, globals(), members)
+    file = f"<{name}>"
+    linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file  # where `inspect` reads sources
+    names = {"F": nn.functional, "nn": nn, "Tensor": torch.Tensor, "__name__": __name__}
+    exec(compile(source, file, "exec"), names, members)
     members["forward"].__qualname__ = f"{name}.forward"
     made: type[nn.Module] = type(name, (owner,), members)
     globals()[name] = made
@@ -60,8 +62,7 @@ def check(case: Case) -> Outcome:
     model, x = build(case), inputs(case)
     if "own" in case:
         model = nn.Sequential(model, _own(case, case.get("width", 32)))
-    before = [(_facts(module), type(module)) for module in model.modules()]
-    keys = list(model.state_dict())
+    before, keys = [(_facts(module), type(module)) for module in model.modules()], list(model.state_dict())
     try:
         pickle.dumps(model)
         model(x)
@@ -70,33 +71,24 @@ def check(case: Case) -> Outcome:
     if not convert(model, octavo.Precision(**{"matmul": "bf16", **case.get("precision", {"matmul": "fp8"})})):
         return PASS
     with outcome.around_octavo(model):
-        expected = model(x).detach()
-        for how, twin in (("converted", model), ("copied", copy.deepcopy(model)), (
-            "pickled", pickle.loads(pickle.dumps(model)))):  # fmt: skip
+        expected, copies = model(x).detach(), (copy.deepcopy(model), pickle.loads(pickle.dumps(model)))
+        for how, twin in zip(("converted", "copied", "pickled"), (model, *copies), strict=True):
             for (name, module), (facts, owner), own in zip(twin.named_modules(), before, model.modules(), strict=True):
-                actual = _facts(module)
-                for fact, value in facts.items():
+                actual = _facts(module) | {"class": type(module) is type(own) and isinstance(module, owner)}
+                for fact, value in (facts | {"class": True}).items():
                     if actual[fact] != value:
                         return fail(f"{fact} of a {how} module", f"{name}: plain {value!r}, Octavo {actual[fact]!r}")
-                if not isinstance(module, owner) or type(module) is not type(own):
-                    return fail(f"class of a {how} module", f"{name}: {type(module)!r} beside {owner!r}")
-            if list(twin.state_dict()) != keys:
-                return fail("keys", f"of a {how} model: {list(twin.state_dict())}, plain {keys}")
-            if (mismatch := same("output", expected, twin(x).detach())) is not None:
-                return fail("output", f"of a {how} model: {mismatch}")
-            if (
-                "own" in case
-                and (name := next(iter(inspect.signature(twin[1].forward).parameters)))
-                and (case["own"].get("first") != "x, /")
-            ):  # by the name that the signature shows
-                named = twin[1](**{name: twin[0](x)}).detach()
-                if (mismatch := same("output", expected, named)) is not None:
-                    return fail("output", f"of a {how} model, called with {name}=…: {mismatch}")
+            results = {"output": twin(x).detach()}
+            if case.get("own", {"first": "x, /"}).get("first") != "x, /":  # by the name that the signature shows
+                name = next(iter(inspect.signature(twin[1].forward).parameters))
+                results[f"output with {name}=…"] = twin[1](**{name: twin[0](x)}).detach()
+            mismatches = [None if list(twin.state_dict()) == keys else "other keys in state_dict"]
+            mismatches += [same(name, expected, result) for name, result in results.items()]
+            if found := next(filter(None, mismatches), None):
+                return fail("results", f"of a {how} model: {found}")
     octavo.revert(model)
-    differ = next(
-        (n for (n, m), (_, owner) in zip(model.named_modules(), before, strict=True) if type(m) is not owner), None
-    )
-    return PASS if differ is None else fail("reverted class", f"{differ} is not of its class")
+    same_classes = [type(module) for module in model.modules()] == [owner for _, owner in before]
+    return PASS if same_classes else fail("reverted class", "revert leaves other classes")
 
 
 def _facts(module: nn.Module) -> dict[str, Any]:

@@ -26,17 +26,8 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "logsumexp": lambda x: x - torch.logsumexp(x, -1, keepdim=True), "silu": F.silu, "tanh": torch.tanh,
 }  # fmt: skip
 KNOWN_NORMS = ("layer", "layer_no_bias", "layer_no_affine", "rms", "rms_no_affine", "llama", "gemma", "t5")
-"""Norms whose forward may differ by one rounding."""
-OWN_NORMS = (
-    "own_rms", "own_layer", "own_detached", "own_moments", "own_groups", "own_mean_back", "own_l2", "own_by_length",
-    "own_by_dtype", "own_gain",
-)  # fmt: skip
 KNOWN_GATES = ("llama", "phi3")
-"""Gated MLPs whose forward may differ by one rounding."""
-OWN_GATES = (
-    "swiglu", "geglu", "joint", "beta", "detached", "reversal", "straight_through", "gain", "sigmoid", "clamp",
-    "dropout", "by_length", "by_dtype", "aux", "aux_list", "bypass",
-)  # fmt: skip
+"""Norms and gated MLPs whose forward may differ by one rounding."""
 CORES = ("sdpa", "eager", "soft_cap", "log_softmax", "cosine", "logsumexp", "mha")
 MASKS = (None, "causal", "padded", "additive")
 
@@ -58,40 +49,61 @@ class Reversal(torch.autograd.Function):
         return -grad
 
 
-class OwnNorm(nn.Module):
+def _rstd(m: Any, x: Tensor) -> Tensor:
+    return (x.pow(2).mean(-1, keepdim=True) + m.eps).rsqrt()
+
+
+def _centered(m: Any, x: Tensor) -> Tensor:
+    return (x - x.mean(-1, keepdim=True)) * (x.var(-1, unbiased=False, keepdim=True) + m.eps).rsqrt()
+
+
+def _by_moments(m: Any, x: Tensor) -> Tensor:
+    mean = x.mean(-1, keepdim=True)
+    variance = x.pow(2).mean(-1, keepdim=True) - mean.pow(2)
+    return m.weight * (x - mean) * (variance.clamp(min=0) + m.eps).rsqrt()
+
+
+def _by_groups(m: Any, x: Tensor) -> Tensor:
+    parts = x.unflatten(-1, (2 if x.shape[-1] % 2 == 0 else 1, -1))
+    return m.weight * (parts * _rstd(m, parts)).flatten(-2)
+
+
+def _rms(m: Any, x: Tensor) -> Tensor:
+    return m.weight * (x * _rstd(m, x))
+
+
+OWN_NORMS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "own_rms": _rms, "own_layer": lambda m, x: _centered(m, x) * m.weight + m.bias, "own_moments": _by_moments,
+    "own_detached": lambda m, x: m.weight * (x * _rstd(m, x).detach()), "own_groups": _by_groups,
+    "own_mean_back": lambda m, x: m.weight * _centered(m, x) + x.mean(-1, keepdim=True),
+    "own_l2": lambda m, x: F.normalize(x, dim=-1, eps=m.eps) * m.weight,
+    "own_by_length": lambda m, x: m.weight * x if x.shape[1] > 8 else _rms(m, x),
+    "own_by_dtype": lambda m, x: m.weight * F.normalize(x, p=1, dim=-1) if m.is_bf16(x) else _rms(m, x),
+    "own_gain": lambda m, x: _rms(m, x) * m.gain,
+}  # fmt: skip
+
+
+class Own(nn.Module):
+    """What may do something else in bf16, as which its reference in float64 counts where `as_dtype` is."""
+
+    as_dtype: torch.dtype | None = None
+
+    def is_bf16(self, x: Tensor) -> bool:
+        return (self.as_dtype or x.dtype) == torch.bfloat16
+
+
+class OwnNorm(Own):
     """A norm in plain PyTorch, some of them with a detail that a norm does not have."""
 
     def __init__(self, width: int, part: Part) -> None:
         super().__init__()
         self.form, self.eps = part.get("form", "own_rms"), part.get("eps", 1e-6)
-        self.groups = 2 if width % 2 == 0 else 1
         self.weight = nn.Parameter(1 + 0.1 * torch.randn(width))
-        if self.form == "own_layer":
-            self.bias = nn.Parameter(0.1 * torch.randn(width))
+        self.bias = nn.Parameter(0.1 * torch.randn(width)) if self.form == "own_layer" else None
         self.gain = nn.Parameter(torch.tensor(1.5)) if self.form == "own_gain" else None
-        self.as_dtype: torch.dtype | None = None  # decides what `own_by_dtype` does where the reference has another
 
     def forward(self, x: Tensor) -> Tensor:
-        form, w, mean = self.form, self.weight, x.mean(-1, keepdim=True)
-        if form in ("own_layer", "own_mean_back"):
-            back = self.bias if form == "own_layer" else mean
-            y = (x - mean) * (x.var(-1, unbiased=False, keepdim=True) + self.eps).rsqrt()
-            return (y * w if form == "own_layer" else w * y) + back
-        if form == "own_moments":
-            variance = x.pow(2).mean(-1, keepdim=True) - mean.pow(2)
-            return w * (x - mean) * (variance.clamp(min=0) + self.eps).rsqrt()
-        if form == "own_groups":
-            parts = x.unflatten(-1, (self.groups, -1))
-            return w * (parts * (parts.pow(2).mean(-1, keepdim=True) + self.eps).rsqrt()).flatten(-2)
-        if form == "own_l2":
-            return F.normalize(x, dim=-1, eps=self.eps) * w
-        if form == "own_by_length" and x.shape[1] > 8:
-            return w * x
-        if form == "own_by_dtype" and (self.as_dtype or x.dtype) == torch.bfloat16:
-            return w * x / (x.abs().mean(-1, keepdim=True) + self.eps)
-        rstd = (x.pow(2).mean(-1, keepdim=True) + self.eps).rsqrt()
-        y = w * (x * (rstd.detach() if form == "own_detached" else rstd))
-        return y if self.gain is None else y * self.gain
+        return OWN_NORMS[self.form](self, x)
 
 
 _NORMS = {"llama": "LlamaRMSNorm", "gemma": "GemmaRMSNorm", "t5": "T5LayerNorm"}
@@ -113,13 +125,26 @@ def norm(width: int, part: Part) -> nn.Module:
     return module
 
 
-class Gate(nn.Module):
+OWN_GATES: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
+    "swiglu": lambda m, g, u: m.act_fn(g) * u, "geglu": lambda m, g, u: m.act_fn(g) * u,
+    "joint": lambda m, g, u: m.act_fn(g) * u, "beta": lambda m, g, u: g * torch.sigmoid(m.scalar * g) * u,
+    "detached": lambda m, g, u: m.act_fn(g).detach() * u, "reversal": lambda m, g, u: m.act_fn(Reversal.apply(g)) * u,
+    "straight_through": lambda m, g, u: (m.act_fn(g) + (m.act_fn(g).round() - m.act_fn(g)).detach()) * u,
+    "gain": lambda m, g, u: m.act_fn(g) * u * m.scalar, "sigmoid": lambda m, g, u: torch.sigmoid(g) * u,
+    "clamp": lambda m, g, u: m.act_fn(g.clamp(max=1.0)) * u.clamp(-1.0, 1.0),
+    "dropout": lambda m, g, u: m.dropout(m.act_fn(g) * u), "bypass": lambda m, g, u: m.act_fn(g) * u + 0.5 * u,
+    "by_length": lambda m, g, u: m.act_fn(g) ** (2 if g.shape[1] > 8 else 1) * u,
+    "by_dtype": lambda m, g, u: m.act_fn(g) ** (2 if m.is_bf16(g) else 1) * u,
+    "aux": lambda m, g, u: m.act_fn(g) * u, "aux_list": lambda m, g, u: m.act_fn(g) * u,
+}  # fmt: skip
+
+
+class Gate(Own):
     """down(act(gate(x)) · up(x)), and code that differs from it in one detail."""
 
     def __init__(self, width: int, part: Part) -> None:
         super().__init__()
-        self.form, hidden = part.get("form", "swiglu"), part.get("hidden", 2 * width)
-        bias = part.get("bias", 0.0)
+        self.form, hidden, bias = part.get("form", "swiglu"), part.get("hidden", 2 * width), part.get("bias", 0.0)
         if self.form == "joint":
             self.gate_up_proj = nn.Linear(width, 2 * hidden, bias=False)
         else:
@@ -135,40 +160,16 @@ class Gate(nn.Module):
         self.aux: Tensor | None = None
         self.collected: list[Tensor] = []
         self.calls = 0
-        self.as_dtype: torch.dtype | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        form = self.form
-        gate, up = self.gate_up_proj(x).chunk(2, -1) if form == "joint" else (self.gate_proj(x), self.up_proj(x))
-        if form == "clamp":
-            gate, up = gate.clamp(max=1.0), up.clamp(-1.0, 1.0)
-        if form == "reversal":
-            gate = Reversal.apply(gate)
-        if form == "beta":
-            act = gate * torch.sigmoid(self.scalar * gate)
-        else:
-            act = torch.sigmoid(gate) if form == "sigmoid" else self.act_fn(gate)
-        if form == "detached":
-            act = act.detach()
-        if form == "straight_through":
-            act = act + (act.round() - act).detach()
-        by_dtype = form == "by_dtype" and (self.as_dtype or x.dtype) == torch.bfloat16
-        if (form == "by_length" and x.shape[1] > 8) or by_dtype:
-            act = act * act
-        h = act * up
-        if form == "bypass":
-            h = h + 0.5 * up
-        if form == "gain":
-            h = h * self.scalar
-        if self.dropout is not None:
-            h = self.dropout(h)
-        if form in ("aux", "aux_list"):
+        joint = self.form == "joint"
+        gate, up = self.gate_up_proj(x).chunk(2, -1) if joint else (self.gate_proj(x), self.up_proj(x))
+        h = OWN_GATES[self.form](self, gate, up)
+        if self.form in ("aux", "aux_list"):
             self.calls += 1
             loss = h.float().pow(2).mean() if h.numel() else h.float().sum()
-            if form == "aux":
-                self.aux = loss
-            else:
-                self.collected.append(loss)
+            self.aux = loss if self.form == "aux" else None
+            self.collected += [loss] if self.form == "aux_list" else []
         return self.down_proj(h)
 
 

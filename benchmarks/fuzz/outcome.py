@@ -12,8 +12,8 @@ accuracy are left out. Which they are is decided without Octavo, by the same mod
 """
 
 import traceback
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -92,33 +92,28 @@ def with_noise(model: nn.Module, run: Callable[[], Result]) -> list[Result]:
     few = any(parameter.numel() <= FEW for parameter in model.parameters())
     results = []
     for seed in range(DRAWS if few else 1):
-        with noise(model, seed):
-            results.append(run())
+        handles = _add_noise(model, torch.Generator().manual_seed(seed))
+        results.append(run())
+        for handle in handles:
+            handle.remove()
     return results
 
 
-@contextmanager
-def noise(model: nn.Module, seed: int) -> Iterator[None]:
-    """Inside, the gradient of each module's output gets a relative error, as does the input of each silu and gelu."""
-    generator = torch.Generator().manual_seed(seed)
+def _add_noise(model: nn.Module, generator: torch.Generator) -> list[Any]:
+    """Give the gradient of each module's output a relative error, and the input of each silu and gelu; as hooks."""
 
-    def disturbed(grad: Any) -> Any:
-        if grad is None:  # a second derivative is no tensor where it is zero
-            return None
-        return grad * (1 + NOISE * torch.randn(grad.shape, generator=generator)).to(grad.dtype)
+    def disturbed(grad: Any) -> Any:  # a second derivative is no tensor where it is zero
+        return (
+            grad if grad is None else grad * (1 + NOISE * torch.randn(grad.shape, generator=generator)).to(grad.dtype)
+        )
 
     def hook(module: nn.Module, args: Any, y: Any) -> None:
         if isinstance(y, Tensor) and y.requires_grad:
             y.register_hook(disturbed)
 
-    def before(module: nn.Module, args: Any) -> Any:
-        return disturbed(args[0]), *args[1:]
-
-    handles = [m.register_forward_hook(hook) for m in model.modules()]
-    handles += [m.register_forward_pre_hook(before) for m in model.modules() if isinstance(m, nn.SiLU | nn.GELU)]
-    yield
-    for handle in handles:
-        handle.remove()
+    handles: list[Any] = [m.register_forward_hook(hook) for m in model.modules()]
+    acts = [m for m in model.modules() if isinstance(m, nn.SiLU | nn.GELU)]
+    return handles + [m.register_forward_pre_hook(lambda m, args: (disturbed(args[0]), *args[1:])) for m in acts]
 
 
 def _measurable(exact: Exact, plain: Grads, names: list[str], noise_db: float) -> bool:
@@ -133,46 +128,30 @@ def _measurable(exact: Exact, plain: Grads, names: list[str], noise_db: float) -
 
 
 def compare_gradients(
-    exact: Exact,
-    plain: Grads,
-    actual: Grads,
-    noise_db: float,
-    least_db: tuple[float, float] = (WHOLE_DB, EACH_DB),
+    exact: Exact, plain: Grads, actual: Grads, noise_db: float, least_db: tuple[float, float] = (WHOLE_DB, EACH_DB)
 ) -> Outcome:
-    whole_db, each_db = least_db
     for name, g in plain.items():
         other = actual[name]
         if (g is None) != (other is None):
-            return fail("missing gradient", f"{name}: plain {_said(g)}, Octavo {_said(other)}")
+            return fail("missing gradient", f"{name}: {'plain PyTorch' if g is None else 'Octavo'} has none")
         if g is not None and other is not None:
-            if g.shape != other.shape or g.dtype != other.dtype:
-                return fail(
-                    "shape", f"{name}: plain {g.dtype} {list(g.shape)}, Octavo {other.dtype} {list(other.shape)}"
-                )
+            if (what := _kind(g)) != (got := _kind(other)):
+                return fail("shape", f"{name}: plain {what}, Octavo {got}")
             if g.isfinite().all() and not other.isfinite().all():
                 return fail("not finite", f"{name}: plain is finite, Octavo is not")
     there = [name for name, g in plain.items() if g is not None and exact.grads[name] is not None]
     there = [name for name in there if _measurable(exact, plain, [name], noise_db)]
-    for name in there:
-        db = sqnr(_of(plain, name), _of(actual, name))
-        if not db >= each_db:
-            return fail("gradient", f"{name}: {db:.1f} dB, promised {each_db:g} dB; norm {_of(plain, name).norm():.3g}")
-    if there and _measurable(exact, plain, there, noise_db):
-        db = sqnr(_flat(plain, there), _flat(actual, there))
-        if not db >= whole_db:
-            return fail("gradients", f"all gradients together: {db:.1f} dB, promised {whole_db:g} dB")
+    whole = [("gradients", "all together", there, least_db[0])] if there else []
+    for label, title, names, least in [*(("gradient", name, [name], least_db[1]) for name in there), *whole]:
+        db = sqnr(_flat(plain, names), _flat(actual, names))
+        if not db >= least and (len(names) == 1 or _measurable(exact, plain, names, noise_db)):
+            return fail(label, f"{title}: {db:.1f} dB, promised {least:g} dB; norm {_flat(plain, names).norm():.3g}")
     return PASS
 
 
-def _of(grads: Grads, name: str) -> Tensor:
-    grad = grads[name]
-    assert grad is not None
-    return grad
+def _kind(x: Tensor) -> str:
+    return f"{x.dtype} {list(x.shape)}"
 
 
 def _flat(grads: Grads, names: list[str]) -> Tensor:
-    return torch.cat([_of(grads, name).double().flatten() for name in names])
-
-
-def _said(grad: Tensor | None) -> str:
-    return "has none" if grad is None else "has one"
+    return torch.cat([grad.double().flatten() for name in names if (grad := grads[name]) is not None])

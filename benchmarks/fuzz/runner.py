@@ -168,12 +168,7 @@ def _fuzz(options: argparse.Namespace) -> int:
 
 
 def described(name: str, case: Case, outcome: Outcome) -> str:
-    """What a failure prints: what is wrong, and two ways to repeat it."""
+    """What a failure prints: what is wrong, and how to repeat it."""
     return f"""
 --- {name}: {case["kind"]}: {outcome.label}: {outcome.message}
-python -m benchmarks fuzz --case '{json.dumps(case)}'
-# or, in the root of the repository:
-from benchmarks.fuzz import build, check
-if __name__ == "__main__":
-    case = {case!r}
-    print({"build(case), " if "parts" in case else ""}check(case))"""
+python -m benchmarks fuzz --case '{json.dumps(case)}'"""

@@ -1,7 +1,7 @@
 """Threads: contexts that overlap in them, and forwards of one converted model at the same time.
 
 `"spans"` are [context, start, length]: each is entered and left in a thread of its own, in any order, and between them
-the model's forward in the main thread is bitwise the plain one's inside of `octavo.disabled()`, else the converted one's.
+the model in the main thread is bitwise the plain one inside of `octavo.disabled()`, else the converted one.
 """
 
 import threading

@@ -2,8 +2,8 @@
 
 checkpoint        bitwise the model without, where plain PyTorch is; gradients up to FP8 where each part is checkpointed
                   by itself and activations are stored, as what lies between parts is then exact
-keep_weights      bitwise the model that quantizes its weights each time, over optimizer steps and writes between them, and
-                  a model converted afterwards
+keep_weights      bitwise the model that quantizes its weights each time, over optimizer steps and writes between
+                  them, and a model converted afterwards
 fully_shard       by hand, on two ranks: one process, up to the order of sums
 parallelize       the same by octavo.parallelize; FP8 gathers change no bit, FP8 gradients up to their rounding; also
                   after an earlier pass and what follows it, such as writes that no version counter shows (`EARLIER`)
@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import octavo
@@ -29,6 +30,7 @@ from benchmarks.fuzz.build import Case, Run, build, inputs, reference, run
 from benchmarks.fuzz.optimizer import WRITES
 from benchmarks.fuzz.outcome import PASS, WHOLE_DB, Invalid, Outcome, compare_gradients, fail, same
 from benchmarks.fuzz.ranks import POOL, needed
+from octavo.kernels.conformance import difference
 from octavo.numerics import sqnr
 
 EARLIER: dict[str, Callable[[Tensor], Any]] = {
@@ -80,9 +82,7 @@ def _checkpoint(case: Case) -> Outcome:
     with outcome.around_octavo(model):
         expected = run(model, case, x, autocast=autocast, call=partial(call, recomputed=False))
         actual = run(model, case, x, autocast=autocast, call=call)
-    if case.get("each") and _precision(case).activations == "fp8":
-        if (mismatch := same("output", expected.y, actual.y)) is not None:
-            return fail("bits", mismatch)
+    if case.get("each") and _precision(case).activations == "fp8" and same("output", expected.y, actual.y) is None:
         _, gradients = exact_run(reference(build(case), case), case, x)
         return compare_gradients(gradients, expected.grads, actual.grads, EXACT_ENOUGH_DB)
     mismatch = _different(expected, actual)
@@ -90,15 +90,11 @@ def _checkpoint(case: Case) -> Outcome:
 
 
 def _different(expected: Run, actual: Run) -> str | None:
-    if (mismatch := same("output", expected.y, actual.y)) is not None:
-        return mismatch
-    for name, grad in expected.grads.items():
-        other = actual.grads[name]
-        if (grad is None) != (other is None):
-            return f"{name}: one of them has no gradient"
-        if grad is not None and other is not None and (mismatch := same(name, grad, other)) is not None:
-            return mismatch
-    return None
+    """Describe the first bit in which outputs or gradients differ, if one does."""
+    runs = [{"output": r.y} | {n: g for n, g in r.grads.items() if g is not None} for r in (expected, actual)]
+    if runs[0].keys() != runs[1].keys():
+        return f"only one of them has {sorted(runs[0].keys() ^ runs[1].keys())}"
+    return difference(list(runs[0].values()), list(runs[1].values()), list(runs[0]))
 
 
 def _keep_weights(case: Case) -> Outcome:
@@ -177,22 +173,14 @@ def _compiled(model: nn.Module, case: Case, x: Tensor) -> Run:
 def job(case: Case) -> Outcome:
     """On a rank: its half of the batch through a sharded model, beside one process that does both halves."""
     rank, model, x = dist.get_rank(), build(case), inputs(case | {"batch": 2})
-    halves = x.chunk(2)
+    halves, comm = x.chunk(2), case.get("fp8_comm", "off")
     plain_run(_sharded(copy.deepcopy(model), plain=True), case, halves[rank])
-    precision = _precision(case)
-    if not convert(model, precision):
+    if not convert(model, _precision(case)):
         return PASS
     alone = copy.deepcopy(model)
     _write(alone, case)
-    expected = []
-    for half in halves:
-        output = run(alone, case, half)
-        expected.append(Run(output.y, {n: None if g is None else g.clone() for n, g in output.grads.items()}, x, {}))
-    if case.get("wrapper") == "parallelize":
-        comm = case.get("fp8_comm", "off")
-        sharded: nn.Module = octavo.parallelize(model, fp8_comm=comm)
-    else:
-        comm, sharded = "off", _sharded(model)
+    runs = [run(alone, case, half) for half in halves]
+    sharded = octavo.parallelize(model, fp8_comm=comm) if case.get("wrapper") == "parallelize" else _sharded(model)
     with outcome.around_octavo(sharded), warnings.catch_warnings(record=True) as raised:
         warnings.simplefilter("always")
         if "earlier" in case:
@@ -204,32 +192,35 @@ def job(case: Case) -> Outcome:
         actual = run(sharded, case, halves[rank])
     if any("gathered in FP8" in str(warning.message) for warning in raised):
         return PASS  # another operation reads the weight of a layer: it gets FP8 values, with a warning
-    if not (db := sqnr(expected[rank].y, actual.y)) >= ONE_PROCESS_DB and expected[rank].y.numel():
+    if not (db := sqnr(runs[rank].y, actual.y)) >= ONE_PROCESS_DB and actual.y.numel():
         return fail("output", f"rank {rank}: {db:.1f} dB beside one process")
-    limit = FP8_COMM_DB if comm == "on" else ONE_PROCESS_DB
-    grads = [g.double() for e in expected for g in e.grads.values() if g is not None and g.numel()]
+    grads = [g.double() for each in runs for g in each.grads.values() if g is not None and g.numel()]
     floor = NOISE_OF_LARGEST * max((float(g.square().mean()) ** 0.5 for g in grads), default=0.0)
     if comm == "on":
         floor = max(floor, WIRE_STEPS * max((float(g.abs().max()) for g in grads), default=0.0))
     for name, grad in actual.grads.items():
-        if name == "input":
-            continue
-        whole = _whole(grad)
-        parts = [each.grads[name] for each in expected]
-        if (whole is None) != (parts[0] is None):
-            return fail("missing gradient", f"rank {rank}: {name}: one of them has none")
-        if whole is not None and parts[0] is not None and parts[1] is not None:
-            mean = (parts[0].double() + parts[1].double()) / 2
-            summands = max(p.double().norm() for p in parts)
-            # Where the halves cancel, what rounding leaves is beside the summands, not beside their mean.
-            noise = float(mean.square().mean()) ** 0.5 < floor if mean.numel() else True
-            least = limit
-            if comm == "on" and 0 < mean.numel() <= FEW and mean.norm():  # each rank's summand is rounded by itself
-                rounded = E4M3_STEP * sum(p.double().abs() for p in parts).norm() / 2
-                least = sqnr(mean, mean + rounded / mean.norm() * mean) - 0.5
-            if mean.norm() > summands / 8 and not noise and not (db := sqnr(mean, whole)) >= least:
-                return fail("gradient", f"rank {rank}: {name}: {db:.1f} dB beside one process, at least {least:.1f} dB")
+        whole = grad.full_tensor() if isinstance(grad, DTensor) else grad
+        if name != "input" and (problem := _off(whole, [each.grads[name] for each in runs], comm == "on", floor)):
+            return fail(problem[0], f"rank {rank}: {name}: {problem[1]} beside one process")
     return PASS
+
+
+def _off(whole: Tensor | None, parts: list[Tensor | None], fp8: bool, floor: float) -> tuple[str, str] | None:
+    """Say how a gradient is off the mean of those of two halves, but for what is below `floor`."""
+    halves = [part.double() for part in parts if part is not None]
+    if whole is None or not halves:
+        return None if whole is None and not halves else ("missing gradient", "one of them has none")
+    mean = (halves[0] + halves[1]) / 2
+    # Where the halves cancel, what rounding leaves is beside the summands, not beside their mean.
+    cancelled = mean.norm() <= max(part.norm() for part in halves) / 8
+    if not mean.numel() or cancelled or float(mean.square().mean()) ** 0.5 < floor:
+        return None
+    least = FP8_COMM_DB if fp8 else ONE_PROCESS_DB
+    if fp8 and mean.numel() <= FEW:  # each rank's summand is rounded by itself
+        rounded = E4M3_STEP * sum(part.abs() for part in halves).norm() / 2
+        least = sqnr(mean, mean * (1 + rounded / mean.norm())) - 0.5
+    db = sqnr(mean, whole)
+    return None if db >= least else ("gradient", f"{db:.1f} dB, at least {least:.1f} dB,")
 
 
 @torch.no_grad()
@@ -238,11 +229,6 @@ def _write(model: nn.Module, case: Case) -> None:
         for weight in model.parameters():
             if weight.ndim == 2:
                 EARLIER[case["earlier"]](weight)
-
-
-def _whole(grad: Any) -> Tensor | None:
-    whole: Tensor | None = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
-    return whole
 
 
 def _sharded(model: nn.Module, plain: bool = False) -> nn.Module:
