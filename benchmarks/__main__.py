@@ -14,6 +14,7 @@
   deep         every kernel in every configuration beside the reference, compiled by all cores first
   loss         FP8 beside bf16 on several seeds, for as many minutes as there are; goes on where it stopped
   fuzz         random models, optimizers and collectives beside plain PyTorch; what fails, shrunk to a few lines
+  suites       test suites of other projects, with Octavo in the place of what they test; needs no GPU
   gpu          all of these, each in a process of its own with a limit, and what became of the targets
   roofline     predicted times and where FP8 begins to pay; needs no GPU
   sass         what Triton's compiler makes of each kernel; needs no GPU
