@@ -1,6 +1,9 @@
 """Conversations: masks as in Transformers, losses as in plain PyTorch, templates, bad records, the example."""
 
+import copy
 import json
+import re
+from pathlib import Path
 
 import datasets
 import pyarrow
@@ -14,7 +17,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from octavo.nn.causal import IGNORE
 from octavo.train import ConfigError, run
 from octavo.train.config.sections import Data
-from octavo.train.data.chat import PLAIN_TEMPLATE, Chat, conversation_text
+from octavo.train.data.chat import PLAIN_TEMPLATE, Chat, contents, conversation_text
 from octavo.train.data.source import open_source
 from octavo.train.data.tokenizer import load_tokenizer, train_tokenizer
 from octavo.train.trainer import Trainer
@@ -213,10 +216,18 @@ BAD = {
     "content of parts": ([{"messages": [{"role": "user", "content": [1]}]}], '"content" should be text'),
     "no assistant": ([{"messages": [{"role": "user", "content": "a"}]}], 'line 1: no message has the role "assistant"'),
     "message of text": ([{"messages": ["a"]}], 'line 1, message 0: expected {"role"'),
-    "tools": ([OK | {"tools": [{"name": "f"}]}], 'line 1: "tools" are not rendered'),
+    "tools of text": ([OK, OK | {"tools": "f"}], r'line 2: "tools" should be \[{"type".*item 0 is \'f\''),
+    "tool without a name": ([OK | {"tools": [{"function": {}}]}], 'line 1: "tools" should be .*item 0'),
+    "calls of text": ([{"messages": [OK["messages"][0], {"role": "assistant", "tool_calls": "f"}]}],
+                      'line 1, message 1: "tool_calls" should be'),
+    "call without a name": ([{"messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{}"}}]}]}],
+                            "line 1, message 0: \"tool_calls\" should be .*item 0 is {'function'"),
+    "arguments": ([{"messages": [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "x"}]}]}],
+                  'message 0: "tool_calls" should be'),
+    "reasoning": ([{"messages": [OK["messages"][0] | {"thinking": [1]}]}], 'message 0: "thinking" should be text'),
     "json": ([OK, "{"], "line 2 is not JSON"),
     "empty": ([], "is empty: no rows"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", BAD)
@@ -267,3 +278,109 @@ def test_rows_of_alpaca_and_sharegpt(tmp_path, name, suffix):
     texts = [text for text in open_source(config, lambda _: None).read(tmp_path) if text]
     expected = [{"role": "user", "content": question}, {"role": "assistant", "content": "3"}]
     assert [json.loads(text) for text in texts] == [expected] * 2
+
+
+PAGE = (Path(__file__).parents[2] / "docs" / "training.md").read_text(encoding="utf-8").partition("### Tool calls")[2]
+ROW = json.loads(re.search(r"```json\n(.*?)```", PAGE, flags=re.S)[1])
+LISTED = "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}"
+CALLS = LISTED + UNTAGGED.replace("{{ m.content }}<|im_end|>{% else", (
+    "{{ m.thinking }}{{ m.content }}{% for c in m.tool_calls or [] %}[{{ c.function.name }}{{ c.function.arguments }}]"
+    "{% endfor %}<|im_end|>{% else"
+))  # fmt: skip
+
+
+def learned(chat, row, where="a.jsonl, line 1"):
+    """The texts of a row that are targets."""
+    ((ids, mask),) = chat.encode([conversation_text(where, row["messages"], row.get("tools"))])
+    return [chat.tokenizer.decode(ids[start:stop]) for start, stop in runs(mask.tolist())]
+
+
+def test_tool_calls_and_reasoning_are_rendered_as_the_page_shows(tokenizer):
+    shown = re.search(r"```text\n(.*?)```", PAGE, flags=re.S)[1].splitlines()
+    chat = Chat(load_tokenizer(tokenizer), PLAIN_TEMPLATE, "assistant")
+    ((ids, _),) = chat.encode([conversation_text("", ROW["messages"], ROW["tools"])])
+    assert chat.tokenizer.decode(ids).splitlines() == [line[2:] for line in shown]
+    assert "\n".join(learned(chat, ROW)).splitlines() == [line[2:] for line in shown if line.startswith("▸")]
+
+
+@pytest.mark.parametrize("form", ["jsonl", "text", "parquet", "json of datasets"])
+def test_tool_calls_of_every_form_are_those_of_transformers(form, make_config, chats, tokenizer, tmp_path):
+    rows = [copy.deepcopy(ROW) for _ in range(3)]
+    calls = [row["messages"][1]["tool_calls"][0]["function"] for row in rows]
+    for call, arguments in zip(calls, ({"city": "Paris"}, {"day": 1}, {}), strict=True):
+        call["arguments"] = arguments  # in a table, each has the keys of all
+    theirs = AutoTokenizer.from_pretrained(str(tokenizer))
+    expected = [
+        theirs.apply_chat_template(
+            row["messages"], tools=row["tools"], chat_template=PLAIN_TEMPLATE, return_dict=True,
+            return_assistant_tokens_mask=True,
+        )
+        for row in [json.loads(json.dumps(row).replace('"content": null', '"content": ""')) for row in rows]
+    ]  # fmt: skip
+    source = tmp_path / ("a.jsonl" if form in ("jsonl", "text") else "a.parquet")
+    texts = [{key: json.dumps(value) for key, value in row.items()} for row in rows]
+    if source.suffix == ".jsonl":
+        put(source, *(texts if form == "text" else rows))
+    else:
+        kind = {key: datasets.List(datasets.Json()) for key in ROW} if form != "parquet" else None
+        features = datasets.Features(kind) if kind else None
+        datasets.Dataset.from_list(rows, features=features).to_parquet(source)
+    changes = {"source": str(source), "chat_template": "plain", "packing": "none", "sequence_length": 512}
+    data = load(make_config(data=chats | changes | {"shuffle": False}))
+    for step, row in enumerate(expected):
+        inputs, targets = data.batch(0, step, 1)
+        length = len(row["input_ids"]) - 1
+        assert inputs[0, :length, 0].tolist() == row["input_ids"][:-1]
+        assert (targets[0, :length] != IGNORE).tolist() == [bool(mark) for mark in row["assistant_masks"][1:]]
+
+
+@pytest.mark.parametrize(
+    ("replaced", "by", "before"),
+    [
+        ("", "", "I look it up."),
+        ("add_generation_prompt", "false", "I look it up."),
+        ("{{ m.thinking }}{{ m.content }}", "{{ m.content if not m.tool_calls }}", "<|im_start|>assistant\n"),
+    ],
+)
+def test_spans_of_tool_calls_without_tags(replaced, by, before, tokenizer):
+    template, row = CALLS.replace(replaced, by) if replaced else CALLS, copy.deepcopy(ROW)
+    if "thinking" in replaced:  # calls stand alone, as in Mistral's: nothing shows where their message begins
+        template = template.replace("add_generation_prompt", "false")
+        del row["messages"][1]["reasoning_content"]
+    texts = learned(Chat(load_tokenizer(tokenizer), template, "assistant"), row)
+    assert texts == [before + "[weather{'city': 'Paris'}]<|im_end|>", "Yes, it rains.<|im_end|>"]
+
+
+def test_templates_that_join_arguments_take_text(tokenizer):
+    joined = CALLS.replace("{{ c.function.arguments }}", "{{ '' + c.function.arguments }}")
+    assert '[weather{"city": "Paris"}]' in learned(Chat(load_tokenizer(tokenizer), joined, "assistant"), ROW)[0]
+
+
+@pytest.mark.parametrize(
+    ("left_out", "what"),
+    [
+        (LISTED, 'the "tools" of the row'),
+        ("[{{ c.function.name }}{{ c.function.arguments }}]", '"tool_calls" of message 1'),
+        ("{{ m.thinking }}", '"reasoning_content" of message 1'),
+    ],
+)
+def test_a_template_that_drops_something_is_an_error(left_out, what, tokenizer):
+    tokenizer = load_tokenizer(tokenizer)
+    learned(Chat(tokenizer, CALLS, "assistant"), ROW)
+    for loss_on in ("assistant", "all"):
+        with pytest.raises(ConfigError, match=f"^a.jsonl, line 1: the chat template renders nothing of {what}, so"):
+            learned(Chat(tokenizer, CALLS.replace(left_out, ""), loss_on), ROW)
+
+
+def test_reasoning_of_earlier_turns_may_be_dropped(tokenizer):
+    last = TAGGED.replace("{{ m.content }}<", "{% if loop.last %}{{ m.thinking }}{% endif %}{{ m.content }}<", 1)
+    talk = conversation(0, 2)
+    talk[2]["thinking"] = "hm"
+    chat = Chat(load_tokenizer(tokenizer), last, "assistant")
+    assert learned(chat, {"messages": talk})[0] == f"{talk[2]['content']}<|im_end|>"
+    assert learned(chat, {"messages": talk[:3]}) == [f"hm{talk[2]['content']}<|im_end|>"]
+
+
+def test_a_tokenizer_is_trained_on_tool_calls_and_reasoning():
+    (text,) = contents([conversation_text("", ROW["messages"], ROW["tools"])])
+    assert {"I look it up.", "rain", "Yes, it rains."} <= set(text.splitlines()) and text.count('"weather"') == 2

@@ -293,7 +293,8 @@ class Data(Section):
     """Column that holds the text, in .jsonl, .parquet and datasets."""
     format: Format = "text"
     """What a document is: text, or a conversation, a list of messages with `role` and `content` in `messages_field`.
-    Rows of ShareGPT (`conversations` of `from` and `value`) and Alpaca (`instruction`, `input`, `output`) are such."""
+    Rows of ShareGPT (`conversations` of `from` and `value`) and Alpaca (`instruction`, `input`, `output`) are such.
+    Messages may have `tool_calls` and `reasoning_content`, rows `tools`, for the chat template to render."""
     messages_field: str = "messages"
     """Column that holds the conversations, with `format = "messages"`."""
     chat_template: PathText | None = None

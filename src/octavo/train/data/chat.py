@@ -10,8 +10,13 @@ token is a target if any of its characters is in a span of the assistant. Spans 
 `{% endgeneration %}`. In a template without these tags, a span is what a message adds to the rendering of the messages
 before it, with the generation prompt. Such a rendering has to be the beginning of the next one: many templates change
 earlier turns (they drop reasoning), and an error names the first conversation where they do.
+
+Tool calls are OpenAI's, with `arguments` as an object, and text only for a template that takes no object. Templates
+ignore fields that they do not know. So each new shape of a conversation is also rendered with marks as the names of its
+tools, tool calls and reasoning: a mark that is not in the text is an error.
 """
 
+import copy
 import hashlib
 import json
 import re
@@ -28,22 +33,39 @@ from octavo.train.data.tokenizer import TextTokenizer
 
 MESSAGES, SHAREGPT = "messages", "conversations"
 """Fields of conversations; the second is read where `data.messages_field` is the first and a row has none."""
+TOOLS, CALLS = "tools", "tool_calls"
+"""Fields of a row and of a message: lists, or JSON text of one."""
 ALPACA = ("instruction", "input", "output")  # Fields of an instruction, its input if there is one, and the answer
 ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bard": "assistant", "bing": "assistant"}
 """Roles of ShareGPT that have other names."""
+REASONING = ("reasoning_content", "reasoning", "thinking")  # Fields of a message with the reasoning before its content
+FUNCTION = '{"type": "function", "function": {"name": "…", "arguments" or "parameters": {…}}}'
 PLAIN = "plain"
 PLAIN_TEMPLATE = (
+    "{% if tools %}{{ '<|tools|>\n' + tools | tojson + eos_token + '\n' }}{% endif %}"
     "{% for message in messages %}{{ '<|' + message['role'] + '|>\n' }}"
-    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}"
+    "{% if message['role'] == 'assistant' %}{% generation %}"
+    "{% set reasoning = message.reasoning_content or message.reasoning or message.thinking %}"
+    "{% if reasoning %}{{ '<think>\n' + reasoning + '\n</think>\n\n' }}{% endif %}{{ message['content'] }}"
+    "{% for call in message.tool_calls or [] %}{{ '\n' if message['content'] or not loop.first }}"
+    "{% set function = {'name': call.function.name, 'arguments': call.function.arguments} %}"
+    "{{ '<tool_call>\n' + function | tojson + '\n</tool_call>' }}{% endfor %}{{ eos_token }}{% endgeneration %}"
     "{% else %}{{ message['content'] + eos_token }}{% endif %}{{ '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
 )
-"""The template "plain": roles as text and the end token after each message, which every tokenizer has."""
+"""The template "plain": roles as text and the end token, which every tokenizer has, after each message."""
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 MARK = "\ue000text\ue001"
 """Stands for the text of a message, to find where a template puts it; private characters of Unicode."""
+Messages = list[dict[str, Any]]
 CONVERSATION_LIMIT = 4 << 20
 """Longest conversation in characters: it is encoded at once, in 100 to 200 times as many bytes of memory."""
+
+
+class Conversation(str):
+    """A conversation as a document, which `conversation_text` writes."""
+
+    where: object = None  # Its file and line, for errors
 
 
 class Chat:
@@ -54,6 +76,7 @@ class Chat:
         self._template, self._assistant = template, loss_on == "assistant"
         self._tagged = bool(GENERATION.search(template))
         self._hf: Any = self.tokenizer.as_transformers()
+        self._checked: set[str] = set()  # Shapes of conversations of which the template is known to drop nothing
         if self._assistant and not self._hf.is_fast:
             raise ConfigError(
                 f"{type(self._hf).__name__} is written in Python and does not tell which characters a token is of, "
@@ -64,7 +87,7 @@ class Chat:
         """The ids of conversations, as `conversation_text` writes them, and which of these are targets."""
         # Targets are bool arrays as long as the ids; None with `loss_on = "all"`. Raises ConfigError for a conversation
         # that the template does not take, or of which no token is a target.
-        rendered = [self._render(json.loads(text)) for text in conversations]
+        rendered = [self._render(conversation) for conversation in conversations]
         encoded = self._hf(
             [text for text, _ in rendered], add_special_tokens=False, return_attention_mask=False, verbose=False,
             return_offsets_mapping=self._assistant,
@@ -76,53 +99,108 @@ class Chat:
         for conversation, (text, spans), ids, offsets in rows:
             targets = _overlaps(len(text), spans, offsets)
             if not targets.any():
-                raise ConfigError(f"the chat template marks no text of the assistant in {_shown(conversation)}")
+                raise ConfigError(
+                    f"{_place(conversation)}the chat template marks no text of the assistant in {_shown(conversation)}"
+                )
             pairs.append((ids, targets))
         return pairs
 
-    def _render(self, messages: list[dict[str, Any]]) -> tuple[str, list[tuple[int, int]]]:
+    def _render(self, conversation: str) -> tuple[str, list[tuple[int, int]]]:
         """The text of a conversation, and the spans of the assistant in it."""
-        text, spans = self._apply(messages, tagged=self._tagged and self._assistant)
+        try:
+            return self._rendered(*_parts(conversation))
+        except ConfigError as error:
+            raise ConfigError(f"{_place(conversation)}{error}") from None
+
+    def _rendered(self, messages: Messages, tools: Messages) -> tuple[str, list[tuple[int, int]]]:
+        text, spans = self._apply(messages, tools, tagged=self._tagged and self._assistant)
         if len(text) > CONVERSATION_LIMIT:
             raise ConfigError(
                 f"a conversation of {len(text):,} characters is longer than {CONVERSATION_LIMIT:,}: cut it; "
                 f"it is {_shown(json.dumps(messages))}"
             )
+        self._check_complete(messages, tools)
         if self._assistant and not self._tagged:
             spans = [
-                self._span(messages, index, text)
+                self._span(messages, tools, index, text)
                 for index, message in enumerate(messages)
                 if message["role"] == "assistant"
             ]
         return text, spans
 
     def _apply(
-        self, messages: list[dict[str, Any]], *, tagged: bool = False, prompt: bool = False
+        self, messages: Messages, tools: Any, *, tagged: bool = False, prompt: bool = False
     ) -> tuple[str, list[tuple[int, int]]]:
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        try:
-            rendered: Any = render_jinja_template(
-                [messages], chat_template=self._template, return_assistant_tokens_mask=tagged,
-                add_generation_prompt=prompt, **self._hf.special_tokens_map,
-            )  # fmt: skip
-        except Exception as error:  # of no common type: templates raise, and meet fields that they do not expect
-            shown = _shown(json.dumps(messages))
-            raise ConfigError(f"the chat template does not take {shown}: {one_line(error)}") from None
+        failure = None
+        for as_text in (False, True):
+            try:
+                form = _with_text_arguments(messages) if as_text else messages
+                rendered: Any = render_jinja_template(
+                    [form], tools=tools or None, chat_template=self._template, return_assistant_tokens_mask=tagged,
+                    add_generation_prompt=prompt, **self._hf.special_tokens_map,
+                )  # fmt: skip
+                break
+            except Exception as error:  # of no common type: templates raise, and meet fields that they do not expect
+                failure = failure or one_line(error)
+        else:
+            raise ConfigError(f"the chat template does not take {_shown(json.dumps(messages))}: {failure}")
         texts, spans = rendered
         return texts[0], spans[0] if tagged else []
 
-    def _span(self, messages: list[dict[str, Any]], index: int, text: str) -> tuple[int, int]:
+    def _check_complete(self, messages: Messages, tools: Messages) -> None:
+        """Raise ConfigError if the template renders nothing of a tool, of a tool call, or of reasoning."""
+        # Only the last reasoning counts, with no message after it: templates may drop that of earlier turns.
+        fields = [[key for key in REASONING if message.get(key)] for message in messages]
+        if not (tools or any(fields) or any(CALLS in message for message in messages)):
+            return
+        shape = [f"{len(tools)} tools"]
+        for message, keys in zip(messages, fields, strict=True):
+            shape += [message["role"], f"{bool(message['content'])} {len(message.get(CALLS, ()))} {keys}"]
+        if str(shape) in self._checked:
+            return
+        marks: dict[str, str] = {}
+
+        def mark(what: str) -> str:
+            marks[name := f"octavo{len(marks)}mark"] = what
+            return name
+
+        messages, tools = copy.deepcopy((messages, tools))
+        for tool in tools:
+            tool["function"]["name"] = mark('the "tools" of the row')
+        for index, message in enumerate(messages):
+            for call in message.get(CALLS, ()):
+                name = mark(f'"{CALLS}" of message {index}')
+                call["function"] |= {"name": name, "arguments": {name: name}}
+        text, _ = self._apply(messages, tools)
+        if any(fields):
+            last = max(index for index, keys in enumerate(fields) if keys)
+            messages[last] |= dict.fromkeys(fields[last], mark(f'"{fields[last][0]}" of message {last}'))
+            text += self._apply(messages[: last + 1], tools)[0]
+        if dropped := next((what for name, what in marks.items() if name not in text), None):
+            raise ConfigError(
+                f"the chat template renders nothing of {dropped}, so that it would not be learned: set "
+                f'data.chat_template to a file with a template that renders it, or to "{PLAIN}", or remove the field'
+            )
+        self._checked.add(str(shape))
+
+    def _span(self, messages: Messages, tools: Messages, index: int, text: str) -> tuple[int, int]:
         """Where message `index` is in the rendered conversation, from the renderings of its beginnings."""
-        through, _ = self._apply(messages[: index + 1])
+        through, _ = self._apply(messages[: index + 1], tools)
         before, plain = "", ""
         if index:
-            before, plain = self._apply(messages[:index], prompt=True)[0], self._apply(messages[:index])[0]
+            plain, _ = self._apply(messages[:index], tools)
+            before, _ = self._apply(messages[:index], tools, prompt=True)
         start = len(before)
         if before == plain:  # no generation prompt: the span begins with the text of the message
-            marked, _ = self._apply([*messages[:index], messages[index] | {"content": MARK}])
+            message = messages[index]
+            texts = dict.fromkeys(("content", *(key for key in REASONING if key in message)), MARK)
+            marked, _ = self._apply([*messages[:index], message | texts], tools)
             start = marked.find(MARK, start)  # the text itself may also occur in what comes before it
             before = marked[: max(0, start)]
+            if start < 0 and CALLS in message:  # rendered alone, without the text
+                before, start = plain, len(plain)
         if start < 0 or not through.startswith(before) or not text.startswith(through):
             raise ConfigError(
                 "the chat template has no {% generation %} tags, and message "
@@ -205,41 +283,96 @@ def _renamed(message: Mapping[str, Any]) -> dict[str, Any]:
     return row
 
 
-def conversation_text(where: object, messages: Any) -> str:
-    """A conversation as a document: JSON of its messages, without fields that are null."""
-    # Raises ConfigError, beginning with `where`, for anything but a list of messages, with a role and a content, of
-    # which one is the assistant's.
-    if not isinstance(messages, list) or not messages:
+def conversation_text(where: object, messages: Any, tools: Any = None) -> Conversation:
+    """A conversation as a document: JSON of its messages, or of `{"messages": …, "tools": …}` if it has tools."""
+    # Fields that are null are left out. Raises ConfigError, beginning with `where`, for anything but a list of
+    # messages, with a role and a content or tool calls, of which one is the assistant's, and a list of tools.
+    listed = _decoded(messages)
+    if not isinstance(listed, list) or not listed:
         raise ConfigError(
             f'{where}: expected messages, as [{{"role": "user", "content": "…"}}, …]; got {messages!r:.80}'
         )
     rows = []
-    for number, message in enumerate(messages):
+    for number, message in enumerate(map(_decoded, listed)):
         place = f"{where}, message {number}"
         if not isinstance(message, dict):
             raise ConfigError(f'{place}: expected {{"role": …, "content": …}}; got {message!r:.80}')
         row = _renamed(message)
+        if calls := _functions(place, CALLS, row.pop(CALLS, [])):
+            row = {"content": "", **row, CALLS: calls}
         for key in ("role", "content"):
-            if key not in row and not (key == "content" and row.get("tool_calls")):
+            if key not in row:
                 raise ConfigError(f'{place} has no "{key}"; it has {", ".join(map(repr, row)) or "none"}')
+        for key in ("role", "content", *REASONING):
             if not isinstance(row.get(key, ""), str):
                 raise ConfigError(f'{place}: "{key}" should be text, got {row[key]!r:.80}')
         rows.append(row)
     if all(row["role"] != "assistant" for row in rows):
         roles = ", ".join(dict.fromkeys(row["role"] for row in rows))
         raise ConfigError(f'{where}: no message has the role "assistant", so that there is nothing to learn ({roles})')
-    return json.dumps(rows, ensure_ascii=False)
+    schemas = _functions(str(where), TOOLS, tools) if tools else []
+    text = Conversation(json.dumps({"messages": rows, "tools": schemas} if schemas else rows, ensure_ascii=False))
+    text.where = where
+    return text
+
+
+def _decoded(value: Any) -> Any:
+    """The value of JSON text; other text, and what is no text, as it is."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError):
+        return value
+
+
+def _functions(where: str, name: str, value: Any) -> Messages:
+    """The tools, or the tool calls, of the field `name`, as `{"type": "function", "function": …}`."""
+    items: Messages = []
+    listed = _decoded(value) or []
+    for number, item in enumerate(map(_decoded, listed) if isinstance(listed, list) else [value]):
+        item = item if not isinstance(item, dict) or "function" in item else {"type": "function", "function": item}
+        function = item["function"] if isinstance(item, dict) else None
+        function = dict(function) if isinstance(function, dict) else {}
+        if name == CALLS:
+            function["arguments"] = _decoded(function.get("arguments") or "{}")
+        if not isinstance(function.get("name"), str) or not isinstance(function.get("arguments", {}), dict):
+            raise ConfigError(f'{where}: "{name}" should be [{FUNCTION}, …], and item {number} is {item!r:.120}')
+        items.append(item | {"function": function})
+    return items
+
+
+def _with_text_arguments(messages: Messages) -> Messages:
+    """The messages, with `arguments` of tool calls as JSON text."""
+    messages = copy.deepcopy(messages)
+    for call in (call for message in messages for call in message.get(CALLS, ())):
+        call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+    return messages
+
+
+def _parts(conversation: str) -> tuple[Messages, Messages]:
+    """Messages and tools of a conversation."""
+    value = json.loads(conversation)
+    return (value["messages"], value["tools"]) if isinstance(value, dict) else (value, [])
+
+
+def _place(conversation: str) -> str:
+    """The beginning of an error: the file and the line of a conversation that is from one."""
+    where = getattr(conversation, "where", None)
+    return "" if where is None else f"{where}: "
 
 
 def contents(conversations: Iterable[str | None]) -> Iterator[str | None]:
-    """The texts of messages without roles and template, to train a tokenizer on."""
+    """The texts of messages without roles and template, and their tools, to train a tokenizer on."""
     for text in conversations:
-        yield text if text is None else "\n".join(row.get("content", "") for row in json.loads(text))
+        messages, tools = _parts(text or "[]")
+        values = [row[key] for row in messages for key in (*REASONING, "content", CALLS) if key in row]
+        values += [tools] * bool(tools)
+        texts = (value if isinstance(value, str) else json.dumps(value, ensure_ascii=False) for value in values)
+        yield text if text is None else "\n".join(texts)
 
 
 def fingerprint(template: str, loss_on: str) -> str:
     """Hash of what affects ids and targets beside the tokenizer."""
-    return "chat 1 " + hashlib.sha256(f"{loss_on}\0{template}".encode()).hexdigest()
+    return "chat 2 " + hashlib.sha256(f"{loss_on}\0{template}".encode()).hexdigest()
 
 
 def _overlaps(length: int, spans: list[tuple[int, int]], offsets: list[tuple[int, int]]) -> np.ndarray:

@@ -21,7 +21,7 @@ import numpy as np
 from octavo.numerics.names import nearest
 from octavo.train.config.run_config import ConfigError
 from octavo.train.config.sections import Data
-from octavo.train.data.chat import ALPACA, MESSAGES, SHAREGPT, conversation_text, messages_of
+from octavo.train.data.chat import ALPACA, MESSAGES, SHAREGPT, TOOLS, conversation_text, messages_of
 
 if TYPE_CHECKING:
     import hashlib
@@ -148,19 +148,20 @@ class Column:
 
     def fields(self, names: Collection[str]) -> list[str]:
         """The fields that hold the document in rows with these names."""
-        if not self.messages or self.name in names:
+        if not self.messages:
             return [self.name]
-        if self.name == MESSAGES and SHAREGPT in names:
-            return [SHAREGPT]
-        return [name for name in ALPACA if name in names] if {"instruction", "output"} <= {*names} else [self.name]
+        fields = [self.name]
+        if self.name not in names and self.name == MESSAGES and SHAREGPT in names:
+            fields = [SHAREGPT]
+        elif self.name not in names and {"instruction", "output"} <= {*names}:
+            fields = [name for name in ALPACA if name in names]
+        return fields + [TOOLS] * (TOOLS in names)
 
     def text(self, where: object, row: dict[str, Any]) -> str | None:
         """The document of a row; None or "" if it has none. Raises ConfigError, beginning with `where`."""
         value = messages_of(row, self.name) if self.messages else row.get(self.name)
         if self.messages and value is not None:
-            if row.get("tools"):
-                raise ConfigError(f'{where}: "tools" are not rendered by Octavo: remove the field')
-            value = conversation_text(where, value)
+            value = conversation_text(where, value, row.get(TOOLS))
         if value is not None and not isinstance(value, str):
             hint = '; of conversations? set data.format = "messages"' if isinstance(value, list) else ""
             raise ConfigError(f'{where}: field "{self.name}" is not text but {type(value).__name__}{hint}')
@@ -324,7 +325,7 @@ def _row_texts(path: str, first: int, batch: Any, column: Column, fields: list[s
         for start in range(0, len(batch), BATCH_ROWS):
             part = batch.select(fields).slice(start, BATCH_ROWS)
             part.validate(full=True)
-            rows = enumerate(part.to_pylist(), first + start)
+            rows = enumerate(map(_without_nulls, part.to_pylist()), first + start)
             yield [column.text(f"{path}, row {number} (from 0)", row) for number, row in rows]
         return
     texts = batch.column(column.name)
@@ -340,6 +341,15 @@ def _row_texts(path: str, first: int, batch: Any, column: Column, fields: list[s
         yield part.to_pylist()
 
 
+def _without_nulls(value: Any) -> Any:
+    """A row of a table without null fields: structs have the fields of all rows."""
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return value
+
+
 def check_column(column: Column, schema: Any) -> list[str]:
     """The fields of a document in an Arrow schema."""
     # Raises ConfigError if it has not one such column, of strings or of lists of messages.
@@ -353,11 +363,10 @@ def check_column(column: Column, schema: Any) -> list[str]:
         raise ConfigError(f'"{source}" has {columns} columns "{field}": rename all but the one to read')
     kind = schema.field(field).type
     if column.messages:
-        if "tools" in schema.names:
-            raise ConfigError(f'"{source}" has a column "tools", which Octavo does not render: remove it')
-        types = pyarrow.types
-        is_list = types.is_list(kind) or types.is_large_list(kind)
-        if len(fields) == 1 and not (is_list and types.is_struct(kind.value_type)):
+        types, text = pyarrow.types, (pyarrow.string(), pyarrow.large_string())
+        item = kind.value_type if types.is_list(kind) or types.is_large_list(kind) else None
+        content = item or kind  # messages as JSON are text, or an extension type of it
+        if not (item and types.is_struct(item)) and getattr(content, "storage_type", content) not in text:
             raise ConfigError(f'field "{field}" of "{source}" is no list of messages but {kind}')
     elif kind not in (pyarrow.string(), pyarrow.large_string()):
         raise ConfigError(f'field "{field}" of "{source}" is not text but {kind}')
