@@ -36,30 +36,6 @@ def test_files_named_in_documents_exist(document):
         assert (ROOT / module).exists() or (ROOT / "src/octavo" / module).exists(), module
 
 
-def matches(text, expected):
-    """The same words, and numbers within 2 %: other CPUs round otherwise."""
-    words, expected_words = text.split(), expected.split()
-    assert len(words) == len(expected_words), text
-    for word, expected_word in zip(words, expected_words, strict=True):
-        numeric = re.fullmatch(r"[\d.]+", expected_word)
-        assert float(word) == pytest.approx(float(expected_word), rel=0.02) if numeric else word == expected_word
-
-
-@pytest.mark.parametrize("page", ["quickstart", "howto", "migration", "extending", "tutorials/ten-minutes"])
-def test_python_blocks_run(page, tmp_path, monkeypatch, capsys):
-    """In order, with the names of the blocks before; a block of text right after one is what it prints."""
-    text = (ROOT / "docs" / f"{page}.md").read_text()
-    monkeypatch.chdir(tmp_path)
-    names = {}
-    blocks = re.findall(r"```python\n(.*?)```\n(?:\nIt prints:\n\n```text\n(.*?)```)?", text, flags=re.S)
-    for block, output in blocks:
-        exec(compile(block, f"docs/{page}.md", "exec"), names)
-        printed = capsys.readouterr().out
-        if output:
-            matches(printed, output)
-    assert blocks
-
-
 def test_troubleshooting_quotes_errors_of_the_code():
     code = "\n".join(path.read_text() for path in (ROOT / "src").rglob("*.py"))
     written = re.sub(r"""["']\s+f?["']""", "", code)  # literals side by side are one

@@ -3,13 +3,14 @@
 import torch
 
 
-def small_llama(dtype=torch.float32, seed=0):
+def small_llama(dtype=torch.float32, seed=0, **changes):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)
+    sizes = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2) | changes
     config = LlamaConfig(
-        vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=2, max_position_embeddings=32, tie_word_embeddings=False, use_cache=False,
+        vocab_size=64, num_key_value_heads=2, max_position_embeddings=32, tie_word_embeddings=False, use_cache=False,
+        **sizes,
     )  # fmt: skip
     return LlamaForCausalLM(config).to(dtype)
 
