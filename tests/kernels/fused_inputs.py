@@ -50,6 +50,14 @@ def _layout(x):
     return [stride for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1 and x.numel()]
 
 
+def both_backends(op, call):
+    """What the reference and Triton return."""
+    with op.force("reference"):
+        expected = call()
+    with op.force("triton"):
+        return expected, call()
+
+
 def assert_quantizes(y, got, spec, order):
     """The result in FP8 equals `quantize` of y."""
     assert_same(outputs_of(quantize(y, spec, order=order)), outputs_of(got))

@@ -4,7 +4,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 import torch.nn.functional as F
-from fused_inputs import SPECS, assert_quantizes, assert_same, outputs_of, randn, spread
+from fused_inputs import SPECS, assert_quantizes, assert_same, both_backends, outputs_of, randn, spread
 
 from octavo.kernels.fused import activations, glu, glu_backward
 from octavo.kernels.fused import reference as fused_reference
@@ -16,13 +16,6 @@ triton = pytest.mark.skipif(not find_spec("triton"), reason="Triton is not insta
 by_activation = pytest.mark.parametrize("activation", ACTIVATIONS)
 ROW = QuantSpec.parse("e4m3/row")
 OF_PYTORCH = {"silu": F.silu, "gelu_tanh": lambda g: F.gelu(g, approximate="tanh"), "gelu": F.gelu}
-
-
-def both_backends(op, call):
-    with op.force("reference"):
-        expected = call()
-    with op.force("triton"):
-        return expected, call()
 
 
 @triton

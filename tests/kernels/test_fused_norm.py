@@ -3,7 +3,7 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from fused_inputs import SPECS, assert_quantizes, assert_same, outputs_of, randn, spread
+from fused_inputs import SPECS, assert_quantizes, assert_same, both_backends, outputs_of, randn, spread
 
 from octavo.kernels.fused import layer_norm, layer_norm_backward, rms_norm, rms_norm_backward
 from octavo.kernels.fused import reference as fused_reference
@@ -19,13 +19,6 @@ def norm_of(kind, x, weight, bias, *arguments, **options):
     if kind == "rms_norm":
         return rms_norm(x, weight, *arguments, **options)
     return layer_norm(x, weight, bias, *arguments, **options)
-
-
-def both_backends(op, call):
-    with op.force("reference"):
-        expected = call()
-    with op.force("triton"):
-        return expected, call()
 
 
 @triton

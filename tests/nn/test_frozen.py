@@ -14,6 +14,7 @@ from transformers.pytorch_utils import Conv1D
 import octavo
 from octavo.nn import ResidentWeight, change_recipe
 from octavo.numerics.error import sqnr
+from support.moe_models import resident, state_bits
 
 
 def mlp(dtype=torch.bfloat16, width=128):
@@ -21,19 +22,11 @@ def mlp(dtype=torch.bfloat16, width=128):
     return nn.Sequential(nn.Linear(width, 256, dtype=dtype), nn.GELU(), nn.Linear(256, width, bias=False, dtype=dtype))
 
 
-def resident(model, recipe="rowwise", **options):
-    return octavo.convert(model, recipe, frozen="fp8", verbose=False, **options)
-
-
 def run(model, x):
     x = x.detach().clone().requires_grad_()
     y = model(x)
     y.float().square().sum().backward()
     return y.detach(), x.grad
-
-
-def state_bits(model):
-    return {k: v.view(torch.uint8) if v.element_size() == 1 else v for k, v in model.state_dict().items()}
 
 
 def equal(one, other):

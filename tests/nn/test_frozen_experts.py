@@ -13,15 +13,11 @@ import octavo
 from octavo.nn import ResidentWeight, change_recipe, load_frozen, meta_parameters
 from octavo.nn.experts import STACKED
 from octavo.numerics.error import sqnr
-from support.moe_models import FAMILIES, experts_of, mixture, routed
+from support.moe_models import FAMILIES, experts_of, mixture, resident, routed, state_bits
 
 RECIPES = ("rowwise", "rowwise_hp_wgrad", "tensorwise", "blockwise")
 NAME = "model.layers.1.mlp.experts"
 TOKENS = torch.arange(24).view(2, 12) % 64
-
-
-def resident(model, recipe="rowwise", **options):
-    return octavo.convert(model, recipe, frozen="fp8", verbose=False, **options)
 
 
 def run(module, x, index, weights, grad):
@@ -33,10 +29,6 @@ def run(module, x, index, weights, grad):
 
 def equal(one, other):
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-
-
-def state_bits(model):
-    return {k: v.view(torch.uint8) if v.element_size() == 1 else v for k, v in model.state_dict().items()}
 
 
 def same_state(one, other):

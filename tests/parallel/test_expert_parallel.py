@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
@@ -20,15 +19,11 @@ from collective_recorder import CollectiveRecorder
 from octavo.numerics import sqnr
 from octavo.parallel import Parallel, clip_grad_norm_, context_parallel, expert_parallel, parallelize, tensor_parallel
 from octavo.parallel.fsdp import parameters_in_fp8
-from support.moe_models import experts_of, mixture, results, routed
+from support.moe_models import experts_of, mesh_of, mixture, results, routed
 
 pytestmark = [pytest.mark.dist, pytest.mark.thorough]
 HIDDEN = 256
 """Width of experts on their own: enough values for a stable SQNR of one token."""
-
-
-def mesh_of(efsdp=1):
-    return init_device_mesh("cpu", (efsdp, dist.get_world_size() // efsdp), mesh_dim_names=("efsdp", "ep"))
 
 
 # --- one module ---

@@ -16,19 +16,15 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import octavo
 from octavo.parallel import clip_grad_norm_, expert_parallel, parallelize
 from processes import Failed
-from support.moe_models import experts_of, mixture, routed
+from support.moe_models import experts_of, mesh_of, mixture, routed
 
 pytestmark = [pytest.mark.dist, pytest.mark.thorough]
-
-
-def mesh_of(efsdp=1):
-    return init_device_mesh("cpu", (efsdp, dist.get_world_size() // efsdp), mesh_dim_names=("efsdp", "ep"))
 
 
 def converted():

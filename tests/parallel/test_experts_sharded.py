@@ -8,17 +8,10 @@ import octavo
 from octavo.nn import change_recipe
 from octavo.parallel import Parallel, parallelize
 from octavo.parallel.fsdp import parameters_in_fp8
-from support.moe_models import mixture
+from support.moe_models import loss_of, mixture
 
 pytestmark = [pytest.mark.dist, pytest.mark.thorough]
 NAME = "model.layers.1.mlp.experts"
-
-
-def gradients(model, rank):
-    tokens = torch.arange(24, dtype=torch.int64).view(2, 12) * (rank + 1) % 64
-    loss = model(input_ids=tokens, labels=tokens).loss
-    loss.backward()
-    return loss.item()
 
 
 def sharded_job(family, comm):
@@ -27,7 +20,7 @@ def sharded_job(family, comm):
     gathered = [name for name in parameters_in_fp8(model) if "experts" in name]
     weights = [name for name, p in model.named_parameters() if "experts" in name and p.ndim == 3]
     assert gathered == (weights if comm == "gather" else [])
-    loss = gradients(model, dist.get_rank())
+    loss = loss_of(model, dist.get_rank())
     result = {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
     assert next(row for row in octavo.report(model) if row.name == NAME).recipe == "rowwise"
     try:
@@ -45,7 +38,7 @@ def sharded_job(family, comm):
 def test_sharded_experts_give_the_gradients_of_one_process(gloo, family, comm):
     ranks = gloo.run(sharded_job, 2, family, comm)
     model = octavo.convert(mixture(family), verbose=False)
-    losses = [gradients(model, rank) for rank in range(2)]
+    losses = [loss_of(model, rank) for rank in range(2)]
     assert losses == [loss for loss, _ in ranks]
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter.grad / 2, ranks[0][1][name]), name

@@ -11,7 +11,7 @@ import octavo
 from octavo.nn import ResidentWeight, change_recipe
 from octavo.nn.resident import as_resident
 from octavo.parallel import Parallel, expert_parallel, parallelize
-from support.moe_models import mixture
+from support.moe_models import loss_of, mixture
 
 pytestmark = [pytest.mark.dist, pytest.mark.thorough]
 
@@ -225,13 +225,6 @@ def mixture_of(family, recipe):
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("experts" not in name)
     return octavo.convert(model, recipe, frozen="fp8", verbose=False)
-
-
-def loss_of(model, rank):
-    tokens = torch.arange(24, dtype=torch.int64).view(2, 12) * (rank + 1) % 64
-    loss = model(input_ids=tokens, labels=tokens).loss
-    loss.backward()
-    return loss.item()
 
 
 def experts_job(family, recipe, how):

@@ -1,6 +1,10 @@
 """Small mixtures of experts that the tests of this folder share, and experts on their own."""
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import octavo
 
 BASE = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64,
@@ -58,3 +62,26 @@ def results(module, x, index, weights, grad):
     gradients = {name: parameter.grad for name, parameter in module.named_parameters()}
     assert None not in gradients.values()
     return {"y": y.detach(), "x": x.grad, "weights": weights.grad, **gradients}
+
+
+def mesh_of(efsdp=1):
+    """The ranks as [efsdp, ep]."""
+    return init_device_mesh("cpu", (efsdp, dist.get_world_size() // efsdp), mesh_dim_names=("efsdp", "ep"))
+
+
+def loss_of(model, rank):
+    """The loss of a rank's tokens; gradients are accumulated."""
+    tokens = torch.arange(24, dtype=torch.int64).view(2, 12) * (rank + 1) % 64
+    loss = model(input_ids=tokens, labels=tokens).loss
+    loss.backward()
+    return loss.item()
+
+
+def resident(model, recipe="rowwise", **options):
+    """The model with frozen weights in FP8."""
+    return octavo.convert(model, recipe, frozen="fp8", verbose=False, **options)
+
+
+def state_bits(model):
+    """The state of a model, FP8 as bytes."""
+    return {k: v.view(torch.uint8) if v.element_size() == 1 else v for k, v in model.state_dict().items()}

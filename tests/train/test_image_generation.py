@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tiny_runs import At, assert_same, fail, image_tables
+from tiny_runs import assert_resumes, image_tables
 
 from octavo.train import ConfigError, load_config, parse_config, read_metrics, run
 from octavo.train.checkpoint.export import export
@@ -138,10 +138,7 @@ def test_a_run_resumes_bit_for_bit_and_exports_to_diffusers(tmp_path):
     result = run(config, out=tmp_path / "whole")
     assert result.unit == "images" and result.tokens == 32 and result.converted
     assert [row.step for row in read_metrics(tmp_path / "whole") if row.held_out] == [2, 4]
-    with pytest.raises(RuntimeError, match="killed"):
-        run(config, out=tmp_path / "halves", progress=At(3, fail))
-    run(config, out=tmp_path / "halves", resume=True)
-    assert_same(tmp_path / "whole", tmp_path / "halves")
+    assert_resumes(config, tmp_path)
     checkpoint = tmp_path / "whole" / "checkpoints" / "step-000004"
     with pytest.raises(ConfigError, match="is a layout of language models"):
         export(checkpoint, tmp_path / "fp8", to="fp8-row")

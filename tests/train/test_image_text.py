@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_runs import At, assert_same, fail, image_tables
+from tiny_runs import assert_resumes, image_tables
 
 from octavo.nn.causal import IGNORE
 from octavo.train import ConfigError, parse_config, read_metrics, run
@@ -232,10 +232,7 @@ def test_a_run_measures_resumes_and_is_the_start_of_the_next_stage(tmp_path):
     result = run(config, out=tmp_path / "whole")
     assert [row.step for row in read_metrics(tmp_path / "whole") if row.held_out] == [4]
     assert result.held_out.keys() == {EXACT_MATCH, "loss"} and result.tokens == 4 * 128 * 20
-    with pytest.raises(RuntimeError, match="killed"):
-        run(config, out=tmp_path / "halves", progress=At(3, fail))
-    run(config, out=tmp_path / "halves", resume=True)
-    assert_same(tmp_path / "whole", tmp_path / "halves")
+    assert_resumes(config, tmp_path)
     start = latest_checkpoint(tmp_path / "whole")
     model = {"path": str(start), "type": None, "config": None, "frozen": ["vision_tower"]}
     later = run(parse_config(settings | {"model": {k: v for k, v in model.items() if v}}), out=tmp_path / "later")

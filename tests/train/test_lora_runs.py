@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 import torch
-from tiny_runs import LLAMA, At, Recorder, assert_same, fail, job
+from tiny_runs import LLAMA, At, Recorder, assert_resumes, fail, job
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageClassification,
@@ -63,10 +63,7 @@ def test_a_rank_beyond_memory(make_config, monkeypatch):
 def test_weight_only_layers_resume_and_follow_the_base_in_bf16(lora_config, tmp_path):
     config = lora_config(run={"save_every": 2}, lora={"rank": 4, "weight_only": ["*"]})
     run(config, out=tmp_path / "whole")
-    with pytest.raises(RuntimeError, match="killed"):
-        run(config, out=tmp_path / "halves", progress=At(3, fail))
-    run(config, out=tmp_path / "halves", resume=True)
-    assert_same(tmp_path / "whole", tmp_path / "halves")
+    assert_resumes(config, tmp_path)
     layers = (tmp_path / "whole" / "layers.json").read_text()
     assert layers.count('"rowwise_weight_only"') == 14 and '"rowwise"' not in layers
     run(lora_config(lora={"rank": 4, "base": "bf16"}), out=tmp_path / "bf16")
@@ -101,10 +98,7 @@ def test_checkpoints_hold_adapters_and_resume_bit_for_bit(lora_config, base, tmp
     assert note.endswith("parameters are not trained: [lora] trains the adapters alone")
     rows = read_metrics(tmp_path / "whole")
     assert rows[-1].loss < rows[0].loss
-    with pytest.raises(RuntimeError, match="killed"):
-        run(config, out=tmp_path / "halves", progress=At(3, fail))
-    run(config, out=tmp_path / "halves", resume=True)
-    assert_same(tmp_path / "whole", tmp_path / "halves")
+    assert_resumes(config, tmp_path)
     checkpoint = tmp_path / "whole" / "checkpoints" / f"step-{rows[-1].step:06d}"
     size = sum(file.stat().st_size for file in checkpoint.rglob("*.safetensors"))
     assert size < 0.2 * (base / "model.safetensors").stat().st_size

@@ -6,6 +6,7 @@ import signal
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -137,6 +138,14 @@ def assert_same(a, b):
         same = torch.equal(value, second[name]) if isinstance(value, torch.Tensor) else value == second[name]
         assert same, (name, value, second[name]) if not isinstance(value, torch.Tensor) else name
     assert curve(a) == curve(b)
+
+
+def assert_resumes(config, folder):
+    """A run killed after its third step goes on to all that the whole one has, which is in `folder / "whole"`."""
+    with pytest.raises(RuntimeError, match="killed"):
+        run(config, out=folder / "halves", progress=At(3, fail))
+    run(config, out=folder / "halves", resume=True)
+    assert_same(folder / "whole", folder / "halves")
 
 
 def assert_no_trace(often, never, *, statistics):
