@@ -122,7 +122,7 @@ def commands_of(page, text):
 
 
 def quoted():
-    """All commands, without comments, by the pages that have them."""
+    """All commands, without comments and pipes, by the pages that have them."""
     shown = [(page, *command) for page, text in PAGES.items() for command in commands_of(page, text)]
     for path in sorted((ROOT / "configs").glob("*.toml")):
         lines = [line.removeprefix("#").strip() for line in path.read_text().splitlines() if line.startswith("#")]
@@ -130,7 +130,9 @@ def quoted():
     for name, text in EXAMPLES.items():
         lines = re.sub(r"\[/?[a-z]+\]", "", re.sub(r" \\\n\s*", " ", text)).splitlines()
         shown += [(f"{name} --help", "inline", line.strip()) for line in lines if re.match(rf"\s*{PROGRAMS}", line)]
-    return [(page, language, re.sub(r"\s+#.*", "", command).removesuffix(" …")) for page, language, command in shown]
+    return [
+        (page, language, re.sub(r"\s+(#|\| ).*", "", command).removesuffix(" …")) for page, language, command in shown
+    ]
 
 
 QUOTED = quoted()
@@ -141,7 +143,7 @@ ALONE = {c for page, language, c in QUOTED if language != "sh" or not page.start
 
 def class_of(command):
     """The class of a command; None for a program that nothing here knows."""
-    if any(re.search(pattern, command.partition(" | ")[0]) for pattern in NOT_RUN):
+    if any(re.search(pattern, command) for pattern in NOT_RUN):
         return "parsed"
     return ("run" if command in ALONE else "tutorial") if re.match(PROGRAMS, command) else None
 
@@ -155,7 +157,6 @@ CLASSES = {command: class_of(command) for command in COMMANDS}
 
 
 def words_of(command):
-    command = command.partition(" | ")[0]
     words = shlex.split(re.sub(r"\[[^]]*…?\]", "", command) if "[section" in command else command)
     left_out = ("…", ">", "operands.json", "plan.json", "doctor.json")
     return [PLACES.get(word, word) for word in words if word not in left_out]
@@ -297,7 +298,7 @@ def test_what_is_not_there_is_found(command, error, monkeypatch):
 def collected(marker):
     """Identifiers of tests that `pytest` collects with `-m marker`, lower case."""
     # The program, not `python -m pytest`, which puts the working directory on the path by itself.
-    command = [str(Path(sys.executable).with_name("pytest")), "-n", "0", "--collect-only", "-q", "tests"]
+    command = [str(Path(sys.executable).with_name("pytest")), "-n", "0", "--collect-only", "tests"]
     options = [] if marker is None else ["-m", marker]
     done = subprocess.run([*command, *options], cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
