@@ -21,7 +21,8 @@ from octavo.numerics.plan import Decision, Plan
 from octavo.parallel import Parallel
 from octavo.planner.fake import fake_copy, fake_tensors
 from octavo.planner.model_memory import make_gradients, make_states
-from octavo.planner.step_memory import _group, copy_with_blocks, leading_blocks
+from octavo.planner.stacks import copy_with_blocks, leading_blocks
+from octavo.planner.step_memory import _group
 from octavo.runtime.blocks import find_blocks
 from octavo.runtime.torch_compat import fake_process_group
 
@@ -144,6 +145,10 @@ def test_within_5_percent_of_pytorchs_tracker_for_fsdp2(recompute):
     assert plan.memory.peak == pytest.approx(whole, rel=0.05)
 
 
+def leading(model, plan):
+    return leading_blocks(find_blocks(model), {id(module): name for name, module in model.named_modules()}, plan)
+
+
 @pytest.mark.thorough
 def test_blocks_that_are_not_equal_are_followed_whole():
     model = make("llama")
@@ -154,9 +159,9 @@ def test_blocks_that_are_not_equal_are_followed_whole():
     rowwise = Decision(recipe=octavo.RECIPES["rowwise"], reason="")
     names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and "layers" in name]
     plan = Plan(dict.fromkeys(names, rowwise))
-    assert leading_blocks(model, plan) == 0 and leading_blocks(model, Plan(dict.fromkeys(names[1:], rowwise))) == 1
+    assert leading(model, plan) == 0 and leading(model, Plan(dict.fromkeys(names[1:], rowwise))) == 1
     model.model.layers[2].mlp.up_proj.weight.requires_grad_(False)
-    assert leading_blocks(model, plan) is None
+    assert leading(model, plan) is None
 
 
 def first_blocks_differ(blocks):
@@ -173,7 +178,7 @@ def test_first_blocks_that_differ_are_followed_and_the_rest_extrapolated(monkeyp
     """As the dense blocks of DeepSeek-V3, before those with experts: every byte and second as from all blocks."""
     model = first_blocks_differ(7)
     plans = [octavo.plan(model, 2, 128, device=FAST, **options)]
-    monkeypatch.setattr("octavo.planner.model_plan.leading_blocks", lambda model, plan: None)
+    monkeypatch.setattr("octavo.planner.model_plan.equal_stacks", lambda model, plan: [])
     plans.append(octavo.plan(model, 2, 128, device=FAST, **options))
     short, whole = (plan.memory for plan in plans)
     assert (short.traced_blocks, whole.traced_blocks) == ((4, 7), (7, 7))
@@ -184,26 +189,26 @@ def test_first_blocks_that_differ_are_followed_and_the_rest_extrapolated(monkeyp
 
 def test_blocks_of_equal_shapes_may_still_differ():
     model = make("llama")
-    assert leading_blocks(model, Plan({})) == 0
+    assert leading(model, Plan({})) == 0
     for layer in model.model.layers:
         layer.self_attn.window = 4
-    assert leading_blocks(model, Plan({})) == 0  # also where a number is that of a block
+    assert leading(model, Plan({})) == 0  # also where a number is that of a block
     model.model.layers[3].self_attn.window = None  # as Gemma's, which look at all tokens in every so many blocks
-    assert leading_blocks(model, Plan({})) is None
+    assert leading(model, Plan({})) is None
     shared = make("llama")
     shared.model.layers = nn.ModuleList([shared.model.layers[0]] * 4)
-    assert leading_blocks(shared, Plan({})) is None
+    assert leading(shared, Plan({})) is None
     assert octavo.plan(shared, 2, 128, device=FAST).memory.traced_blocks == (4, 4)
     tied = make("llama")
     tied.model.layers[2].mlp.up_proj.weight = tied.model.layers[1].mlp.up_proj.weight
-    assert leading_blocks(tied, Plan({})) is None
+    assert leading(tied, Plan({})) is None
 
 
 def test_a_copy_with_fewer_blocks_leaves_the_model_as_it_was():
     model = make("llama")
     with fake_tensors() as mode:
-        copy = copy_with_blocks(model, 2, mode, CPU)
-        whole = copy_with_blocks(model, None, mode, CPU)
+        copy = copy_with_blocks(model, {"model.layers": 2}, mode, CPU)
+        whole = copy_with_blocks(model, {}, mode, CPU)
     assert len(find_blocks(copy)) == 2 and len(find_blocks(whole)) == len(find_blocks(model)) == 4
     left = {name for name, _ in copy.named_parameters()}
     assert left == {name for name, _ in model.named_parameters() if "layers." not in name or name.split(".")[2] in "01"}

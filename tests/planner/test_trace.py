@@ -14,8 +14,8 @@ from octavo.planner.collective_cost import bytes_saved_by_fp8_gather
 from octavo.planner.devices import DEVICES
 from octavo.planner.fake import fake_tensors
 from octavo.planner.roofline import LinearCall, bf16_linear
+from octavo.planner.stacks import Stack, copy_with_blocks
 from octavo.planner.step import CHECKPOINTING, StepConfig, layout_settings, linear_costs, step_time
-from octavo.planner.step_memory import copy_with_blocks
 from octavo.planner.trace import Trace, Work, extrapolate_trace, trace
 
 H100 = DEVICES["h100"]
@@ -58,7 +58,7 @@ def test_linears_attention_and_products():
 
 def some_blocks(model, ids, count):
     with fake_tensors() as mode:
-        copy = copy_with_blocks(model, count, mode, torch.device("cpu"))
+        copy = copy_with_blocks(model, {"model.layers": count} if count else {}, mode, torch.device("cpu"))
         linears = {name: m for name, m in copy.named_modules() if isinstance(m, nn.Linear)}
         return trace(copy, linears, lambda: copy(input_ids=torch.zeros(ids, dtype=torch.int64)))
 
@@ -70,27 +70,27 @@ def test_many_blocks_from_two_and_three(frozen):
     if frozen:
         model.model.embed_tokens.requires_grad_(False)
         model.model.layers[0].requires_grad_(False)
-    names = [f"model.layers.{number}" for number in range(11)]
+    stack = Stack("model.layers", [f"model.layers.{number}" for number in range(11)], 2)
     few, more, whole = (some_blocks(model, (2, 16), count) for count in (2, 3, None))
     assert len(whole.calls) == 11 * 7 + 1 and len(whole.rest) > len(more.rest)
-    assert extrapolate_trace(few, more, 2, names) == whole
+    assert extrapolate_trace(few, [more], [stack]) == whole
     assert whole.calls["model.layers.0.self_attn.q_proj"][0].dgrad is not frozen
     assert whole.calls["model.layers.10.self_attn.q_proj"][0].dgrad
 
 
 def test_traces_that_differ_by_more_than_one_block_are_no_basis():
-    names = [str(number) for number in range(5)]
+    stacks = [Stack("", "01234", 2)]
     calls = {f"{number}.up": (LinearCall(m=8, k=4, n=4),) for number in range(3)}
     few = Trace(calls=dict(list(calls.items())[:2]), attention=2, products=(), rest=(1, 2, 2), regions=(), parameters=8,
                 trained=8)  # fmt: skip
     more = replace(few, calls=calls, attention=3, rest=(1, 2, 2, 2), parameters=12)
-    actual = extrapolate_trace(few, more, 2, names)
+    actual = extrapolate_trace(few, [more], stacks)
     assert (actual.attention, actual.rest, actual.parameters, actual.trained) == (5, (1, 2, 2, 2, 2, 2), 20, 8)
     assert actual.calls == {f"{number}.up": calls["0.up"] for number in range(5)}
-    assert extrapolate_trace(few, replace(more, rest=(1, 2, 3, 3)), 2, names) is None
+    assert extrapolate_trace(few, [replace(more, rest=(1, 2, 3, 3))], stacks) is None
     other = (LinearCall(m=8, k=4, n=8),)
-    assert extrapolate_trace(few, replace(more, calls=calls | {"2.up": other}), 2, names) is None  # another block
-    assert extrapolate_trace(few, replace(more, calls=calls | {"0.up": other}), 2, names) is None  # changes the first
+    assert extrapolate_trace(few, [replace(more, calls=calls | {"2.up": other})], stacks) is None  # another block
+    assert extrapolate_trace(few, [replace(more, calls=calls | {"0.up": other})], stacks) is None  # changes the first
 
 
 def test_the_rest_in_eager_code_and_fused():

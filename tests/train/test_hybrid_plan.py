@@ -178,7 +178,7 @@ def test_first_blocks_that_differ_are_traced_once(settings, gpus):
     tables["model"] = {"type": "deepseek_v3", "config": DEEPSEEK}
     plan = plan_configured(parse_config(tables), gpu="h100", gpus=gpus).memory
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("octavo.train.run_plan.leading_blocks", lambda model, plan: None)
+        patch.setattr("octavo.train.run_plan.equal_stacks", lambda model, plan: [])
         whole = plan_configured(parse_config(tables), gpu="h100", gpus=gpus).memory
     assert (plan.traced_blocks, whole.traced_blocks) == ((5, 7), (7, 7))
     assert (plan.at_peak, plan.largest) == (whole.at_peak, whole.largest)

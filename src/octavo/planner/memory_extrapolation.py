@@ -1,94 +1,106 @@
-"""Extrapolate the memory of a training step of many equal blocks from steps of models with few blocks.
-
-One step of three blocks suffices if two of them have the same events in forward, and in backward, and nothing follows
-backward: these events then repeat for every further block (`repeat_block`). The trace of forward has shown that nothing
-outside of the blocks depends on their number (`octavo.planner.trace.extrapolate_trace`). Otherwise two steps are
-compared (`extrapolate_blocks`):
+"""Extrapolate the memory of a training step of many equal blocks from steps of models with few.
 
 A model of n equal blocks runs some first operations, n times the same block, and some last operations in forward, and
-the reverse in backward. So the storage events of n + 1 blocks are those of n with one block's events inserted. An event
-that both have, counted from the start or from the end of forward or backward, holds at N blocks
+the reverse in backward. So the storage events of n + 1 blocks are those of n with one block's events inserted
+(`growth`), and so are those of N (`grown`). Before forward and after backward, each block adds the same bytes:
 
     bytes(N) = bytes(n) + (N − n) · (bytes(n + 1) − bytes(n))
 
-of each category. Events in between belong to other blocks and change from block to block by the same amount, so none of
-them exceeds both ends. The peak may fall on different events for 3 blocks and for 80; nothing is assumed about it. The
-assumptions are checked: the two event sequences agree, byte for byte, on all events but one block's, and the
-optimizer's events after backward peak for all blocks at once.
+A vision tower and a decoder grow independently of each other. The peak may fall on different events for 3 blocks and
+for 80; nothing is assumed about it. The assumptions are checked: the two event sequences agree, byte for byte, on all
+events but one block's. Where these repeat the events before them, the step of few blocks suffices for another batch
+(`growth_of`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from octavo.planner.timeline import MemorySeries, StorageEvents
+from octavo.planner.timeline import Event, MemorySeries, StorageEvents, cumulative
 
 
-def repeat_block(step: StorageEvents, extra: int) -> StorageEvents | None:
-    """Return the events of a step of the same model with more blocks, all of them."""
-    blocks = step.last_blocks
-    if blocks is None or step.backward_end < len(step.changes):
-        return None
-    order: list[int] = []
-    for index in range(step.step_start):
-        order += [index] * (1 + extra if index in blocks.held else 1)
-    starts = [len(order)]
-    for begin, end, (first, length) in (
-        (step.step_start, step.backward_start, blocks.forward),
-        (step.backward_start, step.backward_end, blocks.backward),
-    ):
-        labelled = list(zip(step.changes[first:end], step.kinds[first:end], strict=True))
-        repeated = _first_repeated(labelled, length)
-        if repeated is None:
+@dataclass(frozen=True, kw_only=True)
+class Inserted:
+    """The events of one block more, in forward or in backward."""
+
+    at: int  # Index in the step of few blocks
+    events: Sequence[Event]
+    source: int | None  # Index of the same events in that step, next to it; None if they are not
+
+
+@dataclass(frozen=True, kw_only=True)
+class Growth:
+    """What one block more adds to a step of few blocks."""
+
+    held: Mapping[str, int]  # Bytes before the step, by category
+    inserted: Sequence[Inserted]  # In forward and in backward
+    after: Mapping[str, Mapping[str, int]]  # Bytes at the peak of each phase after backward, by category
+
+
+def growth(few: StorageEvents, more: StorageEvents) -> Growth | None:
+    """Compare two steps of models that differ by a block; None if they differ elsewhere, too."""
+    inserted = []
+    for (start, end), (start_more, end_more) in zip(few.passes, more.passes, strict=True):
+        one = [event[:2] for event in few.events[start:end]]
+        other = [event[:2] for event in more.events[start_more:end_more]]
+        last, length = common_prefix(one, other), len(other) - len(one)
+        first = len(one) - common_prefix(one[::-1], other[::-1])
+        if first > last:
             return None
-        block = range(first + repeated, first + repeated + length)
-        order += [*range(begin, block.start), *(1 + extra) * [*block], *range(block.stop, end)]
-        starts.append(len(order))
-    return StorageEvents(
-        kinds=[step.kinds[index] for index in order],
-        changes=[step.changes[index] for index in order],
-        phases=[step.phases[index] for index in order],
-        step_start=starts[0],
-        backward_start=starts[1],
-        backward_end=starts[2],
+        # Between the two any index will do: try those after and before which the same block may stand.
+        parts = []
+        for at, source in ((last, last - length), (first, first)):
+            added = other[at : at + length]
+            known = source >= 0 and one[source : source + length] == added
+            events = more.events[start_more + at : start_more + at + length]
+            parts.append(Inserted(at=start + at, events=events, source=start + source if known else None))
+        inserted.append(next((part for part in parts if part.source is not None), parts[0]))
+    after_few, after_more = few.peaks_after_backward, more.peaks_after_backward
+    return Growth(
+        held=_difference(few.held, more.held),
+        inserted=inserted,
+        after={phase: _difference(peak, after_more.get(phase, peak)) for phase, peak in after_few.items()},
     )
 
 
-def _first_repeated(values: Sequence[Any], length: int) -> int | None:
-    """Return the first index at which a part of this length occurs twice in a row; None if there is none."""
-    equal = 0
-    for index in range(len(values) - length):
-        equal = equal + 1 if values[index] == values[index + length] else 0
-        if equal == length > 0:
-            return index - length + 1
-    return None
-
-
-def extrapolate_blocks(few: StorageEvents, more: StorageEvents, extra: int) -> MemorySeries | None:
-    """Return times of a step of a model with more blocks, including the time of its peak."""
-    kinds = tuple(dict.fromkeys((*few.kinds, *more.kinds)))
-    few_table, more_table = few.cumulative(kinds), more.cumulative(kinds)
-    phases: list[str] = []
-    rows: list[Tensor] = []
-    for start, end, start_more, end_more in (
-        (few.step_start, few.backward_start, more.step_start, more.backward_start),
-        (few.backward_start, few.backward_end, more.backward_start, more.backward_end),
-    ):
-        few_changes, more_changes = few.changes[start:end], more.changes[start_more:end_more]
-        prefix = common_prefix(few_changes, more_changes)
-        suffix = common_prefix(few_changes[::-1], more_changes[::-1])
-        if prefix + suffix < len(few_changes):
+def growth_of(step: StorageEvents, few: StorageEvents, known: Growth) -> Growth | None:
+    """Return the growth of a step with another batch than `few`, whose growth is known; None if that takes a trace."""
+    inserted = []
+    if step.events[step.backward_end :] != few.events[few.backward_end :]:  # of parameters, whatever the batch
+        return None
+    for part, (start, _), (start_few, _) in zip(known.inserted, step.passes, few.passes, strict=True):
+        if part.source is None:
             return None
-        for i, j, count in ((start, start_more, prefix), (end - suffix, end_more - suffix, suffix)):
-            rows.append(_extrapolate(few_table[i : i + count], more_table[j : j + count], extra))
-            phases += few.phases[i : i + count]
-    for phase in dict.fromkeys(few.phases[few.backward_end :]):
-        i, j = _peak_index(few_table, few, phase), _peak_index(more_table, more, phase)
-        rows.append(_extrapolate(few_table[i : i + 1], more_table[j : j + 1], extra))
+        moved, length = start - start_few, len(part.events)
+        last = max(part.at, part.source + length)  # of what follows, such as a loss in chunks, nothing is assumed
+        kinds = [(event.kind, event.phase) for event in step.events[start : last + moved]]
+        if kinds != [(event.kind, event.phase) for event in few.events[start_few:last]]:
+            return None
+        events = step.events[part.source + moved : part.source + moved + length]
+        inserted.append(Inserted(at=part.at + moved, events=events, source=part.source + moved))
+    return replace(known, inserted=inserted)
+
+
+def grown(few: StorageEvents, growths: Sequence[tuple[Growth, int]]) -> MemorySeries:
+    """Return the times of a step with so many more blocks of each kind; after backward, the peak of each phase."""
+    start = few.step_start
+    held = [Event(kind, extra * size, "") for growth, extra in growths for kind, size in growth.held.items()]
+    events, done = [*held, *few.events[:start]], start
+    first = max(len(events) - 1, 0)
+    added = [(part.at, list(part.events) * extra) for growth, extra in growths for part in growth.inserted]
+    for at, block in sorted(added, key=lambda part: part[0]):
+        events += [*few.events[done:at], *block]
+        done = at
+    events += few.events[done : few.backward_end]
+    kinds = tuple(dict.fromkeys(event.kind for event in (*events, *few.events)))
+    tables, phases = [cumulative(events, kinds)[first:]], [event.phase for event in events[first:]]
+    for phase, peak in few.peaks_after_backward.items():
+        sums = [peak.get(kind, 0) + sum(n * g.after[phase].get(kind, 0) for g, n in growths) for kind in kinds]
+        tables.append(torch.tensor([sums], dtype=torch.int64, device="cpu"))
         phases.append(phase)
-    return MemorySeries(kinds, phases, torch.cat(rows))
+    return MemorySeries(kinds, phases, torch.cat(tables))
 
 
 def common_prefix(one: Sequence[Any], other: Sequence[Any]) -> int:
@@ -96,11 +108,5 @@ def common_prefix(one: Sequence[Any], other: Sequence[Any]) -> int:
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
-def _extrapolate(few: Tensor, more: Tensor, extra: int) -> Tensor:
-    return few + extra * (more - few)
-
-
-def _peak_index(table: Tensor, events: StorageEvents, phase: str) -> int:
-    """Return the event after backward with the largest sum in a phase."""
-    indices = [i for i in range(events.backward_end, len(events.phases)) if events.phases[i] == phase]
-    return indices[int(table[indices].sum(dim=1).argmax())]
+def _difference(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:
+    return {kind: other.get(kind, 0) - one.get(kind, 0) for kind in {**one, **other}}

@@ -8,7 +8,7 @@ optimizer. A 7B model takes about a second. The original model is not changed an
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.nn.convert import apply_plan, rule_plan
-from octavo.nn.memory_audit import Audit, audit, call
+from octavo.nn.memory_audit import Audit, audit, call, dtype_name
 from octavo.numerics.precision import Precision
 from octavo.optim import Optimizer
 from octavo.planner.fake import fake_batch, fake_copy, fake_device, fake_tensors
@@ -24,6 +24,7 @@ from octavo.planner.memory_plan import MemoryPlan
 from octavo.planner.step import StepConfig
 from octavo.planner.step_memory import StepTrace, follow_step, predict_memory
 from octavo.planner.timeline import ALLOCATION_GRANULARITY
+from octavo.runtime.blocks import find_blocks
 from octavo.runtime.torch_compat import tree_leaves
 
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -82,24 +83,34 @@ def memory(
         raise ValueError(f"the batch contains no tensor and no shape: {batch!r}")
     sequences = first.shape[0] if first.ndim else 1
 
-    def trace(_: int | None, size: int) -> StepTrace:
+    audits: list[Audit] = []
+
+    def trace(_: Any, size: int) -> StepTrace:
         with fake_tensors(device.type) as mode:
             copy = fake_copy(model, mode, place)
             if precision is not None:
                 apply_plan(copy, rule_plan(copy, precision=precision), keep_weights=precision.keep_weights)
             inputs = fake_batch(batch, None if size == sequences else size, dtype, place)
             stepper = _optimizer(optimizer, copy)
-            saved = _run(lambda: audit(copy, inputs, loss=loss or default_loss), inputs)
+            audits.append(_run(lambda: audit(copy, inputs, loss=loss or default_loss), inputs))
             allocation_granularity = ALLOCATION_GRANULARITY[device.type]
-            return trace_step(copy, inputs, stepper, loss or default_loss, step_config, allocation_granularity, saved)
+            return trace_step(copy, inputs, stepper, loss or default_loss, step_config, allocation_granularity)
 
     label = "as given" if precision is None else precision.label
-    return replace(predict_memory(trace, sequences, step_config), label=label, device=str(device))
+    plan = predict_memory(trace, sequences, step_config)
+    return replace(plan, label=label, device=str(device), **saved_bytes(audits[0]))
+
+
+def saved_bytes(saved: Audit) -> dict[str, Any]:
+    """Return the fields of a `MemoryPlan` with what a forward saves for backward."""
+    by_dtype = sorted(saved.by_dtype.items(), key=lambda item: -item[1])
+    sizes = {dtype_name(dtype): size for dtype, size in by_dtype}
+    return {"saved_by_dtype": sizes, "saved_by_layer": saved.by_owner}
 
 
 def trace_step(
     model: nn.Module, inputs: Any, stepper: torch.optim.Optimizer | None, loss: Loss, step_config: StepConfig,
-    allocation_granularity: int, saved: Audit | None = None,
+    allocation_granularity: int, blocks: Sequence[nn.Module] | None = None,
 ) -> StepTrace:  # fmt: skip
     """Record a step of a fake model under FakeTensorMode."""
     states = [] if stepper is None else make_states(stepper)
@@ -119,10 +130,9 @@ def trace_step(
         earlier,
         forward_backward,
         optimizer_step,
+        blocks=find_blocks(model) if blocks is None else blocks,
         step_config=step_config,
         allocation_granularity=allocation_granularity,
-        saved=saved,
-        states_of={} if stepper is None else stepper.state,
     )
 
 

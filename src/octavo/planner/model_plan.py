@@ -40,15 +40,9 @@ from octavo.planner.forecast import Forecast, LinearTimes, decide_by_cost, forec
 from octavo.planner.measured import Measurements, read_measurements
 from octavo.planner.memory_plan import MemoryPlan
 from octavo.planner.model_memory import default_loss, trace_step
+from octavo.planner.stacks import blocks_of_copy, copy_with_blocks, equal_stacks, restrict_plan
 from octavo.planner.step import CHECKPOINTING, ParallelLayout, StepConfig, is_count, layout_settings
-from octavo.planner.step_memory import (
-    TRACED_BLOCKS,
-    StepTrace,
-    copy_with_blocks,
-    leading_blocks,
-    predict_memory,
-    restrict_plan,
-)
+from octavo.planner.step_memory import StepTrace, predict_memory
 from octavo.planner.timeline import ALLOCATION_GRANULARITY
 from octavo.planner.trace import Trace, extrapolate_trace, trace
 from octavo.runtime.blocks import find_blocks
@@ -136,8 +130,8 @@ def plan(
 
     def memory(plan: Plan, level: Precision, step_config: StepConfig) -> MemoryPlan:
         trace_blocks = partial(_trace_blocks, model, shapes, plan, level, checkpointing, step_config)
-        blocks, leading = len(find_blocks(model)), leading_blocks(model, plan) if traced.extrapolated else None
-        predicted = predict_memory(trace_blocks, size, step_config, blocks=blocks, leading=leading, offloaded=offloaded)
+        blocks, stacks = len(find_blocks(model)), equal_stacks(model, plan) if traced.extrapolated else ()
+        predicted = predict_memory(trace_blocks, size, step_config, blocks=blocks, stacks=stacks, offloaded=offloaded)
         return replace(predicted, notes=(_SELECTIVE_NOTE,) if checkpointing == "selective" else ())
 
     return forecast(
@@ -239,9 +233,9 @@ def trace_model(
 ) -> Trace:  # fmt: skip
     """Trace one forward of a model on fake copies, with only a few of its blocks if these are equal."""
 
-    def trace_copy(count: int | None) -> Trace:
+    def trace_copy(counts: Mapping[str, int]) -> Trace:
         with fake_tensors() as mode:
-            copy = copy_with_blocks(model, count, mode, place)
+            copy = copy_with_blocks(model, counts, mode, place)
             prepare(copy)
             linears = {
                 n: module for n, module in copy.named_modules() if is_linear(module) or looks_like_experts(module)
@@ -253,15 +247,19 @@ def trace_model(
                 listed = [list(shape) for shape in shapes]
                 raise ValueError(f"the model cannot run a batch of shapes {listed}: {reason}") from error
 
-    if (leading := leading_blocks(model, Plan({}))) is not None:
-        names = {id(module): name for name, module in model.named_modules()}
-        blocks = [names[id(block)] for block in find_blocks(model)]
-        count = leading + TRACED_BLOCKS
-        if len(blocks) > count + 1 and (
-            traced := extrapolate_trace(trace_copy(count), trace_copy(count + 1), count, blocks)
-        ):
+    stacks = equal_stacks(model, Plan({}))
+    while stacks:
+        counts = {stack.name: stack.few for stack in stacks}
+        try:
+            few = trace_copy(counts)
+        except ValueError:  # such as a tower whose features are those of a block by number: with it whole
+            stacks = stacks[:-1]
+            continue
+        more = [trace_copy(counts | {stack.name: stack.few + 1}) for stack in stacks]
+        if traced := extrapolate_trace(few, more, stacks):
             return traced
-    return trace_copy(None)
+        stacks = stacks[:1] if len(stacks) > 1 else []
+    return trace_copy({})
 
 
 def plan_request(precision: Precision, filter: FilterLike | None = None, *, heads: bool = False) -> PlanRequest:
@@ -303,16 +301,16 @@ def _trace(model: nn.Module, shapes: Any, batch: Any) -> tuple[Trace, int]:
 
 def _trace_blocks(
     model: nn.Module, shapes: Any, plan: Plan, precision: Precision, checkpointing: str, step_config: StepConfig,
-    blocks: int | None, size: int,
+    blocks: Mapping[str, int], size: int,
 ) -> StepTrace:  # fmt: skip
     place = fake_device(torch.device("cuda"))
     with fake_tensors() as mode:
         copy = copy_with_blocks(model, blocks, mode, place)
-        part = restrict_plan(plan, copy)
+        part, own = restrict_plan(plan, copy), blocks_of_copy(copy, blocks)
         if part.converted or part.fp8_activations:
             apply_plan(copy, part, keep_weights=precision.keep_weights)
         if checkpointing == "full":
-            for block in find_blocks(copy):
+            for block in own:
                 block.forward = partial(checkpoint, block.forward, use_reentrant=False)
         parameters = [p for p in copy.parameters() if p.requires_grad]
         # 16-bit masters extend bf16 parameters only.
@@ -320,7 +318,7 @@ def _trace_blocks(
         master = None if precision.master == "none" else master
         inputs = fake_batch(shapes, size, _dtype(model), place)
         stepper = AdamW(parameters, states=precision.states, master=master) if parameters else None
-        return trace_step(copy, inputs, stepper, default_loss, step_config, ALLOCATION_GRANULARITY["cuda"])
+        return trace_step(copy, inputs, stepper, default_loss, step_config, ALLOCATION_GRANULARITY["cuda"], own)
 
 
 def _dtype(model: nn.Module) -> torch.dtype:

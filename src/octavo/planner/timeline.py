@@ -20,7 +20,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -115,43 +115,63 @@ class MemorySeries:
         return MemorySample(self.phases[at], dict(zip(self.kinds, self.table[at].tolist(), strict=True)))
 
 
-@dataclass(frozen=True, kw_only=True)
-class LastBlocks:
-    """Where the events of the last blocks of a model are, three or more of which are equal."""
+class Event(NamedTuple):
+    """A storage that begins, ends or is resized."""
 
-    held: frozenset[int]  # Indices of the last block's events before the step
-    forward: tuple[int, int]  # Index at which the last block but two begins its forward, and events per block
-    backward: tuple[int, int]  # Index at which the last block has its first gradient, and events per block
+    kind: str  # Category of the storage
+    change: int  # Change of its size in bytes
+    phase: str  # Phase of the step
 
 
 @dataclass(frozen=True, kw_only=True)
 class StorageEvents:
     """All events of a timeline, and the indices at which the parts of a step start."""
 
-    kinds: Sequence[str]  # Category of the storage of each event
-    changes: Sequence[int]  # Change of its size in bytes
-    phases: Sequence[str]  # Phase of each event
+    events: Sequence[Event]
     step_start: int  # Index of the first event of the step; earlier ones are tensors held before it
     backward_start: int  # Index of the first event of backward
     backward_end: int  # Index of the first event after backward
-    last_blocks: LastBlocks | None = None  # The events of the last blocks; None if unknown
+
+    @property
+    def passes(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """First and last index, exclusive, of forward and of backward."""
+        return (self.step_start, self.backward_start), (self.backward_start, self.backward_end)
 
     @property
     def series(self) -> MemorySeries:
         """All times of the step; the first holds everything allocated before it."""
-        kinds = tuple(dict.fromkeys(self.kinds))
+        kinds = tuple(dict.fromkeys(event.kind for event in self.events))
         first = max(self.step_start - 1, 0)
-        return MemorySeries(kinds, self.phases[first:], self.cumulative(kinds)[first:])
+        return MemorySeries(kinds, [e.phase for e in self.events[first:]], cumulative(self.events, kinds)[first:])
 
-    def cumulative(self, kinds: Sequence[str]) -> Tensor:
-        """Return the bytes by kind after each event: [events, kinds]."""
-        column = {kind: index for index, kind in enumerate(kinds)}
-        table = torch.zeros(len(self.changes), len(kinds), dtype=torch.int64, device="cpu")
-        columns = torch.tensor([column[kind] for kind in self.kinds], dtype=torch.int64, device="cpu")
-        table[torch.arange(len(self.changes), device="cpu"), columns] = torch.tensor(
-            self.changes, dtype=torch.int64, device="cpu"
-        )
-        return table.cumsum(0)
+    @property
+    def held(self) -> dict[str, int]:
+        """Bytes before the step, by category."""
+        sums: dict[str, int] = {}
+        for event in self.events[: self.step_start]:
+            sums[event.kind] = sums.get(event.kind, 0) + event.change
+        return sums
+
+    @property
+    def peaks_after_backward(self) -> dict[str, dict[str, int]]:
+        """Bytes by category at the peak of each phase after backward."""
+        series, peaks = self.series, dict[str, dict[str, int]]()
+        first = len(series.phases) - (len(self.events) - self.backward_end)
+        for phase in dict.fromkeys(series.phases[first:]):
+            indices = [i for i in range(first, len(series.phases)) if series.phases[i] == phase]
+            at = indices[int(series.table[indices].sum(dim=1).argmax())]
+            peaks[phase] = dict(zip(series.kinds, series.table[at].tolist(), strict=True))
+        return peaks
+
+
+def cumulative(events: Sequence[Event], kinds: Sequence[str]) -> Tensor:
+    """Return the bytes by category after each event: [events, kinds]."""
+    column = {kind: index for index, kind in enumerate(kinds)}
+    table = torch.zeros(len(events), len(kinds), dtype=torch.int64, device="cpu")
+    columns = torch.tensor([column[event.kind] for event in events], dtype=torch.int64, device="cpu")
+    changes = torch.tensor([event.change for event in events], dtype=torch.int64, device="cpu")
+    table[torch.arange(len(events), device="cpu"), columns] = changes
+    return table.cumsum(0)
 
 
 class Timeline(TorchDispatchMode):
@@ -170,9 +190,6 @@ class Timeline(TorchDispatchMode):
         self._phase = ""
         self._in_backward = False
         self._marks: dict[str, int] = {}
-        self._block_held: frozenset[int] | None = None
-        self._block_forwards: list[int] = []
-        self._block_backwards: dict[int, int] = {}
 
     def label(self, tensors: Iterable[Tensor], kind: str) -> None:
         """Set the category of tensors that have none yet."""
@@ -193,32 +210,15 @@ class Timeline(TorchDispatchMode):
         """Set the phase of the events that follow."""
         self._phase = name
 
-    def hold_block(self, tensors: Iterable[Tensor], others: Iterable[Tensor]) -> None:
-        """Name the tensors held for the last block before the step, and those held for others too."""
-        held, shared = ({self._number(t) for t in _unwrapped(part)} for part in (tensors, others))
-        self._block_held = frozenset(held - shared)
-
     def follow(self, model: nn.Module, blocks: Iterable[nn.Module] = ()) -> None:
-        """Hook a model to mark the start of forward and of its blocks, and to label gradients; those of `blocks` as
-        `BLOCK_GRADIENTS`.
-        """
-        blocks = list(blocks)
-        inside = {id(parameter): index for index, block in enumerate(blocks) for parameter in block.parameters()}
+        """Hook a model to mark the start of forward, and to label gradients; those of `blocks` as `BLOCK_GRADIENTS`."""
+        inside = {id(parameter) for block in blocks for parameter in block.parameters()}
 
         def label_gradient(parameter: Tensor) -> None:
             assert parameter.grad is not None
-            index = inside.get(id(parameter))
-            self.label_gradients([parameter.grad], GRADIENTS if index is None else BLOCK_GRADIENTS)
-            if index is not None:
-                self._block_backwards.setdefault(index, len(self._events))
-
-        def begin_block(*_: Any) -> None:
-            if not in_backward():  # where checkpointing recomputes it
-                self._block_forwards.append(len(self._events))
+            self.label_gradients([parameter.grad], BLOCK_GRADIENTS if id(parameter) in inside else GRADIENTS)
 
         model.register_forward_pre_hook(lambda *_: self.set_phase("forward"))
-        for block in blocks:
-            block.register_forward_pre_hook(begin_block)
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(label_gradient)
@@ -228,25 +228,10 @@ class Timeline(TorchDispatchMode):
         end = self._marks.get("step end", len(self._events))
         events = self._events[:end]
         return StorageEvents(
-            kinds=[self._kinds.get(number, TEMPORARIES) for number, _, _ in events],
-            changes=[change for _, change, _ in events],
-            phases=[phase for _, _, phase in events],
+            events=[Event(self._kinds.get(number, TEMPORARIES), change, phase) for number, change, phase in events],
             step_start=self._marks.get("step start", end),
             backward_start=self._marks.get("backward start", end),
             backward_end=self._marks.get("backward end", end),
-            last_blocks=self._last_blocks(events),
-        )
-
-    def _last_blocks(self, events: Sequence[tuple[int, int, str]]) -> LastBlocks | None:
-        starts, gradients = self._block_forwards, self._block_backwards
-        last = len(starts) - 1
-        if self._block_held is None or last < 2 or any(index not in gradients for index in (last - 1, last)):
-            return None
-        before = events[: self._marks["step start"]]
-        return LastBlocks(
-            held=frozenset(index for index, (number, _, _) in enumerate(before) if number in self._block_held),
-            forward=(starts[last - 2], starts[last] - starts[last - 1]),
-            backward=(gradients[last], gradients[last - 1] - gradients[last]),
         )
 
     def __enter__(self) -> "Timeline":

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from octavo.nn.experts import experts_shape, looks_like_experts
 from octavo.planner.memory_extrapolation import common_prefix
 from octavo.planner.roofline import LinearCall
+from octavo.planner.stacks import Stack
 from octavo.runtime.torch_compat import TorchDispatchMode, local_part, tree_leaves
 
 LOOKUPS = ("aten::embedding", "aten::index", "aten::index_select", "aten::gather")
@@ -72,18 +73,27 @@ def trace(model: nn.Module, linears: Mapping[str, nn.Module], forward: Callable[
     )
 
 
-def extrapolate_trace(few: Trace, more: Trace, count: int, blocks: Sequence[str]) -> Trace | None:
-    """Return the trace of a model of many equal blocks, from those of two copies with few blocks."""
-    before, added = (_block_calls(more, blocks[index]) for index in (count - 1, count))
-    if before != added or any(more.calls.get(name) != calls for name, calls in few.calls.items()):
-        return None
-    extra = len(blocks) - count
-    parts = {name: _repeat_difference(getattr(few, name), getattr(more, name), extra) for name in _PARTS}
+def extrapolate_trace(few: Trace, more: Sequence[Trace], stacks: Sequence[Stack]) -> Trace | None:
+    """Return the trace of a model of equal blocks, from one with few of each stack, and for each one with one more."""
+    calls = list(few.calls.items())
+    for other, stack in zip(more, stacks, strict=True):
+        before, added = (_block_calls(other, stack.blocks[index]) for index in (stack.few - 1, stack.few))
+        if before != added or any(other.calls.get(name) != own for name, own in few.calls.items()):
+            return None
+        last = stack.blocks[stack.few - 1]
+        after = max((i + 1 for i, (name, _) in enumerate(calls) if f"{name}.".startswith(f"{last}.")), default=0)
+        others = [(block + name, own) for block in stack.blocks[stack.few :] for name, own in added.items()]
+        calls[after:after] = others
+    extra = [stack.extra for stack in stacks]
+    parts = {name: _insert(*(getattr(trace, name) for trace in (few, *more)), extra=extra) for name in _PARTS}
     if None in parts.values():
         return None
-    numbers = {name: getattr(few, name) + extra * (getattr(more, name) - getattr(few, name)) for name in _NUMBERS}
-    others = {block + name: calls for block in blocks[count + 1 :] for name, calls in added.items()}
-    return Trace(calls={**more.calls, **others}, **parts, **numbers, extrapolated=True)  # type: ignore[arg-type]
+    numbers = {
+        name: getattr(few, name)
+        + sum(n * (getattr(other, name) - getattr(few, name)) for n, other in zip(extra, more, strict=True))
+        for name in _NUMBERS
+    }
+    return Trace(calls=dict(calls), **parts, **numbers, extrapolated=True)  # type: ignore[arg-type]
 
 
 _PARTS, _NUMBERS = ("products", "rest", "regions"), ("attention", "parameters", "trained", "experts")
@@ -94,15 +104,21 @@ def _block_calls(trace: Trace, block: str) -> dict[str, tuple[LinearCall, ...]]:
     return {name[len(block) :]: calls for name, calls in trace.calls.items() if f"{name}.".startswith(f"{block}.")}
 
 
-def _repeat_difference(few: tuple[Any, ...], more: tuple[Any, ...], extra: int) -> tuple[Any, ...] | None:
-    """Insert into `few` what `more` has beyond it, `extra` times; None if the two differ elsewhere, or that is not what
-    the block before it has.
+def _insert(few: tuple[Any, ...], *more: tuple[Any, ...], extra: Sequence[int]) -> tuple[Any, ...] | None:
+    """Insert into `few` what each of `more` has beyond it, `extra` times; None if two differ elsewhere, or that is not
+    what the block before it has.
     """
-    prefix, suffix, length = common_prefix(few, more), common_prefix(few[::-1], more[::-1]), len(more) - len(few)
-    added = more[prefix : prefix + length]
-    if prefix + suffix < len(few) or few[prefix - length : prefix] != added:
-        return None
-    return (*few[:prefix], *added * extra, *few[prefix:])
+    parts = []
+    for other, times in zip(more, extra, strict=True):
+        prefix, suffix = common_prefix(few, other), common_prefix(few[::-1], other[::-1])
+        length = len(other) - len(few)
+        added = other[prefix : prefix + length]
+        if prefix + suffix < len(few) or few[prefix - length : prefix] != added:
+            return None
+        parts.append((prefix, added * times))
+    for at, added in sorted(parts, reverse=True):
+        few = (*few[:at], *added, *few[at:])
+    return few
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from rich.console import Console
@@ -43,7 +43,7 @@ from octavo.planner.devices import Gpu, find_gpu
 from octavo.planner.fake import fake_device, fake_tensors
 from octavo.planner.forecast import ConfiguredRun, Forecast, forecast, predict_time
 from octavo.planner.memory_plan import MemoryPlan
-from octavo.planner.model_memory import make_gradients, make_states
+from octavo.planner.model_memory import make_gradients, make_states, saved_bytes
 from octavo.planner.model_plan import (
     check_gathered,
     default_decisions,
@@ -52,16 +52,13 @@ from octavo.planner.model_plan import (
     with_measurements,
 )
 from octavo.planner.pipeline_time import most_in_flight, schedule_actions
+from octavo.planner.stacks import Stack, blocks_of_copy, copy_with_blocks, equal_stacks, restrict_plan
 from octavo.planner.step import CHECKPOINTING, StepConfig, layout_settings
 from octavo.planner.step_memory import (
-    TRACED_BLOCKS,
     Beside,
     StepTrace,
-    copy_with_blocks,
     follow_step,
-    leading_blocks,
     predict_memory,
-    restrict_plan,
 )
 from octavo.planner.tables import compare_memory, forecast_text, plan_notes
 from octavo.planner.timeline import ACTIVATIONS, ALLOCATION_GRANULARITY, BATCH, GATHERED, TEMPORARIES
@@ -80,8 +77,8 @@ from octavo.train.tasks.registry import task_of
 from octavo.train.tasks.task import Task
 from octavo.train.trainer import Trainer
 
-TraceStage = Callable[["Stage", StepConfig, int | None, int], StepTrace]
-"""Traces a step of a stage with this many blocks, or all, and this many sequences."""
+TraceStage = Callable[["Stage", StepConfig, Mapping[str, int], int], StepTrace]
+"""Traces a step of a stage with so many blocks of some stacks, and this many sequences."""
 
 T = TypeVar("T")
 
@@ -174,16 +171,17 @@ def stage_memory(
     several = step_config.micro_batches > 1, len(stages) > 1
     step = step_config.fp8_gather, step_config.fp8_reduce, step_config.reduce_bytes, step_config.ep, *several
 
-    def traced(key: StageKind, blocks: int | None, other: int) -> StepTrace:
+    def traced(key: StageKind, blocks: Mapping[str, int], other: int) -> StepTrace:
         stage = kinds[key]
-        part = replace(key, blocks=key.blocks[:blocks])
-        return cache.made((settings, step, part, other), lambda: trace(stage, step_config, blocks, other))
+        counts = tuple(blocks.values())  # of the stage's blocks first
+        part = replace(key, blocks=key.blocks[: counts[0]]) if counts else key
+        return cache.made((settings, step, part, counts[1:], other), lambda: trace(stage, step_config, blocks, other))
 
     def memory(key: Any, other: int, beside: Beside | None = None) -> MemoryPlan:
         model = kinds[key].model
         return predict_memory(
             lambda blocks, sequences: traced(key, blocks, sequences), other, step_config,
-            blocks=len(find_blocks(model)), leading=leading_blocks(model, plan) if extrapolates else None,
+            blocks=len(find_blocks(model)), stacks=equal_stacks(model, plan) if extrapolates else (),
             offloaded=offloaded, spread=expert_spread(model, step_config.ep), beside=beside,
         )  # fmt: skip
 
@@ -377,9 +375,10 @@ LEVEL_PARTS = {"precision": ("matmul", "activations", "master"), "optim": ("stat
 
 
 def plan_memory(
-    config: TrainConfig, *, device: str = "cuda", label: str | None = None, whole: bool = True
+    config: TrainConfig, *, device: str = "cuda", label: str | None = None, whole: bool = True,
+    models: dict[tuple[str, str], Any] | None = None,
 ) -> MemoryPlan:  # fmt: skip
-    """Predict the memory of a training step of a run."""
+    """Predict the memory of a training step of a run. `models`: those of its other levels of precision."""
     # The step runs one micro-batch. If a step has several, the gradients of earlier ones exist already.
     import transformers.masking_utils  # noqa: F401  which fake_tensors keeps from taking every batch for a packed one
 
@@ -390,46 +389,60 @@ def plan_memory(
             f"parallel.{name} = {size}: octavo plan --memory predicts one GPU; for several give --gpu and --gpus"
         )
     fake = fake_device(torch.device(device))
-    model = _planned_model(task)
+    key, models = (config.precision.parameters, config.precision.loss), {} if models is None else models
+    if key not in models:
+        models[key] = _planned_model(task)
+    model = models[key]
 
     step_config = StepConfig(micro_batches=config.optim.micro_batches)
     sequences = config.optim.batch // config.optim.micro_batches
-    notes: list[str] = []
 
-    plan, leading = None, None
+    plan: Plan | None = None
+    stacks: Sequence[Stack] = ()
     if not whole and device == "cuda" and config.resolved.recipe != AUTO:
         plan = _configured(model, config, None, sequences * task.positions(model))
-        leading = leading_blocks(model, plan)
-    names = {id(module): name for name, module in model.named_modules()}
-    blocks_named = [f"{names[id(block)]}." for block in find_blocks(model)]
+        stacks = equal_stacks(model, plan)
 
-    def trace(blocks: int | None, size: int) -> StepTrace:
+    @contextmanager
+    def trainer_of(blocks: Mapping[str, int]) -> Iterator[Trainer]:
         with fake_tensors(device) as mode:
             copy = copy_with_blocks(model, blocks, mode, fake)
-            trainer = Trainer(config, task.data, fake, copy, plan=plan and restrict_plan(plan, copy))
-            batch = task.empty_batch(size, fake)
-            saved = None
-            few = (leading or 0) + TRACED_BLOCKS  # traced to compare with one block more
-            if size == sequences and blocks != few:  # other sizes are planned for their peaks
-                of_loss = partial(audit, trainer.model, batch, loss=lambda _, tensors: trainer.loss(*tensors))
-                saved = _run(of_loss, size)
-                if blocks is not None:
-                    saved = Audit(rows=tuple(_repeat_rows(saved, blocks_named, blocks)))
-                notes[:] = _notes(trainer)
-            return _trace_step(trainer, batch, step_config, ALLOCATION_GRANULARITY[device], saved)
+            yield Trainer(config, task.data, fake, copy, plan=plan and restrict_plan(plan, copy))
 
-    count = 0 if leading is None else len(blocks_named)
-    memory = predict_memory(trace, sequences, step_config, blocks=count, leading=leading)
+    def trace(blocks: Mapping[str, int], size: int) -> StepTrace:
+        with trainer_of(blocks) as trainer:
+            batch, own = task.empty_batch(size, fake), blocks_of_copy(trainer.model, blocks)
+            step = partial(_trace_step, trainer, batch, own, step_config, ALLOCATION_GRANULARITY[device])
+            return cast(StepTrace, _run(step, size))
+
+    def audit_step(stacks: Sequence[Stack]) -> tuple[Audit, tuple[str, ...]]:
+        with trainer_of({stack.name: stack.few + 1 for stack in stacks}) as trainer:
+            batch = task.empty_batch(sequences, fake)
+            of_loss = partial(audit, trainer.model, batch, loss=lambda _, tensors: trainer.loss(*tensors))
+            try:
+                rows = _repeat_rows(_run(of_loss, sequences), stacks)
+            except ConfigError:
+                if not stacks:
+                    raise
+                return audit_step(())  # features are those of a block by number
+            return Audit(rows=tuple(rows)), _notes(trainer)
+
+    memory = predict_memory(trace, sequences, step_config, blocks=len(find_blocks(model)), stacks=stacks)
+    saved, notes = audit_step(stacks)
     tokens = task.count(*task.empty_batch(sequences, torch.device("cpu")))
-    return replace(memory, label=label or config.precision_label, device=device, notes=tuple(notes), tokens=tokens)
+    return replace(
+        memory, label=label or config.precision_label, device=device, notes=notes, tokens=tokens, **saved_bytes(saved)
+    )
 
 
-def _repeat_rows(saved: Audit, names: list[str], traced: int) -> Iterator[SavedStorage]:
-    """What all blocks save, given the first `traced` ones: those not traced save what the last but one does."""
+def _repeat_rows(saved: Audit, stacks: Sequence[Stack]) -> Iterator[SavedStorage]:
+    """What all blocks save, given few and one: those not traced save what the last but one does."""
+    repeated = {stack.blocks[stack.few - 1]: stack.blocks[stack.few + 1 :] for stack in stacks}
     for row in saved:
         yield row
-        if row.owner.startswith(name := names[traced - 2]):
-            yield from (replace(row, owner=other + row.owner.removeprefix(name)) for other in names[traced:])
+        for name, others in repeated.items():
+            if f"{row.owner}.".startswith(f"{name}."):
+                yield from (replace(row, owner=other + row.owner.removeprefix(name)) for other in others)
 
 
 def plan_arms(
@@ -438,7 +451,8 @@ def plan_arms(
     """Plan the memory of the configuration, then of each level of precision with bf16 parameters."""
     # At level "bf16" the loss uses whole logits, as in plain training; at others it follows the configuration.
     progress("a step of this config")
-    plans = [plan_memory(config, device=device, label="this config", whole=False)]
+    models: dict[tuple[str, str], Any] = {}
+    plans = [plan_memory(config, device=device, label="this config", whole=False, models=models)]
     for level in LEVELS:
         progress(f"a step at level {level}")
         changes = {} if config.precision.parameters == "bf16" else {"parameters": "bf16", "loss_scale": "none"}
@@ -446,9 +460,8 @@ def plan_arms(
             changes["loss"] = "whole"
         arm = at_level(config, level, changes)
         same = arm.model_dump() == config.model_dump()
-        plans.append(
-            replace(plans[0], label=level) if same else plan_memory(arm, device=device, label=level, whole=False)
-        )
+        of_level = partial(plan_memory, arm, device=device, label=level, whole=False, models=models)
+        plans.append(replace(plans[0], label=level) if same else of_level())
     return plans
 
 
@@ -598,7 +611,7 @@ def _configured(model: torch.nn.Module, config: TrainConfig, gpu: Gpu | None, to
 
 
 def _step_on_blocks(
-    config: TrainConfig, plan: Plan, stage: Stage, step_config: StepConfig, blocks: int | None, size: int
+    config: TrainConfig, plan: Plan, stage: Stage, step_config: StepConfig, blocks: Mapping[str, int], size: int
 ) -> StepTrace:
     """Trace a training step of one micro-batch of `size` sequences on `blocks` of a stage's blocks."""
     fake = fake_device(torch.device("cuda"))
@@ -621,7 +634,10 @@ def _step_on_blocks(
         granularity = ALLOCATION_GRANULARITY["cuda"]
         of_stage = None if stage.count == 1 else partial(_run_stage, trainer, batch)
         trace: StepTrace = _run(
-            lambda: _trace_step(trainer, batch, step_config, granularity, forward_backward=of_stage), size
+            lambda: _trace_step(
+                trainer, batch, blocks_of_copy(copy, blocks), step_config, granularity, forward_backward=of_stage
+            ),
+            size,
         )
         return trace
 
@@ -651,8 +667,9 @@ def _planned_model(task: Task) -> Any:
 
 
 def _trace_step(
-    trainer: Trainer, batch: tuple[Tensor, Tensor], step_config: StepConfig, allocation_granularity: int,
-    saved: Audit | None = None, forward_backward: Callable[[], Any] | None = None,
+    trainer: Trainer, batch: tuple[Tensor, Tensor], blocks: Sequence[nn.Module], step_config: StepConfig,
+    allocation_granularity: int,
+    forward_backward: Callable[[], Any] | None = None,
 ) -> StepTrace:  # fmt: skip
     run = forward_backward or (lambda: trainer.accumulate(*batch, targets=batch[1].numel()))
     optimizer = trainer.optimizer
@@ -666,9 +683,9 @@ def _trace_step(
             optimizer.inner.step()  # of masters whose parameters keep their gradients a kernel takes it, in place
 
     return follow_step(
-        trainer.model, batch, states, earlier, run, optimizer_step, step_config=step_config,
+        trainer.model, batch, states, earlier, run, optimizer_step, blocks=blocks, step_config=step_config,
         allocation_granularity=allocation_granularity,
-        gradients=lambda: list(optimizer.gradients().values()), saved=saved,
+        gradients=lambda: list(optimizer.gradients().values()),
     )  # fmt: skip
 
 

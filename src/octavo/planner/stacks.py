@@ -1,0 +1,127 @@
+"""Stacks of equal blocks in a model, and copies of it with a few of them, from which all others are extrapolated."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from octavo.numerics.plan import Plan
+from octavo.planner.fake import fake_copy
+from octavo.runtime.blocks import Absent, find_block_list, find_blocks, find_stacks
+from octavo.runtime.torch_compat import FakeTensorMode
+
+M = TypeVar("M", bound=nn.Module)
+
+TRACED_BLOCKS = 2
+"""Blocks of the smaller copy: in backward one is the last, and one is neither the last nor the first."""
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Blocks of a model that are equal but for the first ones."""
+
+    name: str  # Of their list
+    blocks: Sequence[str]  # Their names
+    few: int  # Blocks of the smaller copies of the model: the first ones and TRACED_BLOCKS
+
+    @property
+    def extra(self) -> int:
+        """Number of blocks that the smaller copies do not have."""
+        return len(self.blocks) - self.few
+
+
+def equal_stacks(model: nn.Module, plan: Plan) -> list[Stack]:
+    """List the stacks of which a few blocks stand for all, the longest first; none if that is not of equal blocks."""
+    # Equal blocks have the same modules, parameters, settings and decisions.
+    main, stacks = find_block_list(model), dict[str, Stack]()
+    names = {id(module): name for name, module in model.named_modules()}
+    firsts = {id(members[0]) for members in find_stacks(model)}
+    for name, module in model.named_modules():
+        if module is main or (isinstance(module, nn.ModuleList) and len(module) and id(module[0]) in firsts):
+            blocks = [block for block in module if not isinstance(block, Absent)]
+            leading = leading_blocks(blocks, names, plan)
+            if leading is not None and len(blocks) > leading + TRACED_BLOCKS + 1:
+                stacks[name] = Stack(name, tuple(names[id(block)] for block in blocks), leading + TRACED_BLOCKS)
+            elif module is main:
+                return []
+    return sorted(stacks.values(), key=lambda stack: model.get_submodule(stack.name) is not main)
+
+
+def leading_blocks(blocks: Sequence[nn.Module], names: Mapping[int, str], plan: Plan) -> int | None:
+    """Return the number of first blocks after which all are equal: 0 if all are, 3 in DeepSeek-V3. None if no two
+    blocks at the end are equal, or blocks share parameters.
+    """
+    kinds = []
+    for block in blocks:
+        parts: list[Any] = []
+        for name, module in block.named_modules():
+            decision = plan.decisions.get(names[id(module)])
+            parts.append((name, type(module), decision and (decision.recipe, decision.activation_storage)))
+        parts += [(name, p.shape, p.dtype, p.requires_grad) for name, p in block.named_parameters()]
+        kinds.append(tuple(parts))
+    owned = [id(parameter) for block in blocks for parameter in block.parameters()]
+    if not blocks or len(set(map(id, blocks))) < len(blocks) or len(set(owned)) < len(owned):
+        return None
+    first = next((i + 1 for i in range(len(kinds) - 1, -1, -1) if kinds[i] != kinds[-1]), 0)
+    settings = [_settings(block) for block in blocks]
+    return next((i for i in range(first, len(blocks) - 1) if _are_uniform(settings[i:])), None)
+
+
+def _settings(block: nn.Module) -> dict[str, Any]:
+    """Collect plain attributes of the modules of a block, such as its kind of attention."""
+    return {
+        f"{fqn}.{name}": value
+        for fqn, module in block.named_modules()
+        for name, value in vars(module).items()
+        if isinstance(value, str | bool | int | float | None)
+    }
+
+
+def _are_uniform(settings: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether blocks agree in each setting, or it is their index."""
+    names = dict.fromkeys(name for own in settings for name in own)
+    return all(_is_uniform([own.get(name) for own in settings]) for name in names)
+
+
+def _is_uniform(values: list[Any]) -> bool:
+    consecutive = isinstance(values[0], int) and values == list(range(values[0], values[0] + len(values)))
+    return len(set(values)) == 1 or consecutive
+
+
+def copy_with_blocks(model: M, counts: Mapping[str, int], mode: FakeTensorMode, place: torch.device) -> M:
+    """Copy a model to fake tensors with so many first blocks of some stacks."""
+    ends: dict[str, int] = {}
+    removed: list[nn.Module] = []
+    for name, count in counts.items():
+        members: Any = model.get_submodule(name)
+        here = [index for index, member in enumerate(members) if not isinstance(member, Absent)]
+        ends[name] = here[count] if count < len(here) else len(members)
+        removed += members[ends[name] :]
+    copy = fake_copy(model, mode, place, without=removed)
+    for name, end in ends.items():
+        shortened: Any = copy.get_submodule(name)
+        whole = len(shortened)
+        del shortened[end:]
+        # Transformers counts hidden states from the end of as many blocks as the configuration says.
+        parents = [copy, *(copy.get_submodule(name[:i]) for i, letter in enumerate(name) if letter == ".")]
+        for config in {id(config): config for m in parents if (config := getattr(m, "config", None))}.values():
+            if getattr(config, "num_hidden_layers", None) == whole:
+                config.num_hidden_layers = end
+    return copy
+
+
+def blocks_of_copy(model: nn.Module, counts: Mapping[str, int]) -> list[nn.Module]:
+    """Return the blocks of the first stack of such a copy, in which another one may be as long."""
+    for name in counts:
+        members: Any = model.get_submodule(name)
+        return [member for member in members if not isinstance(member, Absent)]
+    return find_blocks(model)
+
+
+def restrict_plan(plan: Plan, model: nn.Module) -> Plan:
+    """Return the decisions for modules that the model has."""
+    names = {name for name, _ in model.named_modules()}
+    decisions = {name: decision for name, decision in plan.decisions.items() if name in names}
+    return Plan(decisions, plan.activations, plan.partial)
