@@ -9,7 +9,7 @@ import torch
 from tiny_runs import assert_resumes, image_tables
 
 from octavo.nn.causal import IGNORE
-from octavo.train import ConfigError, parse_config, read_metrics, run
+from octavo.train import ConfigError, parse_config, read_metrics, run, run_plan
 from octavo.train.checkpoint.retention import latest_checkpoint
 from octavo.train.frozen import freeze
 from octavo.train.model import check_model
@@ -256,3 +256,26 @@ def test_a_folder_of_images_for_each_class(tmp_path):
     (tmp_path / "images" / "red" / "3.png").write_bytes(b"")
     with pytest.raises(ConfigError, match=r"the image .*3\.png does not decode"):
         kind.load(config, NullProgress())
+
+
+@pytest.mark.parametrize(
+    ("level", "layer"), [("bf16", -1), ("bf16", [-3, -2]), ("bf16", -6), *(("fp8+activations", at) for at in (-1, 3))]
+)
+def test_a_few_blocks_of_tower_and_decoder_stand_for_all(level, layer, monkeypatch):
+    """Features may be those of any block; of one that a short tower does not have, the tower runs whole."""
+    config = {
+        **LLAVA, "vision_feature_layer": layer, "text_config": LLAVA["text_config"] | {"num_hidden_layers": 6},
+        "vision_config": LLAVA["vision_config"] | {"num_hidden_layers": 8 if level == "bf16" else 6},
+    }  # fmt: skip
+    run = parse_config(
+        tables(model={"config": config}, precision={"level": level, "min_features": 16}, optim={"batch": 4})
+    )
+    whole, traced, copy = plan_memory(run), [], run_plan.copy_with_blocks
+    monkeypatch.setattr(run_plan, "copy_with_blocks", lambda *args: traced.append(args[1]) or copy(*args))
+    few = plan_memory(run, whole=False)
+    for name in ("at_peak", "largest", "phase", "saved_by_layer", "saved_by_dtype"):
+        assert getattr(few, name) == getattr(whole, name), name
+    assert traced[0]["model.language_model.layers"] == 2
+    assert (traced[0]["model.vision_tower.encoder.layers"] == 2) is (layer == -1)  # later blocks are frozen: unused
+    for size in (2, 9):  # norms of all gradients in one tensor are whole allocations
+        assert few.replan(size).peak == pytest.approx(whole.replan(size).peak, abs=512)

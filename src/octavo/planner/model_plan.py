@@ -40,7 +40,7 @@ from octavo.planner.forecast import Forecast, LinearTimes, decide_by_cost, forec
 from octavo.planner.measured import Measurements, read_measurements
 from octavo.planner.memory_plan import MemoryPlan
 from octavo.planner.model_memory import default_loss, trace_step
-from octavo.planner.stacks import blocks_of_copy, copy_with_blocks, equal_stacks, restrict_plan
+from octavo.planner.stacks import blocks_of_copy, copy_with_blocks, equal_stacks, restrict_plan, shortened
 from octavo.planner.step import CHECKPOINTING, ParallelLayout, StepConfig, is_count, layout_settings
 from octavo.planner.step_memory import StepTrace, predict_memory
 from octavo.planner.timeline import ALLOCATION_GRANULARITY
@@ -248,17 +248,14 @@ def trace_model(
                 raise ValueError(f"the model cannot run a batch of shapes {listed}: {reason}") from error
 
     stacks = equal_stacks(model, Plan({}))
-    while stacks:
-        counts = {stack.name: stack.few for stack in stacks}
+    for some in shortened(stacks) if stacks else ():
+        counts, short = {stack.name: stack.few for stack in some}, [stack for stack in some if stack.extra]
         try:
             few = trace_copy(counts)
-        except ValueError:  # such as a tower whose features are those of a block by number: with it whole
-            stacks = stacks[:-1]
+        except ValueError:
             continue
-        more = [trace_copy(counts | {stack.name: stack.few + 1}) for stack in stacks]
-        if traced := extrapolate_trace(few, more, stacks):
+        if traced := extrapolate_trace(few, [trace_copy(counts | {s.name: s.few + 1}) for s in short], short):
             return traced
-        stacks = stacks[:1] if len(stacks) > 1 else []
     return trace_copy({})
 
 

@@ -1,7 +1,7 @@
 """Stacks of equal blocks in a model, and copies of it with a few of them, from which all others are extrapolated."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -24,7 +24,7 @@ class Stack:
 
     name: str  # Of their list
     blocks: Sequence[str]  # Their names
-    few: int  # Blocks of the smaller copies of the model: the first ones and TRACED_BLOCKS
+    few: int  # Blocks of the smaller copies of the model: the first ones and TRACED_BLOCKS; all if others differ
 
     @property
     def extra(self) -> int:
@@ -33,20 +33,27 @@ class Stack:
 
 
 def equal_stacks(model: nn.Module, plan: Plan) -> list[Stack]:
-    """List the stacks of which a few blocks stand for all, the longest first; none if that is not of equal blocks."""
+    """List the stacks of a model, `find_block_list` first; none if no stack's blocks are equal."""
     # Equal blocks have the same modules, parameters, settings and decisions.
-    main, stacks = find_block_list(model), dict[str, Stack]()
+    main, stacks = find_block_list(model), list[Stack]()
     names = {id(module): name for name, module in model.named_modules()}
     firsts = {id(members[0]) for members in find_stacks(model)}
     for name, module in model.named_modules():
         if module is main or (isinstance(module, nn.ModuleList) and len(module) and id(module[0]) in firsts):
             blocks = [block for block in module if not isinstance(block, Absent)]
             leading = leading_blocks(blocks, names, plan)
-            if leading is not None and len(blocks) > leading + TRACED_BLOCKS + 1:
-                stacks[name] = Stack(name, tuple(names[id(block)] for block in blocks), leading + TRACED_BLOCKS)
-            elif module is main:
-                return []
-    return sorted(stacks.values(), key=lambda stack: model.get_submodule(stack.name) is not main)
+            few = len(blocks) if leading is None else leading + TRACED_BLOCKS
+            few = few if few + 1 < len(blocks) else len(blocks)
+            stacks.insert(0 if module is main else len(stacks), Stack(name, [names[id(b)] for b in blocks], few))
+    return stacks if any(stack.extra for stack in stacks) else []
+
+
+def shortened(stacks: Sequence[Stack]) -> Iterator[Sequence[Stack]]:
+    """Yield the stacks, then each one short with all others whole: some towers are read at a block by its number."""
+    yield stacks
+    short = [stack for stack in stacks if stack.extra]
+    for stack in short if len(short) > 1 else ():
+        yield [other if other is stack else replace(other, few=len(other.blocks)) for other in stacks]
 
 
 def leading_blocks(blocks: Sequence[nn.Module], names: Mapping[int, str], plan: Plan) -> int | None:

@@ -24,7 +24,7 @@ from octavo.planner.collective_cost import FP8_BYTES_PER_ELEMENT
 from octavo.planner.memory_extrapolation import Growth, grown, growth, growth_of
 from octavo.planner.memory_plan import MemoryPlan
 from octavo.planner.sharded_memory import ShardGroup, Shards, memory_per_rank
-from octavo.planner.stacks import Stack
+from octavo.planner.stacks import Stack, shortened
 from octavo.planner.step import StepConfig
 from octavo.planner.timeline import (
     ACTIVATIONS,
@@ -66,9 +66,10 @@ TraceStep = Callable[[Mapping[str, int], int], StepTrace]
 class FewBlocks:
     """A step of few blocks, and what more blocks of each stack add to it."""
 
+    size: int  # Its sequences
     step: StepTrace
     stacks: Sequence[Stack]
-    growths: Sequence[Growth]
+    growths: Sequence[tuple[Growth, int]]  # With the number of blocks
     messages: Sequence[Message]  # Of all blocks
     rest: ShardGroup  # Parameters outside the blocks of the first stack
 
@@ -79,38 +80,41 @@ def trace_few_blocks(
     """Trace a step on few blocks of each stack; None if that does not show what all blocks add. `known`: the same with
     another batch.
     """
-    if not stacks:
-        return None
-    counts = {stack.name: stack.few for stack in stacks}
-    try:
-        few = trace(counts, size)
-    except ValueError:  # such as a tower whose features are those of a block by number: with it whole
-        return trace_few_blocks(trace, size, stacks[:-1])
-    if known is not None and not few.messages:
-        grows = [growth_of(few.events, known.step.events, own) for own in known.growths]
+    if known is not None and known.size == size:
+        return known
+    for some in shortened(stacks) if stacks else ():
+        counts, short = {stack.name: stack.few for stack in some}, [stack for stack in some if stack.extra]
+        try:
+            few = trace(counts, size)
+        except ValueError:
+            continue
+        if known is not None and not few.messages:
+            grows = [growth_of(few.events, known.step.events, own) for own, _ in known.growths]
+            again = [(own, extra) for own, (_, extra) in zip(grows, known.growths, strict=True) if own]
+            if len(again) == len(grows):
+                return replace(known, size=size, step=few, growths=again)
+        more = [trace(counts | {stack.name: stack.few + 1}, size) for stack in short]
+        grows = [growth(few.events, other.events) for other in more]
         if all(grows):
-            return replace(known, step=few, growths=list(filter(None, grows)))
-    more = [trace(counts | {stack.name: stack.few + 1}, size) for stack in stacks]
-    grows = [growth(few.events, other.events) for other in more]
-    if not all(grows):
-        kept = [stack for stack, own in zip(stacks, grows, strict=True) if own]
-        return trace_few_blocks(trace, size, kept) if stacks[0] in kept else None
-    extra = [stack.extra for stack in stacks]
+            return _few_blocks(size, few, more, some, list(filter(None, grows)))
+    return None
+
+
+def _few_blocks(
+    size: int, few: StepTrace, more: Sequence[StepTrace], stacks: Sequence[Stack], growths: Sequence[Growth]
+) -> FewBlocks:
+    extra = [stack.extra for stack in stacks if stack.extra]
     weights = (1 - sum(extra), *extra)  # few + n (more - few), for each stack
     sums = [sum_messages(step.messages) for step in (few, *more)]
-    return FewBlocks(
-        few, stacks, list(filter(None, grows)),
-        messages=[
-            Message(*key, sum(n * own.get(key, 0) for n, own in zip(weights, sums, strict=True)))
-            for key in dict.fromkeys(key for own in sums for key in own)
-        ],
-        rest=ShardGroup(
-            **{
-                name: sum(n * getattr(step.rest, name) for n, step in zip(weights, (few, *more), strict=True))
-                for name in (field.name for field in fields(ShardGroup))
-            }
-        ),
-    )  # fmt: skip
+    messages = [
+        Message(*key, sum(n * own.get(key, 0) for n, own in zip(weights, sums, strict=True)))
+        for key in dict.fromkeys(key for own in sums for key in own)
+    ]
+    rest = {
+        name: sum(n * getattr(step.rest, name) for n, step in zip(weights, (few, *more), strict=True))
+        for name in (field.name for field in fields(ShardGroup))
+    }
+    return FewBlocks(size, few, stacks, list(zip(growths, extra, strict=True)), messages, ShardGroup(**rest))
 
 
 def predict_memory(
@@ -132,8 +136,7 @@ def predict_memory(
         series, messages, rest, count = step.events.series, step.messages, step.rest, blocks
     else:
         step, messages, rest, count = few.step, few.messages, few.rest, few.stacks[0].few
-        extra = [stack.extra for stack in few.stacks]
-        series = grown(step.events, list(zip(few.growths, extra, strict=True)))
+        series = grown(step.events, few.growths)
     if step_config.shards > 1 or offloaded:
         shards = Shards(
             ranks=step_config.shards, block=step.block, rest=rest, blocks=blocks,

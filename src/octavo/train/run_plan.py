@@ -59,6 +59,7 @@ from octavo.planner.step_memory import (
     StepTrace,
     follow_step,
     predict_memory,
+    trace_few_blocks,
 )
 from octavo.planner.tables import compare_memory, forecast_text, plan_notes
 from octavo.planner.timeline import ACTIVATIONS, ALLOCATION_GRANULARITY, BATCH, GATHERED, TEMPORARIES
@@ -416,19 +417,14 @@ def plan_memory(
             return cast(StepTrace, _run(step, size))
 
     def audit_step(stacks: Sequence[Stack]) -> tuple[Audit, tuple[str, ...]]:
-        with trainer_of({stack.name: stack.few + 1 for stack in stacks}) as trainer:
+        with trainer_of({stack.name: min(stack.few + 1, len(stack.blocks)) for stack in stacks}) as trainer:
             batch = task.empty_batch(sequences, fake)
             of_loss = partial(audit, trainer.model, batch, loss=lambda _, tensors: trainer.loss(*tensors))
-            try:
-                rows = _repeat_rows(_run(of_loss, sequences), stacks)
-            except ConfigError:
-                if not stacks:
-                    raise
-                return audit_step(())  # features are those of a block by number
-            return Audit(rows=tuple(rows)), _notes(trainer)
+            return Audit(rows=tuple(_repeat_rows(_run(of_loss, sequences), stacks))), _notes(trainer)
 
-    memory = predict_memory(trace, sequences, step_config, blocks=len(find_blocks(model)), stacks=stacks)
-    saved, notes = audit_step(stacks)
+    few = trace_few_blocks(trace, sequences, stacks)
+    memory = predict_memory(trace, sequences, step_config, blocks=len(find_blocks(model)), known=few)
+    saved, notes = audit_step(() if few is None else few.stacks)
     tokens = task.count(*task.empty_batch(sequences, torch.device("cpu")))
     return replace(
         memory, label=label or config.precision_label, device=device, notes=notes, tokens=tokens, **saved_bytes(saved)
