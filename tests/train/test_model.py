@@ -5,11 +5,12 @@ from copy import deepcopy
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_runs import LLAMA
+from tiny_runs import LLAMA, curve
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageClassification
 
 from octavo.train import model as model_module
+from octavo.train import run
 from octavo.train.config.run_config import ConfigError
 from octavo.train.config.sections import Model
 from octavo.train.data.load import load_corpus
@@ -24,6 +25,26 @@ from octavo.train.run_plan import plan_memory
 def tokenizer(make_config):
     config = make_config()
     return load_corpus(config.data, config.model, NullProgress()).tokenizer
+
+
+@pytest.mark.parametrize("packing", ["stream", "documents"])
+def test_attention_is_chosen(make_config, tokenizer, packing, tmp_path):
+    def settings(name):
+        own = {"type": "llama", "config": LLAMA, "attention": name}
+        return make_config(model=own, data={"packing": packing}, run={"steps": 3, "device": "cpu"})
+
+    model = build_model(settings("eager"), tokenizer)
+    assert model.config._attn_implementation == "eager"
+    for name in ("auto", "sdpa", "eager"):
+        run(settings(name), out=tmp_path / name)
+    losses = [[row[2] for row in curve(tmp_path / name)] for name in ("auto", "sdpa", "eager")]
+    assert losses[0] == losses[1] and losses[2] == pytest.approx(losses[0], rel=1e-3)
+    with pytest.raises(ConfigError, match="model.attention = 'flash_attention_2': .*installed.*Nearest"):
+        build_model(settings("flash_attention_2"), tokenizer)
+    with pytest.raises(ConfigError, match="flex_attention.* has no backward on a CPU"):
+        run(settings("flex_attention"), out=tmp_path / "flex")
+    fused, whole = (plan_memory(settings(name), whole=False).peak for name in ("flash_attention_3", "eager"))
+    assert fused == plan_memory(settings("auto"), whole=False).peak < whole
 
 
 @pytest.mark.parametrize("parameters", ["bf16", "fp16", "fp32"])

@@ -104,6 +104,8 @@ def build_of_kind(
         except Exception as error:  # of no common type: each class fails in its own way
             where = f"model.config: {config.model.type}" if folder is None else f"model.path = {folder}: the model"
             raise ConfigError(f"{where} cannot be built from it: {one_line(error)}") from None
+    if weights or config.model.attention == "eager":  # plans need no kernels: "sdpa" has the memory of all fused ones
+        choose_attention(model, config.model.attention)
     model.train()
     freeze(model, config.model.frozen)
     if config.lora is not None:
@@ -111,10 +113,22 @@ def build_of_kind(
     return model
 
 
+def choose_attention(model: Any, name: str) -> None:
+    """Set how a model computes attention. Raises ConfigError where it cannot."""
+    if name == "auto":
+        return
+    try:
+        model.set_attn_implementation(name)
+    except Exception as error:  # of no common type; diffusers' models do not have the method
+        raise ConfigError(f"model.attention = {name!r}: {one_line(error)}. Nearest: leave it out") from None
+
+
 def build_on_ranks(
     config: TrainConfig, kind: ModelKind, build: Callable[[], nn.Module], ranks: Ranks
 ) -> tuple[Any, dict[str, torch.Tensor]]:
     """`build` and `fp32_master_values` on every rank, with one copy of both in the memory of each machine."""
+    if config.model.attention == "flex_attention" and ranks.device.type == "cpu":
+        raise ConfigError('model.attention = "flex_attention" has no backward on a CPU: take "sdpa", or a GPU')
     # Ranks that receive their model from another process make an empty one of its class too: `ModelKind.make_empty`.
     start = config.model if config.lora is None else config.model.model_copy(update={"path": None})  # adapters are new
     built = share_on_machine(lambda: (build(), fp32_master_values(start, config.precision, kind)), ranks)

@@ -263,7 +263,9 @@ class Trainer:
     def attention_note(self) -> str:
         """A note for a model without fused attention; else empty."""
         attention = inner_attention(self.model) or getattr(self.model.config, "_attn_implementation", "sdpa")
-        return "" if attention == "sdpa" else f"{type(self.model).__name__} has no fused attention: using {attention}"
+        if attention != "eager" or self.config.model.attention == "eager":
+            return ""
+        return f"{type(self.model).__name__} has no fused attention: using {attention}"
 
     def _batch(self, step: int) -> tuple[Inputs, Tensor]:
         """This rank's share of each micro-batch of a step, concatenated."""
