@@ -19,7 +19,10 @@ SMALL = {
     "n_positions": 64, "state_size": 8, "ffn_dim": 64, "num_experts": 2, "num_local_experts": 2, "n_groups": 1,
     "is_decoder": True, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 1,
 }  # fmt: skip
-OWN = {"mamba2": {"num_heads": 4, "head_dim": 16, "expand": 2, "chunk_size": 16}}
+OWN = {
+    "mamba2": {"num_heads": 4, "head_dim": 16, "expand": 2, "chunk_size": 16},
+    "flint": {"num_experts_per_tok": 2},
+}
 DIFFERENT = ("bart", "bert", "biogpt", "falcon_mamba", "mamba2", "minicpm3")
 """Types whose copies of fake tensors cannot find their head by themselves."""
 LARGEST = 50_000_000
@@ -67,3 +70,14 @@ def test_a_plan_decides_as_its_run(kind):
 def test_every_type(kind):
     run, plan = decisions(kind)
     assert plan == run
+
+
+def test_experts_do_not_keep_a_plan_from_chunks():
+    """Experts of the size of Mixtral's: neither their products on meta nor stand-ins for their weights run."""
+    config = CONFIG_MAPPING["mixtral"](num_hidden_layers=4)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    decide_head(model)
+    with fake_tensors("cuda") as mode:
+        assert outcome(copy_with_blocks(model, {}, mode, fake_device(torch.device("cuda")))) == (1.0, None, False)
+    assert len(model.model.layers) == 4 and not any("forward" in vars(module) for module in model.modules())

@@ -14,7 +14,7 @@ import inspect
 import math
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, fields, replace
 from functools import update_wrapper
 from types import MappingProxyType
@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from octavo.nn.experts import looks_like_experts
 from octavo.nn.linear_like import LinearLike
 from octavo.nn.loss import linear_cross_entropy
 from octavo.runtime.blocks import find_block_list
@@ -110,26 +111,36 @@ def find_head(model: Any) -> Head:
 
 def decide_head(model: Any) -> None:
     """Find the head of a model on meta as a run finds it with weights, for the copies of fake tensors of a plan."""
-    # Two blocks stand for all. What the trial does not find on meta, it may find with numbers, so it runs again on the
-    # whole model, with stand-ins for its weights.
-    decided: dict[str, Any] | str
+    # What a trial on meta does not find, one with stand-ins for the weights may find. Two blocks stand for all, unless
+    # the model does not run with two.
+    decided: dict[str, Any] | str = ""
     blocks = find_block_list(model)
-    others = [*blocks][2:]
-    try:
+    members = [*blocks]
+    for count, numbers in ((2, False), (2, True), (len(members), True)):
+        del blocks[count:]
         try:
-            del blocks[2:]
-            head = find_head(model)
-        except Exception:  # of no common type
-            blocks.extend(others)
-            others = []
-            with stand_in_weights(model):
+            with _without_experts(model), stand_in_weights(model) if numbers else nullcontext():
                 head = find_head(model)
-        decided = {"scale": head.scale, "softcap": head.softcap, "routed": head.routed}
-    except Exception as error:
-        decided = str(error)
-    finally:
-        blocks.extend(others)
+            decided = {"scale": head.scale, "softcap": head.softcap, "routed": head.routed}
+            break
+        except Exception as error:  # of no common type
+            decided = str(error)
+        finally:
+            blocks.extend(members[count:])
     setattr(model, DECIDED, decided)
+
+
+@contextmanager
+def _without_experts(model: nn.Module) -> Iterator[None]:
+    """Let experts return their input: what they compute says nothing of the head, takes long, and needs numbers."""
+    experts = [module for module in model.modules() if looks_like_experts(module)]
+    try:
+        for module in experts:
+            vars(module)["forward"] = lambda hidden, *_, **__: hidden * 1
+        yield
+    finally:
+        for module in experts:
+            vars(module).pop("forward", None)
 
 
 def _decided(model: Any, assumed: Head) -> Head:
