@@ -481,6 +481,8 @@ def test_python_blocks_run(page, tmp_path, monkeypatch, capsys):
         torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
         for code, output in PYTHON.findall(PAGES[page]):
+            if "tools" in kind:
+                forget_settings()  # of the frameworks of blocks before
             body = ast.parse(code).body if class_of_block(page, code) == "run" else []
             for part in [[statement] for statement in body] if "alternatives" in kind else [body]:
                 if kind and (not names or re.search("convert|parallelize|plan", ast.unparse(part[:1]))):
