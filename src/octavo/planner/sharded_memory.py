@@ -71,7 +71,8 @@ def memory_per_rank(whole: MemorySeries, shards: Shards) -> MemorySeries:
         in_flight, prefetching, finished = backward, computing, torch.zeros_like(computing)
     else:
         gradients = columns.get(GRADIENTS, zeros) + current + _reduced(of_blocks - current, shards)
-        in_flight = of_blocks > shards.block.gradients
+        # The previous block's, until this block's are complete and scattered in their turn.
+        in_flight = (of_blocks > shards.block.gradients) & (current < shards.block.gradients)
         prefetching = computing & (of_blocks < (shards.blocks - 1) * shards.block.gradients)
     keeps = shards.keeps_gathered or shards.accumulated > 0
     result[GRADIENTS] = torch.where(computing, gradients, _reduced(all_gradients, shards))
