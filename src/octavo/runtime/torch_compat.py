@@ -7,6 +7,7 @@ range of releases; `make test-versions` runs the tests on both ends of it.
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
 from functools import cache, partial
 from importlib import import_module
 from itertools import chain
@@ -52,7 +53,6 @@ _DISTRIBUTED = {
         "compute_local_shape_and_global_offset",
     ),
     "get_default_store": ("torch.distributed.distributed_c10d", "_get_default_store"),
-    "set_group_timeout": ("torch.distributed.distributed_c10d", "_set_pg_timeout"),
 }
 """Private names of packages that are slow to import: imported when they are asked for."""
 
@@ -63,6 +63,12 @@ def __getattr__(name: str) -> Any:
     module, private = _DISTRIBUTED[name]
     value = globals()[name] = getattr(import_module(module), private)
     return value
+
+
+def set_group_timeout(timeout: timedelta, group: Any) -> None:
+    """Set the timeout of a process group's collectives; torch >= 2.14 has a public name for it."""
+    public = getattr(torch.distributed, "set_timeout", None)
+    (public or import_module("torch.distributed.distributed_c10d")._set_pg_timeout)(timeout, group)
 
 
 def gradients_of_stage(stage: Any, which: str) -> list[bool]:
