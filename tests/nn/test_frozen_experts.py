@@ -5,6 +5,7 @@ import io
 
 import pytest
 import torch
+from packaging.version import Version
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -47,7 +48,8 @@ def test_products_are_those_of_frozen_experts_bit_for_bit(family, recipe):
     for tokens in (65, 3, 0):
         batch = routed(tokens)
         expected, actual = run(usual, *batch), run(module, *batch)
-        if tokens == 65 or family != "gpt_oss" or recipe not in ("tensorwise", "blockwise", "rowwise_hp_wgrad"):
+        ordered = family != "gpt_oss" or recipe not in ("tensorwise", "blockwise", "rowwise_hp_wgrad")
+        if ordered or (tokens == 65 and Version(torch.__version__) >= Version("2.13")):
             assert equal(expected, actual)
         else:  # the same bytes in another memory order, for which the CPU's product of few rows sums in another order
             assert all(

@@ -297,13 +297,12 @@ def forward_like(mixin: Any, original: Any) -> Any:
         copied: Any = FunctionType(own.__code__, own.__globals__, own.__name__, own.__defaults__, own.__closure__)
         copied.__kwdefaults__ = own.__kwdefaults__
     else:  # callers may pass its argument by another name
-        names = inspect.signature(original.forward).parameters.keys()
+        names = tuple(inspect.signature(original.forward).parameters)
 
         def renamed(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if unknown := kwargs.keys() - names:
-                raise TypeError(
-                    f"{original.__name__}.forward() has no argument {unknown.pop()!r}; it has {[*names][1:]}"
-                )
+            for name in kwargs:
+                if name not in names:
+                    raise TypeError(f"{original.__name__}.forward() has no argument {name!r}; it has {[*names[1:]]}")
             return own(self, *args, *kwargs.values())
 
         copied = renamed
