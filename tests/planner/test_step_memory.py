@@ -218,3 +218,32 @@ def test_a_resident_weight_is_gathered_in_its_bytes():
     layer = octavo.convert(torch.nn.Linear(256, 128, bias=False).bfloat16(), "rowwise", frozen="fp8", verbose=False)
     group = _group(list(layer.parameters()), {}, 2.0)
     assert (group.gathered, group.gradients, group.elements) == (128 * 256 + 4 * 128, 0, 0)
+
+
+class Pairs(nn.Module):
+    """Blocks that run two by two: one more of a list does nothing, or makes one of the other run."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Linear(64, 64)
+        self.first, self.second = (
+            nn.ModuleList([nn.Sequential(nn.Linear(64, 64)) for _ in range(8)]) for _ in range(2)
+        )
+        self.odd = nn.ModuleList([nn.Sequential(nn.Linear(64, 256), nn.Linear(256, 64)) for _ in range(4)])
+
+    def forward(self, x):
+        x = self.embed(x)
+        for number, (first, second) in enumerate(zip(self.first, self.second, strict=False)):
+            x = second(first(x))
+            if number % 2 == 0 and number // 2 < len(self.odd):
+                x = self.odd[number // 2](x)
+        return x
+
+
+def test_stacks_that_run_together_are_followed_whole():
+    plans = [octavo.plan(Pairs(), torch.zeros(512, 64), device=FAST)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("octavo.planner.model_plan.equal_stacks", lambda model, plan: [])
+        plans.append(octavo.plan(Pairs(), torch.zeros(512, 64), device=FAST))
+    assert plans[0].memory.at_peak == plans[1].memory.at_peak
+    assert plans[0].planned.seconds == pytest.approx(plans[1].planned.seconds)

@@ -279,3 +279,15 @@ def test_a_few_blocks_of_tower_and_decoder_stand_for_all(level, layer, monkeypat
     assert (traced[0]["model.vision_tower.encoder.layers"] == 2) is (layer == -1)  # later blocks are frozen: unused
     for size in (2, 9):  # norms of all gradients in one tensor are whole allocations
         assert few.replan(size).peak == pytest.approx(whole.replan(size).peak, abs=512)
+
+
+@pytest.mark.parametrize("checkpointing", ["selective", "full"])
+def test_the_decoder_is_recomputed_in_copies_with_few_blocks(checkpointing):
+    """Also where the short tower has as many blocks."""
+    sizes = {"num_hidden_layers": 6}
+    config = LLAVA | {
+        "text_config": LLAVA["text_config"] | sizes,
+        "vision_config": LLAVA["vision_config"] | {"num_hidden_layers": 5},
+    }
+    run = parse_config(tables(model={"config": config}, precision={"checkpointing": checkpointing}))
+    assert plan_memory(run, whole=False).at_peak == plan_memory(run).at_peak

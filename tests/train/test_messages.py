@@ -348,7 +348,7 @@ def test_spans_of_tool_calls_without_tags(replaced, by, before, tokenizer):
         template = template.replace("add_generation_prompt", "false")
         del row["messages"][1]["reasoning_content"]
     texts = learned(Chat(load_tokenizer(tokenizer), template, "assistant"), row)
-    assert texts == [before + "[weather{'city': 'Paris'}]<|im_end|>", "Yes, it rains.<|im_end|>"]
+    assert texts == [before + '[weather{"city": "Paris"}]<|im_end|>', "Yes, it rains.<|im_end|>"]  # no Python's form
 
 
 def test_templates_that_join_arguments_take_text(tokenizer):
@@ -384,3 +384,30 @@ def test_reasoning_of_earlier_turns_may_be_dropped(tokenizer):
 def test_a_tokenizer_is_trained_on_tool_calls_and_reasoning():
     (text,) = contents([conversation_text("", ROW["messages"], ROW["tools"])])
     assert {"I look it up.", "rain", "Yes, it rains."} <= set(text.splitlines()) and text.count('"weather"') == 2
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"tool_calls": [{"function": {"name": "weather", "arguments": {"city": "Paris"}}}]},
+        {"tool_calls": '{"name": "weather", "arguments": "{\\"city\\": \\"Paris\\"}"}'},
+        {"function_call": {"name": "weather", "arguments": '{"city": "Paris"}'}},
+    ],
+    ids=["list", "text of one", "older form"],
+)
+def test_forms_of_calls(message):
+    text = conversation_text("a", [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", **message}])
+    (call,) = json.loads(text)[1]["tool_calls"]
+    assert call["function"] == {"name": "weather", "arguments": {"city": "Paris"}}
+
+
+def test_calls_with_arguments_by_another_name_are_errors():
+    call = {"role": "assistant", "tool_calls": [{"name": "weather", "parameters": {"city": "Paris"}}]}
+    with pytest.raises(ConfigError, match=r'"tool_calls" should be .*"arguments".*item 0 is'):
+        conversation_text("a", [call])
+
+
+def test_a_template_that_drops_arguments_is_an_error(tokenizer):
+    names = CALLS.replace("{{ c.function.arguments }}", "")
+    with pytest.raises(ConfigError, match='renders nothing of "tool_calls" of message 1'):
+        learned(Chat(load_tokenizer(tokenizer), names, "assistant"), ROW)

@@ -39,6 +39,9 @@ def test_attention_is_chosen(make_config, tokenizer, packing, tmp_path):
         run(settings(name), out=tmp_path / name)
     losses = [[row[2] for row in curve(tmp_path / name)] for name in ("auto", "sdpa", "eager")]
     assert losses[0] == losses[1] and losses[2] == pytest.approx(losses[0], rel=1e-3)
+    fixed = make_config(model={"type": "bloom", "config": {"hidden_size": 32, "n_head": 2}, "attention": "sdpa"})
+    with pytest.raises(ConfigError, match="parts of BloomForCausalLM compute it as eager"):  # Transformers only warns
+        build_model(fixed, tokenizer)
     with pytest.raises(ConfigError, match="model.attention = 'flash_attention_2': .*installed.*Nearest"):
         build_model(settings("flash_attention_2"), tokenizer)
     with pytest.raises(ConfigError, match="flex_attention.* has no backward on a CPU"):

@@ -57,6 +57,8 @@ def growth(few: StorageEvents, more: StorageEvents) -> Growth | None:
             events = more.events[start_more + at : start_more + at + length]
             parts.append(Inserted(at=start + at, events=events, source=start + source if known else None))
         inserted.append(next((part for part in parts if part.source is not None), parts[0]))
+    if not inserted[0].events or inserted[0].source is None:  # it did not run, or not as the one before it
+        return None
     after_few, after_more = few.peaks_after_backward, more.peaks_after_backward
     return Growth(
         held=_difference(few.held, more.held),

@@ -8,7 +8,7 @@ optimizer. A 7B model takes about a second. The original model is not changed an
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +24,6 @@ from octavo.planner.memory_plan import MemoryPlan
 from octavo.planner.step import StepConfig
 from octavo.planner.step_memory import StepTrace, follow_step, predict_memory
 from octavo.planner.timeline import ALLOCATION_GRANULARITY
-from octavo.runtime.blocks import find_blocks
 from octavo.runtime.torch_compat import tree_leaves
 
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -110,7 +109,7 @@ def saved_bytes(saved: Audit) -> dict[str, Any]:
 
 def trace_step(
     model: nn.Module, inputs: Any, stepper: torch.optim.Optimizer | None, loss: Loss, step_config: StepConfig,
-    allocation_granularity: int, blocks: Sequence[nn.Module] | None = None,
+    allocation_granularity: int,
 ) -> StepTrace:  # fmt: skip
     """Record a step of a fake model under FakeTensorMode."""
     states = [] if stepper is None else make_states(stepper)
@@ -130,7 +129,6 @@ def trace_step(
         earlier,
         forward_backward,
         optimizer_step,
-        blocks=find_blocks(model) if blocks is None else blocks,
         step_config=step_config,
         allocation_granularity=allocation_granularity,
     )

@@ -40,7 +40,7 @@ from octavo.planner.forecast import Forecast, LinearTimes, decide_by_cost, forec
 from octavo.planner.measured import Measurements, read_measurements
 from octavo.planner.memory_plan import MemoryPlan
 from octavo.planner.model_memory import default_loss, trace_step
-from octavo.planner.stacks import blocks_of_copy, copy_with_blocks, equal_stacks, restrict_plan, shortened
+from octavo.planner.stacks import copy_with_blocks, equal_stacks, restrict_plan, shortened
 from octavo.planner.step import CHECKPOINTING, ParallelLayout, StepConfig, is_count, layout_settings
 from octavo.planner.step_memory import StepTrace, predict_memory
 from octavo.planner.timeline import ALLOCATION_GRANULARITY
@@ -251,10 +251,10 @@ def trace_model(
     for some in shortened(stacks) if stacks else ():
         counts, short = {stack.name: stack.few for stack in some}, [stack for stack in some if stack.extra]
         try:
-            few = trace_copy(counts)
+            few, *more = map(trace_copy, (counts, *(counts | {stack.name: stack.few + 1} for stack in short)))
         except ValueError:
             continue
-        if traced := extrapolate_trace(few, [trace_copy(counts | {s.name: s.few + 1}) for s in short], short):
+        if traced := extrapolate_trace(few, more, short):
             return traced
     return trace_copy({})
 
@@ -303,11 +303,11 @@ def _trace_blocks(
     place = fake_device(torch.device("cuda"))
     with fake_tensors() as mode:
         copy = copy_with_blocks(model, blocks, mode, place)
-        part, own = restrict_plan(plan, copy), blocks_of_copy(copy, blocks)
+        part = restrict_plan(plan, copy)
         if part.converted or part.fp8_activations:
             apply_plan(copy, part, keep_weights=precision.keep_weights)
         if checkpointing == "full":
-            for block in own:
+            for block in find_blocks(copy):
                 block.forward = partial(checkpoint, block.forward, use_reentrant=False)
         parameters = [p for p in copy.parameters() if p.requires_grad]
         # 16-bit masters extend bf16 parameters only.
@@ -315,7 +315,7 @@ def _trace_blocks(
         master = None if precision.master == "none" else master
         inputs = fake_batch(shapes, size, _dtype(model), place)
         stepper = AdamW(parameters, states=precision.states, master=master) if parameters else None
-        return trace_step(copy, inputs, stepper, default_loss, step_config, ALLOCATION_GRANULARITY["cuda"], own)
+        return trace_step(copy, inputs, stepper, default_loss, step_config, ALLOCATION_GRANULARITY["cuda"])
 
 
 def _dtype(model: nn.Module) -> torch.dtype:

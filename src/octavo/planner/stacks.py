@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import BuiltinFunctionType, FunctionType
 from typing import Any, TypeVar
 
 import torch
@@ -9,7 +10,7 @@ from torch import nn
 
 from octavo.numerics.plan import Plan
 from octavo.planner.fake import fake_copy
-from octavo.runtime.blocks import Absent, find_block_list, find_blocks, find_stacks
+from octavo.runtime.blocks import SHORTENED, Absent, find_block_list, find_stacks
 from octavo.runtime.torch_compat import FakeTensorMode
 
 M = TypeVar("M", bound=nn.Module)
@@ -66,7 +67,8 @@ def leading_blocks(blocks: Sequence[nn.Module], names: Mapping[int, str], plan: 
         for name, module in block.named_modules():
             decision = plan.decisions.get(names[id(module)])
             parts.append((name, type(module), decision and (decision.recipe, decision.activation_storage)))
-        parts += [(name, p.shape, p.dtype, p.requires_grad) for name, p in block.named_parameters()]
+        tensors = [*block.named_parameters(), *block.named_buffers()]
+        parts += [(name, t.shape, t.dtype, t.requires_grad) for name, t in tensors]
         kinds.append(tuple(parts))
     owned = [id(parameter) for block in blocks for parameter in block.parameters()]
     if not blocks or len(set(map(id, blocks))) < len(blocks) or len(set(owned)) < len(owned):
@@ -82,7 +84,7 @@ def _settings(block: nn.Module) -> dict[str, Any]:
         f"{fqn}.{name}": value
         for fqn, module in block.named_modules()
         for name, value in vars(module).items()
-        if isinstance(value, str | bool | int | float | None)
+        if isinstance(value, str | bool | int | float | tuple | FunctionType | BuiltinFunctionType | None)
     }
 
 
@@ -94,7 +96,7 @@ def _are_uniform(settings: Sequence[Mapping[str, Any]]) -> bool:
 
 def _is_uniform(values: list[Any]) -> bool:
     consecutive = isinstance(values[0], int) and values == list(range(values[0], values[0] + len(values)))
-    return len(set(values)) == 1 or consecutive
+    return all(value == values[0] for value in values) or consecutive
 
 
 def copy_with_blocks(model: M, counts: Mapping[str, int], mode: FakeTensorMode, place: torch.device) -> M:
@@ -111,20 +113,14 @@ def copy_with_blocks(model: M, counts: Mapping[str, int], mode: FakeTensorMode, 
         shortened: Any = copy.get_submodule(name)
         whole = len(shortened)
         del shortened[end:]
+        if name == next(iter(ends)):
+            setattr(shortened, SHORTENED, True)
         # Transformers counts hidden states from the end of as many blocks as the configuration says.
         parents = [copy, *(copy.get_submodule(name[:i]) for i, letter in enumerate(name) if letter == ".")]
         for config in {id(config): config for m in parents if (config := getattr(m, "config", None))}.values():
             if getattr(config, "num_hidden_layers", None) == whole:
                 config.num_hidden_layers = end
     return copy
-
-
-def blocks_of_copy(model: nn.Module, counts: Mapping[str, int]) -> list[nn.Module]:
-    """Return the blocks of the first stack of such a copy, in which another one may be as long."""
-    for name in counts:
-        members: Any = model.get_submodule(name)
-        return [member for member in members if not isinstance(member, Absent)]
-    return find_blocks(model)
 
 
 def restrict_plan(plan: Plan, model: nn.Module) -> Plan:

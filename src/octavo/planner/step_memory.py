@@ -42,6 +42,7 @@ from octavo.planner.timeline import (
     StorageEvents,
     Timeline,
 )
+from octavo.runtime.blocks import find_blocks
 from octavo.runtime.torch_compat import local_part, tree_leaves
 
 
@@ -86,14 +87,14 @@ def trace_few_blocks(
         counts, short = {stack.name: stack.few for stack in some}, [stack for stack in some if stack.extra]
         try:
             few = trace(counts, size)
+            if known is not None and not few.messages:
+                grows = [growth_of(few.events, known.step.events, own) for own, _ in known.growths]
+                again = [(own, extra) for own, (_, extra) in zip(grows, known.growths, strict=True) if own]
+                if len(again) == len(grows):
+                    return replace(known, size=size, step=few, growths=again)
+            more = [trace(counts | {stack.name: stack.few + 1}, size) for stack in short]
         except ValueError:
             continue
-        if known is not None and not few.messages:
-            grows = [growth_of(few.events, known.step.events, own) for own, _ in known.growths]
-            again = [(own, extra) for own, (_, extra) in zip(grows, known.growths, strict=True) if own]
-            if len(again) == len(grows):
-                return replace(known, size=size, step=few, growths=again)
-        more = [trace(counts | {stack.name: stack.few + 1}, size) for stack in short]
         grows = [growth(few.events, other.events) for other in more]
         if all(grows):
             return _few_blocks(size, few, more, some, list(filter(None, grows)))
@@ -202,12 +203,12 @@ def sum_messages(messages: Sequence[Message]) -> dict[tuple[str, bool], int]:
 
 def follow_step(
     model: nn.Module, batch: Any, states: Sequence[Tensor], earlier_gradients: Sequence[Tensor],
-    forward_backward: Callable[[], Any], optimizer_step: Callable[[], Any], *, blocks: Sequence[nn.Module],
+    forward_backward: Callable[[], Any], optimizer_step: Callable[[], Any], *,
     step_config: StepConfig, allocation_granularity: int,
     gradients: Callable[[], Sequence[Tensor]] = tuple,
 ) -> StepTrace:  # fmt: skip
     """Record a step of a fake model under FakeTensorMode."""
-    timeline = Timeline(allocation_granularity)
+    timeline, blocks = Timeline(allocation_granularity), find_blocks(model)
     tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
     timeline.label(model.parameters(), PARAMETERS)
     timeline.label(model.buffers(), BUFFERS)

@@ -77,8 +77,11 @@ def extrapolate_trace(few: Trace, more: Sequence[Trace], stacks: Sequence[Stack]
     """Return the trace of a model of equal blocks, from one with few of each stack, and for each one with one more."""
     calls = list(few.calls.items())
     for other, stack in zip(more, stacks, strict=True):
+        block = f"{stack.blocks[stack.few]}."
+        if any(not f"{name}.".startswith(block) for name in other.calls.keys() - few.calls.keys()):
+            return None  # the block makes another one run
         before, added = (_block_calls(other, stack.blocks[index]) for index in (stack.few - 1, stack.few))
-        if before != added or any(other.calls.get(name) != own for name, own in few.calls.items()):
+        if not added or before != added or any(other.calls.get(name) != own for name, own in few.calls.items()):
             return None
         last = stack.blocks[stack.few - 1]
         after = max((i + 1 for i, (name, _) in enumerate(calls) if f"{name}.".startswith(f"{last}.")), default=0)

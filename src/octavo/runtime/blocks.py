@@ -12,6 +12,10 @@ CALLED_OUTSIDE = "octavo_called_outside"
 of the model, which stays gathered until backward."""
 
 
+SHORTENED = "octavo_shortened"
+"""Attribute of the list of blocks in a copy of a model with fewer blocks, where another list may be longer."""
+
+
 class Absent(nn.Module):
     """In the place of a module that another rank of a pipeline has: returns its first argument."""
 
@@ -21,8 +25,11 @@ class Absent(nn.Module):
 
 
 def find_block_list(model: nn.Module) -> nn.ModuleList:
-    """The longest `nn.ModuleList` of one type, with `Absent` members or not, the first of equals; else an empty one."""
+    """The longest `nn.ModuleList` of one type, with `Absent` members or not, the first of equals; else an empty one.
+    In a copy with fewer blocks, that of the whole model.
+    """
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module)]
+    lists = [members for members in lists if hasattr(members, SHORTENED)] or lists
     uniform = [members for members in lists if len({type(m) for m in members if not isinstance(m, Absent)}) == 1]
     return max(uniform, key=len, default=nn.ModuleList())
 

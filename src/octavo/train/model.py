@@ -104,8 +104,7 @@ def build_of_kind(
         except Exception as error:  # of no common type: each class fails in its own way
             where = f"model.config: {config.model.type}" if folder is None else f"model.path = {folder}: the model"
             raise ConfigError(f"{where} cannot be built from it: {one_line(error)}") from None
-    if weights or config.model.attention == "eager":  # plans need no kernels: "sdpa" has the memory of all fused ones
-        choose_attention(model, config.model.attention)
+    choose_attention(model, config.model.attention, kernels=weights)
     model.train()
     freeze(model, config.model.frozen)
     if config.lora is not None:
@@ -113,14 +112,24 @@ def build_of_kind(
     return model
 
 
-def choose_attention(model: Any, name: str) -> None:
-    """Set how a model computes attention. Raises ConfigError where it cannot."""
+def choose_attention(model: Any, name: str, *, kernels: bool = True) -> None:
+    """Set how a model computes attention. Raises ConfigError where it cannot. `kernels`: whether it will run here."""
     if name == "auto":
         return
+    kind = type(model).__name__
+    if not hasattr(model, "set_attn_implementation"):
+        raise ConfigError(f"model.attention = {name!r}: {kind} computes attention in one way; leave it out")
+    if not kernels and name not in ("sdpa", "eager"):  # a plan: all fused kinds have the memory of "sdpa"
+        name = "sdpa"
     try:
         model.set_attn_implementation(name)
-    except Exception as error:  # of no common type; diffusers' models do not have the method
+    except Exception as error:  # of no common type
         raise ConfigError(f"model.attention = {name!r}: {one_line(error)}. Nearest: leave it out") from None
+    # Transformers warns, and goes on, where classes of the model have no choice.
+    configs = (getattr(module, "config", None) for module in model.modules())
+    chosen = {str(own) for config in configs if (own := getattr(config, "_attn_implementation", None))}
+    if fixed := chosen - {name}:
+        raise ConfigError(f"model.attention = {name!r}: parts of {kind} compute it as {', '.join(fixed)}; leave it out")
 
 
 def build_on_ranks(

@@ -52,7 +52,7 @@ from octavo.planner.model_plan import (
     with_measurements,
 )
 from octavo.planner.pipeline_time import most_in_flight, schedule_actions
-from octavo.planner.stacks import Stack, blocks_of_copy, copy_with_blocks, equal_stacks, restrict_plan
+from octavo.planner.stacks import Stack, copy_with_blocks, equal_stacks, restrict_plan
 from octavo.planner.step import CHECKPOINTING, StepConfig, layout_settings
 from octavo.planner.step_memory import (
     Beside,
@@ -402,7 +402,7 @@ def plan_memory(
     stacks: Sequence[Stack] = ()
     if not whole and device == "cuda" and config.resolved.recipe != AUTO:
         plan = _configured(model, config, None, sequences * task.positions(model))
-        stacks = equal_stacks(model, plan)
+        stacks = () if config.optim.groups else equal_stacks(model, plan)  # which may tell blocks apart
 
     @contextmanager
     def trainer_of(blocks: Mapping[str, int]) -> Iterator[Trainer]:
@@ -412,8 +412,8 @@ def plan_memory(
 
     def trace(blocks: Mapping[str, int], size: int) -> StepTrace:
         with trainer_of(blocks) as trainer:
-            batch, own = task.empty_batch(size, fake), blocks_of_copy(trainer.model, blocks)
-            step = partial(_trace_step, trainer, batch, own, step_config, ALLOCATION_GRANULARITY[device])
+            batch = task.empty_batch(size, fake)
+            step = partial(_trace_step, trainer, batch, step_config, ALLOCATION_GRANULARITY[device])
             return cast(StepTrace, _run(step, size))
 
     def audit_step(stacks: Sequence[Stack]) -> tuple[Audit, tuple[str, ...]]:
@@ -535,7 +535,7 @@ class _TracedRun:
 
         return stage_memory(
             self.stages, partial(_step_on_blocks, run, plan), plan, self.sequences, step_config,
-            extrapolates=self.trace.extrapolated, offloaded=self.offloaded, cache=self.cache,
+            extrapolates=self.trace.extrapolated and not run.optim.groups, offloaded=self.offloaded, cache=self.cache,
             settings=trace_settings(run), message=message,
         )  # fmt: skip
 
@@ -630,9 +630,7 @@ def _step_on_blocks(
         granularity = ALLOCATION_GRANULARITY["cuda"]
         of_stage = None if stage.count == 1 else partial(_run_stage, trainer, batch)
         trace: StepTrace = _run(
-            lambda: _trace_step(
-                trainer, batch, blocks_of_copy(copy, blocks), step_config, granularity, forward_backward=of_stage
-            ),
+            lambda: _trace_step(trainer, batch, step_config, granularity, forward_backward=of_stage),
             size,
         )
         return trace
@@ -663,8 +661,7 @@ def _planned_model(task: Task) -> Any:
 
 
 def _trace_step(
-    trainer: Trainer, batch: tuple[Tensor, Tensor], blocks: Sequence[nn.Module], step_config: StepConfig,
-    allocation_granularity: int,
+    trainer: Trainer, batch: tuple[Tensor, Tensor], step_config: StepConfig, allocation_granularity: int,
     forward_backward: Callable[[], Any] | None = None,
 ) -> StepTrace:  # fmt: skip
     run = forward_backward or (lambda: trainer.accumulate(*batch, targets=batch[1].numel()))
@@ -679,7 +676,7 @@ def _trace_step(
             optimizer.inner.step()  # of masters whose parameters keep their gradients a kernel takes it, in place
 
     return follow_step(
-        trainer.model, batch, states, earlier, run, optimizer_step, blocks=blocks, step_config=step_config,
+        trainer.model, batch, states, earlier, run, optimizer_step, step_config=step_config,
         allocation_granularity=allocation_granularity,
         gradients=lambda: list(optimizer.gradients().values()),
     )  # fmt: skip

@@ -39,7 +39,7 @@ ALPACA = ("instruction", "input", "output")  # Fields of an instruction, its inp
 ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bard": "assistant", "bing": "assistant"}
 """Roles of ShareGPT that have other names."""
 REASONING = ("reasoning_content", "reasoning", "thinking")  # Fields of a message with the reasoning before its content
-FUNCTION = '{"type": "function", "function": {"name": "…", "arguments" or "parameters": {…}}}'
+FUNCTION = '{"type": "function", "function": {"name": "…", "%s": {…}}}'
 PLAIN = "plain"
 PLAIN_TEMPLATE = (
     "{% if tools %}{{ '<|tools|>\n' + tools | tojson + eos_token + '\n' }}{% endif %}"
@@ -76,6 +76,7 @@ class Chat:
         self._template, self._assistant = template, loss_on == "assistant"
         self._tagged = bool(GENERATION.search(template))
         self._hf: Any = self.tokenizer.as_transformers()
+        self._text_arguments = False  # Whether the template prints arguments as they are, of objects Python's form
         self._checked: set[str] = set()  # Shapes of conversations of which the template is known to drop nothing
         if self._assistant and not self._hf.is_fast:
             raise ConfigError(
@@ -113,13 +114,13 @@ class Chat:
             raise ConfigError(f"{_place(conversation)}{error}") from None
 
     def _rendered(self, messages: Messages, tools: Messages) -> tuple[str, list[tuple[int, int]]]:
+        self._check_complete(messages, tools)
         text, spans = self._apply(messages, tools, tagged=self._tagged and self._assistant)
         if len(text) > CONVERSATION_LIMIT:
             raise ConfigError(
                 f"a conversation of {len(text):,} characters is longer than {CONVERSATION_LIMIT:,}: cut it; "
                 f"it is {_shown(json.dumps(messages))}"
             )
-        self._check_complete(messages, tools)
         if self._assistant and not self._tagged:
             spans = [
                 self._span(messages, tools, index, text)
@@ -134,7 +135,7 @@ class Chat:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         failure = None
-        for as_text in (False, True):
+        for as_text in (True,) if self._text_arguments else (False, True):
             try:
                 form = _with_text_arguments(messages) if as_text else messages
                 rendered: Any = render_jinja_template(
@@ -171,9 +172,11 @@ class Chat:
             tool["function"]["name"] = mark('the "tools" of the row')
         for index, message in enumerate(messages):
             for call in message.get(CALLS, ()):
-                name = mark(f'"{CALLS}" of message {index}')
-                call["function"] |= {"name": name, "arguments": {name: name}}
+                name, value = (mark(f'"{CALLS}" of message {index}') for _ in range(2))
+                call["function"] |= {"name": name, "arguments": {"argument": value}}
         text, _ = self._apply(messages, tools)
+        if re.search(r"'argument': 'octavo\d+mark'", text):
+            self._text_arguments = True
         if any(fields):
             last = max(index for index, keys in enumerate(fields) if keys)
             messages[last] |= dict.fromkeys(fields[last], mark(f'"{fields[last][0]}" of message {last}'))
@@ -199,7 +202,7 @@ class Chat:
             marked, _ = self._apply([*messages[:index], message | texts], tools)
             start = marked.find(MARK, start)  # the text itself may also occur in what comes before it
             before = marked[: max(0, start)]
-            if start < 0 and CALLS in message:  # rendered alone, without the text
+            if start < 0 and CALLS in message:  # rendered alone, as Mistral's: with the role, if one is written
                 before, start = plain, len(plain)
         if start < 0 or not through.startswith(before) or not text.startswith(through):
             raise ConfigError(
@@ -298,7 +301,8 @@ def conversation_text(where: object, messages: Any, tools: Any = None) -> Conver
         if not isinstance(message, dict):
             raise ConfigError(f'{place}: expected {{"role": …, "content": …}}; got {message!r:.80}')
         row = _renamed(message)
-        if calls := _functions(place, CALLS, row.pop(CALLS, [])):
+        older = row.pop("function_call", None)  # OpenAI's form of one call
+        if calls := _functions(place, CALLS, row.pop(CALLS, None) or ([{"function": older}] if older else [])):
             row = {"content": "", **row, CALLS: calls}
         for key in ("role", "content"):
             if key not in row:
@@ -327,15 +331,20 @@ def _decoded(value: Any) -> Any:
 def _functions(where: str, name: str, value: Any) -> Messages:
     """The tools, or the tool calls, of the field `name`, as `{"type": "function", "function": …}`."""
     items: Messages = []
+    field = "arguments" if name == CALLS else "parameters"
     listed = _decoded(value) or []
+    listed = [listed] if isinstance(listed, dict) else listed
     for number, item in enumerate(map(_decoded, listed) if isinstance(listed, list) else [value]):
         item = item if not isinstance(item, dict) or "function" in item else {"type": "function", "function": item}
         function = item["function"] if isinstance(item, dict) else None
         function = dict(function) if isinstance(function, dict) else {}
         if name == CALLS:
-            function["arguments"] = _decoded(function.get("arguments") or "{}")
+            unknown = function.keys() & {"parameters", "input"}
+            function["arguments"] = None if unknown else _decoded(function.get("arguments") or "{}") or {}
         if not isinstance(function.get("name"), str) or not isinstance(function.get("arguments", {}), dict):
-            raise ConfigError(f'{where}: "{name}" should be [{FUNCTION}, …], and item {number} is {item!r:.120}')
+            raise ConfigError(
+                f'{where}: "{name}" should be [{FUNCTION % field}, …], and item {number} is {item!r:.120}'
+            )
         items.append(item | {"function": function})
     return items
 
