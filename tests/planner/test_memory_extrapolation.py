@@ -13,6 +13,10 @@ from octavo.nn.causal import chunked_loss
 from octavo.planner.fake import fake_copy, fake_tensors
 from octavo.planner.memory_extrapolation import grown, growth, growth_of
 from octavo.planner.model_memory import make_gradients, make_states
+from octavo.planner.sharded_memory import ShardGroup
+from octavo.planner.stacks import Stack
+from octavo.planner.step import StepConfig
+from octavo.planner.step_memory import StepTrace, predict_memory
 from octavo.planner.timeline import ACTIVATIONS, GRADIENTS, TEMPORARIES, Event, StorageEvents, Timeline
 from octavo.runtime.blocks import find_blocks
 
@@ -103,3 +107,24 @@ def test_two_stacks_grow_independently():
     series = grown(few, [(growth(few, first), 10), (growth(few, second), 3)])
     assert series.peak.total == 9 + 1 + 12 * 2 + 5 + 5 * 4 + 6
     assert series.table[-1].sum() == 9 and len(series.phases) == len(towers) + 2 * (10 + 3)
+
+
+def test_what_two_stacks_add_is_not_taken_for_one():
+    """Where both run short for one batch, and one has to run whole for another."""
+
+    def trace(counts, size):
+        if size == 5 and max(counts.values(), default=8) < 8:
+            raise ValueError("a tower is read at a block by its number")
+        pair = [size] * (2 * counts.get("a", 8)), [3 * size] * (2 * counts.get("b", 8))
+        forward = [change for part in pair for change in part]
+        changes = [9, *forward, *(-change for change in reversed(forward))]
+        parts = {"block": ShardGroup(gathered=0, gradients=0, reduced=0)}
+        return StepTrace(
+            events=events(changes, 1 + len(forward), len(changes)), tokens=size, rest=parts["block"], **parts
+        )
+
+    stacks = [Stack(name, [f"{name}.{index}" for index in range(8)], 2) for name in "ab"]
+    plan = predict_memory(trace, 1, StepConfig(), blocks=8, stacks=stacks)
+    assert [plan.replan(size).peak for size in (1, 2, 5)] == [
+        trace({}, size).events.series.peak.total for size in (1, 2, 5)
+    ]

@@ -247,3 +247,10 @@ def test_stacks_that_run_together_are_followed_whole():
         plans.append(octavo.plan(Pairs(), torch.zeros(512, 64), device=FAST))
     assert plans[0].memory.at_peak == plans[1].memory.at_peak
     assert plans[0].planned.seconds == pytest.approx(plans[1].planned.seconds)
+
+
+def test_tensors_in_settings_are_not_compared():
+    model = make("llama")
+    for layer in model.model.layers:
+        layer.self_attn.scales = torch.ones(3), torch.ones(3)
+    assert leading(model, Plan({})) == 0

@@ -133,14 +133,15 @@ def decide_head(model: Any) -> None:
 @contextmanager
 def _without_experts(model: nn.Module) -> Iterator[None]:
     """Let experts return their input: what they compute says nothing of the head, takes long, and needs numbers."""
-    experts = [module for module in model.modules() if looks_like_experts(module)]
+    experts = [(module, vars(module).get("forward")) for module in model.modules() if looks_like_experts(module)]
     try:
-        for module in experts:
+        for module, _ in experts:
             vars(module)["forward"] = lambda hidden, *_, **__: hidden * 1
         yield
     finally:
-        for module in experts:
-            vars(module).pop("forward", None)
+        for module, own in experts:
+            del vars(module)["forward"]
+            vars(module).update({} if own is None else {"forward": own})
 
 
 def _decided(model: Any, assumed: Head) -> Head:

@@ -247,8 +247,7 @@ def trace_model(
                 listed = [list(shape) for shape in shapes]
                 raise ValueError(f"the model cannot run a batch of shapes {listed}: {reason}") from error
 
-    stacks = equal_stacks(model, Plan({}))
-    for some in shortened(stacks) if stacks else ():
+    for some in shortened(equal_stacks(model, Plan({}))):
         counts, short = {stack.name: stack.few for stack in some}, [stack for stack in some if stack.extra]
         try:
             few, *more = map(trace_copy, (counts, *(counts | {stack.name: stack.few + 1} for stack in short)))

@@ -51,7 +51,8 @@ def equal_stacks(model: nn.Module, plan: Plan) -> list[Stack]:
 
 def shortened(stacks: Sequence[Stack]) -> Iterator[Sequence[Stack]]:
     """Yield the stacks, then each one short with all others whole: some towers are read at a block by its number."""
-    yield stacks
+    if stacks:
+        yield stacks
     short = [stack for stack in stacks if stack.extra]
     for stack in short if len(short) > 1 else ():
         yield [other if other is stack else replace(other, few=len(other.blocks)) for other in stacks]
@@ -78,13 +79,16 @@ def leading_blocks(blocks: Sequence[nn.Module], names: Mapping[int, str], plan: 
     return next((i for i in range(first, len(blocks) - 1) if _are_uniform(settings[i:])), None)
 
 
+_PLAIN = (str, bool, int, float, type(None), FunctionType, BuiltinFunctionType)
+
+
 def _settings(block: nn.Module) -> dict[str, Any]:
     """Collect plain attributes of the modules of a block, such as its kind of attention."""
     return {
         f"{fqn}.{name}": value
         for fqn, module in block.named_modules()
         for name, value in vars(module).items()
-        if isinstance(value, str | bool | int | float | tuple | FunctionType | BuiltinFunctionType | None)
+        if isinstance(value, _PLAIN) or (isinstance(value, tuple) and all(isinstance(item, _PLAIN) for item in value))
     }
 
 

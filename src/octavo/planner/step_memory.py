@@ -83,11 +83,11 @@ def trace_few_blocks(
     """
     if known is not None and known.size == size:
         return known
-    for some in shortened(stacks) if stacks else ():
+    for some in shortened(stacks):
         counts, short = {stack.name: stack.few for stack in some}, [stack for stack in some if stack.extra]
         try:
             few = trace(counts, size)
-            if known is not None and not few.messages:
+            if known is not None and some is known.stacks and not few.messages:
                 grows = [growth_of(few.events, known.step.events, own) for own, _ in known.growths]
                 again = [(own, extra) for own, (_, extra) in zip(grows, known.growths, strict=True) if own]
                 if len(again) == len(grows):

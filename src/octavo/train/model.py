@@ -119,16 +119,16 @@ def choose_attention(model: Any, name: str, *, kernels: bool = True) -> None:
     kind = type(model).__name__
     if not hasattr(model, "set_attn_implementation"):
         raise ConfigError(f"model.attention = {name!r}: {kind} computes attention in one way; leave it out")
-    if not kernels and name not in ("sdpa", "eager"):  # a plan: all fused kinds have the memory of "sdpa"
-        name = "sdpa"
+    # A plan needs no kernels: all fused kinds have the memory of "sdpa".
+    used = name if kernels or name == "eager" else "sdpa"
     try:
-        model.set_attn_implementation(name)
+        model.set_attn_implementation(used)
     except Exception as error:  # of no common type
         raise ConfigError(f"model.attention = {name!r}: {one_line(error)}. Nearest: leave it out") from None
     # Transformers warns, and goes on, where classes of the model have no choice.
     configs = (getattr(module, "config", None) for module in model.modules())
     chosen = {str(own) for config in configs if (own := getattr(config, "_attn_implementation", None))}
-    if fixed := chosen - {name}:
+    if fixed := chosen - {used}:
         raise ConfigError(f"model.attention = {name!r}: parts of {kind} compute it as {', '.join(fixed)}; leave it out")
 
 

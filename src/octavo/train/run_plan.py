@@ -416,15 +416,13 @@ def plan_memory(
             step = partial(_trace_step, trainer, batch, step_config, ALLOCATION_GRANULARITY[device])
             return cast(StepTrace, _run(step, size))
 
-    def audit_step(stacks: Sequence[Stack]) -> tuple[Audit, tuple[str, ...]]:
-        with trainer_of({stack.name: min(stack.few + 1, len(stack.blocks)) for stack in stacks}) as trainer:
-            batch = task.empty_batch(sequences, fake)
-            of_loss = partial(audit, trainer.model, batch, loss=lambda _, tensors: trainer.loss(*tensors))
-            return Audit(rows=tuple(_repeat_rows(_run(of_loss, sequences), stacks))), _notes(trainer)
-
     few = trace_few_blocks(trace, sequences, stacks)
     memory = predict_memory(trace, sequences, step_config, blocks=len(find_blocks(model)), known=few)
-    saved, notes = audit_step(() if few is None else few.stacks)
+    stacks = () if few is None else few.stacks
+    with trainer_of({stack.name: min(stack.few + 1, len(stack.blocks)) for stack in stacks}) as trainer:
+        batch, notes = task.empty_batch(sequences, fake), _notes(trainer)
+        of_loss = partial(audit, trainer.model, batch, loss=lambda _, tensors: trainer.loss(*tensors))
+        saved = Audit(rows=tuple(_repeat_rows(_run(of_loss, sequences), stacks)))
     tokens = task.count(*task.empty_batch(sequences, torch.device("cpu")))
     return replace(
         memory, label=label or config.precision_label, device=device, notes=notes, tokens=tokens, **saved_bytes(saved)
