@@ -73,11 +73,11 @@ def test_every_type(kind):
 
 
 def test_experts_do_not_keep_a_plan_from_chunks():
-    """Experts of the size of Mixtral's: neither their products on meta nor stand-ins for their weights run."""
-    config = CONFIG_MAPPING["mixtral"](num_hidden_layers=4)
+    """The router's loss does not run on meta, nor experts of the size of Mixtral's on stand-ins for their weights."""
+    config = CONFIG_MAPPING["mixtral"](num_hidden_layers=4, output_router_logits=True)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     decide_head(model)
     with fake_tensors("cuda") as mode:
-        assert outcome(copy_with_blocks(model, {}, mode, fake_device(torch.device("cuda")))) == (1.0, None, False)
+        assert outcome(copy_with_blocks(model, {}, mode, fake_device(torch.device("cuda")))) == (1.0, None, True)
     assert len(model.model.layers) == 4 and not any("forward" in vars(module) for module in model.modules())

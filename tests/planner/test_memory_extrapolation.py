@@ -94,6 +94,9 @@ def test_another_batch_from_one_step(options):
     again = growth_of(longer, few, growth(few, more))
     assert grown(longer, [(again, 9)]).peak == whole.series.peak
     assert grown(longer, [(growth(few, more), 9)]).peak != whole.series.peak
+    at = growth(few, more).inserted[0].source
+    other = [*longer.events[:at], longer.events[at]._replace(kind="of another kind"), *longer.events[at + 1 :]]
+    assert growth_of(replace(longer, events=other), few, growth(few, more)) is None
     unlike = replace(growth(few, more), inserted=[replace(part, source=None) for part in growth(few, more).inserted])
     assert growth_of(longer, few, unlike) is None
     assert growth_of(replace(longer, backward_end=longer.backward_end - 1), few, growth(few, more)) is None
@@ -112,7 +115,10 @@ def test_two_stacks_grow_independently():
 def test_what_two_stacks_add_is_not_taken_for_one():
     """Where both run short for one batch, and one has to run whole for another."""
 
+    traced = []
+
     def trace(counts, size):
+        traced.append(counts)
         if size == 5 and max(counts.values(), default=8) < 8:
             raise ValueError("a tower is read at a block by its number")
         pair = [size] * (2 * counts.get("a", 8)), [3 * size] * (2 * counts.get("b", 8))
@@ -128,3 +134,4 @@ def test_what_two_stacks_add_is_not_taken_for_one():
     assert [plan.replan(size).peak for size in (1, 2, 5)] == [
         trace({}, size).events.series.peak.total for size in (1, 2, 5)
     ]
+    assert {"a": 2, "b": 8} in traced

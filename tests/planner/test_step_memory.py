@@ -195,6 +195,10 @@ def test_blocks_of_equal_shapes_may_still_differ():
     assert leading(model, Plan({})) == 0  # also where a number is that of a block
     model.model.layers[3].self_attn.window = None  # as Gemma's, which look at all tokens in every so many blocks
     assert leading(model, Plan({})) is None
+    model = make("llama")
+    for index, layer in enumerate(model.model.layers):
+        layer.register_buffer("cache", torch.ones(1 + index // 3))
+    assert leading(model, Plan({})) is None
     shared = make("llama")
     shared.model.layers = nn.ModuleList([shared.model.layers[0]] * 4)
     assert leading(shared, Plan({})) is None

@@ -277,6 +277,7 @@ def test_a_few_blocks_of_tower_and_decoder_stand_for_all(level, layer, monkeypat
         assert getattr(few, name) == getattr(whole, name), name
     assert traced[0]["model.language_model.layers"] == 2
     assert (traced[0]["model.vision_tower.encoder.layers"] == 2) is (layer == -1)  # later blocks are frozen: unused
+    assert len(traced) == 4 or layer != -1  # both few, one more of each, and what a forward saves
     for size in (2, 9):  # norms of all gradients in one tensor are whole allocations
         assert few.replan(size).peak == pytest.approx(whole.replan(size).peak, abs=512)
 

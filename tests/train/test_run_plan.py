@@ -283,13 +283,23 @@ def test_settings_of_the_run_reach_the_step(make_config):
     assert mixed.bf16.attention == plain.bf16.attention
 
 
-@pytest.mark.parametrize("changes", [{}, {"precision": {"level": "fp8+activations"}}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"precision": {"level": "fp8+activations"}}, {"precision": {"checkpointing": "full"}}], ids=str
+)
 def test_a_few_blocks_stand_for_all(make_config, changes):
     config = make_config(model={"type": "llama", "config": LLAMA | {"num_hidden_layers": 6}}, **changes)
     whole, few = plan_memory(config), plan_memory(config, whole=False)
     assert (whole.traced_blocks, few.traced_blocks) == ((6, 6), (2, 6))
     assert few.at_peak == whole.at_peak and few.largest == whole.largest
     assert few.saved_by_layer == whole.saved_by_layer and few.saved_by_dtype == whole.saved_by_dtype
+
+
+def test_groups_of_parameters_may_tell_blocks_apart(make_config):
+    config = make_config(
+        model={"type": "llama", "config": LLAMA | {"num_hidden_layers": 6}},
+        optim={"name": "muon", "groups": [{"match": "*layers.5.*", "muon": False}]},
+    )
+    assert plan_memory(config, whole=False).at_peak == plan_memory(config).at_peak
 
 
 @pytest.mark.thorough
