@@ -124,7 +124,8 @@ def choose_attention(model: Any, name: str, *, kernels: bool = True) -> None:
     try:
         model.set_attn_implementation(used)
     except Exception as error:  # of no common type
-        raise ConfigError(f"model.attention = {name!r}: {one_line(error)}. Nearest: leave it out") from None
+        reason = one_line(error).rstrip(".")
+        raise ConfigError(f"model.attention = {name!r}: {reason}. Nearest: leave it out") from None
     # Transformers warns, and goes on, where classes of the model have no choice.
     configs = (getattr(module, "config", None) for module in model.modules())
     chosen = {str(own) for config in configs if (own := getattr(config, "_attn_implementation", None))}
