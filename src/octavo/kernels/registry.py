@@ -20,6 +20,7 @@ import torch
 from octavo.kernels import calibration, probe_cache
 from octavo.numerics.names import nearest
 from octavo.runtime.execution_context import is_capturing
+from octavo.runtime.lazy import lazy_function
 from octavo.runtime.stopwatch import timed
 from octavo.runtime.torch_compat import unset_fake_temporarily
 
@@ -180,6 +181,17 @@ def triton_unsupported(device: torch.device, case: Case) -> str | None:
     if (reason := unsupported_gpu(device)) is not None:
         return reason
     return None if find_spec("triton") else "Triton is not installed"
+
+
+def triton_backend(function: str, plan: str | None = None, **options: Any) -> Backend:
+    """Return the backend `triton`: a function, given as `"module:name"`, and its plans, imported when they are called.
+
+    Importing octavo imports no Triton.
+    """
+    module = function.partition(":")[0]
+    options.setdefault("unsupported_reason", triton_unsupported)
+    plans = None if plan is None else lazy_function(f"{module}:{plan}")
+    return Backend(name="triton", run=lazy_function(function), plan=plans, **options)
 
 
 GPU_TYPES = {"cuda"}

@@ -1,4 +1,4 @@
-"""Packages whose public names are imported on first use, so that one module of a package does not cost all of them."""
+"""Names that are imported on first use, so that one module of a package does not cost all of them."""
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -17,3 +17,13 @@ def lazy_names(package: str, modules: Mapping[str, Sequence[str]]) -> Callable[[
         return vars(sys.modules[package]).setdefault(name, value)
 
     return get
+
+
+def lazy_function(path: str) -> Callable[..., Any]:
+    """Return a function that imports another one, given as `"octavo.module:name"`, when it is called."""
+    module, _, name = path.partition(":")
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        return getattr(import_module(module), name)(*arguments, **options)
+
+    return call

@@ -9,7 +9,7 @@ from torch import Tensor
 from octavo.kernels.adamw import reference
 from octavo.kernels.adamw.moments import GROUP, compress, expand, groups, seed_after
 from octavo.kernels.adamw.reference import HyperParams, ParamState, Work, exact_values, split
-from octavo.kernels.registry import Backend, Case, Op, register, triton_unsupported
+from octavo.kernels.registry import Backend, Case, Op, register, triton_backend
 from octavo.numerics.error import sqnr
 
 __all__ = [
@@ -29,12 +29,6 @@ def step(work: Work) -> None:
     """
     if work:
         ADAMW.choose(work[0][0].param.device, CASE).run(work)
-
-
-def _run_triton(work: Work) -> None:
-    from octavo.kernels.adamw import triton  # imports Triton
-
-    triton.step(work)
 
 
 def example(values: Tensor, grad: Tensor, m: Tensor, v: Tensor, *, master: str, compact: bool) -> ParamState:
@@ -79,5 +73,5 @@ def _probe(backend: Backend, device: torch.device, case: Case) -> str | None:
 
 
 ADAMW = register(Op(name="adamw", cases={"step": CASE}, probe=_probe))
-ADAMW.add(Backend(name="triton", run=_run_triton, unsupported_reason=triton_unsupported))
+ADAMW.add(triton_backend("octavo.kernels.adamw.triton:step"))
 ADAMW.add(Backend(name="reference", run=reference.step_all))

@@ -33,7 +33,7 @@ from torch import Tensor
 from octavo.kernels.adaptive import reference
 from octavo.kernels.conformance.mismatches import difference
 from octavo.kernels.library import define
-from octavo.kernels.registry import Backend, Case, Op, register, triton_unsupported
+from octavo.kernels.registry import Backend, Case, Op, register, triton_backend
 from octavo.numerics.formats import SUPPORTED_DTYPES
 from octavo.numerics.spec import ADAPTIVE
 
@@ -73,18 +73,6 @@ def adaptive_dequantize(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Ten
     return result
 
 
-def _triton_quantize(x: Tensor, config: int | None = None) -> tuple[Tensor, Tensor]:
-    from octavo.kernels.adaptive import triton  # imports Triton
-
-    return triton.adaptive_quantize(x, config or 0)
-
-
-def _triton_dequantize(codes: Tensor, scale: Tensor, dtype: torch.dtype, config: int | None = None) -> Tensor:
-    from octavo.kernels.adaptive import triton  # imports Triton
-
-    return triton.adaptive_dequantize(codes, scale, dtype, config or 0)
-
-
 def _sample(device: torch.device) -> Tensor:
     """Return groups of all formats."""
     generator = torch.Generator().manual_seed(0)
@@ -114,10 +102,10 @@ def _probe_dequantize(backend: Backend, device: torch.device, case: Case) -> str
 
 
 ADAPTIVE_QUANTIZE = register(Op(name="adaptive_quantize", cases={ADAPTIVE.text: CASE}, probe=_probe_quantize))
-ADAPTIVE_QUANTIZE.add(Backend(name="triton", run=_triton_quantize, unsupported_reason=triton_unsupported))
+ADAPTIVE_QUANTIZE.add(triton_backend("octavo.kernels.adaptive.triton:adaptive_quantize"))
 ADAPTIVE_QUANTIZE.add(Backend(name="reference", run=reference.adaptive_quantize))
 ADAPTIVE_DEQUANTIZE = register(Op(name="adaptive_dequantize", cases={ADAPTIVE.text: CASE}, probe=_probe_dequantize))
-ADAPTIVE_DEQUANTIZE.add(Backend(name="triton", run=_triton_dequantize, unsupported_reason=triton_unsupported))
+ADAPTIVE_DEQUANTIZE.add(triton_backend("octavo.kernels.adaptive.triton:adaptive_dequantize"))
 ADAPTIVE_DEQUANTIZE.add(Backend(name="reference", run=reference.adaptive_dequantize))
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from octavo.kernels.conformance.mismatches import low_sqnr
 from octavo.kernels.library import define
-from octavo.kernels.registry import Backend, Case, Op, register, triton_unsupported
+from octavo.kernels.registry import Backend, Case, Op, register, triton_backend
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.bfloat16, torch.float16, torch.float32)}
 """Dtypes of logits by name."""
@@ -67,14 +67,6 @@ def reference(logits: Tensor, target: Tensor, ignore_index: int, scale: float, s
     return loss
 
 
-def _triton(
-    logits: Tensor, target: Tensor, ignore_index: int, scale: float, softcap: float | None
-) -> Tensor:  # fmt: skip
-    from octavo.kernels.cross_entropy import triton  # imports Triton
-
-    return triton.cross_entropy(logits, target, ignore_index, scale, softcap)
-
-
 def _probe(backend: Backend, device: torch.device, case: Case) -> str | None:
     generator = torch.Generator().manual_seed(0)
     z = torch.randn(6, 5000, generator=generator, device="cpu", dtype=torch.float32).mul(3).to(device, DTYPES[case[0]])
@@ -91,7 +83,7 @@ def _probe(backend: Backend, device: torch.device, case: Case) -> str | None:
 
 
 CROSS_ENTROPY = register(Op(name="cross_entropy", cases={name: (name,) for name in DTYPES}, probe=_probe))
-CROSS_ENTROPY.add(Backend(name="triton", run=_triton, unsupported_reason=triton_unsupported))
+CROSS_ENTROPY.add(triton_backend("octavo.kernels.cross_entropy.triton:cross_entropy"))
 CROSS_ENTROPY.add(Backend(name="reference", run=reference))
 
 

@@ -11,7 +11,7 @@ from octavo.kernels.conformance.mismatches import difference
 from octavo.kernels.dequantize import reference
 from octavo.kernels.library import define
 from octavo.kernels.quantize import quantize
-from octavo.kernels.registry import Backend, Case, Op, register, triton_unsupported
+from octavo.kernels.registry import Backend, Case, Op, register, triton_backend, triton_unsupported
 from octavo.numerics.formats import SUPPORTED_DTYPES
 from octavo.numerics.spec import QuantSpec
 from octavo.tensor import ScaledTensor
@@ -44,12 +44,6 @@ def dequantize(x: ScaledTensor, dtype: torch.dtype) -> Tensor:
     return result
 
 
-def _run_triton(data: Tensor, scale: Tensor, spec: QuantSpec, dtype: torch.dtype, config: int | None = None) -> Tensor:
-    from octavo.kernels.dequantize import triton  # imports Triton
-
-    return triton.dequantize(data, scale, spec, dtype, config or 0)
-
-
 def _triton_unsupported(device: torch.device, case: Case) -> str | None:
     if device.type == "cuda" and QuantSpec.parse(case[0]).granularity.rows != 1:
         return "this kernel supports scales by row or by block of a row only"
@@ -73,7 +67,7 @@ def _probe(backend: Backend, device: torch.device, case: Case) -> str | None:
 _STORED = "e4m3/1x32/e8m0"
 
 DEQUANTIZE = register(Op(name="dequantize", cases={_STORED: (_STORED,)}, probe=_probe))
-DEQUANTIZE.add(Backend(name="triton", run=_run_triton, unsupported_reason=_triton_unsupported))
+DEQUANTIZE.add(triton_backend("octavo.kernels.dequantize.triton:dequantize", unsupported_reason=_triton_unsupported))
 DEQUANTIZE.add(Backend(name="reference", run=reference.dequantize))
 
 

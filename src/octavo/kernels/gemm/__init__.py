@@ -10,7 +10,7 @@ apply to the float32 sum, which is rounded once to the output dtype. Each backen
 """
 
 import math
-from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -23,9 +23,10 @@ from octavo.kernels.gemm import decomposed, reference, torch_bf16, torch_plan, t
 from octavo.kernels.gemm.operand_layout import UNIT_SCALE
 from octavo.kernels.library import define
 from octavo.kernels.quantize import quantize
-from octavo.kernels.registry import GPU_TYPES, Backend, Case, Op, Shape, register, triton_unsupported
+from octavo.kernels.registry import GPU_TYPES, Backend, Case, Op, register, triton_backend, triton_unsupported
 from octavo.numerics.recipe import RECIPES, Recipe
 from octavo.numerics.spec import QuantSpec
+from octavo.runtime.lazy import lazy_function
 from octavo.runtime.torch_compat import disable_current_modes
 from octavo.tensor import ScaledTensor
 
@@ -277,24 +278,6 @@ def _random_operands(
     return operand(a_text, (m, k), layout[0] == "t"), operand(b_text, (k, n), layout[1] == "t")
 
 
-def _run_triton(
-    a: ScaledTensor, b: ScaledTensor, layout: str, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool,
-    config: int | None = None, overlap: bool = True,
-) -> Tensor:  # fmt: skip
-    from octavo.kernels.gemm import triton  # imports Triton
-
-    return triton.scaled_mm(a, b, layout, out_dtype, bias, fast_accum, config, overlap)
-
-
-def _plan_triton(
-    a: ScaledTensor, b: ScaledTensor, layout: str, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool,
-    config: int | None = None, overlap: bool = True,
-) -> torch_plan.PreparedProduct | None:  # fmt: skip
-    from octavo.kernels.gemm import triton
-
-    return triton.plan_of(a, b, layout, out_dtype, bias, fast_accum, config, overlap)
-
-
 def _triton_unsupported(device: torch.device, case: Case) -> str | None:
     if (reason := triton_unsupported(device, case)) is not None:
         return reason
@@ -311,12 +294,6 @@ def _plain_triton_unsupported(device: torch.device, case: Case) -> str | None:
     return None if triton.overlaps_in_training(device, case) else "the backend triton runs the same kernels"
 
 
-def _triton_trials(device: torch.device, case: Case, config: int | None) -> Sequence[tuple[int, Shape]]:
-    from octavo.kernels.gemm import triton
-
-    return triton.trials(device, case, config)
-
-
 SCALED_MM = register(Op(name="scaled_mm", cases=_cases(), probe=_probe))
 SCALED_MM.add(
     Backend(
@@ -326,22 +303,20 @@ SCALED_MM.add(
         unsupported_reason=torch_scaled.unsupported_reason,
     )
 )
-SCALED_MM.add(
-    Backend(
-        name="triton",
-        run=_run_triton,
-        plan=_plan_triton,
-        unsupported_reason=_triton_unsupported,
-        trials=_triton_trials,
-    )
+_TRITON = triton_backend(
+    "octavo.kernels.gemm.triton:scaled_mm",
+    plan="plan_of",
+    unsupported_reason=_triton_unsupported,
+    trials=lazy_function("octavo.kernels.gemm.triton:trials"),
 )
+SCALED_MM.add(_TRITON)
 SCALED_MM.add(
-    Backend(
+    replace(
+        _TRITON,
         name="triton_plain",  # for a GPU or Triton on which the kernel in Gluon fails its probe
-        run=partial(_run_triton, overlap=False),
-        plan=partial(_plan_triton, overlap=False),
+        run=partial(_TRITON.run, overlap=False),
+        plan=partial(lazy_function("octavo.kernels.gemm.triton:plan_of"), overlap=False),
         unsupported_reason=_plain_triton_unsupported,
-        trials=_triton_trials,
     )
 )
 SCALED_MM.add(

@@ -31,7 +31,7 @@ from octavo.kernels.grouped import reference, torch_scaled
 from octavo.kernels.grouped.gradient import groups_of_rows, quantize_grouped_gradient, sum_by_group
 from octavo.kernels.library import define
 from octavo.kernels.quantize import quantize
-from octavo.kernels.registry import Backend, Case, Op, register, triton_unsupported
+from octavo.kernels.registry import Backend, Case, Op, register, triton_backend
 from octavo.numerics.recipe import RECIPES, Recipe
 from octavo.numerics.spec import COLUMN, ROW, QuantSpec
 from octavo.tensor import ScaledTensor
@@ -198,20 +198,11 @@ def _probe(backend: Backend, device: torch.device, case: Case) -> str | None:
     return None
 
 
-def _run_triton(
-    a: ScaledTensor, b: ScaledTensor, offsets: Tensor, layout: str, out_dtype: torch.dtype, bias: Tensor | None,
-    fast_accum: bool, config: int | None = None,
-) -> Tensor:  # fmt: skip
-    from octavo.kernels.grouped import triton  # imports Triton
-
-    return triton.grouped_mm(a, b, offsets, layout, out_dtype, bias, fast_accum, config)
-
-
 GROUPED_MM = register(Op(name="grouped_mm", cases=_cases(), probe=_probe))
 GROUPED_MM.add(
     Backend(name="torch_scaled", run=torch_scaled.grouped_mm, unsupported_reason=torch_scaled.unsupported_reason)
 )
-GROUPED_MM.add(Backend(name="triton", run=_run_triton, unsupported_reason=triton_unsupported))
+GROUPED_MM.add(triton_backend("octavo.kernels.grouped.triton:grouped_mm"))
 GROUPED_MM.add(
     Backend(
         name="torch_bf16",

@@ -16,7 +16,7 @@ from octavo.kernels.conformance.mismatches import difference
 from octavo.kernels.direct import ZEROS, Call, Plans, signature
 from octavo.kernels.library import define
 from octavo.kernels.quantize import decomposed, reference
-from octavo.kernels.registry import Backend, Case, Op, register, triton_unsupported
+from octavo.kernels.registry import Backend, Case, Op, register, triton_backend, triton_unsupported
 from octavo.numerics.formats import SUPPORTED_DTYPES
 from octavo.numerics.recipe import RECIPES
 from octavo.numerics.spec import QuantSpec
@@ -220,44 +220,12 @@ def _pairs() -> dict[str, Case]:
     return {" and ".join(pair): pair for pair in sorted(pairs)}
 
 
-def _run_triton(
-    x: Tensor, spec: QuantSpec, fold: Tensor | None, amax: Tensor | None, scale: Tensor | None, order: Order,
-    config: int | None = None,
-) -> list[Tensor]:  # fmt: skip
-    from octavo.kernels.quantize import triton  # imports Triton
-
-    return triton.quantize(x, spec, fold, amax, scale, order, config)
-
-
-def _run_triton_pair(
-    x: Tensor, spec: QuantSpec, fold: Tensor | None, spec_t: QuantSpec, fold_t: Tensor | None,
-    config: int | None = None,
-) -> list[Tensor]:  # fmt: skip
-    from octavo.kernels.quantize import triton
-
-    return triton.quantize_pair(x, spec, fold, spec_t, fold_t, config)
-
-
-def _triton_plan(*arguments: Any) -> Any:
-    from octavo.kernels.quantize import triton
-
-    return triton.plan_of(*arguments)
-
-
-def _triton_pair_plan(*arguments: Any) -> Any:
-    from octavo.kernels.quantize import triton
-
-    return triton.pair_plan_of(*arguments)
-
-
 QUANTIZE = register(Op(name="quantize", cases=_specs(), probe=_probe))
-QUANTIZE.add(Backend(name="triton", run=_run_triton, plan=_triton_plan, unsupported_reason=triton_unsupported))
+QUANTIZE.add(triton_backend("octavo.kernels.quantize.triton:quantize", plan="plan_of"))
 QUANTIZE.add(Backend(name="reference", run=reference.quantize))
 
 QUANTIZE_PAIR = register(Op(name="quantize_pair", cases=_pairs(), probe=_probe_pair))
-QUANTIZE_PAIR.add(
-    Backend(name="triton", run=_run_triton_pair, plan=_triton_pair_plan, unsupported_reason=triton_unsupported)
-)
+QUANTIZE_PAIR.add(triton_backend("octavo.kernels.quantize.triton:quantize_pair", plan="pair_plan_of"))
 QUANTIZE_PAIR.add(Backend(name="reference", run=reference.quantize_pair))
 
 

@@ -6,8 +6,6 @@ in float32, each result rounded once to gate's dtype; the FP8 output quantizes t
 the gradients use gate and up, and the product that reads h saves the FP8 output.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -23,7 +21,7 @@ from octavo.kernels.fused.argument_checks import (
 )  # fmt: skip
 from octavo.kernels.fused.fp8_outputs import empty_outputs, optional_spec, unpack_outputs
 from octavo.kernels.library import define
-from octavo.kernels.registry import Backend, Case, Op, register, triton_unsupported
+from octavo.kernels.registry import Backend, Case, Op, register, triton_backend
 from octavo.numerics.names import nearest
 from octavo.numerics.spec import QuantSpec
 from octavo.tensor import Order, ScaledTensor
@@ -89,18 +87,6 @@ def _check(op: str, gate: Tensor, up: Tensor, grad: Tensor | None, activation: s
         )
 
 
-def _triton_glu(*arguments: Any) -> list[Tensor]:
-    from octavo.kernels.fused.glu import triton  # imports Triton
-
-    return triton.glu(*arguments)
-
-
-def _triton_backward(*arguments: Any) -> list[Tensor]:
-    from octavo.kernels.fused.glu import triton
-
-    return triton.glu_backward(*arguments)
-
-
 def _probe(backend: Backend, device: torch.device, case: Case) -> str | None:
     activation, text = case
     gate, up = sample(device, 2)
@@ -118,11 +104,11 @@ def _probe_backward(backend: Backend, device: torch.device, case: Case) -> str |
 _CASES: dict[str, Case] = {f"{a} {text}".rstrip(): (a, text) for a in ACTIVATIONS for text in cases_of_inputs()}
 
 GLU = register(Op(name="glu", cases=_CASES, probe=_probe))
-GLU.add(Backend(name="triton", run=_triton_glu, unsupported_reason=triton_unsupported))
+GLU.add(triton_backend("octavo.kernels.fused.glu.triton:glu"))
 GLU.add(Backend(name="reference", run=reference.glu))
 
 GLU_BACKWARD = register(Op(name="glu_backward", cases={a: (a,) for a in ACTIVATIONS}, probe=_probe_backward))
-GLU_BACKWARD.add(Backend(name="triton", run=_triton_backward, unsupported_reason=triton_unsupported))
+GLU_BACKWARD.add(triton_backend("octavo.kernels.fused.glu.triton:glu_backward"))
 GLU_BACKWARD.add(Backend(name="reference", run=reference.glu_backward))
 
 

@@ -8,7 +8,6 @@ gradients are dx = (h - [mean(h)] - n·mean(h·n))·rstd, dweight = Σ grad·n, 
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +17,7 @@ from octavo.kernels.fused import reference
 from octavo.kernels.fused.argument_checks import cases_of_inputs, check_like, check_matrix, check_output, sample
 from octavo.kernels.fused.fp8_outputs import empty_outputs, optional_spec, unpack_outputs
 from octavo.kernels.library import define
-from octavo.kernels.registry import Backend, Case, Op, register, triton_unsupported
+from octavo.kernels.registry import Backend, Case, Op, register, triton_backend
 from octavo.numerics.formats import SUPPORTED_DTYPES
 from octavo.numerics.spec import QuantSpec
 from octavo.tensor import Order, ScaledTensor
@@ -129,18 +128,6 @@ def _normed(outputs: list[Tensor], center: bool, spec: QuantSpec | None, order: 
     return NormOutput(y=None, quantized=unpack_outputs(rest, spec, order), rstd=rstd, mean=mean)
 
 
-def _triton_norm(*arguments: Any) -> list[Tensor]:
-    from octavo.kernels.fused.norm import triton  # imports Triton
-
-    return triton.norm(*arguments)
-
-
-def _triton_backward(*arguments: Any) -> list[Tensor]:
-    from octavo.kernels.fused.norm import triton
-
-    return triton.norm_backward(*arguments)
-
-
 def _probe(backend: Backend, device: torch.device, case: Case) -> str | None:
     """Probe all options at once."""
     kind, text = case
@@ -161,10 +148,10 @@ def _probe_backward(backend: Backend, device: torch.device, case: Case) -> str |
 
 def _register(kind: str) -> tuple[Op, Op]:
     forward = Op(name=kind, cases={text or kind: (kind, text) for text in cases_of_inputs()}, probe=_probe)
-    forward.add(Backend(name="triton", run=_triton_norm, unsupported_reason=triton_unsupported))
+    forward.add(triton_backend("octavo.kernels.fused.norm.triton:norm"))
     forward.add(Backend(name="reference", run=reference.norm))
     backward = Op(name=f"{kind}_backward", cases={"gradients": (kind,)}, probe=_probe_backward)
-    backward.add(Backend(name="triton", run=_triton_backward, unsupported_reason=triton_unsupported))
+    backward.add(triton_backend("octavo.kernels.fused.norm.triton:norm_backward"))
     backward.add(Backend(name="reference", run=reference.norm_backward))
     return register(forward), register(backward)
 
