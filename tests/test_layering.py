@@ -88,7 +88,7 @@ LASTING_PRIVATE_NAMES = {
     },
     "ops and autograd": {
         "_foreach_div_", "_foreach_mul_", "_assert_async", "_foreach_copy_",
-        "_foreach_norm", "_scaled_grouped_mm", "_scaled_mm", "_schema",
+        "_foreach_norm", "_scaled_grouped_mm", "_scaled_mm", "_scaled_mm_v2", "_schema",
         "_sequence_nr", "_unsafe_view",
     },
     "transformers and accelerate": {

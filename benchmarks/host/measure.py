@@ -3,7 +3,8 @@
 Times are CPU time, the best of many short samples that rows take in turn, so that what else runs on the machine hardly
 counts and meets them alike: all rows if few are chosen by name, else each row and the one that it is compared with,
 because samples of many rows in turn begin with the other rows' data in the caches. They are without what an empty
-autograd graph costs: `x.view_as(x)` and its backward. The matrices are 16×16, so that the host's work is left.
+autograd graph costs: `x.view_as(x)` and its backward. The matrices are 16×16, so that the host's work is left; with
+scales of blocks they are of whole blocks, their products of 16×16, with results allocated beside them.
 """
 
 import dataclasses
@@ -26,6 +27,8 @@ from benchmarks.host.stub import Stub
 from octavo.kernels.gemm import SCALED_MM
 
 SIZE = 16
+SIZES = {"blockwise": 512, "mxfp8": 128}
+"""Whole blocks, and scales that need no padding."""
 SAMPLE_S = 1e-3
 Row = dict[str, Any]
 Step = Callable[[], Any]
@@ -100,15 +103,16 @@ class Mlp(nn.Module):
         return self.down(F.silu(self.gate(x)) * self.up(x))  # type: ignore[no-any-return]
 
 
-def _linear(bias: bool = False) -> nn.Linear:
-    return nn.Linear(SIZE, SIZE, bias=bias, dtype=torch.bfloat16)
+def _linear(bias: bool = False, recipe: str = "") -> nn.Linear:
+    size = SIZES.get(recipe, SIZE)
+    return nn.Linear(size, size, bias=bias, dtype=torch.bfloat16)
 
 
 def arms(names: tuple[str, ...] = ()) -> dict[str, tuple[str, Callable[[], nn.Module]]]:
     """Return what is measured, by name: the row that it is compared with, and what makes it."""
     made: dict[str, tuple[str, Callable[[], nn.Module]]] = {"bf16": ("bf16", _linear)}
-    made |= {recipe: ("bf16", lambda r=recipe: _converted(_linear(), r)) for recipe in RECIPES}
-    made |= {name: ("bf16", lambda r=recipe: _converted(_linear(), r)) for name, recipe in BY_TRITON.items()}
+    by_backend = {recipe: recipe for recipe in RECIPES} | BY_TRITON
+    made |= {name: ("bf16", lambda r=r: _converted(_linear(recipe=r), r)) for name, r in by_backend.items()}
     made["bf16 bias"] = ("bf16 bias", lambda: _linear(True))
     made["rowwise bias"] = ("bf16 bias", lambda: _converted(_linear(True), "rowwise"))
     made["bf16 block"] = ("bf16 block", Block)
@@ -137,8 +141,9 @@ def _torchao(recipe: str) -> nn.Module:
 
 
 def steps(module: nn.Module) -> tuple[Step, Step]:
-    x = torch.randn(SIZE, SIZE, dtype=torch.bfloat16).requires_grad_()
-    g = torch.randn(SIZE, SIZE, dtype=torch.bfloat16)
+    size = getattr(module, "in_features", SIZE)
+    x = torch.randn(size, size, dtype=torch.bfloat16).requires_grad_()
+    g = torch.randn(size, size, dtype=torch.bfloat16)
     leaves = (x, *module.parameters())
 
     def both() -> None:

@@ -157,7 +157,7 @@ def _pretend() -> None:
         op._chosen.update({(cpu, case): op.backends[name] for case in op.cases.values()})
     torch_scaled._SUPPORTED = AllSupported()
     torch._scaled_mm = _product
-    F.scaled_mm = _product
+    F.scaled_mm = torch._scaled_mm_v2 = _product
 
 
 class AllSupported(dict[Any, bool]):
@@ -171,14 +171,16 @@ _products = 0
 
 
 def _product(a: Tensor, b: Tensor, *_: Any, **__: Any) -> Tensor:
-    """A bf16 product of the same sizes, in place of an FP8 one."""
+    """A bf16 product of the same sizes, in place of an FP8 one; of large ones a corner, and the result as allocated."""
     global _products
     _products += 1
     operands = _OPERANDS.get((a.shape, b.shape))
     if operands is None:
-        operands = torch.ones(a.shape, dtype=torch.bfloat16), torch.ones(b.shape, dtype=torch.bfloat16)
-        _OPERANDS[a.shape, b.shape] = operands
-    return torch.mm(*operands)
+        shapes = ([min(size, LARGEST) for size in x.shape] for x in (a, b))
+        operands = _OPERANDS[a.shape, b.shape] = [torch.ones(shape, dtype=torch.bfloat16) for shape in shapes]
+    product, shape = torch.mm(*operands), (a.shape[0], b.shape[1])
+    return product if product.shape == shape else product.new_empty(shape)
 
 
-_OPERANDS: dict[tuple[torch.Size, torch.Size], tuple[Tensor, Tensor]] = {}
+LARGEST = 16
+_OPERANDS: dict[tuple[torch.Size, torch.Size], list[Tensor]] = {}

@@ -60,6 +60,12 @@ class Rules:
         ]
         return self._product("block", a, b, spread[0], spread[1].t(), bias, output_dtype)
 
+    def scaled_mm_integers(self, a, b, scale_a, recipe_a, swizzle_a, scale_b, recipe_b, swizzle_b, bias, out_dtype):
+        """`torch._scaled_mm_v2`, which `F.scaled_mm` calls with lists."""
+        types = [F.ScalingType(*recipe) for recipe in (recipe_a, recipe_b)]
+        orders = [F.SwizzleType(*swizzle) for swizzle in (swizzle_a, swizzle_b)]
+        return self.scaled_mm_v2(a, b, *scale_a, types[0], *scale_b, types[1], *orders, bias, out_dtype)
+
     @staticmethod
     def _operands(a, b, scale_a, scale_b, bias, out_dtype):
         assert a.stride() == (a.shape[1], 1) and b.stride() == (1, b.shape[0])
@@ -111,5 +117,6 @@ def install(monkeypatch, rules):
 
     monkeypatch.setattr(torch, "_scaled_mm", rules.scaled_mm_v1)
     monkeypatch.setattr(F, "scaled_mm", rules.scaled_mm_v2)
+    monkeypatch.setattr(torch, "_scaled_mm_v2", rules.scaled_mm_integers)
     monkeypatch.setattr(torch_scaled, "_SUPPORTED", {})
     return rules

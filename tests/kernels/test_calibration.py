@@ -20,6 +20,7 @@ from octavo.kernels.quantize.quantize_timing import quantizations, time_quantiza
 from octavo.kernels.registry import Backend, Op
 from octavo.kernels.timing import CallTime, TimingResult
 from octavo.numerics import RECIPES
+from octavo.planner import host_time
 
 GPU = torch.device("cuda", 0)
 CASE = ("e4m3/row", "e4m3/row", "nt")
@@ -277,7 +278,7 @@ def test_command_measures_prints_and_saves(monkeypatch):
     monkeypatch.setattr(quantize_timing, "time_quantization", measured)
     monkeypatch.setattr(
         "octavo.planner.host_time.measure",
-        lambda device, recipes: [entry(op="host", case=(r.name,), shape=(16, 16, 16)) for r in recipes],
+        lambda device, recipes: [entry(op="host", case=(r.name,), shape=host_time.SHAPE) for r in recipes],
     )
     result = CliRunner().invoke(app, ["calibrate", "--shapes", "64,128,256", "--recipe", "all"])
     assert result.exit_code == 0, result.output
@@ -286,7 +287,7 @@ def test_command_measures_prints_and_saves(monkeypatch):
     expected = {
         (t.case, t.shape) for r in RECIPES.values() for t in (*fp8_timing.fp8_gemms(r, sizes), *quantizations(r, sizes))
     }
-    expected |= {(t.case, t.shape) for t in bf16_timing.bf16_gemms(sizes)} | {((r,), (16, 16, 16)) for r in RECIPES}
+    expected |= {(t.case, t.shape) for t in bf16_timing.bf16_gemms(sizes)} | {((r,), host_time.SHAPE) for r in RECIPES}
     assert "host time of a linear, forward and backward, µs: rowwise 10, tensorwise 10" in result.stdout
     assert len(calibration.entries(GPU)) == len(expected)
     assert str(calibration.path(GPU)) in calibration.summary(GPU)

@@ -10,7 +10,7 @@ from cublas_rules import Rules, install
 from test_gemm import operands, shifted
 
 from octavo.kernels import scaled_mm
-from octavo.kernels.gemm import SCALED_MM, decomposed, torch_scaled
+from octavo.kernels.gemm import SCALED_MM, decomposed, torch_plan, torch_scaled
 from octavo.numerics import RECIPES, sqnr
 from octavo.tensor import ScaledTensor
 
@@ -80,14 +80,41 @@ def test_data_in_both_memory_orders_is_not_copied(rules, monkeypatch, label):
     assert left.data_ptr() in pointers and right.data_ptr() in pointers
 
 
+@pytest.mark.parametrize(
+    "label", [label for label in PRODUCTS | MIXED if label.split()[0] in ("blockwise", "mxfp8", "blocks")]
+)
+def test_planned_products_of_blocks_are_those_of_the_backend(rules, label):
+    """One call each, of later operands too; what a plan does not take, the backend's own function computes."""
+    for m, n, k in ((128, 256, 512), (512, 128, 128), (128, 640, 384)):
+        for bias in (None, torch.linspace(-1, 1, n).bfloat16()):
+            first, later = (_contracted(*operands(m, n, k, (PRODUCTS | MIXED)[label], seed)) for seed in (0, 1))
+            plan = torch_plan.plan_of(*first, torch.bfloat16, bias, False)
+            assert isinstance(plan, torch_plan.BlockCall)
+            for a, b, layout in (first, later):
+                expected = torch_scaled.scaled_mm(a, b, layout, torch.bfloat16, bias, False)
+                calls = len(rules.calls)
+                assert torch.equal(expected, plan(a.data, b.data, a.scale, b.scale, bias))
+                assert len(rules.calls) == calls + 1
+        off = torch.zeros(n + 1).bfloat16()[1:]
+        assert plan(a.data, b.data, a.scale, b.scale, off) is None
+        assert not isinstance(torch_plan.plan_of(*first, torch.bfloat16, bias.float(), False), torch_plan.BlockCall)
+        padded = _contracted(*operands(m + 1, n - 1, k, (PRODUCTS | MIXED)[label]))
+        assert not isinstance(torch_plan.plan_of(*padded, torch.bfloat16, None, False), torch_plan.BlockCall)
+
+
+def _contracted(a, b, layout):
+    """Operands whose data are dense along the contraction, as quantizers for a GPU write them."""
+    a, b = (ScaledTensor(x.data.t().contiguous().t(), x.scale, x.spec) if t else x
+            for x, t in ((a, layout[0] == "t"), (b, layout[1] == "n")))  # fmt: skip
+    return a, b, layout
+
+
 @pytest.mark.parametrize("label", [label for label in PRODUCTS if label.split()[0] in ("rowwise", "tensorwise")])
 def test_a_traced_product_is_one_call_that_meets_the_rules(rules, label):
     """What torch.compile traces; `unit` scales are ones, of any length."""
     bias = torch.linspace(-1, 1, 128).bfloat16() if "forward" in label else None
     for n in (128, 1 << 14):
-        a, b, layout = operands(64, n, 256, PRODUCTS[label])
-        a, b = (ScaledTensor(x.data.t().contiguous().t(), x.scale, x.spec) if t else x
-                for x, t in ((a, layout[0] == "t"), (b, layout[1] == "n")))  # fmt: skip
+        a, b, layout = _contracted(*operands(64, n, 256, PRODUCTS[label]))
         arguments = a, b, layout, torch.bfloat16, bias if n == 128 else None, False
         actual = decomposed.scaled_mm(*arguments)
         assert torch.equal(torch_scaled.scaled_mm(*arguments), actual)

@@ -1,17 +1,19 @@
 """Products of `torch_scaled` without PyTorch's dispatcher in between, from plans (`octavo.kernels.direct`).
 
 one call of `torch._scaled_mm`, no copies     `OneCall`: nothing is looked at again but alignment
-everything else, such as scales of blocks     the backend's function, as the op calls it
+scales of blocks, no copies of data           `BlockCall`: scales are viewed in cuBLAS's order, or copied into it
+everything else, such as padded data          the backend's function, as the op calls it
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from octavo.kernels.gemm import torch_scaled
 from octavo.kernels.gemm.operand_layout import ALIGNMENT, Operand, oriented
-from octavo.runtime.torch_compat import reinterpreted
+from octavo.runtime.torch_compat import empty_strided_on, reinterpreted
 from octavo.tensor import ScaledTensor
 
 PreparedProduct = Callable[[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None], Tensor | None]
@@ -26,6 +28,8 @@ def plan_of(
     left, right = oriented(a, b, layout)
     if torch_scaled.is_one_call(left, right, out_dtype, bias):
         return OneCall(left, right, layout, out_dtype, fast_accum)
+    if torch_scaled.is_block_call(left, right, out_dtype, bias):
+        return BlockCall(left, right, layout, out_dtype)
     a_spec, b_spec = a.spec, b.spec
 
     def product(a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None, bias: Tensor | None) -> Tensor:
@@ -100,3 +104,61 @@ class OneCall:
             for scale in (a_scale, b_scale):
                 addresses |= 0 if scale is None else scale.data_ptr()
         return not addresses & (ALIGNMENT - 1)
+
+
+class BlockCall:
+    """Products with scales of blocks by one call of `torch._scaled_mm_v2`, without copies of data. Holds no tensor."""
+
+    __slots__ = (
+        "_a_order", "_a_shape", "_a_type", "_b_order", "_b_shape", "_b_type", "_index", "_left", "_out_dtype",
+        "_right",
+    )  # fmt: skip
+
+    def __init__(self, left: Operand, right: Operand, layout: str, out_dtype: torch.dtype) -> None:
+        self._a_shape = tuple(left.data.shape) if layout[0] == "t" else None
+        self._b_shape = tuple(right.data.shape[::-1]) if layout[1] == "t" else None
+        self._left, self._right = _arrangement(left), _arrangement(right)
+        # As integers, in lists: what `F.scaled_mm` makes of its arguments in each call.
+        (self._a_type, self._a_order), (self._b_type, self._b_order) = (
+            tuple([int(value.value)] for value in torch_scaled.block_types(x.blocks)) for x in (left, right)
+        )
+        self._out_dtype, self._index = out_dtype, left.data.device.index
+
+    def __call__(
+        self, a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None, bias: Tensor | None
+    ) -> Tensor | None:
+        """Return the product of operands in the layout; None if they are not aligned or on another device."""
+        if self._index is not None and self._index != torch.cuda.current_device():
+            return None  # scales are allocated on the current device
+        left, right = self._left(a_scale), self._right(b_scale)
+        addresses = a.data_ptr() | b.data_ptr() | left.data_ptr() | right.data_ptr()
+        if (addresses if bias is None else addresses | bias.data_ptr()) & (ALIGNMENT - 1):
+            return None
+        if self._a_shape is not None:
+            a = reinterpreted(a, self._a_shape, (self._a_shape[1], 1), 0)
+        if self._b_shape is not None:
+            b = reinterpreted(b, self._b_shape, (1, self._b_shape[0]), 0)
+        result: Tensor = torch._scaled_mm_v2(
+            a, b, [left], self._a_type, self._a_order, [right], self._b_type, self._b_order, bias, self._out_dtype
+        )
+        return result
+
+
+def _arrangement(operand: Operand) -> Callable[[Any], Tensor]:
+    """Return what brings scales like the operand's, as they are stored, into cuBLAS's order."""
+    scale, blocks, shape = operand.scale, operand.blocks, operand.data.shape
+    assert scale is not None
+    ordered, size, stride = torch_scaled.ordered_scales(scale, blocks, shape)
+    own_size, own_stride = tuple(scale.shape), scale.stride()
+    if ordered.data_ptr() != scale.data_ptr():  # padded
+        return lambda stored: torch_scaled.block_scales(reinterpreted(stored, own_size, own_stride, 0), blocks, shape)
+    if ordered.is_contiguous():
+        return lambda stored: reinterpreted(stored, size, stride, 0)
+    own_size, own_stride, dtype = tuple(ordered.shape), ordered.stride(), scale.dtype
+    empty, dense_stride = empty_strided_on(scale.device), torch.empty(own_size, device="meta").stride()
+
+    def copied(stored: Tensor) -> Tensor:
+        dense = empty(own_size, dense_stride, dtype)
+        return reinterpreted(dense.copy_(reinterpreted(stored, own_size, own_stride, 0)), size, stride, 0)
+
+    return copied

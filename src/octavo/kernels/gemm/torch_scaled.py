@@ -22,6 +22,7 @@ first, 128×128 scales contraction first and padded to multiples of 4. cuBLAS re
 at a time; those of a slice (an expert's, a shard's) that begin elsewhere are copied.
 """
 
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
@@ -45,7 +46,7 @@ from octavo.kernels.registry import GPU_TYPES, Case, unsupported_gpu
 from octavo.numerics.formats import E5M2, E8M0
 from octavo.numerics.spec import FULL, Granularity, QuantSpec
 from octavo.runtime.execution_context import is_capturing
-from octavo.runtime.torch_compat import disable_current_modes
+from octavo.runtime.torch_compat import disable_current_modes, reinterpreted
 from octavo.tensor import ScaledTensor
 
 Scaling = Literal["tensor", "row", "block", "mx"]
@@ -139,8 +140,10 @@ def product(
             use_fast_accum=fast_accum,
         )  # fmt: skip
     else:
-        a_scale, a_type, a_swizzle = _block_scales(left, a)
-        b_scale, b_type, b_swizzle = _block_scales(right, b)
+        assert left.scale is not None and right.scale is not None
+        (a_type, a_swizzle), (b_type, b_swizzle) = block_types(left.blocks), block_types(right.blocks)
+        a_scale = block_scales(left.scale, left.blocks, a.shape)
+        b_scale = block_scales(right.scale, right.blocks, b.shape)
         result = F.scaled_mm(
             a, b.t(), a_scale, a_type, b_scale, b_type, a_swizzle, b_swizzle, bias=bias, output_dtype=out_dtype
         )
@@ -163,6 +166,22 @@ def is_one_call(left: Operand, right: Operand, out_dtype: torch.dtype, bias: Ten
         if operand.data.stride() != (k, 1):
             return False
         if operand.scale is not None and (operand.scale.shape != shape or not operand.scale.is_contiguous()):
+            return False
+    return True
+
+
+def is_block_call(left: Operand, right: Operand, out_dtype: torch.dtype, bias: Tensor | None) -> bool:
+    """Whether one call of `F.scaled_mm`, without copies of data, computes the product."""
+    kind, device = scaling_of(left.blocks, right.blocks), left.data.device
+    if kind not in ("block", "mx") or not left.data.numel() * right.data.numel():
+        return False
+    if not is_supported(kind, device, out_dtype, bias is not None):
+        return False
+    if bias is not None and (bias.dtype != out_dtype or not bias.is_contiguous()):
+        return False
+    for operand, outside in ((left, 1), (right, ALIGNMENT)):
+        (rows, columns), (of_rows, of_columns) = operand.data.shape, _multiples(kind, operand.blocks, outside)
+        if rows % of_rows or columns % of_columns or operand.data.stride() != (columns, 1):
             return False
     return True
 
@@ -190,23 +209,43 @@ def _vector(operand: Operand, data: Tensor) -> Tensor:
     return _aligned(scale if scale.stride(1) == 1 else scale.as_strided((rows, 1), (1, 1)))
 
 
-def _block_scales(operand: Operand, data: Tensor) -> tuple[Tensor, "F.ScalingType", "F.SwizzleType"]:
-    """Return block scales in the memory order that cuBLAS reads, with PyTorch's scaling and swizzle types."""
-    assert operand.scale is not None
-    if operand.blocks == (1, GROUP):
-        return _swizzled(operand.scale), F.ScalingType.BlockWise1x32, F.SwizzleType.SWIZZLE_32_4_4
-    if operand.blocks == (1, BLOCK):
-        memory = _padded_to(operand.scale.t(), data.shape[1] // BLOCK, data.shape[0])
-        return memory.t(), F.ScalingType.BlockWise1x128, F.SwizzleType.NO_SWIZZLE
-    blocks = operand.scale.shape[1]
-    memory = _padded_to(operand.scale, operand.scale.shape[0], blocks + -blocks % 4)
-    return memory.t(), F.ScalingType.BlockWise128x128, F.SwizzleType.NO_SWIZZLE
+def block_types(blocks: Granularity) -> tuple["F.ScalingType", "F.SwizzleType"]:
+    """Return PyTorch's names for scale blocks and for the order in which cuBLAS reads their scales."""
+    if blocks == (1, GROUP):
+        return F.ScalingType.BlockWise1x32, F.SwizzleType.SWIZZLE_32_4_4
+    by_row = blocks == (1, BLOCK)
+    return F.ScalingType.BlockWise1x128 if by_row else F.ScalingType.BlockWise128x128, F.SwizzleType.NO_SWIZZLE
+
+
+def block_scales(scale: Tensor, blocks: Granularity, shape: Sequence[int]) -> Tensor:
+    """Return block scales, oriented as data of `shape` [outside, contraction], in the order that cuBLAS reads."""
+    ordered, size, stride = ordered_scales(scale, blocks, shape)
+    dense = _aligned(ordered) if ordered.is_contiguous() else ordered.clone(memory_format=torch.contiguous_format)
+    return reinterpreted(dense, size, stride, 0)
+
+
+def ordered_scales(
+    scale: Tensor, blocks: Granularity, shape: Sequence[int]
+) -> tuple[Tensor, tuple[int, ...], tuple[int, ...]]:
+    """Return a view of oriented scales, or of padded ones, that is in cuBLAS's order once it is dense; and the sizes
+    and strides with which PyTorch takes that memory.
+    """
+    if blocks == (1, GROUP):  # tiles of 128 rows × 4 groups, each 32 × (4 × 4): row r at (r mod 32, r div 32)
+        tall, wide = -(-scale.shape[0] // 128), -(-scale.shape[1] // 4)
+        padded = _padded_to(scale.view(torch.uint8), tall * 128, wide * 4).view(E8M0.dtype)
+        down, across = padded.stride()
+        strides = 128 * down, 4 * across, down, 32 * down, across
+        return reinterpreted(padded, (tall, wide, 32, 4, 4), strides, 0), (tall * wide * 512,), (1,)
+    if blocks == (1, BLOCK):
+        return _padded_to(scale.t(), shape[1] // BLOCK, shape[0]), (shape[0], shape[1] // BLOCK), (1, shape[0])
+    rows, columns = scale.shape[0], scale.shape[1] + -scale.shape[1] % 4
+    return _padded_to(scale, rows, columns), (columns, rows), (1, columns)
 
 
 def _padded_to(scale: Tensor, rows: int, columns: int) -> Tensor:
-    """Return scales as a dense, aligned, zero-padded [rows, columns]; a copy only if needed."""
-    if scale.shape == (rows, columns) and scale.stride() == (columns, 1):
-        return _aligned(scale)
+    """Return scales zero-padded to [rows, columns]; a copy only if needed."""
+    if scale.shape == (rows, columns):
+        return scale
     memory = scale.new_zeros((rows, columns))
     memory[: scale.shape[0], : scale.shape[1]] = scale
     return memory
@@ -215,15 +254,6 @@ def _padded_to(scale: Tensor, rows: int, columns: int) -> Tensor:
 def _aligned(scale: Tensor) -> Tensor:
     """Return dense scales that begin at a multiple of 16 bytes; a copy only if needed."""
     return scale.clone() if scale.data_ptr() % ALIGNMENT else scale
-
-
-def _swizzled(scale: Tensor) -> Tensor:
-    """Reorder exponent bytes to tiles of 128 rows × 4 groups, each 32 × (4 × 4): row r at (r mod 32, r div 32)."""
-    rows, groups = scale.shape
-    tall, wide = -(-rows // 128), -(-groups // 4)
-    padded = _padded_to(scale.view(torch.uint8), tall * 128, wide * 4)
-    tiles = padded.view(tall, 4, 32, wide, 4).permute(0, 3, 2, 1, 4)
-    return tiles.reshape(-1).view(E8M0.dtype)
 
 
 def _scaled_afterwards(left: Operand, right: Operand, fast_accum: bool) -> Tensor:
