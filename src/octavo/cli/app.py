@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 class _Group(TyperGroup):
     """Shows `COMMAND --help` and completes lines without converting values, for which Typer imports pydantic."""
 
-    def get_command(self, ctx: typer.Context, cmd_name: str) -> Any:  # type: ignore[override]
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
         command = super().get_command(ctx, cmd_name)
         if ctx.resilient_parsing and command is not None:
             _keep_values(command, ctx)
         return command
 
-    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if ctx.resilient_parsing:
             _keep_values(self, ctx)
         command = self.commands.get(args[0]) if len(args) == 2 and args[1] in ctx.help_option_names else None

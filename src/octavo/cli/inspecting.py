@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -89,7 +90,7 @@ def _table(rows: "list[OperandStats]", title: str) -> "Table":
         columns["recipe"] = lambda row: row.recipe
     columns["SQNR dB"] = lambda row: "not finite" if row.nonfinite else f"{row.sqnr:.1f}"
     for other in rows[0].what_if:
-        columns[f"{other}?"] = lambda row, other=other: f"{row.what_if[other]:.1f}"  # type: ignore[misc]
+        columns[f"{other}?"] = partial(_what_if, other)
     columns["underflow"] = lambda row: f"{row.underflow:.3%}"
     if any(row.saturation for row in rows):
         columns["saturation"] = lambda row: f"{row.saturation:.3%}"
@@ -106,3 +107,7 @@ def _table(rows: "list[OperandStats]", title: str) -> "Table":
         rows=[(row.layer, *(text(row) for text in columns.values())) for row in rows],
         shorten=True,
     )
+
+
+def _what_if(recipe: str, row: "OperandStats") -> str:
+    return f"{row.what_if[recipe]:.1f}"

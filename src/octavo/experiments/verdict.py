@@ -64,7 +64,9 @@ class PairVerdict:
 
 def arm_name(arm: str) -> str:
     """The arm of a run for people: `"BF16"` for `"bf16"`, `"FP8+activations rowwise"` for that in lower case."""
-    matmul, more, rest = re.match(r"(bf16|fp8|O1)?([^ ]*)(.*)", arm, re.DOTALL).groups()  # type: ignore[union-attr]
+    found = re.match(r"(bf16|fp8|O1)?([^ ]*)(.*)", arm, re.DOTALL)
+    assert found is not None  # each part may be empty
+    matmul, more, rest = found.groups()
     return {"bf16": "BF16", "fp8": "FP8", "O1": "FP8", None: ""}[matmul] + more + rest
 
 

@@ -17,6 +17,7 @@ import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -172,7 +173,8 @@ class Watch(Displayed):
         rows = []
         for (name, operand), counted in sorted(accumulators.items(), key=lambda item: -item[1].maxima[-1].item()):
             layer = layers[name]
-            whole = layer.module.weight.numel()  # type: ignore[operator]
+            weight: Any = layer.module.weight
+            whole = weight.numel()
             copies = counted.sums[0].item() / whole if operand == "w" else 1.0
             row = as_stats((name, operand), counted, step=self.number, recipe=layer.label, what_if=names, copies=copies)
             if operand == "x" and name in sample.channels:

@@ -23,7 +23,7 @@ with needs_extras("octavo.integrations.accelerate", "pip install accelerate"):
     import accelerate
 
 
-class Fp8Accelerator(accelerate.Accelerator):  # type: ignore[misc]
+class Fp8Accelerator(accelerate.Accelerator):
     """An `accelerate.Accelerator` that converts the models it prepares.
 
     Args:

@@ -39,7 +39,7 @@ with needs_extras("octavo.integrations.torchtitan", "pip install torchtitan"):
     from torchtitan.tools.logging import logger
 
 
-class Fp8Converter(QuantizationConverter):  # type: ignore[misc]
+class Fp8Converter(QuantizationConverter):
     """Replace configs of linears and experts by configs that build them in FP8.
 
     Args:
@@ -51,7 +51,7 @@ class Fp8Converter(QuantizationConverter):  # type: ignore[misc]
     """
 
     @dataclass(kw_only=True, slots=True)
-    class Config(QuantizationConverter.Config):  # type: ignore[misc]
+    class Config(QuantizationConverter.Config):
         """Fields of `octavo.Precision` with the same meaning; names are torchtitan's, as `layers.0.feed_forward.w1`."""
 
         recipe: str = DEFAULT.name
@@ -145,7 +145,7 @@ class Fp8Converter(QuantizationConverter):  # type: ignore[misc]
         return [text, *(f"octavo: in high precision: {listed(names)}: {reason}" for reason, names in why.items())]
 
 
-@override(target=BaseModel.Config, description="Octavo: linears and experts in FP8")  # type: ignore[untyped-decorator]
+@override(target=BaseModel.Config, description="Octavo: linears and experts in FP8")
 def fp8(cfg: Any, **settings: Any) -> Any:
     """Convert a model's config from torchtitan's command line; `settings` are the fields of `Fp8Converter.Config`.
 
@@ -174,12 +174,12 @@ def _fp8_linear(owner: Any) -> Any:
     """Return the class of a linear of torchtitan in FP8, with the config that builds it."""
     linear: Any = fp8_class(owner, DEFAULT)
 
-    class Fp8Linear(linear):  # type: ignore[misc]
+    class Fp8Linear(linear):
         octavo_original = owner
         __reduce_ex__ = object.__reduce_ex__  # a copy is of its own class: LoRA makes subclasses
 
         @dataclass(kw_only=True, slots=True)
-        class Config(owner.Config):  # type: ignore[misc]
+        class Config(owner.Config):
             recipe: str = DEFAULT.name
 
         def __init__(self, config: Any) -> None:
@@ -194,9 +194,9 @@ def _fp8_linear(owner: Any) -> Any:
 def _fp8_experts(owner: Any) -> Any:
     """Return the class of experts of torchtitan in FP8, with the config that builds them."""
 
-    class Fp8Experts(owner):  # type: ignore[misc]
+    class Fp8Experts(owner):
         @dataclass(kw_only=True, slots=True)
-        class Config(owner.Config):  # type: ignore[misc]
+        class Config(owner.Config):
             recipe: str = DEFAULT.name
 
         def __init__(self, config: Any) -> None:

@@ -13,7 +13,7 @@ import json
 import warnings
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -59,6 +59,8 @@ class Fp8TrainerMixin:
         ValueError: For settings that contradict each other: FP8 with `fp16=True`, with accelerate's own FP8, FSDP1 or
             DeepSpeed; FP8 optimizer states with an optimizer that is not AdamW.
     """
+
+    state: Any  # of the Trainer
 
     def __init__(
         self, *args: Any, precision: PrecisionLike = "fp8", inspect_every: int = 0, autopilot: bool = False,
@@ -148,7 +150,7 @@ class Fp8TrainerMixin:
             options["master"] = None if self.precision.master == "none" else self.precision.master
             cls, own = chosen or (AdamW, {})
             trainer.optimizer_cls_and_kwargs = cls, {**options, **own}
-        optimizer: torch.optim.Optimizer = super().create_optimizer(*(() if model is None else (model,)))  # type: ignore[misc]
+        optimizer: torch.optim.Optimizer = cast(Any, super()).create_optimizer(*(() if model is None else (model,)))
         trainer.optimizer_cls_and_kwargs = chosen
         if (problem := optimizer_problem(trainer.optimizer, self.precision)) is not None:
             raise ValueError(
@@ -160,7 +162,7 @@ class Fp8TrainerMixin:
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Run a micro-batch; sample the first one of each optimizer step that is due."""
         trainer: Any = super()
-        step = self.state.global_step + 1  # type: ignore[attr-defined]
+        step = self.state.global_step + 1
         if self._monitor is None or step == self._sampled_step:
             loss: torch.Tensor = trainer.training_step(*args, **kwargs)
             return loss
@@ -175,12 +177,13 @@ class Fp8TrainerMixin:
         if "loss" in logs:
             logs |= self._fp8_metrics
             self._fp8_metrics = {}
-        super().log(logs, *args, **kwargs)  # type: ignore[misc]
+        trainer: Any = super()
+        trainer.log(logs, *args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
         """Save the model as the Trainer does, and its FP8 state beside it."""
-        trainer: Any = self
-        super().save_model(output_dir, *args, **kwargs)  # type: ignore[misc]
+        trainer, parent = cast(Any, self), cast(Any, super())
+        parent.save_model(output_dir, *args, **kwargs)
         if trainer.args.should_save:
             state = Fp8State(self._bare_model(), self.precision, self._monitor).state_dict()
             folder = Path(trainer.args.output_dir if output_dir is None else output_dir)
@@ -188,12 +191,14 @@ class Fp8TrainerMixin:
             _write(folder / STATE_FILE, json.dumps(state))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any, **kwargs: Any) -> None:
-        super()._load_from_checkpoint(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
+        trainer: Any = super()
+        trainer._load_from_checkpoint(resume_from_checkpoint, *args, **kwargs)
         self._load_fp8_state(resume_from_checkpoint)
 
     def _load_best_model(self) -> None:
-        super()._load_best_model()  # type: ignore[misc]
-        self._load_fp8_state(self.state.best_model_checkpoint)  # type: ignore[attr-defined]
+        trainer: Any = super()
+        trainer._load_best_model()
+        self._load_fp8_state(self.state.best_model_checkpoint)
 
     def _load_fp8_state(self, checkpoint: str) -> None:
         """Load the recipes of a checkpoint and their state; warn if it has none."""
@@ -247,7 +252,8 @@ def with_fp8(trainer: T) -> T:
         raise TypeError(f"with_fp8 takes transformers.Trainer or a subclass of it; got {trainer!r}")
     if issubclass(trainer, Fp8TrainerMixin):
         return trainer
-    return type(f"Fp8{trainer.__name__}", (Fp8TrainerMixin, trainer), {"__module__": trainer.__module__})  # type: ignore[return-value]
+    made: Any = type(f"Fp8{trainer.__name__}", (Fp8TrainerMixin, trainer), {"__module__": trainer.__module__})
+    return cast(T, made)
 
 
 Fp8Trainer: Any = with_fp8(Trainer)

@@ -408,9 +408,10 @@ class ResidentShard(ResidentWeight):
     @staticmethod
     def __new__(cls, data: Tensor, scale: Tensor, spec: MessageSpec, dtype: torch.dtype, rows: int) -> "ResidentShard":
         """Make a tensor with the shape and device of `data`."""
-        shard: Any = super().__new__(cls, data, scale, spec, dtype)
+        shard = super().__new__(cls, data, scale, spec, dtype)
+        assert isinstance(shard, ResidentShard)
         shard.rows = rows
-        return shard  # type: ignore[no-any-return]
+        return shard
 
     def __init__(self, *arguments: Any) -> None: ...
 

@@ -24,7 +24,7 @@ from typing import Any
 
 from octavo.numerics.formats import E5M2
 from octavo.numerics.names import nearest
-from octavo.numerics.spec import COLUMN, ROW, TENSOR, Granularity, QuantSpec
+from octavo.numerics.spec import COLUMN, ROW, TENSOR, Granularity, QuantSpec, ScaleRule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,9 +123,9 @@ class Recipe:
     @staticmethod
     def from_json(fields: dict[str, Any]) -> "Recipe":
         """Read the output of `to_json`."""
-        other_fields = {key: fields[key] for key in ("name", "note", *_OPTIONAL) if key in fields}
-        specs = {key: None if v is None else QuantSpec.parse(v) for key, v in fields.items() if key not in other_fields}
-        return Recipe(**other_fields, **specs)  # type: ignore[arg-type]
+        read: dict[str, Any] = {key: fields[key] for key in ("name", "note", *_OPTIONAL) if key in fields}
+        read |= {key: None if v is None else QuantSpec.parse(v) for key, v in fields.items() if key not in read}
+        return Recipe(**read)
 
 
 _OPTIONAL = ("equalization", "weight_only")
@@ -190,11 +190,13 @@ def weight_only(recipe: "str | Recipe") -> Recipe:
     return replace(recipe, name=f"{recipe.name}{_WEIGHT_ONLY}", weight_only=True)
 
 
-def _two_directions(name: str, *, x: Granularity, w: Granularity, w_t: Granularity, rule: str, note: str) -> Recipe:
+def _two_directions(
+    name: str, *, x: Granularity, w: Granularity, w_t: Granularity, rule: ScaleRule, note: str
+) -> Recipe:
     """Return a recipe with scales that vary along the contraction, so each operand is quantized per direction."""
 
     def spec(granularity: Granularity) -> QuantSpec:
-        return QuantSpec(granularity=granularity, scale_rule=rule)  # type: ignore[arg-type]
+        return QuantSpec(granularity=granularity, scale_rule=rule)
 
     x_t = Granularity(x.columns, x.rows)
     return Recipe(

@@ -149,12 +149,13 @@ def _parse(text: str) -> QuantSpec:
     format_name, granularity_name, rule = (*fields, "amax")[:3]
     if format_name not in VALUE_FORMATS:
         raise ValueError(f"unknown format {format_name!r} in spec {text!r}{nearest(format_name, VALUE_FORMATS)}")
-    if rule not in ("amax", "pow2", "e8m0"):
-        raise ValueError(f"unknown scale rule {rule!r} in spec {text!r}{nearest(rule, ('amax', 'pow2', 'e8m0'))}")
+    rules: dict[str, ScaleRule] = {"amax": "amax", "pow2": "pow2", "e8m0": "e8m0"}
+    if rule not in rules:
+        raise ValueError(f"unknown scale rule {rule!r} in spec {text!r}{nearest(rule, rules)}")
     return QuantSpec(
         format=VALUE_FORMATS[format_name],
         granularity=_parse_granularity(granularity_name, text),
-        scale_rule=rule,  # type: ignore[arg-type]
+        scale_rule=rules[rule],
     )
 
 

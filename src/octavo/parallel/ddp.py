@@ -23,7 +23,7 @@ from octavo.comm.encoding import pack, parse_spec, unpack
 from octavo.nn.equalized import equalized_layers
 from octavo.nn.resident import ResidentWeight
 from octavo.parallel.agreement import broadcast_values, checksums
-from octavo.runtime.torch_compat import divides_by_active_ranks, ignore_in_ddp, is_under_join
+from octavo.runtime.torch_compat import GradBucket, divides_by_active_ranks, ignore_in_ddp, is_under_join
 
 
 class Fp8AllReduce:
@@ -183,7 +183,7 @@ def saved_buffers(model: nn.Module) -> list[Tensor]:
     ]
 
 
-def _hook(state: Fp8AllReduce, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
+def _hook(state: Fp8AllReduce, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     """Average the gradients of a bucket; on a GPU in a stream of its own, while backward continues."""
     gradient = bucket.buffer()
     if gradient.device.type != "cuda":

@@ -184,7 +184,8 @@ class PipelineStage(pipelining.PipelineStage):
 
     def get_local_bwd_output(self, mb_index: int) -> Any:
         """Return the gradients of a micro-batch's inputs for a stage on this rank; none in evaluation."""
-        return super().get_local_bwd_output(mb_index) if self.has_backward else ()  # type: ignore[no-untyped-call]
+        stage: Any = super()
+        return stage.get_local_bwd_output(mb_index) if self.has_backward else ()
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
         """Take the gradients of a micro-batch's outputs from a stage on this rank; none in evaluation."""

@@ -141,9 +141,10 @@ def check_pipeline_model(model: Any, stages: int) -> None:
 def check_pipeline_structure(model: Any, stages: int) -> None:
     """Raise ValueError if the structure of a model, on any device, shows that it cannot be cut into so many stages."""
     kind, base = type(model).__name__, getattr(model, "base_model", None)
-    blocks = find_block_list(base) if isinstance(base, nn.Module) else nn.ModuleList()
+    base = base if isinstance(base, nn.Module) else nn.Module()
+    blocks = find_block_list(base)
     ends = all(isinstance(getattr(base, name, None), nn.Module) for name in ("norm", "embed_tokens"))
-    if not (len(blocks) and ends and blocks in list(base.children())):  # type: ignore[union-attr]
+    if not (len(blocks) and ends and blocks in list(base.children())):
         raise ValueError(
             f"{kind} cannot be a pipeline: it is not embed_tokens, a list of blocks, norm and a head, as Llama is"
         )

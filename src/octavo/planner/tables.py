@@ -1,6 +1,7 @@
 """Format plans as terminal tables: memory next to bf16 training and the precision levels, and forecasts."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from octavo.numerics.display import Table
@@ -120,7 +121,7 @@ def _step(plan: Any) -> Table:
     for part in (part for part in PARTS if part != "bubble" or plan.step_config.pp > 1):
         of_time(
             f"{PART_NAMES.get(part, part)}, {name}",
-            lambda time, part=part: f"{unit * getattr(time, part):,.2f}",  # type: ignore[misc]
+            partial(_part, part, unit),
         )
     rows.append(())
     of_time(f"total, {name}", lambda time: f"{unit * time.seconds:,.2f}")
@@ -196,3 +197,7 @@ def _merge_like_rows(plan: Any) -> list[tuple[str, PlanRow, str]]:
             own_recipe = own.get(row.name) or "bf16"
             groups.setdefault((pattern(row.name), row.recipe, row.reason, own_recipe), []).append(row)
     return [(merged([row.name for row in rows]) or "(the model)", rows[0], key[3]) for key, rows in groups.items()]
+
+
+def _part(name: str, unit: float, time: StepTime) -> str:
+    return f"{unit * getattr(time, name):,.2f}"

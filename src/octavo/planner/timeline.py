@@ -178,7 +178,7 @@ class Timeline(TorchDispatchMode):
     """Records storages while it is active."""
 
     def __init__(self, allocation_granularity: int = 1) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        TorchDispatchMode.__init__(self)
         self._allocation_granularity = allocation_granularity
         self._numbers = WeakIdKeyDictionary()
         self._sizes: list[int] = []
@@ -246,11 +246,11 @@ class Timeline(TorchDispatchMode):
 
         torch.UntypedStorage.resize_ = resize_  # type: ignore[assignment, method-assign]
         self._mark("step start")
-        super().__enter__()  # type: ignore[no-untyped-call]
+        TorchDispatchMode.__enter__(self)
         return self
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        TorchDispatchMode.__exit__(self, *error)
         self._mark("step end")
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
 

@@ -143,7 +143,7 @@ def _hooked(tracer: "_Tracer", linears: Mapping[str, nn.Module]) -> Iterator[Non
 
 class _Tracer(TorchDispatchMode):
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        TorchDispatchMode.__init__(self)
         self.calls: dict[str, list[LinearCall]] = {}
         self.attention = 0.0
         self.products: list[Work] = []

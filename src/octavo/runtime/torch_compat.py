@@ -11,9 +11,10 @@ from datetime import timedelta
 from functools import cache, partial
 from importlib import import_module
 from itertools import chain
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
 import torch
+import torch.distributed as dist
 import torch.nn.modules.module as torch_module
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMode, unset_fake_temporarily
@@ -23,8 +24,14 @@ from torch.utils._python_dispatch import _disable_current_modes as disable_curre
 from torch.utils._python_dispatch import _get_current_dispatch_mode as current_dispatch_mode
 from torch.utils._pytree import tree_leaves, tree_map
 
+if TYPE_CHECKING:  # `torch.distributed` re-exports them where they exist, which no checker sees
+    from torch._C._distributed_c10d import GradBucket, PrefixStore, Store
+else:
+    GradBucket, PrefixStore, Store = (getattr(dist, name, None) for name in ("GradBucket", "PrefixStore", "Store"))
+
 __all__ = [
-    "FakeCopyMode", "FakeTensor", "FakeTensorMode", "FunctionalTensor", "FunctionalTensorMode", "TorchDispatchMode",
+    "FakeCopyMode", "FakeTensor", "FakeTensorMode", "FunctionalTensor", "FunctionalTensorMode", "GradBucket",
+    "PrefixStore", "Store", "TorchDispatchMode",
     "current_dispatch_mode", "disable_current_modes", "is_traceable_wrapper_subclass", "tree_leaves", "tree_map",
     "unset_fake_temporarily",
 ]  # fmt: skip
@@ -37,7 +44,7 @@ dispatch_modes = torch._C._len_torch_dispatch_stack
 current_graph_task_id = torch._C._current_graph_task_id
 disabled_torch_function: Any = torch._C._disabled_torch_function_impl
 saved_tensors_hooks_disabled = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message
-is_written: Callable[[Tensor], bool] = torch._functionalize_has_data_mutation  # type: ignore[attr-defined]
+is_written: Callable[[Tensor], bool] = cast(Any, torch)._functionalize_has_data_mutation
 """Whether an operation in place wrote to the storage of a functional tensor that AOTAutograd traces."""
 sequence_number = torch._C._autograd._get_sequence_nr
 top_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
@@ -166,10 +173,16 @@ def missing_in_pipelining() -> list[str]:
     return missing + ([] if hasattr(internals, "_StageMeta") else ["_StageMeta"])
 
 
+def untraced(function: Callable[P, R]) -> Callable[P, R]:
+    """Return `torch.compiler.disable(function)`, which loses the types."""
+    decorated: Callable[P, R] = torch.compiler.disable(function)
+    return decorated
+
+
 def constant_in_graphs(function: Callable[P, R]) -> Callable[P, R]:
     """Have torch.compile call a function and take its result as a constant, instead of tracing it."""
     # `torch.compiler.assume_constant_result` sets the same attribute, but imports the compiler, which takes a second.
-    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    vars(function)["_dynamo_marked_constant"] = True
     return function
 
 
@@ -258,7 +271,6 @@ def fake_process_group(size: int) -> Iterator[None]:
     """A process group of so many ranks, of which this process is the first and the others do not exist."""
     # Its collectives send nothing. DTensor infers shapes by an operation on whole tensors, once for each; dispatch
     # modes, which record what a rank runs, do not see it. Raises ValueError if this process is in a group already.
-    import torch.distributed as dist
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -271,11 +283,12 @@ def fake_process_group(size: int) -> Iterator[None]:
             return propagate(self, op_schema)
 
     dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
-    ShardingPropagator._propagate_tensor_meta_non_cached = propagate_unseen  # type: ignore[method-assign]
+    propagator: Any = ShardingPropagator
+    propagator._propagate_tensor_meta_non_cached = propagate_unseen
     try:
         yield
     finally:
-        ShardingPropagator._propagate_tensor_meta_non_cached = propagate  # type: ignore[method-assign]
+        propagator._propagate_tensor_meta_non_cached = propagate
         dist.destroy_process_group()
 
 
@@ -319,14 +332,16 @@ def short_backward(function: type[torch.autograd.Function]) -> type[torch.autogr
     """Class decorator: let the engine call `backward` without the `apply` of the node's class, which looks it up and
     refuses a `vjp` beside it. All releases.
     """
-    function._backward_cls.apply = vars(function)["backward"].__func__  # type: ignore[attr-defined]
+    annotated: Any = function
+    annotated._backward_cls.apply = vars(function)["backward"].__func__
     return function
 
 
 def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """Return `function.apply` without its support of functorch, whose wrappers and transforms the caller excludes."""
     # All releases: saves a tenth of the time of a small autograd function.
-    apply: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+    parent: Any = super(torch.autograd.Function, function)
+    apply: Callable[..., Any] = parent.apply
     return apply
 
 
@@ -469,11 +484,11 @@ class own_saved_tensors_hooks(torch.autograd.graph.saved_tensors_hooks):
         outer: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
         if outer is not None and getattr(outer[0], "_checkpoint_internal", False):
             outer = outer[0]._user_hooks
-        self.pack_hook._user_hooks = outer  # type: ignore[attr-defined]
+        vars(self.pack_hook)["_user_hooks"] = outer
         super().__enter__()
 
     def __exit__(self, *args: object) -> None:
-        del self.pack_hook._user_hooks  # type: ignore[attr-defined]  # autograd holds the hook as long as the graph
+        del vars(self.pack_hook)["_user_hooks"]  # autograd holds the hook as long as the graph
         super().__exit__(*args)
 
     @property

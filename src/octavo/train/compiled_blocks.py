@@ -221,7 +221,7 @@ class _Recorder(TorchDispatchMode):
     """Adds up the outputs of SAVED_OPS, each storage once."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        TorchDispatchMode.__init__(self)
         self._storages: dict[int, torch.UntypedStorage] = {}
 
     @property

@@ -85,8 +85,8 @@ class Layout:
         """Around a forward and its backward: whether DDP reduces the gradients; off also around a forward without a
         backward, after which DDP would reduce those of the next one, even if it should not.
         """
-        off = not on and isinstance(self.forward, DistributedDataParallel)
-        return self.forward.no_sync() if off else nullcontext()  # type: ignore[attr-defined]
+        ddp = self.forward
+        return ddp.no_sync() if isinstance(ddp, DistributedDataParallel) and not on else nullcontext()
 
     def own_rows(self, batch: Tensor) -> Tensor:
         """This rank's rows of a batch [B, …]."""

@@ -309,7 +309,7 @@ class _Draws(TorchDispatchMode):
     """Records draws into whole tensors; whatever else touches such a tensor draws it before."""
 
     def __init__(self, seed: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        TorchDispatchMode.__init__(self)
         self.pending: dict[int, _Draw] = {}  # by storage, which the tensor keeps alive
         # A generator of the CPU takes 32 bits: consecutive seeds never meet within a model, random ones would.
         self._seed = int(np.random.SeedSequence(seed).generate_state(1)[0])

@@ -29,7 +29,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, suppre
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 from uuid import uuid4
 
 import torch
@@ -38,7 +38,7 @@ from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
 from octavo.kernels.gemm.torch_bf16 import SWITCH as CPU_PRODUCTS
-from octavo.runtime.torch_compat import get_default_store
+from octavo.runtime.torch_compat import PrefixStore, Store, get_default_store
 from octavo.train.config.run_config import ConfigError, TrainConfig
 from octavo.train.config.sections import Run
 from octavo.train.diagnose import NonFiniteError
@@ -67,7 +67,7 @@ class Ranks:
     world_size: int = 1  # Number of processes
     local: int = 0  # Rank of this process on its machine
     # torchrun's store, which survives a restart of the processes; None without torchrun.
-    store: dist.Store | None = None  # type: ignore[name-defined]
+    store: Store | None = None
 
     @property
     def restarted(self) -> bool:
@@ -99,7 +99,8 @@ class Ranks:
                 raise error
             rank, message = next((rank, other) for rank, other in enumerate(errors) if other is not None)
             raise SharedError(message if None not in errors else f"rank {rank}: {message}")
-        return result  # type: ignore[return-value]
+        assert error is None
+        return cast(T, result)
 
     @contextmanager
     def closing(self, manager: AbstractContextManager[T]) -> Iterator[T]:
@@ -117,12 +118,13 @@ class Ranks:
         result, error = _try(action) if self.is_main else (None, None)
         payload: list[Any] = [(result, None if error is None else _message(error))]
         dist.broadcast_object_list(payload, 0)
+        value: T
         value, message = payload[0]
         if error is not None and not isinstance(error, _MISTAKES):
             raise error
         if message is not None:
             raise SharedError(message)
-        return value  # type: ignore[no-any-return]
+        return value
 
     def check_same(self, settings: Mapping[str, Any]) -> None:
         """Raise ConfigError on all ranks if a setting differs; it names the first one and each rank's value."""
@@ -267,16 +269,17 @@ def _detect_lost_ranks(rank: int, world: int) -> Iterator[None]:
         heartbeat.close()
 
 
-def _connect(device: torch.device, rank: int, timeout: float) -> dist.Store:  # type: ignore[name-defined]
+def _connect(device: torch.device, rank: int, timeout: float) -> Store:
     """Make the process group and return torchrun's store. Objects and flags use gloo on every device."""
     # The store survives a restart by torchrun and still holds the addresses of ended processes (pytorch issue 135712).
     # So each attempt has its own key prefix.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     limit = timedelta(seconds=timeout)
     try:
+        store: Store
         store, rank, world = next(rendezvous("env://", timeout=limit))
         store.set_timeout(limit)
-        prefixed = dist.PrefixStore(_attempt_prefix(store, rank, world, timeout), store)  # type: ignore[attr-defined]
+        prefixed = PrefixStore(_attempt_prefix(store, rank, world, timeout), store)
         dist.init_process_group(backend, store=prefixed, rank=rank, world_size=world, timeout=limit)
     except (dist.DistError, RuntimeError, ValueError) as error:
         address = ":".join(os.environ.get(name, "(unset)") for name in ("MASTER_ADDR", "MASTER_PORT"))
@@ -288,7 +291,7 @@ def _connect(device: torch.device, rank: int, timeout: float) -> dist.Store:  # 
     return store
 
 
-def _attempt_prefix(store: dist.Store, rank: int, world: int, timeout: float) -> str:  # type: ignore[name-defined]
+def _attempt_prefix(store: Store, rank: int, world: int, timeout: float) -> str:
     """Agree on a key prefix that is unique to this attempt of torchrun."""
     # torchrun's restart count does not serve: a machine does not count restarts that another machine caused. So rank 0
     # makes up a token and answers each request for it until every rank has confirmed; ended processes never confirm.
@@ -341,7 +344,7 @@ class Heartbeat:
     """Counts for this rank in a thread, until closed."""
 
     def __init__(self, store: Any, name: str, rank: int, world: int) -> None:
-        self._store = dist.PrefixStore(f"octavo/alive/{name}", store.clone())  # type: ignore[attr-defined]
+        self._store = PrefixStore(f"octavo/alive/{name}", store.clone())
         self._rank, self._others = rank, [other for other in range(world) if other != rank]
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._count, name="octavo-heartbeat", daemon=True)

@@ -91,7 +91,8 @@ class TraceCache(dict[Any, Any]):
         """Return the entry of a key, made if there is none."""
         if key not in self:
             self[key] = make()
-        return self[key]  # type: ignore[no-any-return]
+        made: T = self[key]
+        return made
 
 
 def trace_settings(config: TrainConfig) -> str:
@@ -528,7 +529,8 @@ class _TracedRun:
         fp8 = bool(plan.decisions) and run.parallel.fp8_comm != "off"
 
         def message(size: int) -> tuple[int, int]:
-            hidden = self.model.config.get_text_config().hidden_size  # type: ignore[operator, union-attr]
+            config: Any = self.model.config
+            hidden = config.get_text_config().hidden_size
             return message_bytes(run.parallel, (size, run.data.sequence_length), hidden, fp8=fp8)
 
         return stage_memory(
@@ -581,7 +583,8 @@ def _trace_run(
         loss = lambda copy: task.loss(copy, *task.empty_batch(shape[0], fake))  # noqa: E731
 
     def traced(stage: Stage) -> Trace:
-        return _run(partial(trace_stage, config, stage, shape, fake, loss), shape[0])  # type: ignore[no-any-return]
+        result: Trace = _run(partial(trace_stage, config, stage, shape, fake, loss), shape[0])
+        return result
 
     stages, cache = stages_of_model(model, parallel), TraceCache() if cache is None else cache
     every = [Stage(model=model), *stages] if parallel.pp > 1 else stages
