@@ -510,3 +510,30 @@ def test_python_blocks_name_what_exists(page):
 
 def resolve(node):
     return octavo if isinstance(node, ast.Name) else getattr(resolve(node.value), node.attr)
+
+
+SHOWN_PLAN = re.compile(r"```sh\n(octavo plan [^\n]*)\n```\n(?:(?!```).)*?```text\n(.*?)```", flags=re.S)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [name for name, text in PAGES.items() if SHOWN_PLAN.search(text)])
+def test_plans_that_pages_show_are_those_of_today(page):
+    """Of each line that a page shows, the first word and the numbers stand in this order in a line of the output."""
+    for command, shown in SHOWN_PLAN.findall(PAGES[page]):
+        done = subprocess.run(
+            [sys.executable, "-m", *shlex.split(command)], cwd=ROOT, env=os.environ | {"COLUMNS": "400"},
+            capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        lines = [numbers_of(line) for line in done.stdout.splitlines()]
+        missing = [line for line in shown.splitlines() if not any(in_order(numbers_of(line), words) for words in lines)]
+        assert not missing, f"{command}: {missing}"
+
+
+def numbers_of(line):
+    words = line.split()
+    return [*words[:1], *(word.strip("…,;()") for word in words[1:] if re.search(r"\d", word))]
+
+
+def in_order(some, words):
+    rest = iter(words)
+    return all(word in rest for word in some)
