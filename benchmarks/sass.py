@@ -35,6 +35,7 @@ MODULES = (
     "octavo.kernels.dequantize.triton",
     "octavo.kernels.adaptive.triton",
     "octavo.kernels.cross_entropy.triton",
+    "octavo.kernels.grouped.gradient_triton",
 )
 DIFFER_BY_TARGET = ("octavo.kernels.gemm.triton",)
 """Whose configurations depend on the compute capability."""

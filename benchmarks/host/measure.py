@@ -19,6 +19,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import MixtralConfig
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 import octavo
 from benchmarks.arms import has_torchao
@@ -26,7 +28,7 @@ from benchmarks.host import COUNTS
 from benchmarks.host.stub import Stub
 from octavo.kernels.gemm import SCALED_MM
 
-SIZE = 16
+SIZE = EXPERT = 16
 SIZES = {"blockwise": 512, "mxfp8": 128}
 """Whole blocks, and scales that need no padding."""
 SAMPLE_S = 1e-3
@@ -92,6 +94,24 @@ class NormedBlock(nn.Module):
         return out
 
 
+class Experts(nn.Module):
+    """Four experts of Mixtral, by Transformers' grouped products; two for each token, the same in each pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = {"hidden_size": EXPERT, "intermediate_size": EXPERT, "num_local_experts": 4, "num_experts_per_tok": 2}
+        config = MixtralConfig(**sizes)
+        config._experts_implementation = "grouped_mm"
+        self.experts, self.in_features = MixtralExperts(config).to(torch.bfloat16), EXPERT
+        for parameter in self.parameters():
+            nn.init.normal_(parameter)
+        self.ids = torch.arange(2 * EXPERT).view(EXPERT, 2) % 4
+        self.weights = torch.full((EXPERT, 2), 0.5, dtype=torch.bfloat16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.experts(x, self.ids, self.weights)  # type: ignore[no-any-return]
+
+
 class Mlp(nn.Module):
     """Llama's gated MLP."""
 
@@ -120,6 +140,8 @@ def arms(names: tuple[str, ...] = ()) -> dict[str, tuple[str, Callable[[], nn.Mo
     made["block keep_weights"] = ("bf16 block", lambda: _converted(Block(), "rowwise", keep_weights=True))
     made["bf16 llama block"] = ("bf16 llama block", NormedBlock)
     made["llama block"] = ("bf16 llama block", lambda: _converted(NormedBlock(), "rowwise"))
+    made["bf16 experts"] = ("bf16 experts", Experts)
+    made["experts"] = ("bf16 experts", lambda: _converted(Experts(), "rowwise"))
     if has_torchao():
         made |= {f"torchao {recipe}": ("bf16", lambda r=recipe: _torchao(r)) for recipe in TORCHAO}
     if not names:

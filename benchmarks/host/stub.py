@@ -23,6 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from octavo.runtime.torch_compat import empty_strided_on
+
 SOURCE = Path(__file__).with_name("libcuda.c")
 MOST_PARAMETERS = 64
 
@@ -153,10 +155,13 @@ def _pretend() -> None:
     cpu = torch.device("cpu")
     registry.GPU_TYPES.add("cpu")
     for op in registry.OPS.values():
-        name = "torch_scaled" if "torch_scaled" in op.backends else "triton"
-        op._chosen.update({(cpu, case): op.backends[name] for case in op.cases.values()})
+        for case in op.cases.values():
+            no_grouped = op.name == "grouped_mm" and case[2:] not in (("nt", ""), ("nn", ""))
+            name = "torch_scaled" if "torch_scaled" in op.backends and not no_grouped else "triton"
+            op._chosen[cpu, case] = op.backends[name]
     torch_scaled._SUPPORTED = AllSupported()
     torch._scaled_mm = _product
+    torch._scaled_grouped_mm = _grouped_product
     F.scaled_mm = torch._scaled_mm_v2 = _product
 
 
@@ -179,8 +184,19 @@ def _product(a: Tensor, b: Tensor, *_: Any, **__: Any) -> Tensor:
         shapes = ([min(size, LARGEST) for size in x.shape] for x in (a, b))
         operands = _OPERANDS[a.shape, b.shape] = [torch.ones(shape, dtype=torch.bfloat16) for shape in shapes]
     product, shape = torch.mm(*operands), (a.shape[0], b.shape[1])
-    return product if product.shape == shape else product.new_empty(shape)
+    return product if product.shape == shape else empty_strided_on(a.device)(shape, (shape[1], 1), product.dtype)
+
+
+def _grouped_product(a: Tensor, b: Tensor, *_: Any, offs: Tensor, **__: Any) -> Tensor:
+    """What `_grouped_mm` of bf16 costs the host, in place of the product of experts in FP8."""
+    shapes = (a.shape, b.shape, b.stride())
+    operands = _GROUPED.get(shapes)
+    if operands is None:
+        right = torch.empty_strided(b.shape, b.stride(), dtype=torch.bfloat16).zero_()
+        operands = _GROUPED[shapes] = torch.zeros(a.shape, dtype=torch.bfloat16), right
+    return torch._grouped_mm(*operands, offs=offs)
 
 
 LARGEST = 16
+_GROUPED: dict[Any, tuple[Tensor, Tensor]] = {}
 _OPERANDS: dict[tuple[torch.Size, torch.Size], list[Tensor]] = {}

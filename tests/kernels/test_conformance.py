@@ -15,6 +15,7 @@ from octavo.kernels.adaptive import triton as messages
 from octavo.kernels.dequantize import triton as dequantizer
 from octavo.kernels.fused import triton as fused
 from octavo.kernels.gemm import triton as products
+from octavo.kernels.grouped import gradient_triton as gradients
 from octavo.kernels.grouped import triton as grouped
 from octavo.kernels.launch import INTERPRETED
 from octavo.kernels.quantize import triton as quantizers
@@ -36,8 +37,8 @@ def test_all_kernels_equal_the_reference(budget):
     """Each case of each op on one small input of any values, strides and sizes; `octavo doctor --deep` runs more."""
     outcomes = compare("", budget=budget)
     assert {outcome.op for outcome in outcomes} == {
-        "quantize", "quantize_pair", "scaled_mm", "grouped_mm", "rms_norm", "layer_norm", "rms_norm_backward",
-        "layer_norm_backward", "glu", "glu_backward", "dequantize", "adaptive_quantize",
+        "quantize", "quantize_pair", "scaled_mm", "grouped_mm", "quantize_grouped", "rms_norm", "layer_norm",
+        "rms_norm_backward", "layer_norm_backward", "glu", "glu_backward", "dequantize", "adaptive_quantize",
         "adaptive_dequantize", "adamw",
     }  # fmt: skip
     assert [o for o in outcomes if o.mismatches] == []
@@ -50,7 +51,7 @@ def test_every_variant_that_can_be_launched_is_compared():
     assert {(v.op, v.case, v.config) for v in quantizers.variants()} <= compared
     others = {
         (v.op, v.config)
-        for module in (products, grouped, fused, optimizer, dequantizer, messages)
+        for module in (products, grouped, gradients, fused, optimizer, dequantizer, messages)
         for v in module.variants()
     }
     assert others == {(op, config) for op, _, config in compared} - {(v.op, v.config) for v in quantizers.variants()}

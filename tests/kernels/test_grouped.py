@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from octavo.kernels.grouped import GROUPED_MM, random_operands, reference, torch_scaled
-from octavo.numerics import sqnr
+from octavo.kernels.conformance.mismatches import difference
+from octavo.kernels.grouped import GROUPED_MM, gradient, quantize_grouped, random_operands, reference, torch_scaled
+from octavo.kernels.quantize import quantize
+from octavo.numerics import QuantSpec, sqnr
 from octavo.tensor import ScaledTensor
 
 ROOT = Path(__file__).parents[2]
@@ -26,8 +28,9 @@ def moved(operand, device):
 
 @pytest.mark.parametrize(("n", "k"), [(70, 167), (272, 384)])
 @pytest.mark.parametrize("case", PYTORCH, ids=" ".join)
-def test_pytorch_takes_the_operands_that_it_is_given(case, n, k):
-    """Its checks of dtypes, strides and scales run on meta tensors too."""
+def test_pytorch_takes_the_operands_that_it_is_given(case, n, k, monkeypatch):
+    """Its checks of dtypes, strides and scales run on meta tensors too, on which Triton does not."""
+    monkeypatch.setattr(torch_scaled, "zero_tail", torch_scaled._zero_tail)
     a, b, offsets, bias = random_operands(case, COUNTS, n, k, torch.device("cpu"))
     columns_first = b.data.t().contiguous().t()
     for data in (b.data, columns_first) if case[2] == "nn" else (b.data,):
@@ -74,6 +77,70 @@ def test_triton_computes_every_expert_as_the_reference_and_reads_no_other_rows(c
     rows = slice(3, 4) if layout == "tn" else slice(start, end)
     assert sqnr(expected[rows], actual[rows]) > 120
     assert layout == "tn" or not actual[sum(COUNTS) :].any()
+
+
+ENDS = {
+    "tiles of one expert": [64, 64, 130], "experts within a tile": [5, 5, 6, 100, 110], "none": [0, 0], "one": [70],
+    "rows of no expert": [3, 64],
+}  # fmt: skip
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    "text", ["e4m3/row", *(pytest.param(t, marks=pytest.mark.thorough) for t in ("e5m2/row", "e4m3/row/pow2"))]
+)
+@pytest.mark.parametrize("ends", ENDS)
+def test_triton_quantizes_gradients_byte_for_byte(ends, text, monkeypatch):
+    from octavo.kernels.grouped import gradient_triton
+
+    spec, offsets = QuantSpec.parse(text), torch.tensor(ENDS[ends], device=DEVICE).int()
+    monkeypatch.setattr(gradient_triton, "STRIP", 4)  # 64 rows
+    gradient_triton.launches.cache_clear()
+    rows, columns = max(ENDS[ends][-1], 21) + 13 * (ends == "rows of no expert"), 150
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape):
+        return torch.rand(shape, generator=generator).to(DEVICE)
+
+    g = ((draw(rows, columns) - 0.5) * 2.0 ** (20 * draw(rows, 1) - 10)).bfloat16()
+    g[7, 3], g[1, 9], g[20, 5] = torch.inf, torch.nan, -0.0
+    w_scale, x_scale = 10 * draw(len(ENDS[ends]), columns), draw(rows, 1)
+    calls = [(g, w_scale, x_scale, True)]
+    if ends == "experts within a tile":
+        apart = w_scale.t().contiguous().t(), x_scale.expand(-1, 2).contiguous()[:, :1]
+        calls += [(g.t().contiguous().t(), *apart, False), (g, w_scale, None, True), (g, None, x_scale, True)]
+    for matrix, *given, transposed in calls:
+        call = matrix, offsets, spec, *given, transposed
+        assert difference(gradient.reference(*call), gradient_triton.quantize_grouped(*call)) is None
+
+
+@needs_triton
+@pytest.mark.parametrize("ends", [[0, 0], [3, 70], [33, 100]])
+def test_rows_of_no_expert_become_zero(ends):
+    from octavo.kernels.grouped.gradient_triton import zero_tail
+
+    out = torch.full((100, 150), torch.nan, device=DEVICE)
+    zero_tail(out, torch.tensor(ends, device=DEVICE).int())
+    assert out[: ends[-1]].isnan().all() and not out[ends[-1] :].any()
+
+
+def test_gradients_of_experts_are_quantized_as_those_of_each_alone():
+    """The reference beside `quantize` on the rows of each expert, with the scales of W and X folded in."""
+    generator, ends = torch.Generator().manual_seed(0), [5, 5, 40]
+    g, offsets = torch.randn(43, 24, generator=generator).bfloat16(), torch.tensor(ends).int()
+    w_scale, x_scale = torch.rand(3, 24, generator=generator), torch.rand(43, 1, generator=generator)
+    by_row, by_expert = quantize_grouped(g, offsets, ROW_SPEC, COLUMN_SPEC, w_scale, x_scale)
+    for expert, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
+        own = slice(start, end)
+        alone = quantize(g[own], ROW_SPEC, w_scale[expert][None, :]), quantize(g[own], COLUMN_SPEC, x_scale[own])
+        for one, grouped, scale in zip(
+            alone, (by_row, by_expert), (by_row.scale[own], by_expert.scale[expert]), strict=True
+        ):
+            assert torch.equal(one.data.view(torch.uint8), grouped.data[own].view(torch.uint8))
+            assert torch.equal(one.scale.flatten(), scale.flatten())
+
+
+ROW_SPEC, COLUMN_SPEC = QuantSpec.parse("e4m3/row"), QuantSpec.parse("e4m3/column")
 
 
 @needs_triton

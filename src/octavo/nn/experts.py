@@ -27,7 +27,7 @@ from octavo.activations.detect import original_class, uses_default_call
 from octavo.activations.modules import STORAGE_ATTRIBUTE, mixed_class, of_stored
 from octavo.activations.saved_tensors import compressed, recording
 from octavo.kernels import grouped_mm, needs_both_orders, quantize
-from octavo.kernels.grouped import groups_of_rows, is_grouped, quantize_grouped_gradient, sum_by_group
+from octavo.kernels.grouped import is_grouped, quantize_grouped, sum_by_group
 from octavo.nn.gathered import Fp8AllGatherOutput, rows_of
 from octavo.nn.linear import linear
 from octavo.nn.operands import Saved, apply_unhooked, dgrad_weight, forward_operands, output_dtype
@@ -160,23 +160,22 @@ class _GroupedLinear(torch.autograd.Function):
         x_dtype, w_dtype, bias_dtype = ctx.dtypes
         needs_dgrad, needs_wgrad, needs_bias = required_gradients(ctx, 3)
         order: Order = "columns" if needs_both_orders(g_MN.device) else "rows"
-        experts, n = offsets.shape[0], g_MN.shape[1]
-        group = groups_of_rows(offsets, g_MN.shape[0])
-        dx_MK = dw = dbias_EN = None
+        w = dx_MK = dw = dbias_EN = None
         if needs_dgrad:
             rows = weight if w_data is not None else _rows(weight, ctx.transposed)
             if w_data is not None and w_data.ndim == 3:  # of a resident weight, as it is stored
                 w_data = _matrix(w_data, ctx.transposed)
             w = dgrad_weight((rows, w_data, w_scale), None, recipe)
-            g = quantize_grouped_gradient(g_MN, group, recipe.dgrad_g, w_scale=w_scale.view(experts, n))
-            dx_MK = grouped_mm(g, w.unscaled, offsets, "nn", out_dtype=x_dtype)
-        if needs_wgrad:
-            assert recipe.wgrad_g is not None and recipe.wgrad_x is not None
-            x = ScaledTensor(x_data, None, recipe.wgrad_x)
-            g = quantize_grouped_gradient(
-                g_MN, group, recipe.wgrad_g, x_scale=x_scale, experts=experts, order=order
-            )  # fmt: skip
-            dw = grouped_mm(g, x, offsets, "tn", out_dtype=w_dtype)
+            w_scale = w_scale.view(offsets.shape[0], g_MN.shape[1])
+        specs = recipe.dgrad_g if needs_dgrad else None, recipe.wgrad_g if needs_wgrad else None
+        g_dgrad = g_wgrad = None
+        if needs_dgrad or needs_wgrad:
+            g_dgrad, g_wgrad = quantize_grouped(g_MN, offsets, *specs, w_scale, x_scale, order)
+        if w is not None and g_dgrad is not None:
+            dx_MK = grouped_mm(g_dgrad, w.unscaled, offsets, "nn", out_dtype=x_dtype)
+        if g_wgrad is not None:
+            assert recipe.wgrad_x is not None
+            dw = grouped_mm(g_wgrad, ScaledTensor(x_data, None, recipe.wgrad_x), offsets, "tn", out_dtype=w_dtype)
             dw = dw.transpose(1, 2) if ctx.transposed else dw
         if needs_bias:
             dbias_EN = sum_by_group(g_MN, offsets).to(bias_dtype)

@@ -32,8 +32,8 @@ def unavailable_reason(device: torch.device) -> str | None:
 def checks(device: torch.device, only: str = "") -> list[Check]:
     """Return all cases of all ops with Triton kernels on a device whose "op case" contains `only`."""
     all_checks = [
-        *_quantizers(), *_products(device), *_grouped_products(device), *_norms(), *_norm_gradients(), *_glus(),
-        *_glu_gradients(), *_dequantizers(), *_messages(), *_optimizers(),
+        *_quantizers(), *_products(device), *_grouped_products(device), *_grouped_gradients(), *_norms(),
+        *_norm_gradients(), *_glus(), *_glu_gradients(), *_dequantizers(), *_messages(), *_optimizers(),
     ]  # fmt: skip
     selected = [check for check in all_checks if only in f"{check.op} {check.case}"]
     if not selected:
@@ -153,6 +153,24 @@ def _grouped_products(device: torch.device) -> Iterator[Check]:
             op="grouped_mm", case=" ".join(case).strip(),
             configs=triton.available_configs(case[2], target, fast, False, 2), inputs=partial(inputs, case=case),
             expected=partial(outputs, reference.grouped_mm), actual=partial(outputs, triton.grouped_mm),
+        )  # fmt: skip
+
+
+def _grouped_gradients() -> Iterator[Check]:
+    from octavo.kernels.grouped import gradient, gradient_triton
+
+    def inputs(rng: RandomInputs, spec: QuantSpec) -> Inputs:
+        experts = rng.random.choice((1, 3, 9))
+        counts = [min(rng.size(), 300) if rng.random.random() < 0.8 else 0 for _ in range(experts)]
+        m, n = sum(counts) + rng.random.choice((0, 5)), min(rng.size(), 1024)
+        rng.notes.append(f"rows {counts} of {m} N {n}")
+        offsets = torch.tensor(counts, device="cpu").cumsum(0).int()
+        return rng.normal(m, n).bfloat16(), offsets, spec, rng.positive(experts, n), rng.positive(m, 1), True
+
+    for (text,) in gradient.QUANTIZE_GROUPED.cases.values():
+        yield Check(
+            op="quantize_grouped", case=text, configs=(0,), inputs=partial(inputs, spec=QuantSpec.parse(text)),
+            expected=gradient.reference, actual=lambda *call: gradient_triton.quantize_grouped(*call[:-1]),
         )  # fmt: skip
 
 

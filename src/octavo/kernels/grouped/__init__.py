@@ -28,20 +28,19 @@ from torch import Tensor
 from octavo.kernels.conformance.mismatches import low_sqnr
 from octavo.kernels.gemm import UNIT_SCALE, Layout, torch_bf16
 from octavo.kernels.grouped import reference, torch_scaled
-from octavo.kernels.grouped.gradient import groups_of_rows, quantize_grouped_gradient, sum_by_group
+from octavo.kernels.grouped.gradient import is_grouped, quantize_grouped, sum_by_group
 from octavo.kernels.library import define
 from octavo.kernels.quantize import quantize
 from octavo.kernels.registry import Backend, Case, Op, register, triton_backend
 from octavo.numerics.recipe import RECIPES, Recipe
-from octavo.numerics.spec import COLUMN, ROW, QuantSpec
+from octavo.numerics.spec import QuantSpec
 from octavo.tensor import ScaledTensor
 
 __all__ = [
     "GROUPED_MM",
     "grouped_mm",
-    "groups_of_rows",
     "is_grouped",
-    "quantize_grouped_gradient",
+    "quantize_grouped",
     "sum_by_group",
 ]  # fmt: skip
 
@@ -85,16 +84,6 @@ def grouped_mm(
 _CONTRACTED = {"nt": (1, 1), "nn": (1, 0), "tn": (0, 0)}
 """Contracted dimensions of A and B, by layout."""
 _HIGH_PRECISION = (torch.bfloat16, torch.float32, torch.float16)
-
-
-def is_grouped(recipe: Recipe) -> bool:
-    """Return whether a recipe's products run as grouped ones: X and W by row, folded into G, all in FP8."""
-    granularities = recipe.x.granularity, recipe.w.granularity, recipe.dgrad_g.granularity
-    by_row = granularities == (ROW, ROW, ROW) and recipe.x.scale_rule != "e8m0" != recipe.w.scale_rule
-    one_copy = recipe.dgrad_w == recipe.w and recipe.wgrad_x == recipe.x
-    if recipe.equalization or recipe.weight_only:
-        return False
-    return by_row and one_copy and recipe.wgrad_g is not None and recipe.wgrad_g.granularity == COLUMN
 
 
 def _bytes(operand: ScaledTensor, along: int) -> Tensor:

@@ -1,50 +1,145 @@
 """Quantize G of a grouped linear: by row with each expert's scales of W folded in, by column and expert for wgrad.
 
-Elementwise PyTorch operations apply factors per row and expert in float32, then `quantize` casts: the bits of
-`quantize` on the rows of each expert alone, on any device, without reading offsets on the host. The factors cost a
-float32 copy of G, 8 bytes of memory traffic per element more than a kernel of their own would.
+    dgrad    G[g] diag(b[e])     by row             legend: g the rows of expert e, a the scales of X by row [M,1],
+    wgrad    diag(a[g]) G[g]     by column of e             b those of W [E,N]
+
+Both from the same reads, on any device without reading offsets on the host: the bits of `quantize` on the rows of each
+expert alone.
 """
+
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from octavo.kernels.conformance.mismatches import difference
 from octavo.kernels.library import define
-from octavo.kernels.quantize import quantize
-from octavo.kernels.quantize.reference import scale_of
+from octavo.kernels.quantize import reference as quantize
+from octavo.kernels.registry import Backend, Case, Op, register, triton_backend
 from octavo.numerics.formats import E4M3, E5M2
-from octavo.numerics.spec import TENSOR, QuantSpec
+from octavo.numerics.recipe import RECIPES, Recipe
+from octavo.numerics.spec import COLUMN, ROW, TENSOR, QuantSpec
 from octavo.tensor import Order, ScaledTensor
 
 
-def groups_of_rows(offsets: Tensor, rows: int) -> Tensor:
-    """Return the expert of each row, int64 [rows]; E for rows that belong to no expert."""
+def is_grouped(recipe: Recipe) -> bool:
+    """Return whether a recipe's products run as grouped ones: X and W by row, folded into G, all in FP8."""
+    granularities = recipe.x.granularity, recipe.w.granularity, recipe.dgrad_g.granularity
+    by_row = granularities == (ROW, ROW, ROW) and recipe.x.scale_rule != "e8m0" != recipe.w.scale_rule
+    one_copy = recipe.dgrad_w == recipe.w and recipe.wgrad_x == recipe.x
+    if recipe.equalization or recipe.weight_only:
+        return False
+    return by_row and one_copy and recipe.wgrad_g is not None and recipe.wgrad_g.granularity == COLUMN
+
+
+def rows_of_groups(offsets: Tensor, rows: int) -> Tensor:
+    """Return the expert of each row, int32 [rows]; E for rows that belong to no expert."""
     index = torch.arange(rows, device=offsets.device, dtype=offsets.dtype)
-    return torch.searchsorted(offsets, index, right=True)
+    return torch.searchsorted(offsets, index, right=True, out_int32=True)
 
 
-def quantize_grouped_gradient(
-    g: Tensor, group: Tensor, spec: QuantSpec, *, w_scale: Tensor | None = None, x_scale: Tensor | None = None,
-    experts: int = 0, order: Order = "rows",
-) -> ScaledTensor:  # fmt: skip
-    """Quantize G [M,N] for dgrad (with `w_scale`) or wgrad (with `x_scale`)."""
+def quantize_grouped(
+    g: Tensor, offsets: Tensor, dgrad: QuantSpec | None, wgrad: QuantSpec | None, w_scale: Tensor | None,
+    x_scale: Tensor | None, order: Order = "rows",
+) -> tuple[ScaledTensor | None, ScaledTensor | None]:  # fmt: skip
+    """Quantize G [M,N] for dgrad with the scales of W [E,N], and for wgrad with those of X [M,1]; each may be None.
+
+    `order` is that of the data for wgrad. Data in rows of no expert is undefined.
+    """
+    if dgrad is not None and wgrad is not None and (dgrad.format, dgrad.scale_rule) != (wgrad.format, wgrad.scale_rule):
+        by_row, _ = quantize_grouped(g, offsets, dgrad, None, w_scale, None)
+        return by_row, quantize_grouped(g, offsets, None, wgrad, None, x_scale, order)[1]
+    spec = dgrad or wgrad
+    assert spec is not None and (dgrad is None or w_scale is not None) and (wgrad is None or x_scale is not None)
+    outputs: Sequence[Tensor] = torch.ops.octavo.quantize_grouped.default(
+        g, offsets, spec.text, w_scale if dgrad is not None else None, x_scale if wgrad is not None else None, order
+    )
+    by_row = by_expert = None
+    if dgrad is not None:
+        by_row = ScaledTensor(outputs[0], outputs[1], dgrad)
+    if wgrad is not None:
+        by_expert = ScaledTensor(outputs[-2].t() if order == "columns" else outputs[-2], outputs[-1], wgrad)
+    return by_row, by_expert
+
+
+def reference(
+    g: Tensor, offsets: Tensor, spec: QuantSpec, w_scale: Tensor | None, x_scale: Tensor | None, transposed: bool
+) -> list[Tensor]:
+    """Return data and scales for dgrad, then data (as [N,M] if `transposed`) and scales for wgrad."""
+    # Elementwise operations apply factors per row and expert in float32, then `quantize` casts.
+    outputs, group, experts = [], rows_of_groups(offsets, g.shape[0]), offsets.shape[0]
     if w_scale is not None:
         # Rows of no expert take the last expert's scales: nothing reads them.
-        factor = w_scale.index_select(0, group.clamp(max=w_scale.shape[0] - 1))
-        return quantize(factor.mul_(g), spec, order=order)
-    assert x_scale is not None
-    values = g.to(torch.float32, copy=True).mul_(x_scale)
-    bits = values.view(torch.int32) & 0x7FFFFFFF  # magnitudes sort like their bits, NaN last
-    amax = bits.new_zeros((experts + 1, g.shape[1]))
-    amax.scatter_reduce_(0, group[:, None].expand_as(bits), bits, "amax")
-    scale, inverse = scale_of(amax.view(torch.float32), spec)
-    values.mul_(inverse.index_select(0, group))
-    one = values.new_ones((1, 1))
-    data = quantize(values, _ONE_SCALE[spec.format.name], order=order, scale=one)
-    return ScaledTensor(data.data, scale[:experts], spec, data.other_order)
+        factor = w_scale.index_select(0, group.clamp(max=experts - 1))
+        outputs += quantize.quantize(factor.mul_(g), replace(spec, granularity=ROW), None)
+    if x_scale is not None:
+        values = g.to(torch.float32, copy=True).mul_(x_scale)
+        bits = values.view(torch.int32) & 0x7FFFFFFF  # magnitudes sort like their bits, NaN last
+        amax = bits.new_zeros((experts + 1, g.shape[1]))
+        amax.scatter_reduce_(0, group.long()[:, None].expand_as(bits), bits, "amax")
+        scale, inverse = quantize.scale_of(amax.view(torch.float32), spec)
+        values.mul_(inverse.index_select(0, group))
+        one, unit = values.new_ones((1, 1)), _ONE_SCALE[spec.format.name]
+        outputs += quantize.quantize(values, unit, None, scale=one, order="columns" if transposed else "rows")
+        outputs.append(scale[:experts])
+    return outputs
 
 
 _ONE_SCALE = {fmt.name: QuantSpec(format=fmt, granularity=TENSOR) for fmt in (E4M3, E5M2)}
-"""Made here, so that torch.compile sees constants."""
+
+
+def _probe(backend: Backend, device: torch.device, case: Case) -> str | None:
+    """Compare with the reference: experts of no rows and of one, one that begins within a tile, rows of no expert."""
+    generator = torch.Generator().manual_seed(0)
+    ends = torch.tensor([5, 5, 6, 200, 263], device="cpu").int().to(device)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.rand(shape, generator=generator, device="cpu", dtype=torch.float32).to(device)
+
+    g = (draw(270, 272) - 0.5).bfloat16()
+    call = (g, ends, QuantSpec.parse(case[0]), draw(5, 272), draw(270, 1), True)
+    names = ("data by row", "its scales", "data by expert", "its scales")
+    expected, actual = (
+        [x[:263] if i < 2 else x for i, x in enumerate(outputs)] for outputs in (reference(*call), backend.run(*call))
+    )
+    return difference(expected, actual, names)
+
+
+_SPECS: dict[str, Case] = {spec.text: (spec.text,) for r in RECIPES.values() if is_grouped(r) for spec in (r.dgrad_g,)}
+
+QUANTIZE_GROUPED = register(Op(name="quantize_grouped", cases=_SPECS, probe=_probe))
+QUANTIZE_GROUPED.add(triton_backend("octavo.kernels.grouped.gradient_triton:quantize_grouped"))
+QUANTIZE_GROUPED.add(Backend(name="reference", run=reference))
+
+
+def _run(
+    g: Tensor, offsets: Tensor, spec: str, w_scale: Tensor | None, x_scale: Tensor | None, order: str
+) -> list[Tensor]:
+    run = QUANTIZE_GROUPED.choose(g.device, (spec,)).run
+    outputs: list[Tensor] = run(g, offsets, QuantSpec.parse(spec), w_scale, x_scale, order == "columns")
+    return outputs
+
+
+def _fake(
+    g: Tensor, offsets: Tensor, spec: str, w_scale: Tensor | None, x_scale: Tensor | None, order: str
+) -> list[Tensor]:
+    (rows, columns), dtype, outputs = g.shape, QuantSpec.parse(spec).format.dtype, []
+    if w_scale is not None:
+        outputs += [g.new_empty((rows, columns), dtype=dtype), g.new_empty((rows, 1), dtype=torch.float32)]
+    if x_scale is not None:
+        shape = (columns, quantize.padded(rows)) if order == "columns" else (rows, columns)
+        data = g.new_empty(shape, dtype=dtype)
+        outputs += [data[:, :rows] if order == "columns" else data]
+        outputs += [g.new_empty((offsets.shape[0], columns), dtype=torch.float32)]
+    return outputs
+
+
+define(
+    "quantize_grouped(Tensor g, Tensor offsets, str spec, Tensor? w_scale, Tensor? x_scale, str order) -> Tensor[]",
+    _run,
+    _fake,
+)
 
 
 def sum_by_group(g: Tensor, offsets: Tensor) -> Tensor:

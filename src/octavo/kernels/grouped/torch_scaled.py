@@ -5,13 +5,17 @@ which tokens do not: those products run in Triton. Written from PyTorch's docume
 registry's probe decides on each device.
 """
 
+from importlib.util import find_spec
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.kernels.gemm.operand_layout import ALIGNMENT, packed
+from octavo.kernels.gemm.torch_scaled import ones
 from octavo.kernels.registry import Case, unsupported_gpu
+from octavo.runtime.lazy import lazy_function
 from octavo.tensor import ScaledTensor
 
 
@@ -47,17 +51,27 @@ def grouped_mm(
     weights = weights.transpose(1, 2) if layout == "nt" else weights  # [E, contraction, columns]
     padded_columns = columns + -columns % ALIGNMENT
     right = _columns_first(weights, left.shape[1], padded_columns)
-    b_scale = torch.ones((experts, padded_columns), device=left.device, dtype=torch.float32)
-    if b.scale is not None:
-        b_scale[:, :columns] = b.scale.view(experts, columns)
+    b_scale = ones(experts * padded_columns, left.device).view(experts, padded_columns)
+    if b.scale is not None and padded_columns == columns:
+        b_scale = b.scale.view(experts, columns)
+    elif b.scale is not None:
+        b_scale = F.pad(b.scale.view(experts, columns), (0, padded_columns - columns), value=1.0)
     multiply: Any = torch._scaled_grouped_mm
     assert a.scale is not None
     product: Tensor = multiply(
         left, right, a.scale.view(-1), b_scale, offs=offsets, out_dtype=torch.bfloat16, use_fast_accum=fast_accum
     )
-    product = product[:, :columns]
-    inside = torch.arange(m, device=left.device)[:, None] < offsets[-1]
-    return torch.where(inside, product, 0).to(out_dtype)
+    product = product if padded_columns == columns else product[:, :columns].contiguous()
+    zero_tail(product, offsets)
+    return product.to(out_dtype)
+
+
+def _zero_tail(product: Tensor, offsets: Tensor) -> None:
+    inside = torch.arange(product.shape[0], device=product.device)[:, None] < offsets[-1]
+    product.copy_(torch.where(inside, product, 0))
+
+
+zero_tail = lazy_function("octavo.kernels.grouped.gradient_triton:zero_tail") if find_spec("triton") else _zero_tail
 
 
 def _columns_first(weights: Tensor, contraction: int, columns: int) -> Tensor:

@@ -35,7 +35,7 @@ from octavo.kernels.primitives import (
 
 
 @triton.jit
-def _tile_of(program, columns, TILE_C: tl.constexpr):
+def tile_of(program, columns, TILE_C: tl.constexpr):
     """Row and column of a tile, in row-major order."""
     across = tl.maximum(tl.cdiv(columns, TILE_C), 1)
     return program // across, program % across
@@ -97,17 +97,17 @@ def _largest(a, b, c, d):
 
 
 @triton.jit
-def _scaled(values, inverse, FP8_MAX: tl.constexpr, PRECOMPUTED: tl.constexpr, INTERPRETED: tl.constexpr):
+def scaled(values, inverse, FP8_MAX: tl.constexpr, PRECOMPUTED: tl.constexpr, INTERPRETED: tl.constexpr):
     """Values / scale, ready for the cast."""
-    scaled = values * inverse
+    result = values * inverse
     if PRECOMPUTED != 0:
         if INTERPRETED:
             finite = (magnitude(values) < INFINITY_BITS) & (inverse == inverse)
-            cut = tl.minimum(tl.maximum(scaled, -FP8_MAX), FP8_MAX)
-            scaled = tl.where(finite, cut, float("nan"))
+            cut = tl.minimum(tl.maximum(result, -FP8_MAX), FP8_MAX)
+            result = tl.where(finite, cut, float("nan"))
         else:
-            scaled = tl.math.fma(values, 0.0, scaled)  # NaN where values is not finite, else unchanged
-    return scaled
+            result = tl.math.fma(values, 0.0, result)  # NaN where values is not finite, else unchanged
+    return result
 
 
 @triton.jit
@@ -207,8 +207,8 @@ def _quantized_blocks(
             grid_columns, FP8_MAX, POWER_OF_TWO, E8M0, PRECOMPUTED, R // 4, C, INTERPRETED,
         )  # fmt: skip
         ib, ic, id = ia, ia, ia
-    a, b = _scaled(a, ia, FP8_MAX, PRECOMPUTED, INTERPRETED), _scaled(b, ib, FP8_MAX, PRECOMPUTED, INTERPRETED)
-    c, d = _scaled(c, ic, FP8_MAX, PRECOMPUTED, INTERPRETED), _scaled(d, id, FP8_MAX, PRECOMPUTED, INTERPRETED)
+    a, b = scaled(a, ia, FP8_MAX, PRECOMPUTED, INTERPRETED), scaled(b, ib, FP8_MAX, PRECOMPUTED, INTERPRETED)
+    c, d = scaled(c, ic, FP8_MAX, PRECOMPUTED, INTERPRETED), scaled(d, id, FP8_MAX, PRECOMPUTED, INTERPRETED)
     store4(q, q_t, a, b, c, d, word, column, rows, columns, padded_rows, E4M3, ROWS, COLUMNS, INTERPRETED, "")
 
 
@@ -223,7 +223,7 @@ def blocks_kernel(
     TILE_R: tl.constexpr, TILE_C: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Quantize in one pass: a TILE_R × TILE_C tile contains whole scale blocks, R × C (in a pair also R_T × C_T)."""
-    tile_row, tile_column = _tile_of(tl.program_id(0), columns, TILE_C)
+    tile_row, tile_column = tile_of(tl.program_id(0), columns, TILE_C)
     word, column = indices(tile_row, TILE_R // 4), column_indices(tile_column * TILE_C, TILE_C, x)
     row = 4 * word
     a, b, c, d = load4(x, row, column, rows, columns, stride_r, stride_c, "")
@@ -301,7 +301,7 @@ def maxima_kernel(
     """Reduce amax by row, column or tensor into `amax`, and that of the second output into `amax_t` (int32 bits)."""
     # A program walks down a strip of TILES tiles and keeps its column maxima in registers: the reduction across threads
     # costs a quarter of the pass where each tile has its own (docs/performance.md).
-    strip, tile_column = _tile_of(tl.program_id(0), columns, TILE_C)
+    strip, tile_column = tile_of(tl.program_id(0), columns, TILE_C)
     column = column_indices(tile_column * TILE_C, TILE_C, x)
     largest = tl.zeros((TILE_R // 4, TILE_C), tl.int32)
     largest_t = largest
@@ -322,7 +322,7 @@ def maxima_kernel(
 
 
 @triton.jit
-def _inverse_at(
+def inverse_at(
     amax, s, index, extent, writes,
     FP8_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr, E8M0: tl.constexpr, PRECOMPUTED: tl.constexpr,
     INTERPRETED: tl.constexpr,
@@ -347,22 +347,22 @@ def _cast_tile(
     row = 4 * word
     if AXIS == 1:
         writes = tile_column == 0
-        ia = _inverse_at(amax, s, row, rows, writes, FP8_MAX, POWER_OF_TWO, E8M0, PRECOMPUTED, INTERPRETED)[:, None]
-        ib = _inverse_at(amax, s, row + 1, rows, writes, FP8_MAX, POWER_OF_TWO, E8M0, PRECOMPUTED, INTERPRETED)[:, None]
-        ic = _inverse_at(amax, s, row + 2, rows, writes, FP8_MAX, POWER_OF_TWO, E8M0, PRECOMPUTED, INTERPRETED)[:, None]
-        id = _inverse_at(amax, s, row + 3, rows, writes, FP8_MAX, POWER_OF_TWO, E8M0, PRECOMPUTED, INTERPRETED)[:, None]
+        ia = inverse_at(amax, s, row, rows, writes, FP8_MAX, POWER_OF_TWO, E8M0, PRECOMPUTED, INTERPRETED)[:, None]
+        ib = inverse_at(amax, s, row + 1, rows, writes, FP8_MAX, POWER_OF_TWO, E8M0, PRECOMPUTED, INTERPRETED)[:, None]
+        ic = inverse_at(amax, s, row + 2, rows, writes, FP8_MAX, POWER_OF_TWO, E8M0, PRECOMPUTED, INTERPRETED)[:, None]
+        id = inverse_at(amax, s, row + 3, rows, writes, FP8_MAX, POWER_OF_TWO, E8M0, PRECOMPUTED, INTERPRETED)[:, None]
     elif AXIS == 2:
         writes = tile_row == 0
-        ia = _inverse_at(amax, s, column, columns, writes, FP8_MAX, POWER_OF_TWO, E8M0, PRECOMPUTED, INTERPRETED)[
+        ia = inverse_at(amax, s, column, columns, writes, FP8_MAX, POWER_OF_TWO, E8M0, PRECOMPUTED, INTERPRETED)[
             None, :
         ]
         ib, ic, id = ia, ia, ia
     else:
         only, writes = tl.arange(0, 1), tile_row + tile_column == 0
-        ia = _inverse_at(amax, s, only, 1, writes, FP8_MAX, POWER_OF_TWO, E8M0, PRECOMPUTED, INTERPRETED)[:, None]
+        ia = inverse_at(amax, s, only, 1, writes, FP8_MAX, POWER_OF_TWO, E8M0, PRECOMPUTED, INTERPRETED)[:, None]
         ib, ic, id = ia, ia, ia
-    a, b = _scaled(a, ia, FP8_MAX, PRECOMPUTED, INTERPRETED), _scaled(b, ib, FP8_MAX, PRECOMPUTED, INTERPRETED)
-    c, d = _scaled(c, ic, FP8_MAX, PRECOMPUTED, INTERPRETED), _scaled(d, id, FP8_MAX, PRECOMPUTED, INTERPRETED)
+    a, b = scaled(a, ia, FP8_MAX, PRECOMPUTED, INTERPRETED), scaled(b, ib, FP8_MAX, PRECOMPUTED, INTERPRETED)
+    c, d = scaled(c, ic, FP8_MAX, PRECOMPUTED, INTERPRETED), scaled(d, id, FP8_MAX, PRECOMPUTED, INTERPRETED)
     store4(q, q_t, a, b, c, d, word, column, rows, columns, padded_rows, E4M3, ROWS, COLUMNS, INTERPRETED, "")
 
 
@@ -377,7 +377,7 @@ def cast_kernel(
 ):  # fmt: skip
     """Cast a tile with amax from an earlier pass, or with precomputed amax or scales; last tiles first."""
     last_first = tl.num_programs(0) - 1 - tl.program_id(0)
-    tile_row, tile_column = _tile_of(last_first, columns, TILE_C)
+    tile_row, tile_column = tile_of(last_first, columns, TILE_C)
     word, column = indices(tile_row, TILE_R // 4), column_indices(tile_column * TILE_C, TILE_C, x)
     row = 4 * word
     a, b, c, d = load4(x, row, column, rows, columns, stride_r, stride_c, "")
