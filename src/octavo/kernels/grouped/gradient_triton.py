@@ -70,10 +70,10 @@ def quantize_grouped(
     inverse = torch.empty(max(groups, 1), dtype=torch.float32, device=device)
     arguments = {
         "g": g, "group": rows_of_groups(offsets, rows), "w_scale": s if w_scale is None else w_scale.contiguous(),
-        "x_scale": s_t if x_scale is None else x_scale.contiguous(), "amax": amax, "amax_t": amax_t, "inverse_t": inverse,
-        "q": q, "s": s, "q_t": q_t, "s_t": s_t, "rows": rows, "columns": columns, "padded_rows": padded(rows),
-        "stride_r": g.stride(0), "stride_c": g.stride(1), "experts": experts, "size": groups,
-        "stored": experts * columns,
+        "x_scale": s_t if x_scale is None else x_scale.contiguous(), "amax": amax, "amax_t": amax_t,
+        "inverse_t": inverse, "q": q, "s": s, "q_t": q_t, "s_t": s_t, "rows": rows, "columns": columns,
+        "padded_rows": padded(rows), "stride_r": g.stride(0), "stride_c": g.stride(1), "experts": experts,
+        "size": groups, "stored": experts * columns,
     }  # fmt: skip
     maxima, scales, cast = launches(spec, by_row, by_expert, transposed)
     across = triton.cdiv(columns, MAXIMA_TILE[1])
