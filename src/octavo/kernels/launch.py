@@ -61,7 +61,16 @@ class Launch:
 
     def prepared(self, grid: tuple[int, ...], arguments: Mapping[str, Any]) -> "PreparedLaunch":
         """Return `prepare` of these arguments, or of earlier ones that differ in the addresses of tensors alone."""
-        key = (grid, *(_kind(arguments[name]) for name in self.kernel.arg_names if name in arguments))
+        kinds: list[Any] = [grid]
+        for name in self.kernel.arg_names:  # a loop without calls: most of what a launch takes
+            if name in arguments:
+                value = arguments[name]
+                kind = value.__class__
+                if kind is int or kind is float:
+                    kinds += (kind, value)
+                else:
+                    kinds += (value.dtype, value.device) if kind is torch.Tensor else _kind(value)
+        key = tuple(kinds)
         launch = self._prepared.get(key)
         if launch is None:
             if len(self._prepared) >= MAX_PREPARED:
@@ -79,6 +88,18 @@ class Launch:
                 "second and third dimension. Reshape the input to more rows and fewer columns"
             )
         return PreparedLaunch(self, grid, arguments)
+
+
+def shared_launch(kernel: Any, constants: Mapping[str, Any], num_warps: int) -> Launch:
+    """Return a launch of a kernel, the same for equal constants, so that what it has prepared is found again."""
+    key = id(kernel), num_warps, *constants.items()  # to hash a kernel takes long; a launch keeps it alive
+    launch = _SHARED.get(key)
+    if launch is None:
+        launch = _SHARED[key] = Launch(kernel=kernel, constants=dict(constants), num_warps=num_warps)
+    return launch
+
+
+_SHARED: dict[Any, Launch] = {}
 
 
 def _kind(value: Any) -> tuple[Any, ...]:

@@ -22,7 +22,7 @@ from octavo.kernels.fused.glu.device import (
     glu_rows_kernel,
 )  # fmt: skip
 from octavo.kernels.fused.tiles import TRANSPOSE, WIDEST_ROW, rows_launch, run
-from octavo.kernels.launch import INTERPRETED, Launch
+from octavo.kernels.launch import INTERPRETED, Launch, shared_launch
 from octavo.numerics.spec import QuantSpec
 
 FLAT_CONFIGS = ((8, 256, 4), (4, 256, 4))
@@ -44,26 +44,26 @@ def launches(activation: str, spec: QuantSpec | None, order: str, columns: int, 
     if spec is None:
         tile_r, tile_c, warps = FLAT_CONFIGS[config]
         constants = {**own, "TILE_R": tile_r, "TILE_C": tile_c}
-        return [Launch(kernel=glu_flat_kernel, constants=constants, num_warps=warps)]
+        return [shared_launch(glu_flat_kernel, constants, warps)]
     rule = kernel_constants(spec)
     if rule.pop("OUTPUT") == 2:
         tile_r, tile_c, warps = BLOCKS_CONFIGS[config]
         constants = {**own, **orders, **rule, "TILE_R": tile_r, "TILE_C": tile_c}
-        return [Launch(kernel=glu_blocks_kernel, constants=constants, num_warps=warps)]
+        return [shared_launch(glu_blocks_kernel, constants, warps)]
     del rule["BLOCK"]
     if columns <= WIDEST_ROW:
         first = rows_launch(glu_rows_kernel, {**own, **rule}, columns, ROWS_CONFIGS[config])
         return [first] if order == "rows" else [first, TRANSPOSE]
     tile_r, tile_c, warps = ROW_BLOCK_CONFIGS[config]
     constants = {**own, **orders, **rule, "TILE_R": tile_r, "TILE_C": tile_c}
-    return [Launch(kernel=glu_row_block_kernel, constants=constants, num_warps=warps)]
+    return [shared_launch(glu_row_block_kernel, constants, warps)]
 
 
 def backward_launch(activation: str, config: int = 0) -> Launch:
     """Return the launch of the backward kernel."""
     tile_r, tile_c, warps = BACKWARD_CONFIGS[config]
     own = {"ACTIVATION": ACTIVATIONS.index(activation), "INTERPRETED": INTERPRETED}
-    return Launch(kernel=glu_backward_kernel, constants={**own, "TILE_R": tile_r, "TILE_C": tile_c}, num_warps=warps)
+    return shared_launch(glu_backward_kernel, {**own, "TILE_R": tile_r, "TILE_C": tile_c}, warps)
 
 
 def _strides(**tensors: Tensor) -> dict[str, int]:

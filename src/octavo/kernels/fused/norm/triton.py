@@ -19,7 +19,6 @@ GPUs, with 1/64 of the rate, about a tenth of the read time. Amax reduces intege
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from octavo.kernels.fused.fp8_outputs import empty_outputs, kernel_arguments, kernel_constants
@@ -31,7 +30,7 @@ from octavo.kernels.fused.norm.device import (
 )  # fmt: skip
 from octavo.kernels.fused.reference import ROW_BLOCK
 from octavo.kernels.fused.tiles import TRANSPOSE, WIDEST_ROW, rows_launch, run
-from octavo.kernels.launch import INTERPRETED, Launch
+from octavo.kernels.launch import INTERPRETED, Launch, shared_launch
 from octavo.numerics.spec import QuantSpec
 
 ROWS_CONFIGS = (32, 16)
@@ -55,7 +54,7 @@ def launches(spec: QuantSpec | None, order: str, columns: int, flags: dict[str, 
     tile_r, tile_c, warps = row_block or (16, 512, 4)
     orders = {"ROWS": order != "columns", "COLUMNS": transposed}
     constants |= {**orders, "TILE_R": tile_r, "TILE_C": tile_c}
-    return [Launch(kernel=norm_row_block_kernel, constants=constants, num_warps=warps)]
+    return [shared_launch(norm_row_block_kernel, constants, warps)]
 
 
 def norm(
@@ -95,17 +94,17 @@ WIDEST_SUMS = 8192
 def backward_launches(columns: int, flags: dict[str, bool], config: int = 0) -> list[Launch]:
     """Return the backward kernels for a row length: dx and column sums together, or in turn for long rows."""
     # `flags`: CENTER, OFFSET, BIAS.
-    tile_c = max(triton.next_power_of_2(columns), 128)
+    tile_c = max(1 << (columns - 1).bit_length(), 128)
     warps = min(max(tile_c // (32 * BACKWARD_CONFIGS[config]), 1), 32)
     rows = {**flags, "TILE_C": tile_c, "INTERPRETED": INTERPRETED}
     if tile_c <= WIDEST_SUMS // (1 + flags["BIAS"]):
         both = {**rows, "DX": True, "SUMS": True, "ROW_BLOCK": ROW_BLOCK}
-        return [Launch(kernel=norm_backward_kernel, constants=both, num_warps=warps)]
+        return [shared_launch(norm_backward_kernel, both, warps)]
     dx = {**rows, "DX": True, "SUMS": False, "ROW_BLOCK": 1}
     sums = {**rows, "DX": False, "SUMS": True, "ROW_BLOCK": ROW_BLOCK, "TILE_C": 1024}
     return [
-        Launch(kernel=norm_backward_kernel, constants=dx, num_warps=warps),
-        Launch(kernel=norm_backward_kernel, constants=sums, num_warps=4),
+        shared_launch(norm_backward_kernel, dx, warps),
+        shared_launch(norm_backward_kernel, sums, 4),
     ]
 
 
@@ -115,7 +114,7 @@ def norm_backward(
 ) -> list[Tensor]:  # fmt: skip
     """See `reference.norm_backward`."""
     rows, columns = x.shape
-    parts = triton.cdiv(rows, ROW_BLOCK)
+    parts = -(-rows // ROW_BLOCK)
     dx = x.new_empty((rows, columns))
     partial = [x.new_empty((max(parts, 1), columns), dtype=torch.float32) for _ in range(1 + bias)]
     arguments: dict[str, Any] = {
@@ -128,12 +127,12 @@ def norm_backward(
     }  # fmt: skip
     flags = {"CENTER": mean is not None, "OFFSET": offset, "BIAS": bias}
     for step in backward_launches(columns, flags, config):
-        down, across = (triton.cdiv(n, step.constants[of]) for n, of in ((rows, "ROW_BLOCK"), (columns, "TILE_C")))
+        down, across = (-(-n // step.constants[of]) for n, of in ((rows, "ROW_BLOCK"), (columns, "TILE_C")))
         step.run((max(down, 1), max(across, 1)), arguments)
     sums = [weight.new_empty(weight.shape) for _ in partial]
     for source, target in zip(partial, sums, strict=True):
         SUMS.run(
-            (max(triton.cdiv(columns, SUMS.constants["TILE_C"]), 1),),
+            (max(-(-columns // SUMS.constants["TILE_C"]), 1),),
             {"partial": source, "sums": target, "parts": parts, "columns": columns},
         )
     return [dx, *sums]
