@@ -9,6 +9,7 @@ compiles them once, and nothing runs twice that only has another name.
 
 import copy
 import math
+from contextlib import ExitStack
 
 import pytest
 import torch
@@ -240,6 +241,55 @@ def test_casts_that_inductor_generates_give_the_reference_s_bytes():
     given = reference.quantize(x, by_row, None, scale=both[-1], order="columns")
     expected = [*reference.quantize(y, by_row, fold), *reference.quantize(y, by_column, fold_t)]
     assert difference([*expected, both[0], both[1].t(), both[2], given[0].t()], actual) is None
+
+
+class Normed(nn.Module):
+    """A norm as Llama's."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.rand(4096) + 0.5), 1e-6
+
+    def forward(self, x):
+        y = x.to(torch.float32)
+        y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * y.to(x.dtype)
+
+
+class Gated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up = (nn.Linear(4096, 4096, bias=False) for _ in range(2))
+        self.down, self.act = nn.Identity(), nn.SiLU()
+
+    def forward(self, x):
+        return self.down(self.act(self.gate(x)) * self.up(x))
+
+
+def test_fused_modules_run_triton_with_the_reference_s_bits_in_fewer_kernels_and_less_time():
+    own = nn.Sequential(Normed(), Gated()).to(DEVICE, torch.bfloat16)
+    precision = octavo.Precision(matmul="bf16", activations="fused")
+    fused = octavo.convert(copy.deepcopy(own), precision=precision, verbose=False)
+    x, g = (torch.randn(8192, 4096, device=DEVICE).bfloat16() for _ in range(2))
+    expected, actual = (forward_backward(module, x, g) for module in (own, fused))
+    with ExitStack() as stack:
+        for name in ("rms_norm", "rms_norm_backward", "glu", "glu_backward"):
+            stack.enter_context(OPS[name].force("reference"))
+        assert difference(forward_backward(fused, x, g), actual) is None
+    assert low_sqnr(expected, actual, 35) is None
+    kernels, times = [], []
+    for module in (own, fused):
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            forward_backward(module, x, g)
+        kernels.append(sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profile.events()))
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(10):
+            forward_backward(module, x, g)
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end))
+    assert kernels[1] <= kernels[0] - 17 and times[1] < times[0]
 
 
 def test_work_goes_to_the_current_stream():

@@ -243,7 +243,7 @@ def test_a_plan_carries_storage_through_json():
 
 def test_wrong_requests_are_named():
     for call in (octavo.Precision, lambda **options: octavo.convert(nn.Linear(8, 8), **options)):
-        with pytest.raises(ValueError, match="'bf16' .unchanged. or 'fp8'; got 'fp9' .did you mean 'fp8'"):
+        with pytest.raises(ValueError, match="'bf16' .unchanged., 'fused' .*'fp8'; got 'fp9' .did you mean 'fp8'"):
             call(activations="fp9")
     with pytest.raises(ValueError, match="set them there"):
         octavo.convert(nn.Linear(8, 8), precision=BOTH, activations="fp8")
@@ -307,12 +307,12 @@ def test_a_weight_changed_before_backward_is_refused():
             y.sum().backward()
 
 
-@pytest.mark.parametrize("activations", ["fp8", "bf16"])
+@pytest.mark.parametrize("activations", ["fp8", "fused", "bf16"])
 def test_a_request_that_stores_nothing_is_said(activations):
     model = nn.Linear(64, 64)
     octavo.convert(model, activations=activations, verbose=False)
-    said = "activations='fp8': no module stores them" in octavo.report(model).summary
-    assert said == (activations == "fp8")
+    said = "no module stores activations in FP8 or runs fused kernels" in octavo.report(model).summary
+    assert said == (activations != "bf16")
     assert octavo.Plan.from_json(model.octavo_plan.to_json()) == model.octavo_plan
     with pytest.raises(ValueError, match="no layer would be converted"):
         storing(octavo.revert(model))

@@ -1,4 +1,4 @@
-"""Stored activations under FSDP and DDP, whatever is sharded together: gradients are those of one process."""
+"""Stored activations and fused kernels under FSDP and DDP: gradients are those of one process, however sharded."""
 
 import copy
 import warnings
@@ -19,12 +19,23 @@ pytestmark = pytest.mark.dist
 WIDTH, HIDDEN = 64, 96
 
 
+class Norm(nn.RMSNorm):
+    """As Transformers writes it, in several operations."""
+
+    def forward(self, x):
+        y = x.to(torch.float32)
+        y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return self.weight * y.to(x.dtype)
+
+    variance_epsilon = 1e-6
+
+
 class Block(nn.Module):
     """Attention and a gated MLP behind norms."""
 
     def __init__(self):
         super().__init__()
-        self.norm_1, self.norm_2 = nn.RMSNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.norm_1, self.norm_2 = Norm(WIDTH), nn.LayerNorm(WIDTH)
         self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
         self.mlp, self.checkpointing = MLP(), False
 
@@ -78,10 +89,10 @@ KINDS = {
     "fsdp1": lambda m: FullyShardedDataParallel(m, use_orig_params=True, device_id=torch.device("cpu")),
     "blocks": lambda m: shard(m, *m.blocks),
     "whole": shard,
-    "norms apart": lambda m: shard(m, *modules(m, nn.RMSNorm, nn.LayerNorm), *m.blocks),
+    "norms apart": lambda m: shard(m, *modules(m, Norm, nn.LayerNorm), *m.blocks),
     "readers apart": lambda m: shard(m, *modules(m, nn.Linear), *m.blocks),
     "mlps apart": lambda m: shard(m, *modules(m, MLP), *m.blocks),
-    "all apart": lambda m: shard(m, *modules(m, nn.RMSNorm, nn.LayerNorm, nn.Linear), *m.blocks),
+    "all apart": lambda m: shard(m, *modules(m, Norm, nn.LayerNorm, nn.Linear), *m.blocks),
     "ours": lambda m: parallelize(m, Parallel()),
     "ours, everything": lambda m: parallelize(m, Parallel(fp8_comm="gather")),
 }
@@ -91,7 +102,7 @@ def step(model, x):
     for _ in range(2):  # the second one meets parameters that were gathered and freed before
         model.zero_grad()
         y = model(x)
-        y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(2)))
+        y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(2)).to(y))
     whole = {name: p.grad for name, p in model.named_parameters()}
     return y.detach(), {
         name.replace("module.", "").replace("_fsdp_wrapped_", ""): getattr(g, "full_tensor", lambda g=g: g)()
@@ -105,10 +116,15 @@ def same_gradients_job(kind, level, checkpointing):
     plain = Model()
     for block in plain.blocks:
         block.checkpointing = checkpointing
-    matmul = {"matmul": "bf16"} if level == "activations" else {}
-    precision = octavo.Precision(activations="fp8", **matmul)
+    matmul = {"matmul": "bf16"} if level != "both" else {}
+    precision = octavo.Precision(activations="fused" if level == "fused" else "fp8", **matmul)
+    if level == "fused":
+        plain.bfloat16()
     alone, sharded = (octavo.convert(copy.deepcopy(plain), precision=precision, verbose=False) for _ in range(2))
-    x = torch.randn(2, 32, WIDTH, generator=torch.Generator().manual_seed(1))
+    assert level != "fused" or "(glu 2, norm 2)" in octavo.report(alone).summary.replace(
+        "norm 2, glu 2", "glu 2, norm 2"
+    )
+    x = torch.randn(2, 32, WIDTH, generator=torch.Generator().manual_seed(1)).to(plain.norm.weight)
     y, expected = step(alone, x)
     sharded_y, actual = step(KINDS[kind](sharded), x)
     assert torch.equal(y, sharded_y)
@@ -119,7 +135,7 @@ def same_gradients_job(kind, level, checkpointing):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("level", [pytest.param("activations", marks=pytest.mark.slow), "both"])
+@pytest.mark.parametrize("level", ["activations", "both", "fused"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_are_those_of_one_process(gloo, kind, level):
     for checkpointing in (False, True):

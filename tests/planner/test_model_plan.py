@@ -45,6 +45,21 @@ def test_a_model_on_meta_is_decided_and_not_touched(wide):
     assert speed.parameters == sum(p.numel() for p in wide.parameters())
 
 
+def test_fused_kernels_move_fewer_bytes_in_eager_steps(wide):
+    precision = Precision(matmul="bf16", activations="fused")
+    plain, fused = (plan(wide, 4, 2048, device="h100", precision=p) for p in (Precision.level("bf16"), precision))
+    assert fused.planned.rest < 0.6 * fused.bf16.rest and fused.bf16.rest == plain.planned.rest
+    assert fused.planned.waiting <= plain.planned.waiting and fused.planned.linears == plain.planned.linears
+    assert fused.memory.largest["activations"] < 0.75 * fused.bf16_memory.largest["activations"]
+    few, fewer = (plan(wide, 1, 64, device="h100", precision=p).planned for p in (Precision.level("bf16"), precision))
+    assert fewer.seconds > few.seconds  # where the host sets the pace: each fused kernel takes it several operations
+    compiled = plan(wide, 4, 2048, device="h100", precision=precision, compiled=True)  # whose graphs fuse by themselves
+    assert compiled.planned.rest == compiled.bf16.rest
+    fp8 = plan(wide, 4, 2048, device="h100", precision=Precision(activations="fused"))
+    assert fp8.planned.rest == fused.planned.rest and fp8.converted and fp8.activations == "fused"
+    assert octavo.Plan.from_json(fp8.to_json()).activation_modules == fused.activation_modules
+
+
 def test_convert_does_what_was_planned():
     model = llama()
     speed = plan(model, 2, 16, device={"like": "h100", "launch_us": 0, "host_us": 0, "memory_tbs": 1000})

@@ -49,7 +49,7 @@ def tracked(model, plan, level, *, recompute, micro_batches, batch):
     """The peak of a step of the whole model, as `MemTracker` has it."""
     with fake_tensors() as mode:
         copy = fake_copy(model, mode, CPU)
-        if plan.converted or plan.fp8_activations:
+        if plan.converted or plan.activation_modules:
             octavo.convert(copy, plan=plan, verbose=False)
         for block in find_blocks(copy) if recompute else ():
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)

@@ -115,7 +115,10 @@ def test_a_part_of_the_level_can_be_set_by_itself(toml, overrides, asked):
         ("precision.level=O7", r"O7"),
         ("precision.recipe=rowise", r"'rowise'.*did you mean 'rowwise'"),
         ("precision.master=none", r"fp16"),
-        ("precision.activations=fp4", r"precision.activations: should be \"bf16\" \| \"fp8\", got 'fp4'"),
+        (
+            "precision.activations=fp4",
+            r"precision.activations: should be \"auto\" \| \"bf16\" \| \"fused\" \| \"fp8\", got 'fp4'",
+        ),
         ("model.path=x", r"either model.path .* or model.type"),
         ("optim", r'override "optim": write section.key=value'),
         ("lr=1", r'override "lr=1": write section.key=value'),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_runs import LLAMA, make_trainer
+from tiny_runs import LLAMA, load, make_trainer
 from torch import nn
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils._pytree import tree_leaves
@@ -24,10 +24,11 @@ from octavo.planner.memory_plan import MemoryPlan
 from octavo.planner.model_memory import make_gradients, make_states
 from octavo.planner.step import StepConfig
 from octavo.planner.timeline import ACTIVATIONS, BATCH, GATHERED, PARAMETERS, TEMPORARIES
-from octavo.train import run_plan
+from octavo.train import run_plan, trainer
 from octavo.train.config.run_config import load_config
+from octavo.train.record.metrics import LOSS
 from octavo.train.run_plan import Stage, TraceCache, plan_configured, plan_memory, plan_step, planned_task, stage_memory
-from octavo.train.trainer import Trainer, convert_run
+from octavo.train.trainer import MIN_FUSED_NUMEL, Trainer, convert_run, with_activations
 
 SEVEN_B = Path(__file__).parents[2] / "configs" / "llama2-7b.toml"
 SEVENTY_B = SEVEN_B.with_name("llama3-70b.toml")
@@ -36,6 +37,7 @@ RUNS = [
     {},
     {"precision": {"level": "fp8", "master": "remainder"}, "optim": {"states": "fp8"}},
     {"precision": {"level": "fp8+activations", "loss": "whole"}},
+    {"precision": {"activations": "fused"}},
     {"precision": {"parameters": "fp32", "checkpointing": "full"}},
 ]
 
@@ -62,6 +64,22 @@ def test_the_plan_is_what_the_trainer_has(make_config, changes):
     assert plan.saved == saved.bytes
     assert plan.tokens == inputs.numel()
     assert plan.largest["gradients"] >= sum(p.nbytes for p in parameters)
+
+
+def test_fused_kernels_are_planned_where_blocks_run_eagerly(make_config, monkeypatch):
+    monkeypatch.setattr(trainer, "MIN_FUSED_NUMEL", 1)
+
+    def plan(compile_mode, activations, gpu="h100", planner=plan_configured):
+        return planner(make_config(run={"compile": compile_mode}, precision={"activations": activations}), gpu=gpu)
+
+    own, fused, auto = (plan("none", activations) for activations in ("bf16", "fused", "auto"))
+    assert own.time.rest > 1.5 * fused.time.rest == 1.5 * auto.time.rest
+    own_bytes, *fewer = (run.memory.largest[ACTIVATIONS] for run in (own, fused, auto))
+    assert 0.8 * own_bytes > fewer[0] == fewer[1]
+    assert plan("auto", "auto").plan == plan("none", "auto", "a100").plan == Plan({}) != auto.plan == fused.plan
+    assert plan("auto", "fused").time.rest == plan("auto", "bf16").time.rest
+    whole = plan("none", "fused", planner=plan_step)
+    assert (whole.configured.time, whole.bf16.rest) == (fused.time, own.time.rest)
 
 
 @pytest.mark.slow
@@ -387,3 +405,27 @@ def test_a_rank_holds_its_other_stages(monkeypatch):
         assert beside[index].held[GATHERED] == 2 * HIDDEN * 3
     # Rank 0 runs both micro-batches through stage 0 before stage 2.
     assert beside[2].forward == 2 * ACTIVATIONS_OF[0] + ACTIVATIONS_OF[2]
+
+
+def test_activations_auto_fuses_in_eager_blocks_on_a_gpu_only(make_config):
+    def resolved(gpu, model="llama", tokens=MIN_FUSED_NUMEL // LLAMA["hidden_size"], **sections):
+        config = make_config(precision={"activations": "auto"} | sections.pop("precision", {}), **sections)
+        model = planned_task(config).build(weights=False) if model == "llama" else model
+        return with_activations(config, model, tokens, gpu=gpu).resolved.activations
+
+    eager = {"run": {"compile": "none"}}
+    assert resolved(True, **eager) == resolved(True, parallel={"tp": 2}) == "fused"
+    assert resolved(True) == resolved(False, **eager) == resolved(True, model=nn.LayerNorm(8), **eager) == "bf16"
+    assert resolved(True, tokens=MIN_FUSED_NUMEL // LLAMA["hidden_size"] - 1, **eager) == "bf16"  # the host is slower
+    assert resolved(True, precision={"level": "fp8+activations"}, **eager) == "fp8"
+
+
+def test_a_run_with_fused_kernels_says_so_and_stays_in_bf16(make_config):
+    config = make_config(precision={"activations": "fused"}, eval={"every": 2, "fraction": 0.3})
+    trainer = Trainer(config, load(config), torch.device("cpu"))
+    summary = trainer.describe()
+    assert "fused kernels in 10 modules" in summary.converted and summary.precision == "bf16+fused"
+    assert not trainer.in_fp8 and set(trainer.evaluate()) == {LOSS}
+    plain = make_trainer(make_config())
+    assert summary.saved_bytes_per_token < 0.8 * plain.describe().saved_bytes_per_token
+    assert trainer.train_step().loss == pytest.approx(plain.train_step().loss, rel=1e-2)

@@ -1,4 +1,4 @@
-"""Decide which modules of a model can store their activations in FP8, and how.
+"""Decide which modules of a model can store their activations in FP8, or run fused kernels, and how.
 
 Norms, gated MLPs and activation functions are recognized by their code (`octavo.activations.detect`). Any other module
 that owns matrices keeps its own forward under hooks that compress what it saves (`octavo.activations.saved_tensors`). A
@@ -10,8 +10,18 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from octavo.activations.detect import Activation, Glu, ModuleSpec, activation_of, original_class, registered, spec_of
-from octavo.activations.modules import HookedForward, Storage
+from octavo.activations.detect import (
+    Activation,
+    Glu,
+    ModuleSpec,
+    Norm,
+    activation_of,
+    calls_one_kernel,
+    original_class,
+    registered,
+    spec_of,
+)
+from octavo.activations.modules import Fused, HookedForward, Storage, gate_of
 from octavo.runtime.blocks import find_stacks
 from octavo.runtime.linear_kinds import kind_of
 from octavo.runtime.swap import has_own_forward, is_fully_sharded
@@ -35,6 +45,22 @@ def storable(model: nn.Module) -> dict[str, Storage | str]:
     glus = [fqn for fqn, storage in storages.items() if isinstance(storage, Glu)]
     parts = {f"{fqn}.{child}" for fqn in glus for child in (storages[fqn].activation,)}  # type: ignore[union-attr]
     return {fqn: storage for fqn, storage in storages.items() if fqn not in parts}
+
+
+def fusible(model: nn.Module) -> dict[str, Storage | str]:
+    """Return which norms and gated MLPs of a model can run fused kernels, and reasons, as `storable` does."""
+    candidates: dict[str, Storage | str] = {}
+    for fqn, storage in storable(model).items():
+        name = original_class(module := model.get_submodule(fqn)).__name__
+        if isinstance(storage, Norm) and calls_one_kernel(module):
+            candidates[fqn] = f"{name} is one kernel of PyTorch"
+        elif isinstance(storage, Glu) and gate_of(module)[2] is None:
+            candidates[fqn] = f"{name} has an activation without a kernel, or with hooks"
+        elif isinstance(storage, Norm | Glu):
+            candidates[fqn] = Fused(kind=f"fused_{storage.kind}")
+        elif isinstance(storage, str):
+            candidates[fqn] = storage
+    return candidates
 
 
 def _storage(module: nn.Module, owns_matrices: bool) -> Storage | str | None:

@@ -218,7 +218,7 @@ _REGISTERED: "weakref.WeakKeyDictionary[type, tuple[ModuleSpec, Formula]]" = wea
 
 
 def register(owner: type[nn.Module], computes: ModuleSpec) -> None:
-    """Declare what the modules of a class compute, so that they can store their activations in FP8.
+    """Declare what the modules of a class compute, so that they can store activations in FP8 and run fused kernels.
 
     For classes whose code is not recognized. `octavo.convert` compares outputs and every gradient of each module of the
     class with the declaration, and raises ValueError if they differ. If the class gets another `forward` later, its
@@ -270,6 +270,13 @@ def spec_of(module: nn.Module) -> ModuleSpec | None:
     owner = original_class(module)
     spec, formula = _REGISTERED.get(owner) or _detected_spec(owner)
     return spec if formula is not None and formula.holds(owner, module) and uses_default_call(owner) else None
+
+
+def calls_one_kernel(module: nn.Module) -> bool:
+    """Return whether a module with recognized code calls a norm of PyTorch, which is one kernel on a GPU."""
+    formula = _detected_spec(original_class(module))[1]
+    call = None if formula is None or formula.expression is None else formula.expression[0]
+    return call is not None and call[:2] in (("call", ("outside", F.layer_norm)), ("call", ("outside", F.rms_norm)))
 
 
 def uses_default_call(owner: Any) -> bool:

@@ -1,10 +1,13 @@
-"""Autograd functions of norms, gated MLPs and activation functions that save their input in FP8.
+"""Autograd functions of norms, gated MLPs and activation functions that save their input in FP8, or run fused kernels.
 
 Forward returns the model's own values, bit for bit: each function receives what the module computed. Backward computes
 the gradient of the function at the saved FP8 input, norm statistics included, so that all operands of backward belong
 to one set of values. A layer norm saves x - mean, because the mean may be many times larger than the rest. A gate whose
 projection has a bias is saved without the bias, because silu(-8 ± 0.3) varies by a third. Forward copies the parameters
 that recomputation needs: FSDP may have freed them when another layer asks for the output in backward.
+
+Fused norms and gates run the same kernels, forward too, on what the model computed: they save it unchanged, and round
+once where the model's own operations round after each. Readers save the output, as without Octavo.
 """
 
 import math
@@ -59,16 +62,10 @@ class _NormRematerializer(Rematerializer):
 
     def normed(self, tensors: Sequence[Any], spec: QuantSpec | None = None, order: str = "rows") -> Any:
         """Return the result of the op for the stored input."""
-        normed = self._normed(tensors, spec, order)
+        normed = _normed(self.inputs(tensors)[0], tensors[2], tensors[3], self.eps, self.norm, spec, order)
         if in_backward():
             self._memo["normed"] = replace(normed, y=None, quantized=None)
         return normed
-
-    def _normed(self, tensors: Sequence[Any], spec: QuantSpec | None, order: str) -> Any:
-        x, weight, bias = self.inputs(tensors)[0], tensors[2], tensors[3]
-        if self.norm.center:
-            return layer_norm(x, weight, bias, self.eps, spec, order)  # type: ignore[arg-type]
-        return rms_norm(x, weight, self.eps, spec, order, add_unit_offset=self.norm.add_unit_offset)  # type: ignore[arg-type]
 
 
 class _GluRematerializer(Rematerializer):
@@ -94,6 +91,14 @@ class _GluRematerializer(Rematerializer):
         gate, up = self.inputs(tensors)
         quantized: Any = glu(gate, up, self.activation, spec, order)  # type: ignore[arg-type]
         return quantized  # type: ignore[no-any-return]
+
+
+class _UnroundedGlu(_GluRematerializer):
+    """Saves gate and up unchanged."""
+
+    def inputs(self, tensors: Sequence[Any]) -> list[Tensor]:
+        """Return gate and up."""
+        return list(tensors)
 
 
 class _ActivationRematerializer(Rematerializer):
@@ -129,19 +134,36 @@ class _NormFunction(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         tensors = data, scale, weight, bias = ctx.saved_tensors
         rematerializer: _NormRematerializer = ctx.rematerializer
-        x_MK, (rstd, mean), dbias = rematerializer.inputs((data, scale))[0], rematerializer.statistics(tensors), None
+        x_MK, (rstd, mean) = rematerializer.inputs((data, scale))[0], rematerializer.statistics(tensors)
         rematerializer.forget()
-        if mean is not None:
-            dx, dweight, dbias = layer_norm_backward(_matrix(grad), x_MK, weight, mean, rstd)
-        else:
-            dx, dweight = rms_norm_backward(
-                _matrix(grad), x_MK, weight, rstd, add_unit_offset=rematerializer.norm.add_unit_offset
-            )
-        return dx.view(grad.shape), dweight, None if bias is None else dbias, None, None
+        dx, dweight, dbias = _norm_gradients(_matrix(grad), x_MK, weight, bias, rstd, mean, rematerializer.norm)
+        return dx.view(grad.shape), dweight, dbias, None, None
+
+
+@explain_freed_nodes
+class _FusedNormFunction(torch.autograd.Function):
+    """Returns y of x [..., K], both in the same memory order; saves x and the statistics of its rows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, norm: Norm) -> Tensor:
+        order = _memory_order(x)
+        normed = _normed(_matrix(x.permute(order)), weight, bias, eps, norm)
+        ctx.save_for_backward(x, weight, bias, normed.rstd, normed.mean)
+        ctx.norm = norm
+        return _restored(normed.y, x.shape, order)
+
+    @staticmethod
+    @first_derivative_only("a fused norm")
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, bias, rstd, mean = ctx.saved_tensors
+        order = _memory_order(x)
+        grad_MK, x_MK = _matrix(grad.permute(order)), _matrix(x.permute(order))
+        dx, dweight, dbias = _norm_gradients(grad_MK, x_MK, weight, bias, rstd, mean, ctx.norm)
+        return _restored(dx, x.shape, order), dweight, dbias, None, None
 
 
 class _GluFunction(torch.autograd.Function):
-    """Returns h [..., N], computed by the caller, and saves FP8 gate and up; without `up`, `gate` holds both halves."""
+    """Returns h [..., N], computed by the caller, and saves `tensors`; without `up`, `gate` holds both halves."""
 
     @staticmethod
     def forward(
@@ -153,7 +175,7 @@ class _GluFunction(torch.autograd.Function):
         return h[0]
 
     @staticmethod
-    @first_derivative_only("a gated MLP that stores its activations in FP8")
+    @first_derivative_only("a gated MLP that stores or fuses its activations")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         rematerializer: _GluRematerializer = ctx.rematerializer
         gate, up = rematerializer.inputs(ctx.saved_tensors)
@@ -197,13 +219,56 @@ def norm_saving_fp8(
     x: Tensor, y: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float | None, norm: Norm
 ) -> Tensor:
     """Return a norm y of x [..., K] over the last dimension, with x or x - mean saved in FP8 for backward."""
-    eps = torch.finfo(torch.float32).eps if eps is None else eps
-    if weight is None:
-        weight, norm = y.new_ones(y.shape[-1:]), replace(norm, add_unit_offset=False)
+    eps, weight, norm = _complete(y, weight, eps, norm)
     rematerializer = _NormRematerializer(y.dtype, norm, eps)
     out, *tensors = unhooked(_NormFunction.apply, x.to(y.dtype), weight, bias, [y], rematerializer)
     copies = weight.detach().clone(), None if bias is None else bias.detach().clone()
     return _registered(out, (*tensors, *copies), rematerializer)
+
+
+def fused_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float | None, norm: Norm) -> Tensor:
+    """Return the norm of x [..., K] over the last dimension; saves x and the statistics of its rows for backward."""
+    eps, weight, norm = _complete(x, weight, eps, norm)
+    y: Tensor = _FusedNormFunction.apply(x, weight, bias, eps, norm)
+    return y
+
+
+def _complete(x: Tensor, weight: Tensor | None, eps: float | None, norm: Norm) -> tuple[float, Tensor, Norm]:
+    """Return epsilon, weight and norm, with PyTorch's epsilon for None and ones for no weight."""
+    if weight is None:
+        weight, norm = x.new_ones(x.shape[-1:]), replace(norm, add_unit_offset=False)
+    return torch.finfo(torch.float32).eps if eps is None else eps, weight, norm
+
+
+def _normed(
+    x_MK: Tensor, weight: Tensor, bias: Tensor | None, eps: float, norm: Norm, spec: QuantSpec | None = None,
+    order: str = "rows",
+) -> Any:  # fmt: skip
+    if norm.center:
+        return layer_norm(x_MK, weight, bias, eps, spec, order)  # type: ignore[arg-type]
+    return rms_norm(x_MK, weight, eps, spec, order, add_unit_offset=norm.add_unit_offset)  # type: ignore[arg-type]
+
+
+def _norm_gradients(
+    grad_MK: Tensor, x_MK: Tensor, weight: Tensor, bias: Tensor | None, rstd: Tensor, mean: Tensor | None, norm: Norm
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the gradients of x, weight, and bias if there is one."""
+    if mean is None:
+        return *rms_norm_backward(grad_MK, x_MK, weight, rstd, add_unit_offset=norm.add_unit_offset), None
+    dx, dweight, dbias = layer_norm_backward(grad_MK, x_MK, weight, mean, rstd)
+    return dx, dweight, None if bias is None else dbias
+
+
+def _memory_order(x: Tensor) -> list[int]:
+    """Return the dimensions of x [..., K] by descending stride, the last one last: q and k may be transposed."""
+    strides = x.stride()
+    return [*sorted(range(x.ndim - 1), key=lambda dim: -strides[dim]), x.ndim - 1]
+
+
+def _restored(rows: Tensor, shape: torch.Size, order: list[int]) -> Tensor:
+    """Return a matrix whose rows are in this order of dimensions as a tensor of a shape."""
+    inverse = sorted(range(len(order)), key=order.__getitem__)
+    return rows.view([shape[d] for d in order]).permute(inverse)
 
 
 def _registered(out: Tensor, tensors: tuple[Tensor | None, ...], rematerializer: Rematerializer) -> Tensor:
@@ -231,6 +296,16 @@ def joint_glu_saving_fp8(
     tensors, rematerializer = _quantized_gate(gate, up, half), _GluRematerializer(both.dtype, activation)
     out = unhooked(_GluFunction.apply, both, None, [h], gate_first, rematerializer, *tensors)
     return _registered(out, tensors, rematerializer)
+
+
+def fused_glu(gate: Tensor, up: Tensor, activation: str, both: Tensor | None, gate_first: bool) -> Tensor:
+    """Return h = act(gate) · up [..., N]; gate and up, halves of `both` if that is given, are saved for backward."""
+    tensors = [_matrix(half.detach()) for half in (gate, up)]
+    h: Any = glu(tensors[0], tensors[1], activation)
+    inputs = (gate, up) if both is None else (both, None)
+    rematerializer = _UnroundedGlu(gate.dtype, activation)
+    out: Tensor = _GluFunction.apply(*inputs, [h.view(gate.shape)], gate_first, rematerializer, *tensors)
+    return out
 
 
 def activation_saving_fp8(x: Tensor, y: Tensor, activation: str) -> Tensor:

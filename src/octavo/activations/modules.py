@@ -1,14 +1,17 @@
-"""Modules that store their activations in FP8: norms, gated MLPs, activation functions, and other modules.
+"""Modules that store their activations in FP8 (norms, gated MLPs, activation functions, others) or run fused kernels.
 
     norm           saves x (or x - mean) in FP8, and rstd      its readers recompute y
     glu            saves gate and up in FP8                    the down projection recomputes h = act(gate)·up
     activation     saves x in FP8                              the next linear recomputes act(x)
     saved_tensors  runs its own forward; saves in FP8 what its operations save, where that is safe
+    fused_norm     one kernel computes y, another the gradients; saves x and the statistics of its rows
+    fused_glu      one kernel computes h, another the gradients; saves gate and up
 
-No class changes forward, bit for bit. The first three have a backward of their own, so they take only modules whose
-code is known (`octavo.activations.detect`), and read weights, epsilon, children, flags and the code itself in each
-call. If the code has changed, an activation has hooks, or the ops do not take the operands, autograd's own backward
-runs. Under torch.compile they compute as `octavo.activations.compiled` describes.
+The first four do not change forward, bit for bit; fused ones round it less often. All but one have a backward of their
+own, so they take only modules whose code is known (`octavo.activations.detect`), and read weights, epsilon, children,
+flags and the code itself in each call. If the code has changed, an activation has hooks, or the ops do not take the
+operands, the module's own operations run. Under torch.compile those that store compute as `octavo.activations.compiled`
+describes, and fused ones as before conversion: the compiler fuses their operations with others.
 """
 
 import inspect
@@ -35,11 +38,14 @@ from octavo.activations.detect import (
 )
 from octavo.activations.functional import (
     activation_saving_fp8,
+    fused_glu,
+    fused_norm,
     glu_saving_fp8,
     joint_glu_saving_fp8,
     norm_saving_fp8,
 )
-from octavo.activations.saved_tensors import compressed, recording
+from octavo.activations.saved_tensors import compressed, fusing, recording
+from octavo.kernels.registry import triton_unsupported
 from octavo.numerics.formats import SUPPORTED_DTYPES
 from octavo.runtime.swap import become
 from octavo.runtime.switch import SWITCH
@@ -57,7 +63,18 @@ class HookedForward:
     unrounded: tuple[str, ...] = ()  # Names of its parts whose products save their inputs unrounded
 
 
-Storage = ModuleSpec | HookedForward
+@dataclass(frozen=True, kw_only=True)
+class Fused:
+    """A module that runs fused kernels, `"fused_norm"` or `"fused_glu"`."""
+
+    kind: str
+
+
+Storage = ModuleSpec | HookedForward | Fused
+
+
+class FusedModule(nn.Module):
+    """Base class of modules that run fused kernels, and only of those."""
 
 
 class Fp8Saving(nn.Module):
@@ -80,28 +97,63 @@ class Fp8SavingNorm(Fp8Saving):
         if torch.compiler.is_compiling():
             kind = self.octavo_in_graph() if recording() and _is_matrix(x) else ""
             return of_stored(original, x, kind == "center") if x is not None and kind else original(*args, **kwargs)
-        norm = spec_of(self) if recording() and _is_matrix(x) else None
-        if x is None or not isinstance(norm, Norm):
-            return original(*args, **kwargs)
-        names = [name for name in (norm.weight, norm.bias) if name is not None]
-        if not all(_has_parameter(self, name) for name in names):  # parametrized, or not a tensor
-            return original(*args, **kwargs)
-        weight, bias = (None if name is None else own_parameter(self, name) for name in (norm.weight, norm.bias))
-        parameters = [p for p in (weight, bias) if p is not None]
-        eps: Any = norm.eps
-        if isinstance(eps, str):  # no property
-            eps = vars(self)[eps] if eps in vars(self) else getattr(type(self), eps, "")
-        fit = all(_is_matrix(p) and p.shape == x.shape[-1:] and p.dtype == parameters[0].dtype for p in parameters)
-        shape: Any = getattr(self, "normalized_shape", None)  # of PyTorch's own norms
-        fit &= (eps is None or isinstance(eps, float)) and (shape is None or tuple(shape) == tuple(x.shape[-1:]))
-        if not fit or not any(t.requires_grad for t in (x, *parameters)):
+        operands = _norm_operands(self, x) if x is not None and recording() else None
+        parameters = [] if operands is None else [p for p in operands[:2] if p is not None]
+        if x is None or operands is None or not any(t.requires_grad for t in (x, *parameters)):
             return original(*args, **kwargs)
         with torch.no_grad():
             y = original(*args, **kwargs)
         fit = y.dtype in SUPPORTED_DTYPES and y.shape == x.shape and (x.dtype == y.dtype or y.dtype != torch.float16)
         if not fit or (parameters and parameters[0].dtype not in (y.dtype, torch.float32)):
             return original(*args, **kwargs)
-        return norm_saving_fp8(x, y, weight, bias, eps, norm)
+        return norm_saving_fp8(x, y, *operands)
+
+
+class FusedNorm(FusedModule):
+    """A norm over the last dimension in one kernel."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute the same as the original, rounded once."""
+        x = _only(args, kwargs)
+        operands = _norm_operands(self, x) if x is not None and fusing() else None
+        # Of equal dtypes, so that the original's result has that, too.
+        if (
+            x is None
+            or operands is None
+            or not _has_kernels(x.device)
+            or any(p is not None and p.dtype != x.dtype for p in operands[:2])
+        ):
+            return super().forward(*args, **kwargs)
+        return fused_norm(x, *operands)
+
+
+class FusedGlu(FusedModule):
+    """A gated MLP whose act(gate) · up is one kernel."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute down(act(gate(x)) · up(x)), the product of activations rounded once."""
+        x, (glu, function, act) = _only(args, kwargs), gate_of(self) if fusing() else (None, None, None)
+        if x is None or glu is None or act is None:
+            return super().forward(*args, **kwargs)
+        return _gated(self, glu, function, act, x, fused=True)
+
+
+def _norm_operands(module: nn.Module, x: Tensor) -> tuple[Tensor | None, Tensor | None, float | None, Norm] | None:
+    """Return weight, bias and epsilon of a norm, and what it computes; None if that is unknown or they do not fit x."""
+    norm = spec_of(module) if _is_matrix(x) else None
+    if not isinstance(norm, Norm):
+        return None
+    if not all(_has_parameter(module, name) for name in (norm.weight, norm.bias) if name is not None):
+        return None  # parametrized, or not a tensor
+    weight, bias = (None if name is None else own_parameter(module, name) for name in (norm.weight, norm.bias))
+    parameters = [p for p in (weight, bias) if p is not None]
+    eps: Any = norm.eps
+    if isinstance(eps, str):  # no property
+        eps = vars(module)[eps] if eps in vars(module) else getattr(type(module), eps, "")
+    fit = all(_is_matrix(p) and p.shape == x.shape[-1:] and p.dtype == parameters[0].dtype for p in parameters)
+    shape: Any = getattr(module, "normalized_shape", None)  # of PyTorch's own norms
+    fit &= (eps is None or isinstance(eps, float)) and (shape is None or tuple(shape) == tuple(x.shape[-1:]))
+    return (weight, bias, eps, norm) if fit else None
 
 
 class Fp8SavingGlu(Fp8Saving):
@@ -112,7 +164,7 @@ class Fp8SavingGlu(Fp8Saving):
         if torch.compiler.is_compiling():
             x, kind = _only(args, kwargs), self.octavo_in_graph() if recording() else ""
             return _gated_in_graph(self, kind, x) if kind and x is not None else super().forward(*args, **kwargs)
-        x, (glu, function, act) = _only(args, kwargs), _gate_of(self) if recording() else (None, None, None)
+        x, (glu, function, act) = _only(args, kwargs), gate_of(self) if recording() else (None, None, None)
         if x is None or glu is None or act is None:
             return compressed(self, (), super().forward, *args, **kwargs)
         return compressed(self, (), _gated, self, glu, function, act, x)
@@ -148,7 +200,7 @@ class Fp8SavingHooked(Fp8Saving):
 _FUNCTIONS: dict[str, Any] = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
 
 
-def _gate_of(module: nn.Module) -> tuple[Glu | None, Any, str | None]:
+def gate_of(module: nn.Module) -> tuple[Glu | None, Any, str | None]:
     """Return what a gated MLP computes, its activation function and that one's name; None where it is not known."""
     glu = spec_of(module)
     if not isinstance(glu, Glu):
@@ -169,7 +221,7 @@ def _in_graph(module: nn.Module) -> str:
         known &= len(getattr(module, "normalized_shape", "1")) == 1
         return ("center" if spec.center else "plain") if known else ""
     if isinstance(spec, Glu):
-        glu, _, act = _gate_of(module)
+        glu, _, act = gate_of(module)
         names = glu and (glu.gate, glu.up or "", glu.down, glu.activation or "", act or "", f"{glu.up_first:d}")
         return " ".join(names) if names and act else ""
     return "" if activation_of(module) is None else "plain"
@@ -207,14 +259,16 @@ def _same_kind(gate: Tensor, up: Tensor) -> bool:
     return gate.shape == up.shape and gate.dtype == up.dtype and _is_matrix(gate) and _is_matrix(up)
 
 
-def _gated(module: nn.Module, glu: Glu, function: Any, act: str, x: Tensor) -> Any:
+def _gated(module: nn.Module, glu: Glu, function: Any, act: str, x: Tensor, fused: bool = False) -> Any:
     """Compute a gated MLP; call its children in the original order."""
     down = getattr(module, glu.down)
     if glu.up is None:
         both = getattr(module, glu.gate)(x)
         first, second = both.chunk(2, dim=-1)
         gate, up = (second, first) if glu.up_first else (first, second)
-        if not (_is_matrix(both) and both.requires_grad and gate.shape == up.shape):
+        if fused and gate.shape == up.shape and _is_fusible(gate):
+            return down(fused_glu(gate, up, act, both, not glu.up_first))
+        if fused or not (_is_matrix(both) and both.requires_grad and gate.shape == up.shape):
             return down(function(gate) * up)
         with torch.no_grad():
             h = function(gate) * up
@@ -222,7 +276,9 @@ def _gated(module: nn.Module, glu: Glu, function: Any, act: str, x: Tensor) -> A
     up = getattr(module, glu.up)(x) if glu.up_first else None
     gate = getattr(module, glu.gate)(x)
     up = getattr(module, glu.up)(x) if up is None else up
-    if not _same_kind(gate, up) or not (gate.requires_grad or up.requires_grad):
+    if fused and _same_kind(gate, up) and _is_fusible(gate):
+        return down(fused_glu(gate, up, act, None, True))
+    if fused or not _same_kind(gate, up) or not (gate.requires_grad or up.requires_grad):
         return down(function(gate) * up)
     with torch.no_grad():
         h = function(gate) * up
@@ -237,29 +293,32 @@ def _bias(module: nn.Module, glu: Glu, gate: Tensor) -> Tensor | None:
     return bias if bias.untyped_storage().nbytes() >= bias.nbytes else None
 
 
-_MIXINS: dict[str, Any] = {"norm": Fp8SavingNorm, "glu": Fp8SavingGlu, "activation": Fp8SavingActivation}
+_MIXINS: dict[str, Any] = {
+    "norm": Fp8SavingNorm, "glu": Fp8SavingGlu, "activation": Fp8SavingActivation, "saved_tensors": Fp8SavingHooked,
+    "fused_norm": FusedNorm, "fused_glu": FusedGlu,
+}  # fmt: skip
 
 
-def saves_fp8(module: nn.Module) -> bool:
-    """Return whether this module itself stores its activations in FP8."""
-    return isinstance(module, Fp8Saving)
+def handles_activations(module: nn.Module) -> bool:
+    """Return whether this module itself stores its activations in FP8, or runs fused kernels."""
+    return isinstance(module, Fp8Saving | FusedModule)
 
 
-def fp8_saving_class(module: nn.Module, storage: Storage) -> type[nn.Module]:
-    """Return the class of a module that stores its activations. Raises any error of making a subclass."""
+def activation_class(module: nn.Module, storage: Storage) -> type[nn.Module]:
+    """Return the class of a module that stores its activations or fuses. Raises any error of making a subclass."""
     original: Any = type(module)
-    storing: type[nn.Module] = mixed_class(_MIXINS.get(storage.kind, Fp8SavingHooked), original)
-    return storing
+    mixed: type[nn.Module] = mixed_class(_MIXINS[storage.kind], original)
+    return mixed
 
 
-def enable_fp8_saving(module: nn.Module, storage: Storage) -> None:
-    """Make a module store its activations, in place."""
-    SWITCH.stored = True
-    become(module, fp8_saving_class(module, storage), **{STORAGE_ATTRIBUTE: storage})
+def convert_activations(module: nn.Module, storage: Storage) -> None:
+    """Make a module store its activations or run fused kernels, in place."""
+    SWITCH.stored |= not isinstance(storage, Fused)
+    become(module, activation_class(module, storage), **{STORAGE_ATTRIBUTE: storage})
 
 
-def disable_fp8_saving(module: nn.Module) -> None:
-    """Undo `enable_fp8_saving`."""
+def revert_activations(module: nn.Module) -> None:
+    """Undo `convert_activations`."""
     become(module, original_class(module))
     del vars(module)[STORAGE_ATTRIBUTE]
 
@@ -324,6 +383,17 @@ def _only(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
 def _is_matrix(x: Tensor | None) -> bool:
     """Return whether Octavo's ops take a tensor (not a DTensor, for example)."""
     return x is not None and x.dtype in SUPPORTED_DTYPES and x.ndim > 0 and not is_traceable_wrapper_subclass(x)
+
+
+def _is_fusible(gate: Tensor) -> bool:
+    """Return whether the kernel of gated activations is as accurate as PyTorch: in float32 its exponential is not."""
+    return _is_matrix(gate) and gate.dtype != torch.float32 and _has_kernels(gate.device)
+
+
+@cache
+def _has_kernels(device: torch.device) -> bool:
+    """Return whether a device has fused kernels, or is a CPU, whose reference takes their place."""
+    return device.type == "cpu" or triton_unsupported(device, ()) is None
 
 
 def own_parameter(module: nn.Module, name: str) -> Tensor | None:

@@ -269,9 +269,14 @@ INNERMOST = _Innermost()
 
 def recording() -> bool:
     """Whether modules save FP8 now: under autograd, saved-tensor hooks allowed, no torch.func and forward mode."""
-    if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and stores()):
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return torch.is_grad_enabled() and stores()
-    if torch_compat.has_transforms() or torch_compat.in_forward_mode():
+    return fusing()
+
+
+def fusing() -> bool:
+    """Whether fused kernels run now: as `recording`, but also without gradients, and not in a graph."""
+    if torch.compiler.is_compiling() or not stores() or torch_compat.has_transforms() or torch_compat.in_forward_mode():
         return False
     return torch_compat.saved_tensors_hooks_disabled() is None and torch_compat.tracing_state() is None
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from octavo._version import __version__
-from octavo.activations.modules import saves_fp8
+from octavo.activations.modules import handles_activations
 from octavo.integrations.monitor import Monitor
 from octavo.nn import change_recipe, equalized
 from octavo.nn.experts import is_converted_experts
@@ -45,9 +45,9 @@ def precision_of(value: PrecisionLike) -> Precision:
 def prepare(model: nn.Module, precision: Precision, verbose: bool) -> None:
     """Convert a model as asked, in place. A model that was converted before keeps its recipes."""
     recipes = {module.recipe.name for module in model.modules() if is_converted(module) or is_converted_experts(module)}
-    if recipes or any(saves_fp8(module) for module in model.modules()):
+    if recipes or any(handles_activations(module) for module in model.modules()):
         _check_conversion(model, recipes, precision)
-    elif precision.matmul == "fp8" or precision.activations == "fp8":
+    elif precision.matmul == "fp8" or precision.activations != "bf16":
         convert(model, precision=precision, verbose=verbose)
     _check_ranks(model)
 
@@ -82,8 +82,8 @@ def _check_conversion(model: nn.Module, recipes: set[str], precision: Precision)
         problem = f"its layers compute in FP8 ({', '.join(sorted(recipes))})"
     elif precision.matmul == "fp8" and not recipes:
         problem = "its layers do not compute in FP8"
-    elif precision.activations == "fp8" and all(plan.activations != "fp8" for plan in plans):
-        problem = "without activations='fp8'"
+    elif precision.activations not in ("bf16", *(plan.activations for plan in plans)):
+        problem = f"without activations={precision.activations!r}"
     elif precision.matmul == "fp8" and precision.recipe not in {DEFAULT.name, AUTO, *recipes}:
         problem = f"to {', '.join(sorted(recipes))}"
     if problem is not None:

@@ -11,16 +11,16 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from octavo.activations.candidates import storable
+from octavo.activations.candidates import fusible, storable
 from octavo.activations.detect import original_class
 from octavo.activations.modules import (
     STORAGE_ATTRIBUTE,
     HookedForward,
     Storage,
-    disable_fp8_saving,
-    enable_fp8_saving,
-    fp8_saving_class,
-    saves_fp8,
+    activation_class,
+    convert_activations,
+    handles_activations,
+    revert_activations,
 )
 from octavo.nn.equalized import reset_scales
 from octavo.nn.experts import convert_experts, is_converted_experts, looks_like_experts
@@ -68,7 +68,7 @@ def rule_plan(
         precision: Replaces `recipe`, `skip` and `activations`.
         skip: Name patterns of layers to skip.
         filter: Selects among the layers that nothing else excludes.
-        activations: "fp8" to store activations in FP8, or "bf16".
+        activations: "fp8" to store activations in FP8, "fused" to run fused kernels, or "bf16".
 
     Raises:
         ValueError: If the model is converted already, the recipe is unknown, a filter raises or counts blocks in a
@@ -93,8 +93,8 @@ def rule_plan(
         rule = both(of_precision(precision), filter)
         plan = default_plan(model, chosen, precision.skip, rule, precision.activations)
     fp8_products = precision is None or precision.matmul == "fp8"
-    fp8_storage = precision is not None and precision.activations == "fp8"
-    if not plan.converted and (fp8_products or (fp8_storage and not plan.fp8_activations)):
+    of_activations = precision is not None and precision.activations != "bf16"
+    if not plan.converted and (fp8_products or (of_activations and not plan.activation_modules)):
         raise nothing_converted(plan)
     return plan
 
@@ -147,7 +147,7 @@ def apply_plan(model: M, plan: Plan, *, keep_weights: bool = False, frozen: str 
         if weights:
             refuse_save_pretrained(model)
         for fqn, storage in storages.items():
-            enable_fp8_saving(modules[fqn], storage)
+            convert_activations(modules[fqn], storage)
         # Drops the predictions of octavo.plan.
         vars(model)[PLAN_ATTRIBUTE] = Plan(plan.decisions, plan.activations, plan.partial)
         if verbose:
@@ -159,7 +159,9 @@ def apply_plan(model: M, plan: Plan, *, keep_weights: bool = False, frozen: str 
 
 def check_unconverted(model: nn.Module) -> None:
     """Raise ValueError if a layer of a model is converted already."""
-    already = [fqn for fqn, m in model.named_modules() if is_converted(m) or is_converted_experts(m) or saves_fp8(m)]
+    already = [
+        fqn for fqn, m in model.named_modules() if is_converted(m) or is_converted_experts(m) or handles_activations(m)
+    ]
     if already:
         raise ValueError(
             f"{len(already)} layers of this model are converted already (first: {already[0] or 'the model itself'!r}). "
@@ -174,7 +176,8 @@ def nothing_converted(plan: Plan) -> ValueError:
         "; ".join(sorted(reasons))
         or f"it has no {' and no '.join(kind.plain.removeprefix('torch.') for kind in KINDS)}"
     )
-    return ValueError(f"no layer would be converted, so the model would train without FP8: {why}")
+    without = "as it is" if plan.activations == "fused" else "without FP8"
+    return ValueError(f"no layer would be converted, so the model would train {without}: {why}")
 
 
 def revert(model: M) -> M:
@@ -196,7 +199,7 @@ def revert(model: M) -> M:
     """
     check_module("revert", model)
     converted = {fqn: m for fqn, m in model.named_modules() if is_converted(m) or is_converted_experts(m)}
-    saving = {fqn: module for fqn, module in model.named_modules() if saves_fp8(module)}
+    saving = {fqn: module for fqn, module in model.named_modules() if handles_activations(module)}
     if not converted and not saving and PLAN_ATTRIBUTE not in vars(model):
         raise ValueError("revert: this model has no converted layer, so there is nothing to revert")
     for fqn, module in (converted | saving).items():
@@ -208,14 +211,14 @@ def revert(model: M) -> M:
         make_plain(converted.values())
         allow_save_pretrained(model)
         for module in saving.values():
-            disable_fp8_saving(module)
+            revert_activations(module)
         for module in model.modules():
             vars(module).pop(PLAN_ATTRIBUTE, None)
     return model
 
 
 def _check(plan: Plan, modules: dict[str, nn.Module]) -> dict[str, Storage]:
-    """Check that a plan fits the modules, and return how each module stores its activations."""
+    """Check that a plan fits the modules, and return how modules handle their activations."""
     for fqn in plan:
         if fqn not in modules:
             raise ValueError(f"the plan is for another model: it names {fqn!r}, which this model does not have")
@@ -235,11 +238,11 @@ def _check(plan: Plan, modules: dict[str, nn.Module]) -> dict[str, Storage]:
             'dataclasses.replace(plan, partial=True), or "partial": true in its JSON'
         )
     storages: dict[str, Storage] = {}
-    if not plan.fp8_activations:
+    if not plan.activation_modules:
         return storages
-    candidates = storable(modules[""])
+    candidates = (fusible if plan.activations == "fused" else storable)(modules[""])
     unrounded = {modules[name] for name in linears_with_exact_inputs(modules[""], plan)}
-    for fqn in plan.fp8_activations:
+    for fqn in plan.activation_modules:
         kind, storage = plan[fqn].activation_storage, candidates.get(fqn)
         if storage is None or isinstance(storage, str) or storage.kind != kind:
             raise ValueError(
@@ -250,10 +253,10 @@ def _check(plan: Plan, modules: dict[str, nn.Module]) -> dict[str, Storage]:
             inside = modules[fqn].named_modules()
             storage = HookedForward(unrounded=tuple(name for name, module in inside if module in unrounded and name))
         try:
-            fp8_saving_class(modules[fqn], storage)
+            activation_class(modules[fqn], storage)
         except Exception as error:
             raise ValueError(
-                f"{fqn or 'the model'!r} cannot store its activations in FP8: making a subclass of "
+                f"{fqn or 'the model'!r} cannot handle its activations: making a subclass of "
                 f"{type(modules[fqn]).__name__} raises {type(error).__name__}: {error}. Leave it out with "
                 f"skip=[{fqn!r}]. The model was left as it was"
             ) from error

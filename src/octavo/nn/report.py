@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from octavo.activations.detect import original_class
-from octavo.activations.modules import STORAGE_ATTRIBUTE, saves_fp8
+from octavo.activations.modules import STORAGE_ATTRIBUTE, handles_activations
 from octavo.kernels.gemm import accelerated
 from octavo.nn.experts import is_converted_experts, looks_like_experts
 from octavo.nn.linear_subclasses import is_converted
@@ -45,16 +45,21 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationRow:
-    """A module that stores its activations in FP8, or was considered for it."""
+    """A module that stores its activations in FP8 or runs fused kernels, or was considered for it."""
 
     name: str  # Fully qualified name; empty for the model itself
-    activation_storage: str | None  # `"norm"`, `"glu"`, `"activation"` or `"saved_tensors"`; None if it is unchanged
-    reason: str  # What it stores, or why it is unchanged
+    activation_storage: str | None  # As of `Decision`; None if it is unchanged
+    reason: str  # What it stores or runs, or why it is unchanged
+
+    @property
+    def fused(self) -> bool:
+        """Whether it runs fused kernels, and stores nothing in FP8."""
+        return self.activation_storage is not None and self.activation_storage.startswith("fused")
 
     @property
     def recipe(self) -> str | None:
         """Text for the recipe column of tables."""
-        return None if self.activation_storage is None else "stores fp8"
+        return "fused" if self.fused else None if self.activation_storage is None else "stores fp8"
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -64,9 +69,9 @@ class Report(Displayed):
     Attributes:
         rows: Linear layers, and other modules with matrix weights.
         execution: How FP8 products run on this machine, if they are emulated.
-        activations: Modules that store activations in FP8, and those that could not, if this is on.
+        activations: Modules that store activations in FP8 or run fused kernels, and those that could not.
         saved_bytes: Bytes that a forward saves for backward, by module; empty without a batch.
-        activations_requested: Whether `activations="fp8"` was set.
+        activations_requested: Whether `activations` was set, to `"fp8"` or `"fused"`.
     """
 
     rows: tuple[Row, ...]
@@ -83,6 +88,12 @@ class Report(Displayed):
 
     def __getitem__(self, index: int) -> Row:
         return self.rows[index]
+
+    @property
+    def in_fp8(self) -> bool:
+        """Whether any layer computes in FP8, or any module stores its activations in FP8."""
+        stores = any(row.activation_storage is not None and not row.fused for row in self.activations)
+        return stores or any(row.converted for row in self.rows)
 
     @property
     def summary(self) -> str:
@@ -113,10 +124,11 @@ class Report(Displayed):
         counts = Counter(row.activation_storage for row in self.activations if row.activation_storage is not None)
         unchanged = [row for row in self.activations if row.activation_storage is None]
         if not counts:
-            none = "activations='fp8': no module stores them" if self.activations_requested else ""
+            none = "no module stores activations in FP8 or runs fused kernels" if self.activations_requested else ""
             return none + (f" ({len(unchanged)} were looked at)" if none and unchanged else "")
-        kinds = ", ".join(f"{kind} {count}" for kind, count in counts.items())
-        text = f"activations in FP8 in {counts.total()} modules ({kinds})"
+        kinds = ", ".join(f"{kind.removeprefix('fused_')} {count}" for kind, count in counts.items())
+        how = "fused kernels" if all(kind.startswith("fused") for kind in counts) else "activations in FP8"
+        text = f"{how} in {counts.total()} modules ({kinds})"
         return text + (f", not in {len(unchanged)} others" if unchanged else "")
 
     def __str__(self) -> str:
@@ -148,7 +160,7 @@ def check_module(function: str, model: object, hint: str = "") -> None:
 
 def report(model: nn.Module, batch: Any = None) -> Report:
     """List every linear layer of a model, and other modules with matrix weights, with recipe and reason; and, with
-    activations in FP8, every module considered for that.
+    activations in FP8 or fused kernels, every module considered for that.
 
     Works on any model, converted or not, and on a part of one.
 
@@ -210,7 +222,7 @@ def report(model: nn.Module, batch: Any = None) -> Report:
         execution=_execution(model),
         activations=tuple(_activation_rows(model, plans)),
         saved_bytes=saved_bytes,
-        activations_requested=any(plan.activations == "fp8" for plan in plans.values()),
+        activations_requested=any(plan.activations != "bf16" for plan in plans.values()),
     )
 
 
@@ -235,7 +247,7 @@ def _decision(plans: Mapping[str, Plan], fqn: str) -> Decision | None:
 def _activation_rows(model: nn.Module, plans: Mapping[str, Plan]) -> Iterator[ActivationRow]:
     for fqn, module in model.named_modules():
         decision = _decision(plans, fqn)
-        if saves_fp8(module) or (is_converted_experts(module) and STORAGE_ATTRIBUTE in vars(module)):
+        if handles_activations(module) or (is_converted_experts(module) and STORAGE_ATTRIBUTE in vars(module)):
             storage = getattr(module, STORAGE_ATTRIBUTE).kind
             yield ActivationRow(name=fqn, activation_storage=storage, reason=STORED_HOW[storage])
         elif decision is not None and not is_linear(module) and not is_converted_experts(module):

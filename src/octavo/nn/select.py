@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils import parametrize
 
-from octavo.activations.candidates import storable
+from octavo.activations.candidates import fusible, storable
 from octavo.nn.experts import describe_experts, experts_obstacle, looks_like_experts
 from octavo.nn.filters import Filter, FilterLike, Layer, as_filter, layers_of, names_of, sizes
 from octavo.nn.linear_like import LinearLike
@@ -46,8 +46,10 @@ STORED_HOW = {
     "glu": "gated MLP: gate and up stored in FP8, their product recomputed",
     "activation": "activation: input stored in FP8, output recomputed",
     "saved_tensors": "own forward: inputs of products, activations and gates stored in FP8, all else exactly",
+    "fused_norm": "norm: one kernel in eager mode, which saves its input and a statistic of each row",
+    "fused_glu": "gated MLP: act(gate)·up is one kernel in eager mode, of 16 bits, which saves gate and up",
 }
-"""Reasons in `report` for modules that store their activations in FP8."""
+"""Reasons in `report` for modules that store their activations in FP8 or run fused kernels."""
 _SKIPPED = "skipped by pattern"
 HEAD_REASON = "vocabulary head"
 """Start of the reason why a vocabulary head stays in high precision."""
@@ -76,7 +78,7 @@ def default_plan(
     activations: str = "bf16",
     recipes: Mapping[FilterLike, Recipe] | None = None,
 ) -> Plan:
-    """Decide for every linear and experts of a model, and for every module whose activations could be stored in FP8."""
+    """Decide for every linear and experts, and for every module whose activations could be stored or fused."""
     if isinstance(skip, str):
         raise TypeError(f"skip is a list of name patterns; got the string {skip!r}: write skip=[{skip!r}]")
     heads = _vocabulary_heads(model)
@@ -93,7 +95,7 @@ def default_plan(
     mismatches = [text for rule in used for part in rule.parts() if (text := part.mismatch(list(layers.values())))]
     decisions = {}
     matched: set[str] = set()
-    storages = storable(model) if activations == "fp8" else {}
+    storages = {} if activations == "bf16" else (fusible if activations == "fused" else storable)(model)
     for fqn, module in model.named_modules():
         storage = None if is_linear(module) else storages.get(fqn)
         if storage is None and not is_layer(module):

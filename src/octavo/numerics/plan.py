@@ -22,7 +22,8 @@ class Decision:
         recipe: Recipe of its products, or None to leave them unchanged.
         reason: Reason, human-readable.
         activation_storage: How the module stores its activations in FP8 (`"norm"`, `"glu"`, `"activation"` or
-            `"saved_tensors"`), or None to leave them unchanged.
+            `"saved_tensors"`) or which fused kernels it runs (`"fused_norm"`, `"fused_glu"`); None to leave it
+            unchanged.
         gain: Predicted speed-up over bf16, forward and backward with quantization; 1 if it stays in bf16; None without
             a prediction.
         by_filter: Whether a filter of `octavo.convert` chose the recipe; not in the plan's JSON.
@@ -54,7 +55,8 @@ class Plan(Displayed):
 
     Attributes:
         decisions: Decision for each module.
-        activations: Requested storage of activations: `"bf16"` (unchanged) or `"fp8"` (where supported).
+        activations: Requested handling of activations: `"bf16"` (unchanged), or where supported `"fp8"` (stored so) or
+            `"fused"` (stored unchanged, computed by fused kernels).
         partial: Whether layers that the plan does not name stay in high precision. Otherwise `octavo.convert` raises an
             error about them, since the plan may be of a smaller model.
 
@@ -98,13 +100,14 @@ class Plan(Displayed):
         return [fqn for fqn, decision in self.decisions.items() if decision.recipe is not None]
 
     @property
-    def fp8_activations(self) -> list[str]:
-        """Names of the modules that store their activations in FP8."""
+    def activation_modules(self) -> list[str]:
+        """Names of the modules that store their activations in FP8, or run fused kernels."""
         return [fqn for fqn, decision in self.decisions.items() if decision.activation_storage is not None]
 
     def __str__(self) -> str:
         rows = [(name or "(the model)", row.recipe or "–", row.reason) for name, row in merged_rows(self.rows)]
-        stored = f", {len(self.fp8_activations)} store activations in FP8" if self.fp8_activations else ""
+        how = "run fused kernels" if self.activations == "fused" else "store activations in FP8"
+        stored = f", {len(self.activation_modules)} {how}" if self.activation_modules else ""
         summary = f"{len(self.converted)} of {len(self)} modules compute in FP8{stored}"
         table = Table(headings=("layer", "recipe", "reason"), align="<<<", rows=rows)
         return "\n".join([*table.lines(), "", summary])

@@ -36,7 +36,8 @@ class Precision:
         skip_last: The same at the end of the model.
         min_features: Smallest in_features and out_features of a linear layer that is converted.
         activations: `"fp8"`: norms, gated MLPs and activation functions save tensors for backward in FP8, with either
-            `matmul`. `"bf16"`: they save them unchanged.
+            `matmul`. `"bf16"`: they save them unchanged. `"fused"`: unchanged too, and norms and gated MLPs of several
+            eager kernels run as one, which rounds its result once.
         states: Moments of AdamW, `"fp32"` or `"fp8"`. The trainer reads `states` and `master`; a custom loop creates
             its own optimizer, `octavo.AdamW`.
         master: fp32 masters of 16-bit parameters: `"fp32"` (a copy), `"remainder"` (the 16 bits that bf16 lacks) or
@@ -62,7 +63,7 @@ class Precision:
     skip_last: int = 0
     min_features: int = 0
     keep_weights: bool = False
-    activations: Literal["bf16", "fp8"] = "bf16"
+    activations: Literal["bf16", "fused", "fp8"] = "bf16"
     states: Literal["fp32", "fp8"] = "fp32"
     master: Literal["fp32", "remainder", "none"] = "fp32"
 
@@ -92,18 +93,21 @@ class Precision:
 
     @property
     def label(self) -> str:
-        """Short label: `"bf16"`, `"fp8 rowwise"`, `"bf16+activations"`, `"fp8+activations+optimizer rowwise"`."""
+        """Short label: `"bf16"`, `"fp8 rowwise"`, `"bf16+fused"`, `"fp8+activations+optimizer rowwise"`."""
         label: str = self.matmul
-        label += "+activations" if self.activations == "fp8" else ""
+        label += {"bf16": "", "fused": "+fused", "fp8": "+activations"}[self.activations]
         label += "+optimizer" if self.states == "fp8" else ""
         return f"{label} {self.recipe}" if self.matmul == "fp8" else label
 
 
 def check_activations(value: str) -> None:
-    """Raise ValueError unless `value` is "bf16" or "fp8"."""
-    if value not in ("bf16", "fp8"):
-        hint = nearest(str(value), ("bf16", "fp8"))
-        raise ValueError(f"activations are stored in 'bf16' (unchanged) or 'fp8'; got {value!r}{hint}")
+    """Raise ValueError unless `value` is "bf16", "fused" or "fp8"."""
+    choices = ("bf16", "fused", "fp8")
+    if value not in choices:
+        raise ValueError(
+            "activations are 'bf16' (unchanged), 'fused' (unchanged, by fused kernels) or stored in 'fp8'; got "
+            f"{value!r}{nearest(str(value), choices)}"
+        )
 
 
 LEVELS = {

@@ -52,7 +52,7 @@ def convert(
     skip: Sequence[str] = (),
     filter: Filter | ModuleFilter | None = None,
     keep_weights: bool = False,
-    activations: Literal["bf16", "fp8"] = "bf16",
+    activations: Literal["bf16", "fused", "fp8"] = "bf16",
     frozen: Literal["bf16", "fp8"] = "bf16",
     weight_only: Literal["auto"] | Sequence[str] = AUTO,
     device: "str | Path | Mapping[str, Any] | Gpu | None" = None,
@@ -79,8 +79,9 @@ def convert(
         keep_weights: Quantize each weight once per forward and backward, not twice (1 byte per parameter), and once for
             all micro-batches inside `octavo.nn.accumulating(model)`; not of sharded weights. See `octavo.nn.weights`.
         activations: `"fp8"`: norms, gated MLPs and activation functions with recognized code save tensors for backward
-            in FP8; other modules do so where it is safe (docs/memory.md). Not under torch.compile. For this alone:
-            `precision=Precision(matmul="bf16", activations="fp8")`.
+            in FP8; other modules do so where it is safe (docs/memory.md). Not under torch.compile. `"fused"`: norms and
+            gated MLPs with recognized code run as one kernel in eager mode (docs/performance.md). For either alone:
+            `precision=Precision(matmul="bf16", activations="fused")`.
         frozen: `"fp8"`: weights of frozen linears, as under LoRA, exist in FP8 only: 1 byte per parameter. If none is
             frozen, all are frozen. By rule, whatever the gain in time; for recipes with one FP8 form of W.
         weight_only: Name patterns of layers whose resident weights are dequantized for products in the input's dtype;
@@ -116,7 +117,7 @@ def convert(
         return apply_plan(model, by_rule, keep_weights=keep_weights, frozen=frozen, verbose=verbose)
     precision = precision or Precision(recipe=AUTO, skip=tuple(skip), activations=activations)
     by_cost, where = _plan_on(gpu, device is None, model, precision, filter, tokens)
-    if by_cost.converted or by_cost.fp8_activations:
+    if by_cost.converted or by_cost.activation_modules:
         return apply_plan(model, by_cost, keep_weights=keep_weights, verbose=verbose)
     return _left_alone(model, by_cost, where, tokens, verbose)
 
@@ -158,7 +159,7 @@ def _check_request(
                 "plan replaces recipe, precision, skip, filter, activations and device: pass plan alone, or those "
                 "without plan"
             )
-        if not (plan.converted or plan.fp8_activations):
+        if not (plan.converted or plan.activation_modules):
             raise nothing_converted(plan)
         return
     if precision is not None and (recipe is not None or skip or keep_weights or activations != "bf16"):

@@ -30,6 +30,8 @@ RATIOS = {
 }  # fmt: skip
 """Host time of forward and backward of a linear × bf16's, from benchmarks/results/simulated/host.json."""
 
+FUSED_OPERATIONS = 17
+"""Host time of a fused norm or gate, forward and backward, over that of an operation of PyTorch: docs/host_time.md."""
 OP, SHAPE = "host", (512, 512, 512)
 """Key of measurements in the calibration table; the case is the recipe's name, or "bf16". Of whole blocks of scales."""
 

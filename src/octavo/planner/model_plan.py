@@ -122,7 +122,7 @@ def plan(
     )  # fmt: skip
     shapes = _shapes(model, batch, seq)
     rule = default_decisions(model, request)
-    traced, size = _trace(model, shapes, batch)
+    traced, own, size = _trace(model, shapes, batch, rule.plan if step_config.eager else Plan({}))
     tokens = seq * batch if seq is not None else max((c.m for cs in traced.calls.values() for c in cs), default=1)
     best, times = rule.by_cost(gpu, traced, eager=step_config.eager)
     check_gathered(best, parallel)
@@ -137,7 +137,7 @@ def plan(
     return forecast(
         best, times, gpu, traced, request.recipes, step_config, tokens,
         memory=memory(best, request.precision, step_config),
-        bf16_memory=memory(Plan({}), LEVELS["bf16"], step_config.bf16),
+        bf16_memory=memory(Plan({}), LEVELS["bf16"], step_config.bf16), stages=((own, traced),),
     )  # fmt: skip
 
 
@@ -280,8 +280,16 @@ def _request(
     return replace(plan_request(Precision(skip=tuple(skip)), filter, heads=heads), recipes=candidates(recipe))
 
 
-def _trace(model: nn.Module, shapes: Any, batch: Any) -> tuple[Trace, int]:
-    """Trace one forward; return it with its number of sequences."""
+def fuse(copy: nn.Module, plan: Plan) -> None:
+    """Make a copy of a planned model run the fused kernels of the plan, and products in high precision."""
+    decisions = restrict_plan(plan, copy).decisions.items() if plan.activations == "fused" else ()
+    fused = {name: replace(decision, recipe=None) for name, decision in decisions if decision.activation_storage}
+    if fused:
+        apply_plan(copy, Plan(fused, plan.activations, partial=True))
+
+
+def _trace(model: nn.Module, shapes: Any, batch: Any, plan: Plan) -> tuple[Trace, Trace, int]:
+    """Trace one forward, in bf16 and with the fused kernels of a plan; return also its number of sequences."""
     dtype, place = _dtype(model), fake_device(torch.device("cuda"))
     with fake_tensors():
         tensors = [leaf for leaf in tree_leaves(fake_batch(shapes, None, dtype, place)) if isinstance(leaf, Tensor)]
@@ -291,8 +299,10 @@ def _trace(model: nn.Module, shapes: Any, batch: Any) -> tuple[Trace, int]:
             "{'input_ids': (4, 2048)}; or sequences and tokens, such as plan(model, 4, 2048)"
         )
     sizes = [tuple(t.shape) for t in tensors]
-    traced = trace_model(model, lambda copy: call(copy, fake_batch(shapes, None, dtype, place)), sizes, place)
-    return traced, sizes[0][0] if sizes[0] else 1
+    run = partial(trace_model, model, lambda copy: call(copy, fake_batch(shapes, None, dtype, place)), sizes, place)
+    traced = run()
+    fused = run(partial(fuse, plan=plan)) if plan.activations == "fused" else traced
+    return traced, fused, sizes[0][0] if sizes[0] else 1
 
 
 def _trace_blocks(
@@ -303,7 +313,7 @@ def _trace_blocks(
     with fake_tensors() as mode:
         copy = copy_with_blocks(model, blocks, mode, place)
         part = restrict_plan(plan, copy)
-        if part.converted or part.fp8_activations:
+        if part.converted or part.activation_modules:
             apply_plan(copy, part, keep_weights=precision.keep_weights)
         if checkpointing == "full":
             for block in find_blocks(copy):

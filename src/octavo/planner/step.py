@@ -12,7 +12,7 @@ models.
     communication    of sharded data parallelism: gather in forward; gather, scatter and reduction over copies in
                      backward (`octavo.planner.collective_cost`); only what compute of the same direction does not hide
     host             eager mode takes at least the host's time: that of linears (`octavo.planner.host_time`), and of
-                     each other operation, with two in backward for each in forward
+                     each other operation, with two in backward for each in forward; fused norms and gates take more
 
 Left out: data loading, clipping, stragglers, clocks that drop under load, and the multiprocessors that collectives use.
 So a predicted step is too short, and since bf16 pays these costs too, a predicted gain can be too large.
@@ -29,6 +29,7 @@ from octavo.planner.collective_cost import GPUS_PER_MACHINE
 from octavo.planner.communication import Sent, exchanged, sharded, traffic
 from octavo.planner.decide import total
 from octavo.planner.devices import Gpu
+from octavo.planner.host_time import FUSED_OPERATIONS
 from octavo.planner.roofline import Cost, bf16_linear, fp8_linear, memory_time
 from octavo.planner.timeline import Message
 from octavo.planner.trace import Trace
@@ -238,7 +239,8 @@ def step_time(
     # Frozen parameters are gathered too, but not updated.
     optimizer = trace.trained / step_config.shards * step_config.optimizer_bytes / gpu.bandwidth
     optimizer += step_config.optimizer_flops / step_config.shards / (gpu.bf16_tflops * 1e12 * gpu.bf16_efficiency)
-    others = 3 * (len(trace.rest) + len(trace.products)) * gpu.host_us * 1e-6
+    operations = len(trace.rest) + len(trace.products) + (FUSED_OPERATIONS - 1) * trace.fused
+    others = 3 * operations * gpu.host_us * 1e-6
     host = linears.host + others if step_config.eager else 0.0
     waiting = max(0.0, host - forward - backward)
     model_flops = 3 * trace.attention + 3 * sum(p.flops for p in trace.products)

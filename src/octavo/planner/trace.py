@@ -27,6 +27,9 @@ from octavo.runtime.torch_compat import TorchDispatchMode, local_part, tree_leav
 LOOKUPS = ("aten::embedding", "aten::index", "aten::index_select", "aten::gather")
 """Operations that read only as many bytes of their first input as they write."""
 
+FUSED = ("octavo::rms_norm", "octavo::layer_norm", "octavo::glu")
+"""Fused norms and gates."""
+
 PRODUCTS = {"aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::baddbmm": 1, "aten::_grouped_mm": 0}
 """Matrix products, with the index of the leave operand, whose last dimension is contracted."""
 
@@ -51,6 +54,7 @@ class Trace:
     parameters: int  # Elements of all parameters, tied ones once
     trained: int  # Elements of those that require a gradient
     experts: int = 0  # Elements of experts' parameters
+    fused: int = 0  # Calls of fused norms and gates, part of `rest`
     extrapolated: bool = field(default=False, compare=False)  # Whether a few blocks ran for all
 
 
@@ -69,6 +73,7 @@ def trace(model: nn.Module, linears: Mapping[str, nn.Module], forward: Callable[
         regions=tuple(tracer.regions()),
         parameters=sum(p.numel() for p in parameters),
         trained=sum(p.numel() for p in parameters if p.requires_grad),
+        fused=tracer.fused,
         experts=sum(p.numel() for module in experts for p in module.parameters()),
     )
 
@@ -99,7 +104,7 @@ def extrapolate_trace(few: Trace, more: Sequence[Trace], stacks: Sequence[Stack]
     return Trace(calls=dict(calls), **parts, **numbers, extrapolated=True)  # type: ignore[arg-type]
 
 
-_PARTS, _NUMBERS = ("products", "rest", "regions"), ("attention", "parameters", "trained", "experts")
+_PARTS, _NUMBERS = ("products", "rest", "regions"), ("attention", "parameters", "trained", "experts", "fused")
 
 
 def _block_calls(trace: Trace, block: str) -> dict[str, tuple[LinearCall, ...]]:
@@ -146,6 +151,7 @@ class _Tracer(TorchDispatchMode):
         TorchDispatchMode.__init__(self)
         self.calls: dict[str, list[LinearCall]] = {}
         self.attention = 0.0
+        self.fused = 0
         self.products: list[Work] = []
         self.rest: list[float] = []
         self._inside = 0
@@ -235,6 +241,7 @@ class _Tracer(TorchDispatchMode):
         moved += moved if name in LOOKUPS else sum(_size(t) for t in inputs)
         if inputs:
             self.rest.append(moved)
+            self.fused += name in FUSED
         self._reads(created if name in LOOKUPS else inputs)
         self._writes(created)
         return out

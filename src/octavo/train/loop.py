@@ -302,7 +302,7 @@ def _train(
                     trainer.saver.finish()
                 saved, bad = ranks.run_on_rank0(lambda: _usable(checkpoints(out)))
                 remedy = advice(
-                    saved, bad, config.precision, converted=trainer.layers is not None,
+                    saved, bad, config.precision, converted=trainer.in_fp8,
                     scales_loss=trainer.loss_scale.active,
                 )  # fmt: skip
                 message = f"{error}. {remedy}"

@@ -29,6 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from octavo.comm import ADAPTIVE_SPEC
 from octavo.comm.encoding import parse_spec, width
+from octavo.kernels.registry import FIRST_CAPABILITY
 from octavo.nn.causal import decide_head
 from octavo.nn.convert import rule_plan
 from octavo.nn.experts import looks_like_experts
@@ -41,12 +42,13 @@ from octavo.parallel.pipeline_model import SCHEDULES, StageModule, check_pipelin
 from octavo.planner.auto_convert import plan_on_gpu
 from octavo.planner.devices import Gpu, find_gpu
 from octavo.planner.fake import fake_device, fake_tensors
-from octavo.planner.forecast import ConfiguredRun, Forecast, forecast, predict_time
+from octavo.planner.forecast import ALL_BF16, ConfiguredRun, Forecast, forecast, predict_time
 from octavo.planner.memory_plan import MemoryPlan
 from octavo.planner.model_memory import make_gradients, make_states, saved_bytes
 from octavo.planner.model_plan import (
     check_gathered,
     default_decisions,
+    fuse,
     plan_request,
     trace_model,
     with_measurements,
@@ -76,7 +78,7 @@ from octavo.train.model import PARAMETER_DTYPES, check_model
 from octavo.train.optimizer import step_cost
 from octavo.train.tasks.registry import task_of
 from octavo.train.tasks.task import Task
-from octavo.train.trainer import Trainer
+from octavo.train.trainer import Trainer, compiles_blocks, with_activations
 
 TraceStage = Callable[["Stage", StepConfig, Mapping[str, int], int], StepTrace]
 """Traces a step of a stage with so many blocks of some stacks, and this many sequences."""
@@ -341,17 +343,20 @@ def share_experts(trace: Trace, ranks: int) -> Trace:
 
 def trace_stage(
     config: TrainConfig, stage: Stage, shape: tuple[int, int], fake: torch.device,
-    loss: Callable[[nn.Module], Any] | None = None,
+    loss: Callable[[nn.Module], Any] | None = None, plan: Plan = ALL_BF16,
 ) -> Trace:  # fmt: skip
-    """Trace one forward of what a rank has of a stage, in bf16; `loss` runs a whole model of more than text."""
+    """Trace one forward of what a rank has of a stage, in bf16, with the fused kernels of a plan; `loss` runs a whole
+    model of more than text.
+    """
     parallel, layouts = config.parallel, dict[nn.Module, Layout]()
     if parallel.ep > 1:  # experts in bf16 are not distributed: each rank has as many rows, of fewer experts
-        trace = trace_stage(without_experts(config), stage, shape, fake, loss)
+        trace = trace_stage(without_experts(config), stage, shape, fake, loss, plan)
         return share_experts(trace, parallel.ep)
 
     with shared_mesh(parallel, fake) as mesh:
 
         def prepare(copy: torch.nn.Module) -> None:
+            fuse(copy, plan)
             layouts[copy] = divide_layers(copy, parallel, mesh, fp8=False)
             cut_ends(copy, stage)
 
@@ -370,6 +375,7 @@ def trace_stage(
         return trace_model(stage.model, forward, [shape], fake, prepare)
 
 
+MIN_CAPABILITY = 10 * FIRST_CAPABILITY[0] + FIRST_CAPABILITY[1]
 OnSubject = Callable[[str], None]  # Called with the subject of each part of the plan when it begins
 
 LEVEL_PARTS = {"precision": ("matmul", "activations", "master"), "optim": ("states",)}
@@ -395,9 +401,9 @@ def plan_memory(
     if key not in models:
         models[key] = _planned_model(task)
     model = models[key]
-
     step_config = StepConfig(micro_batches=config.optim.micro_batches)
     sequences = config.optim.batch // config.optim.micro_batches
+    config = with_activations(config, model, sequences * task.positions(model), gpu=device == "cuda")
 
     plan: Plan | None = None
     stacks: Sequence[Stack] = ()
@@ -478,7 +484,8 @@ def plan_step(
     # each linear, or bf16 if none gains, with all other settings as configured.
     step = _trace_run(config, gpu, gpus, calibration, progress)
     layout, tokens = config.parallel.resolved, step.tokens
-    request = plan_request(replace(config.resolved, matmul="fp8", recipe=AUTO))
+    activations: Any = step.plan.activations  # "auto" resolved
+    request = plan_request(replace(config.resolved, matmul="fp8", recipe=AUTO, activations=activations))
     if layout.fp8_comm in ("on", "gather"):
         request = replace(request, recipes=tuple(recipe for recipe in request.recipes if recipe.supports_fp8_gather))
     best, times = default_decisions(step.model, request).by_cost(step.gpu, step.trace, eager=step.config.eager)
@@ -496,7 +503,7 @@ def plan_step(
         best, times, step.gpu, step.trace, request.recipes, step.config, tokens,
         memory=own_memory if own == fastest else memory("the best plan", config, best, step.config),
         bf16_memory=memory("bf16", at_level(config, "bf16", {}), Plan({}), step.config.bf16),
-        configured=(step.plan, own_memory), stages=step.stage_traces if config.parallel.pp > 1 else (),
+        configured=(step.plan, own_memory), stages=step.stage_traces,
     )  # fmt: skip
 
 
@@ -522,11 +529,11 @@ class _TracedRun:
     offloaded: bool
     stages: list[Stage]
     cache: TraceCache
-    stage_traces: tuple[tuple[Trace, Trace], ...] = ()
+    stage_traces: tuple[tuple[Trace, Trace], ...] = ()  # As configured and in bf16, if these differ or are several
 
     def memory(self, run: TrainConfig, plan: Plan, step_config: StepConfig) -> MemoryPlan:
         """Predict the memory of a step of the same model in another configuration."""
-        fp8 = bool(plan.decisions) and run.parallel.fp8_comm != "off"
+        fp8 = plans_fp8(plan) and run.parallel.fp8_comm != "off"
 
         def message(size: int) -> tuple[int, int]:
             config: Any = self.model.config
@@ -568,7 +575,8 @@ def _trace_run(
     fake = fake_device(torch.device("cuda"))
     model = _planned_model(task)
     shape = config.optim.batch // (parts * step_config.batches), task.positions(model)
-    compiles = config.run.compile != "none" and not config.uncompilable and bool(find_blocks(model))
+    compiles, kernels = compiles_blocks(config, model), gpu_spec.capability >= MIN_CAPABILITY
+    config = with_activations(config, model, shape[0] * shape[1], gpu=kernels)
     (moved, flops), bf16 = step_cost(model, config), at_level(config, "bf16", {})
     step_config = replace(
         step_config, eager=not compiles, optimizer_bytes=moved, optimizer_flops=flops / parallel.pp,
@@ -582,25 +590,37 @@ def _trace_run(
     if config.data.task != "language":
         loss = lambda copy: task.loss(copy, *task.empty_batch(shape[0], fake))  # noqa: E731
 
-    def traced(stage: Stage) -> Trace:
-        result: Trace = _run(partial(trace_stage, config, stage, shape, fake, loss), shape[0])
+    def traced(own: Plan, stage: Stage) -> Trace:
+        result: Trace = _run(partial(trace_stage, config, stage, shape, fake, loss, own), shape[0])
         return result
 
     stages, cache = stages_of_model(model, parallel), TraceCache() if cache is None else cache
     every = [Stage(model=model), *stages] if parallel.pp > 1 else stages
-    trace, *of_stages = trace_stages(every, traced, (trace_settings(config), shape), cache)
+    settings, fused = (
+        (trace_settings(config), shape),
+        plan if kernels and not compiles and plan.activations == "fused" else None,
+    )
+    trace, *of_stages = trace_stages(every, partial(traced, ALL_BF16), settings, cache)
+    bf16_stages = of_stages or [trace]
+    if fused is not None:
+        of_stages = trace_stages(stages, partial(traced, fused), (*settings, "fused"), cache)
     return _TracedRun(
         gpu=gpu_spec, config=step_config, model=model, plan=plan, sequences=shape[0],
         tokens=shape[0] * shape[1] // parallel.cp, trace=trace, offloaded=layout.cpu_offload, stages=stages,
-        cache=cache, stage_traces=tuple((t, t) for t in of_stages),
+        cache=cache, stage_traces=tuple(zip(of_stages, bf16_stages, strict=False)),
     )  # fmt: skip
+
+
+def plans_fp8(plan: Plan) -> bool:
+    """Return whether a plan is of FP8 layers, or of none; not of fused kernels alone."""
+    return bool(plan.decisions) and bool(plan.converted or plan.activations != "fused")
 
 
 def _configured(model: torch.nn.Module, config: TrainConfig, gpu: Gpu | None, tokens: int) -> Plan:
     """The trainer's plan on a GPU, which only recipe "auto" depends on. Raises ValueError as the trainer does."""
     precision = config.resolved
     if precision.matmul != "fp8":
-        return rule_plan(model, precision=precision) if precision.activations == "fp8" else Plan({})
+        return Plan({}) if precision.activations == "bf16" else rule_plan(model, precision=precision)
     if precision.recipe == AUTO and config.frozen != "fp8":
         assert gpu is not None
         return plan_on_gpu(model, gpu, precision, None, tokens)
@@ -619,7 +639,7 @@ def _step_on_blocks(
         task = planned_task(config)
 
         def divide(model: torch.nn.Module) -> Layout:
-            layout = divide_layers(model, config.parallel, mesh, fp8=bool(plan.decisions))
+            layout = divide_layers(model, config.parallel, mesh, fp8=plans_fp8(plan))
             cut_ends(model, stage)
             return layout if stage.count == 1 else replace(layout, forward=stage_module(model, stage, config))
 

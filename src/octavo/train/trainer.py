@@ -24,9 +24,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from octavo._version import __version__
+from octavo.activations.candidates import fusible
+from octavo.activations.modules import Fused
 from octavo.inspect.autopilot import Autopilot, RecipeChange
 from octavo.inspect.findings import Thresholds, findings
 from octavo.inspect.watch import Watch
+from octavo.kernels.registry import triton_unsupported
 from octavo.nn import Report, accumulating, apply_plan, report
 from octavo.nn.equalized import equalized_layers
 from octavo.nn.linear_subclasses import is_converted
@@ -35,6 +38,7 @@ from octavo.parallel.context_parallel import inner_attention
 from octavo.parallel.ddp import saved_buffers
 from octavo.parallel.pipeline_model import SCHEDULES, ZERO_BUBBLE, check_pipeline_model
 from octavo.planner.auto_convert import convert
+from octavo.runtime.blocks import find_blocks
 from octavo.runtime.stopwatch import Stopwatch
 from octavo.runtime.torch_compat import run_eagerly
 from octavo.train.checkpoint.retention import HELD_OUT_LOSS
@@ -98,8 +102,9 @@ class Trainer:
         else:
             self.model, distributed, fp32_masters, first_convert = model, False, {}, False
         startup.lap("weights to device")
-        # Report of the converted linear layers; None without FP8.
+        # Report of the converted linear layers and modules; None if all are the model's own.
         self.layers = ranks.raise_together(lambda: convert_run(self.model, self.task, device, ranks.world_size, plan))
+        self.in_fp8 = self.layers is not None and self.layers.in_fp8  # or else only fused
         if first_convert and not distributed:
             self.model = self.model.to(device)
         startup.lap("conversion")
@@ -127,7 +132,7 @@ class Trainer:
             ranks.raise_together(lambda: self._check_pipeline(ranks.local == 0))
         if distributed:
             parts = config.optim.micro_batches
-            self.layout = distribute(self.model, parallel, device, fp8=self.layers is not None, micro_batches=parts)
+            self.layout = distribute(self.model, parallel, device, fp8=self.in_fp8, micro_batches=parts)
         startup.lap("parallelize")
         self.optimizer = make_optimizer(self.model, optim, precision, fp32_masters, settings, self.layout.partial)
         startup.lap("optimizer")
@@ -135,7 +140,7 @@ class Trainer:
         every = config.inspect.every or (AUTOPILOT_EVERY if precision.autopilot else 0)
         # Statistics of the operands of the linears, in the steps that `[inspect]` samples.
         self.watch = Watch(
-            self.model, every=every, what_if=config.inspect.what_if, high_precision=self.layers is None,
+            self.model, every=every, what_if=config.inspect.what_if, high_precision=not self.in_fp8,
             group=self.layout.stage_group, stages=dist.group.WORLD if self.layout.stages > 1 else None,
         )  # fmt: skip
         thresholds, restore_after = config.inspect.thresholds, config.inspect.restore_after
@@ -364,7 +369,7 @@ class Trainer:
         """The metrics on held-out data by name, the same on every rank; {} if there is none."""
         measure = partial(evaluate, self.task, self.model, self.layout, self.ranks, self.loss, between=self.between)
         with self._autocast():
-            metrics = measure(fp8=self.layers is not None)
+            metrics = measure(fp8=self.in_fp8)
             if self.config.eval is not None and self.config.eval.ema and self.optimizer.average is not None:
                 with self.optimizer.average.in_place():
                     metrics |= {f"{name}_ema": value for name, value in measure(fp8=False).items()}
@@ -413,18 +418,43 @@ def _are_finite(loss: float, norm: float) -> bool:
     return finite(loss) is not None and finite(norm) is not None
 
 
+def compiles_blocks(config: TrainConfig, model: nn.Module) -> bool:
+    """Return whether the blocks of a run compile on a GPU."""
+    return config.run.compile != "none" and not config.uncompilable and bool(find_blocks(model))
+
+
+MIN_FUSED_NUMEL = 1 << 22
+"""Elements of a micro-batch's hidden states from which the GPU, and not the host, sets the pace of eager blocks: fused
+kernels then save time (docs/performance.md)."""
+
+
+def with_activations(config: TrainConfig, model: nn.Module, tokens: int, *, gpu: bool) -> TrainConfig:
+    """Resolve `precision.activations` "auto" for a model, tokens of a micro-batch, and a GPU with kernels or none."""
+    if config.precision.activations != "auto":
+        return config
+    eager = gpu and config.resolved.activations == "bf16" and not compiles_blocks(config, model)
+    modules = [name for name, storage in fusible(model).items() if isinstance(storage, Fused)] if eager else []
+    widths = (p.numel() for name in modules for p in model.get_submodule(name).parameters(recurse=False))
+    fuses = tokens * max(widths, default=0) >= MIN_FUSED_NUMEL
+    precision = config.precision.model_copy(update={"activations": "fused" if fuses else None})
+    return config.model_copy(update={"precision": precision})
+
+
 def convert_run(model: nn.Module, task: Task, device: torch.device, world: int, plan: Plan | None) -> Report | None:
     """Convert a model by a plan or by its configuration; the recipe "auto" uses measured costs on a GPU."""
-    config, precision = task.config, task.config.resolved
+    config, parallel = task.config, task.config.parallel
+    sharing = parallel.tp * parallel.pp
+    tokens = round(config.optim.batch * sharing / (config.optim.micro_batches * world) * task.positions(model))
+    kernels = config.precision.activations == "auto" and triton_unsupported(device, ()) is None
+    config = with_activations(config, model, tokens, gpu=kernels)
+    precision = config.resolved
     if plan is not None:
-        if plan.converted or plan.fp8_activations:
+        if plan.converted or plan.activation_modules:
             frozen = config.frozen if plan.converted else "bf16"
             apply_plan(model, plan, keep_weights=precision.keep_weights, frozen=frozen)
-    elif "fp8" not in (precision.matmul, precision.activations):
+    elif precision.matmul == precision.activations == "bf16":
         return None
     else:
-        sharing = config.parallel.tp * config.parallel.pp
-        tokens = round(config.optim.batch * sharing / (config.optim.micro_batches * world) * task.positions(model))
         convert(
             model, precision=precision, device=None if device.type == "cuda" else "cpu", tokens=tokens, verbose=False,
             frozen=config.frozen if precision.matmul == "fp8" else "bf16",

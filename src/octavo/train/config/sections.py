@@ -548,8 +548,10 @@ class PrecisionConfig(Section):
     `optim.states` set one part of it. The aliases "O1", "O1+act" and "O1+act+opt" are replaced by these names."""
     matmul: Literal["bf16", "fp8"] | None = None
     """Products of the linear layers."""
-    activations: Literal["bf16", "fp8"] | None = None
-    """Format of the tensors that norms, gated MLPs and activation functions save for backward."""
+    activations: Literal["auto", "bf16", "fused", "fp8"] | None = None
+    """What norms, gated MLPs and activation functions save for backward: "fp8" copies, or what they save without Octavo
+    ("bf16"). "fused" saves no copies either; norms and gates of several eager kernels run as one, in blocks that do not
+    compile. "auto": the level's; if that is "bf16", "fused" on a GPU whose blocks run eagerly."""
     recipe: str = "rowwise"
     """Recipe of the FP8 products, a name in `octavo.RECIPES`; not used by "bf16". "auto": on a GPU the fastest for each
     layer, where it pays by predicted cost; elsewhere the default."""
@@ -589,7 +591,7 @@ class PrecisionConfig(Section):
     def resolved(self) -> Precision:
         """Precision of the level, with the overrides of its parts."""
         parts = {name: getattr(self, name) for name in ("matmul", "activations", "master")}
-        changes = {name: value for name, value in parts.items() if value is not None}
+        changes = {name: value for name, value in parts.items() if value not in (None, "auto")}
         changes |= {name: getattr(self, name) for name in ("recipe", "keep_weights", *SELECTION)}
         return Precision.level(self.level, **changes)
 
