@@ -139,6 +139,9 @@ def arms(names: tuple[str, ...] = ()) -> dict[str, tuple[str, Callable[[], nn.Mo
     made["block"] = ("bf16 block", lambda: _converted(Block(), "rowwise"))
     made["block keep_weights"] = ("bf16 block", lambda: _converted(Block(), "rowwise", keep_weights=True))
     made["bf16 llama block"] = ("bf16 llama block", NormedBlock)
+    made["fused llama block"] = ("bf16 llama block", lambda: _fused(NormedBlock()))
+    made["bf16 norm"], made["fused norm"] = ("bf16 norm", RmsNorm), ("bf16 norm", lambda: _fused(RmsNorm()))
+    made["bf16 mlp"], made["fused mlp"] = ("bf16 mlp", Mlp), ("bf16 mlp", lambda: _fused(Mlp()))
     made["llama block"] = ("bf16 llama block", lambda: _converted(NormedBlock(), "rowwise"))
     made["bf16 experts"] = ("bf16 experts", Experts)
     made["experts"] = ("bf16 experts", lambda: _converted(Experts(), "rowwise"))
@@ -151,6 +154,10 @@ def arms(names: tuple[str, ...] = ()) -> dict[str, tuple[str, Callable[[], nn.Mo
 
 def _converted(module: nn.Module, recipe: str, **options: Any) -> nn.Module:
     return octavo.convert(module, recipe, device="cpu", verbose=False, **options)
+
+
+def _fused(module: nn.Module) -> nn.Module:
+    return octavo.convert(module, precision=octavo.Precision(matmul="bf16", activations="fused"), verbose=False)
 
 
 def _torchao(recipe: str) -> nn.Module:
