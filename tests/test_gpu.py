@@ -25,6 +25,7 @@ from octavo.kernels.quantize import QUANTIZE, QUANTIZE_PAIR, quantize, quantize_
 from octavo.kernels.registry import OPS, Backend, Op, status
 from octavo.numerics import RECIPES, QuantSpec
 from octavo.numerics.spec import FULL
+from octavo.train.packed_attention import attention, document_offsets, register
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -318,3 +319,40 @@ def test_running_out_of_memory_is_not_remembered():
     with pytest.raises(torch.OutOfMemoryError):
         op.choose(DEVICE, ("only",))
     assert op.choose(DEVICE, ("only",)).name == "triton"
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the compiler's own
+@pytest.mark.parametrize(("window", "heads", "size"), [(None, 4, 64), (None, 2, 128), (40, 4, 64), (None, 4, 20)])
+def test_variable_length_attention_is_masked_attention(window, heads, size):
+    """Of two rows of documents, forward and gradients, without a wait of the host, eager and compiled."""
+    register()
+    lengths = (200, 1, 55), (3, 1, 250, 2)
+    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths]).to(DEVICE)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        offsets = document_offsets(positions, 7)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    document = (positions == 0).cumsum(1)
+    before = torch.arange(256, device=DEVICE)[:, None] - torch.arange(256, device=DEVICE)
+    mask = (document[:, :, None] == document[:, None]) & (before >= 0) & (before < (window or 256))
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    leaves = [torch.randn(2, h, 256, size, device=DEVICE, generator=generator) for h in (4, heads, heads, 4)]
+    q, k, v, g = (leaf.bfloat16() for leaf in leaves)
+    module, settings = nn.Module(), {"scaling": 0.2, "sliding_window": window}
+
+    def packed(q, k, v):
+        return attention(module, q, k, v, offsets, **settings)[0].transpose(1, 2)
+
+    def masked(q, k, v):
+        q, k, v = (t.float() for t in (q, k, v))
+        return nn.functional.scaled_dot_product_attention(q, k, v, mask[:, None], scale=0.2, enable_gqa=True)
+
+    torch._dynamo.reset()
+    results = []
+    for function in (masked, packed, torch.compile(packed, fullgraph=True, dynamic=False)):
+        own = [t.clone().requires_grad_() for t in (q, k, v)]
+        y = function(*own)
+        results.append([y.detach(), *torch.autograd.grad(y, own, g.to(y.dtype))])
+    for actual in results[1:]:
+        assert low_sqnr(results[0], actual, 40) is None

@@ -1,7 +1,9 @@
 """Fixtures of tests that run the trainer."""
 
+import json
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from tensorboard.summary.writer import event_file_writer
@@ -92,3 +94,13 @@ def settings(tables):
         return made | {"model": {"type": family, "config": MIXTRAL if family == "mixtral" else config}}
 
     return make
+
+
+@pytest.fixture
+def lines(tmp_path):
+    """Documents of many lengths, some longer than a row."""
+    rng = np.random.default_rng(0)
+    words = sentences(60).split()
+    texts = [" ".join(rng.choice(words, rng.integers(1, 30))) for _ in range(120)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return {"source": str(tmp_path / "a.jsonl")}

@@ -1,6 +1,5 @@
 """Packed documents: rows, losses of documents as on their own, models that would mix them, ranks and resume."""
 
-import json
 from contextlib import nullcontext
 from itertools import pairwise
 
@@ -10,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_runs import LLAMA, At, assert_same, curve, job, load, sentences, terminate
+from tiny_runs import LLAMA, At, assert_same, curve, job, load, terminate
 from transformers import AutoModelForCausalLM
 
 from octavo.nn.causal import IGNORE
@@ -21,16 +20,6 @@ from octavo.train.tasks.language import _named
 from octavo.train.trainer import Trainer
 
 PACKED = {"packing": "documents", "sequence_length": 48}
-
-
-@pytest.fixture
-def lines(tmp_path):
-    """Documents of many lengths, some longer than a row."""
-    rng = np.random.default_rng(0)
-    words = sentences(60).split()
-    texts = [" ".join(rng.choice(words, rng.integers(1, 30))) for _ in range(120)]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    return {"source": str(tmp_path / "a.jsonl")}
 
 
 @given(sizes=st.lists(st.integers(1, 20), max_size=60))

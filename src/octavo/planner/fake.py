@@ -20,13 +20,15 @@ INTEGER_INPUTS = ("ids", "mask", "labels", "positions", "targets")
 
 
 @contextmanager
-def fake_tensors(device: str = "cuda") -> Iterator[FakeTensorMode]:
+def fake_tensors(device: str = "cuda", *, packed: bool = False) -> Iterator[FakeTensorMode]:
     """FakeTensorMode that also accepts real tensors and restores the random number state on exit."""
-    # `device` is the type of device to predict: with "cuda", attention is fused wherever it is on a GPU.
+    # `device` is the type of device to predict: with "cuda", attention is fused wherever it is on a GPU. `packed`:
+    # whether Transformers masks the documents of batches with positions.
     state = torch.get_rng_state()
     fused = _fused_attention() if device == "cuda" else nullcontext()
+    sequences = nullcontext() if packed else unpacked_sequences()
     try:
-        with unpacked_sequences(), fused, FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        with sequences, fused, FakeTensorMode(allow_non_fake_inputs=True) as mode:
             yield mode
     finally:
         torch.set_rng_state(state)

@@ -229,12 +229,13 @@ def default_decisions(model: nn.Module, request: PlanRequest) -> DefaultDecision
 
 def trace_model(
     model: nn.Module, forward: Callable[[nn.Module], Any], shapes: Sequence[tuple[int, ...]], place: torch.device,
-    prepare: Callable[[nn.Module], Any] = lambda copy: None,
+    prepare: Callable[[nn.Module], Any] = lambda copy: None, *, packed: bool = False,
 ) -> Trace:  # fmt: skip
     """Trace one forward of a model on fake copies, with only a few of its blocks if these are equal."""
+    # `packed`: as `fake_tensors` takes it.
 
     def trace_copy(counts: Mapping[str, int]) -> Trace:
-        with fake_tensors() as mode:
+        with fake_tensors(packed=packed) as mode:
             copy = copy_with_blocks(model, counts, mode, place)
             prepare(copy)
             linears = {

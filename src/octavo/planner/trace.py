@@ -33,6 +33,9 @@ FUSED = ("octavo::rms_norm", "octavo::layer_norm", "octavo::glu")
 PRODUCTS = {"aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::baddbmm": 1, "aten::_grouped_mm": 0}
 """Matrix products, with the index of the leave operand, whose last dimension is contracted."""
 
+VARLEN = "torch_attn::_varlen_attn"
+"""PyTorch's variable-length attention, causal or with a window."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
@@ -234,7 +237,7 @@ class _Tracer(TorchDispatchMode):
         name = func._schema.name
         if not created and not func._schema.is_mutable:
             return out  # a view
-        if "scaled_dot_product" in name or name in PRODUCTS or name == "aten::convolution":
+        if "scaled_dot_product" in name or name in PRODUCTS or name == VARLEN or name == "aten::convolution":
             self._product(func, args, kwargs or {}, inputs, outputs)
             return out
         moved = sum(_size(t) for t in created) or sum(_size(t) for t in outputs)
@@ -259,6 +262,13 @@ class _Tracer(TorchDispatchMode):
             fraction = 0.5 if arguments.get("is_causal") and q.shape[-2] == k.shape[-2] else 1.0
             scores = q.numel() // q.shape[-1] * k.shape[-2]  # per head of q; k may have fewer heads
             self.attention += fraction * 2 * scores * (q.shape[-1] + v.shape[-1])
+            return
+        if name == VARLEN:  # as of one document in each sequence: how long documents are, only offsets hold
+            q, _, v = inputs[:3]
+            length, window = args[6], args[9][0] + 1 or args[6]
+            window = min(window, length)
+            keys = window - window**2 / (2 * length)  # of a query, on average
+            self.attention += 2 * q.shape[0] * q.shape[1] * keys * (q.shape[-1] + v.shape[-1])
             return
         contracted = args[1][0].numel() if name == "aten::convolution" else args[PRODUCTS[name]].shape[-1]
         if self._in_experts:  # counted as calls

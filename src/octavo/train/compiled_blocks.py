@@ -23,6 +23,7 @@ from functools import partial, update_wrapper, wraps
 from typing import Any
 
 import torch
+import torch.nn.attention.varlen  # registers its op, named below
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
@@ -177,6 +178,7 @@ SAVED_OPS = [
     aten._scaled_dot_product_flash_attention_for_cpu.default,
     aten._scaled_dot_product_efficient_attention.default,
     aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.torch_attn._varlen_attn.default,
     torch.ops.octavo.scaled_mm.default,
 ]
 """Ops whose outputs "selective" keeps: costly to compute, cheap to hold."""

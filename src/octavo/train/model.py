@@ -37,6 +37,7 @@ from octavo.train.data.tokenizer import TextTokenizer
 from octavo.train.diagnose import non_finite_parameter
 from octavo.train.frozen import freeze
 from octavo.train.lora import add_adapters
+from octavo.train.packed_attention import NAME, has_flash_attention, problem, register
 from octavo.train.ranks import Ranks, share_on_machine
 
 PARAMETER_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
@@ -120,7 +121,8 @@ def choose_attention(model: Any, name: str, *, kernels: bool = True) -> None:
     if not hasattr(model, "set_attn_implementation"):
         raise ConfigError(f"model.attention = {name!r}: {kind} computes attention in one way; leave it out")
     # A plan needs no kernels: all fused kinds have the memory of "sdpa".
-    used = name if kernels or name == "eager" else "sdpa"
+    used = NAME if name == "varlen" else name if kernels or name == "eager" else "sdpa"
+    register()
     try:
         model.set_attn_implementation(used)
     except Exception as error:  # of no common type
@@ -131,6 +133,20 @@ def choose_attention(model: Any, name: str, *, kernels: bool = True) -> None:
     chosen = {str(own) for config in configs if (own := getattr(config, "_attn_implementation", None))}
     if fixed := chosen - {used}:
         raise ConfigError(f"model.attention = {name!r}: parts of {kind} compute it as {', '.join(fixed)}; leave it out")
+    if name == "varlen" and (reason := problem(model)):
+        raise ConfigError(f'model.attention = "varlen": {reason}. Nearest: "sdpa"')
+
+
+def auto_attention(model: Any, config: TrainConfig, device: str) -> None:
+    """Set variable-length attention if `model.attention = "auto"` may take it on a type of device."""
+    own, packed = getattr(model.config, "_attn_implementation", None), config.data.packing != "stream"
+    if config.model.attention != "auto" or config.data.task != "language" or not packed or device != "cuda":
+        return
+    if own == "sdpa" and has_flash_attention():
+        try:
+            choose_attention(model, "varlen")
+        except ConfigError:
+            model.set_attn_implementation(own)
 
 
 def build_on_ranks(
@@ -142,6 +158,7 @@ def build_on_ranks(
     # Ranks that receive their model from another process make an empty one of its class too: `ModelKind.make_empty`.
     start = config.model if config.lora is None else config.model.model_copy(update={"path": None})  # adapters are new
     built = share_on_machine(lambda: (build(), fp32_master_values(start, config.precision, kind)), ranks)
+    auto_attention(built[0], config, ranks.device.type)
     if ranks.local:
         kind.make_empty(built[0])
     return built

@@ -74,8 +74,9 @@ from octavo.train.config.run_config import ConfigError, TrainConfig, load_config
 from octavo.train.config.sections import ParallelConfig
 from octavo.train.config.shrink import change_of
 from octavo.train.layout import Layout, check_experts_compute_in_fp8, check_layout, divide_layers
-from octavo.train.model import PARAMETER_DTYPES, check_model
+from octavo.train.model import PARAMETER_DTYPES, auto_attention, check_model
 from octavo.train.optimizer import step_cost
+from octavo.train.packed_attention import is_varlen
 from octavo.train.tasks.registry import task_of
 from octavo.train.tasks.task import Task
 from octavo.train.trainer import Trainer, compiles_blocks, with_activations
@@ -372,10 +373,19 @@ def trace_stage(
                 positions = layout.positions(inputs)
                 return copy(input_ids=inputs, labels=labels, shift_labels=labels, use_cache=False, **positions)
 
-        return trace_model(stage.model, forward, [shape], fake, prepare)
+        return trace_model(stage.model, forward, [shape], fake, prepare, packed=masks_documents(config, stage.model))
 
 
 MIN_CAPABILITY = 10 * FIRST_CAPABILITY[0] + FIRST_CAPABILITY[1]
+
+def masks_documents(config: TrainConfig, model: Any) -> bool:
+    """Whether attention reads a mask of all pairs of positions that keeps packed documents apart."""
+    packed = config.data.task == "language" and config.data.packing != "stream"
+    return packed and config.model.attention in ("auto", "sdpa", "eager") and not is_varlen(model)
+
+
+_VARLEN_NOTE = "Attention inside packed documents, without a mask; its time is that of one document in each sequence."
+
 OnSubject = Callable[[str], None]  # Called with the subject of each part of the plan when it begins
 
 LEVEL_PARTS = {"precision": ("matmul", "activations", "master"), "optim": ("states",)}
@@ -399,7 +409,7 @@ def plan_memory(
     fake = fake_device(torch.device(device))
     key, models = (config.precision.parameters, config.precision.loss), {} if models is None else models
     if key not in models:
-        models[key] = _planned_model(task)
+        models[key] = _planned_model(task, device)
     model = models[key]
     step_config = StepConfig(micro_batches=config.optim.micro_batches)
     sequences = config.optim.batch // config.optim.micro_batches
@@ -413,7 +423,7 @@ def plan_memory(
 
     @contextmanager
     def trainer_of(blocks: Mapping[str, int]) -> Iterator[Trainer]:
-        with fake_tensors(device) as mode:
+        with fake_tensors(device, packed=masks_documents(config, model)) as mode:
             copy = copy_with_blocks(model, blocks, mode, fake)
             yield Trainer(config, task.data, fake, copy, plan=plan and restrict_plan(plan, copy))
 
@@ -540,11 +550,12 @@ class _TracedRun:
             hidden = config.get_text_config().hidden_size
             return message_bytes(run.parallel, (size, run.data.sequence_length), hidden, fp8=fp8)
 
-        return stage_memory(
+        predicted = stage_memory(
             self.stages, partial(_step_on_blocks, run, plan), plan, self.sequences, step_config,
             extrapolates=self.trace.extrapolated and not run.optim.groups, offloaded=self.offloaded, cache=self.cache,
             settings=trace_settings(run), message=message,
         )  # fmt: skip
+        return replace(predicted, notes=(_VARLEN_NOTE,)) if is_varlen(self.model) else predicted
 
 
 def _trace_run(
@@ -573,7 +584,7 @@ def _trace_run(
     check_layout(parallel, config.optim, config.data, gpus)
     task = planned_task(config)
     fake = fake_device(torch.device("cuda"))
-    model = _planned_model(task)
+    model = _planned_model(task, "cuda")
     shape = config.optim.batch // (parts * step_config.batches), task.positions(model)
     compiles, kernels = compiles_blocks(config, model), gpu_spec.capability >= MIN_CAPABILITY
     config = with_activations(config, model, shape[0] * shape[1], gpu=kernels)
@@ -587,7 +598,8 @@ def _trace_run(
     check_gathered(plan, layout)
 
     loss = None
-    if config.data.task != "language":
+    if config.data.task != "language" or config.data.packing != "stream":
+        task.adapt(model)
         loss = lambda copy: task.loss(copy, *task.empty_batch(shape[0], fake))  # noqa: E731
 
     def traced(own: Plan, stage: Stage) -> Trace:
@@ -634,7 +646,8 @@ def _step_on_blocks(
     fake = fake_device(torch.device("cuda"))
     if step_config.ep == 1:
         config = without_experts(config)
-    with shared_mesh(config.parallel, fake) as mesh, fake_tensors() as mode:
+    packed = masks_documents(config, stage.model)
+    with shared_mesh(config.parallel, fake) as mesh, fake_tensors(packed=packed) as mode:
         copy = copy_with_blocks(stage.model, blocks, mode, fake)
         task = planned_task(config)
 
@@ -672,10 +685,11 @@ def planned_task(config: TrainConfig) -> Task:
     return kind(config, kind.stand_in(config))
 
 
-def _planned_model(task: Task) -> Any:
-    """The model of a run on meta, with the decision how it computes its loss."""
+def _planned_model(task: Task, device: str) -> Any:
+    """The model of a run on meta, with the decisions how it computes attention and its loss."""
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         model = task.build(weights=False)
+    auto_attention(model, task.config, device)
     if task.config.precision.loss == "chunked" and task.unit == "tokens":
         decide_head(model)
     return model
@@ -713,7 +727,7 @@ def _run(step: Any, size: int) -> Any:
 
 
 def _notes(trainer: Trainer) -> tuple[str, ...]:
-    notes = [trainer.loss_note, trainer.attention_note()]
+    notes = [trainer.loss_note, _VARLEN_NOTE if is_varlen(trainer.model) else trainer.attention_note()]
     if trainer.config.precision.checkpointing == "selective":
         notes.append("What selective checkpointing holds is in the first table only.")
     return tuple(filter(None, notes))

@@ -62,6 +62,7 @@ from octavo.train.layout import (
 from octavo.train.loss_scale import LossScale
 from octavo.train.model import build_on_ranks
 from octavo.train.optimizer import groups_table, learning_rate, make_optimizer, parameter_settings
+from octavo.train.packed_attention import is_varlen
 from octavo.train.probe import check_causal, saved_bytes_per_token
 from octavo.train.ranks import Ranks, device_name
 from octavo.train.record.metrics import RunResult, StepMetrics, finite
@@ -266,7 +267,9 @@ class Trainer:
             check_causal(self.model, self.logits, inputs[:, :CAUSAL_TOKENS])
 
     def attention_note(self) -> str:
-        """A note for a model without fused attention; else empty."""
+        """A note on variable-length attention, or for a model without fused attention; else empty."""
+        if is_varlen(self.model):
+            return "attention is computed document by document (variable-length attention), without a mask"
         attention = inner_attention(self.model) or getattr(self.model.config, "_attn_implementation", "sdpa")
         if attention != "eager" or self.config.model.attention == "eager":
             return ""

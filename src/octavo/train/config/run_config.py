@@ -104,6 +104,10 @@ class TrainConfig(Section):
             )
         yield from self._problems_of_mode()
         task = self.data.task
+        if self.model.attention == "varlen" and (task != "language" or self.data.packing == "stream"):
+            yield (
+                'model.attention = "varlen" is for packed documents: set data.packing = "documents", or leave it out'
+            )
         if task != "language" and self.sample is not None:
             yield f'[sample] writes text, and data.task is "{task}": leave the section out'
         for name in TEXT_ONLY_EVAL if task != "language" and self.eval is not None else ():

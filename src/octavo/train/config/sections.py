@@ -179,12 +179,13 @@ class Model(Section):
     frozen: Annotated[tuple[str, ...], Strict(False)] = ()
     """Patterns of names of modules that are not trained, as "vision_tower"; they match whole names or ends of them.
     Frozen parameters have no gradients and no optimizer states."""
-    attention: Tunable[Literal["auto", "sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3"]] = (
-        "auto"
-    )
-    """How attention is computed, by Transformers' names. "auto": the model's default, "sdpa" where it has that. With
-    `data.packing` other than "stream", "sdpa" and "eager" read a mask of all pairs of positions, the others none.
-    "flash_attention_2" and "_3" need their packages, and parameters in bf16 or fp16."""
+    attention: Tunable[
+        Literal["auto", "sdpa", "eager", "varlen", "flex_attention", "flash_attention_2", "flash_attention_3"]
+    ] = "auto"
+    """How attention is computed: "varlen" is PyTorch's variable-length attention, for `data.packing` other than
+    "stream"; the others are Transformers' names. "auto": with such packing on a GPU "varlen" if the model can, else the
+    model's default, "sdpa" where it has that. With such packing "sdpa" and "eager" read a mask of all pairs of
+    positions, the others none. "flash_attention_2" and "_3" need their packages, and parameters in bf16 or fp16."""
 
     def _problems(self) -> Iterator[str]:
         if (self.path is None) == (self.type is None):

@@ -28,7 +28,9 @@ Of conversations some ids are no targets. A piece without any target is left out
 """
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -62,8 +64,17 @@ class Sequences(ABC):
         """Inputs and targets of step 0, 1, …: two int64 tensors of shape (size, sequence_length)."""
         # Packed inputs have the shape (size, sequence_length, 2): ids and positions; targets of -100 do not count.
         rows = [self.row(seed, sample) for sample in range(step * size, (step + 1) * size)]
-        inputs, targets = zip(*rows, strict=True)
-        return torch.stack(inputs), torch.stack(targets)
+        inputs, targets = (torch.stack(parts) for parts in zip(*rows, strict=True))
+        if inputs.dim() == 3:
+            counts = (inputs[..., 1] == 0).sum(1).sort(descending=True).values.cumsum(0)
+            for number, count in enumerate(counts.tolist(), 1):
+                self.most_documents[number] = max(self.most_documents[number], count)
+        return inputs, targets
+
+    @cached_property
+    def most_documents(self) -> Counter[int]:
+        """The most documents in 1, 2, … packed rows of a batch so far: a bound that needs nothing of the device."""
+        return Counter()
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps: the files, and what a resume would have to find out again."""

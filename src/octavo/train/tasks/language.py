@@ -1,7 +1,7 @@
 """Language: the next token of text, with any causal language model of Transformers."""
 
 import inspect
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from octavo.train.data.corpus import Sequences
 from octavo.train.data.epochs import read_data_state
 from octavo.train.data.load import load_corpus
 from octavo.train.model import build_model, prepare_loss
+from octavo.train.packed_attention import document_offsets, documents, is_varlen, register
 from octavo.train.record.metrics import DataSize
 from octavo.train.record.progress import Progress
 from octavo.train.tasks.task import Forward, TextTask
@@ -33,6 +34,7 @@ class Language(TextTask):
     def __init__(self, config: TrainConfig, data: Any) -> None:
         super().__init__(config, data)
         self._arguments: dict[str, Any] = {}
+        self._varlen = False
 
     @classmethod
     def load(cls, config: TrainConfig, progress: Progress) -> Sequences:
@@ -84,22 +86,38 @@ class Language(TextTask):
     def prepare(self, model: Any, loss: str) -> str:
         """`octavo.train.model.prepare_loss`."""
         note = prepare_loss(model, loss)
+        self.adapt(model)
+        return note
+
+    def adapt(self, model: Any) -> None:
+        """Learn whether it has a cache to leave out, and variable-length attention."""
         takes_cache = "use_cache" in inspect.signature(model.forward).parameters
         self._arguments = {"use_cache": False} if takes_cache else {}
-        return note
+        self._varlen = is_varlen(model)
+        if self._varlen:
+            register()  # on ranks that got their model from another one
 
     def loss(self, forward: Forward, inputs: Tensor, targets: Tensor, **arguments: Tensor) -> Tensor:
         """The model's own loss of ids [B,S], or ids and positions [B,S,2], with the next tokens [B,S]."""
         packed = inputs.dim() == 3 or bool(arguments)
         arguments = self._arguments | arguments
-        with nullcontext() if packed else unpacked_sequences():
+        with self._documents(inputs) if packed else unpacked_sequences():
             loss: Tensor = forward(**_named(inputs), labels=targets, shift_labels=targets, **arguments).loss
         return loss
 
     def logits(self, forward: Forward, inputs: Tensor, **arguments: Tensor) -> Tensor:
         """The logits [B,S,V] of ids [B,S], or of ids and positions [B,S,2]."""
-        logits: Tensor = forward(**_named(inputs), **(self._arguments | arguments)).logits
+        with self._documents(inputs):
+            logits: Tensor = forward(**_named(inputs), **(self._arguments | arguments)).logits
         return logits
+
+    def _documents(self, inputs: Tensor) -> AbstractContextManager[None]:
+        """Around a forward: where documents start, for variable-length attention."""
+        if not self._varlen or inputs.dim() == 2:
+            return nullcontext()
+        rows, parts = inputs.shape[0], (self.data, self.held_out)
+        most = max(getattr(part, "most_documents", {}).get(rows, rows) for part in parts)
+        return documents(document_offsets(inputs[..., 1], most))
 
     def count(self, inputs: Tensor, targets: Tensor) -> int:
         """The tokens of the inputs: a rank may have the labels of some of them."""

@@ -98,6 +98,9 @@ class Task(ABC):
         # Raises ConfigError for a model that cannot learn the task.
         return ""
 
+    def adapt(self, model: Any) -> None:  # noqa: B027
+        """Learn from a model how `loss` and `logits` call it, as `prepare` does; the model stays as it is."""
+
     def logits(self, forward: Forward, inputs: Inputs, **arguments: Tensor) -> Tensor:
         """The logits of a batch, for the check that a `causal` model is causal."""
         raise NotImplementedError(f"{type(self).__name__} has no causal model")

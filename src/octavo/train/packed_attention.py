@@ -1,0 +1,225 @@
+"""packed_attention: attention inside each of several packed documents, by PyTorch's variable-length attention.
+
+    document     0 0 0 1 1 | 2 3 3 3 3        rows of a batch [B,S], one after the other: B·S tokens
+    offsets      0 3 5 6 10 10 10             where each document starts; the last ones repeat: documents without tokens
+
+`varlen_attn` computes only what is inside a document, forward and backward. With SDPA instead, Transformers builds a
+mask [B,1,S,S], which disables flash attention and of which every layer saves a copy in the dtype of q.
+
+Transformers hands the result of its mask functions to every layer. The one registered here returns the offsets, so they
+arrive wherever a mask would, through compiled blocks and recomputations too. Masks of other kinds than causal ones and
+sliding windows are errors, as are soft caps, sinks and dropout, which the op does not have. Outside of `documents`
+everything is SDPA.
+
+The number of offsets is the same for many batches, so that compiled blocks have static shapes, and the host never waits
+for the device to count documents. The op runs on GPUs; on a CPU it computes document by document, as written here.
+"""
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import varlen
+from torch.nn.attention.varlen import varlen_attn
+
+from octavo.planner.fake import fake_copy, fake_tensors, unpacked_sequences
+
+NAME = "octavo_varlen"
+"""The name under which Transformers finds it; `model.attention = "varlen"`."""
+MAX_HEAD_SIZE = 256
+OFFSETS_STEP = 32  # Batches with similar numbers of documents have the same number of offsets
+MASKS = {"causal_mask_function", "sliding_window_overlay.<locals>.inner_mask", "and_masks.<locals>.and_mask"}
+"""Functions of Transformers that make causal masks and sliding windows."""
+_HAS_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.13
+
+_offsets: list[Tensor] = []  # Of the forward under way
+
+
+def register() -> None:
+    """Register the attention, its masks, and the op's CPU kernels; again is harmless."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    if NAME not in ALL_ATTENTION_FUNCTIONS.valid_keys():
+        ALL_ATTENTION_FUNCTIONS.register(NAME, attention)
+        ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, _mask)
+        varlen._varlen_attn.register_kernel("cpu")(_cpu_forward)
+        varlen._varlen_attn_backward.register_kernel("cpu")(_cpu_backward)
+
+
+def is_varlen(model: Any) -> bool:
+    """Whether a model computes attention by `attention`."""
+    return getattr(getattr(model, "config", None), "_attn_implementation", None) == NAME
+
+
+def has_flash_attention() -> bool:
+    """Whether the GPU here, if there is one, runs the op."""
+    if not torch.cuda.is_available():
+        return True  # a plan is for another machine
+    nvidia = torch.version.hip is None and torch.cuda.get_device_capability() >= (8, 0)
+    return nvidia and torch.backends.cuda.is_flash_attention_available()
+
+
+def document_offsets(positions: Tensor, most: int) -> Tensor:
+    """int32 offsets of at most `most` documents, which start where positions [B,S] are 0; static in shape."""
+    tokens, starts = positions.numel(), (positions == 0).flatten()
+    count = min(-(-most // OFFSETS_STEP) * OFFSETS_STEP, tokens)
+    torch._assert_async((starts.sum() <= count) & starts[0], f"more than {count} documents, or the first has no start")
+    index = torch.arange(tokens, dtype=torch.int32, device=positions.device)
+    # Sorted instead of `nonzero`, for whose size the host would wait.
+    return F.pad(torch.where(starts, index, tokens).sort().values[:count], (0, 1), value=tokens)
+
+
+@contextmanager
+def documents(offsets: Tensor) -> Iterator[None]:
+    """Keep attention inside documents in forwards of models whose attention is `NAME`."""
+    _offsets.append(offsets)
+    try:
+        with unpacked_sequences():
+            yield
+    finally:
+        _offsets.pop()
+
+
+def _mask(*args: Any, mask_function: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
+    """Transformers' interface of masks: the offsets of documents, or SDPA's mask."""
+    if not _offsets:
+        from transformers.masking_utils import sdpa_mask
+
+        mask: Tensor | None = sdpa_mask(*args, mask_function=mask_function, attention_mask=attention_mask, **kwargs)
+        return mask
+    kinds = {name.partition(".")[0] for name in _names(mask_function) - MASKS}
+    if attention_mask is not None or kinds:
+        what = f"masks by {', '.join(sorted(kinds))}" if kinds else "a mask of padding"
+        raise ValueError(f"variable-length attention has causal masks and sliding windows only, and the model {what}")
+    return _offsets[-1]
+
+
+def _names(mask: Any) -> set[str]:
+    """Names of the functions of which a mask function of Transformers is made."""
+    contents = [cell.cell_contents for cell in getattr(mask, "__closure__", None) or ()]
+    parts = [part for content in contents for part in (content if isinstance(content, tuple) else (content,))]
+    return {mask.__qualname__}.union(*(_names(part) for part in parts if inspect.isfunction(part)))
+
+
+def attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, dropout: float = 0.0,
+    scaling: float | None = None, **kwargs: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """Transformers' interface of attention: q [B,H,S,D], k [B,Hkv,S,D], v [B,Hkv,S,Dv] to [B,S,H,Dv]."""
+    if attention_mask is None or attention_mask.ndim != 1:
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)  # type: ignore[no-any-return]
+    _check(module, query, key, dropout, kwargs)
+    if torch.is_autocast_enabled(query.device.type):  # as it does with the inputs of SDPA
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    rows, heads, length, size = query.shape
+    values, window = value.shape[-1], kwargs.get("sliding_window")
+    grouped = key.shape[1] != heads
+    padded = -(-max(size, values) // 8) * 8  # of equal sizes, and multiples of 8
+    q, k, v = (
+        F.pad(t.transpose(1, 2), (0, padded - t.shape[-1])).flatten(0, 1) if t.shape[-1] != padded
+        else t.transpose(1, 2).flatten(0, 1) for t in (query, key, value)
+    )  # fmt: skip
+    if grouped and not _HAS_GQA:
+        k, v = (t.repeat_interleave(heads // key.shape[1], 1) for t in (k, v))
+    out = varlen_attn(
+        q, k, v, attention_mask, attention_mask, length, length, scale=size**-0.5 if scaling is None else scaling,
+        window_size=(-1 if window is None else window - 1, 0), **({"enable_gqa": grouped} if _HAS_GQA else {}),
+    )  # fmt: skip
+    return out[..., :values].view(rows, length, heads, values), None  # type: ignore[union-attr, call-overload]
+
+
+def _check(module: nn.Module, query: Tensor, key: Tensor, dropout: float, kwargs: dict[str, Any]) -> None:
+    """Raise ValueError for attention that the op does not compute."""
+    causal = kwargs.get("is_causal")
+    problems = {
+        f"dropout of {dropout}": dropout > 0,
+        f"a soft cap of {kwargs.get('softcap')}": kwargs.get("softcap") is not None,
+        "sinks": kwargs.get("s_aux") is not None,
+        "a position bias": kwargs.get("position_bias") is not None,
+        "attention to later tokens": not (getattr(module, "is_causal", True) if causal is None else causal),
+        "keys of other tokens than queries": query.shape[2] != key.shape[2],
+        f"heads of {query.shape[-1]}, above {MAX_HEAD_SIZE}": query.shape[-1] > MAX_HEAD_SIZE,
+        "fp32 on a GPU": query.is_cuda and query.dtype not in (torch.bfloat16, torch.float16)
+        and not torch.is_autocast_enabled("cuda"),
+    }  # fmt: skip
+    if found := [what for what, is_so in problems.items() if is_so]:
+        raise ValueError(f"{type(module).__name__} has {', '.join(found)}, which variable-length attention has not")
+
+
+def problem(model: Any) -> str:
+    """Why a model set to `NAME` cannot train with it, from a forward of two documents without storage; "" if it can."""
+    seen: list[Tensor] = []
+
+    def observe(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        seen.extend(t for t in (*args, *kwargs.values()) if isinstance(t, Tensor) and t is offsets)
+
+    with torch.device("cpu"), fake_tensors() as mode, torch.no_grad():
+        copy = fake_copy(model, mode, torch.device("cpu")).train()
+        positions = torch.arange(8).remainder(4).unsqueeze(0)
+        offsets = document_offsets(positions, 2)
+        for module in copy.modules():
+            module.register_forward_pre_hook(observe, with_kwargs=True)
+        try:
+            with documents(offsets), torch.autocast("cpu", torch.bfloat16):
+                copy(input_ids=torch.zeros_like(positions), position_ids=positions)
+        except Exception as error:  # of no common type
+            return " ".join(str(error).split()).rstrip(".")
+    return "" if seen else f"{type(model).__name__} does not compute attention by Transformers' attention functions"
+
+
+def _spans(offsets: Tensor, window_size: list[int], dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+    """The tokens of each document, and its mask [n,n]: 0 where a query sees a key, -∞ elsewhere."""
+    left = window_size[0]
+    for start, stop in pairwise(offsets.tolist()):
+        if stop > start:
+            hidden = torch.ones(stop - start, stop - start, dtype=torch.bool).triu(1)
+            hidden |= ~hidden.new_ones(hidden.shape).triu(-left) if left >= 0 else hidden
+            yield slice(start, stop), torch.zeros(hidden.shape, dtype=dtype).masked_fill(hidden, -torch.inf)
+
+
+def _grouped(tensor: Tensor, kv_heads: int, dtype: torch.dtype) -> Tensor:
+    """[n,H,D] as [Hkv,H/Hkv,n,D], so that keys and values are broadcast."""
+    return tensor.to(dtype).unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)
+
+
+@torch.autocast("cpu", enabled=False)
+def _cpu_forward(
+    query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, offsets_k: Tensor, max_q: int, max_k: int,
+    is_causal: bool, scale: float, window_size: list[int], *_: Any,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Output [T,H,D], logsumexp [H,T] and an unused random state, as the op on a GPU."""
+    dtype, out = torch.promote_types(query.dtype, torch.float32), torch.zeros_like(query)
+    lse = torch.zeros(query.shape[1], query.shape[0], dtype=dtype)
+    for span, mask in _spans(offsets, window_size, dtype):
+        q, k, v = (_grouped(t[span], key.shape[1], dtype) for t in (query, key, value))
+        scores = (q @ k.mT) * scale + mask
+        lse[:, span] = scores.logsumexp(-1).flatten(0, 1)
+        out[span] = (scores.softmax(-1) @ v).permute(2, 0, 1, 3).flatten(1, 2).to(out.dtype)
+    return out, lse, torch.zeros(2, dtype=torch.uint64)
+
+
+@torch.autocast("cpu", enabled=False)
+def _cpu_backward(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, offsets: Tensor,
+    offsets_k: Tensor, max_q: int, max_k: int, is_causal: bool, random: Tensor, scale: float, window_size: list[int],
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """∂V = Pᵀ G, ∂S = P · (G Vᵀ - Σ G·O), ∂Q = ∂S K, ∂K = ∂Sᵀ Q, with P = exp(S - logsumexp)."""
+    dtype, heads = lse.dtype, key.shape[1]
+    grads = [torch.zeros_like(t) for t in (query, key, value)]
+    for span, mask in _spans(offsets, window_size, dtype):
+        q, k, v, o, g = (_grouped(t[span], heads, dtype) for t in (query, key, value, out, grad_out))
+        probabilities = ((q @ k.mT) * scale + mask - lse[:, span].unflatten(0, (heads, -1)).unsqueeze(-1)).exp()
+        of_scores = probabilities * (g @ v.mT - (g * o).sum(-1, keepdim=True)) * scale
+        for grad, own in zip(grads, (of_scores @ k, of_scores.mT @ q, probabilities.mT @ g), strict=True):
+            own = own if grad.shape[1] == query.shape[1] else own.sum(1, keepdim=True)  # over the queries of a key
+            grad[span] = own.permute(2, 0, 1, 3).flatten(1, 2).to(grad.dtype)
+    return grads[0], grads[1], grads[2]

@@ -1,0 +1,273 @@
+"""Variable-length attention against masks: models, runs, compiled blocks, stored activations, plans, refusals.
+
+PyTorch's op has no CPU kernel, so here `octavo.train.packed_attention`'s own one answers for the kernel of a GPU:
+scores, softmax and gradients inside each document. Everything around it is what runs on a GPU: offsets, masks, layouts,
+windows, scales, grouped heads and padding, the op's autograd, shape functions and what it saves. The kernel of a GPU
+itself is compared in `tests/test_gpu.py`.
+"""
+
+import logging
+
+import pytest
+import torch
+from test_packing import PACKED
+from tiny_runs import LLAMA, Recorder, curve, job, load
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import octavo
+from octavo.planner.fake import fake_tensors
+from octavo.planner.trace import trace
+from octavo.runtime.torch_compat import TorchDispatchMode
+from octavo.train import ConfigError, compiled_blocks, packed_attention, run
+from octavo.train.model import auto_attention, build_model
+from octavo.train.packed_attention import NAME, document_offsets, documents, is_varlen
+from octavo.train.run_plan import plan_configured, plan_memory
+
+GROUPED = LLAMA | {"vocab_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+MODELS = {
+    "llama": GROUPED | {"num_key_value_heads": 4},
+    "qwen3": GROUPED | {"head_dim": 16},
+    "gemma3_text": GROUPED
+    | {"head_dim": 16, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"],
+       "query_pre_attn_scalar": 24, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None},
+    "mistral": GROUPED | {"sliding_window": 4, "head_dim": 12},
+    "deepseek_v3": GROUPED
+    | {"num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
+       "v_head_dim": 12, "first_k_dense_replace": 2, "n_group": 1, "topk_group": 1},
+}  # fmt: skip
+"""Plain and grouped heads; windows and a scale of their own; heads that are padded; values narrower than keys."""
+LENGTHS = (9, 1, 6, 4), (1, 13, 4, 1, 1)
+
+
+def positions():
+    return torch.stack([torch.cat([torch.arange(length) for length in row]) for row in LENGTHS])
+
+
+def make_model(kind, fields, attention="sdpa"):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **fields), attn_implementation=attention)
+    for name, parameter in model.named_parameters():
+        if name.endswith(("q_proj.weight", "k_proj.weight")):
+            parameter.data *= 10  # scores that matter
+    return model
+
+
+def step(model, packed=None):
+    """The logits, and the gradient of each parameter."""
+    own = positions()
+    ids = torch.randint(1, 64, own.shape, generator=torch.Generator().manual_seed(1))
+    model.zero_grad()
+    with documents(document_offsets(own, 9)) if packed is None else packed:
+        out = model(input_ids=ids, position_ids=own, labels=ids, use_cache=False)
+    out.loss.backward()
+    return out.logits.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def differences(model):
+    """The largest relative differences of logits and gradients from those by masks."""
+    model.set_attn_implementation("sdpa")
+    logits, expected = step(model, torch.enable_grad())
+    packed_attention.register()
+    model.set_attn_implementation(NAME)
+    actual, gradients = step(model)
+    yield float((actual - logits).abs().max() / logits.abs().max())
+    for name, gradient in expected.items():
+        yield float((gradients[name] - gradient).abs().max() / gradient.abs().max().clamp(min=1e-12))
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_logits_and_gradients_are_those_by_masks(kind):
+    assert max(differences(make_model(kind, MODELS[kind]).double())) < 1e-12
+
+
+def test_offsets():
+    own = positions()
+    starts = [0, 9, 10, 16, 20, 21, 34, 38, 39]
+    assert document_offsets(own, 9).tolist() == [*starts, *[40] * 24]
+    assert document_offsets(own[:, :9], 1).tolist()[:2] == [0, 9]
+    many = torch.zeros(2, 40, dtype=torch.int64)
+    assert document_offsets(many, 80).tolist() == [*range(81)]
+    with pytest.raises(RuntimeError, match="more than 32 documents"):
+        document_offsets(many, 30)
+    with fake_tensors() as mode:  # which raise where the host would wait for a number
+        assert document_offsets(mode.from_tensor(own), 9).shape == (33,)
+
+
+def test_documents_in_rows_of_a_batch(make_config, lines):
+    data = load(make_config(data=PACKED | lines))
+    counts = torch.stack([(data.batch(0, number, 8)[0][..., 1] == 0).sum(1) for number in range(6)])
+    for rows in (1, 2, 8):
+        assert data.most_documents[rows] == counts.topk(rows).values.sum(1).max()
+
+
+REFUSED = {
+    "gpt2": ({"n_embd": 32, "n_layer": 1, "n_head": 2}, "GPT2Attention has dropout of 0.1"),
+    "gemma2": (GROUPED | {"head_dim": 16}, "Gemma2Attention has a soft cap of 50.0"),
+    "gpt_oss": (GROUPED | {"head_dim": 16, "num_local_experts": 2}, "GptOssAttention has sinks"),
+    "llama4_text": (GROUPED | {"num_local_experts": 1, "intermediate_size_mlp": 32}, "model masks by chunked_overlay"),
+    "bloom": ({"hidden_size": 32, "n_layer": 1, "n_head": 2}, "BloomForCausalLM compute"),
+    "llama": (GROUPED | {"head_dim": 320}, "heads of 320, above 256"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_it_does_not_compute(kind, make_config, lines):
+    fields, message = REFUSED[kind]
+    fields = {name: value for name, value in fields.items() if name != "vocab_size"}
+    config = make_config(model={"type": kind, "config": fields, "attention": "varlen"}, data=PACKED | lines)
+    tokenizer = load(config).tokenizer
+    with pytest.raises(ConfigError, match=message):
+        build_model(config, tokenizer)
+    config = make_config(model={"type": kind, "config": fields}, data=PACKED | lines)
+    model = build_model(config, tokenizer)
+    own = model.config._attn_implementation
+    auto_attention(model, config, "cuda")
+    assert model.config._attn_implementation == own != NAME
+
+
+def test_auto_and_mistakes(make_config, lines):
+    for packing, device, expected in (
+        ("documents", "cuda", True),
+        ("none", "cuda", True),
+        ("documents", "cpu", False),
+        ("stream", "cuda", False),
+    ):
+        config = make_config(data=PACKED | lines | {"packing": packing})
+        model = build_model(config, load(config).tokenizer)
+        auto_attention(model, config, device)
+        assert is_varlen(model) == expected
+    with pytest.raises(ConfigError, match=r'"varlen" is for packed documents: set data.packing = "documents"'):
+        make_config(model={"type": "llama", "config": LLAMA, "attention": "varlen"})
+    model, ids = make_model("llama", GROUPED), torch.ones(1, 8, dtype=torch.int64)
+    packed_attention.register()
+    model.set_attn_implementation(NAME)
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1]])
+    padded = model(input_ids=ids, attention_mask=mask).logits  # without documents: masks of every kind
+    model.set_attn_implementation("sdpa")
+    assert torch.equal(padded, model(input_ids=ids, attention_mask=mask).logits)
+    model.set_attn_implementation(NAME)
+    with documents(document_offsets(torch.arange(8)[None], 1)), pytest.raises(ValueError, match="a mask of padding"):
+        model(input_ids=ids, attention_mask=mask)
+
+
+@pytest.fixture
+def losses(make_config, lines, tmp_path):
+    """Losses of a run, trained and held out, and what it tells."""
+
+    def losses(attention="varlen", **sections):
+        model = {"type": "qwen3", "config": LLAMA | {"head_dim": 16}, "attention": attention}
+        recorder, out = Recorder(), tmp_path / str(len(list(tmp_path.iterdir())))
+        config = make_config(
+            model=model, data=PACKED | lines, eval={"every": 2, "fraction": 0.3},
+            **{"precision": {"parameters": "fp32"}, "optim": {"micro_batches": 2}, "run": {"steps": 4}} | sections,
+        )  # fmt: skip
+        held_out = run(config, out=out, progress=recorder).held_out
+        return [*(row[2] for row in curve(out)), *held_out.values()], " ".join(recorder.notes)
+
+    return losses
+
+
+SELECTIVE = {"parameters": "fp32", "checkpointing": "selective"}
+
+
+def test_runs(losses):
+    sample = {"every": 2, "prompts": ["a", "the cat"], "tokens": 3}
+    expected, notes = losses("sdpa", sample=sample)
+    assert "document by document" not in notes
+    actual, notes = losses(sample=sample)
+    assert actual == pytest.approx(expected, rel=1e-3) and "document by document" in notes  # autocast to bf16
+    for checkpointing in ("full", "selective"):
+        assert losses(precision=SELECTIVE | {"checkpointing": checkpointing})[0] == actual
+    adapters = losses(lora={"rank": 2})[0]
+    assert adapters == pytest.approx(losses("sdpa", lora={"rank": 2})[0], rel=1e-3)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the compiler's own
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_compiled_blocks(losses, monkeypatch, backend):
+    torch._dynamo.reset()
+    monkeypatch.setattr(logging.getLogger("torch.__trace"), "propagate", False)  # pytest keeps every graph as text
+    monkeypatch.setattr(compiled_blocks, "BACKEND", backend)
+    expected = losses(precision=SELECTIVE)[0]
+    actual, notes = losses(precision=SELECTIVE, run={"steps": 4, "compile": "blocks"})
+    # Inductor does not round to bf16 between the operations that it fuses.
+    assert actual == (pytest.approx(expected, rel=3e-3) if backend == "inductor" else expected)
+    assert "3 blocks compile, each one graph without a break" in notes
+    assert notes.count("graphs of blocks compiled") == 2  # for training, and for evaluation
+
+
+@pytest.mark.dist
+def test_ranks(gloo, make_config, lines, tmp_path):
+    tables = make_config(
+        model={"type": "llama", "config": LLAMA, "attention": "varlen"}, data=PACKED | lines,
+        precision={"parameters": "fp32"},
+    ).model_dump(exclude_none=True)  # fmt: skip
+    gloo.run(job, 2, tables | {"parallel": {"fp8_comm": "off"}}, str(tmp_path / "two"))
+    job(tables, str(tmp_path / "one"))
+    one, two = ([row[2] for row in curve(tmp_path / name)] for name in ("one", "two"))
+    assert two == pytest.approx(one, rel=5e-4)
+
+
+class Recording(TorchDispatchMode):
+    """The tensors of attention: what the forward had and made, and what the backward got."""
+
+    def __init__(self):
+        super().__init__()
+        self.forward, self.backward = [], []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func._schema.name == "torch_attn::_varlen_attn":
+            self.forward.append([t.clone() for t in (*args[:3], *out[:2])])
+        if func._schema.name == "torch_attn::_varlen_attn_backward":
+            self.backward.append([t.clone() for t in args[1:6]])
+        return out
+
+
+def test_stored_activations_are_exact_in_attention():
+    packed_attention.register()
+    model = make_model("qwen3", GROUPED | {"hidden_size": 64, "head_dim": 16}, NAME).bfloat16()
+    octavo.convert(model, precision=octavo.Precision.level("fp8+activations"), verbose=False)
+    with Recording() as recorded:
+        step(model)
+    assert len(recorded.forward) == len(recorded.backward) == 2
+    for before, after in zip(recorded.forward, reversed(recorded.backward), strict=True):
+        assert all(map(torch.equal, before, after))
+
+
+def test_plans(make_config, lines):
+    length, rows = 1024, 2
+
+    def config(attention, packing="documents"):
+        fields = LLAMA | {"hidden_size": 128, "max_position_embeddings": length}
+        data = PACKED | lines | {"sequence_length": length, "packing": packing}
+        model = {"type": "llama", "config": fields, "attention": attention}
+        return make_config(model=model, data=data, optim={"batch": rows})
+
+    masks = 3 * rows * length**2 * 2  # one for each layer, in 16 bits
+    sdpa, varlen, auto, flash = (
+        plan_memory(config(name), whole=False) for name in ("sdpa", "varlen", "auto", "flash_attention_2")
+    )
+    assert varlen.peak == pytest.approx(flash.peak, rel=0.02) and varlen.peak == auto.peak
+    saved = [sum(plan.saved_by_layer.values()) for plan in (sdpa, varlen)]
+    assert saved[0] - saved[1] == pytest.approx(masks, rel=1e-3)
+    assert sdpa.peak - varlen.peak == pytest.approx(masks, rel=1e-2)
+    assert "without a mask" in varlen.notes[0] and not sdpa.notes
+    sdpa, varlen, stream = (
+        plan_configured(config(*names), gpu="h100") for names in (("sdpa",), ("varlen",), ("sdpa", "stream"))
+    )
+    assert varlen.time.attention == pytest.approx(stream.time.attention)
+    assert sdpa.time.attention == pytest.approx(2 * varlen.time.attention)  # no half of it is left out
+    assert sdpa.memory.peak - varlen.memory.peak > 0.9 * masks and "without a mask" in varlen.memory.notes[0]
+
+
+def test_operations_of_windows_are_traced():
+    packed_attention.register()
+    model = make_model("gemma3_text", MODELS["gemma3_text"], NAME)
+    with fake_tensors(), torch.no_grad():
+        copy = octavo.planner.fake.fake_copy(model, torch._guards.detect_fake_mode(), torch.device("cpu"))
+        own = torch.arange(20)[None]
+        with documents(document_offsets(own, 1)):
+            traced = trace(copy, {}, lambda: copy(input_ids=own, position_ids=own, use_cache=False))
+    keys = sum(min(query + 1, 5) for query in range(20)), 20 * 20 / 2
+    assert traced.attention == pytest.approx(4 * 4 * 16 * sum(keys), rel=0.05)  # the window's own half is rounded
