@@ -47,7 +47,9 @@ def test_attention_is_chosen(make_config, tokenizer, packing, tmp_path):
     with pytest.raises(ConfigError, match="flex_attention.* has no backward on a CPU"):
         run(settings("flex_attention"), out=tmp_path / "flex")
     fused, whole = (plan_memory(settings(name), whole=False).peak for name in ("flash_attention_3", "eager"))
-    assert fused == plan_memory(settings("auto"), whole=False).peak < whole
+    auto = plan_memory(settings("auto"), whole=False).peak
+    offsets = 4096 if packing == "documents" else 0  # of variable-length attention
+    assert fused <= auto <= fused + offsets and auto < whole
 
 
 @pytest.mark.parametrize("parameters", ["bf16", "fp16", "fp32"])

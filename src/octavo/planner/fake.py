@@ -84,13 +84,18 @@ def fake_device(device: torch.device) -> torch.device:
     return device if device.type == "cpu" or torch.cuda.is_available() else torch.device("cpu")
 
 
-def fake_copy(model: M, mode: FakeTensorMode, device: torch.device, *, without: Iterable[nn.Module] = ()) -> M:
+def fake_copy(
+    model: M, mode: FakeTensorMode, device: torch.device, *, without: Iterable[nn.Module] = (),
+    dtype: torch.dtype | None = None,
+) -> M:  # fmt: skip
     """Copy a model without storage. Real and meta parameters become fake ones; tied parameters stay tied."""
+    # `dtype`: of what has another floating dtype.
     memo: dict[int, Any] = {id(module): nn.Identity() for module in without}
     parts = _modules(model, set(memo))
 
     def empty(tensor: Tensor) -> Tensor:
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+        own = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=own, device=device)
 
     with mode:
         for tensor in (t for part in parts for kind in (part._parameters, part._buffers) for t in kind.values()):

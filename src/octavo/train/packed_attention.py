@@ -24,10 +24,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention import varlen
 from torch.nn.attention.varlen import varlen_attn
 
 from octavo.planner.fake import fake_copy, fake_tensors, unpacked_sequences
+from octavo.planner.trace import VARLEN as OP
 
 NAME = "octavo_varlen"
 """The name under which Transformers finds it; `model.attention = "varlen"`."""
@@ -48,8 +48,8 @@ def register() -> None:
     if NAME not in ALL_ATTENTION_FUNCTIONS.valid_keys():
         ALL_ATTENTION_FUNCTIONS.register(NAME, attention)
         ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, _mask)
-        varlen._varlen_attn.register_kernel("cpu")(_cpu_forward)
-        varlen._varlen_attn_backward.register_kernel("cpu")(_cpu_backward)
+        torch.library.register_kernel(OP, "cpu", _cpu_forward)
+        torch.library.register_kernel(f"{OP}_backward", "cpu", _cpu_backward)
 
 
 def is_varlen(model: Any) -> bool:
@@ -162,15 +162,16 @@ def problem(model: Any) -> str:
     def observe(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         seen.extend(t for t in (*args, *kwargs.values()) if isinstance(t, Tensor) and t is offsets)
 
-    with torch.device("cpu"), fake_tensors() as mode, torch.no_grad():
-        copy = fake_copy(model, mode, torch.device("cpu")).train()
-        positions = torch.arange(8).remainder(4).unsqueeze(0)
+    with torch.device("cpu") as device, fake_tensors() as mode, torch.no_grad():
+        copy = fake_copy(model, mode, device, dtype=torch.bfloat16).train()  # as grouped products take it
+        positions = torch.arange(8, device=device).remainder(4).unsqueeze(0)
         offsets = document_offsets(positions, 2)
         for module in copy.modules():
             module.register_forward_pre_hook(observe, with_kwargs=True)
         try:
-            with documents(offsets), torch.autocast("cpu", torch.bfloat16):
-                copy(input_ids=torch.zeros_like(positions), position_ids=positions)
+            with documents(offsets):
+                cache = {"use_cache": False} if "use_cache" in inspect.signature(copy.forward).parameters else {}
+                copy(input_ids=torch.zeros_like(positions), position_ids=positions, **cache)
         except Exception as error:  # of no common type
             return " ".join(str(error).split()).rstrip(".")
     return "" if seen else f"{type(model).__name__} does not compute attention by Transformers' attention functions"
@@ -181,9 +182,9 @@ def _spans(offsets: Tensor, window_size: list[int], dtype: torch.dtype) -> Itera
     left = window_size[0]
     for start, stop in pairwise(offsets.tolist()):
         if stop > start:
-            hidden = torch.ones(stop - start, stop - start, dtype=torch.bool).triu(1)
+            hidden = offsets.new_ones(stop - start, stop - start, dtype=torch.bool).triu(1)
             hidden |= ~hidden.new_ones(hidden.shape).triu(-left) if left >= 0 else hidden
-            yield slice(start, stop), torch.zeros(hidden.shape, dtype=dtype).masked_fill(hidden, -torch.inf)
+            yield slice(start, stop), offsets.new_zeros(hidden.shape, dtype=dtype).masked_fill(hidden, -torch.inf)
 
 
 def _grouped(tensor: Tensor, kv_heads: int, dtype: torch.dtype) -> Tensor:
@@ -198,13 +199,13 @@ def _cpu_forward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Output [T,H,D], logsumexp [H,T] and an unused random state, as the op on a GPU."""
     dtype, out = torch.promote_types(query.dtype, torch.float32), torch.zeros_like(query)
-    lse = torch.zeros(query.shape[1], query.shape[0], dtype=dtype)
+    lse = query.new_zeros(query.shape[1], query.shape[0], dtype=dtype)
     for span, mask in _spans(offsets, window_size, dtype):
         q, k, v = (_grouped(t[span], key.shape[1], dtype) for t in (query, key, value))
         scores = (q @ k.mT) * scale + mask
         lse[:, span] = scores.logsumexp(-1).flatten(0, 1)
         out[span] = (scores.softmax(-1) @ v).permute(2, 0, 1, 3).flatten(1, 2).to(out.dtype)
-    return out, lse, torch.zeros(2, dtype=torch.uint64)
+    return out, lse, query.new_zeros(2, dtype=torch.uint64)
 
 
 @torch.autocast("cpu", enabled=False)
