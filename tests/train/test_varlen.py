@@ -176,8 +176,12 @@ def test_runs(losses):
     assert "document by document" not in notes
     actual, notes = losses(sample=sample)
     assert actual == pytest.approx(expected, rel=1e-3) and "document by document" in notes  # autocast to bf16
+    forwards = []
     for checkpointing in ("full", "selective"):
-        assert losses(precision=SELECTIVE | {"checkpointing": checkpointing})[0] == actual
+        with Recording() as recorded:
+            assert losses(precision=SELECTIVE | {"checkpointing": checkpointing})[0] == actual
+        forwards.append(len(recorded.forward))
+    assert forwards[0] - forwards[1] == len(recorded.backward)  # "selective" does not compute attention again
     adapters = losses(lora={"rank": 2})[0]
     assert adapters == pytest.approx(losses("sdpa", lora={"rank": 2})[0], rel=1e-3)
 
@@ -196,13 +200,20 @@ def test_compiled_blocks(losses, monkeypatch, backend):
     assert notes.count("graphs of blocks compiled") == 2  # for training, and for evaluation
 
 
+def job_on_one_machine(tables, out):
+    """One rank of a run; only the first of a machine builds the model."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCAL_RANK", str(torch.distributed.get_rank()))
+        job(tables, out)
+
+
 @pytest.mark.dist
 def test_ranks(gloo, make_config, lines, tmp_path):
     tables = make_config(
         model={"type": "llama", "config": LLAMA, "attention": "varlen"}, data=PACKED | lines,
         precision={"parameters": "fp32"},
     ).model_dump(exclude_none=True)  # fmt: skip
-    gloo.run(job, 2, tables | {"parallel": {"fp8_comm": "off"}}, str(tmp_path / "two"))
+    gloo.run(job_on_one_machine, 2, tables | {"parallel": {"fp8_comm": "off"}}, str(tmp_path / "two"))
     job(tables, str(tmp_path / "one"))
     one, two = ([row[2] for row in curve(tmp_path / name)] for name in ("one", "two"))
     assert two == pytest.approx(one, rel=5e-4)

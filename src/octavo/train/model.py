@@ -156,6 +156,8 @@ def build_on_ranks(
     if config.model.attention == "flex_attention" and ranks.device.type == "cpu":
         raise ConfigError('model.attention = "flex_attention" has no backward on a CPU: take "sdpa", or a GPU')
     # Ranks that receive their model from another process make an empty one of its class too: `ModelKind.make_empty`.
+    if config.model.attention == "varlen":
+        register()  # for these, too
     start = config.model if config.lora is None else config.model.model_copy(update={"path": None})  # adapters are new
     built = share_on_machine(lambda: (build(), fp32_master_values(start, config.precision, kind)), ranks)
     auto_attention(built[0], config, ranks.device.type)

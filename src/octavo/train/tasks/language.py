@@ -15,7 +15,7 @@ from octavo.train.data.corpus import Sequences
 from octavo.train.data.epochs import read_data_state
 from octavo.train.data.load import load_corpus
 from octavo.train.model import build_model, prepare_loss
-from octavo.train.packed_attention import document_offsets, documents, is_varlen, register
+from octavo.train.packed_attention import document_offsets, documents, is_varlen
 from octavo.train.record.metrics import DataSize
 from octavo.train.record.progress import Progress
 from octavo.train.tasks.task import Forward, TextTask
@@ -94,8 +94,6 @@ class Language(TextTask):
         takes_cache = "use_cache" in inspect.signature(model.forward).parameters
         self._arguments = {"use_cache": False} if takes_cache else {}
         self._varlen = is_varlen(model)
-        if self._varlen:
-            register()  # on ranks that got their model from another one
 
     def loss(self, forward: Forward, inputs: Tensor, targets: Tensor, **arguments: Tensor) -> Tensor:
         """The model's own loss of ids [B,S], or ids and positions [B,S,2], with the next tokens [B,S]."""
