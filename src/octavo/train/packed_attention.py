@@ -16,7 +16,7 @@ for the device to count documents. The op runs on GPUs; on a CPU it computes doc
 """
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
@@ -48,8 +48,9 @@ def register() -> None:
     if NAME not in ALL_ATTENTION_FUNCTIONS.valid_keys():
         ALL_ATTENTION_FUNCTIONS.register(NAME, attention)
         ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, _mask)
-        torch.library.register_kernel(OP, "cpu", _cpu_forward)
-        torch.library.register_kernel(f"{OP}_backward", "cpu", _cpu_backward)
+        exact = torch.autocast("cpu", enabled=False)
+        torch.library.register_kernel(OP, "cpu", exact(_cpu_forward))
+        torch.library.register_kernel(f"{OP}_backward", "cpu", exact(_cpu_backward))
 
 
 def is_varlen(model: Any) -> bool:
@@ -89,10 +90,10 @@ def documents(offsets: Tensor) -> Iterator[None]:
 def _mask(*args: Any, mask_function: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
     """Transformers' interface of masks: the offsets of documents, or SDPA's mask."""
     if not _offsets:
-        from transformers.masking_utils import sdpa_mask
+        import transformers.masking_utils as masks
 
-        mask: Tensor | None = sdpa_mask(*args, mask_function=mask_function, attention_mask=attention_mask, **kwargs)
-        return mask
+        make: Callable[..., Tensor | None] = masks.sdpa_mask
+        return make(*args, mask_function=mask_function, attention_mask=attention_mask, **kwargs)
     kinds = {name.partition(".")[0] for name in _names(mask_function) - MASKS}
     if attention_mask is not None or kinds:
         what = f"masks by {', '.join(sorted(kinds))}" if kinds else "a mask of padding"
@@ -115,7 +116,7 @@ def attention(
     if attention_mask is None or attention_mask.ndim != 1:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)  # type: ignore[no-any-return]
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     _check(module, query, key, dropout, kwargs)
     if torch.is_autocast_enabled(query.device.type):  # as it does with the inputs of SDPA
         dtype = torch.get_autocast_dtype(query.device.type)
@@ -130,11 +131,12 @@ def attention(
     )  # fmt: skip
     if grouped and not _HAS_GQA:
         k, v = (t.repeat_interleave(heads // key.shape[1], 1) for t in (k, v))
-    out = varlen_attn(
+    op: Callable[..., Any] = varlen_attn  # whose arguments differ between versions
+    out = op(
         q, k, v, attention_mask, attention_mask, length, length, scale=size**-0.5 if scaling is None else scaling,
         window_size=(-1 if window is None else window - 1, 0), **({"enable_gqa": grouped} if _HAS_GQA else {}),
     )  # fmt: skip
-    return out[..., :values].view(rows, length, heads, values), None  # type: ignore[union-attr, call-overload]
+    return out[..., :values].view(rows, length, heads, values), None
 
 
 def _check(module: nn.Module, query: Tensor, key: Tensor, dropout: float, kwargs: dict[str, Any]) -> None:
@@ -189,10 +191,10 @@ def _spans(offsets: Tensor, window_size: list[int], dtype: torch.dtype) -> Itera
 
 def _grouped(tensor: Tensor, kv_heads: int, dtype: torch.dtype) -> Tensor:
     """[n,H,D] as [Hkv,H/Hkv,n,D], so that keys and values are broadcast."""
-    return tensor.to(dtype).unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)
+    n, heads, size = tensor.shape
+    return tensor.to(dtype).view(n, kv_heads, heads // kv_heads, size).permute(1, 2, 0, 3)
 
 
-@torch.autocast("cpu", enabled=False)
 def _cpu_forward(
     query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, offsets_k: Tensor, max_q: int, max_k: int,
     is_causal: bool, scale: float, window_size: list[int], *_: Any,
@@ -208,7 +210,6 @@ def _cpu_forward(
     return out, lse, query.new_zeros(2, dtype=torch.uint64)
 
 
-@torch.autocast("cpu", enabled=False)
 def _cpu_backward(
     grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, offsets: Tensor,
     offsets_k: Tensor, max_q: int, max_k: int, is_causal: bool, random: Tensor, scale: float, window_size: list[int],
