@@ -157,10 +157,9 @@ def losses(make_config, lines, tmp_path):
     def losses(attention="varlen", **sections):
         model = {"type": "qwen3", "config": LLAMA | {"head_dim": 16}, "attention": attention}
         recorder, out = Recorder(), tmp_path / str(len(list(tmp_path.iterdir())))
-        config = make_config(
-            model=model, data=PACKED | lines, eval={"every": 2, "fraction": 0.3},
-            **{"precision": {"parameters": "fp32"}, "optim": {"micro_batches": 2}, "run": {"steps": 4}} | sections,
-        )  # fmt: skip
+        own = {"precision": {"parameters": "fp32"}, "optim": {"micro_batches": 2, "lr": 1e-3}, "run": {"steps": 4}}
+        data = {"data": PACKED | lines, "eval": {"every": 2, "fraction": 0.3}}
+        config = make_config(model=model, **own | data | sections)
         held_out = run(config, out=out, progress=recorder).held_out
         return [*(row[2] for row in curve(out)), *held_out.values()], " ".join(recorder.notes)
 

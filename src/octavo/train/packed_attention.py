@@ -12,7 +12,8 @@ sliding windows are errors, as are soft caps, sinks and dropout, which the op do
 everything is SDPA.
 
 The number of offsets is the same for many batches, so that compiled blocks have static shapes, and the host never waits
-for the device to count documents. The op runs on GPUs; on a CPU it computes document by document, as written here.
+for the device to count documents. They are not far more than documents: for each, backward on a GPU holds 128 rows of
+∂Q in fp32 for a while. The op runs on GPUs; on a CPU it computes document by document, as written here.
 """
 
 import inspect
@@ -35,7 +36,8 @@ MAX_HEAD_SIZE = 256
 OFFSETS_STEP = 32  # Batches with similar numbers of documents have the same number of offsets
 MASKS = {"causal_mask_function", "sliding_window_overlay.<locals>.inner_mask", "and_masks.<locals>.and_mask"}
 """Functions of Transformers that make causal masks and sliding windows."""
-_HAS_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.13
+_GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+"""For keys with fewer heads than queries, which the kernel of torch 2.11 takes, too, but without a flag."""
 
 _offsets: list[Tensor] = []  # Of the forward under way
 
@@ -123,18 +125,15 @@ def attention(
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     rows, heads, length, size = query.shape
     values, window = value.shape[-1], kwargs.get("sliding_window")
-    grouped = key.shape[1] != heads
     padded = -(-max(size, values) // 8) * 8  # of equal sizes, and multiples of 8
     q, k, v = (
         F.pad(t.transpose(1, 2), (0, padded - t.shape[-1])).flatten(0, 1) if t.shape[-1] != padded
         else t.transpose(1, 2).flatten(0, 1) for t in (query, key, value)
     )  # fmt: skip
-    if grouped and not _HAS_GQA:
-        k, v = (t.repeat_interleave(heads // key.shape[1], 1) for t in (k, v))
     op: Callable[..., Any] = varlen_attn  # whose arguments differ between versions
     out = op(
         q, k, v, attention_mask, attention_mask, length, length, scale=size**-0.5 if scaling is None else scaling,
-        window_size=(-1 if window is None else window - 1, 0), **({"enable_gqa": grouped} if _HAS_GQA else {}),
+        window_size=(-1 if window is None else window - 1, 0), **_GROUPED,
     )  # fmt: skip
     return out[..., :values].view(rows, length, heads, values), None
 
