@@ -93,6 +93,16 @@ def test_offsets():
         assert document_offsets(mode.from_tensor(own), 9).shape == (33,)
 
 
+def test_autocast_casts_the_inputs_and_nothing_inside():
+    packed_attention.register()
+    q, k, v = torch.randn(3, 1, 2, 20, 8, generator=torch.Generator().manual_seed(0)).unbind()
+    module, offsets = torch.nn.Module(), document_offsets(positions()[:1], 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        actual, _ = packed_attention.attention(module, q, k, v.bfloat16(), offsets)
+    expected, _ = packed_attention.attention(module, *(t.bfloat16() for t in (q, k, v)), offsets)
+    assert actual.dtype == torch.bfloat16 and torch.equal(actual, expected)
+
+
 def test_documents_in_rows_of_a_batch(make_config, lines):
     data = load(make_config(data=PACKED | lines))
     counts = torch.stack([(data.batch(0, number, 8)[0][..., 1] == 0).sum(1) for number in range(6)])
