@@ -296,3 +296,23 @@ def test_operations_of_windows_are_traced():
             traced = trace(copy, {}, lambda: copy(input_ids=own, position_ids=own, use_cache=False))
     keys = sum(min(query + 1, 5) for query in range(20)), 20 * 20 / 2
     assert traced.attention == pytest.approx(4 * 4 * 16 * sum(keys), rel=0.05)  # the window's own half is rounded
+
+
+@pytest.mark.parametrize("fault", [None, "window", "documents", "raises"])
+def test_a_device_is_tried_beside_a_mask(fault, monkeypatch):
+    """What `auto` asks a GPU, here with the CPU's own kernel in its place."""
+    packed_attention.register()
+    original = packed_attention.varlen_attn
+
+    def faulty(q, k, v, offsets, *rest, window_size, **options):
+        if fault == "raises":
+            raise RuntimeError("no kernel image is available")
+        window = (window_size[0] + 1, 0) if fault == "window" and window_size[0] > 0 else window_size
+        return original(
+            q, k, v, offsets[[0, -1]] if fault == "documents" else offsets, *rest, window_size=window, **options
+        )
+
+    monkeypatch.setattr(packed_attention, "varlen_attn", faulty)
+    problem = packed_attention.device_problem.__wrapped__(torch.device("cpu"))
+    expected = {None: "", "raises": "no kernel image is available"}.get(fault, "differs from that with a mask")
+    assert problem == expected if fault is None else expected in problem

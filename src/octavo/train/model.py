@@ -37,7 +37,7 @@ from octavo.train.data.tokenizer import TextTokenizer
 from octavo.train.diagnose import non_finite_parameter
 from octavo.train.frozen import freeze
 from octavo.train.lora import add_adapters
-from octavo.train.packed_attention import NAME, has_flash_attention, problem, register
+from octavo.train.packed_attention import NAME, device_problem, problem, register
 from octavo.train.ranks import Ranks, share_on_machine
 
 PARAMETER_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
@@ -142,7 +142,7 @@ def auto_attention(model: Any, config: TrainConfig, device: str) -> None:
     own, packed = getattr(model.config, "_attn_implementation", None), config.data.packing != "stream"
     if config.model.attention != "auto" or config.data.task != "language" or not packed or device != "cuda":
         return
-    if own == "sdpa" and has_flash_attention():
+    if own == "sdpa" and not device_problem():
         try:
             choose_attention(model, "varlen")
         except ConfigError:
@@ -158,6 +158,8 @@ def build_on_ranks(
     # Ranks that receive their model from another process make an empty one of its class too: `ModelKind.make_empty`.
     if config.model.attention == "varlen":
         register()  # for these, too
+        if reason := device_problem(ranks.device):
+            raise ConfigError(f'model.attention = "varlen": {reason}. Nearest: "sdpa"')
     start = config.model if config.lora is None else config.model.model_copy(update={"path": None})  # adapters are new
     built = share_on_machine(lambda: (build(), fp32_master_values(start, config.precision, kind)), ranks)
     auto_attention(built[0], config, ranks.device.type)

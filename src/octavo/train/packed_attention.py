@@ -19,6 +19,7 @@ for the device to count documents. They are not far more than documents: for eac
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -27,6 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 
+from octavo.numerics.error import sqnr
 from octavo.planner.fake import fake_copy, fake_tensors, unpacked_sequences
 from octavo.planner.trace import VARLEN as OP
 
@@ -60,12 +62,32 @@ def is_varlen(model: Any) -> bool:
     return getattr(getattr(model, "config", None), "_attn_implementation", None) == NAME
 
 
-def has_flash_attention() -> bool:
-    """Whether the GPU here, if there is one, runs the op."""
-    if not torch.cuda.is_available():
-        return True  # a plan is for another machine
-    nvidia = torch.version.hip is None and torch.cuda.get_device_capability() >= (8, 0)
-    return nvidia and torch.backends.cuda.is_flash_attention_available()
+@cache
+def device_problem(device: torch.device | None = None) -> str:
+    """Why the device here, the GPU by default, does not compute the op rightly; "" if it does, or if there is none."""
+    device = device or torch.device("cuda")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        return ""  # a plan is for another machine
+    # Grouped heads, a document of one token, a repeated offset; with and without a window: beside SDPA with a mask.
+    lengths, generator = (17, 1, 46), torch.Generator().manual_seed(0)
+    offsets = F.pad(torch.tensor([0, 17, 18, 64], dtype=torch.int32, device="cpu"), (0, 1), value=64).to(device)
+    allowed = torch.block_diag(*(torch.ones(n, n, device="cpu") for n in lengths)).tril()
+    draw = (torch.randn(1, heads, 64, 64, generator=generator, device="cpu") for heads in (4, 2, 2, 4))
+    q, k, v, g = (x.to(device, torch.bfloat16).requires_grad_() for x in draw)
+    for window in (None, 9):
+        mask = (allowed if window is None else allowed.triu(1 - window)).bool().to(device)
+        scores = (q.float() @ k.float().repeat_interleave(2, 1).mT / 8).masked_fill(~mask, -torch.inf)
+        exact = (scores.softmax(-1) @ v.float().repeat_interleave(2, 1)).transpose(1, 2)
+        expected = [exact, *torch.autograd.grad(exact, (q, k, v), g.transpose(1, 2).float())]
+        try:
+            out, _ = attention(nn.Identity(), q, k, v, offsets, sliding_window=window)
+            actual = [out, *torch.autograd.grad(out, (q, k, v), g.transpose(1, 2))]
+        except Exception as error:  # of no common type
+            return f"PyTorch does not compute it on {device}: {' '.join(str(error).split())[:200]}"
+        worst = min(sqnr(a.float(), b.float()) for a, b in zip(expected, actual, strict=True))
+        if not worst > 35:
+            return f"PyTorch's result on {device} differs from that with a mask: SQNR {worst:.1f} dB"
+    return ""
 
 
 def document_offsets(positions: Tensor, most: int) -> Tensor:

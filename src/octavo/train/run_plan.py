@@ -378,6 +378,7 @@ def trace_stage(
 
 MIN_CAPABILITY = 10 * FIRST_CAPABILITY[0] + FIRST_CAPABILITY[1]
 
+
 def masks_documents(config: TrainConfig, model: Any) -> bool:
     """Whether attention reads a mask of all pairs of positions that keeps packed documents apart."""
     packed = config.data.task == "language" and config.data.packing != "stream"
