@@ -1,7 +1,11 @@
 """Floating point operations of Octavo's products, as `FlopCounterMode` counts them."""
 
+from functools import partial
+
 import pytest
 import torch
+import torch._functorch.config as functorch_config
+import torch.nn.functional as F
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -31,3 +35,41 @@ def test_products_of_experts_count():
         count(lambda: grouped_linear(x, weight, None, offsets, RECIPES["rowwise"]).sum().backward())
         == 3 * 2 * 64 * 128 * 96
     )
+
+
+class TwoProducts(torch.nn.Module):
+    """Two products [512, 2048], one twice as costly as the other."""
+
+    def __init__(self, *sizes: int):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(size, 2048) for size in sizes)
+
+    def forward(self, *inputs):
+        return sum(F.gelu(layer(x)) for layer, x in zip(self.layers, inputs, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, at the import of its partitioner
+@pytest.mark.filterwarnings("ignore:Your compiler for AOTAutograd")
+@pytest.mark.parametrize("sizes", [(256, 512), (512, 256)])
+def test_an_activation_budget_recomputes_the_cheaper_product(sizes):
+    """Of two results of one size, of which one fits. PyTorch weighs ops of other libraries on request only."""
+    from functorch.compile import min_cut_rematerialization_partition
+    from torch._dynamo.backends.common import aot_autograd
+
+    torch._dynamo.reset()
+    contracted = {}
+
+    def compiler(name, graph, inputs):
+        products = [n for n in graph.graph.nodes if n.target == torch.ops.octavo.scaled_mm.default]
+        contracted[name] = [n.args[0].meta["val"].shape[1] for n in products if n.meta["val"].shape == (512, 2048)]
+        return graph.forward
+
+    backend = aot_autograd(
+        fw_compiler=partial(compiler, "forward"), bw_compiler=partial(compiler, "backward"),
+        partition_fn=min_cut_rematerialization_partition,
+    )  # fmt: skip
+    model = octavo.convert(TwoProducts(*sizes), "rowwise", verbose=False)
+    inputs = [torch.randn(512, size, requires_grad=True) for size in sizes]
+    with functorch_config.patch(activation_memory_budget=0.9, is_non_builtin_to_include=True):
+        torch.compile(model, backend=backend, fullgraph=True)(*inputs).sum().backward()
+    assert contracted["forward"] == list(sizes) and contracted["backward"] == [256]
