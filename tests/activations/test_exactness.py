@@ -541,3 +541,35 @@ def test_hooks_that_are_forbidden_leave_modules_as_they_are():
     with torch.autograd.graph.disable_saved_tensors_hooks("no hooks here"):
         model(x).sum().backward()
     assert all(torch.equal(p.grad, q.grad) for p, q in zip(plain.parameters(), model.parameters(), strict=True))
+
+
+class ScaledSums(nn.Module):
+    """Streams that are nearly parallel, summed with trained factors before a norm."""
+
+    def __init__(self, norm, streams):
+        super().__init__()
+        self.inner, self.norm, self.head = nn.Linear(WIDTH, WIDTH), norm, nn.Linear(WIDTH, WIDTH)
+        self.scales, self.streams = nn.Parameter(torch.ones(2)), streams
+
+    def forward(self, x):
+        other = x + 0.05 * self.inner(x)
+        if self.streams:  # hyper-connections
+            h = (self.scales.view(2, 1) * torch.stack([x, other], -2)).sum(-2)
+        else:
+            h = self.scales[0] * x + (self.scales[1] * other).view(x.shape)
+        return self.head(self.norm(h))
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("norm", [nn.RMSNorm, nn.LayerNorm])
+def test_factors_of_a_norm_whose_gradients_nearly_cancel(norm, streams):
+    torch.manual_seed(0)
+    compare(ScaledSums(norm(WIDTH), streams), randn(2, 64, WIDTH), each=25)
+
+
+def test_norms_of_other_sums_store_their_inputs():
+    x, scale, w = (randn(*shape).requires_grad_() for shape in ((32, WIDTH), (), (WIDTH, WIDTH)))
+    norm = octavo.convert(nn.Sequential(nn.RMSNorm(WIDTH)), precision=FP8_ACTIVATIONS, verbose=False)
+    for h in (x + scale * (x @ w), (x @ w) + scale * x, scale * x + 1.0, x.sum(0) * w, 2.0 * x):
+        assert "_NormFunction" in norm(h).grad_fn.name()
+    assert "_NormFunction" not in norm(scale * x).grad_fn.name()

@@ -14,10 +14,13 @@ Measurements rule out rounding for these, which are not in the list: q, k, v and
 combines them with softmax statistics of the unrounded ones, so the error grows exponentially with the scores); results
 of sigmoid, tanh, exp, softmax, log_softmax and logsumexp (their derivatives are differences of nearly equal numbers);
 operands of products of two activations (a common offset of the keys cancels in the gradient, its rounding does not);
-inputs of sums of squares (variances as E[x²] - E[x]² cancel); arguments of sine and cosine.
+inputs of sums of squares (variances as E[x²] - E[x]² cancel); arguments of sine and cosine; x of a norm if it is a
+scaled sum (`is_scaled_sum`): the exact ∂x is orthogonal to x, so the gradients of the factors nearly cancel.
 """
 
+import math
 from collections.abc import Callable, Collection, Iterator
+from itertools import starmap
 from typing import Any
 
 from torch import Tensor
@@ -39,6 +42,8 @@ _PRODUCTS = {
 }
 """For each saved operand of a product: the index of the other operand in `next_functions`."""
 _INPUTS = {"Gelu": ("self",), "Silu": ("self",)}
+_SUMS = frozenset(("Add", "Sub", "Sum"))
+_MAX_TERMS = 16
 
 
 def may_be_rounded(
@@ -61,3 +66,25 @@ def may_be_rounded(
 def _is_activation(function: Any) -> bool:
     node = producer(function)
     return node is not None and (operation_of(node) in _ACTIVATIONS or node.name() == _OWN_ACTIVATION)
+
+
+def is_scaled_sum(x: Tensor) -> bool:
+    """Return whether x [..., K] is a sum of terms each times a factor of whole rows that needs a gradient."""
+    waiting = [x.grad_fn]  # nearest first: a term without a factor ends the search
+    for node in waiting:
+        node = producer(node)
+        kind = None if node is None else operation_of(node)
+        if kind in _SUMS:
+            waiting += [function for function, _ in node.next_functions]
+        if kind not in _SUMS and not (kind == "Mul" and any(starmap(_is_row_factor, node.next_functions))):
+            return False
+        if len(waiting) > _MAX_TERMS:
+            return False
+    return True
+
+
+def _is_row_factor(function: Any, index: int) -> bool:
+    if function is None:
+        return False
+    shape = function.variable.shape if hasattr(function, "variable") else function._input_metadata[index].shape
+    return bool(math.prod(shape[-1:]) == 1)

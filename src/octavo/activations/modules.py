@@ -36,6 +36,7 @@ from octavo.activations.detect import (
     original_class,
     spec_of,
 )
+from octavo.activations.exactness import is_scaled_sum
 from octavo.activations.functional import (
     activation_saving_fp8,
     fused_glu,
@@ -99,7 +100,7 @@ class Fp8SavingNorm(Fp8Saving):
             return of_stored(original, x, kind == "center") if x is not None and kind else original(*args, **kwargs)
         operands = _norm_operands(self, x) if x is not None and recording() else None
         parameters = [] if operands is None else [p for p in operands[:2] if p is not None]
-        if x is None or operands is None or not any(t.requires_grad for t in (x, *parameters)):
+        if x is None or operands is None or not any(t.requires_grad for t in (x, *parameters)) or is_scaled_sum(x):
             return original(*args, **kwargs)
         with torch.no_grad():
             y = original(*args, **kwargs)
