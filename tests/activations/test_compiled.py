@@ -11,6 +11,7 @@ from torch._dynamo.utils import counters
 
 import octavo
 from octavo.numerics import sqnr
+from releases import requires_torch
 from tensors import randn
 
 
@@ -221,3 +222,19 @@ def test_compiled_autograd_recomputes_what_eager_backward_does():
             loss.backward()
         gradients.append([x.grad, *(parameter.grad for parameter in model.parameters())])
     assert all(map(torch.equal, *gradients))
+
+
+@requires_torch("2.13", "older releases lose the penalty in backward too")
+@pytest.mark.parametrize("stored", [False, True])
+def test_a_penalty_by_grad_is_lost_as_in_graphs_of_torch(stored):
+    """Not what it should be: a change here is PyTorch's, and docs/memory.md warns of it."""
+    torch._dynamo.reset()
+    module = nn.Tanh() if not stored else octavo.convert(Normed(), "rowwise", activations="fp8", verbose=False)
+    x = randn(16, 64).requires_grad_()
+    y = torch.compile(module, backend="aot_eager")(x).sum()
+    (gradient,) = torch.autograd.grad(y, x, create_graph=True)
+    penalty = gradient.square().sum()
+    (actual,) = torch.autograd.grad(y + penalty, x, retain_graph=True)
+    assert torch.equal(actual, gradient)
+    with pytest.raises(RuntimeError, match="double backward"):
+        (y + penalty).backward()
