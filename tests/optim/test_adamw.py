@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from octavo.kernels.adamw import reference
-from octavo.optim import AdamW, adamw
+from octavo.optim import AdamW, Muon, adamw
 from tensors import randn
 
 
@@ -264,3 +264,20 @@ def test_a_cuda_graph_cannot_capture_a_step(monkeypatch):
     with pytest.raises(RuntimeError, match="step cannot be captured.*call it after each replay"):
         optimizer.step()
     assert all(torch.equal(param, old) for param, old in zip(params, before, strict=True)) and not optimizer.state
+
+
+@pytest.mark.parametrize("kind", [AdamW, Muon])
+def test_a_compiled_step_is_the_eager_one(kind):
+    torch._dynamo.reset()
+    ours, theirs = ([nn.Parameter(randn(40, 200, dtype=torch.bfloat16))] for _ in range(2))
+    eager, compiled = kind(ours, lr=1e-2), kind(theirs, lr=1e-2)
+    step, scaled = (torch.compile(f, backend="eager") for f in (compiled.step, compiled.step_scaled))
+    for i in range(2):
+        set_gradients(ours, i)
+        set_gradients(theirs, i)
+        eager.step(), step()
+        eager.step_scaled(0.5), scaled(0.5)
+    assert torch.equal(*ours, *theirs) and not torch._dynamo.utils.counters["stats"]
+    torch._dynamo.reset()  # forgets that the frame is not worth a graph
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="octavo: a step has kernels of its own"):
+        torch.compile(compiled.step, backend="eager", fullgraph=True)()

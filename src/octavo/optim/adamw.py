@@ -49,8 +49,10 @@ from octavo.optim.states import (
     text_of,
 )
 from octavo.runtime.execution_context import is_capturing
+from octavo.runtime.torch_compat import never_compiled
 from octavo.tensor import local_tensor
 
+OWN_KERNELS = "octavo: a step has kernels of its own and runs eagerly; call it outside of the graph, or drop fullgraph"
 _SEED_STRIDE = 0x632BE5AB
 """Difference between the seeds of consecutive parameters; seeds have 32 bits."""
 
@@ -152,6 +154,7 @@ class AdamW(Optimizer):
         finally:
             self._factor = 1.0
 
+    @never_compiled(OWN_KERNELS)
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step on every parameter that has a gradient.

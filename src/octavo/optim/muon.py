@@ -21,10 +21,10 @@ from torch import Tensor
 
 from octavo.kernels.adamw import HyperParams, ParamState
 from octavo.kernels.adamw.reference import gradient, master_values, read_moments, write_moments, write_parameter
-from octavo.optim.adamw import ADAMW, AdamW, copy_back
+from octavo.optim.adamw import ADAMW, OWN_KERNELS, AdamW, copy_back
 from octavo.optim.sharded import row_group
 from octavo.optim.states import Entry, Group, OptimizerSpec, matrix_view
-from octavo.runtime.torch_compat import FakeTensor
+from octavo.runtime.torch_compat import FakeTensor, never_compiled
 from octavo.tensor import local_tensor
 
 EPS = 1e-7
@@ -90,6 +90,7 @@ class Muon(AdamW):
         }  # fmt: skip
         super().__init__(params, lr, betas, eps, weight_decay, **options)
 
+    @never_compiled(OWN_KERNELS)
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         """Take one step on every parameter that has a gradient, as `octavo.AdamW.step`."""

@@ -186,6 +186,18 @@ def constant_in_graphs(function: Callable[P, R]) -> Callable[P, R]:
     return function
 
 
+def never_compiled(reason: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorate a function that runs eagerly where compiled code calls it; `fullgraph=True` raises with the reason."""
+
+    # As `torch.compiler.disable`, which imports the compiler where it decorates. PyTorch's optimizers use the same.
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        eager: Any = torch._disable_dynamo(function)
+        eager._torchdynamo_disable, eager._torchdynamo_disable_msg = True, reason
+        return eager  # type: ignore[no-any-return]
+
+    return decorate
+
+
 def run_eagerly() -> AbstractContextManager[Any]:
     """Run compiled modules eagerly inside, if torch.compile is in use."""
     if "torch._dynamo" not in sys.modules:
