@@ -87,7 +87,7 @@ def test_a_compiled_llama_block_has_no_graph_breaks_and_one_dynamic_recompile():
 
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(forward, fullgraph=True, backend=counter)
-    for length in (16, 24, 40, 56):
+    for length in (16, 24, 48, 56):  # multiples of 16, to which FP8 copies are padded, and others
         x = torch.randn(1, length, 64, generator=torch.Generator().manual_seed(length)).requires_grad_()
         cos, sin = model.rotary_emb(x, torch.arange(length)[None])
         y = compiled(x, cos, sin)

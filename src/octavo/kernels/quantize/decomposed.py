@@ -59,7 +59,8 @@ def quantize(
     if amax is not None or not outputs:
         scaled = scaled.clamp(-spec.format.max, spec.format.max) + values * 0.0  # NaN where x is not finite
     data = scaled.to(spec.format.dtype).contiguous()
-    return [_stored(data)] * (order != "columns") + [_transposed(data)] * (order != "rows") + outputs
+    columns = [] if order == "rows" else [_transposed(data)]  # its padding may guard on a size
+    return [_stored(data)] * (order != "columns") + columns + outputs
 
 
 def quantize_groups(x: Tensor) -> tuple[Tensor, Tensor]:
