@@ -339,13 +339,15 @@ def test_tool_calls_of_every_form_are_those_of_transformers(form, make_config, c
     [
         ("", "", "I look it up."),
         ("add_generation_prompt", "false", "I look it up."),
-        ("{{ m.thinking }}{{ m.content }}", "{{ m.content if not m.tool_calls }}", "<|im_start|>assistant\n"),
+        ("", "", ""),
+        ("<|im_start|>{{ m.role }}\n", "{% if not m.tool_calls %}<|im_start|>{{ m.role }}\n{% endif %}", ""),
     ],
 )
 def test_spans_of_tool_calls_without_tags(replaced, by, before, tokenizer):
     template, row = CALLS.replace(replaced, by) if replaced else CALLS, copy.deepcopy(ROW)
-    if "thinking" in replaced:  # calls stand alone, as in Mistral's: nothing shows where their message begins
+    if not before:  # calls in place of text, behind the role or, as in Mistral's, alone
         template = template.replace("add_generation_prompt", "false")
+        template = template.replace("{{ m.thinking }}{{ m.content }}", "{{ m.content if not m.tool_calls }}")
         del row["messages"][1]["reasoning_content"]
     texts = learned(Chat(load_tokenizer(tokenizer), template, "assistant"), row)
     assert texts == [before + '[weather{"city": "Paris"}]<|im_end|>', "Yes, it rains.<|im_end|>"]  # no Python's form
@@ -399,6 +401,17 @@ def test_forms_of_calls(message):
     text = conversation_text("a", [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", **message}])
     (call,) = json.loads(text)[1]["tool_calls"]
     assert call["function"] == {"name": "weather", "arguments": {"city": "Paris"}}
+
+
+def test_calls_of_sharegpt():
+    value = json.dumps({"name": "weather", "arguments": {"city": "Paris"}})
+    rows = [{"from": "human", "value": "?"}, {"from": "function_call", "value": value}]
+    expected = {"name": "weather", "arguments": {"city": "Paris"}}
+    _, call, answer = json.loads(conversation_text("a", [*rows, {"from": "observation", "value": "rain"}]))
+    assert (call["role"], call["content"], call["tool_calls"][0]["function"]) == ("assistant", "", expected)
+    assert answer == {"role": "tool", "content": "rain"}
+    with pytest.raises(ConfigError, match='^a, message 1: "tool_calls" should be'):
+        conversation_text("a", [rows[0], rows[1] | {"value": "weather in Paris"}])
 
 
 def test_calls_with_arguments_by_another_name_are_errors():

@@ -22,6 +22,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from os.path import commonprefix
 from typing import Any
 
 import numpy as np
@@ -36,7 +37,9 @@ MESSAGES, SHAREGPT = "messages", "conversations"
 TOOLS, CALLS = "tools", "tool_calls"
 """Fields of a row and of a message: lists, or JSON text of one."""
 ALPACA = ("instruction", "input", "output")  # Fields of an instruction, its input if there is one, and the answer
-ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bard": "assistant", "bing": "assistant"}
+CALL = "function_call"
+"""Role in ShareGPT of an assistant's calls as JSON text; OpenAI's older field of one call."""
+ROLES = dict.fromkeys(("gpt", "chatgpt", "bard", "bing", CALL), "assistant") | {"human": "user", "observation": "tool"}
 """Roles of ShareGPT that have other names."""
 REASONING = ("reasoning_content", "reasoning", "thinking")  # Fields of a message with the reasoning before its content
 FUNCTION = '{"type": "function", "function": {"name": "…", "%s": {…}}}'
@@ -202,8 +205,11 @@ class Chat:
             marked, _ = self._apply([*messages[:index], message | texts], tools)
             start = marked.find(MARK, start)  # the text itself may also occur in what comes before it
             before = marked[: max(0, start)]
-            if start < 0 and CALLS in message:  # rendered alone, as Mistral's: with the role, if one is written
-                before, start = plain, len(plain)
+            if start < 0 and CALLS in message:  # calls in place of text: what comes before both is the template's
+                other, _ = self._apply([*messages[:index], {"role": message["role"], "content": MARK}], tools)
+                shared = commonprefix((through, other.partition(MARK)[0]))  # noqa: RUF071
+                before = max(plain, shared, key=len)
+                start = len(before)
         if start < 0 or not through.startswith(before) or not text.startswith(through):
             raise ConfigError(
                 "the chat template has no {% generation %} tags, and message "
@@ -279,8 +285,10 @@ def _renamed(message: Mapping[str, Any]) -> dict[str, Any]:
     """A message of ShareGPT, {"from": "human", "value": …}, with role and content; others as they are."""
     row = {key: value for key, value in message.items() if value is not None}
     if "role" not in row and isinstance(row.get("from"), str):
-        row["role"] = ROLES.get(row["from"], row["from"])
-        del row["from"]
+        role = row.pop("from")
+        row["role"] = ROLES.get(role, role)
+        if role == CALL and "value" in row:
+            row[CALLS] = row.pop("value")
     if "content" not in row and "value" in row:
         row["content"] = row.pop("value")
     return row
@@ -301,7 +309,7 @@ def conversation_text(where: object, messages: Any, tools: Any = None) -> Conver
         if not isinstance(message, dict):
             raise ConfigError(f'{place}: expected {{"role": …, "content": …}}; got {message!r:.80}')
         row = _renamed(message)
-        older = row.pop("function_call", None)  # OpenAI's form of one call
+        older = row.pop(CALL, None)
         if calls := _functions(place, CALLS, row.pop(CALLS, None) or ([{"function": older}] if older else [])):
             row = {"content": "", **row, CALLS: calls}
         for key in ("role", "content"):
@@ -381,7 +389,7 @@ def contents(conversations: Iterable[str | None]) -> Iterator[str | None]:
 
 def fingerprint(template: str, loss_on: str) -> str:
     """Hash of what affects ids and targets beside the tokenizer."""
-    return "chat 2 " + hashlib.sha256(f"{loss_on}\0{template}".encode()).hexdigest()
+    return "chat 3 " + hashlib.sha256(f"{loss_on}\0{template}".encode()).hexdigest()
 
 
 def _overlaps(length: int, spans: list[tuple[int, int]], offsets: list[tuple[int, int]]) -> np.ndarray:
