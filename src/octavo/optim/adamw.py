@@ -94,8 +94,9 @@ class AdamW(Optimizer):
     _factor = 1.0
     _own: Mapping[str, Any] = {}  # Defaults of a subclass
     _numbers: Mapping[Tensor, int]  # Of the parameters, from 0
-    _choices: ClassVar[Mapping[str, Sequence[str | None]]] = {
+    _choices: ClassVar[Mapping[str, Sequence[str | bool | None]]] = {
         "states": ("fp8", "fp32"), "master": ("remainder", "fp32", None), "nonfinite": ("raise", "skip", "ignore"),
+        "stochastic_rounding": (True, False), "maximize": (True, False),
     }  # fmt: skip
 
     def __init__(

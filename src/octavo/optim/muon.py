@@ -13,6 +13,7 @@ it the rows of u in bf16, another returns the rows of the result. The numbers ar
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from numbers import Real
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -65,8 +66,9 @@ class Muon(AdamW):
     """
 
     step_allocates = True
-    _choices: ClassVar[Mapping[str, Sequence[str | None]]] = {
-        **AdamW._choices, "adjust_lr_fn": ("original", "match_rms_adamw"),
+    _choices: ClassVar[Mapping[str, Sequence[str | bool | None]]] = {
+        **AdamW._choices, "adjust_lr_fn": ("original", "match_rms_adamw"), "nesterov": (True, False),
+        "muon": (True, False),
     }  # fmt: skip
 
     def __init__(
@@ -102,9 +104,11 @@ class Muon(AdamW):
         return super().step(closure)
 
     def _check(self, group: Group) -> None:
+        if not isinstance(group["momentum"], Real):
+            raise ValueError(f"momentum must be a number; got {group['momentum']!r}")
         super()._check(group)
-        if group["ns_steps"] < 1:
-            raise ValueError(f"ns_steps must be at least 1; got {group['ns_steps']}")
+        if not isinstance(group["ns_steps"], int) or group["ns_steps"] < 1:
+            raise ValueError(f"ns_steps must be an integer, at least 1; got {group['ns_steps']!r}")
         for param in group["params"] if group["muon"] else ():
             if param.ndim not in (2, 3):
                 raise ValueError(
