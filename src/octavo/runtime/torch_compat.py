@@ -191,7 +191,7 @@ def never_compiled(reason: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
     # As `torch.compiler.disable`, which imports the compiler where it decorates. PyTorch's optimizers use the same.
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        eager: Any = torch._disable_dynamo(function)
+        eager: Any = torch._compile._disable_dynamo(function)
         eager._torchdynamo_disable, eager._torchdynamo_disable_msg = True, reason
         return eager  # type: ignore[no-any-return]
 
