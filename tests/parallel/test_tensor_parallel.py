@@ -15,6 +15,7 @@ from training import make, steps_of
 import octavo
 from octavo.nn import equalized
 from octavo.numerics import sqnr
+from tensors import randn
 
 pytestmark = pytest.mark.dist
 
@@ -255,3 +256,24 @@ def refused_job():
 
 def test_scales_by_tensor_are_refused(gloo):
     gloo.run(refused_job, 2)
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        pytest.param(randn(256, 1024), id="normal"),
+        pytest.param(randn(256, 1024) ** 3, id="cubed"),
+        pytest.param(randn(256, 1024) * randn(1024, seed=2).mul(2).exp(), id="channels"),
+    ],
+)
+def test_scales_over_parts_of_rows_are_no_less_accurate(x):
+    """As where `RowwiseParallel` splits rows over ranks, which exchange no maxima."""
+    w = randn(512, 1024, seed=1)
+    exact = x.double() @ w.double().t()
+
+    def product(parts):
+        pairs = zip(x.chunk(parts, 1), w.chunk(parts, 1), strict=True)
+        return sum(octavo.nn.linear(x, w, None, octavo.RECIPES["rowwise"]) for x, w in pairs)
+
+    whole = sqnr(exact, product(1))
+    assert all(whole < sqnr(exact, product(parts)) < whole + 1.5 for parts in (2, 4, 8))
