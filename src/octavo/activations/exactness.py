@@ -84,7 +84,8 @@ def is_scaled_sum(x: Tensor) -> bool:
 
 
 def _is_row_factor(function: Any, index: int) -> bool:
-    if function is None:
+    kind = None if function is None else operation_of(function)
+    if kind is None:  # a constant, or of a Python function, which torch 2.11 may have freed
         return False
-    shape = function.variable.shape if hasattr(function, "variable") else function._input_metadata[index].shape
+    shape = function.variable.shape if kind == "AccumulateGrad" else function._input_metadata[index].shape
     return bool(math.prod(shape[-1:]) == 1)
