@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from models import llama
+from test_exactness import ScaledSums
 from test_modules import flat
 from torch import nn
 from torch._dynamo.utils import counters
@@ -238,6 +239,17 @@ def test_compiled_autograd_recomputes_what_eager_backward_does():
             loss.backward()
         gradients.append([x.grad, *(parameter.grad for parameter in model.parameters())])
     assert all(map(torch.equal, *gradients))
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("norm", [nn.RMSNorm, nn.LayerNorm])
+def test_scaled_sums_before_a_norm_stay_exact(norm, streams):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, x = ScaledSums(norm(64), streams), randn(2, 64, 64)
+    exact = gradients(model, model, x)[1]["scales"]
+    octavo.convert(model, precision=octavo.Precision(matmul="bf16", activations="fp8"), verbose=False)
+    assert sqnr(exact, gradients(compiled(model), model, x)[1]["scales"]) > 60
 
 
 @requires_torch("2.13", "older releases lose the penalty in backward too")

@@ -562,7 +562,7 @@ class ScaledSums(nn.Module):
 
 @pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize("norm", [nn.RMSNorm, nn.LayerNorm])
-def test_factors_of_a_norm_whose_gradients_nearly_cancel(norm, streams):
+def test_scaled_sums_before_a_norm_stay_exact(norm, streams):
     torch.manual_seed(0)
     compare(ScaledSums(norm(WIDTH), streams), randn(2, 64, WIDTH), each=25)
 

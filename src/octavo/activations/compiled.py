@@ -18,19 +18,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from octavo.activations.recompute import RECOMPUTABLE, Recomputable, UnroundedMatrix
+from octavo.activations.exactness import is_scaled_sum
+from octavo.activations.recompute import RECOMPUTABLE, Recomputable, RecomputableTensors, UnroundedMatrix
 from octavo.kernels.library import define
 from octavo.kernels.quantize import decomposed
 from octavo.runtime.torch_compat import FunctionalTensor, is_written
 
 
 class _Stored(torch.autograd.Function):
-    """x [..., K] as its FP8 copy represents it, less its mean if `center`. The gradient passes unchanged."""
+    """x [..., K] as its FP8 copy represents it, less its mean if `center`. The gradient passes unchanged.
+
+    For a norm `source` is x, from which tracing knows whether to round.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor | None, center: bool) -> Tensor:
-        if center:
-            return _rounded(x - x.mean(-1, keepdim=True, dtype=torch.float32), x.dtype)
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, center: bool, source: Tensor | None) -> Tensor:
+        if source is not None:
+            centered = x - x.mean(-1, keepdim=True, dtype=torch.float32) if center else x
+            return _rounded(centered, x.dtype, source)
         if bias is None:
             return _rounded(x, x.dtype)
         bias = bias.to(x.dtype)
@@ -38,7 +43,7 @@ class _Stored(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return grad, None, None
+        return grad, None, None, None
 
 
 class _Combined(torch.autograd.Function):
@@ -54,10 +59,17 @@ class _Combined(torch.autograd.Function):
         return None, grad
 
 
-def stored(x: Tensor, bias: Tensor | None = None, center: bool = False) -> Tensor:
+def stored(x: Tensor, bias: Tensor | None = None, center: bool = False, source: Tensor | None = None) -> Tensor:
     """Return x [..., K] rounded as eager mode stores it for backward; the gradient is that of x."""
-    result: Tensor = _Stored.apply(x, None if bias is None else bias.detach(), center)
+    result: Tensor = _Stored.apply(x, None if bias is None else bias.detach(), center, source)
     return result
+
+
+def stored_for_norm(x: Tensor, center: bool) -> Tensor:
+    """As `stored`, less the mean if `center`; but x itself if it is a scaled sum in this graph."""
+    with torch.no_grad():
+        source: Tensor = torch.ops.octavo.scaled_sum(x)
+    return stored(x, None, center, source)
 
 
 def combined(y: Tensor, restored: Tensor) -> Tensor:
@@ -73,19 +85,31 @@ def recomputable_in_graph(x: Tensor) -> Recomputable:
     return Recomputable((restored,), UnroundedMatrix(x.dtype))
 
 
-def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
-    rounded: Tensor = torch.ops.octavo.rounded_in_groups(x, dtype)
+def _rounded(x: Tensor, dtype: torch.dtype, source: Tensor | None = None) -> Tensor:
+    rounded: Tensor = torch.ops.octavo.rounded_in_groups(x, dtype, source)
     return rounded
 
 
-def _round_in_groups(x: Tensor, dtype: torch.dtype) -> Tensor:
+def _round_in_groups(x: Tensor, dtype: torch.dtype, source: Tensor | None = None) -> Tensor:
+    if isinstance(source, FunctionalTensor) and _SCALED_SUMS.find(source.elem, None) is not None:
+        return source
     columns, largest = x.shape[-1], torch.finfo(dtype).max
     data, exponents = decomposed.quantize_groups(F.pad(x, (0, -columns % 32)) if columns % 32 else x)
     values = decomposed.dequantize_groups(data, exponents)[..., :columns]
     return values.to(dtype).clamp(-largest, largest)
 
 
-def _like(x: Tensor, dtype: torch.dtype) -> Tensor:
+def _mark(x: Tensor) -> Tensor:
+    """Trace `scaled_sum`: autograd's graph shows it here, not inside of an autograd function."""
+    if isinstance(x, FunctionalTensor) and is_scaled_sum(x):
+        _SCALED_SUMS.add(x.elem, Recomputable((), UnroundedMatrix(x.dtype)))
+    return x
+
+
+_SCALED_SUMS = RecomputableTensors()
+
+
+def _like(x: Tensor, dtype: torch.dtype, source: Tensor | None = None) -> Tensor:
     return x.new_empty(x.shape, dtype=dtype)
 
 
@@ -115,6 +139,9 @@ def _find(x: Tensor) -> Tensor:
 
 # An op, because with dynamic=True Dynamo lifts the format's numbers out of one autograd function and finds no input for
 # them in the next.
-define("rounded_in_groups(Tensor x, ScalarType dtype) -> Tensor", _round_in_groups, _like, _round_in_groups)
+define(
+    "rounded_in_groups(Tensor x, ScalarType dtype, Tensor? source) -> Tensor", _round_in_groups, _like, _round_in_groups
+)
+define("scaled_sum(Tensor x) -> Tensor", _clone, _clone, _mark)
 define("restorable(Tensor y, Tensor restored) -> Tensor", _clone, _clone, _register)
 define("restored(Tensor x) -> Tensor", _clone, _clone, _find)

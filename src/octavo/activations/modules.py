@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from octavo.activations.compiled import combined, stored
+from octavo.activations.compiled import combined, stored, stored_for_norm
 from octavo.activations.detect import (
     GLU_ACTIVATIONS,
     ORIGINAL,
@@ -97,7 +97,11 @@ class Fp8SavingNorm(Fp8Saving):
         x, original = _only(args, kwargs), super().forward
         if torch.compiler.is_compiling():
             kind = self.octavo_in_graph() if recording() and _is_matrix(x) else ""
-            return of_stored(original, x, kind == "center") if x is not None and kind else original(*args, **kwargs)
+            if x is None or not kind:
+                return original(*args, **kwargs)
+            with torch.no_grad():
+                y = original(x)
+            return combined(y, original(stored_for_norm(x, kind == "center")))
         operands = _norm_operands(self, x) if x is not None and recording() else None
         parameters = [] if operands is None else [p for p in operands[:2] if p is not None]
         if x is None or operands is None or not any(t.requires_grad for t in (x, *parameters)) or is_scaled_sum(x):
@@ -228,11 +232,11 @@ def _in_graph(module: nn.Module) -> str:
     return "" if activation_of(module) is None else "plain"
 
 
-def of_stored(function: Any, x: Tensor, center: bool = False) -> Any:
+def of_stored(function: Any, x: Tensor) -> Any:
     """Return function(x), whose backward reads the FP8 copy of x; see `octavo.activations.compiled`."""
     with torch.no_grad():
         y = function(x)
-    return combined(y, function(stored(x, None, center)))
+    return combined(y, function(stored(x)))
 
 
 def _gated_in_graph(module: nn.Module, names: str, x: Tensor) -> Any:
