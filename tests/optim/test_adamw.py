@@ -269,6 +269,7 @@ def test_a_cuda_graph_cannot_capture_a_step(monkeypatch):
 @pytest.mark.parametrize("kind", [AdamW, Muon])
 def test_a_compiled_step_is_the_eager_one(kind):
     torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     ours, theirs = ([nn.Parameter(randn(40, 200, dtype=torch.bfloat16))] for _ in range(2))
     eager, compiled = kind(ours, lr=1e-2), kind(theirs, lr=1e-2)
     step, scaled = (torch.compile(f, backend="eager") for f in (compiled.step, compiled.step_scaled))

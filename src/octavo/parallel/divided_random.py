@@ -15,7 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octavo.runtime.torch_compat import FakeTensor, in_backward, untraced
+from octavo.runtime.torch_compat import FakeTensor, in_backward, never_compiled
+
+
+_EAGERLY = never_compiled("octavo: dropout between divided layers draws from a generator of this rank")
 
 
 def divide_dropout(model: nn.Module, columns: Iterable[str], rows: Iterable[str], rank: int) -> None:
@@ -56,12 +59,12 @@ class _Divided:
         self._outside: list[Tensor] = []
         self._inside: list[Tensor] = []
 
-    @untraced
+    @_EAGERLY
     def enter(self, *_: Any) -> None:
         """Begin a forward of the module. A recomputed part of an earlier one may have had no end."""
         self._entered, self._outside = True, []
 
-    @untraced
+    @_EAGERLY
     def begin(self, layer: nn.Module, args: Any, y: Tensor) -> None:
         """Seed the generators for this rank, unless the module's first divided layer has done so."""
         if not self._owner.training or y.is_meta or isinstance(y, FakeTensor):
@@ -81,7 +84,7 @@ class _Divided:
             generator.manual_seed(int.from_bytes(digest.digest(), "big"))
         self._inside = self._states()
 
-    @untraced
+    @_EAGERLY
     def end(self, *_: Any) -> None:
         """Return to the random numbers of all ranks."""
         if not self._outside:
@@ -93,7 +96,7 @@ class _Divided:
         if used:
             torch.rand((), device="cpu")  # whose state the next hash reads
 
-    @untraced
+    @_EAGERLY
     def leave(self, *_: Any) -> None:
         """End a forward of the module."""
         self.end()

@@ -173,12 +173,6 @@ def missing_in_pipelining() -> list[str]:
     return missing + ([] if hasattr(internals, "_StageMeta") else ["_StageMeta"])
 
 
-def untraced(function: Callable[P, R]) -> Callable[P, R]:
-    """Return `torch.compiler.disable(function)`, which loses the types."""
-    decorated: Callable[P, R] = torch.compiler.disable(function)
-    return decorated
-
-
 def constant_in_graphs(function: Callable[P, R]) -> Callable[P, R]:
     """Have torch.compile call a function and take its result as a constant, instead of tracing it."""
     # `torch.compiler.assume_constant_result` sets the same attribute, but imports the compiler, which takes a second.
@@ -193,7 +187,8 @@ def never_compiled(reason: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         eager: Any = torch._compile._disable_dynamo(function)
         eager._torchdynamo_disable, eager._torchdynamo_disable_msg = True, reason
-        return eager  # type: ignore[no-any-return]
+        decorated: Callable[P, R] = eager
+        return decorated
 
     return decorate
 
