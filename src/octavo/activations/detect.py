@@ -97,41 +97,41 @@ class _Norms:
     normalized_shape: Any
     with_scale: Any
 
-    def layer_norm(self, x):  # type: ignore[no-untyped-def]
+    def layer_norm(self, x: Any) -> Any:
         return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
 
-    def rms_norm(self, x):  # type: ignore[no-untyped-def]
+    def rms_norm(self, x: Any) -> Any:
         return F.rms_norm(x, self.normalized_shape, self.weight, self.eps)
 
-    def normed(self, x):  # type: ignore[no-untyped-def]
+    def normed(self, x: Any) -> Any:
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
 
-    def llama(self, x):  # type: ignore[no-untyped-def]
+    def llama(self, x: Any) -> Any:
         return self.weight * self.normed(x.to(torch.float32)).to(x.dtype)
 
-    def olmo(self, x):  # type: ignore[no-untyped-def]
+    def olmo(self, x: Any) -> Any:
         return (self.weight * self.normed(x.to(torch.float32))).to(x.dtype)
 
-    def helium(self, x):  # type: ignore[no-untyped-def]
+    def helium(self, x: Any) -> Any:
         y = self.normed(x.to(torch.float32))
         return (self.weight.to(torch.float32) * y).to(x.dtype)
 
-    def moshi(self, x):  # type: ignore[no-untyped-def]
+    def moshi(self, x: Any) -> Any:
         return (self.normed(x.float()) * self.weight.float()).to(x.dtype)
 
-    def gemma(self, x):  # type: ignore[no-untyped-def]
+    def gemma(self, x: Any) -> Any:
         return (self.normed(x.float()) * (1.0 + self.weight.float())).to(x.dtype)
 
-    def llama4_l2(self, x):  # type: ignore[no-untyped-def]
+    def llama4_l2(self, x: Any) -> Any:
         return self.normed(x.float()).to(x.dtype)
 
-    def t5(self, x):  # type: ignore[no-untyped-def]
+    def t5(self, x: Any) -> Any:
         y = x * torch.rsqrt(x.to(torch.float32).pow(2).mean(-1, keepdim=True) + self.eps)
         if self.weight.dtype in [torch.float16, torch.bfloat16]:
             y = y.to(self.weight.dtype)
         return self.weight * y
 
-    def cohere(self, x):  # type: ignore[no-untyped-def]
+    def cohere(self, x: Any) -> Any:
         values = x.to(torch.float32)
         mean = values.mean(-1, keepdim=True)
         variance = (values - mean).pow(2).mean(-1, keepdim=True)
@@ -162,20 +162,20 @@ class _Glus:
     down: Any
     act: Any
 
-    def gate_times_up(self, x):  # type: ignore[no-untyped-def]
+    def gate_times_up(self, x: Any) -> Any:
         return self.down(self.act(self.gate(x)) * self.up(x))
 
-    def up_times_gate(self, x):  # type: ignore[no-untyped-def]
+    def up_times_gate(self, x: Any) -> Any:
         return self.down(self.up(x) * self.act(self.gate(x)))
 
-    def silu_times_up(self, x):  # type: ignore[no-untyped-def]
+    def silu_times_up(self, x: Any) -> Any:
         return self.down(F.silu(self.gate(x)) * self.up(x))
 
-    def up_times_joint_gate(self, x):  # type: ignore[no-untyped-def]
+    def up_times_joint_gate(self, x: Any) -> Any:
         gate, up = self.gate(x).chunk(2, dim=-1)
         return self.down(up * self.act(gate))
 
-    def joint_gate_times_up(self, x):  # type: ignore[no-untyped-def]
+    def joint_gate_times_up(self, x: Any) -> Any:
         gate, up = self.gate(x).chunk(2, dim=-1)
         return self.down(self.act(gate) * up)
 
@@ -187,28 +187,28 @@ class _Activations:
     inplace: Any
     approximate: Any
 
-    def silu(self, x):  # type: ignore[no-untyped-def]
+    def silu(self, x: Any) -> Any:
         return F.silu(x)
 
-    def silu_torch(self, x):  # type: ignore[no-untyped-def]
+    def silu_torch(self, x: Any) -> Any:
         return F.silu(x, inplace=self.inplace)
 
-    def gelu_torch(self, x):  # type: ignore[no-untyped-def]
+    def gelu_torch(self, x: Any) -> Any:
         return F.gelu(x, approximate=self.approximate)
 
-    def held(self, x):  # type: ignore[no-untyped-def]
+    def held(self, x: Any) -> Any:
         return self.act(x)
 
-    def gelu(self, x):  # type: ignore[no-untyped-def]
+    def gelu(self, x: Any) -> Any:
         return x * 0.5 * (1.0 + torch.erf(x / math.sqrt(2.0)))
 
-    def gelu_tanh(self, x):  # type: ignore[no-untyped-def]
+    def gelu_tanh(self, x: Any) -> Any:
         return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
 
-    def gelu_tanh_fast(self, x):  # type: ignore[no-untyped-def]
+    def gelu_tanh_fast(self, x: Any) -> Any:
         return 0.5 * x * (1.0 + torch.tanh(x * 0.7978845608 * (1.0 + 0.044715 * x * x)))
 
-    def quick_gelu(self, x):  # type: ignore[no-untyped-def]
+    def quick_gelu(self, x: Any) -> Any:
         return x * torch.sigmoid(1.702 * x)
 
 

@@ -67,16 +67,16 @@ class _Linears:
     weight: Any
     bias: Any
 
-    def functional(self, x):  # type: ignore[no-untyped-def]
+    def functional(self, x: Any) -> Any:
         return F.linear(x, self.weight, self.bias)
 
-    def early(self, x):  # type: ignore[no-untyped-def]
+    def early(self, x: Any) -> Any:
         y = x @ self.weight.T
         if self.bias is None:
             return y
         return y + self.bias
 
-    def late(self, x):  # type: ignore[no-untyped-def]
+    def late(self, x: Any) -> Any:
         y = x @ self.weight.T
         if self.bias is not None:
             y = y + self.bias
@@ -86,13 +86,13 @@ class _Linears:
 class _Casting(_Linears):
     """Ways to write one whose weight is cast to the dtype of the input, as nanochat and Whisper do."""
 
-    def without_bias(self, x):  # type: ignore[no-untyped-def]
+    def without_bias(self, x: Any) -> Any:
         return F.linear(x, self.weight.to(x.dtype))
 
-    def with_bias(self, x):  # type: ignore[no-untyped-def]
+    def with_bias(self, x: Any) -> Any:
         return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
 
-    def with_bias_first(self, x):  # type: ignore[no-untyped-def]
+    def with_bias_first(self, x: Any) -> Any:
         return F.linear(x, self.weight.to(x.dtype), self.bias.to(x.dtype) if self.bias is not None else None)
 
 

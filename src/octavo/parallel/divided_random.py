@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from octavo.runtime.torch_compat import FakeTensor, in_backward, never_compiled
 
-
 _EAGERLY = never_compiled("octavo: dropout between divided layers draws from a generator of this rank")
 
 
