@@ -1,9 +1,9 @@
 """A decoder layer, forward and backward: time, peak memory, and what it keeps for backward per token.
 
 The layers are those of Transformers (`LlamaDecoderLayer`, fused attention), sized as in Llama 3 8B (batch 1, 8192
-tokens) and Llama 2 7B (batch 8 × 2048 tokens), converted as a user would: by `octavo.convert`, by torchao. The third is
-the block of torchao's published microbenchmark at dim 16384, layer norm → linear → sigmoid: 1.51 × bf16 there,
-compiled, on an H100.
+tokens), Llama 2 7B (batch 8 × 2048 tokens) and Mixtral 8x7B (8192 tokens, two of eight experts each), converted as a
+user would: by `octavo.convert`, by torchao. `dim-16384` is the block of torchao's published microbenchmark at that
+size, layer norm → linear → sigmoid: 1.51 × bf16 there, compiled, on an H100.
 
 Beside each row: the share of linear layers in the bf16 layer's time, measured as their products alone, and the Amdahl
 limit that follows, with cuBLAS's FP8 products in place of those and everything else as it is.
@@ -34,7 +34,7 @@ layer --rehearse"""
 
 @dataclass(frozen=True)
 class Size:
-    """Of a layer and its batch; `heads` is 0 for the block of torchao's microbenchmark."""
+    """Of a layer and its batch; `heads` is 0 for the block of torchao's microbenchmark; two experts for each token."""
 
     hidden: int
     intermediate: int
@@ -42,6 +42,7 @@ class Size:
     kv_heads: int
     batch: int
     sequence: int
+    experts: int = 0
 
     @property
     def tokens(self) -> int:
@@ -52,8 +53,12 @@ LAYERS = {
     "llama-3-8b": Size(4096, 14336, 32, 8, 1, 8192),
     "dim-16384": Size(16384, 16384, 0, 0, 1, 16384),
     "llama-2-7b": Size(4096, 11008, 32, 32, 8, 2048),
+    "mixtral-8x7b": Size(4096, 14336, 32, 8, 1, 8192, 8),
 }
-TINY = {"tiny-llama": Size(64, 96, 4, 2, 1, 32), "tiny-block": Size(64, 64, 0, 0, 1, 32)}
+TINY = {
+    "tiny-llama": Size(64, 96, 4, 2, 1, 32), "tiny-block": Size(64, 64, 0, 0, 1, 32),
+    "tiny-mixtral": Size(64, 96, 4, 2, 1, 32, 4),
+}  # fmt: skip
 COMPILED = tuple(
     Arm(name, "compiled")
     for name in (
@@ -73,16 +78,18 @@ EAGER = tuple(
 class Layer(nn.Module):
     """A Transformers decoder layer with its position embeddings: [batch, sequence, hidden] in and out."""
 
-    def __init__(self, size: Size, family: str = "Llama") -> None:
+    def __init__(self, size: Size, family: str = "") -> None:
         super().__init__()
         import transformers
 
+        family = family or ("Mixtral" if size.experts else "Llama")
+        experts = {"num_local_experts": size.experts, "experts_implementation": "grouped_mm"} if size.experts else {}
         name = family.lower()
         modeling = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
         config = getattr(transformers, f"{family}Config")(
             hidden_size=size.hidden, intermediate_size=size.intermediate, num_attention_heads=size.heads,
             num_key_value_heads=size.kv_heads, max_position_embeddings=size.sequence, num_hidden_layers=1,
-            bos_token_id=0, eos_token_id=1,
+            bos_token_id=0, eos_token_id=1, **experts,
         )  # fmt: skip
         config._attn_implementation = "sdpa"
         self.layer = getattr(modeling, f"{family}DecoderLayer")(config, 0)
@@ -110,12 +117,13 @@ def block(size: Size, device: torch.device) -> nn.Module:
 
 
 def linears(size: Size) -> Counter[Shape]:
-    """(M, K, N) of the layer's linears, with their number."""
+    """(M, K, N) of the layer's linears, with their number; experts as one of all their rows."""
     m, hidden = size.tokens, size.hidden
     if not size.heads:
         return Counter([(m, hidden, size.intermediate)])
     kv = hidden // size.heads * size.kv_heads
-    up, down = (m, hidden, size.intermediate), (m, size.intermediate, hidden)
+    rows = 2 * m if size.experts else m
+    up, down = (rows, hidden, size.intermediate), (rows, size.intermediate, hidden)
     return Counter([(m, hidden, hidden), (m, hidden, hidden), (m, hidden, kv), (m, hidden, kv), up, up, down])
 
 
