@@ -31,11 +31,15 @@ MODELS = {
     | {"head_dim": 16, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"],
        "query_pre_attn_scalar": 24, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None},
     "mistral": GROUPED | {"sliding_window": 4, "head_dim": 12},
+    "qwen2_moe": GROUPED
+    | {"sliding_window": 4, "use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention"],
+       "mlp_only_layers": [0, 1]},
     "deepseek_v3": GROUPED
     | {"num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
        "v_head_dim": 12, "first_k_dense_replace": 2, "n_group": 1, "topk_group": 1},
 }  # fmt: skip
-"""Plain and grouped heads; windows and a scale of their own; heads that are padded; values narrower than keys."""
+"""Plain and grouped heads; windows, a scale of their own, windows that only the mask has; heads that are padded; values
+narrower than keys."""
 LENGTHS = (9, 1, 6, 4), (1, 13, 4, 1, 1)
 
 

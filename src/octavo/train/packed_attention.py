@@ -7,9 +7,10 @@
 mask [B,1,S,S], which disables flash attention and of which every layer saves a copy in the dtype of q.
 
 Transformers hands the result of its mask functions to every layer. The one registered here returns the offsets, so they
-arrive wherever a mask would, through compiled blocks and recomputations too. Masks of other kinds than causal ones and
-sliding windows are errors, as are soft caps, sinks and dropout, which the op does not have. Outside of `documents`
-everything is SDPA.
+arrive wherever a mask would, through compiled blocks and recomputations too: [N+1] for causal masks, and with a sliding
+window of W the same numbers as [W,N+1], by a stride of 0. The window is that of the mask, as for SDPA, because some
+layers do not have the argument `sliding_window` (Qwen2-MoE). Masks of other kinds are errors, as are soft caps, sinks
+and dropout, which the op does not have. Outside of `documents` everything is SDPA.
 
 The number of offsets is the same for many batches, so that compiled blocks have static shapes, and the host never waits
 for the device to count documents. They are not far more than documents: for each, backward on a GPU holds 128 rows of
@@ -36,8 +37,9 @@ NAME = "octavo_varlen"
 """The name under which Transformers finds it; `model.attention = "varlen"`."""
 MAX_HEAD_SIZE = 256
 OFFSETS_STEP = 32  # Batches with similar numbers of documents have the same number of offsets
-MASKS = {"causal_mask_function", "sliding_window_overlay.<locals>.inner_mask", "and_masks.<locals>.and_mask"}
-"""Functions of Transformers that make causal masks and sliding windows."""
+MASKS = {"causal_mask_function", "and_masks.<locals>.and_mask"}
+WINDOW = "sliding_window_overlay.<locals>.inner_mask"
+"""Functions of Transformers that make causal masks and sliding windows; the last has the window in its closure."""
 _GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 """For keys with fewer heads than queries, which the kernel of torch 2.11 takes, too, but without a flag."""
 
@@ -75,12 +77,13 @@ def device_problem(device: torch.device | None = None) -> str:
     draw = (torch.randn(1, heads, 64, 64, generator=generator, device="cpu") for heads in (4, 2, 2, 4))
     q, k, v, g = (x.to(device, torch.bfloat16).requires_grad_() for x in draw)
     for window in (None, 9):
-        mask = (allowed if window is None else allowed.triu(1 - window)).bool().to(device)
-        scores = (q.float() @ k.float().repeat_interleave(2, 1).mT / 8).masked_fill(~mask, -torch.inf)
+        seen = (allowed if window is None else allowed.triu(1 - window)).bool().to(device)
+        scores = (q.float() @ k.float().repeat_interleave(2, 1).mT / 8).masked_fill(~seen, -torch.inf)
         exact = (scores.softmax(-1) @ v.float().repeat_interleave(2, 1)).transpose(1, 2)
         expected = [exact, *torch.autograd.grad(exact, (q, k, v), g.transpose(1, 2).float())]
         try:
-            out, _ = attention(nn.Identity(), q, k, v, offsets, sliding_window=window)
+            mask = offsets if window is None else offsets.expand(window, -1)
+            out, _ = attention(nn.Identity(), q, k, v, mask)
             actual = [out, *torch.autograd.grad(out, (q, k, v), g.transpose(1, 2))]
         except Exception as error:  # of no common type
             return f"PyTorch does not compute it on {device}: {' '.join(str(error).split())[:200]}"
@@ -118,18 +121,27 @@ def _mask(*args: Any, mask_function: Any, attention_mask: Tensor | None = None, 
 
         make: Callable[..., Tensor | None] = masks.sdpa_mask
         return make(*args, mask_function=mask_function, attention_mask=attention_mask, **kwargs)
-    kinds = {name.partition(".")[0] for name in _names(mask_function) - MASKS}
+    parts = [*_parts(mask_function)]
+    kinds = {name.partition(".")[0] for part in parts if (name := _name(part)) not in {*MASKS, WINDOW}}
     if attention_mask is not None or kinds:
         what = f"masks by {', '.join(sorted(kinds))}" if kinds else "a mask of padding"
         raise ValueError(f"variable-length attention has causal masks and sliding windows only, and the model {what}")
-    return _offsets[-1]
+    windows = [part.__closure__[0].cell_contents for part in parts if _name(part) == WINDOW]
+    return _offsets[-1].expand(min(windows), -1) if windows else _offsets[-1]
 
 
-def _names(mask: Any) -> set[str]:
-    """Names of the functions of which a mask function of Transformers is made."""
-    contents = [cell.cell_contents for cell in getattr(mask, "__closure__", None) or ()]
-    parts = [part for content in contents for part in (content if isinstance(content, tuple) else (content,))]
-    return {mask.__qualname__}.union(*(_names(part) for part in parts if inspect.isfunction(part)))
+def _parts(mask: Any) -> Iterator[Any]:
+    """The functions of which a mask function of Transformers is made, itself among them."""
+    yield mask
+    for cell in getattr(mask, "__closure__", None) or ():
+        content = cell.cell_contents
+        for part in content if isinstance(content, tuple) else (content,):
+            if callable(part):
+                yield from _parts(part)
+
+
+def _name(part: Any) -> str:
+    return getattr(part, "__qualname__", type(part).__name__)
 
 
 def attention(
@@ -137,7 +149,7 @@ def attention(
     scaling: float | None = None, **kwargs: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """Transformers' interface of attention: q [B,H,S,D], k [B,Hkv,S,D], v [B,Hkv,S,Dv] to [B,S,H,Dv]."""
-    if attention_mask is None or attention_mask.ndim != 1:
+    if attention_mask is None or attention_mask.dtype != torch.int32:  # as only offsets are
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
@@ -146,7 +158,9 @@ def attention(
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     rows, heads, length, size = query.shape
-    values, window = value.shape[-1], kwargs.get("sliding_window")
+    values, offsets, window = value.shape[-1], attention_mask, None
+    if attention_mask.ndim == 2:
+        offsets, window = attention_mask[0], attention_mask.shape[0]
     padded = -(-max(size, values) // 8) * 8  # of equal sizes, and multiples of 8
     q, k, v = (
         F.pad(t.transpose(1, 2), (0, padded - t.shape[-1])).flatten(0, 1) if t.shape[-1] != padded
@@ -154,7 +168,7 @@ def attention(
     )  # fmt: skip
     op: Callable[..., Any] = varlen_attn  # whose arguments differ between versions
     out = op(
-        q, k, v, attention_mask, attention_mask, length, length, scale=size**-0.5 if scaling is None else scaling,
+        q, k, v, offsets, offsets, length, length, scale=size**-0.5 if scaling is None else scaling,
         window_size=(-1 if window is None else window - 1, 0), **_GROUPED,
     )  # fmt: skip
     return out[..., :values].view(rows, length, heads, values), None
@@ -183,7 +197,8 @@ def problem(model: Any) -> str:
     seen: list[Tensor] = []
 
     def observe(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        seen.extend(t for t in (*args, *kwargs.values()) if isinstance(t, Tensor) and t is offsets)
+        tensors = (t for t in (*args, *kwargs.values()) if isinstance(t, Tensor))
+        seen.extend(t for t in tensors if t.dtype == torch.int32 and t.shape[-1] == len(offsets))
 
     with torch.device("cpu") as device, fake_tensors() as mode, torch.no_grad():
         copy = fake_copy(model, mode, device, dtype=torch.bfloat16).train()  # as grouped products take it
