@@ -7,12 +7,14 @@ itself is compared in `tests/test_gpu.py`.
 """
 
 import logging
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from test_packing import PACKED
 from tiny_runs import LLAMA, Recorder, curve, job, load
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, masking_utils
 
 import octavo
 from octavo.planner.fake import fake_tensors
@@ -121,6 +123,7 @@ REFUSED = {
     "llama4_text": (GROUPED | {"num_local_experts": 1, "intermediate_size_mlp": 32}, "model masks by chunked_overlay"),
     "bloom": ({"hidden_size": 32, "n_layer": 1, "n_head": 2}, "BloomForCausalLM compute"),
     "llama": (GROUPED | {"head_dim": 320}, "heads of 320, above 256"),
+    "doge": (GROUPED | {"head_dim": 16}, "DogeForCausalLM does not run with it .too many indices"),
 }
 
 
@@ -152,6 +155,8 @@ def test_auto_and_mistakes(make_config, lines):
         assert is_varlen(model) == expected
     with pytest.raises(ConfigError, match=r'"varlen" is for packed documents: set data.packing = "documents"'):
         make_config(model={"type": "llama", "config": LLAMA, "attention": "varlen"})
+    with pytest.raises(ConfigError, match='for packed text, and data.task is "image-text": leave it out'):
+        make_config(model={"type": "llama", "config": LLAMA, "attention": "varlen"}, data={"task": "image-text"})
     model, ids = make_model("llama", GROUPED), torch.ones(1, 8, dtype=torch.int64)
     packed_attention.register()
     model.set_attn_implementation(NAME)
@@ -162,6 +167,44 @@ def test_auto_and_mistakes(make_config, lines):
     model.set_attn_implementation(NAME)
     with documents(document_offsets(torch.arange(8)[None], 1)), pytest.raises(ValueError, match="a mask of padding"):
         model(input_ids=ids, attention_mask=mask)
+
+
+def test_a_thread_has_its_own_documents():
+    """Two threads in the middle of their forwards, of which the one that began first ends first."""
+    packed_attention.register()
+    find = masking_utils.find_packed_sequence_indices
+    model, both = make_model("llama", GROUPED).eval(), threading.Barrier(2, timeout=60)
+    own, whole = positions(), torch.arange(20).expand(2, 20).contiguous()
+
+    def logits(positions):
+        return model(input_ids=torch.ones_like(positions), position_ids=positions, use_cache=False).logits
+
+    expected = {"packed": logits(own), "whole": logits(whole)}
+    model.set_attn_implementation(NAME)
+
+    def packed():
+        with documents(document_offsets(own, 9)):
+            both.wait()
+            actual = logits(own)
+            both.wait()
+        both.wait()
+        return actual
+
+    def without():
+        both.wait()
+        with documents(document_offsets(whole, 2)):
+            inside = logits(whole)
+            both.wait()
+            both.wait()
+        return inside, logits(own)
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.submit(packed), pool.submit(without)
+        actual, (inside, outside) = first.result(), second.result()
+    torch.testing.assert_close(actual, expected["packed"])
+    torch.testing.assert_close(inside, expected["whole"])
+    torch.testing.assert_close(outside, expected["packed"])
+    assert masking_utils.find_packed_sequence_indices is find
 
 
 @pytest.fixture

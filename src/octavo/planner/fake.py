@@ -2,7 +2,9 @@
 
 import copy
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
@@ -17,6 +19,9 @@ M = TypeVar("M", bound=nn.Module)
 
 INTEGER_INPUTS = ("ids", "mask", "labels", "positions", "targets")
 """Argument names with these endings hold integers if a batch gives only shapes."""
+
+_lock = threading.Lock()
+_unpacked: Counter[int] = Counter()  # Contexts of `unpacked_sequences` under way, by thread
 
 
 @contextmanager
@@ -67,15 +72,29 @@ def unpacked_sequences() -> Iterator[None]:
     # It reads position ids to detect packing: on a GPU the host waits for them. For fake ones it assumes packing and
     # builds a mask of [sequences, length, length], which disables flash attention. Most runs do not pack.
     masks: Any = sys.modules.get("transformers.masking_utils")
-    name = "find_packed_sequence_indices"
+    name, thread = "find_packed_sequence_indices", threading.get_ident()
     original = getattr(masks, name, None)
-    if original is not None:
-        setattr(masks, name, lambda position_ids: None)
+    with _lock:
+        _unpacked[thread] += 1
+        if original is not None and not isinstance(original, _FindOnOtherThreads):
+            setattr(masks, name, _FindOnOtherThreads(original))
     try:
         yield
     finally:
-        if original is not None:
-            setattr(masks, name, original)
+        with _lock:
+            _unpacked[thread] -= 1
+            if original is not None and not _unpacked.total():
+                setattr(masks, name, getattr(masks, name).original)
+
+
+class _FindOnOtherThreads:
+    """Transformers' function on threads outside of `unpacked_sequences`; None on those inside."""
+
+    def __init__(self, original: Callable[[Tensor], Tensor | None]) -> None:
+        self.original = original
+
+    def __call__(self, position_ids: Tensor) -> Tensor | None:
+        return None if _unpacked[threading.get_ident()] else self.original(position_ids)
 
 
 def fake_device(device: torch.device) -> torch.device:

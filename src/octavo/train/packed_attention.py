@@ -20,6 +20,7 @@ for the device to count documents. They are not far more than documents: for eac
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -43,7 +44,7 @@ WINDOW = "sliding_window_overlay.<locals>.inner_mask"
 _GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 """For keys with fewer heads than queries, which the kernel of torch 2.11 takes, too, but without a flag."""
 
-_offsets: list[Tensor] = []  # Of the forward under way
+_offsets: ContextVar[Tensor | None] = ContextVar("offsets", default=None)  # Of the forward under way on a thread
 
 
 def register() -> None:
@@ -106,17 +107,17 @@ def document_offsets(positions: Tensor, most: int) -> Tensor:
 @contextmanager
 def documents(offsets: Tensor) -> Iterator[None]:
     """Keep attention inside documents in forwards of models whose attention is `NAME`."""
-    _offsets.append(offsets)
+    token = _offsets.set(offsets)
     try:
         with unpacked_sequences():
             yield
     finally:
-        _offsets.pop()
+        _offsets.reset(token)
 
 
 def _mask(*args: Any, mask_function: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
     """Transformers' interface of masks: the offsets of documents, or SDPA's mask."""
-    if not _offsets:
+    if (offsets := _offsets.get()) is None:
         import transformers.masking_utils as masks
 
         make: Callable[..., Tensor | None] = masks.sdpa_mask
@@ -127,7 +128,7 @@ def _mask(*args: Any, mask_function: Any, attention_mask: Tensor | None = None, 
         what = f"masks by {', '.join(sorted(kinds))}" if kinds else "a mask of padding"
         raise ValueError(f"variable-length attention has causal masks and sliding windows only, and the model {what}")
     windows = [part.__closure__[0].cell_contents for part in parts if _name(part) == WINDOW]
-    return _offsets[-1].expand(min(windows), -1) if windows else _offsets[-1]
+    return offsets.expand(min(windows), -1) if windows else offsets
 
 
 def _parts(mask: Any) -> Iterator[Any]:
@@ -211,7 +212,9 @@ def problem(model: Any) -> str:
                 cache = {"use_cache": False} if "use_cache" in inspect.signature(copy.forward).parameters else {}
                 copy(input_ids=torch.zeros_like(positions), position_ids=positions, **cache)
         except Exception as error:  # of no common type
-            return " ".join(str(error).split()).rstrip(".")
+            reason = " ".join(str(error).split()).rstrip(".")
+            own = isinstance(error, ValueError) and "variable-length" in reason
+            return reason if own else f"{type(model).__name__} does not run with it ({reason})"
     return "" if seen else f"{type(model).__name__} does not compute attention by Transformers' attention functions"
 
 

@@ -104,7 +104,9 @@ class TrainConfig(Section):
             )
         yield from self._problems_of_mode()
         task = self.data.task
-        if self.model.attention == "varlen" and (task != "language" or self.data.packing == "stream"):
+        if self.model.attention == "varlen" and task != "language":
+            yield f'model.attention = "varlen" is for packed text, and data.task is "{task}": leave it out'
+        elif self.model.attention == "varlen" and self.data.packing == "stream":
             yield (
                 'model.attention = "varlen" is for packed documents: set data.packing = "documents", or leave it out'
             )
