@@ -117,6 +117,11 @@ def test_settings_after_the_file_are_for_all_arms_and_seeds_from_its_own_on(conf
     assert [arm.configs[4].run.name for arm in arms] == ["a-seed4", "b-seed4"]
 
 
+def test_arms_may_compute_attention_in_other_ways(config):
+    arms = make_arms(config, [], ["a", "b:model.attention=eager"], "2")
+    assert [arm.configs[3].model.attention for arm in arms] == ["auto", "eager"]
+
+
 @pytest.mark.parametrize(
     ("arms", "words"),
     [

@@ -35,6 +35,7 @@ from octavo.train.record.progress import Progress
 
 SHARED_SECTIONS = ("run", "model", "data", "eval")  # Sections that all arms share
 SHARED_KEYS = ("optim.batch",)
+OWN_KEYS = ("model.attention",)  # Of shared sections: how the same model is computed
 ARM = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*")
 SETTING_SEPARATOR = re.compile(r"\s+(?=\w+(?:\.\w+)+\s*=)")
 
@@ -124,7 +125,7 @@ def _check_shared(name: str, base: TrainConfig, arm_config: TrainConfig) -> None
     """Raise ConfigError if an arm changes a setting that all arms share."""
     changed = _differences(base, arm_config)
     for key, (base_value, value) in changed.items():
-        if key.partition(".")[0] in SHARED_SECTIONS or key in SHARED_KEYS:
+        if (key.partition(".")[0] in SHARED_SECTIONS and key not in OWN_KEYS) or key in SHARED_KEYS:
             raise ConfigError(
                 f"arm {name!r} sets {key} = {value!r} (the others: {base_value!r}): arms share model, data, batch, "
                 "seeds and steps, else their losses cannot be compared seed by seed. Set it for all arms, after CONFIG"
