@@ -95,6 +95,8 @@ def test_offsets():
     assert document_offsets(many, 80).tolist() == [*range(81)]
     with pytest.raises(RuntimeError, match="more than 32 documents"):
         document_offsets(many, 30)
+    with pytest.raises(RuntimeError, match="a row begins inside one"):
+        document_offsets(own + torch.tensor([[0], [1]]), 9)
     with fake_tensors() as mode:  # which raise where the host would wait for a number
         assert document_offsets(mode.from_tensor(own), 9).shape == (33,)
 

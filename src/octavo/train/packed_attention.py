@@ -96,9 +96,9 @@ def device_problem(device: torch.device | None = None) -> str:
 
 def document_offsets(positions: Tensor, most: int) -> Tensor:
     """int32 offsets of at most `most` documents, which start where positions [B,S] are 0; static in shape."""
-    tokens, starts = positions.numel(), (positions == 0).flatten()
+    tokens, starts, rows = positions.numel(), (positions == 0).flatten(), (positions[:, 0] == 0).all()
     count = min(-(-most // OFFSETS_STEP) * OFFSETS_STEP, tokens)
-    torch._assert_async((starts.sum() <= count) & starts[0], f"more than {count} documents, or the first has no start")
+    torch._assert_async((starts.sum() <= count) & rows, f"more than {count} documents, or a row begins inside one")
     index = torch.arange(tokens, dtype=torch.int32, device=positions.device)
     # Sorted instead of `nonzero`, for whose size the host would wait.
     return F.pad(torch.where(starts, index, tokens).sort().values[:count], (0, 1), value=tokens)
