@@ -41,53 +41,20 @@ if TYPE_CHECKING:
     from octavo.serving import export
 
 __all__ = [
-    "RECIPES",
-    "AdamW",
-    "Plan",
-    "Precision",
-    "Recipe",
-    "__version__",
-    "convert",
-    "disabled",
-    "export",
-    "parallelize",
-    "plan",
-    "report",
-    "revert",
-]
+    "RECIPES", "AdamW", "Plan", "Precision", "Recipe", "__version__", "convert", "disabled", "export", "parallelize",
+    "plan", "report", "revert",
+]  # fmt: skip
 
 _PACKAGES = {
-    "RECIPES": "numerics",
-    "AdamW": "optim",
-    "Plan": "numerics",
-    "Precision": "numerics",
-    "Recipe": "numerics",
-    "convert": "planner.auto_convert",
-    "disabled": "nn",
-    "export": "serving",
-    "parallelize": "parallel",
-    "plan": "planner.model_plan",
-    "report": "nn",
-    "revert": "nn",
-}
+    "RECIPES": "numerics", "AdamW": "optim", "Plan": "numerics", "Precision": "numerics", "Recipe": "numerics",
+    "convert": "planner.auto_convert", "disabled": "nn", "export": "serving", "parallelize": "parallel",
+    "plan": "planner.model_plan", "report": "nn", "revert": "nn",
+}  # fmt: skip
 """Where each public name lives."""
 _SUBPACKAGES = (
-    "activations",
-    "comm",
-    "compat",
-    "experiments",
-    "inspect",
-    "integrations",
-    "kernels",
-    "nn",
-    "numerics",
-    "optim",
-    "parallel",
-    "planner",
-    "runtime",
-    "serving",
-    "train",
-)
+    "activations", "comm", "compat", "experiments", "inspect", "integrations", "kernels", "nn", "numerics", "optim",
+    "parallel", "planner", "runtime", "serving", "train",
+)  # fmt: skip
 _LOCK = RLock()
 """Python lets two threads that import a package and a module of it at once see either half imported.
 

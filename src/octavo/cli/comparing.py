@@ -245,12 +245,7 @@ def _print_stopped(problem: str, console: "Console", under_torchrun: bool) -> No
     print_plain(console, f"To go on, the same command:\n  {command}")
 
 
-STYLES = {
-    "indistinguishable": "bold green",
-    "better": "bold green",
-    "worse": "bold red",
-    "inconclusive": "bold yellow",
-}
+STYLES = {"indistinguishable": "bold green", "better": "bold green", "worse": "bold red", "inconclusive": "bold yellow"}
 
 
 def _print_verdict(arm: "ArmLosses", notes: tuple[str, ...]) -> None:

@@ -5,15 +5,6 @@ from octavo.comm.encoding import ADAPTIVE_SPEC, DEFAULT_SPEC
 from octavo.comm.p2p import irecv, isend, recv, send
 
 __all__ = [
-    "ADAPTIVE_SPEC",
-    "DEFAULT_SPEC",
-    "all_gather",
-    "all_reduce",
-    "all_to_all",
-    "all_to_all_single",
-    "irecv",
-    "isend",
-    "recv",
-    "reduce_scatter",
-    "send",
-]
+    "ADAPTIVE_SPEC", "DEFAULT_SPEC", "all_gather", "all_reduce", "all_to_all", "all_to_all_single", "irecv", "isend",
+    "recv", "reduce_scatter", "send",
+]  # fmt: skip

@@ -66,15 +66,9 @@ class Chart:
 
 
 def line_chart(
-    title: str,
-    unit: str,
-    lines: Sequence[Line],
-    *,
-    caption: str = "",
-    height: int = LARGE,
-    keep: Sequence[float] = (),
+    title: str, unit: str, lines: Sequence[Line], *, caption: str = "", height: int = LARGE, keep: Sequence[float] = (),
     band: float | None = None,
-) -> Chart:
+) -> Chart:  # fmt: skip
     """Lay out one chart of series over steps.
 
     Example:

@@ -20,11 +20,8 @@ from octavo.train.record.outputs import check_kind
 
 FILES = ("compare.json", "report.html")  # Files in the folder of a comparison, besides its runs
 CARDS: dict[Verdict, str] = {
-    "indistinguishable": "within",
-    "better": "within",
-    "worse": "above",
-    "inconclusive": "none",
-}
+    "indistinguishable": "within", "better": "within", "worse": "above", "inconclusive": "none",
+}  # fmt: skip
 """Style of a verdict on the page."""
 COLOURS = 6
 

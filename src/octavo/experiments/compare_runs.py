@@ -140,14 +140,9 @@ def _differences(one: TrainConfig, other: TrainConfig) -> dict[str, tuple[Any, A
 
 
 def compare(
-    arms: Sequence[Arm],
-    out: Path,
-    *,
-    margin: float | None = None,
-    confidence: float = CONFIDENCE,
-    max_seeds: int | None = None,
-    progress: Progress | None = None,
-) -> Comparison | None:
+    arms: Sequence[Arm], out: Path, *, margin: float | None = None, confidence: float = CONFIDENCE,
+    max_seeds: int | None = None, progress: Progress | None = None,
+) -> Comparison | None:  # fmt: skip
     """Train every arm on every seed into `out/<arm>-seed<k>`, or read its finished run, and compare."""
     # Writes `compare.json` and `report.html` into `out`. Call it again to go on after an interruption, or with more
     # arms or seeds.
@@ -226,13 +221,9 @@ def finished(folder: Path, steps: int) -> RunResult | None:
 
 
 def _verdicts(
-    arms: Sequence[Arm],
-    out: Path,
-    results: Mapping[str, RunResult],
-    margin: float | None,
-    confidence: float,
+    arms: Sequence[Arm], out: Path, results: Mapping[str, RunResult], margin: float | None, confidence: float,
     planned: int,
-) -> Comparison:
+) -> Comparison:  # fmt: skip
     _check_data([out / folder for folder in results])
     runs = [
         ArmRuns(

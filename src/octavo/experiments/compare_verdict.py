@@ -123,11 +123,7 @@ class Comparison:
 
 
 def compare_arms(
-    runs: Sequence[ArmRuns],
-    *,
-    margin: float | None = None,
-    confidence: float = CONFIDENCE,
-    max_seeds: int = MOST_SEEDS,
+    runs: Sequence[ArmRuns], *, margin: float | None = None, confidence: float = CONFIDENCE, max_seeds: int = MOST_SEEDS
 ) -> Comparison:
     """Compare the arms `runs[1:]` with `runs[0]`, all of the same seeds and steps."""
     baseline, *others = runs
@@ -136,17 +132,13 @@ def compare_arms(
     verdicts, held_out = (
         compare_losses(
             [loss(baseline, seed) for seed in baseline.seeds],
-            {run.name: [loss(run, seed) for seed in run.seeds] for run in others},
-            margin=margin,
-            confidence=confidence,
-            max_seeds=max_seeds,
-            seeds=baseline.seeds,
-            baseline_name=baseline.name,
+            {run.name: [loss(run, seed) for seed in run.seeds] for run in others}, margin=margin, confidence=confidence,
+            max_seeds=max_seeds, seeds=baseline.seeds, baseline_name=baseline.name,
         )
         if exists
         else None
         for loss, exists in ((ArmRuns.loss, True), (ArmRuns.held_out, have_held_out))
-    )
+    )  # fmt: skip
     assert verdicts is not None
     times = times_to_loss(runs)
     arms = tuple(
@@ -161,17 +153,11 @@ def compare_arms(
     )
     losses = [baseline.loss(seed) for seed in baseline.seeds if seed not in baseline.diverged]
     return Comparison(
-        losses=verdicts,
-        held_out=held_out,
-        margin=margin,
-        confidence=confidence,
+        losses=verdicts, held_out=held_out, margin=margin, confidence=confidence,
         loss=statistics.fmean(losses) if losses else None,
         spread=100 * statistics.stdev(losses) / statistics.fmean(losses) if len(losses) > 1 else None,
-        time_to_loss=times[0],
-        arms=arms,
-        notes=tuple(_notes(runs, verdicts)),
-        runs=tuple(runs),
-    )
+        time_to_loss=times[0], arms=arms, notes=tuple(_notes(runs, verdicts)), runs=tuple(runs),
+    )  # fmt: skip
 
 
 def _arm_notes(run: ArmRuns, losses: ArmLosses) -> list[str]:

@@ -38,15 +38,11 @@ class Curves:
             return np.array([getattr(row, key) for row in rows], dtype=np.float64)  # None becomes NaN
 
         return cls(
-            step=np.array([row.step for row in rows], dtype=np.int64),
-            loss=column("loss"),
-            lr=column("lr"),
-            grad_norm=column("grad_norm"),
-            tokens_per_s=column("tokens_per_s"),
+            step=np.array([row.step for row in rows], dtype=np.int64), loss=column("loss"), lr=column("lr"),
+            grad_norm=column("grad_norm"), tokens_per_s=column("tokens_per_s"),
             held_out=np.array([(row.held_out or {}).get(LOSS) for row in rows], dtype=np.float64),
-            mfu=100 * column("mfu"),
-            peak_memory=column("peak_memory") / 2**30,
-        )
+            mfu=100 * column("mfu"), peak_memory=column("peak_memory") / 2**30,
+        )  # fmt: skip
 
 
 def smoothing_window(steps: int) -> int:

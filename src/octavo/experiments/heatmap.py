@@ -159,15 +159,12 @@ def _map(
         figure={
             "data": data,
             "layout": layout(
-                round(tall) + margin["t"] + margin["b"],
-                annotations=annotations,
-                margin=margin,
-                hovermode="closest",
+                round(tall) + margin["t"] + margin["b"], annotations=annotations, margin=margin, hovermode="closest",
                 **axes,
             ),
         },
         keys=keys if statistic.edges is None else keys[:1],
-    )
+    )  # fmt: skip
 
 
 def _text(name: str, text: str, side: int, *, top: bool = False) -> dict[str, Any]:

@@ -61,16 +61,10 @@ class ProgressBars:
         self._label_of = label
         bar = max(8, min(32, console.width - 90))
         self._bars = RichProgress(
-            TextColumn("[bold]{task.description}"),
-            BarColumn(bar_width=bar),
-            MofNCompleteColumn(),
-            _Numbers(console.width - bar - OTHER_COLUMNS),
-            TimeElapsedColumn(),
-            TextColumn("[dim]left[/dim]"),
-            TimeRemainingColumn(),
-            console=console,
-            disable=not console.is_terminal,
-        )
+            TextColumn("[bold]{task.description}"), BarColumn(bar_width=bar), MofNCompleteColumn(),
+            _Numbers(console.width - bar - OTHER_COLUMNS), TimeElapsedColumn(), TextColumn("[dim]left[/dim]"),
+            TimeRemainingColumn(), console=console, disable=not console.is_terminal,
+        )  # fmt: skip
         self._task = self._bars.add_task("", visible=False, numbers=[])
         self._label = ""
         self._steps = 0

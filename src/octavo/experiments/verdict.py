@@ -92,16 +92,12 @@ def verdict(a: RunResult, b: RunResult, prediction: PredictedSpeed | None = None
         state_ratio=_ratio(a.state_bytes_per_parameter, b.state_bytes_per_parameter),
         prediction=prediction,
         sentence=_sentence(
-            f"{candidate}'s loss",
-            f"{baseline}'s",
-            "over the last 10 % of the steps",
-            status,
-            a.steps,
+            f"{candidate}'s loss", f"{baseline}'s", "over the last 10 % of the steps", status, a.steps,
             (a.losses.tail_mean, b.losses.tail_mean),
         ),
         **_held_out(a, b),
         notes=tuple(_notes(a, b, prediction)),
-    )
+    )  # fmt: skip
 
 
 def _obstacle(a: RunResult, b: RunResult) -> str:
@@ -150,11 +146,8 @@ def _held_out(a: RunResult, b: RunResult) -> dict[str, Any]:
         subject, f"{arm_name(a.precision)}'s", "at the end", status, a.steps, (losses[0], losses[1])
     )  # fmt: skip
     return {
-        "held_out_status": status,
-        "held_out_gap": gap,
-        "held_out_gap_percent": percent,
-        "held_out_sentence": sentence,
-    }
+        "held_out_status": status, "held_out_gap": gap, "held_out_gap_percent": percent, "held_out_sentence": sentence,
+    }  # fmt: skip
 
 
 def held_out_loss(run: RunResult) -> float | None:

@@ -14,31 +14,19 @@ if TYPE_CHECKING:
     from octavo.planner.model_plan import plan
 
 __all__ = [
-    "Autopilot",
-    "Finding",
-    "History",
-    "OperandStats",
-    "RecipeChange",
-    "Thresholds",
-    "Watch",
-    "compare_losses",
-    "memory",
-    "plan",
-]
+    "Autopilot", "Finding", "History", "OperandStats", "RecipeChange", "Thresholds", "Watch", "compare_losses",
+    "memory", "plan",
+]  # fmt: skip
 
 if not TYPE_CHECKING:  # so that `import octavo` stays fast
     __getattr__ = lazy_names(
         __name__,
         {
-            "inspect.autopilot": ("Autopilot", "RecipeChange"),
-            "inspect.compare": ("compare_losses",),
-            "inspect.findings": ("Finding", "History", "Thresholds"),
-            "inspect.stats": ("OperandStats",),
-            "inspect.watch": ("Watch",),
-            "planner.model_memory": ("memory",),
-            "planner.model_plan": ("plan",),
+            "inspect.autopilot": ("Autopilot", "RecipeChange"), "inspect.compare": ("compare_losses",),
+            "inspect.findings": ("Finding", "History", "Thresholds"), "inspect.stats": ("OperandStats",),
+            "inspect.watch": ("Watch",), "planner.model_memory": ("memory",), "planner.model_plan": ("plan",),
         },
-    )
+    )  # fmt: skip
 
 
 def __dir__() -> list[str]:

@@ -63,25 +63,16 @@ class ArmLosses:
         numbers: dict[str, Any] = {}
         if (test := self.test) is not None:
             numbers = {
-                "gap_percent": test.mean,
-                "low_percent": test.low,
-                "high_percent": test.high,
-                "deviation_percent": test.deviation,
-                "rounding_percent": test.rounding,
-                "gaps_percent": dict(zip(map(str, self.seeds), test.gaps, strict=True)),
-                "separated": test.separated,
+                "gap_percent": test.mean, "low_percent": test.low, "high_percent": test.high,
+                "deviation_percent": test.deviation, "rounding_percent": test.rounding,
+                "gaps_percent": dict(zip(map(str, self.seeds), test.gaps, strict=True)), "separated": test.separated,
                 "detectable_percent": {f"{power:g}": test.detectable(power) for power in (0.8, 0.9)},
-            }
+            }  # fmt: skip
         return {
-            "verdict": self.verdict,
-            "outcome": self.outcome,
-            **numbers,
-            "failed_seeds": list(self.failed),
-            "baseline_failed_seeds": list(self.baseline_failed),
-            "seeds_needed": self.seeds_needed,
-            "sentence": self.sentence,
-            "notes": list(self.notes),
-        }
+            "verdict": self.verdict, "outcome": self.outcome, **numbers, "failed_seeds": list(self.failed),
+            "baseline_failed_seeds": list(self.baseline_failed), "seeds_needed": self.seeds_needed,
+            "sentence": self.sentence, "notes": list(self.notes),
+        }  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,12 +105,9 @@ class LossComparison:
     def to_json(self) -> dict[str, Any]:
         """Return what `octavo compare --losses FILE --json` prints for one object."""
         return {
-            "exit_code": self.exit_code,
-            "planned_seeds": self.planned,
-            "extended": self.extended,
-            "arms": {arm.name: arm.to_json() for arm in self.arms},
-            "notes": [self.extension] if self.extended else [],
-        }
+            "exit_code": self.exit_code, "planned_seeds": self.planned, "extended": self.extended,
+            "arms": {arm.name: arm.to_json() for arm in self.arms}, "notes": [self.extension] if self.extended else [],
+        }  # fmt: skip
 
 
 def compare_losses(
@@ -280,17 +268,11 @@ def _arm_verdict(pairs: _Pairs, rule: Rule, test: PairedTest | None) -> ArmLosse
         above = f"alone or with other arms, above {pairs.baseline} and all remaining arms without failures"
         notes.append(f"Shown by separation: it is on every seed, {above}. The lower bound is that of this arm alone.")
     return ArmLosses(
-        name=pairs.arm,
-        verdict=verdict,
-        outcome=outcome,
-        test=test,
-        seeds=tuple(pairs.seeds[k] for k in pairs.ended) if test else (),
-        failed=tuple(pairs.seeds[k] for k in failed),
-        baseline_failed=tuple(pairs.seeds[k] for k in base_failed),
-        seeds_needed=needed,
-        sentence=damage or _sentence(pairs, verdict, test),
-        notes=(*notes, *_notes(rule, outcome, test, needed)),
-    )
+        name=pairs.arm, verdict=verdict, outcome=outcome, test=test,
+        seeds=tuple(pairs.seeds[k] for k in pairs.ended) if test else (), failed=tuple(pairs.seeds[k] for k in failed),
+        baseline_failed=tuple(pairs.seeds[k] for k in base_failed), seeds_needed=needed,
+        sentence=damage or _sentence(pairs, verdict, test), notes=(*notes, *_notes(rule, outcome, test, needed)),
+    )  # fmt: skip
 
 
 def _damage(pairs: _Pairs, rule: Rule, failed: int, base_failed: int) -> str:

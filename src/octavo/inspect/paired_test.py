@@ -159,27 +159,18 @@ def floor_of(gaps: Sequence[float], others: Sequence[Sequence[float]]) -> float:
 
 
 def paired_test(
-    baseline: Sequence[float],
-    losses: Sequence[float],
-    *,
-    confidence: float = CONFIDENCE,
-    arms: int = 1,
+    baseline: Sequence[float], losses: Sequence[float], *, confidence: float = CONFIDENCE, arms: int = 1,
     planned: int = MOST_SEEDS,
-) -> PairedTest:
+) -> PairedTest:  # fmt: skip
     """Test two or more pairs; losses are finite and above zero."""
     unit = statistics.median_low(baseline)  # sums of ratios do not overflow
     whole = statistics.fmean(loss / unit for loss in baseline)
     gaps = tuple(100 * (loss / unit - base / unit) / whole for base, loss in zip(baseline, losses, strict=True))
     rounding = 100 * (resolution([*baseline, *losses]) / unit) / whole
     return PairedTest(
-        gaps=gaps,
-        mean=statistics.fmean(gaps),
-        deviation=math.hypot(statistics.stdev(gaps), rounding / math.sqrt(6)),
-        confidence=confidence,
-        arms=arms,
-        planned=planned,
-        rounding=rounding,
-    )
+        gaps=gaps, mean=statistics.fmean(gaps), deviation=math.hypot(statistics.stdev(gaps), rounding / math.sqrt(6)),
+        confidence=confidence, arms=arms, planned=planned, rounding=rounding,
+    )  # fmt: skip
 
 
 def with_others(tests: Sequence[PairedTest | None], pairs: int) -> list[PairedTest | None]:

@@ -34,12 +34,9 @@ _FLOPS: dict[str, Callable[..., int]] = {}
 
 
 def define(
-    schema: str,
-    run: Callable[..., Any],
-    fake: Callable[..., Any],
-    decompose: Callable[..., Any] | None = None,
+    schema: str, run: Callable[..., Any], fake: Callable[..., Any], decompose: Callable[..., Any] | None = None,
     flops: Callable[..., int] | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Define `octavo::<name>`."""
     name = schema.partition("(")[0]
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))

@@ -250,11 +250,8 @@ def status(device: torch.device | str) -> list[OpStatus]:
                 reason = op.unavailable_reason(backend, device, case)
                 rows.append(
                     OpStatus(
-                        op=f"{op.name} {label}",
-                        backend=backend.name,
-                        serves=reason is None,
-                        chosen=backend.name == chosen.name,
-                        reason=reason or "",
+                        op=f"{op.name} {label}", backend=backend.name, serves=reason is None,
+                        chosen=backend.name == chosen.name, reason=reason or "",
                     )
-                )
+                )  # fmt: skip
     return rows

@@ -15,24 +15,7 @@ from octavo.nn.weights import accumulating
 from octavo.runtime.switch import disabled
 
 __all__ = [
-    "Activation",
-    "Experts",
-    "Glu",
-    "Linear",
-    "LinearLike",
-    "Norm",
-    "Report",
-    "ResidentWeight",
-    "accumulating",
-    "apply_plan",
-    "change_recipe",
-    "disabled",
-    "grouped_linear",
-    "linear",
-    "load_frozen",
-    "meta_parameters",
-    "register",
-    "report",
-    "revert",
-    "rule_plan",
-]
+    "Activation", "Experts", "Glu", "Linear", "LinearLike", "Norm", "Report", "ResidentWeight", "accumulating",
+    "apply_plan", "change_recipe", "disabled", "grouped_linear", "linear", "load_frozen", "meta_parameters", "register",
+    "report", "revert", "rule_plan",
+]  # fmt: skip

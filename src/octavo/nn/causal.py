@@ -468,15 +468,10 @@ class _ChunkedForward:
             assert labels is not None
             shift_labels = shifted(labels, ignore_index)
         loss = linear_cross_entropy(
-            hidden,
-            self._head.linear.weight,
-            shift_labels.to(hidden.device),
-            self._head.linear.bias,
-            ignore_index=ignore_index,
-            reduction="mean" if num_items_in_batch is None else "sum",
-            scale=self._head.scale,
-            softcap=self._head.softcap,
-        )
+            hidden, self._head.linear.weight, shift_labels.to(hidden.device), self._head.linear.bias,
+            ignore_index=ignore_index, reduction="mean" if num_items_in_batch is None else "sum",
+            scale=self._head.scale, softcap=self._head.softcap,
+        )  # fmt: skip
         if num_items_in_batch is not None:
             loss = loss / num_items_in_batch
         if routed:

@@ -399,16 +399,13 @@ def layers_of(model: nn.Module, linears: Iterable[nn.Module], counted: Sequence[
     places = {module: (index, len(counted)) for index, module in enumerate(counted)}
     return {
         fqn: Layer(
-            fqn=fqn,
-            module=module,
-            names=frozenset(_with_parents(fqn)),
+            fqn=fqn, module=module, names=frozenset(_with_parents(fqn)),
             module_path=tuple(modules[parent] for parent in sorted({*_with_parents(fqn), ""})),
-            block=blocks.get(module),
-            place=places.get(module),
+            block=blocks.get(module), place=places.get(module),
         )
         for fqn, module in modules.items()
         if module in selected
-    }
+    }  # fmt: skip
 
 
 def names_of(model: nn.Module) -> dict[nn.Module, set[str]]:

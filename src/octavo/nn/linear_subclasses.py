@@ -44,20 +44,13 @@ class Fp8Classes:
 
 
 FP8_CLASSES = {
-    "torch.nn.Linear": Fp8Classes(
-        fp8="octavo.nn.linear.Linear",
-        equalized="octavo.nn.equalized.EqualizedLinear",
-    ),
+    "torch.nn.Linear": Fp8Classes(fp8="octavo.nn.linear.Linear", equalized="octavo.nn.equalized.EqualizedLinear"),
     "transformers.pytorch_utils.Conv1D": Fp8Classes(
-        fp8="octavo.nn.conv1d.Conv1D",
-        equalized="octavo.nn.conv1d.EqualizedConv1D",
+        fp8="octavo.nn.conv1d.Conv1D", equalized="octavo.nn.conv1d.EqualizedConv1D"
     ),
 }
 """FP8 classes by plain class, as `octavo.runtime.linear_kinds.KINDS` names it."""
-CASTING = Fp8Classes(
-    fp8="octavo.nn.equalized.CastingLinear",
-    equalized="octavo.nn.equalized.CastingEqualizedLinear",
-)
+CASTING = Fp8Classes(fp8="octavo.nn.equalized.CastingLinear", equalized="octavo.nn.equalized.CastingEqualizedLinear")
 """Those of subclasses of `nn.Linear` that cast their weight to the dtype of the input."""
 
 

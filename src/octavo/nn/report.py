@@ -218,12 +218,9 @@ def report(model: nn.Module, batch: Any = None) -> Report:
                 )
             )  # fmt: skip
     return Report(
-        rows=tuple(rows),
-        execution=_execution(model),
-        activations=tuple(_activation_rows(model, plans)),
-        saved_bytes=saved_bytes,
-        activations_requested=any(plan.activations != "bf16" for plan in plans.values()),
-    )
+        rows=tuple(rows), execution=_execution(model), activations=tuple(_activation_rows(model, plans)),
+        saved_bytes=saved_bytes, activations_requested=any(plan.activations != "bf16" for plan in plans.values()),
+    )  # fmt: skip
 
 
 def _run(model: nn.Module, batch: Any) -> tuple[dict[str, int], set[nn.Module]]:

@@ -71,13 +71,9 @@ def own_weight(module: nn.Module) -> nn.Parameter | None:
 
 
 def default_plan(
-    model: nn.Module,
-    recipe: Recipe | None,
-    skip: Sequence[str] = (),
-    filter: FilterLike | None = None,
-    activations: str = "bf16",
-    recipes: Mapping[FilterLike, Recipe] | None = None,
-) -> Plan:
+    model: nn.Module, recipe: Recipe | None, skip: Sequence[str] = (), filter: FilterLike | None = None,
+    activations: str = "bf16", recipes: Mapping[FilterLike, Recipe] | None = None,
+) -> Plan:  # fmt: skip
     """Decide for every linear and experts, and for every module whose activations could be stored or fused."""
     if isinstance(skip, str):
         raise TypeError(f"skip is a list of name patterns; got the string {skip!r}: write skip=[{skip!r}]")

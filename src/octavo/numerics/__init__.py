@@ -14,30 +14,10 @@ if TYPE_CHECKING:
     from octavo.numerics.spec import COLUMN, ROW, TENSOR, Granularity, QuantSpec
 
 __all__ = [
-    "COLUMN",
-    "E4M3",
-    "E5M2",
-    "E8M0",
-    "LEVELS",
-    "RECIPES",
-    "ROW",
-    "TENSOR",
-    "Decision",
-    "Format",
-    "Granularity",
-    "Plan",
-    "Precision",
-    "QuantSpec",
-    "Recipe",
-    "channel_amax",
-    "column_amax",
-    "equalize",
-    "equalized",
-    "first_mismatch",
-    "get_recipe",
-    "sqnr",
-    "weight_only",
-]
+    "COLUMN", "E4M3", "E5M2", "E8M0", "LEVELS", "RECIPES", "ROW", "TENSOR", "Decision", "Format", "Granularity", "Plan",
+    "Precision", "QuantSpec", "Recipe", "channel_amax", "column_amax", "equalize", "equalized", "first_mismatch",
+    "get_recipe", "sqnr", "weight_only",
+]  # fmt: skip
 
 if not TYPE_CHECKING:
     __getattr__ = lazy_names(

@@ -43,29 +43,15 @@ SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of the tensors that are quantized, and of results."""
 
 E4M3 = Format(
-    name="e4m3",
-    dtype=torch.float8_e4m3fn,
-    max=448.0,
-    smallest_normal=2.0**-6,
-    smallest=2.0**-9,
-    tolerance_db=28.0,
-)
+    name="e4m3", dtype=torch.float8_e4m3fn, max=448.0, smallest_normal=2.0**-6, smallest=2.0**-9, tolerance_db=28.0,
+)  # fmt: skip
 E5M2 = Format(
-    name="e5m2",
-    dtype=torch.float8_e5m2,
-    max=57344.0,
-    smallest_normal=2.0**-14,
-    smallest=2.0**-16,
-    tolerance_db=24.0,
-)
+    name="e5m2", dtype=torch.float8_e5m2, max=57344.0, smallest_normal=2.0**-14, smallest=2.0**-16, tolerance_db=24.0,
+)  # fmt: skip
 E8M0 = Format(
-    name="e8m0",
-    dtype=torch.float8_e8m0fnu,
-    max=2.0**127,
-    smallest_normal=2.0**-127,
-    smallest=2.0**-127,
+    name="e8m0", dtype=torch.float8_e8m0fnu, max=2.0**127, smallest_normal=2.0**-127, smallest=2.0**-127,
     tolerance_db=0.0,
-)
+)  # fmt: skip
 
 VALUE_FORMATS = {f.name: f for f in (E4M3, E5M2)}
 

@@ -85,14 +85,11 @@ class Plan(Displayed):
         """Decisions in model order."""
         return tuple(
             PlanRow(
-                name=fqn,
-                converted=d.recipe is not None,
-                recipe=None if d.recipe is None else d.recipe.name,
-                reason=d.reason,
-                gain=d.gain,
+                name=fqn, converted=d.recipe is not None, recipe=None if d.recipe is None else d.recipe.name,
+                reason=d.reason, gain=d.gain,
             )
             for fqn, d in self.decisions.items()
-        )
+        )  # fmt: skip
 
     @property
     def converted(self) -> list[str]:

@@ -200,15 +200,9 @@ def _two_directions(
 
     x_t = Granularity(x.columns, x.rows)
     return Recipe(
-        name=name,
-        x=spec(x),
-        w=spec(w),
-        dgrad_g=spec(x),
-        dgrad_w=spec(w_t),
-        wgrad_g=spec(x_t),
-        wgrad_x=spec(x_t),
+        name=name, x=spec(x), w=spec(w), dgrad_g=spec(x), dgrad_w=spec(w_t), wgrad_g=spec(x_t), wgrad_x=spec(x_t),
         note=note,
-    )
+    )  # fmt: skip
 
 
 _E4M3_TENSOR = QuantSpec(granularity=TENSOR)
@@ -219,35 +213,18 @@ _B1x128, _B128x128 = Granularity(1, 128), Granularity(128, 128)
 _B1x32, _B32x1 = Granularity(1, 32), Granularity(32, 1)
 
 TENSORWISE = Recipe(
-    name="tensorwise",
-    x=_E4M3_TENSOR,
-    w=_E4M3_TENSOR,
-    dgrad_g=_E5M2_TENSOR,
-    dgrad_w=_E4M3_TENSOR,
-    wgrad_g=_E5M2_TENSOR,
-    wgrad_x=_E4M3_TENSOR,
-    note="one scale per tensor, e5m2 gradients: the default of ColossalAI and torchao",
-)
+    name="tensorwise", x=_E4M3_TENSOR, w=_E4M3_TENSOR, dgrad_g=_E5M2_TENSOR, dgrad_w=_E4M3_TENSOR, wgrad_g=_E5M2_TENSOR,
+    wgrad_x=_E4M3_TENSOR, note="one scale per tensor, e5m2 gradients: the default of ColossalAI and torchao",
+)  # fmt: skip
 ROWWISE = Recipe(
-    name="rowwise",
-    x=_E4M3_ROW,
-    w=_E4M3_ROW,
-    dgrad_g=_E4M3_ROW,
-    dgrad_w=_E4M3_ROW,
-    wgrad_g=_E4M3_COLUMN,
+    name="rowwise", x=_E4M3_ROW, w=_E4M3_ROW, dgrad_g=_E4M3_ROW, dgrad_w=_E4M3_ROW, wgrad_g=_E4M3_COLUMN,
     wgrad_x=_E4M3_ROW,
     note="one scale per row, folded into G for the backward products: one FP8 copy per tensor (default)",
-)
+)  # fmt: skip
 ROWWISE_HP_WGRAD = Recipe(
-    name="rowwise_hp_wgrad",
-    x=_E4M3_ROW,
-    w=_E4M3_ROW,
-    dgrad_g=_E4M3_ROW,
-    dgrad_w=_E4M3_ROW,
-    wgrad_g=None,
-    wgrad_x=None,
+    name="rowwise_hp_wgrad", x=_E4M3_ROW, w=_E4M3_ROW, dgrad_g=_E4M3_ROW, dgrad_w=_E4M3_ROW, wgrad_g=None, wgrad_x=None,
     note="as rowwise, weight gradients in high precision; keeps X in high precision, so frees no memory",
-)
+)  # fmt: skip
 BLOCKWISE = _two_directions(
     "blockwise", x=_B1x128, w=_B128x128, w_t=_B128x128, rule="amax",
     note="1×128 activations and gradients, 128×128 weights, as DeepSeek-V3 (arXiv 2412.19437)",

@@ -24,14 +24,7 @@ from torch import Tensor
 from octavo.kernels.adamw import GROUP, HyperParams, ParamState, Work, groups, seed_after, split, step
 from octavo.numerics.names import nearest
 from octavo.optim.interface import Optimizer
-from octavo.optim.sharded import (
-    any_rank,
-    first_row,
-    local_rows,
-    placements_of,
-    splits_groups,
-    sum_gradient,
-)
+from octavo.optim.sharded import any_rank, first_row, local_rows, placements_of, splits_groups, sum_gradient
 from octavo.optim.states import (
     Entry,
     Group,

@@ -18,19 +18,10 @@ if TYPE_CHECKING:
     from octavo.parallel.pipeline import PipelineStage as PipelineStage
 
 __all__ = [
-    "Fp8AllReduce",
-    "Fp8ColwiseParallel",
-    "Fp8RowwiseParallel",
-    "Parallel",
-    "PipelineStage",
-    "clip_grad_norm_",
-    "context_parallel",
-    "expert_parallel",
-    "parallelize",
-    "sum_partial_gradients",
-    "tensor_parallel",
+    "Fp8AllReduce", "Fp8ColwiseParallel", "Fp8RowwiseParallel", "Parallel", "PipelineStage", "clip_grad_norm_",
+    "context_parallel", "expert_parallel", "parallelize", "sum_partial_gradients", "tensor_parallel",
     "ulysses_attention",
-]
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

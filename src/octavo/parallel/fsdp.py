@@ -65,17 +65,10 @@ class Fp8ReduceScatter:
 
 
 def shard(
-    model: nn.Module,
-    mesh: DeviceMesh,
-    *,
-    expert_mesh: DeviceMesh | None = None,
-    fp8_gather: bool,
-    fp8_reduce: str | None,
-    dtype: torch.dtype | None,
-    reduce_dtype: torch.dtype,
-    reshard_after_forward: bool,
+    model: nn.Module, mesh: DeviceMesh, *, expert_mesh: DeviceMesh | None = None, fp8_gather: bool,
+    fp8_reduce: str | None, dtype: torch.dtype | None, reduce_dtype: torch.dtype, reshard_after_forward: bool,
     cpu_offload: bool,
-) -> nn.Module:
+) -> nn.Module:  # fmt: skip
     """Apply `fully_shard` to the repeated blocks of a model, then to the rest, in place."""
     # Blocks that share parameters with other modules, or have a part that is called outside of them (`CALLED_OUTSIDE`),
     # belong to the rest, because one FSDP2 group must own them, and gather them for both calls. A module whose

@@ -186,16 +186,11 @@ def _parallelize(
     else:
         shard_mesh = mesh if mesh.ndim == 1 or replicas > 1 else mesh["dp_shard"]
     shard(
-        model,
-        shard_mesh,
-        expert_mesh=mesh["efsdp"] if has_expert_names(mesh) else None,
-        fp8_gather=fp8 or crosses_machines or layout.fp8_comm == "gather",
-        fp8_reduce=DEFAULT_SPEC if fp8 else None,
-        dtype=dtype,
-        reduce_dtype=reduce_dtype,
-        reshard_after_forward=layout.reshard_after_forward,
+        model, shard_mesh, expert_mesh=mesh["efsdp"] if has_expert_names(mesh) else None,
+        fp8_gather=fp8 or crosses_machines or layout.fp8_comm == "gather", fp8_reduce=DEFAULT_SPEC if fp8 else None,
+        dtype=dtype, reduce_dtype=reduce_dtype, reshard_after_forward=layout.reshard_after_forward,
         cpu_offload=layout.cpu_offload,
-    )
+    )  # fmt: skip
     _share_scales(model, mesh)  # last, so that its hook runs before FSDP2's gathers weights
     return model
 

@@ -26,14 +26,9 @@ from octavo.runtime.blocks import Absent, find_block_list
 from octavo.runtime.switch import disabled
 
 SCHEDULES = {
-    "GPipe": 1,
-    "1F1B": 1,
-    "Interleaved1F1B": 2,
-    "LoopedBFS": 2,
-    "InterleavedZeroBubble": 2,
-    "ZBVZeroBubble": 2,
+    "GPipe": 1, "1F1B": 1, "Interleaved1F1B": 2, "LoopedBFS": 2, "InterleavedZeroBubble": 2, "ZBVZeroBubble": 2,
     "DualPipeV": 2,
-}
+}  # fmt: skip
 """Stages per rank of each schedule."""
 ZERO_BUBBLE = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 """Schedules that compute gradients of inputs and of weights apart."""
@@ -225,15 +220,9 @@ class Pipeline:
     """The stages of this rank and their schedule."""
 
     def __init__(
-        self,
-        parts: dict[int, nn.Module],
-        mesh: DeviceMesh,
-        schedule: str,
-        device: torch.device,
-        *,
-        micro_batches: int,
+        self, parts: dict[int, nn.Module], mesh: DeviceMesh, schedule: str, device: torch.device, *, micro_batches: int,
         fp8_comm: bool,
-    ) -> None:
+    ) -> None:  # fmt: skip
         from torch.distributed.pipelining.schedules import get_schedule_class
 
         from octavo.parallel.pipeline import PipelineStage  # slow import

@@ -49,13 +49,9 @@ class _Fp8Style(ParallelStyle):
     bias_placement: Any
 
     def __init__(
-        self,
-        *,
-        sequence_dim: int | None = -2,
-        gather: Literal["fp8", "bf16"] = "fp8",
-        reduce: Literal["bf16", "fp8"] = "bf16",
-        heads: int | None = None,
-    ) -> None:
+        self, *, sequence_dim: int | None = -2, gather: Literal["fp8", "bf16"] = "fp8",
+        reduce: Literal["bf16", "fp8"] = "bf16", heads: int | None = None,
+    ) -> None:  # fmt: skip
         for name, value in (("gather", gather), ("reduce", reduce)):
             if value not in _WIRES:
                 raise ValueError(f"{name} is 'fp8' or 'bf16'; got {value!r}{nearest(str(value), _WIRES)}")

@@ -103,16 +103,11 @@ class Forecast(Plan):
             if (times := self.times.get(row.name)) is not None:
                 rows[-1] |= {"bf16_ms": 1e3 * times.bf16, "planned_ms": 1e3 * times.planned}
         content: dict[str, Any] = json.loads(super().to_json()) | {
-            "gpu": self.gpu.to_json(),
-            "setting": asdict(self.step_config),
-            "tokens": self.tokens,
-            "parameters": self.parameters,
-            "gain": self.gain,
-            "break_even": self.break_even,
+            "gpu": self.gpu.to_json(), "setting": asdict(self.step_config), "tokens": self.tokens,
+            "parameters": self.parameters, "gain": self.gain, "break_even": self.break_even,
             "planned": self.planned.to_json() | {"memory": memory_json(self.memory, self.gpu.usable)},
-            "bf16": self.bf16.to_json() | {"memory": memory_json(self.bf16_memory, self.gpu.usable)},
-            "rows": rows,
-        }
+            "bf16": self.bf16.to_json() | {"memory": memory_json(self.bf16_memory, self.gpu.usable)}, "rows": rows,
+        }  # fmt: skip
         if (own := self.configured) is not None:
             content["configured"] = json.loads(own.plan.to_json()) | own.time.to_json()
             content["configured"] |= {"memory": memory_json(own.memory, self.gpu.usable)}
@@ -127,27 +122,16 @@ class Forecast(Plan):
 def memory_json(memory: MemoryPlan, limit_bytes: int) -> dict[str, Any]:
     """Return a memory plan as part of a forecast's JSON, for a GPU with this much memory."""
     return {
-        "peak": memory.peak,
-        "phase": memory.phase,
-        "at_peak": merge_kinds(memory.at_peak),
-        "fits": memory.peak <= limit_bytes,
-        "limit": limit_bytes,
-        "largest_batch": memory.largest_batch(limit_bytes),
-        "followed_blocks": memory.traced_blocks[0],
-        "blocks": memory.traced_blocks[1],
-        "note": " ".join(memory.notes),
-    }
+        "peak": memory.peak, "phase": memory.phase, "at_peak": merge_kinds(memory.at_peak),
+        "fits": memory.peak <= limit_bytes, "limit": limit_bytes, "largest_batch": memory.largest_batch(limit_bytes),
+        "followed_blocks": memory.traced_blocks[0], "blocks": memory.traced_blocks[1], "note": " ".join(memory.notes),
+    }  # fmt: skip
 
 
 def decide_by_cost(
-    gpu: Gpu,
-    trace: Trace,
-    names: Sequence[str],
-    forced_bf16: Mapping[str, str],
-    recipes: Sequence[Recipe],
-    *,
+    gpu: Gpu, trace: Trace, names: Sequence[str], forced_bf16: Mapping[str, str], recipes: Sequence[Recipe], *,
     eager: bool,
-) -> tuple[dict[str, Decision], dict[str, LinearTimes]]:
+) -> tuple[dict[str, Decision], dict[str, LinearTimes]]:  # fmt: skip
     """Decide for every linear layer of a traced forward; return the decisions and the times by layer."""
     decisions, times, by_calls = {}, {}, {}
     for name in names:

@@ -123,15 +123,9 @@ def trace_step(
         _run(lambda: loss(model, inputs).backward(), inputs)
 
     return follow_step(
-        model,
-        inputs,
-        states,
-        earlier,
-        forward_backward,
-        optimizer_step,
-        step_config=step_config,
+        model, inputs, states, earlier, forward_backward, optimizer_step, step_config=step_config,
         allocation_granularity=allocation_granularity,
-    )
+    )  # fmt: skip
 
 
 def default_loss(model: nn.Module, batch: Any) -> Tensor:

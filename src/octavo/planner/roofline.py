@@ -318,13 +318,9 @@ def quantize_calls(linear: LinearCall, recipe: Recipe) -> tuple[list[QuantizeCal
 
 
 def _quantize_call(
-    shape: tuple[int, int],
-    specs: Sequence[QuantSpec],
-    *,
-    columns: bool = False,
-    has_scale: bool = False,
+    shape: tuple[int, int], specs: Sequence[QuantSpec], *, columns: bool = False, has_scale: bool = False,
     shared: bool = True,
-) -> QuantizeCall:
+) -> QuantizeCall:  # fmt: skip
     """Return one quantization: to one spec in one order, to one `shared` spec in both orders, or to two specs."""
     both = len(specs) == 2 and specs[0] == specs[1] and shared
     texts = [specs[0].text] if both else [spec.text for spec in specs]

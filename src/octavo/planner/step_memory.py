@@ -119,17 +119,9 @@ def _few_blocks(
 
 
 def predict_memory(
-    trace: TraceStep,
-    size: int,
-    step_config: StepConfig,
-    *,
-    blocks: int = 0,
-    stacks: Sequence[Stack] = (),
-    offloaded: bool = False,
-    spread: float = 1.0,
-    beside: "Beside | None" = None,
-    known: FewBlocks | None = None,
-) -> MemoryPlan:
+    trace: TraceStep, size: int, step_config: StepConfig, *, blocks: int = 0, stacks: Sequence[Stack] = (),
+    offloaded: bool = False, spread: float = 1.0, beside: "Beside | None" = None, known: FewBlocks | None = None,
+) -> MemoryPlan:  # fmt: skip
     """Predict the memory of a step on each GPU."""
     few = trace_few_blocks(trace, size, stacks if known is None else known.stacks, known)
     if few is None:

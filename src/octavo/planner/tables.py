@@ -65,12 +65,9 @@ def forecast_text(plan: Any, width: int | None = None) -> str:
         rows.append((name, *cells, *([row.reason] if is_wide else [])))
         reasons.append(f"  {name}: {row.reason}")
     layers = Table(
-        title=title,
-        headings=("linear", *recipes, "gain", *([why] if is_wide else [])),
-        align="<" * (1 + len(recipes)) + ">" + "<" * is_wide,
-        rows=rows,
-        shorten=True,
-    )
+        title=title, headings=("linear", *recipes, "gain", *([why] if is_wide else [])),
+        align="<" * (1 + len(recipes)) + ">" + "<" * is_wide, rows=rows, shorten=True,
+    )  # fmt: skip
     sizes = "at no size up to 16384" if plan.break_even is None else f"from K = N = {plan.break_even} on"
     columns = _columns(plan)[1:]
     summaries = [f"{plan.summary}."]
@@ -119,10 +116,7 @@ def _step(plan: Any) -> Table:
         rows.append((name, *(form(memory) for _, _, memory in columns)))
 
     for part in (part for part in PARTS if part != "bubble" or plan.step_config.pp > 1):
-        of_time(
-            f"{PART_NAMES.get(part, part)}, {name}",
-            partial(_part, part, unit),
-        )
+        of_time(f"{PART_NAMES.get(part, part)}, {name}", partial(_part, part, unit))
     rows.append(())
     of_time(f"total, {name}", lambda time: f"{unit * time.seconds:,.2f}")
     of_time("tokens/s", lambda time: f"{time.tokens_per_second:,.0f}")

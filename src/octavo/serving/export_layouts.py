@@ -55,14 +55,10 @@ def _compressed_tensors(format: str, weights: dict[str, Any], inputs: dict[str, 
         "output_activations": None,
     }
     return {
-        "quant_method": "compressed-tensors",
-        "format": format,
-        "quantization_status": "compressed",
-        "config_groups": {"group_0": group},
-        "ignore": list(ignore),
-        "kv_cache_scheme": None,
+        "quant_method": "compressed-tensors", "format": format, "quantization_status": "compressed",
+        "config_groups": {"group_0": group}, "ignore": list(ignore), "kv_cache_scheme": None,
         "global_compression_ratio": None,
-    }
+    }  # fmt: skip
 
 
 _ROWS, _TOKENS = ({"strategy": strategy, "group_size": None} for strategy in ("channel", "token"))
@@ -71,33 +67,24 @@ _GROUPS = {"strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
 
 def _fine_grained(ignore: Sequence[str]) -> dict[str, Any]:
     return {
-        "quant_method": "fp8",
-        "fmt": "e4m3",
-        "activation_scheme": "dynamic",
-        "weight_block_size": [128, 128],
+        "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
         "modules_to_not_convert": list(ignore),
-    }
+    }  # fmt: skip
 
 
 _NAMED = (
     ExportLayout(
-        name="fp8-row",
-        recipe=ROWWISE,
-        scale_name="weight_scale",
-        multiple=1,
+        name="fp8-row", recipe=ROWWISE, scale_name="weight_scale", multiple=1,
         quantization_config=partial(_compressed_tensors, "float-quantized", _ROWS, _TOKENS),
     ),
     ExportLayout(
         name="fp8-block", recipe=BLOCKWISE, scale_name="weight_scale_inv", multiple=1, quantization_config=_fine_grained
     ),
     ExportLayout(
-        name="mxfp8",
-        recipe=MXFP8,
-        scale_name="weight_scale",
-        multiple=32,
+        name="mxfp8", recipe=MXFP8, scale_name="weight_scale", multiple=32,
         quantization_config=partial(_compressed_tensors, "mxfp8-quantized", _GROUPS, _GROUPS),
     ),
-)
+)  # fmt: skip
 LAYOUTS = {layout.name: layout for layout in _NAMED}
 HIGH_PRECISION = "bf16"
 """What `save_pretrained` writes: every weight in its own dtype."""

@@ -36,13 +36,7 @@ from octavo.runtime.extras import needs_extras
 from octavo.serving.card import Exported, model_card
 from octavo.serving.export_layouts import LAYOUTS, ExportLayout, get_layout
 from octavo.serving.folder import new_folder
-from octavo.serving.quantized_weights import (
-    has_nonfinite,
-    on_cpu,
-    quantized_weights,
-    resident_weights,
-    state_dict,
-)
+from octavo.serving.quantized_weights import has_nonfinite, on_cpu, quantized_weights, resident_weights, state_dict
 from octavo.tensor import ScaledTensor
 
 JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -261,12 +255,9 @@ def _nothing_fits(layout: ExportLayout, misfits: Mapping[str, str]) -> str:
 
 
 def _notes(
-    model: Any,
-    layout: ExportLayout,
-    misfits: Mapping[str, str],
-    quantized: Mapping[str, ScaledTensor],
+    model: Any, layout: ExportLayout, misfits: Mapping[str, str], quantized: Mapping[str, ScaledTensor],
     fp8: Sequence[str],
-) -> tuple[str, ...]:
+) -> tuple[str, ...]:  # fmt: skip
     """Return what a reader of the folder must know, a sentence or two each."""
     notes, modules = [], dict(model.named_modules())
     for reason in dict.fromkeys(misfits.values()):

@@ -7,8 +7,7 @@ From Python:
 
 `run` executes a training run; `loop.py` implements it. Other modules: configuration (`config/`), tokenization and
 batches (`data/`), model and training step (`model`, `trainer`, `optimizer`, `loss_scale`), processes (`ranks`),
-checkpoints (`checkpoint/`), logs (`record/`), and error and spike detection
-(`diagnose`, `guard`).
+checkpoints (`checkpoint/`), logs (`record/`), and error and spike detection (`diagnose`, `guard`).
 """
 
 from typing import TYPE_CHECKING, Any
@@ -25,19 +24,9 @@ if TYPE_CHECKING:
     from octavo.train.record.progress import Progress
 
 __all__ = [
-    "ConfigError",
-    "Losses",
-    "LostRankError",
-    "NonFiniteError",
-    "Progress",
-    "RunResult",
-    "StepMetrics",
-    "TrainConfig",
-    "load_config",
-    "parse_config",
-    "read_metrics",
-    "run",
-]
+    "ConfigError", "Losses", "LostRankError", "NonFiniteError", "Progress", "RunResult", "StepMetrics", "TrainConfig",
+    "load_config", "parse_config", "read_metrics", "run",
+]  # fmt: skip
 
 _NAMES = {
     "train.config.run_config": ("ConfigError", "TrainConfig", "load_config", "parse_config"),

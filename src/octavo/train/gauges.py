@@ -62,13 +62,10 @@ def expected_step(config: TrainConfig, device: str, gpus: int) -> ExpectedStep |
         config = config.model_copy(update={"parallel": ParallelConfig(), "optim": alone})
     planned = plan_configured(config, gpu=device, gpus=1 if divides_layers else gpus)
     return ExpectedStep(
-        gpu=gpu.name,
-        flops=planned.time.flops,
-        bf16_flops=gpus * gpu.bf16_tflops * 1e12,
-        fp8_flops=gpus * gpu.fp8_tflops * 1e12,
-        memory=None if divides_layers else planned.memory.peak,
+        gpu=gpu.name, flops=planned.time.flops, bf16_flops=gpus * gpu.bf16_tflops * 1e12,
+        fp8_flops=gpus * gpu.fp8_tflops * 1e12, memory=None if divides_layers else planned.memory.peak,
         tokens_per_s=None if divides_layers else planned.time.tokens_per_second,
-    )
+    )  # fmt: skip
 
 
 T = TypeVar("T")

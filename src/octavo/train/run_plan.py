@@ -56,13 +56,7 @@ from octavo.planner.model_plan import (
 from octavo.planner.pipeline_time import most_in_flight, schedule_actions
 from octavo.planner.stacks import Stack, copy_with_blocks, equal_stacks, restrict_plan
 from octavo.planner.step import CHECKPOINTING, StepConfig, layout_settings
-from octavo.planner.step_memory import (
-    Beside,
-    StepTrace,
-    follow_step,
-    predict_memory,
-    trace_few_blocks,
-)
+from octavo.planner.step_memory import Beside, StepTrace, follow_step, predict_memory, trace_few_blocks
 from octavo.planner.tables import compare_memory, forecast_text, plan_notes
 from octavo.planner.timeline import ACTIVATIONS, ALLOCATION_GRANULARITY, BATCH, GATHERED, TEMPORARIES
 from octavo.planner.trace import Trace
@@ -665,8 +659,7 @@ def _step_on_blocks(
         granularity = ALLOCATION_GRANULARITY["cuda"]
         of_stage = None if stage.count == 1 else partial(_run_stage, trainer, batch)
         trace: StepTrace = _run(
-            lambda: _trace_step(trainer, batch, step_config, granularity, forward_backward=of_stage),
-            size,
+            lambda: _trace_step(trainer, batch, step_config, granularity, forward_backward=of_stage), size
         )
         return trace
 

@@ -2,8 +2,7 @@
 
 Data, model and loss are those of the task of the run (`octavo.train.tasks`). The loss of a step is the mean over
 micro-batches and ranks, which hold equal numbers of targets. For a plain cross-entropy this is the mean over all
-targets, for any number of micro-batches.
-The batch, learning rate and dropout of a step are functions of (seed, step).
+targets, for any number of micro-batches. The batch, learning rate and dropout of a step are functions of (seed, step).
 
 A non-finite loss or gradient never reaches the optimizer. Under loss scaling the step is skipped and counted; otherwise
 the run stops and the error names the layer. A gradient of zeros stops the run as well, unless a loss scale that has

@@ -3,9 +3,8 @@
     [R,C]  ──adaptive_quantize──▶  codes uint8 [R,C], scales float32 [R, ⌈C/128⌉]  ──adaptive_dequantize──▶  [R,C]
 
 A message that its receiver widens, and a stored weight that is widened for its products, need no format that matrix
-units multiply. Each group of 128 elements of a row has the
-format with the most mantissa bits that its values allow. With amax the largest magnitude of a group, and M mantissa
-bits,
+units multiply. Each group of 128 elements of a row has the format with the most mantissa bits that its values allow.
+With amax the largest magnitude of a group, and M mantissa bits,
 
     number   format   M   SQNR of Gaussian values   fits if at most 1/8 of the non-zero elements are below
     0        e4m3     3   32 dB                     any

@@ -59,14 +59,8 @@ def variants() -> list[Variant]:
         ):
             all_variants.append(
                 Variant(
-                    op=op,
-                    case=ADAPTIVE.text,
-                    config=config,
-                    launch=launch,
-                    types=types,
-                    tile=per * GROUP,
-                    device_bytes=3 + 4 / GROUP,
-                    equal_to_1=equal_to_1,
+                    op=op, case=ADAPTIVE.text, config=config, launch=launch, types=types, tile=per * GROUP,
+                    device_bytes=3 + 4 / GROUP, equal_to_1=equal_to_1,
                 )
-            )
+            )  # fmt: skip
     return all_variants

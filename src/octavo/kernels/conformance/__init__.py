@@ -19,15 +19,6 @@ from octavo.kernels.conformance.mismatches import CaseResult, Check, compare, di
 from octavo.kernels.conformance.random_inputs import GPU, INTERPRETER, Budget, RandomInputs
 
 __all__ = [
-    "GPU",
-    "INTERPRETER",
-    "Budget",
-    "CaseResult",
-    "Check",
-    "RandomInputs",
-    "checks",
-    "compare",
-    "difference",
-    "low_sqnr",
-    "unavailable_reason",
-]
+    "GPU", "INTERPRETER", "Budget", "CaseResult", "Check", "RandomInputs", "checks", "compare", "difference",
+    "low_sqnr", "unavailable_reason",
+]  # fmt: skip

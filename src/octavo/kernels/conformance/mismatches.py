@@ -45,14 +45,9 @@ class CaseResult:
 
 
 def compare(
-    checks: Sequence[Check],
-    device: torch.device,
-    *,
-    seconds: float,
-    seed: int,
-    budget: Budget = GPU,
+    checks: Sequence[Check], device: torch.device, *, seconds: float, seed: int, budget: Budget = GPU,
     after: Callable[[int], None] = lambda round_: None,
-) -> list[CaseResult]:
+) -> list[CaseResult]:  # fmt: skip
     """Run every configuration once, then continue with new inputs until `seconds` have passed."""
     outcomes = [[CaseResult(op=c.op, case=c.case, config=i) for i in c.configs[: budget.configs]] for c in checks]
     end = time.monotonic() + seconds

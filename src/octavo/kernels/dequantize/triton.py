@@ -17,13 +17,9 @@ def launch(spec: QuantSpec, config: int = 0) -> Launch:
     """Return the kernel launch for a spec."""
     tile_r, tile_c, warps = CONFIGS[config]
     constants = {
-        "BLOCK": spec.granularity.columns,
-        "E8M0": spec.scale_rule == "e8m0",
-        "E4M3": spec.format is E4M3,
-        "TILE_R": tile_r,
-        "TILE_C": tile_c,
-        "INTERPRETED": INTERPRETED,
-    }
+        "BLOCK": spec.granularity.columns, "E8M0": spec.scale_rule == "e8m0", "E4M3": spec.format is E4M3,
+        "TILE_R": tile_r, "TILE_C": tile_c, "INTERPRETED": INTERPRETED,
+    }  # fmt: skip
     return Launch(kernel=dequantize_kernel, constants=constants, num_warps=warps)
 
 
@@ -53,14 +49,8 @@ def variants() -> list[Variant]:
         for config, (tile_r, tile_c, _) in enumerate(CONFIGS):
             all_variants.append(
                 Variant(
-                    op="dequantize",
-                    case=text,
-                    config=config,
-                    launch=launch(spec, config),
-                    types=types,
-                    tile=tile_r * tile_c,
-                    device_bytes=3 + scales,
-                    equal_to_1=("q_c",),
+                    op="dequantize", case=text, config=config, launch=launch(spec, config), types=types,
+                    tile=tile_r * tile_c, device_bytes=3 + scales, equal_to_1=("q_c",),
                 )
-            )
+            )  # fmt: skip
     return all_variants

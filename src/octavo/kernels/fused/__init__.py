@@ -11,12 +11,4 @@ functions call them.
 from octavo.kernels.fused.glu import glu, glu_backward
 from octavo.kernels.fused.norm import NormOutput, layer_norm, layer_norm_backward, rms_norm, rms_norm_backward
 
-__all__ = [
-    "NormOutput",
-    "glu",
-    "glu_backward",
-    "layer_norm",
-    "layer_norm_backward",
-    "rms_norm",
-    "rms_norm_backward",
-]
+__all__ = ["NormOutput", "glu", "glu_backward", "layer_norm", "layer_norm_backward", "rms_norm", "rms_norm_backward"]

@@ -57,10 +57,7 @@ def kernel_constants(spec: QuantSpec | None) -> dict[str, Any]:
     output = 0 if spec is None else 1 if spec.granularity == ROW else 2
     spec = spec or QuantSpec()
     return {
-        "OUTPUT": output,
-        "FP8_MAX": spec.format.max,
-        "E4M3": spec.format is E4M3,
-        "POWER_OF_TWO": spec.scale_rule != "amax",
-        "E8M0": spec.scale_rule == "e8m0",
+        "OUTPUT": output, "FP8_MAX": spec.format.max, "E4M3": spec.format is E4M3,
+        "POWER_OF_TWO": spec.scale_rule != "amax", "E8M0": spec.scale_rule == "e8m0",
         "BLOCK": spec.granularity.columns if FULL not in spec.granularity else 1,
-    }
+    }  # fmt: skip

@@ -114,17 +114,12 @@ def _glu_gradients() -> list[Variant]:
     ones = ("grad_c", "gate_c", "up_c")
     return [
         _variant(
-            "glu_backward",
-            activation,
-            config,
-            glu.backward_launch(activation, config),
-            10,
-            types=types,
+            "glu_backward", activation, config, glu.backward_launch(activation, config), 10, types=types,
             equal_to_1=ones,
         )
         for activation in ACTIVATIONS
         for config in CONFIGS
-    ]
+    ]  # fmt: skip
 
 
 def _others() -> list[Variant]:

@@ -31,28 +31,16 @@ from octavo.runtime.torch_compat import disable_current_modes
 from octavo.tensor import ScaledTensor
 
 __all__ = [
-    "SCALED_MM",
-    "UNIT_SCALE",
-    "Layout",
-    "ProductPlan",
-    "accelerated",
-    "cases_of",
-    "needs_both_orders",
-    "scaled_mm",
-]
+    "SCALED_MM", "UNIT_SCALE", "Layout", "ProductPlan", "accelerated", "cases_of", "needs_both_orders", "scaled_mm",
+]  # fmt: skip
 
 Layout = Literal["nt", "nn", "tn"]
 
 
 def scaled_mm(
-    a: ScaledTensor,
-    b: ScaledTensor,
-    layout: Layout,
-    *,
-    out_dtype: torch.dtype,
-    bias: Tensor | None = None,
+    a: ScaledTensor, b: ScaledTensor, layout: Layout, *, out_dtype: torch.dtype, bias: Tensor | None = None,
     fast_accum: bool = False,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Multiply two quantized matrices.
 
     Args:
@@ -321,10 +309,7 @@ SCALED_MM.add(
 )
 SCALED_MM.add(
     Backend(
-        name="torch_bf16",
-        run=torch_bf16.scaled_mm,
-        unsupported_reason=torch_bf16.unsupported_reason,
-        emulates=True,
+        name="torch_bf16", run=torch_bf16.scaled_mm, unsupported_reason=torch_bf16.unsupported_reason, emulates=True
     )
 )
 SCALED_MM.add(Backend(name="reference", run=reference.scaled_mm, emulates=True))

@@ -22,17 +22,9 @@ from octavo.numerics.spec import QuantSpec
 from octavo.tensor import ScaledTensor
 
 SHAPES = (
-    (2048, 4096, 4096),
-    (4096, 4096, 4096),
-    (8192, 4096, 14336),
-    (8192, 14336, 4096),
-    (16384, 4096, 4096),
-    (16384, 4096, 6144),
-    (16384, 4096, 14336),
-    (16384, 14336, 4096),
-    (16384, 8192, 8192),
-    (16384, 8192, 28672),
-)
+    (2048, 4096, 4096), (4096, 4096, 4096), (8192, 4096, 14336), (8192, 14336, 4096), (16384, 4096, 4096),
+    (16384, 4096, 6144), (16384, 4096, 14336), (16384, 14336, 4096), (16384, 8192, 8192), (16384, 8192, 28672),
+)  # fmt: skip
 """Default linears to measure, those of Llama models: tokens, in_features, out_features."""
 
 
@@ -53,11 +45,7 @@ def fp8_gemms(recipe: Recipe, shapes: list[tuple[int, int, int]]) -> list[Fp8Gem
     """Return the products of linears of these sizes (tokens, in_features, out_features)."""
     products = []
     for tokens, inner, outer in shapes:
-        sizes = {
-            "forward": (tokens, outer, inner),
-            "dgrad": (tokens, inner, outer),
-            "wgrad": (outer, inner, tokens),
-        }
+        sizes = {"forward": (tokens, outer, inner), "dgrad": (tokens, inner, outer), "wgrad": (outer, inner, tokens)}
         for product, case in cases_of(recipe).items():
             products.append(Fp8Gemm(name=f"{recipe.name} {product}", case=case, shape=sizes[product]))
     return products

@@ -271,25 +271,14 @@ def _launch(
     overlap: bool,
 ) -> Launch:  # fmt: skip
     constants: dict[str, Any] = {
-        "A_ROWS": a_rows,
-        "B_ROWS": b_rows,
-        "BLOCKED": blocked,
-        "BIAS": bias,
-        "TILE_M": config.tile_m,
-        "TILE_N": config.tile_n,
-        "TILE_K": config.tile_k,
-        "GROUP": GROUP,
-    }
+        "A_ROWS": a_rows, "B_ROWS": b_rows, "BLOCKED": blocked, "BIAS": bias, "TILE_M": config.tile_m,
+        "TILE_N": config.tile_n, "TILE_K": config.tile_k, "GROUP": GROUP,
+    }  # fmt: skip
     if overlap:
         from octavo.kernels.gemm.promoted_device import SLOTS, promoted_kernel
 
         return Launch(kernel=promoted_kernel, constants=constants, num_warps=config.warps, num_stages=SLOTS.value)
-    constants |= {
-        "FAST": fast,
-        "FLATTEN": config.flatten and target.tma,
-        "TMA": target.tma,
-        "ROUND_FIRST": round_first,
-    }
+    constants |= {"FAST": fast, "FLATTEN": config.flatten and target.tma, "TMA": target.tma, "ROUND_FIRST": round_first}
     stages = config.stages_within(target.shared)
     return Launch(kernel=product_kernel, constants=constants, num_warps=config.warps, num_stages=stages)
 
@@ -307,16 +296,12 @@ def variants(capability: int = 90, out_bytes: int = 2) -> list[Variant]:
                 left, right = _types(case, config, target.tma, overlap)
                 types = {"a": left, "b": right, "out": out, "bias": "*bf16", "a_scale": "*fp32", "b_scale": "*fp32"}
                 variant = Variant(
-                    op="scaled_mm",
-                    case=f"{case} {'fast' if fast else 'promoted'}",
-                    config=index,
-                    launch=launch,
+                    op="scaled_mm", case=f"{case} {'fast' if fast else 'promoted'}", config=index, launch=launch,
                     types=types,
                     tile=(config.tile_m + config.tile_n) * config.tile_k * (launch.num_stages if overlap else 1),
-                    trips=4096 // config.tile_k // (launch.num_stages if overlap else 1),
-                    device_bytes=1.0,
+                    trips=4096 // config.tile_k // (launch.num_stages if overlap else 1), device_bytes=1.0,
                     equal_to_1=("a_stride_k", "b_stride_k") if case.endswith("nt") and blocked else _BY_ROW,
-                )
+                )  # fmt: skip
                 all_variants.append(variant)
     return all_variants
 

@@ -26,15 +26,9 @@ __all__ = ["QUANTIZE", "QUANTIZE_PAIR", "plan_pair", "plan_quantize", "quantize"
 
 
 def quantize(
-    x: Tensor,
-    spec: QuantSpec,
-    fold: Tensor | None = None,
-    *,
-    order: Order = "rows",
-    amax: Tensor | None = None,
-    scale: Tensor | None = None,
-    beside: Tensor | None = None,
-) -> ScaledTensor:
+    x: Tensor, spec: QuantSpec, fold: Tensor | None = None, *, order: Order = "rows", amax: Tensor | None = None,
+    scale: Tensor | None = None, beside: Tensor | None = None,
+) -> ScaledTensor:  # fmt: skip
     """Quantize a matrix.
 
     Args:

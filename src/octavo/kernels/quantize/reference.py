@@ -9,13 +9,9 @@ from octavo.numerics.spec import FULL, SMALLEST_SCALE, QuantSpec
 
 
 def quantize(
-    x: Tensor,
-    spec: QuantSpec,
-    fold: Tensor | None,
-    amax: Tensor | None = None,
-    scale: Tensor | None = None,
+    x: Tensor, spec: QuantSpec, fold: Tensor | None, amax: Tensor | None = None, scale: Tensor | None = None,
     order: str = "rows",
-) -> list[Tensor]:
+) -> list[Tensor]:  # fmt: skip
     """Return data in the requested orders (column-major as [C,R]), then scales unless `scale` is passed."""
     chunks = _block_row_chunks(x, spec)
     scale_f32 = inverse = None

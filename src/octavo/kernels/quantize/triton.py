@@ -130,12 +130,9 @@ def launches(task: QuantizeTask, config: int = 0, strip: int = STRIPS[0]) -> lis
     tile_r, tile_c, num_warps = tiles(task)[config]
     tile = {"TILE_R": tile_r, "TILE_C": tile_c}
     rule: dict[str, Any] = {
-        "FP8_MAX": spec.format.max,
-        "E4M3": spec.format is E4M3,
-        "POWER_OF_TWO": spec.scale_rule != "amax",
-        "E8M0": spec.scale_rule == "e8m0",
-        "INTERPRETED": INTERPRETED,
-    }
+        "FP8_MAX": spec.format.max, "E4M3": spec.format is E4M3, "POWER_OF_TWO": spec.scale_rule != "amax",
+        "E8M0": spec.scale_rule == "e8m0", "INTERPRETED": INTERPRETED,
+    }  # fmt: skip
     precomputed = {"PRECOMPUTED": ("nothing", "amax", "scale").index(task.precomputed)}
     orders = {"ROWS": task.order != "columns", "COLUMNS": task.order != "rows"}
     folds: dict[str, Any] = {"FOLD": _FOLDS.index(task.first.fold)}
@@ -281,13 +278,8 @@ def _variant(task: QuantizeTask, case: str, config: int, launch: Launch) -> Vari
     types |= dict.fromkeys(("s", "s_t"), "*u8" if spec.scale_rule == "e8m0" else "*fp32")
     types |= dict.fromkeys(("fold", "fold_t"), "*fp32")
     return Variant(
-        op="quantize" if task.second is None else "quantize_pair",
-        case=case,
-        config=config,
-        launch=launch,
-        types=types,
-        tile=launch.constants["TILE_R"] * launch.constants["TILE_C"],
-        device_bytes=device_bytes(task, launch),
+        op="quantize" if task.second is None else "quantize_pair", case=case, config=config, launch=launch, types=types,
+        tile=launch.constants["TILE_R"] * launch.constants["TILE_C"], device_bytes=device_bytes(task, launch),
         equal_to_1=("stride_c",),
         trips=4096 // launch.constants["TILE_C"] if launch.kernel is rows_kernel else launch.constants.get("TILES", 1),
-    )
+    )  # fmt: skip

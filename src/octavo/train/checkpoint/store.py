@@ -93,14 +93,10 @@ class CheckpointSaver:
             self._ranks.run_on_rank0(checkpoint.prune)  # an earlier process may have been killed before
             return checkpoint.target
         metadata = {
-            "step": step,
-            "loss_scale": loss_scale.state_dict(),
-            "data": data_fingerprint,
-            "config": config.model_dump(mode="json", exclude_none=True),
-            "ranks": self._ranks.world_size,
-            **({"base": base} if (base := lora.base_digest(model, self._ranks)) else {}),
-            **extra,
-        }
+            "step": step, "loss_scale": loss_scale.state_dict(), "data": data_fingerprint,
+            "config": config.model_dump(mode="json", exclude_none=True), "ranks": self._ranks.world_size,
+            **({"base": base} if (base := lora.base_digest(model, self._ranks)) else {}), **extra,
+        }  # fmt: skip
         if recipes := self._merged(recipes_of(model)):
             metadata["recipes"] = recipes
         if channels := self._channels(model, part):

@@ -609,13 +609,10 @@ MODES = ("tp", "cp", "ep", "pp")  # The kinds of parallelism that divide a model
 _ONE_OF_THREE = "these are not supported together; keep one of tp, cp and ep, and leave the other processes to dp_shard"
 _PIPELINE = "a pipeline joins tp and data parallelism; leave ep and cp out"
 APART = {
-    ("tp", "cp"): _ONE_OF_THREE,
-    ("tp", "ep"): _ONE_OF_THREE,
-    ("cp", "ep"): _ONE_OF_THREE,
-    ("pp", "ep"): _PIPELINE,
+    ("tp", "cp"): _ONE_OF_THREE, ("tp", "ep"): _ONE_OF_THREE, ("cp", "ep"): _ONE_OF_THREE, ("pp", "ep"): _PIPELINE,
     ("pp", "cp"): _PIPELINE,
     ("ep", "dp_replicate"): "experts are sharded over all processes that hold the same ones; leave dp_replicate out",
-}
+}  # fmt: skip
 """Kinds that do not go together."""
 
 

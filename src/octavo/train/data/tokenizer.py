@@ -112,10 +112,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> TextTokenizer:
     backend.pre_tokenizer = ByteLevel(add_prefix_space=False)
     backend.decoder = ByteLevelDecoder()
     trainer = BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[END],
-        initial_alphabet=ByteLevel.alphabet(),
-        show_progress=False,
+        vocab_size=vocab_size, special_tokens=[END], initial_alphabet=ByteLevel.alphabet(), show_progress=False
     )
     backend.train_from_iterator(_sample(texts), trainer)
     return TextTokenizer(backend, END)

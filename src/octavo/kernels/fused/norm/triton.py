@@ -102,10 +102,7 @@ def backward_launches(columns: int, flags: dict[str, bool], config: int = 0) -> 
         return [shared_launch(norm_backward_kernel, both, warps)]
     dx = {**rows, "DX": True, "SUMS": False, "ROW_BLOCK": 1}
     sums = {**rows, "DX": False, "SUMS": True, "ROW_BLOCK": ROW_BLOCK, "TILE_C": 1024}
-    return [
-        shared_launch(norm_backward_kernel, dx, warps),
-        shared_launch(norm_backward_kernel, sums, 4),
-    ]
+    return [shared_launch(norm_backward_kernel, dx, warps), shared_launch(norm_backward_kernel, sums, 4)]
 
 
 def norm_backward(
