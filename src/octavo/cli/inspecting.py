@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from octavo.inspect import OperandStats
     from octavo.numerics.display import Table
 
-ORDERS: "dict[str, Callable[[OperandStats], float]]" = {
+ORDERS: "dict[str, Callable[[OperandStats], float]]" = {  # Sort keys; the worst operand comes first
     "sqnr": lambda row: -math.inf if math.isnan(row.sqnr) else row.sqnr,
     "underflow": lambda row: -row.underflow,
     "saturation": lambda row: -row.saturation,
@@ -25,7 +25,6 @@ ORDERS: "dict[str, Callable[[OperandStats], float]]" = {
     "spread": lambda row: -row.scale_spread,
     "nonfinite": lambda row: -row.nonfinite,
 }
-"""Sort keys; the worst operand comes first."""
 SHOWN = 10  # Maximum number of findings shown
 
 

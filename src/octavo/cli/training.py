@@ -158,11 +158,10 @@ def train(
             raise typer.Exit(1)
 
 
-ENDS = {
+ENDS = {  # The last line of output by `RunResult.stopped`, with the number of steps
     "early": "Ended early after {} (eval.patience).",
     "sigterm": "Stopped and saved after {}. To go on, the same command with --resume.",
 }
-"""The last line of output by `RunResult.stopped`, with the number of steps."""
 
 
 def _supervised(context: typer.Context, arguments: list[str], folder: Path, *, resume: bool, restarts: int) -> int:

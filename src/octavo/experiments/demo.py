@@ -45,8 +45,7 @@ class DemoResult:
     arms: list[RunResult]
     files: ReportFiles | None
     verdict: PairVerdict | None = None
-    go_on: str = ""
-    """The command that finishes the arm that was stopped; empty if none was."""
+    go_on: str = ""  # The command that finishes the arm that was stopped; empty if none was
 
 
 def demo_configs(overrides: Sequence[str] = (), candidate: str = CANDIDATE) -> tuple[TrainConfig, TrainConfig]:

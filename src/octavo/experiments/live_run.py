@@ -46,13 +46,12 @@ from octavo.train.record.statistics import ROW, STATISTICS_FILE, Row, run_of
 
 FOLLOWED = (METRICS_FILE, EVENTS_FILE, STATISTICS_FILE, SETUP_FILE, RESULT_FILE)
 EVENTS_SHOWN = 100
-ENDED = {
+ENDED = {  # State and text by `RunResult.stopped`
     "done": ("done", ""),
     "early": ("done", "The held-out loss fell no more (eval.patience): the run ended early."),
     "sigterm": ("stopped", "The run was stopped and has saved; --resume goes on."),
     "non-finite": ("failed", "The run stopped: a loss or a gradient was not finite."),
 }
-"""State and text by `RunResult.stopped`."""
 
 
 RECENT = 50  # Last steps that are there with all of their fields; their speed tells the time that is left

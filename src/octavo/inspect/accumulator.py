@@ -24,8 +24,7 @@ SUMS = ("elements", "nonfinite", "nonzero", "lost", "cut", "signal", "noise")
 """Quantities that add up, followed by signal and noise of each what-if recipe."""
 MAXIMA = ("amax", "smallest", "largest_scale", "smallest_scale", "order")
 """Quantities of which the maximum counts; the second, fourth and last hold negatives."""
-GPU_CHUNK = 2**26
-"""Elements of a row chunk on a GPU: 256 MiB in float32 for each of a few intermediate results."""
+GPU_CHUNK = 2**26  # Elements of a row chunk on a GPU: 256 MiB in float32 for each of a few intermediate results
 
 
 @dataclass
@@ -142,8 +141,7 @@ def _row_chunks(x: Tensor, multiple: int) -> list[slice]:
     return row_chunks((rows, columns), multiple)
 
 
-OperandKey = tuple[str, str]
-"""Layer and operand."""
+OperandKey = tuple[str, str]  # Layer and operand
 
 
 @dataclass

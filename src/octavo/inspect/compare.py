@@ -35,12 +35,9 @@ Outcome = Literal["pass", "fail", "inconclusive"]
 
 EXIT_CODES: dict[Outcome, int] = {"pass": 0, "fail": 1, "inconclusive": 3}
 """Exit codes of `octavo compare`; 2 is a user error."""
-LIMIT = 2.0
-"""Default margin, in percent."""
-BLOW_UP = 2.0
-"""Multiple of the baseline's loss above which a run has blown up."""
-FAILURE_LEVEL = 0.005
-"""Level of Fisher's test, at 95 % and for one arm."""
+LIMIT = 2.0  # Default margin, in percent
+BLOW_UP = 2.0  # Multiple of the baseline's loss above which a run has blown up
+FAILURE_LEVEL = 0.005  # Level of Fisher's test, at 95 % and for one arm
 
 
 @dataclass(frozen=True, kw_only=True)

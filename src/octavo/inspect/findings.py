@@ -16,10 +16,8 @@ from statistics import median
 
 from octavo.inspect.stats import OperandStats
 
-HISTORY_LENGTH = 16
-"""Maximum number of earlier samples in the median."""
-MIN_HISTORY = 2
-"""Minimum number of earlier samples for a jump to be reported."""
+HISTORY_LENGTH = 16  # Maximum number of earlier samples in the median
+MIN_HISTORY = 2  # Minimum number of earlier samples for a jump to be reported
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,8 +17,7 @@ from typing import Any
 
 import numpy as np
 
-FEWEST_BITS = 8
-"""Significant bits of the coarsest format: bf16."""
+FEWEST_BITS = 8  # Significant bits of the coarsest format: bf16
 FLOAT_BITS = 53
 
 

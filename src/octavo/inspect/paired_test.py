@@ -21,16 +21,12 @@ from numbers import Integral, Real
 from octavo.inspect.distributions import average_noncentrality, student_quantile
 from octavo.inspect.loss_values import resolution, shown
 
-CONFIDENCE = 0.95
-"""Confidence of all verdicts together."""
-MOST_SEEDS = 40
-"""Largest planned maximum of seeds: the levels below are for looks at 2 to this many seeds."""
+CONFIDENCE = 0.95  # Confidence of all verdicts together
+MOST_SEEDS = 40  # Largest planned maximum of seeds: the levels below are for looks at 2 to this many seeds
 SIGNIFICANCE_LEVELS = (0.001, 0.008, 0.005, 0.0015)
 """One-sided levels α of 2, 3, 4, and 5 pairs or more, at 95 % and for one arm."""
-SPENT = 0.025
-"""Total level of a plan; a plan of few seeds adds what remains to its last look."""
-SEPARATED_FROM = 3
-"""Fewest pairs for separation: two find an arm hardly more often, and equal arms separate too easily."""
+SPENT = 0.025  # Total level of a plan; a plan of few seeds adds what remains to its last look
+SEPARATED_FROM = 3  # Fewest pairs for separation: two find an arm hardly more often, and equal arms separate too easily
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -56,12 +56,10 @@ class WatchedLayer:
     module: nn.Module
     recipe: Recipe
     label: str
-    counted: bool = True
-    """Whether to collect statistics, not only product errors."""
+    counted: bool = True  # Whether to collect statistics, not only product errors
 
 
-Channels = list[ChannelScales | None]
-"""Channel scales of X and W in the layer's own recipe and each what-if recipe."""
+Channels = list[ChannelScales | None]  # Channel scales of X and W in the layer's own recipe and each what-if recipe
 
 
 class Sample:

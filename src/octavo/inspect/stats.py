@@ -15,10 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-OPERANDS = ("x", "w", "dgrad_g", "wgrad_g")
-"""X and W of the forward product, and G as each backward product reads it."""
-QUANTILES = 17
-"""Number of quantiles of the channel scales, the smallest and the largest included."""
+OPERANDS = ("x", "w", "dgrad_g", "wgrad_g")  # X and W of the forward product, and G as each backward product reads it
+QUANTILES = 17  # Number of quantiles of the channel scales, the smallest and the largest included
 
 
 @dataclass(frozen=True, kw_only=True)

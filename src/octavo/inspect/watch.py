@@ -35,8 +35,7 @@ from octavo.numerics.names import nearest
 from octavo.numerics.recipe import DEFAULT, Recipe, get_recipe
 from octavo.runtime.torch_compat import run_eagerly
 
-HIGH_PRECISION = "bf16"
-"""Recipe name of layers that are not converted."""
+HIGH_PRECISION = "bf16"  # Recipe name of layers that are not converted
 
 
 class Watch(Displayed):

@@ -13,8 +13,7 @@ from octavo.inspect import Autopilot, Watch
 from octavo.inspect.autopilot import FALLBACK_RECIPES
 from octavo.numerics.recipe import get_recipe
 
-DEFAULT_EVERY = 50
-"""Steps between the samples of an autopilot, if none is given."""
+DEFAULT_EVERY = 50  # Steps between the samples of an autopilot, if none is given
 
 
 def fallback_recipes() -> tuple[str, ...]:

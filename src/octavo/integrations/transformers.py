@@ -37,8 +37,7 @@ with needs_extras("octavo.integrations.transformers", "pip install transformers 
 
 T = TypeVar("T", bound=type)
 
-STATE_FILE = "octavo.json"
-"""File in a checkpoint with the FP8 state of the model."""
+STATE_FILE = "octavo.json"  # File in a checkpoint with the FP8 state of the model
 _ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf")
 """Values of `TrainingArguments.optim` that `octavo.AdamW` replaces."""
 
@@ -256,6 +255,5 @@ def with_fp8(trainer: T) -> T:
     return cast(T, made)
 
 
-Fp8Trainer: Any = with_fp8(Trainer)
-"""`transformers.Trainer` in FP8: see `Fp8TrainerMixin`."""
+Fp8Trainer: Any = with_fp8(Trainer)  # `transformers.Trainer` in FP8: see `Fp8TrainerMixin`
 __all__ = ["Fp8Trainer", "Fp8TrainerMixin", "with_fp8"]

@@ -35,8 +35,7 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-MAX_SHAPE_RATIO = 1.7
-"""Largest ratio of dimensions between a shape and the measured shape it uses."""
+MAX_SHAPE_RATIO = 1.7  # Largest ratio of dimensions between a shape and the measured shape it uses
 
 FORMAT = 2
 """1 had no host times and chose by kernel time alone: such a table is not read, and `octavo calibrate` replaces it."""

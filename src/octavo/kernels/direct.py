@@ -110,6 +110,5 @@ def new_zeros(size: int, device: torch.device, stream: int) -> tuple[Tensor, int
     return torch.zeros(size, dtype=torch.int32, device=device), 0
 
 
-BLOCK = 1 << 18
-"""Elements of a block: 1 MiB of maxima, enough for 8 calls or more."""
+BLOCK = 1 << 18  # Elements of a block: 1 MiB of maxima, enough for 8 calls or more
 ZEROS = ZeroBlocks()

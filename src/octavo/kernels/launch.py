@@ -38,8 +38,7 @@ from octavo.kernels.sources import Name, source_of
 INTERPRETED: bool = triton.knobs.runtime.interpret
 """Whether kernels run in Triton's CPU interpreter (TRITON_INTERPRET=1 at the import of Triton)."""
 
-MAX_GRID_YZ = 65535
-"""Largest second and third dimension of a grid in CUDA."""
+MAX_GRID_YZ = 65535  # Largest second and third dimension of a grid in CUDA
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -264,13 +263,10 @@ _ENCODES = ("fill_tma_descriptor_tiled", "fill_tma_descriptor")
 """Encodes a TMA descriptor's tensor map, in Triton 3.9 and 3.6."""
 _RECORDING = threading.Lock()
 
-THROUGH_TRITON: Counter[str] = Counter()
-"""Launches that were not direct, by kernel."""
-MAX_PREPARED = 4096
-"""Prepared launches per kernel and constants; all are dropped beyond that."""
+THROUGH_TRITON: Counter[str] = Counter()  # Launches that were not direct, by kernel
+MAX_PREPARED = 4096  # Prepared launches per kernel and constants; all are dropped beyond that
 _ADDRESS = torch.Tensor.data_ptr
-HOOKS = triton.knobs.runtime
-"""Where profilers install what Triton calls around each launch."""
+HOOKS = triton.knobs.runtime  # Where profilers install what Triton calls around each launch
 
 
 _HOOKED = "{0}.launch_enter_hook.calls or {0}.launch_exit_hook.calls"
@@ -311,8 +307,7 @@ def _with_writable_cache(launch: Any, **arguments: Any) -> Any:
         return launch(**arguments)
 
 
-_TEMPORARY: list[str] = []
-"""The cache folder made by `_with_writable_cache`, if any."""
+_TEMPORARY: list[str] = []  # The cache folder made by `_with_writable_cache`, if any
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,11 +24,9 @@ from octavo.runtime.lazy import lazy_function
 from octavo.runtime.stopwatch import timed
 from octavo.runtime.torch_compat import unset_fake_temporarily
 
-Case = tuple[str, ...]
-"""Texts of an op's specs (and the layout of a product), which determine the available backends."""
+Case = tuple[str, ...]  # Texts of an op's specs (and the layout of a product), which determine the available backends
 
-Shape = tuple[int, ...]
-"""Rows and columns of a matrix, or m, n, k of a product, which determine the fastest backend."""
+Shape = tuple[int, ...]  # Rows and columns of a matrix, or m, n, k of a product, which determine the fastest backend
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,8 +168,7 @@ class _Choices:
     changes = 0
 
 
-CHOICES = _Choices()
-"""Counts changes to what `Op.choose` returned before, for plans that hold several choices."""
+CHOICES = _Choices()  # Counts changes to what `Op.choose` returned before, for plans that hold several choices
 
 
 def triton_unsupported(device: torch.device, case: Case) -> str | None:
@@ -208,10 +205,8 @@ def unsupported_gpu(device: torch.device) -> str | None:
     return None
 
 
-FIRST_CAPABILITY = (8, 9)
-"""The first compute capability with FP8."""
-MAX_CACHED_SHAPES = 4096
-"""Cached choices by shape; the cache is cleared beyond that."""
+FIRST_CAPABILITY = (8, 9)  # The first compute capability with FP8
+MAX_CACHED_SHAPES = 4096  # Cached choices by shape; the cache is cleared beyond that
 
 
 def _can_probe(device: torch.device) -> bool:

@@ -21,8 +21,7 @@ import torch
 from octavo.kernels.calibration import Entry
 from octavo.runtime.torch_compat import cuda_sleep
 
-CALLS = 24
-"""Timed calls of each candidate."""
+CALLS = 24  # Timed calls of each candidate
 
 
 class CallTime(NamedTuple):
@@ -38,8 +37,7 @@ class CallTime(NamedTuple):
 
 
 TimedCall = Callable[[], object]
-Timer = Callable[[list[TimedCall]], CallTime]
-"""Runs calls in order and returns the medians of their times."""
+Timer = Callable[[list[TimedCall]], CallTime]  # Runs calls in order and returns the medians of their times
 
 
 class TimingTask(Protocol):

@@ -45,10 +45,8 @@ from octavo.runtime.torch_compat import FakeTensor
 # the copies follow its result, so that a plan and its run compute the same loss.
 
 
-PROBE_SHAPE = 2, 8
-"""Sequences and tokens of the trial."""
-IGNORE = -100
-"""Label of ignored tokens, as in Transformers."""
+PROBE_SHAPE = 2, 8  # Sequences and tokens of the trial
+IGNORE = -100  # Label of ignored tokens, as in Transformers
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 """Relative tolerance between logits of a model and a candidate in this dtype; each operation rounds once."""
 

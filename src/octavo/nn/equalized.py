@@ -48,8 +48,7 @@ from octavo.runtime.torch_compat import (
 )
 from octavo.tensor import ScaledTensor, local_tensor
 
-ATTRIBUTE = "equalizer"
-"""Attribute of a module that holds its channel scales."""
+ATTRIBUTE = "equalizer"  # Attribute of a module that holds its channel scales
 
 
 class Measurement:

@@ -23,10 +23,8 @@ from octavo.numerics.precision import Precision
 from octavo.runtime.blocks import find_stacks
 from octavo.runtime.linear_kinds import LINEAR, kind_of
 
-ModuleFilter = Callable[[nn.Module, str], bool]
-"""Takes a linear and its fully qualified name; True means convert."""
-FilterLike = Union["Filter", ModuleFilter]
-"""A filter, or a callable to use as one."""
+ModuleFilter = Callable[[nn.Module, str], bool]  # Takes a linear and its fully qualified name; True means convert
+FilterLike = Union["Filter", ModuleFilter]  # A filter, or a callable to use as one
 
 
 class Match(NamedTuple):

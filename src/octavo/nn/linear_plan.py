@@ -392,8 +392,7 @@ class _PlannedLinear(torch.autograd.Function):
         raise transform_error("a converted linear layer")
 
 
-_PLAIN = (None,)
-"""The execution context of a CPU tensor, outside of dispatch modes."""
+_PLAIN = (None,)  # The execution context of a CPU tensor, outside of dispatch modes
 _APPLY = apply_of(_PlannedLinear)
 _PLANS: Plans[LinearPlan] = Plans()
 _MATCHES: Plans[tuple[Callable[..., bool], LinearPlan, bool, Readers, weakref.ref[Tensor]]] = Plans()

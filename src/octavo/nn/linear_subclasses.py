@@ -23,8 +23,7 @@ from octavo.numerics.recipe import DEFAULT, Recipe
 from octavo.runtime.linear_kinds import LINEAR, kind_of, kind_of_class
 from octavo.runtime.swap import become, has_own_forward
 
-ATTRIBUTES = ("recipe", "keep_weights", equalized.ATTRIBUTE)
-"""Attributes of a converted linear besides its parameters."""
+ATTRIBUTES = ("recipe", "keep_weights", equalized.ATTRIBUTE)  # Attributes of a converted linear besides its parameters
 _COPYING = ("__copy__", "__deepcopy__", "__getstate__", "__setstate__")
 
 
@@ -43,13 +42,12 @@ class Fp8Classes:
         return getattr(import_module(module), name) if path else None
 
 
-FP8_CLASSES = {
+FP8_CLASSES = {  # FP8 classes by plain class, as `octavo.runtime.linear_kinds.KINDS` names it
     "torch.nn.Linear": Fp8Classes(fp8="octavo.nn.linear.Linear", equalized="octavo.nn.equalized.EqualizedLinear"),
     "transformers.pytorch_utils.Conv1D": Fp8Classes(
         fp8="octavo.nn.conv1d.Conv1D", equalized="octavo.nn.conv1d.EqualizedConv1D"
     ),
 }
-"""FP8 classes by plain class, as `octavo.runtime.linear_kinds.KINDS` names it."""
 CASTING = Fp8Classes(fp8="octavo.nn.equalized.CastingLinear", equalized="octavo.nn.equalized.CastingEqualizedLinear")
 """Those of subclasses of `nn.Linear` that cast their weight to the dtype of the input."""
 

@@ -499,8 +499,7 @@ def _shard_operation(func: Any, weight: ResidentWeight, rest: Any, options: Mapp
 # other format has scales of three dimensions for a matrix: where shapes are equal, a distributed checkpoint converts
 # what it reads to the dtype of the model's tensor, without an error.
 
-SCALE_SUFFIX = "_scale"
-"""Name of the scales in a `state_dict`, after that of the weight."""
+SCALE_SUFFIX = "_scale"  # Name of the scales in a `state_dict`, after that of the weight
 
 
 def as_resident(tensor: Any) -> ResidentWeight | None:

@@ -34,14 +34,13 @@ from octavo.numerics.recipe import Recipe, unequalized
 from octavo.runtime.linear_kinds import kind_of_class
 from octavo.runtime.swap import has_own_forward, is_fully_sharded
 
-NARROW = 64
-"""Largest in_features or out_features of a narrow linear."""
+NARROW = 64  # Largest in_features or out_features of a narrow linear
 NARROW_RATIO = 8
 """A linear is narrow only if its other size is at least this many times as large, or it belongs to a LoRA adapter."""
 HEAD_NAMES = ("lm_head", "head", "output", "embed_out", "unembed", "unembedding")
 
 
-STORED_HOW = {
+STORED_HOW = {  # Reasons in `report` for modules that store their activations in FP8 or run fused kernels
     "norm": "norm: input stored in FP8, output recomputed",
     "glu": "gated MLP: gate and up stored in FP8, their product recomputed",
     "activation": "activation: input stored in FP8, output recomputed",
@@ -49,10 +48,8 @@ STORED_HOW = {
     "fused_norm": "norm: one kernel in eager mode, which saves its input and a statistic of each row",
     "fused_glu": "gated MLP: act(gate)·up is one kernel in eager mode, of 16 bits, which saves gate and up",
 }
-"""Reasons in `report` for modules that store their activations in FP8 or run fused kernels."""
 _SKIPPED = "skipped by pattern"
-HEAD_REASON = "vocabulary head"
-"""Start of the reason why a vocabulary head stays in high precision."""
+HEAD_REASON = "vocabulary head"  # Start of the reason why a vocabulary head stays in high precision
 
 
 def is_linear(module: nn.Module) -> bool:

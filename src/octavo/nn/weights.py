@@ -35,8 +35,7 @@ from octavo.runtime.execution_context import execution_context
 from octavo.runtime.torch_compat import composable_modules
 from octavo.tensor import ScaledTensor
 
-WeightCasts = tuple[ScaledTensor, ScaledTensor]
-"""W for forward and W for dgrad."""
+WeightCasts = tuple[ScaledTensor, ScaledTensor]  # W for forward and W for dgrad
 
 
 @dataclass
@@ -65,8 +64,7 @@ class WeightCastCache:
         return [_bits_differ(casts, _cast(w_NK, recipe, factor)) for w_NK, recipe, factor, casts in self.casts.values()]
 
 
-_CACHES: dict[int, WeightCastCache] = {}
-"""By id of the parameter; the cache holds a reference to it."""
+_CACHES: dict[int, WeightCastCache] = {}  # By id of the parameter; the cache holds a reference to it
 _FSDP_ROOTS: WeakSet[nn.Module] = WeakSet()
 _FSDP_MODULES: WeakSet[nn.Module] = WeakSet()
 

@@ -8,14 +8,10 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-MAX_LINES = 60
-"""Maximum number of lines of a `repr`."""
-MAX_RULE = 100
-"""Maximum length of a rule below the headings of a table of unlimited width."""
-MIN_NAME_WIDTH = 16
-"""Minimum characters of a shortened name."""
-MIN_TEXT_WIDTH = 40
-"""Minimum characters of a wrapped last column."""
+MAX_LINES = 60  # Maximum number of lines of a `repr`
+MAX_RULE = 100  # Maximum length of a rule below the headings of a table of unlimited width
+MIN_NAME_WIDTH = 16  # Minimum characters of a shortened name
+MIN_TEXT_WIDTH = 40  # Minimum characters of a wrapped last column
 
 
 class Displayed:

@@ -17,8 +17,7 @@ from typing import Any, Literal, get_args
 from octavo.numerics.names import nearest
 from octavo.numerics.recipe import DEFAULT, get_recipe
 
-AUTO = "auto"
-"""Value of `recipe` that selects recipes by predicted cost."""
+AUTO = "auto"  # Value of `recipe` that selects recipes by predicted cost
 
 
 @dataclass(frozen=True, kw_only=True)

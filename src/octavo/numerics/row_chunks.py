@@ -7,8 +7,7 @@ and the kernel clears its new pages first, which takes longer than the arithmeti
 import torch
 from torch import Tensor
 
-CHUNK_ELEMENTS = 262144
-"""Elements per chunk: a megabyte in float32."""
+CHUNK_ELEMENTS = 262144  # Elements per chunk: a megabyte in float32
 
 
 def row_chunks(shape: tuple[int, int], multiple: int = 1) -> list[slice]:

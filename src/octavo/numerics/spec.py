@@ -21,8 +21,7 @@ import torch
 from octavo.numerics.formats import E4M3, E8M0, VALUE_FORMATS, Format
 from octavo.numerics.names import nearest
 
-FULL = 0
-"""Block extent for the whole dimension."""
+FULL = 0  # Block extent for the whole dimension
 
 SMALLEST_SCALE = 2.0**-126
 
@@ -135,8 +134,7 @@ class AdaptiveSpec:
 
 
 ADAPTIVE = AdaptiveSpec()
-MessageSpec = QuantSpec | AdaptiveSpec
-"""FP8 format of a message, or of a stored weight."""
+MessageSpec = QuantSpec | AdaptiveSpec  # FP8 format of a message, or of a stored weight
 ADAPTIVE_BY_TEXT = {spec.text: spec for spec in (ADAPTIVE, ADAPTIVE.transposed)}
 """Adaptive FP8 with groups along rows or columns, by `text`."""
 

@@ -6,5 +6,4 @@ from octavo.optim.muon import MUON, Muon
 
 __all__ = ["AdamW", "Muon", "Optimizer"]
 
-OPTIMIZERS = {spec.name: spec for spec in (ADAMW, MUON)}
-"""Optimizers by their name in `optim.name`."""
+OPTIMIZERS = {spec.name: spec for spec in (ADAMW, MUON)}  # Optimizers by their name in `optim.name`

@@ -46,8 +46,7 @@ from octavo.runtime.torch_compat import never_compiled
 from octavo.tensor import local_tensor
 
 OWN_KERNELS = "octavo: a step has kernels of its own and runs eagerly; call it outside of the graph, or drop fullgraph"
-_SEED_STRIDE = 0x632BE5AB
-"""Difference between the seeds of consecutive parameters; seeds have 32 bits."""
+_SEED_STRIDE = 0x632BE5AB  # Difference between the seeds of consecutive parameters; seeds have 32 bits
 
 
 class AdamW(Optimizer):

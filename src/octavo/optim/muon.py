@@ -28,10 +28,8 @@ from octavo.optim.states import Entry, Group, OptimizerSpec, matrix_view
 from octavo.runtime.torch_compat import FakeTensor, never_compiled
 from octavo.tensor import local_tensor
 
-EPS = 1e-7
-"""Smallest norm that a matrix is divided by."""
-PRODUCTS = torch.bfloat16
-"""Dtype of the Newton–Schulz products, and of u between ranks."""
+EPS = 1e-7  # Smallest norm that a matrix is divided by
+PRODUCTS = torch.bfloat16  # Dtype of the Newton–Schulz products, and of u between ranks
 
 
 class Muon(AdamW):

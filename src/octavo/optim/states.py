@@ -21,10 +21,8 @@ from octavo.optim.sharded import local_rows, shard_like
 from octavo.runtime.torch_compat import is_dtensor
 from octavo.tensor import local_tensor, placed_like
 
-_PARTS = ("", "_hi", "_k")
-"""Ends of the names of a moment's tensors."""
-MIN_FP8_COLUMNS = 64
-"""Fewest columns for which FP8 moments save memory in spite of their scales."""
+_PARTS = ("", "_hi", "_k")  # Ends of the names of a moment's tensors
+MIN_FP8_COLUMNS = 64  # Fewest columns for which FP8 moments save memory in spite of their scales
 _OCTAVO_ONLY = ("states", "master", "stochastic_rounding", "nonfinite")
 """Settings that `torch.optim.AdamW` does not have."""
 _TORCH_ONLY = ("amsgrad", "decoupled_weight_decay")
@@ -43,10 +41,8 @@ def matrix_view(tensor: Tensor) -> Tensor:
     return tensor if tensor.ndim == 2 else tensor.view(matrix_shape(tensor.shape))
 
 
-Group = Mapping[str, Any]
-"""Settings of a parameter group."""
-Entry = tuple[Group, Tensor]
-"""A parameter, with its group."""
+Group = Mapping[str, Any]  # Settings of a parameter group
+Entry = tuple[Group, Tensor]  # A parameter, with its group
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,13 +32,10 @@ from octavo.parallel.agreement import EqualShapes, check_on_all_ranks
 from octavo.parallel.tokens import TokenExchange, gather_input, reduce_output
 from octavo.runtime.switch import SWITCH
 
-KIND = "tensor parallelism"
-"""What ranks are ranks of, in messages."""
+KIND = "tensor parallelism"  # What ranks are ranks of, in messages
 _WIRES = ("fp8", "bf16")
-_GATHERED = InputCastCache()
-"""The last X that a column-parallel layer gathered, per thread."""
-_PARTS: Any = WeakIdKeyDictionary()
-"""What replaced a parameter, for other layers that share it."""
+_GATHERED = InputCastCache()  # The last X that a column-parallel layer gathered, per thread
+_PARTS: Any = WeakIdKeyDictionary()  # What replaced a parameter, for other layers that share it
 
 
 class _Fp8Style(ParallelStyle):

@@ -29,8 +29,7 @@ from octavo.nn.gathered import GatheredInput, Rows
 from octavo.numerics.spec import QuantSpec
 from octavo.tensor import ScaledTensor
 
-_GROUP = parse_spec(ADAPTIVE_SPEC).granularity.columns
-"""Elements that share a scale in messages of G and of summands."""
+_GROUP = parse_spec(ADAPTIVE_SPEC).granularity.columns  # Elements that share a scale in messages of G and of summands
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,8 +25,7 @@ from octavo.comm.encoding import parse_spec
 from octavo.parallel.exchange import exchange_rows
 from octavo.runtime.switch import SWITCH
 
-_GROUP = parse_spec(ADAPTIVE_SPEC).granularity.columns
-"""Elements of a message that share a scale."""
+_GROUP = parse_spec(ADAPTIVE_SPEC).granularity.columns  # Elements of a message that share a scale
 
 
 def ulysses_attention(

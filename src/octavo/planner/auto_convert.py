@@ -35,8 +35,7 @@ if TYPE_CHECKING:
 
 M = TypeVar("M", bound=nn.Module)
 
-ASSUMED_TOKENS = 8192
-"""Assumed tokens per call of a linear layer."""
+ASSUMED_TOKENS = 8192  # Assumed tokens per call of a linear layer
 _HINTS = {
     "plan": ": read one with octavo.Plan.from_json(text)",
     "precision": ": make one with octavo.Precision.level('fp8')",

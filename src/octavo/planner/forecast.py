@@ -22,8 +22,7 @@ from octavo.planner.pipeline_time import pipeline_time
 from octavo.planner.step import StepConfig, StepTime, linear_costs, step_time
 from octavo.planner.trace import Trace
 
-ALL_BF16 = Plan({})
-"""The plan of a model in bf16: no decisions."""
+ALL_BF16 = Plan({})  # The plan of a model in bf16: no decisions
 
 
 class LinearTimes(NamedTuple):

@@ -13,8 +13,7 @@ from pathlib import Path
 from octavo.kernels.calibration import Entry, UnknownFormatError, read
 from octavo.kernels.registry import Case, Shape
 
-MAX_INTERPOLATION_FACTOR = 2.0
-"""Largest ratio of two neighbouring measured sizes to interpolate between."""
+MAX_INTERPOLATION_FACTOR = 2.0  # Largest ratio of two neighbouring measured sizes to interpolate between
 
 
 class Measurements:

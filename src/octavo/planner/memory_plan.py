@@ -31,12 +31,9 @@ from octavo.planner.timeline import (
 
 FORECAST_KINDS = (PARAMETERS, STATES, GRADIENTS, ACTIVATIONS, TEMPORARIES, GATHERED)
 """Categories of memory in a forecast; buffers and the batch are "other"."""
-MOST_LAYERS = 12
-"""Maximum rows of layers in a printed table; the rest is summed."""
-MOST_OUTPUTS = 5_000
-"""Tensors that the operations of a step may return for it to be traced as a check."""
-MOST_SEQUENCES = 2**30
-"""Upper bound on the batch in searches."""
+MOST_LAYERS = 12  # Maximum rows of layers in a printed table; the rest is summed
+MOST_OUTPUTS = 5_000  # Tensors that the operations of a step may return for it to be traced as a check
+MOST_SEQUENCES = 2**30  # Upper bound on the batch in searches
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

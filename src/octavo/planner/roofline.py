@@ -52,13 +52,11 @@ from octavo.numerics.spec import FULL, QuantSpec
 from octavo.planner.devices import Gpu
 from octavo.planner.host_time import host_seconds
 
-Timed = tuple[float, bool]
-"""Seconds, and whether they were measured."""
+Timed = tuple[float, bool]  # Seconds, and whether they were measured
 
 SCALES_LAUNCHES = 41
 """About the number of kernels that compute channel scales from column maxima (`octavo.numerics.equalize`)."""
-TILE, SPLIT = 128, 512
-"""Sides of an output tile, and the shortest contraction worth a multiprocessor of its own."""
+TILE, SPLIT = 128, 512  # Sides of an output tile, and the shortest contraction worth a multiprocessor of its own
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,8 +15,7 @@ from octavo.runtime.torch_compat import FakeTensorMode
 
 M = TypeVar("M", bound=nn.Module)
 
-TRACED_BLOCKS = 2
-"""Blocks of the smaller copy: in backward one is the last, and one is neither the last nor the first."""
+TRACED_BLOCKS = 2  # Blocks of the smaller copy: in backward one is the last, and one is neither the last nor the first
 
 
 @dataclass(frozen=True)

@@ -47,12 +47,11 @@ class Recompute:
     rest: float = 0.0
 
 
-CHECKPOINTING = {
+CHECKPOINTING = {  # Recomputation by the values of `precision.checkpointing`
     "none": Recompute(),
     "selective": Recompute(rest=1.0),
     "full": Recompute(linears=1.0, attention=1.0, rest=1.0),
 }
-"""Recomputation by the values of `precision.checkpointing`."""
 
 
 @runtime_checkable

@@ -11,8 +11,7 @@ from octavo.planner.memory_plan import FORECAST_KINDS, MemoryPlan, gib, merge_ki
 from octavo.planner.step import PARTS, StepTime
 from octavo.planner.timeline import GATHERED, KINDS
 
-CONFIGURED, BEST = "this configuration", "best plan"
-"""Headings of a run as configured, and of the best plan for it."""
+CONFIGURED, BEST = "this configuration", "best plan"  # Headings of a run as configured, and of the best plan for it
 
 
 def compare_memory(plans: Sequence[MemoryPlan], *, baseline: str, fitting: Sequence[int], limit_bytes: int) -> Table:
@@ -45,8 +44,7 @@ def plan_notes(plans: Sequence[MemoryPlan]) -> list[str]:
     return [*notes, outside]
 
 
-WIDE_COLUMNS = 140
-"""Minimum width in columns to print reasons inside the table."""
+WIDE_COLUMNS = 140  # Minimum width in columns to print reasons inside the table
 
 
 def forecast_text(plan: Any, width: int | None = None) -> str:

@@ -38,12 +38,9 @@ PARAMETERS, BUFFERS, STATES, BATCH = "parameters", "buffers", "optimizer states"
 GRADIENTS, ACTIVATIONS, TEMPORARIES = "gradients", "activations", "temporaries"
 KINDS = (PARAMETERS, BUFFERS, STATES, BATCH, GRADIENTS, ACTIVATIONS, TEMPORARIES)
 """Categories of memory, in the order of tables."""
-GATHERED = "gathered"
-"""Category of the memory for communication with other ranks."""
-BLOCK_GRADIENTS = "gradients of blocks"
-"""Gradients of blocks, while they are distinguished from the rest."""
-ALLOCATION_GRANULARITY = {"cuda": 512, "cpu": 1}
-"""Devices with a known allocator, and its granularity in bytes."""
+GATHERED = "gathered"  # Category of the memory for communication with other ranks
+BLOCK_GRADIENTS = "gradients of blocks"  # Gradients of blocks, while they are distinguished from the rest
+ALLOCATION_GRANULARITY = {"cuda": 512, "cpu": 1}  # Devices with a known allocator, and its granularity in bytes
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,7 @@ from contextlib import contextmanager
 
 Stages = dict[str, dict[str, float]]
 """Wall seconds ("wall") and CPU seconds of all threads of this process ("cpu") of each stage."""
-_BLOCKS: Stages = {}
-"""Of the blocks in `timed` since the last lap."""
+_BLOCKS: Stages = {}  # Of the blocks in `timed` since the last lap
 
 
 class Stopwatch:

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.console import Console
 
-UNLIMITED_WIDTH = 100_000
-"""Console width outside a terminal."""
+UNLIMITED_WIDTH = 100_000  # Console width outside a terminal
 
 
 def stderr() -> "Console":

@@ -53,7 +53,7 @@ cuda_driver_version: Callable[[], int] = getattr(torch._C, "_cuda_getDriverVersi
 """The newest CUDA that the driver supports, as 12080; 0 without a driver."""
 has_bf16_instructions = torch.cpu._is_avx512_bf16_supported
 
-_DISTRIBUTED = {
+_DISTRIBUTED = {  # Private names of packages that are slow to import: imported when they are asked for
     "StorageInfo": ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     "compute_local_shape_and_global_offset": (
         "torch.distributed.tensor._utils",
@@ -61,7 +61,6 @@ _DISTRIBUTED = {
     ),
     "get_default_store": ("torch.distributed.distributed_c10d", "_get_default_store"),
 }
-"""Private names of packages that are slow to import: imported when they are asked for."""
 
 
 def __getattr__(name: str) -> Any:

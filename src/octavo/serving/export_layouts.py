@@ -86,8 +86,7 @@ _NAMED = (
     ),
 )  # fmt: skip
 LAYOUTS = {layout.name: layout for layout in _NAMED}
-HIGH_PRECISION = "bf16"
-"""What `save_pretrained` writes: every weight in its own dtype."""
+HIGH_PRECISION = "bf16"  # What `save_pretrained` writes: every weight in its own dtype
 
 
 def get_layout(name: str) -> ExportLayout | None:

@@ -39,8 +39,7 @@ from octavo.serving.folder import new_folder
 from octavo.serving.quantized_weights import has_nonfinite, on_cpu, quantized_weights, resident_weights, state_dict
 from octavo.tensor import ScaledTensor
 
-JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Layers that vLLM computes as one."""
+JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # Layers that vLLM computes as one
 
 
 def export(

@@ -168,7 +168,7 @@ class CompiledBlocks:
 
 
 aten = torch.ops.aten
-SAVED_OPS = [
+SAVED_OPS = [  # Ops whose outputs "selective" keeps: costly to compute, cheap to hold
     aten.mm.default,
     aten.addmm.default,
     aten.bmm.default,
@@ -181,7 +181,6 @@ SAVED_OPS = [
     torch.ops.torch_attn._varlen_attn.default,
     torch.ops.octavo.scaled_mm.default,
 ]
-"""Ops whose outputs "selective" keeps: costly to compute, cheap to hold."""
 
 
 class Checkpointing:

@@ -42,10 +42,8 @@ class NonFiniteError(RuntimeError):
 class Origin(NamedTuple):
     """The first value that is not finite."""
 
-    text: str | None
-    """Which it is; None if all are finite."""
-    order: int
-    """Values looked at before it; in a pipeline those of its stage, after all of earlier ones."""
+    text: str | None  # Which it is; None if all are finite
+    order: int  # Values looked at before it; in a pipeline those of its stage, after all of earlier ones
 
 
 def non_finite_parameter(model: nn.Module) -> str | None:

@@ -17,8 +17,7 @@ __all__ = [
     "expand", "groups", "seed_after", "split", "step",
 ]  # fmt: skip
 
-CASE: Case = ("step",)
-"""The only case of the op."""
+CASE: Case = ("step",)  # The only case of the op
 
 
 def step(work: Work) -> None:

@@ -29,16 +29,13 @@ from torch import Tensor
 from octavo.numerics.formats import E4M3, widen
 from octavo.runtime.torch_compat import disable_current_modes
 
-GROUP = 128
-"""Elements that share hi and k."""
+GROUP = 128  # Elements that share hi and k
 
 TOP_SIGNED, RANGE_SIGNED = E4M3.max, math.log2(E4M3.max**2 / 2)
 TOP_UNSIGNED = 2.0**15 * 31 / 16
 RANGE_UNSIGNED = math.log2(TOP_UNSIGNED * 16 / 17)
-_MAX_K = 255
-"""Largest k in sixteenths."""
-_STRIDE = 0x9E3779B1
-"""Difference between the seeds of consecutive elements."""
+_MAX_K = 255  # Largest k in sixteenths
+_STRIDE = 0x9E3779B1  # Difference between the seeds of consecutive elements
 
 
 def groups(columns: int) -> int:

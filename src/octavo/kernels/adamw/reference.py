@@ -28,16 +28,11 @@ from torch import Tensor
 from octavo.kernels.adamw.moments import GROUP, compress, expand, group_seeds, hashed
 from octavo.numerics.formats import E4M3
 
-CHUNK_ELEMENTS = 1 << 18
-"""Elements per chunk on a CPU."""
-GPU_CHUNK_ELEMENTS = 1 << 26
-"""Elements per chunk on a GPU: few launches, and temporaries of some hundred MB."""
-NAN_BITS = 0x7FC0
-"""Upper half of the canonical NaN."""
-MAX_RATE = torch.finfo(torch.float32).max
-"""Largest factor of an update."""
-MAX_GRADIENT = 2.0**62
-"""Largest magnitude of a finite gradient; its square is below float32's largest number."""
+CHUNK_ELEMENTS = 1 << 18  # Elements per chunk on a CPU
+GPU_CHUNK_ELEMENTS = 1 << 26  # Elements per chunk on a GPU: few launches, and temporaries of some hundred MB
+NAN_BITS = 0x7FC0  # Upper half of the canonical NaN
+MAX_RATE = torch.finfo(torch.float32).max  # Largest factor of an update
+MAX_GRADIENT = 2.0**62  # Largest magnitude of a finite gradient; its square is below float32's largest number
 Moment = tuple[Tensor, ...]
 """Float32 values [R,C]; or codes [R,C], E4M3 if signed and uint8 if not, with hi and k of `moments.compress`."""
 

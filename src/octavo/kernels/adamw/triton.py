@@ -20,8 +20,7 @@ from octavo.kernels.adamw.moments import GROUP, RANGE_SIGNED, RANGE_UNSIGNED, TO
 from octavo.kernels.adamw.reference import HyperParams, ParamState, Work
 from octavo.kernels.launch import INTERPRETED, Launch, Variant
 
-PER = 16
-"""Groups per program: 2048 elements, 16 per thread."""
+PER = 16  # Groups per program: 2048 elements, 16 per thread
 
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 

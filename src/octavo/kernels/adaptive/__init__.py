@@ -38,8 +38,7 @@ from octavo.numerics.spec import ADAPTIVE
 
 __all__ = ["ADAPTIVE_DEQUANTIZE", "ADAPTIVE_QUANTIZE", "CASE", "adaptive_dequantize", "adaptive_quantize"]
 
-CASE: Case = (ADAPTIVE.text,)
-"""The only case of both ops."""
+CASE: Case = (ADAPTIVE.text,)  # The only case of both ops
 
 
 def adaptive_quantize(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,16 +10,13 @@ from octavo.numerics.row_chunks import row_chunks
 from octavo.numerics.spec import ADAPTIVE, SMALLEST_SCALE
 from octavo.runtime.torch_compat import disable_current_modes
 
-GROUP = ADAPTIVE.granularity.columns
-"""Elements that share a scale and a format."""
-MANTISSAS = (3, 4, 5)
-"""Mantissa bits of the formats, by number: e4m3, e3m4, e2m5."""
+GROUP = ADAPTIVE.granularity.columns  # Elements that share a scale and a format
+MANTISSAS = (3, 4, 5)  # Mantissa bits of the formats, by number: e4m3, e3m4, e2m5
 TOPS = tuple((2 - 2.0**-mantissa) * 2.0 ** (2 ** (7 - mantissa) - 2) for mantissa in MANTISSAS)
 """Largest value of each format, in units of its smallest normal one: 30720, 124, 7.875."""
 FINE = (0.0, 2.0**-9, 2.0**-6)
 """The part of the largest value below which a format is coarse; the first one is always fine enough."""
-FEW = 8
-"""A format fits a group if at most one non-zero element in so many lies in its coarse part."""
+FEW = 8  # A format fits a group if at most one non-zero element in so many lies in its coarse part
 NAN_BITS, INFINITY_BITS, ONE_BITS = 0x7FC00000, 0x7F800000, 0x3F800000
 
 

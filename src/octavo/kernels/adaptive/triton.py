@@ -9,8 +9,7 @@ from octavo.kernels.adaptive.reference import GROUP, groups
 from octavo.kernels.launch import INTERPRETED, Launch, Variant
 from octavo.numerics.spec import ADAPTIVE
 
-CONFIGS = ((16, 4), (8, 4), (32, 8))
-"""Configurations: groups per program, warps."""
+CONFIGS = ((16, 4), (8, 4), (32, 8))  # Configurations: groups per program, warps
 
 
 def launches(config: int = 0) -> tuple[Launch, Launch]:

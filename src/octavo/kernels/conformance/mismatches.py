@@ -13,8 +13,7 @@ from octavo.kernels.conformance.random_inputs import GPU, Budget, RandomInputs
 from octavo.numerics.error import first_mismatch, sqnr
 from octavo.tensor import ScaledTensor
 
-Inputs = tuple[Any, ...]
-"""Arguments of a kernel and its reference; tensors are on the CPU."""
+Inputs = tuple[Any, ...]  # Arguments of a kernel and its reference; tensors are on the CPU
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,8 +9,7 @@ from torch import Tensor
 from octavo.kernels.cross_entropy.device import cross_entropy_kernel
 from octavo.kernels.launch import INTERPRETED, Launch, Variant
 
-WIDEST = 4096
-"""Logits of a row that a program holds at a time."""
+WIDEST = 4096  # Logits of a row that a program holds at a time
 
 
 @lru_cache(maxsize=64)

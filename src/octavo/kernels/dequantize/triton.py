@@ -9,8 +9,7 @@ from octavo.kernels.launch import INTERPRETED, Launch, Variant
 from octavo.numerics.formats import E4M3
 from octavo.numerics.spec import QuantSpec
 
-CONFIGS = ((8, 512, 4), (4, 1024, 8), (16, 256, 4))
-"""Configurations: tile rows, tile columns, warps."""
+CONFIGS = ((8, 512, 4), (4, 1024, 8), (16, 256, 4))  # Configurations: tile rows, tile columns, warps
 
 
 def launch(spec: QuantSpec, config: int = 0) -> Launch:

@@ -32,13 +32,11 @@ ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
 LOG2_E = 1.44269502162933349609375
 ROUNDER = 12582912.0
 """1.5·2²³: adding it leaves the nearest integer in the low bits; a left shift by 23 drops its own bits."""
-LN2_HIGH = 0.693145751953125
-"""Upper 16 bits of ln 2, so that its product with n is exact."""
+LN2_HIGH = 0.693145751953125  # Upper 16 bits of ln 2, so that its product with n is exact
 LN2_LOW = 1.428606765330187045037746429443359375e-06
 EXP = (0.008290305733680725, 0.0418979749083519, 0.1666763722896576, 0.4999915063381195, 0.9999997019767761, 1.0)
 """Coefficients of p(r), highest power first."""
-EXP_LOWEST = -86.25
-"""Below it the result is 0, because the exponent arithmetic needs 2⁻¹²⁵ or more."""
+EXP_LOWEST = -86.25  # Below it the result is 0, because the exponent arithmetic needs 2⁻¹²⁵ or more
 
 TAIL_SLOPE = 0.300000011920928955078125
 TAIL = (
@@ -46,17 +44,14 @@ TAIL = (
     0.12984316051006317, 0.0995231345295906, 0.12081687897443771, 0.11962516605854034,
 )  # fmt: skip
 """Coefficients of P(c), highest power first."""
-TANH_SCALE = 1.59576916694641113281250
-"""2·√(2/π)."""
+TANH_SCALE = 1.59576916694641113281250  # 2·√(2/π)
 TANH_CUBIC = 0.044714998453855514526367187500
 TANH_CUBIC_3 = 0.134144991636276245117187500
-GELU_CAP = 16.0
-"""Beyond it both gelus are exactly g or 0; larger |g| could overflow when squared or cubed."""
+GELU_CAP = 16.0  # Beyond it both gelus are exactly g or 0; larger |g| could overflow when squared or cubed
 INVERSE_SQRT_2PI = 0.398942291736602783203125
 
 
-MOST_LOOKUP_THREADS = 4
-"""Threads up to which a lookup on one of them is faster than the operations on all."""
+MOST_LOOKUP_THREADS = 4  # Threads up to which a lookup on one of them is faster than the operations on all
 
 
 def factor(g: Tensor, activation: str) -> Tensor:

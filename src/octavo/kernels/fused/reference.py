@@ -18,8 +18,7 @@ from octavo.kernels.quantize import reference as quantize_reference
 from octavo.numerics.row_chunks import row_chunks
 from octavo.numerics.spec import QuantSpec
 
-ROW_BLOCK = 32
-"""Rows whose contributions to a weight's gradient are added before they are stored."""
+ROW_BLOCK = 32  # Rows whose contributions to a weight's gradient are added before they are stored
 
 
 def outputs_of(y: Tensor, spec: QuantSpec | None, order: str) -> list[Tensor]:

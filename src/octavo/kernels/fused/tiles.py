@@ -8,8 +8,7 @@ import torch
 from octavo.kernels.fused.device import transpose_kernel
 from octavo.kernels.launch import Launch, shared_launch
 
-WIDEST_ROW = 32768
-"""Longest row, in elements, that registers hold."""
+WIDEST_ROW = 32768  # Longest row, in elements, that registers hold
 TRANSPOSE = Launch(kernel=transpose_kernel, constants={"TILE_R": 64, "TILE_C": 128}, num_warps=4)
 
 

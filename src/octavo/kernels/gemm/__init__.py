@@ -156,8 +156,7 @@ def _shape(a: Tensor, b: Tensor, layout: str) -> tuple[int, int, int]:
     return a.shape[1 - along_a], b.shape[1 - along_b], a.shape[along_a]
 
 
-_CONTRACTED = {"nt": (1, 1), "nn": (1, 0), "tn": (0, 0)}
-"""Contracted dimensions of A and B, by layout."""
+_CONTRACTED = {"nt": (1, 1), "nn": (1, 0), "tn": (0, 0)}  # Contracted dimensions of A and B, by layout
 
 _HIGH_PRECISION = (torch.bfloat16, torch.float32, torch.float16)
 

@@ -12,8 +12,7 @@ import torch
 from octavo.kernels.registry import Shape
 from octavo.kernels.timing import CALLS, TimedCall, Timer, TimingResult, cache_bytes
 
-MATMUL = "matmul"
-"""Op name of these entries in the calibration table."""
+MATMUL = "matmul"  # Op name of these entries in the calibration table
 CASES = {"forward": ("bf16", "bf16", "nt"), "dgrad": ("bf16", "bf16", "nn"), "wgrad": ("bf16", "bf16", "tn")}
 """Cases by product; layouts as in `octavo.kernels.gemm`."""
 

@@ -16,11 +16,9 @@ from octavo.numerics.row_chunks import row_chunks
 from octavo.numerics.spec import FULL, Granularity, QuantSpec
 from octavo.tensor import ScaledTensor
 
-ALIGNMENT = 16
-"""Alignment of rows and of contractions of FP8 operands, in bytes."""
+ALIGNMENT = 16  # Alignment of rows and of contractions of FP8 operands, in bytes
 
-UNIT_SCALE = "unit"
-"""Name in a case for an operand with unit scales (folded into the other operand)."""
+UNIT_SCALE = "unit"  # Name in a case for an operand with unit scales (folded into the other operand)
 
 
 class Operand(NamedTuple):

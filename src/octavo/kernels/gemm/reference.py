@@ -63,8 +63,7 @@ def _matmul(a: Tensor, b: Tensor, precision: Literal["ieee", "bf16"]) -> Tensor:
             return a.float() @ b.float()
 
 
-_SETTING = threading.RLock()
-"""Guards the process-wide precision of float32 products."""
+_SETTING = threading.RLock()  # Guards the process-wide precision of float32 products
 
 
 @contextmanager

@@ -36,8 +36,7 @@ from octavo.numerics.formats import E5M2
 from octavo.numerics.spec import FULL, Granularity
 from octavo.tensor import ScaledTensor
 
-GROUP = 8
-"""Tile rows processed together, which share columns of B in L2."""
+GROUP = 8  # Tile rows processed together, which share columns of B in L2
 
 BLOCK = 128
 
@@ -135,8 +134,7 @@ def plan_of(
 
 _OLDER_TRITON = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9)
 
-_NO_SCALE = -1
-"""`A_ROWS` and `B_ROWS` of an operand without scales."""
+_NO_SCALE = -1  # `A_ROWS` and `B_ROWS` of an operand without scales
 
 
 def supports_blocks(left: Granularity, right: Granularity) -> bool:
@@ -306,14 +304,13 @@ def variants(capability: int = 90, out_bytes: int = 2) -> list[Variant]:
     return all_variants
 
 
-_COMPILED = (
+_COMPILED = (  # Cases that compile to different code, with `A_ROWS`, `B_ROWS` and `BLOCKED`; layouts share code
     ("e4m3/row e4m3/row nt", 1, 1, False),
     ("e4m3/row unit nn", 1, _NO_SCALE, False),
     ("e5m2/tensor e4m3/tensor nn", 0, 0, False),
     ("e4m3/1x128 e4m3/128x128 nt", 1, BLOCK, True),
     ("e4m3/128x1 e4m3/128x1 tn", 1, 1, True),
 )
-"""Cases that compile to different code, with `A_ROWS`, `B_ROWS` and `BLOCKED`; layouts share code."""
 
 
 _BY_ROW = ("a_stride_r", "b_stride_r")

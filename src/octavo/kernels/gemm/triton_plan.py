@@ -112,6 +112,5 @@ def tile_layout() -> Any:
     return NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
 
 
-_TENSORS = ("a", "b", "out", "a_scale", "b_scale", "bias")
-"""Arguments of the kernels that are tensors, in their order."""
+_TENSORS = ("a", "b", "out", "a_scale", "b_scale", "bias")  # Arguments of the kernels that are tensors, in their order
 _PARAMETERS = ("A", "B", "A_SCALE", "B_SCALE", "BIAS")

@@ -118,8 +118,7 @@ def _read_with(scale: Tensor, beside: Tensor | None) -> Tensor:
     return scale + zeros.expand(scale.numel() // common, common).reshape(scale.shape)
 
 
-_FUSING_BYTES = 10
-"""`torch._inductor.config.score_fusion_memory_threshold`."""
+_FUSING_BYTES = 10  # `torch._inductor.config.score_fusion_memory_threshold`
 
 
 def _reciprocal(scale: Tensor) -> Tensor:

@@ -111,8 +111,7 @@ def multiprocessors_of(device: torch.device) -> int:
 
 MAXIMA_TILE = (32, 128, 4)
 """Tile rows, tile columns, warps of the amax pass: the fastest of those measured on an H100 (docs/performance.md)."""
-STRIPS = (16, 4, 1)
-"""Tiles below each other in one program of the amax pass."""
+STRIPS = (16, 4, 1)  # Tiles below each other in one program of the amax pass
 
 
 def strip_tiles(rows: int, columns: int, multiprocessors: int) -> int:
@@ -222,10 +221,8 @@ def _plan(task: QuantizeTask, x: Tensor, config: int | None) -> QuantizePlan:
     return plan
 
 
-_PLANS: dict[tuple[Any, ...], QuantizePlan] = {}
-"""By what determines allocations, launches and their scalars."""
-MAX_PLANS = 4096
-"""Plans; all are dropped beyond that."""
+_PLANS: dict[tuple[Any, ...], QuantizePlan] = {}  # By what determines allocations, launches and their scalars
+MAX_PLANS = 4096  # Plans; all are dropped beyond that
 
 
 def variants() -> list[Variant]:

@@ -187,14 +187,13 @@ def _ignore_warnings() -> Iterator[None]:
 
 INDEX = ".metadata"
 _METADATA = "torch.distributed.checkpoint.metadata"
-_NAMES = {
+_NAMES = {  # Names in an index of tensors, besides `torch.Size` and dtypes
     *((_METADATA, name) for name in ("Metadata", "MetadataIndex", "TensorStorageMetadata", "ChunkStorageMetadata")),
     *((_METADATA, name) for name in ("TensorProperties", "_MEM_FORMAT_ENCODING", "StorageMeta")),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     ("torch.serialization", "_get_layout"),
     *((module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")),
 }
-"""Names in an index of tensors, besides `torch.Size` and dtypes."""
 
 
 class ShardReader(FileSystemReader):

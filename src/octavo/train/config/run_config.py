@@ -47,7 +47,7 @@ TEXT_ONLY_EVAL = ("source", "split", "fraction", "batches")
 
 
 LARGEST_STEP = 2**30  # Most tokens of a step: each process holds their ids and targets, 16 bytes a token
-EXPECTED_VALUES = {
+EXPECTED_VALUES = {  # Descriptions for settings where pydantic's message covers only a part, or one of two forms
     "optim.betas": "two numbers in [0, 1), as [0.9, 0.95]",
     "run.profile": "the first and the last step to profile, as [10, 12]",
     "precision.skip": 'a list of patterns, as ["lm_head"]',
@@ -56,7 +56,6 @@ EXPECTED_VALUES = {
     "inspect.what_if": 'a list of recipes, as ["blockwise"]',
     "precision.loss_scale": '"none" | "dynamic", or a number > 0',
 }
-"""Descriptions for settings where pydantic's message covers only a part, or one of two forms."""
 
 
 class ConfigError(ValueError):

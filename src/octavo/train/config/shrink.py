@@ -47,12 +47,11 @@ UNCHANGED = (
 )  # fmt: skip
 """Integers that stay as they are: sizes of no tensor, or small ones."""
 DERIVED = ("qk_head_dim",)  # Integers that a model's config computes from others
-SECTIONS: Mapping[str, Mapping[str, Any]] = {
+SECTIONS: Mapping[str, Mapping[str, Any]] = {  # Settings of a shrunk run
     "run": {"steps": 60},
     "data": {"source": "python-stdlib", "sequence_length": 128, "vocab_size": 4096},
     "optim": {"lr": 2e-3, "batch": 8, "warmup": 6},
 }
-"""Settings of a shrunk run."""
 WITH_IMAGES: Mapping[str, Any] = {"source": "digits", "sequence_length": 48, "vocab_size": 300}
 """Settings of `[data]` of one with images."""
 IMAGES: Mapping[str, Any] = {"source": "digits"}  # Settings of `[data]` of one with images alone

@@ -34,11 +34,9 @@ from octavo.train.data.tokenizer import TextTokenizer
 
 MESSAGES, SHAREGPT = "messages", "conversations"
 """Fields of conversations; the second is read where `data.messages_field` is the first and a row has none."""
-TOOLS, CALLS = "tools", "tool_calls"
-"""Fields of a row and of a message: lists, or JSON text of one."""
+TOOLS, CALLS = "tools", "tool_calls"  # Fields of a row and of a message: lists, or JSON text of one
 ALPACA = ("instruction", "input", "output")  # Fields of an instruction, its input if there is one, and the answer
-CALL = "function_call"
-"""Role in ShareGPT of an assistant's calls as JSON text; OpenAI's older field of one call."""
+CALL = "function_call"  # Role in ShareGPT of an assistant's calls as JSON text; OpenAI's older field of one call
 ROLES = dict.fromkeys(("gpt", "chatgpt", "bard", "bing", CALL), "assistant") | {"human": "user", "observation": "tool"}
 """Roles of ShareGPT that have other names."""
 REASONING = ("reasoning_content", "reasoning", "thinking")  # Fields of a message with the reasoning before its content

@@ -78,8 +78,7 @@ def image_shape(config: Any) -> ImageShape:
 class Images(Protocol):
     """Images by number."""
 
-    fingerprint: str
-    """Hash of their content."""
+    fingerprint: str  # Hash of their content
 
     @property
     def contents(self) -> Sequence[Hashable]:
@@ -414,12 +413,11 @@ class NoisyImages:
 
 
 PLACEHOLDER = "<image>"  # Where the image is, in the text of a human
-CAPTIONS = (
+CAPTIONS = (  # Prompts and captions of digits
     ("Describe the image.", "a handwritten {name}"),
     ("Which digit is it?", "the digit {digit}"),
     ("Is it even or odd?", "{name} is {parity}"),
 )
-"""Prompts and captions of digits."""
 
 
 @dataclass(frozen=True)

@@ -35,14 +35,10 @@ SAMPLE_CHARACTERS = 4_000_000  # Characters of the sample that trains the BPE: t
 class TextTokenizer:
     """A tokenizer and its end-of-document token."""
 
-    backend: tokenizers.Tokenizer
-    """The encoder; for a `pretrained` tokenizer written in Python, only its vocabulary."""
-    end: str
-    """The token that ends a document."""
-    pretrained: Any = None
-    """The model's tokenizer from Transformers; None for a trained BPE."""
-    chat_template: str | None = None
-    """The chat template to save with it; None for its own."""
+    backend: tokenizers.Tokenizer  # The encoder; for a `pretrained` tokenizer written in Python, only its vocabulary
+    end: str  # The token that ends a document
+    pretrained: Any = None  # The model's tokenizer from Transformers; None for a trained BPE
+    chat_template: str | None = None  # The chat template to save with it; None for its own
 
     @property
     def end_id(self) -> int:

@@ -35,8 +35,7 @@ class RunFolder(NamedTuple):
     """A checked output folder: the checkpoint to resume from, if any, and notes to print."""
 
     checkpoint: Path | None = None
-    notes: tuple[str, ...] = ()
-    """Changed settings and ignored folders."""
+    notes: tuple[str, ...] = ()  # Changed settings and ignored folders
 
 
 def open_run_folder(out: Path, config: TrainConfig, *, resume: bool, best_effort: bool = False) -> RunFolder:

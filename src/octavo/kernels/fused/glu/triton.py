@@ -25,16 +25,11 @@ from octavo.kernels.fused.tiles import TRANSPOSE, WIDEST_ROW, rows_launch, run
 from octavo.kernels.launch import INTERPRETED, Launch, shared_launch
 from octavo.numerics.spec import QuantSpec
 
-FLAT_CONFIGS = ((8, 256, 4), (4, 256, 4))
-"""Rows, columns, warps of a tile of `glu_flat_kernel`."""
-BLOCKS_CONFIGS = ((64, 128, 4), (32, 256, 4))
-"""Rows, columns, warps of a tile of `glu_blocks_kernel`."""
-ROWS_CONFIGS = (32, 16)
-"""Elements per thread of `glu_rows_kernel`."""
-ROW_BLOCK_CONFIGS = ((64, 128, 4), (32, 256, 4))
-"""Rows, columns, warps of a tile of `glu_row_block_kernel`."""
-BACKWARD_CONFIGS = ((8, 256, 4), (4, 256, 4))
-"""Rows, columns, warps of a tile of `glu_backward_kernel`."""
+FLAT_CONFIGS = ((8, 256, 4), (4, 256, 4))  # Rows, columns, warps of a tile of `glu_flat_kernel`
+BLOCKS_CONFIGS = ((64, 128, 4), (32, 256, 4))  # Rows, columns, warps of a tile of `glu_blocks_kernel`
+ROWS_CONFIGS = (32, 16)  # Elements per thread of `glu_rows_kernel`
+ROW_BLOCK_CONFIGS = ((64, 128, 4), (32, 256, 4))  # Rows, columns, warps of a tile of `glu_row_block_kernel`
+BACKWARD_CONFIGS = ((8, 256, 4), (4, 256, 4))  # Rows, columns, warps of a tile of `glu_backward_kernel`
 
 
 def launches(activation: str, spec: QuantSpec | None, order: str, columns: int, config: int = 0) -> list[Launch]:

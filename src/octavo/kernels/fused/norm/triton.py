@@ -33,8 +33,7 @@ from octavo.kernels.fused.tiles import TRANSPOSE, WIDEST_ROW, rows_launch, run
 from octavo.kernels.launch import INTERPRETED, Launch, shared_launch
 from octavo.numerics.spec import QuantSpec
 
-ROWS_CONFIGS = (32, 16)
-"""Elements per thread of `norm_rows_kernel`."""
+ROWS_CONFIGS = (32, 16)  # Elements per thread of `norm_rows_kernel`
 ROW_BLOCK_CONFIGS = ((16, 512, 4), None)
 """With a transposed copy: rows, columns, warps of a tile of `norm_row_block_kernel`; None for the two steps."""
 WIDEST_ROW_BLOCK = 4096
@@ -80,15 +79,13 @@ def norm(
     return [rstd, *([] if mean is None else [mean]), *outputs]
 
 
-BACKWARD_CONFIGS = (16, 8)
-"""Elements per thread of `norm_backward_kernel`."""
+BACKWARD_CONFIGS = (16, 8)  # Elements per thread of `norm_backward_kernel`
 SUMS = Launch(
     kernel=column_sums_kernel, constants={"TILE_R": 64, "TILE_C": 32, "INTERPRETED": INTERPRETED}, num_warps=4
 )
 
 
-WIDEST_SUMS = 8192
-"""Longest row, in elements, that fits into registers next to column sums; half of it with a bias."""
+WIDEST_SUMS = 8192  # Longest row, in elements, that fits into registers next to column sums; half of it with a bias
 
 
 def backward_launches(columns: int, flags: dict[str, bool], config: int = 0) -> list[Launch]:
