@@ -72,12 +72,10 @@ Config = Annotated[
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="SECTION.KEY=VALUE",
-        help="Settings to change, as optim.lr=1e-3.",
-        show_default=False,
+        metavar="SECTION.KEY=VALUE", help="Settings to change, as optim.lr=1e-3.", show_default=False,
         autocompletion=complete_setting,
     ),
-]
+]  # fmt: skip
 
 Shrink = Annotated[
     bool,

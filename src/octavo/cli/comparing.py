@@ -106,12 +106,10 @@ def _compare_losses_file(
         try:
             comparisons.append(
                 compare_losses(
-                    **table,
-                    margin=margin,
-                    confidence=confidence,
+                    **table, margin=margin, confidence=confidence,
                     max_seeds=MOST_SEEDS if max_seeds is None else max_seeds,
                 )
-            )
+            )  # fmt: skip
         except ValueError as error:
             where = f"object {number + 1} of {len(tables)}: " if len(tables) > 1 else ""
             raise ValueError(f"{path}: {where}{error}") from None

@@ -44,11 +44,9 @@ class LiveServer(ThreadingHTTPServer):
     def __init__(self, run: LiveRun, *, host: str = LOOPBACK, port: int | None = None) -> None:
         self._run, self._lock = run, Lock()
         self.contents: dict[str, tuple[str, Callable[[], str]]] = {
-            "/": (HTML, lambda: page),
-            "/live.js": (SCRIPT, lambda: code),
-            "/plotly.js": (SCRIPT, lambda: library),
+            "/": (HTML, lambda: page), "/live.js": (SCRIPT, lambda: code), "/plotly.js": (SCRIPT, lambda: library),
             "/data.json": (JSON, self._data),
-        }
+        }  # fmt: skip
         page, code, library = render("live.html.j2", title="run"), script("live"), plotly_js()
         self.address_family, address = _address(host)
         self.names = {"localhost", host.lower(), address}

@@ -113,10 +113,8 @@ def read_layers(folder: Path) -> list[LayerGroup]:
         raise ValueError(f"{path} is not the list of a run's layers: {error!r}") from None
     return [
         LayerGroup(
-            pattern=name or "the model",
-            count=count,
-            precision=f"FP8 {recipe}" if recipe else "high precision",
+            pattern=name or "the model", count=count, precision=f"FP8 {recipe}" if recipe else "high precision",
             reason=reason,
         )
         for (name, recipe, reason), count in groups.items()
-    ]
+    ]  # fmt: skip

@@ -117,7 +117,17 @@ def step_table(steps: Sequence[PlannedStep], written: Layout) -> list[str]:
 def ready_models() -> dict[str, ReadyModel]:
     """All models by name."""
     text = resources.files("octavo.experiments").joinpath("models.toml").read_text(encoding="utf-8")
-    return {name: ReadyModel(name=name, **fields) for name, fields in tomllib.loads(text).items()}
+    return {
+        name: ReadyModel(name=name, **fields.pop("run"), **{key: _joined(value) for key, value in fields.items()})
+        for name, fields in tomllib.loads(text).items()
+    }
+
+
+def _joined(value: Any) -> Any:
+    """One table of the lines of a table, which are a list in the file, as TOML's inline tables end with their line."""
+    if isinstance(value, list):
+        value = {key: setting for line in value for key, setting in line.items()}
+    return {key: _joined(part) for key, part in value.items()} if isinstance(value, dict) else value
 
 
 def ready_model(name: str) -> ReadyModel:

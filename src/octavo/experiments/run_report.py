@@ -26,11 +26,9 @@ from octavo.train.record.metrics import LOSS, LOSS_EMA, LOSS_HIGH_PRECISION, Run
 MEMORY_CAPTION = ("GiB of tensors on the first GPU.", "GiB of tensors on the first GPU; orange: predicted.")
 """Without and with a prediction."""
 CHIPS = {
-    "within": f"within {BAND_PERCENT:g} %",
-    "above": f"more than {BAND_PERCENT:g} % higher",
-    "below": f"more than {BAND_PERCENT:g} % lower",
-    "none": "no verdict",
-}
+    "within": f"within {BAND_PERCENT:g} %", "above": f"more than {BAND_PERCENT:g} % higher",
+    "below": f"more than {BAND_PERCENT:g} % lower", "none": "no verdict",
+}  # fmt: skip
 ONLY_ON_GPUS = ("MFU", "peak memory")  # Rows that runs on a CPU do not have
 NOT_COMPARED = ("run.name", "run.out")  # Settings that differ between any two runs and do not affect the result
 
@@ -163,13 +161,11 @@ def run_charts(runs: Sequence[LoggedRun]) -> dict[str, list[Chart]]:
         baseline = runs[0]
         gaps = [(run, *gap_percent(baseline.curves, run.curves)) for run in runs[1:]]
         large += chart(
-            f"Loss above {baseline.label}",
-            "percent",
+            f"Loss above {baseline.label}", "percent",
             [Line(label=run.label, slot=run.slot, x=x, y=y) for run, x, y in gaps],
-            caption=f"Percent of {baseline.label}'s loss at the same step. Shaded: ±{BAND_PERCENT:g} %.",
-            height=FLAT,
+            caption=f"Percent of {baseline.label}'s loss at the same step. Shaded: ±{BAND_PERCENT:g} %.", height=FLAT,
             band=BAND_PERCENT,
-        )
+        )  # fmt: skip
     large += chart("Held-out loss", per, _measured(lines("held_out", noisy=False)), height=FLAT, keep=[0])
     small = chart(f"{unit.capitalize()} per second", f"{unit}/s", lines("tokens_per_s"), height=SMALL, keep=[0])
     small += chart("Gradient norm", "L2 norm before clipping", lines("grad_norm"), height=SMALL, keep=[0])

@@ -201,17 +201,10 @@ def as_stats(
         return 10 * (math.log10(signal) - math.log10(noise)) if noise else math.inf
 
     return OperandStats(
-        step=step,
-        layer=key[0],
-        operand=key[1],
-        recipe=recipe,
-        elements=round(elements / copies),
-        nonfinite=math.ceil(nonfinite / copies),
-        amax=amax,
-        smallest=-smallest if math.isfinite(smallest) else 0.0,
+        step=step, layer=key[0], operand=key[1], recipe=recipe, elements=round(elements / copies),
+        nonfinite=math.ceil(nonfinite / copies), amax=amax, smallest=-smallest if math.isfinite(smallest) else 0.0,
         scale_spread=largest_scale / -smallest_scale if math.isfinite(largest_scale) else 1.0,
-        underflow=lost / nonzero if nonzero else 0.0,
-        saturation=cut / finite if finite else 0.0,
+        underflow=lost / nonzero if nonzero else 0.0, saturation=cut / finite if finite else 0.0,
         sqnr=decibels(signal, noise),
         what_if={name: decibels(*others[2 * i : 2 * i + 2]) for i, name in enumerate(what_if)},
-    )
+    )  # fmt: skip

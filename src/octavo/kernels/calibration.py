@@ -147,12 +147,10 @@ def _merge_and_write(device: torch.device, file: Path, measured: Iterable[Entry]
     clear_cache()
     merged = {(e.op, e.case, e.shape): e for e in [*entries(device), *measured]}
     content = {
-        "format": FORMAT,
-        "device": torch.cuda.get_device_name(device),
-        "versions": _versions(),
+        "format": FORMAT, "device": torch.cuda.get_device_name(device), "versions": _versions(),
         "written": datetime.now(UTC).isoformat(timespec="seconds"),
         "entries": [asdict(entry) for entry in merged.values()],
-    }
+    }  # fmt: skip
     replace_file(file, json.dumps(content, indent=1))
     clear_cache()
     return file

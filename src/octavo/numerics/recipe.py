@@ -233,11 +233,9 @@ MXFP8 = _two_directions(
 )  # fmt: skip
 
 ROWWISE_EQUALIZED = replace(
-    ROWWISE,
-    name="rowwise_equalized",
-    note="as rowwise, channels of X and W equalized: for outlier channels, at the same cost",
-    equalization=50,
-)
+    ROWWISE, name="rowwise_equalized",
+    note="as rowwise, channels of X and W equalized: for outlier channels, at the same cost", equalization=50,
+)  # fmt: skip
 
 _NAMED = (ROWWISE, TENSORWISE, ROWWISE_EQUALIZED, ROWWISE_HP_WGRAD, BLOCKWISE, MXFP8)
 RECIPES = {recipe.name: recipe for recipe in _NAMED}

@@ -237,11 +237,9 @@ class Pipeline:
         kind: Any = get_schedule_class(schedule)
         several = SCHEDULES[schedule] > 1
         self._schedule = kind(
-            stages if several else stages[0],
-            micro_batches,
-            loss_fn=lambda loss, target: loss.sum() * self._scale,
+            stages if several else stages[0], micro_batches, loss_fn=lambda loss, target: loss.sum() * self._scale,
             scale_grads=False,
-        )
+        )  # fmt: skip
 
     def step(self, inputs: Tensor, targets: Tensor, scale: float) -> Tensor:
         """Compute the gradients of a batch. Returns the sum of the losses of its micro-batches; 0 without the head."""

@@ -87,11 +87,9 @@ class _Fp8Style(ParallelStyle):
                     _PARTS[parameter] = nn.Parameter(placed, requires_grad=parameter.requires_grad)
                 module.register_parameter(name, _PARTS[parameter])
         exchange = TokenExchange(
-            mesh=device_mesh,
-            sequence_dim=self.sequence_dim,
-            fp8_gather=self.gather == "fp8",
+            mesh=device_mesh, sequence_dim=self.sequence_dim, fp8_gather=self.gather == "fp8",
             fp8_reduce=self.reduce == "fp8",
-        )
+        )  # fmt: skip
         self._hook(module, exchange)
         vars(module)[NOTE_ATTRIBUTE] = self.describe
         return module

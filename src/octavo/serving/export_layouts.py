@@ -49,11 +49,9 @@ class ExportLayout:
 def _compressed_tensors(format: str, weights: dict[str, Any], inputs: dict[str, Any], ignore: Sequence[str]) -> Any:
     common = {"num_bits": 8, "type": "float", "symmetric": True}
     group = {
-        "targets": ["Linear"],
-        "weights": {**common, "dynamic": False, **weights},
-        "input_activations": {**common, "dynamic": True, **inputs},
-        "output_activations": None,
-    }
+        "targets": ["Linear"], "weights": {**common, "dynamic": False, **weights},
+        "input_activations": {**common, "dynamic": True, **inputs}, "output_activations": None,
+    }  # fmt: skip
     return {
         "quant_method": "compressed-tensors", "format": format, "quantization_status": "compressed",
         "config_groups": {"group_0": group}, "ignore": list(ignore), "kv_cache_scheme": None,

@@ -29,8 +29,6 @@ def run(steps: list[Launch], whole_rows: tuple[Any, ...], arguments: Mapping[str
         step_arguments = arguments
         if step is TRANSPOSE:
             step_arguments = {
-                **arguments,
-                "q": arguments["q"].view(torch.uint8),
-                "qt": arguments["qt"].view(torch.uint8),
-            }
+                **arguments, "q": arguments["q"].view(torch.uint8), "qt": arguments["qt"].view(torch.uint8),
+            }  # fmt: skip
         step.run((down,) if step.kernel in whole_rows else (down, across), step_arguments)

@@ -284,18 +284,14 @@ def _plain_triton_unsupported(device: torch.device, case: Case) -> str | None:
 SCALED_MM = register(Op(name="scaled_mm", cases=_cases(), probe=_probe))
 SCALED_MM.add(
     Backend(
-        name="torch_scaled",
-        run=torch_scaled.scaled_mm,
-        plan=torch_plan.plan_of,
+        name="torch_scaled", run=torch_scaled.scaled_mm, plan=torch_plan.plan_of,
         unsupported_reason=torch_scaled.unsupported_reason,
     )
-)
+)  # fmt: skip
 _TRITON = triton_backend(
-    "octavo.kernels.gemm.triton:scaled_mm",
-    plan="plan_of",
-    unsupported_reason=_triton_unsupported,
+    "octavo.kernels.gemm.triton:scaled_mm", plan="plan_of", unsupported_reason=_triton_unsupported,
     trials=lazy_function("octavo.kernels.gemm.triton:trials"),
-)
+)  # fmt: skip
 SCALED_MM.add(_TRITON)
 SCALED_MM.add(
     replace(

@@ -193,11 +193,9 @@ def target_of(capability: int, multiprocessors: int) -> Target:
     # sm_120 has TMA but its matrix units read registers, as those of sm_89 do.
     datacenter = 90 <= capability < 120
     return Target(
-        tma=datacenter,
-        limited_accumulator=capability == 90,
-        shared=(227 if datacenter else 99) * 1024,
+        tma=datacenter, limited_accumulator=capability == 90, shared=(227 if datacenter else 99) * 1024,
         multiprocessors=multiprocessors,
-    )
+    )  # fmt: skip
 
 
 @lru_cache(maxsize=4096)
