@@ -158,7 +158,6 @@ SHAPE = 'write {"baseline": [a loss per seed], "arms": {"name": [a loss per seed
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the object; raise for duplicate keys."""
     names = [name for name, _ in pairs]
     if duplicates := [name for name in names if names.count(name) > 1]:
         raise ValueError(f"the key {duplicates[0]!r} is given twice in one object")
@@ -247,7 +246,6 @@ STYLES = {"indistinguishable": "bold green", "better": "bold green", "worse": "b
 
 
 def _print_verdict(arm: "ArmLosses", notes: tuple[str, ...]) -> None:
-    """Print the sentence in the color of its verdict, then notes."""
     from rich.text import Text
 
     text = Text(arm.sentence, style=STYLES[arm.verdict])
@@ -257,7 +255,6 @@ def _print_verdict(arm: "ArmLosses", notes: tuple[str, ...]) -> None:
 
 
 def _show(comparison: "Comparison", folder: Path) -> None:
-    """Table, verdicts and files."""
     from rich.box import ROUNDED
     from rich.table import Table
 

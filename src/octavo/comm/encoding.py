@@ -106,7 +106,6 @@ def unpack_parts(
 
 
 def _scale_bytes(columns: int, spec: MessageSpec) -> int:
-    """Return the bytes of a row's scales."""
     return _scales(columns, spec) * spec.scale_dtype.itemsize
 
 
@@ -131,7 +130,6 @@ def _encode(x_MK: Tensor, spec: MessageSpec) -> tuple[Tensor, Tensor]:
 
 
 def _decode(data: Tensor, scales: Tensor, spec: MessageSpec, dtype: torch.dtype) -> Tensor:
-    """Return the matrix of what `_encode` returned, in `dtype`."""
     (rows, columns), extent = data.shape, spec.granularity.columns
     scale = scales.new_empty((rows, _scales(columns, spec)), dtype=spec.scale_dtype)
     scale.view(torch.uint8).copy_(scales)
@@ -153,7 +151,6 @@ def _has_few_long_rows(rows: int, columns: int, spec: QuantSpec) -> bool:
 
 
 def _padded(x: Tensor, multiple: int) -> Tensor:
-    """Return a matrix with zero columns up to a multiple."""
     missing = -x.shape[1] % multiple
     return F.pad(x, (0, missing)) if missing else x
 

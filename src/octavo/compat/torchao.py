@@ -64,7 +64,6 @@ def convert_to_float8_training(
 
 
 def _recipe_name(config: Any) -> str:
-    """Return torchao's name for a configuration."""
     if config is None:
         return "tensorwise"
     name = getattr(config, "value", config)  # of torchao's enumeration of names

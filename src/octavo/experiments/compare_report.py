@@ -73,7 +73,6 @@ def comparison_rows(comparison: Comparison) -> list[SummaryRow]:
 
 
 def _held_out_rows(comparison: Comparison) -> list[SummaryRow]:
-    """Losses on held-out data and their verdicts, if there are any."""
     if comparison.held_out is None:
         return []
     arms = comparison.held_out.arms

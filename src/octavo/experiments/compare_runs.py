@@ -122,7 +122,6 @@ def parse_seeds(text: str, first: int) -> tuple[int, ...]:
 
 
 def _check_shared(name: str, base: TrainConfig, arm_config: TrainConfig) -> None:
-    """Raise ConfigError if an arm changes a setting that all arms share."""
     changed = _differences(base, arm_config)
     for key, (base_value, value) in changed.items():
         if (key.partition(".")[0] in SHARED_SECTIONS and key not in OWN_KEYS) or key in SHARED_KEYS:
@@ -199,7 +198,6 @@ def check_folders(out: Path, configs: Mapping[str, TrainConfig]) -> None:
 
 
 def _train_or_read(folder: Path, config: TrainConfig, ranks: Ranks, progress: Progress | None) -> RunResult:
-    """Read the result of a finished run, or train it."""
     if (result := ranks.run_on_rank0(lambda: finished(folder, config.run.steps))) is not None:
         return result
     exists = ranks.run_on_rank0(folder.exists)

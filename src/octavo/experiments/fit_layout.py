@@ -151,7 +151,6 @@ def _exposed(time: StepTime) -> float:
 
 
 def _fastest(fits: list[Fit]) -> Fit:
-    """The first fit with the most tokens/s."""
     return max(fits, key=lambda fit: fit.run.time.tokens_per_second)
 
 

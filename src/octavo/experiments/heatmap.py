@@ -180,7 +180,6 @@ def _cells(
     operand: str, steps: list[int], columns: int, lines: list[list[str]],
     by_operand: dict[tuple[str, str], list[OperandStats]],
 ) -> list[list[list[OperandStats]]]:  # fmt: skip
-    """The samples of each cell of a panel."""
     column_of = {step: number * columns // len(steps) for number, step in enumerate(steps)}
     cells: list[list[list[OperandStats]]] = []
     for members in lines:

@@ -291,7 +291,6 @@ def _seconds_per_step(recent: list[StepMetrics], started: float) -> float | None
 
 
 def _tiles(steps: LiveSteps, run: LoggedRun) -> list[dict[str, str]]:
-    """The large figures: of the last steps."""
     if not (recent := steps.recent):
         return []
     last, unit, setup = recent[-1], run.result.unit, run.setup
@@ -324,7 +323,6 @@ def _tiles(steps: LiveSteps, run: LoggedRun) -> list[dict[str, str]]:
 
 
 def _position(last: StepMetrics, data: DataSize, unit: str) -> str:
-    """The position in the data, in words."""
     if data.documents is None or data.tokens is None:
         return f"{last.tokens:,} {unit} so far; the data has {data.rows:,} rows"
     return f"{last.tokens:,} {unit} so far; the data has {data.tokens:,} in {data.documents:,} documents"

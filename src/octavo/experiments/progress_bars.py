@@ -44,7 +44,6 @@ class _Numbers(ProgressColumn):
         self._width = width
 
     def render(self, task: Task) -> Text:
-        """The numbers in a line."""
         line = Text()
         for number in task.fields["numbers"]:
             if line and len(line) + len(number) + 2 > self._width:

@@ -207,7 +207,6 @@ def render(model: ReadyModel, layout: Layout, steps: Sequence[PlannedStep], path
 
 
 def _data(model: ReadyModel) -> list[str]:
-    """The section `[data]`."""
     lines = [
         "[data]",
         _with('source = "data/*.txt"', "your text; docs/training.md lists the formats"),

@@ -207,8 +207,6 @@ def _page(runs: list[LoggedRun], verdicts: list[PairVerdict], title: str) -> str
 
 
 def _tiles(runs: list[LoggedRun], verdicts: list[PairVerdict]) -> list[dict[str, str]]:
-    """The few large figures at the top."""
-
     def tile(value: float | None, text: str, label: str) -> dict[str, str]:
         return {"value": "–" if value is None else text.format(value), "label": label}
 

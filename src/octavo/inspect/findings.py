@@ -131,7 +131,6 @@ def findings(rows: Sequence[OperandStats], thresholds: Thresholds, history: Hist
 
 
 def _nonfinite(rows: Sequence[OperandStats], limit: int) -> list[Finding]:
-    """Return findings for the origins of non-finite values."""
     bad = [row for row in rows if row.nonfinite > limit]
     origins = [row for row in bad if row.operand == "w" or row is bad[0]]
     return [_finding(row, "nonfinite", row.nonfinite, limit) for row in origins]

@@ -81,7 +81,6 @@ def _spacing(losses: list[float], digit: float) -> float:
 
 
 def _items(owner: str, values: Any) -> "enumerate[Any]":
-    """Enumerate the values in order."""
     try:
         items = _python(values)
     except ValueError as error:

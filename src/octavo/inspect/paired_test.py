@@ -77,7 +77,6 @@ class PairedTest:
         return gap
 
     def _separates(self, gap: float) -> bool:
-        """Return whether the arm would be separated with this mean gap."""
         return self._floor([x - self.mean + gap for x in self.gaps]) > 0
 
     def pairs_to_decide(self, above: float, limit: float) -> int | None:

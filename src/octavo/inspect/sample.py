@@ -283,7 +283,6 @@ def _read(x: Tensor) -> Tensor:
 
 
 def _input(args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """Return the single argument of a linear layer."""
     x: Tensor = args[0] if args else next(iter(kwargs.values()))
     return x
 

@@ -150,7 +150,6 @@ class Watch(Displayed):
             self.errors = {layer: error for _, errors in by_rank for layer, error in errors.items()}
 
     def _layers(self, measured: Collection[str]) -> list[WatchedLayer]:
-        """Return the layers to watch now."""
         layers, names = [], set()
         for name, module in self._model.named_modules():
             if is_converted(module) and not module.recipe.weight_only:

@@ -163,7 +163,6 @@ def warn_if_forgotten(used: Any, precision: Precision) -> None:
 
 
 def _saved_recipe(layer: str, fields_of_recipe: Mapping[str, Any] | None, own: Collection[str]) -> Recipe | None:
-    """Return the recipe that a file has for a layer."""
     # Raises ValueError if its name is none of Octavo's recipes, nor of the model's own, nor made from one of these.
     if fields_of_recipe is None:
         return None

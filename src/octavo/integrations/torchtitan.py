@@ -171,7 +171,6 @@ def _put(new: Any, parent: Any, attribute: Any, root: Any) -> Any:
 
 @cache
 def _fp8_linear(owner: Any) -> Any:
-    """Return the class of a linear of torchtitan in FP8, with the config that builds it."""
     linear: Any = fp8_class(owner, DEFAULT)
 
     class Fp8Linear(linear):
@@ -192,8 +191,6 @@ def _fp8_linear(owner: Any) -> Any:
 
 @cache
 def _fp8_experts(owner: Any) -> Any:
-    """Return the class of experts of torchtitan in FP8, with the config that builds them."""
-
     class Fp8Experts(owner):
         @dataclass(kw_only=True, slots=True)
         class Config(owner.Config):

@@ -194,7 +194,6 @@ CalibrationTable = dict[tuple[str, tuple[str, ...]], dict[tuple[int, ...], Entry
 
 @lru_cache(maxsize=32)
 def _table(device: torch.device) -> CalibrationTable:
-    """Return entries by op and case, then by shape."""
     table: CalibrationTable = {}
     for entry in _read(device):
         table.setdefault((entry.op, entry.case), {})[entry.shape] = entry

@@ -40,7 +40,6 @@ def doctor(device: torch.device, *, as_json: bool) -> None:
 
 
 def _examine(device: torch.device) -> dict[str, Any]:
-    """Collect everything `octavo doctor` shows, JSON serializable."""
     gpu: dict[str, Any] = {}
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)

@@ -496,7 +496,6 @@ def _slots(model: nn.Module) -> list[_Slot]:
 
 
 def _check(slots: list[_Slot], stored: Mapping[str, Any], path: str | Path, model: nn.Module) -> None:
-    """Raise ValueError if the tensors of a checkpoint do not fit a model."""
     for slot in slots:
         slot.find(model, stored)
     missing = [slot.names[0] for slot in slots if not slot.parts]

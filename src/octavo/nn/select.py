@@ -251,7 +251,6 @@ def _decide(
 
 
 def _as_named(layer: Layer, first: Layer) -> str:
-    """Return a note of the name that decides, if it is not the one that a report lists."""
     return "" if layer is first else f" (as {layer.fqn!r})"
 
 

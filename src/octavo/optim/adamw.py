@@ -209,7 +209,6 @@ class AdamW(Optimizer):
         return param_state(param, local_tensor(param).contiguous(), state, moments, seed), hyper
 
     def _check(self, group: Group) -> None:
-        """Raise ValueError for invalid values of a parameter group."""
         for name, choices in self._choices.items():
             if group[name] not in choices:
                 hint = nearest(str(group[name]), [str(value) for value in choices])

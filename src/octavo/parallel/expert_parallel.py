@@ -172,7 +172,6 @@ def _call_code(rows: Tensor) -> int:
 
 
 def _compare_calls(codes: list[int], mesh: DeviceMesh) -> None:
-    """Raise RuntimeError if ranks have different codes."""
     if len(set(codes)) == 1:
         return
     states = [

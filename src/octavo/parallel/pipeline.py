@@ -207,7 +207,6 @@ class PipelineStage(pipelining.PipelineStage):
         return result, received
 
     def _sending(self, ops: list[dist.P2POp], differentiable: Iterable[bool]) -> list[dist.P2POp]:
-        """Return operations that send messages."""
         result = []
         for op, has_gradient in zip(ops, differentiable, strict=False):
             if self._spec is not None and has_gradient and _is_activation(op.tensor):
@@ -269,7 +268,6 @@ def _check_pipeline(stages: list[PipelineStage]) -> None:
 
 
 def _problem_of(stages: list[PipelineStage]) -> str | None:
-    """Return what is wrong with the stages of this rank."""
     for stage in stages:
         for name, module in stage.submod.named_modules():
             if is_converted(module) and has_tensor_scale(module.recipe):

@@ -39,8 +39,6 @@ _PARTS: Any = WeakIdKeyDictionary()  # What replaced a parameter, for other laye
 
 
 class _Fp8Style(ParallelStyle):
-    """What both styles share."""
-
     weight_dim: int
     split_size: str
     bias_placement: Any

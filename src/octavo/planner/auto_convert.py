@@ -138,7 +138,6 @@ def _check_request(
     model: nn.Module, recipe: Any, precision: Precision | None, plan: Plan | None, skip: Sequence[str], filter: Any,
     keep_weights: bool, activations: str, device: Any, tokens: int, frozen: str,
 ) -> None:  # fmt: skip
-    """Raise for arguments of `convert` that are invalid or contradict each other."""
     check_frozen(frozen)
     if frozen == "fp8" and device not in (None, "cpu"):
         raise ValueError("frozen='fp8' chooses layers by rule, for their memory: leave out device")

@@ -222,7 +222,6 @@ def gpu_by_driver_name(name: str) -> Gpu | None:
 
 
 def _fields() -> dict[str, Any]:
-    """Names and types of the fields that describe a GPU."""
     return {field.name: field.type for field in fields(Gpu) if field.name != "measured"}
 
 

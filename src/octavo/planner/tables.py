@@ -102,7 +102,6 @@ def _columns(plan: Any) -> list[tuple[str, StepTime, MemoryPlan]]:
 
 
 def _step(plan: Any) -> Table:
-    """Table of times and memory, by column."""
     rows: list[Sequence[str]] = []
     columns = _columns(plan)
     unit, name = (1.0, "s") if max(time.seconds for _, time, _ in columns) >= 1 else (1e3, "ms")
@@ -162,7 +161,6 @@ def _sent(plan: Any) -> Table:
 
 
 def _fit_note(plan: Any, memory: MemoryPlan, name: str) -> str:
-    """Describe whether a step fits, and what to do if not."""
     usable = plan.gpu.usable
     traced, blocks = memory.traced_blocks
     basis = f" (a step of {traced + 1} of the {blocks} layers, extrapolated)" if traced < blocks else ""

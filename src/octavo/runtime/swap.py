@@ -77,7 +77,6 @@ def stand_in_weights(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _replaced_tensors(model: nn.Module, make: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
-    """Replace parameters and buffers inside the block."""
     restore = _restorer(model)
     tensors = *model.parameters(), *model.buffers()
     made = {tensor: make(tensor) for tensor in tensors}
@@ -95,7 +94,6 @@ def _replaced_tensors(model: nn.Module, make: Callable[[torch.Tensor], torch.Ten
 
 
 def _restorer(model: nn.Module) -> Callable[[], None]:
-    """Return a function that restores the modules of a model."""
     # Restores classes, attributes, parameters, buffers, children and hooks; not the values of tensors, nor changes
     # inside the objects that attributes refer to.
     before = []

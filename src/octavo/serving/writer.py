@@ -237,7 +237,6 @@ def _check_reader(model: Any, saved: Mapping[str, Tensor], layout: ExportLayout)
 
 
 def _nothing_fits(layout: ExportLayout, misfits: Mapping[str, str]) -> str:
-    """Return the message for a model without a layer that the layout describes."""
     recipes = " or ".join(layout.recipes)
     if not misfits:
         return (

@@ -231,7 +231,6 @@ def _mesh(
 
 
 def _comm(layout: Parallel) -> dict[str, Any]:
-    """The arguments of `octavo.parallelize` beside the mesh."""
     return {name: getattr(layout, name) for name in ("fp8_comm", "reshard_after_forward", "cpu_offload")}
 
 
@@ -263,7 +262,6 @@ def check_experts_compute_in_fp8(fp8: bool) -> None:
 
 
 def _token_formats(settings: ParallelConfig, sends_fp8: bool) -> dict[str, Any]:
-    """The arguments of `tensor_parallel` beside the mesh."""
     divides = settings.sequence_parallel
     reduce = "fp8" if sends_fp8 and settings.fp8_comm == "on" and divides else "bf16"
     return {"sequence_parallel": divides, "gather": "fp8" if sends_fp8 else "bf16", "reduce": reduce}

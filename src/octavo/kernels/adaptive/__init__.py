@@ -72,7 +72,6 @@ def adaptive_dequantize(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Ten
 
 
 def _sample(device: torch.device) -> Tensor:
-    """Return groups of all formats."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(48, 272, generator=generator, device="cpu", dtype=torch.float32)
     x *= torch.logspace(0, 4, 48, device="cpu")[:, None] ** torch.linspace(-1, 1, 272, device="cpu")

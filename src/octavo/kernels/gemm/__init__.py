@@ -252,7 +252,6 @@ def _plan_differs(
 def _random_operands(
     case: Case, m: int, n: int, k: int, generator: torch.Generator, device: torch.device
 ) -> tuple[ScaledTensor, ScaledTensor]:
-    """Return random operands A and B of a case, for a product [m,n] that contracts over k."""
     a_text, b_text, layout = case
 
     def operand(text: str, shape: tuple[int, int], transposed: bool) -> ScaledTensor:

@@ -315,7 +315,6 @@ _BY_ROW = ("a_stride_r", "b_stride_r")
 
 
 def _types(case: str, config: Config, tma: bool, overlap: bool) -> list[str]:
-    """Triton types of the operands."""
     codes = ["fp8e5" if text.startswith(E5M2.name) else "fp8e4nv" for text in case.split()[:2]]
     if not tma:
         return [f"*{code}" for code in codes]

@@ -197,7 +197,6 @@ def _probe_pair(backend: Backend, device: torch.device, case: Case) -> str | Non
 
 
 def _specs() -> dict[str, Case]:
-    """Every spec that a recipe uses, by its text."""
     fields = ("x", "w", "dgrad_g", "dgrad_w", "wgrad_g", "wgrad_x")
     specs = {str(spec) for recipe in RECIPES.values() for f in fields if (spec := getattr(recipe, f)) is not None}
     return {text: (text,) for text in sorted(specs)}

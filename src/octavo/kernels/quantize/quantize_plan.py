@@ -163,7 +163,6 @@ class QuantizePlan:
         return [*lines, *map(str, launches)]
 
     def _allocations(self, constants: dict[str, Any]) -> list[str]:
-        """Return source of the allocations of `_run`."""
         function, data, scales = (source_of(v, constants) for v in (self._empty, self._dtype, self._scale_dtype))
 
         def empty(shape: Sequence[int], stride: Sequence[int], dtype: str) -> str:

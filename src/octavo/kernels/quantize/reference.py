@@ -123,7 +123,6 @@ def _chunk_amax(x: Tensor, spec: QuantSpec, fold: Tensor | None, chunk: slice, b
 
 
 def _largest(blocks: Tensor) -> Tensor:
-    """Return the largest element of each block."""
     rows, block_rows, columns, block_columns = blocks.shape
     if block_rows == 1:  # reductions over one dimension are faster
         return blocks.view(rows, columns, block_columns).amax(2)

@@ -138,8 +138,6 @@ def export(model: Any, folder: Path, layout: ExportLayout | None, max_shard_size
 
 
 class _Auto:
-    """Makes models of diffusers from configs and folders."""
-
     @staticmethod
     def from_config(settings: Any, *, dtype: torch.dtype, trust_remote_code: bool) -> Any:
         """A model with new weights, which `torch.manual_seed` seeds."""

@@ -170,7 +170,6 @@ def _merged(checkpoint: Path, state: dict[str, Any], dtype: torch.dtype) -> Any:
 
 
 def _read(checkpoint: Path, dtype: torch.dtype) -> Any:
-    """The model of a checkpoint of either kind."""
     if not (checkpoint / SHARDS).exists():
         return load_pretrained(checkpoint, dtype)
     shards.check(checkpoint / SHARDS)

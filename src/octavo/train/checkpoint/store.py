@@ -207,7 +207,6 @@ class _NewCheckpoint:
         self.prune()
 
     def prune(self) -> None:
-        """Remove obsolete checkpoints."""
         if (run := self.run) is not None:
             for old in obsolete_checkpoints(self.out, run.keep, run.keep_every, run.keep_best):
                 remove_checkpoint(old)

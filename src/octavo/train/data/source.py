@@ -223,7 +223,6 @@ def _open_folder(config: Data, path: Path, on_bytes_read: OnBytesRead) -> Source
 
 
 def _kinds(files: list[str]) -> list[str]:
-    """The kinds of files with text among those of a folder."""
     kinds = {documents.suffix(file) for file in files if os.path.basename(file) not in METADATA}
     return sorted(kinds.intersection(FILE_KINDS))
 
