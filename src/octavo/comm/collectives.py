@@ -45,13 +45,9 @@ class AsyncResult(Generic[T]):
 
 
 def all_gather(
-    x: Tensor,
-    group: Group = None,
-    *,
-    spec: str = DEFAULT_SPEC,
-    backward_spec: str | None = None,
+    x: Tensor, group: Group = None, *, spec: str = DEFAULT_SPEC, backward_spec: str | None = None,
     async_op: bool = False,
-) -> Any:
+) -> Any:  # fmt: skip
     """Concatenate every rank's tensor along dimension 0.
 
     Args:
@@ -80,14 +76,9 @@ def all_gather(
 
 
 def reduce_scatter(
-    x: Tensor,
-    group: Group = None,
-    *,
-    op: Reduction = "sum",
-    spec: str = DEFAULT_SPEC,
-    backward_spec: str | None = None,
-    async_op: bool = False,
-) -> Any:
+    x: Tensor, group: Group = None, *, op: Reduction = "sum", spec: str = DEFAULT_SPEC,
+    backward_spec: str | None = None, async_op: bool = False,
+) -> Any:  # fmt: skip
     """Sum the ranks' tensors and give each rank its piece of the sum.
 
     Args:
@@ -123,14 +114,9 @@ def reduce_scatter(
 
 
 def all_reduce(
-    x: Tensor,
-    group: Group = None,
-    *,
-    op: Reduction = "sum",
-    spec: str = DEFAULT_SPEC,
-    backward_spec: str | None = None,
-    async_op: bool = False,
-) -> Any:
+    x: Tensor, group: Group = None, *, op: Reduction = "sum", spec: str = DEFAULT_SPEC,
+    backward_spec: str | None = None, async_op: bool = False,
+) -> Any:  # fmt: skip
     """Sum the ranks' tensors on all ranks.
 
     Args:
@@ -160,15 +146,9 @@ def all_reduce(
 
 
 def all_to_all_single(
-    x: Tensor,
-    output_split_sizes: Sequence[int] | None = None,
-    input_split_sizes: Sequence[int] | None = None,
-    group: Group = None,
-    *,
-    spec: str = DEFAULT_SPEC,
-    backward_spec: str | None = None,
-    async_op: bool = False,
-) -> Any:
+    x: Tensor, output_split_sizes: Sequence[int] | None = None, input_split_sizes: Sequence[int] | None = None,
+    group: Group = None, *, spec: str = DEFAULT_SPEC, backward_spec: str | None = None, async_op: bool = False,
+) -> Any:  # fmt: skip
     """Send rows to every rank and receive rows from every rank.
 
     Args:

@@ -31,15 +31,9 @@ def send(x: Tensor, dst: int, group: Group = None, *, spec: str = DEFAULT_SPEC, 
 
 
 def recv(
-    shape: Sequence[int],
-    src: int,
-    group: Group = None,
-    *,
-    dtype: torch.dtype,
-    device: torch.device | str = "cpu",
-    spec: str = DEFAULT_SPEC,
-    tag: int = 0,
-) -> Tensor:
+    shape: Sequence[int], src: int, group: Group = None, *, dtype: torch.dtype, device: torch.device | str = "cpu",
+    spec: str = DEFAULT_SPEC, tag: int = 0,
+) -> Tensor:  # fmt: skip
     """Receive a tensor. See `irecv`.
 
     Examples:
@@ -86,15 +80,9 @@ def isend(x: Tensor, dst: int, group: Group = None, *, spec: str = DEFAULT_SPEC,
 
 
 def irecv(
-    shape: Sequence[int],
-    src: int,
-    group: Group = None,
-    *,
-    dtype: torch.dtype,
-    device: torch.device | str = "cpu",
-    spec: str = DEFAULT_SPEC,
-    tag: int = 0,
-) -> AsyncResult[Tensor]:
+    shape: Sequence[int], src: int, group: Group = None, *, dtype: torch.dtype, device: torch.device | str = "cpu",
+    spec: str = DEFAULT_SPEC, tag: int = 0,
+) -> AsyncResult[Tensor]:  # fmt: skip
     """Start to receive a tensor.
 
     Args:

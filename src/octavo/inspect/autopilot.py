@@ -99,15 +99,9 @@ class Autopilot:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        *,
-        every: int = 50,
-        thresholds: Thresholds | None = None,
-        watch: Watch | None = None,
-        restore_after: int = 0,
-        fallback_recipes: Sequence[str] = FALLBACK_RECIPES,
-    ) -> None:
+        self, model: nn.Module, *, every: int = 50, thresholds: Thresholds | None = None, watch: Watch | None = None,
+        restore_after: int = 0, fallback_recipes: Sequence[str] = FALLBACK_RECIPES,
+    ) -> None:  # fmt: skip
         self.watch = Watch(model, every=max(every, 1)) if watch is None else watch
         self._elsewhere = _layers_of_other_stages(model, self.watch.stages)  # and their recipes now
         if not any(is_converted(module) for module in model.modules()) and not any(self._elsewhere.values()):
@@ -170,12 +164,9 @@ class Autopilot:
         return {layer: recipes for layer, recipes in recipes_by_layer.items() if layer not in self._elsewhere}
 
     def act(
-        self,
-        rows: Sequence[OperandStats] | None = None,
-        errors: Mapping[str, Mapping[str, float]] | None = None,
-        *,
+        self, rows: Sequence[OperandStats] | None = None, errors: Mapping[str, Mapping[str, float]] | None = None, *,
         finite: bool = True,
-    ) -> list[RecipeChange]:
+    ) -> list[RecipeChange]:  # fmt: skip
         """Move layers according to the last step; do nothing if it was not sampled or not finite.
 
         Args:

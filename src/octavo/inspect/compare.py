@@ -108,15 +108,10 @@ class LossComparison:
 
 
 def compare_losses(
-    baseline: Sequence[float],
-    arms: Mapping[str, Sequence[float]],
-    *,
-    margin: float | None = None,
-    confidence: float = CONFIDENCE,
-    max_seeds: int = MOST_SEEDS,
-    seeds: Sequence[int] | None = None,
+    baseline: Sequence[float], arms: Mapping[str, Sequence[float]], *, margin: float | None = None,
+    confidence: float = CONFIDENCE, max_seeds: int = MOST_SEEDS, seeds: Sequence[int] | None = None,
     baseline_name: str = "the baseline",
-) -> LossComparison:
+) -> LossComparison:  # fmt: skip
     """Compare the losses of arms with a baseline's on the same seeds, from any trainer.
 
     Args:

@@ -70,15 +70,9 @@ class Watch(Displayed):
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        *,
-        every: int = 50,
-        what_if: Sequence[str] = (),
-        high_precision: bool = False,
-        group: dist.ProcessGroup | None = None,
-        stages: dist.ProcessGroup | None = None,
-    ) -> None:
+        self, model: nn.Module, *, every: int = 50, what_if: Sequence[str] = (), high_precision: bool = False,
+        group: dist.ProcessGroup | None = None, stages: dist.ProcessGroup | None = None,
+    ) -> None:  # fmt: skip
         if every < 0:
             raise ValueError(f"Watch: every is a number of steps, or 0 for forced samples only; got {every}")
         if isinstance(what_if, str):
@@ -109,12 +103,9 @@ class Watch(Displayed):
 
     @contextmanager
     def step(
-        self,
-        number: int | None = None,
-        *,
-        force: bool = False,
+        self, number: int | None = None, *, force: bool = False,
         measure: Mapping[str, Sequence[str | Recipe]] | None = None,
-    ) -> Iterator[None]:
+    ) -> Iterator[None]:  # fmt: skip
         """Run a step inside, with all of its forwards and backwards.
 
         Args:

@@ -52,14 +52,10 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def rule_plan(
-    model: nn.Module,
-    recipe: str | Recipe | Mapping[Filter | ModuleFilter, str | Recipe] | None = None,
-    *,
-    precision: Precision | None = None,
-    skip: Sequence[str] = (),
-    filter: Filter | ModuleFilter | None = None,
+    model: nn.Module, recipe: str | Recipe | Mapping[Filter | ModuleFilter, str | Recipe] | None = None, *,
+    precision: Precision | None = None, skip: Sequence[str] = (), filter: Filter | ModuleFilter | None = None,
     activations: str = "bf16",
-) -> Plan:
+) -> Plan:  # fmt: skip
     """Decide by rule, without costs: every linear layer except vocabulary heads and layers too narrow to gain.
 
     Args:

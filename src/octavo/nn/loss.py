@@ -33,17 +33,10 @@ _REDUCTIONS = ("mean", "sum")
 
 
 def linear_cross_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None = None,
-    *,
-    ignore_index: int = -100,
-    reduction: Literal["mean", "sum"] = "mean",
-    scale: float = 1.0,
-    softcap: float | None = None,
+    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, *, ignore_index: int = -100,
+    reduction: Literal["mean", "sum"] = "mean", scale: float = 1.0, softcap: float | None = None,
     chunk: int | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """`cross_entropy(linear(hidden, weight, bias), target)` without the whole logits.
 
     Args:

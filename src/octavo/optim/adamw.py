@@ -92,20 +92,11 @@ class AdamW(Optimizer):
     }  # fmt: skip
 
     def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float | Tensor = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 1e-2,
-        *,
-        states: Literal["fp8", "fp32"] = "fp8",
-        master: Literal["remainder", "fp32"] | None = "remainder",
-        stochastic_rounding: bool = True,
-        nonfinite: Literal["raise", "skip", "ignore"] = "raise",
-        maximize: bool = False,
-        amsgrad: bool = False,
-    ) -> None:
+        self, params: Iterable[Any], lr: float | Tensor = 1e-3, betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8, weight_decay: float = 1e-2, *, states: Literal["fp8", "fp32"] = "fp8",
+        master: Literal["remainder", "fp32"] | None = "remainder", stochastic_rounding: bool = True,
+        nonfinite: Literal["raise", "skip", "ignore"] = "raise", maximize: bool = False, amsgrad: bool = False,
+    ) -> None:  # fmt: skip
         if amsgrad:
             raise ValueError("octavo.AdamW does not support amsgrad; use torch.optim.AdamW")
         self.skipped = 0

@@ -70,20 +70,10 @@ class Muon(AdamW):
     }  # fmt: skip
 
     def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float | Tensor = 1e-3,
-        momentum: float = 0.95,
-        weight_decay: float = 0.1,
-        *,
-        nesterov: bool = True,
-        ns_steps: int = 5,
-        adjust_lr_fn: Literal["original", "match_rms_adamw"] = "original",
-        muon: bool = True,
-        betas: tuple[float, float] = (0.9, 0.95),
-        eps: float = 1e-8,
-        **options: Any,
-    ) -> None:
+        self, params: Iterable[Any], lr: float | Tensor = 1e-3, momentum: float = 0.95, weight_decay: float = 0.1, *,
+        nesterov: bool = True, ns_steps: int = 5, adjust_lr_fn: Literal["original", "match_rms_adamw"] = "original",
+        muon: bool = True, betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8, **options: Any,
+    ) -> None:  # fmt: skip
         self._own = {
             "muon": muon, "momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps,
             "adjust_lr_fn": adjust_lr_fn,

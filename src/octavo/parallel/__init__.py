@@ -3,7 +3,7 @@
 `parallelize` is the entry point to data parallelism. `pipeline` is imported on first use, as torch's imports slowly.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from octavo.parallel.clip_grad import clip_grad_norm_
 from octavo.parallel.context_parallel import context_parallel
@@ -13,6 +13,7 @@ from octavo.parallel.parallelize import Parallel, parallelize
 from octavo.parallel.tensor_parallel import Fp8ColwiseParallel, Fp8RowwiseParallel
 from octavo.parallel.tensor_parallel_plan import sum_partial_gradients, tensor_parallel
 from octavo.parallel.ulysses import ulysses_attention
+from octavo.runtime.lazy import lazy_names
 
 if TYPE_CHECKING:
     from octavo.parallel.pipeline import PipelineStage as PipelineStage
@@ -23,11 +24,5 @@ __all__ = [
     "ulysses_attention",
 ]  # fmt: skip
 
-
-def __getattr__(name: str) -> Any:
-    if name != "PipelineStage":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from octavo.parallel.pipeline import PipelineStage
-
-    globals()[name] = PipelineStage
-    return PipelineStage
+if not TYPE_CHECKING:
+    __getattr__ = lazy_names(__name__, {"parallel.pipeline": ("PipelineStage",)})

@@ -90,16 +90,10 @@ class Parallel:
 
 
 def parallelize(
-    model: nn.Module,
-    mesh: DeviceMesh | Parallel | None = None,
-    *,
-    precision: Precision | None = None,
-    fp8_comm: Literal["auto", "on", "gather", "off"] | None = None,
-    reshard_after_forward: bool | None = None,
-    cpu_offload: bool | None = None,
-    dtype: torch.dtype | None = None,
-    reduce_dtype: torch.dtype = torch.float32,
-) -> nn.Module:
+    model: nn.Module, mesh: DeviceMesh | Parallel | None = None, *, precision: Precision | None = None,
+    fp8_comm: Literal["auto", "on", "gather", "off"] | None = None, reshard_after_forward: bool | None = None,
+    cpu_offload: bool | None = None, dtype: torch.dtype | None = None, reduce_dtype: torch.dtype = torch.float32,
+) -> nn.Module:  # fmt: skip
     """Distribute a model over the ranks of a process group. Create the optimizer afterwards.
 
     Args:

@@ -87,16 +87,9 @@ class PipelineStage(pipelining.PipelineStage):
     """
 
     def __init__(
-        self,
-        submodule: nn.Module,
-        stage_index: int,
-        num_stages: int,
-        device: torch.device,
-        *,
-        fp8_comm: bool = True,
-        spec: str = ADAPTIVE_SPEC,
-        **options: Any,
-    ) -> None:
+        self, submodule: nn.Module, stage_index: int, num_stages: int, device: torch.device, *, fp8_comm: bool = True,
+        spec: str = ADAPTIVE_SPEC, **options: Any,
+    ) -> None:  # fmt: skip
         if missing := missing_in_pipelining():
             raise RuntimeError(
                 f"octavo.parallel.PipelineStage needs torch 2.13: {torch.__version__} lacks {', '.join(missing)}. Use "

@@ -61,13 +61,9 @@ _PARTIAL: WeakKeyDictionary[nn.Module, frozenset[str]] = WeakKeyDictionary()
 
 
 def tensor_parallel(
-    model: nn.Module,
-    mesh: DeviceMesh,
-    *,
-    sequence_parallel: bool = True,
-    gather: Literal["fp8", "bf16"] = "fp8",
+    model: nn.Module, mesh: DeviceMesh, *, sequence_parallel: bool = True, gather: Literal["fp8", "bf16"] = "fp8",
     reduce: Literal["bf16", "fp8"] = "bf16",
-) -> nn.Module:
+) -> nn.Module:  # fmt: skip
     """Distribute the linear layers of a language model over ranks by the plan of its config, in place.
 
     Call it after `octavo.convert` and before `octavo.parallelize` or `fully_shard` over other dimensions of the same

@@ -29,15 +29,9 @@ _GROUP = parse_spec(ADAPTIVE_SPEC).granularity.columns  # Elements of a message 
 
 
 def ulysses_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    group: Group = None,
-    *,
-    attention: Callable[..., Tensor] = F.scaled_dot_product_attention,
-    fp8_comm: bool = True,
-    **kwargs: Any,
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, group: Group = None, *,
+    attention: Callable[..., Tensor] = F.scaled_dot_product_attention, fp8_comm: bool = True, **kwargs: Any,
+) -> Tensor:  # fmt: skip
     """Compute attention over a sequence of which each rank has an equal, consecutive part.
 
     Args:

@@ -30,15 +30,11 @@ Loss = Callable[[nn.Module, Any], Tensor]
 
 
 def memory(
-    model: nn.Module,
-    batch: Any,
-    *,
+    model: nn.Module, batch: Any, *,
     optimizer: Callable[..., torch.optim.Optimizer] | torch.optim.Optimizer | None = None,
-    precision: Precision | None = None,
-    loss: Loss | None = None,
-    micro_batches: int = 1,
+    precision: Precision | None = None, loss: Loss | None = None, micro_batches: int = 1,
     device: str | torch.device = "cuda",
-) -> MemoryPlan:
+) -> MemoryPlan:  # fmt: skip
     """Predict the memory of a training step.
 
     Args:

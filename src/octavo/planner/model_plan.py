@@ -60,23 +60,11 @@ class PlanRequest:
 
 
 def plan(
-    model: nn.Module,
-    batch: Any,
-    seq: int | None = None,
-    *,
-    device: str | Path | Mapping[str, Any] | Gpu = "h100",
-    world_size: int = 1,
-    parallel: ParallelLayout | None = None,
-    precision: Precision | None = None,
-    recipe: str | Recipe = "auto",
-    skip: Sequence[str] = (),
-    filter: FilterLike | None = None,
-    heads: bool = False,
-    compiled: bool = False,
-    checkpointing: str = "none",
-    micro_batches: int = 1,
-    calibration: str | Path | None = None,
-) -> Forecast:
+    model: nn.Module, batch: Any, seq: int | None = None, *, device: str | Path | Mapping[str, Any] | Gpu = "h100",
+    world_size: int = 1, parallel: ParallelLayout | None = None, precision: Precision | None = None,
+    recipe: str | Recipe = "auto", skip: Sequence[str] = (), filter: FilterLike | None = None, heads: bool = False,
+    compiled: bool = False, checkpointing: str = "none", micro_batches: int = 1, calibration: str | Path | None = None,
+) -> Forecast:  # fmt: skip
     """Decide for each linear layer whether FP8 pays on a GPU, and predict the time and memory of a training step.
 
     Args:

@@ -172,12 +172,9 @@ class DataSize:
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
-    rows: NonNegative
-    """Sequences or images of an epoch."""
-    documents: NonNegative | None = None
-    """Documents; None where the data has none."""
-    tokens: NonNegative | None = None
-    """Tokens of them."""
+    rows: NonNegative  # Sequences or images of an epoch
+    documents: NonNegative | None = None  # Documents; None where the data has none
+    tokens: NonNegative | None = None  # Tokens of them
 
 
 @dataclass(frozen=True, kw_only=True)
