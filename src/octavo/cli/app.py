@@ -98,7 +98,7 @@ def user_errors(context: typer.Context) -> Iterator[None]:
         if context.obj["traceback"]:
             traceback.print_exc()
         elif is_first_rank() or type(error).__name__ != "SharedError":  # the first rank prints it
-            show_error(_message(error))
+            show_error(missing(error, "this command") if isinstance(error, ModuleNotFoundError) else str(error))
         raise typer.Exit(USAGE_ERROR) from None
 
 
@@ -112,10 +112,6 @@ def show_error(message: str) -> None:
     console = stderr()
     console.print("[bold red]error:[/bold red] ", end="")
     console.print(message, markup=False, highlight=False, soft_wrap=True)
-
-
-def _message(error: Exception) -> str:
-    return missing(error, "this command") if isinstance(error, ModuleNotFoundError) else str(error)
 
 
 def print_plain(console: "Console", text: str) -> None:

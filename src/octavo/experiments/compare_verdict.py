@@ -11,12 +11,12 @@ equal capability: an arm that computes a step in half the time but takes twice t
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from octavo.experiments.curves import Curves, Floats, smooth
+from octavo.experiments.curves import Curves, smooth
 from octavo.experiments.verdict import held_out_loss
 from octavo.inspect.compare import EXIT_CODES, ArmLosses, LossComparison, Outcome, compare_losses
 from octavo.inspect.paired_test import CONFIDENCE, MOST_SEEDS
@@ -186,14 +186,15 @@ def times_to_loss(runs: Sequence[ArmRuns]) -> list[TimeToLoss | None]:
         return [None] * len(runs)
     index = [runs[0].seeds.index(seed) for seed in seeds]
     smoothed = [[smooth(run.curves[i].loss) for i in index] for run in runs]
-    targets = [common_target(curves) for curves in zip(*smoothed, strict=True)]
+    # The lowest loss that all reach on each seed; every curve holds a finite value.
+    targets = [max(float(np.nanmin(curve)) for curve in curves) for curves in zip(*smoothed, strict=True)]
     rows: list[tuple[tuple[int, ...], float, float]] = []
     for run, curves in zip(runs, smoothed, strict=True):
         steps, tokens, seconds = [], [], []
         for i, curve, target in zip(index, curves, targets, strict=True):
-            taken = steps_to(curve, target)
+            taken = int(np.flatnonzero(curve <= target)[0]) + 1
             result = run.results[i]
-            assert taken is not None and result.tokens_per_s is not None
+            assert result.tokens_per_s is not None
             steps.append(taken)
             tokens.append(result.tokens / result.steps * taken)
             seconds.append(tokens[-1] / result.tokens_per_s)
@@ -202,17 +203,6 @@ def times_to_loss(runs: Sequence[ArmRuns]) -> list[TimeToLoss | None]:
         TimeToLoss(targets=tuple(targets), steps=steps, tokens=tokens, seconds=seconds, speed=rows[0][2] / seconds)
         for steps, tokens, seconds in rows
     ]
-
-
-def common_target(curves: Iterable[Floats]) -> float:
-    """The lowest loss that all curves reach; each holds a finite value."""
-    return max(float(np.nanmin(curve)) for curve in curves)
-
-
-def steps_to(curve: Floats, target: float) -> int | None:
-    """Steps, 1, 2, …, until a curve [steps] is first at or below a loss; None if it never is."""
-    reached = np.flatnonzero(curve <= target)
-    return int(reached[0]) + 1 if len(reached) else None
 
 
 def _notes(runs: Sequence[ArmRuns], losses: LossComparison) -> list[str]:

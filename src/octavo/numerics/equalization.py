@@ -122,7 +122,9 @@ def equalize(x_amax: Tensor, w_amax: Tensor, previous: ChannelScales | None = No
     x_alive, w_alive = xw > -torch.inf
     alive = x_alive & w_alive
     exponents, amax = (x - w) / 2, (x + w) / 2  # amax of X' and of W'
-    of_x, of_w, usual, level = _medians(torch.stack([x, w, exponents, amax]), alive)
+    # Medians over the channels that are alive, or zero without any.
+    rows = torch.where(alive, torch.stack([x, w, exponents, amax]), torch.nan)
+    of_x, of_w, usual, level = rows.nanmedian(1).values.nan_to_num(0.0).unbind()
     largest = level + LARGEST_SPLIT
     outlier_in_x = x - of_x > w - of_w
     exponents = torch.where(amax > largest, torch.where(outlier_in_x, largest - w, x - largest), exponents) - usual
@@ -133,8 +135,3 @@ def equalize(x_amax: Tensor, w_amax: Tensor, previous: ChannelScales | None = No
         dead = previous.exponents().double()
     exponents = torch.where(alive, exponents, dead)
     return ChannelScales.of(exponents.round().clamp(-LARGEST_EXPONENT, LARGEST_EXPONENT))
-
-
-def _medians(values: Tensor, alive: Tensor) -> tuple[Tensor, ...]:
-    """Return the median of the values of each row [.,K] that are alive, or zero without any: []."""
-    return torch.where(alive, values, torch.nan).nanmedian(1).values.nan_to_num(0.0).unbind()

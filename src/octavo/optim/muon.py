@@ -127,7 +127,9 @@ def update_matrices(optimizer: AdamW, entries: Sequence[Entry]) -> None:
             orthogonal = _orthogonalized(updates, part, ranks)
             for (group, param), (state, hyper), update in zip(part, states, orthogonal, strict=True):
                 scale = _scale(param.shape, group["adjust_lr_fn"])
-                _subtract(state, matrix_view(update), hyper.lr * scale, hyper.lr * hyper.weight_decay)
+                for part_state, rows in state.chunks():
+                    master = master_values(part_state).mul_(1 - hyper.lr * hyper.weight_decay)
+                    write_parameter(part_state, master.add_(matrix_view(update)[rows], alpha=-hyper.lr * scale))
                 copy_back(param, state)
 
 
@@ -140,13 +142,6 @@ def _momentum(state: ParamState, hyper: HyperParams, decay: float, nesterov: boo
         out[rows].copy_(grad.lerp(momentum, decay) if nesterov else momentum)
         write_moments(part, moments)
     return out
-
-
-def _subtract(state: ParamState, update: Tensor, lr: float, decay: float) -> None:
-    """Decay the master of a matrix [R,C] by `decay` and subtract `lr` times `update` [R,C], in place."""
-    for part, rows in state.chunks():
-        values = master_values(part)
-        write_parameter(part, values.mul_(1 - decay).add_(update[rows], alpha=-lr))
 
 
 def orthogonalize(update: Tensor, steps: int = 5) -> Tensor:

@@ -185,8 +185,10 @@ def _plan(
     prefix = next((f"{name}." for name, module in model.named_modules() if module is base and name), "")
     styles: dict[str, Any] = {}
     between_heads: list[str] = []
+    # In the patterns of Transformers, * is a number.
+    regexes = {re.escape(prefix + p).replace(r"\*", r"\d+"): s for p, s in patterns.items()}
     for name, module in model.named_modules():
-        style = next((s for p, s in patterns.items() if _matches(prefix + p, name)), None)
+        style = next((s for regex, s in regexes.items() if re.fullmatch(regex, name)), None)
         if style is None or style in _EXPERT_STYLES:
             continue
         if style == _BETWEEN_HEADS:
@@ -222,11 +224,6 @@ def _between_features(model: nn.Module, styles: dict[str, Any]) -> Iterator[str]
             vectors = all(parameter.ndim < 2 for parameter in child.parameters())  # no router
             if vectors and not isinstance(child, nn.Linear) and "norm" not in type(child).__name__.lower():
                 yield f"{owner}.{name}"
-
-
-def _matches(pattern: str, name: str) -> bool:
-    """Whether a pattern of Transformers, whose * is a number, matches a module's name."""
-    return re.fullmatch(re.escape(pattern).replace(r"\*", r"\d+"), name) is not None
 
 
 def _style(

@@ -29,11 +29,6 @@ class Sent:
     seconds: float  # Seconds that sending takes
     backward: bool = False  # Whether it is sent in backward
 
-    @property
-    def of_gradients(self) -> bool:
-        """Whether these are gradients of parameters."""
-        return self.kind in (GRADIENTS, COPIES)
-
     def times(self, count: int) -> "Sent":
         """Return the same, sent several times."""
         return replace(self, bytes=self.bytes * count, seconds=self.seconds * count)

@@ -26,7 +26,7 @@ from octavo.numerics import Precision
 from octavo.numerics.recipe import Recipe
 from octavo.optim.adamw import ADAMW
 from octavo.planner.collective_cost import GPUS_PER_MACHINE
-from octavo.planner.communication import Sent, exchanged, sharded, traffic
+from octavo.planner.communication import COPIES, GRADIENTS, Sent, exchanged, sharded, traffic
 from octavo.planner.decide import total
 from octavo.planner.devices import Gpu
 from octavo.planner.host_time import FUSED_OPERATIONS
@@ -258,7 +258,7 @@ def step_time(
         forward=forward + waiting / 3,
         backward=backward + waiting * 2 / 3,
         sent=tuple(
-            row.times(1 if pipelined and row.of_gradients else micro_batches)
+            row.times(1 if pipelined and row.kind in (GRADIENTS, COPIES) else micro_batches)
             for row in (*tokens_sent, *gathers * (1 if pipelined or step_config.keeps_gathered else 2), *reductions)
         ),
     )

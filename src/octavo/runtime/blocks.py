@@ -53,12 +53,9 @@ def _stacks(module: nn.Module) -> Iterator[list[nn.Module]]:
     listed = isinstance(module, nn.ModuleList) or (isinstance(module, nn.ModuleDict) and all(map(str.isdigit, module)))
     repeated = len(kinds) == 1 or (listed and len(kinds) < len(members))
     enough = len(members) > 1 or listed
-    if (listed or isinstance(module, nn.Sequential)) and repeated and enough and all(map(_has_parts, members)):
+    have_parts = all(next(member.children(), None) is not None for member in members)
+    if (listed or isinstance(module, nn.Sequential)) and repeated and enough and have_parts:
         yield members
         return
     for member in members:
         yield from _stacks(member)
-
-
-def _has_parts(module: nn.Module) -> bool:
-    return next(module.children(), None) is not None

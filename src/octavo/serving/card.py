@@ -53,7 +53,9 @@ def model_card(model: Any, exported: Exported, layout: ExportLayout, details: Ma
         "recipe of training": ", ".join(recipes),
         "layout": f"{layout.name}: weights {layout.recipe.w}, inputs {layout.recipe.x}, scaled at run time",
         "in FP8": f"{len(exported.fp8)} modules: {listed(exported.fp8)}",
-        "versions": ", ".join(f"{name} {number}" for name, number in _versions().items()),
+        "versions": ", ".join(
+            [f"octavo {__version__}", *(f"{name} {version(name)}" for name in ("torch", "transformers"))]
+        ),
     }
     reasons: dict[str, list[str]] = {}
     for fqn, reason in exported.high_precision.items():
@@ -68,7 +70,3 @@ def model_card(model: Any, exported: Exported, layout: ExportLayout, details: Ma
         *(["Notes:", "", *(f"- {note}" for note in exported.notes), ""] if exported.notes else []),
     ]  # fmt: skip
     return "\n".join(lines)
-
-
-def _versions() -> dict[str, str]:
-    return {"octavo": __version__, **{name: version(name) for name in ("torch", "transformers")}}

@@ -51,7 +51,8 @@ def compress(
     grouped = _grouped(values)
     size = grouped.abs_() if overwrite and not signed else grouped.abs()
     hi, lo = size.amax(-1, keepdim=True), size.amin(-1, keepdim=True)
-    zeros = None if bool((lo > 0).all()) else _zeros(size)
+    # All ones where a magnitude is zero: a mask of booleans takes ten times as long on a CPU.
+    zeros = None if bool((lo > 0).all()) else (size.view(torch.int32) - 1).bitwise_right_shift_(31)
     if zeros is not None:
         lo = _where_zero(size, zeros, torch.inf).amin(-1, keepdim=True)
     empty = hi == 0
@@ -131,11 +132,6 @@ def seed_after(seed: int, elements: int) -> int:
 def _signed(number: int) -> int:
     """Return the low 32 bits as a signed integer."""
     return ((number + 2**31) % 2**32) - 2**31
-
-
-def _zeros(size: Tensor) -> Tensor:
-    """Return a mask, all ones where a magnitude is zero. A boolean one takes ten times as long on a CPU."""
-    return (size.view(torch.int32) - 1).bitwise_right_shift_(31)
 
 
 def _where_zero(size: Tensor, zeros: Tensor, value: float) -> Tensor:

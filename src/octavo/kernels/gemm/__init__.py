@@ -203,10 +203,6 @@ def _text(spec: QuantSpec | None) -> str:
     return UNIT_SCALE if spec is None else spec.text
 
 
-def _cases() -> dict[str, Case]:
-    return {f"{r.name} {product}": case for r in RECIPES.values() for product, case in cases_of(r).items()}
-
-
 def _probe(backend: Backend, device: torch.device, case: Case) -> str | None:
     """Compare the products of a linear with `reference` within bf16 rounding; no size is a multiple of 16."""
     # The tiny product has fewer tiles than a GPU has multiprocessors; the backend's `trials` have more.
@@ -280,7 +276,8 @@ def _plain_triton_unsupported(device: torch.device, case: Case) -> str | None:
     return None if triton.overlaps_in_training(device, case) else "the backend triton runs the same kernels"
 
 
-SCALED_MM = register(Op(name="scaled_mm", cases=_cases(), probe=_probe))
+_CASES = {f"{r.name} {product}": case for r in RECIPES.values() for product, case in cases_of(r).items()}
+SCALED_MM = register(Op(name="scaled_mm", cases=_CASES, probe=_probe))
 SCALED_MM.add(
     Backend(
         name="torch_scaled", run=torch_scaled.scaled_mm, plan=torch_plan.plan_of,

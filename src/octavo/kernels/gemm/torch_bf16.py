@@ -36,7 +36,9 @@ def unsupported_reason(device: torch.device, case: Case) -> str | None:
         return f"{SWITCH}=exact"
     if not has_bf16_instructions():
         return "this CPU has no bf16 instructions (AVX512_BF16, AMX)"
-    if not _scales_afterwards(case) and not _exact_in_bf16(case):
+    left, right = blocks_of(case)
+    is_exact = all(text == UNIT_SCALE or QuantSpec.parse(text).scale_rule != "amax" for text in case[:2])
+    if not left.columns == right.columns == FULL and not is_exact:
         return "the scales vary along the contraction, and values times scales are not exact in bf16"
     return None
 
@@ -68,12 +70,3 @@ def scaled_mm(
 def _matmul(a: Tensor, b: Tensor) -> Tensor:
     with torch.autocast("cpu", enabled=False):
         return a @ b
-
-
-def _scales_afterwards(case: Case) -> bool:
-    left, right = blocks_of(case)
-    return left.columns == right.columns == FULL
-
-
-def _exact_in_bf16(case: Case) -> bool:
-    return all(text == UNIT_SCALE or QuantSpec.parse(text).scale_rule != "amax" for text in case[:2])

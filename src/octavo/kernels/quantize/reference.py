@@ -13,7 +13,7 @@ def quantize(
     order: str = "rows",
 ) -> list[Tensor]:  # fmt: skip
     """Return data in the requested orders (column-major as [C,R]), then scales unless `scale` is passed."""
-    chunks = _block_row_chunks(x, spec)
+    chunks = row_chunks((x.shape[0], x.shape[1]), spec.granularity.rows or 1)  # of whole scale blocks
     scale_f32 = inverse = None
     if scale is not None:
         scale_f32 = scale.float()
@@ -84,11 +84,6 @@ def scale_of(amax: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
 def reciprocal(scale: Tensor) -> Tensor:
     """Return 1/scale, divided in float64, in float32."""
     return scale.double().reciprocal_().float()
-
-
-def _block_row_chunks(x: Tensor, spec: QuantSpec) -> list[slice]:
-    """Row chunks of whole scale blocks."""
-    return row_chunks((x.shape[0], x.shape[1]), spec.granularity.rows or 1)
 
 
 def _chunk_of_blocks(per_block: Tensor, chunk: slice, spec: QuantSpec) -> Tensor:

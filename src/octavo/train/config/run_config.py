@@ -398,7 +398,8 @@ def explain(error: ValidationError, tables: Mapping[str, Any], config: type[Sect
     got = f", got {first['input']!r}"
     choices = _choices(model)
     if choices and isinstance(first["input"], str):
-        return f"{name}: should be {_join(choices)}{got}{nearest(first['input'], choices)}"
+        expected = " | ".join(f'"{choice}"' for choice in choices)
+        return f"{name}: should be {expected}{got}{nearest(first['input'], choices)}"
     message = first["msg"].removeprefix("Input ")
     return f"{name}: {message}{got}"
 
@@ -415,10 +416,6 @@ def _choices(annotation: Any) -> list[str]:
     for part in get_args(annotation):
         values += _choices(part) if get_args(part) else []
     return values
-
-
-def _join(choices: list[str]) -> str:
-    return " | ".join(f'"{choice}"' for choice in choices)
 
 
 def resume_of(key: str) -> str:

@@ -71,7 +71,7 @@ def shrink(tables: Mapping[str, Any], model_config: Mapping[str, Any]) -> dict[s
     """Return the sections of a small run of the same architecture."""
     small = {name: dict(section) for name, section in deepcopy(dict(tables)).items() if name != "parallel"}
     model_type, given = str(small["model"]["type"]), small["model"].get("config", {})
-    has_images = is_composite(model_config)
+    has_images = {"vision_config", "text_config"} <= model_config.keys()
     data = tables["data"]
     chats = any(part.get("format") == "messages" for part in (data, *data.get("sources", ())))
     of_images = small["data"].get("task") in OF_IMAGES
@@ -108,11 +108,6 @@ def _shrink_images(model_type: str, given: Mapping[str, Any], complete: Mapping[
     left_out = {*own, "num_labels", "id2label", "label2id", "encoder_stride", "pooler_output_size"}
     parts = [{name: value for name, value in fields.items() if name not in left_out} for fields in (given, complete)]
     return shrink_model(model_type, *parts) | own
-
-
-def is_composite(complete: Mapping[str, Any]) -> bool:
-    """Whether a model's config is that of a vision tower and a language model."""
-    return {"vision_config", "text_config"} <= complete.keys()
 
 
 def _shrink_parts(model_type: str, given: Mapping[str, Any], complete: Mapping[str, Any]) -> dict[str, Any]:
