@@ -16,7 +16,7 @@ from benchmarks import command
 from benchmarks import kernels as gemm
 from benchmarks.environment import RESULTS, write_text
 from octavo.kernels.calibration import FORMAT, Entry
-from octavo.kernels.gemm import bf16_timing
+from octavo.kernels.gemm.product_timing import BF16_CASES, MATMUL
 from octavo.planner.devices import DEVICES
 from octavo.planner.roofline import product
 
@@ -87,8 +87,8 @@ def _entries(rows: Sequence[Row]) -> Iterable[Entry]:
         if is_bf16 or row["arm"] == BACKEND:
             m, k, n = _sizes(row)
             yield Entry(
-                op=bf16_timing.MATMUL if is_bf16 else "scaled_mm",
-                case=bf16_timing.CASES["forward"] if is_bf16 else gemm.CASES[row["case"]],
+                op=MATMUL if is_bf16 else "scaled_mm",
+                case=BF16_CASES["forward"] if is_bf16 else gemm.CASES[row["case"]],
                 shape=(m, n, k), backend="torch" if is_bf16 else BACKEND, config=None,
                 microseconds=round(1e3 * row["kernel_ms"], 2),
             )  # fmt: skip

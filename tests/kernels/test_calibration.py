@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from octavo.cli import app
 from octavo.kernels import calibration
 from octavo.kernels.calibration import Entry
-from octavo.kernels.gemm import bf16_timing, calibrate, fp8_timing
+from octavo.kernels.gemm import calibrate, product_timing
 from octavo.kernels.quantize import quantize_timing
 from octavo.kernels.quantize import triton as triton_quantize
 from octavo.kernels.quantize.quantize_timing import quantizations, time_quantization
@@ -189,7 +189,7 @@ def test_nothing_is_cached_during_graph_capture(monkeypatch):
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_measuring_times_every_candidate_and_names_the_fastest(monkeypatch, name):
-    reference = fp8_timing.SCALED_MM.backends["reference"].run
+    reference = product_timing.SCALED_MM.backends["reference"].run
     times = {"slow": CallTime(9.0, 1.0), "fast": CallTime(3.0, 2.0)}
     ran = []
 
@@ -201,15 +201,17 @@ def test_measuring_times_every_candidate_and_names_the_fastest(monkeypatch, name
         return label, Backend(name=label, run=run), {"slow": None, "fast": 1}[label]
 
     broken = "broken", Backend(name="broken", run=lambda *rest, config=None: torch.zeros(1)), 0
-    monkeypatch.setattr(fp8_timing, "_candidates", lambda device, case: [candidate("slow"), candidate("fast"), broken])
+    monkeypatch.setattr(
+        product_timing, "_candidates", lambda device, case: [candidate("slow"), candidate("fast"), broken]
+    )
 
     def timer(calls):
         for call in calls[:1]:
             call()
         return times[ran[-1][0]]
 
-    for task in fp8_timing.fp8_gemms(RECIPES[name], [(32, 64, 48)]):
-        result = fp8_timing.time_fp8_product(task, torch.device("cpu"), timer)
+    for task in product_timing.fp8_gemms(RECIPES[name], [(32, 64, 48)]):
+        result = product_timing.time_fp8_product(task, torch.device("cpu"), timer)
         assert list(result.times) == ["fast", "slow"]
         assert (result.entry.backend, result.entry.config, result.entry.others) == ("fast", 1, {"slow": 9.0})
         assert (result.entry.microseconds, result.entry.host_microseconds) == (3.0, 2.0)
@@ -229,7 +231,7 @@ def test_measuring_times_every_candidate_and_names_the_fastest(monkeypatch, name
     ],
 )
 def test_the_candidate_that_a_caller_waits_for_least_is_saved(measured, chosen):
-    task = fp8_timing.fp8_gemms(RECIPES["rowwise"], [(16, 16, 16)])[0]
+    task = product_timing.fp8_gemms(RECIPES["rowwise"], [(16, 16, 16)])[0]
     times = {label: CallTime(*pair) for label, pair in measured.items()}
     choices = {label: (label.split()[0], label[-1]) for label in measured}
     result = TimingResult.of_candidates(task, "scaled_mm", times, choices, {})
@@ -240,11 +242,11 @@ def test_the_candidate_that_a_caller_waits_for_least_is_saved(measured, chosen):
 
 def test_products_are_timed_as_a_planned_linear_runs_them():
     """From the backend's plan, which the dispatcher's path would hide."""
-    task, calls = fp8_timing.fp8_gemms(RECIPES["rowwise"], [(16, 16, 16)])[0], []
+    task, calls = product_timing.fp8_gemms(RECIPES["rowwise"], [(16, 16, 16)])[0], []
     plan = lambda *arguments: lambda *tensors: calls.append(tensors)  # noqa: E731
     backend = Backend(name="some", run=lambda *arguments: pytest.fail("ran without its plan"), plan=plan)
-    (a, b), *_ = fp8_timing._operands(task, torch.device("cpu"))
-    fp8_timing._prepared(backend, a, b, "nt")(a, b)
+    (a, b), *_ = product_timing._operands(task, torch.device("cpu"))
+    product_timing._prepared(backend, a, b, "nt")(a, b)
     assert [id(x) for x in calls[0]] == [id(x) for x in (a.data, b.data, a.scale, b.scale, None)]
 
 
@@ -273,8 +275,8 @@ def test_command_measures_prints_and_saves(monkeypatch):
         times = {"triton 128x128 #0": CallTime(10.0, 4.0), "torch_scaled": CallTime(3.0, 12.5)}
         return TimingResult(task=task, times=times, entry=won)
 
-    monkeypatch.setattr(calibrate, "time_fp8_product", measured)
-    monkeypatch.setattr(bf16_timing, "time_bf16_product", measured)
+    monkeypatch.setattr(product_timing, "time_fp8_product", measured)
+    monkeypatch.setattr(product_timing, "time_bf16_product", measured)
     monkeypatch.setattr(quantize_timing, "time_quantization", measured)
     monkeypatch.setattr(
         "octavo.planner.host_time.measure",
@@ -285,9 +287,13 @@ def test_command_measures_prints_and_saves(monkeypatch):
     assert "25 %" in result.stdout and str(calibration.path(GPU)) in result.stdout.replace("\n", "")
     sizes = [(64, 128, 256)]
     expected = {
-        (t.case, t.shape) for r in RECIPES.values() for t in (*fp8_timing.fp8_gemms(r, sizes), *quantizations(r, sizes))
+        (t.case, t.shape)
+        for r in RECIPES.values()
+        for t in (*product_timing.fp8_gemms(r, sizes), *quantizations(r, sizes))
     }
-    expected |= {(t.case, t.shape) for t in bf16_timing.bf16_gemms(sizes)} | {((r,), host_time.SHAPE) for r in RECIPES}
+    expected |= {(t.case, t.shape) for t in product_timing.bf16_gemms(sizes)} | {
+        ((r,), host_time.SHAPE) for r in RECIPES
+    }
     assert "host time of a linear, forward and backward, µs: rowwise 10, tensorwise 10" in result.stdout
     assert len(calibration.entries(GPU)) == len(expected)
     assert str(calibration.path(GPU)) in calibration.summary(GPU)

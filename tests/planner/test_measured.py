@@ -5,8 +5,7 @@ from dataclasses import asdict, replace
 import pytest
 
 from octavo.kernels.calibration import Entry
-from octavo.kernels.gemm import bf16_timing
-from octavo.kernels.gemm.fp8_timing import fp8_gemms
+from octavo.kernels.gemm.product_timing import bf16_gemms, fp8_gemms
 from octavo.kernels.quantize.quantize_timing import quantizations as measured_quantizations
 from octavo.numerics import RECIPES
 from octavo.planner.decide import decide
@@ -25,7 +24,7 @@ def entries(recipe, shape, microseconds, bf16=None):
     cases += [("quantize", q) for q in measured_quantizations(recipe, [shape])]
     made = [Entry(op=op, case=what.case, shape=what.shape, backend="x", config=None, microseconds=microseconds)
             for op, what in cases]  # fmt: skip
-    for what in bf16_timing.bf16_gemms([shape]) if bf16 is not None else ():
+    for what in bf16_gemms([shape]) if bf16 is not None else ():
         made.append(Entry(op="matmul", case=what.case, shape=what.shape, backend="x", config=None, microseconds=bf16))
     return made
 

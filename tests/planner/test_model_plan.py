@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 import octavo
 from octavo import Precision, plan
 from octavo.kernels.calibration import Entry
-from octavo.kernels.gemm import bf16_timing
+from octavo.kernels.gemm.product_timing import bf16_gemms
 from octavo.nn import filters
 from octavo.parallel import Parallel
 from octavo.runtime.torch_compat import fake_process_group
@@ -217,7 +217,7 @@ def test_a_calibration_goes_before_the_data_sheet(wide, tmp_path):
     file = tmp_path / "h100.json"
     made = [
         Entry(op="matmul", case=what.case, shape=what.shape, backend="torch", config=None, microseconds=1.0)
-        for what in bf16_timing.bf16_gemms([(8192, 2048, 8192)])
+        for what in bf16_gemms([(8192, 2048, 8192)])
     ]
     table = {"format": 2, "device": "NVIDIA H100 80GB HBM3", "entries": [asdict(each) for each in made]}
     file.write_text(json.dumps(table))

@@ -44,7 +44,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
-from octavo.kernels.gemm import bf16_timing, cases_of
+from octavo.kernels.gemm import cases_of
+from octavo.kernels.gemm.product_timing import BF16_CASES, MATMUL
 from octavo.kernels.gemm.torch_scaled import unsupported_by_capability
 from octavo.kernels.grouped import is_grouped
 from octavo.numerics.recipe import Recipe
@@ -170,7 +171,7 @@ def bf16_linear(gpu: Gpu, linear: LinearCall) -> Cost:
         times = _grouped_products(gpu, linear)
         return _sum_cost(times, [], [], host=host_seconds(gpu, None, len(times)))
     timed = {
-        name: _timed(gpu, bf16_timing.MATMUL, bf16_timing.CASES[name], sizes, product(gpu, *sizes))
+        name: _timed(gpu, MATMUL, BF16_CASES[name], sizes, product(gpu, *sizes))
         for name, sizes in linear.named_products.items()
     }
     return _sum_cost(timed, [], [], host=host_seconds(gpu, None, len(timed)))
@@ -188,7 +189,7 @@ def fp8_linear(gpu: Gpu, linear: LinearCall, recipe: Recipe) -> Cost:
     for name, sizes in linear.named_products.items() if not products else ():
         rate = fp8_rate(gpu, recipe, exact=name != "forward")
         if name not in cases or rate is None:  # wgrad in high precision, or all products emulated
-            products[name] = _timed(gpu, bf16_timing.MATMUL, bf16_timing.CASES[name], sizes, product(gpu, *sizes))
+            products[name] = _timed(gpu, MATMUL, BF16_CASES[name], sizes, product(gpu, *sizes))
         else:
             predicted = product(gpu, *sizes, operand=1, rate=rate)
             products[name] = _timed(gpu, "scaled_mm", cases[name], sizes, predicted)

@@ -11,8 +11,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from octavo.kernels import calibration
-from octavo.kernels.gemm import bf16_timing
-from octavo.kernels.gemm.fp8_timing import SHAPES, Fp8Gemm, fp8_gemms, time_fp8_product
+from octavo.kernels.gemm.product_timing import SHAPES, Gemm, bf16_gemms, fp8_gemms, time_product
 from octavo.kernels.timing import TimingResult, TimingTask, time_on_gpu
 from octavo.numerics.recipe import RECIPES, get_recipe
 from octavo.runtime.terminal import stdout
@@ -32,7 +31,7 @@ def calibrate(device: torch.device, recipe: str, shapes: list[str]) -> None:
     # Recipes share products; each is measured once.
     from octavo.kernels.quantize import quantize_timing  # imports Triton
 
-    todo: dict[object, TimingTask] = {(task.case, task.shape): task for task in bf16_timing.bf16_gemms(sizes)}
+    todo: dict[object, TimingTask] = {(task.case, task.shape): task for task in bf16_gemms(sizes)}
     for r in recipes:
         recipe_tasks: list[TimingTask] = [*fp8_gemms(r, sizes), *quantize_timing.quantizations(r, sizes)]
         for task in recipe_tasks:
@@ -40,10 +39,8 @@ def calibrate(device: torch.device, recipe: str, shapes: list[str]) -> None:
     results = []
     with Progress(console=Console(stderr=True), transient=True) as progress, torch.cuda.device(device):
         for task in progress.track(list(todo.values()), description="measuring"):
-            if isinstance(task, bf16_timing.Bf16Gemm):
-                results.append(bf16_timing.time_bf16_product(task, device, time_on_gpu))
-            elif isinstance(task, Fp8Gemm):
-                results.append(time_fp8_product(task, device, time_on_gpu))
+            if isinstance(task, Gemm):
+                results.append(time_product(task, device, time_on_gpu))
             elif isinstance(task, quantize_timing.Quantization):
                 results.append(quantize_timing.time_quantization(task, device, time_on_gpu))
     console = stdout()

@@ -1,12 +1,13 @@
-"""Time backends and configurations of FP8 products, for `octavo calibrate`.
+"""Time products of linears, for `octavo calibrate`: FP8 ones on every backend and configuration, and bf16 ones.
 
-Conditions are those of training: operands from device memory, fast accumulation in forward only, bf16 output, bytes
-contiguous along the contraction as quantizers write them, the host's work that of a planned linear
-(`octavo.kernels.direct`). Configurations that differ from the reference are left out.
+Conditions are those of training: operands from device memory; for FP8, fast accumulation in forward only, bf16 output,
+bytes contiguous along the contraction as quantizers write them, the host's work that of a planned linear
+(`octavo.kernels.direct`). Configurations that differ from the reference are left out. There is one backend of bf16
+products, torch; the planner compares FP8 times with theirs.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -26,14 +27,19 @@ SHAPES = (
     (16384, 4096, 6144), (16384, 4096, 14336), (16384, 14336, 4096), (16384, 8192, 8192), (16384, 8192, 28672),
 )  # fmt: skip
 """Default linears to measure, those of Llama models: tokens, in_features, out_features."""
+MATMUL = "matmul"  # Op name of bf16 products in the calibration table
+BF16_CASES: dict[str, Case] = {
+    "forward": ("bf16", "bf16", "nt"), "dgrad": ("bf16", "bf16", "nn"), "wgrad": ("bf16", "bf16", "tn"),
+}  # fmt: skip
+"""Cases by product; layouts as in `octavo.kernels.gemm`."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fp8Gemm:
-    """One FP8 product to measure."""
+class Gemm:
+    """One product to measure."""
 
     name: str  # Recipe and product, such as `"rowwise dgrad"`
-    case: Case  # Case of the registry
+    case: Case  # Key in the calibration table, next to the op: the case of the registry, or one of `BF16_CASES`
     shape: Shape  # m, n, k of the product
 
     def rate(self, microseconds: float) -> str:
@@ -41,18 +47,47 @@ class Fp8Gemm:
         return f"{2 * math.prod(self.shape) / microseconds / 1e6:.0f} TFLOP/s"
 
 
-def fp8_gemms(recipe: Recipe, shapes: list[tuple[int, int, int]]) -> list[Fp8Gemm]:
+def fp8_gemms(recipe: Recipe, shapes: list[tuple[int, int, int]]) -> list[Gemm]:
     """Return the products of linears of these sizes (tokens, in_features, out_features)."""
+    return _gemms(recipe.name, cases_of(recipe), shapes)
+
+
+def bf16_gemms(shapes: list[tuple[int, int, int]]) -> list[Gemm]:
+    """Return the same in bf16."""
+    return _gemms("bf16", BF16_CASES, shapes)
+
+
+def _gemms(name: str, cases: Mapping[str, Case], shapes: list[tuple[int, int, int]]) -> list[Gemm]:
     products = []
     for tokens, inner, outer in shapes:
         sizes = {"forward": (tokens, outer, inner), "dgrad": (tokens, inner, outer), "wgrad": (outer, inner, tokens)}
-        for product, case in cases_of(recipe).items():
-            products.append(Fp8Gemm(name=f"{recipe.name} {product}", case=case, shape=sizes[product]))
+        products += [Gemm(name=f"{name} {product}", case=case, shape=sizes[product]) for product, case in cases.items()]
     return products
 
 
-def time_fp8_product(product: Fp8Gemm, device: torch.device, time: Timer) -> TimingResult:
+def time_product(product: Gemm, device: torch.device, time: Timer) -> TimingResult:
     """Time every candidate on one product."""
+    return (time_bf16_product if product.case[0] == "bf16" else time_fp8_product)(product, device, time)
+
+
+def time_bf16_product(product: Gemm, device: torch.device, time: Timer) -> TimingResult:
+    """Time one bf16 product on random operands from device memory."""
+    m, n, k = product.shape
+    layout = product.case[2]
+    copies = max(1, min(CALLS, cache_bytes(device) // (m * k + n * k) + 1))
+
+    def operand(rows: int, columns: int, transposed: bool) -> torch.Tensor:
+        stored = torch.randn((columns, rows) if transposed else (rows, columns), device=device, dtype=torch.bfloat16)
+        return stored.t() if transposed else stored
+
+    pairs = [(operand(m, k, layout[0] == "t"), operand(k, n, layout[1] == "t")) for _ in range(copies)]
+    calls: list[TimedCall] = [partial(torch.mm, *pairs[i % copies]) for i in range(CALLS)]
+    measured = {"torch": time(calls)}
+    return TimingResult.of_candidates(product, MATMUL, measured, {"torch": ("torch", None)}, {})
+
+
+def time_fp8_product(product: Gemm, device: torch.device, time: Timer) -> TimingResult:
+    """Time every candidate on one FP8 product."""
     skipped: dict[str, str] = {}
     runs: list[tuple[str, Backend, int | None]] = []
     for label, backend, config in _candidates(device, product.case):
@@ -103,7 +138,7 @@ def _candidates(device: torch.device, case: Case) -> Iterator[tuple[str, Backend
             yield name, backend, None
 
 
-def _operands(product: Fp8Gemm, device: torch.device) -> list[tuple[ScaledTensor, ScaledTensor]]:
+def _operands(product: Gemm, device: torch.device) -> list[tuple[ScaledTensor, ScaledTensor]]:
     """Return copies of random operands in the memory order that quantizers write, together larger than L2."""
     m, n, k = product.shape
     a_text, b_text, layout = product.case
