@@ -45,12 +45,11 @@ __all__ = [
     "plan", "report", "revert",
 ]  # fmt: skip
 
-_PACKAGES = {
+_PACKAGES = {  # Where each public name lives
     "RECIPES": "numerics", "AdamW": "optim", "Plan": "numerics", "Precision": "numerics", "Recipe": "numerics",
     "convert": "planner.auto_convert", "disabled": "nn", "export": "serving", "parallelize": "parallel",
     "plan": "planner.model_plan", "report": "nn", "revert": "nn",
 }  # fmt: skip
-"""Where each public name lives."""
 _SUBPACKAGES = (
     "activations", "comm", "compat", "experiments", "inspect", "integrations", "kernels", "nn", "numerics", "optim",
     "parallel", "planner", "runtime", "serving", "train",

@@ -21,8 +21,7 @@ from octavo.numerics.formats import widen
 from octavo.numerics.spec import QuantSpec
 from octavo.runtime.torch_compat import local_part
 
-Order = Literal["rows", "columns", "both"]
-"""Memory order of FP8 data: contiguous rows, contiguous columns, or one copy of each."""
+Order = Literal["rows", "columns", "both"]  # Memory order of FP8 data: contiguous rows, columns, or one copy of each
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,7 @@ USAGE_ERROR = 2
 INTERNAL = 70
 INTERRUPTED = 130
 CLOSED = 141
-_COMPLETION = {"--install-completion", "--show-completion"}
-"""Options of Typer, which ends with `sys.exit(0)` after them."""
+_COMPLETION = {"--install-completion", "--show-completion"}  # Options of Typer, which calls `sys.exit(0)` after them
 
 
 def run(command: Callable[[], object]) -> int:

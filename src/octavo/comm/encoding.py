@@ -32,8 +32,7 @@ from octavo.numerics.spec import ADAPTIVE, FULL, ROW, AdaptiveSpec, MessageSpec,
 from octavo.tensor import ScaledTensor
 
 DEFAULT_SPEC = "e4m3/1x128"  # The default FP8 format of collectives
-ADAPTIVE_SPEC = ADAPTIVE.text
-"""The FP8 format of activations and their gradients that the receiver widens, `"fp8/1x128"`."""
+ADAPTIVE_SPEC = ADAPTIVE.text  # FP8 format of activations and their gradients that the receiver widens, `"fp8/1x128"`
 ALIGNMENT = 16  # Bytes and scales of a row begin at multiples of this
 _TILE_ROWS = 128  # Matrices with fewer rows leave parts of a quantizer's tile idle
 _TILE_COLUMNS = 512  # Columns of a tile of the kernel that dequantizes

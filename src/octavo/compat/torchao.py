@@ -21,11 +21,10 @@ M = TypeVar("M", bound=nn.Module)
 
 RECIPE_NAMES = {"tensorwise": "tensorwise", "rowwise": "rowwise", "rowwise_with_gw_hp": "rowwise_hp_wgrad"}
 """Octavo's recipe for each recipe name of torchao."""
-_NO_EFFECT = (
+_NO_EFFECT = (  # Fields of torchao's configuration that do not change the recipe
     "enable_fsdp_float8_all_gather", "pad_inner_dim", "emulate", "force_recompute_fp8_weight_in_bwd",
     "gemm_config_output", "gemm_config_grad_input", "gemm_config_grad_weight",
 )  # fmt: skip
-"""Fields of torchao's configuration that do not change the recipe."""
 
 
 def convert_to_float8_training(

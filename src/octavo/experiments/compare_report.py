@@ -19,10 +19,9 @@ from octavo.train.record.metrics import finite
 from octavo.train.record.outputs import check_kind
 
 FILES = ("compare.json", "report.html")  # Files in the folder of a comparison, besides its runs
-CARDS: dict[Verdict, str] = {
+CARDS: dict[Verdict, str] = {  # Style of a verdict on the page
     "indistinguishable": "within", "better": "within", "worse": "above", "inconclusive": "none",
 }  # fmt: skip
-"""Style of a verdict on the page."""
 COLOURS = 6
 
 

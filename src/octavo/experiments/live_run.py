@@ -55,11 +55,10 @@ ENDED = {  # State and text by `RunResult.stopped`
 
 
 RECENT = 50  # Last steps that are there with all of their fields; their speed tells the time that is left
-COLUMNS = {
+COLUMNS = {  # Type of each column; charts draw six digits
     "step": np.int64, "loss": np.float64, "held_out": np.float32, "lr": np.float32, "grad_norm": np.float32,
     "tokens_per_s": np.float32, "mfu": np.float32, "peak_memory": np.float32,
 }  # fmt: skip
-"""Type of each column; charts draw six digits."""
 
 
 class LiveSteps:

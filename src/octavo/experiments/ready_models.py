@@ -14,8 +14,7 @@ from importlib import resources
 from typing import Any
 
 COMMENT_COLUMN = 28  # Column of the comments behind settings
-SPARE_ROWS = 128
-"""Rows of the vocabulary of a model with images beyond those of its tokenizer: one is the placeholder of images."""
+SPARE_ROWS = 128  # Rows of the vocabulary beyond the tokenizer's, for models with images: one is their placeholder
 STAGES = (
     '# In stages, each from the checkpoint of the one before (path = "runs/NAME/checkpoints/step-NNNNNN"):',
     '#   align      frozen = ["vision_tower", "language_model", "lm_head"]',

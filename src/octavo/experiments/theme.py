@@ -49,7 +49,7 @@ LIGHT = _scheme(
     ("#fdf3ea", "#f3b27c", "#d55e00", "#7c2f00"),
     ("#ecf4fa", "#7fb8dd", "#0072b2", "#0a3557"),
 )  # fmt: skip
-DARK = _scheme(
+DARK = _scheme(  # Values of the CSS variables in each scheme
     {
         "page": "#0f141a", "card": "#171e26", "ink": "#e6ebf1", "soft": "#93a1b1", "line": "#27313c",
         "grid": "#222b35", "good": "#4cc79b", "good-bg": "#12312a", "warn": "#f2a35e", "warn-bg": "#37260f",
@@ -59,7 +59,6 @@ DARK = _scheme(
     ("#262422", "#7a451d", "#f58a3c", "#ffdcbd"),
     ("#1d2731", "#2c618a", "#5ab4ec", "#d3ecfd"),
 )  # fmt: skip
-"""Values of the CSS variables in each scheme."""
 
 
 def css_variables(scheme: dict[str, str]) -> str:

@@ -22,8 +22,7 @@ from octavo.numerics.recipe import DEFAULT, DERIVED, RECIPES, Recipe
 from octavo.optim import AdamW
 from octavo.planner.auto_convert import convert
 
-PrecisionLike = Precision | str | Mapping[str, Any]
-"""A `Precision`, the name of a level, or a table of its fields with `level`."""
+PrecisionLike = Precision | str | Mapping[str, Any]  # The name of a level, or a table of its fields with `level`
 KEYS = ("level", *(field.name for field in fields(Precision)))
 
 

@@ -38,8 +38,7 @@ with needs_extras("octavo.integrations.transformers", "pip install transformers 
 T = TypeVar("T", bound=type)
 
 STATE_FILE = "octavo.json"  # File in a checkpoint with the FP8 state of the model
-_ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf")
-"""Values of `TrainingArguments.optim` that `octavo.AdamW` replaces."""
+_ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf")  # Values of `TrainingArguments.optim` that Octavo replaces
 
 
 class Fp8TrainerMixin:

@@ -37,8 +37,7 @@ except ImportError:  # Windows
 
 MAX_SHAPE_RATIO = 1.7  # Largest ratio of dimensions between a shape and the measured shape it uses
 
-FORMAT = 2
-"""1 had no host times and chose by kernel time alone: such a table is not read, and `octavo calibrate` replaces it."""
+FORMAT = 2  # 1 had no host times and chose by kernel time alone: `octavo calibrate` replaces such a table
 
 
 class UnknownFormatError(ValueError):

@@ -259,8 +259,7 @@ def _record_unpacked(launcher: Any, launch: Any, passed: tuple[Any, ...], consta
     return below
 
 
-_ENCODES = ("fill_tma_descriptor_tiled", "fill_tma_descriptor")
-"""Encodes a TMA descriptor's tensor map, in Triton 3.9 and 3.6."""
+_ENCODES = ("fill_tma_descriptor_tiled", "fill_tma_descriptor")  # Encode a tensor map, in Triton 3.9 and 3.6
 _RECORDING = threading.Lock()
 
 THROUGH_TRITON: Counter[str] = Counter()  # Launches that were not direct, by kernel

@@ -50,8 +50,7 @@ IGNORE = -100  # Label of ignored tokens, as in Transformers
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 """Relative tolerance between logits of a model and a candidate in this dtype; each operation rounds once."""
 
-DECIDED = "octavo_head"
-"""Attribute of a model with the result of `decide_head`: fields of its `Head`, or why there is none."""
+DECIDED = "octavo_head"  # Attribute with the result of `decide_head`: fields of its `Head`, or why there is none
 
 
 @dataclass(frozen=True, kw_only=True)

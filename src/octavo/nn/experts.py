@@ -182,10 +182,9 @@ class _GroupedLinear(torch.autograd.Function):
         return dx_MK, dw, dbias_EN, *[None] * 5
 
 
-_FLAGS = {
+_FLAGS = {  # Options of Transformers' decorator that `Experts` reads or that the module's own gate reads
     "has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "is_concatenated", "experts_interface",
 }  # fmt: skip
-"""Options of Transformers' decorator that `Experts` reads or that the module's own gate reads."""
 STACKED = ("gate_up_proj", "up_proj", "down_proj")  # Weights of experts, 3-D; their biases are 2-D
 _ATTRIBUTES = ("recipe", "keep_weights", STORAGE_ATTRIBUTE)
 

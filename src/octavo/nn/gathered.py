@@ -120,12 +120,11 @@ class GatheredInput(Tensor):
         return func(*tree_map(dequantized, args), **tree_map(dequantized, kwargs or {}))
 
 
-_STAYS_SHARDED = {
+_STAYS_SHARDED = {  # Operations by which FSDP makes a new shard from a shard
     aten.detach.default, aten.view.default, aten.as_strided.default, aten.slice.Tensor, aten.split.Tensor,
     aten.new_zeros.default, aten.clone.default, aten._to_copy.default, aten._pin_memory.default, aten.alias.default,
     aten.narrow.default, aten.empty_like.default,
 }  # fmt: skip
-"""Operations by which FSDP makes a new shard from a shard."""
 
 
 class AmaxGroup:

@@ -24,8 +24,7 @@ from octavo.numerics.plan import Decision, Plan, merged_rows
 from octavo.numerics.recipe import Recipe
 
 PLAN_ATTRIBUTE = "octavo_plan"  # Attribute of the converted model that holds the plan of `convert`
-NOTE_ATTRIBUTE = "octavo_note"
-"""Attribute of a layer that holds a function of it, which returns a text to append to its reason."""
+NOTE_ATTRIBUTE = "octavo_note"  # Attribute of a layer: a function of it that returns a text to append to its reason
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -154,11 +154,10 @@ _TRANSPOSES: dict[Any, Any] = {
     aten.permute.default: lambda ndim, dims: (dims[0] % 2, 0) if ndim == 2 else (0, 0),
 }
 _SPLITS = (aten.split.Tensor, aten.split_with_sizes.default)
-_FILLS = (
+_FILLS = (  # In-place operations whose result does not depend on the values before
     aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.normal_.default, aten.uniform_.default,
     aten.random_.default,
 )  # fmt: skip
-"""In-place operations whose result does not depend on the values before."""
 
 
 class ResidentWeight(Fp8Weight):

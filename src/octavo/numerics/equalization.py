@@ -29,8 +29,7 @@ import torch
 from torch import Tensor
 
 LARGEST_SPLIT = 12  # Exponent of the largest channel of X' and of W' over the median one
-LARGEST_EXPONENT = 40
-"""Channel scales lie between 2⁻⁴⁰ and 2⁴⁰, so that stale ones leave room in float32 for values up to 10²⁶."""
+LARGEST_EXPONENT = 40  # Scales lie between 2⁻⁴⁰ and 2⁴⁰, so that stale ones leave room in float32 for values up to 10²⁶
 TOKENS_AT_ONCE = 1024  # Rows of X in a part of `channel_amax`, which bounds its memory
 
 

@@ -39,8 +39,7 @@ class Format:
         return self.name
 
 
-SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Dtypes of the tensors that are quantized, and of results."""
+SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # Dtypes of tensors to quantize, and of results
 
 E4M3 = Format(
     name="e4m3", dtype=torch.float8_e4m3fn, max=448.0, smallest_normal=2.0**-6, smallest=2.0**-9, tolerance_db=28.0,

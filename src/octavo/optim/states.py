@@ -23,12 +23,9 @@ from octavo.tensor import local_tensor, placed_like
 
 _PARTS = ("", "_hi", "_k")  # Ends of the names of a moment's tensors
 MIN_FP8_COLUMNS = 64  # Fewest columns for which FP8 moments save memory in spite of their scales
-_OCTAVO_ONLY = ("states", "master", "stochastic_rounding", "nonfinite")
-"""Settings that `torch.optim.AdamW` does not have."""
-_TORCH_ONLY = ("amsgrad", "decoupled_weight_decay")
-"""Settings of `torch.optim.AdamW` that distinguish it from other optimizers."""
-_TORCH_CHOICES = ("foreach", "fused", "capturable", "differentiable")
-"""Its implementation settings, which do not apply here."""
+_OCTAVO_ONLY = ("states", "master", "stochastic_rounding", "nonfinite")  # Settings that `torch.optim.AdamW` lacks
+_TORCH_ONLY = ("amsgrad", "decoupled_weight_decay")  # Settings that tell `torch.optim.AdamW` from other optimizers
+_TORCH_CHOICES = ("foreach", "fused", "capturable", "differentiable")  # Its implementations, none of them Octavo's
 
 
 def matrix_shape(shape: torch.Size) -> tuple[int, int]:

@@ -25,11 +25,10 @@ from octavo.numerics.names import nearest
 from octavo.runtime.blocks import Absent, find_block_list
 from octavo.runtime.switch import disabled
 
-SCHEDULES = {
+SCHEDULES = {  # Stages per rank of each schedule
     "GPipe": 1, "1F1B": 1, "Interleaved1F1B": 2, "LoopedBFS": 2, "InterleavedZeroBubble": 2, "ZBVZeroBubble": 2,
     "DualPipeV": 2,
 }  # fmt: skip
-"""Stages per rank of each schedule."""
 ZERO_BUBBLE = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 """Schedules that compute gradients of inputs and of weights apart."""
 V_SCHEDULES = ("ZBVZeroBubble", "DualPipeV")

@@ -118,7 +118,7 @@ _H100 = Gpu(
 _LIKE_H100 = replace(_H100, measured=None, efficiency_from="assumed: those measured on an H100 SXM")
 _ADA = "NVIDIA Ada GPU architecture white paper, 2023"
 
-DEVICES: dict[str, Gpu] = {
+DEVICES: dict[str, Gpu] = {  # Known GPUs by their short name
     "h100": _H100,
     "h100-pcie": replace(
         _LIKE_H100, name="H100 PCIe", bf16_tflops=756, fp8_tflops=1513, memory_tbs=2.0, link_gbs=64,
@@ -170,7 +170,6 @@ DEVICES: dict[str, Gpu] = {
         efficiency_from="assumed: lower than Hopper's; Octavo was not tried on it",
     ),
 }  # fmt: skip
-"""Known GPUs by their short name."""
 
 _ALIASES = {"h100-sxm": "h100", "h200-sxm": "h200", "4090": "rtx4090", "5090": "rtx5090", "a100-sxm": "a100"}
 

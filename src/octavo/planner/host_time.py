@@ -24,11 +24,10 @@ from octavo.numerics.spec import FULL
 from octavo.planner.devices import Gpu
 from octavo.runtime.terminal import stdout
 
-RATIOS = {
+RATIOS = {  # Host time of forward and backward of a linear × bf16's, from benchmarks/results/simulated/host.json
     "rowwise": 2.28, "tensorwise": 2.18, "rowwise_equalized": 2.51, "rowwise_hp_wgrad": 2.01, "blockwise": 3.28,
     "mxfp8": 3.66,
 }  # fmt: skip
-"""Host time of forward and backward of a linear × bf16's, from benchmarks/results/simulated/host.json."""
 
 FUSED_OPERATIONS = 17
 """Host time of a fused norm or gate, forward and backward, over that of an operation of PyTorch: docs/host_time.md."""

@@ -55,8 +55,7 @@ from octavo.planner.host_time import host_seconds
 
 Timed = tuple[float, bool]  # Seconds, and whether they were measured
 
-SCALES_LAUNCHES = 41
-"""About the number of kernels that compute channel scales from column maxima (`octavo.numerics.equalize`)."""
+SCALES_LAUNCHES = 41  # Kernels that compute channel scales from column maxima, about (`octavo.numerics.equalize`)
 TILE, SPLIT = 128, 512  # Sides of an output tile, and the shortest contraction worth a multiprocessor of its own
 
 

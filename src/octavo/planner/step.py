@@ -34,8 +34,7 @@ from octavo.planner.roofline import Cost, bf16_linear, fp8_linear, memory_time
 from octavo.planner.timeline import Message
 from octavo.planner.trace import Trace
 
-BF16_OPTIMIZER = ADAMW.step_bytes(Precision())
-"""Bytes per bf16 parameter that AdamW moves with fp32 moments and masters."""
+BF16_OPTIMIZER = ADAMW.step_bytes(Precision())  # Bytes per bf16 parameter that AdamW moves with fp32 states and masters
 
 
 @dataclass(frozen=True, kw_only=True)

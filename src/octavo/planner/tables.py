@@ -86,11 +86,10 @@ def forecast_text(plan: Any, width: int | None = None) -> str:
     return "\n".join([*layers.lines(width), *below, "", *_step(plan).lines(), *sent, "", *notes])
 
 
-PART_NAMES = {
+PART_NAMES = {  # Parts of a step for people, where the name of a part is not theirs
     "linears": "linear layers", "products": "other matrix products", "rest": "other operations",
     "waiting": "waiting for the host", "bubble": "pipeline bubble",
 }  # fmt: skip
-"""Parts of a step for people, where the name of a part is not theirs."""
 
 
 def _columns(plan: Any) -> list[tuple[str, StepTime, MemoryPlan]]:

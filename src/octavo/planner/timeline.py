@@ -65,11 +65,10 @@ class Message:
     bytes: int
 
 
-_COLLECTIVES = {
+_COLLECTIVES = {  # Operations of c10d, and the position of what they send
     "_allgather_base_": ("all-gather", 1), "_reduce_scatter_base_": ("reduce-scatter", 1),
     "alltoall_base_": ("all-to-all", 1), "allreduce_": ("all-reduce", 0),
 }  # fmt: skip
-"""Operations of c10d, and the position of what they send."""
 
 
 class MemorySeries:

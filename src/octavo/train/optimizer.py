@@ -61,8 +61,7 @@ from octavo.train.ranks import SharedError
 
 STATE_SPACE_NAMES = ("A_log",)
 """Logarithms of a state space model's decay rates (Mamba), which their authors exclude from weight decay."""
-HEADS = ("lm_head", "classifier", "score")
-"""Names of the modules of Transformers that map to the vocabulary or to classes."""
+HEADS = ("lm_head", "classifier", "score")  # Modules of Transformers that map to the vocabulary or to classes
 
 
 @dataclass(frozen=True, kw_only=True, order=True)

@@ -20,10 +20,8 @@ from octavo.train.ranks import from_collective
 
 GRADIENT_SCALE = 1024.0  # Factor that keeps the gradient of the causality check from underflowing in fp16
 REMEDY = 'set data.packing = "stream", or choose another model'
-MAX_MOVED = 0.05
-"""Largest difference of the logits of one document in two places, in standard deviations; bf16 has 8 bits."""
-MAX_LEAK = 1e-3
-"""Largest gradient of a token that has no effect, relative to the largest; in an encoder they are similar."""
+MAX_MOVED = 0.05  # Largest difference of a document's logits in two places, in standard deviations; bf16 has 8 bits
+MAX_LEAK = 1e-3  # Largest gradient of a token without effect, relative to the largest; in an encoder they are similar
 
 
 @contextmanager

@@ -29,8 +29,7 @@ from octavo.train.ranks import Ranks
 from octavo.train.record.metrics import CONFIG_FILE, EVENTS_FILE, RESTART, add_event
 from octavo.train.record.progress import Progress
 
-GRACE_SECONDS = 8.0
-"""How long a run that a signal reached may go on without having begun to train: clusters kill after 30 s."""
+GRACE_SECONDS = 8.0  # Grace of a run that has not begun to train when a signal reaches it: clusters kill after 30 s
 REPORT_SECONDS = 10.0  # Seconds between two reports of an evaluation
 
 

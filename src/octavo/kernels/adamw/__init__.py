@@ -41,8 +41,7 @@ def example(values: Tensor, grad: Tensor, m: Tensor, v: Tensor, *, master: str, 
     )  # fmt: skip
 
 
-EXAMPLE = HyperParams(lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=7)
-"""Numbers of a step of `example`."""
+EXAMPLE = HyperParams(lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=7)  # Of a step of `example`
 
 
 def sample(device: torch.device) -> Work:

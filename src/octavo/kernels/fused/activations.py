@@ -30,8 +30,7 @@ from octavo.runtime.torch_compat import disable_current_modes
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
 
 LOG2_E = 1.44269502162933349609375
-ROUNDER = 12582912.0
-"""1.5·2²³: adding it leaves the nearest integer in the low bits; a left shift by 23 drops its own bits."""
+ROUNDER = 12582912.0  # 1.5·2²³: adding it leaves the nearest integer in the low bits; a left shift by 23 drops its bits
 LN2_HIGH = 0.693145751953125  # Upper 16 bits of ln 2, so that its product with n is exact
 LN2_LOW = 1.428606765330187045037746429443359375e-06
 EXP = (0.008290305733680725, 0.0418979749083519, 0.1666763722896576, 0.4999915063381195, 0.9999997019767761, 1.0)
@@ -39,11 +38,10 @@ EXP = (0.008290305733680725, 0.0418979749083519, 0.1666763722896576, 0.499991506
 EXP_LOWEST = -86.25  # Below it the result is 0, because the exponent arithmetic needs 2⁻¹²⁵ or more
 
 TAIL_SLOPE = 0.300000011920928955078125
-TAIL = (
+TAIL = (  # Coefficients of P(c), highest power first
     0.03603620454668999, -0.158713236451149, 0.20896399021148682, -0.056095369160175323,
     0.12984316051006317, 0.0995231345295906, 0.12081687897443771, 0.11962516605854034,
 )  # fmt: skip
-"""Coefficients of P(c), highest power first."""
 TANH_SCALE = 1.59576916694641113281250  # 2·√(2/π)
 TANH_CUBIC = 0.044714998453855514526367187500
 TANH_CUBIC_3 = 0.134144991636276245117187500

@@ -22,16 +22,14 @@ from octavo.numerics.recipe import Recipe
 from octavo.numerics.spec import QuantSpec
 from octavo.tensor import ScaledTensor
 
-SHAPES = (
+SHAPES = (  # Default linears to measure, those of Llama models: tokens, in_features, out_features
     (2048, 4096, 4096), (4096, 4096, 4096), (8192, 4096, 14336), (8192, 14336, 4096), (16384, 4096, 4096),
     (16384, 4096, 6144), (16384, 4096, 14336), (16384, 14336, 4096), (16384, 8192, 8192), (16384, 8192, 28672),
 )  # fmt: skip
-"""Default linears to measure, those of Llama models: tokens, in_features, out_features."""
 MATMUL = "matmul"  # Op name of bf16 products in the calibration table
-BF16_CASES: dict[str, Case] = {
+BF16_CASES: dict[str, Case] = {  # Cases by product; layouts as in `octavo.kernels.gemm`
     "forward": ("bf16", "bf16", "nt"), "dgrad": ("bf16", "bf16", "nn"), "wgrad": ("bf16", "bf16", "tn"),
 }  # fmt: skip
-"""Cases by product; layouts as in `octavo.kernels.gemm`."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,8 +26,7 @@ from octavo.train.data.epochs import DATA_FILE
 from octavo.train.model import PARAMETER_DTYPES
 from octavo.train.ranks import Ranks
 
-OWN = {"trainer.json", "optimizer.pt", DATA_FILE, DIGESTS}
-"""Files of a checkpoint that `save_pretrained` does not write."""
+OWN = {"trainer.json", "optimizer.pt", DATA_FILE, DIGESTS}  # Files in a checkpoint that `save_pretrained` never writes
 
 
 def export(

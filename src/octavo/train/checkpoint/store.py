@@ -62,8 +62,7 @@ from octavo.train.ranks import Ranks, SharedError
 from octavo.train.record.json_lines import first_error
 
 WRITING = ".writing-"  # Prefix of a checkpoint during writing
-MOST_READ = 4 << 30
-"""Bytes of the weights of a checkpoint that are looked at after a divergence, which reaches all of them."""
+MOST_READ = 4 << 30  # Bytes of a checkpoint's weights that are looked at after a divergence, which reaches all of them
 PARTS = "parts of layers"  # Key of channel scales under tensor parallelism: a list, by part
 IGNORED_CONFIG_KEYS = {"architectures", "dtype", "torch_dtype", "transformers_version", "_name_or_path"}
 """Keys of a model's config that do not change what it computes; the dtype is compared as `precision.parameters`."""

@@ -41,11 +41,10 @@ HEAD_SIZES = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 GROUPS, CHOSEN_GROUPS, ACTIVE = "n_group", "topk_group", "num_experts_per_tok"
 OF_TOKENIZER = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")
-UNCHANGED = (
+UNCHANGED = (  # Integers that stay as they are: sizes of no tensor, or small ones
     "max_position_embeddings", "n_shared_experts", "decoder_sparse_step", "num_nextn_predict_layers", "pretraining_tp",
     "max_window_layers", "sliding_window", "original_max_position_embeddings",
 )  # fmt: skip
-"""Integers that stay as they are: sizes of no tensor, or small ones."""
 DERIVED = ("qk_head_dim",)  # Integers that a model's config computes from others
 SECTIONS: Mapping[str, Mapping[str, Any]] = {  # Settings of a shrunk run
     "run": {"steps": 60},
@@ -59,10 +58,9 @@ IMAGES_OPTIM: Mapping[str, Any] = {"lr": 5e-4, "batch": 32}
 """Settings of `[optim]` of one with images alone: with those of text a ViT does not learn in 60 steps."""
 CONVERSATIONS: Mapping[str, Any] = {"source": "python-docstrings", "format": "messages", "chat_template": "plain"}
 """Settings of `[data]` of one with conversations."""
-OF_SOURCE = (
+OF_SOURCE = (  # Settings of `[data]` that belong to its source
     "sources", "split", "text_field", "messages_field", "tokenizer", "images", "streaming", "chunk_bytes", "cache_gib",
 )  # fmt: skip
-"""Settings of `[data]` that belong to its source."""
 TEXT_DATA = ("sequence_length", "vocab_size")
 PATCHES = 4  # Patches of a shrunk image in each direction
 

@@ -56,8 +56,7 @@ PLAIN_TEMPLATE = (
 )
 """The template "plain": roles as text and the end token, which every tokenizer has, after each message."""
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-MARK = "\ue000text\ue001"
-"""Stands for the text of a message, to find where a template puts it; private characters of Unicode."""
+MARK = "\ue000text\ue001"  # Stands for a message's text, to find where a template puts it: Unicode's private characters
 Messages = list[dict[str, Any]]
 CONVERSATION_LIMIT = 4 << 20
 """Longest conversation in characters: it is encoded at once, in 100 to 200 times as many bytes of memory."""

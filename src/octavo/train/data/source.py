@@ -43,8 +43,7 @@ from octavo.train.data.documents import FILE_KINDS, Block, Column, OnBytesRead, 
 
 STDLIB = "python-stdlib"
 DOCSTRINGS = "python-docstrings"
-DOCSTRINGS_VERSION = b"python-docstrings 1"
-"""Part of the fingerprint; changes with the conversations that a module gives."""
+DOCSTRINGS_VERSION = b"python-docstrings 1"  # Part of the fingerprint; changes with the conversations of a module
 SYSTEM = "You answer questions about Python's standard library."
 SUFFIXES = (".txt", ".jsonl", ".parquet")
 """Kinds of files that are read as they are; `datasets` prepares the others of `documents.FILE_KINDS`."""

@@ -43,16 +43,13 @@ from octavo.train.disk import lock, sync
 from octavo.train.record.progress import Progress
 
 FORMAT_VERSION = "1"  # Part of every fingerprint; changes with the ids that a text gives
-MAX_CANDIDATES = 1 << 23
-"""Most documents to draw the sample for the BPE from; of more, only each second, fourth, … counts."""
+MAX_CANDIDATES = 1 << 23  # Most documents to draw the sample for the BPE from; of more, each second, fourth, … counts
 BUILDING = ".building-"  # Prefix of an incomplete entry
-ABANDONED_AFTER = 24 * 3600.0
-"""Seconds without a write after which an incomplete entry counts as left by a killed process."""
+ABANDONED_AFTER = 24 * 3600.0  # Seconds without a write after which an entry counts as left by a killed process
 LAYOUT = "-3"  # Ends the name of an entry; changes with its files
 REPORT_SECONDS = 10.0  # Seconds between two progress reports
 BATCH_BYTES = 1 << 20  # UTF-8 bytes encoded at once; the tokenizer takes 100 to 200 bytes of memory for each
-PIECE_BYTES = 2 << 20
-"""Longest piece in UTF-8 bytes; it cuts text of more than two bytes a character below `PIECE_CHARACTERS`."""
+PIECE_BYTES = 2 << 20  # Longest piece in UTF-8; cuts text of more than two bytes a character below `PIECE_CHARACTERS`
 BATCH_PIECES = 4096
 PIECE_CHARACTERS = 1 << 20  # Longest piece of a document in characters, cut after a line break if there is one
 DOCUMENT = np.dtype([("end", "<i8"), ("hash", "<u8")])

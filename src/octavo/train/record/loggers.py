@@ -28,8 +28,7 @@ LOGGERS_FILE = "loggers.json"
 PROJECT = "octavo"  # The project or experiment where none is set
 CLOSING_S = 30.0  # Seconds that the end of a run waits for a logger
 PENDING = 1 << 20  # Most scalars that wait for a logger: 200 MB
-PACKAGES = {"wandb": "wandb", "mlflow": "mlflow-skinny"}
-"""The package of each logger on PyPI; any that has its module serves."""
+PACKAGES = {"wandb": "wandb", "mlflow": "mlflow-skinny"}  # Packages on PyPI; any that has the logger's module serves
 Scalars = Mapping[str, float]
 
 

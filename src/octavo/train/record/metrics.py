@@ -183,18 +183,12 @@ class ExpectedStep:
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
-    gpu: str
-    """The GPU of the prediction."""
-    flops: float
-    """Operations of the model in a step, on all GPUs, without recomputation."""
-    bf16_flops: float
-    """bf16 peak of all GPUs, in FLOP/s."""
-    fp8_flops: float
-    """FP8 peak of all GPUs, in FLOP/s; 0 where they have none."""
-    memory: NonNegative | None = None
-    """Largest number of bytes of tensors on a GPU; None where the layout has no prediction."""
-    tokens_per_s: float | None = None
-    """Tokens per second of all GPUs; None as `memory`."""
+    gpu: str  # The GPU of the prediction
+    flops: float  # Operations of the model in a step, on all GPUs, without recomputation
+    bf16_flops: float  # bf16 peak of all GPUs, in FLOP/s
+    fp8_flops: float  # FP8 peak of all GPUs, in FLOP/s; 0 where they have none
+    memory: NonNegative | None = None  # Most bytes of tensors on a GPU; None where the layout has no prediction
+    tokens_per_s: float | None = None  # Tokens per second of all GPUs; None as `memory`
 
 
 @dataclass(kw_only=True)
@@ -203,16 +197,11 @@ class RunSetup:
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
-    started: float
-    """When training began or was resumed, in seconds since 1970."""
-    steps: NonNegative
-    """Steps of the whole run."""
-    summary: RunResult
-    """The summary before the first step."""
-    data: DataSize | None
-    """Size of the data; None where the task does not count it."""
-    expected: ExpectedStep | None
-    """The prediction; None until the first step has ended, on a CPU, and where there is none."""
+    started: float  # When training began or was resumed, in seconds since 1970
+    steps: NonNegative  # Steps of the whole run
+    summary: RunResult  # The summary before the first step
+    data: DataSize | None  # Size of the data; None where the task does not count it
+    expected: ExpectedStep | None  # None until the first step has ended, on a CPU, and without a prediction
 
     def write(self, out: Path) -> None:
         """Write `setup.json` into the output folder `out`, replacing the earlier one atomically."""

@@ -25,10 +25,9 @@ from octavo.train.record.metrics import CONFIG_FILE, EVENTS_FILE, LAYERS_FILE, R
 from octavo.train.record.statistics import STATISTICS_FILE
 
 TOKENIZER_FILE = "tokenizer.json"
-OTHER_FILES = (
+OTHER_FILES = (  # Other files of a run or its report
     TOKENIZER_FILE, LAYERS_FILE, SETUP_FILE, STATISTICS_FILE, EVENTS_FILE, LOGGERS_FILE, TENSORBOARD_DIR, "report.html"
 )  # fmt: skip
-"""Other files of a run or its report."""
 
 
 class RunFolder(NamedTuple):

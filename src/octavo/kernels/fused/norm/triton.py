@@ -36,8 +36,7 @@ from octavo.numerics.spec import QuantSpec
 ROWS_CONFIGS = (32, 16)  # Elements per thread of `norm_rows_kernel`
 ROW_BLOCK_CONFIGS = ((16, 512, 4), None)
 """With a transposed copy: rows, columns, warps of a tile of `norm_row_block_kernel`; None for the two steps."""
-WIDEST_ROW_BLOCK = 4096
-"""Longest row, in elements, whose row blocks in flight fit into L2; longer rows default to two steps."""
+WIDEST_ROW_BLOCK = 4096  # Longest row, in elements, whose row blocks in flight fit into L2; longer ones take two steps
 
 
 def launches(spec: QuantSpec | None, order: str, columns: int, flags: dict[str, bool], config: int = 0) -> list[Launch]:
