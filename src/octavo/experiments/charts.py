@@ -69,14 +69,7 @@ def line_chart(
     title: str, unit: str, lines: Sequence[Line], *, caption: str = "", height: int = LARGE, keep: Sequence[float] = (),
     band: float | None = None,
 ) -> Chart:  # fmt: skip
-    """Lay out one chart of series over steps.
-
-    Example:
-        >>> x = np.arange(1, 4)
-        >>> chart = line_chart("Loss", "nats", [Line(label="run", slot=0, x=x, y=np.array([3.0, np.nan, 2.0]))])
-        >>> chart.figure["data"][0]["y"]
-        [3.0, None, 2.0]
-    """
+    """Lay out one chart of series over steps."""
     low, high = _y_range(lines, keep if band is None else [*keep, -1.3 * band, 1.3 * band])
     steps = np.concatenate([np.zeros(0), *(_ends(line.x) for line in lines)])
     first, last = (float(steps.min()), float(steps.max())) if len(steps) else (0.0, 1.0)

@@ -181,10 +181,7 @@ def triton_unsupported(device: torch.device, case: Case) -> str | None:
 
 
 def triton_backend(function: str, plan: str | None = None, **options: Any) -> Backend:
-    """Return the backend `triton`: a function, given as `"module:name"`, and its plans, imported when they are called.
-
-    Importing octavo imports no Triton.
-    """
+    """Return the backend `triton` of a function `"module:name"` and its plans: importing octavo imports no Triton."""
     module = function.partition(":")[0]
     options.setdefault("unsupported_reason", triton_unsupported)
     plans = None if plan is None else lazy_function(f"{module}:{plan}")

@@ -41,22 +41,19 @@ Timer = Callable[[list[TimedCall]], CallTime]  # Runs calls in order and returns
 
 
 class TimingTask(Protocol):
-    """A task that can be timed.
-
-    Attributes:
-        name: Recipe and product or operand, such as `"rowwise dgrad"`.
-        case: Key in the calibration table, next to the op.
-        shape: Shape in the calibration table.
-    """
+    """A task that can be timed."""
 
     @property
-    def name(self) -> str: ...  # noqa: D102
+    def name(self) -> str:
+        """Recipe and product or operand, such as `"rowwise dgrad"`."""
 
     @property
-    def case(self) -> tuple[str, ...]: ...  # noqa: D102
+    def case(self) -> tuple[str, ...]:
+        """Key in the calibration table, next to the op."""
 
     @property
-    def shape(self) -> tuple[int, ...]: ...  # noqa: D102
+    def shape(self) -> tuple[int, ...]:
+        """Shape in the calibration table."""
 
     def rate(self, microseconds: float) -> str:
         """Format the achieved rate."""

@@ -35,10 +35,7 @@ ROWS_SEED = 0  # Seed of the order of held-out rows: the same ones in every run
 
 
 class Patience:
-    """Counts the measurements since the lowest held-out loss, up to `eval.patience`, if that is not 0.
-
-    A resume counts those of `metrics.jsonl` again, so that it ends where the run that was not stopped does.
-    """
+    """Counts measurements since the lowest held-out loss; a resume counts those of `metrics.jsonl` again."""
 
     def __init__(self, patience: int) -> None:
         self.patience, self.best, self.since = patience, math.inf, 0

@@ -21,11 +21,7 @@ CASE: Case = ("step",)  # The only case of the op
 
 
 def step(work: Work) -> None:
-    """Take one step on each parameter, in place.
-
-    Args:
-        work: Parameters with their states and hyperparameters, all on one device.
-    """
+    """Take one step on each parameter, in place; all are on one device."""
     if work:
         ADAMW.choose(work[0][0].param.device, CASE).run(work)
 

@@ -42,14 +42,7 @@ CASE: Case = (ADAPTIVE.text,)  # The only case of both ops
 
 
 def adaptive_quantize(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantize a matrix [R,C], float32, bfloat16 or float16.
-
-    Returns:
-        Codes uint8 [R,C] and scales float32 [R, ⌈C/128⌉], both contiguous.
-
-    Raises:
-        ValueError: If x is no matrix, or of another dtype.
-    """
+    """Return contiguous codes uint8 [R,C] and scales float32 [R, ⌈C/128⌉] of a float32, bfloat16 or float16 matrix."""
     if x.ndim != 2 or x.dtype not in SUPPORTED_DTYPES:
         raise ValueError(
             f"adaptive_quantize takes a float32, bfloat16 or float16 matrix [R,C]; got {x.dtype} of shape "
@@ -60,11 +53,7 @@ def adaptive_quantize(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def adaptive_dequantize(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the matrix [R,C] of contiguous codes and scales, in float32, bfloat16 or float16.
-
-    Raises:
-        ValueError: If the dtype is another.
-    """
+    """Return the matrix [R,C] of contiguous codes and scales, in float32, bfloat16 or float16."""
     if dtype not in SUPPORTED_DTYPES:
         raise ValueError(f"adaptive_dequantize returns float32, bfloat16 or float16; got {dtype}")
     result: Tensor = torch.ops.octavo.adaptive_dequantize(codes, scale, dtype)

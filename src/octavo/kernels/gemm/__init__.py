@@ -84,17 +84,9 @@ _CALLS: Plans[Call] = Plans()
 
 
 class ProductPlan:
-    """Products of operands of one signature; the first call has to be with such operands.
+    """Products of operands of one signature, with options as `scaled_mm`; the first call has to be with such operands.
 
-    Args:
-        a_spec: Spec of the left operand.
-        b_spec: Spec of the right operand.
-        layout: As in `scaled_mm`.
-        out_dtype: As in `scaled_mm`.
-        fast_accum: As in `scaled_mm`.
-
-    Attributes:
-        call: The plan of the backend, if the product is one call of cuBLAS.
+    `call` is the plan of the backend, if the product is one call of cuBLAS.
     """
 
     __slots__ = ("_options", "_plan", "_specs", "call")

@@ -30,10 +30,7 @@ GeneratedFunction = Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]
 
 
 class QuantizePlan:
-    """Outputs to allocate and kernels to launch for matrices of one shape, strides, dtype and device.
-
-    Holds no tensor. Launches are prepared at the first run.
-    """
+    """Outputs to allocate and kernels to launch, prepared at the first run, for matrices of one shape and strides."""
 
     __slots__ = (
         "_device", "_dtype", "_e8m0", "_empty", "_index", "_launches", "_maxima", "_padded_rows", "_pair", "_q", "_q_t",

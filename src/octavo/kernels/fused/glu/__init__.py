@@ -54,21 +54,10 @@ def glu(
 def glu_backward(
     grad: Tensor, gate: Tensor, up: Tensor, activation: str = "silu", *, joined: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of `glu`.
+    """Gradients of `glu`: dgate and dup [R,C] of gate's dtype, from ∂L/∂h [R,C] of that dtype.
 
-    Args:
-        grad: ∂L/∂h [R,C] of gate's dtype.
-        gate: As in `glu`.
-        up: As in `glu`.
-        activation: As in `glu`.
-        joined: Return the two halves of one contiguous [R,2C] tensor (their `._base`), for the backward of a joint
-            gate and up projection.
-
-    Returns:
-        dgate and dup [R,C] of gate's dtype.
-
-    Raises:
-        ValueError: An operand has a wrong dtype, shape or device, or the activation is unknown.
+    With `joined` they are the halves of one contiguous [R,2C] tensor (their `._base`), for the backward of a joint gate
+    and up projection.
     """
     _check("glu_backward", gate, up, grad, activation)
     outputs = torch.ops.octavo.glu_backward(grad, gate, up, activation, joined)

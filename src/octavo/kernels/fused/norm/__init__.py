@@ -27,19 +27,12 @@ _F32 = (torch.float32,)
 
 @dataclass(frozen=True, kw_only=True)
 class NormOutput:
-    """Outputs of a norm of x [R,C].
+    """Outputs of a norm of x [R,C]."""
 
-    Attributes:
-        y: Result in x's dtype, [R,C]; None with a spec.
-        quantized: `quantize(y, spec, order=order)`; None without a spec.
-        rstd: float32 [R,1], for backward.
-        mean: float32 [R,1], for backward; None for rms_norm.
-    """
-
-    y: Tensor | None
-    quantized: ScaledTensor | None
-    rstd: Tensor
-    mean: Tensor | None
+    y: Tensor | None  # Result in x's dtype, [R,C]; None with a spec
+    quantized: ScaledTensor | None  # `quantize(y, spec, order=order)`; None without a spec
+    rstd: Tensor  # float32 [R,1], for backward
+    mean: Tensor | None  # float32 [R,1], for backward; None for rms_norm
 
 
 def rms_norm(
@@ -76,21 +69,7 @@ def layer_norm(
 def rms_norm_backward(
     grad: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, *, add_unit_offset: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of `rms_norm`.
-
-    Args:
-        grad: ∂L/∂y [R,C] of x's dtype.
-        x: Input of the norm.
-        weight: [C].
-        rstd: From the forward result.
-        add_unit_offset: As in `rms_norm`.
-
-    Returns:
-        dx [R,C] and dweight [C], in x's and weight's dtypes. Deterministic.
-
-    Raises:
-        ValueError: An operand has a wrong dtype, shape or device.
-    """
+    """Gradients of `rms_norm`, deterministic: dx [R,C] and dweight [C], in x's and weight's dtypes; grad is of x's."""
     _check_backward("rms_norm_backward", grad, x, weight, rstd, rstd)
     dx, dweight = torch.ops.octavo.rms_norm_backward(grad, x, weight, rstd, add_unit_offset)
     return dx, dweight
