@@ -1,7 +1,5 @@
 """`convert_to_float8_training` with the arguments of `torchao.float8`, for code that moves from torchao to Octavo.
 
-    from octavo.compat.torchao import convert_to_float8_training
-
 torchao's recipes by their names in Octavo: tensorwise, rowwise, and rowwise_with_gw_hp as rowwise_hp_wgrad. Two things
 differ: torchao's row scales are powers of two, Octavo's are not; and Octavo leaves vocabulary heads and layers too
 narrow to gain in high precision, with a reason in `octavo.report(model)`. torchao itself is not needed.

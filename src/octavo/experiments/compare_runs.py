@@ -1,11 +1,7 @@
 """Paired runs: some arms, each on the same seeds, from one configuration.
 
-    arms = make_arms("configs/demo.toml", [], ["bf16", "rowwise:precision.level=fp8"], seeds="3")
-    comparison = compare(arms, Path("runs/compare"))
-
-An arm is a name and settings on top of the configuration; the first is the baseline. All arms share seeds, steps,
-model, data and batch, so runs of one seed start from the same weights and read the same tokens in the same order. All
-else (recipe, precision, optimizer, micro-batches, parallelism) may differ.
+An arm is a name and settings on top of the configuration; the first is the baseline. docs/compare.md has what arms
+share and what may differ.
 
 Seeds are the outer loop, so other load on the machine affects all arms of a seed. Each run has its own folder,
 `<arm>-seed<k>`, and is an ordinary run: it locks, saves, resumes and logs like `octavo train`. A finished run is not

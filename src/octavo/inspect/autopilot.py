@@ -1,19 +1,9 @@
-"""Autopilot: between two steps, switch linear layers that FP8 harms to a recipe that does not (docs/autopilot.md).
+"""Autopilot: between two steps, switch linear layers that FP8 harms to a recipe that does not.
 
-    suspicion   an operand of a sampled step crosses a limit: SQNR, underflow or saturation (`octavo.inspect.findings`)
-    harm        the step is repeated, and the products of that layer are compared with those in high precision
-                (`octavo.inspect.product_error`): for its own recipe, and for each of `FALLBACK_RECIPES`
-    move        if the error of its own recipe exceeds `product_error`, the layer switches to the first of
-                `FALLBACK_RECIPES` with an error of at most half of that; the last, high precision, has none. The step
-                is repeated
-    trial       the next step is sampled: if the previous recipe has at most half of the limit there, the batch was the
-                cause, and the layer switches back
-    restore     with `restore_after`, a layer returns to its first recipe after that many consecutive samples in which
-                that recipe has at most half of the limit; at any time on request (`restore`)
-
-Crossing a limit alone moves no layer: underflow may be harmless. Nor do non-finite values: operands are counted before
-quantization, so FP8 did not cause them. The first step without non-finite values is sampled. Repeat a step in which
-layers moved, with its gradients dropped: if numbers are bad from the start, the first steps do lasting damage.
+docs/autopilot.md has the five steps: suspicion (`octavo.inspect.findings`), harm (`octavo.inspect.product_error`),
+switch, trial and restore. Non-finite values move no layer: operands are counted before quantization, so FP8 did not
+cause them. The first step without such is sampled. Repeat a step in which layers moved, with its gradients dropped: if
+numbers are bad from the start, the first steps do lasting damage.
 
 Statistics and errors are the same on all ranks, and so are the moves. Over the stages of a pipeline (`Watch(stages=…)`)
 every rank decides about all layers, and changes those that it has. `state_dict` holds all state.

@@ -1,9 +1,5 @@
 """Make language models of Transformers compute their loss without the whole logits: `chunked_loss`.
 
-    octavo.nn.causal.chunked_loss(model)
-    model(input_ids=…, labels=…).loss         # as before; .logits is None
-    model(input_ids=…).logits                 # as before
-
 Wraps only the instance's `forward`. Given labels, it runs the base model (`base_model`: everything but the head) and
 passes hidden states and the head's weight to `linear_cross_entropy`. `octavo.nn.causal` finds how the model
 computes its logits and its loss; where it cannot tell, it raises an error and the model stays unchanged. If a router's

@@ -7,10 +7,8 @@ X and G are not quantized, so outputs and gradients are those of a base whose we
 (where X is stored by columns, PyTorch adds up ∂X in another order). It costs the time of products in the wider dtype
 and of reading W again, and a temporary copy of one weight.
 
-By default the projections of attention are weight-only. Adapters' gradients get their error from X in the products
-before them and from G in those after. In models with gated MLPs attention brings 54 to 88 % of it, for less than a
-fifth of the arithmetic (`pytest -s -m "" tests/nn/test_lora_families.py`). Choosing v and o alone was rejected: it
-leaves Qwen3 below 28 dB, and inference engines join q, k and v.
+By default the projections of attention are weight-only: docs/howto.md has their part in the error. Choosing v and o
+alone was rejected: it leaves Qwen3 below 28 dB, and inference engines join q, k and v.
 """
 
 from typing import Any

@@ -14,13 +14,8 @@ of one of them is split between both, as in SmoothQuant (arXiv 2211.10438).
 
 s is divided by its median before it is rounded to powers of two, so channels like most others get s = 1.
 
-A single huge token costs its own row of X its accuracy; split, it would cost all rows of W theirs. So no channel of X'
-or W' exceeds the median one by more than 2¹²: what is more stays where it was. And tokens differ in size, which their
-row scales absorb: where norms lie 10⁹ apart, plain maxima are those of one token, and its shape, imposed on all, costs
-accuracy (exploding_norms in docs/adversarial.md). Division of tokens by their size would ignore
-the huge token, which ∂W does see: its row scale is folded into G, where it raises column scales. `channel_amax` divides
-by the root of the size. Size is the L½ norm, which depends little on a single outlier channel: if tokens have one size
-but for that channel, the maxima are the plain ones times a constant, which the median removes.
+No channel of X' or W' exceeds the median one by more than 2¹²: a single huge token costs its own row of X its accuracy;
+split, it would cost all rows of W theirs. `channel_amax` divides tokens by the root of their L½ norm: docs/numerics.md.
 """
 
 from dataclasses import dataclass

@@ -11,12 +11,7 @@ rate is the share that large products and copies reach. `efficiency_from` names 
     assumed     attention, links, launches and host times of all; all shares of other GPUs, for bf16 and copies those
                 published for an H200. Predicts whether large layers gain, not the gain to within 10 percentage points
 
-Describe another GPU, or correct a known one, by a TOML table, passed as a file path or a dictionary:
-
-    like = "h100"             # missing fields come from this GPU; without it all fields are required
-    name = "H100 at 500 W"
-    bf16_tflops = 780
-    fp8_tflops = 1560
+Another GPU, or a corrected known one, is a TOML table, as a path or a dictionary; missing fields come from its `like`.
 """
 
 import json

@@ -1,8 +1,5 @@
 """memory: predict the memory of a training step of any model before allocating a byte.
 
-    print(octavo.inspect.memory(model, {"input_ids": (4, 2048), "labels": (4, 2048)}, optimizer=octavo.AdamW,
-                                precision=octavo.Precision.level("fp8")))
-
 It copies the model to fake tensors, converts the copy as requested, and runs one whole step on it: forward, backward,
 optimizer. A 7B model takes about a second. The original model is not changed and may be on meta.
 """

@@ -1,10 +1,6 @@
 """plan: find out, before renting a GPU, which linear layers of a model gain from FP8 on it, in which recipe, what the
 step gains, and how much memory it needs.
 
-    plan = octavo.plan(model, 4, 2048, device="h100", world_size=8)
-    print(plan)
-    octavo.convert(model, plan=plan)
-
 One forward runs on fake copies of the model, to count the calls of each linear layer, their sizes and the other work.
 Steps run on such copies for their memory (`octavo.planner.step_memory`). If the blocks are equal, the copies have two
 or three of them and the rest is extrapolated. The model may be on meta. A GPU is read only if the device is this

@@ -1,25 +1,12 @@
 """Spike guard: rolls a run back to the checkpoint before its loss spiked, and skips the batches (`[guard] spike`).
 
-A spike is a rise of the loss that chance does not explain, that lasts, and that does damage. Against the last `window`
-steps (n of them; m is the median of the newer half):
+docs/autopilot.md defines a spike, a rise of the loss that chance does not explain, that lasts, and that does damage,
+and has measured rates. If n + k losses are exchangeable, the last k are the k largest with probability 1 / C(n + k, k),
+for any distribution: heavy tails and hard domains raise by chance at most one alarm in 100,000 steps.
 
-    rises    the loss exceeds all n losses, and m by `spike` robust standard deviations (1.4826 times the median
-             distance of a loss from the median of its half, because losses fall; at least 1 % of m)
-    lasts    k steps in a row rise, with the smallest k for which C(n + k, k) ≥ 100,000: 4 for n = 64
-    damages  the median of these k losses is at least 2 m; or at least 1.25 m, with a gradient norm at least 3 times
-             above or below its own median
-
-If n + k losses are exchangeable, the last k are the k largest with probability 1 / C(n + k, k), for any distribution:
-heavy tails and hard domains raise by chance at most one alarm in 100,000 steps. A new level (a step of a curriculum)
-lasts, and is no spike while the gradient norm stays; after k steps it counts as usual. Measured in
-docs/autopilot.md. A non-finite loss or gradient is a spike at once; a single bad batch is not: clipping bounds it,
-and any lasting effect raises the next losses too.
-
-After a spike, the run rolls back to its newest checkpoint from before the rise and continues with the batches after the
-spike; it skips those in between (as in PaLM, arXiv 2204.02311, section 5.1). A spike that returns within a window rolls
-back one checkpoint further, because the newest weights may already cause it. A batch is a function of (seed, step,
-skipped batches). Every checkpoint holds that number and the state of the guard, and `events.jsonl` holds those of a
-rollback until the next checkpoint, so a killed and resumed run equals an uninterrupted one.
+A batch is a function of (seed, step, skipped batches). Every checkpoint holds that number and the state of the guard,
+and `events.jsonl` holds those of a rollback until the next checkpoint, so a killed and resumed run equals an
+uninterrupted one.
 """
 
 import math

@@ -12,14 +12,8 @@ A checkpoint is written under a temporary name, synced to disk and renamed, so a
 the newest. Before removal it is renamed as well. One process or several can read either kind; reading executes no code
 from it. Learning rate, batch and randomness of a step are functions of (seed, step) and need no saving.
 
-Resuming requires the same model, data, seed, batch and precision; otherwise the error names the first difference. The
-model's config must be the same too. Weights and generation settings at `model.path` may change, because the checkpoint
-replaces them. To rescue a run, learning rate, schedule, clipping and a few more settings may change; each change is
-reported.
-
-The recipe of each converted layer in a checkpoint: what `octavo export` needs to write the FP8 values of training.
-
-The configuration does not tell: with recipe "auto" they depend on the GPU, and the autopilot moves layers.
+docs/training.md has what must be equal on resume, and what may change. `octavo export` needs the recipes, which the
+configuration does not tell: with recipe "auto" they depend on the GPU, and the autopilot moves layers.
 """
 
 import json

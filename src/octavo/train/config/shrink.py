@@ -1,25 +1,10 @@
 """`--shrink`: the same architecture, small enough to train on a CPU in two minutes, on data that needs no download.
 
-    layers                   halved until at most 4, or 2 of a mixture of experts, whose layers take several times as
-                             long; of dense layers before mixtures one stays
-    width                    halved until at most 256; MLPs and experts are divided by the same number
-    heads                    of queries and keys halved together until at most 8, while 2 or more of keys remain
-    head sizes               halved while 64 or more remain; ranks of latent attention while 128 do, so that FP8 still
-                             converts their layers
-    experts                  halved until at most 8; experts per token and groups until at most 2
-    vocabulary               that of a tokenizer trained on the data
-    images                   of a vision tower or a model of images alone, 4 × 4 patches; its layers, width and heads as
-                             above; of "dit" heads are halved until the width is at most 256
-    data                     the source code of Python's standard library, in sequences of 128 tokens, or conversations
-                             about its docstrings; of models with a vision tower the digits with captions, in 48; of
-                             models of images the digits
-    steps                    60 of 8 sequences, in 2 micro-batches if there were several; learning rate 2e-3; of models
-                             of images 32, which are short, at 5e-4
-    processes                one
-
-Everything else stays: all of `[precision]`, the number of query heads for each key head, tied embeddings, norms of
-queries and keys, gated MLPs, shared experts, the loss of the router. A field of the model that may be a size, and is
-not known here, raises an error.
+docs/configurations.md has a table of what becomes how small. Mixtures have fewer layers, which take several times as
+long. Head sizes and ranks of latent attention stay so large that FP8 still converts their layers. Images have 4 × 4
+patches. Everything else stays: all of `[precision]`, the number of query heads for each key head, tied embeddings,
+norms of queries and keys, gated MLPs, shared experts, the loss of the router. A field of the model that may be a size,
+and is not known here, raises an error.
 """
 
 from collections.abc import Callable, Mapping

@@ -10,13 +10,8 @@ of the sample) here, too: for any number of ranks, and after a resume. What is n
 sequences a chunk has. The counts are kept as chunks are opened, and a checkpoint has them, so that a resume reads the
 chunk that it needs and none before it; without them it would read these again.
 
-While a chunk is trained on, a thread tokenizes the next. Processes that share a cache tokenize each chunk once: one of
-them does and the others wait. Those of a machine take turns: of four, each tokenizes every fourth chunk of an epoch,
-while the four before it are trained on. Memory holds the lines of one batch of the tokenizer and the index of a few
-chunks; the disk holds `data.cache_gib`.
-
-The files are identified by sizes and by the first and last `EDGE` bytes: reading all of them is what streaming avoids.
-A chunk that a resumed run reads again must have the ids that it had.
+Memory holds the lines of one batch of the tokenizer and the index of a few chunks; the disk holds `data.cache_gib`.
+docs/training.md says how processes divide the work, and how files are identified.
 """
 
 import hashlib
