@@ -12,15 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from octavo.inspect.distributions import average_noncentrality, fisher, student_quantile
 from octavo.inspect.paired_test import (
     MOST_SEEDS,
     SIGNIFICANCE_LEVELS,
     SPENT,
     PairedTest,
+    average_noncentrality,
+    fisher,
     floor_of,
     level_of,
     paired_test,
+    student_quantile,
 )
 
 

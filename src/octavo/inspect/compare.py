@@ -18,13 +18,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from octavo.inspect.distributions import fisher
 from octavo.inspect.loss_values import losses_of, seed_names, shown
 from octavo.inspect.paired_test import (
     CONFIDENCE,
     MOST_SEEDS,
     PairedTest,
     check_limits,
+    fisher,
     level_factor,
     paired_test,
     with_others,

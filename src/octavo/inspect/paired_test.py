@@ -9,17 +9,21 @@
 
 Gaps of an equal arm are symmetric about zero, because the runs of a pair are exchangeable, so Student's t holds for
 `low`. An arm may be worse on few seeds only: `high` allows for an instability that n seeds are likely not to show, and
-for a gap that rounding hides. `docs/compare.md` has the derivations, measured rates and what was rejected.
+for a gap that rounding hides. `docs/compare.md` has the derivations, measured rates and what was rejected. The t
+distributions are SciPy's.
 """
 
 import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from numbers import Integral, Real
 
-from octavo.inspect.distributions import average_noncentrality, student_quantile
+import numpy as np
+
 from octavo.inspect.loss_values import resolution, shown
+from octavo.runtime.extras import needs_extras
 
 CONFIDENCE = 0.95  # Confidence of all verdicts together
 MOST_SEEDS = 40  # Largest planned maximum of seeds: the levels below are for looks at 2 to this many seeds
@@ -27,6 +31,9 @@ SIGNIFICANCE_LEVELS = (0.001, 0.008, 0.005, 0.0015)
 """One-sided levels α of 2, 3, 4, and 5 pairs or more, at 95 % and for one arm."""
 SPENT = 0.025  # Total level of a plan; a plan of few seeds adds what remains to its last look
 SEPARATED_FROM = 3  # Fewest pairs for separation: two find an arm hardly more often, and equal arms separate too easily
+_LARGEST_SHIFT = 1e4
+"""Noncentrality beyond which the normal numerator no longer matters (1e-8), and SciPy's noncentral t overflows."""
+_NODES, _WEIGHTS = np.polynomial.legendre.leggauss(16)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,3 +184,50 @@ def with_others(tests: Sequence[PairedTest | None], pairs: int) -> list[PairedTe
         else test
         for arm, test in enumerate(tests)
     ]
+
+
+@cache
+def student_quantile(freedom: int, level: float) -> float:
+    """The c with P(T > c) = level of Student's t."""
+    with needs_extras("a comparison of losses"):
+        from scipy import stats
+
+    return float(stats.t.isf(level, freedom))
+
+
+@cache
+def average_noncentrality(freedom: int, level: float, power: float) -> float:
+    """Return the δ for which a gap of δ measured standard errors is detected with this probability, on average."""
+    # E[P(T'(δ S) > c)] = power, S² = V/ν the measured variance over the true one, c = t(1 − level; ν)
+    # T' is the noncentral t. With the true standard error instead of the measured one (S = 1), the δ of three seeds
+    # would be half as large, and its true probability 70 % instead of 90 %. Accurate to four digits.
+    critical = student_quantile(freedom, level)
+    with needs_extras("a comparison of losses"):
+        from scipy import optimize, stats
+
+    width = 7 / math.sqrt(freedom)
+    edges = np.linspace(max(0.0, 1 - width), 1 + width, 3)
+    halves = np.diff(edges)[:, None] / 2
+    spread = (edges[:-1, None] + halves * (1 + _NODES)).ravel()
+    log = (freedom - 1) * np.log(spread) - freedom * (spread**2 - 1) / 2  # log density up to a constant
+    weights = np.exp(log - log.max()) * (halves * _WEIGHTS).ravel()
+    weights /= weights.sum()
+
+    def excess(delta: float) -> float:
+        shift = delta * spread
+        detected = stats.nct.sf(critical, freedom, np.minimum(shift, _LARGEST_SHIFT))
+        without_numerator = stats.chi2.cdf(freedom * (shift / critical) ** 2, freedom)
+        return float(weights @ np.where(shift < _LARGEST_SHIFT, detected, without_numerator)) - power
+
+    high = 1.0
+    while excess(high) < 0:
+        high *= 2
+    return float(optimize.brentq(excess, 0.0, high, rtol=1e-10))
+
+
+@cache
+def fisher(worse: int, base: int, seeds: int) -> float:
+    """Return P of `worse` or more of all failures being in one half of 2 × `seeds` equal runs (Fisher's exact test)."""
+    failed = worse + base
+    ways = sum(math.comb(seeds, k) * math.comb(seeds, failed - k) for k in range(worse, min(seeds, failed) + 1))
+    return ways / math.comb(2 * seeds, failed)

@@ -26,17 +26,19 @@ import torch
 from torch import Tensor
 
 from octavo.activations.detect import original_class
-from octavo.nn.experts import is_converted_experts
+from octavo.kernels import quantize
+from octavo.nn.experts import Experts, is_converted_experts
 from octavo.nn.frozen import names_in_checkpoint
+from octavo.nn.linear_like import LinearLike
 from octavo.nn.linear_subclasses import is_converted
 from octavo.nn.report import report
+from octavo.nn.resident import SCALE_SUFFIX, ResidentWeight
 from octavo.nn.resident import resident_weights as resident_in
 from octavo.numerics.names import listed
 from octavo.runtime.extras import needs_extras
 from octavo.serving.card import Exported, model_card
 from octavo.serving.export_layouts import LAYOUTS, ExportLayout, get_layout
 from octavo.serving.folder import new_folder
-from octavo.serving.quantized_weights import has_nonfinite, on_cpu, quantized_weights, resident_weights, state_dict
 from octavo.tensor import ScaledTensor
 
 JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # Layers that vLLM computes as one
@@ -150,7 +152,7 @@ def write(model: Any, folder: Path, layout: ExportLayout | None, max_shard_size:
     save = type(model).save_pretrained  # that of a model with resident weights raises
     if layout is None:
         with no_progress_bar():
-            state = state_dict(model) | {name: on_cpu(weight) for name, weight in resident_weights(model).items()}
+            state = state_dict(model) | {name: _on_cpu(weight) for name, weight in _resident_weights(model).items()}
             save(model, folder, state_dict=state, max_shard_size=max_shard_size)
         return Exported(path=folder, layout="bf16", fp8=(), high_precision=rows, notes=())
     try:
@@ -158,8 +160,8 @@ def write(model: Any, folder: Path, layout: ExportLayout | None, max_shard_size:
         saved = names_in_checkpoint(model, state)
     except (RuntimeError, ValueError) as error:  # such as weights tied otherwise than the config says
         raise ValueError(f"Transformers cannot save this model, in high precision neither: {error}") from None
-    for name, tensor in (saved | resident_weights(model)).items():
-        if has_nonfinite(tensor):
+    for name, tensor in (saved | _resident_weights(model)).items():
+        if _has_nonfinite(tensor):
             raise ValueError(f"{name} holds NaN or infinity: nothing was written. Export an earlier checkpoint")
     _check_reader(model, saved, layout)
     quantized: dict[str, ScaledTensor] = {}
@@ -167,10 +169,10 @@ def write(model: Any, folder: Path, layout: ExportLayout | None, max_shard_size:
     fp8 = []
     for fqn, module in model.named_modules():
         if is_converted(module) or is_converted_experts(module):
-            pieces = quantized_weights(model, fqn, module, layout, saved)
+            pieces = _quantized_weights(model, fqn, module, layout, saved)
             if isinstance(pieces, str):
                 misfits[fqn] = pieces
-                if plain := {f"{fqn}.{name}": on_cpu(weight) for name, weight in resident_in(module)}:
+                if plain := {f"{fqn}.{name}": _on_cpu(weight) for name, weight in resident_in(module)}:
                     saved |= names_in_checkpoint(model, plain)
             else:
                 quantized |= pieces
@@ -310,3 +312,79 @@ def no_progress_bar() -> Iterator[None]:
     finally:
         if shown:
             logging.enable_progress_bar()
+
+
+def _quantized_weights(
+    model: Any, fqn: str, module: LinearLike | Experts, layout: ExportLayout, saved: Mapping[str, Tensor]
+) -> dict[str, ScaledTensor] | str:
+    """Quantize the weights of a converted module."""
+    if not layout.fits(module.recipe):
+        return f"it computes in recipe {module.recipe.name}, which {layout.name} does not describe"
+    if isinstance(module, Experts):
+        names, transposed = ["gate_up_proj" if module.has_gate else "up_proj", "down_proj"], bool(module.is_transposed)
+    else:
+        names, transposed = ["weight"], module.weight_is_transposed
+    if transposed:
+        return f"its weight is stored as [in, out], for which {layout.name} has no place"
+    codes: dict[str, Tensor] = {}
+    scales: dict[str, Tensor] = {}
+    for name in names:
+        weight = module._parameters.get(name)
+        if weight is None:
+            return "its weight is not a parameter: it is computed from others"
+        tied = [name for name, other in model.named_parameters(remove_duplicate=False) if other is weight]
+        if len(tied) > 1:
+            return f"its weight is tied ({', '.join(tied)})"
+        if weight.shape[-1] % layout.multiple:
+            return f"its {weight.shape[-1]} input features are no multiple of {layout.multiple}"
+        if isinstance(weight, ResidentWeight):
+            if weight.spec != module.recipe.w:
+                return f"its weight is resident as {weight.spec}, for which {layout.name} has no place"
+            codes[f"{fqn}.{name}"], scales[f"{fqn}.{name}"] = weight.data_.view(torch.uint8), weight.scale
+            continue
+        matrices = weight.detach().reshape(-1, *weight.shape[-2:])
+        parts = [quantize(matrix, module.recipe.w).data.view(torch.uint8) for matrix in matrices]
+        codes[f"{fqn}.{name}"] = torch.stack(parts).view(weight.shape)
+    pieces = {}
+    in_parts = "checkpoints store its weight in parts, and blocks of training's scales belong to two of them"
+    scales = names_in_checkpoint(model, scales) if scales else {}
+    for name, code in names_in_checkpoint(model, codes).items():
+        part = saved.get(name)
+        if part is None or part.ndim != 2 or part.shape != code.shape or not name.endswith(".weight"):
+            return f"checkpoints of {type(model).__name__} do not store its weight as matrices of its own"
+        granularity = module.recipe.w.granularity
+        if name not in scales:
+            pieces[name] = quantize(part, module.recipe.w)
+        elif scales[name].shape != granularity.scale_shape((code.shape[0], code.shape[1])):
+            return in_parts
+        else:
+            pieces[name] = ScaledTensor(part, scales[name], module.recipe.w)
+        whole = code.shape[0] in {module.get_parameter(stored).shape[-2] for stored in names}
+        splits_blocks = not whole and code.shape[0] % granularity.rows
+        if splits_blocks or not torch.equal(pieces[name].data.view(torch.uint8), code):  # False too if shapes differ
+            return in_parts
+    return pieces
+
+
+def _resident_weights(model: Any) -> dict[str, ResidentWeight]:
+    """Return the weights that are resident in FP8, by all their names."""
+    parameters = model.named_parameters(remove_duplicate=False)
+    return {name: weight for name, weight in parameters if isinstance(weight, ResidentWeight)}
+
+
+def state_dict(model: Any) -> dict[str, Tensor]:
+    """Return the state of a model, with the data of resident weights and without their scales."""
+    scales = {name + SCALE_SUFFIX for name in _resident_weights(model)}
+    return {name: tensor for name, tensor in model.state_dict().items() if name not in scales}
+
+
+def _on_cpu(weight: ResidentWeight) -> Tensor:
+    """Return the values of a resident weight on the CPU, in the dtype of its interface."""
+    return weight.dequantized(weight.dtype).cpu()
+
+
+def _has_nonfinite(tensor: Tensor) -> bool:
+    """Return whether a tensor holds NaN or infinity."""
+    if isinstance(tensor, ResidentWeight):
+        tensor = tensor.dequantized(torch.float32)
+    return tensor.is_floating_point() and tensor.element_size() > 1 and not bool(torch.isfinite(tensor).all())
