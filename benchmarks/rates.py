@@ -48,7 +48,8 @@ def content(folder: Path = FOLDER) -> dict[str, Any]:
 def text() -> str:
     head = content()
     entries = ",\n  ".join(json.dumps(entry) for entry in head.pop("entries"))
-    return json.dumps(head, indent=1).removesuffix("\n}") + f',\n "entries": [\n  {entries}\n ]\n}}\n'
+    facts = "".join(f" {json.dumps(name)}: {json.dumps(value)},\n" for name, value in head.items())
+    return f'{{\n{facts} "entries": [\n  {entries}\n ]\n}}\n'
 
 
 def _shares(rows: Sequence[Row], copies_tbs: Sequence[float]) -> dict[str, float]:

@@ -163,9 +163,9 @@ def test_low_sqnr_names_the_output_below_the_limit():
 
 
 def test_the_command_shows_each_configuration_and_returns_agreement(broken_launches, monkeypatch, capsys):
-    from octavo.kernels.conformance.doctor_deep import doctor_deep
+    from octavo.kernels.doctor import doctor_deep
 
-    monkeypatch.setattr("octavo.kernels.conformance.doctor_deep.INTERPRETER", ALL_CONFIGS)
+    monkeypatch.setattr("octavo.kernels.doctor.INTERPRETER", ALL_CONFIGS)
 
     arguments = {"seconds": 0, "seed": 3, "only": "quantize e4m3/row fold=none both"}
     assert not doctor_deep(CPU, as_json=False, **arguments)

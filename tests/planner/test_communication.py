@@ -4,8 +4,17 @@ from types import SimpleNamespace
 
 import pytest
 
-from octavo.planner.collective_cost import Links, collective
-from octavo.planner.communication import COPIES, GRADIENTS, WEIGHTS, exchanged, links_of, sharded, traffic
+from octavo.planner.collective_cost import (
+    COPIES,
+    GRADIENTS,
+    WEIGHTS,
+    Links,
+    collective,
+    exchanged,
+    links_of,
+    sharded,
+    traffic,
+)
 from octavo.planner.devices import DEVICES
 from octavo.planner.timeline import Message
 

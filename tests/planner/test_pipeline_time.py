@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from octavo.planner.communication import STAGES, links_of
+from octavo.planner.collective_cost import STAGES, links_of
 from octavo.planner.devices import DEVICES
 from octavo.planner.pipeline_time import Action, most_in_flight, pipeline_time, simulate
 from octavo.planner.step import StepConfig, StepTime

@@ -39,14 +39,12 @@ def doctor(
     differs.
     """
     with user_errors(context):
+        from octavo.kernels import doctor as checkup
+
         if deep:
-            from octavo.kernels.conformance.doctor_deep import doctor_deep
-
-            equal = doctor_deep(_device(device), as_json=as_json, seconds=seconds, seed=seed, only=only)
+            equal = checkup.doctor_deep(_device(device), as_json=as_json, seconds=seconds, seed=seed, only=only)
             raise typer.Exit(0 if equal else 1)
-        from octavo.kernels.doctor import doctor as examine
-
-        examine(_device(device), as_json=as_json)
+        checkup.doctor(_device(device), as_json=as_json)
 
 
 @app.command(epilog=EXAMPLES["plan"])

@@ -4,9 +4,7 @@ The loss of a run is its mean over the last 10 % of the steps; a run that stops 
 diverged. The verdict is `octavo.inspect.compare_losses`'s, which judges losses of any trainer; here it is joined with
 speed and memory.
 
-Time to loss: the lowest smoothed loss that all arms reach on a seed, and the steps, tokens and seconds each takes to
-get there; seconds at the run's median speed, so that a pause of the machine does not count. Their ratio is the speed at
-equal capability: an arm that computes a step in half the time but takes twice the steps gains nothing.
+Time to loss counts seconds at the run's median speed, so that a pause of the machine does not (docs/compare.md).
 """
 
 import math

@@ -1,9 +1,5 @@
 """FP8 in loops that use Hugging Face accelerate.
 
-    from octavo.integrations.accelerate import Fp8Accelerator
-    accelerator = Fp8Accelerator(precision="fp8+activations", mixed_precision="bf16")
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-
 `prepare` and `prepare_model` convert models in place before accelerate wraps or shards them, so that an optimizer made
 before keeps its parameters. With `inspect_every` or `autopilot`, a step begins with the first forward in training mode,
 and ends with the optimizer's step; its findings go to accelerate's trackers.

@@ -1,8 +1,5 @@
 """FP8 in Lightning: a precision plugin for the Trainer, and one for Fabric.
 
-    from octavo.integrations.lightning import Fp8Precision
-    lightning.Trainer(plugins=[Fp8Precision("fp8+activations")])
-
 The plugin converts the module in place when the Trainer sets it up, before `configure_optimizers`; Fabric's converts
 what `fabric.setup` gets. Products that are not in FP8 run under bf16 autocast unless `autocast=False`.
 """

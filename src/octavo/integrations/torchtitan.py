@@ -1,10 +1,5 @@
 """FP8 in torchtitan: a converter for its model configs, which is also an override for its command line.
 
-    from octavo.integrations.torchtitan import Fp8Converter
-    model_spec = model_registry("8B", converters=[Fp8Converter.Config(recipe="rowwise", skip_last=1)])
-
-    torchtitan … --override.imports 'octavo.integrations.torchtitan.fp8={"recipe": "rowwise", "skip_last": 1}'
-
 torchtitan builds models from trees of configs. The converter builds the model once on the meta device, lets
 `octavo.convert` decide there, and replaces each `Linear.Config` that gets a recipe by one that builds the same linear
 in FP8. The other configs stay. Experts compute in FP8 through `GroupedExperts._grouped_mm`. Recipes that keep a state

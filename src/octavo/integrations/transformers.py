@@ -1,8 +1,5 @@
 """FP8 in Transformers' Trainer and its subclasses, such as TRL's SFTTrainer.
 
-    from octavo.integrations.transformers import Fp8Trainer
-    Fp8Trainer(model=model, args=args, train_dataset=data, precision="fp8+activations+optimizer").train()
-
 The model is converted in place when the Trainer is made, before it is wrapped or an optimizer exists. Everything else
 is the Trainer's own. A checkpoint gets a file `octavo.json` with the precision, the recipe of each layer, and the state
 of the autopilot and of recipes that have one. A saved `config.json` notes the precision: a Trainer of this module that

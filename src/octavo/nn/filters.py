@@ -1,8 +1,5 @@
 """Filters: rules that select the linears to convert, combine by `&`, `|` and `~`, and give reasons (docs/filters.md).
 
-    octavo.convert(model, filter=filters.name("*.mlp.*") & ~filters.last(2) | filters.shape(min_in=8192))
-    octavo.convert(model, recipe={filters.first(2) | filters.last(2): "rowwise_hp_wgrad"})
-
 The reason of a rule is a fact, such as "in_features 512 < 4096": `~` inverts the match and keeps the fact. `&` and
 `|` give the facts that decide: the first that fails, or all that hold. Rules read a `Layer`, not the model: they are
 plain values. A layer with several names is matched under each of them, and converted if none excludes it.

@@ -1,10 +1,5 @@
 """convert, the one line: decide for each linear layer, then convert in place.
 
-    octavo.convert(model)                       with a GPU: every layer that gains on it, in the recipe that gains most
-    octavo.convert(model, device="h100")        the same decisions on any machine
-    octavo.convert(model, "rowwise")            every layer, in this recipe
-    octavo.convert(model, plan=octavo.plan(…))  as planned
-
 Without a GPU, a recipe and a plan, the rules of `octavo.nn.select` decide: every layer is converted to the default
 recipe. With a GPU they select the candidates, and predicted cost decides among them. The number of tokens is unknown
 before the first batch, so one is assumed; every reason states it and the GPU, and `tokens` sets it. Each layer is

@@ -15,8 +15,7 @@ from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
-from octavo.planner.collective_cost import GPUS_PER_MACHINE
-from octavo.planner.communication import STAGES, Sent, links_of
+from octavo.planner.collective_cost import GPUS_PER_MACHINE, STAGES, Sent, links_of
 from octavo.planner.devices import Gpu
 from octavo.planner.step import PARTS, StepConfig, StepTime
 

@@ -25,8 +25,7 @@ from typing import Any, Protocol, runtime_checkable
 from octavo.numerics import Precision
 from octavo.numerics.recipe import Recipe
 from octavo.optim.adamw import ADAMW
-from octavo.planner.collective_cost import GPUS_PER_MACHINE
-from octavo.planner.communication import COPIES, GRADIENTS, Sent, exchanged, sharded, traffic
+from octavo.planner.collective_cost import COPIES, GPUS_PER_MACHINE, GRADIENTS, Sent, exchanged, sharded, traffic
 from octavo.planner.decide import total
 from octavo.planner.devices import Gpu
 from octavo.planner.host_time import FUSED_OPERATIONS

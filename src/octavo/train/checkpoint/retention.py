@@ -1,9 +1,4 @@
-"""Which checkpoints of a run exist, and which stay: the newest, every n-th, and the best by held-out loss.
-
-run.keep = 2            the two newest
-run.keep_every = 1000   also those of steps 1000, 2000, …
-run.keep_best = 1       also the one with the lowest held-out loss, which `trainer.json` of each checkpoint records
-"""
+"""Which checkpoints of a run exist, and which stay: the newest, every n-th, and the best by held-out loss."""
 
 import json
 import re
