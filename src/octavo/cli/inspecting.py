@@ -100,12 +100,10 @@ def _table(rows: "list[OperandStats]", title: str) -> "Table":
     }
     of_all = f" ({recipes.pop()})" if len(recipes) == 1 else ""
     return Table(
-        title=f"\n{title}{of_all}",
-        headings=("layer", *columns),
+        title=f"\n{title}{of_all}", headings=("layer", *columns),
         align="<" + "".join("<" if name in ("operand", "recipe") else ">" for name in columns),
-        rows=[(row.layer, *(text(row) for text in columns.values())) for row in rows],
-        shorten=True,
-    )
+        rows=[(row.layer, *(text(row) for text in columns.values())) for row in rows], shorten=True,
+    )  # fmt: skip
 
 
 def _what_if(recipe: str, row: "OperandStats") -> str:

@@ -221,14 +221,12 @@ def _verdicts(
     _check_data([out / folder for folder in results])
     runs = [
         ArmRuns(
-            name=arm.name,
-            settings=arm.settings,
-            seeds=tuple(arm.configs),
+            name=arm.name, settings=arm.settings, seeds=tuple(arm.configs),
             results=tuple(results[arm.folder(seed)] for seed in arm.configs),
             curves=tuple(_curves(out / arm.folder(seed), results[arm.folder(seed)]) for seed in arm.configs),
         )
         for arm in arms
-    ]
+    ]  # fmt: skip
     comparison = compare_arms(runs, margin=margin, confidence=confidence, max_seeds=planned)
     write_comparison(comparison, [next(iter(arm.configs.values())).to_toml() for arm in arms], out)
     return comparison

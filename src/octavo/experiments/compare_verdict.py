@@ -141,14 +141,12 @@ def compare_arms(
     times = times_to_loss(runs)
     arms = tuple(
         ArmVerdict(
-            losses=losses,
-            speed=_ratio(baseline, run, lambda result: result.tokens_per_s),
-            memory=_ratio(baseline, run, lambda result: result.saved_bytes_per_token),
-            time_to_loss=time,
+            losses=losses, speed=_ratio(baseline, run, lambda result: result.tokens_per_s),
+            memory=_ratio(baseline, run, lambda result: result.saved_bytes_per_token), time_to_loss=time,
             notes=(*losses.notes, *_arm_notes(run, losses)),
         )
         for run, losses, time in zip(others, verdicts.arms, times[1:], strict=True)
-    )
+    )  # fmt: skip
     losses = [baseline.loss(seed) for seed in baseline.seeds if seed not in baseline.diverged]
     return Comparison(
         losses=verdicts, held_out=held_out, margin=margin, confidence=confidence,

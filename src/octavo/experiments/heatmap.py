@@ -28,7 +28,6 @@ LONGEST = 27  # Characters of a label, at most
 NAMES = {"x": "x", "w": "w", "dgrad_g": "G for dgrad", "wgrad_g": "G for wgrad"}
 BROKEN = COLOUR_LEVELS  # Level of a cell with values that are not finite
 GAP = 0.012  # Between panels, as a share of the width
-
 HeatmapGroup = tuple[str, list[list[str]]]  # A kind of layers, and of each row the layers that share it
 
 

@@ -192,18 +192,11 @@ def _page(runs: list[LoggedRun], verdicts: list[PairVerdict], title: str) -> str
     size = f"{first.parameters:,} parameters · {first.tokens:,} {first.unit}"
     stopped = "" if first.stopped == "done" or len(runs) > 1 else f" · stopped at step {first.steps:,} of {steps:,}"
     return render(
-        "report.html.j2",
-        title=title,
-        subtitle=f"{first.name} · {size} · {first.device}{stopped}",
-        verdicts=verdicts,
-        chips=CHIPS,
-        tiles=_tiles(runs, verdicts),
-        charts=run_charts(runs),
-        runs=runs,
-        rows=summary_rows([run.result for run in runs]),
-        differences=config_differences([run.config for run in runs]),
+        "report.html.j2", title=title, subtitle=f"{first.name} · {size} · {first.device}{stopped}", verdicts=verdicts,
+        chips=CHIPS, tiles=_tiles(runs, verdicts), charts=run_charts(runs), runs=runs,
+        rows=summary_rows([run.result for run in runs]), differences=config_differences([run.config for run in runs]),
         packages=sorted({package for run in runs for package in run.result.versions}),
-    )
+    )  # fmt: skip
 
 
 def _tiles(runs: list[LoggedRun], verdicts: list[PairVerdict]) -> list[dict[str, str]]:

@@ -8,12 +8,11 @@ operands, P the same in high precision, both multiplied in float32:
                       or over its columns, if that is larger   output and input features of ∂W
     error of a layer  the largest of its products Y, ∂X and ∂W
 
-Every row has the same weight, however small: Adam takes steps of one size for gradients of any size, and a norm after a
-layer rescales all tokens. Healthy products have 0.03 to 0.10. Equalized recipes are measured with the s of the layer
-for its own recipe, and others with the s of these operands. Measured layers copy X and W in forward and multiply them
-three times per recipe in backward. X that was gathered in FP8 is gathered again in high precision; of a weight that
-FSDP gathers in FP8 the gathered form counts as high precision. Recipes with a scale per tensor are not measured under
-tensor parallelism, which does not have them.
+Every row has the same weight, however small (docs/autopilot.md). Healthy products have 0.03 to 0.10. Equalized recipes
+are measured with the s of the layer for its own recipe, and others with the s of these operands. Measured layers copy X
+and W in forward and multiply them three times per recipe in backward. X that was gathered in FP8 is gathered again in
+high precision; of a weight that FSDP gathers in FP8 the gathered form counts as high precision. Recipes with a scale
+per tensor are not measured under tensor parallelism, which does not have them.
 """
 
 from collections.abc import Mapping, Sequence

@@ -113,13 +113,11 @@ class Fp8State:
         """Return version, precision, recipes, channel scales, step and state of the autopilot, JSON-serializable."""
         layers = {name: module for name, module in self.model.named_modules() if is_layer(module)}
         return {
-            "octavo": __version__,
-            "precision": asdict(self.precision),
-            "label": self.precision.label,
+            "octavo": __version__, "precision": asdict(self.precision), "label": self.precision.label,
             "recipes": {name: _recipe_of(module) for name, module in layers.items()},
             "equalized": equalized.state_dict(self.model),
             **({"autopilot": None} if self.monitor is None else self.monitor.state_dict()),
-        }
+        }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Set recipes that changed during training (by the autopilot) and scaling state as they were saved."""

@@ -36,7 +36,6 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 MAX_SHAPE_RATIO = 1.7  # Largest ratio of dimensions between a shape and the measured shape it uses
-
 FORMAT = 2  # 1 had no host times and chose by kernel time alone: `octavo calibrate` replaces such a table
 
 
@@ -64,15 +63,12 @@ class Entry:
         """Read the output of `asdict`; raises KeyError, TypeError or ValueError for anything else."""
         config, host = fields["config"], fields["host_microseconds"]
         return Entry(
-            op=str(fields["op"]),
-            case=tuple(str(part) for part in fields["case"]),
-            shape=tuple(int(size) for size in fields["shape"]),
-            backend=str(fields["backend"]),
-            config=None if config is None else int(config),
-            microseconds=float(fields["microseconds"]),
+            op=str(fields["op"]), case=tuple(str(part) for part in fields["case"]),
+            shape=tuple(int(size) for size in fields["shape"]), backend=str(fields["backend"]),
+            config=None if config is None else int(config), microseconds=float(fields["microseconds"]),
             host_microseconds=None if host is None else float(host),
             others={str(label): float(time) for label, time in fields["others"].items()},
-        )
+        )  # fmt: skip
 
 
 def best(device: torch.device, op: str, case: tuple[str, ...], shape: tuple[int, ...]) -> Entry | None:

@@ -49,12 +49,10 @@ def _examine(device: torch.device) -> dict[str, Any]:
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         gpu = {
-            "gpu": properties.name,
-            "capability": f"{properties.major}.{properties.minor}",
-            "memory": f"{properties.total_memory / 2**30:.0f} GiB",
-            "cuda": torch.version.cuda,
+            "gpu": properties.name, "capability": f"{properties.major}.{properties.minor}",
+            "memory": f"{properties.total_memory / 2**30:.0f} GiB", "cuda": torch.version.cuda,
             "passed probes": str(probe_cache.path(device) or "not stored"),
-        }
+        }  # fmt: skip
         probe_cache.forget(device)  # every probe runs
     native = [recipe.name for recipe in RECIPES.values() if accelerated(recipe, device)]
     return {

@@ -20,7 +20,6 @@ from octavo.runtime.torch_compat import cuda_driver_version
 
 SOURCES = "kernels", "numerics", "runtime"  # Subpackages whose code decides what a probe finds
 DRIVER = Path("/proc/driver/nvidia/version")  # The driver's version; CUDA reports only the newest CUDA that it supports
-
 Key = tuple[str, ...]  # Op, backend and texts of the case
 
 

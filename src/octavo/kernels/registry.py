@@ -25,7 +25,6 @@ from octavo.runtime.stopwatch import timed
 from octavo.runtime.torch_compat import unset_fake_temporarily
 
 Case = tuple[str, ...]  # Texts of an op's specs (and the layout of a product), which determine the available backends
-
 Shape = tuple[int, ...]  # Rows and columns of a matrix, or m, n, k of a product, which determine the fastest backend
 
 

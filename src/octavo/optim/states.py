@@ -133,10 +133,8 @@ def param_state(
         param=matrix_view(dense),
         grad=matrix_view(dense if param.grad is None else local_tensor(param.grad).contiguous()),
         moments=tuple(tuple(views[f"{name}{part}"] for part in _PARTS if f"{name}{part}" in views) for name in moments),
-        remainder=views.get("remainder"),
-        master=views.get("master"),
-        seed=seed,
-    )
+        remainder=views.get("remainder"), master=views.get("master"), seed=seed,
+    )  # fmt: skip
 
 
 def hyper_params(group: Group, step: Tensor, factor: float) -> HyperParams:

@@ -31,7 +31,6 @@ from octavo.planner.timeline import Message
 from octavo.planner.trace import Trace
 
 GPUS_PER_MACHINE = 8  # Assumed number of GPUs of a machine
-
 FP8_BYTES_PER_ELEMENT = 1.0 + 4 / 128  # Bytes per element of an FP8 message, including scales of groups of 128
 
 Collective = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all"]

@@ -129,8 +129,6 @@ def _size_remarks(calls: Sequence[LinearCall]) -> str:
 def total(costs: Sequence[Cost]) -> Cost:
     """Add up costs."""
     return Cost(
-        forward=sum(cost.forward for cost in costs),
-        backward=sum(cost.backward for cost in costs),
-        host=sum(cost.host for cost in costs),
-        measured=sum(cost.measured for cost in costs),
-    )
+        forward=sum(cost.forward for cost in costs), backward=sum(cost.backward for cost in costs),
+        host=sum(cost.host for cost in costs), measured=sum(cost.measured for cost in costs),
+    )  # fmt: skip

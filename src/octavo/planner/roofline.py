@@ -54,7 +54,6 @@ from octavo.planner.devices import Gpu
 from octavo.planner.host_time import host_seconds
 
 Timed = tuple[float, bool]  # Seconds, and whether they were measured
-
 SCALES_LAUNCHES = 41  # Kernels that compute channel scales from column maxima, about (`octavo.numerics.equalize`)
 TILE, SPLIT = 128, 512  # Sides of an output tile, and the shortest contraction worth a multiprocessor of its own
 
@@ -254,11 +253,9 @@ def _sum_cost(products: dict[str, Timed], forward: list[Timed], backward: list[T
     early = [products["forward"], *forward]
     late = [*(timed for name, timed in products.items() if name != "forward"), *backward]
     return Cost(
-        forward=sum(seconds for seconds, _ in early),
-        backward=sum(seconds for seconds, _ in late),
-        host=host,
+        forward=sum(seconds for seconds, _ in early), backward=sum(seconds for seconds, _ in late), host=host,
         measured=sum(seconds for seconds, is_measured in (*early, *late) if is_measured),
-    )
+    )  # fmt: skip
 
 
 def fp8_cost(gpu: Gpu, linear: LinearCall, moved: Passes, rate: float, exact: float = 1.0) -> Cost:

@@ -1,10 +1,5 @@
 """Level 7: the trainer behind `octavo train`.
 
-From Python:
-
-    config = load_config("configs/demo.toml", ["run.steps=50"])
-    result = run(config, out=Path("runs/demo"))
-
 `run` executes a training run; `loop.py` implements it. Other modules: configuration (`config/`), tokenization and
 batches (`data/`), model and training step (`model`, `trainer`, `optimizer`, `loss_scale`), processes (`ranks`),
 checkpoints (`checkpoint/`), logs (`record/`), and error and spike detection (`diagnose`, `guard`).
@@ -30,12 +25,10 @@ __all__ = [
 
 _NAMES = {
     "train.config.run_config": ("ConfigError", "TrainConfig", "load_config", "parse_config"),
-    "train.diagnose": ("NonFiniteError",),
-    "train.loop": ("run",),
-    "train.ranks": ("LostRankError",),
+    "train.diagnose": ("NonFiniteError",), "train.loop": ("run",), "train.ranks": ("LostRankError",),
     "train.record.metrics": ("Losses", "RunResult", "StepMetrics", "read_metrics"),
     "train.record.progress": ("Progress",),
-}
+}  # fmt: skip
 
 if not TYPE_CHECKING:  # a reader of records needs no trainer
 

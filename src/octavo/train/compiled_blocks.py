@@ -46,7 +46,6 @@ from octavo.train.config.run_config import ConfigError
 BACKEND = "inductor"
 REMEDY = 'set run.compile = "none"'
 GRAPHS_PER_BLOCK = 32  # Most graphs for each block: the autopilot may change its recipes, and evaluation has its own
-
 _SECONDS = {"compile": 0.0}  # Time that this process has spent compiling
 
 

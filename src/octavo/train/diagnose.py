@@ -21,7 +21,6 @@ from octavo.tensor import local_tensor
 from octavo.train.config.sections import PrecisionConfig
 
 _VALUES_PER_STAGE = 2**40  # More than any rank looks at
-
 MOST_RMS = 1e4  # Root mean square of a weight, above which a run has diverged; trained weights stay below 10
 
 

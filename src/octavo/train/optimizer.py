@@ -93,12 +93,10 @@ def parameter_settings(model: nn.Module, optim: Optim, *, part: bool = False) ->
                 f"{spec.name.title()} optimizes hidden matrices (no embeddings, heads, norms, biases and vectors)"
             )
         settings[name] = ParameterSettings(
-            group=number,
-            rest=name not in taken or own is False,
-            undecayed=name not in decayed,
+            group=number, rest=name not in taken or own is False, undecayed=name not in decayed,
             lr=optim.lr if group is None or group.lr is None else group.lr,
             weight_decay=decay if group is None or group.weight_decay is None else group.weight_decay,
-        )
+        )  # fmt: skip
     for number, group in enumerate(optim.groups):
         if not part and not any(setting.group == number for setting in settings.values()):
             raise ConfigError(_unmatched(group.match, names, [other.match for other in optim.groups[:number]]))
@@ -180,9 +178,7 @@ def groups_table(settings: Mapping[str, ParameterSettings], sizes: Mapping[str, 
         rows.append((
             optim.groups[setting.group].match if setting.group >= 0 else "others",
             f"{len(names)} parameter{'s' if len(names) > 1 else ''} ({count:,} elements)",
-            ADAMW.name if setting.rest else optim.name,
-            f"lr {setting.lr:g}",
-            f"weight decay {setting.weight_decay:g}",
+            ADAMW.name if setting.rest else optim.name, f"lr {setting.lr:g}", f"weight decay {setting.weight_decay:g}",
         ))  # fmt: skip
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -743,7 +743,8 @@ def console(
             raise ValueError(f"{option} is for --memory: octavo plan --memory CONFIG")
     if memory and gpu is not None and as_json:
         raise ValueError("--json is for one of them at a time: --memory, or --gpu")
-    config = load_config(path, overrides, change=change_of(shrink, _note))
+    note = partial(Console(stderr=True).print, "note:", markup=False, highlight=False, soft_wrap=True)
+    config = load_config(path, overrides, change=change_of(shrink, note))
     if gpu is not None:
         with plan_progress() as progress:
             step = plan_step(config, gpu=gpu, gpus=gpus, calibration=calibration, progress=progress)
@@ -773,10 +774,6 @@ def _show_memory(config: TrainConfig, *, device: str, limit: float, layers: bool
         print(plans[0])
     table = compare_memory(plans, baseline="bf16", fitting=fitting, limit_bytes=limit_bytes)
     print("\n".join([*table.lines(), *plan_notes(plans)]))
-
-
-def _note(text: str) -> None:
-    Console(stderr=True).print(f"note: {text}", markup=False, highlight=False, soft_wrap=True)
 
 
 @contextmanager

@@ -17,7 +17,6 @@ from octavo.numerics.spec import FULL, Granularity, QuantSpec
 from octavo.tensor import ScaledTensor
 
 ALIGNMENT = 16  # Alignment of rows and of contractions of FP8 operands, in bytes
-
 UNIT_SCALE = "unit"  # Name in a case for an operand with unit scales (folded into the other operand)
 
 

@@ -31,7 +31,8 @@ def quantize(
             chunk_scale, factor = scale_of(_chunk_amax(x, spec, fold, chunk, blocks), spec)
             scales.append(chunk_scale)
         else:
-            factor = _chunk_of_blocks(inverse, chunk, spec)
+            extent = spec.granularity.rows
+            factor = inverse if extent == FULL else inverse[chunk.start // extent : -(-chunk.stop // extent)]
         factor = factor[:, None, :, None]
         own = x.dtype != torch.float32 or fold is not None
         scaled = blocks.mul_(factor) if own else blocks * factor
@@ -84,12 +85,6 @@ def scale_of(amax: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
 def reciprocal(scale: Tensor) -> Tensor:
     """Return 1/scale, divided in float64, in float32."""
     return scale.double().reciprocal_().float()
-
-
-def _chunk_of_blocks(per_block: Tensor, chunk: slice, spec: QuantSpec) -> Tensor:
-    """Return the block rows of a per-block tensor that belong to a row chunk."""
-    extent = spec.granularity.rows
-    return per_block if extent == FULL else per_block[chunk.start // extent : -(-chunk.stop // extent)]
 
 
 def _values(x: Tensor, fold: Tensor | None, chunk: slice) -> Tensor:

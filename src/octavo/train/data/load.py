@@ -1,14 +1,9 @@
 """The data of a run: its sources, their tokenizer, what is held out of them, and their mixture.
 
-A mixture draws each sample of a run from one of several sources, by weights.
-
-Samples come in blocks of `BLOCK`, in each of which every source has a fixed number: its share of the weights, rounded.
-The picks of a source are spread evenly over the block, each at a random place of its own part of it, so that any run of
-samples is close to the weights. Sample k is from source i, and its sequence is sample j of that source, where j counts
-the earlier picks of i. Both are a function of (seed, k): a resume needs no state, and a source that is used up begins
-its next epoch, permuted anew, while the others go on.
-
-Weights are of sequences, which are of equal length; padding and ignored targets are not counted.
+A mixture draws samples in blocks of `BLOCK` (docs/training.md). The picks of a source are spread evenly over the block,
+each at a random place of its own part of it. Sample k is from source i, and its sequence is sample j of that source,
+where j counts the earlier picks of i. Both are a function of (seed, k), so a resume needs no state. Weights are of
+sequences, which are of equal length; padding and ignored targets are not counted.
 """
 
 import hashlib
