@@ -182,7 +182,6 @@ def _train(
     config: Path, overrides: list[str], arm: list[str], seeds: str, out: Path | None, margin: float | None,
     confidence: float, max_seeds: int | None, as_json: bool, shrink: bool,
 ) -> None:  # fmt: skip
-    """Train and compare; exit with the verdict's code."""
     from octavo.experiments.compare_report import to_json
     from octavo.experiments.compare_runs import compare as run
     from octavo.experiments.compare_runs import make_arms

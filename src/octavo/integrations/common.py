@@ -74,7 +74,6 @@ def check_optimizer(precision: Precision, optimizer: Any) -> None:
 
 
 def _check_conversion(model: nn.Module, recipes: set[str], precision: Precision) -> None:
-    """Raise ValueError if a converted model lacks what `precision` asks for."""
     plans = [vars(module)[PLAN_ATTRIBUTE] for module in model.modules() if PLAN_ATTRIBUTE in vars(module)]
     problem = None
     if precision.matmul == "bf16" and recipes:

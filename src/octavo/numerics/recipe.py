@@ -67,7 +67,9 @@ class Recipe:
                 f"recipe {self.name!r}: wgrad runs in FP8 or in high precision as a whole; "
                 "set both wgrad_g and wgrad_x, or neither"
             )
-        if self.equalization < 0 or (self.equalization and not self._can_equalize):
+        folds_x = self.wgrad_x is None or (self.folds_x and self.wgrad_x == self.x)
+        can_equalize = self.folds_w and self.dgrad_w == self.w and folds_x
+        if self.equalization < 0 or (self.equalization and not can_equalize):
             raise ValueError(
                 f"recipe {self.name!r}: equalization is 0, or a number of passes for a recipe that folds the scales of "
                 f"X and W into G (one spec by row for both products of X, and of W); got "
@@ -88,11 +90,6 @@ class Recipe:
     def folds_x(self) -> bool:
         """Whether X's scales fold into G for wgrad (they vary along M, which wgrad contracts)."""
         return self.wgrad_x is not None and self.wgrad_x.folds_along(0)
-
-    @property
-    def _can_equalize(self) -> bool:
-        folded_x = self.wgrad_x is None or (self.folds_x and self.wgrad_x == self.x)
-        return self.folds_w and self.dgrad_w == self.w and folded_x
 
     @property
     def dgrad_w_epilogue(self) -> QuantSpec | None:

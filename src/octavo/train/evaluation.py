@@ -4,8 +4,7 @@
 
 The loss on `Task.held_out` is the mean over its targets, as trained and, where layers compute in FP8, with all of them
 in high precision (`octavo.disabled`): the difference is what FP8 costs at this moment, in the same weights. The rows
-are the same ones each time, for any number of ranks and micro-batches. Ranks share them as in a step, and all of them
-return the same numbers. In a pipeline the micro-batches of a batch go forward together, under its schedule.
+are the same ones each time, for any number of ranks and micro-batches, and all ranks return the same numbers.
 
 Evaluation leaves no trace. The model is in evaluation mode without gradients, so that amax histories and channel scales
 of FP8 layers stay; statistics and the autopilot only look at steps; each step seeds its own random numbers; and FSDP's

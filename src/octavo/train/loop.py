@@ -485,7 +485,6 @@ def _metrics(trainer: Trainer, out: Path, progress: Progress) -> MetricsBuffer:
 
 
 def _record_step(trainer: Trainer, row: StepMetrics, metrics: MetricsBuffer, progress: Progress, out: Path) -> None:
-    """Print a step, and write what was measured after it."""
     metrics.amend(row)
     progress.step(row)
     _record_statistics(trainer, row.step, metrics, progress, out)

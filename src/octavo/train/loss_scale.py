@@ -20,7 +20,7 @@ and its step is skipped, if the scale is below its initial value or its value be
 GROWTH_INTERVAL = 2000
 INITIAL_SCALE = 2.0**16
 MAX_SCALE = 2.0**24  # Upper limit of a dynamic scale: 65504, the largest fp16 value, is then a gradient of 0.004
-MAX_SKIPS = 40  # Skipped steps in a row before the run stops: the scale has then fallen by 2⁴⁰: range is not the cause
+MAX_SKIPS = 40  # Skipped steps in a row before the run stops: the scale has then fallen by 2⁴⁰, so range is not it
 RESTORE_FACTOR = 2.0**8  # Factor by which a scale falls before it is restored on trial
 QUIET_STEPS = 16  # Good steps in a row after which an overflow starts a new fall; also the longest wait for a trial
 

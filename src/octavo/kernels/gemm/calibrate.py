@@ -1,7 +1,6 @@
 """`octavo calibrate`: time the FP8 products, bf16 products and quantizations of linears, and save the fastest choices.
 
-The fastest is the one that a caller waits for least, be it for the GPU or for the host (`octavo.kernels.timing`). The
-planner compares FP8 times with the bf16 times.
+The fastest is the one that a caller waits for least, be it for the GPU or for the host (`octavo.kernels.timing`).
 """
 
 import torch
