@@ -87,7 +87,8 @@ def test_rows_are_those_of_one_process(gloo, settings, world, fp8_comm, recipe):
         expected = reference[named(row)]
         scaled = world if "_g" in row.operand else 1  # one process divides the loss where ranks average gradients
         assert row.amax == pytest.approx(expected.amax * scaled, rel=1e-5), named(row)
-        assert row.smallest == pytest.approx(expected.smallest * scaled, rel=1e-5), named(row)
+        rounding = 2.0**-20 * expected.amax * scaled  # of the tensor: the smallest element may be a near cancellation
+        assert row.smallest == pytest.approx(expected.smallest * scaled, rel=1e-5, abs=rounding), named(row)
         assert row.sqnr == pytest.approx(expected.sqnr, abs=1e-3), named(row)
         assert row.scale_spread == pytest.approx(expected.scale_spread, rel=1e-5), named(row)
         same = replace(expected, amax=row.amax, smallest=row.smallest, sqnr=row.sqnr, scale_spread=row.scale_spread)
