@@ -24,6 +24,10 @@ NORMS = {"llama": 3, "qwen3": 5, "gemma3_text": 7, "phi3": 3, "cohere": 2, "mixt
 by_family = pytest.mark.parametrize("family", NORMS)
 
 
+def randn(*shape):
+    return torch.randn(shape).bfloat16()
+
+
 def models(family, dtype=torch.bfloat16):
     """The model and the same with fused kernels."""
     own = model_of(family).to(torch.bfloat16).to(dtype)
@@ -177,14 +181,48 @@ def test_what_the_kernels_do_not_take_runs_the_models_own():
     assert model.layers[0].input_layernorm(x[:0]).shape == (0, 3, 128)
 
 
-def test_memory_order_is_kept():
+def test_results_are_laid_out_and_written_in_place_as_the_models_own():
     norms = [m.layers[0].self_attn.q_norm for m in models("gemma3_text")]
-    for x in (torch.randn(2, 5, 4, 32).transpose(1, 2), torch.randn(2, 3, 4, 5, 32).permute(2, 0, 3, 1, 4)):
-        (y, dx), (fused, fused_dx) = ((norm(t), torch.autograd.grad(norm(t).square().sum(), t)[0]) for norm, t in (
-            (norm, x.bfloat16().requires_grad_()) for norm in norms
-        ))  # fmt: skip
-        assert y.stride() == fused.stride() and ulps(y, fused) <= 1
+    for x in (
+        randn(2, 5, 4, 32).transpose(1, 2), randn(2, 3, 4, 5, 32).permute(2, 0, 3, 1, 4), randn(5, 32).expand(3, 5, 32),
+        randn(6, 1, 5, 32).transpose(0, 2).expand(5, 3, 6, 32), randn(2, 32, 5).transpose(1, 2), randn(6, 64)[:, ::2],
+        randn(4, 2, 64)[..., 32:],
+    ):  # fmt: skip
+        results = []
+        for norm in norms:
+            t = x.detach().requires_grad_()
+            y = norm(t).mul_(3)
+            results.append((y, *torch.autograd.grad(y.square().sum(), t)))
+        (y, dx), (fused, fused_dx) = results
+        assert y.stride() == fused.stride() and ulps(y.detach(), fused.detach()) <= 1
         assert dx.stride() == fused_dx.stride() and sqnr(dx, fused_dx) > 40
+    mlps = [m.layers[0].mlp for m in models("llama")]
+    for mlp in mlps:
+        mlp.down_proj.register_forward_pre_hook(lambda _, args: (args[0].mul_(2),))
+    x = randn(2, 3, 128)
+    assert all(sqnr(a, b) > 40 for a, b in zip(*(step(mlp, x, x) for mlp in mlps), strict=True))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "phi3"])
+def test_no_frozen_part_makes_a_module_save_more_than_its_own(family):
+    with torch.inference_mode():
+        inference = randn(6, 128)
+    for part in ("norm", "layers.0.mlp"):
+        pair = [m.get_submodule(part) for m in models(family)]
+        names = [name for name, _ in pair[0].named_parameters()]
+        for trained in range(1 << len(names)):
+            for x in (randn(6, 128), inference, randn(6, 128).requires_grad_()):
+                if not trained and not x.requires_grad:
+                    continue
+                saved = []
+                for module in pair:
+                    for index, name in enumerate(names):
+                        module.get_parameter(name).requires_grad_(bool(trained >> index & 1))
+                    with saved_for_backward(module) as audit:
+                        y = module(x if part == "norm" or not x.is_inference() else x.clone())
+                    y.sum().backward()
+                    saved.append(audit.bytes)
+                assert saved[1] <= saved[0], (part, trained, x.requires_grad)
 
 
 def test_norms_and_joint_gates_save_their_inputs_only():

@@ -142,24 +142,25 @@ class _NormFunction(torch.autograd.Function):
 
 @explain_freed_nodes
 class _FusedNormFunction(torch.autograd.Function):
-    """Returns y of x [..., K], both in the same memory order; saves x and the statistics of its rows."""
+    """Returns y of x [..., K], both in the order of dimensions `order`, if given; saves x and row statistics."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, norm: Norm) -> Tensor:
-        order = _memory_order(x)
-        normed = _normed(_matrix(x.permute(order)), weight, bias, eps, norm)
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, norm: Norm, order: list[int] | None
+    ) -> Tensor:
+        ordered = x if order is None else x.permute(order)
+        normed = _normed(_matrix(ordered), weight, bias, eps, norm)
         ctx.save_for_backward(x, weight, bias, normed.rstd, normed.mean)
-        ctx.norm = norm
-        return _restored(normed.y, x.shape, order)
+        ctx.norm, ctx.order = norm, order
+        return _shaped(normed.y, ordered.shape)
 
     @staticmethod
     @first_derivative_only("a fused norm")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, rstd, mean = ctx.saved_tensors
-        order = _memory_order(x)
-        grad_MK, x_MK = _matrix(grad.permute(order)), _matrix(x.permute(order))
-        dx, dweight, dbias = _norm_gradients(grad_MK, x_MK, weight, bias, rstd, mean, ctx.norm)
-        return _restored(dx, x.shape, order), dweight, dbias, None, None
+        x_MK = _matrix(x if ctx.order is None else x.permute(ctx.order))
+        dx, dweight, dbias = _norm_gradients(_matrix(grad), x_MK, weight, bias, rstd, mean, ctx.norm)
+        return _in_original_order(dx.view(grad.shape), ctx.order), dweight, dbias, None, None, None
 
 
 class _GluFunction(torch.autograd.Function):
@@ -229,8 +230,9 @@ def norm_saving_fp8(
 def fused_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float | None, norm: Norm) -> Tensor:
     """Return the norm of x [..., K] over the last dimension; saves x and the statistics of its rows for backward."""
     eps, weight, norm = _complete(x, weight, eps, norm)
-    y: Tensor = _FusedNormFunction.apply(x, weight, bias, eps, norm)
-    return y
+    order = None if x.is_contiguous() else _memory_order(x)
+    y: Tensor = _FusedNormFunction.apply(x, weight, bias, eps, norm, order)
+    return _in_original_order(y, order)
 
 
 def _complete(x: Tensor, weight: Tensor | None, eps: float | None, norm: Norm) -> tuple[float, Tensor, Norm]:
@@ -260,15 +262,22 @@ def _norm_gradients(
 
 
 def _memory_order(x: Tensor) -> list[int]:
-    """Return the dimensions of x [..., K] by descending stride, the last one last: q and k may be transposed."""
+    """Return the dimensions of x [..., K] in the order in which PyTorch lays out results: q and k may be transposed."""
     strides = x.stride()
+    if 0 in strides:  # expanded dimensions stay in place
+        strides = torch.empty_like(x, device="meta").stride()
     return [*sorted(range(x.ndim - 1), key=lambda dim: -strides[dim]), x.ndim - 1]
 
 
-def _restored(rows: Tensor, shape: torch.Size, order: list[int]) -> Tensor:
-    """Return a matrix whose rows are in this order of dimensions as a tensor of a shape."""
-    inverse = sorted(range(len(order)), key=order.__getitem__)
-    return rows.view([shape[d] for d in order]).permute(inverse)
+def _in_original_order(x: Tensor, order: list[int] | None) -> Tensor:
+    """Undo `x.permute(order)`."""
+    return x if order is None else x.permute(sorted(range(len(order)), key=order.__getitem__))
+
+
+def _shaped(rows: Tensor, shape: torch.Size) -> Tensor:
+    """Return a new matrix as a tensor of a shape."""
+    # No view: the output of an autograd function that is one cannot be written in place.
+    return torch.ops.aten._unsafe_view(rows, shape)  # type: ignore[no-any-return]
 
 
 def _registered(out: Tensor, tensors: tuple[Tensor | None, ...], rematerializer: Rematerializer) -> Tensor:
@@ -304,7 +313,7 @@ def fused_glu(gate: Tensor, up: Tensor, activation: str, both: Tensor | None, ga
     h: Any = glu(tensors[0], tensors[1], activation)
     inputs = (gate, up) if both is None else (both, None)
     rematerializer = _UnroundedGlu(gate.dtype, activation)
-    out: Tensor = _GluFunction.apply(*inputs, [h.view(gate.shape)], gate_first, rematerializer, *tensors)
+    out: Tensor = _GluFunction.apply(*inputs, [_shaped(h, gate.shape)], gate_first, rematerializer, *tensors)
     return out
 
 

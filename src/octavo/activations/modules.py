@@ -121,12 +121,14 @@ class FusedNorm(FusedModule):
         """Compute the same as the original, rounded once."""
         x = _only(args, kwargs)
         operands = _norm_operands(self, x) if x is not None and fusing() else None
-        # Of equal dtypes, so that the original's result has that, too.
+        parameters = [] if operands is None else [p for p in operands[:2] if p is not None]
         if (
             x is None
             or operands is None
             or not _has_kernels(x.device)
-            or any(p is not None and p.dtype != x.dtype for p in operands[:2])
+            or x.stride(-1) != 1  # results of kernels have dense rows
+            or any(p.dtype != x.dtype for p in parameters)  # of equal ones the original's result has that, too
+            or not _is_saved(x, *parameters)
         ):
             return super().forward(*args, **kwargs)
         return fused_norm(x, *operands)
@@ -281,7 +283,7 @@ def _gated(module: nn.Module, glu: Glu, function: Any, act: str, x: Tensor, fuse
     up = getattr(module, glu.up)(x) if glu.up_first else None
     gate = getattr(module, glu.gate)(x)
     up = getattr(module, glu.up)(x) if up is None else up
-    if fused and _same_kind(gate, up) and _is_fusible(gate):
+    if fused and _same_kind(gate, up) and _is_fusible(gate) and _is_saved(gate, up):
         return down(fused_glu(gate, up, act, None, True))
     if fused or not _same_kind(gate, up) or not (gate.requires_grad or up.requires_grad):
         return down(function(gate) * up)
@@ -388,6 +390,12 @@ def _only(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
 def _is_matrix(x: Tensor | None) -> bool:
     """Return whether Octavo's ops take a tensor (not a DTensor, for example)."""
     return x is not None and x.dtype in SUPPORTED_DTYPES and x.ndim > 0 and not is_traceable_wrapper_subclass(x)
+
+
+def _is_saved(input: Tensor, *others: Tensor) -> bool:
+    """Return whether the original saves an input, or nothing: it need not for the gradients of the others alone."""
+    # Without a gradient it may be an inference tensor, or one that the next batch overwrites.
+    return input.requires_grad or not torch.is_grad_enabled() or not any(t.requires_grad for t in others)
 
 
 def _is_fusible(gate: Tensor) -> bool:
