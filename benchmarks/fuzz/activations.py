@@ -1,4 +1,4 @@
-"""Stored activations: `Precision(matmul="bf16", activations="fp8")` beside the plain model.
+"""Stored activations, `Precision(matmul="bf16", activations="fp8")`, and fused ones, beside the plain model.
 
 The forward is bitwise the plain one's, with its side effects and random numbers. Only norms and gated MLPs known by
 their code may differ by one rounding; then outputs stay within the rounding error that the plain model has itself.
@@ -16,7 +16,7 @@ from benchmarks.fuzz import outcome
 from benchmarks.fuzz.build import Case, Run, build, inputs, knows, reference, run
 from benchmarks.fuzz.outcome import NOISE_DB, PASS, Exact, Invalid, Outcome, compare_gradients, fail, same, with_noise
 
-STORED = octavo.Precision(matmul="bf16", activations="fp8")
+PRECISIONS = {kind: octavo.Precision(matmul="bf16", activations=kind) for kind in ("fp8", "fused")}
 _NOTHING = "no layer would be converted"
 _ROUNDINGS = 8.0
 """Times the rounding error of the plain model by which a known module's rounding may move the output."""
@@ -28,7 +28,7 @@ def check(case: Case) -> Outcome:
     autocast = bool(case.get("autocast"))
     expected = plain_run(plain, case, x, autocast=autocast)
     exact, gradients = exact_run(exact_model, case, x)
-    if not convert(stored, STORED):
+    if not convert(stored, PRECISIONS[case.get("activations", "fp8")]):
         return PASS
     with outcome.around_octavo(stored):
         actual = run(stored, case, x, autocast=autocast)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from benchmarks.fuzz import modules
 from benchmarks.fuzz.modules import Part
+from octavo.activations.detect import ORIGINAL
 
 Case = dict[str, Any]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -214,7 +215,8 @@ def mutated(model: nn.Module, case: Case) -> Iterator[None]:
         for change in case.get("after", ()):
             op, m = change["op"], candidates[change.get("index", 0) % len(candidates)]
             if op in ("instance", "class"):
-                classes = (c for c in type(m).__mro__ if "forward" in vars(c) and not c.__module__.startswith("octavo"))
+                mine = (c for c in type(m).__mro__ if ORIGINAL not in vars(c) and not c.__module__.startswith("octavo"))
+                classes = (c for c in mine if "forward" in vars(c))
                 owner: Any = m if op == "instance" else next(classes)
                 stack.enter_context(mock.patch.object(owner, "forward", _halved(owner.forward)))
             elif op == "freeze":

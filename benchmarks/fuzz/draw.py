@@ -135,7 +135,8 @@ def _activations() -> SearchStrategy[Case]:
     after = st.lists(
         changes, max_size=2, unique_by=lambda change: change["op"] in ("instance", "class") or change["op"]
     )
-    return _model(autocast=_some(0.2, True), after=st.one_of(st.none(), st.none(), after.map(lambda a: a or None)))
+    after = st.one_of(st.none(), st.none(), after.map(lambda changes: changes or None))
+    return _model(autocast=_some(0.2, True), activations=_some(0.3, "fused"), after=after)
 
 
 def _linear() -> SearchStrategy[Case]:
