@@ -38,9 +38,13 @@ def first(
         max_examples=draws, database=None, deadline=None, phases=phases, suppress_health_check=list(HealthCheck)
     )
     try:
-        return find(cases(kind), fails, settings=options, random=random.Random(f"{seed}/{kind}"))
+        case = find(cases(kind), fails, settings=options, random=random.Random(f"{seed}/{kind}"))
     except NoSuchExample:
         return None
+    for part in reversed(case.get("parts", ()) if shrink else ()):  # Hypothesis may leave one before that which fails
+        fewer = {**case, "parts": [other for other in case["parts"] if other is not part]}
+        case = fewer if fewer["parts"] and fails(fewer) else case
+    return case
 
 
 @cache

@@ -158,7 +158,7 @@ def failing(function, call, error):
 @pytest.mark.parametrize("error", [RuntimeError("full"), KeyboardInterrupt()], ids=["error", "interrupt"])
 @pytest.mark.parametrize(
     ("module", "name", "call"),
-    [(convert, "become", 2), (activations, "become", 1), (convert, "enable_fp8_saving", 2), (convert, "report", 0)],
+    [(convert, "become", 2), (activations, "become", 1), (convert, "convert_activations", 2), (convert, "report", 0)],
 )
 def test_a_conversion_that_stops_midway_leaves_the_model_as_it_was(module, name, call, error, monkeypatch):
     model = llama(num_hidden_layers=1)
@@ -174,7 +174,7 @@ def test_a_conversion_that_stops_midway_leaves_the_model_as_it_was(module, name,
     octavo.convert(model, activations="fp8", verbose=False)
 
 
-@pytest.mark.parametrize("name", ["restore_original_class", "disable_fp8_saving"])
+@pytest.mark.parametrize("name", ["restore_original_class", "revert_activations"])
 def test_a_revert_that_stops_midway_leaves_the_model_converted(name, monkeypatch):
     model = octavo.convert(llama(num_hidden_layers=1), activations="fp8", verbose=False)
     before = state(model)
