@@ -116,6 +116,7 @@ class AdamW(Optimizer):
             self.param_groups.pop()
             raise
 
+    @never_compiled(OWN_KERNELS)
     def step_scaled(self, factor: float) -> None:
         """Take a step with all gradients multiplied by a number, as clipping does, without a pass that multiplies them.
 
