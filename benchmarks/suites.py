@@ -144,6 +144,7 @@ def _torch() -> tuple[Results, Results]:
 
 def _modules() -> Iterator[tuple[str, Callable[[bool], bool]]]:
     for info in importlib.import_module("torch.testing._internal.common_modules").module_db:
+        torch.manual_seed(0)
         made = info.module_inputs_func(info, "cpu", torch.float32, requires_grad=True, training=True)
         for i, each in enumerate(made):
             yield f"{info.name} {i} {each.desc}", partial(_module, info.module_cls, each)
