@@ -249,8 +249,10 @@ class Experts(nn.Module):
         gate: Any = self._apply_gate if self.has_gate else self.act_fn
         inner = gate(both) if self.has_bias else self._of_stored(gate, both)
         y = self._octavo_linear("down_proj", inner, offsets)
-        norm: Any = self.post_expert_norm if getattr(self, "has_post_expert_norm", False) else nn.Identity()
-        return norm(y)  # type: ignore[no-any-return]
+        if getattr(self, "has_post_expert_norm", False):
+            norm: Any = self.post_expert_norm
+            y = norm(y)
+        return y
 
     def _of_stored(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """Return function(x); in a graph that stores activations, its backward reads the FP8 copy of x."""

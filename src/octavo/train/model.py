@@ -14,6 +14,7 @@ whatever the number of threads.
 import inspect
 import os
 import re
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -142,11 +143,20 @@ def auto_attention(model: Any, config: TrainConfig, device: str) -> None:
     own, packed = getattr(model.config, "_attn_implementation", None), config.data.packing != "stream"
     if config.model.attention != "auto" or config.data.task != "language" or not packed or device != "cuda":
         return
-    if own == "sdpa" and not device_problem():
-        try:
-            choose_attention(model, "varlen")
-        except ConfigError:
-            model.set_attn_implementation(own)
+    if own != "sdpa":
+        return
+    if reason := device_problem():
+        MASKED[model] = reason
+        return
+    try:
+        choose_attention(model, "varlen")
+    except ConfigError as error:
+        model.set_attn_implementation(own)
+        MASKED[model] = str(error).removeprefix('model.attention = "varlen": ').removesuffix('. Nearest: "sdpa"')
+
+
+MASKED: "weakref.WeakKeyDictionary[nn.Module, str]" = weakref.WeakKeyDictionary()
+"""Why models whose attention is "auto" read masks of packed documents, for a note."""
 
 
 def build_on_ranks(

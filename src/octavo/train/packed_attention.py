@@ -66,6 +66,8 @@ def is_varlen(model: Any) -> bool:
 
 
 @cache
+@torch.inference_mode(False)
+@torch.enable_grad()
 def device_problem(device: torch.device | None = None) -> str:
     """Why the device here, the GPU by default, does not compute the op rightly; "" if it does, or if there is none."""
     device = device or torch.device("cuda")

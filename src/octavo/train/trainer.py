@@ -59,7 +59,7 @@ from octavo.train.layout import (
     to_device,
 )
 from octavo.train.loss_scale import LossScale
-from octavo.train.model import build_on_ranks
+from octavo.train.model import MASKED, build_on_ranks
 from octavo.train.optimizer import groups_table, learning_rate, make_optimizer, parameter_settings
 from octavo.train.packed_attention import is_varlen
 from octavo.train.probe import check_causal, saved_bytes_per_token
@@ -269,6 +269,10 @@ class Trainer:
         """A note on variable-length attention, or for a model without fused attention; else empty."""
         if is_varlen(self.model):
             return "attention is computed document by document (variable-length attention), without a mask"
+        if reason := MASKED.get(self.model):
+            return (
+                f"attention reads a mask of all pairs of positions, because variable-length attention cannot: {reason}"
+            )
         attention = inner_attention(self.model) or getattr(self.model.config, "_attn_implementation", "sdpa")
         if attention != "eager" or self.config.model.attention == "eager":
             return ""
