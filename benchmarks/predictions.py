@@ -26,9 +26,7 @@ from octavo.planner.devices import DEVICES, Gpu
 from octavo.planner.roofline import (
     Cost,
     LinearCall,
-    Passes,
     bf16_linear,
-    fp8_cost,
     fp8_linear,
     fp8_rate,
     memory_time,
@@ -87,6 +85,7 @@ class Row:
 
 
 def fp8(gpu: Gpu, linear: LinearCall, table: str) -> Cost:
+    """Predict a linear layer with the quantization passes of another library."""
     elements = (linear.m * linear.k, linear.n * linear.k, linear.m * linear.n)
     x, w, g = (tuple(size * count for size in TABLES[table]) for count in elements)
     share, exact = gpu.fp8_efficiency, gpu.exact_efficiency
@@ -94,7 +93,16 @@ def fp8(gpu: Gpu, linear: LinearCall, table: str) -> Cost:
         share, exact = gpu.block_efficiency, 1.0
     elif table == "by row, two copies":
         share, exact = share * gpu.row_efficiency, gpu.row_exact_efficiency
-    return fp8_cost(gpu, linear, Passes(forward=x + w, backward=g), gpu.fp8_tflops * 1e12 * share, exact)
+    rate = gpu.fp8_tflops * 1e12 * share
+    forward, *backward = (
+        product(gpu, *sizes, operand=1, rate=rate if name == "forward" else rate * exact)
+        for name, sizes in linear.named_products.items()
+    )
+    return Cost(
+        forward=forward + sum(memory_time(gpu, size) for size in x + w),
+        backward=sum(backward) + sum(memory_time(gpu, size) for size in g),
+        host=(1 + len(backward) + len(x + w + g)) * gpu.host_us * 1e-6,
+    )
 
 
 def linears(shapes: list[tuple[int, int, int]], table: str) -> Predict:

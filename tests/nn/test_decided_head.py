@@ -9,7 +9,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from octavo.nn.causal import decide_head, find_head
 from octavo.planner.fake import fake_device, fake_tensors
-from octavo.planner.stacks import copy_with_blocks
+from octavo.planner.few_blocks import copy_with_blocks
 
 SMALL = {
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2,

@@ -1,31 +1,28 @@
 """What a GPU sends, by hand."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
-from octavo.planner.collective_cost import (
+from octavo.planner.devices import DEVICES
+from octavo.planner.step import (
     COPIES,
     GRADIENTS,
     WEIGHTS,
-    Links,
+    StepConfig,
     collective,
     exchanged,
-    links_of,
     sharded,
-    traffic,
 )
-from octavo.planner.devices import DEVICES
-from octavo.planner.timeline import Message
 
 GPU = DEVICES["h100"]
-LINKS = links_of(GPU)
 MODEL = SimpleNamespace(parameters=1000, trained=800, experts=400)
 
 
 def test_rates_of_links():
-    assert LINKS.inside == pytest.approx(GPU.link_gbs * 1e9 * GPU.link_efficiency)
-    assert LINKS.between == pytest.approx(GPU.network_gbs * 1e9 * GPU.link_efficiency)
+    assert GPU.link == pytest.approx(GPU.link_gbs * 1e9 * GPU.link_efficiency)
+    assert GPU.network == pytest.approx(GPU.network_gbs * 1e9 * GPU.link_efficiency)
 
 
 @pytest.mark.parametrize(
@@ -41,20 +38,13 @@ def test_rates_of_links():
 )
 def test_seconds_of_a_gigabyte(op, ranks, apart, seconds):
     """100 GB/s inside a machine, 10 between."""
-    fast = Links(inside=100e9, between=10e9, hop_inside=0.0, hop_between=0.0)
-    assert collective(op, 1e9, fast, ranks=ranks, apart=apart) == pytest.approx(seconds)
-    slow = Links(inside=100e9, between=10e9, hop_inside=1e-3, hop_between=1e-2)
-    hops = 3 * (min(8 // apart, ranks) - 1) * 1e-3 + 3 * (ranks * apart // 8 - 1) * 1e-2
-    expected = seconds + hops * (2 if op == "all-reduce" else 1)
-    assert collective(op, 1e9, slow, ranks=ranks, apart=apart, calls=3) == pytest.approx(expected)
+    gpu = replace(GPU, link_gbs=100, network_gbs=10, link_efficiency=1)
+    assert collective(gpu, "", op, 1e9, ranks=ranks, apart=apart).seconds == pytest.approx(seconds)
 
 
 def test_messages_of_tokens():
     """An all-gather is handed a part, the others the whole."""
-    messages = [
-        Message("all-gather", False, 100), Message("all-gather", False, 100), Message("reduce-scatter", True, 400),
-        Message("all-reduce", False, 100),
-    ]  # fmt: skip
+    messages = {("all-gather", False): 200, ("reduce-scatter", True): 400, ("all-reduce", False): 100}
     sent = {(s.kind, s.backward): s for s in exchanged(GPU, messages, ranks=4)}
     expected = {
         ("tokens, all-gather, forward", False): ("all-gather", 800, 600),
@@ -64,42 +54,43 @@ def test_messages_of_tokens():
     assert sent.keys() == expected.keys()
     for key, (op, whole, size) in expected.items():
         assert sent[key].bytes == size
-        assert sent[key].seconds == pytest.approx(collective(op, whole, LINKS, ranks=4))
+        assert sent[key].seconds == pytest.approx(collective(GPU, "", op, whole, ranks=4).seconds)
 
 
 @pytest.mark.parametrize(
-    ("shards", "ep", "fp8", "expected"),
+    ("shards", "ep", "fp8", "weights", "gradients"),
     [
-        (4, 1, False, [(1900, 3200, 800), (0, 0, 0)]),
-        (4, 2, False, [(1140, 1920, 480), (760, 1280, 640)]),
-        (4, 2, True, [(1140, 495, 480), (760, 330, 640)]),
-        (1, 1, False, [(1900, 3200, 1600), (0, 0, 0)]),
-        (1, 1, True, [(1900, 825, 825), (0, 0, 0)]),
+        (4, 1, False, [1900], [3200]),
+        (4, 2, False, [1140, 760], [1920, 1280]),
+        (4, 2, True, [1140, 760], [495, 330]),
+        (1, 1, False, [], []),
     ],
 )
-def test_traffic_of_parameters(shards, ep, fp8, expected):
+def test_traffic_of_parameters(shards, ep, fp8, weights, gradients):
     """Weights in bf16 less 100 bytes; gradients in fp32, or in FP8 with a float32 scale per 128."""
-    parts = traffic(MODEL, shards, ep=ep, saved=100, fp8_reduce=fp8, reduce_bytes=4)
-    for part, (weights, gradients, summed) in zip(parts, expected, strict=True):
-        assert (part.weights, part.gradients, part.summed) == pytest.approx((weights, gradients, summed))
-        assert part.fp8_gradients == fp8
+    config = StepConfig(gpus=shards, ep=ep, fp8_reduce=fp8)
+    gathers, reductions = sharded(GPU, MODEL, config, 100)
+    ranks = (shards, shards // ep)
+    assert [s.bytes for s in gathers] == pytest.approx([w * (r - 1) / r for w, r in zip(weights, ranks, strict=False)])
+    assert [s.bytes for s in reductions] == pytest.approx(
+        [g * (r - 1) / r for g, r in zip(gradients, ranks, strict=False)]
+    )
 
 
 def test_what_fsdp2_sends():
-    parts = traffic(MODEL, 16, ep=2, saved=100, fp8_reduce=False, reduce_bytes=4)
-    gathers, reductions = sharded(GPU, parts, 16, 2, apart=2, ep=2)
+    config = StepConfig(gpus=64, copies=2, tp=2, ep=2)
+    gathers, reductions = sharded(GPU, MODEL, config, 100)
     assert [(s.kind, s.backward) for s in gathers] == [(WEIGHTS, False)] * 2
     assert [s.bytes for s in gathers] == pytest.approx([1140 * 15 / 16, 760 * 7 / 8])
-    assert [s.seconds for s in gathers] == pytest.approx(
-        [
-            collective("all-gather", 1140, LINKS, ranks=16, apart=2),
-            collective("all-gather", 760, LINKS, ranks=8, apart=4),
-        ]
-    )
+    alone = [collective(GPU, "", "all-gather", size, ranks=r, apart=a) for size, r, a in ((1140, 16, 2), (760, 8, 4))]
+    assert [s.seconds for s in gathers] == pytest.approx([s.seconds for s in alone])
     assert [(s.kind, s.backward) for s in reductions] == [(GRADIENTS, True)] * 2 + [(COPIES, True)]
     assert [s.bytes for s in reductions] == pytest.approx([1920 * 15 / 16, 1280 * 7 / 8, 120])
-    assert reductions[2].seconds == pytest.approx(collective("all-reduce", 120, LINKS, ranks=2, apart=32))
-    in_fp8 = traffic(MODEL, 16, ep=1, saved=0, fp8_reduce=True, reduce_bytes=4)
-    _, (gradients,) = sharded(GPU, in_fp8, 16, 1, apart=1, ep=1)
-    assert gradients.seconds == pytest.approx(collective("all-to-all", 825, LINKS, ranks=16))
-    assert sharded(GPU, in_fp8, 1, 1, apart=1, ep=1) == ([], [])
+    copies = collective(GPU, COPIES, "all-reduce", 120, ranks=2, apart=32)
+    assert reductions[2].seconds == pytest.approx(copies.seconds)
+    _, (gradients,) = sharded(GPU, MODEL, StepConfig(gpus=16, fp8_reduce=True), 0)
+    assert gradients.seconds == pytest.approx(collective(GPU, "", "all-to-all", 825, ranks=16).seconds)
+    assert sharded(GPU, MODEL, StepConfig(), 0) == ([], [])
+    for fp8, size in ((False, 1600), (True, 825)):  # DDP: whole gradients in bf16, or in FP8
+        _, (gradients,) = sharded(GPU, MODEL, StepConfig(gpus=8, copies=8, fp8_reduce=fp8), 0)
+        assert (gradients.kind, gradients.bytes) == (COPIES, pytest.approx(2 * size * 7 / 8))

@@ -4,10 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from octavo.planner.collective_cost import STAGES, links_of
 from octavo.planner.devices import DEVICES
-from octavo.planner.pipeline_time import Action, most_in_flight, pipeline_time, simulate
-from octavo.planner.step import StepConfig, StepTime
+from octavo.planner.step import STAGES, Action, StepConfig, StepTime, most_in_flight, pipeline_time, simulate
 
 GPU = DEVICES["h100"]
 ZERO = {"attention": 0.0, "products": 0.0, "rest": 0.0, "communication": 0.0, "waiting": 0.0}
@@ -58,7 +56,7 @@ def test_stages_of_one_rank_send_nothing_to_each_other():
 def test_a_step_of_a_pipeline(schedule, stages, ahead, gpus):
     config = StepConfig(gpus=gpus, pp=2, schedule=schedule, micro_batches=4)
     size = 1e6
-    link = links_of(GPU).inside if gpus == 2 else links_of(GPU).between
+    link = GPU.link if gpus == 2 else GPU.network
     time = pipeline_time(GPU, [STAGE] * stages, config, size)
     sent = {s.backward: s for s in time.sent if s.kind == STAGES}
     for direction in (False, True):

@@ -10,11 +10,10 @@ from sharded_arms import ARMS, build, compact
 import octavo
 from octavo.nn.causal import chunked_loss
 from octavo.planner.fake import fake_batch, fake_tensors
-from octavo.planner.memory_extrapolation import grown, growth
-from octavo.planner.model_memory import default_loss, trace_step
-from octavo.planner.sharded_memory import ShardGroup, Shards, memory_per_rank
-from octavo.planner.stacks import copy_with_blocks
+from octavo.planner.few_blocks import Stack, copy_with_blocks
+from octavo.planner.model_plan import default_loss, trace_step
 from octavo.planner.step import StepConfig
+from octavo.planner.step_memory import ShardGroup, Shards, memory_per_rank, trace_blocks
 from octavo.planner.timeline import (
     ACTIVATIONS,
     BLOCK_GRADIENTS,
@@ -42,17 +41,18 @@ def predicted(name, arm, recompute):
     model = build(entry["kind"], entry["config"] | {"num_hidden_layers": 3}, arm).bfloat16()
     chunked_loss(model)
     fp8 = {"gather": {"fp8_gather": True}, "on": {"fp8_gather": True, "fp8_reduce": True}, "off": {}}[ARMS[arm][1]]
-    steps = []
-    for count in (2, 3):
+
+    def trace(counts, size):
         with fake_tensors() as mode:
-            copy = copy_with_blocks(model, {"model.layers": count}, mode, CPU)
+            copy = copy_with_blocks(model, counts, mode, CPU)
             for block in find_blocks(copy) if recompute else ():
                 block.forward = partial(checkpoint, block.forward, use_reentrant=False)
             stepper = octavo.AdamW(copy.parameters()) if compact(arm) else None
             batch = fake_batch({"input_ids": (1, 8192), "labels": (1, 8192), "use_cache": False}, None, None, CPU)
-            steps.append(trace_step(copy, batch, stepper, default_loss, StepConfig(reduce_bytes=2, **fp8), 512))
-    few, more = (step.events for step in steps)
-    return grown(few, [(growth(few, more), blocks - 2)]), steps[0], blocks
+            return trace_step(copy, batch, stepper, default_loss, StepConfig(reduce_bytes=2, **fp8), 512)
+
+    few = trace_blocks(trace, 1, [Stack("model.layers", [f"model.layers.{i}" for i in range(blocks)], 2)])
+    return few.whole[0], few.step, blocks
 
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["accumulated", "recomputed"])

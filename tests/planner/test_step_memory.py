@@ -20,9 +20,8 @@ from octavo.nn.causal import chunked_loss
 from octavo.numerics.plan import Decision, Plan
 from octavo.parallel import Parallel
 from octavo.planner.fake import fake_copy, fake_tensors
-from octavo.planner.model_memory import make_gradients, make_states
-from octavo.planner.stacks import copy_with_blocks, leading_blocks
-from octavo.planner.step_memory import _group
+from octavo.planner.few_blocks import copy_with_blocks, leading_blocks
+from octavo.planner.step_memory import _group, make_gradients, make_states
 from octavo.runtime.blocks import find_blocks
 from octavo.runtime.torch_compat import fake_process_group
 
@@ -178,7 +177,7 @@ def test_first_blocks_that_differ_are_followed_and_the_rest_extrapolated(monkeyp
     """As the dense blocks of DeepSeek-V3, before those with experts: every byte and second as from all blocks."""
     model = first_blocks_differ(7)
     plans = [octavo.plan(model, 2, 128, device=FAST, **options)]
-    monkeypatch.setattr("octavo.planner.model_plan.equal_stacks", lambda model, plan: [])
+    [monkeypatch.setattr(f"octavo.planner.{n}.equal_stacks", lambda model, plan: []) for n in ("trace", "prediction")]
     plans.append(octavo.plan(model, 2, 128, device=FAST, **options))
     short, whole = (plan.memory for plan in plans)
     assert (short.traced_blocks, whole.traced_blocks) == ((4, 7), (7, 7))
@@ -247,7 +246,7 @@ class Pairs(nn.Module):
 def test_stacks_that_run_together_are_followed_whole():
     plans = [octavo.plan(Pairs(), torch.zeros(512, 64), device=FAST)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("octavo.planner.model_plan.equal_stacks", lambda model, plan: [])
+        [patch.setattr(f"octavo.planner.{n}.equal_stacks", lambda model, plan: []) for n in ("trace", "prediction")]
         plans.append(octavo.plan(Pairs(), torch.zeros(512, 64), device=FAST))
     assert plans[0].memory.at_peak == plans[1].memory.at_peak
     assert plans[0].planned.seconds == pytest.approx(plans[1].planned.seconds)

@@ -25,7 +25,7 @@ def test_a_step_by_hand():
     weight = torch.nn.Parameter(torch.ones(256))
     timeline = Timeline()
     timeline.label([weight], "parameters")
-    weight.register_post_accumulate_grad_hook(lambda p: timeline.label_gradients([p.grad]))
+    weight.register_post_accumulate_grad_hook(lambda p: timeline.relabel([p.grad], GRADIENTS))
     with timeline:
         timeline.set_phase("forward")
         passing = torch.zeros(4 * 256)  # gone before the next
@@ -57,7 +57,7 @@ def test_gradients_of_an_earlier_micro_batch_are_no_activations():
     weight = torch.nn.Parameter(torch.ones(256))
     timeline = Timeline()
     timeline.label([weight], "parameters")
-    weight.register_post_accumulate_grad_hook(lambda p: timeline.label_gradients([p.grad]))
+    weight.register_post_accumulate_grad_hook(lambda p: timeline.relabel([p.grad], GRADIENTS))
     with timeline:
         for _ in range(3):
             weight.exp().sum().backward()

@@ -10,12 +10,18 @@ from torch import nn
 
 from octavo.numerics import RECIPES
 from octavo.parallel import Parallel
-from octavo.planner.collective_cost import bytes_saved_by_fp8_gather
 from octavo.planner.devices import DEVICES
 from octavo.planner.fake import fake_tensors
+from octavo.planner.few_blocks import Stack, copy_with_blocks
 from octavo.planner.roofline import LinearCall, bf16_linear
-from octavo.planner.stacks import Stack, copy_with_blocks
-from octavo.planner.step import CHECKPOINTING, StepConfig, layout_settings, linear_costs, step_time
+from octavo.planner.step import (
+    CHECKPOINTING,
+    StepConfig,
+    bytes_saved_by_fp8_gather,
+    layout_settings,
+    linear_costs,
+    step_time,
+)
 from octavo.planner.trace import Trace, Work, extrapolate_trace, trace
 
 H100 = DEVICES["h100"]
@@ -73,7 +79,7 @@ def test_many_blocks_from_two_and_three(frozen):
     stack = Stack("model.layers", [f"model.layers.{number}" for number in range(11)], 2)
     few, more, whole = (some_blocks(model, (2, 16), count) for count in (2, 3, None))
     assert len(whole.calls) == 11 * 7 + 1 and len(whole.rest) > len(more.rest)
-    assert extrapolate_trace(few, [more], [stack]) == whole
+    assert extrapolate_trace([stack], few, [more]) == whole
     assert whole.calls["model.layers.0.self_attn.q_proj"][0].dgrad is not frozen
     assert whole.calls["model.layers.10.self_attn.q_proj"][0].dgrad
 
@@ -84,13 +90,13 @@ def test_traces_that_differ_by_more_than_one_block_are_no_basis():
     few = Trace(calls=dict(list(calls.items())[:2]), attention=2, products=(), rest=(1, 2, 2), regions=(), parameters=8,
                 trained=8)  # fmt: skip
     more = replace(few, calls=calls, attention=3, rest=(1, 2, 2, 2), parameters=12)
-    actual = extrapolate_trace(few, [more], stacks)
+    actual = extrapolate_trace(stacks, few, [more])
     assert (actual.attention, actual.rest, actual.parameters, actual.trained) == (5, (1, 2, 2, 2, 2, 2), 20, 8)
     assert actual.calls == {f"{number}.up": calls["0.up"] for number in range(5)}
-    assert extrapolate_trace(few, [replace(more, rest=(1, 2, 3, 3))], stacks) is None
+    assert extrapolate_trace(stacks, few, [replace(more, rest=(1, 2, 3, 3))]) is None
     other = (LinearCall(m=8, k=4, n=8),)
-    assert extrapolate_trace(few, [replace(more, calls=calls | {"2.up": other})], stacks) is None  # another block
-    assert extrapolate_trace(few, [replace(more, calls=calls | {"0.up": other})], stacks) is None  # changes the first
+    assert extrapolate_trace(stacks, few, [replace(more, calls=calls | {"2.up": other})]) is None  # another block
+    assert extrapolate_trace(stacks, few, [replace(more, calls=calls | {"0.up": other})]) is None  # changes the first
 
 
 def test_the_rest_in_eager_code_and_fused():

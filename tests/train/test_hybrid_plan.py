@@ -7,15 +7,14 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.utils._pytree import tree_leaves
 
 from collective_recorder import CollectiveRecorder
-from octavo.planner.pipeline_time import schedule_actions, simulate
-from octavo.planner.step_memory import sum_messages
+from octavo.planner.step import schedule_actions, simulate
 from octavo.planner.timeline import ACTIVATIONS, GATHERED, GRADIENTS, PARAMETERS, STATES, Timeline
 from octavo.tensor import local_tensor
 from octavo.train import ConfigError, parse_config, run_plan
 from octavo.train.data.load import load_corpus
 from octavo.train.ranks import Ranks
 from octavo.train.record.progress import NullProgress
-from octavo.train.run_plan import TraceCache, plan_configured
+from octavo.train.run_plan import plan_configured
 from octavo.train.trainer import Trainer
 
 pytestmark = pytest.mark.dist
@@ -67,9 +66,7 @@ def measured(tables):
         trainer.forward_backward(inputs, targets)
     activations = timeline.events().series.largest.get(ACTIVATIONS, 0)
     sent = {(op, back): 0 for op in NAMES for back in (False, True)}
-    for message in timeline.messages:
-        if message.op in NAMES:
-            sent[message.op, message.backward] += message.bytes
+    sent |= {key: size for key, size in timeline.messages.items() if key[0] in NAMES}
     return [sum(sizes.values()) for sizes in held], activations, sent, recorder.bytes("send")
 
 
@@ -93,7 +90,7 @@ def test_what_a_rank_holds_and_sends(gloo, settings, layout):
             assert waiting <= plan.largest[GRADIENTS] <= 1.25 * waiting  # and those of a block before they are added
         assert plan.largest[ACTIVATIONS] == pytest.approx(max(r[1] for r in real) - waiting, rel=0.1)
     sent = real[0][2]
-    predicted = [sum_messages(messages) for messages in plan.messages]
+    predicted = plan.messages
     if layout == "tp":
         assert {key: size for key, size in sent.items() if size} == predicted[0]
     if layout == "cp":
@@ -154,20 +151,13 @@ def test_ranks_that_share_layers_compute_as_much_as_one(settings):
 
 
 @pytest.mark.slow
-def test_layouts_share_traces(settings, monkeypatch):
-    """Pipelines on other numbers of GPUs trace nothing again; their plans are those that stand alone."""
-    traced, original = [], run_plan._step_on_blocks
-    monkeypatch.setattr(run_plan, "_step_on_blocks", lambda *args: traced.append(args[-2]) or original(*args))
-    cache, counts = TraceCache(), []
-    for layers, gpus, parallel in ((8, 2, {"pp": 2}), (8, 8, {"pp": 2}), (12, 4, {"pp": 2, "schedule": "GPipe"})):
-        tables = settings(parallel=parallel, optim={"batch": 16, "micro_batches": 16 // gpus})
-        tables["model"]["config"] = PIPELINE | {"num_hidden_layers": layers, "vocab_size": VOCABULARY}
-        config = parse_config(tables)
-        alone, before = plan_configured(config, gpu="h100", gpus=gpus), len(traced)
-        shared = plan_configured(config, gpu="h100", gpus=gpus, cache=cache)
-        counts.append(len(traced) - before)
-        assert (shared.time, shared.memory.at_peak) == (alone.time, alone.memory.at_peak)
-    assert counts == [4, 0, 4]  # other settings of the model: nothing is shared
+def test_equal_stages_are_traced_once(settings, monkeypatch):
+    traced, original = [], run_plan._trace_step
+    monkeypatch.setattr(run_plan, "_trace_step", lambda *args: traced.append(args[3].index) or original(*args))
+    tables = settings(parallel={"pp": 4}, optim={"batch": 16, "micro_batches": 8})
+    tables["model"]["config"] = PIPELINE | {"num_hidden_layers": 8, "vocab_size": VOCABULARY}
+    plan_configured(parse_config(tables), gpu="h100", gpus=4)
+    assert traced == [0, 1, 3]  # with two blocks each, all of which run
 
 
 @pytest.mark.parametrize("gpus", [pytest.param(1, marks=pytest.mark.slow), 8])
@@ -178,7 +168,7 @@ def test_first_blocks_that_differ_are_traced_once(settings, gpus):
     tables["model"] = {"type": "deepseek_v3", "config": DEEPSEEK}
     plan = plan_configured(parse_config(tables), gpu="h100", gpus=gpus).memory
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("octavo.train.run_plan.equal_stacks", lambda model, plan: [])
+        [patch.setattr(f"octavo.planner.{n}.equal_stacks", lambda model, plan: []) for n in ("trace", "prediction")]
         whole = plan_configured(parse_config(tables), gpu="h100", gpus=gpus).memory
     assert (plan.traced_blocks, whole.traced_blocks) == ((5, 7), (7, 7))
     assert (plan.at_peak, plan.largest) == (whole.at_peak, whole.largest)

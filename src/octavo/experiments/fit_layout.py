@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from octavo.experiments.ready_models import Layout, PlannedStep, ReadyModel, render
-from octavo.planner.collective_cost import GPUS_PER_MACHINE
 from octavo.planner.devices import Gpu, find_gpu
-from octavo.planner.forecast import ConfiguredRun
+from octavo.planner.forecast import PlannedRun
 from octavo.planner.memory_plan import gib
-from octavo.planner.step import CHECKPOINTING, StepTime
+from octavo.planner.prediction import OnSubject
+from octavo.planner.step import CHECKPOINTING, GPUS_PER_MACHINE, StepTime
 from octavo.train.config.run_config import ConfigError, parse_config
-from octavo.train.run_plan import OnSubject, at_level, plan_configured, plan_progress
+from octavo.train.run_plan import at_level, plan_configured, plan_progress
 
 MARGIN = 0.1  # Share of a GPU's memory left free: for the allocator, and for what a prediction leaves out
 HIDDEN = 0.02  # Largest share of a step that communication and waiting for the host take where they count as hidden
@@ -32,7 +32,7 @@ class Fit:
 
     layout: Layout
     gpu: Gpu
-    run: ConfiguredRun
+    run: PlannedRun
 
     @property
     def limit(self) -> int:

@@ -10,8 +10,7 @@ if TYPE_CHECKING:
     from octavo.inspect.findings import Finding, History, Thresholds
     from octavo.inspect.stats import OperandStats
     from octavo.inspect.watch import Watch
-    from octavo.planner.model_memory import memory
-    from octavo.planner.model_plan import plan
+    from octavo.planner.model_plan import memory, plan
 
 __all__ = [
     "Autopilot", "Finding", "History", "OperandStats", "RecipeChange", "Thresholds", "Watch", "compare_losses",
@@ -24,7 +23,7 @@ if not TYPE_CHECKING:  # so that `import octavo` stays fast
         {
             "inspect.autopilot": ("Autopilot", "RecipeChange"), "inspect.compare": ("compare_losses",),
             "inspect.findings": ("Finding", "History", "Thresholds"), "inspect.stats": ("OperandStats",),
-            "inspect.watch": ("Watch",), "planner.model_memory": ("memory",), "planner.model_plan": ("plan",),
+            "inspect.watch": ("Watch",), "planner.model_plan": ("memory", "plan"),
         },
     )  # fmt: skip
 

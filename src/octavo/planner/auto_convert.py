@@ -188,12 +188,12 @@ def _plan_on(
     gpu: Any, local: bool, model: nn.Module, precision: Precision, filter: Filter | ModuleFilter | None, tokens: int
 ) -> tuple[Plan, str]:
     """Plan a model for a GPU; return the plan and the name of the GPU."""
-    from octavo.planner.devices import find_gpu, gpu_by_driver_name
-    from octavo.planner.model_plan import default_decisions, plan_request, with_measurements
+    from octavo.planner.decide import decide_by_rule
+    from octavo.planner.devices import find_gpu, gpu_by_driver_name, with_measurements
 
     properties = gpu_by_driver_name(gpu) if local else find_gpu(gpu)
     if properties is None:
-        rule = default_decisions(model, plan_request(precision, filter)).plan
+        rule = decide_by_rule(model, precision, filter).plan
         if not rule.converted:
             raise nothing_converted(rule)
         note = f"by rule: {gpu} is not in the table of GPUs, so no cost is known"
@@ -208,11 +208,10 @@ def plan_on_gpu(
 ) -> Plan:  # fmt: skip
     """Plan a model by cost on a GPU, which need not be present; for an assumed number of tokens per call."""
     from octavo.nn.filters import sizes
-    from octavo.planner.model_plan import default_decisions, plan_request
+    from octavo.planner.decide import decide_by_rule
     from octavo.planner.roofline import LinearCall
-    from octavo.planner.trace import Trace
 
-    rule = default_decisions(model, plan_request(precision, filter))
+    rule = decide_by_rule(model, precision, filter)
     if not rule.plan.converted:
         raise nothing_converted(rule.plan)
     calls = {}
@@ -221,8 +220,7 @@ def plan_on_gpu(
         inner, outer = sizes(module)
         trained = all(p.requires_grad for p in module.parameters(recurse=False) if p.ndim == 2)
         calls[fqn] = (LinearCall(m=tokens, k=inner, n=outer, wgrad=trained),)
-    assumed = Trace(calls=calls, attention=0, products=(), rest=(), regions=(), parameters=0, trained=0)
-    by_cost, _ = rule.by_cost(gpu, assumed, eager=True)
+    by_cost, _ = rule.by_cost(gpu, calls, eager=True)
     note = f"{tokens} tokens assumed on {gpu.name}"
     decisions = {
         fqn: replace(d, reason=f"{d.reason}; {note}") if d.gain is not None else d

@@ -1,14 +1,21 @@
 """Decide by predicted cost which linear layers of a model compute in FP8, and in which recipe.
 
-A layer gets the fastest recipe if that beats bf16 by `MIN_SPEEDUP`. Recipes within `TIE_FACTOR` of the fastest count as
-equally fast, and the first of them in `RECIPES`, which lists recipes by preference, wins: a model should not mix three
-recipes to gain a percent. Rules of thumb (few tokens, narrow outputs) decide nothing; they only explain the figures.
+The rules of `octavo.nn.select` choose the layers in question (`decide_by_rule`). Each of these gets the fastest
+recipe if that beats bf16 by `MIN_SPEEDUP`. Recipes within `TIE_FACTOR` of the fastest count as equally fast, and the
+first of them in `RECIPES`, which lists recipes by preference, wins: a model should not mix three recipes to gain a
+percent. Rules of thumb (few tokens, narrow outputs) decide nothing; they only explain the figures.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from octavo.numerics.plan import Decision
+from torch import nn
+
+from octavo.nn.convert import check_unconverted
+from octavo.nn.filters import FilterLike, both, of_precision
+from octavo.nn.select import HEAD_REASON, default_plan, is_linear
+from octavo.numerics.plan import Decision, Plan
+from octavo.numerics.precision import AUTO, Precision
 from octavo.numerics.recipe import RECIPES, Recipe, get_recipe
 from octavo.planner.devices import Gpu
 from octavo.planner.roofline import (
@@ -18,6 +25,7 @@ from octavo.planner.roofline import (
     fp8_linear,
     fp8_rate,
     quantization_times,
+    total,
     triton_reason,
 )
 
@@ -46,6 +54,61 @@ def candidates(recipe: str | Recipe) -> tuple[Recipe, ...]:
     if recipe != "auto":
         return (get_recipe(recipe),)
     return tuple(r for r in RECIPES.values() if not r.equalization)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RuleDecisions:
+    """The decisions of the rules about a model, which predicted cost may change."""
+
+    plan: Plan  # The decisions
+    linears: tuple[str, ...]  # Names of the linear layers in it, which may also list modules that store activations
+    forced_bf16: Mapping[str, str]  # Layers that stay in bf16 whatever they cost, with the reason
+    recipes: Sequence[Recipe]  # The recipes to choose from
+
+    def by_cost(
+        self, gpu: Gpu, calls: Mapping[str, tuple[LinearCall, ...]], *, eager: bool
+    ) -> tuple[Plan, dict[str, LinearDecision]]:
+        """Decide each linear layer by the time of its calls on a GPU; return the plan, and the predictions by layer."""
+        times, by_calls = dict[str, LinearDecision](), dict[tuple[LinearCall, ...], LinearDecision]()
+        for name in self.linears:
+            own = calls.get(name, ())
+            if own not in by_calls:  # layers of equal blocks are decided once
+                by_calls[own] = decide(gpu, own, self.recipes, eager=eager) if own else NOT_CALLED
+            times[name] = choice = by_calls[own]
+            if own and name in self.forced_bf16:
+                reason = f"{self.forced_bf16[name]}; by cost: {choice.decision.reason}"
+                times[name] = replace(
+                    choice, decision=replace(choice.decision, recipe=None, reason=reason, gain=1.0), planned=choice.bf16
+                )
+        stored = {
+            name: replace(choice.decision, activation_storage=self.plan[name].activation_storage)
+            for name, choice in times.items()
+        }
+        return Plan({**self.plan.decisions, **stored}, self.plan.activations), times
+
+
+NOT_CALLED = LinearDecision(
+    decision=Decision(recipe=None, reason="not called by this batch: bf16", gain=1.0), bf16=0.0, planned=0.0
+)
+
+
+def decide_by_rule(
+    model: nn.Module, precision: Precision, filter: FilterLike | None = None, *,
+    recipes: Sequence[Recipe] | None = None, heads: bool = False,
+) -> RuleDecisions:  # fmt: skip
+    """Decide by the rules of `octavo.nn.select`. Raises ValueError if a layer is converted already.
+
+    `recipes`: those to choose from, by default the precision's; `heads`: whether cost decides vocabulary heads too.
+    """
+    check_unconverted(model)
+    recipes = recipes or candidates(precision.recipe if precision.matmul == "fp8" else AUTO)
+    recipe = recipes[0] if precision.matmul == "fp8" else None
+    filter = both(of_precision(precision), filter)
+    plan = default_plan(model, recipe, precision.skip, filter, precision.activations)
+    linears = tuple(name for name in plan if is_linear(model.get_submodule(name)))
+    reasons = {name: plan[name].reason for name in linears if plan[name].recipe is None}
+    forced = {name: why for name, why in reasons.items() if not (heads and why.startswith(HEAD_REASON))}
+    return RuleDecisions(plan=plan, linears=linears, forced_bf16=forced, recipes=recipes)
 
 
 def decide(gpu: Gpu, calls: Sequence[LinearCall], recipes: Sequence[Recipe], *, eager: bool) -> LinearDecision:
@@ -124,11 +187,3 @@ def _size_remarks(calls: Sequence[LinearCall]) -> str:
     words = [f"narrow ({narrowest})"] if narrowest < NARROW_FEATURES else []
     words += [f"few tokens ({fewest})"] if fewest < FEW_TOKENS else []
     return f"; {' and '.join(words)}" if words else ""
-
-
-def total(costs: Sequence[Cost]) -> Cost:
-    """Add up costs."""
-    return Cost(
-        forward=sum(cost.forward for cost in costs), backward=sum(cost.backward for cost in costs),
-        host=sum(cost.host for cost in costs), measured=sum(cost.measured for cost in costs),
-    )  # fmt: skip

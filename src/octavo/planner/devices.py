@@ -96,6 +96,16 @@ class Gpu:
         """Bytes/s, read and written, that large copies reach."""
         return self.memory_tbs * 1e12 * self.memory_efficiency
 
+    @property
+    def link(self) -> float:
+        """Bytes/s that collectives reach between GPUs of a machine, per GPU and direction."""
+        return self.link_gbs * 1e9 * self.link_efficiency
+
+    @property
+    def network(self) -> float:
+        """The same between machines."""
+        return self.network_gbs * 1e9 * self.link_efficiency
+
 
 _MAY_BE_ZERO = ("fp8_tflops", "launch_us", "host_us", "capability")
 
@@ -213,6 +223,28 @@ def gpu_by_driver_name(name: str) -> Gpu | None:
     words = set(re.split(r"[^a-z0-9]+", name.lower()))
     key = next((key for required, key in DRIVER_NAMES if words.issuperset(required)), "")
     return DEVICES.get(key)
+
+
+def with_measurements(gpu: Gpu, calibration: str | Path | None) -> Gpu:
+    """Add measured times to a GPU: those of a file, or this machine's if this is its GPU."""
+    if calibration is not None:
+        measured = read_measurements(Path(calibration))
+        measured_gpu = gpu_by_driver_name(measured.device)
+        if measured_gpu is not None and measured_gpu.name != gpu.name:
+            raise ValueError(
+                f"{calibration} was measured on {measured.device}, not on {gpu.name}: pass the table of that GPU, or "
+                f"plan for {measured_gpu.name}"
+            )
+        return replace(gpu, measured=measured)
+    import torch
+
+    if torch.cuda.is_available():
+        from octavo.kernels import calibration as tables
+
+        name, local = torch.cuda.get_device_name(), torch.device("cuda", torch.cuda.current_device())
+        if gpu_by_driver_name(name) == gpu and (entries := tables.entries(local)):
+            return replace(gpu, measured=Measurements(name, entries))
+    return gpu
 
 
 def _fields() -> dict[str, Any]:

@@ -8,33 +8,31 @@ predictions with published measurements.
 """
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
 
-from octavo.numerics.plan import Decision, Plan
-from octavo.numerics.recipe import Recipe
-from octavo.planner.collective_cost import bytes_saved_by_fp8_gather
-from octavo.planner.decide import break_even, decide
+from octavo.numerics.display import Table
+from octavo.numerics.names import merged, pattern
+from octavo.numerics.plan import Plan, PlanRow
+from octavo.planner.decide import LinearDecision
 from octavo.planner.devices import Gpu
-from octavo.planner.memory_plan import MemoryPlan, merge_kinds
-from octavo.planner.pipeline_time import pipeline_time
-from octavo.planner.step import StepConfig, StepTime, linear_costs, step_time
-from octavo.planner.trace import Trace
+from octavo.planner.memory_plan import FORECAST_KINDS, MemoryPlan, gib, merge_kinds
+from octavo.planner.step import PARTS, StepConfig, StepTime
+from octavo.planner.timeline import GATHERED
 
-ALL_BF16 = Plan({})  # The plan of a model in bf16: no decisions
-
-
-class LinearTimes(NamedTuple):
-    """Predicted seconds of a linear layer, forward and backward: in bf16 and as planned."""
-
-    bf16: float
-    planned: float
+CONFIGURED, BEST = "this configuration", "best plan"  # Headings of a run as configured, and of the best plan for it
+WIDE_COLUMNS = 140  # Minimum width in columns to print reasons inside the table
+PART_NAMES = {  # Parts of a step for people, where the name of a part is not theirs
+    "linears": "linear layers", "products": "other matrix products", "rest": "other operations",
+    "waiting": "waiting for the host", "bubble": "pipeline bubble",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
-class ConfiguredRun:
-    """The plan that a run's own configuration carries out, with the time and memory of its step."""
+class PlannedRun:
+    """A plan, with the time and memory of its step."""
 
     plan: Plan
     time: StepTime
@@ -52,14 +50,14 @@ class Forecast(Plan):
     step_config: StepConfig  # How the step runs
     tokens: int  # Tokens of one micro-batch on one GPU
     parameters: int  # Elements of all parameters
-    times: Mapping[str, LinearTimes]  # Times of every linear layer
+    times: Mapping[str, LinearDecision]  # `.bf16` and `.planned` seconds of every linear layer
     planned: StepTime  # Time of the step as planned
     # Time of the same step at precision level bf16: every layer in bf16, float32 moments, no FP8 communication.
     bf16: StepTime
     memory: MemoryPlan  # Memory of one GPU as planned
     bf16_memory: MemoryPlan  # Memory of one GPU at level bf16
     break_even: int | None  # Smallest K = N from which FP8 pays at this number of tokens; None if none does up to 16384
-    configured: ConfiguredRun | None = None  # The run as configured; None if the plan was not made from a configuration
+    configured: PlannedRun | None = None  # The run as configured; None if the plan was not made from a configuration
 
     @property
     def gain(self) -> float:
@@ -113,8 +111,6 @@ class Forecast(Plan):
         return json.dumps(content, indent=1)
 
     def __str__(self) -> str:
-        from octavo.planner.tables import WIDE_COLUMNS, forecast_text  # which imports this module's names
-
         return forecast_text(self, WIDE_COLUMNS)
 
 
@@ -127,76 +123,145 @@ def memory_json(memory: MemoryPlan, limit_bytes: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def decide_by_cost(
-    gpu: Gpu, trace: Trace, names: Sequence[str], forced_bf16: Mapping[str, str], recipes: Sequence[Recipe], *,
-    eager: bool,
-) -> tuple[dict[str, Decision], dict[str, LinearTimes]]:  # fmt: skip
-    """Decide for every linear layer of a traced forward; return the decisions and the times by layer."""
-    decisions, times, by_calls = {}, {}, {}
-    for name in names:
-        calls = trace.calls.get(name, ())
-        if calls not in by_calls:
-            by_calls[calls] = decide(gpu, calls, recipes, eager=eager) if calls else None
-        choice = by_calls[calls]
-        if choice is None:
-            decisions[name] = Decision(recipe=None, reason="not called by this batch: bf16", gain=1.0)
-            times[name] = LinearTimes(0.0, 0.0)
-        elif name in forced_bf16:
-            reason = f"{forced_bf16[name]}; by cost: {choice.decision.reason}"
-            decisions[name] = replace(choice.decision, recipe=None, reason=reason, gain=1.0)
-            times[name] = LinearTimes(choice.bf16, choice.bf16)
-        else:
-            decisions[name] = choice.decision
-            times[name] = LinearTimes(choice.bf16, choice.planned)
-    return decisions, times
-
-
-def predict_time(
-    plan: Plan, gpu: Gpu, stages: Sequence[Trace], step_config: StepConfig, tokens: int, memory: MemoryPlan
-) -> StepTime:
-    """Predict the time of a step of a plan; linear layers and experts without a decision run in bf16."""
-    times = []
-    for index, trace in enumerate(stages):
-        recipes = {name: plan[name].recipe for name in trace.calls if name in plan.decisions}
-        saved = bytes_saved_by_fp8_gather(
-            trace.calls, recipes, resident=step_config.resident, trained=step_config.fp8_gather
-        )
-        messages = memory.messages[index] if memory.messages else ()
-        costs = linear_costs(gpu, trace, recipes)
-        times.append(step_time(gpu, trace, costs, step_config, tokens, saved, messages))
-    return times[0] if len(times) == 1 else pipeline_time(gpu, times, step_config, memory.stage_message)
-
-
-def forecast(
-    plan: Plan, times: Mapping[str, LinearTimes], gpu: Gpu, trace: Trace, recipes: Sequence[Recipe],
-    step_config: StepConfig, tokens: int, *, memory: MemoryPlan, bf16_memory: MemoryPlan,
-    configured: tuple[Plan, MemoryPlan] | None = None, stages: Sequence[tuple[Trace, Trace]] = (),
-) -> Forecast:  # fmt: skip
-    """Predict the step of a plan."""
-    traces, bf16_traces = zip(*stages, strict=True) if stages else ((trace,), (trace,))
-
-    def time(plan: Plan, memory: MemoryPlan) -> StepTime:
-        return predict_time(plan, gpu, traces, step_config, tokens, memory)
-
-    return Forecast(
-        plan.decisions,
-        plan.activations,
-        gpu=gpu,
-        step_config=step_config,
-        tokens=tokens,
-        parameters=trace.parameters,
-        times=times,
-        planned=time(plan, memory),
-        bf16=predict_time(ALL_BF16, gpu, bf16_traces, step_config.bf16, tokens, bf16_memory),
-        memory=memory,
-        bf16_memory=bf16_memory,
-        break_even=break_even(gpu, tokens, recipes, eager=step_config.eager),
-        configured=None if configured is None else ConfiguredRun(
-            plan=configured[0], time=time(*configured), memory=configured[1]
-        ),
-    )  # fmt: skip
-
-
 def _duration(seconds: float) -> str:
     """Format a time: in seconds from one on, else in milliseconds."""
     return f"{seconds:,.1f} s" if seconds >= 1 else f"{1e3 * seconds:,.4g} ms"
+
+
+def forecast_text(plan: Forecast, width: int | None = None) -> str:
+    """Format a `Forecast`: its layers, like ones in one row; time and memory of the step next to bf16; remarks."""
+    gpu, own = plan.gpu, plan.configured
+    mode = "eager" if plan.step_config.eager else "compiled"
+    has_measured = any("measured" in row.reason for row in plan.rows)
+    basis = "predicted; times marked measured are of such a GPU" if has_measured else "predicted, not measured"
+    title = f"{basis}: {gpu.name}, {plan.tokens:,} tokens a GPU, {mode}"
+    why = "why: tokens × in × out, forward and backward"
+    is_wide = width is None or width >= WIDE_COLUMNS
+    recipes = [heading.replace(" ", "\n") for heading in ([CONFIGURED, BEST] if own is not None else ["recipe"])]
+    rows, reasons = [], []
+    for name, row, own_recipe in _merge_like_rows(plan):
+        cells = [*([own_recipe] if own is not None else []), row.recipe or "bf16", f"{row.gain or 1.0:.2f}"]
+        rows.append((name, *cells, *([row.reason] if is_wide else [])))
+        reasons.append(f"  {name}: {row.reason}")
+    layers = Table(
+        title=title, headings=("linear", *recipes, "gain", *([why] if is_wide else [])),
+        align="<" * (1 + len(recipes)) + ">" + "<" * is_wide, rows=rows, shorten=True,
+    )  # fmt: skip
+    sizes = "at no size up to 16384" if plan.break_even is None else f"from K = N = {plan.break_even} on"
+    columns = _columns(plan)[1:]
+    summaries = [f"{plan.summary}."]
+    if own is not None:
+        texts = (plan.summary_of(own.plan, own.time), plan.summary)
+        summaries = [f"{name}: {text}." for name, text in zip((CONFIGURED, BEST), texts, strict=True)]
+    notes = [
+        *summaries,
+        f"With {plan.tokens:,} tokens FP8 pays {sizes}.",
+        *(_fit_note(plan, memory, f"{name}: " if own is not None else "") for name, _, memory in columns),
+        *dict.fromkeys(note for _, _, memory in columns for note in memory.notes),
+        f"Peaks: {gpu.rates_from}. Shares of them that kernels reach: {gpu.efficiency_from}.",
+    ]
+    if has_measured and gpu.measured:
+        notes.append(f"Measured: {len(gpu.measured)} times on {gpu.measured.device}; those of these shapes are used.")
+    below = [] if is_wide else ["", why, *reasons]
+    sent = ["", *_sent(plan).lines()] if plan.planned.sent else []
+    return "\n".join([*layers.lines(width), *below, "", *_step(plan).lines(), *sent, "", *notes])
+
+
+def _columns(plan: Forecast) -> list[tuple[str, StepTime, MemoryPlan]]:
+    """Columns of a forecast: bf16, the configuration if there is one, and the plan by cost."""
+    columns = [("bf16", plan.bf16, plan.bf16_memory)]
+    if plan.configured is not None:
+        columns.append((CONFIGURED, plan.configured.time, plan.configured.memory))
+    return [*columns, ("planned" if plan.configured is None else BEST, plan.planned, plan.memory)]
+
+
+def _step(plan: Forecast) -> Table:
+    rows: list[Sequence[str]] = []
+    columns = _columns(plan)
+    unit, name = (1.0, "s") if max(time.seconds for _, time, _ in columns) >= 1 else (1e3, "ms")
+
+    def of_time(name: str, form: Callable[[StepTime], str]) -> None:
+        rows.append((name, *(form(time) for _, time, _ in columns)))
+
+    def of_memory(name: str, form: Callable[[MemoryPlan], str]) -> None:
+        rows.append((name, *(form(memory) for _, _, memory in columns)))
+
+    for part in (part for part in PARTS if part != "bubble" or plan.step_config.pp > 1):
+        of_time(f"{PART_NAMES.get(part, part)}, {name}", partial(_part, part, unit))
+    rows.append(())
+    of_time(f"total, {name}", lambda time: f"{unit * time.seconds:,.2f}")
+    of_time("tokens/s", lambda time: f"{time.tokens_per_second:,.0f}")
+    of_time("MFU of the bf16 peak", lambda time: f"{time.mfu:.1%}")
+    of_time("× bf16", lambda time: f"{plan.bf16.seconds / time.seconds:.2f}")
+    rows.append(())
+    of_each = " of each GPU" if plan.step_config.gpus > 1 else ""
+    at_peaks = [merge_kinds(memory.at_peak) for _, _, memory in columns]
+    for kind in (*FORECAST_KINDS, "other"):
+        if kind not in (GATHERED, "other") or any(at_peak[kind] for at_peak in at_peaks):
+            rows.append((kind, *(gib(at_peak[kind]) for at_peak in at_peaks)))
+    rows.append(())
+    of_memory(f"memory{of_each}", lambda memory: gib(memory.peak))
+    of_memory("peak in", lambda memory: memory.phase)
+    of_memory(
+        f"fits {gib(plan.gpu.usable)} with {plan.memory.batch} sequences a forward",
+        lambda memory: "yes" if memory.peak <= plan.gpu.usable else "no",
+    )
+    of_memory("largest that fits", lambda memory: str(memory.largest_batch(plan.gpu.usable) or "none"))
+    headings = (
+        f"a step of {plan.step_config.gpus} × {plan.gpu.name}",
+        *(name.replace(" ", "\n") for name, _, _ in columns),
+    )
+    return Table(headings=headings, align="<" + ">" * len(columns), rows=rows)
+
+
+def _sent(plan: Forecast) -> Table:
+    """Table of what each GPU sends in a step, by kind and column: GB, and milliseconds as if nothing hid them."""
+    columns = _columns(plan)
+    sums: dict[str, list[list[float]]] = {}
+    for index, (_, time, _) in enumerate(columns):
+        for row in time.sent:
+            cell = sums.setdefault(row.kind, [[0.0, 0.0] for _ in columns])[index]
+            cell[0] += row.bytes / 1e9
+            cell[1] += row.seconds * 1e3
+    rows = [
+        (kind, *(text for cell in cells for text in (f"{cell[0]:,.2f}", f"{cell[1]:,.1f}")))
+        for kind, cells in sums.items()
+    ]
+    headings = (
+        "sent by each GPU in a step",
+        *(text for name, _, _ in columns for text in (f"{name}\nGB".replace("this ", "this\n"), "ms")),
+    )
+    return Table(headings=headings, align="<" + ">>" * len(columns), rows=rows)
+
+
+def _fit_note(plan: Forecast, memory: MemoryPlan, name: str) -> str:
+    usable = plan.gpu.usable
+    traced, blocks = memory.traced_blocks
+    basis = f" (a step of {traced + 1} of the {blocks} layers, extrapolated)" if traced < blocks else ""
+    if memory.peak <= usable:
+        return f"{name or 'It '}fits: {gib(memory.peak)} of {gib(usable)}{basis}."
+    most = memory.largest_batch(usable)
+    remedy = (
+        f"the largest forward that fits has {most} sequences on each GPU"
+        if most
+        else "not even one sequence fits: use more GPUs, a higher precision level, or activation checkpointing"
+    )
+    return (
+        f"{name or 'It '}does not fit: {gib(memory.peak)} of {gib(usable)} with {memory.batch} sequences a forward on "
+        f"each GPU{basis}; {remedy}."
+    )
+
+
+def _merge_like_rows(plan: Forecast) -> list[tuple[str, PlanRow, str]]:
+    """Merge rows whose names differ only in numbers; add the configuration's recipe for each."""
+    own = {} if plan.configured is None else {row.name: row.recipe for row in plan.configured.plan.rows}
+    groups: dict[tuple[str, str | None, str, str], list[PlanRow]] = {}
+    for row in plan.rows:
+        if row.name in plan.times:
+            own_recipe = own.get(row.name) or "bf16"
+            groups.setdefault((pattern(row.name), row.recipe, row.reason, own_recipe), []).append(row)
+    return [(merged([row.name for row in rows]) or "(the model)", rows[0], key[3]) for key, rows in groups.items()]
+
+
+def _part(name: str, unit: float, time: StepTime) -> str:
+    return f"{unit * getattr(time, name):,.2f}"

@@ -12,9 +12,10 @@ counted: the CUDA context (0.5 GB), workspaces inside kernels, and what the cach
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from octavo.nn.memory_audit import Audit, dtype_name
 from octavo.numerics.display import Displayed, Table
 from octavo.numerics.names import merged, pattern
 from octavo.planner.timeline import (
@@ -23,10 +24,10 @@ from octavo.planner.timeline import (
     BUFFERS,
     GATHERED,
     GRADIENTS,
+    KINDS,
     PARAMETERS,
     STATES,
     TEMPORARIES,
-    Message,
 )
 
 FORECAST_KINDS = (PARAMETERS, STATES, GRADIENTS, ACTIVATIONS, TEMPORARIES, GATHERED)
@@ -59,7 +60,7 @@ class MemoryPlan(Displayed):
     traced_blocks: tuple[int, int] = (0, 0)
     # What a GPU hands to collectives of tensor, context and expert parallelism in a micro-batch, for each stage of a
     # pipeline.
-    messages: Sequence[Sequence[Message]] = ()
+    messages: Sequence[Mapping[tuple[str, bool], int]] = ()
     stage_message: int = 0  # Bytes of one message between stages
     replan: "Callable[[int], MemoryPlan] | None" = field(default=None, compare=False)
     """Plans the peak of the same step for another number of sequences."""
@@ -126,6 +127,13 @@ class MemoryPlan(Displayed):
         at_peak, saved = _tables(self)
         below = ["", *saved.lines()] if self.saved_by_dtype else []
         return "\n".join([*at_peak.lines(), *below, *(f"\n{note}" for note in self.notes)])
+
+
+def with_saved(plan: MemoryPlan, saved: Audit) -> MemoryPlan:
+    """Return a plan with what a forward saves for backward."""
+    by_dtype = sorted(saved.by_dtype.items(), key=lambda item: -item[1])
+    sizes = {dtype_name(dtype): size for dtype, size in by_dtype}
+    return replace(plan, saved_by_dtype=sizes, saved_by_layer=saved.by_owner)
 
 
 def largest_fitting(peak: Callable[[int], int], peaks: dict[int, int], limit_bytes: int, slope: float) -> int:
@@ -220,3 +228,33 @@ def _tables(plan: MemoryPlan) -> tuple[Table, Table]:
         rows=[*layers, (), *dtypes, of_tokens("total", "", plan.saved)],
     )
     return at_peak, saved
+
+
+def compare_memory(plans: Sequence[MemoryPlan], *, baseline: str, fitting: Sequence[int], limit_bytes: int) -> Table:
+    """Return a table of memory at the peak by category, one column per plan."""
+    first = plans[0]
+    size = f"{first.batch} sequences ({first.tokens:,} tokens) at a time"
+    unit, name = (2**30, "GiB") if first.peak >= 2**30 else (2**20, "MiB")
+    whole = next(plan.peak for plan in plans if plan.label == baseline)
+    return Table(
+        title=f"{name} at the peak of a step, {size}, {first.device}",
+        headings=("", *(plan.label.replace(" ", "\n").replace("+", "\n+") for plan in plans)),
+        align="<" + ">" * len(plans),
+        rows=[
+            *((kind, *(f"{plan.at_peak[kind] / unit:.2f}" for plan in plans)) for kind in KINDS),
+            (),
+            ("total", *(f"{plan.peak / unit:.2f}" for plan in plans)),
+            (f"of {baseline}", *(f"{plan.peak / whole:.0%}" for plan in plans)),
+            ("reached in", *(plan.phase for plan in plans)),
+            (),
+            ("saved, kB/token", *(f"{plan.saved / plan.tokens / 1000:,.1f}" for plan in plans)),
+            (f"fit in {limit_bytes / 2**30:g} GiB", *(str(most or "none") for most in fitting)),
+        ],
+    )
+
+
+def plan_notes(plans: Sequence[MemoryPlan]) -> list[str]:
+    """Return the remarks of all plans without repetition."""
+    notes = dict.fromkeys(f"{plan.label}: {note}" for plan in plans for note in plan.notes)
+    outside = "Not counted: the CUDA context, workspaces inside kernels, and what the allocator cannot use."
+    return [*notes, outside]

@@ -1,10 +1,9 @@
-"""plan: find out, before renting a GPU, which linear layers of a model gain from FP8 on it, in which recipe, what the
-step gains, and how much memory it needs.
+"""octavo.plan and octavo.inspect.memory: predict a training step of any model before renting a GPU.
 
-One forward runs on fake copies of the model, to count the calls of each linear layer, their sizes and the other work.
-Steps run on such copies for their memory (`octavo.planner.step_memory`). If the blocks are equal, the copies have two
-or three of them and the rest is extrapolated. The model may be on meta. A GPU is read only if the device is this
-machine's and `octavo calibrate` has measured it.
+`plan` also finds out which linear layers gain from FP8 on a GPU, and in which recipe. One forward runs on fake copies
+of the model, to count the calls of each linear layer, their sizes and the other work; steps run on such copies for
+their memory (`octavo.planner.prediction`). The model is not changed and may be on meta. A GPU is read only if the
+device is this machine's and `octavo calibrate` has measured it.
 """
 
 import inspect
@@ -18,41 +17,30 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from octavo.nn.convert import apply_plan, check_unconverted
-from octavo.nn.experts import looks_like_experts
-from octavo.nn.filters import FilterLike, both, of_precision
-from octavo.nn.memory_audit import call
+from octavo.nn.convert import apply_plan, rule_plan
+from octavo.nn.filters import FilterLike
+from octavo.nn.memory_audit import Audit, audit, call
 from octavo.nn.report import check_module
-from octavo.nn.select import HEAD_REASON, default_plan, is_linear
 from octavo.numerics.names import nearest
 from octavo.numerics.plan import Plan
 from octavo.numerics.precision import LEVELS, Precision
 from octavo.numerics.recipe import Recipe
 from octavo.optim.adamw import ADAMW, AdamW
-from octavo.planner.decide import candidates
-from octavo.planner.devices import Gpu, find_gpu, gpu_by_driver_name
+from octavo.planner.decide import candidates, decide_by_rule
+from octavo.planner.devices import Gpu, find_gpu, with_measurements
 from octavo.planner.fake import fake_batch, fake_device, fake_tensors
-from octavo.planner.forecast import Forecast, LinearTimes, decide_by_cost, forecast
-from octavo.planner.measured import Measurements, read_measurements
-from octavo.planner.memory_plan import MemoryPlan
-from octavo.planner.model_memory import default_loss, trace_step
-from octavo.planner.stacks import copy_with_blocks, equal_stacks, restrict_plan, shortened
-from octavo.planner.step import CHECKPOINTING, ParallelLayout, StepConfig, is_count, layout_settings
-from octavo.planner.step_memory import StepTrace, predict_memory
+from octavo.planner.few_blocks import copy_with_blocks, restrict_plan
+from octavo.planner.forecast import Forecast
+from octavo.planner.memory_plan import MemoryPlan, with_saved
+from octavo.planner.prediction import Stage, Workload, forecast
+from octavo.planner.step import CHECKPOINTING, ParallelLayout, StepConfig, check_gathered, is_count, layout_settings
+from octavo.planner.step_memory import StepTrace, follow_step
 from octavo.planner.timeline import ALLOCATION_GRANULARITY
-from octavo.planner.trace import Trace, extrapolate_trace, trace
+from octavo.planner.trace import fuse, trace_model
 from octavo.runtime.blocks import find_blocks
 from octavo.runtime.torch_compat import tree_leaves
 
-
-@dataclass(frozen=True, kw_only=True)
-class PlanRequest:
-    """What to decide: the recipes to choose from, and the layers in question."""
-
-    recipes: tuple[Recipe, ...]
-    precision: Precision
-    filter: FilterLike | None
-    heads: bool
+Loss = Callable[[nn.Module, Any], Tensor]
 
 
 def plan(
@@ -99,30 +87,52 @@ def plan(
     """
     _check(model, checkpointing)
     gpu = with_measurements(find_gpu(device), calibration)
-    request = _request(precision, recipe, skip, filter, heads)
+    level, recipes = _recipes(precision, recipe, skip)
     step_config = StepConfig(
         **layout_settings(world_size, parallel), micro_batches=micro_batches, eager=not compiled,
-        recompute=CHECKPOINTING[checkpointing], optimizer_bytes=ADAMW.step_bytes(request.precision),
+        recompute=CHECKPOINTING[checkpointing], optimizer_bytes=ADAMW.step_bytes(level),
     )  # fmt: skip
     shapes = _shapes(model, batch, seq)
-    rule = default_decisions(model, request)
-    traced, own, size = _trace(model, shapes, batch, rule.plan if step_config.eager else Plan({}))
-    tokens = seq * batch if seq is not None else max((c.m for cs in traced.calls.values() for c in cs), default=1)
-    best, times = rule.by_cost(gpu, traced, eager=step_config.eager)
+    rule = decide_by_rule(model, level, filter, recipes=recipes, heads=heads)
+    inputs = _Inputs.of(model, shapes, "cuda", "; or sequences and tokens, such as plan(model, 4, 2048)")
+    forward = partial(trace_model, model, lambda copy: call(copy, inputs.make()), inputs.sizes, inputs.place)
+    traced = forward()
+    fuses = step_config.eager and rule.plan.activations == "fused"
+    own = forward(partial(fuse, plan=rule.plan)) if fuses else traced
+    best, times = rule.by_cost(gpu, traced.calls, eager=step_config.eager)
     check_gathered(best, parallel)
-    offloaded = parallel is not None and parallel.cpu_offload
 
-    def memory(plan: Plan, level: Precision, step_config: StepConfig) -> MemoryPlan:
-        trace_blocks = partial(_trace_blocks, model, shapes, plan, level, checkpointing, step_config)
-        blocks, stacks = len(find_blocks(model)), equal_stacks(model, plan) if traced.extrapolated else ()
-        predicted = predict_memory(trace_blocks, size, step_config, blocks=blocks, stacks=stacks, offloaded=offloaded)
-        return replace(predicted, notes=(_SELECTIVE_NOTE,) if checkpointing == "selective" else ())
-
-    return forecast(
-        best, times, gpu, traced, request.recipes, step_config, tokens,
-        memory=memory(best, request.precision, step_config),
-        bf16_memory=memory(Plan({}), LEVELS["bf16"], step_config.bf16), stages=((own, traced),),
+    step = partial(_planned_step, inputs, checkpointing == "full")
+    workload = Workload(
+        stages=(Stage(model=model),), plan=best, step_config=step_config, sequences=inputs.sequences,
+        trace_step=partial(step, best, level), forwards=(own,), extrapolates=traced.extrapolated,
+        tokens=seq * batch if seq is not None else max((c.m for cs in traced.calls.values() for c in cs), default=1),
+        offloaded=parallel is not None and parallel.cpu_offload,
+        notes=(_SELECTIVE_NOTE,) if checkpointing == "selective" else (),
     )  # fmt: skip
+    bf16 = workload.at_bf16(trace_step=partial(step, Plan({}), LEVELS["bf16"]), forwards=(traced,))
+    return forecast(gpu, workload, bf16, rule.recipes, traced.parameters, times)
+
+
+def _planned_step(
+    inputs: "_Inputs", recomputes: bool, plan: Plan, level: Precision, stage: Stage, step_config: StepConfig,
+    blocks: Mapping[str, int], size: int,
+) -> StepTrace:  # fmt: skip
+    """Trace a step of a plan with `octavo.AdamW` on `blocks` of a model's blocks."""
+    with fake_tensors() as mode:
+        copy = copy_with_blocks(stage.model, blocks, mode, inputs.place)
+        part = restrict_plan(plan, copy)
+        if part.converted or part.activation_modules:
+            apply_plan(copy, part, keep_weights=level.keep_weights)
+        for block in find_blocks(copy) if recomputes else ():
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+        # 16-bit masters extend bf16 parameters only.
+        has_fp16 = any(p.dtype == torch.float16 for p in copy.parameters() if p.requires_grad)
+        master: Any = "fp32" if has_fp16 else None if level.master == "none" else level.master
+        stepper = _optimizer(partial(AdamW, states=level.states, master=master), copy)
+        return trace_step(
+            copy, inputs.make(size), stepper, default_loss, step_config, ALLOCATION_GRANULARITY["cuda"]
+        )  # fmt: skip
 
 
 _SELECTIVE_NOTE = (
@@ -131,15 +141,64 @@ _SELECTIVE_NOTE = (
 )
 
 
-def check_gathered(plan: Plan, parallel: ParallelLayout | None) -> None:
-    """Raise ValueError if weights shall be gathered in FP8 but their recipe cannot, as parallelize does."""
-    gathers = parallel is not None and parallel.fp8_comm in ("on", "gather")
-    recipes = {row.recipe.name for row in plan.decisions.values() if row.recipe and not row.recipe.supports_fp8_gather}
-    if gathers and recipes and parallel is not None:
-        raise ValueError(
-            f"fp8_comm={parallel.fp8_comm!r} with recipe {', '.join(sorted(recipes))}: its weights cannot be gathered "
-            "in FP8. Nearest: recipe 'rowwise'; or fp8_comm='off'"
-        )
+def memory(
+    model: nn.Module, batch: Any, *,
+    optimizer: Callable[..., torch.optim.Optimizer] | torch.optim.Optimizer | None = None,
+    precision: Precision | None = None, loss: Loss | None = None, micro_batches: int = 1,
+    device: str | torch.device = "cuda",
+) -> MemoryPlan:  # fmt: skip
+    """Predict the memory of a training step.
+
+    Args:
+        model: Any module, on any device including meta; not changed. Put it in training mode to plan training.
+        batch: Input of the model: a mapping (keyword arguments), a tuple, or a tensor; of tensors, of which only shape
+            and dtype are read, or of shapes, such as `{"input_ids": (4, 2048)}` (int64 for names that end with ids,
+            mask or labels; else the dtype of the model's parameters).
+        optimizer: A callable that makes an optimizer from the parameters, such as `octavo.AdamW` or a
+            `functools.partial` of it; or an optimizer, whose type and defaults are used. None: no states. The states
+            exist from the start, as from the second step on. Steps of `octavo.AdamW` need no memory beyond its states;
+            for other optimizers temporaries are counted.
+        precision: Converts the copy first; leave it out if the model is converted already.
+        loss: `loss(model, batch)`; by default the model's `.loss` if it returns one, else the sum of its outputs.
+        micro_batches: Forwards and backwards of one step. One runs; with more, the gradients of the earlier ones exist
+            already.
+        device: Device of the prediction, `"cuda"` or `"cpu"`; it need not be present.
+
+    Returns:
+        A `MemoryPlan`: `.peak`, `.at_peak`, `.saved_by_layer`, `.largest_batch(limit_bytes)`; prints as a table.
+
+    Raises:
+        ValueError: If the model cannot run the batch, with the reason.
+        TypeError: For a batch in another form.
+
+    Examples:
+        >>> model = torch.nn.Linear(1024, 1024, dtype=torch.bfloat16, device="meta")
+        >>> plan = octavo.inspect.memory(model, ((8192, 1024),), optimizer=octavo.AdamW)
+        >>> plan.peak > 8192 * 1024 * 2
+        True
+    """
+    device = torch.device(device)
+    if device.type not in ALLOCATION_GRANULARITY:
+        raise ValueError(f"memory plans for {' or '.join(ALLOCATION_GRANULARITY)}; got device {str(device)!r}")
+    inputs, step_config = _Inputs.of(model, batch, device.type), StepConfig(micro_batches=micro_batches)
+    audits: list[Audit] = []
+
+    def step(stage: Stage, config: StepConfig, blocks: Mapping[str, int], size: int) -> StepTrace:
+        with fake_tensors(device.type) as mode:
+            copy = copy_with_blocks(model, blocks, mode, inputs.place)
+            if precision is not None:
+                apply_plan(copy, rule_plan(copy, precision=precision), keep_weights=precision.keep_weights)
+            tensors, stepper = inputs.make(size), _optimizer(optimizer, copy)
+            audits.append(_run(lambda: audit(copy, tensors, loss=loss or default_loss), tensors))
+            granularity = ALLOCATION_GRANULARITY[device.type]
+            return trace_step(copy, tensors, stepper, loss or default_loss, config, granularity)
+
+    predicted = Workload(
+        stages=(Stage(model=model),), plan=Plan({}), step_config=step_config, sequences=inputs.sequences,
+        trace_step=step,
+    ).memory()  # fmt: skip
+    label = "as given" if precision is None else precision.label
+    return replace(with_saved(predicted, audits[0]), label=label, device=str(device))
 
 
 def _check(model: nn.Module, checkpointing: str) -> None:
@@ -160,98 +219,8 @@ def _check(model: nn.Module, checkpointing: str) -> None:
         )
 
 
-def with_measurements(gpu: Gpu, calibration: str | Path | None) -> Gpu:
-    """Add measured times to a GPU: those of a file, or this machine's if this is its GPU."""
-    if calibration is not None:
-        measured = read_measurements(Path(calibration))
-        measured_gpu = gpu_by_driver_name(measured.device)
-        if measured_gpu is not None and measured_gpu.name != gpu.name:
-            raise ValueError(
-                f"{calibration} was measured on {measured.device}, not on {gpu.name}: pass the table of that GPU, or "
-                f"plan for {measured_gpu.name}"
-            )
-        return replace(gpu, measured=measured)
-    if torch.cuda.is_available():
-        from octavo.kernels import calibration as tables
-
-        name, local = torch.cuda.get_device_name(), torch.device("cuda", torch.cuda.current_device())
-        if gpu_by_driver_name(name) == gpu and (entries := tables.entries(local)):
-            return replace(gpu, measured=Measurements(name, entries))
-    return gpu
-
-
-@dataclass(frozen=True, kw_only=True)
-class DefaultDecisions:
-    """The decisions of the rules about a model, which predicted cost may change."""
-
-    plan: Plan  # The decisions
-    linears: tuple[str, ...]  # Names of the linear layers in it, which may also list modules that store activations
-    forced_bf16: Mapping[str, str]  # Layers that stay in bf16 whatever they cost, with the reason
-    recipes: tuple[Recipe, ...]  # The recipes to choose from
-
-    def by_cost(self, gpu: Gpu, traced: Trace, *, eager: bool) -> tuple[Plan, dict[str, LinearTimes]]:
-        """Decide each linear layer by its time on a GPU."""
-        by_cost, times = decide_by_cost(gpu, traced, self.linears, self.forced_bf16, self.recipes, eager=eager)
-        stored = {
-            name: replace(decision, activation_storage=self.plan[name].activation_storage)
-            for name, decision in by_cost.items()
-        }
-        return Plan({**self.plan.decisions, **stored}, self.plan.activations), times
-
-
-def default_decisions(model: nn.Module, request: PlanRequest) -> DefaultDecisions:
-    """Decide by the rules of `octavo.nn.select`. Raises ValueError if a layer is converted already."""
-    check_unconverted(model)
-    precision = request.precision
-    recipe = request.recipes[0] if precision.matmul == "fp8" else None
-    plan = default_plan(model, recipe, precision.skip, request.filter, precision.activations)
-    linears = tuple(name for name in plan if is_linear(model.get_submodule(name)))
-    reasons = {name: plan[name].reason for name in linears if plan[name].recipe is None}
-    forced = {name: why for name, why in reasons.items() if not (request.heads and why.startswith(HEAD_REASON))}
-    return DefaultDecisions(plan=plan, linears=linears, forced_bf16=forced, recipes=request.recipes)
-
-
-def trace_model(
-    model: nn.Module, forward: Callable[[nn.Module], Any], shapes: Sequence[tuple[int, ...]], place: torch.device,
-    prepare: Callable[[nn.Module], Any] = lambda copy: None, *, packed: bool = False,
-) -> Trace:  # fmt: skip
-    """Trace one forward of a model on fake copies, with only a few of its blocks if these are equal."""
-    # `packed`: as `fake_tensors` takes it.
-
-    def trace_copy(counts: Mapping[str, int]) -> Trace:
-        with fake_tensors(packed=packed) as mode:
-            copy = copy_with_blocks(model, counts, mode, place)
-            prepare(copy)
-            linears = {
-                n: module for n, module in copy.named_modules() if is_linear(module) or looks_like_experts(module)
-            }
-            try:
-                return trace(copy, linears, lambda: forward(copy))
-            except (RuntimeError, TypeError, IndexError) as error:
-                reason = " ".join(str(error).split())
-                listed = [list(shape) for shape in shapes]
-                raise ValueError(f"the model cannot run a batch of shapes {listed}: {reason}") from error
-
-    for some in shortened(equal_stacks(model, Plan({}))):
-        counts, short = {stack.name: stack.few for stack in some}, [stack for stack in some if stack.extra]
-        try:
-            few, *more = map(trace_copy, (counts, *(counts | {stack.name: stack.few + 1} for stack in short)))
-        except ValueError:
-            continue
-        if traced := extrapolate_trace(few, more, short):
-            return traced
-    return trace_copy({})
-
-
-def plan_request(precision: Precision, filter: FilterLike | None = None, *, heads: bool = False) -> PlanRequest:
-    """Return the plan request of a precision."""
-    recipes = candidates(precision.recipe if precision.matmul == "fp8" else "auto")
-    return PlanRequest(recipes=recipes, precision=precision, filter=both(of_precision(precision), filter), heads=heads)
-
-
-def _request(
-    precision: Precision | None, recipe: str | Recipe, skip: Sequence[str], filter: FilterLike | None, heads: bool
-) -> PlanRequest:
+def _recipes(precision: Precision | None, recipe: str | Recipe, skip: Sequence[str]) -> tuple[Precision, Any]:
+    """Return the precision of a request, and the recipes to choose from; None for the precision's."""
     if precision is not None:
         if not isinstance(precision, Precision):
             raise TypeError(
@@ -259,61 +228,43 @@ def _request(
             )
         if recipe != "auto" or skip:
             raise ValueError("precision includes recipe and skip: set them there, or pass them without precision")
-        return plan_request(precision, filter, heads=heads)
+        return precision, None
     if isinstance(skip, str):
         raise TypeError(f"skip is a list of name patterns; got the string {skip!r}: write skip=[{skip!r}]")
-    return replace(plan_request(Precision(skip=tuple(skip)), filter, heads=heads), recipes=candidates(recipe))
+    return Precision(skip=tuple(skip)), candidates(recipe)
 
 
-def fuse(copy: nn.Module, plan: Plan) -> None:
-    """Make a copy of a planned model run the fused kernels of the plan, and products in high precision."""
-    decisions = restrict_plan(plan, copy).decisions.items() if plan.activations == "fused" else ()
-    fused = {name: replace(decision, recipe=None) for name, decision in decisions if decision.activation_storage}
-    if fused:
-        apply_plan(copy, Plan(fused, plan.activations, partial=True))
+@dataclass(frozen=True, kw_only=True)
+class _Inputs:
+    """The batch of a model, as tensors or shapes, to be made without storage."""
 
+    batch: Any
+    dtype: torch.dtype  # Of floating inputs given as shapes
+    place: torch.device
+    sizes: Sequence[tuple[int, ...]]  # Shapes of its tensors
 
-def _trace(model: nn.Module, shapes: Any, batch: Any, plan: Plan) -> tuple[Trace, Trace, int]:
-    """Trace one forward, in bf16 and with the fused kernels of a plan; return also its number of sequences."""
-    dtype, place = _dtype(model), fake_device(torch.device("cuda"))
-    with fake_tensors():
-        tensors = [leaf for leaf in tree_leaves(fake_batch(shapes, None, dtype, place)) if isinstance(leaf, Tensor)]
-    if not tensors:
-        raise ValueError(
-            f"the batch contains no tensor and no shape: {batch!r}. Pass tensors, or shapes by name, such as "
-            "{'input_ids': (4, 2048)}; or sequences and tokens, such as plan(model, 4, 2048)"
-        )
-    sizes = [tuple(t.shape) for t in tensors]
-    run = partial(trace_model, model, lambda copy: call(copy, fake_batch(shapes, None, dtype, place)), sizes, place)
-    traced = run()
-    fused = run(partial(fuse, plan=plan)) if plan.activations == "fused" else traced
-    return traced, fused, sizes[0][0] if sizes[0] else 1
+    @classmethod
+    def of(cls, model: nn.Module, batch: Any, device: str, or_else: str = "") -> "_Inputs":
+        """Read a batch. Raises ValueError if it has no tensor."""
+        dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+        inputs = cls(batch=batch, dtype=dtype, place=fake_device(torch.device(device)), sizes=())
+        with fake_tensors():
+            sizes = [tuple(t.shape) for t in tree_leaves(inputs.make()) if isinstance(t, Tensor)]
+        if not sizes:
+            raise ValueError(
+                f"the batch contains no tensor and no shape: {batch!r}. Pass tensors, or shapes by name, such as "
+                f"{{'input_ids': (4, 2048)}}{or_else}"
+            )
+        return replace(inputs, sizes=sizes)
 
+    @property
+    def sequences(self) -> int:
+        """Its first dimension."""
+        return self.sizes[0][0] if self.sizes[0] else 1
 
-def _trace_blocks(
-    model: nn.Module, shapes: Any, plan: Plan, precision: Precision, checkpointing: str, step_config: StepConfig,
-    blocks: Mapping[str, int], size: int,
-) -> StepTrace:  # fmt: skip
-    place = fake_device(torch.device("cuda"))
-    with fake_tensors() as mode:
-        copy = copy_with_blocks(model, blocks, mode, place)
-        part = restrict_plan(plan, copy)
-        if part.converted or part.activation_modules:
-            apply_plan(copy, part, keep_weights=precision.keep_weights)
-        if checkpointing == "full":
-            for block in find_blocks(copy):
-                block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-        parameters = [p for p in copy.parameters() if p.requires_grad]
-        # 16-bit masters extend bf16 parameters only.
-        master: Any = "fp32" if any(p.dtype == torch.float16 for p in parameters) else precision.master
-        master = None if precision.master == "none" else master
-        inputs = fake_batch(shapes, size, _dtype(model), place)
-        stepper = AdamW(parameters, states=precision.states, master=master) if parameters else None
-        return trace_step(copy, inputs, stepper, default_loss, step_config, ALLOCATION_GRANULARITY["cuda"])
-
-
-def _dtype(model: nn.Module) -> torch.dtype:
-    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    def make(self, size: int | None = None) -> Any:
+        """Make the batch under FakeTensorMode, with another first dimension."""
+        return fake_batch(self.batch, None if self.sizes and size == self.sequences else size, self.dtype, self.place)
 
 
 def _shapes(model: nn.Module, batch: Any, seq: int | None) -> Any:
@@ -328,3 +279,54 @@ def _shapes(model: nn.Module, batch: Any, seq: int | None) -> Any:
     parameters = inspect.signature(model.forward).parameters
     shapes = {"input_ids": (batch, seq)} | ({"labels": (batch, seq)} if "labels" in parameters else {})
     return shapes | ({"use_cache": False} if "use_cache" in parameters else {})
+
+
+def trace_step(
+    model: nn.Module, inputs: Any, stepper: torch.optim.Optimizer | None, loss: Loss, step_config: StepConfig,
+    granularity: int,
+) -> StepTrace:  # fmt: skip
+    """Record a step of a fake model under FakeTensorMode."""
+
+    def forward_backward() -> None:
+        _run(lambda: loss(model, inputs).backward(), inputs)
+
+    return follow_step(model, inputs, stepper, forward_backward, step_config=step_config, granularity=granularity)
+
+
+def default_loss(model: nn.Module, batch: Any) -> Tensor:
+    """Return the model's `.loss` if it has one, else the sum of its outputs that require a gradient."""
+    outputs = call(model, batch)
+    loss = getattr(outputs, "loss", None)
+    if isinstance(loss, Tensor):
+        return loss
+    leaves = [leaf for leaf in tree_leaves(dict(outputs) if hasattr(outputs, "keys") else outputs)
+              if isinstance(leaf, Tensor) and leaf.requires_grad]  # fmt: skip
+    if not leaves:
+        raise ValueError(
+            f"{type(model).__name__} returns nothing that requires a gradient: pass loss=, or unfreeze a parameter"
+        )
+    return sum((leaf.sum() for leaf in leaves[1:]), leaves[0].sum())
+
+
+def _run(step: Callable[[], Any], batch: Any) -> Any:
+    """Run a step; report errors inside it as errors of the model and the batch."""
+    try:
+        return step()
+    except (RuntimeError, TypeError, IndexError) as error:
+        shapes = [list(leaf.shape) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+        reason = " ".join(str(error).split())
+        raise ValueError(f"the model cannot run a batch of shapes {shapes}: {reason}") from error
+
+
+def _optimizer(optimizer: Any, model: nn.Module) -> torch.optim.Optimizer | None:
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if optimizer is None or not parameters:
+        return None
+    if isinstance(optimizer, torch.optim.Optimizer):
+        names = inspect.signature(type(optimizer)).parameters
+        copy = type(optimizer)(parameters, **{k: v for k, v in optimizer.defaults.items() if k in names})
+    else:
+        copy = optimizer(parameters)
+    if not isinstance(copy, torch.optim.Optimizer):
+        raise TypeError(f"optimizer(parameters) must return a torch.optim.Optimizer; got a {type(copy).__name__}")
+    return copy

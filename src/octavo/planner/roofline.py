@@ -102,12 +102,12 @@ class Cost:
         return max(self.total, self.host) if eager else self.total
 
 
-@dataclass(frozen=True, kw_only=True)
-class Passes:
-    """Bytes of each quantization pass of one linear layer: before forward's product, and in backward."""
-
-    forward: tuple[float, ...]
-    backward: tuple[float, ...]
+def total(costs: Sequence[Cost]) -> Cost:
+    """Add up costs."""
+    return Cost(
+        forward=sum(cost.forward for cost in costs), backward=sum(cost.backward for cost in costs),
+        host=sum(cost.host for cost in costs), measured=sum(cost.measured for cost in costs),
+    )  # fmt: skip
 
 
 def product(
@@ -258,21 +258,6 @@ def _sum_cost(products: dict[str, Timed], forward: list[Timed], backward: list[T
     )  # fmt: skip
 
 
-def fp8_cost(gpu: Gpu, linear: LinearCall, moved: Passes, rate: float, exact: float = 1.0) -> Cost:
-    """Predict a linear layer in FP8 from given quantization passes, such as those of another library; ignores
-    measurements.
-    """
-    times = [
-        product(gpu, *sizes, operand=1, rate=rate if name == "forward" else rate * exact)
-        for name, sizes in linear.named_products.items()
-    ]
-    return Cost(
-        forward=times[0] + sum(memory_time(gpu, size) for size in moved.forward),
-        backward=sum(times[1:]) + sum(memory_time(gpu, size) for size in moved.backward),
-        host=(len(times) + len(moved.forward) + len(moved.backward)) * gpu.host_us * 1e-6,
-    )
-
-
 @dataclass(frozen=True, kw_only=True)
 class QuantizeCall:
     """Quantization of one matrix: its case in calibration tables, its shape, the bytes of each pass, and those of one
@@ -283,15 +268,6 @@ class QuantizeCall:
     shape: tuple[int, int]
     bytes: tuple[float, ...]
     column_maxima: float = 0.0
-
-
-def passes(linear: LinearCall, recipe: Recipe) -> Passes:
-    """Return the bytes that Octavo's quantizers move for one linear layer."""
-    forward, backward = (
-        tuple(size for call in phase for size in (call.column_maxima, *call.bytes) if size)
-        for phase in quantize_calls(linear, recipe)
-    )
-    return Passes(forward=forward, backward=backward)
 
 
 def quantize_calls(linear: LinearCall, recipe: Recipe) -> tuple[list[QuantizeCall], list[QuantizeCall]]:

@@ -5,34 +5,63 @@ models.
     attention        operations / (bf16 peak · attention efficiency); backward 2.5 times forward
     other products   max(operations / large bf16 products, bytes / bandwidth); backward twice forward
     the rest         bytes / bandwidth, at least one launch each: every operation separately in eager mode, fused
-                     between
-                     products when compiled; backward twice forward
+                     between products when compiled; backward twice forward
     recomputation    forward again, for what activation checkpointing discards
     optimizer        bytes per parameter of a rank's shard / bandwidth
     communication    of sharded data parallelism: gather in forward; gather, scatter and reduction over copies in
-                     backward (`octavo.planner.collective_cost`); only what compute of the same direction does not hide
+                     backward (below); only what compute of the same direction does not hide
     host             eager mode takes at least the host's time: that of linears (`octavo.planner.host_time`), and of
                      each other operation, with two in backward for each in forward; fused norms and gates take more
 
 Left out: data loading, clipping, stragglers, clocks that drop under load, and the multiprocessors that collectives use.
 So a predicted step is too short, and since bf16 pays these costs too, a predicted gain can be too large.
+
+Collectives. A group of W ranks has p of them on each of M machines. N is the size of the whole tensor: the result of
+an all-gather, the input of a reduce-scatter or an all-to-all. Links reach a share of their rate, in both directions at
+once.
+
+    all-gather, reduce-scatter   max( N·(W−1)/W / inside, N·(M−1)/M / (p · between) )
+    all-reduce                   twice that
+    all-to-all                   max( N·(p−1)/W / inside, N·(W−p)/W / between )
+    all-to-all in two stages     N·(p−1)/p / inside + N/p·(M−1)/M / between
+
+`inside` and `between` are bytes/s of one GPU. A ring that visits the GPUs of a machine one after the other leaves the
+machine once, with partial sums, and p rings share the work so that each GPU's link to other machines carries 1/p. An
+all-to-all adds nothing on the way: all p GPUs send everything. FP8 gradients use an all-to-all, so across machines they
+send half the bytes of a ring but take p/2 times its time. Two stages, inside a machine first (ZeRO++, arXiv 2306.10209,
+section 3.3), repair that.
+
+Bytes sent are (W − 1)/W of the whole tensor of a group of W ranks, and twice that in an all-reduce. Compute waits for
+collectives of tokens (tensor, context and expert parallelism), as a traced step hands them to torch; it hides those of
+weights, gathered by FSDP2 for forward and for backward, and of gradients.
+
+Pipelines. The schedules of `torch.distributed.pipelining` are simulated: when each stage computes, and what it holds.
+
+    F  forward of a micro-batch        after F of the stage before it, and its message
+    B  backward                        after B of the stage behind it, and its message
+    I  gradients of inputs only        as B; half of its time
+    W  gradients of weights            after I; the other half
+
+Each rank computes its actions in the order that torch's schedule gives them (`pipeline_order`), none at the same time
+as another. Activations of a micro-batch are held from F to B, or to W.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cache
+from types import SimpleNamespace
 from typing import Any, Protocol, runtime_checkable
 
 from octavo.numerics import Precision
+from octavo.numerics.plan import Plan
 from octavo.numerics.recipe import Recipe
 from octavo.optim.adamw import ADAMW
-from octavo.planner.collective_cost import COPIES, GPUS_PER_MACHINE, GRADIENTS, Sent, exchanged, sharded, traffic
-from octavo.planner.decide import total
 from octavo.planner.devices import Gpu
 from octavo.planner.host_time import FUSED_OPERATIONS
-from octavo.planner.roofline import Cost, bf16_linear, fp8_linear, memory_time
-from octavo.planner.timeline import Message
+from octavo.planner.roofline import Cost, LinearCall, bf16_linear, fp8_linear, memory_time, total
 from octavo.planner.trace import Trace
 
+GPUS_PER_MACHINE = 8  # Assumed number of GPUs of a machine
 BF16_OPTIMIZER = ADAMW.step_bytes(Precision())  # Bytes per bf16 parameter that AdamW moves with fp32 states and masters
 
 
@@ -151,6 +180,108 @@ def layout_settings(gpus: int, layout: ParallelLayout | None, *, apart: int = 1)
     }  # fmt: skip
 
 
+def check_gathered(plan: Plan, parallel: ParallelLayout | None) -> None:
+    """Raise ValueError if weights shall be gathered in FP8 but their recipe cannot, as parallelize does."""
+    gathers = parallel is not None and parallel.fp8_comm in ("on", "gather")
+    recipes = {row.recipe.name for row in plan.decisions.values() if row.recipe and not row.recipe.supports_fp8_gather}
+    if gathers and recipes and parallel is not None:
+        raise ValueError(
+            f"fp8_comm={parallel.fp8_comm!r} with recipe {', '.join(sorted(recipes))}: its weights cannot be gathered "
+            "in FP8. Nearest: recipe 'rowwise'; or fp8_comm='off'"
+        )
+
+
+# Collectives
+
+FP8_BYTES_PER_ELEMENT = 1.0 + 4 / 128  # Bytes per element of an FP8 message, including scales of groups of 128
+
+WEIGHTS, GRADIENTS, COPIES, STAGES = "weights gathered", "gradients scattered", "gradients of copies", "stage messages"
+"""Kinds of `Sent` beside those of tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sent:
+    """What one GPU sends."""
+
+    kind: str  # Name in tables
+    bytes: float  # Bytes sent
+    seconds: float  # Seconds that sending takes
+    backward: bool = False  # Whether it is sent in backward
+
+    def times(self, count: int) -> "Sent":
+        """Return the same, sent several times."""
+        return replace(self, bytes=self.bytes * count, seconds=self.seconds * count)
+
+
+def collective(
+    gpu: Gpu, kind: str, op: str, whole: float, *, ranks: int, apart: int = 1, backward: bool = False
+) -> Sent:  # fmt: skip
+    """Predict a collective on a tensor of `whole` bytes, between GPUs that are `apart` in rank."""
+    local = min(ranks, max(1, GPUS_PER_MACHINE // apart))
+    machines, twice = ranks // local, 2 if op == "all-reduce" else 1
+    if op == "all-to-all":
+        inside, between = whole * (local - 1) / ranks / gpu.link, whole * (ranks - local) / ranks / gpu.network
+        seconds = max(inside, between)
+    else:
+        seconds = whole * (machines - 1) / machines / (local * gpu.network)
+        seconds = max(whole * (ranks - 1) / ranks / gpu.link, seconds) if local > 1 else seconds
+    share = (ranks - 1) / ranks * twice
+    return Sent(kind=kind, bytes=whole * share, seconds=twice * seconds, backward=backward)
+
+
+def bytes_saved_by_fp8_gather(
+    calls: Mapping[str, tuple[LinearCall, ...]], recipes: Mapping[str, Recipe | None], *, resident: bool = False,
+    trained: bool = True,
+) -> float:  # fmt: skip
+    """Return the bytes saved by gathering the weights of converted layers as FP8 and scales."""
+    saved = 0.0
+    for name, of_one in calls.items():
+        recipe = recipes.get(name)
+        if recipe is not None and ((resident and not of_one[0].wgrad) or (trained and recipe.supports_fp8_gather)):
+            weights = of_one if of_one[0].experts > 1 else of_one[:1]  # of experts, two
+            saved += sum(call.experts * (call.n * call.k - 4 * call.n) for call in weights)
+    return saved
+
+
+def exchanged(gpu: Gpu, messages: Mapping[tuple[str, bool], int], *, ranks: int) -> list[Sent]:
+    """Return what a GPU sends of tokens, by operation and direction, to neighbours in rank."""
+    return [
+        collective(
+            gpu, f"tokens, {op}, {'backward' if backward else 'forward'}", op,
+            size * (ranks if op == "all-gather" else 1), ranks=ranks, backward=backward,
+        )
+        for (op, backward), size in messages.items()
+    ]  # fmt: skip
+
+
+def sharded(gpu: Gpu, trace: Trace, config: StepConfig, saved: float) -> tuple[list[Sent], list[Sent]]:
+    """Return what FSDP2 sends in one micro-batch: one gather of all weights, less the bytes `saved` by FP8; the
+    reduction of all gradients.
+    """
+    # 1 / `ep` of the ranks share the parameters of their experts, and all ranks the others.
+    experts = trace.experts / max(trace.parameters, 1) if config.ep > 1 else 0.0
+    gathers, reductions = [], []
+    parts = ((1 - experts, config.shards, config.tp), (experts, config.shards // config.ep, config.tp * config.ep))
+    for part, ranks, apart in parts:
+        weights, trained = part * (2.0 * trace.parameters - saved), part * trace.trained
+        if weights and ranks > 1:
+            gathers.append(collective(gpu, WEIGHTS, "all-gather", weights, ranks=ranks, apart=apart))
+            op = "all-to-all" if config.fp8_reduce else "reduce-scatter"
+            size = trained * FP8_BYTES_PER_ELEMENT if config.fp8_reduce else trained * config.reduce_bytes
+            reductions.append(collective(gpu, GRADIENTS, op, size, ranks=ranks, apart=apart, backward=True))
+    if config.copies > 1:  # of a shard, in the dtype of the reduction; of whole gradients, as DDP sends them
+        of_shard = (1 - experts) * trace.trained * config.reduce_bytes / config.shards
+        whole = (1 - experts) * trace.trained * (FP8_BYTES_PER_ELEMENT if config.fp8_reduce else 2)
+        size, apart = of_shard if config.shards > 1 else whole, config.shards * config.tp
+        reductions.append(
+            collective(gpu, COPIES, "all-reduce", size, ranks=config.copies, apart=apart, backward=True)
+        )  # fmt: skip
+    return gathers, reductions
+
+
+# Time of a step
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
     """Predicted seconds of a step by part."""
@@ -206,7 +337,7 @@ def linear_costs(gpu: Gpu, trace: Trace, recipes: Mapping[str, Recipe | None]) -
 
 def step_time(
     gpu: Gpu, trace: Trace, costs: Sequence[Cost], step_config: StepConfig, tokens: int, saved: float = 0.0,
-    messages: Sequence[Message] = (),
+    messages: Mapping[tuple[str, bool], int] = {},
 ) -> StepTime:  # fmt: skip
     """Predict the time of a step."""
     recompute, linears = step_config.recompute, total(costs)
@@ -221,13 +352,7 @@ def step_time(
     )  # fmt: skip
     micro_batches, pipelined = step_config.micro_batches, step_config.pp > 1
     in_fp8 = step_config.fp8_gather or step_config.resident
-    of_shards = traffic(
-        trace, step_config.shards, ep=step_config.ep, saved=saved if in_fp8 else 0.0,
-        fp8_reduce=step_config.fp8_reduce, reduce_bytes=step_config.reduce_bytes,
-    )  # fmt: skip
-    gathers, reductions = sharded(
-        gpu, of_shards, step_config.shards, step_config.copies, apart=step_config.tp, ep=step_config.ep
-    )
+    gathers, reductions = sharded(gpu, trace, step_config, saved if in_fp8 else 0.0)
     tokens_sent = exchanged(gpu, messages, ranks=step_config.tp * step_config.cp * step_config.ep)
     exposed = _exposed(gathers, reductions, step_config, forward, backward)
     forward += sum(row.seconds for row in tokens_sent if not row.backward)
@@ -272,3 +397,144 @@ def _exposed(
         return max(0.0, gather + reduction / step_config.micro_batches - backward)
     second_gather = 0.0 if step_config.keeps_gathered else gather
     return max(0.0, gather - forward) + max(0.0, second_gather + reduction - backward)
+
+
+# Pipelines
+
+
+@dataclass(frozen=True)
+class Action:
+    """One computation of a rank: "F", "B", "I" or "W" of a stage and a micro-batch."""
+
+    kind: str
+    stage: int
+    micro_batch: int
+
+
+@cache
+def schedule_actions(schedule: str, ranks: int, micro_batches: int) -> tuple[tuple[Action, ...], ...]:
+    """Return the actions of each rank, in order."""
+    from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+
+    kind: Any = get_schedule_class(schedule)
+    single = issubclass(kind, PipelineScheduleSingle)
+    count = ranks if single else 2 * ranks
+    own = [0] if single else [0, count - 1] if schedule in ("ZBVZeroBubble", "DualPipeV") else [0, ranks]
+    stages = [
+        SimpleNamespace(
+            num_stages=count, group_size=ranks, group_rank=0, stage_index=index, is_first=index == 0,
+            is_last=index == count - 1, has_backward=True, stage_index_to_group_rank=None, submod=None,
+        )
+        for index in own
+    ]  # fmt: skip
+    order = kind(stages[0] if single else stages, micro_batches).pipeline_order
+    rows = [list(_actions(order[rank])) for rank in range(ranks)]
+    if schedule == "1F1B":  # torch 2.13 numbers the forwards of the last rank from 1, and runs them from 0
+        forwards = iter(range(micro_batches))
+        rows[-1] = [Action("F", a.stage, next(forwards)) if a.kind == "F" else a for a in rows[-1]]
+    return tuple(map(tuple, rows))
+
+
+def _actions(row: Sequence[Any]) -> Iterator[Action]:
+    for action in row:
+        if action is None:
+            continue
+        if action.sub_actions:
+            yield from _actions(action.sub_actions)
+        elif action.computation_type.value in "FBIW":
+            yield Action(action.computation_type.value, action.stage_index, action.microbatch_index)
+
+
+def simulate(
+    actions: Sequence[Sequence[Action]], forward: Sequence[float], backward: Sequence[float], message: float = 0.0
+) -> float:
+    """Return the seconds until all ranks have finished."""
+    owner = {action.stage: rank for rank, row in enumerate(actions) for action in row}
+    ends: dict[tuple[str, int, int], float] = {}
+    last, clocks, positions = len(forward) - 1, [0.0] * len(actions), [0] * len(actions)
+
+    def ready(action: Action) -> float | None:
+        """When the inputs of an action have arrived; None if they are not computed yet."""
+        stage, batch = action.stage, action.micro_batch
+        if action.kind == "W":
+            return ends.get(("I", stage, batch))
+        if action.kind == "F":
+            source = None if stage == 0 else ("F", stage - 1, batch)
+        else:
+            source = ("F", stage, batch) if stage == last else ("∂", stage + 1, batch)
+        if source is None:
+            return 0.0
+        sent = ends.get(source)
+        return None if sent is None else sent + (message if owner[source[1]] != owner[stage] else 0.0)
+
+    while any(position < len(row) for position, row in zip(positions, actions, strict=True)):
+        moved = False
+        for rank, row in enumerate(actions):
+            while positions[rank] < len(row) and (start := ready(action := row[positions[rank]])) is not None:
+                share = {"F": 1.0, "B": 1.0, "I": 0.5, "W": 0.5}[action.kind]
+                seconds = share * (forward if action.kind == "F" else backward)[action.stage]
+                clocks[rank] = max(clocks[rank], start) + seconds
+                ends[action.kind, action.stage, action.micro_batch] = clocks[rank]
+                if action.kind in "BI":
+                    ends["∂", action.stage, action.micro_batch] = clocks[rank]
+                positions[rank] += 1
+                moved = True
+        assert moved, "the schedule waits for itself"
+    return max(clocks)
+
+
+def most_in_flight(row: Sequence[Action]) -> dict[tuple[str, int], dict[int, int]]:
+    """Return the numbers of other micro-batches whose activations a rank holds, by stage, when it holds most: for each
+    ("F", stage), during a forward of that stage; for ("B", stage), during a backward.
+    """
+    held: dict[int, int] = {action.stage: 0 for action in row}
+    most: dict[tuple[str, int], dict[int, int]] = {}
+    for action in row:
+        others = dict(held)
+        if action.kind != "F":
+            others[action.stage] -= 1
+        key = ("F" if action.kind == "F" else "B", action.stage)
+        if key not in most or sum(others.values()) > sum(most[key].values()):
+            most[key] = others
+        held[action.stage] += {"F": 1, "B": -1, "I": 0, "W": -1}[action.kind]
+    return most
+
+
+def pipeline_time(gpu: Gpu, stages: Sequence[StepTime], step_config: StepConfig, message_bytes: float) -> StepTime:
+    """Predict the time of a step of a pipeline from the times of its stages, each as if it were alone."""
+    # The parts are those of the rank that computes longest, and the bubble is the rest of the step.
+    ranks, micro_batches = step_config.pp, step_config.micro_batches
+    actions = schedule_actions(step_config.schedule, ranks, micro_batches)
+    inside = step_config.gpus // ranks * ranks <= GPUS_PER_MACHINE
+    message = message_bytes / (gpu.link if inside else gpu.network)
+    seconds = simulate(actions, [s.forward for s in stages], [s.backward for s in stages], message)
+    totals = []
+    for row in actions:
+        own = sorted({action.stage for action in row})
+        sums = {part: sum(getattr(stages[index], part) for index in own) for part in PARTS}
+        totals.append((sum(sums.values()) - sums["optimizer"], own, sums))
+    busiest, own, sums = max(totals, key=lambda total: total[0])
+    rows: dict[tuple[str, bool], Sent] = {}
+    for sent in (row for index in own for row in stages[index].sent):
+        earlier = rows.get((sent.kind, sent.backward))
+        rows[sent.kind, sent.backward] = sent if earlier is None else replace(
+            sent, bytes=sent.bytes + earlier.bytes, seconds=sent.seconds + earlier.seconds
+        )  # fmt: skip
+    owner = {action.stage: rank for rank, row in enumerate(actions) for action in row}
+    ahead, behind = (
+        max(
+            sum(owner[i] != owner[i + step] for i in {a.stage for a in row} if 0 <= i + step < len(stages))
+            for row in actions
+        )
+        for step in (1, -1)
+    )
+    between = [
+        Sent(kind=STAGES, bytes=message_bytes, seconds=message, backward=bool(back)).times(count * micro_batches)
+        for back, count in enumerate((ahead, behind))
+    ]
+    first = stages[0]
+    return replace(
+        first, **(sums | {"bubble": max(0.0, seconds - busiest)}),
+        flops=sum(stage.flops for stage in stages) / ranks, forward=0.0, backward=0.0,
+        sent=(*rows.values(), *between),
+    )  # fmt: skip

@@ -1,18 +1,30 @@
-"""Predict the memory of a training step: the one path from a step on fake tensors to a `MemoryPlan`.
+"""The memory of a training step: recorded on fake tensors, extrapolated to all blocks, divided over ranks.
 
-    follow_step        records a step                                   `octavo.planner.timeline`
-    predict_memory     of a few blocks: extrapolates to all of them     `octavo.planner.memory_extrapolation`
-                       of several GPUs: what one of them holds          `octavo.planner.sharded_memory`
+    follow_step        records a step                                        `octavo.planner.timeline`
+    trace_blocks       of a few blocks: what all of them add                 `octavo.planner.few_blocks`
+    FewBlocks.whole    the step of all blocks
+    memory_per_rank    of several GPUs: what one of them holds
 
 A model of many equal blocks takes a second or two: steps run on fake copies with two and with three of the blocks, and
-their difference gives that of, say, 80. Another batch takes one step more. Further stacks of equal blocks, such as a
-vision tower, are shortened as well. The first blocks may differ from the others, as the dense ones of DeepSeek-V3; they
-run too. If other blocks differ in shapes or in the decisions for their layers, or the steps by more than one block, all
-blocks of the stack run.
+their difference gives that of, say, 80. Another batch takes one step more, if each block repeats the one before it
+(`repeated`).
+
+One rank of many that share a model (FSDP2) holds, of what one process with the whole model holds:
+
+    held                 parameters, optimizer states and finished gradients: 1 / ranks of each
+    gathered             parameters outside the blocks (embedding, head), throughout; the weights of the current block;
+                         and those of the next block, prefetched, if there is one
+    whole gradients      of parameters outside the blocks, until backward ends; of the current block
+    in flight            gradients of the previous block, in the dtype of the reduction
+    activations, …       as in one process with the same batch
+
+These are the rules of torch 2.13's FSDP2. The tests compare them with FSDP2 steps recorded storage by storage
+(docs/scaling.md). Padding of shards that do not divide evenly is left out.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,30 +32,43 @@ from torch import Tensor, nn
 
 from octavo.nn.linear_subclasses import is_converted
 from octavo.nn.resident import as_resident
-from octavo.planner.collective_cost import FP8_BYTES_PER_ELEMENT
-from octavo.planner.memory_extrapolation import Growth, grown, growth, growth_of
-from octavo.planner.memory_plan import MemoryPlan
-from octavo.planner.sharded_memory import ShardGroup, Shards, memory_per_rank
-from octavo.planner.stacks import Stack, shortened
-from octavo.planner.step import StepConfig
+from octavo.optim import Optimizer
+from octavo.planner.few_blocks import Insertion, Stack, from_few_blocks, insert, insertion
+from octavo.planner.step import FP8_BYTES_PER_ELEMENT, StepConfig
 from octavo.planner.timeline import (
-    ACTIVATIONS,
     ALLOCATION_GRANULARITY,
     BATCH,
     BLOCK_GRADIENTS,
     BUFFERS,
     GATHERED,
     GRADIENTS,
-    KINDS,
     PARAMETERS,
     STATES,
+    TEMPORARIES,
+    Event,
     MemorySeries,
-    Message,
     StorageEvents,
     Timeline,
+    memory_series,
 )
 from octavo.runtime.blocks import find_blocks
 from octavo.runtime.torch_compat import local_part, tree_leaves
+
+Sent = Mapping[tuple[str, bool], int]
+"""Bytes handed to collectives, by operation and whether that is in backward."""
+
+
+# A step, recorded
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardGroup:
+    """Parameters that FSDP2 gathers together, in bytes."""
+
+    gathered: int  # Their weights, in the form in which they are gathered
+    gradients: int  # Their whole gradients
+    reduced: int  # Their gradients in the dtype of the reduction
+    elements: int = 0  # Number of their trained elements
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,165 +80,46 @@ class StepTrace:
     # Parameters of the largest block, which are gathered and scattered together if the model is sharded.
     block: ShardGroup
     rest: ShardGroup  # Parameters outside the blocks
-    messages: Sequence[Message] = ()  # What it hands to collectives
+    messages: Sent = field(default_factory=dict)
     outputs: int = 0  # Number of tensors that its operations return
 
-
-TraceStep = Callable[[Mapping[str, int], int], StepTrace]
-"""Traces a step of the model with so many blocks of some stacks, by name, and a batch of this many sequences."""
-
-
-@dataclass(frozen=True)
-class FewBlocks:
-    """A step of few blocks, and what more blocks of each stack add to it."""
-
-    size: int  # Its sequences
-    step: StepTrace
-    stacks: Sequence[Stack]
-    growths: Sequence[tuple[Growth, int]]  # With the number of blocks
-    messages: Sequence[Message]  # Of all blocks
-    rest: ShardGroup  # Parameters outside the blocks of the first stack
-
-
-def trace_few_blocks(
-    trace: TraceStep, size: int, stacks: Sequence[Stack], known: FewBlocks | None = None
-) -> FewBlocks | None:
-    """Trace a step on few blocks of each stack; None if that does not show what all blocks add. `known`: the same with
-    another batch.
-    """
-    if known is not None and known.size == size:
-        return known
-    for some in shortened(stacks):
-        counts, short = {stack.name: stack.few for stack in some}, [stack for stack in some if stack.extra]
-        try:
-            few = trace(counts, size)
-            if known is not None and some is known.stacks and not few.messages:
-                grows = [growth_of(few.events, known.step.events, own) for own, _ in known.growths]
-                again = [(own, extra) for own, (_, extra) in zip(grows, known.growths, strict=True) if own]
-                if len(again) == len(grows):
-                    return replace(known, size=size, step=few, growths=again)
-            more = [trace(counts | {stack.name: stack.few + 1}, size) for stack in short]
-        except ValueError:
-            continue
-        grows = [growth(few.events, other.events) for other in more]
-        if all(grows):
-            return _few_blocks(size, few, more, some, list(filter(None, grows)))
-    return None
-
-
-def _few_blocks(
-    size: int, few: StepTrace, more: Sequence[StepTrace], stacks: Sequence[Stack], growths: Sequence[Growth]
-) -> FewBlocks:
-    extra = [stack.extra for stack in stacks if stack.extra]
-    weights = (1 - sum(extra), *extra)  # few + n (more - few), for each stack
-    sums = [sum_messages(step.messages) for step in (few, *more)]
-    messages = [
-        Message(*key, sum(n * own.get(key, 0) for n, own in zip(weights, sums, strict=True)))
-        for key in dict.fromkeys(key for own in sums for key in own)
-    ]
-    rest = {
-        name: sum(n * getattr(step.rest, name) for n, step in zip(weights, (few, *more), strict=True))
-        for name in (field.name for field in fields(ShardGroup))
-    }
-    return FewBlocks(size, few, stacks, list(zip(growths, extra, strict=True)), messages, ShardGroup(**rest))
-
-
-def predict_memory(
-    trace: TraceStep, size: int, step_config: StepConfig, *, blocks: int = 0, stacks: Sequence[Stack] = (),
-    offloaded: bool = False, spread: float = 1.0, beside: "Beside | None" = None, known: FewBlocks | None = None,
-) -> MemoryPlan:  # fmt: skip
-    """Predict the memory of a step on each GPU."""
-    few = trace_few_blocks(trace, size, stacks if known is None else known.stacks, known)
-    if few is None:
-        step = trace({}, size)
-        series, messages, rest, count = step.events.series, step.messages, step.rest, blocks
-    else:
-        step, messages, rest, count = few.step, few.messages, few.rest, few.stacks[0].few
-        series = grown(step.events, few.growths)
-    if step_config.shards > 1 or offloaded:
-        shards = Shards(
-            ranks=step_config.shards, block=step.block, rest=rest, blocks=blocks,
-            keeps_gathered=step_config.keeps_gathered, accumulating=step_config.micro_batches > 1, offloaded=offloaded,
-            spread=spread,
-            accumulated=(
-                step_config.reduce_bytes * (blocks * step.block.elements + rest.elements) if step_config.pp > 1 else 0
-            ),
-        )  # fmt: skip
-        series = memory_per_rank(series, shards)
-    # DDP's buckets hold all gradients a second time.
-    doubled = step_config.copies > 1 and step_config.shards == 1
-    buckets = {GATHERED: blocks * step.block.gradients + rest.gradients} if doubled else {}
-    series = series.merge(BLOCK_GRADIENTS, GRADIENTS)
-    if beside is not None:
-        series = beside.add_to(series)
-    peak = series.peak
-    return MemoryPlan(
-        batch=size,
-        tokens=step.tokens,
-        phase=peak.phase,
-        at_peak=dict.fromkeys((*KINDS, GATHERED), 0) | peak.bytes | buckets,
-        largest=dict.fromkeys((*KINDS, GATHERED), 0) | series.largest | buckets,
-        traced_blocks=(count, blocks),
-        peak_by_phase=series.peak_by_phase,
-        outputs=step.outputs,
-        messages=(tuple(messages),),
-        replan=lambda other: predict_memory(
-            trace, other, step_config, blocks=blocks, stacks=stacks, offloaded=offloaded, spread=spread, known=few
-        ),
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Beside:
-    """Memory that a GPU of a pipeline has beside a stage's micro-batch, in bytes."""
-
-    held: Mapping[str, int]  # What other stages of the GPU hold all the time, by category
-    forward: int = 0  # Activations of other micro-batches during a forward, at most
-    backward: int = 0  # The same during a backward
-
-    def add_to(self, series: MemorySeries) -> MemorySeries:
-        """Return the series with these bytes."""
-        kinds = tuple(dict.fromkeys((*series.kinds, *self.held, ACTIVATIONS)))
-        table = torch.zeros(len(series.phases), len(kinds), dtype=torch.int64, device="cpu")
-        table[:, : len(series.kinds)] = series.table
-        for kind, size in self.held.items():
-            table[:, kinds.index(kind)] += size
-        for phase, size in (("forward", self.forward), ("backward", self.backward)):
-            rows = torch.tensor([other == phase for other in series.phases], device="cpu")
-            table[:, kinds.index(ACTIVATIONS)] += rows * size
-        return MemorySeries(kinds, series.phases, table)
-
-
-def sum_messages(messages: Sequence[Message]) -> dict[tuple[str, bool], int]:
-    """Return the bytes of messages by operation, in forward and in backward."""
-    sums: dict[tuple[str, bool], int] = {}
-    for message in messages:
-        key = message.op, message.backward
-        sums[key] = sums.get(key, 0) + message.bytes
-    return sums
+    @property
+    def amounts(self) -> dict[tuple[Any, ...], int]:
+        """All numbers that grow by the same with each block."""
+        rows: dict[Any, Mapping[Any, int]] = {
+            "held": self.events.held,
+            "sent": self.messages,
+            "rest": asdict(self.rest),
+        }
+        rows |= {("after", phase): peak for phase, peak in self.events.peaks_after_backward.items()}
+        return {(row, key): size for row, sizes in rows.items() for key, size in sizes.items()}
 
 
 def follow_step(
-    model: nn.Module, batch: Any, states: Sequence[Tensor], earlier_gradients: Sequence[Tensor],
-    forward_backward: Callable[[], Any], optimizer_step: Callable[[], Any], *,
-    step_config: StepConfig, allocation_granularity: int,
-    gradients: Callable[[], Sequence[Tensor]] = tuple,
+    model: nn.Module, batch: Any, stepper: torch.optim.Optimizer | None, forward_backward: Callable[[], Any], *,
+    step_config: StepConfig, granularity: int, states: Callable[[], Any] | None = None,
+    gradients: Callable[[], Sequence[Tensor]] = tuple, before_step: Callable[[], Any] = lambda: None,
 ) -> StepTrace:  # fmt: skip
-    """Record a step of a fake model under FakeTensorMode."""
-    timeline, blocks = Timeline(allocation_granularity), find_blocks(model)
+    """Record a step of a fake model under FakeTensorMode. `states`: what holds those of the optimizer, and masters."""
+    made: Any = [] if stepper is None else make_states(stepper)
+    earlier = make_gradients(stepper) if stepper is not None and step_config.micro_batches > 1 else []
+    timeline, blocks = Timeline(granularity), find_blocks(model)
     tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
     timeline.label(model.parameters(), PARAMETERS)
     timeline.label(model.buffers(), BUFFERS)
     timeline.label(tensors, BATCH)
-    timeline.label(states, STATES)
-    timeline.label_gradients(earlier_gradients)
+    timeline.label((t for t in tree_leaves(states() if states else made) if isinstance(t, Tensor)), STATES)
+    timeline.relabel(earlier, GRADIENTS)
     timeline.follow(model, blocks)
     timeline.set_phase("forward")
     with timeline:
         forward_backward()
-        timeline.label_gradients(gradients())
+        timeline.relabel(gradients(), GRADIENTS)
         timeline.set_phase("optimizer step")
-        optimizer_step()
+        before_step()
+        # A step in place, by a kernel, allocates nothing.
+        if stepper is not None and getattr(stepper, "step_allocates", True):
+            stepper.step()
     inside = {id(p): p for block in blocks for p in block.parameters()}
     timeline.relabel([p.grad for p in inside.values() if p.grad is not None], BLOCK_GRADIENTS)
     compressed = _in_fp8(model) if step_config.fp8_gather else {}
@@ -260,3 +166,219 @@ def _group(parameters: list[nn.Parameter], compressed: dict[int, int], reduced: 
         reduced=int(reduced * elements),
         elements=elements,
     )
+
+
+def make_states(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Allocate the states of all parameters and return them. Optimizers other than Octavo's take a step, so call it
+    under FakeTensorMode.
+    """
+    if isinstance(optimizer, Optimizer):
+        optimizer.make_states()
+    else:
+        make_gradients(optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [t for state in optimizer.state.values() for t in tree_leaves(state) if isinstance(t, Tensor)]
+
+
+def make_gradients(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Allocate gradients of all parameters, as an earlier micro-batch leaves them."""
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            param.grad = torch.zeros_like(param)
+    return [param.grad for group in optimizer.param_groups for param in group["params"]]
+
+
+# The step of all blocks, from steps of a few
+
+
+@dataclass(frozen=True)
+class Growth:
+    """What one block more adds to a step of few blocks."""
+
+    forward: Insertion
+    backward: Insertion
+    amounts: Mapping[tuple[Any, ...], int]  # By which the `StepTrace.amounts` grow
+
+
+TraceBlocks = Callable[[Mapping[str, int], int], StepTrace]
+"""Traces a step of the model with so many blocks of some stacks, by name, and a batch of this many sequences."""
+
+
+@dataclass(frozen=True)
+class FewBlocks:
+    """A step of few blocks, and what more blocks of each stack add to it; of all blocks, without stacks."""
+
+    size: int  # Its sequences
+    step: StepTrace
+    stacks: Sequence[Stack] = ()
+    growths: Sequence[tuple[Growth, int]] = ()  # With the number of blocks
+
+    @property
+    def whole(self) -> tuple[MemorySeries, Sent, ShardGroup]:
+        """Memory of a step of all blocks, its messages, and its parameters outside the blocks of the first stack."""
+        step = self.step
+        if not self.growths:
+            return step.events.series, step.messages, step.rest
+        amounts = step.amounts
+        for growth, extra in self.growths:
+            for key, size in growth.amounts.items():
+                amounts[key] = amounts.get(key, 0) + extra * size
+        rows: dict[Any, dict[Any, int]] = {"sent": {}}
+        for (row, key), size in amounts.items():
+            rows.setdefault(row, {})[key] = size
+        events: list[Event] = []
+        for name in ("forward", "backward"):
+            events += insert(getattr(step.events, name), [(getattr(g, name), n) for g, n in self.growths])
+        # After backward, the peak of each phase.
+        peaks = {row[1]: peak for row, peak in rows.items() if row[0] == "after"}
+        kinds = dict.fromkeys((kind for peak in peaks.values() for kind in peak), 0)
+        series = memory_series(kinds | rows["held"], events)
+        table = torch.tensor([[peak.get(kind, 0) for kind in series.kinds] for peak in peaks.values()], device="cpu")
+        table = torch.cat([series.table, table.reshape(-1, len(series.kinds)).long()])
+        series = MemorySeries(series.kinds, [*series.phases, *peaks], table)
+        return series, rows["sent"], ShardGroup(**rows["rest"])
+
+
+def trace_blocks(trace: TraceBlocks, size: int, stacks: Sequence[Stack]) -> FewBlocks:
+    """Trace a step on few blocks of each stack; on all of them if few do not show what all add."""
+    few = from_few_blocks(stacks, lambda counts: trace(counts, size), partial(_few_blocks, size))
+    return FewBlocks(size, trace({}, size)) if few is None else few
+
+
+def _few_blocks(size: int, stacks: Sequence[Stack], few: StepTrace, more: Sequence[StepTrace]) -> FewBlocks | None:
+    growths = [_growth(few, other) for other in more]
+    known = [growth for growth in growths if growth is not None]
+    extra = [stack.extra for stack in stacks if stack.extra]
+    return FewBlocks(size, few, stacks, list(zip(known, extra, strict=True))) if len(known) == len(growths) else None
+
+
+def _growth(few: StepTrace, more: StepTrace) -> Growth | None:
+    """Compare two steps of models that differ by a block; None if they differ elsewhere, too."""
+    forward = insertion(few.events.forward, more.events.forward)
+    backward = insertion(few.events.backward, more.events.backward)
+    if forward is None or backward is None:
+        return None
+    if not forward.part or forward.source is None:  # the block did not run, or not as the one before it
+        return None
+    one, other = few.amounts, more.amounts
+    return Growth(forward, backward, {key: other.get(key, 0) - one.get(key, 0) for key in {**one, **other}})
+
+
+def trace_again(trace: TraceBlocks, size: int, known: FewBlocks) -> FewBlocks:
+    """Trace the step with another batch."""
+    if size == known.size:
+        return known
+    # What collectives send grows with the batch, so it takes the step with one more block.
+    if not known.growths or known.step.messages:
+        return trace_blocks(trace, size, known.stacks)
+    try:
+        few = trace({stack.name: stack.few for stack in known.stacks}, size)
+    except ValueError:
+        return trace_blocks(trace, size, known.stacks)
+    growths = [(repeated(few.events, known.step.events, growth), extra) for growth, extra in known.growths]
+    again = [(growth, extra) for growth, extra in growths if growth is not None]
+    if len(again) < len(growths):
+        return trace_blocks(trace, size, known.stacks)
+    return replace(known, size=size, step=few, growths=again)
+
+
+def repeated(step: StorageEvents, few: StorageEvents, known: Growth) -> Growth | None:
+    """Return the growth of a step with another batch than `few`, whose growth is known; None if that takes a trace."""
+    if step.after != few.after:  # of parameters, whatever the batch
+        return None
+    passes = []
+    for part, events, earlier in (
+        (known.forward, step.forward, few.forward), (known.backward, step.backward, few.backward),
+    ):  # fmt: skip
+        if part.source is None:
+            return None
+        length = len(part.part)
+        last = max(part.at, part.source + length)  # of what follows, such as a loss in chunks, nothing is assumed
+        if [(e.kind, e.phase) for e in events[:last]] != [(e.kind, e.phase) for e in earlier[:last]]:
+            return None
+        passes.append(replace(part, part=events[part.source : part.source + length]))
+    return replace(known, forward=passes[0], backward=passes[1])
+
+
+# What one of several GPUs holds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shards:
+    """How a model is sharded."""
+
+    ranks: int  # Ranks that share one copy
+    block: ShardGroup  # The largest block
+    rest: ShardGroup  # Parameters outside the blocks
+    blocks: int  # Number of blocks
+    keeps_gathered: bool = False  # Whether gathered weights of blocks stay until backward has used them (ZeRO-2)
+    accumulating: bool = False  # Whether gradients of earlier micro-batches exist already
+    offloaded: bool = False  # Whether shards, with their gradients and states, are in host memory
+    spread: float = 1.0  # Bytes of all parameters over those of the traced process, which has a part of the experts
+    # Bytes of all whole gradients, if they stay until the end of the step (FSDP2 in a pipeline); else 0.
+    accumulated: int = 0
+    # Bytes of a sharded gradient's element over those of a whole gradient's: 2 for float32 shards of a model that
+    # computes in bf16.
+    widened: int = 1
+
+
+def memory_per_rank(whole: MemorySeries, shards: Shards) -> MemorySeries:
+    """Convert the memory series of one process into that of a rank with the same batch."""
+    kinds = tuple(kind for kind in whole.kinds if kind != BLOCK_GRADIENTS)
+    columns = {kind: whole.table[:, index] for index, kind in enumerate(whole.kinds)}
+    zeros = torch.zeros(len(whole.phases), dtype=torch.int64, device="cpu")
+    of_blocks = columns.pop(BLOCK_GRADIENTS, zeros)
+    backward, computing = (
+        torch.tensor([phase in names for phase in whole.phases], device="cpu") for names in _COMPUTING
+    )
+    result = {kind: _split(size, shards) if kind in (PARAMETERS, STATES) else size for kind, size in columns.items()}
+    result[TEMPORARIES] = torch.where(computing, columns[TEMPORARIES], _split(columns[TEMPORARIES], shards))
+    all_gradients = columns.get(GRADIENTS, zeros) + of_blocks
+    finished = of_blocks >= shards.blocks * max(shards.block.gradients, 1)  # gradients of all blocks
+    current = torch.where((of_blocks > 0) & ~finished, (of_blocks - 1) % max(shards.block.gradients, 1) + 1, 0)
+    if shards.accumulated:
+        gradients = torch.full_like(all_gradients, shards.accumulated) + backward * shards.block.gradients
+        in_flight, finished = torch.zeros_like(backward), torch.zeros_like(computing)
+        prefetching = finished
+    elif shards.accumulating:
+        gradients = _reduced(all_gradients, shards) + backward * (shards.rest.gradients + shards.block.gradients)
+        in_flight, prefetching, finished = backward, computing, torch.zeros_like(computing)
+    else:
+        gradients = columns.get(GRADIENTS, zeros) + current + _reduced(of_blocks - current, shards)
+        # The previous block's, until this block's are complete and scattered in their turn.
+        in_flight = (of_blocks > shards.block.gradients) & (current < shards.block.gradients)
+        prefetching = computing & (of_blocks < (shards.blocks - 1) * shards.block.gradients)
+    keeps = shards.keeps_gathered or shards.accumulated > 0
+    result[GRADIENTS] = torch.where(computing, gradients, _reduced(all_gradients, shards))
+    result[GATHERED] = (
+        computing * shards.rest.gathered
+        + (computing & ~finished) * shards.block.gathered * (shards.blocks if keeps else 1)
+        + (prefetching * shards.block.gathered if not keeps else 0)
+        + (computing & in_flight) * shards.block.reduced
+    )
+    names = (*kinds, *(kind for kind in (TEMPORARIES, GRADIENTS, GATHERED) if kind not in kinds))
+    table = torch.stack([result[kind] for kind in names], dim=1)
+    return _add_last_scatter(MemorySeries(names, whole.phases, table), _reduced(all_gradients, shards)[-1], shards)
+
+
+_COMPUTING = (("backward",), ("forward", "backward"))
+
+
+def _split(size: Tensor, shards: Shards) -> Tensor:
+    whole = (size * shards.spread).long() if shards.spread != 1 else size
+    return torch.zeros_like(size) if shards.offloaded else -(-whole // shards.ranks)
+
+
+def _reduced(gradients: Tensor, shards: Shards) -> Tensor:
+    return _split(gradients * shards.widened, shards)
+
+
+def _add_last_scatter(series: MemorySeries, gradients: Tensor, shards: Shards) -> MemorySeries:
+    """Append the time after backward at which gradients outside the blocks are scattered."""
+    column = {kind: index for index, kind in enumerate(series.kinds)}
+    last = series.table[-1].clone()
+    last[column[TEMPORARIES]] = 0
+    last[column[GRADIENTS]] = gradients + shards.rest.gradients
+    last[column[GATHERED]] = shards.rest.reduced
+    return MemorySeries(series.kinds, [*series.phases, "end of backward"], torch.cat([series.table, last[None]]))

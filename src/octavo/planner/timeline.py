@@ -18,7 +18,7 @@ sees memory inside kernels, the CUDA context, or fragmentation.
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -56,15 +56,6 @@ class MemorySample:
         return sum(self.bytes.values())
 
 
-@dataclass(frozen=True)
-class Message:
-    """What a rank hands to a collective: its operation, whether that is in backward, and bytes."""
-
-    op: str
-    backward: bool
-    bytes: int
-
-
 _COLLECTIVES = {  # Operations of c10d, and the position of what they send
     "_allgather_base_": ("all-gather", 1), "_reduce_scatter_base_": ("reduce-scatter", 1),
     "alltoall_base_": ("all-to-all", 1), "allreduce_": ("all-reduce", 0),
@@ -72,7 +63,7 @@ _COLLECTIVES = {  # Operations of c10d, and the position of what they send
 
 
 class MemorySeries:
-    """Bytes by category at many times of a step."""
+    """Bytes by category at many times of a step: `table` [times, kinds]."""
 
     def __init__(self, kinds: Sequence[str], phases: Sequence[str], table: Tensor) -> None:
         self.kinds, self.phases, self.table = tuple(kinds), tuple(phases), table
@@ -86,17 +77,17 @@ class MemorySeries:
         return self._sample(int(self.table.sum(dim=1).argmax()))
 
     @property
+    def peaks(self) -> dict[str, MemorySample]:
+        """The peak of each phase."""
+        rows: dict[str, list[int]] = {}
+        for at, phase in enumerate(self.phases):
+            rows.setdefault(phase, []).append(at)
+        return {phase: MemorySeries(self.kinds, [phase] * len(at), self.table[at]).peak for phase, at in rows.items()}
+
+    @property
     def largest(self) -> dict[str, int]:
         """Maximum bytes of each category over time."""
         return dict(zip(self.kinds, self.table.amax(dim=0).tolist(), strict=True))
-
-    @property
-    def peak_by_phase(self) -> dict[str, int]:
-        """Largest sum in each phase."""
-        sums, peaks = self.table.sum(dim=1).tolist(), dict[str, int]()
-        for phase, size in zip(self.phases, sums, strict=True):
-            peaks[phase] = max(size, peaks.get(phase, 0))
-        return peaks
 
     def merge(self, kind: str, into: str) -> "MemorySeries":
         """Return the series with the bytes of one category added to those of another."""
@@ -106,6 +97,17 @@ class MemorySeries:
         columns = torch.tensor([kinds.index(into if name == kind else name) for name in self.kinds], device="cpu")
         zeros = torch.zeros(len(self.phases), len(kinds), dtype=torch.int64, device="cpu")
         return MemorySeries(kinds, self.phases, zeros.index_add(1, columns, self.table))
+
+    def plus(self, held: Mapping[str, int], by_phase: Mapping[str, Mapping[str, int]]) -> "MemorySeries":
+        """Return the series with more bytes by category: all the time, and during some phases."""
+        kinds = tuple(dict.fromkeys((*self.kinds, *held, *(kind for more in by_phase.values() for kind in more))))
+        table = torch.zeros(len(self.phases), len(kinds), dtype=torch.int64, device="cpu")
+        table[:, : len(self.kinds)] = self.table
+        for phase, more in (("", held), *by_phase.items()):
+            rows = torch.tensor([not phase or own == phase for own in self.phases], device="cpu")
+            for kind, size in more.items():
+                table[:, kinds.index(kind)] += rows * size
+        return MemorySeries(kinds, self.phases, table)
 
     def _sample(self, at: int) -> MemorySample:
         return MemorySample(self.phases[at], dict(zip(self.kinds, self.table[at].tolist(), strict=True)))
@@ -121,53 +123,36 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class StorageEvents:
-    """All events of a timeline, and the indices at which the parts of a step start."""
+    """All events of a step."""
 
-    events: Sequence[Event]
-    step_start: int  # Index of the first event of the step; earlier ones are tensors held before it
-    backward_start: int  # Index of the first event of backward
-    backward_end: int  # Index of the first event after backward
-
-    @property
-    def passes(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """First and last index, exclusive, of forward and of backward."""
-        return (self.step_start, self.backward_start), (self.backward_start, self.backward_end)
+    held: Mapping[str, int]  # Bytes before the step, by category
+    forward: Sequence[Event]
+    backward: Sequence[Event]
+    after: Sequence[Event]  # Those after backward
 
     @property
     def series(self) -> MemorySeries:
-        """All times of the step; the first holds everything allocated before it."""
-        kinds = tuple(dict.fromkeys(event.kind for event in self.events))
-        first = max(self.step_start - 1, 0)
-        return MemorySeries(kinds, [e.phase for e in self.events[first:]], cumulative(self.events, kinds)[first:])
-
-    @property
-    def held(self) -> dict[str, int]:
-        """Bytes before the step, by category."""
-        sums: dict[str, int] = {}
-        for event in self.events[: self.step_start]:
-            sums[event.kind] = sums.get(event.kind, 0) + event.change
-        return sums
+        """All times of the step; the first is the one before it."""
+        return memory_series(self.held, [*self.forward, *self.backward, *self.after])
 
     @property
     def peaks_after_backward(self) -> dict[str, dict[str, int]]:
         """Bytes by category at the peak of each phase after backward."""
-        series, peaks = self.series, dict[str, dict[str, int]]()
-        first = len(series.phases) - (len(self.events) - self.backward_end)
-        for phase in dict.fromkeys(series.phases[first:]):
-            indices = [i for i in range(first, len(series.phases)) if series.phases[i] == phase]
-            at = indices[int(series.table[indices].sum(dim=1).argmax())]
-            peaks[phase] = dict(zip(series.kinds, series.table[at].tolist(), strict=True))
-        return peaks
+        series, start = self.series, 1 + len(self.forward) + len(self.backward)
+        after = MemorySeries(series.kinds, series.phases[start:], series.table[start:])
+        return {phase: peak.bytes for phase, peak in after.peaks.items()}
 
 
-def cumulative(events: Sequence[Event], kinds: Sequence[str]) -> Tensor:
-    """Return the bytes by category after each event: [events, kinds]."""
+def memory_series(held: Mapping[str, int], events: Sequence[Event]) -> MemorySeries:
+    """Return the bytes by category before some events, and after each of them."""
+    kinds = tuple(dict.fromkeys((*held, *(event.kind for event in events))))
     column = {kind: index for index, kind in enumerate(kinds)}
-    table = torch.zeros(len(events), len(kinds), dtype=torch.int64, device="cpu")
+    table = torch.zeros(1 + len(events), len(kinds), dtype=torch.int64, device="cpu")
+    table[0, : len(held)] = torch.tensor([*held.values()], dtype=torch.int64, device="cpu")
     columns = torch.tensor([column[event.kind] for event in events], dtype=torch.int64, device="cpu")
     changes = torch.tensor([event.change for event in events], dtype=torch.int64, device="cpu")
-    table[torch.arange(len(events), device="cpu"), columns] = changes
-    return table.cumsum(0)
+    table[torch.arange(1, 1 + len(events), device="cpu"), columns] = changes
+    return MemorySeries(kinds, ["", *(event.phase for event in events)], table.cumsum(0))
 
 
 class Timeline(TorchDispatchMode):
@@ -181,7 +166,8 @@ class Timeline(TorchDispatchMode):
         self._kinds: dict[int, str] = {}
         self._events: list[tuple[int, int, str]] = []  # storage, change in bytes, phase
         self._alive: dict[int, weakref.ref[Any]] = {}
-        self.messages: list[Message] = []
+        # Bytes handed to collectives, by operation and whether that is in backward.
+        self.messages: dict[tuple[str, bool], int] = {}
         self.outputs = 0
         self._phase = ""
         self._in_backward = False
@@ -197,11 +183,6 @@ class Timeline(TorchDispatchMode):
         for tensor in _unwrapped(tensors):
             self._kinds[self._number(tensor)] = kind
 
-    def label_gradients(self, tensors: Iterable[Tensor], kind: str = GRADIENTS) -> None:
-        """Set the category of gradients, replacing any earlier one."""
-        # With a chunked loss the head's gradient exists before backward begins and looks like an activation.
-        self.relabel(tensors, kind)
-
     def set_phase(self, name: str) -> None:
         """Set the phase of the events that follow."""
         self._phase = name
@@ -212,7 +193,8 @@ class Timeline(TorchDispatchMode):
 
         def label_gradient(parameter: Tensor) -> None:
             assert parameter.grad is not None
-            self.label_gradients([parameter.grad], BLOCK_GRADIENTS if id(parameter) in inside else GRADIENTS)
+            # With a chunked loss the head's gradient exists before backward begins and looks like an activation.
+            self.relabel([parameter.grad], BLOCK_GRADIENTS if id(parameter) in inside else GRADIENTS)
 
         model.register_forward_pre_hook(lambda *_: self.set_phase("forward"))
         for parameter in model.parameters():
@@ -222,12 +204,16 @@ class Timeline(TorchDispatchMode):
     def events(self) -> StorageEvents:
         """Return the events so far; of a finished step, those until its end."""
         end = self._marks.get("step end", len(self._events))
-        events = self._events[:end]
+        events = [
+            Event(self._kinds.get(number, TEMPORARIES), change, phase) for number, change, phase in self._events[:end]
+        ]
+        start, backward, after = (self._marks.get(f"{name} start", end) for name in ("step", "backward", "after"))
+        after = after if after >= backward else end  # of an earlier backward: nothing followed the last one
+        held: dict[str, int] = {}
+        for event in events[:start]:
+            held[event.kind] = held.get(event.kind, 0) + event.change
         return StorageEvents(
-            events=[Event(self._kinds.get(number, TEMPORARIES), change, phase) for number, change, phase in events],
-            step_start=self._marks.get("step start", end),
-            backward_start=self._marks.get("backward start", end),
-            backward_end=self._marks.get("backward end", end),
+            held=held, forward=events[start:backward], backward=events[backward:after], after=events[after:]
         )
 
     def __enter__(self) -> "Timeline":
@@ -259,14 +245,14 @@ class Timeline(TorchDispatchMode):
                 self._kinds.setdefault(number, ACTIVATIONS)
         if backward != self._in_backward:
             self._in_backward = backward
-            self._mark("backward start" if backward else "backward end")
+            self._mark("backward start" if backward else "after start")
             self._phase = "backward" if backward else "after backward"
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # the autograd engine asks for it more often than all operations run
         if func.namespace == "c10d" and (name := func._schema.name.partition("::")[2]) in _COLLECTIVES:
             op, position = _COLLECTIVES[name]
             size = sum(t.nbytes for t in tree_leaves(args[position]))
-            self.messages.append(Message(op, backward, size))
+            self.messages[op, backward] = self.messages.get((op, backward), 0) + size
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor):

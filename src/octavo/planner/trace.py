@@ -13,15 +13,27 @@ that reads its outside inputs and writes the outputs that are read later. Induct
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from octavo.nn.convert import apply_plan
 from octavo.nn.experts import experts_shape, looks_like_experts
-from octavo.planner.memory_extrapolation import common_prefix
+from octavo.nn.select import is_linear
+from octavo.numerics.plan import Plan
+from octavo.planner.fake import fake_tensors
+from octavo.planner.few_blocks import (
+    Stack,
+    copy_with_blocks,
+    equal_stacks,
+    from_few_blocks,
+    insert,
+    insertion,
+    restrict_plan,
+)
 from octavo.planner.roofline import LinearCall
-from octavo.planner.stacks import Stack
 from octavo.runtime.torch_compat import TorchDispatchMode, local_part, tree_leaves
 
 LOOKUPS = ("aten::embedding", "aten::index", "aten::index_select", "aten::gather")
@@ -81,10 +93,41 @@ def trace(model: nn.Module, linears: Mapping[str, nn.Module], forward: Callable[
     )
 
 
-def extrapolate_trace(few: Trace, more: Sequence[Trace], stacks: Sequence[Stack]) -> Trace | None:
-    """Return the trace of a model of equal blocks, from one with few of each stack, and for each one with one more."""
+def trace_model(
+    model: nn.Module, forward: Callable[[nn.Module], Any], shapes: Sequence[tuple[int, ...]], place: torch.device,
+    prepare: Callable[[nn.Module], Any] = lambda copy: None, *, packed: bool = False,
+) -> Trace:  # fmt: skip
+    """Trace one forward of a model on fake copies, with only a few of its blocks if these are equal."""
+    # `packed`: as `fake_tensors` takes it.
+
+    def trace_copy(counts: Mapping[str, int]) -> Trace:
+        with fake_tensors(packed=packed) as mode:
+            copy = copy_with_blocks(model, counts, mode, place)
+            prepare(copy)
+            linears = {n: m for n, m in copy.named_modules() if is_linear(m) or looks_like_experts(m)}
+            try:
+                return trace(copy, linears, lambda: forward(copy))
+            except (RuntimeError, TypeError, IndexError) as error:
+                reason = " ".join(str(error).split())
+                listed = [list(shape) for shape in shapes]
+                raise ValueError(f"the model cannot run a batch of shapes {listed}: {reason}") from error
+
+    return from_few_blocks(equal_stacks(model, Plan({})), trace_copy, extrapolate_trace) or trace_copy({})
+
+
+def fuse(copy: nn.Module, plan: Plan) -> None:
+    """Make a copy of a planned model run the fused kernels of the plan, and products in high precision."""
+    decisions = restrict_plan(plan, copy).decisions.items() if plan.activations == "fused" else ()
+    fused = {name: replace(decision, recipe=None) for name, decision in decisions if decision.activation_storage}
+    if fused:
+        apply_plan(copy, Plan(fused, plan.activations, partial=True))
+
+
+def extrapolate_trace(stacks: Sequence[Stack], few: Trace, more: Sequence[Trace]) -> Trace | None:
+    """Return the trace of all blocks, from one with few of each stack, and for each short stack one with one more."""
+    short = [stack for stack in stacks if stack.extra]
     calls = list(few.calls.items())
-    for other, stack in zip(more, stacks, strict=True):
+    for other, stack in zip(more, short, strict=True):
         block = f"{stack.blocks[stack.few]}."
         if any(not f"{name}.".startswith(block) for name in other.calls.keys() - few.calls.keys()):
             return None  # the block makes another one run
@@ -95,41 +138,25 @@ def extrapolate_trace(few: Trace, more: Sequence[Trace], stacks: Sequence[Stack]
         after = max((i + 1 for i, (name, _) in enumerate(calls) if f"{name}.".startswith(f"{last}.")), default=0)
         others = [(block + name, own) for block in stack.blocks[stack.few :] for name, own in added.items()]
         calls[after:after] = others
-    extra = [stack.extra for stack in stacks]
-    parts = {name: _insert(*(getattr(trace, name) for trace in (few, *more)), extra=extra) for name in _PARTS}
-    if None in parts.values():
-        return None
-    numbers = {
-        name: getattr(few, name)
-        + sum(n * (getattr(other, name) - getattr(few, name)) for n, other in zip(extra, more, strict=True))
-        for name in _NUMBERS
-    }
-    return Trace(calls=dict(calls), **parts, **numbers, extrapolated=True)  # type: ignore[arg-type]
+    extra, sequences = [stack.extra for stack in short], {}
+    for name in ("products", "rest", "regions"):
+        parts = [insertion(getattr(few, name), getattr(other, name)) for other in more]
+        repeated = [part for part in parts if part is not None and part.source is not None]
+        if len(repeated) < len(parts):
+            return None
+        sequences[name] = tuple(insert(getattr(few, name), list(zip(repeated, extra, strict=True))))
 
+    def amount(name: str) -> Any:
+        grows = (getattr(other, name) - getattr(few, name) for other in more)
+        return getattr(few, name) + sum(n * grow for n, grow in zip(extra, grows, strict=True))
 
-_PARTS, _NUMBERS = ("products", "rest", "regions"), ("attention", "parameters", "trained", "experts", "fused")
+    numbers = {name: amount(name) for name in ("attention", "parameters", "trained", "experts", "fused")}
+    return Trace(calls=dict(calls), **sequences, **numbers, extrapolated=True)  # type: ignore[arg-type]
 
 
 def _block_calls(trace: Trace, block: str) -> dict[str, tuple[LinearCall, ...]]:
     """Return the calls of a block's linear layers, by their names within the block."""
     return {name[len(block) :]: calls for name, calls in trace.calls.items() if f"{name}.".startswith(f"{block}.")}
-
-
-def _insert(few: tuple[Any, ...], *more: tuple[Any, ...], extra: Sequence[int]) -> tuple[Any, ...] | None:
-    """Insert into `few` what each of `more` has beyond it, `extra` times; None if two differ elsewhere, or that is not
-    what the block before it has.
-    """
-    parts = []
-    for other, times in zip(more, extra, strict=True):
-        prefix, suffix = common_prefix(few, other), common_prefix(few[::-1], other[::-1])
-        length = len(other) - len(few)
-        added = other[prefix : prefix + length]
-        if prefix + suffix < len(few) or few[prefix - length : prefix] != added:
-            return None
-        parts.append((prefix, added * times))
-    for at, added in sorted(parts, reverse=True):
-        few = (*few[:at], *added, *few[at:])
-    return few
 
 
 @contextmanager

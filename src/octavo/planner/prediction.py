@@ -1,0 +1,275 @@
+"""The one way from a model to the memory and the time of its training step, on one of some GPUs.
+
+All doors describe the step by a `Workload`, and what they return is made here:
+
+    octavo.plan, octavo.inspect.memory    a `Workload` of a module and a batch       `octavo.planner.model_plan`
+    octavo plan, octavo init              a `Workload` of a configuration            `octavo.train.run_plan`
+
+    Workload.memory    from steps on fake copies of each stage                       `octavo.planner.step_memory`
+    Workload.time      from one forward of each stage, and the bytes it sends        `octavo.planner.step`
+    forecast           of the best plan, of level bf16, and as configured
+"""
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from octavo.nn.experts import looks_like_experts
+from octavo.numerics.plan import Plan
+from octavo.numerics.recipe import Recipe
+from octavo.planner.decide import LinearDecision, break_even
+from octavo.planner.devices import Gpu
+from octavo.planner.few_blocks import block_kinds, equal_stacks
+from octavo.planner.forecast import Forecast, PlannedRun
+from octavo.planner.memory_plan import MemoryPlan
+from octavo.planner.step import (
+    StepConfig,
+    StepTime,
+    bytes_saved_by_fp8_gather,
+    linear_costs,
+    most_in_flight,
+    pipeline_time,
+    schedule_actions,
+    step_time,
+)
+from octavo.planner.step_memory import FewBlocks, Shards, StepTrace, memory_per_rank, trace_again, trace_blocks
+from octavo.planner.timeline import (
+    ACTIVATIONS,
+    BATCH,
+    BLOCK_GRADIENTS,
+    GATHERED,
+    GRADIENTS,
+    KINDS,
+    TEMPORARIES,
+    MemorySeries,
+)
+from octavo.planner.trace import Trace
+from octavo.runtime.blocks import Absent, find_block_list, find_blocks
+
+OnSubject = Callable[[str], None]  # Called with the subject of each part of the plan when it begins
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """A stage of a pipeline; of a model without one, everything."""
+
+    model: nn.Module  # With `Absent` in the place of other stages' blocks
+    index: int = 0
+    count: int = 1  # Number of stages
+
+    @property
+    def first(self) -> bool:
+        """Whether it has the embedding."""
+        return self.index == 0
+
+    @property
+    def last(self) -> bool:
+        """Whether it has the head."""
+        return self.index == self.count - 1
+
+    def kind(self, plan: Plan) -> Hashable:
+        """What its memory and time depend on under a plan: its ends and blocks."""
+        names = {id(module): name for name, module in self.model.named_modules()}
+        return self.first, self.last, tuple(block_kinds(find_blocks(self.model), names, plan))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """What a prediction of a training step needs."""
+
+    stages: Sequence[Stage]
+    plan: Plan  # How its layers compute; those without a decision run in bf16
+    step_config: StepConfig
+    sequences: int  # Sequences of a micro-batch on one GPU
+    # Traces a step of a stage with so many blocks of some stacks, by name, and this many sequences.
+    trace_step: Callable[[Stage, StepConfig, Mapping[str, int], int], StepTrace]
+    forwards: Sequence[Trace] = ()  # One forward of each stage; none if only memory is predicted
+    tokens: int = 0  # Tokens of a micro-batch on one GPU
+    extrapolates: bool = False  # Whether a few of equal blocks stand for all
+    offloaded: bool = False  # Whether shards, with their gradients and states, are in host memory
+    # Bytes of a micro-batch's hidden states on a GPU of a pipeline, and of the message with them, by sequences.
+    message: Callable[[int], tuple[int, int]] = lambda size: (0, 0)
+    notes: tuple[str, ...] = ()
+    traced: dict[Hashable, FewBlocks] = field(default_factory=dict, compare=False)  # First steps, by kind of stage
+
+    def at_bf16(self, **changes: Any) -> "Workload":
+        """Return the same step at level bf16, which is traced and runs in other ways."""
+        return replace(self, plan=Plan({}), step_config=self.step_config.bf16, traced={}, **changes)
+
+    def predict(self, gpu: Gpu) -> PlannedRun:
+        """Predict memory and time of a step."""
+        memory = self.memory()
+        return PlannedRun(plan=self.plan, time=self.time(gpu, memory), memory=memory)
+
+    def time(self, gpu: Gpu, memory: MemoryPlan) -> StepTime:
+        """Predict the time of a step."""
+        config, times = self.step_config, []
+        for index, trace in enumerate(self.forwards):
+            recipes = {name: self.plan[name].recipe for name in trace.calls if name in self.plan.decisions}
+            saved = bytes_saved_by_fp8_gather(trace.calls, recipes, resident=config.resident, trained=config.fp8_gather)
+            messages = memory.messages[index] if memory.messages else {}
+            times.append(step_time(gpu, trace, linear_costs(gpu, trace, recipes), config, self.tokens, saved, messages))
+        return times[0] if len(times) == 1 else pipeline_time(gpu, times, config, memory.stage_message)
+
+    def memory(self, sequences: int | None = None) -> MemoryPlan:
+        """Predict the memory of the GPU that needs most, for the workload's or another number of sequences."""
+        size = self.sequences if sequences is None else sequences
+        kinds = [stage.kind(self.plan) for stage in self.stages] if len(self.stages) > 1 else [None]
+        by_kind = {kind: self._stage_memory(kind, stage, size) for kind, stage in zip(kinds, self.stages, strict=True)}
+        alone = [by_kind[kind] for kind in kinds]
+        if len(alone) == 1:
+            return alone[0].plan(size, self)
+        hidden, sent = self.message(size)
+        beside = held_beside(self.step_config, [own.largest for own in alone], hidden)
+        plans = [replace(alone[i], series=alone[i].series.plus(*beside[i])).plan(size, self) for i in range(len(alone))]
+        messages = tuple(own.messages for own in alone)
+        return replace(max(plans, key=lambda plan: plan.peak), messages=messages, stage_message=sent)
+
+    def _stage_memory(self, kind: Hashable, stage: Stage, size: int) -> "StageMemory":
+        """Trace a step of a stage alone, and take the share of a rank."""
+        config, model = self.step_config, stage.model
+        trace = partial(self.trace_step, stage, config)
+        if kind not in self.traced:
+            stacks = equal_stacks(model, self.plan) if self.extrapolates else ()
+            self.traced[kind] = trace_blocks(trace, size, stacks)
+        few = trace_again(trace, size, self.traced[kind])
+        (series, messages, rest), block, blocks = few.whole, few.step.block, len(find_blocks(model))
+        if config.shards > 1 or self.offloaded:
+            # In a pipeline whole gradients stay until the end of the step.
+            accumulated = config.reduce_bytes * (blocks * block.elements + rest.elements) if config.pp > 1 else 0
+            shards = Shards(
+                ranks=config.shards, block=block, rest=rest, blocks=blocks, keeps_gathered=config.keeps_gathered,
+                accumulating=config.micro_batches > 1, offloaded=self.offloaded,
+                spread=_expert_spread(model, config.ep), accumulated=accumulated,
+            )  # fmt: skip
+            series = memory_per_rank(series, shards)
+        series = series.merge(BLOCK_GRADIENTS, GRADIENTS)
+        if config.copies > 1 and config.shards == 1:  # DDP's buckets hold all gradients a second time
+            series = series.plus({GATHERED: blocks * block.gradients + rest.gradients}, {})
+        count = few.stacks[0].few if few.stacks else blocks
+        return StageMemory(series, messages, few.step.tokens, few.step.outputs, (count, blocks))
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """Memory of a step of a stage on one GPU, what it hands to collectives, and facts of its trace."""
+
+    series: MemorySeries
+    messages: Mapping[tuple[str, bool], int]
+    tokens: int
+    outputs: int
+    traced_blocks: tuple[int, int]
+
+    @property
+    def largest(self) -> dict[str, int]:
+        """Maximum bytes of each category."""
+        return dict.fromkeys((*KINDS, GATHERED), 0) | self.series.largest
+
+    def plan(self, size: int, workload: Workload) -> MemoryPlan:
+        """Return it as a plan."""
+        peak = self.series.peak
+        return MemoryPlan(
+            batch=size, tokens=self.tokens, phase=peak.phase,
+            at_peak=dict.fromkeys((*KINDS, GATHERED), 0) | peak.bytes, largest=self.largest,
+            peak_by_phase={phase: own.total for phase, own in self.series.peaks.items()},
+            traced_blocks=self.traced_blocks, outputs=self.outputs, messages=(self.messages,), notes=workload.notes,
+            replan=workload.memory,
+        )  # fmt: skip
+
+
+Sizes = Mapping[str, int]  # Bytes by category
+
+
+def held_beside(
+    config: StepConfig, alone: Sequence[Sizes], hidden: int
+) -> dict[int, tuple[Sizes, Mapping[str, Sizes]]]:
+    """Return what a GPU of a pipeline holds beside a micro-batch of each of its stages: all the time, and by phase.
+
+    `alone`: the largest sizes of each stage; `hidden`: bytes of a micro-batch's hidden states.
+    """
+    beside: dict[int, tuple[Sizes, Mapping[str, Sizes]]] = {}
+    for row in schedule_actions(config.schedule, config.pp, config.micro_batches):
+        own, most = sorted({action.stage for action in row}), most_in_flight(row)
+        for index in own:
+            # What its other stages hold all the time …
+            held = dict.fromkeys((*KINDS, GATHERED), 0)
+            for neighbour in (stage for stage in own if stage != index):
+                for kind, size in alone[neighbour].items():
+                    held[kind] += size if kind not in (ACTIVATIONS, TEMPORARIES) else 0
+            # … torch's buffers of all micro-batches, for activations and for gradients …
+            buffers = sum((stage > 0) + (stage < len(alone) - 1) for stage in own)
+            held[GATHERED] += config.micro_batches * hidden * buffers
+            held[BATCH] -= hidden * sum(stage > 0 for stage in own)
+            # … and the activations of micro-batches that are under way.
+            forward, backward = (
+                {ACTIVATIONS: sum(count * alone[stage][ACTIVATIONS] for stage, count in most[key, index].items())}
+                for key in "FB"
+            )
+            beside[index] = held, {"forward": forward, "backward": backward}
+    return beside
+
+
+def _expert_spread(model: nn.Module, ep: int) -> float:
+    """Return the elements of all parameters over those of a rank that has 1 / `ep` of the experts."""
+    experts = sum(p.numel() for m in model.modules() if looks_like_experts(m) for p in m.parameters())
+    whole = sum(p.numel() for p in model.parameters())
+    return whole / (whole - experts + experts / ep)
+
+
+def trace_stages(stages: Sequence[Stage], plan: Plan, trace: Callable[[Stage], Trace]) -> list[Trace]:
+    """Trace the forward of each stage; of equal ones, one."""
+    made: dict[Hashable, tuple[Stage, Trace]] = {}
+    traces = []
+    for stage in stages:
+        kind = stage.kind(plan) if len(stages) > 1 else None
+        if kind not in made:
+            made[kind] = stage, trace(stage)
+        source, traced = made[kind]
+        pairs = zip(_block_names(source.model), _block_names(stage.model), strict=True)
+        renamed = {f"{old}.": f"{new}." for old, new in pairs}
+        calls = {
+            next((new + name[len(old) :] for old, new in renamed.items() if name.startswith(old)), name): own
+            for name, own in traced.calls.items()
+        }
+        traces.append(replace(traced, calls=calls))
+    return traces
+
+
+def _block_names(model: nn.Module) -> list[str]:
+    members = find_block_list(model)
+    holder = {id(module): name for name, module in model.named_modules()}.get(id(members), "")
+    return [f"{holder}.{index}" for index, member in enumerate(members) if not isinstance(member, Absent)]
+
+
+def forecast(
+    gpu: Gpu, best: Workload, bf16: Workload, recipes: Sequence[Recipe], parameters: int,
+    times: Mapping[str, LinearDecision], *, configured: Workload | None = None,
+    progress: OnSubject = lambda subject: None,
+) -> Forecast:  # fmt: skip
+    """Predict the step of the best plan by cost, at level bf16, and as configured."""
+    own = None
+    if configured is not None:
+        progress("the memory of this configuration")
+        own = configured.predict(gpu)
+    if own is not None and _changes(own.plan) == _changes(best.plan):
+        memory = own.memory
+    else:
+        progress("the memory of the best plan")
+        memory = best.memory()
+    progress("the memory of bf16")
+    plain = bf16.predict(gpu)
+    return Forecast(
+        best.plan.decisions, best.plan.activations, gpu=gpu, step_config=best.step_config, tokens=best.tokens,
+        parameters=parameters, times=times, planned=best.time(gpu, memory), memory=memory, bf16=plain.time,
+        bf16_memory=plain.memory, configured=own,
+        break_even=break_even(gpu, best.tokens, recipes, eager=best.step_config.eager),
+    )  # fmt: skip
+
+
+def _changes(plan: Plan) -> set[tuple[object, ...]]:
+    """The decisions of a plan that change a layer."""
+    rows = plan.decisions.items()
+    return {(n, d.recipe, d.activation_storage) for n, d in rows if d.recipe or d.activation_storage}
