@@ -90,7 +90,7 @@ def kept(operation, shape, dtype, autocast=False):
     with saved_for_backward(owner) as saved:
         result = compressed(owner, (), run)
     assert result.requires_grad
-    rows = [(row.dtype, math.prod(row.shape)) for row in saved.storages.values()]
+    rows = [(row.dtype, math.prod(row.shape)) for row in saved]
     rounded = sum(count for dtype, count in rows if dtype == torch.float8_e4m3fn)
     exact = sum(count for dtype, count in rows if dtype in (torch.float32, torch.bfloat16) and count >= FEWEST)
     return rounded / SIZE, exact / SIZE

@@ -153,3 +153,11 @@ def test_a_graph_holds_no_module_that_holds_the_graph(level):
     del model
     gc.collect()
     assert alive() is None
+
+
+def test_storages_that_are_freed_meanwhile_are_told_apart():
+    """The next one often has the address of the one before."""
+    with saved_for_backward(nn.Identity()) as saved:
+        for size in range(1, 65):
+            torch.ones(size, requires_grad=True).exp()
+    assert [row.shape for row in saved] == [(size,) for size in range(1, 65)]

@@ -7,13 +7,14 @@ under FakeTensorMode. They do not count outputs that selective checkpointing hol
 """
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from octavo.activations.saved_tensors import PackedTensor
 from octavo.nn.resident import Fp8Weight
@@ -33,29 +34,11 @@ class SavedStorage:
     op: str = ""  # Operation that saved it first, as autograd names it; empty if unknown
 
 
-@dataclass
-class SavedStorages:
-    """Storages saved for backward."""
-
-    # The storages by identity, in the order in which they were saved.
-    storages: dict[int, SavedStorage] = field(default_factory=dict)
-
-    @property
-    def bytes(self) -> int:
-        """Bytes over all dtypes."""
-        return sum(storage.bytes for storage in self.storages.values())
-
-    @property
-    def by_dtype(self) -> dict[torch.dtype, int]:
-        """Bytes by the dtype of the first save."""
-        return _summed(self.storages.values(), lambda storage: storage.dtype)
-
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Audit:
-    """Every storage that a forward pass saves for backward, largest first. Prints as a table, similar rows merged."""
+    """Storages saved for backward. Prints as a table, similar rows merged."""
 
-    rows: tuple[SavedStorage, ...]
+    rows: Sequence[SavedStorage]
 
     def __iter__(self) -> Iterator[SavedStorage]:
         return iter(self.rows)
@@ -71,12 +54,18 @@ class Audit:
     @property
     def by_dtype(self) -> dict[torch.dtype, int]:
         """Bytes by dtype."""
-        return _summed(self.rows, lambda row: row.dtype)
+        return self._summed("dtype")
 
     @property
     def by_owner(self) -> dict[str, int]:
         """Bytes by owner."""
-        return _summed(self.rows, lambda row: row.owner)
+        return self._summed("owner")
+
+    def _summed(self, name: str) -> dict[Any, int]:
+        sums: dict[Any, int] = {}
+        for row in self.rows:
+            sums[getattr(row, name)] = sums.get(getattr(row, name), 0) + row.bytes
+        return sums
 
     def __str__(self) -> str:
         groups: dict[Any, list[SavedStorage]] = {}
@@ -100,24 +89,33 @@ class Audit:
 
 
 @contextmanager
-def saved_for_backward(model: nn.Module, *, owners: bool = False) -> Iterator[SavedStorages]:
-    """Measure what forward passes inside the block save for backward."""
+def saved_for_backward(model: nn.Module, *, owners: bool = False) -> Iterator[Audit]:
+    """Measure what forward passes inside the block save for backward, in the order in which they save it."""
     # Run the forward inside, then read `.bytes`.
-    own = set(_own_storages(model))
+    with _recorded(model, owners=owners) as (rows, _):
+        yield Audit(rows=rows)
+
+
+@contextmanager
+def _recorded(model: nn.Module, *, owners: bool) -> Iterator[tuple[list[SavedStorage], WeakIdKeyDictionary]]:
+    """Record saved storages; yield their rows, and the index of the row of each storage that still exists."""
+    # Storages are told apart by their objects: another one may have the address of one that was freed meanwhile.
+    own, rows, known = WeakIdKeyDictionary(), list[SavedStorage](), WeakIdKeyDictionary()
+    own.update(dict.fromkeys(_own_storages(model)))
     proxy: Any = weakref.proxy(model)  # graphs hold `pack`, and must not hold the model
     sharded = any(is_dtensor(parameter) for parameter in model.parameters())
-    saved = SavedStorages()
     running = [""]
 
     def pack(tensor: Tensor) -> Tensor:
-        key = _key(tensor)
-        if sharded and key not in own and key not in saved.storages:
-            own.update(_own_storages(proxy))  # FSDP has gathered parameters since
-        size = tensor.untyped_storage().nbytes()
-        if size and key not in own and key not in saved.storages:
-            saved.storages[key] = SavedStorage(
-                bytes=size, dtype=tensor.dtype, shape=tuple(tensor.shape), owner=running[-1]
-            )
+        storage = tensor.untyped_storage()
+        if sharded and storage not in own and storage not in known:
+            own.update(dict.fromkeys(_own_storages(proxy)))  # FSDP has gathered parameters since
+        size = storage.nbytes()
+        if size and storage not in own and storage not in known:
+            known[storage] = len(rows)
+            rows.append(
+                SavedStorage(bytes=size, dtype=tensor.dtype, shape=tuple(tensor.shape), owner=running[-1])
+            )  # fmt: skip
         # A node that saves its own output must not hold it with its `grad_fn`: gc does not see that cycle.
         return tensor if tensor.grad_fn is None else tensor.detach()
 
@@ -130,7 +128,7 @@ def saved_for_backward(model: nn.Module, *, owners: bool = False) -> Iterator[Sa
         handles.append(module.register_forward_hook(pop, always_call=True))
     try:
         with own_saved_tensors_hooks(pack, lambda tensor: tensor):
-            yield saved
+            yield rows, known
     finally:
         for handle in handles:
             handle.remove()
@@ -152,13 +150,11 @@ def audit(model: nn.Module, batch: Any, *, loss: Callable[[nn.Module, Any], Tens
         >>> [(row.bytes, row.op) for row in audit.rows]
         [(2048, 'Addmm')]
     """
-    with saved_for_backward(model, owners=True) as saved:
+    with _recorded(model, owners=True) as (rows, known):
         outputs = loss(model, batch) if loss is not None else call(model, batch)
     ops = _saving_ops(outputs)
-    rows = [
-        SavedStorage(bytes=h.bytes, dtype=h.dtype, shape=h.shape, owner=h.owner, op=ops.get(key, ""))
-        for key, h in saved.storages.items()
-    ]
+    for storage, index in known.items():
+        rows[index] = replace(rows[index], op=ops.get(storage._cdata, ""))
     return Audit(rows=tuple(sorted(rows, key=lambda storage: -storage.bytes)))
 
 
@@ -191,7 +187,7 @@ def _saving_ops(outputs: Any) -> dict[int, str]:
     ops: dict[int, str] = {}
     for node in sorted(nodes, key=lambda node: node._sequence_nr()):
         for tensor in _tensors(all_held_for_backward(node)):
-            ops.setdefault(_key(tensor), node.name().rstrip("0123456789").removesuffix("Backward"))
+            ops.setdefault(tensor.untyped_storage()._cdata, node.name().rstrip("0123456789").removesuffix("Backward"))
     return ops
 
 
@@ -206,20 +202,8 @@ def _tensors(value: Any) -> list[Tensor]:
     return tensors
 
 
-def _summed(storages: Any, by: Callable[[SavedStorage], Any]) -> dict[Any, int]:
-    sums: dict[Any, int] = {}
-    for storage in storages:
-        sums[by(storage)] = sums.get(by(storage), 0) + storage.bytes
-    return sums
-
-
-def _own_storages(model: nn.Module) -> Iterator[int]:
+def _own_storages(model: nn.Module) -> Iterator[torch.UntypedStorage]:
     """Yield the current storages of parameters and buffers, sharded or gathered."""
     for tensor in (*model.parameters(), *model.buffers()):
         parts = (tensor.data_, tensor.scale) if isinstance(tensor, Fp8Weight) else (local_tensor(tensor),)
-        yield from map(_key, parts)
-
-
-def _key(tensor: Tensor) -> int:
-    address: int = tensor.untyped_storage()._cdata
-    return address
+        yield from (part.untyped_storage() for part in parts)
