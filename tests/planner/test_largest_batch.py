@@ -1,10 +1,12 @@
 """The largest batch that fits: what trying all gives, from a few."""
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.planner.memory_plan import MemoryPlan, largest_fitting
+from octavo.planner.timeline import MemorySeries
 
 LINES = st.lists(st.tuples(st.integers(0, 10**9), st.integers(0, 10**8)), min_size=1, max_size=4)
 """Bytes at moments of a step: what is held, and what each sequence takes."""
@@ -52,12 +54,9 @@ def test_two_small_traces_and_a_line(batch, limit, outputs, expected):
     traced = []
 
     def plan(batch):
-        phases = {"optimizer step": 50_000, "forward": 1000 * batch, "backward": 100_000 + 1000 * batch}
-        at_peak = {"activations": 1000 * batch, "temporaries": 0, "states": 100_000}
-        return MemoryPlan(
-            batch=batch, tokens=batch, phase="backward", at_peak=at_peak, largest=at_peak, peak_by_phase=phases,
-            outputs=1000 + outputs * batch, replan=replan,
-        )  # fmt: skip
+        table = torch.tensor([[0, 50_000], [1000 * batch, 0], [1000 * batch, 100_000]])
+        series = MemorySeries(("activations", "states"), ["optimizer step", "forward", "backward"], table)
+        return MemoryPlan(batch=batch, tokens=batch, series=series, outputs=1000 + outputs * batch, replan=replan)
 
     def replan(batch):
         traced.append(batch)

@@ -4,7 +4,7 @@ import copy
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
@@ -104,13 +104,13 @@ def fake_device(device: torch.device) -> torch.device:
 
 
 def fake_copy(
-    model: M, mode: FakeTensorMode, device: torch.device, *, without: Iterable[nn.Module] = (),
+    model: M, mode: FakeTensorMode, device: torch.device, *, without: Sequence[nn.Module] = (),
     dtype: torch.dtype | None = None,
 ) -> M:  # fmt: skip
     """Copy a model without storage. Real and meta parameters become fake ones; tied parameters stay tied."""
     # `dtype`: of what has another floating dtype.
     memo: dict[int, Any] = {id(module): nn.Identity() for module in without}
-    parts = _modules(model, set(memo))
+    parts = [module for _, module in model.named_modules(set(without))]
 
     def empty(tensor: Tensor) -> Tensor:
         own = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
@@ -124,15 +124,6 @@ def fake_copy(
                 memo[id(tensor)] = nn.Parameter(twin, requires_grad=tensor.requires_grad) if is_parameter else twin
     with FakeCopyMode(mode):
         return copy.deepcopy(model, memo)
-
-
-def _modules(model: nn.Module, without: set[int]) -> list[nn.Module]:
-    """List a module and its descendants, leaving out some subtrees."""
-    modules = [model]
-    for child in model.children():
-        if id(child) not in without:
-            modules += _modules(child, without)
-    return modules
 
 
 def fake_batch(batch: Any, size: int | None, dtype: torch.dtype, device: torch.device) -> Any:
@@ -156,3 +147,13 @@ def fake_batch(batch: Any, size: int | None, dtype: torch.dtype, device: torch.d
     if isinstance(batch, tuple | list):
         return tuple(make("", value) for value in batch)
     raise TypeError(f"a batch is a mapping, a tuple or a tensor, of tensors or shapes; got {type(batch).__name__}")
+
+
+@contextmanager
+def batch_errors(shapes: Sequence[tuple[int, ...]]) -> Iterator[None]:
+    """Report errors inside a model as errors of the model and a batch of these shapes."""
+    try:
+        yield
+    except (RuntimeError, TypeError, IndexError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"the model cannot run a batch of shapes {[list(s) for s in shapes]}: {reason}") from error

@@ -28,16 +28,19 @@ from octavo.planner.timeline import (
     PARAMETERS,
     STATES,
     TEMPORARIES,
+    MemorySample,
+    MemorySeries,
 )
 
 FORECAST_KINDS = (PARAMETERS, STATES, GRADIENTS, ACTIVATIONS, TEMPORARIES, GATHERED)
 """Categories of memory in a forecast; buffers and the batch are "other"."""
+_NOTHING = dict.fromkeys((*KINDS, GATHERED), 0)
 MOST_LAYERS = 12  # Maximum rows of layers in a printed table; the rest is summed
 MOST_OUTPUTS = 5_000  # Tensors that the operations of a step may return for it to be traced as a check
 MOST_SEQUENCES = 2**30  # Upper bound on the batch in searches
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
+@dataclass(frozen=True, kw_only=True, repr=False, eq=False)
 class MemoryPlan(Displayed):
     """Memory of one GPU in a training step, in bytes. Prints as a table."""
 
@@ -45,16 +48,11 @@ class MemoryPlan(Displayed):
     device: str = "cuda"  # Type of the device of the prediction
     batch: int  # Sequences (first dimension of the batch) of one forward
     tokens: int  # Elements of the batch's first tensor: for a language model, tokens of one forward
-    phase: str  # Phase of the peak: "forward", "backward", "after backward" or "optimizer step"
-    # Bytes by category (`octavo.planner.timeline.KINDS`) and "gathered", the memory for communication with other GPUs,
-    # at the peak.
-    at_peak: Mapping[str, int]
-    largest: Mapping[str, int]  # Maximum of each category over time
+    series: MemorySeries  # Bytes by category (`octavo.planner.timeline.KINDS`) and "gathered" at all times of the step
     # Bytes that one forward saves for backward, by dtype; empty in a forecast.
     saved_by_dtype: Mapping[str, int] = field(default_factory=dict)
     saved_by_layer: Mapping[str, int] = field(default_factory=dict)  # The same by the module that saves them
     notes: tuple[str, ...] = ()  # Remarks for the reader
-    peak_by_phase: Mapping[str, int] = field(default_factory=dict)  # Largest sum in each phase of the step
     outputs: int = 0  # Number of tensors that the operations of the traced step return
     # Number of blocks that were run, and of all blocks: (2, 80), or (80, 80) if all were run.
     traced_blocks: tuple[int, int] = (0, 0)
@@ -67,9 +65,32 @@ class MemoryPlan(Displayed):
     _fitting: dict[int, int] = field(default_factory=dict, compare=False)  # Largest batches that were searched for
 
     @cached_property
+    def _peaks(self) -> dict[str, MemorySample]:
+        return self.series.peaks
+
+    @cached_property
+    def _at_peak(self) -> MemorySample:
+        return max(self._peaks.values(), key=lambda peak: peak.total)
+
+    @property
     def peak(self) -> int:
         """Largest sum at any one time."""
-        return sum(self.at_peak.values())
+        return self._at_peak.total
+
+    @property
+    def phase(self) -> str:
+        """Phase of the peak: "forward", "backward", "after backward" or "optimizer step"."""
+        return self._at_peak.phase
+
+    @property
+    def at_peak(self) -> Mapping[str, int]:
+        """Bytes by category at the peak; "gathered" is the memory for communication with other GPUs."""
+        return _NOTHING | self._at_peak.bytes
+
+    @cached_property
+    def largest(self) -> Mapping[str, int]:
+        """Maximum of each category over time."""
+        return _NOTHING | self.series.largest
 
     @property
     def saved(self) -> int:
@@ -101,14 +122,9 @@ class MemoryPlan(Displayed):
         if other.batch == 1 and other.peak > limit_bytes:
             return 0
         peaks, extra = {plan.batch: plan.peak for plan in (self, other)}, other.batch - self.batch
-        room = limit_bytes - self.peak + max(self.peak_by_phase.values())
-        # Bytes that `extra` sequences add, so that a smaller batch has fewer in both.
-        grown = {phase: other.peak_by_phase[phase] - size for phase, size in self.peak_by_phase.items()}
-        lasts = [
-            self.batch + (room - size) * extra // grown[phase]
-            for phase, size in self.peak_by_phase.items()
-            if grown[phase] * extra > 0
-        ]
+        # Bytes that `extra` sequences add in each phase, so that a smaller batch has fewer in both.
+        known = [(peak.total, other._peaks[phase].total - peak.total) for phase, peak in self._peaks.items()]
+        lasts = [self.batch + (limit_bytes - size) * extra // grown for size, grown in known if grown * extra > 0]
         most = min(lasts, default=0)
         if most > 0:
             outputs = self.outputs + (other.outputs - self.outputs) / extra * (most - self.batch)

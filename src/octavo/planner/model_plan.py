@@ -28,7 +28,7 @@ from octavo.numerics.recipe import Recipe
 from octavo.optim.adamw import ADAMW, AdamW
 from octavo.planner.decide import candidates, decide_by_rule
 from octavo.planner.devices import Gpu, find_gpu, with_measurements
-from octavo.planner.fake import fake_batch, fake_device, fake_tensors
+from octavo.planner.fake import batch_errors, fake_batch, fake_device, fake_tensors
 from octavo.planner.few_blocks import copy_with_blocks, restrict_plan
 from octavo.planner.forecast import Forecast
 from octavo.planner.memory_plan import MemoryPlan, with_saved
@@ -189,7 +189,8 @@ def memory(
             if precision is not None:
                 apply_plan(copy, rule_plan(copy, precision=precision), keep_weights=precision.keep_weights)
             tensors, stepper = inputs.make(size), _optimizer(optimizer, copy)
-            audits.append(_run(lambda: audit(copy, tensors, loss=loss or default_loss), tensors))
+            with batch_errors(inputs.sizes):
+                audits.append(audit(copy, tensors, loss=loss or default_loss))
             granularity = ALLOCATION_GRANULARITY[device.type]
             return trace_step(copy, tensors, stepper, loss or default_loss, config, granularity)
 
@@ -288,7 +289,8 @@ def trace_step(
     """Record a step of a fake model under FakeTensorMode."""
 
     def forward_backward() -> None:
-        _run(lambda: loss(model, inputs).backward(), inputs)
+        with batch_errors([tuple(leaf.shape) for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]):
+            loss(model, inputs).backward()
 
     return follow_step(model, inputs, stepper, forward_backward, step_config=step_config, granularity=granularity)
 
@@ -306,16 +308,6 @@ def default_loss(model: nn.Module, batch: Any) -> Tensor:
             f"{type(model).__name__} returns nothing that requires a gradient: pass loss=, or unfreeze a parameter"
         )
     return sum((leaf.sum() for leaf in leaves[1:]), leaves[0].sum())
-
-
-def _run(step: Callable[[], Any], batch: Any) -> Any:
-    """Run a step; report errors inside it as errors of the model and the batch."""
-    try:
-        return step()
-    except (RuntimeError, TypeError, IndexError) as error:
-        shapes = [list(leaf.shape) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
-        reason = " ".join(str(error).split())
-        raise ValueError(f"the model cannot run a batch of shapes {shapes}: {reason}") from error
 
 
 def _optimizer(optimizer: Any, model: nn.Module) -> torch.optim.Optimizer | None:

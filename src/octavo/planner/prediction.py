@@ -44,7 +44,6 @@ from octavo.planner.timeline import (
     GRADIENTS,
     KINDS,
     TEMPORARIES,
-    MemorySeries,
 )
 from octavo.planner.trace import Trace
 from octavo.runtime.blocks import Absent, find_block_list, find_blocks
@@ -121,14 +120,14 @@ class Workload:
         by_kind = {kind: self._stage_memory(kind, stage, size) for kind, stage in zip(kinds, self.stages, strict=True)}
         alone = [by_kind[kind] for kind in kinds]
         if len(alone) == 1:
-            return alone[0].plan(size, self)
+            return alone[0]
         hidden, sent = self.message(size)
         beside = held_beside(self.step_config, [own.largest for own in alone], hidden)
-        plans = [replace(alone[i], series=alone[i].series.plus(*beside[i])).plan(size, self) for i in range(len(alone))]
-        messages = tuple(own.messages for own in alone)
+        plans = [replace(own, series=own.series.plus(*beside[index])) for index, own in enumerate(alone)]
+        messages = tuple(own.messages[0] for own in alone)
         return replace(max(plans, key=lambda plan: plan.peak), messages=messages, stage_message=sent)
 
-    def _stage_memory(self, kind: Hashable, stage: Stage, size: int) -> "StageMemory":
+    def _stage_memory(self, kind: Hashable, stage: Stage, size: int) -> MemoryPlan:
         """Trace a step of a stage alone, and take the share of a rank."""
         config, model = self.step_config, stage.model
         trace = partial(self.trace_step, stage, config)
@@ -150,33 +149,9 @@ class Workload:
         if config.copies > 1 and config.shards == 1:  # DDP's buckets hold all gradients a second time
             series = series.plus({GATHERED: blocks * block.gradients + rest.gradients}, {})
         count = few.stacks[0].few if few.stacks else blocks
-        return StageMemory(series, messages, few.step.tokens, few.step.outputs, (count, blocks))
-
-
-@dataclass(frozen=True)
-class StageMemory:
-    """Memory of a step of a stage on one GPU, what it hands to collectives, and facts of its trace."""
-
-    series: MemorySeries
-    messages: Mapping[tuple[str, bool], int]
-    tokens: int
-    outputs: int
-    traced_blocks: tuple[int, int]
-
-    @property
-    def largest(self) -> dict[str, int]:
-        """Maximum bytes of each category."""
-        return dict.fromkeys((*KINDS, GATHERED), 0) | self.series.largest
-
-    def plan(self, size: int, workload: Workload) -> MemoryPlan:
-        """Return it as a plan."""
-        peak = self.series.peak
         return MemoryPlan(
-            batch=size, tokens=self.tokens, phase=peak.phase,
-            at_peak=dict.fromkeys((*KINDS, GATHERED), 0) | peak.bytes, largest=self.largest,
-            peak_by_phase={phase: own.total for phase, own in self.series.peaks.items()},
-            traced_blocks=self.traced_blocks, outputs=self.outputs, messages=(self.messages,), notes=workload.notes,
-            replan=workload.memory,
+            batch=size, tokens=few.step.tokens, series=series, traced_blocks=(count, blocks), outputs=few.step.outputs,
+            messages=(messages,), notes=self.notes, replan=self.memory,
         )  # fmt: skip
 
 

@@ -165,34 +165,32 @@ def triton_reason(gpu: Gpu, recipe: Recipe) -> str | None:
 
 def bf16_linear(gpu: Gpu, linear: LinearCall) -> Cost:
     """Predict a linear layer in bf16: its products."""
-    if linear.experts > 1:
-        times = _grouped_products(gpu, linear)
-        return _sum_cost(times, [], [], host=host_seconds(gpu, None, len(times)))
-    timed = {
-        name: _timed(gpu, MATMUL, BF16_CASES[name], sizes, product(gpu, *sizes))
-        for name, sizes in linear.named_products.items()
-    }
-    return _sum_cost(timed, [], [], host=host_seconds(gpu, None, len(timed)))
+    products = _products(gpu, linear)
+    return _sum_cost(products, [], [], host=host_seconds(gpu, None, len(products)))
 
 
 def fp8_linear(gpu: Gpu, linear: LinearCall, recipe: Recipe) -> Cost:
     """Predict a linear layer in FP8 as Octavo runs it, quantization included."""
     if recipe.weight_only:
         return _weight_only_linear(gpu, linear)
-    cases = cases_of(recipe)
     if linear.experts > 1 and not is_grouped(recipe):  # `octavo.nn.linear` for each
         each = fp8_linear(gpu, replace(linear, m=-(-linear.m // linear.experts), experts=1), recipe)
         return Cost(**{name: linear.experts * seconds for name, seconds in asdict(each).items()})
-    products = {} if linear.experts == 1 else _grouped_products(gpu, linear, recipe)
-    for name, sizes in linear.named_products.items() if not products else ():
-        rate = fp8_rate(gpu, recipe, exact=name != "forward")
-        if name not in cases or rate is None:  # wgrad in high precision, or all products emulated
-            products[name] = _timed(gpu, MATMUL, BF16_CASES[name], sizes, product(gpu, *sizes))
-        else:
-            predicted = product(gpu, *sizes, operand=1, rate=rate)
-            products[name] = _timed(gpu, "scaled_mm", cases[name], sizes, predicted)
-    forward, backward = quantization_times(gpu, linear, recipe)
-    return _sum_cost(products, forward, backward, host=host_seconds(gpu, recipe, len(products)))
+    products = _products(gpu, linear, recipe)
+    return _sum_cost(products, *quantization_times(gpu, linear, recipe), host=host_seconds(gpu, recipe, len(products)))
+
+
+def _products(gpu: Gpu, linear: LinearCall, recipe: Recipe | None = None) -> dict[str, Timed]:
+    """Predict the products of a linear layer, or the grouped ones of experts, of which none was measured."""
+    cases, products = {} if recipe is None else cases_of(recipe), {}
+    each = replace(linear, m=linear.m / linear.experts) if linear.experts > 1 else linear  # type: ignore[arg-type]
+    for name, sizes in each.named_products.items():
+        # None: wgrad in high precision, or all products emulated.
+        rate = fp8_rate(gpu, recipe, exact=name != "forward") if recipe is not None and name in cases else None
+        predicted = product(gpu, *sizes, operand=2 if rate is None else 1, rate=rate, groups=linear.experts)
+        op, case = (MATMUL, BF16_CASES[name]) if rate is None else ("scaled_mm", cases[name])
+        products[name] = _timed(gpu, op, case, sizes, predicted) if linear.experts == 1 else (predicted, False)
+    return products
 
 
 def _weight_only_linear(gpu: Gpu, linear: LinearCall) -> Cost:
@@ -205,18 +203,6 @@ def _weight_only_linear(gpu: Gpu, linear: LinearCall) -> Cost:
         host=linear.experts * (products.host + (1 + linear.dgrad) * gpu.host_us * 1e-6),
         measured=linear.experts * products.measured,
     )
-
-
-def _grouped_products(gpu: Gpu, linear: LinearCall, recipe: Recipe | None = None) -> dict[str, Timed]:
-    """Predict the grouped products of experts: those of an FP8 recipe, or bf16 ones. None was measured."""
-    m, n, k = linear.m / linear.experts, linear.n, linear.k
-    sizes = {"forward": (m, n, k), "dgrad": (m, k, n), "wgrad": (n, k, m)}
-    products = {}
-    for name in linear.named_products:
-        rate = None if recipe is None else fp8_rate(gpu, recipe, exact=name != "forward")
-        operand = 2 if rate is None else 1
-        products[name] = product(gpu, *sizes[name], operand=operand, rate=rate, groups=linear.experts), False
-    return products
 
 
 def quantization_times(gpu: Gpu, linear: LinearCall, recipe: Recipe) -> tuple[list[Timed], list[Timed]]:

@@ -23,7 +23,7 @@ from octavo.nn.convert import apply_plan
 from octavo.nn.experts import experts_shape, looks_like_experts
 from octavo.nn.select import is_linear
 from octavo.numerics.plan import Plan
-from octavo.planner.fake import fake_tensors
+from octavo.planner.fake import batch_errors, fake_tensors
 from octavo.planner.few_blocks import (
     Stack,
     copy_with_blocks,
@@ -105,12 +105,8 @@ def trace_model(
             copy = copy_with_blocks(model, counts, mode, place)
             prepare(copy)
             linears = {n: m for n, m in copy.named_modules() if is_linear(m) or looks_like_experts(m)}
-            try:
+            with batch_errors(shapes):
                 return trace(copy, linears, lambda: forward(copy))
-            except (RuntimeError, TypeError, IndexError) as error:
-                reason = " ".join(str(error).split())
-                listed = [list(shape) for shape in shapes]
-                raise ValueError(f"the model cannot run a batch of shapes {listed}: {reason}") from error
 
     return from_few_blocks(equal_stacks(model, Plan({})), trace_copy, extrapolate_trace) or trace_copy({})
 
