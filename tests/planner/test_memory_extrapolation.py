@@ -150,7 +150,7 @@ def test_what_two_stacks_add_is_not_taken_for_one(monkeypatch):
 
     traced = []
 
-    def trace(stage, config, counts, size):
+    def trace(workload, stage, counts, size):
         traced.append(counts)
         if size == 5 and max(counts.values(), default=8) < 8:
             raise ValueError("a tower is read at a block by its number")
@@ -162,8 +162,8 @@ def test_what_two_stacks_add_is_not_taken_for_one(monkeypatch):
     stacks = [Stack(name, [f"{name}.{index}" for index in range(8)], 2) for name in "ab"]
     monkeypatch.setattr("octavo.planner.prediction.equal_stacks", lambda model, plan: stacks)
     workload = Workload(
-        stages=[Stage(model=nn.Identity())], plan=Plan({}), step_config=StepConfig(), sequences=1, trace_step=trace,
-        extrapolates=True,
+        model=None, stages=[Stage(model=nn.Identity())], plan=Plan({}), step_config=StepConfig(), sequences=1,
+        trace_step=trace, extrapolates=True,
     )  # fmt: skip
     assert [workload.memory(size).peak for size in (1, 2, 5)] == [
         trace(None, None, {}, size).events.series.peak.total for size in (1, 2, 5)

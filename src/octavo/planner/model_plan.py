@@ -104,24 +104,24 @@ def plan(
 
     step = partial(_planned_step, inputs, checkpointing == "full")
     workload = Workload(
-        stages=(Stage(model=model),), plan=best, step_config=step_config, sequences=inputs.sequences,
-        trace_step=partial(step, best, level), forwards=(own,), extrapolates=traced.extrapolated,
+        model=model, stages=(Stage(model=model),), plan=best, step_config=step_config, sequences=inputs.sequences,
+        trace_step=partial(step, level), gpu=gpu, whole=traced, forwards=(own,), extrapolates=traced.extrapolated,
         tokens=seq * batch if seq is not None else max((c.m for cs in traced.calls.values() for c in cs), default=1),
         offloaded=parallel is not None and parallel.cpu_offload,
         notes=(_SELECTIVE_NOTE,) if checkpointing == "selective" else (),
     )  # fmt: skip
-    bf16 = workload.at_bf16(trace_step=partial(step, Plan({}), LEVELS["bf16"]), forwards=(traced,))
-    return forecast(gpu, workload, bf16, rule.recipes, traced.parameters, times)
+    bf16 = workload.at_bf16(trace_step=partial(step, LEVELS["bf16"]), forwards=(traced,))
+    return forecast(workload, bf16, rule.recipes, times)
 
 
 def _planned_step(
-    inputs: "_Inputs", recomputes: bool, plan: Plan, level: Precision, stage: Stage, step_config: StepConfig,
-    blocks: Mapping[str, int], size: int,
+    inputs: "_Inputs", recomputes: bool, level: Precision, workload: Workload, stage: Stage, blocks: Mapping[str, int],
+    size: int,
 ) -> StepTrace:  # fmt: skip
     """Trace a step of a plan with `octavo.AdamW` on `blocks` of a model's blocks."""
     with fake_tensors() as mode:
         copy = copy_with_blocks(stage.model, blocks, mode, inputs.place)
-        part = restrict_plan(plan, copy)
+        part = restrict_plan(workload.plan or Plan({}), copy)
         if part.converted or part.activation_modules:
             apply_plan(copy, part, keep_weights=level.keep_weights)
         for block in find_blocks(copy) if recomputes else ():
@@ -130,9 +130,8 @@ def _planned_step(
         has_fp16 = any(p.dtype == torch.float16 for p in copy.parameters() if p.requires_grad)
         master: Any = "fp32" if has_fp16 else None if level.master == "none" else level.master
         stepper = _optimizer(partial(AdamW, states=level.states, master=master), copy)
-        return trace_step(
-            copy, inputs.make(size), stepper, default_loss, step_config, ALLOCATION_GRANULARITY["cuda"]
-        )  # fmt: skip
+        granularity = ALLOCATION_GRANULARITY["cuda"]
+        return trace_step(copy, inputs.make(size), stepper, default_loss, workload.step_config, granularity)
 
 
 _SELECTIVE_NOTE = (
@@ -180,10 +179,10 @@ def memory(
     device = torch.device(device)
     if device.type not in ALLOCATION_GRANULARITY:
         raise ValueError(f"memory plans for {' or '.join(ALLOCATION_GRANULARITY)}; got device {str(device)!r}")
-    inputs, step_config = _Inputs.of(model, batch, device.type), StepConfig(micro_batches=micro_batches)
+    inputs = _Inputs.of(model, batch, device.type)
     audits: list[Audit] = []
 
-    def step(stage: Stage, config: StepConfig, blocks: Mapping[str, int], size: int) -> StepTrace:
+    def step(workload: Workload, stage: Stage, blocks: Mapping[str, int], size: int) -> StepTrace:
         with fake_tensors(device.type) as mode:
             copy = copy_with_blocks(model, blocks, mode, inputs.place)
             if precision is not None:
@@ -192,11 +191,11 @@ def memory(
             with batch_errors(inputs.sizes):
                 audits.append(audit(copy, tensors, loss=loss or default_loss))
             granularity = ALLOCATION_GRANULARITY[device.type]
-            return trace_step(copy, tensors, stepper, loss or default_loss, config, granularity)
+            return trace_step(copy, tensors, stepper, loss or default_loss, workload.step_config, granularity)
 
     predicted = Workload(
-        stages=(Stage(model=model),), plan=Plan({}), step_config=step_config, sequences=inputs.sequences,
-        trace_step=step,
+        model=model, stages=(Stage(model=model),), plan=None, sequences=inputs.sequences, trace_step=step,
+        step_config=StepConfig(micro_batches=micro_batches),
     ).memory()  # fmt: skip
     label = "as given" if precision is None else precision.label
     return replace(with_saved(predicted, audits[0]), label=label, device=str(device))

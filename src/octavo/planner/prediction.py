@@ -48,6 +48,7 @@ from octavo.planner.timeline import (
 from octavo.planner.trace import Trace
 from octavo.runtime.blocks import Absent, find_block_list, find_blocks
 
+ALL_BF16 = Plan({})  # The plan of a model in bf16: no decisions
 OnSubject = Callable[[str], None]  # Called with the subject of each part of the plan when it begins
 
 
@@ -79,33 +80,44 @@ class Stage:
 class Workload:
     """What a prediction of a training step needs."""
 
+    model: nn.Module  # On any device including meta; not changed
     stages: Sequence[Stage]
-    plan: Plan  # How its layers compute; those without a decision run in bf16
+    plan: Plan | None  # How its layers compute, or in bf16 if it does not name them; None: as `trace_step` decides
     step_config: StepConfig
     sequences: int  # Sequences of a micro-batch on one GPU
     # Traces a step of a stage with so many blocks of some stacks, by name, and this many sequences.
-    trace_step: Callable[[Stage, StepConfig, Mapping[str, int], int], StepTrace]
-    forwards: Sequence[Trace] = ()  # One forward of each stage; none if only memory is predicted
-    tokens: int = 0  # Tokens of a micro-batch on one GPU
+    trace_step: "Callable[[Workload, Stage, Mapping[str, int], int], StepTrace]"
     extrapolates: bool = False  # Whether a few of equal blocks stand for all
+    # Of a prediction of time: the GPU, one forward of the whole model in bf16 and of each stage as planned, and the
+    # tokens of a micro-batch on one GPU.
+    gpu: Gpu | None = None
+    whole: Trace | None = None
+    forwards: Sequence[Trace] = ()
+    tokens: int = 0
     offloaded: bool = False  # Whether shards, with their gradients and states, are in host memory
     # Bytes of a micro-batch's hidden states on a GPU of a pipeline, and of the message with them, by sequences.
-    message: Callable[[int], tuple[int, int]] = lambda size: (0, 0)
+    message: "Callable[[Workload, int], tuple[int, int]]" = lambda workload, size: (0, 0)
     notes: tuple[str, ...] = ()
     traced: dict[Hashable, FewBlocks] = field(default_factory=dict, compare=False)  # First steps, by kind of stage
 
     def at_bf16(self, **changes: Any) -> "Workload":
         """Return the same step at level bf16, which is traced and runs in other ways."""
-        return replace(self, plan=Plan({}), step_config=self.step_config.bf16, traced={}, **changes)
+        return replace(self, plan=ALL_BF16, step_config=self.step_config.bf16, traced={}, **changes)
 
-    def predict(self, gpu: Gpu) -> PlannedRun:
+    def planned(self, plan: Plan) -> "Workload":
+        """Return the same step with another plan."""
+        return replace(self, plan=plan, traced={})
+
+    def predict(self) -> PlannedRun:
         """Predict memory and time of a step."""
+        assert self.plan is not None
         memory = self.memory()
-        return PlannedRun(plan=self.plan, time=self.time(gpu, memory), memory=memory)
+        return PlannedRun(plan=self.plan, time=self.time(memory), memory=memory)
 
-    def time(self, gpu: Gpu, memory: MemoryPlan) -> StepTime:
+    def time(self, memory: MemoryPlan) -> StepTime:
         """Predict the time of a step."""
-        config, times = self.step_config, []
+        assert self.gpu is not None and self.plan is not None
+        gpu, config, times = self.gpu, self.step_config, []
         for index, trace in enumerate(self.forwards):
             recipes = {name: self.plan[name].recipe for name in trace.calls if name in self.plan.decisions}
             saved = bytes_saved_by_fp8_gather(trace.calls, recipes, resident=config.resident, trained=config.fp8_gather)
@@ -116,12 +128,12 @@ class Workload:
     def memory(self, sequences: int | None = None) -> MemoryPlan:
         """Predict the memory of the GPU that needs most, for the workload's or another number of sequences."""
         size = self.sequences if sequences is None else sequences
-        kinds = [stage.kind(self.plan) for stage in self.stages] if len(self.stages) > 1 else [None]
+        kinds = [stage.kind(self.plan or ALL_BF16) for stage in self.stages] if len(self.stages) > 1 else [None]
         by_kind = {kind: self._stage_memory(kind, stage, size) for kind, stage in zip(kinds, self.stages, strict=True)}
         alone = [by_kind[kind] for kind in kinds]
         if len(alone) == 1:
             return alone[0]
-        hidden, sent = self.message(size)
+        hidden, sent = self.message(self, size)
         beside = held_beside(self.step_config, [own.largest for own in alone], hidden)
         plans = [replace(own, series=own.series.plus(*beside[index])) for index, own in enumerate(alone)]
         messages = tuple(own.messages[0] for own in alone)
@@ -130,9 +142,9 @@ class Workload:
     def _stage_memory(self, kind: Hashable, stage: Stage, size: int) -> MemoryPlan:
         """Trace a step of a stage alone, and take the share of a rank."""
         config, model = self.step_config, stage.model
-        trace = partial(self.trace_step, stage, config)
+        trace = partial(self.trace_step, self, stage)
         if kind not in self.traced:
-            stacks = equal_stacks(model, self.plan) if self.extrapolates else ()
+            stacks = equal_stacks(model, self.plan or ALL_BF16) if self.extrapolates else ()
             self.traced[kind] = trace_blocks(trace, size, stacks)
         few = trace_again(trace, size, self.traced[kind])
         (series, messages, rest), block, blocks = few.whole, few.step.block, len(find_blocks(model))
@@ -220,27 +232,27 @@ def _block_names(model: nn.Module) -> list[str]:
 
 
 def forecast(
-    gpu: Gpu, best: Workload, bf16: Workload, recipes: Sequence[Recipe], parameters: int,
-    times: Mapping[str, LinearDecision], *, configured: Workload | None = None,
-    progress: OnSubject = lambda subject: None,
+    best: Workload, bf16: Workload, recipes: Sequence[Recipe], times: Mapping[str, LinearDecision], *,
+    configured: Workload | None = None, progress: OnSubject = lambda subject: None,
 ) -> Forecast:  # fmt: skip
     """Predict the step of the best plan by cost, at level bf16, and as configured."""
+    assert best.gpu is not None and best.plan is not None and best.whole is not None
     own = None
     if configured is not None:
         progress("the memory of this configuration")
-        own = configured.predict(gpu)
+        own = configured.predict()
     if own is not None and _changes(own.plan) == _changes(best.plan):
         memory = own.memory
     else:
         progress("the memory of the best plan")
         memory = best.memory()
     progress("the memory of bf16")
-    plain = bf16.predict(gpu)
+    plain = bf16.predict()
     return Forecast(
-        best.plan.decisions, best.plan.activations, gpu=gpu, step_config=best.step_config, tokens=best.tokens,
-        parameters=parameters, times=times, planned=best.time(gpu, memory), memory=memory, bf16=plain.time,
+        best.plan.decisions, best.plan.activations, gpu=best.gpu, step_config=best.step_config, tokens=best.tokens,
+        parameters=best.whole.parameters, times=times, planned=best.time(memory), memory=memory, bf16=plain.time,
         bf16_memory=plain.memory, configured=own,
-        break_even=break_even(gpu, best.tokens, recipes, eager=best.step_config.eager),
+        break_even=break_even(best.gpu, best.tokens, recipes, eager=best.step_config.eager),
     )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,7 @@ from octavo.planner.fake import fake_device, fake_tensors
 from octavo.planner.few_blocks import Stack, copy_with_blocks, restrict_plan
 from octavo.planner.forecast import Forecast, PlannedRun, forecast_text
 from octavo.planner.memory_plan import MemoryPlan, compare_memory, plan_notes, with_saved
-from octavo.planner.prediction import OnSubject, Stage, Workload, forecast, trace_stages
+from octavo.planner.prediction import ALL_BF16, OnSubject, Stage, Workload, forecast, trace_stages
 from octavo.planner.step import CHECKPOINTING, StepConfig, check_gathered, layout_settings
 from octavo.planner.step_memory import StepTrace, follow_step
 from octavo.planner.timeline import ALLOCATION_GRANULARITY
@@ -101,8 +101,9 @@ def plan_memory(
     if not whole and device == "cuda" and config.resolved.recipe != AUTO:
         plan = _configured(stage.model, config, None, tokens)
     workload = Workload(
-        stages=(stage,), plan=plan or Plan({}), step_config=StepConfig(micro_batches=config.optim.micro_batches),
-        sequences=sequences, trace_step=partial(_trace_step, config, plan, device),
+        model=stage.model, stages=(stage,), plan=plan, sequences=sequences,
+        trace_step=partial(_trace_step, config, device),
+        step_config=StepConfig(micro_batches=config.optim.micro_batches),
         extrapolates=plan is not None and not config.optim.groups,  # which may tell blocks apart
     )  # fmt: skip
     memory = workload.memory()
@@ -163,40 +164,26 @@ def plan_step(
     """Predict the time and memory of a training step, as configured and with the best plan."""
     # `.configured` converts the same layers as `octavo train` on such a GPU. The best plan uses the fastest recipe for
     # each linear, or bf16 if none gains, with all other settings as configured.
-    run = _run_on_gpu(config, gpu, gpus, calibration, progress)
-    own = run.configured
+    own, bf16 = _workloads(config, gpu, gpus, calibration, progress)
+    assert own.gpu is not None and own.plan is not None and own.whole is not None
     activations: Any = own.plan.activations  # "auto" resolved
     precision = replace(config.resolved, matmul="fp8", recipe=AUTO, activations=activations)
     gathers = config.parallel.resolved.fp8_comm in ("on", "gather")
     recipes = [recipe for recipe in candidates(AUTO) if recipe.supports_fp8_gather or not gathers]
-    rule = decide_by_rule(run.model, precision, recipes=recipes)
-    plan, times = rule.by_cost(run.gpu, run.forward.calls, eager=own.step_config.eager)
-    best = replace(own, plan=plan, traced={}, trace_step=partial(_trace_step, config, plan, "cuda"),
-                   message=partial(_message_bytes, config, plan, run.model))  # fmt: skip
-    parameters = run.forward.parameters
-    return forecast(run.gpu, best, run.bf16, recipes, parameters, times, configured=own, progress=progress)
+    rule = decide_by_rule(own.model, precision, recipes=recipes)
+    plan, times = rule.by_cost(own.gpu, own.whole.calls, eager=own.step_config.eager)
+    return forecast(own.planned(plan), bf16, recipes, times, configured=own, progress=progress)
 
 
 def plan_configured(config: TrainConfig, *, gpu: str, gpus: int = 1) -> PlannedRun:
     """Predict a training step as configured, and no other: the `.configured` of `plan_step`, in a third of its time."""
-    run = _run_on_gpu(config, gpu, gpus, None, lambda subject: None)
-    return run.configured.predict(run.gpu)
+    return _workloads(config, gpu, gpus, None, lambda subject: None)[0].predict()
 
 
-@dataclass(frozen=True, kw_only=True)
-class _RunOnGpu:
-    """A run on a kind of GPU: its step as configured and at level bf16, and one forward of the whole model in bf16."""
-
-    gpu: Gpu
-    model: nn.Module
-    configured: Workload
-    bf16: Workload
-    forward: Trace
-
-
-def _run_on_gpu(
+def _workloads(
     config: TrainConfig, gpu: str, gpus: int, calibration: str | Path | None, progress: OnSubject
-) -> _RunOnGpu:
+) -> tuple[Workload, Workload]:
+    """Describe the step of a run on a kind of GPU, as configured and at level bf16."""
     import transformers.masking_utils  # noqa: F401  which fake_tensors keeps from taking every batch for a packed one
 
     gpu_spec = with_measurements(find_gpu(gpu), calibration)
@@ -225,23 +212,19 @@ def _run_on_gpu(
         return trace
 
     stages = stages_of_model(model, parallel)
-    forward = traced(Plan({}), Stage(model=model))
-    in_bf16 = trace_stages(stages, Plan({}), partial(traced, Plan({}))) if parallel.pp > 1 else [forward]
+    whole = traced(ALL_BF16, Stage(model=model))
+    in_bf16 = trace_stages(stages, ALL_BF16, partial(traced, ALL_BF16)) if parallel.pp > 1 else [whole]
     fuses = kernels and not compiles and plan.activations == "fused"
     configured = Workload(
-        stages=stages, plan=plan, step_config=step_config, sequences=sequences,
-        trace_step=partial(_trace_step, config, plan, "cuda"),
-        forwards=trace_stages(stages, plan, partial(traced, plan)) if fuses else in_bf16,
-        tokens=sequences * length // parallel.cp, extrapolates=forward.extrapolated and not config.optim.groups,
-        offloaded=parallel.cpu_offload, message=partial(_message_bytes, config, plan, model),
+        model=model, stages=stages, plan=plan, step_config=step_config, sequences=sequences, gpu=gpu_spec,
+        whole=whole, forwards=trace_stages(stages, plan, partial(traced, plan)) if fuses else in_bf16,
+        tokens=sequences * length // parallel.cp, trace_step=partial(_trace_step, config, "cuda"),
+        extrapolates=whole.extrapolated and not config.optim.groups, offloaded=parallel.cpu_offload,
+        message=partial(_message_bytes, config),
         notes=(_VARLEN_NOTE,) if is_varlen(model) else (),
     )  # fmt: skip
     bf16 = without_experts(at_level(config, "bf16", {}))  # experts in bf16 are not distributed
-    plain = configured.at_bf16(
-        trace_step=partial(_trace_step, bf16, Plan({}), "cuda"), forwards=in_bf16,
-        message=partial(_message_bytes, bf16, Plan({}), model),
-    )  # fmt: skip
-    return _RunOnGpu(gpu=gpu_spec, model=model, configured=configured, bf16=plain, forward=forward)
+    return configured, configured.at_bf16(trace_step=partial(_trace_step, bf16, "cuda"), forwards=in_bf16)
 
 
 def _step_config(config: TrainConfig, gpus: int) -> StepConfig:
@@ -283,9 +266,9 @@ def _planned_model(task: Task, device: str) -> Any:
     return model
 
 
-def plans_fp8(plan: Plan) -> bool:
+def plans_fp8(plan: Plan | None) -> bool:
     """Return whether a plan is of FP8 layers, or of none; not of fused kernels alone."""
-    return bool(plan.decisions) and bool(plan.converted or plan.activations != "fused")
+    return plan is not None and bool(plan.decisions) and bool(plan.converted or plan.activations != "fused")
 
 
 def _configured(model: torch.nn.Module, config: TrainConfig, gpu: Gpu | None, tokens: int) -> Plan:
@@ -396,13 +379,14 @@ def share_experts(trace: Trace, ranks: int) -> Trace:
     )  # fmt: skip
 
 
-def _message_bytes(config: TrainConfig, plan: Plan, model: Any, size: int) -> tuple[int, int]:
+def _message_bytes(config: TrainConfig, workload: Workload, size: int) -> tuple[int, int]:
     """Return the bytes of bf16 hidden states of `size` sequences on one rank, and those of a message with them."""
+    model: Any = workload.model
     parallel, hidden = config.parallel, model.config.get_text_config().hidden_size
     tokens = config.data.sequence_length // (parallel.tp if parallel.sequence_parallel else 1)
     bf16 = 2 * size * tokens * hidden
     rows, columns = (size, tokens * hidden) if hidden % 128 == 0 else (size * tokens, hidden)
-    fp8 = plans_fp8(plan) and parallel.fp8_comm != "off"
+    fp8 = plans_fp8(workload.plan) and parallel.fp8_comm != "off"
     return bf16, rows * width(columns, parse_spec(ADAPTIVE_SPEC)) if fp8 else bf16
 
 
@@ -450,7 +434,7 @@ def _trainer(
     fake, task = fake_device(torch.device(device)), planned_task(config)
 
     def divide(model: nn.Module) -> Layout:
-        layout = divide_layers(model, config.parallel, mesh, fp8=plan is not None and plans_fp8(plan))
+        layout = divide_layers(model, config.parallel, mesh, fp8=plans_fp8(plan))
         cut_ends(model, stage)
         return layout if stage.count == 1 else replace(layout, forward=stage_module(model, stage, config))
 
@@ -461,11 +445,10 @@ def _trainer(
 
 
 def _trace_step(
-    config: TrainConfig, plan: Plan | None, device: str, stage: Stage, step_config: StepConfig,
-    blocks: Mapping[str, int], size: int,
-) -> StepTrace:  # fmt: skip
+    config: TrainConfig, device: str, workload: Workload, stage: Stage, blocks: Mapping[str, int], size: int
+) -> StepTrace:
     """Trace a training step of one micro-batch of `size` sequences on `blocks` of a stage's blocks."""
-    with _trainer(config, plan, device, stage, blocks) as trainer:
+    with _trainer(config, workload.plan, device, stage, blocks) as trainer:
         inputs, targets = trainer.task.empty_batch(size, trainer.ranks.device)
         inputs, labels = trainer.layout.own_tokens(inputs), trainer.layout.own_labels(targets)
         forward_backward: Callable[[], Any] = partial(trainer.accumulate, inputs, labels, targets=labels.numel())
@@ -474,8 +457,8 @@ def _trace_step(
             forward_backward = partial(_run_stage, trainer, inputs, labels)
         optimizer = trainer.optimizer
         step = partial(
-            follow_step, trainer.model, (inputs, labels), optimizer.inner, forward_backward, step_config=step_config,
-            granularity=ALLOCATION_GRANULARITY[device], states=optimizer.state_dict,
+            follow_step, trainer.model, (inputs, labels), optimizer.inner, forward_backward,
+            step_config=workload.step_config, granularity=ALLOCATION_GRANULARITY[device], states=optimizer.state_dict,
             gradients=lambda: list(optimizer.gradients().values()), before_step=partial(optimizer.gradient_norm, 1.0),
         )  # fmt: skip
         trace: StepTrace = _run(step, size)
