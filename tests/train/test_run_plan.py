@@ -312,6 +312,21 @@ def test_a_few_blocks_stand_for_all(make_config, changes):
     assert few.saved_by_layer == whole.saved_by_layer and few.saved_by_dtype == whole.saved_by_dtype
 
 
+def test_selective_checkpointing_saves_what_it_holds(make_config):
+    """Of each block the outputs of products and attention, and its input, where full checkpointing saves the input."""
+    model = {"type": "llama", "config": LLAMA | {"num_hidden_layers": 6}}
+    none, selective, full = (
+        plan_memory(make_config(model=model, precision={"checkpointing": kind}), whole=False)
+        for kind in ("none", "selective", "full")
+    )
+    more = selective.largest[ACTIVATIONS] - full.largest[ACTIVATIONS]
+    assert selective.saved - full.saved == pytest.approx(more, rel=0.05)
+    assert full.saved < selective.saved < none.saved
+    assert {selective.saved_by_layer[f"model.layers.{i}"] for i in range(6)} == {
+        selective.saved_by_layer["model.layers.0"]
+    }
+
+
 def test_groups_of_parameters_may_tell_blocks_apart(make_config):
     config = make_config(
         model={"type": "llama", "config": LLAMA | {"num_hidden_layers": 6}},

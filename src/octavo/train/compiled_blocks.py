@@ -30,6 +30,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 import octavo.kernels  # noqa: F401  registers the ops named below
 from octavo._version import __version__
 from octavo.nn.equalized import compiled_pass, equalized_layers, equalizer_of
+from octavo.nn.memory_audit import Audit, SavedStorage
 from octavo.runtime.blocks import find_blocks
 from octavo.runtime.stopwatch import timed
 from octavo.runtime.switch import disabled
@@ -187,45 +188,48 @@ class Checkpointing:
     # Raises ConfigError for a model without a repeated block.
 
     def __init__(self, model: nn.Module, mode: str, *, in_graphs: bool = False) -> None:
-        self._recorder: _Recorder | None = None
+        self._saved: SavedOutputs | None = None  # In `saved_outputs`
         if mode == "none":
             return
         # A graph saves what its partitioner decides, where saved-tensor hooks see it.
-        contexts = partial(create_selective_checkpoint_contexts, SAVED_OPS) if in_graphs else self._contexts
-        context: dict[str, Any] = {} if mode == "full" else {"context_fn": contexts}
+        in_graph = partial(create_selective_checkpoint_contexts, SAVED_OPS)
+        names = {id(module): name for name, module in model.named_modules()}
         blocks = find_blocks(model)
         if not blocks:
             raise ConfigError(
                 f'precision.checkpointing: {type(model).__name__} has no list of equal blocks to recompute; take "none"'
             )
         for block in blocks:
+            contexts = in_graph if in_graphs else partial(self._contexts, names[id(block)])
+            context: dict[str, Any] = {} if mode == "full" else {"context_fn": contexts}
             recomputed = partial(checkpoint, block.forward, use_reentrant=False, **context)
             block.forward = update_wrapper(recomputed, block.forward, updated=())  # its signature
 
     @contextmanager
-    def saved_outputs(self) -> Iterator["_Recorder"]:
-        """Counts what "selective" keeps of the forwards inside: it holds them itself, unseen by saved-tensor hooks."""
-        self._recorder = _Recorder()
+    def saved_outputs(self) -> Iterator[Audit]:
+        """What "selective" keeps of forwards inside, by block: it holds that itself, unseen by saved-tensor hooks."""
+        self._saved, rows = {}, list[SavedStorage]()
         try:
-            yield self._recorder
+            yield Audit(rows=rows)
         finally:
-            self._recorder = None
+            rows += [row for _, row in self._saved.values()]
+            self._saved = None
 
-    def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    def _contexts(self, block: str) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         caching, cached = create_selective_checkpoint_contexts(SAVED_OPS)
-        return (caching if self._recorder is None else _nested(self._recorder, caching)), cached
+        return (caching if self._saved is None else _nested(_Recorder(self._saved, block), caching)), cached
+
+
+SavedOutputs = dict[int, tuple[torch.UntypedStorage, SavedStorage]]
+"""Storages by their address, which stays theirs while they are here."""
 
 
 class _Recorder(TorchDispatchMode):
-    """Adds up the outputs of SAVED_OPS, each storage once."""
+    """Lists the outputs of SAVED_OPS, each storage once."""
 
-    def __init__(self) -> None:
+    def __init__(self, saved: SavedOutputs, block: str) -> None:
         TorchDispatchMode.__init__(self)
-        self._storages: dict[int, torch.UntypedStorage] = {}
-
-    @property
-    def bytes(self) -> int:
-        return sum(storage.nbytes() for storage in self._storages.values())
+        self._saved, self._block = saved, block
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         outputs = func(*args, **(kwargs or {}))
@@ -233,7 +237,10 @@ class _Recorder(TorchDispatchMode):
             for output in outputs if isinstance(outputs, tuple | list) else [outputs]:
                 if isinstance(output, torch.Tensor):
                     storage = output.untyped_storage()
-                    self._storages[storage.data_ptr()] = storage
+                    row = SavedStorage(
+                        bytes=storage.nbytes(), dtype=output.dtype, shape=tuple(output.shape), owner=self._block
+                    )  # fmt: skip
+                    self._saved.setdefault(storage._cdata, (storage, row))
         return outputs
 
 

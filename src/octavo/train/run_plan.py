@@ -112,13 +112,15 @@ def plan_memory(
     with _trainer(config, plan, device, stage, one_more) as trainer:
         batch, notes = task.empty_batch(sequences, trainer.ranks.device), _notes(trainer)
         of_loss = partial(audit, trainer.model, batch, loss=lambda _, tensors: trainer.loss(*tensors))
-        saved = Audit(rows=tuple(_repeat_rows(_run(of_loss, sequences), stacks)))
+        with trainer.checkpointing.saved_outputs() as outputs:
+            saved = _run(of_loss, sequences)
+        saved = Audit(rows=tuple(_repeat_rows([*saved, *outputs], stacks)))
     counted = task.count(*task.empty_batch(sequences, torch.device("cpu")))
     label = label or config.precision_label
     return replace(with_saved(memory, saved), label=label, device=device, notes=notes, tokens=counted)
 
 
-def _repeat_rows(saved: Audit, stacks: Sequence[Stack]) -> Iterator[SavedStorage]:
+def _repeat_rows(saved: Sequence[SavedStorage], stacks: Sequence[Stack]) -> Iterator[SavedStorage]:
     """What all blocks save, given few and one: those not traced save what the last but one does."""
     repeated = {stack.blocks[stack.few - 1]: stack.blocks[stack.few + 1 :] for stack in stacks}
     for row in saved:
@@ -299,8 +301,6 @@ def _run(step: Any, size: int) -> Any:
 
 def _notes(trainer: Trainer) -> tuple[str, ...]:
     notes = [trainer.loss_note, _VARLEN_NOTE if is_varlen(trainer.model) else trainer.attention_note()]
-    if trainer.config.precision.checkpointing == "selective":
-        notes.append("What selective checkpointing holds is in the first table only.")
     return tuple(filter(None, notes))
 
 

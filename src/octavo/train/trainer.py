@@ -120,7 +120,7 @@ class Trainer:
         self.blocks = ranks.raise_together(
             lambda: CompiledBlocks(self.model, compile_mode, device, config.uncompilable)
         )
-        self._checkpointing = Checkpointing(self.model, precision.checkpointing, in_graphs=self.blocks.active)
+        self.checkpointing = Checkpointing(self.model, precision.checkpointing, in_graphs=self.blocks.active)
         self.blocks.compile()
         self.layout = Layout(forward=self.model) if divide is None else divide(self.model)
         settings = ranks.raise_together(lambda: parameter_settings(self.model, config.optim, part=given))
@@ -396,7 +396,7 @@ class Trainer:
         inputs, targets = (row_chunks(rows, self.config.optim.micro_batches)[0] for rows in self._batch(0))
         with self.layout.reduces(False), self.blocks.trial():
             count = self.task.count(inputs, targets)
-            return saved_bytes_per_token(self.model, self._checkpointing, self.loss, (inputs, targets), count)
+            return saved_bytes_per_token(self.model, self.checkpointing, self.loss, (inputs, targets), count)
 
     def _diagnose(self, inputs: Tensor, targets: Tensor, loss: float) -> NonFiniteError:
         self.optimizer.zero_grad()
