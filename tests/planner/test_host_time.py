@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from octavo.numerics.recipe import RECIPES, equalized
-from octavo.planner.devices import DEVICES
+from octavo.planner.devices import DEVICES, Measurements
 from octavo.planner.host_time import RATIOS, host_seconds, measure
-from octavo.planner.measured import Measurements
 from octavo.planner.roofline import LinearCall, bf16_linear, fp8_linear
 
 H100 = DEVICES["h100"]

@@ -9,8 +9,7 @@ from octavo.kernels.gemm.product_timing import bf16_gemms, fp8_gemms
 from octavo.kernels.quantize.quantize_timing import quantizations as measured_quantizations
 from octavo.numerics import RECIPES
 from octavo.planner.decide import decide
-from octavo.planner.devices import DEVICES
-from octavo.planner.measured import Measurements, read_measurements
+from octavo.planner.devices import DEVICES, Measurements, read_measurements
 from octavo.planner.roofline import LinearCall, bf16_linear, fp8_linear, quantize_calls
 
 H100 = DEVICES["h100"]

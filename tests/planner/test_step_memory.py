@@ -243,13 +243,33 @@ class Pairs(nn.Module):
         return x
 
 
-def test_stacks_that_run_together_are_followed_whole():
-    plans = [octavo.plan(Pairs(), torch.zeros(512, 64), device=FAST)]
+class Twice(nn.Module):
+    """Blocks that run twice in a forward; with `numbered`, each does something else by its number."""
+
+    def __init__(self, numbered=False):
+        super().__init__()
+        self.embed = nn.Linear(64, 64)
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 64)) for _ in range(8)])
+        for index, block in enumerate(self.blocks):
+            block.copies = index + 1 if numbered else 1
+
+    def forward(self, x):
+        x = self.embed(x)
+        for block in [*self.blocks, *self.blocks]:
+            x = block(x) + torch.stack([x] * block.copies).sum(0)
+        return x
+
+
+@pytest.mark.parametrize(("make", "traced"), [(Pairs, None), (Twice, 2), (partial(Twice, numbered=True), 8)])
+def test_stacks_that_run_together_are_followed_whole(make, traced):
+    plans = [octavo.plan(make(), torch.zeros(512, 64), device=FAST)]
     with pytest.MonkeyPatch.context() as patch:
-        [patch.setattr(f"octavo.planner.{n}.equal_stacks", lambda model, plan: []) for n in ("trace", "prediction")]
-        plans.append(octavo.plan(Pairs(), torch.zeros(512, 64), device=FAST))
+        for name in ("trace", "prediction"):
+            patch.setattr(f"octavo.planner.{name}.equal_stacks", lambda model, plan: [])
+        plans.append(octavo.plan(make(), torch.zeros(512, 64), device=FAST))
     assert plans[0].memory.at_peak == plans[1].memory.at_peak
     assert plans[0].planned.seconds == pytest.approx(plans[1].planned.seconds)
+    assert traced in (None, plans[0].memory.traced_blocks[0])
 
 
 def test_tensors_in_settings_are_not_compared():
