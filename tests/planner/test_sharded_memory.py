@@ -13,7 +13,7 @@ from octavo.planner.fake import fake_batch, fake_tensors
 from octavo.planner.few_blocks import Stack, copy_with_blocks
 from octavo.planner.model_plan import default_loss, trace_step
 from octavo.planner.step import StepConfig
-from octavo.planner.step_memory import ShardGroup, Shards, memory_per_rank, trace_blocks
+from octavo.planner.step_memory import ShardGroup, memory_per_rank, trace_blocks
 from octavo.planner.timeline import (
     ACTIVATIONS,
     BLOCK_GRADIENTS,
@@ -68,11 +68,8 @@ def test_a_rank_of_fsdp2(name, arm, recompute):
     rows = [r for r in TRACED["rows"] if (r["model"], r["arm"], r["recompute"]) == (name, arm, recompute)]
     assert len(rows) > 2
     for row in (r for r in rows if r["replicas"] == 1 and r["peak"] is not None):  # recorded to the end
-        shards = Shards(
-            ranks=row["world"], block=groups.block, rest=groups.rest, blocks=blocks,
-            widened=1 if compact(arm) else 2,
-        )  # fmt: skip
-        worst = memory_per_rank(whole, shards).peak
+        config, widened = StepConfig(gpus=row["world"]), 1 if compact(arm) else 2
+        worst = memory_per_rank(whole, config, blocks, groups.block, groups.rest, widened=widened).peak
         assert worst.total == pytest.approx(row["peak"], rel=0.05), (row["world"], worst)
 
 
@@ -91,16 +88,15 @@ def test_by_hand():
         "optimizer step": (800, 1600, 0, 16, 200, 80),
     }
     whole = MemorySeries(kinds, [phase.strip() for phase in rows], torch.tensor(list(rows.values())))
-    samples = [m.bytes for m in memory_per_rank(whole, Shards(ranks=8, block=block, rest=rest, blocks=4))]
+    samples = [m.bytes for m in memory_per_rank(whole, StepConfig(gpus=8), 4, block, rest)]
     assert [m[PARAMETERS] + m[STATES] for m in samples] == [300] * 7
     assert [m[GATHERED] for m in samples] == [120, 120, 160, 150, 140, 0, 400]
     assert [m[GRADIENTS] for m in samples] == [0, 205, 200 + 5 + 3, 200 + 19 + 8, 200 + 10, 35, 235]
     assert [m[TEMPORARIES] for m in samples] == [6, 6, 6, 6, 6, 2, 0]
-    accumulated = memory_per_rank(
-        whole, Shards(ranks=8, block=block, rest=rest, blocks=4, keeps_gathered=True, accumulating=True)
-    )
+    config = StepConfig(gpus=8, keeps_gathered=True, micro_batches=2)
+    accumulated = memory_per_rank(whole, config, 4, block, rest)
     assert [m.bytes[GATHERED] for m in accumulated][:2] == [140, 140 + 40]
     assert [m.bytes[GRADIENTS] for m in accumulated][:3] == [0, 220 + 26, 220 + 29]
-    away = memory_per_rank(whole, Shards(ranks=8, block=block, rest=rest, blocks=4, offloaded=True))
+    away = memory_per_rank(whole, StepConfig(gpus=8), 4, block, rest, offloaded=True)
     assert all(m.bytes[PARAMETERS] == m.bytes[STATES] == 0 for m in away)
     assert [m.bytes[GRADIENTS] for m in away] == [0, 205, 205, 219, 200, 0, 200]

@@ -35,7 +35,7 @@ from octavo.planner.step import (
     schedule_actions,
     step_time,
 )
-from octavo.planner.step_memory import FewBlocks, Shards, StepTrace, memory_per_rank, trace_again, trace_blocks
+from octavo.planner.step_memory import FewBlocks, StepTrace, memory_per_rank, trace_again, trace_blocks
 from octavo.planner.timeline import (
     ACTIVATIONS,
     BATCH,
@@ -149,14 +149,8 @@ class Workload:
         few = trace_again(trace, size, self.traced[kind])
         (series, messages, rest), block, blocks = few.whole, few.step.block, len(find_blocks(model))
         if config.shards > 1 or self.offloaded:
-            # In a pipeline whole gradients stay until the end of the step.
-            accumulated = config.reduce_bytes * (blocks * block.elements + rest.elements) if config.pp > 1 else 0
-            shards = Shards(
-                ranks=config.shards, block=block, rest=rest, blocks=blocks, keeps_gathered=config.keeps_gathered,
-                accumulating=config.micro_batches > 1, offloaded=self.offloaded,
-                spread=_expert_spread(model, config.ep), accumulated=accumulated,
-            )  # fmt: skip
-            series = memory_per_rank(series, shards)
+            spread = _expert_spread(model, config.ep)
+            series = memory_per_rank(series, config, blocks, block, rest, offloaded=self.offloaded, spread=spread)
         series = series.merge(BLOCK_GRADIENTS, GRADIENTS)
         if config.copies > 1 and config.shards == 1:  # DDP's buckets hold all gradients a second time
             series = series.plus({GATHERED: blocks * block.gradients + rest.gradients}, {})

@@ -304,81 +304,62 @@ def repeated(step: StorageEvents, few: StorageEvents, known: Growth) -> Growth |
 # What one of several GPUs holds
 
 
-@dataclass(frozen=True, kw_only=True)
-class Shards:
-    """How a model is sharded."""
+def memory_per_rank(
+    whole: MemorySeries, config: StepConfig, blocks: int, block: ShardGroup, rest: ShardGroup, *,
+    offloaded: bool = False, spread: float = 1.0, widened: int = 1,
+) -> MemorySeries:  # fmt: skip
+    """Convert the memory series of one process into that of a rank with the same batch.
 
-    ranks: int  # Ranks that share one copy
-    block: ShardGroup  # The largest block
-    rest: ShardGroup  # Parameters outside the blocks
-    blocks: int  # Number of blocks
-    keeps_gathered: bool = False  # Whether gathered weights of blocks stay until backward has used them (ZeRO-2)
-    accumulating: bool = False  # Whether gradients of earlier micro-batches exist already
-    offloaded: bool = False  # Whether shards, with their gradients and states, are in host memory
-    spread: float = 1.0  # Bytes of all parameters over those of the traced process, which has a part of the experts
-    # Bytes of all whole gradients, if they stay until the end of the step (FSDP2 in a pipeline); else 0.
-    accumulated: int = 0
-    # Bytes of a sharded gradient's element over those of a whole gradient's: 2 for float32 shards of a model that
-    # computes in bf16.
-    widened: int = 1
+    `block`: the largest of the blocks; `rest`: parameters outside of them; `offloaded`: whether shards, with their
+    gradients and states, are in host memory; `spread`: bytes of all parameters over those of the traced process, which
+    has a part of the experts; `widened`: bytes of a sharded gradient's element over those of a whole gradient's, 2 for
+    float32 shards of a model that computes in bf16.
+    """
 
+    def split(size: Tensor) -> Tensor:
+        total = (size * spread).long() if spread != 1 else size
+        return torch.zeros_like(size) if offloaded else -(-total // config.shards)
 
-def memory_per_rank(whole: MemorySeries, shards: Shards) -> MemorySeries:
-    """Convert the memory series of one process into that of a rank with the same batch."""
     kinds = tuple(kind for kind in whole.kinds if kind != BLOCK_GRADIENTS)
     columns = {kind: whole.table[:, index] for index, kind in enumerate(whole.kinds)}
     zeros = torch.zeros(len(whole.phases), dtype=torch.int64, device="cpu")
     of_blocks = columns.pop(BLOCK_GRADIENTS, zeros)
     backward, computing = (
-        torch.tensor([phase in names for phase in whole.phases], device="cpu") for names in _COMPUTING
+        torch.tensor([phase in names for phase in whole.phases], device="cpu")
+        for names in (("backward",), ("forward", "backward"))
     )
-    result = {kind: _split(size, shards) if kind in (PARAMETERS, STATES) else size for kind, size in columns.items()}
-    result[TEMPORARIES] = torch.where(computing, columns[TEMPORARIES], _split(columns[TEMPORARIES], shards))
+    result = {kind: split(size) if kind in (PARAMETERS, STATES) else size for kind, size in columns.items()}
+    result[TEMPORARIES] = torch.where(computing, columns[TEMPORARIES], split(columns[TEMPORARIES]))
     all_gradients = columns.get(GRADIENTS, zeros) + of_blocks
-    finished = of_blocks >= shards.blocks * max(shards.block.gradients, 1)  # gradients of all blocks
-    current = torch.where((of_blocks > 0) & ~finished, (of_blocks - 1) % max(shards.block.gradients, 1) + 1, 0)
-    if shards.accumulated:
-        gradients = torch.full_like(all_gradients, shards.accumulated) + backward * shards.block.gradients
+    of_block = max(block.gradients, 1)
+    finished = of_blocks >= blocks * of_block  # gradients of all blocks
+    current = torch.where((of_blocks > 0) & ~finished, (of_blocks - 1) % of_block + 1, 0)
+    if config.pp > 1:  # whole gradients stay until the end of the step, in the dtype of the reduction
+        accumulated = config.reduce_bytes * (blocks * block.elements + rest.elements)
+        gradients = torch.full_like(all_gradients, accumulated) + backward * block.gradients
         in_flight, finished = torch.zeros_like(backward), torch.zeros_like(computing)
         prefetching = finished
-    elif shards.accumulating:
-        gradients = _reduced(all_gradients, shards) + backward * (shards.rest.gradients + shards.block.gradients)
+    elif config.micro_batches > 1:  # those of earlier micro-batches exist already
+        gradients = split(all_gradients * widened) + backward * (rest.gradients + block.gradients)
         in_flight, prefetching, finished = backward, computing, torch.zeros_like(computing)
     else:
-        gradients = columns.get(GRADIENTS, zeros) + current + _reduced(of_blocks - current, shards)
+        gradients = columns.get(GRADIENTS, zeros) + current + split((of_blocks - current) * widened)
         # The previous block's, until this block's are complete and scattered in their turn.
-        in_flight = (of_blocks > shards.block.gradients) & (current < shards.block.gradients)
-        prefetching = computing & (of_blocks < (shards.blocks - 1) * shards.block.gradients)
-    keeps = shards.keeps_gathered or shards.accumulated > 0
-    result[GRADIENTS] = torch.where(computing, gradients, _reduced(all_gradients, shards))
+        in_flight = (of_blocks > block.gradients) & (current < block.gradients)
+        prefetching = computing & (of_blocks < (blocks - 1) * block.gradients)
+    keeps = config.keeps_gathered or config.pp > 1  # until backward has used them
+    result[GRADIENTS] = torch.where(computing, gradients, split(all_gradients * widened))
     result[GATHERED] = (
-        computing * shards.rest.gathered
-        + (computing & ~finished) * shards.block.gathered * (shards.blocks if keeps else 1)
-        + (prefetching * shards.block.gathered if not keeps else 0)
-        + (computing & in_flight) * shards.block.reduced
+        computing * rest.gathered
+        + (computing & ~finished) * block.gathered * (blocks if keeps else 1)
+        + (prefetching * block.gathered if not keeps else 0)
+        + (computing & in_flight) * block.reduced
     )
     names = (*kinds, *(kind for kind in (TEMPORARIES, GRADIENTS, GATHERED) if kind not in kinds))
-    table = torch.stack([result[kind] for kind in names], dim=1)
-    return _add_last_scatter(MemorySeries(names, whole.phases, table), _reduced(all_gradients, shards)[-1], shards)
-
-
-_COMPUTING = (("backward",), ("forward", "backward"))
-
-
-def _split(size: Tensor, shards: Shards) -> Tensor:
-    whole = (size * shards.spread).long() if shards.spread != 1 else size
-    return torch.zeros_like(size) if shards.offloaded else -(-whole // shards.ranks)
-
-
-def _reduced(gradients: Tensor, shards: Shards) -> Tensor:
-    return _split(gradients * shards.widened, shards)
-
-
-def _add_last_scatter(series: MemorySeries, gradients: Tensor, shards: Shards) -> MemorySeries:
-    """Append the time after backward at which gradients outside the blocks are scattered."""
-    column = {kind: index for index, kind in enumerate(series.kinds)}
-    last = series.table[-1].clone()
-    last[column[TEMPORARIES]] = 0
-    last[column[GRADIENTS]] = gradients + shards.rest.gradients
-    last[column[GATHERED]] = shards.rest.reduced
-    return MemorySeries(series.kinds, [*series.phases, "end of backward"], torch.cat([series.table, last[None]]))
+    # At the end of backward, gradients outside the blocks are scattered.
+    last = {kind: result[kind][-1] for kind in names} | {
+        TEMPORARIES: zeros[0], GRADIENTS: split(all_gradients[-1] * widened) + rest.gradients,
+        GATHERED: zeros[0] + rest.reduced,
+    }  # fmt: skip
+    table = torch.stack([torch.cat([result[kind], last[kind][None]]) for kind in names], dim=1)
+    return MemorySeries(names, [*whole.phases, "end of backward"], table)

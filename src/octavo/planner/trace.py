@@ -14,6 +14,7 @@ that reads its outside inputs and writes the outputs that are read later. Induct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -159,11 +160,7 @@ def _block_calls(trace: Trace, block: str) -> dict[str, tuple[LinearCall, ...]]:
 def _hooked(tracer: "_Tracer", linears: Mapping[str, nn.Module]) -> Iterator[None]:
     handles = []
     for name, module in linears.items():
-        if looks_like_experts(module):
-            handles.append(module.register_forward_pre_hook(tracer.enter_experts_hook(name), with_kwargs=True))
-            handles.append(module.register_forward_hook(tracer.leave_experts, always_call=True))
-            continue
-        handles.append(module.register_forward_pre_hook(tracer.enter_hook(name)))
+        handles.append(module.register_forward_pre_hook(partial(tracer.enter, name), with_kwargs=True))
         handles.append(module.register_forward_hook(tracer.leave, always_call=True))
     try:
         yield
@@ -189,46 +186,38 @@ class _Tracer(TorchDispatchMode):
         self._written: dict[int, int] = {}
         self._read: dict[int, set[int]] = {}
 
-    def enter_hook(self, name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
-        def enter(module: nn.Module, inputs: tuple[Any, ...]) -> None:
-            given = inputs[0]  # a rank's part of a DTensor does not say whether that needs a gradient
-            x, weight = local_part(given), local_part(module.weight)
-            assert isinstance(x, Tensor) and isinstance(weight, Tensor)
-            k = x.shape[-1]
-            call = LinearCall(
-                m=x.numel() // max(k, 1),
-                k=k,
-                n=weight.numel() // max(k, 1),
-                dgrad=given.requires_grad,
-                wgrad=module.weight.requires_grad,  # type: ignore[arg-type]
-                first=given is not self._input or given.grad_fn is None,
-            )
-            self.calls.setdefault(name, []).append(call)
-            self._input = given
-            self._inside += 1
-            self._region += 1
-            self._reads([x])
-
-        return enter
-
-    def enter_experts_hook(self, name: str) -> Callable[..., None]:
-        def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def enter(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Add the call of a linear layer, or the two of a mixture of experts."""
+        calls = self.calls.setdefault(name, [])
+        if looks_like_experts(module):
             hidden, index = (*args, *kwargs.values())[:2]
             count, k, both, inner = experts_shape(module)
-            calls = self.calls.setdefault(name, [])
             wgrad = any(p.requires_grad for p in module.parameters())
             for features, outputs, dgrad in ((k, both, hidden.requires_grad), (inner, k, True)):
                 calls.append(
                     LinearCall(m=index.numel(), k=features, n=outputs, dgrad=dgrad, wgrad=wgrad, experts=count)
                 )
             self._in_experts += 1
+            return
+        given, weight = args[0], module.weight  # a rank's part of a DTensor does not say whether that needs a gradient
+        x, part = local_part(given), local_part(weight)
+        assert isinstance(x, Tensor) and isinstance(part, Tensor)
+        calls.append(
+            LinearCall(
+                m=x.numel() // max(x.shape[-1], 1), k=x.shape[-1], n=part.numel() // max(x.shape[-1], 1),
+                dgrad=given.requires_grad, wgrad=weight.requires_grad,  # type: ignore[arg-type]
+                first=given is not self._input or given.grad_fn is None,
+            )
+        )  # fmt: skip
+        self._input = given
+        self._inside += 1
+        self._region += 1
+        self._reads([x])
 
-        return enter
-
-    def leave_experts(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        self._in_experts -= 1
-
-    def leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
+    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        if looks_like_experts(module):
+            self._in_experts -= 1
+            return
         self._writes([output])
         self._inside -= 1
         self._region += 1

@@ -334,10 +334,15 @@ def stages_of_model(model: nn.Module, parallel: ParallelConfig) -> list[Stage]:
     return stages
 
 
-def cut_ends(model: Any, stage: Stage) -> None:
-    """Leave out of a model the embedding and the head of other stages."""
-    if stage.count > 1:
-        remove_ends(model, first=stage.first, last=stage.last)
+def _own_part(
+    model: nn.Module, config: TrainConfig, mesh: DeviceMesh | None, stage: Stage, *, fp8: bool = False
+) -> Layout:
+    """Leave in a model what a rank has of its layers, in place, and not the embedding and head of other stages."""
+    layout = divide_layers(model, config.parallel, mesh, fp8=fp8)
+    if stage.count == 1:
+        return layout
+    remove_ends(model, first=stage.first, last=stage.last)
+    return replace(layout, forward=stage_module(model, stage, config))
 
 
 def stage_module(model: Any, stage: Stage, config: TrainConfig) -> StageModule:
@@ -408,8 +413,7 @@ def _trace_forward(
 
         def prepare(copy: torch.nn.Module) -> None:
             fuse(copy, plan)
-            layouts[copy] = divide_layers(copy, parallel, mesh, fp8=False)
-            cut_ends(copy, stage)
+            layouts[copy] = _own_part(copy, config, mesh, stage)
 
         def forward(copy: torch.nn.Module) -> Any:
             ids = torch.zeros(shape, dtype=torch.int64, device=fake)
@@ -417,7 +421,7 @@ def _trace_forward(
             inputs, labels = layout.own_tokens(ids), layout.own_labels(ids)
             with torch.autocast(fake.type, torch.bfloat16, enabled=config.precision.parameters == "fp32"):
                 if stage.count > 1:
-                    return stage_module(copy, stage, config)(stage_input(copy, stage, config, inputs), labels=labels)
+                    return layout.forward(stage_input(copy, stage, config, inputs), labels=labels)
                 if loss is not None:
                     return loss(copy)
                 positions = layout.positions(inputs)
@@ -432,15 +436,10 @@ def _trainer(
 ) -> Iterator[Trainer]:
     """The trainer of a rank, on a fake copy with `blocks` of a stage's blocks; without a plan it makes its own."""
     fake, task = fake_device(torch.device(device)), planned_task(config)
-
-    def divide(model: nn.Module) -> Layout:
-        layout = divide_layers(model, config.parallel, mesh, fp8=plans_fp8(plan))
-        cut_ends(model, stage)
-        return layout if stage.count == 1 else replace(layout, forward=stage_module(model, stage, config))
-
     packed = masks_documents(config, stage.model)
     with shared_mesh(config.parallel, fake) as mesh, fake_tensors(device, packed=packed) as mode:
         copy = copy_with_blocks(stage.model, blocks, mode, fake)
+        divide = partial(_own_part, config=config, mesh=mesh, stage=stage, fp8=plans_fp8(plan))
         yield Trainer(config, task.data, fake, copy, plan=plan and restrict_plan(plan, copy), divide=divide)
 
 
