@@ -118,7 +118,7 @@ def test_shards_are_stepped_as_the_whole(gloo):  # noqa: F811
 
 def test_memory_and_time_are_planned():
     config = load_config(DEMO, ["precision.level=fp8+activations+optimizer", "optim.name=lion"])
-    memory, plan = plan_memory(config, whole=False).largest, plan_step(config, gpu="h100")
+    memory, plan = plan_memory(config).largest, plan_step(config, gpu="h100")
     assert memory["optimizer states"] / memory["parameters"] == pytest.approx((2 + 1 + 5 / 128) / 2, rel=0.01)
     moved = plan.parameters * (2 * (2 + 2 + 1 + 5 / 128) + 2 * 2)
     assert plan.planned.optimizer == pytest.approx(moved / DEVICES["h100"].bandwidth, rel=1e-3)

@@ -24,6 +24,7 @@ from octavo.planner.few_blocks import copy_with_blocks, leading_blocks
 from octavo.planner.step_memory import _group, make_gradients, make_states
 from octavo.runtime.blocks import find_blocks
 from octavo.runtime.torch_compat import fake_process_group
+from whole_plans import all_blocks
 
 CPU = torch.device("cpu")
 SIZES = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "num_attention_heads": 8,
@@ -173,12 +174,12 @@ def first_blocks_differ(blocks):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"checkpointing": "full"}, {"world_size": 8}], ids=str)
-def test_first_blocks_that_differ_are_followed_and_the_rest_extrapolated(monkeypatch, options):
+def test_first_blocks_that_differ_are_followed_and_the_rest_extrapolated(options):
     """As the dense blocks of DeepSeek-V3, before those with experts: every byte and second as from all blocks."""
     model = first_blocks_differ(7)
     plans = [octavo.plan(model, 2, 128, device=FAST, **options)]
-    [monkeypatch.setattr(f"octavo.planner.{n}.equal_stacks", lambda model, plan: []) for n in ("trace", "prediction")]
-    plans.append(octavo.plan(model, 2, 128, device=FAST, **options))
+    with all_blocks():
+        plans.append(octavo.plan(model, 2, 128, device=FAST, **options))
     short, whole = (plan.memory for plan in plans)
     assert (short.traced_blocks, whole.traced_blocks) == ((4, 7), (7, 7))
     for name in ("at_peak", "largest", "phase"):
@@ -263,9 +264,7 @@ class Twice(nn.Module):
 @pytest.mark.parametrize(("make", "traced"), [(Pairs, None), (Twice, 2), (partial(Twice, numbered=True), 8)])
 def test_stacks_that_run_together_are_followed_whole(make, traced):
     plans = [octavo.plan(make(), torch.zeros(512, 64), device=FAST)]
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("trace", "prediction"):
-            patch.setattr(f"octavo.planner.{name}.equal_stacks", lambda model, plan: [])
+    with all_blocks():
         plans.append(octavo.plan(make(), torch.zeros(512, 64), device=FAST))
     assert plans[0].memory.at_peak == plans[1].memory.at_peak
     assert plans[0].planned.seconds == pytest.approx(plans[1].planned.seconds)

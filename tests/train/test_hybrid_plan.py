@@ -16,6 +16,7 @@ from octavo.train.ranks import Ranks
 from octavo.train.record.progress import NullProgress
 from octavo.train.run_plan import plan_configured
 from octavo.train.trainer import Trainer
+from whole_plans import all_blocks
 
 pytestmark = pytest.mark.dist
 NAMES = {"all-gather": "_allgather_base_", "reduce-scatter": "_reduce_scatter_base_", "all-to-all": "alltoall_base_"}
@@ -167,8 +168,7 @@ def test_first_blocks_that_differ_are_traced_once(settings, gpus):
     tables = settings(optim={"batch": 16, "micro_batches": 2})
     tables["model"] = {"type": "deepseek_v3", "config": DEEPSEEK}
     plan = plan_configured(parse_config(tables), gpu="h100", gpus=gpus).memory
-    with pytest.MonkeyPatch.context() as patch:
-        [patch.setattr(f"octavo.planner.{n}.equal_stacks", lambda model, plan: []) for n in ("trace", "prediction")]
+    with all_blocks():
         whole = plan_configured(parse_config(tables), gpu="h100", gpus=gpus).memory
     assert (plan.traced_blocks, whole.traced_blocks) == ((5, 7), (7, 7))
     assert (plan.at_peak, plan.largest) == (whole.at_peak, whole.largest)

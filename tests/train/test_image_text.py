@@ -18,6 +18,7 @@ from octavo.train.run_plan import plan_memory
 from octavo.train.tasks.images import EXACT_MATCH, ImageTextTask
 from octavo.train.tasks.registry import task_of
 from octavo.train.trainer import Trainer
+from whole_plans import all_blocks
 
 pytest.importorskip("sklearn")
 Image = pytest.importorskip("PIL.Image")
@@ -270,9 +271,11 @@ def test_a_few_blocks_of_tower_and_decoder_stand_for_all(level, layer, monkeypat
     run = parse_config(
         tables(model={"config": config}, precision={"level": level, "min_features": 16}, optim={"batch": 4})
     )
-    whole, traced, copy = plan_memory(run), [], run_plan.copy_with_blocks
+    with all_blocks():
+        whole = plan_memory(run)
+    traced, copy = [], run_plan.copy_with_blocks
     monkeypatch.setattr(run_plan, "copy_with_blocks", lambda *args: traced.append(args[1]) or copy(*args))
-    few = plan_memory(run, whole=False)
+    few = plan_memory(run)
     for name in ("at_peak", "largest", "phase", "saved_by_layer", "saved_by_dtype"):
         assert getattr(few, name) == getattr(whole, name), name
     assert traced[0]["model.language_model.layers"] == 2
@@ -291,4 +294,6 @@ def test_the_decoder_is_recomputed_in_copies_with_few_blocks(checkpointing):
         "vision_config": LLAVA["vision_config"] | {"num_hidden_layers": 5},
     }
     run = parse_config(tables(model={"config": config}, precision={"checkpointing": checkpointing}))
-    assert plan_memory(run, whole=False).at_peak == plan_memory(run).at_peak
+    few = plan_memory(run).at_peak
+    with all_blocks():
+        assert plan_memory(run).at_peak == few

@@ -46,8 +46,8 @@ def test_attention_is_chosen(make_config, tokenizer, packing, tmp_path):
         build_model(settings("flash_attention_2"), tokenizer)
     with pytest.raises(ConfigError, match="flex_attention.* has no backward on a CPU"):
         run(settings("flex_attention"), out=tmp_path / "flex")
-    fused, whole = (plan_memory(settings(name), whole=False).peak for name in ("flash_attention_3", "eager"))
-    auto = plan_memory(settings("auto"), whole=False).peak
+    fused, whole = (plan_memory(settings(name)).peak for name in ("flash_attention_3", "eager"))
+    auto = plan_memory(settings("auto")).peak
     offsets = 4096 if packing == "documents" else 0  # of variable-length attention
     assert fused <= auto <= fused + offsets and auto < whole
 

@@ -261,6 +261,8 @@ def _growth(few: StepTrace, more: StepTrace) -> Growth | None:
         return None
     if not forward.part or forward.source is None:  # the block did not run, or not as the one before it
         return None
+    if {event.phase for event in few.events.after} != {event.phase for event in more.events.after}:
+        return None
     one, other = few.amounts, more.amounts
     return Growth(forward, backward, {key: other.get(key, 0) - one.get(key, 0) for key in {**one, **other}})
 
@@ -274,7 +276,7 @@ def trace_again(trace: TraceBlocks, size: int, known: FewBlocks) -> FewBlocks:
         return trace_blocks(trace, size, known.stacks)
     try:
         few = trace({stack.name: stack.few for stack in known.stacks}, size)
-    except ValueError:
+    except ValueError:  # a tower is read at a block that it lacks
         return trace_blocks(trace, size, known.stacks)
     growths = [(repeated(few.events, known.step.events, growth), extra) for growth, extra in known.growths]
     again = [(growth, extra) for growth, extra in growths if growth is not None]

@@ -76,12 +76,12 @@ _VARLEN_NOTE = "Attention inside packed documents, without a mask; its time is t
 
 
 def plan_memory(
-    config: TrainConfig, *, device: str = "cuda", label: str | None = None, whole: bool = True,
+    config: TrainConfig, *, device: str = "cuda", label: str | None = None,
     models: dict[tuple[str, str], Any] | None = None,
 ) -> MemoryPlan:  # fmt: skip
     """Predict the memory of a training step of a run on one device, and what a forward saves for backward.
 
-    `whole`: run all blocks; `models`: those of the run's other levels of precision.
+    `models`: those of the run's other levels of precision.
     """
     import transformers.masking_utils  # noqa: F401  which fake_tensors keeps from taking every batch for a packed one
 
@@ -98,7 +98,7 @@ def plan_memory(
     tokens = sequences * task.positions(stage.model)
     config = with_activations(config, stage.model, tokens, gpu=device == "cuda")
     plan = None  # the trainer's own, which recipe "auto" decides by this machine's GPU
-    if not whole and device == "cuda" and config.resolved.recipe != AUTO:
+    if device == "cuda" and config.resolved.recipe != AUTO:
         plan = _configured(stage.model, config, None, tokens)
     workload = Workload(
         model=stage.model, stages=(stage,), plan=plan, sequences=sequences,
@@ -137,7 +137,7 @@ def plan_arms(
     # At level "bf16" the loss uses whole logits, as in plain training; at others it follows the configuration.
     progress("a step of this config")
     models: dict[tuple[str, str], Any] = {}
-    plans = [plan_memory(config, device=device, label="this config", whole=False, models=models)]
+    plans = [plan_memory(config, device=device, label="this config", models=models)]
     for level in LEVELS:
         progress(f"a step at level {level}")
         changes = {} if config.precision.parameters == "bf16" else {"parameters": "bf16", "loss_scale": "none"}
@@ -145,7 +145,7 @@ def plan_arms(
             changes["loss"] = "whole"
         arm = at_level(config, level, changes)
         same = arm.model_dump() == config.model_dump()
-        of_level = partial(plan_memory, arm, device=device, label=level, whole=False, models=models)
+        of_level = partial(plan_memory, arm, device=device, label=level, models=models)
         plans.append(replace(plans[0], label=level) if same else of_level())
     return plans
 
