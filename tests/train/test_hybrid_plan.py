@@ -40,7 +40,22 @@ LAYOUTS = {
 
 
 class Recording(Timeline):
-    """A timeline that does not count weights that FSDP2 gathers as activations."""
+    """A timeline that sees FSDP2 free gathered weights by resizing them, and does not count them as activations."""
+
+    def __enter__(self):
+        self._resize = original = torch.UntypedStorage.resize_
+
+        def resize_(storage, size):
+            original(storage, size)
+            if (number := self._numbers.get(storage)) is not None:
+                self._change(number, self._rounded(storage))
+
+        torch.UntypedStorage.resize_ = resize_
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        super().__exit__(*error)
+        torch.UntypedStorage.resize_ = self._resize
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = super().__torch_dispatch__(func, types, args, kwargs)

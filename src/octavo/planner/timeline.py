@@ -1,10 +1,9 @@
-"""Timeline: record every storage that a training step allocates, its size over time, and the peak of the sum.
+"""Timeline: record every storage that a training step allocates, and the peak of the sum.
 
 A dispatch mode sees the outputs of every operation below autograd, with real tensors and under FakeTensorMode alike. A
-storage starts when it first appears and ends when its Python object dies. In between it may be resized: FSDP2 frees
-gathered weights that way, which no operation shows, so `UntypedStorage.resize_` is wrapped. Tensor subclasses that wrap
-tensors (DTensor) count as their inner tensors. Storages are classified afterwards, so the timeline keeps all events (a
-few thousand for a 7B model) rather than a running sum:
+storage starts when it first appears and ends when its Python object dies. Tensor subclasses that wrap tensors (DTensor)
+count as their inner tensors. Storages are classified afterwards, so the timeline keeps all events (a few thousand for a
+7B model) rather than a running sum:
 
     held before the step        labelled by the caller: parameters, optimizer states, batch
     gradients                   storages that a parameter's `.grad` used
@@ -114,7 +113,7 @@ class MemorySeries:
 
 
 class Event(NamedTuple):
-    """A storage that begins, ends or is resized."""
+    """A storage that begins or ends."""
 
     kind: str  # Category of the storage
     change: int  # Change of its size in bytes
@@ -162,7 +161,7 @@ class Timeline(TorchDispatchMode):
         TorchDispatchMode.__init__(self)
         self._allocation_granularity = allocation_granularity
         self._numbers = WeakIdKeyDictionary()
-        self._sizes: list[int] = []
+        self._sizes: dict[int, int] = {}
         self._kinds: dict[int, str] = {}
         self._events: list[tuple[int, int, str]] = []  # storage, change in bytes, phase
         self._alive: dict[int, weakref.ref[Any]] = {}
@@ -217,16 +216,6 @@ class Timeline(TorchDispatchMode):
         )
 
     def __enter__(self) -> "Timeline":
-        original: Any = torch.UntypedStorage.resize_
-        self._resize = original
-
-        def resize_(storage: torch.UntypedStorage, size: int) -> Any:
-            result = original(storage, size)
-            if (number := self._numbers.get(storage)) is not None:
-                self._change(number, self._rounded(storage))
-            return result
-
-        torch.UntypedStorage.resize_ = resize_  # type: ignore[assignment, method-assign]
         self._mark("step start")
         TorchDispatchMode.__enter__(self)
         return self
@@ -234,7 +223,6 @@ class Timeline(TorchDispatchMode):
     def __exit__(self, *error: Any) -> None:
         TorchDispatchMode.__exit__(self, *error)
         self._mark("step end")
-        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
@@ -268,9 +256,7 @@ class Timeline(TorchDispatchMode):
         storage = tensor.untyped_storage()
         number: int | None = self._numbers.get(storage)
         if number is None:
-            number = len(self._sizes)
-            self._numbers[storage] = number
-            self._sizes.append(0)
+            number = self._numbers[storage] = len(self._sizes)
             self._alive[number] = weakref.ref(storage, self._end_callback(number))
             self._change(number, self._rounded(storage))
         return number
@@ -279,7 +265,7 @@ class Timeline(TorchDispatchMode):
         return math.ceil(storage.nbytes() / self._allocation_granularity) * self._allocation_granularity
 
     def _change(self, number: int, size: int) -> None:
-        self._events.append((number, size - self._sizes[number], self._phase))
+        self._events.append((number, size - self._sizes.get(number, 0), self._phase))
         self._sizes[number] = size
 
     def _end_callback(self, number: int) -> Callable[[Any], None]:
