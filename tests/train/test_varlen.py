@@ -321,9 +321,7 @@ def test_plans(make_config, lines):
         return make_config(model=model, data=data, optim={"batch": rows})
 
     masks = 3 * rows * length**2 * 2  # one for each layer, in 16 bits
-    sdpa, varlen, auto, flash = (
-        plan_memory(config(name)) for name in ("sdpa", "varlen", "auto", "flash_attention_2")
-    )
+    sdpa, varlen, auto, flash = (plan_memory(config(name)) for name in ("sdpa", "varlen", "auto", "flash_attention_2"))
     assert varlen.peak == pytest.approx(flash.peak, rel=0.02) and varlen.peak == auto.peak
     saved = [sum(plan.saved_by_layer.values()) for plan in (sdpa, varlen)]
     assert saved[0] - saved[1] == pytest.approx(masks, rel=1e-3)
