@@ -4,7 +4,7 @@ import json
 import pytest
 import tiny_runs
 import torch
-from tiny_runs import LLAMA
+from tiny_runs import GROUPS, LLAMA
 
 from octavo.train.checkpoint import store as checkpoint
 from octavo.train.checkpoint.digests import write_digests
@@ -17,43 +17,6 @@ from octavo.train.config.sections import FREE, TUNABLE
 def make_trainer(make_config, **sections):
     config = make_config(**sections)
     return tiny_runs.make_trainer(config)
-
-
-def state(trainer):
-    flat = {f"model.{name}": tensor for name, tensor in trainer.model.state_dict().items()}
-    optimizer = trainer.optimizer.state_dict()
-    flat |= {f"master.{name}": tensor for name, tensor in optimizer["masters"].items()}
-    for index, moments in optimizer["adamw"]["state"].items():
-        flat |= {f"moment.{index}.{name}": tensor for name, tensor in moments.items()}
-    return flat
-
-
-CASES = [
-    {"precision": {"parameters": "fp32"}},
-    {"precision": {"parameters": "fp16", "loss_scale": "dynamic"}},
-    {"precision": {"master": "none"}},
-    {"precision": {"level": "fp8"}},
-    {"model": {"type": "llama", "config": LLAMA | {"tie_word_embeddings": True}}},
-    {"model": {"type": "gpt2", "config": {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 16}}},
-]
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("sections", CASES)
-def test_round_trip_restores_everything(sections, make_config, tmp_path):
-    trainer = make_trainer(make_config, **sections)
-    trainer.train_step()
-    trainer.save(tmp_path)
-    other = make_trainer(make_config, **sections, run={"seed": 77})
-    folder = latest_checkpoint(tmp_path)
-    assert folder is not None
-    assert folder.name == "step-000001"
-    load_checkpoint(folder, other.model, other.optimizer, other.loss_scale, other.ranks)
-    saved, restored = state(trainer), state(other)
-    assert saved.keys() == restored.keys()
-    assert all(torch.equal(saved[name], restored[name]) for name in saved)
-    assert other.loss_scale.state_dict() == trainer.loss_scale.state_dict()
-    assert trainer.optimizer.state_dict()["adamw"]["state"][0]["step"] == 1
 
 
 def test_only_the_newest_are_kept(make_config, tmp_path):
@@ -104,6 +67,13 @@ def test_another_model_is_named_by_its_first_difference(make_config, tmp_path):
         with pytest.raises(ConfigError) as caught:
             check_same_run(saved, make_config(**sections), tmp_path)
         assert f"holds another run: there {message}. Set" in str(caught.value)
+    evaluated = make_config(eval={"fraction": 0.3}, optim={"groups": GROUPS}).model_dump(mode="json", exclude_none=True)
+    for groups, fraction, message in (
+        (GROUPS, 0.4, "eval.fraction = 0.3, here 0.4"),
+        (GROUPS[:1], 0.3, "optim.groups = "),
+    ):
+        with pytest.raises(ConfigError, match=f"another run: there {message}"):
+            check_same_run(evaluated, make_config(eval={"fraction": fraction}, optim={"groups": groups}), tmp_path)
     free = {"name": "b", "out": "x", "device": "auto", "log_every": 5, "save_every": 1, "keep": 9}
     assert check_same_run(saved, make_config(run=free, data={"cache": "elsewhere"}), tmp_path) == []
     tuned = make_config(run={"steps": 100}, optim={"lr": 0.5, "clip": 0.0}, precision={"skip": ["*head"]})

@@ -2,11 +2,10 @@
 
 import json
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny_runs import GPT2, At, Recorder, assert_no_trace, assert_same, curve, fail, job, load, sentences
+from tiny_runs import GPT2, Recorder, assert_no_trace, load, sentences
 from transformers import AutoModelForCausalLM
 
 from octavo.train import ConfigError, RunResult, loop, read_metrics, run
@@ -155,25 +154,6 @@ def test_evaluation_leaves_no_trace(case, make_config, tmp_path):
     assert len([row for row in read_metrics(tmp_path / "often") if row.held_out]) == 6
 
 
-@pytest.mark.thorough
-def test_a_resumed_run_measures_the_same(make_config, tmp_path):
-    def config(**changes):
-        settings = {"every": 2, "fraction": 0.3} | changes
-        return make_config(run={"save_every": 2}, eval=settings, precision={"level": "fp8"})
-
-    run(config(), out=tmp_path / "whole")
-    with pytest.raises(RuntimeError, match="killed"):
-        run(config(), out=tmp_path / "halves", progress=At(3, fail))
-    with pytest.raises(ConfigError, match=r"there eval.fraction = 0.3, here 0.4"):
-        run(config(fraction=0.4), out=tmp_path / "halves", resume=True)
-    with pytest.raises(ConfigError, match="there eval.fraction = 0.3, here unset"):
-        run(config(fraction=None, source=write_lines(tmp_path, ["text"] * 90)), out=tmp_path / "halves", resume=True)
-    run(config(), out=tmp_path / "halves", resume=True)
-    assert_same(tmp_path / "whole", tmp_path / "halves")
-    measured = [[row.held_out for row in read_metrics(tmp_path / name)] for name in ("whole", "halves")]
-    assert measured[0] == measured[1] and measured[0][1] is not None
-
-
 @pytest.mark.parametrize(("steps", "repeats"), [(20, False), (80, True)])
 def test_a_run_says_how_often_it_sees_its_data(steps, repeats, make_config):
     config = make_config(run={"steps": steps}, eval={"fraction": 0.3})
@@ -185,43 +165,3 @@ def test_a_run_says_how_often_it_sees_its_data(steps, repeats, make_config):
     assert f"{loaded.documents} documents, {loaded.tokens:,} tokens" in line and f"takes {epochs:.3g} epochs" in line
     assert loaded.held_out.documents == 1 and f"held out: 1 document, {loaded.held_out.tokens:,} tokens" in line
     assert any(note.startswith(f"the data repeats: {steps} steps take {epochs:.3g}") for note in seen.notes) == repeats
-
-
-LAYOUTS = [
-    {},
-    {"reshard_after_forward": False},
-    {"dp_replicate": 2, "dp_shard": 1},
-    pytest.param({"tp": 2}, marks=pytest.mark.slow),
-    pytest.param({"cp": 2}, marks=pytest.mark.slow),
-]
-
-
-@pytest.mark.slow
-@pytest.mark.dist
-@pytest.mark.parametrize("parallel", LAYOUTS, ids=str)
-def test_ranks_share_the_rows(gloo, parallel, make_config, tmp_path):
-    """The same numbers on both ranks, those of one process, and the same training as without."""
-    config = make_config(
-        precision={"level": "fp8"}, optim={"micro_batches": 2}, eval={"every": 2, "fraction": 0.3, "batches": 7},
-        run={"save_every": 3},
-    )  # fmt: skip
-    if "tp" in parallel:
-        config = make_config(
-            model={"type": "llama", "config": {**config.model.config, "num_key_value_heads": 2}},
-            precision={"level": "fp8"}, optim={"micro_batches": 2}, eval={"every": 2, "fraction": 0.3, "batches": 7},
-        )  # fmt: skip
-    tables = config.model_dump(exclude_none=True)
-    rare = tables | {"eval": tables["eval"] | {"every": 0}}
-    split = tables | {"parallel": parallel}
-    results = gloo.run(job, 2, split, str(tmp_path / "two"))
-    gloo.run(job, 2, rare | {"parallel": parallel}, str(tmp_path / "rare"))
-    job(tables, str(tmp_path / "one"))
-    assert results[0].held_out == results[1].held_out
-    assert curve(tmp_path / "two") == curve(tmp_path / "rare")
-    assert [row.held_out for row in read_metrics(tmp_path / "rare")][-1] == results[0].held_out
-    for one, two in zip(*(read_metrics(tmp_path / name) for name in ("one", "two")), strict=True):
-        if one.held_out:
-            # As the losses in training: bf16 gradients of halves of a batch differ by their rounding.
-            assert two.held_out == pytest.approx(one.held_out, rel=4e-3)
-    rows = [row.held_out["loss"] for row in read_metrics(tmp_path / "two") if row.held_out]
-    assert len(rows) == 3 and np.isfinite(rows).all()

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from test_guard import GUARDED, LASTING
-from test_hybrid import LAYOUTS, MLP, moves, piloted_job, slow
+from test_hybrid import DROPOUT, LAYOUTS, MLP, STARCODER, moves, piloted_job, slow
 from test_ranks import job, losses, same, state
 from tiny_runs import MIXTRAL, PIPELINE
 
@@ -20,19 +20,14 @@ from octavo.tensor import local_tensor
 from octavo.train import ConfigError, parse_config, read_metrics, run
 from octavo.train.checkpoint.retention import checkpoints
 from octavo.train.data.corpus import Corpus
-from octavo.train.data.load import load_corpus
 from octavo.train.ranks import LostRankError
 from octavo.train.record.metrics import read_events
-from octavo.train.record.progress import NullProgress
 from octavo.train.record.statistics import read_statistics
 from octavo.train.trainer import Trainer
 from processes import Failed
 
 pytestmark = pytest.mark.dist
 MESHES = LAYOUTS | {"ep": (2, {"ep": 2}), "ep-fsdp": (4, {"ep": 2})}
-STARCODER = {key: value for key, value in PIPELINE.items() if key != "head_dim"}
-DROPOUT = {"residual_dropout": 0.2, "embedding_dropout": 0.1}
-"""Of the residual stream, which ranks of tensor parallelism have all, or their tokens of."""
 
 
 @pytest.fixture
@@ -72,15 +67,6 @@ def test_checkpointing_recomputes_with_the_same_dropout(gloo, dropping, tmp_path
 
 
 @pytest.mark.slow
-def test_ranks_with_all_tokens_drop_the_same(gloo, dropping, tmp_path):
-    """Losses are those of one process, whose masks of the residual stream are the same."""
-    made = dropping("tp-whole", attention=0.0)
-    gloo.run(job, 2, made, str(tmp_path / "ranks"))
-    job(made | {"parallel": {}}, tmp_path / "one")
-    assert losses(tmp_path / "ranks") == pytest.approx(losses(tmp_path / "one"), rel=2e-3)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "schedule"), [*(("pp", name) for name in SCHEDULES), ("pp-fsdp", "1F1B"), ("pp-tp", "1F1B")]
 )
@@ -102,32 +88,6 @@ def test_the_stages_of_a_pipeline_evaluate(gloo, dropping, tmp_path, layout, sch
     for row, expected in zip(*(read_metrics(tmp_path / name) for name in ("ranks", "one")), strict=True):
         assert row.held_out == pytest.approx(expected.held_out, rel=2e-3)
         assert row.held_out.keys() == {"loss", "loss_high_precision", "loss_ema"}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", ["tp", "pp-tp", "tp-whole", "tp-fsdp", "cp"])
-def test_the_last_batch_of_an_evaluation(gloo, settings, tmp_path, layout):
-    """Six rows for batches of ten, so that ranks and micro-batches have five or one: losses are those of one process.
-
-    In high precision, where a row too many or too few would show.
-    """
-    world, parallel = LAYOUTS[layout]
-    made = settings(
-        parallel=parallel,
-        optim={"batch": 10, "micro_batches": 2 if "pp" in parallel else 1, "lr": 1e-3},
-        run={"steps": 3},
-        eval={"every": 1, "fraction": 0.3, "batches": 100},
-        precision={"parameters": "fp32"},
-    )
-    config = parse_config(made | {"parallel": {}})
-    data = load_corpus(config.data, config.model, NullProgress(), config.eval)
-    assert data.held_out.windows % 10 == 6
-    gloo.run(job, world, made, str(tmp_path / "ranks"))
-    job(made | {"parallel": {}}, tmp_path / "one")
-    rows, expected = (read_metrics(tmp_path / name) for name in ("ranks", "one"))
-    assert len(rows) == 3
-    for row, of_one in zip(rows, expected, strict=True):
-        assert row.held_out == pytest.approx(of_one.held_out, rel=3e-4)
 
 
 @pytest.mark.parametrize("name", ["tp", "pp", "cp", "ep"])

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from test_ranks import job, losses, mistakes_job
+from test_ranks import mistakes_job
 from tiny_runs import GPT2, PIPELINE
 
 from octavo.train import ConfigError, parse_config, run
@@ -123,38 +123,3 @@ def test_settings_that_differ_between_ranks(gloo, settings, tmp_path):
     for message, key in zip(messages[0], differences, strict=True):
         assert f"the ranks do not train the same: {key} = " in message
         assert "on rank 0; " in message and "on rank 1. " in message
-
-
-REMAINDERS = {
-    "words that tp does not divide": ("llama", {"tp": 2}, {"data": {"vocab_size": 301}}),
-    "a width that tp does not divide": ("mistral", {"tp": 2}, {}),
-    "words that pp does not divide": ("llama", {"pp": 2}, {"data": {"vocab_size": 301}} | PARTS),
-    "one token for each rank of tp": ("llama", {"tp": 2}, {"data": {"sequence_length": 2}}),
-    "one token for each rank of cp": ("llama", {"cp": 2}, {"data": {"sequence_length": 2}}),
-    "one token for all of tp": ("llama", {"tp": 2, "sequence_parallel": False}, {"data": {"sequence_length": 1}}),
-    "one token in a message": ("llama", {"pp": 2}, {"data": {"sequence_length": 1}, "optim": {"micro_batches": 8}}),
-    "one token for the experts": ("mixtral", {"ep": 2}, {"data": {"sequence_length": 1}, "optim": {"batch": 2}}),
-    "blocks that pp does not divide": ("llama", {"pp": 2}, PARTS),
-}
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(
-            case, marks=[pytest.mark.slow] * case.startswith(("one token in", "one token for all", "words that"))
-        )
-        for case in REMAINDERS
-    ],
-)
-def test_remainders_train_as_one_process_does(gloo, settings, tmp_path, case):
-    family, parallel, sections = REMAINDERS[case]
-    made = settings(family, parallel=parallel, run={"steps": 3}, **sections)
-    if "blocks" in case:
-        made["model"]["config"] = PIPELINE | {"num_hidden_layers": 3}
-    if "width" in case:
-        made["model"]["config"] = made["model"]["config"] | {"hidden_size": 129}
-    gloo.run(job, 2, made, str(tmp_path / "ranks"))
-    job(made | {"parallel": {}}, tmp_path / "one")
-    assert losses(tmp_path / "ranks") == pytest.approx(losses(tmp_path / "one"), rel=3e-3)

@@ -169,20 +169,6 @@ def test_the_loss_is_the_cross_entropy_of_the_assistant(packing, make_config, ch
     assert data.windows == {"none": len(CONVERSATIONS), "stream": 1}.get(packing, data.windows)
 
 
-def test_a_step_weighs_all_targets_alike(make_config, chats):
-    """The loss of the trainer's own step, of micro-batches with other numbers of targets, in one cross entropy."""
-    config = make_config(
-        data=chats | {"packing": "none"}, precision={"parameters": "fp32"}, optim={"batch": 4, "micro_batches": 4}
-    )
-    trainer = Trainer(config, load(config), torch.device("cpu"))
-    inputs, targets = trainer.task.data.batch(3, 0, 4)
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        logits = trainer.model(input_ids=inputs[..., 0]).logits.float()  # padded on the right: no mask needed
-    expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE)
-    assert len({int((row != IGNORE).sum()) for row in targets}) > 1
-    assert trainer.forward_backward(inputs, targets).item() == pytest.approx(expected.item(), rel=1e-3)
-
-
 def test_parquet_has_the_same_conversations(make_config, chats, tmp_path):
     rows = [{"messages": [message | {"name": None} for message in messages]} for messages in CONVERSATIONS]
     datasets.Dataset.from_list(rows).to_parquet(tmp_path / "a.parquet")

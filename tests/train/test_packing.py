@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_runs import LLAMA, At, assert_same, curve, job, load, terminate
+from tiny_runs import LLAMA, load
 from transformers import AutoModelForCausalLM
 
 from octavo.nn.causal import IGNORE
-from octavo.train import ConfigError, run
+from octavo.train import ConfigError
 from octavo.train.data.corpus import PackedRows, best_fit
 from octavo.train.probe import check_causal
 from octavo.train.tasks.language import _named
@@ -166,39 +166,3 @@ def test_gradients_are_of_the_mean_over_all_targets(make_config, lines):
         if name in gradients:
             torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-4, atol=1e-6)
     assert len(gradients) > 10
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("checkpointing", ["none", pytest.param("full", marks=pytest.mark.slow)])
-def test_resume_is_bitwise(
-    checkpointing, make_config, lines, tmp_path
-):  # fmt: skip
-    config = make_config(
-        data=PACKED | lines, precision={"level": "fp8", "checkpointing": checkpointing}, optim={"micro_batches": 2},
-        eval={"every": 2, "fraction": 0.2},
-    )  # fmt: skip
-    run(config, out=tmp_path / "whole")
-    run(config, out=tmp_path / "cut", progress=At(3, terminate))
-    run(config, out=tmp_path / "cut", resume=True)
-    assert_same(tmp_path / "whole", tmp_path / "cut")
-    if checkpointing == "full":
-        run(
-            config.model_copy(update={"precision": make_config(precision={"level": "fp8"}).precision}),
-            out=tmp_path / "p",
-        )
-        assert curve(tmp_path / "p") == curve(tmp_path / "whole")
-
-
-@pytest.mark.thorough
-@pytest.mark.dist
-@pytest.mark.parametrize("parallel", [{}, {"dp_replicate": 2, "dp_shard": 1}], ids=["fsdp", "ddp"])
-def test_ranks_weigh_by_targets(gloo, parallel, make_config, lines, tmp_path):
-    """The losses of one process, although the ranks have other numbers of targets."""
-    config = make_config(data=PACKED | lines, precision={"parameters": "fp32"}, optim={"micro_batches": 2}, eval={})
-    tables = config.model_dump(exclude_none=True)
-    two = gloo.run(job, 2, tables | {"parallel": parallel | {"fp8_comm": "off"}}, str(tmp_path / "two"))
-    one = job(tables, str(tmp_path / "one"))
-    losses = [[row[2] for row in curve(tmp_path / name)] for name in ("one", "two")]
-    # bf16 gradients under autocast of halves of a batch, added up in another order.
-    assert losses[1] == pytest.approx(losses[0], rel=5e-4)
-    assert two[0].held_out == two[1].held_out == pytest.approx(one.held_out, rel=5e-4)

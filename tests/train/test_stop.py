@@ -1,11 +1,10 @@
 """Signals in the middle of a step, an evaluation or a long read: the run stops soon, and loses nothing."""
 
-import os
 import signal
 import time
 
 import pytest
-from tiny_runs import At, Recorder, assert_same, terminate
+from tiny_runs import Recorder, assert_same, terminate
 
 from octavo.train import evaluation, loop, read_metrics, run, signals, trainer
 
@@ -67,16 +66,6 @@ def test_layers_with_channel_scales_finish_their_step(make_config, tmp_path, mon
     monkeypatch.setattr(trainer, "counted", calls)
     result = run(config, out=tmp_path)
     assert (result.stopped, result.steps, calls.count) == ("sigterm", 2, 4)
-
-
-def test_the_first_signal_says_what_happens(make_config, tmp_path):
-    seen = At(1, lambda: os.kill(os.getpid(), signal.SIGINT))
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        run(make_config(), out=tmp_path, progress=seen)
-    finally:
-        signal.signal(signal.SIGINT, before)
-    assert "Ctrl-C: finishing the step, then saving; Ctrl-C again stops without saving" in seen.notes
 
 
 def test_a_long_read_ends(make_config, tmp_path, monkeypatch):

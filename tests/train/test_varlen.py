@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from test_packing import PACKED
-from tiny_runs import LLAMA, Recorder, curve, job, load
+from tiny_runs import LLAMA, Recorder, curve, load
 from transformers import AutoConfig, AutoModelForCausalLM, masking_utils
 
 import octavo
@@ -263,25 +263,6 @@ def test_compiled_blocks(losses, monkeypatch, backend):
         expected = losses(precision=stored)[0]
         actual = losses(precision=stored, run={"steps": 4, "compile": "blocks"})[0]
         assert actual[:4] == pytest.approx(expected[:4], abs=2e-3)  # after that few targets are held out
-
-
-def job_on_one_machine(tables, out):
-    """One rank of a run; only the first of a machine builds the model."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("LOCAL_RANK", str(torch.distributed.get_rank()))
-        job(tables, out)
-
-
-@pytest.mark.dist
-def test_ranks(gloo, make_config, lines, tmp_path):
-    tables = make_config(
-        model={"type": "llama", "config": LLAMA, "attention": "varlen"}, data=PACKED | lines,
-        precision={"parameters": "fp32"},
-    ).model_dump(exclude_none=True)  # fmt: skip
-    gloo.run(job_on_one_machine, 2, tables | {"parallel": {"fp8_comm": "off"}}, str(tmp_path / "two"))
-    job(tables, str(tmp_path / "one"))
-    one, two = ([row[2] for row in curve(tmp_path / name)] for name in ("one", "two"))
-    assert two == pytest.approx(one, rel=5e-4)
 
 
 class Recording(TorchDispatchMode):

@@ -130,7 +130,7 @@ def saved(out):
 
 
 def assert_same(a, b):
-    """Bitwise the same weights, masters, moments, loss scale, step and curve."""
+    """Bitwise the same weights, masters, moments, loss scale, step, curve, evaluations and samples."""
     first, second = saved(a), saved(b)
     assert first.keys() == second.keys()
     assert len(first) > 20
@@ -138,6 +138,7 @@ def assert_same(a, b):
         same = torch.equal(value, second[name]) if isinstance(value, torch.Tensor) else value == second[name]
         assert same, (name, value, second[name]) if not isinstance(value, torch.Tensor) else name
     assert curve(a) == curve(b)
+    assert [(r.held_out, r.samples) for r in read_metrics(a)] == [(r.held_out, r.samples) for r in read_metrics(b)]
 
 
 def assert_resumes(config, folder):
@@ -166,6 +167,7 @@ def curve(out):
     return [(r.step, r.tokens, r.loss, r.lr, r.grad_norm, r.loss_scale, r.skipped) for r in read_metrics(out)]
 
 
+GROUPS = [{"match": "*norm*", "lr": 1e-3}, {"match": "model.layers.0", "weight_decay": 0.0}]
 VARIANTS = [
     {},
     {"precision": {"level": "fp8"}, "optim": {"micro_batches": 2}},
@@ -173,4 +175,15 @@ VARIANTS = [
     {"precision": {"parameters": "fp32", "checkpointing": "selective"}},
     {"precision": {"level": "fp8", "master": "remainder"}, "optim": {"states": "fp8", "micro_batches": 2}},
     {"model": GPT2},  # dropout
-]
+    {"model": {"type": "llama", "config": LLAMA | {"tie_word_embeddings": True}}, "precision": {"master": "none"}},
+    {"optim": {"groups": GROUPS}, "precision": {"level": "fp8+activations+optimizer"}},
+    {"optim": {"name": "muon", "ema": 0.5}, "precision": {"level": "fp8+activations+optimizer"}},
+    {
+        "data": {"packing": "documents", "sequence_length": 48}, "eval": {"every": 2, "fraction": 0.2},
+        "precision": {"level": "fp8", "checkpointing": "full"}, "optim": {"micro_batches": 2},
+    },
+    {
+        "sample": {"every": 2, "prompts": ["the leaf"], "tokens": 3, "temperature": 1.0},
+        "precision": {"level": "fp8"}, "eval": {"every": 2, "fraction": 0.3},
+    },
+]  # fmt: skip
