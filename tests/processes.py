@@ -5,11 +5,16 @@
 
     results = gloo.run(job, 4, x)     # [what rank 0 returned, rank 1, …]
 
+    @on_ranks(2)                      # a test whose assertions are made on the ranks
+    def test_norms(recipe):
+
 Each run is a process group of its own. What a rank raises is shown with its traceback; a run that takes too long fails
 and takes its processes with it.
 """
 
 import atexit
+import importlib
+import inspect
 import io
 import multiprocessing
 import tempfile
@@ -116,6 +121,28 @@ def _pool():
 @pytest.fixture(scope="session")
 def gloo():
     return _pool()
+
+
+def on_ranks(world, **options):
+    """Make a test of what each of `world` ranks does: `@on_ranks(2)` above `def test_…(recipe, tmp_path):`."""
+
+    def decorate(body):
+        def test(gloo, **arguments):
+            gloo.run(partial(_body_of, body.__module__, body.__name__), world, arguments, **options)
+
+        own = inspect.signature(body).parameters.values()
+        fixture = inspect.Parameter("gloo", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        test.__signature__ = inspect.Signature([fixture, *own])
+        test.__name__, test.__qualname__, test.__doc__ = body.__name__, body.__name__, body.__doc__
+        test.__module__, test.body = body.__module__, body
+        return test
+
+    return decorate
+
+
+def _body_of(module, name, arguments):
+    """Call the body of a test, which pickle does not find by its name."""
+    return getattr(importlib.import_module(module), name).body(**arguments)
 
 
 def _packed(value):

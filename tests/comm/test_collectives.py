@@ -10,6 +10,7 @@ from cases import DTYPES, SHAPES, SPECS, assert_equal_on_all_ranks, assert_withi
 from collective_recorder import CollectiveRecorder
 from octavo import comm
 from octavo.parallel.exchange import exchange_rows
+from processes import on_ranks
 
 pytestmark = pytest.mark.dist
 
@@ -340,8 +341,10 @@ def test_gradients(gloo):
     gloo.run(exact_gradient_job, 4)
 
 
-def bytes_job():
-    """Bytes per rank of FP8 and of the collective that it stands for, in bf16."""
+@pytest.mark.thorough
+@on_ranks(4)
+def test_bytes_on_the_wire():
+    """All-gather at most 0.52, reduce-scatter at most 0.55 of bf16: 1 + 4/128 bytes to 2."""
     x = values((512, 512), dtype=torch.bfloat16)
     world = dist.get_world_size()
     with CollectiveRecorder() as fp8:
@@ -366,18 +369,13 @@ def bytes_job():
     with CollectiveRecorder() as fp8:
         comm.all_to_all([torch.empty_like(part) for part in x.chunk(world)], list(x.chunk(world)))
     assert fp8.bytes("alltoall_base_") == moved[0] and len(fp8.calls) == 1
-    return {"all_gather": gather, "reduce_scatter": scatter, "all_reduce": reduce, "all_to_all": moved}
+    counted = {"all_gather": gather, "reduce_scatter": scatter, "all_reduce": reduce, "all_to_all": moved}
+    for name, (fp8, bf16) in counted.items():
+        assert fp8 / bf16 == pytest.approx((1 + 4 / 128) / 2), name
 
 
-@pytest.mark.thorough
-def test_bytes_on_the_wire(gloo):
-    """All-gather at most 0.52, reduce-scatter at most 0.55 of bf16: 1 + 4/128 bytes to 2."""
-    for counted in gloo.run(bytes_job, 4):
-        for name, (fp8, bf16) in counted.items():
-            assert fp8 / bf16 == pytest.approx((1 + 4 / 128) / 2), name
-
-
-def error_job():
+@on_ranks(2)
+def test_mistakes_are_named():
     world = dist.get_world_size()
     x = torch.ones(2 * world, 8)
     recorded = x.clone().requires_grad_()
@@ -412,10 +410,6 @@ def error_job():
             assert message in str(error), f"{message!r} is not in {error}"
         else:
             raise AssertionError(f"no error that says {message!r}")
-
-
-def test_mistakes_are_named(gloo):
-    gloo.run(error_job, 2)
 
 
 def test_without_a_process_group():

@@ -5,11 +5,22 @@ from cases import DTYPES, SHAPES, SPECS, assert_within, bound, values
 
 from collective_recorder import CollectiveRecorder
 from octavo import comm
+from processes import on_ranks
 
 pytestmark = pytest.mark.dist
 
 
-def ring_job():
+def bytes_job():
+    if dist.get_rank() == 0:
+        with CollectiveRecorder() as tap:
+            comm.send(torch.ones(64, 512, dtype=torch.bfloat16), 1)
+        return [(call.bytes, call.dtype) for call in tap.calls]
+    comm.recv((64, 512), 0, dtype=torch.bfloat16)
+    return None
+
+
+@on_ranks(3)
+def test_ring():
     """Every rank sends to the next, as pipeline stages do."""
     world, rank = dist.get_world_size(), dist.get_rank()
     after, before = (rank + 1) % world, (rank - 1) % world
@@ -25,7 +36,8 @@ def ring_job():
         assert_within(result, exact, bound(exact, spec), f"{spec} {dtype} {shape}")
 
 
-def under_way_job():
+@on_ranks(2)
+def test_several_under_way():
     """Several at once, told apart by tags; what was sent may change; another dtype than the sender's."""
     rank = dist.get_rank()
     xs = [values((3, 200), 0, seed=seed) for seed in range(3)]
@@ -47,23 +59,6 @@ def under_way_job():
         half = comm.recv((3, 200), 0, dtype=torch.bfloat16)
         assert half.dtype == torch.bfloat16
         assert_within(half, xs[0], bound(xs[0], comm.DEFAULT_SPEC) + xs[0].abs() * 2**-8, "bf16")
-
-
-def bytes_job():
-    if dist.get_rank() == 0:
-        with CollectiveRecorder() as tap:
-            comm.send(torch.ones(64, 512, dtype=torch.bfloat16), 1)
-        return [(call.bytes, call.dtype) for call in tap.calls]
-    comm.recv((64, 512), 0, dtype=torch.bfloat16)
-    return None
-
-
-def test_ring(gloo):
-    gloo.run(ring_job, 3)
-
-
-def test_several_under_way(gloo):
-    gloo.run(under_way_job, 2)
 
 
 def test_bytes(gloo):

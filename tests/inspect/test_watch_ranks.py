@@ -11,6 +11,7 @@ from torch import nn
 import octavo
 from octavo.inspect import Watch
 from octavo.parallel import Parallel, parallelize
+from processes import on_ranks
 
 pytestmark = pytest.mark.dist
 
@@ -114,7 +115,10 @@ def test_what_if_of_weights_gathered_in_fp8(gloo):
             assert level == pytest.approx(reference[named(row)].what_if[name], abs=0.02), (named(row), name)
 
 
-def faulty(settings, operand):
+@pytest.mark.parametrize("operand", ["x", "dgrad_g"])
+@pytest.mark.parametrize("settings", [FSDP, DDP])
+@on_ranks(2)
+def test_a_nan_on_one_rank_is_named_on_all(settings, operand):
     """Findings of a step in which a value on rank 1 alone is no number."""
     model = model_of("rowwise")
     called = parallelize(model, Parallel(**settings, fp8_comm="gather" if settings == FSDP else "off"))
@@ -133,15 +137,9 @@ def faulty(settings, operand):
     watch = Watch(model, every=1)
     with watch.step():
         called(tokens(dist.get_rank())).square().sum().backward()
-    return [(finding.layer, finding.operand, finding.what) for finding in watch.findings()]
-
-
-@pytest.mark.parametrize("operand", ["x", "dgrad_g"])
-@pytest.mark.parametrize("settings", [FSDP, DDP])
-def test_a_nan_on_one_rank_is_named_on_all(gloo, settings, operand):
-    for crossings in gloo.run(faulty, 2, settings, operand):
-        assert crossings[0] == ("2.down_proj", operand, "nonfinite")
-        assert [what for *_, what in crossings].count("nonfinite") == 1
+    crossings = [(finding.layer, finding.operand, finding.what) for finding in watch.findings()]
+    assert crossings[0] == ("2.down_proj", operand, "nonfinite")
+    assert [what for *_, what in crossings].count("nonfinite") == 1
 
 
 def uneven():

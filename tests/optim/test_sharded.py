@@ -26,6 +26,7 @@ from octavo.optim.states import from_bytes
 from octavo.parallel import Parallel, parallelize
 from octavo.parallel.fsdp import parameters_in_fp8
 from octavo.tensor import local_tensor
+from processes import on_ranks
 
 pytestmark = pytest.mark.dist
 
@@ -251,7 +252,9 @@ def test_checkpoints_go_to_any_number_of_ranks(gloo, tmp_path, worlds):
         gloo.run(load_job, world, str(tmp_path), world % 2 == 0)
 
 
-def whole_job():
+@pytest.mark.thorough
+@on_ranks(3)
+def test_whole_states_are_sharded():
     """What one process's optimizer saved: a rank takes its rows."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for dtype in (torch.bfloat16, torch.float32):
@@ -265,11 +268,6 @@ def whole_job():
         step(whole[1], whole[0], 1)
         step(sharded[1], sharded[0], 1)
         assert_same(whole, sharded)
-
-
-@pytest.mark.thorough
-def test_whole_states_are_sharded(gloo):
-    gloo.run(whole_job, 3)
 
 
 def full_job(folder):
@@ -302,7 +300,8 @@ def test_full_state_dicts(gloo, tmp_path):
     gloo.run(full_job, 2, str(tmp_path / "full.pt"))
 
 
-def shards_job():
+@on_ranks(4)
+def test_states_of_other_shards_are_refused():
     """A rank's own `state_dict` through a file, and one of other shards."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
     _, (model, optimizer) = pair(torch.bfloat16, mesh["dp_shard"])
@@ -329,11 +328,8 @@ def shards_job():
         assert not target.state
 
 
-def test_states_of_other_shards_are_refused(gloo):
-    gloo.run(shards_job, 4)
-
-
-def masters_job():
+@on_ranks(3)
+def test_set_masters():
     """Exact values of a float32 checkpoint, whole or sharded."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for master in ("remainder", "fp32"):
@@ -346,7 +342,3 @@ def masters_job():
         by_shard[1].set_masters(dict(zip(by_shard[0].parameters(), placed, strict=True)))
         assert_same(whole, by_whole)
         assert_same(whole, by_shard)
-
-
-def test_set_masters(gloo):
-    gloo.run(masters_job, 3)

@@ -12,6 +12,7 @@ from collective_recorder import CollectiveRecorder
 from octavo.numerics.error import sqnr
 from octavo.parallel import Fp8AllReduce, Parallel, parallelize
 from octavo.parallel.ddp import saved_buffers
+from processes import on_ranks
 
 pytestmark = pytest.mark.dist
 
@@ -96,7 +97,8 @@ def test_with_error_feedback_nothing_is_lost(gloo, world):
     assert many < without / 12 and many < few / 2
 
 
-def parallelize_job():
+@on_ranks(2)
+def test_parallelize_makes_ddp():
     """`parallelize` makes DDP of a mesh of copies, by name or by size."""
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -113,26 +115,20 @@ def parallelize_job():
     assert losses[0] == losses[1]
 
 
-def test_parallelize_makes_ddp(gloo):
-    gloo.run(parallelize_job, 2)
-
-
-def nonfinite_job():
+@on_ranks(2)
+def test_what_is_not_finite_stays_visible():
     model = DistributedDataParallel(Fixed((300,)))
     Fp8AllReduce().register(model)
     gradient = torch.ones(300)
     if dist.get_rank() == 1:
         gradient[7] = torch.inf
     model([gradient]).backward()
-    return model.module.weights[0].grad.isfinite()
+    finite = model.module.weights[0].grad.isfinite()
+    assert not finite[:128].any() and finite[128:].all()
 
 
-def test_what_is_not_finite_stays_visible(gloo):
-    for finite in gloo.run(nonfinite_job, 2):
-        assert not finite[:128].any() and finite[128:].all()
-
-
-def skipped_steps_job():
+@on_ranks(2)
+def test_a_step_that_is_skipped_leaves_no_errors():
     """Gradients of 8 steps, where step 2 is not finite or a spike, and no optimizer takes it."""
     rank, found = dist.get_rank(), {}
     for spoiled in (None, float("nan"), float("inf"), 1e10):
@@ -153,16 +149,11 @@ def skipped_steps_job():
             if step != 2 or spoiled != 1e10:
                 optimizer.step()
         found[str(spoiled)] = torch.stack(gradients), optimizer.skipped
-    return found
-
-
-def test_a_step_that_is_skipped_leaves_no_errors(gloo):
-    for found in gloo.run(skipped_steps_job, 2):
-        assert [skipped for _, skipped in found.values()] == [0, 1, 1, 0]
-        expected = found["None"][0]
-        assert expected.isfinite().all()
-        for name, (gradients, _) in found.items():
-            assert torch.equal(gradients, expected), name
+    assert [skipped for _, skipped in found.values()] == [0, 1, 1, 0]
+    expected = found["None"][0]
+    assert expected.isfinite().all()
+    for name, (gradients, _) in found.items():
+        assert torch.equal(gradients, expected), name
 
 
 def groups_job():
@@ -192,7 +183,8 @@ def test_averages_over_the_ranks_that_ddp_averages_over(gloo):
         assert alone == 1.0 + rank
 
 
-def refused_job():
+@on_ranks(2, timeout=20.0)
+def test_what_would_wait_or_average_elsewhere_is_refused():
     """Inputs of unequal number where forwards exchange scales, and one hook for two models."""
     rank = dist.get_rank()
     model = parallelize(make("rowwise_equalized"), Parallel(dp_replicate=2))
@@ -205,10 +197,6 @@ def refused_job():
     hook.register(models[0])
     with pytest.raises(ValueError, match="create one for each model"):
         hook.register(models[1])
-
-
-def test_what_would_wait_or_average_elsewhere_is_refused(gloo):
-    gloo.run(refused_job, 2, timeout=20.0)
 
 
 def resident_job():

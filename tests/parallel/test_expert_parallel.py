@@ -1,24 +1,20 @@
 """Experts on several ranks: the results of one process with all experts, whatever each rank sends."""
 
 import copy
-from contextlib import nullcontext
-from functools import cache
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed import checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import octavo
 from collective_recorder import CollectiveRecorder
 from octavo.numerics import sqnr
-from octavo.parallel import Parallel, clip_grad_norm_, context_parallel, expert_parallel, parallelize, tensor_parallel
-from octavo.parallel.fsdp import parameters_in_fp8
+from octavo.parallel import Parallel, context_parallel, expert_parallel, parallelize, tensor_parallel
+from processes import on_ranks
 from support.moe_models import experts_of, mesh_of, mixture, results, routed
 
 pytestmark = [pytest.mark.dist, pytest.mark.thorough]
@@ -88,7 +84,12 @@ class Checkpointed(nn.Module):
         return checkpoint(self.inner, *arguments, use_reentrant=self.use_reentrant)
 
 
-def modes_job():
+def local(tensor):
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@on_ranks(2)
+def test_checkpointing_autocast_storage_and_dropped_slots():
     (x, index, weights, grad) = batch = batches_of([40, 24])[dist.get_rank()]
     plain = converted("gpt_oss")
     experts = expert_parallel(copy.deepcopy(plain), mesh_of()["ep"])
@@ -122,14 +123,6 @@ def modes_job():
     assert all(sqnr(one[name], many[name]) > 120 for name in ("y", "x", "weights"))
 
 
-def local(tensor):
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def test_checkpointing_autocast_storage_and_dropped_slots(gloo):
-    gloo.run(modes_job, 2)
-
-
 def bytes_job(hidden, dtype=torch.bfloat16):
     sent = {}
     for fp8 in (True, False):
@@ -156,63 +149,14 @@ def batch(step):
     return torch.randint(0, 64, (8, 17), generator=torch.Generator().manual_seed(step))
 
 
-def train(model, steps, optimizer, part=(0, 1), first=0):
-    """Losses of a rank's share of each batch."""
-    losses = []
-    for step in range(first, first + steps):
-        tokens = batch(step).chunk(part[1])[part[0]]
-        logits = model(input_ids=tokens[:, :-1]).logits
-        loss = F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
 def model_of(family="mixtral", dtype=torch.float32):
     return octavo.convert(mixture(family).to(dtype), verbose=False)
-
-
-def optimizer_of(kind, model):
-    if kind == "octavo":
-        return octavo.AdamW(model.parameters(), lr=1e-3)
-    return torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
 
 
 def distributed(family="mixtral", efsdp=1, fp8_comm=True, fsdp_comm="gather", dtype=torch.float32):
     mesh, model = mesh_of(efsdp), model_of(family, dtype)
     expert_parallel(model, mesh["ep"], fp8_comm=fp8_comm)
     return parallelize(model, mesh, fp8_comm=fsdp_comm)
-
-
-def losses_job(efsdp, fp8_comm, high_precision, steps):
-    # In high precision the products would read the FP8 values of weights that were gathered in FP8.
-    model = distributed(efsdp=efsdp, fp8_comm=fp8_comm, fsdp_comm="off" if high_precision else "gather")
-    with octavo.disabled() if high_precision else nullcontext():
-        losses = torch.tensor(
-            train(model, steps, optimizer_of("torch", model), (dist.get_rank(), dist.get_world_size()))
-        )
-    dist.all_reduce(losses)
-    return losses / dist.get_world_size()
-
-
-@cache
-def one_process(high_precision, steps):
-    model = model_of()
-    with octavo.disabled() if high_precision else nullcontext():
-        return torch.tensor(train(model, steps, optimizer_of("torch", model)))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("world", "fp8_comm", "high_precision", "bound"),
-    [(2, True, False, 2e-3), (2, False, False, 2e-3), (2, False, True, 1e-5), (4, True, False, 2e-3)],
-)
-def test_losses_follow_one_process(gloo, world, fp8_comm, high_precision, bound):
-    expected = one_process(high_precision, 20)
-    losses = gloo.run(losses_job, world, world // 2, fp8_comm, high_precision, 20)[0]
-    assert ((losses - expected).abs() / expected).max() <= bound
 
 
 def gradients_of(model, part=(0, 1)):
@@ -236,69 +180,6 @@ def test_every_gradient_is_as_accurate_as_in_one_process(gloo):
     one, many = gradients_of(model_of()), gloo.run(gradients_job, 2)[0]
     lost = {name: sqnr(exact[name], one[name]) - sqnr(exact[name], many[name]) for name in exact}
     assert max(lost.values()) <= 1.5, lost
-
-
-def sharded_job(family, steps, folder=None):
-    """Losses and parameters with plain and with FP8 gathers; with a folder, a checkpoint of the latter."""
-    part = dist.get_rank(), dist.get_world_size()
-    found = []
-    for comm in ("off", "gather"):
-        model = distributed(family, efsdp=2, fsdp_comm=comm, dtype=torch.bfloat16)
-        gathered = {name for name in parameters_in_fp8(model) if "experts" in name}
-        weights = {name for name, p in model.named_parameters() if "experts" in name and p.ndim == 3}
-        assert gathered == (weights if comm == "gather" else set())
-        optimizer = optimizer_of("octavo", model)
-        losses = train(model, steps, optimizer, part)
-        found.append((losses, {name: p.full_tensor() for name, p in model.named_parameters()}))
-    (plain_losses, plain), (losses, parameters) = found
-    assert losses == plain_losses and all(torch.equal(plain[name], parameters[name]) for name in plain)
-    states = {  # Gloo has no collectives of FP8 and of 16-bit integers; float32 holds their values
-        (name, key): whole(value.float())
-        for name, p in model.named_parameters()
-        for key, value in optimizer.state[p].items()
-    }
-    if folder is not None:
-        model_state, optimizer_state = get_state_dict(model, optimizer)
-        dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
-    return parameters, states
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
-def test_a_checkpoint_of_shards_loads_in_one_process_bit_for_bit(gloo, family, tmp_path):
-    parameters, states = gloo.run(sharded_job, 4, family, 2, str(tmp_path / "checkpoint"))[0]
-    model = model_of(family, torch.bfloat16)
-    optimizer = optimizer_of("octavo", model)
-    optimizer.make_states()
-    model_state, optimizer_state = get_state_dict(model, optimizer)
-    state = {"model": model_state, "optimizer": optimizer_state}
-    dcp.load(state, checkpoint_id=str(tmp_path / "checkpoint"), no_dist=True)
-    set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=state["optimizer"])
-    for name, parameter in model.named_parameters():
-        assert torch.equal(parameter, parameters[name]), name
-        for key, value in optimizer.state[parameter].items():
-            assert torch.equal(value.float(), states[name, key]), (name, key)
-
-
-def nan_job():
-    """A NaN in the tokens of one rank: all ranks skip the step."""
-    model = distributed()
-    optimizer = octavo.AdamW(model.parameters(), lr=1e-3, nonfinite="skip")
-    before = {name: p.to_local().clone() for name, p in model.named_parameters()}
-    tokens = batch(dist.get_rank())[:2, :-1]
-    logits = model(input_ids=tokens).logits
-    (logits.sum() * (torch.nan if dist.get_rank() == 1 else 1.0)).backward()
-    experts = model.model.layers[0].mlp.experts.down_proj.grad
-    assert experts.full_tensor().isnan().any()
-    assert clip_grad_norm_(model.parameters(), 1.0).isnan()
-    optimizer.step()
-    assert all(torch.equal(before[name], p.to_local()) for name, p in model.named_parameters())
-    return optimizer.skipped
-
-
-def test_nan_on_one_rank_skips_the_step_on_all(gloo):
-    assert gloo.run(nan_job, 2) == [1, 1]
 
 
 # --- errors ---

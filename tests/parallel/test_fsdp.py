@@ -17,7 +17,7 @@ import octavo
 from octavo.parallel import Parallel, parallelize
 from octavo.parallel.fsdp import parameters_in_fp8
 from octavo.tensor import local_tensor
-from processes import Failed
+from processes import Failed, on_ranks
 
 pytestmark = pytest.mark.dist
 
@@ -195,12 +195,14 @@ def test_state_dict_is_plain(gloo, tmp_path):
     one.load_state_dict(torch.load(tmp_path / "whole.pt", weights_only=True))
 
 
-def writes_job(recipe, folder):
+@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
+@on_ranks(2)
+def test_writes_to_weights_that_are_gathered_in_fp8(recipe, tmp_path):
     """Writes to shards that leave no trace in the DTensors' versions, and those to gathered weights, which raise."""
     model, plain = parallelize(make(recipe), Parallel(fp8_comm="gather")), make(recipe)
     weights, tokens = [getattr(block, name).weight for block in model.blocks for name in ("up", "down")], share(0, 0, 0)
     saved = {name: value.full_tensor() * 8 for name, value in model.state_dict().items()}
-    dcp.save({name: value * 8 for name, value in model.state_dict().items()}, checkpoint_id=folder)
+    dcp.save({name: value * 8 for name, value in model.state_dict().items()}, checkpoint_id=tmp_path)
     loss_of(model, tokens).backward()
     for write in (lambda w: w.data.mul_(8), lambda w: w.to_local().mul_(8), lambda w: w.mul_(1 / 64)):
         with torch.no_grad():
@@ -208,7 +210,7 @@ def writes_job(recipe, folder):
                 write(weight)
             plain.load_state_dict({name: value.full_tensor() for name, value in model.state_dict().items()})
             assert torch.equal(model(tokens), plain(tokens))
-    dcp.load(state := model.state_dict(), checkpoint_id=folder)
+    dcp.load(state := model.state_dict(), checkpoint_id=tmp_path)
     plain.load_state_dict(saved)
     assert torch.equal(model(tokens), plain(tokens)) and state
     block = model.blocks[0]
@@ -224,11 +226,8 @@ def writes_job(recipe, folder):
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
-def test_writes_to_weights_that_are_gathered_in_fp8(gloo, recipe, tmp_path):
-    gloo.run(writes_job, 2, recipe, str(tmp_path))
-
-
-def between_job(recipe):
+@on_ranks(2)
+def test_inference_and_other_optimizers_between_passes(recipe):
     """What happens between forward and backward, or between steps, and is none of the model's business."""
     model, plain = parallelize(make(recipe), Parallel(fp8_comm="gather")), make(recipe)
     stepper, expected = optimizer_of("octavo", model.parameters()), optimizer_of("octavo", plain.parameters())
@@ -246,12 +245,10 @@ def between_job(recipe):
         assert torch.equal(*losses)
 
 
-@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
-def test_inference_and_other_optimizers_between_passes(gloo, recipe):
-    gloo.run(between_job, 2, recipe)
-
-
-def saved_between_job(recipe, comm, folder):
+@pytest.mark.thorough
+@pytest.mark.parametrize(("recipe", "comm"), [("rowwise", "on"), ("tensorwise", "gather")])
+@on_ranks(2)
+def test_checkpoints_while_a_step_runs(recipe, comm, tmp_path):
     """Checkpoints between forward and backward, within a backward, and in the background while training goes on."""
     model, plain = (parallelize(make(recipe), Parallel(fp8_comm=comm)) for _ in range(2))
     steppers = [optimizer_of("octavo", m.parameters()) for m in (model, plain)]
@@ -259,7 +256,7 @@ def saved_between_job(recipe, comm, folder):
     def step(number, saves=False):
         losses = [loss_of(m, share(number, dist.get_rank(), 0)) for m in (model, plain)]
         if saves:
-            dcp.save(model.state_dict(), checkpoint_id=f"{folder}/{number}")
+            dcp.save(model.state_dict(), checkpoint_id=f"{tmp_path}/{number}")
             hook = model.blocks[1].up.weight.register_post_accumulate_grad_hook(lambda _: model.state_dict())
         for loss, stepper in zip(losses, steppers, strict=True):
             loss.backward()
@@ -280,23 +277,18 @@ def saved_between_job(recipe, comm, folder):
     assert step(0, True) and step(1, True)
     expected = bits(model, steppers[0])
     state = {"model": model.state_dict(), "optimizer": steppers[0].state_dict()}
-    saving = dcp.async_save(state, checkpoint_id=f"{folder}/later", process_group=dist.new_group(backend="gloo"))
+    saving = dcp.async_save(state, checkpoint_id=f"{tmp_path}/later", process_group=dist.new_group(backend="gloo"))
     assert step(2) and step(3)
     saving.result()
     state = {"model": model.state_dict(), "optimizer": steppers[0].state_dict()}
-    dcp.load(state, checkpoint_id=f"{folder}/later")
+    dcp.load(state, checkpoint_id=f"{tmp_path}/later")
     model.load_state_dict(state["model"])
     steppers[0].load_state_dict(state["optimizer"])
     assert all(map(torch.equal, bits(model, steppers[0]), expected))
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize(("recipe", "comm"), [("rowwise", "on"), ("tensorwise", "gather")])
-def test_checkpoints_while_a_step_runs(gloo, recipe, comm, tmp_path):
-    gloo.run(saved_between_job, 2, recipe, comm, str(tmp_path))
-
-
-def empty_job():
+@on_ranks(2)
+def test_a_rank_without_sequences():
     """Gradients where rank 1 has no sequences, beside those of one process that has rank 0's."""
     for settings, recipe in (({"fp8_comm": "gather"}, "tensorwise"), ({"dp_replicate": 2}, "rowwise")):
         model, plain = parallelize(make(recipe), Parallel(**settings)), make(recipe)
@@ -310,10 +302,6 @@ def empty_job():
                 grad = parameter.grad
                 whole_grad = grad.full_tensor() if isinstance(grad, DTensor) else grad
                 assert torch.equal(2 * whole_grad, other.grad), name
-
-
-def test_a_rank_without_sequences(gloo):
-    gloo.run(empty_job, 2)
 
 
 def raising_job(alone):
@@ -342,7 +330,9 @@ def test_a_rank_that_raises_in_a_step(gloo):
     assert "rank 1: its process died" in str(failed.value) and "rank 0" not in str(failed.value)
 
 
-def disabled_job(recipe):
+@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
+@on_ranks(2)
+def test_disabled_on_gathered_weights(recipe):
     """Inside `octavo.disabled()` products run in the weights' dtype, on what was gathered: FP8 values."""
     model = parallelize(make(recipe), Parallel(fp8_comm="gather"))
     plain = make(recipe)
@@ -362,12 +352,8 @@ def disabled_job(recipe):
     assert not torch.equal(model(tokens), exact)
 
 
-@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
-def test_disabled_on_gathered_weights(gloo, recipe):
-    gloo.run(disabled_job, 2, recipe)
-
-
-def part_job():
+@on_ranks(2)
+def test_misuse_of_a_gathered_model():
     """A part of a model called alone, and a recipe that is changed without telling the gather."""
     for recipe in ("rowwise", "tensorwise"):
         model, plain = parallelize(make(recipe), Parallel(fp8_comm="gather")), make(recipe)
@@ -377,10 +363,6 @@ def part_job():
         model.blocks[1].up.recipe = octavo.RECIPES["blockwise"]
         with pytest.raises(ValueError, match=r"change a recipe with octavo\.nn\.change_recipe"):
             model(share(0, 0, 0))
-
-
-def test_misuse_of_a_gathered_model(gloo):
-    gloo.run(part_job, 2)
 
 
 @pytest.mark.thorough
@@ -436,30 +418,8 @@ def test_copies_begin_and_stay_equal(gloo):
 # --- what else is done to a model ---
 
 
-def meta_job():
-    """A model that never is whole: sharded on the meta device, then given memory and values."""
-    with torch.device("meta"):
-        model = make()
-    model = parallelize(model, Parallel(fp8_comm="gather"))
-    model.to_empty(device="cpu")
-    assert len(list(parameters_in_fp8(model))) == 4
-    twin = parallelize(make(), Parallel(fp8_comm="gather"))
-    model.load_state_dict(twin.state_dict())
-    assert train(model, 3) == train(twin, 3)
-
-
-def cast_job():
-    """In another dtype afterwards, and what its optimizer keeps is no shard of anything."""
-    model = parallelize(make("tensorwise"), Parallel(fp8_comm="gather")).to(torch.bfloat16)
-    assert len(list(parameters_in_fp8(model))) == 4
-    losses = train(model, 3)
-    assert losses == train(parallelize(make("tensorwise", dtype=torch.bfloat16), Parallel(fp8_comm="gather")), 3)
-    stepper = torch.optim.AdamW(model.parameters())
-    train(model, 1, stepper=stepper)
-    assert all(type(state["exp_avg"]._local_tensor) is torch.Tensor for state in stepper.state.values())
-
-
-def missing_gradient_job():
+@on_ranks(2)
+def test_clipping_with_a_gradient_that_one_rank_lacks():
     model = parallelize(make(), Parallel(fp8_comm="off"))
     loss_of(model, share(0, 0, 0)).backward()
     octavo.parallel.clip_grad_norm_(model.parameters(), 1.0)
@@ -474,11 +434,34 @@ def missing_gradient_job():
     assert octavo.parallel.clip_grad_norm_(parameters, 1.0) > 0
 
 
-def test_clipping_with_a_gradient_that_one_rank_lacks(gloo):
-    gloo.run(missing_gradient_job, 2)
+@on_ranks(2)
+def test_meta_device():
+    """A model that never is whole: sharded on the meta device, then given memory and values."""
+    with torch.device("meta"):
+        model = make()
+    model = parallelize(model, Parallel(fp8_comm="gather"))
+    model.to_empty(device="cpu")
+    assert len(list(parameters_in_fp8(model))) == 4
+    twin = parallelize(make(), Parallel(fp8_comm="gather"))
+    model.load_state_dict(twin.state_dict())
+    assert train(model, 3) == train(twin, 3)
 
 
-def modes_job():
+@pytest.mark.thorough
+@on_ranks(2)
+def test_another_dtype_afterwards():
+    """In another dtype afterwards, and what its optimizer keeps is no shard of anything."""
+    model = parallelize(make("tensorwise"), Parallel(fp8_comm="gather")).to(torch.bfloat16)
+    assert len(list(parameters_in_fp8(model))) == 4
+    losses = train(model, 3)
+    assert losses == train(parallelize(make("tensorwise", dtype=torch.bfloat16), Parallel(fp8_comm="gather")), 3)
+    stepper = torch.optim.AdamW(model.parameters())
+    train(model, 1, stepper=stepper)
+    assert all(type(state["exp_avg"]._local_tensor) is torch.Tensor for state in stepper.state.values())
+
+
+@on_ranks(2)
+def test_evaluation_clipping_and_autocast():
     """Evaluation, inference mode, clipping and autocast."""
     model, tokens = parallelize(make(), Parallel(fp8_comm="gather")), share(0, 0, 0)
     exact = make()
@@ -491,19 +474,6 @@ def modes_job():
         loss_of(exact, tokens).backward()
     norms = [torch.nn.utils.clip_grad_norm_(m.parameters(), 0.1) for m in (model, exact)]
     torch.testing.assert_close(norms[0].full_tensor(), norms[1])
-
-
-def test_meta_device(gloo):
-    gloo.run(meta_job, 2)
-
-
-@pytest.mark.thorough
-def test_another_dtype_afterwards(gloo):
-    gloo.run(cast_job, 2)
-
-
-def test_evaluation_clipping_and_autocast(gloo):
-    gloo.run(modes_job, 2)
 
 
 def written_job(fp8_comm):

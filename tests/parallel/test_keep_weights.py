@@ -16,6 +16,7 @@ import octavo
 from octavo.nn import accumulating, weights
 from octavo.numerics import RECIPES
 from octavo.parallel import Parallel, parallelize
+from processes import on_ranks
 
 pytestmark = pytest.mark.dist
 
@@ -110,7 +111,9 @@ def test_losses_are_equal(gloo, kind):
     gloo.run(same_losses_job, 2, kind, ["rowwise"], 8, 2, True)
 
 
-def part_job():
+@pytest.mark.thorough
+@on_ranks(2)
+def test_only_what_is_sharded_is_left_out():
     """Only a part of the model is sharded: its weights are quantized at each use, and others are kept."""
     model = octavo.convert(Tiny(), keep_weights=True, verbose=False)
     fully_shard(model.blocks[0])
@@ -122,12 +125,8 @@ def part_job():
     assert [layer.octavo_keep_weights() for layer in (model.blocks[1].up, model.blocks[1].down)] == [False, True]
 
 
-@pytest.mark.thorough
-def test_only_what_is_sharded_is_left_out(gloo):
-    gloo.run(part_job, 2)
-
-
-def broadcast_job():
+@on_ranks(2)
+def test_values_that_were_broadcast_are_used():
     """Values that another rank sends into `.data`, between two passes and while accumulating."""
     torch.manual_seed(dist.get_rank())
     layer = octavo.convert(nn.Linear(64, 32), keep_weights=True, verbose=False)
@@ -148,7 +147,3 @@ def broadcast_job():
     except RuntimeError as error:
         raised = "PyTorch did not report it" in str(error)
     assert raised
-
-
-def test_values_that_were_broadcast_are_used(gloo):
-    gloo.run(broadcast_job, 2)

@@ -14,6 +14,7 @@ import octavo
 from collective_recorder import CollectiveRecorder
 from octavo.parallel import Parallel, parallelize
 from octavo.parallel.fsdp import parameters_in_fp8
+from processes import on_ranks
 
 pytestmark = pytest.mark.dist
 
@@ -27,7 +28,15 @@ def refused(call, message, kind=ValueError):
         raise AssertionError(f"no error that says {message!r}")
 
 
-def mistakes_job():
+class FullyShardedDataParallel(nn.Module):
+    """FSDP1 by name: it asks for an accelerator, which is not here."""
+
+
+Old = FullyShardedDataParallel
+
+
+@on_ranks(2)
+def test_mistakes_are_named():
     named = {"mesh_dim_names": ("dp_replicate", "dp_shard")}
     refused(
         lambda: parallelize(make(), Parallel(dp_shard=3)),
@@ -71,17 +80,6 @@ def mistakes_job():
     assert init_device_mesh("cpu", (1, 2), **named).shape == (1, 2)
 
 
-class FullyShardedDataParallel(nn.Module):
-    """FSDP1 by name: it asks for an accelerator, which is not here."""
-
-
-Old = FullyShardedDataParallel
-
-
-def test_mistakes_are_named(gloo):
-    gloo.run(mistakes_job, 2)
-
-
 def different_job():
     """What one rank alone does wrong stops all of them."""
     rank = dist.get_rank()
@@ -108,7 +106,8 @@ class Odd(nn.Module):
         raise KeyError("odd")
 
 
-def early_mistakes_job():
+@on_ranks(2, timeout=30.0)
+def test_no_rank_waits_for_one_that_made_a_mistake():
     """Mistakes of rank 1 that leave nothing to compare: rank 0 does not wait for it."""
     odd, mesh = dist.get_rank() == 1, init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
     for function in (
@@ -122,10 +121,6 @@ def early_mistakes_job():
     refused(lambda: parallelize(make(), mesh if odd else Parallel(dp_replicate=2)), "different settings")
 
 
-def test_no_rank_waits_for_one_that_made_a_mistake(gloo):
-    gloo.run(early_mistakes_job, 2, timeout=30.0)
-
-
 def one_converts_job():
     precision = octavo.Precision.level("fp8")
     model = make("rowwise" if dist.get_rank() == 1 else None)
@@ -137,7 +132,12 @@ def one_converts_job():
     assert classes(model) == before
 
 
-def stops_midway_job():
+def classes(model):
+    return [(type(m), sorted(vars(m)), [len(h) for n, h in vars(m).items() if "hooks" in n]) for m in model.modules()]
+
+
+@on_ranks(2)
+def test_what_stops_midway_leaves_the_model_as_it_was():
     """FSDP2 refuses the last parameter, when blocks are sharded already."""
     model, whole, tokens = make(None), make(None), torch.arange(32).view(2, 16)
     model.scalar = nn.Parameter(torch.tensor(1.0))
@@ -151,14 +151,6 @@ def stops_midway_job():
     octavo.convert(whole, verbose=False)
     parallelize(model, precision=octavo.Precision.level("fp8"), fp8_comm="gather")
     assert list(parameters_in_fp8(model)) and torch.equal(loss_of(model, tokens), loss_of(whole, tokens))
-
-
-def classes(model):
-    return [(type(m), sorted(vars(m)), [len(h) for n, h in vars(m).items() if "hooks" in n]) for m in model.modules()]
-
-
-def test_what_stops_midway_leaves_the_model_as_it_was(gloo):
-    gloo.run(stops_midway_job, 2)
 
 
 def test_ranks_that_differ_are_told_on_every_rank(gloo):
@@ -192,7 +184,8 @@ def test_sizes():
     assert Parallel(dp_replicate=2, dp_shard=2).sizes(4) == (2, 2)
 
 
-def doors_job():
+@on_ranks(2)
+def test_ways_to_say_the_same():
     """Every way to say the same thing."""
     names = ("dp_replicate", "dp_shard")
     precision = octavo.Precision.level("fp8")
@@ -216,10 +209,6 @@ def doors_job():
     with CollectiveRecorder() as tap:
         loss_of(plain, share(0, 0, 0)).backward()
     assert tap.named("alltoall_base_")
-
-
-def test_ways_to_say_the_same(gloo):
-    gloo.run(doors_job, 2)
 
 
 def auto_job():

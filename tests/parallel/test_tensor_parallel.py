@@ -15,6 +15,7 @@ from training import make, steps_of
 import octavo
 from octavo.nn import equalized
 from octavo.numerics import sqnr
+from processes import on_ranks
 from tensors import randn
 
 pytestmark = pytest.mark.dist
@@ -166,17 +167,14 @@ def test_adamw_sums_partial_gradients(gloo):
         assert (a - c).abs().mean() < 1e-4
 
 
-def refused_states_job():
+@on_ranks(2)
+def test_shards_within_groups_are_refused():
     mesh = init_device_mesh("cpu", (2,))
     weight = nn.Parameter(distribute_tensor(torch.randn(64, 192), mesh, [Shard(1)]))
     with pytest.raises(
         ValueError, match=r"scales for 128 columns, and shards of a parameter \[64, 192\] .* use states='fp32'"
     ):
         octavo.AdamW([weight], lr=1e-3)
-
-
-def test_shards_within_groups_are_refused(gloo):
-    gloo.run(refused_states_job, 2)
 
 
 def placements_job(cases):
@@ -226,7 +224,8 @@ def test_a_whole_bias_gets_its_whole_gradient(gloo):
         assert min(map(min, results)) > 24
 
 
-def scales_job():
+@on_ranks(2)
+def test_channel_scales_of_a_ranks_columns_resume():
     """Losses of two models, of which the second starts with the channel scales of the first."""
     mesh, models = init_device_mesh("cpu", (dist.get_world_size(),)), []
     for _ in range(2):
@@ -236,15 +235,12 @@ def scales_job():
     steps_of(models[0], 3)
     equalized.load_state_dict(models[1], equalized.state_dict(models[0]))
     models[1].load_state_dict(models[0].state_dict())
-    return [steps_of(model, 2)[0] for model in models]
+    first, second = [steps_of(model, 2)[0] for model in models]
+    assert first == second
 
 
-def test_channel_scales_of_a_ranks_columns_resume(gloo):
-    for first, second in gloo.run(scales_job, 2):
-        assert first == second
-
-
-def refused_job():
+@on_ranks(2)
+def test_scales_by_tensor_are_refused():
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model = octavo.convert(nn.Sequential(nn.Linear(64, 64)), "tensorwise", verbose=False)
     parallelize_module(model, mesh, {"0": ColwiseParallel()})
@@ -252,10 +248,6 @@ def refused_job():
         model(torch.randn(4, 64))
     with octavo.disabled():
         assert model(torch.randn(4, 64)).shape == (4, 32)
-
-
-def test_scales_by_tensor_are_refused(gloo):
-    gloo.run(refused_job, 2)
 
 
 @pytest.mark.parametrize(

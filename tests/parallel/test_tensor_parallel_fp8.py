@@ -18,6 +18,7 @@ import octavo
 from collective_recorder import CollectiveRecorder
 from octavo.numerics import sqnr
 from octavo.parallel import Fp8ColwiseParallel, Fp8RowwiseParallel, clip_grad_norm_, parallelize
+from processes import on_ranks
 
 pytestmark = pytest.mark.dist
 INFINITE = float("inf")
@@ -138,7 +139,20 @@ class Siblings(nn.Module):
         return self.o(q + self.k(x) * self.v(x))
 
 
-def siblings_job(between, norm):
+BETWEEN = {"nothing": lambda x: x, "in place": lambda x: x.mul_(3.0)}
+
+
+@pytest.mark.parametrize(
+    ("between", "gathers", "norm"),
+    [
+        ("nothing", 2, False),
+        pytest.param("nothing", 2, True, marks=pytest.mark.thorough, id="whose input is a DTensor"),
+        pytest.param("in place", 3, False, marks=pytest.mark.thorough),
+    ],
+)
+@on_ranks(2)
+def test_layers_that_read_one_input_share_its_gather(between, norm, gathers):
+    """One gather of X and one reduction of ∂X for q, k and v, besides those of the row; none of a changed X."""
     model = {}
     for name in ("alone", "ours"):
         torch.manual_seed(0)
@@ -160,26 +174,10 @@ def siblings_job(between, norm):
     names = [name for name in grads if norm or not name.startswith("norm")]
     ours = dict(model["ours"].named_parameters())
     pairs += [(grads[name].grad, whole(ours[name].grad)) for name in names]
-    return min(similarity(*pair) for pair in pairs), [call.name for call in recorder.calls]
-
-
-BETWEEN = {"nothing": lambda x: x, "in place": lambda x: x.mul_(3.0)}
-
-
-@pytest.mark.parametrize(
-    ("between", "gathers", "norm"),
-    [
-        ("nothing", 2, False),
-        pytest.param("nothing", 2, True, marks=pytest.mark.thorough, id="whose input is a DTensor"),
-        pytest.param("in place", 3, False, marks=pytest.mark.thorough),
-    ],
-)
-def test_layers_that_read_one_input_share_its_gather(gloo, between, gathers, norm):
-    """One gather of X and one reduction of ∂X for q, k and v, besides those of the row; none of a changed X."""
-    for similarity_, calls in gloo.run(siblings_job, 2, between, norm):
-        assert similarity_ > 20
-        assert calls.count("_allgather_base_") == gathers
-        assert calls.count("_reduce_scatter_base_") == gathers
+    similarity_, calls = min(similarity(*pair) for pair in pairs), [call.name for call in recorder.calls]
+    assert similarity_ > 20
+    assert calls.count("_allgather_base_") == gathers
+    assert calls.count("_reduce_scatter_base_") == gathers
 
 
 def equalized_job(fsdp):
@@ -329,7 +327,8 @@ def refusal(layer, style, mesh=None):
     return str(error.value)
 
 
-def copies_job():
+@on_ranks(2)
+def test_copies_without_shards_are_refused_over_tensor_parallelism():
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("tp", "dp_replicate"))
     model = linears()
     parallelize_module(model, mesh["tp"], {"0": Fp8ColwiseParallel()})
@@ -337,11 +336,22 @@ def copies_job():
         parallelize(model, mesh["dp_replicate"])
 
 
-def test_copies_without_shards_are_refused_over_tensor_parallelism(gloo):
-    gloo.run(copies_job, 2)
+REFUSED = [
+    "recipe 'tensorwise' has one scale per tensor",
+    "heads = 3 is not divided by 2 ranks of tensor parallelism: take one of [1] ranks",
+    "out_features = 65 is not divided by 2 ranks of tensor parallelism: take one of [1] ranks, or pad it to 66",
+    "in_features = 63 is not divided by 2 ranks",
+    "in_features = 64 is not 6 equal heads", "got Embedding: name a linear layer", "takes a mesh of one dimension",
+    "out_features = 65 is not divided by 2 ranks", "with different settings (Fp8ColwiseParallel(",
+    "this layer is distributed already", "different shapes: [[2, 3, 128], [2, 4, 128]]. Give each an equal part",
+    "sequence_dim=-2 is no dimension of tokens of an input of shape [128]",
+    "5 tokens, in dimension 1 of [2, 5, 64], are not an equal part for each of 2 ranks of tensor parallelism: pad the "
+    "sequence to 6",
+]  # fmt: skip
 
 
-def refused_job():
+@on_ranks(2)
+def test_what_cannot_be_distributed_is_refused_on_every_rank():
     rank, errors = dist.get_rank(), []
     column, row = Fp8ColwiseParallel, Fp8RowwiseParallel
     errors.append(refusal(linears("tensorwise")[0], column()))
@@ -366,27 +376,9 @@ def refused_job():
     parallelize_module(down, tp_mesh(), {"0": row()})
     with pytest.raises(ValueError) as error:
         down(torch.randn(2, 5, 32))
-    return [*errors, str(error.value)]
-
-
-REFUSED = [
-    "recipe 'tensorwise' has one scale per tensor",
-    "heads = 3 is not divided by 2 ranks of tensor parallelism: take one of [1] ranks",
-    "out_features = 65 is not divided by 2 ranks of tensor parallelism: take one of [1] ranks, or pad it to 66",
-    "in_features = 63 is not divided by 2 ranks",
-    "in_features = 64 is not 6 equal heads", "got Embedding: name a linear layer", "takes a mesh of one dimension",
-    "out_features = 65 is not divided by 2 ranks", "with different settings (Fp8ColwiseParallel(",
-    "this layer is distributed already", "different shapes: [[2, 3, 128], [2, 4, 128]]. Give each an equal part",
-    "sequence_dim=-2 is no dimension of tokens of an input of shape [128]",
-    "5 tokens, in dimension 1 of [2, 5, 64], are not an equal part for each of 2 ranks of tensor parallelism: pad the "
-    "sequence to 6",
-]  # fmt: skip
-
-
-def test_what_cannot_be_distributed_is_refused_on_every_rank(gloo):
-    for errors in gloo.run(refused_job, 2):
-        for error, expected in zip(errors, REFUSED, strict=True):
-            assert expected in error
+    errors = [*errors, str(error.value)]
+    for error, expected in zip(errors, REFUSED, strict=True):
+        assert expected in error
 
 
 @pytest.mark.parametrize(
@@ -445,11 +437,6 @@ class Way:
         return model[1](input=model[0](input=x))
 
 
-def ways_job():
-    ways = (Way.checkpointed, torch.bfloat16), (Way.copied, torch.float32), (Way.named, torch.float16)
-    return {way.__name__: compared_with_plain(way, dtype) for way, dtype in ways}
-
-
 def compared_with_plain(way, dtype):
     x = part(torch.randn(2, 8, 128, generator=torch.Generator().manual_seed(0)).to(dtype), 1)
     results = []
@@ -464,9 +451,11 @@ def compared_with_plain(way, dtype):
 
 
 @pytest.mark.thorough
-def test_every_way_to_run_a_model_computes_the_same(gloo):
-    for rank in gloo.run(ways_job, 2):
-        assert all(similarity == INFINITE for of_way in rank.values() for similarity in of_way), rank
+@on_ranks(2)
+def test_every_way_to_run_a_model_computes_the_same():
+    ways = (Way.checkpointed, torch.bfloat16), (Way.copied, torch.float32), (Way.named, torch.float16)
+    rank = {way.__name__: compared_with_plain(way, dtype) for way, dtype in ways}
+    assert all(similarity == INFINITE for of_way in rank.values() for similarity in of_way), rank
 
 
 def nonfinite_job():
@@ -487,7 +476,8 @@ def test_a_nan_stays_in_its_token_and_stops_every_rank(gloo):
     assert gloo.run(nonfinite_job, 2) == [1, 0]
 
 
-def disabled_job():
+@on_ranks(2)
+def test_disabled_layers_send_no_fp8():
     model = {name: linears() for name in ("alone", "ours")}
     parallelize_module(model["ours"], tp_mesh(), {"0": Fp8ColwiseParallel(), "1": Fp8RowwiseParallel()})
     x = torch.randn(2, 8, 128)
@@ -496,12 +486,8 @@ def disabled_job():
         y.sum().backward()
         expected = model["alone"](x)
     dtypes = {call.dtype for call in recorder.calls if call.name != "allgather_"}
-    return sqnr(part(expected, 1), y), dtypes
-
-
-def test_disabled_layers_send_no_fp8(gloo):
-    for similarity_, dtypes in gloo.run(disabled_job, 2):
-        assert similarity_ > 45 and torch.bfloat16 in dtypes
+    similarity_, dtypes = sqnr(part(expected, 1), y), dtypes
+    assert similarity_ > 45 and torch.bfloat16 in dtypes
 
 
 def shared_job(styles):

@@ -14,6 +14,7 @@ from octavo.numerics import sqnr
 from octavo.parallel import context_parallel, sum_partial_gradients, tensor_parallel
 from octavo.tensor import local_tensor
 from octavo.train.compiled_blocks import Checkpointing
+from processes import on_ranks
 
 pytestmark = pytest.mark.dist
 SHAPE = {
@@ -99,15 +100,6 @@ def test_parameters_of_an_activation_function(gloo):
     assert min(pair[1] for name, pair in quality.items() if "act_fn" in name) > 28
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize(("family", "divides"), [("llama", True), ("qwen3", False)])
-def test_gradients_in_fp8_lose_little(gloo, family, divides):
-    """At most 1.5 dB, in one batch of 64 tokens too."""
-    alone, ranks, quality = gloo.run(job, 2, family, True, divides)[0]
-    assert ranks == pytest.approx(alone, rel=1.5e-3)
-    assert all(ours >= theirs - 1.5 for theirs, ours in quality.values())
-
-
 def traffic_job():
     sent = {}
     for gather in ("fp8", "bf16"):
@@ -162,17 +154,14 @@ def test_what_cannot_be_distributed_is_refused(gloo):
             assert message in text, family
 
 
-def seeds_job():
+@on_ranks(2)
+def test_values_that_differ_are_refused():
+    """Each rank would keep its own norms."""
     model = model_of("llama")
     with torch.no_grad():
         model.model.norm.weight[0] += dist.get_rank()
     with pytest.raises(ValueError, match=r"different values of parameters \(build the model from one seed\)"):
         tensor_parallel(model, mesh_of())
-
-
-def test_values_that_differ_are_refused(gloo):
-    """Each rank would keep its own norms."""
-    gloo.run(seeds_job, 2)
 
 
 def uneven_job():

@@ -11,6 +11,7 @@ import octavo
 from collective_recorder import CollectiveRecorder
 from octavo.numerics import sqnr
 from octavo.parallel import ulysses_attention
+from processes import on_ranks
 
 pytestmark = pytest.mark.dist
 
@@ -77,7 +78,9 @@ def test_v_may_be_small(gloo):
         assert small == pytest.approx(equal, abs=0.1)
 
 
-def bytes_job():
+@pytest.mark.thorough
+@on_ranks(2)
+def test_messages_take_half_the_bytes_of_bf16():
     """Bytes of a forward and backward in bf16, in FP8 and not."""
     sent = []
     for fp8 in (True, False):
@@ -90,13 +93,8 @@ def bytes_job():
     with octavo.disabled(), CollectiveRecorder() as recorder:
         ulysses_attention(*parts[:3])
     assert {call.dtype for call in recorder.calls} == {torch.bfloat16}
-    return sent
-
-
-@pytest.mark.thorough
-def test_messages_take_half_the_bytes_of_bf16(gloo):
-    for fp8, plain in gloo.run(bytes_job, 2):
-        assert 0.5 * plain < fp8 <= 0.52 * plain
+    fp8, plain = sent
+    assert 0.5 * plain < fp8 <= 0.52 * plain
 
 
 def errors_job():
@@ -124,7 +122,8 @@ def test_what_cannot_work_raises_on_every_rank(gloo):
             assert text in message
 
 
-def uneven_job():
+@on_ranks(2)
+def test_detailed_checks_compare_the_parts_of_every_call():
     """The errors of later calls whose parts differ: in their numbers of tokens, and in their shapes alone."""
     before, rank, errors = dist.get_debug_level(), dist.get_rank(), []
     dist.set_debug_level(dist.DebugLevel.DETAIL)
@@ -137,10 +136,5 @@ def uneven_job():
                 errors.append(str(error))
     finally:
         dist.set_debug_level(before)
-    return errors
-
-
-def test_detailed_checks_compare_the_parts_of_every_call(gloo):
-    for errors in gloo.run(uneven_job, 2):
-        assert len(errors) == 2 and all("ulysses_attention: the calls of the ranks" in text for text in errors)
-        assert "[1, 2, 3, 64]" in errors[0] and "[2, 2, 2, 64]" in errors[1]
+    assert len(errors) == 2 and all("ulysses_attention: the calls of the ranks" in text for text in errors)
+    assert "[1, 2, 3, 64]" in errors[0] and "[2, 2, 2, 64]" in errors[1]

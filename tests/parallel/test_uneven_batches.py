@@ -16,6 +16,7 @@ from octavo.parallel import (
     sum_partial_gradients,
     tensor_parallel,
 )
+from processes import on_ranks
 
 pytestmark = pytest.mark.dist
 """Sequences and tokens of each step: smaller batches, shorter ones, one of odd length, and a whole one again."""
@@ -82,8 +83,11 @@ def columns_and_rows(**options):
     return parallelize_module(model, mesh, {"0": Fp8ColwiseParallel(**options), "1": Fp8RowwiseParallel(**options)})
 
 
-def later_job(gather):
-    """The error of a forward in which ranks have unequal parts, after one with equal ones."""
+@pytest.mark.thorough
+@pytest.mark.parametrize("gather", ["fp8", "bf16"])
+@on_ranks(2)
+def test_detailed_checks_compare_the_parts_of_every_forward(gather):
+    """Layers compare shapes in their first forward; with TORCH_DISTRIBUTED_DEBUG=DETAIL in each."""
     before, model = dist.get_debug_level(), columns_and_rows(gather=gather)
     dist.set_debug_level(dist.DebugLevel.DETAIL)
     try:
@@ -92,18 +96,13 @@ def later_job(gather):
             model(torch.randn(2, 3 + dist.get_rank(), 128))
     finally:
         dist.set_debug_level(before)
-    return str(error.value)
+    text = str(error.value)
+    assert "parts of a sequence of different shapes: [[2, 3, 128], [2, 4, 128]]" in text
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("gather", ["fp8", "bf16"])
-def test_detailed_checks_compare_the_parts_of_every_forward(gloo, gather):
-    """Layers compare shapes in their first forward; with TORCH_DISTRIBUTED_DEBUG=DETAIL in each."""
-    for text in gloo.run(later_job, 2, gather):
-        assert "parts of a sequence of different shapes: [[2, 3, 128], [2, 4, 128]]" in text
-
-
-def first_job():
+@on_ranks(2)
+def test_unequal_parts_of_a_first_forward_raise_on_every_rank():
     """The errors of first forwards in which ranks have unequal parts; without them Gloo ends a process."""
     rank, errors = dist.get_rank(), []
     tokens = torch.zeros(2, 8 + 2 * rank, dtype=torch.long)
@@ -121,11 +120,5 @@ def first_job():
         with pytest.raises(ValueError) as error:
             case()
         errors.append(str(error.value))
-    return errors
-
-
-@pytest.mark.thorough
-def test_unequal_parts_of_a_first_forward_raise_on_every_rank(gloo):
-    for errors in gloo.run(first_job, 2):
-        assert all("parts of a sequence of different shapes" in text for text in errors)
-        assert ["tensor parallelism" in text for text in errors] == [True] * 3 + [False] * 2
+    assert all("parts of a sequence of different shapes" in text for text in errors)
+    assert ["tensor parallelism" in text for text in errors] == [True] * 3 + [False] * 2
