@@ -134,42 +134,6 @@ def casts_pass_what_triton_passes():
     return failed
 
 
-def kernels_get_what_triton_passes():
-    """Every kernel of the recipes, fused ones included, at sizes that Triton specializes differently."""
-    from octavo.kernels import dequantize, glu, layer_norm, quantize, quantize_pair, rms_norm
-    from octavo.numerics import RECIPES, QuantSpec
-
-    failed, compared = [], set()
-    ordinary = launch.PreparedLaunch.__call__
-
-    def compare(self, tensors):
-        expected = recorded(lambda: self._through_triton(None, tensors))
-        ordinary(self, tensors)
-        compared.add(self.launch.kernel.fn.__name__)
-        if recorded(lambda: ordinary(self, tensors)) != expected:
-            failed.append(f"{self.launch.kernel.fn.__name__} {self.grid} {self.scalars}")
-
-    launch.PreparedLaunch.__call__ = compare
-    flat = torch.zeros(2**31 + 64, dtype=torch.bfloat16)  # never touched: the stub launches nothing
-    with torch.no_grad():
-        for rows, columns in ((16, 32), (17, 16), (1, 1)):
-            x = torch.zeros(rows * columns + 1, dtype=torch.bfloat16)
-            apart = torch.as_strided(flat, (2, columns), (2**31, 1))
-            for matrix in (x[:-1].view(rows, columns), x[1:].view(rows, columns), apart):
-                for recipe in RECIPES.values():
-                    q = quantize(matrix, recipe.x, order="both")
-                    quantize(matrix, recipe.w, order="columns", scale=quantize(matrix, recipe.w).scale)
-                    if recipe.wgrad_g is not None and recipe.wgrad_g != recipe.dgrad_g:
-                        quantize_pair(matrix, recipe.dgrad_g, None, recipe.wgrad_g, None)
-                dequantize(q, torch.bfloat16)
-            spec = QuantSpec.parse("e4m3/row")
-            rms_norm(matrix, torch.ones(columns).bfloat16(), 1e-5, spec, "both")
-            layer_norm(matrix, torch.ones(columns).bfloat16(), None, 1e-5, spec, "rows")
-            glu(matrix, matrix, "silu", spec, "both")
-    launch.PreparedLaunch.__call__ = ordinary
-    return failed if len(compared) >= 8 else [*failed, f"compared {sorted(compared)} only"]
-
-
 def product_operands(m, n, k, case, laid=lambda data: data):
     """Operands of a case, data contiguous along the contraction before `laid`."""
     from octavo.numerics.spec import QuantSpec

@@ -122,16 +122,6 @@ def test_limits_move_layers_under_the_autopilot(make_config, tmp_path, limits, m
     assert {event["event"] for event in read_events(tmp_path)} == ({"move"} if moves else {"finding"})
 
 
-def test_limits_may_change_on_resume_and_are_said(make_config, tmp_path):
-    run(make_config(**WATCHED, run={"steps": 3}), out=tmp_path)
-    recorder = Recorder()
-    changed = WATCHED | {"inspect": {"every": 1, "limits": {"sqnr": 33.0}}}
-    run(make_config(**changed, run={"steps": 4}), out=tmp_path, resume=True, progress=recorder)
-    assert "resumed with inspect.limits.sqnr = 33.0 (was 18.0)" in recorder.notes
-    saved = json.loads((tmp_path / "checkpoints" / "step-000004" / "trainer.json").read_text())
-    assert saved["config"]["inspect"]["limits"]["sqnr"] == 33.0
-
-
 SIZES = {
     "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2,
     "num_key_value_heads": 1, "max_position_embeddings": 64, "initializer_range": 0.06,

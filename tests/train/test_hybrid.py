@@ -202,7 +202,7 @@ def layout_of_ranks(tables):
     with join_ranks(config) as ranks:
         trainer = Trainer(config, load_corpus(config.data, config.model, NullProgress()), ranks.device, ranks=ranks)
     inputs, targets = trainer._batch(0)
-    return inputs, targets
+    return inputs, targets, trainer.layout.positions(inputs)
 
 
 @pytest.mark.thorough
@@ -210,9 +210,11 @@ def test_ranks_share_batches_and_tokens(gloo, settings):
     whole = layout_of_ranks(settings())
     for parallel, rows, in_parts in (({"tp": 2}, 2, False), ({"cp": 2}, 2, True)):
         ranks = gloo.run(layout_of_ranks, 4, settings(parallel=parallel))
-        for rank, (inputs, targets) in enumerate(ranks):
+        for rank, (inputs, targets, positions) in enumerate(ranks):
             row, part = rank // 2, rank % 2
-            own = [t.chunk(rows)[row] for t in whole]
+            own_positions = positions["position_ids"][0].tolist() if in_parts else list(positions)
+            assert own_positions == (list(range(8 * part, 8 * part + 8)) if in_parts else [])
+            own = [t.chunk(rows)[row] for t in whole[:2]]
             assert torch.equal(targets, own[1].chunk(2, 1)[part])
             assert torch.equal(inputs, own[0].chunk(2, 1)[part] if in_parts else own[0])
 

@@ -210,6 +210,8 @@ BAD = {
                             "line 1, message 0: \"tool_calls\" should be .*item 0 is {'function'"),
     "arguments": ([{"messages": [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "x"}]}]}],
                   'message 0: "tool_calls" should be'),
+    "parameters": ([{"messages": [{"role": "assistant", "tool_calls": [{"name": "f", "parameters": {"a": "b"}}]}]}],
+                   '"tool_calls" should be .*"arguments".*item 0 is'),
     "reasoning": ([{"messages": [OK["messages"][0] | {"thinking": [1]}]}], 'message 0: "thinking" should be text'),
     "json": ([OK, "{"], "line 2 is not JSON"),
     "empty": ([], "is empty: no rows"),
@@ -349,6 +351,7 @@ def test_templates_that_join_arguments_take_text(tokenizer):
     [
         (LISTED, 'the "tools" of the row'),
         ("[{{ c.function.name }}{{ c.function.arguments }}]", '"tool_calls" of message 1'),
+        ("{{ c.function.arguments }}", '"tool_calls" of message 1'),
         ("{{ m.thinking }}", '"reasoning_content" of message 1'),
     ],
 )
@@ -398,15 +401,3 @@ def test_calls_of_sharegpt():
     assert answer == {"role": "tool", "content": "rain"}
     with pytest.raises(ConfigError, match='^a, message 1: "tool_calls" should be'):
         conversation_text("a", [rows[0], rows[1] | {"value": "weather in Paris"}])
-
-
-def test_calls_with_arguments_by_another_name_are_errors():
-    call = {"role": "assistant", "tool_calls": [{"name": "weather", "parameters": {"city": "Paris"}}]}
-    with pytest.raises(ConfigError, match=r'"tool_calls" should be .*"arguments".*item 0 is'):
-        conversation_text("a", [call])
-
-
-def test_a_template_that_drops_arguments_is_an_error(tokenizer):
-    names = CALLS.replace("{{ c.function.arguments }}", "")
-    with pytest.raises(ConfigError, match='renders nothing of "tool_calls" of message 1'):
-        learned(Chat(load_tokenizer(tokenizer), names, "assistant"), ROW)

@@ -1,5 +1,6 @@
 """Several sources with weights, and sources that are streamed: what is taken, resumes, ranks, and files that change."""
 
+import gzip
 import json
 import shutil
 import threading
@@ -268,9 +269,11 @@ def test_what_cannot_be_streamed(make_config, files, tmp_path):
         ({"source": "python-stdlib"}, "cannot be streamed: data.streaming takes files"),
         ({"tokenizer": None}, "a tokenizer would be trained on all of it before: set data.tokenizer"),
         ({"source": str(tmp_path / "empty.jsonl")}, "is empty: 1 files without a byte"),
+        ({"source": str(tmp_path / "a.jsonl.gz")}, r"a\.jsonl\.gz is compressed: decompress it"),
         ({"source": str(tmp_path / "a" / "*.jsonl"), "sequence_length": 500_000}, "no sequence|longer than the data"),
     ):
         (tmp_path / "empty.jsonl").touch()
+        (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}\n'))
         one = {key: value for key, value in (files | {"sources": []} | STREAMED | data).items() if value is not None}
         one["source"] = one["source"] or files["sources"][0]["source"]
         with pytest.raises(ConfigError, match=message):

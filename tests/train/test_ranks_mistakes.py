@@ -90,66 +90,37 @@ def test_data_may_take_longer_than_a_step(gloo, tables, tmp_path):
 # --- disks ---
 
 
-def first_fails_job(settings, out, place):
-    """A run whose first rank cannot write something."""
-    owner, name = {
-        "settings": (loop_module, "_write_description"),
-        "metrics": (MetricsWriter, "__init__"),
-        "step": (MetricsWriter, "write"),
-        "result": (RunResult, "write"),
-    }[place]
-    broken = OSError(28, "No space left on device")
-    with mock.patch.object(owner, name, side_effect=broken if dist.get_rank() == 0 else None):
-        return timed_error(job, settings, out)
+PLACES = {
+    "settings": (loop_module, "_write_description"), "metrics": (MetricsWriter, "__init__"),
+    "step": (MetricsWriter, "write"), "close": (MetricsWriter, "__exit__"), "result": (RunResult, "write"),
+    "progress": (NullProgress, "step"),
+}  # fmt: skip
+
+
+def first_fails_job(settings, out, place, error):
+    """The error of a run whose first rank cannot write something, or has an error in a logger or a progress."""
+    start, (owner, name) = time.monotonic(), PLACES[place]
+    with mock.patch.object(owner, name, side_effect=error) if dist.get_rank() == 0 else nullcontext():
+        with pytest.raises(Exception) as caught:
+            job(settings, out)
+    return type(caught.value).__name__, str(caught.value), time.monotonic() - start
+
+
+FULL = OSError(28, "No space left on device")
+FAILS = [("metrics", FULL), ("result", FULL), ("progress", KeyError("loss")), ("close", KeyError("loss"))]
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    "place", ["metrics", "result", *(pytest.param(p, marks=pytest.mark.slow) for p in ("settings", "step"))]
+    ("place", "error"), [*FAILS, *(pytest.param(p, FULL, marks=pytest.mark.slow) for p in ("settings", "step"))]
 )
-def test_what_the_first_rank_cannot_write_ends_all(gloo, tables, tmp_path, place):
-    for message, seconds in gloo.run(first_fails_job, 2, tables(run={"steps": 3}), str(tmp_path / "out"), place):
-        assert message.startswith("SharedError: ") and "No space left on device" in message
-        assert seconds < 60
-
-
-class Broken(NullProgress):
-    """A caller's progress with an error in one method."""
-
-    def __init__(self, method):
-        setattr(self, method, self.fail)
-
-    def fail(self, *arguments):
-        raise KeyError("loss")
-
-
-def broken_progress_job(settings, out, method):
-    """A run with an error in the caller's progress, or in a logger, of the first rank."""
-    start, place = time.monotonic(), {"write": "write", "close": "__exit__"}.get(method)
-    error = KeyError("loss") if place and dist.get_rank() == 0 else None
-    with mock.patch.object(MetricsWriter, place, side_effect=error) if place else nullcontext():
-        try:
-            run(parse_config(settings), out=Path(out), progress=None if place else Broken(method))
-        except Exception as error:
-            return type(error).__name__, str(error), time.monotonic() - start
-    return "", "", 0.0
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    "method",
-    [
-        "step",
-        "close",
-        pytest.param("write", marks=pytest.mark.slow),
-    ],
-)
-def test_an_error_in_a_progress_or_logger_of_the_first_rank_ends_all(gloo, tables, tmp_path, method):
-    """Of any type: the others would wait for the first one until the timeout."""
+def test_what_fails_on_the_first_rank_ends_all(gloo, tables, tmp_path, place, error):
+    """With an error of any type: the others would wait for the first one until the timeout."""
     settings = tables(run={"steps": 3}, precision={"level": "fp8"})
-    first, second = gloo.run(broken_progress_job, 2, settings, str(tmp_path / "out"), method)
-    assert first[:2] == ("KeyError", "'loss'") and first[2] < 60
-    assert second[:2] == ("SharedError", "rank 0: KeyError: 'loss'") and second[2] < 60
+    first, second = gloo.run(first_fails_job, 2, settings, str(tmp_path / "out"), place, error)
+    assert first[0] == ("KeyError" if error is not FULL else "SharedError") and second[0] == "SharedError"
+    text = "No space left on device" if error is FULL else "'loss'"
+    assert all(text in message and seconds < 60 for _, message, seconds in (first, second))
 
 
 @contextmanager

@@ -253,6 +253,7 @@ def test_sigint_and_a_run_outside_the_main_thread(make_config, tmp_path):
     stop = At(2, lambda: os.kill(os.getpid(), signal.SIGINT))
     result = run(make_config(), out=tmp_path / "a", progress=stop)
     assert (result.stopped, result.steps) == ("sigterm", 2)
+    assert "Ctrl-C: finishing the step, then saving; Ctrl-C again stops without saving" in stop.notes
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
     results = []
     thread = threading.Thread(target=lambda: results.append(run(make_config(), out=tmp_path / "b")))

@@ -43,6 +43,13 @@ def test_a_sample_longer_than_a_sequence(make_config, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def test_each_step_draws_its_own_samples(make_config):
+    trainer = make_trainer(make_config(sample={"prompts": ["the "], "tokens": 6, "temperature": 1.0}))
+    first, again = (Sampler(trainer).write() for _ in range(2))
+    trainer.step = 1
+    assert first == again != Sampler(trainer).write()
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1e-40, 5e-324])
 def test_a_model_that_has_diverged_ends_no_run(temperature, make_config, monkeypatch):
     config = make_config(sample={"prompts": ["the "], "tokens": 2, "temperature": temperature})

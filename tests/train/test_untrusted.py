@@ -239,10 +239,6 @@ def sharing_job(tables, plant):
         return same and tied and buffers and gradients and type(model) is type(expected)
 
 
-def plant_mark(tables):
-    return Path(tables["data"]["cache"]) / "mark"
-
-
 def test_ranks_share_tensors_and_no_code(gloo, tables, tmp_path):
     tied = tables | {"model": {"type": "llama", "config": tables["model"]["config"] | {"tie_word_embeddings": True}}}
     tied["data"] = tables["data"] | {"cache": str(tmp_path)}
