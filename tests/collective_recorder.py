@@ -8,15 +8,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 # Position of the input argument of each c10d operation.
 _INPUT_POSITION = {
-    "_allgather_base_": 1,
-    "_reduce_scatter_base_": 1,
-    "alltoall_base_": 1,
-    "allgather_": 1,
-    "reduce_scatter_": 1,
-    "allreduce_": 0,
-    "broadcast_": 0,
-    "send": 0,
-}
+    "_allgather_base_": 1, "_reduce_scatter_base_": 1, "alltoall_base_": 1, "allgather_": 1, "reduce_scatter_": 1,
+    "allreduce_": 0, "broadcast_": 0, "send": 0,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -38,16 +38,10 @@ lr = 1e-3
 batch = 2
 """
 TINY_DEMO = [
-    "run.device=cpu",
-    "model.config.hidden_size=64",
-    "model.config.intermediate_size=128",
-    "model.config.num_hidden_layers=2",
-    "model.config.num_attention_heads=2",
-    "model.config.num_key_value_heads=2",
-    "data.sequence_length=32",
-    "data.vocab_size=300",
-    "optim.batch=2",
-]
+    "run.device=cpu", "model.config.hidden_size=64", "model.config.intermediate_size=128",
+    "model.config.num_hidden_layers=2", "model.config.num_attention_heads=2", "model.config.num_key_value_heads=2",
+    "data.sequence_length=32", "data.vocab_size=300", "optim.batch=2",
+]  # fmt: skip
 
 
 @pytest.fixture

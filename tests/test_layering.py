@@ -16,25 +16,10 @@ import octavo
 
 SOURCE = Path(octavo.__file__).parent
 LEVELS = {
-    "_version": 0,
-    "runtime": -1,
-    "numerics": 0,
-    "tensor": 1,
-    "kernels": 2,
-    "activations": 3,
-    "optim": 3,
-    "comm": 3,
-    "compat": 7,
-    "nn": 4,
-    "planner": 5,
-    "parallel": 5,
-    "serving": 5,
-    "inspect": 6,
-    "integrations": 7,
-    "train": 7,
-    "experiments": 8,
-    "cli": 9,
-}
+    "_version": 0, "runtime": -1, "numerics": 0, "tensor": 1, "kernels": 2, "activations": 3, "optim": 3, "comm": 3,
+    "compat": 7, "nn": 4, "planner": 5, "parallel": 5, "serving": 5, "inspect": 6, "integrations": 7, "train": 7,
+    "experiments": 8, "cli": 9,
+}  # fmt: skip
 FRONT_DOORS = {"__init__", "__main__"}
 
 

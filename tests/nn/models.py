@@ -8,16 +8,10 @@ def llama(**overrides):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = {
-        "vocab_size": 128,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 64,
-        "bos_token_id": 0,
+        "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "bos_token_id": 0,
         "eos_token_id": 1,
-    }
+    }  # fmt: skip
     torch.manual_seed(0)
     return LlamaForCausalLM(LlamaConfig(**(config | overrides)))
 

@@ -15,17 +15,10 @@ from octavo.nn.causal import chunked_loss, find_head
 from octavo.numerics.error import sqnr
 
 SIZES = {
-    "vocab_size": 131,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
+    "vocab_size": 131, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "bos_token_id": 0, "eos_token_id": 1,
     "pad_token_id": None,
-}
+}  # fmt: skip
 FAMILIES = {
     "llama": {},
     "qwen3": {"head_dim": 8},

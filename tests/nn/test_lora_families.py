@@ -47,11 +47,8 @@ def gpt2(blocks):
 
 def vit(blocks):
     sizes = {
-        "hidden_size": WIDTH,
-        "num_hidden_layers": blocks,
-        "num_attention_heads": 4,
-        "intermediate_size": 2 * WIDTH,
-    }
+        "hidden_size": WIDTH, "num_hidden_layers": blocks, "num_attention_heads": 4, "intermediate_size": 2 * WIDTH,
+    }  # fmt: skip
     images = {"image_size": 32, "patch_size": 8, "num_labels": 10}
     return transformers.ViTForImageClassification(transformers.ViTConfig(**sizes, **images, **NO_DROPOUT))
 

@@ -18,15 +18,9 @@ from processes import on_ranks
 
 pytestmark = pytest.mark.dist
 SHAPE = {
-    "vocab_size": 97,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "eos_token_id": 0,
-}
+    "vocab_size": 97, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 32, "eos_token_id": 0,
+}  # fmt: skip
 MOE = {"moe_intermediate_size": 64, "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 4}
 """All experts for each token: a choice of some is another where messages round."""
 
@@ -336,12 +330,9 @@ def dropout_job(attention, checkpointed, shape):
 
     torch.manual_seed(0)
     rates = {
-        "bos_token_id": 0,
-        "use_cache": False,
-        "attention_dropout": attention,
-        "residual_dropout": 0.3,
+        "bos_token_id": 0, "use_cache": False, "attention_dropout": attention, "residual_dropout": 0.3,
         "embedding_dropout": 0.3,
-    }
+    }  # fmt: skip
     model = Starcoder2ForCausalLM(Starcoder2Config(**shape | rates, attn_implementation="eager")).train()
     octavo.convert(model, verbose=False)
     Checkpointing(model, "full" if checkpointed else "none")

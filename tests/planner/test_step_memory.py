@@ -85,12 +85,9 @@ CASES = {
 
 
 SLOW = (
-    "fp8+activations",
-    "fp8, recomputed",
-    "fp8+activations+optimizer, accumulated, recomputed",
-    "GPT-2, fp8+opt",
+    "fp8+activations", "fp8, recomputed", "fp8+activations+optimizer, accumulated, recomputed", "GPT-2, fp8+opt",
     "float32 parameters",
-)
+)  # fmt: skip
 
 
 @pytest.mark.thorough

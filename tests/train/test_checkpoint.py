@@ -101,14 +101,8 @@ def test_damaged_checkpoints_are_named(make_config, tmp_path):
     folder = latest_checkpoint(tmp_path)
     assert folder is not None
     assert set(read_trainer_state(folder)) == {
-        "step",
-        "loss_scale",
-        "data",
-        "config",
-        "ranks",
-        "skipped_batches",
-        "guard",
-    }
+        "step", "loss_scale", "data", "config", "ranks", "skipped_batches", "guard",
+    }  # fmt: skip
     wider = make_trainer(make_config, model={"type": "llama", "config": LLAMA | {"intermediate_size": 96}})
     with pytest.raises(ConfigError, match="there intermediate_size = 64, here 96"):
         load_checkpoint(folder, wider.model, wider.optimizer, wider.loss_scale, wider.ranks)

@@ -40,14 +40,10 @@ def test_defaults_and_overrides(toml):
     config = load_config(
         toml,
         [
-            "optim.lr=3e-4",
-            "precision.level=fp8",
-            'precision.skip=["*lm_head*"]',
-            "model.config.hidden_size=128",
-            "run.name=a b",
-            "precision.loss_scale=1024.0",
+            "optim.lr=3e-4", "precision.level=fp8", 'precision.skip=["*lm_head*"]', "model.config.hidden_size=128",
+            "run.name=a b", "precision.loss_scale=1024.0",
         ],
-    )
+    )  # fmt: skip
     assert config.optim.lr == 3e-4
     assert config.model.config["hidden_size"] == 128
     assert config.model.config["rope_parameters"]["rope_theta"] == 1e4

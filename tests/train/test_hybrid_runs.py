@@ -11,15 +11,9 @@ from octavo.train.checkpoint.retention import checkpoints
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 SHAPE = {
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "max_position_embeddings": 128,
-    "tie_word_embeddings": False,
-}
+    "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 128, "tie_word_embeddings": False,
+}  # fmt: skip
 WITHOUT_HEAD_DIM = {key: value for key, value in SHAPE.items() if key != "head_dim"}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 LATENT = {"q_lora_rank": 128, "kv_lora_rank": 128, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64, "v_head_dim": 64}
@@ -34,17 +28,12 @@ MODELS = {
         WITHOUT_HEAD_DIM
         | LATENT
         | {
-            "num_key_value_heads": 4,
-            "n_routed_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 256,
-            "n_group": 1,
-            "topk_group": 1,
-            "first_k_dense_replace": 1,
+            "num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256,
+            "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
         },
         {"ep": 2},
     ),
-}
+}  # fmt: skip
 STEPS, SEEDS = 200, (1, 2, 3)
 
 

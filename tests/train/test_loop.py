@@ -40,14 +40,8 @@ def test_a_run_learns_and_leaves_everything(make_config, tmp_path):
     assert result.wall_s == pytest.approx(sum(row.step_s for row in rows))
     assert result.losses.final == rows[-1].loss
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
-        "checkpoints",
-        "config.toml",
-        "metrics.jsonl",
-        "run.json",
-        "setup.json",
-        "tensorboard",
-        "tokenizer.json",
-    }
+        "checkpoints", "config.toml", "metrics.jsonl", "run.json", "setup.json", "tensorboard", "tokenizer.json",
+    }  # fmt: skip
     assert RunResult.read(tmp_path / "out") == result
     assert load_config(tmp_path / "out" / "config.toml") == config
 

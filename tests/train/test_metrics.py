@@ -47,16 +47,8 @@ def test_rows_are_on_disk_as_soon_as_written(tmp_path):
             assert read_metrics(tmp_path) == rows[:count]
     first = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])
     assert list(first) == [
-        "step",
-        "tokens",
-        "loss",
-        "lr",
-        "grad_norm",
-        "loss_scale",
-        "skipped",
-        "step_s",
-        "tokens_per_s",
-    ]
+        "step", "tokens", "loss", "lr", "grad_norm", "loss_scale", "skipped", "step_s", "tokens_per_s",
+    ]  # fmt: skip
 
 
 def test_a_full_disk_names_the_file(tmp_path):

@@ -19,13 +19,9 @@ from octavo.train.record.progress import NullProgress
 from octavo.train.trainer import Trainer
 
 LLAMA = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 64,
-}
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "max_position_embeddings": 64,
+}  # fmt: skip
 
 
 ONE_BLOCK = {"type": "llama", "config": LLAMA | {"num_hidden_layers": 1}}
