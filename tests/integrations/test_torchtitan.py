@@ -192,3 +192,9 @@ def test_fifty_steps_are_those_of_a_plain_loop_also_after_sigkill(tmp_path):
     _, expected, expected_weights = run("plain", tmp_path)
     assert before == {step: expected[step] for step in range(1, 38)} and before | after == expected
     assert weights == expected_weights and expected[50] < expected[1] / 2
+
+
+@pytest.mark.slow
+def test_compiled_blocks_train_as_eager_ones_in_torchtitans_own_order(tmp_path):
+    eager, compiled = (run(loop, tmp_path / loop)[1] for loop in ("titan", "compiled"))
+    assert compiled == eager and len(eager) == 50

@@ -1,7 +1,7 @@
 """Train torchtitan's small Llama in FP8 for 50 steps on a CPU: `titan_run.py LOOP FOLDER [KILL_AT]`.
 
-LOOP is "titan", torchtitan's own Trainer with FSDP2, mixed precision, selective checkpointing and DCP, or "plain", a
-loop by hand from the weights in FOLDER/initial.pt that a run of "titan" wrote.
+LOOP is "titan", torchtitan's own Trainer with FSDP2, mixed precision, selective checkpointing and DCP, "compiled", the
+same with each block compiled, or "plain", a loop by hand from the weights in FOLDER/initial.pt that "titan" wrote.
 """
 
 import os
@@ -18,7 +18,7 @@ from torchtitan.components.loss import CrossEntropyLoss, cross_entropy_loss
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 from torchtitan.components.tokenizer import BaseTokenizer
-from torchtitan.config.configs import DebugConfig, TrainingConfig
+from torchtitan.config.configs import CompileConfig, DebugConfig, TrainingConfig
 from torchtitan.config.override import OverrideConfig
 from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention
 from torchtitan.models.llama3 import model_registry
@@ -84,7 +84,7 @@ def model_spec(**options):
     return spec
 
 
-def titan(folder, record):
+def titan(folder, record, compiled=False):
     settings = {name: str(value) for name, value in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1))}
     os.environ |= {**settings, "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     config = Trainer.Config(
@@ -97,6 +97,7 @@ def titan(folder, record):
             enable=True, interval=SAVE_EVERY, last_save_model_only=False, keep_latest_k=0
         ),
         override=OverrideConfig(imports=[("octavo.integrations.torchtitan.fp8", SETTINGS)]),
+        compile=CompileConfig(enable=compiled, components=["model"], backend="aot_eager"),
     )  # fmt: skip
     trainer = config.build()
     initial = folder / "initial.pt"
@@ -116,9 +117,13 @@ def titan(folder, record):
     return state
 
 
+def compiled(folder, record):
+    return titan(folder, record, compiled=True)
+
+
 def full_state(model):
     return {
-        name.replace("_checkpoint_wrapped_module.", ""): value.full_tensor().clone()
+        name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", ""): value.full_tensor().clone()
         for name, value in model.state_dict().items()
     }
 
