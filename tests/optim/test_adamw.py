@@ -1,5 +1,6 @@
 import copy
 import io
+import math
 
 import pytest
 import torch
@@ -213,10 +214,11 @@ def test_stochastic_rounding_keeps_small_updates_of_bf16_parameters():
         ({"master": "remaindr"}, "did you mean 'remainder'"),
         ({"nonfinite": "stop"}, "nonfinite must be one of"),
         ({"amsgrad": True}, "use torch.optim.AdamW"),
-        ({"lr": -1.0}, "lr must be at least 0; got -1.0"),
+        ({"lr": -1.0}, "lr must be at least 0 and finite; got -1.0"),
         ({"lr": torch.ones(2)}, "one element"),
         ({"betas": (0.9, 1.0)}, r"betas\[1\] must be at least 0 and below 1; got 1.0"),
-        ({"eps": -1e-8}, "eps must be at least 0"),
+        ({"eps": -1e-8}, "eps must be at least 0 and finite"),
+        ({"weight_decay": math.inf}, "weight_decay must be at least 0 and finite; got inf"),
     ],
 )
 def test_wrong_settings_are_named(settings, message):

@@ -218,7 +218,8 @@ class AdamW(Optimizer):
         limited = {"lr": float(lr), "eps": group["eps"], "weight_decay": group["weight_decay"], **below_one}
         for name, value in limited.items():
             if not 0.0 <= value < (1.0 if name in below_one else math.inf):
-                raise ValueError(f"{name} must be at least 0{' and below 1' if name in below_one else ''}; got {value}")
+                limit = "below 1" if name in below_one else "finite"
+                raise ValueError(f"{name} must be at least 0 and {limit}; got {value}")
         for param in group["params"]:
             self._check_param(param, group)
 
