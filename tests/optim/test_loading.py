@@ -55,7 +55,7 @@ def test_a_run_continues_from_torch_adamw():
                 assert torch.equal(state["exp_avg_sq"], saved["state"][i]["exp_avg_sq"])
             elif param.numel():
                 for name, signed in (("exp_avg", True), ("exp_avg_sq", False)):
-                    codes = state[name].view(param.shape[0], -1)
+                    codes = state[f"{name}_fp8"].view(param.shape[0], -1)
                     moments = expand(codes, state[f"{name}_hi"], state[f"{name}_k"], signed)
                     assert sqnr(saved["state"][i][name].view_as(moments), moments) > 25
         train(ours, mine, 3, start=4)
@@ -69,6 +69,19 @@ def test_a_run_continues_from_torch_adamw():
         resumed = AdamW(mine, states=states)
         resumed.load_state_dict(ours.state_dict())
     assert theirs.state_dict()["state"][0]["step"] == 4
+
+
+@pytest.mark.parametrize("choice", ["foreach", "fused", "neither"])
+def test_torch_adamw_takes_no_fp8_codes_for_moments(choice):
+    params = parameters()
+    ours = AdamW(params, states="fp8")
+    train(ours, params, 2)
+    before = [param.detach().clone() for param in params]
+    theirs = torch.optim.AdamW(params, foreach=choice == "foreach", fused=choice == "fused")
+    theirs.load_state_dict(ours.state_dict())
+    with pytest.raises(KeyError, match="exp_avg"):
+        train(theirs, params, 1)
+    assert all(torch.equal(a, b) for a, b in zip(params, before, strict=True))
 
 
 @pytest.mark.parametrize("master", ["remainder", "fp32", None])

@@ -81,8 +81,8 @@ def test_momentum_in_fp8_follows_that_in_fp32():
         take_steps(optimizer, params, range(20))
         moved[states] = [param.detach() - old for param, old in zip(params, before, strict=True)]
         if states == "fp8":
-            assert set(optimizer.state[params[0]]) == {"step", "exp_avg", "exp_avg_hi", "exp_avg_k"}
-            assert optimizer.state[params[0]]["exp_avg"].dtype == torch.float8_e4m3fn
+            assert set(optimizer.state[params[0]]) == {"step", "exp_avg_fp8", "exp_avg_hi", "exp_avg_k"}
+            assert optimizer.state[params[0]]["exp_avg_fp8"].dtype == torch.float8_e4m3fn
     for expected, other in zip(moved["fp32"], moved["fp8"], strict=True):
         assert sqnr(expected, other) > 20
 
@@ -134,7 +134,7 @@ def test_a_loaded_state_continues_bitwise(master):
     take_steps(optimizer, params, range(3, 6))
     take_steps(restored, twins, range(3, 6))
     assert all(torch.equal(one, two) for one, two in zip(params, twins, strict=True))
-    with pytest.raises(ValueError, match=r"does not fit: exp_avg_sq is none, expected"):
+    with pytest.raises(ValueError, match=r"does not fit: exp_avg_sq_fp8 is none, expected"):
         Muon([{"params": twins[:3], "muon": False}, {"params": twins[3:], "muon": False}]).load_state_dict(
             state | {"param_groups": [group | {"muon": False} for group in state["param_groups"]]}
         )

@@ -238,7 +238,7 @@ def compare(model, optimizer, path):
     for name, value in optimizer_states(actual):  # the file has bytes
         parameter = model.get_parameter(name.split("/")[0])
         expected[name] = from_bytes(parameter.detach(), expected[name], value.dtype)
-    assert actual["blocks.0.1.weight/exp_avg"].dtype == torch.float8_e4m3fn
+    assert actual["blocks.0.1.weight/exp_avg_fp8"].dtype == torch.float8_e4m3fn
     for name in expected:
         assert same(expected[name], actual[name]), name
 
@@ -321,7 +321,7 @@ def test_states_of_other_shards_are_refused():
         try:
             target.load_state_dict(saved)
         except ValueError as error:
-            assert "is sharded over other ranks: this rank has [20, 200] of exp_avg" in str(error)
+            assert "is sharded over other ranks: this rank has [20, 200] of exp_avg_fp8" in str(error)
             assert "torch.distributed.checkpoint, which reshards" in str(error)
         else:
             raise AssertionError("went through")

@@ -304,8 +304,8 @@ class AdamW(Optimizer):
         exact with `states="fp32"` and rounded once with `"fp8"`. Masters start at the current values of the parameters,
         so load the model first.
 
-        PyTorch does not check the reverse: `torch.optim.AdamW.load_state_dict` would interpret FP8 codes as moments.
-        Only states with `states="fp32"` are meaningful there; it ignores masters and remainders.
+        The reverse works with `states="fp32"`: `torch.optim.AdamW` ignores masters and remainders. FP8 moments have
+        other names, such as `exp_avg_fp8`, without which its first step raises KeyError: 'exp_avg'.
 
         Args:
             state_dict: Whole states, of which a rank takes its rows, or states sharded like the parameters. To change

@@ -21,7 +21,8 @@ from octavo.optim.sharded import local_rows, shard_like
 from octavo.runtime.torch_compat import is_dtensor
 from octavo.tensor import local_tensor, placed_like
 
-_PARTS = ("", "_hi", "_k")  # Ends of the names of a moment's tensors
+# Ends of the names of a moment's tensors. FP8 codes have one, so that no other optimizer takes them for the moment.
+_PARTS = ("", "_fp8", "_hi", "_k")
 MIN_FP8_COLUMNS = 64  # Fewest columns for which FP8 moments save memory in spite of their scales
 _OCTAVO_ONLY = ("states", "master", "stochastic_rounding", "nonfinite")  # Settings that `torch.optim.AdamW` lacks
 _TORCH_ONLY = ("amsgrad", "decoupled_weight_decay")  # Settings that tell `torch.optim.AdamW` from other optimizers
@@ -64,9 +65,9 @@ class OptimizerSpec:
         shape = tuple(param.shape)
         states: dict[str, tuple[tuple[int, ...], torch.dtype]] = {"step": ((), torch.float32)}
         if group["states"] == "fp8" and param.ndim > 1 and columns >= MIN_FP8_COLUMNS:
-            states |= {name: (shape, E4M3.dtype if signed else torch.uint8) for name, signed in self.moments.items()}
             scales = rows, groups(columns)
-            for name in self.moments:
+            for name, signed in self.moments.items():
+                states[f"{name}_fp8"] = shape, E4M3.dtype if signed else torch.uint8
                 states |= {f"{name}_hi": (scales, torch.float32), f"{name}_k": (scales, torch.uint8)}
         else:
             states |= {name: (shape, torch.float32) for name in self.moments}
