@@ -1,9 +1,10 @@
 """Test suites of other projects, as they are and with Octavo in the place of what they test.
 
-  torch       PyTorch's own inputs of modules and optimizers (`torch.testing._internal`): converted modules, AdamW, Muon
-  torchao     its tests of float8 training, with `octavo.compat.torchao`
-  peft        its tests of custom models, whose linears are converted before an adapter goes on
-  accelerate  its test of gradient synchronization on two processes, with `octavo.AdamW`
+  torch         PyTorch's inputs of modules and optimizers (`torch.testing._internal`): converted modules, AdamW, Muon
+  torchao       its tests of float8 training, with `octavo.compat.torchao`
+  peft          its tests of custom models, whose linears are converted before an adapter goes on
+  accelerate    its test of gradient synchronization on two processes, with `octavo.AdamW`
+  transformers  its tests of the Trainer, with `octavo.integrations.transformers`: FP8 products, and every switch
 
 All but `torch` need --source, a checkout of the project at the version that is installed, and what its tests import. A
 test that passes only without Octavo is listed with the first line of its error.
@@ -19,7 +20,8 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from functools import partial
+from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -45,18 +47,20 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("-k", default="", help="tests to run, as for pytest")
     options = parser.parse_args(arguments)
     if options.name == "torch":
-        plain, own = _torch()
+        arms = dict(zip(("plain", "Octavo"), _torch(), strict=True))
     else:
-        if options.source is None or not (options.source / SUITES[options.name][0][0]).exists():
-            parser.error(f"--source is a checkout of {options.name}; it needs {SUITES[options.name][0][0]}")
-        plain, own = (_pytest(options.name, options.source, options.k, with_octavo=each) for each in (False, True))
-    for name, (status, message) in own.items():
-        if plain.get(name, ("passed",))[0] == "passed" and status == "failed":
-            print(f"{status}: {name}: {message}")
-    for title, results in (("plain", plain), ("Octavo", own)):
+        files, octavo_arms = SUITES[options.name]
+        if options.source is None or not (options.source / files[0]).exists():
+            parser.error(f"--source is a checkout of {options.name}; it needs {files[0]}")
+        arms = {arm: _pytest(options.name, options.source, options.k, arm) for arm in ("plain", *octavo_arms)}
+    for arm, results in arms.items():
+        for name, (status, message) in results.items():
+            if arms["plain"].get(name, ("passed",))[0] == "passed" and status == "failed":
+                print(f"{status}: {name}: {message}" if len(arms) == 2 else f"{arm} {status}: {name}: {message}")
+    for arm, results in arms.items():
         counts = Counter(status for status, _ in results.values())
-        print(f"{title:<8}" + ", ".join(f"{counts[status]} {status}" for status in ("passed", "failed", "skipped")))
-    sys.exit(int(not own))
+        print(f"{arm:<8}" + ", ".join(f"{counts[status]} {status}" for status in ("passed", "failed", "skipped")))
+    sys.exit(int(not all(arms.values())))
 
 
 # Suites of pytest. This module is a plugin of it, which puts Octavo into the modules of tests.
@@ -78,33 +82,79 @@ def _accelerate(tests: Any) -> None:
     importlib.import_module("accelerate.test_utils.scripts.test_sync").AdamW = octavo.AdamW
 
 
-SUITES: dict[str, tuple[tuple[str, ...], Callable[[Any], None]]] = {
-    "torchao": (("test/float8/test_base.py", "test/float8/test_float8_utils.py"), _torchao),
-    "peft": (("tests/test_custom_models.py",), _peft),
-    "accelerate": (("tests/test_grad_sync.py",), _accelerate),
+def _transformers(level: str, tests: Any) -> None:
+    own = importlib.import_module("octavo.integrations.transformers")
+    for names in (vars(importlib.import_module("transformers")), vars(tests)):  # functions of tests import it again
+        for name, value in list(names.items()):
+            if isinstance(value, type) and issubclass(value, own.Trainer) and not hasattr(value, "precision_of_tests"):
+                names[name] = _fp8_trainer(own.with_fp8(value), level)
+
+
+@cache
+def _fp8_trainer(base: Any, level: str) -> Any:
+    """The Trainer in FP8 of any test: with its optimizer if it names one, of models with narrow layers or none."""
+
+    class Own(base):  # type: ignore[misc]
+        precision_of_tests = level
+
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, precision=self.precision_of_tests, **options)
+
+        def _check_settings(self) -> None:
+            try:
+                super()._check_settings()
+            except ValueError:
+                self.precision = replace(self.precision, states="fp32", master="fp32")
+                super()._check_settings()
+
+        def _convert(self, model: nn.Module) -> None:
+            try:
+                super()._convert(model)
+            except ValueError as error:
+                if "no layer would be converted" not in str(error):
+                    raise
+                if not any(type(module) is nn.Linear for module in model.modules()):
+                    self.precision = replace(self.precision, matmul="bf16", activations="bf16")
+                _converted(model, activations=self.precision.activations)
+                super()._convert(model)
+            _converted(model)
+
+    return Own
+
+
+SUITES: dict[str, tuple[tuple[str, ...], dict[str, Callable[[Any], None]]]] = {
+    "torchao": (("test/float8/test_base.py", "test/float8/test_float8_utils.py"), {"Octavo": _torchao}),
+    "peft": (("tests/test_custom_models.py",), {"Octavo": _peft}),
+    "accelerate": (("tests/test_grad_sync.py",), {"Octavo": _accelerate}),
+    "transformers": (
+        tuple(f"tests/trainer/test_trainer{end}.py" for end in ("", "_callback", "_jit_checkpoint")),
+        {level: partial(_transformers, level) for level in ("fp8", "fp8+activations+optimizer")},
+    ),
 }
+"""Of each suite: its files, and by arm what puts Octavo into a module of tests."""
 
 
-def _converted(model: nn.Module) -> nn.Module:
+def _converted(model: nn.Module, **options: Any) -> nn.Module:
     """Convert each linear by itself: of a model, those that are narrow would be left out."""
     for module in list(model.modules()):
         if type(module) is nn.Linear:
-            octavo.convert(module, verbose=False)
+            octavo.convert(module, verbose=False, **options)
     return model
 
 
 def pytest_collection_modifyitems(items: list[Any]) -> None:
     """Called by pytest once the modules of tests are imported."""
-    if (name := os.environ.get(_VARIABLE)) in SUITES:
+    name, _, arm = os.environ.get(_VARIABLE, "").partition(" ")
+    if name in SUITES and arm in SUITES[name][1]:
         for tests in {item.module for item in items}:
-            SUITES[name][1](tests)
+            SUITES[name][1][arm](tests)
 
 
-def _pytest(name: str, source: Path, chosen: str, *, with_octavo: bool) -> Results:
+def _pytest(name: str, source: Path, chosen: str, arm: str) -> Results:
     root = Path(__file__).parent.parent
     paths = (root, root / "src", source, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths)), "CUDA_VISIBLE_DEVICES": ""}
-    environment[_VARIABLE] = name if with_octavo else ""
+    environment[_VARIABLE] = f"{name} {arm}"
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         subprocess.run(
