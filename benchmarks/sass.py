@@ -16,7 +16,7 @@ import tempfile
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import cache
-from importlib import import_module
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,20 +25,8 @@ from benchmarks.environment import RESULTS, write_text
 from benchmarks.sass_code import Code
 
 if TYPE_CHECKING:
-    from octavo.kernels.launch import Variant
+    from benchmarks.variants import Variant
 
-MODULES = (
-    "octavo.kernels.quantize.triton",
-    "octavo.kernels.gemm.triton",
-    "octavo.kernels.fused.triton",
-    "octavo.kernels.adamw.triton",
-    "octavo.kernels.dequantize.triton",
-    "octavo.kernels.adaptive.triton",
-    "octavo.kernels.cross_entropy.triton",
-    "octavo.kernels.grouped.gradient_triton",
-)
-DIFFER_BY_TARGET = ("octavo.kernels.gemm.triton",)
-"""Whose configurations depend on the compute capability."""
 GOLDEN = RESULTS / "sass" / "sm_90.json"
 
 
@@ -71,11 +59,9 @@ ARCHITECTURES = {
 @cache
 def variants(capability: int) -> tuple["Variant", ...]:
     """Every kernel × case × configuration that the backends can launch on a device of this compute capability."""
-    all_variants: list[Variant] = []
-    for name in MODULES:
-        module = import_module(name)
-        all_variants += module.variants(capability) if name in DIFFER_BY_TARGET else module.variants()
-    return tuple(all_variants)
+    from benchmarks.variants import ALL, BY_TARGET
+
+    return tuple(chain.from_iterable(of(capability) if of in BY_TARGET else of() for of in ALL))
 
 
 def rows(capability: int, indices: list[int], jobs: int) -> list[dict[str, Any]]:

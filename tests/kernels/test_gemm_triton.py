@@ -15,6 +15,7 @@ from octavo.tensor import ScaledTensor
 if not find_spec("triton"):
     pytest.skip("Triton is not installed", allow_module_level=True)
 
+from benchmarks.variants import products
 from test_gemm import SCALES, assert_exact_in_range, operands, wide
 
 from octavo.kernels.gemm import triton as kernels
@@ -170,10 +171,10 @@ def test_tiles_are_each_computed_once(monkeypatch):
 
 
 def test_variants_are_what_is_launched():
-    cases = {variant.case for variant in kernels.variants()}
-    assert len(cases) == 8 and {variant.config for variant in kernels.variants()} == set(range(len(kernels.CONFIGS)))
+    cases = {variant.case for variant in products()}
+    assert len(cases) == 8 and {variant.config for variant in products()} == set(range(len(kernels.CONFIGS)))
     for capability in (89, 90, 100, 120):
-        for variant in kernels.variants(capability):
+        for variant in products(capability):
             names = set(variant.launch.kernel.arg_names)
             assert {*variant.types, *variant.equal_to_1, *variant.launch.constants} <= names
             overlaps = variant.launch.kernel.fn.__name__ == "promoted_kernel"
@@ -193,7 +194,7 @@ def test_sums_are_promoted_while_products_are_under_way_on_hopper_with_gluon(mon
     assert "the backend triton runs the same" in plain.unsupported_reason(cuda, ("e4m3/row", "e4m3/row", "nt"))
     monkeypatch.setattr(kernels, "_has_gluon", lambda: False)
     assert "the backend triton runs the same" in plain.unsupported_reason(cuda, backward)
-    assert {v.launch.kernel.fn.__name__ for v in kernels.variants()} == {"product_kernel"}
+    assert {v.launch.kernel.fn.__name__ for v in products()} == {"product_kernel"}
 
 
 @pytest.mark.parametrize("capability", [89, 90, 100])

@@ -162,8 +162,8 @@ def test_every_configuration_computes_the_same():
 @pytest.mark.thorough
 def test_it_compiles_for_hopper_without_spills_with_tma_and_wide_stores():
     code = (
-        "from benchmarks.sass import describe\nfrom octavo.kernels.grouped import triton\n"
-        "for v in {v.case: v for v in triton.variants(90)}.values():\n"
+        "from benchmarks.sass import describe\nfrom benchmarks.variants import grouped_products\n"
+        "for v in {v.case: v for v in grouped_products(90)}.values():\n"
         "    row = describe(v, 90)\n"
         "    print(row.get('error', ''), row['stack'], *sorted(row['accesses']), *row['matrix'])"
     )

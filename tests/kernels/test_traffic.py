@@ -9,6 +9,7 @@ pytest.importorskip("triton", reason="Triton is not installed (macOS, Windows)")
 
 import triton
 import triton.language as tl
+from benchmarks.variants import quantizations
 from traffic import counted
 
 from octavo.kernels.fused.argument_checks import cases_of_inputs
@@ -58,7 +59,7 @@ def run(task, config, x):
 def test_quantizers_move_the_stated_bytes(label):
     task = TASKS[label]
     x = torch.ones(ROWS, COLUMNS, dtype=torch.bfloat16)
-    variants = [v for v in quantizers.variants() if v.case == label]
+    variants = [v for v in quantizations() if v.case == label]
     for config in range(len(quantizers.tiles(task))):
         launches = run(task, config, x)
         traffic = [launch.device_bytes(x.numel()) / x.numel() for launch in launches]

@@ -307,18 +307,3 @@ def _with_writable_cache(launch: Any, **arguments: Any) -> Any:
 
 
 _TEMPORARY: list[str] = []  # The cache folder made by `_with_writable_cache`, if any
-
-
-@dataclass(frozen=True, kw_only=True)
-class Variant:
-    """One compilation of an op: one kernel in one configuration for aligned, contiguous bf16 input."""
-
-    op: str  # Name in `torch.ops.octavo`
-    case: str  # Label within the op, such as `"e4m3/row fold=columns both"`
-    config: int  # Index of the kernel's configuration (tile, warps, stages); 0 is the default
-    launch: Launch  # Kernel and constants to compile
-    types: dict[str, str]  # Triton types of all arguments except sizes, which are i32 divisible by 16
-    tile: int  # Input elements per program, or per loop iteration of a program
-    device_bytes: float  # Device-memory traffic of this launch, in bytes per input element
-    equal_to_1: tuple[str, ...] = field(default=())  # Arguments with value 1, such as the stride between columns
-    trips: int = 1  # Loop iterations for 4096 columns (or a contraction over 4096)

@@ -18,7 +18,7 @@ from torch import Tensor
 from octavo.kernels.adamw.device import adamw_kernel
 from octavo.kernels.adamw.moments import GROUP, RANGE_SIGNED, RANGE_UNSIGNED, TOP_SIGNED, TOP_UNSIGNED, groups
 from octavo.kernels.adamw.reference import HyperParams, ParamState, Work
-from octavo.kernels.launch import INTERPRETED, Launch, Variant
+from octavo.kernels.launch import INTERPRETED, Launch
 
 PER = 16  # Groups per program: 2048 elements, 16 per thread
 
@@ -98,22 +98,4 @@ def _numbers(hyper: HyperParams) -> list[float]:
     return [
         1 - hyper.lr * hyper.weight_decay, -hyper.lr / correction1, correction2**-0.5, hyper.eps, 1 - hyper.beta1,
         hyper.beta2, -hyper.factor if hyper.maximize else hyper.factor,
-    ]  # fmt: skip
-
-
-def variants() -> list[Variant]:
-    """Return the variants that bf16 and float32 training use."""
-    kinds = {
-        "bf16, FP8 moments, remainder": (torch.bfloat16, True, 1),
-        "bf16, FP8 moments, float32 master": (torch.bfloat16, True, 2),
-        "float32, FP8 moments": (torch.float32, True, 0),
-        "bf16, float32 moments, remainder": (torch.bfloat16, False, 1),
-    }
-    types = {"pointers": "*i64", "numbers": "*fp32", "shapes": "*i64", "work": "*i32"}
-    return [
-        Variant(
-            op="adamw", case=case, config=0, launch=launch((dtype, dtype, compact, master, compact, True)), types=types,
-            tile=PER * GROUP, device_bytes=3 * dtype.itemsize + (4.2 if compact else 16) + 4 * master,
-        )
-        for case, (dtype, compact, master) in kinds.items()
     ]  # fmt: skip

@@ -5,9 +5,8 @@ import triton
 from torch import Tensor
 
 from octavo.kernels.adaptive.device import adaptive_dequantize_kernel, adaptive_quantize_kernel
-from octavo.kernels.adaptive.reference import GROUP, groups
-from octavo.kernels.launch import INTERPRETED, Launch, Variant
-from octavo.numerics.spec import ADAPTIVE
+from octavo.kernels.adaptive.reference import groups
+from octavo.kernels.launch import INTERPRETED, Launch
 
 CONFIGS = ((16, 4), (8, 4), (32, 8))  # Configurations: groups per program, warps
 
@@ -45,21 +44,3 @@ def adaptive_dequantize(codes: Tensor, scale: Tensor, dtype: torch.dtype, config
         arguments = {"codes": codes, "scales": scale, "out": out, "rows": rows, "columns": columns}
         launches(config)[1].run((triton.cdiv(scale.numel(), CONFIGS[config][0]),), arguments)
     return out
-
-
-def variants() -> list[Variant]:
-    """Return the variants of both kernels."""
-    all_variants = []
-    for config, (per, _) in enumerate(CONFIGS):
-        quantize, dequantize = launches(config)
-        for op, launch, types, equal_to_1 in (
-            ("adaptive_quantize", quantize, {"x": "*bf16", "codes": "*u8", "scales": "*fp32"}, ("x_c",)),
-            ("adaptive_dequantize", dequantize, {"codes": "*u8", "scales": "*fp32", "out": "*bf16"}, ()),
-        ):
-            all_variants.append(
-                Variant(
-                    op=op, case=ADAPTIVE.text, config=config, launch=launch, types=types, tile=per * GROUP,
-                    device_bytes=3 + 4 / GROUP, equal_to_1=equal_to_1,
-                )
-            )  # fmt: skip
-    return all_variants

@@ -7,7 +7,7 @@ import triton
 from torch import Tensor
 
 from octavo.kernels.cross_entropy.device import cross_entropy_kernel
-from octavo.kernels.launch import INTERPRETED, Launch, Variant
+from octavo.kernels.launch import INTERPRETED, Launch
 
 WIDEST = 4096  # Logits of a row that a program holds at a time
 
@@ -34,15 +34,3 @@ def cross_entropy(
     }  # fmt: skip
     launch(columns, softcap is not None).run((rows,), arguments)
     return loss
-
-
-def variants() -> list[Variant]:
-    """Return the kernel with and without a cap, for bf16 logits of a vocabulary of 128 Ki."""
-    types = {"z": "*bf16", "target": "*i64", "loss": "*fp32", "scale": "fp32", "softcap": "fp32"}
-    return [
-        Variant(
-            op="cross_entropy", case="capped" if capped else "plain", config=0, launch=launch(1 << 17, capped),
-            types=types, tile=WIDEST, device_bytes=6, trips=(1 << 17) // WIDEST,
-        )
-        for capped in (False, True)
-    ]  # fmt: skip

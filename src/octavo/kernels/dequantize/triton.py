@@ -5,7 +5,7 @@ import triton
 from torch import Tensor
 
 from octavo.kernels.dequantize.device import dequantize_kernel
-from octavo.kernels.launch import INTERPRETED, Launch, Variant
+from octavo.kernels.launch import INTERPRETED, Launch
 from octavo.numerics.formats import E4M3
 from octavo.numerics.spec import QuantSpec
 
@@ -36,20 +36,3 @@ def dequantize(data: Tensor, scale: Tensor, spec: QuantSpec, dtype: torch.dtype,
     down, across = triton.cdiv(rows, step.constants["TILE_R"]), triton.cdiv(columns, step.constants["TILE_C"])
     step.run((down * across,), arguments)
     return out
-
-
-def variants() -> list[Variant]:
-    """Return the variants for the spec of stored activations, and for row scales, which compile to different code."""
-    all_variants = []
-    for text in ("e4m3/1x32/e8m0", "e4m3/row"):
-        spec = QuantSpec.parse(text)
-        scales = 1 / spec.granularity.columns if spec.granularity.columns else 0.0
-        types = {"q": "*fp8e4nv", "s": "*u8" if spec.scale_rule == "e8m0" else "*fp32", "out": "*bf16"}
-        for config, (tile_r, tile_c, _) in enumerate(CONFIGS):
-            all_variants.append(
-                Variant(
-                    op="dequantize", case=text, config=config, launch=launch(spec, config), types=types,
-                    tile=tile_r * tile_c, device_bytes=3 + scales, equal_to_1=("q_c",),
-                )
-            )  # fmt: skip
-    return all_variants

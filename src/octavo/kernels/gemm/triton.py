@@ -29,8 +29,8 @@ from torch import Tensor
 
 from octavo.kernels.gemm.device import product_kernel
 from octavo.kernels.gemm.operand_layout import blocks_of, empty_product, oriented
-from octavo.kernels.gemm.triton_plan import TritonProduct, tile_layout
-from octavo.kernels.launch import INTERPRETED, Launch, Variant
+from octavo.kernels.gemm.triton_plan import TritonProduct
+from octavo.kernels.launch import INTERPRETED, Launch
 from octavo.kernels.registry import Case, Shape
 from octavo.numerics.formats import E5M2
 from octavo.numerics.spec import FULL, Granularity
@@ -125,8 +125,8 @@ def plan_of(
     overlap = overlap and not INTERPRETED and overlaps(target, fast)
     chosen = CONFIGS[config if config in configurations(*kind) else _estimated_fastest(m, n, *kind)]
     round_first = INTERPRETED and out_dtype == torch.bfloat16
-    a_rows, b_rows = (_NO_SCALE if operand.scale is None else operand.blocks.rows for operand in (left, right))
-    launch = _launch(chosen, target, a_rows, b_rows, blocked, bias is not None, fast, round_first, overlap)
+    a_rows, b_rows = (NO_SCALE if operand.scale is None else operand.blocks.rows for operand in (left, right))
+    launch = launch_of(chosen, target, a_rows, b_rows, blocked, bias is not None, fast, round_first, overlap)
     programs = min(chosen.tiles(m, n), target.multiprocessors if overlap else chosen.programs(target))
     tiles = [(rows, chosen.tile_k) for rows in (chosen.tile_m, chosen.tile_n)] if target.tma else None
     return TritonProduct(launch, programs, left, right, bias, layout, out_dtype, tiles, overlap)
@@ -134,7 +134,7 @@ def plan_of(
 
 _OLDER_TRITON = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9)
 
-_NO_SCALE = -1  # `A_ROWS` and `B_ROWS` of an operand without scales
+NO_SCALE = -1  # `A_ROWS` and `B_ROWS` of an operand without scales
 
 
 def supports_blocks(left: Granularity, right: Granularity) -> bool:
@@ -262,10 +262,11 @@ def _shape_of_many_tiles(config: Config, target: Target) -> Shape:
 
 
 @lru_cache(maxsize=1024)
-def _launch(
+def launch_of(
     config: Config, target: Target, a_rows: int, b_rows: int, blocked: bool, bias: bool, fast: bool, round_first: bool,
     overlap: bool,
 ) -> Launch:  # fmt: skip
+    """Return the kernel in a configuration; `overlap` as in `plan_of`."""
     constants: dict[str, Any] = {
         "A_ROWS": a_rows, "B_ROWS": b_rows, "BLOCKED": blocked, "BIAS": bias, "TILE_M": config.tile_m,
         "TILE_N": config.tile_n, "TILE_K": config.tile_k, "GROUP": GROUP,
@@ -277,47 +278,3 @@ def _launch(
     constants |= {"FAST": fast, "FLATTEN": config.flatten and target.tma, "TMA": target.tma, "ROUND_FIRST": round_first}
     stages = config.stages_within(target.shared)
     return Launch(kernel=product_kernel, constants=constants, num_warps=config.warps, num_stages=stages)
-
-
-def variants(capability: int = 90, out_bytes: int = 2) -> list[Variant]:
-    """Return the variants for a compute capability and bf16 (with 4 bytes: float32) output."""
-    target, out = target_of(capability, 1), "*fp32" if out_bytes == 4 else "*bf16"
-    all_variants = []
-    for case, a_rows, b_rows, blocked in _COMPILED:
-        for fast in (True, False) if target.limited_accumulator and not blocked else (False,):
-            overlap = overlaps(target, fast)
-            for index in configurations(target, fast, [a_rows, b_rows].count(1) if blocked else 0, out_bytes):
-                config = CONFIGS[index]
-                launch = _launch(config, target, a_rows, b_rows, blocked, not blocked, fast, False, overlap)
-                left, right = _types(case, config, target.tma, overlap)
-                types = {"a": left, "b": right, "out": out, "bias": "*bf16", "a_scale": "*fp32", "b_scale": "*fp32"}
-                variant = Variant(
-                    op="scaled_mm", case=f"{case} {'fast' if fast else 'promoted'}", config=index, launch=launch,
-                    types=types,
-                    tile=(config.tile_m + config.tile_n) * config.tile_k * (launch.num_stages if overlap else 1),
-                    trips=4096 // config.tile_k // (launch.num_stages if overlap else 1), device_bytes=1.0,
-                    equal_to_1=("a_stride_k", "b_stride_k") if case.endswith("nt") and blocked else _BY_ROW,
-                )  # fmt: skip
-                all_variants.append(variant)
-    return all_variants
-
-
-_COMPILED = (  # Cases that compile to different code, with `A_ROWS`, `B_ROWS` and `BLOCKED`; layouts share code
-    ("e4m3/row e4m3/row nt", 1, 1, False),
-    ("e4m3/row unit nn", 1, _NO_SCALE, False),
-    ("e5m2/tensor e4m3/tensor nn", 0, 0, False),
-    ("e4m3/1x128 e4m3/128x128 nt", 1, BLOCK, True),
-    ("e4m3/128x1 e4m3/128x1 tn", 1, 1, True),
-)
-
-
-_BY_ROW = ("a_stride_r", "b_stride_r")
-
-
-def _types(case: str, config: Config, tma: bool, overlap: bool) -> list[str]:
-    codes = ["fp8e5" if text.startswith(E5M2.name) else "fp8e4nv" for text in case.split()[:2]]
-    if not tma:
-        return [f"*{code}" for code in codes]
-    tiles = (config.tile_m, config.tile_n)
-    layout = f",{tile_layout()!r}" if overlap else ""
-    return [f"tensordesc<{code}[{tile}, {config.tile_k}]{layout}>" for code, tile in zip(codes, tiles, strict=True)]

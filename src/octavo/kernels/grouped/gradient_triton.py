@@ -17,7 +17,7 @@ from octavo.kernels.grouped.gradient_device import (
     grouped_maxima_kernel,
     zero_tail_kernel,
 )
-from octavo.kernels.launch import INTERPRETED, Launch, Variant
+from octavo.kernels.launch import INTERPRETED, Launch
 from octavo.kernels.quantize.reference import padded
 from octavo.numerics.formats import E4M3
 from octavo.numerics.spec import QuantSpec
@@ -88,27 +88,7 @@ def zero_tail(out: Tensor, offsets: Tensor) -> None:
     """Set the rows of a contiguous matrix from `offsets[-1]` on to zero."""
     rows, columns = out.shape
     arguments = {"out": out, "offsets": offsets, "rows": rows, "columns": columns, "experts": offsets.shape[0]}
-    _ZERO_TAIL.run((triton.cdiv(rows, 32),), arguments)
+    ZERO_TAIL.run((triton.cdiv(rows, 32),), arguments)
 
 
-_ZERO_TAIL = Launch(kernel=zero_tail_kernel, constants={"TILE_R": 32, "TILE_C": 128}, num_warps=4)
-
-
-def variants() -> list[Variant]:
-    """Return the variants of bf16 gradients, both outputs, and of the zeros."""
-    spec = QuantSpec.parse("e4m3/row")
-    types = {"g": "*bf16", "group": "*i32", "q": "*fp8e4nv", "q_t": "*fp8e4nv", "amax": "*i32", "amax_t": "*i32"}
-    types |= dict.fromkeys(("w_scale", "x_scale", "inverse_t", "s", "s_t"), "*fp32")
-    types |= {"out": "*bf16", "offsets": "*i32"}
-    sizes = (MAXIMA_TILE[0] * MAXIMA_TILE[1], SCALES, CAST_TILE[0] * CAST_TILE[1], 32 * 128)
-    steps = (*launches(spec, True, True, True), _ZERO_TAIL)
-    bytes_of = (2.0, 12.0, 4.0, 2.0)
-    return [
-        Variant(
-            op="quantize_grouped", case=step.kernel.fn.__name__.removesuffix("_kernel"), config=0, launch=step,
-            types=types, tile=tile, device_bytes=moved,
-            equal_to_1=("stride_c",) if "stride_c" in step.kernel.arg_names else (),
-            trips=step.constants.get("TILES", 1),
-        )
-        for step, tile, moved in zip(steps, sizes, bytes_of, strict=True)
-    ]  # fmt: skip
+ZERO_TAIL = Launch(kernel=zero_tail_kernel, constants={"TILE_R": 32, "TILE_C": 128}, num_warps=4)

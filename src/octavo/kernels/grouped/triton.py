@@ -22,10 +22,10 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from octavo.kernels.gemm.operand_layout import ALIGNMENT, packed
-from octavo.kernels.gemm.triton import CONFIGS, GROUP, Config, Target, configurations, target_for, target_of
+from octavo.kernels.gemm.triton import CONFIGS, GROUP, Config, Target, configurations, target_for
 from octavo.kernels.grouped import reference
 from octavo.kernels.grouped.device import grouped_kernel
-from octavo.kernels.launch import INTERPRETED, Launch, Variant
+from octavo.kernels.launch import INTERPRETED, Launch
 from octavo.tensor import ScaledTensor
 
 
@@ -51,7 +51,7 @@ def grouped_mm(
     available = available_configs(layout, *kind)
     chosen = CONFIGS[config if config in available else _estimated_fastest(each, columns, experts, available, target)]
     round_first = INTERPRETED and out_dtype == torch.bfloat16
-    launch = _launch(chosen, target, layout, experts, bias is not None, fast, round_first)
+    launch = launch_of(chosen, target, layout, experts, bias is not None, fast, round_first)
     shape = (experts, rows, columns) if layout == "tn" else (tokens, columns)
     out = torch.empty(shape, dtype=out_dtype, device=device)
     arguments = {
@@ -122,9 +122,10 @@ def _estimated_fastest(each: int, columns: int, experts: int, available: tuple[i
 
 
 @lru_cache(maxsize=1024)
-def _launch(
+def launch_of(
     config: Config, target: Target, layout: str, experts: int, bias: bool, fast: bool, round_first: bool
 ) -> Launch:
+    """Return the kernel in a configuration."""
     constants: dict[str, Any] = {
         "LAYOUT": layout,
         "EXPERTS": 1 << experts.bit_length(),
@@ -139,28 +140,3 @@ def _launch(
     }
     stages = config.stages_within(target.shared)
     return Launch(kernel=grouped_kernel, constants=constants, num_warps=config.warps, num_stages=stages)
-
-
-def variants(capability: int = 90) -> list[Variant]:
-    """Return the variants for a compute capability, bf16 output and 8 experts."""
-    target = target_of(capability, 1)
-    all_variants = []
-    for layout in ("nt", "nn", "tn"):
-        fast = layout == "nt" and target.limited_accumulator
-        for index in available_configs(layout, target, fast, False, 2):
-            config = CONFIGS[index]
-            tiles = (config.tile_m, config.tile_n)
-            tensors = [f"tensordesc<fp8e4nv[{tile}, {config.tile_k}]>" if target.tma else "*fp8e4nv" for tile in tiles]
-            types = dict(zip("ab", tensors, strict=True)) | {"out": "*bf16", "offsets": "*i32", "bias": "*bf16"}
-            variant = Variant(
-                op="grouped_mm",
-                case=layout,
-                config=index,
-                launch=_launch(config, target, layout, 8, layout == "nt", fast, False),
-                types=types | {"a_scale": "*fp32", "b_scale": "*fp32"},
-                tile=(config.tile_m + config.tile_n) * config.tile_k,
-                trips=4096 // config.tile_k,
-                device_bytes=1.0,
-            )
-            all_variants.append(variant)
-    return all_variants

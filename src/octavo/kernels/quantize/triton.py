@@ -20,7 +20,7 @@ import triton
 from torch import Tensor
 
 from octavo.kernels import calibration
-from octavo.kernels.launch import INTERPRETED, Launch, Variant
+from octavo.kernels.launch import INTERPRETED, Launch
 from octavo.kernels.quantize.device import blocks_kernel, cast_kernel, maxima_kernel
 from octavo.kernels.quantize.quantize_plan import QuantizePlan
 from octavo.kernels.quantize.rows_device import rows_kernel
@@ -225,15 +225,6 @@ _PLANS: dict[tuple[Any, ...], QuantizePlan] = {}  # By what determines allocatio
 MAX_PLANS = 4096  # Plans; all are dropped beyond that
 
 
-def variants() -> list[Variant]:
-    """Return every kernel, spec, memory order and configuration that the recipes use."""
-    all_variants: list[Variant] = []
-    for task, case in recipe_tasks().items():
-        for config in range(len(tiles(task))):
-            all_variants += [_variant(task, case, config, launch) for launch in launches(task, config)]
-    return all_variants
-
-
 def recipe_tasks() -> dict[QuantizeTask, str]:
     """Return the tasks of all recipes, with their labels."""
     folds: tuple[Fold, ...] = ("none", "rows", "columns")
@@ -266,17 +257,3 @@ def device_bytes(task: QuantizeTask, launch: Launch) -> float:
     # Row blocks are read once: true of 4096 columns on H100; `rows_device` has figures of longer rows.
     written = 2 if task.second is not None or task.order == "both" else 1
     return 2 + (0 if launch.kernel is maxima_kernel else written)
-
-
-def _variant(task: QuantizeTask, case: str, config: int, launch: Launch) -> Variant:
-    spec = task.first.spec
-    code = {"e4m3": "*fp8e4nv", "e5m2": "*fp8e5"}[spec.format.name]
-    types = {"x": "*bf16", "q": code, "q_t": code, "precomputed": "*i32", "amax": "*i32", "amax_t": "*i32"}
-    types |= dict.fromkeys(("s", "s_t"), "*u8" if spec.scale_rule == "e8m0" else "*fp32")
-    types |= dict.fromkeys(("fold", "fold_t"), "*fp32")
-    return Variant(
-        op="quantize" if task.second is None else "quantize_pair", case=case, config=config, launch=launch, types=types,
-        tile=launch.constants["TILE_R"] * launch.constants["TILE_C"], device_bytes=device_bytes(task, launch),
-        equal_to_1=("stride_c",),
-        trips=4096 // launch.constants["TILE_C"] if launch.kernel is rows_kernel else launch.constants.get("TILES", 1),
-    )  # fmt: skip
