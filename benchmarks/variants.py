@@ -14,12 +14,9 @@ from octavo.kernels.adaptive import triton as messages
 from octavo.kernels.adaptive.reference import GROUP
 from octavo.kernels.cross_entropy import triton as losses
 from octavo.kernels.dequantize import triton as dequantizers
+from octavo.kernels.fused import triton as kernels
 from octavo.kernels.fused.activations import ACTIVATIONS
-from octavo.kernels.fused.argument_checks import cases_of_inputs
-from octavo.kernels.fused.fp8_outputs import optional_spec
-from octavo.kernels.fused.glu import triton as glu
-from octavo.kernels.fused.norm import triton as norm
-from octavo.kernels.fused.tiles import TRANSPOSE, WIDEST_ROW
+from octavo.kernels.fused.outputs import cases_of_inputs, optional_spec
 from octavo.kernels.gemm import triton as gemm
 from octavo.kernels.gemm.triton_plan import tile_layout
 from octavo.kernels.grouped import gradient_triton as gradients
@@ -162,30 +159,30 @@ def fused() -> Iterator[Variant]:
     for spec, order, case, written in _outputs():
         for op, center in (("rms_norm", False), ("layer_norm", True)):
             for config in range(2):
-                launch, *_ = norm.launches(spec, order, COLUMNS, flags[center], config)
+                launch, *_ = kernels.norm_launches(spec, order, COLUMNS, flags[center], config)
                 if order != "both" or "row_block" in launch.kernel.fn.__name__:  # else the code of rows only
                     yield variant(op, case, config, launch, 2 + written, **_scaled(spec))
     for op, center in (("rms_norm_backward", False), ("layer_norm_backward", True)):
-        sums = 4 * (1 + center) / norm.ROW_BLOCK
-        for config in range(len(norm.BACKWARD_CONFIGS)):
-            (launch,) = norm.backward_launches(COLUMNS, flags[center], config)
+        sums = 4 * (1 + center) / kernels.ROW_BLOCK
+        for config in range(len(kernels.NORM_BACKWARD_CONFIGS)):
+            (launch,) = kernels.norm_backward_launches(COLUMNS, flags[center], config)
             yield variant(op, "gradients", config, launch, 6 + sums)
-        for launch in norm.backward_launches(4 * COLUMNS, flags[center]):
+        for launch in kernels.norm_backward_launches(4 * COLUMNS, flags[center]):
             step, moved = ("dx", 6.0) if launch.constants["DX"] else ("sums", 4 + sums)
             yield variant(op, f"gradients, wide, {step}", 0, launch, moved, tile=launch.constants["TILE_C"])
-    yield variant("rms_norm_backward", "sums of row blocks", 0, norm.SUMS, 4.0, trips=8)
+    yield variant("rms_norm_backward", "sums of row blocks", 0, kernels.SUMS, 4.0, trips=8)
     cases = [("silu", *output) for output in _outputs()]
     for activation, spec, order, case, written in [*cases, *((a, *_outputs()[1]) for a in ("gelu_tanh", "gelu"))]:
         for config in range(2):
-            launch, *_ = glu.launches(activation, spec, order, COLUMNS, config)
+            launch, *_ = kernels.glu_launches(activation, spec, order, COLUMNS, config)
             if order != "both" or launch.kernel.fn.__name__ != "glu_rows_kernel":
                 yield variant("glu", f"{activation} {case}", config, launch, 4 + written, **_scaled(spec))
     for activation in ACTIVATIONS:
         for config in range(2):
-            yield variant("glu_backward", activation, config, glu.backward_launch(activation, config), 10)
+            yield variant("glu_backward", activation, config, kernels.glu_backward_launch(activation, config), 10)
     # The transpose step after a kernel on whole rows, and the kernel for longer rows.
-    yield variant("glu", "transposed copy of bytes", 0, TRANSPOSE, 2.0, q="*u8", qt="*u8")
-    wide = glu.launches("silu", QuantSpec(granularity=ROW), "both", WIDEST_ROW + 1)[0]
+    yield variant("glu", "transposed copy of bytes", 0, kernels.TRANSPOSE, 2.0, q="*u8", qt="*u8")
+    wide = kernels.glu_launches("silu", QuantSpec(granularity=ROW), "both", kernels.WIDEST_ROW + 1)[0]
     yield variant("glu", "silu e4m3/row both, wide", 0, wide, 10.0)
 
 

@@ -22,7 +22,7 @@ OF_PYTORCH = {"silu": F.silu, "gelu_tanh": lambda g: F.gelu(g, approximate="tanh
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 @pytest.mark.slow
 def test_every_configuration_and_route_equals_reference(spec, monkeypatch):
-    from octavo.kernels.fused.glu import triton as backend
+    from octavo.kernels.fused import triton as backend
 
     gate, up = spread(21, 300, dtype=torch.bfloat16), randn(21, 300, seed=1, dtype=torch.bfloat16)
     for widest in (32768, 0) if str(spec.granularity) == "row" else (32768,):
@@ -37,7 +37,7 @@ def test_every_configuration_and_route_equals_reference(spec, monkeypatch):
 @triton
 @by_activation
 def test_every_configuration_of_the_gradients_equals_reference(activation):
-    from octavo.kernels.fused.glu import triton as backend
+    from octavo.kernels.fused import triton as backend
 
     call = (*(spread(21, 300, seed=s) for s in range(3)), activation, False)
     expected = dict(enumerate(fused_reference.glu_backward(*call)))

@@ -26,7 +26,7 @@ def norm_of(kind, x, weight, bias, *arguments, **options):
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 @pytest.mark.slow
 def test_every_configuration_and_route_equals_reference(kind, spec, monkeypatch):
-    from octavo.kernels.fused.norm import triton as backend
+    from octavo.kernels.fused import triton as backend
 
     x, weight = spread(21, 600, dtype=torch.bfloat16), randn(600, seed=2)
     bias = randn(600, seed=3) if kind == "layer_norm" else None
@@ -44,7 +44,7 @@ def test_every_configuration_and_route_equals_reference(kind, spec, monkeypatch)
 @triton
 @pytest.mark.parametrize("widest", [8192, 0])
 def test_every_configuration_and_route_of_the_gradients_equals_reference(widest, monkeypatch):
-    from octavo.kernels.fused.norm import triton as backend
+    from octavo.kernels.fused import triton as backend
 
     monkeypatch.setattr(backend, "WIDEST_SUMS", widest)
     x, grad, weight = spread(70, 1100), randn(70, 1100, seed=1), randn(1100, seed=2)

@@ -10,7 +10,7 @@ from cublas_rules import Rules, install
 from test_gemm import operands, shifted
 
 from octavo.kernels import scaled_mm
-from octavo.kernels.gemm import SCALED_MM, decomposed, torch_plan, torch_scaled
+from octavo.kernels.gemm import SCALED_MM, torch_plan, torch_scaled
 from octavo.numerics import RECIPES, sqnr
 from octavo.tensor import ScaledTensor
 
@@ -116,14 +116,14 @@ def test_a_traced_product_is_one_call_that_meets_the_rules(rules, label):
     for n in (128, 1 << 14):
         a, b, layout = _contracted(*operands(64, n, 256, PRODUCTS[label]))
         arguments = a, b, layout, torch.bfloat16, bias if n == 128 else None, False
-        actual = decomposed.scaled_mm(*arguments)
+        actual = torch_scaled.traced_scaled_mm(*arguments)
         assert torch.equal(torch_scaled.scaled_mm(*arguments), actual)
     for other in (torch.linspace(-1, 1, 128), torch.zeros(129).bfloat16()[1:], torch.zeros(256).bfloat16()[::2]):
         a, b, layout = operands(64, 128, 256, PRODUCTS["rowwise forward"])
-        assert decomposed.scaled_mm(a, b, layout, torch.bfloat16, other, False) is None
-    assert decomposed.scaled_mm(shifted(a), b, layout, torch.bfloat16, None, False) is None
+        assert torch_scaled.traced_scaled_mm(a, b, layout, torch.bfloat16, other, False) is None
+    assert torch_scaled.traced_scaled_mm(shifted(a), b, layout, torch.bfloat16, None, False) is None
     a, b, layout = operands(64, 130, 256, PRODUCTS["rowwise forward"])
-    assert decomposed.scaled_mm(a, b, layout, torch.bfloat16, None, False) is None
+    assert torch_scaled.traced_scaled_mm(a, b, layout, torch.bfloat16, None, False) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -56,10 +56,11 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 @pytest.mark.parametrize("case", CASES, ids=" ".join)
 def test_triton_computes_every_expert_as_the_reference_and_reads_no_other_rows(case, tma, monkeypatch):
     """Also if the rows of other experts, and of none, and their weights are NaN."""
+    from octavo.kernels.gemm.triton import target_of
     from octavo.kernels.grouped import triton
 
     if DEVICE == "cpu":
-        monkeypatch.setattr(triton, "target_for", lambda device: triton.target_of(90 if tma else 89, 3))
+        monkeypatch.setattr(triton, "target_for", lambda device: target_of(90 if tma else 89, 3))
     layout = case[2]
     a, b, offsets, bias = random_operands(case, COUNTS, 70, 135, torch.device(DEVICE))
     arguments = offsets, layout, torch.float32, bias, layout == "nt"

@@ -12,10 +12,8 @@ import triton.language as tl
 from benchmarks.variants import quantizations
 from traffic import counted
 
-from octavo.kernels.fused.argument_checks import cases_of_inputs
-from octavo.kernels.fused.fp8_outputs import optional_spec
-from octavo.kernels.fused.glu import triton as glus
-from octavo.kernels.fused.norm import triton as norms
+from octavo.kernels.fused import triton as fused
+from octavo.kernels.fused.outputs import cases_of_inputs, optional_spec
 from octavo.kernels.launch import INTERPRETED
 from octavo.kernels.quantize import triton as quantizers
 from octavo.numerics.spec import COLUMN, ROW, TENSOR, QuantSpec
@@ -131,23 +129,23 @@ def test_norms_move_the_stated_bytes(spec, order, written, config):
     weight = torch.ones(COLUMNS, dtype=torch.bfloat16)
     for center in (False, True):
         with counted() as launches:
-            norms.norm(x, weight, weight if center else None, 1e-5, False, center, spec, order, config)
+            fused.norm(x, weight, weight if center else None, 1e-5, False, center, spec, order, config)
         moved = sum(launch.device_bytes(x.numel()) for launch in launches) / x.numel()
         extra = (1 if order == "both" else 2) if len(launches) == 2 else 0
         assert moved == 2 + written + extra
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", range(len(norms.BACKWARD_CONFIGS)))
+@pytest.mark.parametrize("config", range(len(fused.NORM_BACKWARD_CONFIGS)))
 def test_gradients_of_norms_move_the_stated_bytes(config):
     """grad and x in, dx out, float32 partial sums per row block beside them."""
     grad, x = (torch.ones(ROWS, COLUMNS, dtype=torch.bfloat16) for _ in range(2))
     weight, rstd = torch.ones(COLUMNS, dtype=torch.bfloat16), torch.ones(ROWS, 1)
     with counted() as launches:
-        norms.norm_backward(grad, x, weight, rstd, None, False, False, config)
+        fused.norm_backward(grad, x, weight, rstd, None, False, False, config)
     assert launches[0].device_bytes(x.numel()) == 6 * x.numel()
     sums = sum(launch.device_bytes(0) for launch in launches) - launches[0].device_bytes(x.numel())
-    assert sums <= (2 * 4 / norms.ROW_BLOCK + 0.1) * x.numel()
+    assert sums <= (2 * 4 / fused.ROW_BLOCK + 0.1) * x.numel()
 
 
 @pytest.mark.parametrize(("spec", "order", "written"), FUSED, ids=str)
@@ -156,12 +154,12 @@ def test_gradients_of_norms_move_the_stated_bytes(config):
 def test_gated_activations_move_the_stated_bytes(spec, order, written, config):
     gate, up = (torch.ones(ROWS, COLUMNS, dtype=torch.bfloat16) for _ in range(2))
     with counted() as launches:
-        glus.glu(gate, up, "silu", spec, order, config)
+        fused.glu(gate, up, "silu", spec, order, config)
     moved = sum(launch.device_bytes(gate.numel()) for launch in launches) / gate.numel()
     extra = (1 if order == "both" else 2) if len(launches) == 2 else 0
     assert moved == 4 + written + extra
     with counted() as launches:
-        glus.glu_backward(gate, gate.clone(), up, "silu", False, config)
+        fused.glu_backward(gate, gate.clone(), up, "silu", False, config)
     assert sum(launch.device_bytes(gate.numel()) for launch in launches) == 10 * gate.numel()
 
 

@@ -113,7 +113,7 @@ def _like(x: Tensor, dtype: torch.dtype, source: Tensor | None = None) -> Tensor
     return x.new_empty(x.shape, dtype=dtype)
 
 
-def _clone(x: Tensor, restored: Tensor | None = None) -> Tensor:
+def _clone(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
@@ -139,9 +139,7 @@ def _find(x: Tensor) -> Tensor:
 
 # An op, because with dynamic=True Dynamo lifts the format's numbers out of one autograd function and finds no input for
 # them in the next.
-define(
-    "rounded_in_groups(Tensor x, ScalarType dtype, Tensor? source) -> Tensor", _round_in_groups, _like, _round_in_groups
-)
-define("scaled_sum(Tensor x) -> Tensor", _clone, _clone, _mark)
-define("restorable(Tensor y, Tensor restored) -> Tensor", _clone, _clone, _register)
-define("restored(Tensor x) -> Tensor", _clone, _clone, _find)
+define("rounded_in_groups", _round_in_groups, _like, _round_in_groups)
+define("scaled_sum", _clone, _clone, _mark)
+define("restorable", _register, lambda y, restored: _clone(y), _register)
+define("restored", _clone, _clone, _find)

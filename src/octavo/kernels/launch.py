@@ -22,7 +22,7 @@ import tempfile
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, fields
 from functools import partial, reduce
@@ -32,8 +32,6 @@ from typing import Any
 
 import torch
 import triton
-
-from octavo.kernels.sources import Name, source_of
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
 """Whether kernels run in Triton's CPU interpreter (TRITON_INTERPRET=1 at the import of Triton)."""
@@ -213,6 +211,34 @@ def _without_base(descriptor: Any) -> "partial[Any]":
     others = {f.name: getattr(descriptor, f.name) for f in fields(descriptor) if f.name != "base"}
     make: Callable[..., Any] = type(descriptor)
     return partial(make, **others)
+
+
+# Functions generated from source, for what the host does in every step: calls and branches of Python cost it most. The
+# objects that source names lie in a dictionary of constants, the globals of the function.
+
+
+class Name(str):
+    """A name in generated source, in the place of a value."""
+
+
+def source_of(value: Any, constants: dict[str, Any]) -> str:
+    """Return Python source of a value that may hold names; other objects in it are added to `constants`."""
+    if isinstance(value, Name):
+        return value
+    if isinstance(value, tuple):
+        return f"({''.join(source_of(item, constants) + ', ' for item in value)})"
+    if value is None or type(value) in (bool, int):
+        return repr(value)
+    name = f"constant{len(constants)}"
+    constants[name] = value
+    return name
+
+
+def function_of(parameters: str, lines: Iterable[str], constants: dict[str, Any]) -> Callable[..., Any]:
+    """Return the function of these parameters and lines."""
+    exec("\n ".join([f"def run({parameters}):", *lines]), constants)
+    run: Callable[..., Any] = constants["run"]
+    return run
 
 
 class _Address(Name):

@@ -34,12 +34,12 @@ _FLOPS: dict[str, Callable[..., int]] = {}
 
 
 def define(
-    schema: str, run: Callable[..., Any], fake: Callable[..., Any], decompose: Callable[..., Any] | None = None,
-    flops: Callable[..., int] | None = None,
+    name: str, run: Callable[..., Any], fake: Callable[..., Any], decompose: Callable[..., Any] | None = None,
+    flops: Callable[..., int] | None = None, mutates: tuple[str, ...] = (),
 ) -> None:  # fmt: skip
-    """Define `octavo::<name>`."""
-    name = schema.partition("(")[0]
-    _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    """Define `octavo::<name>` with the arguments of `run`, of which it writes into `mutates`."""
+    schema = torch.library.infer_schema(run, mutates_args=mutates)
+    _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
     _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"octavo::{name}", fake, lib=_LIBRARY)
     if decompose is not None:

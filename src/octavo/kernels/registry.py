@@ -180,11 +180,13 @@ def triton_unsupported(device: torch.device, case: Case) -> str | None:
 
 
 def triton_backend(function: str, plan: str | None = None, **options: Any) -> Backend:
-    """Return the backend `triton` of a function `"module:name"` and its plans: importing octavo imports no Triton."""
-    module = function.partition(":")[0]
+    """Return the backend `triton` of a function of `octavo.kernels`, such as `"quantize.triton:quantize"`, and its
+    plans: importing octavo imports no Triton.
+    """
+    module = f"octavo.kernels.{function.partition(':')[0]}"
     options.setdefault("unsupported_reason", triton_unsupported)
     plans = None if plan is None else lazy_function(f"{module}:{plan}")
-    return Backend(name="triton", run=lazy_function(function), plan=plans, **options)
+    return Backend(name="triton", run=lazy_function(f"octavo.kernels.{function}"), plan=plans, **options)
 
 
 GPU_TYPES = {"cuda"}
@@ -224,10 +226,14 @@ class OpStatus:
 OPS: dict[str, Op] = {}
 
 
-def register(op: Op) -> Op:
-    """Add an op to the registry."""
-    OPS[op.name] = op
-    return op
+def register(
+    name: str, cases: dict[str, Case], probe: Callable[[Backend, torch.device, Case], str | None], *backends: Backend,
+    reference: Callable[..., Any], emulates: bool = False,
+) -> Op:  # fmt: skip
+    """Add an op with its backends, in order of preference, and its reference."""
+    last = Backend(name="reference", run=reference, emulates=emulates)
+    OPS[name] = Op(name=name, cases=cases, probe=probe, backends={b.name: b for b in (*backends, last)})
+    return OPS[name]
 
 
 def status(device: torch.device | str) -> list[OpStatus]:

@@ -9,7 +9,7 @@ from torch import Tensor
 from octavo.kernels.adamw import reference
 from octavo.kernels.adamw.moments import GROUP, compress, expand, groups, seed_after
 from octavo.kernels.adamw.reference import HyperParams, ParamState, Work, exact_values, split
-from octavo.kernels.registry import Backend, Case, Op, register, triton_backend
+from octavo.kernels.registry import Backend, Case, register, triton_backend
 from octavo.numerics.error import sqnr
 
 __all__ = [
@@ -66,6 +66,4 @@ def _probe(backend: Backend, device: torch.device, case: Case) -> str | None:
     return None
 
 
-ADAMW = register(Op(name="adamw", cases={"step": CASE}, probe=_probe))
-ADAMW.add(triton_backend("octavo.kernels.adamw.triton:step"))
-ADAMW.add(Backend(name="reference", run=reference.step_all))
+ADAMW = register("adamw", {"step": CASE}, _probe, triton_backend("adamw.triton:step"), reference=reference.step_all)

@@ -32,7 +32,7 @@ from torch import Tensor
 from octavo.kernels.adaptive import reference
 from octavo.kernels.conformance.mismatches import difference
 from octavo.kernels.library import define
-from octavo.kernels.registry import Backend, Case, Op, register, triton_backend
+from octavo.kernels.registry import Backend, Case, register, triton_backend
 from octavo.numerics.formats import SUPPORTED_DTYPES
 from octavo.numerics.spec import ADAPTIVE
 
@@ -87,12 +87,14 @@ def _probe_dequantize(backend: Backend, device: torch.device, case: Case) -> str
     return None
 
 
-ADAPTIVE_QUANTIZE = register(Op(name="adaptive_quantize", cases={ADAPTIVE.text: CASE}, probe=_probe_quantize))
-ADAPTIVE_QUANTIZE.add(triton_backend("octavo.kernels.adaptive.triton:adaptive_quantize"))
-ADAPTIVE_QUANTIZE.add(Backend(name="reference", run=reference.adaptive_quantize))
-ADAPTIVE_DEQUANTIZE = register(Op(name="adaptive_dequantize", cases={ADAPTIVE.text: CASE}, probe=_probe_dequantize))
-ADAPTIVE_DEQUANTIZE.add(triton_backend("octavo.kernels.adaptive.triton:adaptive_dequantize"))
-ADAPTIVE_DEQUANTIZE.add(Backend(name="reference", run=reference.adaptive_dequantize))
+ADAPTIVE_QUANTIZE = register(
+    "adaptive_quantize", {ADAPTIVE.text: CASE}, _probe_quantize, triton_backend("adaptive.triton:adaptive_quantize"),
+    reference=reference.adaptive_quantize,
+)  # fmt: skip
+ADAPTIVE_DEQUANTIZE = register(
+    "adaptive_dequantize", {ADAPTIVE.text: CASE}, _probe_dequantize,
+    triton_backend("adaptive.triton:adaptive_dequantize"), reference=reference.adaptive_dequantize,
+)  # fmt: skip
 
 
 def _run_quantize(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -106,14 +108,9 @@ def _run_dequantize(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _fake_quantize(x: Tensor) -> tuple[Tensor, Tensor]:
-    rows, columns = x.shape
-    scale = x.new_empty((rows, -(-columns // reference.GROUP)), dtype=torch.float32)
-    return x.new_empty((rows, columns), dtype=torch.uint8), scale
+    scale = x.new_empty((x.shape[0], reference.groups(x.shape[1])), dtype=torch.float32)
+    return x.new_empty(x.shape, dtype=torch.uint8), scale
 
 
-def _fake_dequantize(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    return codes.new_empty(codes.shape, dtype=dtype)
-
-
-define("adaptive_quantize(Tensor x) -> (Tensor, Tensor)", _run_quantize, _fake_quantize)
-define("adaptive_dequantize(Tensor codes, Tensor scale, ScalarType dtype) -> Tensor", _run_dequantize, _fake_dequantize)
+define("adaptive_quantize", _run_quantize, _fake_quantize)
+define("adaptive_dequantize", _run_dequantize, lambda codes, scale, dtype: codes.new_empty(codes.shape, dtype=dtype))

@@ -192,8 +192,7 @@ def _operand(rng: RandomInputs, text: str, shape: tuple[int, int], unit: str) ->
 
 def _results() -> Iterator[tuple[QuantSpec | None, str, str]]:
     """Results that recipes request of a fused op: spec, memory order, label."""
-    from octavo.kernels.fused.argument_checks import cases_of_inputs
-    from octavo.kernels.fused.fp8_outputs import optional_spec
+    from octavo.kernels.fused.outputs import cases_of_inputs, optional_spec
 
     for spec in map(optional_spec, cases_of_inputs()):
         for order in ("rows",) if spec is None else ("rows", "columns", "both"):
@@ -213,8 +212,7 @@ def _norm_inputs(rng: RandomInputs, center: bool, spec: QuantSpec | None, order:
 
 
 def _norms() -> Iterator[Check]:
-    from octavo.kernels.fused import reference
-    from octavo.kernels.fused.norm import triton
+    from octavo.kernels.fused import reference, triton
 
     for spec, order, label in _results():
         for op, center in (("rms_norm", False), ("layer_norm", True)):
@@ -226,8 +224,7 @@ def _norms() -> Iterator[Check]:
 
 
 def _norm_gradients() -> Iterator[Check]:
-    from octavo.kernels.fused import reference
-    from octavo.kernels.fused.norm import triton
+    from octavo.kernels.fused import reference, triton
 
     def inputs(rng: RandomInputs, center: bool) -> Inputs:
         x, weight, bias, eps, offset, *_ = _norm_inputs(rng, center, None, "rows")
@@ -236,15 +233,14 @@ def _norm_gradients() -> Iterator[Check]:
 
     for op, center in (("rms_norm_backward", False), ("layer_norm_backward", True)):
         yield Check(
-            op=op, case="gradients", configs=tuple(range(len(triton.BACKWARD_CONFIGS))),
+            op=op, case="gradients", configs=tuple(range(len(triton.NORM_BACKWARD_CONFIGS))),
             inputs=partial(inputs, center=center), expected=reference.norm_backward, actual=triton.norm_backward,
         )  # fmt: skip
 
 
 def _glus() -> Iterator[Check]:
-    from octavo.kernels.fused import reference
+    from octavo.kernels.fused import reference, triton
     from octavo.kernels.fused.activations import ACTIVATIONS
-    from octavo.kernels.fused.glu import triton
 
     def inputs(rng: RandomInputs, activation: str, spec: QuantSpec | None, order: str) -> Inputs:
         gate = rng.matrix()
@@ -260,9 +256,8 @@ def _glus() -> Iterator[Check]:
 
 
 def _glu_gradients() -> Iterator[Check]:
-    from octavo.kernels.fused import reference
+    from octavo.kernels.fused import reference, triton
     from octavo.kernels.fused.activations import ACTIVATIONS
-    from octavo.kernels.fused.glu import triton
 
     def inputs(rng: RandomInputs, activation: str) -> Inputs:
         gate = rng.matrix()
@@ -270,7 +265,7 @@ def _glu_gradients() -> Iterator[Check]:
 
     for activation in ACTIVATIONS:
         yield Check(
-            op="glu_backward", case=activation, configs=tuple(range(len(triton.BACKWARD_CONFIGS))),
+            op="glu_backward", case=activation, configs=tuple(range(len(triton.GLU_BACKWARD_CONFIGS))),
             inputs=partial(inputs, activation=activation),
             expected=reference.glu_backward, actual=triton.glu_backward,
         )  # fmt: skip

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from octavo.kernels.conformance.mismatches import low_sqnr
 from octavo.kernels.library import define
-from octavo.kernels.registry import Backend, Case, Op, register, triton_backend
+from octavo.kernels.registry import Backend, Case, register, triton_backend
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.bfloat16, torch.float16, torch.float32)}
 """Dtypes of logits by name."""
@@ -82,9 +82,10 @@ def _probe(backend: Backend, device: torch.device, case: Case) -> str | None:
     return None
 
 
-CROSS_ENTROPY = register(Op(name="cross_entropy", cases={name: (name,) for name in DTYPES}, probe=_probe))
-CROSS_ENTROPY.add(triton_backend("octavo.kernels.cross_entropy.triton:cross_entropy"))
-CROSS_ENTROPY.add(Backend(name="reference", run=reference))
+CROSS_ENTROPY = register(
+    "cross_entropy", {name: (name,) for name in DTYPES}, _probe, triton_backend("cross_entropy.triton:cross_entropy"),
+    reference=reference,
+)  # fmt: skip
 
 
 def _run(logits: Tensor, target: Tensor, ignore_index: int, scale: float, softcap: float | None) -> Tensor:
@@ -93,12 +94,7 @@ def _run(logits: Tensor, target: Tensor, ignore_index: int, scale: float, softca
     return loss
 
 
-def _fake(logits: Tensor, target: Tensor, ignore_index: int, scale: float, softcap: float | None) -> Tensor:
-    return logits.new_empty(logits.shape[0], dtype=torch.float32)
-
-
 define(
-    "cross_entropy_(Tensor(a!) logits, Tensor target, int ignore_index, float scale, float? softcap) -> Tensor",
-    _run,
-    _fake,
-)
+    "cross_entropy_", _run, lambda logits, *_: logits.new_empty(logits.shape[0], dtype=torch.float32),
+    mutates=("logits",),
+)  # fmt: skip

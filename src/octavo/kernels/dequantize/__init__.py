@@ -11,7 +11,7 @@ from octavo.kernels.conformance.mismatches import difference
 from octavo.kernels.dequantize import reference
 from octavo.kernels.library import define
 from octavo.kernels.quantize import quantize
-from octavo.kernels.registry import Backend, Case, Op, register, triton_backend, triton_unsupported
+from octavo.kernels.registry import Backend, Case, register, triton_backend, triton_unsupported
 from octavo.numerics.formats import SUPPORTED_DTYPES
 from octavo.numerics.spec import QuantSpec
 from octavo.tensor import ScaledTensor
@@ -66,9 +66,11 @@ def _probe(backend: Backend, device: torch.device, case: Case) -> str | None:
 
 _STORED = "e4m3/1x32/e8m0"
 
-DEQUANTIZE = register(Op(name="dequantize", cases={_STORED: (_STORED,)}, probe=_probe))
-DEQUANTIZE.add(triton_backend("octavo.kernels.dequantize.triton:dequantize", unsupported_reason=_triton_unsupported))
-DEQUANTIZE.add(Backend(name="reference", run=reference.dequantize))
+DEQUANTIZE = register(
+    "dequantize", {_STORED: (_STORED,)}, _probe,
+    triton_backend("dequantize.triton:dequantize", unsupported_reason=_triton_unsupported),
+    reference=reference.dequantize,
+)  # fmt: skip
 
 
 def _run(data: Tensor, scale: Tensor, spec: str, dtype: torch.dtype) -> Tensor:
@@ -76,8 +78,4 @@ def _run(data: Tensor, scale: Tensor, spec: str, dtype: torch.dtype) -> Tensor:
     return result
 
 
-def _fake(data: Tensor, scale: Tensor, spec: str, dtype: torch.dtype) -> Tensor:
-    return data.new_empty(data.shape, dtype=dtype)
-
-
-define("dequantize(Tensor data, Tensor scale, str spec, ScalarType dtype) -> Tensor", _run, _fake)
+define("dequantize", _run, lambda data, scale, spec, dtype: data.new_empty(data.shape, dtype=dtype))

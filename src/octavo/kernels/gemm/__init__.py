@@ -19,11 +19,11 @@ from torch import Tensor
 
 from octavo.kernels.conformance.mismatches import low_sqnr
 from octavo.kernels.direct import Call, Plans, signature
-from octavo.kernels.gemm import decomposed, reference, torch_bf16, torch_plan, torch_scaled
+from octavo.kernels.gemm import reference, torch_bf16, torch_plan, torch_scaled
 from octavo.kernels.gemm.operand_layout import UNIT_SCALE
 from octavo.kernels.library import define
 from octavo.kernels.quantize import quantize
-from octavo.kernels.registry import GPU_TYPES, Backend, Case, Op, register, triton_backend, triton_unsupported
+from octavo.kernels.registry import GPU_TYPES, Backend, Case, register, triton_backend, triton_unsupported
 from octavo.numerics.recipe import RECIPES, Recipe
 from octavo.numerics.spec import QuantSpec
 from octavo.runtime.lazy import lazy_function
@@ -268,34 +268,30 @@ def _plain_triton_unsupported(device: torch.device, case: Case) -> str | None:
     return None if triton.overlaps_in_training(device, case) else "the backend triton runs the same kernels"
 
 
-_CASES = {f"{r.name} {product}": case for r in RECIPES.values() for product, case in cases_of(r).items()}
-SCALED_MM = register(Op(name="scaled_mm", cases=_CASES, probe=_probe))
-SCALED_MM.add(
+_TRITON = triton_backend(
+    "gemm.triton:scaled_mm", plan="plan_of", unsupported_reason=_triton_unsupported,
+    trials=lazy_function("octavo.kernels.gemm.triton:trials"),
+)  # fmt: skip
+SCALED_MM = register(
+    "scaled_mm",
+    {f"{r.name} {product}": case for r in RECIPES.values() for product, case in cases_of(r).items()},
+    _probe,
     Backend(
         name="torch_scaled", run=torch_scaled.scaled_mm, plan=torch_plan.plan_of,
         unsupported_reason=torch_scaled.unsupported_reason,
-    )
-)  # fmt: skip
-_TRITON = triton_backend(
-    "octavo.kernels.gemm.triton:scaled_mm", plan="plan_of", unsupported_reason=_triton_unsupported,
-    trials=lazy_function("octavo.kernels.gemm.triton:trials"),
-)  # fmt: skip
-SCALED_MM.add(_TRITON)
-SCALED_MM.add(
-    replace(
-        _TRITON,
-        name="triton_plain",  # for a GPU or Triton on which the kernel in Gluon fails its probe
-        run=partial(_TRITON.run, overlap=False),
+    ),
+    _TRITON,
+    replace(  # for a GPU or Triton on which the kernel in Gluon fails its probe
+        _TRITON, name="triton_plain", run=partial(_TRITON.run, overlap=False),
         plan=partial(lazy_function("octavo.kernels.gemm.triton:plan_of"), overlap=False),
         unsupported_reason=_plain_triton_unsupported,
-    )
-)
-SCALED_MM.add(
+    ),
     Backend(
         name="torch_bf16", run=torch_bf16.scaled_mm, unsupported_reason=torch_bf16.unsupported_reason, emulates=True
-    )
-)
-SCALED_MM.add(Backend(name="reference", run=reference.scaled_mm, emulates=True))
+    ),
+    reference=reference.scaled_mm,
+    emulates=True,
+)  # fmt: skip
 
 
 def needs_both_orders(device: torch.device) -> bool:
@@ -323,10 +319,8 @@ def _run(
     return result
 
 
-def _fake(
-    a: Tensor, a_scale: Tensor | None, a_spec: str, b: Tensor, b_scale: Tensor | None, b_spec: str,
-    layout: str, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool,
-) -> Tensor:  # fmt: skip
+def _fake(a: Tensor, *others: Any) -> Tensor:
+    (_, _, b, _, _, layout, out_dtype, *_) = others
     rows = a.shape[1] if layout[0] == "t" else a.shape[0]
     columns = b.shape[0] if layout[1] == "t" else b.shape[1]
     return a.new_empty((rows, columns), dtype=out_dtype)
@@ -351,15 +345,8 @@ def _decompose(
         backend = SCALED_MM.choose(a.device, _case(left, right, layout), shape if static else None)
     if backend.name != "torch_scaled":
         return NotImplemented
-    product = decomposed.scaled_mm(left, right, layout, out_dtype, bias, fast_accum)
+    product = torch_scaled.traced_scaled_mm(left, right, layout, out_dtype, bias, fast_accum)
     return NotImplemented if product is None else product
 
 
-define(
-    "scaled_mm(Tensor a, Tensor? a_scale, str a_spec, Tensor b, Tensor? b_scale, str b_spec, "
-    "str layout, ScalarType out_dtype, Tensor? bias, bool fast_accum) -> Tensor",
-    _run,
-    _fake,
-    _decompose,
-    _flops,
-)
+define("scaled_mm", _run, _fake, _decompose, _flops)

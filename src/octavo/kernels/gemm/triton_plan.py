@@ -14,8 +14,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from octavo.kernels.gemm.operand_layout import ALIGNMENT, Operand, packed
-from octavo.kernels.launch import Launch, PreparedLaunch, preparation
-from octavo.kernels.sources import function_of, source_of
+from octavo.kernels.launch import Launch, PreparedLaunch, function_of, preparation, source_of
 from octavo.runtime.torch_compat import empty_strided_on
 
 

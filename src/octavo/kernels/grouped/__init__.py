@@ -31,7 +31,7 @@ from octavo.kernels.grouped import reference, torch_scaled
 from octavo.kernels.grouped.gradient import is_grouped, quantize_grouped, sum_by_group
 from octavo.kernels.library import define
 from octavo.kernels.quantize import quantize
-from octavo.kernels.registry import Backend, Case, Op, register, triton_backend
+from octavo.kernels.registry import Backend, Case, register, triton_backend
 from octavo.numerics.recipe import RECIPES, Recipe
 from octavo.numerics.spec import QuantSpec
 from octavo.tensor import ScaledTensor
@@ -139,11 +139,6 @@ def cases_of(recipe: Recipe) -> dict[str, Case]:
     }
 
 
-def _cases() -> dict[str, Case]:
-    recipes = [recipe for recipe in RECIPES.values() if is_grouped(recipe)]
-    return {f"{r.name} {product}": case for r in recipes for product, case in cases_of(r).items()}
-
-
 def _case(a: Any, b: Any, b_scale: Tensor | None, layout: str, bias: Tensor | None) -> Case:
     return str(a), UNIT_SCALE if b_scale is None else str(b), layout, "" if bias is None else "bias"
 
@@ -187,20 +182,21 @@ def _probe(backend: Backend, device: torch.device, case: Case) -> str | None:
     return None
 
 
-GROUPED_MM = register(Op(name="grouped_mm", cases=_cases(), probe=_probe))
-GROUPED_MM.add(
-    Backend(name="torch_scaled", run=torch_scaled.grouped_mm, unsupported_reason=torch_scaled.unsupported_reason)
-)
-GROUPED_MM.add(triton_backend("octavo.kernels.grouped.triton:grouped_mm"))
-GROUPED_MM.add(
+GROUPED_MM = register(
+    "grouped_mm",
+    {f"{r.name} {name}": case for r in RECIPES.values() if is_grouped(r) for name, case in cases_of(r).items()},
+    _probe,
+    Backend(name="torch_scaled", run=torch_scaled.grouped_mm, unsupported_reason=torch_scaled.unsupported_reason),
+    triton_backend("grouped.triton:grouped_mm"),
     Backend(
         name="torch_bf16",
         run=partial(reference.grouped_mm, product=torch_bf16.scaled_mm),
         unsupported_reason=lambda device, case: torch_bf16.unsupported_reason(device, case[:3]),
         emulates=True,
-    )
+    ),
+    reference=reference.grouped_mm,
+    emulates=True,
 )
-GROUPED_MM.add(Backend(name="reference", run=reference.grouped_mm, emulates=True))
 
 
 def _run(
@@ -214,10 +210,8 @@ def _run(
     return result
 
 
-def _fake(
-    a: Tensor, a_scale: Tensor, a_spec: str, b: Tensor, b_scale: Tensor | None, b_spec: str, offsets: Tensor,
-    layout: str, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool,
-) -> Tensor:  # fmt: skip
+def _fake(a: Tensor, *others: Any) -> Tensor:
+    (_, _, b, _, _, offsets, layout, out_dtype, *_) = others
     experts = offsets.shape[0]
     if layout == "tn":
         return a.new_empty((experts, a.shape[1], b.shape[1]), dtype=out_dtype)
@@ -232,10 +226,4 @@ def _flops(
     return 2 * a[0] * a[1] * out_shape[-1]
 
 
-define(
-    "grouped_mm(Tensor a, Tensor a_scale, str a_spec, Tensor b, Tensor? b_scale, str b_spec, Tensor offsets, "
-    "str layout, ScalarType out_dtype, Tensor? bias, bool fast_accum) -> Tensor",
-    _run,
-    _fake,
-    flops=_flops,
-)
+define("grouped_mm", _run, _fake, flops=_flops)

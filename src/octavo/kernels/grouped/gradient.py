@@ -16,7 +16,7 @@ from torch import Tensor
 from octavo.kernels.conformance.mismatches import difference
 from octavo.kernels.library import define
 from octavo.kernels.quantize import reference as quantize
-from octavo.kernels.registry import Backend, Case, Op, register, triton_backend
+from octavo.kernels.registry import Backend, Case, register, triton_backend
 from octavo.numerics.formats import E4M3, E5M2
 from octavo.numerics.recipe import RECIPES, Recipe
 from octavo.numerics.spec import COLUMN, ROW, TENSOR, QuantSpec
@@ -108,9 +108,9 @@ def _probe(backend: Backend, device: torch.device, case: Case) -> str | None:
 
 _SPECS: dict[str, Case] = {spec.text: (spec.text,) for r in RECIPES.values() if is_grouped(r) for spec in (r.dgrad_g,)}
 
-QUANTIZE_GROUPED = register(Op(name="quantize_grouped", cases=_SPECS, probe=_probe))
-QUANTIZE_GROUPED.add(triton_backend("octavo.kernels.grouped.gradient_triton:quantize_grouped"))
-QUANTIZE_GROUPED.add(Backend(name="reference", run=reference))
+QUANTIZE_GROUPED = register(
+    "quantize_grouped", _SPECS, _probe, triton_backend("grouped.gradient_triton:quantize_grouped"), reference=reference
+)
 
 
 def _run(
@@ -135,11 +135,7 @@ def _fake(
     return outputs
 
 
-define(
-    "quantize_grouped(Tensor g, Tensor offsets, str spec, Tensor? w_scale, Tensor? x_scale, str order) -> Tensor[]",
-    _run,
-    _fake,
-)
+define("quantize_grouped", _run, _fake)
 
 
 def sum_by_group(g: Tensor, offsets: Tensor) -> Tensor:
@@ -158,7 +154,6 @@ def _sum_by_group(g: Tensor, offsets: Tensor) -> Tensor:
 
 
 define(
-    "sum_by_group(Tensor g, Tensor offsets) -> Tensor",
-    _sum_by_group,
+    "sum_by_group", _sum_by_group,
     lambda g, offsets: g.new_empty((offsets.shape[0], g.shape[1]), dtype=torch.float32),
-)
+)  # fmt: skip

@@ -16,7 +16,7 @@ from octavo.kernels.conformance.mismatches import difference
 from octavo.kernels.direct import ZEROS, Call, Plans, signature
 from octavo.kernels.library import define
 from octavo.kernels.quantize import decomposed, reference
-from octavo.kernels.registry import Backend, Case, Op, register, triton_backend, triton_unsupported
+from octavo.kernels.registry import Backend, Case, register, triton_backend, triton_unsupported
 from octavo.numerics.formats import SUPPORTED_DTYPES
 from octavo.numerics.recipe import RECIPES
 from octavo.numerics.spec import QuantSpec
@@ -213,13 +213,14 @@ def _pairs() -> dict[str, Case]:
     return {" and ".join(pair): pair for pair in sorted(pairs)}
 
 
-QUANTIZE = register(Op(name="quantize", cases=_specs(), probe=_probe))
-QUANTIZE.add(triton_backend("octavo.kernels.quantize.triton:quantize", plan="plan_of"))
-QUANTIZE.add(Backend(name="reference", run=reference.quantize))
-
-QUANTIZE_PAIR = register(Op(name="quantize_pair", cases=_pairs(), probe=_probe_pair))
-QUANTIZE_PAIR.add(triton_backend("octavo.kernels.quantize.triton:quantize_pair", plan="pair_plan_of"))
-QUANTIZE_PAIR.add(Backend(name="reference", run=reference.quantize_pair))
+QUANTIZE = register(
+    "quantize", _specs(), _probe, triton_backend("quantize.triton:quantize", plan="plan_of"),
+    reference=reference.quantize,
+)  # fmt: skip
+QUANTIZE_PAIR = register(
+    "quantize_pair", _pairs(), _probe_pair, triton_backend("quantize.triton:quantize_pair", plan="pair_plan_of"),
+    reference=reference.quantize_pair,
+)  # fmt: skip
 
 
 def _run(
@@ -252,42 +253,23 @@ def _decompose(
     beside: Tensor | None = None,
 ) -> Any:  # fmt: skip
     parsed = QuantSpec.parse(spec)
+    # Whether Inductor compiles casts to FP8 for this device.
+    fuses = x.device.type == "cpu" or triton_unsupported(x.device, (spec,)) is None
     reduces_and_transposes = order == "columns" and amax is None and scale is None
-    if reduces_and_transposes or not _fuses(x, (spec,)) or not decomposed.can_decompose(x, parsed, order != "rows"):
+    if reduces_and_transposes or not fuses or not decomposed.can_decompose(x, parsed, order != "rows"):
         return NotImplemented
     return decomposed.quantize(x, parsed, fold, amax, scale, order, beside)
 
 
-def _fuses(x: Tensor, case: Case) -> bool:
-    """Whether Inductor compiles casts to FP8 for this device."""
-    return x.device.type == "cpu" or triton_unsupported(x.device, case) is None
-
-
-def _run_pair(
-    x: Tensor, spec: str, fold: Tensor | None, spec_t: str, fold_t: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _run_pair(x: Tensor, spec: str, fold: Tensor | None, spec_t: str, fold_t: Tensor | None) -> list[Tensor]:
     backend = QUANTIZE_PAIR.choose(x.device, (spec, spec_t))
-    q, s, q_t, s_t = backend.run(x, QuantSpec.parse(spec), fold, QuantSpec.parse(spec_t), fold_t)
-    return q, s, q_t, s_t
+    outputs: list[Tensor] = backend.run(x, QuantSpec.parse(spec), fold, QuantSpec.parse(spec_t), fold_t)
+    return outputs
 
 
-def _fake_pair(
-    x: Tensor, spec: str, fold: Tensor | None, spec_t: str, fold_t: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    q, s = _fake(x, spec, fold, None, None, "rows")
-    q_t, s_t = _fake(x, spec_t, fold_t, None, None, "columns")
-    return q, s, q_t, s_t
+def _fake_pair(x: Tensor, spec: str, fold: Tensor | None, spec_t: str, fold_t: Tensor | None) -> list[Tensor]:
+    return [*_fake(x, spec, fold, None, None, "rows"), *_fake(x, spec_t, fold_t, None, None, "columns")]
 
 
-define(
-    "quantize(Tensor x, str spec, Tensor? fold, Tensor? amax, Tensor? scale, str order, Tensor? beside=None) "
-    "-> Tensor[]",
-    _run,
-    _fake,
-    _decompose,
-)
-define(
-    "quantize_pair(Tensor x, str spec, Tensor? fold, str spec_t, Tensor? fold_t) -> (Tensor, Tensor, Tensor, Tensor)",
-    _run_pair,
-    _fake_pair,
-)
+define("quantize", _run, _fake, _decompose)
+define("quantize_pair", _run_pair, _fake_pair)

@@ -17,11 +17,9 @@ import triton
 from torch import Tensor
 
 from octavo.kernels.direct import new_zeros
-from octavo.kernels.launch import Launch, PreparedLaunch, current_stream, preparation
-from octavo.kernels.quantize.device import maxima_kernel
+from octavo.kernels.launch import Launch, PreparedLaunch, current_stream, function_of, preparation, source_of
+from octavo.kernels.quantize.device import maxima_kernel, rows_kernel
 from octavo.kernels.quantize.reference import padded
-from octavo.kernels.quantize.rows_device import rows_kernel
-from octavo.kernels.sources import function_of, source_of
 from octavo.numerics.spec import QuantSpec
 from octavo.runtime.torch_compat import empty_strided_on, reinterpreted
 from octavo.tensor import Order

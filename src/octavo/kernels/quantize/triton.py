@@ -21,9 +21,8 @@ from torch import Tensor
 
 from octavo.kernels import calibration
 from octavo.kernels.launch import INTERPRETED, Launch
-from octavo.kernels.quantize.device import blocks_kernel, cast_kernel, maxima_kernel
+from octavo.kernels.quantize.device import blocks_kernel, cast_kernel, maxima_kernel, rows_kernel
 from octavo.kernels.quantize.quantize_plan import QuantizePlan
-from octavo.kernels.quantize.rows_device import rows_kernel
 from octavo.numerics.formats import E4M3
 from octavo.numerics.recipe import RECIPES
 from octavo.numerics.spec import FULL, ROW, QuantSpec
@@ -254,6 +253,6 @@ def recipe_tasks() -> dict[QuantizeTask, str]:
 
 def device_bytes(task: QuantizeTask, launch: Launch) -> float:
     """Return the device-memory traffic of one launch, in bytes per element of a bf16 matrix."""
-    # Row blocks are read once: true of 4096 columns on H100; `rows_device` has figures of longer rows.
+    # Row blocks are read once: true of 4096 columns on H100; `device` has figures of longer rows.
     written = 2 if task.second is not None or task.order == "both" else 1
     return 2 + (0 if launch.kernel is maxima_kernel else written)

@@ -12,16 +12,18 @@ from torch import Tensor
 from octavo.kernels.conformance.mismatches import difference
 from octavo.kernels.fused import reference
 from octavo.kernels.fused.activations import ACTIVATIONS
-from octavo.kernels.fused.argument_checks import (
+from octavo.kernels.fused.outputs import (
     cases_of_inputs,
     check_like,
     check_matrix,
     check_output,
+    empty_outputs,
+    optional_spec,
     sample,
+    unpack_outputs,
 )  # fmt: skip
-from octavo.kernels.fused.fp8_outputs import empty_outputs, optional_spec, unpack_outputs
 from octavo.kernels.library import define
-from octavo.kernels.registry import Backend, Case, Op, register, triton_backend
+from octavo.kernels.registry import Backend, Case, register, triton_backend
 from octavo.numerics.names import nearest
 from octavo.numerics.spec import QuantSpec
 from octavo.tensor import Order, ScaledTensor
@@ -92,13 +94,11 @@ def _probe_backward(backend: Backend, device: torch.device, case: Case) -> str |
 
 _CASES: dict[str, Case] = {f"{a} {text}".rstrip(): (a, text) for a in ACTIVATIONS for text in cases_of_inputs()}
 
-GLU = register(Op(name="glu", cases=_CASES, probe=_probe))
-GLU.add(triton_backend("octavo.kernels.fused.glu.triton:glu"))
-GLU.add(Backend(name="reference", run=reference.glu))
-
-GLU_BACKWARD = register(Op(name="glu_backward", cases={a: (a,) for a in ACTIVATIONS}, probe=_probe_backward))
-GLU_BACKWARD.add(triton_backend("octavo.kernels.fused.glu.triton:glu_backward"))
-GLU_BACKWARD.add(Backend(name="reference", run=reference.glu_backward))
+GLU = register("glu", _CASES, _probe, triton_backend("fused.triton:glu"), reference=reference.glu)
+GLU_BACKWARD = register(
+    "glu_backward", {a: (a,) for a in ACTIVATIONS}, _probe_backward, triton_backend("fused.triton:glu_backward"),
+    reference=reference.glu_backward,
+)  # fmt: skip
 
 
 def _run(gate: Tensor, up: Tensor, activation: str, spec: str, order: str) -> list[Tensor]:
@@ -121,9 +121,5 @@ def _fake_backward(grad: Tensor, gate: Tensor, up: Tensor, activation: str, join
     return [gate.new_empty((rows, 2 * columns))] if joined else [gate.new_empty(gate.shape) for _ in range(2)]
 
 
-define("glu(Tensor gate, Tensor up, str activation, str spec, str order) -> Tensor[]", _run, _fake)
-define(
-    "glu_backward(Tensor grad, Tensor gate, Tensor up, str activation, bool joined) -> Tensor[]",
-    _run_backward,
-    _fake_backward,
-)
+define("glu", _run, _fake)
+define("glu_backward", _run_backward, _fake_backward)

@@ -14,10 +14,18 @@ from torch import Tensor
 
 from octavo.kernels.conformance.mismatches import difference
 from octavo.kernels.fused import reference
-from octavo.kernels.fused.argument_checks import cases_of_inputs, check_like, check_matrix, check_output, sample
-from octavo.kernels.fused.fp8_outputs import empty_outputs, optional_spec, unpack_outputs
+from octavo.kernels.fused.outputs import (
+    cases_of_inputs,
+    check_like,
+    check_matrix,
+    check_output,
+    empty_outputs,
+    optional_spec,
+    sample,
+    unpack_outputs,
+)
 from octavo.kernels.library import define
-from octavo.kernels.registry import Backend, Case, Op, register, triton_backend
+from octavo.kernels.registry import Backend, Case, register, triton_backend
 from octavo.numerics.formats import SUPPORTED_DTYPES
 from octavo.numerics.spec import QuantSpec
 from octavo.tensor import Order, ScaledTensor
@@ -125,30 +133,30 @@ def _probe_backward(backend: Backend, device: torch.device, case: Case) -> str |
     return difference(reference.norm_backward(*call), backend.run(*call))
 
 
-def _register(kind: str) -> tuple[Op, Op]:
-    forward = Op(name=kind, cases={text or kind: (kind, text) for text in cases_of_inputs()}, probe=_probe)
-    forward.add(triton_backend("octavo.kernels.fused.norm.triton:norm"))
-    forward.add(Backend(name="reference", run=reference.norm))
-    backward = Op(name=f"{kind}_backward", cases={"gradients": (kind,)}, probe=_probe_backward)
-    backward.add(triton_backend("octavo.kernels.fused.norm.triton:norm_backward"))
-    backward.add(Backend(name="reference", run=reference.norm_backward))
-    return register(forward), register(backward)
-
-
-RMS_NORM, RMS_NORM_BACKWARD = _register("rms_norm")
-LAYER_NORM, LAYER_NORM_BACKWARD = _register("layer_norm")
+RMS_NORM, LAYER_NORM = (
+    register(
+        kind, {text or kind: (kind, text) for text in cases_of_inputs()}, _probe, triton_backend("fused.triton:norm"),
+        reference=reference.norm,
+    )
+    for kind in ("rms_norm", "layer_norm")
+)  # fmt: skip
+RMS_NORM_BACKWARD, LAYER_NORM_BACKWARD = (
+    register(
+        f"{kind}_backward", {"gradients": (kind,)}, _probe_backward, triton_backend("fused.triton:norm_backward"),
+        reference=reference.norm_backward,
+    )
+    for kind in ("rms_norm", "layer_norm")
+)  # fmt: skip
 
 
 def _run_rms_norm(x: Tensor, weight: Tensor, eps: float, add_unit_offset: bool, spec: str, order: str) -> list[Tensor]:
-    run = RMS_NORM.choose(x.device, ("rms_norm", spec)).run
-    outputs: list[Tensor] = run(x, weight, None, eps, add_unit_offset, False, optional_spec(spec), order)
-    return outputs
+    backend = RMS_NORM.choose(x.device, ("rms_norm", spec))
+    return list(backend.run(x, weight, None, eps, add_unit_offset, False, optional_spec(spec), order))
 
 
 def _run_layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, spec: str, order: str) -> list[Tensor]:
-    run = LAYER_NORM.choose(x.device, ("layer_norm", spec)).run
-    outputs: list[Tensor] = run(x, weight, bias, eps, False, True, optional_spec(spec), order)
-    return outputs
+    backend = LAYER_NORM.choose(x.device, ("layer_norm", spec))
+    return list(backend.run(x, weight, bias, eps, False, True, optional_spec(spec), order))
 
 
 def _fake_norm(x: Tensor, center: bool, spec: str, order: str) -> list[Tensor]:
@@ -160,34 +168,32 @@ def _fake_norm(x: Tensor, center: bool, spec: str, order: str) -> list[Tensor]:
 def _run_rms_norm_backward(
     grad: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, add_unit_offset: bool
 ) -> list[Tensor]:
-    run = RMS_NORM_BACKWARD.choose(x.device, ("rms_norm",)).run
-    outputs: list[Tensor] = run(grad, x, weight, rstd, None, add_unit_offset, False)
-    return outputs
+    backend = RMS_NORM_BACKWARD.choose(x.device, ("rms_norm",))
+    return list(backend.run(grad, x, weight, rstd, None, add_unit_offset, False))
 
 
 def _run_layer_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor) -> list[Tensor]:
-    run = LAYER_NORM_BACKWARD.choose(x.device, ("layer_norm",)).run
-    outputs: list[Tensor] = run(grad, x, weight, rstd, mean, False, True)
-    return outputs
+    backend = LAYER_NORM_BACKWARD.choose(x.device, ("layer_norm",))
+    return list(backend.run(grad, x, weight, rstd, mean, False, True))
+
+
+def _fake_backward(*operands: Tensor) -> list[Tensor]:
+    return [t.new_empty(t.shape) for t in operands]
 
 
 define(
-    "rms_norm(Tensor x, Tensor weight, float eps, bool add_unit_offset, str spec, str order) -> Tensor[]",
-    _run_rms_norm,
+    "rms_norm", _run_rms_norm,
     lambda x, weight, eps, add_unit_offset, spec, order: _fake_norm(x, False, spec, order),
-)
+)  # fmt: skip
 define(
-    "layer_norm(Tensor x, Tensor weight, Tensor? bias, float eps, str spec, str order) -> Tensor[]",
-    _run_layer_norm,
+    "layer_norm", _run_layer_norm,
     lambda x, weight, bias, eps, spec, order: _fake_norm(x, True, spec, order),
-)
+)  # fmt: skip
 define(
-    "rms_norm_backward(Tensor grad, Tensor x, Tensor weight, Tensor rstd, bool add_unit_offset) -> Tensor[]",
-    _run_rms_norm_backward,
-    lambda grad, x, weight, rstd, add_unit_offset: [x.new_empty(x.shape), weight.new_empty(weight.shape)],
-)
+    "rms_norm_backward", _run_rms_norm_backward,
+    lambda grad, x, weight, rstd, add_unit_offset: _fake_backward(x, weight),
+)  # fmt: skip
 define(
-    "layer_norm_backward(Tensor grad, Tensor x, Tensor weight, Tensor mean, Tensor rstd) -> Tensor[]",
-    _run_layer_norm_backward,
-    lambda grad, x, weight, mean, rstd: [x.new_empty(x.shape), *(weight.new_empty(weight.shape) for _ in range(2))],
-)
+    "layer_norm_backward", _run_layer_norm_backward,
+    lambda grad, x, weight, mean, rstd: _fake_backward(x, weight, weight),
+)  # fmt: skip
