@@ -15,9 +15,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import octavo
 from octavo.activations.functional import activation_saving_fp8
-from octavo.activations.layouts import as_matrix, dense_strides
 from octavo.activations.recompute import RECOMPUTABLE, Rematerializer, dequantize_saved, quantize_for_backward
-from octavo.activations.saved_tensors import FEWEST, _decompress, compressed
+from octavo.activations.saved_tensors import FEWEST, _decompress, as_matrix, compressed, dense_strides
 from octavo.nn.memory_audit import saved_for_backward
 from octavo.numerics import E4M3, sqnr
 from octavo.train.compiled_blocks import Checkpointing

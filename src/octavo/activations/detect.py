@@ -139,21 +139,6 @@ class _Norms:
         return (self.weight.to(torch.float32) * y).to(x.dtype)
 
 
-_NORMS: dict[str, dict[str, Any]] = {
-    "layer_norm": {"bias": "bias", "center": True},
-    "rms_norm": {},
-    "llama": {},
-    "olmo": {},
-    "helium": {},
-    "moshi": {},
-    "gemma": {"add_unit_offset": True},
-    "llama4_l2": {"weight": None},
-    "t5": {},
-    "cohere": {"center": True},
-}
-"""Fields of `Norm` for each method of `_Norms`, if not the defaults."""
-
-
 class _Glus:
     """Forward methods of known gated MLPs."""
 
@@ -212,6 +197,23 @@ class _Activations:
         return x * torch.sigmoid(1.702 * x)
 
 
+_KNOWN: list[tuple[str, type, dict[str, dict[str, Any]]]] = [
+    ("norm", _Norms, {
+        "layer_norm": {"center": True}, "rms_norm": {}, "llama": {}, "olmo": {}, "helium": {},
+        "moshi": {}, "gemma": {"add_unit_offset": True}, "llama4_l2": {"weight": None}, "t5": {},
+        "cohere": {"center": True},
+    }),
+    ("glu", _Glus, {
+        "gate_times_up": {}, "up_times_gate": {"up_first": True}, "silu_times_up": {"function": "silu"},
+        "up_times_joint_gate": {"up": None}, "joint_gate_times_up": {"up": None},
+    }),
+    ("activation", _Activations, {
+        "silu": {"function": "silu"}, "silu_torch": {"function": "silu"}, "gelu_torch": {}, "held": {},
+        "gelu": {"function": "gelu"}, "gelu_tanh": {"function": "gelu_tanh"},
+        "gelu_tanh_fast": {"function": "gelu_tanh"}, "quick_gelu": {"function": "quick_gelu"},
+    }),
+]  # fmt: skip
+"""What the methods above compute: a kind of `ModuleSpec`, and its fields that names of attributes do not determine."""
 _FUNCTION_NAMES: dict[Any, str] = {F.silu: "silu", F.gelu: "gelu"}
 """Functions that a module may store as its activation."""
 _REGISTERED: "weakref.WeakKeyDictionary[type, tuple[ModuleSpec, Formula]]" = weakref.WeakKeyDictionary()
@@ -347,37 +349,20 @@ def _pattern(owner: type, method: str) -> Expression:
 @cache
 def _patterns() -> list[tuple[Any, Expression]]:
     """Return pairs: a function that makes a spec from names of attributes, and its expression."""
-    norms = [(partial(_norm, fields), _pattern(_Norms, name)) for name, fields in _NORMS.items()]
-    glus = [
-        (partial(_glu, {}), "gate_times_up"),
-        (partial(_glu, {"up_first": True}), "up_times_gate"),
-        (partial(_glu, {"function": "silu"}), "silu_times_up"),
-        (partial(_glu, {"up": None}), "up_times_joint_gate"),
-        (partial(_glu, {"up": None}), "joint_gate_times_up"),
-    ]
-    activations = [
-        (partial(_activation, name), method)
-        for name, method in (
-            ("silu", "silu"), ("silu", "silu_torch"), ("approximate", "gelu_torch"), ("act", "held"), ("gelu", "gelu"),
-            ("gelu_tanh", "gelu_tanh"), ("gelu_tanh", "gelu_tanh_fast"), ("quick_gelu", "quick_gelu"),
-        )
-    ]  # fmt: skip
     return [
-        *norms,
-        *((make, _pattern(_Glus, method)) for make, method in glus),
-        *((make, _pattern(_Activations, method)) for make, method in activations),
+        (partial(_spec, kind, fields), _pattern(owner, method))
+        for kind, owner, methods in _KNOWN
+        for method, fields in methods.items()
     ]
 
 
-def _norm(fields: dict[str, Any], names: dict[str, str]) -> Norm:
-    actual: dict[str, Any] = {role: names[role] for role in ("weight", "bias", "eps") if role in names}
-    return Norm(**(fields | actual))
-
-
-def _glu(fields: dict[str, Any], names: dict[str, str]) -> Glu:
-    roles: dict[str, Any] = {"gate": names["gate"], "up": names.get("up"), "down": names["down"]}
-    return Glu(**(roles | {"activation": names.get("act")} | fields))
-
-
-def _activation(name: str, names: dict[str, str]) -> Activation:
-    return Activation(attribute=names[name]) if name in names else Activation(function=name)
+def _spec(kind: str, fields: dict[str, Any], names: dict[str, str]) -> ModuleSpec:
+    """Return the spec of code with these names of attributes in the roles of the methods above."""
+    roles: dict[str, Any]
+    if kind == "norm":
+        roles = {role: names[role] for role in ("weight", "bias", "eps") if role in names}
+        return Norm(**(roles | fields))
+    if kind == "glu":
+        roles = {"gate": names["gate"], "up": names.get("up"), "down": names["down"], "activation": names.get("act")}
+        return Glu(**(roles | fields))
+    return Activation(**fields) if fields else Activation(attribute=names.get("approximate") or names["act"])

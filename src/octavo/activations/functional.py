@@ -34,7 +34,6 @@ from octavo.kernels.fused.outputs import supports_output
 from octavo.numerics.spec import QuantSpec
 from octavo.runtime.derivatives import first_derivative_only
 from octavo.runtime.torch_compat import explain_freed_nodes, in_backward
-from octavo.tensor import ScaledTensor
 
 
 class _NormRematerializer(Rematerializer):
@@ -47,13 +46,11 @@ class _NormRematerializer(Rematerializer):
     def _inputs(self, tensors: Sequence[Any]) -> list[Tensor]:
         return [dequantize_saved(tensors[0], tensors[1], self.dtype)]
 
-    def _matrix(self, tensors: Sequence[Any]) -> Tensor:
-        y: Tensor = self.normed(tensors).y
-        return y
+    def _matrix(self, tensors: Sequence[Any]) -> Any:
+        return self.normed(tensors).y
 
-    def _quantized(self, tensors: Sequence[Any], spec: QuantSpec, order: str) -> ScaledTensor | None:
-        quantized: ScaledTensor | None = self.normed(tensors, spec, order).quantized if supports_output(spec) else None
-        return quantized
+    def _quantized(self, tensors: Sequence[Any], spec: QuantSpec, order: str) -> Any:
+        return self.normed(tensors, spec, order).quantized if supports_output(spec) else None
 
     def statistics(self, tensors: Sequence[Any]) -> tuple[Tensor, Tensor | None]:
         """Return rstd and mean of the stored input, cached if computed before."""
@@ -80,17 +77,15 @@ class _GluRematerializer(Rematerializer):
         gate, up = super()._inputs(pairs)
         return [gate if bias is None else gate.add_(bias), up]
 
-    def _matrix(self, tensors: Sequence[Any]) -> Tensor:
+    def _matrix(self, tensors: Sequence[Any]) -> Any:
         gate, up = self.inputs(tensors)
-        h: Any = glu(gate, up, self.activation)
-        return h  # type: ignore[no-any-return]
+        return glu(gate, up, self.activation)
 
-    def _quantized(self, tensors: Sequence[Any], spec: QuantSpec, order: str) -> ScaledTensor | None:
+    def _quantized(self, tensors: Sequence[Any], spec: QuantSpec, order: Any) -> Any:
         if not supports_output(spec):
             return None
         gate, up = self.inputs(tensors)
-        quantized: Any = glu(gate, up, self.activation, spec, order)  # type: ignore[arg-type]
-        return quantized  # type: ignore[no-any-return]
+        return glu(gate, up, self.activation, spec, order)
 
 
 class _UnroundedGlu(_GluRematerializer):
@@ -287,23 +282,17 @@ def _registered(out: Tensor, tensors: tuple[Tensor | None, ...], rematerializer:
     return out
 
 
-def glu_saving_fp8(gate: Tensor, up: Tensor, h: Tensor, activation: str, bias: Tensor | None = None) -> Tensor:
-    """Return h = act(gate) · up [..., N], with gate and up saved in FP8 for backward."""
+def glu_saving_fp8(
+    gate: Tensor, up: Tensor, h: Tensor, activation: str, bias: Tensor | None = None, both: Tensor | None = None,
+    gate_first: bool = True,
+) -> Tensor:  # fmt: skip
+    """Return h = act(gate) · up [..., N], gate and up saved in FP8. If they are halves of `both`, so is bias [2N]."""
+    if both is not None and bias is not None:
+        bias = bias.chunk(2)[0 if gate_first else 1]
     tensors = _quantized_gate(_matrix(gate), _matrix(up), bias)
     rematerializer = _GluRematerializer(gate.dtype, activation)
-    out = unhooked(_GluFunction.apply, gate, up, [h], True, rematerializer, *tensors)
-    return _registered(out, tensors, rematerializer)
-
-
-def joint_glu_saving_fp8(
-    both: Tensor, h: Tensor, activation: str, gate_first: bool, bias: Tensor | None = None
-) -> Tensor:
-    """Apply `glu_saving_fp8` to the two halves of [..., 2N]; bias [2N]."""
-    halves = _matrix(both.detach()).chunk(2, dim=1)
-    gate, up = halves if gate_first else halves[::-1]
-    half = None if bias is None else bias.chunk(2)[0 if gate_first else 1]
-    tensors, rematerializer = _quantized_gate(gate, up, half), _GluRematerializer(both.dtype, activation)
-    out = unhooked(_GluFunction.apply, both, None, [h], gate_first, rematerializer, *tensors)
+    inputs = (gate, up) if both is None else (both, None)
+    out = unhooked(_GluFunction.apply, *inputs, [h], gate_first, rematerializer, *tensors)
     return _registered(out, tensors, rematerializer)
 
 

@@ -42,7 +42,6 @@ from octavo.activations.functional import (
     fused_glu,
     fused_norm,
     glu_saving_fp8,
-    joint_glu_saving_fp8,
     norm_saving_fp8,
 )
 from octavo.activations.saved_tensors import compressed, fusing, recording
@@ -245,13 +244,7 @@ def _gated_in_graph(module: nn.Module, names: str, x: Tensor) -> Any:
     """`_gated` under torch.compile, which recompiles if a child, the activation included, is replaced."""
     gate_name, up_name, down, activation, act, up_first = names.split(" ")
     function = getattr(module, activation) if activation else _FUNCTIONS[act]
-    if up_name:
-        up = getattr(module, up_name)(x) if up_first == "1" else None
-        gate = getattr(module, gate_name)(x)
-        up = getattr(module, up_name)(x) if up is None else up
-    else:
-        first, second = getattr(module, gate_name)(x).chunk(2, dim=-1)
-        gate, up = (second, first) if up_first == "1" else (first, second)
+    gate, up, _ = _gate_and_up(module, gate_name, up_name, up_first == "1", x)
     if not _same_kind(gate, up):
         return getattr(module, down)(function(gate) * up)
     bias = getattr(getattr(module, gate_name), "bias", None)
@@ -262,6 +255,17 @@ def _gated_in_graph(module: nn.Module, names: str, x: Tensor) -> Any:
     return getattr(module, down)(combined(h, _FUNCTIONS[act](stored(gate, bias)) * stored(up)))
 
 
+def _gate_and_up(module: nn.Module, gate: str, up: str | None, up_first: bool, x: Tensor) -> tuple[Any, Any, Any]:
+    """Call the projections in the original order; return gate, up, and the product that has both as halves, or None."""
+    if not up:
+        both = getattr(module, gate)(x)
+        first, second = both.chunk(2, dim=-1)
+        return (second, first, both) if up_first else (first, second, both)
+    before = getattr(module, up)(x) if up_first else None
+    gated = getattr(module, gate)(x)
+    return gated, getattr(module, up)(x) if before is None else before, None
+
+
 def _same_kind(gate: Tensor, up: Tensor) -> bool:
     return gate.shape == up.shape and gate.dtype == up.dtype and _is_matrix(gate) and _is_matrix(up)
 
@@ -269,27 +273,15 @@ def _same_kind(gate: Tensor, up: Tensor) -> bool:
 def _gated(module: nn.Module, glu: Glu, function: Any, act: str, x: Tensor, fused: bool = False) -> Any:
     """Compute a gated MLP; call its children in the original order."""
     down = getattr(module, glu.down)
-    if glu.up is None:
-        both = getattr(module, glu.gate)(x)
-        first, second = both.chunk(2, dim=-1)
-        gate, up = (second, first) if glu.up_first else (first, second)
-        if fused and gate.shape == up.shape and _is_fusible(gate):
-            return down(fused_glu(gate, up, act, both, not glu.up_first))
-        if fused or not (_is_matrix(both) and both.requires_grad and gate.shape == up.shape):
-            return down(function(gate) * up)
-        with torch.no_grad():
-            h = function(gate) * up
-        return down(joint_glu_saving_fp8(both, h, act, not glu.up_first, _bias(module, glu, both)))
-    up = getattr(module, glu.up)(x) if glu.up_first else None
-    gate = getattr(module, glu.gate)(x)
-    up = getattr(module, glu.up)(x) if up is None else up
+    gate, up, both = _gate_and_up(module, glu.gate, glu.up, glu.up_first, x)
     if fused and _same_kind(gate, up) and _is_fusible(gate) and _is_saved(gate, up):
-        return down(fused_glu(gate, up, act, None, True))
+        return down(fused_glu(gate, up, act, both, not glu.up_first))
     if fused or not _same_kind(gate, up) or not (gate.requires_grad or up.requires_grad):
         return down(function(gate) * up)
     with torch.no_grad():
         h = function(gate) * up
-    return down(glu_saving_fp8(gate, up, h, act, _bias(module, glu, gate)))
+    bias = _bias(module, glu, gate if both is None else both)
+    return down(glu_saving_fp8(gate, up, h, act, bias, both, not glu.up_first))
 
 
 def _bias(module: nn.Module, glu: Glu, gate: Tensor) -> Tensor | None:
@@ -314,8 +306,7 @@ def handles_activations(module: nn.Module) -> bool:
 def activation_class(module: nn.Module, storage: Storage) -> type[nn.Module]:
     """Return the class of a module that stores its activations or fuses. Raises any error of making a subclass."""
     original: Any = type(module)
-    mixed: type[nn.Module] = mixed_class(_MIXINS[storage.kind], original)
-    return mixed
+    return mixed_class(_MIXINS[storage.kind], original)  # type: ignore[no-any-return]
 
 
 def convert_activations(module: nn.Module, storage: Storage) -> None:
@@ -375,10 +366,9 @@ def forward_like(mixin: Any, original: Any) -> Any:
     return update_wrapper(copied, original.forward, updated=())
 
 
-def _blank(mixin: Any, original: Any) -> nn.Module:
+def _blank(mixin: Any, original: Any) -> Any:
     cls = mixed_class(mixin, original)
-    module: nn.Module = cls.__new__(cls)
-    return module
+    return cls.__new__(cls)
 
 
 def _only(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
