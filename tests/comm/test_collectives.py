@@ -9,7 +9,7 @@ from cases import DTYPES, SHAPES, SPECS, assert_equal_on_all_ranks, assert_withi
 
 from collective_recorder import CollectiveRecorder
 from octavo import comm
-from octavo.parallel.exchange import exchange_rows
+from octavo.comm.collectives import exchange_rows
 from processes import on_ranks
 
 pytestmark = pytest.mark.dist

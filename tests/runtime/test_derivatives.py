@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 import octavo
 from octavo.comm import all_gather, all_reduce, all_to_all_single, reduce_scatter
+from octavo.comm.collectives import exchange_rows
 from octavo.nn.experts import gather_rows, inverse_order
-from octavo.parallel.exchange import exchange_rows
 
 ACTIVATIONS = octavo.Precision(matmul="bf16", activations="fp8")
 

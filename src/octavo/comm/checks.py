@@ -34,14 +34,16 @@ def world_size(group: Group) -> int:
 
 def check_args(
     name: str, x: Tensor, spec: str, backward_spec: str | None, async_op: bool
-) -> tuple[MessageSpec, MessageSpec]:
-    """The parsed specs of the message and of its gradient. Raises ValueError for a dtype or a call without support."""
+) -> tuple[MessageSpec, dict[str, Any]]:
+    """The parsed spec of the message, and both specs of the call that returns its gradient."""
+    # Raises ValueError for a dtype, spec or call without support.
     if x.dtype not in SUPPORTED_DTYPES:
         raise ValueError(f"{name} takes float32, bfloat16 or float16; got {x.dtype}: use torch.distributed for others")
     if async_op and needs_grad(x):
         raise ValueError(f"{name}: async_op does not support autograd: detach the tensor, or call without async_op")
-    quant_spec = parse_spec(spec)
-    return quant_spec, quant_spec if backward_spec is None else parse_spec(backward_spec)
+    if backward_spec is not None:
+        parse_spec(backward_spec)
+    return parse_spec(spec), {"spec": backward_spec or spec, "backward_spec": spec}
 
 
 def check_op(op: str) -> None:
@@ -77,8 +79,7 @@ def gather_objects(value: Any, group: Group) -> list[Any]:
 def has_detailed_checks() -> bool:
     """Whether `TORCH_DISTRIBUTED_DEBUG=DETAIL` is set."""
     torch_distributed: Any = dist
-    detailed: bool = torch_distributed.get_debug_level() == torch_distributed.DebugLevel.DETAIL
-    return detailed
+    return bool(torch_distributed.get_debug_level() == torch_distributed.DebugLevel.DETAIL)
 
 
 def compare_calls(

@@ -20,8 +20,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from octavo.comm.checks import Group, check_args, check_op, compare_calls, needs_grad, split_sizes, world_size
-from octavo.comm.encoding import DEFAULT_SPEC, as_rows, pack, pack_parts, part_size, unpack, unpack_parts, width
+from octavo.comm.encoding import (
+    ADAPTIVE_SPEC,
+    DEFAULT_SPEC,
+    as_rows,
+    pack,
+    pack_parts,
+    part_size,
+    unpack,
+    unpack_parts,
+    width,
+)
 from octavo.numerics.spec import MessageSpec
+from octavo.runtime.switch import SWITCH
 
 T = TypeVar("T")
 Reduction = Literal["sum", "avg"]
@@ -69,10 +80,10 @@ def all_gather(
         >>> octavo.comm.all_gather(x)[:, 0]
         tensor([1., 1., 2., 2.])
     """
-    quant_spec, grad_spec = check_args("all_gather", x, spec, backward_spec, async_op)
-    if needs_grad(x):
-        return _gathered(x, group, quant_spec, grad_spec)
-    return _start(_all_gather(x, group, quant_spec), async_op)
+    quant_spec, back = check_args("all_gather", x, spec, backward_spec, async_op)
+    return differentiable(
+        x, lambda x: _all_gather(x, group, quant_spec), lambda g: reduce_scatter(g, group, **back), async_op
+    )
 
 
 def reduce_scatter(
@@ -100,7 +111,7 @@ def reduce_scatter(
         >>> octavo.comm.reduce_scatter(x)[:, 0]
         tensor([3.])
     """
-    quant_spec, grad_spec = check_args("reduce_scatter", x, spec, backward_spec, async_op)
+    quant_spec, back = check_args("reduce_scatter", x, spec, backward_spec, async_op)
     world = world_size(group)
     check_op(op)
     if x.ndim == 0 or x.shape[0] % world:
@@ -108,9 +119,12 @@ def reduce_scatter(
             f"reduce_scatter splits dimension 0 into {world} equal pieces, one per rank; got shape {list(x.shape)}: "
             "pad it to a multiple"
         )
-    if needs_grad(x):
-        return _scattered(x, group, op, quant_spec, grad_spec)
-    return _start(_reduce_scatter(x, group, op, quant_spec), async_op)
+
+    def backward(grad: Tensor) -> Any:
+        gathered = all_gather(grad, group, **back)
+        return gathered / world if op == "avg" else gathered
+
+    return differentiable(x, lambda x: _reduce_scatter(x, group, op, quant_spec), backward, async_op)
 
 
 def all_reduce(
@@ -138,11 +152,11 @@ def all_reduce(
         >>> octavo.comm.all_reduce(x, op="avg")[:, 0]
         tensor([1.5000, 1.5000])
     """
-    quant_spec, grad_spec = check_args("all_reduce", x, spec, backward_spec, async_op)
+    quant_spec, back = check_args("all_reduce", x, spec, backward_spec, async_op)
     check_op(op)
-    if needs_grad(x):
-        return _reduced(x, group, op, quant_spec, grad_spec)
-    return _start(_all_reduce(x, group, op, quant_spec), async_op)
+    return differentiable(
+        x, lambda x: _all_reduce(x, group, op, quant_spec), lambda g: all_reduce(g, group, op=op, **back), async_op
+    )
 
 
 def all_to_all_single(
@@ -172,16 +186,35 @@ def all_to_all_single(
         >>> octavo.comm.all_to_all_single(x)[:, 0]
         tensor([1., 2.])
     """
-    quant_spec, grad_spec = check_args("all_to_all_single", x, spec, backward_spec, async_op)
+    quant_spec, back = check_args("all_to_all_single", x, spec, backward_spec, async_op)
     world = world_size(group)
     if x.ndim == 0:
         raise ValueError("all_to_all_single sends parts of dimension 0; got a tensor without dimensions: use x.view(1)")
     sent = split_sizes("input_split_sizes", input_split_sizes, x.shape[0], world)
     equal = not output_split_sizes and not input_split_sizes
     received = sent if equal else split_sizes("output_split_sizes", output_split_sizes, None, world)
-    if needs_grad(x):
-        return _exchanged(x, group, sent, received, quant_spec, grad_spec)
-    return _start(_all_to_all(x, group, sent, received, quant_spec), async_op)
+    return differentiable(
+        x, lambda x: _all_to_all(x, group, sent, received, quant_spec),
+        lambda g: all_to_all_single(g, sent, received, group, **back), async_op,
+    )  # fmt: skip
+
+
+def exchange_rows(
+    rows: Tensor, sent: Sequence[int], received: Sequence[int], group: Any, *, fp8: bool, spec: str = ADAPTIVE_SPEC
+) -> Any:
+    """Send rows to every rank and receive rows, in FP8 or exact; gradients travel the same way back."""
+    if len(sent) == 1:
+        return rows
+    if fp8 and not SWITCH.off:
+        return all_to_all_single(rows, received, sent, group, spec=spec, backward_spec=ADAPTIVE_SPEC)
+
+    def start(rows: Tensor) -> AsyncResult[Tensor]:
+        compare_calls("all_to_all_single", group, (list(rows.shape[1:]), rows.dtype), sent, received)
+        arriving = rows.new_empty((sum(received), *rows.shape[1:]))
+        dist.all_to_all_single(arriving, rows.contiguous(), list(received), list(sent), group=group)
+        return AsyncResult(None, lambda: arriving)
+
+    return differentiable(rows, start, lambda g: exchange_rows(g, received, sent, group, fp8=False))
 
 
 def all_to_all(
@@ -315,46 +348,13 @@ class _Differentiable(torch.autograd.Function):
         return ctx.of_gradient(grad), None, None
 
 
-def differentiable(x: Tensor, start: Callable[[Tensor], AsyncResult[Tensor]], backward: Callable[[Tensor], Any]) -> Any:
-    """Return the result of a collective, whose gradient is `backward` of that of its result."""
-    return _Differentiable.apply(x, start, backward)
-
-
-def _gathered(x: Tensor, group: Group, spec: MessageSpec, grad_spec: MessageSpec) -> Any:
-    def backward(grad: Tensor) -> Any:
-        return _scattered(grad, group, "sum", grad_spec, spec)
-
-    return differentiable(x, lambda x: _all_gather(x, group, spec), backward)
-
-
-def _scattered(x: Tensor, group: Group, op: Reduction, spec: MessageSpec, grad_spec: MessageSpec) -> Any:
-    def backward(grad: Tensor) -> Any:
-        gathered: Tensor = _gathered(grad, group, grad_spec, spec)
-        if op == "avg":
-            world = world_size(group)
-            gathered = gathered / world if torch.is_grad_enabled() else gathered.div_(world)
-        return gathered
-
-    return differentiable(x, lambda x: _reduce_scatter(x, group, op, spec), backward)
-
-
-def _reduced(x: Tensor, group: Group, op: Reduction, spec: MessageSpec, grad_spec: MessageSpec) -> Any:
-    def backward(grad: Tensor) -> Any:
-        return _reduced(grad, group, op, grad_spec, spec)
-
-    return differentiable(x, lambda x: _all_reduce(x, group, op, spec), backward)
-
-
-def _exchanged(
-    x: Tensor, group: Group, sent: list[int], received: list[int], spec: MessageSpec, grad_spec: MessageSpec
+def differentiable(
+    x: Tensor, start: Callable[[Tensor], AsyncResult[Tensor]], backward: Callable[[Tensor], Any], async_op: bool = False
 ) -> Any:
-    def backward(grad: Tensor) -> Any:
-        return _exchanged(grad, group, received, sent, grad_spec, spec)
-
-    return differentiable(x, lambda x: _all_to_all(x, group, sent, received, spec), backward)
-
-
-def _start(pending: AsyncResult[Tensor], async_op: bool) -> Any:
+    """Run a collective, whose gradient is `backward` of that of its result; return an `AsyncResult` if `async_op`."""
+    if needs_grad(x):
+        return _Differentiable.apply(x, start, backward)
+    pending = start(x)
     return pending if async_op else pending.wait()
 
 

@@ -31,11 +31,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from octavo.comm import ADAPTIVE_SPEC
+from octavo.comm.collectives import exchange_rows
 from octavo.nn.experts import STACKED, Experts, gather_rows, inverse_order, is_converted_experts, looks_like_experts
 from octavo.nn.resident import ResidentShard, ResidentWeight
 from octavo.numerics.recipe import Recipe
 from octavo.parallel.agreement import check_mesh, check_on_all_ranks
-from octavo.parallel.exchange import exchange_rows
 from octavo.runtime.swap import all_or_nothing
 from octavo.runtime.switch import SWITCH
 from octavo.runtime.torch_compat import FakeTensor, autocast_dtype

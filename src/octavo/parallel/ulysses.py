@@ -21,8 +21,8 @@ from torch import Tensor
 
 from octavo.comm import ADAPTIVE_SPEC
 from octavo.comm.checks import Group, compare_calls, world_size
+from octavo.comm.collectives import exchange_rows
 from octavo.comm.encoding import parse_spec
-from octavo.parallel.exchange import exchange_rows
 from octavo.runtime.switch import SWITCH
 
 _GROUP = parse_spec(ADAPTIVE_SPEC).granularity.columns  # Elements of a message that share a scale
@@ -71,11 +71,11 @@ def ulysses_attention(
     ]
     y = attention(*whole, **kwargs)
     back = y.unflatten(2, (ranks, -1)).movedim(2, 0)  # [p,B,H/p,S/p,Dv]
-    mine = _exchange(back.reshape(ranks, -1), group, fp8_comm).view(back.shape)
+    mine: Tensor = _exchange(back.reshape(ranks, -1), group, fp8_comm).view(back.shape)
     return mine.movedim(0, 1).flatten(1, 2)
 
 
-def _exchange(parts: Tensor, group: Group, fp8: bool) -> Tensor:
+def _exchange(parts: Tensor, group: Group, fp8: bool) -> Any:
     """Send row r of [p,n] to rank r, and return the rows that arrive."""
     sizes = [parts.shape[1]] * parts.shape[0]
     return exchange_rows(parts.flatten(), sizes, sizes, group, fp8=fp8).view(parts.shape)
