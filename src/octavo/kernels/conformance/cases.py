@@ -33,12 +33,19 @@ def checks(device: torch.device, only: str = "") -> list[Check]:
     """Return all cases of all ops with Triton kernels on a device whose "op case" contains `only`."""
     all_checks = [
         *_quantizers(), *_products(device), *_grouped_products(device), *_grouped_gradients(), *_norms(),
-        *_norm_gradients(), *_glus(), *_glu_gradients(), *_dequantizers(), *_messages(), *_optimizers(),
+        *_norm_gradients(), *_glus(), *_dequantizers(), *_messages(), *_optimizers(),
     ]  # fmt: skip
     selected = [check for check in all_checks if only in f"{check.op} {check.case}"]
     if not selected:
         raise ValueError(f"no op and case contains {only!r}; ops are {', '.join(sorted({c.op for c in all_checks}))}")
     return selected
+
+
+def _check(op: str, case: str, configs: int | tuple[int, ...], inputs: Any, sides: Any, name: str = "") -> Check:
+    """Return a check of the functions of one name, the op's by default, in two modules: reference and kernels."""
+    expected, actual = (getattr(side, name or op) for side in sides)
+    indices = tuple(range(configs)) if isinstance(configs, int) else configs
+    return Check(op=op, case=case, configs=indices, inputs=inputs, expected=expected, actual=actual)
 
 
 def _quantizers() -> Iterator[Check]:
@@ -58,15 +65,7 @@ def _quantizers() -> Iterator[Check]:
             precomputed = {"nothing": (None, None), "amax": (amax, None), "scale": (None, scale)}[task.precomputed]
             return x, spec, factor(rng, task.first.fold, *x.shape), *precomputed, task.order
 
-        configs = tuple(range(len(triton.tiles(task))))
-        return Check(
-            op="quantize",
-            case=case,
-            configs=configs,
-            inputs=inputs,
-            expected=reference.quantize,
-            actual=triton.quantize,
-        )
+        return _check("quantize", case, len(triton.tiles(task)), inputs, (reference, triton))
 
     def pair(task: Any, case: str) -> Check:
         def inputs(rng: RandomInputs) -> Inputs:
@@ -74,10 +73,7 @@ def _quantizers() -> Iterator[Check]:
             folds = [factor(rng, folded.fold, *x.shape) for folded in (task.first, task.second)]
             return x, task.first.spec, folds[0], task.second.spec, folds[1]
 
-        return Check(
-            op="quantize_pair", case=case, configs=tuple(range(len(triton.tiles(task)))), inputs=inputs,
-            expected=reference.quantize_pair, actual=triton.quantize_pair,
-        )  # fmt: skip
+        return _check("quantize_pair", case, len(triton.tiles(task)), inputs, (reference, triton))
 
     for task, case in triton.recipe_tasks().items():
         yield single(task, case) if task.second is None else pair(task, case)
@@ -113,14 +109,18 @@ def _product(case: tuple[str, ...], fast: bool, dtype: torch.dtype, configs: tup
         b = _operand(rng, b_text, (n, k) if layout[1] == "t" else (k, n), unit)
         return a, b, layout, dtype, bias, fast
 
-    def expected(*operands: Any) -> list[Tensor]:
-        return [reference.scaled_mm(*operands) + 0.0]  # -0.0 becomes 0.0
-
-    def actual(*operands: Any) -> list[Tensor]:
-        return [triton.scaled_mm(*operands) + 0.0]
-
     label = f"{' '.join(case)} {'fast' if fast else 'promoted'} {str(dtype).removeprefix('torch.')}"
-    return Check(op="scaled_mm", case=label, configs=configs, inputs=inputs, expected=expected, actual=actual)
+    return _check("scaled_mm", label, configs, inputs, (_PositiveZeros(reference), _PositiveZeros(triton)))
+
+
+class _PositiveZeros:
+    """The functions of a module, in whose results -0.0 is 0.0."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *operands: getattr(self._module, name)(*operands) + 0.0
 
 
 def _grouped_products(device: torch.device) -> Iterator[Check]:
@@ -132,39 +132,29 @@ def _grouped_products(device: torch.device) -> Iterator[Check]:
 
     def inputs(rng: RandomInputs, case: tuple[str, ...]) -> Inputs:
         a_text, b_text, layout, biased = case
-        experts = rng.random.choice((1, 3, 9))
-        counts = [min(rng.size(), 300) if rng.random.random() < 0.8 else 0 for _ in range(experts)]
-        m, n, k = sum(counts) + rng.random.choice((0, 5)), min(rng.size(), 1024), min(rng.size(), 1024)
-        rng.notes.append(f"rows {counts} of {m} N {n} K {k}")
+        experts, m, offsets = _groups(rng)
+        n, k = min(rng.size(), 1024), min(rng.size(), 1024)
+        rng.notes.append(f"N {n} K {k}")
         a = _operand(rng, UNIT_SCALE if layout == "tn" else a_text, (m, k if layout == "nt" else n), UNIT_SCALE)
         if layout == "tn":
             a = ScaledTensor(a.data, rng.positive(experts, n), QuantSpec.parse(a_text))
         b = _operand(rng, b_text, (m if layout == "tn" else experts * n, k), UNIT_SCALE)
-        offsets = torch.tensor(counts, device="cpu").cumsum(0).int()
         bias = rng.normal(experts, n).bfloat16() if biased else None
         return a, b, offsets, layout, torch.bfloat16, bias, layout == "nt"
 
-    def outputs(run: Any, *operands: Any) -> list[Tensor]:
-        return [run(*operands) + 0.0]  # -0.0 becomes 0.0
-
+    sides = _PositiveZeros(reference), _PositiveZeros(triton)
     for case in dict.fromkeys(GROUPED_MM.cases.values()):
         fast = case[2] == "nt" and target.limited_accumulator
-        yield Check(
-            op="grouped_mm", case=" ".join(case).strip(),
-            configs=triton.available_configs(case[2], target, fast, False, 2), inputs=partial(inputs, case=case),
-            expected=partial(outputs, reference.grouped_mm), actual=partial(outputs, triton.grouped_mm),
-        )  # fmt: skip
+        configs = triton.available_configs(case[2], target, fast, False, 2)
+        yield _check("grouped_mm", " ".join(case).strip(), configs, partial(inputs, case=case), sides)
 
 
 def _grouped_gradients() -> Iterator[Check]:
     from octavo.kernels.grouped import gradient, gradient_triton
 
     def inputs(rng: RandomInputs, spec: QuantSpec) -> Inputs:
-        experts = rng.random.choice((1, 3, 9))
-        counts = [min(rng.size(), 300) if rng.random.random() < 0.8 else 0 for _ in range(experts)]
-        m, n = sum(counts) + rng.random.choice((0, 5)), min(rng.size(), 1024)
-        rng.notes.append(f"rows {counts} of {m} N {n}")
-        offsets = torch.tensor(counts, device="cpu").cumsum(0).int()
+        (experts, m, offsets), n = _groups(rng), min(rng.size(), 1024)
+        rng.notes.append(f"N {n}")
         return rng.normal(m, n).bfloat16(), offsets, spec, rng.positive(experts, n), rng.positive(m, 1), True
 
     for (text,) in gradient.QUANTIZE_GROUPED.cases.values():
@@ -172,6 +162,15 @@ def _grouped_gradients() -> Iterator[Check]:
             op="quantize_grouped", case=text, configs=(0,), inputs=partial(inputs, spec=QuantSpec.parse(text)),
             expected=gradient.reference, actual=lambda *call: gradient_triton.quantize_grouped(*call[:-1]),
         )  # fmt: skip
+
+
+def _groups(rng: RandomInputs) -> tuple[int, int, Tensor]:
+    """Return the number of experts, all rows, some of which may be nobody's, and the ends of the experts' rows."""
+    experts = rng.random.choice((1, 3, 9))
+    counts = [min(rng.size(), 300) if rng.random.random() < 0.8 else 0 for _ in range(experts)]
+    rows = sum(counts) + rng.random.choice((0, 5))
+    rng.notes.append(f"rows {counts} of {rows}")
+    return experts, rows, torch.tensor(counts, device="cpu").cumsum(0).int()
 
 
 def _operand(rng: RandomInputs, text: str, shape: tuple[int, int], unit: str) -> ScaledTensor:
@@ -216,11 +215,8 @@ def _norms() -> Iterator[Check]:
 
     for spec, order, label in _results():
         for op, center in (("rms_norm", False), ("layer_norm", True)):
-            yield Check(
-                op=op, case=label, configs=tuple(range(len(triton.ROWS_CONFIGS))),
-                inputs=partial(_norm_inputs, center=center, spec=spec, order=order),
-                expected=reference.norm, actual=triton.norm,
-            )  # fmt: skip
+            inputs = partial(_norm_inputs, center=center, spec=spec, order=order)
+            yield _check(op, label, len(triton.ROWS_CONFIGS), inputs, (reference, triton), "norm")
 
 
 def _norm_gradients() -> Iterator[Check]:
@@ -232,43 +228,29 @@ def _norm_gradients() -> Iterator[Check]:
         return _like(rng, x), x, weight, rstd, mean if center else None, offset, center
 
     for op, center in (("rms_norm_backward", False), ("layer_norm_backward", True)):
-        yield Check(
-            op=op, case="gradients", configs=tuple(range(len(triton.NORM_BACKWARD_CONFIGS))),
-            inputs=partial(inputs, center=center), expected=reference.norm_backward, actual=triton.norm_backward,
-        )  # fmt: skip
+        configs, sides = len(triton.NORM_BACKWARD_CONFIGS), (reference, triton)
+        yield _check(op, "gradients", configs, partial(inputs, center=center), sides, "norm_backward")
 
 
 def _glus() -> Iterator[Check]:
     from octavo.kernels.fused import reference, triton
     from octavo.kernels.fused.activations import ACTIVATIONS
 
-    def inputs(rng: RandomInputs, activation: str, spec: QuantSpec | None, order: str) -> Inputs:
+    def inputs(rng: RandomInputs, options: Inputs) -> Inputs:
         gate = rng.matrix()
-        return gate, _like(rng, gate), activation, spec, order
+        return gate, _like(rng, gate), *options
 
-    for activation in ACTIVATIONS:
-        for spec, order, label in _results():
-            yield Check(
-                op="glu", case=f"{activation} {label}", configs=tuple(range(len(triton.ROWS_CONFIGS))),
-                inputs=partial(inputs, activation=activation, spec=spec, order=order),
-                expected=reference.glu, actual=triton.glu,
-            )  # fmt: skip
-
-
-def _glu_gradients() -> Iterator[Check]:
-    from octavo.kernels.fused import reference, triton
-    from octavo.kernels.fused.activations import ACTIVATIONS
-
-    def inputs(rng: RandomInputs, activation: str) -> Inputs:
+    def gradient_inputs(rng: RandomInputs, activation: str) -> Inputs:
         gate = rng.matrix()
         return _like(rng, gate), gate, _like(rng, gate), activation, rng.random.random() < 0.5
 
-    for activation in ACTIVATIONS:
-        yield Check(
-            op="glu_backward", case=activation, configs=tuple(range(len(triton.GLU_BACKWARD_CONFIGS))),
-            inputs=partial(inputs, activation=activation),
-            expected=reference.glu_backward, actual=triton.glu_backward,
-        )  # fmt: skip
+    sides = reference, triton
+    for act in ACTIVATIONS:
+        for spec, order, label in _results():
+            of_result = partial(inputs, options=(act, spec, order))
+            yield _check("glu", f"{act} {label}", len(triton.ROWS_CONFIGS), of_result, sides)
+        configs = len(triton.GLU_BACKWARD_CONFIGS)
+        yield _check("glu_backward", act, configs, partial(gradient_inputs, activation=act), sides)
 
 
 def _dequantizers() -> Iterator[Check]:
@@ -279,15 +261,9 @@ def _dequantizers() -> Iterator[Check]:
         x = rng.matrix()
         return *quantize_reference.quantize(x, spec, None), spec, rng.random.choice((x.dtype, torch.float32))
 
-    def outputs(run: Any, *operands: Any) -> list[Tensor]:
-        return [run(*operands)]
-
     for (text,) in dict.fromkeys(DEQUANTIZE.cases.values()):
-        yield Check(
-            op="dequantize", case=text, configs=tuple(range(len(triton.CONFIGS))),
-            inputs=partial(inputs, spec=QuantSpec.parse(text)), expected=partial(outputs, reference.dequantize),
-            actual=partial(outputs, triton.dequantize),
-        )  # fmt: skip
+        of_spec = partial(inputs, spec=QuantSpec.parse(text))
+        yield _check("dequantize", text, len(triton.CONFIGS), of_spec, (reference, triton))
 
 
 def _messages() -> Iterator[Check]:
@@ -297,18 +273,8 @@ def _messages() -> Iterator[Check]:
         x = rng.matrix()
         return *reference.adaptive_quantize(x), rng.random.choice((x.dtype, torch.float32))
 
-    def outputs(run: Any, *operands: Any) -> list[Tensor]:
-        return [run(*operands)]
-
-    configs = tuple(range(len(triton.CONFIGS)))
-    yield Check(
-        op="adaptive_quantize", case=CASE[0], configs=configs, inputs=lambda rng: (rng.matrix(),),
-        expected=reference.adaptive_quantize, actual=triton.adaptive_quantize,
-    )  # fmt: skip
-    yield Check(
-        op="adaptive_dequantize", case=CASE[0], configs=configs, inputs=message,
-        expected=partial(outputs, reference.adaptive_dequantize), actual=partial(outputs, triton.adaptive_dequantize),
-    )  # fmt: skip
+    for op, inputs in (("adaptive_quantize", lambda rng: (rng.matrix(),)), ("adaptive_dequantize", message)):
+        yield _check(op, CASE[0], len(triton.CONFIGS), inputs, (reference, triton))
 
 
 def _optimizers() -> Iterator[Check]:

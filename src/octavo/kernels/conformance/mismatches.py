@@ -24,8 +24,8 @@ class Check:
     case: str  # Label within the op
     configs: tuple[int, ...]  # Indices of the configurations to run
     inputs: Callable[[RandomInputs], Inputs]  # Makes the inputs
-    expected: Callable[..., Sequence[Tensor]]  # Computes the reference's outputs
-    actual: Callable[..., Sequence[Tensor]]  # Computes the kernel's outputs in one configuration
+    expected: Callable[..., Sequence[Tensor] | Tensor]  # Computes the reference's outputs
+    actual: Callable[..., Sequence[Tensor] | Tensor]  # Computes the kernel's outputs in one configuration
     # Describes how actual outputs differ from expected ones, or returns None. None: `difference`, byte for byte.
     # Kernels that use the hardware's logarithms have a tolerance instead.
     differs: Callable[[Sequence[Tensor], Sequence[Tensor]], str | None] | None = None
@@ -67,19 +67,23 @@ def _compare_once(
     check: Check, outcomes: list[CaseResult], rng: RandomInputs, device: torch.device, round_: int
 ) -> None:
     inputs = check.inputs(rng)
-    expected = check.expected(*inputs)
+    expected = _listed(check.expected(*inputs))
     device_inputs = tuple(_on(device, value) for value in inputs)
     for outcome in outcomes:
         for _ in range(rng.budget.repeats):
             outcome.runs += 1
             try:
-                actual = check.actual(*device_inputs, outcome.config)
+                actual = _listed(check.actual(*device_inputs, outcome.config))
                 mismatch = (check.differs or difference)(expected, actual)
             except Exception as error:  # anything that a compiler, driver or kernel raises counts
                 mismatch = f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
             if mismatch is not None:
                 outcome.mismatches += 1
                 outcome.first = outcome.first or f"round {round_}, {'; '.join(rng.notes)}: {mismatch}"
+
+
+def _listed(outputs: Sequence[Tensor] | Tensor) -> Sequence[Tensor]:
+    return [outputs] if isinstance(outputs, Tensor) else outputs
 
 
 def _on(device: torch.device, value: Any) -> Any:
