@@ -12,9 +12,9 @@ from benchmarks import shapes
 from benchmarks.kernels import ceilings
 from benchmarks.session import Row, Session, begin, parser
 from octavo.kernels import calibration
-from octavo.kernels.gemm.product_timing import Gemm, fp8_gemms, time_product
-from octavo.kernels.quantize.quantize_timing import Quantization, quantizations, time_quantization
-from octavo.kernels.timing import CallTime, time_on_gpu
+from octavo.kernels.gemm.product_timing import fp8_gemms
+from octavo.kernels.quantize.quantize_timing import quantizations
+from octavo.kernels.timing import CallTime, TimingTask, time_on_gpu
 from octavo.numerics import RECIPES
 
 EXAMPLES = """calibrate --minutes 4
@@ -28,7 +28,7 @@ def run(session: Session, requested: list[shapes.Shape]) -> None:
     entries: list[calibration.Entry] = []
     for shape in requested:
         for recipe in PRODUCTS:
-            tasks: list[Gemm | Quantization] = [
+            tasks: list[TimingTask] = [
                 *fp8_gemms(RECIPES[recipe], [shape]),
                 *quantizations(RECIPES[recipe], [shape]),
             ]
@@ -37,12 +37,9 @@ def run(session: Session, requested: list[shapes.Shape]) -> None:
                 session.attempt(same, functools.partial(_measure, session, task, entries))
 
 
-def _measure(session: Session, task: Gemm | Quantization, entries: list[calibration.Entry]) -> Row:
+def _measure(session: Session, task: TimingTask, entries: list[calibration.Entry]) -> Row:
     timer = time_on_gpu if session.gpu else _untimed
-    if isinstance(task, Gemm):
-        result = time_product(task, session.device, timer)
-    else:
-        result = time_quantization(task, session.device, timer)
+    result = task.timed(session.device, timer)
     if result.entry is None:
         return {"result": "reference: nothing else serves"}
     if session.tiny:

@@ -314,8 +314,8 @@ def test_running_out_of_memory_is_not_remembered():
         torch.empty(sizes.pop(0), dtype=torch.uint8, device=device)
 
     op = Op(name="tried", cases={"only": ("only",)}, probe=probe)
-    op.add(Backend(name="triton", run=lambda: None))
-    op.add(Backend(name="reference", run=lambda: None))
+    op.backends["triton"] = Backend(name="triton", run=lambda: None)
+    op.backends["reference"] = Backend(name="reference", run=lambda: None)
     with pytest.raises(torch.OutOfMemoryError):
         op.choose(DEVICE, ("only",))
     assert op.choose(DEVICE, ("only",)).name == "triton"

@@ -145,7 +145,7 @@ def test_errors_are_within_the_documented_bounds():
     "x", [torch.ones(2, 3, dtype=torch.float64), torch.ones(2, 3, dtype=torch.int8), torch.ones(3)]
 )
 def test_other_dtypes_and_shapes_raise(x):
-    with pytest.raises(ValueError, match=r"takes a float32, bfloat16 or float16 matrix \[R,C\]; got torch"):
+    with pytest.raises(ValueError, match=r"x must be a float32, bfloat16 or float16 matrix \[R,C\]; got torch"):
         adaptive_quantize(x)
     message = adaptive_quantize(torch.ones(2, 3))
     with pytest.raises(ValueError, match="returns float32, bfloat16 or float16; got torch.float64"):

@@ -18,7 +18,7 @@ from octavo.kernels.quantize import quantize_timing
 from octavo.kernels.quantize import triton as triton_quantize
 from octavo.kernels.quantize.quantize_timing import quantizations, time_quantization
 from octavo.kernels.registry import Backend, Op
-from octavo.kernels.timing import CallTime, TimingResult
+from octavo.kernels.timing import CallTime, TimingResult, time_candidates
 from octavo.numerics import RECIPES
 from octavo.planner import host_time
 
@@ -154,10 +154,10 @@ def test_saving_is_all_or_nothing(cache, monkeypatch):
 
 def make_op():
     op = Op(name="scaled_mm", cases={"": CASE}, probe=lambda backend, device, case: None)
-    op.add(Backend(name="first", run=lambda: "first"))
-    op.add(Backend(name="triton", run=lambda config=0: f"triton {config}"))
-    op.add(Backend(name="slow", run=lambda: "slow", unsupported_reason=lambda device, case: "too slow"))
-    op.add(Backend(name="reference", run=lambda: "reference"))
+    op.backends["first"] = Backend(name="first", run=lambda: "first")
+    op.backends["triton"] = Backend(name="triton", run=lambda config=0: f"triton {config}")
+    op.backends["slow"] = Backend(name="slow", run=lambda: "slow", unsupported_reason=lambda device, case: "too slow")
+    op.backends["reference"] = Backend(name="reference", run=lambda: "reference")
     return op
 
 
@@ -234,7 +234,8 @@ def test_the_candidate_that_a_caller_waits_for_least_is_saved(measured, chosen):
     task = product_timing.fp8_gemms(RECIPES["rowwise"], [(16, 16, 16)])[0]
     times = {label: CallTime(*pair) for label, pair in measured.items()}
     choices = {label: (label.split()[0], label[-1]) for label in measured}
-    result = TimingResult.of_candidates(task, "scaled_mm", times, choices, {})
+    candidates = [(label, choice, lambda label=label: [label]) for label, choice in choices.items()]
+    result = time_candidates(task, "scaled_mm", candidates, lambda calls: times[calls[0]])
     assert next(iter(result.times)) == chosen
     assert result.entry.backend == chosen.split()[0] and result.entry.microseconds == measured[chosen][0]
     assert result.entry.host_microseconds == min(h for label, (_, h) in measured.items() if label[0] == chosen[0])

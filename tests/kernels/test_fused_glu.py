@@ -122,7 +122,10 @@ WRONG = {
     "dimensions": (lambda g: glu(g[None], g[None]), "gate must be a float32, .* shape \\(1, 8, 32\\)"),
     "up": (lambda g: glu(g, g[:, 1:]), "up must be torch.bfloat16 \\[8, 32\\] on cpu; got torch.bfloat16 \\[8, 31\\]"),
     "up's dtype": (lambda g: glu(g, g.float()), "up must be torch.bfloat16 .* got torch.float32"),
-    "activation": (lambda g: glu(g, g, "gelu_tan"), "unknown activation 'gelu_tan'.*did you mean 'gelu_tanh'.*Known"),
+    "activation": (
+        lambda g: glu(g, g, "gelu_tan"),
+        "activation is 'silu', .* got 'gelu_tan'.*did you mean 'gelu_tanh'",
+    ),
     "order": (lambda g: glu(g, g, "silu", ROW, "column"), "did you mean 'columns'"),
     "granularity": (lambda g: glu(g, g, "silu", QuantSpec.parse("e4m3/128x128")), "got e4m3/128x128"),
     "grad": (lambda g: glu_backward(g[1:], g, g), "grad must be torch.bfloat16 \\[8, 32\\]"),

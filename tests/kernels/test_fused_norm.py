@@ -141,7 +141,7 @@ WRONG = {
         "weight must be torch.bfloat16 or torch.float32 \\[32\\].*\\[3\\]",
     ),
     "bias": (lambda x, w: layer_norm(x, w, w.float(), 1e-5), "bias must be torch.bfloat16"),
-    "order": (lambda x, w: rms_norm(x, w, 1e-5, ROW, "row"), "order must be one of.*did you mean 'rows'"),
+    "order": (lambda x, w: rms_norm(x, w, 1e-5, ROW, "row"), "order is .*did you mean 'rows'"),
     "granularity": (lambda x, w: rms_norm(x, w, 1e-5, QuantSpec.parse("e4m3/tensor")), "got e4m3/tensor"),
     "odd blocks": (lambda x, w: rms_norm(x, w, 1e-5, QuantSpec.parse("e4m3/1x48")), "got e4m3/1x48"),
     "device": (lambda x, w: rms_norm(x, w.to("meta"), 1e-5), "on cpu; got .* on meta"),

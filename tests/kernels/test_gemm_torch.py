@@ -190,8 +190,6 @@ def test_unsupported_cases_by_version(monkeypatch):
     cuda, case = torch.device("cuda"), ("e4m3/1x128", "e4m3/128x128", "nt")
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     assert "CUDA 12.9" in torch_scaled.unsupported_reason(cuda, case)
-    monkeypatch.delattr(F, "scaled_mm")
-    assert "has no torch.nn.functional.scaled_mm" in torch_scaled.unsupported_reason(cuda, case)
     assert torch_scaled.unsupported_reason(cuda, ("e4m3/row", "e4m3/row", "nt")) is None
     assert "E5M2" in torch_scaled.unsupported_reason(cuda, ("e5m2/tensor", "e5m2/tensor", "nt"))
     assert "no product for scales" in torch_scaled.unsupported_reason(cuda, ("e4m3/row", "e4m3/row", "nn"))

@@ -36,7 +36,7 @@ def probes(result: str | None = None, device: torch.device = GPU) -> list[str]:
 
     op = Op(name="answer", cases={"": CASE}, probe=probe)
     for name in ("triton", "reference"):
-        op.add(Backend(name=name, run=lambda: 42))
+        op.backends[name] = Backend(name=name, run=lambda: 42)
     probe_cache._read.cache_clear()
     assert op.unavailable_reason(op.backends["triton"], device, CASE) == (result if probed else None)
     return probed

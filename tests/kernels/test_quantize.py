@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from octavo.kernels import quantize
 from octavo.kernels.conformance import difference
+from octavo.kernels.direct import Plans
 from octavo.kernels.quantize import QUANTIZE, quantize_pair, reference
 from octavo.numerics import E4M3, ROW, QuantSpec, first_mismatch
 from tensors import randn
@@ -78,7 +79,7 @@ def test_strips_of_tiles_see_every_row(monkeypatch, strip, rows):
     from octavo.kernels.quantize import triton as kernels
 
     monkeypatch.setattr(kernels, "strip_tiles", lambda *_: strip)
-    monkeypatch.setattr(kernels, "_PLANS", {})
+    monkeypatch.setattr(kernels, "_PLANS", Plans())
     x = randn(rows, 140) * torch.linspace(1, 9, rows)[:, None]
     fold, fold_t = factors("columns", rows, 140), factors("rows", rows, 140)
     pair = QuantSpec.parse("e4m3/row"), fold, QuantSpec.parse("e4m3/column"), fold_t
@@ -246,7 +247,7 @@ def test_bad_values_never_become_finite(spec):
         ),
         (lambda s: quantize(torch.zeros(2, 3), s, scale=torch.ones(2, 1).double()), "scale .* got torch.float64"),
         (lambda s: quantize(torch.zeros(2, 3), s, amax=torch.ones(2, 1), scale=torch.ones(2, 1)), "not both"),
-        (lambda s: quantize(torch.zeros(2, 3), s, order="column"), "order must be .*; got 'column'"),
+        (lambda s: quantize(torch.zeros(2, 3), s, order="column"), "order is .*; got 'column'"),
         (
             lambda s: quantize_pair(torch.zeros(2, 3), s, None, QuantSpec.parse("e5m2/column"), None),
             "call quantize twice",

@@ -25,8 +25,8 @@ def make_op(run):
         return None if backend.run() == 42 else "wrong number"
 
     op = Op(name="answer", cases={"": ()}, probe=probe)
-    op.add(Backend(name="reference", run=lambda: 42))
-    op.add(Backend(name="triton", run=run))
+    op.backends["reference"] = Backend(name="reference", run=lambda: 42)
+    op.backends["triton"] = Backend(name="triton", run=run)
     return op
 
 
@@ -35,8 +35,8 @@ def test_emulation_on_a_gpu_warns_once_whatever_the_shapes(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     op = Op(name="answer", cases={"": ()}, probe=lambda backend, device, case: None)
-    op.add(Backend(name="triton", run=lambda: 42, unsupported_reason=lambda device, case: "not today"))
-    op.add(Backend(name="reference", run=lambda: 42))
+    op.backends["triton"] = Backend(name="triton", run=lambda: 42, unsupported_reason=lambda device, case: "not today")
+    op.backends["reference"] = Backend(name="reference", run=lambda: 42)
     with pytest.warns(RuntimeWarning, match="answer .* is emulated on cuda:0: .* triton: not today") as caught:
         for rows in (1, 2, 3):
             assert op.choose(torch.device("cuda", 0), (), (rows, 4)).name == "reference"
@@ -81,8 +81,8 @@ def test_a_probe_sees_real_tensors_under_fake_tensor_mode():
         return None if torch.ones(2, device="cpu").sum().item() == 2 else "fake"
 
     op = Op(name="answer", cases={"": ()}, probe=probe)
-    op.add(Backend(name="reference", run=lambda: 42))
-    op.add(Backend(name="triton", run=lambda: 42))
+    op.backends["reference"] = Backend(name="reference", run=lambda: 42)
+    op.backends["triton"] = Backend(name="triton", run=lambda: 42)
     with FakeTensorMode():
         assert op.choose(CPU, ()).name == "triton"
 
@@ -96,8 +96,8 @@ def test_running_out_of_memory_is_not_cached():
             raise torch.OutOfMemoryError("CUDA out of memory")
 
     op = Op(name="answer", cases={"": ()}, probe=probe)
-    op.add(Backend(name="reference", run=lambda: 42))
-    op.add(Backend(name="triton", run=lambda: 42))
+    op.backends["reference"] = Backend(name="reference", run=lambda: 42)
+    op.backends["triton"] = Backend(name="triton", run=lambda: 42)
     with pytest.raises(torch.OutOfMemoryError):
         op.choose(CPU, ())
     assert op.choose(CPU, ()).name == "triton"

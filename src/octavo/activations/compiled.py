@@ -35,11 +35,11 @@ class _Stored(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, bias: Tensor | None, center: bool, source: Tensor | None) -> Tensor:
         if source is not None:
             centered = x - x.mean(-1, keepdim=True, dtype=torch.float32) if center else x
-            return _rounded(centered, x.dtype, source)
+            return _ROUNDED(centered, x.dtype, source)
         if bias is None:
-            return _rounded(x, x.dtype)
+            return _ROUNDED(x, x.dtype)
         bias = bias.to(x.dtype)
-        return _rounded(x - bias, x.dtype) + bias
+        return _ROUNDED(x - bias, x.dtype) + bias
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -51,8 +51,7 @@ class _Combined(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, restored: Tensor) -> Tensor:
-        combined: Tensor = torch.ops.octavo.restorable(y, restored)
-        return combined
+        return _RESTORABLE(y, restored)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -68,7 +67,7 @@ def stored(x: Tensor, bias: Tensor | None = None, center: bool = False, source: 
 def stored_for_norm(x: Tensor, center: bool) -> Tensor:
     """As `stored`, less the mean if `center`; but x itself if it is a scaled sum in this graph."""
     with torch.no_grad():
-        source: Tensor = torch.ops.octavo.scaled_sum(x)
+        source = _SCALED_SUM(x)
     return stored(x, None, center, source)
 
 
@@ -81,13 +80,8 @@ def combined(y: Tensor, restored: Tensor) -> Tensor:
 def recomputable_in_graph(x: Tensor) -> Recomputable:
     """Return what a linear saves of its input [..., K] under torch.compile: y' if x is such a y, else x."""
     with torch.no_grad():
-        restored: Tensor = torch.ops.octavo.restored(x)
+        restored = _RESTORED(x)
     return Recomputable((restored,), UnroundedMatrix(x.dtype))
-
-
-def _rounded(x: Tensor, dtype: torch.dtype, source: Tensor | None = None) -> Tensor:
-    rounded: Tensor = torch.ops.octavo.rounded_in_groups(x, dtype, source)
-    return rounded
 
 
 def _round_in_groups(x: Tensor, dtype: torch.dtype, source: Tensor | None = None) -> Tensor:
@@ -139,7 +133,7 @@ def _find(x: Tensor) -> Tensor:
 
 # An op, because with dynamic=True Dynamo lifts the format's numbers out of one autograd function and finds no input for
 # them in the next.
-define("rounded_in_groups", _round_in_groups, _like, _round_in_groups)
-define("scaled_sum", _clone, _clone, _mark)
-define("restorable", _register, lambda y, restored: _clone(y), _register)
-define("restored", _clone, _clone, _find)
+_ROUNDED = define("rounded_in_groups", _round_in_groups, _like, _round_in_groups)
+_SCALED_SUM = define("scaled_sum", _clone, _clone, _mark)
+_RESTORABLE = define("restorable", _register, lambda y, restored: _clone(y), _register)
+_RESTORED = define("restored", _clone, _clone, _find)

@@ -17,12 +17,15 @@ import sys
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
+from torch import Tensor
 
+from octavo.numerics.formats import SUPPORTED_DTYPES
 from octavo.runtime.torch_compat import FakeTensor, FunctionalTensor, FunctionalTensorMode
 
+F = TypeVar("F", bound=Callable[..., Any])
 _LIBRARY = torch.library.Library("octavo", "DEF")
 
 DECOMPOSITIONS: dict[str, Callable[..., Any]] = {}
@@ -34,10 +37,10 @@ _FLOPS: dict[str, Callable[..., int]] = {}
 
 
 def define(
-    name: str, run: Callable[..., Any], fake: Callable[..., Any], decompose: Callable[..., Any] | None = None,
+    name: str, run: F, fake: Callable[..., Any], decompose: Callable[..., Any] | None = None,
     flops: Callable[..., int] | None = None, mutates: tuple[str, ...] = (),
-) -> None:  # fmt: skip
-    """Define `octavo::<name>` with the arguments of `run`, of which it writes into `mutates`."""
+) -> F:  # fmt: skip
+    """Define `octavo::<name>` with the arguments of `run`, of which it writes into `mutates`. Return the op."""
     schema = torch.library.infer_schema(run, mutates_args=mutates)
     _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
     _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
@@ -49,6 +52,7 @@ def define(
         _FLOPS[name] = flops
         if (counter := sys.modules.get(_COUNTER)) is not None:
             _register_flops(counter, name)
+    return cast(F, getattr(torch.ops.octavo, name).default)
 
 
 _COUNTER = "torch.utils.flop_counter"
@@ -97,3 +101,23 @@ def _traced(mode: Any, op: Any, types: tuple[type, ...], args: Any, kwargs: Any)
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, FunctionalTensor)
+
+
+def check_matrix(op: str, name: str, x: Tensor) -> None:
+    """Raise ValueError unless x is a matrix [R,C] of a supported dtype."""
+    if x.ndim != 2 or x.dtype not in SUPPORTED_DTYPES:
+        raise ValueError(
+            f"{op}: {name} must be a float32, bfloat16 or float16 matrix [R,C]; got {x.dtype} of shape {tuple(x.shape)}"
+        )
+
+
+def check_like(
+    op: str, name: str, value: Tensor | None, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], x: Tensor
+) -> None:
+    """Raise ValueError unless an operand is None or has this shape, one of these dtypes, and x's device."""
+    if value is not None and (value.shape != shape or value.dtype not in dtypes or value.device != x.device):
+        expected_dtypes = " or ".join(str(dtype) for dtype in dict.fromkeys(dtypes))
+        raise ValueError(
+            f"{op}: {name} must be {expected_dtypes} {list(shape)} on {x.device}; "
+            f"got {value.dtype} {list(value.shape)} on {value.device}"
+        )

@@ -73,11 +73,6 @@ class Op:
     _probe_results: dict[tuple[str, torch.device, Case], str | None] = field(default_factory=dict)
     _forced: list[Backend] = field(default_factory=list)
 
-    def add(self, backend: Backend) -> None:
-        """Register a backend after the existing ones."""
-        assert backend.name not in self.backends
-        self.backends[backend.name] = backend
-
     def choose(self, device: torch.device, case: Case, shape: Shape | None = None) -> Backend:
         """Return the backend for a case on a device; for a measured shape, the fastest available one."""
         if self._forced:

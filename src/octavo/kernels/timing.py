@@ -11,10 +11,12 @@ counts, this may leave the faster kernel out at small sizes.
 """
 
 import time
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import median
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -40,23 +42,21 @@ TimedCall = Callable[[], object]
 Timer = Callable[[list[TimedCall]], CallTime]  # Runs calls in order and returns the medians of their times
 
 
-class TimingTask(Protocol):
-    """A task that can be timed."""
+@dataclass(frozen=True, kw_only=True)
+class TimingTask(ABC):
+    """A product or a quantization to time."""
 
-    @property
-    def name(self) -> str:
-        """Recipe and product or operand, such as `"rowwise dgrad"`."""
+    name: str  # Recipe and product or operand, such as `"rowwise dgrad"`
+    case: tuple[str, ...]  # Key in the calibration table, next to the op
+    shape: tuple[int, ...]  # Rows and columns of a matrix, or m, n, k of a product
 
-    @property
-    def case(self) -> tuple[str, ...]:
-        """Key in the calibration table, next to the op."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape in the calibration table."""
-
+    @abstractmethod
     def rate(self, microseconds: float) -> str:
         """Format the achieved rate."""
+
+    @abstractmethod
+    def timed(self, device: torch.device, time: Timer) -> "TimingResult":
+        """Time every candidate."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,29 +68,49 @@ class TimingResult:
     entry: Entry | None  # The fastest candidate, for the calibration table; None if only `reference` is available
     skipped: dict[str, str] = field(default_factory=dict)  # Reasons why candidates were not timed
 
-    @classmethod
-    def of_candidates(
-        cls, task: TimingTask, op: str, measured: dict[str, CallTime], choices: dict[str, tuple[str, int | None]],
-        skipped: dict[str, str],
-    ) -> "TimingResult":  # fmt: skip
-        """Make the result of timed candidates, with backend and configuration of each in `choices`."""
-        # Configurations of a backend take the host the same time. The shortest is the least disturbed one, and what
-        # differs between them is noise, which must not choose.
-        hosts: dict[str, float] = {}
-        for label, (backend, _) in choices.items():
-            hosts[backend] = min(hosts.get(backend, measured[label].host), measured[label].host)
-        times = {label: CallTime(measured[label].kernel, hosts[backend]) for label, (backend, _) in choices.items()}
-        times = dict(sorted(times.items(), key=lambda item: (item[1].wait, item[1].kernel)))
-        entry = None
-        if times:
-            fastest, *rest = times
-            backend, config = choices[fastest]
-            entry = Entry(
-                op=op, case=task.case, shape=task.shape, backend=backend, config=config,
-                microseconds=times[fastest].kernel, host_microseconds=times[fastest].host,
-                others={label: times[label].wait for label in rest},
-            )  # fmt: skip
-        return cls(task=task, times=times, entry=entry, skipped=skipped)
+
+Candidate = tuple[str, tuple[str, int | None], Callable[[], str | list[TimedCall]]]
+"""Label, backend and configuration, and what returns its calls, or the reason why it is left out."""
+
+
+def time_candidates(task: TimingTask, op: str, candidates: Iterable[Candidate], time: Timer) -> TimingResult:
+    """Time candidates, leave out those that raise, and choose the one with the shortest wait."""
+    measured: dict[str, CallTime] = {}
+    choices: dict[str, tuple[str, int | None]] = {}
+    skipped: dict[str, str] = {}
+    for label, choice, prepare in candidates:
+        try:
+            calls = prepare()
+            if isinstance(calls, str):
+                skipped[label] = calls
+            else:
+                measured[label], choices[label] = time(calls), choice
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            skipped[label] = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+    # Configurations of a backend take the host the same time. The shortest is the least disturbed one, and what differs
+    # between them is noise, which must not choose.
+    hosts: dict[str, float] = {}
+    for label, (backend, _) in choices.items():
+        hosts[backend] = min(hosts.get(backend, measured[label].host), measured[label].host)
+    times = {label: CallTime(measured[label].kernel, hosts[backend]) for label, (backend, _) in choices.items()}
+    times = dict(sorted(times.items(), key=lambda item: (item[1].wait, item[1].kernel)))
+    entry = None
+    if times:
+        fastest, *rest = times
+        backend, config = choices[fastest]
+        entry = Entry(
+            op=op, case=task.case, shape=task.shape, backend=backend, config=config,
+            microseconds=times[fastest].kernel, host_microseconds=times[fastest].host,
+            others={label: times[label].wait for label in rest},
+        )  # fmt: skip
+    return TimingResult(task=task, times=times, entry=entry, skipped=skipped)
+
+
+def cycled(run: Callable[..., object], operands: Sequence[Sequence[Any]]) -> list[TimedCall]:
+    """Return calls that take copies of operands in turn."""
+    return [partial(run, *operands[i % len(operands)]) for i in range(CALLS)]
 
 
 def cache_bytes(device: torch.device) -> int:

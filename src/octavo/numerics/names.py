@@ -1,7 +1,7 @@
 """Names in messages: suggestions for misspelled names, and merged names of repeated layers."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from difflib import get_close_matches
 
 
@@ -9,6 +9,14 @@ def nearest(name: str, choices: Iterable[str]) -> str:
     """Return `" (did you mean 'rowwise'?)"` if `name` resembles one of `choices`, else an empty string."""
     matches = get_close_matches(name, list(choices), n=1)
     return f" (did you mean {matches[0]!r}?)" if matches else ""
+
+
+def check_choice(name: str, value: object, choices: Collection[object]) -> None:
+    """Raise ValueError unless a value is one of the choices, as in: order is 'rows' or 'columns'; got 'row'."""
+    if value not in choices:
+        *others, last = choices
+        hint = nearest(str(value), map(str, choices))
+        raise ValueError(f"{name} is {', '.join(map(repr, others))} or {last!r}; got {value!r}{hint}")
 
 
 def counted_noun(count: int | None, noun: str) -> str:

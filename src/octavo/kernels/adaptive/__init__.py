@@ -31,7 +31,7 @@ from torch import Tensor
 
 from octavo.kernels.adaptive import reference
 from octavo.kernels.conformance.mismatches import difference
-from octavo.kernels.library import define
+from octavo.kernels.library import check_matrix, define
 from octavo.kernels.registry import Backend, Case, register, triton_backend
 from octavo.numerics.formats import SUPPORTED_DTYPES
 from octavo.numerics.spec import ADAPTIVE
@@ -43,21 +43,15 @@ CASE: Case = (ADAPTIVE.text,)  # The only case of both ops
 
 def adaptive_quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return contiguous codes uint8 [R,C] and scales float32 [R, ⌈C/128⌉] of a float32, bfloat16 or float16 matrix."""
-    if x.ndim != 2 or x.dtype not in SUPPORTED_DTYPES:
-        raise ValueError(
-            f"adaptive_quantize takes a float32, bfloat16 or float16 matrix [R,C]; got {x.dtype} of shape "
-            f"{tuple(x.shape)}"
-        )
-    codes, scale = torch.ops.octavo.adaptive_quantize(x)
-    return codes, scale
+    check_matrix("adaptive_quantize", "x", x)
+    return _QUANTIZE(x)
 
 
 def adaptive_dequantize(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the matrix [R,C] of contiguous codes and scales, in float32, bfloat16 or float16."""
     if dtype not in SUPPORTED_DTYPES:
         raise ValueError(f"adaptive_dequantize returns float32, bfloat16 or float16; got {dtype}")
-    result: Tensor = torch.ops.octavo.adaptive_dequantize(codes, scale, dtype)
-    return result
+    return _DEQUANTIZE(codes, scale, dtype)
 
 
 def _sample(device: torch.device) -> Tensor:
@@ -112,5 +106,7 @@ def _fake_quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape, dtype=torch.uint8), scale
 
 
-define("adaptive_quantize", _run_quantize, _fake_quantize)
-define("adaptive_dequantize", _run_dequantize, lambda codes, scale, dtype: codes.new_empty(codes.shape, dtype=dtype))
+_QUANTIZE = define("adaptive_quantize", _run_quantize, _fake_quantize)
+_DEQUANTIZE = define(
+    "adaptive_dequantize", _run_dequantize, lambda codes, scale, dtype: codes.new_empty(codes.shape, dtype=dtype)
+)

@@ -30,8 +30,7 @@ def cross_entropy_(
     Returns:
         [C] float32, 0 where ignored.
     """
-    loss: Tensor = torch.ops.octavo.cross_entropy_(logits, target, ignore_index, scale, softcap)
-    return loss
+    return _CROSS_ENTROPY(logits, target, ignore_index, scale, softcap)
 
 
 def loss_and_gradient(
@@ -94,7 +93,7 @@ def _run(logits: Tensor, target: Tensor, ignore_index: int, scale: float, softca
     return loss
 
 
-define(
+_CROSS_ENTROPY = define(
     "cross_entropy_", _run, lambda logits, *_: logits.new_empty(logits.shape[0], dtype=torch.float32),
     mutates=("logits",),
 )  # fmt: skip

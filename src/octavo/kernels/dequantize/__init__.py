@@ -40,8 +40,7 @@ def dequantize(x: ScaledTensor, dtype: torch.dtype) -> Tensor:
         raise ValueError(
             f"dequantize: scales of {list(x.data.shape)} by {x.spec} must be {list(scale_shape)}; got {got}"
         )
-    result: Tensor = torch.ops.octavo.dequantize(x.data, x.scale, x.spec.text, dtype)
-    return result
+    return _DEQUANTIZE(x.data, x.scale, x.spec.text, dtype)
 
 
 def _triton_unsupported(device: torch.device, case: Case) -> str | None:
@@ -78,4 +77,6 @@ def _run(data: Tensor, scale: Tensor, spec: str, dtype: torch.dtype) -> Tensor:
     return result
 
 
-define("dequantize", _run, lambda data, scale, spec, dtype: data.new_empty(data.shape, dtype=dtype))
+_DEQUANTIZE = define(
+    "dequantize", _run, lambda data, scale, spec, dtype: data.new_empty(data.shape, dtype=dtype)
+)  # fmt: skip

@@ -14,17 +14,15 @@ from octavo.kernels.fused import reference
 from octavo.kernels.fused.activations import ACTIVATIONS
 from octavo.kernels.fused.outputs import (
     cases_of_inputs,
-    check_like,
-    check_matrix,
     check_output,
     empty_outputs,
     optional_spec,
     sample,
     unpack_outputs,
 )  # fmt: skip
-from octavo.kernels.library import define
+from octavo.kernels.library import check_like, check_matrix, define
 from octavo.kernels.registry import Backend, Case, register, triton_backend
-from octavo.numerics.names import nearest
+from octavo.numerics.names import check_choice
 from octavo.numerics.spec import QuantSpec
 from octavo.tensor import Order, ScaledTensor
 
@@ -71,11 +69,7 @@ def _check(op: str, gate: Tensor, up: Tensor, grad: Tensor | None, activation: s
     check_matrix(op, "gate", gate)
     check_like(op, "up", up, tuple(gate.shape), (gate.dtype,), gate)
     check_like(op, "grad", grad, tuple(gate.shape), (gate.dtype,), gate)
-    if activation not in ACTIVATIONS:
-        raise ValueError(
-            f"{op}: unknown activation {activation!r}{nearest(activation, ACTIVATIONS)}. Known: "
-            f"{', '.join(ACTIVATIONS)}"
-        )
+    check_choice(f"{op}: activation", activation, ACTIVATIONS)
 
 
 def _probe(backend: Backend, device: torch.device, case: Case) -> str | None:
@@ -108,7 +102,7 @@ def _run(gate: Tensor, up: Tensor, activation: str, spec: str, order: str) -> li
 
 
 def _fake(gate: Tensor, up: Tensor, activation: str, spec: str, order: str) -> list[Tensor]:
-    return empty_outputs(gate, optional_spec(spec), order) or [gate.new_empty(gate.shape)]
+    return empty_outputs(gate, optional_spec(spec), order)
 
 
 def _run_backward(grad: Tensor, gate: Tensor, up: Tensor, activation: str, joined: bool) -> list[Tensor]:

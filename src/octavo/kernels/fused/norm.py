@@ -16,15 +16,13 @@ from octavo.kernels.conformance.mismatches import difference
 from octavo.kernels.fused import reference
 from octavo.kernels.fused.outputs import (
     cases_of_inputs,
-    check_like,
-    check_matrix,
     check_output,
     empty_outputs,
     optional_spec,
     sample,
     unpack_outputs,
 )
-from octavo.kernels.library import define
+from octavo.kernels.library import check_like, check_matrix, define
 from octavo.kernels.registry import Backend, Case, register, triton_backend
 from octavo.numerics.formats import SUPPORTED_DTYPES
 from octavo.numerics.spec import QuantSpec
@@ -160,9 +158,8 @@ def _run_layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, 
 
 
 def _fake_norm(x: Tensor, center: bool, spec: str, order: str) -> list[Tensor]:
-    rows, columns = x.shape
-    statistics = [x.new_empty((rows, 1), dtype=torch.float32) for _ in range(1 + center)]
-    return [*statistics, *(empty_outputs(x, optional_spec(spec), order) or [x.new_empty((rows, columns))])]
+    statistics = [x.new_empty((x.shape[0], 1), dtype=torch.float32) for _ in range(1 + center)]
+    return [*statistics, *empty_outputs(x, optional_spec(spec), order)]
 
 
 def _run_rms_norm_backward(

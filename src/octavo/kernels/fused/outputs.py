@@ -5,9 +5,9 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from octavo.kernels.quantize.reference import padded
-from octavo.numerics.formats import E4M3, SUPPORTED_DTYPES
-from octavo.numerics.names import nearest
+from octavo.kernels.quantize import reference
+from octavo.numerics.formats import E4M3
+from octavo.numerics.names import check_choice
 from octavo.numerics.recipe import RECIPES
 from octavo.numerics.spec import FULL, ROW, QuantSpec
 from octavo.tensor import Order, ScaledTensor
@@ -25,14 +25,8 @@ def supports_output(spec: QuantSpec) -> bool:
 
 
 def empty_outputs(y: Tensor, spec: QuantSpec | None, order: str) -> list[Tensor]:
-    """Allocate FP8 data and scales for y's shape and device; none without a spec."""
-    rows, columns = y.shape
-    if spec is None:
-        return []
-    outputs = [y.new_empty((rows, columns), dtype=spec.format.dtype)] if order != "columns" else []
-    if order != "rows":
-        outputs.append(y.new_empty((columns, padded(rows)), dtype=spec.format.dtype)[:, :rows])
-    return [*outputs, y.new_empty(spec.granularity.scale_shape((rows, columns)), dtype=spec.scale_dtype)]
+    """Allocate a result of y's shape and device: in its dtype, or FP8 data and scales."""
+    return [y.new_empty(y.shape)] if spec is None else reference.empty_outputs(y, spec, order)
 
 
 def unpack_outputs(outputs: list[Tensor], spec: QuantSpec, order: str) -> ScaledTensor:
@@ -45,7 +39,7 @@ def unpack_outputs(outputs: list[Tensor], spec: QuantSpec, order: str) -> Scaled
 def kernel_arguments(outputs: list[Tensor], spec: QuantSpec | None, order: str, y: Tensor) -> dict[str, Any]:
     """Return the kernel arguments for the outputs: q, qt, s (y as a placeholder) and sizes."""
     pointers: dict[str, Any] = dict.fromkeys(("q", "qt", "s"), y)
-    pointers |= {"grid_columns": 0, "words": padded(y.shape[0]) // 4}
+    pointers |= {"grid_columns": 0, "words": reference.padded(y.shape[0]) // 4}
     if spec is None:
         return pointers
     *data, scale = outputs
@@ -65,32 +59,9 @@ def kernel_constants(spec: QuantSpec | None) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def check_matrix(op: str, name: str, x: Tensor) -> None:
-    """Raise ValueError unless x is a matrix [R,C] of a supported dtype."""
-    if x.ndim != 2 or x.dtype not in SUPPORTED_DTYPES:
-        raise ValueError(
-            f"{op}: {name} must be a float32, bfloat16 or float16 matrix [R,C]; got {x.dtype} of shape {tuple(x.shape)}"
-        )
-
-
-def check_like(
-    op: str, name: str, value: Tensor | None, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], x: Tensor
-) -> None:
-    """Raise ValueError unless an operand is None or has this shape, one of these dtypes, and x's device."""
-    if value is not None and (value.shape != shape or value.dtype not in dtypes or value.device != x.device):
-        expected_dtypes = " or ".join(str(dtype) for dtype in dict.fromkeys(dtypes))
-        raise ValueError(
-            f"{op}: {name} must be {expected_dtypes} {list(shape)} on {x.device}; "
-            f"got {value.dtype} {list(value.shape)} on {value.device}"
-        )
-
-
 def check_output(op: str, spec: QuantSpec | None, order: str) -> None:
     """Raise ValueError unless a fused op supports a result in this form."""
-    if order not in get_args(Order):
-        raise ValueError(
-            f"{op}: order must be one of {', '.join(get_args(Order))}; got {order!r}{nearest(order, get_args(Order))}"
-        )
+    check_choice(f"{op}: order", order, get_args(Order))
     if spec is not None and not supports_output(spec):
         raise ValueError(
             f"{op}: scales must be by row, or by block 1xN with N = 16, 32, 64 or 128; got {spec}. "

@@ -62,6 +62,11 @@ def rows_launch(kernel: Any, constants: dict[str, Any], columns: int, per_thread
     return shared_launch(kernel, {**constants, "TILE_R": tile_r, "TILE_C": tile_c}, warps)
 
 
+def _tiled(kernel: Any, constants: Mapping[str, Any], tile: tuple[int, int, int]) -> Launch:
+    """Return the launch of a kernel with tiles of these rows, columns and warps."""
+    return shared_launch(kernel, {**constants, "TILE_R": tile[0], "TILE_C": tile[1]}, tile[2])
+
+
 def run(steps: list[Launch], whole_rows: tuple[Any, ...], arguments: Mapping[str, Any]) -> None:
     """Launch steps in order, with one program per group of whole rows for kernels in `whole_rows`, per tile else."""
     # The transpose step reads the bytes that the previous step wrote.
@@ -93,10 +98,8 @@ def norm_launches(
     if row_block is None and (columns <= WIDEST_ROW or spec is None):
         per_thread = ROWS_CONFIGS[0 if transposed else config]
         return [rows_launch(norm_rows_kernel, constants, columns, per_thread), *([TRANSPOSE] if transposed else [])]
-    tile_r, tile_c, warps = row_block or (16, 512, 4)
-    orders = {"ROWS": order != "columns", "COLUMNS": transposed}
-    constants |= {**orders, "TILE_R": tile_r, "TILE_C": tile_c}
-    return [shared_launch(norm_row_block_kernel, constants, warps)]
+    constants |= {"ROWS": order != "columns", "COLUMNS": transposed}
+    return [_tiled(norm_row_block_kernel, constants, row_block or (16, 512, 4))]
 
 
 def norm(
@@ -107,7 +110,7 @@ def norm(
     rows, columns = x.shape
     rstd = x.new_empty((rows, 1), dtype=torch.float32)
     mean = torch.empty_like(rstd) if center else None
-    outputs = empty_outputs(x, spec, order) or [x.new_empty((rows, columns))]
+    outputs = empty_outputs(x, spec, order)
     arguments: dict[str, Any] = {
         "x": x, "weight": weight.contiguous(), "bias": (weight if bias is None else bias).contiguous(),
         "y": outputs[0] if spec is None else x, "mean": rstd if mean is None else mean, "rstd": rstd, "rows": rows,
@@ -176,8 +179,7 @@ def norm_backward(
 
 
 GLU_FLAT_CONFIGS = ((8, 256, 4), (4, 256, 4))  # Rows, columns, warps of a tile of `glu_flat_kernel`
-GLU_BLOCKS_CONFIGS = ((64, 128, 4), (32, 256, 4))  # Rows, columns, warps of a tile of `glu_blocks_kernel`
-GLU_ROW_BLOCK_CONFIGS = ((64, 128, 4), (32, 256, 4))  # Rows, columns, warps of a tile of `glu_row_block_kernel`
+GLU_BLOCKS_CONFIGS = ((64, 128, 4), (32, 256, 4))  # Of a tile of `glu_blocks_kernel` and `glu_row_block_kernel`
 GLU_BACKWARD_CONFIGS = ((8, 256, 4), (4, 256, 4))  # Rows, columns, warps of a tile of `glu_backward_kernel`
 
 
@@ -186,28 +188,21 @@ def glu_launches(activation: str, spec: QuantSpec | None, order: str, columns: i
     own = {"ACTIVATION": ACTIVATIONS.index(activation), "INTERPRETED": INTERPRETED}
     orders = {"ROWS": order != "columns", "COLUMNS": order != "rows"}
     if spec is None:
-        tile_r, tile_c, warps = GLU_FLAT_CONFIGS[config]
-        constants = {**own, "TILE_R": tile_r, "TILE_C": tile_c}
-        return [shared_launch(glu_flat_kernel, constants, warps)]
+        return [_tiled(glu_flat_kernel, own, GLU_FLAT_CONFIGS[config])]
     rule = kernel_constants(spec)
     if rule.pop("OUTPUT") == 2:
-        tile_r, tile_c, warps = GLU_BLOCKS_CONFIGS[config]
-        constants = {**own, **orders, **rule, "TILE_R": tile_r, "TILE_C": tile_c}
-        return [shared_launch(glu_blocks_kernel, constants, warps)]
+        return [_tiled(glu_blocks_kernel, {**own, **orders, **rule}, GLU_BLOCKS_CONFIGS[config])]
     del rule["BLOCK"]
     if columns <= WIDEST_ROW:
         first = rows_launch(glu_rows_kernel, {**own, **rule}, columns, ROWS_CONFIGS[config])
         return [first] if order == "rows" else [first, TRANSPOSE]
-    tile_r, tile_c, warps = GLU_ROW_BLOCK_CONFIGS[config]
-    constants = {**own, **orders, **rule, "TILE_R": tile_r, "TILE_C": tile_c}
-    return [shared_launch(glu_row_block_kernel, constants, warps)]
+    return [_tiled(glu_row_block_kernel, {**own, **orders, **rule}, GLU_BLOCKS_CONFIGS[config])]
 
 
 def glu_backward_launch(activation: str, config: int = 0) -> Launch:
     """Return the launch of the backward kernel."""
-    tile_r, tile_c, warps = GLU_BACKWARD_CONFIGS[config]
     own = {"ACTIVATION": ACTIVATIONS.index(activation), "INTERPRETED": INTERPRETED}
-    return shared_launch(glu_backward_kernel, {**own, "TILE_R": tile_r, "TILE_C": tile_c}, warps)
+    return _tiled(glu_backward_kernel, own, GLU_BACKWARD_CONFIGS[config])
 
 
 def _strides(**tensors: Tensor) -> dict[str, int]:
@@ -218,7 +213,7 @@ def glu(gate: Tensor, up: Tensor, activation: str, spec: QuantSpec | None, order
     """See `reference.glu`."""
     rows, columns = gate.shape
     steps = glu_launches(activation, spec, order, columns, config)
-    outputs = empty_outputs(gate, spec, order) or [gate.new_empty((rows, columns))]
+    outputs = empty_outputs(gate, spec, order)
     h = gate.new_empty((rows, columns)) if steps[0].kernel is glu_row_block_kernel else outputs[0]
     arguments: dict[str, Any] = {
         "gate": gate, "up": up, "h": h, "rows": rows, "columns": columns, **_strides(gate=gate, up=up),

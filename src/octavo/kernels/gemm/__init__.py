@@ -20,10 +20,12 @@ from torch import Tensor
 from octavo.kernels.conformance.mismatches import low_sqnr
 from octavo.kernels.direct import Call, Plans, signature
 from octavo.kernels.gemm import reference, torch_bf16, torch_plan, torch_scaled
-from octavo.kernels.gemm.operand_layout import UNIT_SCALE
-from octavo.kernels.library import define
+from octavo.kernels.gemm.operand_layout import CONTRACTED, UNIT_SCALE, data_along
+from octavo.kernels.library import check_like, define
 from octavo.kernels.quantize import quantize
 from octavo.kernels.registry import GPU_TYPES, Backend, Case, register, triton_backend, triton_unsupported
+from octavo.numerics.formats import SUPPORTED_DTYPES
+from octavo.numerics.names import check_choice
 from octavo.numerics.recipe import RECIPES, Recipe
 from octavo.numerics.spec import QuantSpec
 from octavo.runtime.lazy import lazy_function
@@ -58,10 +60,9 @@ def scaled_mm(
         ValueError: The operands differ in the contracted size or the device, their dtype or scales do not fit the
             spec, or the bias does not fit.
     """
-    if layout not in _CONTRACTED:
-        raise ValueError(f"scaled_mm: layout must be 'nt', 'nn' or 'tn'; got {layout!r}")
-    along_a, along_b = _CONTRACTED[layout]
-    a_data, b_data = _bytes(a, along_a), _bytes(b, along_b)
+    check_choice("scaled_mm: layout", layout, CONTRACTED)
+    along_a, along_b = CONTRACTED[layout]
+    a_data, b_data = data_along(a, along_a), data_along(b, along_b)
     if (tensors := signature(a_data, b_data, a.scale, b.scale, bias)) is not None:
         key = (a.spec.text, b.spec.text, layout, out_dtype, fast_accum, tensors)
         call = _CALLS.get(key)
@@ -69,15 +70,14 @@ def scaled_mm(
             _check(a, b, layout, out_dtype, bias)
             call = _CALLS.add(key, Call(_case(a, b, layout), _shape(a_data, b_data, layout)))
         plan = call.plan(SCALED_MM, a_data.device, a, b, layout, out_dtype, bias, fast_accum)
-        product: Tensor | None = None if plan is None else plan(a_data, b_data, a.scale, b.scale, bias)
+        product = None if plan is None else plan(a_data, b_data, a.scale, b.scale, bias)
         if product is not None:
-            return product
+            return product  # type: ignore[no-any-return]
     else:
         _check(a, b, layout, out_dtype, bias)
-    result: Tensor = torch.ops.octavo.scaled_mm.default(
+    return torch.ops.octavo.scaled_mm.default(  # type: ignore[no-any-return]
         a_data, a.scale, a.spec.text, b_data, b.scale, b.spec.text, layout, out_dtype, bias, fast_accum
     )
-    return result
 
 
 _CALLS: Plans[Call] = Plans()
@@ -117,7 +117,7 @@ class ProductPlan:
 
 
 def _check(a: ScaledTensor, b: ScaledTensor, layout: str, out_dtype: torch.dtype, bias: Tensor | None) -> None:
-    along_a, along_b = _CONTRACTED[layout]
+    along_a, along_b = CONTRACTED[layout]
     a_shape, b_shape = a.data.shape, b.data.shape
     if a_shape[along_a] != b_shape[along_b]:
         raise ValueError(
@@ -127,15 +127,9 @@ def _check(a: ScaledTensor, b: ScaledTensor, layout: str, out_dtype: torch.dtype
     device = a.data.device
     _check_operand("A", a, layout, device)
     _check_operand("B", b, layout, device)
-    if out_dtype not in _HIGH_PRECISION:
+    if out_dtype not in SUPPORTED_DTYPES:
         raise ValueError(f"scaled_mm {layout}: out_dtype must be float32, bfloat16 or float16; got {out_dtype}")
-    if bias is not None:
-        n = b_shape[1 - along_b]
-        if bias.shape != (n,) or bias.dtype not in _HIGH_PRECISION or bias.device != device:
-            raise ValueError(
-                f"scaled_mm {layout}: bias must be [{n}], float32, bfloat16 or float16, on {device}; "
-                f"got {tuple(bias.shape)}, {bias.dtype} on {bias.device}"
-            )
+    check_like(f"scaled_mm {layout}", "bias", bias, (b_shape[1 - along_b],), SUPPORTED_DTYPES, a.data)
 
 
 def _case(a: ScaledTensor, b: ScaledTensor, layout: str) -> Case:
@@ -144,19 +138,8 @@ def _case(a: ScaledTensor, b: ScaledTensor, layout: str) -> Case:
 
 def _shape(a: Tensor, b: Tensor, layout: str) -> tuple[int, int, int]:
     """Return m, n, k."""
-    along_a, along_b = _CONTRACTED[layout]
+    along_a, along_b = CONTRACTED[layout]
     return a.shape[1 - along_a], b.shape[1 - along_b], a.shape[along_a]
-
-
-_CONTRACTED = {"nt": (1, 1), "nn": (1, 0), "tn": (0, 0)}  # Contracted dimensions of A and B, by layout
-
-_HIGH_PRECISION = (torch.bfloat16, torch.float32, torch.float16)
-
-
-def _bytes(operand: ScaledTensor, along: int) -> Tensor:
-    """Return the data contiguous along the contraction if it exists, else `data`, which a backend copies if needed."""
-    data = operand.along(along) if operand.other_order is not None else None
-    return operand.data if data is None else data
 
 
 def _check_operand(name: str, operand: ScaledTensor, layout: str, device: torch.device) -> None:
@@ -170,14 +153,9 @@ def _check_operand(name: str, operand: ScaledTensor, layout: str, device: torch.
         raise ValueError(
             f"scaled_mm {layout}: operands must be on one device; got A on {device}, {name} on {data.device}"
         )
-    if scale is None:
-        return
-    scale_shape = spec.granularity.scale_shape((data.shape[0], data.shape[1]))
-    if scale.shape != scale_shape or scale.dtype != spec.scale_dtype or scale.device != device:
-        raise ValueError(
-            f"scaled_mm {layout}: scales of {name} {tuple(data.shape)} by {spec} must be {scale_shape} "
-            f"{spec.scale_dtype} on {device}; got {tuple(scale.shape)}, {scale.dtype} on {scale.device}"
-        )
+    what = f"scales of {name} {tuple(data.shape)} by {spec}"
+    shape = spec.granularity.scale_shape((data.shape[0], data.shape[1]))
+    check_like(f"scaled_mm {layout}", what, scale, shape, (spec.scale_dtype,), data)
 
 
 def cases_of(recipe: Recipe) -> dict[str, Case]:
@@ -228,9 +206,9 @@ def _plan_differs(
     if backend.plan is None or a.data.device.type not in GPU_TYPES:
         return None
     plan = backend.plan(a, b, layout, expected.dtype, bias, layout == "nt")
-    along_a, along_b = _CONTRACTED[layout]
+    along_a, along_b = CONTRACTED[layout]
     for call in range(0 if plan is None else 4):
-        actual = plan(_bytes(a, along_a), _bytes(b, along_b), a.scale, b.scale, bias)
+        actual = plan(data_along(a, along_a), data_along(b, along_b), a.scale, b.scale, bias)
         name = f"call {call + 1} of the plan for {expected.dtype}"
         if actual is not None and (problem := low_sqnr([expected], [actual], 45, [name])):
             return problem
@@ -253,21 +231,17 @@ def _random_operands(
 
 
 def _triton_unsupported(device: torch.device, case: Case) -> str | None:
-    if (reason := triton_unsupported(device, case)) is not None:
-        return reason
-    from octavo.kernels.gemm import triton
-
-    return triton.unsupported_reason(case)
+    return triton_unsupported(device, case) or _unsupported_case(case)
 
 
 def _plain_triton_unsupported(device: torch.device, case: Case) -> str | None:
-    if (reason := _triton_unsupported(device, case)) is not None:
-        return reason
-    from octavo.kernels.gemm import triton
-
-    return None if triton.overlaps_in_training(device, case) else "the backend triton runs the same kernels"
+    reason = _triton_unsupported(device, case)
+    same = reason is None and not _overlaps(device, case)
+    return "the backend triton runs the same kernels" if same else reason
 
 
+_unsupported_case: Any = lazy_function("octavo.kernels.gemm.triton:unsupported_reason")
+_overlaps: Any = lazy_function("octavo.kernels.gemm.triton:overlaps_in_training")
 _TRITON = triton_backend(
     "gemm.triton:scaled_mm", plan="plan_of", unsupported_reason=_triton_unsupported,
     trials=lazy_function("octavo.kernels.gemm.triton:trials"),
@@ -330,7 +304,7 @@ def _flops(
     a: torch.Size, a_scale: Any, a_spec: str, b: torch.Size, b_scale: Any, b_spec: str, layout: str, *options: Any,
     out_shape: torch.Size, **_: Any,
 ) -> int:  # fmt: skip
-    return 2 * math.prod(out_shape) * a[_CONTRACTED[layout][0]]
+    return 2 * math.prod(out_shape) * a[CONTRACTED[layout][0]]
 
 
 def _decompose(

@@ -10,7 +10,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from octavo.kernels import calibration
-from octavo.kernels.gemm.product_timing import SHAPES, Gemm, bf16_gemms, fp8_gemms, time_product
+from octavo.kernels.gemm.product_timing import SHAPES, bf16_gemms, fp8_gemms
 from octavo.kernels.timing import TimingResult, TimingTask, time_on_gpu
 from octavo.numerics.recipe import RECIPES, get_recipe
 from octavo.runtime.terminal import stdout
@@ -35,13 +35,9 @@ def calibrate(device: torch.device, recipe: str, shapes: list[str]) -> None:
         recipe_tasks: list[TimingTask] = [*fp8_gemms(r, sizes), *quantize_timing.quantizations(r, sizes)]
         for task in recipe_tasks:
             todo.setdefault((task.case, task.shape), task)
-    results = []
     with Progress(console=Console(stderr=True), transient=True) as progress, torch.cuda.device(device):
-        for task in progress.track(list(todo.values()), description="measuring"):
-            if isinstance(task, Gemm):
-                results.append(time_product(task, device, time_on_gpu))
-            elif isinstance(task, quantize_timing.Quantization):
-                results.append(quantize_timing.time_quantization(task, device, time_on_gpu))
+        tasks = progress.track(list(todo.values()), description="measuring")
+        results = [task.timed(device, time_on_gpu) for task in tasks]
     console = stdout()
     console.print(table(results))
     entries = [result.entry for result in results if result.entry is not None]

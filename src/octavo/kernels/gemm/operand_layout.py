@@ -18,6 +18,7 @@ from octavo.tensor import ScaledTensor
 
 ALIGNMENT = 16  # Alignment of rows and of contractions of FP8 operands, in bytes
 UNIT_SCALE = "unit"  # Name in a case for an operand with unit scales (folded into the other operand)
+CONTRACTED = {"nt": (1, 1), "nn": (1, 0), "tn": (0, 0)}  # Contracted dimensions of A and B, by layout
 
 
 class Operand(NamedTuple):
@@ -54,6 +55,12 @@ def _oriented(operand: ScaledTensor, transposed: bool) -> Operand:
     if not transposed:
         return Operand(data, scale, extents)
     return Operand(data.t(), None if scale is None else scale.t(), extents)
+
+
+def data_along(operand: ScaledTensor, along: int) -> Tensor:
+    """Return the data contiguous along a dimension if it exists, else `data`, which a backend copies if needed."""
+    data = operand.along(along) if operand.other_order is not None else None
+    return operand.data if data is None else data
 
 
 def packed(data: Tensor, rows: int, columns: int) -> Tensor:

@@ -14,10 +14,10 @@ from importlib.util import find_spec
 
 import torch
 
+from octavo.kernels import timing
 from octavo.kernels.gemm import SCALED_MM, UNIT_SCALE, cases_of
 from octavo.kernels.quantize import quantize
-from octavo.kernels.registry import Backend, Case, Shape
-from octavo.kernels.timing import CALLS, CallTime, TimedCall, Timer, TimingResult, cache_bytes
+from octavo.kernels.registry import Backend, Case
 from octavo.numerics.recipe import Recipe
 from octavo.numerics.spec import QuantSpec
 from octavo.tensor import ScaledTensor
@@ -33,16 +33,16 @@ BF16_CASES: dict[str, Case] = {  # Cases by product; layouts as in `octavo.kerne
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gemm:
-    """One product to measure."""
-
-    name: str  # Recipe and product, such as `"rowwise dgrad"`
-    case: Case  # Key in the calibration table, next to the op: the case of the registry, or one of `BF16_CASES`
-    shape: Shape  # m, n, k of the product
+class Gemm(timing.TimingTask):
+    """One product to measure; its case is that of the registry, or one of `BF16_CASES`."""
 
     def rate(self, microseconds: float) -> str:
         """Format the achieved rate."""
         return f"{2 * math.prod(self.shape) / microseconds / 1e6:.0f} TFLOP/s"
+
+    def timed(self, device: torch.device, time: timing.Timer) -> timing.TimingResult:
+        """Time every candidate."""
+        return (time_bf16_product if self.case[0] == "bf16" else time_fp8_product)(self, device, time)
 
 
 def fp8_gemms(recipe: Recipe, shapes: list[tuple[int, int, int]]) -> list[Gemm]:
@@ -63,54 +63,37 @@ def _gemms(name: str, cases: Mapping[str, Case], shapes: list[tuple[int, int, in
     return products
 
 
-def time_product(product: Gemm, device: torch.device, time: Timer) -> TimingResult:
-    """Time every candidate on one product."""
-    return (time_bf16_product if product.case[0] == "bf16" else time_fp8_product)(product, device, time)
-
-
-def time_bf16_product(product: Gemm, device: torch.device, time: Timer) -> TimingResult:
+def time_bf16_product(product: Gemm, device: torch.device, time: timing.Timer) -> timing.TimingResult:
     """Time one bf16 product on random operands from device memory."""
     m, n, k = product.shape
     layout = product.case[2]
-    copies = max(1, min(CALLS, cache_bytes(device) // (m * k + n * k) + 1))
+    copies = max(1, min(timing.CALLS, timing.cache_bytes(device) // (m * k + n * k) + 1))
 
     def operand(rows: int, columns: int, transposed: bool) -> torch.Tensor:
         stored = torch.randn((columns, rows) if transposed else (rows, columns), device=device, dtype=torch.bfloat16)
         return stored.t() if transposed else stored
 
     pairs = [(operand(m, k, layout[0] == "t"), operand(k, n, layout[1] == "t")) for _ in range(copies)]
-    calls: list[TimedCall] = [partial(torch.mm, *pairs[i % copies]) for i in range(CALLS)]
-    measured = {"torch": time(calls)}
-    return TimingResult.of_candidates(product, MATMUL, measured, {"torch": ("torch", None)}, {})
+    candidate = "torch", ("torch", None), lambda: timing.cycled(torch.mm, pairs)
+    return timing.time_candidates(product, MATMUL, [candidate], time)
 
 
-def time_fp8_product(product: Gemm, device: torch.device, time: Timer) -> TimingResult:
+def time_fp8_product(product: Gemm, device: torch.device, time: timing.Timer) -> timing.TimingResult:
     """Time every candidate on one FP8 product."""
-    skipped: dict[str, str] = {}
-    runs: list[tuple[str, Backend, int | None]] = []
-    for label, backend, config in _candidates(device, product.case):
+    operands, (*_, layout) = _operands(product, device), product.case
+
+    def prepare(backend: Backend, config: int | None) -> str | list[timing.TimedCall]:
         configured = backend.configured(config)
         reason = SCALED_MM.unavailable_reason(backend, device, product.case)
         if reason is None and config is not None:
             reason = SCALED_MM.run_probe(configured, device, product.case)
-        if reason is None:
-            runs.append((label, configured, config))
-        else:
-            skipped[label] = reason
-    operands = _operands(product, device)
-    measured: dict[str, CallTime] = {}
-    choices: dict[str, tuple[str, int | None]] = {}
-    for label, backend, config in runs:
-        try:
-            call = _prepared(backend, *operands[0], product.case[2])
-            calls: list[TimedCall] = [partial(call, *operands[i % len(operands)]) for i in range(CALLS)]
-            measured[label] = time(calls)
-            choices[label] = backend.name, config
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            skipped[label] = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
-    return TimingResult.of_candidates(product, SCALED_MM.name, measured, choices, skipped)
+        return reason or timing.cycled(_prepared(configured, *operands[0], layout), operands)
+
+    candidates = (
+        (label, (backend.name, config), partial(prepare, backend, config))
+        for label, backend, config in _candidates(device, product.case)
+    )
+    return timing.time_candidates(product, SCALED_MM.name, candidates, time)
 
 
 def _prepared(
@@ -148,7 +131,7 @@ def _operands(product: Gemm, device: torch.device) -> list[tuple[ScaledTensor, S
         data = quantized.data if row_major else quantized.data.t().contiguous().t()
         operands.append(ScaledTensor(data, None if text == UNIT_SCALE else quantized.scale, quantized.spec))
     a, b = operands
-    copies = max(1, min(CALLS, 2 * cache_bytes(device) // (a.data.numel() + b.data.numel())))
+    copies = max(1, min(timing.CALLS, 2 * timing.cache_bytes(device) // (a.data.numel() + b.data.numel())))
     return [(a, b), *((_copy(a), _copy(b)) for _ in range(copies - 1))]
 
 

@@ -26,9 +26,10 @@ def plan_of(
     operands that are not aligned.
     """
     left, right = oriented(a, b, layout)
-    if torch_scaled.is_one_call(left, right, out_dtype, bias):
+    kind = torch_scaled.one_call(left, right, out_dtype, bias)
+    if kind in ("tensor", "row"):
         return OneCall(left, right, layout, out_dtype, fast_accum)
-    if torch_scaled.is_block_call(left, right, out_dtype, bias):
+    if kind is not None:
         return BlockCall(left, right, layout, out_dtype)
     a_spec, b_spec = a.spec, b.spec
 
@@ -91,8 +92,7 @@ class OneCall:
             b_scale = torch_scaled.ones(self._columns, self._device).t() if self._b_ones is None else self._b_ones
         elif self._is_row and not self._b_is_row:
             b_scale = reinterpreted(b_scale, (1, self._columns), (1, 1), 0)
-        result: Tensor = torch._scaled_mm(a, b, a_scale, b_scale, bias, None, self._out_dtype, self._fast_accum)
-        return result
+        return torch._scaled_mm(a, b, a_scale, b_scale, bias, None, self._out_dtype, self._fast_accum)
 
     def _are_aligned(
         self, a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None, bias: Tensor | None
@@ -138,10 +138,9 @@ class BlockCall:
             a = reinterpreted(a, self._a_shape, (self._a_shape[1], 1), 0)
         if self._b_shape is not None:
             b = reinterpreted(b, self._b_shape, (1, self._b_shape[0]), 0)
-        result: Tensor = torch._scaled_mm_v2(
+        return torch._scaled_mm_v2(
             a, b, [left], self._a_type, self._a_order, [right], self._b_type, self._b_order, bias, self._out_dtype
         )
-        return result
 
 
 def _arrangement(operand: Operand) -> Callable[[Any], Tensor]:

@@ -65,10 +65,8 @@ def unsupported_reason(device: torch.device, case: Case) -> str | None:
         return reason
     if (reason := unsupported_by_capability(torch.cuda.get_device_capability(device), case)) is not None:
         return reason
-    kind = scaling_of(*blocks_of(case))
-    if kind in ("block", "mx") and not hasattr(F, "scaled_mm"):
-        return f"torch {torch.__version__} has no torch.nn.functional.scaled_mm"
-    if kind == "block" and _cuda_version() < (12, 9):
+    cuda = tuple(int(part) for part in (torch.version.cuda or "0").split("."))
+    if scaling_of(*blocks_of(case)) == "block" and cuda < (12, 9):
         return f"cuBLAS supports 128-wide blocks since CUDA 12.9; this torch was built with {torch.version.cuda}"
     return None
 
@@ -151,39 +149,22 @@ def product(
     return result if result.shape == (m, n) else result[:m, :n].clone(memory_format=torch.contiguous_format)
 
 
-def is_one_call(left: Operand, right: Operand, out_dtype: torch.dtype, bias: Tensor | None) -> bool:
-    """Whether one call of `torch._scaled_mm`, without copies, computes the product."""
-    (m, k), n = left.data.shape, right.data.shape[0]
+def one_call(left: Operand, right: Operand, out_dtype: torch.dtype, bias: Tensor | None) -> Scaling | None:
+    """Return the kind of a product that one call of PyTorch computes without copies of data; None for others."""
     kind, device = scaling_of(left.blocks, right.blocks), left.data.device
-    if kind not in ("tensor", "row") or not m * n * k or n % ALIGNMENT or k % ALIGNMENT:
-        return False
-    if not is_supported(kind, device, out_dtype, bias is not None):
-        return False
-    if bias is not None and (bias.dtype != out_dtype or not bias.is_contiguous()):
-        return False
-    for operand in (left, right):
-        shape = (operand.data.shape[0], 1) if kind == "row" else (1, 1)
-        if operand.data.stride() != (k, 1):
-            return False
-        if operand.scale is not None and (operand.scale.shape != shape or not operand.scale.is_contiguous()):
-            return False
-    return True
-
-
-def is_block_call(left: Operand, right: Operand, out_dtype: torch.dtype, bias: Tensor | None) -> bool:
-    """Whether one call of `F.scaled_mm`, without copies of data, computes the product."""
-    kind, device = scaling_of(left.blocks, right.blocks), left.data.device
-    if kind not in ("block", "mx") or not left.data.numel() * right.data.numel():
-        return False
-    if not is_supported(kind, device, out_dtype, bias is not None):
-        return False
-    if bias is not None and (bias.dtype != out_dtype or not bias.is_contiguous()):
-        return False
+    if kind is None or not left.data.numel() * right.data.numel():
+        return None
     for operand, outside in ((left, 1), (right, ALIGNMENT)):
         (rows, columns), (of_rows, of_columns) = operand.data.shape, _multiples(kind, operand.blocks, outside)
         if rows % of_rows or columns % of_columns or operand.data.stride() != (columns, 1):
-            return False
-    return True
+            return None
+        if kind in ("tensor", "row") and operand.scale is not None:  # those of blocks are arranged anyway
+            shape = (rows, 1) if kind == "row" else (1, 1)
+            if operand.scale.shape != shape or not operand.scale.is_contiguous():
+                return None
+    if bias is not None and (bias.dtype != out_dtype or not bias.is_contiguous()):
+        return None
+    return kind if is_supported(kind, device, out_dtype, bias is not None) else None
 
 
 def _multiples(kind: Scaling, blocks: Granularity, outside: int) -> tuple[int, int]:
@@ -328,10 +309,17 @@ def ones(size: int, device: torch.device) -> Tensor:
     # "reduce-overhead").
     if device.type not in GPU_TYPES or is_capturing(device):
         return _new_ones(size, device)
+
+    def synchronized() -> Tensor:
+        new = _new_ones(size, device)
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()  # before any other stream reads it
+        return new
+
     cached = _ONES.get((size, device))
     if cached is None:
         with ThreadPoolExecutor(1) as thread:
-            cached = thread.submit(_synchronized_ones, size, device).result()
+            cached = thread.submit(synchronized).result()
         if len(_ONES) < _MAX_ONES:
             _ONES[size, device] = cached
     return cached
@@ -346,17 +334,6 @@ def _new_ones(size: int, device: torch.device) -> Tensor:
     return torch.ones((size, 1), device=device, dtype=torch.float32)
 
 
-def _synchronized_ones(size: int, device: torch.device) -> Tensor:
-    ones = _new_ones(size, device)
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()  # before any other stream reads it
-    return ones
-
-
-def _cuda_version() -> tuple[int, ...]:
-    return tuple(int(part) for part in (torch.version.cuda or "0").split("."))
-
-
 def traced_scaled_mm(
     a: ScaledTensor, b: ScaledTensor, layout: str, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool
 ) -> Tensor | None:
@@ -365,17 +342,18 @@ def traced_scaled_mm(
     """
     left, right = oriented(a, b, layout)
     (m, k), n = left.data.shape, right.data.shape[0]
-    if not (isinstance(k, int) and isinstance(n, int)) or not is_one_call(left, right, out_dtype, bias):
+    if not (isinstance(k, int) and isinstance(n, int)):
+        return None
+    if one_call(left, right, out_dtype, bias) not in ("tensor", "row"):
         return None
     tensors = [t for t in (left.data, right.data, left.scale, right.scale, bias) if t is not None]
     if any(t.storage_offset() * t.element_size() % ALIGNMENT for t in tensors):
         return None
     rows, columns = (m, n) if left.blocks.rows == 1 or right.blocks.rows == 1 else (1, 1)
-    result: Tensor = torch._scaled_mm(
+    return torch._scaled_mm(
         left.data, right.data.t(), bias=bias, out_dtype=out_dtype, use_fast_accum=fast_accum,
         scale_a=_traced_vector(left, rows).unsqueeze(1), scale_b=_traced_vector(right, columns).unsqueeze(0),
     )  # fmt: skip
-    return result
 
 
 def _traced_vector(operand: Operand, size: int) -> Tensor:

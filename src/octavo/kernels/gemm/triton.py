@@ -246,19 +246,14 @@ def trials(device: torch.device, case: Case, config: int | None = None) -> list[
     # A small product has one tile per program, so it shows nothing about how a program goes from tile to tile.
     target = target_for(device)
     kind = _training_kind(target, case)
-    picked = {config} & set(configurations(*kind)) if config is not None else _picked_for_many_tiles(kind)
-    return [(index, _shape_of_many_tiles(CONFIGS[index], target)) for index in sorted(picked)]
-
-
-def _picked_for_many_tiles(kind: tuple[Target, bool, int, int]) -> set[int]:
-    sizes = range(512, 16385, 512)
-    picks = {(m, n): _estimated_fastest(m, n, *kind) for m in sizes for n in sizes}
-    return {index for shape, index in picks.items() if CONFIGS[index].tiles(*shape) > CONFIGS[index].programs(kind[0])}
-
-
-def _shape_of_many_tiles(config: Config, target: Target) -> Shape:
-    side = math.isqrt(2 * config.programs(target)) + 1  # side² tiles: more than two per program
-    return side * config.tile_m - 7, side * config.tile_n - 9
+    if config is not None:
+        picked = {config} & set(configurations(*kind))
+    else:  # those that estimates pick for products of many tiles
+        sizes = range(512, 16385, 512)
+        picks = {(m, n): _estimated_fastest(m, n, *kind) for m in sizes for n in sizes}
+        picked = {i for shape, i in picks.items() if CONFIGS[i].tiles(*shape) > CONFIGS[i].programs(target)}
+    sides = {i: math.isqrt(2 * CONFIGS[i].programs(target)) + 1 for i in sorted(picked)}  # side² tiles
+    return [(i, (side * CONFIGS[i].tile_m - 7, side * CONFIGS[i].tile_n - 9)) for i, side in sides.items()]
 
 
 @lru_cache(maxsize=1024)

@@ -26,35 +26,26 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.conformance.mismatches import low_sqnr
-from octavo.kernels.gemm import UNIT_SCALE, Layout, torch_bf16
+from octavo.kernels.gemm import Layout, torch_bf16
+from octavo.kernels.gemm.operand_layout import CONTRACTED, UNIT_SCALE, data_along
 from octavo.kernels.grouped import reference, torch_scaled
 from octavo.kernels.grouped.gradient import is_grouped, quantize_grouped, sum_by_group
 from octavo.kernels.library import define
 from octavo.kernels.quantize import quantize
 from octavo.kernels.registry import Backend, Case, register, triton_backend
+from octavo.numerics.formats import SUPPORTED_DTYPES
+from octavo.numerics.names import check_choice
 from octavo.numerics.recipe import RECIPES, Recipe
 from octavo.numerics.spec import QuantSpec
 from octavo.tensor import ScaledTensor
 
-__all__ = [
-    "GROUPED_MM",
-    "grouped_mm",
-    "is_grouped",
-    "quantize_grouped",
-    "sum_by_group",
-]  # fmt: skip
+__all__ = ["GROUPED_MM", "grouped_mm", "is_grouped", "quantize_grouped", "sum_by_group"]
 
 
 def grouped_mm(
-    a: ScaledTensor,
-    b: ScaledTensor,
-    offsets: Tensor,
-    layout: Layout,
-    *,
-    out_dtype: torch.dtype,
-    bias: Tensor | None = None,
-    fast_accum: bool = False,
-) -> Tensor:
+    a: ScaledTensor, b: ScaledTensor, offsets: Tensor, layout: Layout, *, out_dtype: torch.dtype,
+    bias: Tensor | None = None, fast_accum: bool = False,
+) -> Tensor:  # fmt: skip
     """Multiply the rows of each expert by its weight (nt, nn), or by its other rows (tn).
 
     Args:
@@ -74,29 +65,18 @@ def grouped_mm(
         ValueError: Sizes, dtypes, scales or devices of the operands do not fit together.
     """
     _check(a, b, offsets, layout, out_dtype, bias)
-    result: Tensor = torch.ops.octavo.grouped_mm.default(
-        _bytes(a, _CONTRACTED[layout][0]), a.scale, a.spec.text, _bytes(b, _CONTRACTED[layout][1]), b.scale,
+    assert a.scale is not None
+    return _GROUPED_MM(
+        data_along(a, CONTRACTED[layout][0]), a.scale, a.spec.text, data_along(b, CONTRACTED[layout][1]), b.scale,
         b.spec.text, offsets, layout, out_dtype, bias, fast_accum,
     )  # fmt: skip
-    return result
-
-
-_CONTRACTED = {"nt": (1, 1), "nn": (1, 0), "tn": (0, 0)}
-"""Contracted dimensions of A and B, by layout."""
-_HIGH_PRECISION = (torch.bfloat16, torch.float32, torch.float16)
-
-
-def _bytes(operand: ScaledTensor, along: int) -> Tensor:
-    """Return the data contiguous along the contraction if it exists, else `data`, which a backend copies if needed."""
-    data = operand.along(along) if operand.other_order is not None else None
-    return operand.data if data is None else data
 
 
 def _check(
     a: ScaledTensor, b: ScaledTensor, offsets: Tensor, layout: str, out_dtype: torch.dtype, bias: Tensor | None
 ) -> None:
-    if layout not in _CONTRACTED:
-        raise ValueError(f"grouped_mm: layout must be 'nt', 'nn' or 'tn'; got {layout!r}")
+    if layout not in CONTRACTED:  # looked at in every call: without a call
+        check_choice("grouped_mm: layout", layout, CONTRACTED)
     if offsets.ndim != 1 or offsets.dtype != torch.int32 or not offsets.numel():
         raise ValueError(
             f"grouped_mm: offsets must be int32 [experts], one or more; got {offsets.dtype} {list(offsets.shape)}"
@@ -116,9 +96,9 @@ def _check(
             )
         if operand.data.dtype != operand.spec.format.dtype:
             raise ValueError(f"grouped_mm {layout}: {name} is {operand.data.dtype}; its spec is {operand.spec}")
-    if out_dtype not in _HIGH_PRECISION:
+    if out_dtype not in SUPPORTED_DTYPES:
         raise ValueError(f"grouped_mm {layout}: out_dtype must be float32, bfloat16 or float16; got {out_dtype}")
-    if bias is not None and (layout != "nt" or bias.shape != (experts, n) or bias.dtype not in _HIGH_PRECISION):
+    if bias is not None and (layout != "nt" or bias.shape != (experts, n) or bias.dtype not in SUPPORTED_DTYPES):
         raise ValueError(
             f"grouped_mm {layout}: bias is [{experts},{n}] in layout nt, None otherwise; got {bias.dtype} "
             f"{list(bias.shape)}"
@@ -162,12 +142,10 @@ def random_operands(
     if layout == "tn":
         by_group = torch.rand((experts, n), generator=generator, device="cpu", dtype=torch.float32).to(device)
         a = ScaledTensor(a.data, by_group, a.spec)
-    bias = (
-        torch.randn((experts, n), generator=generator, device="cpu", dtype=torch.float32).to(device, torch.bfloat16)
-        if biased
-        else None
-    )
-    return a, b, offsets, bias
+    if not biased:
+        return a, b, offsets, None
+    bias = torch.randn((experts, n), generator=generator, device="cpu", dtype=torch.float32)
+    return a, b, offsets, bias.to(device, torch.bfloat16)
 
 
 def _probe(backend: Backend, device: torch.device, case: Case) -> str | None:
@@ -189,14 +167,11 @@ GROUPED_MM = register(
     Backend(name="torch_scaled", run=torch_scaled.grouped_mm, unsupported_reason=torch_scaled.unsupported_reason),
     triton_backend("grouped.triton:grouped_mm"),
     Backend(
-        name="torch_bf16",
-        run=partial(reference.grouped_mm, product=torch_bf16.scaled_mm),
+        name="torch_bf16", run=partial(reference.grouped_mm, product=torch_bf16.scaled_mm), emulates=True,
         unsupported_reason=lambda device, case: torch_bf16.unsupported_reason(device, case[:3]),
-        emulates=True,
     ),
-    reference=reference.grouped_mm,
-    emulates=True,
-)
+    reference=reference.grouped_mm, emulates=True,
+)  # fmt: skip
 
 
 def _run(
@@ -226,4 +201,4 @@ def _flops(
     return 2 * a[0] * a[1] * out_shape[-1]
 
 
-define("grouped_mm", _run, _fake, flops=_flops)
+_GROUPED_MM = define("grouped_mm", _run, _fake, flops=_flops)

@@ -7,7 +7,6 @@ Both from the same reads, on any device without reading offsets on the host: the
 expert alone.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -52,7 +51,7 @@ def quantize_grouped(
         return by_row, quantize_grouped(g, offsets, None, wgrad, None, x_scale, order)[1]
     spec = dgrad or wgrad
     assert spec is not None and (dgrad is None or w_scale is not None) and (wgrad is None or x_scale is not None)
-    outputs: Sequence[Tensor] = torch.ops.octavo.quantize_grouped.default(
+    outputs = _QUANTIZE_GROUPED(
         g, offsets, spec.text, w_scale if dgrad is not None else None, x_scale if wgrad is not None else None, order
     )
     by_row = by_expert = None
@@ -135,13 +134,12 @@ def _fake(
     return outputs
 
 
-define("quantize_grouped", _run, _fake)
+_QUANTIZE_GROUPED = define("quantize_grouped", _run, _fake)
 
 
 def sum_by_group(g: Tensor, offsets: Tensor) -> Tensor:
     """Return the sum of each expert's rows of G [M,N], float32 [E,N], for `offsets` int32 [E]."""
-    sums: Tensor = torch.ops.octavo.sum_by_group.default(g, offsets)
-    return sums
+    return _SUM_BY_GROUP(g, offsets)
 
 
 def _sum_by_group(g: Tensor, offsets: Tensor) -> Tensor:
@@ -153,7 +151,7 @@ def _sum_by_group(g: Tensor, offsets: Tensor) -> Tensor:
     return torch.segment_reduce(g.float(), "sum", lengths=lengths.long(), axis=0, unsafe=True)[:-1].contiguous()
 
 
-define(
+_SUM_BY_GROUP = define(
     "sum_by_group", _sum_by_group,
     lambda g, offsets: g.new_empty((offsets.shape[0], g.shape[1]), dtype=torch.float32),
 )  # fmt: skip

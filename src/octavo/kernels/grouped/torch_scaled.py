@@ -25,8 +25,6 @@ def unsupported_reason(device: torch.device, case: Case) -> str | None:
         return f"torch._scaled_grouped_mm has no kernel for device type {device.type!r}"
     if (reason := unsupported_gpu(device)) is not None:
         return reason
-    if not hasattr(torch, "_scaled_grouped_mm"):
-        return f"torch {torch.__version__} has no _scaled_grouped_mm"
     if case[2] == "tn":
         return "torch._scaled_grouped_mm contracts over the rows of an expert only if they begin at multiples of 16"
     if case[3]:

@@ -57,18 +57,10 @@ def grouped_mm(
     arguments = {
         "a": _descriptor(left, chosen.tile_m, chosen.tile_k) if target.tma else left,
         "b": _descriptor(right, chosen.tile_n, chosen.tile_k) if target.tma else right,
-        "out": out,
-        "offsets": offsets,
-        "a_scale": a.scale,
-        "b_scale": out if b.scale is None else b.scale,
-        "bias": out if bias is None else bias.contiguous(),
-        "rows": rows,
-        "columns": columns,
-        "contraction": left.shape[1],
-        "weight_step": weight_step,
-        "tokens": tokens,
-        "experts": experts,
-    }
+        "out": out, "offsets": offsets, "a_scale": a.scale, "b_scale": out if b.scale is None else b.scale,
+        "bias": out if bias is None else bias.contiguous(), "rows": rows, "columns": columns,
+        "contraction": left.shape[1], "weight_step": weight_step, "tokens": tokens, "experts": experts,
+    }  # fmt: skip
     for name, operand in (("a", left), ("b", right)):
         arguments |= {f"{name}_rows": operand.shape[0], f"{name}_stride": operand.stride(0)}
     tiles_m = experts * -(-rows // chosen.tile_m) if layout == "tn" else -(-tokens // chosen.tile_m) + experts
@@ -127,16 +119,9 @@ def launch_of(
 ) -> Launch:
     """Return the kernel in a configuration."""
     constants: dict[str, Any] = {
-        "LAYOUT": layout,
-        "EXPERTS": 1 << experts.bit_length(),
-        "BIAS": bias,
-        "FAST": fast,
-        "TILE_M": config.tile_m,
-        "TILE_N": config.tile_n,
-        "TILE_K": config.tile_k,
-        "GROUP": GROUP,
-        "TMA": target.tma,
+        "LAYOUT": layout, "EXPERTS": 1 << experts.bit_length(), "BIAS": bias, "FAST": fast, "TILE_M": config.tile_m,
+        "TILE_N": config.tile_n, "TILE_K": config.tile_k, "GROUP": GROUP, "TMA": target.tma,
         "ROUND_FIRST": round_first,
-    }
+    }  # fmt: skip
     stages = config.stages_within(target.shared)
     return Launch(kernel=grouped_kernel, constants=constants, num_warps=config.warps, num_stages=stages)

@@ -7,17 +7,17 @@ Memory traffic per element (bf16 input): 2 bytes read and 1 written per output a
 Scales by tensor or column, and pairs with them, need all maxima before the cast: 2 more bytes read.
 """
 
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
 from octavo.kernels.conformance.mismatches import difference
 from octavo.kernels.direct import ZEROS, Call, Plans, signature
-from octavo.kernels.library import define
+from octavo.kernels.library import check_like, check_matrix, define
 from octavo.kernels.quantize import decomposed, reference
 from octavo.kernels.registry import Backend, Case, register, triton_backend, triton_unsupported
-from octavo.numerics.formats import SUPPORTED_DTYPES
+from octavo.numerics.names import check_choice
 from octavo.numerics.recipe import RECIPES
 from octavo.numerics.spec import QuantSpec
 from octavo.tensor import Order, ScaledTensor
@@ -130,8 +130,7 @@ def _check_call(
     _check(x, fold, "fold")
     if amax is not None or scale is not None:
         _check_precomputed(x, spec, amax, scale)
-    if order not in ("rows", "columns", "both"):
-        raise ValueError(f"quantize: order must be 'rows', 'columns' or 'both'; got {order!r}")
+    check_choice("quantize: order", order, get_args(Order))
 
 
 def _check_pair(x: Tensor, spec: QuantSpec, fold: Tensor | None, spec_t: QuantSpec, fold_t: Tensor | None) -> None:
@@ -144,10 +143,7 @@ def _check_pair(x: Tensor, spec: QuantSpec, fold: Tensor | None, spec_t: QuantSp
 
 
 def _check(x: Tensor, fold: Tensor | None, name: str) -> None:
-    if x.ndim != 2 or x.dtype not in SUPPORTED_DTYPES:
-        raise ValueError(
-            f"quantize takes a float32, bfloat16 or float16 matrix [R,C]; got {x.dtype} of shape {tuple(x.shape)}"
-        )
+    check_matrix("quantize", "x", x)
     if fold is None:
         return
     rows, columns = x.shape
@@ -163,11 +159,7 @@ def _check_precomputed(x: Tensor, spec: QuantSpec, amax: Tensor | None, scale: T
         raise ValueError("quantize: pass amax or scale, not both")
     shape = spec.granularity.scale_shape((x.shape[0], x.shape[1]))
     for name, value, dtype in (("amax", amax, torch.float32), ("scale", scale, spec.scale_dtype)):
-        if value is not None and (value.dtype != dtype or value.shape != shape or value.device != x.device):
-            raise ValueError(
-                f"quantize: {name} for {spec} and x {list(x.shape)} must be {dtype} {list(shape)} on {x.device}; "
-                f"got {value.dtype} {list(value.shape)} on {value.device}"
-            )
+        check_like("quantize", f"{name} for {spec} and x {list(x.shape)}", value, shape, (dtype,), x)
 
 
 def _sample(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
@@ -236,16 +228,8 @@ def _fake(
     x: Tensor, spec: str, fold: Tensor | None, amax: Tensor | None, scale: Tensor | None, order: str,
     beside: Tensor | None = None,
 ) -> list[Tensor]:  # fmt: skip
-    parsed = QuantSpec.parse(spec)
-    rows, columns = x.shape
-    outputs = []
-    if order != "columns":
-        outputs.append(x.new_empty((rows, columns), dtype=parsed.format.dtype))
-    if order != "rows":
-        outputs.append(x.new_empty((columns, reference.padded(rows)), dtype=parsed.format.dtype)[:, :rows])
-    if scale is None:
-        outputs.append(x.new_empty(parsed.granularity.scale_shape((rows, columns)), dtype=parsed.scale_dtype))
-    return outputs
+    *data, computed = reference.empty_outputs(x, QuantSpec.parse(spec), order)
+    return [*data, computed] if scale is None else data
 
 
 def _decompose(

@@ -55,15 +55,11 @@ class QuantizePlan:
         self._second_at = -(-prod(scale_shape) // 4) * 4  # 16-byte aligned
         self._maxima = self._second_at + (prod(scale_shape_t) if self._pair else 0)
         self._scalars = {
-            "rows": rows,
-            "columns": columns,
             # Where all sizes and strides are 1, ptxas 12.9 stores a register that nothing has written.
-            "stride_r": x.stride(0) if x.numel() != 1 else 16,
-            "stride_c": x.stride(1),
-            "padded_rows": padded(rows),
-            "grid_columns": scale_shape[1],
+            "rows": rows, "columns": columns, "stride_r": x.stride(0) if x.numel() != 1 else 16,
+            "stride_c": x.stride(1), "padded_rows": padded(rows), "grid_columns": scale_shape[1],
             "grid_columns_t": scale_shape_t[1],
-        }
+        }  # fmt: skip
         self._steps: list[tuple[PreparedLaunch, Callable[..., Any]]] = []
         self.run: GeneratedFunction = self._run
 

@@ -2,35 +2,32 @@
 
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 
 import torch
 from torch import Tensor
 
+from octavo.kernels import timing
 from octavo.kernels.conformance.mismatches import difference
 from octavo.kernels.quantize import reference, triton
 from octavo.kernels.quantize.triton import FoldedSpec, QuantizeTask
-from octavo.kernels.timing import CALLS, CallTime, TimedCall, Timer, TimingResult, cache_bytes
 from octavo.numerics.recipe import Recipe
 
 
 @dataclass(frozen=True, kw_only=True)
-class Quantization:
+class Quantization(timing.TimingTask):
     """One quantization of a linear layer."""
 
-    name: str  # Recipe and operand, such as `"rowwise G"`
     task: QuantizeTask  # Task of the kernels
-    shape: tuple[int, int]  # Rows and columns
-
-    @property
-    def case(self) -> tuple[str, ...]:
-        """Key in the calibration table, next to the op."""
-        return self.task.case
 
     def rate(self, microseconds: float) -> str:
         """Format the achieved memory bandwidth."""
-        elements = self.shape[0] * self.shape[1]
         moved = sum(triton.device_bytes(self.task, launch) for launch in triton.launches(self.task))
-        return f"{moved * elements / microseconds / 1e6:.2f} TB/s"
+        return f"{moved * prod(self.shape) / microseconds / 1e6:.2f} TB/s"
+
+    def timed(self, device: torch.device, time: timing.Timer) -> timing.TimingResult:
+        """Time every candidate."""
+        return time_quantization(self, device, time)
 
 
 def quantizations(recipe: Recipe, shapes: list[tuple[int, int, int]]) -> list[Quantization]:
@@ -57,35 +54,30 @@ def quantizations(recipe: Recipe, shapes: list[tuple[int, int, int]]) -> list[Qu
     for tokens, inner, outer in shapes:
         sizes = {"X": (tokens, inner), "G": (tokens, outer), "W": (outer, inner), "W again": (outer, inner)}
         all_quantizations += [
-            Quantization(name=f"{recipe.name} {n}", task=task, shape=sizes[n]) for n, task in tasks.items()
+            Quantization(name=f"{recipe.name} {n}", task=task, case=task.case, shape=sizes[n])
+            for n, task in tasks.items()
         ]
     return all_quantizations
 
 
-def time_quantization(quantization: Quantization, device: torch.device, time: Timer) -> TimingResult:
+def time_quantization(quantization: Quantization, device: torch.device, time: timing.Timer) -> timing.TimingResult:
     """Time every configuration of one quantization; leave out those whose bytes differ from the reference."""
-    measured: dict[str, CallTime] = {}
-    skipped: dict[str, str] = {}
-    choices: dict[str, tuple[str, int | None]] = {}
-    copies = max(1, min(CALLS, cache_bytes(device) // (quantization.shape[0] * quantization.shape[1]) + 1))
-    inputs = [_operands(quantization.task, quantization.shape, device, seed) for seed in range(copies)]
-    for index, (rows, columns, warps) in enumerate(triton.tiles(quantization.task)):
-        label = f"{rows}x{columns} w{warps} #{index}"
-        try:
-            if (mismatch := _difference(quantization.task, device, index)) is not None:
-                skipped[label] = mismatch
-                continue
-            calls: list[TimedCall] = [partial(_run, quantization.task, inputs[i % copies], index) for i in range(CALLS)]
-            measured[label] = time(calls)
-            choices[label] = "triton", index
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            skipped[label] = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
-    return TimingResult.of_candidates(quantization, "quantize", measured, choices, skipped)
+    task = quantization.task
+    copies = max(1, min(timing.CALLS, timing.cache_bytes(device) // prod(quantization.shape) + 1))
+    inputs = [_operands(task, quantization.shape, device, seed) for seed in range(copies)]
+
+    def prepare(config: int) -> str | list[timing.TimedCall]:
+        mismatch = _difference(task, device, config)
+        return mismatch or timing.cycled(partial(_run, task, config), [(operands,) for operands in inputs])
+
+    candidates = (
+        (f"{rows}x{columns} w{warps} #{index}", ("triton", index), partial(prepare, index))
+        for index, (rows, columns, warps) in enumerate(triton.tiles(task))
+    )
+    return timing.time_candidates(quantization, "quantize", candidates, time)
 
 
-def _operands(task: QuantizeTask, shape: tuple[int, int], device: torch.device, seed: int) -> dict[str, Tensor | None]:
+def _operands(task: QuantizeTask, shape: tuple[int, ...], device: torch.device, seed: int) -> dict[str, Tensor | None]:
     """Return a random matrix, with the fold factors and scales that the task needs."""
     generator = torch.Generator(device).manual_seed(seed)
     rows, columns = shape
@@ -101,11 +93,11 @@ def _operands(task: QuantizeTask, shape: tuple[int, int], device: torch.device, 
     scale = None
     if task.precomputed == "scale":
         spec = task.first.spec
-        scale = torch.full(spec.granularity.scale_shape(shape), 2.0**-6, device=device).to(spec.scale_dtype)
+        scale = torch.full(spec.granularity.scale_shape((rows, columns)), 2.0**-6, device=device).to(spec.scale_dtype)
     return {"x": x, "fold": factor(task.first), "fold_t": factor(task.second), "scale": scale}
 
 
-def _run(task: QuantizeTask, operands: dict[str, Tensor | None], config: int) -> list[Tensor]:
+def _run(task: QuantizeTask, config: int, operands: dict[str, Tensor | None]) -> list[Tensor]:
     x, spec = operands["x"], task.first.spec
     assert x is not None
     if task.second is not None:
@@ -122,4 +114,4 @@ def _difference(task: QuantizeTask, device: torch.device, config: int) -> str | 
         expected = reference.quantize_pair(x, spec, operands["fold"], task.second.spec, operands["fold_t"])
     else:
         expected = reference.quantize(x, spec, operands["fold"], None, operands["scale"], task.order)
-    return difference(expected, _run(task, operands, config))
+    return difference(expected, _run(task, config, operands))

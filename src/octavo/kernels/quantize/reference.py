@@ -58,6 +58,15 @@ def quantize_pair(
     return [*quantize(x, spec, fold), *quantize(x, spec_t, fold_t, order="columns")]
 
 
+def empty_outputs(x: Tensor, spec: QuantSpec, order: str) -> list[Tensor]:
+    """Allocate data in the requested orders (column-major as [C,R]) and scales for a matrix like x."""
+    rows, columns = x.shape
+    outputs = [x.new_empty((rows, columns), dtype=spec.format.dtype)] if order != "columns" else []
+    if order != "rows":
+        outputs.append(x.new_empty((columns, padded(rows)), dtype=spec.format.dtype)[:, :rows])
+    return [*outputs, x.new_empty(spec.granularity.scale_shape((rows, columns)), dtype=spec.scale_dtype)]
+
+
 def padded(rows: int) -> int:
     """Return the column stride of column-major data in bytes: rows rounded up to 16, for FP8 matrix units."""
     # The padding is zeros.

@@ -20,6 +20,7 @@ import triton
 from torch import Tensor
 
 from octavo.kernels import calibration
+from octavo.kernels.direct import Plans
 from octavo.kernels.launch import INTERPRETED, Launch
 from octavo.kernels.quantize.device import blocks_kernel, cast_kernel, maxima_kernel, rows_kernel
 from octavo.kernels.quantize.quantize_plan import QuantizePlan
@@ -210,18 +211,15 @@ def _plan(task: QuantizeTask, x: Tensor, config: int | None) -> QuantizePlan:
     key = (task, x.dtype, x.shape, x.stride(), x.device, config)
     plan = _PLANS.get(key)
     if plan is None:
-        if len(_PLANS) >= MAX_PLANS:
-            _PLANS.clear()
         index = _fastest(task, x.device, *x.shape) if config is None else config
         specs = task.first.spec, None if task.second is None else task.second.spec
         strip = strip_tiles(x.shape[0], x.shape[1], multiprocessors_of(x.device))
         kernels = launches(task, index, strip)
-        plan = _PLANS[key] = QuantizePlan(kernels, *specs, task.order, task.precomputed == "scale", x)
+        plan = _PLANS.add(key, QuantizePlan(kernels, *specs, task.order, task.precomputed == "scale", x))
     return plan
 
 
-_PLANS: dict[tuple[Any, ...], QuantizePlan] = {}  # By what determines allocations, launches and their scalars
-MAX_PLANS = 4096  # Plans; all are dropped beyond that
+_PLANS: Plans[QuantizePlan] = Plans()  # By what determines allocations, launches and their scalars
 
 
 def recipe_tasks() -> dict[QuantizeTask, str]:
