@@ -16,10 +16,3 @@ def test_rows_are_the_decisions_in_order():
         PlanRow(name="norm", converted=False, recipe=None, reason="norm", gain=None),
     )
     assert Plan.from_json(plan.to_json()).rows == plan.rows
-
-
-def test_plans_of_earlier_versions_are_read():
-    attention = Plan({"attention": Decision(recipe=None, reason="own forward", activation_storage="saved_tensors")})
-    text = attention.to_json()
-    earlier = text.replace('"activation_storage"', '"storage"').replace('"saved_tensors"', '"scope"')  # earlier names
-    assert earlier != text and Plan.from_json(earlier) == attention

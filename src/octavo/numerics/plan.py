@@ -160,13 +160,10 @@ def merged_rows(rows: Sequence[RowT]) -> list[tuple[str, RowT]]:
 
 
 def _decision(row: dict[str, Any]) -> Decision:
-    storage = row.get("activation_storage", row.get("storage"))  # earlier name
     return Decision(
-        recipe=_recipe(row["recipe"]),
-        reason=row["reason"],
-        activation_storage="saved_tensors" if storage == "scope" else storage,  # earlier name
+        recipe=_recipe(row["recipe"]), reason=row["reason"], activation_storage=row.get("activation_storage"),
         gain=row.get("gain"),
-    )
+    )  # fmt: skip
 
 
 def _recipe(value: dict[str, Any] | str | None) -> Recipe | None:

@@ -186,18 +186,14 @@ def never_compiled(reason: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         eager: Any = torch._compile._disable_dynamo(function)
         eager._torchdynamo_disable, eager._torchdynamo_disable_msg = True, reason
-        decorated: Callable[P, R] = eager
-        return decorated
+        return cast(Callable[P, R], eager)
 
     return decorate
 
 
 def run_eagerly() -> AbstractContextManager[Any]:
     """Run compiled modules eagerly inside, if torch.compile is in use."""
-    if "torch._dynamo" not in sys.modules:
-        return nullcontext()
-    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
-    return stance
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 def compilation_error() -> type[Exception]:
@@ -346,19 +342,17 @@ def short_backward(function: type[torch.autograd.Function]) -> type[torch.autogr
 def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """Return `function.apply` without its support of functorch, whose wrappers and transforms the caller excludes."""
     # All releases: saves a tenth of the time of a small autograd function.
-    parent: Any = super(torch.autograd.Function, function)
-    apply: Callable[..., Any] = parent.apply
-    return apply
+    return cast(Any, super(torch.autograd.Function, function)).apply  # type: ignore[no-any-return]
 
 
 def required_gradients(ctx: Any, inputs: int) -> tuple[bool, ...]:
     """Return whether this backward uses the gradients of the first inputs of an autograd function."""
     # `ctx.needs_input_grad` tells which inputs require a gradient. `torch.autograd.grad(y, x)` and zero-bubble
     # pipelines use only some of them, and autograd discards the others. Before a backward with explicit inputs the
-    # engine marks the nodes that it will execute. All releases: there is no public function for it. Without an answer
-    # (torch.compile, a release without that function) returns `ctx.needs_input_grad`.
+    # engine marks the nodes that it will execute. All releases: there is no public function for it. torch.compile has
+    # no answer: `ctx.needs_input_grad`.
     required: tuple[bool, ...] = ctx.needs_input_grad[:inputs]
-    if will_execute is None or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
         return required
     # One entry per tensor input; the node is None if no gradient is required.
     executed = []
@@ -372,7 +366,7 @@ def required_gradients(ctx: Any, inputs: int) -> tuple[bool, ...]:
     return (*executed, *required[len(executed) :])
 
 
-will_execute: Callable[[Any], bool] | None = getattr(torch._C, "_will_engine_execute_node", None)
+will_execute: Callable[[Any], bool] = torch._C._will_engine_execute_node
 
 
 def eager_signature(*tensors: Tensor | None, records: bool = False) -> tuple[Any, ...] | None:
@@ -402,19 +396,16 @@ def eager_signature(*tensors: Tensor | None, records: bool = False) -> tuple[Any
     return signature
 
 
-def guard_of(*tensors: Tensor) -> Callable[..., bool] | None:
-    """Return a check whether as many tensors have the `eager_signature` of these, in a fraction of the time; None if
-    this release has none. It is the check by which torch.compile recognizes the inputs of a graph.
+def guard_of(*tensors: Tensor) -> Callable[..., bool]:
+    """Return a check whether as many tensors have the `eager_signature` of these, in a fraction of the time: that by
+    which torch.compile recognizes the inputs of a graph. All releases.
     """
     # In one call it compares types, dtypes, shapes, strides, devices, whether gradients are required, and dispatch
     # keys. These include lazy negations, lazy zeros and wrappers, and what the thread adds or removes: functorch
     # transforms, tracers, inference mode, autocast. Compilers, dispatch and function modes and grad mode are the
     # caller's to check: some dispatch modes, such as those of fake tensors, are hidden from guards.
-    guards = getattr(torch._C._dynamo.guards, "TensorGuards", None)
-    if guards is None:
-        return None
-    check: Callable[..., bool] = guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
-    return check
+    guards: Any = torch._C._dynamo.guards
+    return guards.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check  # type: ignore[no-any-return]
 
 
 _NO_SUBCLASS = {Tensor, torch.nn.Parameter}
@@ -437,10 +428,8 @@ def has_dense_rows(x: Any) -> bool:
 
 def jagged_like(x: Any, values: Tensor) -> Tensor:
     """Return values with the ragged dimension of another jagged tensor. All releases: reads cached lengths only."""
-    y: Tensor = torch.nested.nested_tensor_from_jagged(
-        values, x.offsets(), x.lengths(), x._ragged_idx, x._maybe_min_seqlen, x._maybe_max_seqlen
-    )
-    return y
+    sizes = x._ragged_idx, x._maybe_min_seqlen, x._maybe_max_seqlen
+    return torch.nested.nested_tensor_from_jagged(values, x.offsets(), x.lengths(), *sizes)
 
 
 def in_forward_mode() -> bool:
@@ -456,20 +445,12 @@ def empty_strided_on(device: torch.device) -> Callable[[Any, Any, torch.dtype], 
     # While it is called, a CUDA device has to be the current one. It bypasses PyTorch's dispatcher, as the code that
     # Inductor generates does, in a third of the time. So no dispatch mode sees the allocation: use it only where none
     # is active, or inside the implementation of an op. All releases: there is no public function for it.
-    function = {"cpu": _empty_strided_cpu, "cuda": _empty_strided_cuda}.get(device.type)
-    if function is not None:
-        return function  # type: ignore[no-any-return]
-    return lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype, device=device)
+    function: Any = getattr(torch._C._dynamo.guards, f"_empty_strided_{device.type}", None)
+    return function or (lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype, device=device))
 
 
-reinterpreted: Callable[[Tensor, Any, Any, int], Tensor] = getattr(
-    torch._C._dynamo.guards,
-    "_reinterpret_tensor",
-    lambda x, size, stride, offset: x.as_strided(size, stride, x.storage_offset() + offset),
-)
+reinterpreted: Callable[[Tensor, Any, Any, int], Tensor] = cast(Any, torch._C._dynamo.guards)._reinterpret_tensor
 """`torch.as_strided` below the dispatcher, for operands of one op: the result has a version counter of its own."""
-_empty_strided_cpu: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cpu", None)
-_empty_strided_cuda: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
 
 
 class own_saved_tensors_hooks(torch.autograd.graph.saved_tensors_hooks):
