@@ -69,7 +69,7 @@ def test_precision_levels_and_switches():
         Precision.level("fp8+act")
     with pytest.raises(ValueError, match=r"states is 'fp32' or 'fp8'; got 'fp4' \(did you mean 'fp8'\?\)"):
         Precision(states="fp4")
-    with pytest.raises(ValueError, match="master is 'fp32' or 'remainder' or 'none'; got 'reminder'.*'remainder'"):
+    with pytest.raises(ValueError, match="master is 'fp32', 'remainder' or 'none'; got 'reminder'.*'remainder'"):
         Precision(master="reminder")
     with pytest.raises(ValueError, match="matmul is 'bf16' or 'fp8'; got 'f8'"):
         Precision(matmul="f8")

@@ -203,7 +203,7 @@ REFUSED = {
     "no params": (torch_with(without("param_groups", 0, "params")), "needs `state`, by parameter, and `param_groups`"),
     "None": (lambda params: None, "needs `state`, by parameter, and `param_groups`"),
     "ours, a setting less": (ours_with(without("param_groups", 0, "maximize")), "it has no maximize"),
-    "ours, states": (ours_with(group(states="fp9")), "states must be one of 'fp8', 'fp32'; got 'fp9'"),
+    "ours, states": (ours_with(group(states="fp9")), "states is 'fp8' or 'fp32'; got 'fp9'"),
     "ours, a state less": (ours_with(without("state", 0, "exp_avg_k")), "exp_avg_k is none, expected torch.uint8"),
     "ours, a state more": (ours_with(state(0, odd=torch.ones(()))), "odd is torch.float32 .*expected none"),
     "ours, no tensor": (ours_with(state(0, step=3)), r"step is a int, expected torch.float32 \[\]"),

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from octavo.comm.encoding import parse_spec
 from octavo.numerics.formats import SUPPORTED_DTYPES
-from octavo.numerics.names import nearest
 from octavo.numerics.spec import MessageSpec
 
 Group = dist.ProcessGroup | None
@@ -44,12 +43,6 @@ def check_args(
     if backward_spec is not None:
         parse_spec(backward_spec)
     return parse_spec(spec), {"spec": backward_spec or spec, "backward_spec": spec}
-
-
-def check_op(op: str) -> None:
-    """Raise ValueError unless `op` is "sum" or "avg"."""
-    if op not in ("sum", "avg"):
-        raise ValueError(f"op is 'sum' or 'avg'; got {op!r}{nearest(str(op), ('sum', 'avg'))}")
 
 
 def split_sizes(name: str, sizes: Sequence[int] | None, rows: int | None, world: int) -> list[int]:

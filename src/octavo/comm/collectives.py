@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from octavo.comm.checks import Group, check_args, check_op, compare_calls, needs_grad, split_sizes, world_size
+from octavo.comm.checks import Group, check_args, compare_calls, needs_grad, split_sizes, world_size
 from octavo.comm.encoding import (
     ADAPTIVE_SPEC,
     DEFAULT_SPEC,
@@ -31,6 +31,7 @@ from octavo.comm.encoding import (
     unpack_parts,
     width,
 )
+from octavo.numerics.names import check_choice
 from octavo.numerics.spec import MessageSpec
 from octavo.runtime.switch import SWITCH
 
@@ -113,7 +114,7 @@ def reduce_scatter(
     """
     quant_spec, back = check_args("reduce_scatter", x, spec, backward_spec, async_op)
     world = world_size(group)
-    check_op(op)
+    check_choice("op", op, ("sum", "avg"))
     if x.ndim == 0 or x.shape[0] % world:
         raise ValueError(
             f"reduce_scatter splits dimension 0 into {world} equal pieces, one per rank; got shape {list(x.shape)}: "
@@ -153,7 +154,7 @@ def all_reduce(
         tensor([1.5000, 1.5000])
     """
     quant_spec, back = check_args("all_reduce", x, spec, backward_spec, async_op)
-    check_op(op)
+    check_choice("op", op, ("sum", "avg"))
     return differentiable(
         x, lambda x: _all_reduce(x, group, op, quant_spec), lambda g: all_reduce(g, group, op=op, **back), async_op
     )

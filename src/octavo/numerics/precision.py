@@ -14,7 +14,7 @@ Levels name useful combinations, as in the literature; each field can also be se
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
-from octavo.numerics.names import nearest
+from octavo.numerics.names import check_choice, nearest
 from octavo.numerics.recipe import DEFAULT, get_recipe
 
 AUTO = "auto"  # Value of `recipe` that selects recipes by predicted cost
@@ -68,10 +68,7 @@ class Precision:
 
     def __post_init__(self) -> None:
         for name in ("matmul", "states", "master"):
-            value, choices = getattr(self, name), get_args(type(self).__annotations__[name])
-            if value not in choices:
-                hint = nearest(str(value), choices)
-                raise ValueError(f"{name} is {' or '.join(map(repr, choices))}; got {value!r}{hint}")
+            check_choice(name, getattr(self, name), get_args(type(self).__annotations__[name]))
         check_activations(self.activations)
         if self.recipe != AUTO:
             get_recipe(self.recipe)

@@ -1,8 +1,8 @@
 """Level 3: optimizers with FP8 states."""
 
 from octavo.optim.adamw import ADAMW, AdamW
-from octavo.optim.interface import Optimizer
 from octavo.optim.muon import MUON, Muon
+from octavo.optim.states import Optimizer
 
 __all__ = ["AdamW", "Muon", "Optimizer"]
 

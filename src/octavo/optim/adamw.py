@@ -22,12 +22,12 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.adamw import GROUP, HyperParams, ParamState, Work, groups, seed_after, split, step
-from octavo.numerics.names import nearest
-from octavo.optim.interface import Optimizer
+from octavo.numerics.names import check_choice
 from octavo.optim.sharded import any_rank, first_row, local_rows, placements_of, splits_groups, sum_gradient
 from octavo.optim.states import (
     Entry,
     Group,
+    Optimizer,
     OptimizerSpec,
     as_bytes,
     check_state,
@@ -202,9 +202,7 @@ class AdamW(Optimizer):
 
     def _check(self, group: Group) -> None:
         for name, choices in self._choices.items():
-            if group[name] not in choices:
-                hint = nearest(str(group[name]), [str(value) for value in choices])
-                raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}; got {group[name]!r}{hint}")
+            check_choice(name, group[name], choices)
         lr, betas = group["lr"], group["betas"]
         numbers = (group["eps"], group["weight_decay"], *betas) if isinstance(betas, Sequence) else (betas,)
         if len(numbers) != 4 or not all(isinstance(n, (Real, Tensor)) for n in (lr, *numbers)):

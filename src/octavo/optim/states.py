@@ -1,14 +1,15 @@
-"""What describes an optimizer, and states of one parameter: checks, and conversion from `torch.optim.AdamW`.
+"""`Optimizer`, what describes one, and states of one parameter: checks, and conversion from `torch.optim.AdamW`.
 
 Every state is contiguous regardless of its parameter's strides: the step reads and writes a view as a matrix of the
 parameter's logical rows.
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -41,6 +42,36 @@ def matrix_view(tensor: Tensor) -> Tensor:
 
 Group = Mapping[str, Any]  # Settings of a parameter group
 Entry = tuple[Group, Tensor]  # A parameter, with its group
+
+
+class Optimizer(torch.optim.Optimizer, ABC):
+    """A `torch.optim.Optimizer` with compact states, that may hold exact float32 masters of its parameters.
+
+    The planner and the trainer treat any other `torch.optim.Optimizer` as PyTorch's own: its states exist after a step.
+
+    Attributes:
+        step_allocates: Whether a step needs memory besides the states and gradients. If so, the planner takes a step
+            under FakeTensorMode to measure it, so the step must not read values of tensors.
+
+    Examples:
+        >>> optimizer = octavo.AdamW(torch.nn.Linear(64, 64).parameters())
+        >>> isinstance(optimizer, octavo.optim.Optimizer), optimizer.step_allocates
+        (True, False)
+    """
+
+    step_allocates: ClassVar[bool] = True
+
+    @abstractmethod
+    def make_states(self) -> None:
+        """Allocate missing states of all parameters before the first step, to measure their memory."""
+
+    @abstractmethod
+    def set_masters(self, masters: Mapping[Tensor, Tensor]) -> None:
+        """Set exact float32 masters, by parameter, before training; parameters become the rounded values.
+
+        Raises:
+            ValueError: A parameter has no master, or a value has another shape or dtype.
+        """
 
 
 @dataclass(frozen=True, kw_only=True)
