@@ -23,7 +23,7 @@ import octavo
 from octavo import comm
 from octavo.activations import modules
 from octavo.kernels.adamw import reference as adamw
-from octavo.nn import linear_subclasses, operands
+from octavo.nn import linear_subclasses, operands, weights
 from octavo.parallel.fsdp import Fp8ReduceScatter
 from octavo.runtime import derivatives
 from octavo.runtime.switch import SWITCH
@@ -156,7 +156,7 @@ def quantize_as(change):
     def quantize(x, spec, fold=None, **options):
         return original(*change(x, spec, fold), **options)
 
-    with mock.patch.object(operands, "quantize", quantize):
+    with mock.patch.object(operands, "quantize", quantize), mock.patch.object(weights, "quantize", quantize):
         yield
 
 

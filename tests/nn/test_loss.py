@@ -255,7 +255,7 @@ def test_the_kernel_says_what_is_not_finite_and_what_is_no_class():
         ({"target": torch.zeros(49, dtype=torch.int64)}, r"int64 \[50\], a class for each token"),
         ({"target": torch.zeros(50)}, "got torch.float32"),
         ({"bias": torch.zeros(3)}, r"bias is \[70\]; got \[3\]"),
-        ({"reduction": "none"}, "'mean', 'sum'; got 'none'"),
+        ({"reduction": "none"}, "'mean' or 'sum'; got 'none'"),
         ({"softcap": 0.0}, "softcap is a number above 0"),
         ({"weight": torch.zeros(70, 24, dtype=torch.bfloat16)}, "cast one of them"),
     ],

@@ -345,7 +345,7 @@ REFUSED = [
     "out_features = 65 is not divided by 2 ranks", "with different settings (Fp8ColwiseParallel(",
     "this layer is distributed already", "different shapes: [[2, 3, 128], [2, 4, 128]]. Give each an equal part",
     "sequence_dim=-2 is no dimension of tokens of an input of shape [128]",
-    "5 tokens, in dimension 1 of [2, 5, 64], are not an equal part for each of 2 ranks of tensor parallelism: pad the "
+    "5 tokens are not an equal part for each of 2 ranks of tensor parallelism, in dimension 1 of [2, 5, 64]: pad the "
     "sequence to 6",
 ]  # fmt: skip
 

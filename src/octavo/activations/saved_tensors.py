@@ -203,6 +203,7 @@ class CompressionHooks:
         """Decide for each pending tensor how it is stored."""
         if not self._pending:
             return
+        # Operations that save one tensor share its storage and version. If one of them needs it exactly, all get it so.
         rounded = self._rounded(outputs)
         keys = {id(saved): element_key(saved.tensor) for saved in self._pending if saved.tensor is not None}
         unrounded = {keys[id(saved)] for saved in self._pending if id(saved) not in rounded}
@@ -210,6 +211,7 @@ class CompressionHooks:
         for saved in self._pending:
             tensor, key = saved.tensor, keys[id(saved)]
             assert tensor is not None
+            # First choice: what its producer saved anyway. It was registered under the hooks outside of these.
             recomputable = None if key in unrounded else RECOMPUTABLE.find(tensor, self._outer and self._outer[0])
             if recomputable is not None:
                 tensors = SavedTensors(recomputable.tensors, self._outer)
@@ -217,7 +219,7 @@ class CompressionHooks:
             elif key in unrounded:
                 saved.keep(self._outer)
             else:
-                if key not in copies:
+                if key not in copies:  # one FP8 copy for all that save it, restored to the strides of each
                     copies[key] = quantize_for_backward(as_matrix(tensor))
                 restore = partial(_decompress, tensor.dtype, tensor.shape, dense_strides(tensor))
                 saved.decide(SavedTensors(copies[key], self._outer), restore)

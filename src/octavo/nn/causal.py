@@ -178,11 +178,8 @@ def _matching_head(model: Any, heads: list[Head]) -> Head:
     size = 10 ** (5 * torch.rand(shape, generator=generator, device="cpu") - 2)
     z = _as_head_output(linear, torch.where(torch.rand(shape, generator=generator, device="cpu") < 0.5, size, -size))
     hidden: list[Tensor] = []
-    handle = base.register_forward_hook(lambda module, args, output: hidden.append(output[0]))
-    try:
+    with base.register_forward_hook(lambda module, args, output: hidden.append(output[0])):
         outputs, head_inputs = _run_trial(model, linear, z)
-    finally:
-        handle.remove()
     if not linear.weight.is_meta:
         hidden = [base(input_ids=trial_ids(linear.weight))[0]]
     if not hidden or not head_inputs or not _same(hidden[-1], head_inputs[-1]):
@@ -247,7 +244,7 @@ def _is_chain(loss: Tensor, besides: Any = None) -> bool:
     """Return whether the autograd graph of a loss has a single branch, besides one that leads only to a node."""
     node = loss.grad_fn
     while node is not None:
-        inputs = [function for function, _ in node.next_functions if function is not None]
+        inputs = _inputs(node)
         if len(inputs) > 1 and besides is not None:
             inputs = [function for function in inputs if not _leads_to(function, besides)]
         if len(inputs) > 1:
@@ -259,11 +256,14 @@ def _is_chain(loss: Tensor, besides: Any = None) -> bool:
 def _leads_to(node: Any, target: Any) -> bool:
     """Return whether a chain of the autograd graph leads from a node to another."""
     while node is not target:
-        inputs = [function for function, _ in node.next_functions if function is not None]
-        if len(inputs) != 1:
+        if len(inputs := _inputs(node)) != 1:
             return False
         node = inputs[0]
     return True
+
+
+def _inputs(node: Any) -> list[Any]:
+    return [function for function, _ in node.next_functions if function is not None]
 
 
 def _run_trial(model: Any, linear: nn.Linear, z: Tensor, **labels: Tensor) -> tuple[Any, list[Tensor]]:
@@ -276,12 +276,9 @@ def _run_trial(model: Any, linear: nn.Linear, z: Tensor, **labels: Tensor) -> tu
 
     # With a cache Transformers does not detect packed sequences, which fails on meta.
     cached = linear.weight.is_meta and any(p.name == "use_cache" for p in parameters(model.forward))
-    handle = linear.register_forward_hook(replaced)
-    try:
+    with linear.register_forward_hook(replaced):
         ids = trial_ids(linear.weight)
         return model(input_ids=ids, **labels, **({"use_cache": True} if cached else {})), head_inputs
-    finally:
-        handle.remove()
 
 
 def _as_head_output(linear: nn.Linear, z: Tensor) -> Tensor:
@@ -484,8 +481,5 @@ class _ChunkedForward:
             if threading.get_ident() == thread:
                 hidden.append(outputs[0])
 
-        handle = self._head.base.register_forward_hook(keep)
-        try:
+        with self._head.base.register_forward_hook(keep):
             return self._original(*args, **inputs, logits_to_keep=1, return_dict=True), hidden[-1]
-        finally:
-            handle.remove()

@@ -31,7 +31,7 @@ from octavo.kernels.grouped import is_grouped, quantize_grouped, sum_by_group
 from octavo.nn.gathered import Fp8AllGatherOutput, rows_of
 from octavo.nn.linear import linear
 from octavo.nn.operands import Saved, apply_unhooked, dgrad_weight, forward_operands, output_dtype
-from octavo.nn.resident import ResidentWeight, is_computed_from_resident, join_in_state, quantized_as, split_in_state
+from octavo.nn.resident import ResidentWeight, StatesOfResident, is_computed_from_resident, quantized_as
 from octavo.nn.weights import is_fsdp_sharded
 from octavo.numerics.recipe import DEFAULT, Recipe, weight_only
 from octavo.runtime.derivatives import first_derivative_only
@@ -189,7 +189,7 @@ STACKED = ("gate_up_proj", "up_proj", "down_proj")  # Weights of experts, 3-D; t
 _ATTRIBUTES = ("recipe", "keep_weights", STORAGE_ATTRIBUTE)
 
 
-class Experts(nn.Module):
+class Experts(StatesOfResident):
     """Experts that compute in FP8. `octavo.convert` makes them from Transformers' experts; `octavo.revert` undoes that.
 
     Attributes:
@@ -268,14 +268,6 @@ class Experts(nn.Module):
         keeps = self.keep_weights and not torch.compiler.is_compiling() and not is_fsdp_sharded(self)
         recipe = weight_only(self.recipe) if is_computed_from_resident(self, name) else self.recipe
         return grouped_linear(rows, weight, bias, offsets, recipe, bool(self.is_transposed), keeps)
-
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        split_in_state(self, destination, prefix)
-
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
-        join_in_state(self, state_dict, prefix, arguments[-1])
-        super()._load_from_state_dict(state_dict, prefix, *arguments)
 
     def extra_repr(self) -> str:
         """Return the description of the original, with the recipe."""

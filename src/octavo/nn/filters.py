@@ -15,7 +15,7 @@ from torch import nn
 
 from octavo.nn.experts import experts_shape, looks_like_experts
 from octavo.nn.linear_like import LinearLike
-from octavo.numerics.names import nearest
+from octavo.numerics.names import check_choice, nearest
 from octavo.numerics.precision import Precision
 from octavo.runtime.blocks import find_stacks
 from octavo.runtime.linear_kinds import LINEAR, kind_of
@@ -431,7 +431,5 @@ def _count(function: str, count: int) -> int:
 
 
 def _at_end(end: Literal["first", "last"], count: int, of: Literal["blocks", "linears"]) -> Filter:
-    count, units = _count(end, count), ("blocks", "linears")
-    if of not in units:
-        raise ValueError(f"filters count of='blocks' or 'linears'; got {of!r}{nearest(str(of), units)}")
-    return _AtEnd(end, count, of)
+    check_choice(f"filters.{end}: of", of, ("blocks", "linears"))
+    return _AtEnd(end, _count(end, count), of)

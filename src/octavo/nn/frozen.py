@@ -33,7 +33,7 @@ from octavo.nn.resident import (
 )
 from octavo.nn.select import is_adapter
 from octavo.numerics.formats import SUPPORTED_DTYPES
-from octavo.numerics.names import nearest
+from octavo.numerics.names import check_choice, nearest
 from octavo.numerics.plan import Decision, Plan
 from octavo.numerics.precision import AUTO
 from octavo.numerics.recipe import RECIPES, Recipe, unequalized, weight_only
@@ -42,13 +42,10 @@ from octavo.runtime.extras import needs_extras
 from octavo.runtime.swap import all_or_nothing
 from octavo.runtime.torch_compat import FakeTensor
 
-FROZEN = ("bf16", "fp8")
-
 
 def check_frozen(frozen: str) -> None:
     """Raise ValueError unless `frozen` is a valid argument of `octavo.convert`."""
-    if frozen not in FROZEN:
-        raise ValueError(f"frozen is 'bf16' or 'fp8'; got {frozen!r}{nearest(str(frozen), FROZEN)}")
+    check_choice("frozen", frozen, ("bf16", "fp8"))
 
 
 def check_weight_only_request(weight_only: Sequence[str], frozen: str, plan: Plan | None) -> None:
@@ -344,11 +341,8 @@ def meta_parameters() -> Iterator[None]:
             return None
         return nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
 
-    handle = register_module_parameter_registration_hook(on_meta)
-    try:
+    with register_module_parameter_registration_hook(on_meta):
         yield
-    finally:
-        handle.remove()
 
 
 def load_frozen(model: M, path: str | Path, *, device: str | torch.device = "cpu") -> M:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from octavo.kernels import dequantize, needs_both_orders, quantize
 from octavo.kernels.quantize.reference import scale_of, transposed
-from octavo.nn.resident import Fp8Weight, pad_rows, written
+from octavo.nn.resident import Fp8Weight, call_with, pad_rows, written
 from octavo.numerics.equalization import ChannelScales
 from octavo.numerics.recipe import Recipe
 from octavo.numerics.spec import ROW, TENSOR, QuantSpec
@@ -113,11 +113,7 @@ class GatheredInput(Tensor):
             "gather='bf16' for this layer",
             stacklevel=2,
         )
-
-        def dequantized(value: Any) -> Any:
-            return value.dequantized() if isinstance(value, GatheredInput) else value
-
-        return func(*tree_map(dequantized, args), **tree_map(dequantized, kwargs or {}))
+        return call_with(GatheredInput, GatheredInput.dequantized, func, args, kwargs)
 
 
 _STAYS_SHARDED = {  # Operations by which FSDP makes a new shard from a shard
@@ -221,10 +217,7 @@ class ShardedWeight(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        def unwrap(value: Any) -> Any:
-            return value.local if isinstance(value, ShardedWeight) else value
-
-        out = func(*tree_map(unwrap, args), **tree_map(unwrap, kwargs or {}))
+        out = call_with(ShardedWeight, lambda weight: weight.local, func, args, kwargs)
         owner = args[0] if args and isinstance(args[0], ShardedWeight) else None
         if owner is None:
             return out
@@ -311,8 +304,6 @@ class Fp8AllGatherOutput(Fp8Weight):
         self._channels = channels
         if channels is not None:  # attributes, because torch.compile passes a tensor's tensors by name
             self.channel_factor, self.channel_inverse = channels.factor, channels.inverse
-
-    def __init__(self, *arguments: Any) -> None: ...
 
     @classmethod
     def own_operation(cls, func: Any, args: Any, kwargs: Any) -> Any:

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from octavo.nn.operands import JUST_IN_TIME, Quantizer
-from octavo.nn.resident import is_computed_from_resident, join_in_state, resident_weight, split_in_state
+from octavo.nn.resident import StatesOfResident, is_computed_from_resident, resident_weight
 from octavo.nn.weights import is_fsdp_sharded
 from octavo.numerics.recipe import DEFAULT, Recipe, weight_only
 
 
-class LinearLike(nn.Module):
+class LinearLike(StatesOfResident):
     """A layer that computes Y = X Wᵀ + b in FP8.
 
     Attributes:
@@ -95,11 +95,3 @@ class LinearLike(nn.Module):
         if not self.keep_weights or self.octavo_casts or torch.compiler.is_compiling():
             return False
         return isinstance(self._parameters.get("weight"), nn.Parameter) and not is_fsdp_sharded(self)
-
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        split_in_state(self, destination, prefix)
-
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
-        join_in_state(self, state_dict, prefix, arguments[-1])
-        super()._load_from_state_dict(state_dict, prefix, *arguments)

@@ -18,6 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
@@ -35,15 +36,16 @@ from octavo.nn.operands import (
     Quantizer,
     Readers,
     Saved,
+    apply_unhooked,
     cast_key,
     note_reader,
     output_dtype,
 )
-from octavo.nn.weight_only import weight_only_linear
+from octavo.nn.resident import ResidentWeight, dequantized_values
 from octavo.nn.weights import shares_cast
 from octavo.numerics.equalization import ChannelScales
 from octavo.numerics.recipe import Recipe
-from octavo.numerics.spec import QuantSpec
+from octavo.numerics.spec import ADAPTIVE_BY_TEXT, QuantSpec
 from octavo.runtime.derivatives import transform_error
 from octavo.runtime.execution_context import is_capturing, stream_of
 from octavo.runtime.switch import SWITCH
@@ -69,14 +71,16 @@ def planned_linear(
 ) -> Tensor | None:  # fmt: skip
     """Return `octavo.nn.linear` of these arguments from a plan, or weight-only; None if the ordinary path must run."""
     if recipe.weight_only:
-        return weight_only_linear(input, weight, bias)
+        return _weight_only_linear(input, weight, bias)
     if is_dynamo_compiling() or SWITCH.off:
         return None
     channels = None
-    if quantizer is not JUST_IN_TIME:
+    if quantizer is not JUST_IN_TIME:  # an equalized layer: None in a pass that measures
         backward = torch.is_grad_enabled() and (input.requires_grad or weight.requires_grad)
         if (channels := quantizer.steady_channels(input, backward)) is None:
             return None
+    # Nearly every call takes the plan of the last one with this weight: one guard compares all tensors, and what it
+    # cannot see is compared here. Otherwise `_plan_of` looks the plan up by signature, or makes one.
     key = id(weight) if torch.is_grad_enabled() else -id(weight)
     plan, readers, match = None, None, _MATCHES.get(key)
     if match is not None:
@@ -95,9 +99,11 @@ def planned_linear(
             return None
     if keep_weights and shares_cast(weight):
         return None
+    # What the layer would save of X may be recomputed instead, which the ordinary path does.
     usual = INNERMOST.hooks is None and not RECOMPUTABLE.entries  # no hooks in force, and nothing to recompute X from
     if not usual and plan.saves_x and recomputable_of(input) is not None:
         return None
+    # q, k and v read one X: the first to come leaves its casts. A layer whose casts nobody reads stops leaving them.
     unread = 0
     if readers is not None and ((entry := INPUT_CASTS.entry) is None or entry[0]() is not input):
         readers.unread = unread = readers.unread + 1
@@ -108,8 +114,7 @@ def planned_linear(
         if casts is not None and readers is not None:
             casts.setdefault(Readers, readers)  # of the layer that keeps the first
     call = plan, casts, None if channels is None else quantizer, channels
-    y: Tensor = _APPLY(input, weight, bias, call) if usual else unhooked(_APPLY, input, weight, bias, call)
-    return y
+    return _APPLY(input, weight, bias, call) if usual else unhooked(_APPLY, input, weight, bias, call)  # type: ignore[no-any-return]
 
 
 def _plan_of(
@@ -129,8 +134,8 @@ def _plan_of(
     if not plan.complete:
         return None
     # Guards see whether autocast is on, but not its dtype.
-    matches = None if autocast is not None else guard_of(input, weight, *() if bias is None else (bias,))
-    if matches is not None:
+    if autocast is None:
+        matches = guard_of(input, weight, *() if bias is None else (bias,))
         reference = weakref.ref(weight, partial(_forget, match_key))
         _MATCHES.add(match_key, (matches, plan, bias is None, Readers(), reference))
     return plan
@@ -183,9 +188,7 @@ class BackwardPlan:
             return plan_quantize(g_MN, recipe.dgrad_g, fold_w)
         if not self.dgrad:
             return plan_quantize(g_MN, recipe.wgrad_g, fold_x, order="columns")
-        if recipe.shared_grad_cast:
-            return plan_quantize(g_MN, recipe.dgrad_g, order="both")
-        return plan_pair(g_MN, recipe.dgrad_g, fold_w, recipe.wgrad_g, fold_x)
+        return _plan_both(g_MN, recipe.dgrad_g, fold_w, recipe.wgrad_g, fold_x)
 
     def run(self, g_MN: Tensor, saved: Saved, channels: ChannelScales | None) -> Gradients:
         """Return ∂X, ∂W and ∂b, None for those that are not needed, and for the input that is no tensor."""
@@ -258,8 +261,8 @@ class LinearPlan:
         with torch.no_grad():
             inverse, factor = (None, None) if channels is None else (channels.inverse, channels.factor)
             x_MK = input if self.is_matrix else input.reshape(self.m, k)  # which would change strides of one row
-            self.x = _plan_cast(x_MK, recipe.x, wgrad_x, inverse)
-            self.w = _plan_cast(weight, recipe.w, wgrad_w, factor)
+            self.x = _plan_both(x_MK, recipe.x, inverse, wgrad_x, inverse)
+            self.w = _plan_both(weight, recipe.w, factor, wgrad_w, factor)
         self.cast_key, self.one_cast_key = (cast_key(recipe, both, None)[:2] for both in (True, False))
         self.saves_x, self.saves_w = wgrad, dgrad
         self.saves_x_cast, self.saves_w_cast = wgrad_x is not None, wgrad_w is not None
@@ -343,8 +346,8 @@ class LinearPlan:
         if needs != inputs_need[:3]:
             return plan
         indices = [i for i, tensor in enumerate(saved) if tensor is not None]
-        matches = guard_of(g_MN, *(tensor for tensor in saved if tensor is not None)) if len(indices) > 1 else None
-        if matches is not None:
+        if len(indices) > 1:
+            matches = guard_of(g_MN, *(tensor for tensor in saved if tensor is not None))
             self.match = itemgetter(*indices), matches, plan
         return plan
 
@@ -364,8 +367,7 @@ class _PlannedLinear(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         plan, casts, quantizer, channels = call
         ctx.call = plan, quantizer, channels
-        y: Tensor = plan.forward(ctx, input, weight, bias, casts, channels)
-        return y
+        return plan.forward(ctx, input, weight, bias, casts, channels)  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Gradients:
@@ -402,8 +404,6 @@ was None, who reads the casts of its input, and the weight."""
 
 def _uses_all_gradients(ctx: Any) -> bool:
     """Whether `required_gradients` would return what `ctx.needs_input_grad` says, outside of torch.compile."""
-    if will_execute is None:
-        return True
     for node, _ in ctx.next_functions:
         try:
             if node is not None and not will_execute(node):
@@ -413,8 +413,54 @@ def _uses_all_gradients(ctx: Any) -> bool:
     return True
 
 
-def _plan_cast(x: Tensor, spec: QuantSpec, spec_t: QuantSpec | None, fold: Tensor | None) -> Any:
-    """Return the plan of x · fold quantized into rows for `spec` and columns for `spec_t`, if given."""
+def _plan_both(x: Tensor, spec: QuantSpec, fold: Tensor | None, spec_t: QuantSpec | None, fold_t: Tensor | None) -> Any:
+    """Return the plan of `octavo.nn.weights.quantize_both`; without `spec_t`, of the first cast."""
     if spec_t is None:
         return plan_quantize(x, spec, fold)
-    return plan_quantize(x, spec, fold, order="both") if spec == spec_t else plan_pair(x, spec, fold, spec_t, fold)
+    if spec == spec_t and fold is fold_t:
+        return plan_quantize(x, spec, fold, order="both")
+    return plan_pair(x, spec, fold, spec_t, fold_t)
+
+
+# Products of a frozen weight that is stored in FP8 and multiplied in the dtype of X: weight-only quantization.
+#
+#     forward  Y  = X Wᵀ     W = diag(b) Wq, dequantized before the product and dropped after it
+#     dgrad    ∂X = G W      the same, from the same bytes
+#
+# X and G are not quantized, so outputs and gradients are those of a base whose weights have the FP8 values, bit for bit
+# (where X is stored by columns, PyTorch adds up ∂X in another order). It costs the time of products in the wider dtype
+# and of reading W again, and a temporary copy of one weight. By default the projections of attention are weight-only:
+# docs/howto.md has their part in the error. Choosing v and o alone was rejected: it leaves Qwen3 below 28 dB, and
+# inference engines join q, k and v.
+
+
+def _weight_only_linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return `torch.nn.functional.linear` of the dequantized weight, differentiable in input and bias."""
+    if (dtype := output_dtype(input, weight)) is None or not isinstance(weight, ResidentWeight):
+        return F.linear(input, weight, bias)
+    return apply_unhooked(_WeightOnly, input, weight, bias, dtype)
+
+
+class _WeightOnly(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: ResidentWeight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        if ctx.needs_input_grad[0]:
+            ctx.save_for_backward(weight.data_, weight.scale)
+        # torch.compile reads no spec of a transposed weight, such as Conv1D's.
+        ctx.spec, ctx.dtype = ADAPTIVE_BY_TEXT.get(weight.text) or weight.spec, dtype
+        ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
+        w_NK = dequantized_values(weight.data_, weight.scale, ctx.spec, weight.dtype).to(dtype)
+        return F.linear(x.to(dtype), w_NK, None if bias is None else bias.to(dtype))
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        x_dtype, w_dtype, bias_dtype = ctx.dtypes
+        needs_dgrad, _, needs_bias = required_gradients(ctx, 3)
+        dx = dbias = None
+        if needs_dgrad:
+            data, scale = ctx.saved_tensors
+            w_NK = dequantized_values(data, scale, ctx.spec, w_dtype).to(ctx.dtype)
+            dx = (g @ w_NK).to(x_dtype)
+        if needs_bias:
+            dbias = g.reshape(-1, g.shape[-1]).sum(0, dtype=torch.float32).to(bias_dtype)
+        return dx, None, dbias, None

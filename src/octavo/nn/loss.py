@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from octavo.kernels.cross_entropy import cross_entropy_, loss_and_gradient
-from octavo.numerics.names import nearest
+from octavo.numerics.names import check_choice
 from octavo.runtime.derivatives import first_derivative_only, refuse_transforms
 from octavo.runtime.torch_compat import autocast_dtype, has_bf16_instructions, without_autocast
 
@@ -29,7 +29,6 @@ MOST_CHUNKS = 32
 """Maximum number of chunks. More would make products too small, and round the gradient of a bf16 weight too often."""
 
 _NAME, _REMEDY = "linear_cross_entropy", "compute the whole logits and torch.nn.functional.cross_entropy instead"
-_REDUCTIONS = ("mean", "sum")
 
 
 def linear_cross_entropy(
@@ -204,9 +203,7 @@ def _check(
         )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"linear_cross_entropy: bias is [{weight.shape[0]}]; got {list(bias.shape)}")
-    if reduction not in _REDUCTIONS:
-        guess = nearest(reduction, _REDUCTIONS)
-        raise ValueError(f"reduction is one of {', '.join(map(repr, _REDUCTIONS))}; got {reduction!r}{guess}")
+    check_choice("reduction", reduction, ("mean", "sum"))
     for name, number in (("softcap", softcap), ("chunk", chunk)):
         if number is not None and not number > 0:
             raise ValueError(f"linear_cross_entropy: {name} is a number above 0, or None; got {number!r}")

@@ -22,19 +22,19 @@ from torch import Tensor
 
 from octavo.activations.recompute import Recomputable, Rematerializer
 from octavo.activations.saved_tensors import recomputable_of, unhooked
-from octavo.kernels import needs_both_orders, quantize, quantize_pair
+from octavo.kernels import needs_both_orders, quantize
 from octavo.nn.gathered import GatheredInput
 from octavo.nn.resident import Fp8Weight, for_dgrad, quantized_as
-from octavo.nn.weights import cast_weight
+from octavo.nn.weights import cast_weight, quantize_both
 from octavo.numerics.equalization import ChannelScales
 from octavo.numerics.formats import E4M3, E5M2, SUPPORTED_DTYPES
 from octavo.numerics.recipe import Recipe
-from octavo.numerics.spec import COLUMN, ROW, QuantSpec
+from octavo.numerics.spec import COLUMN, ROW, TENSOR, QuantSpec
 from octavo.runtime import derivatives
 from octavo.runtime.execution_context import execution_context
 from octavo.runtime.switch import SWITCH
 from octavo.runtime.torch_compat import autocast_dtype, has_dense_rows, jagged_like
-from octavo.tensor import Order, ScaledTensor
+from octavo.tensor import Order, ScaledTensor, contiguous_strides
 
 InputCasts = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
 """Data of X for forward and for wgrad, then the scales of both; for wgrad None, or those for forward, if not needed."""
@@ -44,15 +44,10 @@ def quantized_input(
     x_MK: Tensor, recipe: Recipe, needs_wgrad: bool, fold: Tensor | None = None
 ) -> tuple[ScaledTensor, ScaledTensor | None]:
     """Quantize X for forward, and for wgrad if needed. With `fold`, a factor of X, both need equal specs."""
-    spec, spec_t, copies = recipe.x, recipe.wgrad_x, needs_both_orders(x_MK.device)
-    if not needs_wgrad or spec_t is None:
-        return quantize(x_MK, spec, fold), None
-    if spec == spec_t:
-        x = quantize(x_MK, spec, fold, order="both" if copies else "rows")
-        return x, x if x.other_order is None else ScaledTensor(x.other_order, x.scale, spec)
-    if copies:
-        return quantize_pair(x_MK, spec, None, spec_t, None)
-    return quantize(x_MK, spec), quantize(x_MK, spec_t)
+    if not needs_wgrad or recipe.wgrad_x is None:
+        return quantize(x_MK, recipe.x, fold), None
+    x, x_t = quantize_both(x_MK, recipe.x, fold, recipe.wgrad_x, fold)
+    return x, x_t if x_t.other_order is None else ScaledTensor(x_t.other_order, x_t.scale, x_t.spec)
 
 
 class _CacheEntry:
@@ -178,17 +173,12 @@ def quantize_gradient(
     """Quantize G for dgrad (if w is given) and for wgrad (if x is given), with their scales folded in."""
     fold_w = _fold(w, transposed=True) if w is not None and recipe.folds_w else None
     fold_x = _fold(x) if x is not None and recipe.folds_x else None
-    spec, spec_t, copies = recipe.dgrad_g, recipe.wgrad_g, needs_both_orders(g_MN.device)
-    if w is not None and x is not None and spec_t is not None:
-        if recipe.shared_grad_cast:
-            g = quantize(g_MN, spec, order="both" if copies else "rows")
-            return g, g
-        if copies:
-            return quantize_pair(g_MN, spec, fold_w, spec_t, fold_x)
-    g_dgrad = None if w is None else quantize(g_MN, spec, fold_w)
+    spec, spec_t = recipe.dgrad_g, recipe.wgrad_g
     if x is None or spec_t is None:
-        return g_dgrad, None
-    return g_dgrad, quantize(g_MN, spec_t, fold_x, order="columns" if copies else "rows")
+        return None if w is None else quantize(g_MN, spec, fold_w), None
+    if w is None:
+        return None, quantize(g_MN, spec_t, fold_x, order="columns" if needs_both_orders(g_MN.device) else "rows")
+    return quantize_both(g_MN, spec, fold_w, spec_t, fold_x)
 
 
 class Quantizer:
@@ -250,17 +240,94 @@ def multiplies_itself(weight: Tensor) -> bool:
 
 def apply_unhooked(function: type[torch.autograd.Function], *arguments: Any) -> Tensor:
     """Apply a function that saves FP8 tensors itself, without the hooks of the scope around it."""
-    y: Tensor = unhooked(function.apply, *arguments)
-    return y
+    return unhooked(function.apply, *arguments)  # type: ignore[no-any-return]
+
+
+# Linears whose weight is a DTensor: tensor and sequence parallelism by PyTorch's styles and by Transformers' plans.
+#
+#     W [N,K]        X [..., K]                      Y [..., N]            gradients
+#     Shard(0)       Replicate                       Shard(-1)             ∂X Partial
+#     Shard(1)       Shard(-1)                       Partial()             ∂b on each rank, b in one of the summands
+#     Replicate      Replicate, or Shard of tokens   as X                  ∂W, ∂b Partial where X is sharded
+#
+# Each rank multiplies its part as `octavo.nn.linear` does, so scales cover what a rank has: whole rows of X and W with
+# Shard(0), where Y and ∂W are those of one process bit for bit, and parts of rows with Shard(1). X is redistributed as
+# the table wants, in its own dtype; an X or b that is no DTensor counts as Replicate. On a mesh of several dimensions
+# each dimension follows the table by itself.
 
 
 def on_parts(
     linear: Callable[..., Tensor], input: Tensor, weight: Any, bias: Tensor | None, recipe: Recipe, *options: Any
 ) -> Tensor:
-    """Return `linear` of the parts of a weight that is a DTensor: see `octavo.nn.distributed_linear`."""
-    from octavo.nn.distributed_linear import distributed_linear  # imports DTensor
+    """Return `linear` of each rank's parts of a weight that is a DTensor, as a DTensor."""
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard  # slow import
 
-    return distributed_linear(lambda x, w, b: linear(x, w, b, recipe, *options), input, weight, bias, recipe)
+    mesh, placements = weight.device_mesh, weight.placements
+    check_recipe(recipe)
+    whole = [Replicate()] * mesh.ndim
+    x, b = (
+        other
+        if other is None or isinstance(other, DTensor)
+        else DTensor.from_local(other, mesh, whole, run_check=False)
+        for other in (input, bias)
+    )
+    assert x is not None
+    for name, other in (("input", x), ("bias", b)):
+        if other is not None and other.device_mesh != mesh:
+            raise ValueError(f"linear: weight is on {mesh}, but {name} on {other.device_mesh}: give both one mesh")
+    last, first = x.ndim - 1, 1
+    rows: list[tuple[Any, ...]] = []  # of each mesh dimension: X, ∂X, ∂W, ∂b and Y
+    for dim, (w, x_place) in enumerate(zip(placements, x.placements, strict=True)):
+        if w == Shard(0):
+            rows.append((Replicate(), Partial(), w, Shard(0), Shard(last)))
+        elif w == Shard(1):
+            rows.append((Shard(last), Shard(last), w, Partial(), Partial()))
+            first *= int(mesh.get_local_rank(dim) == 0)
+        elif w.is_replicate():
+            tokens = isinstance(x_place, Shard) and x_place.dim != last
+            same, summed = (x_place, Partial()) if tokens else (Replicate(), w)
+            rows.append((same, same, summed, summed, same))
+        else:
+            raise ValueError(
+                f"linear: a weight [N,K] is placed as Shard(0), Shard(1) or Replicate() on each dimension of its mesh; "
+                f"got {placements}: redistribute it"
+            )
+    x_in, x_grad, w_grad, b_grad, y_out = map(list, zip(*rows, strict=True))
+    if list(x.placements) != x_in:  # if equal, the backward of `redistribute` would sum a Partial ∂X on every rank
+        x = x.redistribute(placements=x_in)
+    x_local = x.to_local(grad_placements=x_grad)
+    b_local = None
+    if b is not None:
+        b_local = b.redistribute(
+            placements=[p if p.is_shard() else Replicate() for p in b_grad]
+        ).to_local(grad_placements=b_grad)  # fmt: skip
+    if b_local is not None and any(w == Shard(1) for w in placements):
+        b_local = b_local * first
+    y_local = linear(x_local, weight.to_local(grad_placements=w_grad), b_local, recipe, *options)
+    shape = torch.Size((*x.shape[:-1], weight.shape[0]))
+    return DTensor.from_local(y_local, mesh, y_out, run_check=False, shape=shape, stride=contiguous_strides(shape))
+
+
+def check_recipe(recipe: Recipe) -> None:
+    """Raise ValueError for a recipe whose scales cover more than a rank has."""
+    if has_tensor_scale(recipe):
+        raise ValueError(
+            f"recipe {recipe.name!r} has one scale per tensor, which would be another on each rank of tensor "
+            "parallelism: convert the model with recipe 'rowwise', whose scales belong to rows"
+        )
+
+
+def has_tensor_scale(recipe: Recipe) -> bool:
+    """Return whether scales of X or W cover more than a rank has."""
+    return TENSOR in (recipe.x.granularity, recipe.w.granularity)
+
+
+def tensor_scale_problem(recipe: Recipe) -> str:
+    """Return why a recipe with a scale per tensor cannot be in a pipeline, and what to use."""
+    return (
+        f"recipe {recipe.name!r}, whose scales per tensor would depend on how a batch is cut into micro-batches: "
+        "convert the model with recipe 'rowwise', whose scales belong to rows"
+    )
 
 
 def on_values(linear: Callable[..., Tensor], input: Tensor, weight: Tensor, *options: Any) -> Tensor:

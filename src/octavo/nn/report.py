@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -143,10 +144,9 @@ class Report(Displayed):
         for name in self.saved_bytes:
             groups.setdefault(pattern(name), []).append(name)
         rows = [(sum(self.saved_bytes[n] for n in names), merged(names) or "(the model)") for names in groups.values()]
-        total = sum(self.saved_bytes.values())
-        cells = [*sorted(rows, reverse=True), (total, "in all")]
-        width = max(len("bytes saved"), len(f"{total:,}"))
-        return [f"{'bytes saved':>{width}}  by", *(f"{size:>{width},}  {name}" for size, name in cells), ""]
+        cells = [*sorted(rows, reverse=True), (sum(self.saved_bytes.values()), "in all")]
+        table = Table(headings=("bytes saved", "by"), align="><", rows=[(f"{size:,}", name) for size, name in cells])
+        return [*table.lines(), ""]
 
 
 def check_module(function: str, model: object, hint: str = "") -> None:
@@ -224,12 +224,10 @@ def report(model: nn.Module, batch: Any = None) -> Report:
 def _run(model: nn.Module, batch: Any) -> tuple[dict[str, int], set[nn.Module]]:
     """Run a batch; return the bytes saved for backward by module, and the modules that were called."""
     called: set[nn.Module] = set()
-    hooks = [module.register_forward_pre_hook(lambda module, _: called.add(module)) for module in model.modules()]
-    try:
+    with ExitStack() as hooks:
+        for module in model.modules():
+            hooks.enter_context(module.register_forward_pre_hook(lambda module, _: called.add(module)))
         return saved_by_layer(model, batch), called
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _decision(plans: Mapping[str, Plan], fqn: str) -> Decision | None:

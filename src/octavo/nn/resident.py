@@ -6,7 +6,7 @@
 `octavo.convert(model, frozen="fp8")` makes such parameters (`octavo.nn.frozen`). Forward and dgrad multiply the same
 bytes; there is no wgrad. Its dtype is that in which other code reads its values. The weights of a layer's experts are
 one tensor [E,·,·]: a matrix per expert, with scales of its own. A weight that is widened for its products
-(`octavo.nn.weight_only`) has adaptive FP8: codes uint8 and a scale per 128 elements of a row, 1.03 bytes per parameter.
+(`octavo.nn.linear_plan`) has adaptive FP8: codes uint8 and a scale per 128 elements of a row, 1.03 bytes per parameter.
 
 What changes the storage keeps the bytes: `.to(device)`, `.half()` (only the dtype in which it is read), `clone`,
 deepcopy, pickle. `copy_` from a plain tensor quantizes it, and from a `ResidentWeight` of one spec copies the bytes.
@@ -15,7 +15,7 @@ rounds away changes below 3 % of an element, as of most merged adapters and opti
 """
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import Any, ClassVar
@@ -52,6 +52,8 @@ class Fp8Weight(Tensor):
     mismatch_advice: ClassVar[str]  # What to do if a recipe needs another spec
     __torch_function__ = disabled_torch_function
 
+    def __init__(self, *arguments: Any) -> None: ...
+
     @property
     def channels(self) -> ChannelScales | None:
         """Channel scales s of the data, which are those of W diag(s); None for W."""
@@ -80,12 +82,9 @@ class Fp8Weight(Tensor):
             if all(list(size) == own for size, own in zip(rest[:2], layout, strict=False)):
                 return weight.same_bytes()
 
-        def dequantized(value: Any) -> Any:
-            return value.dequantized(value.dtype) if isinstance(value, Fp8Weight) else value
-
         if not SWITCH.off:
             warnings.warn(f"{func} reads a weight {cls.read_warning}", stacklevel=2)
-        return func(*tree_map(dequantized, args), **tree_map(dequantized, kwargs or {}))
+        return call_with(Fp8Weight, lambda weight: weight.dequantized(weight.dtype), func, args, kwargs)
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """Return W, without channel scales, as a plain tensor."""
@@ -93,6 +92,12 @@ class Fp8Weight(Tensor):
         if self.channels is None:
             return dequantize(w, dtype)
         return (dequantize(w, torch.float32) * self.channels.inverse).to(dtype)
+
+
+def call_with(kind: type, replace: Callable[[Any], Any], func: Any, args: Any, kwargs: Any) -> Any:
+    """Call an operation with tensors of a class replaced."""
+    args, kwargs = tree_map(lambda x: replace(x) if isinstance(x, kind) else x, (args, kwargs or {}))
+    return func(*args, **kwargs)
 
 
 def written(func: Any, args: Any, options: Mapping[str, Any]) -> Iterator[Any]:
@@ -193,8 +198,6 @@ class ResidentWeight(Fp8Weight):
         tensor.data_, tensor.scale, tensor.spec, tensor.text = data, scale, spec, spec.text
         return tensor
 
-    def __init__(self, data: Tensor, scale: Tensor, spec: MessageSpec, dtype: torch.dtype) -> None: ...
-
     @staticmethod
     @torch.no_grad()
     def quantized(weight: Tensor, spec: MessageSpec) -> "ResidentWeight":
@@ -212,20 +215,21 @@ class ResidentWeight(Fp8Weight):
 
     def like(self, data: Tensor, scale: Tensor, dtype: torch.dtype | None = None) -> "ResidentWeight":
         """Return a weight of the same kind with other data and scales."""
-        return ResidentWeight(data, scale, self.spec, dtype or self.dtype)
+        return type(self)(data, scale, self.spec, dtype or self.dtype, *self._whole)
+
+    _whole: tuple[int, ...] = ()  # What a shard knows of the whole weight
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return ["data_", "scale"], (self.spec, self.dtype)
+        return ["data_", "scale"], (self.spec, self.dtype, *self._whole)
 
-    @staticmethod
-    def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> "ResidentWeight":
-        return ResidentWeight(inner["data_"], inner["scale"], *context)
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> "ResidentWeight":
+        return cls(inner["data_"], inner["scale"], *context)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ResidentWeight":
         if id(self) not in memo:
             memo[id(self)] = _as_parameter_if(isinstance(self, nn.Parameter), self.clone())
-        copy: ResidentWeight = memo[id(self)]
-        return copy
+        return memo[id(self)]  # type: ignore[no-any-return]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         data = self.data_.view(torch.uint8)  # Python's pickle does not read PyTorch's FP8 storages
@@ -409,21 +413,8 @@ class ResidentShard(ResidentWeight):
         """Make a tensor with the shape and device of `data`."""
         shard = super().__new__(cls, data, scale, spec, dtype)
         assert isinstance(shard, ResidentShard)
-        shard.rows = rows
+        shard.rows, shard._whole = rows, (rows,)
         return shard
-
-    def __init__(self, *arguments: Any) -> None: ...
-
-    def like(self, data: Tensor, scale: Tensor, dtype: torch.dtype | None = None) -> "ResidentShard":
-        """See `ResidentWeight.like`."""
-        return ResidentShard(data, scale, self.spec, dtype or self.dtype, self.rows)
-
-    def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return ["data_", "scale"], (self.spec, self.dtype, self.rows)
-
-    @staticmethod
-    def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> "ResidentShard":
-        return ResidentShard(inner["data_"], inner["scale"], *context)
 
     def quantized_alike(self, plain: Tensor) -> ResidentWeight:
         """Quantize other values of these rows."""
@@ -501,6 +492,18 @@ def _shard_operation(func: Any, weight: ResidentWeight, rest: Any, options: Mapp
 SCALE_SUFFIX = "_scale"  # Name of the scales in a `state_dict`, after that of the weight
 
 
+class StatesOfResident(nn.Module):
+    """Base class of layers whose `state_dict` has data and scales of weights that are resident in FP8."""
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        _split_in_state(self, destination, prefix)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
+        _join_in_state(self, state_dict, prefix, arguments[-1])
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
+
+
 def as_resident(tensor: Any) -> ResidentWeight | None:
     """Return a tensor, or this rank's part of it, if it is resident in FP8."""
     part = local_part(tensor)
@@ -567,7 +570,7 @@ def _has_residents(model: nn.Module) -> bool:
     return any(True for module in model.modules() for _ in resident_weights(module))
 
 
-def split_in_state(module: nn.Module, state: dict[str, Any], prefix: str) -> None:
+def _split_in_state(module: nn.Module, state: dict[str, Any], prefix: str) -> None:
     """Replace the resident weights of a layer in a `state_dict` by their data and scales."""
     for name, weight in resident_weights(module):
         parameter, key = module._parameters[name], prefix + name
@@ -576,7 +579,7 @@ def split_in_state(module: nn.Module, state: dict[str, Any], prefix: str) -> Non
         state[key + SCALE_SUFFIX] = _distributed(parameter, scale) if weight.shards_scale else scale
 
 
-def join_in_state(module: nn.Module, state: dict[str, Any], prefix: str, errors: list[str]) -> None:
+def _join_in_state(module: nn.Module, state: dict[str, Any], prefix: str, errors: list[str]) -> None:
     """Replace data and scales, or values, of resident weights in a `state_dict` by `ResidentWeight`s."""
     # FP8 data for a layer whose weight is not resident is an error.
     for name, parameter in module._parameters.items():

@@ -31,6 +31,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from octavo.kernels import needs_both_orders, quantize, quantize_pair
 from octavo.numerics.recipe import Recipe
+from octavo.numerics.spec import QuantSpec
 from octavo.runtime.execution_context import execution_context
 from octavo.runtime.torch_compat import composable_modules
 from octavo.tensor import ScaledTensor
@@ -129,13 +130,11 @@ def accumulating(model: nn.Module) -> Iterator[None]:
         for cache in caches.values():
             cache.casts = {}
 
-    hooks = [register_optimizer_step_pre_hook(check), register_optimizer_step_post_hook(forget)]
     try:
-        yield
-        check()
+        with register_optimizer_step_pre_hook(check), register_optimizer_step_post_hook(forget):
+            yield
+            check()
     finally:
-        for hook in hooks:
-            hook.remove()
         for key in caches:
             _CACHES.pop(key, None)
 
@@ -203,10 +202,17 @@ def is_fsdp_sharded(module: nn.Module) -> bool:
 
 @torch.no_grad()
 def _cast(w_NK: Tensor, recipe: Recipe, factor: Tensor | None) -> WeightCasts:
-    spec, spec_t, copies = recipe.w, recipe.dgrad_w, needs_both_orders(w_NK.device)
-    if spec == spec_t:
-        w = quantize(w_NK, spec, factor, order="both" if copies else "rows")
-        return w, w
+    return quantize_both(w_NK, recipe.w, factor, recipe.dgrad_w, factor)
+
+
+def quantize_both(
+    x: Tensor, spec: QuantSpec, fold: Tensor | None, spec_t: QuantSpec, fold_t: Tensor | None
+) -> tuple[ScaledTensor, ScaledTensor]:
+    """Quantize a matrix for a product over its columns and for one over its rows: once, if both casts are equal."""
+    copies = needs_both_orders(x.device)
+    if spec == spec_t and fold is fold_t:
+        q = quantize(x, spec, fold, order="both" if copies else "rows")
+        return q, q
     if copies:
-        return quantize_pair(w_NK, spec, factor, spec_t, factor)
-    return quantize(w_NK, spec, factor), quantize(w_NK, spec_t, factor)
+        return quantize_pair(x, spec, fold, spec_t, fold_t)
+    return quantize(x, spec, fold), quantize(x, spec_t, fold_t)

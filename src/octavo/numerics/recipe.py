@@ -16,7 +16,7 @@ so one FP8 copy of X and one of W serve all three products. The granularity dete
 
 Scaling is just-in-time. With `equalization`, channels of X and W are scaled first: see
 `octavo.numerics.equalization`. With `weight_only`, FP8 is how a frozen W is stored, and products are in the dtype of X:
-see `octavo.nn.weight_only`.
+see `octavo.nn.linear_plan`.
 """
 
 from dataclasses import asdict, dataclass, replace
@@ -167,7 +167,7 @@ def unequalized(recipe: Recipe) -> Recipe:
 
 def weight_only(recipe: "str | Recipe") -> Recipe:
     """Return a recipe for frozen weights that are stored as this one does, and multiplied in the dtype of X: see
-    `octavo.nn.weight_only`.
+    `octavo.nn.linear_plan`.
 
     Args:
         recipe: A recipe with one FP8 form of W, such as `rowwise`, or its name.

@@ -27,7 +27,7 @@ from octavo.nn.convert import apply_plan, rule_plan
 from octavo.nn.equalized import reduce_scales
 from octavo.nn.linear_subclasses import is_converted
 from octavo.nn.report import check_module
-from octavo.numerics.names import nearest
+from octavo.numerics.names import check_choice
 from octavo.numerics.precision import Precision
 from octavo.parallel.agreement import agree_on_adamw, check_on_all_ranks
 from octavo.parallel.ddp import replicate
@@ -69,9 +69,7 @@ class Parallel:
                 "parallel.dp_replicate is 1 or more, and parallel.dp_shard 1 or more, or -1 for the rest; got "
                 f"{self.dp_replicate} and {self.dp_shard}"
             )
-        if self.fp8_comm not in FP8_COMM:
-            hint = nearest(str(self.fp8_comm), FP8_COMM)
-            raise ValueError(f"parallel.fp8_comm is 'auto', 'on', 'gather' or 'off'; got {self.fp8_comm!r}{hint}")
+        check_choice("parallel.fp8_comm", self.fp8_comm, FP8_COMM)
 
     def sizes(self, world_size: int) -> tuple[int, int]:
         """Return (dp_replicate, dp_shard) for a world size.

@@ -30,8 +30,8 @@ from torch.distributed import pipelining
 from octavo.comm import ADAPTIVE_SPEC
 from octavo.comm.checks import gather_objects
 from octavo.comm.encoding import pack, parse_spec, unpack, width
-from octavo.nn.distributed_linear import has_tensor_scale, tensor_scale_problem
 from octavo.nn.linear_subclasses import is_converted
+from octavo.nn.operands import has_tensor_scale, tensor_scale_problem
 from octavo.numerics.formats import SUPPORTED_DTYPES
 from octavo.numerics.spec import FULL, MessageSpec
 from octavo.runtime.switch import disabled

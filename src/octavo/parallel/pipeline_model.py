@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from octavo.nn.causal import adds_router_loss
-from octavo.nn.distributed_linear import has_tensor_scale, tensor_scale_problem
 from octavo.nn.equalized import equalized_layers, reset_scales
 from octavo.nn.linear_subclasses import is_converted
-from octavo.numerics.names import nearest
+from octavo.nn.operands import has_tensor_scale, tensor_scale_problem
+from octavo.numerics.names import check_choice
 from octavo.runtime.blocks import Absent, find_block_list
 from octavo.runtime.switch import disabled
 
@@ -72,8 +72,7 @@ class StageModule(nn.Module):
         with installed(model, self._list[0], norm=self._last), self._divided(x) as whole:
             arguments: dict[str, Any] = {"input_ids" if self._first else "inputs_embeds": whole, "use_cache": False}
             if not self._last:
-                hidden: Tensor = model.base_model(**arguments)[0]
-                return hidden
+                return model.base_model(**arguments)[0]  # type: ignore[no-any-return]
             outputs = model(labels=labels, shift_labels=labels, **arguments)
         return torch.stack([outputs.loss])  # no view, of which FSDP2 warns
 
@@ -87,11 +86,8 @@ class StageModule(nn.Module):
         def give(block: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
             return ((x, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": x})
 
-        handle = self.parts[0].register_forward_pre_hook(give, with_kwargs=True, prepend=True)
-        try:
+        with self.parts[0].register_forward_pre_hook(give, with_kwargs=True, prepend=True):
             yield x.detach()[:, :1].expand(-1, x.shape[1] * self._token_parts, -1)
-        finally:
-            handle.remove()
 
 
 def ends_of(model: Any, *, first: bool, last: bool) -> dict[str, nn.Module]:
@@ -179,9 +175,7 @@ def _try(model: Any, blocks: nn.ModuleList, kind: str) -> None:
 
 def cut(model: Any, mesh: DeviceMesh, schedule: str) -> list[int]:
     """Replace what the stages of other ranks have by `Absent`, in place. Returns the stages of this rank."""
-    if schedule not in SCHEDULES:
-        hint = nearest(schedule, list(SCHEDULES))
-        raise ValueError(f"schedule is one of {', '.join(SCHEDULES)}; got {schedule!r}{hint}")
+    check_choice("schedule", schedule, SCHEDULES)
     stages = stages_of(mesh.get_local_rank(), mesh.size(), schedule)
     count = mesh.size() * SCHEDULES[schedule]
     members = find_block_list(model.base_model)

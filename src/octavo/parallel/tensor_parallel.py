@@ -21,19 +21,17 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.utils.weak import WeakIdKeyDictionary
 
-from octavo.nn.distributed_linear import check_recipe
 from octavo.nn.gathered import fits
 from octavo.nn.linear_like import LinearLike
-from octavo.nn.operands import InputCastCache
+from octavo.nn.operands import InputCastCache, check_recipe
 from octavo.nn.report import NOTE_ATTRIBUTE
-from octavo.numerics.names import nearest
+from octavo.numerics.names import check_choice
 from octavo.numerics.spec import QuantSpec
 from octavo.parallel.agreement import EqualShapes, check_on_all_ranks
-from octavo.parallel.tokens import TokenExchange, gather_input, reduce_output
+from octavo.parallel.tokens import TokenExchange, check_equal_parts, gather_input, reduce_output
 from octavo.runtime.switch import SWITCH
 
 KIND = "tensor parallelism"  # What ranks are ranks of, in messages
-_WIRES = ("fp8", "bf16")
 _GATHERED = InputCastCache()  # The last X that a column-parallel layer gathered, per thread
 _PARTS: Any = WeakIdKeyDictionary()  # What replaced a parameter, for other layers that share it
 
@@ -48,8 +46,7 @@ class _Fp8Style(ParallelStyle):
         reduce: Literal["bf16", "fp8"] = "bf16", heads: int | None = None,
     ) -> None:  # fmt: skip
         for name, value in (("gather", gather), ("reduce", reduce)):
-            if value not in _WIRES:
-                raise ValueError(f"{name} is 'fp8' or 'bf16'; got {value!r}{nearest(str(value), _WIRES)}")
+            check_choice(name, value, ("fp8", "bf16"))
         if sequence_dim is None and reduce == "fp8":
             raise ValueError(
                 "reduce='fp8' needs a sequence_dim: a sum for all ranks would be rounded to FP8 twice. Use "
@@ -253,8 +250,7 @@ def _features(
 def as_plain(y: Any) -> Tensor:
     """Return this rank's part of Y, not as a view: FSDP2 warns about those, and they cannot be changed in place."""
     local = y.to_local()
-    part: Tensor = torch.ops.aten._unsafe_view(local, local.shape)
-    return part
+    return torch.ops.aten._unsafe_view(local, local.shape)  # type: ignore[no-any-return]
 
 
 def present(layer: nn.Module, exchange: TokenExchange) -> TokenExchange:
@@ -275,13 +271,8 @@ def _local(x: Tensor, exchange: TokenExchange, placement: Any) -> Tensor:
     """Return this rank's part of an input that is a DTensor; a plain tensor is one."""
     if not isinstance(x, DTensor):
         return x
-    if placement.is_shard() and x.shape[placement.dim] % exchange.mesh.size():
-        size, ranks = x.shape[placement.dim], exchange.mesh.size()
-        raise ValueError(
-            f"{size} elements, in dimension {placement.dim} of {list(x.shape)}, are not an equal part for each of "
-            f"{ranks} ranks of tensor parallelism: pad it to {size + -size % ranks}"
-        )
+    if placement.is_shard():
+        check_equal_parts(x, placement.dim, exchange.mesh.size())
     if x.placements != (placement,):
         x = x.redistribute(placements=[placement])
-    local: Tensor = x.to_local()
-    return local
+    return x.to_local()

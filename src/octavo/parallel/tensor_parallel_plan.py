@@ -41,7 +41,7 @@ from octavo.parallel.tensor_parallel import (
     gathered_spec,
     present,
 )
-from octavo.parallel.tokens import TokenExchange, gather_input
+from octavo.parallel.tokens import TokenExchange, check_equal_parts, gather_input
 from octavo.runtime.blocks import Absent, find_block_list, find_blocks
 from octavo.runtime.swap import all_or_nothing
 from octavo.tensor import local_tensor
@@ -340,10 +340,6 @@ def _with_hidden_states(args: Any, kwargs: Any, change: Any) -> tuple[Any, dict[
 
 def split_tokens(x: Tensor, mesh: DeviceMesh) -> Tensor:
     """Return this rank's tokens of [B,S,H]; the gradient of the others' is zero here."""
-    if x.shape[1] % mesh.size():
-        raise ValueError(
-            f"{x.shape[1]} tokens are not an equal part for each of {mesh.size()} ranks of sequence parallelism: pad "
-            f"the sequence to {x.shape[1] + -x.shape[1] % mesh.size()}"
-        )
+    check_equal_parts(x, 1, mesh.size())
     size = x.shape[1] // mesh.size()
     return x.narrow(1, mesh.get_local_rank() * size, size).contiguous()

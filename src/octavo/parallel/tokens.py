@@ -104,11 +104,7 @@ class TokenExchange:
             dist.all_reduce(total, group=group)
             return total.to(x.dtype)
         dim, ranks = self.dim(x), self.mesh.size()
-        if x.shape[dim] % ranks:
-            raise ValueError(
-                f"{x.shape[dim]} tokens, in dimension {dim} of {list(x.shape)}, are not an equal part for each of "
-                f"{ranks} ranks of tensor parallelism: pad the sequence to {x.shape[dim] + -x.shape[dim] % ranks}"
-            )
+        check_equal_parts(x, dim, ranks)
         parts = summand.unflatten(dim, (ranks, x.shape[dim] // ranks)).movedim(dim, 0)
         shape = parts.shape[1:]
         if self.fp8_reduce:
@@ -125,16 +121,24 @@ class TokenExchange:
         return parts.movedim(0, dim).flatten(dim, dim + 1)
 
 
+def check_equal_parts(x: Tensor, dim: int, ranks: int) -> None:
+    """Raise ValueError unless the ranks divide a dimension."""
+    if (size := x.shape[dim]) % ranks:
+        what, whole = ("tokens", "the sequence") if dim < x.ndim - 1 else ("features", "it")
+        raise ValueError(
+            f"{size} {what} are not an equal part for each of {ranks} ranks of tensor parallelism, in dimension {dim} "
+            f"of {list(x.shape)}: pad {whole} to {size + -size % ranks}"
+        )
+
+
 def gather_input(x: Tensor, exchange: TokenExchange, spec: QuantSpec | None) -> Tensor:
     """Return all tokens of this rank's x as a DTensor of each rank; summands of their gradient are reduced."""
-    whole: Tensor = _GatherInput.apply(x, exchange, spec, False)
-    return whole
+    return _GatherInput.apply(x, exchange, spec, False)  # type: ignore[no-any-return]
 
 
 def reduce_output(y: Tensor, exchange: TokenExchange) -> Tensor:
     """Return this rank's tokens of the sum of summands y, a DTensor; their gradient is gathered."""
-    part: Tensor = _ReduceOutput.apply(y, exchange)
-    return part
+    return _ReduceOutput.apply(y, exchange)  # type: ignore[no-any-return]
 
 
 class _GatherInput(torch.autograd.Function):
@@ -157,8 +161,7 @@ class _ReduceOutput(torch.autograd.Function):
         ctx.exchange = exchange
         if y.placements == (Partial(),):
             return exchange.reduce(y.to_local())
-        part: Tensor = y.redistribute(placements=[exchange.placement(y)]).to_local()
-        return part
+        return y.redistribute(placements=[exchange.placement(y)]).to_local()  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
