@@ -31,9 +31,9 @@ class QuantizePlan:
     """Outputs to allocate and kernels to launch, prepared at the first run, for matrices of one shape and strides."""
 
     __slots__ = (
-        "_device", "_dtype", "_e8m0", "_empty", "_index", "_launches", "_maxima", "_padded_rows", "_pair", "_q", "_q_t",
-        "_s", "_s_t", "_scalars", "_scale_dtype", "_second_at", "_shape", "_steps", "_two_passes", "_writes_columns",
-        "_writes_rows", "_writes_scale", "run",
+        "_allocate", "_device", "_dtype", "_e8m0", "_empty", "_index", "_launches", "_maxima", "_padded_rows", "_pair",
+        "_q", "_q_t", "_s", "_s_t", "_scalars", "_scale_dtype", "_second_at", "_shape", "_steps", "_two_passes",
+        "_writes_columns", "_writes_rows", "_writes_scale", "run",
     )  # fmt: skip
 
     def __init__(
@@ -61,6 +61,7 @@ class QuantizePlan:
             "grid_columns_t": scale_shape_t[1],
         }  # fmt: skip
         self._steps: list[tuple[PreparedLaunch, Callable[..., Any]]] = []
+        self._allocate: Callable[[Tensor | None], tuple[Tensor, ...]] | None = None
         self.run: GeneratedFunction = self._run
 
     def _run(
@@ -73,21 +74,13 @@ class QuantizePlan:
         if self._index is not None and self._index != torch.cuda.current_device():
             with torch.cuda.device(self._index):
                 return self._run(x, fold, fold_t, precomputed, zeros)
-        empty, dtype = self._empty, self._dtype
-        if not self._writes_columns:
-            q = q_t = columns = empty(*self._q, dtype)
-        else:
-            if self._q_t is not None:
-                q_t = columns = empty(*self._q_t, dtype)
-            else:
-                columns = empty((self._shape[1], self._padded_rows), (self._padded_rows, 1), dtype)
-                q_t = columns[:, : self._shape[0]].t()
-            q = empty(*self._q, dtype) if self._writes_rows else q_t
-        if precomputed is None or self._writes_scale:
-            s = empty(*self._s, self._scale_dtype)
-        else:
-            s, precomputed = precomputed, precomputed if precomputed.dtype == torch.float32 else precomputed.float()
-        s_t = empty(*self._s_t, self._scale_dtype) if self._pair else s
+        if self._allocate is None:
+            constants: dict[str, Any] = {}
+            lines = [*self._allocations(constants), "return Q, Q_T, COLUMNS, S, S_T"]
+            self._allocate = function_of("GIVEN", lines, constants)
+        q, q_t, columns, s, s_t = self._allocate(precomputed)
+        if precomputed is not None and precomputed.dtype != torch.float32:
+            precomputed = precomputed.float()
         fold = x if fold is None else fold if fold.is_contiguous() else fold.contiguous()
         fold_t = x if fold_t is None else fold_t if fold_t.is_contiguous() else fold_t.contiguous()
         start, bits = 0, x
@@ -154,6 +147,7 @@ class QuantizePlan:
         return [*lines, *map(str, launches)]
 
     def _allocations(self, constants: dict[str, Any]) -> list[str]:
+        """Return lines that allocate Q, Q_T, COLUMNS (the memory of Q_T), S and S_T, given scales in GIVEN."""
         function, data, scales = (source_of(v, constants) for v in (self._empty, self._dtype, self._scale_dtype))
 
         def empty(shape: Sequence[int], stride: Sequence[int], dtype: str) -> str:
@@ -177,7 +171,7 @@ class QuantizePlan:
         """Return a plan that allocates q, or q_t and the scale that belongs to it alone, as [C,R]: the same memory."""
         # For products that would otherwise view their operands so. Only for columns without padding.
         plan = copy(self)
-        plan.run = plan._run
+        plan.run, plan._allocate = plan._run, None
         if rows and self._writes_rows:
             plan._q = self._q[0][::-1], self._q[1][::-1]
         if columns and self._q_t is not None:
