@@ -219,15 +219,15 @@ def _random_operands(
     case: Case, m: int, n: int, k: int, generator: torch.Generator, device: torch.device
 ) -> tuple[ScaledTensor, ScaledTensor]:
     a_text, b_text, layout = case
+    a = random_operand(a_text, (k, m) if layout[0] == "t" else (m, k), generator, device)
+    return a, random_operand(b_text, (n, k) if layout[1] == "t" else (k, n), generator, device)
 
-    def operand(text: str, shape: tuple[int, int], transposed: bool) -> ScaledTensor:
-        values = torch.randn(
-            shape[::-1] if transposed else shape, generator=generator, device="cpu", dtype=torch.float32
-        ).to(device)
-        quantized = quantize(values, QuantSpec.parse(text if text != UNIT_SCALE else "e4m3/tensor"))
-        return quantized.unscaled if text == UNIT_SCALE else quantized
 
-    return operand(a_text, (m, k), layout[0] == "t"), operand(b_text, (k, n), layout[1] == "t")
+def random_operand(text: str, shape: tuple[int, int], generator: torch.Generator, device: torch.device) -> ScaledTensor:
+    """Return a random matrix in the format of a case."""
+    values = torch.randn(shape, generator=generator, device="cpu", dtype=torch.float32).to(device)
+    quantized = quantize(values, QuantSpec.parse(text if text != UNIT_SCALE else "e4m3/tensor"))
+    return quantized.unscaled if text == UNIT_SCALE else quantized
 
 
 def _triton_unsupported(device: torch.device, case: Case) -> str | None:

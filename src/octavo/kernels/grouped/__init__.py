@@ -26,12 +26,11 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.conformance.mismatches import low_sqnr
-from octavo.kernels.gemm import Layout, torch_bf16
+from octavo.kernels.gemm import Layout, random_operand, torch_bf16
 from octavo.kernels.gemm.operand_layout import CONTRACTED, UNIT_SCALE, data_along
 from octavo.kernels.grouped import reference, torch_scaled
 from octavo.kernels.grouped.gradient import is_grouped, quantize_grouped, sum_by_group
 from octavo.kernels.library import define
-from octavo.kernels.quantize import quantize
 from octavo.kernels.registry import Backend, Case, register, triton_backend
 from octavo.numerics.formats import SUPPORTED_DTYPES
 from octavo.numerics.names import check_choice
@@ -132,13 +131,8 @@ def random_operands(
     experts, m = len(counts), sum(counts) + 3
     offsets = torch.tensor(counts, device="cpu").cumsum(0).int().to(device)
 
-    def operand(text: str, rows: int, columns: int) -> ScaledTensor:
-        values = torch.randn((rows, columns), generator=generator, device="cpu", dtype=torch.float32).to(device)
-        quantized = quantize(values, QuantSpec.parse("e4m3/tensor" if text == UNIT_SCALE else text))
-        return quantized.unscaled if text == UNIT_SCALE else quantized
-
-    a = operand(a_text, m, k if layout == "nt" else n)
-    b = operand(b_text, m if layout == "tn" else experts * n, k)
+    a = random_operand(a_text, (m, k if layout == "nt" else n), generator, device)
+    b = random_operand(b_text, (m if layout == "tn" else experts * n, k), generator, device)
     if layout == "tn":
         by_group = torch.rand((experts, n), generator=generator, device="cpu", dtype=torch.float32).to(device)
         a = ScaledTensor(a.data, by_group, a.spec)
