@@ -57,9 +57,10 @@ def main(arguments: list[str]) -> None:
         for name, (status, message) in results.items():
             if arms["plain"].get(name, ("passed",))[0] == "passed" and status == "failed":
                 print(f"{status}: {name}: {message}" if len(arms) == 2 else f"{arm} {status}: {name}: {message}")
+    width, states = max(map(len, arms)), ("passed", "failed", "skipped")
     for arm, results in arms.items():
         counts = Counter(status for status, _ in results.values())
-        print(f"{arm:<8}" + ", ".join(f"{counts[status]} {status}" for status in ("passed", "failed", "skipped")))
+        print(f"{arm:<{width}}  " + ", ".join(f"{counts[status]} {status}" for status in states))
     sys.exit(int(not all(arms.values())))
 
 

@@ -56,6 +56,21 @@ def test_training_and_a_resumed_run_are_those_of_a_plain_loop(level, llama, samp
     assert losses + train(model, optimizer, data[3:], accelerator.backward) == expected
 
 
+def test_saved_fp8_states_are_not_loaded_by_another_optimizer(llama, samples, tmp_path):
+    accelerator = Fp8Accelerator(cpu=True, precision="fp8+activations+optimizer")
+    model = llama()
+    model, optimizer = accelerator.prepare(model, octavo.AdamW(model.parameters()))
+    train(model, optimizer, batches_of(samples, 1), accelerator.backward)
+    accelerator.save_state(str(tmp_path))
+    accelerator.free_memory()
+    accelerator.precision = octavo.Precision.level("fp8+activations")
+    model = llama()
+    accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    with pytest.warns(UserWarning, match="precision.states = 'fp8', now"):
+        with pytest.raises(ValueError, match=r"states, which torch\.optim\.adamw\.AdamW does not read: go on"):
+            accelerator.load_state(str(tmp_path))
+
+
 @pytest.mark.thorough
 def test_recipes_with_state_are_in_saved_states(llama, samples, tmp_path):
     accelerator = Fp8Accelerator(cpu=True, precision={"recipe": "rowwise_equalized"})

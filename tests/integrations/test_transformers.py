@@ -279,6 +279,15 @@ def test_optimizers_without_the_states_that_were_asked_for(llama, samples, tmp_p
         Fp8Trainer(model=model, args=args, train_dataset=samples, precision=ALL, optimizers=optimizers)
 
 
+def test_a_resumed_run_without_fp8_states_takes_none(llama, samples, tmp_path):
+    args = arguments(tmp_path, max_steps=2, save_strategy="steps", save_steps=1)
+    Fp8Trainer(model=llama(), args=args, train_dataset=samples, precision=ALL).train()
+    trainer = Fp8Trainer(model=llama(), args=args, train_dataset=samples, precision="fp8")
+    with pytest.warns(UserWarning, match="precision.states = 'fp8', now"):
+        with pytest.raises(ValueError, match=r"states, which torch\.optim\.adamw\.AdamW does not read: go on"):
+            trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+
+
 def test_the_user_sets_options_of_adamw(llama, samples, tmp_path):
     trainer = Fp8Trainer(
         model=llama(), args=arguments(tmp_path), train_dataset=samples, precision=ALL,

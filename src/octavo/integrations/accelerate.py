@@ -89,6 +89,16 @@ class Fp8Accelerator(accelerate.Accelerator):
             bare.octavo_step_hook = bare.register_step_post_hook(self._end_step)
         return super().prepare_optimizer(optimizer, *args, **kwargs)
 
+    def load_state(self, *args: Any, **kwargs: Any) -> None:
+        """Load a checkpoint as `accelerate.Accelerator.load_state` does.
+
+        Raises:
+            ValueError: If its FP8 optimizer states were loaded into another optimizer than `octavo.AdamW`.
+        """
+        super().load_state(*args, **kwargs)
+        for optimizer in self._optimizers:
+            check_optimizer(self.precision, optimizer)
+
     def _end_step(self, *_: Any) -> None:
         if self._monitor is not None and (metrics := self._monitor.end()):
             self.log(metrics, step=self._monitor.number)

@@ -53,8 +53,7 @@ def prepare(model: nn.Module, precision: Precision, verbose: bool) -> None:
 
 def optimizer_problem(optimizer: Any, precision: Precision) -> str | None:
     """Return what an optimizer is instead of `octavo.AdamW` with the states of a precision; None if it fits."""
-    while hasattr(optimizer, "optimizer"):  # accelerate's wrapper
-        optimizer = optimizer.optimizer
+    optimizer = _bare_optimizer(optimizer)
     if precision.states != "fp8" and precision.master != "remainder":
         return None
     if not isinstance(optimizer, AdamW):
@@ -65,12 +64,25 @@ def optimizer_problem(optimizer: Any, precision: Precision) -> str | None:
 
 
 def check_optimizer(precision: Precision, optimizer: Any) -> None:
-    """Raise ValueError if a precision has FP8 optimizer states and an optimizer, wrapped or not, has not."""
+    """Raise ValueError if either a precision or the states of an optimizer are FP8 ones, and the other is not."""
     if (problem := optimizer_problem(optimizer, precision)) is not None:
         raise ValueError(
             f"precision={precision.label!r} has FP8 states of AdamW, but the optimizer is {problem}: create it with "
             "octavo.AdamW(model.parameters(), …)"
         )
+    bare = _bare_optimizer(optimizer)
+    if not isinstance(bare, AdamW) and any("exp_avg_fp8" in state for state in bare.state.values()):
+        name = f"{type(bare).__module__}.{type(bare).__name__}"
+        raise ValueError(
+            f"the checkpoint has FP8 optimizer states, which {name} does not read: go on "
+            "with precision='fp8+activations+optimizer', or load the checkpoint without its optimizer states"
+        )
+
+
+def _bare_optimizer(optimizer: Any) -> Any:
+    while hasattr(optimizer, "optimizer"):  # wrappers of accelerate and Lightning
+        optimizer = optimizer.optimizer
+    return optimizer
 
 
 def _check_conversion(model: nn.Module, recipes: set[str], precision: Precision) -> None:

@@ -19,6 +19,7 @@ from octavo._version import __version__
 from octavo.integrations.common import (
     Fp8State,
     PrecisionLike,
+    check_optimizer,
     optimizer_problem,
     precision_of,
     prepare,
@@ -189,6 +190,11 @@ class Fp8TrainerMixin:
         trainer: Any = super()
         trainer._load_from_checkpoint(resume_from_checkpoint, *args, **kwargs)
         self._load_fp8_state(resume_from_checkpoint)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        trainer: Any = super()
+        trainer._load_optimizer_and_scheduler(checkpoint)
+        check_optimizer(self.precision, cast(Any, self).optimizer)
 
     def _load_best_model(self) -> None:
         trainer: Any = super()
