@@ -15,12 +15,7 @@ import torch
 from test_faults import AUTOPILOT_ON, models_with, outlier
 from tiny_runs import LLAMA, Recorder
 from torch import nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
 import octavo
 from octavo.nn.equalized import compiled_pass, equalizer_of

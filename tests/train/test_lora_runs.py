@@ -8,12 +8,7 @@ import shutil
 import pytest
 import torch
 from tiny_runs import LLAMA, At, Recorder, assert_resumes, fail, job
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForImageClassification,
-    LlamaConfig,
-    LlamaForCausalLM,
-)
+from transformers import AutoModelForCausalLM, AutoModelForImageClassification, LlamaConfig, LlamaForCausalLM
 
 from octavo.nn import ResidentWeight
 from octavo.train import ConfigError, lora, parse_config, read_metrics, run

@@ -80,7 +80,6 @@ class CompiledBlocks:
 
     @property
     def active(self) -> bool:
-        """Whether the blocks compile."""
         return bool(self._blocks) and not self.reason
 
     def trial(self) -> AbstractContextManager[None]:

@@ -41,7 +41,6 @@ class Patience:
 
     @property
     def over(self) -> bool:
-        """Whether the run should end."""
         return 0 < self.patience <= self.since
 
     def note(self, loss: float | None) -> None:

@@ -26,8 +26,6 @@ from octavo.train.trainer import Trainer
 
 
 class Gauges:
-    """Completes the metrics of steps."""
-
     def __init__(self, trainer: Trainer, summary: RunResult) -> None:
         self._trainer, self._data = trainer, trainer.task.data_size()
         steps = trainer.config.run.steps
@@ -99,7 +97,6 @@ class StepProfile:
         return result
 
     def finish(self) -> None:
-        """Write what was profiled, if anything was."""
         if self._profiler is None:
             return
         profiler, self._profiler = self._profiler, None

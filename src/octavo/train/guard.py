@@ -39,8 +39,6 @@ class SpikeError(RuntimeError):
 
 
 class SpikeGuard:
-    """Detects loss spikes."""
-
     def __init__(self, config: GuardConfig) -> None:
         self.rollbacks = 0  # Number of rollbacks of the run
         self._config = config
@@ -51,12 +49,10 @@ class SpikeGuard:
 
     @property
     def active(self) -> bool:
-        """Whether the run rolls back after a spike."""
         return self._config.spike > 0 and self.rollbacks < self._config.rollbacks
 
     @property
     def rising(self) -> bool:
-        """Whether the last steps may begin a spike."""
         return bool(self._rise)
 
     def check(self, row: StepMetrics) -> None:
@@ -102,7 +98,6 @@ class SpikeGuard:
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load what `state_dict` returned; {} loads nothing."""
         self.rollbacks, self._last = state.get("rollbacks", 0), list(state.get("last", []))
         self._usual = deque(state.get("usual", []), self._config.window)
         self._rise, self._first = list(state.get("rise", [])), state.get("first", 0)

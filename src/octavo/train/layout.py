@@ -54,7 +54,6 @@ def on_tensors(function: Callable[[Tensor], Any], inputs: Inputs) -> Any:
 
 
 def row_chunks(inputs: Inputs, parts: int) -> Sequence[Inputs]:
-    """Cut the rows of inputs into parts."""
     if not isinstance(inputs, Mapping):
         chunks: Sequence[Tensor] = inputs.chunk(parts)
         return chunks
@@ -89,11 +88,9 @@ class Layout:
         return ddp.no_sync() if isinstance(ddp, DistributedDataParallel) and not on else nullcontext()
 
     def own_rows(self, batch: Tensor) -> Tensor:
-        """This rank's rows of a batch [B, …]."""
         return _part(batch, self.rows, 0)
 
     def own_tokens(self, inputs: Inputs) -> Inputs:
-        """This rank's tokens of inputs [B,S]."""
         return on_tensors(lambda rows: _part(rows, self.inputs, 1), inputs)
 
     def positions(self, inputs: Inputs) -> dict[str, Tensor]:
@@ -105,7 +102,6 @@ class Layout:
         return {"position_ids": torch.arange(first, first + inputs.shape[1], device=inputs.device).unsqueeze(0)}
 
     def own_labels(self, targets: Tensor) -> Tensor:
-        """This rank's labels, of [B,S]."""
         return _part(targets, self.labels, 1)
 
     def sum_partial(self, gradients: Mapping[str, Tensor]) -> None:

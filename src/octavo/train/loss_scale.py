@@ -41,7 +41,6 @@ class LossScale:
 
     @property
     def exhausted(self) -> bool:
-        """True after more than `MAX_SKIPS` skipped steps in a row."""
         return self._skips > MAX_SKIPS
 
     @property
@@ -107,7 +106,6 @@ class LossScale:
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Load what `state_dict` returned."""
         self.value = state["value"]
         self._good_steps = int(state["good_steps"])
         self._skips = int(state["overflows"])

@@ -366,7 +366,6 @@ class _Draws(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def draw(self, draws: Iterable[_Draw]) -> None:
-        """Draw into these tensors."""
         chunks = [
             (draw, part, self._seed + draw.first + number)
             for draw in draws

@@ -214,8 +214,6 @@ def _factor(optim: Optim, step: int, steps: int) -> float:
 
 
 class WeightAverage:
-    """The average of some parameters."""
-
     def __init__(self, names: Sequence[str], params: Sequence[nn.Parameter], masters: Iterable[Tensor]) -> None:
         self._params = dict(zip(names, params, strict=True))
         # The average by name, fp32, sharded like the parameters.
@@ -250,7 +248,6 @@ def make_optimizer(
     model: nn.Module, optim: Optim, precision: PrecisionConfig, fp32_values: Mapping[str, Tensor],
     settings: Mapping[str, ParameterSettings], partial: Collection[str] = (),
 ) -> "TrainerOptimizer":  # fmt: skip
-    """The optimizer of a run."""
     states, master = optim.states or precision.resolved.states, precision.resolved.master
     own: dict[str, Any] = {"fp32_values": fp32_values, "settings": settings}
     remainder = master == "remainder" and precision.parameters == "bf16"
@@ -349,7 +346,6 @@ class TrainerOptimizer(ABC):
         """Make the missing states of `inner`."""
 
     def zero_grad(self) -> None:
-        """Free all gradients."""
         for param in (*self._params, *self._masters):
             param.grad = None
 
@@ -440,7 +436,6 @@ class MasterWeightOptimizer(TrainerOptimizer):
             param.grad = None
 
     def masters(self) -> Iterator[Tensor]:
-        """Yield the fp32 values of the local rows of each parameter, exact where there is a master."""
         return (local_tensor(master).detach().float() for master in self._masters)
 
     def _step(self, factor: float) -> None:
@@ -483,7 +478,6 @@ class MasterWeightOptimizer(TrainerOptimizer):
             self._state_of(master)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load what `state_dict` returned for the same model; shards take their rows of it."""
         super().load_state_dict(state)
         for direct in filter(self.inner.state.__contains__, self._direct):  # PyTorch moves counts to the device
             self.inner.state[direct]["step"] = self.inner.state[direct]["step"].cpu()
@@ -511,7 +505,6 @@ class Fp8StateOptimizer(TrainerOptimizer):
         """Nothing: backward adds to the parameters' own gradients."""
 
     def masters(self) -> Iterator[Tensor]:
-        """Yield the fp32 values of the local rows of each parameter, exact where there is a master."""
         return (master_values(param, self.inner.state[param]) for param in self._params)
 
     def _step(self, factor: float) -> None:

@@ -60,8 +60,6 @@ class LostRankError(RuntimeError):
 
 @dataclass(frozen=True)
 class Ranks:
-    """The processes of a run."""
-
     device: torch.device  # Device of this process
     rank: int = 0  # Rank of this process
     world_size: int = 1  # Number of processes
@@ -140,11 +138,9 @@ class Ranks:
                 raise SharedError(f"the ranks do not train the same: {key} = {shown}. Give every machine the same one")
 
     def any(self, flag: bool, *, group: dist.ProcessGroup | None = None) -> bool:
-        """Whether a flag is set on any rank."""
         return bool(self.max(int(flag), group=group))
 
     def max(self, value: int, *, group: dist.ProcessGroup | None = None) -> int:
-        """The largest value of any rank."""
         if self.world_size == 1:
             return value
         values = torch.tensor(value, dtype=torch.int32, device="cpu")
@@ -167,7 +163,6 @@ class Ranks:
         return list(stacked)
 
     def wait(self) -> None:
-        """Wait for all ranks."""
         self.raise_together(lambda: None)
 
     def host_group(self, timeout: timedelta) -> dist.ProcessGroup | None:
@@ -178,7 +173,6 @@ class Ranks:
         return group
 
     def all_gather(self, value: Any) -> list[Any]:
-        """The value of each rank, in rank order."""
         values: list[Any] = [None] * self.world_size
         dist.all_gather_object(values, value)
         return values
@@ -364,7 +358,6 @@ class Heartbeat:
         return silent
 
     def close(self) -> None:
-        """Leave."""
         self._closing.set()
         self._thread.join()
 

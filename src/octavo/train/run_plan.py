@@ -346,7 +346,6 @@ def _own_part(
 
 
 def stage_module(model: Any, stage: Stage, config: TrainConfig) -> StageModule:
-    """Return the module of a stage, of a copy of its model."""
     members = find_block_list(model.base_model)
     own = [index for index, member in enumerate(members) if not isinstance(member, Absent)]
     parallel = config.parallel
@@ -367,7 +366,6 @@ def stage_input(model: Any, stage: Stage, config: TrainConfig, ids: Tensor) -> T
 
 
 def without_experts(config: TrainConfig) -> TrainConfig:
-    """Return the configuration without expert parallelism."""
     return config.model_copy(update={"parallel": config.parallel.model_copy(update={"ep": 1})})
 
 

@@ -38,7 +38,6 @@ class Sampler:
             )
 
     def is_due(self, step: int) -> bool:
-        """Whether to sample after a step before the last one."""
         return bool(self._settings.every) and step % self._settings.every == 0
 
     def write(self) -> list[dict[str, str]]:

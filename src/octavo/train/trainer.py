@@ -74,8 +74,6 @@ AUTOPILOT_EVERY = 50  # Steps between two samples of the autopilot if `inspect.e
 
 
 class Trainer:
-    """Trains a model step by step."""
-
     _ahead: tuple[int, tuple[Inputs, Tensor] | None] = -1, None  # The number of a batch that was read ahead, and it
 
     def __init__(
@@ -160,7 +158,6 @@ class Trainer:
         self.saver = CheckpointSaver(self.ranks, async_save=parallel.async_save, timeout=parallel.timeout)
 
     def train_step(self) -> StepMetrics:
-        """Take one optimizer step."""
         # Raises NonFiniteError, with the loss scale from before skipped steps, and StopRequested; the state is then
         # that before the step.
         start = time.perf_counter()

@@ -92,7 +92,6 @@ def is_model(model: Any) -> bool:
 
 
 def config_of(model: Any) -> Any:
-    """The config of a model."""
     return _config(dict(model.config))
 
 
@@ -104,7 +103,6 @@ def save_config(model: Any, folder: Path) -> None:
 
 
 def is_folder(folder: Path) -> bool:
-    """Whether a folder holds a model of diffusers."""
     return "_class_name" in _read(folder)
 
 

@@ -25,7 +25,6 @@ class ModelKind:
 
     @property
     def auto(self) -> Any:
-        """The class that makes them."""
         import transformers
 
         return getattr(transformers, self.auto_class)

@@ -33,12 +33,10 @@ def invalid_checkpoints(out: Path) -> list[Path]:
 
 
 def latest_checkpoint(out: Path) -> Path | None:
-    """Folder of the newest checkpoint under `out`; None if there is none."""
     return next(reversed(checkpoints(out)), None)
 
 
 def step_of(checkpoint: Path) -> int:
-    """The step of a checkpoint, by its name."""
     return int(checkpoint.name.removeprefix("step-"))
 
 

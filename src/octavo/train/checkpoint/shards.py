@@ -200,7 +200,6 @@ class ShardReader(FileSystemReader):
     """Read shards with the checked index, and only files next to it."""
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        """Return the checked index."""
         return read_index(Path(self.path))
 
 

@@ -63,8 +63,6 @@ IGNORED_CONFIG_KEYS = {"architectures", "dtype", "torch_dtype", "transformers_ve
 
 
 class CheckpointSaver:
-    """Write the checkpoints of a run."""
-
     def __init__(self, ranks: Ranks, *, async_save: bool = False, timeout: float = 600.0) -> None:
         self._ranks = ranks
         self._group = ranks.host_group(timedelta(seconds=timeout)) if async_save else None

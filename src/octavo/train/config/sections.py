@@ -343,7 +343,6 @@ class Data(Section):
 
     @property
     def has_messages(self) -> bool:
-        """Whether a source has conversations."""
         return any(part.format == "messages" for part in self.parts)
 
     @property
@@ -410,7 +409,6 @@ class EvalConfig(Section):
 
     @property
     def share(self) -> float:
-        """`fraction` with its default."""
         return HELD_OUT_SHARE if self.fraction is None else self.fraction
 
     def _problems(self) -> Iterator[str]:
@@ -750,7 +748,6 @@ class InspectConfig(Section):
 
     @property
     def thresholds(self) -> Thresholds:
-        """The limits, as `octavo.inspect` takes them."""
         return Thresholds(**self.limits.model_dump())
 
     def _problems(self) -> Iterator[str]:

@@ -69,8 +69,6 @@ class Conversation(str):
 
 
 class Chat:
-    """A tokenizer with a chat template."""
-
     def __init__(self, tokenizer: TextTokenizer, template: str, loss_on: str) -> None:
         self.tokenizer = replace(tokenizer, chat_template=template)  # The tokenizer; `save` writes the template with it
         self._template, self._assistant = template, loss_on == "assistant"
@@ -355,7 +353,6 @@ def _functions(where: str, name: str, value: Any) -> Messages:
 
 
 def _with_text_arguments(messages: Messages) -> Messages:
-    """The messages, with `arguments` of tool calls as JSON text."""
     messages = copy.deepcopy(messages)
     for call in (call for message in messages for call in message.get(CALLS, ())):
         call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
@@ -363,7 +360,6 @@ def _with_text_arguments(messages: Messages) -> Messages:
 
 
 def _parts(conversation: str) -> tuple[Messages, Messages]:
-    """Messages and tools of a conversation."""
     value = json.loads(conversation)
     return (value["messages"], value["tools"]) if isinstance(value, dict) else (value, [])
 

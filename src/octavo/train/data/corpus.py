@@ -143,7 +143,6 @@ class Corpus(Sequences):
 
     @property
     def windows(self) -> int:
-        """Number of windows, or of packed rows."""
         return self._windows
 
     def row(self, seed: int, sample: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -160,7 +159,6 @@ class Corpus(Sequences):
         return ids[:-1].clone(), targets
 
     def size(self) -> str:
-        """Documents, tokens and sequences, in words."""
         targets = "" if self._counts is None else f" ({100 * self._share:.3g} % targets)"
         counts = (counted_noun(self.documents, "document"), f"{counted_noun(self.tokens, 'token')}{targets}")
         return ", ".join((*counts, counted_noun(self.windows, "sequence")))
@@ -202,8 +200,6 @@ def _runs(ends: np.ndarray, chosen: np.ndarray | None) -> tuple[np.ndarray, np.n
 
 
 class PackedRows:
-    """The rows of some documents."""
-
     def __init__(
         self, ids: np.ndarray, first: np.ndarray, ends: np.ndarray, length: int, fill: int,
         *, counts: np.ndarray | None = None, packed: bool = True,

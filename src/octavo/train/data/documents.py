@@ -62,7 +62,6 @@ def suffix(path: str | Path) -> str:
 
 
 def is_compressed(path: str | Path) -> bool:
-    """Whether a file is decompressed while it is read."""
     return Path(path).suffix.lower() in (".gz", ".zst")
 
 
@@ -131,7 +130,6 @@ class Column:
 
     @classmethod
     def of(cls, config: Data) -> "Column":
-        """The column that `[data]` names."""
         messages = config.format == "messages"
         return cls(config.source, config.messages_field if messages else config.text_field, messages)
 
@@ -202,7 +200,6 @@ def read_documents(blocks: Collection[Block], kind: str, column: Column) -> Stre
 
 
 def rows_as_documents(rows: list[str | None]) -> Stream:
-    """Each row a document."""
     for text in rows:
         if text:
             yield text

@@ -40,7 +40,6 @@ class EpochOrder:
 
 
 def write_data_state(folder: Path, state: Mapping[str, Any]) -> None:
-    """Write the state of the data into a checkpoint."""
     (folder / DATA_FILE).write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
 
 

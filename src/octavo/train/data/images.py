@@ -59,8 +59,6 @@ NOISE_STREAM = 1  # Counter word that keeps the random numbers of samples apart 
 
 @dataclass(frozen=True)
 class ImageShape:
-    """Channels, height and width of the images of a model."""
-
     channels: int
     height: int
     width: int
@@ -129,7 +127,6 @@ class DigitImages:
         self._pixels = torch.from_numpy(pixels.astype(np.float32) / LARGEST_DIGIT * 2 - 1).unsqueeze(1)
 
     def pixels(self, numbers: Sequence[int]) -> Tensor:
-        """fp32 [N, C, H, W] in [-1, 1]."""
         pixels, size = self._pixels[list(numbers)], (self._shape.height, self._shape.width)
         if pixels.shape[-2:] != size:
             pixels = F.interpolate(pixels, size=size, mode="bilinear", align_corners=False)
@@ -193,7 +190,6 @@ class ImageFiles(_Files):
         super().__init__(paths, contents, shape)
 
     def pixels(self, numbers: Sequence[int]) -> Tensor:
-        """fp32 [N, C, H, W] in [-1, 1]."""
         return self._arrays(numbers).permute(0, 3, 1, 2).float().div_(127.5).sub_(1)
 
     def _read(self, path: Path, digest: bytes) -> np.ndarray:
@@ -234,7 +230,6 @@ class LatentFiles(_Files):
     kind = "latents 1"
 
     def pixels(self, numbers: Sequence[int]) -> Tensor:
-        """fp32 [N, C, H, W]."""
         return self._arrays(numbers)
 
     def _read(self, path: Path, digest: bytes) -> np.ndarray:
@@ -256,8 +251,6 @@ class LatentFiles(_Files):
 
 
 class LabelledImages:
-    """Images and their classes."""
-
     skipped = 0  # Number of files left out
 
     def __init__(
@@ -289,12 +282,10 @@ class LabelledImages:
         return self.examples([self.training[row] for row in self._order.rows(seed, step, size)])
 
     def held_out_batches(self, size: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Held-out images and labels, up to `size` at a time."""
         for first in range(0, len(self.held_out), size):
             yield self.examples(self.held_out[first : first + size])
 
     def examples(self, numbers: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Some images and their labels: fp32 [N, C, H, W] in [-1, 1] and int64 [N]."""
         return self._images.pixels(numbers), self._labels[list(numbers)]
 
 
@@ -329,7 +320,6 @@ def image_classes(source: str, shape: ImageShape, count: int | None) -> ImageCla
 
 
 def load_digits(shape: ImageShape, *, shuffle: bool) -> LabelledImages:
-    """Read the digits of scikit-learn. Raises ConfigError if it is not installed."""
     pixels, labels = read_digits()
     return LabelledImages(DigitImages(pixels, shape), labels.tolist(), DIGIT_NAMES, shape, shuffle=shuffle)
 
@@ -379,8 +369,6 @@ def classes_of(folder: Path) -> dict[str, list[Path]]:
 
 
 class NoisyImages:
-    """Batches of noisy images."""
-
     skipped = 0  # Number of files left out
     held_out: "NoisyImages | None" = None  # Batches of the held-out images, with their classes; set by who makes both
 
@@ -399,7 +387,6 @@ class NoisyImages:
         self.fingerprint = digest.hexdigest()  # Hash of images, classes, schedule and share
 
     def batch(self, seed: int, step: int, size: int) -> tuple[Mapping[str, Tensor], Tensor]:
-        """Inputs and targets of step 0, 1, …"""
         clean, classes = self._images.examples([self._numbers[row] for row in self._order.rows(seed, step, size)])
         noise, steps = torch.empty_like(clean), torch.empty(size, dtype=torch.int64, device="cpu")
         for row in range(size):
@@ -439,8 +426,6 @@ class Tokens:
 
 
 class ImageText:
-    """Tokenized records with their images."""
-
     skipped = 0  # Number of files left out
 
     def __init__(
@@ -482,7 +467,6 @@ class ImageText:
         self._order = EpochOrder(len(training), shuffle=shuffle)
 
     def batch(self, seed: int, step: int, size: int) -> tuple[Mapping[str, Tensor], Tensor]:
-        """Inputs and targets of step 0, 1, …; see `rows`."""
         return self.rows(self._order.rows(seed, step, size))
 
     def held_out_rows(self, first: int, size: int) -> tuple[Mapping[str, Tensor], Tensor]:

@@ -161,8 +161,6 @@ def _held_out(text: TokenizedText, evaluation: EvalConfig) -> np.ndarray:
 
 
 class Mixture(Sequences):
-    """Sequences of several sources."""
-
     def __init__(self, parts: Sequence[Sequences], weights: Sequence[tuple[str, float]]) -> None:
         self._parts, self._names = parts, [name for name, _ in weights]
         largest = max(weight for _, weight in weights)  # the sum of the weights themselves may overflow
@@ -188,12 +186,10 @@ class Mixture(Sequences):
         self._block = lru_cache(maxsize=4)(self._block_of)
 
     def state(self) -> dict[str, Any]:
-        """The states of all sources."""
         states = [part.state() for part in self._parts]
         return {key: {name: entry for state in states for name, entry in state.get(key, {}).items()} for key in STATE}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Hand it on to the sources."""
         for part in self._parts:
             part.load_state(state)
 
@@ -203,14 +199,12 @@ class Mixture(Sequences):
         return max(1, min(int(part.windows / share) for part, share in zip(self._parts, self._shares, strict=True)))
 
     def row(self, seed: int, sample: int) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of a sample."""
         block, position = divmod(sample, BLOCK)
         sources, picks = self._block(seed, block)
         source = int(sources[position])
         return self._parts[source].row(seed, block * self._counts[source] + int(picks[position]))
 
     def size(self) -> str:
-        """Documents, tokens and sequences of each source, in words."""
         shares = zip(self._names, self._parts, self._shares, strict=True)
         return "; ".join(f"{100 * share:.3g} % {name}: {part.size()}" for name, part, share in shares)
 

@@ -56,8 +56,6 @@ NOT_SOURCE = {"site-packages", "dist-packages", "test", "tests", "idle_test", "l
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """Documents of text."""
-
     fingerprint: str  # Hash of the content
     read: Callable[[Path], Stream]  # Read the documents, with a folder for intermediate files
     skipped: int = 0  # Files left out because they are not UTF-8 (standard library only; elsewhere an error)

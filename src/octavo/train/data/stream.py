@@ -114,7 +114,6 @@ class StreamedCorpus(Sequences):
         return max(1, round(known * int(self._sizes.sum()) / int(self._sizes[list(self._rows)].sum())))
 
     def row(self, seed: int, sample: int) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of a sample."""
         epoch, position, chunk, number = self._locate(seed, sample)
         corpus = self._corpus(chunk)
         assert corpus is not None
@@ -125,7 +124,6 @@ class StreamedCorpus(Sequences):
         return corpus.row(seed, epoch * corpus.windows + number)
 
     def size(self) -> str:
-        """Documents, tokens and sequences, in words."""
         return (
             f"{len(self.files):,} streamed files with {self._sizes.sum() / 1e9:.3g} GB in "
             f"{len(self._chunks):,} chunks, about {self.windows:,} sequences (the first chunk: {self._first.size()})"

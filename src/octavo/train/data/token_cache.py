@@ -61,8 +61,6 @@ Encoded = Iterator[tuple[list[int], np.ndarray | None] | int | None]
 
 
 class TokenizedText:
-    """The tokenized documents of a cache entry."""
-
     def __init__(self, folder: Path, tokenizer: TextTokenizer, files: Mapping[str, list[Any]]) -> None:
         facts = json.loads((folder / "facts.json").read_text(encoding="utf-8"))
         self.folder, self.tokenizer = folder, tokenizer  # The entry, and the tokenizer of the ids
@@ -94,19 +92,16 @@ class ReadProgress:
         self._progress = progress
 
     def stage(self, text: str) -> None:
-        """Begin a stage."""
         self._text, self._bytes, self._next = text, 0, time.monotonic() + REPORT_SECONDS
         self._progress.stage(text)
 
     def __call__(self, size: int) -> None:
-        """Count `size` bytes."""
         self._bytes += size
         if time.monotonic() > self._next:
             self._next = time.monotonic() + REPORT_SECONDS
             self._progress.stage(f"{self._text}: {self._bytes / 1e9:.2f} GB")
 
     def counted(self, stream: Stream) -> Stream:
-        """The stream, of which each piece is counted."""
         for text in stream:
             self(len(text or ""))
             yield text

@@ -42,7 +42,6 @@ class TextTokenizer:
 
     @property
     def end_id(self) -> int:
-        """Id of the end-of-document token."""
         return self.backend.get_vocab(with_added_tokens=True)[self.end]
 
     @property
@@ -90,7 +89,6 @@ class TextTokenizer:
             raise OSError(f"{folder}: {error}") from None
 
     def as_transformers(self) -> Any:
-        """The tokenizer of Transformers with its chat template."""
         from transformers import PreTrainedTokenizerFast
 
         tokenizer = self.pretrained

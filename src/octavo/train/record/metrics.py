@@ -168,8 +168,6 @@ class RunResult:
 
 @dataclass(frozen=True, kw_only=True)
 class DataSize:
-    """The data of a run."""
-
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     rows: NonNegative  # Sequences or images of an epoch
@@ -204,7 +202,6 @@ class RunSetup:
     expected: ExpectedStep | None  # None until the first step has ended, on a CPU, and without a prediction
 
     def write(self, out: Path) -> None:
-        """Write `setup.json` into the output folder `out`, replacing the earlier one atomically."""
         write_file(out / SETUP_FILE, json.dumps(dataclasses.asdict(self), indent=2) + "\n")
 
     @classmethod
@@ -266,7 +263,6 @@ class StepTotals:
             self.add(row)
 
     def add(self, row: StepMetrics) -> None:
-        """Count a step."""
         self._step, self._tokens = row.step, row.tokens
         self._skipped += row.skipped
         self._seconds += row.step_s
@@ -317,7 +313,6 @@ class MetricsBuffer:
     def __exit__(self, *_: object) -> None: ...
 
     def write(self, row: StepMetrics) -> None:
-        """Count one step."""
         self.totals.add(row)
 
     def amend(self, row: StepMetrics) -> None:
@@ -362,7 +357,6 @@ class MetricsWriter(MetricsBuffer):
             self._board.close()
 
     def write(self, row: StepMetrics) -> None:
-        """Append one step."""
         super().write(row)
         self._start = self._end
         self._write(row)
@@ -373,7 +367,6 @@ class MetricsWriter(MetricsBuffer):
                     self._board.add_scalar(f"train/{name}", value, row.step)
 
     def amend(self, row: StepMetrics) -> None:
-        """Add to the last line what was measured after its step."""
         super().amend(row)
         if row != self.last:
             self._write(row)
@@ -391,7 +384,6 @@ class MetricsWriter(MetricsBuffer):
         self._end = self._start + len(line)
 
     def write_statistics(self, rows: Sequence[OperandStats]) -> list[Finding]:
-        """Append the statistics of a sampled step. Returns what has begun to cross a limit in it."""
         return self._statistics.write(rows)
 
 

@@ -115,8 +115,6 @@ def _steps(rows: Sequence[OperandStats]) -> Iterator[list[OperandStats]]:
 
 
 class StatisticsWriter:
-    """Append rows to `statistics.jsonl` and TensorBoard."""
-
     def __init__(self, out: Path, *, after_step: int, board: Any, limits: Thresholds | None = None) -> None:
         self._path, self._board, self._limits = out / STATISTICS_FILE, board, limits or Thresholds()
         self._history = History()

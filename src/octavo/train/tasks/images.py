@@ -67,7 +67,6 @@ class ImageTask(Task):
 
     @classmethod
     def stand_in(cls, config: TrainConfig) -> Any:
-        """The classes and the shape of the images."""
         return image_classes(config.data.source, cls.shape(config), config.model.config.get(cls.classes_field))
 
     def build_for_classes(self, fields: Mapping[str, Any], *, weights: bool) -> Any:
@@ -83,13 +82,11 @@ class ImageTask(Task):
         return model
 
     def empty_batch(self, size: int, device: torch.device) -> tuple[Any, Tensor]:
-        """Images and classes of zeros."""
         shape = self.data.shape
         pixels = torch.zeros((size, shape.channels, shape.height, shape.width), device=device)
         return pixels, torch.zeros(size, dtype=torch.int64, device=device)
 
     def cast(self, pixels: Tensor) -> Tensor:
-        """Pixels in the dtype of the parameters."""
         return pixels.to(PARAMETER_DTYPES[self.config.precision.parameters])
 
 
@@ -105,7 +102,6 @@ class ImageClassification(ImageTask):
 
     @classmethod
     def load(cls, config: TrainConfig, progress: Progress) -> LabelledImages:
-        """Read the images."""
         return load_labelled(config, cls.shape(config), progress)
 
     def build(self, *, weights: bool = True) -> Any:
@@ -121,7 +117,6 @@ class ImageClassification(ImageTask):
         return F.cross_entropy(logits.float(), targets)
 
     def data_size(self) -> DataSize:
-        """Images that are trained on."""
         return DataSize(rows=len(self.data.training))
 
     def positions(self, model: Any) -> int:
@@ -152,7 +147,6 @@ class ImageGeneration(ImageTask):
 
     @classmethod
     def load(cls, config: TrainConfig, progress: Progress) -> NoisyImages:
-        """Read the images, or latents."""
         data, images = config.data, load_labelled(config, cls.shape(config), progress)
         noisy = NoisyImages(
             images, images.training, scheduler(), shuffle=data.shuffle, label_dropout=data.label_dropout
@@ -161,7 +155,6 @@ class ImageGeneration(ImageTask):
         return noisy
 
     def build(self, *, weights: bool = True) -> Any:
-        """Build the model; the number of classes is the data's where not configured."""
         model = self.build_for_classes({self.classes_field: len(self.data.names)}, weights=weights)
         if model.config["out_channels"] not in (None, model.config["in_channels"]):
             raise ConfigError(
@@ -171,7 +164,6 @@ class ImageGeneration(ImageTask):
         return model
 
     def empty_batch(self, size: int, device: torch.device) -> tuple[Mapping[str, Tensor], Tensor]:
-        """Images, timesteps, noise and classes of zeros."""
         pixels, classes = super().empty_batch(size, device)
         return {"sample": pixels, "timestep": classes, "noise": torch.zeros_like(pixels)}, torch.zeros_like(classes)
 
@@ -184,14 +176,12 @@ class ImageGeneration(ImageTask):
         return loss
 
     def positions(self, model: Any) -> int:
-        """Patches of an image."""
         patch, shape = int(model.config["patch_size"]), self.data.shape
         positions: int = (shape.height // patch) * (shape.width // patch)
         return positions
 
     @property
     def held_out(self) -> NoisyImages | None:
-        """Noisy images that are not trained on; None without `[eval]`."""
         return None if self.config.eval is None else getattr(self.data, "held_out", None)
 
     def save(self, folder: Path) -> None:
@@ -201,7 +191,6 @@ class ImageGeneration(ImageTask):
 
 
 def scheduler() -> Any:
-    """The schedule of the noise: diffusers' `DDPMScheduler`."""
     return library().DDPMScheduler(**SCHEDULE)
 
 
@@ -265,24 +254,20 @@ class ImageTextTask(TextTask):
         return model
 
     def empty_batch(self, size: int, device: torch.device) -> tuple[Mapping[str, Tensor], Tensor]:
-        """Rows of the first token and images of zeros."""
         shape = image_shape(self._settings.vision_config)
         ids = torch.zeros((size, self.config.data.sequence_length), dtype=torch.int64, device=device)
         pixels = torch.zeros((size, shape.channels, shape.height, shape.width), device=device)
         return {"input_ids": ids, "pixel_values": pixels}, torch.zeros_like(ids)
 
     def prepare(self, model: Any, loss: str) -> str:
-        """`octavo.train.model.prepare_loss`."""
         return prepare_loss(model, loss)
 
     def loss(self, forward: Forward, inputs: Mapping[str, Tensor], targets: Tensor, **arguments: Any) -> Tensor:
-        """The cross-entropy of the answers' tokens."""
         arguments = {"use_cache": False} | arguments
         loss: Tensor = forward(**self._inputs(inputs), labels=targets, shift_labels=targets, **arguments).loss
         return loss
 
     def data_size(self) -> DataSize:
-        """Records that are trained on."""
         return DataSize(rows=self.data.training)
 
     @property

@@ -38,21 +38,17 @@ class Language(TextTask):
 
     @classmethod
     def load(cls, config: TrainConfig, progress: Progress) -> Sequences:
-        """Tokenize the text, or open it in the cache."""
         return load_corpus(config.data, config.model, progress, config.eval)
 
     @property
     def held_out(self) -> Sequences | None:
-        """Text that is not trained on; None without `[eval]`."""
         held_out: Sequences | None = getattr(self.data, "held_out", None)
         return held_out
 
     def build(self, *, weights: bool = True) -> Any:
-        """`octavo.train.model.build_model` with the tokenizer of the data."""
         return build_model(self.config, self.data.tokenizer, weights=weights)
 
     def empty_batch(self, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Ids and targets of zeros."""
         shape = size, self.config.data.sequence_length
         ids, targets = (torch.zeros(shape, dtype=torch.int64, device=device) for _ in range(2))
         if self.config.data.packing != "stream":
@@ -60,16 +56,13 @@ class Language(TextTask):
         return ids, targets
 
     def data_size(self) -> DataSize:
-        """Sequences, documents and tokens."""
         return DataSize(rows=self.data.windows, documents=self.data.documents, tokens=self.data.tokens)
 
     def data_summary(self) -> str:
-        """Documents, tokens and sequences, held-out ones, and the epochs of the run."""
         held_out = f"; held out: {self.held_out.size()}" if self.held_out is not None else ""
         return f"data: {self.data.summary(self._samples)}{held_out}"
 
     def data_warning(self) -> str:
-        """A note if the run sees sequences more than once."""
         repeats = self.data.repeats(self._samples, self.config.optim.batch)
         advice = "compare the loss with that on held-out text ([eval])"
         return f"the data repeats: {repeats}; {advice}" if repeats else ""
@@ -84,7 +77,6 @@ class Language(TextTask):
         return self.config.data.masks_targets
 
     def prepare(self, model: Any, loss: str) -> str:
-        """`octavo.train.model.prepare_loss`."""
         note = prepare_loss(model, loss)
         self.adapt(model)
         return note
@@ -129,7 +121,6 @@ class Language(TextTask):
         return state | ({"held_out": self.held_out.fingerprint} if self.held_out is not None else {})
 
     def load_state(self, folder: Path) -> str:
-        """Read the state of the data."""
         state = read_data_state(folder)
         self.data.load_state(state)
         if self.held_out is None or state.get("held_out") in (None, self.held_out.fingerprint):

@@ -14,5 +14,4 @@ TASKS: dict[str, type[Task]] = {
 
 
 def task_of(config: TrainConfig) -> type[Task]:
-    """The class of `data.task`."""
     return TASKS[config.data.task]

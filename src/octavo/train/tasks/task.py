@@ -170,14 +170,11 @@ class TextTask(Task):
         return SimpleNamespace(tokenizer=tokenizer)
 
     def data_state(self) -> dict[str, Any]:
-        """Also the tokenizer."""
         return super().data_state() | {"tokenizer": self.data.tokenizer.fingerprint}
 
     def save(self, folder: Path) -> None:
-        """Write the tokenizer, and the state of the data."""
         super().save(folder)
         self.data.tokenizer.save(folder)
 
     def describe(self, out: Path) -> None:
-        """Write `tokenizer.json`."""
         write_file(out / TOKENIZER_FILE, self.data.tokenizer.backend.to_str(pretty=True))
