@@ -30,20 +30,14 @@ BAD = {*range(22, 22 + LASTING), *range(32, 32 + LASTING)}
 """Batches of two spikes, the second of which goes back further."""
 MODEL = {"type": "llama", "config": LLAMA | {"num_hidden_layers": 1}}
 GUARDED = {
-    "run": {"steps": 36, "save_every": 5, "keep": 2},
-    "model": MODEL,
-    "guard": {"spike": 8.0, "window": 16},
-    "optim": {"lr": 1e-2, "schedule": "constant"},
-    "precision": {"level": "fp8", "autopilot": True},
-}
+    "run": {"steps": 36, "save_every": 5, "keep": 2}, "model": MODEL, "guard": {"spike": 8.0, "window": 16},
+    "optim": {"lr": 1e-2, "schedule": "constant"}, "precision": {"level": "fp8", "autopilot": True},
+}  # fmt: skip
 FP16 = {
-    "run": {"steps": 32, "save_every": 4, "keep": 2},
-    "model": MODEL,
-    "optim": {"lr": 3e-3, "schedule": "constant"},
+    "run": {"steps": 32, "save_every": 4, "keep": 2}, "model": MODEL, "optim": {"lr": 3e-3, "schedule": "constant"},
     "precision": {"parameters": "fp16", "loss_scale": "dynamic"},
-}
-OVERFLOWS = {5, *range(10, 22), 26}
-"""Steps before which gradients overflow: the scale falls, collapses and is restored."""
+}  # fmt: skip
+OVERFLOWS = {5, *range(10, 22), 26}  # Steps before which gradients overflow: the scale falls, collapses and is restored
 
 
 class Killed(BaseException):
@@ -65,17 +59,12 @@ def remove_half(folder, ignore_errors=False):
 
 
 POINTS = {
-    "event": (loop, "add_event"),
-    "event shown": (loop, "_record_event"),
-    "state put": (loop, "_load_state"),
-    "row": (metrics.MetricsWriter, "write"),
-    "removal": (checkpoint, "remove_checkpoint"),
-    "save": (checkpoint.CheckpointSaver, "save"),
-    "save begun": (checkpoint._NewCheckpoint, "begin"),
-    "save published": (checkpoint._NewCheckpoint, "publish"),
-    "prune": (checkpoint._NewCheckpoint, "prune"),
-    "beginning of rows": (loop, "drop_later_events"),
-}
+    "event": (metrics, "add_event"), "event shown": (loop, "_record_event"), "state put": (loop, "_load_state"),
+    "row": (metrics.MetricsWriter, "write"), "removal": (checkpoint, "remove_checkpoint"),
+    "save": (checkpoint.CheckpointSaver, "save"), "save begun": (checkpoint._NewCheckpoint, "begin"),
+    "save published": (checkpoint._NewCheckpoint, "publish"), "prune": (checkpoint._NewCheckpoint, "prune"),
+    "beginning of rows": (metrics, "drop_later_events"),
+}  # fmt: skip
 
 
 @contextmanager

@@ -31,17 +31,11 @@ import octavo.kernels  # noqa: F401  registers the ops named below
 from octavo._version import __version__
 from octavo.nn.equalized import compiled_pass, equalized_layers, equalizer_of
 from octavo.nn.memory_audit import Audit, SavedStorage
+from octavo.runtime import torch_compat
 from octavo.runtime.blocks import find_blocks
 from octavo.runtime.stopwatch import timed
 from octavo.runtime.switch import disabled
-from octavo.runtime.torch_compat import (
-    TorchDispatchMode,
-    allow_shared_graphs,
-    compilation_error,
-    compiled_graphs,
-    measure_compilations,
-    run_eagerly,
-)
+from octavo.runtime.torch_compat import TorchDispatchMode, run_eagerly
 from octavo.train.config.run_config import ConfigError
 
 BACKEND = "inductor"
@@ -95,8 +89,8 @@ class CompiledBlocks:
         """Replace the forwards of the blocks, which compile when they are called."""
         if not self.active:
             return
-        allow_shared_graphs(GRAPHS_PER_BLOCK * (len(self._blocks) + 1))
-        measure_compilations(_measured)
+        torch_compat.allow_shared_graphs(GRAPHS_PER_BLOCK * (len(self._blocks) + 1))
+        torch_compat.measure_compilations(_measured)
         # Or PyTorch's cache on disk returns graphs that another version of Octavo traced.
         torch.compiler.config.cache_key_tag = torch.compiler.config.cache_key_tag or f"octavo {__version__}"
         for _, layer in equalized_layers(self._model):
@@ -106,7 +100,7 @@ class CompiledBlocks:
         self._reported = self.graphs, "", _SECONDS["compile"]
 
     def _compiled(self, block: nn.Module, inner: Callable[..., Any]) -> Callable[..., Any]:
-        errors = compilation_error()
+        errors = torch_compat.compilation_error()
 
         # The frame that Dynamo compiles: it skips that of `torch.utils.checkpoint`.
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -143,7 +137,7 @@ class CompiledBlocks:
     @property
     def graphs(self) -> int:
         """Number of compiled graphs, with those of earlier models of this process."""
-        return 0 if self._forward is None else compiled_graphs(self._forward)
+        return 0 if self._forward is None else torch_compat.compiled_graphs(self._forward)
 
     def note(self) -> str:
         """What compiles, in a sentence; empty where compilation is off."""

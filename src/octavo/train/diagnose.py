@@ -155,11 +155,8 @@ def _tensors(value: Any) -> list[Tensor]:
     """The tensors in a module's output: itself, or inside tuples, lists and mappings (as transformers' outputs)."""
     if isinstance(value, Tensor):
         return [value]
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, tuple | list):
-        return [tensor for item in value for tensor in _tensors(item)]
-    return []
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, tuple | list) else ()
+    return [tensor for item in items for tensor in _tensors(item)]
 
 
 def advice(

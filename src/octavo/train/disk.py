@@ -74,9 +74,8 @@ def output_folder(out: Path) -> Iterator[None]:
         else:
             descriptor = lock(out / LOCK)
     except BlockingIOError:
-        raise ConfigError(
-            f"another process is training into {out}: wait for it, or choose another folder (--out)"
-        ) from None
+        what = f"another process is training into {out}"
+        raise ConfigError(f"{what}: wait for it, or choose another folder (--out)") from None
     except OSError as error:
         raise ConfigError(f"the output folder {out} cannot be written: {error.strerror}") from None
     try:

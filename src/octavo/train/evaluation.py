@@ -108,8 +108,7 @@ def _mean_loss(
         between(number, batches)
         inputs, targets = data.batch(ROWS_SEED, number, size)
         targets[rows - number * size :] = IGNORE  # all ranks run as many forwards
-        inputs = on_tensors(lambda part: layout.own_rows(part).to(ranks.device), inputs)
-        inputs = layout.own_tokens(inputs)
+        inputs = layout.own_tokens(on_tensors(lambda part: layout.own_rows(part).to(ranks.device), inputs))
         targets = layout.own_labels(layout.own_rows(targets)).to(ranks.device)
         sizes, chunks = zip(*(counted(part, uneven=True) for part in targets.chunk(parts)), strict=True)
         if (losses := loss(inputs, torch.cat(chunks))) is None:

@@ -34,7 +34,7 @@ from octavo.parallel import Parallel, context_parallel, expert_parallel, paralle
 from octavo.parallel.pipeline_model import SCHEDULES, Pipeline, cut, stage_modules
 from octavo.parallel.tensor_parallel_plan import partial_parameters, sum_over
 from octavo.runtime.torch_compat import FakeTensor, flattened, set_group_timeout
-from octavo.train.config.run_config import ConfigError
+from octavo.train.config.run_config import ConfigError, naming
 from octavo.train.config.sections import Data, Optim, ParallelConfig
 from octavo.train.ranks import Ranks, SharedError
 
@@ -81,9 +81,8 @@ class Layout:
     stage_group: dist.ProcessGroup | None = None  # The ranks that have the same stages, or None for all ranks
 
     def reduces(self, on: bool) -> AbstractContextManager[Any]:
-        """Around a forward and its backward: whether DDP reduces the gradients; off also around a forward without a
-        backward, after which DDP would reduce those of the next one, even if it should not.
-        """
+        """Around a forward and its backward: whether DDP reduces the gradients."""
+        # Off also around a forward without a backward, or DDP would reduce those of the next one even if it should not.
         ddp = self.forward
         return ddp.no_sync() if isinstance(ddp, DistributedDataParallel) and not on else nullcontext()
 
@@ -134,21 +133,16 @@ def check_layout(parallel: ParallelConfig, optim: Optim, data: Data, world: int)
             f"set optim.batch to a multiple of {parts * ranks}, as {suggestion}"
             + (f", or optim.micro_batches = {fewer}" if fewer else "")
         )
-    stages = parallel.pp * SCHEDULES[parallel.schedule]
-    if parallel.pp > 1 and (parts < stages if parallel.schedule == "DualPipeV" else parts < parallel.pp):
-        needed = stages if parallel.schedule == "DualPipeV" else parallel.pp
-        raise ConfigError(
-            f"optim.micro_batches = {parts} do not fill a pipeline of parallel.pp = {parallel.pp} with schedule "
-            f"{parallel.schedule}: set it to {needed} or more"
-        )
+    needed = parallel.pp * (SCHEDULES[parallel.schedule] if parallel.schedule == "DualPipeV" else 1)
+    if parallel.pp > 1 and parts < needed:
+        what = f"optim.micro_batches = {parts} do not fill a pipeline of parallel.pp = {parallel.pp}"
+        raise ConfigError(f"{what} with schedule {parallel.schedule}: set it to {needed} or more")
     name, tokens = ("tp", parallel.tp) if parallel.sequence_parallel and parallel.tp > 1 else ("cp", parallel.cp)
     if data.sequence_length % tokens:
         suggestion = -(-data.sequence_length // tokens) * tokens
         hint = ", or parallel.sequence_parallel = false" if name == "tp" else ""
-        raise ConfigError(
-            f"data.sequence_length = {data.sequence_length} is not divided by parallel.{name} = {tokens}: set it to a "
-            f"multiple, as {suggestion}{hint}"
-        )
+        problem = f"data.sequence_length = {data.sequence_length} is not divided by parallel.{name} = {tokens}"
+        raise ConfigError(f"{problem}: set it to a multiple, as {suggestion}{hint}")
 
 
 def distribute(
@@ -165,11 +159,11 @@ def distribute(
         if settings.ep > 1:
             check_experts_compute_in_fp8(fp8)
             mesh = _mesh(settings, device, (world // settings.ep, settings.ep), ("efsdp", "ep"))
-            expert_parallel(model, mesh["ep"], fp8_comm=sends_fp8)
+            _share_layers(model, settings, mesh["ep"], sends_fp8)
             return Layout(forward=parallelize(model, mesh, **_comm(data)), **alone)
         if settings.cp > 1:
             mesh = _mesh(settings, device, (world // settings.cp, settings.cp), ("data", "cp"))
-            context_parallel(model, mesh["cp"], fp8_comm=sends_fp8)
+            _share_layers(model, settings, mesh["cp"], sends_fp8)
             part = rank % settings.cp, settings.cp
             alone |= {"rows": (rank // settings.cp, world // settings.cp), "inputs": part, "labels": part}
             data = replace(data, dp_replicate=settings.dp_replicate)
@@ -191,7 +185,7 @@ def _on_hybrid_mesh(
     divides = settings.sequence_parallel and tp > 1
     stages = cut(model, mesh["pp"], settings.schedule) if pp > 1 else []
     if tp > 1:
-        tensor_parallel(model, mesh["tp"], **_token_formats(settings, sends_fp8))
+        _share_layers(model, settings, mesh["tp"], sends_fp8)
     partial = partial_parameters(model)
     parts = stage_modules(model, stages, pp, settings.schedule, token_parts=tp if divides else 1)
     forward: Callable[..., Any] = model
@@ -215,11 +209,9 @@ def _on_hybrid_mesh(
     )  # fmt: skip
 
 
-def _mesh(
-    settings: ParallelConfig, device: torch.device, sizes: tuple[int, ...], names: tuple[str, ...]
-) -> DeviceMesh:  # fmt: skip
+def _mesh(settings: ParallelConfig, device: torch.device, sizes: Sequence[int], names: tuple[str, ...]) -> DeviceMesh:
     """A mesh over all ranks; its groups, which do not inherit it, get the timeout of the run."""
-    mesh = init_device_mesh(device.type, sizes, mesh_dim_names=names)
+    mesh = init_device_mesh(device.type, tuple(sizes), mesh_dim_names=names)
     for group in mesh.get_all_groups():
         if dist.get_world_size(group) < dist.get_world_size():
             set_group_timeout(timedelta(seconds=settings.timeout), group)
@@ -232,35 +224,32 @@ def _comm(layout: Parallel) -> dict[str, Any]:
 
 def divide_layers(model: nn.Module, settings: ParallelConfig, mesh: DeviceMesh | None, *, fp8: bool) -> Layout:
     """Leave in a model what one rank has of each layer, in place, and nothing of its data parallelism: for a plan."""
-    sends_fp8, divides = fp8 and settings.fp8_comm != "off", settings.sequence_parallel and settings.tp > 1
-    try:
-        if mesh is None:
-            pass
-        elif settings.tp > 1:
-            tensor_parallel(model, mesh, **_token_formats(settings, sends_fp8))
-        elif settings.cp > 1:
-            context_parallel(model, mesh, fp8_comm=sends_fp8)
-        elif settings.ep > 1:
-            expert_parallel(model, mesh, fp8_comm=sends_fp8)
-    except ValueError as error:
-        raise ConfigError(f"[parallel]: {error}") from None
+    if mesh is not None:
+        with naming("[parallel]", ValueError):
+            _share_layers(model, settings, mesh, fp8 and settings.fp8_comm != "off")
+    divides = settings.sequence_parallel and settings.tp > 1
     labels = settings.tp if divides else settings.cp
     return Layout(forward=model, inputs=(0, settings.cp), labels=(0, labels), loss_parts=settings.tp if divides else 1)
+
+
+def _share_layers(model: nn.Module, settings: ParallelConfig, mesh: DeviceMesh, sends_fp8: bool) -> None:
+    """Divide the layers, the sequences or the experts of a model over a mesh of one dimension, in place."""
+    if settings.tp > 1:
+        divides = settings.sequence_parallel
+        formats: dict[str, Any] = {"gather": "fp8" if sends_fp8 else "bf16"}
+        formats["reduce"] = "fp8" if sends_fp8 and settings.fp8_comm == "on" and divides else "bf16"
+        tensor_parallel(model, mesh, sequence_parallel=divides, **formats)
+    elif settings.cp > 1:
+        context_parallel(model, mesh, fp8_comm=sends_fp8)
+    elif settings.ep > 1:
+        expert_parallel(model, mesh, fp8_comm=sends_fp8)
 
 
 def check_experts_compute_in_fp8(fp8: bool) -> None:
     """Raise ValueError unless a model of expert parallelism computes in FP8."""
     if not fp8:
-        raise ValueError(
-            'ep distributes experts that compute in FP8, and precision.level = "bf16" has none: leave ep out, '
-            "and dp_shard shards the experts"
-        )
-
-
-def _token_formats(settings: ParallelConfig, sends_fp8: bool) -> dict[str, Any]:
-    divides = settings.sequence_parallel
-    reduce = "fp8" if sends_fp8 and settings.fp8_comm == "on" and divides else "bf16"
-    return {"sequence_parallel": divides, "gather": "fp8" if sends_fp8 else "bf16", "reduce": reduce}
+        problem = 'ep distributes experts that compute in FP8, and precision.level = "bf16" has none'
+        raise ValueError(f"{problem}: leave ep out, and dp_shard shards the experts")
 
 
 def targets_per_rank(targets: Tensor, ranks: Ranks, *, uneven: bool) -> float:

@@ -25,10 +25,9 @@ from typing import Any
 from octavo.runtime.extras import INSTALL
 from octavo.runtime.stopwatch import Stopwatch
 from octavo.train.checkpoint.digests import DIGESTS, check_digests
-from octavo.train.checkpoint.pretrained import one_line
 from octavo.train.checkpoint.retention import checkpoints
 from octavo.train.checkpoint.store import load_checkpoint, read_trainer_state, saved_weights
-from octavo.train.config.run_config import ConfigError, TrainConfig, parse_config
+from octavo.train.config.run_config import ConfigError, TrainConfig, one_line, parse_config
 from octavo.train.config.sections import Data, expand, hub_folder
 from octavo.train.data.epochs import difference, read_data_state
 from octavo.train.diagnose import NonFiniteError, advice, changing_parameters, diverged
@@ -39,26 +38,9 @@ from octavo.train.guard import SpikeError
 from octavo.train.model import check_model
 from octavo.train.optimizer import state_bytes_per_parameter
 from octavo.train.ranks import Ranks, deterministic_algorithms, device_name, join_ranks, under_torchrun
+from octavo.train.record import metrics as records
 from octavo.train.record.loggers import ScalarLog, missing_logger
-from octavo.train.record.metrics import (
-    CONFIG_FILE,
-    EVALUATION,
-    FINDING,
-    LAYERS_FILE,
-    LOSS,
-    LOSS_SCALE,
-    MOVE,
-    ROLLBACK,
-    ExpectedStep,
-    MetricsBuffer,
-    MetricsWriter,
-    RunResult,
-    StepMetrics,
-    add_event,
-    drop_later_events,
-    last_rollback,
-    read_metrics,
-)
+from octavo.train.record.metrics import LOSS, ExpectedStep, MetricsBuffer, RunResult, StepMetrics
 from octavo.train.record.outputs import RunFolder, open_run_folder
 from octavo.train.record.progress import NullProgress, Progress
 from octavo.train.sampling import Sampler
@@ -153,9 +135,8 @@ def _check_installed(config: TrainConfig, ranks: Ranks) -> None:
     if ranks.is_main and (problem := missing_logger(config.run.loggers)):
         raise ConfigError(problem)
     if config.parallel.async_save and ranks.world_size == 1:
-        raise ConfigError(
-            "parallel.async_save is for several processes, which write shards, and this is one: leave it out"
-        )
+        several = "several processes, which write shards"
+        raise ConfigError(f"parallel.async_save is for {several}, and this is one: leave it out")
 
 
 def _open_run_folder(
@@ -215,7 +196,7 @@ def _prepare(trainer: Trainer, out: Path, run_folder: RunFolder, progress: Progr
         _load_state(trainer, checkpoint, state)
         if note := ranks.raise_together(lambda: trainer.task.load_state(checkpoint)):
             progress.note(note)
-        rollback = ranks.run_on_rank0(lambda: last_rollback(out, trainer.step))
+        rollback = ranks.run_on_rank0(lambda: records.last_rollback(out, trainer.step))
         if rollback is not None and rollback.get("rollbacks", 0) > trainer.guard.rollbacks:  # rolled back after saving
             trainer.skipped_batches = rollback["skipped_batches"]
             trainer.guard.record_rollback(rollback["step"], rollback["to"], rollback["rollbacks"])
@@ -253,10 +234,9 @@ def _read_state(trainer: Trainer, checkpoint: Path, data: Data) -> dict[str, Any
 
 
 def _write_description(trainer: Trainer, out: Path) -> None:
-    config = trainer.config
-    write_file(out / CONFIG_FILE, config.to_toml())
+    write_file(out / records.CONFIG_FILE, trainer.config.to_toml())
     if trainer.layers is not None:
-        write_file(out / LAYERS_FILE, json.dumps([asdict(row) for row in trainer.layers.rows], indent=1) + "\n")
+        write_file(out / records.LAYERS_FILE, json.dumps([asdict(row) for row in trainer.layers.rows], indent=1) + "\n")
     trainer.task.describe(out)
 
 
@@ -268,11 +248,10 @@ def _train(
     trainer.between, trainer.saves = Between(stop, ranks, progress), not dry_run
     frozen = frozen_note(trainer.model, config.model.frozen, adapters=config.lora is not None)
     compiled = dict.fromkeys((summary.compiled, trainer.blocks.news()))
-    unscaled = ""
+    others = [trainer.attention_note(), trainer.loss_note, *trainer.groups_table]
     if config.precision.parameters == "fp16" and config.precision.loss_scale == "none":
-        unscaled = 'precision.parameters = "fp16" without a loss scale: small gradients underflow to zero; set '
-        unscaled += 'precision.loss_scale = "dynamic"'
-    others = trainer.attention_note(), unscaled, trainer.loss_note, *trainer.groups_table
+        unscaled = 'precision.parameters = "fp16" without a loss scale: small gradients underflow to zero'
+        others.insert(1, f'{unscaled}; set precision.loss_scale = "dynamic"')
     for note in filter(None, (summary.converted, *compiled, frozen, *others)):
         progress.note(note)
     spike, failure = None, None
@@ -363,7 +342,8 @@ def _take_steps(
     if trainer.step == 0 and trainer.config.eval is not None and trainer.config.eval.first:
         _evaluate_first(trainer, out, progress)
     if trainer.patience.patience:
-        trainer.patience.restart(ranks.run_on_rank0(lambda: _measured_losses(out)))
+        held_out_rows = ranks.run_on_rank0(lambda: [row.held_out for row in records.read_metrics(out) if row.held_out])
+        trainer.patience.restart(metrics_of_step.get(LOSS) for metrics_of_step in held_out_rows)
     row = ranks.run_on_rank0(lambda: metrics.last)
     if row is not None and row.step == trainer.step:
         row, complete = _measure(trainer, sampler, row)  # which a signal had interrupted
@@ -396,16 +376,12 @@ def _take_steps(
     return "early" if trainer.patience.over and complete else "sigterm"
 
 
-def _measured_losses(out: Path) -> list[float | None]:
-    return [row.held_out.get(LOSS) for row in read_metrics(out) if row.held_out is not None]
-
-
 def _evaluate_first(trainer: Trainer, out: Path, progress: Progress) -> None:
     with suppress(StopRequested):  # then nothing has begun
         measured = trainer.evaluate().items()
         values = ", ".join(f"{name} " + ("not finite" if v is None else f"{v:.4f}") for name, v in measured)
         text = f"held out, before the first step: {values}"
-        trainer.ranks.run_on_rank0(lambda: _record_event(trainer, out, progress, 0, EVALUATION, text))
+        trainer.ranks.run_on_rank0(lambda: _record_event(trainer, out, progress, 0, records.EVALUATION, text))
 
 
 def _step(trainer: Trainer, gauges: Gauges, out: Path, progress: Progress) -> StepMetrics:
@@ -461,14 +437,14 @@ def _roll_back(trainer: Trainer, out: Path, spike: SpikeError, progress: Progres
         text += f"; {moves - len(trainer.pilot.changes)} moves of the autopilot are taken back"
     text += "" if guard.active else "; the guard goes off after this one (guard.rollbacks)"
     details = {"to": trainer.step, "rollbacks": rollbacks, "skipped_batches": trainer.skipped_batches}
-    ranks.run_on_rank0(lambda: _record_event(trainer, out, progress, spike.step, ROLLBACK, text, **details))
+    ranks.run_on_rank0(lambda: _record_event(trainer, out, progress, spike.step, records.ROLLBACK, text, **details))
 
 
 def _record_event(
     trainer: Trainer, out: Path, progress: Progress, step: int, event: str, text: str, **details: int
 ) -> None:
     if trainer.ranks.is_main:
-        add_event(out, step, event, text, **details)
+        records.add_event(out, step, event, text, **details)
         progress.note(text)
 
 
@@ -477,8 +453,8 @@ def _metrics(trainer: Trainer, out: Path, progress: Progress) -> MetricsBuffer:
     if not trainer.ranks.is_main:
         return MetricsBuffer()
     config = trainer.config
-    drop_later_events(out, trainer.step)
-    return MetricsWriter(
+    records.drop_later_events(out, trainer.step)
+    return records.MetricsWriter(
         out, after_step=trainer.step, log_every=config.run.log_every, limits=config.inspect.thresholds,
         loggers=lambda board: ScalarLog(board, config.run.loggers, out, config.run.name, config.flat, progress.note),
     )  # fmt: skip
@@ -489,7 +465,7 @@ def _record_step(trainer: Trainer, row: StepMetrics, metrics: MetricsBuffer, pro
     progress.step(row)
     _record_statistics(trainer, row.step, metrics, progress, out)
     for move in trainer.recipe_changes:
-        _record_event(trainer, out, progress, row.step, MOVE, f"autopilot, {move}")
+        _record_event(trainer, out, progress, row.step, records.MOVE, f"autopilot, {move}")
     scale = trainer.loss_scale
     if row.skipped:
         at, next_scale = f"loss scale {row.loss_scale:g}", f"(next {scale.value:g})"
@@ -503,15 +479,15 @@ def _record_step(trainer: Trainer, row: StepMetrics, metrics: MetricsBuffer, pro
     if scale.restored_from is not None:
         text = f"the loss scale fell to {scale.restored_from:g}, at which most gradients underflow: restored to "
         text += f"{scale.value:g}, from before the steps that were skipped"
-        _record_event(trainer, out, progress, row.step, LOSS_SCALE, f"step {row.step}: {text}")
+        _record_event(trainer, out, progress, row.step, records.LOSS_SCALE, f"step {row.step}: {text}")
 
 
 def _record_statistics(trainer: Trainer, step: int, metrics: MetricsBuffer, progress: Progress, out: Path) -> None:
     """Write the statistics of a step and print those that began to cross a limit."""
     findings = metrics.write_statistics(trainer.watch.rows)
     for finding in findings[:MAX_FINDINGS_SHOWN]:
-        _record_event(trainer, out, progress, step, FINDING, str(finding))
+        _record_event(trainer, out, progress, step, records.FINDING, str(finding))
     if len(findings) > MAX_FINDINGS_SHOWN:
         more = len(findings) - MAX_FINDINGS_SHOWN
         rest = f"step {step}: {more} more figures crossed a limit: octavo inspect shows them"
-        _record_event(trainer, out, progress, step, FINDING, rest)
+        _record_event(trainer, out, progress, step, records.FINDING, rest)

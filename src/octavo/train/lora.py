@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from octavo.nn.resident import as_resident
 from octavo.runtime.extras import needs_extras
 from octavo.tensor import local_tensor
-from octavo.train.config.run_config import ConfigError, optional_package
+from octavo.train.config.run_config import ConfigError, naming, optional_package
 from octavo.train.config.sections import LoraConfig
 from octavo.train.ranks import Ranks
 
@@ -40,13 +40,9 @@ def add_adapters(model: nn.Module, lora: LoraConfig, seed: int, base: str | None
     )  # fmt: skip
     torch.manual_seed(seed)
     model.requires_grad_(False)
-    try:
+    too_large = naming(f"lora.rank = {lora.rank}: the adapters cannot be made", RuntimeError)
+    with too_large, naming("[lora]", ValueError, TypeError):
         peft.inject_adapter_in_model(settings, model, ADAPTER)
-    except (ValueError, TypeError) as error:
-        raise ConfigError(f"[lora]: {' '.join(str(error).split())}") from None
-    except RuntimeError as error:  # as for more memory than there is
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"lora.rank = {lora.rank}: the adapters cannot be made: {reason}") from None
     model.train()
 
 

@@ -1,20 +1,12 @@
 """Loss scaling: lifts small fp16 gradients out of the underflow, and backs off when large ones overflow.
 
-The loss is multiplied by `value` before backward and the gradients divided by it in fp32. A step whose gradient is
-not finite is skipped; "dynamic" then halves the scale, and doubles it, up to 2²⁴, after 2000 steps in a row without
-overflow. Powers of two change no mantissa, so a scale that neither overflows nor underflows leaves the gradients
-bitwise as they were.
-
-A non-finite loss is not an overflow, because the scale multiplies the finished loss: the step is skipped and the scale
-stays. A run that skips more than 40 steps in a row stops and saves the scale from before them. The scale after them,
-2⁻⁴⁰ times as large, would let all gradients underflow.
+The loss is multiplied by `value` before backward and the gradients divided by it in fp32. Powers of two change no
+mantissa, so a scale that neither overflows nor underflows leaves the gradients bitwise as they were. docs/autopilot.md
+has the rules.
 
 A temporary fault (a bad link, a range of bad data) lowers the scale as an overflow does. Growth by one doubling per
-2000 steps is too slow to undo that: most gradients underflow meanwhile. So a scale that has fallen by more than 2⁸, in
-one fault or several, is restored on trial in the first good step. If the next step overflows, the low scale returns at
-once; the next trial follows after twice as many good steps (up to 16), at half the scale. A range that is really 2ⁿ
-smaller costs at most n - 8 skipped steps; a temporary fault costs none. A gradient of zeros also restores the scale,
-and its step is skipped, if the scale is below its initial value or its value before the fall.
+2000 steps is too slow to undo that: most gradients underflow meanwhile. So a scale that has fallen far is restored on
+trial. If the next step overflows, the next trial follows after twice as many good steps (up to 16), at half the scale.
 """
 
 GROWTH_INTERVAL = 2000
@@ -56,8 +48,11 @@ class LossScale:
             if self._good_steps >= QUIET_STEPS and not collapsed:
                 self._before, self._wait = max(self._before, self.value), 1
             self._skips, self._good_steps = self._skips + 1, 0
-            if self._dynamic and loss_is_finite:
-                self._back_off()
+            if self._dynamic and loss_is_finite and self._trial_from:  # the trial has failed
+                self.value, self._trial_from = self._trial_from, 0.0
+                self._before, self._wait = self._before / 2, min(2 * self._wait, QUIET_STEPS)
+            elif self._dynamic and loss_is_finite:
+                self.value /= 2
             return
         self._skips, self._good_steps = 0, self._good_steps + 1
         if self._trial_from:
@@ -87,13 +82,6 @@ class LossScale:
         if self.value < self._before:
             self.value, self._good_steps, self._trial_from, self._wait = self._before, 0, 0.0, 1
 
-    def _back_off(self) -> None:
-        if self._trial_from:
-            self.value, self._trial_from = self._trial_from, 0.0
-            self._before, self._wait = self._before / 2, min(2 * self._wait, QUIET_STEPS)
-        else:
-            self.value /= 2
-
     def _restore(self) -> None:
         self.restored_from = self._trial_from = self.value
         self.value, self._good_steps = self._before, 0
@@ -106,8 +94,5 @@ class LossScale:
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        self.value = state["value"]
-        self._good_steps = int(state["good_steps"])
-        self._skips = int(state["overflows"])
-        self._before = state["before"]
-        self._trial_from, self._wait = state["trial_from"], int(state["wait"])
+        self.value, self._before, self._trial_from = state["value"], state["before"], state["trial_from"]
+        self._good_steps, self._skips, self._wait = (int(state[key]) for key in ("good_steps", "overflows", "wait"))

@@ -31,8 +31,8 @@ from octavo.nn.causal import check_next_token_loss, chunked_loss
 from octavo.numerics.names import nearest
 from octavo.runtime.torch_compat import TorchDispatchMode, tree_leaves
 from octavo.train.checkpoint.kinds import IMAGE_CLASSIFICATION, LANGUAGE, ModelKind
-from octavo.train.checkpoint.pretrained import load_model_config, load_pretrained, one_line
-from octavo.train.config.run_config import ConfigError, TrainConfig
+from octavo.train.checkpoint.pretrained import load_model_config, load_pretrained
+from octavo.train.config.run_config import ConfigError, TrainConfig, naming, one_line
 from octavo.train.config.sections import HUB_NAME, Model, PrecisionConfig, hub_folder
 from octavo.train.data.tokenizer import TextTokenizer
 from octavo.train.diagnose import non_finite_parameter
@@ -50,12 +50,10 @@ def check_model(model: Model, kind: ModelKind = LANGUAGE) -> None:
     if model.path is not None:
         folder = hub_folder(model.path)
         if not (folder / "config.json").exists():
-            hub = (
-                ""
-                if folder.exists() or not HUB_NAME.fullmatch(model.path)
-                else (f". If it is a model of the Hub, bring it to this machine: hf download {model.path}")
-            )
-            raise ConfigError(f"model.path = {folder} holds no transformers checkpoint: it has no config.json{hub}")
+            problem = f"model.path = {folder} holds no transformers checkpoint: it has no config.json"
+            if HUB_NAME.fullmatch(model.path) and not folder.exists():
+                problem += f". If it is a model of the Hub, bring it to this machine: hf download {model.path}"
+            raise ConfigError(problem)
         return
     from transformers import CONFIG_MAPPING
 
@@ -77,9 +75,7 @@ def build_model(config: TrainConfig, tokenizer: TextTokenizer, *, weights: bool 
     return model
 
 
-def build_of_kind(
-    config: TrainConfig, kind: ModelKind, fields: Mapping[str, Any], *, weights: bool = True
-) -> Any:  # fmt: skip
+def build_of_kind(config: TrainConfig, kind: ModelKind, fields: Mapping[str, Any], *, weights: bool = True) -> Any:
     """Build a model of `kind` on the CPU, in training mode, with parameters of the configured dtype."""
     # `fields`: values for the model's config where it has such fields and `model.config` does not set them. `weights`:
     # whether to load those at `model.path`, or to draw them; for a plan their shapes are enough. `model.frozen` is
@@ -100,12 +96,9 @@ def build_of_kind(
         # The initialization of image models reads numbers that fake tensors do not have. Without it, some language
         # models are not tied.
         initialized = folder is not None or weights or kind is LANGUAGE
-        try:
-            with nullcontext() if initialized else no_init_weights():
-                model = draw_once(make, config.run.seed) if folder is None else make()
-        except Exception as error:  # of no common type: each class fails in its own way
-            where = f"model.config: {config.model.type}" if folder is None else f"model.path = {folder}: the model"
-            raise ConfigError(f"{where} cannot be built from it: {one_line(error)}") from None
+        where = f"model.config: {config.model.type}" if folder is None else f"model.path = {folder}: the model"
+        with naming(f"{where} cannot be built from it"), nullcontext() if initialized else no_init_weights():
+            model = draw_once(make, config.run.seed) if folder is None else make()
     choose_attention(model, config.model.attention, kernels=weights)
     model.train()
     freeze(model, config.model.frozen)
@@ -141,9 +134,8 @@ def choose_attention(model: Any, name: str, *, kernels: bool = True) -> None:
 def auto_attention(model: Any, config: TrainConfig, device: str) -> None:
     """Set variable-length attention if `model.attention = "auto"` may take it on a type of device."""
     own, packed = getattr(model.config, "_attn_implementation", None), config.data.packing != "stream"
-    if config.model.attention != "auto" or config.data.task != "language" or not packed or device != "cuda":
-        return
-    if own != "sdpa":
+    language = config.data.task == "language" and own == "sdpa"
+    if config.model.attention != "auto" or not language or not packed or device != "cuda":
         return
     if reason := device_problem():
         MASKED[model] = reason
@@ -165,7 +157,6 @@ def build_on_ranks(
     """`build` and `fp32_master_values` on every rank, with one copy of both in the memory of each machine."""
     if config.model.attention == "flex_attention" and ranks.device.type == "cpu":
         raise ConfigError('model.attention = "flex_attention" has no backward on a CPU: take "sdpa", or a GPU')
-    # Ranks that receive their model from another process make an empty one of its class too: `ModelKind.make_empty`.
     if config.model.attention == "varlen":
         register()  # for these, too
         if reason := device_problem(ranks.device):
@@ -173,7 +164,7 @@ def build_on_ranks(
     start = config.model if config.lora is None else config.model.model_copy(update={"path": None})  # adapters are new
     built = share_on_machine(lambda: (build(), fp32_master_values(start, config.precision, kind)), ranks)
     auto_attention(built[0], config, ranks.device.type)
-    if ranks.local:
+    if ranks.local:  # received from another process
         kind.make_empty(built[0])
     return built
 
@@ -208,33 +199,25 @@ def fp32_master_values(source: Model, precision: PrecisionConfig, kind: ModelKin
 
 
 def _from_folder(folder: Path, dtype: torch.dtype, kind: ModelKind) -> Any:
-    try:
+    with naming(f"model.path = {folder}", ConfigError):
         return load_pretrained(folder, dtype, kind)
-    except ConfigError as error:
-        raise ConfigError(f"model.path = {folder}: {error}") from None
 
 
 def model_config(source: Model, defaults: Mapping[str, Any]) -> Any:
-    """The config of a model, a class of Transformers: of `model.path`; or of `model.config`, with `defaults` for fields
-    that it has and are not configured, also in tables within tables.
-    """
+    """The config of a model, a class of Transformers: of `model.path`, or of `model.config`."""
+    # `defaults`: of fields that the latter has and are not configured, also in tables within tables.
     if source.path is not None:
         folder = hub_folder(source.path)
-        try:
+        with naming(f"model.path = {folder}", ConfigError):
             return load_model_config(folder)
-        except ConfigError as error:
-            raise ConfigError(f"model.path = {folder}: {error}") from None
     field_names = _config_fields(str(source.type))
     known = {field: value for field, value in defaults.items() if field in field_names}
-    both = {
-        name: {**known[name], **value} for name, value in source.config.items() if isinstance(known.get(name), dict)
-    }
+    tables = ((name, value) for name, value in source.config.items() if isinstance(known.get(name), dict))
+    both = {name: {**known[name], **value} for name, value in tables}
     from transformers import AutoConfig
 
-    try:  # it writes defaults into tables
+    with naming(f"model.config: {source.type} rejects it"):  # it writes defaults into tables
         return AutoConfig.for_model(str(source.type), **deepcopy(known | source.config | both))
-    except Exception as error:  # of no common type: each class fails in its own way
-        raise ConfigError(f"model.config: {source.type} rejects it: {one_line(error)}") from None
 
 
 def _check_fields(model_type: str, config: Mapping[str, Any], key: str = "model.config") -> None:
@@ -250,10 +233,8 @@ def _check_fields(model_type: str, config: Mapping[str, Any], key: str = "model.
         if field in parts and isinstance(value, Mapping):
             part = value.get("model_type") or _defaults(CONFIG_MAPPING[model_type])[field]["model_type"]
             if part not in CONFIG_MAPPING:
-                raise ConfigError(
-                    f'{key}.{field}.model_type = "{part}" is not a model type of the installed transformers'
-                    f"{nearest(str(part), CONFIG_MAPPING)}"
-                )
+                hint = f"is not a model type of the installed transformers{nearest(str(part), CONFIG_MAPPING)}"
+                raise ConfigError(f'{key}.{field}.model_type = "{part}" {hint}')
             _check_fields(part, {name: item for name, item in value.items() if name != "model_type"}, f"{key}.{field}")
 
 
@@ -289,14 +270,11 @@ def check_fit(model: Any, source: Model, sequence_length: int, tokenizer: TextTo
     rows = model.get_input_embeddings().weight.shape[0]
     from_path = source.path is not None
     if rows < tokenizer.size:
-        remedy = (
-            "give the folder of the model's own tokenizer as data.tokenizer"
-            if from_path
-            else f"set model.config.vocab_size = {tokenizer.size}, or leave it out"
-        )
-        raise ConfigError(
-            f"the model's vocabulary of {rows} is smaller than the tokenizer's {tokenizer.size}: {remedy}"
-        )
+        remedy = f"set model.config.vocab_size = {tokenizer.size}, or leave it out"
+        if from_path:
+            remedy = "give the folder of the model's own tokenizer as data.tokenizer"
+        size = f"the model's vocabulary of {rows} is smaller than the tokenizer's {tokenizer.size}"
+        raise ConfigError(f"{size}: {remedy}")
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if isinstance(context, int) and -1 < context < sequence_length:
         raise ConfigError(

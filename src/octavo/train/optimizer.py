@@ -112,10 +112,8 @@ def matches(name: str, pattern: str) -> bool:
 def _unmatched(pattern: str, names: Sequence[str], earlier: Sequence[str]) -> str:
     taken = next((other for other in earlier for name in names if matches(name, pattern) and matches(name, other)), "")
     if taken:
-        return (
-            f'optim.groups: "{pattern}" matches only parameters that "{taken}" before it matches, and the first match '
-            "counts: put it first, or leave it out"
-        )
+        problem = f'optim.groups: "{pattern}" matches only parameters that "{taken}" before it matches'
+        return f"{problem}, and the first match counts: put it first, or leave it out"
     ends = {".".join(name.split(".")[start:]) for name in names for start in range(name.count(".") + 1)}
     hint = nearest(pattern.strip("*."), sorted(ends)) or f"; the first one is {names[0]}"
     return f'optim.groups: "{pattern}" matches no trained parameter{hint}'
@@ -400,8 +398,7 @@ class MasterWeightOptimizer(TrainerOptimizer):
     ) -> None:  # fmt: skip
         super().__init__(model, optim, settings)
         self._masters = []
-        # bf16 parameters whose own gradients a step reads, by master.
-        self._direct: dict[Tensor, Tensor] = {}
+        self._direct: dict[Tensor, Tensor] = {}  # bf16 parameters whose own gradients a step reads, by master
         for name, param in zip(self._names, self._params, strict=True):
             own = not master or param.dtype == torch.float32
             self._masters.append(param if own else _master(param, (fp32_values or {}).get(name)))
@@ -422,10 +419,9 @@ class MasterWeightOptimizer(TrainerOptimizer):
     def accumulate(self) -> None:
         """Add the gradients of a micro-batch to the masters' in fp32, and free them, but of `_direct`."""
         for param, master in zip(self._params, self._masters, strict=True):
-            if param.grad is None:
-                continue
-            sum_gradient(param)
-            if param is master or master in self._direct:
+            if param.grad is not None:
+                sum_gradient(param)
+            if param.grad is None or param is master or master in self._direct:
                 continue
             if master.grad is None:
                 # As the master lies in memory: the fused step reads gradients as if they did.
@@ -529,9 +525,7 @@ def _master(param: Tensor, fp32_values: Tensor | None) -> nn.Parameter:
 def _groups(
     names: Sequence[str], params: Sequence[Tensor], settings: Mapping[str, ParameterSettings], flag: str | None = None
 ) -> list[dict[str, Any]]:
-    """Parameter groups, one for all parameters with equal settings; none is empty. `flag`: a setting of those not left
-    to AdamW.
-    """
+    """Parameter groups, one for all parameters with equal settings; `flag`: a setting of those not left to AdamW."""
     by_setting: dict[ParameterSettings, list[Tensor]] = {}
     for name, param in sorted(zip(names, params, strict=True), key=lambda entry: settings[entry[0]]):
         by_setting.setdefault(settings[name], []).append(param)

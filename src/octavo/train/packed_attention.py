@@ -34,8 +34,7 @@ from octavo.numerics.error import sqnr
 from octavo.planner.fake import fake_copy, fake_tensors, unpacked_sequences
 from octavo.planner.trace import VARLEN as OP
 
-NAME = "octavo_varlen"
-"""The name under which Transformers finds it; `model.attention = "varlen"`."""
+NAME = "octavo_varlen"  # The name under which Transformers finds it; `model.attention = "varlen"`
 MAX_HEAD_SIZE = 256
 OFFSETS_STEP = 32  # Batches with similar numbers of documents have the same number of offsets
 MASKS = {"causal_mask_function", "and_masks.<locals>.and_mask"}

@@ -89,10 +89,8 @@ def _check_documents_apart(model: Any, logits: Callable[[Tensor], Tensor], input
     first, second = both[:, :half], both[:, half : 2 * half]
     moved = bool((second - first).square().mean().sqrt() > MAX_MOVED * first.std())
     if moved or (gradient is not None and bool(gradient[:, :half].any())):  # masked attention has no gradient at all
-        raise ConfigError(
-            f"the logits of {kind} for a document depend on the document packed before it: it does not mask attention "
-            f"by position_ids; {REMEDY}"
-        )
+        problem = f"the logits of {kind} for a document depend on the document packed before it"
+        raise ConfigError(f"{problem}: it does not mask attention by position_ids; {REMEDY}")
 
 
 @contextmanager

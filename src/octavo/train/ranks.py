@@ -29,6 +29,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, suppre
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from traceback import walk_tb
 from typing import Any, TypeVar, cast
 from uuid import uuid4
 
@@ -186,20 +187,17 @@ def under_torchrun() -> bool:
 @contextmanager
 def join_ranks(config: TrainConfig) -> Iterator[Ranks]:
     """Join the ranks of a run: an existing process group, the processes of torchrun, or this process alone."""
-    environment = os.environ
     if dist.is_initialized():
-        local = dist.get_node_local_rank(0)
-        with _detect_lost_ranks(dist.get_rank(), dist.get_world_size()):
-            yield _check_same_config(
-                config, Ranks(_device(config.run, local), dist.get_rank(), dist.get_world_size(), local)
-            )
+        local, rank, world = dist.get_node_local_rank(0), dist.get_rank(), dist.get_world_size()
+        with _detect_lost_ranks(rank, world):
+            yield _check_same_config(config, Ranks(_device(config.run, local), rank, world, local))
         return
     if not under_torchrun():
         if problem := config.parallel.alone():
             raise ConfigError(problem)
         yield Ranks(choose_device(config.run.device))
         return
-    rank, world, local = (int(environment.get(name, 0)) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    rank, world, local = (int(os.environ.get(name, 0)) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     device = _device(config.run, local)
     store = _connect(device, rank, config.parallel.timeout)
     try:
@@ -228,10 +226,8 @@ def _device(run: Run, local: int) -> torch.device:
     if device.type != "cuda":
         return device
     if local >= torch.cuda.device_count():
-        raise ConfigError(
-            f"there is no GPU for local rank {local}, this machine has {torch.cuda.device_count()}: start as many "
-            "processes as GPUs (torchrun --nproc-per-node)"
-        )
+        problem = f"there is no GPU for local rank {local}, this machine has {torch.cuda.device_count()}"
+        raise ConfigError(f"{problem}: start as many processes as GPUs (torchrun --nproc-per-node)")
     device = torch.device("cuda", local)
     torch.cuda.set_device(device)
     return device
@@ -377,10 +373,8 @@ def from_collective(error: BaseException) -> bool:
         return False
     if isinstance(error, dist.DistError):
         return True
-    modules, trace = [], error.__traceback__
-    while trace is not None:
-        modules.append(str(trace.tb_frame.f_globals.get("__name__")))
-        trace = trace.tb_next
+    frames = (frame for frame, _ in walk_tb(error.__traceback__))
+    modules = [str(frame.f_globals.get("__name__")) for frame in frames]
     called = any(module.startswith(("torch.distributed", "octavo.comm")) for module in modules)
     of_ddp = modules and modules[-1] in ("torch.nn.parallel.distributed", "torch.autograd.graph")  # forward, backward
     return type(error) is RuntimeError and bool(called or of_ddp)
@@ -444,10 +438,8 @@ def _write(value: Any, file: Path) -> None:
     try:
         torch.save(value, file)
     except (OSError, RuntimeError) as error:
-        raise ConfigError(
-            f"the model cannot be written to {file} for the processes of this machine to share ({error}): set TMPDIR "
-            "to a folder with room for it"
-        ) from None
+        problem = f"the model cannot be written to {file} for the processes of this machine to share ({error})"
+        raise ConfigError(f"{problem}: set TMPDIR to a folder with room for it") from None
 
 
 def _mapped(file: Path) -> Any:

@@ -20,7 +20,7 @@ from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from rich.console import Console
@@ -53,8 +53,7 @@ from octavo.planner.trace import Trace, fuse, trace_model
 from octavo.runtime.blocks import Absent, find_block_list
 from octavo.runtime.terminal import width as terminal_width
 from octavo.runtime.torch_compat import fake_process_group
-from octavo.train.checkpoint.pretrained import one_line
-from octavo.train.config.run_config import ConfigError, TrainConfig, load_config, parse_config
+from octavo.train.config.run_config import ConfigError, TrainConfig, load_config, naming, one_line, parse_config
 from octavo.train.config.sections import ParallelConfig
 from octavo.train.config.shrink import change_of
 from octavo.train.layout import Layout, check_experts_compute_in_fp8, check_layout, divide_layers
@@ -69,20 +68,16 @@ MIN_CAPABILITY = 10 * FIRST_CAPABILITY[0] + FIRST_CAPABILITY[1]
 LEVEL_PARTS = {"precision": ("matmul", "activations", "master"), "optim": ("states",)}
 """Settings that override a part of the level."""
 
+T = TypeVar("T")
 _VARLEN_NOTE = "Attention inside packed documents, without a mask; its time is that of one document in each sequence."
-
-
-# The doors
 
 
 def plan_memory(
     config: TrainConfig, *, device: str = "cuda", label: str | None = None,
     models: dict[tuple[str, str], Any] | None = None,
 ) -> MemoryPlan:  # fmt: skip
-    """Predict the memory of a training step of a run on one device, and what a forward saves for backward.
-
-    `models`: those of the run's other levels of precision.
-    """
+    """Predict the memory of a training step of a run on one device, and what a forward saves for backward."""
+    # `models`: those of the run's other levels of precision.
     import transformers.masking_utils  # noqa: F401  which fake_tensors keeps from taking every batch for a packed one
 
     task = planned_task(config)
@@ -91,7 +86,7 @@ def plan_memory(
         raise ConfigError(
             f"parallel.{name} = {size}: octavo plan --memory predicts one GPU; for several give --gpu and --gpus"
         )
-    key, models = (config.precision.parameters, config.precision.loss), {} if models is None else models
+    models, key = {} if models is None else models, (config.precision.parameters, config.precision.loss)
     if key not in models:
         models[key] = _planned_model(task, device)
     stage, sequences = Stage(model=models[key]), config.optim.batch // config.optim.micro_batches
@@ -110,7 +105,9 @@ def plan_memory(
     stacks = workload.traced[None].stacks
     one_more = {stack.name: min(stack.few + 1, len(stack.blocks)) for stack in stacks}
     with _trainer(config, plan, device, stage, one_more) as trainer:
-        batch, notes = task.empty_batch(sequences, trainer.ranks.device), _notes(trainer)
+        batch = task.empty_batch(sequences, trainer.ranks.device)
+        attention = _VARLEN_NOTE if is_varlen(trainer.model) else trainer.attention_note()
+        notes = tuple(filter(None, (trainer.loss_note, attention)))
         of_loss = partial(audit, trainer.model, batch, loss=lambda _, tensors: trainer.loss(*tensors))
         with trainer.checkpointing.saved_outputs() as outputs:
             saved = _run(of_loss, sequences)
@@ -210,8 +207,7 @@ def _workloads(
         loss = lambda copy: task.loss(copy, *task.empty_batch(sequences, fake))  # noqa: E731
 
     def traced(own: Plan, stage: Stage) -> Trace:
-        trace: Trace = _run(partial(_trace_forward, resolved, stage, (sequences, length), loss, own), sequences)
-        return trace
+        return _run(partial(_trace_forward, resolved, stage, (sequences, length), loss, own), sequences)
 
     stages = stages_of_model(model, parallel)
     whole = traced(ALL_BF16, Stage(model=model))
@@ -233,12 +229,10 @@ def _step_config(config: TrainConfig, gpus: int) -> StepConfig:
     """How a step of a run is divided over GPUs. Raises ConfigError if it cannot be."""
     parallel, layout = config.parallel, config.parallel.resolved
     if parallel.tp * parallel.cp * parallel.ep * parallel.pp > 1:
-        try:
+        with naming("[parallel]", ValueError):
             parallel.sizes(gpus)
             if parallel.ep > 1:
                 check_experts_compute_in_fp8("fp8" in (config.resolved.matmul, config.resolved.activations))
-        except ValueError as error:
-            raise ConfigError(f"[parallel]: {error}") from None
         layout = replace(layout, dp_shard=-1)  # of what is left
     return StepConfig(
         **layout_settings(gpus // (parallel.tp * parallel.pp), layout, apart=parallel.tp) | {"gpus": gpus},
@@ -290,18 +284,13 @@ def masks_documents(config: TrainConfig, model: Any) -> bool:
     return packed and config.model.attention in ("auto", "sdpa", "eager") and not is_varlen(model)
 
 
-def _run(step: Any, size: int) -> Any:
+def _run(step: Callable[[], T], size: int) -> T:
     try:
         return step()
     except ConfigError:
         raise
     except Exception as error:  # of no common type
         raise ConfigError(f"the model cannot run a micro-batch of {size} sequences: {one_line(error)}") from error
-
-
-def _notes(trainer: Trainer) -> tuple[str, ...]:
-    notes = [trainer.loss_note, _VARLEN_NOTE if is_varlen(trainer.model) else trainer.attention_note()]
-    return tuple(filter(None, notes))
 
 
 # What a rank of a hybrid layout has
@@ -323,10 +312,8 @@ def stages_of_model(model: nn.Module, parallel: ParallelConfig) -> list[Stage]:
     if parallel.pp == 1:
         return [Stage(model=model)]
     count = parallel.pp * SCHEDULES[parallel.schedule]
-    try:
+    with naming("parallel.pp", ValueError):
         check_pipeline_structure(model, count)
-    except ValueError as error:
-        raise ConfigError(f"parallel.pp: {error}") from None
     members, stages = find_block_list(model), []
     for index, blocks in enumerate(divide(len(members), count)):
         memo: dict[int, Any] = {id(block): Absent() for i, block in enumerate(members) if i not in blocks}
@@ -334,33 +321,26 @@ def stages_of_model(model: nn.Module, parallel: ParallelConfig) -> list[Stage]:
     return stages
 
 
-def _own_part(
-    model: nn.Module, config: TrainConfig, mesh: DeviceMesh | None, stage: Stage, *, fp8: bool = False
-) -> Layout:
+def _own_part(model: Any, config: TrainConfig, mesh: DeviceMesh | None, stage: Stage, *, fp8: bool = False) -> Layout:
     """Leave in a model what a rank has of its layers, in place, and not the embedding and head of other stages."""
     layout = divide_layers(model, config.parallel, mesh, fp8=fp8)
     if stage.count == 1:
         return layout
     remove_ends(model, first=stage.first, last=stage.last)
-    return replace(layout, forward=stage_module(model, stage, config))
+    own = [index for index, member in enumerate(find_block_list(model.base_model)) if not isinstance(member, Absent)]
+    ends, blocks = {"first": stage.first, "last": stage.last}, range(own[0], own[-1] + 1)
+    return replace(layout, forward=StageModule(model, blocks, **ends, token_parts=_token_parts(config)))
 
 
-def stage_module(model: Any, stage: Stage, config: TrainConfig) -> StageModule:
-    members = find_block_list(model.base_model)
-    own = [index for index, member in enumerate(members) if not isinstance(member, Absent)]
-    parallel = config.parallel
-    return StageModule(
-        model, range(own[0], own[-1] + 1), first=stage.first, last=stage.last,
-        token_parts=parallel.tp if parallel.sequence_parallel else 1,
-    )  # fmt: skip
+def _token_parts(config: TrainConfig) -> int:
+    return config.parallel.tp if config.parallel.sequence_parallel else 1
 
 
 def stage_input(model: Any, stage: Stage, config: TrainConfig, ids: Tensor) -> Tensor:
     """Return what a stage reads: ids [B,S], or hidden states of a rank's tokens [B,S,H]."""
     if stage.first:
         return ids
-    parallel, hidden = config.parallel, model.config.get_text_config().hidden_size
-    tokens = ids.shape[1] // (parallel.tp if parallel.sequence_parallel else 1)
+    hidden, tokens = model.config.get_text_config().hidden_size, ids.shape[1] // _token_parts(config)
     dtype = torch.float32 if config.precision.parameters == "fp32" else PARAMETER_DTYPES[config.precision.parameters]
     return torch.empty(ids.shape[0], tokens, hidden, dtype=dtype, device=ids.device, requires_grad=True)
 
@@ -385,11 +365,10 @@ def share_experts(trace: Trace, ranks: int) -> Trace:
 def _message_bytes(config: TrainConfig, workload: Workload, size: int) -> tuple[int, int]:
     """Return the bytes of bf16 hidden states of `size` sequences on one rank, and those of a message with them."""
     model: Any = workload.model
-    parallel, hidden = config.parallel, model.config.get_text_config().hidden_size
-    tokens = config.data.sequence_length // (parallel.tp if parallel.sequence_parallel else 1)
+    hidden, tokens = model.config.get_text_config().hidden_size, config.data.sequence_length // _token_parts(config)
     bf16 = 2 * size * tokens * hidden
     rows, columns = (size, tokens * hidden) if hidden % 128 == 0 else (size * tokens, hidden)
-    fp8 = plans_fp8(workload.plan) and parallel.fp8_comm != "off"
+    fp8 = plans_fp8(workload.plan) and config.parallel.fp8_comm != "off"
     return bf16, rows * width(columns, parse_spec(ADAPTIVE_SPEC)) if fp8 else bf16
 
 
@@ -399,9 +378,8 @@ def _message_bytes(config: TrainConfig, workload: Workload, size: int) -> tuple[
 def _trace_forward(
     config: TrainConfig, stage: Stage, shape: tuple[int, int], loss: Callable[[nn.Module], Any] | None, plan: Plan
 ) -> Trace:
-    """Trace one forward of what a rank has of a stage, in bf16, with the fused kernels of a plan; `loss` runs a whole
-    model of more than text.
-    """
+    """Trace one forward of what a rank has of a stage, in bf16, with the fused kernels of a plan."""
+    # `loss` runs a whole model of more than text.
     parallel, layouts, fake = config.parallel, dict[nn.Module, Layout](), fake_device(torch.device("cuda"))
     if parallel.ep > 1:  # experts in bf16 are not distributed: each rank has as many rows, of fewer experts
         trace = _trace_forward(without_experts(config), stage, shape, loss, plan)
@@ -458,8 +436,7 @@ def _trace_step(
             step_config=workload.step_config, granularity=ALLOCATION_GRANULARITY[device], states=optimizer.state_dict,
             gradients=lambda: list(optimizer.gradients().values()), before_step=partial(optimizer.gradient_norm, 1.0),
         )  # fmt: skip
-        trace: StepTrace = _run(step, size)
-        return trace
+        return _run(step, size)
 
 
 def _run_stage(trainer: Trainer, inputs: Tensor, labels: Tensor) -> None:
@@ -493,19 +470,14 @@ def console(
     if gpu is not None:
         with plan_progress() as progress:
             step = plan_step(config, gpu=gpu, gpus=gpus, calibration=calibration, progress=progress)
-        if as_json:
-            print(step.to_json())
-        else:
-            print(forecast_text(step, terminal_width()))
+        print(step.to_json() if as_json else forecast_text(step, terminal_width()))
     if memory:
         _show_memory(config, device=device, limit=limit or 79.0, layers=layers, as_json=as_json)
 
 
 def _show_memory(config: TrainConfig, *, device: str, limit: float, layers: bool, as_json: bool) -> None:
-    if device not in ALLOCATION_GRANULARITY:
-        raise ValueError(
-            f"device is {' or '.join(ALLOCATION_GRANULARITY)}; got {device!r}{nearest(device, ALLOCATION_GRANULARITY)}"
-        )
+    if device not in (known := ALLOCATION_GRANULARITY):
+        raise ValueError(f"device is {' or '.join(known)}; got {device!r}{nearest(device, known)}")
     limit_bytes, fitting = int(limit * 2**30), []
     with plan_progress() as progress:
         plans = plan_arms(config, device=device, progress=progress)

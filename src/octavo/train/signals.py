@@ -19,7 +19,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -84,13 +84,21 @@ class Between:
 
 
 @contextmanager
+def _handling(signals: Iterable[signal.Signals], handler: Callable[[int, Any], Any]) -> Iterator[dict[int, Any]]:
+    """Handle signals in this context; gives the handlers before."""
+    before = {int(number): signal.signal(number, handler) for number in signals}
+    try:
+        yield before
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
+
+
+@contextmanager
 def exit_on(stop_signal: signal.Signals) -> Iterator[None]:
     """Raise SystemExit in the main thread when a signal comes, so that unfinished files are removed."""
-    before = signal.signal(stop_signal, lambda number, frame: sys.exit(128 + number))
-    try:
+    with _handling([stop_signal], lambda number, frame: sys.exit(128 + number)):
         yield
-    finally:
-        signal.signal(stop_signal, before)
 
 
 @contextmanager
@@ -101,7 +109,6 @@ def stop_on(stop: threading.Event, *signals: signal.Signals, patient: bool = Fal
         yield
         return
 
-    before: dict[int, Any] = {}
     received: set[int] = set()
 
     def request(number: int, frame: Any) -> None:
@@ -115,13 +122,8 @@ def stop_on(stop: threading.Event, *signals: signal.Signals, patient: bool = Fal
         received.add(number)
         stop.set()
 
-    for stop_signal in signals:
-        before[stop_signal] = signal.signal(stop_signal, request)
-    try:
+    with _handling(signals, request) as before:
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else []))
@@ -139,8 +141,7 @@ def supervise(command: Sequence[str], out: Path, *, resume: bool, restarts: int,
         for process in child:
             process.send_signal(number)
 
-    before = {number: signal.signal(number, forward) for number in FORWARDED}
-    try:
+    with _handling(FORWARDED, forward):
         for attempt in range(restarts + 1):
             child[:] = [subprocess.Popen([*command, *(["--resume"] if resume else [])], process_group=0)]
             if stopping:  # a signal before there was a process to send it to
@@ -165,7 +166,4 @@ def supervise(command: Sequence[str], out: Path, *, resume: bool, restarts: int,
                     add_event(out, step, RESTART, text)
                 except OSError as error:
                     note(f"the restart is not recorded: {out / EVENTS_FILE} cannot be written: {error.strerror}")
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
     return code if code >= 0 else 128 - code

@@ -9,11 +9,12 @@ the run stops and the error names the layer. A gradient of zeros stops the run a
 fallen may be the cause. Loss and norm are reduced over all ranks, so all ranks take the same branch.
 """
 
+import math
 import platform
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ from octavo.runtime.torch_compat import run_eagerly
 from octavo.train.checkpoint.retention import HELD_OUT_LOSS
 from octavo.train.checkpoint.store import CheckpointSaver
 from octavo.train.compiled_blocks import Checkpointing, CompiledBlocks
-from octavo.train.config.run_config import ConfigError, TrainConfig
+from octavo.train.config.run_config import TrainConfig, naming
 from octavo.train.diagnose import NonFiniteError, find_origin, non_finite_parameter
 from octavo.train.evaluation import Patience, evaluate
 from octavo.train.guard import SpikeGuard
@@ -171,7 +172,7 @@ class Trainer:
             self.optimizer.zero_grad()
             raise
         norm_value = norm.item()
-        is_finite, is_zero = _are_finite(loss_value, norm_value), norm_value == 0 and loss_value != 0
+        is_finite, is_zero = all(map(math.isfinite, (loss_value, norm_value))), norm_value == 0 and loss_value != 0
         scale = self.loss_scale.value if self.loss_scale.active else None
         if not is_zero:
             self.loss_scale.update(overflow=not is_finite, loss_is_finite=finite(loss_value) is not None)
@@ -254,10 +255,8 @@ class Trainer:
         if not runs:
             return
         parallel = self.config.parallel
-        try:
+        with naming("parallel.pp", ValueError):
             check_pipeline_model(self.model, parallel.pp * SCHEDULES[parallel.schedule])
-        except ValueError as error:
-            raise ConfigError(f"parallel.pp: {error}") from None
         inputs, _ = self.task.data.batch(self.config.run.seed, 0, 1)
         with run_eagerly():
             check_causal(self.model, self.logits, inputs[:, :CAUSAL_TOKENS])
@@ -316,10 +315,12 @@ class Trainer:
                     total = pipeline.step(inputs, targets, share * self.loss_scale.value) * share
                 self.optimizer.accumulate()
                 return total
+            # Not in the middle of a step whose forwards change more of what a checkpoint holds than parameters.
+            may_end = self.slow and not (any(equalized_layers(self.model)) or saved_buffers(self.model))
             for number, (part_inputs, part_targets) in enumerate(
                 zip(row_chunks(inputs, parts), targets.chunk(parts), strict=True), 1
             ):
-                if number > 1 and self.slow and self._has_only_parameters:
+                if number > 1 and may_end:
                     self.between()
                 with self.layout.reduces(number == parts or not self.optimizer.in_place):
                     total += self.accumulate(part_inputs, part_targets, targets=of_step)
@@ -351,7 +352,7 @@ class Trainer:
             norm = squares.sqrt().float()
             if pilot is None:
                 return loss.item(), norm
-            self.recipe_changes += pilot.act(finite=_are_finite(loss.item(), norm.item()))
+            self.recipe_changes += pilot.act(finite=all(map(math.isfinite, (loss.item(), norm.item()))))
             if not pilot.should_repeat:
                 return loss.item(), norm
             self.optimizer.zero_grad()  # the step needs layers that the autopilot has moved
@@ -377,12 +378,6 @@ class Trainer:
                 with self.optimizer.average.in_place():
                     metrics |= {f"{name}_ema": value for name, value in measure(fp8=False).items()}
         return metrics
-
-    @cached_property
-    def _has_only_parameters(self) -> bool:
-        """Whether a forward leaves no trace in what a checkpoint holds, so that a step may end in its middle."""
-        model = self.model
-        return not (any(equalized_layers(model)) or saved_buffers(model))
 
     def _autocast(self) -> AbstractContextManager[Any]:
         if self.config.precision.parameters != "fp32":
@@ -415,10 +410,6 @@ class Trainer:
         return NonFiniteError(
             f"step {step}: {problem}; first value that is not finite: {origin}", step=step, origin=origin
         )
-
-
-def _are_finite(loss: float, norm: float) -> bool:
-    return finite(loss) is not None and finite(norm) is not None
 
 
 def compiles_blocks(config: TrainConfig, model: nn.Module) -> bool:

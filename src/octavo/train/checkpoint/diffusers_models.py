@@ -11,8 +11,7 @@ here: the data drops them (`octavo.train.data.images`), so that ranks and resume
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -102,13 +101,11 @@ def save_config(model: Any, folder: Path) -> None:
     (folder / "config.json").write_text(text + "\n", encoding="utf-8")
 
 
-def is_folder(folder: Path) -> bool:
-    return "_class_name" in _read(folder)
-
-
 def load_config(folder: Path) -> Any:
-    """The config of the model in a folder. Raises ConfigError for another class."""
+    """The config of the model in a folder; None if it is none of diffusers. Raises ConfigError for another class."""
     fields = _read(folder)
+    if "_class_name" not in fields:
+        return None
     if fields["_class_name"] != CLASS:
         raise ConfigError(f"config.json is of {fields['_class_name']!r}; of diffusers' models Octavo trains {CLASS}")
     return _config(fields)
@@ -139,9 +136,13 @@ class _Auto:
     @staticmethod
     def from_config(settings: Any, *, dtype: torch.dtype, trust_remote_code: bool) -> Any:
         """A model with new weights, which `torch.manual_seed` seeds."""
-        with _default_dtype(dtype):
-            names = [name for name in config_class().__annotations__ if name != "model_type"]
+        names = [name for name in config_class().__annotations__ if name != "model_type"]
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)  # of parameters, and not of buffers, as `from_pretrained` has them
+        try:
             model = getattr(library(), CLASS)(**{name: getattr(settings, name) for name in names})
+        finally:
+            torch.set_default_dtype(before)
         initialize(model)
         return _prepared(model)
 
@@ -155,17 +156,6 @@ class _Auto:
             low_cpu_mem_usage=False, use_safetensors=True,
         )  # fmt: skip
         return _prepared(model), info
-
-
-@contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Make parameters in a dtype, and leave buffers in theirs, as `from_pretrained` of diffusers does."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 def _prepared(model: Any) -> Any:

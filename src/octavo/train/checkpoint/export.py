@@ -1,8 +1,7 @@
 """Export a checkpoint of one process or several to a folder that `transformers`, vLLM and SGLang load."""
 
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from octavo.train.checkpoint.digests import DIGESTS, files_of, write_digests
 from octavo.train.checkpoint.pretrained import kind_of, load_generation_config, load_model_config, load_pretrained
 from octavo.train.checkpoint.shards import SHARDS
 from octavo.train.checkpoint.store import check_files, convert_as, read_trainer_state
-from octavo.train.config.run_config import ConfigError, parse_config
+from octavo.train.config.run_config import ConfigError, naming, parse_config
 from octavo.train.config.sections import hub_folder
 from octavo.train.data.epochs import DATA_FILE
 from octavo.train.model import PARAMETER_DTYPES
@@ -46,7 +45,14 @@ def export(
         if merge and (layout is not None or not state["config"].get("lora")):
             raise ConfigError("--merge adds the adapters of a run with [lora] to its base, with --to bf16")
         if layout is not None and not state.get("recipes"):
-            raise ConfigError(_without_recipes(checkpoint, state, layout))
+            if state["config"]["precision"].get("level", "bf16") == "bf16":
+                raise ConfigError(
+                    f"{checkpoint} was trained in bf16, so it has no FP8 values to write as {layout.name}: export it "
+                    f"with --to bf16, or train with precision.level=fp8 precision.recipe={layout.recipe.name}"
+                )
+            raise ConfigError(
+                f"{checkpoint} has no layer that computed in FP8, to write as {layout.name}: export it with --to bf16"
+            )
         if ema and state["config"]["optim"].get("ema") is None:
             raise ConfigError(f"{checkpoint} has no averaged weights: train with optim.ema, or export without --ema")
         check_files(checkpoint, Ranks(torch.device("cpu")))
@@ -58,7 +64,11 @@ def export(
         with _damage(checkpoint):
             dtype = PARAMETER_DTYPES[state["config"]["precision"]["parameters"]]
             model = _merged(checkpoint, state, dtype) if merge else _read(checkpoint, dtype)
-            average = _average(checkpoint) if ema else {}
+            average: dict[str, torch.Tensor] = {}  # by name of the trained parameters
+            if ema and (checkpoint / SHARDS).exists():
+                average = shards.read_tensors(checkpoint / SHARDS, "optimizer.", ".ema")
+            elif ema:
+                average = torch.load(checkpoint / "optimizer.pt", weights_only=True, mmap=True)["ema"]
             with torch.no_grad():
                 for name, parameter in model.named_parameters():
                     if name in average:
@@ -88,9 +98,7 @@ def _copy_assets(checkpoint: Path, folder: Path) -> None:
     """Copy what neither the trainer nor the model wrote: the tokenizer's files, whatever they are."""
     for name in files_of(checkpoint):
         path, target = checkpoint / name, folder / name
-        weights = name.startswith(("model", "diffusion_pytorch_model")) and name.endswith(
-            (".safetensors", ".index.json")
-        )
+        weights = name.startswith(("model", "diffusion_")) and name.endswith((".safetensors", ".index.json"))
         own = weights or name in OWN or name.startswith(f"{SHARDS}/")
         if path.is_file() and not path.is_symlink() and not own and not target.exists():
             target.parent.mkdir(exist_ok=True, parents=True)
@@ -122,29 +130,9 @@ def _export_adapters(checkpoint: Path, folder: Path, out: Path, layout: ExportLa
     return Exported(path=out, layout="bf16", fp8=(), high_precision={}, notes=("these are adapters of PEFT alone",))
 
 
-@contextmanager
-def _damage(checkpoint: Path) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, RuntimeError, ValueError, KeyError, TypeError, SafetensorError) as error:
-        raise ConfigError(f"{checkpoint} is damaged: {' '.join(str(error).split())}") from None
-
-
-def _without_recipes(checkpoint: Path, state: dict[str, Any], layout: ExportLayout) -> str:
-    if state["config"]["precision"].get("level", "bf16") == "bf16":
-        return (
-            f"{checkpoint} was trained in bf16, so it has no FP8 values to write as {layout.name}: export it with --to "
-            f"bf16, or train with precision.level=fp8 precision.recipe={layout.recipe.name}"
-        )
-    return f"{checkpoint} has no layer that computed in FP8, to write as {layout.name}: export it with --to bf16"
-
-
-def _average(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """The moving average of the weights of a checkpoint of either kind, by name of the trained parameters."""
-    if (checkpoint / SHARDS).exists():
-        return shards.read_tensors(checkpoint / SHARDS, "optimizer.", ".ema")
-    average: dict[str, torch.Tensor] = torch.load(checkpoint / "optimizer.pt", weights_only=True, mmap=True)["ema"]
-    return average
+def _damage(checkpoint: Path) -> AbstractContextManager[None]:
+    errors = OSError, RuntimeError, ValueError, KeyError, TypeError, SafetensorError
+    return naming(f"{checkpoint} is damaged", *errors)
 
 
 def _merged(checkpoint: Path, state: dict[str, Any], dtype: torch.dtype) -> Any:

@@ -30,9 +30,8 @@ class ModelKind:
         return getattr(transformers, self.auto_class)
 
     def make_empty(self, model: Any) -> None:
-        """Make an empty model of the class of `model`: Transformers notes in `__init__` alone which outputs a class can
-        record, such as the logits of routers.
-        """
+        """Make an empty model of the class of `model`."""
+        # Transformers notes in `__init__` alone which outputs a class can record, such as the logits of routers.
         with torch.device("meta"):
             type(model)(deepcopy(model.config))
 

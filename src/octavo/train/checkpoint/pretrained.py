@@ -9,14 +9,12 @@ from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from octavo.serving.writer import no_progress_bar
 from octavo.train.checkpoint import diffusers_models
 from octavo.train.checkpoint.diffusers_models import IMAGE_GENERATION
 from octavo.train.checkpoint.kinds import IMAGE_CLASSIFICATION, IMAGE_TEXT, LANGUAGE, ModelKind
-from octavo.train.config.run_config import ConfigError
-from octavo.train.ranks import Ranks, share_on_machine
+from octavo.train.config.run_config import ConfigError, naming, one_line
 
 KINDS = LANGUAGE, IMAGE_CLASSIFICATION, IMAGE_TEXT  # Those of Transformers
 AUTO_CLASSES = "AutoConfig", "AutoModel", *(kind.auto_class for kind in KINDS)
@@ -42,8 +40,8 @@ def load_model_config(folder: Path, *, adapters: bool = False) -> Any:
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
-    if diffusers_models.is_folder(folder):
-        return diffusers_models.load_config(folder)
+    if (of_diffusers := diffusers_models.load_config(folder)) is not None:
+        return of_diffusers
     if not adapters and (folder / "adapter_config.json").exists():
         raise ConfigError(
             "it holds a PEFT adapter (adapter_config.json), which Transformers would put into the model: merge it, "
@@ -66,17 +64,13 @@ def load_model_config(folder: Path, *, adapters: bool = False) -> Any:
     auto_map = auto_map if isinstance(auto_map, dict) else {"AutoConfig": auto_map} if auto_map else {}
     classes = {key: str(auto_map[key]).rpartition(".")[2] for key in AUTO_CLASSES if key in auto_map}
     if custom := [name for key, name in classes.items() if name != names.get(key)]:
-        raise ConfigError(
-            f"the model needs its own code ({', '.join(dict.fromkeys(custom))}), which Octavo never runs: give a "
-            "model that Transformers has, without auto_map in its config.json"
-        )
+        what = f"the model needs its own code ({', '.join(dict.fromkeys(custom))}), which Octavo never runs"
+        raise ConfigError(f"{what}: give a model that Transformers has, without auto_map in its config.json")
     if problem:
         raise ConfigError(problem)
     if kernels:
-        raise ConfigError(
-            f"the model needs attention from the hub ({kernels[0]!r}), code that Octavo never fetches or runs: set "
-            'attn_implementation in its config.json to "sdpa" or "eager", or leave it out'
-        )
+        reason = f"the model needs attention from the hub ({kernels[0]!r}), code that Octavo never fetches or runs"
+        raise ConfigError(f'{reason}: set attn_implementation in its config.json to "sdpa" or "eager", or leave it out')
     return settings
 
 
@@ -86,14 +80,6 @@ def _hub_kernels(config: Any, inside: bool = False) -> list[str]:
         parts = [(value, inside or "attn_implementation" in key) for key, value in config.items()]
         return [kernel for part in parts for kernel in _hub_kernels(*part)]
     return [config] if inside and isinstance(config, str) and "/" in config else []
-
-
-def one_line(error: Exception) -> str:
-    """What an error says, without line breaks; its type as well where it says little without."""
-    reason = " ".join(str(error).split())
-    if isinstance(error, OSError | ValueError | RuntimeError) and reason:
-        return reason
-    return f"{type(error).__name__}: {reason}" if reason else type(error).__name__
 
 
 def load_pretrained(folder: Path, dtype: torch.dtype, kind: ModelKind | None = None) -> Any:
@@ -120,18 +106,11 @@ def load_pretrained(folder: Path, dtype: torch.dtype, kind: ModelKind | None = N
 def _check_indices(folder: Path) -> None:
     """Raise ConfigError if an index of weights names a file outside of `folder`."""
     for path in folder.glob("*.index.json"):
-        try:
+        with naming(f"{path.name} cannot be read"):
             files = set(json.loads(path.read_text(encoding="utf-8"))["weight_map"].values())
             outside = [name for name in files if PurePath(name).is_absolute() or ".." in PurePath(name).parts]
-        except Exception as error:
-            raise ConfigError(f"{path.name} cannot be read: {one_line(error)}") from None
         if outside:
             raise ConfigError(f"{path.name} names {min(outside)!r}, which is not in the folder: copy it there")
-
-
-def load_weights(folder: Path, dtype: torch.dtype, ranks: Ranks) -> dict[str, Tensor]:
-    """The weights in `folder` by the names that the model has for them, on every rank; one copy on each machine."""
-    return share_on_machine(lambda: load_pretrained(folder, dtype).state_dict(), ranks)
 
 
 def settings_of(model: Any) -> Any:
@@ -144,10 +123,8 @@ def load_generation_config(folder: Path, model: Any) -> None:
     from transformers import GenerationConfig
 
     if (folder / "generation_config.json").exists():
-        try:
+        with naming("generation_config.json cannot be read"):
             model.generation_config = GenerationConfig.from_pretrained(str(folder), local_files_only=True)
-        except Exception as error:  # of no common type
-            raise ConfigError(f"generation_config.json cannot be read: {one_line(error)}") from None
 
 
 def save_model_configs(model: Any, folder: Path) -> None:

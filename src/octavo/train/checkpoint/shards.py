@@ -34,16 +34,9 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor, nn
+from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.distributed.fsdp import FSDPModule
@@ -57,7 +50,6 @@ from octavo.tensor import local_tensor
 from octavo.train import lora
 from octavo.train.checkpoint.digests import digests_of
 from octavo.train.config.run_config import ConfigError
-from octavo.train.lora import checkpointed, has_adapters
 from octavo.train.optimizer import TrainerOptimizer
 
 SHARDS = "shards"
@@ -65,7 +57,7 @@ SHARDS = "shards"
 
 def state_of(model: nn.Module, optimizer: TrainerOptimizer) -> dict[str, Tensor]:
     """Return parameters, buffers and optimizer states by name, without copies; shards as DTensors."""
-    state = {f"model.{name}": value for name, value in checkpointed(model).items()}
+    state = {f"model.{name}": value for name, value in lora.checkpointed(model).items()}
     return state | {f"optimizer.{name}": value.detach() for name, value in optimizer.tensors().items()}
 
 
@@ -110,14 +102,12 @@ def read(folder: Path, model: nn.Module, optimizer: TrainerOptimizer) -> None:
     state = state_of(model, optimizer)
     fill(folder, state, alone=not dist.is_initialized())
     # Already in place; this notifies the model of new weights.
-    weights = {name: state[f"model.{name}"] for name in checkpointed(model)}
-    model.load_state_dict(weights, strict=not has_adapters(model))
+    weights = {name: state[f"model.{name}"] for name in lora.checkpointed(model)}
+    model.load_state_dict(weights, strict=not lora.has_adapters(model))
 
 
 def read_tensors(folder: Path, prefix: str, suffix: str = "") -> dict[str, Tensor]:
-    """Read the tensors of a state whose names begin with `prefix` and end with `suffix`, whole, by the rest of their
-    names; without a model.
-    """
+    """Read whole the tensors of a state with names of this prefix and suffix, by the rest of their names."""
     # Raises ConfigError if they cannot be read.
     saved: Mapping[str, Any] = read_index(folder).state_dict_metadata
     names = [name for name in saved if name.startswith(prefix) and name.endswith(suffix)]
@@ -129,16 +119,13 @@ def read_tensors(folder: Path, prefix: str, suffix: str = "") -> dict[str, Tenso
 
 def check(folder: Path) -> None:
     """Raise ConfigError if files of a state are missing or too short, or its index is invalid."""
-    expected_sizes: dict[str, int] = {}
+    sizes: dict[str, int] = {}  # at least
     for stored in read_index(folder).storage_data.values():
-        expected_sizes[stored.relative_path] = max(
-            expected_sizes.get(stored.relative_path, 0), stored.offset + stored.length
-        )
-    sizes = {name: (folder / name).stat().st_size if (folder / name).exists() else -1 for name in expected_sizes}
-    missing = sorted(name for name, size in sizes.items() if size < 0)
-    short = sorted(name for name, size in sizes.items() if 0 <= size < expected_sizes[name])
+        sizes[stored.relative_path] = max(sizes.get(stored.relative_path, 0), stored.offset + stored.length)
+    missing = sorted(name for name in sizes if not (folder / name).exists())
     if missing:
-        raise ConfigError(f"{len(missing)} of {len(expected_sizes)} shards are missing ({', '.join(missing[:4])})")
+        raise ConfigError(f"{len(missing)} of {len(sizes)} shards are missing ({', '.join(missing[:4])})")
+    short = sorted(name for name, size in sizes.items() if (folder / name).stat().st_size < size)
     if short:
         raise ConfigError(f"shards are cut off ({', '.join(short[:4])})")
 
@@ -199,11 +186,11 @@ _NAMES = {  # Names in an index of tensors, besides `torch.Size` and dtypes
 class ShardReader(FileSystemReader):
     """Read shards with the checked index, and only files next to it."""
 
-    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+    def read_metadata(self, *_: Any, **__: Any) -> metadata.Metadata:
         return read_index(Path(self.path))
 
 
-def read_index(folder: Path) -> Metadata:
+def read_index(folder: Path) -> metadata.Metadata:
     """Read and check the index of the shards in `folder`. Raises ConfigError as `ShardReader`."""
     try:
         index = _metadata(_Unpickler(io.BytesIO((folder / INDEX).read_bytes())).load())
@@ -248,40 +235,40 @@ class _Unpickler(pickle.Unpickler):
         value = getattr(torch, name, None) if module == "torch" else None
         if isinstance(value, torch.dtype) or value is torch.Size:
             return value
-        raise ConfigError(
-            f"it names {module}.{name}, which no index of tensors needs, and which reading it as torch does would "
-            "call. Use checkpoints that you trust"
-        )
+        problem = f"it names {module}.{name}, which no index of tensors needs"
+        raise ConfigError(f"{problem}, and which reading it as torch does would call. Use checkpoints that you trust")
 
 
-def _metadata(record: Any) -> Metadata:
+def _metadata(record: Any) -> metadata.Metadata:
     state = _state(record, "Metadata")
-    return Metadata(
-        {
-            _expect(name, str): _tensor(name, entry)
-            for name, entry in _expect(state["state_dict_metadata"], dict).items()
+    tensors = _expect(state["state_dict_metadata"], dict)
+    return metadata.Metadata(
+        {_expect(name, str): _tensor(name, entry) for name, entry in tensors.items()},
+        planner_data={
+            _expect(name, str): tuple(_expect(part, str | int) for part in _expect(path, tuple))
+            for name, path in _expect(state.get("planner_data") or {}, dict).items()
         },
-        planner_data={_expect(k, str): _path(v) for k, v in _expect(state.get("planner_data") or {}, dict).items()},
         storage_data=dict(_stored(key, value) for key, value in _expect(state["storage_data"], dict).items()),
-        storage_meta=StorageMeta(),
+        storage_meta=metadata.StorageMeta(),
         version=_expect(state.get("version"), str | None),
     )
 
 
-def _tensor(name: str, record: Any) -> TensorStorageMetadata:
+def _tensor(name: str, record: Any) -> metadata.TensorStorageMetadata:
     if not isinstance(record, _Record) or type(record).__name__ != "TensorStorageMetadata":
         raise ConfigError(f"{name} is no tensor, and whatever else it is would be unpickled")
     state = _state(record, "TensorStorageMetadata")
     dtype, *_ = _state(state["properties"], "TensorProperties", tuple)
-    chunks = [_state(chunk, "ChunkStorageMetadata") for chunk in _expect(state["chunks"], list)]
-    return TensorStorageMetadata(
-        TensorProperties(dtype=_expect(dtype, torch.dtype)),
-        _expect(state["size"], torch.Size),
-        [ChunkStorageMetadata(_expect(c["offsets"], torch.Size), _expect(c["sizes"], torch.Size)) for c in chunks],
-    )
+    chunks = []
+    for chunk in _expect(state["chunks"], list):
+        sizes = _state(chunk, "ChunkStorageMetadata")
+        start, extent = (_expect(sizes[key], torch.Size) for key in ("offsets", "sizes"))
+        chunks.append(metadata.ChunkStorageMetadata(start, extent))
+    properties = metadata.TensorProperties(dtype=_expect(dtype, torch.dtype))
+    return metadata.TensorStorageMetadata(properties, _expect(state["size"], torch.Size), chunks)
 
 
-def _stored(key: Any, value: Any) -> tuple[MetadataIndex, StorageInfo]:
+def _stored(key: Any, value: Any) -> tuple[metadata.MetadataIndex, StorageInfo]:
     key_state, info = _state(key, "MetadataIndex"), _state(value, "_StorageInfo")
     file = _expect(info["relative_path"], str)
     if Path(file).name != file or "\\" in file or file.startswith("."):
@@ -292,11 +279,7 @@ def _stored(key: Any, value: Any) -> tuple[MetadataIndex, StorageInfo]:
     if offset < 0 or length < 0:
         raise ConfigError(f"it points to {offset}, {length} in {file}")
     start, hint = _expect(key_state.get("offset"), torch.Size | None), _expect(key_state.get("index"), int | None)
-    return MetadataIndex(_expect(key_state["fqn"], str), start, hint), StorageInfo(file, offset, length)
-
-
-def _path(value: Any) -> tuple[str | int, ...]:
-    return tuple(_expect(part, str | int) for part in _expect(value, tuple))
+    return metadata.MetadataIndex(_expect(key_state["fqn"], str), start, hint), StorageInfo(file, offset, length)
 
 
 def _state(record: Any, name: str, kind: Any = dict) -> Any:

@@ -36,15 +36,8 @@ from octavo.nn.linear_subclasses import is_converted
 from octavo.numerics.plan import Decision, Plan
 from octavo.numerics.recipe import get_recipe
 from octavo.train import lora
-from octavo.train.checkpoint import shards
+from octavo.train.checkpoint import pretrained, shards
 from octavo.train.checkpoint.digests import check_digests, find_damage, write_digests
-from octavo.train.checkpoint.pretrained import (
-    load_generation_config,
-    load_model_config,
-    load_weights,
-    save_model_configs,
-    settings_of,
-)
 from octavo.train.checkpoint.retention import FOLDER, REMOVING, checkpoints, obsolete_checkpoints, remove_checkpoint
 from octavo.train.checkpoint.shards import SHARDS, load_whole, save_whole
 from octavo.train.config.run_config import ConfigError, TrainConfig
@@ -52,7 +45,7 @@ from octavo.train.config.sections import Run
 from octavo.train.disk import sync, sync_entry
 from octavo.train.loss_scale import LossScale
 from octavo.train.optimizer import TrainerOptimizer
-from octavo.train.ranks import Ranks, SharedError
+from octavo.train.ranks import Ranks, SharedError, share_on_machine
 from octavo.train.record.json_lines import first_error
 
 WRITING = ".writing-"  # Prefix of a checkpoint during writing
@@ -174,7 +167,7 @@ class _NewCheckpoint:
             for leftover in (self.out / FOLDER).glob(f"{prefix}*"):
                 shutil.rmtree(leftover, ignore_errors=True)
         self.scratch.mkdir(parents=True)
-        save_model_configs(model, self.scratch)
+        pretrained.save_model_configs(model, self.scratch)
         if lora.has_adapters(model):
             model.peft_config[lora.ADAPTER].save_pretrained(str(self.scratch))
         save_assets(self.scratch)
@@ -218,21 +211,15 @@ class _TrainerJson(BaseModel):
     held_out_loss: FiniteFloat | None = None
 
 
-def check_links(folder: Path) -> None:
-    """Raise ConfigError for a file of a checkpoint that is a link out of its folder."""
-    home = folder.resolve()
-    for path in folder.rglob("*"):
-        if path.is_symlink() and home not in path.resolve().parents:
-            raise ConfigError(
-                f"{path} is not loaded: it is a link out of its folder. Put a copy in its place to load it"
-            )
-
-
 def read_trainer_state(folder: Path) -> dict[str, Any]:
     """Read `trainer.json` of a checkpoint: step, loss_scale, data, config."""
-    # Raises ConfigError if it cannot be read or was changed after writing.
-    path = folder / "trainer.json"
-    check_links(folder)
+    # Raises ConfigError if it cannot be read or was changed after writing, and for a link out of the folder.
+    path, home = folder / "trainer.json", folder.resolve()
+    for link in filter(Path.is_symlink, folder.rglob("*")):
+        if home not in link.resolve().parents:
+            raise ConfigError(
+                f"{link} is not loaded: it is a link out of its folder. Put a copy in its place to load it"
+            )
     _with_remedy(folder, lambda: check_digests(folder, [path.name]))
     try:
         state: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
@@ -300,7 +287,7 @@ def check_files(folder: Path, ranks: Ranks) -> None:
 def check_same_model(folder: Path, config: Any) -> None:
     """Raise ConfigError if the model's config differs from the checkpoint's; it names the first difference."""
     try:
-        saved = load_model_config(folder, adapters=True).to_dict()
+        saved = pretrained.load_model_config(folder, adapters=True).to_dict()
     except ConfigError as error:
         raise ConfigError(f"{folder}: {error}: {_remedy(folder)}") from None
     current = config.to_dict()
@@ -324,13 +311,11 @@ def load_checkpoint(
     # loaded: layers measure theirs in their next forward.
     state = ranks.run_on_rank0(lambda: read_trainer_state(folder))
     check_files(folder, ranks)
-    ranks.run_on_rank0(lambda: check_same_model(folder, settings_of(model)))
+    ranks.run_on_rank0(lambda: check_same_model(folder, pretrained.settings_of(model)))
     base = lora.base_digest(model, ranks)
     if ranks.world_size == state.get("ranks", 1) and base != state.get("base", base):
-        raise SharedError(
-            f"{folder} holds adapters of other base weights: what is at model.path has changed since. Set it back to "
-            "resume the run, or choose another output folder"
-        )
+        problem = f"{folder} holds adapters of other base weights: what is at model.path has changed since"
+        raise SharedError(f"{problem}. Set it back to resume the run, or choose another output folder")
     try:
         if ranks.run_on_rank0((folder / SHARDS).exists):
             ranks.run_on_rank0(lambda: shards.check(folder / SHARDS))
@@ -339,9 +324,10 @@ def load_checkpoint(
             if lora.has_adapters(model):
                 weights = ranks.raise_together(lambda: lora.load(folder, model))
             else:
-                weights = load_weights(folder, next(model.parameters()).dtype, ranks)
+                dtype = next(model.parameters()).dtype
+                weights = share_on_machine(lambda: pretrained.load_pretrained(folder, dtype).state_dict(), ranks)
             ranks.raise_together(lambda: load_whole(folder, weights, model, optimizer))
-        ranks.raise_together(lambda: load_generation_config(folder, model))
+        ranks.raise_together(lambda: pretrained.load_generation_config(folder, model))
         loss_scale.load_state_dict(state["loss_scale"])
         channels = state.get("equalized", {})
         states = channels.get(PARTS, [channels])
@@ -370,11 +356,9 @@ def recipes_of(model: nn.Module) -> dict[str, str]:
 def convert_as(model: nn.Module, recipes: Mapping[str, str]) -> None:
     """Convert a model to what `recipes_of` returned, in place. Raises ValueError for recipes of another model."""
     if recipes:
-        decisions = {
-            fqn: decision
-            if decision.recipe is None
-            else replace(decision, recipe=None, reason="in high precision in training")
-            for fqn, decision in rule_plan(model).decisions.items()
-        }
+        decisions = dict(rule_plan(model).decisions)
+        for fqn, decision in decisions.items():
+            if decision.recipe is not None:
+                decisions[fqn] = replace(decision, recipe=None, reason="in high precision in training")
         in_fp8 = {fqn: Decision(recipe=get_recipe(name), reason="as in training") for fqn, name in recipes.items()}
         apply_plan(model, Plan(decisions | in_fp8, partial=True))

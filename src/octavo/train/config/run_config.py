@@ -11,7 +11,7 @@ import importlib
 import json
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -23,24 +23,8 @@ from octavo.numerics.names import nearest
 from octavo.numerics.recipe import get_recipe
 from octavo.optim import OPTIMIZERS
 from octavo.parallel.pipeline_model import ZERO_BUBBLE
-from octavo.train.config.sections import (
-    FREE,
-    TUNABLE,
-    Data,
-    EvalConfig,
-    Free,
-    GuardConfig,
-    InspectConfig,
-    LoraConfig,
-    Model,
-    Optim,
-    ParallelConfig,
-    PrecisionConfig,
-    Run,
-    SampleConfig,
-    Section,
-    decay_steps,
-)
+from octavo.train.config import sections
+from octavo.train.config.sections import FREE, TUNABLE, Free, Optim, Run, Section, decay_steps
 
 TEXT_ONLY_EVAL = ("source", "split", "fraction", "batches")
 """Settings of `[eval]` that only text has; image generation has `batches` as well."""
@@ -62,6 +46,24 @@ class ConfigError(ValueError):
     """A mistake in a configuration, or in the data or model it names."""
 
 
+def one_line(error: Exception) -> str:
+    """What an error says, without line breaks; its type as well where it says little without."""
+    reason = " ".join(str(error).split())
+    if isinstance(error, OSError | ValueError | RuntimeError) and reason:
+        return reason
+    return f"{type(error).__name__}: {reason}" if reason else type(error).__name__
+
+
+@contextmanager
+def naming(what: str, *types: type[Exception]) -> Iterator[None]:
+    """Turn errors of these types, or any, into a ConfigError in one line that begins with `what`."""
+    caught = types or (Exception,)  # each class of another package fails in its own way
+    try:
+        yield
+    except caught as error:
+        raise ConfigError(f"{what}: {one_line(error)}") from None
+
+
 def optional_package(name: str, what: str, install: str) -> Any:
     """Import a package that some settings need. Raises ConfigError, which begins with `what`, without it."""
     try:
@@ -74,16 +76,16 @@ class TrainConfig(Section):
     """Configuration of a run, from `load_config` or `TrainConfig.model_validate` of a dictionary of sections."""
 
     run: Run
-    model: Model
-    lora: LoraConfig | None = None
-    data: Data
-    eval: EvalConfig | None = None
-    sample: Free[SampleConfig | None] = None
+    model: sections.Model
+    lora: sections.LoraConfig | None = None
+    data: sections.Data
+    eval: sections.EvalConfig | None = None
+    sample: Free[sections.SampleConfig | None] = None
     optim: Optim
-    precision: PrecisionConfig = PrecisionConfig()
-    parallel: ParallelConfig = ParallelConfig()
-    inspect: InspectConfig = InspectConfig()
-    guard: GuardConfig = GuardConfig()
+    precision: sections.PrecisionConfig = sections.PrecisionConfig()
+    parallel: sections.ParallelConfig = sections.ParallelConfig()
+    inspect: sections.InspectConfig = sections.InspectConfig()
+    guard: sections.GuardConfig = sections.GuardConfig()
 
     def _problems(self) -> Iterator[str]:
         steps, warmup = self.run.steps, self.optim.warmup
@@ -105,22 +107,17 @@ class TrainConfig(Section):
         task = self.data.task
         if self.model.attention == "varlen" and task != "language":
             yield f'model.attention = "varlen" is for packed text, and data.task is "{task}": leave it out'
-        elif self.model.attention == "varlen" and self.data.packing == "stream":
-            yield (
-                'model.attention = "varlen" is for packed documents: set data.packing = "documents", or leave it out'
-            )
+        if self.model.attention == "varlen" and self.data.packing == "stream":
+            yield 'model.attention = "varlen" is for packed documents: set data.packing = "documents", or leave it out'
         if task != "language" and self.sample is not None:
             yield f'[sample] writes text, and data.task is "{task}": leave the section out'
-        for name in TEXT_ONLY_EVAL if task != "language" and self.eval is not None else ():
-            if name == "batches" and task == "image-generation":
-                continue
-            if (value := getattr(self.eval, name)) != EvalConfig.model_fields[name].default:
+        if task != "language" and self.eval is not None:
+            names = [name for name in TEXT_ONLY_EVAL if (name, task) != ("batches", "image-generation")]
+            for name, value in self.eval.given(*names):
                 yield f'eval.{name} = {value} is for text, and data.task is "{task}": leave it out'
         if self.guard.spike and not self.run.save_every:
-            yield (
-                f"guard.spike = {self.guard.spike:g} rolls back to checkpoints, and run.save_every = 0 saves "
-                "none before the end: set run.save_every, such as 100"
-            )
+            what = f"guard.spike = {self.guard.spike:g} rolls back to checkpoints"
+            yield f"{what}, and run.save_every = 0 saves none before the end: set run.save_every, such as 100"
         if self.precision.autopilot and self.resolved.matmul != "fp8":
             yield (
                 f"precision.autopilot changes the recipes of FP8 layers, and precision.level = "
@@ -138,18 +135,14 @@ class TrainConfig(Section):
             "language": "" if self.eval is not None else "there is no section [eval]: add one, such as eval.every=100",
             "image-classification": "a classifier of images measures its accuracy: leave it out",
         }
-        if self.run.keep_best and (reason := reasons.get(self.data.task, "")):
-            yield (
-                f"run.keep_best = {self.run.keep_best} keeps the checkpoints of the lowest held-out loss, and {reason}"
-            )
+        if (best := self.run.keep_best) and (reason := reasons.get(task, "")):
+            yield f"run.keep_best = {best} keeps the checkpoints of the lowest held-out loss, and {reason}"
         if self.run.compile == "blocks" and (problem := self.uncompilable):
             yield f'run.compile = "blocks": {problem}: set run.compile = "none"'
         if self.lora is None:
             return
-        if self.model.frozen:
-            yield (
-                f"model.frozen = {list(self.model.frozen)} with [lora], which freezes all of the model: leave it out"
-            )
+        if frozen := list(self.model.frozen):
+            yield f"model.frozen = {frozen} with [lora], which freezes all of the model: leave it out"
         if self.data.task == "image-generation":
             yield '[lora] is for models of Transformers, and data.task = "image-generation": leave it out'
 
@@ -170,10 +163,8 @@ class TrainConfig(Section):
         }
         for what, reason in problems.items():
             if mode and reason:
-                yield (
-                    f"{what} with parallel.{mode} = {size}: only data parallelism {reason} (dp_replicate, dp_shard); "
-                    "leave one of them out"
-                )
+                problem = f"{what} with parallel.{mode} = {size}"
+                yield f"{problem}: only data parallelism {reason} (dp_replicate, dp_shard); leave one of them out"
 
     @property
     def uncompilable(self) -> str:
@@ -266,12 +257,11 @@ def load_config(
             f"no such config file: {path}{nearest(str(path), beside)}; give the path of a TOML file, with the settings "
             "that docs/settings.md lists, such as the repository's configs/demo.toml"
         ) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read as a TOML file: {error}") from None
+    except (OSError, UnicodeDecodeError, RecursionError) as error:
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
+        raise ConfigError(f"{path} cannot be read as a TOML file: {reason}") from None
     except ValueError as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
-    except RecursionError:
-        raise ConfigError(f"{path} cannot be read as a TOML file: it is nested too deeply") from None
     tables = change(tables)
     keys = {_apply(tables, override) for override in overrides}
     if ("run", "steps") in keys and ("optim", "warmup") not in keys:
@@ -345,9 +335,8 @@ def _value(override: str, text: str) -> Any:
             "argument of its own, and quote a string that holds a line break or a #"
         )
     if text.lstrip()[:1] in ('"', "'"):
-        raise ConfigError(
-            f"override {_toml(override)}: the string does not end where the value does: look at its quotes"
-        )
+        reason = "the string does not end where the value does: look at its quotes"
+        raise ConfigError(f"override {_toml(override)}: {reason}")
     return text
 
 
@@ -383,9 +372,8 @@ def explain(error: ValidationError, tables: Mapping[str, Any], config: type[Sect
         fields: list[str] = list(model.model_fields)
         key.append(str(part))
         if part not in fields:
-            kind = "section" if len(key) == 1 else "key"
-            choices_text = f"; known here: {', '.join(fields)}"
-            return f"unknown {kind} {'.'.join(key)}{nearest(str(part), fields) or choices_text}"
+            hint = nearest(str(part), fields) or f"; known here: {', '.join(fields)}"
+            return f"unknown {'section' if len(key) == 1 else 'key'} {'.'.join(key)}{hint}"
         model = _section(model.model_fields[str(part)].annotation)
     name = ".".join(key)
     if first["type"] == "missing" and isinstance(first["loc"][-1], str):
@@ -396,12 +384,10 @@ def explain(error: ValidationError, tables: Mapping[str, Any], config: type[Sect
     if first["type"] == "value_error":
         return str(first["ctx"]["error"])
     got = f", got {first['input']!r}"
-    choices = _choices(model)
-    if choices and isinstance(first["input"], str):
+    if (choices := _choices(model)) and isinstance(first["input"], str):
         expected = " | ".join(f'"{choice}"' for choice in choices)
         return f"{name}: should be {expected}{got}{nearest(first['input'], choices)}"
-    message = first["msg"].removeprefix("Input ")
-    return f"{name}: {message}{got}"
+    return f"{name}: {first['msg'].removeprefix('Input ')}{got}"
 
 
 def _section(annotation: Any) -> Any:
@@ -422,9 +408,9 @@ def resume_of(key: str) -> str:
     """Whether a setting, as "optim.lr", may differ on resume: `FREE`, `TUNABLE`, or "" if it must be the same."""
     section: Any = TrainConfig
     for name in key.split("."):
-        if not (isinstance(section, type) and issubclass(section, Section)) or name not in section.model_fields:
-            return ""
-        field = section.model_fields[name]
+        field = getattr(section, "model_fields", {}).get(name)
+        if field is None:
+            break
         if kind := next((kind for kind in (FREE, TUNABLE) if kind in field.metadata), ""):
             return kind
         section = _section(field.annotation)
@@ -447,9 +433,7 @@ def check_same_run(saved: Mapping[str, Any], config: TrainConfig, where: Path) -
             continue
         before, now = (value if value == "unset" else json.dumps(value) for value in (old, new))
         if kind != TUNABLE:
-            raise ConfigError(
-                f"{where} holds another run: there {key} = {before}, here {now}. "
-                f"Set {key} back to resume it, or choose another output folder"
-            )
+            problem = f"{where} holds another run: there {key} = {before}, here {now}"
+            raise ConfigError(f"{problem}. Set {key} back to resume it, or choose another output folder")
         changes.append(f"resumed with {key} = {now} (was {before})")
     return changes

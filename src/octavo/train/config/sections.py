@@ -10,7 +10,7 @@ from math import isqrt
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, Strict, model_validator
 from pydantic_core import PydanticCustomError
 
 from octavo.inspect.findings import Thresholds
@@ -68,6 +68,8 @@ def hub_folder(path: str) -> Path:
 LARGEST_COUNT = 2**31 - 1
 Count = Annotated[int, Field(ge=1, le=LARGEST_COUNT)]
 Share = Annotated[float, Field(ge=0, le=1)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
+Listed = BeforeValidator(lambda value: [value] if isinstance(value, str) else value)  # A text stands for a list of it
 
 
 class Section(BaseModel):
@@ -78,6 +80,11 @@ class Section(BaseModel):
     def _problems(self) -> Iterator[str]:
         """What is wrong with settings together, in sentences; the first one is raised."""
         yield from ()
+
+    def given(self, *names: str) -> Iterator[tuple[str, Any]]:
+        """Which of some settings are not the default, and what they are."""
+        values = ((name, getattr(self, name), type(self).model_fields[name].default) for name in names)
+        return ((name, value) for name, value, default in values if value != default)
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -103,7 +110,7 @@ class Run(Section):
     """"auto" takes CUDA where there is a usable device."""
     log_every: Free[Count] = 1
     """Steps between two points on TensorBoard and `loggers` (`metrics.jsonl` has every step)."""
-    loggers: Free[list[Literal["wandb", "mlflow"]]] = []
+    loggers: Free[Annotated[list[Literal["wandb", "mlflow"]], Listed]] = []
     """Where metrics go besides TensorBoard. Servers, projects and keys are those of their own environment variables."""
     save_every: Free[Annotated[int, Field(ge=0)]] = 0
     """Steps between two checkpoints; 0 saves at the end only. The end of a run, and SIGTERM, always save."""
@@ -131,33 +138,19 @@ class Run(Section):
         has_epochs = isinstance(table, dict) and table.get("epochs") is not None
         return {"steps": LARGEST_COUNT} | table if has_epochs else table
 
-    @field_validator("loggers", mode="before")
-    @classmethod
-    def _list_loggers(cls, value: Any) -> Any:
-        return [value] if isinstance(value, str) else value
-
     def _problems(self) -> Iterator[str]:
         if self.name in (".", "..") or "/" in self.name or "\\" in self.name or not self.name.isprintable():
-            yield (
-                f"run.name = {self.name!r} names the folder runs/<name>: give one name, without separators or control "
-                "characters; run.out is for a path"
-            )
+            problem = f"run.name = {self.name!r} names the folder runs/<name>"
+            yield f"{problem}: give one name, without separators or control characters; run.out is for a path"
         if self.profile is not None and not self.profile[0] <= self.profile[1] <= self.steps:
-            yield (
-                f"run.profile = {self.profile} is not the first and the last step of a part of the run, which has "
-                f"run.steps = {self.steps}: write it as [10, 12]"
-            )
-        for name in ("keep_every", "keep_best"):
-            if (value := getattr(self, name)) and not self.save_every:
-                yield (
-                    f"run.{name} = {value} keeps checkpoints, and run.save_every = 0 saves none before the end: set "
-                    "run.save_every, such as 100"
-                )
+            problem = f"run.profile = {self.profile} is not the first and the last step of a part of the run"
+            yield f"{problem}, which has run.steps = {self.steps}: write it as [10, 12]"
+        for name, value in () if self.save_every else self.given("keep_every", "keep_best"):
+            kept = f"run.{name} = {value} keeps checkpoints"
+            yield f"{kept}, and run.save_every = 0 saves none before the end: set run.save_every, such as 100"
         if self.keep_every and self.keep_every % self.save_every:
-            yield (
-                f"run.keep_every = {self.keep_every} is not a multiple of run.save_every = {self.save_every}, so most "
-                "of the checkpoints to keep are never saved: make it one"
-            )
+            problem = f"run.keep_every = {self.keep_every} is not a multiple of run.save_every = {self.save_every}"
+            yield f"{problem}, so most of the checkpoints to keep are never saved: make it one"
 
     def saves(self, step: int) -> bool:
         """Whether the run saves after a step, besides its end."""
@@ -230,15 +223,11 @@ class LoraConfig(Section):
 
     def _problems(self) -> Iterator[str]:
         if not self.targets or ("all-linear" in self.targets and len(self.targets) > 1):
-            yield (
-                f'lora.targets = {list(self.targets)}: give "all-linear" alone, or names of layers, as '
-                '["q_proj", "v_proj"]'
-            )
+            names = 'give "all-linear" alone, or names of layers, as ["q_proj", "v_proj"]'
+            yield f"lora.targets = {list(self.targets)}: {names}"
         if self.weight_only not in ("auto", ()) and self.base != "fp8":
-            yield (
-                f"lora.weight_only = {list(self.weight_only)} is for weights in FP8, and lora.base = {self.base!r}: "
-                'leave it out, or set lora.base = "fp8"'
-            )
+            given = f"lora.weight_only = {list(self.weight_only)} is for weights in FP8"
+            yield f'{given}, and lora.base = {self.base!r}: leave it out, or set lora.base = "fp8"'
 
 
 TEXT_ONLY = (
@@ -363,19 +352,13 @@ class Data(Section):
                 "give either data.source or [[data.sources]], not both" if self.source
                 else "missing key data.source (or tables [[data.sources]], each with a source and a weight)"
             )  # fmt: skip
-        if not self.has_messages:
-            for name in ("messages_field", "chat_template", "loss_on"):
-                if (value := getattr(self, name)) != type(self).model_fields[name].default:
-                    yield (
-                        f'data.{name} = "{value}" is for conversations: set data.format = "messages", or leave it out'
-                    )
-        for name in ("chunk_bytes", "cache_gib"):
-            if not self.streaming and getattr(self, name) != type(self).model_fields[name].default:
-                yield f"data.{name} is for data.streaming = true: set it, or leave data.{name} out"
-        for name in OTHER_TASKS[self.task]:
-            if getattr(self, name) != type(self).model_fields[name].default:
-                kind = SETTING_IS_FOR.get(name, "text")
-                yield f'data.{name} is for {kind}, and data.task is "{self.task}": leave it out'
+        for name, value in () if self.has_messages else self.given("messages_field", "chat_template", "loss_on"):
+            yield f'data.{name} = "{value}" is for conversations: set data.format = "messages", or leave it out'
+        for name, _ in () if self.streaming else self.given("chunk_bytes", "cache_gib"):
+            yield f"data.{name} is for data.streaming = true: set it, or leave data.{name} out"
+        for name, _ in self.given(*OTHER_TASKS[self.task]):
+            kind = SETTING_IS_FOR.get(name, "text")
+            yield f'data.{name} is for {kind}, and data.task is "{self.task}": leave it out'
         if self.task in OF_IMAGES and self.sequence_length != 1:
             yield f"data.sequence_length = {self.sequence_length}: an image has one target: leave it out"
 
@@ -413,16 +396,12 @@ class EvalConfig(Section):
 
     def _problems(self) -> Iterator[str]:
         if self.patience and not self.every:
-            yield (
-                f"eval.patience = {self.patience} counts measurements, and eval.every = 0 measures at the end only: "
-                "set eval.every, such as 100"
-            )
+            problem = f"eval.patience = {self.patience} counts measurements"
+            yield f"{problem}, and eval.every = 0 measures at the end only: set eval.every, such as 100"
         if self.has_own_data and self.fraction is not None:
             name = "source" if self.source is not None else "split"
-            yield (
-                f"eval.fraction = {self.fraction:g} holds out a part of data.source, and eval.{name} names other text: "
-                "leave one of them out"
-            )
+            problem = f"eval.fraction = {self.fraction:g} holds out a part of data.source"
+            yield f"{problem}, and eval.{name} names other text: leave one of them out"
 
 
 class SampleConfig(Section):
@@ -430,18 +409,13 @@ class SampleConfig(Section):
 
     every: Annotated[int, Field(ge=0)] = 0
     """Steps between two samples; 0 samples at the end only. The end is always sampled."""
-    prompts: Annotated[tuple[str, ...], Strict(False), Field(min_length=1)]
+    prompts: Annotated[tuple[str, ...], Strict(False), Field(min_length=1), Listed]
     """Beginnings of texts to go on from, as ["def "]; "" begins a document."""
     tokens: Count = 64
     """Largest number of tokens to write for each prompt."""
     temperature: Annotated[float, Field(ge=0)] = 0.0
     """0 takes the most likely token each time. Above 0, tokens are drawn with this temperature; the seed is a function
     of (`run.seed`, step)."""
-
-    @field_validator("prompts", mode="before")
-    @classmethod
-    def _list_prompts(cls, value: object) -> object:
-        return [value] if isinstance(value, str) else value
 
 
 class ParameterGroup(Section):
@@ -463,14 +437,11 @@ class Optim(Section):
     name: str = "adamw"
     """"adamw"; or "muon": `octavo.optim.Muon` for the hidden matrices (and those of experts), scaled to the step of
     AdamW (`adjust_lr_fn="match_rms_adamw"`), so that `lr` and `weight_decay` are those of AdamW; AdamW for the rest."""
-    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    momentum: Decay = 0.95
     """Decay of Muon's momentum."""
     lr: Tunable[Annotated[float, Field(gt=0)]]
     """Peak learning rate."""
-    betas: Annotated[tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]], Strict(False)] = (
-        0.9,
-        0.95,
-    )
+    betas: Annotated[tuple[Decay, Decay], Strict(False)] = (0.9, 0.95)
     """Decay of the first and the second moment."""
     eps: Annotated[float, Field(gt=0)] = 1e-8
     """Added to the root of the second moment."""
@@ -510,17 +481,13 @@ class Optim(Section):
         if self.batch % self.micro_batches:
             lower = [n for n in range(1, isqrt(self.batch) + 1) if self.batch % n == 0]
             divisors = sorted({*lower, *(self.batch // n for n in lower)})
-            yield (
-                f"optim.batch = {self.batch} cannot be cut into {self.micro_batches} equal micro-batches: "
-                f"set optim.micro_batches to one of {divisors}"
-            )
+            problem = f"optim.batch = {self.batch} cannot be cut into {self.micro_batches} equal micro-batches"
+            yield f"{problem}: set optim.micro_batches to one of {divisors}"
         for other in OPTIMIZERS.values():
             if other.name != self.name and any(getattr(group, other.name, None) is not None for group in self.groups):
                 yield f'optim.groups: {other.name} is for optim.name = "{other.name}": leave it out'
-            for key in other.settings:
-                own = key in OPTIMIZERS[self.name].settings
-                if not own and getattr(self, key) != type(self).model_fields[key].default:
-                    yield f'optim.{key} is for optim.name = "{other.name}"; AdamW has optim.betas'
+            for key, _ in self.given(*(key for key in other.settings if key not in OPTIMIZERS[self.name].settings)):
+                yield f'optim.{key} is for optim.name = "{other.name}"; AdamW has optim.betas'
         if bool(self.rewarm) != (self.rewarm_from is not None):
             missing, given = ("rewarm_from", "rewarm") if self.rewarm else ("rewarm", "rewarm_from")
             yield (
@@ -541,7 +508,7 @@ SELECTION = ("skip", "only", "skip_first", "skip_last", "min_features")
 class PrecisionConfig(Section):
     """`[precision]`: number formats of computation, saved activations and optimizer."""
 
-    level: str = "bf16"
+    level: Annotated[str, AfterValidator(lambda level: ALIASES.get(level, level))] = "bf16"
     """Level of `octavo.Precision.level`: "bf16", "fp8" (FP8 matrix products), "fp8+activations" (and stored
     activations) or "fp8+activations+optimizer" (and optimizer states). `matmul`, `activations`, `master` and
     `optim.states` set one part of it. The aliases "O1", "O1+act" and "O1+act+opt" are replaced by these names."""
@@ -580,11 +547,6 @@ class PrecisionConfig(Section):
     """"chunked" computes head and loss a chunk of tokens at a time, so that the full logits never exist."""
     checkpointing: Tunable[Literal["none", "full", "selective"]] = "none"
     """Activation checkpointing of each block: recompute all of it, or all but its matrix products and attention."""
-
-    @field_validator("level")
-    @classmethod
-    def _without_alias(cls, level: str) -> str:
-        return ALIASES.get(level, level)
 
     @property
     def resolved(self) -> Precision:
@@ -656,15 +618,11 @@ class ParallelConfig(Section):
                 yield f"parallel.{one} = {size} with parallel.{other} = {others}: {reason}"
         if self.tp * self.pp > 1 and self.dp_shard == 1 and self.dp_replicate > 1:
             name = "tp" if self.tp > 1 else "pp"
-            yield (
-                f"parallel.{name} = {getattr(self, name)} with dp_replicate = {self.dp_replicate} and dp_shard = 1: it "
-                "does not join DDP; set parallel.dp_replicate = 1 and leave dp_shard out"
-            )
+            what = f"parallel.{name} = {getattr(self, name)} with dp_replicate = {self.dp_replicate} and dp_shard = 1"
+            yield f"{what}: it does not join DDP; set parallel.dp_replicate = 1 and leave dp_shard out"
         if self.pp > 1 and self.schedule in ZERO_BUBBLE and self.dp_shard != 1 and self.reshard_after_forward:
-            yield (
-                f"parallel.schedule = {self.schedule!r} loses gradients of weights that are freed after forward: set "
-                "parallel.reshard_after_forward = false, or dp_shard = 1"
-            )
+            problem = f"parallel.schedule = {self.schedule!r} loses gradients of weights that are freed after forward"
+            yield f"{problem}: set parallel.reshard_after_forward = false, or dp_shard = 1"
 
     @property
     def mode(self) -> tuple[str, int]:
@@ -693,15 +651,12 @@ class ParallelConfig(Section):
 
     def alone(self) -> str:
         """Why the layout needs several processes; empty if one is enough."""
-        ranks = self.dp_replicate * max(self.dp_shard, 1) * self.tp * self.cp * self.pp
-        ranks = max(ranks, self.ep)
-        if ranks > 1 or self.cpu_offload:
-            problem = f"asks for {ranks} processes" if ranks > 1 else "asks for cpu_offload, which shards do"
-            return (
-                f"[parallel] {problem}, and this is one by itself: start it with "
-                f"torchrun --nproc-per-node {ranks} -m octavo train CONFIG"
-            )
-        return ""
+        ranks = max(self.dp_replicate * max(self.dp_shard, 1) * self.tp * self.cp * self.pp, self.ep)
+        if ranks == 1 and not self.cpu_offload:
+            return ""
+        problem = f"asks for {ranks} processes" if ranks > 1 else "asks for cpu_offload, which shards do"
+        command = f"torchrun --nproc-per-node {ranks} -m octavo train CONFIG"
+        return f"[parallel] {problem}, and this is one by itself: start it with {command}"
 
 
 class GuardConfig(Section):

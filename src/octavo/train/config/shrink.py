@@ -12,8 +12,7 @@ from copy import deepcopy
 from typing import Any
 
 from octavo.train.checkpoint.diffusers_models import TYPE as DIT
-from octavo.train.checkpoint.pretrained import one_line
-from octavo.train.config.run_config import Change, ConfigError, flat, parse_config
+from octavo.train.config.run_config import Change, ConfigError, flat, naming, parse_config
 from octavo.train.config.sections import OF_IMAGES
 from octavo.train.model import check_model
 from octavo.train.tasks.registry import task_of
@@ -145,10 +144,8 @@ def change_of(shrinks: bool, note: Callable[[str], None] = lambda text: None) ->
         config = parse_config(tables)
         model = config.model
         if model.type is None:
-            raise ConfigError(
-                f"--shrink makes a small model of random weights, and model.path = {model.path} is a checkpoint: give "
-                "model.type and model.config with the fields of its config.json instead"
-            )
+            problem = f"--shrink makes a small model of random weights, and model.path = {model.path} is a checkpoint"
+            raise ConfigError(f"{problem}: give model.type and model.config with the fields of its config.json instead")
         check_model(model, task_of(config).kind)
         small = shrink(tables, complete_config(model.type, model.config))
         old, new = dict(flat("", tables)), dict(flat("", small))
@@ -167,10 +164,8 @@ def complete_config(model_type: str, fields: Mapping[str, Any]) -> dict[str, Any
     """All fields of a model's config. Raises ConfigError for what `transformers` rejects."""
     from transformers import AutoConfig
 
-    try:
+    with naming(f"model.config: {model_type} refuses it"):
         return dict(AutoConfig.for_model(model_type, **deepcopy(dict(fields))).to_dict())
-    except Exception as error:  # of no common type: each class fails in its own way
-        raise ConfigError(f"model.config: {model_type} refuses it: {one_line(error)}") from None
 
 
 def _check_fields(

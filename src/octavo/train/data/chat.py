@@ -5,11 +5,9 @@
     <|assistant|>                   ignored
     Counts the items.<eos>          targets: what the model writes, with the token that ends its turn
 
-A conversation is rendered by its template as `apply_chat_template` does, and its ids are those of the rendered text. A
-token is a target if any of its characters is in a span of the assistant. Spans are those between `{% generation %}` and
-`{% endgeneration %}`. In a template without these tags, a span is what a message adds to the rendering of the messages
-before it, with the generation prompt. Such a rendering has to be the beginning of the next one: many templates change
-earlier turns (they drop reasoning), and an error names the first conversation where they do.
+A token is a target if any of its characters is in a span of the assistant. Spans are those between `{% generation %}`
+and `{% endgeneration %}`. In a template without these tags, a span is what a message adds to the rendering of the
+messages before it, with the generation prompt; such a rendering has to be the beginning of the next one.
 
 Tool calls are OpenAI's, with `arguments` as an object, and text only for a template that takes no object. Templates
 ignore fields that they do not know. So each new shape of a conversation is also rendered with marks as the names of its
@@ -27,8 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from octavo.train.checkpoint.pretrained import one_line
-from octavo.train.config.run_config import ConfigError
+from octavo.train.config.run_config import ConfigError, one_line
 from octavo.train.config.sections import Data, expand
 from octavo.train.data.tokenizer import TextTokenizer
 
@@ -98,9 +95,8 @@ class Chat:
         for conversation, (text, spans), ids, offsets in rows:
             targets = _overlaps(len(text), spans, offsets)
             if not targets.any():
-                raise ConfigError(
-                    f"{_place(conversation)}the chat template marks no text of the assistant in {_shown(conversation)}"
-                )
+                reason = "the chat template marks no text of the assistant in"
+                raise ConfigError(f"{_place(conversation)}{reason} {_shown(conversation)}")
             pairs.append((ids, targets))
         return pairs
 
@@ -115,16 +111,11 @@ class Chat:
         self._check_complete(messages, tools)
         text, spans = self._apply(messages, tools, tagged=self._tagged and self._assistant)
         if len(text) > CONVERSATION_LIMIT:
-            raise ConfigError(
-                f"a conversation of {len(text):,} characters is longer than {CONVERSATION_LIMIT:,}: cut it; "
-                f"it is {_shown(json.dumps(messages))}"
-            )
+            problem = f"a conversation of {len(text):,} characters is longer than {CONVERSATION_LIMIT:,}"
+            raise ConfigError(f"{problem}: cut it; it is {_shown(json.dumps(messages))}")
         if self._assistant and not self._tagged:
-            spans = [
-                self._span(messages, tools, index, text)
-                for index, message in enumerate(messages)
-                if message["role"] == "assistant"
-            ]
+            own = (index for index, message in enumerate(messages) if message["role"] == "assistant")
+            spans = [self._span(messages, tools, index, text) for index in own]
         return text, spans
 
     def _apply(
@@ -236,10 +227,8 @@ def chat_template(data: Data, tokenizer: TextTokenizer | None) -> str:
     else:
         if tokenizer is None or tokenizer.pretrained is None or not tokenizer.pretrained.chat_template:
             what = "a tokenizer that is trained on the data has" if tokenizer is None else "the tokenizer has"
-            raise ConfigError(
-                f'data.format = "messages" needs a chat template, and {what} none: set data.chat_template = "{PLAIN}", '
-                "or to a file with a Jinja template"
-            )
+            problem = f'data.format = "messages" needs a chat template, and {what} none'
+            raise ConfigError(f'{problem}: set data.chat_template = "{PLAIN}", or to a file with a Jinja template')
         try:
             template = tokenizer.pretrained.get_chat_template()
         except ValueError as error:  # several without a default
@@ -255,9 +244,8 @@ def _check_template(where: str, template: str) -> None:
     try:
         render_jinja_template([[{"role": "user", "content": ""}]], chat_template=template)
     except TemplateSyntaxError as error:
-        raise ConfigError(
-            f"{where}: the chat template is not valid Jinja: line {error.lineno}: {error.message}"
-        ) from None
+        reason = f"line {error.lineno}: {error.message}"
+        raise ConfigError(f"{where}: the chat template is not valid Jinja: {reason}") from None
     except Exception:  # it may not take this conversation: those of the data will tell
         return
     if not template.strip():
@@ -295,9 +283,8 @@ def conversation_text(where: object, messages: Any, tools: Any = None) -> Conver
     # messages, with a role and a content or tool calls, of which one is the assistant's, and a list of tools.
     listed = _decoded(messages)
     if not isinstance(listed, list) or not listed:
-        raise ConfigError(
-            f'{where}: expected messages, as [{{"role": "user", "content": "…"}}, …]; got {messages!r:.80}'
-        )
+        form = '[{"role": "user", "content": "…"}, …]'
+        raise ConfigError(f"{where}: expected messages, as {form}; got {messages!r:.80}")
     rows = []
     for number, message in enumerate(map(_decoded, listed)):
         place = f"{where}, message {number}"
@@ -345,9 +332,8 @@ def _functions(where: str, name: str, value: Any) -> Messages:
             unknown = function.keys() & {"parameters", "input"}
             function["arguments"] = None if unknown else _decoded(function.get("arguments") or "{}") or {}
         if not isinstance(function.get("name"), str) or not isinstance(function.get("arguments", {}), dict):
-            raise ConfigError(
-                f'{where}: "{name}" should be [{FUNCTION % field}, …], and item {number} is {item!r:.120}'
-            )
+            form = f'"{name}" should be [{FUNCTION % field}, …]'
+            raise ConfigError(f"{where}: {form}, and item {number} is {item!r:.120}")
         items.append(item | {"function": function})
     return items
 

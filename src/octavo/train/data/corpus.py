@@ -10,8 +10,7 @@ counter-based generator keyed on (seed, epoch) permutes the windows of an epoch.
 a resumed run reads the same batches as an uninterrupted one.
 
 With `[eval]` and no source of its own, the documents with the smallest hashes of their text are held out, in a stream
-of their own. The choice depends on nothing but the texts, so it is the same for all seeds, and identical documents are
-on the same side.
+of their own.
 
 With `data.packing = "documents"` whole documents are packed into sequences, so that attention stays inside each:
 
@@ -19,12 +18,10 @@ With `data.packing = "documents"` whole documents are packed into sequences, so 
     position     0 1 2 …   0 1 …   0 1 …       restarts with each document; Transformers masks attention by it
     target       b c … .   y … .   ignored
 
-A document of n ids, its end token included, has n - 1 targets. One with more targets than a sequence is cut into pieces
-of that many, each with the last id of the piece before it as its first input; nothing is left out. Pieces are packed by
-best fit, longest first (arXiv 2404.10830), and rows are in the order of their first pieces. This takes about two
-microseconds and 24 bytes per document, at each start. With `data.packing = "none"` each piece has a row of its own.
-
-Of conversations some ids are no targets. A piece without any target is left out.
+A document with more targets than a sequence is cut into pieces of that many, each with the last id of the piece before
+it as its first input. Pieces are packed by best fit, longest first (arXiv 2404.10830), and rows are in the order of
+their first pieces: two microseconds and 24 bytes per document, at each start. With `data.packing = "none"` each piece
+has a row of its own. Of conversations a piece without any target is left out.
 """
 
 from abc import ABC, abstractmethod
@@ -126,13 +123,22 @@ class Corpus(Sequences):
         self._share = text.target_count / len(text.ids)
         self._first, self._offsets = _runs(text.ends, chosen)
         self.tokens = int(self._offsets[-1])  # Number of their ids, end tokens included
-        self._packed = None if data.packing == "stream" else _pack(text, chosen, data)
+        self._packed = None
+        if data.packing != "stream":
+            first, own = np.concatenate([[0], text.ends[:-1]]), slice(None) if chosen is None else chosen
+            self._packed = PackedRows(
+                text.ids, first[own], text.ends[own], length, text.tokenizer.end_id, counts=text.targets,
+                packed=data.packing == "documents",
+            )  # fmt: skip
         # Number of documents that are longer than a packed row.
         self.cut = 0 if self._packed is None else self._packed.cut
         count = (self.tokens - 1) // length if self._packed is None else len(self._packed)
         # Windows of conversations without a target are left out.
         masked = self._packed is None and self._counts is not None
-        self._numbers = np.array([row for row in range(count) if self._learned(row)], np.int64) if masked else None
+        self._numbers = None
+        if masked:
+            learned = (self._read(row * length + 1, (row + 1) * length + 1, self._counts).any() for row in range(count))
+            self._numbers = np.flatnonzero(np.fromiter(learned, bool))
         self._windows = count if self._numbers is None else len(self._numbers)
         if self._windows < 1:
             raise NoSequencesError(
@@ -163,9 +169,6 @@ class Corpus(Sequences):
         counts = (counted_noun(self.documents, "document"), f"{counted_noun(self.tokens, 'token')}{targets}")
         return ", ".join((*counts, counted_noun(self.windows, "sequence")))
 
-    def _learned(self, row: int) -> bool:
-        return bool(self._read(row * self._length + 1, (row + 1) * self._length + 1, self._counts).any())
-
     def _read(self, start: int, stop: int, values: np.ndarray | None = None) -> np.ndarray:
         """Ids start … stop of the chosen documents, one after the other, or other values of these ids."""
         values = self._ids if values is None else values
@@ -177,15 +180,6 @@ class Corpus(Sequences):
             parts.append(values[start + shift : end + shift])
             start, run = end, run + 1
         return np.concatenate(parts)
-
-
-def _pack(text: TokenizedText, chosen: np.ndarray | None, data: Data) -> "PackedRows":
-    first = np.concatenate([[0], text.ends[:-1]])
-    which = slice(None) if chosen is None else chosen
-    return PackedRows(
-        text.ids, first[which], text.ends[which], data.sequence_length, text.tokenizer.end_id,
-        counts=text.targets, packed=data.packing == "documents",
-    )  # fmt: skip
 
 
 def _runs(ends: np.ndarray, chosen: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:

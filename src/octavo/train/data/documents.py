@@ -112,10 +112,8 @@ def reading(path: str) -> Iterator[None]:
 
     try:
         yield
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from None
-    except ArrowException as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from None
+    except (OSError, ArrowException) as error:
+        raise ConfigError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 text ({error.reason})") from None
 
@@ -269,10 +267,8 @@ def _json_documents(blocks: Collection[Block], column: Column) -> Stream:
 
 
 def _too_long() -> str:
-    return (
-        f"is longer than {ROW_LIMIT >> 20} MiB: cut it into several rows, or put the text into a .txt file, "
-        "which is read in pieces"
-    )
+    problem = f"is longer than {ROW_LIMIT >> 20} MiB"
+    return f"{problem}: cut it into several rows, or put the text into a .txt file, which is read in pieces"
 
 
 def parquet_rows(block: Block, column: Column) -> Iterator[list[str | None]]:

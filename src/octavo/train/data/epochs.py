@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from octavo.train.config.run_config import ConfigError
+from octavo.train.config.run_config import naming
 
 DATA_FILE = "data.json"
 
@@ -45,10 +45,8 @@ def write_data_state(folder: Path, state: Mapping[str, Any]) -> None:
 
 def read_data_state(folder: Path) -> dict[str, Any]:
     """Read what `write_data_state` wrote. Raises ConfigError if it cannot be read."""
-    try:
+    with naming(f"{folder / DATA_FILE} cannot be read", OSError, ValueError):
         return dict(json.loads((folder / DATA_FILE).read_text(encoding="utf-8")))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{folder / DATA_FILE} cannot be read: {error}") from None
 
 
 def difference(before: Mapping[str, Any], now: Mapping[str, Any], unit: str) -> str:
@@ -58,10 +56,8 @@ def difference(before: Mapping[str, Any], now: Mapping[str, Any], unit: str) -> 
     moved = [*files.values()] == [*others.values()]  # to another folder, unchanged
     for name in [] if moved else [*sorted(files.keys() ^ others.keys()), *others]:
         if files.get(name) != others.get(name):
-            then, today = (
-                f"{entry[0]:,} {unit}, digest {entry[1]}" if entry else "not there"
-                for entry in (files.get(name), others.get(name))
-            )
+            entries = (files.get(name), others.get(name))
+            then, today = (f"{entry[0]:,} {unit}, digest {entry[1]}" if entry else "not there" for entry in entries)
             return f"{name}: then {then}, now {today}"
     for then, today in [] if moved else zip(files, others, strict=True):
         if then != today:

@@ -39,7 +39,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.nn.causal import IGNORE
-from octavo.train.config.run_config import ConfigError, TrainConfig, optional_package
+from octavo.train.config.run_config import ConfigError, TrainConfig, naming, optional_package
 from octavo.train.config.sections import expand
 from octavo.train.data.epochs import EpochOrder
 from octavo.train.data.source import files_below, suffix_counts
@@ -120,9 +120,8 @@ class DigitImages:
     """The digits in a shape: as they are, or enlarged bilinearly, with equal channels."""
 
     def __init__(self, pixels: np.ndarray, shape: ImageShape) -> None:
-        digest = hashlib.sha256(f"digits 1 {shape}\0".encode())
-        digest.update(np.ascontiguousarray(pixels).tobytes())
-        self.fingerprint, self.contents = digest.hexdigest(), range(len(pixels))
+        identity = f"digits 1 {shape}\0".encode() + np.ascontiguousarray(pixels).tobytes()
+        self.fingerprint, self.contents = hashlib.sha256(identity).hexdigest(), range(len(pixels))
         self._shape = shape
         self._pixels = torch.from_numpy(pixels.astype(np.float32) / LARGEST_DIGIT * 2 - 1).unsqueeze(1)
 
@@ -165,9 +164,9 @@ class _Files:
 
     def __init__(self, paths: Sequence[Path], contents: Sequence[bytes], shape: ImageShape) -> None:
         self._paths, self._shape, self.contents = list(paths), shape, list(contents)
-        digest = hashlib.sha256(f"{self.kind} {shape}\0".encode())
-        digest.update(b"".join(self.contents))  # of all numbers: which has which file matters
-        self.fingerprint = digest.hexdigest()
+        # Of all numbers: which has which file matters.
+        identity = f"{self.kind} {shape}\0".encode() + b"".join(self.contents)
+        self.fingerprint = hashlib.sha256(identity).hexdigest()
         for path, content in dict(zip(self._paths, self.contents, strict=True)).items():
             self._read(path, content)
 
@@ -234,10 +233,8 @@ class LatentFiles(_Files):
 
     def _read(self, path: Path, digest: bytes) -> np.ndarray:
         content = read_unchanged(path, digest)
-        try:
+        with naming(f"the latent {path} cannot be read", OSError, ValueError, EOFError):
             latent = np.load(content, allow_pickle=False)
-        except (OSError, ValueError, EOFError) as error:
-            raise ConfigError(f"the latent {path} cannot be read: {error}") from None
         shape = (self._shape.channels, self._shape.height, self._shape.width)
         if not isinstance(latent, np.ndarray) or latent.shape != shape or latent.dtype.kind != "f":
             raise ConfigError(
@@ -256,18 +253,12 @@ class LabelledImages:
     def __init__(
         self, images: Images, labels: Sequence[int], names: Sequence[str], shape: ImageShape, *, shuffle: bool
     ) -> None:
-        # names: The classes.
-        # shape: Shape of the images.
-        self.names, self.shape = tuple(names), shape
+        self.names, self.shape = tuple(names), shape  # The classes, and the shape of the images
         self._images, self._labels = images, torch.tensor(labels, dtype=torch.int64, device="cpu")
-        # training: Numbers of the images that are trained on.
-        # held_out: Numbers of the others.
-        self.training, self.held_out = split(images.contents)
+        self.training, self.held_out = split(images.contents)  # Numbers of the images that are trained on, and others
         if missing := set(range(len(names))) - {labels[number] for number in self.training}:
-            raise ConfigError(
-                f'no image is left to train on of the class "{names[min(missing)]}": every fifth image is held out; '
-                "give more of it"
-            )
+            problem = f'no image is left to train on of the class "{names[min(missing)]}"'
+            raise ConfigError(f"{problem}: every fifth image is held out; give more of it")
         digest = hashlib.sha256(f"labelled images 1\0{images.fingerprint}\0{list(names)}\0{list(labels)}".encode())
         self.fingerprint = digest.hexdigest()  # Hash of images, labels and classes
         classes: dict[int, list[Hashable]] = {}
@@ -281,20 +272,8 @@ class LabelledImages:
         """Images and labels of step 0, 1, …: fp32 [size, C, H, W] and int64 [size]."""
         return self.examples([self.training[row] for row in self._order.rows(seed, step, size)])
 
-    def held_out_batches(self, size: int) -> Iterator[tuple[Tensor, Tensor]]:
-        for first in range(0, len(self.held_out), size):
-            yield self.examples(self.held_out[first : first + size])
-
     def examples(self, numbers: Sequence[int]) -> tuple[Tensor, Tensor]:
         return self._images.pixels(numbers), self._labels[list(numbers)]
-
-
-@dataclass(frozen=True)
-class ImageClasses:
-    """Stand-in for `LabelledImages` where nothing is read, as in a plan."""
-
-    names: tuple[str, ...]
-    shape: ImageShape
 
 
 def load_labelled(config: TrainConfig, shape: ImageShape, progress: Progress) -> LabelledImages:
@@ -309,14 +288,13 @@ def load_labelled(config: TrainConfig, shape: ImageShape, progress: Progress) ->
     return images
 
 
-def image_classes(source: str, shape: ImageShape, count: int | None) -> ImageClasses:
+def image_classes(source: str, count: int | None) -> tuple[str, ...]:
     """The classes of `data.source`; of a folder that is not there, for a plan, `count` numbers."""
-    folder = expand(source)
     if source == DIGITS:
-        return ImageClasses(DIGIT_NAMES, shape)
-    if count is not None and not folder.exists():
-        return ImageClasses(tuple(map(str, range(count))), shape)
-    return ImageClasses(tuple(classes_of(folder)), shape)
+        return DIGIT_NAMES
+    if count is not None and not expand(source).exists():
+        return tuple(map(str, range(count)))
+    return tuple(classes_of(expand(source)))
 
 
 def load_digits(shape: ImageShape, *, shuffle: bool) -> LabelledImages:
@@ -340,9 +318,8 @@ def load_folder(folder: Path, shape: ImageShape, *, shuffle: bool, progress: Pro
 def classes_of(folder: Path) -> dict[str, list[Path]]:
     """The images of each class, by the names of their folders, in order; without hidden files."""
     if not folder.is_dir():
-        raise ConfigError(
-            f'data.source = {folder} is no folder: give one with a folder of images for each class, or "digits"'
-        )
+        remedy = 'give one with a folder of images for each class, or "digits"'
+        raise ConfigError(f"data.source = {folder} is no folder: {remedy}")
     hidden = (".", "__")
     names = sorted(path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith(hidden))
     files: dict[str, list[Path]] = {name: [] for name in names}
@@ -351,9 +328,8 @@ def classes_of(folder: Path) -> dict[str, list[Path]]:
         if below and path.suffix.lower() in (*SUFFIXES, LATENTS):
             files[name].append(path)
     if empty := [name for name, images in files.items() if not images]:
-        raise ConfigError(
-            f"data.source = {folder}: its folder {empty[0]} has no images ({', '.join((*SUFFIXES, LATENTS))})"
-        )
+        kinds_text = ", ".join((*SUFFIXES, LATENTS))
+        raise ConfigError(f"data.source = {folder}: its folder {empty[0]} has no images ({kinds_text})")
     if nested := [path for images in files.values() for path in images if path.parent.parent != folder]:
         raise ConfigError(
             f"data.source = {folder}: {nested[0].relative_to(folder)} is not in the folder of a class but further "
@@ -375,9 +351,6 @@ class NoisyImages:
     def __init__(
         self, images: LabelledImages, numbers: Sequence[int], scheduler: Any, *, shuffle: bool, label_dropout: float
     ) -> None:
-        # names: The classes.
-        # shape: Shape of the images.
-        # windows: Number of images.
         self.names, self.shape, self.windows = images.names, images.shape, len(numbers)
         self.files = images.files  # As of the images
         self._images, self._numbers, self._scheduler, self._dropout = images, numbers, scheduler, label_dropout
@@ -461,9 +434,7 @@ class ImageText:
         turns = [(record.image, record.turns) for record in everything]
         # Number and digest of the images and of the conversations.
         self.files = {"the images": count_and_digest(images.contents), "the conversations": count_and_digest(turns)}
-        # training: Number of records to train on.
-        # held_out: Number of held-out records.
-        self.training, self.held_out = len(training), len(held_out)
+        self.training, self.held_out = len(training), len(held_out)  # Numbers of records
         self._order = EpochOrder(len(training), shuffle=shuffle)
 
     def batch(self, seed: int, step: int, size: int) -> tuple[Mapping[str, Tensor], Tensor]:
@@ -509,22 +480,13 @@ def digit_records() -> tuple[list[Record], list[Record]]:
         prompt, answer = CAPTIONS[caption]
         return Record(number, ((f"{PLACEHOLDER}\n{prompt}", answer.format(**fields)),), f"image {number}")
 
-    kinds = range(len(CAPTIONS))
-    return (
-        [record(number, kind) for number in training for kind in kinds],
-        [record(number, number % len(CAPTIONS)) for number in held_out],
-    )
+    trained = [record(number, kind) for number in training for kind in range(len(CAPTIONS))]
+    return trained, [record(number, number % len(CAPTIONS)) for number in held_out]
 
 
 def read_records(path: Path, folder: Path) -> tuple[list[Record], list[Path]]:
-    r"""Read LLaVA's JSON: `[{"image": "x.png", "conversations": [{"from": "human", "value": "<image>\n…"}, …]}, …]`.
-
-    Returns the records and their images, below `folder`.
-
-    Raises:
-        ConfigError: For a file that is not JSON, a record without a field or with another value in it, and an image
-            outside the folder; names the record and the field.
-    """
+    r"""Read LLaVA's JSON: `[{"image": "x.png", "conversations": [{"from": "human", "value": "<image>\n…"}, …]}, …]`."""
+    # Returns the records and their images, below `folder`. Errors name the record and the field.
     try:
         content = json.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
@@ -542,9 +504,8 @@ def read_records(path: Path, folder: Path) -> tuple[list[Record], list[Path]]:
         image = _field(fields, "image", str, name)
         paths.append(Path(os.path.abspath(folder / image)))  # without ..
         if not paths[-1].is_relative_to(os.path.abspath(folder)):
-            raise ConfigError(
-                f'{name}: "image" is {image!r}, outside of {folder}: set data.images to a folder that has all of them'
-            )
+            problem = f'"image" is {image!r}, outside of {folder}'
+            raise ConfigError(f"{name}: {problem}: set data.images to a folder that has all of them")
     return records, paths
 
 
@@ -561,9 +522,8 @@ def _turns(fields: Any, name: str) -> Iterator[tuple[str, str]]:
             raise ConfigError(f'{where}: "from" is {speaker!r}; expected "{expected}": a human and gpt speak in turn')
         texts.append(_field(turn, "value", str, where))
     if (count := sum(text.count(PLACEHOLDER) for text in texts[::2])) != 1:
-        raise ConfigError(
-            f'{name}: "value" of the human has {PLACEHOLDER} {count} times; write it once, where the image is'
-        )
+        problem = f'"value" of the human has {PLACEHOLDER} {count} times'
+        raise ConfigError(f"{name}: {problem}; write it once, where the image is")
     if PLACEHOLDER in "".join(texts[1::2]):
         raise ConfigError(f'{name}: "value" of gpt has {PLACEHOLDER}, which only the human writes')
     yield from zip(texts[::2], texts[1::2], strict=True)

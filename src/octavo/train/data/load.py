@@ -52,9 +52,8 @@ def load_corpus(data: Data, model: Model, progress: Progress, evaluation: EvalCo
                     "data.sequence_length and are cut: a piece does not see those before it"
                 )
         loaded = [*corpora]
-    corpus: Sequences = (
-        loaded[0] if len(loaded) == 1 else Mixture(loaded, [(part.source, part.weight) for part in data.sources])
-    )
+    weights = [(part.source, part.weight) for part in data.sources]
+    corpus: Sequences = loaded[0] if len(loaded) == 1 else Mixture(loaded, weights)
     if evaluation is not None and own:
         corpus.held_out = _evaluation(data, evaluation, corpus.tokenizer, loaded, meter, progress)
     return corpus
@@ -86,14 +85,15 @@ def _train_tokenizer(parts: tuple[Data, ...], meter: ReadProgress) -> TextTokeni
         )  # fmt: skip
 
 
-def _training(
-    texts: Sequence[TokenizedText], parts: Sequence[Data], evaluation: EvalConfig | None
-) -> list[Corpus]:  # fmt: skip
+def _training(texts: list[TokenizedText], parts: Sequence[Data], evaluation: EvalConfig | None) -> list[Corpus]:
     """The documents of each source to train on, with those that `evaluation` holds out."""
     # A document that one source holds out is held out of all of them.
     if evaluation is None:
         return [Corpus(text, data, shuffle=data.shuffle) for text, data in zip(texts, parts, strict=True)]
-    own = [_held_out(text, evaluation) for text in texts]
+    own = []
+    for text in texts:
+        count = max(1, round(evaluation.share * len(text.hashes)))
+        own.append(text.hashes <= np.partition(text.hashes, count - 1)[count - 1])
     hashes = np.concatenate([text.hashes[mask] for text, mask in zip(texts, own, strict=True)])
     masks = [np.isin(text.hashes, hashes) for text in texts]
     return [
@@ -153,20 +153,17 @@ def _evaluation(
     return corpus
 
 
-def _held_out(text: TokenizedText, evaluation: EvalConfig) -> np.ndarray:
-    """Which documents a source holds out: bool [documents]."""
-    count = max(1, round(evaluation.share * len(text.hashes)))
-    mask: np.ndarray = text.hashes <= np.partition(text.hashes, count - 1)[count - 1]
-    return mask
-
-
 class Mixture(Sequences):
     def __init__(self, parts: Sequence[Sequences], weights: Sequence[tuple[str, float]]) -> None:
         self._parts, self._names = parts, [name for name, _ in weights]
         largest = max(weight for _, weight in weights)  # the sum of the weights themselves may overflow
         total = sum(weight / largest for _, weight in weights)
         self._shares = [weight / largest / total for _, weight in weights]
-        self._counts = _apportion(self._shares, BLOCK)
+        exact = [share * BLOCK for share in self._shares]
+        self._counts = [int(number) for number in exact]
+        by_remainder = sorted(range(len(exact)), key=lambda index: self._counts[index] - exact[index])
+        for index in by_remainder[: BLOCK - sum(self._counts)]:  # whole numbers with the sum BLOCK
+            self._counts[index] += 1
         for (name, weight), count in zip(weights, self._counts, strict=True):
             if not count:
                 raise ConfigError(
@@ -178,8 +175,9 @@ class Mixture(Sequences):
         self.skipped = sum(part.skipped for part in parts)
         rows = [f"{part.fingerprint} {count}" for part, count in zip(parts, self._counts, strict=True)]
         self.fingerprint = hashlib.sha256("\0".join(["mixture 1", *rows]).encode()).hexdigest()
-        self.documents = _sum([part.documents for part in parts])
-        self.tokens = _sum([part.tokens for part in parts])
+        for name in ("documents", "tokens"):  # None if one source does not know it
+            counts = [getattr(part, name) for part in parts]
+            setattr(self, name, None if None in counts else sum(counts))
         held_out = [part.held_out for part in parts if part.held_out is not None]
         if held_out:
             self.held_out = Mixture(held_out, weights)
@@ -237,18 +235,3 @@ class Mixture(Sequences):
         places = (picks + generator.random(BLOCK)) / np.array(self._counts)[sources]
         order = np.argsort(places, kind="stable")
         return sources[order], picks[order]
-
-
-def _sum(numbers: Sequence[int | None]) -> int | None:
-    counted = [number for number in numbers if number is not None]
-    return sum(counted) if len(counted) == len(numbers) else None
-
-
-def _apportion(shares: list[float], total: int) -> list[int]:
-    """Whole numbers with the sum `total` in these shares, by largest remainder."""
-    exact = [share * total for share in shares]
-    counts = [int(number) for number in exact]
-    by_remainder = sorted(range(len(exact)), key=lambda index: counts[index] - exact[index])
-    for index in by_remainder[: total - sum(counts)]:
-        counts[index] += 1
-    return counts

@@ -99,10 +99,8 @@ def _open(config: Data, on_bytes_read: OnBytesRead) -> Source:
     if path.is_dir():
         return _open_folder(config, path, on_bytes_read)
     if documents.suffix(path) in COMPRESSED:
-        raise ConfigError(
-            f'data.source = "{config.source}": of compressed files only .txt and .jsonl with .gz or .zst are read: '
-            "decompress the others first"
-        )
+        problem = f'data.source = "{config.source}": of compressed files only .txt and .jsonl with .gz or .zst are read'
+        raise ConfigError(f"{problem}: decompress the others first")
     if path.is_file() or glob.has_magic(config.source):
         raise ConfigError(f'data.source = "{config.source}": files must end in {", ".join(SUFFIXES)}')
     folder = expand(config.source.partition(":")[0])
@@ -127,22 +125,18 @@ def _no_split(source: str, split: str, splits: Collection[str]) -> ConfigError:
 def _unchanged(source: str, paths: list[str], read: Callable[[Path], Stream]) -> Callable[[Path], Stream]:
     """`read`, which raises ConfigError at its end if a file is no longer what it was when this was called."""
 
-    def stamps() -> list[tuple[int, int, int]]:
-        rows = []
-        for path in paths:
-            with documents.reading(path):
-                stat = os.stat(path)
-            rows.append((stat.st_ino, stat.st_size, stat.st_mtime_ns))
-        return rows
+    def stamp(path: str) -> tuple[int, int, int]:
+        with documents.reading(path):
+            stat = os.stat(path)
+        return stat.st_ino, stat.st_size, stat.st_mtime_ns
 
-    before = stamps()
+    before = list(map(stamp, paths))
 
     def checked(scratch: Path) -> Stream:
         yield from read(scratch)
-        if stamps() != before:
-            raise ConfigError(
-                f'data.source = "{source}" changed while it was read: start again once nothing writes to it'
-            )
+        if list(map(stamp, paths)) != before:
+            what = f'data.source = "{source}" changed while it was read'
+            raise ConfigError(f"{what}: start again once nothing writes to it")
 
     return checked
 
@@ -465,9 +459,8 @@ def _conversations_about(name: str, text: str) -> list[str | None]:
             tree = ast.parse(text)
     except (SyntaxError, ValueError):
         return []
-    return [
-        json.dumps(messages, ensure_ascii=False) for node in tree.body for messages in _conversations_of(module, node)
-    ]
+    talks = (messages for node in tree.body for messages in _conversations_of(module, node))
+    return [json.dumps(messages, ensure_ascii=False) for messages in talks]
 
 
 def _conversations_of(prefix: str, node: ast.stmt) -> Iterator[list[dict[str, str]]]:

@@ -34,16 +34,7 @@ from octavo.train.config.sections import Data, expand
 from octavo.train.data import documents
 from octavo.train.data.chat import chat_template
 from octavo.train.data.corpus import Corpus, Sequences
-from octavo.train.data.documents import (
-    Block,
-    Column,
-    NoFieldError,
-    NoSequencesError,
-    Stream,
-    check_column,
-    is_compressed,
-    read_documents,
-)
+from octavo.train.data.documents import Block, Column, NoFieldError, NoSequencesError, Stream
 from octavo.train.data.source import SUFFIXES, Source, list_files
 from octavo.train.data.token_cache import ReadProgress, TokenizedText, open_entry
 from octavo.train.data.tokenizer import TextTokenizer
@@ -71,11 +62,9 @@ class StreamedCorpus(Sequences):
         paths, self._kind, skipped_files = files
         if skipped_files:
             progress.note(skipped_files)
-        if packed := next(filter(is_compressed, paths), None):
-            raise ConfigError(
-                f"data.streaming = true reads parts of files, and {packed} is compressed: decompress it, or leave "
-                "data.streaming out"
-            )
+        if packed := next(filter(documents.is_compressed, paths), None):
+            problem = f"data.streaming = true reads parts of files, and {packed} is compressed"
+            raise ConfigError(f"{problem}: decompress it, or leave data.streaming out")
         if self._column.messages and self._kind == ".txt":
             raise ConfigError(f'data.source = "{data.source}": .txt files have no messages: give .jsonl or .parquet')
         self.files = {path: _identity(path) for path in paths}
@@ -119,8 +108,9 @@ class StreamedCorpus(Sequences):
         assert corpus is not None
         order = self._order(seed, epoch)
         coming = position + 1 + (self._turn - position - 1) % self._turns
-        if coming < len(order):
-            self._prefetch(int(order[coming]))
+        if coming < len(order) and (later := int(order[coming])) not in self._next and later not in self._open:
+            self._next.clear()  # of a step that was only looked at
+            self._next[later] = self._thread.submit(self._tokenized, later, NullProgress())
         return corpus.row(seed, epoch * corpus.windows + number)
 
     def size(self) -> str:
@@ -208,11 +198,6 @@ class StreamedCorpus(Sequences):
             count = sum(self._shared.values())
             self._progress.note(f"{count} documents trained on so far are also evaluated on")
 
-    def _prefetch(self, chunk: int) -> None:
-        if chunk not in self._next and chunk not in self._open:
-            self._next.clear()  # of a step that was only looked at
-            self._next[chunk] = self._thread.submit(self._tokenized, chunk, NullProgress())
-
     def _tokenized(self, chunk: int, progress: Progress) -> TokenizedText | None:
         """The tokens of a chunk from the cache, or from the files; None if it has no text."""
         blocks, cache = self._chunks[chunk], expand(self._data.cache) / "stream"
@@ -242,13 +227,11 @@ class StreamedCorpus(Sequences):
         for block in blocks:
             size, expected = os.path.getsize(block.path), self.files[block.path][0]
             if size != expected:
-                raise ConfigError(
-                    f"{block.path} has {size:,} bytes, and had {expected:,} when the run began: do not write to files "
-                    "that are streamed"
-                )
+                problem = f"{block.path} has {size:,} bytes, and had {expected:,} when the run began"
+                raise ConfigError(f"{problem}: do not write to files that are streamed")
             if self._kind == ".txt":
                 documents.hash_file(block.path, hashlib.sha256(), lambda _: None, kind=".txt")  # UTF-8, without NULs
-        yield from read_documents(blocks, self._kind, self._column)
+        yield from documents.read_documents(blocks, self._kind, self._column)
 
 
 def _identity(path: str) -> list[Any]:
@@ -267,7 +250,7 @@ def _blocks(path: str, kind: str, size: int, column: Column) -> list[Block]:
         from pyarrow import parquet
 
         with documents.reading(path), parquet.ParquetFile(path) as file:
-            check_column(column, file.schema_arrow)
+            documents.check_column(column, file.schema_arrow)
             groups = [file.metadata.row_group(number) for number in range(file.num_row_groups)]
         return [Block(path, number, number + 1, group.total_byte_size) for number, group in enumerate(groups)]
     total = os.path.getsize(path)
@@ -290,10 +273,9 @@ def _mark_opened(folder: Path) -> None:
     """Set the time of an entry, by which `_evict` chooses; that of a read-only cache stays."""
     try:
         os.utime(folder)
-    except FileNotFoundError:
-        raise
-    except OSError:
-        pass
+    except OSError as error:
+        if isinstance(error, FileNotFoundError):
+            raise
 
 
 def _evict(cache: Path, limit: int, keep: set[Path]) -> None:

@@ -143,9 +143,8 @@ def open_entry(
     if template is not None:
         tokenizer = replace(tokenizer, chat_template=template)
     tokens = TokenizedText(folder, tokenizer, source.files)
-    for note in (source.skipped_files, source.without_text and tokens.without_text(source.without_text)):
-        if note:
-            progress.note(note)
+    for note in filter(None, (source.skipped_files, source.without_text and tokens.without_text(source.without_text))):
+        progress.note(note)
     return tokens
 
 
@@ -162,12 +161,10 @@ def _damage(folder: Path, fingerprint: str, meter: ReadProgress) -> str:
 @contextmanager
 def _exclusive(folder: Path, progress: Progress) -> Iterator[None]:
     """Lock the entry; wait while another process builds it."""
-    path = folder.with_name(f"{folder.name}.lock")
-    waited = False
-    while True:
+    path, descriptor, waited = folder.with_name(f"{folder.name}.lock"), None, False
+    while descriptor is None:
         try:
             descriptor = lock(path)
-            break
         except BlockingIOError:
             if not waited:
                 progress.stage("waiting for another process that prepares the same data")
@@ -238,8 +235,7 @@ def tokenize(folder: Path, stream: Stream, encoder: TextTokenizer | Chat) -> dic
     # the ids.
     tokenizer = encoder if isinstance(encoder, TextTokenizer) else encoder.tokenizer
     dtype = np.dtype(np.uint16 if tokenizer.size <= 1 << 16 else np.uint32)
-    tokens = documents = without_text = targets = 0
-    masked = False
+    tokens, documents, without_text, targets, masked = 0, 0, 0, 0, False
     pieces = _text(stream, encoder) if isinstance(encoder, TextTokenizer) else _conversations(stream, encoder)
     with (
         (folder / "ids.bin").open("wb") as file,
@@ -327,8 +323,7 @@ def _halves(piece: str) -> Iterator[str]:
 
 
 def _batches(pieces: Iterator[str | None]) -> Iterator[list[str | None]]:
-    batch: list[str | None] = []
-    size = 0
+    batch, size = list[str | None](), 0
     for piece in pieces:
         added = len(piece.encode()) if piece else 0
         if size + added > BATCH_BYTES or len(batch) >= BATCH_PIECES:
@@ -348,9 +343,7 @@ def train_on(streams: Callable[[], Stream], vocab_size: int, meter: ReadProgress
 def _sample(read: Callable[[], Stream]) -> list[str]:
     """A uniform sample of the documents with text, in a fixed random order, as long as `train_tokenizer` needs."""
     # The first pass reads the lengths of all documents and chooses the sample; the second reads its text.
-    lengths = array("I")
-    step, length = 1, 0
-    number = 0
+    lengths, step, length, number = array("I"), 1, 0, 0
     for text in read():
         if text is not None:
             length = min(length + len(text), SAMPLE_CHARACTERS)

@@ -24,8 +24,7 @@ from tokenizers.models import BPE, WordLevel
 from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer
 
-from octavo.train.checkpoint.pretrained import one_line
-from octavo.train.config.run_config import ConfigError
+from octavo.train.config.run_config import ConfigError, one_line
 
 END = "<|endoftext|>"
 SAMPLE_CHARACTERS = 4_000_000  # Characters of the sample that trains the BPE: two to three seconds on two cores
@@ -145,10 +144,8 @@ def load_tokenizer(folder: Path) -> TextTokenizer:
         raise ConfigError(f"{folder} holds no tokenizer: none of the files of {name} ({files}); {remedy}")
     end = tokenizer.eos_token or tokenizer.sep_token
     if end not in tokenizer.get_vocab():
-        raise ConfigError(
-            f"the tokenizer in {folder} has no eos_token in its vocabulary, which is needed to end documents: set it "
-            "in tokenizer_config.json"
-        )
+        problem = f"the tokenizer in {folder} has no eos_token in its vocabulary, which is needed to end documents"
+        raise ConfigError(f"{problem}: set it in tokenizer_config.json")
     tokenizer.init_kwargs["local_files_only"] = False  # save_pretrained writes how it was loaded: here the default
     if not tokenizer.is_fast:
         return TextTokenizer(tokenizers.Tokenizer(WordLevel(tokenizer.get_vocab(), unk_token=end)), end, tokenizer)

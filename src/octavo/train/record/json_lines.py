@@ -26,11 +26,8 @@ def read_records(path: Path, kind: type[T], what: str) -> list[T]:
         return []
     *lines, torn = path.read_bytes().split(b"\n")
     if torn:
-        warnings.warn(
-            f"{path}, line {len(lines) + 1} is left out: it has no end, as a process leaves it that is killed",
-            RuntimeWarning,
-            stacklevel=3,
-        )
+        reason = "it has no end, as a process leaves it that is killed"
+        warnings.warn(f"{path}, line {len(lines) + 1} is left out: {reason}", RuntimeWarning, stacklevel=3)
     return [read_record(line, kind, f"{path}, line {number} is not {what}") for number, line in enumerate(lines, 1)]
 
 

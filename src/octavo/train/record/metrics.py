@@ -158,12 +158,9 @@ class RunResult:
     @classmethod
     def read(cls, out: Path) -> "RunResult":
         """Read `run.json` from the output folder `out`. Raises ValueError if there is none, or it is not one."""
-        path = out / RESULT_FILE
-        try:
-            content = path.read_bytes()
-        except FileNotFoundError:
-            raise ValueError(f"{out} holds no {RESULT_FILE}: give the output folder of a run that finished") from None
-        return read_record(content, cls, f"{path} is not the summary of a run")
+        if not (path := out / RESULT_FILE).exists():
+            raise ValueError(f"{out} holds no {RESULT_FILE}: give the output folder of a run that finished")
+        return read_record(path.read_bytes(), cls, f"{path} is not the summary of a run")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,11 +205,7 @@ class RunSetup:
     def read(cls, out: Path) -> "RunSetup | None":
         """Read `setup.json` from `out`; None if there is none. Raises ValueError for another content."""
         path = out / SETUP_FILE
-        try:
-            content = path.read_bytes()
-        except FileNotFoundError:
-            return None
-        return read_record(content, cls, f"{path} is not the setup of a run")
+        return read_record(path.read_bytes(), cls, f"{path} is not the setup of a run") if path.exists() else None
 
 
 def read_metrics(out: Path, last: int = 0) -> list[StepMetrics]:
@@ -235,12 +228,8 @@ def read_metrics(out: Path, last: int = 0) -> list[StepMetrics]:
     last = max([last, *steps])
     if len(steps) < last:
         first = next((number for number, step in enumerate(steps, 1) if step != number), len(steps) + 1)
-        warnings.warn(
-            f"{path} lacks {last - len(steps)} of {last} steps, the first of them step {first}: curves and means are "
-            "of the others",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+        lack = f"{path} lacks {last - len(steps)} of {last} steps, the first of them step {first}"
+        warnings.warn(f"{lack}: curves and means are of the others", RuntimeWarning, stacklevel=2)
     return rows
 
 
@@ -287,10 +276,9 @@ class StepTotals:
 
     def fields(self) -> dict[str, Any]:
         """The fields of a `RunResult` from its steps; speed and MFU without the first five where there are more."""
-        many = len(self._speeds) > WARMUP_STEPS
-        speeds, mfus = (
-            (self._speeds[WARMUP_STEPS:], self._mfus[self._slow_mfus :]) if many else (self._speeds, self._mfus)
-        )
+        speeds, mfus = self._speeds, self._mfus
+        if len(speeds) > WARMUP_STEPS:
+            speeds, mfus = speeds[WARMUP_STEPS:], mfus[self._slow_mfus :]
         return {
             "steps": self._step, "tokens": self._tokens, "losses": self.losses, "skipped_steps": self._skipped,
             "tokens_per_s": statistics.median(speeds) if speeds else None, "wall_s": self._seconds,
@@ -362,8 +350,7 @@ class MetricsWriter(MetricsBuffer):
         self._write(row)
         if row.step % self._log_every == 0:
             for name in ("loss", "lr", "grad_norm", "loss_scale", "tokens_per_s", "epoch", "mfu", "peak_memory"):
-                value = getattr(row, name)
-                if value is not None:
+                if (value := getattr(row, name)) is not None:
                     self._board.add_scalar(f"train/{name}", value, row.step)
 
     def amend(self, row: StepMetrics) -> None:

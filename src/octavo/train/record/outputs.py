@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from octavo.train.checkpoint.retention import FOLDER, checkpoints, invalid_checkpoints, latest_checkpoint, step_of
 from octavo.train.checkpoint.store import damaged_checkpoints, read_trainer_state, set_aside
-from octavo.train.config.run_config import ConfigError, TrainConfig, check_same_run
+from octavo.train.config.run_config import ConfigError, TrainConfig, check_same_run, naming
 from octavo.train.config.sections import expand
 from octavo.train.record.loggers import LOGGERS_FILE
 from octavo.train.record.metrics import CONFIG_FILE, EVENTS_FILE, LAYERS_FILE, RUN_MARKERS, SETUP_FILE, TENSORBOARD_DIR
@@ -49,26 +49,20 @@ def open_run_folder(out: Path, config: TrainConfig, *, resume: bool, best_effort
     foreign_files = [name for name in OTHER_FILES if (out / name).exists()]
     if not resume:
         if run_files:
-            raise ConfigError(
-                f"{out} already holds a run ({_progress(out)}; or choose another folder for a new one (--out)"
-            )
+            progress = _progress(out)
+            raise ConfigError(f"{out} already holds a run ({progress}; or choose another folder for a new one (--out)")
         if foreign_files:
-            raise ConfigError(
-                f"{out} holds {foreign_files[0]}, which a run would overwrite: choose another folder (--out)"
-            )
+            foreign = f"{foreign_files[0]}, which a run would overwrite"
+            raise ConfigError(f"{out} holds {foreign}: choose another folder (--out)")
         return RunFolder()
     damaged = damaged_checkpoints(out) if best_effort else {}
     checkpoint = next((path for path in reversed(checkpoints(out)) if path not in damaged), None)
-    ignored = tuple(
-        f"{path} is no checkpoint and is ignored: it is empty, or not named as step-000100"
-        for path in invalid_checkpoints(out)
-    )
+    reason = "is no checkpoint and is ignored: it is empty, or not named as step-000100"
+    ignored = tuple(f"{path} {reason}" for path in invalid_checkpoints(out))
     if checkpoint is None:
         if (run_files or foreign_files) and not (out / CONFIG_FILE).exists():
-            raise ConfigError(
-                f"{out} holds {(run_files + foreign_files)[0]} but no checkpoint and no {CONFIG_FILE}, so it is not "
-                "known which run wrote it: choose another folder (--out)"
-            )
+            problem = f"{out} holds {(run_files + foreign_files)[0]} but no checkpoint and no {CONFIG_FILE}"
+            raise ConfigError(f"{problem}, so it is not known which run wrote it: choose another folder (--out)")
         if run_files:
             check_same_run(_read_config(out / CONFIG_FILE), config, out)
         return RunFolder(notes=ignored)
@@ -101,14 +95,10 @@ def check_kind(path: Path, writer: str = "a run") -> None:
     folder = path.name in (FOLDER, TENSORBOARD_DIR)
     if os.path.lexists(path) and not (path.is_dir() if folder else path.is_file() and not path.is_symlink()):
         kind = f"a link to {os.readlink(path)}" if path.is_symlink() else "a folder" if path.is_dir() else "no folder"
-        raise ConfigError(
-            f"{path} is {kind}, and {writer} writes a {'folder' if folder else 'file'} there: move it away, or choose "
-            "another folder (--out)"
-        )
+        problem = f"{path} is {kind}, and {writer} writes a {'folder' if folder else 'file'} there"
+        raise ConfigError(f"{problem}: move it away, or choose another folder (--out)")
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    try:
+    with naming(f"{path} cannot be read", ValueError, RecursionError):
         return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from None

@@ -74,10 +74,8 @@ def statistics_of(folder: Path) -> list[OperandStats]:
     rows = [row for row in read_statistics(run) if at is None or row.step <= int(at[1])]
     if not rows:
         before = f" up to step {int(at[1])}" if at else ""
-        raise ValueError(
-            f"{run} has no statistics{before}: train with inspect.every=50, which samples every 50th step into "
-            f"{STATISTICS_FILE}"
-        )
+        problem = f"{run} has no statistics{before}: train with inspect.every=50"
+        raise ValueError(f"{problem}, which samples every 50th step into {STATISTICS_FILE}")
     return rows
 
 

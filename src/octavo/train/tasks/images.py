@@ -6,7 +6,9 @@ many placeholder tokens.
 """
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
@@ -18,29 +20,8 @@ from octavo.train.checkpoint.diffusers_models import IMAGE_GENERATION, library
 from octavo.train.checkpoint.kinds import IMAGE_CLASSIFICATION, IMAGE_TEXT
 from octavo.train.config.run_config import ConfigError, TrainConfig
 from octavo.train.config.sections import expand, hub_folder
-from octavo.train.data.images import (
-    DIGIT_FIELDS,
-    DIGITS,
-    PLACEHOLDER,
-    DigitImages,
-    ImageFiles,
-    Images,
-    ImageShape,
-    ImageText,
-    LabelledImages,
-    NoisyImages,
-    Record,
-    Tokens,
-    check_count,
-    digit_records,
-    hash_files,
-    image_classes,
-    image_shape,
-    load_labelled,
-    read_digits,
-    read_records,
-    split,
-)
+from octavo.train.data import images
+from octavo.train.data.images import DIGIT_FIELDS, DIGITS, PLACEHOLDER, ImageText, LabelledImages, NoisyImages
 from octavo.train.data.tokenizer import TextTokenizer, load_tokenizer, train_tokenizer
 from octavo.train.frozen import freeze_unused
 from octavo.train.model import PARAMETER_DTYPES, build_of_kind, check_fit, model_config, prepare_loss
@@ -60,14 +41,15 @@ class ImageTask(Task):
     classes_field: ClassVar[str]  # The field with the number of classes
 
     @classmethod
-    def shape(cls, config: TrainConfig) -> ImageShape:
+    def shape(cls, config: TrainConfig) -> images.ImageShape:
         """The images that the model takes; the digits are taken as they are."""
         assert cls.kind.classes  # makes its config known
-        return image_shape(model_config(config.model, cls.digit_fields if config.data.source == DIGITS else {}))
+        return images.image_shape(model_config(config.model, cls.digit_fields if config.data.source == DIGITS else {}))
 
     @classmethod
     def stand_in(cls, config: TrainConfig) -> Any:
-        return image_classes(config.data.source, cls.shape(config), config.model.config.get(cls.classes_field))
+        names = images.image_classes(config.data.source, config.model.config.get(cls.classes_field))
+        return SimpleNamespace(names=names, shape=cls.shape(config))
 
     def build_for_classes(self, fields: Mapping[str, Any], *, weights: bool) -> Any:
         """Build the model with these fields, of as many classes as the data has."""
@@ -102,7 +84,7 @@ class ImageClassification(ImageTask):
 
     @classmethod
     def load(cls, config: TrainConfig, progress: Progress) -> LabelledImages:
-        return load_labelled(config, cls.shape(config), progress)
+        return images.load_labelled(config, cls.shape(config), progress)
 
     def build(self, *, weights: bool = True) -> Any:
         """Build the classifier; number and names of classes are the data's where not configured."""
@@ -128,8 +110,9 @@ class ImageClassification(ImageTask):
         """Accuracy on the held-out images, if there are any: there are none of fewer than five."""
         if not self.data.held_out:
             return {}
-        correct = 0
-        for pixels, labels in self.data.held_out_batches(self.config.optim.batch):
+        correct, size = 0, self.config.optim.batch
+        for first in range(0, len(self.data.held_out), size):
+            pixels, labels = self.data.examples(self.data.held_out[first : first + size])
             logits = forward(pixel_values=self.cast(pixels.to(device))).logits
             correct += int((logits.argmax(-1) == labels.to(device)).sum())
         return {"accuracy": correct / len(self.data.held_out)}
@@ -147,11 +130,11 @@ class ImageGeneration(ImageTask):
 
     @classmethod
     def load(cls, config: TrainConfig, progress: Progress) -> NoisyImages:
-        data, images = config.data, load_labelled(config, cls.shape(config), progress)
+        data, labelled = config.data, images.load_labelled(config, cls.shape(config), progress)
         noisy = NoisyImages(
-            images, images.training, scheduler(), shuffle=data.shuffle, label_dropout=data.label_dropout
+            labelled, labelled.training, scheduler(), shuffle=data.shuffle, label_dropout=data.label_dropout
         )
-        noisy.held_out = NoisyImages(images, images.held_out, scheduler(), shuffle=False, label_dropout=0.0)
+        noisy.held_out = NoisyImages(labelled, labelled.held_out, scheduler(), shuffle=False, label_dropout=0.0)
         return noisy
 
     def build(self, *, weights: bool = True) -> Any:
@@ -217,25 +200,26 @@ class ImageTextTask(TextTask):
         progress.stage("reading the data")
         data, batch = config.data, config.optim.batch
         if data.source == DIGITS:
-            training, held_out = digit_records()
+            training, held_out = images.digit_records()
         else:
-            records, paths = read_records(expand(data.source), expand(data.images or Path(data.source).parent))
-            contents = hash_files(paths)
-            training, held_out = ([records[number] for number in part] for part in split(contents))
-        check_count(len(training), batch, data.source)
+            records, paths = images.read_records(expand(data.source), expand(data.images or Path(data.source).parent))
+            contents = images.hash_files(paths)
+            training, held_out = ([records[number] for number in part] for part in images.split(contents))
+        images.check_count(len(training), batch, data.source)
         if folder := data.tokenizer or config.model.path:
             tokenizer = load_tokenizer(hub_folder(folder))
         else:
             tokenizer = train_tokenizer((_text(record) for record in training), data.vocab_size)
         model_settings = settings(config, tokenizer)
-        shape = image_shape(model_settings.vision_config)
-        images: Images = (
-            DigitImages(read_digits()[0], shape) if data.source == DIGITS else ImageFiles(paths, contents, shape)
-        )
-        placeholder = Tokens(model_settings.image_token_id, image_tokens(model_settings))
-        return ImageText(
-            (training, held_out), images, tokenizer, placeholder, length=data.sequence_length, shuffle=data.shuffle
-        )
+        shape = images.image_shape(model_settings.vision_config)
+        pictures: images.Images
+        if data.source == DIGITS:
+            pictures = images.DigitImages(images.read_digits()[0], shape)
+        else:
+            pictures = images.ImageFiles(paths, contents, shape)
+        placeholder = images.Tokens(model_settings.image_token_id, image_tokens(model_settings))
+        length = data.sequence_length
+        return ImageText((training, held_out), pictures, tokenizer, placeholder, length=length, shuffle=data.shuffle)
 
     def build(self, *, weights: bool = True) -> Any:
         """Build the model; vocabulary and, of the digits, the shape of images are the data's where not configured."""
@@ -247,14 +231,14 @@ class ImageTextTask(TextTask):
                 f"the placeholder of images has the id {model.config.image_token_id}, and the vocabulary has {rows} "
                 "rows: set model.config.text_config.vocab_size to more, or leave it out"
             )
-        tokens = image_tokens(model.config)
-        model.model.get_placeholder_mask = _PlaceholderMask(model.config.image_token_id, tokens)
+        placeholder = model.config.image_token_id, image_tokens(model.config)
+        model.model.get_placeholder_mask = partial(_placeholder_mask, *placeholder)
         inputs, targets = self.empty_batch(1, torch.device("cpu"))
         freeze_unused(model, lambda copy: self.loss(copy, inputs, targets, use_cache=False))
         return model
 
     def empty_batch(self, size: int, device: torch.device) -> tuple[Mapping[str, Tensor], Tensor]:
-        shape = image_shape(self._settings.vision_config)
+        shape = images.image_shape(self._settings.vision_config)
         ids = torch.zeros((size, self.config.data.sequence_length), dtype=torch.int64, device=device)
         pixels = torch.zeros((size, shape.channels, shape.height, shape.width), device=device)
         return {"input_ids": ids, "pixel_values": pixels}, torch.zeros_like(ids)
@@ -296,21 +280,13 @@ class ImageTextTask(TextTask):
         return {"input_ids": inputs["input_ids"], "pixel_values": inputs["pixel_values"].to(dtype)}
 
 
-class _PlaceholderMask:
+def _placeholder_mask(id: int, count: int, input_ids: Tensor, inputs_embeds: Tensor, image_features: Tensor) -> Tensor:
     """The mask of an image's placeholder tokens, without the wait for the device by which Transformers counts them."""
-
     # Every row has as many by construction (`ImageText`).
-
-    def __init__(self, id: int, count: int) -> None:
-        self._id, self._count = id, count
-
-    def __call__(self, input_ids: Tensor, inputs_embeds: Tensor, image_features: Tensor) -> Tensor:
-        if len(image_features) != len(input_ids) * self._count:
-            raise ValueError(
-                f"the vision tower gives {len(image_features) // len(input_ids)} features for an image, and there are "
-                f"{self._count} placeholder tokens"
-            )
-        return (input_ids == self._id).unsqueeze(-1)
+    if len(image_features) != len(input_ids) * count:
+        features = f"the vision tower gives {len(image_features) // len(input_ids)} features for an image"
+        raise ValueError(f"{features}, and there are {count} placeholder tokens")
+    return (input_ids == id).unsqueeze(-1)
 
 
 def settings(config: TrainConfig, tokenizer: TextTokenizer) -> Any:
@@ -338,12 +314,12 @@ def fields(config: TrainConfig, tokenizer: TextTokenizer) -> dict[str, Any]:
 def image_tokens(model_settings: Any) -> int:
     """Features that a model makes of an image: of its patches, and of a class token where towers have one."""
     vision, patch = model_settings.vision_config, int(model_settings.vision_config.patch_size)
-    shape = image_shape(vision)
+    shape = images.image_shape(vision)
     patches = (shape.height // patch) * (shape.width // patch)
     has_class_token = "siglip" not in vision.model_type
     leaves_first_out = getattr(model_settings, "vision_feature_select_strategy", "full") == "default"
     return patches + int(has_class_token) - int(leaves_first_out)
 
 
-def _text(record: Record) -> str:
+def _text(record: images.Record) -> str:
     return "\n".join(text.replace(PLACEHOLDER, "") for turn in record.turns for text in turn)
