@@ -7,44 +7,26 @@ import random
 
 from octavo.train.record.metrics import Losses, RunResult, StepMetrics, StepTotals
 
-CONFIG = """[run]
-name = "{name}"
-seed = 0
-steps = {steps}
-out = "{out}"
-
-[model]
-type = "llama"
-config = {{"hidden_size" = 256}}
-
-[optim]
-lr = {lr}
-
-[precision]
-level = "{level}"
-recipe = "rowwise"
+CONFIG = """
+run = {{name = "{name}", seed = 0, steps = {steps}, out = "{out}"}}
+model = {{type = "llama", config = {{"hidden_size" = 256}}}}
+optim = {{lr = {lr}}}
+precision = {{level = "{level}", recipe = "rowwise"}}
 """
 
 
 def result(arm="bf16", tail=3.0, **changes):
     """A finished run's summary."""
     fields = {
-        "name": "demo",
-        "precision": arm,
-        "device": "cpu",
-        "steps": 100,
-        "tokens": 25600,
-        "parameters": 1_000_000,
+        "name": "demo", "precision": arm, "device": "cpu", "steps": 100, "tokens": 25600, "parameters": 1_000_000,
         "losses": Losses(first=8.3, final=tail + 0.1, tail_mean=tail),
         "tokens_per_s": 1000.0 if arm == "bf16" else 400.0,
         "saved_bytes_per_token": 10_000.0 if arm == "bf16" else 7_000.0,
-        "state_bytes_per_parameter": 12.0 if arm == "bf16" else 4.1,
-        "skipped_steps": 0,
-        "wall_s": 25.6,
+        "state_bytes_per_parameter": 12.0 if arm == "bf16" else 4.1, "skipped_steps": 0, "wall_s": 25.6,
         "versions": {"octavo": "0.1.0", "torch": "2.13.0", "transformers": "5.23.0", "python": "3.11.7"},
         "converted": "" if arm == "bf16" else "converted 28 of 29 linears; lm_head: vocabulary head kept in bf16",
         "stopped": "done",
-    }
+    }  # fmt: skip
     return RunResult(**{**fields, **changes})
 
 
@@ -58,24 +40,15 @@ def folder(path, arm="bf16", *, steps=100, shift=0.0, lr=3e-3, **changes):
     """Write a run's folder: losses fall from 8.3, `shift` (relative) higher at the end; batches as in every arm."""
     batches, own = random.Random(0), random.Random(arm)
     rows = []
-    for step in range(1, steps + 1):
-        progress = step / steps
+    for number in range(1, steps + 1):
+        progress = number / steps
         loss = 3.0 + 5.3 * math.exp(-7 * progress) + batches.gauss(0, 0.09)
         loss *= 1 + shift * progress + own.gauss(0, 0.002)
         seconds = 0.25 * (1 if arm == "bf16" else 2.5) * (1 + abs(own.gauss(0, 0.05)))
-        rows.append(
-            StepMetrics(
-                step=step,
-                tokens=256 * step,
-                loss=loss,
-                lr=lr * min(1, step / (0.1 * steps)) * (0.55 + 0.45 * math.cos(math.pi * progress)),
-                grad_norm=0.4 + 2 * math.exp(-9 * progress) + abs(own.gauss(0, 0.05)),
-                loss_scale=None,
-                skipped=False,
-                step_s=seconds,
-                tokens_per_s=256 / seconds,
-            )
-        )
+        rate = lr * min(1, number / (0.1 * steps)) * (0.55 + 0.45 * math.cos(math.pi * progress))
+        norm = 0.4 + 2 * math.exp(-9 * progress) + abs(own.gauss(0, 0.05))
+        times = {"step_s": seconds, "tokens_per_s": 256 / seconds}
+        rows.append(step(number, loss, tokens=256 * number, lr=rate, grad_norm=norm, **times))
     path.mkdir(parents=True)
     lines = [json.dumps(dataclasses.asdict(row)) + "\n" for row in rows]
     (path / "metrics.jsonl").write_text("".join(lines), encoding="utf-8")

@@ -10,13 +10,12 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
+from tiny_runs import load
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from octavo import convert
-from octavo.train.data.load import load_corpus
 from octavo.train.model import draw_once
-from octavo.train.record.progress import NullProgress
 from octavo.train.trainer import Trainer
 
 TEXT = {
@@ -64,7 +63,7 @@ class Curve:
 
 def trained(config):
     """What the trainer makes of a configuration."""
-    trainer = Trainer(config, load_corpus(config.data, config.model, NullProgress()), torch.device("cpu"))
+    trainer = Trainer(config, load(config), torch.device("cpu"))
     curve = Curve(start=_copy(dict(trainer.model.named_parameters())))
     for _ in range(config.run.steps):
         row = trainer.train_step()
@@ -78,7 +77,7 @@ def trained(config):
 
 def reference(config, noise=0.0, seed=0):
     """What a plain loop makes of it; `noise` is the standard deviation of relative errors of the head's weights."""
-    corpus = load_corpus(config.data, config.model, NullProgress())
+    corpus = load(config)
     end, optim, precision = corpus.tokenizer.end_id, config.optim, config.precision
     fields = {"vocab_size": corpus.tokenizer.size, "bos_token_id": end, "eos_token_id": end, "pad_token_id": None}
     settings = AutoConfig.for_model(config.model.type, **fields, **config.model.config)

@@ -51,18 +51,12 @@ def make_config(text_files, cache):
     """Makes the config of a tiny run; keyword arguments replace keys, a section at a time."""
 
     def make(**sections):
+        where = {"source": str(text_files / "*.txt"), "cache": str(cache)}
         tables = {
-            "run": {"steps": 6, "seed": 3, "device": "cpu"},
-            "model": {"type": "llama", "config": LLAMA},
-            "data": {
-                "source": str(text_files / "*.txt"),
-                "sequence_length": 16,
-                "vocab_size": 300,
-                "cache": str(cache),
-            },
-            "optim": {"lr": 1e-2, "batch": 4, "warmup": 2},
-            "precision": {},
-        }
+            "run": {"steps": 6, "seed": 3, "device": "cpu"}, "model": {"type": "llama", "config": LLAMA},
+            "data": where | {"sequence_length": 16, "vocab_size": 300},
+            "optim": {"lr": 1e-2, "batch": 4, "warmup": 2}, "precision": {},
+        }  # fmt: skip
         for name, keys in sections.items():
             tables[name] = tables.get(name, {}) | keys if name != "model" else keys
         return parse_config(tables)

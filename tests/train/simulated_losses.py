@@ -8,8 +8,7 @@ import fake_runs
 from octavo.train.config.sections import GuardConfig
 from octavo.train.guard import SpikeError, SpikeGuard
 
-RUN = 5000
-"""Steps of a run; each begins anew."""
+RUN = 5000  # Steps of a run; each begins anew
 
 # Each kind draws factors of the loss and of the gradient norm of a step.
 
@@ -53,17 +52,15 @@ HEALTHY = {
     "shards of 40 steps, 1 in 10 of 30 % more": scaled(
         lambda rng, step: 1 + 0.3 * (random.Random(step // 40).random() < 0.1)
     ),
-    "hump of the learning rate, +20 %": hump,
-    "Student's t, 3 degrees of freedom": student(3),
+    "hump of the learning rate, +20 %": hump, "Student's t, 3 degrees of freedom": student(3),
     "Cauchy noise": student(1),
     "Pareto noise, α = 1.5": lambda rng, step: (0.95 + 0.05 * rng.paretovariate(1.5), rng.paretovariate(1.5)),
     "tiny batches, log-normal noise of 30 %": lambda rng, step: (
         math.exp(0.3 * rng.gauss(0, 1)),
         math.exp(0.8 * rng.gauss(0, 1)),
     ),
-}
-SPIKES = ((1.4, 10.0), (1.5, 5.0), (2.5, 1.0), (3.0, 0.1))
-"""Factors of loss and gradient norm from one step on."""
+}  # fmt: skip
+SPIKES = ((1.4, 10.0), (1.5, 5.0), (2.5, 1.0), (3.0, 0.1))  # Factors of loss and gradient norm from one step on
 
 
 def steps(kind, seed, count=RUN, factors=(1.0, 1.0), since=RUN):

@@ -1,26 +1,34 @@
+"""Checkpoints: their files, which stay, what resumes, and no damage that goes unnoticed."""
+
 import io
 import json
+import os
+import random
+import shutil
+import stat
+from pathlib import Path
+from unittest import mock
 
 import pytest
-import tiny_runs
 import torch
-from tiny_runs import GROUPS, LLAMA
+from safetensors.torch import load_file
+from tiny_runs import GROUPS, LLAMA, make_trainer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from octavo.train import run
 from octavo.train.checkpoint import store as checkpoint
-from octavo.train.checkpoint.digests import write_digests
-from octavo.train.checkpoint.retention import latest_checkpoint
-from octavo.train.checkpoint.store import load_checkpoint, read_trainer_state
+from octavo.train.checkpoint.digests import check_digests, write_digests
+from octavo.train.checkpoint.export import export
+from octavo.train.checkpoint.retention import checkpoints, latest_checkpoint
+from octavo.train.checkpoint.store import check_same_model, load_checkpoint, read_trainer_state
 from octavo.train.config.run_config import ConfigError, TrainConfig, check_same_run, resume_of
 from octavo.train.config.sections import FREE, TUNABLE
-
-
-def make_trainer(make_config, **sections):
-    config = make_config(**sections)
-    return tiny_runs.make_trainer(config)
+from octavo.train.data.load import load_corpus
+from octavo.train.record.progress import NullProgress
 
 
 def test_only_the_newest_are_kept(make_config, tmp_path):
-    trainer = make_trainer(make_config, run={"keep": 2})
+    trainer = make_trainer(make_config(run={"keep": 2}))
     for step in (8, 9, 10, 11):
         trainer.step = step
         trainer.save(tmp_path)
@@ -36,7 +44,7 @@ def test_only_the_newest_are_kept(make_config, tmp_path):
 
 
 def test_a_save_that_dies_leaves_the_previous_checkpoint(make_config, tmp_path, monkeypatch):
-    trainer = make_trainer(make_config)
+    trainer = make_trainer(make_config())
     trainer.step = 1
     trainer.save(tmp_path)
     trainer.step = 2
@@ -58,11 +66,10 @@ def test_another_model_is_named_by_its_first_difference(make_config, tmp_path):
         ({"model": {"type": "llama", "config": LLAMA | {"hidden_size": 64}}}, "model.config.hidden_size = 32, here 64"),
         ({"model": {"type": "gpt2", "config": {}}}, 'model.type = "llama", here "gpt2"'),
         ({"model": {"type": "llama", "config": {}}}, "model.config.hidden_size = 32, here unset"),
-        ({"optim": {"batch": 8}}, "optim.batch = 4, here 8"),
-        ({"run": {"seed": 4}}, "run.seed = 3, here 4"),
+        ({"optim": {"batch": 8}}, "optim.batch = 4, here 8"), ({"run": {"seed": 4}}, "run.seed = 3, here 4"),
         ({"precision": {"level": "fp8"}}, 'precision.level = "bf16", here "fp8"'),
         ({"data": {"sequence_length": 8}, "optim": {"batch": 8}}, "data.sequence_length = 16, here 8"),
-    ]
+    ]  # fmt: skip
     for sections, message in cases:
         with pytest.raises(ConfigError) as caught:
             check_same_run(saved, make_config(**sections), tmp_path)
@@ -78,11 +85,9 @@ def test_another_model_is_named_by_its_first_difference(make_config, tmp_path):
     assert check_same_run(saved, make_config(run=free, data={"cache": "elsewhere"}), tmp_path) == []
     tuned = make_config(run={"steps": 100}, optim={"lr": 0.5, "clip": 0.0}, precision={"skip": ["*head"]})
     assert check_same_run(saved, tuned, tmp_path) == [
-        "resumed with run.steps = 100 (was 6)",
-        "resumed with optim.lr = 0.5 (was 0.01)",
-        "resumed with optim.clip = 0.0 (was 1.0)",
-        'resumed with precision.skip = ["*head"] (was [])',
-    ]
+        "resumed with run.steps = 100 (was 6)", "resumed with optim.lr = 0.5 (was 0.01)",
+        "resumed with optim.clip = 0.0 (was 1.0)", 'resumed with precision.skip = ["*head"] (was [])',
+    ]  # fmt: skip
 
 
 def pickled(state):
@@ -96,14 +101,14 @@ WRONG += [("config", "x"), ("loss_scale", 3), ("data", 3), ("ranks", 0), ("guard
 
 
 def test_damaged_checkpoints_are_named(make_config, tmp_path):
-    trainer = make_trainer(make_config)
+    trainer = make_trainer(make_config())
     trainer.save(tmp_path)
     folder = latest_checkpoint(tmp_path)
     assert folder is not None
     assert set(read_trainer_state(folder)) == {
         "step", "loss_scale", "data", "config", "ranks", "skipped_batches", "guard",
     }  # fmt: skip
-    wider = make_trainer(make_config, model={"type": "llama", "config": LLAMA | {"intermediate_size": 96}})
+    wider = make_trainer(make_config(model={"type": "llama", "config": LLAMA | {"intermediate_size": 96}}))
     with pytest.raises(ConfigError, match="there intermediate_size = 64, here 96"):
         load_checkpoint(folder, wider.model, wider.optimizer, wider.loss_scale, wider.ranks)
     good = json.loads((folder / "trainer.json").read_text())
@@ -144,3 +149,305 @@ def test_each_setting_says_whether_it_may_differ_on_resume(make_config, tmp_path
         field = TrainConfig.model_fields[section].annotation.model_fields[name]
         if field.get_default() == getattr(getattr(make_config(), section), name):
             assert check_same_run(older, make_config(), tmp_path) == []
+
+
+SMALL = LLAMA | {"num_hidden_layers": 1}
+MODELS = {
+    "tied": {"type": "llama", "config": SMALL | {"tie_word_embeddings": True}},
+    "mixtral": {"type": "mixtral", "config": SMALL | {"num_local_experts": 4}},
+    "gpt2": {"type": "gpt2", "config": {"n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 16}},
+}
+OWN = {"trainer.json", "optimizer.pt", "data.json", "digests.json"}
+
+
+def load(trainer, folder):
+    load_checkpoint(folder, trainer.model, trainer.optimizer, trainer.loss_scale, trainer.ranks)
+
+
+@pytest.fixture
+def trained(make_config, tmp_path):
+    """A trainer after a step, and its checkpoint."""
+    trainer = make_trainer(make_config(model={"type": "llama", "config": SMALL}))
+    trainer.train_step()
+    trainer.save(tmp_path / "run")
+    return trainer, latest_checkpoint(tmp_path / "run")
+
+
+def content(folder, ignored=()):
+    """What each file says: JSON parsed, weights by key."""
+    files = {}
+    for path in folder.iterdir():
+        if path.name in ignored:
+            continue
+        if path.suffix == ".safetensors":
+            files[path.name] = {name: (v.dtype, v.tolist()) for name, v in load_file(path).items()}
+        else:
+            files[path.name] = json.loads(path.read_text())
+    return files
+
+
+@pytest.mark.parametrize(("name", "level"), [("tied", "fp8"), ("mixtral", "fp8"), ("gpt2", "bf16")])
+def test_checkpoints_and_exports_are_what_save_pretrained_writes(make_config, tmp_path, name, level):
+    trainer = make_trainer(make_config(model=MODELS[name], precision={"level": level}))
+    trainer.model.generation_config.update(do_sample=True, temperature=0.7, eos_token_id=[1, 2])
+    trainer.train_step()
+    trainer.save(tmp_path / "run")
+    folder = latest_checkpoint(tmp_path / "run")
+    assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == [1, 2]
+    plain = AutoModelForCausalLM.from_config(trainer.model.config, dtype=torch.bfloat16)
+    plain.load_state_dict(trainer.model.state_dict())
+    plain.generation_config = trainer.model.generation_config
+    plain.save_pretrained(tmp_path / "expected")
+    trainer.task.data.tokenizer.save(tmp_path / "expected")
+    expected = content(tmp_path / "expected")
+    assert content(folder, OWN) == expected
+    assert content(export(folder, tmp_path / "exported").path, {"digests.json"}) == expected
+    other = make_trainer(make_config(model=MODELS[name], precision={"level": level}, run={"seed": 9}))
+    load(other, folder)
+    state = other.model.state_dict()
+    assert all(torch.equal(value, state[key]) for key, value in trainer.model.state_dict().items())
+
+
+def sharded_job(tables, out):
+    from octavo.train import parse_config
+
+    run(parse_config(tables), out=Path(out))
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("name", ["tied", "mixtral"])
+@pytest.mark.slow
+def test_an_export_of_shards_is_what_save_pretrained_writes(gloo, make_config, tmp_path, name):
+    tables = make_config(model=MODELS[name], run={"steps": 1}, optim={"warmup": 0}).model_dump(exclude_none=True)
+    gloo.run(sharded_job, 2, tables | {"parallel": {"fp8_comm": "off"}}, str(tmp_path / "run"))
+    folder = checkpoints(tmp_path / "run")[-1]
+    assert {"shards", "config.json", "generation_config.json"} <= {path.name for path in folder.iterdir()}
+    exported = export(folder, tmp_path / "exported").path
+    model = AutoModelForCausalLM.from_pretrained(exported)
+    model.save_pretrained(tmp_path / "expected")
+    for path in folder.glob("tokenizer*"):
+        shutil.copy(path, tmp_path / "expected")
+    assert content(exported, {"digests.json"}) == content(tmp_path / "expected")
+
+
+@pytest.mark.parametrize("templates", ["folder", "table"])
+def test_chat_templates_are_exported(make_config, tmp_path, templates):
+    config = make_config(model={"type": "llama", "config": SMALL})
+    source = load_corpus(config.data, config.model, NullProgress()).tokenizer
+    source.save(tmp_path / "tokenizer")
+    if templates == "table":
+        path = tmp_path / "tokenizer" / "tokenizer_config.json"
+        table = [{"name": "default", "template": "{{ 1 }}"}, {"name": "rag", "template": "{{ 2 }}"}]
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": table}))
+    else:
+        (tmp_path / "tokenizer" / "additional_chat_templates").mkdir()
+        (tmp_path / "tokenizer" / "chat_template.jinja").write_text("{{ 1 }}")
+        (tmp_path / "tokenizer" / "additional_chat_templates" / "rag.jinja").write_text("{{ 2 }}")
+    trainer = make_trainer(config.model_copy(update={"data": config.data.model_copy(
+        update={"tokenizer": str(tmp_path / "tokenizer")})}))  # fmt: skip
+    trainer.save(tmp_path / "run")
+    exported = export(latest_checkpoint(tmp_path / "run"), tmp_path / "exported").path
+    check_digests(exported)
+    assert AutoTokenizer.from_pretrained(exported).chat_template == {"default": "{{ 1 }}", "rag": "{{ 2 }}"}
+
+
+def test_all_files_honour_the_umask(make_config, tmp_path):
+    before = os.umask(0o027)
+    try:
+        trainer = make_trainer(make_config())
+        trainer.save(tmp_path)
+        folder = latest_checkpoint(tmp_path)
+        exported = export(folder, tmp_path / "exported").path
+    finally:
+        os.umask(before)
+    for path in (*folder.iterdir(), *exported.iterdir()):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o640, path
+
+
+# --- damage ---
+
+
+def flip(path, bit):
+    """Turn one bit of a file round."""
+    with path.open("r+b") as file:
+        file.seek(bit // 8)
+        byte = file.read(1)[0]
+        file.seek(bit // 8)
+        file.write(bytes([byte ^ 1 << bit % 8]))
+
+
+def test_no_flipped_bit_is_loaded(trained):
+    """60 of them, in each file of a checkpoint alike."""
+    trainer, folder = trained
+    choice = random.Random(0)
+    files = sorted(path for path in folder.iterdir() if path.is_file())
+    assert len(files) >= 8
+    for number in range(60):
+        path = files[number % len(files)]
+        bit = choice.randrange(path.stat().st_size * 8)
+        flip(path, bit)
+        with pytest.raises(ConfigError, match=rf"(?s){path.name}.*remove .*step-000001"):
+            load(trainer, folder)
+        flip(path, bit)
+    load(trainer, folder)
+
+
+def damage(folder, kind):
+    """Damage a checkpoint. Returns the file that is to be named."""
+    if kind == "missing":
+        (folder / "tokenizer_config.json").unlink()
+    elif kind == "renamed":
+        (folder / "tokenizer.json").rename(folder / "tokenizer2.json")
+        return "tokenizer.json is missing"
+    elif kind == "added":
+        (folder / "adapter_config.json").write_text("{}")
+        return "adapter_config.json is not part of it"
+    elif kind == "no digests":
+        (folder / "digests.json").unlink()
+        return "digests.json is not what was written"
+    else:
+        flip(folder / kind, 8000)
+    return kind if kind != "missing" else "tokenizer_config.json is missing"
+
+
+@pytest.mark.parametrize("kind", ["missing", "renamed", "added", "no digests", "model.safetensors", "optimizer.pt"])
+def test_damage_stops_a_resume_and_an_export(make_config, tmp_path, kind):
+    config = make_config(run={"steps": 1}, optim={"warmup": 0})
+    run(config, out=tmp_path / "run")
+    folder = latest_checkpoint(tmp_path / "run")
+    named = damage(folder, kind)
+    files = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    longer = config.model_copy(update={"run": config.run.model_copy(update={"steps": 2})})
+    with pytest.raises(ConfigError, match=named):
+        run(longer, out=tmp_path / "run", resume=True)
+    with pytest.raises(ConfigError, match=named):
+        export(folder, tmp_path / "exported")
+    assert not (tmp_path / "exported").exists()
+    after = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    assert {path.name for path in files if files[path] != after[path]} <= {"config.toml"}
+
+
+def test_notes_and_hidden_files_are_no_damage(trained):
+    trainer, folder = trained
+    for name in ("README.md", ".nfs0001", ".DS_Store"):
+        (folder / name).write_text("")
+    load(trainer, folder)
+    (folder / "README").write_text("")
+    with pytest.raises(ConfigError, match="README is not part of it"):
+        load(trainer, folder)
+
+
+@pytest.mark.parametrize("kind", ["checkpoint", "export"])
+def test_a_damaged_folder_is_no_start(make_config, tmp_path, trained, kind):
+    _, folder = trained
+    start = folder if kind == "checkpoint" else export(folder, tmp_path / "exported").path
+    config = make_config(model={"path": str(start)}, run={"steps": 1}, optim={"warmup": 0})
+    run(config, out=tmp_path / "good")
+    flip(start / "model.safetensors", 30_000)
+    with pytest.raises(ConfigError, match=r"model\.safetensors is not what was written"):
+        run(config, out=tmp_path / "bad")
+    assert not (tmp_path / "bad").exists()
+    (start / "digests.json").unlink()  # changed on purpose
+    run(config, out=tmp_path / "on-purpose")
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "trainer.json"])
+def test_links_out_of_a_checkpoint_are_not_followed(trained, tmp_path, name):
+    trainer, folder = trained
+    (folder / name).rename(tmp_path / "outside")
+    (folder / name).symlink_to(tmp_path / "outside")
+    with pytest.raises(ConfigError, match=f"{name} is not loaded: it is a link out of its folder"):
+        load(trainer, folder)
+
+
+# --- old checkpoints that are removed ---
+
+
+def test_a_checkpoint_that_cannot_be_removed_ends_no_run(make_config, tmp_path):
+    trainer = make_trainer(make_config(run={"keep": 1}))
+    trainer.save(tmp_path)
+    trainer.step = 1
+    with (
+        mock.patch("octavo.train.checkpoint.store.shutil.rmtree", side_effect=OSError(13, "Permission denied")),
+        pytest.warns(RuntimeWarning, match=r"step-000000 cannot be removed: .*Permission denied"),
+    ):
+        trainer.save(tmp_path)
+    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert names == [".removing-step-000000", "step-000001"]  # removed in part at most: not to be resumed
+    assert [path.name for path in checkpoints(tmp_path)] == ["step-000001"]
+    trainer.step = 2
+    trainer.save(tmp_path)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000002"]
+
+
+# --- the model at model.path ---
+
+
+@pytest.fixture
+def started(make_config, tmp_path, trained):
+    """A run of one step from an export, and its config for two."""
+    start = export(trained[1], tmp_path / "start").path
+    config = make_config(model={"path": str(start)}, run={"steps": 1}, optim={"warmup": 0, "schedule": "constant"})
+    run(config, out=tmp_path / "out")
+    return start, config.model_copy(update={"run": config.run.model_copy(update={"steps": 2})})
+
+
+def rewrite(path, old, new):
+    """Change a file, and neither its size nor its time."""
+    times = path.stat()
+    text = path.read_bytes()
+    assert text.count(old) == 1 and len(old) == len(new)
+    path.write_bytes(text.replace(old, new))
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+
+def test_a_changed_model_is_not_resumed(started, tmp_path):
+    start, config = started
+    rewrite(start / "config.json", b'"silu"', b'"relu"')
+    with pytest.raises(ConfigError, match="step-000001 holds another model: there hidden_act = .*, here "):
+        run(config, out=tmp_path / "out", resume=True)
+
+
+def test_the_order_of_keys_is_no_change(trained):
+    trainer, folder = trained
+    config = trainer.model.config
+    config.id2label, config.label2id = {1: "b", 0: "a"}, {"b": 1, "a": 0}
+    config.rope_parameters = dict(reversed(config.rope_parameters.items()))
+    saved = json.loads((folder / "config.json").read_text())
+    saved |= {"id2label": {"0": "a", "1": "b"}, "label2id": {"a": 0, "b": 1}}
+    (folder / "config.json").write_text(json.dumps(saved))
+    check_same_model(folder, config)
+    config.rope_parameters = config.rope_parameters | {"rope_theta": 5.0}
+    with pytest.raises(ConfigError, match="holds another model: there rope_parameters"):
+        check_same_model(folder, config)
+
+
+def test_changed_weights_at_the_start_do_not_matter_to_a_resume(started, tmp_path):
+    start, config = started
+    shutil.copytree(tmp_path / "out", tmp_path / "same")
+    run(config, out=tmp_path / "same", resume=True)
+    flip(start / "model.safetensors", 30_000)
+    run(config, out=tmp_path / "out", resume=True)
+    one, other = (load_file(latest_checkpoint(tmp_path / name) / "model.safetensors") for name in ("same", "out"))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+# --- before a run ---
+
+
+def test_a_missing_package_stops_a_run_before_it_begins(make_config, tmp_path):
+    for name in ("plotly", "tensorboard", "jinja2"):
+        with (
+            mock.patch("octavo.train.loop.find_spec", lambda asked, name=name: None if asked == name else asked),
+            pytest.raises(ConfigError, match=rf"{name} is not installed: pip install 'octavo\[train\]'"),
+        ):
+            run(make_config(), out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_in_the_home_directory(make_config, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    run(make_config(run={"out": "~/runs/one", "steps": 1}, optim={"warmup": 0}))
+    assert (tmp_path / "home" / "runs" / "one" / "run.json").exists()
+    assert not (tmp_path / "~").exists()

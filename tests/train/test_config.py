@@ -13,18 +13,12 @@ from octavo.train.model import check_model
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 TEXT = """
-[run]
-steps = 10
+run = {steps = 10}
+data = {source = "a.txt", sequence_length = 8}
+optim = {lr = 1e-3}
 [model]
 type = "llama"
-[model.config]
-hidden_size = 64
-rope_parameters = { rope_type = "default", rope_theta = 1e4 }
-[data]
-source = "a.txt"
-sequence_length = 8
-[optim]
-lr = 1e-3
+config = {hidden_size = 64, rope_parameters = {rope_type = "default", rope_theta = 1e4}}
 """
 LARGE = ("optim.batch", "optim.micro_batches", "data.sequence_length", "run.steps", "parallel.tp")
 

@@ -8,7 +8,7 @@ import signal
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_checkpoint_files import SMALL, make_trainer
+from test_checkpoint import SMALL, make_trainer
 from typer.testing import CliRunner
 
 from octavo.cli import app

@@ -9,6 +9,8 @@ import faults
 import pytest
 import torch
 from tiny_runs import At, Recorder, assert_same, curve, fail, saved
+from torch import nn
+from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from octavo.experiments.run_report import write_report
@@ -16,6 +18,8 @@ from octavo.inspect import Autopilot
 from octavo.train import NonFiniteError, loss_scale, parse_config, run
 from octavo.train import trainer as trainer_module
 from octavo.train.checkpoint.retention import latest_checkpoint
+from octavo.train.compiled_blocks import Checkpointing
+from octavo.train.diagnose import find_origin, non_finite_parameter
 from octavo.train.record.metrics import read_events
 from octavo.train.record.statistics import read_statistics
 from octavo.train.trainer import Trainer
@@ -127,10 +131,9 @@ SIZES = {
     "num_key_value_heads": 1, "max_position_embeddings": 64, "initializer_range": 0.06,
 }  # fmt: skip
 AUTOPILOT_ON = {
-    "run": {"steps": 8, "save_every": 4},
-    "precision": {"level": "fp8", "recipe": "tensorwise", "autopilot": True},
+    "run": {"steps": 8, "save_every": 4}, "precision": {"level": "fp8", "recipe": "tensorwise", "autopilot": True},
     "inspect": {"every": 3},
-}
+}  # fmt: skip
 
 
 @contextmanager
@@ -194,10 +197,8 @@ def test_an_overflow_in_the_first_step_leaves_the_first_look_for_the_next(make_c
     fp16 = {"parameters": "fp16", "loss_scale": "dynamic"}
     recorder = Recorder()
     rare = AUTOPILOT_ON | {
-        "precision": AUTOPILOT_ON["precision"] | fp16,
-        "inspect": {"every": 100},
-        "run": {"steps": 25},
-    }
+        "precision": AUTOPILOT_ON["precision"] | fp16, "inspect": {"every": 100}, "run": {"steps": 25},
+    }  # fmt: skip
     run(make_config(**rare), out=tmp_path, progress=recorder)
     good = next(row.step for row in recorder.rows if not row.skipped)
     assert 1 < good < 25 and {row.step for row in read_statistics(tmp_path) if row.step >= good} == {good}
@@ -265,3 +266,128 @@ def test_a_piloted_run_ends_where_bf16_does_and_plain_tensorwise_does_not(seed, 
     assert {event["text"].split(": ")[1].rsplit(".", 1)[1] for event in moves(tmp_path / "piloted")} == {
         "gate_proj", "up_proj"
     }  # fmt: skip
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(4, 8)
+        self.poison = nn.Identity()
+        self.down = nn.Linear(8, 4)
+
+    def forward(self, x):
+        hidden = F.relu(self.up(self.poison(x)))
+        return x + self.down(hidden), {"hidden": hidden}
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x, _ = block(x)
+        return self.head(x)
+
+
+class Poisoned(torch.autograd.Function):
+    """Identity forward; backward gives `gradient` back, whatever it was given."""
+
+    @staticmethod
+    def forward(ctx, x, gradient):
+        ctx.gradient = gradient
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return torch.full_like(grad, ctx.gradient), None
+
+
+class Poison(nn.Module):
+    def __init__(self, gradient=torch.nan):
+        super().__init__()
+        self.gradient = gradient
+
+    def forward(self, x):
+        return Poisoned.apply(x, self.gradient)
+
+
+def origin(model, x=None):
+    x = torch.ones(5, 4) if x is None else x
+    return find_origin(model, lambda: model(x).sum().backward()).text
+
+
+def make_model():
+    torch.manual_seed(0)
+    return Model()
+
+
+def test_nothing_where_all_is_finite():
+    model = make_model()
+    assert origin(model) is None
+    assert non_finite_parameter(model) is None
+
+
+@pytest.mark.parametrize("value", [torch.inf, torch.nan])
+def test_the_first_output_is_named(value):
+    model = make_model()
+    for later in (1, 2):
+        model.blocks[later].down.register_forward_hook(lambda *_: torch.full((5, 4), value, requires_grad=True))
+    assert origin(model) == "output of blocks.1.down"
+
+
+def test_a_fault_between_modules_is_the_parents():
+    model = make_model()
+    relu = model.blocks[1].forward
+    model.blocks[1].forward = lambda x: (relu(x)[0] * torch.inf, {})
+    assert origin(model) == "output of blocks.1"
+
+
+def test_the_module_whose_backward_fails_is_named():
+    for place, expected in (
+        (lambda model: model.blocks[1], "gradient of the input of blocks.1.poison"),
+        (lambda model: model.blocks[0], "gradient of the input of blocks.0.poison"),
+    ):
+        model = make_model()
+        place(model).poison = Poison()
+        model.blocks[2].poison = Poison(gradient=1.0)
+        assert origin(model, torch.ones(5, 4, requires_grad=True)) == expected
+
+
+def test_a_gradient_that_fails_between_modules_is_that_of_the_output_before():
+    model = make_model()
+    origin = find_origin(model, lambda: Poisoned.apply(model(torch.ones(5, 4)), torch.nan).sum().backward())
+    assert origin.text == "gradient of the output of head"
+
+
+def test_the_same_with_recomputation():
+    model = make_model()
+    model.blocks[1].poison = Poison()
+    Checkpointing(model, "full")
+    assert origin(model) == "gradient of the input of blocks.1.poison"
+
+
+def test_a_weight_gradient_that_overflows_is_named():
+    model = make_model()
+    x = torch.full((5, 4), 1e30)
+    big = find_origin(model, lambda: (model(x) * 1e30).sum().backward())
+    assert big.text == "gradient of head.weight"
+
+
+def test_hooks_are_gone_afterwards_even_after_an_error():
+    model = make_model()
+    with pytest.raises(ZeroDivisionError):
+        find_origin(model, lambda: 1 / 0)
+    assert not any(module._forward_hooks for module in model.modules())
+    assert not any(param._post_accumulate_grad_hooks for param in model.parameters())
+
+
+def test_a_parameter_is_named():
+    model = make_model()
+    model.register_buffer("mask", torch.tensor([0.0, -torch.inf]))  # buffers may hold infinities by design
+    assert non_finite_parameter(model) is None
+    with torch.no_grad():
+        model.blocks[2].up.bias[1] = torch.inf
+    assert non_finite_parameter(model) == "blocks.2.up.bias"

@@ -21,13 +21,10 @@ from octavo.train.record.metrics import read_events, read_metrics
 from octavo.train.trainer import Trainer
 
 GUARDED = {
-    "run": {"steps": 34, "save_every": 5},
-    "model": ONE_BLOCK,
-    "guard": {"spike": 8.0, "window": 16},
+    "run": {"steps": 34, "save_every": 5}, "model": ONE_BLOCK, "guard": {"spike": 8.0, "window": 16},
     "optim": {"lr": 1e-2, "schedule": "constant"},
-}
-LASTING = tuple(range(22, 22 + steps_in_a_row(16)))
-"""Batches after which a rise is a spike."""
+}  # fmt: skip
+LASTING = tuple(range(22, 22 + steps_in_a_row(16)))  # Batches after which a rise is a spike
 
 
 def wobble(number):

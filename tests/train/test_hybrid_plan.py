@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny_runs import MIXTRAL, PIPELINE
+from tiny_runs import MIXTRAL, PIPELINE, load
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.utils._pytree import tree_leaves
 
@@ -11,9 +11,7 @@ from octavo.planner.step import schedule_actions, simulate
 from octavo.planner.timeline import ACTIVATIONS, GATHERED, GRADIENTS, PARAMETERS, STATES, Timeline
 from octavo.tensor import local_tensor
 from octavo.train import ConfigError, parse_config, run_plan
-from octavo.train.data.load import load_corpus
 from octavo.train.ranks import Ranks
-from octavo.train.record.progress import NullProgress
 from octavo.train.run_plan import plan_configured
 from octavo.train.trainer import Trainer
 from whole_plans import all_blocks
@@ -28,15 +26,10 @@ DEEPSEEK = {
     "topk_group": 1, "first_k_dense_replace": 3, "max_position_embeddings": 64,
 }  # fmt: skip
 LAYOUTS = {
-    "tp": (2, {"tp": 2}),
-    "tp-fsdp": (4, {"tp": 2}),
-    "cp": (2, {"cp": 2}),
-    "ep-fsdp": (4, {"ep": 2}),
-    "pp": (2, {"pp": 2}),
-    "pp-interleaved": (2, {"pp": 2, "schedule": "Interleaved1F1B"}),
-    "pp-tp": (4, {"pp": 2, "tp": 2}),
-    "pp-fsdp": (4, {"pp": 2}),
-}
+    "tp": (2, {"tp": 2}), "tp-fsdp": (4, {"tp": 2}), "cp": (2, {"cp": 2}), "ep-fsdp": (4, {"ep": 2}),
+    "pp": (2, {"pp": 2}), "pp-interleaved": (2, {"pp": 2, "schedule": "Interleaved1F1B"}),
+    "pp-tp": (4, {"pp": 2, "tp": 2}), "pp-fsdp": (4, {"pp": 2}),
+}  # fmt: skip
 
 
 class Recording(Timeline):
@@ -69,7 +62,7 @@ def measured(tables):
     config, device = parse_config(tables), torch.device("cpu")
     rank = torch.distributed.get_rank()
     ranks = Ranks(device, rank, torch.distributed.get_world_size(), rank)
-    trainer = Trainer(config, load_corpus(config.data, config.model, NullProgress()), device, ranks=ranks)
+    trainer = Trainer(config, load(config), device, ranks=ranks)
     trainer.train_step()  # states exist, and torch has inferred the shapes of stages
     states = [t for t in tree_leaves(trainer.optimizer.state_dict()) if isinstance(t, torch.Tensor)]
     held = [{t.untyped_storage()._cdata: t.nbytes for t in map(local_tensor, tensors)} for tensors in

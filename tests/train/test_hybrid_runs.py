@@ -40,13 +40,11 @@ STEPS, SEEDS = 200, (1, 2, 3)
 def tables(family, seed, cache, level="bf16", parallel=None):
     config, _ = MODELS[family]
     return {
-        "run": {"steps": STEPS, "seed": seed, "device": "cpu"},
-        "model": {"type": family, "config": config},
+        "run": {"steps": STEPS, "seed": seed, "device": "cpu"}, "model": {"type": family, "config": config},
         "data": {"source": "python-stdlib", "sequence_length": 64, "vocab_size": 300, "cache": str(cache)},
-        "optim": {"lr": 1e-3, "batch": 8, "micro_batches": 2, "warmup": 20},
-        "precision": {"level": level},
+        "optim": {"lr": 1e-3, "batch": 8, "micro_batches": 2, "warmup": 20}, "precision": {"level": level},
         "parallel": parallel or {},
-    }
+    }  # fmt: skip
 
 
 def job(tables, out):

@@ -20,8 +20,7 @@ from octavo.train.record.metrics import RESTART, add_event, read_events
 from octavo.train.signals import supervise
 from octavo.train.trainer import Trainer
 
-PATIENCE = 600.0
-"""Seconds that anything here may take, on a busy machine."""
+PATIENCE = 600.0  # Seconds that anything here may take, on a busy machine
 
 
 def steps_of(out):

@@ -6,7 +6,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from tiny_runs import ONE_BLOCK, Recorder, curve, make_trainer
+from tiny_runs import ONE_BLOCK, Recorder, curve, load, make_trainer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from octavo.nn import weights
@@ -14,10 +14,8 @@ from octavo.train import NonFiniteError, RunResult, load_config, loss_scale, rea
 from octavo.train.checkpoint.retention import latest_checkpoint
 from octavo.train.config.run_config import ConfigError, parse_config
 from octavo.train.config.sections import PrecisionConfig
-from octavo.train.data.load import load_corpus
 from octavo.train.diagnose import advice
 from octavo.train.record.metrics import read_events
-from octavo.train.record.progress import NullProgress
 from octavo.train.trainer import Trainer
 
 
@@ -281,7 +279,7 @@ def test_an_fp8_run_says_what_became_of_each_layer(make_config, tmp_path):
 def test_epochs_instead_of_steps(make_config, tmp_path):
     config = make_config()
     tables = config.model_dump(exclude_none=True)
-    rows = load_corpus(config.data, config.model, NullProgress()).windows
+    rows = load(config).windows
     del tables["run"]["steps"]
     tables["run"]["epochs"] = 10 / rows
     result = run(parse_config(tables), out=tmp_path)

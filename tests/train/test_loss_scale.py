@@ -190,10 +190,9 @@ def learned(rows):
 
 
 FP16 = {
-    "precision": {"parameters": "fp16", "loss_scale": "dynamic"},
-    "optim": {"lr": 3e-3, "schedule": "constant"},
+    "precision": {"parameters": "fp16", "loss_scale": "dynamic"}, "optim": {"lr": 3e-3, "schedule": "constant"},
     "model": {"type": "llama", "config": LLAMA | {"num_hidden_layers": 1}},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("faults", [30, pytest.param(MAX_SKIPS, marks=pytest.mark.slow)])

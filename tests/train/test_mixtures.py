@@ -58,6 +58,11 @@ def files(tmp_path, tokenizer):
 STREAMED = {"streaming": True, "chunk_bytes": 2000}
 
 
+def one_of(files, number=0):
+    """One of the sources."""
+    return {**files, "sources": [], "source": files["sources"][number]["source"]}
+
+
 class Counted(Sequences):
     """Sequence n of an endless source."""
 
@@ -157,7 +162,7 @@ def test_other_numbers_of_ranks_see_the_same_documents(gloo, make_config, files,
 
 
 def test_a_streamed_epoch_follows_another_and_chunks_come_from_all_files(make_config, files):
-    one = {**files, "sources": [], "source": files["sources"][0]["source"]}
+    one = one_of(files)
     data = load(make_config(data=one | STREAMED))
     total = sum(data._count(chunk) for chunk in range(len(data._chunks)))
     fresh = load(make_config(data=one | STREAMED))  # finds out where an epoch ends on its way
@@ -212,7 +217,7 @@ def test_a_file_that_changes_before_a_resume(make_config, files, tmp_path):
 
 def test_a_change_in_the_middle_of_a_streamed_file(make_config, files, monkeypatch):
     monkeypatch.setattr(stream, "EDGE", 8)
-    one = {**files, "sources": [], "source": files["sources"][0]["source"], "shuffle": False} | STREAMED
+    one = one_of(files) | {"shuffle": False} | STREAMED
     data = load(make_config(data=one))
     data.row(0, 0)
     state = json.loads(json.dumps(data.state()))
@@ -226,7 +231,7 @@ def test_a_change_in_the_middle_of_a_streamed_file(make_config, files, monkeypat
 
 def test_processes_of_a_machine_tokenize_chunks_in_turns(make_config, files, monkeypatch):
     """Each one every third, ahead of its training; all have the rows of a process alone."""
-    one = {**files, "sources": [], "source": files["sources"][0]["source"]} | STREAMED
+    one = one_of(files) | STREAMED
     config = make_config(data=one)
     alone = load(config)
     expected = [alone.row(0, sample)[0] for sample in range(alone.windows)]
@@ -254,7 +259,7 @@ def test_processes_of_a_machine_tokenize_chunks_in_turns(make_config, files, mon
 
 
 def test_the_cache_of_chunks_is_bounded(make_config, files):
-    one = {**files, "sources": [], "source": files["sources"][0]["source"]} | STREAMED | {"chunk_bytes": 1024}
+    one = one_of(files) | STREAMED | {"chunk_bytes": 1024}
     data = load(make_config(data=one | {"cache_gib": 1e-9}))
     rows = [data.row(0, sample)[0] for sample in range(data.windows)]
     assert len(data._chunks) > stream.OPEN_CHUNKS + 4
@@ -286,9 +291,7 @@ def test_documents_that_are_also_evaluated_on_count_once_and_from_the_first_chun
     lines = [json.dumps({"text": text}) + "\n" for text in rows_of(5, 0)]
     (tmp_path / "e.jsonl").write_text("".join(lines))
     for chunk_bytes in (2000, 1 << 20):
-        one = (
-            {**files, "sources": [], "source": files["sources"][0]["source"]} | STREAMED | {"chunk_bytes": chunk_bytes}
-        )
+        one = one_of(files) | STREAMED | {"chunk_bytes": chunk_bytes}
         seen = Recorder()
         data = load(make_config(data=one, eval={"source": str(tmp_path / "e.jsonl")}), seen)
         [data.row(0, sample) for sample in range(3 * data.windows)]
@@ -299,7 +302,7 @@ def test_documents_that_are_also_evaluated_on_count_once_and_from_the_first_chun
 def test_a_chunk_whose_rows_have_no_text(make_config, files, tmp_path):
     lines = "".join(json.dumps({"title": text}) + "\n" for text in rows_of(90, 1))
     (tmp_path / "a" / "1.jsonl").write_text(lines)
-    one = {**files, "sources": [], "source": files["sources"][0]["source"], "shuffle": False} | STREAMED
+    one = one_of(files) | {"shuffle": False} | STREAMED
     data = load(make_config(data=one))
     rows = [data.row(0, sample)[0] for sample in range(3 * data.windows)]
     assert len(data._rows) == len(data._chunks) and torch.equal(rows[0], rows[data.windows])
@@ -309,7 +312,7 @@ def test_a_chunk_whose_rows_have_no_text(make_config, files, tmp_path):
 
 def test_a_parquet_file_without_the_column_is_found_before_the_first_step(make_config, files, tmp_path):
     datasets.Dataset.from_dict({"title": rows_of(9, 7)}).to_parquet(tmp_path / "b" / "y.parquet")
-    one = {**files, "sources": [], "source": files["sources"][1]["source"]} | STREAMED
+    one = one_of(files, 1) | STREAMED
     with pytest.raises(ConfigError, match='no field "text"'):
         load(make_config(data=one))
 

@@ -5,7 +5,7 @@ from copy import deepcopy
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_runs import LLAMA, curve
+from tiny_runs import LLAMA, curve, load
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageClassification
 
@@ -13,18 +13,16 @@ from octavo.train import model as model_module
 from octavo.train import run
 from octavo.train.config.run_config import ConfigError
 from octavo.train.config.sections import Model
-from octavo.train.data.load import load_corpus
 from octavo.train.data.tokenizer import load_tokenizer
 from octavo.train.model import build_model, check_model, draw_once, prepare_loss
 from octavo.train.ranks import choose_device
-from octavo.train.record.progress import NullProgress
 from octavo.train.run_plan import plan_memory
 
 
 @pytest.fixture
 def tokenizer(make_config):
     config = make_config()
-    return load_corpus(config.data, config.model, NullProgress()).tokenizer
+    return load(config).tokenizer
 
 
 @pytest.mark.parametrize("packing", ["stream", "documents"])
@@ -103,7 +101,7 @@ def test_a_local_checkpoint_and_its_tokenizer(make_config, tokenizer, tmp_path):
     assert all(torch.equal(loaded[name], weight.float()) for name, weight in model.state_dict().items())
     tokenizer.save(tmp_path)
     config = make_config(model={"path": str(tmp_path)}, data={"vocab_size": 280})
-    own = load_corpus(config.data, config.model, NullProgress())
+    own = load(config)
     assert own.tokenizer.size == 300
     text = "the leaf folds\n  eight times"
     assert own.tokenizer.encode([text]) == tokenizer.encode([text])
@@ -113,7 +111,7 @@ def test_a_local_checkpoint_and_its_tokenizer(make_config, tokenizer, tmp_path):
 def test_folders_without_a_tokenizer_or_with_damaged_weights(make_config, tokenizer, tmp_path):
     config = make_config(data={"tokenizer": str(tmp_path)})
     with pytest.raises(ConfigError, match="no tokenizer could be loaded"):
-        load_corpus(config.data, config.model, NullProgress())
+        load(config)
     model = build_model(make_config(), tokenizer)
     model.save_pretrained(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")

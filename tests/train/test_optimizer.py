@@ -282,21 +282,16 @@ def optim(*groups, **keys):
 
 def test_the_first_match_counts():
     groups = (
-        {"match": "layers.1.weight", "lr": 1e-4},
-        {"match": "layers.*", "weight_decay": 0.5},
+        {"match": "layers.1.weight", "lr": 1e-4}, {"match": "layers.*", "weight_decay": 0.5},
         {"match": "norm", "lr": 3e-3},
-    )
+    )  # fmt: skip
     settings = parameter_settings(Model(), optim(*groups))
     rows = {name: (row.group, row.lr, row.weight_decay) for name, row in settings.items()}
     assert rows == {
-        "embed.weight": (-1, 1e-2, 0.1),
-        "layers.0.weight": (1, 1e-2, 0.5),
-        "layers.0.bias": (1, 1e-2, 0.5),
-        "layers.1.weight": (0, 1e-4, 0.1),
-        "layers.1.bias": (1, 1e-2, 0.5),
-        "norm.weight": (2, 3e-3, 0.0),
+        "embed.weight": (-1, 1e-2, 0.1), "layers.0.weight": (1, 1e-2, 0.5), "layers.0.bias": (1, 1e-2, 0.5),
+        "layers.1.weight": (0, 1e-4, 0.1), "layers.1.bias": (1, 1e-2, 0.5), "norm.weight": (2, 3e-3, 0.0),
         "norm.bias": (2, 3e-3, 0.0),
-    }
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(

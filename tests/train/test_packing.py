@@ -56,13 +56,11 @@ def test_rows_hold_each_target_of_each_document_once(lengths):
 
 
 MODELS = {
-    "llama": ("llama", LLAMA),
-    "qwen3": ("qwen3", {**LLAMA, "head_dim": 16}),
+    "llama": ("llama", LLAMA), "qwen3": ("qwen3", {**LLAMA, "head_dim": 16}),
     "gemma2": ("gemma2", {**LLAMA, "head_dim": 16, "sliding_window": 8}),
     "gpt2": ("gpt2", {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64}),
-    "phi3": ("phi3", {**LLAMA, "pad_token_id": None}),
-    "mixtral": ("mixtral", {**LLAMA, "num_local_experts": 4}),
-}
+    "phi3": ("phi3", {**LLAMA, "pad_token_id": None}), "mixtral": ("mixtral", {**LLAMA, "num_local_experts": 4}),
+}  # fmt: skip
 
 
 @pytest.mark.thorough

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from tiny_runs import job
+from tiny_runs import job, load
 from torch import nn
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
@@ -20,7 +20,6 @@ from octavo.train import ConfigError, parse_config, read_metrics, run
 from octavo.train.checkpoint.retention import checkpoints
 from octavo.train.checkpoint.shards import state_of
 from octavo.train.checkpoint.store import load_checkpoint, read_trainer_state
-from octavo.train.data.load import load_corpus
 from octavo.train.ranks import (
     BEAT_SECONDS,
     GRACE_SECONDS,
@@ -30,7 +29,6 @@ from octavo.train.ranks import (
     from_collective,
     join_ranks,
 )
-from octavo.train.record.progress import NullProgress
 from octavo.train.trainer import Trainer
 from processes import Failed
 
@@ -40,11 +38,9 @@ LAYER = "model.layers.0.mlp.up_proj.weight"
 
 EVERYTHING = {"level": "fp8+activations+optimizer"}
 MODES = {
-    "zero3": {},
-    "zero2": {"reshard_after_forward": False},
-    "ddp": {"dp_shard": 1, "dp_replicate": 2},
+    "zero3": {}, "zero2": {"reshard_after_forward": False}, "ddp": {"dp_shard": 1, "dp_replicate": 2},
     "offload": {"cpu_offload": True},
-}
+}  # fmt: skip
 
 
 def slow(value):
@@ -89,7 +85,7 @@ def opened(tables, folder):
     """A trainer with the state of a checkpoint."""
     config = parse_config(tables)
     with join_ranks(config) as ranks:
-        trainer = Trainer(config, load_corpus(config.data, config.model, NullProgress()), ranks.device, ranks=ranks)
+        trainer = Trainer(config, load(config), ranks.device, ranks=ranks)
         load_checkpoint(Path(folder), trainer.model, trainer.optimizer, trainer.loss_scale, ranks)
         trainer.step = read_trainer_state(Path(folder))["step"]
     return trainer

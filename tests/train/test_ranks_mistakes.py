@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from test_ranks import job, losses, same, state
-from tiny_runs import Recorder
+from tiny_runs import Recorder, load
 
 from octavo.train import ConfigError, NonFiniteError, RunResult, parse_config, run
 from octavo.train import loop as loop_module
@@ -138,7 +138,7 @@ def full_job(settings, out, full):
     """Save two checkpoints, the second on a disk that is full for some ranks."""
     config = parse_config(settings)
     with join_ranks(config) as ranks:
-        trainer = Trainer(config, load_corpus(config.data, config.model, NullProgress()), ranks.device, ranks=ranks)
+        trainer = Trainer(config, load(config), ranks.device, ranks=ranks)
         for step in range(2):
             trainer.train_step()
             if step and ranks.rank in full:
@@ -207,7 +207,7 @@ def damaged_job(settings, folder):
     config = parse_config(settings)
     broken = mock.patch.object(ranks_module, "_mapped", side_effect=ConfigError("invalid header"))
     with join_ranks(config) as ranks:
-        trainer = Trainer(config, load_corpus(config.data, config.model, NullProgress()), ranks.device, ranks=ranks)
+        trainer = Trainer(config, load(config), ranks.device, ranks=ranks)
         with broken if ranks.rank == 1 else nullcontext():
             return timed_error(
                 load_checkpoint, Path(folder), trainer.model, trainer.optimizer, trainer.loss_scale, ranks
@@ -252,12 +252,8 @@ def launcher(monkeypatch):
         port = free.getsockname()[1]
     store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
     variables = {
-        "RANK": "0",
-        "WORLD_SIZE": "1",
-        "LOCAL_RANK": "0",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
+        "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+    }  # fmt: skip
     for name, value in (variables | {"TORCHELASTIC_USE_AGENT_STORE": "True"}).items():
         monkeypatch.setenv(name, value)
     yield store

@@ -4,24 +4,20 @@ import pytest
 import torch
 import torch.nn.functional as F
 from reference_loop import FAMILIES, reference, trained
+from tiny_runs import load
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from octavo.train.config.run_config import ConfigError
-from octavo.train.data.load import load_corpus
 from octavo.train.model import prepare_loss
-from octavo.train.record.progress import NullProgress
 from octavo.train.trainer import Trainer
 
 LOSS = 3e-4
 """Largest difference of a loss; three times that under a soft cap, which whole logits round otherwise than chunks."""
-NORM = 5e-3
-"""Largest relative difference of a gradient norm."""
+NORM = 5e-3  # Largest relative difference of a gradient norm
 FP32 = {"parameters": "fp32"}
 RUNS = {
-    "bf16": {},
-    "whole logits": {"precision": {"loss": "whole"}},
-    "fp16": {"precision": {"parameters": "fp16", "loss_scale": 128.0}},
-    "FP8 products": {"precision": {"level": "fp8"}},
+    "bf16": {}, "whole logits": {"precision": {"loss": "whole"}},
+    "fp16": {"precision": {"parameters": "fp16", "loss_scale": 128.0}}, "FP8 products": {"precision": {"level": "fp8"}},
     "FP8 activations": {"precision": {"level": "fp8+activations"}},
     "recomputed": {"precision": FP32 | {"checkpointing": "full"}},
     "selective": {"precision": FP32 | {"checkpointing": "selective"}},
@@ -30,7 +26,7 @@ RUNS = {
     "accumulated": {"precision": FP32, "optim": {"micro_batches": 4}},
     "accumulated bf16": {"optim": {"micro_batches": 2}},
     "hardly clipped": {"precision": FP32, "optim": {"clip": 2.0, "lr": 1e-3}},
-}
+}  # fmt: skip
 ALWAYS = {("mixtral", "accumulated"), ("bamba", "fp32"), ("gemma2", "wsd"), ("cohere", "bf16")}
 MATRIX = [(family, "fp32") for family in FAMILIES] + [("llama", run) for run in RUNS]
 MATRIX += [("mixtral", run) for run in RUNS] + [("gemma2", "wsd"), ("cohere", "bf16")]
@@ -38,11 +34,9 @@ MATRIX += [("mixtral", run) for run in RUNS] + [("gemma2", "wsd"), ("cohere", "b
 
 def config_of(make_config, family, run, steps=20):
     return make_config(
-        run={"steps": steps},
-        model={"type": family, "config": FAMILIES[family]},
-        optim={"lr": 2e-3, "batch": 8, "warmup": 4} | run.get("optim", {}),
-        precision=run.get("precision", {}),
-    )
+        run={"steps": steps}, model={"type": family, "config": FAMILIES[family]},
+        optim={"lr": 2e-3, "batch": 8, "warmup": 4} | run.get("optim", {}), precision=run.get("precision", {}),
+    )  # fmt: skip
 
 
 def update_error(ours, plain):
@@ -111,7 +105,7 @@ def test_what_a_model_adds_to_its_loss_is_trained_on(family, field, make_config)
         model = config.model.model_copy(update={"config": config.model.config | {field: coefficient}})
         trainer = Trainer(
             config.model_copy(update={"model": model}),
-            load_corpus(config.data, config.model, NullProgress()),
+            load(config),
             torch.device("cpu"),
         )
         losses.append(trainer.train_step().loss)

@@ -1,19 +1,21 @@
-"""What is found out before a run's first step, and what it leaves in the folder then."""
+"""What comes before the first step: checks of the folder, the model and the data, and how long it takes."""
 
+import json
+import os
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
-from tiny_runs import GPT2, LLAMA, Recorder, make_trainer, terminate
+from tiny_runs import GPT2, LLAMA, Recorder, load, make_trainer, terminate
 from transformers import AutoModelForCausalLM
 
+from octavo.runtime.stopwatch import Stopwatch, timed
 from octavo.train import RunResult, disk, read_metrics, run
 from octavo.train.checkpoint.retention import latest_checkpoint
 from octavo.train.config.run_config import ConfigError
-from octavo.train.data.load import load_corpus
 from octavo.train.model import build_model
-from octavo.train.record.progress import NullProgress
 
 BERT = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
 
@@ -22,7 +24,7 @@ BERT = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num
 def checkpoint(make_config, tmp_path):
     """A local fp32 checkpoint with its tokenizer."""
     config = make_config(precision={"parameters": "fp32"})
-    tokenizer = load_corpus(config.data, config.model, NullProgress()).tokenizer
+    tokenizer = load(config).tokenizer
     model = build_model(config, tokenizer)
     model.save_pretrained(tmp_path / "model")
     tokenizer.save(tmp_path / "model")
@@ -149,3 +151,46 @@ def test_sigterm_before_the_first_step(make_config, tmp_path):
     assert latest_checkpoint(tmp_path / "out") == tmp_path / "out" / "checkpoints" / "step-000000"
     assert run(make_config(), out=tmp_path / "out", resume=True).stopped == "done"
     assert len(read_metrics(tmp_path / "out")) == 6
+
+
+LATER = (
+    "plotly", "datasets", "pandas", "torch.distributed.pipelining", "torch._inductor.compile_fx",
+    "torch._inductor.codegen", "octavo.experiments.fit_layout", "octavo.parallel.pipeline",
+    "octavo.kernels.launch", "octavo.kernels.gemm.triton", "octavo.kernels.quantize.triton",
+)  # fmt: skip
+"""What no run on a CPU needs before its first step. Transformers itself imports Dynamo and DTensor."""
+
+
+def test_stages_add_up_without_gaps(monkeypatch):
+    wall, cpu = [100.0], [7.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: wall[0])
+    monkeypatch.setattr(time, "process_time", lambda: cpu[0])
+    watch = Stopwatch()
+    for stage, seconds in [("imports", 4.0), ("weights", 2.0), ("resume", 0.01), ("imports", 1.0)]:
+        wall[0], cpu[0] = wall[0] + seconds, cpu[0] + 2 * seconds
+        watch.lap(stage)
+    with timed("kernel probes"):
+        wall[0] += 3
+    wall[0] += 3
+    assert watch.running
+    line = watch.finish("first step")
+    stages = "imports 5.0, weights 2.0, first step 3.0, kernel probes 3.0"
+    assert line == f"first step after 13.0 s (14.0 of CPUs): {stages}, others 0.0"
+    assert watch.stages["imports"] == {"wall": 5.0, "cpu": 10.0} and not watch.running
+
+
+@pytest.mark.thorough
+def test_the_command_reaches_its_first_step(make_config, tmp_path):
+    path = tmp_path / "config.toml"
+    path.write_text(make_config(precision={"level": "fp8"}).to_toml())
+    before = time.time()
+    command = [sys.executable, "-X", "importtime", "-m", "octavo", "train", str(path), "--out", str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"COLUMNS": "200"}, check=True)
+    stages = json.loads((tmp_path / "out/run.json").read_text())["startup"]
+    ended = read_metrics(tmp_path / "out")[0].time
+    assert ended is not None and 0.9 < sum(stage["wall"] for stage in stages.values()) / (ended - before) <= 1
+    assert {"imports", "configuration", "data", "weights", "loss head", "optimizer", "first step"} < set(stages)
+    until_step, found, _ = done.stderr.partition("note: first step after ")
+    assert found, done.stderr[-2000:]
+    imported = {line.rpartition("|")[2].strip() for line in until_step.splitlines() if line.startswith("import time:")}
+    assert "octavo.train.trainer" in imported and sorted(imported.intersection(LATER)) == []

@@ -4,14 +4,12 @@ import json
 from importlib.util import find_spec
 
 import pytest
-from tiny_runs import LLAMA
+from tiny_runs import LLAMA, load
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
 from octavo.train.config.run_config import ConfigError
-from octavo.train.data.load import load_corpus
 from octavo.train.data.tokenizer import load_tokenizer, train_tokenizer
 from octavo.train.model import build_model
-from octavo.train.record.progress import NullProgress
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz."
 BERT = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *LETTERS, *(f"##{letter}" for letter in LETTERS), "the", "leaf"]
@@ -68,14 +66,14 @@ def test_any_layout_is_used_as_it_is(layout, tmp_path, make_config):
     folder = write(tmp_path / "model", FILES[layout])
     theirs = AutoTokenizer.from_pretrained(str(folder))
     config = make_config(model={"path": str(folder)})
-    corpus = load_corpus(config.data, config.model, NullProgress())
+    corpus = load(config)
     ours = corpus.tokenizer
     expected = theirs([TEXT], add_special_tokens=False, split_special_tokens=True).input_ids
     assert ours.encode([TEXT]) == expected
     assert ours.end_id == theirs.convert_tokens_to_ids(theirs.eos_token or theirs.sep_token)
     assert ours.size == max(theirs.get_vocab().values()) + 1
     assert int(corpus.batch(0, 0, 4)[0].max()) < ours.size
-    assert load_corpus(config.data, config.model, NullProgress()).fingerprint == corpus.fingerprint
+    assert load(config).fingerprint == corpus.fingerprint
     for name in ("ours", "theirs"):
         (tmp_path / name).mkdir()
     ours.save(tmp_path / "ours")
@@ -98,7 +96,7 @@ def test_everything_of_a_tokenizer_and_the_generation_config_survive(tmp_path, m
     model.save_pretrained(folder)
     source.save_pretrained(str(folder))
     config = make_config(data={"tokenizer": str(folder)})
-    corpus = load_corpus(config.data, config.model, NullProgress())
+    corpus = load(config)
     assert len(corpus.tokenizer.encode(["the leaf folds eight times"] * 2)[1]) == 5  # not cut to 3
     (tmp_path / "saved").mkdir()
     corpus.tokenizer.save(tmp_path / "saved")
@@ -120,7 +118,7 @@ def test_a_pretrained_model_without_a_tokenizer_is_refused(where, tmp_path, make
     folder = write(tmp_path / "model", files)
     config = make_config(model={"path": str(folder)})
     with pytest.raises(ConfigError, match=message) as caught:
-        load_corpus(config.data, config.model, NullProgress())
+        load(config)
     assert str(folder) in str(caught.value) and "\n" not in str(caught.value)
 
 

@@ -18,8 +18,7 @@ from octavo.train.loop import run
 
 pytestmark = pytest.mark.dist
 
-PATIENCE = 240.0
-"""Seconds that anything here may take, on a busy machine."""
+PATIENCE = 240.0  # Seconds that anything here may take, on a busy machine
 
 
 class Launched:
@@ -174,15 +173,8 @@ def test_an_unreachable_rendezvous(written, tmp_path, rank):
         port = str(unused.getsockname()[1])
     here = {"RANK": rank, "WORLD_SIZE": "2", "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     command = [
-        sys.executable,
-        "-m",
-        "octavo",
-        "train",
-        str(config),
-        "parallel.timeout=2",
-        "--out",
-        str(tmp_path / "out"),
-    ]
+        sys.executable, "-m", "octavo", "train", str(config), "parallel.timeout=2", "--out", str(tmp_path / "out"),
+    ]  # fmt: skip
     result = subprocess.run(
         command, env=os.environ | here, capture_output=True, text=True, timeout=PATIENCE, check=False
     )

@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
-from tiny_runs import LLAMA, job
+from tiny_runs import LLAMA, job, load
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -22,10 +22,8 @@ from octavo.train.checkpoint.pretrained import load_model_config, load_pretraine
 from octavo.train.checkpoint.retention import checkpoints
 from octavo.train.checkpoint.shards import read_index
 from octavo.train.checkpoint.store import shards
-from octavo.train.data.load import load_corpus
 from octavo.train.model import build_model
 from octavo.train.ranks import share_on_machine
-from octavo.train.record.progress import NullProgress
 
 pytestmark = pytest.mark.dist
 
@@ -51,10 +49,9 @@ def refused_job(tables, out):
 @pytest.fixture
 def tables(make_config):
     config = make_config(
-        model={"type": "llama", "config": LLAMA | {"num_hidden_layers": 1}},
-        run={"steps": 1},
+        model={"type": "llama", "config": LLAMA | {"num_hidden_layers": 1}}, run={"steps": 1},
         optim={"warmup": 0, "schedule": "constant"},
-    )
+    )  # fmt: skip
     return config.model_dump(exclude_none=True) | {"parallel": {"fp8_comm": "off"}}
 
 
@@ -218,7 +215,7 @@ def sharing_job(tables, plant):
     from octavo.train.ranks import join_ranks
 
     with join_ranks(config) as ranks:
-        corpus = load_corpus(config.data, config.model, NullProgress())
+        corpus = load(config)
         write = ranks_module._write
 
         def planted(value, file):

@@ -93,11 +93,9 @@ def make_trainer(config):
 def image_tables(model, data, /, **sections):
     """The tables of a tiny run on images; keyword arguments replace keys, and None leaves a key out."""
     settings = {
-        "run": {"steps": 6, "seed": 3, "device": "cpu"},
-        "model": model,
-        "data": {"source": "digits"} | data,
+        "run": {"steps": 6, "seed": 3, "device": "cpu"}, "model": model, "data": {"source": "digits"} | data,
         "optim": {"lr": 1e-2, "batch": 8, "warmup": 2},
-    }
+    }  # fmt: skip
     for name, keys in sections.items():
         settings[name] = {key: value for key, value in (settings.get(name, {}) | keys).items() if value is not None}
     return settings
