@@ -94,25 +94,11 @@ def four_codes(a, b, c, d, E4M3: tl.constexpr, INTERPRETED: tl.constexpr):
     """Pack the FP8 codes of four elements into a 32-bit word, a in the lowest byte."""
     if INTERPRETED:
         return _byte(a, E4M3) | (_byte(b, E4M3) << 8) | (_byte(c, E4M3) << 16) | (_byte(d, E4M3) << 24)
-    if E4M3:
-        return tl.inline_asm_elementwise(
-            """
-            { .reg .b16 low, high;
-              cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
-              cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
-              mov.b32 $0, {low, high}; }
-            """,
-            "=r,f,f,f,f", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1,
-        )  # fmt: skip
-    return tl.inline_asm_elementwise(
-        """
-        { .reg .b16 low, high;
-          cvt.rn.satfinite.e5m2x2.f32 low, $2, $1;
-          cvt.rn.satfinite.e5m2x2.f32 high, $4, $3;
-          mov.b32 $0, {low, high}; }
-        """,
-        "=r,f,f,f,f", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1,
-    )  # fmt: skip
+    CONVERT: tl.constexpr = "cvt.rn.satfinite.e4m3x2.f32" if E4M3 else "cvt.rn.satfinite.e5m2x2.f32"
+    ASM: tl.constexpr = (
+        "{ .reg .b16 low, high; " + CONVERT + " low, $2, $1; " + CONVERT + " high, $4, $3; mov.b32 $0, {low, high}; }"
+    )
+    return tl.inline_asm_elementwise(ASM, "=r,f,f,f,f", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1)
 
 
 @triton.jit

@@ -86,12 +86,8 @@ def _reciprocal(x, INTERPRETED: tl.constexpr):
     return tl.inline_asm_elementwise(
         "{ .reg .f32 r, e; rcp.approx.ftz.f32 r, $1; neg.f32 e, $1; fma.rn.f32 e, e, r, 0f3F800000; "
         "fma.rn.f32 $0, r, e, r; }",
-        "=f,f",
-        [x],
-        dtype=tl.float32,
-        is_pure=True,
-        pack=1,
-    )
+        "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -150,20 +146,17 @@ def split_by_4(values, N: tl.constexpr):
 
 @triton.jit
 def store_quarters(
-    q, qt, a, b, c, d, word, column, rows, columns, words,
+    q, qt, quarters, word, column, rows, columns, words,
     E4M3: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Store FP8 codes of a tile with rows 4i (a) to 4i+3 (d), row-major and transposed; i is `word`."""
+    """Store FP8 codes of a tile, row-major and transposed: quarter i has the rows 4 · `word` + i."""
     # A thread holds four vertically adjacent elements, one 32-bit word of the transposed copy. Columns of the copy have
     # `words` words; values past the last row are 0.
-    row = 4 * word
     if ROWS:
-        store_rows(q, a, row, column, rows, columns, E4M3, INTERPRETED)
-        store_rows(q, b, row + 1, column, rows, columns, E4M3, INTERPRETED)
-        store_rows(q, c, row + 2, column, rows, columns, E4M3, INTERPRETED)
-        store_rows(q, d, row + 3, column, rows, columns, E4M3, INTERPRETED)
+        for i in tl.static_range(4):
+            store_rows(q, quarters[i], 4 * word + i, column, rows, columns, E4M3, INTERPRETED)
     if COLUMNS:
-        codes = tl.trans(four_codes(a, b, c, d, E4M3, INTERPRETED))
+        codes = tl.trans(four_codes(*quarters, E4M3, INTERPRETED))
         at = column.to(tl.int64)[:, None] * words + word[None, :]
         inside = (column < columns)[:, None] & (word < words)[None, :]
         tl.store(qt.to(tl.pointer_type(tl.int32)) + at, codes, mask=inside)
@@ -187,24 +180,18 @@ def divide_by_block_scales(
 
 @triton.jit
 def divide_quarters_by_block_scales(
-    a, b, c, d, s, row, first, rows, grid_columns,
+    quarters, s, row, first, rows, grid_columns,
     FP8_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr, E8M0: tl.constexpr, BLOCK: tl.constexpr,
     QUARTER_R: tl.constexpr, TILE_C: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Apply `divide_by_block_scales` to the four quarters of a tile."""
-    a = divide_by_block_scales(
-        a, s, row, first, rows, grid_columns, FP8_MAX, POWER_OF_TWO, E8M0, BLOCK, QUARTER_R, TILE_C, INTERPRETED
-    )
-    b = divide_by_block_scales(
-        b, s, row + 1, first, rows, grid_columns, FP8_MAX, POWER_OF_TWO, E8M0, BLOCK, QUARTER_R, TILE_C, INTERPRETED
-    )
-    c = divide_by_block_scales(
-        c, s, row + 2, first, rows, grid_columns, FP8_MAX, POWER_OF_TWO, E8M0, BLOCK, QUARTER_R, TILE_C, INTERPRETED
-    )
-    d = divide_by_block_scales(
-        d, s, row + 3, first, rows, grid_columns, FP8_MAX, POWER_OF_TWO, E8M0, BLOCK, QUARTER_R, TILE_C, INTERPRETED
-    )
-    return a, b, c, d
+    return [
+        divide_by_block_scales(
+            quarters[i], s, row + i, first, rows, grid_columns,
+            FP8_MAX, POWER_OF_TWO, E8M0, BLOCK, QUARTER_R, TILE_C, INTERPRETED,
+        )
+        for i in (0, 1, 2, 3)
+    ]  # fmt: skip
 
 
 @triton.jit
@@ -285,15 +272,15 @@ def glu_blocks_kernel(
     row = 4 * word
     first = tl.program_id(1) * TILE_C
     column = first + tl.arange(0, TILE_C)
-    a = _glu_wide(gate, up, row, column, rows, columns, gate_r, gate_c, up_r, up_c, ACTIVATION, INTERPRETED)
-    b = _glu_wide(gate, up, row + 1, column, rows, columns, gate_r, gate_c, up_r, up_c, ACTIVATION, INTERPRETED)
-    c = _glu_wide(gate, up, row + 2, column, rows, columns, gate_r, gate_c, up_r, up_c, ACTIVATION, INTERPRETED)
-    d = _glu_wide(gate, up, row + 3, column, rows, columns, gate_r, gate_c, up_r, up_c, ACTIVATION, INTERPRETED)
-    a, b, c, d = divide_quarters_by_block_scales(
-        a, b, c, d, s, row, first, rows, grid_columns, FP8_MAX, POWER_OF_TWO, E8M0, BLOCK, TILE_R // 4, TILE_C,
+    quarters = [
+        _glu_wide(gate, up, row + i, column, rows, columns, gate_r, gate_c, up_r, up_c, ACTIVATION, INTERPRETED)
+        for i in (0, 1, 2, 3)
+    ]
+    quarters = divide_quarters_by_block_scales(
+        quarters, s, row, first, rows, grid_columns, FP8_MAX, POWER_OF_TWO, E8M0, BLOCK, TILE_R // 4, TILE_C,
         INTERPRETED,
     )  # fmt: skip
-    store_quarters(q, qt, a, b, c, d, word, column, rows, columns, words, E4M3, ROWS, COLUMNS, INTERPRETED)
+    store_quarters(q, qt, quarters, word, column, rows, columns, words, E4M3, ROWS, COLUMNS, INTERPRETED)
 
 
 @triton.jit
@@ -337,17 +324,16 @@ def glu_row_block_kernel(
         largest = tl.maximum(largest, tl.max(size, axis=2))
     scale, inverse = scale_of(tl.max(largest, axis=1), FP8_MAX, POWER_OF_TWO, INTERPRETED)
     store_scale(s + row, scale, row < rows, E8M0)
-    ia, ib, ic, id = split_by_4(inverse, TILE_R)
+    inverses = split_by_4(inverse, TILE_R)
     word = tl.program_id(0).to(tl.int64) * (TILE_R // 4) + tl.arange(0, TILE_R // 4)
     row = 4 * word
     tl.debug_barrier()  # other threads read the stored h below
     for start in range(0, columns, TILE_C):
         column = start + lanes
-        a = _load_h(h, row, column, rows, columns, INTERPRETED) * ia[:, None]
-        b = _load_h(h, row + 1, column, rows, columns, INTERPRETED) * ib[:, None]
-        c = _load_h(h, row + 2, column, rows, columns, INTERPRETED) * ic[:, None]
-        d = _load_h(h, row + 3, column, rows, columns, INTERPRETED) * id[:, None]
-        store_quarters(q, qt, a, b, c, d, word, column, rows, columns, words, E4M3, ROWS, COLUMNS, INTERPRETED)
+        quarters = [
+            _load_h(h, row + i, column, rows, columns, INTERPRETED) * inverses[i][:, None] for i in (0, 1, 2, 3)
+        ]
+        store_quarters(q, qt, quarters, word, column, rows, columns, words, E4M3, ROWS, COLUMNS, INTERPRETED)
 
 
 @triton.jit
@@ -490,37 +476,26 @@ def norm_row_block_kernel(
             largest = tl.maximum(largest, magnitude(out))
         scale, inverse = scale_of(tl.max(largest, axis=1), FP8_MAX, POWER_OF_TWO, INTERPRETED)
         store_scale(s + row, scale, row < rows, E8M0)
-    ra, rb, rc, rd = split_by_4(r, TILE_R)
-    ma, mb, mc, md = split_by_4(m, TILE_R)
-    ia, ib, ic, id = split_by_4(inverse, TILE_R)
+    rs, means, inverses = split_by_4(r, TILE_R), split_by_4(m, TILE_R), split_by_4(inverse, TILE_R)
     word = tl.program_id(0).to(tl.int64) * (TILE_R // 4) + tl.arange(0, TILE_R // 4)
     row = 4 * word
     for start in range(0, columns, TILE_C):
         column = start + lanes
-        a = _out_tile(
-            x, weight, bias, ma, ra, row, column, rows, columns, stride_r, stride_c,
-            CENTER, OFFSET, BIAS, INTERPRETED,
-        )  # fmt: skip
-        b = _out_tile(
-            x, weight, bias, mb, rb, row + 1, column, rows, columns, stride_r, stride_c,
-            CENTER, OFFSET, BIAS, INTERPRETED,
-        )  # fmt: skip
-        c = _out_tile(
-            x, weight, bias, mc, rc, row + 2, column, rows, columns, stride_r, stride_c,
-            CENTER, OFFSET, BIAS, INTERPRETED,
-        )  # fmt: skip
-        d = _out_tile(
-            x, weight, bias, md, rd, row + 3, column, rows, columns, stride_r, stride_c,
-            CENTER, OFFSET, BIAS, INTERPRETED,
-        )  # fmt: skip
+        quarters = [
+            _out_tile(
+                x, weight, bias, means[i], rs[i], row + i, column, rows, columns, stride_r, stride_c,
+                CENTER, OFFSET, BIAS, INTERPRETED,
+            )
+            for i in (0, 1, 2, 3)
+        ]  # fmt: skip
         if OUTPUT == BY_ROW:
-            a, b, c, d = a * ia[:, None], b * ib[:, None], c * ic[:, None], d * id[:, None]
+            quarters = [quarters[i] * inverses[i][:, None] for i in (0, 1, 2, 3)]
         else:
-            a, b, c, d = divide_quarters_by_block_scales(
-                a, b, c, d, s, row, start, rows, grid_columns, FP8_MAX, POWER_OF_TWO, E8M0, BLOCK,
+            quarters = divide_quarters_by_block_scales(
+                quarters, s, row, start, rows, grid_columns, FP8_MAX, POWER_OF_TWO, E8M0, BLOCK,
                 TILE_R // 4, TILE_C, INTERPRETED,
             )  # fmt: skip
-        store_quarters(q, qt, a, b, c, d, word, column, rows, columns, words, E4M3, ROWS, COLUMNS, INTERPRETED)
+        store_quarters(q, qt, quarters, word, column, rows, columns, words, E4M3, ROWS, COLUMNS, INTERPRETED)
 
 
 @triton.jit

@@ -82,22 +82,6 @@ def expert_scales_kernel(
 
 
 @triton.jit
-def _quarter_by_row(
-    values, group, w_scale, amax, s, row, tile_column, column, rows, columns, experts,
-    FP8_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr, INTERPRETED: tl.constexpr,
-):  # fmt: skip
-    folded = values * _of_expert(w_scale, group, 0, False, row, column, rows, columns, experts)
-    inverse = inverse_at(amax, s, row, rows, tile_column == 0, FP8_MAX, POWER_OF_TWO, False, 0, INTERPRETED)
-    return scaled(folded, inverse[:, None], FP8_MAX, 0, INTERPRETED)
-
-
-@triton.jit
-def _quarter_by_expert(values, group, x_scale, inverse_t, row, column, rows, columns, groups):
-    folded = values * tl.load(x_scale + row, mask=row < rows, other=0.0)[:, None]
-    return folded * _of_expert(inverse_t, group, 0, False, row, column, rows, columns, groups)
-
-
-@triton.jit
 def grouped_cast_kernel(
     g, group, w_scale, x_scale, amax, inverse_t, q, s, q_t, rows, columns, padded_rows, stride_r, stride_c, experts,
     FP8_MAX: tl.constexpr, E4M3: tl.constexpr, POWER_OF_TWO: tl.constexpr,
@@ -108,34 +92,28 @@ def grouped_cast_kernel(
     tile_row, tile_column = tile_of(tl.num_programs(0) - 1 - tl.program_id(0), columns, TILE_C)
     word, column = indices(tile_row, TILE_R // 4), column_indices(tile_column * TILE_C, TILE_C, g)
     row = 4 * word
-    a, b, c, d = load4(g, row, column, rows, columns, stride_r, stride_c, "")
+    quarters = load4(g, row, column, rows, columns, stride_r, stride_c, "")
     if BY_ROW:
-        a1 = _quarter_by_row(
-            a, group, w_scale, amax, s, row, tile_column, column, rows, columns, experts,
-            FP8_MAX, POWER_OF_TWO, INTERPRETED,
-        )  # fmt: skip
-        b1 = _quarter_by_row(
-            b, group, w_scale, amax, s, row + 1, tile_column, column, rows, columns, experts,
-            FP8_MAX, POWER_OF_TWO, INTERPRETED,
-        )  # fmt: skip
-        c1 = _quarter_by_row(
-            c, group, w_scale, amax, s, row + 2, tile_column, column, rows, columns, experts,
-            FP8_MAX, POWER_OF_TWO, INTERPRETED,
-        )  # fmt: skip
-        d1 = _quarter_by_row(
-            d, group, w_scale, amax, s, row + 3, tile_column, column, rows, columns, experts,
-            FP8_MAX, POWER_OF_TWO, INTERPRETED,
-        )  # fmt: skip
-        store4(q, q, a1, b1, c1, d1, word, column, rows, columns, padded_rows, E4M3, True, False, INTERPRETED, "")
+        writes = tile_column == 0
+        by_row = [
+            scaled(
+                quarters[i] * _of_expert(w_scale, group, 0, False, row + i, column, rows, columns, experts),
+                inverse_at(amax, s, row + i, rows, writes, FP8_MAX, POWER_OF_TWO, False, 0, INTERPRETED)[:, None],
+                FP8_MAX, 0, INTERPRETED,
+            )
+            for i in (0, 1, 2, 3)
+        ]  # fmt: skip
+        store4(q, q, by_row, word, column, rows, columns, padded_rows, E4M3, True, False, INTERPRETED, "")
     if BY_EXPERT:
         groups = experts + 1  # rows of no expert have inverses of their own
-        a = _quarter_by_expert(a, group, x_scale, inverse_t, row, column, rows, columns, groups)
-        b = _quarter_by_expert(b, group, x_scale, inverse_t, row + 1, column, rows, columns, groups)
-        c = _quarter_by_expert(c, group, x_scale, inverse_t, row + 2, column, rows, columns, groups)
-        d = _quarter_by_expert(d, group, x_scale, inverse_t, row + 3, column, rows, columns, groups)
+        quarters = [
+            quarters[i] * tl.load(x_scale + (row + i), mask=row + i < rows, other=0.0)[:, None]
+            * _of_expert(inverse_t, group, 0, False, row + i, column, rows, columns, groups)
+            for i in (0, 1, 2, 3)
+        ]  # fmt: skip
         store4(
-            q_t, q_t, a, b, c, d, word, column, rows, columns, padded_rows, E4M3, not TRANSPOSED, TRANSPOSED,
-            INTERPRETED, "",
+            q_t, q_t, quarters, word, column, rows, columns, padded_rows, E4M3, not TRANSPOSED, TRANSPOSED, INTERPRETED,
+            "",
         )  # fmt: skip
 
 

@@ -1,6 +1,6 @@
 """Device code of the quantize kernels; `triton` selects and launches them.
 
-A tile consists of four *quarters* a, b, c and d: its rows 4w, 4w+1, 4w+2 and 4w+3. The FP8 codes of four vertically
+A tile consists of four *quarters*, a tuple: its rows 4w, 4w+1, 4w+2 and 4w+3. The FP8 codes of four vertically
 adjacent elements, held by one thread, form one 32-bit word of the transposed copy, which is stored in words instead of
 bytes: half the instructions, and no vectorized transposed one-byte store, which Triton miscompiles beside some
 reductions (triton-lang/triton issue 11111). All loads precede the first store: a compiler may not move loads over it.
@@ -63,37 +63,27 @@ def _load(x, row, column, rows, columns, stride_r, stride_c, EVICT: tl.constexpr
 
 @triton.jit
 def load4(x, row, column, rows, columns, stride_r, stride_c, EVICT: tl.constexpr):
-    """Load the four quarters of a tile; `row` are the rows of quarter a. EVICT: what caches do with them."""
-    a = _load(x, row, column, rows, columns, stride_r, stride_c, EVICT)
-    b = _load(x, row + 1, column, rows, columns, stride_r, stride_c, EVICT)
-    c = _load(x, row + 2, column, rows, columns, stride_r, stride_c, EVICT)
-    d = _load(x, row + 3, column, rows, columns, stride_r, stride_c, EVICT)
-    return a, b, c, d
+    """Load the four quarters of a tile; `row` are the rows of the first one. EVICT: what caches do with them."""
+    return [_load(x, row + i, column, rows, columns, stride_r, stride_c, EVICT) for i in (0, 1, 2, 3)]
 
 
 @triton.jit
-def _times_rows(values, fold, row, rows):
-    return values * tl.load(fold + row, mask=row < rows, other=0.0)[:, None]
-
-
-@triton.jit
-def fold4(a, b, c, d, fold, row, column, rows, columns, FOLD: tl.constexpr):
+def fold4(quarters, fold, row, column, rows, columns, FOLD: tl.constexpr):
     """Multiply quarters by their fold factors."""
     if FOLD == 1:
-        a = _times_rows(a, fold, row, rows)
-        b = _times_rows(b, fold, row + 1, rows)
-        c = _times_rows(c, fold, row + 2, rows)
-        d = _times_rows(d, fold, row + 3, rows)
+        quarters = [
+            quarters[i] * tl.load(fold + (row + i), mask=row + i < rows, other=0.0)[:, None] for i in (0, 1, 2, 3)
+        ]
     elif FOLD == 2:
         factor = tl.load(fold + column, mask=column < columns, other=0.0)[None, :]
-        a, b, c, d = a * factor, b * factor, c * factor, d * factor
-    return a, b, c, d
+        quarters = [quarter * factor for quarter in quarters]
+    return quarters
 
 
 @triton.jit
 def _largest(a, b, c, d):
-    """Elementwise amax of four quarters."""
-    return tl.maximum(tl.maximum(magnitude(a), magnitude(b)), tl.maximum(magnitude(c), magnitude(d)))
+    """Elementwise maximum of four quarters of magnitudes."""
+    return tl.maximum(tl.maximum(a, b), tl.maximum(c, d))
 
 
 @triton.jit
@@ -121,19 +111,16 @@ def _store(
 
 @triton.jit
 def store4(
-    q, q_t, a, b, c, d, word, column, rows, columns, padded_rows,
+    q, q_t, quarters, word, column, rows, columns, padded_rows,
     E4M3: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INTERPRETED: tl.constexpr,
     CACHE: tl.constexpr,
 ):  # fmt: skip
     """Store codes row-major in q, column-major in q_t (`padded_rows` bytes a column); `word` = row / 4."""
-    row = 4 * word
     if ROWS:
-        _store(q, a, row, column, rows, columns, E4M3, INTERPRETED, CACHE)
-        _store(q, b, row + 1, column, rows, columns, E4M3, INTERPRETED, CACHE)
-        _store(q, c, row + 2, column, rows, columns, E4M3, INTERPRETED, CACHE)
-        _store(q, d, row + 3, column, rows, columns, E4M3, INTERPRETED, CACHE)
+        for i in tl.static_range(4):
+            _store(q, quarters[i], 4 * word + i, column, rows, columns, E4M3, INTERPRETED, CACHE)
     if COLUMNS:
-        words = tl.trans(four_codes(a, b, c, d, E4M3, INTERPRETED))
+        words = tl.trans(four_codes(*quarters, E4M3, INTERPRETED))
         at = q_t.to(tl.pointer_type(tl.int32)) + column[:, None] * (padded_rows // 4) + word[None, :]
         inside = (column < columns)[:, None] & (word < padded_rows // 4)[None, :]
         tl.store(at, words, mask=inside, cache_modifier=CACHE)
@@ -176,40 +163,29 @@ def _block_inverse(
 
 @triton.jit
 def _quantized_blocks(
-    a, b, c, d, q, q_t, s, precomputed, tile_row, word, column, block_column, rows, columns, padded_rows, grid_columns,
+    quarters, q, q_t, s, precomputed, tile_row, word, column, block_column, rows, columns, padded_rows, grid_columns,
     FP8_MAX: tl.constexpr, E4M3: tl.constexpr, POWER_OF_TWO: tl.constexpr, E8M0: tl.constexpr,
-    PRECOMPUTED: tl.constexpr,
-    R: tl.constexpr, C: tl.constexpr, TILE_R: tl.constexpr,
+    PRECOMPUTED: tl.constexpr, R: tl.constexpr, C: tl.constexpr, TILE_R: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Quantize a tile of whole R × C blocks: store scales and codes."""
-    row = 4 * word
     if R == 1:
-        ia = _block_inverse(
-            magnitude(a), s, precomputed, row, block_column, rows, grid_columns,
-            FP8_MAX, POWER_OF_TWO, E8M0, PRECOMPUTED, 1, C, INTERPRETED,
-        )  # fmt: skip
-        ib = _block_inverse(
-            magnitude(b), s, precomputed, row + 1, block_column, rows, grid_columns,
-            FP8_MAX, POWER_OF_TWO, E8M0, PRECOMPUTED, 1, C, INTERPRETED,
-        )  # fmt: skip
-        ic = _block_inverse(
-            magnitude(c), s, precomputed, row + 2, block_column, rows, grid_columns,
-            FP8_MAX, POWER_OF_TWO, E8M0, PRECOMPUTED, 1, C, INTERPRETED,
-        )  # fmt: skip
-        id = _block_inverse(
-            magnitude(d), s, precomputed, row + 3, block_column, rows, grid_columns,
-            FP8_MAX, POWER_OF_TWO, E8M0, PRECOMPUTED, 1, C, INTERPRETED,
-        )  # fmt: skip
+        inverses = [
+            _block_inverse(
+                magnitude(quarters[i]), s, precomputed, 4 * word + i, block_column, rows, grid_columns,
+                FP8_MAX, POWER_OF_TWO, E8M0, PRECOMPUTED, 1, C, INTERPRETED,
+            )
+            for i in (0, 1, 2, 3)
+        ]  # fmt: skip
     else:
-        ia = _block_inverse(
-            _largest(a, b, c, d), s, precomputed, indices(tile_row, TILE_R // R), block_column, tl.cdiv(rows, R),
-            grid_columns, FP8_MAX, POWER_OF_TWO, E8M0, PRECOMPUTED, R // 4, C, INTERPRETED,
+        inverse = _block_inverse(
+            _largest(*[magnitude(quarter) for quarter in quarters]), s, precomputed, indices(tile_row, TILE_R // R),
+            block_column, tl.cdiv(rows, R), grid_columns, FP8_MAX, POWER_OF_TWO, E8M0, PRECOMPUTED, R // 4, C,
+            INTERPRETED,
         )  # fmt: skip
-        ib, ic, id = ia, ia, ia
-    a, b = scaled(a, ia, FP8_MAX, PRECOMPUTED, INTERPRETED), scaled(b, ib, FP8_MAX, PRECOMPUTED, INTERPRETED)
-    c, d = scaled(c, ic, FP8_MAX, PRECOMPUTED, INTERPRETED), scaled(d, id, FP8_MAX, PRECOMPUTED, INTERPRETED)
-    store4(q, q_t, a, b, c, d, word, column, rows, columns, padded_rows, E4M3, ROWS, COLUMNS, INTERPRETED, "")
+        inverses = [inverse for _ in (0, 1, 2, 3)]
+    quarters = [scaled(quarters[i], inverses[i], FP8_MAX, PRECOMPUTED, INTERPRETED) for i in (0, 1, 2, 3)]
+    store4(q, q_t, quarters, word, column, rows, columns, padded_rows, E4M3, ROWS, COLUMNS, INTERPRETED, "")
 
 
 @triton.jit
@@ -226,60 +202,48 @@ def blocks_kernel(
     tile_row, tile_column = tile_of(tl.program_id(0), columns, TILE_C)
     word, column = indices(tile_row, TILE_R // 4), column_indices(tile_column * TILE_C, TILE_C, x)
     row = 4 * word
-    a, b, c, d = load4(x, row, column, rows, columns, stride_r, stride_c, "")
-    a1, b1, c1, d1 = fold4(a, b, c, d, fold, row, column, rows, columns, FOLD)
+    quarters = load4(x, row, column, rows, columns, stride_r, stride_c, "")
     _quantized_blocks(
-        a1, b1, c1, d1, q, q_t, s, precomputed, tile_row, word, column, indices(tile_column, TILE_C // C),
-        rows, columns, padded_rows, grid_columns,
+        fold4(quarters, fold, row, column, rows, columns, FOLD), q, q_t, s, precomputed, tile_row, word, column,
+        indices(tile_column, TILE_C // C), rows, columns, padded_rows, grid_columns,
         FP8_MAX, E4M3, POWER_OF_TWO, E8M0, PRECOMPUTED, R, C, TILE_R, ROWS, COLUMNS, INTERPRETED,
     )  # fmt: skip
     if PAIR:
-        a, b, c, d = fold4(a, b, c, d, fold_t, row, column, rows, columns, FOLD_T)
         _quantized_blocks(
-            a, b, c, d, q, q_t, s_t, precomputed, tile_row, word, column, indices(tile_column, TILE_C // C_T),
-            rows, columns, padded_rows, grid_columns_t,
+            fold4(quarters, fold_t, row, column, rows, columns, FOLD_T), q, q_t, s_t, precomputed, tile_row, word,
+            column, indices(tile_column, TILE_C // C_T), rows, columns, padded_rows, grid_columns_t,
             FP8_MAX, E4M3, POWER_OF_TWO, E8M0, PRECOMPUTED, R_T, C_T, TILE_R, False, True, INTERPRETED,
         )  # fmt: skip
 
 
 @triton.jit
-def _magnitude_bits(a, b, c, d, fold, row, column, rows, columns, FOLD: tl.constexpr, INTERPRETED: tl.constexpr):
+def _magnitude_bits(quarters, fold, row, column, rows, columns, FOLD: tl.constexpr, INTERPRETED: tl.constexpr):
     """Fold magnitudes and return their integer bits; the multiplication takes absolute values at no cost."""
     if FOLD == 1:
-        a = a * tl.abs(tl.load(fold + row, mask=row < rows, other=0.0))[:, None]
-        b = b * tl.abs(tl.load(fold + row + 1, mask=row + 1 < rows, other=0.0))[:, None]
-        c = c * tl.abs(tl.load(fold + row + 2, mask=row + 2 < rows, other=0.0))[:, None]
-        d = d * tl.abs(tl.load(fold + row + 3, mask=row + 3 < rows, other=0.0))[:, None]
+        quarters = [
+            quarters[i] * tl.abs(tl.load(fold + row + i, mask=row + i < rows, other=0.0))[:, None]
+            for i in (0, 1, 2, 3)
+        ]  # fmt: skip
     elif FOLD == 2:
         factor = tl.abs(tl.load(fold + column, mask=column < columns, other=0.0))[None, :]
-        a, b, c, d = a * factor, b * factor, c * factor, d * factor
+        quarters = [quarter * factor for quarter in quarters]
     if INTERPRETED:  # a CPU's NaN may be negative
-        return magnitude(a), magnitude(b), magnitude(c), magnitude(d)
-    return (
-        a.to(tl.int32, bitcast=True), b.to(tl.int32, bitcast=True),
-        c.to(tl.int32, bitcast=True), d.to(tl.int32, bitcast=True),
-    )  # fmt: skip
-
-
-@triton.jit
-def _atomic_max_rows(sizes, amax, row, rows):
-    tl.atomic_max(amax + row, tl.max(sizes, axis=1), mask=row < rows, sem="relaxed")
+        return [magnitude(quarter) for quarter in quarters]
+    return [quarter.to(tl.int32, bitcast=True) for quarter in quarters]
 
 
 @triton.jit
 def _tile_maxima(
-    a, b, c, d, fold, largest, amax, row, column, rows, columns,
+    quarters, fold, largest, amax, row, column, rows, columns,
     FOLD: tl.constexpr, AXIS: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Reduce the rows of a tile into `amax`, or take its magnitudes into `largest`, elementwise."""
-    a, b, c, d = _magnitude_bits(a, b, c, d, fold, row, column, rows, columns, FOLD, INTERPRETED)
+    sizes = _magnitude_bits(quarters, fold, row, column, rows, columns, FOLD, INTERPRETED)
     if AXIS == 1:
-        _atomic_max_rows(a, amax, row, rows)
-        _atomic_max_rows(b, amax, row + 1, rows)
-        _atomic_max_rows(c, amax, row + 2, rows)
-        _atomic_max_rows(d, amax, row + 3, rows)
+        for i in tl.static_range(4):
+            tl.atomic_max(amax + (row + i), tl.max(sizes[i], axis=1), mask=row + i < rows, sem="relaxed")
     else:
-        largest = tl.maximum(largest, tl.maximum(tl.maximum(a, b), tl.maximum(c, d)))
+        largest = tl.maximum(largest, _largest(*sizes))
     return largest
 
 
@@ -307,15 +271,13 @@ def maxima_kernel(
     largest_t = largest
     for tile in range(TILES):
         row = 4 * indices(strip * TILES + tile, TILE_R // 4)
-        a, b, c, d = load4(x, row, column, rows, columns, stride_r, stride_c, "")
-        a, b, c, d = tl.abs(a), tl.abs(b), tl.abs(c), tl.abs(d)
-        largest = _tile_maxima(
-            a, b, c, d, fold, largest, amax, row, column, rows, columns, FOLD, AXIS, INTERPRETED
-        )  # fmt: skip
+        quarters = load4(x, row, column, rows, columns, stride_r, stride_c, "")
+        sizes = [tl.abs(quarter) for quarter in quarters]
+        largest = _tile_maxima(sizes, fold, largest, amax, row, column, rows, columns, FOLD, AXIS, INTERPRETED)
         if PAIR:
             largest_t = _tile_maxima(
-                a, b, c, d, fold_t, largest_t, amax_t, row, column, rows, columns, FOLD_T, AXIS_T, INTERPRETED
-            )  # fmt: skip
+                sizes, fold_t, largest_t, amax_t, row, column, rows, columns, FOLD_T, AXIS_T, INTERPRETED
+            )
     _strip_maxima(largest, amax, column, columns, AXIS)
     if PAIR:
         _strip_maxima(largest_t, amax_t, column, columns, AXIS_T)
@@ -338,32 +300,28 @@ def inverse_at(
 
 @triton.jit
 def _cast_tile(
-    a, b, c, d, amax, q, q_t, s, tile_row, tile_column, word, column, rows, columns, padded_rows,
+    quarters, amax, q, q_t, s, tile_row, tile_column, word, column, rows, columns, padded_rows,
     FP8_MAX: tl.constexpr, E4M3: tl.constexpr, POWER_OF_TWO: tl.constexpr, E8M0: tl.constexpr,
     PRECOMPUTED: tl.constexpr,
     AXIS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Cast a tile with precomputed amax or scales."""
-    row = 4 * word
     if AXIS == 1:
         writes = tile_column == 0
-        ia = inverse_at(amax, s, row, rows, writes, FP8_MAX, POWER_OF_TWO, E8M0, PRECOMPUTED, INTERPRETED)[:, None]
-        ib = inverse_at(amax, s, row + 1, rows, writes, FP8_MAX, POWER_OF_TWO, E8M0, PRECOMPUTED, INTERPRETED)[:, None]
-        ic = inverse_at(amax, s, row + 2, rows, writes, FP8_MAX, POWER_OF_TWO, E8M0, PRECOMPUTED, INTERPRETED)[:, None]
-        id = inverse_at(amax, s, row + 3, rows, writes, FP8_MAX, POWER_OF_TWO, E8M0, PRECOMPUTED, INTERPRETED)[:, None]
-    elif AXIS == 2:
-        writes = tile_row == 0
-        ia = inverse_at(amax, s, column, columns, writes, FP8_MAX, POWER_OF_TWO, E8M0, PRECOMPUTED, INTERPRETED)[
-            None, :
+        inverses = [
+            inverse_at(amax, s, 4 * word + i, rows, writes, FP8_MAX, POWER_OF_TWO, E8M0, PRECOMPUTED, INTERPRETED)
+            for i in (0, 1, 2, 3)
         ]
-        ib, ic, id = ia, ia, ia
+        inverses = [inverse[:, None] for inverse in inverses]
     else:
-        only, writes = tl.arange(0, 1), tile_row + tile_column == 0
-        ia = inverse_at(amax, s, only, 1, writes, FP8_MAX, POWER_OF_TWO, E8M0, PRECOMPUTED, INTERPRETED)[:, None]
-        ib, ic, id = ia, ia, ia
-    a, b = scaled(a, ia, FP8_MAX, PRECOMPUTED, INTERPRETED), scaled(b, ib, FP8_MAX, PRECOMPUTED, INTERPRETED)
-    c, d = scaled(c, ic, FP8_MAX, PRECOMPUTED, INTERPRETED), scaled(d, id, FP8_MAX, PRECOMPUTED, INTERPRETED)
-    store4(q, q_t, a, b, c, d, word, column, rows, columns, padded_rows, E4M3, ROWS, COLUMNS, INTERPRETED, "")
+        if AXIS == 2:
+            index, extent, writes = column, columns, tile_row == 0
+        else:
+            index, extent, writes = tl.arange(0, 1), 1, tile_row + tile_column == 0
+        inverse = inverse_at(amax, s, index, extent, writes, FP8_MAX, POWER_OF_TWO, E8M0, PRECOMPUTED, INTERPRETED)
+        inverses = [inverse[None, :] for _ in (0, 1, 2, 3)]
+    quarters = [scaled(quarters[i], inverses[i], FP8_MAX, PRECOMPUTED, INTERPRETED) for i in (0, 1, 2, 3)]
+    store4(q, q_t, quarters, word, column, rows, columns, padded_rows, E4M3, ROWS, COLUMNS, INTERPRETED, "")
 
 
 @triton.jit
@@ -380,16 +338,16 @@ def cast_kernel(
     tile_row, tile_column = tile_of(last_first, columns, TILE_C)
     word, column = indices(tile_row, TILE_R // 4), column_indices(tile_column * TILE_C, TILE_C, x)
     row = 4 * word
-    a, b, c, d = load4(x, row, column, rows, columns, stride_r, stride_c, "")
-    a1, b1, c1, d1 = fold4(a, b, c, d, fold, row, column, rows, columns, FOLD)
+    quarters = load4(x, row, column, rows, columns, stride_r, stride_c, "")
     _cast_tile(
-        a1, b1, c1, d1, amax, q, q_t, s, tile_row, tile_column, word, column, rows, columns, padded_rows,
+        fold4(quarters, fold, row, column, rows, columns, FOLD), amax, q, q_t, s, tile_row, tile_column, word, column,
+        rows, columns, padded_rows,
         FP8_MAX, E4M3, POWER_OF_TWO, E8M0, PRECOMPUTED, AXIS, ROWS, COLUMNS, INTERPRETED,
     )  # fmt: skip
     if PAIR:
-        a, b, c, d = fold4(a, b, c, d, fold_t, row, column, rows, columns, FOLD_T)
         _cast_tile(
-            a, b, c, d, amax_t, q, q_t, s_t, tile_row, tile_column, word, column, rows, columns, padded_rows,
+            fold4(quarters, fold_t, row, column, rows, columns, FOLD_T), amax_t, q, q_t, s_t, tile_row, tile_column,
+            word, column, rows, columns, padded_rows,
             FP8_MAX, E4M3, POWER_OF_TWO, E8M0, PRECOMPUTED, AXIS_T, False, True, INTERPRETED,
         )  # fmt: skip
 
@@ -428,24 +386,20 @@ def rows_kernel(
     """Quantize TILE_R whole rows."""
     word = indices(tl.program_id(0), TILE_R // 4)
     row = 4 * word
-    ma = tl.zeros((TILE_R // 4, TILE_C), tl.int32)
-    mb, mc, md = ma, ma, ma
+    zeros = tl.zeros((TILE_R // 4, TILE_C), tl.int32)
+    largest = [zeros for _ in (0, 1, 2, 3)]
     for start in range(0, columns, TILE_C):
         column = column_indices(start, TILE_C, x)
-        a, b, c, d = load4(x, row, column, rows, columns, stride_r, stride_c, "")
-        a, b, c, d = fold4(a, b, c, d, fold, row, column, rows, columns, FOLD)
-        ma, mb = tl.maximum(ma, magnitude(a)), tl.maximum(mb, magnitude(b))
-        mc, md = tl.maximum(mc, magnitude(c)), tl.maximum(md, magnitude(d))
-    ia = row_inverse(ma, s, row, rows, FP8_MAX, POWER_OF_TWO, E8M0, INTERPRETED)
-    ib = row_inverse(mb, s, row + 1, rows, FP8_MAX, POWER_OF_TWO, E8M0, INTERPRETED)
-    ic = row_inverse(mc, s, row + 2, rows, FP8_MAX, POWER_OF_TWO, E8M0, INTERPRETED)
-    id = row_inverse(md, s, row + 3, rows, FP8_MAX, POWER_OF_TWO, E8M0, INTERPRETED)
+        quarters = load4(x, row, column, rows, columns, stride_r, stride_c, "")
+        quarters = fold4(quarters, fold, row, column, rows, columns, FOLD)
+        largest = [tl.maximum(largest[i], magnitude(quarters[i])) for i in (0, 1, 2, 3)]
+    inverses = [
+        row_inverse(largest[i], s, row + i, rows, FP8_MAX, POWER_OF_TWO, E8M0, INTERPRETED) for i in (0, 1, 2, 3)
+    ]
     last = (tl.cdiv(columns, TILE_C) - 1) * TILE_C
     for back in range(0, columns, TILE_C):
         column = column_indices(last - back, TILE_C, x)
-        a, b, c, d = load4(x, row, column, rows, columns, stride_r, stride_c, "evict_first")
-        a, b, c, d = fold4(a, b, c, d, fold, row, column, rows, columns, FOLD)
-        store4(
-            q, q_t, a * ia, b * ib, c * ic, d * id, word, column, rows, columns, padded_rows,
-            E4M3, ROWS, COLUMNS, INTERPRETED, ".cs",
-        )  # fmt: skip
+        quarters = load4(x, row, column, rows, columns, stride_r, stride_c, "evict_first")
+        quarters = fold4(quarters, fold, row, column, rows, columns, FOLD)
+        quarters = [quarters[i] * inverses[i] for i in (0, 1, 2, 3)]
+        store4(q, q_t, quarters, word, column, rows, columns, padded_rows, E4M3, ROWS, COLUMNS, INTERPRETED, ".cs")
