@@ -14,11 +14,10 @@ from octavo.cli import app
 from octavo.kernels import calibration
 from octavo.kernels.calibration import Entry
 from octavo.kernels.gemm import calibrate, product_timing
-from octavo.kernels.quantize import quantize_timing
 from octavo.kernels.quantize import triton as triton_quantize
-from octavo.kernels.quantize.quantize_timing import quantizations, time_quantization
+from octavo.kernels.quantize.quantize_timing import quantizations
 from octavo.kernels.registry import Backend, Op
-from octavo.kernels.timing import CallTime, TimingResult, time_candidates
+from octavo.kernels.timing import CallTime, TimingResult, TimingTask, time_candidates
 from octavo.numerics import RECIPES
 from octavo.planner import host_time
 
@@ -38,11 +37,8 @@ def cache(monkeypatch, tmp_path):
 
 
 def entry(shape=(1024, 1024, 1024), backend="triton", config=2, op="scaled_mm", case=CASE):
-    others = {"torch_scaled": 12.5}
-    return Entry(
-        op=op, case=case, shape=shape, backend=backend, config=config, microseconds=10.0, host_microseconds=4.0,
-        others=others,
-    )  # fmt: skip
+    times = {"microseconds": 10.0, "host_microseconds": 4.0, "others": {"torch_scaled": 12.5}}
+    return Entry(op=op, case=case, shape=shape, backend=backend, config=config, **times)
 
 
 def test_saved_entries_are_read_back(cache):
@@ -62,29 +58,11 @@ def test_savers_at_the_same_time_lose_nothing():
     assert {e.shape for e in calibration.entries(GPU)} == set(shapes)
 
 
-def test_a_table_of_another_format_is_left_alone_until_one_is_saved():
-    """Format 1 chose without host times."""
-    file = calibration.save(GPU, [entry()])
-    old = json.loads(file.read_text()) | {"format": 1}
-    del old["entries"][0]["host_microseconds"]
-    file.write_text(json.dumps(old))
-    calibration.clear_cache()
-    with pytest.warns(RuntimeWarning, match="has format 1, not 2; running without it. `octavo calibrate` replaces it"):
-        assert calibration.best(GPU, "scaled_mm", CASE, (1024, 1024, 1024)) is None
-    assert json.loads(file.read_text()) == old
-    with pytest.warns(RuntimeWarning, match="has format 1"):
-        calibration.save(GPU, [entry(shape=(8, 8, 8))])
-    assert [e.shape for e in calibration.entries(GPU)] == [(8, 8, 8)]
-
-
 def test_saving_adds_and_replaces():
     calibration.save(GPU, [entry(), entry(shape=(8, 8, 8))])
     calibration.save(GPU, [entry(config=4), entry(shape=(64, 64, 64))])
-    assert {e.shape: e.config for e in calibration.entries(GPU)} == {
-        (1024, 1024, 1024): 4,
-        (8, 8, 8): 2,
-        (64, 64, 64): 2,
-    }
+    configs = {e.shape: e.config for e in calibration.entries(GPU)}
+    assert configs == {(1024, 1024, 1024): 4, (8, 8, 8): 2, (64, 64, 64): 2}
 
 
 def test_only_shapes_near_a_measured_one_use_its_choice():
@@ -99,13 +77,11 @@ def test_only_shapes_near_a_measured_one_use_its_choice():
 
 def test_other_devices_and_versions_have_tables_of_their_own(monkeypatch):
     calibration.save(GPU, [entry()])
-    for change in ("NVIDIA H100", "2.99"):
+    for module, name, value in ((torch.cuda, "get_device_name", lambda device: "H100"), (torch, "__version__", "2.99")):
         calibration.clear_cache()
-        if change == "2.99":
-            monkeypatch.setattr(torch, "__version__", change)
-        else:
-            monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100")
-        assert calibration.entries(GPU) == []
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, value)
+            assert calibration.entries(GPU) == []
 
 
 def test_a_cpu_has_nothing_to_look_up(monkeypatch):
@@ -118,7 +94,7 @@ def test_a_cpu_has_nothing_to_look_up(monkeypatch):
 @pytest.mark.parametrize(
     "text",
     [
-        *("", "{", "[]", "null", '{"format": 2}', '{"format": 2, "entries": 7}'),
+        *("", "{", "[]", "null", '{"format": 2}', '{"format": 2, "entries": 7}', '{"format": 1, "entries": []}'),
         '{"format": 2, "entries": [{"op": "x"}]}',
         '{"format": 2, "entries": [{"config": 1, "host_microseconds": 2, "op": "x", "case": "c", "shape": ["a"]}]}',
     ],
@@ -201,9 +177,8 @@ def test_measuring_times_every_candidate_and_names_the_fastest(monkeypatch, name
         return label, Backend(name=label, run=run), {"slow": None, "fast": 1}[label]
 
     broken = "broken", Backend(name="broken", run=lambda *rest, config=None: torch.zeros(1)), 0
-    monkeypatch.setattr(
-        product_timing, "_candidates", lambda device, case: [candidate("slow"), candidate("fast"), broken]
-    )
+    candidates = [candidate("slow"), candidate("fast"), broken]
+    monkeypatch.setattr(product_timing, "_candidates", lambda device, case: candidates)
 
     def timer(calls):
         for call in calls[:1]:
@@ -211,15 +186,14 @@ def test_measuring_times_every_candidate_and_names_the_fastest(monkeypatch, name
         return times[ran[-1][0]]
 
     for task in product_timing.fp8_gemms(RECIPES[name], [(32, 64, 48)]):
-        result = product_timing.time_fp8_product(task, torch.device("cpu"), timer)
+        result = task.timed(torch.device("cpu"), timer)
         assert list(result.times) == ["fast", "slow"]
         assert (result.entry.backend, result.entry.config, result.entry.others) == ("fast", 1, {"slow": 9.0})
         assert (result.entry.microseconds, result.entry.host_microseconds) == (3.0, 2.0)
         assert result.entry.shape == task.shape and result.entry.case == task.case
         assert "ValueError" in result.skipped["broken"]
         assert ran[-1][1] == (task.case[2] == "nt")  # fast accumulation in forward only
-        shown = calibrate.table([result])
-        assert shown.row_count == 1
+        assert calibrate.table([result]).row_count == 1
 
 
 @pytest.mark.parametrize(
@@ -235,7 +209,7 @@ def test_the_candidate_that_a_caller_waits_for_least_is_saved(measured, chosen):
     times = {label: CallTime(*pair) for label, pair in measured.items()}
     choices = {label: (label.split()[0], label[-1]) for label in measured}
     candidates = [(label, choice, lambda label=label: [label]) for label, choice in choices.items()]
-    result = time_candidates(task, "scaled_mm", candidates, lambda calls: times[calls[0]])
+    result = time_candidates(task, candidates, lambda calls: times[calls[0]])
     assert next(iter(result.times)) == chosen
     assert result.entry.backend == chosen.split()[0] and result.entry.microseconds == measured[chosen][0]
     assert result.entry.host_microseconds == min(h for label, (_, h) in measured.items() if label[0] == chosen[0])
@@ -276,9 +250,7 @@ def test_command_measures_prints_and_saves(monkeypatch):
         times = {"triton 128x128 #0": CallTime(10.0, 4.0), "torch_scaled": CallTime(3.0, 12.5)}
         return TimingResult(task=task, times=times, entry=won)
 
-    monkeypatch.setattr(product_timing, "time_fp8_product", measured)
-    monkeypatch.setattr(product_timing, "time_bf16_product", measured)
-    monkeypatch.setattr(quantize_timing, "time_quantization", measured)
+    monkeypatch.setattr(TimingTask, "timed", measured)
     monkeypatch.setattr(
         "octavo.planner.host_time.measure",
         lambda device, recipes: [entry(op="host", case=(r.name,), shape=host_time.SHAPE) for r in recipes],
@@ -287,14 +259,9 @@ def test_command_measures_prints_and_saves(monkeypatch):
     assert result.exit_code == 0, result.output
     assert "25 %" in result.stdout and str(calibration.path(GPU)) in result.stdout.replace("\n", "")
     sizes = [(64, 128, 256)]
-    expected = {
-        (t.case, t.shape)
-        for r in RECIPES.values()
-        for t in (*product_timing.fp8_gemms(r, sizes), *quantizations(r, sizes))
-    }
-    expected |= {(t.case, t.shape) for t in product_timing.bf16_gemms(sizes)} | {
-        ((r,), host_time.SHAPE) for r in RECIPES
-    }
+    tasks = [t for r in RECIPES.values() for t in (*product_timing.fp8_gemms(r, sizes), *quantizations(r, sizes))]
+    expected = {(t.case, t.shape) for t in (*tasks, *product_timing.bf16_gemms(sizes))}
+    expected |= {((r,), host_time.SHAPE) for r in RECIPES}
     assert "host time of a linear, forward and backward, µs: rowwise 10, tensorwise 10" in result.stdout
     assert len(calibration.entries(GPU)) == len(expected)
     assert str(calibration.path(GPU)) in calibration.summary(GPU)
@@ -312,7 +279,7 @@ def test_a_quantizer_whose_bytes_differ_is_left_out(monkeypatch):
         return outputs
 
     monkeypatch.setattr(triton_quantize, "quantize", wrong)
-    result = time_quantization(quantization, torch.device("cpu"), lambda calls: CallTime(1.0, 1.0))
+    result = quantization.timed(torch.device("cpu"), lambda calls: CallTime(1.0, 1.0))
     assert [label[-2:] for label in result.skipped] == ["#1"]
     assert "differs from reference" in next(iter(result.skipped.values()))
 

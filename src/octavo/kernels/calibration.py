@@ -12,7 +12,6 @@ wait for each other, so that no entry is lost.
 """
 
 import json
-import math
 import os
 import re
 import tempfile
@@ -36,7 +35,7 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 MAX_SHAPE_RATIO = 1.7  # Largest ratio of dimensions between a shape and the measured shape it uses
-FORMAT = 2  # 1 had no host times and chose by kernel time alone: `octavo calibrate` replaces such a table
+FORMAT = 2  # 1 had no host times and chose by kernel time alone
 
 
 class UnknownFormatError(ValueError):
@@ -78,8 +77,9 @@ def best(device: torch.device, op: str, case: tuple[str, ...], shape: tuple[int,
     measured = _table(device).get((op, case), {})
     if shape in measured or not measured or 0 in shape:
         return measured.get(shape)
-    distance, nearest = min((_distance(shape, other), other) for other in measured)
-    return measured[nearest] if distance <= math.log(MAX_SHAPE_RATIO) else None
+    ratios = ((max(max(x / y, y / x) for x, y in zip(shape, other, strict=True)), other) for other in measured)
+    ratio, nearest = min(ratios)
+    return measured[nearest] if ratio <= MAX_SHAPE_RATIO else None
 
 
 @lru_cache(maxsize=4096)
@@ -121,7 +121,16 @@ def save(device: torch.device, measured: Iterable[Entry]) -> Path:
     """Add entries to the table atomically, replacing those of the same op, case and shape; returns its path."""
     file = make_folder(device)
     with _locked(file.parent):
-        return _merge_and_write(device, file, measured)
+        clear_cache()
+        merged = {(e.op, e.case, e.shape): e for e in [*entries(device), *measured]}
+        content = {
+            "format": FORMAT, "device": torch.cuda.get_device_name(device), "versions": _versions(),
+            "written": datetime.now(UTC).isoformat(timespec="seconds"),
+            "entries": [asdict(entry) for entry in merged.values()],
+        }  # fmt: skip
+        replace_file(file, json.dumps(content, indent=1))
+        clear_cache()
+    return file
 
 
 @contextmanager
@@ -136,19 +145,6 @@ def _locked(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
-
-
-def _merge_and_write(device: torch.device, file: Path, measured: Iterable[Entry]) -> Path:
-    clear_cache()
-    merged = {(e.op, e.case, e.shape): e for e in [*entries(device), *measured]}
-    content = {
-        "format": FORMAT, "device": torch.cuda.get_device_name(device), "versions": _versions(),
-        "written": datetime.now(UTC).isoformat(timespec="seconds"),
-        "entries": [asdict(entry) for entry in merged.values()],
-    }  # fmt: skip
-    replace_file(file, json.dumps(content, indent=1))
-    clear_cache()
-    return file
 
 
 def replace_file(file: Path, text: str) -> None:
@@ -208,9 +204,6 @@ def _read(device: torch.device) -> list[Entry]:
         text = ""
     try:
         return _parse(text)[1]
-    except UnknownFormatError as error:
-        _warn(f"the calibration table {file} has {error}; running without it. `octavo calibrate` replaces it")
-        return []
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         _warn(
             f"the calibration table {file} is damaged ({type(error).__name__}: {error}) and is deleted; running "
@@ -236,13 +229,6 @@ def _parse(text: str) -> tuple[str, list[Entry]]:
 
 def _warn(text: str) -> None:
     warnings.warn(f"octavo: {text}", RuntimeWarning, stacklevel=2)
-
-
-def _distance(a: tuple[int, ...], b: tuple[int, ...]) -> float:
-    """Return the logarithm of the largest ratio of dimensions."""
-    if len(a) != len(b):
-        return math.inf
-    return max(abs(math.log(x / y)) for x, y in zip(a, b, strict=True))
 
 
 def _versions() -> dict[str, str]:

@@ -42,8 +42,7 @@ def has_passed(device: torch.device, key: Key) -> bool:
 
 def add(device: torch.device, key: Key) -> None:
     """Store a probe that passed."""
-    file = path(device)
-    if file is None:
+    if (file := path(device)) is None:
         return
     _read.cache_clear()  # other processes add theirs
     with suppress(OSError):
@@ -63,12 +62,9 @@ def forget(device: torch.device) -> None:
 @lru_cache(maxsize=32)
 def _read(device: torch.device) -> frozenset[Key]:
     file = path(device)
-    if file is None:
-        return frozenset()
-    try:
-        return frozenset(tuple(map(str, key)) for key in json.loads(file.read_text()))
-    except (OSError, ValueError, TypeError):  # of a file that is not there, or damaged
-        return frozenset()
+    with suppress(OSError, ValueError, TypeError):  # of a file that is not there, or damaged
+        return frozenset(tuple(map(str, key)) for key in json.loads(file.read_text() if file else "[]"))
+    return frozenset()
 
 
 @lru_cache(maxsize=1)

@@ -82,7 +82,7 @@ class Op:
         chosen = self._chosen.get((device, case))
         if chosen is None:
             chosen = next(b for b in self._in_order() if self.unavailable_reason(b, device, case) is None)
-            if _can_probe(device):
+            if not is_capturing(device):
                 self._chosen[device, case] = chosen
                 self._warn_if_emulated(chosen, device, case)
         return chosen
@@ -94,7 +94,7 @@ class Op:
             backend = self.backends[best.backend]
             if self.unavailable_reason(backend, device, case) is None:
                 chosen = backend.configured(best.config)
-        if _can_probe(device):
+        if not is_capturing(device):
             if len(self._measured) >= MAX_CACHED_SHAPES:
                 self._measured.clear()
                 CHOICES.changes += 1
@@ -106,7 +106,7 @@ class Op:
         key = (backend.name, device, case)
         if key not in self._probe_results:
             reason = backend.unsupported_reason(device, case)
-            if reason is not None or backend.name == "reference" or not _can_probe(device):
+            if reason is not None or backend.name == "reference" or is_capturing(device):  # probes cannot run
                 return reason
             stored = (self.name, backend.name, *case)
             if not probe_cache.has_passed(device, stored):
@@ -151,7 +151,7 @@ class Op:
             return f"{type(error).__name__}: {message.splitlines()[0]}"
 
     def _warn_if_emulated(self, chosen: Backend, device: torch.device, case: Case) -> None:
-        others = [b for b in self._in_order() if b.name != chosen.name]
+        *others, _ = self._in_order()
         if device.type == "cuda" and chosen.name == "reference" and others:
             reasons = "; ".join(f"{b.name}: {self.unavailable_reason(b, device, case)}" for b in others)
             text = f"octavo: {self.name} ({' '.join(case)}) is emulated on {device}: exact numbers, slow. {reasons}"
@@ -202,12 +202,7 @@ FIRST_CAPABILITY = (8, 9)  # The first compute capability with FP8
 MAX_CACHED_SHAPES = 4096  # Cached choices by shape; the cache is cleared beyond that
 
 
-def _can_probe(device: torch.device) -> bool:
-    """Whether probes can run: not during CUDA graph capture, when nothing is cached either."""
-    return not is_capturing(device)
-
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class OpStatus:
     """One row of `status`: one backend of one case of an op on a device."""
 
@@ -239,11 +234,7 @@ def status(device: torch.device | str) -> list[OpStatus]:
         for label, case in op.cases.items():
             chosen = op.choose(device, case)
             for backend in op._in_order():
-                reason = op.unavailable_reason(backend, device, case)
-                rows.append(
-                    OpStatus(
-                        op=f"{op.name} {label}", backend=backend.name, serves=reason is None,
-                        chosen=backend.name == chosen.name, reason=reason or "",
-                    )
-                )  # fmt: skip
+                reason, is_chosen = op.unavailable_reason(backend, device, case), backend.name == chosen.name
+                row = f"{op.name} {label}", backend.name, reason is None, is_chosen, reason or ""
+                rows.append(OpStatus(*row))
     return rows

@@ -10,6 +10,7 @@ the host holds back alike, the one with the fastest kernel. Under `torch.compile
 counts, this may leave the faster kernel out at small sizes.
 """
 
+import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
@@ -46,6 +47,7 @@ Timer = Callable[[list[TimedCall]], CallTime]  # Runs calls in order and returns
 class TimingTask(ABC):
     """A product or a quantization to time."""
 
+    op: str  # Name in the calibration table
     name: str  # Recipe and product or operand, such as `"rowwise dgrad"`
     case: tuple[str, ...]  # Key in the calibration table, next to the op
     shape: tuple[int, ...]  # Rows and columns of a matrix, or m, n, k of a product
@@ -55,8 +57,12 @@ class TimingTask(ABC):
         """Format the achieved rate."""
 
     @abstractmethod
+    def candidates(self, device: torch.device) -> "Iterable[Candidate]":
+        """Return what can be timed."""
+
     def timed(self, device: torch.device, time: Timer) -> "TimingResult":
-        """Time every candidate."""
+        """Time every candidate, and choose the one with the shortest wait."""
+        return time_candidates(self, self.candidates(device), time)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +79,7 @@ Candidate = tuple[str, tuple[str, int | None], Callable[[], str | list[TimedCall
 """Label, backend and configuration, and what returns its calls, or the reason why it is left out."""
 
 
-def time_candidates(task: TimingTask, op: str, candidates: Iterable[Candidate], time: Timer) -> TimingResult:
+def time_candidates(task: TimingTask, candidates: Iterable[Candidate], time: Timer) -> TimingResult:
     """Time candidates, leave out those that raise, and choose the one with the shortest wait."""
     measured: dict[str, CallTime] = {}
     choices: dict[str, tuple[str, int | None]] = {}
@@ -93,7 +99,7 @@ def time_candidates(task: TimingTask, op: str, candidates: Iterable[Candidate], 
     # between them is noise, which must not choose.
     hosts: dict[str, float] = {}
     for label, (backend, _) in choices.items():
-        hosts[backend] = min(hosts.get(backend, measured[label].host), measured[label].host)
+        hosts[backend] = min(hosts.get(backend, math.inf), measured[label].host)
     times = {label: CallTime(measured[label].kernel, hosts[backend]) for label, (backend, _) in choices.items()}
     times = dict(sorted(times.items(), key=lambda item: (item[1].wait, item[1].kernel)))
     entry = None
@@ -101,7 +107,7 @@ def time_candidates(task: TimingTask, op: str, candidates: Iterable[Candidate], 
         fastest, *rest = times
         backend, config = choices[fastest]
         entry = Entry(
-            op=op, case=task.case, shape=task.shape, backend=backend, config=config,
+            op=task.op, case=task.case, shape=task.shape, backend=backend, config=config,
             microseconds=times[fastest].kernel, host_microseconds=times[fastest].host,
             others={label: times[label].wait for label in rest},
         )  # fmt: skip

@@ -40,60 +40,52 @@ class Gemm(timing.TimingTask):
         """Format the achieved rate."""
         return f"{2 * math.prod(self.shape) / microseconds / 1e6:.0f} TFLOP/s"
 
-    def timed(self, device: torch.device, time: timing.Timer) -> timing.TimingResult:
-        """Time every candidate."""
-        return (time_bf16_product if self.case[0] == "bf16" else time_fp8_product)(self, device, time)
+    def candidates(self, device: torch.device) -> Iterator[timing.Candidate]:
+        """Return every backend and configuration; of a bf16 product, PyTorch's."""
+        if self.op == MATMUL:
+            yield "torch", ("torch", None), lambda: timing.cycled(torch.mm, _bf16_operands(self, device))
+            return
+        operands, (*_, layout) = _operands(self, device), self.case
+
+        def prepare(backend: Backend, config: int | None) -> str | list[timing.TimedCall]:
+            configured = backend.configured(config)
+            reason = SCALED_MM.unavailable_reason(backend, device, self.case)
+            if reason is None and config is not None:
+                reason = SCALED_MM.run_probe(configured, device, self.case)
+            return reason or timing.cycled(_prepared(configured, *operands[0], layout), operands)
+
+        for label, backend, config in _candidates(device, self.case):
+            yield label, (backend.name, config), partial(prepare, backend, config)
 
 
 def fp8_gemms(recipe: Recipe, shapes: list[tuple[int, int, int]]) -> list[Gemm]:
     """Return the products of linears of these sizes (tokens, in_features, out_features)."""
-    return _gemms(recipe.name, cases_of(recipe), shapes)
+    return _gemms(SCALED_MM.name, recipe.name, cases_of(recipe), shapes)
 
 
 def bf16_gemms(shapes: list[tuple[int, int, int]]) -> list[Gemm]:
     """Return the same in bf16."""
-    return _gemms("bf16", BF16_CASES, shapes)
+    return _gemms(MATMUL, "bf16", BF16_CASES, shapes)
 
 
-def _gemms(name: str, cases: Mapping[str, Case], shapes: list[tuple[int, int, int]]) -> list[Gemm]:
+def _gemms(op: str, name: str, cases: Mapping[str, Case], shapes: list[tuple[int, int, int]]) -> list[Gemm]:
     products = []
     for tokens, inner, outer in shapes:
         sizes = {"forward": (tokens, outer, inner), "dgrad": (tokens, inner, outer), "wgrad": (outer, inner, tokens)}
-        products += [Gemm(name=f"{name} {product}", case=case, shape=sizes[product]) for product, case in cases.items()]
+        products += [Gemm(op=op, name=f"{name} {of}", case=case, shape=sizes[of]) for of, case in cases.items()]
     return products
 
 
-def time_bf16_product(product: Gemm, device: torch.device, time: timing.Timer) -> timing.TimingResult:
-    """Time one bf16 product on random operands from device memory."""
-    m, n, k = product.shape
-    layout = product.case[2]
+def _bf16_operands(product: Gemm, device: torch.device) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return copies of random operands, together larger than L2."""
+    (m, n, k), (*_, layout) = product.shape, product.case
     copies = max(1, min(timing.CALLS, timing.cache_bytes(device) // (m * k + n * k) + 1))
 
     def operand(rows: int, columns: int, transposed: bool) -> torch.Tensor:
         stored = torch.randn((columns, rows) if transposed else (rows, columns), device=device, dtype=torch.bfloat16)
         return stored.t() if transposed else stored
 
-    pairs = [(operand(m, k, layout[0] == "t"), operand(k, n, layout[1] == "t")) for _ in range(copies)]
-    candidate = "torch", ("torch", None), lambda: timing.cycled(torch.mm, pairs)
-    return timing.time_candidates(product, MATMUL, [candidate], time)
-
-
-def time_fp8_product(product: Gemm, device: torch.device, time: timing.Timer) -> timing.TimingResult:
-    """Time every candidate on one FP8 product."""
-    operands, (*_, layout) = _operands(product, device), product.case
-
-    def prepare(backend: Backend, config: int | None) -> str | list[timing.TimedCall]:
-        configured = backend.configured(config)
-        reason = SCALED_MM.unavailable_reason(backend, device, product.case)
-        if reason is None and config is not None:
-            reason = SCALED_MM.run_probe(configured, device, product.case)
-        return reason or timing.cycled(_prepared(configured, *operands[0], layout), operands)
-
-    candidates = (
-        (label, (backend.name, config), partial(prepare, backend, config))
-        for label, backend, config in _candidates(device, product.case)
-    )
-    return timing.time_candidates(product, SCALED_MM.name, candidates, time)
+    return [(operand(m, k, layout[0] == "t"), operand(k, n, layout[1] == "t")) for _ in range(copies)]
 
 
 def _prepared(

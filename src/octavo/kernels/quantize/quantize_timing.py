@@ -1,8 +1,10 @@
 """Time the configurations of the quantize kernels, for `octavo calibrate`."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,7 +12,7 @@ from torch import Tensor
 from octavo.kernels import timing
 from octavo.kernels.conformance.mismatches import difference
 from octavo.kernels.quantize import reference, triton
-from octavo.kernels.quantize.triton import FoldedSpec, QuantizeTask
+from octavo.kernels.quantize.triton import FoldedSpec, Precomputed, QuantizeTask
 from octavo.numerics.recipe import Recipe
 
 
@@ -25,9 +27,19 @@ class Quantization(timing.TimingTask):
         moved = sum(triton.device_bytes(self.task, launch) for launch in triton.launches(self.task))
         return f"{moved * prod(self.shape) / microseconds / 1e6:.2f} TB/s"
 
-    def timed(self, device: torch.device, time: timing.Timer) -> timing.TimingResult:
-        """Time every candidate."""
-        return time_quantization(self, device, time)
+    def candidates(self, device: torch.device) -> Iterator[timing.Candidate]:
+        """Return every configuration but those whose bytes differ from the reference."""
+        copies = max(1, min(timing.CALLS, timing.cache_bytes(device) // prod(self.shape) + 1))
+        inputs = [(_operands(self.task, self.shape, device, seed),) for seed in range(copies)]
+
+        def prepare(config: int) -> str | list[timing.TimedCall]:
+            run = partial(_run, triton, self.task, config=config)
+            operands = _operands(self.task, (70, 530), device, 0)  # a small matrix with partial tiles
+            mismatch = difference(_run(reference, self.task, operands), run(operands))
+            return mismatch or timing.cycled(run, inputs)
+
+        for index, (rows, columns, warps) in enumerate(triton.tiles(self.task)):
+            yield f"{rows}x{columns} w{warps} #{index}", ("triton", index), partial(prepare, index)
 
 
 def quantizations(recipe: Recipe, shapes: list[tuple[int, int, int]]) -> list[Quantization]:
@@ -45,36 +57,16 @@ def quantizations(recipe: Recipe, shapes: list[tuple[int, int, int]]) -> list[Qu
             folded = FoldedSpec(spec=recipe.dgrad_g, fold="columns" if recipe.folds_w else "none")
             other = FoldedSpec(spec=recipe.wgrad_g, fold="rows" if recipe.folds_x else "none")
             tasks["G"] = QuantizeTask(first=folded, second=other)
-    tasks["W again"] = QuantizeTask(
-        first=FoldedSpec(spec=recipe.dgrad_w),
-        order="columns",
-        precomputed="scale" if recipe.dgrad_w == recipe.w else "nothing",
-    )
+    given: Precomputed = "scale" if recipe.dgrad_w == recipe.w else "nothing"
+    tasks["W again"] = QuantizeTask(first=FoldedSpec(spec=recipe.dgrad_w), order="columns", precomputed=given)
     all_quantizations = []
     for tokens, inner, outer in shapes:
         sizes = {"X": (tokens, inner), "G": (tokens, outer), "W": (outer, inner), "W again": (outer, inner)}
         all_quantizations += [
-            Quantization(name=f"{recipe.name} {n}", task=task, case=task.case, shape=sizes[n])
+            Quantization(op="quantize", name=f"{recipe.name} {n}", task=task, case=task.case, shape=sizes[n])
             for n, task in tasks.items()
         ]
     return all_quantizations
-
-
-def time_quantization(quantization: Quantization, device: torch.device, time: timing.Timer) -> timing.TimingResult:
-    """Time every configuration of one quantization; leave out those whose bytes differ from the reference."""
-    task = quantization.task
-    copies = max(1, min(timing.CALLS, timing.cache_bytes(device) // prod(quantization.shape) + 1))
-    inputs = [_operands(task, quantization.shape, device, seed) for seed in range(copies)]
-
-    def prepare(config: int) -> str | list[timing.TimedCall]:
-        mismatch = _difference(task, device, config)
-        return mismatch or timing.cycled(partial(_run, task, config), [(operands,) for operands in inputs])
-
-    candidates = (
-        (f"{rows}x{columns} w{warps} #{index}", ("triton", index), partial(prepare, index))
-        for index, (rows, columns, warps) in enumerate(triton.tiles(task))
-    )
-    return timing.time_candidates(quantization, "quantize", candidates, time)
 
 
 def _operands(task: QuantizeTask, shape: tuple[int, ...], device: torch.device, seed: int) -> dict[str, Tensor | None]:
@@ -97,21 +89,11 @@ def _operands(task: QuantizeTask, shape: tuple[int, ...], device: torch.device, 
     return {"x": x, "fold": factor(task.first), "fold_t": factor(task.second), "scale": scale}
 
 
-def _run(task: QuantizeTask, config: int, operands: dict[str, Tensor | None]) -> list[Tensor]:
-    x, spec = operands["x"], task.first.spec
-    assert x is not None
+def _run(module: Any, task: QuantizeTask, operands: dict[str, Tensor | None], **options: int) -> list[Tensor]:
+    """Quantize by the functions of `triton` or `reference`."""
+    x, spec, fold = operands["x"], task.first.spec, operands["fold"]
     if task.second is not None:
-        return triton.quantize_pair(x, spec, operands["fold"], task.second.spec, operands["fold_t"], config)
-    return triton.quantize(x, spec, operands["fold"], None, operands["scale"], task.order, config)
-
-
-def _difference(task: QuantizeTask, device: torch.device, config: int) -> str | None:
-    """Describe the first mismatch with the reference on a small matrix with partial tiles, or return None."""
-    operands = _operands(task, (70, 530), device, 0)
-    x, spec = operands["x"], task.first.spec
-    assert x is not None
-    if task.second is not None:
-        expected = reference.quantize_pair(x, spec, operands["fold"], task.second.spec, operands["fold_t"])
+        outputs = module.quantize_pair(x, spec, fold, task.second.spec, operands["fold_t"], **options)
     else:
-        expected = reference.quantize(x, spec, operands["fold"], None, operands["scale"], task.order)
-    return difference(expected, _run(task, config, operands))
+        outputs = module.quantize(x, spec, fold, None, operands["scale"], task.order, **options)
+    return list(outputs)
