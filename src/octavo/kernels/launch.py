@@ -158,7 +158,6 @@ class PreparedLaunch:
         return None if compiled is None else self._call_source(compiled[0], constants)
 
     def _direct_call(self, kernel: Any) -> Callable[..., None] | None:
-        """Return a function of a stream and the addresses of `names` that launches a compiled kernel."""
         constants: dict[str, Any] = {}
         source = self._call_source(kernel, constants)
         return None if source is None else eval(f"lambda stream, {', '.join(self.names)}: {source}", constants)

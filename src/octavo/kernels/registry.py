@@ -8,7 +8,7 @@ all reasons. Emulation of a case on a GPU warns once.
 """
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from octavo.kernels import calibration, probe_cache
+from octavo.kernels.conformance.mismatches import difference, listed
 from octavo.numerics.names import nearest
 from octavo.runtime.execution_context import is_capturing
 from octavo.runtime.lazy import lazy_function
@@ -224,6 +225,19 @@ def register(
     last = Backend(name="reference", run=reference, emulates=emulates)
     OPS[name] = Op(name=name, cases=cases, probe=probe, backends={b.name: b for b in (*backends, last)})
     return OPS[name]
+
+
+def same_bytes(
+    reference: Callable[..., Any], inputs: Callable[[torch.device, Case], Iterable[tuple[Any, ...]]],
+    names: Sequence[str] = (),
+) -> Callable[[Backend, torch.device, Case], str | None]:  # fmt: skip
+    """Return a probe that compares a backend with `reference` byte for byte on some inputs; `names`: of outputs."""
+
+    def probe(backend: Backend, device: torch.device, case: Case) -> str | None:
+        pairs = ((listed(reference(*call)), listed(backend.run(*call))) for call in inputs(device, case))
+        return next((mismatch for pair in pairs if (mismatch := difference(*pair, names))), None)
+
+    return probe
 
 
 def status(device: torch.device | str) -> list[OpStatus]:

@@ -294,14 +294,12 @@ def fake_process_group(size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def queue_callback(callback: Callable[[], None]) -> None:
-    """Call a function when the backward that runs ends. All releases: there is no public function for it."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
-
-
-def cuda_sleep(cycles: int) -> None:
-    """Keep the current stream busy for a number of GPU clock cycles. All releases."""
-    torch.cuda._sleep(cycles)
+queue_callback: Callable[[Callable[[], None]], None] = cast(
+    Any, torch.autograd.Variable
+)._execution_engine.queue_callback
+"""Call a function when the backward that runs ends. All releases: there is no public function for it."""
+cuda_sleep: Callable[[int], None] = torch.cuda._sleep
+"""Keep the current stream busy for a number of GPU clock cycles. All releases."""
 
 
 def in_backward() -> bool:
@@ -468,7 +466,7 @@ class own_saved_tensors_hooks(torch.autograd.graph.saved_tensors_hooks):
         super().__init__(hook, unpack)
 
     def __enter__(self) -> None:
-        outer: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        outer: Any = top_saved_tensors_hooks(False)
         if outer is not None and getattr(outer[0], "_checkpoint_internal", False):
             outer = outer[0]._user_hooks
         vars(self.pack_hook)["_user_hooks"] = outer
@@ -481,7 +479,7 @@ class own_saved_tensors_hooks(torch.autograd.graph.saved_tensors_hooks):
     @property
     def in_force(self) -> bool:
         """Whether these are the innermost hooks, which autograd calls."""
-        top = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        top = top_saved_tensors_hooks(False)
         return top is not None and top[0] is self.pack_hook
 
 

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.numerics.formats import E4M3, widen
-from octavo.runtime.torch_compat import disable_current_modes
+from octavo.runtime.torch_compat import outside_autograd
 
 GROUP = 128  # Elements that share hi and k
 
@@ -81,13 +81,6 @@ def expand(codes: Tensor, hi: Tensor, k: Tensor, signed: bool) -> Tensor:
     return values.view(rows, hi.shape[1] * GROUP)[:, :columns]
 
 
-@lru_cache(maxsize=8)
-def _shared_half_roots(signed: bool, device: torch.device) -> Tensor:
-    """Return `_half_roots`, one table for the process, whatever modes the first caller is in."""
-    with disable_current_modes(), torch.inference_mode(False):
-        return _half_roots(signed, device)
-
-
 def _half_roots(signed: bool, device: torch.device) -> Tensor:
     """Return (|q| / top)^(1/2k) with the sign of q, for each k in sixteenths and code of q, float32 [256 · 256]."""
     # The whole root may underflow. A table takes a fifth of the time of logarithms and powers of each element.
@@ -99,8 +92,11 @@ def _half_roots(signed: bool, device: torch.device) -> Tensor:
     return half.flatten().to(device)
 
 
+# One table for the process, whatever modes the first caller is in.
+_shared_half_roots = lru_cache(maxsize=8)(outside_autograd()(_half_roots))
+
+
 def _grouped(values: Tensor) -> Tensor:
-    """Return a matrix as [rows, groups, 128], the last group zero-padded."""
     rows, columns = values.shape
     padded = F.pad(values, (0, -columns % GROUP)) if columns % GROUP else values
     return padded.reshape(rows, groups(columns), GROUP)
@@ -141,7 +137,6 @@ def _where_zero(size: Tensor, zeros: Tensor, value: float) -> Tensor:
 
 
 def _signed_codes(size: Tensor, values: Tensor, noise: Tensor | None) -> Tensor:
-    """Round sizes, overwritten, to E4M3 with the signs of `values`."""
     if noise is not None:
         bits = size.view(torch.int32).add_(_low_bits(noise, 20)).bitwise_and_(-(1 << 20))
         size = bits.view(torch.float32).clamp_(max=TOP_SIGNED)

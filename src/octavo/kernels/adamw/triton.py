@@ -38,7 +38,6 @@ def step(work: Work) -> None:
 
 
 def _kind(state: ParamState) -> LaunchKey:
-    """Return the properties that determine the compiled kernel."""
     master = 1 if state.remainder is not None else 2 if state.master is not None else 0  # times 2 bytes
     aligned = state.param.shape[1] % GROUP == 0 and all(address % 16 == 0 for address in _pointers(state))
     return state.param.dtype, state.grad.dtype, len(state.moments[0]) > 1, master, state.seed is not None, aligned

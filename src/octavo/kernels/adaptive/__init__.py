@@ -26,13 +26,14 @@ and 41 dB with k = 3, where all below amax/77 becomes zero. The format with the 
 elements of a group decide about it alone, and small channels beside them become zero. e1m6: 0.1 dB more than e2m5.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from octavo.kernels.adaptive import reference
-from octavo.kernels.conformance.mismatches import difference
 from octavo.kernels.library import check_matrix, define
-from octavo.kernels.registry import Backend, Case, register, triton_backend
+from octavo.kernels.registry import Case, register, same_bytes, triton_backend
 from octavo.numerics.formats import SUPPORTED_DTYPES
 from octavo.numerics.spec import ADAPTIVE
 
@@ -61,32 +62,20 @@ def _sample(device: torch.device) -> Tensor:
     return x.to(device)
 
 
-def _probe_quantize(backend: Backend, device: torch.device, case: Case) -> str | None:
-    x = _sample(device)
-    for dtype in SUPPORTED_DTYPES:
-        call = x.to(dtype)
-        mismatch = difference(reference.adaptive_quantize(call), backend.run(call), ("codes", "scales"))
-        if mismatch is not None:
-            return f"{dtype}: {mismatch}"
-    return None
+def _inputs(device: torch.device, case: Case) -> list[tuple[Any, ...]]:
+    return [(_sample(device).to(dtype),) for dtype in SUPPORTED_DTYPES]
 
 
-def _probe_dequantize(backend: Backend, device: torch.device, case: Case) -> str | None:
-    message = reference.adaptive_quantize(_sample(device))
-    for dtype in SUPPORTED_DTYPES:
-        expected = reference.adaptive_dequantize(*message, dtype)
-        mismatch = difference([expected], [backend.run(*message, dtype)], (str(dtype),))
-        if mismatch is not None:
-            return mismatch
-    return None
+def _messages(device: torch.device, case: Case) -> list[tuple[Any, ...]]:
+    return [(*reference.adaptive_quantize(_sample(device)), dtype) for dtype in SUPPORTED_DTYPES]
 
 
 ADAPTIVE_QUANTIZE = register(
-    "adaptive_quantize", {ADAPTIVE.text: CASE}, _probe_quantize, triton_backend("adaptive.triton:adaptive_quantize"),
-    reference=reference.adaptive_quantize,
+    "adaptive_quantize", {ADAPTIVE.text: CASE}, same_bytes(reference.adaptive_quantize, _inputs, ("codes", "scales")),
+    triton_backend("adaptive.triton:adaptive_quantize"), reference=reference.adaptive_quantize,
 )  # fmt: skip
 ADAPTIVE_DEQUANTIZE = register(
-    "adaptive_dequantize", {ADAPTIVE.text: CASE}, _probe_dequantize,
+    "adaptive_dequantize", {ADAPTIVE.text: CASE}, same_bytes(reference.adaptive_dequantize, _messages),
     triton_backend("adaptive.triton:adaptive_dequantize"), reference=reference.adaptive_dequantize,
 )  # fmt: skip
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from octavo.numerics.row_chunks import row_chunks
 from octavo.numerics.spec import ADAPTIVE, SMALLEST_SCALE
-from octavo.runtime.torch_compat import disable_current_modes
+from octavo.runtime.torch_compat import outside_autograd
 
 GROUP = ADAPTIVE.granularity.columns  # Elements that share a scale and a format
 MANTISSAS = (3, 4, 5)  # Mantissa bits of the formats, by number: e4m3, e3m4, e2m5
@@ -91,13 +91,6 @@ def _dequantized(codes: Tensor, scale: Tensor, values: Tensor) -> Tensor:
     return units.mul_((bits & -4).view(torch.float32)).view(rows, -1)[:, :columns]
 
 
-@lru_cache(maxsize=8)
-def _shared_values(device: torch.device) -> Tensor:
-    """Return `_values`, one table for the process, whatever modes the first caller is in."""
-    with disable_current_modes(), torch.inference_mode(False):
-        return _values(device)
-
-
 def _values(device: torch.device) -> Tensor:
     """Return the value of each code in each format, float32 [4 · 256]; no group has the fourth format, e1m6."""
     size = torch.arange(128, dtype=torch.int32, device="cpu")
@@ -107,3 +100,7 @@ def _values(device: torch.device) -> Tensor:
         value = torch.where(size < 1 << mantissa, size * 2.0**-mantissa, normal)
         tables += [value, -value]
     return torch.cat(tables).to(device)
+
+
+# One table for the process, whatever modes the first caller is in.
+_shared_values = lru_cache(maxsize=8)(outside_autograd()(_values))

@@ -42,7 +42,6 @@ def checks(device: torch.device, only: str = "") -> list[Check]:
 
 
 def _check(op: str, case: str, configs: int | tuple[int, ...], inputs: Any, sides: Any, name: str = "") -> Check:
-    """Return a check of the functions of one name, the op's by default, in two modules: reference and kernels."""
     expected, actual = (getattr(side, name or op) for side in sides)
     indices = tuple(range(configs)) if isinstance(configs, int) else configs
     return Check(op=op, case=case, configs=indices, inputs=inputs, expected=expected, actual=actual)

@@ -67,13 +67,13 @@ def _compare_once(
     check: Check, outcomes: list[CaseResult], rng: RandomInputs, device: torch.device, round_: int
 ) -> None:
     inputs = check.inputs(rng)
-    expected = _listed(check.expected(*inputs))
+    expected = listed(check.expected(*inputs))
     device_inputs = tuple(_on(device, value) for value in inputs)
     for outcome in outcomes:
         for _ in range(rng.budget.repeats):
             outcome.runs += 1
             try:
-                actual = _listed(check.actual(*device_inputs, outcome.config))
+                actual = listed(check.actual(*device_inputs, outcome.config))
                 mismatch = (check.differs or difference)(expected, actual)
             except Exception as error:  # anything that a compiler, driver or kernel raises counts
                 mismatch = f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
@@ -82,7 +82,8 @@ def _compare_once(
                 outcome.first = outcome.first or f"round {round_}, {'; '.join(rng.notes)}: {mismatch}"
 
 
-def _listed(outputs: Sequence[Tensor] | Tensor) -> Sequence[Tensor]:
+def listed(outputs: Sequence[Tensor] | Tensor) -> Sequence[Tensor]:
+    """Return the outputs of an op that may return one tensor alone."""
     return [outputs] if isinstance(outputs, Tensor) else outputs
 
 

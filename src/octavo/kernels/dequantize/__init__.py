@@ -4,14 +4,15 @@ Memory traffic per element: 1 byte read (plus scales), 2 written in bf16. Produc
 activations that were saved for backward in FP8 (`octavo.activations.recompute`).
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from octavo.kernels.conformance.mismatches import difference
 from octavo.kernels.dequantize import reference
 from octavo.kernels.library import define
 from octavo.kernels.quantize import quantize
-from octavo.kernels.registry import Backend, Case, register, triton_backend, triton_unsupported
+from octavo.kernels.registry import Case, register, same_bytes, triton_backend, triton_unsupported
 from octavo.numerics.formats import SUPPORTED_DTYPES
 from octavo.numerics.spec import QuantSpec
 from octavo.tensor import ScaledTensor
@@ -49,24 +50,17 @@ def _triton_unsupported(device: torch.device, case: Case) -> str | None:
     return triton_unsupported(device, case)
 
 
-def _probe(backend: Backend, device: torch.device, case: Case) -> str | None:
-    generator = torch.Generator().manual_seed(0)
+def _inputs(device: torch.device, case: Case) -> list[tuple[Any, ...]]:
+    generator, spec = torch.Generator().manual_seed(0), QuantSpec.parse(case[0])
     x = torch.randn(48, 272, generator=generator, device="cpu", dtype=torch.float32).to(device)
-    spec = QuantSpec.parse(case[0])
     quantized = quantize(x, spec)
-    assert quantized.scale is not None
-    for dtype in SUPPORTED_DTYPES:
-        call = (quantized.data, quantized.scale, spec, dtype)
-        mismatch = difference([reference.dequantize(*call)], [backend.run(*call)], (str(dtype),))
-        if mismatch is not None:
-            return mismatch
-    return None
+    return [(quantized.data, quantized.scale, spec, dtype) for dtype in SUPPORTED_DTYPES]
 
 
 _STORED = "e4m3/1x32/e8m0"
 
 DEQUANTIZE = register(
-    "dequantize", {_STORED: (_STORED,)}, _probe,
+    "dequantize", {_STORED: (_STORED,)}, same_bytes(reference.dequantize, _inputs),
     triton_backend("dequantize.triton:dequantize", unsupported_reason=_triton_unsupported),
     reference=reference.dequantize,
 )  # fmt: skip
@@ -77,6 +71,4 @@ def _run(data: Tensor, scale: Tensor, spec: str, dtype: torch.dtype) -> Tensor:
     return result
 
 
-_DEQUANTIZE = define(
-    "dequantize", _run, lambda data, scale, spec, dtype: data.new_empty(data.shape, dtype=dtype)
-)  # fmt: skip
+_DEQUANTIZE = define("dequantize", _run, lambda data, scale, spec, dtype: data.new_empty(data.shape, dtype=dtype))

@@ -25,7 +25,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from octavo.runtime.torch_compat import disable_current_modes
+from octavo.runtime.torch_compat import outside_autograd
 
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
 
@@ -79,11 +79,11 @@ def _has_table(g: Tensor) -> bool:
 
 
 @lru_cache(maxsize=8)
+@outside_autograd()
 def _table(activation: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return `value_and_slope` of each 16-bit number, by its bits, computed once for the process."""
-    with disable_current_modes(), torch.inference_mode(False), torch.no_grad():
-        numbers = torch.arange(1 << 16, dtype=torch.int32, device="cpu").to(torch.int16).view(dtype)
-        return _computed(numbers.float(), activation)
+    numbers = torch.arange(1 << 16, dtype=torch.int32, device="cpu").to(torch.int16).view(dtype)
+    return _computed(numbers.float(), activation)
 
 
 def _look_up(g: Tensor, *tables: Tensor) -> list[Tensor]:

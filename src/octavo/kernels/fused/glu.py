@@ -6,10 +6,11 @@ in float32, each result rounded once to gate's dtype; the FP8 output quantizes t
 the gradients use gate and up, and the product that reads h saves the FP8 output.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from octavo.kernels.conformance.mismatches import difference
 from octavo.kernels.fused import reference
 from octavo.kernels.fused.activations import ACTIVATIONS
 from octavo.kernels.fused.outputs import (
@@ -17,11 +18,12 @@ from octavo.kernels.fused.outputs import (
     check_output,
     empty_outputs,
     optional_spec,
+    probed_orders,
     sample,
     unpack_outputs,
-)  # fmt: skip
+)
 from octavo.kernels.library import check_like, check_matrix, define
-from octavo.kernels.registry import Backend, Case, register, triton_backend
+from octavo.kernels.registry import Case, register, same_bytes, triton_backend
 from octavo.numerics.names import check_choice
 from octavo.numerics.spec import QuantSpec
 from octavo.tensor import Order, ScaledTensor
@@ -72,26 +74,20 @@ def _check(op: str, gate: Tensor, up: Tensor, grad: Tensor | None, activation: s
     check_choice(f"{op}: activation", activation, ACTIVATIONS)
 
 
-def _probe(backend: Backend, device: torch.device, case: Case) -> str | None:
+def _inputs(device: torch.device, case: Case) -> list[tuple[Any, ...]]:
     activation, text = case
-    gate, up = sample(device, 2)
-    call = (gate, up, activation, optional_spec(text))
-    orders = ("rows", "both") if text else ("rows",)
-    return next((d for o in orders if (d := difference(reference.glu(*call, o), backend.run(*call, o)))), None)
-
-
-def _probe_backward(backend: Backend, device: torch.device, case: Case) -> str | None:
-    grad, gate, up = sample(device, 3)
-    call = (grad, gate, up, case[0], True)
-    return difference(reference.glu_backward(*call), backend.run(*call))
+    return [(*sample(device, 2), activation, optional_spec(text), order) for order in probed_orders(text)]
 
 
 _CASES: dict[str, Case] = {f"{a} {text}".rstrip(): (a, text) for a in ACTIVATIONS for text in cases_of_inputs()}
 
-GLU = register("glu", _CASES, _probe, triton_backend("fused.triton:glu"), reference=reference.glu)
+GLU = register(
+    "glu", _CASES, same_bytes(reference.glu, _inputs), triton_backend("fused.triton:glu"), reference=reference.glu
+)
 GLU_BACKWARD = register(
-    "glu_backward", {a: (a,) for a in ACTIVATIONS}, _probe_backward, triton_backend("fused.triton:glu_backward"),
-    reference=reference.glu_backward,
+    "glu_backward", {a: (a,) for a in ACTIVATIONS},
+    same_bytes(reference.glu_backward, lambda device, case: [(*sample(device, 3), case[0], True)]),
+    triton_backend("fused.triton:glu_backward"), reference=reference.glu_backward,
 )  # fmt: skip
 
 

@@ -8,22 +8,23 @@ gradients are dx = (h - [mean(h)] - n·mean(h·n))·rstd, dweight = Σ grad·n, 
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from octavo.kernels.conformance.mismatches import difference
 from octavo.kernels.fused import reference
 from octavo.kernels.fused.outputs import (
     cases_of_inputs,
     check_output,
     empty_outputs,
     optional_spec,
+    probed_orders,
     sample,
     unpack_outputs,
 )
 from octavo.kernels.library import check_like, check_matrix, define
-from octavo.kernels.registry import Backend, Case, register, triton_backend
+from octavo.kernels.registry import Case, register, same_bytes, triton_backend
 from octavo.numerics.formats import SUPPORTED_DTYPES
 from octavo.numerics.spec import QuantSpec
 from octavo.tensor import Order, ScaledTensor
@@ -113,35 +114,33 @@ def _normed(outputs: list[Tensor], center: bool, spec: QuantSpec | None, order: 
     return NormOutput(y=None, quantized=unpack_outputs(rest, spec, order), rstd=rstd, mean=mean)
 
 
-def _probe(backend: Backend, device: torch.device, case: Case) -> str | None:
-    """Probe all options at once."""
+def _inputs(device: torch.device, case: Case) -> list[tuple[Any, ...]]:
+    """All options at once."""
     kind, text = case
     x, weights = sample(device, 2)
     bias = weights[1] if kind == "layer_norm" else None
     call = (x, weights[0], bias, 1e-5, bias is None, bias is not None, optional_spec(text))
-    orders = ("rows", "both") if text else ("rows",)
-    return next((d for o in orders if (d := difference(reference.norm(*call, o), backend.run(*call, o)))), None)
+    return [(*call, order) for order in probed_orders(text)]
 
 
-def _probe_backward(backend: Backend, device: torch.device, case: Case) -> str | None:
+def _backward_inputs(device: torch.device, case: Case) -> list[tuple[Any, ...]]:
     x, grad, weights = sample(device, 3)
     center = case == ("layer_norm",)
-    rstd = 1 + x[:, :1].float().abs()
-    call = (grad, x, weights[0], rstd, x[:, 1:2].float() if center else None, not center, center)
-    return difference(reference.norm_backward(*call), backend.run(*call))
+    rstd, mean = 1 + x[:, :1].float().abs(), x[:, 1:2].float() if center else None
+    return [(grad, x, weights[0], rstd, mean, not center, center)]
 
 
 RMS_NORM, LAYER_NORM = (
     register(
-        kind, {text or kind: (kind, text) for text in cases_of_inputs()}, _probe, triton_backend("fused.triton:norm"),
-        reference=reference.norm,
+        kind, {text or kind: (kind, text) for text in cases_of_inputs()}, same_bytes(reference.norm, _inputs),
+        triton_backend("fused.triton:norm"), reference=reference.norm,
     )
     for kind in ("rms_norm", "layer_norm")
 )  # fmt: skip
 RMS_NORM_BACKWARD, LAYER_NORM_BACKWARD = (
     register(
-        f"{kind}_backward", {"gradients": (kind,)}, _probe_backward, triton_backend("fused.triton:norm_backward"),
-        reference=reference.norm_backward,
+        f"{kind}_backward", {"gradients": (kind,)}, same_bytes(reference.norm_backward, _backward_inputs),
+        triton_backend("fused.triton:norm_backward"), reference=reference.norm_backward,
     )
     for kind in ("rms_norm", "layer_norm")
 )  # fmt: skip
@@ -178,19 +177,7 @@ def _fake_backward(*operands: Tensor) -> list[Tensor]:
     return [t.new_empty(t.shape) for t in operands]
 
 
-define(
-    "rms_norm", _run_rms_norm,
-    lambda x, weight, eps, add_unit_offset, spec, order: _fake_norm(x, False, spec, order),
-)  # fmt: skip
-define(
-    "layer_norm", _run_layer_norm,
-    lambda x, weight, bias, eps, spec, order: _fake_norm(x, True, spec, order),
-)  # fmt: skip
-define(
-    "rms_norm_backward", _run_rms_norm_backward,
-    lambda grad, x, weight, rstd, add_unit_offset: _fake_backward(x, weight),
-)  # fmt: skip
-define(
-    "layer_norm_backward", _run_layer_norm_backward,
-    lambda grad, x, weight, mean, rstd: _fake_backward(x, weight, weight),
-)  # fmt: skip
+define("rms_norm", _run_rms_norm, lambda x, weight, eps, offset, spec, order: _fake_norm(x, False, spec, order))
+define("layer_norm", _run_layer_norm, lambda x, weight, bias, eps, spec, order: _fake_norm(x, True, spec, order))
+define("rms_norm_backward", _run_rms_norm_backward, lambda g, x, w, rstd, offset: _fake_backward(x, w))
+define("layer_norm_backward", _run_layer_norm_backward, lambda g, x, w, mean, rstd: _fake_backward(x, w, w))

@@ -74,6 +74,11 @@ def cases_of_inputs() -> list[str]:
     return ["", *dict.fromkeys(recipe.x.text for recipe in RECIPES.values() if supports_output(recipe.x))]
 
 
+def probed_orders(text: str) -> tuple[Order, ...]:
+    """Return the memory orders that a probe of a case compares."""
+    return ("rows", "both") if text else ("rows",)
+
+
 def sample(device: torch.device, count: int) -> list[Tensor]:
     """Return bf16 matrices [48,272], whose sizes are no multiple of a tile."""
     generator = torch.Generator().manual_seed(0)

@@ -63,7 +63,6 @@ def rows_launch(kernel: Any, constants: dict[str, Any], columns: int, per_thread
 
 
 def _tiled(kernel: Any, constants: Mapping[str, Any], tile: tuple[int, int, int]) -> Launch:
-    """Return the launch of a kernel with tiles of these rows, columns and warps."""
     return shared_launch(kernel, {**constants, "TILE_R": tile[0], "TILE_C": tile[1]}, tile[2])
 
 

@@ -68,7 +68,6 @@ _SETTING = threading.RLock()  # Guards the process-wide precision of float32 pro
 
 @contextmanager
 def _arithmetic(device: str, precision: Literal["ieee", "bf16"]) -> Iterator[None]:
-    """Set the precision of float32 products in cuBLAS or oneDNN for the duration of the block."""
     backend: Any = torch.backends.cuda if device == "cuda" else torch.backends.mkldnn
     setting = backend.matmul
     with _SETTING:

@@ -224,7 +224,6 @@ def ordered_scales(
 
 
 def _padded_to(scale: Tensor, rows: int, columns: int) -> Tensor:
-    """Return scales zero-padded to [rows, columns]; a copy only if needed."""
     if scale.shape == (rows, columns):
         return scale
     memory = scale.new_zeros((rows, columns))

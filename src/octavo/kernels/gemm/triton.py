@@ -200,7 +200,6 @@ def target_of(capability: int, multiprocessors: int) -> Target:
 
 @lru_cache(maxsize=4096)
 def _estimated_fastest(m: int, n: int, target: Target, fast: bool, blocked: int, out_bytes: int) -> int:
-    """Estimate the fastest configuration from the number of waves of tiles, weighted by tile size and rate."""
 
     def cost(index: int) -> float:
         config = CONFIGS[index]

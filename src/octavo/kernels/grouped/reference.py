@@ -33,6 +33,5 @@ def grouped_mm(
 
 
 def _rows(operand: ScaledTensor, rows: slice, scales: slice) -> ScaledTensor:
-    """Return rows of an operand with rows of its scales."""
     scale = None if operand.scale is None else operand.scale[scales]
     return ScaledTensor(operand.data[rows], scale, operand.spec)

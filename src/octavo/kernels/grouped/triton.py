@@ -103,7 +103,6 @@ def _descriptor(data: Tensor, rows: int, columns: int) -> TensorDescriptor:
 
 @lru_cache(maxsize=4096)
 def _estimated_fastest(each: int, columns: int, experts: int, available: tuple[int, ...], target: Target) -> int:
-    """Estimate the fastest configuration for `experts` products of `each` rows, from the number of waves of tiles."""
 
     def cost(index: int) -> float:
         config = CONFIGS[index]

@@ -12,11 +12,10 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from octavo.kernels.conformance.mismatches import difference
 from octavo.kernels.direct import ZEROS, Call, Plans, signature
 from octavo.kernels.library import check_like, check_matrix, define
 from octavo.kernels.quantize import decomposed, reference
-from octavo.kernels.registry import Backend, Case, register, triton_backend, triton_unsupported
+from octavo.kernels.registry import Case, register, same_bytes, triton_backend, triton_unsupported
 from octavo.numerics.names import check_choice
 from octavo.numerics.recipe import RECIPES
 from octavo.numerics.spec import QuantSpec
@@ -129,7 +128,11 @@ def _check_call(
 ) -> None:
     _check(x, fold, "fold")
     if amax is not None or scale is not None:
-        _check_precomputed(x, spec, amax, scale)
+        if amax is not None and scale is not None:
+            raise ValueError("quantize: pass amax or scale, not both")
+        shape = spec.granularity.scale_shape((x.shape[0], x.shape[1]))
+        for name, value, dtype in (("amax", amax, torch.float32), ("scale", scale, spec.scale_dtype)):
+            check_like("quantize", f"{name} for {spec} and x {list(x.shape)}", value, shape, (dtype,), x)
     check_choice("quantize: order", order, get_args(Order))
 
 
@@ -154,38 +157,21 @@ def _check(x: Tensor, fold: Tensor | None, name: str) -> None:
         )
 
 
-def _check_precomputed(x: Tensor, spec: QuantSpec, amax: Tensor | None, scale: Tensor | None) -> None:
-    if amax is not None and scale is not None:
-        raise ValueError("quantize: pass amax or scale, not both")
-    shape = spec.granularity.scale_shape((x.shape[0], x.shape[1]))
-    for name, value, dtype in (("amax", amax, torch.float32), ("scale", scale, spec.scale_dtype)):
-        check_like("quantize", f"{name} for {spec} and x {list(x.shape)}", value, shape, (dtype,), x)
-
-
 def _sample(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """A matrix whose sizes are no multiple of a tile, with fold factors by row and by column."""
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(48, 272, generator=generator, device="cpu", dtype=torch.float32).to(device, torch.bfloat16)
-    rows, columns = (
-        torch.rand(shape, generator=generator, device="cpu", dtype=torch.float32).to(device)
-        for shape in ((48, 1), (1, 272))
-    )
-    return x, rows, columns
+    x = torch.randn(48, 272, generator=generator, device="cpu", dtype=torch.float32)
+    rows, columns = (torch.rand(of, generator=generator, device="cpu", dtype=x.dtype) for of in ((48, 1), (1, 272)))
+    return x.to(device, torch.bfloat16), rows.to(device), columns.to(device)
 
 
-def _probe(backend: Backend, device: torch.device, case: Case) -> str | None:
-    x, *_ = _sample(device)
-    spec = QuantSpec.parse(case[0])
-    expected = reference.quantize(x, spec, None, order="both")
-    return difference(expected, backend.run(x, spec, None, None, None, "both"), ("data", "transposed data", "scale"))
+def _inputs(device: torch.device, case: Case) -> list[tuple[Any, ...]]:
+    return [(_sample(device)[0], QuantSpec.parse(case[0]), None, None, None, "both")]
 
 
-def _probe_pair(backend: Backend, device: torch.device, case: Case) -> str | None:
-    x, rows, columns = _sample(device)
-    spec, spec_t = (QuantSpec.parse(text) for text in case)
-    expected = reference.quantize_pair(x, spec, columns, spec_t, rows)
-    names = ("data", "scale", "second data", "second scale")
-    return difference(expected, backend.run(x, spec, columns, spec_t, rows), names)
+def _pair_inputs(device: torch.device, case: Case) -> list[tuple[Any, ...]]:
+    (x, rows, columns), (spec, spec_t) = _sample(device), map(QuantSpec.parse, case)
+    return [(x, spec, columns, spec_t, rows)]
 
 
 def _specs() -> dict[str, Case]:
@@ -206,12 +192,13 @@ def _pairs() -> dict[str, Case]:
 
 
 QUANTIZE = register(
-    "quantize", _specs(), _probe, triton_backend("quantize.triton:quantize", plan="plan_of"),
-    reference=reference.quantize,
+    "quantize", _specs(), same_bytes(reference.quantize, _inputs, ("data", "transposed data", "scale")),
+    triton_backend("quantize.triton:quantize", plan="plan_of"), reference=reference.quantize,
 )  # fmt: skip
 QUANTIZE_PAIR = register(
-    "quantize_pair", _pairs(), _probe_pair, triton_backend("quantize.triton:quantize_pair", plan="pair_plan_of"),
-    reference=reference.quantize_pair,
+    "quantize_pair", _pairs(),
+    same_bytes(reference.quantize_pair, _pair_inputs, ("data", "scale", "second data", "second scale")),
+    triton_backend("quantize.triton:quantize_pair", plan="pair_plan_of"), reference=reference.quantize_pair,
 )  # fmt: skip
 
 

@@ -90,7 +90,6 @@ def _operands(task: QuantizeTask, shape: tuple[int, ...], device: torch.device, 
 
 
 def _run(module: Any, task: QuantizeTask, operands: dict[str, Tensor | None], **options: int) -> list[Tensor]:
-    """Quantize by the functions of `triton` or `reference`."""
     x, spec, fold = operands["x"], task.first.spec, operands["fold"]
     if task.second is not None:
         outputs = module.quantize_pair(x, spec, fold, task.second.spec, operands["fold_t"], **options)
