@@ -94,11 +94,12 @@ def grouped_cast_kernel(
     row = 4 * word
     quarters = load4(g, row, column, rows, columns, stride_r, stride_c, "")
     if BY_ROW:
-        writes = tile_column == 0
         by_row = [
             scaled(
                 quarters[i] * _of_expert(w_scale, group, 0, False, row + i, column, rows, columns, experts),
-                inverse_at(amax, s, row + i, rows, writes, FP8_MAX, POWER_OF_TWO, False, 0, INTERPRETED)[:, None],
+                inverse_at(
+                    amax, s, row + i, rows, tile_column == 0, FP8_MAX, POWER_OF_TWO, False, 0, INTERPRETED
+                )[:, None],
                 FP8_MAX, 0, INTERPRETED,
             )
             for i in (0, 1, 2, 3)

@@ -82,8 +82,8 @@ def fold4(quarters, fold, row, column, rows, columns, FOLD: tl.constexpr):
 
 @triton.jit
 def _largest(a, b, c, d):
-    """Elementwise maximum of four quarters of magnitudes."""
-    return tl.maximum(tl.maximum(a, b), tl.maximum(c, d))
+    """Elementwise amax of four quarters."""
+    return tl.maximum(tl.maximum(magnitude(a), magnitude(b)), tl.maximum(magnitude(c), magnitude(d)))
 
 
 @triton.jit
@@ -179,9 +179,8 @@ def _quantized_blocks(
         ]  # fmt: skip
     else:
         inverse = _block_inverse(
-            _largest(*[magnitude(quarter) for quarter in quarters]), s, precomputed, indices(tile_row, TILE_R // R),
-            block_column, tl.cdiv(rows, R), grid_columns, FP8_MAX, POWER_OF_TWO, E8M0, PRECOMPUTED, R // 4, C,
-            INTERPRETED,
+            _largest(*quarters), s, precomputed, indices(tile_row, TILE_R // R), block_column, tl.cdiv(rows, R),
+            grid_columns, FP8_MAX, POWER_OF_TWO, E8M0, PRECOMPUTED, R // 4, C, INTERPRETED,
         )  # fmt: skip
         inverses = [inverse for _ in (0, 1, 2, 3)]
     quarters = [scaled(quarters[i], inverses[i], FP8_MAX, PRECOMPUTED, INTERPRETED) for i in (0, 1, 2, 3)]
@@ -243,7 +242,8 @@ def _tile_maxima(
         for i in tl.static_range(4):
             tl.atomic_max(amax + (row + i), tl.max(sizes[i], axis=1), mask=row + i < rows, sem="relaxed")
     else:
-        largest = tl.maximum(largest, _largest(*sizes))
+        a, b, c, d = sizes
+        largest = tl.maximum(largest, tl.maximum(tl.maximum(a, b), tl.maximum(c, d)))
     return largest
 
 
