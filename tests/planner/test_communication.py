@@ -6,15 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from octavo.planner.devices import DEVICES
-from octavo.planner.step import (
-    COPIES,
-    GRADIENTS,
-    WEIGHTS,
-    StepConfig,
-    collective,
-    exchanged,
-    sharded,
-)
+from octavo.planner.step import COPIES, GRADIENTS, WEIGHTS, StepConfig, collective, exchanged, sharded
 
 GPU = DEVICES["h100"]
 MODEL = SimpleNamespace(parameters=1000, trained=800, experts=400)

@@ -16,14 +16,7 @@ from octavo.planner.fake import fake_copy, fake_tensors
 from octavo.planner.few_blocks import Stack
 from octavo.planner.prediction import Stage, Workload
 from octavo.planner.step import StepConfig
-from octavo.planner.step_memory import (
-    ShardGroup,
-    StepTrace,
-    make_gradients,
-    make_states,
-    repeated,
-    trace_blocks,
-)
+from octavo.planner.step_memory import ShardGroup, StepTrace, make_gradients, make_states, repeated, trace_blocks
 from octavo.planner.timeline import ACTIVATIONS, GRADIENTS, TEMPORARIES, Event, StorageEvents, Timeline
 from octavo.runtime.blocks import find_blocks
 

@@ -36,15 +36,7 @@ from octavo.planner.step import (
     step_time,
 )
 from octavo.planner.step_memory import FewBlocks, StepTrace, memory_per_rank, trace_again, trace_blocks
-from octavo.planner.timeline import (
-    ACTIVATIONS,
-    BATCH,
-    BLOCK_GRADIENTS,
-    GATHERED,
-    GRADIENTS,
-    KINDS,
-    TEMPORARIES,
-)
+from octavo.planner.timeline import ACTIVATIONS, BATCH, BLOCK_GRADIENTS, GATHERED, GRADIENTS, KINDS, TEMPORARIES
 from octavo.planner.trace import Trace
 from octavo.runtime.blocks import Absent, find_block_list, find_blocks
 
