@@ -347,7 +347,7 @@ def test_seeds_and_arms_can_be_added(config, finished):
     before = written(finished / "rowwise-seed4")
     comparison = compare(make_arms(config, ["run.save_every=3"], [*ARMS, "again:optim.micro_batches=2"], "3"), finished)
     assert written(finished / "rowwise-seed4") == before
-    assert comparison.seeds == (3, 4, 5) and [arm.name for arm in comparison.arms] == ["rowwise", "again"]
+    assert comparison.seeds == (3, 4, 5) and [arm.losses.name for arm in comparison.arms] == ["rowwise", "again"]
 
 
 @pytest.mark.thorough

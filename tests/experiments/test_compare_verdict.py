@@ -8,7 +8,7 @@ import pytest
 from fake_runs import result
 from test_run_report import charts_of, parse, text_of
 
-from octavo.experiments.compare_report import FILES, comparison_rows, mean_curves, to_json, write_comparison
+from octavo.experiments.compare_report import FILES, comparison_rows, longest, to_json, write_comparison
 from octavo.experiments.compare_verdict import ArmRuns, compare_arms
 from octavo.experiments.curves import Curves
 from octavo.train.record.metrics import Losses
@@ -78,7 +78,7 @@ def test_held_out_losses_have_a_verdict_of_their_own(gaps, held_out, code, tmp_p
     assert verdicts[0] == compare_arms([runs("base", BASE), runs("arm", gap(*gaps))]).losses.arms[0].verdict
     assert comparison.exit_code == code and to_json(comparison)["outcome"] == "fail"
     assert to_json(comparison)["held_out"]["arms"]["arm"]["verdict"] == verdicts[1]
-    assert {row.label: row.values for row in comparison_rows(comparison)}["held-out verdict"] == ["", verdicts[1]]
+    assert {label: values for label, *values in comparison_rows(comparison)}["held-out verdict"] == ["", verdicts[1]]
     write_comparison(comparison, ["", ""], tmp_path)
     assert f"held-out loss: {verdicts[1]}" in (tmp_path / "report.html").read_text()
     object.__setattr__(arms[0].results[0], "held_out", None)
@@ -145,10 +145,10 @@ def test_mixed_machines_and_two_seeds_are_said():
 
 
 def test_a_mean_is_of_runs_that_ended():
-    curves = [curve(8, 3), curve(8, 4), curve(8, 5, steps=50)]
-    assert mean_curves(curves).loss == pytest.approx(curve(8, 3.5).loss)
-    assert len(mean_curves(curves[2:]).loss) == 50
-    assert mean_curves([curve(8, 3, steps=0)]) is None
+    series = [(one.step, one.loss) for one in (curve(8, 5, steps=50), curve(8, 3), curve(8, 4))]
+    steps, losses = longest(series)
+    assert len(steps) == STEPS and [values[-1] for values in losses] == [3, 4]
+    assert len(longest(series[:1])[0]) == 50
 
 
 @pytest.fixture
@@ -192,4 +192,4 @@ def test_a_comparison_in_which_nothing_ended_has_a_page_too(settings, tmp_path):
     assert "fewer than two pairs of runs of b and a ended" in text_of((tmp_path / "report.html").read_text())
     assert comparison.exit_code == 3
     assert to_json(comparison)["arms"][1]["time_to_loss"] is None
-    assert all(len(row.values) == 2 for row in comparison_rows(comparison))
+    assert all(len(row) == 3 for row in comparison_rows(comparison))

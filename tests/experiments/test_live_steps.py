@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from octavo.experiments.curves import Curves
 from octavo.experiments.live_run import LiveSteps
-from octavo.experiments.logged_run import samples_of
+from octavo.experiments.logged_run import Samples
 from octavo.train.record.metrics import StepMetrics, StepTotals
 
 VALUES = st.none() | st.floats(1e-3, 1e3)
@@ -45,7 +45,8 @@ def test_columns_have_what_the_rows_have(rows, data):
         name: pytest.approx(value, rel=1e-6) if isinstance(value, int | float) else value
         for name, value in totals.items()
     }
-    assert steps.samples == samples_of(rows) and steps.recent == rows[-50:] and len(steps) == len(rows)
+    assert steps.samples == [Samples(step=row.step, texts=row.samples) for row in reversed(rows) if row.samples]
+    assert steps.recent == rows[-50:] and len(steps) == len(rows)
     for own, expected in zip(asdict(steps.curves).values(), asdict(Curves.of(rows)).values(), strict=True):
         assert own == pytest.approx(expected, rel=1e-6, nan_ok=True)
 

@@ -192,12 +192,12 @@ def test_a_run_that_failed_at_its_first_step_still_has_a_report(tmp_path):
 
 
 def test_the_summary_table_has_a_difference_for_a_pair_only():
-    pair = summary_rows([result(), result(FP8, tail=3.3)])
-    assert pair[0].values == ["3.0000", "3.3000"]
-    assert "+0.3000" in pair[0].difference and "+10.00 %" in pair[0].difference
-    assert {row.label: row.difference for row in pair}["tokens/s, median"] == "0.40 ×"
-    assert all(row.difference == "" for row in summary_rows([result()]))
-    assert summary_rows([result(losses=None, tokens_per_s=None)])[0].values == ["–"]
+    pair = {label: values for label, *values in summary_rows([result(), result(FP8, tail=3.3)])}
+    first, second, difference = pair["mean loss, last 10 % of steps"]
+    assert (first, second) == ("3.0000", "3.3000") and "+0.3000" in difference and "+10.00 %" in difference
+    assert pair["tokens/s, median"][2] == "0.40 ×" and pair["steps"][2] == ""
+    assert all(len(row) == 2 for row in summary_rows([result()]))
+    assert summary_rows([result(losses=None, tokens_per_s=None)])[0][1:] == ["–"]
 
 
 @pytest.mark.thorough

@@ -246,19 +246,11 @@ def _print_verdict(arm: "ArmLosses", notes: tuple[str, ...]) -> None:
 
 
 def _show(comparison: "Comparison", folder: Path) -> None:
-    from rich.box import ROUNDED
-    from rich.table import Table
-
     from octavo.experiments.compare_report import comparison_rows
+    from octavo.experiments.progress_bars import value_table
 
     console = stdout()
-    table = Table(box=ROUNDED, border_style="dim", header_style="bold")
-    table.add_column("")
-    for name in (comparison.baseline, *(arm.name for arm in comparison.arms)):
-        table.add_column(name, justify="right")
-    for row in comparison_rows(comparison):
-        table.add_row(row.label, *row.values)
-    console.print(table)
+    console.print(value_table([run.name for run in comparison.runs], comparison_rows(comparison)))
     for arm in comparison.arms:
         _print_verdict(arm.losses, arm.notes)
     if comparison.held_out is not None:

@@ -1,8 +1,7 @@
 """Output of a comparison: `compare.json`, `report.html`, and the rows of its table."""
 
 import json
-from collections.abc import Sequence
-from dataclasses import fields
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +10,9 @@ import numpy as np
 from octavo._version import __version__
 from octavo.experiments.charts import FLAT, Chart, Line, line_chart
 from octavo.experiments.compare_verdict import ArmRuns, Comparison, TimeToLoss
-from octavo.experiments.curves import Curves, Floats, gap_percent, smooth
+from octavo.experiments.curves import Floats, Steps, gap_percent, smooth
 from octavo.experiments.page import render
-from octavo.experiments.run_report import SummaryRow, config_differences
+from octavo.experiments.run_report import config_differences
 from octavo.inspect.compare import ArmLosses, Verdict, percent, signed
 from octavo.train.record.metrics import finite
 from octavo.train.record.outputs import check_kind
@@ -22,7 +21,6 @@ FILES = ("compare.json", "report.html")  # Files in the folder of a comparison, 
 CARDS: dict[Verdict, str] = {  # Style of a verdict on the page
     "indistinguishable": "within", "better": "within", "worse": "above", "inconclusive": "none",
 }  # fmt: skip
-COLOURS = 6
 
 
 def write_comparison(comparison: Comparison, settings: Sequence[str], out: Path) -> None:
@@ -36,55 +34,42 @@ def write_comparison(comparison: Comparison, settings: Sequence[str], out: Path)
     (out / "compare.json").write_text(text + "\n", encoding="utf-8")
 
 
-def comparison_rows(comparison: Comparison) -> list[SummaryRow]:
-    """The table: a value per arm, the baseline first."""
-    runs, arms = comparison.runs, comparison.arms
+def comparison_rows(comparison: Comparison) -> list[list[str]]:
+    """The table: in each row a label and a value per arm, the baseline first."""
+    runs, arms, held_out = comparison.runs, comparison.arms, comparison.held_out
 
-    def row(label: str, first: str, others: Sequence[str]) -> SummaryRow:
-        return SummaryRow(label=label, values=[first, *others])
+    def means(loss: Callable[[ArmRuns, int], float]) -> list[str]:
+        of_runs = ([own for seed in run.seeds if np.isfinite(own := loss(run, seed))] for run in runs)
+        return [f"{np.mean(losses):.4f}" if losses else "–" for losses in of_runs]
 
-    def ratios(key: str) -> list[str]:
-        return ["–" if (value := getattr(arm, key)) is None else f"{value:.2f} ×" for arm in arms]
+    def ratios(values: Sequence[float | None]) -> list[str]:
+        return ["1.00 ×", *("–" if value is None else f"{value:.2f} ×" for value in values)]
 
     times = [comparison.time_to_loss, *(arm.time_to_loss for arm in arms)]
     target = "" if times[0] is None else f" {np.mean(times[0].targets):.3f}"
-    taken = {
+    failures = [arms[0].losses.baseline_failed, *(arm.losses.failed for arm in arms)]
+    failed = [f"{len(seeds)} of {len(comparison.seeds)}" if seeds else "–" for seeds in failures]
+    gaps = [f"{percent(arm.losses.test.detectable(0.9))} %" if arm.losses.test else "–" for arm in arms]
+    rows = {
+        "mean loss, last 10 % of steps": means(ArmRuns.loss),
+        f"above {comparison.baseline}": ["", *(_interval(arm.losses) for arm in arms)],
+        "detectable, about 90 % power": ["", *gaps],
+        **({"failed": failed} if any(failures) else {}),
+        "tokens/s": ratios([arm.speed for arm in arms]),
+        "saved for backward, bytes/token": ratios([arm.memory for arm in arms]),
         f"steps to loss{target}": [f"{np.mean(time.steps):,.0f}" if time else "–" for time in times],
         "tokens to it": [f"{time.tokens:,.0f}" if time else "–" for time in times],
         "seconds to it": [f"{time.seconds:,.1f}" if time else "–" for time in times],
         "speed at equal loss": [f"{time.speed:.2f} ×" if time else "–" for time in times],
+        "verdict": ["", *(arm.losses.verdict for arm in arms)],
     }
-    failures = [arms[0].losses.baseline_failed, *(arm.losses.failed for arm in arms)]
-    failed = [f"{len(seeds)} of {len(comparison.seeds)}" if seeds else "–" for seeds in failures]
-    means = [_mean([run.loss(seed) for seed in run.seeds if seed not in run.diverged]) for run in runs]
-    gaps = [f"{percent(arm.losses.test.detectable(0.9))} %" if arm.losses.test else "–" for arm in arms]
-    return [
-        SummaryRow(label="mean loss, last 10 % of steps", values=means),
-        row(f"above {comparison.baseline}", "", [_interval(arm.losses) for arm in arms]),
-        row("detectable, about 90 % power", "", gaps),
-        *([row("failed", failed[0], failed[1:])] if any(failures) else []),
-        row("tokens/s", "1.00 ×", ratios("speed")),
-        row("saved for backward, bytes/token", "1.00 ×", ratios("memory")),
-        *(row(label, values[0], values[1:]) for label, values in taken.items()),
-        row("verdict", "", [arm.losses.verdict for arm in arms]),
-        *_held_out_rows(comparison),
-    ]
-
-
-def _held_out_rows(comparison: Comparison) -> list[SummaryRow]:
-    if comparison.held_out is None:
-        return []
-    arms = comparison.held_out.arms
-    means = [_mean([loss for seed in run.seeds if np.isfinite(loss := run.held_out(seed))]) for run in comparison.runs]
-    return [
-        SummaryRow(label="held-out loss", values=means),
-        SummaryRow(label=f"held-out, above {comparison.baseline}", values=["", *(_interval(arm) for arm in arms)]),
-        SummaryRow(label="held-out verdict", values=["", *(arm.verdict for arm in arms)]),
-    ]
-
-
-def _mean(losses: Sequence[float]) -> str:
-    return f"{np.mean(losses):.4f}" if losses else "–"
+    if held_out is not None:
+        rows |= {
+            "held-out loss": means(ArmRuns.held_out),
+            f"held-out, above {comparison.baseline}": ["", *(_interval(arm) for arm in held_out.arms)],
+            "held-out verdict": ["", *(arm.verdict for arm in held_out.arms)],
+        }
+    return [[label, *values] for label, values in rows.items()]
 
 
 def _interval(losses: ArmLosses) -> str:
@@ -141,53 +126,36 @@ def _page(comparison: Comparison, settings: Sequence[str], title: str) -> str:
     first = runs[0].results[0]
     seeds = ", ".join(map(str, comparison.seeds))
     return render(
-        "compare.html.j2",
-        title=title,
+        "compare.html.j2", title=title, comparison=comparison, cards=CARDS, charts=_charts(runs), runs=runs,
         subtitle=f"{first.parameters:,} parameters · {first.tokens:,} tokens a run · seeds {seeds} · {first.device}",
-        comparison=comparison,
-        cards=CARDS,
-        charts=_charts(runs),
-        runs=runs,
-        slots={run.name: slot % COLOURS for slot, run in enumerate(runs)},
-        rows=comparison_rows(comparison),
+        rows=comparison_rows(comparison), differences=config_differences(settings),
         losses=[
-            (seed, ["diverged" if seed in run.diverged else f"{run.loss(seed):.4f}" for run in runs])
+            [seed, *("diverged" if seed in run.diverged else f"{run.loss(seed):.4f}" for run in runs)]
             for seed in comparison.seeds
         ],
-        differences=config_differences(settings),
-    )
+    )  # fmt: skip
 
 
-def mean_curves(curves: Sequence[Curves]) -> Curves | None:
-    """The mean over seeds of each series, of the runs that are as long as the longest; None if none has a step."""
-    whole = _longest(curves)
-    if not len(whole[0].step):
-        return None
-    series = {f.name: np.mean([getattr(curve, f.name) for curve in whole], 0) for f in fields(Curves)}
-    return Curves(**series | {"step": whole[0].step})
-
-
-def _longest(curves: Sequence[Curves]) -> list[Curves]:
-    """Runs that ended, where one did: a mean over fewer and fewer runs would jump where one stops."""
-    longest = max(len(curve.step) for curve in curves)
-    return [curve for curve in curves if len(curve.step) == longest]
+def longest(series: Sequence[tuple[Steps, Floats]]) -> tuple[Steps, list[Floats]]:
+    """The steps and values of the longest series: a mean over fewer and fewer runs would jump where one stops."""
+    most = max(len(steps) for steps, _ in series)
+    whole = [(steps, values) for steps, values in series if len(steps) == most]
+    return whole[0][0], [values for _, values in whole]
 
 
 def _charts(runs: Sequence[ArmRuns]) -> list[Chart]:
     """Mean loss of each arm, and its gap to the baseline; shaded, the range of all seeds."""
     lines, gaps = [], []
     for slot, run in enumerate(runs):
-        mean = mean_curves(run.curves)
-        if mean is None or not np.isfinite(mean.loss).any():
+        steps, losses = longest([(curve.step, curve.loss) for curve in run.curves])
+        if not np.isfinite(mean := np.mean(losses, 0)).any():
             continue
-        smoothed = [smooth(curve.loss) for curve in _longest(run.curves)]
-        lines.append(_line(run.name, slot, mean.step, mean.loss, smoothed, noisy=True))
-        pairs = [gap_percent(base, own) for base, own in zip(runs[0].curves, run.curves, strict=True)]
-        longest = max(len(steps) for steps, _ in pairs)
-        whole = [smooth(gap) for steps, gap in pairs if len(steps) == longest]
-        if slot and np.isfinite(whole).any():
-            steps = next(steps for steps, _ in pairs if len(steps) == longest)
-            gaps.append(_line(run.name, slot, steps, np.mean(whole, 0), whole, noisy=False))
+        lines.append(_line(run.name, slot, steps, mean, [smooth(loss) for loss in losses], noisy=True))
+        pairs = zip(runs[0].curves, run.curves, strict=True)
+        steps, of_seeds = longest([gap_percent(base, own) for base, own in pairs])
+        smoothed = [smooth(gap) for gap in of_seeds]
+        if slot and np.isfinite(smoothed).any():
+            gaps.append(_line(run.name, slot, steps, np.mean(smoothed, 0), smoothed, noisy=False))
     shaded = "Mean over seeds; shaded: from the lowest to the highest seed, smoothed."
     charts = [line_chart("Loss", "nats per token", lines, caption=f"Nats per token. {shaded}")] if lines else []
     if gaps:
@@ -198,4 +166,4 @@ def _charts(runs: Sequence[ArmRuns]) -> list[Chart]:
 
 def _line(label: str, slot: int, steps: Any, values: Floats, seeds: Sequence[Floats], *, noisy: bool) -> Line:
     low, high = np.min(seeds, 0), np.max(seeds, 0)
-    return Line(label=label, slot=slot % COLOURS, x=steps, y=values, noisy=noisy, low=low, high=high)
+    return Line(label=label, slot=slot, x=steps, y=values, noisy=noisy, low=low, high=high)

@@ -77,11 +77,6 @@ class ArmVerdict:
     time_to_loss: TimeToLoss | None  # None if an arm diverged on every seed, or reached nothing in common
     notes: tuple[str, ...]  # What else must be known to read it
 
-    @property
-    def name(self) -> str:
-        """Of the arm."""
-        return self.losses.name
-
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:

@@ -5,7 +5,7 @@ curve at a step speaks of that step. A value that was not finite leaves a gap, n
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -33,16 +33,20 @@ class Curves:
     @classmethod
     def of(cls, rows: Sequence[StepMetrics]) -> "Curves":
         """Turn a run's steps into arrays."""
+        values = [values_of(row) for row in rows]
+        columns: Any = {  # None becomes NaN
+            field.name: np.array([of_step[field.name] for of_step in values], np.float64) for field in fields(cls)
+        }
+        return cls(**columns | {"step": columns["step"].astype(np.int64)})
 
-        def column(key: str) -> Floats:
-            return np.array([getattr(row, key) for row in rows], dtype=np.float64)  # None becomes NaN
 
-        return cls(
-            step=np.array([row.step for row in rows], dtype=np.int64), loss=column("loss"), lr=column("lr"),
-            grad_norm=column("grad_norm"), tokens_per_s=column("tokens_per_s"),
-            held_out=np.array([(row.held_out or {}).get(LOSS) for row in rows], dtype=np.float64),
-            mfu=100 * column("mfu"), peak_memory=column("peak_memory") / 2**30,
-        )  # fmt: skip
+def values_of(row: StepMetrics) -> dict[str, float | None]:
+    """The values of a step in the series of `Curves`."""
+    return {
+        "step": row.step, "loss": row.loss, "lr": row.lr, "grad_norm": row.grad_norm, "tokens_per_s": row.tokens_per_s,
+        "held_out": (row.held_out or {}).get(LOSS), "mfu": None if row.mfu is None else 100 * row.mfu,
+        "peak_memory": None if row.peak_memory is None else row.peak_memory / 2**30,
+    }  # fmt: skip
 
 
 def smoothing_window(steps: int) -> int:

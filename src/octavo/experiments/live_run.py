@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.experiments.charts import Chart
-from octavo.experiments.curves import Curves, smoothing_window
+from octavo.experiments.curves import Curves, smoothing_window, values_of
 from octavo.experiments.heatmap import heatmaps
 from octavo.experiments.logged_run import SAMPLES_SHOWN, LoggedRun, Samples, read_layers
 from octavo.experiments.run_report import held_out_label, held_out_text, run_charts, summary_rows
@@ -28,7 +28,6 @@ from octavo.train.record.metrics import (
     CONFIG_FILE,
     EVENT,
     EVENTS_FILE,
-    LOSS,
     METRICS_FILE,
     RESULT_FILE,
     RUN_MARKERS,
@@ -52,8 +51,6 @@ ENDED = {  # State and text by `RunResult.stopped`
     "sigterm": ("stopped", "The run was stopped and has saved; --resume goes on."),
     "non-finite": ("failed", "The run stopped: a loss or a gradient was not finite."),
 }
-
-
 RECENT = 50  # Last steps that are there with all of their fields; their speed tells the time that is left
 COLUMNS = {  # Type of each column; charts draw six digits
     "step": np.int64, "loss": np.float64, "held_out": np.float32, "lr": np.float32, "grad_norm": np.float32,
@@ -85,16 +82,9 @@ class LiveSteps:
             for name, column in self._columns.items():
                 self._columns[name] = np.empty(2 * self._count, column.dtype)  # takes memory where it is written to
                 self._columns[name][: self._count] = column
-        own = {
-            "held_out": (row.held_out or {}).get(LOSS),
-            "mfu": None if row.mfu is None else 100 * row.mfu,
-            "peak_memory": None if row.peak_memory is None else row.peak_memory / 2**30,
-        }
-        for name, column in self._columns.items():
-            column[self._count] = own[name] if name in own else getattr(row, name)  # None becomes NaN
-        self._count, self._skipped, self._seconds = (
-            self._count + 1, self._skipped + row.skipped, self._seconds + row.step_s
-        )  # fmt: skip
+        for name, value in values_of(row).items():
+            self._columns[name][self._count] = value  # None becomes NaN
+        self._count_step(row, 1)
         self._recent.append(row)
         if row.samples:
             self._samples.append(Samples(step=row.step, texts=row.samples))
@@ -104,13 +94,16 @@ class LiveSteps:
     def pop(self) -> None:
         """Remove the last step, but not that before it as well."""
         row = self._recent.pop()
-        self._count, self._skipped, self._seconds = (
-            self._count - 1, self._skipped - row.skipped, self._seconds - row.step_s
-        )  # fmt: skip
+        self._count_step(row, -1)
         if row.samples:
             self._samples.pop()
         if row.held_out:
             self._held_out.pop()
+
+    def _count_step(self, row: StepMetrics, sign: int) -> None:
+        self._count += sign
+        self._skipped += sign * row.skipped
+        self._seconds += sign * row.step_s
 
     @property
     def last_step(self) -> int:
@@ -143,19 +136,16 @@ class LiveSteps:
         first = WARMUP_STEPS if self._count > WARMUP_STEPS else 0
         losses, memory = (values[np.isfinite(values)] for values in (curves.loss, curves.peak_memory))
         tail = losses[-max(1, len(losses) // 10) :]
+        ends = None
+        if len(losses):
+            ends = Losses(first=float(losses[0]), final=float(losses[-1]), tail_mean=float(tail.mean()))
         return {
-            "steps": self.last_step,
-            "tokens": last.tokens if last else 0,
-            "losses": Losses(first=float(losses[0]), final=float(losses[-1]), tail_mean=float(tail.mean()))
-            if len(losses)
-            else None,
-            "tokens_per_s": _median(curves.tokens_per_s[first:]),
-            "skipped_steps": self._skipped,
-            "wall_s": self._seconds,
-            "held_out": self.held_out.held_out if self.held_out else None,
+            "steps": self.last_step, "tokens": last.tokens if last else 0, "losses": ends,
+            "tokens_per_s": _median(curves.tokens_per_s[first:]), "skipped_steps": self._skipped,
+            "wall_s": self._seconds, "held_out": self.held_out.held_out if self.held_out else None,
             "mfu": None if (mfu := _median(curves.mfu[first:])) is None else mfu / 100,
             "peak_memory": round(2**30 * float(memory.max())) if len(memory) else None,
-        }
+        }  # fmt: skip
 
 
 def _median(values: NDArray[Any]) -> float | None:
@@ -221,15 +211,12 @@ class LiveRun:
         run = self._logged(replace(summary, **self._steps.totals()), setup)
         result, recent = run.result, self._steps.recent
         charts = run_charts([run]) | {"maps": self._heatmaps}
+        steps, started = (result.steps, None) if setup is None else (setup.steps, setup.started)
         return content | {
             "title": result.name,
             "subtitle": f"{arm_name(result.precision)} · {result.parameters:,} parameters · {result.device}",
-            "step": result.steps,
-            "steps": setup.steps if setup is not None else result.steps,
-            "started": setup.started if setup is not None else None,
-            "last": recent[-1].time if recent else None,
-            "seconds_per_step": _seconds_per_step(recent, setup.started if setup is not None else 0.0),
-            "tiles": _tiles(self._steps, run),
+            "step": result.steps, "steps": steps, "started": started, "last": recent[-1].time if recent else None,
+            "seconds_per_step": _seconds_per_step(recent, started or 0.0), "tiles": _tiles(self._steps, run),
             "charts": {
                 size: [
                     chart.json
@@ -241,12 +228,9 @@ class LiveRun:
             },
             "samples": [asdict(samples) for samples in run.samples],
             "events": self._events.records[-EVENTS_SHOWN:][::-1],
-            "events_in_all": len(self._events.records),
-            "rows": [[row.label, row.values[0]] for row in summary_rows([result])],
-            "layers": [[group.pattern, str(group.count), group.precision, group.reason] for group in run.layers],
-            "converted": result.converted,
-            "config": run.config,
-        }
+            "events_in_all": len(self._events.records), "rows": summary_rows([result]), "layers": run.layers,
+            "converted": result.converted, "config": run.config,
+        }  # fmt: skip
 
     def _logged(self, result: RunResult, setup: RunSetup | None) -> LoggedRun:
         config = self._folder / CONFIG_FILE

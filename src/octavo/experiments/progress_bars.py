@@ -144,14 +144,18 @@ def _numbers(row: StepMetrics, loss: float | None, unit: str, expected: Expected
 
 def summary_table(results: Sequence[RunResult]) -> Table:
     """The summary of one run, or of a pair with their differences."""
+    names = [arm_name(result.precision) for result in results]
+    return value_table([*names, *(["difference"] if len(results) > 1 else [])], summary_rows(results))
+
+
+def value_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """A table of labels and the values beside them."""
     table = Table(box=ROUNDED, border_style="dim", header_style="bold")
     table.add_column("")
-    for result in results:
-        table.add_column(arm_name(result.precision), justify="right")
-    if len(results) > 1:
-        table.add_column("difference", justify="right")
-    for row in summary_rows(results):
-        table.add_row(row.label, *row.values, *([row.difference] if len(results) > 1 else []))
+    for heading in headings:
+        table.add_column(heading, justify="right")
+    for row in rows:
+        table.add_row(*row)
     return table
 
 

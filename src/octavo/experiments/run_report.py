@@ -23,14 +23,16 @@ from octavo.experiments.verdict import BAND_PERCENT, PairVerdict, PredictedSpeed
 from octavo.train.disk import write_file
 from octavo.train.record.metrics import LOSS, LOSS_EMA, LOSS_HIGH_PRECISION, RunResult
 
-MEMORY_CAPTION = ("GiB of tensors on the first GPU.", "GiB of tensors on the first GPU; orange: predicted.")
-"""Without and with a prediction."""
 CHIPS = {
     "within": f"within {BAND_PERCENT:g} %", "above": f"more than {BAND_PERCENT:g} % higher",
     "below": f"more than {BAND_PERCENT:g} % lower", "none": "no verdict",
 }  # fmt: skip
 ONLY_ON_GPUS = ("MFU", "peak memory")  # Rows that runs on a CPU do not have
 NOT_COMPARED = ("run.name", "run.out")  # Settings that differ between any two runs and do not affect the result
+HELD_OUT_LOSSES = {  # Metrics on held-out data that are losses, for people; all others are shares
+    LOSS: "held-out loss", LOSS_HIGH_PRECISION: "held-out loss in high precision",
+    LOSS_EMA: "held-out loss of averaged weights",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,15 +41,6 @@ class ReportFiles:
 
     html: Path
     verdict: Path | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class SummaryRow:
-    """One line of the summary table: a value per run as text, and how the second differs from the first."""
-
-    label: str
-    values: list[str]
-    difference: str = ""
 
 
 def write_report(runs: list[Path], out: Path, prediction: PredictedSpeed | None = None) -> ReportFiles:
@@ -59,33 +52,31 @@ def write_report(runs: list[Path], out: Path, prediction: PredictedSpeed | None 
     verdicts = [verdict(logged[0].result, run.result, prediction) for run in logged[1:]]
     out.mkdir(parents=True, exist_ok=True)
     files = ReportFiles(html=out / "report.html", verdict=out / "verdict.json" if verdicts else None)
-    title = logged[0].label
-    if verdicts:
-        title = f"{' and '.join(run.label for run in logged[1:])} against {title}"
     for path in filter(None, (files.html, files.verdict)):
         check_kind(path, "a report")
-    write_file(files.html, _page(logged, verdicts, title))
+    write_file(files.html, _page(logged, verdicts))
     if files.verdict:
         summary = {"verdicts": [v.to_json() for v in verdicts], "runs": [asdict(run.result) for run in logged]}
         write_file(files.verdict, json.dumps(summary, indent=2) + "\n")
     return files
 
 
-def summary_rows(results: Sequence[RunResult]) -> list[SummaryRow]:
-    """The summary table of one run or several; the difference is the second run's from the first's."""
+def summary_rows(results: Sequence[RunResult]) -> list[list[str]]:
+    """The summary table: in each row a label, a value per run and, of several, how the second differs."""
 
-    def row(label: str, value: Callable[[RunResult], float | None], text: str, compare: str = "") -> SummaryRow:
+    def row(label: str, value: Callable[[RunResult], float | None], text: str, compare: str = "") -> list[str]:
         values = [value(result) for result in results]
-        return SummaryRow(
-            label=label,
-            values=["–" if v is None else text.format(v) for v in values],
-            difference=_difference(values[0], values[1], compare) if compare and len(values) > 1 else "",
-        )
+        cells = [label, *("–" if v is None else text.format(v) for v in values)]
+        return cells if len(values) == 1 else [*cells, _difference(values[0], values[1], compare) if compare else ""]
+
+    def held_out(name: str) -> Callable[[RunResult], float | None]:
+        return lambda result: (result.held_out or {}).get(name)
 
     units = "/".join(dict.fromkeys(result.unit for result in results))
     unit = units.replace("s/", "/").removesuffix("s")
+    kinds = dict.fromkeys(HELD_OUT_LOSSES, "gap")
     rows = [
-        row(held_out_label(name), partial(_metric, name), _held_out_format(name), "gap" if _is_loss(name) else "points")
+        row(held_out_label(name), held_out(name), _held_out_format(name), kinds.get(name, "points"))
         for name in dict.fromkeys(name for result in results for name in result.held_out or {})
     ]
     rows += [
@@ -103,13 +94,12 @@ def summary_rows(results: Sequence[RunResult]) -> list[SummaryRow]:
         row("parameters", lambda r: r.parameters, "{:,}"),
         row("seconds in steps", lambda r: r.wall_s, "{:,.1f}", "ratio"),
     ]
-    return [row for row in rows if not (row.label.startswith(ONLY_ON_GPUS) and set(row.values) == {"–"})]
+    return [row for row in rows if not (row[0].startswith(ONLY_ON_GPUS) and set(row[1:]) == {"–"})]
 
 
 def held_out_label(name: str) -> str:
     """A metric on held-out data for people."""
-    labels = {LOSS: "held-out loss", LOSS_HIGH_PRECISION: "held-out loss in high precision"}
-    return (labels | {LOSS_EMA: "held-out loss of averaged weights"}).get(name, f"{name}, held-out")
+    return HELD_OUT_LOSSES.get(name, f"{name}, held-out")
 
 
 def held_out_text(name: str, value: float | None) -> str:
@@ -118,15 +108,7 @@ def held_out_text(name: str, value: float | None) -> str:
 
 
 def _held_out_format(name: str) -> str:
-    return "{:.4f}" if _is_loss(name) else "{:.2%}"
-
-
-def _is_loss(name: str) -> bool:
-    return name in (LOSS, LOSS_HIGH_PRECISION, LOSS_EMA)
-
-
-def _metric(name: str, result: RunResult) -> float | None:
-    return (result.held_out or {}).get(name)
+    return "{:.4f}" if name in HELD_OUT_LOSSES else "{:.2%}"
 
 
 def _difference(first: float | None, second: float | None, kind: str) -> str:
@@ -152,11 +134,11 @@ def run_charts(runs: Sequence[LoggedRun]) -> dict[str, list[Chart]]:
         drawn = [line for line in series if np.isfinite(line.y).any()]
         return [line_chart(title, unit, drawn, **layout)] if drawn else []
 
+    small_chart = partial(chart, height=SMALL, keep=[0])
+
     unit = runs[0].result.unit
     per = f"nats per {unit.removesuffix('s')}"
-    large = chart(
-        "Loss", per, lines("loss"), caption=f"{per.capitalize()}. Strong: running mean; light: each step."
-    )  # fmt: skip
+    large = chart("Loss", per, lines("loss"), caption=f"{per.capitalize()}. Strong: running mean; light: each step.")
     if len(runs) > 1:
         baseline = runs[0]
         gaps = [(run, *gap_percent(baseline.curves, run.curves)) for run in runs[1:]]
@@ -166,36 +148,38 @@ def run_charts(runs: Sequence[LoggedRun]) -> dict[str, list[Chart]]:
             caption=f"Percent of {baseline.label}'s loss at the same step. Shaded: ±{BAND_PERCENT:g} %.", height=FLAT,
             band=BAND_PERCENT,
         )  # fmt: skip
-    large += chart("Held-out loss", per, _measured(lines("held_out", noisy=False)), height=FLAT, keep=[0])
-    small = chart(f"{unit.capitalize()} per second", f"{unit}/s", lines("tokens_per_s"), height=SMALL, keep=[0])
-    small += chart("Gradient norm", "L2 norm before clipping", lines("grad_norm"), height=SMALL, keep=[0])
-    small += chart("Learning rate", "learning rate", lines("lr", noisy=False), height=SMALL, keep=[0])
-    small += chart("MFU", "percent", lines("mfu"), caption="Percent of the bf16 peak.", height=SMALL, keep=[0])
-    memory = lines("peak_memory", noisy=False)
+    # Without the steps in which nothing was measured, which would leave gaps.
+    held_out = [(line, np.isfinite(line.y)) for line in lines("held_out", noisy=False)]
+    measured = [replace(line, x=line.x[mask], y=line.y[mask]) for line, mask in held_out]
+    large += chart("Held-out loss", per, measured, height=FLAT, keep=[0])
+    small = small_chart(f"{unit.capitalize()} per second", f"{unit}/s", lines("tokens_per_s"))
+    small += small_chart("Gradient norm", "L2 norm before clipping", lines("grad_norm"))
+    small += small_chart("Learning rate", "learning rate", lines("lr", noisy=False))
+    small += small_chart("MFU", "percent", lines("mfu"), caption="Percent of the bf16 peak.")
+    memory, caption = lines("peak_memory", noisy=False), "GiB of tensors on the first GPU"
     expected = runs[0].setup.expected if len(runs) == 1 and runs[0].setup else None
     if expected is not None and expected.memory is not None:
         predicted = np.full(len(memory[0].x), expected.memory / 2**30)
         memory.insert(0, Line(label="predicted", slot=1, x=memory[0].x, y=predicted, noisy=False))
-    caption = MEMORY_CAPTION[len(memory) > len(runs)]
-    small += chart("Peak memory", "GiB", memory, caption=caption, height=SMALL, keep=[0])
+        caption += "; orange: predicted"
+    small += small_chart("Peak memory", "GiB", memory, caption=f"{caption}.")
     return {"large": large, "small": small}
 
 
-def _measured(lines: Sequence[Line]) -> list[Line]:
-    """Lines without the steps in which nothing was measured."""
-    return [replace(line, x=line.x[mask], y=line.y[mask]) for line in lines if (mask := np.isfinite(line.y)).any()]
-
-
-def _page(runs: list[LoggedRun], verdicts: list[PairVerdict], title: str) -> str:
+def _page(runs: list[LoggedRun], verdicts: list[PairVerdict]) -> str:
     first, setup = runs[0].result, runs[0].setup
+    title = f"{' and '.join(run.label for run in runs[1:])} against {runs[0].label}" if verdicts else runs[0].label
     steps = setup.steps if setup is not None else first.steps
     size = f"{first.parameters:,} parameters · {first.tokens:,} {first.unit}"
     stopped = "" if first.stopped == "done" or len(runs) > 1 else f" · stopped at step {first.steps:,} of {steps:,}"
+    packages = sorted({package for run in runs for package in run.result.versions})
+    versions = [[run.result.versions.get(package, "–") for package in packages] for run in runs]
     return render(
         "report.html.j2", title=title, subtitle=f"{first.name} · {size} · {first.device}{stopped}", verdicts=verdicts,
         chips=CHIPS, tiles=_tiles(runs, verdicts), charts=run_charts(runs), runs=runs,
         rows=summary_rows([run.result for run in runs]), differences=config_differences([run.config for run in runs]),
-        packages=sorted({package for run in runs for package in run.result.versions}),
+        packages=packages,
+        environment=[[run.label, run.result.device, *own] for run, own in zip(runs, versions, strict=True)],
     )  # fmt: skip
 
 
@@ -209,24 +193,20 @@ def _tiles(runs: list[LoggedRun], verdicts: list[PairVerdict]) -> list[dict[str,
         if pair.prediction is not None:
             label = f"{pair.baseline}'s speed, predicted, not measured: {pair.prediction.where}"
             speed = tile(pair.prediction.gain, "{:.2f} ×", label)
+        tiles = [tile(pair.tail_gap_percent, "{:+.2f} %", "loss gap, mean of the last 10 % of steps")]
+        if pair.held_out_sentence:
+            tiles.append(tile(pair.held_out_gap_percent, "{:+.2f} %", "gap of the held-out loss"))
         return [
-            tile(pair.tail_gap_percent, "{:+.2f} %", "loss gap, mean of the last 10 % of steps"),
-            *(
-                [tile(pair.held_out_gap_percent, "{:+.2f} %", "gap of the held-out loss")]
-                if pair.held_out_sentence
-                else []
-            ),
+            *tiles,
             tile(pair.memory_ratio, "{:.2f} ×", f"{pair.baseline}'s bytes saved for backward"),
             tile(pair.state_ratio, "{:.2f} ×", f"{pair.baseline}'s bytes of optimizer states"),
             speed,
         ]
     if len(runs) == 1:
         result = runs[0].result
+        held_out = (result.held_out or {}).items()
         return [
-            *(
-                tile(value, _held_out_format(name), held_out_label(name))
-                for name, value in (result.held_out or {}).items()
-            ),
+            *(tile(value, _held_out_format(name), held_out_label(name)) for name, value in held_out),
             tile(result.losses.tail_mean if result.losses else None, "{:.4f}", "mean loss, last 10 % of steps"),
             tile(result.tokens_per_s, "{:,.0f}", f"{result.unit}/s, median"),
             tile(result.saved_bytes_per_token, "{:,.0f}", f"saved for backward, bytes/{result.unit.removesuffix('s')}"),
@@ -234,14 +214,14 @@ def _tiles(runs: list[LoggedRun], verdicts: list[PairVerdict]) -> list[dict[str,
     return [tile(pair.tail_gap_percent, "{:+.2f} %", f"loss gap of {pair.candidate}") for pair in verdicts]
 
 
-def config_differences(configs: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """The settings that differ between configs, with each run's value."""
+def config_differences(configs: Sequence[str]) -> list[list[str]]:
+    """The settings that differ between configs: in each row a key and each run's value."""
     from octavo.train.config.run_config import flat  # imports torch
 
     settings = [dict(flat("", tomllib.loads(config))) for config in configs]
     keys = dict.fromkeys(key for own in settings for key in own if key not in NOT_COMPARED)
     return [
-        (key, [str(own.get(key, "not set")) for own in settings])
+        [key, *(str(own.get(key, "not set")) for own in settings)]
         for key in keys
         if any(own.get(key) != settings[0].get(key) for own in settings)
     ]

@@ -8,7 +8,7 @@ with different seeds lie apart is not known from it, so the verdict does not cla
 """
 
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from octavo.train.record.metrics import LOSS, RunResult
@@ -76,78 +76,70 @@ def verdict(a: RunResult, b: RunResult, prediction: PredictedSpeed | None = None
     obstacle = _obstacle(a, b)
     if obstacle or a.losses is None or b.losses is None:
         return PairVerdict(baseline=baseline, candidate=candidate, status="none", sentence=f"No verdict: {obstacle}.")
-    gap, percent = _gap(a.losses.tail_mean, b.losses.tail_mean)
-    final_gap, final_percent = _gap(a.losses.final, b.losses.final)
-    status = _status(percent, a.steps)
-    return PairVerdict(
-        baseline=baseline,
-        candidate=candidate,
-        status=status,
-        final_gap=final_gap,
-        final_gap_percent=final_percent,
-        tail_gap=gap,
-        tail_gap_percent=percent,
-        speed_ratio=_ratio(a.tokens_per_s, b.tokens_per_s),
-        memory_ratio=_ratio(a.saved_bytes_per_token, b.saved_bytes_per_token),
-        state_ratio=_ratio(a.state_bytes_per_parameter, b.state_bytes_per_parameter),
-        prediction=prediction,
-        sentence=_sentence(
-            f"{candidate}'s loss", f"{baseline}'s", "over the last 10 % of the steps", status, a.steps,
-            (a.losses.tail_mean, b.losses.tail_mean),
-        ),
-        **_held_out(a, b),
-        notes=tuple(_notes(a, b, prediction)),
+    status, gap, percent, sentence = _judge(
+        f"{candidate}'s loss", f"{baseline}'s", "over the last 10 % of the steps", a.steps,
+        a.losses.tail_mean, b.losses.tail_mean,
     )  # fmt: skip
+    final_gap = b.losses.final - a.losses.final
+    names = {"speed": "tokens_per_s", "memory": "saved_bytes_per_token", "state": "state_bytes_per_parameter"}
+    ratios: Any = {f"{name}_ratio": _ratio(getattr(a, field), getattr(b, field)) for name, field in names.items()}
+    pair = PairVerdict(
+        baseline=baseline, candidate=candidate, status=status, final_gap=final_gap,
+        final_gap_percent=100 * final_gap / a.losses.final, tail_gap=gap, tail_gap_percent=percent,
+        prediction=prediction, sentence=sentence, **_held_out(a, b), **ratios,
+    )  # fmt: skip
+    return replace(pair, notes=tuple(_notes(a, b, pair)))
 
 
 def _obstacle(a: RunResult, b: RunResult) -> str:
     """Why the two runs cannot be compared; empty if they can."""
     for run in (a, b):
+        name = arm_name(run.precision)
         if run.stopped == "non-finite":
-            return (
-                f"{arm_name(run.precision)} stopped after {run.steps:,} steps on a loss or gradient that was not finite"
-            )
+            return f"{name} stopped after {run.steps:,} steps on a loss or gradient that was not finite"
         if run.losses is None:
-            return f"{arm_name(run.precision)} has no step with a finite loss"
+            return f"{name} has no step with a finite loss"
         if run.losses.tail_mean <= 0:
-            return f"{arm_name(run.precision)}'s loss is {run.losses.tail_mean:g}, of which there is no percentage"
-    for field, unit in (("steps", "steps"), ("tokens", "tokens")):
-        mine, theirs = getattr(a, field), getattr(b, field)
+            return f"{name}'s loss is {run.losses.tail_mean:g}, of which there is no percentage"
+    for unit in ("steps", "tokens"):
+        mine, theirs = getattr(a, unit), getattr(b, unit)
         if mine != theirs:
             return f"{arm_name(a.precision)} trained for {mine:,} {unit} and {arm_name(b.precision)} for {theirs:,}"
     return ""
 
 
-def _gap(baseline: float, candidate: float) -> tuple[float, float]:
+def _judge(
+    subject: str, other: str, where: str, steps: int, baseline: float, candidate: float
+) -> tuple[Status, float, float, str]:
+    """The status of two losses, their gap, the same in percent, and the verdict in words."""
     gap = candidate - baseline
-    return gap, 100 * gap / baseline
-
-
-def _status(percent: float, steps: int) -> Status:
+    percent = 100 * gap / baseline
+    numbers = f"{candidate:.4f} against {baseline:.4f} nats per token, {percent:+.2f} %"
     if steps < FEWEST_STEPS:
-        return "none"
-    return "within" if abs(percent) <= BAND_PERCENT else "above" if percent > 0 else "below"
+        few = f"No verdict: {steps:,} steps are too few, {FEWEST_STEPS} are needed."
+        return "none", gap, percent, f"{few} {subject} against {other} so far: {numbers}."
+    band = f"{BAND_PERCENT:g} %"
+    if abs(percent) <= BAND_PERCENT:
+        return "within", gap, percent, f"{subject} is within {band} of {other} {where}: {numbers}."
+    if percent > 0:
+        return "above", gap, percent, f"{subject} is not within {band} of {other} {where}: it is higher, {numbers}."
+    sentence = f"{subject} is more than {band} below {other} {where}: {numbers}."
+    return "below", gap, percent, f"{sentence} One seed does not show that it is better."
 
 
 def _held_out(a: RunResult, b: RunResult) -> dict[str, Any]:
     """The fields of a verdict on the held-out losses, where both runs have one, or one that is not finite."""
-    losses = held_out_loss(a), held_out_loss(b)
-    if all(LOSS in (run.held_out or {}) for run in (a, b)) and None in losses:
+    first, second = held_out_loss(a), held_out_loss(b)
+    if all(LOSS in (run.held_out or {}) for run in (a, b)) and (first is None or second is None):
         names = " and ".join(arm_name(run.precision) for run in (a, b) if held_out_loss(run) is None)
-        status: Status = "above" if losses[1] is None and losses[0] is not None else "none"
         sentence = f"The held-out loss of {names} is not finite at the end."
-        return {"held_out_status": status, "held_out_sentence": sentence}
-    if losses[0] is None or losses[1] is None or losses[0] <= 0:
+        return {"held_out_status": "none" if first is None else "above", "held_out_sentence": sentence}
+    if first is None or second is None or first <= 0:
         return {}
-    gap, percent = _gap(losses[0], losses[1])
-    status = _status(percent, a.steps)
-    subject = f"{arm_name(b.precision)}'s held-out loss"
-    sentence = _sentence(
-        subject, f"{arm_name(a.precision)}'s", "at the end", status, a.steps, (losses[0], losses[1])
-    )  # fmt: skip
-    return {
-        "held_out_status": status, "held_out_gap": gap, "held_out_gap_percent": percent, "held_out_sentence": sentence,
-    }  # fmt: skip
+    subject, other = f"{arm_name(b.precision)}'s held-out loss", f"{arm_name(a.precision)}'s"
+    judged = _judge(subject, other, "at the end", a.steps, first, second)
+    fields = ("held_out_status", "held_out_gap", "held_out_gap_percent", "held_out_sentence")
+    return dict(zip(fields, judged, strict=True))
 
 
 def held_out_loss(run: RunResult) -> float | None:
@@ -159,45 +151,19 @@ def _ratio(baseline: float | None, candidate: float | None) -> float | None:
     return candidate / baseline if baseline and candidate is not None else None
 
 
-def _sentence(
-    subject: str, other: str, where: str, status: Status, steps: int, losses: tuple[float, float]
-) -> str:  # fmt: skip
-    """The verdict in words; `losses`: of the baseline and the candidate."""
-    numbers = f"{losses[1]:.4f} against {losses[0]:.4f} nats per token, {_gap(*losses)[1]:+.2f} %"
-    if status == "none":
-        return (
-            f"No verdict: {steps:,} steps are too few, {FEWEST_STEPS} are needed. "
-            f"{subject} against {other} so far: {numbers}."
-        )
-    if status == "within":
-        return f"{subject} is within {BAND_PERCENT:g} % of {other} {where}: {numbers}."
-    if status == "above":
-        return f"{subject} is not within {BAND_PERCENT:g} % of {other} {where}: it is higher, {numbers}."
-    return (
-        f"{subject} is more than {BAND_PERCENT:g} % below {other} {where}: {numbers}. "
-        "One seed does not show that it is better."
-    )
-
-
-def _notes(a: RunResult, b: RunResult, prediction: PredictedSpeed | None) -> list[str]:
-    baseline, candidate = arm_name(a.precision), arm_name(b.precision)
-    notes = []
-    if (memory := _ratio(a.saved_bytes_per_token, b.saved_bytes_per_token)) is not None:
-        notes.append(f"{candidate} saves {memory:.2f} × {baseline}'s bytes per token for the backward pass.")
-    if (states := _ratio(a.state_bytes_per_parameter, b.state_bytes_per_parameter)) is not None:
+def _notes(a: RunResult, b: RunResult, pair: PairVerdict) -> list[str]:
+    baseline, candidate, notes = pair.baseline, pair.candidate, []
+    if pair.memory_ratio is not None:
+        notes.append(f"{candidate} saves {pair.memory_ratio:.2f} × {baseline}'s bytes per token for the backward pass.")
+    if pair.state_ratio is not None:
         numbers = f"{b.state_bytes_per_parameter:.1f} against {a.state_bytes_per_parameter:.1f} bytes per parameter"
-        notes.append(f"{candidate}'s optimizer states take {states:.2f} × {baseline}'s memory: {numbers}.")
-    if prediction is not None:
-        notes.append(f"Predicted, not measured: {prediction.gain:.2f} × {baseline}'s speed for {prediction.where}.")
-    if (speed := _ratio(a.tokens_per_s, b.tokens_per_s)) is not None:
-        figure = f"{candidate} ran at {speed:.2f} × {baseline}'s tokens/s"
-        if b.device == "cpu":
-            notes.append(
-                f"{figure}, on a CPU, which has no FP8 matrix units and emulates FP8. "
-                "This says nothing about the speed on a GPU."
-            )
-        else:
-            notes.append(f"{figure} on {b.device}.")
+        notes.append(f"{candidate}'s optimizer states take {pair.state_ratio:.2f} × {baseline}'s memory: {numbers}.")
+    if (predicted := pair.prediction) is not None:
+        notes.append(f"Predicted, not measured: {predicted.gain:.2f} × {baseline}'s speed for {predicted.where}.")
+    if pair.speed_ratio is not None:
+        figure = f"{candidate} ran at {pair.speed_ratio:.2f} × {baseline}'s tokens/s"
+        on_cpu = "on a CPU, which has no FP8 matrix units and emulates FP8. This says nothing about the speed on a GPU"
+        notes.append(f"{figure}, {on_cpu}." if b.device == "cpu" else f"{figure} on {b.device}.")
     notes += [
         f"{arm_name(run.precision)} skipped {run.skipped_steps:,} of {run.steps:,} steps on overflow."
         for run in (a, b)
