@@ -6,14 +6,12 @@ import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 from octavo._version import __version__
-from octavo.cli.completion import complete_setting
 from octavo.cli.examples import EXAMPLES
 from octavo.cli.exit_codes import USAGE_ERROR, is_closed
 from octavo.runtime.extras import missing
@@ -55,34 +53,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-
-def in_home(path: Path | None) -> Path | None:
-    """Expand ~ in a path of the command line, which a shell does not expand within quotes."""
-    try:
-        return path and path.expanduser()
-    except RuntimeError:
-        raise typer.BadParameter(f"{path}: there is no such home directory") from None
-
-
-Config = Annotated[
-    Path, typer.Argument(metavar="CONFIG", help="The run's configuration.", show_default=False, callback=in_home)
-]
-
-Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="SECTION.KEY=VALUE", help="Settings to change, as optim.lr=1e-3.", show_default=False,
-        autocompletion=complete_setting,
-    ),
-]  # fmt: skip
-
-Shrink = Annotated[
-    bool,
-    typer.Option(
-        "--shrink", help="The same architecture, small, on the source of Python's standard library: for two CPU cores."
-    ),
-]
 
 
 @contextmanager

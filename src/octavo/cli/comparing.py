@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from octavo.cli.app import Overrides, Shrink, app, in_home, is_first_rank, print_plain, show_error, user_errors
+from octavo.cli.app import app, is_first_rank, print_plain, show_error, user_errors
 from octavo.cli.examples import EXAMPLES
 from octavo.cli.exit_codes import verdict
+from octavo.cli.options import Overrides, Shrink, flag, option, path_argument, path_option
 from octavo.runtime.terminal import stderr, stdout
 
 if TYPE_CHECKING:
@@ -25,10 +26,7 @@ if TYPE_CHECKING:
 @app.command(epilog=EXAMPLES["compare"])
 def compare(
     context: typer.Context,
-    config: Annotated[
-        Path | None,
-        typer.Argument(metavar="CONFIG", help="Configuration of all runs.", show_default=False, callback=in_home),
-    ] = None,
+    config: Annotated[Path | None, path_argument("CONFIG", "Configuration of all runs.")] = None,
     overrides: Overrides = None,
     arm: Annotated[
         list[str] | None,
@@ -38,37 +36,17 @@ def compare(
     ] = None,
     seeds: Annotated[
         str | None,
-        typer.Option(
-            metavar="N|LIST",
-            help="Number of seeds, starting at run.seed, or a list such as 1,2,5; at least two; default: 3.",
-            show_default=False,
-        ),
+        option("Number of seeds, starting at run.seed, or a list such as 1,2,5; at least two; default: 3.", "N|LIST"),
     ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            help="Folder of all runs; default: runs/compare-<run.name>.", show_default=False, callback=in_home
-        ),
-    ] = None,
-    losses: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Judge the losses in a JSON file, and train nothing.",
-            show_default=False,
-            callback=in_home,
-        ),
-    ] = None,
+    out: Annotated[Path | None, path_option("Folder of all runs; default: runs/compare-<run.name>.")] = None,
+    losses: Annotated[Path | None, path_option("Judge the losses in a JSON file, and train nothing.", "FILE")] = None,
     margin: Annotated[
         float | None,
         typer.Option(metavar="PERCENT", help="Largest loss gap that passes, compared with its upper bound."),
     ] = None,
     confidence: Annotated[float, typer.Option(metavar="PERCENT", help="Joint confidence of all verdicts.")] = 95.0,
-    max_seeds: Annotated[
-        int | None,
-        typer.Option(metavar="N", help="Planned maximum of seeds, up to 40; default: 40.", show_default=False),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="The verdicts as JSON.")] = False,
+    max_seeds: Annotated[int | None, option("Planned maximum of seeds, up to 40; default: 40.", "N")] = None,
+    as_json: Annotated[bool, flag("--json", "The verdicts as JSON.")] = False,
     shrink: Shrink = False,
 ) -> None:
     """Test on several seeds whether losses differ.

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from octavo.cli.app import app, in_home, print_plain, user_errors
+from octavo.cli.app import app, print_plain, user_errors
 from octavo.cli.examples import EXAMPLES
+from octavo.cli.options import flag, option, path_argument
 from octavo.runtime.terminal import stdout, width
 
 if TYPE_CHECKING:
@@ -31,14 +32,11 @@ SHOWN = 10  # Maximum number of findings shown
 @app.command(name="inspect", epilog=EXAMPLES["inspect"])
 def inspect_run(
     context: typer.Context,
-    run: Annotated[
-        Path,
-        typer.Argument(metavar="RUN", help="A run's folder, or a checkpoint.", show_default=False, callback=in_home),
-    ],
-    step: Annotated[int | None, typer.Option(help="A sampled step; default: the last.", show_default=False)] = None,
+    run: Annotated[Path, path_argument("RUN", "A run's folder, or a checkpoint.")],
+    step: Annotated[int | None, option("A sampled step; default: the last.")] = None,
     by: Annotated[str, typer.Option(help=f"Worst first, by {', '.join(ORDERS)}.")] = "sqnr",
     top: Annotated[int, typer.Option(min=1, help="Rows shown.")] = 20,
-    as_json: Annotated[bool, typer.Option("--json", help="All rows of the step as JSON.")] = False,
+    as_json: Annotated[bool, flag("--json", "All rows of the step as JSON.")] = False,
 ) -> None:
     """Show what FP8 does to the operands of a run's layers.
 
@@ -46,11 +44,10 @@ def inspect_run(
     a limit in any sampled step, and the worst operands of one of them.
     """
     with user_errors(context):
+        from octavo.numerics.names import counted_noun, nearest
         from octavo.train.record.statistics import all_findings, limits_of, run_of, statistics_of
 
         if by not in ORDERS:
-            from octavo.numerics.names import nearest
-
             raise ValueError(f"--by {by}: no such order{nearest(by, ORDERS)}; one of {', '.join(ORDERS)}")
         rows = statistics_of(run)
         sampled = sorted({row.step for row in rows})
@@ -64,19 +61,14 @@ def inspect_run(
             return
         console = stdout()
         findings = all_findings(rows, limits_of(run_of(run)))
-        print_plain(
-            console, f"{_counted(len(findings), 'figure')} crossed a limit in {_counted(len(sampled), 'sampled step')}."
-        )
+        figures = counted_noun(len(findings), "figure") if findings else "No figures"
+        print_plain(console, f"{figures} crossed a limit in {counted_noun(len(sampled), 'sampled step')}.")
         for finding in findings[:SHOWN]:
             print_plain(console, f"  {finding}")
         if len(findings) > SHOWN:
             print_plain(console, f"  … and {len(findings) - SHOWN} more: report.html has a table and heat maps")
         title = f"step {selected:,}: {min(top, len(shown))} of {len(shown)}, worst {by} first"
         print("\n".join(_table(shown[:top], title).lines(width())))
-
-
-def _counted(number: int, what: str) -> str:
-    return f"{number or 'No'} {what}{'' if number == 1 else 's'}"
 
 
 def _table(rows: "list[OperandStats]", title: str) -> "Table":

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from octavo.cli.app import Config, Overrides, Shrink, app, in_home, user_errors
+from octavo.cli.app import app, user_errors
 from octavo.cli.examples import EXAMPLES
+from octavo.cli.options import AsJson, Config, Overrides, Shrink, flag, path_option
 
 if TYPE_CHECKING:
     import torch
@@ -17,10 +18,8 @@ if TYPE_CHECKING:
 def doctor(
     context: typer.Context,
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:1; auto takes a GPU where there is one.")] = "auto",
-    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
-    deep: Annotated[
-        bool, typer.Option("--deep", help="Compare all Triton kernels with the reference instead.")
-    ] = False,
+    as_json: AsJson = False,
+    deep: Annotated[bool, flag("--deep", "Compare all Triton kernels with the reference instead.")] = False,
     seconds: Annotated[
         float, typer.Option(help="With --deep: seconds to continue with new inputs, after every kernel ran once.")
     ] = 60,
@@ -52,16 +51,13 @@ def plan(
     context: typer.Context,
     config: Config,
     overrides: Overrides = None,
-    memory: Annotated[bool, typer.Option("--memory", help="Plan the memory of a training step.")] = False,
+    memory: Annotated[bool, flag("--memory", "Plan the memory of a training step.")] = False,
     gpu: Annotated[
         str | None, typer.Option(help="GPU to predict for, as h100, or a TOML file; this machine needs no GPU.")
     ] = None,
     gpus: Annotated[int, typer.Option(help="With --gpu: how many there are in all.")] = 1,
     calibration: Annotated[
-        Path | None,
-        typer.Option(
-            help="With --gpu: JSON table that octavo calibrate wrote on this GPU.", show_default=False, callback=in_home
-        ),
+        Path | None, path_option("With --gpu: JSON table that octavo calibrate wrote on this GPU.")
     ] = None,
     device: Annotated[str, typer.Option(help="What to plan for, cuda or cpu; it need not be here.")] = "cuda",
     limit: Annotated[
@@ -69,9 +65,9 @@ def plan(
         typer.Option(help="With --memory: device memory in GiB that limits the largest batch; default: 79."),
     ] = None,
     layers: Annotated[
-        bool, typer.Option("--layers", help="With --memory: also the bytes that each kind of layer saves for backward.")
+        bool, flag("--layers", "With --memory: also the bytes that each kind of layer saves for backward.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+    as_json: AsJson = False,
     shrink: Shrink = False,
 ) -> None:
     """Predict time and memory of a run.

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from octavo.cli.app import Config, Overrides, Shrink, app, in_home, is_first_rank, print_plain, show_error, user_errors
+from octavo.cli.app import app, is_first_rank, print_plain, show_error, user_errors
 from octavo.cli.examples import EXAMPLES
+from octavo.cli.options import Config, Overrides, Shrink, flag, option, path_argument, path_option
 from octavo.runtime.terminal import stderr, stdout
 
 if TYPE_CHECKING:
@@ -28,19 +29,12 @@ def _complete_model(incomplete: str) -> list[str]:
 @app.command(epilog=EXAMPLES["init"])
 def init(
     context: typer.Context,
-    model: Annotated[
-        str | None, typer.Option(help="Name of a model in --list.", show_default=False, autocompletion=_complete_model)
-    ] = None,
+    model: Annotated[str | None, option("Name of a model in --list.", autocompletion=_complete_model)] = None,
     gpu: Annotated[str, typer.Option(help="GPU to train on, as h100, or a TOML file that describes one.")] = "h100",
     gpus: Annotated[int, typer.Option(help="How many there are in all.")] = 1,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="File to write; default: <model>.toml.", show_default=False, callback=in_home
-        ),
-    ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
-    list_models: Annotated[bool, typer.Option("--list", help="List the models, and write nothing.")] = False,
+    out: Annotated[Path | None, path_option("File to write; default: <model>.toml.", "FILE")] = None,
+    force: Annotated[bool, flag("--force", "Overwrite an existing file.")] = False,
+    list_models: Annotated[bool, flag("--list", "List the models, and write nothing.")] = False,
 ) -> None:
     """Write a commented configuration that fits your GPUs.
 
@@ -83,17 +77,14 @@ def train(
     config: Config,
     overrides: Overrides = None,
     out: Annotated[
-        Path | None,
-        typer.Option(help="Output folder; default: run.out of the config, or runs/<run.name>.", callback=in_home),
+        Path | None, path_option("Output folder; default: run.out of the config, or runs/<run.name>.")
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint in the folder.")] = False,
+    resume: Annotated[bool, flag("--resume", "Go on from the newest checkpoint in the folder.")] = False,
     best_effort: Annotated[
-        bool, typer.Option("--best-effort", help="With --resume: from the newest checkpoint that is not damaged.")
+        bool, flag("--best-effort", "With --resume: from the newest checkpoint that is not damaged.")
     ] = False,
     shrink: Shrink = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Make all checks, take one step, and keep nothing of it.")
-    ] = False,
+    dry_run: Annotated[bool, flag("--dry-run", "Make all checks, take one step, and keep nothing of it.")] = False,
     supervised: Annotated[bool, typer.Option("--supervised", hidden=True)] = False,
 ) -> None:
     """Train one model, configured by a TOML file.
@@ -184,19 +175,14 @@ def _supervised(context: typer.Context, arguments: list[str], folder: Path, *, r
 @app.command(epilog=EXAMPLES["export"])
 def export(
     context: typer.Context,
-    checkpoint: Annotated[
-        Path, typer.Argument(metavar="CHECKPOINT", help="A folder step-NNNNNN.", show_default=False, callback=in_home)
-    ],
-    out: Annotated[
-        Path,
-        typer.Argument(metavar="OUT", help="A folder that is new, or empty.", show_default=False, callback=in_home),
-    ],
+    checkpoint: Annotated[Path, path_argument("CHECKPOINT", "A folder step-NNNNNN.")],
+    out: Annotated[Path, path_argument("OUT", "A folder that is new, or empty.")],
     to: Annotated[
         str, typer.Option(help="bf16, or the FP8 layout of the recipe: fp8-row, fp8-block or mxfp8.")
     ] = "bf16",
     max_shard_size: Annotated[str, typer.Option(help="Largest size of one file of weights.")] = "50GB",
-    merge: Annotated[bool, typer.Option("--merge", help="The base of [lora] with its adapters added to it.")] = False,
-    ema: Annotated[bool, typer.Option("--ema", help="The averaged weights of optim.ema instead.")] = False,
+    merge: Annotated[bool, flag("--merge", "The base of [lora] with its adapters added to it.")] = False,
+    ema: Annotated[bool, flag("--ema", "The averaged weights of optim.ema instead.")] = False,
 ) -> None:
     """Write the weights of a checkpoint as Transformers, vLLM and SGLang read them.
 
@@ -219,9 +205,7 @@ def export(
 def demo(
     context: typer.Context,
     overrides: Overrides = None,
-    out: Annotated[
-        Path | None, typer.Option(help="Output folder; default: runs/demo, or the next that is free.", callback=in_home)
-    ] = None,
+    out: Annotated[Path | None, path_option("Output folder; default: runs/demo, or the next that is free.")] = None,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps of each arm; default: 100.")] = None,
     level: Annotated[str, typer.Option(help="Precision level of the second arm.")] = "fp8+activations+optimizer",
     recipe: Annotated[str | None, typer.Option(help="FP8 recipe of the second arm.")] = None,
@@ -268,15 +252,10 @@ def _show_files(console: "Console", folder: Path, files: "ReportFiles") -> None:
 @app.command(epilog=EXAMPLES["watch"])
 def watch(
     context: typer.Context,
-    run: Annotated[
-        Path, typer.Argument(metavar="RUN", help="A run's output folder.", show_default=False, callback=in_home)
-    ],
-    port: Annotated[
-        int | None,
-        typer.Option(min=0, max=65535, help="Port; default: the first free one from 8421 on.", show_default=False),
-    ] = None,
+    run: Annotated[Path, path_argument("RUN", "A run's output folder.")],
+    port: Annotated[int | None, option("Port; default: the first free one from 8421 on.", min=0, max=65535)] = None,
     host: Annotated[str, typer.Option(help="Address to listen on; by default this machine alone.")] = "127.0.0.1",
-    open_browser: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
+    open_browser: Annotated[bool, flag("--open", "Open the page in a browser.")] = False,
 ) -> None:
     """Show a run in the browser while it trains.
 
