@@ -117,11 +117,8 @@ def decide(gpu: Gpu, calls: Sequence[LinearCall], recipes: Sequence[Recipe], *, 
     bf16_cost, bf16 = total(bf16_costs), sum(cost.wall(gpu, eager=eager) for cost in bf16_costs)
     usable = [recipe for recipe in recipes if fp8_rate(gpu, recipe) is not None]
     if not usable:
-        reason = (
-            f"{gpu.name} has no FP8 matrix units: bf16"
-            if not gpu.fp8_tflops
-            else f"{', '.join(r.name for r in recipes)} is only emulated on {gpu.name}: bf16"
-        )
+        emulated = f"{', '.join(r.name for r in recipes)} is only emulated on {gpu.name}"
+        reason = f"{emulated if gpu.fp8_tflops else f'{gpu.name} has no FP8 matrix units'}: bf16"
         return LinearDecision(decision=Decision(recipe=None, reason=reason, gain=1.0), bf16=bf16, planned=bf16)
     costs = {r.name: [fp8_linear(gpu, call, r) for call in calls] for r in usable}
     times = {name: sum(cost.wall(gpu, eager=eager) for cost in each) for name, each in costs.items()}
@@ -129,22 +126,24 @@ def decide(gpu: Gpu, calls: Sequence[LinearCall], recipes: Sequence[Recipe], *, 
     recipe = next(r for r in usable if times[r.name] <= fastest * TIE_FACTOR)
     gain = bf16 / times[recipe.name]
     chosen = total(costs[recipe.name])
+    passes = (quantization_times(gpu, call, recipe) for call in calls)
+    quantizing = sum(sum(seconds for seconds, _ in (*forward, *backward)) for forward, backward in passes)
     numbers = (
         f"{_sizes(calls)}, bf16 {_ms(bf16)}{_measured_share(bf16_cost, bf16)}, {recipe.name} "
-        f"{_ms(times[recipe.name])}{_measured_share(chosen, times[recipe.name])}, "
-        f"of it quantizing {_ms(sum(_quantization_seconds(gpu, call, recipe) for call in calls))}"
+        f"{_ms(times[recipe.name])}{_measured_share(chosen, times[recipe.name])}, of it quantizing {_ms(quantizing)}"
     )
     if times[recipe.name] > chosen.total:
         numbers += "; bound by the host"
     if triton_reason(gpu, recipe) is not None:
         numbers += "; PyTorch has no such product on this GPU: Triton's, at an assumed rate"
     if gain >= MIN_SPEEDUP:
-        return LinearDecision(
-            decision=Decision(recipe=recipe, reason=f"{gain:.2f}×: {numbers}", gain=gain),
-            bf16=bf16,
-            planned=times[recipe.name],
-        )
-    reason = f"{recipe.name} would be {gain:.2f}×: {numbers}{_size_remarks(calls)}"
+        decision = Decision(recipe=recipe, reason=f"{gain:.2f}×: {numbers}", gain=gain)
+        return LinearDecision(decision=decision, bf16=bf16, planned=times[recipe.name])
+    narrowest, fewest = min(min(call.k, call.n) for call in calls), min(call.m for call in calls)
+    words = [f"narrow ({narrowest})"] if narrowest < NARROW_FEATURES else []
+    words += [f"few tokens ({fewest})"] if fewest < FEW_TOKENS else []
+    remarks = f"; {' and '.join(words)}" if words else ""
+    reason = f"{recipe.name} would be {gain:.2f}×: {numbers}{remarks}"
     return LinearDecision(decision=Decision(recipe=None, reason=reason, gain=1.0), bf16=bf16, planned=bf16)
 
 
@@ -172,18 +171,5 @@ def _measured_share(cost: Cost, wall: float) -> str:
     return "" if not fraction else " measured" if fraction > 0.999 else f" ({fraction:.0%} measured)"
 
 
-def _quantization_seconds(gpu: Gpu, call: LinearCall, recipe: Recipe) -> float:
-    forward, backward = quantization_times(gpu, call, recipe)
-    return sum(seconds for seconds, _ in (*forward, *backward))
-
-
 def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:.3g} ms"
-
-
-def _size_remarks(calls: Sequence[LinearCall]) -> str:
-    narrowest = min(min(call.k, call.n) for call in calls)
-    fewest = min(call.m for call in calls)
-    words = [f"narrow ({narrowest})"] if narrowest < NARROW_FEATURES else []
-    words += [f"few tokens ({fewest})"] if fewest < FEW_TOKENS else []
-    return f"; {' and '.join(words)}" if words else ""

@@ -12,7 +12,7 @@ assumed about it. What is assumed is checked: the blocks have the same modules, 
 the records agree in everything but one block's part. Else all blocks run.
 """
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, TypeVar
@@ -155,7 +155,12 @@ def from_few_blocks(
 
     `trace` records a copy with so many blocks of some stacks, by name.
     """
-    for some in _shortened(stacks):
+    # First all stacks, then each one short with all others whole.
+    short = [stack for stack in stacks if stack.extra]
+    tries = [stacks] if stacks else []
+    for stack in short if len(short) > 1 else ():
+        tries.append([other if other is stack else replace(other, few=len(other.blocks)) for other in stacks])
+    for some in tries:
         counts = {stack.name: stack.few for stack in some}
         try:
             few, *more = map(trace, (counts, *(counts | {stack.name: stack.few + 1} for stack in some if stack.extra)))
@@ -164,15 +169,6 @@ def from_few_blocks(
         if (combined := combine(some, few, more)) is not None:
             return combined
     return None
-
-
-def _shortened(stacks: Sequence[Stack]) -> Iterator[Sequence[Stack]]:
-    """Yield the stacks, then each one short with all others whole."""
-    if stacks:
-        yield stacks
-    short = [stack for stack in stacks if stack.extra]
-    for stack in short if len(short) > 1 else ():
-        yield [other if other is stack else replace(other, few=len(other.blocks)) for other in stacks]
 
 
 @dataclass(frozen=True)

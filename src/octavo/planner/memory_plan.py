@@ -126,11 +126,9 @@ class MemoryPlan(Displayed):
         known = [(peak.total, other._peaks[phase].total - peak.total) for phase, peak in self._peaks.items()]
         lasts = [self.batch + (limit_bytes - size) * extra // grown for size, grown in known if grown * extra > 0]
         most = min(lasts, default=0)
-        if most > 0:
-            outputs = self.outputs + (other.outputs - self.outputs) / extra * (most - self.batch)
-            if outputs > MOST_OUTPUTS:
-                return most
-        return largest_fitting(lambda size: replan(size).peak, peaks, limit_bytes, slope)
+        if most > 0 and self.outputs + (other.outputs - self.outputs) / extra * (most - self.batch) > MOST_OUTPUTS:
+            return most
+        return largest_fitting(lambda size: replan(size).peak, peaks, limit_bytes)
 
     def to_json(self) -> str:
         """Return the plan as JSON."""
@@ -152,8 +150,8 @@ def with_saved(plan: MemoryPlan, saved: Audit) -> MemoryPlan:
     return replace(plan, saved_by_dtype=sizes, saved_by_layer=saved.by_owner)
 
 
-def largest_fitting(peak: Callable[[int], int], peaks: dict[int, int], limit_bytes: int, slope: float) -> int:
-    """Return the largest batch whose peak is at most `limit_bytes`; 0 if none fits."""
+def largest_fitting(peak: Callable[[int], int], peaks: dict[int, int], limit_bytes: int) -> int:
+    """Return the largest batch whose peak is at most `limit_bytes`; 0 if none fits. `peaks` has two or more."""
     # A peak is a maximum of sums that are linear in the batch, so it is convex: it never grows by less from one
     # sequence to the next. Two known peaks bound all others, from above between them and from below outside. A few
     # evaluations suffice.
@@ -165,14 +163,8 @@ def largest_fitting(peak: Callable[[int], int], peaks: dict[int, int], limit_byt
             raise ValueError(
                 "the peak does not grow with the batch: every batch fits, or the first dimension is not the batch"
             )
-        if len(peaks) == 1:
-            ((batch, size),) = peaks.items()
-            guess = batch + int((limit_bytes - size) // max(slope, 1.0))
-            guess = max(guess, batch + 1) if high is None else min(max(guess, 1), batch - 1)
-        elif high is None:
-            guess = 2 * low
-        else:  # if `high` comes from extrapolation only, high - 1 is the most likely answer
-            guess = high - 1 if high not in peaks else (low + high) // 2
+        # If `high` comes from extrapolation only, high - 1 is the most likely answer.
+        guess = 2 * low if high is None else high - 1 if high not in peaks else (low + high) // 2
         guess = min(guess, MOST_SEQUENCES)
         peaks[guess] = peak(guess)
 

@@ -211,21 +211,20 @@ def _check(model: nn.Module, checkpointing: str) -> None:
         raise ValueError(f"checkpointing is {names}; got {checkpointing!r}{nearest(checkpointing, CHECKPOINTING)}")
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError("no parameter of this model requires a gradient: plan predicts training, unfreeze a parameter")
-    parts = (name for name, p in model.named_parameters() if isinstance(p, DTensor))
-    if (name := next(parts, None)) is not None:
-        raise ValueError(
-            f"{name} is a DTensor, distributed over ranks: plan the model before parallelize, fully_shard or "
-            "parallelize_module; tensor, sequence, pipeline and expert parallelism are not predicted"
-        )
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor):
+            raise ValueError(
+                f"{name} is a DTensor, distributed over ranks: plan the model before parallelize, fully_shard or "
+                "parallelize_module; tensor, sequence, pipeline and expert parallelism are not predicted"
+            )
 
 
 def _recipes(precision: Precision | None, recipe: str | Recipe, skip: Sequence[str]) -> tuple[Precision, Any]:
     """Return the precision of a request, and the recipes to choose from; None for the precision's."""
     if precision is not None:
         if not isinstance(precision, Precision):
-            raise TypeError(
-                f"precision is an octavo.Precision, as Precision.level('fp8', recipe='auto'); got {precision!r}"
-            )
+            example = "Precision.level('fp8', recipe='auto')"
+            raise TypeError(f"precision is an octavo.Precision, as {example}; got {precision!r}")
         if recipe != "auto" or skip:
             raise ValueError("precision includes recipe and skip: set them there, or pass them without precision")
         return precision, None
@@ -236,16 +235,13 @@ def _recipes(precision: Precision | None, recipe: str | Recipe, skip: Sequence[s
 
 @dataclass(frozen=True, kw_only=True)
 class _Inputs:
-    """The batch of a model, as tensors or shapes, to be made without storage."""
-
-    batch: Any
+    batch: Any  # Tensors or shapes, to be made without storage
     dtype: torch.dtype  # Of floating inputs given as shapes
     place: torch.device
     sizes: Sequence[tuple[int, ...]]  # Shapes of its tensors
 
     @classmethod
     def of(cls, model: nn.Module, batch: Any, device: str, or_else: str = "") -> "_Inputs":
-        """Read a batch. Raises ValueError if it has no tensor."""
         dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
         inputs = cls(batch=batch, dtype=dtype, place=fake_device(torch.device(device)), sizes=())
         with fake_tensors():
@@ -259,16 +255,13 @@ class _Inputs:
 
     @property
     def sequences(self) -> int:
-        """Its first dimension."""
         return self.sizes[0][0] if self.sizes[0] else 1
 
     def make(self, size: int | None = None) -> Any:
-        """Make the batch under FakeTensorMode, with another first dimension."""
         return fake_batch(self.batch, None if self.sizes and size == self.sequences else size, self.dtype, self.place)
 
 
 def _shapes(model: nn.Module, batch: Any, seq: int | None) -> Any:
-    """Return the batch as `fake_batch` takes it."""
     if seq is None:
         if isinstance(batch, int):
             raise TypeError("plan takes batch and seq, as in plan(model, 4, 2048), or the input of the model")
@@ -297,8 +290,7 @@ def trace_step(
 def default_loss(model: nn.Module, batch: Any) -> Tensor:
     """Return the model's `.loss` if it has one, else the sum of its outputs that require a gradient."""
     outputs = call(model, batch)
-    loss = getattr(outputs, "loss", None)
-    if isinstance(loss, Tensor):
+    if isinstance(loss := getattr(outputs, "loss", None), Tensor):
         return loss
     leaves = [leaf for leaf in tree_leaves(dict(outputs) if hasattr(outputs, "keys") else outputs)
               if isinstance(leaf, Tensor) and leaf.requires_grad]  # fmt: skip

@@ -141,7 +141,10 @@ class Workload:
         few = trace_again(trace, size, self.traced[kind])
         (series, messages, rest), block, blocks = few.whole, few.step.block, len(find_blocks(model))
         if config.shards > 1 or self.offloaded:
-            spread = _expert_spread(model, config.ep)
+            # Elements of all parameters over those of a rank that has 1 / `ep` of the experts.
+            experts = sum(p.numel() for m in model.modules() if looks_like_experts(m) for p in m.parameters())
+            whole = sum(p.numel() for p in model.parameters())
+            spread = whole / (whole - experts + experts / config.ep)
             series = memory_per_rank(series, config, blocks, block, rest, offloaded=self.offloaded, spread=spread)
         series = series.merge(BLOCK_GRADIENTS, GRADIENTS)
         if config.copies > 1 and config.shards == 1:  # DDP's buckets hold all gradients a second time
@@ -183,13 +186,6 @@ def held_beside(
             )
             beside[index] = held, {"forward": forward, "backward": backward}
     return beside
-
-
-def _expert_spread(model: nn.Module, ep: int) -> float:
-    """Return the elements of all parameters over those of a rank that has 1 / `ep` of the experts."""
-    experts = sum(p.numel() for m in model.modules() if looks_like_experts(m) for p in m.parameters())
-    whole = sum(p.numel() for p in model.parameters())
-    return whole / (whole - experts + experts / ep)
 
 
 def trace_stages(stages: Sequence[Stage], plan: Plan, trace: Callable[[Stage], Trace]) -> list[Trace]:

@@ -153,14 +153,8 @@ def triton_reason(gpu: Gpu, recipe: Recipe) -> str | None:
     does.
     """
     capability = divmod(gpu.capability, 10)
-    return next(
-        (
-            why
-            for case in cases_of(recipe).values()
-            if gpu.capability and (why := unsupported_by_capability(capability, case))
-        ),
-        None,
-    )
+    reasons = (unsupported_by_capability(capability, case) for case in cases_of(recipe).values() if gpu.capability)
+    return next(filter(None, reasons), None)
 
 
 def bf16_linear(gpu: Gpu, linear: LinearCall) -> Cost:
@@ -208,26 +202,17 @@ def _weight_only_linear(gpu: Gpu, linear: LinearCall) -> Cost:
 def quantization_times(gpu: Gpu, linear: LinearCall, recipe: Recipe) -> tuple[list[Timed], list[Timed]]:
     """Predict the times of a linear layer's quantizations, in forward and in backward; the share of channel scales."""
     forward, backward = (
-        [_timed(gpu, "quantize", q.case, q.shape, _quantize_seconds(gpu, q)) for q in phase]
+        [_timed(gpu, "quantize", q.case, q.shape, q.seconds(gpu)) for q in phase]
         for phase in quantize_calls(linear, recipe)
     )
     if recipe.equalization and (linear.dgrad or linear.wgrad):
-        forward.append((_refresh_seconds(gpu, linear) / recipe.equalization, False))
+        # One measurement of column maxima, and the channel scales computed from them.
+        refresh = memory_time(gpu, 2.0 * linear.n * linear.k / gpu.maxima_efficiency)
+        if linear.first:
+            refresh += memory_time(gpu, 2.0 * linear.m * linear.k / gpu.maxima_efficiency)
+            refresh += SCALES_LAUNCHES * gpu.launch_us * 1e-6
+        forward.append((refresh / recipe.equalization, False))
     return forward, backward
-
-
-def _quantize_seconds(gpu: Gpu, call: "QuantizeCall") -> float:
-    casts = sum(memory_time(gpu, size) for size in call.bytes)
-    return casts + memory_time(gpu, call.column_maxima / gpu.maxima_efficiency)
-
-
-def _refresh_seconds(gpu: Gpu, linear: LinearCall) -> float:
-    """Predict the seconds of one measurement of column maxima, and of the channel scales computed from them."""
-    maxima = memory_time(gpu, 2.0 * linear.n * linear.k / gpu.maxima_efficiency)
-    if linear.first:
-        maxima += memory_time(gpu, 2.0 * linear.m * linear.k / gpu.maxima_efficiency)
-        maxima += SCALES_LAUNCHES * gpu.launch_us * 1e-6
-    return maxima
 
 
 def _timed(gpu: Gpu, op: str, case: tuple[str, ...], shape: tuple[int, ...], predicted: float) -> Timed:
@@ -246,14 +231,17 @@ def _sum_cost(products: dict[str, Timed], forward: list[Timed], backward: list[T
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizeCall:
-    """Quantization of one matrix: its case in calibration tables, its shape, the bytes of each pass, and those of one
-    that finds maxima of columns.
-    """
+    """Quantization of one matrix."""
 
-    case: tuple[str, ...]
+    case: tuple[str, ...]  # In calibration tables
     shape: tuple[int, int]
-    bytes: tuple[float, ...]
-    column_maxima: float = 0.0
+    bytes: tuple[float, ...]  # Of each pass
+    column_maxima: float = 0.0  # Bytes of a pass that finds maxima of columns
+
+    def seconds(self, gpu: Gpu) -> float:
+        """Predict the time of all passes."""
+        casts = sum(memory_time(gpu, size) for size in self.bytes)
+        return casts + memory_time(gpu, self.column_maxima / gpu.maxima_efficiency)
 
 
 def quantize_calls(linear: LinearCall, recipe: Recipe) -> tuple[list[QuantizeCall], list[QuantizeCall]]:
@@ -290,8 +278,7 @@ def _quantize_call(
     )
     cast = (2.0 + len(specs)) * elements + scales
     return QuantizeCall(
-        case=(*texts, order, "scale" if has_scale else "nothing"),
-        shape=shape,
+        case=(*texts, order, "scale" if has_scale else "nothing"), shape=shape,
         bytes=(2.0 * elements, cast) if amax == {FULL} else (cast,),
         column_maxima=2.0 * elements if amax - {FULL} else 0.0,
-    )
+    )  # fmt: skip

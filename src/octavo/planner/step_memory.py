@@ -23,8 +23,8 @@ These are the rules of torch 2.13's FSDP2. The tests compare them with FSDP2 ste
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -86,11 +86,7 @@ class StepTrace:
     @property
     def amounts(self) -> dict[tuple[Any, ...], int]:
         """All numbers that grow by the same with each block."""
-        rows: dict[Any, Mapping[Any, int]] = {
-            "held": self.events.held,
-            "sent": self.messages,
-            "rest": asdict(self.rest),
-        }
+        rows: dict[Any, Any] = {"held": self.events.held, "sent": self.messages, "rest": asdict(self.rest)}
         rows |= {("after", phase): peak for phase, peak in self.events.peaks_after_backward.items()}
         return {(row, key): size for row, sizes in rows.items() for key, size in sizes.items()}
 
@@ -123,31 +119,22 @@ def follow_step(
     inside = {id(p): p for block in blocks for p in block.parameters()}
     timeline.relabel([p.grad for p in inside.values() if p.grad is not None], BLOCK_GRADIENTS)
     compressed = _in_fp8(model) if step_config.fp8_gather else {}
-    parameters_by_block = [list(block.parameters()) for block in blocks]
-    largest = max(
-        parameters_by_block, key=lambda parameters: sum(local_part(p).numel() for p in parameters), default=[]
-    )
+    by_block = [list(block.parameters()) for block in blocks]
+    largest = max(by_block, key=lambda parameters: sum(local_part(p).numel() for p in parameters), default=[])
+    outside = [p for p in model.parameters() if id(p) not in inside]
+    # Bytes of a gradient's element that is being reduced: of a block, and of parameters outside.
+    reduced = (0.0, FP8_BYTES_PER_ELEMENT) if step_config.fp8_reduce else (step_config.reduce_bytes,) * 2
     return StepTrace(
-        events=timeline.events(),
-        tokens=max(tensors[0].numel(), 1),
-        block=_group(largest, compressed, 0.0 if step_config.fp8_reduce else step_config.reduce_bytes),
-        rest=_group(
-            [p for p in model.parameters() if id(p) not in inside], compressed,
-            FP8_BYTES_PER_ELEMENT if step_config.fp8_reduce else step_config.reduce_bytes,
-        ),
-        messages=timeline.messages,
-        outputs=timeline.outputs,
+        events=timeline.events(), tokens=max(tensors[0].numel(), 1), block=_group(largest, compressed, reduced[0]),
+        rest=_group(outside, compressed, reduced[1]), messages=timeline.messages, outputs=timeline.outputs,
     )  # fmt: skip
 
 
 def _in_fp8(model: nn.Module) -> dict[int, int]:
     """Return the bytes of each weight that is gathered in FP8, by id."""
-    sizes = {}
-    for module in model.modules():
-        if is_converted(module) and module.recipe.supports_fp8_gather:
-            weight = local_part(module.weight)
-            sizes[id(module.weight)] = weight.numel() + 4 * weight.shape[0]
-    return sizes
+    layers: list[Any] = [m for m in model.modules() if is_converted(m) and m.recipe.supports_fp8_gather]
+    weights = [(id(layer.weight), local_part(layer.weight)) for layer in layers]
+    return {key: weight.numel() + 4 * weight.shape[0] for key, weight in weights}
 
 
 def _gathered_bytes(parameter: nn.Parameter) -> int:
@@ -157,15 +144,13 @@ def _gathered_bytes(parameter: nn.Parameter) -> int:
 
 
 def _group(parameters: list[nn.Parameter], compressed: dict[int, int], reduced: float) -> ShardGroup:
-    allocation_granularity = ALLOCATION_GRANULARITY["cuda"]
+    granularity = ALLOCATION_GRANULARITY["cuda"]
     trained = [local_part(p) for p in parameters if p.requires_grad]
     elements = sum(p.numel() for p in trained)
     return ShardGroup(
-        gathered=sum(compressed.get(id(p)) or _gathered_bytes(p) for p in parameters),
-        gradients=sum(-(-p.nbytes // allocation_granularity) * allocation_granularity for p in trained),
-        reduced=int(reduced * elements),
-        elements=elements,
-    )
+        gathered=sum(compressed.get(id(p)) or _gathered_bytes(p) for p in parameters), elements=elements,
+        gradients=sum(-(-p.nbytes // granularity) * granularity for p in trained), reduced=int(reduced * elements),
+    )  # fmt: skip
 
 
 def make_states(optimizer: torch.optim.Optimizer) -> list[Tensor]:
@@ -242,25 +227,23 @@ class FewBlocks:
 
 def trace_blocks(trace: TraceBlocks, size: int, stacks: Sequence[Stack]) -> FewBlocks:
     """Trace a step on few blocks of each stack; on all of them if few do not show what all add."""
-    few = from_few_blocks(stacks, lambda counts: trace(counts, size), partial(_few_blocks, size))
+
+    def combine(stacks: Sequence[Stack], few: StepTrace, more: Sequence[StepTrace]) -> FewBlocks | None:
+        growths = [growth for other in more if (growth := _growth(few, other)) is not None]
+        if len(growths) < len(more):
+            return None
+        return FewBlocks(size, few, stacks, list(zip(growths, (s.extra for s in stacks if s.extra), strict=True)))
+
+    few = from_few_blocks(stacks, lambda counts: trace(counts, size), combine)
     return FewBlocks(size, trace({}, size)) if few is None else few
-
-
-def _few_blocks(size: int, stacks: Sequence[Stack], few: StepTrace, more: Sequence[StepTrace]) -> FewBlocks | None:
-    growths = [_growth(few, other) for other in more]
-    known = [growth for growth in growths if growth is not None]
-    extra = [stack.extra for stack in stacks if stack.extra]
-    return FewBlocks(size, few, stacks, list(zip(known, extra, strict=True))) if len(known) == len(growths) else None
 
 
 def _growth(few: StepTrace, more: StepTrace) -> Growth | None:
     """Compare two steps of models that differ by a block; None if they differ elsewhere, too."""
     forward = insertion(few.events.forward, more.events.forward)
     backward = insertion(few.events.backward, more.events.backward)
-    if forward is None or backward is None:
-        return None
-    if not forward.part or forward.source is None:  # the block did not run, or not as the one before it
-        return None
+    if forward is None or backward is None or not forward.part or forward.source is None:
+        return None  # more than a block differs; or the block did not run, or not as the one before it
     if {event.phase for event in few.events.after} != {event.phase for event in more.events.after}:
         return None
     one, other = few.amounts, more.amounts
@@ -272,17 +255,14 @@ def trace_again(trace: TraceBlocks, size: int, known: FewBlocks) -> FewBlocks:
     if size == known.size:
         return known
     # What collectives send grows with the batch, so it takes the step with one more block.
-    if not known.growths or known.step.messages:
-        return trace_blocks(trace, size, known.stacks)
-    try:
-        few = trace({stack.name: stack.few for stack in known.stacks}, size)
-    except ValueError:  # a tower is read at a block that it lacks
-        return trace_blocks(trace, size, known.stacks)
-    growths = [(repeated(few.events, known.step.events, growth), extra) for growth, extra in known.growths]
-    again = [(growth, extra) for growth, extra in growths if growth is not None]
-    if len(again) < len(growths):
-        return trace_blocks(trace, size, known.stacks)
-    return replace(known, size=size, step=few, growths=again)
+    if known.growths and not known.step.messages:
+        with suppress(ValueError):  # a tower is read at a block that it lacks
+            few = trace({stack.name: stack.few for stack in known.stacks}, size)
+            growths = [(repeated(few.events, known.step.events, growth), extra) for growth, extra in known.growths]
+            again = [(growth, extra) for growth, extra in growths if growth is not None]
+            if len(again) == len(growths):
+                return replace(known, size=size, step=few, growths=again)
+    return trace_blocks(trace, size, known.stacks)
 
 
 def repeated(step: StorageEvents, few: StorageEvents, known: Growth) -> Growth | None:

@@ -17,8 +17,9 @@ sees memory inside kernels, the CUDA context, or fragmentation.
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -159,7 +160,7 @@ class Timeline(TorchDispatchMode):
 
     def __init__(self, allocation_granularity: int = 1) -> None:
         TorchDispatchMode.__init__(self)
-        self._allocation_granularity = allocation_granularity
+        self._granularity = allocation_granularity
         self._numbers = WeakIdKeyDictionary()
         self._sizes: dict[int, int] = {}
         self._kinds: dict[int, str] = {}
@@ -257,23 +258,17 @@ class Timeline(TorchDispatchMode):
         number: int | None = self._numbers.get(storage)
         if number is None:
             number = self._numbers[storage] = len(self._sizes)
-            self._alive[number] = weakref.ref(storage, self._end_callback(number))
-            self._change(number, self._rounded(storage))
+            self._alive[number] = weakref.ref(storage, partial(self._end, number))
+            self._change(number, math.ceil(storage.nbytes() / self._granularity) * self._granularity)
         return number
-
-    def _rounded(self, storage: torch.UntypedStorage) -> int:
-        return math.ceil(storage.nbytes() / self._allocation_granularity) * self._allocation_granularity
 
     def _change(self, number: int, size: int) -> None:
         self._events.append((number, size - self._sizes.get(number, 0), self._phase))
         self._sizes[number] = size
 
-    def _end_callback(self, number: int) -> Callable[[Any], None]:
-        def end(_: Any) -> None:
-            del self._alive[number]
-            self._change(number, 0)
-
-        return end
+    def _end(self, number: int, _: Any) -> None:
+        del self._alive[number]
+        self._change(number, 0)
 
 
 def _unwrapped(tensors: Iterable[Tensor]) -> Iterator[Tensor]:

@@ -12,7 +12,7 @@ that reads its outside inputs and writes the outputs that are read later. Induct
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -77,21 +77,22 @@ class Trace:
 def trace(model: nn.Module, linears: Mapping[str, nn.Module], forward: Callable[[], Any]) -> Trace:
     """Record one forward."""
     tracer = _Tracer()
-    with _hooked(tracer, linears), tracer:
+    with ExitStack() as stack:
+        for name, module in linears.items():
+            enter, leave = partial(tracer.enter, name), tracer.leave
+            stack.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
+            stack.callback(module.register_forward_hook(leave, always_call=True).remove)
+        stack.enter_context(tracer)
         forward()
     parameters = [local_part(p) for p in model.parameters()]
     experts = (m for m in model.modules() if looks_like_experts(m))
     return Trace(
-        calls={name: tuple(calls) for name, calls in tracer.calls.items()},
-        attention=tracer.attention,
-        products=tuple(tracer.products),
-        rest=tuple(tracer.rest),
-        regions=tuple(tracer.regions()),
-        parameters=sum(p.numel() for p in parameters),
+        calls={name: tuple(calls) for name, calls in tracer.calls.items()}, attention=tracer.attention,
+        products=tuple(tracer.products), rest=tuple(tracer.rest), regions=tuple(tracer.regions()),
+        parameters=sum(p.numel() for p in parameters), fused=tracer.fused,
         trained=sum(p.numel() for p in parameters if p.requires_grad),
-        fused=tracer.fused,
         experts=sum(p.numel() for module in experts for p in module.parameters()),
-    )
+    )  # fmt: skip
 
 
 def trace_model(
@@ -156,19 +157,6 @@ def _block_calls(trace: Trace, block: str) -> dict[str, tuple[LinearCall, ...]]:
     return {name[len(block) :]: calls for name, calls in trace.calls.items() if f"{name}.".startswith(f"{block}.")}
 
 
-@contextmanager
-def _hooked(tracer: "_Tracer", linears: Mapping[str, nn.Module]) -> Iterator[None]:
-    handles = []
-    for name, module in linears.items():
-        handles.append(module.register_forward_pre_hook(partial(tracer.enter, name), with_kwargs=True))
-        handles.append(module.register_forward_hook(tracer.leave, always_call=True))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
 class _Tracer(TorchDispatchMode):
     def __init__(self) -> None:
         TorchDispatchMode.__init__(self)
@@ -194,9 +182,8 @@ class _Tracer(TorchDispatchMode):
             count, k, both, inner = experts_shape(module)
             wgrad = any(p.requires_grad for p in module.parameters())
             for features, outputs, dgrad in ((k, both, hidden.requires_grad), (inner, k, True)):
-                calls.append(
-                    LinearCall(m=index.numel(), k=features, n=outputs, dgrad=dgrad, wgrad=wgrad, experts=count)
-                )
+                sizes = {"m": index.numel(), "k": features, "n": outputs}
+                calls.append(LinearCall(**sizes, dgrad=dgrad, wgrad=wgrad, experts=count))
             self._in_experts += 1
             return
         given, weight = args[0], module.weight  # a rank's part of a DTensor does not say whether that needs a gradient
@@ -238,10 +225,8 @@ class _Tracer(TorchDispatchMode):
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented  # the subclass runs on its inner tensors, which arrive here
         out = func(*args, **(kwargs or {}))
-        if self._inside:
-            return out
-        if func.namespace == "c10d":
-            return out  # its time is that of the links
+        if self._inside or func.namespace == "c10d":
+            return out  # the time of collectives is that of the links
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         input_storages = {t.untyped_storage()._cdata for t in inputs}
