@@ -123,7 +123,6 @@ def _errors(x: Tensor, form: OperandFormat, q: ScaledTensor) -> list[Tensor]:
 
 
 def _values(x: Tensor, fold: Tensor | None, chunk: slice) -> Tensor:
-    """Return rows of the operand in float32, as a new tensor."""
     values = x[chunk].to(torch.float32, copy=True)
     return values if fold is None else values.mul_(fold if fold.shape[0] == 1 else fold[chunk])
 
@@ -158,10 +157,8 @@ class Accumulators:
         """Count an operand; return it quantized in its own format and the others'."""
         counted, quantized = accumulate(x, form, others, self.order)
         self.order += 1
-        if key in self.by_key:
-            self.by_key[key].add(counted)
-        else:
-            self.by_key[key] = counted
+        if (earlier := self.by_key.setdefault(key, counted)) is not counted:
+            earlier.add(counted)
         return quantized
 
     def reduced(
@@ -179,12 +176,8 @@ class Accumulators:
             dist.all_reduce(sums, dist.ReduceOp.SUM, group)
             dist.all_reduce(maxima, dist.ReduceOp.MAX, group)
         width = sums.shape[1]
-        both = torch.cat([sums, maxima], dim=1).cpu()
-        return {
-            key: Accumulator(values[:width], values[width:])
-            for key, values in zip(keys, both, strict=True)
-            if values[0] > 0
-        }
+        both = zip(keys, torch.cat([sums, maxima], dim=1).cpu(), strict=True)
+        return {key: Accumulator(row[:width], row[width:]) for key, row in both if row[0] > 0}
 
 
 def as_stats(

@@ -334,10 +334,7 @@ def _layers_of_other_stages(model: nn.Module, stages: dist.ProcessGroup | None) 
     """Return the linear layers that only other ranks have, with their recipes."""
     if stages is None:
         return {}
-    own = {
-        name: module.recipe if is_converted(module) else None
-        for name, module in model.named_modules()
-        if is_converted(module) or is_linear(module)
-    }
+    linears: Any = [(name, m) for name, m in model.named_modules() if is_converted(m) or is_linear(m)]
+    own = {name: module.recipe if is_converted(module) else None for name, module in linears}
     by_rank = gather_objects(own, stages)
     return {name: recipe for layers in by_rank for name, recipe in layers.items() if name not in own}

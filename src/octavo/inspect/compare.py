@@ -221,10 +221,8 @@ class _Pairs:
         """Return the arm's run with the highest loss and its multiple of the baseline, if it is a blow-up."""
         if self.failed(self.base):
             return None
-        multiples = [
-            loss / min(base, self.median) if loss == loss else 0.0
-            for base, loss in zip(self.base, self.losses, strict=True)
-        ]
+        pairs = zip(self.base, self.losses, strict=True)
+        multiples = [loss / min(base, self.median) if loss == loss else 0.0 for base, loss in pairs]
         highest = max(range(len(multiples)), key=multiples.__getitem__)
         distance = math.sqrt(2) * statistics.stdev(math.log(loss) for loss in self.base)
         if multiples[highest] <= BLOW_UP or math.log(multiples[highest]) <= 5 * distance:  # of two baseline seeds

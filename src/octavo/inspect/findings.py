@@ -113,7 +113,13 @@ class History:
 
 def findings(rows: Sequence[OperandStats], thresholds: Thresholds, history: History | None = None) -> list[Finding]:
     """Return the statistics of one step that crossed a limit, in the order of the rows."""
-    crossings = _nonfinite(rows, thresholds.nonfinite)
+
+    def finding(row: OperandStats, what: str, value: float, limit: float) -> Finding:
+        return Finding(step=row.step, layer=row.layer, operand=row.operand, what=what, value=value, limit=limit)
+
+    bad = [row for row in rows if row.nonfinite > thresholds.nonfinite]
+    origins = [row for row in bad if row.operand == "w" or row is bad[0]]
+    crossings = [finding(row, "nonfinite", row.nonfinite, thresholds.nonfinite) for row in origins]
     for row in rows:
         underflow_limit = thresholds.underflow if row.operand in ("x", "w") else min(2 * thresholds.underflow, 1.0)
         checks = [
@@ -126,15 +132,5 @@ def findings(rows: Sequence[OperandStats], thresholds: Thresholds, history: Hist
             jump = row.amax / typical
             crossed = jump > thresholds.amax_jump or jump * thresholds.amax_jump < 1
             checks.append(("amax_jump", jump, thresholds.amax_jump, crossed))
-        crossings += [_finding(row, what, value, limit) for what, value, limit, crossed in checks if crossed]
+        crossings += [finding(row, what, value, limit) for what, value, limit, crossed in checks if crossed]
     return crossings
-
-
-def _nonfinite(rows: Sequence[OperandStats], limit: int) -> list[Finding]:
-    bad = [row for row in rows if row.nonfinite > limit]
-    origins = [row for row in bad if row.operand == "w" or row is bad[0]]
-    return [_finding(row, "nonfinite", row.nonfinite, limit) for row in origins]
-
-
-def _finding(row: OperandStats, what: str, value: float, limit: float) -> Finding:
-    return Finding(step=row.step, layer=row.layer, operand=row.operand, what=what, value=value, limit=limit)

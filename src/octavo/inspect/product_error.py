@@ -17,7 +17,6 @@ per tensor are not measured under tensor parallelism, which does not have them.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -60,11 +59,8 @@ class ProductErrors:
     def save_operands(self, layer: str, module: nn.Module, x_MK: Tensor, channels: ChannelScales | None) -> None:
         """Copy the operands of a forward of a measured layer, with the given channel scales."""
         if layer not in self._weights:
-            weight: Any = local_part(module.weight)  # a part of a DTensor
-            if is_transposed(module):
-                weight = weight.t()
-            if isinstance(weight, Fp8Weight):
-                weight = weight.dequantized(torch.float32)
+            weight = weight_of(module)
+            weight = weight.dequantized(torch.float32) if isinstance(weight, Fp8Weight) else weight
             self._weights[layer] = weight.detach().to(torch.float32, copy=True)
         w_NK, own = self._weights[layer], getattr(getattr(module, "recipe", None), "name", None)
         by_recipe = {
@@ -110,6 +106,12 @@ class ProductErrors:
         return errors
 
 
+def weight_of(module: nn.Module) -> Tensor:
+    """Return W [N,K] of a layer, or this rank's part."""
+    weight: Tensor = local_part(module.weight)
+    return weight.t() if is_transposed(module) else weight
+
+
 def channels_of(recipe: Recipe, x_MK: Tensor, w_NK: Tensor) -> ChannelScales | None:
     """Return the channel scales that a recipe would have for these operands alone; None if it does not equalize."""
     return equalize(channel_amax(x_MK), column_amax(w_NK)) if recipe.equalization else None
@@ -125,16 +127,14 @@ def products(
     if exact[1] is not None:
         w_q = w_q if r.dgrad_w == r.w else quantize(w, r.dgrad_w, factor)
         g_q, w_q = _quantize_folded(g, r.dgrad_g, w_q, r.folds_w, transposed=True)
-        products[1] = _scaled(g_q.dequantize() @ w_q.dequantize(), inverse)
+        product = g_q.dequantize() @ w_q.dequantize()
+        products[1] = product if inverse is None else product * inverse
     if exact[2] is not None and r.wgrad_g is not None and r.wgrad_x is not None:
         x_q = x_q if r.wgrad_x == r.x else quantize(x, r.wgrad_x, inverse)
         g_q, x_q = _quantize_folded(g, r.wgrad_g, x_q, r.folds_x, transposed=False)
-        products[2] = _scaled(g_q.dequantize().t() @ x_q.dequantize(), factor)
+        product = g_q.dequantize().t() @ x_q.dequantize()
+        products[2] = product if factor is None else product * factor
     return products
-
-
-def _scaled(product: Tensor, factor: Tensor | None) -> Tensor:
-    return product if factor is None else product * factor
 
 
 def _quantize_folded(

@@ -23,11 +23,10 @@ import torch
 from torch import Tensor, nn
 
 from octavo.inspect.accumulator import Accumulators, OperandFormat
-from octavo.inspect.product_error import ProductErrors, channels_of
+from octavo.inspect.product_error import ProductErrors, channels_of, weight_of
 from octavo.kernels import quantize
 from octavo.nn.equalized import current_channels
 from octavo.nn.gathered import Fp8AllGatherOutput, GatheredInput, ShardedWeight
-from octavo.nn.linear_subclasses import is_transposed
 from octavo.nn.resident import Fp8Weight
 from octavo.numerics.equalization import ChannelScales
 from octavo.numerics.formats import SUPPORTED_DTYPES
@@ -66,18 +65,17 @@ class Sample:
     """The hooks of one step."""
 
     def __init__(
-        self,
-        layers: Sequence[WatchedLayer],
-        what_if: Sequence[Recipe],
-        measure: Mapping[str, Sequence[Recipe]] | None = None,
+        self, layers: Sequence[WatchedLayer], what_if: Sequence[Recipe], measure: Mapping[str, Sequence[Recipe]]
     ) -> None:
         self.layers = layers
         self.accumulators = Accumulators([recipe.name for recipe in what_if])  # The statistics so far
-        self.errors = ProductErrors(measure or {})  # The product errors so far
+        self.errors = ProductErrors(measure)  # The product errors so far
         self.channels: dict[str, ChannelScales] = {}  # The channel scales of equalized layers in their last forward
         self._what_if = what_if
         self._handles: list[Any] = []
-        self._shards = {layer.name: shard for layer in layers if (shard := _shard(layer.module)) is not None}
+        # This rank's rows of weights that FSDP gathers in FP8.
+        parts = ((layer.name, local_part(layer.module.weight)) for layer in layers)
+        self._shards = {name: part for name, part in parts if isinstance(part, ShardedWeight)}
         self._of_weights: dict[str, tuple[Channels, Factors]] = {}
         self._of_inputs: dict[str, Factors] = {}
         self._before_gather: dict[str, Tensor] = {}
@@ -176,7 +174,7 @@ class Sample:
             self.accumulators.count((layer.name, operand), g_MN, own, others)
 
     def _channels(self, layer: WatchedLayer, x_MK: Tensor, own: ChannelScales | None) -> Channels:
-        weight = _weight(layer.module)
+        weight = weight_of(layer.module)
         others = [
             None if not recipe.equalization
             else own if recipe.name == layer.recipe.name
@@ -201,7 +199,7 @@ class Sample:
 
     def _count_w(self, layer: WatchedLayer, channels: Channels, *, counted: bool) -> Factors:
         recipes, factors = [layer.recipe, *self._what_if], [None if s is None else s.factor for s in channels]
-        weight = _weight(layer.module)
+        weight = weight_of(layer.module)
         w_NK = _whole(weight)
         forms: Sequence[ScaledTensor | None] = [None] * len(recipes)
         if isinstance(weight, Fp8Weight):
@@ -238,21 +236,9 @@ class Sample:
         self.accumulators.count((layer.name, "w"), w_NK, own, others)
 
 
-def _weight(module: nn.Module) -> Tensor:
-    """Return W [N,K] of a layer, or this rank's part."""
-    weight: Tensor = local_part(module.weight)
-    return weight.t() if is_transposed(module) else weight
-
-
 def _whole(weight: Tensor) -> Tensor:
     """Return W [N,K], without channel scales; one that exists in FP8 only from its FP8 values."""
     return weight.dequantized(weight.dtype) if isinstance(weight, Fp8Weight) else weight.detach()
-
-
-def _shard(module: nn.Module) -> ShardedWeight | None:
-    """Return this rank's rows of a weight that FSDP gathers in FP8."""
-    local = local_part(module.weight)
-    return local if isinstance(local, ShardedWeight) else None
 
 
 def _exact(x: Tensor) -> Tensor:
@@ -270,10 +256,8 @@ def _local_gradient(g: Tensor, places: Any) -> Tensor:
     from torch.distributed.tensor import Replicate  # slow import
 
     gradient: Any = g
-    placements = tuple(Replicate() if place.is_partial() else place for place in places)
-    if gradient.placements != placements:
-        gradient = gradient.redistribute(placements=placements)
-    part: Tensor = local_part(gradient)
+    whole = tuple(Replicate() if place.is_partial() else place for place in places)
+    part: Tensor = local_part(gradient if gradient.placements == whole else gradient.redistribute(placements=whole))
     return part
 
 
