@@ -80,24 +80,16 @@ def line_chart(
         nticks=4 if height == SMALL else 7, **({"dtick": 1} if last - first < INTEGER_TICKS else {}),
     )  # fmt: skip
     y_axis = axis(range=[low, high], zeroline=low < 0 < high, zerolinecolor="var(--soft)", zerolinewidth=1)
-    shapes = []
-    if band is not None:
-        shapes.append(
-            {"type": "rect", "xref": "paper", "x0": 0, "x1": 1, "y0": -band, "y1": band, "fillcolor": "var(--band)",
-             "line": {"width": 0}, "layer": "below"}
-        )  # fmt: skip
+    shaded = {"type": "rect", "xref": "paper", "x0": 0, "x1": 1, "fillcolor": "var(--band)", "layer": "below"}
+    shapes = [] if band is None else [shaded | {"y0": -band, "y1": band, "line": {"width": 0}}]
+    data = [trace for index, line in enumerate(lines) for trace in _traces(line, index, len(lines))]
+    placed = layout(
+        height, xaxis=x_axis, yaxis=y_axis, shapes=shapes, hovermode="x unified", showlegend=height != SMALL
+    )  # fmt: skip
     return Chart(
-        title=title,
-        unit=unit,
-        caption=caption,
-        figure={
-            "data": [trace for index, line in enumerate(lines) for trace in _traces(line, index, len(lines))],
-            "layout": layout(
-                height, xaxis=x_axis, yaxis=y_axis, shapes=shapes, hovermode="x unified", showlegend=height != SMALL
-            ),
-        },
+        title=title, unit=unit, caption=caption, figure={"data": data, "layout": placed},
         log_range=_log_range(lines) if band is None else None,
-    )
+    )  # fmt: skip
 
 
 def _traces(line: Line, index: int, count: int) -> list[dict[str, Any]]:
@@ -173,10 +165,8 @@ def _extremes(y: Floats) -> Steps:
     """Indices that keep every bucket's minimum and maximum, in order."""
     if len(y) <= 2 * BUCKETS:
         return np.arange(len(y))
-    indices, start = {0, len(y) - 1}, 0
-    for bucket in np.array_split(y, BUCKETS):
-        finite = start + np.flatnonzero(np.isfinite(bucket))
-        start += len(bucket)
-        if len(finite):
+    indices = {0, len(y) - 1}
+    for bucket in np.array_split(np.arange(len(y)), BUCKETS):
+        if len(finite := bucket[np.isfinite(y[bucket])]):
             indices |= {int(finite[y[finite].argmin()]), int(finite[y[finite].argmax()])}
     return np.array(sorted(indices))

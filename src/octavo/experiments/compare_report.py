@@ -81,16 +81,10 @@ def _interval(losses: ArmLosses) -> str:
 def to_json(comparison: Comparison) -> dict[str, Any]:
     """Everything, with the losses of all runs; `docs/compare.md` explains the keys."""
     return {
-        "octavo": __version__,
-        "exit_code": comparison.exit_code,
-        "outcome": comparison.outcome,
-        "confidence": comparison.confidence,
-        "margin_percent": comparison.margin,
-        "planned_seeds": comparison.losses.planned,
-        "extended": comparison.losses.extended,
-        "seeds": list(comparison.seeds),
-        "baseline": comparison.baseline,
-        "baseline_loss": comparison.loss,
+        "octavo": __version__, "exit_code": comparison.exit_code, "outcome": comparison.outcome,
+        "confidence": comparison.confidence, "margin_percent": comparison.margin,
+        "planned_seeds": comparison.losses.planned, "extended": comparison.losses.extended,
+        "seeds": list(comparison.seeds), "baseline": comparison.baseline, "baseline_loss": comparison.loss,
         "baseline_spread_percent": comparison.spread,
         "arms": [
             _run_json(comparison.runs[0]) | {"time_to_loss": _time_json(comparison.time_to_loss)},
@@ -103,7 +97,7 @@ def to_json(comparison: Comparison) -> dict[str, Any]:
         ],
         "held_out": None if comparison.held_out is None else comparison.held_out.to_json(),
         "notes": list(comparison.notes),
-    }
+    }  # fmt: skip
 
 
 def _run_json(run: ArmRuns) -> dict[str, Any]:

@@ -77,7 +77,13 @@ def make_arms(
             arm_config = load_config(config, [*overrides, *settings], change=change)
         except ConfigError as error:
             raise ConfigError(f"arm {name!r}: {error}") from None
-        _check_shared(name, base, arm_config)
+        for key, (base_value, value) in _differences(base, arm_config).items():
+            if (key.partition(".")[0] in SHARED_SECTIONS and key not in OWN_KEYS) or key in SHARED_KEYS:
+                raise ConfigError(
+                    f"arm {name!r} sets {key} = {value!r} (the others: {base_value!r}): arms share model, data, batch, "
+                    "seeds and steps, else their losses cannot be compared seed by seed. Set it for all arms, after "
+                    "CONFIG"
+                )
         tables = arm_config.model_dump(exclude_none=True)
         tables["run"].pop("out", None)
         configs = {
@@ -117,16 +123,6 @@ def parse_seeds(text: str, first: int) -> tuple[int, ...]:
     return tuple(seeds)
 
 
-def _check_shared(name: str, base: TrainConfig, arm_config: TrainConfig) -> None:
-    changed = _differences(base, arm_config)
-    for key, (base_value, value) in changed.items():
-        if (key.partition(".")[0] in SHARED_SECTIONS and key not in OWN_KEYS) or key in SHARED_KEYS:
-            raise ConfigError(
-                f"arm {name!r} sets {key} = {value!r} (the others: {base_value!r}): arms share model, data, batch, "
-                "seeds and steps, else their losses cannot be compared seed by seed. Set it for all arms, after CONFIG"
-            )
-
-
 def _differences(one: TrainConfig, other: TrainConfig) -> dict[str, tuple[Any, Any]]:
     """The settings that differ, with both values; None for an unset one."""
     first, second = one.flat, other.flat
@@ -152,7 +148,22 @@ def compare(
             if result.stopped == "sigterm":
                 return None
             results[folder] = result
-        return ranks.run_on_rank0(lambda: _verdicts(arms, out, results, margin, confidence, planned))
+
+        def judge() -> Comparison:
+            _check_data([out / folder for folder in results])
+            runs = []
+            for arm in arms:
+                of_arm = {folder: results[folder] for folder in map(arm.folder, arm.configs)}
+                curves = tuple(_curves(out / folder, result) for folder, result in of_arm.items())
+                runs.append(ArmRuns(
+                    name=arm.name, settings=arm.settings, seeds=tuple(arm.configs), results=tuple(of_arm.values()),
+                    curves=curves,
+                ))  # fmt: skip
+            comparison = compare_arms(runs, margin=margin, confidence=confidence, max_seeds=planned)
+            write_comparison(comparison, [next(iter(arm.configs.values())).to_toml() for arm in arms], out)
+            return comparison
+
+        return ranks.run_on_rank0(judge)
 
 
 def planned_seeds(out: Path, max_seeds: int | None) -> int:
@@ -182,9 +193,8 @@ def check_folders(out: Path, configs: Mapping[str, TrainConfig]) -> None:
         if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
             continue
         if not (folder / CONFIG_FILE).exists():
-            raise ConfigError(
-                f"{folder} has files but no {CONFIG_FILE}, so it is no run: give another folder with --out"
-            )
+            problem = f"{folder} has files but no {CONFIG_FILE}, so it is no run"
+            raise ConfigError(f"{problem}: give another folder with --out")
         for key, (saved, requested) in _differences(load_config(folder / CONFIG_FILE), config).items():
             if resume_of(key) != FREE or key == "data.source":
                 raise ConfigError(
@@ -212,24 +222,6 @@ def finished(folder: Path, steps: int) -> RunResult | None:
     result = RunResult.read(folder)
     complete = result.stopped == "done" and result.steps == steps
     return result if complete or result.stopped == "non-finite" else None
-
-
-def _verdicts(
-    arms: Sequence[Arm], out: Path, results: Mapping[str, RunResult], margin: float | None, confidence: float,
-    planned: int,
-) -> Comparison:  # fmt: skip
-    _check_data([out / folder for folder in results])
-    runs = [
-        ArmRuns(
-            name=arm.name, settings=arm.settings, seeds=tuple(arm.configs),
-            results=tuple(results[arm.folder(seed)] for seed in arm.configs),
-            curves=tuple(_curves(out / arm.folder(seed), results[arm.folder(seed)]) for seed in arm.configs),
-        )
-        for arm in arms
-    ]  # fmt: skip
-    comparison = compare_arms(runs, margin=margin, confidence=confidence, max_seeds=planned)
-    write_comparison(comparison, [next(iter(arm.configs.values())).to_toml() for arm in arms], out)
-    return comparison
 
 
 def _curves(folder: Path, result: RunResult) -> Curves:

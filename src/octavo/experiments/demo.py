@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib import resources
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -72,9 +72,8 @@ def _packaged() -> AbstractContextManager[Path]:
 
 def free_folder(folder: Path) -> Path:
     """Return `folder` if nothing is there, else the first of `<folder>-2`, `<folder>-3`, … that is free."""
-    if not folder.exists():
-        return folder
-    return next(path for n in count(2) if not (path := folder.with_name(f"{folder.name}-{n}")).exists())
+    names = chain([folder.name], (f"{folder.name}-{number}" for number in count(2)))
+    return next(path for name in names if not (path := folder.with_name(name)).exists())
 
 
 def run_demo(configs: Sequence[TrainConfig], out: Path, progress: Progress) -> DemoResult:
@@ -120,7 +119,5 @@ def predict_speed(precision: Precision) -> PredictedSpeed:
     with torch.device("meta"):
         model: Any = LlamaForCausalLM(config)
     planned = plan(model.to(torch.bfloat16), BATCH, SEQUENCE, device="h100", world_size=GPUS, precision=precision)
-    gpu = planned.gpu.name
-    return PredictedSpeed(
-        gain=planned.gain, where=f"{MODEL} on {GPUS} × {gpu}, {BATCH * SEQUENCE:,} tokens each, not compiled"
-    )
+    where = f"{MODEL} on {GPUS} × {planned.gpu.name}, {BATCH * SEQUENCE:,} tokens each, not compiled"
+    return PredictedSpeed(gain=planned.gain, where=where)

@@ -118,12 +118,12 @@ def _map(
     by_operand: dict[tuple[str, str], list[OperandStats]],
 ) -> Chart:  # fmt: skip
     lines: list[list[str]] = []  # of each row the layers; none between groups
-    places, labels = [], []
-    for kind, members in groups:
+    places = []
+    for _, members in groups:
         lines += [[]] if lines else []
         places.append(len(lines) + (len(members) - 1) / 2)
-        labels.append(plain(kind))
         lines += members
+    labels = [plain(kind) for kind, _ in groups]
     operands = [operand for operand in OPERANDS if any(key[1] == operand for key in by_operand)]
     width = (1 - GAP * (len(operands) - 1)) / len(operands)
     columns = min(len(steps), COLUMNS)
@@ -180,11 +180,10 @@ def _cells(
     by_operand: dict[tuple[str, str], list[OperandStats]],
 ) -> list[list[list[OperandStats]]]:  # fmt: skip
     column_of = {step: number * columns // len(steps) for number, step in enumerate(steps)}
-    cells: list[list[list[OperandStats]]] = []
-    for members in lines:
-        cells.append([[] for _ in range(columns)])
+    cells: list[list[list[OperandStats]]] = [[[] for _ in range(columns)] for _ in lines]
+    for line, members in zip(cells, lines, strict=True):
         for row in (row for layer in members for row in by_operand.get((layer, operand), ())):
-            cells[-1][column_of[row.step]].append(row)
+            line[column_of[row.step]].append(row)
     return cells
 
 

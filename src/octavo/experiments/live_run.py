@@ -34,7 +34,6 @@ from octavo.train.record.metrics import (
     SETUP_FILE,
     STEP,
     WARMUP_STEPS,
-    DataSize,
     Event,
     Losses,
     RunResult,
@@ -301,11 +300,8 @@ def _tiles(steps: LiveSteps, run: LoggedRun) -> list[dict[str, str]]:
     norm = "not finite" if last.grad_norm is None else f"{last.grad_norm:.3g}"
     tiles.append((norm, "gradient norm before clipping"))
     if data is not None and last.epoch is not None:
-        tiles.append((f"{last.epoch:.3g}", f"epochs: {_position(last, data, unit)}"))
+        size = f"{data.rows:,} rows"
+        if data.documents is not None and data.tokens is not None:
+            size = f"{data.tokens:,} in {data.documents:,} documents"
+        tiles.append((f"{last.epoch:.3g}", f"epochs: {last.tokens:,} {unit} so far; the data has {size}"))
     return [{"value": value, "label": label} for value, label in tiles]
-
-
-def _position(last: StepMetrics, data: DataSize, unit: str) -> str:
-    if data.documents is None or data.tokens is None:
-        return f"{last.tokens:,} {unit} so far; the data has {data.rows:,} rows"
-    return f"{last.tokens:,} {unit} so far; the data has {data.tokens:,} in {data.documents:,} documents"

@@ -28,17 +28,11 @@ def render(template: str, **context: Any) -> str:
     )
     placed: list[Chart] = []  # in the order of their places; the template adds each as it makes the place
     return environment.get_template(template).render(
-        **context,
-        placed=placed,
+        **context, placed=placed, library=library, script=script, light=css_variables(LIGHT), dark=css_variables(DARK),
+        font=FONT, version=__version__,
         pack_charts=lambda: pack(json.dumps([chart.json for chart in placed], allow_nan=False)),
-        library=library,
-        script=script,
-        light=css_variables(LIGHT),
-        dark=css_variables(DARK),
-        font=FONT,
-        version=__version__,
         written=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, {platform.system()} {platform.machine()}",
-    )
+    )  # fmt: skip
 
 
 def plotly_js() -> str:

@@ -144,11 +144,18 @@ def render(model: ReadyModel, layout: Layout, steps: Sequence[PlannedStep], path
     """Return the text of a configuration."""
     settings, why = layout.settings, defaultdict(str, layout.reasons)
     batch = settings["optim.batch"]
+    launcher = f"torchrun --nproc-per-node {min(layout.gpus, 8)} -m " if layout.gpus > 1 else ""
+    commands = {
+        f"{launcher}octavo train {path}": f"on each of {layout.gpus // 8} machines" if layout.gpus > 8 else "",
+        f"octavo plan {path} --gpu {gpu[0]} --gpus {layout.gpus}": "where the figures below are from",
+        f"octavo train {path} --shrink": "the same, small: minutes on a CPU",
+    }
+    width = max(map(len, commands))
     head = [
         f"{model.title}: {model.about}.",
         "Trains all parameters in FP8, from random weights.",
         "",
-        *_commands(path, layout.gpus, gpu[0]),
+        *(f"    {command:<{width}}{f'   # {why}' if why else ''}".rstrip() for command, why in commands.items()),
         "",
         f"Predicted by octavo plan for {gpu[1]}, never run on a GPU: for FP8 and for level bf16 the fastest step that",
         "leaves a tenth of the memory free. GiB: memory of each GPU. most: sequences at a time on each GPU that fit.",
@@ -165,32 +172,20 @@ def render(model: ReadyModel, layout: Layout, steps: Sequence[PlannedStep], path
         for name, part in parts.items()
         for line in ("", f"[model.config.{name}]", *(f"{key} = {_toml(value)}" for key, value in part.items()))
     ]
-    lr_reason = f"{model.lr_from}, whose batches are as large"
-    if model.lr_from == "a guess":
-        lr_reason = "a guess: its authors published none"
+    is_guess = model.lr_from == "a guess"
+    lr_reason = "a guess: its authors published none" if is_guess else f"{model.lr_from}, whose batches are as large"
     body = [
-        "[run]",
-        f'name = "{model.name}"',
-        "steps = 10000",
-        "save_every = 500",
-        "",
-        *_data(model),
-        "",
+        "[run]", f'name = "{model.name}"', "steps = 10000", "save_every = 500", "", *_data(model), "",
         "[model]",
         _with(f'type = "{model.type}"', 'or, instead of this line and the table below, path = "a/local/checkpoint"'),
         "",
         *(STAGES if model.task == "image-text" else []),
-        "[model.config]",
-        *fields,
-        *tables,
-        "",
+        "[model.config]", *fields, *tables, "",
         "[optim]",
         _with(f"lr = {_toml(model.lr)}", lr_reason),
         _with(f"batch = {batch}", f"{model.rows} of a step: {batch * model.sequence:,} {model.positions}"),
         _with(f"micro_batches = {layout.micro_batches}", why["micro_batches"]),
-        'schedule = "cosine"',
-        "warmup = 500",
-        "",
+        'schedule = "cosine"', "warmup = 500", "",
         "[precision]",
         _with('level = "fp8+activations+optimizer"', "FP8 products, stored activations and moments"),
         _with('recipe = "rowwise"', '"auto" takes the fastest for each layer on the GPU'),
@@ -201,51 +196,31 @@ def render(model: ReadyModel, layout: Layout, steps: Sequence[PlannedStep], path
         "[parallel]",
         _with(f"dp_replicate = {layout.dp_replicate}", why["dp_replicate"]),
         _with("dp_shard = -1", "FSDP2: the GPUs of a copy share parameters, gradients and moments"),
-    ]
+    ]  # fmt: skip
     return "\n".join([*(f"# {line}".rstrip() for line in head), "", *body, ""])
 
 
 def _data(model: ReadyModel) -> list[str]:
-    lines = [
-        "[data]",
-        _with('source = "data/*.txt"', "your text; docs/training.md lists the formats"),
-        f"sequence_length = {model.sequence}",
-        _with(
-            f"vocab_size = {model.config.get('vocab_size')}",
-            "of the BPE trained on it; or tokenizer = a folder with one",
-        ),
-    ]
     if model.of_images:
-        return [
-            "[data]",
-            f'task = "{model.task}"',
-            _with(f'source = "{model.source}"', "a folder with a folder for each class"),
-        ]
+        source = _with(f'source = "{model.source}"', "a folder with a folder for each class")
+        return ["[data]", f'task = "{model.task}"', source]
+    tokenizer = "of the BPE trained on {}; or tokenizer = a folder with one"
     if model.task == "image-text":
-        lines = [
+        vocabulary = model.config["text_config"]["vocab_size"] - SPARE_ROWS
+        return [
             "[data]",
             'task = "image-text"',
             _with('source = "data/train.json"', "your conversations about images, in LLaVA's form"),
             _with('images = "data/images"', "the folder of the images that it names"),
             _with(f"sequence_length = {model.sequence}", "with the features of the image"),
-            _with(
-                f"vocab_size = {model.config['text_config']['vocab_size'] - SPARE_ROWS}",
-                "of the BPE trained on them; or tokenizer = a folder with one",
-            ),
+            _with(f"vocab_size = {vocabulary}", tokenizer.format("them")),
         ]
-    return lines
-
-
-def _commands(path: str, gpus: int, gpu: str) -> list[str]:
-    """Commands to type, for the head of a configuration."""
-    launcher = f"torchrun --nproc-per-node {min(gpus, 8)} -m " if gpus > 1 else ""
-    commands = {
-        f"{launcher}octavo train {path}": f"on each of {gpus // 8} machines" if gpus > 8 else "",
-        f"octavo plan {path} --gpu {gpu} --gpus {gpus}": "where the figures below are from",
-        f"octavo train {path} --shrink": "the same, small: minutes on a CPU",
-    }
-    width = max(map(len, commands))
-    return [f"    {command:<{width}}{f'   # {why}' if why else ''}".rstrip() for command, why in commands.items()]
+    return [
+        "[data]",
+        _with('source = "data/*.txt"', "your text; docs/training.md lists the formats"),
+        f"sequence_length = {model.sequence}",
+        _with(f"vocab_size = {model.config.get('vocab_size')}", tokenizer.format("it")),
+    ]
 
 
 def _with(setting: str, comment: str) -> str:

@@ -120,10 +120,8 @@ def check_exportable(model: Any) -> None:
         if parameter.is_meta:
             raise ValueError(f"{name} has no values (it is on the meta device): load the weights first")
         if hasattr(parameter, "placements"):
-            raise ValueError(
-                f"{name} is sharded over ranks: save a checkpoint, and export that in one process "
-                "(octavo export CHECKPOINT OUT)"
-            )
+            how = "save a checkpoint, and export that in one process (octavo export CHECKPOINT OUT)"
+            raise ValueError(f"{name} is sharded over ranks: {how}")
 
 
 @contextmanager
@@ -161,7 +159,8 @@ def write(model: Any, folder: Path, layout: ExportLayout | None, max_shard_size:
     except (RuntimeError, ValueError) as error:  # such as weights tied otherwise than the config says
         raise ValueError(f"Transformers cannot save this model, in high precision neither: {error}") from None
     for name, tensor in (saved | _resident_weights(model)).items():
-        if _has_nonfinite(tensor):
+        values = tensor.dequantized(torch.float32) if isinstance(tensor, ResidentWeight) else tensor
+        if values.is_floating_point() and values.element_size() > 1 and not torch.isfinite(values).all():
             raise ValueError(f"{name} holds NaN or infinity: nothing was written. Export an earlier checkpoint")
     _check_reader(model, saved, layout)
     quantized: dict[str, ScaledTensor] = {}
@@ -182,14 +181,10 @@ def write(model: Any, folder: Path, layout: ExportLayout | None, max_shard_size:
     high_precision = {fqn: (rows | misfits)[fqn] for fqn, _ in model.named_modules() if fqn in rows or fqn in misfits}
     final: dict[str, Tensor] = {}
     for name, tensor in saved.items():
-        if name in quantized:
-            final[name] = quantized[name].data
-            scale = quantized[name].scale
-            assert scale is not None
+        final[name] = quantized[name].data if name in quantized else tensor
+        if name in quantized and (scale := quantized[name].scale) is not None:
             stored = scale if scale.dtype == torch.float32 else scale.view(torch.uint8)
             final[f"{name.removesuffix('.weight')}.{layout.scale_name}"] = stored.contiguous()
-        else:
-            final[name] = tensor
     with no_progress_bar():
         type(model).save_pretrained(
             model, folder, state_dict=final, save_original_format=False, max_shard_size=max_shard_size
@@ -381,10 +376,3 @@ def state_dict(model: Any) -> dict[str, Tensor]:
 def _on_cpu(weight: ResidentWeight) -> Tensor:
     """Return the values of a resident weight on the CPU, in the dtype of its interface."""
     return weight.dequantized(weight.dtype).cpu()
-
-
-def _has_nonfinite(tensor: Tensor) -> bool:
-    """Return whether a tensor holds NaN or infinity."""
-    if isinstance(tensor, ResidentWeight):
-        tensor = tensor.dequantized(torch.float32)
-    return tensor.is_floating_point() and tensor.element_size() > 1 and not bool(torch.isfinite(tensor).all())
