@@ -4,7 +4,6 @@ What is run after it on the same machine (`linear`, `layer`, `published`) multip
 files say with how many choices (`calibrated`). Without it the registry's order and the kernels' own heuristics decide.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -28,13 +27,10 @@ def run(session: Session, requested: list[shapes.Shape]) -> None:
     entries: list[calibration.Entry] = []
     for shape in requested:
         for recipe in PRODUCTS:
-            tasks: list[TimingTask] = [
-                *fp8_gemms(RECIPES[recipe], [shape]),
-                *quantizations(RECIPES[recipe], [shape]),
-            ]
+            tasks: list[TimingTask] = [*fp8_gemms(RECIPES[recipe], [shape]), *quantizations(RECIPES[recipe], [shape])]
             for task in tasks:
                 same: Row = {"stage": "calibrate", "shape": ",".join(map(str, task.shape)), "case": task.name}
-                session.attempt(same, functools.partial(_measure, session, task, entries))
+                session.attempt(same, _measure, session, task, entries)
 
 
 def _measure(session: Session, task: TimingTask, entries: list[calibration.Entry]) -> Row:

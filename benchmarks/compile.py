@@ -8,7 +8,6 @@ Measured on a linear alone, where there is nothing to fuse with, and in a Llama 
 faster one is what Octavo should do by default; docs/compile.md has what is known without a GPU.
 """
 
-import functools
 
 import torch
 
@@ -35,18 +34,16 @@ def run(session: Session) -> None:
             _layer(session, name, size, arm)
     for shape in measured:
         for arm in ARMS:
-            m, k, n = shape
-            same: Row = {"stage": "linear", "shape": shapes.label(shape), "m": m, "k": k, "n": n}
-            one = functools.partial(linear.measure, session, shape, arm)
-            session.attempt({**same, "arm": arm.name, "mode": arm.mode}, one)
+            same: Row = {"stage": "linear", **linear.identity(shape, arm)}
+            session.attempt(same, linear.measure, session, shape, arm)
     for name, size in sizes[1:]:
         for arm in ARMS:
             _layer(session, name, size, arm)
 
 
 def _layer(session: Session, name: str, size: layer.Size, arm: Arm) -> None:
-    one = functools.partial(layer.measure, session, name, size, arm)
-    session.attempt({"stage": "layer", "shape": name, "arm": arm.name, "mode": arm.mode}, one)
+    identity = {"stage": "layer", "shape": name, "arm": arm.name, "mode": arm.mode}
+    session.attempt(identity, layer.measure, session, name, size, arm)
 
 
 def main(arguments: list[str]) -> None:

@@ -8,7 +8,6 @@ fills Triton's cache. Then one process compares, a row per op and format, in rou
 In a rehearsal Triton's interpreter runs one case of each op; there is nothing to compile.
 """
 
-import functools
 import multiprocessing
 import os
 import time
@@ -88,9 +87,8 @@ def main(arguments: list[str]) -> None:
         selected = list({check.op: check for check in reversed(selected)}.values())[::-1]
     else:
         seconds = 600.0 if chosen.minutes is None else 60 * COMPILE_SHARE * chosen.minutes
-        session.attempt({"stage": "compile"}, functools.partial(compile_all, session, len(selected), seconds))
+        session.attempt({"stage": "compile"}, compile_all, session, len(selected), seconds)
     for number in range(1 if session.tiny else chosen.rounds):
         for name, family in families(selected).items():
-            one = functools.partial(compared, session, family, number)
-            session.attempt({"stage": "deep", "case": name, "round": number}, one)
+            session.attempt({"stage": "deep", "case": name, "round": number}, compared, session, family, number)
     session.finish(checks=True)

@@ -9,7 +9,6 @@ turns with each arm. Beside FP8's host time stands the ratio to bf16's that the 
 (`octavo.planner.host_time.RATIOS`), which comes from `python -m benchmarks host`, without a GPU.
 """
 
-import functools
 import statistics
 import time
 from collections.abc import Sequence
@@ -94,5 +93,5 @@ def main(arguments: list[str]) -> None:
     for kind, tokens, dim, arm in plan(session):
         shape = shapes.label((tokens, dim, dim)) if kind == "linear" else f"{tokens}×{dim}"
         identity: Row = {"stage": kind, "shape": shape, "tokens": tokens, "dim": dim, "arm": arm.name, "mode": "eager"}
-        session.attempt(identity, functools.partial(measure, session, kind, tokens, dim, arm))
+        session.attempt(identity, measure, session, kind, tokens, dim, arm)
     session.finish()

@@ -120,18 +120,16 @@ def quantizers(session: Session, matrices: Sequence[tuple[int, int]]) -> None:
     specs = [*PER_ROW_FIRST, *others]
     for index, shape in enumerate(matrices):
         same: Row = {"stage": "quantize", "shape": f"{shape[0]}×{shape[1]}"}
-        copy = functools.partial(bandwidth, session, shape, 4, torch.clone)
-        session.attempt({**same, "case": "clone in bf16", "arm": "torch"}, copy)
+        session.attempt({**same, "case": "clone in bf16", "arm": "torch"}, bandwidth, session, shape, 4, torch.clone)
         for case in QUANTIZE_PAIR.cases.values():
             identity = {**same, "case": f"{' + '.join(case)}, folded", "arm": "pair"}
-            session.attempt(identity, functools.partial(_pair, session, shape, case))
+            session.attempt(identity, _pair, session, shape, case)
         for text in specs:
             for order in ORDERS if index == 0 else ORDERS[:2]:
-                one = functools.partial(_quantizer, session, shape, text, order)
-                session.attempt({**same, "case": text, "arm": order}, one)
+                session.attempt({**same, "case": text, "arm": order}, _quantizer, session, shape, text, order)
         for text in (text for text in specs if FULL in QuantSpec.parse(text).granularity):
-            one = functools.partial(_quantizer, session, shape, text, "both", amax_is_known=True)
-            session.attempt({**same, "case": f"{text}, amax given", "arm": "both"}, one)
+            identity = {**same, "case": f"{text}, amax given", "arm": "both"}
+            session.attempt(identity, _quantizer, session, shape, text, "both", amax_is_known=True)
 
 
 def _quantizer(session: Session, shape: tuple[int, int], text: str, order: Any, amax_is_known: bool = False) -> Row:
@@ -171,7 +169,7 @@ def products(session: Session, *, only_cubes: bool = False) -> None:
     for shape, case in order:
         same: Row = {"stage": "product", "shape": shapes.label(shape), "case": "reference"}
         for arm, fast in (("bf16", None), *REFERENCES.items()):
-            session.attempt({**same, "arm": arm}, functools.partial(_reference, session, shape, fast))
+            session.attempt({**same, "arm": arm}, _reference, session, shape, fast)
         _backends(session, shape, case)
 
 
@@ -179,7 +177,7 @@ def _backends(session: Session, shape: Shape, case: str) -> None:
     for name in SCALED_MM.backends:
         if not (SCALED_MM.backends[name].emulates and session.gpu):
             same: Row = {"stage": "product", "shape": shapes.label(shape), "case": case, "arm": name}
-            session.attempt(same, functools.partial(_backend, session, shape, case, name))
+            session.attempt(same, _backend, session, shape, case, name)
 
 
 def _backend(session: Session, shape: Shape, case: str, name: str) -> Row:
@@ -285,8 +283,7 @@ def fused_kernels(session: Session) -> None:
             inputs = functools.partial(_operands, session, shape)
             for arm, each in (("fused", run), ("separate", separate)):
                 if each is not None:
-                    one = functools.partial(bandwidth, session, shape, per_element, each, inputs)
-                    session.attempt({**same, "arm": arm}, one)
+                    session.attempt({**same, "arm": arm}, bandwidth, session, shape, per_element, each, inputs)
 
 
 def _operands(session: Session, shape: tuple[int, int]) -> Operands:

@@ -9,7 +9,6 @@ Beside each row: the share of linear layers in the bf16 layer's time, measured a
 limit that follows, with cuBLAS's FP8 products in place of those and everything else as it is.
 """
 
-import functools
 import importlib
 from collections import Counter
 from dataclasses import dataclass
@@ -200,8 +199,6 @@ def main(arguments: list[str]) -> None:
             continue
         same: Row = {"shape": name, "tokens": size.tokens}
         for kind, fp8 in (("bf16", False), ("fp8", True)):
-            one = functools.partial(products, session, size, fp8=fp8)
-            session.attempt({**same, "arm": f"products {kind}", "mode": "eager"}, one)
-        one = functools.partial(measure, session, name, size, arm)
-        session.attempt({**same, "arm": arm.name, "mode": arm.mode}, one)
+            session.attempt({**same, "arm": f"products {kind}", "mode": "eager"}, products, session, size, fp8=fp8)
+        session.attempt({**same, "arm": arm.name, "mode": arm.mode}, measure, session, name, size, arm)
     session.finish()

@@ -37,6 +37,11 @@ def layer(shape: Shape, session: Session) -> nn.Linear:
     return nn.Linear(shape[1], shape[2], bias=False, device=session.device, dtype=torch.bfloat16)
 
 
+def identity(shape: Shape, arm: Arm) -> Row:
+    """The shape and arm of a row."""
+    return {"shape": shapes.label(shape), **dict(zip("mkn", shape, strict=True)), "arm": arm.name, "mode": arm.mode}
+
+
 @functools.lru_cache(maxsize=1)
 def buffers(shape: Shape, session: Session) -> list[tuple[Tensor, Tensor]]:
     """Sets of X (differentiable) and G, random normal, that leave the cache behind."""
@@ -122,10 +127,9 @@ def on_gpu(session: Session) -> None:
     for shape, arm in todo:
         if arm not in arms:
             continue
-        same: Row = {"shape": shapes.label(shape), **dict(zip("mkn", shape, strict=True))}
         if all(size % 16 == 0 for size in shape):
-            session.attempt({**same, "arm": "products", "mode": "eager"}, functools.partial(products, session, shape))
-        session.attempt({**same, "arm": arm.name, "mode": arm.mode}, functools.partial(measure, session, shape, arm))
+            session.attempt(identity(shape, Arm("products")), products, session, shape)
+        session.attempt(identity(shape, arm), measure, session, shape, arm)
     buffers.cache_clear()
 
 
@@ -143,8 +147,7 @@ def on_cpu(session: Session, rounds: int) -> None:
                 best[arm] = min(best[arm], clock.measure([run]).wall_ms or 0.0)
         for arm, ms in best.items():
             figures = {"wall_ms": round(ms, 3), "method": "wall", "wall_speedup": round(best[arms[0]] / ms, 4)}
-            identity: Row = {"shape": shapes.label(shape), **dict(zip("mkn", shape, strict=True))}
-            session.attempt({**identity, "arm": arm.name, "mode": arm.mode}, functools.partial(dict, figures))
+            session.attempt(identity(shape, arm), dict, figures)
 
 
 def main(arguments: list[str]) -> None:

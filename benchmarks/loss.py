@@ -132,10 +132,10 @@ def rows_of(session: Session, arms: list[Arm], folder: Path) -> None:
         curves = {arm.name: curve_of(folder / arm.folder(seed)) for arm in arms}
         for name, curve in curves.items():
             if curve is not None:
-                session.attempt({"stage": "run", "case": f"seed {seed}", "arm": name}, lambda c=curve: run_row(c))
+                session.attempt({"stage": "run", "case": f"seed {seed}", "arm": name}, run_row, curve)
         base, fp8 = curves.values()
         if base is not None and fp8 is not None:
-            session.attempt({"stage": "gap", "case": f"seed {seed}", "arm": "fp8"}, lambda b=base, f=fp8: gap_row(b, f))
+            session.attempt({"stage": "gap", "case": f"seed {seed}", "arm": "fp8"}, gap_row, base, fp8)
 
 
 class Lines(NullProgress):

@@ -362,10 +362,10 @@ def main(arguments: list[str]) -> None:
         turns = None
         for arm in arms[:3] if chosen.quick else arms:
             identity: Row = {"stage": "published", "case": workload.name, "arm": arm, "mode": workload.mode}
-            if session.out_of_time:
+            if session.left_s < 0:
                 break
             turns = turns or Turns(session, workload)
-            row = session.attempt(identity, functools.partial(turns.measure, arm)) or {}
+            row = session.attempt(identity, turns.measure, arm) or {}
             if row.get("speedup") and row.get("published_speedup"):
                 print(f"    {row['published_arm']}, published: {row['published_speedup']:.2f} × bf16", flush=True)
         turns = None

@@ -11,7 +11,6 @@ themselves, with a checkpoint of 2.5 GB. The others are killed after their last 
 time and disk. bf16 runs first and, at 0.4 B, last, which shows how far the GPU's clocks have drifted.
 """
 
-import functools
 import json
 import os
 import re
@@ -247,5 +246,5 @@ def main(arguments: list[str]) -> None:
     session = begin("run", options.parse_args(arguments), arguments)
     for name, size, level in plan(session):
         identity: Row = {"stage": "octavo train", "shape": name, "arm": level, "mode": mode(size)}
-        session.attempt(identity, functools.partial(measure, session, name, size, level))
+        session.attempt(identity, measure, session, name, size, level)
     session.finish()

@@ -4,10 +4,9 @@ A benchmark is a list of attempts in order of importance. Each attempt makes one
 every row, so that a limit loses nothing that was measured. An attempt that fails leaves a row with the error and the
 benchmark goes on, except where the GPU itself has failed: then the process ends, and `--resume` goes on after that.
 
-An attempt has a price in seconds, with what it compiles: what the same row took in an earlier result file, else what
-the benchmark gives, else a guess by its mode. It does not begin if it costs more than the time that is left. It belongs
-to a part of the benchmark, which `--only-parts` and `--without-parts` name: the field `part` of its identity, else
-`stage`, else `shape`.
+An attempt has a price in seconds, with what it compiles: what the same row took in an earlier result file, else a guess
+by its mode. It does not begin if it costs more than the time that is left. It belongs to a part of the benchmark, which
+`--only-parts` and `--without-parts` name: the field `part` of its identity, else `stage`, else `shape`.
 """
 
 import argparse
@@ -16,7 +15,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ import torch
 import benchmarks
 from benchmarks import command
 from benchmarks.environment import RESULTS, device_name, environment, previous, read_json, unfinished, write_json
-from benchmarks.timing import Clock, CpuClock, GpuClock, Rehearsal
+from benchmarks.timing import Clock, CpuClock, GpuClock, Rehearsal, Timing
 from octavo.kernels import calibration
 
 NOTHING_TIMED = "timed nothing: no GPU"
@@ -38,6 +37,8 @@ PRICES_S = {"compiled": 15.0}
 EAGER_S = 2.0
 OVERRUN, LEAST_LIMIT_S = 3.0, 30.0
 """The GPU runner cuts an attempt at this multiple of a price that is no guess, and never before so many seconds."""
+ERROR_LINES = 12
+"""Last lines of a traceback, in a row."""
 
 Row = dict[str, Any]
 
@@ -49,17 +50,14 @@ def parser(name: str, description: str | None, examples: str) -> argparse.Argume
     add("--quick", action="store_true", help="only what the project's targets need")
     add("--minutes", type=float, help="stop cleanly, between two rows, after so long")
     add("--deadline", type=float, metavar="EPOCH", help="the same, at a time in seconds since 1970")
-    add(
-        "--only-parts", nargs="+", default=[], metavar="PART", help="only these parts (python -m benchmarks gpu --list)"
-    )
-    add("--without-parts", nargs="+", default=[], metavar="PART", help="all parts but these")
+    part: dict[str, Any] = {"nargs": "+", "default": [], "metavar": "PART"}
+    add("--only-parts", **part, help="only these parts (python -m benchmarks gpu --list)")
+    add("--without-parts", **part, help="all parts but these")
     add("--require-gpu", action="store_true", help=f"exit with status {NO_GPU} where no GPU works; no rehearsal then")
     add("--peers", type=Path, default=Path(sys.prefix) / "peers", help="folder with torchao (pip install --target)")
     add("--out", type=Path, help=f"write <out>/{name}.json, beside benchmarks/results/<device>/{name}.json")
     add("--resume", action="store_true", help="keep the rows of the last result file and go on behind them")
-    add(
-        "--rehearse", action="store_true", help="tiny shapes, nothing timed; always so where a GPU is needed and absent"
-    )
+    add("--rehearse", action="store_true", help="tiny shapes, nothing timed; always so where a needed GPU is absent")
     return text
 
 
@@ -103,23 +101,18 @@ class Session:
     def left_s(self) -> float:
         return self._end - time.monotonic()
 
-    @property
-    def out_of_time(self) -> bool:
-        return self.left_s < 0
-
-    def _price(self, identity: Row, estimate: float | None) -> tuple[float, Row]:
+    def _price(self, identity: Row) -> tuple[float, Row]:
         """Seconds that an attempt will take, and its limit as the GPU runner reads it; none in a rehearsal."""
         if self.tiny:
             return 0.0, {}
-        same = (row["took_s"] for row in self._earlier if identity.items() <= row.items() and "took_s" in row)
-        seconds = next(same, estimate)
-        if seconds is None:
-            return PRICES_S.get(identity.get("mode", ""), EAGER_S), {}
-        return seconds, {"limit_s": max(LEAST_LIMIT_S, OVERRUN * seconds)}
+        for row in self._earlier:
+            if identity.items() <= row.items() and "took_s" in row:
+                return row["took_s"], {"limit_s": max(LEAST_LIMIT_S, OVERRUN * row["took_s"])}
+        return PRICES_S.get(identity.get("mode", ""), EAGER_S), {}
 
-    def attempt(self, identity: Row, measure: Callable[[], Row | None], *, price: float | None = None) -> Row | None:
-        """Make the row of `identity` by calling `measure`, unless it is there already, of another part, or costs more
-        than the time left; `price` in seconds counts where no earlier result tells.
+    def attempt(self, identity: Row, measure: Callable[..., Row | None], *arguments: Any, **options: Any) -> Row | None:
+        """Make the row of `identity` by calling `measure(*arguments, **options)`, unless it is there already, is of
+        another part, or costs more than the time left.
 
         An error makes a row as well. Returns the row, or None where there is none.
         """
@@ -127,7 +120,7 @@ class Session:
             return known
         if (self.only and part_of(identity) not in self.only) or part_of(identity) in self.without:
             return None
-        seconds, limit = self._price(identity, price)
+        seconds, limit = self._price(identity)
         if seconds > self.left_s:
             self.facts["stopped"] = "time"
             return None
@@ -136,12 +129,12 @@ class Session:
         self.save()
         start = time.monotonic()
         try:
-            figures = measure()
+            figures = measure(*arguments, **options)
         except Exception as error:
-            figures = {"error": _tail(error)}
-            if isinstance(error, torch.OutOfMemoryError):
-                figures["error"] = "out of memory"
-            fatal = any(text in str(error) for text in FATAL) and self.gpu
+            text = "".join(traceback.format_exception(error)).rstrip()
+            out_of_memory = isinstance(error, torch.OutOfMemoryError)
+            figures = {"error": "out of memory" if out_of_memory else "\n".join(text.splitlines()[-ERROR_LINES:])}
+            fatal = any(words in str(error) for words in FATAL) and self.gpu
         else:
             fatal = False
         self._began = {}
@@ -269,16 +262,5 @@ def line(row: Row) -> str:
     return f"{' '.join(words):<64} {'  '.join(numbers) or row.get('result', 'ran')}"
 
 
-def times(clock_times: Any) -> Row:
-    timings = {
-        "kernel_ms": clock_times.kernel_ms,
-        "wall_ms": clock_times.wall_ms,
-        "spread": clock_times.spread,
-        "method": clock_times.method,
-    }
-    return {key: round(value, 5) if isinstance(value, float) else value for key, value in timings.items()}
-
-
-def _tail(error: BaseException, lines: int = 12) -> str:
-    text = "".join(traceback.format_exception(error)).rstrip().splitlines()
-    return "\n".join(text[-lines:])
+def times(timing: Timing) -> Row:
+    return {key: round(value, 5) if isinstance(value, float) else value for key, value in asdict(timing).items()}

@@ -6,7 +6,6 @@ kernels of one forward and backward, the longest first; `tbs` is there where the
 `rowwise` and `tensorwise` come first, at three shapes; then the other recipes at the first shape.
 """
 
-import functools
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from benchmarks import profiling, shapes
 from benchmarks.arms import Arm, build, in_turns, step
-from benchmarks.linear import buffers, layer
+from benchmarks.linear import buffers, identity, layer
 from benchmarks.session import Row, Session, begin, parser
 from benchmarks.shapes import Shape
 from octavo.numerics import sqnr
@@ -51,6 +50,10 @@ def quality(recipe: str, exact: dict[str, Tensor], computed: dict[str, Tensor]) 
     return figures
 
 
+def arm_of(recipe: str) -> Arm:
+    return Arm(recipe if recipe == "bf16" else f"octavo {recipe}")
+
+
 def moved(recipe: str, shape: Shape) -> dict[str, float]:
     """Bytes that kernels move in a forward and backward, by name: bf16 reads of maxima, and both casts of G."""
     m, k, n = shape
@@ -63,7 +66,7 @@ def measure(session: Session, shape: Shape, recipe: str) -> Row:
     torch.manual_seed(0)
     base = layer(shape, session)
     inputs = buffers(shape, session)
-    model: Any = build(base, Arm(f"octavo {recipe}" if recipe != "bf16" else "bf16"), session)
+    model: Any = build(base, arm_of(recipe), session)
     figures = quality(recipe, results(base, *inputs[0]), results(model, *inputs[0]))
     plain, runs = ([step(each, list(each.parameters()), x, g) for x, g in inputs] for each in (base, model))
     if recipe in RECIPES and RECIPES[recipe].equalization:
@@ -92,9 +95,7 @@ def plan(session: Session) -> list[tuple[Shape, str]]:
 def main(arguments: list[str]) -> None:
     session = begin("smoke", parser("smoke", __doc__, EXAMPLES).parse_args(arguments), arguments)
     for shape, recipe in plan(session):
-        m, k, n = shape
-        identity: Row = {"stage": "smoke", "shape": shapes.label(shape), "m": m, "k": k, "n": n}
-        identity |= {"arm": f"octavo {recipe}" if recipe != "bf16" else "bf16", "mode": "eager"}
-        session.attempt(identity, functools.partial(measure, session, shape, recipe))
+        same: Row = {"stage": "smoke", **identity(shape, arm_of(recipe))}
+        session.attempt(same, measure, session, shape, recipe)
     buffers.cache_clear()
     session.finish()

@@ -175,7 +175,7 @@ def main(arguments: list[str]) -> None:
         base = functools.cache(functools.partial(trainer, session, size, "bf16"))  # one for all arms of a size
         for level in levels:
             identity: Row = {"stage": "step", "shape": name, "arm": level, "mode": mode}
-            row = session.attempt(identity, functools.partial(measure, session, size, level, base))
+            row = session.attempt(identity, measure, session, size, level, base)
             for each, figures in (row or {}).get("parts", {}).items():
                 print(f"  {each:<14}{figures['ms']:>10.3f} ms {figures['count']:>6} kernels", flush=True)
     session.finish()
