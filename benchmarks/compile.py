@@ -8,7 +8,6 @@ Measured on a linear alone, where there is nothing to fuse with, and in a Llama 
 faster one is what Octavo should do by default; docs/compile.md has what is known without a GPU.
 """
 
-
 import torch
 
 from benchmarks import layer, linear, shapes

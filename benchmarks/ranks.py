@@ -8,15 +8,11 @@ or what differs: collectives to the byte, gradients and losses within what anoth
 `fsdp-bf16` has the losses of bf16. A rehearsal has CPUs on both sides.
 """
 
-import functools
-import multiprocessing
 import os
-import tempfile
-import traceback
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
-from multiprocessing.connection import Connection
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import octavo
+from benchmarks.processes import Processes
 from benchmarks.session import Row, Session, begin, parser
 from octavo import comm
 from octavo.kernels.conformance import difference, low_sqnr
@@ -191,106 +188,53 @@ def graph(device: torch.device, folder: Path) -> Results:
 
 CASES: dict[str, Callable[..., Results]] = {
     "collectives": collectives,
-    "fsdp-on": functools.partial(training, "rowwise", fp8_comm="on"),
+    "fsdp-on": partial(training, "rowwise", fp8_comm="on"),
     "ddp-hook": hook,
-    "streams": functools.partial(collectives, streams=True),
+    "streams": partial(collectives, streams=True),
     "checkpoint": checkpoint,
     "graph": graph,
-    "fsdp-tensorwise": functools.partial(training, "tensorwise", fp8_comm="gather"),
-    "ddp-on": functools.partial(training, "rowwise", fp8_comm="on", copies=True),
-    "zero2-gather": functools.partial(training, "rowwise", fp8_comm="gather", reshard_after_forward=False),
-    "offload": functools.partial(training, "rowwise", fp8_comm="on", cpu_offload=True),
-    "fsdp-bf16": functools.partial(training, None, fp8_comm="off"),
+    "fsdp-tensorwise": partial(training, "tensorwise", fp8_comm="gather"),
+    "ddp-on": partial(training, "rowwise", fp8_comm="on", copies=True),
+    "zero2-gather": partial(training, "rowwise", fp8_comm="gather", reshard_after_forward=False),
+    "offload": partial(training, "rowwise", fp8_comm="on", cpu_offload=True),
+    "fsdp-bf16": partial(training, None, fp8_comm="off"),
 }
 """In order of importance. `graph` needs NCCL: Gloo waits on the host, which cannot be captured."""
 
 
-def serve(connection: Connection, rank: int, world: int, backend: str, device: torch.device, folder: str) -> None:
-    """A rank: runs the cases that come until the other end is closed."""
-    torch.set_num_threads(1)
-    os.environ["LOCAL_RANK"] = "0"
-    try:
+def on_rank(case: str, rank: int, world: int, backend: str, device: torch.device, folder: str) -> Results:
+    """The results of a case on one rank, in a process of its own."""
+    if not dist.is_initialized():
+        os.environ["LOCAL_RANK"] = "0"
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        store = f"file://{folder}/store"
-        dist.init_process_group(
-            backend, init_method=store, rank=rank, world_size=world, timeout=timedelta(seconds=PATIENCE_S)
-        )
-        while (name := connection.recv()) is not None:
-            try:
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")
-                    answer: Any = CASES[name](device, Path(folder) / name)
-            except Exception:
-                answer = traceback.format_exc()
-            connection.send(answer)
-        dist.destroy_process_group()
-    except EOFError:
-        pass
-    except Exception:  # at the start: each case then says so
-        while connection.recv() is not None:
-            connection.send(traceback.format_exc())
-
-
-class World:
-    """Processes that are the ranks of one group."""
-
-    def __init__(self, backend: str, world: int, device: torch.device) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.folder = tempfile.TemporaryDirectory()
-        self.ranks: list[tuple[Any, Connection]] = []
-        self.patience = START_S
-        for rank in range(world):
-            ours, theirs = context.Pipe()
-            process = context.Process(
-                target=serve, args=(theirs, rank, world, backend, device, self.folder.name), daemon=True
-            )
-            process.start()
-            theirs.close()
-            self.ranks.append((process, ours))
-
-    def start(self, case: str) -> None:
-        for _, connection in self.ranks:
-            connection.send(case)
-
-    def results(self) -> Results:
-        """What rank 0 found. Raises RuntimeError with what a rank raised, or where one is silent; the world is over."""
-        answers = []
-        for rank, (process, connection) in enumerate(self.ranks):
-            if not connection.poll(10.0 if answers else self.patience):
-                raise RuntimeError(f"rank {rank} is silent, {'alive' if process.is_alive() else 'dead'}")
-            answers.append(connection.recv())
-        self.patience = PATIENCE_S
-        for rank, answer in enumerate(answers):
-            if isinstance(answer, str):
-                raise RuntimeError(f"rank {rank}: {answer}")
-        found: Results = answers[0]
-        return found
-
-    def close(self) -> None:
-        for process, connection in self.ranks:
-            connection.close()
-            process.terminate()
-            process.join(5)
-        self.folder.cleanup()
+        options: Any = {"rank": rank, "world_size": world, "timeout": timedelta(seconds=PATIENCE_S)}
+        dist.init_process_group(backend, init_method=f"file://{folder}/store", **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return CASES[case](device, Path(folder) / case)
 
 
 class Pair:
-    """A world on the GPU and its reference; started again where a case has ended one."""
+    """The ranks on the GPU and those of the reference; started again where a case has ended one."""
 
     def __init__(self, backend: str, world: int, device: torch.device) -> None:
-        self.arguments = ((backend, world, device), ("gloo", world, torch.device("cpu")))
-        self.worlds = [World(*arguments) for arguments in self.arguments]
+        self.groups = [(Processes(), (world, backend, device)), (Processes(), (world, "gloo", torch.device("cpu")))]
+        self.patience = START_S
+        for processes, _ in self.groups:
+            processes.start(world)
 
     def measure(self, case: str) -> Row:
-        try:
-            for world in self.worlds:
-                world.start(case)
-            actual, expected = (world.results() for world in self.worlds)
-        except Exception:
-            self.close()
-            self.worlds = [World(*arguments) for arguments in self.arguments]
-            raise
+        for processes, group in self.groups:
+            processes.send([partial(on_rank, case, rank, *group, processes.folder) for rank in range(group[0])])
+        answers = [processes.collect(self.patience) for processes, _ in self.groups]
+        self.patience = PATIENCE_S
+        for _, errors in answers:
+            for rank, error in errors.items():
+                self.close()
+                self.patience = START_S
+                raise RuntimeError(f"rank {rank}: {error}")
+        actual, expected = (results[0] for results, _ in answers)
         wrong = compared(expected, actual)
         row: Row = {"result": f"WRONG: {wrong}" if wrong else SAME, "tensors": len(expected)}
         if "losses" in actual:
@@ -298,8 +242,8 @@ class Pair:
         return row
 
     def close(self) -> None:
-        for world in self.worlds:
-            world.close()
+        for processes, _ in self.groups:
+            processes.kill()
 
 
 def compared(expected: Results, actual: Results) -> str | None:
@@ -326,7 +270,7 @@ def main(arguments: list[str]) -> None:
         for case in CASES:
             for name, pair in pairs.items():
                 if case != "graph" or name == "nccl1" or not session.gpu:
-                    session.attempt({"stage": name, "case": case}, functools.partial(pair.measure, case))
+                    session.attempt({"stage": name, "case": case}, pair.measure, case)
     finally:
         for pair in pairs.values():
             pair.close()

@@ -12,28 +12,17 @@ Each run is a process group of its own. What a rank raises is shown with its tra
 and takes its processes with it.
 """
 
-import atexit
 import importlib
 import inspect
-import io
-import multiprocessing
-import tempfile
-import time
-import traceback
 import warnings
 from datetime import timedelta
 from functools import cache, partial
-from multiprocessing.connection import wait
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from benchmarks.processes import Processes
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-
-_AFTER_THE_FIRST = 5.0
-"""Seconds that the other ranks get to tell their part, once one has failed."""
-
 
 _JOBS = 16
 """What a process does before another takes its place: groups that are gone may leave threads of Gloo's, which poll."""
@@ -54,68 +43,26 @@ class Gloo:
     """A pool of processes."""
 
     def __init__(self):
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(_PRELOADED)
-        self._workers = []
+        self._processes = Processes("forkserver", _PRELOADED)
         self._jobs = 0
 
     def run(self, function, world, *args, timeout=90.0, **options):
         """Call a function of a module in `world` processes that are ranks of one group; their results, by rank."""
         self._jobs += 1
-        if self._jobs > _JOBS:
-            self.kill()
-            self._jobs = 1
-        while len(self._workers) < world:
-            ours, theirs = self._context.Pipe()
-            process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
-            process.start()
-            theirs.close()
-            self._workers.append((process, ours))
-        with tempfile.TemporaryDirectory() as folder:
-            workers = dict(enumerate(connection for _, connection in self._workers[:world]))
-            for rank, connection in workers.items():
-                connection.send_bytes(_packed((function, rank, world, f"{folder}/store", timeout, args, options)))
-            results, errors = self._collect(workers, timeout)
+        if self._jobs % _JOBS == 0:
+            self._processes.kill()
+        store = f"{self._processes.folder}/store-{self._jobs}"
+        job = partial(function, *args, **options)
+        self._processes.send([partial(_call, job, rank, world, store, timeout) for rank in range(world)])
+        results, errors = self._processes.collect(timeout)
         if errors:
             raise Failed("\n".join(f"rank {rank}: {text}" for rank, text in sorted(errors.items())))
         return [results[rank] for rank in range(world)]
 
-    def _collect(self, workers, timeout):
-        results = {}
-        errors = {}
-        end = time.monotonic() + timeout
-        left = dict(workers)
-        while left and (seconds := end - time.monotonic()) > 0:
-            ready = wait(list(left.values()), seconds)
-            for rank in [rank for rank, connection in left.items() if connection in ready]:
-                try:
-                    good, result = _unpacked(left[rank].recv_bytes())
-                except (EOFError, ConnectionError):
-                    good, result = False, "its process died"
-                (results if good else errors)[rank] = result
-                if not good:
-                    end = min(end, time.monotonic() + _AFTER_THE_FIRST)
-                del left[rank]
-        errors |= dict.fromkeys(left, f"nothing within {timeout:g} s, or since another rank failed")
-        if left or "its process died" in errors.values():
-            self.kill()
-        return results, errors
-
-    def kill(self):
-        """End all processes."""
-        for process, connection in self._workers:
-            process.kill()
-            connection.close()
-        for process, _ in self._workers:
-            process.join()
-        self._workers = []
-
 
 @cache
 def _pool():
-    pool = Gloo()
-    atexit.register(pool.kill)
-    return pool
+    return Gloo()
 
 
 @pytest.fixture(scope="session")
@@ -143,31 +90,6 @@ def on_ranks(world, **options):
 def _body_of(module, name, arguments):
     """Call the body of a test, which pickle does not find by its name."""
     return getattr(importlib.import_module(module), name).body(**arguments)
-
-
-def _packed(value):
-    file = io.BytesIO()
-    torch.save(value, file)
-    return file.getvalue()
-
-
-def _unpacked(data):
-    return torch.load(io.BytesIO(data), weights_only=False)
-
-
-def _serve(connection):
-    """A worker: do what comes, until the other end is closed."""
-    torch.set_num_threads(1)
-    while True:
-        try:
-            function, rank, world, store, timeout, args, options = _unpacked(connection.recv_bytes())
-        except EOFError:
-            return
-        try:
-            answer = True, _call(partial(function, *args, **options), rank, world, Path(store), timeout)
-        except BaseException:
-            answer = False, traceback.format_exc()
-        connection.send_bytes(_packed(answer))
 
 
 def _call(function, rank, world, store, timeout):

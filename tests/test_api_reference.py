@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import octavo
-from processes import Gloo, gloo  # noqa: F401
+from processes import gloo  # noqa: F401
 
 PAGES = Path(__file__).parent.parent / "docs" / "api"
 SUBPACKAGES = ("comm", "inspect", "nn", "numerics", "optim", "parallel", "serving", "train")

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from benchmarks.fuzz.build import DTYPES, Case, strided, values
 from benchmarks.fuzz.outcome import PASS, Outcome, fail
-from benchmarks.fuzz.ranks import POOL, WORLD
+from benchmarks.fuzz.ranks import WORLD, on_ranks
 from octavo import comm
 from octavo.parallel import Fp8AllReduce
 
@@ -25,7 +25,7 @@ _ADAPTIVE = ((2.0**-4, 491_520, 0.0), (2.0**-5, 3968, 2.0**-9), (2.0**-6, 504, 2
 
 
 def check(case: Case) -> Outcome:
-    return POOL.run(job, case)
+    return on_ranks(job, case)
 
 
 def job(case: Case) -> Outcome:

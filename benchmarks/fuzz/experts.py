@@ -20,7 +20,7 @@ import octavo
 from benchmarks.fuzz.build import DTYPES, Case, values
 from benchmarks.fuzz.modules import transformers
 from benchmarks.fuzz.outcome import EACH_DB, FEW, PASS, Invalid, Outcome, fail, same
-from benchmarks.fuzz.ranks import POOL, WORLD
+from benchmarks.fuzz.ranks import WORLD, on_ranks
 from octavo.numerics import sqnr
 
 _CLASSES = {"mixtral": ("MixtralConfig", "MixtralExperts"), "gpt_oss": ("GptOssConfig", "GptOssExperts")}
@@ -34,7 +34,7 @@ Batch = tuple[Tensor, Tensor, Tensor, Tensor]
 def check(case: Case) -> Outcome:
     if find_spec("transformers") is None:
         raise Invalid("experts are Transformers'")
-    return POOL.run(job, case)
+    return on_ranks(job, case)
 
 
 def job(case: Case) -> Outcome:

@@ -24,7 +24,6 @@ import torch
 from hypothesis.errors import Flaky
 
 from benchmarks import command
-from benchmarks.fuzz import ranks
 from benchmarks.fuzz.build import Case, build
 from benchmarks.fuzz.draw import KINDS, first
 from benchmarks.fuzz.outcome import Invalid, Outcome, of_error
@@ -47,8 +46,6 @@ def check(case: Case, seconds: float = SECONDS) -> Outcome:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # sums of more threads have another order
     _import_all()
-    if ranks.needed(case):
-        ranks.POOL.start()
     try:
         with _limit(seconds), warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -29,7 +29,7 @@ from benchmarks.fuzz.activations import convert, exact_run, plain_run
 from benchmarks.fuzz.build import Case, Run, build, inputs, reference, run
 from benchmarks.fuzz.optimizer import WRITES
 from benchmarks.fuzz.outcome import PASS, WHOLE_DB, Invalid, Outcome, compare_gradients, fail, same
-from benchmarks.fuzz.ranks import POOL, needed
+from benchmarks.fuzz.ranks import WRAPPERS, on_ranks
 from octavo.kernels.conformance import difference
 from octavo.numerics import sqnr
 
@@ -55,8 +55,8 @@ def check(case: Case) -> Outcome:
     wrapper = case.get("wrapper", "checkpoint")
     if wrapper.startswith("checkpoint"):
         return _checkpoint(case)
-    if needed(case):
-        return POOL.run(job, case)
+    if wrapper in WRAPPERS:
+        return on_ranks(job, case)
     return _keep_weights(case) if wrapper == "keep_weights" else _compile(case)
 
 
