@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import importlib
 import statistics
 import warnings
 from collections.abc import Callable, Sequence
@@ -24,6 +25,7 @@ from octavo.tensor import ScaledTensor
 
 ROUNDS = 3
 """Turns of bf16 and an arm."""
+TORCHAO = "torchao.float8"
 
 
 @dataclass(frozen=True)
@@ -41,29 +43,20 @@ class Arm:
         return self.name.partition(" ")[2]
 
 
-BF16 = (Arm("bf16"), Arm("bf16", "compiled"))
+def named(*names: str, mode: str = "eager") -> tuple[Arm, ...]:
+    return tuple(Arm(name, mode) for name in names)
+
+
 TARGET_ARMS = (
-    Arm("bf16"),
-    Arm("octavo rowwise"),
-    Arm("octavo tensorwise"),
-    Arm("bf16", "compiled"),
-    Arm("torchao tensorwise", "compiled"),
-    Arm("torchao rowwise", "compiled"),
-    Arm("octavo rowwise", "compiled"),
-    Arm("octavo tensorwise", "compiled"),
+    *named("bf16", "octavo rowwise", "octavo tensorwise"),
+    *named("bf16", "torchao tensorwise", "torchao rowwise", "octavo rowwise", "octavo tensorwise", mode="compiled"),
     Arm("given tensorwise"),
 )
 """What the project's targets compare, in order of importance."""
 MORE_ARMS = (
-    Arm("octavo rowwise_hp_wgrad"),
-    Arm("octavo rowwise_equalized"),
-    Arm("torchao rowwise_with_gw_hp", "compiled"),
-    Arm("octavo rowwise_hp_wgrad", "compiled"),
-    Arm("torchao tensorwise"),
-    Arm("torchao rowwise"),
-    Arm("torchao rowwise_with_gw_hp"),
-    Arm("octavo blockwise"),
-    Arm("octavo mxfp8"),
+    *named("octavo rowwise_hp_wgrad", "octavo rowwise_equalized"),
+    *named("torchao rowwise_with_gw_hp", "octavo rowwise_hp_wgrad", mode="compiled"),
+    *named("torchao tensorwise", "torchao rowwise", "torchao rowwise_with_gw_hp", "octavo blockwise", "octavo mxfp8"),
 )
 
 
@@ -77,7 +70,7 @@ def build(module: nn.Module, arm: Arm, session: Session) -> Callable[..., Tensor
             if is_converted(layer):
                 vars(layer)["octavo_quantizer"] = _GivenMaxima
     elif kind == "torchao":
-        made = _torchao(made, recipe, session)
+        made = to_torchao(made, recipe, emulate=not session.gpu)
     if arm.mode == "compiled":
         torch._dynamo.reset()  # each arm and shape is compiled by itself, for static shapes
         backend = "inductor" if session.gpu else "aot_eager"  # without a GPU: traced and partitioned, not code made
@@ -119,10 +112,11 @@ class _TracedOpaque(nn.Module):
         return y
 
 
-def _torchao(module: nn.Module, recipe: str, session: Session) -> nn.Module:
+def to_torchao(module: nn.Module, recipe: str, *, emulate: bool = False) -> nn.Module:
+    """A module converted by torchao. Raises ImportError where there is none."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-    config = dataclasses.replace(Float8LinearConfig.from_recipe_name(recipe), emulate=not session.gpu)
+    config = dataclasses.replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulate)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         inside = convert_to_float8_training(nn.Sequential(module), config=config)
@@ -130,20 +124,20 @@ def _torchao(module: nn.Module, recipe: str, session: Session) -> nn.Module:
     return made
 
 
-def has_torchao() -> bool:
-    """Whether torchao can be imported (see `--peers`)."""
+def importable(name: str) -> bool:
+    """Whether a module, such as torchao's (see `--peers`), can be imported."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            import torchao.float8  # noqa: F401
-    except Exception:  # a torchao that does not fit this torch fails in its own ways
+            importlib.import_module(name)
+    except Exception:  # one that does not fit this torch fails in its own ways
         return False
     return True
 
 
 def available(arms: Sequence[Arm]) -> list[Arm]:
     """Those of the arms that can run here; says so where torchao's cannot."""
-    if has_torchao():
+    if importable(TORCHAO):
         return list(arms)
     print("note: torchao is not importable: its arms are left out (see --peers)")
     return [arm for arm in arms if not arm.name.startswith("torchao")]

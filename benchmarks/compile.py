@@ -8,24 +8,20 @@ Measured on a linear alone, where there is nothing to fuse with, and in a Llama 
 faster one is what Octavo should do by default; docs/compile.md has what is known without a GPU.
 """
 
-import torch
-
 from benchmarks import layer, linear, shapes
-from benchmarks.arms import Arm
+from benchmarks.arms import Arm, named
 from benchmarks.kernels import ceilings
 from benchmarks.session import Row, Session, begin, parser
 
 EXAMPLES = """compile
 compile --minutes 6
 compile --rehearse"""
-ARMS = tuple(
-    Arm(name, "compiled")
-    for name in ("bf16", "octavo rowwise", "opaque rowwise", "octavo tensorwise", "opaque tensorwise")
-)
+ARMS = named(
+    "bf16", "octavo rowwise", "opaque rowwise", "octavo tensorwise", "opaque tensorwise", mode="compiled"
+)  # fmt: skip
 
 
 def run(session: Session) -> None:
-    session.facts["gpu"] = torch.cuda.get_device_name(session.device) if session.gpu else ""
     sizes = list(layer.TINY.items())[:1] if session.tiny else list(layer.LAYERS.items())[:2]
     measured = shapes.SETS["tiny"][:1] if session.tiny else (*shapes.TARGETS, shapes.SETS["cubes"][0])
     for name, size in sizes[:1]:

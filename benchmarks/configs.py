@@ -12,6 +12,7 @@ minute each, those with many experts ten.
 import json
 from collections.abc import Iterator
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +34,8 @@ GPU, COUNTS = "h100", (1, 8, 64, 512)
 def steps_of(model: ReadyModel) -> list[PlannedStep]:
     steps = []
     for gpus in COUNTS:
-        search = Search(
-            model=model, gpu=GPU, gpus=gpus, progress=lambda text: print(f"{model.name}: {text}", flush=True)
-        )
+        progress = partial(print, f"{model.name}:", flush=True)
+        search = Search(model=model, gpu=GPU, gpus=gpus, progress=progress)
         fit = search.fit()
         steps += [PlannedStep(precision="FP8", gpus=gpus)] if fit is None else planned_steps(fit, search)
     return steps
@@ -43,12 +43,11 @@ def steps_of(model: ReadyModel) -> list[PlannedStep]:
 
 def read() -> dict[str, list[PlannedStep]]:
     rows = json.loads(FILE.read_text(encoding="utf-8"))["rows"] if FILE.exists() else {}
-    return {name: [_step(row) for row in steps] for name, steps in rows.items()}
+    return {name: [_step(**row) for row in steps] for name, steps in rows.items()}
 
 
-def _step(row: dict[str, Any]) -> PlannedStep:
-    layout = row["layout"]
-    return PlannedStep(**row | {"layout": layout and Layout(**layout)})
+def _step(layout: dict[str, Any] | None, **row: Any) -> PlannedStep:
+    return PlannedStep(**row, layout=layout and Layout(**layout))
 
 
 def configuration(model: ReadyModel, steps: list[PlannedStep]) -> str:
@@ -57,16 +56,7 @@ def configuration(model: ReadyModel, steps: list[PlannedStep]) -> str:
     return render(model, written, steps, f"configs/{model.name}.toml", (GPU, find_gpu(GPU).name))
 
 
-def write() -> None:
-    kept = read()
-    for name, steps in kept.items():
-        write_text(ROOT / "configs" / f"{name}.toml", configuration(ready_models()[name], steps))
-    write_text(DOCUMENT, document(kept))
-
-
-COLUMNS = (
-    "model", "GPUs", "tokens/s", "of bf16", "", "GiB a GPU", "of bf16", "most", "of bf16", "checkpointing", "of bf16",
-)  # fmt: skip
+COLUMNS = "model|GPUs|tokens/s|of bf16||GiB a GPU|of bf16|most|of bf16|checkpointing|of bf16".split("|")
 
 
 def document(kept: dict[str, list[PlannedStep]]) -> str:
@@ -81,18 +71,19 @@ def _rows(model: ReadyModel, steps: list[PlannedStep]) -> Iterator[tuple[str, ..
         if step.precision != "FP8" or step.layout is None:
             continue
         other = bf16[step.gpus]
-        theirs = ("does not fit", "", "–", "–", "–")
+        speed, gain, *memory = "does not fit", "", "–", "–", "–"
         if other.layout is not None:
+            speed, *memory = _cells(other)
             gain = f"{step.tokens_per_second / other.tokens_per_second:.2f} ×"
-            theirs = (
-                f"{other.tokens_per_second:,.0f}", gain, f"{other.peak / 2**30:.1f}", str(other.largest),
-                other.layout.checkpointing,
-            )  # fmt: skip
-        yield (
-            title, str(step.gpus), f"{step.tokens_per_second:,.0f}", theirs[0], theirs[1], f"{step.peak / 2**30:.1f}",
-            theirs[2], str(step.largest), theirs[3], step.layout.checkpointing, theirs[4],
-        )  # fmt: skip
+        own, *own_memory = _cells(step)
+        pairs = (cell for pair in zip(own_memory, memory, strict=True) for cell in pair)
+        yield title, str(step.gpus), own, speed, gain, *pairs
         title = ""
+
+
+def _cells(step: PlannedStep) -> tuple[str, ...]:
+    checkpointing = step.layout.checkpointing if step.layout else ""
+    return f"{step.tokens_per_second:,.0f}", f"{step.peak / 2**30:.1f}", str(step.largest), checkpointing
 
 
 def main(arguments: list[str]) -> None:
@@ -105,5 +96,7 @@ def main(arguments: list[str]) -> None:
         rows = {key: [asdict(step) for step in steps] for key, steps in (read() | planned).items()}
         in_order = {key: rows[key] for key in ready_models() if key in rows}
         write_json(FILE, environment(torch.device("cpu")) | {"rows": in_order})
-    write()
+    for name, steps in read().items():
+        write_text(ROOT / "configs" / f"{name}.toml", configuration(ready_models()[name], steps))
+    write_text(DOCUMENT, document(read()))
     print(f"written: configs/*.toml and {DOCUMENT.name}")

@@ -7,8 +7,7 @@ import importlib.metadata
 import json
 import os
 import platform
-import shutil
-import subprocess
+import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils import collect_env
 
 import octavo
 
@@ -30,11 +30,12 @@ def device_name(device: torch.device) -> str:
 
 def environment(device: torch.device) -> dict[str, Any]:
     gpu = device.type == "cuda"
-    cpu = next((line.partition(":")[2].strip() for line in _cpuinfo() if line.startswith("model name")), "unknown")
+    cpuinfo = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    cpu = re.search(r"^model name\s*: *(.*)$", cpuinfo, re.M)
     return {
-        "device": torch.cuda.get_device_name(device) if gpu else f"CPU {cpu}",
+        "device": torch.cuda.get_device_name(device) if gpu else f"CPU {cpu[1].strip() if cpu else 'unknown'}",
         "capability": ".".join(map(str, torch.cuda.get_device_capability(device))) if gpu else None,
-        "driver": _driver() if gpu else None,
+        "driver": collect_env.get_nvidia_driver_version(collect_env.run) if gpu else None,
         "cpu_threads": torch.get_num_threads(),
         "cpu_bf16": torch.ops.mkldnn._is_mkldnn_bf16_supported(),
         "cuda": torch.version.cuda,
@@ -112,16 +113,3 @@ def _version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _driver() -> str | None:
-    if shutil.which("nvidia-smi") is None:
-        return None
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    answer = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False).stdout
-    return answer.split("\n")[0].strip() or None
-
-
-def _cpuinfo() -> list[str]:
-    path = Path("/proc/cpuinfo")
-    return path.read_text().splitlines() if path.exists() else []

@@ -56,9 +56,8 @@ def draw(content: Figure) -> str:
     fixed = re.sub(r"var\(--([\w-]+)\)", lambda match: LIGHT[match[1]], text)
     with tempfile.TemporaryDirectory() as folder:
         page = Path(folder) / "figure.html"
-        page.write_bytes(
-            PAGE.format(library=get_plotlyjs(), figure=fixed.replace("<", "\\u003c"), width=WIDTH).encode()
-        )
+        shown = fixed.replace("<", "\\u003c")
+        page.write_bytes(PAGE.format(library=get_plotlyjs(), figure=shown, width=WIDTH).encode())
         document, messages = browser.run(page)
     image = re.search(r"<body>data:image/svg\+xml,([^<]*)</body>", document)
     if image is None:
@@ -80,10 +79,7 @@ def digest(content: Figure) -> str:
 
 def _rgb(value: str) -> str:
     """A colour of the theme without its opacity, as Plotly writes it."""
-    if value.startswith("#"):
-        channels = [int(value[i : i + 2], 16) for i in (1, 3, 5)]
-    else:
-        channels = [int(number) for number in re.findall(r"\d+", value)[:3]]
+    channels = bytes.fromhex(value[1:]) if value.startswith("#") else map(int, re.findall(r"\d+", value)[:3])
     return "rgb({}, {}, {})".format(*channels)
 
 

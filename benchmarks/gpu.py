@@ -33,7 +33,7 @@ from typing import Any
 import torch
 
 import benchmarks
-from benchmarks import command
+from benchmarks import command, targets
 from benchmarks.environment import (
     RESULTS,
     compile_caches,
@@ -53,6 +53,9 @@ ROW_S = 150.0
 """A stage's start, or a row without a price, is cut if nothing is written or printed for so long."""
 MINUTES = 8.0
 TAIL = 40
+MOST_RESTARTS = 3
+PYTEST = (sys.executable, *"-m pytest tests/test_gpu.py -m gpu -v --color=no --tb=short".split(),
+          *"-o addopts= -o filterwarnings= -p no:cacheprovider".split())  # fmt: skip
 EXAMPLES = """gpu
 gpu --list --total 4
 gpu --total 4 --wheels wheels --caches caches --out results
@@ -179,24 +182,29 @@ class Outcome:
     tail: list[str] = field(default_factory=list)
 
 
+def _progress(result: Path) -> tuple[int, Any]:
+    """What has changed if a process began an attempt, so that the next one can get further."""
+    content = read_json(result)
+    return len(content.get("rows", [])), content.get("running") or None
+
+
+@dataclass
 class Runner:
     """Runs stages, whose result files and logs go to `out`."""
 
-    def __init__(
-        self, out: Path, options: argparse.Namespace, environment: dict[str, str], prices: Prices | None = None
-    ) -> None:
-        self.out = out
-        self.options = options
-        self.environment = environment
-        self.prices = prices or Prices()
-        self.outcomes: dict[str, Outcome] = {}
-        self.poll_s = 0.5
-        self.most_restarts = 3
-        self._said: set[str] = set()
+    out: Path
+    options: argparse.Namespace
+    environment: dict[str, str]
+    prices: Prices = field(default_factory=Prices)
+    outcomes: dict[str, Outcome] = field(default_factory=dict)
+    poll_s: float = 0.5
+    _said: set[str] = field(default_factory=set)
 
     def command(self, stage: str, seconds: float, parts: Sequence[Part] = (), *, resume: bool) -> list[str]:
         if stage == "tests":
-            return self._pytest()
+            workers = str(max(2, min(14, (os.cpu_count() or 4) - 2)))  # they compile most of the time
+            parallel = find_spec("xdist") and not self.options.rehearse
+            return [*PYTEST, *(["-n", workers, "--dist", "loadgroup"] if parallel else [])]
         words = [sys.executable, "-m", "benchmarks", stage, "--out", str(self.out)]
         words += ["--deadline", f"{time.time() + seconds - STOP_S:.1f}"]
         words += ["--resume"] if resume else []
@@ -208,13 +216,6 @@ class Runner:
         if not names or not others or self.options.rehearse:  # tiny shapes have other names
             return words
         return [*words, "--without-parts", *others] if ALL in names else [*words, "--only-parts", *names]
-
-    def _pytest(self) -> list[str]:
-        words = [sys.executable, "-m", "pytest", "tests/test_gpu.py", "-m", "gpu", "-v", "--color=no", "--tb=short"]
-        words += ["-o", "addopts=", "-o", "filterwarnings=", "-p", "no:cacheprovider"]
-        workers = str(max(2, min(14, (os.cpu_count() or 4) - 2)))  # they compile most of the time
-        parallel = ["-n", workers, "--dist", "loadgroup"]
-        return words + (parallel if find_spec("xdist") and not self.options.rehearse else [])
 
     def run(self, stage: str, seconds: float, parts: Sequence[Part] = (), *, resume: bool = False) -> Outcome:
         """Run parts of a stage to their end, at most `seconds`, starting it again where it crashed or hung."""
@@ -228,11 +229,11 @@ class Runner:
                 result.replace(previous(result))
         try:
             while True:
-                before = self._progress(result)
+                before = _progress(result)
                 ended = self._once(stage, end - time.monotonic(), log, parts, resume=resume or restarts > 0)
-                worth_it = ended in ("crashed", "hung") and stage != "tests" and restarts < self.most_restarts
+                worth_it = ended in ("crashed", "hung") and stage != "tests" and restarts < MOST_RESTARTS
                 enough = end - time.monotonic() > self.prices.starts.get(stage, START_S) + LEAST_S
-                if not (worth_it and enough and self._progress(result) != before):
+                if not (worth_it and enough and _progress(result) != before):
                     break
                 restarts += 1
                 row = read_json(result).get("running") or read_json(result)["rows"][-1]
@@ -275,11 +276,6 @@ class Runner:
                 path.unlink()
             else:
                 path.replace(result)
-
-    def _progress(self, result: Path) -> tuple[int, Any]:
-        """What has changed if a process began an attempt, so that the next one can get further."""
-        content = read_json(result)
-        return len(content.get("rows", [])), content.get("running") or None
 
     def _once(self, stage: str, seconds: float, log: Path, parts: Sequence[Part], *, resume: bool) -> str:
         result, begun, end = self.out / f"{stage}.json", time.time(), time.monotonic() + seconds
@@ -368,15 +364,11 @@ def install(wheels: Path) -> Path:
 
 
 def summary(out: Path, outcomes: Iterable[Outcome]) -> str:
-    from benchmarks import targets
-
     files = {stage: content for stage in STAGES if (content := read_json(out / f"{stage}.json"))}
     lines = ["", f"{'stage':<10} {'ended':<8} {'s':>6} {'rows':>5} {'failed':>6}"]
     lines += [f"{o.stage:<10} {o.ended:<8} {o.seconds:>6.0f} {o.rows:>5} {o.failed:>6}" for o in outcomes]
     lines += ["", f"{'target':<78} {'wanted':>9} {'reached':>9}"]
-    lines += [
-        f"{what:<78} {target:>9} {reached:>9}  {verdict}" for what, target, reached, verdict in targets.table(files)
-    ]
+    lines += ["{:<78} {:>9} {:>9}  {}".format(*row) for row in targets.table(files)]
     return "\n".join(lines)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from benchmarks import layer, linear, shapes
-from benchmarks.arms import Arm, available, build, in_turns, step
+from benchmarks.arms import Arm, available, build, in_turns, named, step
 from benchmarks.layer import Size
 from benchmarks.session import Row, Session, begin, parser
 from benchmarks.timing import Run
@@ -26,9 +26,7 @@ from octavo.planner.host_time import RATIOS
 EXAMPLES = """host_gpu
 host_gpu --quick
 host_gpu --rehearse"""
-ARMS = tuple(
-    Arm(name) for name in ("octavo rowwise", "octavo tensorwise", "torchao rowwise", "torchao tensorwise", "bf16")
-)
+ARMS = named("octavo rowwise", "octavo tensorwise", "torchao rowwise", "torchao tensorwise", "bf16")
 TOKENS = (1024, 4096, 256, 2048, 512)
 DIMS = (2048, 4096, 1024)
 QUICK = ((1024, 2048), (4096, 4096))

@@ -5,13 +5,12 @@ move by definition (`src/octavo/kernels/quantize/__init__.py`): bf16 read once, 
 needed first, and one byte written per element, form and memory order. A kernel that reads a band again from L2 gets no
 credit for it. Products are measured on every backend beside cuBLAS by tensor, the reference figure, in the memory
 orders that a linear gives them. A fused kernel stands beside what it replaces: PyTorch's own op in bf16, eager, then
-`quantize`. `calibrate` times every
-configuration.
+`quantize`. `calibrate` times every configuration.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -134,9 +133,7 @@ def quantizers(session: Session, matrices: Sequence[tuple[int, int]]) -> None:
 
 def _quantizer(session: Session, shape: tuple[int, int], text: str, order: Any, amax_is_known: bool = False) -> Row:
     spec = QuantSpec.parse(text)
-    amax = None
-    if amax_is_known:
-        amax = torch.full(spec.granularity.scale_shape(shape), 6.0, device=session.device)
+    amax = torch.full(spec.granularity.scale_shape(shape), 6.0, device=session.device) if amax_is_known else None
     per_element = bytes_per_element(spec, order, amax_is_known=amax_is_known)
     return bandwidth(session, shape, per_element, lambda x: quantize(x, spec, order=order, amax=amax))
 
@@ -145,8 +142,7 @@ def _pair(session: Session, shape: tuple[int, int], case: tuple[str, ...]) -> Ro
     spec, spec_t = (QuantSpec.parse(text) for text in case)
     fold, fold_t = None, None
     if FULL in spec.granularity:
-        fold = torch.rand(1, shape[1], device=session.device) + 0.5
-        fold_t = torch.rand(shape[0], 1, device=session.device) + 0.5
+        fold, fold_t = (torch.rand(size, device=session.device) + 0.5 for size in ((1, shape[1]), (shape[0], 1)))
     per_element = (2 if fold is None else 4) + 2
     return bandwidth(session, shape, per_element, lambda x: quantize_pair(x, spec, fold, spec_t, fold_t))
 
@@ -255,13 +251,9 @@ def _norm(o: Operands) -> Tensor:
     return F.rms_norm(o.x, (o.x.shape[1],), o.weight, EPS)
 
 
-def _norm_then_quantize(o: Operands) -> Any:
-    return quantize(_norm(o), ROW, order="both")
-
-
 FUSED: dict[str, tuple[int, Callable[[Operands], Any], Callable[[Operands], Any] | None]] = {
     "rms_norm → FP8 by row, both orders": (
-        4, lambda o: fused.rms_norm(o.x, o.weight, EPS, ROW, "both"), _norm_then_quantize),
+        4, lambda o: fused.rms_norm(o.x, o.weight, EPS, ROW, "both"), lambda o: quantize(_norm(o), ROW, order="both")),
     "rms_norm → y": (4, lambda o: fused.rms_norm(o.x, o.weight, EPS), _norm),
     "layer_norm → FP8 by row, both orders": (
         4, lambda o: fused.layer_norm(o.x, o.weight, None, EPS, ROW, "both"), None),
@@ -304,7 +296,10 @@ def main(arguments: list[str]) -> None:
         "fused": lambda: fused_kernels(session),
     }
     chosen = [name for name in PARTS if name in session.options.parts]
-    with triton_only() if session.tiny else nullcontext():
+    with ExitStack() as stack:
+        for op in OPS.values() if session.tiny else ():  # Triton's interpreter runs its kernels, but for products
+            if "triton" in op.backends and op is not SCALED_MM:
+                stack.enter_context(op.force("triton"))
         if "quantizers" in chosen and not session.tiny:  # what the targets name comes first; a row is made only once
             quantizers(session, MATRICES[:1])
         if "products" in chosen and not session.tiny:
@@ -312,13 +307,3 @@ def main(arguments: list[str]) -> None:
         for name in chosen:
             parts[name]()
     session.finish()
-
-
-@contextmanager
-def triton_only() -> Iterator[None]:
-    """Inside the block Triton's kernels run, products aside, whatever was chosen; without a GPU in its interpreter."""
-    with ExitStack() as stack:
-        for op in OPS.values():
-            if "triton" in op.backends and op is not SCALED_MM:
-                stack.enter_context(op.force("triton"))
-        yield

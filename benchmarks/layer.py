@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import linear
-from benchmarks.arms import Arm, available, build, speedup, step
+from benchmarks.arms import Arm, available, build, named, speedup, step
 from benchmarks.kernels import ceilings
 from benchmarks.session import Row, Session, begin, parser
 from benchmarks.shapes import Shape
@@ -58,20 +58,13 @@ TINY = {
     "tiny-llama": Size(64, 96, 4, 2, 1, 32), "tiny-block": Size(64, 64, 0, 0, 1, 32),
     "tiny-mixtral": Size(64, 96, 4, 2, 1, 32, 4),
 }  # fmt: skip
-COMPILED = tuple(
-    Arm(name, "compiled")
-    for name in (
-        "bf16", "octavo rowwise", "torchao tensorwise", "octavo tensorwise", "torchao rowwise",
-        "torchao rowwise_with_gw_hp", "octavo rowwise_hp_wgrad",
-    )
+COMPILED = named(
+    "bf16", "octavo rowwise", "torchao tensorwise", "octavo tensorwise", "torchao rowwise",
+    "torchao rowwise_with_gw_hp", "octavo rowwise_hp_wgrad", mode="compiled",
 )  # fmt: skip
-EAGER = tuple(
-    Arm(name)
-    for name in (
-        "bf16", "octavo rowwise", "octavo tensorwise", "torchao tensorwise", "torchao rowwise",
-        "octavo rowwise_equalized",
-    )
-)  # fmt: skip
+EAGER = named(
+    "bf16", "octavo rowwise", "octavo tensorwise", "torchao tensorwise", "torchao rowwise", "octavo rowwise_equalized"
+)
 
 
 class Layer(nn.Module):
@@ -144,26 +137,18 @@ def measure(session: Session, name: str, size: Size, arm: Arm) -> Row:
         runs.append(step(model, list(model.parameters()), x, g))
     figures = linear.in_steady_state(session, model, runs)
     figures["saved_bytes_per_token"] = round(_saved_bytes(session, model, arm, x) / size.tokens, 1)
-    same = {"shape": name}
-    figures |= speedup(session.rows, {**figures, "mode": arm.mode}, **same)
+    figures |= speedup(session.rows, {**figures, "mode": arm.mode}, shape=name)
     if figures["kernel_ms"] is None:
         return figures
     figures["tokens_per_s"] = round(1e3 * size.tokens / figures["kernel_ms"])
     operations = sum(6 * m * k * n * number for (m, k, n), number in linears(size).items())
     figures["tflops"] = round(operations / figures["kernel_ms"] / 1e9, 1)
-    base, bf16, fp8 = (
-        _kernel_ms(session, {**same, **key})
-        for key in ({"arm": "bf16", "mode": arm.mode}, {"arm": "products bf16"}, {"arm": "products fp8"})
-    )
+    keys = {"arm": "bf16", "mode": arm.mode}, {"arm": "products bf16"}, {"arm": "products fp8"}
+    base, bf16, fp8 = ((session.find(shape=name, **key) or {}).get("kernel_ms") for key in keys)
     base = figures["kernel_ms"] if arm.name == "bf16" else base
     if base and bf16 and fp8:
         figures |= {"linear_share": round(bf16 / base, 4), "amdahl_ms": round(base - bf16 + fp8, 4)}
     return figures
-
-
-def _kernel_ms(session: Session, key: Row) -> float | None:
-    times_ms = (row.get("kernel_ms") for row in session.rows if key.items() <= row.items())
-    return next((ms for ms in times_ms if ms), None)
 
 
 def _saved_bytes(session: Session, model: Any, arm: Arm, x: Tensor) -> float:

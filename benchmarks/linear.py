@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import roofline, shapes
-from benchmarks.arms import BF16, MORE_ARMS, TARGET_ARMS, Arm, available, build, speedup, step
+from benchmarks.arms import MORE_ARMS, TARGET_ARMS, Arm, available, build, speedup, step
 from benchmarks.kernels import ceilings, fp8_product
 from benchmarks.session import Row, Session, begin, parser, times
 from benchmarks.shapes import Shape
@@ -68,7 +68,7 @@ def measure(session: Session, shape: Shape, arm: Arm) -> Row:
     figures["tflops"] = round(6 * shape[0] * shape[1] * shape[2] / figures["kernel_ms"] / 1e9, 1)
     rates = session.facts["ceilings"]
     figures["percent"] = round(100 * figures["tflops"] / rates["bf16_tflops"], 1)
-    gpu = roofline.measured(session.facts.get("gpu", ""), rates)
+    gpu = roofline.measured(session.environment["device"], rates)
     recipe = {"given tensorwise": "amax given"}.get(arm.name, arm.recipe)
     recipe = recipe if recipe in roofline.PASSES else "rowwise"
     bound = roofline.linear(gpu, shape, recipe if arm.recipe else "bf16")
@@ -94,8 +94,7 @@ def products(session: Session, shape: Shape, *, fp8: bool = True) -> Row:
         for _ in range(count):
             a, b = (torch.randn(size, k, device=session.device, dtype=torch.bfloat16) for size in (m, n))
             cublas = fp8 and session.gpu
-            run = fp8_product(a, b, fast_accum=index == 0) if cublas else functools.partial(torch.mm, a, b.t())
-            runs.append(run)
+            runs += [fp8_product(a, b, fast_accum=index == 0) if cublas else functools.partial(torch.mm, a, b.t())]
         total += session.clock.measure(runs, wall=False).kernel_ms or 0.0
     return {"kernel_ms": round(total, 5) or None}
 
@@ -116,13 +115,12 @@ def plan(options: Any, targets: tuple[Shape, ...]) -> list[tuple[Shape, Arm]]:
 
 
 def on_gpu(session: Session) -> None:
-    session.facts["gpu"] = torch.cuda.get_device_name(session.device) if session.gpu else ""
     ceilings(session)
     todo = plan(session.options, shapes.TARGETS)
     if session.tiny:
         one, two = shapes.SETS["tiny"]
         todo = [(one, arm) for arm in (*TARGET_ARMS, *MORE_ARMS)]
-        todo += [(two, arm) for arm in (*BF16, Arm("octavo rowwise"))]
+        todo += [(two, arm) for arm in (Arm("bf16"), Arm("bf16", "compiled"), Arm("octavo rowwise"))]
     arms = set(available(list(dict.fromkeys(arm for _, arm in todo))))
     for shape, arm in todo:
         if arm not in arms:

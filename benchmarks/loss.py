@@ -11,7 +11,6 @@ import os
 import signal
 import sysconfig
 import tempfile
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -63,24 +62,14 @@ def gather(root: Path, path: Path, megabytes: float) -> int:
 @contextmanager
 def stopping_after(seconds: float | None, again: float = 2.0) -> Iterator[None]:
     """Send this process SIGTERM after so long, again and again: the run of the moment saves, and the next one stops."""
-    over = threading.Event()
-
-    def stop() -> None:
-        while not over.wait(seconds if not sent else again):
-            sent.append(True)
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    sent: list[bool] = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: None)  # between two runs
-    thread = threading.Thread(target=stop, daemon=True)
+    signal.signal(signal.SIGALRM, lambda number, frame: os.kill(os.getpid(), signal.SIGTERM))
     if seconds is not None:
-        thread.start()
+        signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-3), again)
     try:
         yield
     finally:
-        over.set()
-        if seconds is not None:
-            thread.join()
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
         signal.signal(signal.SIGTERM, before)
 
 
@@ -175,7 +164,7 @@ def main(arguments: list[str]) -> None:
         arms = make_arms(folder / "loss.toml", [device, *chosen.overrides], levels, chosen.seeds)
         with stopping_after(None if chosen.minutes is None else 60 * chosen.minutes):
             comparison = compare(arms, folder / "runs", progress=Lines())
-        session._end = float("inf")  # what was trained is written down, however late it is
+        session.end = float("inf")  # what was trained is written down, however late it is
         rows_of(session, arms, folder / "runs")
         session.facts["stopped"] = "time" if comparison is None else "done"
         if comparison is not None:

@@ -8,6 +8,7 @@ result file holds, such as figures read from a profiler, is written by hand behi
 import collections
 import json
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,19 +57,16 @@ keeps Octavo's ops.
 """
 
 
-def load(folder: Path) -> dict[str, Mapping[str, Any]]:
-    return {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
-
-
 def devices(results: Path) -> dict[str, Files]:
     folders = (folder for folder in sorted(results.iterdir()) if folder.name not in NOT_DEVICES)
-    return {folder.name: files for folder in folders if (files := load(folder))}
+    files = {each.name: {p.stem: json.loads(p.read_text()) for p in sorted(each.glob("*.json"))} for each in folders}
+    return {name: of_device for name, of_device in files.items() if of_device}
 
 
 def document(results: Path) -> str:
     measured = "\n".join(_device(name, files) for name, files in devices(results).items())
-    parts = {"devices": measured, "roofline": _roofline(), "cpu": _cpu(load(results / "cpu"))}
-    return fill(DOCUMENT.read_text("utf-8"), parts)
+    cpu = json.loads((results / "cpu" / "linear.json").read_text())
+    return fill(DOCUMENT.read_text("utf-8"), {"devices": measured, "roofline": _roofline(), "cpu": _cpu(cpu)})
 
 
 def _device(name: str, files: Files) -> str:
@@ -84,16 +82,14 @@ def _device(name: str, files: Files) -> str:
 def _provenance(files: Files) -> str:
     rows = []
     for content in files.values():
-        arguments = content.get("arguments", [])
-        arguments = arguments[: arguments.index("--out")] if "--out" in arguments else arguments
-        limits = content.get("ceilings", {})
-        numbers = _cells(limits, "copy_tbs", "bf16_tflops", "fp8_tflops", "fp8_exact_tflops")
+        arguments = " ".join(content.get("arguments", [])).partition("--out")[0].split()
+        numbers = _cells(content.get("ceilings", {}), "copy_tbs", "bf16_tflops", "fp8_tflops", "fp8_exact_tflops")
         ended = "whole" if content.get("stopped", "done") == "done" and "running" not in content else "out of time"
         command = f"`{' '.join([content.get('command', 'make gpu'), *arguments])}`"
         command = "`train` ([no longer there](log.md))" if content.get("benchmark") == "train" else command
         rows.append((command, *numbers, ended))
     known = collections.defaultdict(lambda: "unknown", next(iter(files.values())).get("environment", {}))
-    columns = ("command", "copy TB/s", "bf16 TFLOP/s", "FP8 fast", "FP8 exact", "ended")
+    columns = "command, copy TB/s, bf16 TFLOP/s, FP8 fast, FP8 exact, ended".split(", ")
     return PROVENANCE.format_map(known) + table(columns, rows)
 
 
@@ -129,11 +125,8 @@ def _layers(name: str, rows: list[Row]) -> str:
     fields = ("kernel_ms", "wall_ms", *SPEEDUPS, "peak_mib", "saved_bytes_per_token", "amdahl_ms")
     rows = [row for row in _timed(rows) if not row["arm"].startswith("products")]
     made = [(row["shape"], f"{row['arm']}, {row['mode']}", *_cells(row, *fields)) for row in rows]
-    shares = [
-        f"{row['shape']}, {row['mode']}: {100 * row['linear_share']:.0f} %"
-        for row in rows
-        if row["arm"] == "bf16" and "linear_share" in row
-    ]
+    of_bf16 = (row for row in rows if row["arm"] == "bf16" and "linear_share" in row)
+    shares = [f"{row['shape']}, {row['mode']}: {100 * row['linear_share']:.0f} %" for row in of_bf16]
     note = f"Share of the linear layers' products in the bf16 layer's time: {'; '.join(shares)}.\n" if shares else ""
     head = "### A decoder layer, forward and backward\n\n`python -m benchmarks layer`\n"
     return "\n".join([head, note, table(columns, made)])
@@ -161,11 +154,8 @@ def _compile(name: str, rows: list[Row]) -> str:
 
 
 def _train(name: str, rows: list[Row]) -> str:
-    made = [
-        (f"{r['stage']}, {r['shape']}", f"{r['arm']}, {r['mode']}", *_cells(r, "wall_ms", "tokens_per_s", "peak_mib"))
-        for r in rows
-        if r.get("tokens_per_s")
-    ]
+    fields, timed = ("wall_ms", "tokens_per_s", "peak_mib"), (row for row in rows if row.get("tokens_per_s"))
+    made = [(f"{r['stage']}, {r['shape']}", f"{r['arm']}, {r['mode']}", *_cells(r, *fields)) for r in timed]
     columns = ("loop", "arm", "step ms", "tokens/s", "peak MiB")
     return "### Training\n\nThe benchmark `train`, which is [no longer there](log.md).\n\n" + table(columns, made)
 
@@ -207,26 +197,21 @@ def _roofline() -> str:
         numbers = (each[key] for each in (tables["H100"][label], h200) for key in ("speedup", "speedup_eager"))
         cells = (f"{number:.2f}" for number in (*numbers, h200["limit"]))
         made.append((label, f"{h200['bf16_ms']:.3f}", f"{h200['fp8_ms']:.3f}", *cells))
-    sides = [
-        (gpu.name, *(roofline.begins_to_pay(gpu, "rowwise", eager=eager) for eager in (False, True)))
-        for gpu in roofline.DEVICES.values()
-    ]
+    pays = partial(roofline.begins_to_pay, recipe="rowwise")
+    sides = [(gpu.name, pays(gpu, eager=False), pays(gpu, eager=True)) for gpu in roofline.DEVICES.values()]
     columns = ("H200 bf16 ms", "H200 FP8 ms", "H100 kernel", "H100 eager", "H200 kernel", "H200 eager", "at most")
-    pays = table(("device", "kernel time", "eager"), sides)
-    smallest = "Smallest cube M = K = N from which FP8 pays, predicted:\n\n"
+    smallest = table(("device", "kernel time", "eager"), sides)
     missed = []
     for shape, target in zip(shapes.TARGETS, targets.TARGETS, strict=False):
         speedup = tables["H200"][shapes.label(shape)]["speedup"]
         if speedup < target.goal:
             missed.append(f"{speedup:.2f} × at {shapes.label(shape)} is below the target of {target.goal:g} ×")
     out_of_reach = f"**Out of reach as predicted, on an H200: {'; '.join(missed)}.**" if missed else ""
-    return f"{out_of_reach}\n\n{smallest}{pays}\n{table(('M×K×N', *columns), made)}"
+    head = f"{out_of_reach}\n\nSmallest cube M = K = N from which FP8 pays, predicted:\n\n"
+    return f"{head}{smallest}\n{table(('M×K×N', *columns), made)}"
 
 
-def _cpu(files: Files) -> str:
-    if "linear" not in files:
-        return ""
-    content = files["linear"]
+def _cpu(content: Mapping[str, Any]) -> str:
     cells = [(r["shape"], _arm(r), f"{r['wall_ms']:.1f}", f"{1 / r['wall_speedup']:.2f}") for r in content["rows"]]
     about = "{cpu_threads} threads of: {device}; torch {torch}, {date}.\n\n".format(**content["environment"])
     return about + table(("M×K×N", "arm", "ms", "time over bf16"), cells)

@@ -23,15 +23,7 @@ from benchmarks.pages import fill, table
 from octavo.numerics.recipe import RECIPES
 from octavo.planner.decide import break_even, candidates
 from octavo.planner.devices import DEVICES, Gpu
-from octavo.planner.roofline import (
-    Cost,
-    LinearCall,
-    bf16_linear,
-    fp8_linear,
-    fp8_rate,
-    memory_time,
-    product,
-)
+from octavo.planner.roofline import Cost, LinearCall, bf16_linear, fp8_linear, fp8_rate, memory_time, product
 from octavo.planner.step import Recompute, StepConfig, linear_costs, step_time
 from octavo.planner.trace import Trace, trace
 
@@ -244,37 +236,41 @@ Measured = Iterator[tuple[str, str, str, float, Predict]]
 def _products(rows: Sequence[Mapping[str, Any]]) -> Measured:
     for row in (row for row in rows if row["arm"] in ("bf16", rates.BACKEND)):
         m, k, n = map(int, row["shape"].split("×"))
-        recipe, _, name = row["case"].partition(" ")
+        arm = "bf16" if row["arm"] == "bf16" else row["case"]
+        yield "product", row["shape"], arm, row["kernel_ms"], functools.partial(_product, arm=arm, sizes=(m, n, k))
 
-        def predict(gpu: Gpu, recipe: str = recipe, name: str = name, sizes: Any = (m, n, k)) -> float:
-            if recipe == "reference":
-                return product(gpu, *sizes)
-            return product(gpu, *sizes, operand=1, rate=fp8_rate(gpu, RECIPES[recipe], exact=name != "forward"))
 
-        yield "product", row["shape"], "bf16" if recipe == "reference" else row["case"], row["kernel_ms"], predict
+def _product(gpu: Gpu, arm: str, sizes: tuple[int, int, int]) -> float:
+    """Seconds of a product in bf16, or of a recipe's, such as "rowwise dgrad"."""
+    recipe, _, name = arm.partition(" ")
+    if recipe == "bf16":
+        return product(gpu, *sizes)
+    return product(gpu, *sizes, operand=1, rate=fp8_rate(gpu, RECIPES[recipe], exact=name != "forward"))
 
 
 def _linears(rows: Sequence[Mapping[str, Any]]) -> Measured:
     for row in rows:
         recipe, call = row["arm"].removeprefix("octavo "), LinearCall(m=row["m"], k=row["k"], n=row["n"])
-
-        def predict(gpu: Gpu, recipe: str = recipe, call: LinearCall = call) -> float:
-            return (bf16_linear(gpu, call) if recipe == "bf16" else fp8_linear(gpu, call, RECIPES[recipe])).total
-
         if recipe == "bf16" or recipe in RECIPES:
+            predict = functools.partial(_linear, call=call, recipe=recipe)
             yield "linear", f"{row['shape']}, {row['mode']}", recipe, row["kernel_ms"], predict
 
 
+def _linear(gpu: Gpu, call: LinearCall, recipe: str) -> float:
+    return (bf16_linear(gpu, call) if recipe == "bf16" else fp8_linear(gpu, call, RECIPES[recipe])).total
+
+
 def _layers(rows: Sequence[Mapping[str, Any]]) -> Measured:
-    """A layer of Llama 3 8B: what a model of two has beyond a model of one."""
     for row in (row for row in rows if row["arm"] in ("bf16", "octavo rowwise")):
-
-        def predict(gpu: Gpu, arm: str = row["arm"], tokens: int = row["tokens"]) -> float:
-            shape = (4096, 14336, 8, 32000, 1, tokens)
-            two, one = (step(gpu, arm, layers, *shape, eager=False, optimizer=False) for layers in (2, 1))
-            return two - one
-
+        predict = functools.partial(_layer, arm=row["arm"], tokens=row["tokens"])
         yield "layer", f"{row['shape']}, compiled", row["arm"].removeprefix("octavo "), row["kernel_ms"], predict
+
+
+def _layer(gpu: Gpu, arm: str, tokens: int) -> float:
+    """A layer of Llama 3 8B: what a model of two has beyond a model of one."""
+    shape = (4096, 14336, 8, 32000, 1, tokens)
+    two, one = (step(gpu, arm, layers, shape, eager=False, optimizer=False) for layers in (2, 1))
+    return two - one
 
 
 def _steps(rows: Sequence[Mapping[str, Any]]) -> Measured:
@@ -283,19 +279,17 @@ def _steps(rows: Sequence[Mapping[str, Any]]) -> Measured:
     of_train = (row for row in rows if row["stage"] == "octavo train")
     runs = [(row["arm"], row["shape"], row["mode"], 4, wide, row["wall_ms"]) for row in of_train]
     runs += [(arm, "0.42 B", "eager", 8, small, 1e3 * 32 * 1024 / tokens_per_s) for arm, tokens_per_s in LOGGED.items()]
-    for arm, what, mode, layers, shape, milliseconds in runs:
-
-        def predict(gpu: Gpu, arm: str = arm, mode: str = mode, layers: int = layers, shape: Any = shape) -> float:
-            return step(gpu, arm, layers, *shape, eager=mode == "eager")
-
-        yield "step", f"{what}, {mode}", arm.removeprefix("octavo "), milliseconds, predict
+    for arm, what, mode, layers, shape, ms in runs:
+        predict = functools.partial(step, arm=arm, layers=layers, shape=shape, eager=mode == "eager")
+        yield "step", f"{what}, {mode}", arm.removeprefix("octavo "), ms, predict
 
 
 def step(
-    gpu: Gpu, arm: str, layers: int, hidden: int, intermediate: int, kv_heads: int, vocabulary: int, batch: int,
-    sequence: int, *, eager: bool = True, optimizer: bool = True,
-) -> float:  # fmt: skip
-    traced = llama(hidden, intermediate, layers, kv_heads, vocabulary, batch, sequence)
+    gpu: Gpu, arm: str, layers: int, shape: tuple[int, int, int, int, int, int], *, eager: bool, optimizer: bool = True
+) -> float:
+    """Seconds of a step; `shape` is hidden and intermediate size, heads of k and v, vocabulary, batch and sequence."""
+    hidden, intermediate, *rest, batch, sequence = shape
+    traced = llama(hidden, intermediate, layers, *rest, batch, sequence)
     recipe = None if arm == "bf16" else RECIPES[arm.removeprefix("octavo ")]
     recipes = {name: None if name == "lm_head" else recipe for name in traced.calls}
     costs = linear_costs(gpu, traced, recipes)
@@ -308,14 +302,8 @@ def step(
 
 def document() -> str:
     rows = comparisons()
-    parts = {
-        "published": _published(),
-        "sizes": _sizes(),
-        "errors": _errors(rows),
-        "rows": _rows(rows),
-        "gpus": _gpus(),
-    }
-    return fill(DOCUMENT.read_text("utf-8"), parts)
+    measured = {"errors": _errors(rows), "rows": _rows(rows)}
+    return fill(DOCUMENT.read_text("utf-8"), measured | {"published": _published(), "sizes": _sizes(), "gpus": _gpus()})
 
 
 def _published() -> str:
@@ -375,12 +363,12 @@ def _number(value: float) -> str:
 
 def _sizes() -> str:
     gpus = [gpu for gpu in DEVICES.values() if gpu.fp8_tflops]
-    made = []
-    for tokens in (512, 2048, 8192, 32768):
-        sides = [
-            [break_even(gpu, tokens, candidates("rowwise"), eager=eager) for eager in (False, True)] for gpu in gpus
-        ]
-        made.append((tokens, *(" / ".join("–" if side is None else str(side) for side in pair) for pair in sides)))
+
+    def sides(gpu: Gpu, tokens: int) -> str:
+        pair = (break_even(gpu, tokens, candidates("rowwise"), eager=eager) for eager in (False, True))
+        return " / ".join("–" if side is None else str(side) for side in pair)
+
+    made = [(tokens, *(sides(gpu, tokens) for gpu in gpus)) for tokens in (512, 2048, 8192, 32768)]
     return table(("tokens", *(gpu.name for gpu in gpus)), made, "r")
 
 

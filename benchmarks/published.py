@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks import layer
-from benchmarks.arms import Arm, available, build, in_turns, step
+from benchmarks.arms import Arm, available, build, importable, in_turns, named, step
 from benchmarks.layer import Size
 from benchmarks.session import Row, Session, begin, parser
 from benchmarks.timing import Run, Timing
@@ -159,13 +159,9 @@ class NanochatBlock(nn.Module):
 
     def __init__(self, size: Size) -> None:
         super().__init__()
-        width = size.hidden
-        self.heads = size.heads
+        width, inner, self.heads = size.hidden, size.intermediate, size.heads
         self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
-        self.up, self.down = (
-            nn.Linear(width, size.intermediate, bias=False),
-            nn.Linear(size.intermediate, width, bias=False),
-        )
+        self.up, self.down = (nn.Linear(*sizes, bias=False) for sizes in ((width, inner), (inner, width)))
 
     def forward(self, x: Tensor) -> Tensor:
         h = F.rms_norm(x, x.shape[-1:])
@@ -173,14 +169,6 @@ class NanochatBlock(nn.Module):
         q, k = F.rms_norm(q, q.shape[-1:]), F.rms_norm(k, k.shape[-1:])
         x = x + self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2))
         return x + self.down(F.relu(self.up(F.rms_norm(x, x.shape[-1:]))).square())
-
-
-def has_transformer_engine() -> bool:
-    try:
-        import transformer_engine.pytorch  # noqa: F401
-    except Exception:  # one that was built for another torch fails in its own ways
-        return False
-    return True
 
 
 class TransformerEngine(nn.Module):
@@ -353,8 +341,8 @@ def main(arguments: list[str]) -> None:
     options.add_argument("--workloads", nargs="+", choices=names, metavar="NAME", help=", ".join(names))
     chosen = options.parse_args(arguments)
     session = begin("published", chosen, arguments)
-    arms = [arm.name for arm in available([Arm(name) for name in ARMS])]
-    if not has_transformer_engine():
+    arms = [arm.name for arm in available(named(*ARMS))]
+    if not importable("transformer_engine.pytorch"):
         print("Transformer Engine is not importable: its arms are left out")
         arms = [arm for arm in arms if not arm.startswith("te ")]
     wanted = chosen.workloads or names[: QUICK if chosen.quick else None]

@@ -141,7 +141,7 @@ def measure(session: Session, name: str, size: Size, level: str) -> Row:
             figures["command_s"] = round(time.time() - started, 1)
     if session.tiny:
         figures |= dict.fromkeys(("wall_ms", "tokens_per_s"))
-    return {**figures, "ended": ended, **beside(figures, _bf16(session.rows, name, mode(size)))}
+    return {**figures, "ended": ended, **beside(figures, session.find(shape=name, arm="bf16", mode=mode(size)))}
 
 
 def _train(words: list[str], log: Path, out: Path, steps: int | None, limit: float) -> str:
@@ -183,17 +183,19 @@ def read(out: Path, started: float, log: str = "") -> Row:
     if not steps:
         return {}
     summary, expected = setup.get("summary") or {}, setup.get("expected") or {}
-    seconds = [step["step_s"] for step in steps[WARMUP:] or steps[-1:]]
+    timed = steps[WARMUP:] or steps[-1:]
+    seconds, mfus = [step["step_s"] for step in timed], [step["mfu"] for step in timed if "mfu" in step]
+    printed = re.search(r"first step after \d.*", log)
     middle, quarter = statistics.median(seconds), len(seconds) // 4
     inner = sorted(seconds)[quarter : len(seconds) - quarter]
     tokens = steps[0]["tokens"]
     figures = {
         "steps": len(steps), "tokens": tokens, "parameters": summary.get("parameters"),
         "first_step_s": round(steps[0]["time"] - started, 2),
-        "startup": result.get("startup") or _found(r"first step after \d.*", log),
+        "startup": result.get("startup") or (printed and printed[0].strip()),
         "wall_ms": round(1e3 * middle, 3), "spread": round((inner[-1] - inner[0]) / middle, 4),
         "tokens_per_s": round(tokens / middle, 1), "predicted_tokens_per_s": expected.get("tokens_per_s"),
-        "mfu": _median([step["mfu"] for step in steps[WARMUP:] or steps[-1:] if "mfu" in step]),
+        "mfu": round(statistics.median(mfus), 4) if mfus else None,
         "peak_gib": _gib(max((step.get("peak_memory", 0) for step in steps), default=0)),
         "predicted_gib": _gib(expected.get("memory")),
         "saved_bytes_per_token": summary.get("saved_bytes_per_token"),
@@ -207,27 +209,13 @@ def read(out: Path, started: float, log: str = "") -> Row:
     return figures
 
 
-def _found(pattern: str, text: str) -> str | None:
-    match = re.search(pattern, text)
-    return None if match is None else match[0].strip()
-
-
-def _median(values: list[float]) -> float | None:
-    return round(statistics.median(values), 4) if values else None
-
-
 def _gib(amount: float | None) -> float | None:
     return round(amount / GIB, 2) if amount else None
 
 
-def _bf16(rows: list[Row], name: str, mode: str) -> Row | None:
-    wanted = {"shape": name, "arm": "bf16", "mode": mode}
-    return next((row for row in rows if wanted.items() <= row.items() and "error" not in row), None)
-
-
 def beside(figures: Row, bf16: Row | None) -> Row:
     """Speed-up over bf16, the largest difference of the losses at the same step, and that at the last common one."""
-    if bf16 is None:
+    if bf16 is None or "error" in bf16:
         return {}
     pairs = [(a, b) for a, b in zip(figures["losses"], bf16["losses"], strict=False) if a is not None and b is not None]
     compared: Row = {}

@@ -91,19 +91,21 @@ def _row(task: tuple[int, int]) -> dict[str, Any]:
 
 
 def _named(variant: "Variant") -> dict[str, Any]:
+    """What names the row of a variant; its shape is the tile, the warps and stages, as in `4x1024 w8 s3`."""
+    launch = variant.launch
+    sizes = "x".join(str(v) for k, v in launch.constants.items() if k.startswith("TILE_"))
     return {
-        "op": variant.op,
-        "case": variant.case,
-        "config": variant.config,
-        "kernel": variant.launch.kernel.fn.__name__,
-        "shape": _shape(variant.launch),
-    }
+        "op": variant.op, "case": variant.case, "config": variant.config, "kernel": launch.kernel.fn.__name__,
+        "shape": f"{sizes} w{launch.num_warps} s{launch.num_stages}",
+    }  # fmt: skip
 
 
 def compile_for(capability: int, variant: "Variant") -> Any:
     """Compile a variant for bf16 input, contiguous rows, pointers and sizes divisible by 16."""
     import triton
     from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
 
     launch = variant.launch
     constants = {**launch.constants, **dict.fromkeys(variant.equal_to_1, 1)}
@@ -111,19 +113,10 @@ def compile_for(capability: int, variant: "Variant") -> Any:
     signature = {name: "constexpr" if name in constants else variant.types.get(name, "i32") for name in names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name][0] in "*i"}
     options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages, "enable_fp_fusion": False}
-    source = source_type(launch.kernel)(fn=launch.kernel, signature=signature, constexprs=constants, attrs=aligned)
+    source = (GluonASTSource if launch.kernel.is_gluon() else ASTSource)(
+        fn=launch.kernel, signature=signature, constexprs=constants, attrs=aligned
+    )
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-
-
-def source_type(kernel: Any) -> Any:
-    """Return what Triton compiles a kernel from: its own language or Gluon."""
-    if kernel.is_gluon():
-        from triton.experimental.gluon._runtime import GluonASTSource
-
-        return GluonASTSource
-    from triton.compiler import ASTSource
-
-    return ASTSource
 
 
 def describe(variant: "Variant", capability: int) -> dict[str, Any]:
@@ -140,19 +133,11 @@ def describe(variant: "Variant", capability: int) -> dict[str, Any]:
     programs, occupancy = ARCHITECTURES[capability].occupancy(resources["reg"], compiled.metadata.shared, resident)
     per_element = code.per_element(warps, variant.tile, variant.trips)
     return {
-        **name,
-        **resources,
-        "shared": compiled.metadata.shared,
-        "programs": programs,
-        "occupancy": round(occupancy, 3),
-        "accesses": code.accesses,
-        "matrix": code.matrix,
-        "step": step_of(code),
-        "subroutines": sum(i.op == "CALL" for i in code.instructions),
-        "loops": [len(body) for body in code.loops],
-        **{key: round(value, 3) for key, value in per_element.items()},
-        "bytes": round(variant.device_bytes, 4),
-    }
+        **name, **resources, "shared": compiled.metadata.shared, "programs": programs,
+        "occupancy": round(occupancy, 3), "accesses": code.accesses, "matrix": code.matrix, "step": step_of(code),
+        "subroutines": sum(i.op == "CALL" for i in code.instructions), "loops": [len(body) for body in code.loops],
+        **{key: round(value, 3) for key, value in per_element.items()}, "bytes": round(variant.device_bytes, 4),
+    }  # fmt: skip
 
 
 def step_of(code: Code) -> dict[str, Any] | None:
@@ -165,12 +150,6 @@ def step_of(code: Code) -> dict[str, Any] | None:
         return None
     waits = [int(i.operands.rpartition("0x")[2], 16) for i in code.contraction if i.name.startswith("WARPGROUP.DEPBAR")]
     return {"per_4_qgmma": round(4 * len(code.contraction) / products, 1), "pending": waits}
-
-
-def _shape(launch: Any) -> str:
-    """The tile of a launch, its warps and stages, as in `4x1024 w8 s3`."""
-    sizes = [str(v) for k, v in launch.constants.items() if k.startswith("TILE_")]
-    return f"{'x'.join(sizes)} w{launch.num_warps} s{launch.num_stages}"
 
 
 def _disassembled(cubin: bytes) -> tuple[str, dict[str, int]]:
@@ -204,11 +183,6 @@ def table(code_rows: list[dict[str, Any]], capability: int) -> None:
         )
 
 
-def _matches(only: list[str], variant: "Variant") -> bool:
-    name = f"{variant.op} {variant.case} {variant.launch.kernel.fn.__name__}"
-    return any(text in name for text in only)
-
-
 def keep(code_rows: list[dict[str, Any]], version: str) -> None:
     """Renew these rows of one Triton version in the golden file; drop rows of variants that are no more."""
     tables = json.loads(GOLDEN.read_text()) if GOLDEN.exists() else {}
@@ -224,14 +198,13 @@ def _key(row: dict[str, Any]) -> tuple[Any, ...]:
 
 def main(arguments: list[str]) -> None:
     parser = command("sass", __doc__)
-    parser.add_argument("--capability", type=int, choices=ARCHITECTURES, nargs="+", default=list(ARCHITECTURES))
-    parser.add_argument("--default", action="store_true", help="only the default configuration of each kernel")
-    parser.add_argument(
-        "--only", default=[""], nargs="+", help="only rows whose 'op case kernel' contains one of these"
-    )
-    parser.add_argument("--jobs", type=int, default=min(os.cpu_count() or 1, 8))
-    parser.add_argument("--write", action="store_true", help="renew what is compiled in results/sass/sm_90.json")
-    parser.add_argument("--json", action="store_true", help="print JSON, one list of rows per target")
+    add = parser.add_argument
+    add("--capability", type=int, choices=ARCHITECTURES, nargs="+", default=list(ARCHITECTURES))
+    add("--default", action="store_true", help="only the default configuration of each kernel")
+    add("--only", default=[""], nargs="+", help="only rows whose 'op case kernel' contains one of these")
+    add("--jobs", type=int, default=min(os.cpu_count() or 1, 8))
+    add("--write", action="store_true", help="renew what is compiled in results/sass/sm_90.json")
+    add("--json", action="store_true", help="print JSON, one list of rows per target")
     options = parser.parse_args(arguments)
     if os.environ.get("TRITON_INTERPRET") == "1":
         raise SystemExit("TRITON_INTERPRET=1 is set: kernels are interpreted then, not compiled; unset it")
@@ -239,11 +212,11 @@ def main(arguments: list[str]) -> None:
 
     by_capability = {}
     for capability in options.capability:
-        indices = [
-            i
-            for i, v in enumerate(variants(capability))
-            if not (options.default and v.config) and _matches(options.only, v)
-        ]
+        indices = []
+        for index, v in enumerate(variants(capability)):
+            name = f"{v.op} {v.case} {v.launch.kernel.fn.__name__}"
+            if not (options.default and v.config) and any(text in name for text in options.only):
+                indices.append(index)
         by_capability[capability] = rows(capability, indices, options.jobs)
     if options.json:
         print(json.dumps({"triton": triton.__version__, "targets": by_capability}))

@@ -14,7 +14,7 @@ import gc
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -82,12 +82,12 @@ class Session:
     facts: dict[str, Any] = field(default_factory=dict)
     paths: list[Path] = field(default_factory=list)
     kept: Path | None = None
-    only: list[str] = field(default_factory=list)
-    without: list[str] = field(default_factory=list)
-    _end: float = field(default=float("inf"))
+    only: Sequence[str] = ()
+    without: Sequence[str] = ()
+    environment: dict[str, Any] = field(default_factory=dict)
+    end: float = float("inf")  # On the monotonic clock
     _began: Row = field(default_factory=dict)
-    _earlier: list[Row] = field(default_factory=list)
-    _environment: dict[str, Any] = field(default_factory=dict)
+    _earlier: Sequence[Row] = ()
 
     @property
     def gpu(self) -> bool:
@@ -99,7 +99,7 @@ class Session:
 
     @property
     def left_s(self) -> float:
-        return self._end - time.monotonic()
+        return self.end - time.monotonic()
 
     def _price(self, identity: Row) -> tuple[float, Row]:
         """Seconds that an attempt will take, and its limit as the GPU runner reads it; none in a rehearsal."""
@@ -156,17 +156,12 @@ class Session:
     def save(self, *, finished: bool = False) -> None:
         """Write the result files; the one that the repository keeps once all of it is measured."""
         content = {
-            "benchmark": self.name,
-            "command": f"python -m benchmarks {self.name}",
-            "arguments": [str(value) for value in self.options.arguments],
-            "timed": self.clock.timed,
-            **({} if self.clock.timed else {"note": NOTHING_TIMED}),
-            "environment": self._environment,
+            "benchmark": self.name, "command": f"python -m benchmarks {self.name}",
+            "arguments": [str(value) for value in self.options.arguments], "timed": self.clock.timed,
+            **({} if self.clock.timed else {"note": NOTHING_TIMED}), "environment": self.environment,
             **({"calibrated": len(calibration.entries(self.device))} if self.gpu else {}),
-            **self.facts,
-            **self._began,
-            "rows": self.rows,
-        }
+            **self.facts, **self._began, "rows": self.rows,
+        }  # fmt: skip
         for path in self.paths:
             write_json(path, content)
         if self.kept is not None:
@@ -183,7 +178,7 @@ class Session:
         self.save(finished=True)
         if self.tiny:
             print(NOTHING_TIMED)
-        for path in (*self.paths, *([self.kept] if self.kept is not None else [])):
+        for path in filter(None, (*self.paths, self.kept)):
             print(f"written to {path}")
 
     def take_up(self, content: Row) -> None:
@@ -205,7 +200,11 @@ def begin(name: str, options: argparse.Namespace, arguments: list[str], *, times
     """
     sys.path.append(str(options.peers))
     if options.require_gpu:
-        _require_gpu(name)
+        try:
+            torch.ones(1, device="cuda").item()
+        except (RuntimeError, AssertionError) as error:  # no driver, a device that has failed, no CUDA
+            print(f"{name}: no GPU works: {str(error).splitlines()[0]}", flush=True)
+            raise SystemExit(NO_GPU) from None
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     clock: Clock
     if options.rehearse or not (times_cpus or device.type == "cuda"):
@@ -213,35 +212,23 @@ def begin(name: str, options: argparse.Namespace, arguments: list[str], *, times
     else:
         clock = GpuClock(device) if device.type == "cuda" else CpuClock()
     options.arguments = arguments
-    session = Session(name, device, clock, options, _environment=environment(device))
-    session.only, session.without = options.only_parts, options.without_parts
-    if clock.timed:
-        session.kept = RESULTS / device_name(device) / f"{name}.json"
-    kept = [] if session.kept is None else [session.kept]
-    if options.out is not None:
-        session.paths.append(options.out / f"{name}.json")
-        if session.kept is not None and session.kept.resolve() == session.paths[0].resolve():
-            session.kept = None
-    earlier = (
-        content for path in [*map(previous, session.paths), *session.paths, *kept] if (content := read_json(path))
-    )
-    session._earlier = next((content["rows"] for content in earlier if content.get("timed")), [])
+    session = Session(
+        name, device, clock, options, only=options.only_parts, without=options.without_parts,
+        environment=environment(device), paths=[] if options.out is None else [options.out / f"{name}.json"],
+    )  # fmt: skip
+    kept = [RESULTS / device_name(device) / f"{name}.json"] if clock.timed else []
+    for path in kept:
+        session.kept = None if path.resolve() in [each.resolve() for each in session.paths] else path
+    before = [*map(previous, session.paths), *session.paths, *kept]
+    session._earlier = next((content["rows"] for content in map(read_json, before) if content.get("timed")), [])
     if options.deadline is not None:
         options.minutes = min(options.minutes or float("inf"), max(options.deadline - time.time(), 0.0) / 60)
     if options.minutes is not None:
-        session._end = time.monotonic() + 60 * options.minutes
-    before = session.paths[:1] or [each for path in kept for each in (unfinished(path), path)]
+        session.end = time.monotonic() + 60 * options.minutes
+    before = session.paths or [each for path in kept for each in (unfinished(path), path)]
     if options.resume and (content := next(filter(None, map(read_json, before)), None)) is not None:
         session.take_up(content)
     return session
-
-
-def _require_gpu(name: str) -> None:
-    try:
-        torch.ones(1, device="cuda").item()
-    except (RuntimeError, AssertionError) as error:  # no driver, no device, or one that has failed; torch without CUDA
-        print(f"{name}: no GPU works: {str(error).splitlines()[0]}", flush=True)
-        raise SystemExit(NO_GPU) from None
 
 
 def line(row: Row) -> str:

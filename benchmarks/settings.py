@@ -55,10 +55,11 @@ def table(name: str, section: type[Section]) -> str:
     lines = [f"\n## {name}\n", "| key | value | default | |", "|---|---|---|---|"]
     texts, nested = docstrings(section), ""
     for key, field in section.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+        sections = sections_in(field.annotation)
+        if field.annotation in sections:
             nested += table(f"{name}.{key}", field.annotation)
             continue
-        nested += "".join(table(f"[[{name}.{key}]]", part) for part in sections_in(field.annotation))
+        nested += "".join(table(f"[[{name}.{key}]]", part) for part in sections)
         value = "–" if field.is_required() or field.default is None else f"`{json.dumps(field.default)}`"
         default = "required" if field.is_required() else value
         lines.append(f"| `{key}` | {type_text(field.annotation, field.metadata)} | {default} | {texts[key]} |")
@@ -66,19 +67,16 @@ def table(name: str, section: type[Section]) -> str:
 
 
 def sections_in(annotation: Any) -> list[type[Section]]:
-    return [part for part in get_args(annotation) if isinstance(part, type) and issubclass(part, Section)]
-
-
-def section_of(annotation: Any) -> type[Section]:
-    return next(part for part in (annotation, *get_args(annotation)) if isinstance(part, type) and part is not NoneType)
+    parts = (annotation, *get_args(annotation))
+    return [part for part in parts if isinstance(part, type) and issubclass(part, Section)]
 
 
 def document() -> str:
-    return HEAD + "".join(table(name, section_of(field.annotation)) for name, field in TrainConfig.model_fields.items())
+    fields = TrainConfig.model_fields.items()
+    return HEAD + "".join(table(name, *sections_in(field.annotation)) for name, field in fields)
 
 
 def main(arguments: list[str]) -> None:
-    parser = command("settings", __doc__)
-    parser.parse_args(arguments)
+    command("settings", __doc__).parse_args(arguments)
     write_text(DOCUMENT, document())
     print(f"written to {DOCUMENT}")

@@ -73,8 +73,7 @@ def _torchao(tests: Any) -> None:
 
 
 def _peft(tests: Any) -> None:
-    wrapper: Any = getattr(tests, "MockTransformerWrapper", None)
-    if wrapper is not None:
+    if (wrapper := getattr(tests, "MockTransformerWrapper", None)) is not None:
         original = wrapper.from_pretrained
         wrapper.from_pretrained = lambda *args, **options: _converted(original(*args, **options))
 
@@ -127,11 +126,9 @@ SUITES: dict[str, tuple[tuple[str, ...], dict[str, Callable[[Any], None]]]] = {
     "torchao": (("test/float8/test_base.py", "test/float8/test_float8_utils.py"), {"Octavo": _torchao}),
     "peft": (("tests/test_custom_models.py",), {"Octavo": _peft}),
     "accelerate": (("tests/test_grad_sync.py",), {"Octavo": _accelerate}),
-    "transformers": (
-        tuple(f"tests/trainer/test_trainer{end}.py" for end in ("", "_callback", "_jit_checkpoint")),
-        {level: partial(_transformers, level) for level in ("fp8", "fp8+activations+optimizer")},
-    ),
-}
+    "transformers": (tuple(f"tests/trainer/test_trainer{end}.py" for end in ("", "_callback", "_jit_checkpoint")),
+                     {level: partial(_transformers, level) for level in ("fp8", "fp8+activations+optimizer")}),
+}  # fmt: skip
 """Of each suite: its files, and by arm what puts Octavo into a module of tests."""
 
 

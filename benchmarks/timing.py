@@ -92,19 +92,29 @@ class GpuClock:
 
     def measure(self, runs: Sequence[Run], *, wall: bool = True) -> Timing:
         """Kernel and wall time of one run, the mean over `runs` and the median over repetitions."""
+
+        def call() -> None:
+            for run in runs:
+                run()
+
         stream = self.cuda.Stream(self.device)
         stream.wait_stream(self.cuda.current_stream(self.device))
         with self.cuda.stream(stream):  # compiles, fills caches, probes backends: nothing of it may fall into a capture
-            for _ in range(2):
-                for run in runs:
-                    run()
+            call()
+            call()
         self.cuda.current_stream(self.device).wait_stream(stream)
         self.cuda.synchronize(self.device)
         try:
-            samples, method = self._replay(runs), "graph"
+            graph, method = self.cuda.CUDAGraph(), "graph"
+            with self.cuda.graph(graph):
+                call()
+            self.cuda.synchronize(self.device)
+            samples = self._timed(graph.replay, len(runs))
+            graph.reset()
         except Exception as error:  # what synchronizes cannot be captured; timing it is still worth while
             self.cuda.synchronize(self.device)
-            samples, method = self._events(runs), f"events, after {type(error).__name__} in capture"
+            samples = self._timed(call, len(runs), asleep=True)
+            method = f"events, after {type(error).__name__} in capture"
         kernel = statistics.median(samples)
         quarter = len(samples) // 4
         middle = sorted(samples)[quarter : len(samples) - quarter]
@@ -120,39 +130,21 @@ class GpuClock:
         self.cuda.synchronize(self.device)
         return (self.cuda.max_memory_allocated(self.device) - before) / 2**20
 
-    def _replay(self, runs: Sequence[Run]) -> list[float]:
-        graph = self.cuda.CUDAGraph()
-        with self.cuda.graph(graph):
-            for run in runs:
-                run()
-        self.cuda.synchronize(self.device)
-        samples = self._timed(graph.replay, len(runs))
-        graph.reset()
-        return samples
-
-    def _events(self, runs: Sequence[Run]) -> list[float]:
-        def all_runs() -> None:
-            for run in runs:
-                run()
-
-        return self._timed(all_runs, len(runs), asleep=True)
-
     def _timed(self, call: Run, count: int, *, asleep: bool = False) -> list[float]:
         """Milliseconds per run of repeated calls of `count` runs each."""
-        first = self._once(call, asleep)
-        repeats = int(min(max(ENOUGH_MS / max(first, 1e-3), 7), 100))
-        return [self._once(call, asleep) / count for _ in range(repeats)]
 
-    def _once(self, call: Run, asleep: bool) -> float:
-        start, end = (self.cuda.Event(enable_timing=True) for _ in range(2))
-        if asleep:
-            self.cuda._sleep(20_000_000)  # cycles: about 10 ms, for the launches to queue up behind
-        start.record()
-        call()
-        end.record()
-        end.synchronize()
-        elapsed: float = start.elapsed_time(end)
-        return elapsed
+        def once() -> float:
+            start, end = (self.cuda.Event(enable_timing=True) for _ in range(2))
+            if asleep:
+                self.cuda._sleep(20_000_000)  # cycles: about 10 ms, for the launches to queue up behind
+            start.record()
+            call()
+            end.record()
+            end.synchronize()
+            return float(start.elapsed_time(end))
+
+        repeats = int(min(max(ENOUGH_MS / max(once(), 1e-3), 7), 100))
+        return [once() / count for _ in range(repeats)]
 
     def _wall(self, runs: Sequence[Run], kernel_ms: float) -> float:
         rounds = int(min(max(ENOUGH_MS / 3 / max(kernel_ms * len(runs), 1e-3), 1), 20))

@@ -54,12 +54,11 @@ class Picture:
 
 PICTURES = (
     Picture("demo-report", "ten-minutes", "runs/demo/report.html", ".verdict, .tiles, .tiles + .card"),
-    Picture(
-        "inspected", "the-layer-that-breaks", "runs/broken/report.html", ".card.long", "figure:not(:nth-of-type(2))"
-    ),
+    Picture("inspected", "the-layer-that-breaks", "runs/broken/report.html", ".card.long",
+            "figure:not(:nth-of-type(2))"),
     Picture("vlm-report", "a-vlm", "runs/vlm/report.html", ".tiles, .tiles + .card, .small"),
     Picture("lora-report", "lora", "runs/lora/report.html", ".tiles, .tiles + .card"),
-)
+)  # fmt: skip
 
 
 def files_of(text: str) -> dict[str, str]:
@@ -107,11 +106,10 @@ def main(arguments: list[str]) -> None:
         folder = Path(tempfile.mkdtemp(prefix=f"{name}-"))
         try:
             run(PAGES / f"{name}.md", folder)
-            for picture in PICTURES:
-                if picture.page == name:
-                    if browser.find() is None:
-                        print(f"{picture.name}.png is not drawn: no Chromium is installed: {browser.INSTALL}")
-                    else:
-                        draw(picture, folder)
+            for picture in (picture for picture in PICTURES if picture.page == name):
+                if browser.find() is None:
+                    print(f"{picture.name}.png is not drawn: no Chromium is installed: {browser.INSTALL}")
+                else:
+                    draw(picture, folder)
         finally:
             print(folder) if options.keep else shutil.rmtree(folder)

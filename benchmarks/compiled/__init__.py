@@ -104,11 +104,7 @@ def main(arguments: list[str]) -> None:
     add("--only", nargs="+", default=[], metavar="ARM", help='measure these arms, such as bf16 "octavo rowwise"')
     add("--combo-kernels", action="store_true", help="with Inductor's option of that name")
     add("--json", type=Path, metavar="FILE", help="write the rows")
-    add(
-        "--write",
-        action="store_true",
-        help=f"renew the measured rows of {RESULT.name} and the tables of docs/compile.md",
-    )
+    add("--write", action="store_true", help=f"renew measured rows of {RESULT.name} and the tables of docs/compile.md")
     add("--peers", type=Path, default=Path(sys.prefix) / "peers", help="folder with torchao (pip install --target)")
     options = parser.parse_args(arguments)
     sys.path.append(str(options.peers))
@@ -121,7 +117,7 @@ def main(arguments: list[str]) -> None:
     import torch
 
     warnings.simplefilter("ignore")  # of PyTorch and Triton about themselves
-    from benchmarks.arms import has_torchao
+    from benchmarks.arms import TORCHAO, importable
     from benchmarks.compiled import block
     from benchmarks.environment import environment, write_json, write_text
 
@@ -136,7 +132,7 @@ def main(arguments: list[str]) -> None:
     print(form.format(*COLUMNS))
     rows: list[Row] = []
     for arm, combo in arms:
-        if arm.startswith("torchao") and not has_torchao():
+        if arm.startswith("torchao") and not importable(TORCHAO):
             print(f"{arm:<26}torchao is not importable (see --peers)")
             continue
         rows.append(measure(graphs, arm, combo_kernels=combo))

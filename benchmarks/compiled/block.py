@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import octavo
+from benchmarks.arms import to_torchao
 from octavo.kernels import library
 
 TOKENS, WIDTH, HIDDEN, HEADS, KV_HEADS = 8192, 4096, 14336, 32, 8
@@ -113,8 +114,6 @@ def built(arm: str) -> Iterator[nn.Module]:
     if kind in ("octavo", "opaque", "stored"):
         octavo.convert(block, recipe, verbose=False, activations="fp8" if kind == "stored" else "bf16")
     elif kind == "torchao":
-        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-
-        convert_to_float8_training(block, config=Float8LinearConfig.from_recipe_name(recipe))
+        to_torchao(block, recipe)
     with mock.patch.dict(library.DECOMPOSITIONS, clear=kind == "opaque"):
         yield block

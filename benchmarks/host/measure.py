@@ -7,11 +7,9 @@ autograd graph costs: `x.view_as(x)` and its backward. The matrices are 16×16, 
 scales of blocks they are of whole blocks, their products of 16×16, with results allocated beside them.
 """
 
-import dataclasses
 import os
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -23,7 +21,7 @@ from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 import octavo
-from benchmarks.arms import has_torchao
+from benchmarks.arms import TORCHAO, importable, to_torchao
 from benchmarks.host import COUNTS
 from benchmarks.host.stub import Stub
 from octavo.kernels.gemm import SCALED_MM
@@ -37,7 +35,7 @@ Step = Callable[[], Any]
 
 RECIPES = tuple(octavo.RECIPES)
 BY_TRITON = {f"{recipe}, products by Triton": recipe for recipe in ("rowwise", "blockwise")}
-TORCHAO = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+THEIRS = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 NO_KERNEL = set(
     (
         "empty", "empty_strided", "empty_like", "new_empty", "view", "view_as", "as_strided", "t", "transpose", "slice",
@@ -145,8 +143,8 @@ def arms(names: tuple[str, ...] = ()) -> dict[str, tuple[str, Callable[[], nn.Mo
     made["llama block"] = ("bf16 llama block", lambda: _converted(NormedBlock(), "rowwise"))
     made["bf16 experts"] = ("bf16 experts", Experts)
     made["experts"] = ("bf16 experts", lambda: _converted(Experts(), "rowwise"))
-    if has_torchao():
-        made |= {f"torchao {recipe}": ("bf16", lambda r=recipe: _torchao(r)) for recipe in TORCHAO}
+    if importable(TORCHAO):
+        made |= {f"torchao {recipe}": ("bf16", lambda r=recipe: to_torchao(_linear(), r)) for recipe in THEIRS}
     if not names:
         return made
     return {name: arm for name, arm in made.items() if name in names or name in {made[n][0] for n in names}}
@@ -158,15 +156,6 @@ def _converted(module: nn.Module, recipe: str, **options: Any) -> nn.Module:
 
 def _fused(module: nn.Module) -> nn.Module:
     return octavo.convert(module, precision=octavo.Precision(matmul="bf16", activations="fused"), verbose=False)
-
-
-def _torchao(recipe: str) -> nn.Module:
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-
-    config = dataclasses.replace(Float8LinearConfig.from_recipe_name(recipe), emulate=False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return convert_to_float8_training(nn.Sequential(_linear()), config=config)[0]
 
 
 def steps(module: nn.Module) -> tuple[Step, Step]:
