@@ -1,12 +1,13 @@
 """Stored activations, `Precision(matmul="bf16", activations="fp8")`, and fused ones, beside the plain model.
 
 The forward is bitwise the plain one's, with its side effects and random numbers. Only norms and gated MLPs known by
-their code may differ by one rounding; then outputs stay within the rounding error that the plain model has itself.
-Gradients reach `WHOLE_DB` and `EACH_DB`.
+their code may differ by one rounding. Gradients reach `WHOLE_DB` and `EACH_DB`.
 """
 
 import copy
 import warnings
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,6 @@ from benchmarks.fuzz.build import Case, Run, build, inputs, knows, reference, ru
 from benchmarks.fuzz.outcome import NOISE_DB, PASS, Exact, Invalid, Outcome, compare_gradients, fail, same, with_noise
 
 PRECISIONS = {kind: octavo.Precision(matmul="bf16", activations=kind) for kind in ("fp8", "fused")}
-_NOTHING = "no layer would be converted"
 _ROUNDINGS = 8.0
 """Times the rounding error of the plain model by which a known module's rounding may move the output."""
 
@@ -39,11 +39,15 @@ def check(case: Case) -> Outcome:
     return compare_gradients(gradients, expected.grads, actual.grads, noise_db)
 
 
-def exact_run(model: nn.Module, case: Case, x: Tensor) -> tuple[Run, Exact]:
+def exact_run(model: nn.Module, case: Case, x: Tensor, once: Callable[..., Run] = run) -> tuple[Run, Exact]:
     """Run a model in float64, and again with noise in its gradients."""
-    exact = plain_run(model, case, x.double())
-    noised = with_noise(model, lambda: plain_run(model, case, x.double()))
+    exact = plain_run(model, case, x.double(), once)
+    noised = with_noise(model, lambda: plain_run(model, case, x.double(), once))
     return exact, Exact(exact.grads, [one.grads for one in noised])
+
+
+def precision_of(case: Case, **more: Any) -> octavo.Precision:
+    return octavo.Precision(**{"matmul": "bf16", **case.get("precision", {"matmul": "fp8"}), **more})
 
 
 def convert(model: nn.Module, precision: octavo.Precision) -> bool:
@@ -51,18 +55,18 @@ def convert(model: nn.Module, precision: octavo.Precision) -> bool:
     try:
         octavo.convert(model, precision=precision, verbose=False)
     except ValueError as error:
-        if _NOTHING in str(error):
+        if "no layer would be converted" in str(error):
             return False
         raise
     return True
 
 
-def plain_run(model: nn.Module, case: Case, x: Tensor, *, autocast: bool = False) -> Run:
+def plain_run(model: nn.Module, case: Case, x: Tensor, once: Callable[..., Run] = run, **options: Any) -> Run:
     """Run a model that is not Octavo's; raises Invalid where it cannot run, or gives what is not finite."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            result = run(model, case, x, autocast=autocast)
+            result = once(model, case, x, **options)
     except (RuntimeError, ValueError, IndexError, ImportError, TypeError, AssertionError) as error:
         raise Invalid(str(error)) from error
     if not result.y.isfinite().all() or any(g is not None and not g.isfinite().all() for g in result.grads.values()):

@@ -11,7 +11,7 @@ shrunk by deleting keys.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -109,7 +109,9 @@ VIEWS: dict[str, Callable[[nn.Linear, Tensor], Tensor]] = {
 
 
 def _repeated(times: int, x: Tensor, inner: nn.Module) -> Tensor:
-    return reduce(lambda x, _: inner(x), range(times), x)
+    for _ in range(times):
+        x = inner(x)
+    return x
 
 
 def _activated(form: str, factor: float, x: Tensor) -> Tensor:
@@ -189,10 +191,9 @@ def build(case: Case) -> nn.Module:
     model = nn.Sequential(*(module(width, part) for part in case["parts"]))
     if case.get("shared") and len(model) > 1:  # the first module once more, at the end
         model.append(model[0])
-    with torch.no_grad():
-        for m in model.modules():
-            if isinstance(m, nn.Linear) and case.get("weight_gain", 1.0) != 1.0:
-                m.weight.mul_(case["weight_gain"])
+    for m in model.modules():
+        if isinstance(m, nn.Linear) and "weight_gain" in case:
+            m.weight.detach().mul_(case["weight_gain"])
     return model.to(DTYPES[case.get("dtype", "fp32")]).train(case.get("train", True))
 
 
@@ -254,8 +255,9 @@ def run(model: nn.Module, case: Case, x: Tensor, *, autocast: bool = False, call
     x = x.clone().requires_grad_(not case.get("input_frozen"))
     torch.manual_seed(case.get("seed", 0) + 2)
     model.zero_grad()
-    for m in _gates(model):
-        m.collected.clear()
+    for m in model.modules():
+        if isinstance(m, modules.Gate):
+            m.collected.clear()
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast), mutated(model, case):
         y = model(x) if call is None else call(model, x)
         random = torch.random.get_rng_state()
@@ -267,25 +269,17 @@ def run(model: nn.Module, case: Case, x: Tensor, *, autocast: bool = False, call
         if loss.requires_grad:
             loss.backward()
     grads = {name: p.grad for name, p in model.named_parameters()} | {"input": x.grad}
-    return Run(y.detach(), grads, random, _effects(model))
+    effects: dict[str, Any] = {f"buffer {name}": value.clone() for name, value in model.named_buffers()}
+    effects |= {f"calls of {name}": m.calls for name, m in model.named_modules() if hasattr(m, "calls")}
+    losses = [loss.detach() for loss in _auxiliary(model)]
+    return Run(y.detach(), grads, random, effects | {"losses": torch.stack(losses) if losses else torch.zeros(0)})
 
 
 def _auxiliary(model: nn.Module) -> list[Tensor]:
     losses = [getattr(m, "aux", None) for m in model.modules()]
-    return [loss for loss in losses if loss is not None] + [t for m in _gates(model) for t in m.collected]
-
-
-def _gates(model: nn.Module) -> list[modules.Gate]:
-    return [m for m in model.modules() if isinstance(m, modules.Gate)]
-
-
-def _effects(model: nn.Module) -> dict[str, Any]:
-    effects: dict[str, Any] = {f"buffer {name}": value.clone() for name, value in model.named_buffers()}
-    for name, m in model.named_modules():
-        if hasattr(m, "calls"):
-            effects[f"calls of {name}"] = m.calls
-    losses = _auxiliary(model)
-    return effects | {"losses": torch.stack([t.detach() for t in losses]) if losses else torch.zeros(0)}
+    return [loss for loss in losses if loss is not None] + [
+        t for m in model.modules() for t in getattr(m, "collected", ())
+    ]
 
 
 def reference(model: nn.Module, case: Case) -> nn.Module:

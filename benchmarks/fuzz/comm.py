@@ -29,14 +29,10 @@ def check(case: Case) -> Outcome:
 
 
 def job(case: Case) -> Outcome:
-    name, spec, shape = (
-        case.get("collective", "all_gather"),
-        case.get("spec", "e4m3/1x128"),
-        case.get("shape", [2, 128]),
-    )
+    name, spec = case.get("collective", "all_gather"), case.get("spec", "e4m3/1x128")
     exchange = {"all_to_all_single": _all_to_all_single, "all_to_all": _all_to_all, "isend": _send,
                 "all_gather": _all_gather, "feedback": _feedback}.get(name, _reduce)  # fmt: skip
-    return exchange(case, list(shape), spec)
+    return exchange(case, list(case.get("shape", [2, 128])), spec)
 
 
 def _all_gather(case: Case, shape: list[int], spec: str) -> Outcome:

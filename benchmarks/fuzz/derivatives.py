@@ -17,9 +17,9 @@ from torch.utils.checkpoint import checkpoint
 
 import octavo
 from benchmarks.fuzz import outcome
-from benchmarks.fuzz.activations import convert
-from benchmarks.fuzz.build import Case, build, inputs, reference
-from benchmarks.fuzz.outcome import NOISE_DB, PASS, Exact, Grads, Invalid, Outcome, compare_gradients, fail, with_noise
+from benchmarks.fuzz.activations import convert, exact_run, plain_run, precision_of
+from benchmarks.fuzz.build import Case, Run, build, inputs, reference
+from benchmarks.fuzz.outcome import NOISE_DB, PASS, Outcome, compare_gradients, fail
 from octavo.nn.loss import linear_cross_entropy
 
 _CLASSES, _THERE_DB = 7, (12.0, 8.0)
@@ -29,35 +29,25 @@ _CLASSES, _THERE_DB = 7, (12.0, 8.0)
 def check(case: Case) -> Outcome:
     plain, x = build(case), inputs(case)
     model, exact = copy.deepcopy(plain), reference(copy.deepcopy(plain), case)
-    expected = _plain(plain, case, x)
-    gradients = Exact(_plain(exact, case, x.double()), with_noise(exact, lambda: _plain(exact, case, x.double())))
-    if not convert(model, octavo.Precision(**{"matmul": "bf16", **case.get("precision", {"matmul": "fp8"})})):
+    expected = plain_run(plain, case, x, _run)
+    _, gradients = exact_run(exact, case, x, _run)
+    if not convert(model, precision_of(case)):
         return PASS
     disabled = bool(case.get("disabled"))
     try:
         with outcome.around_octavo(model), octavo.disabled() if disabled else nullcontext():
-            actual = _gradients(model, case, x, linear_cross_entropy if case.get("head") and not disabled else _loss)
+            actual = _run(model, case, x, head=linear_cross_entropy if case.get("head") and not disabled else _loss)
     except RuntimeError as error:
         own = "octavo" in str(error) and ("second derivative" in str(error) or "ordinary backward" in str(error))
         return PASS if own and not disabled else fail("error", f"{type(error).__name__}: {error}")
-    return compare_gradients(gradients, expected, actual, NOISE_DB[x.dtype], _THERE_DB)
-
-
-def _plain(model: nn.Module, case: Case, x: Tensor) -> Grads:
-    try:
-        grads = _gradients(model, case, x, _loss)
-    except (RuntimeError, IndexError, ValueError) as error:
-        raise Invalid(str(error)) from error
-    if any(g is not None and not g.isfinite().all() for g in grads.values()):
-        raise Invalid("plain PyTorch gives what is not finite")
-    return grads
+    return compare_gradients(gradients, expected.grads, actual.grads, NOISE_DB[x.dtype], _THERE_DB)
 
 
 def _loss(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(x @ weight.t(), targets)
 
 
-def _gradients(model: nn.Module, case: Case, x: Tensor, head: Any) -> Grads:
+def _run(model: nn.Module, case: Case, x: Tensor, head: Any = _loss) -> Run:
     """Gradients of a loss with a penalty on the gradient of its input, or of its first parameter."""
     x = x.clone().requires_grad_()
     generator = torch.Generator().manual_seed(case.get("seed", 0) + 3)
@@ -77,4 +67,5 @@ def _gradients(model: nn.Module, case: Case, x: Tensor, head: Any) -> Grads:
         total = loss.detach() + penalty * x.numel()
         if total.requires_grad:
             total.backward()
-    return {name: p.grad for name, p in model.named_parameters()} | {"input": x.grad}
+    grads = {name: p.grad for name, p in model.named_parameters()} | {"input": x.grad}
+    return Run(loss.detach(), grads, torch.random.get_rng_state(), {})

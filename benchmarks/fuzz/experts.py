@@ -28,7 +28,7 @@ FAMILIES = tuple(_CLASSES)
 ROUTINGS = ("random", "one", "duplicate", "absent", "negative")
 _GRADIENTS = {"tiny": "tiny", "spread": "spread_rows"}
 """Forms of the gradient of the output beside those of the tokens."""
-Batch = tuple[Tensor, Tensor, Tensor, Tensor]
+Batch, Results = tuple[Tensor, Tensor, Tensor, Tensor], dict[str, Tensor]
 
 
 def check(case: Case) -> Outcome:
@@ -54,9 +54,7 @@ def job(case: Case) -> Outcome:
     return outcome
 
 
-def _compare(
-    case: Case, expected: dict[str, Tensor], actual: dict[str, Tensor], tokens: list[int], fp8: bool
-) -> Outcome:
+def _compare(case: Case, expected: Results, actual: Results, tokens: list[int], fp8: bool) -> Outcome:
     for name, value in actual.items():
         by_token = name in ("y", "x", "weights")
         reference = expected[name].split(tokens)[dist.get_rank()] if by_token else expected[name] / WORLD
@@ -75,16 +73,14 @@ def _compare(
     return PASS
 
 
-def _in_float64(case: Case, plain: nn.Module, batch: Batch, actual: dict[str, Tensor]) -> Outcome:
+def _in_float64(case: Case, plain: nn.Module, batch: Batch, actual: Results) -> Outcome:
     """Compare one process with plain PyTorch."""
     if "values" in case or not batch[0].numel():
         return PASS
     x, index, weights, grad = batch
     absent = (index < 0) | (index >= case.get("experts", 8))
-    exact = _results(
-        plain.double(),
-        (x.double(), index.masked_fill(absent, 0), weights.double().masked_fill(absent, 0.0), grad.double()),
-    )
+    wide = x.double(), index.masked_fill(absent, 0), weights.double().masked_fill(absent, 0.0), grad.double()
+    exact = _results(plain.double(), wide)
     for name, reference in exact.items():
         reference = reference.masked_fill(absent, 0.0) if name == "weights" else reference
         if reference.numel() > FEW and reference.any() and (db := sqnr(reference, actual[name].double())) < EACH_DB:
@@ -125,7 +121,7 @@ def _batch(case: Case, tokens: int, number: int) -> Batch:
     return x, index, weights.to(dtype), grad
 
 
-def _results(module: nn.Module, batch: Batch) -> dict[str, Tensor]:
+def _results(module: nn.Module, batch: Batch) -> Results:
     """The output, and the gradient of each input and parameter."""
     x, index, weights, grad = batch
     x, weights = x.clone().requires_grad_(), weights.clone().requires_grad_()

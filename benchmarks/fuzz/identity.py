@@ -15,7 +15,7 @@ from torch import nn
 
 import octavo
 from benchmarks.fuzz import outcome
-from benchmarks.fuzz.activations import convert
+from benchmarks.fuzz.activations import convert, precision_of
 from benchmarks.fuzz.build import DTYPES, Case, build, inputs
 from benchmarks.fuzz.outcome import PASS, Invalid, Outcome, fail, same
 
@@ -68,7 +68,7 @@ def check(case: Case) -> Outcome:
         model(x)
     except Exception as error:
         raise Invalid(f"the plain model cannot be run and pickled: {error}") from error
-    if not convert(model, octavo.Precision(**{"matmul": "bf16", **case.get("precision", {"matmul": "fp8"})})):
+    if not convert(model, precision_of(case)):
         return PASS
     with outcome.around_octavo(model):
         expected, copies = model(x).detach(), (copy.deepcopy(model), pickle.loads(pickle.dumps(model)))

@@ -53,9 +53,13 @@ def _layer(case: Case) -> Outcome:
     if case.get("bad") and rows:
         x[rows // 2, features // 2] = float(case["bad"])
     x = strided(x, case.get("x_layout"))
-    layers = [_made(case, features, outputs, dtype) for _ in range(case.get("siblings", 1))]
+    layers = [
+        nn.Linear(features, outputs, bias=case.get("bias", True)).to(dtype) for _ in range(case.get("siblings", 1))
+    ]
     model = nn.ModuleList(layers)
     for layer in layers:  # each by itself: of a model, those that are narrow would be left out
+        weight = strided(layer.weight.detach(), case.get("layout"))
+        layer.weight = nn.Parameter(weight, case.get("frozen") != "weight")
         octavo.convert(layer, recipe.name, keep_weights=bool(case.get("keep_weights")), verbose=False)
     leaf = x.clone(memory_format=torch.preserve_format).requires_grad_(case.get("frozen") != "input")
     read = leaf * 1 if leaf.requires_grad else leaf
@@ -68,7 +72,8 @@ def _layer(case: Case) -> Outcome:
     dx_limit = torch.zeros_like(dx_sum)
     for layer, y, g in zip(layers, ys, gs, strict=True):
         w, bias, g_wide = layer.weight.detach(), layer.bias, g.double()
-        s, inverse = _channel_scales(layer)
+        scales = getattr(vars(layer).get("equalizer"), "scales", None)  # of channels, in the first forward
+        s, inverse = (1.0, 1.0) if scales is None else (scales.factor.double(), scales.inverse.double())
         x_scaled, w_scaled = (x, w) if recipe.equalization == 0 else (x.float() * inverse, w.float() * s)
         a, b = quantized(x_scaled, recipe.x).value, quantized(w_scaled, recipe.w).value
         exact = a @ b.t() + (0.0 if bias is None else bias.detach().double())
@@ -90,19 +95,6 @@ def _layer(case: Case) -> Outcome:
     if leaf.grad is not None and (mismatch := _over(dx_sum, leaf.grad, dx_limit)):
         return fail("input gradient", mismatch)
     return PASS
-
-
-def _channel_scales(layer: nn.Module) -> tuple[Tensor, Tensor]:
-    """Return s and 1/s of the first forward of a layer, float64 [1,K]; ones without any."""
-    scales = getattr(vars(layer).get("equalizer"), "scales", None)
-    ones = torch.ones(1, layer.weight.shape[1], dtype=torch.float64)
-    return (ones, ones) if scales is None else (scales.factor.double(), scales.inverse.double())
-
-
-def _made(case: Case, features: int, outputs: int, dtype: torch.dtype) -> nn.Linear:
-    layer = nn.Linear(features, outputs, bias=case.get("bias", True)).to(dtype)
-    layer.weight = nn.Parameter(strided(layer.weight.detach(), case.get("layout")), case.get("frozen") != "weight")
-    return layer
 
 
 def _allowed(magnitude: Tensor, terms: int, dtype: torch.dtype) -> Tensor:

@@ -195,11 +195,8 @@ def mlp(width: int, part: Part) -> nn.Module:
 
 
 class Attention(nn.Module):
-    """Multi-head attention with projections of the usual names.
-
-    Options: `core`, `mask`, `rotary`, `heads`, `grouped` (two query heads for each of k and v), `scale` (factor of the
-    scores), `key_bias` (a constant added to k's bias), `qk_norm`, `shift` (half of the channels from the token before),
-    `dropout` (of the probabilities).
+    """Multi-head attention with projections of the usual names; `shift` takes half of the channels from the token
+    before, `grouped` has two query heads for each of k and v.
     """
 
     def __init__(self, width: int, part: Part) -> None:

@@ -45,7 +45,10 @@ WRITES: dict[str, Callable[[nn.Parameter, Tensor], Any]] = {
 def check(case: Case) -> Outcome:
     torch.manual_seed(case.get("seed", 0))
     parts = case["params"]
-    params = [_parameter(part) for part in parts]
+    params = []
+    for part in parts:
+        x = values(part.get("shape", [4, 64]), None, DTYPES[part.get("dtype", "fp32")])
+        params.append(nn.Parameter(strided(x, part.get("layout"))))
     firsts, strides = [p.detach().clone() for p in params], [p.stride() for p in params]
     twins = [nn.Parameter(p.detach().double().contiguous()) for p in params]
     optimizer, exact = _optimizer(case, params), _exact(case, twins)
@@ -97,8 +100,9 @@ def _write(write: str, params: list[nn.Parameter], starts: list[Tensor], twins: 
         twin.copy_(torch.where((p == before) | before.isnan(), twin, p.double()))
 
 
-def _matrices(case: Case, params: list[nn.Parameter]) -> list[nn.Parameter]:
-    return [p for p in params if case.get("muon") and p.ndim == 2 and p.numel()]
+def _is_matrix(case: Case, p: Tensor) -> bool:
+    """Whether Muon updates a parameter."""
+    return bool(case.get("muon")) and p.ndim == 2 and p.numel() > 0
 
 
 def _optimizer(case: Case, params: list[nn.Parameter]) -> Any:
@@ -108,14 +112,12 @@ def _optimizer(case: Case, params: list[nn.Parameter]) -> Any:
     settings |= {"betas": tuple(case.get("betas", (0.9, 0.999))), "weight_decay": case.get("weight_decay", 0.01)}
     if not case.get("muon"):
         return octavo.AdamW(params, **settings)
-    matrices = set(_matrices(case, params))
-    return octavo.optim.Muon([{"params": [p], "muon": p in matrices} for p in params], **settings)
+    return octavo.optim.Muon([{"params": [p], "muon": _is_matrix(case, p)} for p in params], **settings)
 
 
 def _exact(case: Case, twins: list[nn.Parameter]) -> list[torch.optim.Optimizer]:
     hyper: Any = {"weight_decay": 0.01, **{name: case[name] for name in ("lr", "weight_decay") if name in case}}
-    matrices = _matrices(case, twins)
-    others = [p for p in twins if not any(p is matrix for matrix in matrices)]
+    others, matrices = ([p for p in twins if _is_matrix(case, p) == muon] for muon in (False, True))
     betas = tuple(case.get("betas", (0.9, 0.999)))
     exact: list[Any] = [torch.optim.AdamW(others, betas=betas, foreach=False, **hyper)] if others else []
     return exact + ([torch.optim.Muon(matrices, **hyper)] if matrices else [])
@@ -128,11 +130,6 @@ def _resumed(case: Case, params: list[nn.Parameter], optimizer: Any) -> Any:
     other = _optimizer(case, params)
     other.load_state_dict(torch.load(file, weights_only=True))
     return other
-
-
-def _parameter(part: Part) -> nn.Parameter:
-    x = values(part.get("shape", [4, 64]), None, DTYPES[part.get("dtype", "fp32")])
-    return nn.Parameter(strided(x, part.get("layout")))
 
 
 def _gradient(part: Part, p: Tensor) -> Tensor | None:
@@ -159,7 +156,7 @@ def _poison(grads: list[Tensor | None], bad: str) -> bool:
 
 def _off(case: Case, part: Part, p: Tensor, exact: Tensor, start: Tensor, state: Mapping[str, Tensor]) -> str | None:
     """Describe how a parameter is further from its float64 twin than the form allows, if it is."""
-    muon = bool(case.get("muon")) and p.ndim == 2 and p.numel() > 0
+    muon = _is_matrix(case, p)
     if muon and not exact.isfinite().all():  # one number is enough for the whole update
         return "finite" if p.isfinite().all() else None
     if (differ := p.isnan().ne(exact.isnan())).any():

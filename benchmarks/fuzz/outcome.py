@@ -88,24 +88,16 @@ def same(name: str, expected: Tensor, actual: Tensor) -> str | None:
 
 
 def with_noise(model: nn.Module, run: Callable[[], Result]) -> list[Result]:
-    """Results of a run for each draw of the noise: of one, or of several where a gradient has few numbers."""
-    few = any(parameter.numel() <= FEW for parameter in model.parameters())
-    results = []
-    for seed in range(DRAWS if few else 1):
-        handles = _add_noise(model, torch.Generator().manual_seed(seed))
-        results.append(run())
-        for handle in handles:
-            handle.remove()
-    return results
+    """Results of a run for each draw of the noise: of one, or of several where a gradient has few numbers.
 
-
-def _add_noise(model: nn.Module, generator: torch.Generator) -> list[Any]:
-    """Give the gradient of each module's output a relative error, and the input of each silu and gelu; as hooks."""
+    Hooks give the gradient of each module's output a relative error, and the input of each silu and gelu.
+    """
+    generator = torch.Generator()
 
     def disturbed(grad: Any) -> Any:  # a second derivative is no tensor where it is zero
-        return (
-            grad if grad is None else grad * (1 + NOISE * torch.randn(grad.shape, generator=generator)).to(grad.dtype)
-        )
+        if grad is None:
+            return None
+        return grad * (1 + NOISE * torch.randn(grad.shape, generator=generator)).to(grad.dtype)
 
     def hook(module: nn.Module, args: Any, y: Any) -> None:
         if isinstance(y, Tensor) and y.requires_grad:
@@ -113,7 +105,15 @@ def _add_noise(model: nn.Module, generator: torch.Generator) -> list[Any]:
 
     handles: list[Any] = [m.register_forward_hook(hook) for m in model.modules()]
     acts = [m for m in model.modules() if isinstance(m, nn.SiLU | nn.GELU)]
-    return handles + [m.register_forward_pre_hook(lambda m, args: (disturbed(args[0]), *args[1:])) for m in acts]
+    handles += [m.register_forward_pre_hook(lambda m, args: (disturbed(args[0]), *args[1:])) for m in acts]
+    few = any(parameter.numel() <= FEW for parameter in model.parameters())
+    results = []
+    for seed in range(DRAWS if few else 1):
+        generator.manual_seed(seed)
+        results.append(run())
+    for handle in handles:
+        handle.remove()
+    return results
 
 
 def _measurable(exact: Exact, plain: Grads, names: list[str], noise_db: float) -> bool:
@@ -135,7 +135,8 @@ def compare_gradients(
         if (g is None) != (other is None):
             return fail("missing gradient", f"{name}: {'plain PyTorch' if g is None else 'Octavo'} has none")
         if g is not None and other is not None:
-            if (what := _kind(g)) != (got := _kind(other)):
+            what, got = (f"{x.dtype} {list(x.shape)}" for x in (g, other))
+            if what != got:
                 return fail("shape", f"{name}: plain {what}, Octavo {got}")
             if g.isfinite().all() and not other.isfinite().all():
                 return fail("not finite", f"{name}: plain is finite, Octavo is not")
@@ -147,10 +148,6 @@ def compare_gradients(
         if not db >= least and (len(names) == 1 or _measurable(exact, plain, names, noise_db)):
             return fail(label, f"{title}: {db:.1f} dB, promised {least:g} dB; norm {_flat(plain, names).norm():.3g}")
     return PASS
-
-
-def _kind(x: Tensor) -> str:
-    return f"{x.dtype} {list(x.shape)}"
 
 
 def _flat(grads: Grads, names: list[str]) -> Tensor:

@@ -156,9 +156,7 @@ def _fuzz(options: argparse.Namespace) -> int:
     print(f"{'kind':<12} " + " ".join(f"{status:>8}" for status in _STATUSES))
     for kind in dict.fromkeys(kind for kind, _ in counts):
         print(f"{kind:<12} " + " ".join(f"{counts[kind, status]:>8}" for status in _STATUSES))
-    print(
-        "invalid: plain PyTorch cannot run it, or is not finite; cut: over time. Smaller cases of failures are counted"
-    )
+    print("invalid: plain PyTorch cannot run it, or is not finite; cut: over time. Smaller cases of failures count too")
     for (kind, label), count in sorted(found.items()):
         print(f"failed: {kind}: {label}: {count} times shown")
     return int(bool(found))
@@ -166,6 +164,5 @@ def _fuzz(options: argparse.Namespace) -> int:
 
 def described(name: str, case: Case, outcome: Outcome) -> str:
     """What a failure prints: what is wrong, and how to repeat it."""
-    return f"""
---- {name}: {case["kind"]}: {outcome.label}: {outcome.message}
-python -m benchmarks fuzz --case '{json.dumps(case)}'"""
+    repeat = f"python -m benchmarks fuzz --case '{json.dumps(case)}'"
+    return f"\n--- {name}: {case['kind']}: {outcome.label}: {outcome.message}\n{repeat}"

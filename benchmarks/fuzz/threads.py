@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 import octavo
 from benchmarks.fuzz import outcome
-from benchmarks.fuzz.activations import convert, plain_run
+from benchmarks.fuzz.activations import convert, plain_run, precision_of
 from benchmarks.fuzz.build import Case, build, inputs
 from benchmarks.fuzz.outcome import PASS, Outcome, fail, same
 
@@ -31,8 +32,8 @@ def check(case: Case) -> Outcome:
     model, x = build(case), inputs(case)
     plain_run(build(case), case, x)
     expected = {True: _run(model, x)}
-    precision = {"matmul": "bf16", **case.get("precision", {"matmul": "fp8"})}
-    if not convert(model, octavo.Precision(**precision, keep_weights=precision["matmul"] == "fp8")):
+    precision = precision_of(case)
+    if not convert(model, replace(precision, keep_weights=precision.matmul == "fp8")):
         return PASS
     expected[False] = _run(model, x)
     with outcome.around_octavo(model):
@@ -84,7 +85,5 @@ def _at_once(case: Case, model: nn.Module, x: Tensor) -> str | None:
 
     with ThreadPoolExecutor(count) as pool:
         results = list(pool.map(work, xs, timeout=_SECONDS))
-    problems = (
-        _mismatch("beside other threads", e, a) for e, runs in zip(expected, results, strict=True) for a in runs
-    )
-    return next(filter(None, problems), None)
+    pairs = ((own, each) for own, runs in zip(expected, results, strict=True) for each in runs)
+    return next(filter(None, (_mismatch("beside other threads", own, each) for own, each in pairs)), None)

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 import octavo
 from benchmarks.fuzz import outcome
-from benchmarks.fuzz.activations import convert, exact_run, plain_run
+from benchmarks.fuzz.activations import convert, exact_run, plain_run, precision_of
 from benchmarks.fuzz.build import Case, Run, build, inputs, reference, run
 from benchmarks.fuzz.optimizer import WRITES
 from benchmarks.fuzz.outcome import PASS, WHOLE_DB, Invalid, Outcome, compare_gradients, fail, same
@@ -36,10 +36,9 @@ from octavo.numerics import sqnr
 EARLIER: dict[str, Callable[[Tensor], Any]] = {
     "data": lambda weight: weight.data.mul_(2),
     "to_local": lambda weight: getattr(weight, "to_local", lambda: weight.data)().mul_(2),
-    "in_place": lambda weight: weight.mul_(2),
-    "copy": lambda weight: weight.data.copy_(2 * weight.data),
+    "in_place": lambda weight: weight.mul_(2), "copy": lambda weight: weight.data.copy_(2 * weight.data),
     "inference": lambda weight: weight,
-}
+}  # fmt: skip
 """What happens to each matrix after an earlier pass of a model; last, a forward in inference mode."""
 ONE_PROCESS_DB, FP8_COMM_DB = 40.0, 25.0
 """Gradients on two ranks beside one process: bf16 sums in another order, and FP8 on the wire."""
@@ -60,10 +59,6 @@ def check(case: Case) -> Outcome:
     return _keep_weights(case) if wrapper == "keep_weights" else _compile(case)
 
 
-def _precision(case: Case, **more: Any) -> octavo.Precision:
-    return octavo.Precision(**{"matmul": "bf16", **case.get("precision", {"matmul": "fp8"}), **more})
-
-
 def _checkpoint(case: Case) -> Outcome:
     reentrant, autocast = case.get("wrapper") == "checkpoint_reentrant", bool(case.get("autocast"))
 
@@ -77,12 +72,12 @@ def _checkpoint(case: Case) -> Outcome:
     again = run(model, case, x, autocast=autocast, call=call)
     if _different(expected, again) is not None:
         raise Invalid("plain PyTorch with checkpointing differs from PyTorch without")
-    if not convert(model, _precision(case)):
+    if not convert(model, precision_of(case)):
         return PASS
     with outcome.around_octavo(model):
         expected = run(model, case, x, autocast=autocast, call=partial(call, recomputed=False))
         actual = run(model, case, x, autocast=autocast, call=call)
-    if case.get("each") and _precision(case).activations == "fp8" and same("output", expected.y, actual.y) is None:
+    if case.get("each") and precision_of(case).activations == "fp8" and same("output", expected.y, actual.y) is None:
         _, gradients = exact_run(reference(build(case), case), case, x)
         return compare_gradients(gradients, expected.grads, actual.grads, EXACT_ENOUGH_DB)
     mismatch = _different(expected, actual)
@@ -104,7 +99,7 @@ def _keep_weights(case: Case) -> Outcome:
         model = build(case)
         if len(models) == 2:  # converted after all writes
             model.load_state_dict(models[0].state_dict())
-        if not convert(model, _precision(case, keep_weights=keep)):
+        if not convert(model, precision_of(case, keep_weights=keep)):
             return PASS
         with outcome.around_octavo(model):
             if len(models) < 2:
@@ -126,10 +121,8 @@ def _train(model: nn.Module, case: Case, x: Tensor) -> None:
     if not params:
         raise Invalid("there is nothing to train")
     starts = [p.detach().clone() for p in params]
-    if case.get("optimizer") == "torch":
-        optimizer: Any = torch.optim.AdamW(params, lr=1e-2)
-    else:
-        optimizer = octavo.AdamW(params, lr=1e-2, master="fp32", nonfinite="ignore")
+    own = partial(octavo.AdamW, master="fp32", nonfinite="ignore")
+    optimizer: Any = (torch.optim.AdamW if case.get("optimizer") == "torch" else own)(params, lr=1e-2)
     for step in range(case.get("steps", 2)):
         for micro in range(2):
             run(model, case | {"seed": case.get("seed", 0) + 10 * step + micro}, x)
@@ -148,7 +141,7 @@ def _compile(case: Case) -> Outcome:
         expected = _compiled(plain, case, x)
     except Exception as error:
         raise Invalid(f"torch.compile cannot compile the plain model: {error}") from error
-    if not convert(model, _precision(case)):
+    if not convert(model, precision_of(case)):
         return PASS
     with outcome.around_octavo(model):
         expected = run(model, case, x)
@@ -175,7 +168,7 @@ def job(case: Case) -> Outcome:
     rank, model, x = dist.get_rank(), build(case), inputs(case | {"batch": 2})
     halves, comm = x.chunk(2), case.get("fp8_comm", "off")
     plain_run(_sharded(copy.deepcopy(model), plain=True), case, halves[rank])
-    if not convert(model, _precision(case)):
+    if not convert(model, precision_of(case)):
         return PASS
     alone = copy.deepcopy(model)
     _write(alone, case)
@@ -237,7 +230,5 @@ def _sharded(model: nn.Module, plain: bool = False) -> nn.Module:
         for part in (*model.children(), model):
             shard(part, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
     except (ValueError, RuntimeError) as error:
-        if plain:
-            raise Invalid(f"fully_shard refuses the plain model: {error}") from error
-        raise
+        raise (Invalid(f"fully_shard refuses the plain model: {error}") if plain else error) from None
     return model
