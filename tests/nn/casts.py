@@ -21,7 +21,7 @@ def counted(op):
 
 def set_copies(monkeypatch, enabled):
     """Operands in both memory orders, as FP8 matrix units want them, or not."""
-    for module in ("octavo.nn.operands", "octavo.nn.operands", "octavo.nn.weights"):
+    for module in ("octavo.nn.linear", "octavo.nn.operands", "octavo.nn.weights"):
         monkeypatch.setattr(sys.modules[module], "needs_both_orders", lambda device: enabled)
 
 

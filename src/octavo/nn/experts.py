@@ -29,8 +29,8 @@ from octavo.activations.saved_tensors import compressed, recording
 from octavo.kernels import grouped_mm, needs_both_orders, quantize
 from octavo.kernels.grouped import is_grouped, quantize_grouped, sum_by_group
 from octavo.nn.gathered import Fp8AllGatherOutput, rows_of
-from octavo.nn.linear import linear
-from octavo.nn.operands import Saved, apply_unhooked, dgrad_weight, forward_operands, output_dtype
+from octavo.nn.linear import dgrad_weight, forward_weight, linear
+from octavo.nn.operands import Saved, apply_unhooked, output_dtype
 from octavo.nn.resident import ResidentWeight, StatesOfResident, is_computed_from_resident, quantized_as
 from octavo.nn.weights import is_fsdp_sharded
 from octavo.numerics.recipe import DEFAULT, Recipe, weight_only
@@ -142,7 +142,7 @@ class _GroupedLinear(torch.autograd.Function):
             w_saved: Saved = (None, weight.data_, w.scale) if needs_dgrad else (None, None, None)
         else:
             rows = _rows(weight, transposed)
-            _, w, w_saved = forward_operands(x.data, x.scale, rows, None, recipe, keep_weights, needs_dgrad)
+            w, w_saved = forward_weight(rows, None, recipe, keep_weights, needs_dgrad, x.scale)
             if w_saved[0] is not None:
                 w_saved = weight.detach(), *w_saved[1:]  # `rows` may be a copy
         y_MN = grouped_mm(x, w, offsets, "nt", out_dtype=out_dtype, bias=bias, fast_accum=True)

@@ -4,25 +4,39 @@
     dgrad    ∂X = G W      nn: contracts over N              K in_features, N out_features,
     wgrad    ∂W = Gᵀ X     tn: contracts over M              G = ∂loss/∂Y [M,N]
 
-The recipe gives one spec per operand (`octavo.numerics.recipe`, also on how row scales fold into G). All recipes share
-one code path: quantize, then multiply. `octavo.nn.operands` quantizes X, W and G, and decides what is saved for
-backward. Backward computes only what is needed.
+The recipe gives one spec per operand. All recipes share one code path: quantize, then multiply. Where an operand's
+scales vary along a sum, they fold into G (`octavo.numerics.recipe`): with X ≈ diag(a) Xq and W ≈ diag(b) Wq, a
+`Quantizer` casts G diag(b) for dgrad and diag(a) G for wgrad, and the products read Wq and Xq. It casts X as well, once
+for layers that read one X (`octavo.nn.operands`).
+
+Saved for backward: X quantized for wgrad, one byte per element, and W by reference with its scales. Backward quantizes
+W again (`keep_weights` saves the cast, see `octavo.nn.weights`): its storage exists anyway, autograd's version counter
+raises if W is modified in between, and with given scales the cast reads W once. A weight that exists in FP8 only
+(`octavo.nn.resident`) is saved as it is; X that can be recomputed (`octavo.activations.recompute`) as what that needs.
+
+`octavo.nn.linear_plan` runs the same casts and products in less host time, where nothing could see the difference.
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from octavo.kernels import scaled_mm
+from octavo.kernels import needs_both_orders, quantize, scaled_mm
 from octavo.nn import operands
 from octavo.nn.linear_like import LinearLike
 from octavo.nn.linear_plan import planned_linear
-from octavo.nn.operands import JUST_IN_TIME, Quantizer
+from octavo.nn.operands import JUST_IN_TIME, Quantizer, Saved
+from octavo.nn.resident import Fp8Weight, for_dgrad, quantized_as
+from octavo.nn.weights import cast_weight
+from octavo.numerics.formats import E4M3, E5M2
 from octavo.numerics.recipe import Recipe
+from octavo.numerics.spec import COLUMN, ROW, QuantSpec
 from octavo.runtime.torch_compat import explain_freed_nodes, is_nested_or_sparse, required_gradients
+from octavo.tensor import Order, ScaledTensor
 
 
 class Linear(LinearLike, nn.Linear):
@@ -113,10 +127,16 @@ class _LinearFunction(torch.autograd.Function):
         inverse: Tensor | None, recipe: Recipe, out_dtype: torch.dtype, keep_weights: bool, quantizer: Quantizer,
     ) -> Tensor:  # fmt: skip
         needs_dgrad, needs_wgrad = ctx.needs_input_grad[:2]
-        x, w, w_saved = operands.forward_operands(x_data, x_scale, w_NK, factor, recipe, keep_weights, needs_dgrad)
+        x = ScaledTensor(x_data, x_scale, recipe.x)
+        w, w_saved = forward_weight(w_NK, factor, recipe, keep_weights, needs_dgrad, x_scale)
         y_MN = scaled_mm(x, w, "nt", out_dtype=out_dtype, bias=bias, fast_accum=True)
-        x_t = x_data if x_t_data is None else x_t_data, x_scale if x_t_scale is None else x_t_scale
-        x_saved = operands.saved_input(x_MK, x_t, recomputable, recipe, out_dtype) if needs_wgrad else (None, None)
+        x_saved: Saved = (None, None)
+        if needs_wgrad and recomputable is not None:
+            x_saved = recomputable.tensors
+        elif needs_wgrad and recipe.wgrad_x is None:  # wgrad runs in high precision
+            x_saved = x_MK.to(out_dtype), None
+        elif needs_wgrad:
+            x_saved = x_data if x_t_data is None else x_t_data, x_scale if x_t_scale is None else x_t_scale
         # A graph computes the channel scales, so it has to save them; in eager they are the layer's.
         ctx.channels = () if torch.compiler.is_compiling() else (factor, inverse)
         ctx.save_for_backward(*w_saved, *x_saved, *(() if ctx.channels else (factor, inverse)))
@@ -134,17 +154,67 @@ class _LinearFunction(torch.autograd.Function):
         *saved, factor, inverse = tensors
         needs_dgrad, needs_wgrad, needs_bias = required_gradients(ctx, 3)
         dx_MK = dw_NK = dbias_N = w = x = None
-        if needs_wgrad and recipe.wgrad_x is not None:
-            x = operands.wgrad_input(saved[3:], inverse, ctx.rematerializer, recipe.wgrad_x, g_MN.device, ctx.columns)
+        if needs_wgrad and recipe.wgrad_x is not None and ctx.rematerializer is None:
+            x = ScaledTensor(saved[3], saved[4], recipe.wgrad_x)
+        elif needs_wgrad and recipe.wgrad_x is not None:
+            order = "columns" if needs_both_orders(g_MN.device) else "rows"
+            x = ctx.rematerializer.quantized(saved[3:], recipe.wgrad_x, order, ctx.columns, inverse)
         if needs_dgrad:
-            w = operands.dgrad_weight(saved[:3], factor, recipe, None if x is None else x.scale)
+            w = dgrad_weight(saved[:3], factor, recipe, None if x is None else x.scale)
         g_dgrad, g_wgrad = ctx.quantizer.gradient(g_MN, w, x, recipe)
         if w is not None and g_dgrad is not None:
-            dx_MK = scaled_mm(g_dgrad, operands.in_epilogue(w, recipe.folds_w, inverse), "nn", out_dtype=x_dtype)
+            dx_MK = scaled_mm(g_dgrad, _in_epilogue(w, recipe.folds_w, inverse), "nn", out_dtype=x_dtype)
         if x is not None and g_wgrad is not None:
-            dw_NK = scaled_mm(g_wgrad, operands.in_epilogue(x, recipe.folds_x, factor), "tn", out_dtype=w_dtype)
+            dw_NK = scaled_mm(g_wgrad, _in_epilogue(x, recipe.folds_x, factor), "tn", out_dtype=w_dtype)
         elif needs_wgrad:
             dw_NK = (g_MN.t() @ saved[3]).to(w_dtype)
         if needs_bias:
             dbias_N = g_MN.sum(0, dtype=torch.float32).to(bias_dtype)
         return dx_MK, dw_NK, dbias_N, *[None] * 11
+
+
+def forward_weight(
+    w_NK: Tensor, factor: Tensor | None, recipe: Recipe, keep_weights: bool, needs_dgrad: bool, x_scale: Tensor | None
+) -> tuple[ScaledTensor, Saved]:
+    """Return W diag(factor) for forward, and what `dgrad_weight` needs: W, its FP8 copy for dgrad, its scales."""
+    w_t = None
+    if isinstance(w_NK, Fp8Weight):
+        w = w_t = quantized_as(w_NK, recipe.w)
+    elif keep_weights:
+        w, w_t = cast_weight(w_NK, recipe, needs_dgrad, factor)
+    else:
+        w = quantize(w_NK, recipe.w, factor, beside=_beside(x_scale, recipe.w))
+    if not needs_dgrad:
+        return w, (None, None, None)
+    # Not the parameter itself: backward reads the values of forward after `weight.data = …`, as of nn.Linear.
+    owner = None if isinstance(w_NK, Fp8Weight) else w_NK.detach()
+    if w_t is None:
+        return w, (owner, None, w.scale if recipe.dgrad_w == recipe.w else None)
+    # W too, if there is one, so that autograd raises if it changed.
+    return w, (owner, w_t.data if w_t.other_order is None else w_t.other_order, w_t.scale)
+
+
+def dgrad_weight(
+    saved: Sequence[Tensor | None], factor: Tensor | None, recipe: Recipe, x_scale: Tensor | None = None
+) -> ScaledTensor:
+    """Return W diag(factor) quantized for dgrad, with the scales of the forward cast if it has the same spec."""
+    w_NK, data, scale = saved
+    if data is not None:
+        w = ScaledTensor(data, scale, recipe.dgrad_w)
+        return for_dgrad(w) if w_NK is None else w
+    assert w_NK is not None
+    order: Order = "columns" if needs_both_orders(w_NK.device) else "rows"
+    return quantize(w_NK, recipe.dgrad_w, factor, order=order, scale=scale, beside=_beside(x_scale, recipe.dgrad_w))
+
+
+def _beside(x_scale: Tensor | None, spec: QuantSpec) -> Tensor | None:
+    """Return what casts of weights that read the same X have in common, for `quantize`."""
+    return x_scale if spec.granularity == ROW and torch.compiler.is_compiling() else None
+
+
+def _in_epilogue(operand: ScaledTensor, folds: bool, channels: Tensor | None) -> ScaledTensor:
+    """Return W or X for a backward product: with its scales, or with the channel scales if those are folded into G."""
+    return operand.with_scale(channels, _BY_COLUMN[operand.spec.format.name]) if folds else operand
+
+
+_BY_COLUMN = {form.name: QuantSpec(format=form, granularity=COLUMN) for form in (E4M3, E5M2)}

@@ -1,40 +1,35 @@
-"""X, W and G of the three products, and what forward saves for backward; the legend is that of `octavo.nn.linear`.
+"""Casts of X and G, and linears of DTensors and nested tensors; the legend is that of `octavo.nn.linear`.
 
 FP8 matrix units need both operands contiguous along the contraction, and X, W and G are each contracted over both of
 their dimensions. So on a GPU (`needs_both_orders`) each is quantized into both memory orders from one read.
-
-Saved for backward: X quantized for wgrad, one byte per element, and W by reference with its scales. Backward quantizes
-W again (`keep_weights` saves the cast, see `octavo.nn.weights`): its storage exists anyway, autograd's version counter
-raises if W is modified in between, and with given scales the cast reads W once. A weight that exists in FP8 only
-(`octavo.nn.resident`) is saved as it is; X that can be recomputed (`octavo.activations.recompute`) as what that needs.
 """
 
 import math
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from octavo.activations.recompute import Recomputable, Rematerializer
+from octavo.activations.recompute import Recomputable
 from octavo.activations.saved_tensors import recomputable_of, unhooked
 from octavo.kernels import needs_both_orders, quantize
 from octavo.nn.gathered import GatheredInput
-from octavo.nn.resident import Fp8Weight, for_dgrad, quantized_as
-from octavo.nn.weights import cast_weight, quantize_both
+from octavo.nn.resident import Fp8Weight
+from octavo.nn.weights import quantize_both
 from octavo.numerics.equalization import ChannelScales
-from octavo.numerics.formats import E4M3, E5M2, SUPPORTED_DTYPES
+from octavo.numerics.formats import SUPPORTED_DTYPES
 from octavo.numerics.recipe import Recipe
-from octavo.numerics.spec import COLUMN, ROW, TENSOR, QuantSpec
+from octavo.numerics.spec import TENSOR
 from octavo.runtime import derivatives
 from octavo.runtime.execution_context import execution_context
 from octavo.runtime.switch import SWITCH
 from octavo.runtime.torch_compat import autocast_dtype, has_dense_rows, jagged_like
-from octavo.tensor import Order, ScaledTensor, contiguous_strides
+from octavo.tensor import ScaledTensor, contiguous_strides
 
 InputCasts = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
 """Data of X for forward and for wgrad, then the scales of both; for wgrad None, or those for forward, if not needed."""
@@ -348,77 +343,6 @@ def on_values(linear: Callable[..., Tensor], input: Tensor, weight: Tensor, *opt
         f"{type(input).__name__} of layout {input.layout}: pass input.to_dense(), or leave the layer out by "
         "octavo.convert(model, skip=[…])"
     )
-
-
-def forward_operands(
-    x_data: Tensor, x_scale: Tensor | None, w_NK: Tensor, factor: Tensor | None, recipe: Recipe, keep_weights: bool,
-    needs_dgrad: bool,
-) -> tuple[ScaledTensor, ScaledTensor, Saved]:  # fmt: skip
-    """Return X and W diag(factor) for forward, and what `dgrad_weight` needs: W, the FP8 copy, its scales."""
-    x, w_t = ScaledTensor(x_data, x_scale, recipe.x), None
-    if isinstance(w_NK, Fp8Weight):
-        w = w_t = quantized_as(w_NK, recipe.w)
-    elif keep_weights:
-        w, w_t = cast_weight(w_NK, recipe, needs_dgrad, factor)
-    else:
-        w = quantize(w_NK, recipe.w, factor, beside=_beside(x_scale, recipe.w))
-    if not needs_dgrad:
-        return x, w, (None, None, None)
-    # Not the parameter itself: backward reads the values of forward after `weight.data = …`, as of nn.Linear.
-    owner = None if isinstance(w_NK, Fp8Weight) else w_NK.detach()
-    if w_t is None:
-        return x, w, (owner, None, w.scale if recipe.dgrad_w == recipe.w else None)
-    # W too, if there is one, so that autograd raises if it changed.
-    return x, w, (owner, w_t.data if w_t.other_order is None else w_t.other_order, w_t.scale)
-
-
-def dgrad_weight(
-    saved: Sequence[Tensor | None], factor: Tensor | None, recipe: Recipe, x_scale: Tensor | None = None
-) -> ScaledTensor:
-    """Return W diag(factor) quantized for dgrad, with the scales of the forward cast if it has the same spec."""
-    w_NK, data, scale = saved
-    if data is not None:
-        w = ScaledTensor(data, scale, recipe.dgrad_w)
-        return for_dgrad(w) if w_NK is None else w
-    assert w_NK is not None
-    order: Order = "columns" if needs_both_orders(w_NK.device) else "rows"
-    return quantize(w_NK, recipe.dgrad_w, factor, order=order, scale=scale, beside=_beside(x_scale, recipe.dgrad_w))
-
-
-def _beside(x_scale: Tensor | None, spec: QuantSpec) -> Tensor | None:
-    """Return what casts of weights that read the same X have in common, for `quantize`."""
-    return x_scale if spec.granularity == ROW and torch.compiler.is_compiling() else None
-
-
-def saved_input(
-    x_MK: Tensor, x_t: Saved, recomputable: Recomputable | None, recipe: Recipe, out_dtype: torch.dtype
-) -> Saved:
-    """Return the tensors that wgrad needs of X: those it is recomputed from, X in high precision, or `x_t` in FP8."""
-    if recomputable is not None:
-        return recomputable.tensors
-    return (x_MK.to(out_dtype), None) if recipe.wgrad_x is None else x_t
-
-
-def wgrad_input(
-    saved: Sequence[Tensor | None], inverse: Tensor | None, rematerializer: Rematerializer | None, spec: QuantSpec,
-    device: torch.device, columns: int,
-) -> ScaledTensor:  # fmt: skip
-    """Return X diag(inverse) [M, columns] quantized for wgrad, from what `saved_input` returned."""
-    if rematerializer is not None:
-        return rematerializer.quantized(
-            saved, spec, "columns" if needs_both_orders(device) else "rows", columns, inverse
-        )
-    data, scale = saved
-    assert data is not None
-    return ScaledTensor(data, scale, spec)
-
-
-def in_epilogue(operand: ScaledTensor, folds: bool, channels: Tensor | None) -> ScaledTensor:
-    """Return W or X for a backward product: with its scales, or with the channel scales if those are folded into G."""
-    return operand.with_scale(channels, _BY_COLUMN[operand.spec.format.name]) if folds else operand
-
-
-_BY_COLUMN = {form.name: QuantSpec(format=form, granularity=COLUMN) for form in (E4M3, E5M2)}
 
 
 def _fold(operand: ScaledTensor, transposed: bool = False) -> Tensor | None:
