@@ -15,7 +15,8 @@ from test_hybrid import DROPOUT, LAYOUTS, MLP, STARCODER, moves, piloted_job, sl
 from test_ranks import job, losses, same, state
 from tiny_runs import MIXTRAL, PIPELINE
 
-from octavo.parallel.pipeline_model import SCHEDULES, ZERO_BUBBLE
+from octavo.parallel.combinations import ZERO_BUBBLE
+from octavo.parallel.pipeline_model import SCHEDULES
 from octavo.tensor import local_tensor
 from octavo.train import ConfigError, parse_config, read_metrics, run
 from octavo.train.checkpoint.retention import checkpoints

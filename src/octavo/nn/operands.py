@@ -317,14 +317,6 @@ def has_tensor_scale(recipe: Recipe) -> bool:
     return TENSOR in (recipe.x.granularity, recipe.w.granularity)
 
 
-def tensor_scale_problem(recipe: Recipe) -> str:
-    """Return why a recipe with a scale per tensor cannot be in a pipeline, and what to use."""
-    return (
-        f"recipe {recipe.name!r}, whose scales per tensor would depend on how a batch is cut into micro-batches: "
-        "convert the model with recipe 'rowwise', whose scales belong to rows"
-    )
-
-
 def on_values(linear: Callable[..., Tensor], input: Tensor, weight: Tensor, *options: Any) -> Tensor:
     """Return `linear` of the rows of a nested tensor, nested in the same way; inside `octavo.disabled()`, PyTorch's."""
     if SWITCH.off:

@@ -36,6 +36,7 @@ from octavo.nn.experts import STACKED, Experts, gather_rows, inverse_order, is_c
 from octavo.nn.resident import ResidentShard, ResidentWeight
 from octavo.numerics.recipe import Recipe
 from octavo.parallel.agreement import check_mesh, check_on_all_ranks
+from octavo.parallel.combinations import check_model
 from octavo.runtime.swap import all_or_nothing
 from octavo.runtime.switch import SWITCH
 from octavo.runtime.torch_compat import FakeTensor, autocast_dtype
@@ -224,34 +225,18 @@ def _check_experts(model: nn.Module, ranks: int) -> None:
             "expert_parallel distributes experts that octavo.convert made compute in FP8, and this model has none: "
             f"{hint}"
         )
+    check_model("expert_parallel", model)
     owners: dict[int, list[str]] = {}
     for name, module in model.named_modules():
         for part, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             owners.setdefault(id(parameter), []).append(f"{name}.{part}".lstrip("."))
     for name, module in experts.items():
         count = module.down_proj.shape[0]
-        if module.octavo_exchange is not None:
-            raise ValueError(f"the experts {name!r} are distributed already: call expert_parallel once")
-        if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
-            raise ValueError(
-                f"the experts {name!r} are sharded already: call expert_parallel before octavo.parallelize and "
-                "fully_shard"
-            )
-        if others := [name for name, p in model.named_parameters() if isinstance(p, DTensor)]:
-            raise ValueError(
-                f"{others[0]!r} is distributed already: call expert_parallel before octavo.parallelize and "
-                "fully_shard, and without tensor parallelism, which it does not join"
-            )
         if count % ranks:
             fitting = [n for n in range(1, count + 1) if count % n == 0]
             raise ValueError(
                 f"{ranks} ranks cannot share the {count} experts of {name!r} equally: take a mesh dimension of one of "
                 f"{fitting}"
-            )
-        if name.split(".")[-1] == "base_layer":
-            raise ValueError(
-                f"the experts {name!r} have PEFT adapters (target_parameters), which add up weights of all experts: "
-                "expert_parallel does not support them; shard the model with octavo.parallelize instead"
             )
         if tied := [names for names in (owners[id(p)] for p in module.parameters()) if len(names) > 1]:
             raise ValueError(

@@ -19,8 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from octavo.comm import DEFAULT_SPEC
 from octavo.nn.convert import apply_plan, rule_plan
@@ -30,6 +28,7 @@ from octavo.nn.report import check_module
 from octavo.numerics.names import check_choice
 from octavo.numerics.precision import Precision
 from octavo.parallel.agreement import agree_on_adamw, check_on_all_ranks
+from octavo.parallel.combinations import check_model
 from octavo.parallel.ddp import replicate
 from octavo.parallel.expert_parallel import check_expert_mesh, distributed_experts, has_expert_names
 from octavo.parallel.fsdp import shard
@@ -239,18 +238,9 @@ def _sizes(mesh: DeviceMesh) -> tuple[int, int]:
 
 def _check_model(model: nn.Module, layout: Parallel, copies: int, dtype: torch.dtype | None) -> None:
     """Raise for a model that is already distributed, and for options that DDP lacks."""
-    for name, module in model.named_modules():
-        kind = type(module).__name__
-        where = f"{name or 'the model'} is a {kind}"
-        if kind == "FullyShardedDataParallel":
-            raise ValueError(f"{where} (FSDP1), which Octavo does not support: give parallelize the model inside it")
-        if isinstance(module, FSDPModule | nn.parallel.DistributedDataParallel):
-            raise ValueError(f"{where} already: call parallelize once, on the whole model, before fully_shard or DDP")
-    if copies > 1 and any(isinstance(p, DTensor) for p in model.parameters()):
-        raise ValueError(
-            "this mesh has copies only, for DDP, which does not take a model under tensor parallelism: add a dp_shard "
-            "dimension of two or more ranks"
-        )
+    check_model("parallelize", model)
+    if copies > 1:
+        check_model("DDP", model)
     if copies > 1 and layout.cpu_offload:
         raise ValueError("cpu_offload needs shards, and this mesh has copies only: add a dp_shard dimension")
     if copies > 1 and dtype is not None and any(p.dtype != dtype for p in model.parameters()):

@@ -30,10 +30,9 @@ from torch.distributed import pipelining
 from octavo.comm import ADAPTIVE_SPEC
 from octavo.comm.checks import gather_objects
 from octavo.comm.encoding import pack, parse_spec, unpack, width
-from octavo.nn.linear_subclasses import is_converted
-from octavo.nn.operands import has_tensor_scale, tensor_scale_problem
 from octavo.numerics.formats import SUPPORTED_DTYPES
 from octavo.numerics.spec import FULL, MessageSpec
+from octavo.parallel.combinations import problem_of
 from octavo.runtime.switch import disabled
 from octavo.runtime.torch_compat import gradients_of_stage, has_freed_weights, missing_in_pipelining
 
@@ -262,9 +261,9 @@ def _check_pipeline(stages: list[PipelineStage]) -> None:
 
 def _problem_of(stages: list[PipelineStage]) -> str | None:
     for stage in stages:
-        for name, module in stage.submod.named_modules():
-            if is_converted(module) and has_tensor_scale(module.recipe):
-                return f"{name or 'the module'} of stage {stage.stage_index} has {tensor_scale_problem(module.recipe)}"
+        of = f" of stage {stage.stage_index}"
+        if (problem := problem_of("pipeline", stage.submod, of)) is not None:
+            return problem
     for one, other in combinations(stages, 2):
         names = {id(p): name for name, p in one.submod.named_parameters()}
         for name, parameter in other.submod.named_parameters():

@@ -19,9 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from octavo.nn.causal import adds_router_loss
 from octavo.nn.equalized import equalized_layers, reset_scales
-from octavo.nn.linear_subclasses import is_converted
-from octavo.nn.operands import has_tensor_scale, tensor_scale_problem
 from octavo.numerics.names import check_choice
+from octavo.parallel.combinations import check_model
 from octavo.runtime.blocks import Absent, find_block_list
 from octavo.runtime.switch import disabled
 
@@ -29,8 +28,6 @@ SCHEDULES = {  # Stages per rank of each schedule
     "GPipe": 1, "1F1B": 1, "Interleaved1F1B": 2, "LoopedBFS": 2, "InterleavedZeroBubble": 2, "ZBVZeroBubble": 2,
     "DualPipeV": 2,
 }  # fmt: skip
-ZERO_BUBBLE = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
-"""Schedules that compute gradients of inputs and of weights apart."""
 V_SCHEDULES = ("ZBVZeroBubble", "DualPipeV")
 PROBE_TOKENS = 4
 
@@ -146,9 +143,7 @@ def check_pipeline_structure(model: Any, stages: int) -> None:
             f"{kind} ties its head to its embedding, which are on different stages: set tie_word_embeddings = false in "
             "its config"
         )
-    for name, module in model.named_modules():
-        if is_converted(module) and has_tensor_scale(module.recipe):
-            raise ValueError(f"{name} has {tensor_scale_problem(module.recipe)}")
+    check_model("pipeline", model)
     if adds_router_loss(model):
         raise ValueError(f"{kind} adds a loss of the routers of all blocks (output_router_logits), which no stage sees")
 

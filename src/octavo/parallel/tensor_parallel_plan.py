@@ -29,10 +29,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 from octavo.nn.report import NOTE_ATTRIBUTE
-from octavo.nn.resident import as_resident
 from octavo.parallel.agreement import EqualShapes, check_mesh, check_on_all_ranks
+from octavo.parallel.combinations import check_model
 from octavo.parallel.divided_random import divide_dropout
-from octavo.parallel.expert_parallel import distributed_experts
 from octavo.parallel.tensor_parallel import (
     KIND,
     Fp8ColwiseParallel,
@@ -106,13 +105,7 @@ def tensor_parallel(
 
     def check() -> tuple[tuple[dict[str, Any], set[str]], list[Any]]:
         check_mesh("tensor_parallel", mesh, "dp_shard", "tp")
-        if resident := [name for name, p in model.named_parameters() if as_resident(p) is not None]:
-            raise ValueError(
-                f"{len(resident)} weights are resident in FP8 (first: {resident[0]!r}), which tensor_parallel does not "
-                "divide: shard them by rows (octavo.parallelize), or convert without frozen='fp8'"
-            )
-        if distributed_experts(model):
-            raise ValueError("tensor_parallel does not join expert_parallel: leave the experts whole, or leave tp out")
+        check_model("tensor_parallel", model)
         plan, partial_names = _plan(model, sequence_parallel, gather, reduce)
         if sequence_parallel:
             _check_blocks(model, plan)
@@ -174,13 +167,6 @@ def _plan(
         raise ValueError(
             f"{kind} has no plan for tensor parallelism in its config (base_model_tp_plan): distribute its layers with "
             "octavo.parallel.Fp8ColwiseParallel and Fp8RowwiseParallel, or use dp_shard, cp or pp instead"
-        )
-    if adapted := next(
-        (n.removesuffix(".base_layer") for n, _ in model.named_modules() if n.endswith(".base_layer")), ""
-    ):
-        raise ValueError(
-            f"{adapted!r} has PEFT adapters, which no plan names: tensor parallelism cannot distribute it. Merge "
-            "the adapters (merge_and_unload) first, or use dp_shard or cp instead"
         )
     prefix = next((f"{name}." for name, module in model.named_modules() if module is base and name), "")
     styles: dict[str, Any] = {}

@@ -34,9 +34,10 @@ from octavo.nn import Report, accumulating, apply_plan, report
 from octavo.nn.equalized import equalized_layers
 from octavo.nn.linear_subclasses import is_converted
 from octavo.numerics.plan import Plan
+from octavo.parallel.combinations import ZERO_BUBBLE
 from octavo.parallel.context_parallel import inner_attention
 from octavo.parallel.ddp import saved_buffers
-from octavo.parallel.pipeline_model import SCHEDULES, ZERO_BUBBLE, check_pipeline_model
+from octavo.parallel.pipeline_model import SCHEDULES, check_pipeline_model
 from octavo.planner.auto_convert import convert
 from octavo.runtime.blocks import find_blocks
 from octavo.runtime.stopwatch import Stopwatch

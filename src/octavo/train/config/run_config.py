@@ -22,7 +22,7 @@ from octavo.numerics import Precision
 from octavo.numerics.names import nearest
 from octavo.numerics.recipe import get_recipe
 from octavo.optim import OPTIMIZERS
-from octavo.parallel.pipeline_model import ZERO_BUBBLE
+from octavo.parallel.combinations import ZERO_BUBBLE
 from octavo.train.config import sections
 from octavo.train.config.sections import FREE, TUNABLE, Free, Optim, Run, Section, decay_steps
 

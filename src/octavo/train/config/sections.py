@@ -20,7 +20,7 @@ from octavo.numerics.precision import ALIASES
 from octavo.numerics.recipe import get_recipe
 from octavo.optim import OPTIMIZERS
 from octavo.parallel import Parallel
-from octavo.parallel.pipeline_model import ZERO_BUBBLE
+from octavo.parallel.combinations import SETTINGS
 
 T = TypeVar("T")
 FREE, TUNABLE = "free", "tunable"
@@ -566,14 +566,6 @@ class PrecisionConfig(Section):
 
 
 MODES = ("tp", "cp", "ep", "pp")  # The kinds of parallelism that divide a model or a sequence
-_ONE_OF_THREE = "these are not supported together; keep one of tp, cp and ep, and leave the other processes to dp_shard"
-_PIPELINE = "a pipeline joins tp and data parallelism; leave ep and cp out"
-APART = {
-    ("tp", "cp"): _ONE_OF_THREE, ("tp", "ep"): _ONE_OF_THREE, ("cp", "ep"): _ONE_OF_THREE, ("pp", "ep"): _PIPELINE,
-    ("pp", "cp"): _PIPELINE,
-    ("ep", "dp_replicate"): "experts are sharded over all processes that hold the same ones; leave dp_replicate out",
-}  # fmt: skip
-"""Kinds that do not go together."""
 
 
 class ParallelConfig(Section):
@@ -613,16 +605,7 @@ class ParallelConfig(Section):
 
     def _problems(self) -> Iterator[str]:
         _ = self.resolved
-        for (one, other), reason in APART.items():
-            if (size := getattr(self, one)) > 1 and (others := getattr(self, other)) > 1:
-                yield f"parallel.{one} = {size} with parallel.{other} = {others}: {reason}"
-        if self.tp * self.pp > 1 and self.dp_shard == 1 and self.dp_replicate > 1:
-            name = "tp" if self.tp > 1 else "pp"
-            what = f"parallel.{name} = {getattr(self, name)} with dp_replicate = {self.dp_replicate} and dp_shard = 1"
-            yield f"{what}: it does not join DDP; set parallel.dp_replicate = 1 and leave dp_shard out"
-        if self.pp > 1 and self.schedule in ZERO_BUBBLE and self.dp_shard != 1 and self.reshard_after_forward:
-            problem = f"parallel.schedule = {self.schedule!r} loses gradients of weights that are freed after forward"
-            yield f"{problem}: set parallel.reshard_after_forward = false, or dp_shard = 1"
+        yield from (message.format(self) for apart, message in SETTINGS if apart(self))
 
     @property
     def mode(self) -> tuple[str, int]:
