@@ -69,6 +69,14 @@ def test_every_public_name_has_one_entry():
                 assert value.__doc__, f"{package}.{name} has no docstring"
 
 
+def test_every_public_name_and_its_methods_have_docstrings():
+    for path, *_ in ENTRIES:
+        value = thing(path)
+        methods = {name for name in vars(value) if not name.startswith("_")} if inspect.isclass(value) else set()
+        described = [value, *(getattr(value, name) for name in methods if callable(getattr(value, name)))]
+        assert all(inspect.getdoc(each) for each in described), path
+
+
 def test_every_entry_is_reached_by_its_heading():
     for path, heading, label in ENTRIES:
         assert thing(heading) is thing(path) and heading.endswith(f".{label}"), heading

@@ -120,7 +120,6 @@ def _register(y: Tensor, restored: Tensor) -> Tensor:
 
 
 def _find(x: Tensor) -> Tensor:
-    """Trace `restored`."""
     recomputable = None
     if isinstance(x, FunctionalTensor) and not is_written(x.elem):
         recomputable = RECOMPUTABLE.find(x.elem, None)

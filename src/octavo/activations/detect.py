@@ -89,8 +89,6 @@ ModuleSpec = Norm | Glu | Activation
 
 
 class _Norms:
-    """Forward methods of known norms."""
-
     weight: Any
     bias: Any
     eps: Any
@@ -140,8 +138,6 @@ class _Norms:
 
 
 class _Glus:
-    """Forward methods of known gated MLPs."""
-
     gate: Any
     up: Any
     down: Any
@@ -166,8 +162,6 @@ class _Glus:
 
 
 class _Activations:
-    """Forward methods of known activation functions."""
-
     act: Any
     inplace: Any
     approximate: Any
@@ -258,12 +252,10 @@ def register(owner: type[nn.Module], computes: ModuleSpec) -> None:
 
 
 def registered(owner: type) -> bool:
-    """Return whether a class was registered."""
     return owner in _REGISTERED
 
 
 def original_class(module: nn.Module) -> Any:
-    """Return the class of a module before conversion."""
     return getattr(type(module), ORIGINAL, type(module))
 
 
@@ -313,7 +305,6 @@ def activation_of(module: Any) -> str | None:
 
 
 def _function_name(function: Any) -> str | None:
-    """Return the name of a known activation function, or None."""
     if isinstance(function, partial):
         tanh = function.func is F.gelu and not function.args and function.keywords == {"approximate": "tanh"}
         return "gelu_tanh" if tanh else None

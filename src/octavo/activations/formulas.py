@@ -40,8 +40,6 @@ class _Unknown(Exception):
 
 @dataclass(frozen=True)
 class Formula:
-    """What a class computes in `forward`."""
-
     # Result in terms of `("argument", index)` and `("attr", name)`, attributes of the module; and all calls, in order.
     expression: Expression
     functions: tuple[tuple[str, Any, CodeType], ...]  # The functions read: name in the class, function, and its code
@@ -85,8 +83,6 @@ def matches(pattern: Expression, expression: Expression, names: dict[str, str]) 
 
 
 class _Reader:
-    """Evaluates methods of one class."""
-
     def __init__(self, owner: type) -> None:
         self.owner = owner
         self.functions: list[tuple[str, Any, CodeType]] = []
@@ -110,8 +106,6 @@ class _Reader:
 
 
 class _Body:
-    """Evaluates the statements of one function."""
-
     def __init__(self, reader: _Reader, outside: dict[str, Any], scope: dict[str, Expression], depth: int) -> None:
         self.reader, self.outside, self.scope, self.depth = reader, outside, scope, depth
 
@@ -157,7 +151,6 @@ class _Body:
             raise _Unknown
 
     def value(self, node: ast.expr) -> Expression:
-        """Return the expression of an AST node."""
         if isinstance(node, ast.Constant):
             return ("constant", node.value)
         if isinstance(node, ast.Name):

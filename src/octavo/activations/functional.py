@@ -58,7 +58,6 @@ class _NormRematerializer(Rematerializer):
         return normed.rstd, normed.mean
 
     def normed(self, tensors: Sequence[Any], spec: QuantSpec | None = None, order: str = "rows") -> Any:
-        """Return the result of the op for the stored input."""
         normed = _normed(self.inputs(tensors)[0], tensors[2], tensors[3], self.eps, self.norm, spec, order)
         if in_backward():
             self._memo["normed"] = replace(normed, y=None, quantized=None)
@@ -92,7 +91,6 @@ class _UnroundedGlu(_GluRematerializer):
     """Saves gate and up unchanged."""
 
     def inputs(self, tensors: Sequence[Any]) -> list[Tensor]:
-        """Return gate and up."""
         return list(tensors)
 
 
@@ -249,7 +247,6 @@ def _normed(
 def _norm_gradients(
     grad_MK: Tensor, x_MK: Tensor, weight: Tensor, bias: Tensor | None, rstd: Tensor, mean: Tensor | None, norm: Norm
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the gradients of x, weight, and bias if there is one."""
     if mean is None:
         return *rms_norm_backward(grad_MK, x_MK, weight, rstd, add_unit_offset=norm.add_unit_offset), None
     dx, dweight, dbias = layer_norm_backward(grad_MK, x_MK, weight, mean, rstd)
@@ -270,7 +267,6 @@ def _in_original_order(x: Tensor, order: list[int] | None) -> Tensor:
 
 
 def _shaped(rows: Tensor, shape: torch.Size) -> Tensor:
-    """Return a new matrix as a tensor of a shape."""
     # No view: the output of an autograd function that is one cannot be written in place.
     return torch.ops.aten._unsafe_view(rows, shape)  # type: ignore[no-any-return]
 

@@ -92,7 +92,6 @@ class Fp8SavingNorm(Fp8Saving):
     """A norm over the last dimension that saves its input in FP8."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute the same as the original."""
         x, original = _only(args, kwargs), super().forward
         if torch.compiler.is_compiling():
             kind = self.octavo_in_graph() if recording() and _is_matrix(x) else ""
@@ -117,7 +116,6 @@ class FusedNorm(FusedModule):
     """A norm over the last dimension in one kernel."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute the same as the original, rounded once."""
         x = _only(args, kwargs)
         operands = _norm_operands(self, x) if x is not None and fusing() else None
         parameters = [] if operands is None else [p for p in operands[:2] if p is not None]
@@ -137,7 +135,6 @@ class FusedGlu(FusedModule):
     """A gated MLP whose act(gate) · up is one kernel."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute down(act(gate(x)) · up(x)), the product of activations rounded once."""
         x, (glu, function, act) = _only(args, kwargs), gate_of(self) if fusing() else (None, None, None)
         if x is None or glu is None or act is None:
             return super().forward(*args, **kwargs)
@@ -166,7 +163,6 @@ class Fp8SavingGlu(Fp8Saving):
     """A gated MLP that saves gate and up in FP8 and recomputes their product."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute down(act(gate(x)) · up(x)), the same as the original."""
         if torch.compiler.is_compiling():
             x, kind = _only(args, kwargs), self.octavo_in_graph() if recording() else ""
             return _gated_in_graph(self, kind, x) if kind and x is not None else super().forward(*args, **kwargs)
@@ -180,7 +176,6 @@ class Fp8SavingActivation(Fp8Saving):
     """An activation that saves its input in FP8."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute the same as the original."""
         x, original = _only(args, kwargs), super().forward
         if torch.compiler.is_compiling():
             kind = self.octavo_in_graph() if recording() and _is_matrix(x) else ""
@@ -199,7 +194,6 @@ class Fp8SavingHooked(Fp8Saving):
     octavo_storage: HookedForward
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the original forward under hooks."""
         return compressed(self, self.octavo_storage.unrounded, super().forward, *args, **kwargs)
 
 
@@ -310,13 +304,11 @@ def activation_class(module: nn.Module, storage: Storage) -> type[nn.Module]:
 
 
 def convert_activations(module: nn.Module, storage: Storage) -> None:
-    """Make a module store its activations or run fused kernels, in place."""
     SWITCH.stored |= not isinstance(storage, Fused)
     become(module, activation_class(module, storage), **{STORAGE_ATTRIBUTE: storage})
 
 
 def revert_activations(module: nn.Module) -> None:
-    """Undo `convert_activations`."""
     become(module, original_class(module))
     del vars(module)[STORAGE_ATTRIBUTE]
 

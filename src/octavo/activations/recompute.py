@@ -34,7 +34,6 @@ SavedMatrix = tuple[Tensor, Tensor]
 
 
 def quantize_for_backward(x_MK: Tensor) -> SavedMatrix:
-    """Quantize a matrix to the saved format."""
     with torch.no_grad():
         quantized = quantize(x_MK, ACTIVATION_SPEC)
     assert quantized.scale is not None
@@ -114,14 +113,12 @@ class UnroundedMatrix(Rematerializer):
     """A tensor that is saved unchanged. Caches nothing, because nothing would clear the cache."""
 
     def matrix(self, tensors: Sequence[Any]) -> Tensor:
-        """See `Rematerializer.matrix`."""
         x: Tensor = tensors[0]
         return x
 
     def quantized(
         self, tensors: Sequence[Any], spec: QuantSpec, order: str, columns: int, fold: Tensor | None = None
     ) -> ScaledTensor:
-        """See `Rematerializer.quantized`."""
         x = tensors[0]  # viewed as in forward, so that torch.compile merges equal casts
         x_MK = x if x.ndim == 2 else x.reshape(math.prod(x.shape[:-1]), columns)
         return quantize(x_MK, spec, fold, order=order)  # type: ignore[arg-type]
@@ -142,8 +139,6 @@ class _Entry(NamedTuple):
 
 
 class RecomputableTensors:
-    """The recomputable tensors that are alive, by storage."""
-
     def __init__(self) -> None:
         self.entries: dict[int, _Entry] = {}
 

@@ -98,13 +98,11 @@ class PackedTensor:
         self.tensor, self._saved, self._restore = None, saved, restore
 
     def keep(self, outer: Hooks | None) -> None:
-        """Save the tensor as it is."""
         assert self.tensor is not None
         self._saved, self.tensor = SavedTensors([self.tensor], outer, self.version), None
 
     @property
     def present(self) -> list[Tensor]:
-        """Return the tensors that are saved."""
         if self._saved is not None:
             return self._saved.present
         return [] if self.tensor is None else [self.tensor]
@@ -200,7 +198,6 @@ class CompressionHooks:
         return saved
 
     def _decide(self, outputs: Any) -> None:
-        """Decide for each pending tensor how it is stored."""
         if not self._pending:
             return
         # Operations that save one tensor share its storage and version. If one of them needs it exactly, all get it so.

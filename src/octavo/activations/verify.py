@@ -86,7 +86,6 @@ def _width(module: nn.Module, spec: ModuleSpec) -> int:
 
 
 def _reference(module: Any, spec: ModuleSpec) -> Callable[[Tensor], Tensor]:
-    """Return the function of a spec, in plain PyTorch."""
     if isinstance(spec, Norm):
         return lambda x: _normed(module, spec, x)
     act = spec.function

@@ -15,7 +15,6 @@ Group = dist.ProcessGroup | None
 
 
 def needs_grad(x: Tensor) -> bool:
-    """Whether autograd records a call on this tensor."""
     return torch.is_grad_enabled() and x.requires_grad
 
 

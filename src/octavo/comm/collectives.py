@@ -44,8 +44,6 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 
 
 class AsyncResult(Generic[T]):
-    """A collective that has started."""
-
     def __init__(self, work: Any, finish: Callable[[], T]) -> None:
         self._work, self._finish = work, finish
 

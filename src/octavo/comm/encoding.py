@@ -65,7 +65,6 @@ def _aligned(size: int) -> int:
 
 
 def _scales(columns: int, spec: MessageSpec) -> int:
-    """Return the number of scales of a row."""
     return 1 if spec.granularity.columns == FULL else -(-columns // spec.granularity.columns)
 
 

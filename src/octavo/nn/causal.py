@@ -61,7 +61,6 @@ class Head:
     routed: bool = False
 
     def finish(self, z: Tensor) -> Tensor:
-        """Return the logits for an output z of the head."""
         z = z * self.scale
         return z if self.softcap is None else self.softcap * torch.tanh(z / self.softcap)
 
@@ -254,7 +253,6 @@ def _is_chain(loss: Tensor, besides: Any = None) -> bool:
 
 
 def _leads_to(node: Any, target: Any) -> bool:
-    """Return whether a chain of the autograd graph leads from a node to another."""
     while node is not target:
         if len(inputs := _inputs(node)) != 1:
             return False
@@ -282,7 +280,6 @@ def _run_trial(model: Any, linear: nn.Linear, z: Tensor, **labels: Tensor) -> tu
 
 
 def _as_head_output(linear: nn.Linear, z: Tensor) -> Tensor:
-    """Convert to dtype and device of the head; to the CPU if it is on meta."""
     return z.to(linear.weight.dtype).to("cpu" if linear.weight.is_meta else linear.weight.device)
 
 
@@ -299,7 +296,6 @@ def shifted(labels: Tensor, ignore_index: int) -> Tensor:
 
 
 def parameters(function: Any) -> list[inspect.Parameter]:
-    """Return the parameters of a function."""
     return list(inspect.signature(function).parameters.values())
 
 
@@ -395,8 +391,6 @@ def chunked_loss(model: M) -> M:
 
 
 class _ChunkedForward:
-    """The forward of a model, with a loss computed from its hidden states."""
-
     def __init__(self, model: Any, head: Head) -> None:
         self._model, self._head = model, head
         self._original, self._loss_function = model.forward, getattr(model, "loss_function", None)

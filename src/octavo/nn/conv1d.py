@@ -26,12 +26,10 @@ class Conv1D(LinearLike, PlainConv1D):  # type: ignore[misc]
 
     @property
     def in_features(self) -> int:  # type: ignore[override]
-        """K."""
         return int(self.nx)
 
     @property
     def out_features(self) -> int:  # type: ignore[override]
-        """N."""
         return int(self.nf)
 
     def __repr__(self) -> str:
@@ -39,6 +37,4 @@ class Conv1D(LinearLike, PlainConv1D):  # type: ignore[misc]
 
 
 class EqualizedConv1D(Equalized, Conv1D):  # type: ignore[misc]
-    """A `Conv1D` that equalizes channels."""
-
     octavo_original = PlainConv1D

@@ -154,7 +154,6 @@ def apply_plan(model: M, plan: Plan, *, keep_weights: bool = False, frozen: str 
 
 
 def check_unconverted(model: nn.Module) -> None:
-    """Raise ValueError if a layer of a model is converted already."""
     already = [
         fqn for fqn, m in model.named_modules() if is_converted(m) or is_converted_experts(m) or handles_activations(m)
     ]
@@ -166,7 +165,6 @@ def check_unconverted(model: nn.Module) -> None:
 
 
 def nothing_converted(plan: Plan) -> ValueError:
-    """Return the error about a plan that converts no layer, with its reasons."""
     reasons = {plan[fqn].reason for fqn in plan}
     why = (
         "; ".join(sorted(reasons))

@@ -59,7 +59,6 @@ class Measurement:
         self._scales: dict[bool, ChannelScales] = {} if first is None else {False: first}
 
     def with_weight(self, w_amax: Tensor) -> Tensor:
-        """Return the column maxima of the weights so far and of another one."""
         return w_amax if self.w_amax is None else torch.maximum(self.w_amax.to(w_amax.device), w_amax)
 
     def first_scales(self, w_amax: Tensor) -> ChannelScales:
@@ -85,12 +84,10 @@ class _LastMeasurement(threading.local):
         self._entry: tuple[weakref.ref[Tensor], int, Measurement] | None = None
 
     def measurement_of(self, input: Tensor) -> Measurement | None:
-        """Return the measurement of a tensor, if it was the last input and is unchanged."""
         entry = self._entry
         return None if entry is None or entry[0]() is not input or entry[1] != _version(input) else entry[2]
 
     def set(self, input: Tensor, measurement: Measurement) -> None:
-        """Set the measurement of a tensor."""
         self._entry = weakref.ref(input), _version(input), measurement
 
 
@@ -102,8 +99,6 @@ _LAST = _LastMeasurement()
 
 
 class Equalizer:
-    """The channel scales of one layer."""
-
     def __init__(self, every: int, transposed: bool) -> None:
         self.every, self.transposed = every, transposed
         self.pass_measures: bool  # Whether the current pass measures
@@ -144,7 +139,6 @@ class Equalizer:
         self.pass_measures = passes & (passes - 1) == 0 if passes < self.every else passes % self.every == 0
 
     def measures_in(self, passes: int) -> bool:
-        """Return whether the pass after so many measures."""
         return passes & (passes - 1) == 0 if passes < self.every else passes % self.every == 0
 
     def measure(self, input: Tensor, w_NK: Tensor) -> None:
@@ -180,7 +174,6 @@ class EqualizedQuantizer(Quantizer):
         return scales if scales.factor.device == input.device else None
 
     def channels(self, input: Tensor, w_NK: Tensor) -> ChannelScales | None:
-        """See `octavo.nn.operands.Quantizer.channels`."""
         equalizer = self.equalizer
         if torch.compiler.is_compiling() and not isinstance(w_NK, Fp8AllGatherOutput):
             if equalizer.scales is not None:
@@ -210,7 +203,6 @@ class EqualizedQuantizer(Quantizer):
     def gradient(
         self, g_MN: Tensor, w: ScaledTensor | None, x: ScaledTensor | None, recipe: Recipe
     ) -> QuantizedGradient:
-        """See `octavo.nn.operands.Quantizer.gradient`; notes that backward has reached this layer."""
         if self._gathered is not None and self._gathered[0].channels is not self._gathered[1]:
             raise RuntimeError(
                 "octavo: the channel scales of an equalized layer changed between a forward and its backward: another "
@@ -222,7 +214,6 @@ class EqualizedQuantizer(Quantizer):
         return quantize_gradient(g_MN, w, x, recipe)
 
     def note_backward(self) -> None:
-        """Note that backward has reached this layer, with a gradient that has values."""
         if self._training:
             self.equalizer.backward_ran = True
 
@@ -247,7 +238,6 @@ class Equalized(LinearLike):
     equalizer: Equalizer | None = None  # of the class, so that graphs of torch.compile have a guard where it is missing
 
     def octavo_quantizer(self) -> Quantizer:
-        """See `LinearLike.octavo_quantizer`."""
         if not self.recipe.equalization or SWITCH.off:
             return JUST_IN_TIME
         equalizer = self.equalizer
@@ -274,13 +264,10 @@ class CastingLinear(Linear):
 
 
 class CastingEqualizedLinear(EqualizedLinear):
-    """A `CastingLinear` that equalizes channels."""
-
     octavo_casts = True
 
 
 def equalizes(module: nn.Module) -> TypeGuard[Equalized]:
-    """Return whether a module equalizes channels for its recipe."""
     return isinstance(module, Equalized) and module.recipe.equalization > 0
 
 
@@ -325,7 +312,6 @@ def reset_scales(module: nn.Module) -> None:
 
 
 def equalized_layers(model: nn.Module) -> Iterator[tuple[str, Equalized]]:
-    """Yield names and layers that equalize channels."""
     for name, module in model.named_modules():
         if equalizes(module):
             yield name, module

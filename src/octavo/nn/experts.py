@@ -102,7 +102,6 @@ def grouped_linear(
 
 
 def _per_expert(function: Any, x_MK: Tensor, w_ENK: Tensor, bias_EN: Tensor | None, offsets: Tensor) -> Tensor:
-    """Apply a linear function to the rows of each expert."""
     experts, rows = w_ENK.shape[0], x_MK.shape[0]
     if isinstance(offsets, FakeTensor):  # the sizes are unknown: equal ones, to count memory and time
         ends = [rows * (expert + 1) // experts for expert in range(experts)]
@@ -116,7 +115,6 @@ def _per_expert(function: Any, x_MK: Tensor, w_ENK: Tensor, bias_EN: Tensor | No
 
 
 def _rows(weight: Tensor, transposed: bool) -> Tensor:
-    """Return the rows of all experts' weights, [E·N,K]."""
     if isinstance(weight, Fp8AllGatherOutput):
         return rows_of(weight)
     return _matrix(weight, transposed)
@@ -270,12 +268,10 @@ class Experts(StatesOfResident):
         return grouped_linear(rows, weight, bias, offsets, recipe, bool(self.is_transposed), keeps)
 
     def extra_repr(self) -> str:
-        """Return the description of the original, with the recipe."""
         return ", ".join(part for part in (super().extra_repr(), f"recipe={self.recipe.name}") if part)
 
 
 def inverse_order(order: Tensor) -> Tensor:
-    """Return the inverse of a permutation, int64 [n]."""
     return torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
 
 
@@ -313,7 +309,6 @@ def looks_like_experts(module: nn.Module) -> bool:
 
 
 def is_converted_experts(module: nn.Module) -> TypeGuard[Experts]:
-    """Return whether a module is experts that compute in FP8."""
     return isinstance(module, Experts)
 
 
@@ -398,7 +393,6 @@ def _misfit(module: nn.Module) -> str | None:
 
 
 def describe_experts(module: nn.Module, recipe: Recipe) -> str:
-    """Return the reason that a report shows for converted experts."""
     experts, hidden, both, inner = experts_shape(module)
     each = "" if is_grouped(recipe) else ", one product per expert"
     return f"experts: {experts} x ({hidden} → {both}, {inner} → {hidden}) in FP8 ({recipe.name}{each})"

@@ -44,12 +44,10 @@ from octavo.runtime.torch_compat import FakeTensor
 
 
 def check_frozen(frozen: str) -> None:
-    """Raise ValueError unless `frozen` is a valid argument of `octavo.convert`."""
     check_choice("frozen", frozen, ("bf16", "fp8"))
 
 
 def check_weight_only_request(weight_only: Sequence[str], frozen: str, plan: Plan | None) -> None:
-    """Raise TypeError or ValueError for an invalid `weight_only` of `octavo.convert`."""
     if isinstance(weight_only, str):
         if weight_only == AUTO:
             return
@@ -190,7 +188,6 @@ def make_plain(layers: Iterable[nn.Module]) -> None:
 
 
 def sharded_problem(layer: nn.Module) -> str | None:
-    """Return why resident weights of a layer cannot become plain, or None."""
     if any(isinstance(weight, ResidentShard) for _, weight in resident_weights(layer)):
         return "is resident in FP8 and sharded: its weights become plain only before fully_shard or parallelize"
     return None
@@ -270,7 +267,6 @@ def _checked_spec(fqn: str, module: nn.Module, recipe: Recipe) -> MessageSpec:
 
 
 def stores_transposed(layer: nn.Module) -> bool:
-    """Return whether a layer stores its weights as [in, out]."""
     return bool(getattr(layer, "is_transposed", False)) if looks_like_experts(layer) else is_transposed(layer)
 
 
@@ -417,7 +413,6 @@ class _Slot:
                 return
 
     def read(self, model: nn.Module, stored: Mapping[str, Any]) -> tuple[Tensor, Tensor | None]:
-        """Return the values, and the scales if the checkpoint has some."""
         first = next(iter(self.parts))
         with_scales = isinstance(self.tensor, ResidentWeight) and (scale_name := _scale_name(first, stored)) in stored
         if list(self.parts) == [self.stored_name]:
@@ -446,7 +441,6 @@ class _Slot:
         return next((spec for spec in of_dtype if self.scale_shape(spec) == scale_shape), of_dtype[0])
 
     def scale_shape(self, spec: MessageSpec) -> list[int]:
-        """Return the shape of the scales of a matrix in another format."""
         return list(spec.granularity.scale_shape((self.tensor.shape[-2], self.tensor.shape[-1])))
 
     def load(self, value: Tensor, scale: Tensor | None, device: str | torch.device) -> None:
@@ -574,7 +568,6 @@ def _first(names: list[str]) -> str:
 
 
 def _stored(path: Path) -> dict[str, Any]:
-    """Return the reader of each tensor of a checkpoint, by name."""
     with needs_extras("octavo.nn.load_frozen"):
         from safetensors import SafetensorError, safe_open
     stored: dict[str, Any] = {}

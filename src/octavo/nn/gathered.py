@@ -73,7 +73,6 @@ class GatheredInput(Tensor):
 
     @staticmethod
     def __new__(cls, rows: Rows, shape: tuple[int, ...], dtype: torch.dtype) -> "GatheredInput":
-        """Make a tensor of a shape whose last dimension is K."""
         stride = contiguous_strides(shape)
         tensor: GatheredInput = Tensor._make_wrapper_subclass(
             cls, shape, stride, dtype=dtype, device=rows.x.data.device
@@ -94,7 +93,6 @@ class GatheredInput(Tensor):
         return data, self.rows.x.scale, None if x_t is data else x_t
 
     def dequantized(self) -> Tensor:
-        """Return the FP8 values as a plain tensor."""
         return dequantize(self.rows.x, self.dtype).view(self.shape)
 
     @classmethod
@@ -151,8 +149,6 @@ class AmaxGroup:
 
 @dataclass
 class GatherFormat:
-    """How a sharded weight is gathered."""
-
     # FP8 spec of the whole weight, with scales per row or per tensor. None: gathered in the compute dtype.
     spec: QuantSpec | None
     # Compute dtype; shards of another dtype are rounded to it first. None: the shards' dtype.
@@ -167,11 +163,9 @@ class GatherFormat:
 
     @property
     def by_tensor(self) -> bool:
-        """Whether the weight is gathered in FP8 with one scale."""
         return self.spec is not None and self.spec.granularity == TENSOR
 
     def rounded(self, local: Tensor) -> Tensor:
-        """Return the shard in the compute dtype."""
         return local if self.dtype is None else local.to(self.dtype)
 
     def quantized(self, local: Tensor, factor: Tensor | None, scale: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -185,15 +179,12 @@ class GatherFormat:
 
 
 class ShardedWeight(Tensor):
-    """A rank's rows of a weight; see the module docstring."""
-
     local: Tensor
     gather_format: GatherFormat
     __torch_function__ = disabled_torch_function
 
     @staticmethod
     def __new__(cls, local: Tensor, gather_format: GatherFormat) -> "ShardedWeight":
-        """Make a tensor with the metadata of `local`."""
         tensor: ShardedWeight = Tensor._make_wrapper_subclass(
             cls, local.size(), local.stride(), local.storage_offset(), dtype=local.dtype, device=local.device,
             layout=local.layout, requires_grad=local.requires_grad,
@@ -285,7 +276,6 @@ class Fp8AllGatherOutput(Fp8Weight):
         cls, data: Tensor, scale: Tensor, spec: QuantSpec, dtype: torch.dtype, channels: ChannelScales | None = None,
         transposed: bool = False,
     ) -> "Fp8AllGatherOutput":  # fmt: skip
-        """Make a contiguous tensor of dtype `dtype`, with the shape of `data` or of its transpose."""
         shape = data.transpose(-1, -2).shape if transposed else data.shape
         strides = contiguous_strides(shape)
         tensor: Fp8AllGatherOutput = Tensor._make_wrapper_subclass(cls, shape, strides, dtype=dtype, device=data.device)
@@ -296,7 +286,6 @@ class Fp8AllGatherOutput(Fp8Weight):
 
     @property
     def channels(self) -> ChannelScales | None:
-        """See `Fp8Weight.channels`."""
         return self._channels
 
     @channels.setter
@@ -314,7 +303,6 @@ class Fp8AllGatherOutput(Fp8Weight):
 
     @property
     def data(self) -> "Fp8AllGatherOutput":
-        """The same bytes, detached."""
         return self.same_bytes()
 
     @data.setter
@@ -322,7 +310,6 @@ class Fp8AllGatherOutput(Fp8Weight):
         raise ValueError(_write_error("weight.data = …"))
 
     def same_bytes(self) -> "Fp8AllGatherOutput":
-        """See `Fp8Weight.same_bytes`."""
         return Fp8AllGatherOutput(self.data_, self.scale, self.spec, self.dtype, self.channels, self.is_transposed)
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
@@ -337,7 +324,6 @@ class Fp8AllGatherOutput(Fp8Weight):
         return Fp8AllGatherOutput(inner["data_"], inner["scale"], spec, dtype, channels, transposed)
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
-        """Return W, without channel scales, as a plain tensor."""
         if self.ndim == 2:
             return super().dequantized(dtype)
         whole = rows_of(self).dequantized(dtype).view(self.data_.shape)

@@ -352,7 +352,6 @@ class LinearPlan:
         return plan
 
     def shaped(self, gradients: Gradients) -> Gradients:
-        """Return gradients with ∂X of X's shape."""
         dx_MK = gradients[0]
         return None if dx_MK is None else dx_MK.view(self.in_shape), *gradients[1:]
 

@@ -53,8 +53,6 @@ CASTING = Fp8Classes(fp8="octavo.nn.equalized.CastingLinear", equalized="octavo.
 
 
 class _Linears:
-    """Equivalent ways to write `nn.Linear`."""
-
     weight: Any
     bias: Any
 
@@ -113,7 +111,6 @@ def _ways(owner: Any) -> list[Any]:
 
 
 def is_converted(module: nn.Module) -> TypeGuard[LinearLike]:
-    """Return whether this module itself computes in FP8."""
     return isinstance(module, LinearLike)
 
 
@@ -126,7 +123,6 @@ def is_transposed(module: nn.Module) -> bool:
 
 
 def fp8_class(original: Any, recipe: Recipe) -> type[LinearLike]:
-    """Return the FP8 class for linears of a class."""
     listed = kind_of_class(original)
     kind = LINEAR if listed is None and issubclass(original, nn.Linear) else listed
     formula = _linear_formula(original) if listed is None and kind is LINEAR else None
@@ -141,7 +137,6 @@ def fp8_class(original: Any, recipe: Recipe) -> type[LinearLike]:
 
 
 def class_fits(layer: LinearLike, recipe: Recipe) -> bool:
-    """Return whether the class of a converted layer can run a recipe."""
     return isinstance(layer, Equalized) == (recipe.equalization > 0)
 
 
@@ -179,7 +174,6 @@ def change_since(module: nn.Module) -> str | None:
 
 
 def restore_original_class(module: nn.Module) -> None:
-    """Restore the original class of a converted linear, or of converted experts."""
     become(module, original_class(module))
     for name in (*ATTRIBUTES, STORAGE_ATTRIBUTE):
         vars(module).pop(name, None)  # a directly constructed Linear has class attributes only

@@ -25,8 +25,6 @@ from octavo.tensor import local_tensor
 
 @dataclass(frozen=True, kw_only=True)
 class SavedStorage:
-    """One storage saved for backward."""
-
     bytes: int  # Size of the storage
     dtype: torch.dtype  # Dtype of the tensor that was saved first
     shape: tuple[int, ...]  # Shape of that tensor
@@ -48,17 +46,14 @@ class Audit:
 
     @property
     def bytes(self) -> int:
-        """Total bytes."""
         return sum(row.bytes for row in self.rows)
 
     @property
     def by_dtype(self) -> dict[torch.dtype, int]:
-        """Bytes by dtype."""
         return self._summed("dtype")
 
     @property
     def by_owner(self) -> dict[str, int]:
-        """Bytes by owner."""
         return self._summed("owner")
 
     def _summed(self, name: str) -> dict[Any, int]:

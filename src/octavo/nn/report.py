@@ -137,7 +137,6 @@ class Report(Displayed):
         return "\n".join([*table.lines(), "", *self._saved_bytes_lines(), self.summary])
 
     def _saved_bytes_lines(self) -> list[str]:
-        """Return the lines of a table of `saved_bytes`, with similar modules in one row."""
         if not self.saved_bytes:
             return []
         groups: dict[str, list[str]] = {}
@@ -150,7 +149,6 @@ class Report(Displayed):
 
 
 def check_module(function: str, model: object, hint: str = "") -> None:
-    """Raise TypeError unless `model` is a module."""
     if not isinstance(model, nn.Module):
         kind = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
         raise TypeError(f"{function} takes a torch.nn.Module, the model itself; got {kind}{hint}")

@@ -191,7 +191,6 @@ class ResidentWeight(Fp8Weight):
 
     @staticmethod
     def __new__(cls, data: Tensor, scale: Tensor, spec: MessageSpec, dtype: torch.dtype) -> "ResidentWeight":
-        """Make a tensor with the shape and device of `data`."""
         tensor: ResidentWeight = Tensor._make_wrapper_subclass(
             cls, data.size(), data.stride(), dtype=dtype, device=data.device
         )
@@ -210,7 +209,6 @@ class ResidentWeight(Fp8Weight):
         return self.ndim == 3 or self.spec.granularity.rows == 1
 
     def same_bytes(self) -> "ResidentWeight":
-        """See `Fp8Weight.same_bytes`."""
         return self.like(self.data_, self.scale)
 
     def like(self, data: Tensor, scale: Tensor, dtype: torch.dtype | None = None) -> "ResidentWeight":
@@ -237,7 +235,6 @@ class ResidentWeight(Fp8Weight):
 
     @classmethod
     def own_operation(cls, func: Any, args: Any, kwargs: Any) -> Any:
-        """See `Fp8Weight.own_operation`; raises ValueError for operations that change values or split the weight."""
         weight, *rest = args or (None,)
         if any(isinstance(value, ResidentWeight) for value in written(func, args, kwargs)):
             return _write(func, weight, rest, kwargs)
@@ -271,7 +268,6 @@ class ResidentWeight(Fp8Weight):
         return self.like(function(self.data_), function(self.scale), dtype)
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
-        """Return W as a plain tensor."""
         if self.ndim == 2:
             return dequantized_values(self.data_, self.scale, self.spec, dtype)
         values = torch.empty(self.shape, dtype=dtype, device=self.device)
@@ -319,7 +315,6 @@ class ResidentWeight(Fp8Weight):
 
     @property
     def requires_grad(self) -> bool:
-        """False."""
         return False
 
     @requires_grad.setter
@@ -328,7 +323,6 @@ class ResidentWeight(Fp8Weight):
 
     @property
     def data(self) -> "ResidentWeight":
-        """The same bytes, detached."""
         return self.same_bytes()
 
     @data.setter
@@ -345,17 +339,14 @@ class ResidentWeight(Fp8Weight):
         self.data_, self.scale = value.data_, value.scale
 
     def share_memory_(self) -> "ResidentWeight":
-        """Move data and scales to shared memory."""
         self.data_.share_memory_()
         self.scale.share_memory_()
         return self
 
     def is_shared(self) -> bool:
-        """Return whether the data is in shared memory."""
         return bool(self.data_.is_shared())
 
     def data_ptr(self) -> int:
-        """Raise ValueError: at no address are there values of the weight's dtype."""
         raise ValueError(
             "a weight that is resident in FP8 has no memory of its dtype: read weight.data_ and weight.scale, or copy "
             "the values, weight.dequantized(dtype)"
@@ -384,7 +375,6 @@ def _transposed(weight: ResidentWeight) -> ResidentWeight:
 
 
 def _expert(weight: ResidentWeight, index: int) -> ResidentWeight:
-    """Return the weight of one expert, as a view."""
     return ResidentWeight(weight.data_[index], weight.scale[index], weight.spec, weight.dtype)
 
 
@@ -410,14 +400,12 @@ class ResidentShard(ResidentWeight):
 
     @staticmethod
     def __new__(cls, data: Tensor, scale: Tensor, spec: MessageSpec, dtype: torch.dtype, rows: int) -> "ResidentShard":
-        """Make a tensor with the shape and device of `data`."""
         shard = super().__new__(cls, data, scale, spec, dtype)
         assert isinstance(shard, ResidentShard)
         shard.rows, shard._whole = rows, (rows,)
         return shard
 
     def quantized_alike(self, plain: Tensor) -> ResidentWeight:
-        """Quantize other values of these rows."""
         if not self.shards_scale:
             raise ValueError(
                 f"values of a sharded weight that is resident in FP8 as {self.spec}: its scales depend on rows of "
@@ -444,7 +432,6 @@ class ResidentShard(ResidentWeight):
 
 
 def pad_rows(x: Tensor, rows: int) -> Tensor:
-    """Pad dimension 0 with zeros up to `rows`."""
     if x.shape[0] == rows:
         return x.contiguous()
     full = x.new_zeros((rows, *x.shape[1:]))
@@ -542,13 +529,11 @@ def refuse_save_pretrained(model: nn.Module) -> None:
 
 
 def allow_save_pretrained(model: nn.Module) -> None:
-    """Undo `refuse_save_pretrained`."""
     for module in model.modules():
         vars(module).pop(_SAVE, None)
 
 
 def refuses_save_pretrained(model: nn.Module) -> bool:
-    """Return whether `save_pretrained` of a model raises."""
     return _SAVE in vars(model) and _has_residents(model) and not getattr(model, "_hf_peft_config_loaded", False)
 
 
@@ -636,7 +621,6 @@ def scale_of_stored(scale: Tensor, spec: MessageSpec) -> Tensor:
 
 
 def _distributed(parameter: Any, part: Tensor) -> Tensor:
-    """Return a tensor that is sharded as a parameter is, given this rank's part of it."""
     if not hasattr(parameter, "placements"):
         return part
     sharded: Tensor = placed_like(parameter, part, (parameter.shape[0], *part.shape[1:]))

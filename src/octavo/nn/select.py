@@ -259,7 +259,6 @@ def _with_fact(reason: str, fact: str) -> str:
 
 
 def _padding(weight: Tensor) -> str:
-    """Return a note of the cost of padding to multiples of 16, if any."""
     rows, columns = weight.shape
     padded = [-(-size // 16) * 16 for size in (rows, columns)]
     if padded == [rows, columns] or rows * columns == 0:

@@ -177,7 +177,6 @@ def _raise_if_stale(caches: list[WeightCastCache]) -> None:
 
 
 def _bits_differ(ours: WeightCasts, theirs: WeightCasts) -> Tensor:
-    """Return whether any bit differs, []."""
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
     one, other = (
         [part.view(bits[part.element_size()]) for cast in casts for part in (cast.data, cast.scale) if part is not None]

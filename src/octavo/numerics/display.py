@@ -31,8 +31,6 @@ class Displayed:
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """A table of text."""
-
     headings: Sequence[str]  # One for each column; a heading may have several lines
     align: str  # `"<"` (left) or `">"` (right) for each column; a last column that is left-aligned may be long
     rows: Sequence[Sequence[str]]  # The cells; an empty row prints as a rule

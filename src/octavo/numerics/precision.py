@@ -97,7 +97,6 @@ class Precision:
 
 
 def check_activations(value: str) -> None:
-    """Raise ValueError unless `value` is "bf16", "fused" or "fp8"."""
     choices = ("bf16", "fused", "fp8")
     if value not in choices:
         raise ValueError(

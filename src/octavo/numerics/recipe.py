@@ -158,7 +158,6 @@ def equalized(recipe: "str | Recipe", every: int = 50) -> Recipe:
 
 
 def unequalized(recipe: Recipe) -> Recipe:
-    """Return a recipe without channel equalization."""
     if not recipe.equalization:
         return recipe
     name = recipe.name.removesuffix(_EQUALIZED)

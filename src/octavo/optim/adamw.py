@@ -249,7 +249,6 @@ class AdamW(Optimizer):
                 self._state_of(param, group)
 
     def _state_of(self, param: Tensor, group: Group) -> dict[str, Tensor]:
-        """Return the state of a parameter, made if missing."""
         state: dict[str, Tensor] = self.state[param]
         if not state:
             state.update(self.spec(group).initial_state(param, group))

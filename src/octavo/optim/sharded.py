@@ -48,12 +48,10 @@ def row_group(param: Tensor) -> dist.ProcessGroup | None:
 
 
 def first_row(param: Tensor) -> int:
-    """Return the index of the first local row in the whole parameter."""
     return 0 if all(placement.is_replicate() for placement in placements_of(param)) else _offset(param)[0]
 
 
 def _offset(param: Any) -> tuple[int, ...]:
-    """Return the index of the first local element in the whole parameter."""
     mesh = param.device_mesh
     return _offset_at(param.shape, mesh, param.placements, tuple(mesh.get_coordinate()))
 

@@ -97,7 +97,6 @@ class _Divided:
 
     @_EAGERLY
     def leave(self, *_: Any) -> None:
-        """End a forward of the module."""
         self.end()
         self._entered = False
 

@@ -167,7 +167,6 @@ _DTYPES = (None, torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def _call_code(rows: Tensor) -> int:
-    """Encode the values of `_CALL`."""
     code = _DTYPES.index(autocast_dtype(rows.device.type)) * 8 + _DTYPES.index(rows.dtype)
     return code * 8 + rows.requires_grad * 4 + torch.is_grad_enabled() * 2 + bool(SWITCH.off)
 
@@ -203,7 +202,6 @@ class _MeanGradient(torch.autograd.Function):
 
 
 def _shard(parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
-    """Return the experts of this rank as a DTensor."""
     local = parameter.detach().chunk(mesh.size())[mesh.get_local_rank()].clone()
     if isinstance(local, ResidentShard):
         local = ResidentWeight(local.data_, local.scale, local.spec, local.dtype)

@@ -210,7 +210,6 @@ def _gathered_spec(layer: nn.Module) -> QuantSpec | None:
 
 
 def _channels(linears: Iterable[nn.Module]) -> ChannelScales | None:
-    """Return the channel scales with which all ranks gather the weight of these layers; None without any."""
     scales = {shared_scales(linear) for linear in linears}
     return scales.pop() if len(scales) == 1 else None
 
@@ -231,7 +230,6 @@ def _update_recipe(model: "weakref.ref[nn.Module]", gather_format: GatherFormat,
 
 
 def _unwrap_shards(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """Replace `ShardedWeight`s in a checkpoint by plain shards."""
     for name, value in state.items():
         if isinstance(local_part(value), ShardedWeight):
             state[name] = placed_like(value, local_tensor(value))

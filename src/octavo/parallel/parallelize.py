@@ -237,7 +237,6 @@ def _sizes(mesh: DeviceMesh) -> tuple[int, int]:
 
 
 def _check_model(model: nn.Module, layout: Parallel, copies: int, dtype: torch.dtype | None) -> None:
-    """Raise for a model that is already distributed, and for options that DDP lacks."""
     check_model("parallelize", model)
     if copies > 1:
         check_model("DDP", model)

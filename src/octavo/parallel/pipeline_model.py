@@ -33,14 +33,12 @@ PROBE_TOKENS = 4
 
 
 def stages_of(rank: int, ranks: int, schedule: str) -> list[int]:
-    """Return the stages of a rank of a pipeline."""
     if SCHEDULES[schedule] == 1:
         return [rank]
     return [rank, 2 * ranks - 1 - rank if schedule in V_SCHEDULES else rank + ranks]
 
 
 def divide(blocks: int, stages: int) -> list[range]:
-    """Return the blocks of each stage."""
     sizes = [blocks // stages] * stages
     for extra in range(blocks % stages):
         sizes[(-2 - extra) % stages] += 1
@@ -205,8 +203,6 @@ def stage_modules(
 
 
 class Pipeline:
-    """The stages of this rank and their schedule."""
-
     def __init__(
         self, parts: dict[int, nn.Module], mesh: DeviceMesh, schedule: str, device: torch.device, *, micro_batches: int,
         fp8_comm: bool,

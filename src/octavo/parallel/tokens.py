@@ -34,8 +34,6 @@ _GROUP = parse_spec(ADAPTIVE_SPEC).granularity.columns  # Elements that share a 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenExchange:
-    """How a layer exchanges tokens."""
-
     mesh: DeviceMesh  # The ranks, one dimension
     sequence_dim: int | None  # The dimension of tokens, negative from the end; None if every rank has all of them
     fp8_gather: bool  # Gather in FP8
@@ -45,11 +43,9 @@ class TokenExchange:
         return self  # meshes do not copy
 
     def without_fp8(self) -> "TokenExchange":
-        """Return the same exchange in high precision."""
         return replace(self, fp8_gather=False, fp8_reduce=False)
 
     def dim(self, x: Tensor) -> int:
-        """Return the dimension of tokens of [..., K]."""
         assert self.sequence_dim is not None
         dim = self.sequence_dim + x.ndim if self.sequence_dim < 0 else self.sequence_dim
         if not 0 <= dim < x.ndim - 1:
