@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import octavo
 from live_tensors import bytes_left_by
-from octavo.nn.memory_audit import audit, saved_by_layer, saved_for_backward
+from octavo.nn.memory_audit import audit, saved_for_backward
 from octavo.planner.fake import fake_copy, fake_tensors
 
 IDS = {"input_ids": torch.zeros(2, 16, dtype=torch.int64), "use_cache": False}
@@ -28,7 +28,7 @@ def test_every_storage_of_a_small_model():
         (3 * 8 * 4, torch.float32, (3, 8), "1", "Sigmoid"),  # its output, which is also the input of 2
     }
     assert [row.bytes for row in saved] == [96, 48]
-    assert saved_by_layer(model, torch.ones(3, 4)) == {"1": 96, "0": 48}
+    assert audit(model, torch.ones(3, 4)).by_owner == {"1": 96, "0": 48}
 
 
 @pytest.mark.parametrize("level", ["bf16", "fp8", "fp8+activations"])
@@ -85,7 +85,7 @@ def test_a_loss_of_ones_own():
 def test_the_report_shows_what_each_layer_keeps():
     model = octavo.convert(llama(num_hidden_layers=4).bfloat16(), verbose=False)
     report = octavo.report(model, IDS)
-    assert report.saved_bytes == saved_by_layer(model, IDS)
+    assert report.saved_bytes == audit(model, IDS).by_owner
     size = 4 * report.saved_bytes["model.layers.0.mlp.down_proj"]
     assert f"{size:,}  model.layers.{{0-3}}.mlp.down_proj" in str(report)
     assert "bytes saved" not in str(octavo.report(model))

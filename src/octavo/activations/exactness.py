@@ -31,15 +31,10 @@ _ACTIVATIONS = frozenset("Elu Gelu HardSigmoid Hardswish LeakyRelu Mish Relu Sig
 """Operations whose result counts as the gate in a product of two activations."""
 _OWN_ACTIVATION = "_ActivationFunctionBackward"
 _PRODUCTS = {
-    "Addmm": {"mat1": 2, "mat2": 1},
-    "Baddbmm": {"batch1": 2, "batch2": 1},
-    "Bmm": {"self": 1, "mat2": 0},
-    "Convolution": {"input": 1},
-    "GroupedMm": {"self": 1},
-    "Linear": {"input": 1},
-    "MkldnnLinear": {"self": 1},
+    "Addmm": {"mat1": 2, "mat2": 1}, "Baddbmm": {"batch1": 2, "batch2": 1}, "Bmm": {"self": 1, "mat2": 0},
+    "Convolution": {"input": 1}, "GroupedMm": {"self": 1}, "Linear": {"input": 1}, "MkldnnLinear": {"self": 1},
     "Mm": {"self": 1, "mat2": 0},
-}
+}  # fmt: skip
 """For each saved operand of a product: the index of the other operand in `next_functions`."""
 _INPUTS = {"Gelu": ("self",), "Silu": ("self",)}
 _SUMS = frozenset(("Add", "Sub", "Sum"))
@@ -65,7 +60,8 @@ def may_be_rounded(
     yield from _INPUTS.get(kind or "", ())
     inputs = [function for function, _ in node.next_functions]
     for name, index in _PRODUCTS.get(kind or "", {}).items():
-        parameters = parameters_of(inputs[index], own) if index < len(inputs) else []
+        operand = inputs[index] if index < len(inputs) else None
+        parameters = [] if operand is None else _parameters_behind(operand, own)[0]
         if parameters and all(map(is_weight, parameters)):
             yield name
     if kind == "Mul" and len(inputs) == 2 and any(map(_is_activation, inputs)):
@@ -142,11 +138,6 @@ def is_parameter(tensor: Tensor, own: Collection[int] = ()) -> bool:
     leaves, same_values = _parameters_behind(tensor.grad_fn, own)
     sizes = [leaf.numel() for leaf in leaves]
     return bool(leaves) and (same_values or tensor.numel() in (*sizes, sum(sizes)))
-
-
-def parameters_of(node: Any, own: Collection[int] = ()) -> list[Tensor]:
-    """Return the parameters behind a node; [] if its output also depends on anything else."""
-    return [] if node is None else _parameters_behind(node, own)[0]
 
 
 def _parameters_behind(node: Any, own: Collection[int]) -> tuple[list[Tensor], bool]:

@@ -64,12 +64,19 @@ class _NormRematerializer(Rematerializer):
         return normed
 
 
-class _GluRematerializer(Rematerializer):
-    """Recomputes h from data and scale of gate (without its bias) and up, and the bias or None."""
+class _ActivationRematerializer(Rematerializer):
+    """Recomputes act(x) from data and scale of x."""
 
     def __init__(self, dtype: torch.dtype, activation: str) -> None:
         super().__init__(dtype)
         self.activation = activation
+
+    def _matrix(self, tensors: Sequence[Any]) -> Tensor:
+        return activated(self.inputs(tensors)[0], self.activation)
+
+
+class _GluRematerializer(_ActivationRematerializer):
+    """Recomputes h from data and scale of gate (without its bias) and up, and the bias or None."""
 
     def _inputs(self, tensors: Sequence[Any]) -> list[Tensor]:
         *pairs, bias = tensors
@@ -92,17 +99,6 @@ class _UnroundedGlu(_GluRematerializer):
 
     def inputs(self, tensors: Sequence[Any]) -> list[Tensor]:
         return list(tensors)
-
-
-class _ActivationRematerializer(Rematerializer):
-    """Recomputes act(x) from data and scale of x."""
-
-    def __init__(self, dtype: torch.dtype, activation: str) -> None:
-        super().__init__(dtype)
-        self.activation = activation
-
-    def _matrix(self, tensors: Sequence[Any]) -> Tensor:
-        return activated(self.inputs(tensors)[0], self.activation)
 
 
 @explain_freed_nodes
@@ -285,7 +281,9 @@ def glu_saving_fp8(
     """Return h = act(gate) · up [..., N], gate and up saved in FP8. If they are halves of `both`, so is bias [2N]."""
     if both is not None and bias is not None:
         bias = bias.chunk(2)[0 if gate_first else 1]
-    tensors = _quantized_gate(_matrix(gate), _matrix(up), bias)
+    gate_MN, bias = _matrix(gate), None if bias is None else bias.detach().to(gate.dtype, copy=True)
+    without_bias = gate_MN if bias is None else gate_MN - bias
+    tensors = (*quantize_for_backward(without_bias), *quantize_for_backward(_matrix(up)), bias)
     rematerializer = _GluRematerializer(gate.dtype, activation)
     inputs = (gate, up) if both is None else (both, None)
     out = unhooked(_GluFunction.apply, *inputs, [h], gate_first, rematerializer, *tensors)
@@ -306,12 +304,6 @@ def activation_saving_fp8(x: Tensor, y: Tensor, activation: str) -> Tensor:
     """Return y = act(x) [..., N], with x saved in FP8 for backward."""
     tensors, rematerializer = quantize_for_backward(_matrix(x)), _ActivationRematerializer(x.dtype, activation)
     return _registered(unhooked(_ActivationFunction.apply, x, [y], rematerializer, *tensors), tensors, rematerializer)
-
-
-def _quantized_gate(gate_MN: Tensor, up_MN: Tensor, bias: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Return FP8 data and scales of gate (without its bias) and up, and a copy of the bias."""
-    bias = None if bias is None else bias.detach().to(gate_MN.dtype, copy=True)
-    return (*quantize_for_backward(gate_MN if bias is None else gate_MN - bias), *quantize_for_backward(up_MN), bias)
 
 
 def _matrix(x: Tensor) -> Tensor:

@@ -268,7 +268,8 @@ def _gated(module: nn.Module, glu: Glu, function: Any, act: str, x: Tensor, fuse
     """Compute a gated MLP; call its children in the original order."""
     down = getattr(module, glu.down)
     gate, up, both = _gate_and_up(module, glu.gate, glu.up, glu.up_first, x)
-    if fused and _same_kind(gate, up) and _is_fusible(gate) and _is_saved(gate, up):
+    accurate = gate.dtype != torch.float32  # of which the kernel's exponential is less accurate than PyTorch's
+    if fused and _same_kind(gate, up) and accurate and _has_kernels(gate.device) and _is_saved(gate, up):
         return down(fused_glu(gate, up, act, both, not glu.up_first))
     if fused or not _same_kind(gate, up) or not (gate.requires_grad or up.requires_grad):
         return down(function(gate) * up)
@@ -378,11 +379,6 @@ def _is_saved(input: Tensor, *others: Tensor) -> bool:
     """Return whether the original saves an input, or nothing: it need not for the gradients of the others alone."""
     # Without a gradient it may be an inference tensor, or one that the next batch overwrites.
     return input.requires_grad or not torch.is_grad_enabled() or not any(t.requires_grad for t in others)
-
-
-def _is_fusible(gate: Tensor) -> bool:
-    """Return whether the kernel of gated activations is as accurate as PyTorch: in float32 its exponential is not."""
-    return _is_matrix(gate) and gate.dtype != torch.float32 and _has_kernels(gate.device)
 
 
 @cache

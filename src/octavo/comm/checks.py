@@ -74,9 +74,7 @@ def has_detailed_checks() -> bool:
     return bool(torch_distributed.get_debug_level() == torch_distributed.DebugLevel.DETAIL)
 
 
-def compare_calls(
-    name: str, group: Group, equal: object, sent: Sequence[int] = (), received: Sequence[int] = ()
-) -> None:  # fmt: skip
+def compare_calls(name: str, group: Group, equal: Any, sent: Sequence[int] = (), received: Sequence[int] = ()) -> None:
     """With `TORCH_DISTRIBUTED_DEBUG=DETAIL`, raise ValueError on all ranks unless their calls fit; else do nothing."""
     # Gloo ends the process of a rank that gets a larger message than it expects, and bytes of another format are read
     # as if they were its own. To compare costs a message that the host waits for.

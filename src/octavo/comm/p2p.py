@@ -5,6 +5,7 @@ send the gradient themselves.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -72,11 +73,10 @@ def isend(x: Tensor, dst: int, group: Group = None, *, spec: str = DEFAULT_SPEC,
     quant_spec, _ = check_args("send", x.detach(), spec, None, False)
     message = pack(as_rows(x.detach()), quant_spec)
     work: Any = dist.isend(message, dst, group=group, tag=tag)
+    return AsyncResult(work, partial(_sent, message))  # keeps the message alive until then
 
-    def sent(message: Tensor = message) -> None:  # the default keeps the message alive until then
-        return None
 
-    return AsyncResult(work, sent)
+def _sent(message: Tensor) -> None: ...
 
 
 def irecv(

@@ -253,11 +253,9 @@ def _is_chain(loss: Tensor, besides: Any = None) -> bool:
 
 
 def _leads_to(node: Any, target: Any) -> bool:
-    while node is not target:
-        if len(inputs := _inputs(node)) != 1:
-            return False
+    while node is not target and len(inputs := _inputs(node)) == 1:
         node = inputs[0]
-    return True
+    return node is target
 
 
 def _inputs(node: Any) -> list[Any]:

@@ -25,12 +25,12 @@ from torch import Tensor, nn
 
 from octavo.activations.detect import original_class, uses_default_call
 from octavo.activations.modules import STORAGE_ATTRIBUTE, mixed_class, of_stored
-from octavo.activations.saved_tensors import compressed, recording
+from octavo.activations.saved_tensors import compressed, recording, unhooked
 from octavo.kernels import grouped_mm, needs_both_orders, quantize
 from octavo.kernels.grouped import is_grouped, quantize_grouped, sum_by_group
 from octavo.nn.gathered import Fp8AllGatherOutput, rows_of
 from octavo.nn.linear import dgrad_weight, forward_weight, linear
-from octavo.nn.operands import Saved, apply_unhooked, output_dtype
+from octavo.nn.operands import Saved, output_dtype
 from octavo.nn.resident import ResidentWeight, StatesOfResident, is_computed_from_resident, quantized_as
 from octavo.nn.weights import is_fsdp_sharded
 from octavo.numerics.recipe import DEFAULT, Recipe, weight_only
@@ -98,7 +98,9 @@ def grouped_linear(
         if out_dtype is None:  # inside `octavo.disabled()`
             return _per_expert(torch.nn.functional.linear, input, by_row, bias, offsets)
         return _per_expert(lambda x, w, b: linear(x, w, b, recipe, keep_weights), input, by_row, bias, offsets)
-    return apply_unhooked(_GroupedLinear, input, weight, bias, offsets, recipe, out_dtype, transposed, keep_weights)
+    options = recipe, out_dtype, transposed, keep_weights
+    y_MN: Tensor = unhooked(_GroupedLinear.apply, input, weight, bias, offsets, *options)
+    return y_MN
 
 
 def _per_expert(function: Any, x_MK: Tensor, w_ENK: Tensor, bias_EN: Tensor | None, offsets: Tensor) -> Tensor:

@@ -303,13 +303,9 @@ def kind(*types: type[nn.Module] | str) -> Filter:
 
 
 def shape(
-    *,
-    min_in: int | None = None,
-    max_in: int | None = None,
-    min_out: int | None = None,
-    max_out: int | None = None,
+    *, min_in: int | None = None, max_in: int | None = None, min_out: int | None = None, max_out: int | None = None,
     multiple_of: int | None = None,
-) -> Filter:
+) -> Filter:  # fmt: skip
     """Match layers whose `in_features` and `out_features` are within bounds, and multiples of `multiple_of`.
 
     Raises:
@@ -364,13 +360,12 @@ def last(count: int, of: Literal["blocks", "linears"] = "blocks") -> Filter:
 def of_precision(precision: Precision) -> Filter | None:
     """Return the filter for `only`, `skip_first`, `skip_last` and `min_features`; None if none is set."""
     smallest = precision.min_features
-    rules = [
+    return both(
         name(*precision.only) if precision.only else None,
         ~first(precision.skip_first) if precision.skip_first else None,
         ~last(precision.skip_last) if precision.skip_last else None,
         shape(min_in=smallest, min_out=smallest) if smallest else None,
-    ]
-    return both(*rules)
+    )
 
 
 def both(*rules: FilterLike | None) -> Filter | None:

@@ -399,17 +399,14 @@ class _Slot:
     def find(self, model: nn.Module, stored: Mapping[str, Any]) -> None:
         """Find the tensors of the checkpoint that have its values; none if they are not all there."""
         old = self.tensor
-        scale = scale_as_stored(old.scale, old.spec).to("meta") if isinstance(old, ResidentWeight) else None
-        for name in self.names:
-            if name in stored:
-                self.stored_name, self.parts = name, {name: torch.empty(old.shape, dtype=old.dtype, device="meta")}
-                self.scales = {} if scale is None else {name: scale}
-                return
-        for name in self.names:
-            parts = parts_in_checkpoint(model, name, torch.empty(old.shape, dtype=old.dtype, device="meta"))
+        empty = torch.empty(old.shape, dtype=old.dtype, device="meta")
+        for name in sorted(self.names, key=lambda name: name not in stored):  # whole ones first
+            parts = {name: empty} if name in stored else parts_in_checkpoint(model, name, empty)
             if parts and all(part in stored for part in parts):
                 self.stored_name, self.parts = name, parts
-                self.scales = {} if scale is None else parts_in_checkpoint(model, name, scale)
+                if isinstance(old, ResidentWeight):
+                    scale = scale_as_stored(old.scale, old.spec).to("meta")
+                    self.scales = {name: scale} if name in stored else parts_in_checkpoint(model, name, scale)
                 return
 
     def read(self, model: nn.Module, stored: Mapping[str, Any]) -> tuple[Tensor, Tensor | None]:

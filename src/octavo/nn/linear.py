@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from octavo.activations.saved_tensors import unhooked
 from octavo.kernels import needs_both_orders, quantize, scaled_mm
 from octavo.nn import operands
 from octavo.nn.linear_like import LinearLike
@@ -106,8 +107,8 @@ def linear(
     channels = quantizer.channels(input, weight)
     scales = (None, None) if channels is None else (channels.factor, channels.inverse)
     x = quantizer.input(input, x_MK, recipe, needs_wgrad, channels)
-    y_MN = operands.apply_unhooked(
-        _LinearFunction, x_MK, weight, bias, *x, *scales, recipe, out_dtype, keep_weights, quantizer
+    y_MN: Tensor = unhooked(
+        _LinearFunction.apply, x_MK, weight, bias, *x, *scales, recipe, out_dtype, keep_weights, quantizer
     )
     if input.ndim == 2:
         return y_MN

@@ -36,7 +36,6 @@ from octavo.nn.operands import (
     Quantizer,
     Readers,
     Saved,
-    apply_unhooked,
     cast_key,
     note_reader,
     output_dtype,
@@ -437,7 +436,8 @@ def _weight_only_linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> T
     """Return `torch.nn.functional.linear` of the dequantized weight, differentiable in input and bias."""
     if (dtype := output_dtype(input, weight)) is None or not isinstance(weight, ResidentWeight):
         return F.linear(input, weight, bias)
-    return apply_unhooked(_WeightOnly, input, weight, bias, dtype)
+    y: Tensor = unhooked(_WeightOnly.apply, input, weight, bias, dtype)
+    return y
 
 
 class _WeightOnly(torch.autograd.Function):

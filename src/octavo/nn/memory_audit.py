@@ -18,6 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from octavo.activations.saved_tensors import PackedTensor
 from octavo.nn.resident import Fp8Weight
+from octavo.numerics.display import Table
 from octavo.numerics.names import merged, pattern
 from octavo.runtime.torch_compat import all_held_for_backward, is_dtensor, own_saved_tensors_hooks, tree_leaves
 from octavo.tensor import local_tensor
@@ -66,21 +67,15 @@ class Audit:
         groups: dict[Any, list[SavedStorage]] = {}
         for row in self.rows:
             groups.setdefault((pattern(row.owner), row.dtype, row.shape, row.op), []).append(row)
-        cells = [("bytes", "count", "dtype", "shape", "owner", "saved by")]
+        cells: list[tuple[str, ...]] = []
         for rows in sorted(groups.values(), key=lambda rows: -sum(row.bytes for row in rows)):
             first, total = rows[0], sum(row.bytes for row in rows)
             shape = "×".join(map(str, first.shape)) or "scalar"
             owner = merged([row.owner for row in rows]) or "(the model)"
             cells.append((f"{total:,}", f"{len(rows)}", dtype_name(first.dtype), shape, owner, first.op or "–"))
-        cells.append((f"{self.bytes:,}", f"{len(self.rows)}", "", "", "in all", ""))
-        widths = [max(len(row[column]) for row in cells) for column in range(5)]
-        lines = [
-            f"{size:>{widths[0]}}  {count:>{widths[1]}}  {dtype:<{widths[2]}}  {shape:<{widths[3]}}  "
-            f"{owner:<{widths[4]}}  {op}".rstrip()
-            for size, count, dtype, shape, owner, op in cells
-        ]
-        rule = "─" * max(len(line) for line in lines)
-        return "\n".join([lines[0], rule, *lines[1:-1], rule, lines[-1]])
+        in_all = (f"{self.bytes:,}", f"{len(self.rows)}", "", "", "in all", "")
+        headings = ("bytes", "count", "dtype", "shape", "owner", "saved by")
+        return "\n".join(Table(headings=headings, align=">><<<<", rows=[*cells, (), in_all]).lines())
 
 
 @contextmanager
@@ -108,9 +103,8 @@ def _recorded(model: nn.Module, *, owners: bool) -> Iterator[tuple[list[SavedSto
         size = storage.nbytes()
         if size and storage not in own and storage not in known:
             known[storage] = len(rows)
-            rows.append(
-                SavedStorage(bytes=size, dtype=tensor.dtype, shape=tuple(tensor.shape), owner=running[-1])
-            )  # fmt: skip
+            shape = tuple(tensor.shape)
+            rows.append(SavedStorage(bytes=size, dtype=tensor.dtype, shape=shape, owner=running[-1]))
         # A node that saves its own output must not hold it with its `grad_fn`: gc does not see that cycle.
         return tensor if tensor.grad_fn is None else tensor.detach()
 
@@ -151,11 +145,6 @@ def audit(model: nn.Module, batch: Any, *, loss: Callable[[nn.Module, Any], Tens
     for storage, index in known.items():
         rows[index] = replace(rows[index], op=ops.get(storage._cdata, ""))
     return Audit(rows=tuple(sorted(rows, key=lambda storage: -storage.bytes)))
-
-
-def saved_by_layer(model: nn.Module, batch: Any) -> dict[str, int]:
-    """Return the bytes that one forward saves for backward, by the running module. Takes the arguments of `audit`."""
-    return audit(model, batch).by_owner
 
 
 def call(model: nn.Module, batch: Any) -> Any:

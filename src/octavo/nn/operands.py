@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.activations.recompute import Recomputable
-from octavo.activations.saved_tensors import recomputable_of, unhooked
+from octavo.activations.saved_tensors import recomputable_of
 from octavo.kernels import needs_both_orders, quantize
 from octavo.nn.gathered import GatheredInput
 from octavo.nn.resident import Fp8Weight
@@ -233,11 +233,6 @@ def multiplies_itself(weight: Tensor) -> bool:
     return not ours and hasattr(kind, "__tensor_flatten__")
 
 
-def apply_unhooked(function: type[torch.autograd.Function], *arguments: Any) -> Tensor:
-    """Apply a function that saves FP8 tensors itself, without the hooks of the scope around it."""
-    return unhooked(function.apply, *arguments)  # type: ignore[no-any-return]
-
-
 # Linears whose weight is a DTensor: tensor and sequence parallelism by PyTorch's styles and by Transformers' plans.
 #
 #     W [N,K]        X [..., K]                      Y [..., N]            gradients
@@ -260,16 +255,14 @@ def on_parts(
     mesh, placements = weight.device_mesh, weight.placements
     check_recipe(recipe)
     whole = [Replicate()] * mesh.ndim
-    x, b = (
-        other
-        if other is None or isinstance(other, DTensor)
-        else DTensor.from_local(other, mesh, whole, run_check=False)
-        for other in (input, bias)
-    )
-    assert x is not None
-    for name, other in (("input", x), ("bias", b)):
+    placed: list[Any] = []
+    for name, other in (("input", input), ("bias", bias)):
+        if other is not None and not isinstance(other, DTensor):
+            other = DTensor.from_local(other, mesh, whole, run_check=False)
         if other is not None and other.device_mesh != mesh:
             raise ValueError(f"linear: weight is on {mesh}, but {name} on {other.device_mesh}: give both one mesh")
+        placed.append(other)
+    x, b = placed
     last, first = x.ndim - 1, 1
     rows: list[tuple[Any, ...]] = []  # of each mesh dimension: X, ∂X, ∂W, ∂b and Y
     for dim, (w, x_place) in enumerate(zip(placements, x.placements, strict=True)):
@@ -293,11 +286,10 @@ def on_parts(
     x_local = x.to_local(grad_placements=x_grad)
     b_local = None
     if b is not None:
-        b_local = b.redistribute(
-            placements=[p if p.is_shard() else Replicate() for p in b_grad]
-        ).to_local(grad_placements=b_grad)  # fmt: skip
-    if b_local is not None and any(w == Shard(1) for w in placements):
-        b_local = b_local * first
+        b = b.redistribute(placements=[p if p.is_shard() else Replicate() for p in b_grad])
+        b_local = b.to_local(grad_placements=b_grad)
+        if any(w == Shard(1) for w in placements):
+            b_local = b_local * first
     y_local = linear(x_local, weight.to_local(grad_placements=w_grad), b_local, recipe, *options)
     shape = torch.Size((*x.shape[:-1], weight.shape[0]))
     return DTensor.from_local(y_local, mesh, y_out, run_check=False, shape=shape, stride=contiguous_strides(shape))

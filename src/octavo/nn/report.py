@@ -15,7 +15,7 @@ from octavo.activations.modules import STORAGE_ATTRIBUTE, handles_activations
 from octavo.kernels.gemm import accelerated
 from octavo.nn.experts import is_converted_experts, looks_like_experts
 from octavo.nn.linear_subclasses import is_converted
-from octavo.nn.memory_audit import saved_by_layer
+from octavo.nn.memory_audit import audit
 from octavo.nn.operands import multiplies_itself
 from octavo.nn.resident import resident_weights
 from octavo.nn.select import STORED_HOW, is_adapter, is_linear, own_weight
@@ -207,12 +207,10 @@ def report(model: nn.Module, batch: Any = None) -> Report:
             resident_bytes = sum(weight.data_.nbytes + weight.scale.nbytes for weight in resident)
             if resident:
                 reason += f"; resident in FP8: {resident_bytes / max(weights, 1):.3f} bytes per parameter"
-            rows.append(
-                Row(
-                    name=fqn, linear=linear, weights=weights, converted=converted, recipe=recipe, reason=reason,
-                    experts=experts, resident_bytes=resident_bytes,
-                )
-            )  # fmt: skip
+            rows.append(Row(
+                name=fqn, linear=linear, weights=weights, converted=converted, recipe=recipe, reason=reason,
+                experts=experts, resident_bytes=resident_bytes,
+            ))  # fmt: skip
     return Report(
         rows=tuple(rows), execution=_execution(model), activations=tuple(_activation_rows(model, plans)),
         saved_bytes=saved_bytes, activations_requested=any(plan.activations != "bf16" for plan in plans.values()),
@@ -225,7 +223,7 @@ def _run(model: nn.Module, batch: Any) -> tuple[dict[str, int], set[nn.Module]]:
     with ExitStack() as hooks:
         for module in model.modules():
             hooks.enter_context(module.register_forward_pre_hook(lambda module, _: called.add(module)))
-        return saved_by_layer(model, batch), called
+        return audit(model, batch).by_owner, called
 
 
 def _decision(plans: Mapping[str, Plan], fqn: str) -> Decision | None:

@@ -484,10 +484,25 @@ class StatesOfResident(nn.Module):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        _split_in_state(self, destination, prefix)
+        for name, weight in resident_weights(self):
+            parameter, key = self._parameters[name], prefix + name
+            destination[key] = _distributed(parameter, weight.data_.detach())
+            scale = scale_as_stored(weight.scale.detach(), weight.spec)
+            destination[key + SCALE_SUFFIX] = _distributed(parameter, scale) if weight.shards_scale else scale
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
-        _join_in_state(self, state_dict, prefix, arguments[-1])
+        for name, parameter in self._parameters.items():
+            key, weight = prefix + name, as_resident(parameter)
+            problem = None
+            if key in state_dict and weight is not None:
+                problem = _join(key, parameter, weight, state_dict)
+            elif key in state_dict and parameter is not None:
+                value = state_dict[key]
+                if value.element_size() == 1 < parameter.element_size():  # numbers that lack their scales
+                    problem = f"{key} is {value.dtype}, but the layer's is not resident: use convert(frozen='fp8')"
+            if problem is not None:
+                arguments[-1].append(problem)
+                del state_dict[key]
         super()._load_from_state_dict(state_dict, prefix, *arguments)
 
 
@@ -553,31 +568,6 @@ _SAVE = "save_pretrained"
 
 def _has_residents(model: nn.Module) -> bool:
     return any(True for module in model.modules() for _ in resident_weights(module))
-
-
-def _split_in_state(module: nn.Module, state: dict[str, Any], prefix: str) -> None:
-    """Replace the resident weights of a layer in a `state_dict` by their data and scales."""
-    for name, weight in resident_weights(module):
-        parameter, key = module._parameters[name], prefix + name
-        state[key] = _distributed(parameter, weight.data_.detach())
-        scale = scale_as_stored(weight.scale.detach(), weight.spec)
-        state[key + SCALE_SUFFIX] = _distributed(parameter, scale) if weight.shards_scale else scale
-
-
-def _join_in_state(module: nn.Module, state: dict[str, Any], prefix: str, errors: list[str]) -> None:
-    """Replace data and scales, or values, of resident weights in a `state_dict` by `ResidentWeight`s."""
-    # FP8 data for a layer whose weight is not resident is an error.
-    for name, parameter in module._parameters.items():
-        key, weight = prefix + name, as_resident(parameter)
-        problem = None
-        if key in state and weight is not None:
-            problem = _join(key, parameter, weight, state)
-        elif key in state and state[key].element_size() == 1 and parameter is not None and parameter.element_size() > 1:
-            # As numbers they lack their scales.
-            problem = f"{key} is {state[key].dtype}, but the layer's is not resident: use convert(frozen='fp8')"
-        if problem is not None:
-            errors.append(problem)
-            del state[key]
 
 
 def _join(key: str, parameter: Any, weight: ResidentWeight, state: dict[str, Any]) -> str | None:

@@ -7,7 +7,7 @@ stored, compared and edited as JSON.
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar, cast
 
 from octavo.numerics.display import Displayed, Table
 from octavo.numerics.names import merged, pattern
@@ -83,13 +83,11 @@ class Plan(Displayed):
     @property
     def rows(self) -> tuple[PlanRow, ...]:
         """Decisions in model order."""
+        names = {fqn: None if d.recipe is None else d.recipe.name for fqn, d in self.decisions.items()}
         return tuple(
-            PlanRow(
-                name=fqn, converted=d.recipe is not None, recipe=None if d.recipe is None else d.recipe.name,
-                reason=d.reason, gain=d.gain,
-            )
+            PlanRow(name=fqn, converted=names[fqn] is not None, recipe=names[fqn], reason=d.reason, gain=d.gain)
             for fqn, d in self.decisions.items()
-        )  # fmt: skip
+        )
 
     @property
     def converted(self) -> list[str]:
@@ -132,39 +130,20 @@ class Plan(Displayed):
             raise ValueError(f"this is not a plan in JSON ({error}); write one with Plan.to_json()") from error
 
 
-class RecipeRow(Protocol):
-    """A row of a table about modules."""
-
-    @property
-    def name(self) -> str:
-        """Fully qualified name."""
-
-    @property
-    def recipe(self) -> str | None:
-        """Text for the recipe column."""
-
-    @property
-    def reason(self) -> str:
-        """Reason."""
-
-
-RowT = TypeVar("RowT", bound=RecipeRow)
+RowT = TypeVar("RowT")  # Has name, recipe and reason
 
 
 def merged_rows(rows: Sequence[RowT]) -> list[tuple[str, RowT]]:
     """Merge rows that differ only by numbers in their names: `("layers.{0-31}.q_proj", first such row)`."""
-    groups: dict[tuple[str, str | None, str], list[RowT]] = {}
-    for row in rows:
+    groups: dict[tuple[str, str | None, str], list[Any]] = {}
+    for row in cast(Sequence[Any], rows):
         groups.setdefault((pattern(row.name), row.recipe, row.reason), []).append(row)
     return [(merged([row.name for row in group]), group[0]) for group in groups.values()]
 
 
 def _decision(row: dict[str, Any]) -> Decision:
-    return Decision(
-        recipe=_recipe(row["recipe"]), reason=row["reason"], activation_storage=row.get("activation_storage"),
-        gain=row.get("gain"),
-    )  # fmt: skip
-
-
-def _recipe(value: dict[str, Any] | str | None) -> Recipe | None:
-    return Recipe.from_json(value) if isinstance(value, dict) else get_recipe(value) if value is not None else None
+    recipe = row["recipe"]
+    if recipe is not None:
+        recipe = Recipe.from_json(recipe) if isinstance(recipe, dict) else get_recipe(recipe)
+    storage, gain = row.get("activation_storage"), row.get("gain")
+    return Decision(recipe=recipe, reason=row["reason"], activation_storage=storage, gain=gain)

@@ -175,12 +175,8 @@ def replicate(model: nn.Module, mesh: DeviceMesh, *, fp8: str | None) -> nn.Modu
 
 def saved_buffers(model: nn.Module) -> list[Tensor]:
     """The buffers that checkpoints hold, which training may change; others are computed from the model's config."""
-    return [
-        buffer
-        for module in model.modules()
-        for name, buffer in module.named_buffers(recurse=False)
-        if name not in module._non_persistent_buffers_set
-    ]
+    owners = ((module, *own) for module in model.modules() for own in module.named_buffers(recurse=False))
+    return [buffer for module, name, buffer in owners if name not in module._non_persistent_buffers_set]
 
 
 def _hook(state: Fp8AllReduce, bucket: GradBucket) -> torch.futures.Future[Tensor]:

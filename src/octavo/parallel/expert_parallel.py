@@ -174,9 +174,7 @@ def _call_code(rows: Tensor) -> int:
 def _compare_calls(codes: list[int], mesh: DeviceMesh) -> None:
     if len(set(codes)) == 1:
         return
-    states = [
-        (bool(code & 1), bool(code & 2), bool(code & 4), _DTYPES[code // 8 % 8], _DTYPES[code // 64]) for code in codes
-    ]
+    states = [(*(bool(c & bit) for bit in (1, 2, 4)), _DTYPES[c // 8 % 8], _DTYPES[c // 64]) for c in codes]
     differing = [
         f"{name}: " + ", ".join(f"rank {rank} {value}" for rank, value in zip(mesh.mesh.tolist(), values, strict=True))
         for name, values in zip(_CALL, zip(*states, strict=True), strict=True)

@@ -194,12 +194,8 @@ def stage_modules(
     """Return the stages of this rank by index, after `cut`; `token_parts` as of `StageModule`."""
     count = ranks * SCHEDULES[schedule]
     blocks = divide(len(find_block_list(model.base_model)), count) if stages else []
-    return {
-        stage: StageModule(
-            model, blocks[stage], first=stage == 0, last=stage == count - 1, token_parts=token_parts
-        )
-        for stage in stages
-    }  # fmt: skip
+    ends = {stage: {"first": stage == 0, "last": stage == count - 1} for stage in stages}
+    return {stage: StageModule(model, blocks[stage], **ends[stage], token_parts=token_parts) for stage in stages}
 
 
 class Pipeline:

@@ -11,6 +11,7 @@ which saves 1/t of that memory and sends half as much again.
 """
 
 from abc import abstractmethod
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -67,7 +68,7 @@ class _Fp8Style(ParallelStyle):
         """Return what a layer sends."""
 
     @abstractmethod
-    def _hook(self, layer: nn.Module, exchange: TokenExchange) -> None: ...
+    def _hook(self, layer: nn.Module, exchange: TokenExchange, equal_shapes: EqualShapes) -> None: ...
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def check() -> tuple[None, list[Any]]:
@@ -85,7 +86,7 @@ class _Fp8Style(ParallelStyle):
             mesh=device_mesh, sequence_dim=self.sequence_dim, fp8_gather=self.gather == "fp8",
             fp8_reduce=self.reduce == "fp8",
         )  # fmt: skip
-        self._hook(module, exchange)
+        self._hook(module, exchange, EqualShapes(device_mesh, KIND))
         vars(module)[NOTE_ATTRIBUTE] = self.describe
         return module
 
@@ -176,8 +177,7 @@ class Fp8ColwiseParallel(_Fp8Style):
         parts = [f"∂X reduced in {'FP8' if fp8 else 'bf16'}"]
         return "column-parallel: " + ", ".join(parts if self.sequence_dim is None else [gather, *parts])
 
-    def _hook(self, layer: nn.Module, exchange: TokenExchange) -> None:
-        equal_shapes = EqualShapes(exchange.mesh, KIND)
+    def _hook(self, layer: nn.Module, exchange: TokenExchange, equal_shapes: EqualShapes) -> None:
         layer.register_forward_pre_hook(partial(_gather, exchange, equal_shapes), with_kwargs=True)
         layer.register_forward_hook(lambda module, inputs, y: as_plain(y))
 
@@ -213,8 +213,7 @@ class Fp8RowwiseParallel(_Fp8Style):
         parts = [f"Y reduced in {reduce}", f"G gathered in {gather}"]
         return "row-parallel: " + ", ".join(parts[: 1 if self.sequence_dim is None else 2])
 
-    def _hook(self, layer: nn.Module, exchange: TokenExchange) -> None:
-        equal_shapes = EqualShapes(exchange.mesh, KIND)
+    def _hook(self, layer: nn.Module, exchange: TokenExchange, equal_shapes: EqualShapes) -> None:
         layer.register_forward_pre_hook(partial(_features, exchange, equal_shapes), with_kwargs=True)
         layer.register_forward_hook(lambda module, inputs, y: reduce_output(y, present(module, exchange)))
 
@@ -253,7 +252,8 @@ def as_plain(y: Any) -> Tensor:
 
 def present(layer: nn.Module, exchange: TokenExchange) -> TokenExchange:
     """Return how a layer exchanges tokens now: in high precision if it computes so."""
-    return exchange if not SWITCH.off and isinstance(layer, LinearLike) else exchange.without_fp8()
+    in_fp8 = not SWITCH.off and isinstance(layer, LinearLike)
+    return exchange if in_fp8 else replace(exchange, fp8_gather=False, fp8_reduce=False)
 
 
 def gathered_spec(layer: nn.Module, exchange: TokenExchange) -> QuantSpec | None:

@@ -156,9 +156,7 @@ def sum_over(gradients: Iterable[Tensor], mesh: DeviceMesh) -> None:
         part.copy_(total.view_as(part))
 
 
-def _plan(
-    model: Any, sequence_parallel: bool, gather: str, reduce: str
-) -> tuple[dict[str, Any], set[str]]:  # fmt: skip
+def _plan(model: Any, sequence_parallel: bool, gather: str, reduce: str) -> tuple[dict[str, Any], set[str]]:
     """Return styles by name of the linear layer, and the names of parameters with partial gradients."""
     kind, base = type(model).__name__, getattr(model, "base_model", model)
     config = getattr(model, "config", None)
@@ -228,7 +226,7 @@ def _style(
 class _ColwiseOfGathered(Fp8ColwiseParallel):
     """The style of layers whose parent gathers their input."""
 
-    def _hook(self, layer: nn.Module, exchange: TokenExchange) -> None:
+    def _hook(self, layer: nn.Module, exchange: TokenExchange, equal_shapes: EqualShapes) -> None:
         layer.register_forward_hook(lambda module, inputs, y: as_plain(y))
 
 
@@ -282,11 +280,7 @@ def _note_head(model: Any, plan: dict[str, Any], sequence_parallel: bool) -> Non
     head = find() if callable(find) else None
     if isinstance(head, nn.Linear) and not any(model.get_submodule(name) is head for name in plan):
         tokens = "its part of the tokens" if sequence_parallel else "all tokens"
-        vars(head)[NOTE_ATTRIBUTE] = partial(_whole_head, tokens)
-
-
-def _whole_head(tokens: str, head: nn.Module) -> str:
-    return f"whole on each rank of tensor parallelism, for {tokens}"
+        vars(head)[NOTE_ATTRIBUTE] = lambda head: f"whole on each rank of tensor parallelism, for {tokens}"
 
 
 def _divide_tokens(model: Any, mesh: DeviceMesh, plan: dict[str, Any], fp8_gather: bool, fp8_reduce: bool) -> None:

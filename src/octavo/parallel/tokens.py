@@ -11,7 +11,7 @@
 `gather_input` and `reduce_output` are the two ends of a layer; each is the other's backward.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -41,9 +41,6 @@ class TokenExchange:
 
     def __deepcopy__(self, memo: Any) -> "TokenExchange":
         return self  # meshes do not copy
-
-    def without_fp8(self) -> "TokenExchange":
-        return replace(self, fp8_gather=False, fp8_reduce=False)
 
     def dim(self, x: Tensor) -> int:
         assert self.sequence_dim is not None
