@@ -9,15 +9,20 @@ import warnings
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
-from typing import IO, Annotated, Any, Generic, TypeVar
+from typing import IO, Annotated, Any, ClassVar, Generic, TypeVar
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 T = TypeVar("T")
 
 STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
-"""The `__pydantic_config__` of a record, a dataclass: its fields and no others, without conversions."""
 NonNegative = Annotated[int, Field(ge=0, lt=2**63)]  # What a run counts
+
+
+class Record:
+    """Base of dataclasses that are read from JSON: their fields and no others, without conversions."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
 
 def read_records(path: Path, kind: type[T], what: str) -> list[T]:

@@ -23,17 +23,18 @@ import warnings
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, NotRequired, Self
+from typing import Annotated, Any, NotRequired, Self
 
-from pydantic import AfterValidator, ConfigDict, with_config
+from pydantic import AfterValidator, with_config
 from typing_extensions import TypedDict
 
 from octavo.inspect.findings import Finding, Thresholds
 from octavo.inspect.stats import OperandStats
 from octavo.train.checkpoint.retention import FOLDER
 from octavo.train.disk import names_file, write_file
-from octavo.train.record.json_lines import STRICT, NonNegative, check_order, read_record, read_records
+from octavo.train.record.json_lines import STRICT, NonNegative, Record, check_order, read_record, read_records
 from octavo.train.record.statistics import StatisticsWriter
 
 METRICS_FILE = "metrics.jsonl"
@@ -50,10 +51,8 @@ WARMUP_STEPS = 5  # First steps excluded from the median speed, because allocati
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepMetrics:
+class StepMetrics(Record):
     """One line of `metrics.jsonl`."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     step: NonNegative
     """Steps finished, this one included: 1, 2, …"""
@@ -90,10 +89,8 @@ class StepMetrics:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Losses:
+class Losses(Record):
     """The loss curve in three numbers (nats per token)."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     first: float
     """Loss of the first step."""
@@ -104,10 +101,8 @@ class Losses:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunResult:
+class RunResult(Record):
     """The summary of a run, written to `run.json` in its output folder."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     name: str
     precision: str
@@ -164,19 +159,15 @@ class RunResult:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataSize:
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
-
+class DataSize(Record):
     rows: NonNegative  # Sequences or images of an epoch
     documents: NonNegative | None = None  # Documents; None where the data has none
     tokens: NonNegative | None = None  # Tokens of them
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExpectedStep:
+class ExpectedStep(Record):
     """What the planner predicts for a step of the run."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     gpu: str  # The GPU of the prediction
     flops: float  # Operations of the model in a step, on all GPUs, without recomputation
@@ -187,10 +178,8 @@ class ExpectedStep:
 
 
 @dataclass(kw_only=True)
-class RunSetup:
+class RunSetup(Record):
     """What a run knows before its first step, and what it predicts after it."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     started: float  # When training began or was resumed, in seconds since 1970
     steps: NonNegative  # Steps of the whole run
@@ -437,11 +426,8 @@ def drop_later_events(out: Path, after_step: int) -> None:
         return
     events = read_events(out)
     last = max((number for number, event in enumerate(events) if _happened_before(event, after_step)), default=-1)
-    remaining = [
-        event
-        for number, event in enumerate(events)
-        if (number <= last if event["event"] == ROLLBACK else event["step"] <= after_step)
-    ]
+    stays = (number <= last if e["event"] == ROLLBACK else e["step"] <= after_step for number, e in enumerate(events))
+    remaining = compress(events, stays)
     write_file(out / EVENTS_FILE, "".join(map(_event_line, remaining)))
 
 

@@ -16,14 +16,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
 
 from octavo.inspect.findings import Finding, History, Thresholds, findings
 from octavo.inspect.stats import OPERANDS, OperandStats
 from octavo.train.disk import names_file, write_file
-from octavo.train.record.json_lines import STRICT, NonNegative, check_order, first_error, read_records
+from octavo.train.record.json_lines import NonNegative, Record, check_order, first_error, read_records
 
 STATISTICS_FILE = "statistics.jsonl"
 ROW = "a row of statistics"
@@ -40,10 +40,9 @@ Level = Annotated[float, Field(allow_inf_nan=True), BeforeValidator(_level)]  # 
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Row(OperandStats):
+class _Row(OperandStats, Record):
     """A line of `statistics.jsonl`."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
     step: NonNegative
     elements: NonNegative
     nonfinite: NonNegative
