@@ -160,19 +160,13 @@ class CompiledBlocks:
 
 
 aten = torch.ops.aten
-SAVED_OPS = [  # Ops whose outputs "selective" keeps: costly to compute, cheap to hold
-    aten.mm.default,
-    aten.addmm.default,
-    aten.bmm.default,
-    aten.baddbmm.default,
-    aten._scaled_mm.default,
-    aten._scaled_dot_product_flash_attention.default,
-    aten._scaled_dot_product_flash_attention_for_cpu.default,
-    aten._scaled_dot_product_efficient_attention.default,
-    aten._scaled_dot_product_cudnn_attention.default,
-    torch.ops.torch_attn._varlen_attn.default,
-    torch.ops.octavo.scaled_mm.default,
-]
+SAVED_OPS = [
+    aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten._scaled_mm.default,
+    aten._scaled_dot_product_flash_attention.default, aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._scaled_dot_product_efficient_attention.default, aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.torch_attn._varlen_attn.default, torch.ops.octavo.scaled_mm.default,
+]  # fmt: skip
+"""Ops whose outputs "selective" keeps: costly to compute, cheap to hold."""
 
 
 class Checkpointing:

@@ -20,11 +20,12 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
     for pattern in patterns:
         matches = [module for name, module in modules.items() if _matches(name, pattern)]
         if not any(next(module.parameters(), None) is not None for module in matches):
-            ends = {end for name in modules for end in _ends(name)}
-            raise ConfigError(
-                f'model.frozen: "{pattern}" matches no module with parameters of {type(model).__name__}'
-                f"{nearest(pattern.strip('*.'), ends) or '; its parts are ' + ', '.join(_parts(model))}"
-            )
+            base = getattr(model, "base_model", model)
+            parts = [name for part in (base, model) for name, module in part.named_children() if module is not base]
+            ends = {".".join(name.split(".")[start:]) for name in modules for start in range(name.count(".") + 1)}
+            hint = nearest(pattern.strip("*."), ends) or f"; its parts are {', '.join(parts)}"
+            kind = type(model).__name__
+            raise ConfigError(f'model.frozen: "{pattern}" matches no module with parameters of {kind}{hint}')
         for module in matches:
             module.requires_grad_(False)
     _check_tied(model, patterns)
@@ -105,14 +106,3 @@ def _leaves(node: Any) -> set[int]:
 
 def _matches(name: str, pattern: str) -> bool:
     return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
-
-
-def _ends(name: str) -> list[str]:
-    """Of "a.b.c": "a.b.c", "b.c" and "c"."""
-    parts = name.split(".")
-    return [".".join(parts[index:]) for index in range(len(parts))]
-
-
-def _parts(model: nn.Module) -> list[str]:
-    base = getattr(model, "base_model", model)
-    return [name for part in (base, model) for name, module in part.named_children() if module is not base]

@@ -39,13 +39,10 @@ class Gauges:
         """The metrics of a step that has ended, with the figures of this module."""
         trainer, expected = self._trainer, self.setup.expected
         batches = row.step + trainer.skipped_batches
-        return replace(
-            row,
-            time=time.time(),
-            epoch=batches * trainer.config.optim.batch / self._data.rows if self._data is not None else None,
-            mfu=expected.flops / row.step_s / expected.bf16_flops if expected is not None else None,
-            peak_memory=torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else None,
-        )
+        epoch = batches * trainer.config.optim.batch / self._data.rows if self._data is not None else None
+        mfu = expected.flops / row.step_s / expected.bf16_flops if expected is not None else None
+        memory = torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else None
+        return replace(row, time=time.time(), epoch=epoch, mfu=mfu, peak_memory=memory)
 
 
 def expected_step(config: TrainConfig, device: str, gpus: int) -> ExpectedStep | None:

@@ -344,11 +344,8 @@ class _Draws(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def draw(self, draws: Iterable[_Draw]) -> None:
-        chunks = [
-            (draw, part, self._seed + draw.first + number)
-            for draw in draws
-            for number, part in enumerate(draw.tensor.view(-1).split(CHUNK))
-        ]
+        parts = ((draw, enumerate(draw.tensor.view(-1).split(CHUNK))) for draw in draws)
+        chunks = [(draw, part, self._seed + draw.first + number) for draw, own in parts for number, part in own]
         if not chunks:
             return
         with ThreadPoolExecutor(min(len(chunks), os.cpu_count() or 1)) as pool:

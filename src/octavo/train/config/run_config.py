@@ -131,12 +131,11 @@ class TrainConfig(Section):
             )
         if self.eval is not None and self.eval.ema and self.optim.ema is None:
             yield "eval.ema measures averaged weights, and there are none: set optim.ema, such as 0.999"
-        reasons = {
-            "language": "" if self.eval is not None else "there is no section [eval]: add one, such as eval.every=100",
-            "image-classification": "a classifier of images measures its accuracy: leave it out",
-        }
-        if (best := self.run.keep_best) and (reason := reasons.get(task, "")):
-            yield f"run.keep_best = {best} keeps the checkpoints of the lowest held-out loss, and {reason}"
+        best = f"run.keep_best = {self.run.keep_best} keeps the checkpoints of the lowest held-out loss"
+        if self.run.keep_best and task == "language" and self.eval is None:
+            yield f"{best}, and there is no section [eval]: add one, such as eval.every=100"
+        if self.run.keep_best and task == "image-classification":
+            yield f"{best}, and a classifier of images measures its accuracy: leave it out"
         if self.run.compile == "blocks" and (problem := self.uncompilable):
             yield f'run.compile = "blocks": {problem}: set run.compile = "none"'
         if self.lora is None:

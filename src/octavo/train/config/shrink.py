@@ -149,11 +149,8 @@ def change_of(shrinks: bool, note: Callable[[str], None] = lambda text: None) ->
         check_model(model, task_of(config).kind)
         small = shrink(tables, complete_config(model.type, model.config))
         old, new = dict(flat("", tables)), dict(flat("", small))
-        changes = (
-            f"{key} {old[key] if key in old else 'unset'} → {new[key] if key in new else 'unset'}"
-            for key in dict.fromkeys((*old, *new))
-            if old.get(key) != new.get(key)
-        )
+        different = (key for key in dict.fromkeys((*old, *new)) if old.get(key) != new.get(key))
+        changes = (f"{key} {old.get(key, 'unset')} → {new.get(key, 'unset')}" for key in different)
         note(f"shrunk: {'; '.join(changes)}")
         return small
 

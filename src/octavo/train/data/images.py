@@ -446,12 +446,9 @@ class ImageText:
 
     def rows(self, numbers: Sequence[int]) -> tuple[Mapping[str, Tensor], Tensor]:
         """Some records, with B rows of S tokens."""
-        targets = torch.from_numpy(self._targets[numbers])
-        inputs = {
-            "input_ids": torch.from_numpy(self._inputs[numbers]),
-            "pixel_values": self._images.pixels([self._image_of[number] for number in numbers]),
-        }
-        return inputs, targets
+        ids, targets = torch.from_numpy(self._inputs[numbers]), torch.from_numpy(self._targets[numbers])
+        pixels = self._images.pixels([self._image_of[number] for number in numbers])
+        return {"input_ids": ids, "pixel_values": pixels}, targets
 
 
 def _tokens(record: Record, tokenizer: TextTokenizer, placeholder: Tokens) -> tuple[list[int], list[int]]:

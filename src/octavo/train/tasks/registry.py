@@ -6,11 +6,9 @@ from octavo.train.tasks.language import Language
 from octavo.train.tasks.task import Task
 
 TASKS: dict[str, type[Task]] = {
-    "language": Language,
-    "image-classification": ImageClassification,
-    "image-text": ImageTextTask,
+    "language": Language, "image-classification": ImageClassification, "image-text": ImageTextTask,
     "image-generation": ImageGeneration,
-}
+}  # fmt: skip
 
 
 def task_of(config: TrainConfig) -> type[Task]:
