@@ -81,7 +81,8 @@ def tables(make_config):
 def settings(tables):
     """The same of a Llama, or a Mixtral, whose heads and features two ranks can share."""
 
-    def make(family="llama", **sections):
+    def make(family=None, **sections):
+        family = family or ("mixtral" if sections.get("parallel", {}).get("ep") else "llama")
         sections["optim"] = {"lr": 3e-4} | sections.get("optim", {})
         made = tables(**({"precision": {"level": "fp8"}} | sections))
         config = PIPELINE if sections.get("parallel", {}).get("pp") else WIDE_LLAMA

@@ -64,18 +64,14 @@ def test_an_alias_of_a_level_is_saved_under_its_name(toml):
     ("overrides", "asked"),
     [
         (["precision.level=fp8+activations+optimizer"], Precision.level("fp8+activations+optimizer")),
-        (
-            ["precision.level=fp8+activations+optimizer", "optim.states=fp32"],
-            Precision.level("fp8+activations+optimizer", states="fp32"),
-        ),
-        (
-            ["precision.level=fp8+activations+optimizer", "precision.master=none"],
-            Precision.level("fp8+activations+optimizer", master="none"),
-        ),
+        (["precision.level=fp8+activations+optimizer", "optim.states=fp32"],
+         Precision.level("fp8+activations+optimizer", states="fp32")),
+        (["precision.level=fp8+activations+optimizer", "precision.master=none"],
+         Precision.level("fp8+activations+optimizer", master="none")),
         (["precision.level=fp8+activations", "precision.matmul=bf16"], Precision(matmul="bf16", activations="fp8")),
         (["precision.activations=fp8", "optim.states=fp8"], Precision(matmul="bf16", activations="fp8", states="fp8")),
     ],
-)
+)  # fmt: skip
 def test_a_part_of_the_level_can_be_set_by_itself(toml, overrides, asked):
     config = load_config(toml, overrides)
     assert config.resolved == asked
@@ -105,10 +101,8 @@ def test_a_part_of_the_level_can_be_set_by_itself(toml, overrides, asked):
         ("precision.level=O7", r"O7"),
         ("precision.recipe=rowise", r"'rowise'.*did you mean 'rowwise'"),
         ("precision.master=none", r"fp16"),
-        (
-            "precision.activations=fp4",
-            r"precision.activations: should be \"auto\" \| \"bf16\" \| \"fused\" \| \"fp8\", got 'fp4'",
-        ),
+        ("precision.activations=fp4",
+         r"precision.activations: should be \"auto\" \| \"bf16\" \| \"fused\" \| \"fp8\", got 'fp4'"),
         ("model.path=x", r"either model.path .* or model.type"),
         ("optim", r'override "optim": write section.key=value'),
         ("lr=1", r'override "lr=1": write section.key=value'),
@@ -123,7 +117,7 @@ def test_a_part_of_the_level_can_be_set_by_itself(toml, overrides, asked):
         ("optim.micro_batches=1000000000", r"optim.batch = 8 cannot be cut into 1000000000 equal micro-batches"),
         ("data.cache_gib=1e308", r"data.cache_gib: should be less than or equal to 1000000000"),
     ],
-)
+)  # fmt: skip
 def test_each_mistake_is_one_clear_line(toml, override, message):
     with pytest.raises(ConfigError, match=message) as caught:
         load_config(toml, [override, "precision.parameters=fp16"] if "master" in override else [override])
@@ -262,10 +256,8 @@ SECTIONS = [
     ({"optim": {"rewarm": 5}}, "optim.rewarm = 5 without optim.rewarm_from"),
     ({"optim": {"rewarm_from": 0}}, "optim.rewarm_from = 0 without optim.rewarm:"),
     ({"optim": {"groups": [{"lr": 1.0}]}}, r"missing key optim.groups.match"),
-    (
-        {"optim": {"groups": [{"match": "a", "weight_decy": 1.0}]}},
-        r"unknown key optim.groups.weight_decy .*.weight_decay.",
-    ),
+    ({"optim": {"groups": [{"match": "a", "weight_decy": 1.0}]}},
+     r"unknown key optim.groups.weight_decy .*.weight_decay."),
     ({"optim": {"groups": [{"match": "a", "lr": 0.0}]}}, r"optim.groups.lr: should be greater than 0, got 0.0"),
     ({"guard": {"spike": 8.0}}, r"guard.spike = 8 rolls back to checkpoints, and run.save_every = 0 saves none"),
     ({"precision": {"autopilot": True}}, "precision.autopilot .* FP8 layers, and precision.level = 'bf16' has none"),
@@ -287,7 +279,7 @@ SECTIONS = [
     ({"lora": {}, "model": {"type": "llama", "frozen": ["lm_head"]}}, "freezes all of the model"),
     ({"lora": {"weight_only": ["*"], "base": "bf16"}}, "is for weights in FP8, and lora.base = 'bf16'"),
     ({"lora": {}, "parallel": {"tp": 2}}, r"\[lora\] with parallel.tp = 2"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("sections", "message"), SECTIONS, ids=str)

@@ -81,21 +81,15 @@ def test_held_out_data_of_its_own(make_config, tmp_path):
 @pytest.mark.parametrize(
     ("lines", "settings", "message"),
     [
-        (
-            ["one document only, which is long enough"] * 30,
-            {},
-            "holds out all 30 documents of .*, of which 1 are different",
-        ),
+        (["one document only, which is long enough"] * 30, {},
+         "holds out all 30 documents of .*, of which 1 are different"),
         (sentences(30).splitlines(), {"source": "x.jsonl", "fraction": 0.1}, "eval.source names other text"),
         (sentences(30).splitlines(), {"fraction": 1.5}, "eval.fraction: should be less than 1"),
         (sentences(30).splitlines(), {"evry": 1}, "unknown key eval.evry.*every"),
-        (
-            ["a b"] * 2 + sentences(30).splitlines(),
-            {"fraction": 0.01},
-            r"longer than the data that is held out \(eval.fraction",
-        ),
+        (["a b"] * 2 + sentences(30).splitlines(), {"fraction": 0.01},
+         r"longer than the data that is held out \(eval.fraction"),
     ],
-)
+)  # fmt: skip
 def test_mistakes(lines, settings, message, make_config, tmp_path):
     with pytest.raises(ConfigError, match=message):
         length = 64 if "longer" in message else 16

@@ -346,14 +346,12 @@ def test_a_fault_between_modules_is_the_parents():
 
 
 def test_the_module_whose_backward_fails_is_named():
-    for place, expected in (
-        (lambda model: model.blocks[1], "gradient of the input of blocks.1.poison"),
-        (lambda model: model.blocks[0], "gradient of the input of blocks.0.poison"),
-    ):
+    for block in (1, 0):
         model = make_model()
-        place(model).poison = Poison()
+        model.blocks[block].poison = Poison()
         model.blocks[2].poison = Poison(gradient=1.0)
-        assert origin(model, torch.ones(5, 4, requires_grad=True)) == expected
+        named = f"gradient of the input of blocks.{block}.poison"
+        assert origin(model, torch.ones(5, 4, requires_grad=True)) == named
 
 
 def test_a_gradient_that_fails_between_modules_is_that_of_the_output_before():

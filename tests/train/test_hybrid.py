@@ -398,13 +398,8 @@ MISTAKES = [
     ("llama", {"tp": 2, "dp_shard": 2}, {}, {}, "does not equal the world size 1"),
     ("llama", {"dp_replicate": 3}, {}, {}, "parallel.dp_replicate = 3"),
     ("llama", {}, {"optim": {"batch": 3}}, {}, "optim.batch = 3 sequences in 1 micro-batches cannot be shared by 2"),
-    (
-        "llama",
-        {},
-        {"optim": {"batch": 4, "micro_batches": 4}},
-        {},
-        "to a multiple of 8, as 8, or optim.micro_batches = 2",
-    ),
+    ("llama", {}, {"optim": {"batch": 4, "micro_batches": 4}}, {},
+     "to a multiple of 8, as 8, or optim.micro_batches = 2"),
     ("llama", {}, {"data": {"source": "nothing-*.txt"}}, {}, "matches no file"),
     ("llama", {"tp": 2}, {}, THREE_HEADS, "heads = 3 is not divided by 2 ranks of tensor parallelism: take one of [1]"),
     ("llama", {"tp": 2}, {}, {"intermediate_size": 255}, "out_features = 255 is not divided by 2 ranks of tensor"),
@@ -419,18 +414,13 @@ MISTAKES = [
     ("gpt2", {"pp": 2}, PARTS, {}, "parallel.pp: GPT2LMHeadModel cannot be a pipeline"),
     ("llama", {"pp": 2}, {}, {}, "optim.micro_batches = 1 do not fill a pipeline of parallel.pp = 2"),
     ("llama", DUAL, PARTS, UNTIED, "parallel.pp = 2 with schedule DualPipeV: set it to 4"),
-    (
-        "llama",
-        {"pp": 2},
-        PARTS | TENSORWISE,
-        UNTIED,
-        "recipe 'tensorwise', whose scales per tensor would depend on how a batch",
-    ),
+    ("llama", {"pp": 2}, PARTS | TENSORWISE, UNTIED,
+     "recipe 'tensorwise', whose scales per tensor would depend on how a batch"),
     ("llama", LOOPED, {"optim": {"micro_batches": 4}}, UNTIED | {"num_hidden_layers": 3}, "has 3 blocks, fewer than 4"),
     ("llama", {"pp": 2}, PARTS, {"tie_word_embeddings": True}, "set tie_word_embeddings = false"),
     ("mixtral", {"pp": 2}, PARTS, UNTIED | {"output_router_logits": True}, "adds a loss of the routers of all blocks"),
     ("llama", {}, {}, {}, "the output folder"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.thorough

@@ -37,9 +37,8 @@ def dropping(settings):
 
     def make(layout, attention=0.1, **sections):
         parallel = MESHES[layout][1]
-        family = "mixtral" if "ep" in parallel else "starcoder2"
         sections["optim"] = {"micro_batches": 2} | sections.get("optim", {})
-        made = settings(family, parallel=parallel, **sections)
+        made = settings(None if "ep" in parallel else "starcoder2", parallel=parallel, **sections)
         dropout = {"attention_dropout": attention} | ({} if "ep" in parallel else DROPOUT)
         made["model"]["config"] = (MIXTRAL if "ep" in parallel else STARCODER) | dropout
         return made
@@ -128,9 +127,8 @@ def without_job(tables, out, first, count):
 def test_all_ranks_roll_back_after_a_spike(gloo, settings, tmp_path, layout):
     """To the checkpoint before it, and on as if its batches had never been, bit for bit."""
     world, parallel = MESHES[layout]
-    family = "mixtral" if layout == "ep" else "llama"
     guarded = GUARDED | {"optim": GUARDED["optim"] | {"micro_batches": 2}}
-    made = settings(family, parallel=parallel, **guarded)
+    made = settings(parallel=parallel, **guarded)
     gloo.run(spoiled_job, world, made, str(tmp_path / "spoiled"), timeout=240.0)
     events = [(event["step"], event["event"], event["to"]) for event in read_events(tmp_path / "spoiled")]
     assert events == [(29, "rollback", 20)]
@@ -206,8 +204,7 @@ def test_a_rank_that_is_killed(gloo, settings, tmp_path, monkeypatch, mesh):
     """The others raise an error long before the timeout of ten minutes, and all resume as if nothing had been."""
     monkeypatch.setattr("processes._AFTER_THE_FIRST", 90.0)
     world, parallel = MESHES[mesh]
-    family = "mixtral" if "ep" in parallel else "llama"
-    made = settings(family, run={"save_every": 2}, parallel=parallel, optim={"micro_batches": 2})
+    made = settings(run={"save_every": 2}, parallel=parallel, optim={"micro_batches": 2})
     gloo.run(job, world, made, str(tmp_path / "whole"), timeout=300.0)
     with pytest.raises(Failed, match="rank 1: its process died"):
         gloo.run(killed_job, world, made, str(tmp_path / "killed"), 4, timeout=300.0)
@@ -250,8 +247,7 @@ def test_all_ranks_skip_a_step_that_one_overflows(gloo, settings, tmp_path, mesh
     """One stage, one rank of tensor parallelism or one rank's tokens; no rank's parameters change in that step."""
     world, parallel = MESHES[mesh]
     precision = {"level": "fp8", "parameters": "fp32", "loss_scale": "dynamic"}
-    family = "mixtral" if "ep" in parallel else "llama"
-    made = settings(family, parallel=parallel, precision=precision, optim={"micro_batches": 2})
+    made = settings(parallel=parallel, precision=precision, optim={"micro_batches": 2})
     results = gloo.run(overflowing_job, world, made, str(tmp_path / "out"), 3, world - 1)
     assert results == [[True]] * world
     assert [row.step for row in read_metrics(tmp_path / "out") if row.skipped] == [4]

@@ -83,8 +83,7 @@ def measured(tables):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_what_a_rank_holds_and_sends(gloo, settings, layout):
     world, parallel = LAYOUTS[layout]
-    family = "mixtral" if "ep" in parallel else "llama"
-    own = settings(family, parallel=parallel, optim={"batch": 8, "micro_batches": 4 if "pp" in parallel else 1})
+    own = settings(parallel=parallel, optim={"batch": 8, "micro_batches": 4 if "pp" in parallel else 1})
     own["model"]["config"] = (MIXTRAL if "ep" in parallel else PIPELINE) | {"vocab_size": VOCABULARY}
     real = gloo.run(measured, world, own)
     plan = plan_configured(parse_config(own), gpu="h100", gpus=world).memory

@@ -139,15 +139,13 @@ VISION = {"vision_config": LLAVA["vision_config"] | {"image_size": 8, "num_chann
         (record(conversations=[{"from": "human"}, {}]), 'record 3 .* turn 0 .* has no field "value"'),
         (record(conversations=[{"from": "gpt", "value": "x"}, {}]), 'turn 0 .*"from" is \'gpt\'; expected "human"'),
         (record(conversations=[{"from": "human", "value": "x"}]), "has 1 turns"),
-        (
-            record(conversations=[{"from": "human", "value": "x"}, {"from": "gpt", "value": "y"}]),
-            "record 3 .*<image> 0 times",
-        ),
+        (record(conversations=[{"from": "human", "value": "x"}, {"from": "gpt", "value": "y"}]),
+         "record 3 .*<image> 0 times"),
         (record(image="b.png"), r"the image .*b\.png cannot be read"),
         (record(image="bad.png"), r"the image .*bad\.png does not decode"),
         ("text", "record 3 of data.json: expected a table"),
     ],
-)
+)  # fmt: skip
 def test_mistakes_in_records(bad, message, tmp_path):
     (tmp_path / "bad.png").write_bytes(b"no image")
     data = write(tmp_path, [record(), record(), record(), bad])
@@ -178,16 +176,14 @@ def test_files_are_read_and_too_few_or_too_long_are_errors(tmp_path):
     [
         ({"parallel": {"tp": 2}}, '"image-text" with parallel.tp = 2'),
         ({"data": {"split": "test"}}, "data.split is for text"),
-        (
-            {"model": {"config": LLAVA | {"text_config": {"model_type": "qwen2", "hiden_size": 3}}}},
-            "text_config.hiden_size",
-        ),
+        ({"model": {"config": LLAVA | {"text_config": {"model_type": "qwen2", "hiden_size": 3}}}},
+         "text_config.hiden_size"),
         ({"model": {"config": LLAVA | {"vision_config": {"model_type": "siglip_vision"}}}}, "siglip_vision_model"),
         ({"model": {"frozen": ["vision_towr"]}}, "did you mean 'vision_tower'"),
         ({"model": {"frozen": ["model", "lm_head"]}}, "freezes all of LlavaForConditionalGeneration"),
         ({"model": {"type": "llama", "config": {}}}, "not a vision-language model"),
     ],
-)
+)  # fmt: skip
 def test_mistakes(changes, message, task):
     with pytest.raises(ConfigError, match=message):
         config = parse_config(tables(**changes))
@@ -305,8 +301,7 @@ SHAPE = ImageShape(1, 8, 8)
 
 
 def decoded(path, shape=SHAPE):
-    pixels = ImageFiles([path], hash_files([path]), shape).pixels([0])[0]
-    return pixels
+    return ImageFiles([path], hash_files([path]), shape).pixels([0])[0]
 
 
 @pytest.mark.parametrize("suffix", ["png", "tif"])
@@ -355,8 +350,7 @@ def folder_of(base, names):
 
 
 def load(config, progress=None):
-    data = task_of(config).load(config, progress or NullProgress())
-    return data
+    return task_of(config).load(config, progress or NullProgress())
 
 
 TWO = [f"{name}/{number}.png" for name in "ab" for number in range(4)]
@@ -443,10 +437,8 @@ def test_records_of_one_image_are_on_the_same_side(tmp_path):
         (record(image="/etc/logo.png"), "outside of .* set data.images"),
         (record(image="a\0.png"), r"the image .*a\\x00.png' cannot be read: embedded null byte"),
         (record(image="\ud800.png"), 'record 1 .*"image" is not valid Unicode'),
-        (
-            record(conversations=[{"from": "human", "value": "<image>\ud800"}, {"from": "gpt", "value": "x"}]),
-            '"value" is not valid',
-        ),
+        (record(conversations=[{"from": "human", "value": "<image>\ud800"}, {"from": "gpt", "value": "x"}]),
+         '"value" is not valid'),
     ],
 )  # fmt: skip
 def test_paths_and_texts_of_records(bad, message, tmp_path):

@@ -1,19 +1,18 @@
 """Runs that are killed at a named point, in and around rollbacks, moves and skipped steps, and resumed: the same runs.
 
-A kill is an exception that nothing catches in the process of the test, and `os._exit` in a rank of two. Compared with
-the undisturbed run are the weights, masters, moments, state, curve and the bytes of `events.jsonl`.
+A kill is an exception that nothing catches. Compared with the undisturbed run are the weights, masters, moments, state,
+curve and the bytes of `events.jsonl`.
 """
 
-import os
 import shutil
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 from tiny_runs import LLAMA, assert_same, curve
-from torch import distributed as dist
 
 from octavo.inspect import Autopilot, RecipeChange
 from octavo.train import loop, run
@@ -44,18 +43,12 @@ class Killed(BaseException):
     """What ends a process."""
 
 
-def die():
-    if dist.is_initialized():
-        os._exit(9)
-    raise Killed
-
-
 def remove_half(folder, ignore_errors=False):
     """What `shutil.rmtree` has done when it is killed."""
     if Path(folder).exists():
         for path in sorted(Path(folder).iterdir())[::2]:
             path.unlink() if path.is_file() else shutil.rmtree(path)
-        die()
+        raise Killed
 
 
 POINTS = {
@@ -76,10 +69,10 @@ def killed_at(point, number, after):
     def counted(*args, **options):
         calls.append(args)
         if len(calls) == number and not after:
-            die()
+            raise Killed
         result = function(*args, **options)
         if len(calls) == number:
-            die()
+            raise Killed
         return result
 
     with mock.patch.object(owner, name, counted):
@@ -125,12 +118,6 @@ def names(out):
     return [path.name for path in checkpoints(out)]
 
 
-def check_same(whole, out):
-    assert events(out) == events(whole)
-    assert names(out) == names(whole)
-    assert not list((out / "checkpoints").glob(".*"))
-
-
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
     """A run of each kind, trained once, and how often it comes past each point."""
@@ -146,19 +133,6 @@ def undisturbed(tmp_path_factory):
         return trained[name]
 
     return get
-
-
-def run_killed(config, out, kills):
-    """Train, killed at these points one after the other, and resumed to the end."""
-    for kill in (*kills, None):
-        try:
-            with faults(), ExitStack() as stack:
-                if kill is not None:
-                    stack.enter_context(half_removed() if kill == "half" else killed_at(*kill))
-                run(config, out=out, resume=out.exists())
-                assert kill is None, "not killed"
-        except Killed:
-            assert kill is not None
 
 
 GUARD_KILLS = [
@@ -183,43 +157,29 @@ def test_what_the_undisturbed_run_goes_through(undisturbed, make_config):
     assert sum(row[-1] for row in curve(out)) == len(OVERFLOWS)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kill", GUARD_KILLS, ids=str)
-def test_killed_around_rollbacks_and_moves(kill, undisturbed, make_config, tmp_path):
-    config = make_config(**GUARDED)
-    whole, _ = undisturbed("guard", config)
-    run_killed(config, tmp_path / "out", [kill])
-    assert_same(whole, tmp_path / "out")
-    check_same(whole, tmp_path / "out")
+slow = partial(pytest.param, marks=pytest.mark.slow)
+KILLS = [
+    *(slow("guard", [kill]) for kill in GUARD_KILLS), slow("guard", ["half", "half", "half"]),
+    # After an event and before anything is saved, and in what follows.
+    ("guard", [("event", 2, True), ("removal", 1, True), ("save published", 1, False)]),
+    ("fp16", [("row", 6, True), ("row", 9, False)]), ("fp16", [("save published", 4, True), ("event", 1, False)]),
+]  # fmt: skip
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    "kills",
-    [
-        pytest.param(["half", "half", "half"], marks=pytest.mark.slow),
-        [("event", 2, True), ("removal", 1, True), ("save published", 1, False)],
-    ],
-)
-def test_killed_again_and_again(kills, undisturbed, make_config, tmp_path):
-    """In the middle of removals; after an event and before anything is saved, and in what follows."""
-    config = make_config(**GUARDED)
-    whole, _ = undisturbed("guard", config)
-    run_killed(config, tmp_path / "out", kills)
-    assert_same(whole, tmp_path / "out")
-    check_same(whole, tmp_path / "out")
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    "kills", [[("row", 6, True), ("row", 9, False)], [("save published", 4, True), ("event", 1, False)]], ids=str
-)
-def test_killed_around_skipped_steps(kills, undisturbed, make_config, tmp_path):
-    config = make_config(**FP16)
-    whole, _ = undisturbed("fp16", config)
-    run_killed(config, tmp_path / "out", kills)
-    assert_same(whole, tmp_path / "out")
-    check_same(whole, tmp_path / "out")
-
-
-# --- two ranks ---
+@pytest.mark.parametrize(("name", "kills"), KILLS, ids=str)
+def test_killed_at_one_point_after_the_other_and_resumed_to_the_end(name, kills, undisturbed, make_config, tmp_path):
+    config, out = make_config(**GUARDED if name == "guard" else FP16), tmp_path / "out"
+    whole, _ = undisturbed(name, config)
+    for kill in (*kills, None):
+        try:
+            with faults(), ExitStack() as stack:
+                if kill is not None:
+                    stack.enter_context(half_removed() if kill == "half" else killed_at(*kill))
+                run(config, out=out, resume=out.exists())
+                assert kill is None, "not killed"
+        except Killed:
+            assert kill is not None
+    assert_same(whole, out)
+    assert events(out) == events(whole) and names(out) == names(whole)
+    assert not list((out / "checkpoints").glob(".*"))

@@ -18,29 +18,24 @@ from octavo.train.loss_scale import (
 from octavo.train.record.metrics import read_events
 from octavo.train.trainer import Trainer
 
+SEQUENCES = [  # How many steps overflow, or do not, one after the other; the scale after them
+    ("none", [(1, True), (1, False), (1, True)], 1.0), (512.0, [(1, True), (1, False), (1, True)], 512.0),
+    ("dynamic", [(2, True)], INITIAL_SCALE / 4),
+    ("dynamic", [(2, True), (GROWTH_INTERVAL - 1, False)], INITIAL_SCALE / 4),
+    ("dynamic", [(2, True), (GROWTH_INTERVAL, False)], INITIAL_SCALE / 2),
+    ("dynamic", [(2, True), (2 * GROWTH_INTERVAL - 1, False), (1, True)], INITIAL_SCALE / 4),
+    ("dynamic", [(8, True), (GROWTH_INTERVAL - 1, False)], INITIAL_SCALE / 2**8),  # as torch's
+    ("dynamic", [(20 * GROWTH_INTERVAL, False)], MAX_SCALE),
+]  # fmt: skip
 
-def test_none_and_fixed_never_change():
-    for mode, value, active in (("none", 1.0, False), (512.0, 512.0, True)):
-        scale = LossScale(mode)
-        for overflow in (True, False, True):
+
+@pytest.mark.parametrize(("mode", "sequence", "value"), SEQUENCES)
+def test_scales_after_sequences_of_steps(mode, sequence, value):
+    scale = LossScale(mode)
+    for count, overflow in sequence:
+        for _ in range(count):
             scale.update(overflow=overflow)
-        assert (scale.value, scale.active) == (value, active)
-
-
-def test_dynamic_halves_and_grows_after_enough_good_steps():
-    scale = LossScale("dynamic")
-    scale.update(overflow=True)
-    scale.update(overflow=True)
-    assert scale.value == INITIAL_SCALE / 4
-    for _ in range(GROWTH_INTERVAL - 1):
-        scale.update(overflow=False)
-    assert scale.value == INITIAL_SCALE / 4
-    scale.update(overflow=False)
-    assert scale.value == INITIAL_SCALE / 2
-    for _ in range(GROWTH_INTERVAL - 1):
-        scale.update(overflow=False)
-    scale.update(overflow=True)
-    assert scale.value == INITIAL_SCALE / 4
+    assert (scale.value, scale.active) == (value, mode != "none")
 
 
 def test_exhausted_by_overflows_in_a_row():
@@ -61,13 +56,6 @@ def test_a_loss_that_is_not_finite_is_no_overflow():
     for _ in range(MAX_SKIPS + 1):
         scale.update(overflow=True, loss_is_finite=False)
     assert scale.value == INITIAL_SCALE and scale.exhausted
-
-
-def test_it_grows_up_to_a_bound():
-    scale = LossScale("dynamic")
-    for _ in range(20 * GROWTH_INTERVAL):
-        scale.update(overflow=False)
-    assert scale.value == MAX_SCALE
 
 
 def test_the_scale_before_the_skipped_steps_comes_back():
@@ -146,19 +134,9 @@ def test_a_fault_and_a_smaller_range_at_once(real):
     assert largest / RESTORE_FACTOR <= scale.value <= largest
 
 
-def test_short_streaks_are_those_of_torch():
-    scale = LossScale("dynamic")
-    skipped_under(lambda step, _: step < 8, 8 + GROWTH_INTERVAL - 1, scale)
-    assert scale.value == INITIAL_SCALE / 2**8
-
-
 def test_zeros_alone_restore_a_scale_that_fell_and_no_other():
     scale = LossScale("dynamic")
-    assert (
-        not scale.skip_zero_gradient()
-        and not LossScale("none").skip_zero_gradient()
-        and not LossScale(1e-9).skip_zero_gradient()
-    )
+    assert not any(each.skip_zero_gradient() for each in (scale, LossScale("none"), LossScale(1e-9)))
     for _ in range(5):
         scale.update(overflow=True)
     assert scale.skip_zero_gradient() and (scale.value, scale.restored_from) == (INITIAL_SCALE, INITIAL_SCALE / 32)

@@ -42,10 +42,8 @@ def conversation(number, turns=2):
     words = sentences(3 * turns, seed=number).splitlines()
     messages = [{"role": "system", "content": words[0]}]
     for turn in range(turns):
-        messages += [
-            {"role": "user", "content": words[3 * turn]},
-            {"role": "assistant", "content": words[3 * turn + 1]},
-        ]
+        texts = zip(("user", "assistant"), words[3 * turn :], strict=False)
+        messages += [{"role": role, "content": text} for role, text in texts]
     return messages
 
 
@@ -100,9 +98,7 @@ def runs(mask):
 
 def test_a_template_without_a_generation_prompt(tokenizer):
     chat = Chat(load_tokenizer(tokenizer), LLAMA2, "assistant")
-    ((ids, mask),) = chat.encode([json.dumps(conversation(0, 2)[1:])])
-    assert mask is not None
-    texts = [chat.tokenizer.as_transformers().decode(ids[start:stop]) for start, stop in runs(mask.tolist())]
+    texts = learned(chat, {"messages": conversation(0, 2)[1:]})
     expected = [f"{m['content']} {chat.tokenizer.end}" for m in conversation(0, 2) if m["role"] == "assistant"]
     assert [text.strip() for text in texts] == expected
 
@@ -113,10 +109,7 @@ def test_an_answer_that_also_occurs_in_what_comes_before_it(answer, tokenizer):
         load_tokenizer(tokenizer), "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}|{% endfor %}", "assistant"
     )
     messages = [{"role": "user", "content": "the leaf"}, {"role": "assistant", "content": answer}]
-    ((ids, mask),) = chat.encode([json.dumps([*messages, *messages])])
-    assert mask is not None
-    texts = [chat.tokenizer.as_transformers().decode(ids[start:stop]) for start, stop in runs(mask.tolist())]
-    assert texts == [f"{answer}|"] * 2
+    assert learned(chat, {"messages": messages * 2}) == [f"{answer}|"] * 2
 
 
 def test_a_template_that_changes_earlier_turns(tokenizer):

@@ -144,16 +144,12 @@ XLM = {"emb_dim": 32, "n_layers": 1, "n_heads": 2}
     [
         ({"type": "roberta", "config": ROBERTA}, "cannot compute a loss from token ids alone; .*set it, as to 0"),
         ({"type": "camembert", "config": ROBERTA}, "config.pad_token_id, which is unset"),
-        (
-            {"type": "xlm", "config": XLM},
-            "XLMWithLMHeadModel cannot compute a loss from token ids alone .AttributeError",
-        ),
-        (
-            {"type": "git", "config": {"hidden_size": 32, "num_attention_heads": 2}},
-            "GitForCausalLM cannot compute a loss from token ids alone .ValueError",
-        ),
+        ({"type": "xlm", "config": XLM},
+         "XLMWithLMHeadModel cannot compute a loss from token ids alone .AttributeError"),
+        ({"type": "git", "config": {"hidden_size": 32, "num_attention_heads": 2}},
+         "GitForCausalLM cannot compute a loss from token ids alone .ValueError"),
     ],
-)
+)  # fmt: skip
 def test_models_that_do_not_run_on_tokens(model, message, make_config, tokenizer):
     config = make_config(model=model)
     with pytest.raises(ConfigError, match=message):

@@ -137,12 +137,10 @@ def test_images_are_shrunk_to_batches_a_vit_learns_from():
         ('type = "jetmoe"', r"does not know what model.config"),
         ('type = "llma"', "did you mean 'llama'"),
         ('type = "llama"\nconfig = {hidden_sise = 64}', "did you mean 'hidden_size'"),
-        (
-            'type = "qwen3"\nconfig = {num_hidden_layers = 1, layer_types = ["full_attention"]}',
-            r"does not know what model.config.layer_types = \['full_attention'\] has to be",
-        ),
+        ('type = "qwen3"\nconfig = {num_hidden_layers = 1, layer_types = ["full_attention"]}',
+         r"does not know what model.config.layer_types = \['full_attention'\] has to be"),
     ],
-)
+)  # fmt: skip
 def test_what_it_cannot_shrink_is_an_error(tmp_path, model, message):
     path = tmp_path / "run.toml"
     path.write_text(

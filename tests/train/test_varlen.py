@@ -147,16 +147,12 @@ def test_what_it_does_not_compute(kind, make_config, lines):
 
 
 def test_auto_and_mistakes(make_config, lines):
-    for packing, device, expected in (
-        ("documents", "cuda", True),
-        ("none", "cuda", True),
-        ("documents", "cpu", False),
-        ("stream", "cuda", False),
-    ):
+    for case in ("documents on cuda", "none on cuda", "documents on cpu", "stream on cuda"):
+        packing, device = case.split(" on ")
         config = make_config(data=PACKED | lines | {"packing": packing})
         model = build_model(config, load(config).tokenizer)
         auto_attention(model, config, device)
-        assert is_varlen(model) == expected
+        assert is_varlen(model) == (device == "cuda" and packing != "stream")
     with pytest.raises(ConfigError, match=r'"varlen" is for packed documents: set data.packing = "documents"'):
         make_config(model={"type": "llama", "config": LLAMA, "attention": "varlen"})
     with pytest.raises(ConfigError, match='for packed text, and data.task is "image-text": leave it out'):
