@@ -57,8 +57,6 @@ def _measured(stage: str) -> Iterator[None]:
 
 
 class CompiledBlocks:
-    """The blocks of a run's model that compile."""
-
     def __init__(self, model: nn.Module, mode: str, device: torch.device, problem: str = "") -> None:
         self.reason = ""  # Why the blocks run eagerly although they should compile; else empty
         self._blocks: list[nn.Module] = []

@@ -120,8 +120,6 @@ def reading(path: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Column:
-    """The column of a source that holds its documents."""
-
     source: str  # The source, for error messages
     name: str  # Name of the column
     messages: bool  # Whether it holds conversations (`chat.conversation_text`), not text
@@ -170,7 +168,6 @@ class Column:
         return value
 
     def missing(self, fields: Collection[str]) -> NoFieldError:
-        """The error where no row has the field."""
         names = ", ".join(list(fields)[:50]) or "none"
         talks = CONVERSATIONS & set(fields) if not self.messages else ()
         return NoFieldError(

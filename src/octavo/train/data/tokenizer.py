@@ -32,8 +32,6 @@ SAMPLE_CHARACTERS = 4_000_000  # Characters of the sample that trains the BPE: t
 
 @dataclass(frozen=True)
 class TextTokenizer:
-    """A tokenizer and its end-of-document token."""
-
     backend: tokenizers.Tokenizer  # The encoder; for a `pretrained` tokenizer written in Python, only its vocabulary
     end: str  # The token that ends a document
     pretrained: Any = None  # The model's tokenizer from Transformers; None for a trained BPE

@@ -127,7 +127,6 @@ class ScalarLog:
             sender.put(step, name, value)
 
     def close(self) -> None:
-        """Send what is left and end."""
         self._board.close()
         end = time.monotonic() + CLOSING_S
         for sender in self._senders:

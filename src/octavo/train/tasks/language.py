@@ -73,7 +73,6 @@ class Language(TextTask):
 
     @property
     def uneven(self) -> bool:
-        """Whether rows are padded, or some tokens are no targets."""
         return self.config.data.masks_targets
 
     def prepare(self, model: Any, loss: str) -> str:
