@@ -81,15 +81,12 @@ def test_gradients_are_those_of_autograd(activation):
     gate, up, grad = 3 * randn(100, 48), randn(100, 48, seed=1), randn(100, 48, seed=2)
     leaves = [t.double().requires_grad_() for t in (gate, up)]
     h = OF_PYTORCH[activation](leaves[0]) * leaves[1]
-    for want, got in zip(
-        torch.autograd.grad(h, leaves, grad.double()), glu_backward(grad, gate, up, activation), strict=True
-    ):
+    gradients = glu_backward(grad, gate, up, activation)
+    for want, got in zip(torch.autograd.grad(h, leaves, grad.double()), gradients, strict=True):
         assert sqnr(want, got) > 130
     joined = glu_backward(grad, gate, up, activation, joined=True)
     assert joined[0]._base is joined[1]._base and joined[0]._base.shape == (100, 96)
-    assert_same(
-        dict(enumerate(glu_backward(grad, gate, up, activation))), {i: t.contiguous() for i, t in enumerate(joined)}
-    )
+    assert_same(dict(enumerate(gradients)), {i: t.contiguous() for i, t in enumerate(joined)})
 
 
 def test_exponential_is_within_its_bound():
@@ -111,10 +108,7 @@ WRONG = {
     "dimensions": (lambda g: glu(g[None], g[None]), "gate must be a float32, .* shape \\(1, 8, 32\\)"),
     "up": (lambda g: glu(g, g[:, 1:]), "up must be torch.bfloat16 \\[8, 32\\] on cpu; got torch.bfloat16 \\[8, 31\\]"),
     "up's dtype": (lambda g: glu(g, g.float()), "up must be torch.bfloat16 .* got torch.float32"),
-    "activation": (
-        lambda g: glu(g, g, "gelu_tan"),
-        "activation is 'silu', .* got 'gelu_tan'.*did you mean 'gelu_tanh'",
-    ),
+    "activation": (lambda g: glu(g, g, "gelu_tan"), "activation is 'silu', .* got 'gelu_tan'.*mean 'gelu_tanh'"),
     "order": (lambda g: glu(g, g, "silu", ROW, "column"), "did you mean 'columns'"),
     "granularity": (lambda g: glu(g, g, "silu", QuantSpec.parse("e4m3/128x128")), "got e4m3/128x128"),
     "grad": (lambda g: glu_backward(g[1:], g, g), "grad must be torch.bfloat16 \\[8, 32\\]"),

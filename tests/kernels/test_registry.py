@@ -20,39 +20,39 @@ def test_cpu_is_reported_as_emulation():
     assert not any(accelerated(recipe, CPU) for recipe in RECIPES.values())
 
 
-def make_op(run):
-    def probe(backend, device, case):
+def make_op(run=lambda: 42, probe=None, **options):
+    def compares(backend, device, case):
         return None if backend.run() == 42 else "wrong number"
 
-    op = Op(name="answer", cases={"": ()}, probe=probe)
+    op = Op(name="answer", cases={"": ()}, probe=probe or compares)
     op.backends["reference"] = Backend(name="reference", run=lambda: 42)
-    op.backends["triton"] = Backend(name="triton", run=run)
+    op.backends["triton"] = Backend(name="triton", run=run, **options)
     return op
 
 
-def test_emulation_on_a_gpu_warns_once_whatever_the_shapes(monkeypatch):
+@pytest.fixture
+def gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "some GPU")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    op = Op(name="answer", cases={"": ()}, probe=lambda backend, device, case: None)
-    op.backends["triton"] = Backend(name="triton", run=lambda: 42, unsupported_reason=lambda device, case: "not today")
-    op.backends["reference"] = Backend(name="reference", run=lambda: 42)
+    return torch.device("cuda", 0)
+
+
+def test_emulation_on_a_gpu_warns_once_whatever_the_shapes(gpu):
+    op = make_op(unsupported_reason=lambda device, case: "not today")
     with pytest.warns(RuntimeWarning, match="answer .* is emulated on cuda:0: .* triton: not today") as caught:
         for rows in (1, 2, 3):
-            assert op.choose(torch.device("cuda", 0), (), (rows, 4)).name == "reference"
+            assert op.choose(gpu, (), (rows, 4)).name == "reference"
     assert len(caught) == 1
 
 
-def test_the_cache_of_choices_by_shape_is_bounded(monkeypatch):
+def test_the_cache_of_choices_by_shape_is_bounded(monkeypatch, gpu):
     from octavo.kernels import registry
 
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "some GPU")
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(registry, "MAX_CACHED_SHAPES", 10)
-    op = make_op(lambda: 42)
+    op = make_op()
     for rows in range(100):
-        assert op.choose(torch.device("cuda", 0), (), (rows, 4)).name == "triton"
+        assert op.choose(gpu, (), (rows, 4)).name == "triton"
     assert len(op._measured) <= 10
 
 
@@ -80,9 +80,7 @@ def test_a_probe_sees_real_tensors_under_fake_tensor_mode():
     def probe(backend, device, case):
         return None if torch.ones(2, device="cpu").sum().item() == 2 else "fake"
 
-    op = Op(name="answer", cases={"": ()}, probe=probe)
-    op.backends["reference"] = Backend(name="reference", run=lambda: 42)
-    op.backends["triton"] = Backend(name="triton", run=lambda: 42)
+    op = make_op(probe=probe)
     with FakeTensorMode():
         assert op.choose(CPU, ()).name == "triton"
 
@@ -95,9 +93,7 @@ def test_running_out_of_memory_is_not_cached():
         if len(calls) == 1:
             raise torch.OutOfMemoryError("CUDA out of memory")
 
-    op = Op(name="answer", cases={"": ()}, probe=probe)
-    op.backends["reference"] = Backend(name="reference", run=lambda: 42)
-    op.backends["triton"] = Backend(name="triton", run=lambda: 42)
+    op = make_op(probe=probe)
     with pytest.raises(torch.OutOfMemoryError):
         op.choose(CPU, ())
     assert op.choose(CPU, ()).name == "triton"

@@ -38,8 +38,6 @@ def signature(x: Tensor, *others: Tensor | None, records: bool = False) -> tuple
 class Call:
     """Calls of an op with the same signature and options."""
 
-    __slots__ = ("_backend", "_case", "_plan", "_shape")
-
     def __init__(self, case: Case, shape: Shape | None = None) -> None:
         self._case, self._shape = case, shape
         self._backend: Backend | None = None
@@ -71,15 +69,6 @@ class Plans(dict[Any, T]):
 MAX_PLANS = 1024
 
 
-class _Block:
-    """Zeros of which those from `start` on are still to be handed out."""
-
-    __slots__ = ("start", "zeros")
-
-    def __init__(self, zeros: Tensor) -> None:
-        self.zeros, self.start = zeros, 0
-
-
 class ZeroBlocks(threading.local):
     """Zeros, cut from a block that one memory set clears, instead of a memory set for each call.
 
@@ -89,20 +78,20 @@ class ZeroBlocks(threading.local):
     """
 
     def __init__(self) -> None:
-        self._blocks: dict[tuple[int | None, int], _Block] = {}
+        self._blocks: dict[tuple[int | None, int], tuple[Tensor, int]] = {}  # And where what is left of each begins
 
     def cut(self, size: int, device: torch.device, stream: int) -> tuple[Tensor, int]:
         """Return a block of int32 zeros and the index in it, a multiple of 16, where `size` of them begin."""
         # `stream` is the current one of the device.
         if 8 * size > BLOCK:
             return new_zeros(size, device, stream)
-        blocks, key = self._blocks, (device.index, stream)
-        block = blocks.get(key)
-        if block is None or block.start + size > BLOCK:
-            block = blocks[key] = _Block(new_zeros(BLOCK, device, stream)[0])
-        start = block.start
-        block.start = start + (size + 15 & -16)
-        return block.zeros, start
+        key = device.index, stream
+        block = self._blocks.get(key)
+        if block is None or block[1] + size > BLOCK:
+            block = new_zeros(BLOCK, device, stream)
+        zeros, start = block
+        self._blocks[key] = zeros, start + (size + 15 & -16)
+        return zeros, start
 
 
 def new_zeros(size: int, device: torch.device, stream: int) -> tuple[Tensor, int]:

@@ -8,7 +8,6 @@ from itertools import groupby
 from typing import Any
 
 import torch
-from rich.box import ROUNDED
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -21,7 +20,7 @@ from octavo.kernels.conformance.random_inputs import GPU, INTERPRETER
 from octavo.kernels.gemm import accelerated
 from octavo.kernels.registry import status
 from octavo.numerics.recipe import RECIPES
-from octavo.runtime.terminal import stdout
+from octavo.runtime.terminal import stdout, table
 
 
 def doctor(device: torch.device, *, as_json: bool) -> None:
@@ -35,12 +34,10 @@ def doctor(device: torch.device, *, as_json: bool) -> None:
     for name, value in {"device": status_report["device"], **status_report["gpu"], **status_report["versions"]}.items():
         facts.add_row(f"[bold]{name}[/bold]", str(value))
     console.print(facts)
-    table = Table(box=ROUNDED, border_style="dim", header_style="bold")
-    for heading in ("op", "case", "runs on", "why not the others"):
-        table.add_column(heading)
-    for op, cases, chosen, reasons in _merged(status_report["ops"]):
-        table.add_row(op, cases, chosen, reasons)
-    console.print(table)
+    shown = table("op", "case", "runs on", "why not the others")
+    for row in _merged(status_report["ops"]):
+        shown.add_row(*row)
+    console.print(shown)
     console.print(status_report["summary"], style="bold", markup=False, highlight=False)
 
 
@@ -136,16 +133,14 @@ def doctor_deep(device: torch.device, *, as_json: bool, seconds: float, seed: in
 
 
 def _show_deep(console: Console, device: torch.device, seed: int, outcomes: list[CaseResult]) -> None:
-    table = Table(box=ROUNDED, border_style="dim", header_style="bold")
-    for heading in ("op", "case", "runs in each configuration"):
-        table.add_column(heading)
+    shown = table("op", "case", "runs in each configuration")
     for (op, case), group in groupby(outcomes, key=lambda outcome: (outcome.op, outcome.case)):
         cells = [
             f"[red]{o.config}: {o.mismatches} of {o.runs} differ[/red]" if o.mismatches else f"{o.config}: {o.runs} ok"
             for o in group
         ]
-        table.add_row(op, case, "  ".join(cells))
-    console.print(table)
+        shown.add_row(op, case, "  ".join(cells))
+    console.print(shown)
     bad = [outcome for outcome in outcomes if outcome.mismatches]
     for o in bad:
         text = f"{o.op} {o.case}, configuration {o.config}: {o.first}"

@@ -5,7 +5,7 @@ Writes bypass `__setattr__` and properties of a module's class, because those ma
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import MethodType
 from typing import Any
 
@@ -48,15 +48,12 @@ def all_or_nothing(model: nn.Module) -> Iterator[None]:
         raise
 
 
-@contextmanager
-def weights_on_meta(model: nn.Module) -> Iterator[None]:
+def weights_on_meta(model: nn.Module) -> AbstractContextManager[None]:
     """Give a model parameters and buffers on the meta device inside the block: it then runs without computing."""
-    with _replaced_tensors(model, lambda tensor: torch.empty_like(tensor.detach(), device="meta")):
-        yield
+    return _replaced_tensors(model, lambda tensor: torch.empty_like(tensor.detach(), device="meta"))
 
 
-@contextmanager
-def stand_in_weights(model: nn.Module) -> Iterator[None]:
+def stand_in_weights(model: nn.Module) -> AbstractContextManager[None]:
     """Give a model on meta numbers on the CPU inside the block: random weights that take almost no memory, and buffers
     of ones, or of zeros for integers such as positions.
     """
@@ -71,8 +68,7 @@ def stand_in_weights(model: nn.Module) -> Iterator[None]:
         window = torch.randn(sum(tensor.shape), generator=generator, device="cpu") * 0.02  # of which each row is a part
         return window.to(tensor.dtype).as_strided(tensor.shape, [1] * tensor.ndim)
 
-    with _replaced_tensors(model, make):
-        yield
+    return _replaced_tensors(model, make)
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
 UNLIMITED_WIDTH = 100_000  # Console width outside a terminal
 
@@ -25,6 +26,17 @@ def stdout() -> "Console":
     from rich.console import Console
 
     return Console() if _is_terminal() else Console(width=UNLIMITED_WIDTH)
+
+
+def table(*headings: str, right: tuple[str, ...] = ()) -> "Table":
+    """Return an empty table with these headings; the columns in `right` are aligned to the right."""
+    from rich.box import ROUNDED
+    from rich.table import Table
+
+    shown = Table(box=ROUNDED, border_style="dim", header_style="bold")
+    for heading in headings:
+        shown.add_column(heading, justify="right" if heading in right else "left")
+    return shown
 
 
 def width() -> int | None:

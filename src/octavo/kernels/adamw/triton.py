@@ -33,8 +33,8 @@ def step(work: Work) -> None:
     for state, hyper in work:
         if state.param.numel():
             kinds.setdefault(_kind(state), []).append((state, hyper))
-    for kind, kind_work in kinds.items():
-        _launch_all(kind, kind_work)
+    for kind, of_kind in kinds.items():
+        _launch_all(kind, of_kind)
 
 
 def _kind(state: ParamState) -> LaunchKey:

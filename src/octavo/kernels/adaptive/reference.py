@@ -78,17 +78,12 @@ def adaptive_dequantize(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Ten
     out = codes.new_empty((rows, columns), dtype=dtype)
     values = (_shared_values if type(codes) is Tensor else _values)(codes.device)
     for part in row_chunks((rows, columns)):
-        out[part] = _dequantized(codes[part], scale[part], values)
+        padded = F.pad(codes[part], (0, -columns % GROUP)).unflatten(1, (groups(columns), GROUP))
+        bits = scale[part].contiguous().view(torch.int32).unsqueeze(-1)
+        indices = padded.int() + bits.bitwise_and(3).bitwise_left_shift_(8)
+        units = values.index_select(0, indices.flatten()).view(indices.shape)
+        out[part] = units.mul_((bits & -4).view(torch.float32)).flatten(1)[:, :columns]
     return out
-
-
-def _dequantized(codes: Tensor, scale: Tensor, values: Tensor) -> Tensor:
-    rows, columns = codes.shape
-    padded = F.pad(codes, (0, -columns % GROUP)).view(rows, groups(columns), GROUP)
-    bits = scale.contiguous().view(torch.int32).unsqueeze(-1)
-    indices = padded.int() + bits.bitwise_and(3).bitwise_left_shift_(8)
-    units = values.index_select(0, indices.flatten()).view(indices.shape)
-    return units.mul_((bits & -4).view(torch.float32)).view(rows, -1)[:, :columns]
 
 
 def _values(device: torch.device) -> Tensor:

@@ -1,6 +1,6 @@
 """Ops, cases and configurations to compare, and their inputs."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.kernels.conformance.mismatches import Check, Inputs, low_sqnr
+from octavo.kernels.conformance.mismatches import Check, Inputs, difference, low_sqnr
 from octavo.kernels.conformance.random_inputs import RandomInputs
 from octavo.numerics.spec import FULL, QuantSpec
 from octavo.tensor import ScaledTensor
@@ -41,10 +41,12 @@ def checks(device: torch.device, only: str = "") -> list[Check]:
     return selected
 
 
-def _check(op: str, case: str, configs: int | tuple[int, ...], inputs: Any, sides: Any, name: str = "") -> Check:
+def _check(
+    op: str, case: str, configs: int | tuple[int, ...], inputs: Any, sides: Any, name: str = "", **options: Any
+) -> Check:
     expected, actual = (getattr(side, name or op) for side in sides)
     indices = tuple(range(configs)) if isinstance(configs, int) else configs
-    return Check(op=op, case=case, configs=indices, inputs=inputs, expected=expected, actual=actual)
+    return Check(op=op, case=case, configs=indices, inputs=inputs, expected=expected, actual=actual, **options)
 
 
 def _quantizers() -> Iterator[Check]:
@@ -109,17 +111,12 @@ def _product(case: tuple[str, ...], fast: bool, dtype: torch.dtype, configs: tup
         return a, b, layout, dtype, bias, fast
 
     label = f"{' '.join(case)} {'fast' if fast else 'promoted'} {str(dtype).removeprefix('torch.')}"
-    return _check("scaled_mm", label, configs, inputs, (_PositiveZeros(reference), _PositiveZeros(triton)))
+    return _check("scaled_mm", label, configs, inputs, (reference, triton), differs=_difference_but_of_zeros)
 
 
-class _PositiveZeros:
-    """The functions of a module, in whose results -0.0 is 0.0."""
-
-    def __init__(self, module: Any) -> None:
-        self._module = module
-
-    def __getattr__(self, name: str) -> Any:
-        return lambda *operands: getattr(self._module, name)(*operands) + 0.0
+def _difference_but_of_zeros(expected: Sequence[Tensor], actual: Sequence[Tensor]) -> str | None:
+    """See `difference`; -0.0 equals 0.0."""
+    return difference([y + 0.0 for y in expected], [y + 0.0 for y in actual])
 
 
 def _grouped_products(device: torch.device) -> Iterator[Check]:
@@ -141,11 +138,11 @@ def _grouped_products(device: torch.device) -> Iterator[Check]:
         bias = rng.normal(experts, n).bfloat16() if biased else None
         return a, b, offsets, layout, torch.bfloat16, bias, layout == "nt"
 
-    sides = _PositiveZeros(reference), _PositiveZeros(triton)
     for case in dict.fromkeys(GROUPED_MM.cases.values()):
         fast = case[2] == "nt" and target.limited_accumulator
         configs = triton.available_configs(case[2], target, fast, False, 2)
-        yield _check("grouped_mm", " ".join(case).strip(), configs, partial(inputs, case=case), sides)
+        label, of_case, sides = " ".join(case).strip(), partial(inputs, case=case), (reference, triton)
+        yield _check("grouped_mm", label, configs, of_case, sides, differs=_difference_but_of_zeros)
 
 
 def _grouped_gradients() -> Iterator[Check]:

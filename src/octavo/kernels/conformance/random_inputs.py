@@ -1,7 +1,6 @@
 """Random inputs as a function of a seed: sizes, strides, alignment and values, with notes."""
 
 import random
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -21,6 +20,8 @@ class Budget(NamedTuple):
 GPU = Budget(size=1500, repeats=2)
 INTERPRETER = Budget(size=40, repeats=1, configs=1, bf16_subnormals=False)
 """Triton's interpreter takes a second where a GPU takes microseconds, and configurations differ only in their tile."""
+
+KINDS = ("normal", "log-normal", "outlier rows and columns", "zeros", "subnormal", "huge", "not finite")  # Of values
 
 
 @dataclass
@@ -57,7 +58,7 @@ class RandomInputs:
         rows, columns = rows or self.size(), columns or self.size()
         dtype = dtype or self.random.choice((torch.bfloat16, torch.bfloat16, torch.float32, torch.float16))
         layout = self.random.choice(("contiguous", "contiguous", "transposed", "every other column", "not aligned"))
-        kind = self.random.choice(tuple(_VALUES))
+        kind = self.random.choice(KINDS)
         if kind == "subnormal" and dtype == torch.bfloat16 and not self.budget.bf16_subnormals:
             kind = "normal"
         self.notes.append(f"{str(dtype).removeprefix('torch.')} [{rows},{columns}] {layout} {kind}")
@@ -70,7 +71,13 @@ class RandomInputs:
         return self._values(kind, rows, columns, dtype)
 
     def _values(self, kind: str, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-        values = _VALUES[kind](self, rows, columns)
+        values = self.normal(rows, columns)
+        if kind == "log-normal":
+            values *= self.positive(rows, columns)
+        if kind == "outlier rows and columns":
+            values.mul_(self.positive(rows, 1)).mul_(self.positive(1, columns))
+        if kind == "zeros":
+            values.mul_(self.normal(rows, 1) > 0).mul_(self.normal(1, columns) > 0)
         if kind == "subnormal":
             values *= torch.finfo(dtype).smallest_normal / 10
         if kind == "huge":
@@ -79,14 +86,3 @@ class RandomInputs:
             for special in (torch.nan, -torch.nan, torch.inf, -torch.inf):
                 values[self.random.randrange(rows), self.random.randrange(columns)] = special
         return values.to(dtype)
-
-
-_VALUES: dict[str, Callable[[RandomInputs, int, int], Tensor]] = {
-    "normal": lambda rng, r, c: rng.normal(r, c),
-    "log-normal": lambda rng, r, c: rng.normal(r, c) * rng.positive(r, c),
-    "outlier rows and columns": lambda rng, r, c: rng.normal(r, c) * rng.positive(r, 1) * rng.positive(1, c),
-    "zeros": lambda rng, r, c: rng.normal(r, c) * (rng.normal(r, 1) > 0) * (rng.normal(1, c) > 0),
-    "subnormal": lambda rng, r, c: rng.normal(r, c),
-    "huge": lambda rng, r, c: rng.normal(r, c),
-    "not finite": lambda rng, r, c: rng.normal(r, c),
-}

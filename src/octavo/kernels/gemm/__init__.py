@@ -89,8 +89,6 @@ class ProductPlan:
     `call` is the plan of the backend, if the product is one call of cuBLAS.
     """
 
-    __slots__ = ("_options", "_plan", "_specs", "call")
-
     def __init__(
         self, a_spec: QuantSpec, b_spec: QuantSpec, layout: Layout, out_dtype: torch.dtype, fast_accum: bool = False
     ) -> None:
@@ -124,9 +122,20 @@ def _check(a: ScaledTensor, b: ScaledTensor, layout: str, out_dtype: torch.dtype
             f"scaled_mm {layout}: the operands contract over different sizes: A is {tuple(a_shape)}, "
             f"B is {tuple(b_shape)}"
         )
-    device = a.data.device
-    _check_operand("A", a, layout, device)
-    _check_operand("B", b, layout, device)
+    for name, operand in (("A", a), ("B", b)):
+        data, spec = operand.data, operand.spec
+        if data.dtype != spec.format.dtype or data.ndim != 2:
+            raise ValueError(
+                f"scaled_mm {layout}: {name} must be a matrix of {spec.format.dtype} for its spec {spec}; "
+                f"got {data.dtype} of shape {tuple(data.shape)}"
+            )
+        if data.device != a.data.device:
+            raise ValueError(
+                f"scaled_mm {layout}: operands must be on one device; got A on {a.data.device}, B on {data.device}"
+            )
+        what = f"scales of {name} {tuple(data.shape)} by {spec}"
+        shape = spec.granularity.scale_shape((data.shape[0], data.shape[1]))
+        check_like(f"scaled_mm {layout}", what, operand.scale, shape, (spec.scale_dtype,), data)
     if out_dtype not in SUPPORTED_DTYPES:
         raise ValueError(f"scaled_mm {layout}: out_dtype must be float32, bfloat16 or float16; got {out_dtype}")
     check_like(f"scaled_mm {layout}", "bias", bias, (b_shape[1 - along_b],), SUPPORTED_DTYPES, a.data)
@@ -142,35 +151,15 @@ def _shape(a: Tensor, b: Tensor, layout: str) -> tuple[int, int, int]:
     return a.shape[1 - along_a], b.shape[1 - along_b], a.shape[along_a]
 
 
-def _check_operand(name: str, operand: ScaledTensor, layout: str, device: torch.device) -> None:
-    data, scale, spec = operand.data, operand.scale, operand.spec
-    if data.dtype != spec.format.dtype or data.ndim != 2:
-        raise ValueError(
-            f"scaled_mm {layout}: {name} must be a matrix of {spec.format.dtype} for its spec {spec}; "
-            f"got {data.dtype} of shape {tuple(data.shape)}"
-        )
-    if data.device != device:
-        raise ValueError(
-            f"scaled_mm {layout}: operands must be on one device; got A on {device}, {name} on {data.device}"
-        )
-    what = f"scales of {name} {tuple(data.shape)} by {spec}"
-    shape = spec.granularity.scale_shape((data.shape[0], data.shape[1]))
-    check_like(f"scaled_mm {layout}", what, scale, shape, (spec.scale_dtype,), data)
-
-
 def cases_of(recipe: Recipe) -> dict[str, Case]:
     """Return the FP8 products of a recipe, by name."""
     cases: dict[str, Case] = {
         "forward": (recipe.x.text, recipe.w.text, "nt"),
-        "dgrad": (recipe.dgrad_g.text, _text(recipe.dgrad_w_epilogue), "nn"),
+        "dgrad": (recipe.dgrad_g.text, str(recipe.dgrad_w_epilogue or UNIT_SCALE), "nn"),
     }
     if recipe.wgrad_x is not None and recipe.wgrad_g is not None:
-        cases["wgrad"] = (recipe.wgrad_g.text, _text(recipe.wgrad_x_epilogue), "tn")
+        cases["wgrad"] = (recipe.wgrad_g.text, str(recipe.wgrad_x_epilogue or UNIT_SCALE), "tn")
     return cases
-
-
-def _text(spec: QuantSpec | None) -> str:
-    return UNIT_SCALE if spec is None else spec.text
 
 
 def _probe(backend: Backend, device: torch.device, case: Case) -> str | None:

@@ -4,7 +4,6 @@ The fastest is the one that a caller waits for least, be it for the GPU or for t
 """
 
 import torch
-from rich.box import ROUNDED
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -13,7 +12,7 @@ from octavo.kernels import calibration
 from octavo.kernels.gemm.product_timing import SHAPES, bf16_gemms, fp8_gemms
 from octavo.kernels.timing import TimingResult, TimingTask, time_on_gpu
 from octavo.numerics.recipe import RECIPES, get_recipe
-from octavo.runtime.terminal import stdout
+from octavo.runtime import terminal
 
 
 def calibrate(device: torch.device, recipe: str, shapes: list[str]) -> None:
@@ -38,7 +37,7 @@ def calibrate(device: torch.device, recipe: str, shapes: list[str]) -> None:
     with Progress(console=Console(stderr=True), transient=True) as progress, torch.cuda.device(device):
         tasks = progress.track(list(todo.values()), description="measuring")
         results = [task.timed(device, time_on_gpu) for task in tasks]
-    console = stdout()
+    console = terminal.stdout()
     console.print(table(results))
     entries = [result.entry for result in results if result.entry is not None]
     if not entries:
@@ -49,9 +48,8 @@ def calibrate(device: torch.device, recipe: str, shapes: list[str]) -> None:
 
 def table(results: list[TimingResult]) -> Table:
     """Build a table of the candidate with the shortest wait, its times and rate, and its lead over the next one."""
-    shown = Table(box=ROUNDED, border_style="dim", header_style="bold")
-    for heading in ("task", "m, n, k or rows, columns", "fastest", "µs", "host µs", "rate", "next", "slower by"):
-        shown.add_column(heading, justify="right" if heading in ("µs", "host µs", "rate", "slower by") else "left")
+    headings = ("task", "m, n, k or rows, columns", "fastest", "µs", "host µs", "rate", "next", "slower by")
+    shown = terminal.table(*headings, right=("µs", "host µs", "rate", "slower by"))
     for result in results:
         sizes = ", ".join(map(str, result.task.shape))
         if result.entry is None:

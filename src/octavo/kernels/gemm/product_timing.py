@@ -8,7 +8,7 @@ products, torch; the planner compares FP8 times with theirs.
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 
@@ -124,8 +124,5 @@ def _operands(product: Gemm, device: torch.device) -> list[tuple[ScaledTensor, S
         operands.append(ScaledTensor(data, None if text == UNIT_SCALE else quantized.scale, quantized.spec))
     a, b = operands
     copies = max(1, min(timing.CALLS, 2 * timing.cache_bytes(device) // (a.data.numel() + b.data.numel())))
-    return [(a, b), *((_copy(a), _copy(b)) for _ in range(copies - 1))]
-
-
-def _copy(operand: ScaledTensor) -> ScaledTensor:
-    return ScaledTensor(operand.data.clone(), operand.scale, operand.spec)
+    cloned = ((replace(a, data=a.data.clone()), replace(b, data=b.data.clone())) for _ in range(copies - 1))
+    return [(a, b), *cloned]

@@ -43,11 +43,6 @@ def plan_of(
 class OneCall:
     """Products by one call of `torch._scaled_mm`. Holds no tensor but unit scales."""
 
-    __slots__ = (
-        "_a_is_column", "_a_is_unit", "_a_ones", "_a_shape", "_a_transposed", "_b_is_row", "_b_is_unit", "_b_ones",
-        "_b_shape", "_b_transposed", "_columns", "_device", "_fast_accum", "_is_row", "_out_dtype", "_rows",
-    )  # fmt: skip
-
     def __init__(
         self, left: Operand, right: Operand, layout: str, out_dtype: torch.dtype, fast_accum: bool
     ) -> None:  # fmt: skip
@@ -108,11 +103,6 @@ class OneCall:
 
 class BlockCall:
     """Products with scales of blocks by one call of `torch._scaled_mm_v2`, without copies of data. Holds no tensor."""
-
-    __slots__ = (
-        "_a_order", "_a_shape", "_a_type", "_b_order", "_b_shape", "_b_type", "_index", "_left", "_out_dtype",
-        "_right",
-    )  # fmt: skip
 
     def __init__(self, left: Operand, right: Operand, layout: str, out_dtype: torch.dtype) -> None:
         self._a_shape = tuple(left.data.shape) if layout[0] == "t" else None

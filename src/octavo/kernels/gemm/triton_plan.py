@@ -21,11 +21,6 @@ from octavo.runtime.torch_compat import empty_strided_on
 class TritonProduct:
     """Products by one kernel, for operands and bias of equal shapes, strides, dtypes and device. Holds no tensor."""
 
-    __slots__ = (
-        "_as_they_are", "_biased", "_device", "_empty", "_gluon", "_launch", "_out", "_programs", "_scalars",
-        "_scaled", "_step", "_tiles", "_transposed", "run",
-    )  # fmt: skip
-
     def __init__(
         self, launch: Launch, programs: int, left: Operand, right: Operand, bias: Tensor | None, layout: str,
         out_dtype: torch.dtype, tiles: list[tuple[int, int]] | None, gluon: bool,

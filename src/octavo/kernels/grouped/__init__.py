@@ -118,10 +118,6 @@ def cases_of(recipe: Recipe) -> dict[str, Case]:
     }
 
 
-def _case(a: Any, b: Any, b_scale: Tensor | None, layout: str, bias: Tensor | None) -> Case:
-    return str(a), UNIT_SCALE if b_scale is None else str(b), layout, "" if bias is None else "bias"
-
-
 def random_operands(
     case: Case, counts: list[int], n: int, k: int, device: torch.device, seed: int = 0
 ) -> tuple[ScaledTensor, ScaledTensor, Tensor, Tensor | None]:
@@ -174,7 +170,8 @@ def _run(
 ) -> Tensor:  # fmt: skip
     left = ScaledTensor(a, a_scale, QuantSpec.parse(a_spec))
     right = ScaledTensor(b, b_scale, QuantSpec.parse(b_spec))
-    backend = GROUPED_MM.choose(a.device, _case(a_spec, b_spec, b_scale, layout, bias))
+    case = a_spec, UNIT_SCALE if b_scale is None else b_spec, layout, "" if bias is None else "bias"
+    backend = GROUPED_MM.choose(a.device, case)
     result: Tensor = backend.run(left, right, offsets, layout, out_dtype, bias, fast_accum)
     return result
 

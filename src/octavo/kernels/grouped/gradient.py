@@ -137,11 +137,6 @@ def _fake(
 _QUANTIZE_GROUPED = define("quantize_grouped", _run, _fake)
 
 
-def sum_by_group(g: Tensor, offsets: Tensor) -> Tensor:
-    """Return the sum of each expert's rows of G [M,N], float32 [E,N], for `offsets` int32 [E]."""
-    return _SUM_BY_GROUP(g, offsets)
-
-
 def _sum_by_group(g: Tensor, offsets: Tensor) -> Tensor:
     if g.device.type == "cpu":
         ends = offsets.tolist()
@@ -151,7 +146,8 @@ def _sum_by_group(g: Tensor, offsets: Tensor) -> Tensor:
     return torch.segment_reduce(g.float(), "sum", lengths=lengths.long(), axis=0, unsafe=True)[:-1].contiguous()
 
 
-_SUM_BY_GROUP = define(
+sum_by_group = define(
     "sum_by_group", _sum_by_group,
     lambda g, offsets: g.new_empty((offsets.shape[0], g.shape[1]), dtype=torch.float32),
 )  # fmt: skip
+"""Return the sum of each expert's rows of G [M,N], float32 [E,N], for `offsets` int32 [E]."""

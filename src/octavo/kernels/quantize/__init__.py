@@ -174,10 +174,8 @@ def _pair_inputs(device: torch.device, case: Case) -> list[tuple[Any, ...]]:
     return [(x, spec, columns, spec_t, rows)]
 
 
-def _specs() -> dict[str, Case]:
-    fields = ("x", "w", "dgrad_g", "dgrad_w", "wgrad_g", "wgrad_x")
-    specs = {str(spec) for recipe in RECIPES.values() for f in fields if (spec := getattr(recipe, f)) is not None}
-    return {text: (text,) for text in sorted(specs)}
+_FIELDS = ("x", "w", "dgrad_g", "dgrad_w", "wgrad_g", "wgrad_x")
+_SPECS = sorted({spec.text for r in RECIPES.values() for f in _FIELDS if (spec := getattr(r, f)) is not None})
 
 
 def _pairs() -> dict[str, Case]:
@@ -192,7 +190,8 @@ def _pairs() -> dict[str, Case]:
 
 
 QUANTIZE = register(
-    "quantize", _specs(), same_bytes(reference.quantize, _inputs, ("data", "transposed data", "scale")),
+    "quantize", {text: (text,) for text in _SPECS},
+    same_bytes(reference.quantize, _inputs, ("data", "transposed data", "scale")),
     triton_backend("quantize.triton:quantize", plan="plan_of"), reference=reference.quantize,
 )  # fmt: skip
 QUANTIZE_PAIR = register(
@@ -211,10 +210,8 @@ def _run(
     return outputs
 
 
-def _fake(
-    x: Tensor, spec: str, fold: Tensor | None, amax: Tensor | None, scale: Tensor | None, order: str,
-    beside: Tensor | None = None,
-) -> list[Tensor]:  # fmt: skip
+def _fake(x: Tensor, spec: str, *others: Any) -> list[Tensor]:
+    _, _, scale, order, *_ = others
     *data, computed = reference.empty_outputs(x, QuantSpec.parse(spec), order)
     return [*data, computed] if scale is None else data
 

@@ -30,12 +30,6 @@ GeneratedFunction = Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]
 class QuantizePlan:
     """Outputs to allocate and kernels to launch, prepared at the first run, for matrices of one shape and strides."""
 
-    __slots__ = (
-        "_allocate", "_device", "_dtype", "_e8m0", "_empty", "_index", "_launches", "_maxima", "_padded_rows", "_pair",
-        "_q", "_q_t", "_s", "_s_t", "_scalars", "_scale_dtype", "_second_at", "_shape", "_steps", "_two_passes",
-        "_writes_columns", "_writes_rows", "_writes_scale", "run",
-    )  # fmt: skip
-
     def __init__(
         self, launches: list[Launch], spec: QuantSpec, spec_t: QuantSpec | None, order: Order, scale_given: bool,
         x: Tensor,
