@@ -123,7 +123,8 @@ def plan_of(
     fast = fast_accum and target.limited_accumulator and not blocked
     kind = target, fast, blocked_rows(left.blocks, right.blocks), out_dtype.itemsize
     overlap = overlap and not INTERPRETED and overlaps(target, fast)
-    chosen = CONFIGS[config if config in configurations(*kind) else _estimated_fastest(m, n, *kind)]
+    available = configurations(*kind)
+    chosen = CONFIGS[config if config in available else estimated_fastest(available, m, n, target)]
     round_first = INTERPRETED and out_dtype == torch.bfloat16
     a_rows, b_rows = (NO_SCALE if operand.scale is None else operand.blocks.rows for operand in (left, right))
     launch = launch_of(chosen, target, a_rows, b_rows, blocked, bias is not None, fast, round_first, overlap)
@@ -199,13 +200,15 @@ def target_of(capability: int, multiprocessors: int) -> Target:
 
 
 @lru_cache(maxsize=4096)
-def _estimated_fastest(m: int, n: int, target: Target, fast: bool, blocked: int, out_bytes: int) -> int:
+def estimated_fastest(available: tuple[int, ...], m: int, n: int, target: Target, products: int = 1) -> int:
+    """Estimate the fastest configuration for products [m,n]: the number of waves of tiles by tile size and rate."""
 
     def cost(index: int) -> float:
         config = CONFIGS[index]
-        return -(-config.tiles(m, n) // target.multiprocessors) * config.tile_m * config.tile_n / config.rate
+        waves = -(-products * config.tiles(m, n) // target.multiprocessors)
+        return waves * config.tile_m * config.tile_n / config.rate
 
-    return min(configurations(target, fast, blocked, out_bytes), key=cost)
+    return min(available, key=cost)
 
 
 @lru_cache(maxsize=64)
@@ -244,12 +247,12 @@ def trials(device: torch.device, case: Case, config: int | None = None) -> list[
     """Return configurations, each with a shape m, n in which every program has two tiles or more."""
     # A small product has one tile per program, so it shows nothing about how a program goes from tile to tile.
     target = target_for(device)
-    kind = _training_kind(target, case)
+    available = configurations(*_training_kind(target, case))
     if config is not None:
-        picked = {config} & set(configurations(*kind))
+        picked = {config} & set(available)
     else:  # those that estimates pick for products of many tiles
         sizes = range(512, 16385, 512)
-        picks = {(m, n): _estimated_fastest(m, n, *kind) for m in sizes for n in sizes}
+        picks = {(m, n): estimated_fastest(available, m, n, target) for m in sizes for n in sizes}
         picked = {i for shape, i in picks.items() if CONFIGS[i].tiles(*shape) > CONFIGS[i].programs(target)}
     sides = {i: math.isqrt(2 * CONFIGS[i].programs(target)) + 1 for i in sorted(picked)}  # side² tiles
     return [(i, (side * CONFIGS[i].tile_m - 7, side * CONFIGS[i].tile_n - 9)) for i, side in sides.items()]

@@ -60,7 +60,7 @@ class TritonProduct:
         if self._step is None:
             arguments = dict(zip(_TENSORS, tensors, strict=True)) | self._scalars
             for name, data, tile in zip("ab", (left, right), self._tiles or (), strict=False):
-                arguments[name] = _descriptor(data, tile, self._gluon)
+                arguments[name] = descriptor(data, tile, self._gluon)
             self._step = self._launch.prepared((self._programs,), arguments)
         elif self.run == self._run and self._as_they_are:  # a product that runs once, as that of an op, is not worth it
             self.run = self._generated(self._step) or self._run
@@ -89,7 +89,8 @@ class TritonProduct:
         return function_of(", ".join(_PARAMETERS), [*lines, launched, "return OUT"], constants)
 
 
-def _descriptor(data: Tensor, tile: tuple[int, int], gluon: bool) -> Any:
+def descriptor(data: Tensor, tile: tuple[int, int], gluon: bool = False) -> Any:
+    """Return a TMA descriptor of a matrix in Triton's language or in Gluon."""
     sizes = list(data.shape), list(data.stride()), list(tile)
     if not gluon:
         return TensorDescriptor(data, *sizes)

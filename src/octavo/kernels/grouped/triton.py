@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from octavo.kernels.gemm.operand_layout import ALIGNMENT, packed
-from octavo.kernels.gemm.triton import CONFIGS, GROUP, Config, Target, configurations, target_for
+from octavo.kernels.gemm.triton import CONFIGS, GROUP, Config, Target, configurations, estimated_fastest, target_for
+from octavo.kernels.gemm.triton_plan import descriptor
 from octavo.kernels.grouped import reference
 from octavo.kernels.grouped.device import grouped_kernel
 from octavo.kernels.launch import INTERPRETED, Launch
@@ -49,14 +49,14 @@ def grouped_mm(
     kind = target, fast, False, out_dtype.itemsize
     each = -(-tokens // experts) if layout != "tn" else rows
     available = available_configs(layout, *kind)
-    chosen = CONFIGS[config if config in available else _estimated_fastest(each, columns, experts, available, target)]
+    chosen = CONFIGS[config if config in available else estimated_fastest(available, each, columns, target, experts)]
     round_first = INTERPRETED and out_dtype == torch.bfloat16
     launch = launch_of(chosen, target, layout, experts, bias is not None, fast, round_first)
     shape = (experts, rows, columns) if layout == "tn" else (tokens, columns)
     out = torch.empty(shape, dtype=out_dtype, device=device)
     arguments = {
-        "a": _descriptor(left, chosen.tile_m, chosen.tile_k) if target.tma else left,
-        "b": _descriptor(right, chosen.tile_n, chosen.tile_k) if target.tma else right,
+        "a": descriptor(left, (chosen.tile_m, chosen.tile_k)) if target.tma else left,
+        "b": descriptor(right, (chosen.tile_n, chosen.tile_k)) if target.tma else right,
         "out": out, "offsets": offsets, "a_scale": a.scale, "b_scale": out if b.scale is None else b.scale,
         "bias": out if bias is None else bias.contiguous(), "rows": rows, "columns": columns,
         "contraction": left.shape[1], "weight_step": weight_step, "tokens": tokens, "experts": experts,
@@ -95,21 +95,6 @@ def _spread(data: Tensor, experts: int) -> tuple[Tensor, int]:
     memory = by_expert.new_zeros((by_expert.shape[2], experts, step))
     memory[:, :, : by_expert.shape[1]] = by_expert.permute(2, 0, 1)
     return memory.flatten(1).view(data.dtype), step
-
-
-def _descriptor(data: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    return TensorDescriptor(data, list(data.shape), list(data.stride()), [rows, columns])
-
-
-@lru_cache(maxsize=4096)
-def _estimated_fastest(each: int, columns: int, experts: int, available: tuple[int, ...], target: Target) -> int:
-
-    def cost(index: int) -> float:
-        config = CONFIGS[index]
-        waves = -(-experts * config.tiles(each, columns) // target.multiprocessors)
-        return waves * config.tile_m * config.tile_n / config.rate
-
-    return min(available, key=cost)
 
 
 @lru_cache(maxsize=1024)
