@@ -20,6 +20,10 @@ FP8_ACTIVATIONS = octavo.Precision(matmul="bf16", activations="fp8")
 TOKENS, WIDTH, HEADS = 128, 64, 4
 
 
+def stored(model):
+    return octavo.convert(copy.deepcopy(model), precision=FP8_ACTIVATIONS, verbose=False)
+
+
 def step(model, x, seed=7):
     """Outputs, gradients by name (the input's under `x`), and the state of the random numbers."""
     model.zero_grad()
@@ -37,10 +41,7 @@ def flat(grads):
 
 def compare(model, x, *, whole=21.0, each=15.0, ignore=()):
     """Storing against plain; returns the two models."""
-    plain, storing = (
-        copy.deepcopy(model),
-        octavo.convert(copy.deepcopy(model), precision=FP8_ACTIVATIONS, verbose=False),
-    )
+    plain, storing = copy.deepcopy(model), stored(model)
     (y, expected, random), (stored_y, actual, stored_random) = step(plain, x), step(storing, x)
     assert torch.equal(y, stored_y)
     assert torch.equal(random, stored_random)
@@ -350,10 +351,7 @@ CHANGES = {
 @pytest.mark.parametrize("name", CHANGES)
 def test_what_changes_after_conversion_counts(name):
     model = nn.Sequential(GatedMLP())
-    plain, storing = (
-        copy.deepcopy(model),
-        octavo.convert(copy.deepcopy(model), precision=FP8_ACTIVATIONS, verbose=False),
-    )
+    plain, storing = copy.deepcopy(model), stored(model)
     assert octavo.report(storing).activations[0].activation_storage == "glu"
     x = randn(2, TOKENS, WIDTH)
     for m in (plain, storing):
@@ -371,7 +369,7 @@ def test_a_forward_that_is_replaced_after_conversion_counts(of, monkeypatch):
     def other(self, x):
         return self.down_proj(self.up_proj(x))
 
-    model = octavo.convert(nn.Sequential(Own()), precision=FP8_ACTIVATIONS, verbose=False)
+    model = stored(nn.Sequential(Own()))
     assert octavo.report(model).activations[0].activation_storage == "glu"
     x = randn(4, WIDTH)
     if of == "class":
@@ -387,7 +385,7 @@ def test_random_numbers_of_python_stay():
     random.seed(0)
     expected = random.random()
     random.seed(0)
-    octavo.convert(nn.Sequential(GatedMLP(), OldNorm(NORMS["groups"])), precision=FP8_ACTIVATIONS, verbose=False)
+    stored(nn.Sequential(GatedMLP(), OldNorm(NORMS["groups"])))
     assert random.random() == expected
 
 
@@ -494,7 +492,7 @@ def test_functions_that_are_replaced_after_conversion_count(where, monkeypatch):
     import sys
 
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Global() if where == "global" else nn.SiLU(), GatedMLP())
-    storing = octavo.convert(copy.deepcopy(model), precision=FP8_ACTIVATIONS, verbose=False)
+    storing = stored(model)
     if where == "global":
         monkeypatch.setattr(sys.modules[__name__], "FUNCTION", torch.tanh)
     else:
@@ -519,7 +517,7 @@ def test_the_largest_values_stay_finite(dtype):
     for model in (Filled(), nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH))):
         if isinstance(model, nn.Sequential) and dtype == torch.float16:
             x[0, 0], x[0, 0, 0] = -60000, 60000
-        _, grads, _ = step(octavo.convert(model.to(dtype), precision=FP8_ACTIVATIONS, verbose=False), x)
+        _, grads, _ = step(stored(model.to(dtype)), x)
         assert all(g.isfinite().all() for g in grads.values())
 
 
@@ -535,7 +533,7 @@ def test_conversion_is_atomic_where_a_class_cannot_be_extended():
 
 
 def test_hooks_that_are_forbidden_leave_modules_as_they_are():
-    model, x = octavo.convert(nn.Sequential(GatedMLP()), precision=FP8_ACTIVATIONS, verbose=False), randn(4, WIDTH)
+    model, x = stored(nn.Sequential(GatedMLP())), randn(4, WIDTH)
     plain = octavo.revert(copy.deepcopy(model))
     plain(x).sum().backward()
     with torch.autograd.graph.disable_saved_tensors_hooks("no hooks here"):
@@ -569,7 +567,7 @@ def test_scaled_sums_before_a_norm_stay_exact(norm, streams):
 
 def test_norms_of_other_sums_store_their_inputs():
     x, scale, w = (randn(*shape).requires_grad_() for shape in ((32, WIDTH), (), (WIDTH, WIDTH)))
-    norm = octavo.convert(nn.Sequential(nn.RMSNorm(WIDTH)), precision=FP8_ACTIVATIONS, verbose=False)
+    norm = stored(nn.Sequential(nn.RMSNorm(WIDTH)))
     for h in (x + scale * (x @ w), (x @ w) + scale * x, scale * x + 1.0, x.sum(0) * w, 2.0 * x):
         assert "_NormFunction" in norm(h).grad_fn.name()
     assert "_NormFunction" not in norm(scale * x).grad_fn.name()

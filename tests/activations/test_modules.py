@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import io
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ import octavo
 from octavo.activations.recompute import RECOMPUTABLE
 from octavo.nn.memory_audit import saved_for_backward
 from octavo.numerics import RECIPES, sqnr
+from tensors import saved_and_loaded
 
 by_family = pytest.mark.parametrize("family", FAMILIES)
 ONLY_ACTIVATIONS = octavo.Precision(matmul="bf16", activations="fp8")
@@ -164,11 +164,8 @@ def test_modules_keep_their_identity_state_and_flags():
 
 def test_copies_and_pickles_still_store():
     model = storing(model_of("llama"))
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
     expected = train_step(model, batch_of("llama"))[1]
-    for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+    for other in (copy.deepcopy(model), saved_and_loaded(model, weights_only=False)):
         assert [row.activation_storage for row in octavo.report(other).activations] == [
             "saved_tensors",
             "glu",

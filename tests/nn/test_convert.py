@@ -1,6 +1,5 @@
 import copy
 import functools
-import io
 import re
 import sys
 import warnings
@@ -16,6 +15,7 @@ from transformers.models.falcon.modeling_falcon import FalconLinear
 import octavo
 from octavo.nn.convert import change_recipe
 from octavo.nn.linear import Linear
+from tensors import saved_and_loaded
 
 
 class Odd(nn.Linear):
@@ -59,10 +59,7 @@ def test_state_dict_travels_both_ways():
     model = octavo.convert(copy.deepcopy(plain), verbose=False)
     expected = plain.state_dict()
     assert list(model.state_dict()) == list(expected)
-    file = io.BytesIO()
-    torch.save(model.state_dict(), file)
-    file.seek(0)
-    loaded = torch.load(file, weights_only=True)
+    loaded = saved_and_loaded(model.state_dict())
     assert {k: (v.dtype, v.shape) for k, v in loaded.items()} == {k: (v.dtype, v.shape) for k, v in expected.items()}
     assert_same(dict(expected), loaded)
     other = octavo.convert(llama(), verbose=False)

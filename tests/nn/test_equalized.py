@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import io
 import json
 import math
 import threading
@@ -35,7 +34,7 @@ from octavo.nn.memory_audit import saved_for_backward
 from octavo.numerics import channel_amax, equalize, equalized, sqnr
 from octavo.numerics.equalization import LARGEST_EXPONENT, ChannelScales
 from support.dispatch_modes import Passing
-from tensors import randn
+from tensors import randn, saved_and_loaded
 
 NAME = "rowwise_equalized"
 M, K, N = 1024, 512, 768
@@ -372,10 +371,7 @@ def test_copies_and_pickles_keep_s_and_revert_leaves_no_trace():
     model = model_of()
     keys = list(model.state_dict())
     step(model, 0)
-    buffer = io.BytesIO()
-    torch.save(model, buffer)
-    buffer.seek(0)
-    for other in (copy.deepcopy(model), torch.load(buffer, weights_only=False)):
+    for other in (copy.deepcopy(model), saved_and_loaded(model, weights_only=False)):
         assert other.q.equalizer.scales is other.k.equalizer.scales is not model.q.equalizer.scales
         assert state_dict(other) == state_dict(model)
     assert list(model.state_dict()) == keys == list(Attention().state_dict())

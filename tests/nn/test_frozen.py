@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import io
 
 import pytest
 import torch
@@ -15,6 +14,7 @@ import octavo
 from octavo.nn import ResidentWeight, change_recipe
 from octavo.numerics.error import sqnr
 from support.moe_models import resident, state_bits
+from tensors import saved_and_loaded
 
 
 def mlp(dtype=torch.bfloat16, width=128):
@@ -92,11 +92,8 @@ def test_state_round_trips_bit_for_bit(tmp_path):
     from safetensors.torch import load_file, save_file
 
     model, x = resident(mlp()), torch.randn(4, 128).bfloat16()
-    file = io.BytesIO()
-    torch.save(model.state_dict(), file)
-    file.seek(0)
     save_file(model.state_dict(), tmp_path / "base.safetensors")
-    for state in (torch.load(file, weights_only=True), load_file(tmp_path / "base.safetensors")):
+    for state in (saved_and_loaded(model.state_dict()), load_file(tmp_path / "base.safetensors")):
         for assign in (False, True):
             other = mlp()
             other[0].weight.data.zero_()
@@ -141,10 +138,7 @@ def test_moves_and_copies_of_models():
     expected = state_bits(copy.deepcopy(model))
     y = model(x.bfloat16())
     assert torch.equal(copy.deepcopy(model)(x.bfloat16()), y)
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    assert torch.equal(torch.load(file, weights_only=False)(x.bfloat16()), y)
+    assert torch.equal(saved_and_loaded(model, weights_only=False)(x.bfloat16()), y)
     model.float()
     assert model[0].weight.dtype == torch.float32 and model(x).dtype == torch.float32
     model.to("cpu", torch.bfloat16)
@@ -305,11 +299,8 @@ def test_another_spec_is_found_in_a_graph_too():
 def test_save_pretrained_raises_and_writes_nothing(tmp_path):
     """from_pretrained would read the FP8 values without their scales."""
     model = resident(llama())
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
     sharing = nn.ModuleDict({"base": model})
-    for one in (model, model.model, copy.deepcopy(model), torch.load(file, weights_only=False), sharing.base):
+    for one in (model, model.model, copy.deepcopy(model), saved_and_loaded(model, weights_only=False), sharing.base):
         with pytest.raises(ValueError, match=r"octavo\.export\(model, path, to='fp8-row'\).*octavo\.revert\(model\)"):
             one.save_pretrained(tmp_path / "out")
     assert not (tmp_path / "out").exists()

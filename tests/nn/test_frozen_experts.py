@@ -1,7 +1,6 @@
 """Experts of a mixture whose weights are resident in FP8: products, states, loading, the way back."""
 
 import copy
-import io
 
 import pytest
 import torch
@@ -15,6 +14,7 @@ from octavo.nn import ResidentWeight, change_recipe, load_frozen, meta_parameter
 from octavo.nn.experts import STACKED
 from octavo.numerics.error import sqnr
 from support.moe_models import FAMILIES, experts_of, mixture, resident, routed, state_bits
+from tensors import saved_and_loaded
 
 RECIPES = ("rowwise", "rowwise_hp_wgrad", "tensorwise", "blockwise")
 NAME = "model.layers.1.mlp.experts"
@@ -112,11 +112,8 @@ def test_only_frozen_experts_become_resident():
 def test_state_round_trips_bit_for_bit(family, recipe, tmp_path):
     model = resident(mixture(family), recipe)
     expected = model(input_ids=TOKENS).logits
-    file = io.BytesIO()
-    torch.save(model.state_dict(), file)
-    file.seek(0)
     save_file(model.state_dict(), tmp_path / "base.safetensors")
-    for state in (torch.load(file, weights_only=True), load_file(tmp_path / "base.safetensors")):
+    for state in (saved_and_loaded(model.state_dict()), load_file(tmp_path / "base.safetensors")):
         assert state[f"{NAME}.down_proj"].dtype == torch.float8_e4m3fn and f"{NAME}.down_proj_scale" in state
         for assign in (False, True):
             other = mixture(family)
@@ -139,10 +136,7 @@ def test_copies_moves_and_changes_of_the_recipe():
     model = resident(mixture("gpt_oss"))
     expected = model(input_ids=TOKENS).logits
     assert torch.equal(copy.deepcopy(model)(input_ids=TOKENS).logits, expected)
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    assert torch.equal(torch.load(file, weights_only=False)(input_ids=TOKENS).logits, expected)
+    assert torch.equal(saved_and_loaded(model, weights_only=False)(input_ids=TOKENS).logits, expected)
     before = {k: v.clone() for k, v in state_bits(model).items() if k.startswith(NAME) and "bias" not in k}
     model.bfloat16()
     assert model.get_submodule(NAME).down_proj.dtype == torch.bfloat16

@@ -8,7 +8,7 @@ import torch
 from casts import counted, set_copies
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import MLP, llama
+from models import MLP
 from torch import nn
 
 import octavo
@@ -178,21 +178,14 @@ def test_frozen_input_costs_no_dgrad(name):
     assert layer.weight.grad is not None
 
 
-def test_one_copy_of_x_serves_all_products():
-    """Forward casts X and W; backward casts W again and G once per product. X is never quantized a second time."""
-    layer = octavo.convert(nn.Linear(64, 32), verbose=False)
+@pytest.mark.parametrize(("name", "of_g"), [("rowwise", 2), ("tensorwise", 1)])
+def test_one_copy_of_x_serves_all_products(name, of_g):
+    """Forward casts X and W; backward casts W again, and G once per form. X is never quantized a second time."""
+    layer = octavo.convert(nn.Linear(64, 32), name, verbose=False)
     x = randn(16, 64).requires_grad_()
     with counted(QUANTIZE) as casts:
         layer(x).sum().backward()
-    assert [tuple(call[0].shape) for call in casts] == [(16, 64), (32, 64), (32, 64), (16, 32), (16, 32)]
-
-
-def test_tensorwise_quantizes_the_gradient_once():
-    layer = octavo.convert(nn.Linear(64, 32), "tensorwise", verbose=False)
-    x = randn(16, 64).requires_grad_()
-    with counted(QUANTIZE) as casts:
-        layer(x).sum().backward()
-    assert [tuple(call[0].shape) for call in casts].count((16, 32)) == 1
+    assert [tuple(call[0].shape) for call in casts] == [(16, 64), (32, 64), (32, 64), *[(16, 32)] * of_g]
 
 
 @pytest.mark.parametrize(
@@ -254,16 +247,6 @@ def test_copies_of_another_dispatch_mode_are_not_taken():
     assert sum(call[0].shape == x.shape for call in casts) == 2
 
 
-def test_q_k_and_v_of_a_llama_share_one_copy():
-    attention = octavo.convert(llama(num_hidden_layers=1), verbose=False).model.layers[0].self_attn
-    x = randn(1, 8, 64).requires_grad_() * 1
-    with counted(QUANTIZE) as casts, saved_for_backward(attention) as kept:
-        outputs = [attention.q_proj(x), attention.k_proj(x), attention.v_proj(x)]
-    assert [tuple(call[0].shape) for call in casts].count((8, 64)) == 1
-    w_scales = sum(bytes_of_w_scales(p) for p in (attention.q_proj, attention.k_proj, attention.v_proj))
-    assert kept.bytes == 8 * 64 + 8 * 4 + w_scales and len(outputs) == 3
-
-
 @by_recipe
 @pytest.mark.parametrize("shape", [(48, 64, 32), (37, 19, 2), (0, 64, 32), (1, 7, 5)])
 def test_both_memory_orders_give_the_same_numbers(name, shape, monkeypatch):
@@ -317,22 +300,16 @@ def test_autocast_gives_its_dtype_and_full_precision_gradients(name, parameters)
 def test_bad_values_reach_the_output(name):
     layer = octavo.convert(nn.Linear(64, 32), name, verbose=False)
     x = randn(300, 64)
+    clean = layer(x)
+    x = x.clone()
     x[7, 3] = torch.inf
     y = layer(x)
     assert y[7].isnan().all()
     if name != "tensorwise":
         assert not y[200:].isnan().any()
-
-
-def test_inf_in_one_row_leaves_the_other_rows_alone():
-    layer = octavo.convert(nn.Linear(64, 32), verbose=False)
-    x = randn(16, 64)
-    clean = layer(x)
-    x = x.clone()
-    x[3, 3] = torch.inf
-    y = layer(x)
-    others = [r for r in range(16) if r != 3]
-    assert y[3].isnan().all() and torch.equal(y[others], clean[others])
+    if name == "rowwise":
+        others = torch.arange(300) != 7
+        assert torch.equal(y[others], clean[others])
 
 
 def test_tiny_gradients_keep_their_accuracy():

@@ -1,7 +1,6 @@
 """A resident weight behaves as a tensor of its dtype, keeps its bytes, and raises for what would lose values."""
 
 import copy
-import io
 import pickle
 
 import pytest
@@ -11,6 +10,7 @@ from torch import nn
 from octavo.kernels import quantize
 from octavo.nn import ResidentWeight
 from octavo.numerics.spec import QuantSpec
+from tensors import saved_and_loaded
 
 ROW = QuantSpec.parse("e4m3/row")
 READS = pytest.warns(UserWarning, match="reads a weight that is resident in FP8")
@@ -163,10 +163,7 @@ def test_sharing_memory_shares_the_bytes(weight):
 
 
 def test_torch_save_of_tensors_loads_without_code(weight):
-    file = io.BytesIO()
-    torch.save({"w": weight}, file)
-    file.seek(0)
-    loaded = torch.load(file, weights_only=True)["w"]
+    loaded = saved_and_loaded({"w": weight})["w"]
     assert isinstance(loaded, nn.Parameter) and not loaded.requires_grad and same_bytes(loaded, weight)
 
 

@@ -1,5 +1,4 @@
 import copy
-import io
 import math
 
 import pytest
@@ -10,7 +9,7 @@ from torch import nn
 
 from octavo.kernels.adamw import reference
 from octavo.optim import AdamW, Muon, adamw
-from tensors import randn
+from tensors import randn, saved_and_loaded
 
 
 def parameters(dtype=torch.float32):
@@ -93,11 +92,8 @@ def test_resuming_is_bitwise_the_uninterrupted_run(steps, dtype, stochastic):
     whole = parameters(dtype)
     optimizer = AdamW(whole, **settings)
     train(optimizer, whole, steps)
-    file = io.BytesIO()
-    torch.save({"model": [p.detach() for p in whole], "optimizer": optimizer.state_dict()}, file)
+    saved = saved_and_loaded({"model": [p.detach() for p in whole], "optimizer": optimizer.state_dict()})
     train(optimizer, whole, 3, start=steps)
-    file.seek(0)
-    saved = torch.load(file, weights_only=True)
     resumed = [nn.Parameter(p) for p in saved["model"]]
     second = AdamW(resumed, **settings)
     second.load_state_dict(saved["optimizer"])

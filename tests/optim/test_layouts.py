@@ -1,6 +1,5 @@
 """A parameter of any memory layout takes the steps of its contiguous copy, bit for bit."""
 
-import io
 from importlib.util import find_spec
 
 import pytest
@@ -9,7 +8,7 @@ from torch import nn
 
 from octavo.kernels.adamw import ADAMW
 from octavo.optim import AdamW
-from tensors import randn
+from tensors import randn, saved_and_loaded
 
 # NumPy, on which Triton's interpreter runs, warns of what the kernel computes for padding and throws away.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in:RuntimeWarning")
@@ -76,11 +75,8 @@ def test_any_layout_steps_and_resumes_as_the_contiguous_copy(layout, backend):
             assert param.stride() == strides
             assert_same(param, optimizer, dense, other)
             assert not param.numel() or not torch.equal(param, start)
-            file = io.BytesIO()
-            torch.save(optimizer.state_dict(), file)
-            file.seek(0)
             resumed = AdamW([param], **settings)
-            resumed.load_state_dict(torch.load(file, weights_only=True))
+            resumed.load_state_dict(saved_and_loaded(optimizer.state_dict()))
             train(resumed, param, 2, start=3)
             train(other, dense, 2, start=3)
             assert_same(param, resumed, dense, other)

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from octavo.numerics.error import sqnr
 from octavo.optim import AdamW, Muon, muon
 from octavo.tensor import local_tensor
-from processes import gloo  # noqa: F401  a fixture
+from processes import on_ranks
 
 SHAPES = [(96, 128), (128, 96), (64, 64), (7, 130)]
 
@@ -166,8 +166,11 @@ class Weights(nn.Module):
         self.weights = nn.ParameterList(parameters([*SHAPES, (2, 40), (6, 24, 64), (9,)], dtype))
 
 
-def sharded_job(dtype, states):
-    """Whether rows of sharded matrices are those of one process, bit for bit; and the error of other shards."""
+@pytest.mark.dist
+@pytest.mark.parametrize(("dtype", "states"), [(torch.bfloat16, "fp8"), (torch.float32, "fp32")], ids=str)
+@on_ranks(3)
+def test_shards_have_the_numbers_of_one_process(dtype, states):
+    """Rows of sharded matrices, bit for bit; other shards raise."""
     mesh = init_device_mesh("cpu", (3,))
     models = Weights(dtype), fully_shard(Weights(dtype), mesh=mesh)
     optimizers = []
@@ -181,20 +184,9 @@ def sharded_job(dtype, states):
                 grad = randn(param.shape, 100 * number + i).to(dtype)
                 param.grad = distribute_tensor(grad, mesh, [Shard(0)]) if isinstance(param, DTensor) else grad
             optimizer.step()
-    same = []
     for whole, part in zip(models[0].parameters(), models[1].parameters(), strict=True):
         rows = distribute_tensor(whole.detach(), mesh, [Shard(0)]).to_local()
-        same.append(torch.equal(rows, local_tensor(part).detach()))
+        assert torch.equal(rows, local_tensor(part).detach())
     columns = nn.Parameter(distribute_tensor(torch.zeros(8, 6), mesh, [Shard(1)]))
-    try:
+    with pytest.raises(ValueError, match="Muon needs whole matrices"):
         Muon([columns], states="fp32")
-    except ValueError as error:
-        return same, str(error)
-
-
-@pytest.mark.dist
-@pytest.mark.parametrize(("dtype", "states"), [(torch.bfloat16, "fp8"), (torch.float32, "fp32")], ids=str)
-def test_shards_have_the_numbers_of_one_process(gloo, dtype, states):  # noqa: F811
-    for same, error in gloo.run(sharded_job, 3, dtype, states):
-        assert same == [True] * 7
-        assert "Muon needs whole matrices" in error

@@ -156,8 +156,9 @@ def test_a_step_that_is_skipped_leaves_no_errors():
         assert torch.equal(gradients, expected), name
 
 
-def groups_job():
-    """Averages under `join`, where rank 0 has 2 inputs or none, rank 1 three more, and in a group of its own."""
+@on_ranks(2)
+def test_averages_over_the_ranks_that_ddp_averages_over():
+    """Under `join`, where rank 0 has 2 inputs or none, rank 1 three more, and in a group of its own."""
     rank, averages = dist.get_rank(), {}
     for feedback in (False, True):
         for initial in (True, False):
@@ -173,14 +174,9 @@ def groups_job():
     model = DistributedDataParallel(Fixed((64,)), process_group=alone)
     Fp8AllReduce().register(model)
     model([torch.full((64,), 1.0 + rank)]).backward()
-    return averages, model.module.weights[0].grad[0].item()
-
-
-def test_averages_over_the_ranks_that_ddp_averages_over(gloo):
-    for rank, (averages, alone) in enumerate(gloo.run(groups_job, 2)):
-        expected = {True: [1.0] * 2 + [0.5] * 3 * rank, False: [1.0] * 3 * rank}
-        assert averages == {(feedback, initial): expected[initial] for feedback in (0, 1) for initial in (0, 1)}
-        assert alone == 1.0 + rank
+    assert model.module.weights[0].grad[0] == 1.0 + rank
+    expected = {True: [1.0] * 2 + [0.5] * 3 * rank, False: [1.0] * 3 * rank}
+    assert averages == {(feedback, initial): expected[initial] for feedback in (0, 1) for initial in (0, 1)}
 
 
 @on_ranks(2, timeout=20.0)

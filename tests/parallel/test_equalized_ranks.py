@@ -1,7 +1,7 @@
 """Channel equalization on ranks: one s for all, also in weights that travel in FP8, and states that resume."""
 
 import pytest
-from training import make, train, whole
+from training import full, make, train, whole
 
 from octavo.nn import change_recipe
 from octavo.nn import equalized as scales
@@ -23,15 +23,12 @@ def job(settings, steps, micros=2, **options):
     model = parallelize(model, Parallel(**settings))
     inner = getattr(model, "module", model)
     losses = train(model, steps, micros=micros)
-    weights = [
-        parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter for parameter in inner.parameters()
-    ]
     names = [id(layer.equalizer.scales) for _, layer in equalized_layers(inner)]
     return (
         losses,
         scales.state_dict(inner),
         set(parameters_in_fp8(inner)),
-        [w.sum().item() for w in weights],
+        [full(p).sum().item() for p in inner.parameters()],
         len(set(names)),
     )
 

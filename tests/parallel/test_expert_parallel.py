@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
+from training import full
 
 import octavo
 from collective_recorder import CollectiveRecorder
@@ -123,8 +124,9 @@ def test_checkpointing_autocast_storage_and_dropped_slots():
     assert all(sqnr(one[name], many[name]) > 120 for name in ("y", "x", "weights"))
 
 
-def bytes_job(hidden, dtype=torch.bfloat16):
-    sent = {}
+@on_ranks(2)
+def test_messages_take_half_the_bytes_of_bf16():
+    sent, hidden, dtype = {}, 384, torch.bfloat16
     for fp8 in (True, False):
         experts = octavo.convert(experts_of("mixtral", hidden_size=hidden).to(dtype), verbose=False)
         expert_parallel(experts, mesh_of()["ep"], fp8_comm=fp8)
@@ -134,12 +136,7 @@ def bytes_job(hidden, dtype=torch.bfloat16):
         assert {call.dtype for call in recorder.calls} == {torch.int32, torch.uint8 if fp8 else dtype}
         assert [call.dtype for call in recorder.calls].count(torch.int32) == 1 and len(recorder.calls) == 5
         sent[fp8] = recorder.bytes("alltoall_base_")
-    return sent[True], sent[False]
-
-
-def test_messages_take_half_the_bytes_of_bf16(gloo):
-    for fp8, plain in gloo.run(bytes_job, 2, 384):
-        assert 0.5 * plain < fp8 <= 0.52 * plain
+    assert 0.5 * sent[False] < sent[True] <= 0.52 * sent[False]
 
 
 # --- models ---
@@ -163,11 +160,7 @@ def gradients_of(model, part=(0, 1)):
     tokens = batch(0).chunk(part[1])[part[0]]
     logits = model(input_ids=tokens[:, :-1]).logits
     F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten()).backward()
-    return {name: whole(parameter.grad) for name, parameter in model.named_parameters()}
-
-
-def whole(tensor):
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return {name: full(parameter.grad) for name, parameter in model.named_parameters()}
 
 
 def gradients_job():
@@ -185,69 +178,51 @@ def test_every_gradient_is_as_accurate_as_in_one_process(gloo):
 # --- errors ---
 
 
-def message_of(function, *arguments, **options):
-    try:
-        function(*arguments, **options)
-    except (TypeError, ValueError) as error:
-        return f"{type(error).__name__}: {error}"
-    raise AssertionError("nothing was raised")
-
-
-def errors_job():
+@on_ranks(2)
+def test_what_cannot_work_raises_on_every_rank():
     rank, mesh = dist.get_rank(), mesh_of()
-    ep = mesh["ep"]
-    plain = experts_of("mixtral")
-    found = [
-        message_of(expert_parallel, converted("mixtral"), mesh),
-        message_of(expert_parallel, converted("mixtral"), "ep"),
-        message_of(expert_parallel, plain, ep),
-        message_of(expert_parallel, nn.Linear(64, 64), ep),
-        message_of(expert_parallel, octavo.convert(experts_of("mixtral", num_local_experts=5), verbose=False), ep),
-        message_of(expert_parallel, converted("mixtral", recipe="rowwise" if rank else "mxfp8"), ep),
-        message_of(expert_parallel, converted("mixtral"), ep, fp8_comm=rank == 0),
-        message_of(expert_parallel, converted("mixtral") if rank else plain, ep),
-        message_of(parallelize, converted("mixtral"), mesh),
-    ]
+    ep, plain = mesh["ep"], experts_of("mixtral")
+
+    def refused(text, function, *arguments, **options):
+        with pytest.raises((TypeError, ValueError)) as error:
+            function(*arguments, **options)
+        assert text in f"{error.type.__name__}: {error.value}"
+
+    one_dimension = (
+        "ValueError: expert_parallel takes one dimension of a mesh; got 2, named ('efsdp', 'ep'): pass the one"
+    )
+    refused(one_dimension, expert_parallel, converted("mixtral"), mesh)
+    refused("TypeError: expert_parallel takes a torch DeviceMesh", expert_parallel, converted("mixtral"), "ep")
+    none = "and this model has none"
+    refused(
+        f"{none}: call octavo.convert(model) first; octavo.report(model) has the reason for ''",
+        expert_parallel,
+        plain,
+        ep,
+    )
+    refused(f"{none}: it has no module with 3-D gate_up_proj", expert_parallel, nn.Linear(64, 64), ep)
+    five = octavo.convert(experts_of("mixtral", num_local_experts=5), verbose=False)
+    unequal = "2 ranks cannot share the 5 experts of '' equally: take a mesh dimension of one of [1, 5]"
+    refused(unequal, expert_parallel, five, ep)
+    other = converted("mixtral", recipe="rowwise" if rank else "mxfp8")
+    refused("call expert_parallel with different recipes of layers", expert_parallel, other, ep)
     experts = converted("mixtral")
     before = dict(experts.named_parameters())
-    message_of(expert_parallel, experts, ep, fp8_comm=rank == 0)
+    refused("call expert_parallel with different settings", expert_parallel, experts, ep, fp8_comm=rank == 0)
     assert all(before[name] is p for name, p in experts.named_parameters()) and experts.octavo_exchange is None
+    refused(none, expert_parallel, converted("mixtral") if rank else plain, ep)
+    refused("call octavo.parallel.expert_parallel(model, mesh['ep']) first", parallelize, converted("mixtral"), mesh)
     expert_parallel(experts, ep)
-    return [
-        *found,
-        message_of(expert_parallel, experts, ep),
-        message_of(parallelize, experts, Parallel()),
-        message_of(octavo.revert, experts),
-        message_of(octavo.nn.change_recipe, experts, "", "mxfp8", reason="no"),
-        message_of(expert_parallel, parallelize(converted("mixtral")), ep),
-        message_of(tensor_parallel, expert_parallel(model_of(), ep), ep),
-        message_of(expert_parallel, tensor_parallel(model_of(), ep), ep),
-        message_of(tensor_parallel, model_of(), "tp"),
-        message_of(context_parallel, model_of(), None),
-    ]
-
-
-def test_what_cannot_work_raises_on_every_rank(gloo):
-    texts = (
-        "ValueError: expert_parallel takes one dimension of a mesh; got 2, named ('efsdp', 'ep'): pass the one",
-        "TypeError: expert_parallel takes a torch DeviceMesh",
-        "and this model has none: call octavo.convert(model) first; octavo.report(model) has the reason for ''",
-        "and this model has none: it has no module with 3-D gate_up_proj",
-        "2 ranks cannot share the 5 experts of '' equally: take a mesh dimension of one of [1, 5]",
-        "call expert_parallel with different recipes of layers",
-        "call expert_parallel with different settings",
-        "and this model has none",
-        "call octavo.parallel.expert_parallel(model, mesh['ep']) first",
-        "are distributed already: call expert_parallel once",
-        "give parallelize that mesh, with dimensions named 'efsdp' and 'ep'",
-        "holds some of the experts (octavo.parallel.expert_parallel)",
-        "holds some of the experts (octavo.parallel.expert_parallel)",
-        "are sharded already: call expert_parallel before octavo.parallelize",
-        "ValueError: tensor_parallel does not join expert_parallel",
-        "is distributed already: call expert_parallel before octavo.parallelize and fully_shard, and without tensor",
-        "TypeError: tensor_parallel takes a torch DeviceMesh, such as",
-        "TypeError: context_parallel takes a torch DeviceMesh, such as",
-    )
-    for found in gloo.run(errors_job, 2):
-        for text, message in zip(texts, found, strict=True):
-            assert text in message
+    refused("are distributed already: call expert_parallel once", expert_parallel, experts, ep)
+    refused("give parallelize that mesh, with dimensions named 'efsdp' and 'ep'", parallelize, experts, Parallel())
+    held = "holds some of the experts (octavo.parallel.expert_parallel)"
+    refused(held, octavo.revert, experts)
+    refused(held, octavo.nn.change_recipe, experts, "", "mxfp8", reason="no")
+    sharded, in_parts = parallelize(converted("mixtral")), tensor_parallel(model_of(), ep)
+    refused("are sharded already: call expert_parallel before octavo.parallelize", expert_parallel, sharded, ep)
+    distributed_once = expert_parallel(model_of(), ep)
+    refused("ValueError: tensor_parallel does not join expert_parallel", tensor_parallel, distributed_once, ep)
+    first = "is distributed already: call expert_parallel before octavo.parallelize and fully_shard, and without tensor"
+    refused(first, expert_parallel, in_parts, ep)
+    refused("TypeError: tensor_parallel takes a torch DeviceMesh, such as", tensor_parallel, model_of(), "tp")
+    refused("TypeError: context_parallel takes a torch DeviceMesh, such as", context_parallel, model_of(), None)

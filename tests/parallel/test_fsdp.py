@@ -1,6 +1,5 @@
 """Models that are awkward to cut into pieces, their state, and what else is done to a model that is sharded."""
 
-import io
 import os
 import time
 
@@ -11,13 +10,14 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from training import WIDTH, loss_of, make, one_process, optimizer_of, run, share, train, whole
+from training import WIDTH, full, loss_of, make, one_process, optimizer_of, run, share, train, whole
 
 import octavo
 from octavo.parallel import Parallel, parallelize
 from octavo.parallel.fsdp import parameters_in_fp8
 from octavo.tensor import local_tensor
 from processes import Failed, on_ranks
+from tensors import saved_and_loaded
 
 pytestmark = pytest.mark.dist
 
@@ -90,36 +90,29 @@ class RoutedNet(nn.Module):
 
 def routed_gradients(model, x):
     model(x).float().square().sum().backward()
-    return {name: getattr(p.grad, "full_tensor", lambda g=p.grad: g)() for name, p in model.named_parameters()}
+    return {name: full(p.grad) for name, p in model.named_parameters()}
 
 
-def mixed_dtypes_job(x):
+@on_ranks(2)
+def test_a_router_in_another_dtype_is_its_own_group():
+    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1)).bfloat16()
+    expected = routed_gradients(octavo.convert(RoutedNet(), verbose=False), x)
     model = parallelize(octavo.convert(RoutedNet(), verbose=False), Parallel(fp8_comm="gather"))
     assert isinstance(model.blocks[0].gate, FSDPModule) and not isinstance(model.blocks[0].up, FSDPModule)
     found = routed_gradients(model, x)
-    mistakes = []
-    for spoil in (
-        lambda m: m.head.register_parameter("scale", nn.Parameter(torch.ones(4))),
-        lambda m: setattr(m.blocks[1].gate.linear, "weight", m.blocks[0].gate.linear.weight),
-    ):
-        broken = RoutedNet()
-        spoil(broken)
-        with pytest.raises(ValueError, match="give them the dtype of the others before parallelize") as error:
-            parallelize(broken)
-        mistakes.append(str(error.value))
-    return found, mistakes
-
-
-def test_a_router_in_another_dtype_is_its_own_group(gloo):
-    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1)).bfloat16()
-    expected = routed_gradients(octavo.convert(RoutedNet(), verbose=False), x)
-    found, mistakes = gloo.run(mixed_dtypes_job, 2, x)[0]
     assert found.keys() == expected.keys()
     for name, gradient in expected.items():
         assert found[name].dtype == gradient.dtype
         torch.testing.assert_close(found[name], gradient, rtol=1e-2, atol=1e-2 * float(gradient.abs().max()))
-    assert mistakes[0].startswith("head trains parameters in torch.float32")
-    assert mistakes[1].startswith("blocks.1.gate.linear trains parameters in torch.float32")
+    mistakes = {
+        "head": lambda m: m.head.register_parameter("scale", nn.Parameter(torch.ones(4))),
+        "blocks.1.gate.linear": lambda m: setattr(m.blocks[1].gate.linear, "weight", m.blocks[0].gate.linear.weight),
+    }
+    for name, spoil in mistakes.items():
+        spoil(broken := RoutedNet())
+        message = f"^{name} trains parameters in torch.float32.*give them the dtype of the others before parallelize"
+        with pytest.raises(ValueError, match=message):
+            parallelize(broken)
 
 
 @pytest.mark.thorough
@@ -167,10 +160,7 @@ def state_job(path):
     for name, value in state.items():
         assert type(value) is DTensor and type(value.to_local()) is torch.Tensor, name
         assert value.to_local().untyped_storage().data_ptr() == local(model.get_parameter(name)).data_ptr(), name
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    loaded = torch.load(file, weights_only=True)
+    loaded = saved_and_loaded(state)
     before = {name: value.full_tensor() for name, value in state.items()}
     losses = train(model, steps=2, first=2)
     # Back to what was saved, scales and all: the same two steps again.
@@ -299,9 +289,7 @@ def test_a_rank_without_sequences():
                 logits = m(part[:, :-1]).flatten(0, 1)
                 nn.functional.cross_entropy(logits, part[:, 1:].flatten(), reduction="sum").backward()
             for (name, parameter), other in zip(model.named_parameters(), plain.parameters(), strict=True):
-                grad = parameter.grad
-                whole_grad = grad.full_tensor() if isinstance(grad, DTensor) else grad
-                assert torch.equal(2 * whole_grad, other.grad), name
+                assert torch.equal(2 * full(parameter.grad), other.grad), name
 
 
 def raising_job(alone):

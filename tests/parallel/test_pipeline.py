@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import time
 from itertools import chain
 
@@ -16,7 +17,7 @@ import octavo
 from collective_recorder import CollectiveRecorder
 from octavo.parallel import PipelineStage
 from octavo.runtime import torch_compat
-from processes import Failed
+from processes import Failed, on_ranks
 from releases import requires_torch
 from support.dispatch_modes import Passing
 
@@ -258,44 +259,35 @@ def test_the_others_notice_a_killed_rank(gloo):
         gloo.run(killed_job, 2)
 
 
-def job_with_errors(cases):
-    """The messages of the errors that this rank raises."""
-    return [error_of(case) for case in cases]
-
-
-def error_of(case):
+def mistake(case):
     rank, device = dist.get_rank(), torch.device("cpu")
     model = converted("tensorwise" if case == "tensorwise" else "rowwise", blocks=BLOCKS)
-    try:
-        if case == "format":
-            pipeline = Pipeline("1F1B", model, spec=("e4m3/row", "e4m3/1x128")[rank])
-        elif case == "off":
-            pipeline = Pipeline("1F1B", model, fp8_comm=rank == 0)
-        elif case == "V":
-            parts = [nn.Linear(8, 8), nn.Linear(8, 8)]
-            stages = [PipelineStage(part, i, 4, device) for i, part in zip((rank, rank + 2), parts, strict=True)]
-            schedule = pipelining.ScheduleZBVZeroBubble(stages, 4, loss_fn=nn.functional.mse_loss)
-            schedule.step(torch.ones(4, 8))
-        elif case == "one stage each":
-            stage = PipelineStage(nn.Linear(8, 8), rank, 4, device)
-            pipelining.Schedule1F1B(stage, 4, loss_fn=nn.functional.mse_loss).step(torch.ones(4, 8))
-        elif case == "shared":
-            model.head.weight = model.embed.weight
-            pipeline = Pipeline("ZBVZeroBubble", model)
-        elif case == "few":
-            pipeline = Pipeline("1F1B", model, micros=1)
-        elif case == "few for DualPipeV":
-            pipeline = Pipeline("DualPipeV", model, micros=3)
-        elif case == "three":
-            parts = [nn.Linear(8, 8) for _ in range(3)]
-            stages = [PipelineStage(part, 3 * rank + i, 6, device) for i, part in enumerate(parts)]
-            pipelining.ScheduleZBVZeroBubble(stages, 4)
-        else:
-            pipeline = Pipeline("1F1B", model)
-        pipeline.step(batch(0))
-    except ValueError as error:
-        return str(error)
-    return None
+    if case == "format":
+        pipeline = Pipeline("1F1B", model, spec=("e4m3/row", "e4m3/1x128")[rank])
+    elif case == "off":
+        pipeline = Pipeline("1F1B", model, fp8_comm=rank == 0)
+    elif case == "V":
+        parts = [nn.Linear(8, 8), nn.Linear(8, 8)]
+        stages = [PipelineStage(part, i, 4, device) for i, part in zip((rank, rank + 2), parts, strict=True)]
+        schedule = pipelining.ScheduleZBVZeroBubble(stages, 4, loss_fn=nn.functional.mse_loss)
+        schedule.step(torch.ones(4, 8))
+    elif case == "one stage each":
+        stage = PipelineStage(nn.Linear(8, 8), rank, 4, device)
+        pipelining.Schedule1F1B(stage, 4, loss_fn=nn.functional.mse_loss).step(torch.ones(4, 8))
+    elif case == "shared":
+        model.head.weight = model.embed.weight
+        pipeline = Pipeline("ZBVZeroBubble", model)
+    elif case == "few":
+        pipeline = Pipeline("1F1B", model, micros=1)
+    elif case == "few for DualPipeV":
+        pipeline = Pipeline("DualPipeV", model, micros=3)
+    elif case == "three":
+        parts = [nn.Linear(8, 8) for _ in range(3)]
+        stages = [PipelineStage(part, 3 * rank + i, 6, device) for i, part in enumerate(parts)]
+        pipelining.ScheduleZBVZeroBubble(stages, 4)
+    else:
+        pipeline = Pipeline("1F1B", model)
+    pipeline.step(batch(0))
 
 
 MISTAKES = {
@@ -312,11 +304,12 @@ MISTAKES = {
 
 
 @pytest.mark.thorough
-def test_mistakes_raise_on_all_ranks(gloo):
+@on_ranks(2)
+def test_mistakes_raise_on_all_ranks():
     """At the first step or, where torch checks, when the schedule is made."""
-    for messages in gloo.run(job_with_errors, 2, list(MISTAKES)):
-        for message, text in zip(messages, MISTAKES.values(), strict=True):
-            assert message is not None and text in message, (text, message)
+    for case, text in MISTAKES.items():
+        with pytest.raises(ValueError, match=re.escape(text)):
+            mistake(case)
 
 
 def test_an_unknown_spec():
@@ -332,20 +325,18 @@ def test_older_torch_is_refused_by_name(monkeypatch):
         PipelineStage(nn.Linear(8, 8), 0, 1, torch.device("cpu"))
 
 
-def job_with_a_smaller_last_batch():
+@pytest.mark.thorough
+@on_ranks(2, timeout=20.0)
+def test_micro_batches_of_another_size_raise_where_they_would_be_sent():
     rank = dist.get_rank()
     stage = PipelineStage(nn.Linear(128, 128), rank, 2, torch.device("cpu"))
     schedule = pipelining.ScheduleGPipe(stage, 4, loss_fn=nn.functional.mse_loss)
-    for size in (8, 7):
-        x = torch.randn(size, 128)
-        try:
-            schedule.step(*([x] if rank == 0 else []), target=x if rank == 1 else None)
-        except Exception as error:
-            return type(error).__name__, str(error)
 
+    def step(x):
+        schedule.step(*([x] if rank == 0 else []), target=x if rank == 1 else None)
 
-@pytest.mark.thorough
-def test_micro_batches_of_another_size_raise_where_they_would_be_sent(gloo):
-    (name, message), other = gloo.run(job_with_a_smaller_last_batch, 2, timeout=20.0)
-    assert name == "ValueError" and "micro-batch 3 sends [[1, 128]], but its receiver expects [[2, 128]]" in message
-    assert other is not None  # its connection breaks, or times out
+    step(torch.randn(8, 128))
+    # The receiver's connection breaks, or times out.
+    message = r"micro-batch 3 sends \[\[1, 128\]\], but its receiver expects \[\[2, 128\]\]"
+    with pytest.raises(RuntimeError) if rank else pytest.raises(ValueError, match=message):
+        step(torch.randn(7, 128))

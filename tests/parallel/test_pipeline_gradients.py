@@ -5,8 +5,7 @@ from functools import cache
 import pytest
 import torch
 from pipelines import MICROS, Pipeline, batch, converted, loss_fn
-from torch.distributed.tensor import DTensor
-from training import make
+from training import full, make
 
 import octavo
 from octavo.numerics import sqnr
@@ -33,8 +32,7 @@ def gradients_of(model, backward, batches):
         model.zero_grad()
         backward(step)
         for name, parameter in model.named_parameters():
-            grad = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
-            gradients.setdefault(name, []).append(grad.clone())
+            gradients.setdefault(name, []).append(full(parameter.grad).clone())
     return {name: torch.stack(of_batches) for name, of_batches in gradients.items()}
 
 

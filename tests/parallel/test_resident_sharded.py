@@ -6,11 +6,13 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from training import full
 
 import octavo
 from octavo.nn import ResidentWeight, change_recipe
 from octavo.nn.resident import as_resident
 from octavo.parallel import Parallel, expert_parallel, parallelize
+from processes import on_ranks
 from support.moe_models import loss_of, mixture
 
 pytestmark = [pytest.mark.dist, pytest.mark.thorough]
@@ -61,8 +63,7 @@ def sharded(recipe, how="off", dtype=torch.float32):
 
 
 def gradients(model):
-    return {n: p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad.clone()
-            for n, p in model.named_parameters() if p.requires_grad}  # fmt: skip
+    return {n: full(p.grad).clone() for n, p in model.named_parameters() if p.requires_grad}
 
 
 def step_job(recipe, how, dtype):
@@ -98,8 +99,7 @@ def test_shards_compute_what_one_process_computes(gloo, recipe, how, ranks, dtyp
 
 
 def bits(model):
-    state = {k: v.full_tensor() if hasattr(v, "full_tensor") else v for k, v in whole_bytes(model).items()}
-    return {k: v.clone() for k, v in state.items()}
+    return {k: full(v).clone() for k, v in whole_bytes(model).items()}
 
 
 def whole_bytes(model):
@@ -158,66 +158,43 @@ def test_a_checkpoint_loads_on_another_number_of_ranks(gloo, recipe, assign, tmp
     assert all(torch.equal(a, b) for a, b in zip(expected, step(model, batch(0)), strict=True))
 
 
-def plain_values_job():
-    """Values in high precision, sharded as the model, are quantized."""
+@on_ranks(2)
+def test_values_in_high_precision_load_into_shards():
+    """Sharded as the model, they are quantized."""
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    results = {}
+    plain = torch.randn(257, 128, generator=torch.Generator().manual_seed(7))
     for recipe in ("rowwise", "tensorwise"):
         model = sharded(recipe)
-        weight = model[0].up.weight
-        plain = torch.randn(257, 128, generator=torch.Generator().manual_seed(7))
-        values = distribute_tensor(plain, weight.device_mesh, [Shard(0)])
-        try:
-            state = {k: v for k, v in model.state_dict().items() if k != "0.up.weight_scale"}
-            model.load_state_dict({**state, "0.up.weight": values})
-        except RuntimeError as error:
-            results[recipe] = str(error)
-        else:
-            results[recipe] = bits(model)["0.up.weight"]
-    return results
+        state = {k: v for k, v in model.state_dict().items() if k != "0.up.weight_scale"}
+        state["0.up.weight"] = distribute_tensor(plain, model[0].up.weight.device_mesh, [Shard(0)])
+        if recipe == "tensorwise":
+            with pytest.raises(RuntimeError, match="scales of e4m3/tensor depend on other ranks"):
+                model.load_state_dict(state)
+            continue
+        model.load_state_dict(state)
+        expected = ResidentWeight.quantized(plain, octavo.RECIPES[recipe].w)
+        assert torch.equal(bits(model)["0.up.weight"], expected.data_.view(torch.uint8))
 
 
-def test_values_in_high_precision_load_into_shards(gloo):
-    result = gloo.run(plain_values_job, 2)[0]
-    assert isinstance(result["rowwise"], torch.Tensor), result["rowwise"]
-    expected = ResidentWeight.quantized(
-        torch.randn(257, 128, generator=torch.Generator().manual_seed(7)), octavo.RECIPES["rowwise"].w
-    )
-    assert torch.equal(result["rowwise"], expected.data_.view(torch.uint8))
-    assert "scales of e4m3/tensor depend on other ranks" in result["tensorwise"]
-
-
-def mistakes_job():
+@on_ranks(2)
+def test_what_cannot_be_done_with_shards_raises():
     model = sharded("rowwise")
-    errors = {}
-
-    def attempt(name, function):
-        try:
-            function()
-        except ValueError as error:
-            errors[name] = str(error)
-
-    attempt("revert", lambda: octavo.revert(model))
-    attempt("change", lambda: change_recipe(model, "0.up", None, reason="off"))
-    attempt("block", lambda: change_recipe(model, "0.up", "blockwise", reason="off"))
+    with pytest.raises(ValueError, match=r"0\.up is resident in FP8 and sharded"):
+        octavo.revert(model)
+    with pytest.raises(ValueError, match="resident in FP8 and sharded: its weights become plain only before"):
+        change_recipe(model, "0.up", None, reason="off")
+    with pytest.raises(ValueError, match="cannot read: use one of rowwise"):
+        change_recipe(model, "0.up", "blockwise", reason="off")
     change_recipe(model, "0.up", "rowwise_hp_wgrad", reason="fits")
-    attempt("add", lambda: model[0].up.weight.to_local().add_(1))
+    with pytest.raises(ValueError, match="would change a weight that is resident in FP8"):
+        model[0].up.weight.to_local().add_(1)
     before = bits(model)
     model[1].down.weight.requires_grad_(True)
-    attempt("unfreeze", lambda: step(model, batch(0)))
+    with pytest.raises(ValueError, match="is frozen and cannot be trained"):
+        step(model, batch(0))
     after = bits(model)
-    return errors, all(torch.equal(before[k], after[k]) for k in before)
-
-
-def test_what_cannot_be_done_with_shards_raises(gloo):
-    errors, same = gloo.run(mistakes_job, 2)[0]
-    assert same and errors.keys() == {"revert", "change", "block", "add", "unfreeze"}
-    assert "0.up is resident in FP8 and sharded" in errors["revert"]
-    assert "resident in FP8 and sharded: its weights become plain only before" in errors["change"]
-    assert "cannot read: use one of rowwise" in errors["block"]
-    assert "would change a weight that is resident in FP8" in errors["add"]
-    assert "is frozen and cannot be trained" in errors["unfreeze"]
+    assert all(torch.equal(before[k], after[k]) for k in before)
 
 
 def mixture_of(family, recipe):

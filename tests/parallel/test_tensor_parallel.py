@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
-from training import make, steps_of
+from training import full, make, steps_of
 
 import octavo
 from octavo.nn import equalized
@@ -152,7 +152,7 @@ def partial_gradients_job():
             if distributed:
                 x = distribute_tensor(x, mesh, [Shard(1)])
             y = model(x)
-            (y.full_tensor() if distributed else y).square().mean().backward()
+            full(y).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
         results.append([p.to_local() if distributed else p.detach() for p in model.parameters()])
@@ -201,10 +201,9 @@ def placed(w_placement, x_placement, bias, sizes, plain=False):
     ):
         leaves = [None if t is None else leaf(t, p) for t, p in zip((x, w, b), places, strict=True)]
         y = octavo.nn.linear(*leaves, recipe)
-        whole = y.full_tensor() if isinstance(y, DTensor) else y
+        whole = full(y)
         whole.backward(g)
-        grads = [t.grad.full_tensor() if isinstance(t.grad, DTensor) else t.grad for t in leaves if t is not None]
-        results.append([whole.detach(), *grads])
+        results.append([whole.detach(), *(full(t.grad) for t in leaves if t is not None)])
     return [sqnr(a, b) if not torch.equal(a, b) else float("inf") for a, b in zip(*results, strict=True)]
 
 

@@ -9,10 +9,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
-from training import batch, make, steps_of
+from training import batch, full, make, steps_of
 
 import octavo
 from collective_recorder import CollectiveRecorder
@@ -42,10 +42,6 @@ def part(x, dim):
     return x if dim is None else x.chunk(dist.get_world_size(), dim)[dist.get_rank()].contiguous()
 
 
-def whole(grad):
-    return grad.full_tensor() if isinstance(grad, DTensor) else grad
-
-
 def similarity(reference, actual):
     return INFINITE if torch.equal(reference, actual) else sqnr(reference, actual)
 
@@ -63,7 +59,7 @@ def column_results(shape, sequence_dim, recipe, **options):
     with CollectiveRecorder() as recorder:
         y = ours(x_ours)
         y.backward(part(g, -1))
-    w_grad, b_grad = (whole(p.grad) for p in ours.parameters())
+    w_grad, b_grad = (full(p.grad) for p in ours.parameters())
     pairs = [
         (part(y_alone, -1), y), (part(x_alone.grad, sequence_dim), x_ours.grad), (alone[0].weight.grad, w_grad),
         (alone[0].bias.grad, b_grad),
@@ -173,7 +169,7 @@ def test_layers_that_read_one_input_share_its_gather(between, norm, gathers):
     grads = dict(model["alone"].named_parameters())
     names = [name for name in grads if norm or not name.startswith("norm")]
     ours = dict(model["ours"].named_parameters())
-    pairs += [(grads[name].grad, whole(ours[name].grad)) for name in names]
+    pairs += [(grads[name].grad, full(ours[name].grad)) for name in names]
     similarity_, calls = min(similarity(*pair) for pair in pairs), [call.name for call in recorder.calls]
     assert similarity_ > 20
     assert calls.count("_allgather_base_") == gathers
@@ -228,7 +224,7 @@ def train_job(sequence, fsdp, steps, options, optimizer=None):
     """Losses, gradients of the last step and parameters, and what this rank has of parameters that all ranks have."""
     model, data = distributed(sequence, fsdp, **options)
     losses, gradients = steps_of(model, steps, OPTIMIZERS[optimizer], data)
-    gradients |= {f"{name} itself": whole(p).clone() for name, p in model.state_dict().items()}
+    gradients |= {f"{name} itself": full(p).clone() for name, p in model.state_dict().items()}
     copies = [p.to_local() for p in model.parameters() if getattr(p, "placements", None) == (Replicate(),)]
     return losses, gradients, copies
 
@@ -238,11 +234,11 @@ def gradients_of(model, steps):
     gradients = {}
     for step in range(steps):
         logits = model(batch(step)[:, :-1])
-        loss = F.cross_entropy(whole(logits).flatten(0, 1).float(), batch(step)[:, 1:].flatten())
+        loss = F.cross_entropy(full(logits).flatten(0, 1).float(), batch(step)[:, 1:].flatten())
         model.zero_grad()
         loss.backward()
         for name, parameter in model.named_parameters():
-            gradients.setdefault(name, []).append(whole(parameter.grad).clone())
+            gradients.setdefault(name, []).append(full(parameter.grad).clone())
     return {name: torch.stack(grads) for name, grads in gradients.items()}
 
 
@@ -292,13 +288,13 @@ def clip_job(norm_type, sequence, fsdp):
     """The norm of all gradients, that of the whole ones, and the largest error of the clipped ones."""
     model, data = distributed(sequence, fsdp)
     tokens = batch(0).chunk(data[1])[data[0]]
-    whole(model(tokens[:, :-1])).square().mean().backward()
-    gradients = {name: whole(p.grad).clone() for name, p in model.named_parameters()}
+    full(model(tokens[:, :-1])).square().mean().backward()
+    gradients = {name: full(p.grad).clone() for name, p in model.named_parameters()}
     meshes = {getattr(p, "device_mesh", None) for p in model.parameters()}
     norm = clip_grad_norm_(model.parameters(), 0.01, norm_type)
     expected = torch.nn.utils.get_total_norm(list(gradients.values()), norm_type)
     factor = 0.01 / (expected + 1e-6)
-    errors = [(whole(p.grad) - factor * gradients[name]).abs().max() for name, p in model.named_parameters()]
+    errors = [(full(p.grad) - factor * gradients[name]).abs().max() for name, p in model.named_parameters()]
     return norm.item(), expected.item(), max(errors).item(), len(meshes)
 
 
@@ -395,23 +391,20 @@ def test_settings_are_checked(options, error):
             style(**options)
 
 
-def report_job():
-    """What a report says of two layers, as their recipes change."""
+@on_ranks(2)
+def test_a_report_says_what_layers_send():
+    """Of two layers, as the recipe of one changes."""
     model, texts = linears(), []
     parallelize_module(model, tp_mesh(), {"0": Fp8ColwiseParallel(), "1": Fp8RowwiseParallel(reduce="fp8")})
     for recipe in ("rowwise", "blockwise", None):
         octavo.nn.change_recipe(model, "0", recipe, reason="tried")
         texts.append(octavo.report(model)[0].reason)
         model(torch.randn(2, 4, 128, requires_grad=True)).sum().backward()
-    return [*texts, octavo.report(model)[1].reason]
-
-
-def test_a_report_says_what_layers_send(gloo):
-    rowwise, blockwise, plain, row = gloo.run(report_job, 2)[0]
+    rowwise, blockwise, plain = texts
     assert rowwise == "tried; column-parallel: X gathered in FP8, ∂X reduced in bf16"
     assert "X gathered in bf16, because recipe blockwise does not quantize X once by row" in blockwise
     assert "X gathered in bf16, because the layer is not converted" in plain
-    assert row.endswith("row-parallel: Y reduced in FP8, G gathered in FP8")
+    assert octavo.report(model)[1].reason.endswith("row-parallel: Y reduced in FP8, G gathered in FP8")
 
 
 class Way:
@@ -446,7 +439,7 @@ def compared_with_plain(way, dtype):
         leaf = x.clone().requires_grad_()
         y = run(model, leaf)
         y.square().sum().backward()
-        results.append([y.detach(), leaf.grad, *(whole(p.grad) for p in model.parameters())])
+        results.append([y.detach(), leaf.grad, *(full(p.grad) for p in model.parameters())])
     return [similarity(*pair) for pair in zip(*results, strict=True)]
 
 
@@ -458,7 +451,8 @@ def test_every_way_to_run_a_model_computes_the_same():
     assert all(similarity == INFINITE for of_way in rank.values() for similarity in of_way), rank
 
 
-def nonfinite_job():
+@on_ranks(2)
+def test_a_nan_stays_in_its_token_and_stops_every_rank():
     """A NaN in one rank's token: the losses' norm is NaN on every rank, and nobody's parameters change."""
     model = linears()
     parallelize_module(model, tp_mesh(), {"0": Fp8ColwiseParallel(), "1": Fp8RowwiseParallel()})
@@ -469,11 +463,7 @@ def nonfinite_job():
     y.square().mean().backward()
     with pytest.raises(RuntimeError, match="non-finite"):
         clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
-    return y.isnan().any(-1).sum().item()
-
-
-def test_a_nan_stays_in_its_token_and_stops_every_rank(gloo):
-    assert gloo.run(nonfinite_job, 2) == [1, 0]
+    assert y.isnan().any(-1).sum() == (dist.get_rank() == 0)
 
 
 @on_ranks(2)
@@ -490,24 +480,21 @@ def test_disabled_layers_send_no_fp8():
     assert similarity_ > 45 and torch.bfloat16 in dtypes
 
 
-def shared_job(styles):
-    """Whether two layers still share a weight, the similarity of its gradient, or the error."""
+@pytest.mark.thorough
+@pytest.mark.parametrize("other", [Fp8ColwiseParallel, Fp8RowwiseParallel])
+@on_ranks(2)
+def test_layers_that_share_a_weight_share_its_parts(other):
     model = linears(sizes=((128, 128), (128, 128)), bias=False)
     model[1].weight = model[0].weight
     alone = copy.deepcopy(model)
-    try:
-        parallelize_module(model, tp_mesh(), {str(i): style(sequence_dim=None) for i, style in enumerate(styles)})
-    except ValueError as error:
-        return str(error)
+    plan = {"0": Fp8ColwiseParallel(sequence_dim=None), "1": other(sequence_dim=None)}
+    if other is Fp8RowwiseParallel:
+        with pytest.raises(ValueError, match="another layer shares a parameter"):
+            parallelize_module(model, tp_mesh(), plan)
+        return
+    parallelize_module(model, tp_mesh(), plan)
     x = torch.randn(4, 128)
     (alone[0](x) * alone[1](x)).sum().backward()
     (model[0](x) * model[1](x)).sum().backward()
-    return model[0].weight is model[1].weight, similarity(alone[0].weight.grad, whole(model[0].weight.grad))
-
-
-@pytest.mark.thorough
-def test_layers_that_share_a_weight_share_its_parts(gloo):
-    for tied, accuracy in gloo.run(shared_job, 2, [Fp8ColwiseParallel] * 2):
-        assert tied and accuracy > 100
-    for message in gloo.run(shared_job, 2, [Fp8ColwiseParallel, Fp8RowwiseParallel]):
-        assert "another layer shares a parameter" in message
+    assert model[0].weight is model[1].weight
+    assert similarity(alone[0].weight.grad, full(model[0].weight.grad)) > 100

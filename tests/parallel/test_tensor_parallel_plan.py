@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from training import full
 
 import octavo
 from collective_recorder import CollectiveRecorder
@@ -69,8 +70,7 @@ def job(family, fp8, divides, chunked=True, **changes):
         dist.all_reduce(total)
     quality = {}
     for name, parameter in model.named_parameters():
-        grad = parameter.grad.full_tensor() if hasattr(parameter.grad, "full_tensor") else parameter.grad
-        quality[name] = sqnr(exact[name], one[name]), sqnr(exact[name], grad)
+        quality[name] = sqnr(exact[name], one[name]), sqnr(exact[name], full(parameter.grad))
     return one_loss.item(), total.item(), quality
 
 
@@ -94,7 +94,9 @@ def test_parameters_of_an_activation_function(gloo):
     assert min(pair[1] for name, pair in quality.items() if "act_fn" in name) > 28
 
 
-def traffic_job():
+@on_ranks(2)
+def test_attention_gathers_once_for_q_k_and_v():
+    """Two gathers and two reductions per block."""
     sent = {}
     for gather in ("fp8", "bf16"):
         model = tensor_parallel(model_of("llama", dtype=torch.bfloat16), mesh_of(), gather=gather)
@@ -102,19 +104,8 @@ def traffic_job():
         with CollectiveRecorder() as recorder:
             model(input_ids=tokens_of()[:, :-1])
         sent[gather] = recorder.bytes("_allgather_base_")
-        calls = len(recorder.calls)
-    return sent["fp8"], sent["bf16"], calls
-
-
-def test_attention_gathers_once_for_q_k_and_v(gloo):
-    """Two gathers and two reductions per block."""
-    fp8, bf16, calls = gloo.run(traffic_job, 2)[0]
-    assert calls == 2 * 4
-    assert 0.5 < fp8 / bf16 < 0.55  # rows of 128 elements and 4 bytes of scale
-
-
-def refused_job(cases):
-    return [refusal(*case) for case in cases]
+        assert len(recorder.calls) == 2 * 4
+    assert 0.5 < sent["fp8"] / sent["bf16"] < 0.55  # rows of 128 elements and 4 bytes of scale
 
 
 def refusal(family, options, changes):
@@ -142,10 +133,10 @@ REFUSED = [
 ]
 
 
-def test_what_cannot_be_distributed_is_refused(gloo):
-    for texts in gloo.run(refused_job, 2, [case[:3] for case in REFUSED]):
-        for text, (family, *_, message) in zip(texts, REFUSED, strict=True):
-            assert message in text, family
+@on_ranks(2)
+def test_what_cannot_be_distributed_is_refused():
+    for family, options, changes, message in REFUSED:
+        assert message in refusal(family, options, changes), family
 
 
 @on_ranks(2)
@@ -158,7 +149,9 @@ def test_values_that_differ_are_refused():
         tensor_parallel(model, mesh_of())
 
 
-def uneven_job():
+@pytest.mark.thorough
+@on_ranks(2)
+def test_uneven_sequences_and_a_second_call():
     model = tensor_parallel(model_of("llama"), mesh_of())
     assert local_tensor(model.lm_head.weight).shape == (97, 128)  # which two ranks do not divide
     report = str(octavo.report(model))
@@ -169,18 +162,14 @@ def uneven_job():
         tensor_parallel(model, mesh_of())
     with pytest.raises(ValueError, match="different settings"):
         tensor_parallel(model_of("llama"), mesh_of(), sequence_parallel=dist.get_rank() == 0)
-    return True
 
 
 @pytest.mark.thorough
-def test_uneven_sequences_and_a_second_call(gloo):
-    assert all(gloo.run(uneven_job, 2))
-
-
-def adapters_job(wrapped):
-    """The error of a model with adapters, and whether it is as it was."""
-    import peft
-
+@pytest.mark.parametrize("wrapped", [False, True])
+@on_ranks(2)
+def test_adapters_are_refused(wrapped):
+    """A model with adapters stays as it is."""
+    peft = pytest.importorskip("peft")
     model = model_of("llama", chunked=False)
     settings = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
     with warnings.catch_warnings():
@@ -190,36 +179,25 @@ def adapters_job(wrapped):
         else:
             peft.inject_adapter_in_model(settings, model)
     before = [p.shape for p in model.parameters()]
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match=r"layers\.0\.self_attn\.q_proj' has PEFT adapters.*merge_and_unload"):
         tensor_parallel(model, mesh_of())
     assert before == [p.shape for p in model.parameters()]
-    return str(error.value)
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("wrapped", [False, True])
-def test_adapters_are_refused(gloo, wrapped):
-    pytest.importorskip("peft")
-    for text in gloo.run(adapters_job, 2, wrapped):
-        assert "layers.0.self_attn.q_proj' has PEFT adapters" in text and "merge_and_unload" in text
-
-
-def resident_job(family):
-    """The error of a model whose frozen weights exist in FP8 only, and whether it is as it was."""
-    model = model_of(family, fp8=False, chunked=False)
+@on_ranks(2)
+def test_resident_weights_are_refused():
+    """A model whose frozen weights exist in FP8 only stays as it is."""
+    model = model_of("mixtral", fp8=False, chunked=False)
     octavo.convert(model, "rowwise", frozen="fp8", verbose=False)
     expected = model(input_ids=tokens_of()).logits
-    with pytest.raises(ValueError) as error:
+    message = (
+        r"weights are resident in FP8 \(first: 'model\.layers\.0\.self_attn\.q_proj.*"
+        r"which tensor_parallel does not divide: shard them by rows \(octavo\.parallelize\)"
+    )
+    with pytest.raises(ValueError, match=message):
         tensor_parallel(model, mesh_of())
     assert torch.equal(model(input_ids=tokens_of()).logits, expected)
-    return str(error.value)
-
-
-@pytest.mark.thorough
-def test_resident_weights_are_refused(gloo):
-    for text in gloo.run(resident_job, 2, "mixtral"):
-        assert "weights are resident in FP8 (first: 'model.layers.0.self_attn.q_proj" in text
-        assert "which tensor_parallel does not divide: shard them by rows (octavo.parallelize)" in text
 
 
 def hooks_job(divides, moment):
@@ -290,7 +268,8 @@ def test_parts_of_sequences_in_fp8_lose_little(gloo):
     assert all(ours >= theirs - 1.5 for theirs, ours in quality.values())
 
 
-def context_mistakes_job():
+@on_ranks(2)
+def test_context_parallelism_refuses_what_needs_a_mask():
     mesh = mesh_of("cp")
     for family, changes, message in (
         ("llama", {"num_attention_heads": 1, "num_key_value_heads": 1}, "do not divide the 1 heads"),
@@ -314,11 +293,6 @@ def context_mistakes_job():
         windowed(input_ids=inputs)
     with pytest.raises(ValueError, match="different settings"):
         context_parallel(model_of("llama"), mesh, fp8_comm=dist.get_rank() == 0)
-    return True
-
-
-def test_context_parallelism_refuses_what_needs_a_mask(gloo):
-    assert all(gloo.run(context_mistakes_job, 2))
 
 
 def dropout_job(attention, checkpointed, shape):

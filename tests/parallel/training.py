@@ -86,6 +86,11 @@ def share(step, rank, micro):
     return (start + torch.arange(9) * torch.randint(1, 4, (2, 1), generator=generator)) % VOCABULARY
 
 
+def full(tensor):
+    """All of a DTensor; other tensors as they are."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 def loss_of(model, tokens, micros=1):
     logits = model(tokens[:, :-1])
     return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten()) / micros
@@ -107,19 +112,13 @@ def steps_of(model, steps, make_optimizer=None, data=(0, 1), each_step=lambda: N
     for step in range(steps):
         tokens = batch(step).chunk(data[1])[data[0]]
         optimizer.zero_grad()
-        logits = model(tokens[:, :-1])
-        if isinstance(logits, DTensor):
-            logits = logits.full_tensor()
+        logits = full(model(tokens[:, :-1]))
         loss = F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
         loss.backward()
         losses.append(loss.item())
         each_step()
         optimizer.step()
-    gradients = {}
-    for name, parameter in model.named_parameters():
-        grad = parameter.grad
-        gradients[name] = grad.full_tensor() if isinstance(grad, DTensor) else grad
-    return losses, gradients
+    return losses, {name: full(parameter.grad) for name, parameter in model.named_parameters()}
 
 
 def optimizer_of(kind, parameters):
@@ -197,10 +196,7 @@ def train(model, steps=20, micros=1, optimizer="torch", first=0, stepper=None, s
 
 def whole(model):
     """Parameters of a parallel model, whole, by the names of the model that was given."""
-    return {
-        name.removeprefix("module."): (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone()
-        for name, p in model.state_dict().items()
-    }
+    return {name.removeprefix("module."): full(p).detach().clone() for name, p in model.state_dict().items()}
 
 
 def run(settings, options=None):
