@@ -135,7 +135,8 @@ class Equalizer:
         """Begin the next pass, or that after `to` passes."""
         passes = self.passes + 1 if to is None else to
         self.passes, self.backward_ran, self.measurement = passes, False, None
-        self.pass_measures = self.measures_in(passes)
+        # `measures_in`, without a call: this is done in every pass.
+        self.pass_measures = passes & (passes - 1) == 0 if passes < self.every else passes % self.every == 0
 
     def measures_in(self, passes: int) -> bool:
         return passes & (passes - 1) == 0 if passes < self.every else passes % self.every == 0
