@@ -215,7 +215,9 @@ def nonfinite_job():
         assert moved.isnan().sum() == (128 if rank == 0 else 0)
 
 
-def groups_job():
+@pytest.mark.thorough
+@on_ranks(4)
+def test_groups_that_are_not_the_world():
     """Two groups of two at once; a process outside of a group is told so."""
     rank = dist.get_rank()
     members = [[0, 2], [1, 3]]
@@ -247,7 +249,9 @@ def groups_job():
         comm.all_gather(x, groups[1 - rank % 2])
 
 
-def one_rank_job():
+@pytest.mark.thorough
+@on_ranks(1)
+def test_a_world_of_one_rank():
     x = values((4, 200))
     for result in (comm.all_gather(x), comm.reduce_scatter(x), comm.all_to_all_single(x)):
         assert_within(result, x, bound(x, comm.DEFAULT_SPEC), "alone")
@@ -271,13 +275,9 @@ def test_against_exact_sums_and_moves(gloo, job, world):
 
 
 @pytest.mark.thorough
-def test_groups_that_are_not_the_world(gloo):
-    gloo.run(groups_job, 4)
-    gloo.run(one_rank_job, 1)
-
-
-def gradient_job():
-    """Gradients are the collective's transpose, in `backward_spec`: bitwise what that collective gives."""
+@on_ranks(3)
+def test_gradients_are_those_of_the_transposed_collective():
+    """In `backward_spec`: bitwise what that collective gives."""
     world, rank = dist.get_world_size(), dist.get_rank()
     x = values((2 * world, 130), dtype=torch.bfloat16)
     splits = [[(a + 2 * b) % 3 for b in range(world)] for a in range(world)]
@@ -312,7 +312,9 @@ def gradient_job():
             assert same_bits(leaf.grad, expected), f"{what}, backward in {used}"
 
 
-def exact_gradient_job():
+@pytest.mark.thorough
+@on_ranks(4)
+def test_gradients_against_exact_ones():
     """Against float64: ⟨c, collective(x)⟩ is differentiated by what the transposed collective makes of c."""
     world, rank = dist.get_world_size(), dist.get_rank()
     cs = [values((world * 4, 200), r, seed=5) for r in range(world)]
@@ -331,12 +333,6 @@ def exact_gradient_job():
     exact, first = sum(c.double() for c in cs), sum(bound(c, comm.DEFAULT_SPEC) for c in cs)
     largest = (exact.abs() + first).amax()
     assert ((x.grad - exact).abs() <= first + exact.abs() / 15 + largest / 1e5).all()
-
-
-@pytest.mark.thorough
-def test_gradients(gloo):
-    gloo.run(gradient_job, 3)
-    gloo.run(exact_gradient_job, 4)
 
 
 @pytest.mark.thorough

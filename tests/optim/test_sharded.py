@@ -270,20 +270,22 @@ def test_whole_states_are_sharded():
         assert_same(whole, sharded)
 
 
-def full_job(folder):
+@on_ranks(2)
+def test_full_state_dicts(tmp_path):
     """Whole states gathered over Gloo, as Lightning and others save them, loaded by all ranks or from the first."""
     model, optimizer = trained()
     some_steps(model, optimizer, 0, 2)
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     states = get_state_dict(model, optimizer, options=options)
     if dist.get_rank() == 0:
-        torch.save(states, folder)
+        torch.save(states, tmp_path / "full.pt")
     dist.barrier()
     some_steps(model, optimizer, 2, 2)
     expected = everything(model, optimizer)
     for broadcast in (False, True):
         twin, other = trained(seed=1)
-        saved = torch.load(folder, weights_only=True) if not broadcast or dist.get_rank() == 0 else ({}, {})
+        reads = not broadcast or dist.get_rank() == 0
+        saved = torch.load(tmp_path / "full.pt", weights_only=True) if reads else ({}, {})
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
         set_model_state_dict(twin, saved[0], options=options)
         set_optimizer_state_dict(twin, other, saved[1], options=options)
@@ -294,10 +296,6 @@ def full_job(folder):
 
 def same_bits(one, other):
     return torch.equal(*(local_tensor(value).contiguous().view(-1).view(torch.uint8) for value in (one, other)))
-
-
-def test_full_state_dicts(gloo, tmp_path):
-    gloo.run(full_job, 2, str(tmp_path / "full.pt"))
 
 
 @on_ranks(4)
