@@ -106,9 +106,8 @@ def test_divergence_is_a_result():
     assert (arm.losses.verdict, comparison.exit_code, arm.losses.failed) == ("inconclusive", 3, (2,))
     assert arm.losses.seeds == (1, 3) and arm.time_to_loss.steps
     comparison = compare_arms([base, runs("arm", BASE, diverged=(1, 2, 3))])
-    assert comparison.exit_code == 1 and comparison.arms[0].losses.sentence == (
-        "arm is worse than base: it failed on 3 of 3 seeds, base on 0."
-    )
+    assert comparison.exit_code == 1
+    assert comparison.arms[0].losses.sentence == "arm is worse than base: it failed on 3 of 3 seeds, base on 0."
     comparison = compare_arms([runs("base", BASE, diverged=(1,)), runs("arm", BASE)])
     assert comparison.arms[0].losses.verdict == "indistinguishable" and comparison.arms[0].losses.seeds == (2, 3)
     assert any(note.startswith("base failed") and "on seed 1." in note for note in comparison.arms[0].notes)

@@ -85,11 +85,8 @@ def test_harm_behind_each_limit_moves_a_layer(changes, why):
     pilot = Autopilot(model)
     (move,) = suspected(pilot, row(UP), row(**changes), row(operand="w"), tensorwise=0.5, rowwise=0.1)
     assert str(move) == f"step 7: {DOWN}: tensorwise → rowwise ({why}, product error 0.5 (limit 0.25))"
-    assert (
-        pilot.should_repeat
-        and recipes(model) | {DOWN: "rowwise"} == recipes(model)
-        and recipes(model)[UP] == "tensorwise"
-    )
+    assert pilot.should_repeat and recipes(model) | {DOWN: "rowwise"} == recipes(model)
+    assert recipes(model)[UP] == "tensorwise"
     assert str(move) in next(row.reason for row in octavo.report(model) if row.name == DOWN)
 
 

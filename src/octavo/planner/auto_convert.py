@@ -113,12 +113,16 @@ def convert(
     by_cost, where = _plan_on(gpu, device is None, model, precision, filter, tokens)
     if by_cost.converted or by_cost.activation_modules:
         return apply_plan(model, by_cost, keep_weights=keep_weights, verbose=verbose)
+    return _left_alone(model, by_cost, where, tokens, verbose)
+
+
+def _left_alone(model: M, plan: Plan, where: str, tokens: int, verbose: bool) -> M:
     warnings.warn(
         f"octavo: no layer of this model is predicted to gain from FP8 on {where} with {tokens} tokens, so the model "
         "is unchanged; octavo.report(model) has the figures. octavo.convert(model, 'rowwise') converts it anyway",
-        UserWarning, stacklevel=2,
+        UserWarning, stacklevel=3,
     )  # fmt: skip
-    vars(model)[PLAN_ATTRIBUTE] = by_cost  # after the warning, which may be an error
+    vars(model)[PLAN_ATTRIBUTE] = plan  # after the warning, which may be an error
     if verbose:
         print(f"octavo: {report(model).summary}", file=sys.stderr)
     return model

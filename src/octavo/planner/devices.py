@@ -24,7 +24,7 @@ import math
 import re
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -128,12 +128,10 @@ class Gpu:
 
     def __post_init__(self) -> None:
         for key, value in self.to_json().items():
-            if isinstance(value, str | bool):
+            if isinstance(value, str | bool) or (key in _MAY_BE_ZERO and value == 0):
                 continue
             if key.endswith("_efficiency") and not 0 < value <= 1:
                 raise ValueError(f"{self.name}: {key} is a share, above 0 and at most 1; got {value!r}")
-            if key in _MAY_BE_ZERO and value == 0:
-                continue
             least = 1 if key == "memory_gib" else 0  # `usable` reserves 1 GiB
             if not least < value < math.inf:
                 bound = "0 or more" if key in _MAY_BE_ZERO else f"above {least}"
@@ -335,11 +333,10 @@ def _gpu_from_table(table: Mapping[str, Any], where: str) -> Gpu:
             raise ValueError(f"{where}: {key} is {expected}; got {value!r}")
     if base is not None:
         return replace(base, **{"measured": None, "rates_from": "given", "name": f"like {like}", **entries})
-    required = [name for name in types if name in _REQUIRED]
-    if missing := [name for name in required if name not in entries]:
+    if missing := [name for name in _REQUIRED if name not in entries]:
         raise ValueError(f'{where}: {", ".join(missing)} missing; give them, or like = "h100" to take them from there')
     return Gpu(**entries)
 
 
 _TYPES: dict[str, tuple[type, ...]] = {"a string": (str,), "true or false": (bool,), "a number": (int, float)}
-_REQUIRED = ("name", "bf16_tflops", "fp8_tflops", "memory_tbs", "memory_gib", "link_gbs", "multiprocessors")
+_REQUIRED = [field.name for field in fields(Gpu) if field.default is MISSING]

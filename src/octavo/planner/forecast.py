@@ -8,9 +8,8 @@ predictions with published measurements.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any
 
 from octavo.numerics.display import Table
@@ -37,6 +36,16 @@ class PlannedRun:
     plan: Plan
     time: StepTime
     memory: MemoryPlan
+
+    def to_json(self, limit_bytes: int) -> dict[str, Any]:
+        """Return time and memory as part of a forecast's JSON, for a GPU with this much memory."""
+        memory = self.memory
+        return self.time.to_json() | {"memory": {
+            "peak": memory.peak, "phase": memory.phase, "at_peak": merge_kinds(memory.at_peak),
+            "fits": memory.peak <= limit_bytes, "limit": limit_bytes,
+            "largest_batch": memory.largest_batch(limit_bytes), "followed_blocks": memory.traced_blocks[0],
+            "blocks": memory.traced_blocks[1], "note": " ".join(memory.notes),
+        }}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -79,6 +88,15 @@ class Forecast(Plan):
         """One line: the converted layers and the gain."""
         return self.summary_of(self, self.planned)
 
+    @property
+    def _columns(self) -> dict[str, PlannedRun]:
+        # By their headings in tables.
+        plain = {"bf16": PlannedRun(plan=self, time=self.bf16, memory=self.bf16_memory)}
+        best = PlannedRun(plan=self, time=self.planned, memory=self.memory)
+        if self.configured is None:
+            return plain | {"planned": best}
+        return plain | {CONFIGURED: self.configured, BEST: best}
+
     def summary_of(self, plan: Plan, time: StepTime) -> str:
         """Return the same line for another plan of this model whose step takes `time`."""
         recipes = ", ".join(sorted({recipe.name for name in plan.converted if (recipe := plan[name].recipe)}))
@@ -87,8 +105,9 @@ class Forecast(Plan):
         if mixtures := len(plan.converted) - linears:  # of experts
             text += f" and {mixtures} mixture{'s' * (mixtures > 1)} of experts"
         text += f" in {recipes}" * bool(recipes)
+        duration = f"{time.seconds:,.1f} s" if time.seconds >= 1 else f"{1e3 * time.seconds:,.4g} ms"
         return (
-            f"{text}; predicted on {self.step_config.gpus} × {self.gpu.name}: {_duration(time.seconds)} a step, "
+            f"{text}; predicted on {self.step_config.gpus} × {self.gpu.name}: {duration} a step, "
             f"{self.bf16.seconds / time.seconds:.2f}× bf16"
         )
 
@@ -99,33 +118,19 @@ class Forecast(Plan):
             rows.append(asdict(row))
             if (times := self.times.get(row.name)) is not None:
                 rows[-1] |= {"bf16_ms": 1e3 * times.bf16, "planned_ms": 1e3 * times.planned}
+        bf16, *own, best = self._columns.values()
+        limit = self.gpu.usable
         content: dict[str, Any] = json.loads(super().to_json()) | {
             "gpu": self.gpu.to_json(), "setting": asdict(self.step_config), "tokens": self.tokens,
             "parameters": self.parameters, "gain": self.gain, "break_even": self.break_even,
-            "planned": self.planned.to_json() | {"memory": memory_json(self.memory, self.gpu.usable)},
-            "bf16": self.bf16.to_json() | {"memory": memory_json(self.bf16_memory, self.gpu.usable)}, "rows": rows,
+            "planned": best.to_json(limit), "bf16": bf16.to_json(limit), "rows": rows,
         }  # fmt: skip
-        if (own := self.configured) is not None:
-            content["configured"] = json.loads(own.plan.to_json()) | own.time.to_json()
-            content["configured"] |= {"memory": memory_json(own.memory, self.gpu.usable)}
+        for run in own:
+            content["configured"] = json.loads(run.plan.to_json()) | run.to_json(limit)
         return json.dumps(content, indent=1)
 
     def __str__(self) -> str:
         return forecast_text(self, WIDE_COLUMNS)
-
-
-def memory_json(memory: MemoryPlan, limit_bytes: int) -> dict[str, Any]:
-    """Return a memory plan as part of a forecast's JSON, for a GPU with this much memory."""
-    return {
-        "peak": memory.peak, "phase": memory.phase, "at_peak": merge_kinds(memory.at_peak),
-        "fits": memory.peak <= limit_bytes, "limit": limit_bytes, "largest_batch": memory.largest_batch(limit_bytes),
-        "followed_blocks": memory.traced_blocks[0], "blocks": memory.traced_blocks[1], "note": " ".join(memory.notes),
-    }  # fmt: skip
-
-
-def _duration(seconds: float) -> str:
-    """Format a time: in seconds from one on, else in milliseconds."""
-    return f"{seconds:,.1f} s" if seconds >= 1 else f"{1e3 * seconds:,.4g} ms"
 
 
 def forecast_text(plan: Forecast, width: int | None = None) -> str:
@@ -148,16 +153,12 @@ def forecast_text(plan: Forecast, width: int | None = None) -> str:
         align="<" * (1 + len(recipes)) + ">" + "<" * is_wide, rows=rows, shorten=True,
     )  # fmt: skip
     sizes = "at no size up to 16384" if plan.break_even is None else f"from K = N = {plan.break_even} on"
-    columns = _columns(plan)[1:]
-    summaries = [f"{plan.summary}."]
-    if own is not None:
-        texts = (plan.summary_of(own.plan, own.time), plan.summary)
-        summaries = [f"{name}: {text}." for name, text in zip((CONFIGURED, BEST), texts, strict=True)]
+    runs = {f"{name}: " if own is not None else "": run for name, run in plan._columns.items() if name != "bf16"}
     notes = [
-        *summaries,
+        *(f"{name}{plan.summary_of(run.plan, run.time)}." for name, run in runs.items()),
         f"With {plan.tokens:,} tokens FP8 pays {sizes}.",
-        *(_fit_note(plan, memory, f"{name}: " if own is not None else "") for name, _, memory in columns),
-        *dict.fromkeys(note for _, _, memory in columns for note in memory.notes),
+        *(_fit_note(plan, run.memory, name or "It ") for name, run in runs.items()),
+        *dict.fromkeys(note for run in runs.values() for note in run.memory.notes),
         f"Peaks: {gpu.rates_from}. Shares of them that kernels reach: {gpu.efficiency_from}.",
     ]
     if has_measured and gpu.measured:
@@ -167,59 +168,42 @@ def forecast_text(plan: Forecast, width: int | None = None) -> str:
     return "\n".join([*layers.lines(width), *below, "", *_step(plan).lines(), *sent, "", *notes])
 
 
-def _columns(plan: Forecast) -> list[tuple[str, StepTime, MemoryPlan]]:
-    """Columns of a forecast: bf16, the configuration if there is one, and the plan by cost."""
-    columns = [("bf16", plan.bf16, plan.bf16_memory)]
-    if plan.configured is not None:
-        columns.append((CONFIGURED, plan.configured.time, plan.configured.memory))
-    return [*columns, ("planned" if plan.configured is None else BEST, plan.planned, plan.memory)]
-
-
 def _step(plan: Forecast) -> Table:
-    rows: list[Sequence[str]] = []
-    columns = _columns(plan)
-    unit, name = (1.0, "s") if max(time.seconds for _, time, _ in columns) >= 1 else (1e3, "ms")
-
-    def of_time(name: str, form: Callable[[StepTime], str]) -> None:
-        rows.append((name, *(form(time) for _, time, _ in columns)))
-
-    def of_memory(name: str, form: Callable[[MemoryPlan], str]) -> None:
-        rows.append((name, *(form(memory) for _, _, memory in columns)))
-
-    for part in (part for part in PARTS if part != "bubble" or plan.step_config.pp > 1):
-        of_time(f"{PART_NAMES.get(part, part)}, {name}", partial(_part, part, unit))
-    rows.append(())
-    of_time(f"total, {name}", lambda time: f"{unit * time.seconds:,.2f}")
-    of_time("tokens/s", lambda time: f"{time.tokens_per_second:,.0f}")
-    of_time("MFU of the bf16 peak", lambda time: f"{time.mfu:.1%}")
-    of_time("× bf16", lambda time: f"{plan.bf16.seconds / time.seconds:.2f}")
-    rows.append(())
+    columns, limit = plan._columns, plan.gpu.usable
+    times, memories = [run.time for run in columns.values()], [run.memory for run in columns.values()]
+    unit, name = (1.0, "s") if max(time.seconds for time in times) >= 1 else (1e3, "ms")
+    at_peaks = [merge_kinds(memory.at_peak) for memory in memories]
+    kinds = [*FORECAST_KINDS, "other"]
+    parts = [part for part in PARTS if part != "bubble" or plan.step_config.pp > 1]
     of_each = " of each GPU" if plan.step_config.gpus > 1 else ""
-    at_peaks = [merge_kinds(memory.at_peak) for _, _, memory in columns]
-    for kind in (*FORECAST_KINDS, "other"):
-        if kind not in (GATHERED, "other") or any(at_peak[kind] for at_peak in at_peaks):
-            rows.append((kind, *(gib(at_peak[kind]) for at_peak in at_peaks)))
-    rows.append(())
-    of_memory(f"memory{of_each}", lambda memory: gib(memory.peak))
-    of_memory("peak in", lambda memory: memory.phase)
-    of_memory(
-        f"fits {gib(plan.gpu.usable)} with {plan.memory.batch} sequences a forward",
-        lambda memory: "yes" if memory.peak <= plan.gpu.usable else "no",
-    )
-    of_memory("largest that fits", lambda memory: str(memory.largest_batch(plan.gpu.usable) or "none"))
-    headings = (
-        f"a step of {plan.step_config.gpus} × {plan.gpu.name}",
-        *(name.replace(" ", "\n") for name, _, _ in columns),
-    )
+    rows: list[Sequence[str]] = [
+        *((f"{PART_NAMES.get(part, part)}, {name}", *(f"{unit * getattr(time, part):,.2f}" for time in times))
+          for part in parts),
+        (),
+        (f"total, {name}", *(f"{unit * time.seconds:,.2f}" for time in times)),
+        ("tokens/s", *(f"{time.tokens_per_second:,.0f}" for time in times)),
+        ("MFU of the bf16 peak", *(f"{time.mfu:.1%}" for time in times)),
+        ("× bf16", *(f"{plan.bf16.seconds / time.seconds:.2f}" for time in times)),
+        (),
+        *((kind, *(gib(at_peak[kind]) for at_peak in at_peaks)) for kind in kinds
+          if kind not in (GATHERED, "other") or any(at_peak[kind] for at_peak in at_peaks)),
+        (),
+        (f"memory{of_each}", *(gib(memory.peak) for memory in memories)),
+        ("peak in", *(memory.phase for memory in memories)),
+        (f"fits {gib(limit)} with {plan.memory.batch} sequences a forward",
+         *("yes" if memory.peak <= limit else "no" for memory in memories)),
+        ("largest that fits", *(str(memory.largest_batch(limit) or "none") for memory in memories)),
+    ]  # fmt: skip
+    headings = (f"a step of {plan.step_config.gpus} × {plan.gpu.name}", *(name.replace(" ", "\n") for name in columns))
     return Table(headings=headings, align="<" + ">" * len(columns), rows=rows)
 
 
 def _sent(plan: Forecast) -> Table:
     """Table of what each GPU sends in a step, by kind and column: GB, and milliseconds as if nothing hid them."""
-    columns = _columns(plan)
+    columns = plan._columns
     sums: dict[str, list[list[float]]] = {}
-    for index, (_, time, _) in enumerate(columns):
-        for row in time.sent:
+    for index, run in enumerate(columns.values()):
+        for row in run.time.sent:
             cell = sums.setdefault(row.kind, [[0.0, 0.0] for _ in columns])[index]
             cell[0] += row.bytes / 1e9
             cell[1] += row.seconds * 1e3
@@ -227,10 +211,8 @@ def _sent(plan: Forecast) -> Table:
         (kind, *(text for cell in cells for text in (f"{cell[0]:,.2f}", f"{cell[1]:,.1f}")))
         for kind, cells in sums.items()
     ]
-    headings = (
-        "sent by each GPU in a step",
-        *(text for name, _, _ in columns for text in (f"{name}\nGB".replace("this ", "this\n"), "ms")),
-    )
+    of_columns = (text for name in columns for text in (f"{name}\nGB".replace("this ", "this\n"), "ms"))
+    headings = ("sent by each GPU in a step", *of_columns)
     return Table(headings=headings, align="<" + ">>" * len(columns), rows=rows)
 
 
@@ -238,18 +220,13 @@ def _fit_note(plan: Forecast, memory: MemoryPlan, name: str) -> str:
     usable = plan.gpu.usable
     traced, blocks = memory.traced_blocks
     basis = f" (a step of {traced + 1} of the {blocks} layers, extrapolated)" if traced < blocks else ""
+    sizes = f"{gib(memory.peak)} of {gib(usable)}"
     if memory.peak <= usable:
-        return f"{name or 'It '}fits: {gib(memory.peak)} of {gib(usable)}{basis}."
-    most = memory.largest_batch(usable)
-    remedy = (
-        f"the largest forward that fits has {most} sequences on each GPU"
-        if most
-        else "not even one sequence fits: use more GPUs, a higher precision level, or activation checkpointing"
-    )
-    return (
-        f"{name or 'It '}does not fit: {gib(memory.peak)} of {gib(usable)} with {memory.batch} sequences a forward on "
-        f"each GPU{basis}; {remedy}."
-    )
+        return f"{name}fits: {sizes}{basis}."
+    remedy = "not even one sequence fits: use more GPUs, a higher precision level, or activation checkpointing"
+    if most := memory.largest_batch(usable):
+        remedy = f"the largest forward that fits has {most} sequences on each GPU"
+    return f"{name}does not fit: {sizes} with {memory.batch} sequences a forward on each GPU{basis}; {remedy}."
 
 
 def _merge_like_rows(plan: Forecast) -> list[tuple[str, PlanRow, str]]:
@@ -261,7 +238,3 @@ def _merge_like_rows(plan: Forecast) -> list[tuple[str, PlanRow, str]]:
             own_recipe = own.get(row.name) or "bf16"
             groups.setdefault((pattern(row.name), row.recipe, row.reason, own_recipe), []).append(row)
     return [(merged([row.name for row in rows]) or "(the model)", rows[0], key[3]) for key, rows in groups.items()]
-
-
-def _part(name: str, unit: float, time: StepTime) -> str:
-    return f"{unit * getattr(time, name):,.2f}"

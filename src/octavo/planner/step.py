@@ -367,24 +367,20 @@ def step_time(
     waiting = max(0.0, host - forward - backward)
     model_flops = 3 * trace.attention + 3 * sum(p.flops for p in trace.products)
     model_flops += sum(2 * m * n * k for calls in trace.calls.values() for c in calls for m, n, k in c.products)
+    gathered = gathers * (1 if pipelined or step_config.keeps_gathered else 2)
     return StepTime(
         linears=micro_batches * (linears.total + recompute.linears * linears.forward),
         attention=micro_batches * attention * (3.5 + recompute.attention),
-        products=micro_batches * products * (3 + recompute.linears),
-        rest=micro_batches * rest * (3 + recompute.rest),
-        optimizer=optimizer,
-        communication=micro_batches * exposed,
-        waiting=micro_batches * waiting,
+        products=micro_batches * products * (3 + recompute.linears), rest=micro_batches * rest * (3 + recompute.rest),
+        optimizer=optimizer, communication=micro_batches * exposed, waiting=micro_batches * waiting,
         tokens=tokens * micro_batches * step_config.batches * step_config.cp,
-        flops=model_flops * micro_batches * step_config.gpus,
-        peak=rate * step_config.gpus,
-        forward=forward + waiting / 3,
-        backward=backward + waiting * 2 / 3,
+        flops=model_flops * micro_batches * step_config.gpus, peak=rate * step_config.gpus,
+        forward=forward + waiting / 3, backward=backward + waiting * 2 / 3,
         sent=tuple(
             row.times(1 if pipelined and row.kind in (GRADIENTS, COPIES) else micro_batches)
-            for row in (*tokens_sent, *gathers * (1 if pipelined or step_config.keeps_gathered else 2), *reductions)
+            for row in (*tokens_sent, *gathered, *reductions)
         ),
-    )
+    )  # fmt: skip
 
 
 def _exposed(
@@ -458,12 +454,10 @@ def simulate(
         stage, batch = action.stage, action.micro_batch
         if action.kind == "W":
             return ends.get(("I", stage, batch))
-        if action.kind == "F":
-            source = None if stage == 0 else ("F", stage - 1, batch)
-        else:
-            source = ("F", stage, batch) if stage == last else ("∂", stage + 1, batch)
-        if source is None:
+        if action.kind == "F" and stage == 0:
             return 0.0
+        behind = ("F", stage, batch) if stage == last else ("∂", stage + 1, batch)
+        source = ("F", stage - 1, batch) if action.kind == "F" else behind
         sent = ends.get(source)
         return None if sent is None else sent + (message if owner[source[1]] != owner[stage] else 0.0)
 
@@ -516,10 +510,9 @@ def pipeline_time(gpu: Gpu, stages: Sequence[StepTime], step_config: StepConfig,
     busiest, own, sums = max(totals, key=lambda total: total[0])
     rows: dict[tuple[str, bool], Sent] = {}
     for sent in (row for index in own for row in stages[index].sent):
-        earlier = rows.get((sent.kind, sent.backward))
-        rows[sent.kind, sent.backward] = sent if earlier is None else replace(
-            sent, bytes=sent.bytes + earlier.bytes, seconds=sent.seconds + earlier.seconds
-        )  # fmt: skip
+        key = sent.kind, sent.backward
+        earlier = rows.get(key, replace(sent, bytes=0.0, seconds=0.0))
+        rows[key] = replace(sent, bytes=sent.bytes + earlier.bytes, seconds=sent.seconds + earlier.seconds)
     owner = {action.stage: rank for rank, row in enumerate(actions) for action in row}
     ahead, behind = (
         max(
