@@ -104,16 +104,19 @@ def test_version():
     assert octavo("--version").stdout == f"octavo {__version__}\n"
 
 
-def test_an_unknown_command_names_the_nearest(here):
-    refused(octavo("trian"), "trian", "'train'")
-
-
-def test_an_unknown_option_names_the_nearest(here):
-    refused(octavo("demo", "--recip", "rowwise"), "--recip", "--recipe")
-
-
-def test_a_missing_config_is_named(here):
-    refused(octavo("train", "nowhere.toml"), "nowhere.toml")
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["trian"], ["trian", "'train'"]),
+        (["demo", "--recip", "rowwise"], ["--recip", "--recipe"]),
+        (["train", "nowhere.toml"], ["nowhere.toml"]),
+        (["doctor", "--device", "gpu"], ["device", "cpu"]),
+        (["doctor", "--device", "cpu:x"], ["device", "cpu"]),
+        (["doctor", "--device", ""], ["device", "cpu"]),
+    ],
+)
+def test_what_is_not_there_is_named_with_the_nearest(here, arguments, words):
+    refused(octavo(*arguments), *words)
     assert list(here.iterdir()) == []
 
 
@@ -311,11 +314,6 @@ def test_doctor_deep_without_a_gpu_says_what_to_do():
 @pytest.mark.usefixtures("interpreted")
 def test_doctor_deep_refuses_a_case_it_does_not_know():
     refused(octavo("doctor", "--deep", "--device", "cpu", "--only", "quantise"), "quantise", "quantize_pair")
-
-
-@pytest.mark.parametrize("device", ["gpu", "cpu:x", "mps", ""])
-def test_doctor_refuses_a_device_it_does_not_know(device):
-    refused(octavo("doctor", "--device", device), "device", "cpu")
 
 
 @pytest.mark.slow

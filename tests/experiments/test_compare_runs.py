@@ -290,11 +290,9 @@ def test_losses_of_a_file_are_judged(tmp_path):
         ('{"arms": {"a": [3, 3]}}', "has the keys 'arms': write"),
         ('{"baseline": [3, 3], "arm": {"a": [3, 3]}}', "has the keys 'baseline', 'arm'"),
         ('{"baseline": [3, 3], "arms": {}}', "got none"),
-        ('{"baseline": null, "arms": {"a": [3]}}', "the baseline is a list"),
         ('{"baseline": [3, 3], "arms": {"a": [3, 3], "a": [3, 3]}}', "the key 'a' is given twice"),
         ('{"baseline": [3, 3], "arms": {"a": [3, "three"]}}', "arm 'a' holds 'three'"),
         ('{"baseline": [3, 3], "arms": {"a": [3, 1e400]}}', "1e400 is beyond the range of floats"),
-        ('{"baseline": [3, 3], "arms": {"a": [3, 3, 3]}}', "arm 'a' has 3 losses and the baseline 2"),
         (
             '[{"baseline": [3, 3], "arms": {"a": [3, 3]}}, {"baseline": [3], "arms": {"a": [3]}}]',
             "object 2 of 2: a comp",
@@ -365,9 +363,7 @@ def test_a_run_whose_steps_are_gone_is_named(config, finished):
         (["--arm", "a"], "there is only 'a'"),
         (["--arm", "a", "--arm", "b", "--seeds", "1"], "two seeds or more"),
         (["--arm", "a", "--arm", "b", "--margin", "0"], "above 0 and below 100; got 0"),
-        (["--arm", "a", "--arm", "b", "--confidence", "100"], "50 % or more and below 100 %; got 100 %"),
         (["--arm", "a", "--arm", "b", "--confidence", "0.95"], "got 0.95 %"),
-        (["--arm", "a", "--arm", "b", "--max-seeds", "1"], "2 to 40 seeds; got 1"),
         (["--arm", "a", "--arm", "b", "optim.warmpu=1"], "'warmup'"),
     ],
 )

@@ -17,8 +17,6 @@ from octavo.cli.options import Overrides, Shrink, flag, option, path_argument, p
 from octavo.runtime.terminal import stderr, stdout
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from octavo.experiments.compare_verdict import Comparison
     from octavo.inspect.compare import ArmLosses, LossComparison
 
@@ -82,12 +80,8 @@ def _compare_losses_file(
     comparisons: list[LossComparison] = []
     for number, table in enumerate(tables := read_losses(path)):
         try:
-            comparisons.append(
-                compare_losses(
-                    **table, margin=margin, confidence=confidence,
-                    max_seeds=MOST_SEEDS if max_seeds is None else max_seeds,
-                )
-            )  # fmt: skip
+            most = MOST_SEEDS if max_seeds is None else max_seeds
+            comparisons.append(compare_losses(**table, margin=margin, confidence=confidence, max_seeds=most))
         except ValueError as error:
             where = f"object {number + 1} of {len(tables)}: " if len(tables) > 1 else ""
             raise ValueError(f"{path}: {where}{error}") from None
@@ -195,20 +189,17 @@ def _train(
         if not is_first_rank():
             pass
         elif comparison is None:
-            _print_stopped(problem, stderr() if as_json else stdout(), under_torchrun())
+            console = stderr() if as_json else stdout()
+            if problem:
+                show_error(problem)
+            else:
+                print_plain(console, "Stopped and saved: there is no verdict yet.")
+            command = "under torchrun as before" if under_torchrun() else shlex.join(["octavo", *sys.argv[1:]])
+            print_plain(console, f"To go on, the same command:\n  {command}")
         elif as_json:
             print(json.dumps(to_json(comparison), indent=1, allow_nan=False))
         else:
             _show(comparison, folder)
-
-
-def _print_stopped(problem: str, console: "Console", under_torchrun: bool) -> None:
-    if problem:
-        show_error(problem)
-    else:
-        print_plain(console, "Stopped and saved: there is no verdict yet.")
-    command = "under torchrun as before" if under_torchrun else shlex.join(["octavo", *sys.argv[1:]])
-    print_plain(console, f"To go on, the same command:\n  {command}")
 
 
 STYLES = {"indistinguishable": "bold green", "better": "bold green", "worse": "bold red", "inconclusive": "bold yellow"}

@@ -127,25 +127,19 @@ def train(
             except LostRankError as error:
                 show_error(str(error))
                 raise typer.Exit(1) from None
-        if dry_run:
-            if failure is not None:
+        if dry_run and failure is None and is_first_rank():
+            text = f"The run can start: its first step took {result.wall_s:.1f} s"
+            print_plain(stdout(), f"{text if result.steps else 'Stopped before its first step'}. Nothing was kept.")
+        elif not dry_run and is_first_rank():
+            result = result if failure is None else RunResult.read(folder)
+            console = stdout()
+            console.print(summary_table([result]))
+            _show_files(console, folder, write_report([folder], folder))
+            if end := ENDS.get(result.stopped):
+                print_plain(console, end.format(counted_noun(result.steps, "step")))
+        if failure is not None:
+            if dry_run or is_first_rank():
                 show_error(str(failure))
-                raise typer.Exit(1)
-            if is_first_rank():
-                text = f"The run can start: its first step took {result.wall_s:.1f} s"
-                print_plain(stdout(), f"{text if result.steps else 'Stopped before its first step'}. Nothing was kept.")
-            return
-        if not is_first_rank():
-            raise typer.Exit(0 if failure is None else 1)
-        if failure is not None:
-            result = RunResult.read(folder)
-        console = stdout()
-        console.print(summary_table([result]))
-        _show_files(console, folder, write_report([folder], folder))
-        if end := ENDS.get(result.stopped):
-            print_plain(console, end.format(counted_noun(result.steps, "step")))
-        if failure is not None:
-            show_error(str(failure))
             raise typer.Exit(1)
 
 

@@ -39,14 +39,6 @@ class Line:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Key:
-    """An entry of the legend beside a heat map: a colour, as a CSS variable, and its text."""
-
-    colour: str
-    text: str
-
-
-@dataclass(frozen=True, kw_only=True)
 class Chart:
     """A chart ready for a page."""
 
@@ -56,13 +48,14 @@ class Chart:
     caption: str = ""  # A sentence under the title
     # Range of the y axis in powers of ten if it may become logarithmic; None if not.
     log_range: tuple[float, float] | None = None
-    # Legends of a heat map: a title, or "", and its entries.
-    keys: list[tuple[str, list[Key]]] = field(default_factory=list)
+    # Legends of a heat map: a title, or "", and its entries, each a "colour", as a CSS variable, and its "text".
+    keys: list[tuple[str, list[dict[str, str]]]] = field(default_factory=list)
 
     @property
     def json(self) -> dict[str, Any]:
         """What the page's script needs."""
-        return {**self.figure, "title": self.title, "log": self.log_range}
+        described = {"title": self.title, "unit": self.unit, "caption": self.caption, "keys": self.keys}
+        return {**self.figure, **described, "log": self.log_range}
 
 
 def line_chart(

@@ -17,7 +17,7 @@ from itertools import pairwise
 from operator import itemgetter
 from typing import Any
 
-from octavo.experiments.charts import Chart, Key
+from octavo.experiments.charts import Chart
 from octavo.experiments.theme import COLOUR_LEVELS, axis, layout, plain
 from octavo.inspect.stats import OPERANDS, QUANTILES, OperandStats
 from octavo.numerics.names import pattern
@@ -231,11 +231,11 @@ def _equal(values: Sequence[float]) -> tuple[float, ...]:
     return tuple(low + size * number for number in range(1, COLOUR_LEVELS))
 
 
-def _keys(statistic: Statistic, edges: Sequence[float]) -> list[Key]:
+def _keys(statistic: Statistic, edges: Sequence[float]) -> list[dict[str, str]]:
     """The levels, the best one first, each with its values."""
     bounds = [-math.inf, *edges, math.inf]
     texts = [f"< {high:.3g}" if low == -math.inf else f"≥ {low:.3g}" for low, high in pairwise(bounds)]
     if statistic.falling:
         texts.reverse()
-    keys = [Key(colour=f"var(--{statistic.hue}{level})", text=text) for level, text in enumerate(texts)]
-    return [*keys, Key(colour="var(--ink)", text="not finite")]
+    keys = [{"colour": f"var(--{statistic.hue}{level})", "text": text} for level, text in enumerate(texts)]
+    return [*keys, {"colour": "var(--ink)", "text": "not finite"}]

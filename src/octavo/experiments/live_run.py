@@ -216,15 +216,7 @@ class LiveRun:
             "subtitle": f"{arm_name(result.precision)} · {result.parameters:,} parameters · {result.device}",
             "step": result.steps, "steps": steps, "started": started, "last": recent[-1].time if recent else None,
             "seconds_per_step": _seconds_per_step(recent, started or 0.0), "tiles": _tiles(self._steps, run),
-            "charts": {
-                size: [
-                    chart.json
-                    | {"caption": chart.caption, "unit": chart.unit}
-                    | {"keys": [[title, [asdict(key) for key in keys]] for title, keys in chart.keys]}
-                    for chart in group
-                ]
-                for size, group in charts.items()
-            },
+            "charts": {size: [chart.json for chart in group] for size, group in charts.items()},
             "samples": [asdict(samples) for samples in run.samples],
             "events": self._events.records[-EVENTS_SHOWN:][::-1],
             "events_in_all": len(self._events.records), "rows": summary_rows([result]), "layers": run.layers,
