@@ -10,7 +10,7 @@ import pytest
 
 import octavo
 from octavo.cli import app
-from octavo.cli.completion import complete_setting
+from octavo.cli.options import complete_setting
 from octavo.train import TrainConfig
 from octavo.train.config.sections import Section
 
