@@ -203,14 +203,10 @@ def test_a_demo_overwrites_nothing(here):
 @pytest.mark.parametrize(
     ("overrides", "warmup"),
     [
-        ([], 10),
-        (["run.steps=11"], 10),
-        (["run.steps=10"], 5),
-        (["run.steps=1"], 0),
-        (["run.steps=4", "optim.warmup=1"], 1),
-        (["optim.warmup=3"], 3),
+        ([], 10), (["run.steps=11"], 10), (["run.steps=10"], 5), (["run.steps=1"], 0),
+        (["run.steps=4", "optim.warmup=1"], 1), (["optim.warmup=3"], 3),
     ],
-)
+)  # fmt: skip
 def test_the_warmup_of_a_demo_fits_its_steps(overrides, warmup):
     from octavo.experiments.demo import demo_configs
 

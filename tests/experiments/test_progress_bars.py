@@ -12,12 +12,10 @@ from octavo.train.record.metrics import ExpectedStep, RunSetup, StepMetrics
 
 CONFIG = parse_config(
     {
-        "run": {"steps": 40},
-        "model": {"type": "llama"},
-        "data": {"source": "x", "sequence_length": 8},
+        "run": {"steps": 40}, "model": {"type": "llama"}, "data": {"source": "x", "sequence_length": 8},
         "optim": {"lr": 1.0},
     }
-)
+)  # fmt: skip
 EXPECTED = ExpectedStep(gpu="H100 SXM", flops=1.0, bf16_flops=1.0, fp8_flops=1.0, memory=45 * 2**30)
 
 

@@ -75,17 +75,11 @@ def prune(model):
 
 
 KINDS = {
-    "plain": {},
-    "zeros": {"change": zero_outputs},
-    "adapters": {"change": adapters},
-    "padding": {"padding": 0.8},
-    "masks": {"masked": 0.95},
-    "relu": {"activation": F.relu},
-    "squared relu": {"activation": lambda x: F.relu(x).square()},
-    "pruned": {"change": prune, "after_step": prune},
-    "experts": {"change": experts},
-    "tiny batches": {"tokens": 4},
-}
+    "plain": {}, "zeros": {"change": zero_outputs}, "adapters": {"change": adapters}, "padding": {"padding": 0.8},
+    "masks": {"masked": 0.95}, "relu": {"activation": F.relu},
+    "squared relu": {"activation": lambda x: F.relu(x).square()}, "pruned": {"change": prune, "after_step": prune},
+    "experts": {"change": experts}, "tiny batches": {"tokens": 4},
+}  # fmt: skip
 
 
 def batch(step, tokens=128, padding=0.0, masked=0.0):

@@ -52,12 +52,10 @@ def test_messages_of_tokens():
 @pytest.mark.parametrize(
     ("shards", "ep", "fp8", "weights", "gradients"),
     [
-        (4, 1, False, [1900], [3200]),
-        (4, 2, False, [1140, 760], [1920, 1280]),
-        (4, 2, True, [1140, 760], [495, 330]),
+        (4, 1, False, [1900], [3200]), (4, 2, False, [1140, 760], [1920, 1280]), (4, 2, True, [1140, 760], [495, 330]),
         (1, 1, False, [], []),
     ],
-)
+)  # fmt: skip
 def test_traffic_of_parameters(shards, ep, fp8, weights, gradients):
     """Weights in bf16 less 100 bytes; gradients in fp32, or in FP8 with a float32 scale per 128."""
     config = StepConfig(gpus=shards, ep=ep, fp8_reduce=fp8)

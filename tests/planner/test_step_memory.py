@@ -75,13 +75,11 @@ CASES = {
     "fp8+activations+optimizer": {"level": "fp8+activations+optimizer"},
     "fp8, recomputed": {"level": "fp8", "recompute": True},
     "fp8+activations+optimizer, accumulated, recomputed": {
-        "level": "fp8+activations+optimizer",
-        "recompute": True,
-        "micro_batches": 4,
+        "level": "fp8+activations+optimizer", "recompute": True, "micro_batches": 4,
     },
     "GPT-2, fp8+opt": {"level": "fp8", "states": "fp8", "family": "gpt2", "chunked": False},
     "float32 parameters": {"level": "fp8", "family": "fp32", "batch": 1},
-}
+}  # fmt: skip
 
 
 SLOW = (
