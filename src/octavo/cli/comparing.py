@@ -74,7 +74,7 @@ def _compare_losses_file(
     path: Path, margin: float | None, confidence: float, max_seeds: int | None, as_json: bool
 ) -> None:
     """Print a verdict for each object of a file of losses; exit with the worst code."""
-    from octavo.inspect import compare_losses
+    from octavo.inspect.compare import EXIT_CODES, compare_losses, worst
     from octavo.inspect.paired_test import MOST_SEEDS
 
     comparisons: list[LossComparison] = []
@@ -85,7 +85,7 @@ def _compare_losses_file(
         except ValueError as error:
             where = f"object {number + 1} of {len(tables)}: " if len(tables) > 1 else ""
             raise ValueError(f"{path}: {where}{error}") from None
-    with verdict(max((comparison.exit_code for comparison in comparisons), key=(0, 3, 1).index)):
+    with verdict(EXIT_CODES[worst([comparison.outcome for comparison in comparisons])]):
         if is_first_rank():
             _show_comparisons(comparisons, as_json)
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from octavo.experiments.curves import Curves, smooth
 from octavo.experiments.verdict import held_out_loss
-from octavo.inspect.compare import EXIT_CODES, ArmLosses, LossComparison, Outcome, compare_losses
+from octavo.inspect.compare import EXIT_CODES, ArmLosses, LossComparison, Outcome, compare_losses, worst
 from octavo.inspect.paired_test import CONFIDENCE, MOST_SEEDS
 from octavo.train.record.metrics import LOSS, RunResult
 
@@ -104,15 +104,14 @@ class Comparison:
         return self.runs[0].seeds
 
     @property
-    def exit_code(self) -> int:
-        """Of the command: the worse of both verdicts."""
-        verdicts = [self.losses, *([] if self.held_out is None else [self.held_out])]
-        return max((verdict.exit_code for verdict in verdicts), key=(0, 3, 1).index)
+    def outcome(self) -> Outcome:
+        """The worse of both verdicts."""
+        return worst([verdict.outcome for verdict in (self.losses, self.held_out) if verdict is not None])
 
     @property
-    def outcome(self) -> Outcome:
-        """What `exit_code` stands for."""
-        return next(outcome for outcome, code in EXIT_CODES.items() if code == self.exit_code)
+    def exit_code(self) -> int:
+        """Of the command."""
+        return EXIT_CODES[self.outcome]
 
 
 def compare_arms(

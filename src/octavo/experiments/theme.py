@@ -8,6 +8,8 @@ the common colour blindnesses; heat maps have one hue each, whose lightness is t
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from octavo.numerics.display import shortened
 
 FONT = 'ui-sans-serif, system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, "Noto Sans", sans-serif'
@@ -18,14 +20,10 @@ AREA_OPACITY = 0.18
 
 def _mix(stops: Sequence[str]) -> list[str]:
     """`COLOUR_LEVELS` colours evenly spaced between the stops of a ramp, as #rrggbb."""
-    channels = [[int(stop[i : i + 2], 16) for i in (1, 3, 5)] for stop in stops]
-    colours = []
-    for level in range(COLOUR_LEVELS):
-        place = level / (COLOUR_LEVELS - 1) * (len(stops) - 1)
-        low = min(int(place), len(stops) - 2)
-        mixed = (a + (b - a) * (place - low) for a, b in zip(channels[low], channels[low + 1], strict=True))
-        colours.append("#" + "".join(f"{round(value):02x}" for value in mixed))
-    return colours
+    channels = np.array([[int(stop[i : i + 2], 16) for i in (1, 3, 5)] for stop in stops]).T
+    places = np.linspace(0, len(stops) - 1, COLOUR_LEVELS)
+    mixed = [np.interp(places, range(len(stops)), channel) for channel in channels]
+    return ["#" + "".join(f"{round(value):02x}" for value in colour) for colour in zip(*mixed, strict=True)]
 
 
 def _scheme(base: dict[str, str], series: Sequence[str], bad: Sequence[str], size: Sequence[str]) -> dict[str, str]:

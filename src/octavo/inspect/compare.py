@@ -33,8 +33,8 @@ from octavo.inspect.paired_test import (
 Verdict = Literal["worse", "better", "indistinguishable", "inconclusive"]
 Outcome = Literal["pass", "fail", "inconclusive"]
 
-EXIT_CODES: dict[Outcome, int] = {"pass": 0, "fail": 1, "inconclusive": 3}
-"""Exit codes of `octavo compare`; 2 is a user error."""
+EXIT_CODES: dict[Outcome, int] = {"pass": 0, "inconclusive": 3, "fail": 1}
+"""Exit codes of `octavo compare`, the best first; 2 is a user error."""
 LIMIT = 2.0  # Default margin, in percent
 BLOW_UP = 2.0  # Multiple of the baseline's loss above which a run has blown up
 FAILURE_LEVEL = 0.005  # Level of Fisher's test, at 95 % and for one arm
@@ -72,6 +72,11 @@ class ArmLosses:
         }  # fmt: skip
 
 
+def worst(outcomes: Sequence[Outcome]) -> Outcome:
+    """Return the outcome of several together."""
+    return max(outcomes, key=list(EXIT_CODES).index)
+
+
 @dataclass(frozen=True, kw_only=True)
 class LossComparison:
     """The verdicts on all arms."""
@@ -91,8 +96,7 @@ class LossComparison:
     @property
     def outcome(self) -> Outcome:
         """Fail if any arm fails, else inconclusive if any is, else pass."""
-        outcomes = {arm.outcome for arm in self.arms}
-        return "fail" if "fail" in outcomes else "inconclusive" if "inconclusive" in outcomes else "pass"
+        return worst([arm.outcome for arm in self.arms])
 
     @property
     def exit_code(self) -> int:

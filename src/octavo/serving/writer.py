@@ -182,7 +182,9 @@ def write(model: Any, folder: Path, layout: ExportLayout | None, max_shard_size:
     final: dict[str, Tensor] = {}
     for name, tensor in saved.items():
         final[name] = quantized[name].data if name in quantized else tensor
-        if name in quantized and (scale := quantized[name].scale) is not None:
+        if name in quantized:
+            scale = quantized[name].scale
+            assert scale is not None
             stored = scale if scale.dtype == torch.float32 else scale.view(torch.uint8)
             final[f"{name.removesuffix('.weight')}.{layout.scale_name}"] = stored.contiguous()
     with no_progress_bar():
