@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks import command
+from benchmarks.compilers import CannotPretend
 
 if TYPE_CHECKING:
     from benchmarks.compiled.pretend import Graph, Graphs
@@ -112,7 +113,7 @@ def main(arguments: list[str]) -> None:
 
     try:
         graphs = pretend.install()
-    except pretend.CannotPretend as error:
+    except CannotPretend as error:
         sys.exit(f"python -m benchmarks compiled: {error}")
     import torch
 

@@ -7,25 +7,27 @@ run: `Graphs` holds it, and what is called in its place returns fake tensors.
 In PyTorch it replaces the functions of C that a build with CUDA has, and none of Python. So Dynamo meets the same
 `torch.cuda` as on a GPU, and refuses what it refuses there: `is_current_stream_capturing`, say. What it cannot prove:
 
-* the probes of backends, which it answers (`_answer_for_octavo`), and the results, times and memory of kernels
+* the probes of backends, which it answers (`choose_as_an_h100`), and the results, times and memory of kernels
 * Inductor's patterns of attention and its folding of constants, which would run on the device: they are off
 * CUDA graphs, and work on several streams or devices: there is stream 0 of device 0, and no capture
 """
 
 import ctypes
 import os
-import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from benchmarks.compilers import CannotPretend, build, compiler, folder_of
+
 SOURCE = Path(__file__).with_name("device.cpp")
+find_compiler = partial(compiler, "CXX", "c++", "g++", "clang++")
 H100 = SimpleNamespace(
     name="NVIDIA H100 80GB HBM3", major=9, minor=0, multi_processor_count=132, total_memory=80 << 30,
     regs_per_multiprocessor=65536, max_threads_per_multi_processor=2048, max_threads_per_block=1024, warp_size=32,
@@ -33,10 +35,6 @@ H100 = SimpleNamespace(
     L2_cache_size=50 << 20, clock_rate=1755000, memory_clock_rate=2619000, memory_bus_width=5120, is_integrated=0,
     gcnArchName="", pci_bus_id=0,
 )  # fmt: skip
-
-
-class CannotPretend(RuntimeError):
-    """There is no C++ compiler or no Triton, or torch is built for CUDA."""
 
 
 @dataclass(frozen=True)
@@ -60,11 +58,11 @@ class Graphs:
 
 
 def missing() -> str | None:
-    if _compiler() is None:
+    if find_compiler() is None:
         return "it needs a C++ compiler: install g++ or clang, or set CXX to one"
     if find_spec("triton") is None:
         return "it needs Triton, which Inductor writes code for: pip install triton"
-    if (_torch() / "lib" / "libtorch_cuda.so").exists():
+    if (folder_of("torch") / "lib" / "libtorch_cuda.so").exists():
         return "it pretends a GPU, for which it needs a torch that is built without CUDA"
     return None
 
@@ -74,38 +72,22 @@ def install() -> Graphs:
     if (reason := missing()) is not None:
         raise CannotPretend(reason)
     assert "torch" not in sys.modules, "the device must be there before torch is imported"
-    _load()
+    folder = folder_of("torch")
+    with tempfile.TemporaryDirectory(prefix="octavo-device-") as scratch:
+        library, own = Path(scratch) / "device.so", folder / "lib"
+        build(find_compiler(), SOURCE, library, "-std=c++20", f"-I{folder / 'include'}", f"-L{own}", "-lc10",
+              "-ltorch_cpu", f"-Wl,-rpath,{own}")  # fmt: skip
+        ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
     os.environ.pop("TRITON_INTERPRET", None)
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     _answer_for_torch()
     _answer_for_triton()
-    _answer_for_octavo()
+    import torch
+
+    from benchmarks.host.stub import choose_as_an_h100
+
+    choose_as_an_h100(torch.device("cuda"), torch.device("cuda", 0))
     return _keep_code()
-
-
-def _compiler() -> str | None:
-    names = (os.environ["CXX"],) if "CXX" in os.environ else ("c++", "g++", "clang++")
-    return next((path for name in names if (path := shutil.which(name))), None)
-
-
-def _torch() -> Path:
-    spec = find_spec("torch")
-    assert spec is not None and spec.origin is not None
-    return Path(spec.origin).parent
-
-
-def _load() -> None:
-    folder, compiler = _torch(), _compiler()
-    with tempfile.TemporaryDirectory(prefix="octavo-device-") as scratch:
-        library = Path(scratch) / "device.so"
-        command = [
-            str(compiler), "-O1", "-std=c++20", "-shared", "-fPIC", f"-I{folder / 'include'}", str(SOURCE),
-            f"-L{folder / 'lib'}", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{folder / 'lib'}", "-o", str(library),
-        ]  # fmt: skip
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise CannotPretend(f"{compiler} cannot build {SOURCE.name}: {done.stderr.strip() or done.returncode}")
-        ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
 
 
 def _always(value: Any) -> Callable[..., Any]:
@@ -164,21 +146,6 @@ def _answer_for_triton() -> None:
     triton.runtime.driver.set_active(driver)
 
 
-def _answer_for_octavo() -> None:
-    """Choose the backends that an H100 gets, without probing them."""
-    import torch
-
-    from benchmarks.host.stub import AllSupported
-    from octavo.kernels import registry
-    from octavo.kernels.gemm import torch_scaled
-
-    for op in registry.OPS.values():
-        name = "torch_scaled" if "torch_scaled" in op.backends else "triton"
-        for device in (torch.device("cuda"), torch.device("cuda", 0)):
-            op._chosen.update({(device, case): op.backends[name] for case in op.cases.values()})
-    torch_scaled._SUPPORTED = AllSupported()
-
-
 def _keep_code() -> Graphs:
     import torch
     from torch._inductor.graph import GraphLowering
@@ -188,17 +155,15 @@ def _keep_code() -> Graphs:
     def compile_to_module(lowered: Any) -> Any:
         code = lowered.codegen()[0].value
         graphs.graphs.append(Graph(lowered, code, lowered.count_bytes()[0]))
-        outputs = [
-            node.meta["val"] if node is not None else None for node in lowered.module.graph.output_node().args[0]
-        ]
+        outputs = [node and node.meta["val"] for node in lowered.module.graph.output_node().args[0]]
 
         def call(arguments: list[Any]) -> list[Any]:
             arguments.clear()
-            return [_like(output) if isinstance(output, torch.Tensor) else output for output in outputs]
+            return [like(output) if isinstance(output, torch.Tensor) else output for output in outputs]
 
         return SimpleNamespace(call=call, __file__=__file__, key="", cache_key="", cache_linemap=None)
 
-    def _like(x: Any) -> Any:
+    def like(x: Any) -> Any:
         return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
 
     GraphLowering.compile_to_module = compile_to_module

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import command
+from benchmarks.compilers import CannotPretend
 
 Row = dict[str, Any]
 RESULT = Path(__file__).parents[1] / "results" / "simulated" / "host.json"
@@ -57,7 +58,7 @@ def main(arguments: list[str]) -> None:
 
     try:
         driver = stub.install()
-    except stub.NoCompiler as error:
+    except CannotPretend as error:
         sys.exit(f"python -m benchmarks host: {error}")
     import torch
 

@@ -1,10 +1,9 @@
 """What one linear, and the seven linears of a Llama block, cost the host: microseconds, launches, dispatches, calls.
 
-Times are CPU time, the best of many short samples that rows take in turn, so that what else runs on the machine hardly
-counts and meets them alike: all rows if few are chosen by name, else each row and the one that it is compared with,
-because samples of many rows in turn begin with the other rows' data in the caches. They are without what an empty
-autograd graph costs: `x.view_as(x)` and its backward. The matrices are 16×16, so that the host's work is left; with
-scales of blocks they are of whole blocks, their products of 16×16, with results allocated beside them.
+Times are CPU time, the best of many short samples that rows take in turn, so that what else runs on the machine meets
+them alike: all rows if few are chosen by name, else each row and the one that it is compared with, because samples of
+many rows in turn begin with the other rows' data in the caches. They are without what an empty autograd graph costs.
+The matrices are 16×16, so that the host's work is left; with scales of blocks they are of whole blocks.
 """
 
 import os
@@ -36,14 +35,12 @@ Step = Callable[[], Any]
 RECIPES = tuple(octavo.RECIPES)
 BY_TRITON = {f"{recipe}, products by Triton": recipe for recipe in ("rowwise", "blockwise")}
 THEIRS = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
-NO_KERNEL = set(
-    (
-        "empty", "empty_strided", "empty_like", "new_empty", "view", "view_as", "as_strided", "t", "transpose", "slice",
-        "detach", "expand", "reshape", "_unsafe_view", "alias", "narrow", "select", "unsqueeze", "to", "_to_copy",
-        "linear", "matmul", "contiguous", "resolve_conj", "resolve_neg", "lift_fresh", "result_type", "squeeze", "ones",
-        "zeros", "permute", "unbind", "split", "is_nonzero", "item", "_local_scalar_dense", "expand_as",
-    )
-)  # fmt: skip
+NO_KERNEL = {
+    "empty", "empty_strided", "empty_like", "new_empty", "view", "view_as", "as_strided", "t", "transpose", "slice",
+    "detach", "expand", "reshape", "_unsafe_view", "alias", "narrow", "select", "unsqueeze", "to", "_to_copy",
+    "linear", "matmul", "contiguous", "resolve_conj", "resolve_neg", "lift_fresh", "result_type", "squeeze", "ones",
+    "zeros", "permute", "unbind", "split", "is_nonzero", "item", "_local_scalar_dense", "expand_as",
+}  # fmt: skip
 """Operations that start nothing on a GPU, or do so by calling others."""
 ONE_KERNEL = {"mm", "addmm", "sum", "linalg_vector_norm", "amax", "cat"}
 """Operations that call others on a CPU, and start one kernel on a GPU."""
@@ -183,13 +180,9 @@ def counts(stub: Stub, name: str, make: Callable[[], nn.Module]) -> Row:
     dispatches, kernels = _dispatches(both)
     base, _ = _dispatches(empty)
     return {
-        "name": name,
-        "launches": launches,
-        "kernels": launches + kernels,
-        "products": products,
-        "dispatches": dispatches - base,
-        "python_calls": _python_calls(both) - _python_calls(empty),
-    }
+        "name": name, "launches": launches, "kernels": launches + kernels, "products": products,
+        "dispatches": dispatches - base, "python_calls": _python_calls(both) - _python_calls(empty),
+    }  # fmt: skip
 
 
 def _dispatches(step: Step) -> tuple[int, int]:

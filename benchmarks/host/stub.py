@@ -7,14 +7,15 @@ computed is not computed: outputs are uninitialized memory.
 `install` changes the process for good. It must run before anything imports Triton.
 """
 
+import atexit
 import ctypes
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -23,14 +24,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.compilers import CannotPretend, build, compiler, folder_of
 from octavo.runtime.torch_compat import empty_strided_on
 
 SOURCE = Path(__file__).with_name("libcuda.c")
+find_compiler = partial(compiler, "CC", "cc", "gcc", "clang")
 MOST_PARAMETERS = 64
-
-
-class NoCompiler(RuntimeError):
-    """There is no C compiler, or no Triton whose headers it could use."""
 
 
 class Record(ctypes.Structure):
@@ -79,51 +78,30 @@ class Stub:
 
 
 def missing() -> str | None:
-    if _compiler() is None:
+    if find_compiler() is None:
         return "the stub driver needs a C compiler: install gcc or clang, or set CC to one"
     if find_spec("triton") is None:
         return "the stub driver needs Triton, whose launches it receives: pip install triton"
     return None
 
 
-def _compiler() -> str | None:
-    names = (os.environ["CC"],) if "CC" in os.environ else ("cc", "gcc", "clang")
-    return next((path for name in names if (path := shutil.which(name))), None)
-
-
 def install() -> Stub:
-    """Build and load the stub driver, and send CPU tensors down the GPU path; raises NoCompiler."""
+    """Build and load the stub driver, and send CPU tensors down the GPU path; raises CannotPretend."""
     if (reason := missing()) is not None:
-        raise NoCompiler(reason)
+        raise CannotPretend(reason)
     assert "triton" not in sys.modules, "the stub driver must be installed before Triton is imported"
     os.environ.pop("TRITON_INTERPRET", None)
-    library = _load(_build())
+    library = Path(tempfile.mkdtemp(prefix="octavo-stub-")) / "libcuda.so.1"
+    atexit.register(shutil.rmtree, library.parent, ignore_errors=True)
+    headers = folder_of("triton") / "backends" / "nvidia" / "include"
+    build(find_compiler(), SOURCE, library, "-Wl,-soname,libcuda.so.1", f"-I{headers}")
+    library.with_name("libcuda.so").symlink_to(library.name)
+    os.environ["TRITON_LIBCUDA_PATH"] = str(library.parent)
+    # Whatever asks for libcuda.so.1 from now on gets this one.
+    loaded = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
     _activate()
     _pretend()
-    return Stub(library)
-
-
-def _build() -> Path:
-    spec = find_spec("triton")
-    assert spec is not None and spec.origin is not None
-    headers = Path(spec.origin).parent / "backends" / "nvidia" / "include"
-    library = Path(tempfile.mkdtemp(prefix="octavo-stub-")) / "libcuda.so.1"
-    command = [_compiler(), "-O1", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", f"-I{headers}"]
-    done = subprocess.run([*command, str(SOURCE), "-o", str(library)], capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise NoCompiler(f"{_compiler()} cannot build the stub driver: {done.stderr.strip() or done.returncode}")
-    library.with_name("libcuda.so").symlink_to(library.name)
-    return library
-
-
-def _load(library: Path) -> ctypes.CDLL:
-    """Load the stub: whatever asks for libcuda.so.1 from now on gets it. Its file is needed no longer."""
-    os.environ["TRITON_LIBCUDA_PATH"] = str(library.parent)
-    loaded = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
-    import atexit
-
-    atexit.register(shutil.rmtree, library.parent, ignore_errors=True)
-    return loaded
+    return Stub(loaded)
 
 
 def _activate() -> None:
@@ -146,20 +124,25 @@ def _activate() -> None:
     triton.runtime.driver.set_active(StubDriver())
 
 
-def _pretend() -> None:
-    """Let CPU tensors take the GPU path, with the backends that an H100 takes."""
-    import octavo.kernels.gemm  # noqa: F401  registers all ops
+def choose_as_an_h100(*devices: torch.device) -> None:
+    """Choose the backends that an H100 gets, without probing them."""
     from octavo.kernels import registry
     from octavo.kernels.gemm import torch_scaled
 
-    cpu = torch.device("cpu")
-    registry.GPU_TYPES.add("cpu")
     for op in registry.OPS.values():
         for case in op.cases.values():
             no_grouped = op.name == "grouped_mm" and case[2:] not in (("nt", ""), ("nn", ""))
             name = "torch_scaled" if "torch_scaled" in op.backends and not no_grouped else "triton"
-            op._chosen[cpu, case] = op.backends[name]
+            op._chosen.update({(device, case): op.backends[name] for device in devices})
     torch_scaled._SUPPORTED = AllSupported()
+
+
+def _pretend() -> None:
+    """Let CPU tensors take the GPU path, with the backends that an H100 takes."""
+    from octavo.kernels import registry
+
+    registry.GPU_TYPES.add("cpu")
+    choose_as_an_h100(torch.device("cpu"))
     torch._scaled_mm = _product
     torch._scaled_grouped_mm = _grouped_product
     F.scaled_mm = torch._scaled_mm_v2 = _product
