@@ -4,8 +4,7 @@
                activations around them (`octavo.kernels.library.DECOMPOSITIONS`)
     opaque …   each op stays one opaque call: Octavo's Triton kernels, one read, both memory orders
 
-Measured on a linear alone, where there is nothing to fuse with, and in a Llama 3 8B decoder layer, where there is. The
-faster one is what Octavo should do by default; docs/compile.md has what is known without a GPU.
+Measured on a linear alone, where there is nothing to fuse with, and in a Llama 3 8B decoder layer, where there is.
 """
 
 from benchmarks import layer, linear, shapes

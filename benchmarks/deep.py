@@ -1,11 +1,8 @@
 """Every Triton kernel in every configuration beside the reference, as `octavo doctor --deep` compares them.
 
-Quantizers, products, grouped products, norms, GLU and their gradients, dequantization, messages, the optimizer. Most of
-the time goes into compiling, so all cores compile first: each process of a pool runs a share of the cases once, which
-fills Triton's cache. Then one process compares, a row per op and format, in rounds of new inputs. A row's `result` is
-"as the reference" or the first outputs that differ; `mismatches` counts runs.
-
-In a rehearsal Triton's interpreter runs one case of each op; there is nothing to compile.
+Most of the time goes into compiling, so all cores compile first: each process of a pool runs a share of the cases once,
+which fills Triton's cache. Then one process compares, a row per op and format, in rounds of new inputs. In a rehearsal
+Triton's interpreter runs one case of each op.
 """
 
 import multiprocessing

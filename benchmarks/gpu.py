@@ -1,17 +1,11 @@
-"""Everything that needs a GPU, from the source tree alone, in stages that cannot take each other down.
+"""Everything that needs a GPU, from the source tree alone, in stages that cannot take each other down: docs/gpu.md.
 
 A stage is a process of its own. The most important parts that fit into `--total` minutes are chosen, and chosen again
 after each stage for the time that is really left. A price is what a part took in an earlier result file, compilation
-included, or else the estimate in `PARTS`. A stage knows its deadline and begins no row
-that costs more than what is left. It writes its result file after every row and its output to `<out>/<stage>.log`;
-where a row takes several times its price or takes the process down, the stage is started again behind that row. What
-Triton and Inductor compile is kept for all stages and later calls (`--caches`).
+included, or else the estimate in `PARTS`. A stage knows its deadline and begins no row that costs more than what is
+left; where a row takes several times its price or takes the process down, the stage starts again behind that row.
 
-At the end come the project's targets, each with what was reached, and `gpu.json` with what became of every stage and
-the end of its output where it failed.
-
-Needs Python, torch, triton and transformers; pytest for the stage `tests`. Packages that are not there (torchao,
-pydantic) can be brought as wheels in a folder: `--wheels`.
+Needs Python, torch, triton and transformers; pytest for the stage `tests`. Other packages can be brought as wheels.
 """
 
 import argparse

@@ -1,11 +1,9 @@
 """Each kernel by itself: quantizers in TB/s, FP8 products in TFLOP/s, fused kernels, as shares of this device's limits.
 
-The limits are measured first (`ceilings`), so that no percentage refers to a data sheet. Bytes are what the op must
-move by definition (`src/octavo/kernels/quantize/__init__.py`): bf16 read once, twice where a maximum over everything is
-needed first, and one byte written per element, form and memory order. A kernel that reads a band again from L2 gets no
-credit for it. Products are measured on every backend beside cuBLAS by tensor, the reference figure, in the memory
-orders that a linear gives them. A fused kernel stands beside what it replaces: PyTorch's own op in bf16, eager, then
-`quantize`. `calibrate` times every configuration.
+The limits are measured first (`ceilings`). Bytes are what the op must move by definition
+(`src/octavo/kernels/quantize/__init__.py`); a kernel that reads a band again from L2 gets no credit. Products are
+measured on every backend beside cuBLAS by tensor, the reference figure, in the memory orders that a linear gives them.
+A fused kernel stands beside what it replaces: PyTorch's own op in bf16, eager, then `quantize`.
 """
 
 import functools

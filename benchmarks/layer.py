@@ -1,9 +1,8 @@
 """A decoder layer, forward and backward: time, peak memory, and what it keeps for backward per token.
 
 The layers are those of Transformers (`LlamaDecoderLayer`, fused attention), sized as in Llama 3 8B (batch 1, 8192
-tokens), Llama 2 7B (batch 8 × 2048 tokens) and Mixtral 8x7B (8192 tokens, two of eight experts each), converted as a
-user would: by `octavo.convert`, by torchao. `dim-16384` is the block of torchao's published microbenchmark at that
-size, layer norm → linear → sigmoid: 1.51 × bf16 there, compiled, on an H100.
+tokens), Llama 2 7B (batch 8 × 2048 tokens) and Mixtral 8x7B (8192 tokens, two of eight experts each). `dim-16384` is
+the block of torchao's published microbenchmark, layer norm → linear → sigmoid: 1.51 × bf16 there, compiled, on an H100.
 
 Beside each row: the share of linear layers in the bf16 layer's time, measured as their products alone, and the Amdahl
 limit that follows, with cuBLAS's FP8 products in place of those and everything else as it is.

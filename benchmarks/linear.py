@@ -1,12 +1,10 @@
 """One linear layer, forward and backward, quantization included, beside bf16, torchao, and what limits it.
 
-On a GPU: kernel time and wall time of every arm, at the shapes the project's targets name first. Beside each row stand
-the roofline (`benchmarks/roofline.py` with this device's own ceilings) and the Amdahl limit: the three FP8 products
-alone, measured at this very shape. `given tensorwise` has maxima that cost nothing. The kernel time of
-`rowwise_equalized` is that of a pass without a measurement; its wall time has one measurement in 50 passes.
-
-On a CPU: wall time of a small layer, every arm in turn, round after round, and the best round counts: arms of one run
-meet the same machine. FP8 is emulated there, exactly.
+On a GPU: kernel time and wall time of every arm. Beside each row stand the roofline (`benchmarks/roofline.py` with this
+device's own ceilings) and the Amdahl limit: the three FP8 products alone, measured at this very shape. `given
+tensorwise` has maxima that cost nothing. The kernel time of `rowwise_equalized` is that of a pass without a
+measurement; its wall time has one in 50 passes. On a CPU, where FP8 is emulated: wall time of a small layer, every arm
+in turn, and the best round counts.
 """
 
 import functools

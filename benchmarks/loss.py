@@ -1,9 +1,8 @@
 """The loss in FP8 beside bf16's on two seeds, through `octavo compare`, for as many minutes as there are.
 
-A Llama of 175 million parameters learns the sources and texts that the machine carries: .py, .md, .rst and .txt files
-of its site-packages, gathered into one file. When `--minutes` are over, the run of the moment saves and stops; the same
-command goes on, finished runs are not repeated. Rows come from the folder of the runs: each run, then each seed's gap
-after as many tokens and after as many seconds; at the end the verdict.
+A Llama of 175 million parameters learns .py, .md, .rst and .txt files of the machine's site-packages. When `--minutes`
+are over, the run of the moment saves and stops; the same command goes on. Rows come from the folder of the runs: each
+run, then each seed's gap after as many tokens and after as many seconds; at the end the verdict.
 """
 
 import json

@@ -1,10 +1,8 @@
 """A profile by kernel: what ran, for how long, and which operations and phases of the host launched it.
 
 On a GPU, kernels, copies and memory sets come from the trace that `torch.profiler` exports. The host's call that
-launched one has the same correlation; the operations that enclose this call, and the phases (`record_function`) in
-whose time it falls, say what the kernel is for. Backward launches from a thread of its own, so phases go by time and
-operations by thread. On a CPU, operations stand for kernels, each with its own time, without that of the operations it
-calls, so that the same code is rehearsed.
+launched one has the same correlation. Backward launches from a thread of its own, so the phases (`record_function`)
+around a launch go by time, the operations by thread. On a CPU, operations stand for kernels, each with its own time.
 """
 
 import json

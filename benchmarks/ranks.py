@@ -3,9 +3,8 @@
     nccl 1    a world of one under NCCL: FSDP2, FP8 collectives, DDP's hook, sharded checkpoints, a captured collective
     gloo 2    two processes on the one card over Gloo, with CUDA tensors: real exchange, real reduction
 
-The same cases run over Gloo on the CPU, where tests compare them with one process. A row's `result` is "as on the CPU",
-or what differs: collectives to the byte, gradients and losses within what another order of summation makes of FP8.
-`fsdp-bf16` has the losses of bf16. A rehearsal has CPUs on both sides.
+The same cases run over Gloo on the CPU. A row's `result` is "as on the CPU", or what differs: collectives to the byte,
+gradients and losses within what another order of summation makes of FP8. A rehearsal has CPUs on both sides.
 """
 
 import os

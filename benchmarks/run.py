@@ -4,11 +4,9 @@
     llama-3-8b width, 4 layers     1.1 billion parameters, 8 × 2048 tokens
     llama-2-7b                     all parameters, every FP8 switch, 2 micro-batches of 2 × 4096 tokens, one 80 GB card
 
-They read the sources of Python's standard library. A row has the seconds from the command to the end of the first step,
-and those of each stage where the run records them; speed without the first steps; peak memory and speed beside what
-`octavo plan` predicted; and the losses, beside bf16's at the same step. Runs of 0.4 B with FP8 states end by
-themselves, with a checkpoint of 2.5 GB. The others are killed after their last step, because larger checkpoints cost
-time and disk. bf16 runs first and, at 0.4 B, last, which shows how far the GPU's clocks have drifted.
+They read the sources of Python's standard library. Runs of 0.4 B with FP8 states end by themselves, with a checkpoint
+of 2.5 GB; the others are killed after their last step, because larger checkpoints cost time and disk. bf16 runs first
+and, at 0.4 B, last, which shows how far the GPU's clocks have drifted.
 """
 
 import json

@@ -1,10 +1,10 @@
 """What the compiler makes of each Triton kernel, seen without a GPU: registers, spills, accesses, instructions.
 
-Triton compiles for a GPU that is not there, down to machine code, with the `ptxas` and `cuobjdump` of its own wheel.
-One row per variant (kernel × case × configuration) and target, for bf16 input at aligned shapes, read from its machine
-code (`sass_code`). The rows of sm_90 are kept, per Triton version, in
-`results/sass/sm_90.json`; `tests/kernels/test_sass.py` fails when a change spills, narrows an access or grows a loop.
-`--write` renews the rows of the Triton that runs. Another one: `PYTHONPATH=.venv/triton-3.6 python -m benchmarks sass`.
+Triton compiles down to machine code (`sass_code`), with the `ptxas` and `cuobjdump` of its own wheel: a row per variant
+(kernel × case × configuration) and target, for bf16 input at aligned shapes. The rows of sm_90 are kept, per Triton
+version, in `results/sass/sm_90.json`; `tests/kernels/test_sass.py` fails when a change spills, narrows an access or
+grows a loop. `--write` renews the rows of the Triton that runs.
+Another one: `PYTHONPATH=.venv/triton-3.6 python -m benchmarks sass`.
 """
 
 import json

@@ -1,9 +1,8 @@
 """Converted linears, forward and backward: right numbers, time beside bf16, and a profile by kernel. First in any run.
 
 Each row compares Y, ∂X and ∂W with those of the bf16 linear of the same weights (SQNR in dB), and fails if one of them
-is not finite or below what its recipe must reach. Then bf16 and the recipe are timed in turns. `profile` has the
-kernels of one forward and backward, the longest first; `tbs` is there where the bytes that a kernel moves are known.
-`rowwise` and `tensorwise` come first, at three shapes; then the other recipes at the first shape.
+is not finite or below what its recipe must reach. `profile` has the kernels of one pass, the longest first; `tbs` is
+there where the bytes that a kernel moves are known.
 """
 
 from typing import Any
