@@ -15,28 +15,14 @@ from octavo.integrations.common import Fp8State
 from octavo.integrations.monitor import fallback_recipes
 from processes import gloo  # noqa: F401
 from support.llamas import forget_settings, small_llama
+from support.tool_loops import optimizer_of
+from support.tool_loops import plain_loop as train
 
 pytestmark = pytest.mark.usefixtures("fresh_settings")
 
 
 def batches_of(samples, count, size=4):
     return [torch.stack([row["input_ids"] for row in samples[i * size : (i + 1) * size]]) for i in range(count)]
-
-
-def train(model, optimizer, batches, backward=torch.Tensor.backward):
-    losses = []
-    for batch in batches:
-        loss = model(input_ids=batch, labels=batch).loss
-        backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
-def optimizer_of(model, level):
-    make = octavo.AdamW if octavo.Precision.level(level).states == "fp8" else torch.optim.AdamW
-    return make(model.parameters(), lr=1e-3)
 
 
 @pytest.mark.thorough

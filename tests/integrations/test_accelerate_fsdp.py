@@ -21,6 +21,7 @@ import octavo
 from octavo.integrations.accelerate import Fp8Accelerator
 from processes import gloo  # noqa: F401
 from support.llamas import forget_settings, small_llama
+from support.tool_loops import plain_loop
 
 STEPS = 6
 LEVEL = "fp8+activations+optimizer"
@@ -57,15 +58,8 @@ def prepared():
 
 
 def train(accelerator, model, optimizer, batches):
-    losses = []
-    for batch in batches:
-        part = batch.chunk(2)[dist.get_rank()]
-        loss = model(input_ids=part, labels=part).loss
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    parts = (batch.chunk(2)[dist.get_rank()] for batch in batches)
+    return plain_loop(model, optimizer, parts, accelerator.backward)
 
 
 def run(folder):

@@ -6,18 +6,16 @@ import torch
 pytest.importorskip("accelerate", reason="accelerate is not installed")
 pytest.importorskip("lightning", reason="lightning is not installed")
 
-import lightning
 from accelerate.utils import TorchDynamoPlugin
 from torch._dynamo.utils import counters
-from transformers import TrainingArguments
 
-import octavo
 from octavo.integrations.accelerate import Fp8Accelerator
 from octavo.integrations.lightning import Fp8Precision
 from octavo.integrations.transformers import Fp8Trainer
 from support.llamas import forget_settings
+from support.tool_loops import lightning_task, lightning_trainer, optimizer_of, plain_loop, training_arguments
 
-STEPS, LR = 4, 1e-3
+STEPS = 4
 pytestmark = [
     pytest.mark.thorough,
     pytest.mark.usefixtures("fresh_settings"),
@@ -26,18 +24,9 @@ pytestmark = [
 ]
 
 
-def optimizer_of(model, level):
-    make = octavo.AdamW if octavo.Precision.level(level).states == "fp8" else torch.optim.AdamW
-    return make(model.parameters(), lr=LR)
-
-
 def transformers(model, samples, level, compiled, folder):
     options = {"torch_compile": True, "torch_compile_backend": "aot_eager"} if compiled else {}
-    arguments = TrainingArguments(
-        output_dir=str(folder), max_steps=STEPS, per_device_train_batch_size=4, learning_rate=LR, logging_steps=1,
-        report_to=[], use_cpu=True, save_strategy="no", disable_tqdm=True, train_sampling_strategy="sequential",
-        **options,
-    )  # fmt: skip
+    arguments = training_arguments(folder, max_steps=STEPS, **options)
     trainer = Fp8Trainer(model=model, args=arguments, train_dataset=samples, precision=level, inspect_every=2)
     trainer.train()
     return [row["loss"] for row in trainer.state.log_history if "loss" in row], trainer._monitor.watch.rows
@@ -48,40 +37,17 @@ def accelerate(model, samples, level, compiled, folder):
     plugin = TorchDynamoPlugin(backend="aot_eager", use_regional_compilation=True, fullgraph=True) if compiled else None
     accelerator = Fp8Accelerator(cpu=True, precision=level, inspect_every=2, dynamo_plugin=plugin)
     model, optimizer = accelerator.prepare(model, optimizer_of(model, level))
-    losses = []
-    for step in range(STEPS):
-        batch = torch.stack([row["input_ids"] for row in samples[4 * step : 4 * step + 4]])
-        loss = model(input_ids=batch, labels=batch).loss
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses, accelerator._monitor.watch.rows
-
-
-class Task(lightning.LightningModule):
-    def __init__(self, model, level):
-        super().__init__()
-        self.model, self.level, self.losses = model, level, []
-
-    def training_step(self, batch):
-        loss = self.model(input_ids=batch, labels=batch).loss
-        self.losses.append(loss.detach())
-        return loss
-
-    def configure_optimizers(self):
-        return optimizer_of(self.model, self.level)
+    batches = torch.stack([row["input_ids"] for row in samples[: 4 * STEPS]]).split(4)
+    return plain_loop(model, optimizer, batches, accelerator.backward), accelerator._monitor.watch.rows
 
 
 def fit(model, samples, level, compiled, folder):
-    task, plugin = Task(model, level), Fp8Precision(level, autocast=False, inspect_every=2)
-    trainer = lightning.Trainer(
-        plugins=[plugin], max_steps=STEPS, accelerator="cpu", logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder, use_distributed_sampler=False,
-    )  # fmt: skip
+    task = lightning_task(model, optimizer_of(model, level))
+    plugin = Fp8Precision(level, autocast=False, inspect_every=2)
+    trainer = lightning_trainer(plugin, folder, STEPS)
     loader = torch.utils.data.DataLoader(torch.stack([row["input_ids"] for row in samples]), batch_size=4)
     trainer.fit(torch.compile(task, backend="aot_eager") if compiled else task, loader)
-    return [loss.item() for loss in task.losses], plugin._monitor.watch.rows
+    return task.values(), plugin._monitor.watch.rows
 
 
 @pytest.mark.parametrize("loop", [transformers, accelerate, fit])

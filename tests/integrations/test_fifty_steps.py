@@ -1,13 +1,11 @@
 """50 steps in FP8 by each tool: the losses and weights of a plain loop bit for bit, also after SIGKILL and a resume."""
 
-import json
-import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from support.tool_loops import run_script
 
 SCRIPT = Path(__file__).parent / "tool_run.py"
 TOOLS = {"transformers": "accelerate", "trl": "trl", "accelerate": "accelerate", "lightning": "lightning"}
@@ -17,15 +15,7 @@ pytestmark = pytest.mark.slow
 
 
 def run(tool, folder, recipe, kill_at=0):
-    """The exit code, the loss of each step, and the digest of the weights."""
-    path = os.pathsep.join([str(SCRIPT.parents[2] / "src"), *filter(None, sys.path)])
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, SCRIPT, tool, folder, recipe, str(kill_at)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1500)
-    weights = folder / "weights"
-    assert done.returncode in (0, -signal.SIGKILL), done.stderr[-3000:]
-    losses = dict(json.loads(line) for line in (folder / "losses.jsonl").read_text().splitlines())
-    return done.returncode, losses, weights.read_text() if weights.exists() else None
+    return run_script(SCRIPT, folder, tool, folder, recipe, kill_at)
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +46,6 @@ def test_a_killed_run_goes_on_from_the_checkpoint_of_its_tool(tool, plain, tmp_p
     pytest.importorskip(TOOLS[tool], reason=f"{TOOLS[tool]} is not installed")
     code, before, weights = run(tool, tmp_path, "rowwise_equalized", kill_at=37)
     assert code == -signal.SIGKILL and len(before) == 37 and weights is None
-    (tmp_path / "losses.jsonl").unlink()
     code, after, weights = run(tool, tmp_path, "rowwise_equalized")
     expected, expected_weights = plain(tool, "rowwise_equalized")
     assert code == 0 and sorted(after) == list(range(31, 51))  # the checkpoint of step 30 was the last

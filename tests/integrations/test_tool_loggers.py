@@ -11,12 +11,11 @@ import torch
 
 pytest.importorskip("accelerate", reason="accelerate is not installed")
 
-from transformers import TrainingArguments
-
 import octavo
 from octavo.integrations.accelerate import Fp8Accelerator
 from octavo.integrations.monitor import Monitor, monitor_of
 from octavo.integrations.transformers import Fp8Trainer
+from support.tool_loops import lightning_task, lightning_trainer, training_arguments
 
 pytestmark = [
     pytest.mark.thorough,
@@ -139,10 +138,7 @@ def check(values, prefix=""):
 
 
 def test_transformers_report_to(logger, harmed, samples, tmp_path, capsys):
-    arguments = TrainingArguments(
-        output_dir=str(tmp_path / "out"), max_steps=4, per_device_train_batch_size=4, logging_steps=1, use_cpu=True,
-        report_to=[logger.name], save_strategy="no", disable_tqdm=True,
-    )  # fmt: skip
+    arguments = training_arguments(tmp_path / "out", max_steps=4, report_to=[logger.name])
     Fp8Trainer(model=harmed, args=arguments, train_dataset=samples, inspect_every=1, **PRECISION).train()
     check(logger.metrics(), "" if logger.name == "mlflow" else "train/")
     assert "octavo: step" in capsys.readouterr().err  # each move is printed
@@ -186,28 +182,13 @@ def test_accelerates_log_with(logger, harmed, batches, tmp_path):
 
 
 def test_lightnings_loggers(logger, harmed, batches, tmp_path):
-    lightning = pytest.importorskip("lightning", reason="lightning is not installed")
+    pytest.importorskip("lightning", reason="lightning is not installed")
     from octavo.integrations.lightning import Fp8Precision
 
-    class Task(lightning.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.model = harmed
-
-        def training_step(self, batch):
-            loss = self.model(input_ids=batch, labels=batch).loss
-            self.log("loss", loss)
-            return loss
-
-        def configure_optimizers(self):
-            return torch.optim.AdamW(self.parameters(), lr=1e-3)
-
     plugin = Fp8Precision(PRECISION["precision"], autocast=False, inspect_every=1, autopilot=True)
-    trainer = lightning.Trainer(
-        plugins=[plugin], max_steps=4, accelerator="cpu", logger=logger.lightning(), enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, log_every_n_steps=1, default_root_dir=str(tmp_path),
-    )  # fmt: skip
-    trainer.fit(Task(), torch.utils.data.DataLoader(torch.cat(batches), batch_size=4))
+    trainer = lightning_trainer(plugin, tmp_path, 4, logger=logger.lightning(), log_every_n_steps=1)
+    task = lightning_task(harmed, torch.optim.AdamW(harmed.parameters(), lr=1e-3), log=True)
+    trainer.fit(task, torch.utils.data.DataLoader(torch.cat(batches), batch_size=4))
     check(logger.metrics())
 
 

@@ -1,11 +1,7 @@
 """torchtitan's configs converted to FP8: what is converted, copies, LoRA, settings, and 50 steps of its Trainer."""
 
 import copy
-import json
-import os
 import signal
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 
@@ -28,6 +24,7 @@ from torchtitan.models.llama3 import model_registry as llama
 import octavo
 from octavo.integrations.torchtitan import Fp8Converter
 from octavo.numerics import sqnr
+from support.tool_loops import run_script
 
 SCRIPT = Path(__file__).parent / "titan_run.py"
 pytestmark = pytest.mark.filterwarnings("ignore:In CPU autocast")
@@ -172,15 +169,7 @@ def test_settings_that_do_not_fit(settings, message):
 
 
 def run(loop, folder, kill_at=0):
-    path = os.pathsep.join([str(SCRIPT.parents[2] / "src"), *filter(None, sys.path)])
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, SCRIPT, loop, folder, str(kill_at)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1500)
-    assert done.returncode in (0, -signal.SIGKILL), done.stderr[-3000:]
-    losses = dict(json.loads(line) for line in (folder / "losses.jsonl").read_text().splitlines())
-    (folder / "losses.jsonl").unlink()
-    weights = folder / "weights"
-    return done.returncode, losses, weights.read_text() if weights.exists() else None
+    return run_script(SCRIPT, folder, loop, folder, kill_at)
 
 
 @pytest.mark.slow

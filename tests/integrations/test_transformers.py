@@ -1,5 +1,6 @@
 """Transformers' Trainer in FP8: the losses of a plain loop, resume, and settings that contradict each other."""
 
+import copy
 import json
 import resource
 import subprocess
@@ -12,22 +13,14 @@ import torch
 
 pytest.importorskip("accelerate", reason="accelerate is not installed: Transformers' Trainer needs it")
 
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer
 
 import octavo
 from octavo.integrations.transformers import STATE_FILE, Fp8Trainer, with_fp8
+from support.tool_loops import LR, plain_loop
+from support.tool_loops import training_arguments as arguments
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "trainer.py"
-BATCH, LR = 4, 1e-3
-
-
-def arguments(folder, **options):
-    defaults = {
-        "max_steps": 6, "per_device_train_batch_size": BATCH, "learning_rate": LR, "lr_scheduler_type": "constant",
-        "max_grad_norm": 0.0, "logging_steps": 1, "report_to": [], "use_cpu": True, "save_strategy": "no",
-        "disable_tqdm": True, "optim": "adamw_torch", "weight_decay": 0.1, "train_sampling_strategy": "sequential",
-    }  # fmt: skip
-    return TrainingArguments(output_dir=str(folder), **(defaults | options))
 
 
 def losses(trainer):
@@ -38,19 +31,6 @@ def same_weights(first, second):
     own, other = first.state_dict(), second.state_dict()
     assert own.keys() == other.keys()
     return all(torch.equal(own[name], other[name]) for name in own)
-
-
-def plain_loop(model, samples, optimizer, steps):
-    """Train as the Trainer does, by hand."""
-    values = []
-    for step in range(steps):
-        batch = torch.stack([row["input_ids"] for row in samples[step * BATCH : (step + 1) * BATCH]])
-        loss = model(input_ids=batch, labels=batch).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        values.append(loss.item())
-    return values
 
 
 def groups(model):
@@ -71,7 +51,8 @@ def test_training_is_that_of_a_plain_loop_bit_for_bit(level, llama, samples, tmp
     trainer.train()
     octavo.convert(by_hand, precision=precision, verbose=False)
     make = octavo.AdamW if precision.states == "fp8" else torch.optim.AdamW
-    expected = plain_loop(by_hand, samples, make(groups(by_hand), lr=LR), 12)
+    batches = torch.stack([row["input_ids"] for row in samples[:48]]).split(4)
+    expected = plain_loop(by_hand, make(groups(by_hand), lr=LR), batches)
     assert losses(trainer) == pytest.approx(expected, rel=1e-4)  # the Trainer rounds what it logs
     assert same_weights(model, by_hand)
     assert losses(trainer)[-1] < losses(trainer)[0]
@@ -143,13 +124,9 @@ def test_recipes_that_changed_are_restored(llama, samples, tmp_path):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_samples_are_logged_and_the_autopilot_moves_layers(accumulation, llama, samples, tmp_path):
-    model = llama()
-    with torch.no_grad():  # one huge channel, which a scale per tensor cannot hold
-        model.model.layers[0].mlp.down_proj.weight[:, 3] *= 3e5
-        model.model.layers[0].mlp.up_proj.weight[3] *= 3e4
+def test_samples_are_logged_and_the_autopilot_moves_layers(accumulation, harmed, samples, tmp_path):
     trainer = Fp8Trainer(
-        model=model, args=arguments(tmp_path, max_steps=4, gradient_accumulation_steps=accumulation),
+        model=harmed, args=arguments(tmp_path, max_steps=4, gradient_accumulation_steps=accumulation),
         train_dataset=samples, precision={"recipe": "tensorwise"}, autopilot=True, inspect_every=1,
     )  # fmt: skip
     trainer.train()
@@ -157,20 +134,16 @@ def test_samples_are_logged_and_the_autopilot_moves_layers(accumulation, llama, 
     assert all("octavo/findings" in entry and entry["octavo/lowest_sqnr_db"] > -100 for entry in logged)
     assert logged[-1]["octavo/moved_layers"] > 0
     moved = {change.layer for change in trainer._monitor.autopilot.changes}
-    assert moved and moved <= {row.name for row in octavo.report(model) if row.recipe != "tensorwise"}
+    assert moved and moved <= {row.name for row in octavo.report(harmed) if row.recipe != "tensorwise"}
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("checkpoint", [1, 2])
-def test_the_autopilot_goes_on_from_a_checkpoint(checkpoint, llama, samples, tmp_path):
+def test_the_autopilot_goes_on_from_a_checkpoint(checkpoint, harmed, samples, tmp_path):
     def train(folder, **resume):
-        model = llama()
-        with torch.no_grad():
-            model.model.layers[0].mlp.down_proj.weight[:, 3] *= 3e5
-            model.model.layers[0].mlp.up_proj.weight[3] *= 3e4
         trainer = Fp8Trainer(
-            model=model, args=arguments(tmp_path / folder, max_steps=4, save_strategy="steps", save_steps=1),
-            train_dataset=samples, precision={"recipe": "tensorwise"}, autopilot=True, inspect_every=2,
+            model=copy.deepcopy(harmed), train_dataset=samples, precision={"recipe": "tensorwise"}, autopilot=True,
+            inspect_every=2, args=arguments(tmp_path / folder, max_steps=4, save_strategy="steps", save_steps=1),
         )  # fmt: skip
         trainer.train(**resume)
         return trainer

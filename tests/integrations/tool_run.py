@@ -18,8 +18,9 @@ import torch
 
 import octavo
 from support.llamas import counting_rows, small_llama
+from support.tool_loops import LR, lightning_trainer, training_arguments
 
-STEPS, BATCH, PER_EPOCH, SAVE_EVERY, LR = 50, 4, 10, 10, 1e-3
+STEPS, BATCH, PER_EPOCH, SAVE_EVERY = 50, 4, 10, 10
 
 
 def rows():
@@ -83,11 +84,9 @@ def plain(folder, precision, record):
 
 
 def _arguments(cls, folder, **options):
-    return cls(
-        output_dir=str(folder), max_steps=STEPS, per_device_train_batch_size=BATCH, learning_rate=LR,
-        lr_scheduler_type="constant", max_grad_norm=0.0, weight_decay=0.01, logging_steps=1, report_to=[],
-        use_cpu=True, save_strategy="steps", save_steps=SAVE_EVERY, disable_tqdm=True, optim="adamw_torch", bf16=False,
-        train_sampling_strategy="sequential", gradient_checkpointing=False, **options,
+    return training_arguments(
+        folder, cls, max_steps=STEPS, weight_decay=0.01, save_strategy="steps", save_steps=SAVE_EVERY, bf16=False,
+        gradient_checkpointing=False, **options,
     )  # fmt: skip
 
 
@@ -204,9 +203,8 @@ def lightning(folder, precision, record):
         dirpath=folder, filename="at-{step}", save_top_k=-1, every_n_train_steps=SAVE_EVERY
     )
     saving.CHECKPOINT_EQUALS_CHAR = "-"
-    trainer = tool.Trainer(
-        plugins=[Fp8Precision(precision, autocast=False)], max_steps=STEPS, accelerator="cpu", logger=False,
-        enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder, use_distributed_sampler=False,
+    trainer = lightning_trainer(
+        Fp8Precision(precision, autocast=False), folder, STEPS, enable_checkpointing=True,
         callbacks=[saving, Recording()],
     )  # fmt: skip
     checkpoint, start = latest(folder, "at-step")
