@@ -37,28 +37,17 @@ def test_fp8_is_faster_than_bf16_but_where_the_page_says_otherwise():
     for name, steps in KEPT.items():
         by_level = {(step.precision, step.gpus): step for step in steps if step.layout is not None}
         for (precision, gpus), bf16 in by_level.items():
-            if precision == "bf16":
-                if by_level["FP8", gpus].tokens_per_second <= bf16.tokens_per_second:
-                    slower.add((name, gpus))
+            if precision == "bf16" and by_level["FP8", gpus].tokens_per_second <= bf16.tokens_per_second:
+                slower.add((name, gpus))
     assert slower == GAIN_NO_TIME
 
 
-def check(name, step):
-    assert step.layout is not None
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "step"), ROWS, ids=lambda value: getattr(value, "precision", value))
+def test_every_plan_is_that_of_the_planner(name, step):
     level = "bf16" if step.precision == "bf16" else None
     planned = Search(model=ready_models()[name], gpu=configs.GPU, gpus=step.gpus, level=level).plan(step.layout).step
     assert planned.precision == step.precision
     assert planned.seconds == pytest.approx(step.seconds, rel=1e-3)
     assert planned.peak == pytest.approx(step.peak, rel=1e-3)
     assert planned.largest == step.largest
-
-
-@pytest.mark.slow
-def test_a_plan_is_that_of_the_planner():
-    check(*next(row for row in ROWS if row[0] == "llama3-8b" and row[1].gpus == 64))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "step"), ROWS, ids=lambda value: getattr(value, "precision", value))
-def test_every_plan_is_that_of_the_planner(name, step):
-    check(name, step)

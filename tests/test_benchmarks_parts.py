@@ -1,19 +1,17 @@
 """Benchmarks for minutes on a GPU, without one: what their rows hold, and that every part rehearses."""
 
-import argparse
 import json
 import warnings
 
 import pytest
 import torch
 from benchmarks import deep, loss, published, ranks
-from benchmarks.session import Session
 from benchmarks.timing import Rehearsal
 
 from octavo.kernels.conformance import Check
 from processes import gloo  # noqa: F401
+from support.sessions import CPU, session_of
 
-CPU = torch.device("cpu")
 NO_PEERS = ["--peers", "nowhere"]
 
 
@@ -25,19 +23,13 @@ def rehearse(module, *words, out):
     return content
 
 
-def session_of(name, tmp_path, clock):
-    return Session(name, CPU, clock, argparse.Namespace(arguments=[]), paths=[tmp_path / f"{name}.json"])
-
-
 # published
 
 
 def test_published_figures_become_ratios():
     of = {workload.name: workload for workload in published.WORKLOADS}
-    assert (
-        of["te-llama-2-7b"].ratio("te fp8") == pytest.approx(1.55)
-        and of["torchao-2048"].ratio("torchao tensorwise") < 1
-    )
+    assert of["te-llama-2-7b"].ratio("te fp8") == pytest.approx(1.55)
+    assert of["torchao-2048"].ratio("torchao tensorwise") < 1
     titan, nanochat = of["torchtitan-llama-3-8b"], of["nanochat-d26"]
     assert titan.ratio("torchao tensorwise") == pytest.approx(1.25, abs=0.01)
     assert nanochat.ratio("torchao rowwise") == pytest.approx(0.895, abs=0.001)

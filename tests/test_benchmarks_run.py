@@ -1,15 +1,13 @@
 """`python -m benchmarks run` without a GPU: every configuration parses; rows of runs that end, are cut, or fail."""
 
-import argparse
 import sys
 from pathlib import Path
 
 import pytest
-import torch
-from benchmarks import run, session
-from benchmarks.timing import CpuClock
+from benchmarks import run
 
 from octavo.train import load_config
+from support.sessions import session_of
 
 TRAIN = """
 import json, sys, time
@@ -37,8 +35,7 @@ SIZE = run.Size(None, {"optim.lr": 1.0}, steps=8, ends=True)
 
 @pytest.fixture
 def timed(tmp_path):
-    options = argparse.Namespace(arguments=[], quick=False, limit=30.0, sizes=list(run.SIZES))
-    return session.Session("run", torch.device("cpu"), CpuClock(), options, paths=[tmp_path / "run.json"])
+    return session_of("run", tmp_path, limit=30.0, sizes=list(run.SIZES))
 
 
 @pytest.fixture
@@ -80,6 +77,5 @@ def test_rows_of_a_run(train):
 
 
 def test_a_run_that_fails_leaves_the_end_of_its_output(train):
-    assert train("fp8", fails=True)["error"].endswith(
-        "exit code 1 before its first step\nerror: torch.OutOfMemoryError"
-    )
+    error = train("fp8", fails=True)["error"]
+    assert error.endswith("exit code 1 before its first step\nerror: torch.OutOfMemoryError")

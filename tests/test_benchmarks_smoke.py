@@ -1,14 +1,14 @@
 """`smoke` and `host_gpu` without a GPU: profiles from traces, arms in turns, wrong numbers, host time."""
 
-import argparse
 import json
 
 import pytest
 import torch
-from benchmarks import arms, host_gpu, profiling, session, smoke
+from benchmarks import arms, host_gpu, profiling, smoke
 from benchmarks.timing import Timing
 
-CPU = torch.device("cpu")
+from support.sessions import CPU, session_of
+
 SHAPE = (48, 64, 32)
 
 
@@ -32,8 +32,7 @@ class Drifting:
 
 @pytest.fixture
 def drifting(tmp_path):
-    options = argparse.Namespace(arguments=[], quick=False)
-    return session.Session("smoke", CPU, Drifting(), options, paths=[tmp_path / "smoke.json"])
+    return session_of("smoke", tmp_path, Drifting())
 
 
 @pytest.mark.thorough

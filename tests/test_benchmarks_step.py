@@ -1,12 +1,10 @@
 """`python -m benchmarks step` without a GPU: to which part a kernel belongs, sums, and the prediction beside them."""
 
-import argparse
-
 import pytest
-import torch
-from benchmarks import arms, run, session, step
+from benchmarks import arms, run, step
 from benchmarks.profiling import Kernel
-from benchmarks.timing import CpuClock
+
+from support.sessions import session_of
 
 BACKWARD, STEP = "autograd::engine::evaluate_function: ", "Optimizer.step#AdamW.step"
 # By part: kernel, enclosing operations, phases.
@@ -47,8 +45,7 @@ def test_a_kernel_belongs_to_a_part(name):
 def test_rows_of_a_step(tmp_path, monkeypatch):
     monkeypatch.setattr(step, "WARMUP", 1)
     monkeypatch.setattr(step, "STEPS", 1)
-    options = argparse.Namespace(arguments=[], quick=False, compile="none")
-    on_cpu = session.Session("step", torch.device("cpu"), CpuClock(), options)
+    on_cpu = session_of("step", tmp_path, compile="none")
     base = step.trainer(on_cpu, run.TINY, "bf16")
     monkeypatch.setattr(step, "predict", lambda session, config, parts: {"predicted": len(parts)})
     row = step.measure(on_cpu, run.TINY, "fp8", lambda: base)

@@ -4,15 +4,10 @@ import re
 from pathlib import Path
 
 import pytest
-from benchmarks import settings
 
 from octavo.numerics import RECIPES
 
 ROOT = Path(__file__).parent.parent
-
-
-def test_every_setting_is_in_the_reference():
-    assert settings.DOCUMENT.read_text() == settings.document(), "run `python -m benchmarks settings`"
 
 
 def test_every_recipe_is_in_the_numerics_guide():

@@ -67,11 +67,9 @@ def test_what_becomes_of_output_nobody_reads(losses):
     verdicts = [("pass", []), ("worse", []), ("worse", ["--json"]), ("inconclusive", ["--json"])]
     cases = [(CLOSED, ["compare", "--losses", losses[name], *form]) for name, form in verdicts]
     cases += [(CLOSED, ["compare", "--help"]), (CLOSED, ["--version"])]
-    cases += [
-        ("both closed", ["compare", "--losses", losses["pass"]]),
-        (ABSENT, ["compare", "--losses", losses["worse"]]),
-    ]
-    cases += [("both closed", ["compare", "--losses", "none.json"])]
+    closed, absent = ("both closed", ABSENT)
+    cases += [(closed, ["compare", "--losses", losses["pass"]]), (absent, ["compare", "--losses", losses["worse"]])]
+    cases += [(closed, ["compare", "--losses", "none.json"])]
     expected = [CODES[name] for name, _ in verdicts] + [141, 141, 0, 1, 141]
     for case, code, end in zip(cases, expected, ends(cases), strict=True):
         assert end == (code, ""), case
@@ -88,27 +86,16 @@ def test_an_output_that_cannot_be_written_is_a_mistake(losses):
 @pytest.mark.parametrize(
     ("error", "code"),
     [
-        (RuntimeError("broken"), 70),
-        (MemoryError(), 70),
-        (EOFError(), 70),
-        (AttributeError("x"), 70),
-        (RecursionError(), 70),
-        (BrokenPipeError("of a worker"), 70),
-        (SystemExit(0), 70),
-        (SystemExit(1), 70),
-        (SystemExit("bye"), 70),
-        (GeneratorExit(), 70),
-        (KeyboardInterrupt(), 130),
-        (ValueError("yours"), 2),
-        (FileNotFoundError("yours"), 2),
+        *((error, 70) for error in (
+            RuntimeError("broken"), MemoryError(), EOFError(), AttributeError("x"), RecursionError(),
+            BrokenPipeError("of a worker"), SystemExit(0), SystemExit(1), SystemExit("bye"), GeneratorExit(),
+        )),
+        (KeyboardInterrupt(), 130), (ValueError("yours"), 2), (FileNotFoundError("yours"), 2),
     ],
     ids=repr,
-)
+)  # fmt: skip
 @pytest.mark.parametrize("show", [[], ["--traceback"]])
-def test_no_failure_is_taken_for_a_verdict(
-    error, code, show, losses, monkeypatch,
-    capsys,
-):  # fmt: skip
+def test_no_failure_is_taken_for_a_verdict(error, code, show, losses, monkeypatch, capsys):
     from octavo.cli import comparing
 
     def fail(*_):

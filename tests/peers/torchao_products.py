@@ -48,16 +48,8 @@ def main() -> None:
             mine = products(octavo.convert(nn.Sequential(copy.deepcopy(layer)), ours, verbose=False), x, g)
             for product, e, p, m in zip(("y", "dx", "dw"), exact, peer, mine, strict=True):
                 agreement = min(sqnr(p, m), 999.0)
-                rows.append(
-                    {
-                        "recipe": ours,
-                        "dtype": str(dtype),
-                        "product": product,
-                        "agreement": agreement,
-                        "torchao": sqnr(e, p),
-                        "octavo": sqnr(e, m),
-                    }
-                )
+                row = {"recipe": ours, "dtype": str(dtype), "product": product, "agreement": agreement}
+                rows.append({**row, "torchao": sqnr(e, p), "octavo": sqnr(e, m)})
     json.dump(rows, sys.stdout)
 
 
