@@ -14,7 +14,6 @@ import re
 import subprocess
 import tempfile
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
 from functools import cache
 from itertools import chain
 from pathlib import Path
@@ -28,32 +27,7 @@ if TYPE_CHECKING:
     from benchmarks.variants import Variant
 
 GOLDEN = RESULTS / "sass" / "sm_90.json"
-
-
-@dataclass(frozen=True)
-class Architecture:
-    """Limits of one SM, by compute capability."""
-
-    warps: int
-    blocks: int
-    shared: int
-    registers: int = 65536
-
-    def occupancy(self, registers: int, shared: int, num_warps: int) -> tuple[int, float]:
-        """Programs resident on an SM, and the share of its warps that they fill."""
-        per_warp = -(-registers * 32 // 256) * 256
-        by_registers = self.registers // 4 // per_warp * 4 // num_warps  # warps live in one of four quarters
-        by_shared = self.shared // (-(-shared // 128) * 128 + 1024)  # the system keeps 1 KiB for each program
-        programs = min(self.blocks, self.warps // num_warps, by_registers, by_shared)
-        return programs, programs * num_warps / self.warps
-
-
-ARCHITECTURES = {
-    89: Architecture(warps=48, blocks=24, shared=100 << 10),
-    90: Architecture(warps=64, blocks=32, shared=228 << 10),
-    100: Architecture(warps=64, blocks=32, shared=228 << 10),
-    120: Architecture(warps=48, blocks=24, shared=100 << 10),
-}
+CAPABILITIES = (89, 90, 100, 120)
 
 
 @cache
@@ -128,14 +102,10 @@ def describe(variant: "Variant", capability: int) -> dict[str, Any]:
         return name | {"error": " ".join(str(error.__cause__ or error).split()[-40:])}
     code_text, resources = _disassembled(compiled.asm["cubin"])
     code = Code.parse(code_text)
-    warps = variant.launch.num_warps
-    resident = max(warps, getattr(compiled.metadata, "num_warps", 0))  # with those that load, in warp specialization
-    programs, occupancy = ARCHITECTURES[capability].occupancy(resources["reg"], compiled.metadata.shared, resident)
-    per_element = code.per_element(warps, variant.tile, variant.trips)
+    per_element = code.per_element(variant.launch.num_warps, variant.tile, variant.trips)
     return {
-        **name, **resources, "shared": compiled.metadata.shared, "programs": programs,
-        "occupancy": round(occupancy, 3), "accesses": code.accesses, "matrix": code.matrix, "step": step_of(code),
-        "subroutines": sum(i.op == "CALL" for i in code.instructions), "loops": [len(body) for body in code.loops],
+        **name, **resources, "shared": compiled.metadata.shared, "accesses": code.accesses, "matrix": code.matrix,
+        "step": step_of(code),
         **{key: round(value, 3) for key, value in per_element.items()}, "bytes": round(variant.device_bytes, 4),
     }  # fmt: skip
 
@@ -169,7 +139,7 @@ def _disassembled(cubin: bytes) -> tuple[str, dict[str, int]]:
 
 def table(code_rows: list[dict[str, Any]], capability: int) -> None:
     print(f"sm_{capability}: i/el instructions, B/el bytes of device memory")
-    print(f"{'op case':<52} {'kernel':<16} {'tile':<20} reg   shared occ  i/el  B/el  accesses")
+    print(f"{'op case':<52} {'kernel':<16} {'tile':<20} reg   shared  i/el  B/el  accesses")
     for row in code_rows:
         label = f"{row['op'] + ' ' + row['case']:<52} {row['kernel']:<16} {row['config']} {row['shape']:<18}"
         if "error" in row:
@@ -178,8 +148,8 @@ def table(code_rows: list[dict[str, Any]], capability: int) -> None:
         accesses = " ".join(f"{op}×{n}" for op, n in (row["accesses"] | row["matrix"]).items())
         spilled = f"  SPILLS {row['stack']} stack {row['local']} local" if row["stack"] or row["local"] else ""
         print(
-            f"{label} {row['reg']:>3} {row['shared']:>8} {row['occupancy']:>3.0%} {row['instructions']:>5.1f} "
-            f"{row['bytes']:>5.2f}  {accesses}{spilled}"
+            f"{label} {row['reg']:>3} {row['shared']:>8} {row['instructions']:>5.1f} {row['bytes']:>5.2f}  "
+            f"{accesses}{spilled}"
         )
 
 
@@ -199,7 +169,7 @@ def _key(row: dict[str, Any]) -> tuple[Any, ...]:
 def main(arguments: list[str]) -> None:
     parser = command("sass", __doc__)
     add = parser.add_argument
-    add("--capability", type=int, choices=ARCHITECTURES, nargs="+", default=list(ARCHITECTURES))
+    add("--capability", type=int, choices=CAPABILITIES, nargs="+", default=CAPABILITIES)
     add("--default", action="store_true", help="only the default configuration of each kernel")
     add("--only", default=[""], nargs="+", help="only rows whose 'op case kernel' contains one of these")
     add("--jobs", type=int, default=min(os.cpu_count() or 1, 8))
