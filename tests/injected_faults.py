@@ -161,13 +161,7 @@ def quantize_as(change):
 
 
 def wrong_fold():
-    return quantize_as(
-        lambda x, spec, fold: (x, spec, fold.flip(0) if fold is not None and fold.shape[0] > 1 else fold)
-    )
-
-
-def finite_input():
-    return quantize_as(lambda x, spec, fold: (x.nan_to_num(), spec, fold))
+    return quantize_as(lambda x, spec, fold: (x, spec, fold if fold is None else fold.flip(0)))
 
 
 def scale_that_drifts():
@@ -180,15 +174,15 @@ def scale_that_drifts():
     return quantize_as(drifting)
 
 
-def optimizer_step(before=None, after=None):
+def optimizer_step(before=lambda group, p: None, after=lambda optimizer, p: None):
     original = octavo.AdamW.step
 
     def step(self, closure=None):
         params = [(group, p) for group in self.param_groups for p in group["params"] if p.grad is not None]
-        for group, p in params if before else ():
+        for group, p in params:
             before(group, p)
         original(self, closure)
-        for _, p in params if after else ():
+        for _, p in params:
             after(self, p)
 
     return mock.patch.object(octavo.AdamW, "step", step)
@@ -330,71 +324,53 @@ class InjectedFault:
 LOOK_ALIKES = ("beta", "detached", "reversal", "straight_through", "clamp", "bypass", "gain")
 
 
-def _is_look_alike(module):
-    return isinstance(module, Gate) and module.form in LOOK_ALIKES
-
-
 INJECTED_FAULTS = {
     "q saved in FP8 beside sdpa's statistics": InjectedFault(
-        "activations", lambda: function(F, "scaled_dot_product_attention", _rounded_q), '"attention"', "gradient"
-    ),
+        "activations", lambda: function(F, "scaled_dot_product_attention", _rounded_q), '"attention"', "gradient"),
     "results of sigmoid saved in FP8": InjectedFault(
         "activations", lambda: function(torch, "sigmoid", RoundedSigmoid.apply),
-        '"sigmoid"|"beta"|sigmoid_product', "gradient", draws=2000, slow=True,
-    ),
+        '"sigmoid"|"beta"|sigmoid_product', "gradient", draws=2000, slow=True),
     "LayerNorm saves x, not x - mean": InjectedFault(
         "activations",
         lambda: forward(lambda m: isinstance(m, nn.LayerNorm) and m.weight is not None, _rounded_norm),
-        '"mean".*"layer|"layer.*"mean"', "gradient", draws=6000, slow=True,
-    ),
+        '"mean".*"layer|"layer.*"mean"', "gradient", draws=6000, slow=True),
     "a look-alike taken for a gated MLP": InjectedFault(
-        "activations", lambda: forward(_is_look_alike, _as_gated_mlp), "|".join(f'"{f}"' for f in LOOK_ALIKES)
-    ),
+        "activations", lambda: forward(lambda m: isinstance(m, Gate) and m.form in LOOK_ALIKES, _as_gated_mlp),
+        "|".join(f'"{form}"' for form in LOOK_ALIKES)),
     "side effects lost": InjectedFault(
-        "activations",
-        lambda: forward(lambda m: hasattr(m, "calls"), _without_effects), '"records"|"aux',
-    ),
+        "activations", lambda: forward(lambda m: hasattr(m, "calls"), _without_effects), '"records"|"aux'),
     "a parameter without its gradient": InjectedFault(
         "activations",
-        lambda: function(F, "linear", lambda x, w, b=None: _LINEAR(x, w, None if b is None else b.detach())),
-    ),
+        lambda: function(F, "linear", lambda x, w, b=None: _LINEAR(x, w, None if b is None else b.detach()))),
     "one random number more": InjectedFault(
-        "activations", lambda: forward(lambda m: isinstance(m, nn.Linear), _one_more_number)
-    ),
+        "activations", lambda: forward(lambda m: isinstance(m, nn.Linear), _one_more_number)),
     "a mask forgotten": InjectedFault(
         "activations",
         lambda: function(F, "scaled_dot_product_attention", lambda q, k, v, scale, **_: _SDPA(q, k, v, scale=scale)),
-        '"causal"|"padded"|"additive"',
-    ),
+        '"causal"|"padded"|"additive"'),
     "hooks not called": InjectedFault("activations", lambda: around(_no_hooks), '"hooked"'),
     "a fold in the wrong order": InjectedFault("linear", wrong_fold),
-    "NaN made finite": InjectedFault("linear", finite_input, '"bad"'),
+    "NaN made finite": InjectedFault(
+        "linear", lambda: quantize_as(lambda x, spec, fold: (x.nan_to_num(), spec, fold)), '"bad"'),
     "weights kept too long": InjectedFault("wrappers", stale_weights, '"keep_weights"'),
     "a scale that depends on how often forward ran": InjectedFault("wrappers", scale_that_drifts, '"checkpoint'),
     "strides ignored by the optimizer": InjectedFault(
-        "optimizer", lambda: optimizer_step(before=_memory_order), '"layout"'
-    ),
+        "optimizer", lambda: optimizer_step(before=_memory_order), '"layout"'),
     "NaN made -0.0 by the remainder": InjectedFault("optimizer", lambda: optimizer_step(after=_zero_for_nan), '"nan'),
     "the second moment decays as the first": InjectedFault("optimizer", lambda: optimizer_step(before=_one_beta)),
     "the remainder of a value that was overwritten": InjectedFault(
-        "optimizer", remainder_of_what_was_written, '"writes"', "parameter"
-    ),
+        "optimizer", remainder_of_what_was_written, '"writes"', "parameter"),
     "writes between steps undone": InjectedFault(
-        "optimizer", writes_undone, '"master": "fp32".*"writes"|"writes".*"master": "fp32"', "parameter", draws=1000
-    ),
+        "optimizer", writes_undone, '"master": "fp32".*"writes"|"writes".*"master": "fp32"', "parameter", draws=1000),
     "a gradient penalty lost": InjectedFault("derivatives", penalty_lost, label="gradient"),
     "signatures lost": InjectedFault("identity", signatures_lost, label="of a converted module"),
     "overlapping blocks of disabled() restore": InjectedFault("threads", restored_not_counted, "disabled", "threads"),
     "a collective that loses the last element": InjectedFault(
-        "comm", last_element_lost, '"all_gather"', on_ranks=True, slow=True
-    ),
+        "comm", last_element_lost, '"all_gather"', on_ranks=True, slow=True),
     "a format too fine for its group": InjectedFault(
-        "comm", format_too_fine, '"fp8/1x128"', "bound", on_ranks=True, slow=True
-    ),
+        "comm", format_too_fine, '"fp8/1x128"', "bound", on_ranks=True, slow=True),
     "the scale of one expert's weight skipped": InjectedFault(
-        "experts", expert_scale_skipped, '"rowwise"', "gradient", on_ranks=True, slow=True
-    ),
+        "experts", expert_scale_skipped, '"rowwise"', "gradient", on_ranks=True, slow=True),
     "gradients added up, not averaged": InjectedFault(
-        "wrappers", summed_not_averaged, '"fp8_comm": "on"', on_ranks=True, slow=True
-    ),
+        "wrappers", summed_not_averaged, '"fp8_comm": "on"', on_ranks=True, slow=True),
 }  # fmt: skip

@@ -42,10 +42,8 @@ class Scripted(gpu.Runner):
     def command(self, stage, seconds, parts=(), *, resume):
         self.ran = [*getattr(self, "ran", []), (stage, [part.name for part in parts], resume)]
         self.seconds = [*getattr(self, "seconds", []), seconds]
-        head = (
-            f"import json, os, sys, time; from pathlib import Path; path = Path({str(self.out / stage)!r} + '.json')\n"
-        )
-        return [sys.executable, "-c", head + STAGES[stage]]
+        path = f"path = Path({str(self.out / stage)!r} + '.json')\n"
+        return [sys.executable, "-c", f"import json, os, sys, time; from pathlib import Path; {path}{STAGES[stage]}"]
 
 
 @pytest.fixture
@@ -92,12 +90,8 @@ def spend(runner, parts, seconds, after=lambda: None, limit=60.0):
 
 def test_the_most_important_parts_run_and_leave_the_others_their_time(runner, capsys):
     runner.prices.starts["crash"] = 90.0
-    parts = [
-        Part("good", "a", 9, 5),
-        Part("hang once", "all", 8, 20),
-        Part("good", "b", 7, 10),
-        Part("crash", "c", 6, 90),
-    ]
+    first, second = [Part("good", "a", 9, 5), Part("hang once", "all", 8, 20)], [Part("good", "b", 7, 10)]
+    parts = [*first, *second, Part("crash", "c", 6, 90)]
     spend(runner, parts, 36.0)
     assert runner.ran[0] == ("good", ["a", "b"], False)
     assert [stage for stage, *_ in runner.ran] == ["good", "hang once", "hang once"]
@@ -125,12 +119,6 @@ def test_every_part_has_rows(tmp_path, monkeypatch):
         importlib.import_module(f"benchmarks.{name}").main(["--rehearse", "--peers", "nowhere", "--out", str(tmp_path)])
     missing = {(part.stage, part.name) for part in gpu.PARTS if part.name != gpu.ALL} - names
     assert not missing
-
-
-# The command line
-
-
-# Targets and the document
 
 
 def test_the_committed_document_is_what_the_results_give():
