@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks import linear
+from benchmarks import linear, shapes
 from benchmarks.arms import Arm, available, build, named, speedup, step
 from benchmarks.kernels import ceilings
 from benchmarks.session import Row, Session, begin, parser
@@ -77,11 +77,8 @@ class Layer(nn.Module):
         experts = {"num_local_experts": size.experts, "experts_implementation": "grouped_mm"} if size.experts else {}
         name = family.lower()
         modeling = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
-        config = getattr(transformers, f"{family}Config")(
-            hidden_size=size.hidden, intermediate_size=size.intermediate, num_attention_heads=size.heads,
-            num_key_value_heads=size.kv_heads, max_position_embeddings=size.sequence, num_hidden_layers=1,
-            bos_token_id=0, eos_token_id=1, **experts,
-        )  # fmt: skip
+        fields = shapes.llama(size.hidden, size.intermediate, 1, size.heads, size.kv_heads, 32000, size.sequence)
+        config = getattr(transformers, f"{family}Config")(**fields, bos_token_id=0, eos_token_id=1, **experts)
         config._attn_implementation = "sdpa"
         self.layer = getattr(modeling, f"{family}DecoderLayer")(config, 0)
         positions = torch.arange(size.sequence)[None]

@@ -37,8 +37,8 @@ POINTS = 20
 """Of a curve, in a row."""
 COMMON = {"run.name": "loss", "run.seed": 1, "run.save_every": 200, "run.keep": 1, "optim.lr": 6e-4,
           "optim.schedule": "cosine", "optim.min_lr_ratio": 0.1}  # fmt: skip
-FULL = llama(1024, 2816, 11, (16, 16), 16384, 32, 1024) | {"data.vocab_size": 16384, "run.steps": 1000}
-TINY = llama(32, 64, 1, (2, 2), 320, 2, 32) | {"data.vocab_size": 320, "run.steps": 6}
+FULL = llama(1024, 2816, 11, 16, 16, 16384, 1024, batch=32) | {"data.vocab_size": 16384, "run.steps": 1000}
+TINY = llama(32, 64, 1, 2, 2, 320, 32, batch=2) | {"data.vocab_size": 320, "run.steps": 6}
 
 
 def gather(root: Path, path: Path, megabytes: float) -> int:

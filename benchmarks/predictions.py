@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks import command, rates
+from benchmarks import command, rates, shapes
 from benchmarks.environment import write_text
 from benchmarks.pages import fill, table
 from octavo.numerics.recipe import RECIPES
@@ -97,9 +97,9 @@ def fp8(gpu: Gpu, linear: LinearCall, table: str) -> Cost:
     )
 
 
-def linears(shapes: list[tuple[int, int, int]], table: str) -> Predict:
+def linears(sizes: list[tuple[int, int, int]], table: str) -> Predict:
     """Predict the speed-up of linear layers (M, K, N), forward and backward."""
-    calls = [LinearCall(m=m, k=k, n=n) for m, k, n in shapes]
+    calls = [LinearCall(m=m, k=k, n=n) for m, k, n in sizes]
     return lambda gpu: sum(bf16_linear(gpu, c).total for c in calls) / sum(fp8(gpu, c, table).total for c in calls)
 
 
@@ -126,10 +126,7 @@ def llama(hidden: int, intermediate: int, layers: int, kv_heads: int, vocabulary
 
     from octavo.planner.fake import fake_copy, fake_tensors
 
-    config = LlamaConfig(
-        hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers, vocab_size=vocabulary,
-        num_attention_heads=hidden // 128, num_key_value_heads=kv_heads, max_position_embeddings=seq,
-    )  # fmt: skip
+    config = LlamaConfig(**shapes.llama(hidden, intermediate, layers, hidden // 128, kv_heads, vocabulary, seq))
     with torch.device("meta"):
         model: Any = LlamaForCausalLM(config).to(torch.bfloat16)
     named = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}

@@ -12,7 +12,7 @@ import functools
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks import layer
+from benchmarks import layer, shapes
 from benchmarks.arms import Arm, available, build, importable, in_turns, named, step
 from benchmarks.layer import Size
 from benchmarks.session import Row, Session, begin, parser
@@ -40,25 +40,17 @@ MEMORY = 0.85
 class Model:
     """A Llama and its batch."""
 
-    hidden: int = 4096
-    intermediate: int = 14336
-    layers: int = 4
-    heads: int = 32
-    kv_heads: int = 8
-    vocabulary: int = 32000
-    batch: int = 8
-    sequence: int = 2048
-
-    @property
-    def fields(self) -> dict[str, Any]:
-        return {
-            "hidden_size": self.hidden, "intermediate_size": self.intermediate, "num_hidden_layers": self.layers,
-            "num_attention_heads": self.heads, "num_key_value_heads": self.kv_heads, "vocab_size": self.vocabulary,
-            "max_position_embeddings": self.sequence, "bos_token_id": 0, "eos_token_id": 1,
-        }  # fmt: skip
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    vocabulary: int
+    sequence: int
+    batch: int
 
 
-TINY_MODEL = Model(hidden=64, intermediate=96, layers=1, heads=4, kv_heads=2, vocabulary=320, batch=2, sequence=16)
+TINY_MODEL = Model(64, 96, 1, 4, 2, 320, sequence=16, batch=2)
 
 
 class RandomCorpus:
@@ -80,8 +72,8 @@ class RandomCorpus:
 class Workload:
     """One published measurement: the figure of each arm, of which Octavo has none, in `unit` (or `speedup` over bf16).
 
-    `make` makes the module, or the step, of an arm; `clock` is the time that is compared, `wall_ms` or `kernel_ms`;
-    without `dgrad` backward leaves out the gradient of the input; `selective` checkpoints blocks, all products kept.
+    `make` makes the module, or the step, of an arm; without `dgrad` backward leaves out the gradient of the input;
+    `selective` checkpoints blocks, all products kept.
     """
 
     name: str
@@ -116,8 +108,8 @@ _AO = "torchao issue 2262, layer norm → linear → sigmoid, one H100"
 _NANO = "nanochat dev/LOG.md, 2026-02-02, H100"
 _COAT = "COAT, benchmark/benchmark_{}layer.py (batch 8 × 2048), which has no table; the figure is {}"
 _COLOSSAL = "ColossalAI, FP8 announcement, one H100"
-_LLAMA_2 = Model(4096, 11008, 32, 32, 32, 32000, 8, 256)
-_LLAMA_3 = Model(4096, 14336, 32, 32, 8, 128256, 8, 256)
+_LLAMA_2 = Model(4096, 11008, 32, 32, 32, 32000, sequence=256, batch=8)
+_LLAMA_3 = Model(4096, 14336, 32, 32, 8, 128256, sequence=256, batch=8)
 
 WORKLOADS = (
     Workload("te-llama-2-7b", "step", _LLAMA_2, "eager", {"bf16": 248, "te bf16": 185, "te fp8": 160}, _TE,
@@ -194,16 +186,14 @@ class TransformerEngine(nn.Module):
 
 def converted(module: nn.Module, arm: str, session: Session) -> Any:
     """A bf16 module as an arm computes it, in eager mode."""
-    if arm.startswith("te "):
-        return TransformerEngine(module, arm == "te fp8")
-    return build(module, Arm(arm), session)
+    own = arm.startswith("te ")
+    return TransformerEngine(module, arm == "te fp8") if own else build(module, Arm(arm), session)
 
 
 def compiled(module: Any, workload: Workload, session: Session) -> Any:
     """The module, compiled where the workload is. Dynamo keeps all arms of a workload, so bf16 stays compiled."""
-    if workload.mode == "eager":
-        return module
-    return torch.compile(module, dynamic=False, backend="inductor" if session.gpu else "aot_eager")
+    backend = "inductor" if session.gpu else "aot_eager"
+    return module if workload.mode == "eager" else torch.compile(module, dynamic=False, backend=backend)
 
 
 def make_layer(session: Session, workload: Workload, arm: str) -> Run:
@@ -236,7 +226,8 @@ def make_step(session: Session, workload: Workload, arm: str) -> Run:
     model: Model = workload.size
     torch.manual_seed(0)
     with torch.device(session.device):
-        llama: Any = LlamaForCausalLM(LlamaConfig(**model.fields)).bfloat16()
+        fields = shapes.llama(*astuple(model)[:-1])
+        llama: Any = LlamaForCausalLM(LlamaConfig(**fields, bos_token_id=0, eos_token_id=1)).bfloat16()
     llama.model = converted(llama.model, arm, session)
     if workload.selective:
         context = functools.partial(create_selective_checkpoint_contexts, SAVED_OPS)
@@ -305,32 +296,31 @@ class Turns:
     """The arms of one workload; its bf16 is built once."""
 
     def __init__(self, session: Session, workload: Workload) -> None:
-        self.session, self.layers, self.base = session, None, None
+        self.session, self.layers = session, None
+        self.base: Run | None = None
         if session.tiny:
             block = layer.TINY["tiny-llama" if workload.make != "step" and workload.size.heads else "tiny-block"]
             workload = replace(workload, size=TINY.get(workload.make, block))
-        if workload.make == "step":
+        self.step = workload.make == "step"
+        if self.step:
             self.layers = workload.size.layers
             if session.gpu:
                 workload = fitted(workload, torch.cuda.mem_get_info(session.device)[0])
         self.workload = workload
 
-    def make(self, arm: str) -> Run:
-        maker: Callable[..., Run] = make_step if self.workload.make == "step" else make_layer
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return maker(self.session, self.workload, arm)
-
     def measure(self, arm: str) -> Row:
         session, workload = self.session, self.workload
-        if self.base is None:
-            if workload.mode == "compiled":
-                torch._dynamo.reset()
-            self.base: Run | None = self.make("bf16")
-        run = self.base if arm == "bf16" else self.make(arm)
+        make: Callable[..., Run] = make_step if self.step else make_layer
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            if self.base is None:
+                if workload.mode == "compiled":
+                    torch._dynamo.reset()
+                self.base = make(session, workload, "bf16")
+            run = self.base if arm == "bf16" else make(session, workload, arm)
         for warm in (self.base, run) * (0 if session.tiny else WARMUP):
             warm()
-        clock = functools.partial(by_the_clock, session) if workload.make == "step" else None
+        clock = functools.partial(by_the_clock, session) if self.step else None
         figures = in_turns(session, [self.base], [run], clock)
         return figures | beside(workload, arm, figures, self.layers)
 

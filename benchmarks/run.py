@@ -21,7 +21,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.environment import write_text
+from benchmarks import shapes
+from benchmarks.environment import read_json, write_text
 from benchmarks.session import Row, Session, begin, parser
 
 ROOT = Path(__file__).parent.parent
@@ -58,31 +59,24 @@ class Size:
     ends: bool = False
 
 
-def llama(
-    hidden: int, intermediate: int, layers: int, heads: tuple[int, int], words: int, batch: int, tokens: int
-) -> dict[str, Any]:
-    config = {
-        "hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": layers, "vocab_size": words,
-        "num_attention_heads": heads[0], "num_key_value_heads": heads[1], "max_position_embeddings": tokens,
-    }  # fmt: skip
+def llama(*sizes: int, batch: int) -> dict[str, Any]:
+    """Settings of a Llama with the sizes of `shapes.llama`, the last of which are the tokens of a sequence."""
     return {
-        "data.source": "python-stdlib", "data.vocab_size": 8192, "data.sequence_length": tokens, "model.type": "llama",
-        **{f"model.config.{key}": value for key, value in config.items()},
+        "data.source": "python-stdlib", "data.vocab_size": 8192, "data.sequence_length": sizes[-1],
+        "model.type": "llama", **{f"model.config.{key}": value for key, value in shapes.llama(*sizes).items()},
         "optim.lr": 3e-4, "optim.warmup": 2, "optim.schedule": "constant", "optim.batch": batch,
     }  # fmt: skip
 
 
 SIZES = {
-    "0.4B": Size(None, llama(2048, 5120, 8, (16, 16), 8192, 32, 1024), 30, ends=True),
-    "llama-3-8b-width": Size(None, llama(4096, 14336, 4, (32, 8), 32000, 8, 2048), 20),
-    "llama-2-7b": Size(
-        ROOT / "configs" / "llama2-7b.toml",
-        {"data.source": "python-stdlib", "data.vocab_size": 8192, "optim.batch": 4, "optim.micro_batches": 2,
-         "optim.warmup": 2},
-        10,
-    ),
+    "0.4B": Size(None, llama(2048, 5120, 8, 16, 16, 8192, 1024, batch=32), 30, ends=True),
+    "llama-3-8b-width": Size(None, llama(4096, 14336, 4, 32, 8, 32000, 2048, batch=8), 20),
+    "llama-2-7b": Size(ROOT / "configs" / "llama2-7b.toml", {
+        "data.source": "python-stdlib", "data.vocab_size": 8192, "optim.batch": 4, "optim.micro_batches": 2,
+        "optim.warmup": 2}, 10),
 }  # fmt: skip
-TINY = Size(None, llama(64, 96, 2, (4, 2), 300, 4, 32) | {"data.vocab_size": 300, "run.device": "cpu"}, 3, ends=True)
+TINY_LLAMA = llama(64, 96, 2, 4, 2, 300, 32, batch=4)
+TINY = Size(None, TINY_LLAMA | {"data.vocab_size": 300, "run.device": "cpu"}, 3, ends=True)
 
 
 def toml(settings: dict[str, Any]) -> str:
@@ -169,15 +163,10 @@ def _lines(path: Path) -> list[str]:
     return path.read_text().split("\n")[:-1] if path.exists() else []
 
 
-def _json(path: Path) -> Row:
-    content: Row = json.loads(path.read_text()) if path.exists() else {}
-    return content
-
-
 def read(out: Path, started: float, log: str = "") -> Row:
     """Figures from a run's `metrics.jsonl`, `setup.json`, and `run.json` or, where it was killed, its output."""
     steps = [json.loads(line) for line in _lines(out / "metrics.jsonl")]
-    setup, result = _json(out / "setup.json"), _json(out / "run.json")
+    setup, result = read_json(out / "setup.json"), read_json(out / "run.json")
     if not steps:
         return {}
     summary, expected = setup.get("summary") or {}, setup.get("expected") or {}

@@ -1,5 +1,7 @@
 """The shapes that are measured, as named sets of (M, K, N): tokens, in_features, out_features."""
 
+from typing import Any
+
 Shape = tuple[int, int, int]
 
 TOKENS = 16384
@@ -50,3 +52,11 @@ def parse(texts: list[str]) -> list[Shape]:
 
 def label(shape: Shape) -> str:
     return "×".join(map(str, shape))
+
+
+def llama(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, words: int, tokens: int) -> Any:
+    """Fields of the configuration of a Llama in Transformers."""
+    return {
+        "hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": layers, "vocab_size": words,
+        "num_attention_heads": heads, "num_key_value_heads": kv_heads, "max_position_embeddings": tokens,
+    }  # fmt: skip

@@ -44,19 +44,14 @@ SIZES = ("llama-3-8b-width", "0.4B")
 LEVELS = ("bf16", "fp8", "fp8+activations+optimizer", "fp8+activations")
 PARTS = ("products", "quantizers", "attention", "head", "rest", "accumulation", "clipping", "optimizer")
 PREDICTED = {
-    "linears": (("products", "quantizers", "head"), ("linears", "products")),
-    "attention": (("attention",), ("attention",)),
-    "rest": (("rest",), ("rest",)),
-    "optimizer": (("optimizer",), ("optimizer",)),
-    "idle": (("idle",), ("waiting",)),
-}
+    "linears": (("products", "quantizers", "head"), ("linears", "products")), "idle": (("idle",), ("waiting",)),
+    **{name: ((name,), (name,)) for name in ("attention", "rest", "optimizer")},
+}  # fmt: skip
 """Parts that are predicted: their measured parts, and their fields of `octavo.planner.step.StepTime`."""
 WARMUP, STEPS = 4, 4
 
 _ATTENTION = re.compile(r"scaled_dot_product|ScaledDotProduct|flash|fmha|sdpa")
-_PRODUCT_OPS = re.compile(
-    r"(aten::_?(mm|addmm|bmm|baddbmm|scaled_mm|grouped_mm|scaled_grouped_mm)|octavo::\w*mm)(_v2)?"
-)
+_PRODUCT_OPS = re.compile(r"(aten::_?(mm|addmm|bmm|baddbmm|(scaled_)?(grouped_)?mm)|octavo::\w*mm)(_v2)?")
 _PRODUCTS = re.compile(r"gemm|cutlass|nvjet|xmma|cublas|(product|promoted|grouped)_kernel")
 _FP8_LINEAR = re.compile(r"octavo::(de)?quantize\w*|_(Planned)?Linear(Function)?(Backward)?")
 _QUANTIZERS = re.compile(r"(rows|blocks|maxima|cast|transpose|dequantize)_kernel")
@@ -85,7 +80,7 @@ def trainer(session: Session, size: run.Size, level: str) -> Any:
     from octavo.train.trainer import Trainer
 
     settings = {**size.settings, "run.steps": 1000, "run.device": session.device.type, "precision.level": level}
-    settings["run.compile"] = _compiles(session)
+    settings["run.compile"] = session.options.compile
     config = parse_config(tomllib.loads(run.toml(settings)))
     tokens = SimpleNamespace(vocabulary=config.model.config["vocab_size"], sequence=config.data.sequence_length)
     corpus: Any = RandomCorpus(tokens)
@@ -94,12 +89,6 @@ def trainer(session: Session, size: run.Size, level: str) -> Any:
     for phase, name in (("accumulation", "accumulate"), ("clipping", "gradient_squares"), ("update", "step")):
         setattr(optimizer, name, record_function(phase)(getattr(optimizer, name)))
     return made
-
-
-def _compiles(session: Session) -> str:
-    """As run.compile: blocks, but in rehearsals, where compilation takes minutes."""
-    chosen: str = session.options.compile or ("none" if session.tiny else "blocks")
-    return chosen
 
 
 def take_apart(session: Session, kernels: list[Kernel], wall_ms: float | None) -> Row:
@@ -168,8 +157,10 @@ def main(arguments: list[str]) -> None:
     options.add_argument("--sizes", nargs="+", choices=SIZES, default=SIZES, help="sizes to measure; both")
     options.add_argument("--compile", choices=("blocks", "none"), help="as run.compile (blocks)")
     session = begin("step", options.parse_args(arguments), arguments)
+    if session.options.compile is None:  # in rehearsals compilation would take minutes
+        session.options.compile = "none" if session.tiny else "blocks"
     levels = LEVELS[:3] if session.options.quick or session.tiny else LEVELS
-    sizes, mode = session.options.sizes, "compiled" if _compiles(session) == "blocks" else "eager"
+    sizes, mode = session.options.sizes, "compiled" if session.options.compile == "blocks" else "eager"
     for name in ("tiny",) if session.tiny else sizes[:1] if session.options.quick else sizes:
         size = run.TINY if session.tiny else run.SIZES[name]
         base = functools.cache(functools.partial(trainer, session, size, "bf16"))  # one for all arms of a size
