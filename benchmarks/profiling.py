@@ -58,7 +58,8 @@ def read(events: Iterable[Event]) -> list[Kernel]:
         if event["cat"] == "cpu_op":
             by_thread.setdefault(event["tid"], []).append(event)
     on_gpu = [event for event in spans if event["cat"] in ON_GPU]
-    calls = {e["args"]["correlation"]: e for e in spans if e["cat"] in ("cuda_runtime", "cuda_driver") and _is_call(e)}
+    of_host = (event for event in spans if event["cat"] in ("cuda_runtime", "cuda_driver"))
+    calls = {event["args"]["correlation"]: event for event in of_host if "correlation" in event.get("args", {})}
     if on_gpu:
         pairs = [(event, calls.get(event["args"].get("correlation"), event)) for event in on_gpu]
     else:
@@ -73,10 +74,6 @@ def read(events: Iterable[Event]) -> list[Kernel]:
         Kernel(_short(event["name"]), event["ts"], event["dur"], stacks.get(index, ()), phases[index])
         for index, (event, _) in enumerate(pairs)
     ]
-
-
-def _is_call(event: Event) -> bool:
-    return "correlation" in event.get("args", {})
 
 
 def _own_times(operations: Sequence[Event]) -> list[tuple[Event, Event]]:

@@ -6,7 +6,7 @@ benchmark goes on, except where the GPU itself has failed: then the process ends
 
 An attempt has a price in seconds, with what it compiles: what the same row took in an earlier result file, else a guess
 by its mode. It does not begin if it costs more than the time that is left. It belongs to a part of the benchmark, which
-`--only-parts` and `--without-parts` name: the field `part` of its identity, else `stage`, else `shape`.
+`--only-parts` and `--without-parts` name: the field `stage` of its identity, else `shape`.
 """
 
 import argparse
@@ -63,7 +63,7 @@ def parser(name: str, description: str | None, examples: str) -> argparse.Argume
 
 def part_of(row: Row) -> str:
     """Name of the part of a benchmark that a row belongs to."""
-    return str(row.get("part") or row.get("stage") or row.get("shape") or "")
+    return str(row.get("stage") or row.get("shape") or "")
 
 
 @dataclass(eq=False)
@@ -239,8 +239,7 @@ def line(row: Row) -> str:
     numbers = [
         form.format(row[key])
         for key, form in (
-            ("kernel_ms", "{:9.3f} ms"), ("wall_ms", "{:9.3f} ms wall"),
-            ("amortized_ms", "{:9.3f} ms with measurements"), ("speedup", "{:5.2f} × bf16"),
+            ("kernel_ms", "{:9.3f} ms"), ("wall_ms", "{:9.3f} ms wall"), ("speedup", "{:5.2f} × bf16"),
             ("tbs", "{:5.2f} TB/s"), ("tflops", "{:6.0f} TFLOP/s"), ("percent", "{:4.0f} % of ceiling"),
             ("peak_mib", "{:8.0f} MiB peak"), ("tokens_per_s", "{:9.0f} tokens/s"),
         )

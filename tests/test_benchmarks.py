@@ -48,7 +48,7 @@ def test_only_the_parts_asked_for_run(linears):
         {"stage": "product", "shape": "1"},
         {"shape": "4096"},
         {"stage": "fused", "shape": "4096"},
-        {"part": "x"},
+        {"stage": "x"},
     ]
     ran = [linears.attempt(identity, dict) is not None for identity in identities]
     assert ran == [True, True, False, False]

@@ -203,7 +203,7 @@ class Attention(nn.Module):
         super().__init__()
         self.part, self.heads = part, part.get("heads", 2)
         self.kv_heads = max(self.heads // 2, 1) if part.get("grouped") else self.heads
-        self.size = part.get("head_size", max(2 * (width // self.heads // 2), 2))
+        self.size = max(2 * (width // self.heads // 2), 2)
         self.q_proj = nn.Linear(width, self.heads * self.size, bias="bias" in part)
         self.k_proj = nn.Linear(width, self.kv_heads * self.size, bias=True)
         self.v_proj = nn.Linear(width, self.kv_heads * self.size, bias="bias" in part)
@@ -232,12 +232,10 @@ class Attention(nn.Module):
         if self.kv_heads != self.heads:
             k, v = (t.repeat_interleave(self.heads // self.kv_heads, 1) for t in (k, v))
         seen = None  # which keys a query sees, [T,T]
-        if (mask := part.get("mask", "none")) != "none":
-            seen = torch.ones(length, length, dtype=torch.bool)
-            if mask == "padded":
-                seen[:, length - length // 3 :] = False
-            else:
-                seen = seen.tril()
+        if "mask" in part:
+            seen = torch.ones(length, length, dtype=torch.bool).tril()
+            if part["mask"] == "padded":
+                seen = (torch.arange(length) < length - length // 3).expand(length, length)
         return self.o_proj(self._attended(q, k, v, seen).transpose(1, 2).flatten(2))
 
     def _rotated(self, x: Tensor) -> Tensor:

@@ -1,6 +1,5 @@
 """Loops on accelerate in FP8: the losses of a plain loop, saved states, several ranks, settings that contradict."""
 
-import os
 import weakref
 
 import pytest
@@ -14,7 +13,7 @@ from octavo.integrations.accelerate import Fp8Accelerator
 from octavo.integrations.common import Fp8State
 from octavo.integrations.monitor import fallback_recipes
 from processes import gloo  # noqa: F401
-from support.llamas import forget_settings, small_llama
+from support.llamas import become_rank_of_two, forget_settings, small_llama
 from support.tool_loops import optimizer_of
 from support.tool_loops import plain_loop as train
 
@@ -112,18 +111,14 @@ def test_memory_is_free_of_models(llama, tmp_path):
 
 
 def _two_rank_losses(recipe):
-    rank = dist.get_rank()
-    for name, value in {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2}.items():
-        os.environ[name] = str(value)
-    os.environ |= {"ACCELERATE_USE_CPU": "true", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
-    forget_settings()
+    become_rank_of_two()
     model = small_llama()
     try:
         accelerator = Fp8Accelerator(cpu=True, precision={"recipe": recipe})
         model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
     except ValueError as error:
         return str(error)
-    data = [batch.chunk(2)[rank] for batch in tokens()]
+    data = [batch.chunk(2)[dist.get_rank()] for batch in tokens()]
     return train(model, optimizer, data, accelerator.backward)
 
 

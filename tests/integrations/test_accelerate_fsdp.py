@@ -5,8 +5,6 @@ accelerate 1.15 ignores an FSDP plugin on CPUs: `AcceleratorState.__init__` (acc
 FSDP2 runs on CPUs, so the test sets what that branch would have set.
 """
 
-import os
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -20,7 +18,7 @@ from torch.distributed.tensor import DTensor
 import octavo
 from octavo.integrations.accelerate import Fp8Accelerator
 from processes import gloo  # noqa: F401
-from support.llamas import forget_settings, small_llama
+from support.llamas import become_rank_of_two, small_llama
 from support.tool_loops import plain_loop
 
 STEPS = 6
@@ -33,11 +31,7 @@ def tokens():
 
 
 def accelerator_with_fsdp2():
-    forget_settings()
-    rank = dist.get_rank()
-    for name, value in {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2}.items():
-        os.environ[name] = str(value)
-    os.environ |= {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    become_rank_of_two()
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
         cpu_ram_efficient_loading=False, state_dict_type="SHARDED_STATE_DICT",
