@@ -39,7 +39,6 @@ class Arm:
 
     @property
     def recipe(self) -> str:
-        """The recipe in its name; empty for bf16."""
         return self.name.partition(" ")[2]
 
 

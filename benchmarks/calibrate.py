@@ -23,7 +23,6 @@ PRODUCTS = ("rowwise", "tensorwise")
 
 
 def run(session: Session, requested: list[shapes.Shape]) -> None:
-    """Measure the products of each linear; keep the winners after every one."""
     entries: list[calibration.Entry] = []
     for shape in requested:
         for recipe in PRODUCTS:

@@ -26,7 +26,6 @@ COMPILE_SHARE = 0.6
 
 
 def families(selected: Sequence[Check]) -> dict[str, list[Check]]:
-    """Checks by op and format, the first word of their case."""
     by_name: dict[str, list[Check]] = {}
     for check in selected:
         by_name.setdefault(f"{check.op} {check.case.partition(' ')[0]}", []).append(check)

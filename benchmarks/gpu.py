@@ -132,7 +132,6 @@ class Prices:
         return measured if part.stage in self._sure else max(measured, part.seconds)
 
     def total(self, parts: Sequence[Part]) -> float:
-        """Seconds of some parts, with a start for each stage among them."""
         starts = (self.starts.get(stage, START_S) for stage in {part.stage for part in parts})
         return sum(map(self.of, parts)) + sum(starts)
 
@@ -148,7 +147,6 @@ class Prices:
         return chosen or [part for part in ordered if self.starts.get(part.stage, START_S) + LEAST_S <= left][:1]
 
     def listing(self, parts: Iterable[Part], left: float) -> str:
-        """Importance and price of each part, and whether it fits, as text."""
         chosen = self.choose(parts, left)
         lines = [f"{'stage':<10} {'part':<18} {'importance':>10} {'start s':>8} {'s':>6}  {'price':<9} fits"]
         for part in sorted(parts, key=lambda part: -part.importance):

@@ -94,7 +94,6 @@ class Layer(nn.Module):
 
 
 def block(size: Size, device: torch.device) -> nn.Module:
-    """The bf16 layer of a size, initial weights random."""
     torch.manual_seed(0)
     with torch.device(device):
         if size.heads:

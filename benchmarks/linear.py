@@ -36,7 +36,6 @@ def layer(shape: Shape, session: Session) -> nn.Linear:
 
 
 def identity(shape: Shape, arm: Arm) -> Row:
-    """The shape and arm of a row."""
     return {"shape": shapes.label(shape), **dict(zip("mkn", shape, strict=True)), "arm": arm.name, "mode": arm.mode}
 
 
@@ -130,7 +129,6 @@ def on_gpu(session: Session) -> None:
 
 
 def on_cpu(session: Session, rounds: int) -> None:
-    """Best wall time of each eager arm, all in one process, in turn."""
     for shape in shapes.parse(session.options.shapes) if session.options.shapes else [CPU_SHAPE]:
         arms = available([arm for arm in (*TARGET_ARMS, *MORE_ARMS) if arm.mode == "eager"])
         runs = {arm: runs_of(session, shape, arm)[1][0] for arm in arms}

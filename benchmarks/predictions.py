@@ -214,7 +214,6 @@ class Comparison:
     now: float
 
     def error(self, predicted: float) -> float:
-        """By how much a prediction is too long, as a share."""
         return predicted / self.measured - 1
 
 
@@ -238,7 +237,6 @@ def _products(rows: Sequence[Mapping[str, Any]]) -> Measured:
 
 
 def _product(gpu: Gpu, arm: str, sizes: tuple[int, int, int]) -> float:
-    """Seconds of a product in bf16, or of a recipe's, such as "rowwise dgrad"."""
     recipe, _, name = arm.partition(" ")
     if recipe == "bf16":
         return product(gpu, *sizes)

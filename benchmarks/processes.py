@@ -77,7 +77,6 @@ class Processes:
         return results, errors
 
     def kill(self) -> None:
-        """End all processes."""
         for process, connection in self._workers:
             process.kill()
             connection.close()

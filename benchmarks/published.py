@@ -38,8 +38,6 @@ MEMORY = 0.85
 
 @dataclass(frozen=True)
 class Model:
-    """A Llama and its batch."""
-
     hidden: int
     intermediate: int
     layers: int
@@ -185,7 +183,6 @@ class TransformerEngine(nn.Module):
 
 
 def converted(module: nn.Module, arm: str, session: Session) -> Any:
-    """A bf16 module as an arm computes it, in eager mode."""
     own = arm.startswith("te ")
     return TransformerEngine(module, arm == "te fp8") if own else build(module, Arm(arm), session)
 

@@ -63,7 +63,6 @@ def loss_of(model: nn.Module, step: int, device: torch.device) -> Tensor:
 
 
 def whole(value: Any) -> Tensor:
-    """A tensor on the CPU, gathered where it is sharded."""
     tensor: Tensor = value.full_tensor() if hasattr(value, "full_tensor") else value
     return tensor.detach().float().cpu()
 
@@ -202,7 +201,6 @@ CASES: dict[str, Callable[..., Results]] = {
 
 
 def on_rank(case: str, rank: int, world: int, backend: str, device: torch.device, folder: str) -> Results:
-    """The results of a case on one rank, in a process of its own."""
     if not dist.is_initialized():
         os.environ["LOCAL_RANK"] = "0"
         if device.type == "cuda":

@@ -80,7 +80,6 @@ TINY = Size(None, TINY_LLAMA | {"data.vocab_size": 300, "run.device": "cpu"}, 3,
 
 
 def toml(settings: dict[str, Any]) -> str:
-    """A configuration file of settings by their dotted names."""
     return "".join(f"{name} = {json.dumps(value)}\n" for name, value in settings.items())
 
 
@@ -102,7 +101,6 @@ def plan(session: Session) -> list[tuple[str, Size, str]]:
 
 
 def mode(size: Size) -> str:
-    """Whether the blocks of a run compile: "compiled" or "eager"."""
     return "compiled" if size.settings.get("run.compile") == "blocks" else "eager"
 
 

@@ -46,8 +46,6 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Code:
-    """The machine code of one kernel."""
-
     instructions: tuple[Instruction, ...]
 
     @staticmethod

@@ -44,7 +44,6 @@ Row = dict[str, Any]
 
 
 def parser(name: str, description: str | None, examples: str) -> argparse.ArgumentParser:
-    """The options that all benchmarks have; `examples` are lines of a command each."""
     text = command(name, description, examples)
     add = text.add_argument
     add("--quick", action="store_true", help="only what the project's targets need")
@@ -190,7 +189,6 @@ class Session:
         self.facts |= {key: content[key] for key in keys if key in content and content[key] != "done"}
 
     def find(self, **fields: Any) -> Row | None:
-        """The first row with these fields; None without one."""
         return next((row for row in self.rows if fields.items() <= row.items()), None)
 
 

@@ -233,7 +233,6 @@ def _moved(module: nn.Module, seed: int) -> nn.Module:
 
 
 def _run(module: nn.Module, given: Any) -> dict[str, Tensor]:
-    """Outputs, and gradients for random ones of the outputs, by name."""
     torch.manual_seed(1)
     outputs = module(*given.args, **given.kwargs)
     tensors = [y for y in (outputs if isinstance(outputs, tuple) else (outputs,)) if isinstance(y, Tensor)]

@@ -24,7 +24,6 @@ class Target:
     least: bool = True
 
     def reached(self, files: Files) -> float | None:
-        """The figure that was reached; None where it was not measured."""
         content = files.get(self.benchmark)
         return None if content is None or not content.get("timed") else self.reach(content["rows"])
 
@@ -96,7 +95,6 @@ TARGETS = (
 
 
 def table(files: Files) -> list[tuple[str, str, str, str]]:
-    """Target, goal, reached, and `met`, `missed` or `not measured`: as text."""
     lines = []
     for target in TARGETS:
         value, sign = target.reached(files), "≥" if target.least else "≤"

@@ -131,7 +131,6 @@ class GpuClock:
         return (self.cuda.max_memory_allocated(self.device) - before) / 2**20
 
     def _timed(self, call: Run, count: int, *, asleep: bool = False) -> list[float]:
-        """Milliseconds per run of repeated calls of `count` runs each."""
 
         def once() -> float:
             start, end = (self.cuda.Event(enable_timing=True) for _ in range(2))

@@ -74,7 +74,6 @@ def variant(
 
 
 def _scaled(spec: QuantSpec | None) -> dict[str, str]:
-    """Types of codes and scales by a spec, where they are not the usual ones."""
     codes = dict.fromkeys(("q", "q_t", "qt"), "*fp8e5") if spec is not None and spec.format.name == "e5m2" else {}
     return codes | (dict.fromkeys(("s", "s_t"), "*u8") if spec is not None and spec.scale_rule == "e8m0" else {})
 
@@ -133,7 +132,6 @@ def grouped_products(capability: int = 90) -> Iterator[Variant]:
 
 
 def _operands(case: str, config: gemm.Config, tma: bool, overlap: bool) -> dict[str, str]:
-    """Types of A and B."""
     codes = ["fp8e5" if text.startswith("e5m2") else "fp8e4nv" for text in case.split()[:2]]
     layout = f",{tile_layout()!r}" if overlap else ""
     tiles = zip(codes, (config.tile_m, config.tile_n), strict=True)

@@ -69,7 +69,6 @@ def measure(graphs: "Graphs", arm: str, *, combo_kernels: bool = False) -> Row:
 
 
 def counts(graph: "Graph") -> Row:
-    """Generated kernels, calls of other kernels, calls of Octavo's ops among these, and gigabytes."""
     body = graph.code[graph.code.index("def call(") :]
     body = "\n".join(line for line in body.splitlines() if not line.lstrip().startswith("assert_"))
     ops = re.findall(r"\btorch\.ops\.(\w+\.\w+)\.\w+\(", body)

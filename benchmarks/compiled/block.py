@@ -57,8 +57,6 @@ def _linear(inputs: int, outputs: int) -> nn.Linear:
 
 
 class Norm(nn.Module):
-    """RMSNorm as Llama computes it."""
-
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(WIDTH, dtype=torch.bfloat16, device="cuda"))
@@ -71,8 +69,6 @@ class Norm(nn.Module):
 
 
 class Mlp(nn.Module):
-    """Llama's gated MLP."""
-
     def __init__(self) -> None:
         super().__init__()
         self.gate, self.up, self.down = _linear(WIDTH, HIDDEN), _linear(WIDTH, HIDDEN), _linear(HIDDEN, WIDTH)
@@ -108,7 +104,6 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def built(arm: str) -> Iterator[nn.Module]:
-    """Build the block of an arm. Raises ImportError for torchao where there is none."""
     kind, _, recipe = arm.partition(" ")
     block: Any = Block()
     if kind in ("octavo", "opaque", "stored"):

@@ -46,7 +46,6 @@ def values(shape: Sequence[int], form: str | None, dtype: torch.dtype, generator
 
 
 def strided(x: Tensor, layout: str | None) -> Tensor:
-    """The same values in another layout."""
     if layout == "strided" and x.ndim:
         return x.repeat_interleave(2, -1)[..., ::2]
     order = list(range(x.ndim))

@@ -49,7 +49,6 @@ def first(
 
 @cache
 def cases(kind: str) -> SearchStrategy[Case]:
-    """Every case of a kind."""
     return KINDS[kind]().map(lambda case: {"kind": kind, **case})
 
 

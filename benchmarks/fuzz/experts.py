@@ -74,7 +74,6 @@ def _compare(case: Case, expected: Results, actual: Results, tokens: list[int], 
 
 
 def _in_float64(case: Case, plain: nn.Module, batch: Batch, actual: Results) -> Outcome:
-    """Compare one process with plain PyTorch."""
     if "values" in case or not batch[0].numel():
         return PASS
     x, index, weights, grad = batch
@@ -122,7 +121,6 @@ def _batch(case: Case, tokens: int, number: int) -> Batch:
 
 
 def _results(module: nn.Module, batch: Batch) -> Results:
-    """The output, and the gradient of each input and parameter."""
     x, index, weights, grad = batch
     x, weights = x.clone().requires_grad_(), weights.clone().requires_grad_()
     y = module(x, index, weights)

@@ -101,7 +101,6 @@ def _write(write: str, params: list[nn.Parameter], starts: list[Tensor], twins: 
 
 
 def _is_matrix(case: Case, p: Tensor) -> bool:
-    """Whether Muon updates a parameter."""
     return bool(case.get("muon")) and p.ndim == 2 and p.numel() > 0
 
 

@@ -163,6 +163,5 @@ def _fuzz(options: argparse.Namespace) -> int:
 
 
 def described(name: str, case: Case, outcome: Outcome) -> str:
-    """What a failure prints: what is wrong, and how to repeat it."""
     repeat = f"python -m benchmarks fuzz --case '{json.dumps(case)}'"
     return f"\n--- {name}: {case['kind']}: {outcome.label}: {outcome.message}\n{repeat}"

@@ -42,7 +42,6 @@ def check(case: Case) -> Outcome:
 
 
 def _run(model: nn.Module, x: Tensor) -> list[Tensor]:
-    """The output and all gradients."""
     x = x.clone().requires_grad_()
     y = model(x)
     leaves = [x, *(p for p in model.parameters() if p.requires_grad)]
@@ -73,7 +72,6 @@ def _overlap(case: Case, model: nn.Module, x: Tensor, expected: dict[bool, list[
 
 
 def _at_once(case: Case, model: nn.Module, x: Tensor) -> str | None:
-    """Several threads run the model at once, each on an input of its own."""
     count = case.get("forwards", 2)
     xs = [x * (1 + i) for i in range(count)]
     expected, barrier = [_run(model, x) for x in xs], threading.Barrier(count)

@@ -85,7 +85,6 @@ def _checkpoint(case: Case) -> Outcome:
 
 
 def _different(expected: Run, actual: Run) -> str | None:
-    """Describe the first bit in which outputs or gradients differ, if one does."""
     runs = [{"output": r.y} | {n: g for n, g in r.grads.items() if g is not None} for r in (expected, actual)]
     if runs[0].keys() != runs[1].keys():
         return f"only one of them has {sorted(runs[0].keys() ^ runs[1].keys())}"

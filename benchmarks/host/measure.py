@@ -61,8 +61,6 @@ class Block(nn.Module):
 
 
 class RmsNorm(nn.Module):
-    """The norm of a Llama block, in the code of Transformers."""
-
     def __init__(self) -> None:
         super().__init__()
         self.weight, self.eps = nn.Parameter(torch.ones(SIZE, dtype=torch.bfloat16)), 1e-6
@@ -108,8 +106,6 @@ class Experts(nn.Module):
 
 
 class Mlp(nn.Module):
-    """Llama's gated MLP."""
-
     def __init__(self) -> None:
         super().__init__()
         self.gate, self.up, self.down = _linear(), _linear(), _linear()

@@ -48,8 +48,6 @@ class Record(ctypes.Structure):
 
 
 class Stub:
-    """The loaded stub driver."""
-
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
         self._launches = ctypes.c_long.in_dll(library, "stub_launches")
