@@ -3,8 +3,7 @@
 import argparse
 import time
 
-STARTED = time.time()
-"""When this process began, but for the start of Python."""
+STARTED = time.time()  # When this process began, but for the start of Python
 
 
 def command(name: str, description: str | None, examples: str = "") -> argparse.ArgumentParser:

@@ -23,8 +23,7 @@ from octavo.nn.operands import QuantizedGradient, QuantizedInput, Quantizer
 from octavo.numerics.spec import QuantSpec
 from octavo.tensor import ScaledTensor
 
-ROUNDS = 3
-"""Turns of bf16 and an arm."""
+ROUNDS = 3  # Turns of bf16 and an arm
 TORCHAO = "torchao.float8"
 
 

@@ -8,8 +8,7 @@ from pathlib import Path
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome", "msedge")
 INSTALL = "apt-get install chromium"
-MILLISECONDS = 20_000
-"""Virtual time that the scripts of a page have."""
+MILLISECONDS = 20_000  # Virtual time that the scripts of a page have
 
 
 def find() -> str | None:

@@ -15,10 +15,8 @@ from benchmarks import browser, roofline
 from benchmarks.environment import write_text
 from octavo.experiments.theme import DARK, LIGHT, axis, colour, layout, plain
 
-Figure = dict[str, Any]
-"""`data` and `layout` of plotly.js, with colours as CSS variables of the theme."""
-WIDTH = 900
-"""Width of an image, in CSS pixels."""
+Figure = dict[str, Any]  # `data` and `layout` of plotly.js, with colours as CSS variables of the theme
+WIDTH = 900  # Width of an image, in CSS pixels
 TITLE = "font: 600 14px sans-serif; fill: var(--ink);"
 OVERVIEW = {
     "convergence": "Measured: loss gap to bf16 in percent, each FP8 option alone and all of them, on three seeds",

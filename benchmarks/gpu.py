@@ -41,10 +41,8 @@ from benchmarks.environment import (
 from benchmarks.session import NO_GPU, NOTHING_TIMED, part_of
 
 ROOT = Path(__file__).parent.parent
-STOP_S = 5.0
-"""Between the deadline of a stage and the time at which it is killed."""
-ROW_S = 150.0
-"""A stage's start, or a row without a price, is cut if nothing is written or printed for so long."""
+STOP_S = 5.0  # Between the deadline of a stage and the time at which it is killed
+ROW_S = 150.0  # A stage's start, or a row without a price, is cut if nothing is written or printed for so long
 MINUTES = 8.0
 TAIL = 40
 MOST_RESTARTS = 3
@@ -57,8 +55,7 @@ gpu --stages smoke,linear --minutes 4
 gpu --rehearse"""
 
 
-ALL = "all"
-"""Name of a part with the rows that no other part of its stage names."""
+ALL = "all"  # Name of a part with the rows that no other part of its stage names
 
 
 @dataclass(frozen=True)
@@ -96,12 +93,9 @@ PARTS = (
 )
 STAGES = tuple(dict.fromkeys(part.stage for part in PARTS))
 """A stage is a benchmark (`benchmarks/<stage>.py`), except `tests`, which is pytest."""
-ON_REQUEST = ("calibrate",)
-"""Products are chosen by heuristics, as where nobody has calibrated."""
-START_S = 10.0
-"""Estimated seconds before a stage's first row: imports, CUDA, ceilings."""
-LEAST_S = 10.0
-"""A stage is started only with so much time behind its start."""
+ON_REQUEST = ("calibrate",)  # Products are chosen by heuristics, as where nobody has calibrated
+START_S = 10.0  # Estimated seconds before a stage's first row: imports, CUDA, ceilings
+LEAST_S = 10.0  # A stage is started only with so much time behind its start
 
 
 class Prices:

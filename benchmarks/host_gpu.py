@@ -30,8 +30,7 @@ ARMS = named("octavo rowwise", "octavo tensorwise", "torchao rowwise", "torchao 
 TOKENS = (1024, 4096, 256, 2048, 512)
 DIMS = (2048, 4096, 1024)
 QUICK = ((1024, 2048), (4096, 4096))
-CALLS, ROUNDS = 5, 9
-"""Calls between two synchronizations, few enough for a GPU's queue of about a thousand launches."""
+CALLS, ROUNDS = 5, 9  # Calls between two synchronizations, few enough for a GPU's queue of about a thousand launches
 
 
 def made(session: Session, kind: str, tokens: int, dim: int, arm: Arm) -> list[Run]:

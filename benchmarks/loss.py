@@ -31,10 +31,8 @@ loss --minutes 10 optim.lr=3e-4
 loss --runs runs/loss-everything --fp8 fp8+activations+optimizer
 loss --rehearse"""
 SUFFIXES = (".py", ".md", ".rst", ".txt")
-SMALLEST, LARGEST = 200, 10**6
-"""Bytes of a file that is read: below it is empty or a stub, above it is a table."""
-POINTS = 20
-"""Of a curve, in a row."""
+SMALLEST, LARGEST = 200, 10**6  # Bytes of a file that is read: below it is empty or a stub, above it is a table
+POINTS = 20  # Of a curve, in a row
 COMMON = {"run.name": "loss", "run.seed": 1, "run.save_every": 200, "run.keep": 1, "optim.lr": 6e-4,
           "optim.schedule": "cosine", "optim.min_lr_ratio": 0.1}  # fmt: skip
 FULL = llama(1024, 2816, 11, 16, 16, 16384, 1024, batch=32) | {"data.vocab_size": 16384, "run.steps": 1000}

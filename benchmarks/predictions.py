@@ -28,8 +28,7 @@ from octavo.planner.step import Recompute, StepConfig, linear_costs, step_time
 from octavo.planner.trace import Trace, trace
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "planner.md"
-WITHIN = 0.10
-"""Maximum difference between a close prediction and the published speed-up over bf16: 10 points."""
+WITHIN = 0.10  # Maximum difference between a close prediction and the published speed-up over bf16: 10 points
 TABLES: Mapping[str, tuple[int, ...]] = {
     "by tensor": (2, 4), "amax given": (4,), "by row, two copies": (3, 5), "by block": (4,),
 }  # fmt: skip

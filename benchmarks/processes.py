@@ -12,11 +12,9 @@ from typing import Any
 
 import torch
 
-AFTER_THE_FIRST = 5.0
-"""Seconds that the other processes get to tell their part, once one has failed."""
+AFTER_THE_FIRST = 5.0  # Seconds that the other processes get to tell their part, once one has failed
 DIED = "its process died"
-Job = Callable[[], Any]
-"""What pickle finds by its name, such as a partial of a function of a module."""
+Job = Callable[[], Any]  # What pickle finds by its name, such as a partial of a function of a module
 
 
 class Processes:

@@ -30,10 +30,8 @@ EXAMPLES = """published
 published --quick
 published --workloads te-llama-2-7b coat-llama-2-7b
 published --rehearse"""
-STEPS, WARMUP = 3, 2
-"""Training steps in a turn, and before the first."""
-MEMORY = 0.85
-"""Share of the free memory that two models may take."""
+STEPS, WARMUP = 3, 2  # Training steps in a turn, and before the first
+MEMORY = 0.85  # Share of the free memory that two models may take
 
 
 @dataclass(frozen=True)
@@ -138,8 +136,7 @@ WORKLOADS = (
     Workload("torchao-2048", "layer", Size(2048, 2048, 0, 0, 1, 2048), "compiled",
              {"bf16": 0.9766, "torchao tensorwise": 1.1779}, _AO, "the host's time; eager: 0.130 bf16, 0.184 FP8"),
 )  # fmt: skip
-QUICK = 5
-"""The first so many workloads are the ones of `--quick`."""
+QUICK = 5  # The first so many workloads are the ones of `--quick`
 ARMS = ("bf16", "octavo rowwise", "torchao tensorwise", "octavo tensorwise", "torchao rowwise", "te fp8", "te bf16")
 TINY = {"step": TINY_MODEL, "linear": Size(64, 96, 0, 0, 1, 32)}
 

@@ -33,10 +33,8 @@ ranks --minutes 1
 ranks --rehearse"""
 SAME = "as on the CPU"
 VOCABULARY, WIDTH, TOKENS, STEPS = 256, 128, 64, 3
-DECIBELS = 20.0
-"""SQNR that gradients must have against the CPU's. FP8 has about 26 dB of its own."""
-LOSS = 0.01
-"""Relative difference that losses may have."""
+DECIBELS = 20.0  # SQNR that gradients must have against the CPU's. FP8 has about 26 dB of its own.
+LOSS = 0.01  # Relative difference that losses may have
 PATIENCE_S, START_S = 120.0, 300.0
 """For one case, after which its processes are ended; for the first one, which waits until all have started."""
 Results = dict[str, Tensor]

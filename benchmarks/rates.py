@@ -23,10 +23,8 @@ from octavo.planner.roofline import product
 Row = dict[str, Any]
 OUT = Path(__file__).parent.parent / "src" / "octavo" / "planner" / "h100.json"
 FOLDER, COMMIT = RESULTS / "nvidia-h100-80gb-hbm3", "5b87414"
-COLUMN_MAXIMA_TBS = (1.75, 1.32)
-"""Read from a profiler on that card: docs/performance.md."""
-BACKEND = "torch_scaled"
-"""What an H100 without a calibration of its own runs."""
+COLUMN_MAXIMA_TBS = (1.75, 1.32)  # Read from a profiler on that card: docs/performance.md
+BACKEND = "torch_scaled"  # What an H100 without a calibration of its own runs
 
 
 def content(folder: Path = FOLDER) -> dict[str, Any]:

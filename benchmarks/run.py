@@ -31,8 +31,7 @@ run --quick
 run --sizes 0.4B llama-2-7b --minutes 4
 run --rehearse"""
 COMMAND = [sys.executable, "-m", "octavo", "train"]
-WARMUP = 5
-"""First steps that speeds leave out, as `run.json` does."""
+WARMUP = 5  # First steps that speeds leave out, as `run.json` does
 GIB = 2**30
 TAIL = 15
 FULL = ("precision.level=fp8+activations+optimizer", "parallel.fp8_comm=on")

@@ -30,15 +30,13 @@ from octavo.kernels import calibration
 NOTHING_TIMED = "timed nothing: no GPU"
 FATAL = ("CUDA error", "device-side assert", "unspecified launch failure", "illegal memory access")
 """In an error's text: the CUDA context is lost, and nothing more can run in this process."""
-NO_GPU = 69
-"""Exit status of `--require-gpu` where no GPU works."""
+NO_GPU = 69  # Exit status of `--require-gpu` where no GPU works
 PRICES_S = {"compiled": 15.0}
 """Guessed price of an attempt by its `mode`; `EAGER_S` for the rest. On an H100 they took 5 to 34 s and 0 to 5 s."""
 EAGER_S = 2.0
 OVERRUN, LEAST_LIMIT_S = 3.0, 30.0
 """The GPU runner cuts an attempt at this multiple of a price that is no guess, and never before so many seconds."""
-ERROR_LINES = 12
-"""Last lines of a traceback, in a row."""
+ERROR_LINES = 12  # Last lines of a traceback, in a row
 
 Row = dict[str, Any]
 

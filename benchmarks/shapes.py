@@ -4,8 +4,7 @@ from typing import Any
 
 Shape = tuple[int, int, int]
 
-TOKENS = 16384
-"""Tokens of a batch, where a shape is a layer's."""
+TOKENS = 16384  # Tokens of a batch, where a shape is a layer's
 
 TARGETS: tuple[Shape, ...] = ((TOKENS, 4096, 14336), (TOKENS, 8192, 28672))
 """The two that the project's targets name; measured first."""

@@ -24,8 +24,7 @@ smoke --rehearse"""
 SHAPES: tuple[Shape, ...] = ((shapes.TOKENS, 4096, 14336), (4096, 4096, 4096), (shapes.TOKENS, 14336, 4096))
 FIRST = ("rowwise", "tensorwise")
 OUTPUTS = ("y", "dx", "dw")
-SETTLED = 64
-"""Passes after which a recipe that measures channels or keeps a history does so seldom, or has a full one."""
+SETTLED = 64  # Passes after which a recipe that measures channels or keeps a history does so seldom, or has a full one
 
 
 def results(model: Any, x: Tensor, g: Tensor) -> dict[str, Tensor]:

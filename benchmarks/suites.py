@@ -33,8 +33,7 @@ import octavo
 from benchmarks import command
 from octavo.numerics import sqnr
 
-Results = dict[str, tuple[str, str]]
-"""Of each test: "passed", "failed" or "skipped", and a message."""
+Results = dict[str, tuple[str, str]]  # Of each test: "passed", "failed" or "skipped", and a message
 _VARIABLE = "OCTAVO_SUITE"
 _PYTEST = "-q -o addopts= -o junit_family=xunit1 -p no:cacheprovider -p benchmarks.suites".split()
 _LEAST_DB, _MARGIN_DB, _DRAWS, _STEPS = 15.0, 6.0, 8, 5

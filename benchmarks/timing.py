@@ -18,11 +18,9 @@ from typing import Any
 
 import torch
 
-CACHES = 2.0
-"""Buffers rotate over this many times the L2."""
+CACHES = 2.0  # Buffers rotate over this many times the L2
 MOST_SETS = 24
-ENOUGH_MS = 60.0
-"""Replays, and wall-clock rounds, go on for about this long."""
+ENOUGH_MS = 60.0  # Replays, and wall-clock rounds, go on for about this long
 
 Run = Callable[[], Any]
 

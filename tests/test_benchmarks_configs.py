@@ -27,8 +27,7 @@ def test_the_page_is_that_of_the_plans():
     assert configs.document(KEPT).count("\n| [") == len(KEPT)
 
 
-GAIN_NO_TIME = {("qwen3-30b-a3b", 64)}
-"""Models and numbers of GPUs, as docs/configurations.md says."""
+GAIN_NO_TIME = {("qwen3-30b-a3b", 64)}  # Models and numbers of GPUs, as docs/configurations.md says
 
 
 def test_fp8_is_faster_than_bf16_but_where_the_page_says_otherwise():

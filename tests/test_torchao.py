@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-PEERS = Path(sys.prefix) / "peers"
-"""Where `make test-slow` installs torchao, out of the way of everything else."""
+PEERS = Path(sys.prefix) / "peers"  # Where `make test-slow` installs torchao, out of the way of everything else
 
 pytestmark = [
     pytest.mark.slow,

@@ -18,8 +18,7 @@ from benchmarks.fuzz.build import Case, Run, build, inputs, knows, reference, ru
 from benchmarks.fuzz.outcome import NOISE_DB, PASS, Exact, Invalid, Outcome, compare_gradients, fail, same, with_noise
 
 PRECISIONS = {kind: octavo.Precision(matmul="bf16", activations=kind) for kind in ("fp8", "fused")}
-_ROUNDINGS = 8.0
-"""Times the rounding error of the plain model by which a known module's rounding may move the output."""
+_ROUNDINGS = 8.0  # Times the rounding error of the plain model by which a known module's rounding may move the output
 
 
 def check(case: Case) -> Outcome:

@@ -21,8 +21,7 @@ from benchmarks.fuzz.threads import CONTEXTS
 from benchmarks.fuzz.wrappers import EARLIER
 
 RECIPES = ("rowwise", "tensorwise", "rowwise_hp_wgrad", "blockwise", "mxfp8")
-LAYER_RECIPES = (*RECIPES, "rowwise_equalized")
-"""A model's layers have channel scales that its emulation does not know."""
+LAYER_RECIPES = (*RECIPES, "rowwise_equalized")  # A model's layers have channel scales that its emulation does not know
 SPECS = ("e4m3/1x128", "fp8/1x128", "e4m3/row", "e4m3/tensor", "e4m3/1x32", "e5m2/1x128", "e5m2/row")
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all_single", "all_to_all", "isend")
 SIZES = (16, 1, 2, 7, 15, 17, 31, 32, 33, 64, 96, 100, 127, 128, 129, 200, 256, 300)

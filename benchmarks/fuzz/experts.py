@@ -26,8 +26,7 @@ from octavo.numerics import sqnr
 _CLASSES = {"mixtral": ("MixtralConfig", "MixtralExperts"), "gpt_oss": ("GptOssConfig", "GptOssExperts")}
 FAMILIES = tuple(_CLASSES)
 ROUTINGS = ("random", "one", "duplicate", "absent", "negative")
-_GRADIENTS = {"tiny": "tiny", "spread": "spread_rows"}
-"""Forms of the gradient of the output beside those of the tokens."""
+_GRADIENTS = {"tiny": "tiny", "spread": "spread_rows"}  # Forms of the gradient of the output beside those of the tokens
 Batch, Results = tuple[Tensor, Tensor, Tensor, Tensor], dict[str, Tensor]
 
 

@@ -19,8 +19,7 @@ from benchmarks.fuzz.emulation import emulate, gradients, quantized
 from benchmarks.fuzz.outcome import CANCELLED_DB, PASS, WHOLE_DB, Exact, Outcome, compare_gradients, fail, with_noise
 from octavo.numerics import RECIPES, sqnr
 
-_FEWEST = 256
-"""Elements from which on SQNR says something."""
+_FEWEST = 256  # Elements from which on SQNR says something
 
 
 def check(case: Case) -> Outcome:

@@ -26,8 +26,7 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "logsumexp": lambda x: x - torch.logsumexp(x, -1, keepdim=True), "silu": F.silu, "tanh": torch.tanh,
 }  # fmt: skip
 KNOWN_NORMS = ("layer", "layer_no_bias", "layer_no_affine", "rms", "rms_no_affine", "llama", "gemma", "t5")
-KNOWN_GATES = ("llama", "phi3")
-"""Norms and gated MLPs whose forward may differ by one rounding."""
+KNOWN_GATES = ("llama", "phi3")  # Norms and gated MLPs whose forward may differ by one rounding
 CORES = ("sdpa", "eager", "soft_cap", "log_softmax", "cosine", "logsumexp", "mha")
 MASKS = (None, "causal", "padded", "additive")
 

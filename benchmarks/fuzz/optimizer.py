@@ -24,8 +24,7 @@ from octavo.numerics import sqnr
 FP8_DB = 14.0
 """Of what FP8 states move a parameter by, beside exact ones, where all elements have gradients of one size."""
 _FEWEST = 512
-_MUON = 3.0
-"""Bound of the difference of two orthogonal updates, per element."""
+_MUON = 3.0  # Bound of the difference of two orthogonal updates, per element
 
 
 def _replace(p: nn.Parameter, start: Tensor) -> None:

@@ -23,8 +23,7 @@ from torch import Tensor, nn
 from octavo.kernels.conformance import difference
 from octavo.numerics import sqnr
 
-WHOLE_DB, EACH_DB = 20.0, 15.0
-"""What gradients reach at least: all of a model together, and each."""
+WHOLE_DB, EACH_DB = 20.0, 15.0  # What gradients reach at least: all of a model together, and each
 NOISE_DB = {torch.float32: 60.0, torch.float16: 44.0, torch.bfloat16: 34.0}
 """SQNR against float64 below which a gradient in plain PyTorch is rounding noise."""
 NOISE, CANCELLED_DB = 2.0**-6, 22.0

@@ -18,13 +18,11 @@ WORLD = 2
 _SECONDS = 180.0
 _JOBS = 100
 """Cases after which new processes take over: each case leaves process groups, and every Gloo group keeps threads."""
-WRAPPERS = ("fully_shard", "parallelize")
-"""Those that run on ranks."""
+WRAPPERS = ("fully_shard", "parallelize")  # Those that run on ranks
 Job = Callable[[Case], Outcome]
 Defect = Callable[[], AbstractContextManager[Any]]
 
-DEFECTS: list[Defect] = []
-"""Contexts that ranks enter around a job, functions of a module: for tests."""
+DEFECTS: list[Defect] = []  # Contexts that ranks enter around a job, functions of a module: for tests
 POOL = Processes()
 _numbers = count(1)
 

@@ -28,8 +28,7 @@ from benchmarks.fuzz.build import Case, build
 from benchmarks.fuzz.draw import KINDS, first
 from benchmarks.fuzz.outcome import Invalid, Outcome, of_error
 
-SECONDS = 20.0
-"""Seconds of this process's CPU after which a case is cut; ranks have their own limit."""
+SECONDS = 20.0  # Seconds of this process's CPU after which a case is cut; ranks have their own limit
 CORPUS = Path(__file__).parent / "corpus.json"
 _DRAWS, _SHOWN = 40, 3
 """Cases of one kind before the next kind; failures of one kind and label that are shrunk and shown."""

@@ -42,8 +42,7 @@ EARLIER: dict[str, Callable[[Tensor], Any]] = {
 """What happens to each matrix after an earlier pass of a model; last, a forward in inference mode."""
 ONE_PROCESS_DB, FP8_COMM_DB = 40.0, 25.0
 """Gradients on two ranks beside one process: bf16 sums in another order, and FP8 on the wire."""
-NOISE_OF_LARGEST = 1e-6
-"""Gradients this much smaller than the largest are rounding noise, such as that of a key bias."""
+NOISE_OF_LARGEST = 1e-6  # Gradients this much smaller than the largest are rounding noise, such as that of a key bias
 FEW, E4M3_STEP = 8, 2.0**-4
 """Elements up to which no error averages out, and by how much a number is off at most that E4M3 rounds."""
 WIRE_STEPS = 2.0**-15
@@ -150,8 +149,7 @@ def _compile(case: Case) -> Outcome:
     return compare_gradients(gradients, expected.grads, actual.grads, EXACT_ENOUGH_DB)
 
 
-EXACT_ENOUGH_DB = 20.0
-"""SQNR of FP8 gradients against float64 below which a compiled model is not compared with them."""
+EXACT_ENOUGH_DB = 20.0  # SQNR of FP8 gradients against float64 below which a compiled model is not compared with them
 
 
 def _compiled(model: nn.Module, case: Case, x: Tensor) -> Run:

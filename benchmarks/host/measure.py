@@ -26,8 +26,7 @@ from benchmarks.host.stub import Stub
 from octavo.kernels.gemm import SCALED_MM
 
 SIZE = EXPERT = 16
-SIZES = {"blockwise": 512, "mxfp8": 128}
-"""Whole blocks, and scales that need no padding."""
+SIZES = {"blockwise": 512, "mxfp8": 128}  # Whole blocks, and scales that need no padding
 SAMPLE_S = 1e-3
 Row = dict[str, Any]
 Step = Callable[[], Any]
