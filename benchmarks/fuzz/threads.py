@@ -18,7 +18,8 @@ import octavo
 from benchmarks.fuzz import outcome
 from benchmarks.fuzz.activations import convert, plain_run, precision_of
 from benchmarks.fuzz.build import Case, build, inputs
-from benchmarks.fuzz.outcome import PASS, Outcome, fail, same
+from benchmarks.fuzz.outcome import PASS, Outcome, fail
+from octavo.kernels.conformance import difference
 
 CONTEXTS: dict[str, Callable[[nn.Module], AbstractContextManager[Any]]] = {
     "disabled": lambda model: octavo.disabled(), "accumulating": octavo.nn.accumulating,
@@ -50,8 +51,7 @@ def _run(model: nn.Module, x: Tensor) -> list[Tensor]:
 
 
 def _mismatch(when: str, expected: list[Tensor], actual: list[Tensor]) -> str | None:
-    problems = (same(f"result {i} {when}", *pair) for i, pair in enumerate(zip(expected, actual, strict=True)))
-    return next(filter(None, problems), None)
+    return difference(expected, actual, [f"result {i} {when}" for i in range(len(expected))])
 
 
 def _overlap(case: Case, model: nn.Module, x: Tensor, expected: dict[bool, list[Tensor]]) -> str | None:
