@@ -16,9 +16,6 @@ from octavo.kernels.quantize.quantize_timing import quantizations
 from octavo.kernels.timing import CallTime, TimingTask, time_on_gpu
 from octavo.numerics import RECIPES
 
-EXAMPLES = """calibrate --minutes 4
-calibrate --shapes targets
-calibrate --rehearse"""
 PRODUCTS = ("rowwise", "tensorwise")
 
 
@@ -59,16 +56,14 @@ def _untimed(calls: list[Callable[[], Any]]) -> CallTime:
 
 
 def main(arguments: list[str]) -> None:
-    options = parser("calibrate", __doc__, EXAMPLES)
+    options = parser("calibrate", __doc__, "--minutes 4", "--shapes targets")
     options.add_argument("--shapes", nargs="+", metavar="SET|M,K,N", help=shapes.DESCRIPTION)
-    chosen = options.parse_args(arguments)
+    session = begin(options, arguments)
+    sets = session.options.shapes or (["targets"] if session.options.quick else ["targets", "cubes", "llama"])
     try:
-        requested = shapes.parse(chosen.shapes or ["targets", "cubes", "llama"])
+        requested = shapes.parse(["tiny"] if session.tiny else sets)
     except ValueError as error:
         options.error(str(error))
-    session = begin("calibrate", chosen, arguments)
     ceilings(session)
-    if chosen.quick and not chosen.shapes:
-        requested = list(shapes.TARGETS)
-    run(session, list(shapes.SETS["tiny"]) if session.tiny else requested)
+    run(session, requested)
     session.finish()

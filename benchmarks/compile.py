@@ -12,9 +12,6 @@ from benchmarks.arms import Arm, named
 from benchmarks.kernels import ceilings
 from benchmarks.session import Row, Session, begin, parser
 
-EXAMPLES = """compile
-compile --minutes 6
-compile --rehearse"""
 ARMS = named(
     "bf16", "octavo rowwise", "opaque rowwise", "octavo tensorwise", "opaque tensorwise", mode="compiled"
 )  # fmt: skip
@@ -41,7 +38,7 @@ def _layer(session: Session, name: str, size: layer.Size, arm: Arm) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    session = begin("compile", parser("compile", __doc__, EXAMPLES).parse_args(arguments), arguments)
+    session = begin(parser("compile", __doc__, "--minutes 6"), arguments)
     ceilings(session)
     run(session)
     session.finish()

@@ -16,10 +16,6 @@ import torch
 from benchmarks.session import Row, Session, begin, parser
 from octavo.kernels.conformance import GPU, INTERPRETER, Check, checks, compare, unavailable_reason
 
-EXAMPLES = """deep
-deep --only e4m3/row
-deep --rounds 10 --minutes 5
-deep --rehearse"""
 SAME = "as the reference"
 COMPILE_SHARE = 0.6
 """Of `--minutes`, at most, for the pool. What it has not compiled by then is compiled where it is compared."""
@@ -68,23 +64,22 @@ def compared(session: Session, selected: Sequence[Check], seed: int) -> Row:
 
 
 def main(arguments: list[str]) -> None:
-    options = parser("deep", __doc__, EXAMPLES)
+    options = parser("deep", __doc__, "--only e4m3/row", "--rounds 10 --minutes 5")
     options.add_argument("--rounds", type=int, default=2, help="rounds of new inputs (2)")
     options.add_argument("--only", default="", help='cases whose "op case" contains this')
-    chosen = options.parse_args(arguments)
-    session = begin("deep", chosen, arguments)
+    session = begin(options, arguments)
     if (reason := unavailable_reason(session.device)) is not None:
         options.error(reason)
     try:
-        selected = checks(session.device, chosen.only)
+        selected = checks(session.device, session.options.only)
     except ValueError as error:
         options.error(str(error))
     if session.tiny:
         selected = list({check.op: check for check in reversed(selected)}.values())[::-1]
     else:
-        seconds = 600.0 if chosen.minutes is None else 60 * COMPILE_SHARE * chosen.minutes
+        seconds = 600.0 if session.options.minutes is None else 60 * COMPILE_SHARE * session.options.minutes
         session.attempt({"stage": "compile"}, compile_all, session, len(selected), seconds)
-    for number in range(1 if session.tiny else chosen.rounds):
+    for number in range(1 if session.tiny else session.options.rounds):
         for name, family in families(selected).items():
             session.attempt({"stage": "deep", "case": name, "round": number}, compared, session, family, number)
     session.finish(checks=True)

@@ -23,9 +23,6 @@ from benchmarks.session import Row, Session, begin, parser
 from benchmarks.timing import Run
 from octavo.planner.host_time import RATIOS
 
-EXAMPLES = """host_gpu
-host_gpu --quick
-host_gpu --rehearse"""
 ARMS = named("octavo rowwise", "octavo tensorwise", "torchao rowwise", "torchao tensorwise", "bf16")
 TOKENS = (1024, 4096, 256, 2048, 512)
 DIMS = (2048, 4096, 1024)
@@ -86,7 +83,7 @@ def plan(session: Session) -> list[tuple[str, int, int, Arm]]:
 
 
 def main(arguments: list[str]) -> None:
-    session = begin("host_gpu", parser("host_gpu", __doc__, EXAMPLES).parse_args(arguments), arguments)
+    session = begin(parser("host_gpu", __doc__), arguments)
     for kind, tokens, dim, arm in plan(session):
         shape = shapes.label((tokens, dim, dim)) if kind == "linear" else f"{tokens}×{dim}"
         identity: Row = {"stage": kind, "shape": shape, "tokens": tokens, "dim": dim, "arm": arm.name, "mode": "eager"}

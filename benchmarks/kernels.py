@@ -27,10 +27,6 @@ from octavo.kernels.registry import OPS
 from octavo.numerics.spec import FULL, TENSOR, QuantSpec
 from octavo.tensor import ScaledTensor
 
-EXAMPLES = """kernels
-kernels --quick
-kernels --parts products --minutes 6
-kernels --rehearse"""
 COPY_BYTES, SIDE = 2 * 2**30, 8192
 MATRICES = ((16384, 4096), (16384, 14336), (8192, 8192))
 TINY = ((64, 48), (33, 70))
@@ -283,9 +279,9 @@ def _operands(session: Session, shape: tuple[int, int]) -> Operands:
 
 
 def main(arguments: list[str]) -> None:
-    options = parser("kernels", __doc__, EXAMPLES)
+    options = parser("kernels", __doc__, "--parts products --minutes 6")
     options.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="what to measure")
-    session = begin("kernels", options.parse_args(arguments), arguments)
+    session = begin(options, arguments)
     ceilings(session)
     matrices = TINY if session.tiny else MATRICES
     parts: dict[str, Callable[[], None]] = {

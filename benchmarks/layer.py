@@ -24,11 +24,6 @@ from benchmarks.shapes import Shape
 from benchmarks.timing import sets
 from octavo.nn.memory_audit import saved_for_backward
 
-EXAMPLES = """layer
-layer --quick
-layer --layers llama-3-8b
-layer --rehearse"""
-
 
 @dataclass(frozen=True)
 class Size:
@@ -168,9 +163,9 @@ def plan(session: Session) -> list[tuple[str, Size, Arm]]:
 
 
 def main(arguments: list[str]) -> None:
-    options = parser("layer", __doc__, EXAMPLES)
+    options = parser("layer", __doc__, "--layers llama-3-8b")
     options.add_argument("--layers", nargs="+", choices=LAYERS, default=list(LAYERS))
-    session = begin("layer", options.parse_args(arguments), arguments)
+    session = begin(options, arguments)
     ceilings(session)
     todo = plan(session)
     arms = set(available(list(dict.fromkeys(arm for *_, arm in todo))))

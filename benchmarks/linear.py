@@ -21,11 +21,6 @@ from benchmarks.shapes import Shape
 from benchmarks.timing import CpuClock, Run, sets
 from octavo.nn.equalized import equalized_layers, equalizer_of
 
-EXAMPLES = """linear
-linear --quick
-linear --shapes llama cubes --minutes 8
-linear --shapes 16384,4096,14336 --peers wheels/site
-linear --rehearse"""
 CPU_SHAPE = (2048, 1024, 1024)
 FIRST_ARMS = 3
 """Arms of `TARGET_ARMS`, the eager ones, that every other shape gets before any is compiled, which takes seconds."""
@@ -145,17 +140,18 @@ def on_cpu(session: Session, rounds: int) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    options = parser("linear", __doc__, EXAMPLES)
+    options = parser(
+        "linear", __doc__, "--shapes llama cubes --minutes 8", "--shapes 16384,4096,14336 --peers wheels/site"
+    )
     options.add_argument("--shapes", nargs="+", metavar="SET|M,K,N", help=shapes.DESCRIPTION)
     options.add_argument("--rounds", type=int, default=15, help="on a CPU: rounds of which the best counts")
-    chosen = options.parse_args(arguments)
+    session = begin(options, arguments, times_cpus=True)
     try:
-        shapes.parse(chosen.shapes or [])
+        shapes.parse(session.options.shapes or [])
     except ValueError as error:
         options.error(str(error))
-    session = begin("linear", chosen, arguments, times_cpus=True)
     if session.gpu or session.tiny:
         on_gpu(session)
     else:
-        on_cpu(session, chosen.rounds)
+        on_cpu(session, session.options.rounds)
     session.finish()

@@ -26,10 +26,6 @@ from octavo.experiments.curves import Curves, smooth
 from octavo.train.record.metrics import METRICS_FILE, read_metrics
 from octavo.train.record.progress import NullProgress
 
-EXAMPLES = """loss --minutes 10
-loss --minutes 10 optim.lr=3e-4
-loss --runs runs/loss-everything --fp8 fp8+activations+optimizer
-loss --rehearse"""
 SUFFIXES = (".py", ".md", ".rst", ".txt")
 SMALLEST, LARGEST = 200, 10**6  # Bytes of a file that is read: below it is empty or a stub, above it is a table
 POINTS = 20  # Of a curve, in a row
@@ -136,30 +132,30 @@ class Lines(NullProgress):
 
 
 def main(arguments: list[str]) -> None:
-    options = parser("loss", __doc__, EXAMPLES)
+    everything = "--runs runs/loss-everything --fp8 fp8+activations+optimizer"
+    options = parser("loss", __doc__, "--minutes 10", "--minutes 10 optim.lr=3e-4", everything)
     add = options.add_argument
     add("--runs", type=Path, default=Path("runs/loss"), help="folder of text, runs and checkpoints (runs/loss)")
     add("--seeds", default="2", help="seeds, as for octavo compare (2)")
     add("--fp8", default="fp8", help="level of the second arm (fp8)")
     add("--megabytes", type=float, default=128, help="most text to read (128)")
     add("overrides", nargs="*", metavar="SECTION.KEY=VALUE", help="settings of all runs")
-    chosen = options.parse_args(arguments)
-    session = begin("loss", chosen, arguments)
+    session = begin(options, arguments)
     session.rows.clear()  # they are made from the folder, which is newer
     with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch) if session.tiny else chosen.runs.resolve()
+        folder = Path(scratch) if session.tiny else session.options.runs.resolve()
         corpus = folder / "corpus.jsonl"
         if not corpus.exists():  # a later call reads the same text
             root = Path(__file__).parent if session.tiny else Path(sysconfig.get_paths()["purelib"])
-            session.facts["files"] = gather(root, corpus, 0.05 if session.tiny else chosen.megabytes)
+            session.facts["files"] = gather(root, corpus, 0.05 if session.tiny else session.options.megabytes)
         sizes, where = TINY if session.tiny else FULL, {"data.source": str(corpus), "data.cache": str(folder / "cache")}
         settings = sizes | COMMON | where | {"optim.warmup": 1 if session.tiny else 100}
         del settings["model.config.vocab_size"]  # that of the tokenizer
         write_text(folder / "loss.toml", toml(settings))
         device = f"run.device={session.device.type}"
-        levels = ["bf16:precision.level=bf16", f"fp8:precision.level={chosen.fp8}"]
-        arms = make_arms(folder / "loss.toml", [device, *chosen.overrides], levels, chosen.seeds)
-        with stopping_after(None if chosen.minutes is None else 60 * chosen.minutes):
+        levels = ["bf16:precision.level=bf16", f"fp8:precision.level={session.options.fp8}"]
+        arms = make_arms(folder / "loss.toml", [device, *session.options.overrides], levels, session.options.seeds)
+        with stopping_after(None if session.options.minutes is None else 60 * session.options.minutes):
             comparison = compare(arms, folder / "runs", progress=Lines())
         session.end = float("inf")  # what was trained is written down, however late it is
         rows_of(session, arms, folder / "runs")

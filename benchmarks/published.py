@@ -26,10 +26,6 @@ from benchmarks.layer import Size
 from benchmarks.session import Row, Session, begin, parser
 from benchmarks.timing import Run, Timing
 
-EXAMPLES = """published
-published --quick
-published --workloads te-llama-2-7b coat-llama-2-7b
-published --rehearse"""
 STEPS, WARMUP = 3, 2  # Training steps in a turn, and before the first
 MEMORY = 0.85  # Share of the free memory that two models may take
 
@@ -320,19 +316,18 @@ class Turns:
 
 
 def main(arguments: list[str]) -> None:
-    options = parser("published", __doc__, EXAMPLES)
+    options = parser("published", __doc__, "--workloads te-llama-2-7b coat-llama-2-7b")
     names = [workload.name for workload in WORKLOADS]
     options.add_argument("--workloads", nargs="+", choices=names, metavar="NAME", help=", ".join(names))
-    chosen = options.parse_args(arguments)
-    session = begin("published", chosen, arguments)
+    session = begin(options, arguments)
     arms = [arm.name for arm in available(named(*ARMS))]
     if not importable("transformer_engine.pytorch"):
         print("Transformer Engine is not importable: its arms are left out")
         arms = [arm for arm in arms if not arm.startswith("te ")]
-    wanted = chosen.workloads or names[: QUICK if chosen.quick else None]
+    wanted = session.options.workloads or names[: QUICK if session.options.quick else None]
     for workload in (workload for workload in WORKLOADS if workload.name in wanted):
         turns = None
-        for arm in arms[:3] if chosen.quick else arms:
+        for arm in arms[:3] if session.options.quick else arms:
             identity: Row = {"stage": "published", "case": workload.name, "arm": arm, "mode": workload.mode}
             if session.left_s < 0:
                 break

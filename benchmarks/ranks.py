@@ -28,9 +28,6 @@ from octavo.kernels.conformance import difference, low_sqnr
 from octavo.parallel import Fp8AllReduce, Parallel, parallelize
 from octavo.tensor import local_tensor
 
-EXAMPLES = """ranks
-ranks --minutes 1
-ranks --rehearse"""
 SAME = "as on the CPU"
 VOCABULARY, WIDTH, TOKENS, STEPS = 256, 128, 64, 3
 DECIBELS = 20.0  # SQNR that gradients must have against the CPU's. FP8 has about 26 dB of its own.
@@ -259,7 +256,7 @@ def compared(expected: Results, actual: Results) -> str | None:
 
 
 def main(arguments: list[str]) -> None:
-    session = begin("ranks", parser("ranks", __doc__, EXAMPLES).parse_args(arguments), arguments)
+    session = begin(parser("ranks", __doc__, "--minutes 1"), arguments)
     pairs = started(session)
     try:
         for case in CASES:

@@ -26,10 +26,6 @@ from benchmarks.environment import read_json, write_text
 from benchmarks.session import Row, Session, begin, parser
 
 ROOT = Path(__file__).parent.parent
-EXAMPLES = """run
-run --quick
-run --sizes 0.4B llama-2-7b --minutes 4
-run --rehearse"""
 COMMAND = [sys.executable, "-m", "octavo", "train"]
 WARMUP = 5  # First steps that speeds leave out, as `run.json` does
 GIB = 2**30
@@ -212,10 +208,10 @@ def beside(figures: Row, bf16: Row | None) -> Row:
 
 
 def main(arguments: list[str]) -> None:
-    options = parser("run", __doc__, EXAMPLES)
+    options = parser("run", __doc__, "--sizes 0.4B llama-2-7b --minutes 4")
     options.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES), help="sizes to train; all")
     options.add_argument("--limit", type=float, default=240.0, help="seconds after which a run is cut (240)")
-    session = begin("run", options.parse_args(arguments), arguments)
+    session = begin(options, arguments)
     for name, size, level in plan(session):
         identity: Row = {"stage": "octavo train", "shape": name, "arm": level, "mode": mode(size)}
         session.attempt(identity, measure, session, name, size, level)

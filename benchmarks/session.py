@@ -41,8 +41,9 @@ ERROR_LINES = 12  # Last lines of a traceback, in a row
 Row = dict[str, Any]
 
 
-def parser(name: str, description: str | None, examples: str) -> argparse.ArgumentParser:
-    text = command(name, description, examples)
+def parser(name: str, description: str | None, *examples: str) -> argparse.ArgumentParser:
+    """The options that all benchmarks have; `examples` are options of commands."""
+    text = command(name, description, "\n".join(f"{name} {each}" for each in ("", "--quick", *examples, "--rehearse")))
     add = text.add_argument
     add("--quick", action="store_true", help="only what the project's targets need")
     add("--minutes", type=float, help="stop cleanly, between two rows, after so long")
@@ -190,10 +191,11 @@ class Session:
         return next((row for row in self.rows if fields.items() <= row.items()), None)
 
 
-def begin(name: str, options: argparse.Namespace, arguments: list[str], *, times_cpus: bool = False) -> Session:
+def begin(command: argparse.ArgumentParser, arguments: list[str], *, times_cpus: bool = False) -> Session:
     """A session on the GPU where there is one; elsewhere a rehearsal, or wall times where the benchmark has a use for
     them (`times_cpus`).
     """
+    options, name = command.parse_args(arguments), command.prog.rpartition(" ")[2]
     sys.path.append(str(options.peers))
     if options.require_gpu:
         try:

@@ -18,9 +18,6 @@ from benchmarks.shapes import Shape
 from octavo.numerics import sqnr
 from octavo.numerics.recipe import RECIPES
 
-EXAMPLES = """smoke
-smoke --quick
-smoke --rehearse"""
 SHAPES: tuple[Shape, ...] = ((shapes.TOKENS, 4096, 14336), (4096, 4096, 4096), (shapes.TOKENS, 14336, 4096))
 FIRST = ("rowwise", "tensorwise")
 OUTPUTS = ("y", "dx", "dw")
@@ -91,7 +88,7 @@ def plan(session: Session) -> list[tuple[Shape, str]]:
 
 
 def main(arguments: list[str]) -> None:
-    session = begin("smoke", parser("smoke", __doc__, EXAMPLES).parse_args(arguments), arguments)
+    session = begin(parser("smoke", __doc__), arguments)
     for shape, recipe in plan(session):
         same: Row = {"stage": "smoke", **identity(shape, arm_of(recipe))}
         session.attempt(same, measure, session, shape, recipe)

@@ -36,10 +36,6 @@ from benchmarks.published import RandomCorpus
 from benchmarks.session import Row, Session, begin, parser
 from benchmarks.timing import Run, Timing
 
-EXAMPLES = """step
-step --sizes 0.4B --compile none
-step --quick
-step --rehearse"""
 SIZES = ("llama-3-8b-width", "0.4B")
 LEVELS = ("bf16", "fp8", "fp8+activations+optimizer", "fp8+activations")
 PARTS = ("products", "quantizers", "attention", "head", "rest", "accumulation", "clipping", "optimizer")
@@ -153,10 +149,10 @@ def measure(session: Session, size: run.Size, level: str, base: Callable[[], Any
 
 
 def main(arguments: list[str]) -> None:
-    options = parser("step", __doc__, EXAMPLES)
+    options = parser("step", __doc__, "--sizes 0.4B --compile none")
     options.add_argument("--sizes", nargs="+", choices=SIZES, default=SIZES, help="sizes to measure; both")
     options.add_argument("--compile", choices=("blocks", "none"), help="as run.compile (blocks)")
-    session = begin("step", options.parse_args(arguments), arguments)
+    session = begin(options, arguments)
     if session.options.compile is None:  # in rehearsals compilation would take minutes
         session.options.compile = "none" if session.tiny else "blocks"
     levels = LEVELS[:3] if session.options.quick or session.tiny else LEVELS

@@ -1,6 +1,5 @@
 """The benchmark suite without a GPU: its shapes, its recovery, rehearsals of its stages."""
 
-import argparse
 import json
 import subprocess
 import sys
@@ -100,16 +99,12 @@ def test_what_is_interrupted_leaves_the_old_file(tmp_path):
     assert path.read_text(encoding="utf-8") == "new × ü" and list(tmp_path.iterdir()) == [path]
 
 
-def options(**fields):
-    words = session.parser("linear", None, "").parse_args(["--peers", "none"])
-    return argparse.Namespace(**vars(words), **fields)
-
-
 def test_a_session_replaces_the_kept_result_at_its_end_and_resumes_what_it_left(tmp_path, monkeypatch):
     monkeypatch.setattr(session, "RESULTS", tmp_path)
     path = tmp_path / "cpu" / "linear.json"
     environment.write_json(path, {"rows": ["old"]})
-    run = session.begin("linear", options(), [], times_cpus=True)
+    options = session.parser("linear", None)
+    run = session.begin(options, NO_PEERS, times_cpus=True)
     run.attempt({"n": 1}, lambda: {"ms": 1.0})
 
     def interrupted():
@@ -118,9 +113,7 @@ def test_a_session_replaces_the_kept_result_at_its_end_and_resumes_what_it_left(
     with pytest.raises(KeyboardInterrupt):
         run.attempt({"n": 2}, interrupted)
     assert json.loads(path.read_text()) == {"rows": ["old"]}
-    resuming = options()
-    resuming.resume = True
-    again = session.begin("linear", resuming, [], times_cpus=True)
+    again = session.begin(options, [*NO_PEERS, "--resume"], times_cpus=True)
     assert [row["n"] for row in again.rows] == [1, 2]
     again.finish()
     assert [row["n"] for row in json.loads(path.read_text())["rows"]] == [1, 2]
