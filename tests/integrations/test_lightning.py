@@ -78,13 +78,13 @@ def test_an_optimizer_without_fp8_states_is_refused(llama, samples, tmp_path):
 
 
 def test_saved_fp8_states_are_not_loaded_by_another_optimizer(llama, samples, tmp_path):
-    saving = trainer(Fp8Precision("fp8+activations+optimizer"), tmp_path, 1)
-    saving.fit(Task(llama(), octavo.AdamW), loader(samples))
+    saving = lightning_trainer(Fp8Precision("fp8+activations+optimizer"), tmp_path, 1)
+    saving.fit(task_of(llama(), octavo.AdamW), loader(samples))
     saving.save_checkpoint(path := tmp_path / "state.ckpt")
-    resumed = trainer(Fp8Precision("fp8+activations"), tmp_path, 2)
+    resumed = lightning_trainer(Fp8Precision("fp8+activations"), tmp_path, 2)
     with pytest.warns(UserWarning, match="precision.states = 'fp8', now"):
         with pytest.raises(ValueError, match=r"states, which torch\.optim\.adamw\.AdamW does not read: go on"):
-            resumed.fit(Task(llama()), loader(samples), ckpt_path=path, weights_only=False)
+            resumed.fit(task_of(llama()), loader(samples), ckpt_path=path, weights_only=False)
 
 
 def test_fabric_trains_like_a_plain_loop(llama, samples):
