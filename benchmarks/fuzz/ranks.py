@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from benchmarks.fuzz.build import Case
 from benchmarks.fuzz.outcome import Invalid, Outcome, fail, of_error
-from benchmarks.processes import DIED, Processes
+from benchmarks.processes import Processes
 
 WORLD = 2
 _SECONDS = 180.0
@@ -39,9 +39,7 @@ def on_ranks(job: Job, case: Case) -> Outcome:
     except BaseException:  # over time, or interrupted
         POOL.kill()
         raise
-    died = DIED in errors.values()
-    silent = f"the process of a rank {'died' if died else f'did not answer within {_SECONDS:g} s'}"
-    outcomes = [*results.values(), *(fail("error", silent) for _ in errors)]
+    outcomes = [*results.values(), *(fail("error", f"rank {rank}: {text}") for rank, text in errors.items())]
     if any(map(is_error, outcomes)) or next(_numbers) % _JOBS == 0:
         POOL.kill()
     return min(outcomes, key=lambda outcome: ("fail", "invalid", "pass").index(outcome.status))
