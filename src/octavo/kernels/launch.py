@@ -76,9 +76,7 @@ class Launch:
         return launch
 
     def prepare(self, grid: tuple[int, ...], arguments: Mapping[str, Any]) -> "PreparedLaunch":
-        """Fix the grid, the scalars among `arguments`, the dtypes and device of the tensors, and TMA descriptors but
-        for their addresses.
-        """
+        """Fix the grid, scalars, dtypes and device of `arguments`, and TMA descriptors but for their addresses."""
         if any(programs > MAX_GRID_YZ for programs in grid[1:]):
             raise ValueError(
                 f"{self.kernel.fn.__name__} cannot be launched on a grid of {grid}: CUDA allows {MAX_GRID_YZ} in the "
@@ -150,9 +148,8 @@ class PreparedLaunch:
         compiled[1](current_stream(self._index), *addresses)
 
     def source(self, constants: dict[str, Any]) -> str | None:
-        """Return Python source that launches the kernel compiled for addresses that are multiples of 16: on the current
-        device, on a stream named `stream`, with addresses named as the kernel's arguments. None if none was compiled.
-        """
+        """Return source that launches the kernel compiled for aligned addresses, on `stream`; None without one."""
+        # It runs on the current device, with addresses named as the kernel's arguments.
         # The objects in it are added to `constants`. No profiler's hooks (`HOOKS`) may be installed when it runs.
         compiled = self._compiled.get(True)
         return None if compiled is None else self._call_source(compiled[0], constants)
@@ -253,9 +250,8 @@ def _named(name: str, descriptor: "partial[Any] | None") -> Any:
 
 
 def _record_unpacked(launcher: Any, launch: Any, passed: tuple[Any, ...], constants: dict[str, Any]) -> Any:
-    """Call a launcher whose `launch` records, so that it records what Triton unpacks descriptors into, with source in
-    the place of tensor maps. Return the C function that takes it; None in a release of Triton that does this otherwise.
-    """
+    """Record what a launcher passes to the C function, with source in the place of tensor maps; return the function."""
+    # None in a release of Triton that does this otherwise.
     utils, record = triton.runtime.driver.active.utils, launcher.launch
     name = next((name for name in _ENCODES if hasattr(utils, name)), None)
     if name is None or not isinstance(launch, FunctionType) or "launcher" not in launch.__code__.co_freevars:

@@ -176,9 +176,7 @@ def triton_unsupported(device: torch.device, case: Case) -> str | None:
 
 
 def triton_backend(function: str, plan: str | None = None, **options: Any) -> Backend:
-    """Return the backend `triton` of a function of `octavo.kernels`, such as `"quantize.triton:quantize"`, and its
-    plans: importing octavo imports no Triton.
-    """
+    """Return the backend of a function such as `"quantize.triton:quantize"`; importing octavo imports no Triton."""
     module = f"octavo.kernels.{function.partition(':')[0]}"
     options.setdefault("unsupported_reason", triton_unsupported)
     plans = None if plan is None else lazy_function(f"{module}:{plan}")

@@ -25,9 +25,7 @@ class Absent(nn.Module):
 
 
 def find_block_list(model: nn.Module) -> nn.ModuleList:
-    """The longest `nn.ModuleList` of one type, with `Absent` members or not, the first of equals; else an empty one.
-    In a copy with fewer blocks, that of the whole model.
-    """
+    """The longest `nn.ModuleList` of one type (and `Absent`), first of equals, or the `SHORTENED` one; else empty."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module)]
     lists = [members for members in lists if hasattr(members, SHORTENED)] or lists
     uniform = [members for members in lists if len({type(m) for m in members if not isinstance(m, Absent)}) == 1]

@@ -81,9 +81,8 @@ def _replaced_tensors(model: nn.Module, make: Callable[[torch.Tensor], torch.Ten
             for name, parameter in module._parameters.items():
                 if parameter is not None:
                     module._parameters[name] = nn.Parameter(made[parameter], parameter.requires_grad)
-            module._buffers.update(
-                {name: made[buffer] for name, buffer in module._buffers.items() if buffer is not None}
-            )
+            buffers = {name: made[buffer] for name, buffer in module._buffers.items() if buffer is not None}
+            module._buffers.update(buffers)
         yield
     finally:
         restore()

@@ -78,9 +78,7 @@ def set_group_timeout(timeout: timedelta, group: Any) -> None:
 
 
 def gradients_of_stage(stage: Any, which: str) -> list[bool]:
-    """Return which "inputs" or "outputs" of a pipeline stage require a gradient, by the metadata that neighbouring
-    stages exchange before the first micro-batch. torch >= 2.13; there is no public access to it.
-    """
+    """Return which "inputs" or "outputs" of a pipeline stage require a gradient. torch >= 2.13: private metadata."""
     return [meta.requires_grad for meta in getattr(stage._stage_meta, which)]
 
 
@@ -329,9 +327,7 @@ def explain_freed_nodes(function: type[torch.autograd.Function]) -> type[torch.a
 
 
 def short_backward(function: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
-    """Class decorator: let the engine call `backward` without the `apply` of the node's class, which looks it up and
-    refuses a `vjp` beside it. All releases.
-    """
+    """Class decorator: let the engine call `backward` without the look-ups of the node's own `apply`. All releases."""
     annotated: Any = function
     annotated._backward_cls.apply = vars(function)["backward"].__func__
     return function
@@ -395,9 +391,7 @@ def eager_signature(*tensors: Tensor | None, records: bool = False) -> tuple[Any
 
 
 def guard_of(*tensors: Tensor) -> Callable[..., bool]:
-    """Return a check whether as many tensors have the `eager_signature` of these, in a fraction of the time: that by
-    which torch.compile recognizes the inputs of a graph. All releases.
-    """
+    """Return a fast check whether tensors have the `eager_signature` of these: torch.compile's own. All releases."""
     # In one call it compares types, dtypes, shapes, strides, devices, whether gradients are required, and dispatch
     # keys. These include lazy negations, lazy zeros and wrappers, and what the thread adds or removes: functorch
     # transforms, tracers, inference mode, autocast. Compilers, dispatch and function modes and grad mode are the
@@ -490,8 +484,6 @@ def has_values(x: Tensor) -> bool:
 
 @contextmanager
 def outside_autograd() -> Iterator[None]:
-    """Leave autograd and dispatch modes: selective checkpointing needs identical operations in forward and recompute,
-    and these run only once.
-    """
+    """Leave autograd and modes: selective checkpointing needs forward and recompute alike, and this runs only once."""
     with torch.inference_mode(False), torch.no_grad(), disable_current_modes():
         yield

@@ -31,19 +31,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from octavo.kernels.fused import device as kernels
 from octavo.kernels.fused.activations import ACTIVATIONS
-from octavo.kernels.fused.device import (
-    column_sums_kernel,
-    glu_backward_kernel,
-    glu_blocks_kernel,
-    glu_flat_kernel,
-    glu_row_block_kernel,
-    glu_rows_kernel,
-    norm_backward_kernel,
-    norm_row_block_kernel,
-    norm_rows_kernel,
-    transpose_kernel,
-)  # fmt: skip
 from octavo.kernels.fused.outputs import empty_outputs, kernel_arguments, kernel_constants
 from octavo.kernels.fused.reference import ROW_BLOCK
 from octavo.kernels.launch import INTERPRETED, Launch, shared_launch
@@ -51,7 +40,7 @@ from octavo.numerics.spec import QuantSpec
 
 ROWS_CONFIGS = (32, 16)  # Elements per thread of the kernels on whole rows
 WIDEST_ROW = 32768  # Longest row, in elements, that registers hold
-TRANSPOSE = Launch(kernel=transpose_kernel, constants={"TILE_R": 64, "TILE_C": 128}, num_warps=4)
+TRANSPOSE = Launch(kernel=kernels.transpose_kernel, constants={"TILE_R": 64, "TILE_C": 128}, num_warps=4)
 
 
 def rows_launch(kernel: Any, constants: dict[str, Any], columns: int, per_thread: int) -> Launch:
@@ -95,10 +84,10 @@ def norm_launches(
     if row_block is not None and config == 0 and WIDEST_ROW_BLOCK < columns <= WIDEST_ROW:
         row_block = None
     if row_block is None and (columns <= WIDEST_ROW or spec is None):
-        per_thread = ROWS_CONFIGS[0 if transposed else config]
-        return [rows_launch(norm_rows_kernel, constants, columns, per_thread), *([TRANSPOSE] if transposed else [])]
+        first = rows_launch(kernels.norm_rows_kernel, constants, columns, ROWS_CONFIGS[0 if transposed else config])
+        return [first, TRANSPOSE] if transposed else [first]
     constants |= {"ROWS": order != "columns", "COLUMNS": transposed}
-    return [_tiled(norm_row_block_kernel, constants, row_block or (16, 512, 4))]
+    return [_tiled(kernels.norm_row_block_kernel, constants, row_block or (16, 512, 4))]
 
 
 def norm(
@@ -120,31 +109,29 @@ def norm(
     steps = norm_launches(spec, order, columns, flags, config)
     if steps[-1] is TRANSPOSE and order == "columns":
         arguments["q"] = x.new_empty((rows, columns), dtype=arguments["qt"].dtype)
-    run(steps, (norm_rows_kernel, norm_row_block_kernel), arguments)
+    run(steps, (kernels.norm_rows_kernel, kernels.norm_row_block_kernel), arguments)
     return [rstd, *([] if mean is None else [mean]), *outputs]
 
 
 NORM_BACKWARD_CONFIGS = (16, 8)  # Elements per thread of `norm_backward_kernel`
 SUMS = Launch(
-    kernel=column_sums_kernel, constants={"TILE_R": 64, "TILE_C": 32, "INTERPRETED": INTERPRETED}, num_warps=4
+    kernel=kernels.column_sums_kernel, constants={"TILE_R": 64, "TILE_C": 32, "INTERPRETED": INTERPRETED}, num_warps=4
 )
-
-
 WIDEST_SUMS = 8192  # Longest row, in elements, that fits into registers next to column sums; half of it with a bias
 
 
 def norm_backward_launches(columns: int, flags: dict[str, bool], config: int = 0) -> list[Launch]:
     """Return the backward kernels for a row length: dx and column sums together, or in turn for long rows."""
     # `flags`: CENTER, OFFSET, BIAS.
-    tile_c = max(1 << (columns - 1).bit_length(), 128)
+    kernel, tile_c = kernels.norm_backward_kernel, max(1 << (columns - 1).bit_length(), 128)
     warps = min(max(tile_c // (32 * NORM_BACKWARD_CONFIGS[config]), 1), 32)
     rows = {**flags, "TILE_C": tile_c, "INTERPRETED": INTERPRETED}
     if tile_c <= WIDEST_SUMS // (1 + flags["BIAS"]):
         both = {**rows, "DX": True, "SUMS": True, "ROW_BLOCK": ROW_BLOCK}
-        return [shared_launch(norm_backward_kernel, both, warps)]
+        return [shared_launch(kernel, both, warps)]
     dx = {**rows, "DX": True, "SUMS": False, "ROW_BLOCK": 1}
     sums = {**rows, "DX": False, "SUMS": True, "ROW_BLOCK": ROW_BLOCK, "TILE_C": 1024}
-    return [shared_launch(norm_backward_kernel, dx, warps), shared_launch(norm_backward_kernel, sums, 4)]
+    return [shared_launch(kernel, dx, warps), shared_launch(kernel, sums, 4)]
 
 
 def norm_backward(
@@ -187,21 +174,21 @@ def glu_launches(activation: str, spec: QuantSpec | None, order: str, columns: i
     own = {"ACTIVATION": ACTIVATIONS.index(activation), "INTERPRETED": INTERPRETED}
     orders = {"ROWS": order != "columns", "COLUMNS": order != "rows"}
     if spec is None:
-        return [_tiled(glu_flat_kernel, own, GLU_FLAT_CONFIGS[config])]
+        return [_tiled(kernels.glu_flat_kernel, own, GLU_FLAT_CONFIGS[config])]
     rule = kernel_constants(spec)
     if rule.pop("OUTPUT") == 2:
-        return [_tiled(glu_blocks_kernel, {**own, **orders, **rule}, GLU_BLOCKS_CONFIGS[config])]
+        return [_tiled(kernels.glu_blocks_kernel, {**own, **orders, **rule}, GLU_BLOCKS_CONFIGS[config])]
     del rule["BLOCK"]
     if columns <= WIDEST_ROW:
-        first = rows_launch(glu_rows_kernel, {**own, **rule}, columns, ROWS_CONFIGS[config])
+        first = rows_launch(kernels.glu_rows_kernel, {**own, **rule}, columns, ROWS_CONFIGS[config])
         return [first] if order == "rows" else [first, TRANSPOSE]
-    return [_tiled(glu_row_block_kernel, {**own, **orders, **rule}, GLU_BLOCKS_CONFIGS[config])]
+    return [_tiled(kernels.glu_row_block_kernel, {**own, **orders, **rule}, GLU_BLOCKS_CONFIGS[config])]
 
 
 def glu_backward_launch(activation: str, config: int = 0) -> Launch:
     """Return the launch of the backward kernel."""
     own = {"ACTIVATION": ACTIVATIONS.index(activation), "INTERPRETED": INTERPRETED}
-    return _tiled(glu_backward_kernel, own, GLU_BACKWARD_CONFIGS[config])
+    return _tiled(kernels.glu_backward_kernel, own, GLU_BACKWARD_CONFIGS[config])
 
 
 def _strides(**tensors: Tensor) -> dict[str, int]:
@@ -213,14 +200,14 @@ def glu(gate: Tensor, up: Tensor, activation: str, spec: QuantSpec | None, order
     rows, columns = gate.shape
     steps = glu_launches(activation, spec, order, columns, config)
     outputs = empty_outputs(gate, spec, order)
-    h = gate.new_empty((rows, columns)) if steps[0].kernel is glu_row_block_kernel else outputs[0]
+    h = gate.new_empty((rows, columns)) if steps[0].kernel is kernels.glu_row_block_kernel else outputs[0]
     arguments: dict[str, Any] = {
         "gate": gate, "up": up, "h": h, "rows": rows, "columns": columns, **_strides(gate=gate, up=up),
         **kernel_arguments(outputs, spec, order, gate),
     }  # fmt: skip
     if steps[-1] is TRANSPOSE and order == "columns":
         arguments["q"] = gate.new_empty((rows, columns), dtype=arguments["qt"].dtype)
-    run(steps, (glu_rows_kernel, glu_row_block_kernel), arguments)
+    run(steps, (kernels.glu_rows_kernel, kernels.glu_row_block_kernel), arguments)
     return outputs
 
 

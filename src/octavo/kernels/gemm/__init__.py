@@ -84,10 +84,7 @@ _CALLS: Plans[Call] = Plans()
 
 
 class ProductPlan:
-    """Products of operands of one signature, with options as `scaled_mm`; the first call has to be with such operands.
-
-    `call` is the plan of the backend, if the product is one call of cuBLAS.
-    """
+    """Products of operands like those of the first call; `call` is the plan of the backend if that is one of cuBLAS."""
 
     def __init__(
         self, a_spec: QuantSpec, b_spec: QuantSpec, layout: Layout, out_dtype: torch.dtype, fast_accum: bool = False

@@ -77,7 +77,7 @@ def packed(data: Tensor, rows: int, columns: int) -> Tensor:
     return data if data.stride(0) == data.shape[1] else data.as_strided(data.shape, (data.shape[1], 1))
 
 
-def scale_sums(sums: Tensor, left: Tensor, right: Tensor) -> None:
+def scale_sums(sums: Tensor, left: Tensor | None, right: Tensor | None) -> None:
     """Multiply float32 sums [M,N] by scales [M or 1, 1] and [1, N or 1] in place, without intermediate overflow."""
     # Scales range from 2⁻¹²⁶ to 2¹²⁰: sums · left may overflow although sums · left · right does not, and left · right
     # may underflow. With each scale split into m · p, p a power of two near its square root,
@@ -85,6 +85,11 @@ def scale_sums(sums: Tensor, left: Tensor, right: Tensor) -> None:
     # keeps all intermediates between the sums and the result. The powers of two are exact, so normal results equal
     # (sums · left) · right bit for bit. On a CPU, where a look at the scales costs little, scales of ordinary size take
     # that shorter way: sums of FP8 products are 0 or between 2⁻³² and 2⁶⁰.
+    if left is None or right is None:
+        for scale in (left, right):
+            if scale is not None:
+                sums.mul_(scale)
+        return
     if sums.device.type == "cpu" and _is_ordinary(left) and _is_ordinary(right):
         for chunk in row_chunks((sums.shape[0], sums.shape[1]), 1):
             sums[chunk].mul_(left[chunk] if left.shape[0] > 1 else left).mul_(right)

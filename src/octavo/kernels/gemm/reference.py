@@ -29,11 +29,7 @@ def scaled_mm(
     right = b.t() if layout[1] == "t" else b
     if scales_afterwards(left, right):
         sums = _matmul(_exact(left.data), _exact(right.data), "bf16")
-        scales = [operand.expanded_scale() for operand in (left, right) if operand.scale is not None]
-        if len(scales) == 2:
-            scale_sums(sums, *scales)
-        elif scales:
-            sums *= scales[0]
+        scale_sums(sums, *(None if operand.scale is None else operand.expanded_scale() for operand in (left, right)))
     else:
         exact_in_bf16 = left.spec.scale_rule != "amax" and right.spec.scale_rule != "amax"
         sums = _matmul(left.dequantize(), right.dequantize(), "bf16" if exact_in_bf16 else "ieee")

@@ -22,9 +22,7 @@ PreparedProduct = Callable[[Tensor, Tensor, Tensor | None, Tensor | None, Tensor
 def plan_of(
     a: ScaledTensor, b: ScaledTensor, layout: str, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool
 ) -> PreparedProduct:
-    """Return what computes products of operands like these from their data, scales and bias; it returns None for
-    operands that are not aligned.
-    """
+    """Return what multiplies operands like these, by data, scales and bias; it returns None if they are not aligned."""
     left, right = oriented(a, b, layout)
     kind = torch_scaled.one_call(left, right, out_dtype, bias)
     if kind in ("tensor", "row"):
@@ -75,10 +73,8 @@ class OneCall:
         self, a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None, bias: Tensor | None,
         aligned: bool = False,
     ) -> Tensor | None:  # fmt: skip
-        """Return A B for A [m,k] row-major, B [k,n] column-major, scales of A [m,1] and scales of B of the shape that
-        the first ones had; None if they are not aligned. With `aligned` the caller says that they are, as allocations
-        of PyTorch are.
-        """
+        """Return A B, A [m,k] row-major, B [k,n] column-major, scales shaped as the first ones; None if not aligned."""
+        # With `aligned` the caller states that they are, as allocations of PyTorch are.
         if not (aligned or self._are_aligned(a, b, a_scale, b_scale, bias)):
             return None
         if a_scale is None:

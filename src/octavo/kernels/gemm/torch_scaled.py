@@ -208,9 +208,7 @@ def block_scales(scale: Tensor, blocks: Granularity, shape: Sequence[int]) -> Te
 def ordered_scales(
     scale: Tensor, blocks: Granularity, shape: Sequence[int]
 ) -> tuple[Tensor, tuple[int, ...], tuple[int, ...]]:
-    """Return a view of oriented scales, or of padded ones, that is in cuBLAS's order once it is dense; and the sizes
-    and strides with which PyTorch takes that memory.
-    """
+    """Return a view of padded scales in cuBLAS's order once dense; and by which sizes and strides it reads."""
     if blocks == (1, GROUP):  # tiles of 128 rows × 4 groups, each 32 × (4 × 4): row r at (r mod 32, r div 32)
         tall, wide = -(-scale.shape[0] // 128), -(-scale.shape[1] // 4)
         padded = _padded_to(scale.view(torch.uint8), tall * 128, wide * 4).view(E8M0.dtype)
@@ -241,12 +239,7 @@ def _scaled_afterwards(left: Operand, right: Operand, fast_accum: bool) -> Tenso
     unit = Granularity(FULL, FULL)
     a, b = left._replace(scale=None, blocks=unit), right._replace(scale=None, blocks=unit)
     sums = product("tensor", a, b, torch.float32, None, fast_accum)
-    if left.scale is not None and right.scale is not None:
-        scale_sums(sums, left.scale, right.scale.t())
-    elif left.scale is not None:
-        sums *= left.scale
-    elif right.scale is not None:
-        sums *= right.scale.t()
+    scale_sums(sums, left.scale, None if right.scale is None else right.scale.t())
     return sums
 
 
@@ -336,9 +329,7 @@ def _new_ones(size: int, device: torch.device) -> Tensor:
 def traced_scaled_mm(
     a: ScaledTensor, b: ScaledTensor, layout: str, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool
 ) -> Tensor | None:
-    """See `octavo.kernels.gemm.scaled_mm`. None where it takes more than one call, or may do so: for symbolic sizes
-    that must be multiples of 16, and for slices at addresses that are not aligned.
-    """
+    """See `octavo.kernels.gemm.scaled_mm`; None where it may take more than one call (symbolic or unaligned)."""
     left, right = oriented(a, b, layout)
     (m, k), n = left.data.shape, right.data.shape[0]
     if not (isinstance(k, int) and isinstance(n, int)):
@@ -356,9 +347,8 @@ def traced_scaled_mm(
 
 
 def _traced_vector(operand: Operand, size: int) -> Tensor:
-    """Return scales as a vector. Unit scales are slices of one, and a reduction: Inductor computes that once for all
-    products of a graph, but fills a constant anew for each.
-    """
+    # Unit scales are slices of one, and a reduction: Inductor computes that once for all products of a graph, but fills
+    # a constant anew for each.
     if operand.scale is not None:
         return operand.scale.reshape(-1)
     length = size + -size % _UNIT_SCALES

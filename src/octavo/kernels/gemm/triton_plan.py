@@ -68,9 +68,7 @@ class TritonProduct:
         return out
 
     def _generated(self, step: PreparedLaunch) -> Callable[..., Tensor] | None:
-        """Return `_run` for aligned operands that the kernel reads as they are, without its branches; None if the
-        kernel was not compiled for these.
-        """
+        """Return `_run` for aligned operands read as they are, without branches; None if none was compiled."""
         constants: dict[str, Any] = {"general": self._run}
         launched = step.source(constants)
         if launched is None:

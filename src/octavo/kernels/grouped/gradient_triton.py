@@ -10,13 +10,8 @@ import torch
 import triton
 from torch import Tensor
 
+from octavo.kernels.grouped import gradient_device as kernels
 from octavo.kernels.grouped.gradient import reference, rows_of_groups
-from octavo.kernels.grouped.gradient_device import (
-    expert_scales_kernel,
-    grouped_cast_kernel,
-    grouped_maxima_kernel,
-    zero_tail_kernel,
-)
 from octavo.kernels.launch import INTERPRETED, Launch
 from octavo.kernels.quantize.reference import padded
 from octavo.numerics.formats import E4M3
@@ -39,9 +34,9 @@ def launches(spec: QuantSpec, by_row: bool, by_expert: bool, transposed: bool) -
     cast = outputs | rule | {"E4M3": spec.format is E4M3, "TRANSPOSED": transposed}
     cast |= {"TILE_R": CAST_TILE[0], "TILE_C": CAST_TILE[1]}
     return (
-        Launch(kernel=grouped_maxima_kernel, constants=maxima, num_warps=MAXIMA_TILE[2]),
-        Launch(kernel=expert_scales_kernel, constants=rule | {"BLOCK": SCALES}, num_warps=4),
-        Launch(kernel=grouped_cast_kernel, constants=cast, num_warps=CAST_TILE[2]),
+        Launch(kernel=kernels.grouped_maxima_kernel, constants=maxima, num_warps=MAXIMA_TILE[2]),
+        Launch(kernel=kernels.expert_scales_kernel, constants=rule | {"BLOCK": SCALES}, num_warps=4),
+        Launch(kernel=kernels.grouped_cast_kernel, constants=cast, num_warps=CAST_TILE[2]),
     )
 
 
@@ -91,4 +86,4 @@ def zero_tail(out: Tensor, offsets: Tensor) -> None:
     ZERO_TAIL.run((triton.cdiv(rows, 32),), arguments)
 
 
-ZERO_TAIL = Launch(kernel=zero_tail_kernel, constants={"TILE_R": 32, "TILE_C": 128}, num_warps=4)
+ZERO_TAIL = Launch(kernel=kernels.zero_tail_kernel, constants={"TILE_R": 32, "TILE_C": 128}, num_warps=4)

@@ -78,9 +78,7 @@ _SPILLING = (("tn", 4),)
 
 
 def _operand(data: Tensor) -> Tensor:
-    """Return [outside, contraction] contiguous along the contraction, rows a multiple of 16 bytes apart, all of them
-    in memory; a copy if needed.
-    """
+    """Return [outside, contraction] contiguous along the contraction, rows aligned and in memory; a copy if needed."""
     rows, stride = data.shape[0], data.stride(0)
     ready = data.stride(1) == 1 and not (stride % ALIGNMENT or data.data_ptr() % ALIGNMENT)
     if ready and data.untyped_storage().nbytes() >= data.storage_offset() + rows * stride:

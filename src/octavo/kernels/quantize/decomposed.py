@@ -106,9 +106,8 @@ def _marked_scale(amax: Tensor, spec: QuantSpec) -> Tensor:
 
 
 def _read_with(scale: Tensor, beside: Tensor | None) -> Tensor:
-    """Return scales unchanged, by an operation that reads `beside` (see the module's docstring): finite scales, or the
-    factor of a matrix's rows, which makes the scales of all its columns NaN anyway if it is not finite.
-    """
+    """Return scales unchanged, by an operation that reads `beside` (see the module's docstring)."""
+    # `beside` is finite, or the factor of a matrix's rows, which makes the scales of all its columns NaN anyway.
     if beside is None or not all(isinstance(size, int) for size in (*scale.shape, *beside.shape)):
         return scale
     common = math.gcd(scale.numel(), beside.numel())

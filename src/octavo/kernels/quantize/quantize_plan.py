@@ -62,9 +62,8 @@ class QuantizePlan:
         self, x: Tensor, fold: Tensor | None, fold_t: Tensor | None, precomputed: Tensor | None,
         zeros: Callable[[int, torch.device, int], tuple[Tensor, int]] = new_zeros,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-        """Return q, q_t (both [R,C], the second column-major), s, s_t; an output that the task does not write is
-        another one. `zeros` allocates what maxima start from.
-        """
+        """Return q, q_t (both [R,C], the second column-major), s, s_t; another output where the task writes none."""
+        # `zeros` allocates what maxima start from.
         if self._index is not None and self._index != torch.cuda.current_device():
             with torch.cuda.device(self._index):
                 return self._run(x, fold, fold_t, precomputed, zeros)
