@@ -45,20 +45,12 @@ class Rules:
         (m, k), n = a.shape, b.shape[1]
         names = recipe_a.name, recipe_b.name
         if names == ("BlockWise1x32", "BlockWise1x32"):
-            assert k % 32 == 0
-            assert swizzle_a.name == swizzle_b.name == "SWIZZLE_32_4_4"
-            spread = [self._unswizzled(scale, rows, k) for scale, rows in ((scale_a, m), (scale_b, n))]
-            return self._product("mx", a, b, spread[0], spread[1].t(), bias, output_dtype)
-        assert names in (
-            ("BlockWise1x128", "BlockWise1x128"),
-            ("BlockWise1x128", "BlockWise128x128"),
-            ("BlockWise128x128", "BlockWise1x128"),
-        )
-        assert k % 128 == 0
-        spread = [
-            self._spread(s, name, rows, k) for s, name, rows in zip((scale_a, scale_b), names, (m, n), strict=True)
-        ]
-        return self._product("block", a, b, spread[0], spread[1].t(), bias, output_dtype)
+            assert k % 32 == 0 and swizzle_a.name == swizzle_b.name == "SWIZZLE_32_4_4"
+            left, right = self._unswizzled(scale_a, m, k), self._unswizzled(scale_b, n, k)
+            return self._product("mx", a, b, left, right.t(), bias, output_dtype)
+        assert "BlockWise1x128" in names and {*names} <= {"BlockWise1x128", "BlockWise128x128"} and k % 128 == 0
+        left, right = self._spread(scale_a, names[0], m, k), self._spread(scale_b, names[1], n, k)
+        return self._product("block", a, b, left, right.t(), bias, output_dtype)
 
     def scaled_mm_integers(self, a, b, scale_a, recipe_a, swizzle_a, scale_b, recipe_b, swizzle_b, bias, out_dtype):
         """`torch._scaled_mm_v2`, which `F.scaled_mm` calls with lists."""

@@ -63,11 +63,8 @@ def check_accesses(rows):
     """
     for name, row in rows.items():
         if row["op"] == "adaptive_quantize":
-            assert row["accesses"] == {
-                "LDG.16": row["accesses"]["STG.8"],
-                "STG.8": row["accesses"]["STG.8"],
-                "STG.4": 1,
-            }
+            wide = row["accesses"]["STG.8"]
+            assert row["accesses"] == {"LDG.16": wide, "STG.8": wide, "STG.4": 1}
         elif row["op"] in ("quantize", "quantize_pair"):
             order = row["case"].removesuffix(" by column")
             loads = sum(n for op, n in row["accesses"].items() if op.startswith("LDG.16"))
@@ -83,10 +80,8 @@ def check_accesses(rows):
             assert not any(op in row["accesses"] for op in ("STG.1", "STG.2", "STG.4", "STG.8")), name
         else:
             assert row["wide"] >= 0.5 * (row["loaded"] + row["stored"]), (name, row["accesses"])
-            by_rows = (
-                row["kernel"] in ("norm_rows_kernel", "glu_rows_kernel", "grouped_cast_kernel")
-                and row["case"] != "plain"
-            )
+            of_rows = row["kernel"] in ("norm_rows_kernel", "glu_rows_kernel", "grouped_cast_kernel")
+            by_rows = of_rows and row["case"] != "plain"
             assert row["accesses"].get("STG.8", 0) == (loads_of_x(row) if by_rows else 0), (name, row["accesses"])
 
 
@@ -101,7 +96,6 @@ def check_what_bounds(rows):
     for name, row in rows.items():
         if row["op"] in ("quantize", "quantize_pair"):
             assert row["instructions"] <= ISSUED * row["bytes"], (name, row["instructions"], row["bytes"])
-        if row["op"] in ("quantize", "quantize_pair"):
             copies = 2 if row["case"].endswith(" both") or row["op"] == "quantize_pair" else 1
             table = 2 if row["kernel"] == "maxima_kernel" else 2 + copies
             assert 0.9 * table <= row["bytes"] <= 1.1 * table, (name, row["bytes"])

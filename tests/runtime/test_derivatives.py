@@ -66,11 +66,10 @@ def converted(make, recipe="rowwise", **options):
     return octavo.convert(make(), *(() if "precision" in options else (recipe,)), verbose=False, **options)
 
 
+TO_3D = nn.Unflatten(0, (2, 8))
 CASES = {
     "linear": partial(converted, lambda: nn.Linear(64, 64)),
-    "linear 3-D": partial(
-        converted, lambda: nn.Sequential(nn.Unflatten(0, (2, 8)), nn.Linear(64, 64)), keep_weights=True
-    ),
+    "linear 3-D": partial(converted, lambda: nn.Sequential(TO_3D, nn.Linear(64, 64)), keep_weights=True),
     "mxfp8": partial(converted, lambda: nn.Linear(64, 64), "mxfp8"),
     "experts": Experts,
     "layer norm": partial(converted, partial(with_norm, nn.LayerNorm), precision=ACTIVATIONS),
