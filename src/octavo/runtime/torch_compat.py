@@ -292,10 +292,12 @@ def fake_process_group(size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-queue_callback: Callable[[Callable[[], None]], None] = cast(
-    Any, torch.autograd.Variable
-)._execution_engine.queue_callback
-"""Call a function when the backward that runs ends. All releases: there is no public function for it."""
+def queue_callback(callback: Callable[[], None]) -> None:
+    """Call a function when the backward that runs ends. All releases: there is no public function for it."""
+    # Looked up in the call: compiled autograd recognizes it there.
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
 cuda_sleep: Callable[[int], None] = torch.cuda._sleep
 """Keep the current stream busy for a number of GPU clock cycles. All releases."""
 
