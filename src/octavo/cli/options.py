@@ -27,7 +27,8 @@ def _of(classes: dict[str, ast.ClassDef], name: str, prefix: str) -> Iterator[st
         if isinstance(node, ast.AnnAssign):
             key = f"{prefix}{ast.unparse(node.target)}"
             # A section, which may be left out, or whose settings may differ on resume.
-            kind = re.fullmatch(r"(?:(?:Free|Tunable)\[)?(\w+)(?: \| None)?\]?", ast.unparse(node.annotation))
+            annotation = ast.unparse(node.annotation).replace("sections.", "")
+            kind = re.fullmatch(r"(?:(?:Free|Tunable)\[)?(\w+)(?: \| None)?\]?", annotation)
             if kind and kind[1] in classes:
                 yield from _of(classes, kind[1], f"{key}.")
             else:
