@@ -22,7 +22,7 @@ from benchmarks import command
 from benchmarks.environment import RESULTS, environment, write_json, write_text
 from benchmarks.pages import fill, table
 from octavo.experiments.fit_layout import Search, planned_steps
-from octavo.experiments.ready_models import Layout, PlannedStep, ReadyModel, ready_models, render
+from octavo.experiments.ready_models import PlannedStep, ReadyModel, StepLayout, ready_models, render
 from octavo.planner.devices import find_gpu
 
 ROOT = Path(__file__).parent.parent
@@ -47,7 +47,7 @@ def read() -> dict[str, list[PlannedStep]]:
 
 
 def _step(layout: dict[str, Any] | None, **row: Any) -> PlannedStep:
-    return PlannedStep(**row, layout=layout and Layout(**layout))
+    return PlannedStep(**row, layout=layout and StepLayout(**layout))
 
 
 def configuration(model: ReadyModel, steps: list[PlannedStep]) -> str:

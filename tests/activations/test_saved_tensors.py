@@ -16,7 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import octavo
 from octavo.activations.functional import activation_saving_fp8
 from octavo.activations.recompute import RECOMPUTABLE, Rematerializer, dequantize_saved, quantize_for_backward
-from octavo.activations.saved_tensors import FEWEST, _decompress, as_matrix, compressed, dense_strides
+from octavo.activations.saved_tensors import MIN_COMPRESS_NUMEL, _decompress, as_matrix, compressed, dense_strides
 from octavo.nn.memory_audit import saved_for_backward
 from octavo.numerics import E4M3, sqnr
 from octavo.train.compiled_blocks import Checkpointing
@@ -74,7 +74,7 @@ def test_a_stored_tensor_comes_back_in_its_layout(layout, dtype):
     "make",
     [
         lambda: randn(64, 64),  # a mask or a table: autograd did not make it
-        lambda: randn(FEWEST // 64 - 1, 64).requires_grad_() * 1,
+        lambda: randn(MIN_COMPRESS_NUMEL // 64 - 1, 64).requires_grad_() * 1,
         lambda: randn(64, 64).double().requires_grad_() * 1,
         lambda: (randn(1, 64).requires_grad_() * 1).expand(64, 64),
     ],

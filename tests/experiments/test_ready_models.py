@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from octavo.cli import app
 from octavo.experiments import fit_layout as fitting
 from octavo.experiments.fit_layout import Search, fit_layout
-from octavo.experiments.ready_models import Layout, PlannedStep, ready_model, ready_models, render, step_table
+from octavo.experiments.ready_models import PlannedStep, StepLayout, ready_model, ready_models, render, step_table
 from octavo.train.config.run_config import ConfigError, load_config, parse_config
 from octavo.train.config.sections import OF_IMAGES
 
@@ -25,7 +25,7 @@ PUBLISHED = {
 """Parameters in billions as published; of deepseek-v3-16b Moonlight's 15.96, with compressed queries; of nvila-like-8b
 Qwen2-7B's 7.616, the 0.413 of a SigLIP-so400m tower without pooling, and 0.017 of the projector; of dit-xl as diffusers
 has it, with embeddings of time and class in each block (0.675 in the paper, which has them once)."""
-LAYOUT = Layout(gpus=8, sequences=2, micro_batches=4, checkpointing="none")
+LAYOUT = StepLayout(gpus=8, sequences=2, micro_batches=4, checkpointing="none")
 SMALL = replace(
     ready_model("llama3-8b"), name="small", title="Small", gpus=1, sequence=64, batch=16,
     config={"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,

@@ -45,14 +45,14 @@ def test_the_decomposition_gives_the_reference_bytes(text, dtype):
         for fold in folds:
             for order in ("rows", "columns", "both"):
                 expected = reference.quantize(source, spec, fold, order=order)
-                for beside in (None, torch.rand(80, 1)):
-                    actual = decomposed.quantize(source, spec, fold, None, None, order, beside)
+                for fuse_with in (None, torch.rand(80, 1)):
+                    actual = decomposed.quantize(source, spec, fold, None, None, order, fuse_with)
                     assert_same_bytes(expected, actual)
                     assert [t.stride() for t in expected] == [t.stride() for t in actual]
     scale = reference.quantize(x, spec, None)[-1] / 3  # too small: saturates
     for given in ({"scale": scale, "amax": None}, {"amax": scale * 448, "scale": None}):
         expected = reference.quantize(x, spec, None, order="both", **given)
-        actual = decomposed.quantize(x, spec, None, order="both", beside=torch.rand(80, 1), **given)
+        actual = decomposed.quantize(x, spec, None, order="both", fuse_with=torch.rand(80, 1), **given)
         assert_same_bytes(expected, actual)
 
 

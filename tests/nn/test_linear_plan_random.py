@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 import pytest
 import torch
 from casts import set_steady
-from test_linear_plan import counted, on_gpu_path, ordinary  # noqa: F401  a fixture that all tests here use
+from test_prepared_linear import counted, on_gpu_path, ordinary  # noqa: F401  a fixture that all tests here use
 from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint

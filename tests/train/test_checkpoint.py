@@ -22,7 +22,7 @@ from octavo.train.checkpoint.export import export
 from octavo.train.checkpoint.retention import checkpoints, latest_checkpoint
 from octavo.train.checkpoint.store import check_same_model, load_checkpoint, read_trainer_state
 from octavo.train.config.run_config import ConfigError, TrainConfig, check_same_run, resume_of
-from octavo.train.config.sections import FREE, TUNABLE
+from octavo.train.config.sections import CHANGEABLE_ON_RESUME, IGNORED_ON_RESUME
 from octavo.train.data.load import load_corpus
 from octavo.train.record.progress import NullProgress
 
@@ -139,7 +139,12 @@ def test_damaged_checkpoints_are_named(make_config, tmp_path):
 
 
 def test_each_setting_says_whether_it_may_differ_on_resume(make_config, tmp_path):
-    kinds = {"run.name": FREE, "sample.tokens": FREE, "inspect.limits.sqnr": TUNABLE, "optim.lr": TUNABLE}
+    kinds = {
+        "run.name": IGNORED_ON_RESUME,
+        "sample.tokens": IGNORED_ON_RESUME,
+        "inspect.limits.sqnr": CHANGEABLE_ON_RESUME,
+        "optim.lr": CHANGEABLE_ON_RESUME,
+    }
     same = ("run.seed", "model.config.hidden_size", "optim.batch", "data.packing", "run.unknown")
     assert {key: resume_of(key) for key in (*kinds, *same)} == kinds | dict.fromkeys(same, "")
     # A setting that is newer than the saved run, and has its default, is no difference.

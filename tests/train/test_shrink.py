@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from octavo.cli import app
 from octavo.nn.convert import rule_plan
-from octavo.numerics.names import pattern
+from octavo.numerics.suggestions import pattern
 from octavo.train.config.run_config import ConfigError, flat, load_config
 from octavo.train.config.shrink import SECTIONS, change_of, complete_config, shrink_model
 from octavo.train.record.metrics import RunResult, read_metrics

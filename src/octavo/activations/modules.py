@@ -47,7 +47,7 @@ from octavo.activations.functional import (
 from octavo.activations.saved_tensors import compressed, fusing, recording
 from octavo.kernels.registry import triton_unsupported
 from octavo.numerics.formats import SUPPORTED_DTYPES
-from octavo.runtime.swap import become
+from octavo.runtime.swap import set_class
 from octavo.runtime.switch import SWITCH
 from octavo.runtime.torch_compat import constant_in_graphs, global_module_hooks, is_traceable_wrapper_subclass
 
@@ -306,11 +306,11 @@ def activation_class(module: nn.Module, storage: Storage) -> type[nn.Module]:
 
 def convert_activations(module: nn.Module, storage: Storage) -> None:
     SWITCH.stored |= not isinstance(storage, Fused)
-    become(module, activation_class(module, storage), **{STORAGE_ATTRIBUTE: storage})
+    set_class(module, activation_class(module, storage), **{STORAGE_ATTRIBUTE: storage})
 
 
 def revert_activations(module: nn.Module) -> None:
-    become(module, original_class(module))
+    set_class(module, original_class(module))
     del vars(module)[STORAGE_ATTRIBUTE]
 
 
@@ -334,7 +334,7 @@ def mixed_class(*both: Any) -> Any:
     innermost = inspect.unwrap(mixed.forward, stop=lambda function: function is own)
     if mixed.__bases__ != both or innermost is not own:
         raise TypeError(f"the metaclass or __init_subclass__ of {original.__name__} changes its subclasses")
-    become(object.__new__(original), mixed)
+    set_class(object.__new__(original), mixed)
     return mixed
 
 

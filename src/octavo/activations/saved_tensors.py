@@ -41,7 +41,7 @@ from octavo.runtime.torch_compat import held_for_backward, is_traceable_wrapper_
 
 T = TypeVar("T")
 
-FEWEST = 1024
+MIN_COMPRESS_NUMEL = 1024
 """Tensors with fewer elements stay as they are."""
 
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
@@ -190,7 +190,11 @@ class CompressionHooks:
 
     def _pack(self, tensor: Tensor) -> PackedTensor:
         saved = PackedTensor(tensor)
-        other = tensor.dtype not in SUPPORTED_DTYPES or tensor.numel() < FEWEST or is_traceable_wrapper_subclass(tensor)
+        other = (
+            tensor.dtype not in SUPPORTED_DTYPES
+            or tensor.numel() < MIN_COMPRESS_NUMEL
+            or is_traceable_wrapper_subclass(tensor)
+        )
         if other or not tensor.requires_grad or (tensor.is_leaf and isinstance(tensor, nn.Parameter)):
             saved.keep(self._outer)
         else:

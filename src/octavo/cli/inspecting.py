@@ -44,7 +44,7 @@ def inspect_run(
     a limit in any sampled step, and the worst operands of one of them.
     """
     with user_errors(context):
-        from octavo.numerics.names import counted_noun, nearest
+        from octavo.numerics.suggestions import counted_noun, nearest
         from octavo.train.record.statistics import all_findings, limits_of, run_of, statistics_of
 
         if by not in ORDERS:

@@ -121,7 +121,7 @@ def calibrate(
 def _device(name: str) -> "torch.device":
     import torch
 
-    from octavo.numerics.names import nearest
+    from octavo.numerics.suggestions import nearest
 
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"

@@ -98,7 +98,7 @@ def train(
         from octavo.cli import STARTUP
         from octavo.experiments.progress_bars import ProgressBars, summary_table
         from octavo.experiments.run_report import write_report
-        from octavo.numerics.names import counted_noun
+        from octavo.numerics.suggestions import counted_noun
         from octavo.train import LostRankError, NonFiniteError, RunResult, load_config, run
         from octavo.train.config.shrink import change_of
 

@@ -31,8 +31,8 @@ from octavo.comm.encoding import (
     unpack_parts,
     width,
 )
-from octavo.numerics.names import check_choice
 from octavo.numerics.spec import MessageSpec
+from octavo.numerics.suggestions import check_choice
 from octavo.runtime.switch import SWITCH
 
 T = TypeVar("T")

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from octavo.numerics.names import nearest
+from octavo.numerics.suggestions import nearest
 from octavo.planner.auto_convert import convert
 
 M = TypeVar("M", bound=nn.Module)

@@ -22,7 +22,7 @@ from octavo.inspect.paired_test import CONFIDENCE, MOST_SEEDS, check_limits
 from octavo.train.checkpoint.retention import latest_checkpoint
 from octavo.train.checkpoint.store import read_trainer_state
 from octavo.train.config.run_config import Change, ConfigError, TrainConfig, load_config, parse_config, resume_of
-from octavo.train.config.sections import FREE
+from octavo.train.config.sections import IGNORED_ON_RESUME
 from octavo.train.diagnose import NonFiniteError
 from octavo.train.loop import run
 from octavo.train.ranks import Ranks, join_ranks
@@ -196,7 +196,7 @@ def check_folders(out: Path, configs: Mapping[str, TrainConfig]) -> None:
             problem = f"{folder} has files but no {CONFIG_FILE}, so it is no run"
             raise ConfigError(f"{problem}: give another folder with --out")
         for key, (saved, requested) in _differences(load_config(folder / CONFIG_FILE), config).items():
-            if resume_of(key) != FREE or key == "data.source":
+            if resume_of(key) != IGNORED_ON_RESUME or key == "data.source":
                 raise ConfigError(
                     f"{folder} holds a run of another configuration: {key} is {saved!r} there, {requested!r} here. "
                     "Give another folder with --out, or another name to the arm; nothing was overwritten"

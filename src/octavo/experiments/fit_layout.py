@@ -12,7 +12,7 @@ import tomllib
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from octavo.experiments.ready_models import Layout, PlannedStep, ReadyModel, render
+from octavo.experiments.ready_models import PlannedStep, ReadyModel, StepLayout, render
 from octavo.planner.devices import Gpu, find_gpu
 from octavo.planner.forecast import PlannedRun
 from octavo.planner.memory_plan import gib
@@ -22,7 +22,9 @@ from octavo.train.config.run_config import ConfigError, parse_config
 from octavo.train.run_plan import at_level, plan_configured, plan_progress
 
 MARGIN = 0.1  # Share of a GPU's memory left free: for the allocator, and for what a prediction leaves out
-HIDDEN = 0.02  # Largest share of a step that communication and waiting for the host take where they count as hidden
+MAX_EXPOSED_SHARE = (
+    0.02  # Largest share of a step that communication and waiting for the host take where they count as hidden
+)
 MOST_GPUS = 4096  # Largest number of GPUs to suggest
 
 
@@ -30,7 +32,7 @@ MOST_GPUS = 4096  # Largest number of GPUs to suggest
 class Fit:
     """A layout and its predicted step."""
 
-    layout: Layout
+    layout: StepLayout
     gpu: Gpu
     run: PlannedRun
 
@@ -64,22 +66,22 @@ class Search:
         """The fastest layout that fits; None if not even one sequence with full checkpointing does."""
         least, *others, most = CHECKPOINTING
         fits = [fit for fit in [self._largest_that_fits(least)] if fit is not None]
-        if not fits or _exposed(fits[0].run.time) > HIDDEN:
+        if not fits or _exposed(fits[0].run.time) > MAX_EXPOSED_SHARE:
             smallest = self._largest_that_fits(most)
             if smallest is None:
                 return None
             for checkpointing in others:
-                if not fits or _exposed(fits[-1].run.time) > HIDDEN:
+                if not fits or _exposed(fits[-1].run.time) > MAX_EXPOSED_SHARE:
                     fits += [fit for fit in [self._largest_that_fits(checkpointing)] if fit is not None]
             fits.append(smallest)
         best, machines = _fastest(fits), self.gpus // GPUS_PER_MACHINE
-        exposed = best.run.time.communication > HIDDEN * best.run.time.seconds
+        exposed = best.run.time.communication > MAX_EXPOSED_SHARE * best.run.time.seconds
         if machines > 1 and self.gpus % GPUS_PER_MACHINE == 0 and exposed:
             copies = self._largest_that_fits(best.layout.checkpointing, machines)
             best = best if copies is None else _fastest([best, copies])
         return replace(best, layout=replace(best.layout, reasons=_reasons(self.model, best, fits)))
 
-    def plan(self, layout: Layout) -> Fit:
+    def plan(self, layout: StepLayout) -> Fit:
         """Predict the step of one layout."""
         text = render(self.model, layout, [], f"{self.model.name}.toml", (self.gpu, ""))
         config = parse_config(tomllib.loads(text))
@@ -88,9 +90,9 @@ class Search:
         run = plan_configured(config, gpu=self.gpu, gpus=layout.gpus)
         return Fit(layout=layout, gpu=find_gpu(self.gpu), run=run)
 
-    def layout(self, sequences: int, checkpointing: str, dp_replicate: int = 1) -> Layout:
+    def layout(self, sequences: int, checkpointing: str, dp_replicate: int = 1) -> StepLayout:
         """A layout whose batch is near that of the model, with at least one sequence for each GPU."""
-        return Layout(
+        return StepLayout(
             gpus=self.gpus, sequences=sequences, checkpointing=checkpointing, dp_replicate=dp_replicate,
             micro_batches=max(1, round(self.model.batch / (self.gpus * sequences))),
         )  # fmt: skip

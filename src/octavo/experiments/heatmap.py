@@ -20,7 +20,7 @@ from typing import Any
 from octavo.experiments.charts import Chart
 from octavo.experiments.theme import COLOUR_LEVELS, axis, layout, plain
 from octavo.inspect.stats import OPERANDS, QUANTILES, OperandStats
-from octavo.numerics.names import pattern
+from octavo.numerics.suggestions import pattern
 
 COLUMNS = 48  # Columns of a panel, at most
 ROWS = 280  # Rows of a map, at most

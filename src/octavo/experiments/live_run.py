@@ -21,7 +21,7 @@ from octavo.experiments.logged_run import SAMPLES_SHOWN, LoggedRun, Samples, rea
 from octavo.experiments.run_report import held_out_label, held_out_text, run_charts, summary_rows
 from octavo.experiments.verdict import arm_name
 from octavo.inspect.stats import OperandStats
-from octavo.numerics.names import nearest
+from octavo.numerics.suggestions import nearest
 from octavo.train.disk import LOCK, is_locked
 from octavo.train.record.json_lines import RecordFollower
 from octavo.train.record.metrics import (

@@ -1,8 +1,8 @@
 """Ready configurations: what `octavo init` writes, and the files in `configs/` that are named after models.
 
-`models.toml` beside this file has the models. `render` writes the configuration of one for a `Layout`: how many GPUs,
-how many sequences at a time, what is recomputed. `octavo.experiments.fit_layout` chooses the layout and predicts its
-step. Imports no torch, so that a list of models takes no time.
+`models.toml` beside this file has the models. `render` writes the configuration of one for a `StepLayout`: how many
+GPUs, how many sequences at a time, what is recomputed. `octavo.experiments.fit_layout` chooses the layout and predicts
+its step. Imports no torch, so that a list of models takes no time.
 """
 
 import tomllib
@@ -58,7 +58,7 @@ class ReadyModel:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class StepLayout:
     """How a step of a configuration is divided."""
 
     gpus: int  # Number of GPUs
@@ -78,7 +78,7 @@ class Layout:
             "parallel.dp_replicate": self.dp_replicate,
         }
 
-    def overrides(self, other: "Layout") -> list[str]:
+    def overrides(self, other: "StepLayout") -> list[str]:
         """What to write after a configuration of another layout to get this one."""
         theirs = other.settings
         return [f"{key}={value}" for key, value in self.settings.items() if theirs[key] != value]
@@ -90,14 +90,14 @@ class PlannedStep:
 
     precision: str  # "FP8" or "bf16"
     gpus: int  # Number of GPUs
-    layout: Layout | None = None  # The fastest layout that fits; None if none does
+    layout: StepLayout | None = None  # The fastest layout that fits; None if none does
     seconds: float = 0.0  # Time of a step
     tokens_per_second: float = 0.0  # Of all GPUs
     peak: int = 0  # Bytes on each GPU at the peak
     largest: int = 0  # Most sequences of one forward on each GPU that fit
 
 
-def step_table(steps: Sequence[PlannedStep], written: Layout) -> list[str]:
+def step_table(steps: Sequence[PlannedStep], written: StepLayout) -> list[str]:
     """Return lines of a table of steps, with the settings that each adds to a configuration of layout `written`."""
     lines = ["GPUs         s a step   tokens/s    GiB  most  settings to add"]
     gpus = 0
@@ -133,14 +133,14 @@ def ready_model(name: str) -> ReadyModel:
     """Return one model."""
     models = ready_models()
     if name not in models:
-        from octavo.numerics.names import nearest
+        from octavo.numerics.suggestions import nearest
 
         hint = nearest(name.lower(), models) or f"; there are {', '.join(models)}"
         raise ValueError(f"--model {name}: there is no ready configuration of it{hint}; octavo init --list shows all")
     return models[name]
 
 
-def render(model: ReadyModel, layout: Layout, steps: Sequence[PlannedStep], path: str, gpu: tuple[str, str]) -> str:
+def render(model: ReadyModel, layout: StepLayout, steps: Sequence[PlannedStep], path: str, gpu: tuple[str, str]) -> str:
     """Return the text of a configuration."""
     settings, why = layout.settings, defaultdict(str, layout.reasons)
     batch = settings["optim.batch"]

@@ -25,8 +25,8 @@ from octavo.inspect.watch import HIGH_PRECISION, Watch
 from octavo.nn.convert import change_recipe
 from octavo.nn.linear_subclasses import change_since, is_converted
 from octavo.nn.select import is_linear
-from octavo.numerics.names import nearest
 from octavo.numerics.recipe import Recipe, get_recipe
+from octavo.numerics.suggestions import nearest
 
 FALLBACK_RECIPES = ("tensorwise", "rowwise_equalized", "rowwise", "blockwise", "mxfp8", "rowwise_hp_wgrad")
 """Recipes that a layer may switch to, cheapest first; high precision comes last."""

@@ -29,7 +29,7 @@ CONFIDENCE = 0.95  # Confidence of all verdicts together
 MOST_SEEDS = 40  # Largest planned maximum of seeds: the levels below are for looks at 2 to this many seeds
 SIGNIFICANCE_LEVELS = (0.001, 0.008, 0.005, 0.0015)
 """One-sided levels α of 2, 3, 4, and 5 pairs or more, at 95 % and for one arm."""
-SPENT = 0.025  # Total level of a plan; a plan of few seeds adds what remains to its last look
+TOTAL_ALPHA = 0.025  # Total level of a plan; a plan of few seeds adds what remains to its last look
 SEPARATED_FROM = 3  # Fewest pairs for separation: two find an arm hardly more often, and equal arms separate too easily
 _LARGEST_SHIFT = 1e4
 """Noncentrality beyond which the normal numerator no longer matters (1e-8), and SciPy's noncentral t overflows."""
@@ -143,7 +143,7 @@ def level_of(pairs: int, planned: int) -> float:
     level = SIGNIFICANCE_LEVELS[min(pairs, 5) - 2]
     if pairs != planned:
         return level
-    return level + max(0.0, SPENT - sum(SIGNIFICANCE_LEVELS[min(k, 5) - 2] for k in range(2, planned + 1)))
+    return level + max(0.0, TOTAL_ALPHA - sum(SIGNIFICANCE_LEVELS[min(k, 5) - 2] for k in range(2, planned + 1)))
 
 
 def level_factor(confidence: float) -> float:

@@ -31,8 +31,8 @@ from octavo.inspect.stats import OPERANDS, QUANTILES, OperandStats
 from octavo.nn.linear_subclasses import is_converted
 from octavo.nn.select import is_linear
 from octavo.numerics.display import Displayed
-from octavo.numerics.names import nearest
 from octavo.numerics.recipe import DEFAULT, Recipe, get_recipe
+from octavo.numerics.suggestions import nearest
 from octavo.runtime.torch_compat import run_eagerly
 
 HIGH_PRECISION = "bf16"  # Recipe name of layers that are not converted

@@ -16,9 +16,9 @@ from octavo.nn.experts import is_converted_experts
 from octavo.nn.linear_subclasses import is_converted
 from octavo.nn.report import PLAN_ATTRIBUTE
 from octavo.nn.select import is_layer
-from octavo.numerics.names import nearest
 from octavo.numerics.precision import AUTO, Precision
 from octavo.numerics.recipe import DEFAULT, DERIVED, RECIPES, Recipe
+from octavo.numerics.suggestions import nearest
 from octavo.optim import AdamW
 from octavo.planner.auto_convert import convert
 

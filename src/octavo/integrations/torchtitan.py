@@ -18,10 +18,10 @@ from octavo.nn.experts import grouped_linear
 from octavo.nn.filters import layers_of, names_of, of_precision
 from octavo.nn.linear_subclasses import fp8_class
 from octavo.nn.report import PLAN_ATTRIBUTE
-from octavo.numerics.names import listed
 from octavo.numerics.plan import Plan
 from octavo.numerics.precision import AUTO, Precision
 from octavo.numerics.recipe import DEFAULT, get_recipe
+from octavo.numerics.suggestions import listed
 from octavo.planner.auto_convert import convert
 from octavo.runtime.extras import needs_extras
 

@@ -182,7 +182,7 @@ class PreparedLaunch:
             call, (passed,) = function, recorded or [()]
         elif self._descriptors:
             call = None
-        return None if call is None else source_of(call, constants) + source_of(passed, constants)
+        return None if call is None else render(call, constants) + render(passed, constants)
 
     def arguments(self, tensors: Sequence[torch.Tensor]) -> dict[str, Any]:
         """Return the kernel's arguments but constants by name, with tensors viewed as the dtypes at preparation."""
@@ -217,12 +217,12 @@ class Name(str):
     """A name in generated source, in the place of a value."""
 
 
-def source_of(value: Any, constants: dict[str, Any]) -> str:
+def render(value: Any, constants: dict[str, Any]) -> str:
     """Return Python source of a value that may hold names; other objects in it are added to `constants`."""
     if isinstance(value, Name):
         return value
     if isinstance(value, tuple):
-        return f"({''.join(source_of(item, constants) + ', ' for item in value)})"
+        return f"({''.join(render(item, constants) + ', ' for item in value)})"
     if value is None or type(value) in (bool, int):
         return repr(value)
     name = f"constant{len(constants)}"
@@ -230,7 +230,7 @@ def source_of(value: Any, constants: dict[str, Any]) -> str:
     return name
 
 
-def function_of(parameters: str, lines: Iterable[str], constants: dict[str, Any]) -> Callable[..., Any]:
+def compile_function(parameters: str, lines: Iterable[str], constants: dict[str, Any]) -> Callable[..., Any]:
     """Return the function of these parameters and lines."""
     exec("\n ".join([f"def run({parameters}):", *lines]), constants)
     run: Callable[..., Any] = constants["run"]
@@ -261,7 +261,7 @@ def _record_unpacked(launcher: Any, launch: Any, passed: tuple[Any, ...], consta
     def encode(address: Any, *rest: Any) -> Any:
         if not isinstance(address, Name):
             return function(address, *rest)  # a launch of another thread
-        return Name(f"{source_of(function, constants)}{source_of((address, *rest), constants)}")
+        return Name(f"{render(function, constants)}{render((address, *rest), constants)}")
 
     def record_unpacked(*arguments: Any) -> None:
         *others, last = arguments  # in Triton 3.9 a list of the kernel's arguments
@@ -295,11 +295,11 @@ _HOOKED = "{0}.launch_enter_hook.calls or {0}.launch_exit_hook.calls"
 def preparation(index: int | None, constants: dict[str, Any], otherwise: str) -> list[str]:
     """Return lines that go before the source of launches on the device of an index: they assign `stream`."""
     # `otherwise` is the statement for another current device and under a profiler's hooks.
-    stream_of = source_of(triton.runtime.driver.active.get_current_stream, constants)
-    hooked = _HOOKED.format(source_of(HOOKS, constants))
+    stream_of = render(triton.runtime.driver.active.get_current_stream, constants)
+    hooked = _HOOKED.format(render(HOOKS, constants))
     lines = []
     if index is not None:
-        lines += [f"if {source_of(torch.cuda.current_device, constants)}() != {index}: {otherwise}"]
+        lines += [f"if {render(torch.cuda.current_device, constants)}() != {index}: {otherwise}"]
     return [*lines, f"if {hooked}: {otherwise}", f"stream = {stream_of}({index})"]
 
 

@@ -19,7 +19,7 @@ import torch
 
 from octavo.kernels import calibration, probe_cache
 from octavo.kernels.conformance.mismatches import difference, listed
-from octavo.numerics.names import nearest
+from octavo.numerics.suggestions import nearest
 from octavo.runtime.execution_context import is_capturing
 from octavo.runtime.lazy import lazy_function
 from octavo.runtime.stopwatch import timed

@@ -39,13 +39,13 @@ from octavo.nn.linear_subclasses import change_since, class_fits, fp8_class, is_
 from octavo.nn.report import PLAN_ATTRIBUTE, check_module, report
 from octavo.nn.resident import allow_save_pretrained, refuse_save_pretrained
 from octavo.nn.select import checked_weight, default_plan, linears_with_exact_inputs, obstacle
-from octavo.numerics.names import nearest
 from octavo.numerics.plan import Decision, Plan
 from octavo.numerics.precision import AUTO, Precision, check_activations
 from octavo.numerics.recipe import DEFAULT, Recipe, get_recipe
 from octavo.numerics.spec import MessageSpec
+from octavo.numerics.suggestions import nearest
 from octavo.runtime.linear_kinds import KINDS
-from octavo.runtime.swap import all_or_nothing, become
+from octavo.runtime.swap import all_or_nothing, set_class
 from octavo.runtime.torch_compat import local_part
 
 M = TypeVar("M", bound=nn.Module)
@@ -137,7 +137,7 @@ def apply_plan(model: M, plan: Plan, *, keep_weights: bool = False, frozen: str 
             if looks_like_experts(modules[fqn]):
                 convert_experts(modules[fqn], recipe, storages.pop(fqn, None), keep_weights)
                 continue
-            become(modules[fqn], fp8_class(type(modules[fqn]), recipe), recipe=recipe, keep_weights=keep_weights)
+            set_class(modules[fqn], fp8_class(type(modules[fqn]), recipe), recipe=recipe, keep_weights=keep_weights)
         for layer, own in weights.items():
             layer._parameters.update(own)
         if weights:
@@ -312,7 +312,7 @@ def change_recipe(model: nn.Module, fqn: str, recipe: str | Recipe | None, *, re
         elif is_converted(module) and class_fits(module, new_recipe):
             vars(module)["recipe"] = new_recipe
         else:
-            become(module, fp8_class(original_class(module), new_recipe), recipe=new_recipe)
+            set_class(module, fp8_class(original_class(module), new_recipe), recipe=new_recipe)
         if not experts:
             reset_scales(module)
         _update_plan(modules, fqn, new_recipe, reason)

@@ -165,7 +165,7 @@ class EqualizedQuantizer(Quantizer):
     def __init__(self, equalizer: Equalizer, training: bool) -> None:
         self.equalizer, self._training = equalizer, training
 
-    def steady_channels(self, input: Tensor, backward: bool) -> ChannelScales | None:
+    def cached_channel_scales(self, input: Tensor, backward: bool) -> ChannelScales | None:
         """Return s if a forward, with a backward or not, only reads it."""
         equalizer = self.equalizer
         scales = equalizer.scales

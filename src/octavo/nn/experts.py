@@ -35,7 +35,7 @@ from octavo.nn.resident import ResidentWeight, StatesOfResident, is_computed_fro
 from octavo.nn.weights import is_fsdp_sharded
 from octavo.numerics.recipe import DEFAULT, Recipe, weight_only
 from octavo.runtime.derivatives import first_derivative_only
-from octavo.runtime.swap import become, has_own_forward, is_fully_sharded
+from octavo.runtime.swap import has_own_forward, is_fully_sharded, set_class
 from octavo.runtime.switch import SWITCH
 from octavo.runtime.torch_compat import FakeTensor, is_traceable_wrapper_subclass, required_gradients
 from octavo.tensor import Order, ScaledTensor
@@ -404,4 +404,4 @@ def convert_experts(module: nn.Module, recipe: Recipe, storage: Any, keep_weight
     """Make experts compute in FP8, in place; with a `storage`, they also store their activations in FP8."""
     attributes = {} if storage is None else {STORAGE_ATTRIBUTE: storage}
     owner = mixed_class(Experts, original_class(module))
-    become(module, owner, recipe=recipe, keep_weights=keep_weights, **attributes)
+    set_class(module, owner, recipe=recipe, keep_weights=keep_weights, **attributes)

@@ -15,8 +15,8 @@ from torch import nn
 
 from octavo.nn.experts import experts_shape, looks_like_experts
 from octavo.nn.linear_like import LinearLike
-from octavo.numerics.names import check_choice, nearest
 from octavo.numerics.precision import Precision
+from octavo.numerics.suggestions import check_choice, nearest
 from octavo.runtime.blocks import find_stacks
 from octavo.runtime.linear_kinds import LINEAR, kind_of
 

@@ -33,11 +33,11 @@ from octavo.nn.resident import (
 )
 from octavo.nn.select import is_adapter
 from octavo.numerics.formats import SUPPORTED_DTYPES
-from octavo.numerics.names import check_choice, nearest
 from octavo.numerics.plan import Decision, Plan
 from octavo.numerics.precision import AUTO
 from octavo.numerics.recipe import RECIPES, Recipe, unequalized, weight_only
 from octavo.numerics.spec import ADAPTIVE, ROW, MessageSpec, QuantSpec
+from octavo.numerics.suggestions import check_choice, nearest
 from octavo.runtime.extras import needs_extras
 from octavo.runtime.swap import all_or_nothing
 from octavo.runtime.torch_compat import FakeTensor

@@ -14,7 +14,7 @@ W again (`keep_weights` saves the cast, see `octavo.nn.weights`): its storage ex
 raises if W is modified in between, and with given scales the cast reads W once. A weight that exists in FP8 only
 (`octavo.nn.resident`) is saved as it is; X that can be recomputed (`octavo.activations.recompute`) as what that needs.
 
-`octavo.nn.linear_plan` runs the same casts and products in less host time, where nothing could see the difference.
+`octavo.nn.prepared_linear` runs the same casts and products in less host time, where nothing could see the difference.
 """
 
 import math
@@ -29,8 +29,8 @@ from octavo.activations.saved_tensors import unhooked
 from octavo.kernels import needs_both_orders, quantize, scaled_mm
 from octavo.nn import operands
 from octavo.nn.linear_like import LinearLike
-from octavo.nn.linear_plan import planned_linear
 from octavo.nn.operands import JUST_IN_TIME, Quantizer, Saved
+from octavo.nn.prepared_linear import planned_linear
 from octavo.nn.resident import Fp8Weight, for_dgrad, quantized_as
 from octavo.nn.weights import cast_weight
 from octavo.numerics.formats import E4M3, E5M2
@@ -56,10 +56,15 @@ class Linear(LinearLike, nn.Linear):
         """Y = X Wᵀ + b in FP8 for input [..., in_features]; see `linear`."""
         keep_weights, recipe = self.keep_weights and self.octavo_keep_weights(), self.recipe
         own, found = self.__dict__, self.__dict__["_parameters"]
-        if self.octavo_plain and "weight" in found and "bias" in found and not ("weight" in own or "bias" in own):
+        if (
+            self.octavo_uses_default_lookup
+            and "weight" in found
+            and "bias" in found
+            and not ("weight" in own or "bias" in own)
+        ):
             weight, bias = found["weight"], found["bias"]  # as `nn.Module.__getattr__` finds them, at length
         else:
-            (weight, bias), recipe = self.octavo_operands(input), self.octavo_recipe_of_computed()
+            (weight, bias), recipe = self.octavo_operands(input), self.octavo_recipe_for_parametrized_weight()
         return linear(input, weight, bias, recipe, keep_weights, self.octavo_quantizer())
 
     def extra_repr(self) -> str:
@@ -101,7 +106,7 @@ def linear(
     if (out_dtype := operands.output_dtype(input, weight)) is None:
         return F.linear(input, weight, bias)
     if hasattr(weight, "placements"):
-        return operands.on_parts(linear, input, weight, bias, recipe, keep_weights, quantizer)
+        return operands.dtensor_linear(linear, input, weight, bias, recipe, keep_weights, quantizer)
     x_MK = input if input.ndim == 2 else input.reshape(math.prod(input.shape[:-1]), weight.shape[1])
     needs_wgrad = torch.is_grad_enabled() and weight.requires_grad and recipe.wgrad_x is not None
     channels = quantizer.channels(input, weight)
@@ -183,7 +188,7 @@ def forward_weight(
     elif keep_weights:
         w, w_t = cast_weight(w_NK, recipe, needs_dgrad, factor)
     else:
-        w = quantize(w_NK, recipe.w, factor, beside=_beside(x_scale, recipe.w))
+        w = quantize(w_NK, recipe.w, factor, fuse_with=_fuse_with(x_scale, recipe.w))
     if not needs_dgrad:
         return w, (None, None, None)
     # Not the parameter itself: backward reads the values of forward after `weight.data = …`, as of nn.Linear.
@@ -204,10 +209,12 @@ def dgrad_weight(
         return for_dgrad(w) if w_NK is None else w
     assert w_NK is not None
     order: Order = "columns" if needs_both_orders(w_NK.device) else "rows"
-    return quantize(w_NK, recipe.dgrad_w, factor, order=order, scale=scale, beside=_beside(x_scale, recipe.dgrad_w))
+    return quantize(
+        w_NK, recipe.dgrad_w, factor, order=order, scale=scale, fuse_with=_fuse_with(x_scale, recipe.dgrad_w)
+    )
 
 
-def _beside(x_scale: Tensor | None, spec: QuantSpec) -> Tensor | None:
+def _fuse_with(x_scale: Tensor | None, spec: QuantSpec) -> Tensor | None:
     """Return what casts of weights that read the same X have in common, for `quantize`."""
     return x_scale if spec.granularity == ROW and torch.compiler.is_compiling() else None
 

@@ -21,7 +21,7 @@ from octavo.nn.equalized import Equalized
 from octavo.nn.linear_like import LinearLike
 from octavo.numerics.recipe import DEFAULT, Recipe
 from octavo.runtime.linear_kinds import LINEAR, kind_of, kind_of_class
-from octavo.runtime.swap import become, has_own_forward
+from octavo.runtime.swap import has_own_forward, set_class
 
 ATTRIBUTES = ("recipe", "keep_weights", equalized.ATTRIBUTE)  # Attributes of a converted linear besides its parameters
 _COPYING = ("__copy__", "__deepcopy__", "__getstate__", "__setstate__")
@@ -174,6 +174,6 @@ def change_since(module: nn.Module) -> str | None:
 
 
 def restore_original_class(module: nn.Module) -> None:
-    become(module, original_class(module))
+    set_class(module, original_class(module))
     for name in (*ATTRIBUTES, STORAGE_ATTRIBUTE):
         vars(module).pop(name, None)  # a directly constructed Linear has class attributes only

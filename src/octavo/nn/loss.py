@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from octavo.kernels.cross_entropy import cross_entropy_, loss_and_gradient
-from octavo.numerics.names import check_choice
+from octavo.numerics.suggestions import check_choice
 from octavo.runtime.derivatives import first_derivative_only, refuse_transforms
 from octavo.runtime.torch_compat import autocast_dtype, has_bf16_instructions, without_autocast
 

@@ -19,7 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from octavo.activations.saved_tensors import PackedTensor
 from octavo.nn.resident import Fp8Weight
 from octavo.numerics.display import Table
-from octavo.numerics.names import merged, pattern
+from octavo.numerics.suggestions import merged, pattern
 from octavo.runtime.torch_compat import all_held_for_backward, is_dtensor, own_saved_tensors_hooks, tree_leaves
 from octavo.tensor import local_tensor
 

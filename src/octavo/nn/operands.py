@@ -59,10 +59,10 @@ class _CacheEntry:
         self.state, self.casts = (), {}
 
 
-class Readers:
+class ReuseCounter:
     """Whether other layers read the casts that a layer keeps."""
 
-    # After `TRIES` casts in a row that none read, it keeps every `AGAIN`th: keeping one costs as much as a launch.
+    # After `MAX_UNUSED` casts in a row that none read, it keeps every `RETRY_EVERY`th: one costs as much as a launch.
 
     __slots__ = ("unread",)
 
@@ -70,7 +70,7 @@ class Readers:
         self.unread = 0  # Casts kept or not kept since one was read
 
 
-TRIES, AGAIN = 8, 64
+MAX_UNUSED, RETRY_EVERY = 8, 64
 
 
 class InputCastCache(threading.local):
@@ -129,7 +129,7 @@ def cast_key(recipe: Recipe, both: bool, source: Hashable) -> tuple[str, str | N
 
 def note_reader(casts: dict[Any, Any]) -> None:
     """Tell the layer that keeps these casts that another one read them."""
-    if (readers := casts.get(Readers)) is not None:
+    if (readers := casts.get(ReuseCounter)) is not None:
         readers.unread = 0
 
 
@@ -186,7 +186,7 @@ class Quantizer:
         """Return the channel scales of X and W in this forward, None for none; called once, before `input`."""
         return w_NK.channels if isinstance(w_NK, Fp8Weight) else None
 
-    def steady_channels(self, input: Tensor, backward: bool) -> ChannelScales | None:
+    def cached_channel_scales(self, input: Tensor, backward: bool) -> ChannelScales | None:
         """Return the channel scales of a forward, with a backward or not, that a plan can run; None if none can."""
         return None
 
@@ -246,7 +246,7 @@ def multiplies_itself(weight: Tensor) -> bool:
 # each dimension follows the table by itself.
 
 
-def on_parts(
+def dtensor_linear(
     linear: Callable[..., Tensor], input: Tensor, weight: Any, bias: Tensor | None, recipe: Recipe, *options: Any
 ) -> Tensor:
     """Return `linear` of each rank's parts of a weight that is a DTensor, as a DTensor."""

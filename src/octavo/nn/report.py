@@ -20,9 +20,9 @@ from octavo.nn.operands import multiplies_itself
 from octavo.nn.resident import resident_weights
 from octavo.nn.select import STORED_HOW, is_adapter, is_linear, own_weight
 from octavo.numerics.display import Displayed, Table
-from octavo.numerics.names import merged, pattern
 from octavo.numerics.plan import Decision, Plan, merged_rows
 from octavo.numerics.recipe import Recipe
+from octavo.numerics.suggestions import merged, pattern
 
 PLAN_ATTRIBUTE = "octavo_plan"  # Attribute of the converted model that holds the plan of `convert`
 NOTE_ATTRIBUTE = "octavo_note"  # Attribute of a layer: a function of it that returns a text to append to its reason

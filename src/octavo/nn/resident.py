@@ -6,7 +6,8 @@
 `octavo.convert(model, frozen="fp8")` makes such parameters (`octavo.nn.frozen`). Forward and dgrad multiply the same
 bytes; there is no wgrad. Its dtype is that in which other code reads its values. The weights of a layer's experts are
 one tensor [E,·,·]: a matrix per expert, with scales of its own. A weight that is widened for its products
-(`octavo.nn.linear_plan`) has adaptive FP8: codes uint8 and a scale per 128 elements of a row, 1.03 bytes per parameter.
+(`octavo.nn.prepared_linear`) has adaptive FP8: codes uint8 and a scale per 128 elements of a row, 1.03 bytes per
+parameter.
 
 What changes the storage keeps the bytes: `.to(device)`, `.half()` (only the dtype in which it is read), `clone`,
 deepcopy, pickle. `copy_` from a plain tensor quantizes it, and from a `ResidentWeight` of one spec copies the bytes.

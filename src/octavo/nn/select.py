@@ -28,9 +28,9 @@ from octavo.nn.filters import Filter, FilterLike, Layer, as_filter, layers_of, n
 from octavo.nn.linear_like import LinearLike
 from octavo.nn.linear_subclasses import computes_linear, lossy_subclass
 from octavo.numerics.formats import SUPPORTED_DTYPES
-from octavo.numerics.names import nearest
 from octavo.numerics.plan import Decision, Plan
 from octavo.numerics.recipe import Recipe, unequalized
+from octavo.numerics.suggestions import nearest
 from octavo.runtime.linear_kinds import kind_of_class
 from octavo.runtime.swap import has_own_forward, is_fully_sharded
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
 from octavo.numerics.display import Displayed, Table
-from octavo.numerics.names import merged, pattern
 from octavo.numerics.recipe import Recipe, get_recipe
+from octavo.numerics.suggestions import merged, pattern
 
 
 @dataclass(frozen=True, kw_only=True)

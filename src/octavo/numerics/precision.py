@@ -14,8 +14,8 @@ Levels name useful combinations, as in the literature; each field can also be se
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
-from octavo.numerics.names import check_choice, nearest
 from octavo.numerics.recipe import DEFAULT, get_recipe
+from octavo.numerics.suggestions import check_choice, nearest
 
 AUTO = "auto"  # Value of `recipe` that selects recipes by predicted cost
 

@@ -16,15 +16,15 @@ so one FP8 copy of X and one of W serve all three products. The granularity dete
 
 Scaling is just-in-time. With `equalization`, channels of X and W are scaled first: see
 `octavo.numerics.equalization`. With `weight_only`, FP8 is how a frozen W is stored, and products are in the dtype of X:
-see `octavo.nn.linear_plan`.
+see `octavo.nn.prepared_linear`.
 """
 
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from octavo.numerics.formats import E5M2
-from octavo.numerics.names import nearest
 from octavo.numerics.spec import COLUMN, ROW, TENSOR, Granularity, QuantSpec, ScaleRule
+from octavo.numerics.suggestions import nearest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,7 +166,7 @@ def unequalized(recipe: Recipe) -> Recipe:
 
 def weight_only(recipe: "str | Recipe") -> Recipe:
     """Return a recipe for frozen weights that are stored as this one does, and multiplied in the dtype of X: see
-    `octavo.nn.linear_plan`.
+    `octavo.nn.prepared_linear`.
 
     Args:
         recipe: A recipe with one FP8 form of W, such as `rowwise`, or its name.

@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from octavo.numerics.formats import E4M3, E8M0, VALUE_FORMATS, Format
-from octavo.numerics.names import nearest
+from octavo.numerics.suggestions import nearest
 
 FULL = 0  # Block extent for the whole dimension
 

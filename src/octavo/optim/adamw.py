@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.adamw import GROUP, HyperParams, ParamState, Work, groups, seed_after, split, step
-from octavo.numerics.names import check_choice
+from octavo.numerics.suggestions import check_choice
 from octavo.optim.sharded import any_rank, first_row, local_rows, placements_of, splits_groups, sum_gradient
 from octavo.optim.states import (
     Entry,

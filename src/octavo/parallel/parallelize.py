@@ -25,8 +25,8 @@ from octavo.nn.convert import apply_plan, rule_plan
 from octavo.nn.equalized import reduce_scales
 from octavo.nn.linear_subclasses import is_converted
 from octavo.nn.report import check_module
-from octavo.numerics.names import check_choice
 from octavo.numerics.precision import Precision
+from octavo.numerics.suggestions import check_choice
 from octavo.parallel.agreement import agree_on_adamw, check_on_all_ranks
 from octavo.parallel.combinations import check_model
 from octavo.parallel.ddp import replicate

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from octavo.nn.causal import adds_router_loss
 from octavo.nn.equalized import equalized_layers, reset_scales
-from octavo.numerics.names import check_choice
+from octavo.numerics.suggestions import check_choice
 from octavo.parallel.combinations import check_model
 from octavo.runtime.blocks import Absent, find_block_list
 from octavo.runtime.switch import disabled

@@ -26,8 +26,8 @@ from octavo.nn.gathered import fits
 from octavo.nn.linear_like import LinearLike
 from octavo.nn.operands import InputCastCache, check_recipe
 from octavo.nn.report import NOTE_ATTRIBUTE
-from octavo.numerics.names import check_choice
 from octavo.numerics.spec import QuantSpec
+from octavo.numerics.suggestions import check_choice
 from octavo.parallel.agreement import EqualShapes, check_on_all_ranks
 from octavo.parallel.tokens import TokenExchange, check_equal_parts, gather_input, reduce_output
 from octavo.runtime.switch import SWITCH

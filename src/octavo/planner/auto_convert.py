@@ -79,7 +79,7 @@ def convert(
         frozen: `"fp8"`: weights of frozen linears, as under LoRA, exist in FP8 only: 1 byte per parameter. If none is
             frozen, all are frozen. By rule, whatever the gain in time; for recipes with one FP8 form of W.
         weight_only: Name patterns of layers whose resident weights are dequantized for products in the input's dtype;
-            `()` for none. `"auto"`: projections of attention whose recipe no filter chose (`octavo.nn.linear_plan`).
+            `()` for none. `"auto"`: projections of attention whose recipe no filter chose.
         device: The GPU to decide for, as of `octavo.plan`: a name such as `"h100"`, a file or a table. None: this
             machine's GPU, if it has one. `"cpu"`: decide without costs, also on a machine with a GPU.
         tokens: Tokens per call of a layer on one GPU; used only for the decision.

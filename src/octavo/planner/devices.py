@@ -30,7 +30,7 @@ from typing import Any
 
 from octavo.kernels.calibration import Entry, UnknownFormatError, read
 from octavo.kernels.registry import Case, Shape
-from octavo.numerics.names import nearest
+from octavo.numerics.suggestions import nearest
 
 MAX_INTERPOLATION_FACTOR = 2.0  # Largest ratio of two neighbouring measured sizes to interpolate between
 

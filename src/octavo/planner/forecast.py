@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from octavo.numerics.display import Table
-from octavo.numerics.names import merged, pattern
 from octavo.numerics.plan import Plan, PlanRow
+from octavo.numerics.suggestions import merged, pattern
 from octavo.planner.decide import LinearDecision
 from octavo.planner.devices import Gpu
 from octavo.planner.memory_plan import FORECAST_KINDS, MemoryPlan, gib, merge_kinds

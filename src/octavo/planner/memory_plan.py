@@ -17,7 +17,7 @@ from functools import cached_property
 
 from octavo.nn.memory_audit import Audit, dtype_name
 from octavo.numerics.display import Displayed, Table
-from octavo.numerics.names import merged, pattern
+from octavo.numerics.suggestions import merged, pattern
 from octavo.planner.timeline import (
     ACTIVATIONS,
     BATCH,

@@ -21,10 +21,10 @@ from octavo.nn.convert import apply_plan, rule_plan
 from octavo.nn.filters import FilterLike
 from octavo.nn.memory_audit import Audit, audit, call
 from octavo.nn.report import check_module
-from octavo.numerics.names import nearest
 from octavo.numerics.plan import Plan
 from octavo.numerics.precision import LEVELS, Precision
 from octavo.numerics.recipe import Recipe
+from octavo.numerics.suggestions import nearest
 from octavo.optim.adamw import ADAMW, AdamW
 from octavo.planner.decide import candidates, decide_by_rule
 from octavo.planner.devices import Gpu, find_gpu, with_measurements

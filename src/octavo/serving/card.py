@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo._version import __version__
-from octavo.numerics.names import listed
+from octavo.numerics.suggestions import listed
 from octavo.serving.export_layouts import LAYOUTS, ExportLayout
 
 _READ_BY = {

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from octavo.numerics.names import nearest
 from octavo.numerics.recipe import BLOCKWISE, MXFP8, RECIPES, ROWWISE, Recipe
+from octavo.numerics.suggestions import nearest
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,7 +34,7 @@ from octavo.nn.linear_subclasses import is_converted
 from octavo.nn.report import report
 from octavo.nn.resident import SCALE_SUFFIX, ResidentWeight
 from octavo.nn.resident import resident_weights as resident_in
-from octavo.numerics.names import listed
+from octavo.numerics.suggestions import listed
 from octavo.runtime.extras import needs_extras
 from octavo.serving.card import Exported, model_card
 from octavo.serving.export_layouts import LAYOUTS, ExportLayout, get_layout

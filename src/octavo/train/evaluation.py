@@ -25,7 +25,7 @@ from torch.distributed.fsdp import FSDPModule
 from octavo.nn.causal import IGNORE, evaluating
 from octavo.parallel.pipeline_model import Pipeline
 from octavo.runtime.switch import disabled
-from octavo.train.layout import Layout, counted, on_tensors
+from octavo.train.layout import RankLayout, counted, on_tensors
 from octavo.train.ranks import Ranks
 from octavo.train.record.metrics import LOSS, LOSS_HIGH_PRECISION, finite
 from octavo.train.tasks.task import HeldOut, Task
@@ -60,7 +60,7 @@ class Patience:
 
 
 def evaluate(
-    task: Task, model: Any, layout: Layout, ranks: Ranks, loss: Callable[[Tensor, Tensor], Tensor], *, fp8: bool,
+    task: Task, model: Any, layout: RankLayout, ranks: Ranks, loss: Callable[[Tensor, Tensor], Tensor], *, fp8: bool,
     between: Callable[..., None] = lambda *_: None,
 ) -> dict[str, float | None]:  # fmt: skip
     """The metrics on held-out data by name, on every rank; {} if there is none. None for one that is not finite."""
@@ -95,7 +95,7 @@ def without_trace(model: Any, pipeline: Pipeline | None = None) -> Iterator[None
 
 
 def _mean_loss(
-    task: Task, data: HeldOut, layout: Layout, ranks: Ranks, loss: Callable[[Tensor, Tensor], Tensor | None],
+    task: Task, data: HeldOut, layout: RankLayout, ranks: Ranks, loss: Callable[[Tensor, Tensor], Tensor | None],
     between: Callable[[int, int], None],
 ) -> float:  # fmt: skip
     config = task.config

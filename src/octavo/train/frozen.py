@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octavo.numerics.names import nearest
+from octavo.numerics.suggestions import nearest
 from octavo.planner.fake import fake_copy, fake_tensors
 from octavo.train.config.run_config import ConfigError
 

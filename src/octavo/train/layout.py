@@ -53,7 +53,7 @@ def on_tensors(function: Callable[[Tensor], Any], inputs: Inputs) -> Any:
     return function(inputs)
 
 
-def row_chunks(inputs: Inputs, parts: int) -> Sequence[Inputs]:
+def split_micro_batches(inputs: Inputs, parts: int) -> Sequence[Inputs]:
     if not isinstance(inputs, Mapping):
         chunks: Sequence[Tensor] = inputs.chunk(parts)
         return chunks
@@ -62,7 +62,7 @@ def row_chunks(inputs: Inputs, parts: int) -> Sequence[Inputs]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class RankLayout:
     """What this rank has of a run."""
 
     forward: Callable[..., Any]  # The module to call: the model, or what wraps it
@@ -147,7 +147,7 @@ def check_layout(parallel: ParallelConfig, optim: Optim, data: Data, world: int)
 
 def distribute(
     model: nn.Module, settings: ParallelConfig, device: torch.device, *, fp8: bool, micro_batches: int
-) -> Layout:
+) -> RankLayout:
     """Distribute a model over the ranks of the process group, or over this one alone, in place."""
     world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
     data = replace(settings.resolved, dp_shard=-1)
@@ -160,7 +160,7 @@ def distribute(
             check_experts_compute_in_fp8(fp8)
             mesh = _mesh(settings, device, (world // settings.ep, settings.ep), ("efsdp", "ep"))
             _share_layers(model, settings, mesh["ep"], sends_fp8)
-            return Layout(forward=parallelize(model, mesh, **_comm(data)), **alone)
+            return RankLayout(forward=parallelize(model, mesh, **_comm(data)), **alone)
         if settings.cp > 1:
             mesh = _mesh(settings, device, (world // settings.cp, settings.cp), ("data", "cp"))
             _share_layers(model, settings, mesh["cp"], sends_fp8)
@@ -171,14 +171,14 @@ def distribute(
         mesh = _mesh(settings, device, (sizes[0], sizes[1] * settings.cp), ("dp_replicate", "dp_shard"))
         if mesh.size(1) == 1 and mesh.size(0) > 1:
             model.to(device)
-        return Layout(forward=parallelize(model, mesh, **_comm(data)), **alone)
+        return RankLayout(forward=parallelize(model, mesh, **_comm(data)), **alone)
     except ValueError as error:
         raise SharedError(f"[parallel]: {error}") from None
 
 
 def _on_hybrid_mesh(
     model: nn.Module, settings: ParallelConfig, device: torch.device, sends_fp8: bool, micro_batches: int
-) -> Layout:
+) -> RankLayout:
     world, rank, tp, pp = dist.get_world_size(), dist.get_rank(), settings.tp, settings.pp
     sizes = settings.sizes(world)
     mesh = _mesh(settings, device, (pp, *sizes, tp), ("pp", "dp_replicate", "dp_shard", "tp"))
@@ -202,7 +202,7 @@ def _on_hybrid_mesh(
         )  # fmt: skip
         stage_group = flattened(mesh["dp_replicate", "dp_shard", "tp"], "stage").get_group()
     rows = rank // tp % math.prod(sizes), math.prod(sizes)
-    return Layout(
+    return RankLayout(
         forward=forward, rows=rows, labels=(rank % tp, tp) if divides else (0, 1), loss_parts=tp if divides else 1,
         part=(rank % tp, tp), ranks=world // pp, seed=rank if divides else rank // tp, partial=partial,
         summing=mesh["tp"] if partial else None, pipeline=pipeline, stages=pp, stage_group=stage_group,
@@ -222,14 +222,16 @@ def _comm(layout: Parallel) -> dict[str, Any]:
     return {name: getattr(layout, name) for name in ("fp8_comm", "reshard_after_forward", "cpu_offload")}
 
 
-def divide_layers(model: nn.Module, settings: ParallelConfig, mesh: DeviceMesh | None, *, fp8: bool) -> Layout:
+def divide_layers(model: nn.Module, settings: ParallelConfig, mesh: DeviceMesh | None, *, fp8: bool) -> RankLayout:
     """Leave in a model what one rank has of each layer, in place, and nothing of its data parallelism: for a plan."""
     if mesh is not None:
         with naming("[parallel]", ValueError):
             _share_layers(model, settings, mesh, fp8 and settings.fp8_comm != "off")
     divides = settings.sequence_parallel and settings.tp > 1
     labels = settings.tp if divides else settings.cp
-    return Layout(forward=model, inputs=(0, settings.cp), labels=(0, labels), loss_parts=settings.tp if divides else 1)
+    return RankLayout(
+        forward=model, inputs=(0, settings.cp), labels=(0, labels), loss_parts=settings.tp if divides else 1
+    )
 
 
 def _share_layers(model: nn.Module, settings: ParallelConfig, mesh: DeviceMesh, sends_fp8: bool) -> None:

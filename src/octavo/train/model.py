@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.nn.causal import check_next_token_loss, chunked_loss
-from octavo.numerics.names import nearest
+from octavo.numerics.suggestions import nearest
 from octavo.runtime.torch_compat import TorchDispatchMode, tree_leaves
 from octavo.train.checkpoint.kinds import IMAGE_CLASSIFICATION, LANGUAGE, ModelKind
 from octavo.train.checkpoint.pretrained import load_model_config, load_pretrained

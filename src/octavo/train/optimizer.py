@@ -48,7 +48,7 @@ from torch import Tensor, nn
 
 from octavo.kernels.adamw import HyperParams, ParamState
 from octavo.nn.experts import STACKED
-from octavo.numerics.names import nearest
+from octavo.numerics.suggestions import nearest
 from octavo.optim import OPTIMIZERS, AdamW
 from octavo.optim.adamw import ADAMW
 from octavo.optim.sharded import local_rows, shard_like, sum_gradient

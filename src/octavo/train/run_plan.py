@@ -34,9 +34,9 @@ from octavo.nn.causal import decide_head
 from octavo.nn.convert import rule_plan
 from octavo.nn.frozen import with_weight_only
 from octavo.nn.memory_audit import Audit, SavedStorage, audit
-from octavo.numerics.names import nearest
 from octavo.numerics.plan import Plan
 from octavo.numerics.precision import AUTO, LEVELS
+from octavo.numerics.suggestions import nearest
 from octavo.parallel.pipeline_model import SCHEDULES, StageModule, check_pipeline_structure, divide, remove_ends
 from octavo.planner.auto_convert import plan_on_gpu
 from octavo.planner.decide import candidates, decide_by_rule
@@ -56,7 +56,7 @@ from octavo.runtime.torch_compat import fake_process_group
 from octavo.train.config.run_config import ConfigError, TrainConfig, load_config, naming, one_line, parse_config
 from octavo.train.config.sections import ParallelConfig
 from octavo.train.config.shrink import change_of
-from octavo.train.layout import Layout, check_experts_compute_in_fp8, check_layout, divide_layers
+from octavo.train.layout import RankLayout, check_experts_compute_in_fp8, check_layout, divide_layers
 from octavo.train.model import PARAMETER_DTYPES, auto_attention, check_model
 from octavo.train.optimizer import step_cost
 from octavo.train.packed_attention import is_varlen
@@ -321,7 +321,9 @@ def stages_of_model(model: nn.Module, parallel: ParallelConfig) -> list[Stage]:
     return stages
 
 
-def _own_part(model: Any, config: TrainConfig, mesh: DeviceMesh | None, stage: Stage, *, fp8: bool = False) -> Layout:
+def _own_part(
+    model: Any, config: TrainConfig, mesh: DeviceMesh | None, stage: Stage, *, fp8: bool = False
+) -> RankLayout:
     """Leave in a model what a rank has of its layers, in place, and not the embedding and head of other stages."""
     layout = divide_layers(model, config.parallel, mesh, fp8=fp8)
     if stage.count == 1:
@@ -380,7 +382,7 @@ def _trace_forward(
 ) -> Trace:
     """Trace one forward of what a rank has of a stage, in bf16, with the fused kernels of a plan."""
     # `loss` runs a whole model of more than text.
-    parallel, layouts, fake = config.parallel, dict[nn.Module, Layout](), fake_device(torch.device("cuda"))
+    parallel, layouts, fake = config.parallel, dict[nn.Module, RankLayout](), fake_device(torch.device("cuda"))
     if parallel.ep > 1:  # experts in bf16 are not distributed: each rank has as many rows, of fewer experts
         trace = _trace_forward(without_experts(config), stage, shape, loss, plan)
         return share_experts(trace, parallel.ep)

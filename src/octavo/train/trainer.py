@@ -51,12 +51,12 @@ from octavo.train.evaluation import Patience, evaluate
 from octavo.train.guard import SpikeGuard
 from octavo.train.layout import (
     Inputs,
-    Layout,
+    RankLayout,
     check_layout,
     counted,
     distribute,
     on_tensors,
-    row_chunks,
+    split_micro_batches,
     targets_per_rank,
     to_device,
 )
@@ -80,8 +80,8 @@ class Trainer:
 
     def __init__(
         self, config: TrainConfig, data: Any, device: torch.device, model: nn.Module | None = None,
-        *, ranks: Ranks | None = None, plan: Plan | None = None, divide: Callable[[nn.Module], Layout] | None = None,
-        startup: Stopwatch | None = None,
+        *, ranks: Ranks | None = None, plan: Plan | None = None,
+        divide: Callable[[nn.Module], RankLayout] | None = None, startup: Stopwatch | None = None,
     ) -> None:  # fmt: skip
         precision, parallel, optim = config.precision, config.parallel, config.optim
         self.config, self.step = config, 0  # step: Number of finished steps
@@ -122,7 +122,7 @@ class Trainer:
         )
         self.checkpointing = Checkpointing(self.model, precision.checkpointing, in_graphs=self.blocks.active)
         self.blocks.compile()
-        self.layout = Layout(forward=self.model) if divide is None else divide(self.model)
+        self.layout = RankLayout(forward=self.model) if divide is None else divide(self.model)
         settings = ranks.raise_together(lambda: parameter_settings(self.model, config.optim, part=given))
         sizes = {name: param.numel() for name, param in self.model.named_parameters()}
         # What each group of parameters matched, in lines; empty without `optim.groups`.
@@ -319,7 +319,7 @@ class Trainer:
             # Not in the middle of a step whose forwards change more of what a checkpoint holds than parameters.
             may_end = self.slow and not (any(equalized_layers(self.model)) or saved_buffers(self.model))
             for number, (part_inputs, part_targets) in enumerate(
-                zip(row_chunks(inputs, parts), targets.chunk(parts), strict=True), 1
+                zip(split_micro_batches(inputs, parts), targets.chunk(parts), strict=True), 1
             ):
                 if number > 1 and may_end:
                     self.between()
@@ -386,7 +386,7 @@ class Trainer:
         return torch.autocast(self._device.type, torch.bfloat16)
 
     def _saved_bytes_per_token(self) -> float:
-        inputs, targets = (row_chunks(rows, self.config.optim.micro_batches)[0] for rows in self._batch(0))
+        inputs, targets = (split_micro_batches(rows, self.config.optim.micro_batches)[0] for rows in self._batch(0))
         with self.layout.reduces(False), self.blocks.trial():
             count = self.task.count(inputs, targets)
             return saved_bytes_per_token(self.model, self.checkpointing, self.loss, (inputs, targets), count)

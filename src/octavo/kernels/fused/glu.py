@@ -24,8 +24,8 @@ from octavo.kernels.fused.outputs import (
 )
 from octavo.kernels.library import check_like, check_matrix, define
 from octavo.kernels.registry import Case, register, same_bytes, triton_backend
-from octavo.numerics.names import check_choice
 from octavo.numerics.spec import QuantSpec
+from octavo.numerics.suggestions import check_choice
 from octavo.tensor import Order, ScaledTensor
 
 

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from octavo.kernels.quantize import reference
 from octavo.numerics.formats import E4M3
-from octavo.numerics.names import check_choice
 from octavo.numerics.recipe import RECIPES
 from octavo.numerics.spec import FULL, ROW, QuantSpec
+from octavo.numerics.suggestions import check_choice
 from octavo.tensor import Order, ScaledTensor
 
 

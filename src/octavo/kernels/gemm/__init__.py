@@ -25,9 +25,9 @@ from octavo.kernels.library import check_like, define
 from octavo.kernels.quantize import quantize
 from octavo.kernels.registry import GPU_TYPES, Backend, Case, register, triton_backend, triton_unsupported
 from octavo.numerics.formats import SUPPORTED_DTYPES
-from octavo.numerics.names import check_choice
 from octavo.numerics.recipe import RECIPES, Recipe
 from octavo.numerics.spec import QuantSpec
+from octavo.numerics.suggestions import check_choice
 from octavo.runtime.lazy import lazy_function
 from octavo.runtime.torch_compat import disable_current_modes
 from octavo.tensor import ScaledTensor

@@ -14,7 +14,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from octavo.kernels.gemm.operand_layout import ALIGNMENT, Operand, packed
-from octavo.kernels.launch import Launch, PreparedLaunch, function_of, preparation, source_of
+from octavo.kernels.launch import Launch, PreparedLaunch, compile_function, preparation, render
 from octavo.runtime.torch_compat import empty_strided_on
 
 
@@ -80,11 +80,11 @@ class TritonProduct:
             *preparation(self._device.index, constants, otherwise),
             *(f"{name} = {name.upper()}.data_ptr()" for name in addresses),
             f"if ({' | '.join(addresses)}) & 15: {otherwise}",
-            f"OUT = {source_of(self._empty, constants)}{source_of(self._out, constants)}",
+            f"OUT = {render(self._empty, constants)}{render(self._out, constants)}",
             "out = OUT.data_ptr()",
             *(f"{name.lower()} = out" for name, present in zip(_PARAMETERS, read, strict=True) if not present),
         ]
-        return function_of(", ".join(_PARAMETERS), [*lines, launched, "return OUT"], constants)
+        return compile_function(", ".join(_PARAMETERS), [*lines, launched, "return OUT"], constants)
 
 
 def descriptor(data: Tensor, tile: tuple[int, int], gluon: bool = False) -> Any:

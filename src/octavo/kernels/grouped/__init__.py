@@ -33,9 +33,9 @@ from octavo.kernels.grouped.gradient import is_grouped, quantize_grouped, sum_by
 from octavo.kernels.library import define
 from octavo.kernels.registry import Backend, Case, register, triton_backend
 from octavo.numerics.formats import SUPPORTED_DTYPES
-from octavo.numerics.names import check_choice
 from octavo.numerics.recipe import RECIPES, Recipe
 from octavo.numerics.spec import QuantSpec
+from octavo.numerics.suggestions import check_choice
 from octavo.tensor import ScaledTensor
 
 __all__ = ["GROUPED_MM", "grouped_mm", "is_grouped", "quantize_grouped", "sum_by_group"]

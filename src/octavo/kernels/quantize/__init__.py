@@ -16,9 +16,9 @@ from octavo.kernels.direct import ZEROS, Call, Plans, signature
 from octavo.kernels.library import check_like, check_matrix, define
 from octavo.kernels.quantize import decomposed, reference
 from octavo.kernels.registry import Case, register, same_bytes, triton_backend, triton_unsupported
-from octavo.numerics.names import check_choice
 from octavo.numerics.recipe import RECIPES
 from octavo.numerics.spec import QuantSpec
+from octavo.numerics.suggestions import check_choice
 from octavo.tensor import Order, ScaledTensor
 
 __all__ = ["QUANTIZE", "QUANTIZE_PAIR", "plan_pair", "plan_quantize", "quantize", "quantize_pair"]
@@ -26,7 +26,7 @@ __all__ = ["QUANTIZE", "QUANTIZE_PAIR", "plan_pair", "plan_quantize", "quantize"
 
 def quantize(
     x: Tensor, spec: QuantSpec, fold: Tensor | None = None, *, order: Order = "rows", amax: Tensor | None = None,
-    scale: Tensor | None = None, beside: Tensor | None = None,
+    scale: Tensor | None = None, fuse_with: Tensor | None = None,
 ) -> ScaledTensor:  # fmt: skip
     """Quantize a matrix.
 
@@ -40,8 +40,8 @@ def quantize(
         amax: Precomputed largest magnitude per scale, float32 of the scales' shape, from a fused norm or an amax
             history. Saves the amax pass.
         scale: Precomputed scales, of the scales' shape and dtype, from an earlier quantization of the same x.
-        beside: For torch.compile only: finite float32 [M,1]. Casts of equal shapes for which it is the same tensor, as
-            X's scales are for the weights of gate and up, become one kernel. Changes no result.
+        fuse_with: For torch.compile only: finite float32 [M,1]. Casts of equal shapes for which it is the same tensor,
+            as X's scales are for the weights of gate and up, become one kernel. Changes no result.
 
     Returns:
         FP8 data [R,C] with scales of shape `spec.granularity.scale_shape((R,C))`. If the given amax or
@@ -61,7 +61,7 @@ def quantize(
             return ScaledTensor(q, s, spec, q_t if order == "both" else None)
     else:
         _check_call(x, spec, fold, amax, scale, order)
-    outputs = torch.ops.octavo.quantize(x, spec.text, fold, amax, scale, order, beside)
+    outputs = torch.ops.octavo.quantize(x, spec.text, fold, amax, scale, order, fuse_with)
     copy = outputs[1].t() if order == "both" else None
     return ScaledTensor(
         outputs[0].t() if order == "columns" else outputs[0], outputs[-1] if scale is None else scale, spec, copy
@@ -203,7 +203,7 @@ QUANTIZE_PAIR = register(
 
 def _run(
     x: Tensor, spec: str, fold: Tensor | None, amax: Tensor | None, scale: Tensor | None, order: str,
-    beside: Tensor | None = None,
+    fuse_with: Tensor | None = None,
 ) -> list[Tensor]:  # fmt: skip
     backend = QUANTIZE.choose(x.device, (spec,))
     outputs: list[Tensor] = backend.run(x, QuantSpec.parse(spec), fold, amax, scale, order)
@@ -218,7 +218,7 @@ def _fake(x: Tensor, spec: str, *others: Any) -> list[Tensor]:
 
 def _decompose(
     x: Tensor, spec: str, fold: Tensor | None, amax: Tensor | None, scale: Tensor | None, order: str,
-    beside: Tensor | None = None,
+    fuse_with: Tensor | None = None,
 ) -> Any:  # fmt: skip
     parsed = QuantSpec.parse(spec)
     # Whether Inductor compiles casts to FP8 for this device.
@@ -226,7 +226,7 @@ def _decompose(
     reduces_and_transposes = order == "columns" and amax is None and scale is None
     if reduces_and_transposes or not fuses or not decomposed.can_decompose(x, parsed, order != "rows"):
         return NotImplemented
-    return decomposed.quantize(x, parsed, fold, amax, scale, order, beside)
+    return decomposed.quantize(x, parsed, fold, amax, scale, order, fuse_with)
 
 
 def _run_pair(x: Tensor, spec: str, fold: Tensor | None, spec_t: str, fold_t: Tensor | None) -> list[Tensor]:

@@ -13,7 +13,7 @@ The bytes are the reference's. This needs some care:
                  the input that q, k and v share.
     scales       Stored by the kernel that computes amax. A dozen operations lead from amax to 1 / scale. Where Inductor
                  repeats them for each element, it counts the cast as expensive and stores the matrix in float32 first.
-    beside       Inductor fuses independent kernels of equal shape if they read 10 bytes or more in common. The weights
+    fuse_with    Inductor fuses independent kernels of equal shape if they read 10 bytes or more in common. The weights
                  of k and v, or of gate and up, have no common input, so they read the scales of X, times zero.
 
 No addition follows a multiplication except of zero or NaN, so contraction to FMA changes nothing.
@@ -45,16 +45,16 @@ def can_decompose(x: Tensor, spec: QuantSpec, transposed: bool) -> bool:
 
 def quantize(
     x: Tensor, spec: QuantSpec, fold: Tensor | None, amax: Tensor | None, scale: Tensor | None, order: str,
-    beside: Tensor | None = None,
+    fuse_with: Tensor | None = None,
 ) -> list[Tensor]:  # fmt: skip
-    """See `reference.quantize`; casts with the same `beside` are for one kernel (`octavo.kernels.quantize`)."""
+    """See `reference.quantize`; casts with the same `fuse_with` are for one kernel (`octavo.kernels.quantize`)."""
     values, outputs = _values(x, fold), []
     if scale is None:
         marked = _marked_scale(_amax(x, values, fold, spec) if amax is None else amax, spec)
-        scale = _stored_scales(_read_with(marked, beside))
+        scale = _stored_scales(_read_with(marked, fuse_with))
         outputs = [torch.where(scale == scale, scale, 1.0)]
     else:
-        scale = _read_with(scale, beside)
+        scale = _read_with(scale, fuse_with)
     scaled = values * _reciprocal(scale)
     if amax is not None or not outputs:
         scaled = scaled.clamp(-spec.format.max, spec.format.max) + values * 0.0  # NaN where x is not finite
@@ -105,15 +105,15 @@ def _marked_scale(amax: Tensor, spec: QuantSpec) -> Tensor:
     return scale + (amax * 0.0).abs()  # plus zero, or NaN
 
 
-def _read_with(scale: Tensor, beside: Tensor | None) -> Tensor:
-    """Return scales unchanged, by an operation that reads `beside` (see the module's docstring)."""
-    # `beside` is finite, or the factor of a matrix's rows, which makes the scales of all its columns NaN anyway.
-    if beside is None or not all(isinstance(size, int) for size in (*scale.shape, *beside.shape)):
+def _read_with(scale: Tensor, fuse_with: Tensor | None) -> Tensor:
+    """Return scales unchanged, by an operation that reads `fuse_with` (see the module's docstring)."""
+    # `fuse_with` is finite, or the factor of a matrix's rows, which makes the scales of all its columns NaN anyway.
+    if fuse_with is None or not all(isinstance(size, int) for size in (*scale.shape, *fuse_with.shape)):
         return scale
-    common = math.gcd(scale.numel(), beside.numel())
-    if common * beside.element_size() < _FUSING_BYTES:
+    common = math.gcd(scale.numel(), fuse_with.numel())
+    if common * fuse_with.element_size() < _FUSING_BYTES:
         return scale
-    zeros = beside.reshape(-1)[:common] * 0.0
+    zeros = fuse_with.reshape(-1)[:common] * 0.0
     return scale + zeros.expand(scale.numel() // common, common).reshape(scale.shape)
 
 

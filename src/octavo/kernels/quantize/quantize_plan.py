@@ -17,7 +17,7 @@ import triton
 from torch import Tensor
 
 from octavo.kernels.direct import new_zeros
-from octavo.kernels.launch import Launch, PreparedLaunch, current_stream, function_of, preparation, source_of
+from octavo.kernels.launch import Launch, PreparedLaunch, compile_function, current_stream, preparation, render
 from octavo.kernels.quantize.device import maxima_kernel, rows_kernel
 from octavo.kernels.quantize.reference import padded
 from octavo.numerics.spec import QuantSpec
@@ -70,7 +70,7 @@ class QuantizePlan:
         if self._allocate is None:
             constants: dict[str, Any] = {}
             lines = [*self._allocations(constants), "return Q, Q_T, COLUMNS, S, S_T"]
-            self._allocate = function_of("GIVEN", lines, constants)
+            self._allocate = compile_function("GIVEN", lines, constants)
         q, q_t, columns, s, s_t = self._allocate(precomputed)
         if precomputed is not None and precomputed.dtype != torch.float32:
             precomputed = precomputed.float()
@@ -103,7 +103,7 @@ class QuantizePlan:
         if lines is None:
             return None
         lines = [*preparation(self._index, constants, otherwise), *lines, "return Q, Q_T, S, S_T"]
-        return function_of("X, FOLD, FOLD_T, GIVEN, zeros=new_zeros", lines, constants)
+        return compile_function("X, FOLD, FOLD_T, GIVEN, zeros=new_zeros", lines, constants)
 
     def _source(self, constants: dict[str, Any], otherwise: str) -> list[str] | None:
         """Return lines that do what `run` does for aligned addresses; None if a kernel was not compiled for these."""
@@ -118,7 +118,7 @@ class QuantizePlan:
         takes_scale = bool(kernel.get("PRECOMPUTED"))
         lines = []
         if takes_scale:
-            lines += [f"BITS = GIVEN if GIVEN.dtype is {source_of(torch.float32, constants)} else GIVEN.float()"]
+            lines += [f"BITS = GIVEN if GIVEN.dtype is {render(torch.float32, constants)} else GIVEN.float()"]
         lines += [f"if not {name}.is_contiguous(): {otherwise}" for name in (*folds, *["BITS"] * takes_scale)]
         lines += self._allocations(constants)
         addresses = {"x": "X", "q_t": "COLUMNS", "s": "S"} | {name.lower(): name for name in folds}
@@ -126,7 +126,7 @@ class QuantizePlan:
         addresses |= {"s_t": "S_T"} if self._pair else {}
         lines += [f"{name} = {tensor}.data_ptr()" for name, tensor in addresses.items()]
         if self._two_passes:
-            lines += [f"BLOCK, start = zeros({self._maxima}, {source_of(self._device, constants)}, stream)"]
+            lines += [f"BLOCK, start = zeros({self._maxima}, {render(self._device, constants)}, stream)"]
             lines += ["amax = BLOCK.data_ptr() + 4 * start"]
         else:
             lines += ["amax = s if BITS is S else BITS.data_ptr()" if takes_scale else "amax = x"]
@@ -141,7 +141,7 @@ class QuantizePlan:
 
     def _allocations(self, constants: dict[str, Any]) -> list[str]:
         """Return lines that allocate Q, Q_T, COLUMNS (the memory of Q_T), S and S_T, given scales in GIVEN."""
-        function, data, scales = (source_of(v, constants) for v in (self._empty, self._dtype, self._scale_dtype))
+        function, data, scales = (render(v, constants) for v in (self._empty, self._dtype, self._scale_dtype))
 
         def empty(shape: Sequence[int], stride: Sequence[int], dtype: str) -> str:
             return f"{function}({tuple(shape)}, {tuple(stride)}, {dtype})"

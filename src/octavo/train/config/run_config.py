@@ -19,12 +19,12 @@ from typing import Any, Literal, get_args
 from pydantic import ValidationError
 
 from octavo.numerics import Precision
-from octavo.numerics.names import nearest
 from octavo.numerics.recipe import get_recipe
+from octavo.numerics.suggestions import nearest
 from octavo.optim import OPTIMIZERS
 from octavo.parallel.combinations import ZERO_BUBBLE
 from octavo.train.config import sections
-from octavo.train.config.sections import FREE, TUNABLE, Free, Optim, Run, Section, decay_steps
+from octavo.train.config.sections import CHANGEABLE_ON_RESUME, IGNORED_ON_RESUME, Free, Optim, Run, Section, decay_steps
 
 TEXT_ONLY_EVAL = ("source", "split", "fraction", "batches")
 """Settings of `[eval]` that only text has; image generation has `batches` as well."""
@@ -404,20 +404,20 @@ def _choices(annotation: Any) -> list[str]:
 
 
 def resume_of(key: str) -> str:
-    """Whether a setting, as "optim.lr", may differ on resume: `FREE`, `TUNABLE`, or "" if it must be the same."""
+    """Whether a setting, as "optim.lr", may differ on resume: `IGNORED_ON_RESUME`, `CHANGEABLE_ON_RESUME` or ""."""
     section: Any = TrainConfig
     for name in key.split("."):
         field = getattr(section, "model_fields", {}).get(name)
         if field is None:
             break
-        if kind := next((kind for kind in (FREE, TUNABLE) if kind in field.metadata), ""):
+        if kind := next((kind for kind in (IGNORED_ON_RESUME, CHANGEABLE_ON_RESUME) if kind in field.metadata), ""):
             return kind
         section = _section(field.annotation)
     return ""
 
 
 def check_same_run(saved: Mapping[str, Any], config: TrainConfig, where: Path) -> list[str]:
-    """Return a line for each changed setting that is `TUNABLE`."""
+    """Return a line for each changed setting that is `CHANGEABLE_ON_RESUME`."""
     # Raises ConfigError for the first other setting of `config` that differs from the run saved in `where`.
     old_settings, new_settings, changes = dict(flat("", saved)), config.flat, []
     with suppress(ConfigError):  # settings that are newer than the saved run have their defaults
@@ -428,10 +428,10 @@ def check_same_run(saved: Mapping[str, Any], config: TrainConfig, where: Path) -
     for key in sorted(new_settings | old_settings, key=lambda key: not key.startswith("model.")):
         old, new = old_settings.get(key, "unset"), new_settings.get(key, "unset")
         kind = resume_of(key)
-        if old == new or kind == FREE:
+        if old == new or kind == IGNORED_ON_RESUME:
             continue
         before, now = (value if value == "unset" else json.dumps(value) for value in (old, new))
-        if kind != TUNABLE:
+        if kind != CHANGEABLE_ON_RESUME:
             problem = f"{where} holds another run: there {key} = {before}, here {now}"
             raise ConfigError(f"{problem}. Set {key} back to resume it, or choose another output folder")
         changes.append(f"resumed with {key} = {now} (was {before})")

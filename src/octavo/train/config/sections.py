@@ -15,18 +15,18 @@ from pydantic_core import PydanticCustomError
 
 from octavo.inspect.findings import Thresholds
 from octavo.numerics import Precision
-from octavo.numerics.names import nearest
 from octavo.numerics.precision import ALIASES
 from octavo.numerics.recipe import get_recipe
+from octavo.numerics.suggestions import nearest
 from octavo.optim import OPTIMIZERS
 from octavo.parallel import Parallel
 from octavo.parallel.combinations import SETTINGS
 
 T = TypeVar("T")
-FREE, TUNABLE = "free", "tunable"
-Free = Annotated[T, FREE]
+IGNORED_ON_RESUME, CHANGEABLE_ON_RESUME = "free", "tunable"
+Free = Annotated[T, IGNORED_ON_RESUME]
 """A setting that may differ on resume without a note: names, paths and monitoring. The data has a fingerprint."""
-Tunable = Annotated[T, TUNABLE]
+Tunable = Annotated[T, CHANGEABLE_ON_RESUME]
 """A setting that may differ on resume with a note: the run then differs from an uninterrupted one."""
 
 

@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from octavo.nn.causal import IGNORE
-from octavo.numerics.names import counted_noun
+from octavo.numerics.suggestions import counted_noun
 from octavo.train.config.sections import Data
 from octavo.train.data.documents import NoSequencesError
 from octavo.train.data.epochs import EpochOrder

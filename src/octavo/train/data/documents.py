@@ -18,7 +18,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
-from octavo.numerics.names import nearest
+from octavo.numerics.suggestions import nearest
 from octavo.train.config.run_config import ConfigError
 from octavo.train.config.sections import Data
 from octavo.train.data.chat import ALPACA, MESSAGES, SHAREGPT, TOOLS, conversation_text, messages_of

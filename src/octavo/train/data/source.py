@@ -35,7 +35,7 @@ from functools import lru_cache
 from pathlib import Path, PurePath, PurePosixPath
 from typing import Any, NamedTuple
 
-from octavo.numerics.names import nearest
+from octavo.numerics.suggestions import nearest
 from octavo.train.config.run_config import ConfigError
 from octavo.train.config.sections import Data, expand
 from octavo.train.data import chat, documents

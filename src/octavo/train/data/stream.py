@@ -41,7 +41,7 @@ from octavo.train.data.tokenizer import TextTokenizer
 from octavo.train.record.progress import NullProgress, Progress
 
 BLOCKS_OF_CHUNK = 16  # Places of .jsonl files that a chunk is from, at least
-EDGE = 1 << 16  # Bytes at the beginning and the end of each file that are hashed at each start
+HASHED_EDGE_BYTES = 1 << 16  # Bytes at the beginning and the end of each file that are hashed at each start
 OPEN_CHUNKS = 3  # Chunks of which the index stays in memory: the one in use, the one before it, and that of step 0
 OPEN_EPOCHS = 2  # Epochs of which the order of the chunks stays in memory
 
@@ -238,9 +238,9 @@ def _identity(path: str) -> list[Any]:
     """The size of a file and a digest of its ends."""
     with documents.reading(path), open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
-        digest = hashlib.sha256(file.read(EDGE))
-        file.seek(max(0, size - EDGE))
-        digest.update(file.read(EDGE))
+        digest = hashlib.sha256(file.read(HASHED_EDGE_BYTES))
+        file.seek(max(0, size - HASHED_EDGE_BYTES))
+        digest.update(file.read(HASHED_EDGE_BYTES))
     return [size, digest.hexdigest()[:16]]
 
 

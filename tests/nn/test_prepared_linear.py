@@ -27,7 +27,7 @@ from octavo.kernels import registry
 from octavo.kernels.gemm import SCALED_MM
 from octavo.kernels.quantize import QUANTIZE, QUANTIZE_PAIR, reference
 from octavo.kernels.registry import Backend
-from octavo.nn import linear_plan
+from octavo.nn import prepared_linear
 from support.dispatch_modes import Passing
 
 LINEAR = sys.modules["octavo.nn.linear"]
@@ -79,7 +79,7 @@ class PairPlan(Plan):
 def on_gpu_path(monkeypatch):
     registry.GPU_TYPES.add("cpu")
     install(monkeypatch, Rules())
-    linear_plan._PLANS.clear(), linear_plan._MATCHES.clear()
+    prepared_linear._PLANS.clear(), prepared_linear._MATCHES.clear()
     monkeypatch.setitem(QUANTIZE.backends, "planned", Backend(name="planned", run=reference.quantize, plan=Plan))
     monkeypatch.setitem(
         QUANTIZE_PAIR.backends, "planned", Backend(name="planned", run=reference.quantize_pair, plan=PairPlan)
@@ -104,9 +104,9 @@ def counted():
         return mock.patch.object(owner, name, staticmethod(counting) if key == "forward" else counting)
 
     with (
-        count(linear_plan._PlannedLinear, "forward", "forward"),
-        count(linear_plan._PlannedLinear._backward_cls, "apply", "backward"),
-        count(linear_plan.LinearPlan, "_ordinary", "backward", -1),
+        count(prepared_linear._PlannedLinear, "forward", "forward"),
+        count(prepared_linear._PlannedLinear._backward_cls, "apply", "backward"),
+        count(prepared_linear.PreparedLinear, "_ordinary", "backward", -1),
     ):
         yield counts
 
@@ -197,21 +197,21 @@ def test_one_plan_serves_equal_signatures_and_no_others():
     one_row = x.t().contiguous().t()[:1]
     for input in (x, x, x + 1, x[:8], x.t().contiguous().t(), x.reshape(2, 8, 32), x.detach(), x * 2, one_row, one_row):
         layer(input)
-        sizes.append(len(linear_plan._PLANS))
+        sizes.append(len(prepared_linear._PLANS))
     assert sizes == [1, 1, 1, 2, 3, 4, 5, 5, 6, 6]
 
 
 def test_siblings_share_casts_between_plans_and_the_ordinary_path():
     first, frozen = layer_of(), layer_of(frozen=True)
     x = torch.randn(16, 32, dtype=torch.bfloat16).requires_grad_() * 1
-    with mock.patch.object(linear_plan.INPUT_CASTS, "entry", None):
+    with mock.patch.object(prepared_linear.INPUT_CASTS, "entry", None):
         first(x)
-        ((key, cast),) = linear_plan.INPUT_CASTS.casts_of(x).items()
+        ((key, cast),) = prepared_linear.INPUT_CASTS.casts_of(x).items()
         with ordinary():
             first(x), frozen(x)
         frozen(x)
-        assert list(linear_plan.INPUT_CASTS.casts_of(x)) == [key]
-        assert linear_plan.INPUT_CASTS.casts_of(x)[key] is cast
+        assert list(prepared_linear.INPUT_CASTS.casts_of(x)) == [key]
+        assert prepared_linear.INPUT_CASTS.casts_of(x)[key] is cast
 
 
 def octavos(mode):
@@ -266,12 +266,12 @@ def test_what_a_deleted_weight_left_is_dropped():
     with torch.no_grad():
         layer(x)
     keys = {id(layer.weight), -id(layer.weight)}
-    matches = {key: linear_plan._MATCHES[key] for key in keys}
+    matches = {key: prepared_linear._MATCHES[key] for key in keys}
     layer(x)
-    assert all(linear_plan._MATCHES[key] is matches[key] for key in keys)  # neither mode replaces the other's
+    assert all(prepared_linear._MATCHES[key] is matches[key] for key in keys)  # neither mode replaces the other's
     del layer, matches
     gc.collect()
-    assert not keys & linear_plan._MATCHES.keys()
+    assert not keys & prepared_linear._MATCHES.keys()
 
 
 def unaligned(x):
@@ -366,7 +366,7 @@ def test_nothing_outlives_its_graph():
         del y
         gc.collect()
         assert len(saved) == 4 and all(ref() is None for ref in (*nodes, *saved))
-    todo, visited = [*linear_plan._PLANS.values()], set()
+    todo, visited = [*prepared_linear._PLANS.values()], set()
     while todo:
         item = todo.pop()
         assert not isinstance(item, torch.Tensor) or bool((item == 1).all()), item.shape  # unit scales
@@ -385,10 +385,10 @@ def test_a_layer_whose_casts_nobody_reads_keeps_few_of_them():
 
     def kept(*layers):
         tensor = x * 1
-        with mock.patch.object(linear_plan.INPUT_CASTS, "entry", None):
+        with mock.patch.object(prepared_linear.INPUT_CASTS, "entry", None):
             for layer in layers:
                 layer(tensor)
-            return linear_plan.INPUT_CASTS.entry is not None
+            return prepared_linear.INPUT_CASTS.entry is not None
 
     passes = [kept(alone) for _ in range(70)]
     assert passes[:9] == [True] * 9 and passes.count(True) == 10  # the first makes a plan

@@ -2,8 +2,8 @@
 
 The ordinary path of `octavo.nn.linear` calls seven ops, and each inspects its operands. What each finds depends only on
 options and on the dtypes, shapes, strides and devices of X, W, the bias and G. So the first forward leaves a
-`LinearPlan`, which holds the plan of each op (`octavo.kernels.direct`), and later ones run it: the same kernels on the
-same operands. The ordinary path runs instead where something could see or change an op
+`PreparedLinear`, which holds the plan of each op (`octavo.kernels.direct`), and later ones run it: the same kernels on
+the same operands. The ordinary path runs instead where something could see or change an op
 (`octavo.kernels.direct.signature`), X is recomputed in backward, FSDP gathers W in FP8, `accumulating` shares its cast,
 an equalized layer measures, a backend makes no plans, the registry's choices changed, or hooks changed saved tensors.
 Rejected: plans per op alone, with which a linear makes twice the Python calls.
@@ -29,12 +29,12 @@ from octavo.kernels.gemm import ProductPlan
 from octavo.kernels.quantize import plan_pair, plan_quantize
 from octavo.kernels.registry import CHOICES
 from octavo.nn.operands import (
-    AGAIN,
     INPUT_CASTS,
     JUST_IN_TIME,
-    TRIES,
+    MAX_UNUSED,
+    RETRY_EVERY,
     Quantizer,
-    Readers,
+    ReuseCounter,
     Saved,
     cast_key,
     note_reader,
@@ -76,7 +76,7 @@ def planned_linear(
     channels = None
     if quantizer is not JUST_IN_TIME:  # an equalized layer: None in a pass that measures
         backward = torch.is_grad_enabled() and (input.requires_grad or weight.requires_grad)
-        if (channels := quantizer.steady_channels(input, backward)) is None:
+        if (channels := quantizer.cached_channel_scales(input, backward)) is None:
             return None
     # Nearly every call takes the plan of the last one with this weight: one guard compares all tensors, and what it
     # cannot see is compared here. Otherwise `_plan_of` looks the plan up by signature, or makes one.
@@ -107,11 +107,11 @@ def planned_linear(
     if readers is not None and ((entry := INPUT_CASTS.entry) is None or entry[0]() is not input):
         readers.unread = unread = readers.unread + 1
     casts = None
-    if unread <= TRIES or not unread % AGAIN:
+    if unread <= MAX_UNUSED or not unread % RETRY_EVERY:
         context = (None, stream_of(plan.device), False) if plan.is_cuda else _PLAIN
         casts = INPUT_CASTS.casts_of(input, context)
         if casts is not None and readers is not None:
-            casts.setdefault(Readers, readers)  # of the layer that keeps the first
+            casts.setdefault(ReuseCounter, readers)  # of the layer that keeps the first
     call = plan, casts, None if channels is None else quantizer, channels
     return _APPLY(input, weight, bias, call) if usual else unhooked(_APPLY, input, weight, bias, call)  # type: ignore[no-any-return]
 
@@ -119,7 +119,7 @@ def planned_linear(
 def _plan_of(
     input: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, keep_weights: bool, ordinary: Backward,
     channels: ChannelScales | None, match_key: int,
-) -> "LinearPlan | None":  # fmt: skip
+) -> "PreparedLinear | None":  # fmt: skip
     """Return the plan for these arguments, found by their signature; the next call finds it by `match_key`."""
     tensors = signature(input, weight, bias, records=True)
     if tensors is None:
@@ -129,14 +129,16 @@ def _plan_of(
     key = (tensors, id(recipe), keep_weights, dgrad, wgrad, dbias, autocast, channels is not None)
     plan = _PLANS.get(key)
     if plan is None or plan.choices != CHOICES.changes:
-        plan = _PLANS.add(key, LinearPlan(input, weight, bias, recipe, keep_weights, ordinary, channels, dgrad, wgrad))
+        plan = _PLANS.add(
+            key, PreparedLinear(input, weight, bias, recipe, keep_weights, ordinary, channels, dgrad, wgrad)
+        )
     if not plan.complete:
         return None
     # Guards see whether autocast is on, but not its dtype.
     if autocast is None:
         matches = guard_of(input, weight, *() if bias is None else (bias,))
         reference = weakref.ref(weight, partial(_forget, match_key))
-        _MATCHES.add(match_key, (matches, plan, bias is None, Readers(), reference))
+        _MATCHES.add(match_key, (matches, plan, bias is None, ReuseCounter(), reference))
     return plan
 
 
@@ -148,7 +150,7 @@ def _forget(key: int, reference: weakref.ref[Tensor]) -> None:
 
 
 class BackwardPlan:
-    """The operands and products of a backward, for G and saved tensors of one signature; `complete` as `LinearPlan`."""
+    """Operands and products of a backward for G and saved tensors of a signature; `complete` as in `PreparedLinear`."""
 
     __slots__ = (
         "bias_dtype", "complete", "dbias", "dgrad", "dw", "dx", "folds_w", "folds_x", "fp8_wgrad", "g", "g_NM", "w",
@@ -226,7 +228,7 @@ class BackwardPlan:
         return dx_MK, dw_NK, dbias_N, None
 
 
-class LinearPlan:
+class PreparedLinear:
     """The operands and products of one linear, for X, W and bias of one signature; `complete` if all ops have plans."""
 
     # Holds no tensor but unit scales. `choices` counts the changes to the registry's choices when it was made. `match`
@@ -361,7 +363,7 @@ class _PlannedLinear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None,
-        call: tuple[LinearPlan, dict[Any, Any] | None, Quantizer | None, ChannelScales | None],
+        call: tuple[PreparedLinear, dict[Any, Any] | None, Quantizer | None, ChannelScales | None],
     ) -> Tensor:  # fmt: skip
         plan, casts, quantizer, channels = call
         ctx.call = plan, quantizer, channels
@@ -394,8 +396,8 @@ class _PlannedLinear(torch.autograd.Function):
 
 _PLAIN = (None,)  # The execution context of a CPU tensor, outside of dispatch modes
 _APPLY = apply_of(_PlannedLinear)
-_PLANS: Plans[LinearPlan] = Plans()
-_MATCHES: Plans[tuple[Callable[..., bool], LinearPlan, bool, Readers, weakref.ref[Tensor]]] = Plans()
+_PLANS: Plans[PreparedLinear] = Plans()
+_MATCHES: Plans[tuple[Callable[..., bool], PreparedLinear, bool, ReuseCounter, weakref.ref[Tensor]]] = Plans()
 """By id of a weight, negative without autograd: a check for tensors like those of its last call, its plan, whether bias
 was None, who reads the casts of its input, and the weight."""
 
