@@ -10,7 +10,7 @@ pytest.importorskip("accelerate", reason="accelerate is not installed")
 
 import octavo
 from octavo.integrations.accelerate import Fp8Accelerator
-from octavo.integrations.common import Fp8State
+from octavo.integrations.common import Fp8State, check_optimizer
 from octavo.integrations.monitor import fallback_recipes
 from processes import gloo  # noqa: F401
 from support.llamas import become_rank_of_two, forget_settings, small_llama
@@ -154,3 +154,10 @@ def test_layers_move_to_no_state_of_one_rank_on_two(gloo):  # noqa: F811
     for names in gloo.run(_fallbacks, 2):
         assert names == ("tensorwise", "rowwise", "blockwise", "mxfp8", "rowwise_hp_wgrad")
     assert "rowwise_equalized" in fallback_recipes()
+
+
+def test_optimizers_with_other_states_are_left_alone():
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))])
+    optimizer.state["step"] = 3
+    for each in (optimizer, object(), None):
+        check_optimizer(octavo.Precision.level("fp8"), each)

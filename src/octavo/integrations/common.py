@@ -71,12 +71,18 @@ def check_optimizer(precision: Precision, optimizer: Any) -> None:
             "octavo.AdamW(model.parameters(), …)"
         )
     bare = _bare_optimizer(optimizer)
-    if not isinstance(bare, AdamW) and any("exp_avg_fp8" in state for state in bare.state.values()):
+    if not isinstance(bare, AdamW) and any("exp_avg_fp8" in state for state in _states(bare)):
         name = f"{type(bare).__module__}.{type(bare).__name__}"
         raise ValueError(
             f"the checkpoint has FP8 optimizer states, which {name} does not read: go on "
             "with precision='fp8+activations+optimizer', or load the checkpoint without its optimizer states"
         )
+
+
+def _states(optimizer: Any) -> list[Mapping[str, Any]]:
+    # Optimizers of other libraries may keep something else there, or nothing.
+    states = getattr(optimizer, "state", None)
+    return [state for state in states.values() if isinstance(state, Mapping)] if isinstance(states, Mapping) else []
 
 
 def _bare_optimizer(optimizer: Any) -> Any:

@@ -269,6 +269,7 @@ class ResidentWeight(Fp8Weight):
         return self.like(function(self.data_), function(self.scale), dtype)
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
+        """Return W as a plain tensor."""
         if self.ndim == 2:
             return dequantized_values(self.data_, self.scale, self.spec, dtype)
         values = torch.empty(self.shape, dtype=dtype, device=self.device)

@@ -98,7 +98,9 @@ def _copy_assets(checkpoint: Path, folder: Path) -> None:
     """Copy what neither the trainer nor the model wrote: the tokenizer's files, whatever they are."""
     for name in files_of(checkpoint):
         path, target = checkpoint / name, folder / name
-        weights = name.startswith(("model", "diffusion_")) and name.endswith((".safetensors", ".index.json"))
+        weights = name.startswith(("model", "diffusion_pytorch_model")) and name.endswith(
+            (".safetensors", ".index.json")
+        )
         own = weights or name in OWN or name.startswith(f"{SHARDS}/")
         if path.is_file() and not path.is_symlink() and not own and not target.exists():
             target.parent.mkdir(exist_ok=True, parents=True)

@@ -153,9 +153,12 @@ class RunResult(Record):
     @classmethod
     def read(cls, out: Path) -> "RunResult":
         """Read `run.json` from the output folder `out`. Raises ValueError if there is none, or it is not one."""
-        if not (path := out / RESULT_FILE).exists():
-            raise ValueError(f"{out} holds no {RESULT_FILE}: give the output folder of a run that finished")
-        return read_record(path.read_bytes(), cls, f"{path} is not the summary of a run")
+        path = out / RESULT_FILE
+        try:
+            content = path.read_bytes()
+        except FileNotFoundError:
+            raise ValueError(f"{out} holds no {RESULT_FILE}: give the output folder of a run that finished") from None
+        return read_record(content, cls, f"{path} is not the summary of a run")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,7 +197,11 @@ class RunSetup(Record):
     def read(cls, out: Path) -> "RunSetup | None":
         """Read `setup.json` from `out`; None if there is none. Raises ValueError for another content."""
         path = out / SETUP_FILE
-        return read_record(path.read_bytes(), cls, f"{path} is not the setup of a run") if path.exists() else None
+        try:
+            content = path.read_bytes()
+        except FileNotFoundError:
+            return None
+        return read_record(content, cls, f"{path} is not the setup of a run")
 
 
 def read_metrics(out: Path, last: int = 0) -> list[StepMetrics]:
