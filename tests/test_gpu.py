@@ -18,17 +18,19 @@ from torch import nn
 import octavo
 import octavo.kernels.fused  # registers its ops
 from octavo.kernels import scaled_mm
-from octavo.kernels.conformance import GPU, checks, compare, difference, low_sqnr
+from octavo.kernels.conformance import difference, low_sqnr
 from octavo.kernels.gemm import SCALED_MM
 from octavo.kernels.gemm import reference as gemm_reference
-from octavo.kernels.quantize import QUANTIZE, quantize, reference
-from octavo.kernels.registry import OPS, status
+from octavo.kernels.quantize import QUANTIZE, QUANTIZE_PAIR, quantize, quantize_pair, reference
+from octavo.kernels.registry import OPS, Backend, Op, status
 from octavo.numerics import RECIPES, QuantSpec
+from octavo.numerics.spec import FULL
 from octavo.train.packed_attention import attention, document_offsets, register
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
 DEVICE = torch.device("cuda")
+ODD = ((1, 1), (1, 4096), (4099, 1), (257, 771), (16, 4096), (1023, 130), (0, 64), (64, 0))
 RECIPES_ON_MATRIX_UNITS = ("rowwise", "tensorwise", "rowwise_hp_wgrad")
 PRODUCTS = {label: case for case, label in {case: label for label, case in reversed(SCALED_MM.cases.items())}.items()}
 """The cases of products, each once: several recipes have the same one."""
@@ -70,11 +72,56 @@ def test_products_run_on_matrix_units(name):
     assert rows and "reference" not in {row.backend for row in rows if row.chosen}, [row for row in rows if row.reason]
 
 
-@pytest.mark.parametrize("op", ["quantize e", "quantize_pair"])
-def test_quantizers_give_the_reference_s_bytes(op):
-    """In the first configuration, on inputs of any size, dtype, strides and values, with factors, maxima and scales."""
-    outcomes = compare(checks(DEVICE, op), DEVICE, seconds=0, seed=0, budget=GPU._replace(configs=1))
-    assert outcomes and [outcome for outcome in outcomes if outcome.mismatches] == []
+@pytest.mark.parametrize("text", QUANTIZE.cases)
+@pytest.mark.parametrize("fold", ["no fold", "rows", "columns"])
+def test_quantizers_give_the_reference_s_bytes(text, fold):
+    spec = QuantSpec.parse(text)
+    for shape in ODD:
+        factor = {"no fold": None, "rows": factors(shape)[0], "columns": factors(shape)[1]}[fold]
+        for x in (matrix(shape), matrix(shape, broken=True), matrix(shape[::-1]).t()):
+            data, scale = reference.quantize(x, spec, factor)
+            for order in ("rows", "columns", "both"):
+                with QUANTIZE.force("triton"):
+                    q = quantize(x, spec, factor, order=order)
+                outputs = [q.data, q.scale, q.other_order if order == "both" else q.data]
+                assert (why := difference([data, scale, data], outputs)) is None, (shape, order, why)
+                assert q.along(1 if order == "rows" else 0) is not None
+
+
+@pytest.mark.parametrize("text", [text for text in QUANTIZE.cases if FULL in QuantSpec.parse(text).granularity])
+def test_quantizers_take_maxima_that_are_given(text):
+    spec = QuantSpec.parse(text)
+    for shape in ((257, 771), (16, 4096)):
+        x = matrix(shape)
+        amax = torch.full(spec.granularity.scale_shape(shape), 0.37, device=DEVICE)
+        data, scale = reference.quantize(x, spec, None, amax=amax)
+        with QUANTIZE.force("triton"):
+            q = quantize(x, spec, order="both", amax=amax)
+        assert (why := difference([data, scale, data], [q.data, q.scale, q.other_order])) is None, (shape, why)
+
+
+@pytest.mark.parametrize("case", QUANTIZE_PAIR.cases.values(), ids=" and ".join)
+def test_pairs_give_the_reference_s_bytes(case):
+    spec, spec_t = (QuantSpec.parse(text) for text in case)
+    for shape in ODD:
+        fold_t, fold = factors(shape)
+        for x in (matrix(shape), matrix(shape, broken=True)):
+            expected = [*reference.quantize(x, spec, fold), *reference.quantize(x, spec_t, fold_t)]
+            with QUANTIZE_PAIR.force("triton"):
+                first, second = quantize_pair(x, spec, fold, spec_t, fold_t)
+            outputs = [first.data, first.scale, second.data, second.scale]
+            assert (why := difference(expected, outputs)) is None, (shape, why)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("text", ["e4m3/row", "e5m2/tensor", "e4m3/1x32/e8m0"])
+def test_other_dtypes_and_unaligned_inputs(text, dtype):
+    spec = QuantSpec.parse(text)
+    x = matrix((130, 515), dtype=dtype)[1:, 3:]
+    data, scale = reference.quantize(x, spec, None)
+    with QUANTIZE.force("triton"):
+        q = quantize(x, spec, order="both")
+    assert (why := difference([data, scale, data], [q.data, q.scale, q.other_order])) is None, why
 
 
 def test_offsets_beyond_32_bits():
@@ -258,6 +305,20 @@ def test_work_goes_to_the_current_stream():
         actual = forward_backward(layer, late, g)
     stream.synchronize()
     assert low_sqnr(expected, actual, 55) is None
+
+
+def test_running_out_of_memory_is_not_remembered():
+    sizes = [1 << 50, 16]
+
+    def probe(backend, device, case):
+        torch.empty(sizes.pop(0), dtype=torch.uint8, device=device)
+
+    op = Op(name="tried", cases={"only": ("only",)}, probe=probe)
+    op.backends["triton"] = Backend(name="triton", run=lambda: None)
+    op.backends["reference"] = Backend(name="reference", run=lambda: None)
+    with pytest.raises(torch.OutOfMemoryError):
+        op.choose(DEVICE, ("only",))
+    assert op.choose(DEVICE, ("only",)).name == "triton"
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the compiler's own

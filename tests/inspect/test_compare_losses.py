@@ -174,7 +174,10 @@ def test_an_arm_that_failed_takes_no_part_in_separation():
         ([3.0], {"a": [3.0]}, {}, "two seeds or more; the baseline has 1"),
         ([3.0, 3.0], {}, {}, "got none"),
         ([3.0, 3.0], {"a": [3.0]}, {}, "arm 'a' has 1 losses and the baseline 2"),
+        ([3.0, 3.0], {"a": [3.0] * 3}, {}, "arm 'a' has 3 losses"),
+        ([3.0, 3.0], {"a": ["3", 3.0]}, {}, "arm 'a' holds '3' at index 0: a loss is a number"),
         ([3.0, True], {"a": [3.0, 3.0]}, {}, "the baseline holds True at index 1"),
+        ("33", {"a": [3.0, 3.0]}, {}, "the baseline is a list"),
         (BASE, [BASE], {}, "arms are a mapping of names to losses"),
         (BASE, {"a": BASE}, {"margin": 0}, "above 0 and below 100"),
         (BASE, {"a": BASE}, {"margin": NAN}, "above 0 and below 100"),
@@ -184,6 +187,7 @@ def test_an_arm_that_failed_takes_no_part_in_separation():
         (BASE, {"a": BASE}, {"confidence": "0.9"}, "confidence is a number"),
         (BASE, {"a": BASE}, {"max_seeds": 2.5}, "max_seeds is a whole number; got 2.5"),
         (BASE, {"a": BASE}, {"confidence": 1.0}, "below 100 %"),
+        (BASE, {"a": BASE}, {"max_seeds": 1}, "2 to 40 seeds; got 1"),
         (BASE, {"a": BASE}, {"max_seeds": 41}, "2 to 40 seeds; got 41"),
     ],
 )

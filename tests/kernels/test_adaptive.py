@@ -1,14 +1,21 @@
 """Adaptive FP8: the choice of a format per group, its error, and the kernels against the reference."""
 
+from importlib.util import find_spec
+
 import pytest
 import torch
+from fused_inputs import assert_same, randn, spread
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.kernels.adaptive import adaptive_dequantize, adaptive_quantize, reference
+from octavo.kernels.adaptive import (
+    adaptive_dequantize,
+    adaptive_quantize,
+    reference,
+)
 from octavo.numerics import sqnr
-from tensors import randn
 
+triton = pytest.mark.skipif(not find_spec("triton"), reason="Triton is not installed (macOS, Windows)")
 E4M3, E3M4, E2M5 = range(3)
 
 
@@ -99,6 +106,21 @@ def test_what_is_not_finite_makes_its_own_group_nan(bad):
     x[1, 130] = bad
     y, _ = round_trip(x)
     assert y[1, 128:256].isnan().all() and y.isnan().sum() == 128
+
+
+@pytest.mark.slow
+@triton
+def test_every_configuration_and_memory_order_equals_reference():
+    from octavo.kernels.adaptive import triton as backend
+
+    x = spread(300, 33) * torch.logspace(-4, 4, 300)[:, None]
+    for operand in (x, x.t(), x.t().contiguous(), x[:, ::2]):
+        expected = reference.adaptive_quantize(operand)
+        for config in range(len(backend.CONFIGS)):
+            codes, scale = backend.adaptive_quantize(operand, config)
+            assert_same({"codes": expected[0], "scale": expected[1]}, {"codes": codes, "scale": scale})
+            y = backend.adaptive_dequantize(codes, scale, torch.bfloat16, config)
+            assert_same({"y": reference.adaptive_dequantize(*expected, torch.bfloat16)}, {"y": y})
 
 
 def test_errors_are_within_the_documented_bounds():

@@ -58,6 +58,21 @@ def test_savers_at_the_same_time_lose_nothing():
     assert {e.shape for e in calibration.entries(GPU)} == set(shapes)
 
 
+def test_a_table_of_another_format_is_left_alone_until_one_is_saved():
+    """Format 1 chose without host times."""
+    file = calibration.save(GPU, [entry()])
+    old = json.loads(file.read_text()) | {"format": 1}
+    del old["entries"][0]["host_microseconds"]
+    file.write_text(json.dumps(old))
+    calibration.clear_cache()
+    with pytest.warns(RuntimeWarning, match="has format 1, not 2; running without it. `octavo calibrate` replaces it"):
+        assert calibration.best(GPU, "scaled_mm", CASE, (1024, 1024, 1024)) is None
+    assert json.loads(file.read_text()) == old
+    with pytest.warns(RuntimeWarning, match="has format 1"):
+        calibration.save(GPU, [entry(shape=(8, 8, 8))])
+    assert [e.shape for e in calibration.entries(GPU)] == [(8, 8, 8)]
+
+
 def test_saving_adds_and_replaces():
     calibration.save(GPU, [entry(), entry(shape=(8, 8, 8))])
     calibration.save(GPU, [entry(config=4), entry(shape=(64, 64, 64))])
@@ -73,6 +88,11 @@ def test_only_shapes_near_a_measured_one_use_its_choice():
         assert (result and result.config) == config, shape
     assert calibration.best(GPU, "scaled_mm", ("e4m3/row", "unit", "nn"), (1024, 1024, 1024)) is None
     assert calibration.best(GPU, "quantize", CASE, (1024, 1024, 1024)) is None
+
+
+def test_shapes_of_other_dimensions_are_not_near():
+    calibration.save(GPU, [entry(shape=(8, 8))])
+    assert calibration.best(GPU, "scaled_mm", CASE, (8, 8, 8)) is None
 
 
 def test_other_devices_and_versions_have_tables_of_their_own(monkeypatch):
@@ -94,7 +114,7 @@ def test_a_cpu_has_nothing_to_look_up(monkeypatch):
 @pytest.mark.parametrize(
     "text",
     [
-        *("", "{", "[]", "null", '{"format": 2}', '{"format": 2, "entries": 7}', '{"format": 1, "entries": []}'),
+        *("", "{", "[]", "null", '{"format": 2}', '{"format": 2, "entries": 7}'),
         '{"format": 2, "entries": [{"op": "x"}]}',
         '{"format": 2, "entries": [{"config": 1, "host_microseconds": 2, "op": "x", "case": "c", "shape": ["a"]}]}',
     ],

@@ -69,6 +69,17 @@ def test_exact_sums_give_the_bytes_of_the_reference(case, m, n, k, biased, fast,
     assert torch.equal(expected, actual)
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize("config", range(len(kernels.CONFIGS)))
+def test_every_configuration_computes_the_same(config):
+    dtype = (torch.bfloat16, torch.float32, torch.float16)[config % 3]
+    for case in (("e4m3/row", "e4m3/row", "nt"), ("e4m3/128x1", "e4m3/128x1", "tn")):
+        a, b, layout = whole(140, 260, 140, case)
+        fast = layout == "nt"
+        expected, actual = product(a, b, layout, dtype, torch.ones(260, dtype=dtype, device=DEVICE), fast, config)
+        assert torch.equal(expected, actual)
+
+
 @pytest.mark.filterwarnings("ignore:overflow encountered in:RuntimeWarning")  # NumPy's, under the interpreter
 @pytest.mark.parametrize("seed", range(2))
 def test_scales_of_any_size_meet_as_in_the_reference(seed):

@@ -134,13 +134,28 @@ def test_gradients_of_experts_are_quantized_as_those_of_each_alone():
     for expert, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
         own = slice(start, end)
         alone = quantize(g[own], ROW_SPEC, w_scale[expert][None, :]), quantize(g[own], COLUMN_SPEC, x_scale[own])
-        scales = by_row.scale[own], by_expert.scale[expert]
-        for one, grouped, scale in zip(alone, (by_row, by_expert), scales, strict=True):
+        for one, grouped, scale in zip(
+            alone, (by_row, by_expert), (by_row.scale[own], by_expert.scale[expert]), strict=True
+        ):
             assert torch.equal(one.data.view(torch.uint8), grouped.data[own].view(torch.uint8))
             assert torch.equal(one.scale.flatten(), scale.flatten())
 
 
 ROW_SPEC, COLUMN_SPEC = QuantSpec.parse("e4m3/row"), QuantSpec.parse("e4m3/column")
+
+
+@needs_triton
+@pytest.mark.thorough
+def test_every_configuration_computes_the_same():
+    from octavo.kernels.gemm.triton import CONFIGS
+    from octavo.kernels.grouped import triton
+
+    for case in (CASES[0], CASES[2]):
+        a, b, offsets, bias = random_operands(case, COUNTS, 136, 80, torch.device(DEVICE))
+        arguments = offsets, case[2], torch.bfloat16, bias, case[2] == "nt"
+        expected = reference.grouped_mm(a, b, *arguments)
+        for config in range(len(CONFIGS)):
+            assert sqnr(expected, triton.grouped_mm(a, b, *arguments, config=config)) > 60
 
 
 @pytest.mark.slow

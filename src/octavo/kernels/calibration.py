@@ -12,6 +12,7 @@ wait for each other, so that no entry is lost.
 """
 
 import json
+import math
 import os
 import re
 import tempfile
@@ -77,8 +78,10 @@ def best(device: torch.device, op: str, case: tuple[str, ...], shape: tuple[int,
     measured = _table(device).get((op, case), {})
     if shape in measured or not measured or 0 in shape:
         return measured.get(shape)
-    ratios = ((max(max(x / y, y / x) for x, y in zip(shape, other, strict=True)), other) for other in measured)
-    ratio, nearest = min(ratios)
+    # The largest ratio of dimensions to each measured shape with as many.
+    alike = [other for other in measured if len(other) == len(shape)]
+    ratios = [(max(max(x / y, y / x) for x, y in zip(shape, other, strict=True)), other) for other in alike]
+    ratio, nearest = min(ratios, default=(math.inf, ()))
     return measured[nearest] if ratio <= MAX_SHAPE_RATIO else None
 
 
@@ -204,6 +207,9 @@ def _read(device: torch.device) -> list[Entry]:
         text = ""
     try:
         return _parse(text)[1]
+    except UnknownFormatError as error:
+        _warn(f"the calibration table {file} has {error}; running without it. `octavo calibrate` replaces it")
+        return []
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         _warn(
             f"the calibration table {file} is damaged ({type(error).__name__}: {error}) and is deleted; running "

@@ -232,8 +232,12 @@ def same_bytes(
     """Return a probe that compares a backend with `reference` byte for byte on some inputs; `names`: of outputs."""
 
     def probe(backend: Backend, device: torch.device, case: Case) -> str | None:
-        pairs = ((listed(reference(*call)), listed(backend.run(*call))) for call in inputs(device, case))
-        return next((mismatch for pair in pairs if (mismatch := difference(*pair, names))), None)
+        for call in inputs(device, case):
+            if mismatch := difference(listed(reference(*call)), listed(backend.run(*call)), names):
+                # The dtype that an op is told, or that of its input.
+                dtype = next((value for value in call if isinstance(value, torch.dtype)), call[0].dtype)
+                return f"{dtype}: {mismatch}"
+        return None
 
     return probe
 
