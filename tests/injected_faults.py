@@ -140,13 +140,14 @@ def _no_hooks(model):
 
 def stale_weights():
     """Casts of the first step, for ever."""
-    first, cast = {}, operands.cast_weight
+    linear = importlib.import_module("octavo.nn.linear")
+    first, cast = {}, linear.cast_weight
 
     def stale(w_NK, recipe, needs_dgrad, factor=None):
         key = id(w_NK if w_NK._base is None else w_NK._base)
         return first.setdefault(key, cast(w_NK, recipe, needs_dgrad, factor))
 
-    return mock.patch.object(operands, "cast_weight", stale)
+    return mock.patch.object(linear, "cast_weight", stale)
 
 
 @contextmanager

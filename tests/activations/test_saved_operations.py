@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from octavo.activations.saved_tensors import FEWEST, compressed
+from octavo.activations.saved_tensors import MIN_COMPRESS_NUMEL, compressed
 from octavo.nn.memory_audit import saved_for_backward
 
 SIZE = 64 * 64
@@ -92,7 +92,9 @@ def kept(operation, shape, dtype, autocast=False):
     assert result.requires_grad
     rows = [(row.dtype, math.prod(row.shape)) for row in saved]
     rounded = sum(count for dtype, count in rows if dtype == torch.float8_e4m3fn)
-    exact = sum(count for dtype, count in rows if dtype in (torch.float32, torch.bfloat16) and count >= FEWEST)
+    exact = sum(
+        count for dtype, count in rows if dtype in (torch.float32, torch.bfloat16) and count >= MIN_COMPRESS_NUMEL
+    )
     return rounded / SIZE, exact / SIZE
 
 

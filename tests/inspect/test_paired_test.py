@@ -15,7 +15,7 @@ from scipy import stats
 from octavo.inspect.paired_test import (
     MOST_SEEDS,
     SIGNIFICANCE_LEVELS,
-    SPENT,
+    TOTAL_ALPHA,
     PairedTest,
     average_noncentrality,
     fisher,
@@ -84,7 +84,7 @@ def test_one_example_by_hand():
 def test_levels_of_a_plan(planned):
     """What a small plan leaves is spent at its last seed; all other levels are those of 40."""
     levels = [level_of(pairs, planned) for pairs in range(2, planned + 1)]
-    assert sum(levels) == pytest.approx(SPENT) if planned <= 11 else sum(levels) > SPENT
+    assert sum(levels) == pytest.approx(TOTAL_ALPHA) if planned <= 11 else sum(levels) > TOTAL_ALPHA
     assert levels[:-1] == [SIGNIFICANCE_LEVELS[min(k, 3)] for k in range(planned - 2)]
     assert level_of(planned + 1, planned) == SIGNIFICANCE_LEVELS[min(planned - 1, 3)]
 

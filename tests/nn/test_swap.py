@@ -158,7 +158,12 @@ def failing(function, call, error):
 @pytest.mark.parametrize("error", [RuntimeError("full"), KeyboardInterrupt()], ids=["error", "interrupt"])
 @pytest.mark.parametrize(
     ("module", "name", "call"),
-    [(convert, "become", 2), (activations, "become", 1), (convert, "convert_activations", 2), (convert, "report", 0)],
+    [
+        (convert, "set_class", 2),
+        (activations, "set_class", 1),
+        (convert, "convert_activations", 2),
+        (convert, "report", 0),
+    ],
 )
 def test_a_conversion_that_stops_midway_leaves_the_model_as_it_was(module, name, call, error, monkeypatch):
     model = llama(num_hidden_layers=1)

@@ -216,7 +216,7 @@ def test_a_file_that_changes_before_a_resume(make_config, files, tmp_path):
 
 
 def test_a_change_in_the_middle_of_a_streamed_file(make_config, files, monkeypatch):
-    monkeypatch.setattr(stream, "EDGE", 8)
+    monkeypatch.setattr(stream, "HASHED_EDGE_BYTES", 8)
     one = one_of(files) | {"shuffle": False} | STREAMED
     data = load(make_config(data=one))
     data.row(0, 0)

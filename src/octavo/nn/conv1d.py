@@ -19,7 +19,7 @@ class Conv1D(LinearLike, PlainConv1D):  # type: ignore[misc]
 
     def forward(self, x: Tensor) -> Tensor:
         """Y = X W + b in FP8 for x [..., in_features]; see `octavo.nn.linear.linear`."""
-        recipe = self.recipe if "weight" in self._parameters else self.octavo_recipe_for_parametrized_weight()
+        recipe = self.recipe if "weight" in self._parameters else self.octavo_parametrized_recipe()
         return linear(
             x, self.weight.t(), self.bias, recipe, self.octavo_keep_weights(), self.octavo_quantizer()
         )  # fmt: skip

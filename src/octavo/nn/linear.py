@@ -56,15 +56,11 @@ class Linear(LinearLike, nn.Linear):
         """Y = X Wᵀ + b in FP8 for input [..., in_features]; see `linear`."""
         keep_weights, recipe = self.keep_weights and self.octavo_keep_weights(), self.recipe
         own, found = self.__dict__, self.__dict__["_parameters"]
-        if (
-            self.octavo_uses_default_lookup
-            and "weight" in found
-            and "bias" in found
-            and not ("weight" in own or "bias" in own)
-        ):
+        plain = self.octavo_default_lookup and "weight" in found and "bias" in found
+        if plain and not ("weight" in own or "bias" in own):
             weight, bias = found["weight"], found["bias"]  # as `nn.Module.__getattr__` finds them, at length
         else:
-            (weight, bias), recipe = self.octavo_operands(input), self.octavo_recipe_for_parametrized_weight()
+            (weight, bias), recipe = self.octavo_operands(input), self.octavo_parametrized_recipe()
         return linear(input, weight, bias, recipe, keep_weights, self.octavo_quantizer())
 
     def extra_repr(self) -> str:

@@ -44,7 +44,7 @@ class LinearLike(StatesOfResident):
     recipe: Recipe = DEFAULT
     keep_weights: bool = False
     weight_is_transposed: ClassVar[bool] = False
-    octavo_uses_default_lookup: ClassVar[bool] = True
+    octavo_default_lookup: ClassVar[bool] = True
     """Whether `nn.Module` finds `weight` and `bias` among the parameters, as no class of the layer defines them, and
     they are used as they are."""
     octavo_casts: ClassVar[bool] = False
@@ -54,7 +54,7 @@ class LinearLike(StatesOfResident):
         super().__init_subclass__(**options)
         own_lookup = cls.__getattr__ is not nn.Module.__getattr__ or cls.__getattribute__ is not object.__getattribute__
         defines = any(name in vars(base) for base in cls.__mro__ for name in ("weight", "bias"))
-        cls.octavo_uses_default_lookup = not (own_lookup or defines or cls.octavo_casts)
+        cls.octavo_default_lookup = not (own_lookup or defines or cls.octavo_casts)
 
     @property
     def weight_scale(self) -> Tensor:
@@ -86,7 +86,7 @@ class LinearLike(StatesOfResident):
             return weight, bias
         return weight.to(input.dtype), bias if bias is None else bias.to(input.dtype)
 
-    def octavo_recipe_for_parametrized_weight(self) -> Recipe:
+    def octavo_parametrized_recipe(self) -> Recipe:
         """Return the recipe for a weight that is no parameter; weight-only if it is computed from a resident one."""
         return weight_only(DEFAULT) if is_computed_from_resident(self, "weight") else self.recipe
 
