@@ -236,6 +236,7 @@ class ResidentWeight(Fp8Weight):
 
     @classmethod
     def own_operation(cls, func: Any, args: Any, kwargs: Any) -> Any:
+        """See `Fp8Weight.own_operation`; raises ValueError for operations that change values or split the weight."""
         weight, *rest = args or (None,)
         if any(isinstance(value, ResidentWeight) for value in written(func, args, kwargs)):
             return _write(func, weight, rest, kwargs)
@@ -349,6 +350,7 @@ class ResidentWeight(Fp8Weight):
         return bool(self.data_.is_shared())
 
     def data_ptr(self) -> int:
+        """Raise ValueError: at no address are there values of the weight's dtype."""
         raise ValueError(
             "a weight that is resident in FP8 has no memory of its dtype: read weight.data_ and weight.scale, or copy "
             "the values, weight.dequantized(dtype)"
