@@ -72,6 +72,7 @@ def test_every_type(kind):
     assert plan == run
 
 
+@pytest.mark.slow
 def test_experts_do_not_keep_a_plan_from_chunks():
     """The router's loss does not run on meta, nor experts of the size of Mixtral's on stand-ins for their weights."""
     config = CONFIG_MAPPING["mixtral"](num_hidden_layers=4, output_router_logits=True)
