@@ -192,6 +192,7 @@ class ResidentWeight(Fp8Weight):
 
     @staticmethod
     def __new__(cls, data: Tensor, scale: Tensor, spec: MessageSpec, dtype: torch.dtype) -> "ResidentWeight":
+        """Make a tensor with the shape and device of `data`."""
         tensor: ResidentWeight = Tensor._make_wrapper_subclass(
             cls, data.size(), data.stride(), dtype=dtype, device=data.device
         )
@@ -210,6 +211,7 @@ class ResidentWeight(Fp8Weight):
         return self.ndim == 3 or self.spec.granularity.rows == 1
 
     def same_bytes(self) -> "ResidentWeight":
+        """See `Fp8Weight.same_bytes`."""
         return self.like(self.data_, self.scale)
 
     def like(self, data: Tensor, scale: Tensor, dtype: torch.dtype | None = None) -> "ResidentWeight":
@@ -318,6 +320,7 @@ class ResidentWeight(Fp8Weight):
 
     @property
     def requires_grad(self) -> bool:
+        """False."""
         return False
 
     @requires_grad.setter
@@ -326,6 +329,7 @@ class ResidentWeight(Fp8Weight):
 
     @property
     def data(self) -> "ResidentWeight":
+        """The same bytes, detached."""
         return self.same_bytes()
 
     @data.setter
@@ -342,11 +346,13 @@ class ResidentWeight(Fp8Weight):
         self.data_, self.scale = value.data_, value.scale
 
     def share_memory_(self) -> "ResidentWeight":
+        """Move data and scales to shared memory."""
         self.data_.share_memory_()
         self.scale.share_memory_()
         return self
 
     def is_shared(self) -> bool:
+        """Return whether the data is in shared memory."""
         return bool(self.data_.is_shared())
 
     def data_ptr(self) -> int:
