@@ -234,7 +234,7 @@ def same_bytes(
     def probe(backend: Backend, device: torch.device, case: Case) -> str | None:
         for call in inputs(device, case):
             if mismatch := difference(listed(reference(*call)), listed(backend.run(*call)), names):
-                # The dtype that an op is told, or that of its input.
+                # The dtype of the result where a call names it, or that of the input.
                 dtype = next((value for value in call if isinstance(value, torch.dtype)), call[0].dtype)
                 return f"{dtype}: {mismatch}"
         return None

@@ -25,7 +25,7 @@ _PAIRS = {
     ("tp", "cp"): _ONE_OF_THREE, ("tp", "ep"): _ONE_OF_THREE, ("cp", "ep"): _ONE_OF_THREE, ("pp", "ep"): _PIPELINE,
     ("pp", "cp"): _PIPELINE, ("ep", "dp_replicate"): _EXPERTS,
 }  # fmt: skip
-SETTINGS: list[tuple[Callable[[Any], bool], str]] = [
+EXCLUSIVE_SETTINGS: list[tuple[Callable[[Any], bool], str]] = [
     *(
         (
             lambda p, one=one, other=other: getattr(p, one) > 1 and getattr(p, other) > 1,
@@ -59,7 +59,7 @@ def _holds_shards(module: nn.Module) -> bool:
 
 
 _DISTRIBUTED_EXPERTS = _modules(lambda _, m: is_converted_experts(m) and m.octavo_exchange is not None)
-MODELS: tuple[tuple[str, Finder, str], ...] = (
+REFUSED_PARTS: tuple[tuple[str, Finder, str], ...] = (
     ("parallelize", _modules(lambda _, m: type(m).__name__ == "FullyShardedDataParallel"),
      "{where} is a {kind} (FSDP1), which Octavo does not support: give parallelize the model inside it"),
     ("parallelize", _modules(lambda _, m: isinstance(m, FSDPModule | nn.parallel.DistributedDataParallel)),
@@ -93,8 +93,8 @@ MODELS: tuple[tuple[str, Finder, str], ...] = (
 
 
 def problem_of(function: str, model: nn.Module, of: str = "") -> str | None:
-    """Return why a function cannot take a model, by the rows of `MODELS`; `of` names the part that the model is."""
-    for owner, find, message in MODELS:
+    """Return why a function cannot take a model, by `REFUSED_PARTS`; `of` names the part that the model is."""
+    for owner, find, message in REFUSED_PARTS:
         if owner == function and (parts := list(find(model))):
             name, part = parts[0]
             return message.format(

@@ -20,7 +20,7 @@ from octavo.numerics.recipe import get_recipe
 from octavo.numerics.suggestions import nearest
 from octavo.optim import OPTIMIZERS
 from octavo.parallel import Parallel
-from octavo.parallel.combinations import SETTINGS
+from octavo.parallel.combinations import EXCLUSIVE_SETTINGS
 
 T = TypeVar("T")
 IGNORED_ON_RESUME, CHANGEABLE_ON_RESUME = "free", "tunable"
@@ -605,7 +605,7 @@ class ParallelConfig(Section):
 
     def _problems(self) -> Iterator[str]:
         _ = self.resolved
-        yield from (message.format(self) for apart, message in SETTINGS if apart(self))
+        yield from (message.format(self) for apart, message in EXCLUSIVE_SETTINGS if apart(self))
 
     @property
     def mode(self) -> tuple[str, int]:
