@@ -270,6 +270,7 @@ class Experts(StatesOfResident):
         return grouped_linear(rows, weight, bias, offsets, recipe, bool(self.is_transposed), keeps)
 
     def extra_repr(self) -> str:
+        """Return the description of the original, with the recipe."""
         return ", ".join(part for part in (super().extra_repr(), f"recipe={self.recipe.name}") if part)
 
 

@@ -64,6 +64,7 @@ class Linear(LinearLike, nn.Linear):
         return linear(input, weight, bias, recipe, keep_weights, self.octavo_quantizer())
 
     def extra_repr(self) -> str:
+        """Return the description of `nn.Linear`, with the recipe."""
         return f"{super().extra_repr()}, recipe={self.recipe.name}"
 
 

@@ -106,6 +106,7 @@ class Muon(AdamW):
             row_group(param)  # raises
 
     def spec(self, group: Group) -> OptimizerSpec:
+        """Return what describes the steps of a group's parameters."""
         return MUON if group["muon"] else ADAMW
 
 

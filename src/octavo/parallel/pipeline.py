@@ -121,16 +121,19 @@ class PipelineStage(pipelining.PipelineStage):
             return super()._prepare_backward_infra(*args, **kwargs)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Return the operations that receive a micro-batch's activations."""
         ops = super().get_fwd_recv_ops(fwd_chunk_id)
         ops, self._activations[fwd_chunk_id] = self._receiving(ops, gradients_of_stage(self, "inputs"))
         return ops
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Return the operations that receive the gradients of a micro-batch's outputs."""
         ops = super().get_bwd_recv_ops(bwd_chunk_id)
         ops, self._gradients[bwd_chunk_id] = self._receiving(ops, [True] * len(ops))
         return ops
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Return the operations that send a micro-batch's outputs."""
         ops = super().get_fwd_send_ops(fwd_chunk_id)
         shapes = [op.tensor.shape for op in ops]
         if self._sent_shapes is None:
@@ -144,14 +147,17 @@ class PipelineStage(pipelining.PipelineStage):
         return self._sending(ops, gradients_of_stage(self, "outputs"))
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Return the operations that send the gradients of a micro-batch's inputs."""
         ops = super().get_bwd_send_ops(bwd_chunk_id)
         return self._sending(ops, [True] * len(ops))
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """Compute the outputs of a micro-batch from the activations received, or from `args` in the first stage."""
         self._decode(self._activations.pop(fwd_chunk_id, []))
         return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        """Compute the gradients of a micro-batch from those received, or from its loss in the last stage."""
         self._decode(self._gradients.pop(bwd_chunk_id, []))
         if not (kwargs.get("full_backward", True) or self.is_first) and has_freed_weights(self.submod):
             raise RuntimeError(
@@ -164,14 +170,17 @@ class PipelineStage(pipelining.PipelineStage):
     # of two stages on one rank raise an error.
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        """Reduce and scale the gradients of a step; do nothing in evaluation."""
         if self.has_backward:
             super().perform_reduce_grad(grad_scale_factor)
 
     def get_local_bwd_output(self, mb_index: int) -> Any:
+        """Return the gradients of a micro-batch's inputs for a stage on this rank; none in evaluation."""
         stage: Any = super()
         return stage.get_local_bwd_output(mb_index) if self.has_backward else ()
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
+        """Take the gradients of a micro-batch's outputs from a stage on this rank; none in evaluation."""
         if self.has_backward:
             super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 

@@ -165,6 +165,7 @@ class Fp8ColwiseParallel(_Fp8Style):
     weight_dim, split_size, bias_placement = 0, "out_features", Shard(0)
 
     def describe(self, layer: nn.Module) -> str:
+        """Return what a layer sends."""
         gather = "X gathered in bf16"
         if self.gather == "fp8":
             if not isinstance(layer, LinearLike):
@@ -208,6 +209,7 @@ class Fp8RowwiseParallel(_Fp8Style):
     weight_dim, split_size, bias_placement = 1, "in_features", Replicate()
 
     def describe(self, layer: nn.Module) -> str:
+        """Return what a layer sends."""
         fp8 = isinstance(layer, LinearLike)
         reduce, gather = ("FP8" if fp8 and wire == "fp8" else "bf16" for wire in (self.reduce, self.gather))
         parts = [f"Y reduced in {reduce}", f"G gathered in {gather}"]
