@@ -1,13 +1,4 @@
-"""ScaledTensor: an FP8 matrix with its scales. A container without dispatch, subclassing or arithmetic.
-
-    x ≈ data · scale        scale broadcast over the blocks of spec.granularity
-
-`scale` is None for unit scales, when the scales are folded into the other operand (see `numerics.recipe`).
-`other_order` has the same data in the other memory order, for hardware that needs both operands contiguous along the
-contraction while two products contract different dimensions.
-
-`local_tensor` unwraps DTensors and similar wrappers.
-"""
+"""ScaledTensor: an FP8 matrix with its scales; and what is local of DTensors and similar wrappers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,14 +1,7 @@
-"""Collectives with FP8 payloads: quantize, exchange bytes, dequantize.
+"""Collectives with FP8 payloads: quantize, exchange bytes, dequantize; sums in float32, in rank order.
 
-    all_gather        concatenates every rank's x; rounded once, the same bytes on all ranks
-    reduce_scatter    an all-to-all of the pieces, summed in float32 in rank order; each summand rounded once
-    all_reduce        reduce_scatter, the sum rounded once more, all_gather: all ranks get the same bits
-    all_to_all        sends pieces to their ranks; rounded once
-
-Each takes and returns tensors and changes none, except `all_to_all`, which fills its outputs. Under autograd the
-gradient travels back in FP8 too, in `backward_spec`. With `async_op=True` (no autograd) the call returns when the
-exchange has started, and `.wait()` returns the result. If the calls of ranks do not fit, Gloo ends a process, or bytes
-are read in another format; with `TORCH_DISTRIBUTED_DEBUG=DETAIL` all ranks raise.
+Under autograd the gradient travels back in FP8 too. If the calls of ranks do not fit, Gloo ends a process, or bytes are
+read in another format; with `TORCH_DISTRIBUTED_DEBUG=DETAIL` all ranks raise.
 """
 
 import math

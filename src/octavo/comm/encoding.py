@@ -1,20 +1,9 @@
-"""Encode a matrix for a message: each row holds its FP8 bytes followed by its scales.
+"""Encode a matrix for a message: each row holds its FP8 bytes followed by its scales, each padded to 16 bytes.
 
     [M,K] bf16  ──pack──▶  uint8 [M, width(K)]  ──unpack──▶  [M,K]
-    [M,K] bf16  ──pack_parts──▶  uint8 [Σ part_size]  ──unpack_parts──▶  [M',K]
+    [M,K] bf16  ──pack_parts──▶  uint8 [Σ part_size]  ──unpack_parts──▶  [M',K]      parts: rows for one rank
 
-Bytes and scales are both padded with zeros to multiples of 16 bytes, at which kernels and links read and write. An
-all-to-all sends each rank some rows, its part: the bytes of all of them come first, then their scales, so that each
-part is padded once and not each row. Data and scales travel in one message, whose rows are whole, so it splits between
-ranks where the tensor does. Scales are by row, by group of a row, or one for the tensor, repeated in each row. The
-dtype is uint8, because Gloo and older NCCL do not support FP8.
-
-A flat gradient is a message of few, long rows, one per rank, and kernels work on tiles of many rows. Groups of a row
-know nothing of each other, so such rows are quantized as a matrix with many rows of whole groups: the same bytes.
-
-`docs/numerics.md` has the errors of the formats. `fp8/1x128` (`octavo.kernels.adaptive`) is for activations and their
-gradients, whose receiver widens them: products multiply e4m3 and e5m2 only. Gradients of parameters stay in e4m3: AdamW
-divides each by its own size, so one that is always rounded to zero would not train.
+The dtype is uint8, because Gloo and older NCCL do not support FP8. docs/numerics.md has the errors of the formats.
 """
 
 import math

@@ -1,8 +1,4 @@
-"""Send a tensor from one rank to another in FP8, as pipeline stages pass activations and their gradients.
-
-The receiver passes shape and dtype, as with `torch.distributed`. Autograd does not record these calls: pipeline engines
-send the gradient themselves.
-"""
+"""Send a tensor from one rank to another in FP8, as pipeline stages do. Autograd does not record these calls."""
 
 from collections.abc import Sequence
 from functools import partial

@@ -1,14 +1,6 @@
 """The table of fastest backends and configurations on a GPU: `octavo calibrate` writes it, the registry reads it.
 
-    <cache>/octavo/calibration/<device>-octavo…-torch…-triton…-cuda….json        <cache>: $XDG_CACHE_HOME or ~/.cache
-
-A table holds for one device name and one set of versions, because another Octavo, torch or Triton has other kernels. A
-process reads it once, when the first op with a shape runs on a GPU. A shape without a measurement uses the nearest one
-of its op and case if no dimension differs by more than a factor of `MAX_SHAPE_RATIO`; otherwise the registry's order
-decides. Only `octavo calibrate` measures: training, torch.compile and CUDA graph capture never do.
-
-An unreadable table causes a warning, never an error; a damaged one is deleted. Processes that save at the same time
-wait for each other, so that no entry is lost.
+It is `<cache>/octavo/calibration/<device>-octavo…-torch…-triton…-cuda….json`, <cache> $XDG_CACHE_HOME or ~/.cache.
 """
 
 import json

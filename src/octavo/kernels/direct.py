@@ -1,17 +1,7 @@
-"""Calls of ops below the dispatcher, from plans that earlier calls left.
+"""Calls of ops below the dispatcher, from plans that earlier calls left (docs/host_time.md).
 
-In eager PyTorch a linear calls seven ops. The dispatcher, the checks of arguments and the preparation of launches cost
-the host more than the launches. Their outcome depends only on options and on dtypes, shapes, strides and devices of the
-tensors. So the first call with given ones is checked and leaves a `Call`; later ones run its plan: allocate, launch.
-
-    signature(…)       what a call depends on, or None if it must take the ordinary path: something would see the op
-                       in the dispatcher (`eager_signature`), or a CUDA graph captures
-    Call.plan(op, …)   the plan of the backend that the registry chooses now
-
-Plans hold no tensors. They do not fix the stream, which is asked for at each launch, nor the alignment of addresses,
-which is looked at in each call. Errors are those of the ordinary path: only calls that passed the checks have a plan.
-
-Below the dispatcher, a profiler shows the kernels and allocations of an op but not `octavo::quantize` itself.
+The first call with given options, dtypes, shapes, strides and devices is checked and leaves a `Call`; later ones run
+its plan: allocate, launch. Plans hold no tensors, and fix neither the stream nor the alignment of addresses.
 """
 
 import threading

@@ -1,21 +1,7 @@
-"""Triton kernels with their compile-time arguments: launched, or compiled without a GPU.
+"""Triton kernels with their compile-time arguments: launched, or compiled without a GPU (docs/host_time.md).
 
-Triton's own launch (`kernel[grid](…)`) binds and classifies all arguments and looks the compiled kernel up by a string:
-14 µs on a fast CPU, for each of the five launches of a linear. `PreparedLaunch` fixes the grid, the scalars and the
-dtypes once. Of what Triton specializes a kernel for, only the alignment of addresses is then left to look at. What
-Triton's launcher passes to its C function then differs in the stream and the addresses alone: `_direct_call` records
-it once, whatever the release of Triton, and makes a function of these that calls the C function (1 µs).
-
-Of a TMA descriptor, too, only the address differs between launches: what Triton unpacks it into is recorded the same
-way, and each launch calls the driver's function that encodes a tensor map.
-
-A launch goes through Triton, counted in `THROUGH_TRITON`, if no kernel was compiled for its alignment yet, and while a
-profiler's hooks are installed. The stream is asked for at every launch. No prepared launch holds a tensor.
-
-Rejected: passing tensors instead of addresses, for which Triton asks the driver about each pointer; CUDA graphs of a
-linear, which fix addresses.
-
-This module imports Triton; only Triton backends and tools for them import it.
+Triton's own launch takes 14 µs. `PreparedLaunch` records once what its launcher passes to its C function, and calls
+that with the stream and the addresses (1 µs). It holds no tensor. Only Triton backends and their tools import this.
 """
 
 import tempfile

@@ -1,16 +1,7 @@
-"""The `octavo` namespace of torch ops.
+"""The `octavo` namespace of torch ops: functional, with fake implementations, without autograd formulas.
 
-Ops are functional and have a fake implementation, so FakeTensorMode and selective checkpointing see one opaque call.
-They have no autograd formula: autograd functions call them below autograd. `Library.define` avoids the checks that
-`custom_op` adds to every call.
-
-`torch.compile` fuses PyTorch operations but nothing into an opaque call, and such a call runs Python in every step. So
-an op may have a *decomposition* into PyTorch operations with the same results, bit for bit. AOTAutograd traces it in
-place of the op. Eager calls, FakeTensorMode and `torch.export` keep the op.
-
-`FlopCounterMode`, and what reads it (MFU in training tools, activation budgets of the compiler), takes an op without a
-formula for one without operations. `torch.utils.flop_counter` imports Triton, so formulas are registered when somebody
-else imports it.
+An op may have a *decomposition* into PyTorch operations with the same bits, which AOTAutograd traces in its place, and
+a FLOP formula, registered when somebody imports `torch.utils.flop_counter`, which imports Triton.
 """
 
 import sys

@@ -1,12 +1,5 @@
 """Device functions shared by all Triton kernels: magnitudes, scales and FP8 codes, byte for byte as the reference.
 
-Amax reduces the bits of |x| as integers: non-negative floats sort like integers, and NaN sorts above infinity. So a NaN
-reaches the scale without NaN-propagating min/max, next to which Triton miscompiles one-byte stores (triton-lang/triton
-issue 11111), and the atomic maximum is exact and independent of order.
-
-The reference divides in float64 and rounds to float32. For float32 operands that equals the correctly rounded float32
-quotient of `div_rn`. A few fused multiply-adds compute the same here without its branches.
-
 Triton's interpreter has no fused multiply-add and no inline assembly, drops the carry of an FP8 cast that rounds up to
 a power of two, and loses NaN. So under INTERPRETED, kernels use plain divisions and round values before the cast.
 """

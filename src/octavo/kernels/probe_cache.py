@@ -1,10 +1,6 @@
-"""Probes that passed, on disk: another process need not compile and run them again.
+"""Probes that passed, on disk, by device, versions, driver and sources: another process need not run them again.
 
-    <cache>/octavo/probes/<device>-octavo…-torch…-triton…-cuda…-<digest>.json
-
-The digest is of the compute capability, the driver and the sources of the kernels, which change in a working tree. A
-probe that failed runs again in the next process. A file that cannot be read or written costs probes and nothing else.
-Without a driver, as on a pretended GPU, there is no file.
+A probe that failed runs again in the next process. A file that cannot be read or written costs probes, nothing else.
 """
 
 import json

@@ -1,10 +1,7 @@
-"""Registry of ops, their backends and the choice between them.
+"""Registry of ops, their backends and the choice between them (docs/architecture.md, "Backends").
 
-All backends of an op compute the same numbers. The choice depends on the device and the *case* (specs of the operands):
-the first backend in order of registration, `reference` last, that supports the case and passes its probe, a tiny run
-compared with `reference`. Probes test what a GPU computes rather than its version number. For shapes measured on this
-device (`octavo calibrate`), the fastest available backend runs instead. Choices are cached. `status` lists them with
-all reasons. Emulation of a case on a GPU warns once.
+The first backend that supports device and *case* (specs of the operands) and passes its probe, `reference` last; for
+shapes that `octavo calibrate` measured, the fastest. Choices are cached.
 """
 
 import warnings

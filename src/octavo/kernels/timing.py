@@ -1,13 +1,6 @@
-"""Timing for `octavo calibrate`: what a call takes the GPU, and what it takes the host until it returns.
+"""Timing for `octavo calibrate`: medians of what a call takes the GPU, and the host until it returns.
 
-*Kernel time*: calls cycle through copies of the operands that exceed L2 twice. They are queued behind a sleep, so the
-GPU never waits for Python; CUDA events around each call give its time. *Host time*: the clock of the host around each
-call of a queue that is not full, so that the host never waits for the GPU. Both are medians.
-
-In a step of such calls the slower side sets the pace, so a caller waits for the larger of the two (`CallTime.wait`):
-the host at small sizes, the kernel at large ones. The candidate with the shortest wait is saved; among candidates that
-the host holds back alike, the one with the fastest kernel. Under `torch.compile` and CUDA graphs, where the host hardly
-counts, this may leave the faster kernel out at small sizes.
+A caller waits for the larger of the two (`CallTime.wait`); the candidate with the shortest wait is saved.
 """
 
 import math

@@ -1,7 +1,4 @@
-"""Text tables of results: complete for `print`, shortened at a prompt and in a notebook.
-
-Plain text rather than `rich`: the library prints plans and reports with torch and numpy alone.
-"""
+"""Text tables of results, by torch and numpy alone: complete for `print`, shortened at a prompt and in a notebook."""
 
 import html
 import textwrap

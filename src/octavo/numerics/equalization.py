@@ -1,21 +1,8 @@
-"""Channel equalization: a scale per channel of X and W that moves magnitude between them.
+"""Channel equalization: scales s [K] of the channels of X and W that move magnitude between them (docs/numerics.md).
 
-    X' = X diag(1/s)    W' = W diag(s)    s [K] > 0
+    X' = X diag(1/s)    W' = W diag(s)    Y = X Wᵀ = X' W'ᵀ    ∂X = (G W') diag(1/s)    ∂W = (Gᵀ X') diag(s)
 
-Y = X Wᵀ = X' W'ᵀ for every s. Recipes that fold row scales into G (see `numerics.recipe`) multiply nothing else in
-backward by a scale per column, so the inverse of what was folded into an operand costs nothing there:
-
-    ∂X = G W = (G W') diag(1/s)           ∂W = Gᵀ X = (Gᵀ X') diag(s)
-
-Because the identity holds for every s, a stale s is not wrong: it only equalizes less. Powers of two lose no bits.
-
-s_k = √(amax X_k / amax W_k) gives channel k of X' and of W' the same amax, √(amax X_k · amax W_k): an outlier channel
-of one of them is split between both, as in SmoothQuant (arXiv 2211.10438).
-
-s is divided by its median before it is rounded to powers of two, so channels like most others get s = 1.
-
-No channel of X' or W' exceeds the median one by more than 2¹²: a single huge token costs its own row of X its accuracy;
-split, it would cost all rows of W theirs. `channel_amax` divides tokens by the root of their L½ norm: docs/numerics.md.
+This holds for every s > 0, so a stale s is not wrong: it only equalizes less. Powers of two lose no bits.
 """
 
 from dataclasses import dataclass

@@ -1,11 +1,4 @@
-"""Number formats: FP8 E4M3 and E5M2 for values, E8M0 for scales.
-
-E4M3 and E5M2 follow the OCP 8-bit floating point specification (OFP8, revision 1.0): E4M3 has no infinity and one NaN
-per sign, E5M2 has both. E8M0 is the scale type of the OCP Microscaling (MX) specification: a bare power of two.
-
-`tolerance_db` is the minimum SQNR of a product of normally distributed operands, one stored in the format and the other
-in E4M3.
-"""
+"""Number formats: FP8 E4M3 and E5M2 for values (OFP8 1.0), E8M0 for scales (OCP MX)."""
 
 from dataclasses import dataclass
 

@@ -1,8 +1,4 @@
-"""Plan: the recipe of every linear of a model or the reason for none, and how modules store activations.
-
-Default rules, filters and users write plans; `convert` applies them; `report` prints them. A plan is data: it can be
-stored, compared and edited as JSON.
-"""
+"""Plan: the recipe of every linear of a model or the reason for none, and how modules store activations."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence

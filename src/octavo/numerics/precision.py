@@ -1,6 +1,4 @@
-"""Precision: the user's precision settings for a training run.
-
-Levels name useful combinations, as in the literature; each field can also be set on its own.
+"""Precision: the user's precision settings for a training run, and its named levels.
 
     level                      matmul  activations  states  master
     bf16                       bf16    unchanged    fp32    fp32       the literature's "O2" without FP8

@@ -1,22 +1,11 @@
 """Recipe: the precision of each operand of the three products of a linear layer, and the named recipes.
 
     forward  Y  = X Wᵀ     X [M,K], W [N,K]    contracts over K
-    dgrad    ∂X = G W      G [M,N]             contracts over N
-    wgrad    ∂W = Gᵀ X                         contracts over M
+    dgrad    ∂X = G W      G [M,N]             contracts over N     ≈ diag(c) (G1q Wq), G1q of G diag(b), by row
+    wgrad    ∂W = Gᵀ X                         contracts over M     ≈ diag(d) (G2qᵀ Xq), G2q of diag(a) G, by column
 
-Scales can move out of a product's sum only if they are constant along the contraction. Row scales of W vary along N,
-and row scales of X along M, which the backward products contract. Other libraries quantize X and W a second time.
-Octavo *folds* these scales into G before quantizing G: with X ≈ diag(a) Xq and W ≈ diag(b) Wq,
-
-    ∂X = G W   ≈ (G diag(b)) Wq         quantize G diag(b) by row    ≈ diag(c) G1q     ∂X = diag(c) (G1q Wq)
-    ∂W = Gᵀ X  ≈ (diag(a) G)ᵀ Xq        quantize diag(a) G by column ≈ G2q diag(d)     ∂W = diag(d) (G2qᵀ Xq)
-
-so one FP8 copy of X and one of W serve all three products. The granularity determines whether an operand folds
-(`folds_w`, `folds_x`).
-
-Scaling is just-in-time. With `equalization`, channels of X and W are scaled first: see
-`octavo.numerics.equalization`. With `weight_only`, FP8 is how a frozen W is stored, and products are in the dtype of X:
-see `octavo.nn.prepared_linear`.
+Row scales of X ≈ diag(a) Xq and W ≈ diag(b) Wq vary along what backward contracts. Octavo *folds* them into G before it
+quantizes G, so one FP8 copy of X and one of W serve all three products (docs/numerics.md).
 """
 
 from dataclasses import asdict, dataclass, replace

@@ -1,8 +1,4 @@
-"""Row chunks: parts of a matrix whose intermediate results fit into a core's cache.
-
-PyTorch runs each operation on whole tensors. On a CPU every intermediate result of a large matrix goes through memory,
-and the kernel clears its new pages first, which takes longer than the arithmetic.
-"""
+"""Row chunks: parts of a matrix whose intermediate results fit into a core's cache."""
 
 import torch
 from torch import Tensor

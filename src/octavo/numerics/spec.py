@@ -1,15 +1,9 @@
-"""QuantSpec: format, granularity and scale rule of one quantized matrix.
-
-`s` is the *dequantization* scale: x ≈ q · s. With amax the largest magnitude among the elements that share it,
+"""QuantSpec: format, granularity and scale rule of one quantized matrix x ≈ q · s, s the *dequantization* scale.
 
     s = max(amax / format.max, 2⁻¹²⁶)        the division in float64, then rounded to float32;
     q = round(clamp(x · (1/s), ±format.max))  the product in float32, round to nearest even.
 
-The floor 2⁻¹²⁶ is the smallest normal float32: both s and 1/s stay finite and normal, zero tensors get a scale, and no
-gradient is distorted (a scale floor of 1e-12, as in other libraries, flattens everything below 1e-12·448).
-
-A non-finite amax gives s = 1 and q = NaN for the whole group: NaN and Inf in the input propagate through every product,
-never become finite, and with row scales stay in their row.
+A non-finite amax gives s = 1 and q = NaN for the whole group.
 """
 
 from dataclasses import dataclass, field, replace

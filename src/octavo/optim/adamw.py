@@ -1,16 +1,7 @@
 """AdamW as a replacement for `torch.optim.AdamW` with half the memory or less.
 
-    states="fp8"           both moments in about 2.1 bytes per parameter instead of 8 (`octavo.kernels.adamw.moments`)
-    master="remainder"     an exact float32 master of a bf16 parameter in 2 bytes instead of 4
-
-Parameters may be written between steps (`load_state_dict`, pruning masks, merged adapters, `param.data = …`): the next
-step starts from what was written. With `master="remainder"`, finite values other than 0 get the remainders of the old
-ones, a change of less than half a step of bf16; otherwise the start is exact. Moments stay as they are.
-
-States are tensors of the parameter's shape, with one row of scales per row, sharded like the parameter
-(`octavo.optim.sharded`): each rank steps its own rows, bit for bit as a single process. One-dimensional parameters, and
-those with fewer than 64 elements per row, have float32 moments: the former are few and may be sharded at any element;
-scales of the latter would cost more than they save.
+Parameters may be written between steps: the next one starts from what was written, within half a step of bf16 beside
+old remainders. One-dimensional parameters, and those with fewer than 64 elements per row, have float32 moments.
 """
 
 import math

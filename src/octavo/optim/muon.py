@@ -2,12 +2,7 @@
 
     m = μ m + (1 − μ) g        u = (1 − μ) g + μ m  (Nesterov)        W = W (1 − lr·λ) − lr · scale · orthogonalize(u)
 
-in the order of `torch.optim.Muon`. `orthogonalize` replaces the singular values of u by values near 1 with five
-Newton–Schulz iterations in bf16 (Keller Jordan, https://kellerjordan.github.io/posts/muon). Momentum is the first
-moment of `octavo.AdamW`, with the same masters, seeds of stochastic rounding and shards. There is no second moment.
-
-Under FSDP2 each rank steps its own rows. Of every `world` matrices each rank orthogonalizes one: an all-to-all brings
-it the rows of u in bf16, another returns the rows of the result. The numbers are those of one process.
+in the order of `torch.optim.Muon`. Under FSDP2 an all-to-all brings each rank whole matrices u, another returns rows.
 """
 
 import math

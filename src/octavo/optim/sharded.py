@@ -1,8 +1,6 @@
-"""Sharded parameters: the DTensors of FSDP2 and of tensor parallelism.
+"""Sharded parameters: the DTensors of FSDP2 and of tensor parallelism. Of other tensors, the local rows are all rows.
 
-Every state is allocated for the local rows and wrapped like its parameter, so `torch.distributed.checkpoint` saves and
-loads it on any number of ranks. For other tensors, the local rows are all rows. Tensor parallelism also shards columns.
-FP8 moments then need shards that end where groups of 128 columns do (`splits_groups`).
+Every state is allocated for the local rows and wrapped like its parameter, so DCP reshards it.
 """
 
 import math

@@ -1,7 +1,6 @@
 """`Optimizer`, what describes one, and states of one parameter: checks, and conversion from `torch.optim.AdamW`.
 
-Every state is contiguous regardless of its parameter's strides: the step reads and writes a view as a matrix of the
-parameter's logical rows.
+Every state is contiguous regardless of its parameter's strides: the step views it as a matrix of the logical rows.
 """
 
 import math

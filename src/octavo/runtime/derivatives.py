@@ -1,9 +1,6 @@
 """Errors for derivatives that FP8 does not have: second ones, and those of torch.func, forward mode and batches.
 
-Backward reads FP8 copies, which have no derivative, so `create_graph=True` raises at once. Rejected: an error when the
-gradient is differentiated, as of `torch.autograd.function.once_differentiable`. Autograd executes only nodes from which
-it reaches what it differentiates by, so a gradient penalty would be a constant without an error.
-Functions whose backward is itself differentiable, such as exchanges between ranks, need none of this.
+`create_graph=True` raises at once: `once_differentiable` would make a gradient penalty a constant without an error.
 """
 
 from collections.abc import Callable

@@ -1,8 +1,4 @@
-"""The classes of linear layers that `convert` knows: the table that selection, conversion and FP8 activations read.
-
-Classes are named, not imported: one whose module nothing has imported has no instances. Their FP8 classes are in
-`octavo.nn.linear_subclasses.FP8_CLASSES`.
-"""
+"""The classes of linear layers that `convert` knows, by name: one that nothing imported has no instances."""
 
 import sys
 from dataclasses import dataclass

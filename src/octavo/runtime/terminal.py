@@ -1,7 +1,4 @@
-"""Terminal output: tables fit the terminal's width; pipes and files have unlimited width.
-
-`grep` and scripts need each row on one line.
-"""
+"""Terminal output: tables fit the terminal's width; pipes and files have unlimited width, for `grep` and scripts."""
 
 import shutil
 import sys

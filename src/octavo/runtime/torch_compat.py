@@ -1,7 +1,6 @@
 """Differences between supported torch releases, and private torch names without a public counterpart.
 
-Each entry names the releases that need it, and is removed when no supported release does. `pyproject.toml` has the
-range of releases; `make test-versions` runs the tests on both ends of it.
+Entries name the releases that need them; `pyproject.toml` has the range, `make test-versions` tests both ends.
 """
 
 import sys

@@ -1,11 +1,8 @@
 """The AdamW step as one Triton kernel for many parameters, with tables of their addresses, shapes and numbers.
 
-A program handles PER groups of 128 elements of one parameter. Groups run along rows; the last of a row may be partial.
-Moments, master and parameter are read and written once. Bytes per element: 2 + 2 for a bf16 parameter, 2 for its
-gradient, 2 + 2 for its remainder, 4.2 for both moments.
-
-MOMENTS: whether moments are FP8. MASTER: 0 the parameter itself, 1 remainder, 2 float32. NOISE: stochastic rounding.
-ALIGNED: tensors start at multiples of 16 bytes and rows are whole groups, so an element's index is its offset.
+A program handles PER groups of 128 elements of one parameter. MOMENTS: whether moments are FP8. MASTER: 0 the parameter
+itself, 1 remainder, 2 float32. NOISE: stochastic rounding. ALIGNED: tensors start at multiples of 16 bytes and rows are
+whole groups, so an element's index is its offset.
 """
 
 import triton

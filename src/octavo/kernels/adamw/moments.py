@@ -1,22 +1,9 @@
-"""FP8 moments of AdamW: groups of 128 along a row, each expanded to the format's range before rounding.
-
-Dynamic range expansion (COAT, arXiv 2410.19313): the magnitudes of a group span much less than the range of FP8. A
-power k ≥ 1 expands them to the full range; taking the root afterwards reduces relative errors k-fold.
+"""FP8 moments of AdamW: groups of 128 of a row, each expanded to the format's range before rounding (docs/kernels.md).
 
     hi = max|m|,  lo = min|m| over non-zeros,  k = ⌊16·L / log2(hi/lo)⌋ / 16
     q  = round( sign(m) · top · (|m| / hi)^k )            m ≈ sign(q) · hi · (|q| / top)^(1/k)
 
-COAT also centers a group by c = √(hi·lo) and stores c next to the scale of the result. With s = (hi/c)^k / top both
-cancel in the round trip, so only hi (float32) and k (one byte, in sixteenths) are stored: 5 bytes per group.
-
-    first moment     E4M3        top 448          L = log2(448² / 2)
-    second moment    unsigned    top 2¹⁵·31/16    L = log2(top / (17/16))
-
-The second moment is never negative, so its format has 4 exponent and 4 mantissa bits and no sign, with code 0 for zero.
-That halves its error.
-
-Quotients are computed as differences of logarithms, so groups of zeros, of equal values (largest k), of one element,
-with zeros next to non-zeros, and magnitudes at both ends of float32 stay finite. A group's largest magnitude is exact.
+Only hi (float32) and k (one byte, in sixteenths) are stored beside q.
 """
 
 import math

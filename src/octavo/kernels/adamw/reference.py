@@ -3,19 +3,9 @@
     m = β₁ m + (1 − β₁) g        v = β₂ v + (1 − β₂) g²
     p = p (1 − lr·λ) − lr/(1 − β₁ᵗ) · m / (√v / √(1 − β₂ᵗ) + ε)        (Loshchilov and Hutter, arXiv 1711.05101)
 
-in float32, on the parameter's exact master. Other optimizers have a `Rule` of their own for the same states.
-
-With `master="remainder"` the master is the bf16 parameter plus 16 bits: the parameter holds the upper half of float32's
-bits, rounded half up, and the signed remainder the difference. NaN becomes bf16's canonical NaN with remainder 0,
-because a carry from rounding its bits would give infinity or zero.
-
-A parameter may be written between steps: a pruning mask, a loaded checkpoint, merged adapters. A master that does not
-round to its parameter is stale, and the step starts from the parameter (`exact_values`). A remainder is not used where
-the sum of the bits is NaN, as beside a weight set to 0, or the parameter is infinite; beside any other written value it
-is a number below half a step of bf16.
-
-Finite gradients saturate at ±2⁶², so that their squares, and with them both moments, stay finite. Larger ones would
-otherwise make the second moment infinite and a group of FP8 moments NaN.
+in float32, on the parameter's exact master; other optimizers have a `Rule` of their own. With `master="remainder"` that
+is the bf16 parameter plus 16 bits. A master that does not round to its parameter, which somebody wrote since, is stale,
+and the step starts from the parameter (`exact_values`).
 """
 
 from collections.abc import Callable, Iterator

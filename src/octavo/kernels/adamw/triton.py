@@ -1,11 +1,6 @@
-"""The AdamW step on a GPU: one launch for all parameters of a kind, instead of dozens per parameter.
+"""The AdamW step on a GPU: one launch for all parameters of a kind, that is of the same dtypes and states.
 
-Parameters of a kind have the same dtypes and states. Each step copies their addresses, shapes and numbers to the GPU as
-three small tables, because gradients move. A fourth table assigns groups of parameters to programs; it is cached by
-shapes.
-
-Not bit for bit the reference: the hardware's logarithms and powers of two have errors of 2⁻²², so one code in thousands
-is off by one.
+Not bit for bit the reference: the hardware's logarithms and powers of two have errors of 2⁻²².
 """
 
 from functools import lru_cache

@@ -1,29 +1,6 @@
-"""adaptive_quantize and adaptive_dequantize: 8-bit matrices that lose less than e4m3 in the same bytes.
+"""adaptive_quantize and adaptive_dequantize: 8-bit matrices, for no product, that lose less than e4m3.
 
-    [R,C]  ──adaptive_quantize──▶  codes uint8 [R,C], scales float32 [R, ⌈C/128⌉]  ──adaptive_dequantize──▶  [R,C]
-
-A message that its receiver widens, and a stored weight that is widened for its products, need no format that matrix
-units multiply. Each group of 128 elements of a row has the format with the most mantissa bits that its values allow.
-With amax the largest magnitude of a group, and M mantissa bits,
-
-    number   format   M   SQNR of Gaussian values   fits if at most 1/8 of the non-zero elements are below
-    0        e4m3     3   32 dB                     any
-    1        e3m4     4   38 dB                     amax / 512
-    2        e2m5     5   44 dB                     amax / 64
-
-    s = max(amax / top, 2⁻¹²⁶), its two lowest bits replaced by the number
-    |v| / s < 1     rounded to a multiple of 2⁻ᴹ         error s·2⁻ᴹ⁻¹ or less
-    |v| / s ≥ 1     rounded to M mantissa bits           error |v|·2⁻ᴹ⁻¹ or less      both to nearest even
-
-top is the largest value of a format in units of its smallest normal one: no code is a NaN or an infinity, and the
-exponent has no bias, so subnormal codes count up to the smallest normal value. An e3m4 group holds elements from
-amax/512 on with 22 dB or more, an e2m5 group those from amax/64 on; of Gaussian values 3 % are below amax/64. Groups
-with a few outliers, or with channels of very different sizes, stay in e4m3. A non-finite value makes the scale of its
-group NaN, hence all its values. Zeros stay zeros, with their sign.
-
-Rejected: COAT's power (|v|/amax)ᵏ in e4m3, which the optimizer uses for moments: 38 dB for Gaussian values with k = 2
-and 41 dB with k = 3, where all below amax/77 becomes zero. The format with the least squared error: the largest
-elements of a group decide about it alone, and small channels beside them become zero. e1m6: 0.1 dB more than e2m5.
+Each group of 128 elements of a row has e4m3, e3m4 or e2m5: docs/numerics.md, "Messages", and docs/kernels.md.
 """
 
 from typing import Any

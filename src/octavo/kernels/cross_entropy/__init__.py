@@ -1,7 +1,6 @@
-"""cross_entropy: the loss of logits and its gradient, which takes their place.
+"""cross_entropy: the loss of logits and its gradient, which takes their place: 6 bytes per logit in bf16.
 
-Memory traffic per logit in bf16: 2 bytes read for the loss, 2 read and 2 written for the gradient. PyTorch's
-operations in float32 move about 50. Exponentials and the order of sums differ in last bits from device to device.
+Exponentials and the order of sums differ in last bits from device to device.
 """
 
 import torch

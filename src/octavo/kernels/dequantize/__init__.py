@@ -1,8 +1,4 @@
-"""dequantize: x = q · s, multiplied in float32 and rounded once.
-
-Memory traffic per element: 1 byte read (plus scales), 2 written in bf16. Products read FP8 directly; this op restores
-activations that were saved for backward in FP8 (`octavo.activations.recompute`).
-"""
+"""dequantize: x = q · s, multiplied in float32 and rounded once. It restores activations saved for backward in FP8."""
 
 from typing import Any
 

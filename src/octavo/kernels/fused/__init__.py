@@ -1,11 +1,6 @@
-"""Fused ops: norms and gated activations that quantize their result where a spec is given, without another read.
+"""Norms and gated activations that quantize their result where a spec is given, to the bytes of `quantize`.
 
-    rms_norm, layer_norm    norm → y, or FP8 of y and its transposed copy
-    glu                     activation(gate) · up → h, or FP8 of h and its transposed copy
-    *_backward              gradients, deterministic
-
-Fusion changes no number: the FP8 result equals `quantize` of the other. The ops have no autograd formula; autograd
-functions call them.
+They have no autograd formula; autograd functions call them and their deterministic gradients (`*_backward`).
 """
 
 from octavo.kernels.fused.glu import glu, glu_backward

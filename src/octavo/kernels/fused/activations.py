@@ -1,23 +1,7 @@
-"""silu, gelu_tanh and gelu with their derivatives in float32, from sums, products and one reciprocal.
+"""silu, gelu_tanh and gelu with their derivatives in float32, from sums, products and one reciprocal (docs/kernels.md).
 
-`exp`, `tanh` and `erf` round differently in PyTorch, NumPy and PTX. Here each operation rounds once, and `device` has
-the same operations in the same order, so GPU, interpreter and this file agree bit for bit. With e(t) = exp(-t), t ≥ 0,
-
-    sigmoid(t)  = 1/(1 + e(|t|)), times e(|t|) where t < 0
-    silu(g)     = g · sigmoid(g)
-    gelu_tanh(g)= g · sigmoid(2u),  u = √(2/π)·(g + 0.044715·g³)       since (1 + tanh u)/2 = sigmoid(2u)
-    gelu(g)     = g · Φ(g),         Φ(-a) = e(a²/2) · c·P(c),  c = 1/(1 + 0.3a),  Φ(a) = 1 - Φ(-a)
-
-All exponents are negative, so nothing overflows, and the small side of each sigmoid retains its relative precision.
-e(t) = 2ⁿ·p(r) with t = -(n ln 2 + r): n by adding and subtracting 1.5·2²³, r with ln 2 in two parts, p of degree 5, and
-the power of two added to the exponent bits. The error is at most 2.4 ulp; the result is 0 below 2⁻¹²⁵. For g ≥ -5 the
-relative error of the activations is at most 3·10⁻⁶ (silu 3·10⁻⁷), a thousandth of bf16's resolution. Coefficients
-minimize the maximum error on the interval (iteratively reweighted least squares), rounded to float32.
-
-e(NaN) may be any number: all callers multiply it by the argument. silu(-∞) and gelu(-∞) are NaN, as in PyTorch.
-
-A 16-bit argument has 65536 values. On a CPU with few cores a lookup in a table of the results takes a fifth of the time
-of the 35 operations that compute them; PyTorch looks up on one core.
+Each operation rounds once, and `device` has the same ones in the same order. e(NaN) may be any number: all callers
+multiply it by the argument. silu(-∞) and gelu(-∞) are NaN, as in PyTorch.
 """
 
 from functools import lru_cache

@@ -1,7 +1,6 @@
 """Device functions of the fused ops, with the operations of `activations` and `reference`, in the same order.
 
-Triton's interpreter truncates to bf16 where a GPU rounds, misreads subnormal bf16 numbers, and has no PTX; hence the
-`INTERPRETED` arguments.
+Triton's interpreter truncates to bf16 where a GPU rounds and misreads subnormal bf16 numbers: hence `INTERPRETED`.
 """
 
 import triton

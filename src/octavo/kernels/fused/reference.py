@@ -1,13 +1,7 @@
 """The fused ops in PyTorch operations: the reference that other backends match byte for byte.
 
 Arithmetic is float32, rounded after each operation. Sums along a row add 8 neighbours pairwise in float32, then these
-sums in float64, rounded once. Any order of the float64 sums gives the same float32 (two orders differ by 2⁻⁵⁰ of the
-sum, and a rounding boundary lies between them with a probability of about 2⁻²⁶), so kernels choose their own order and
-tiles. Quotients and roots are correctly rounded: they are computed in float64 and rounded to float32, because PyTorch's
-float32 ones are not correctly rounded on all devices. Gradients of weights are column sums: float32, row by row within
-blocks of `ROW_BLOCK` rows, then over row blocks as above.
-
-A result in FP8 is `quantize` of y after rounding y to its dtype: fusion changes no byte.
+sums in float64, rounded once. Quotients and roots are computed in float64 and rounded. docs/kernels.md says why.
 """
 
 import torch

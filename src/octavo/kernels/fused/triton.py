@@ -1,29 +1,4 @@
-"""Norms and gated activations on a GPU.
-
-    rows only          one program per row (or per several short rows), held in registers: one read
-    transposed copy    up to 4096 columns: one program per block of 16 rows, for 16-byte stores down a column. Each pass
-                       (sums, [centered sums], [row maxima], cast) reads the block again, from L2 if blocks in flight
-                       fit: 264 programs × 16 rows × 4096 × 2 bytes = 35 MB. Longer rows: two steps, rows only, then
-                       a transpose of the bytes
-    backward           one program per block of 32 rows, row by row in registers with the next row prefetched; weight
-                       gradients are summed in registers, stored once per block, then summed over blocks. Beyond 8192
-                       columns (4096 with a bias): dx first, then the sums
-
-Bytes per bf16 element, with blocks in L2: 2 read, plus 2 for y or 1 per FP8 copy; the two steps add 1. Backward: 2 + 2
-read, 2 written, 8/32 for the blocks; 2 + 2 more if dx and the sums are separate.
-
-One in 8 additions of a row sum is in float64 (see `reference`): negligible next to memory time on Hopper; on consumer
-GPUs, with 1/64 of the rate, about a tenth of the read time. Amax reduces integers (`primitives.magnitude`).
-
-Gated activations:
-
-by block, no FP8               one pass over tiles: 2 + 2 bytes read per element, 2 written, or 1 per FP8 copy
-by row, rows only              one program per row, held in registers: the same bytes
-by row, transposed copy        one program per block of rows in two passes: h and its maxima, then the cast. h always
-                               goes through memory, because computing it twice costs more time than the second read:
-                               2 + 2 read, 2 written, up to 2 read again, 1 per copy
-backward                       one pass over tiles: 2 + 2 + 2 read, 2 + 2 written
-"""
+"""Norms and gated activations on a GPU; docs/kernels.md has the passes of each case."""
 
 from collections.abc import Mapping
 from typing import Any

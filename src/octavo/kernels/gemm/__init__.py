@@ -4,9 +4,7 @@
     nn    A [M,N] · B [N,K]     dgrad     ∂X = G W
     tn    A [M,N]ᵀ · B [M,K]    wgrad     ∂W = Gᵀ X
 
-The letters state whether A and B are transposed, as in BLAS. Products accumulate in float32. The scales, then the bias,
-apply to the float32 sum, which is rounded once to the output dtype. Each backend meets the requirements of its hardware
-(transposed bytes, sizes in multiples of 16).
+The letters state whether A and B are transposed. Scales, then the bias, apply to the float32 sum, rounded once.
 """
 
 import math

@@ -1,7 +1,4 @@
-"""`octavo calibrate`: time the FP8 products, bf16 products and quantizations of linears, and save the fastest choices.
-
-The fastest is the one that a caller waits for least, be it for the GPU or for the host (`octavo.kernels.timing`).
-"""
+"""`octavo calibrate`: time products and quantizations of linears, and save the fastest choices."""
 
 import torch
 from rich.console import Console

@@ -1,9 +1,4 @@
-"""Operands of scaled_mm as backends read them: one orientation, aligned bytes, scale blocks.
-
-Both operands are oriented as [outside, contraction]: A as [M,K], B as [N,K]. FP8 matrix units read both contiguous
-along the contraction, with addresses and row strides in multiples of 16 bytes. This module copies other layouts (bytes
-only, transposed and zero-padded in one pass).
-"""
+"""Operands of scaled_mm as backends read them: oriented as [outside, contraction], aligned bytes, scale blocks."""
 
 from functools import lru_cache
 from typing import NamedTuple

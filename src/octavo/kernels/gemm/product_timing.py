@@ -1,9 +1,6 @@
-"""Time products of linears, for `octavo calibrate`: FP8 ones on every backend and configuration, and bf16 ones.
+"""Time products of linears, for `octavo calibrate`, under the conditions of training: FP8 ones and bf16 ones.
 
-Conditions are those of training: operands from device memory; for FP8, fast accumulation in forward only, bf16 output,
-bytes contiguous along the contraction as quantizers write them, the host's work that of a planned linear
-(`octavo.kernels.direct`). Configurations that differ from the reference are left out. There is one backend of bf16
-products, torch; the planner compares FP8 times with theirs.
+Configurations that differ from the reference are left out. The planner compares FP8 times with those of bf16.
 """
 
 import math

@@ -1,15 +1,7 @@
 """Device code of promoted FP8 products on Hopper, in Gluon: partial sums are added while the next ones are multiplied.
 
-`product_kernel` in Triton's language waits for the matrix units, then adds 128 products per sum to float32 registers,
-then goes on: the matrix units rest meanwhile. Here one warp loads tiles through TMA into `SLOTS` slots of shared
-memory. The others multiply, four steps of 128 in a row with two partial accumulators in turn: while the matrix units
-fill one, the other is added. They wait for all products once in four steps, because `ptxas` makes every QGMMA wait for
-the one before as soon as a partial accumulator that is added crosses the end of a loop's body; for the same reason the
-sums pass through a second wait, so that LLVM does not move additions behind the next product, which would copy
-accumulators while products are under way.
-
-The contraction is rounded up to four steps, with zeros that TMA fills in. Sums are those of `product_kernel`, bit for
-bit: the same products are added in the same order.
+The sums pass through a second wait, so that LLVM does not move additions behind the next product, which would copy
+accumulators while products are under way. docs/kernels.md has the design.
 """
 
 from triton.experimental import gluon

@@ -1,10 +1,7 @@
 """scaled_mm in PyTorch operations: exact products, float32 sums, on any device.
 
-Every E4M3 and E5M2 value is exact in bf16, and the product of two is exact in float32. So the reference multiplies FP8
-values on bf16 matrix units and sums in float32; it is exact up to the order of summation. On a CPU it multiplies
-float32 operands with oneDNN's bf16 arithmetic, because a product of bf16 tensors would round its sum to bf16 (PyTorch
-has no bf16 → float32 product on CPU). Scales that vary along the contraction cannot leave the sum: then it dequantizes
-to float32 and multiplies in float32, or in bf16 if power-of-two scales keep the values exact there.
+FP8 values are exact in bf16, and products of two in float32. A CPU multiplies float32 operands by oneDNN's bf16
+arithmetic, because a product of bf16 tensors would round its sum. Scales along the contraction are multiplied in first.
 """
 
 import threading

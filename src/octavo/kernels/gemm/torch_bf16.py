@@ -1,12 +1,7 @@
 """scaled_mm for CPUs with bf16 instructions: products of bf16 tensors, in half the time of `reference`.
 
-Every E4M3 and E5M2 value is exact in bf16, and sums are in float32. But PyTorch's CPU product of bf16 tensors rounds
-its sum to bf16, before scales and bias apply, and the result is rounded again: 53 dB from `reference`, where the error
-of FP8 itself leaves 28 dB. The backend therefore computes bf16 results only and leaves others to `reference`.
-`OCTAVO_CPU_PRODUCTS=exact` in the environment switches it off, as Octavo's tests do; `octavo doctor` shows it.
-
-Scales that vary along the contraction cannot leave the sum. Operands with powers of two for scales are dequantized,
-exactly in bf16; others run in float32 on `reference`.
+PyTorch rounds the sum to bf16 before scales and bias apply: 53 dB from `reference`. So it computes bf16 results only.
+`OCTAVO_CPU_PRODUCTS=exact` in the environment switches it off, as Octavo's tests do.
 """
 
 import os

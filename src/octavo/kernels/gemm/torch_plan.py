@@ -1,9 +1,4 @@
-"""Products of `torch_scaled` without PyTorch's dispatcher in between, from plans (`octavo.kernels.direct`).
-
-one call of `torch._scaled_mm`, no copies     `OneCall`: nothing is looked at again but alignment
-scales of blocks, no copies of data           `BlockCall`: scales are viewed in cuBLAS's order, or copied into it
-everything else, such as padded data          the backend's function, as the op calls it
-"""
+"""Products of `torch_scaled` without PyTorch's dispatcher in between, from plans (`octavo.kernels.direct`)."""
 
 from collections.abc import Callable
 from typing import Any

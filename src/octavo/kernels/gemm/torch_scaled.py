@@ -1,25 +1,7 @@
-"""scaled_mm through PyTorch's FP8 products (cuBLASLt and CUTLASS), for all scale granularities that they support.
+"""scaled_mm through PyTorch's FP8 products (cuBLASLt, CUTLASS), for all scale granularities that they support.
 
-    tensor    torch._scaled_mm      scalars
-    row       torch._scaled_mm      float32 vectors [M,1] and [1,N]; ones beside folded scales
-    block     F.scaled_mm           1×128 by 128×128 or 1×128, float32; Hopper, CUDA 12.9
-    mx        F.scaled_mm           1×32, exponent bytes in tensor-core order; Blackwell
-
-Supported output dtypes and biases differ between devices and versions and are undocumented. So the first product of a
-(kind, output dtype, with bias) on a device is probed on a small one beside `reference` (`is_supported`). Unsupported
-combinations run with float32 output, followed by PyTorch ops for bias and cast; if row scales are unsupported, the
-product runs with unit scales and its float32 result is scaled afterwards. A bias in the product's epilogue has the
-output's dtype, as a float32 bias under autocast has in any linear.
-
-Range: reference and Triton scale sums as `operands.scale_sums` does. CUTLASS (row scales) multiplies by the scales of
-X, then by those of W, in float32: an x of 1e36 gives infinity even if x · w is in range. How cuBLAS combines two
-scalars is undocumented. Moving powers of two from one operand's scales to the other's would help, but needs the amax of
-both: several launches next to a product of tens of microseconds, so it is not done. It matters for maxima above 1e30,
-and for scales whose product is below 2⁻¹²⁶; `SCALED_MM.force("triton")` computes such products.
-
-Block scales need a specific memory order, produced here (scales are 1/128 of the data): 1×128 scales outer dimension
-first, 128×128 scales contraction first and padded to multiples of 4. cuBLAS reads vectors and blocks of scales 16 bytes
-at a time; those of a slice (an expert's, a shard's) that begin elsewhere are copied.
+Combinations of output dtype and bias that fail their first probe (`is_supported`) run with float32 output, followed by
+PyTorch ops for bias and cast; row scales without support are applied to the float32 result of unit scales.
 """
 
 from collections.abc import Sequence

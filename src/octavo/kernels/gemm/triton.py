@@ -1,22 +1,4 @@
-"""scaled_mm as one persistent Triton kernel: any sizes, all scale granularities except 1×32, one final rounding.
-
-As many programs as fit on the GPU walk the output tiles in groups of `GROUP` tile rows, so that operands read twice are
-still in L2. Operands are read contiguous along the contraction, through TMA on Hopper and datacenter Blackwell, through
-asynchronous loads elsewhere. With `flatten` the loops over tiles and over the contraction form one pipeline: the next
-tile's operands load while this tile is stored. Two programs per multiprocessor (`per_sm`) hide the same latency.
-
-Hopper's FP8 accumulator has about 14 bits. With `fast_accum` it accumulates a whole dot product. Otherwise, and always
-with block scales, the partial sum of every 128 products is promoted to float32 registers, which needs twice the
-registers and smaller tiles. On Hopper `promoted_device` does that while the next products are multiplied; the same sums
-in Triton's language (`overlap=False`) leave the matrix units idle meanwhile.
-
-The epilogue multiplies by the scales of A and B as `operands.scale_sums` does and adds the bias. Block scales are
-multiplied with each other first: if their product is below 2⁻¹²⁶ (for example gradients of 1e-35 by weights of 1e-2),
-sums lose precision. One more multiplication per element and step would avoid that.
-
-Rejected: warp specialization in Triton's language (`tl.range(warp_specialize=True)`), which Triton 3.9 fails to compile
-for this kernel on sm_90; TMA stores, which need output rows in multiples of 16 bytes and save nothing.
-"""
+"""scaled_mm as one persistent Triton kernel: any sizes, all scale granularities except 1×32 (docs/kernels.md)."""
 
 import math
 from functools import lru_cache

@@ -1,9 +1,4 @@
-"""What a product by Triton does, prepared: take addresses, allocate, launch (`octavo.kernels.direct`).
-
-Operands that the kernel reads as they are      a generated function: addresses, one allocation, one launch
-others: padded, copied, not aligned             `octavo.kernels.gemm.operand_layout.packed`, then the same launch
-empty operands                                  no plan: nothing is launched
-"""
+"""What a product by Triton does, prepared: take addresses, allocate, launch (`octavo.kernels.direct`)."""
 
 from collections.abc import Callable
 from functools import lru_cache

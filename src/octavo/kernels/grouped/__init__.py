@@ -4,19 +4,9 @@
     nn    Y[g] = A[g] B[e]     A [M,N], B [E·N,K] → [M,K]      dgrad     ∂X = G W
     tn    Y[e] = A[g]ᵀ B[g]    A [M,N], B [M,K]   → [E,N,K]    wgrad     ∂W = Gᵀ X
 
-g are the rows of expert e: from `offsets[e - 1]` (0 for the first) to `offsets[e]`. An expert may have no rows. Rows
-from `offsets[-1]` on belong to no expert (tokens of experts on other ranks): no product reads them, and they are zero
-in nt and nn.
-
-Scale folding (`octavo.numerics.recipe`) is per expert: with X ≈ diag(a) Xq, quantized once for all experts, and
-W[e] ≈ diag(b[e]) Wq[e],
-
-    ∂X[g] ≈ (G[g] diag(b[e])) Wq[e]      quantized by row
-    ∂W[e] ≈ (diag(a[g]) G[g])ᵀ Xq[g]     quantized by column and expert: scales [E,N]
-
-`octavo.kernels.grouped.gradient` quantizes G this way. `reference` computes each expert by the reference of
-`scaled_mm`, so a grouped product equals products per expert bit for bit. Offsets stay on the device: only `reference`
-reads them on the host.
+g are the rows of expert e: from `offsets[e - 1]` (0 for the first) to `offsets[e]`. Rows from `offsets[-1]` on belong
+to no expert: no product reads them, and they are zero in nt and nn. Scales fold per expert. Only `reference` reads
+offsets on the host; each expert equals `scaled_mm` alone, bit for bit.
 """
 
 from functools import partial

@@ -1,10 +1,9 @@
-"""Quantize G of a grouped linear: by row with each expert's scales of W folded in, by column and expert for wgrad.
+"""Quantize G of a grouped linear from the same reads, with the bits of `quantize` on the rows of each expert alone.
 
-    dgrad    G[g] diag(b[e])     by row             legend: g the rows of expert e, a the scales of X by row [M,1],
-    wgrad    diag(a[g]) G[g]     by column of e             b those of W [E,N]
+    dgrad    G[g] diag(b[e])     by row
+    wgrad    diag(a[g]) G[g]     by column of e
 
-Both from the same reads, on any device without reading offsets on the host: the bits of `quantize` on the rows of each
-expert alone.
+g are the rows of expert e, a the scales of X by row [M,1], b those of W [E,N].
 """
 
 from dataclasses import replace

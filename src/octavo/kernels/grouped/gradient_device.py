@@ -1,9 +1,7 @@
-"""Device code that quantizes G of a grouped linear; `gradient_triton` launches it.
+"""Device code that quantizes G of a grouped linear, in tiles over all rows: an expert may begin within one.
 
-The tiles are those of `octavo.kernels.quantize.device`, over all rows: an expert may begin within one. Factors and
-scales of a row are those of its expert, read by its number in `group`. Maxima by expert and column are reduced in
-registers over a strip of tiles where the strip has the rows of one expert, which all but E − 1 strips have; else each
-element goes to its maximum by itself.
+Maxima by expert and column are reduced in registers over a strip of tiles where the strip has the rows of one expert,
+which all but E − 1 strips have; else each element goes to its maximum by itself.
 """
 
 import triton

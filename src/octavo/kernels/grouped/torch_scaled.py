@@ -1,9 +1,4 @@
-"""grouped_mm through PyTorch's `torch._scaled_grouped_mm` (CUTLASS): forward and dgrad by row, bf16, on Hopper.
-
-It reads offsets on the device. It has no bias, and its wgrad needs the rows of each expert to begin at multiples of 16,
-which tokens do not: those products run in Triton. Written from PyTorch's documentation and source; the
-registry's probe decides on each device.
-"""
+"""grouped_mm through PyTorch's `torch._scaled_grouped_mm` (CUTLASS): forward and dgrad by row, bf16, on Hopper."""
 
 from importlib.util import find_spec
 from typing import Any

@@ -1,17 +1,6 @@
-"""grouped_mm as one persistent Triton kernel for all experts: any numbers of rows, no reading of offsets on the host.
+"""grouped_mm as one persistent Triton kernel for all experts: any numbers of rows, no offsets on the host.
 
-As many programs as fit on the GPU walk the tiles of all experts. Each program loads the offsets once, as a vector, and
-computes from them how many tiles each expert has; a tile then finds its expert by a sum over that vector. So the grid
-does not depend on the offsets. In layouts nt and nn the rows of a tile belong to one expert; rows of no expert make up
-one more, without products, whose tiles store zeros. In layout tn each expert has as many tiles as its weight, and the
-contraction covers its rows.
-
-Operands are read contiguous along the contraction, through TMA on Hopper and datacenter Blackwell. In tn an expert's
-part of the contraction begins and ends anywhere. The first and the last step zero in registers what other experts own,
-of both operands, because NaN times zero is NaN; the steps between them read whole tiles.
-
-Accumulation, scales and rounding are those of `octavo.kernels.gemm.triton`. Rejected: a table of tiles made by a launch
-of its own, which costs more than the sums; one launch per expert, which needs the offsets on the host.
+Accumulation, scales and rounding are those of `octavo.kernels.gemm.triton`. docs/kernels.md has the design.
 """
 
 from functools import lru_cache

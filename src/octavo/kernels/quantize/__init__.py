@@ -1,10 +1,9 @@
 """quantize: a matrix to FP8 data and scales, by the rules of `numerics.spec`.
 
-    q, s = quantize(x · fold)                               fold: the other operand's scales, [R,1] or [1,C], or None
+    q, s = quantize(x · fold)
     q1, s1, q2, s2 = quantize_pair(x · fold, x · fold_t)    two outputs from the same reads, the second column-major
 
-Memory traffic per element (bf16 input): 2 bytes read and 1 written per output and memory order, by row and by block.
-Scales by tensor or column, and pairs with them, need all maxima before the cast: 2 more bytes read.
+`fold` is the other operand's scales, [R,1] or [1,C], or None.
 """
 
 from typing import Any, get_args

@@ -1,29 +1,6 @@
-"""quantize for torch.compile: the reference as PyTorch operations that Inductor fuses with what is around them.
+"""quantize for torch.compile: the reference's bytes by PyTorch operations that Inductor fuses with what is around them.
 
-The bytes are the reference's. This needs some care:
-
-    16-bit x     Inductor does not round bf16 results that it fuses. x therefore passes through its bits, so that amax
-                 and cast see the value that a bf16 tensor would hold.
-    amax         The largest of the bits without sign, as integers: they sort like magnitudes, NaN last. Maxima of
-                 floats that propagate NaN are miscompiled by Triton beside transposed stores (triton issue 11111).
-    amax / max   Inductor multiplies by the float64 reciprocal. This rounds to the same float32: max is 7 · 2ⁿ, so the
-                 quotient of a 24-bit amax is at least 2⁻²⁸ (relative) away from where rounding changes, and the product
-                 is within 2⁻⁵² of the quotient.
-    NaN          Computed from amax. Two NaN constants are not equal, so AOTAutograd would not merge the equal casts of
-                 the input that q, k and v share.
-    scales       Stored by the kernel that computes amax. A dozen operations lead from amax to 1 / scale. Where Inductor
-                 repeats them for each element, it counts the cast as expensive and stores the matrix in float32 first.
-    fuse_with    Inductor fuses independent kernels of equal shape if they read 10 bytes or more in common. The weights
-                 of k and v, or of gate and up, have no common input, so they read the scales of X, times zero.
-
-No addition follows a multiplication except of zero or NaN, so contraction to FMA changes nothing.
-
-These stay ops (docs/compile.md):
-
-    blocks       Octavo's kernel reads x once; with what Inductor makes of them a decoder layer moves 36 % more bytes.
-    pairs, and amax beside a transposed copy
-                 Inductor writes the transposed bytes one by one from a kernel that reduces rows. On an H100 casts and
-                 elementwise work of a training step took 48 ms so, and 44 with Octavo's kernels.
+No addition follows a multiplication except of zero or NaN, so contraction to FMA changes nothing (docs/compile.md).
 """
 
 import math
@@ -99,6 +76,7 @@ def _amax(x: Tensor, values: Tensor, fold: Tensor | None, spec: QuantSpec) -> Te
 
 def _marked_scale(amax: Tensor, spec: QuantSpec) -> Tensor:
     """Return the scales of `reference.scale_of`, but NaN where amax is not finite, as its inverses are."""
+    # Inductor multiplies by the reciprocal, which rounds alike: max is 7 · 2ⁿ.
     scale = (amax.double() / spec.format.max).float().clamp_min(SMALLEST_SCALE)
     if spec.scale_rule != "amax":
         scale = power_of_two(scale)
@@ -106,7 +84,7 @@ def _marked_scale(amax: Tensor, spec: QuantSpec) -> Tensor:
 
 
 def _read_with(scale: Tensor, fuse_with: Tensor | None) -> Tensor:
-    """Return scales unchanged, by an operation that reads `fuse_with` (see the module's docstring)."""
+    """Return scales unchanged, by an operation that reads `fuse_with` (docs/compile.md)."""
     # `fuse_with` is finite, or the factor of a matrix's rows, which makes the scales of all its columns NaN anyway.
     if fuse_with is None or not all(isinstance(size, int) for size in (*scale.shape, *fuse_with.shape)):
         return scale

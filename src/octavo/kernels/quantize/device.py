@@ -1,18 +1,7 @@
-"""Device code of the quantize kernels; `triton` selects and launches them.
+"""Device code of the quantize kernels; `triton` selects and launches them, docs/kernels.md explains them.
 
-A tile consists of four *quarters*, a tuple: its rows 4w, 4w+1, 4w+2 and 4w+3. The FP8 codes of four vertically
-adjacent elements, held by one thread, form one 32-bit word of the transposed copy, which is stored in words instead of
-bytes: half the instructions, and no vectorized transposed one-byte store, which Triton miscompiles beside some
-reductions (triton-lang/triton issue 11111). All loads precede the first store: a compiler may not move loads over it.
-
-The leading dimension of the transposed copy is rounded up to 16 rows and zero-padded: words never straddle columns, and
-columns start at addresses that matrix units can read.
-
-The cast walks tiles in reverse order, so it starts with the data that the amax pass left in L2.
-
-With a computed amax there is no clamp: |x| ≤ amax, so x · (1/s) exceeds the largest FP8 value by a rounding error at
-most, and the cast rounds that down. With a precomputed amax or scale, the cast instruction saturates larger values, and
-non-finite values become NaN.
+A tile consists of four *quarters*, a tuple: its rows 4w, 4w+1, 4w+2 and 4w+3. All loads precede the first store: a
+compiler may not move loads over it.
 
 Compile-time arguments: FOLD 0 none, 1 by row, 2 by column; PRECOMPUTED 0 nothing, 1 amax, 2 scales; AXIS along which
 scales vary: 0 none (one scale), 1 rows, 2 columns; ROWS and COLUMNS: memory orders to write.
@@ -352,21 +341,6 @@ def cast_kernel(
         )  # fmt: skip
 
 
-# `rows_kernel` reads its block of rows twice: for the row maxima, then for the cast. The second pass is free if the
-# block is still in L2, which all resident programs share, 50 MB on H100. A block of 32 rows × 14336 columns of bf16 is
-# 0.9 MB, and fewer rows than the 32 bytes of a sector would split sectors of the transposed copy. Hence:
-#
-#     one program per multiprocessor    132 blocks instead of 528: 16 warps, of which a second program does not fit
-#     second pass backwards             it starts with what was read last
-#     evict first                       FP8 codes as they are stored, and X as it is read for the last time, give way to
-#                                       what will be read again (`.cs`, L2::evict_first)
-#
-# Simulated (docs/log.md, `l2`), 16384 rows in both memory orders, bytes per element: 6.0 before; 4.0 with 4096 columns,
-# 4.8 with 14336. With fewer than 100 blocks on H100, they have 16 or 8 rows, which split sectors, but occupy all
-# multiprocessors. Rejected: fewer programs than multiprocessors, of which 66 without the marks still move 5.3 at 14336;
-# a barrier between programs that share a block, which no interpreter of one program after the other can run.
-
-
 @triton.jit
 def row_inverse(largest, s, row, rows, FP8_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr, E8M0: tl.constexpr,
                  INTERPRETED: tl.constexpr):  # fmt: skip
@@ -383,7 +357,7 @@ def rows_kernel(
     FOLD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     TILE_R: tl.constexpr, TILE_C: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Quantize TILE_R whole rows."""
+    """Quantize TILE_R whole rows, read twice: backwards and evicted first for the cast (docs/kernels.md, "By row")."""
     word = indices(tl.program_id(0), TILE_R // 4)
     row = 4 * word
     zeros = tl.zeros((TILE_R // 4, TILE_C), tl.int32)

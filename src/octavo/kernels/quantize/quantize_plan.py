@@ -1,9 +1,7 @@
 """What a call of quantize does on a GPU, prepared: allocate, take addresses, launch.
 
-The first run prepares the launches, which compiles the kernels. Then `run` is replaced by a function generated for the
-plan, without a branch that the plan decides; a linear in training runs four such functions. It takes addresses once for
-all launches and calls the compiled kernels (`PreparedLaunch.source`). If an address is no multiple of 16, a factor has
-gaps, a profiler's hooks are installed, or another device is current, the general function runs instead.
+After the first run, `run` is a function generated for the plan. If an address is no multiple of 16, a factor has gaps,
+a profiler's hooks are installed, or another device is current, the general one runs instead.
 """
 
 from collections.abc import Callable, Sequence

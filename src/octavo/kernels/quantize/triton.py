@@ -1,14 +1,6 @@
 """quantize on a GPU: selects and launches the kernels of `device`, which match `reference` byte for byte.
 
-    whole blocks (1×128, 128×128, 1×32 …)   one pass: a tile contains whole scale blocks
-    by row                                  one launch: blocks of whole rows, read again for the cast, mostly from L2
-    by column, by tensor, pairs with them   two passes: amax (atomic, on integers), then the cast
-    precomputed scales or amax              one pass: the cast
-
-Each kernel writes the FP8 bytes row-major, column-major (the transposed copy for FP8 matrix units), or both, from one
-read. A *pair* is two different quantizations of one matrix in the same passes, the first row-major, the second
-column-major: G for dgrad and wgrad with the other operands' scales folded in, or X in both directions of a block
-recipe.
+A *pair* is two quantizations of one matrix in the same passes, the first row-major, the second column-major.
 """
 
 from dataclasses import dataclass
