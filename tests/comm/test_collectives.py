@@ -64,7 +64,6 @@ def reduce_scatter_job():
 
 
 def rounding(exact, limit, dtype, world):
-    """What adding up in float32 and rounding to a dtype takes."""
     info = torch.finfo(dtype)
     return (exact.abs() + limit) * (info.eps / 2 + world * 2.0**-24) + info.smallest_normal * info.eps
 
@@ -180,7 +179,6 @@ def all_to_all_list_job():
 
 
 def strides_job():
-    """Any strides; and the tensor may be changed as soon as an async call has returned."""
     dense = values((6, 96), seed=3)
     world = dist.get_world_size()
     base = torch.zeros(6, 192)
@@ -314,29 +312,6 @@ def test_gradients_are_those_of_the_transposed_collective():
 
 @pytest.mark.thorough
 @on_ranks(4)
-def test_gradients_against_exact_ones():
-    """Against float64: ⟨c, collective(x)⟩ is differentiated by what the transposed collective makes of c."""
-    world, rank = dist.get_world_size(), dist.get_rank()
-    cs = [values((world * 4, 200), r, seed=5) for r in range(world)]
-    x = values((4, 200)).requires_grad_()
-    (comm.all_gather(x) * cs[rank]).sum().backward()
-    exact = sum(c.double() for c in cs).chunk(world)[rank]
-    limit = sum(bound(c, comm.DEFAULT_SPEC) for c in cs).chunk(world)[rank]
-    assert_within(x.grad, exact, limit + rounding(exact, limit, torch.float32, world), "all_gather")
-    x = values((world * 4, 200)).requires_grad_()
-    c = [part[:4] for part in cs]
-    (comm.reduce_scatter(x, backward_spec="e5m2/1x128") * c[rank]).sum().backward()
-    limit = torch.cat([bound(part, "e5m2/1x128") for part in c])
-    assert_within(x.grad, torch.cat(c), limit, "reduce_scatter")
-    x = values((world * 4, 200)).requires_grad_()
-    (comm.all_reduce(x) * cs[rank]).sum().backward()
-    exact, first = sum(c.double() for c in cs), sum(bound(c, comm.DEFAULT_SPEC) for c in cs)
-    largest = (exact.abs() + first).amax()
-    assert ((x.grad - exact).abs() <= first + exact.abs() / 15 + largest / 1e5).all()
-
-
-@pytest.mark.thorough
-@on_ranks(4)
 def test_bytes_on_the_wire():
     """All-gather at most 0.52, reduce-scatter at most 0.55 of bf16: 1 + 4/128 bytes to 2."""
     x = values((512, 512), dtype=torch.bfloat16)
@@ -428,7 +403,7 @@ def test_detailed_checks_compare_calls():
             with pytest.raises(ValueError, match="the calls of the ranks of the group do not fit") as error:
                 call()
             errors.append(str(error.value))
-        for job in (gather_job, reduce_scatter_job, all_reduce_job, all_to_all_job):
+        for job in (gather_job, all_to_all_job):
             job()
     finally:
         dist.set_debug_level(before)

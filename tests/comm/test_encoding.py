@@ -154,7 +154,7 @@ def test_scales_shared_by_rows_that_travel_alone_are_refused(spec):
 
 
 def test_a_misspelt_spec_is_refused():
-    with pytest.raises(ValueError, match="for each group of 128 is 'fp8/1x128'; got 'fp8/1x64'"):
+    with pytest.raises(ValueError, match="adaptive format is 'fp8/1x128'; got 'fp8/1x64'"):
         parse_spec("fp8/1x64")
     with pytest.raises(ValueError, match="did you mean 'e4m3'"):
         parse_spec("e4m4/row")

@@ -12,7 +12,6 @@ pytestmark = pytest.mark.dist
 
 @on_ranks(3)
 def test_ring():
-    """Every rank sends to the next, as pipeline stages do."""
     world, rank = dist.get_world_size(), dist.get_rank()
     after, before = (rank + 1) % world, (rank - 1) % world
     for spec, dtype, shape in [

@@ -21,9 +21,7 @@ def needs_grad(x: Tensor) -> bool:
 def world_size(group: Group) -> int:
     """The number of ranks in the group. Raises ValueError without a process group, or outside of this one."""
     if not dist.is_initialized():
-        raise ValueError(
-            "octavo.comm needs a process group: call torch.distributed.init_process_group() first, under torchrun"
-        )
+        raise ValueError("octavo.comm needs a process group: call torch.distributed.init_process_group() first")
     world = dist.get_world_size(group)
     if world < 1:
         raise ValueError("octavo.comm: this process is not a member of the given group")
@@ -50,10 +48,7 @@ def split_sizes(name: str, sizes: Sequence[int] | None, rows: int | None, world:
         if rows is None:
             raise ValueError("all_to_all_single: input_split_sizes needs output_split_sizes, the rows to receive")
         if rows % world:
-            raise ValueError(
-                f"all_to_all_single: {rows} rows are not {world} equal parts: pass input_split_sizes and "
-                "output_split_sizes"
-            )
+            raise ValueError(f"all_to_all_single: {rows} rows are not {world} equal parts: pass both split sizes")
         return [rows // world] * world
     if len(sizes) != world or min(sizes) < 0 or (rows is not None and sum(sizes) != rows):
         expected = f"{world} numbers of rows" + ("" if rows is None else f" that add up to {rows}")
@@ -61,7 +56,7 @@ def split_sizes(name: str, sizes: Sequence[int] | None, rows: int | None, world:
     return list(sizes)
 
 
-def gather_objects(value: Any, group: Group) -> list[Any]:
+def gather_objects(value: object, group: Group) -> list[Any]:
     """Return the values of all ranks of a group, in rank order."""
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group)
@@ -74,13 +69,15 @@ def has_detailed_checks() -> bool:
     return bool(torch_distributed.get_debug_level() == torch_distributed.DebugLevel.DETAIL)
 
 
-def compare_calls(name: str, group: Group, equal: Any, sent: Sequence[int] = (), received: Sequence[int] = ()) -> None:
+def compare_calls(
+    name: str, group: Group, same: object, sent: Sequence[int] = (), received: Sequence[int] = ()
+) -> None:
     """With `TORCH_DISTRIBUTED_DEBUG=DETAIL`, raise ValueError on all ranks unless their calls fit; else do nothing."""
     # Gloo ends the process of a rank that gets a larger message than it expects, and bytes of another format are read
     # as if they were its own. To compare costs a message that the host waits for.
     if not has_detailed_checks():
         return
-    calls = gather_objects((str(equal), list(sent), list(received)), group)
+    calls = gather_objects((str(same), list(sent), list(received)), group)
     ranks = range(len(sent))
     if len({text for text, _, _ in calls}) > 1 or any(calls[a][1][b] != calls[b][2][a] for a in ranks for b in ranks):
         listed = "; ".join(

@@ -12,18 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from octavo.comm import encoding
 from octavo.comm.checks import Group, check_args, compare_calls, needs_grad, split_sizes, world_size
-from octavo.comm.encoding import (
-    ADAPTIVE_SPEC,
-    DEFAULT_SPEC,
-    as_rows,
-    pack,
-    pack_parts,
-    part_size,
-    unpack,
-    unpack_parts,
-    width,
-)
+from octavo.comm.encoding import ADAPTIVE_SPEC, DEFAULT_SPEC, as_rows
 from octavo.numerics.spec import MessageSpec
 from octavo.numerics.suggestions import check_choice
 from octavo.runtime.switch import SWITCH
@@ -37,7 +28,7 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 
 
 class AsyncResult(Generic[T]):
-    def __init__(self, work: Any, finish: Callable[[], T]) -> None:
+    def __init__(self, work: dist.Work | None, finish: Callable[[], T]) -> None:
         self._work, self._finish = work, finish
 
     def wait(self) -> T:
@@ -82,18 +73,10 @@ def reduce_scatter(
     x: Tensor, group: Group = None, *, op: Reduction = "sum", spec: str = DEFAULT_SPEC,
     backward_spec: str | None = None, async_op: bool = False,
 ) -> Any:  # fmt: skip
-    """Sum the ranks' tensors and give each rank its piece of the sum.
+    """Sum the ranks' tensors x [W·R, ...] and give each rank its piece of the sum, [R, ...] of x's dtype.
 
-    Args:
-        x: [W·R, ...], float32, bfloat16 or float16, of the same shape on all ranks; W is the size of the group.
-        group: Process group; None for the default group.
-        op: `"sum"`, or `"avg"` to divide by W.
-        spec: FP8 format of the message.
-        backward_spec: FP8 format of the gradient, which an all_gather returns; None for `spec`.
-        async_op: Return an `AsyncResult` whose `wait()` returns the result.
-
-    Returns:
-        [R, ...] of x's dtype: the piece of this rank, summed in float32, rounded once to the dtype.
+    W is the size of the group. The sum is taken in float32 and rounded once to the dtype; `op="avg"` divides it by W.
+    Other arguments and errors are those of `all_gather`, which returns the gradient.
 
     Raises:
         ValueError: As `all_gather`, or if the first dimension is not a multiple of W.
@@ -123,21 +106,11 @@ def all_reduce(
     x: Tensor, group: Group = None, *, op: Reduction = "sum", spec: str = DEFAULT_SPEC,
     backward_spec: str | None = None, async_op: bool = False,
 ) -> Any:  # fmt: skip
-    """Sum the ranks' tensors on all ranks.
+    """Sum the ranks' tensors on all ranks, to a tensor like x that is bitwise equal on all of them.
 
-    Args:
-        x: Any shape, float32, bfloat16 or float16, the same on all ranks.
-        group: Process group; None for the default group.
-        op: `"sum"`, or `"avg"` to divide by the group's size.
-        spec: FP8 format of both messages.
-        backward_spec: FP8 format of the gradient, which is summed over the ranks as well; None for `spec`.
-        async_op: Return an `AsyncResult`; its `wait()` runs the second half, the all_gather.
-
-    Returns:
-        A tensor like x, bitwise equal on all ranks. The sum is taken in float32 and rounded once more to FP8.
-
-    Raises:
-        ValueError: As `all_gather`.
+    The sum is taken in float32 and rounded once more to FP8; `op="avg"` divides it by the group's size. The gradient is
+    summed over the ranks as well. Other arguments and errors are those of `all_gather`; `wait()` of an `AsyncResult`
+    runs the second half, the all_gather.
 
     Examples:
         >>> x = torch.full((2, 64), 1.0 + dist.get_rank())      # on two ranks, under torchrun
@@ -155,20 +128,11 @@ def all_to_all_single(
     x: Tensor, output_split_sizes: Sequence[int] | None = None, input_split_sizes: Sequence[int] | None = None,
     group: Group = None, *, spec: str = DEFAULT_SPEC, backward_spec: str | None = None, async_op: bool = False,
 ) -> Any:  # fmt: skip
-    """Send rows to every rank and receive rows from every rank.
+    """Send rows of x [R, ...] to every rank and receive [sum of output_split_sizes, ...] of its dtype.
 
-    Args:
-        x: [R, ...] with one dimension or more, float32, bfloat16 or float16: the rows for rank 0, then those for rank
-            1, and so on. A vector's rows are its elements; the part for one rank is quantized as one row.
-        output_split_sizes: Rows to receive from each rank; equal parts if None or empty.
-        input_split_sizes: Rows to send to each rank; equal parts if None or empty.
-        group: Process group; None for the default group.
-        spec: FP8 format of the message.
-        backward_spec: FP8 format of the gradient, which travels the same way back; None for `spec`.
-        async_op: Return an `AsyncResult` whose `wait()` returns the result.
-
-    Returns:
-        [sum of output_split_sizes, ...] of x's dtype.
+    The rows for rank 0 come first, then those for rank 1, and so on: `input_split_sizes` of them, and
+    `output_split_sizes` to receive, equal parts if None or empty. A vector's rows are its elements; the part for one
+    rank is quantized as one row. Other arguments are those of `all_gather`; the gradient travels the same way back.
 
     Raises:
         ValueError: As `all_gather`, and for splits that do not add up.
@@ -192,7 +156,7 @@ def all_to_all_single(
 
 
 def exchange_rows(
-    rows: Tensor, sent: Sequence[int], received: Sequence[int], group: Any, *, fp8: bool, spec: str = ADAPTIVE_SPEC
+    rows: Tensor, sent: Sequence[int], received: Sequence[int], group: Group, *, fp8: bool, spec: str = ADAPTIVE_SPEC
 ) -> Any:
     """Send rows to every rank and receive rows, in FP8 or exact; gradients travel the same way back."""
     if len(sent) == 1:
@@ -212,16 +176,10 @@ def exchange_rows(
 def all_to_all(
     outputs: Sequence[Tensor], inputs: Sequence[Tensor], group: Group = None, *, spec: str = DEFAULT_SPEC
 ) -> None:
-    """Send a tensor to every rank and fill a tensor from every rank. Not differentiable.
+    """Send a tensor of `inputs` to every rank and fill one of `outputs` from every rank. Not differentiable.
 
-    Args:
-        outputs: Tensors to fill: one per rank, of the shape that the rank sends.
-        inputs: One tensor per rank; shapes and dtypes may differ.
-        group: Process group; None for the default group.
-        spec: FP8 format of the messages.
-
-    Raises:
-        ValueError: As `all_gather`, or if there is not one tensor per rank.
+    There is one tensor per rank; shapes and dtypes may differ, as long as the shape is that of the sender. Errors are
+    those of `all_gather`.
 
     Examples:
         >>> x = torch.full((2, 64), 1.0 + dist.get_rank())      # on two ranks, under torchrun
@@ -238,31 +196,31 @@ def all_to_all(
             quant_spec, _ = check_args("all_to_all", tensor, spec, None, False)
     coming, going = ([_bytes(tensor, quant_spec) for tensor in tensors] for tensors in (outputs, inputs))
     compare_calls("all_to_all", group, quant_spec.text, going, coming)
-    message = torch.cat([pack(as_rows(tensor), quant_spec).flatten() for tensor in inputs])
+    message = torch.cat([encoding.pack(as_rows(tensor), quant_spec).flatten() for tensor in inputs])
     received = message.new_empty(sum(coming))
     dist.all_to_all_single(received, message, coming, going, group=group)
     for output, part in zip(outputs, received.split(coming), strict=True):
         rows = as_rows(output)
         if part.numel():
-            rows = unpack(part.view(rows.shape[0], -1), rows.shape[1], quant_spec, output.dtype)
+            rows = encoding.unpack(part.view(rows.shape[0], -1), rows.shape[1], quant_spec, output.dtype)
         output.detach().copy_(rows.view(output.shape))
 
 
 def _all_gather(x: Tensor, group: Group, spec: MessageSpec) -> AsyncResult[Tensor]:
     world, rows = world_size(group), as_rows(x)
     compare_calls("all_gather", group, (list(x.shape), spec.text))
-    message = pack(rows, spec)
+    message = encoding.pack(rows, spec)
     gathered = message.new_empty(world * message.shape[0], message.shape[1])
     work = gather_single(gathered, message, group=group, async_op=True)
     shape = (world * x.shape[0], *x.shape[1:]) if x.ndim else (world,)
-    return AsyncResult(work, lambda: unpack(gathered, rows.shape[1], spec, x.dtype).view(shape))
+    return AsyncResult(work, lambda: encoding.unpack(gathered, rows.shape[1], spec, x.dtype).view(shape))
 
 
 def _reduce_scatter(x: Tensor, group: Group, op: Reduction, spec: MessageSpec) -> AsyncResult[Tensor]:
     world = world_size(group)
     rows = as_rows(x, world)
     compare_calls("reduce_scatter", group, (list(x.shape), spec.text))
-    message = pack(rows, spec)
+    message = encoding.pack(rows, spec)
     received = torch.empty_like(message)
     work = dist.all_to_all_single(received, message, group=group, async_op=True)
     shape = (x.shape[0] // world, *x.shape[1:])
@@ -272,9 +230,9 @@ def _reduce_scatter(x: Tensor, group: Group, op: Reduction, spec: MessageSpec) -
 def _sum(message: Tensor, world: int, columns: int, op: Reduction, spec: MessageSpec) -> Tensor:
     """Sum the ranks' messages in float32, in rank order."""
     first, *others = message.chunk(world) if message.numel() else [message] * world
-    total = unpack(first, columns, spec, torch.float32)
+    total = encoding.unpack(first, columns, spec, torch.float32)
     for part in others:
-        total += unpack(part, columns, spec, torch.float32)
+        total += encoding.unpack(part, columns, spec, torch.float32)
     return total.div_(world) if op == "avg" else total
 
 
@@ -283,7 +241,7 @@ def _all_reduce(x: Tensor, group: Group, op: Reduction, spec: MessageSpec) -> As
     compare_calls("all_reduce", group, (list(x.shape), spec.text))
     unit = world * (spec.granularity.columns or 1)
     flat = torch.nn.functional.pad(x.detach().reshape(-1), (0, -count % unit)).view(world, -1)
-    message = pack(flat, spec)
+    message = encoding.pack(flat, spec)
     received = torch.empty_like(message)
     work = dist.all_to_all_single(received, message, group=group, async_op=True)
 
@@ -303,27 +261,29 @@ def _all_to_all(
         return _all_to_all_vector(x, group, sent, received, spec)
     rows = as_rows(x)
     columns = rows.shape[1]
-    message = pack_parts(rows, sent, spec)
-    going, coming = ([part_size(size, columns, spec) for size in sizes] for sizes in (sent, received))
+    message = encoding.pack_parts(rows, sent, spec)
+    going, coming = ([encoding.part_size(size, columns, spec) for size in sizes] for sizes in (sent, received))
     arriving = message.new_empty(sum(coming))
     work = dist.all_to_all_single(arriving, message, coming, going, group=group, async_op=True)
     shape = (sum(received), *x.shape[1:])
-    return AsyncResult(work, lambda: unpack_parts(arriving, received, columns, spec, x.dtype).view(shape))
+    return AsyncResult(work, lambda: encoding.unpack_parts(arriving, received, columns, spec, x.dtype).view(shape))
 
 
 def _all_to_all_vector(
     x: Tensor, group: Group, sent: Sequence[int], received: Sequence[int], spec: MessageSpec
 ) -> AsyncResult[Tensor]:
     """Exchange a vector; each rank's elements are one row of a message."""
-    parts = [pack(part.view(1, -1), spec) for part in x.detach().contiguous().split(list(sent)) if part.numel()]
+    parts = [
+        encoding.pack(part.view(1, -1), spec) for part in x.detach().contiguous().split(list(sent)) if part.numel()
+    ]
     message = torch.cat(parts, dim=1).view(-1) if parts else x.new_empty(0, dtype=torch.uint8)
-    going, coming = ([width(size, spec) if size else 0 for size in sizes] for sizes in (sent, received))
+    going, coming = ([encoding.width(size, spec) if size else 0 for size in sizes] for sizes in (sent, received))
     arriving = message.new_empty(sum(coming))
     work = dist.all_to_all_single(arriving, message, coming, going, group=group, async_op=True)
 
     def finish() -> Tensor:
         parts = zip(arriving.split(coming), received, strict=True)
-        rows = [unpack(part.view(1, -1), size, spec, x.dtype).view(-1) for part, size in parts if size]
+        rows = [encoding.unpack(part.view(1, -1), size, spec, x.dtype).view(-1) for part, size in parts if size]
         return torch.cat(rows) if rows else x.new_empty(0)
 
     return AsyncResult(work, finish)
@@ -331,7 +291,9 @@ def _all_to_all_vector(
 
 class _Differentiable(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, start: Callable[[Tensor], AsyncResult[Tensor]], backward: Any) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, start: Callable[[Tensor], AsyncResult[Tensor]], backward: Callable[[Tensor], Any]
+    ) -> Tensor:
         ctx.of_gradient = backward
         return start(x).wait()
 
@@ -352,4 +314,4 @@ def differentiable(
 
 def _bytes(x: Tensor, spec: MessageSpec) -> int:
     rows, *rest = x.shape if x.ndim > 1 else (1, x.numel())
-    return rows * width(math.prod(rest), spec)
+    return rows * encoding.width(math.prod(rest), spec)

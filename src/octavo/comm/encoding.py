@@ -28,19 +28,14 @@ _TILE_COLUMNS = 512  # Columns of a tile of the kernel that dequantizes
 
 
 def parse_spec(spec: str) -> MessageSpec:
-    """Parse the FP8 spec of a message."""
     if spec == ADAPTIVE.text:
         return ADAPTIVE
     if spec.startswith("fp8/"):
-        raise ValueError(
-            f"octavo.comm: the format that chooses for each group of 128 is {ADAPTIVE.text!r}; got {spec!r}"
-        )
+        raise ValueError(f"octavo.comm: the adaptive format is {ADAPTIVE.text!r}; got {spec!r}")
     parsed = QuantSpec.parse(spec)
     rows, columns = parsed.granularity
     if rows != 1 and (rows, columns) != (FULL, FULL):
-        raise ValueError(
-            f"octavo.comm: rows of a message travel alone, so their scales are by row, 1xN or tensor; got {spec!r}"
-        )
+        raise ValueError(f"octavo.comm: scales of a message are by row, 1xN or tensor; got {spec!r}")
     return parsed
 
 

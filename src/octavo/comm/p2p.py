@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -44,20 +43,10 @@ def recv(
 
 
 def isend(x: Tensor, dst: int, group: Group = None, *, spec: str = DEFAULT_SPEC, tag: int = 0) -> AsyncResult[None]:
-    """Start to send a tensor.
+    """Start to send a tensor of any shape to the global rank `dst`, which calls `recv` with this shape and spec.
 
-    Args:
-        x: Any shape, float32, bfloat16 or float16.
-        dst: Global rank that calls `recv` with this shape and spec.
-        group: Process group; None for the default group.
-        spec: FP8 format of the message.
-        tag: Distinguishes several messages in flight (Gloo).
-
-    Returns:
-        An `AsyncResult` to wait for before the program ends; x may be changed at once.
-
-    Raises:
-        ValueError: For a wrong dtype or spec, or no process group.
+    The `AsyncResult` has to be waited for before the program ends; x may be changed at once. `tag` distinguishes
+    several messages in flight (Gloo). Other arguments and errors are those of `octavo.comm.all_gather`.
 
     Examples:
         >>> rank = dist.get_rank()      # on two ranks, under torchrun
@@ -68,7 +57,7 @@ def isend(x: Tensor, dst: int, group: Group = None, *, spec: str = DEFAULT_SPEC,
     world_size(group)
     quant_spec, _ = check_args("send", x.detach(), spec, None, False)
     message = pack(as_rows(x.detach()), quant_spec)
-    work: Any = dist.isend(message, dst, group=group, tag=tag)
+    work = dist.isend(message, dst, group=group, tag=tag)
     return AsyncResult(work, partial(_sent, message))  # keeps the message alive until then
 
 
@@ -79,23 +68,11 @@ def irecv(
     shape: Sequence[int], src: int, group: Group = None, *, dtype: torch.dtype, device: torch.device | str = "cpu",
     spec: str = DEFAULT_SPEC, tag: int = 0,
 ) -> AsyncResult[Tensor]:  # fmt: skip
-    """Start to receive a tensor.
+    """Start to receive a tensor from the global rank `src`; `wait()` of the `AsyncResult` returns it.
 
-    Args:
-        shape: Shape of the sender's tensor. Over Gloo another one ends this process if the message is larger, and
-            leaves the rest of the result undefined if it is smaller.
-        src: Global rank of the sender.
-        group: Process group; None for the default group.
-        dtype: Dtype of the result: float32, bfloat16 or float16; it may differ from the sender's.
-        device: Device of the result.
-        spec: FP8 format of the message, the sender's.
-        tag: The sender's tag.
-
-    Returns:
-        An `AsyncResult` whose `wait()` returns the tensor.
-
-    Raises:
-        ValueError: For a wrong dtype or spec, or no process group.
+    `shape`, `spec` and `tag` are the sender's. Over Gloo another shape ends this process if the message is larger, and
+    leaves the rest of the result undefined if it is smaller. `dtype` (float32, bfloat16 or float16) and `device` are
+    those of the result. Errors are those of `isend`.
 
     Examples:
         >>> rank = dist.get_rank()      # on two ranks, under torchrun
@@ -110,5 +87,5 @@ def irecv(
     quant_spec = parse_spec(spec)
     rows = as_rows(torch.empty(tuple(shape), device="meta"))
     message = torch.empty((rows.shape[0], width(rows.shape[1], quant_spec)), dtype=torch.uint8, device=device)
-    work: Any = dist.irecv(message, src, group=group, tag=tag)
+    work = dist.irecv(message, src, group=group, tag=tag)
     return AsyncResult(work, lambda: unpack(message, rows.shape[1], quant_spec, dtype).view(tuple(shape)))
