@@ -1,8 +1,13 @@
 """Tensors that tests of several folders share."""
 
 import io
+from importlib.util import find_spec
 
+import pytest
 import torch
+
+needs_triton = pytest.mark.skipif(not find_spec("triton"), reason="Triton is not installed (macOS, Windows)")
+ADAMW_BACKENDS = ["reference", *(["triton"] if find_spec("triton") else [])]
 
 
 def randn(*shape, seed=0, dtype=torch.float32):

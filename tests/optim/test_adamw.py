@@ -3,8 +3,6 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
 from octavo.kernels.adamw import reference
@@ -55,18 +53,6 @@ def test_a_remainder_is_an_exact_fp32_master(states):
             assert torch.equal(bits.view(torch.float32), other.state[b]["master"])
             # Ties are rounded up here and to even there.
             assert (a.detach().view(torch.int16).int() - b.detach().view(torch.int16).int()).abs().max() <= 1
-
-
-@given(st.integers(-(2**31), 2**31 - 1))
-def test_any_fp32_value_is_a_bf16_parameter_and_a_remainder(pattern):
-    upper = (pattern + 0x8000) >> 16
-    remainder = pattern - (upper << 16)
-    assert -(2**15) <= remainder < 2**15 and -(2**15) <= upper <= 2**15
-    value = torch.tensor([pattern], dtype=torch.int32).view(torch.float32)
-    if value.isfinite().all():
-        parameter = torch.tensor([upper], dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
-        nearest = value.bfloat16()
-        assert abs(parameter.view(torch.int16).int() - nearest.view(torch.int16).int()) <= 1
 
 
 def bytes_per_parameter(optimizer, names):
@@ -129,7 +115,7 @@ def test_the_state_of_another_model_is_refused():
     params = parameters()
     optimizer = AdamW(params, **SETTINGS)
     train(optimizer, params, 1)
-    with pytest.raises(ValueError, match="for 7 parameters; this optimizer has 1"):
+    with pytest.raises(ValueError, match=r"has groups of \[1\] parameters; .*the state of another model"):
         AdamW([nn.Parameter(randn(4, 64))]).load_state_dict(optimizer.state_dict())
     swapped = [params[1], params[0], *params[2:]]
     with pytest.raises(ValueError, match=r"parameter 0 \[7, 128\] does not fit"):
@@ -210,11 +196,11 @@ def test_stochastic_rounding_keeps_small_updates_of_bf16_parameters():
         ({"master": "remaindr"}, "did you mean 'remainder'"),
         ({"nonfinite": "stop"}, "nonfinite is 'raise', 'skip' or 'ignore'"),
         ({"amsgrad": True}, "use torch.optim.AdamW"),
-        ({"lr": -1.0}, "lr must be at least 0 and finite; got -1.0"),
-        ({"lr": torch.ones(2)}, "one element"),
-        ({"betas": (0.9, 1.0)}, r"betas\[1\] must be at least 0 and below 1; got 1.0"),
-        ({"eps": -1e-8}, "eps must be at least 0 and finite"),
-        ({"weight_decay": math.inf}, "weight_decay must be at least 0 and finite; got inf"),
+        ({"lr": -1.0}, "lr must be a number, at least 0 and finite; got -1.0"),
+        ({"lr": torch.ones(2)}, "lr must be a number"),
+        ({"betas": (0.9, 1.0)}, r"betas\[1\] must be a number, at least 0 and below 1; got 1.0"),
+        ({"eps": -1e-8}, "eps must be a number, at least 0"),
+        ({"weight_decay": math.inf}, "weight_decay must be .* finite; got inf"),
     ],
 )
 def test_wrong_settings_are_named(settings, message):

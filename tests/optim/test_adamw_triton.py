@@ -1,21 +1,18 @@
 """The one-launch step under Triton's interpreter, against the reference."""
 
-from importlib.util import find_spec
-
-import pytest
 import torch
 from torch import nn
 
 from octavo.kernels.adamw import ADAMW, reference, sample
 from octavo.numerics import sqnr
 from octavo.optim import AdamW
+from tensors import needs_triton
 
-pytestmark = pytest.mark.skipif(not find_spec("triton"), reason="Triton is not installed (macOS, Windows)")
+pytestmark = needs_triton
 CPU = torch.device("cpu")
 
 
 def codes_apart(a, b):
-    """Largest distance of two FP8 or integer tensors, in codes, and the share that differs."""
     a, b = (t.view(torch.uint8).int() for t in (a, b))
     difference = (a - b).abs()
     return difference.max().item(), (difference > 0).double().mean().item()

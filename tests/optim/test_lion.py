@@ -7,9 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard, distribute_tensor
 
 from octavo.kernels.adamw.reference import step_all
 from octavo.numerics import Precision, sqnr
@@ -20,7 +17,6 @@ from octavo.train.config.run_config import ConfigError, load_config
 from octavo.train.config.sections import Optim, PrecisionConfig
 from octavo.train.optimizer import make_optimizer, state_bytes_per_parameter
 from octavo.train.run_plan import plan_memory, plan_step
-from processes import on_ranks
 from tensors import randn
 
 DEMO = Path(__file__).parents[2] / "configs" / "demo.toml"
@@ -96,21 +92,6 @@ def test_the_trainer_builds_and_resumes_it():
         saved.step()
         with pytest.raises(ValueError, match=message):
             Lion(model.parameters()).load_state_dict(saved.state_dict())
-
-
-@pytest.mark.dist
-@on_ranks(2)
-def test_shards_are_stepped_as_the_whole():
-    mesh = init_device_mesh("cpu", (2,))
-    models = [nn.Linear(200, 41, bias=False) for _ in range(2)]
-    models[1].load_state_dict(models[0].state_dict())
-    fully_shard(models[1], mesh=mesh)
-    for optimizer in [Lion(model.parameters()) for model in models]:
-        for number in range(3):
-            grad, param = randn(41, 200, seed=number), optimizer.param_groups[0]["params"][0]
-            param.grad = distribute_tensor(grad, mesh, [Shard(0)]) if hasattr(param, "placements") else grad
-            optimizer.step()
-    assert torch.equal(models[1].weight.full_tensor(), models[0].weight)
 
 
 def test_memory_and_time_are_planned():

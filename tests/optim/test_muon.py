@@ -13,22 +13,21 @@ from octavo.numerics.error import sqnr
 from octavo.optim import AdamW, Muon, muon
 from octavo.tensor import local_tensor
 from processes import on_ranks
+from tensors import randn
 
 SHAPES = [(96, 128), (128, 96), (64, 64), (7, 130)]
 
 
-def randn(shape, seed):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
 def parameters(shapes=SHAPES, dtype=torch.float32):
-    return [nn.Parameter(randn(shape, i).to(dtype)) for i, shape in enumerate(shapes)]
+    return [nn.Parameter(randn(*shape, seed=i).to(dtype)) for i, shape in enumerate(shapes)]
 
 
 def take_steps(optimizer, params, numbers):
     for number in numbers:
         for i, param in enumerate(params):
-            param.grad = (randn(param.shape, 100 * number + i) + 0.5 * randn(param.shape, i)).to(param.dtype)
+            param.grad = (randn(*param.shape, seed=100 * number + i) + 0.5 * randn(*param.shape, seed=i)).to(
+                param.dtype
+            )
         optimizer.step()
 
 
@@ -43,7 +42,7 @@ def test_each_step_is_that_of_torch_in_float64(nesterov, scale, monkeypatch):
     theirs, ours = torch.optim.Muon(reference, **options), Muon(own, states="fp32", **options)
     for number in range(5):
         for i, param in enumerate(own):
-            param.grad = randn(param.shape, 100 * number + i)
+            param.grad = randn(*param.shape, seed=100 * number + i)
             reference[i].grad = param.grad.double()
         theirs.step()
         ours.step()
@@ -53,7 +52,7 @@ def test_each_step_is_that_of_torch_in_float64(nesterov, scale, monkeypatch):
 
 @pytest.mark.parametrize("shape", [(40, 64), (64, 40), (3, 64, 32), (1, 50), (50, 1)], ids=str)
 def test_orthogonalized_matrices(shape):
-    result = muon.orthogonalize(randn(shape, 0).bfloat16())
+    result = muon.orthogonalize(randn(*shape, seed=0).bfloat16())
     assert result.shape == shape and result.dtype == torch.bfloat16
     values = torch.linalg.svdvals(result.float())
     assert 0.6 < values.min() and values.max() < 1.25
@@ -61,9 +60,9 @@ def test_orthogonalized_matrices(shape):
 
 
 def test_each_expert_is_a_matrix_of_its_own():
-    stack = nn.Parameter(randn((3, 32, 64), 0))
+    stack = nn.Parameter(randn(3, 32, 64))
     experts = [nn.Parameter(expert.clone()) for expert in stack.detach()]
-    stack.grad = randn(stack.shape, 1) * torch.tensor([1.0, 10.0, 100.0]).view(3, 1, 1)
+    stack.grad = randn(*stack.shape, seed=1) * torch.tensor([1.0, 10.0, 100.0]).view(3, 1, 1)
     for expert, grad in zip(experts, stack.grad, strict=True):
         expert.grad = grad.clone()
     for params in ([stack], experts):
@@ -106,7 +105,7 @@ def test_a_scaled_step_is_one_with_multiplied_gradients(states):
     )
     for number, factor in enumerate((1.0, 0.3, 0.02)):
         for i, (one, two) in enumerate(zip(first, second, strict=True)):
-            one.grad = randn(one.shape, 100 * number + i)
+            one.grad = randn(*one.shape, seed=100 * number + i)
             two.grad = one.grad * factor
         scaled.step_scaled(factor)
         plain.step()
@@ -145,8 +144,8 @@ def test_a_loaded_state_continues_bitwise(master):
     [
         ((8,), {}, r"got a parameter of shape \[8\]: put it into a group with muon=False"),
         ((8, 8), {"adjust_lr_fn": "orignal"}, r"adjust_lr_fn is .* \(did you mean 'original'\?\)"),
-        ((8, 8), {"momentum": 1.0}, "momentum must be at least 0 and below 1; got 1.0"),
-        ((8, 8), {"momentum": "x"}, "momentum must be a number; got 'x'"),
+        ((8, 8), {"momentum": 1.0}, "momentum must be .* below 1; got 1.0"),
+        ((8, 8), {"momentum": "x"}, "momentum must be a number, .*; got 'x'"),
         ((8, 8), {"ns_steps": 0}, "ns_steps must be an integer, at least 1; got 0"),
         ((8, 8), {"ns_steps": 2.5}, "ns_steps must be an integer, at least 1; got 2.5"),
         ((8, 8), {"nesterov": "x"}, "nesterov is True or False; got 'x'"),
@@ -181,7 +180,7 @@ def test_shards_have_the_numbers_of_one_process(dtype, states):
     for number in range(3):
         for model, optimizer in zip(models, optimizers, strict=True):
             for i, param in enumerate(model.parameters()):
-                grad = randn(param.shape, 100 * number + i).to(dtype)
+                grad = randn(*param.shape, seed=100 * number + i).to(dtype)
                 param.grad = distribute_tensor(grad, mesh, [Shard(0)]) if isinstance(param, DTensor) else grad
             optimizer.step()
     for whole, part in zip(models[0].parameters(), models[1].parameters(), strict=True):

@@ -1,15 +1,13 @@
 """NaN stays NaN and infinity stays infinity, whatever their bits, where float32 is rounded by integer arithmetic."""
 
-from importlib.util import find_spec
-
 import pytest
 import torch
 
 from octavo.kernels.adamw import ADAMW, HyperParams, ParamState, compress, expand, split
+from tensors import ADAMW_BACKENDS
 
 # NumPy, on which Triton's interpreter runs, warns of operations on what is not finite.
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
-BACKENDS = ["reference", *(["triton"] if find_spec("triton") else [])]
 STILL = HyperParams(lr=0.0, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0, step=3)
 
 
@@ -46,7 +44,7 @@ def stepped(backend, param, **fields):
     return state
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ADAMW_BACKENDS)
 def test_a_step_keeps_them_in_the_remainder(backend):
     values = patterns().view(1, -1)
     upper, low = split(values)
@@ -58,7 +56,7 @@ def test_a_step_keeps_them_in_the_remainder(backend):
     assert torch.equal(state.param.isnan(), expected.isnan())
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ADAMW_BACKENDS)
 @pytest.mark.parametrize("stochastic", [True, False])
 def test_a_step_keeps_them_in_a_bf16_parameter(backend, stochastic):
     values = (patterns().view(torch.int32) >> 16).to(torch.int16).view(torch.bfloat16).view(1, -1)
@@ -69,7 +67,7 @@ def test_a_step_keeps_them_in_a_bf16_parameter(backend, stochastic):
     assert torch.equal(state.param.nan_to_num(7.0), expected.nan_to_num(7.0))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ADAMW_BACKENDS)
 @pytest.mark.parametrize("stochastic", [True, False])
 def test_a_step_keeps_them_in_the_master_and_its_bf16_parameter(backend, stochastic):
     values = patterns().view(1, -1)
@@ -79,7 +77,7 @@ def test_a_step_keeps_them_in_the_master_and_its_bf16_parameter(backend, stochas
     assert torch.equal(state.master.isinf(), values.isinf().repeat(1, 16))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ADAMW_BACKENDS)
 @pytest.mark.parametrize("mode", ["remainder", "at random", "to nearest"])
 def test_gradients_that_are_not_finite_make_the_parameter_nan(backend, mode):
     values = patterns().view(1, -1).repeat(1, 16)
@@ -97,7 +95,7 @@ def test_gradients_that_are_not_finite_make_the_parameter_nan(backend, mode):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ADAMW_BACKENDS)
 @pytest.mark.parametrize("stochastic", [True, False])
 def test_fp8_moments_show_what_was_not_finite(backend, stochastic):
     """The group of 128 that holds it is NaN or infinite from then on, as are its parameters; the others are not."""

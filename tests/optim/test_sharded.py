@@ -26,7 +26,7 @@ from octavo.parallel import Parallel, parallelize
 from octavo.parallel.fsdp import parameters_in_fp8
 from octavo.tensor import local_tensor
 from processes import on_ranks
-from tensors import saved_and_loaded
+from tensors import randn, saved_and_loaded
 
 pytestmark = pytest.mark.dist
 
@@ -41,17 +41,13 @@ KINDS = [
 class Weights(nn.Module):
     def __init__(self, dtype):
         super().__init__()
-        self.weights = nn.ParameterList(nn.Parameter(randn(s, i).to(dtype)) for i, s in enumerate(SHAPES))
-
-
-def randn(shape, seed):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+        self.weights = nn.ParameterList(nn.Parameter(randn(*s, seed=i).to(dtype)) for i, s in enumerate(SHAPES))
 
 
 def step(optimizer, model, number):
     for i, parameter in enumerate(model.parameters()):
         if parameter.requires_grad:
-            gradient = randn(parameter.shape, 1000 * number + i).to(parameter.dtype)
+            gradient = randn(*parameter.shape, seed=1000 * number + i).to(parameter.dtype)
             if isinstance(parameter, DTensor):
                 rows = here(gradient, parameter)
                 place = (parameter.device_mesh, parameter.placements)
@@ -63,13 +59,11 @@ def step(optimizer, model, number):
 
 
 def pair(dtype, mesh, **settings):
-    """The same parameters with their optimizers: whole, and sharded."""
     models = Weights(dtype), fully_shard(Weights(dtype), mesh=mesh)
     return [(model, AdamW(model.parameters(), **{**SETTINGS, **settings})) for model in models]
 
 
 def assert_same(one, other):
-    """Parameters and states of two optimizers, to the bit."""
     (model, optimizer), (sharded_model, sharded) = one, other
     for i, (a, b) in enumerate(zip(model.parameters(), sharded_model.parameters(), strict=True)):
         assert same(a, b), f"parameter {i} {SHAPES[i]}"
@@ -90,7 +84,6 @@ def here(value, like):
 
 
 def same(a, b):
-    """Whether two tensors have the same bits, of which the second may be sharded."""
     rows, others = here(a, b), here(b, a)
     return a.shape == b.shape and rows.dtype == others.dtype and rows.shape == others.shape and torch.equal(
         rows.detach().contiguous().view(-1).view(torch.uint8), others.detach().contiguous().view(-1).view(torch.uint8)
@@ -127,7 +120,7 @@ def nonfinite_job(nonfinite, bad):
     for model, optimizer in (whole, sharded):
         step(optimizer, model, 0)
     model, optimizer = sharded
-    gradients = [randn(shape, i).bfloat16() for i, shape in enumerate(SHAPES)]
+    gradients = [randn(*shape, seed=i).bfloat16() for i, shape in enumerate(SHAPES)]
     gradients[1][6, 5] = bad  # the last row
     gradients[6][0, 0] = bad
     for parameter, gradient in zip(model.parameters(), gradients, strict=True):
@@ -198,7 +191,6 @@ def everything(model, optimizer):
 
 
 def file_of(model, optimizer, folder):
-    """All states through DCP in one file of whole tensors; the name of the file."""
     state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
     dcp.save(state, checkpoint_id=folder)
     if dist.get_rank() == 0:
@@ -326,7 +318,7 @@ def test_set_masters():
     for master in ("remainder", "fp32"):
         whole, by_whole = pair(torch.bfloat16, mesh, master=master)
         _, by_shard = pair(torch.bfloat16, mesh, master=master)
-        exact = [randn(shape, 50 + i) for i, shape in enumerate(SHAPES)]
+        exact = [randn(*shape, seed=50 + i) for i, shape in enumerate(SHAPES)]
         for model, optimizer in (whole, by_whole):
             optimizer.set_masters(dict(zip(model.parameters(), exact, strict=True)))
         placed = [distribute_tensor(value, mesh, [Shard(0)]) for value in exact]

@@ -1,7 +1,5 @@
 """Parameters that somebody else writes between two steps, and gradients whose squares overflow."""
 
-from importlib.util import find_spec
-
 import pytest
 import torch
 from torch import nn
@@ -9,8 +7,8 @@ from torch import nn
 import octavo
 from octavo.kernels.adamw import ADAMW, HyperParams, ParamState, exact_values, split
 from octavo.optim.states import master_values
+from tensors import ADAMW_BACKENDS
 
-BACKENDS = ["reference", *(["triton"] if find_spec("triton") else [])]
 MASK = torch.arange(256).remainder(3) > 0
 WRITES = {
     "pruning mask": lambda p: p.mul_(MASK.to(p.dtype)),
@@ -25,9 +23,7 @@ WRITES = {
 
 
 def make(cls, parameters, **options):
-    if cls is octavo.AdamW:
-        return octavo.AdamW(parameters, lr=1e-3, weight_decay=0.1, **options)
-    return octavo.optim.Muon(parameters, lr=1e-3, weight_decay=0.1, **options)
+    return cls(parameters, lr=1e-3, weight_decay=0.1, **options)
 
 
 @pytest.mark.parametrize(
@@ -67,7 +63,7 @@ def test_a_step_starts_from_what_was_written(cls, master, write):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ADAMW_BACKENDS)
 def test_backends_take_a_stale_master_for_what_was_written(backend, dtype):
     values = torch.randn(4, 256)
     half = values.to(dtype)
@@ -85,7 +81,7 @@ def test_backends_take_a_stale_master_for_what_was_written(backend, dtype):
     torch.testing.assert_close(state.param, half, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ADAMW_BACKENDS)
 def test_a_remainder_beside_a_written_zero_is_ignored(backend):
     _, remainder = split(torch.randn(4, 256))
     assert (remainder < 0).any()
@@ -118,7 +114,7 @@ def test_every_master_is_its_own():
 
 
 @pytest.mark.parametrize(("states", "dtype"), [("fp8", torch.bfloat16), ("fp32", torch.float32)])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ADAMW_BACKENDS)
 def test_large_finite_gradients_saturate(backend, states, dtype):
     start = torch.randn(8, 256).to(dtype)
     params = [nn.Parameter(start.clone()) for _ in range(2)]

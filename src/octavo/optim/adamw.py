@@ -53,13 +53,10 @@ class AdamW(Optimizer):
         master: `"remainder"`: 16 extra bits make an exact float32 master of each bf16 parameter. `"fp32"`: float32
             copies of 16-bit parameters. None: no masters. float32 parameters are their own masters.
         stochastic_rounding: Round FP8 moments, and bf16 parameters without a master, stochastically, with the same
-            random bits in every run. Rounded to nearest, a moving average that changes by less than half a step of
-            its 8 bits stalls: after 1000 steps a quadratic's loss is 8 % off, with stochastic rounding 0.7 %
-            (`pytest tests/optim/test_convergence.py`).
-        nonfinite: Handling of NaN or Inf in gradients or moments: `"raise"` raises an error, `"skip"` skips the step
-            and counts it (`skipped`), `"ignore"` does not check. `"raise"` and `"skip"` leave parameters and states
-            unchanged. Ranks that share sharded parameters decide together. Finite gradients are never too large: they
-            saturate at ±2⁶².
+            random bits in every run. Rounded to nearest, a moving average that changes by less than half a step stalls.
+        nonfinite: With NaN or Inf in gradients or moments `"raise"` raises an error, `"skip"` skips the step and counts
+            it (`skipped`): parameters and states are unchanged, and ranks that share them decide together. `"ignore"`
+            does not check. Finite gradients saturate at ±2⁶².
         maximize: Ascend instead of descend.
         amsgrad: Not supported; accepted for compatibility with `torch.optim.AdamW`.
 
@@ -103,7 +100,7 @@ class AdamW(Optimizer):
         group = self.param_groups[-1]
         try:
             self._check(group)
-        except ValueError:
+        except (TypeError, ValueError):
             self.param_groups.pop()
             raise
 
@@ -111,11 +108,7 @@ class AdamW(Optimizer):
     def step_scaled(self, factor: float) -> None:
         """Take a step with all gradients multiplied by a number, as clipping does, without a pass that multiplies them.
 
-        Args:
-            factor: Number by which the kernel multiplies gradients, in float32; the gradients stay as they are.
-
-        Raises:
-            FloatingPointError, ValueError, RuntimeError: As `step`; ValueError also for a factor that is not finite.
+        The gradients stay as they are. Errors are those of `step`, and ValueError for a factor that is not finite.
 
         Examples:
             >>> layer = torch.nn.Linear(64, 64)
@@ -135,11 +128,7 @@ class AdamW(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step on every parameter that has a gradient.
 
-        Args:
-            closure: Recomputes the loss and the gradients, as for any optimizer.
-
-        Returns:
-            Result of the closure.
+        Returns the result of the closure, which recomputes the loss and the gradients as for any optimizer.
 
         Raises:
             FloatingPointError: A gradient or moment is not finite and `nonfinite="raise"`; nothing is changed.
@@ -149,8 +138,7 @@ class AdamW(Optimizer):
         loss = None
         if any(is_capturing(group["params"][0].device) for group in self.param_groups if group["params"]):
             raise RuntimeError(
-                f"octavo: {type(self).__name__}.step cannot be captured into a CUDA graph, whose replays would repeat "
-                "one step count and learning rate: call it after each replay"
+                "octavo: an optimizer's step cannot be captured into a CUDA graph: call it after each replay"
             )
         if closure is not None:
             with torch.enable_grad():
@@ -168,9 +156,7 @@ class AdamW(Optimizer):
             self.skipped += 1
             return loss
         if not math.isfinite(self._factor):
-            raise ValueError(
-                f"step_scaled takes a finite factor; got {self._factor}: check the norm that it is computed from"
-            )
+            raise ValueError(f"step_scaled takes a finite factor; got {self._factor}")
         self._numbers = {param: i for i, param in enumerate(p for g in self.param_groups for p in g["params"])}
         by_spec: dict[str, list[Entry]] = {}
         for group, param in work:
@@ -194,38 +180,22 @@ class AdamW(Optimizer):
     def _check(self, group: Group) -> None:
         for name, choices in self._choices.items():
             check_choice(name, group[name], choices)
-        lr, betas = group["lr"], group["betas"]
-        numbers = (group["eps"], group["weight_decay"], *betas) if isinstance(betas, Sequence) else (betas,)
-        if len(numbers) != 4 or not all(isinstance(n, (Real, Tensor)) for n in (lr, *numbers)):
-            raise ValueError(
-                "lr, eps and weight_decay must be numbers and betas two numbers; got "
-                f"{[group[name] for name in ('lr', 'eps', 'weight_decay', 'betas')]}"
-            )
-        if isinstance(lr, Tensor) and lr.numel() != 1:
-            raise ValueError(f"lr must be a number or a tensor with one element; got shape {list(lr.shape)}")
-        below_one = {"betas[0]": betas[0], "betas[1]": betas[1], "momentum": group.get("momentum", 0.0)}
-        limited = {"lr": float(lr), "eps": group["eps"], "weight_decay": group["weight_decay"], **below_one}
+        beta1, beta2 = group["betas"]
+        below_one = {"betas[0]": beta1, "betas[1]": beta2, "momentum": group.get("momentum", 0.0)}
+        limited = {name: group[name] for name in ("lr", "eps", "weight_decay")} | below_one
         for name, value in limited.items():
-            if not 0.0 <= value < (1.0 if name in below_one else math.inf):
+            is_number = value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, Real)
+            if not (is_number and 0.0 <= float(value) < (1.0 if name in below_one else math.inf)):
                 limit = "below 1" if name in below_one else "finite"
-                raise ValueError(f"{name} must be at least 0 and {limit}; got {value}")
+                raise ValueError(f"{name} must be a number, at least 0 and {limit}; got {value!r}")
         for param in group["params"]:
             self._check_param(param, group)
 
     def _check_param(self, param: Tensor, group: Group) -> None:
         if param.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise ValueError(f"octavo.AdamW takes float32, bfloat16 and float16 parameters; got {param.dtype}")
-        rows = local_tensor(param)
-        if any(size > 1 and stride == 0 for size, stride in zip(rows.shape, rows.stride(), strict=True)):
-            raise ValueError(
-                f"elements of a parameter {list(param.shape)} share memory, as after `expand`, so they cannot be "
-                "updated separately; use a contiguous copy (`.contiguous()`) or the tensor before `expand`"
-            )
         if param.dtype == torch.float16 and group["master"] == "remainder":
-            raise ValueError(
-                "master='remainder' extends bf16 to float32 by 16 bits and does not support float16 parameters; "
-                "use master='fp32' for them"
-            )
+            raise ValueError("master='remainder' does not support float16 parameters; use master='fp32' for them")
         if group["states"] == "fp8" and param.ndim > 1 and splits_groups(param, GROUP):
             raise ValueError(
                 f"FP8 moments have scales for {GROUP} columns, and shards of a parameter {list(param.shape)} placed as "
@@ -287,13 +257,8 @@ class AdamW(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the result of `state_dict` bit for bit, or convert the state of `torch.optim.AdamW`.
 
-        A state of `torch.optim.AdamW` sets `lr`, `betas`, `eps`, `weight_decay`, `maximize`, the step counts and both
-        moments. `states`, `master`, `stochastic_rounding` and `nonfinite` remain those of this optimizer. Moments are
-        exact with `states="fp32"` and rounded once with `"fp8"`. Masters start at the current values of the parameters,
-        so load the model first.
-
-        The reverse works with `states="fp32"`: `torch.optim.AdamW` ignores masters and remainders. FP8 moments have
-        other names, such as `exp_avg_fp8`, without which its first step raises KeyError: 'exp_avg'.
+        `states`, `master`, `stochastic_rounding` and `nonfinite` remain those of this optimizer. Masters start at the
+        current values of the parameters, so load the model first. The reverse works with `states="fp32"`.
 
         Args:
             state_dict: Whole states, of which a rank takes its rows, or states sharded like the parameters. To change

@@ -6,9 +6,8 @@ in the order of `torch.optim.Muon`. Under FSDP2 an all-to-all brings each rank w
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from numbers import Real
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -77,7 +76,7 @@ class Muon(AdamW):
 
     @never_compiled(OWN_KERNELS)
     @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step on every parameter that has a gradient, as `octavo.AdamW.step`."""
         matrices = [param for group in self.param_groups if group["muon"] for param in group["params"]]
         if matrices and isinstance(local_tensor(matrices[0]), FakeTensor):  # the planner measures what a step allocates
@@ -87,8 +86,6 @@ class Muon(AdamW):
         return super().step(closure)
 
     def _check(self, group: Group) -> None:
-        if not isinstance(group["momentum"], Real):
-            raise ValueError(f"momentum must be a number; got {group['momentum']!r}")
         super()._check(group)
         if not isinstance(group["ns_steps"], int) or group["ns_steps"] < 1:
             raise ValueError(f"ns_steps must be an integer, at least 1; got {group['ns_steps']!r}")
@@ -164,7 +161,7 @@ def _scale(shape: torch.Size, name: str) -> float:
     return math.sqrt(max(1, rows / columns)) if name == "original" else 0.2 * math.sqrt(max(rows, columns))
 
 
-def _orthogonalized(updates: list[Tensor], work: list[Entry], ranks: Any) -> list[Tensor]:
+def _orthogonalized(updates: list[Tensor], work: list[Entry], ranks: dist.ProcessGroup | None) -> list[Tensor]:
     """Return the local rows of the orthogonalized updates; of sharded matrices rank r orthogonalizes number r."""
     if ranks is None:
         return [orthogonalize(update, group["ns_steps"]) for update, (group, _) in zip(updates, work, strict=True)]
@@ -183,7 +180,7 @@ def _orthogonalized(updates: list[Tensor], work: list[Entry], ranks: Any) -> lis
     return [piece.view(update.shape) for piece, update in zip(pieces, updates, strict=False)]
 
 
-def _exchange(values: Tensor, sent: list[int], received: list[int], ranks: Any) -> Tensor:
+def _exchange(values: Tensor, sent: list[int], received: list[int], ranks: dist.ProcessGroup) -> Tensor:
     """Send elements to the other ranks and receive theirs, as bytes."""
     size = values.element_size()
     result = torch.empty(sum(received), dtype=values.dtype, device=values.device)

@@ -6,7 +6,7 @@ Every state is allocated for the local rows and wrapped like its parameter, so D
 import math
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,9 @@ from torch import Tensor
 
 from octavo.runtime.torch_compat import is_dtensor, local_part
 from octavo.tensor import local_tensor, placed_like
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 def splits_groups(param: Tensor, group: int) -> bool:
@@ -55,7 +58,9 @@ def _offset(param: Any) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=4096)
-def _offset_at(shape: torch.Size, mesh: Any, placements: tuple[Any, ...], rank: tuple[int, ...]) -> tuple[int, ...]:
+def _offset_at(
+    shape: torch.Size, mesh: "DeviceMesh", placements: tuple[Any, ...], rank: tuple[int, ...]
+) -> tuple[int, ...]:
     # `rank` is the coordinate in the mesh that PyTorch reads, too.
     from octavo.runtime.torch_compat import compute_local_shape_and_global_offset  # slow import
 
@@ -103,7 +108,7 @@ def any_rank(flags: Tensor, params: Iterable[Any]) -> Tensor:
     return flags
 
 
-def _dim(placement: Any) -> int | None:
+def _dim(placement: object) -> int | None:
     """Return the dimension that a placement shards, strided or not; None for others."""
     dim: int | None = getattr(placement, "dim", None)
     return dim
