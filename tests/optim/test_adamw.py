@@ -91,37 +91,6 @@ def test_resuming_is_bitwise_the_uninterrupted_run(steps, dtype, stochastic):
             assert torch.equal(value.float(), second.state[b][name].float()), name
 
 
-@pytest.mark.parametrize("change", [{"states": "fp32"}, {"master": "fp32"}])
-def test_a_state_of_other_settings_is_refused_and_nothing_changes(change):
-    params = parameters(torch.bfloat16)
-    optimizer = AdamW(params, **SETTINGS)
-    train(optimizer, params, 1)
-    saved = optimizer.state_dict()
-    other = AdamW(params, **{**SETTINGS, **change})
-    train(other, params, 1)
-    before = copy.deepcopy(other.state_dict())
-    other_saved = copy.deepcopy(saved)
-    other_saved["param_groups"][0].update(change)
-    with pytest.raises(ValueError, match="does not fit: .* of other settings of `states` or `master`"):
-        other.load_state_dict(other_saved)
-    after = other.state_dict()
-    assert before["param_groups"] == after["param_groups"]
-    for i, state in before["state"].items():
-        for name, value in state.items():
-            assert value.dtype == after["state"][i][name].dtype
-
-
-def test_the_state_of_another_model_is_refused():
-    params = parameters()
-    optimizer = AdamW(params, **SETTINGS)
-    train(optimizer, params, 1)
-    with pytest.raises(ValueError, match=r"has groups of \[1\] parameters; .*the state of another model"):
-        AdamW([nn.Parameter(randn(4, 64))]).load_state_dict(optimizer.state_dict())
-    swapped = [params[1], params[0], *params[2:]]
-    with pytest.raises(ValueError, match=r"parameter 0 \[7, 128\] does not fit"):
-        AdamW(swapped).load_state_dict(optimizer.state_dict())
-
-
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.parametrize("nonfinite", ["raise", "skip"])
 def test_a_gradient_that_is_not_finite_changes_nothing(bad, nonfinite):
