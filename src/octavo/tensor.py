@@ -56,9 +56,7 @@ class ScaledTensor:
     def expanded_scale(self) -> Tensor:
         """Return float32 scales broadcastable to `data`, expanded along each blocked dimension."""
         if self.scale is None:
-            raise ValueError(
-                "this ScaledTensor has unit scales (folded into the other operand); there is nothing to expand"
-            )
+            raise ValueError("this ScaledTensor has unit scales, folded into the other operand")
         scale = self.scale.float()
         for dim, extent in enumerate(self.spec.granularity):
             if extent > 1:

@@ -20,12 +20,10 @@ dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 
 
 def spread(*shape, seed=0, dtype=torch.float32):
-    """Normal values times log-normal ones: several binades in every row."""
     return (randn(*shape, seed=seed) * torch.exp(randn(*shape, seed=seed + 100))).to(dtype)
 
 
 def outputs_of(result):
-    """All tensors of a result, by name."""
     if isinstance(result, torch.Tensor):
         return {"h": result}
     if isinstance(result, ScaledTensor):
@@ -46,12 +44,10 @@ def assert_same(expected, actual):
 
 
 def _layout(x):
-    """Strides that matter."""
     return [stride for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1 and x.numel()]
 
 
 def both_backends(op, call):
-    """What the reference and Triton return."""
     with op.force("reference"):
         expected = call()
     with op.force("triton"):
@@ -59,6 +55,5 @@ def both_backends(op, call):
 
 
 def assert_quantizes(y, got, spec, order):
-    """The result in FP8 equals `quantize` of y."""
     assert_same(outputs_of(quantize(y, spec, order=order)), outputs_of(got))
     assert (got.other_order is None) == (order != "both")

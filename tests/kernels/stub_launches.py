@@ -23,19 +23,16 @@ INTEGERS = (0, 1, 2, 16, 17, 32, -1, -16, 2**31 - 1, 2**31 - 16, 2**31, 2**31 + 
 
 @triton.jit
 def tiny_kernel(x, y, rows, columns, factor, FLAG: tl.constexpr):
-    """Use every argument; the code differs with what is known of alignments."""
     offset = tl.program_id(0) * rows + columns + tl.arange(0, 1024)
     tl.store(y + offset, tl.load(x + offset) * factor + FLAG)
 
 
 def tensors():
-    """Pairs of tensors of other dtypes and alignments."""
     x = torch.zeros(64, dtype=torch.float32)
     return (x, x), (x[1:], x), (x, x[3:]), (x[1:], x[1:]), (x.half(), x), (x.half()[1:], x)
 
 
 def recorded(call):
-    """The only launch of a call, as the driver received it."""
     with DRIVER.recorded() as records:
         call()
     (record,) = records
@@ -212,7 +209,6 @@ def products_pass_what_triton_passes():
 
 
 def grouped_products_pass_what_triton_passes():
-    """Directly, from the second one on."""
     from octavo.kernels.grouped import triton as products
     from octavo.numerics.spec import QuantSpec
     from octavo.tensor import ScaledTensor

@@ -1,21 +1,15 @@
 """Adaptive FP8: the choice of a format per group, its error, and the kernels against the reference."""
 
-from importlib.util import find_spec
-
 import pytest
 import torch
 from fused_inputs import assert_same, randn, spread
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.kernels.adaptive import (
-    adaptive_dequantize,
-    adaptive_quantize,
-    reference,
-)
+from octavo.kernels.adaptive import adaptive_dequantize, adaptive_quantize, reference
 from octavo.numerics import sqnr
+from tensors import needs_triton
 
-triton = pytest.mark.skipif(not find_spec("triton"), reason="Triton is not installed (macOS, Windows)")
 E4M3, E3M4, E2M5 = range(3)
 
 
@@ -109,7 +103,7 @@ def test_what_is_not_finite_makes_its_own_group_nan(bad):
 
 
 @pytest.mark.slow
-@triton
+@needs_triton
 def test_every_configuration_and_memory_order_equals_reference():
     from octavo.kernels.adaptive import triton as backend
 
@@ -124,7 +118,6 @@ def test_every_configuration_and_memory_order_equals_reference():
 
 
 def test_errors_are_within_the_documented_bounds():
-    """Groups of all formats, up to where scales would be subnormal and beyond."""
     spread_out = torch.logspace(0, -5, 128)
     at_limits = torch.cat([torch.ones(2), torch.full((110,), 1 / 64), torch.rand(16) / 64])
     for values in (spread_out, at_limits, at_limits.square(), torch.rand(128), torch.rand(128) * spread_out):

@@ -4,7 +4,6 @@ import functools
 import json
 import os
 import re
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -50,29 +49,6 @@ def test_saved_entries_are_read_back(cache):
     assert json.loads(file.read_text())["device"] == "NVIDIA H200"
 
 
-def test_savers_at_the_same_time_lose_nothing():
-    shapes = [(8 * n, 8, 8) for n in range(1, 17)]
-    with ThreadPoolExecutor(8) as threads:
-        list(threads.map(lambda shape: calibration.save(GPU, [entry(shape=shape)]), shapes))
-    calibration.clear_cache()
-    assert {e.shape for e in calibration.entries(GPU)} == set(shapes)
-
-
-def test_a_table_of_another_format_is_left_alone_until_one_is_saved():
-    """Format 1 chose without host times."""
-    file = calibration.save(GPU, [entry()])
-    old = json.loads(file.read_text()) | {"format": 1}
-    del old["entries"][0]["host_microseconds"]
-    file.write_text(json.dumps(old))
-    calibration.clear_cache()
-    with pytest.warns(RuntimeWarning, match="has format 1, not 2; running without it. `octavo calibrate` replaces it"):
-        assert calibration.best(GPU, "scaled_mm", CASE, (1024, 1024, 1024)) is None
-    assert json.loads(file.read_text()) == old
-    with pytest.warns(RuntimeWarning, match="has format 1"):
-        calibration.save(GPU, [entry(shape=(8, 8, 8))])
-    assert [e.shape for e in calibration.entries(GPU)] == [(8, 8, 8)]
-
-
 def test_saving_adds_and_replaces():
     calibration.save(GPU, [entry(), entry(shape=(8, 8, 8))])
     calibration.save(GPU, [entry(config=4), entry(shape=(64, 64, 64))])
@@ -82,17 +58,15 @@ def test_saving_adds_and_replaces():
 
 def test_only_shapes_near_a_measured_one_use_its_choice():
     calibration.save(GPU, [entry(), entry(shape=(4096, 1024, 1024), config=3)])
-    configs = {(1000, 1024, 1100): 2, (3000, 1024, 1024): 3, (1024, 1024, 2048): None, (0, 1024, 1024): None}
+    configs = {
+        (1000, 1024, 1100): 2, (3000, 1024, 1024): 3, (1024, 1024, 2048): None, (0, 1024, 1024): None,
+        (1024, 1024): None,
+    }  # fmt: skip
     for shape, config in configs.items():
         result = calibration.best(GPU, "scaled_mm", CASE, shape)
         assert (result and result.config) == config, shape
     assert calibration.best(GPU, "scaled_mm", ("e4m3/row", "unit", "nn"), (1024, 1024, 1024)) is None
     assert calibration.best(GPU, "quantize", CASE, (1024, 1024, 1024)) is None
-
-
-def test_shapes_of_other_dimensions_are_not_near():
-    calibration.save(GPU, [entry(shape=(8, 8))])
-    assert calibration.best(GPU, "scaled_mm", CASE, (8, 8, 8)) is None
 
 
 def test_other_devices_and_versions_have_tables_of_their_own(monkeypatch):
@@ -105,7 +79,7 @@ def test_other_devices_and_versions_have_tables_of_their_own(monkeypatch):
 
 
 def test_a_cpu_has_nothing_to_look_up(monkeypatch):
-    monkeypatch.setattr(calibration, "_read", lambda device: pytest.fail("read a table for a CPU"))
+    monkeypatch.setattr(calibration, "read", lambda file: pytest.fail("read a table for a CPU"))
     assert calibration.best(torch.device("cpu"), "scaled_mm", CASE, (1, 1, 1)) is None
     assert calibration.config(torch.device("cpu"), "quantize", ("e4m3/row",), 16, 16) is None
     assert "nothing to measure" in calibration.summary(torch.device("cpu"))
@@ -114,27 +88,28 @@ def test_a_cpu_has_nothing_to_look_up(monkeypatch):
 @pytest.mark.parametrize(
     "text",
     [
-        *("", "{", "[]", "null", '{"format": 2}', '{"format": 2, "entries": 7}'),
-        '{"format": 2, "entries": [{"op": "x"}]}',
-        '{"format": 2, "entries": [{"config": 1, "host_microseconds": 2, "op": "x", "case": "c", "shape": ["a"]}]}',
+        *("", "{", "[]", "null", '{"format": 2}', '{"format": 2, "device": "x", "entries": 7}'),
+        '{"format": 2, "device": "x", "entries": [{"op": "x", "case": "c", "shape": [1]}]}',
+        '{"format": 2, "device": "x", "entries": [{"op": "x", "case": "c", "shape": ["a"]}]}',
+        '{"format": 1, "device": "x", "entries": []}',  # which chose without host times
     ],
 )
-def test_a_damaged_table_is_deleted_with_a_warning_and_rewritten(text):
+def test_a_table_that_cannot_be_read_causes_one_warning_until_one_is_saved(text):
     file = calibration.save(GPU, [entry()])
     file.write_text(text)
     calibration.clear_cache()
-    with pytest.warns(RuntimeWarning, match=re.escape(str(file))):
+    with pytest.warns(RuntimeWarning, match=f"{re.escape(str(file))} cannot be read .*`octavo calibrate` replaces it"):
         assert calibration.best(GPU, "scaled_mm", CASE, (1024, 1024, 1024)) is None
-    assert not file.exists()
     assert calibration.entries(GPU) == []  # and no second warning
-    calibration.save(GPU, [entry()])
+    with pytest.warns(RuntimeWarning, match="cannot be read"):
+        calibration.save(GPU, [entry()])
     assert calibration.entries(GPU) == [entry()]
 
 
 def test_a_folder_that_cannot_be_written_is_an_error(cache):
     cache.parent.mkdir(parents=True)
     cache.write_text("a file where the folder should be")
-    with pytest.raises(OSError, match=r"cannot be written .*set XDG_CACHE_HOME"):
+    with pytest.raises(OSError, match=re.escape(str(cache))):
         calibration.save(GPU, [entry()])
     assert calibration.entries(GPU) == []
 

@@ -32,7 +32,6 @@ ROW, COLUMN = QuantSpec.parse("e4m3/row"), QuantSpec.parse("e4m3/column")
 
 @pytest.fixture
 def on_gpu_path():
-    """CPU tensors take the GPU path, below the dispatcher."""
     registry.GPU_TYPES.add("cpu")
     yield
     registry.GPU_TYPES.remove("cpu")
@@ -40,7 +39,6 @@ def on_gpu_path():
 
 @pytest.fixture
 def dispatched():
-    """Counts calls of `quantize` through the dispatcher."""
     with mock.patch.object(torch.ops.octavo, "quantize", wraps=torch.ops.octavo.quantize) as calls:
         yield calls
 
@@ -147,7 +145,6 @@ def test_planned_products_by_triton_are_those_of_the_ordinary_path(on_gpu_path, 
 
 
 def by_column(x):
-    """The same operand in the other memory order."""
     return ScaledTensor(x.data.t().contiguous().t(), x.scale, x.spec)
 
 

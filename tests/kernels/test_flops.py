@@ -38,8 +38,6 @@ def test_products_of_experts_count():
 
 
 class TwoProducts(torch.nn.Module):
-    """Two products [512, 2048], one twice as costly as the other."""
-
     def __init__(self, *sizes: int):
         super().__init__()
         self.layers = torch.nn.ModuleList(torch.nn.Linear(size, 2048) for size in sizes)

@@ -1,5 +1,4 @@
 import math
-from importlib.util import find_spec
 
 import pytest
 import torch
@@ -11,14 +10,14 @@ from octavo.kernels.fused import reference as fused_reference
 from octavo.kernels.fused.activations import ACTIVATIONS
 from octavo.kernels.fused.glu import GLU, GLU_BACKWARD
 from octavo.numerics import QuantSpec, sqnr
+from tensors import needs_triton
 
-triton = pytest.mark.skipif(not find_spec("triton"), reason="Triton is not installed (macOS, Windows)")
 by_activation = pytest.mark.parametrize("activation", ACTIVATIONS)
 ROW = QuantSpec.parse("e4m3/row")
 OF_PYTORCH = {"silu": F.silu, "gelu_tanh": lambda g: F.gelu(g, approximate="tanh"), "gelu": F.gelu}
 
 
-@triton
+@needs_triton
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 @pytest.mark.slow
 def test_every_configuration_and_route_equals_reference(spec, monkeypatch):
@@ -34,7 +33,7 @@ def test_every_configuration_and_route_equals_reference(spec, monkeypatch):
                 assert_same(expected, dict(enumerate(backend.glu(*call, config=config))))
 
 
-@triton
+@needs_triton
 @by_activation
 def test_every_configuration_of_the_gradients_equals_reference(activation):
     from octavo.kernels.fused import triton as backend
@@ -49,7 +48,7 @@ EXTREMES = [0.0, -0.0, 1e-40, -1e-40, 16.5, -16.5, 86.2, -86.2, 86.3, -86.3, 90.
 
 
 @pytest.mark.thorough
-@triton
+@needs_triton
 @by_activation
 @pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16])
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of infinities in the interpreter

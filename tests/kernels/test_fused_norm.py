@@ -1,5 +1,4 @@
 import math
-from importlib.util import find_spec
 
 import pytest
 import torch
@@ -10,8 +9,8 @@ from octavo.kernels.fused import reference as fused_reference
 from octavo.kernels.fused.glu import GLU
 from octavo.kernels.fused.norm import LAYER_NORM, RMS_NORM
 from octavo.numerics import QuantSpec, sqnr
+from tensors import needs_triton
 
-triton = pytest.mark.skipif(not find_spec("triton"), reason="Triton is not installed (macOS, Windows)")
 ROW = QuantSpec.parse("e4m3/row")
 
 
@@ -21,7 +20,7 @@ def norm_of(kind, x, weight, bias, *arguments, **options):
     return layer_norm(x, weight, bias, *arguments, **options)
 
 
-@triton
+@needs_triton
 @pytest.mark.parametrize("kind", ["rms_norm", "layer_norm"])
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 @pytest.mark.slow
@@ -41,7 +40,7 @@ def test_every_configuration_and_route_equals_reference(kind, spec, monkeypatch)
 
 
 @pytest.mark.thorough
-@triton
+@needs_triton
 @pytest.mark.parametrize("widest", [8192, 0])
 def test_every_configuration_and_route_of_the_gradients_equals_reference(widest, monkeypatch):
     from octavo.kernels.fused import triton as backend
@@ -55,7 +54,7 @@ def test_every_configuration_and_route_of_the_gradients_equals_reference(widest,
 
 
 @pytest.mark.thorough
-@triton
+@needs_triton
 @pytest.mark.parametrize("kind", ["rms_norm", "layer_norm"])
 @pytest.mark.parametrize("order", [pytest.param("rows", marks=pytest.mark.slow), "both"])
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of infinities in the interpreter
@@ -121,7 +120,7 @@ def test_gradients_are_those_of_autograd(offset):
         assert sqnr(want, got) > 120
 
 
-@triton
+@needs_triton
 @pytest.mark.parametrize("spec", ["e4m3/row", "e4m3/1x32/e8m0"])
 @pytest.mark.parametrize("kind", ["rms_norm", "layer_norm"])
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of the division by the norm of rows beyond the last
@@ -176,7 +175,7 @@ def test_ops_trace_and_their_fakes_are_right():
         assert_same({"": want}, {"": got})
 
 
-@triton
+@needs_triton
 def test_a_probe_covers_results_that_are_not_in_fp8():
     device = torch.device("cpu")
     for op, case in ((RMS_NORM, ("rms_norm", "")), (LAYER_NORM, ("layer_norm", "")), (GLU, ("silu", ""))):

@@ -172,7 +172,7 @@ def test_variants_are_what_is_launched():
             assert tma == variant.types["a"].startswith("tensordesc") and overlaps == ("NVMMA" in variant.types["a"])
 
 
-def test_sums_are_promoted_while_products_are_under_way_on_hopper_with_gluon(monkeypatch):
+def test_sums_are_promoted_while_products_are_under_way_on_hopper(monkeypatch):
     hopper = kernels.target_of(90, 132)
     assert kernels.overlaps(hopper, False) and not kernels.overlaps(hopper, True)
     assert not any(kernels.overlaps(kernels.target_of(other, 132), False) for other in (89, 100, 120))
@@ -181,9 +181,6 @@ def test_sums_are_promoted_while_products_are_under_way_on_hopper_with_gluon(mon
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     assert plain.unsupported_reason(cuda, backward) is None
     assert "the backend triton runs the same" in plain.unsupported_reason(cuda, ("e4m3/row", "e4m3/row", "nt"))
-    monkeypatch.setattr(kernels, "_has_gluon", lambda: False)
-    assert "the backend triton runs the same" in plain.unsupported_reason(cuda, backward)
-    assert {v.launch.kernel.fn.__name__ for v in products()} == {"product_kernel"}
 
 
 @pytest.mark.parametrize("capability", [89, 90, 100])

@@ -57,7 +57,6 @@ def test_the_decomposition_gives_the_reference_bytes(text, dtype):
 
 
 def graph_of(function, *arguments, **options):
-    """The targets that AOTAutograd traces, and the results."""
     from functorch.compile import make_boxed_func
     from torch._dynamo.backends.common import aot_autograd
 

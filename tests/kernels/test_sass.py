@@ -9,10 +9,11 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
+from tensors import needs_triton
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = json.loads((ROOT / "benchmarks" / "results" / "sass" / "sm_90.json").read_text())
@@ -27,11 +28,10 @@ MOST_USED = (
 ISSUED = 132 * 4 * 32 * 1.755 / 2420
 """Instructions of a lane that an H100 issues in the time of a byte: 4 a clock and multiprocessor, 2.42 TB/s."""
 
-pytestmark = pytest.mark.skipif(not find_spec("triton"), reason="Triton is not installed (macOS, Windows)")
+pytestmark = needs_triton
 
 
 def compiled(capability, *options, path=None):
-    """Rows of the table, by name, and the version of Triton that made them."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     if path is not None:
         environment["PYTHONPATH"] = str(path)

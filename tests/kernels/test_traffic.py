@@ -28,7 +28,6 @@ TASKS = {label: task for task, label in quantizers.recipe_tasks().items()}
 
 
 def table(task):
-    """Bytes per element of each launch, bf16 in."""
     written = 2 if task.second or task.order == "both" else 1
     maxima_first = task.precomputed == "nothing" and task.first.spec.granularity in (TENSOR, COLUMN)
     if task.second is not None:
@@ -108,7 +107,6 @@ def test_kernels_access_only_their_operands(shape):
 
 
 def fused_outputs():
-    """Results of the fused ops: spec, order, bytes written per element."""
     for spec in map(optional_spec, cases_of_inputs()):
         for order in ("rows",) if spec is None else ("rows", "columns", "both"):
             yield spec, order, 2 if spec is None or order == "both" else 1

@@ -23,8 +23,6 @@ SECTOR = 32
 
 @dataclass
 class Bytes:
-    """Bytes of one argument's accesses of one kind."""
-
     requested: int = 0
     program: int = 0
     device: int = 0
@@ -44,7 +42,6 @@ class Traffic:
     """Lowest address of each load of the first program, relative to the argument, in order."""
 
     def device_bytes(self, at_least: int) -> int:
-        """Return the device-memory traffic of arguments of at least `at_least` bytes."""
         kinds = (self.loads, self.stores)
         return sum(b.device for kind in kinds for name, b in kind.items() if self.sizes[name] >= at_least)
 
@@ -112,8 +109,8 @@ def _bytes(accesses):
 def counted() -> Iterator[list[Traffic]]:
     """Count the traffic of kernels launched inside the block; one `Traffic` per launch, in order."""
     builder, executor = interpreter.InterpreterBuilder, interpreter.GridExecutor
-    names = ("create_masked_load", "create_masked_store", "create_atomic_rmw", "create_atomic_cas")
-    load, store, update, swap = before = tuple(getattr(builder, name) for name in names)
+    names = ("create_masked_load", "create_masked_store", "create_atomic_rmw")
+    load, store, update = before = tuple(getattr(builder, name) for name in names)
     call = executor.__call__
     launches: list[Traffic] = []
     running: list[_Recorder] = []
@@ -130,11 +127,6 @@ def counted() -> Iterator[list[Traffic]]:
         running[-1].record("atomics", self.grid_idx, pointers, mask)
         return update(self, operation, pointers, value, mask, *rest)
 
-    def counted_swap(self, pointers, *rest):
-        everywhere = interpreter.TensorHandle(np.ones_like(pointers.data, dtype=bool), interpreter.tl.int1)
-        running[-1].record("atomics", self.grid_idx, pointers, everywhere)
-        return swap(self, pointers, *rest)
-
     def counted_call(self, *arguments, **named):
         running.append(_Recorder(self.fn.__name__, {**dict(zip(self.arg_names, arguments, strict=False)), **named}))
         try:
@@ -142,7 +134,7 @@ def counted() -> Iterator[list[Traffic]]:
         finally:
             launches.append(running.pop().traffic())
 
-    replacements = (counted_load, counted_store, counted_update, counted_swap)
+    replacements = (counted_load, counted_store, counted_update)
     try:
         for name, replacement in zip(names, replacements, strict=True):
             setattr(builder, name, replacement)

@@ -3,6 +3,7 @@ import dataclasses
 import pytest
 
 from octavo.numerics import LEVELS, RECIPES, Decision, Plan, Precision, Recipe, get_recipe
+from octavo.numerics.plan import PlanRow
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -33,21 +34,19 @@ def test_half_a_wgrad_is_refused():
         dataclasses.replace(RECIPES["rowwise"], wgrad_g=None)
 
 
-def test_recipes_are_frozen():
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        RECIPES["rowwise"].name = "other"
-
-
-def test_plan_json_round_trips():
-    plan = Plan(
-        {
-            "a.q_proj": Decision(recipe=RECIPES["rowwise"], reason="linear"),
-            "lm_head": Decision(recipe=None, reason="vocabulary head"),
-        }
+def test_plan_rows_are_the_decisions_in_order_and_json_round_trips():
+    plan = Plan({
+        "b": Decision(recipe=RECIPES["rowwise"], reason="1.5×", gain=1.5),
+        "a": Decision(recipe=None, reason="narrow", gain=1.0),
+        "norm": Decision(recipe=None, reason="norm", activation_storage="norm"),
+    })  # fmt: skip
+    assert plan.rows == (
+        PlanRow(name="b", converted=True, recipe="rowwise", reason="1.5×", gain=1.5),
+        PlanRow(name="a", converted=False, recipe=None, reason="narrow", gain=1.0),
+        PlanRow(name="norm", converted=False, recipe=None, reason="norm", gain=None),
     )
     read = Plan.from_json(plan.to_json())
-    assert dict(read.decisions) == dict(plan.decisions)
-    assert read.converted == ["a.q_proj"]
+    assert dict(read.decisions) == dict(plan.decisions) and read.converted == ["b"]
     with pytest.raises(ValueError, match="not a plan in JSON"):
         Plan.from_json('{"layers": []}')
 
@@ -65,16 +64,17 @@ def test_precision_levels_and_switches():
     assert Precision(matmul="bf16", states="fp8").label == "bf16+optimizer"
     for alias, name in {"O1": "fp8", "O1+act": "fp8+activations", "O1+act+opt": "fp8+activations+optimizer"}.items():
         assert Precision.level(alias) == Precision.level(name)
+    for wrong, message in (
+        ({"states": "fp4"}, r"states is 'fp32' or 'fp8'; got 'fp4' \(did you mean 'fp8'\?\)"),
+        ({"master": "reminder"}, "master is 'fp32', 'remainder' or 'none'; got 'reminder'.*'remainder'"),
+        ({"matmul": "f8"}, "matmul is 'bf16' or 'fp8'; got 'f8'"),
+        ({"recipe": "mxfp9"}, "did you mean 'mxfp8'"),
+        ({"activations": "fuse"}, "activations is 'bf16', 'fused' or 'fp8'; got 'fuse' .*'fused'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Precision(**wrong)
     with pytest.raises(ValueError, match=r"unknown precision level 'fp8\+act' \(did you mean 'fp8\+activations'\?\)"):
         Precision.level("fp8+act")
-    with pytest.raises(ValueError, match=r"states is 'fp32' or 'fp8'; got 'fp4' \(did you mean 'fp8'\?\)"):
-        Precision(states="fp4")
-    with pytest.raises(ValueError, match="master is 'fp32', 'remainder' or 'none'; got 'reminder'.*'remainder'"):
-        Precision(master="reminder")
-    with pytest.raises(ValueError, match="matmul is 'bf16' or 'fp8'; got 'f8'"):
-        Precision(matmul="f8")
-    with pytest.raises(ValueError, match="did you mean 'mxfp8'"):
-        Precision(recipe="mxfp9")
 
 
 def test_which_weights_are_gathered_in_fp8():

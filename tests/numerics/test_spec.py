@@ -6,15 +6,7 @@ from hypothesis import strategies as st
 from octavo.numerics import COLUMN, E4M3, E5M2, E8M0, RECIPES, ROW, TENSOR, Granularity, QuantSpec
 from octavo.numerics.formats import widen
 
-SPECS = sorted(
-    {
-        spec
-        for recipe in RECIPES.values()
-        for field in ("x", "w", "dgrad_g", "dgrad_w", "wgrad_g", "wgrad_x")
-        if (spec := getattr(recipe, field)) is not None
-    },
-    key=str,
-)
+SPECS = sorted({spec for recipe in RECIPES.values() for spec in recipe.specs.values() if spec}, key=str)
 
 
 @pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=str)
@@ -25,17 +17,15 @@ def test_format_constants_are_those_of_the_dtype(fmt):
     assert fmt.smallest == smallest
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=str)
-def test_widen_is_exact_for_every_code(fmt):
-    codes = torch.arange(256, dtype=torch.uint8).view(fmt.dtype)
-    expected = torch.tensor([code.item() for code in codes.double()])
-    actual = widen(codes)
-    assert actual.dtype == torch.float32
-    assert torch.equal(actual.isnan(), expected.isnan()) and expected.isnan().any()
-    assert torch.equal(actual.nan_to_num(0.5).view(torch.int32), expected.nan_to_num(0.5).view(torch.int32))
-    finite = codes[expected.isfinite()]
-    assert torch.equal(widen(finite), finite.float())
-    assert widen(codes[:0]).shape == (0,)
+def test_widen_is_exact_for_every_code(fmt, dtype):
+    codes = torch.arange(256, dtype=torch.uint8).repeat(40).view(80, 128).view(fmt.dtype)
+    for view in (codes, codes.t(), codes[::3, 5:], codes[:1, :100], codes[:0]):  # without and with NaN
+        expected, actual = torch.tensor(view.double().tolist()).view(view.shape), widen(view, dtype)
+        assert actual.dtype == dtype and torch.equal(actual.isnan(), expected.isnan())
+        bits = (values.float().nan_to_num(0.5).view(torch.int32) for values in (expected, actual))
+        assert torch.equal(*bits)
 
 
 def test_e8m0_holds_every_power_of_two_it_claims():

@@ -9,30 +9,22 @@ import os
 import re
 import tempfile
 import warnings
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from octavo._version import __version__
 
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
-
 MAX_SHAPE_RATIO = 1.7  # Largest ratio of dimensions between a shape and the measured shape it uses
 FORMAT = 2  # 1 had no host times and chose by kernel time alone
 
 
-class UnknownFormatError(ValueError):
-    """A table is of another release's format."""
+class UnknownFormatError(ValueError): ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,18 +41,6 @@ class Entry:
     host_microseconds: float | None = None
     # What a caller would wait for the other candidates, in microseconds, by label.
     others: dict[str, float] = field(default_factory=dict)
-
-    @staticmethod
-    def from_json(fields: dict[str, Any]) -> "Entry":
-        """Read the output of `asdict`; raises KeyError, TypeError or ValueError for anything else."""
-        config, host = fields["config"], fields["host_microseconds"]
-        return Entry(
-            op=str(fields["op"]), case=tuple(str(part) for part in fields["case"]),
-            shape=tuple(int(size) for size in fields["shape"]), backend=str(fields["backend"]),
-            config=None if config is None else int(config), microseconds=float(fields["microseconds"]),
-            host_microseconds=None if host is None else float(host),
-            others={str(label): float(time) for label, time in fields["others"].items()},
-        )  # fmt: skip
 
 
 def best(device: torch.device, op: str, case: tuple[str, ...], shape: tuple[int, ...]) -> Entry | None:
@@ -94,52 +74,30 @@ def path(device: torch.device) -> Path:
 
 
 def entries(device: torch.device) -> list[Entry]:
-    """Return all entries in the table of a GPU."""
     return [entry for shapes in _table(device).values() for entry in shapes.values()]
 
 
 def make_folder(device: torch.device) -> Path:
     """Create the table's folder and return the table's path; raises OSError if the folder cannot be written."""
     file = path(device)
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=file.parent):
-            return file
-    except OSError as error:
-        raise OSError(
-            f"the calibration folder {file.parent} cannot be written ({error.strerror}); set XDG_CACHE_HOME to a "
-            "writable folder"
-        ) from None
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=file.parent):
+        return file
 
 
 def save(device: torch.device, measured: Iterable[Entry]) -> Path:
     """Add entries to the table atomically, replacing those of the same op, case and shape; returns its path."""
     file = make_folder(device)
-    with _locked(file.parent):
-        clear_cache()
-        merged = {(e.op, e.case, e.shape): e for e in [*entries(device), *measured]}
-        content = {
-            "format": FORMAT, "device": torch.cuda.get_device_name(device), "versions": _versions(),
-            "written": datetime.now(UTC).isoformat(timespec="seconds"),
-            "entries": [asdict(entry) for entry in merged.values()],
-        }  # fmt: skip
-        replace_file(file, json.dumps(content, indent=1))
-        clear_cache()
+    clear_cache()
+    merged = {(e.op, e.case, e.shape): e for e in [*entries(device), *measured]}
+    content = {
+        "format": FORMAT, "device": torch.cuda.get_device_name(device), "versions": _versions(),
+        "written": datetime.now(UTC).isoformat(timespec="seconds"),
+        "entries": [asdict(entry) for entry in merged.values()],
+    }  # fmt: skip
+    replace_file(file, json.dumps(content, indent=1))
+    clear_cache()
     return file
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Wait for other processes that save into a folder, where the system has locks."""
-    if fcntl is None:
-        yield
-        return
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def replace_file(file: Path, text: str) -> None:
@@ -181,52 +139,32 @@ CalibrationTable = dict[tuple[str, tuple[str, ...]], dict[tuple[int, ...], Entry
 @lru_cache(maxsize=32)
 def _table(device: torch.device) -> CalibrationTable:
     table: CalibrationTable = {}
-    for entry in _read(device):
+    try:
+        file = path(device)
+        measured = read(file)[1]
+    except (FileNotFoundError, NotADirectoryError, RuntimeError):  # none was written, or there is no home folder
+        return table
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        warnings.warn(
+            f"octavo: the calibration table {file} cannot be read ({type(error).__name__}: {error}); running without "
+            "it. `octavo calibrate` replaces it",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return table
+    for entry in measured:
         table.setdefault((entry.op, entry.case), {})[entry.shape] = entry
     return table
 
 
-def _read(device: torch.device) -> list[Entry]:
-    try:
-        file = path(device)
-        text = file.read_text()
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    except (OSError, RuntimeError) as error:
-        _warn(f"the calibration table cannot be opened ({error}); running without it")
-        return []
-    except UnicodeDecodeError:
-        text = ""
-    try:
-        return _parse(text)[1]
-    except UnknownFormatError as error:
-        _warn(f"the calibration table {file} has {error}; running without it. `octavo calibrate` replaces it")
-        return []
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        _warn(
-            f"the calibration table {file} is damaged ({type(error).__name__}: {error}) and is deleted; running "
-            "without it. `octavo calibrate` writes a new one"
-        )
-        with suppress(OSError):
-            file.unlink()
-        return []
-
-
 def read(file: Path) -> tuple[str, list[Entry]]:
     """Return the device name and the entries of a table."""
-    # Raises OSError, UnicodeDecodeError, ValueError, KeyError, TypeError or AttributeError for any other file.
-    return _parse(file.read_text(encoding="utf-8"))
-
-
-def _parse(text: str) -> tuple[str, list[Entry]]:
-    content = json.loads(text)
+    # Raises OSError, ValueError, KeyError, TypeError or AttributeError for any other file.
+    content = json.loads(file.read_text(encoding="utf-8"))
     if content["format"] != FORMAT:
         raise UnknownFormatError(f"format {content['format']!r}, not {FORMAT}")
-    return str(content["device"]), [Entry.from_json(fields) for fields in content["entries"]]
-
-
-def _warn(text: str) -> None:
-    warnings.warn(f"octavo: {text}", RuntimeWarning, stacklevel=2)
+    rows = [e | {"case": tuple(e["case"]), "shape": tuple(map(int, e["shape"]))} for e in content["entries"]]
+    return str(content["device"]), [Entry(**row) for row in rows]
 
 
 def _versions() -> dict[str, str]:

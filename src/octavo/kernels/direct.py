@@ -33,7 +33,7 @@ class Call:
         self._backend: Backend | None = None
         self._plan: Any = None
 
-    def plan(self, op: Op, device: torch.device, *arguments: Any) -> Any:
+    def plan(self, op: Op, device: torch.device, *arguments: object) -> Any:
         """Return the plan of the backend that the registry chooses now; None if that backend makes no plans."""
         backend = op.choose(device, self._case, self._shape)
         if backend is not self._backend:
@@ -48,7 +48,7 @@ T = TypeVar("T")
 class Plans(dict[Any, T]):
     """What calls with one signature and options have in common, by these."""
 
-    def add(self, key: Any, plan: T) -> T:
+    def add(self, key: object, plan: T) -> T:
         """Add a plan; all are dropped beyond `MAX_PLANS`."""
         if len(self) >= MAX_PLANS:
             self.clear()

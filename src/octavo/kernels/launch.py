@@ -19,10 +19,10 @@ from typing import Any
 import torch
 import triton
 
+from octavo.kernels.direct import Plans
+
 INTERPRETED: bool = triton.knobs.runtime.interpret
 """Whether kernels run in Triton's CPU interpreter (TRITON_INTERPRET=1 at the import of Triton)."""
-
-MAX_GRID_YZ = 65535  # Largest second and third dimension of a grid in CUDA
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ class Launch:
     constants: dict[str, Any]  # Its `tl.constexpr` arguments
     num_warps: int  # Warps per program
     num_stages: int = 3  # Depth of software pipelining of its loops
-    _prepared: dict[Any, "PreparedLaunch"] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _prepared: Plans["PreparedLaunch"] = field(default_factory=Plans, init=False, repr=False, compare=False)
 
     def run(self, grid: tuple[int, ...], arguments: Mapping[str, Any]) -> None:
         """Launch on `grid` programs with those of `arguments` that the kernel takes."""
@@ -43,7 +43,7 @@ class Launch:
         launch([_tensor_of(arguments[name]) for name in launch.names])
 
     def prepared(self, grid: tuple[int, ...], arguments: Mapping[str, Any]) -> "PreparedLaunch":
-        """Return `prepare` of these arguments, or of earlier ones that differ in the addresses of tensors alone."""
+        """Return a launch of these arguments, or of earlier ones that differ in the addresses of tensors alone."""
         kinds: list[Any] = [grid]
         for name in self.kernel.arg_names:  # a loop without calls: most of what a launch takes
             if name in arguments:
@@ -56,22 +56,11 @@ class Launch:
         key = tuple(kinds)
         launch = self._prepared.get(key)
         if launch is None:
-            if len(self._prepared) >= MAX_PREPARED:
-                self._prepared.clear()
-            launch = self._prepared[key] = self.prepare(grid, arguments)
+            launch = self._prepared.add(key, PreparedLaunch(self, grid, arguments))
         return launch
 
-    def prepare(self, grid: tuple[int, ...], arguments: Mapping[str, Any]) -> "PreparedLaunch":
-        """Fix the grid, scalars, dtypes and device of `arguments`, and TMA descriptors but for their addresses."""
-        if any(programs > MAX_GRID_YZ for programs in grid[1:]):
-            raise ValueError(
-                f"{self.kernel.fn.__name__} cannot be launched on a grid of {grid}: CUDA allows {MAX_GRID_YZ} in the "
-                "second and third dimension. Reshape the input to more rows and fewer columns"
-            )
-        return PreparedLaunch(self, grid, arguments)
 
-
-def shared_launch(kernel: Any, constants: Mapping[str, Any], num_warps: int) -> Launch:
+def shared_launch(kernel: object, constants: Mapping[str, Any], num_warps: int) -> Launch:
     """Return a launch of a kernel, the same for equal constants, so that what it has prepared is found again."""
     key = id(kernel), num_warps, *constants.items()  # to hash a kernel takes long; a launch keeps it alive
     launch = _SHARED.get(key)
@@ -93,13 +82,13 @@ def _kind(value: Any) -> tuple[Any, ...]:
     return type(value), value.base.dtype, value.base.device, *sizes
 
 
-def _tensor_of(value: Any) -> Any:
+def _tensor_of(value: object) -> Any:
     """Return the tensor that an argument is, or that a TMA descriptor describes; a scalar as it is."""
     return getattr(value, "base", value)
 
 
 class PreparedLaunch:
-    """A launch with a fixed grid and fixed scalars. Call it with the tensors, in the order of `names`."""
+    """A launch with fixed grid, scalars, dtypes, device and TMA descriptors. Call it with tensors, as `names`."""
 
     def __init__(self, launch: Launch, grid: tuple[int, ...], arguments: Mapping[str, Any]) -> None:
         passed = {name: arguments[name] for name in launch.kernel.arg_names if name in arguments}
@@ -108,10 +97,7 @@ class PreparedLaunch:
         scalars = {name: value for name, value in passed.items() if name not in dtypes}
         fixed = {**scalars, **launch.constants}
         position = {name: index for index, name in enumerate((*dtypes, *fixed))}
-        # launch: The kernel with its compile-time constants.
-        # grid: Programs, in up to three dimensions.
-        # names: The kernel's arguments that are tensors, or TMA descriptors of tensors.
-        # scalars: Its other arguments, by name.
+        # `names` are the arguments that are tensors, or TMA descriptors of tensors, `scalars` the others.
         self.launch, self.grid, self.names, self.scalars = launch, grid, tuple(dtypes), scalars
         self._x, self._y, self._z = (*grid, 1, 1)[:3]
         self._dtypes = tuple(dtypes.values())
@@ -176,7 +162,7 @@ class PreparedLaunch:
         arguments = dict(zip(self.names, viewed, strict=True)) | self.scalars
         return arguments | {name: described(base=arguments[name]) for name, described in self._descriptors.items()}
 
-    def _through_triton(self, aligned: Any, tensors: Sequence[torch.Tensor]) -> None:
+    def _through_triton(self, aligned: object, tensors: Sequence[torch.Tensor]) -> None:
         """Launch as Triton does, which compiles the kernel if needed, and remember the compiled kernel."""
         launch = self.launch
         THROUGH_TRITON[launch.kernel.fn.__name__] += 1
@@ -203,7 +189,7 @@ class Name(str):
     """A name in generated source, in the place of a value."""
 
 
-def render(value: Any, constants: dict[str, Any]) -> str:
+def render(value: object, constants: dict[str, Any]) -> str:
     """Return Python source of a value that may hold names; other objects in it are added to `constants`."""
     if isinstance(value, Name):
         return value
@@ -235,7 +221,7 @@ def _named(name: str, descriptor: "partial[Any] | None") -> Any:
     return Name(name) if descriptor is None else SimpleNamespace(**descriptor.keywords, base=_Address(name))
 
 
-def _record_unpacked(launcher: Any, launch: Any, passed: tuple[Any, ...], constants: dict[str, Any]) -> Any:
+def _record_unpacked(launcher: Any, launch: object, passed: tuple[Any, ...], constants: dict[str, Any]) -> Any:
     """Record what a launcher passes to the C function, with source in the place of tensor maps; return the function."""
     # None in a release of Triton that does this otherwise.
     utils, record = triton.runtime.driver.active.utils, launcher.launch
@@ -244,12 +230,12 @@ def _record_unpacked(launcher: Any, launch: Any, passed: tuple[Any, ...], consta
         return None
     cells = dict(zip(launch.__code__.co_freevars, launch.__closure__ or (), strict=True))
 
-    def encode(address: Any, *rest: Any) -> Any:
+    def encode(address: object, *rest: object) -> Any:
         if not isinstance(address, Name):
-            return function(address, *rest)  # a launch of another thread
-        return Name(f"{render(function, constants)}{render((address, *rest), constants)}")
+            return encoder(address, *rest)  # a launch of another thread
+        return Name(f"{render(encoder, constants)}{render((address, *rest), constants)}")
 
-    def record_unpacked(*arguments: Any) -> None:
+    def record_unpacked(*arguments: object) -> None:
         *others, last = arguments  # in Triton 3.9 a list of the kernel's arguments
         record(*others, tuple(last) if isinstance(last, list) else last)
 
@@ -257,12 +243,12 @@ def _record_unpacked(launcher: Any, launch: Any, passed: tuple[Any, ...], consta
     cells["launcher"] = CellType(record_unpacked)
     launcher.launch = FunctionType(launch.__code__, launch.__globals__, closure=tuple(cells.values()))
     with _RECORDING:
-        function = getattr(utils, name)
+        encoder = getattr(utils, name)
         setattr(utils, name, encode)
         try:
             launcher(*passed)
         finally:
-            setattr(utils, name, function)
+            setattr(utils, name, encoder)
     return below
 
 
@@ -270,23 +256,23 @@ _ENCODES = ("fill_tma_descriptor_tiled", "fill_tma_descriptor")  # Encode a tens
 _RECORDING = threading.Lock()
 
 THROUGH_TRITON: Counter[str] = Counter()  # Launches that were not direct, by kernel
-MAX_PREPARED = 4096  # Prepared launches per kernel and constants; all are dropped beyond that
 _ADDRESS = torch.Tensor.data_ptr
 HOOKS = triton.knobs.runtime  # Where profilers install what Triton calls around each launch
-
-
-_HOOKED = "{0}.launch_enter_hook.calls or {0}.launch_exit_hook.calls"
 
 
 def preparation(index: int | None, constants: dict[str, Any], otherwise: str) -> list[str]:
     """Return lines that go before the source of launches on the device of an index: they assign `stream`."""
     # `otherwise` is the statement for another current device and under a profiler's hooks.
     stream_of = render(triton.runtime.driver.active.get_current_stream, constants)
-    hooked = _HOOKED.format(render(HOOKS, constants))
+    hooks = render(HOOKS, constants)
     lines = []
     if index is not None:
         lines += [f"if {render(torch.cuda.current_device, constants)}() != {index}: {otherwise}"]
-    return [*lines, f"if {hooked}: {otherwise}", f"stream = {stream_of}({index})"]
+    return [
+        *lines,
+        f"if {hooks}.launch_enter_hook.calls or {hooks}.launch_exit_hook.calls: {otherwise}",
+        f"stream = {stream_of}({index})",
+    ]
 
 
 def current_stream(index: int | None) -> int:
@@ -295,7 +281,7 @@ def current_stream(index: int | None) -> int:
     return stream
 
 
-def _with_writable_cache(launch: Any, **arguments: Any) -> Any:
+def _with_writable_cache(launch: Callable[..., Any], **arguments: object) -> Any:
     """Launch; if Triton's cache of compiled kernels cannot be written, warn and use a temporary one from now on."""
     try:
         return launch(**arguments)

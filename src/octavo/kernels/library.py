@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
+from types import ModuleType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -49,7 +50,7 @@ def define(
 _COUNTER = "torch.utils.flop_counter"
 
 
-def _register_flops(counter: Any, *names: str) -> None:
+def _register_flops(counter: ModuleType, *names: str) -> None:
     for name in names:
         counter.register_flop_formula(getattr(torch.ops.octavo, name))(_FLOPS[name])
 
@@ -58,14 +59,14 @@ class _AfterImport:
     """A finder on `sys.meta_path` that registers the formulas as soon as `_COUNTER` is imported."""
 
     @classmethod
-    def find_spec(cls, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+    def find_spec(cls, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
         if name != _COUNTER:
             return None
         sys.meta_path.remove(cls)
         spec: Any = find_spec(name)
         execute = spec.loader.exec_module
 
-        def execute_and_register(module: Any) -> None:
+        def execute_and_register(module: ModuleType) -> None:
             execute(module)
             _register_flops(module, *_FLOPS)
 
@@ -78,7 +79,10 @@ if _COUNTER not in sys.modules:
     sys.meta_path.insert(0, _AfterImport)
 
 
-def _traced(mode: Any, op: Any, types: tuple[type, ...], args: Any, kwargs: Any) -> Any:
+def _traced(
+    mode: FunctionalTensorMode, op: "torch._ops.OpOverload[..., Any]", types: tuple[type, ...],
+    args: tuple[Any, ...], kwargs: dict[str, Any],
+) -> Any:  # fmt: skip
     """Call an op while AOTAutograd or `torch.export` makes a graph functional."""
     if not all(t in _PLAIN or issubclass(t, FakeTensor) for t in types):
         return NotImplemented  # a tensor subclass calls the op again with what it wraps
@@ -112,3 +116,9 @@ def check_like(
             f"{op}: {name} must be {expected_dtypes} {list(shape)} on {x.device}; "
             f"got {value.dtype} {list(value.shape)} on {value.device}"
         )
+
+
+def sample(device: torch.device, count: int = 1, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """Return random matrices [48,272] for probes: their sizes are no multiple of a tile."""
+    generator = torch.Generator().manual_seed(0)
+    return list(torch.randn(count, 48, 272, generator=generator, device="cpu", dtype=torch.float32).to(device, dtype))

@@ -32,12 +32,10 @@ def path(device: torch.device) -> Path | None:
 
 
 def has_passed(device: torch.device, key: Key) -> bool:
-    """Return whether a probe passed in an earlier process."""
     return key in _read(device)
 
 
 def add(device: torch.device, key: Key) -> None:
-    """Store a probe that passed."""
     if (file := path(device)) is None:
         return
     _read.cache_clear()  # other processes add theirs

@@ -28,8 +28,6 @@ Shape = tuple[int, ...]  # Rows and columns of a matrix, or m, n, k of a product
 
 @dataclass(frozen=True, kw_only=True)
 class Backend:
-    """One implementation of an op."""
-
     name: str  # Such as `"triton"`; `"reference"` supports every case on every device
     # Implementation, with the same signature in all backends of the op, plus `config`, an index, if it has several
     # configurations.

@@ -46,12 +46,10 @@ class TimingTask(ABC):
     shape: tuple[int, ...]  # Rows and columns of a matrix, or m, n, k of a product
 
     @abstractmethod
-    def rate(self, microseconds: float) -> str:
-        """Format the achieved rate."""
+    def rate(self, microseconds: float) -> str: ...
 
     @abstractmethod
-    def candidates(self, device: torch.device) -> "Iterable[Candidate]":
-        """Return what can be timed."""
+    def candidates(self, device: torch.device) -> "Iterable[Candidate]": ...
 
     def timed(self, device: torch.device, time: Timer) -> "TimingResult":
         """Time every candidate, and choose the one with the shortest wait."""
@@ -60,8 +58,6 @@ class TimingTask(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class TimingResult:
-    """Result of timing a task."""
-
     task: TimingTask  # The task
     times: dict[str, CallTime]  # Times by candidate, the shortest wait first
     entry: Entry | None  # The fastest candidate, for the calibration table; None if only `reference` is available

@@ -30,11 +30,11 @@ class Precision:
         only: Name patterns of the linear layers to convert; empty for all.
         skip_first: Blocks at the beginning of the model whose linear layers are not converted; see
             `octavo.nn.filters.last` for what counts as a block.
-        skip_last: The same at the end of the model.
-        min_features: Smallest in_features and out_features of a linear layer that is converted.
-        activations: `"fp8"`: norms, gated MLPs and activation functions save tensors for backward in FP8, with either
-            `matmul`. `"bf16"`: they save them unchanged. `"fused"`: unchanged too, and norms and gated MLPs of several
-            eager kernels run as one, which rounds its result once.
+        skip_last: The same at the end of the model. min_features: Smallest in_features and out_features of a linear
+        layer that is converted. activations: `"fp8"`: norms, gated MLPs and activation functions save tensors for
+        backward in FP8. `"bf16"`: they
+            save them unchanged. `"fused"`: unchanged too, and norms and gated MLPs run as one kernel, which rounds
+            once.
         states: Moments of AdamW, `"fp32"` or `"fp8"`. The trainer reads `states` and `master`; a custom loop creates
             its own optimizer, `octavo.AdamW`.
         master: fp32 masters of 16-bit parameters: `"fp32"` (a copy), `"remainder"` (the 16 bits that bf16 lacks) or
@@ -65,9 +65,8 @@ class Precision:
     master: Literal["fp32", "remainder", "none"] = "fp32"
 
     def __post_init__(self) -> None:
-        for name in ("matmul", "states", "master"):
+        for name in ("matmul", "activations", "states", "master"):
             check_choice(name, getattr(self, name), get_args(type(self).__annotations__[name]))
-        check_activations(self.activations)
         if self.recipe != AUTO:
             get_recipe(self.recipe)
         for name in ("skip", "only"):
@@ -95,12 +94,7 @@ class Precision:
 
 
 def check_activations(value: str) -> None:
-    choices = ("bf16", "fused", "fp8")
-    if value not in choices:
-        raise ValueError(
-            "activations are 'bf16' (unchanged), 'fused' (unchanged, by fused kernels) or stored in 'fp8'; got "
-            f"{value!r}{nearest(str(value), choices)}"
-        )
+    check_choice("activations", value, ("bf16", "fused", "fp8"))
 
 
 LEVELS = {

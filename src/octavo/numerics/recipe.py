@@ -52,23 +52,16 @@ class Recipe:
 
     def __post_init__(self) -> None:
         if (self.wgrad_g is None) != (self.wgrad_x is None):
-            raise ValueError(
-                f"recipe {self.name!r}: wgrad runs in FP8 or in high precision as a whole; "
-                "set both wgrad_g and wgrad_x, or neither"
-            )
+            raise ValueError(f"recipe {self.name!r}: set both wgrad_g and wgrad_x, or neither")
         folds_x = self.wgrad_x is None or (self.folds_x and self.wgrad_x == self.x)
         can_equalize = self.folds_w and self.dgrad_w == self.w and folds_x
         if self.equalization < 0 or (self.equalization and not can_equalize):
             raise ValueError(
                 f"recipe {self.name!r}: equalization is 0, or a number of passes for a recipe that folds the scales of "
-                f"X and W into G (one spec by row for both products of X, and of W); got "
-                f"equalization={self.equalization}, W {self.w} and {self.dgrad_w}, X {self.x} and {self.wgrad_x}"
+                f"X and W into G; got {self.equalization}, W {self.w} and {self.dgrad_w}, X {self.x} and {self.wgrad_x}"
             )
         if self.weight_only and (self.equalization or self.w != self.dgrad_w):
-            raise ValueError(
-                f"recipe {self.name!r}: weight_only needs one FP8 form of W, and no equalization; got W {self.w} and "
-                f"{self.dgrad_w}, equalization={self.equalization}"
-            )
+            raise ValueError(f"recipe {self.name!r}: weight_only needs one FP8 form of W, and no equalization")
 
     @property
     def folds_w(self) -> bool:
@@ -100,10 +93,20 @@ class Recipe:
         """Whether one quantized G serves both backward products."""
         return self.dgrad_g == self.wgrad_g and not self.folds_w and not self.folds_x
 
+    @property
+    def specs(self) -> dict[str, QuantSpec | None]:
+        """Specs of the operands, by field."""
+        return {name: getattr(self, name) for name in ("x", "w", "dgrad_g", "dgrad_w", "wgrad_g", "wgrad_x")}
+
+    @property
+    def pairs(self) -> list[tuple[QuantSpec, QuantSpec]]:
+        """Specs that are quantized together: of X in both directions, and of G for dgrad and wgrad."""
+        both = (self.x, self.wgrad_x), (self.dgrad_g, self.wgrad_g)
+        return [(first, second) for first, second in both if second is not None and first != second]
+
     def to_json(self) -> dict[str, Any]:
         """Return a dictionary with specs as text, for `from_json`."""
-        specs = ("x", "w", "dgrad_g", "dgrad_w", "wgrad_g", "wgrad_x")
-        fields = asdict(self) | {key: None if (spec := getattr(self, key)) is None else str(spec) for key in specs}
+        fields = asdict(self) | {name: None if spec is None else str(spec) for name, spec in self.specs.items()}
         return {key: value for key, value in fields.items() if value or key not in _OPTIONAL}
 
     @staticmethod
@@ -154,8 +157,7 @@ def unequalized(recipe: Recipe) -> Recipe:
 
 
 def weight_only(recipe: "str | Recipe") -> Recipe:
-    """Return a recipe for frozen weights that are stored as this one does, and multiplied in the dtype of X: see
-    `octavo.nn.prepared_linear`.
+    """Return a recipe for frozen weights that are stored as this one does, and multiplied in the dtype of X.
 
     Args:
         recipe: A recipe with one FP8 form of W, such as `rowwise`, or its name.

@@ -156,8 +156,6 @@ def _parse_granularity(name: str, text: str) -> Granularity:
         return _GRANULARITIES_BY_NAME[name]
     rows, separator, columns = name.partition("x")
     if not (separator and rows.isdigit() and columns.isdigit()):
-        raise ValueError(
-            f"unknown granularity {name!r} in spec {text!r}; it is one of "
-            f"{', '.join(_GRANULARITIES_BY_NAME)} or ROWSxCOLUMNS such as 1x128"
-        )
+        names = ", ".join(_GRANULARITIES_BY_NAME)
+        raise ValueError(f"unknown granularity {name!r} in spec {text!r}; it is {names} or ROWSxCOLUMNS such as 1x128")
     return Granularity(int(rows), int(columns))

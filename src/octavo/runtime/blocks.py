@@ -3,7 +3,6 @@ and what "the last two" are counted in.
 """
 
 from collections.abc import Iterator
-from typing import Any
 
 from torch import nn
 
@@ -19,7 +18,7 @@ SHORTENED = "octavo_shortened"
 class Absent(nn.Module):
     """In the place of a module that another rank of a pipeline has: returns its first argument."""
 
-    def forward(self, x: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, x: object = None, *args: object, **kwargs: object) -> object:
         """Return the first argument, such as the hidden states of a block."""
         return kwargs.get("hidden_states") if x is None else x
 

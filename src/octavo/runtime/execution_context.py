@@ -17,7 +17,6 @@ def execution_context(x: Tensor) -> tuple[Any, ...]:
 
 
 def stream_of(device: torch.device) -> int:
-    """Return the current stream of a CUDA device."""
     stream: int = torch.cuda.current_stream(device).cuda_stream
     return stream
 

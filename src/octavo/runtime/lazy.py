@@ -23,7 +23,7 @@ def lazy_function(path: str) -> Callable[..., Any]:
     """Return a function that imports another one, given as `"octavo.module:name"`, when it is called."""
     module, _, name = path.partition(":")
 
-    def call(*arguments: Any, **options: Any) -> Any:
+    def call(*arguments: object, **options: object) -> Any:
         return getattr(import_module(module), name)(*arguments, **options)
 
     return call

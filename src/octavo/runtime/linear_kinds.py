@@ -9,8 +9,6 @@ from torch import nn
 
 @dataclass(frozen=True, kw_only=True)
 class LinearKind:
-    """A class of linear layers."""
-
     plain: str  # The class, as "module.Class"
     # Attributes of a layer of the class that hold in_features and out_features.
     sizes: tuple[str, str] = ("in_features", "out_features")
@@ -30,6 +28,6 @@ def kind_of(module: nn.Module) -> LinearKind | None:
     return next((kind for kind in KINDS if (plain := kind.plain_class()) and isinstance(module, plain)), None)
 
 
-def kind_of_class(plain: Any) -> LinearKind | None:
+def kind_of_class(plain: object) -> LinearKind | None:
     """Return the kind of a class of the table; None for other classes, also for subclasses."""
     return next((kind for kind in KINDS if kind.plain_class() is plain), None)

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import MethodType
-from typing import Any
 
 import torch
 from torch import nn
@@ -16,7 +15,7 @@ _CONTAINERS = [name for name, value in vars(nn.Module()).items() if isinstance(v
 """Attributes in which a module holds parameters, buffers, children and hooks."""
 
 
-def set_class(module: nn.Module, owner: type[nn.Module], **attributes: Any) -> None:
+def set_class(module: nn.Module, owner: type[nn.Module], **attributes: object) -> None:
     """Set the class and attributes of a module whose forward was not replaced on the instance."""
     vars(module).update(attributes)
     vars(module).pop("forward", None)  # the old class's bound method would hide the new class's

@@ -12,7 +12,6 @@ UNLIMITED_WIDTH = 100_000  # Console width outside a terminal
 
 
 def stderr() -> "Console":
-    """Return a console on stderr."""
     from rich.console import Console
 
     return Console(stderr=True)

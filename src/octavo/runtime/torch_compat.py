@@ -25,14 +25,14 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 if TYPE_CHECKING:  # `torch.distributed` re-exports them where they exist, which no checker sees
     from torch._C._distributed_c10d import GradBucket, PrefixStore, Store
+    from torch.distributed.device_mesh import DeviceMesh
 else:
     GradBucket, PrefixStore, Store = (getattr(dist, name, None) for name in ("GradBucket", "PrefixStore", "Store"))
 
 __all__ = [
     "FakeCopyMode", "FakeTensor", "FakeTensorMode", "FunctionalTensor", "FunctionalTensorMode", "GradBucket",
-    "PrefixStore", "Store", "TorchDispatchMode",
-    "current_dispatch_mode", "disable_current_modes", "is_traceable_wrapper_subclass", "tree_leaves", "tree_map",
-    "unset_fake_temporarily",
+    "PrefixStore", "Store", "TorchDispatchMode", "current_dispatch_mode", "disable_current_modes",
+    "is_traceable_wrapper_subclass", "tree_leaves", "tree_map", "unset_fake_temporarily",
 ]  # fmt: skip
 
 P = ParamSpec("P")
@@ -70,7 +70,7 @@ def __getattr__(name: str) -> Any:
     return value
 
 
-def set_group_timeout(timeout: timedelta, group: Any) -> None:
+def set_group_timeout(timeout: timedelta, group: dist.ProcessGroup | None) -> None:
     """Set the timeout of a process group's collectives; torch >= 2.14 has a public name for it."""
     public = getattr(torch.distributed, "set_timeout", None)
     (public or import_module("torch.distributed.distributed_c10d")._set_pg_timeout)(timeout, group)
@@ -87,7 +87,7 @@ def has_freed_weights(module: torch.nn.Module) -> bool:
     return any(group.is_sharded for m in module.modules() if isinstance(m, fsdp) for group in _fsdp_groups(m))
 
 
-def fsdp_groups(module: Any) -> list[list[Any]]:
+def fsdp_groups(module: torch.nn.Module) -> list[list[Any]]:
     """Return the parameters that FSDP2 gathers together for a module, as `FSDPParam`s; [] without `fully_shard`."""
     return [group.fsdp_params for group in _fsdp_groups(module)] if hasattr(module, "_get_fsdp_state") else []
 
@@ -112,12 +112,12 @@ def composable_modules() -> dict[torch.nn.Module, Any]:
     return {} if states is None else states._module_state_mapping
 
 
-def is_dtensor(tensor: Any) -> bool:
+def is_dtensor(tensor: object) -> bool:
     """Return whether a tensor is a DTensor. Does not import DTensor."""
     return hasattr(tensor, "_local_tensor")
 
 
-def local_part(tensor: Any) -> Any:
+def local_part(tensor: object) -> Any:
     """Return what a DTensor holds on this rank, without autograd; any other tensor itself."""
     return getattr(tensor, "_local_tensor", tensor)
 
@@ -147,13 +147,13 @@ def global_module_hooks() -> Iterable[Any]:
     return chain.from_iterable(getattr(torch_module, f"_global_{kind}_hooks").values() for kind in kinds)
 
 
-def held_for_backward(node: Any, name: str) -> Any:
+def held_for_backward(node: object, name: str) -> Any:
     """Return what autograd holds for a tensor that a node saved: the tensor, or the result of a pack hook."""
     # Calls no unpack hook. None if the node saved no tensor of this name.
     return getattr(getattr(node, f"_raw_saved_{name}", None), "data", None)
 
 
-def all_held_for_backward(node: Any) -> list[Any]:
+def all_held_for_backward(node: object) -> list[Any]:
     """Return what autograd holds for every tensor that a node saved, as `held_for_backward`."""
     saved = [getattr(node, name) for name in dir(node) if name.startswith("_raw_saved_")]
     return [one.data for one in tree_leaves(saved) if one is not None]
@@ -206,9 +206,7 @@ def compiled_graphs(function: Any) -> int:
 
 
 def allow_shared_graphs(graphs: int) -> None:
-    """Let torch.compile make this many graphs of one function, 8 by default, that equal modules share: with guards on
-    their hooks, and not cut where DDP's buckets end. All releases: private.
-    """
+    """Let torch.compile make this many graphs of one function that equal modules share, not cut at DDP's buckets."""
     from torch._dynamo import config
 
     config.skip_nnmodule_hook_guards = config.optimize_ddp = False
@@ -230,7 +228,7 @@ def measure_compilations(timed: Callable[[str], AbstractContextManager[None]]) -
 def _compilation_callbacks(timed: Callable[[str], AbstractContextManager[None]]) -> tuple[Any, Any]:
     running: list[AbstractContextManager[None]] = []
 
-    def start(_: Any) -> None:
+    def start(_: object) -> None:
         running.append(timed("compile"))
         running[-1].__enter__()
 
@@ -260,7 +258,7 @@ def without_autocast(device_type: str) -> AbstractContextManager[Any]:
     return torch.autocast(device_type, enabled=False) if _has_autocast(device_type) else nullcontext()
 
 
-def flattened(mesh: Any, name: str) -> Any:
+def flattened(mesh: "DeviceMesh", name: str) -> "DeviceMesh":
     """Return a `DeviceMesh` of one dimension with the ranks of a mesh. All releases: there is no public function."""
     return mesh._flatten(name)
 
@@ -268,8 +266,8 @@ def flattened(mesh: Any, name: str) -> Any:
 @contextmanager
 def fake_process_group(size: int) -> Iterator[None]:
     """A process group of so many ranks, of which this process is the first and the others do not exist."""
-    # Its collectives send nothing. DTensor infers shapes by an operation on whole tensors, once for each; dispatch
-    # modes, which record what a rank runs, do not see it. Raises ValueError if this process is in a group already.
+    # Its collectives send nothing. DTensor infers shapes by an operation on whole tensors, once for each, which
+    # dispatch modes do not see: they record what a rank runs.
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -292,7 +290,7 @@ def fake_process_group(size: int) -> Iterator[None]:
 
 
 def queue_callback(callback: Callable[[], None]) -> None:
-    """Call a function when the backward that runs ends. All releases: there is no public function for it."""
+    """Call a function when the backward that runs ends. All releases."""
     # Looked up in the call: compiled autograd recognizes it there.
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
@@ -302,25 +300,23 @@ cuda_sleep: Callable[[int], None] = torch.cuda._sleep
 
 
 def in_backward() -> bool:
-    """Whether this thread runs inside the autograd engine. All releases: there is no public function for it."""
+    """Whether this thread runs inside the autograd engine. All releases."""
     return current_graph_task_id() != -1
 
 
 def explain_freed_nodes(function: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
     """Class decorator: give `torch.autograd.grad` from a freed node of the function a clear error."""
-    # torch 2.11: the node of a Python autograd function is freed with its output. Zero-bubble schedules of
-    # `torch.distributed.pipelining` detach outputs before they compute weight gradients from such nodes, and torch's
-    # error mentions legacy functions instead. torch 2.13 keeps the node alive.
+    # torch 2.11 frees the node with its output, which zero-bubble schedules detach, and raises an error about legacy
+    # functions. torch 2.13 keeps the node alive.
     node: Any = function._backward_cls
 
-    def input_metadata(self: Any) -> Any:
+    def input_metadata(self: object) -> Any:
         try:
             return super(node, self)._input_metadata
         except RuntimeError as error:
             raise RuntimeError(
                 f"octavo: {node.__name__} was freed with its output: before torch 2.13 zero-bubble schedules cannot "
-                "compute weight gradients of autograd functions. Use another schedule, such as Schedule1F1B, or a "
-                "newer torch"
+                "use it. Take a newer torch, or another schedule, such as Schedule1F1B"
             ) from error
 
     node._input_metadata = property(input_metadata)
@@ -342,10 +338,8 @@ def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
 
 def required_gradients(ctx: Any, inputs: int) -> tuple[bool, ...]:
     """Return whether this backward uses the gradients of the first inputs of an autograd function."""
-    # `ctx.needs_input_grad` tells which inputs require a gradient. `torch.autograd.grad(y, x)` and zero-bubble
-    # pipelines use only some of them, and autograd discards the others. Before a backward with explicit inputs the
-    # engine marks the nodes that it will execute. All releases: there is no public function for it. torch.compile has
-    # no answer: `ctx.needs_input_grad`.
+    # `torch.autograd.grad(y, x)` and zero-bubble pipelines use only some of the gradients that `ctx.needs_input_grad`
+    # has, and autograd discards the others: the engine marks the nodes that it will execute. All releases.
     required: tuple[bool, ...] = ctx.needs_input_grad[:inputs]
     if torch.compiler.is_compiling():
         return required
@@ -426,7 +420,7 @@ def jagged_like(x: Any, values: Tensor) -> Tensor:
 
 
 def in_forward_mode() -> bool:
-    """Whether a level of forward-mode derivatives is entered. All releases: there is no public function for it."""
+    """Whether a level of forward-mode derivatives is entered. All releases."""
     return torch.autograd.forward_ad._current_level >= 0
 
 
@@ -449,10 +443,8 @@ reinterpreted: Callable[[Tensor, Any, Any, int], Tensor] = cast(Any, torch._C._d
 class own_saved_tensors_hooks(torch.autograd.graph.saved_tensors_hooks):
     """`saved_tensors_hooks` for the library's own hooks, which selective checkpointing ignores.
 
-    torch >= 2.14: selective checkpointing holds outputs outside autograd and warns if hooks are active around it, since
-    a later release will pass these outputs through hooks. That concerns a user's offloading hooks; Octavo's concern
-    only tensors that autograd saves. torch skips hooks with these two attributes and uses the user's. Older releases
-    ignore the attributes.
+    torch >= 2.14 warns if hooks are active around selective checkpointing, which concerns a user's offloading hooks. It
+    skips hooks with these two attributes and uses the user's; older releases ignore them.
     """
 
     def __init__(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:

@@ -41,7 +41,6 @@ EXAMPLE = HyperParams(lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1
 
 
 def sample(device: torch.device) -> Work:
-    """Return small parameters of every kind, with states as after some steps."""
     work = []
     shapes = {"remainder": (5, 200), "fp32": (3, 128), "none": (1, 70), "own": (40, 256)}
     for kind, (master, shape) in enumerate(shapes.items()):

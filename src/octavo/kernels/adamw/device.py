@@ -73,7 +73,6 @@ def _to_bf16_bits(x):
 
 @triton.jit
 def _tensor_pointer(pointers, which, FIELD: tl.constexpr, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    """Return the pointer to one tensor of a parameter."""
     pointer = tl.load(pointers + 9 * which + FIELD).to(tl.pointer_type(TYPE))
     if ALIGNED:
         pointer = tl.multiple_of(pointer, 16)
@@ -85,7 +84,6 @@ def _load_moments(
     pointers, which, at, inside, group, real,
     MOMENTS: tl.constexpr, TOP: tl.constexpr, TOP_T: tl.constexpr, ALIGNED: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Load both moments as float32."""
     if MOMENTS:
         q = tl.load(_tensor_pointer(pointers, which, 2, tl.float8e4nv, ALIGNED) + at, mask=inside, other=0.0).to(
             tl.float32
@@ -136,10 +134,9 @@ def _store_moments(
 
 @triton.jit
 def adamw_kernel(
-    pointers, numbers, shapes, work,
-    PARAM: tl.constexpr, GRAD: tl.constexpr, MOMENTS: tl.constexpr, MASTER: tl.constexpr, NOISE: tl.constexpr,
-    TOP: tl.constexpr, REACH: tl.constexpr, TOP_T: tl.constexpr, REACH_T: tl.constexpr,
-    PER: tl.constexpr, ALIGNED: tl.constexpr, INTERPRETED: tl.constexpr,
+    pointers, numbers, shapes, work, PARAM: tl.constexpr, GRAD: tl.constexpr, MOMENTS: tl.constexpr,
+    MASTER: tl.constexpr, NOISE: tl.constexpr, TOP: tl.constexpr, REACH: tl.constexpr, TOP_T: tl.constexpr,
+    REACH_T: tl.constexpr, PER: tl.constexpr, ALIGNED: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Take one step. pointers [n,9] int64: param, grad, both moments, hi and k of both, master or remainder."""
     # numbers [n,7] float32: 1 − lr·λ, −lr/(1 − β₁ᵗ), 1/√(1 − β₂ᵗ), ε, 1 − β₁, β₂, factor of the gradient. shapes [n,4]

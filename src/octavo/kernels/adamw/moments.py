@@ -26,7 +26,6 @@ _STRIDE = 0x9E3779B1  # Difference between the seeds of consecutive elements
 
 
 def groups(columns: int) -> int:
-    """Return the number of groups per row."""
     return -(-columns // GROUP)
 
 

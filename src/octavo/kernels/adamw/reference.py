@@ -29,8 +29,6 @@ Moment = tuple[Tensor, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class HyperParams:
-    """Hyperparameters of one step of a parameter group."""
-
     lr: float  # Learning rate
     beta1: float  # Decay of the first moment
     beta2: float = 0.0  # Decay of the second moment
@@ -137,7 +135,6 @@ def _step_together(states: list[ParamState], hyper: HyperParams, rule: Rule) -> 
 
 
 def step(state: ParamState, hyper: HyperParams, rule: Rule = adamw) -> None:
-    """Take one step on a parameter, in place."""
     for part, _ in state.chunks():
         _step(part, hyper, rule)
 

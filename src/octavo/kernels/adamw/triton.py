@@ -23,7 +23,6 @@ LaunchKey = tuple[Any, ...]
 
 
 def step(work: Work) -> None:
-    """Take one step on each parameter, in place."""
     kinds: dict[LaunchKey, Work] = {}
     for state, hyper in work:
         if state.param.numel():
@@ -40,7 +39,6 @@ def _kind(state: ParamState) -> LaunchKey:
 
 @lru_cache(maxsize=64)
 def launch(kind: LaunchKey) -> Launch:
-    """Return the kernel launch for a kind of parameters."""
     param, grad, moments, master, noise, aligned = kind
     constants = {
         "PARAM": _TYPES[param], "GRAD": _TYPES[grad], "MOMENTS": moments, "MASTER": master, "NOISE": noise,

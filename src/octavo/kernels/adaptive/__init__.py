@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.adaptive import reference
-from octavo.kernels.library import check_matrix, define
+from octavo.kernels.library import check_matrix, define, sample
 from octavo.kernels.registry import Case, register, same_bytes, triton_backend
 from octavo.numerics.formats import SUPPORTED_DTYPES
 from octavo.numerics.spec import ADAPTIVE
@@ -33,10 +33,9 @@ def adaptive_dequantize(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Ten
 
 
 def _sample(device: torch.device) -> Tensor:
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(48, 272, generator=generator, device="cpu", dtype=torch.float32)
-    x *= torch.logspace(0, 4, 48, device="cpu")[:, None] ** torch.linspace(-1, 1, 272, device="cpu")
-    return x.to(device)
+    return sample(device)[0] * torch.logspace(0, 4, 48, device=device)[:, None] ** torch.linspace(
+        -1, 1, 272, device=device
+    )
 
 
 def _inputs(device: torch.device, case: Case) -> list[tuple[Any, ...]]:

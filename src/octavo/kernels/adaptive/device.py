@@ -67,7 +67,6 @@ def adaptive_quantize_kernel(
 def adaptive_dequantize_kernel(
     codes, scales, out, rows, columns, PER: tl.constexpr, INTERPRETED: tl.constexpr
 ):  # fmt: skip
-    """Dequantize PER groups."""
     group, real, row, column, inside = _groups_of_program(rows, columns, PER, 16)
     at = row[:, None] * columns + column
     code = tl.load(codes + at, mask=inside, other=0).to(tl.int32)

@@ -21,7 +21,6 @@ NAN_BITS, INFINITY_BITS, ONE_BITS = 0x7FC00000, 0x7F800000, 0x3F800000
 
 
 def groups(columns: int) -> int:
-    """Return the number of groups per row."""
     return -(-columns // GROUP)
 
 
@@ -73,7 +72,6 @@ def _codes(sizes: Tensor, mantissa: Tensor) -> Tensor:
 
 
 def adaptive_dequantize(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the matrix [R,C] of codes and scales, in `dtype`."""
     rows, columns = codes.shape
     out = codes.new_empty((rows, columns), dtype=dtype)
     values = (_shared_values if type(codes) is Tensor else _values)(codes.device)

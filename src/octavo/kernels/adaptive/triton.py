@@ -12,7 +12,6 @@ CONFIGS = ((16, 4), (8, 4), (32, 8))  # Configurations: groups per program, warp
 
 
 def launches(config: int = 0) -> tuple[Launch, Launch]:
-    """Return the launches that quantize and dequantize."""
     per, warps = CONFIGS[config]
     constants = {"PER": per, "INTERPRETED": INTERPRETED}
     quantize, dequantize = (
@@ -23,7 +22,6 @@ def launches(config: int = 0) -> tuple[Launch, Launch]:
 
 
 def adaptive_quantize(x: Tensor, config: int = 0) -> tuple[Tensor, Tensor]:
-    """See `reference.adaptive_quantize`."""
     rows, columns = x.shape
     codes = x.new_empty((rows, columns), dtype=torch.uint8)
     scale = x.new_empty((rows, groups(columns)), dtype=torch.float32)
@@ -37,7 +35,6 @@ def adaptive_quantize(x: Tensor, config: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def adaptive_dequantize(codes: Tensor, scale: Tensor, dtype: torch.dtype, config: int = 0) -> Tensor:
-    """See `reference.adaptive_dequantize`."""
     rows, columns = codes.shape
     out = codes.new_empty((rows, columns), dtype=dtype)
     if out.numel():

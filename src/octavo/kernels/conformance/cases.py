@@ -56,28 +56,19 @@ def _quantizers() -> Iterator[Check]:
         shapes = {"rows": (rows, 1), "columns": (1, columns)}
         return rng.positive(*shapes[kind]) if kind != "none" else None
 
-    def single(task: Any, case: str) -> Check:
-        spec = task.first.spec
-
-        def inputs(rng: RandomInputs) -> Inputs:
-            x = rng.matrix()
-            amax = rng.positive(*spec.granularity.scale_shape(tuple(x.shape)))
-            scale = reference.scale_of(amax, spec)[0].to(spec.scale_dtype)
-            precomputed = {"nothing": (None, None), "amax": (amax, None), "scale": (None, scale)}[task.precomputed]
-            return x, spec, factor(rng, task.first.fold, *x.shape), *precomputed, task.order
-
-        return _check("quantize", case, len(triton.tiles(task)), inputs, (reference, triton))
-
-    def pair(task: Any, case: str) -> Check:
-        def inputs(rng: RandomInputs) -> Inputs:
-            x = rng.matrix()
+    def inputs(rng: RandomInputs, task: Any) -> Inputs:
+        x, spec = rng.matrix(), task.first.spec
+        if task.second is not None:
             folds = [factor(rng, folded.fold, *x.shape) for folded in (task.first, task.second)]
-            return x, task.first.spec, folds[0], task.second.spec, folds[1]
-
-        return _check("quantize_pair", case, len(triton.tiles(task)), inputs, (reference, triton))
+            return x, spec, folds[0], task.second.spec, folds[1]
+        amax = rng.positive(*spec.granularity.scale_shape(tuple(x.shape)))
+        scale = reference.scale_of(amax, spec)[0].to(spec.scale_dtype)
+        precomputed = {"nothing": (None, None), "amax": (amax, None), "scale": (None, scale)}[task.precomputed]
+        return x, spec, factor(rng, task.first.fold, *x.shape), *precomputed, task.order
 
     for task, case in triton.recipe_tasks().items():
-        yield single(task, case) if task.second is None else pair(task, case)
+        op = "quantize" if task.second is None else "quantize_pair"
+        yield _check(op, case, len(triton.tiles(task)), partial(inputs, task=task), (reference, triton))
 
 
 def _products(device: torch.device) -> Iterator[Check]:
@@ -296,6 +287,5 @@ def _optimizers() -> Iterator[Check]:
             yield Check(
                 op=ADAMW.name, case=f"master={master} states={'fp8' if compact else 'fp32'}", configs=(0,),
                 inputs=inputs, expected=partial(stepped, reference.step_all, master, compact),
-                actual=partial(actual, master, compact),
-                differs=partial(low_sqnr, decibels=40),
+                actual=partial(actual, master, compact), differs=partial(low_sqnr, decibels=40),
             )  # fmt: skip

@@ -33,8 +33,6 @@ class Check:
 
 @dataclass(kw_only=True)
 class CaseResult:
-    """Result of one case in one configuration."""
-
     op: str  # Name in `torch.ops.octavo`
     case: str  # Label within the op
     config: int  # Index of the configuration

@@ -9,8 +9,6 @@ from torch import Tensor
 
 
 class Budget(NamedTuple):
-    """Sizes of inputs and numbers of runs."""
-
     size: int  # Largest size of an input
     repeats: int  # Runs of a configuration on one input
     configs: int | None = None  # Configurations per case; None for all
@@ -42,15 +40,12 @@ class RandomInputs:
         return -(-size // 16) * 16 if self.random.random() < 0.5 else size
 
     def normal(self, *shape: int) -> Tensor:
-        """Float32, standard normal."""
         return torch.randn(shape, generator=self.generator, device="cpu")
 
     def integers(self, low: int, high: int, shape: tuple[int, ...]) -> Tensor:
-        """Int64 from low to high, both included."""
         return torch.randint(low, high + 1, shape, generator=self.generator, device="cpu")
 
     def positive(self, *shape: int) -> Tensor:
-        """Float32, log-normal."""
         return torch.exp(2 * self.normal(*shape))
 
     def matrix(self, rows: int | None = None, columns: int | None = None, dtype: torch.dtype | None = None) -> Tensor:

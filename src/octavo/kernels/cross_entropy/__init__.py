@@ -17,17 +17,10 @@ DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.bfloat16,
 def cross_entropy_(
     logits: Tensor, target: Tensor, ignore_index: int = -100, scale: float = 1.0, softcap: float | None = None
 ) -> Tensor:
-    """Compute the loss of each row of logits, and write its gradient over them.
+    """Return the loss of each row of logits [C,V], float32 [C], and write the gradient of their sum over the logits.
 
-    Args:
-        logits: [C,V], float32, bfloat16 or float16, contiguous rows. Overwritten by the gradient of the sum of losses.
-        target: [C] int64, a class or `ignore_index` each. Another value makes the row's loss NaN on a GPU.
-        ignore_index: Target of rows without a loss; their gradient is 0.
-        scale: Factor of the logits.
-        softcap: Then they become softcap · tanh(logits / softcap).
-
-    Returns:
-        [C] float32, 0 where ignored.
+    A target (int64 [C]) that is no class makes a row's loss NaN on a GPU; `ignore_index` makes loss and gradient 0.
+    Logits are multiplied by `scale`, then become softcap · tanh(logits / softcap).
     """
     return _CROSS_ENTROPY(logits, target, ignore_index, scale, softcap)
 
@@ -58,7 +51,6 @@ def loss_and_gradient(
 
 
 def reference(logits: Tensor, target: Tensor, ignore_index: int, scale: float, softcap: float | None) -> Tensor:
-    """See `cross_entropy_`."""
     loss, gradient = loss_and_gradient(logits, target, ignore_index, scale, softcap)
     assert gradient is not None
     logits.copy_(gradient)

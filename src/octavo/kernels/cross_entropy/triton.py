@@ -23,7 +23,6 @@ def launch(columns: int, capped: bool) -> Launch:
 def cross_entropy(
     logits: Tensor, target: Tensor, ignore_index: int, scale: float, softcap: float | None
 ) -> Tensor:  # fmt: skip
-    """See `octavo.kernels.cross_entropy.reference`."""
     rows, columns = logits.shape
     loss = torch.empty(rows, dtype=torch.float32, device=logits.device)
     if rows == 0:

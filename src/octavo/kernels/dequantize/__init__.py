@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.dequantize import reference
-from octavo.kernels.library import define
+from octavo.kernels.library import define, sample
 from octavo.kernels.quantize import quantize
 from octavo.kernels.registry import Case, register, same_bytes, triton_backend, triton_unsupported
 from octavo.numerics.formats import SUPPORTED_DTYPES
@@ -17,17 +17,9 @@ __all__ = ["DEQUANTIZE", "dequantize"]
 
 
 def dequantize(x: ScaledTensor, dtype: torch.dtype) -> Tensor:
-    """Dequantize a matrix.
+    """Dequantize row-major FP8 data [R,C] to float32, bfloat16 or float16, contiguous.
 
-    Args:
-        x: Row-major FP8 data [R,C] with scales.
-        dtype: float32, bfloat16 or float16.
-
-    Returns:
-        [R,C] of dtype, contiguous.
-
-    Raises:
-        ValueError: `dtype` is not one of these, the scales are unit scales, or their shape does not fit the spec.
+    Raises ValueError for another dtype, unit scales, or scales whose shape does not fit the spec.
     """
     if dtype not in SUPPORTED_DTYPES:
         raise ValueError(f"dequantize: dtype must be float32, bfloat16 or float16; got {dtype}")
@@ -47,9 +39,8 @@ def _triton_unsupported(device: torch.device, case: Case) -> str | None:
 
 
 def _inputs(device: torch.device, case: Case) -> list[tuple[Any, ...]]:
-    generator, spec = torch.Generator().manual_seed(0), QuantSpec.parse(case[0])
-    x = torch.randn(48, 272, generator=generator, device="cpu", dtype=torch.float32).to(device)
-    quantized = quantize(x, spec)
+    spec = QuantSpec.parse(case[0])
+    quantized = quantize(sample(device)[0], spec)
     return [(quantized.data, quantized.scale, spec, dtype) for dtype in SUPPORTED_DTYPES]
 
 

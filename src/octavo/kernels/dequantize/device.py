@@ -8,9 +8,8 @@ from octavo.kernels.fused.device import offsets, round_to
 
 @triton.jit
 def dequantize_kernel(
-    q, s, out, rows, columns, grid_columns, q_r, q_c,
-    BLOCK: tl.constexpr, E8M0: tl.constexpr, E4M3: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr,
-    INTERPRETED: tl.constexpr,
+    q, s, out, rows, columns, grid_columns, q_r, q_c, BLOCK: tl.constexpr, E8M0: tl.constexpr, E4M3: tl.constexpr,
+    TILE_R: tl.constexpr, TILE_C: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Dequantize one tile. BLOCK: columns that share a scale, 0 for a whole row. E8M0: scales are exponent bytes."""
     across = tl.cdiv(columns, TILE_C)  # one grid dimension: the second ends at 65535 programs

@@ -13,7 +13,6 @@ CONFIGS = ((8, 512, 4), (4, 1024, 8), (16, 256, 4))  # Configurations: tile rows
 
 
 def launch(spec: QuantSpec, config: int = 0) -> Launch:
-    """Return the kernel launch for a spec."""
     tile_r, tile_c, warps = CONFIGS[config]
     constants = {
         "BLOCK": spec.granularity.columns, "E8M0": spec.scale_rule == "e8m0", "E4M3": spec.format is E4M3,
@@ -23,7 +22,6 @@ def launch(spec: QuantSpec, config: int = 0) -> Launch:
 
 
 def dequantize(data: Tensor, scale: Tensor, spec: QuantSpec, dtype: torch.dtype, config: int = 0) -> Tensor:
-    """See `reference.dequantize`."""
     rows, columns = data.shape
     out = data.new_empty((rows, columns), dtype=dtype)
     if out.numel() == 0:

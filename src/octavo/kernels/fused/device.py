@@ -163,9 +163,8 @@ def store_quarters(
 
 @triton.jit
 def divide_by_block_scales(
-    y, s, row, first, rows, grid_columns,
-    FP8_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr, E8M0: tl.constexpr, BLOCK: tl.constexpr,
-    TILE_R: tl.constexpr, TILE_C: tl.constexpr, INTERPRETED: tl.constexpr,
+    y, s, row, first, rows, grid_columns, FP8_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr, E8M0: tl.constexpr,
+    BLOCK: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Divide a tile of whole 1 × BLOCK blocks, starting at column `first`, by their scales; store the scales."""
     largest = tl.max(tl.reshape(magnitude(y), (TILE_R, TILE_C // BLOCK, BLOCK)), axis=2)
@@ -179,9 +178,8 @@ def divide_by_block_scales(
 
 @triton.jit
 def divide_quarters_by_block_scales(
-    quarters, s, row, first, rows, grid_columns,
-    FP8_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr, E8M0: tl.constexpr, BLOCK: tl.constexpr,
-    QUARTER_R: tl.constexpr, TILE_C: tl.constexpr, INTERPRETED: tl.constexpr,
+    quarters, s, row, first, rows, grid_columns, FP8_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr, E8M0: tl.constexpr,
+    BLOCK: tl.constexpr, QUARTER_R: tl.constexpr, TILE_C: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Apply `divide_by_block_scales` to the four quarters of a tile."""
     return [
@@ -251,7 +249,6 @@ def glu_flat_kernel(
     gate, up, h, rows, columns, gate_r, gate_c, up_r, up_c,
     ACTIVATION: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Compute one tile in gate's dtype."""
     row = tl.program_id(0).to(tl.int64) * TILE_R + tl.arange(0, TILE_R)
     column = tl.program_id(1) * TILE_C + tl.arange(0, TILE_C)
     out = _glu_tile(gate, up, row, column, rows, columns, gate_r, gate_c, up_r, up_c, ACTIVATION, INTERPRETED)
@@ -261,10 +258,9 @@ def glu_flat_kernel(
 
 @triton.jit
 def glu_blocks_kernel(
-    gate, up, q, qt, s, rows, words, columns, grid_columns, gate_r, gate_c, up_r, up_c,
-    ACTIVATION: tl.constexpr, FP8_MAX: tl.constexpr, E4M3: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr, E8M0: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    TILE_R: tl.constexpr, TILE_C: tl.constexpr, INTERPRETED: tl.constexpr,
+    gate, up, q, qt, s, rows, words, columns, grid_columns, gate_r, gate_c, up_r, up_c, ACTIVATION: tl.constexpr,
+    FP8_MAX: tl.constexpr, E4M3: tl.constexpr, POWER_OF_TWO: tl.constexpr, E8M0: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Compute one tile of whole scale blocks, as four quarters."""
     word = tl.program_id(0).to(tl.int64) * (TILE_R // 4) + tl.arange(0, TILE_R // 4)
@@ -284,9 +280,8 @@ def glu_blocks_kernel(
 
 @triton.jit
 def glu_rows_kernel(
-    gate, up, q, s, rows, columns, gate_r, gate_c, up_r, up_c,
-    ACTIVATION: tl.constexpr, FP8_MAX: tl.constexpr, E4M3: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr, E8M0: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr,
+    gate, up, q, s, rows, columns, gate_r, gate_c, up_r, up_c, ACTIVATION: tl.constexpr, FP8_MAX: tl.constexpr,
+    E4M3: tl.constexpr, POWER_OF_TWO: tl.constexpr, E8M0: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Compute TILE_R whole rows in registers; row-major output only."""
@@ -305,10 +300,9 @@ def _load_h(h, row, column, rows, columns, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def glu_row_block_kernel(
-    gate, up, h, q, qt, s, rows, words, columns, gate_r, gate_c, up_r, up_c,
-    ACTIVATION: tl.constexpr, FP8_MAX: tl.constexpr, E4M3: tl.constexpr, POWER_OF_TWO: tl.constexpr,
-    E8M0: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr,
-    INTERPRETED: tl.constexpr,
+    gate, up, h, q, qt, s, rows, words, columns, gate_r, gate_c, up_r, up_c, ACTIVATION: tl.constexpr,
+    FP8_MAX: tl.constexpr, E4M3: tl.constexpr, POWER_OF_TWO: tl.constexpr, E8M0: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Compute TILE_R rows of any length: h with its row maxima, then the cast of the stored h."""
     row = tl.program_id(0).to(tl.int64) * TILE_R + tl.arange(0, TILE_R)
@@ -340,7 +334,6 @@ def glu_backward_kernel(
     grad, gate, up, dgate, dup, rows, columns, grad_r, grad_c, gate_r, gate_c, up_r, up_c, out_r,
     ACTIVATION: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Compute one tile of both gradients."""
     row = tl.program_id(0).to(tl.int64) * TILE_R + tl.arange(0, TILE_R)
     column = tl.program_id(1) * TILE_C + tl.arange(0, TILE_C)
     inside = (row < rows)[:, None] & (column < columns)[None, :]

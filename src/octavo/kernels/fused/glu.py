@@ -13,16 +13,8 @@ from torch import Tensor
 
 from octavo.kernels.fused import reference
 from octavo.kernels.fused.activations import ACTIVATIONS
-from octavo.kernels.fused.outputs import (
-    cases_of_inputs,
-    check_output,
-    empty_outputs,
-    optional_spec,
-    probed_orders,
-    sample,
-    unpack_outputs,
-)
-from octavo.kernels.library import check_like, check_matrix, define
+from octavo.kernels.fused.outputs import cases_of_inputs, check_output, empty_outputs, optional_spec, unpack_outputs
+from octavo.kernels.library import check_like, check_matrix, define, sample
 from octavo.kernels.registry import Case, register, same_bytes, triton_backend
 from octavo.numerics.spec import QuantSpec
 from octavo.numerics.suggestions import check_choice
@@ -32,20 +24,11 @@ from octavo.tensor import Order, ScaledTensor
 def glu(
     gate: Tensor, up: Tensor, activation: str = "silu", spec: QuantSpec | None = None, order: Order = "rows"
 ) -> Tensor | ScaledTensor:
-    """Gated activation of a gated linear unit (Shazeer, arXiv 2002.05202).
+    """Gated activation of a gated linear unit (Shazeer, arXiv 2002.05202): h [R,C] in gate's dtype.
 
-    Args:
-        gate: [R,C], float32, bfloat16 or float16, any strides: it may be half of one [R,2C] tensor.
-        up: [R,C] of gate's dtype, any strides.
-        activation: "silu", "gelu_tanh" or "gelu".
-        spec: Spec of a result in FP8, with scales by row or blocks of 1x16 to 1x128; None for one in gate's dtype.
-        order: Memory orders of the FP8 data, as in `quantize`.
-
-    Returns:
-        h in gate's dtype, [R,C]; with a spec `quantize(h, spec, order=order)`.
-
-    Raises:
-        ValueError: An operand has a wrong dtype, shape or device, the activation is unknown, or the spec is another.
+    gate and up [R,C], float32, bfloat16 or float16, have any strides: they may be halves of one [R,2C] tensor. With a
+    spec of scales by row or blocks of 1x16 to 1x128, the result is `quantize(h, spec, order=order)`. Raises ValueError
+    for other specs, an unknown activation, or an operand of a wrong dtype, shape or device.
     """
     _check("glu", gate, up, None, activation)
     check_output("glu", spec, order)
@@ -56,11 +39,7 @@ def glu(
 def glu_backward(
     grad: Tensor, gate: Tensor, up: Tensor, activation: str = "silu", *, joined: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of `glu`: dgate and dup [R,C] of gate's dtype, from ∂L/∂h [R,C] of that dtype.
-
-    With `joined` they are the halves of one contiguous [R,2C] tensor (their `._base`), for the backward of a joint gate
-    and up projection.
-    """
+    """Gradients of `glu`: dgate and dup [R,C] of gate's dtype, from ∂L/∂h; `joined`: halves of one [R,2C] tensor."""
     _check("glu_backward", gate, up, grad, activation)
     outputs = torch.ops.octavo.glu_backward(grad, gate, up, activation, joined)
     dgate, dup = outputs[0].split(gate.shape[1], dim=1) if joined and gate.shape[1] else (outputs[0], outputs[-1])
@@ -75,8 +54,8 @@ def _check(op: str, gate: Tensor, up: Tensor, grad: Tensor | None, activation: s
 
 
 def _inputs(device: torch.device, case: Case) -> list[tuple[Any, ...]]:
-    activation, text = case
-    return [(*sample(device, 2), activation, optional_spec(text), order) for order in probed_orders(text)]
+    (activation, text), (gate, up) = case, sample(device, 2, torch.bfloat16)
+    return [(gate, up, activation, optional_spec(text), order) for order in ("rows", "both")[: 1 + bool(text)]]
 
 
 _CASES: dict[str, Case] = {f"{a} {text}".rstrip(): (a, text) for a in ACTIVATIONS for text in cases_of_inputs()}
@@ -86,7 +65,7 @@ GLU = register(
 )
 GLU_BACKWARD = register(
     "glu_backward", {a: (a,) for a in ACTIVATIONS},
-    same_bytes(reference.glu_backward, lambda device, case: [(*sample(device, 3), case[0], True)]),
+    same_bytes(reference.glu_backward, lambda device, case: [(*sample(device, 3, torch.bfloat16), case[0], True)]),
     triton_backend("fused.triton:glu_backward"), reference=reference.glu_backward,
 )  # fmt: skip
 

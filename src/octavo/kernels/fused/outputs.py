@@ -30,7 +30,6 @@ def empty_outputs(y: Tensor, spec: QuantSpec | None, order: str) -> list[Tensor]
 
 
 def unpack_outputs(outputs: list[Tensor], spec: QuantSpec, order: str) -> ScaledTensor:
-    """Return the quantized matrix of FP8 data and scales."""
     *data, scale = outputs
     views = [data[0] if order != "columns" else data[0].t(), *(d.t() for d in data[1:])]
     return ScaledTensor(views[0], scale, spec, views[1] if len(views) == 2 else None)
@@ -60,7 +59,6 @@ def kernel_constants(spec: QuantSpec | None) -> dict[str, Any]:
 
 
 def check_output(op: str, spec: QuantSpec | None, order: str) -> None:
-    """Raise ValueError unless a fused op supports a result in this form."""
     check_choice(f"{op}: order", order, get_args(Order))
     if spec is not None and not supports_output(spec):
         raise ValueError(
@@ -72,17 +70,3 @@ def check_output(op: str, spec: QuantSpec | None, order: str) -> None:
 def cases_of_inputs() -> list[str]:
     """Return the specs of X in all recipes that fused ops support, behind "" for a result that is not in FP8."""
     return ["", *dict.fromkeys(recipe.x.text for recipe in RECIPES.values() if supports_output(recipe.x))]
-
-
-def probed_orders(text: str) -> tuple[Order, ...]:
-    """Return the memory orders that a probe of a case compares."""
-    return ("rows", "both") if text else ("rows",)
-
-
-def sample(device: torch.device, count: int) -> list[Tensor]:
-    """Return bf16 matrices [48,272], whose sizes are no multiple of a tile."""
-    generator = torch.Generator().manual_seed(0)
-    return [
-        torch.randn(48, 272, generator=generator, device="cpu", dtype=torch.float32).to(device, torch.bfloat16)
-        for _ in range(count)
-    ]

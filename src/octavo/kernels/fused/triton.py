@@ -18,7 +18,7 @@ WIDEST_ROW = 32768  # Longest row, in elements, that registers hold
 TRANSPOSE = Launch(kernel=kernels.transpose_kernel, constants={"TILE_R": 64, "TILE_C": 128}, num_warps=4)
 
 
-def rows_launch(kernel: Any, constants: dict[str, Any], columns: int, per_thread: int) -> Launch:
+def rows_launch(kernel: object, constants: dict[str, Any], columns: int, per_thread: int) -> Launch:
     """Return a launch on tiles of whole rows: at least 128 threads with about `per_thread` elements each."""
     tile_c = max(1 << (columns - 1).bit_length(), 128)  # not by Triton's functions, which take the host microseconds
     tile_r = max(128 * per_thread // tile_c, 1)
@@ -26,7 +26,7 @@ def rows_launch(kernel: Any, constants: dict[str, Any], columns: int, per_thread
     return shared_launch(kernel, {**constants, "TILE_R": tile_r, "TILE_C": tile_c}, warps)
 
 
-def _tiled(kernel: Any, constants: Mapping[str, Any], tile: tuple[int, int, int]) -> Launch:
+def _tiled(kernel: object, constants: Mapping[str, Any], tile: tuple[int, int, int]) -> Launch:
     return shared_launch(kernel, {**constants, "TILE_R": tile[0], "TILE_C": tile[1]}, tile[2])
 
 
@@ -69,7 +69,6 @@ def norm(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, offset: bool, center: bool, spec: QuantSpec | None,
     order: str, config: int = 0,
 ) -> list[Tensor]:  # fmt: skip
-    """See `reference.norm`."""
     rows, columns = x.shape
     rstd = x.new_empty((rows, 1), dtype=torch.float32)
     mean = torch.empty_like(rstd) if center else None
@@ -113,18 +112,15 @@ def norm_backward(
     grad: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, mean: Tensor | None, offset: bool, bias: bool,
     config: int = 0,
 ) -> list[Tensor]:  # fmt: skip
-    """See `reference.norm_backward`."""
     rows, columns = x.shape
     parts = -(-rows // ROW_BLOCK)
     dx = x.new_empty((rows, columns))
     partial = [x.new_empty((max(parts, 1), columns), dtype=torch.float32) for _ in range(1 + bias)]
     arguments: dict[str, Any] = {
         "grad": grad, "x": x, "weight": weight.contiguous(), "rstd": rstd.contiguous(),
-        "mean": (rstd if mean is None else mean).contiguous(),
-        "dx": dx, "partial_weight": partial[0], "partial_bias": partial[-1],
-        "rows": rows, "columns": columns, "grad_r": grad.stride(0), "grad_c": grad.stride(1),
-        "stride_r": x.stride(0), "stride_c": x.stride(1),
-        "count": float(max(columns, 1)),
+        "mean": (rstd if mean is None else mean).contiguous(), "dx": dx, "partial_weight": partial[0],
+        "partial_bias": partial[-1], "rows": rows, "columns": columns, "grad_r": grad.stride(0),
+        "grad_c": grad.stride(1), "stride_r": x.stride(0), "stride_c": x.stride(1), "count": float(max(columns, 1)),
     }  # fmt: skip
     flags = {"CENTER": mean is not None, "OFFSET": offset, "BIAS": bias}
     for step in norm_backward_launches(columns, flags, config):
@@ -145,7 +141,6 @@ GLU_BACKWARD_CONFIGS = ((8, 256, 4), (4, 256, 4))  # Rows, columns, warps of a t
 
 
 def glu_launches(activation: str, spec: QuantSpec | None, order: str, columns: int, config: int = 0) -> list[Launch]:
-    """Return the kernels for a case and row length, in launch order."""
     own = {"ACTIVATION": ACTIVATIONS.index(activation), "INTERPRETED": INTERPRETED}
     orders = {"ROWS": order != "columns", "COLUMNS": order != "rows"}
     if spec is None:
@@ -161,7 +156,6 @@ def glu_launches(activation: str, spec: QuantSpec | None, order: str, columns: i
 
 
 def glu_backward_launch(activation: str, config: int = 0) -> Launch:
-    """Return the launch of the backward kernel."""
     own = {"ACTIVATION": ACTIVATIONS.index(activation), "INTERPRETED": INTERPRETED}
     return _tiled(kernels.glu_backward_kernel, own, GLU_BACKWARD_CONFIGS[config])
 
@@ -171,7 +165,6 @@ def _strides(**tensors: Tensor) -> dict[str, int]:
 
 
 def glu(gate: Tensor, up: Tensor, activation: str, spec: QuantSpec | None, order: str, config: int = 0) -> list[Tensor]:
-    """See `reference.glu`."""
     rows, columns = gate.shape
     steps = glu_launches(activation, spec, order, columns, config)
     outputs = empty_outputs(gate, spec, order)
@@ -189,7 +182,6 @@ def glu(gate: Tensor, up: Tensor, activation: str, spec: QuantSpec | None, order
 def glu_backward(
     grad: Tensor, gate: Tensor, up: Tensor, activation: str, joined: bool, config: int = 0
 ) -> list[Tensor]:
-    """See `reference.glu_backward`."""
     rows, columns = gate.shape
     if joined:
         gradients = [gate.new_empty((rows, 2 * columns))]

@@ -41,22 +41,11 @@ def scaled_mm(
     a: ScaledTensor, b: ScaledTensor, layout: Layout, *, out_dtype: torch.dtype, bias: Tensor | None = None,
     fast_accum: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Multiply two quantized matrices.
+    """Multiply quantized matrices a [m,k] ([k,m] in layout "tn") and b [k,n] ([n,k] in "nt") to [m,n], contiguous.
 
-    Args:
-        a: Left operand, [m,k] (or [k,m] in layout "tn").
-        b: Right operand, [k,n] (or [n,k] in layout "nt").
-        layout: Which operand is transposed.
-        out_dtype: float32, bfloat16 or float16.
-        bias: [n], float32, bfloat16 or float16, added to every row, or None.
-        fast_accum: Let the hardware accumulate in its shorter accumulator (Hopper). `reference` ignores it.
-
-    Returns:
-        [m,n] of out_dtype, contiguous.
-
-    Raises:
-        ValueError: The operands differ in the contracted size or the device, their dtype or scales do not fit the
-            spec, or the bias does not fit.
+    `out_dtype` is float32, bfloat16 or float16, and so is that of the bias [n], which is added to every row.
+    `fast_accum` lets the hardware accumulate in its shorter accumulator (Hopper); `reference` ignores it. Raises
+    ValueError if operands differ in the contracted size or the device, or their dtype, scales or the bias do not fit.
     """
     check_choice("scaled_mm: layout", layout, CONTRACTED)
     along_a, along_b = CONTRACTED[layout]
@@ -110,30 +99,19 @@ class ProductPlan:
 
 
 def _check(a: ScaledTensor, b: ScaledTensor, layout: str, out_dtype: torch.dtype, bias: Tensor | None) -> None:
-    along_a, along_b = CONTRACTED[layout]
-    a_shape, b_shape = a.data.shape, b.data.shape
+    op, (along_a, along_b) = f"scaled_mm {layout}", CONTRACTED[layout]
+    a_shape, b_shape = tuple(a.data.shape), tuple(b.data.shape)
     if a_shape[along_a] != b_shape[along_b]:
-        raise ValueError(
-            f"scaled_mm {layout}: the operands contract over different sizes: A is {tuple(a_shape)}, "
-            f"B is {tuple(b_shape)}"
-        )
+        raise ValueError(f"{op}: the operands contract over different sizes: A is {a_shape}, B is {b_shape}")
     for name, operand in (("A", a), ("B", b)):
         data, spec = operand.data, operand.spec
-        if data.dtype != spec.format.dtype or data.ndim != 2:
-            raise ValueError(
-                f"scaled_mm {layout}: {name} must be a matrix of {spec.format.dtype} for its spec {spec}; "
-                f"got {data.dtype} of shape {tuple(data.shape)}"
-            )
-        if data.device != a.data.device:
-            raise ValueError(
-                f"scaled_mm {layout}: operands must be on one device; got A on {a.data.device}, B on {data.device}"
-            )
-        what = f"scales of {name} {tuple(data.shape)} by {spec}"
-        shape = spec.granularity.scale_shape((data.shape[0], data.shape[1]))
-        check_like(f"scaled_mm {layout}", what, operand.scale, shape, (spec.scale_dtype,), data)
+        rows, columns = data.shape[:2]
+        check_like(op, f"{name} by {spec}", data, (rows, columns), (spec.format.dtype,), a.data)
+        what, shape = f"scales of {name} {tuple(data.shape)} by {spec}", spec.granularity.scale_shape((rows, columns))
+        check_like(op, what, operand.scale, shape, (spec.scale_dtype,), data)
     if out_dtype not in SUPPORTED_DTYPES:
-        raise ValueError(f"scaled_mm {layout}: out_dtype must be float32, bfloat16 or float16; got {out_dtype}")
-    check_like(f"scaled_mm {layout}", "bias", bias, (b_shape[1 - along_b],), SUPPORTED_DTYPES, a.data)
+        raise ValueError(f"{op}: out_dtype must be float32, bfloat16 or float16; got {out_dtype}")
+    check_like(op, "bias", bias, (b_shape[1 - along_b],), SUPPORTED_DTYPES, a.data)
 
 
 def _case(a: ScaledTensor, b: ScaledTensor, layout: str) -> Case:
@@ -208,7 +186,6 @@ def _random_operands(
 
 
 def random_operand(text: str, shape: tuple[int, int], generator: torch.Generator, device: torch.device) -> ScaledTensor:
-    """Return a random matrix in the format of a case."""
     values = torch.randn(shape, generator=generator, device="cpu", dtype=torch.float32).to(device)
     quantized = quantize(values, QuantSpec.parse(text if text != UNIT_SCALE else "e4m3/tensor"))
     return quantized.unscaled if text == UNIT_SCALE else quantized
@@ -224,8 +201,8 @@ def _plain_triton_unsupported(device: torch.device, case: Case) -> str | None:
     return "the backend triton runs the same kernels" if same else reason
 
 
-_unsupported_case: Any = lazy_function("octavo.kernels.gemm.triton:unsupported_reason")
-_overlaps: Any = lazy_function("octavo.kernels.gemm.triton:overlaps_in_training")
+_unsupported_case = lazy_function("octavo.kernels.gemm.triton:unsupported_reason")
+_overlaps = lazy_function("octavo.kernels.gemm.triton:overlaps_in_training")
 _TRITON = triton_backend(
     "gemm.triton:scaled_mm", plan="plan_of", unsupported_reason=_triton_unsupported,
     trials=lazy_function("octavo.kernels.gemm.triton:trials"),
@@ -277,16 +254,18 @@ def _run(
     return result
 
 
-def _fake(a: Tensor, *others: Any) -> Tensor:
-    (_, _, b, _, _, layout, out_dtype, *_) = others
+def _fake(
+    a: Tensor, a_scale: object, a_spec: str, b: Tensor, b_scale: object, b_spec: str, layout: str,
+    out_dtype: torch.dtype, *options: object,
+) -> Tensor:  # fmt: skip
     rows = a.shape[1] if layout[0] == "t" else a.shape[0]
     columns = b.shape[0] if layout[1] == "t" else b.shape[1]
     return a.new_empty((rows, columns), dtype=out_dtype)
 
 
 def _flops(
-    a: torch.Size, a_scale: Any, a_spec: str, b: torch.Size, b_scale: Any, b_spec: str, layout: str, *options: Any,
-    out_shape: torch.Size, **_: Any,
+    a: torch.Size, a_scale: object, a_spec: str, b: torch.Size, b_scale: object, b_spec: str, layout: str,
+    *options: object, out_shape: torch.Size, **_: object,
 ) -> int:  # fmt: skip
     return 2 * math.prod(out_shape) * a[CONTRACTED[layout][0]]
 

@@ -17,10 +17,7 @@ def calibrate(device: torch.device, recipe: str, shapes: list[str]) -> None:
     recipes = list(RECIPES.values()) if recipe == "all" else [get_recipe(recipe)]
     sizes = [_sizes(text) for text in shapes] or list(SHAPES)
     if device.type != "cuda":
-        raise ValueError(
-            f"there is nothing to calibrate on device type {device.type!r}: FP8 products have one backend there. "
-            "Run this on a machine with a GPU"
-        )
+        raise ValueError(f"nothing to calibrate on device type {device.type!r}: run this on a machine with a GPU")
     device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
     calibration.make_folder(device)
     # Recipes share products; each is measured once.
@@ -63,8 +60,6 @@ def table(results: list[TimingResult]) -> Table:
 def _sizes(text: str) -> tuple[int, int, int]:
     parts = text.split(",")
     if len(parts) != 3 or not all(part.strip().isdigit() and int(part) > 0 for part in parts):
-        raise ValueError(
-            f"--shapes takes M,K,N: tokens, in_features, out_features, for example 8192,4096,14336; got {text!r}"
-        )
+        raise ValueError(f"--shapes takes M,K,N (tokens, in_features, out_features) as 8192,4096,14336; got {text!r}")
     tokens, inner, outer = (int(part) for part in parts)
     return tokens, inner, outer

@@ -27,8 +27,7 @@ def tile_at(index, tiles_m, tiles_n, GROUP: tl.constexpr):
 
 @triton.jit
 def _scales_at(
-    scale, first, step, rows, stride_r, stride_k,
-    ROWS: tl.constexpr, BLOCK_ROWS: tl.constexpr, TILE_K: tl.constexpr,
+    scale, first, step, rows, stride_r, stride_k, ROWS: tl.constexpr, BLOCK_ROWS: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
     """Load scales of a tile's rows at one step: a vector, or a scalar if one 128-row block contains the tile."""
     step_scale = scale + step * (TILE_K // 128) * stride_k

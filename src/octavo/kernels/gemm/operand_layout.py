@@ -40,7 +40,6 @@ def blocks_of(case: tuple[str, ...]) -> tuple[Granularity, Granularity]:
 
 
 def oriented(a: ScaledTensor, b: ScaledTensor, layout: str) -> tuple[Operand, Operand]:
-    """Return both operands oriented as [outside, contraction]."""
     return _oriented(a, layout[0] == "t"), _oriented(b, layout[1] == "n")
 
 

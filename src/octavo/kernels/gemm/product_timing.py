@@ -34,7 +34,6 @@ class Gemm(timing.TimingTask):
     """One product to measure; its case is that of the registry, or one of `BF16_CASES`."""
 
     def rate(self, microseconds: float) -> str:
-        """Format the achieved rate."""
         return f"{2 * math.prod(self.shape) / microseconds / 1e6:.0f} TFLOP/s"
 
     def candidates(self, device: torch.device) -> Iterator[timing.Candidate]:
@@ -61,7 +60,6 @@ def fp8_gemms(recipe: Recipe, shapes: list[tuple[int, int, int]]) -> list[Gemm]:
 
 
 def bf16_gemms(shapes: list[tuple[int, int, int]]) -> list[Gemm]:
-    """Return the same in bf16."""
     return _gemms(MATMUL, "bf16", BF16_CASES, shapes)
 
 

@@ -71,7 +71,6 @@ def _scales(scale, first, step, rows, k, stride_r, stride_k, ROWS: gl.constexpr,
 
 @gluon.jit
 def _added(sums, part, s, t, A_ROWS: gl.constexpr, B_ROWS: gl.constexpr, BLOCKED: gl.constexpr):
-    """Add a partial sum, multiplied by block scales."""
     LAYOUT: gl.constexpr = sums.type.layout
     if not BLOCKED:
         return sums + part
@@ -146,7 +145,6 @@ def _multiply(
 
 @gluon.jit
 def _store(out, result, first_m, first_n, m, n):
-    """Store a tile, 16 bytes per thread."""
     ROWS: gl.constexpr = result.shape[0]
     COLUMNS: gl.constexpr = result.shape[1]
     WIDTH: gl.constexpr = 128 // result.dtype.primitive_bitwidth

@@ -22,7 +22,6 @@ SWITCH = "OCTAVO_CPU_PRODUCTS"
 
 
 def unsupported_reason(device: torch.device, case: Case) -> str | None:
-    """Return why this backend cannot run a case on a device, or None."""
     if device.type != "cpu":
         return f"it is for CPUs; this device is {device.type!r}"
     if (value := os.environ.get(SWITCH, "fast")) not in ("fast", "exact"):
@@ -41,7 +40,6 @@ def unsupported_reason(device: torch.device, case: Case) -> str | None:
 def scaled_mm(
     a: ScaledTensor, b: ScaledTensor, layout: str, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool
 ) -> Tensor:
-    """See `octavo.kernels.gemm.scaled_mm`."""
     if out_dtype != torch.bfloat16:
         return reference.scaled_mm(a, b, layout, out_dtype, bias, fast_accum)
     left = a.t() if layout[0] == "t" else a

@@ -73,7 +73,6 @@ def unsupported_by_capability(capability: tuple[int, int], case: Case) -> str | 
 def scaled_mm(
     a: ScaledTensor, b: ScaledTensor, layout: str, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool
 ) -> Tensor:
-    """See `octavo.kernels.gemm.scaled_mm`."""
     left, right = oriented(a, b, layout)
     if left.data.numel() == 0 or right.data.numel() == 0:
         return empty_product(left, right, out_dtype, bias)

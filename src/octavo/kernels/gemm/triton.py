@@ -2,7 +2,6 @@
 
 import math
 from functools import lru_cache
-from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
@@ -24,8 +23,6 @@ BLOCK = 128
 
 
 class Config(NamedTuple):
-    """Compile-time configuration of the kernel."""
-
     tile_m: int  # Rows of the output per tile
     tile_n: int  # Columns of the output per tile
     tile_k: int  # Contraction per step
@@ -41,7 +38,6 @@ class Config(NamedTuple):
         return self.tile_m * self.tile_n <= 64 * 32 * self.warps
 
     def tiles(self, m: int, n: int) -> int:
-        """Return the number of tiles of a product [m,n]."""
         return -(-m // self.tile_m) * -(-n // self.tile_n)
 
     def programs(self, target: "Target") -> int:
@@ -96,9 +92,7 @@ def plan_of(
     if left.data.numel() == 0 or right.data.numel() == 0:
         return None
     if not supports_blocks(left.blocks, right.blocks):
-        raise NotImplementedError(
-            f"the Triton product does not support scales of {a.spec} by {b.spec}, layout {layout}"
-        )
+        raise NotImplementedError(f"this kernel does not support scales of {a.spec} by {b.spec}, layout {layout}")
     m, n = left.data.shape[0], right.data.shape[0]
     target = target_for(left.data.device)
     blocked = left.blocks.columns == BLOCK
@@ -144,21 +138,14 @@ class Target(NamedTuple):
 
 
 def overlaps(target: Target, fast: bool) -> bool:
-    """Whether promoted sums are added while the next ones are computed: on Hopper, with a Triton that has Gluon."""
-    return not fast and target.limited_accumulator and _has_gluon()
+    """Whether promoted sums are added while the next ones are computed: on Hopper."""
+    return not fast and target.limited_accumulator
 
 
 def overlaps_in_training(device: torch.device, case: Case) -> bool:
     """Whether training runs a case of products with the kernel that promotes while it multiplies."""
     major, minor = torch.cuda.get_device_capability(device)
     return overlaps(target_of(10 * major + minor, 1), case[2] == "nt" and blocks_of(case)[0].columns != BLOCK)
-
-
-@lru_cache(maxsize=1)
-def _has_gluon() -> bool:
-    return find_spec("triton.experimental") is not None and all(
-        find_spec(f"triton.experimental.gluon.{name}") for name in ("language.nvidia.hopper", "nvidia.hopper")
-    )
 
 
 @lru_cache(maxsize=32)

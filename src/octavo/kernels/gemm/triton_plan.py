@@ -37,7 +37,6 @@ class TritonProduct:
     def __call__(
         self, a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None, bias: Tensor | None
     ) -> Tensor:
-        """Return the product of operands in the layout."""
         return self.run(a, b, a_scale, b_scale, bias)
 
     def _run(self, a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None, bias: Tensor | None) -> Tensor:

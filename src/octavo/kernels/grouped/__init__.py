@@ -10,7 +10,6 @@ offsets on the host; each expert equals `scaled_mm` alone, bit for bit.
 """
 
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,21 +36,10 @@ def grouped_mm(
 ) -> Tensor:  # fmt: skip
     """Multiply the rows of each expert by its weight (nt, nn), or by its other rows (tn).
 
-    Args:
-        a: Left operand, [M,K] in layout nt, [M,N] in nn and tn. Scales by row [M,1], in tn by column and expert [E,N].
-        b: Right operand, [E·N,K], the rows of all experts' weights, with scales by row or unit scales; [M,K] with unit
-            scales in layout tn.
-        offsets: int32 [E], where the rows of each expert end, ascending.
-        layout: See the module.
-        out_dtype: float32, bfloat16 or float16.
-        bias: [E,N] of such a dtype, added to the rows of each expert in layout nt, or None.
-        fast_accum: As in `octavo.kernels.scaled_mm`.
-
-    Returns:
-        [M,N] in layout nt, [M,K] in nn, [E,N,K] in tn; contiguous.
-
-    Raises:
-        ValueError: Sizes, dtypes, scales or devices of the operands do not fit together.
+    `a` has scales by row [M,1], in tn by column and expert [E,N]. `b` has scales by row in nt, else unit scales.
+    `offsets`, int32 [E], ascending, are where the rows of each expert end. `bias` [E,N] is added in layout nt. Dtypes
+    and `fast_accum` are as in `octavo.kernels.scaled_mm`. Raises ValueError if sizes, dtypes, scales or devices do not
+    fit together.
     """
     _check(a, b, offsets, layout, out_dtype, bias)
     assert a.scale is not None
@@ -67,9 +55,7 @@ def _check(
     if layout not in CONTRACTED:  # looked at in every call: without a call
         check_choice("grouped_mm: layout", layout, CONTRACTED)
     if offsets.ndim != 1 or offsets.dtype != torch.int32 or not offsets.numel():
-        raise ValueError(
-            f"grouped_mm: offsets must be int32 [experts], one or more; got {offsets.dtype} {list(offsets.shape)}"
-        )
+        raise ValueError(f"grouped_mm: offsets must be int32 [experts]; got {offsets.dtype} {list(offsets.shape)}")
     experts, (m, columns), (rows, k) = offsets.numel(), a.data.shape, b.data.shape
     n = rows // experts
     fits = {"nt": columns == k and rows == n * experts, "nn": rows == columns * experts, "tn": rows == m}[layout]
@@ -166,8 +152,10 @@ def _run(
     return result
 
 
-def _fake(a: Tensor, *others: Any) -> Tensor:
-    (_, _, b, _, _, offsets, layout, out_dtype, *_) = others
+def _fake(
+    a: Tensor, a_scale: object, a_spec: str, b: Tensor, b_scale: object, b_spec: str, offsets: Tensor, layout: str,
+    out_dtype: torch.dtype, *options: object,
+) -> Tensor:  # fmt: skip
     experts = offsets.shape[0]
     if layout == "tn":
         return a.new_empty((experts, a.shape[1], b.shape[1]), dtype=out_dtype)
@@ -175,8 +163,8 @@ def _fake(a: Tensor, *others: Any) -> Tensor:
 
 
 def _flops(
-    a: torch.Size, a_scale: Any, a_spec: str, b: torch.Size, b_scale: Any, b_spec: str, offsets: torch.Size,
-    layout: str, *options: Any, out_shape: torch.Size, **_: Any,
+    a: torch.Size, a_scale: object, a_spec: str, b: torch.Size, b_scale: object, b_spec: str,
+    offsets: torch.Size, layout: str, *options: object, out_shape: torch.Size, **_: object,
 ) -> int:  # fmt: skip
     # Of all rows, also those that belong to no expert: where the offsets end is known on the device only.
     return 2 * a[0] * a[1] * out_shape[-1]

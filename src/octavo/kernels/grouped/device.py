@@ -30,9 +30,8 @@ def _cut(tile, begin, end, TILE_K: tl.constexpr):
 
 @triton.jit
 def _step(
-    sums, a, b, first_a, first_b, a_at, b_at, a_rows, a_stride, b_rows, b_stride, begin, end,
-    CUT: tl.constexpr, FAST: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
-    TMA: tl.constexpr,
+    sums, a, b, first_a, first_b, a_at, b_at, a_rows, a_stride, b_rows, b_stride, begin, end, CUT: tl.constexpr,
+    FAST: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """Add the products of one step of the contraction; with CUT, of its columns from `begin` to `end` only."""
     left = _load(a, first_a, a_at, a_rows, a_stride, TILE_M, TILE_K, TMA)
@@ -47,7 +46,6 @@ def _step(
 
 @triton.jit
 def _at(values, index, i):
-    """values[i] of a vector."""
     return tl.sum(tl.where(index == i, values, 0))
 
 
@@ -61,9 +59,8 @@ def _bounds(offsets, index_e, tokens, experts):
 
 @triton.jit
 def grouped_kernel(
-    a, b, out, offsets, a_scale, b_scale, bias, rows, columns, contraction, weight_step, tokens, experts,
-    a_rows, a_stride, b_rows, b_stride,
-    LAYOUT: tl.constexpr, EXPERTS: tl.constexpr, BIAS: tl.constexpr, FAST: tl.constexpr,
+    a, b, out, offsets, a_scale, b_scale, bias, rows, columns, contraction, weight_step, tokens, experts, a_rows,
+    a_stride, b_rows, b_stride, LAYOUT: tl.constexpr, EXPERTS: tl.constexpr, BIAS: tl.constexpr, FAST: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, GROUP: tl.constexpr, TMA: tl.constexpr,
     ROUND_FIRST: tl.constexpr,
 ):  # fmt: skip

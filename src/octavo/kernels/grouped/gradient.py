@@ -146,7 +146,6 @@ def _sum_by_group(g: Tensor, offsets: Tensor) -> Tensor:
 
 
 sum_by_group = define(
-    "sum_by_group", _sum_by_group,
-    lambda g, offsets: g.new_empty((offsets.shape[0], g.shape[1]), dtype=torch.float32),
+    "sum_by_group", _sum_by_group, lambda g, offsets: g.new_empty((offsets.shape[0], g.shape[1]), dtype=torch.float32),
 )  # fmt: skip
 """Return the sum of each expert's rows of G [M,N], float32 [E,N], for `offsets` int32 [E]."""

@@ -23,7 +23,6 @@ SCALES = 1024
 
 @lru_cache(maxsize=256)
 def launches(spec: QuantSpec, by_row: bool, by_expert: bool, transposed: bool) -> tuple[Launch, Launch, Launch]:
-    """Return the passes for maxima, for scales by expert, and for the cast."""
     outputs = {"BY_ROW": by_row, "BY_EXPERT": by_expert}
     rule = {"FP8_MAX": spec.format.max, "POWER_OF_TWO": spec.scale_rule == "pow2", "INTERPRETED": INTERPRETED}
     maxima = outputs | {"TILE_R": MAXIMA_TILE[0], "TILE_C": MAXIMA_TILE[1], "TILES": STRIP}
@@ -39,7 +38,6 @@ def launches(spec: QuantSpec, by_row: bool, by_expert: bool, transposed: bool) -
 def quantize_grouped(
     g: Tensor, offsets: Tensor, spec: QuantSpec, w_scale: Tensor | None, x_scale: Tensor | None, transposed: bool
 ) -> list[Tensor]:
-    """See `octavo.kernels.grouped.gradient.quantize_grouped`."""
     (rows, columns), experts, device = g.shape, offsets.shape[0], g.device
     by_row, by_expert = w_scale is not None, x_scale is not None
     if not g.numel():

@@ -1,8 +1,5 @@
 """grouped_mm through PyTorch's `torch._scaled_grouped_mm` (CUTLASS): forward and dgrad by row, bf16, on Hopper."""
 
-from importlib.util import find_spec
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -49,9 +46,8 @@ def grouped_mm(
         b_scale = b.scale.view(experts, columns)
     elif b.scale is not None:
         b_scale = F.pad(b.scale.view(experts, columns), (0, padded_columns - columns), value=1.0)
-    multiply: Any = torch._scaled_grouped_mm
     assert a.scale is not None
-    product: Tensor = multiply(
+    product = torch._scaled_grouped_mm(
         left, right, a.scale.view(-1), b_scale, offs=offsets, out_dtype=torch.bfloat16, use_fast_accum=fast_accum
     )
     product = product if padded_columns == columns else product[:, :columns].contiguous()
@@ -59,12 +55,7 @@ def grouped_mm(
     return product.to(out_dtype)
 
 
-def _zero_tail(product: Tensor, offsets: Tensor) -> None:
-    inside = torch.arange(product.shape[0], device=product.device)[:, None] < offsets[-1]
-    product.copy_(torch.where(inside, product, 0))
-
-
-zero_tail = lazy_function("octavo.kernels.grouped.gradient_triton:zero_tail") if find_spec("triton") else _zero_tail
+zero_tail = lazy_function("octavo.kernels.grouped.gradient_triton:zero_tail")
 
 
 def _columns_first(weights: Tensor, contraction: int, columns: int) -> Tensor:

@@ -57,9 +57,11 @@ def grouped_mm(
     return out
 
 
-def available_configs(layout: str, *kind: Any) -> tuple[int, ...]:
+def available_configs(layout: str, target: Target, fast: bool, blocked: int, out_bytes: int) -> tuple[int, ...]:
     """Return the configurations of a product, as `octavo.kernels.gemm.triton.configurations`, that do not spill."""
-    return tuple(index for index in configurations(*kind) if (layout, index) not in _SPILLING)
+    return tuple(
+        index for index in configurations(target, fast, blocked, out_bytes) if (layout, index) not in _SPILLING
+    )
 
 
 _SPILLING = (("tn", 4),)
@@ -88,11 +90,9 @@ def _spread(data: Tensor, experts: int) -> tuple[Tensor, int]:
 def launch_of(
     config: Config, target: Target, layout: str, experts: int, bias: bool, fast: bool, round_first: bool
 ) -> Launch:
-    """Return the kernel in a configuration."""
     constants: dict[str, Any] = {
         "LAYOUT": layout, "EXPERTS": 1 << experts.bit_length(), "BIAS": bias, "FAST": fast, "TILE_M": config.tile_m,
-        "TILE_N": config.tile_n, "TILE_K": config.tile_k, "GROUP": GROUP, "TMA": target.tma,
-        "ROUND_FIRST": round_first,
+        "TILE_N": config.tile_n, "TILE_K": config.tile_k, "GROUP": GROUP, "TMA": target.tma, "ROUND_FIRST": round_first,
     }  # fmt: skip
     stages = config.stages_within(target.shared)
     return Launch(kernel=grouped_kernel, constants=constants, num_warps=config.warps, num_stages=stages)

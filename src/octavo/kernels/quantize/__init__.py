@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.direct import ZEROS, Call, Plans, signature
-from octavo.kernels.library import check_like, check_matrix, define
+from octavo.kernels.library import check_like, check_matrix, define, sample
 from octavo.kernels.quantize import decomposed, reference
 from octavo.kernels.registry import Case, register, same_bytes, triton_backend, triton_unsupported
 from octavo.numerics.recipe import RECIPES
@@ -27,27 +27,22 @@ def quantize(
     x: Tensor, spec: QuantSpec, fold: Tensor | None = None, *, order: Order = "rows", amax: Tensor | None = None,
     scale: Tensor | None = None, fuse_with: Tensor | None = None,
 ) -> ScaledTensor:  # fmt: skip
-    """Quantize a matrix.
+    """Quantize a matrix x [R,C], float32, bfloat16 or float16, any strides, any size from 0 up.
 
     Args:
-        x: [R,C], float32, bfloat16 or float16, any strides, any size from 0 up.
+        x: The matrix.
         spec: Format, granularity and scale rule.
         fold: float32 [R,1] or [1,C], multiplied into x (in float32) first; see `numerics.recipe` for why.
-        order: Memory order of the FP8 data: "rows" (contiguous rows), "columns" (contiguous columns, the transposed
-            copy that FP8 matrix units need to contract over R; columns start at multiples of 16 bytes, with zeros in
-            between), or "both" from one read, with the column-major data in `ScaledTensor.other_order`.
-        amax: Precomputed largest magnitude per scale, float32 of the scales' shape, from a fused norm or an amax
-            history. Saves the amax pass.
+        order: Memory order of the FP8 data: "rows", "columns" (the transposed copy that FP8 matrix units need to
+            contract over R; columns start at multiples of 16 bytes, with zeros in between), or "both" from one read,
+            with the column-major data in `ScaledTensor.other_order`.
+        amax: Precomputed largest magnitude per scale, float32 of the scales' shape; saves the amax pass.
         scale: Precomputed scales, of the scales' shape and dtype, from an earlier quantization of the same x.
         fuse_with: For torch.compile only: finite float32 [M,1]. Casts of equal shapes for which it is the same tensor,
             as X's scales are for the weights of gate and up, become one kernel. Changes no result.
 
-    Returns:
-        FP8 data [R,C] with scales of shape `spec.granularity.scale_shape((R,C))`. If the given amax or
-        scale is too small, larger values saturate at the largest FP8 value. Non-finite values become NaN.
-
-    Raises:
-        ValueError: An operand has a wrong dtype, shape or device.
+    The scales have the shape `spec.granularity.scale_shape((R,C))`. If the given amax or scale is too
+    small, larger values saturate. Raises ValueError if an operand has a wrong dtype, shape or device.
     """
     if (tensors := signature(x, fold, amax, scale)) is not None:
         key = (spec.text, order, tensors)
@@ -70,20 +65,9 @@ def quantize(
 def quantize_pair(
     x: Tensor, spec: QuantSpec, fold: Tensor | None, spec_t: QuantSpec, fold_t: Tensor | None
 ) -> tuple[ScaledTensor, ScaledTensor]:
-    """Quantize a matrix twice from one read.
+    """Return `quantize(x, spec, fold)` and `quantize(x, spec_t, fold_t, order="columns")` from one read.
 
-    Args:
-        x: [R,C], as in `quantize`.
-        spec: Spec of the row-major output.
-        fold: Fold factor of the row-major output.
-        spec_t: Spec of the column-major output; same format and scale rule as `spec`.
-        fold_t: Fold factor of the column-major output.
-
-    Returns:
-        `quantize(x, spec, fold)` and `quantize(x, spec_t, fold_t, order="columns")`.
-
-    Raises:
-        ValueError: As `quantize`, or if the specs differ in format or scale rule.
+    Raises ValueError as `quantize`, or if the specs differ in format or scale rule.
     """
     if (tensors := signature(x, fold, fold_t)) is not None:
         key = (spec.text, spec_t.text, tensors)
@@ -156,36 +140,17 @@ def _check(x: Tensor, fold: Tensor | None, name: str) -> None:
         )
 
 
-def _sample(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """A matrix whose sizes are no multiple of a tile, with fold factors by row and by column."""
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(48, 272, generator=generator, device="cpu", dtype=torch.float32)
-    rows, columns = (torch.rand(of, generator=generator, device="cpu", dtype=x.dtype) for of in ((48, 1), (1, 272)))
-    return x.to(device, torch.bfloat16), rows.to(device), columns.to(device)
-
-
 def _inputs(device: torch.device, case: Case) -> list[tuple[Any, ...]]:
-    return [(_sample(device)[0], QuantSpec.parse(case[0]), None, None, None, "both")]
+    return [(*sample(device, 1, torch.bfloat16), QuantSpec.parse(case[0]), None, None, None, "both")]
 
 
 def _pair_inputs(device: torch.device, case: Case) -> list[tuple[Any, ...]]:
-    (x, rows, columns), (spec, spec_t) = _sample(device), map(QuantSpec.parse, case)
-    return [(x, spec, columns, spec_t, rows)]
+    (x, factors), (spec, spec_t) = sample(device, 2), map(QuantSpec.parse, case)
+    return [(x.bfloat16(), spec, factors[:1].abs(), spec_t, factors[:, :1].abs())]
 
 
-_FIELDS = ("x", "w", "dgrad_g", "dgrad_w", "wgrad_g", "wgrad_x")
-_SPECS = sorted({spec.text for r in RECIPES.values() for f in _FIELDS if (spec := getattr(r, f)) is not None})
-
-
-def _pairs() -> dict[str, Case]:
-    """Every pair of specs that a recipe quantizes together: X in both directions, or G for dgrad and wgrad."""
-    pairs = {
-        (row.text, column.text)
-        for r in RECIPES.values()
-        for row, column in ((r.x, r.wgrad_x), (r.dgrad_g, r.wgrad_g))
-        if column is not None and row != column
-    }
-    return {" and ".join(pair): pair for pair in sorted(pairs)}
+_SPECS = sorted({spec.text for r in RECIPES.values() for spec in r.specs.values() if spec is not None})
+_PAIRS = sorted({(row.text, column.text) for r in RECIPES.values() for row, column in r.pairs})
 
 
 QUANTIZE = register(
@@ -194,7 +159,7 @@ QUANTIZE = register(
     triton_backend("quantize.triton:quantize", plan="plan_of"), reference=reference.quantize,
 )  # fmt: skip
 QUANTIZE_PAIR = register(
-    "quantize_pair", _pairs(),
+    "quantize_pair", {" and ".join(pair): pair for pair in _PAIRS},
     same_bytes(reference.quantize_pair, _pair_inputs, ("data", "scale", "second data", "second scale")),
     triton_backend("quantize.triton:quantize_pair", plan="pair_plan_of"), reference=reference.quantize_pair,
 )  # fmt: skip
@@ -209,8 +174,9 @@ def _run(
     return outputs
 
 
-def _fake(x: Tensor, spec: str, *others: Any) -> list[Tensor]:
-    _, _, scale, order, *_ = others
+def _fake(
+    x: Tensor, spec: str, fold: object, amax: object, scale: Tensor | None, order: str, fuse_with: object = None
+) -> list[Tensor]:
     *data, computed = reference.empty_outputs(x, QuantSpec.parse(spec), order)
     return [*data, computed] if scale is None else data
 

@@ -32,7 +32,6 @@ def tile_of(program, columns, TILE_C: tl.constexpr):
 
 @triton.jit
 def indices(tile, EXTENT: tl.constexpr):
-    """Return the EXTENT indices of a tile."""
     return tile.to(tl.int64) * EXTENT + tl.arange(0, EXTENT)
 
 
@@ -58,7 +57,6 @@ def load4(x, row, column, rows, columns, stride_r, stride_c, EVICT: tl.constexpr
 
 @triton.jit
 def fold4(quarters, fold, row, column, rows, columns, FOLD: tl.constexpr):
-    """Multiply quarters by their fold factors."""
     if FOLD == 1:
         quarters = [
             quarters[i] * tl.load(fold + (row + i), mask=row + i < rows, other=0.0)[:, None] for i in (0, 1, 2, 3)
@@ -71,7 +69,6 @@ def fold4(quarters, fold, row, column, rows, columns, FOLD: tl.constexpr):
 
 @triton.jit
 def _largest(a, b, c, d):
-    """Elementwise amax of four quarters."""
     return tl.maximum(tl.maximum(magnitude(a), magnitude(b)), tl.maximum(magnitude(c), magnitude(d)))
 
 
@@ -100,9 +97,8 @@ def _store(
 
 @triton.jit
 def store4(
-    q, q_t, quarters, word, column, rows, columns, padded_rows,
-    E4M3: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INTERPRETED: tl.constexpr,
-    CACHE: tl.constexpr,
+    q, q_t, quarters, word, column, rows, columns, padded_rows, E4M3: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, INTERPRETED: tl.constexpr, CACHE: tl.constexpr,
 ):  # fmt: skip
     """Store codes row-major in q, column-major in q_t (`padded_rows` bytes a column); `word` = row / 4."""
     if ROWS:
@@ -178,12 +174,10 @@ def _quantized_blocks(
 
 @triton.jit
 def blocks_kernel(
-    x, rows, columns, padded_rows, stride_r, stride_c,
-    fold, precomputed, q, q_t, s, grid_columns, fold_t, s_t, grid_columns_t,
-    FP8_MAX: tl.constexpr, E4M3: tl.constexpr, POWER_OF_TWO: tl.constexpr, E8M0: tl.constexpr,
-    PRECOMPUTED: tl.constexpr,
-    FOLD: tl.constexpr, R: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    PAIR: tl.constexpr, FOLD_T: tl.constexpr, R_T: tl.constexpr, C_T: tl.constexpr,
+    x, rows, columns, padded_rows, stride_r, stride_c, fold, precomputed, q, q_t, s, grid_columns, fold_t, s_t,
+    grid_columns_t, FP8_MAX: tl.constexpr, E4M3: tl.constexpr, POWER_OF_TWO: tl.constexpr, E8M0: tl.constexpr,
+    PRECOMPUTED: tl.constexpr, FOLD: tl.constexpr, R: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, PAIR: tl.constexpr, FOLD_T: tl.constexpr, R_T: tl.constexpr, C_T: tl.constexpr,
     TILE_R: tl.constexpr, TILE_C: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Quantize in one pass: a TILE_R × TILE_C tile contains whole scale blocks, R × C (in a pair also R_T × C_T)."""
@@ -274,9 +268,8 @@ def maxima_kernel(
 
 @triton.jit
 def inverse_at(
-    amax, s, index, extent, writes,
-    FP8_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr, E8M0: tl.constexpr, PRECOMPUTED: tl.constexpr,
-    INTERPRETED: tl.constexpr,
+    amax, s, index, extent, writes, FP8_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr, E8M0: tl.constexpr,
+    PRECOMPUTED: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Return inverse scales from the amax or scales at `index`; only one of the tiles that read them stores scales."""
     bits = tl.load(amax + index, mask=index < extent, other=ONE_BITS)
@@ -289,10 +282,9 @@ def inverse_at(
 
 @triton.jit
 def _cast_tile(
-    quarters, amax, q, q_t, s, tile_row, tile_column, word, column, rows, columns, padded_rows,
-    FP8_MAX: tl.constexpr, E4M3: tl.constexpr, POWER_OF_TWO: tl.constexpr, E8M0: tl.constexpr,
-    PRECOMPUTED: tl.constexpr,
-    AXIS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INTERPRETED: tl.constexpr,
+    quarters, amax, q, q_t, s, tile_row, tile_column, word, column, rows, columns, padded_rows, FP8_MAX: tl.constexpr,
+    E4M3: tl.constexpr, POWER_OF_TWO: tl.constexpr, E8M0: tl.constexpr, PRECOMPUTED: tl.constexpr, AXIS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Cast a tile with precomputed amax or scales."""
     if AXIS == 1:
@@ -317,10 +309,9 @@ def _cast_tile(
 def cast_kernel(
     x, rows, columns, padded_rows, stride_r, stride_c, fold, amax, q, q_t, s, fold_t, amax_t, s_t,
     FP8_MAX: tl.constexpr, E4M3: tl.constexpr, POWER_OF_TWO: tl.constexpr, E8M0: tl.constexpr,
-    PRECOMPUTED: tl.constexpr,
-    FOLD: tl.constexpr, AXIS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    PAIR: tl.constexpr, FOLD_T: tl.constexpr, AXIS_T: tl.constexpr,
-    TILE_R: tl.constexpr, TILE_C: tl.constexpr, INTERPRETED: tl.constexpr,
+    PRECOMPUTED: tl.constexpr, FOLD: tl.constexpr, AXIS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    PAIR: tl.constexpr, FOLD_T: tl.constexpr, AXIS_T: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Cast a tile with amax from an earlier pass, or with precomputed amax or scales; last tiles first."""
     last_first = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -330,8 +321,7 @@ def cast_kernel(
     quarters = load4(x, row, column, rows, columns, stride_r, stride_c, "")
     _cast_tile(
         fold4(quarters, fold, row, column, rows, columns, FOLD), amax, q, q_t, s, tile_row, tile_column, word, column,
-        rows, columns, padded_rows,
-        FP8_MAX, E4M3, POWER_OF_TWO, E8M0, PRECOMPUTED, AXIS, ROWS, COLUMNS, INTERPRETED,
+        rows, columns, padded_rows, FP8_MAX, E4M3, POWER_OF_TWO, E8M0, PRECOMPUTED, AXIS, ROWS, COLUMNS, INTERPRETED,
     )  # fmt: skip
     if PAIR:
         _cast_tile(
@@ -352,9 +342,8 @@ def row_inverse(largest, s, row, rows, FP8_MAX: tl.constexpr, POWER_OF_TWO: tl.c
 
 @triton.jit
 def rows_kernel(
-    x, rows, columns, padded_rows, stride_r, stride_c, fold, q, q_t, s,
-    FP8_MAX: tl.constexpr, E4M3: tl.constexpr, POWER_OF_TWO: tl.constexpr, E8M0: tl.constexpr,
-    FOLD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    x, rows, columns, padded_rows, stride_r, stride_c, fold, q, q_t, s, FP8_MAX: tl.constexpr, E4M3: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr, E8M0: tl.constexpr, FOLD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     TILE_R: tl.constexpr, TILE_C: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Quantize TILE_R whole rows, read twice: backwards and evicted first for the cast (docs/kernels.md, "By row")."""

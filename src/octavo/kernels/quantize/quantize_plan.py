@@ -186,7 +186,7 @@ class QuantizePlan:
             height = launch.constants["TILE_R"] * (launch.constants["TILES"] if is_maxima else 1)
             down = max(triton.cdiv(rows if is_maxima else padded(rows), height), 1)
             across = 1 if launch.kernel is rows_kernel else max(triton.cdiv(columns, launch.constants["TILE_C"]), 1)
-            step = launch.prepare((down * across,), {**self._scalars, **arguments})
+            step = PreparedLaunch(launch, (down * across,), {**self._scalars, **arguments})
             steps.append((step, itemgetter(*(_TENSORS.index(name) for name in step.names))))
         self._steps = steps
         return steps

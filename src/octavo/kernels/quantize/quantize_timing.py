@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import Any
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -18,12 +18,9 @@ from octavo.numerics.recipe import Recipe
 
 @dataclass(frozen=True, kw_only=True)
 class Quantization(timing.TimingTask):
-    """One quantization of a linear layer."""
-
     task: QuantizeTask  # Task of the kernels
 
     def rate(self, microseconds: float) -> str:
-        """Format the achieved memory bandwidth."""
         moved = sum(triton.device_bytes(self.task, launch) for launch in triton.launches(self.task))
         return f"{moved * prod(self.shape) / microseconds / 1e6:.2f} TB/s"
 
@@ -89,7 +86,7 @@ def _operands(task: QuantizeTask, shape: tuple[int, ...], device: torch.device, 
     return {"x": x, "fold": factor(task.first), "fold_t": factor(task.second), "scale": scale}
 
 
-def _run(module: Any, task: QuantizeTask, operands: dict[str, Tensor | None], **options: int) -> list[Tensor]:
+def _run(module: ModuleType, task: QuantizeTask, operands: dict[str, Tensor | None], **options: int) -> list[Tensor]:
     x, spec, fold = operands["x"], task.first.spec, operands["fold"]
     if task.second is not None:
         outputs = module.quantize_pair(x, spec, fold, task.second.spec, operands["fold_t"], **options)

@@ -218,8 +218,7 @@ def recipe_tasks() -> dict[QuantizeTask, str]:
     """Return the tasks of all recipes, with their labels."""
     folds: tuple[Fold, ...] = ("none", "rows", "columns")
     orders: tuple[Order, ...] = ("rows", "columns", "both")
-    recipes = RECIPES.values()
-    specs = {spec for r in recipes for spec in (r.x, r.w, r.dgrad_g, r.dgrad_w, r.wgrad_g, r.wgrad_x) if spec}
+    specs = {spec for r in RECIPES.values() for spec in r.specs.values() if spec}
     tasks = {}
     for spec in sorted(specs, key=str):
         for order in orders:
@@ -229,15 +228,13 @@ def recipe_tasks() -> dict[QuantizeTask, str]:
                 f"{spec} scale given {order}"
             )
         tasks[QuantizeTask(first=FoldedSpec(spec=spec), order="both", precomputed="amax")] = f"{spec} amax given both"
-    for r in recipes:
-        for first, second in ((r.x, r.wgrad_x), (r.dgrad_g, r.wgrad_g)):
-            if second is not None and first != second:
-                folded = first.granularity == ROW and first is r.dgrad_g
-                row_major = FoldedSpec(spec=first, fold="columns" if folded else "none")
-                column_major = FoldedSpec(spec=second, fold="rows" if folded else "none")
-                tasks[QuantizeTask(first=row_major, second=column_major)] = f"{first} and {second}" + (
-                    " folded" if folded else ""
-                )
+    for r in RECIPES.values():
+        for first, second in r.pairs:
+            folded = first.granularity == ROW and first is r.dgrad_g
+            row_major = FoldedSpec(spec=first, fold="columns" if folded else "none")
+            column_major = FoldedSpec(spec=second, fold="rows" if folded else "none")
+            label = f"{first} and {second}{' folded' if folded else ''}"
+            tasks[QuantizeTask(first=row_major, second=column_major)] = label
     return tasks
 
 
