@@ -1,8 +1,6 @@
 """Accumulators: statistics of an operand on its device, summed over calls, micro-batches and ranks.
 
-Each operand has two vectors: `SUMS`, which add up, and `MAXIMA`, of which the larger value wins. Nothing synchronizes
-until the end of a step, when all operands of all layers move at once. Counting costs one more quantization of the
-operand and about fifteen passes over it, in row chunks: on a CPU to stay in cache, on a GPU to bound memory.
+Nothing synchronizes until the end of a step, when all operands of all layers move at once.
 """
 
 import math
@@ -29,19 +27,15 @@ GPU_CHUNK = 2**26  # Elements of a row chunk on a GPU: 256 MiB in float32 for ea
 
 @dataclass
 class Accumulator:
-    """Statistics of one operand."""
-
     sums: Tensor  # float64 [len(SUMS) + 2 · number of what-if recipes]
     maxima: Tensor  # float64 [len(MAXIMA)]
 
     def add(self, other: "Accumulator") -> None:
-        """Add the statistics of another accumulator."""
         self.sums += other.sums
         self.maxima = torch.maximum(self.maxima, other.maxima)
 
     @staticmethod
     def empty(what_if: int, device: torch.device) -> "Accumulator":
-        """Return the accumulator of no element."""
         return Accumulator(
             torch.zeros(len(SUMS) + 2 * what_if, dtype=torch.float64, device=device),
             torch.full((len(MAXIMA),), -math.inf, dtype=torch.float64, device=device),
@@ -60,7 +54,6 @@ class OperandFormat:
     read: Tensor | None = None
 
     def quantize(self, x: Tensor) -> ScaledTensor:
-        """Quantize a matrix."""
         assert self.spec is not None
         return quantize(x, self.spec, self.fold, scale=self.scale)
 
@@ -68,7 +61,6 @@ class OperandFormat:
 def accumulate(
     x: Tensor, form: OperandFormat, others: Sequence[OperandFormat], order: int
 ) -> tuple[Accumulator, list[ScaledTensor | None]]:
-    """Count a matrix."""
     quantized = [None if f.spec is None else f.quantize(x) for f in (form, *others)]
     own = quantized[0]
     assert own is not None
@@ -133,7 +125,6 @@ def _mask_unread(values: Tensor, read: Tensor | None, chunk: slice) -> Tensor:
 
 
 def _row_chunks(x: Tensor, multiple: int) -> list[slice]:
-    """Split into chunks of whole block rows."""
     rows, columns = x.shape
     if x.device.type != "cpu":
         multiple *= max(GPU_CHUNK // max(columns * multiple, 1), 1)
@@ -145,8 +136,6 @@ OperandKey = tuple[str, str]  # Layer and operand
 
 @dataclass
 class Accumulators:
-    """The accumulators of one step, by layer and operand."""
-
     what_if: Sequence[str]
     by_key: dict[OperandKey, Accumulator] = field(default_factory=dict)
     order: int = 0

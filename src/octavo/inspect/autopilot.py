@@ -1,12 +1,7 @@
-"""Autopilot: between two steps, switch linear layers that FP8 harms to a recipe that does not.
+"""Autopilot: between two steps, switch linear layers that FP8 harms to a recipe that does not (docs/autopilot.md).
 
-docs/autopilot.md has the five steps: suspicion (`octavo.inspect.findings`), harm (`octavo.inspect.product_error`),
-switch, trial and restore. Non-finite values move no layer: operands are counted before quantization, so FP8 did not
-cause them. The first step without such is sampled. Repeat a step in which layers moved, with its gradients dropped: if
-numbers are bad from the start, the first steps do lasting damage.
-
-Statistics and errors are the same on all ranks, and so are the moves. Over the stages of a pipeline (`Watch(stages=…)`)
-every rank decides about all layers, and changes those that it has. `state_dict` holds all state.
+Statistics and errors are the same on all ranks, and so are the moves. Over the stages of a pipeline every rank decides
+about all layers, and changes those that it has.
 """
 
 import warnings

@@ -1,15 +1,7 @@
 """Verdicts on the losses of paired runs: whether an arm is worse than the baseline, and the gap that is detectable.
 
-Runs of one seed share initial weights, data and order, so the test uses the gap within a seed; the spread between
-seeds, usually ten times as large, cancels. Three rules cover different kinds of damage; `docs/compare.md` derives them
-and lists measured error rates:
-
-    gaps       within seeds, by a t-test at levels for a look after every seed, and separation (`paired_test.py`)
-    blow-up    a run above twice its baseline's loss, if no run of the baseline failed, makes the arm worse at once
-    failures   runs that diverged, or ended above twice the baseline's median: counts, by Fisher's exact test
-
-Rejected: percent of each seed's own loss, which adds the spread of the seeds; sign and permutation tests, which cannot
-reach the levels with fewer than nine seeds; a variance pooled over arms; keeping exploded runs in the gaps.
+Three rules cover different kinds of damage: gaps within seeds (`paired_test`), blow-ups, and counts of failures;
+docs/compare.md derives them, and has their measured error rates and what was rejected.
 """
 
 import math
@@ -42,8 +34,6 @@ FAILURE_LEVEL = 0.005  # Level of Fisher's test, at 95 % and for one arm
 
 @dataclass(frozen=True, kw_only=True)
 class ArmLosses:
-    """The verdict on the losses of one arm."""
-
     name: str  # Name of the arm
     verdict: Verdict  # "inconclusive" if the arm is neither shown to be worse nor passes
     outcome: Outcome  # Result for CI: with a margin, a worse arm passes if it is shown to be within the margin
@@ -73,21 +63,17 @@ class ArmLosses:
 
 
 def worst(outcomes: Sequence[Outcome]) -> Outcome:
-    """Return the outcome of several together."""
     return max(outcomes, key=list(EXIT_CODES).index)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossComparison:
-    """The verdicts on all arms."""
-
     arms: tuple[ArmLosses, ...]  # Verdicts in the order of the arms
     planned: int  # Planned maximum of seeds
     extended: bool  # Whether there are more seeds than planned
 
     @property
     def extension(self) -> str:
-        """Note on an extended comparison."""
         return (
             f"Extended beyond its planned maximum of {self.planned} seeds: judged at the levels of a plan of "
             f"{MOST_SEEDS}, so an arm that is no worse is called worse up to twice as often."
@@ -95,7 +81,6 @@ class LossComparison:
 
     @property
     def outcome(self) -> Outcome:
-        """Fail if any arm fails, else inconclusive if any is, else pass."""
         return worst([arm.outcome for arm in self.arms])
 
     @property
@@ -168,8 +153,6 @@ def compare_losses(
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """The settings of a comparison."""
-
     margin: float | None
     confidence: float
     arms: int
@@ -210,7 +193,6 @@ class _Pairs:
 
     @property
     def ended(self) -> tuple[int, ...]:
-        """Indices of the seeds on which neither run failed."""
         failed = {*self.failed(self.losses), *self.failed(self.base)}
         return tuple(k for k in range(len(self.seeds)) if k not in failed)
 
@@ -344,5 +326,4 @@ def percent(value: float) -> str:
 
 
 def signed(value: float) -> str:
-    """Format as `percent`, with a sign."""
     return f"{'-' if value < 0 else '+'}{percent(abs(value))}"

@@ -1,11 +1,6 @@
 """Findings: statistics that crossed a limit, each with its layer and operand.
 
-Non-finite values are reported at their origin. Rows are in the order in which operands were computed (forward, then
-backward), so the first row with a NaN or an infinity is the origin and later ones are left out. Non-finite weights are
-origins of their own.
-
-An amax is compared with the median of its last samples in both directions: a thousandfold rise is an outlier or a
-divergence, a thousandfold fall a vanishing gradient. The median ignores a single odd step.
+Non-finite values are reported at their origin: the first row in the order of computation, and weights.
 """
 
 import math

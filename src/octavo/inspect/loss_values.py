@@ -1,9 +1,6 @@
 """Convert losses of any library to floats, check them, and find the unit to which they are rounded.
 
-Rounded losses tie: two gaps that are equal only after rounding have no deviation, and any test would call them a
-certain effect. `resolution` finds the unit to which losses were rounded from the losses alone: fixed decimals
-(3.02), significant digits, whole numbers, and formats with fewer bits than a float (3.015625 in bf16, also
-printed as 3.0156). It does not detect rounding before a transformation (bits per byte of bf16 nats).
+Rounded losses tie: two gaps that are equal only after rounding have no deviation, and any test would call them certain.
 """
 
 import math
@@ -118,7 +115,6 @@ def _loss(value: Any) -> float:
 
 
 def shown(value: Any) -> str:
-    """Return a shortened repr of any value, for messages."""
     try:
         return reprlib.repr(value)
     except ValueError:  # a whole number of more digits than Python prints

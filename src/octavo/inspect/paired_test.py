@@ -1,17 +1,4 @@
-"""Interval of the mean gap of paired runs, with levels for a look after every seed (group-sequential).
-
-    gaps        g_k = 100 (L_k − B_k) / B̄ percent     L, B: losses of arm and baseline; B̄ the baseline's mean
-    deviation   s² = Σ (g_k − ḡ)² / (n − 1) + r²/6     r: the unit to which the losses are rounded, in percent
-    low         ḡ − t(1 − α_n/m; n − 1) s/√n           the arm, one of m, is worse if this is above 0
-                min(ḡ − t(1 − α_n; n − 1) s/√n, floor)   instead, if this is above 0 and n ≥ 3: separation
-    floor       smallest gap in S; S: the smallest set of arms with this one whose gaps exceed all others' on every seed
-    high        ḡ + (t(1 − α_n/3; n − 1)/√n + 1 + 10/(n + 1)) s + r    it passes if this is below the margin
-
-Gaps of an equal arm are symmetric about zero, because the runs of a pair are exchangeable, so Student's t holds for
-`low`. An arm may be worse on few seeds only: `high` allows for an instability that n seeds are likely not to show, and
-for a gap that rounding hides. `docs/compare.md` has the derivations, measured rates and what was rejected. The t
-distributions are SciPy's.
-"""
+"""Interval of the mean gap of paired runs, with levels for a look after every seed: the formulas of docs/compare.md."""
 
 import math
 import statistics
@@ -152,7 +139,7 @@ def level_factor(confidence: float) -> float:
 
 
 def floor_of(gaps: Sequence[float], others: Sequence[Sequence[float]]) -> float:
-    """Return `floor` of the module docstring: the smallest gap in the set of arms that `low` separates."""
+    """Return `floor` of docs/compare.md: the smallest gap in the set of arms that `low` separates."""
     rest, lowest = list(others), list(gaps)
     while joining := [other for other in rest if any(gap >= low for gap, low in zip(other, lowest, strict=True))]:
         rest = [other for other in rest if all(gap < low for gap, low in zip(other, lowest, strict=True))]

@@ -1,18 +1,12 @@
 """Product errors: how far the FP8 products of a linear layer lie from those in high precision, on the current operands.
 
-A loss in an operand (`octavo.inspect.stats`) may be harmless; a loss in a product is not. P' is a product of quantized
-operands, P the same in high precision, both multiplied in float32:
-
     error of a row    ‖P'_r − P_r‖ / ‖P_r‖, at most 1          for rows that are not all zeros
     error of P        the mean over its rows                   tokens of Y and ∂X
                       or over its columns, if that is larger   output and input features of ∂W
     error of a layer  the largest of its products Y, ∂X and ∂W
 
-Every row has the same weight, however small (docs/autopilot.md). Healthy products have 0.03 to 0.10. Equalized recipes
-are measured with the s of the layer for its own recipe, and others with the s of these operands. Measured layers copy X
-and W in forward and multiply them three times per recipe in backward. X that was gathered in FP8 is gathered again in
-high precision; of a weight that FSDP gathers in FP8 the gathered form counts as high precision. Recipes with a scale
-per tensor are not measured under tensor parallelism, which does not have them.
+P' is a product of quantized operands, P the same in high precision, both multiplied in float32. Healthy products have
+0.03 to 0.10. Equalized recipes use the s of the layer for its own recipe, others that of these operands.
 """
 
 from collections.abc import Mapping, Sequence
@@ -43,8 +37,6 @@ class Operands:
 
 
 class ProductErrors:
-    """The product errors of one step."""
-
     def __init__(self, measure: Mapping[str, Sequence[Recipe]]) -> None:
         self._measure = measure
         self._weights: dict[str, Tensor] = {}
@@ -53,7 +45,6 @@ class ProductErrors:
         self._sums: dict[tuple[str, str], Tensor] = {}
 
     def measures(self, layer: str) -> bool:
-        """Whether a layer is measured."""
         return layer in self._measure
 
     def save_operands(self, layer: str, module: nn.Module, x_MK: Tensor, channels: ChannelScales | None) -> None:
@@ -72,7 +63,6 @@ class ProductErrors:
         self._operands[layer] = Operands(x_MK.to(torch.float32, copy=True), w_NK, by_recipe)
 
     def pop_operands(self, layer: str) -> Operands | None:
-        """Return and remove the operands of the last forward."""
         return self._operands.pop(layer, None)
 
     def measure(

@@ -1,15 +1,7 @@
 """Sample: the hooks of one sampled step (see `octavo.inspect.watch`), and how each operand is quantized in them.
 
 Recipes may fold row scales of X and W into G, so these scales, one number per token and per output feature, are saved
-from a layer's forward to the hook on its output. What-if recipes have factors of their own. If a whole row of X or W is
-zero, G's values for it are multiplied by zeros, so they do not count as lost.
-
-Activation checkpointing runs forward again in backward. The reentrant variant runs its first forward without autograd,
-so the gradient hook goes on the outputs of the second; otherwise it goes on those of the first.
-
-W that FSDP gathers in FP8 is not available in high precision, but its shards are: each rank counts its own rows, by row
-with the scales of the whole matrix, by tensor with the gathered scale. Under tensor parallelism X, W and G are the
-parts that this rank multiplies. X that was gathered in FP8 is counted before the gather, each rank its own tokens.
+from a layer's forward to the hook on its output.
 """
 
 import math
@@ -62,8 +54,6 @@ Channels = list[ChannelScales | None]  # Channel scales of X and W in the layer'
 
 
 class Sample:
-    """The hooks of one step."""
-
     def __init__(
         self, layers: Sequence[WatchedLayer], what_if: Sequence[Recipe], measure: Mapping[str, Sequence[Recipe]]
     ) -> None:
@@ -87,7 +77,6 @@ class Sample:
         return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else torch.device("cpu")
 
     def install(self) -> None:
-        """Register the hooks."""
         for layer in self.layers:
             before, after = layer.module.register_forward_pre_hook, layer.module.register_forward_hook
             self._handles.append(before(partial(self._save_input, layer), prepend=True, with_kwargs=True))
@@ -97,7 +86,6 @@ class Sample:
             self._handles.append(after(partial(self._hook_output, layer, False), with_kwargs=True))
 
     def remove(self) -> None:
-        """Remove all hooks, including those on outputs."""
         for handle in self._handles:
             handle.remove()
 

@@ -1,14 +1,4 @@
-"""Statistics of operands: how well a matrix fits the FP8 format that a product reads it in.
-
-    x  the operand in high precision (for G: after folding in the other operand's scales, as it is quantized)
-    q  its FP8 values, s its scales, x' = q · s
-
-    underflow   = #(x ≠ 0, x' = 0) / #(x ≠ 0)
-    saturation  = #(|x| > s · fp8_max) / #x              of finite x; scales from x's own amax saturate nothing
-    SQNR        = 10 log10( Σ x² / Σ (x − x')² )         over finite x and x'
-
-`octavo.inspect.accumulator` counts them in the steps that `octavo.inspect.watch` samples.
-"""
+"""Statistics of operands: how well a matrix fits the FP8 format that a product reads it in (docs/inspect.md)."""
 
 import math
 from collections.abc import Mapping, Sequence

@@ -1,16 +1,7 @@
 """Watch: statistics of the operands of every FP8 linear layer, in sampled steps (docs/inspect.md).
 
-Steps that are not sampled have no hooks and no cost. In a sampled step each layer has two hooks: before forward, X and
-W are counted (`octavo.inspect.accumulator`); after forward, a hook on the output waits for G. G is quantized with
-scales of X and W folded in, and only those row scales are saved in between. Hooks return nothing and run outside of
-dispatch modes, autograd and the caches that layers share, so a sampled step computes bitwise the same as any other.
-
-    recomputed forwards     activation checkpointing runs a forward again in backward: not counted twice
-    micro-batches           all of the step are counted, W once
-    torch.compile           a sampled step runs eagerly, so that hooks are called; compiled code stays valid
-    ranks                   one sum and one maximum over the group at the end of the step; rows are the same on all
-    weights in FP8          gathered so by FSDP (`octavo.nn.gathered`): each rank counts its own rows
-    tensor parallelism      each rank counts the parts that it multiplies; what all ranks have counts once for each
+Hooks return nothing and run outside of dispatch modes, autograd and the caches that layers share, so a sampled step
+computes bitwise the same as any other.
 """
 
 import zlib

@@ -1,9 +1,6 @@
 """Clip gradients of parameters on several meshes, which `torch.nn.utils.clip_grad_norm_` cannot combine.
 
-The norm of each mesh's gradients is PyTorch's: of DTensors over the mesh, shards added up, copies counted once. The
-norm of those norms is that of all gradients:
-
-    ‖g‖ = ‖(‖g on mesh 1‖, ‖g on mesh 2‖, …, ‖plain gradients‖)‖        also for the maximum norm
+The norm of the meshes' norms, each PyTorch's own, is that of all gradients; also for the maximum norm.
 """
 
 import math

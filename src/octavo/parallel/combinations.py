@@ -105,6 +105,5 @@ def problem_of(function: str, model: nn.Module, of: str = "") -> str | None:
 
 
 def check_model(function: str, model: nn.Module) -> None:
-    """Raise ValueError if a function cannot take a model."""
     if (problem := problem_of(function, model)) is not None:
         raise ValueError(problem)

@@ -1,22 +1,9 @@
 """context_parallel: attention of a Transformers model over sequences that are sharded over ranks (Ulysses).
 
-Each of p ranks runs the model on S/p tokens of every sequence. Attention is `ulysses_attention` around the model's own
-function, reached by the name in its config, which Transformers looks up in every forward. All parameters exist on
-every rank, so these ranks count as data-parallel ones: shard or copy the model over them, and average gradients.
-
-`ulysses_attention` (arXiv 2309.14509, DeepSpeed-Ulysses): each rank has S/p tokens of every head. One all-to-all of q,
-k and v together gives it all S tokens of H/p heads, on which any attention runs; another brings the results back:
+Each of p ranks has S/p tokens of every head. One all-to-all of q, k and v together gives it all S tokens of H/p heads,
+on which any attention runs; another brings the results back (arXiv 2309.14509, DeepSpeed-Ulysses):
 
     [B,H,S/p,D]  ──▶  [B,H/p,S,D]  ──▶  attention  ──▶  [B,H/p,S,Dv]  ──▶  [B,H,S/p,Dv]
-
-Backward sends gradients by the same ways. In FP8 the messages are vectors in groups of 128 (`fp8/1x128`): a group is
-part of one token and head if D is a multiple of 128, else it may hold the ends of two; q, k and v begin with groups of
-their own. Attention and its backward compute with the same decoded q, k and v. The error of q and k is
-less than that of the FP8 product that made them, 29 dB, and like that error it counts more the larger the scores are:
-∂Q of normal q, k and v agrees to 36.5 dB if the largest score is 4, and to 21.9 dB if it is 57.
-
-Refused, because a mask of whole sequences would be needed: sliding windows shorter than the sequence, attention masks,
-packed documents.
 """
 
 from collections.abc import Callable

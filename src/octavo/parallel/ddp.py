@@ -1,9 +1,8 @@
 """DDP with gradients in FP8: a communication hook for `torch.nn.parallel.DistributedDataParallel`.
 
-With error feedback a rank adds the rounding errors of its bucket and of its piece of the sum to those of the next step,
-so that nothing is lost in the long run (1-bit SGD, Seide et al. 2014). A step that is not taken leaves no errors: if an
-average was not finite, or no parameter of the bucket has changed since, the errors of the step before are used again.
-That costs two float32 copies of the gradients, and 2/W of one.
+With error feedback a rank adds the rounding errors of its bucket, and of its piece of the sum, to those of the next
+step (1-bit SGD, Seide et al. 2014), but none of a step that was not taken: its average was not finite, or no parameter
+of the bucket has changed since. That costs two float32 copies of the gradients, and 2/W of one.
 """
 
 import weakref

@@ -1,11 +1,8 @@
 """Random numbers of tensor parallelism: equal where ranks hold the same values, different where they hold other heads.
 
-Ranks that hold all tokens are seeded alike, so that they drop the same values of the residual stream. But then dropout
-of attention, or of an MLP's features, would repeat one mask in the heads or features of every rank. So between the
-first column-parallel layer of a module and its row-parallel one, generators are seeded with a hash of their state and
-the rank (Megatron's model-parallel seed, without a second state to save). Afterwards they are as they were, one number
-further if that was used: the same on all ranks, in recomputation under activation checkpointing, and after a resume.
-Limit: checkpointing that begins between the two draws dropout of the residual stream from this rank's numbers.
+Between the first column-parallel layer of a module and its row-parallel one, generators are seeded with a hash of their
+state and the rank (Megatron's model-parallel seed, without a second state to save). Afterwards they are as they were,
+one number further if that was used: the same on all ranks, in recomputation, and after a resume.
 """
 
 import hashlib

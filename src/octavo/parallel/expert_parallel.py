@@ -1,23 +1,8 @@
-"""Expert parallelism: the experts of a mixture distributed over ranks, with FP8 messages.
+"""Expert parallelism: the experts of a mixture distributed over ranks, with FP8 messages (docs/parallel.md).
 
-Each of the R ranks of a mesh dimension holds E/R experts of every layer, and tokens of its own. A forward sends a row
-[H] for each token and each of its k experts to the rank of the expert, sorted by expert, computes
-`Experts.octavo_on_rows` on the rows that arrived, and returns the results by the same way; the sender multiplies them
-by the routing weights and adds the k of each token. Backward sends ∂Y and ∂X by the same ways.
-
-    message        format        bytes               why
-    X              recipe.x      H + 16 (rowwise)    the experts quantize X in this format: the second quantization
-                                                     changes next to nothing
-    Y, ∂Y, ∂X      fp8/1x128     1.03·H              44 dB for Gaussian values, whatever a row's other groups hold
-    exact          as X          2·H in bf16         `fp8_comm=False`
-
-A row is sent once for each of its experts, also if two of them are on one rank. To send it once per rank would save
-bytes for large k, but sums over experts would be rounded to the message's format.
-
-Each rank first tells each other rank how many rows it sends: the host waits for these numbers once per forward. The
-same message carries what has to be equal on all ranks (`_call_code`): if it is not, all raise instead of waiting
-for each other. The gradient of an expert sums over the tokens of all R ranks, and is divided by R: the mean
-over ranks, as FSDP2 and DDP compute it for other parameters.
+Each rank holds E/R experts of every layer, and tokens of its own. A forward sends a row [H] for each token and each of
+its k experts to the rank of the expert, and returns the results by the same way. The numbers of rows travel first, in a
+message that also carries what has to be equal on all ranks (`_call_code`).
 """
 
 from collections.abc import Callable
@@ -96,12 +81,10 @@ def expert_parallel(model: nn.Module, mesh: DeviceMesh, *, fp8_comm: bool = True
 
 
 def has_expert_names(mesh: Any) -> bool:
-    """Return whether a mesh is [efsdp, ep]."""
     return isinstance(mesh, DeviceMesh) and mesh.mesh_dim_names == ("efsdp", "ep")
 
 
 def distributed_experts(model: nn.Module) -> list[Any]:
-    """Return the experts of a model that are distributed over ranks."""
     return [module for module in model.modules() if is_converted_experts(module) and module.octavo_exchange]
 
 

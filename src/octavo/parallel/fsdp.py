@@ -1,12 +1,8 @@
 """FSDP2 with FP8 communication: what `fully_shard` shards, and in which format it is communicated.
 
-    weights of converted layers     gathered as FP8 bytes and scales, which the products read (`octavo.nn.gathered`)
-    everything else                 gathered in the compute dtype, as FSDP2 does
-    gradients                       FP8 all-to-all and a sum in float32, through FSDP2's own reduce-scatter hook
-
-With copies of the shards (HSDP), the sums of a shard group are reduced over the copies in `reduce_dtype`: FSDP2 offers
-no hook for that. Weights are gathered in FP8 if one format serves all products and each rank can quantize its rows
-alone: recipes by row, and by tensor, with one all_reduce of the amaxes of an FSDP2 group before its gather.
+Weights are gathered in FP8 if one format serves all products and each rank can quantize its rows alone: by row, and by
+tensor, with one all_reduce of the amaxes of an FSDP2 group before its gather. Sums of a shard group are reduced over
+the copies of HSDP in `reduce_dtype`: FSDP2 offers no hook for that.
 """
 
 import weakref
@@ -236,5 +232,4 @@ def _unwrap_shards(module: nn.Module, state: dict[str, Any], prefix: str, metada
 
 
 def parameters_in_fp8(model: nn.Module) -> Iterable[str]:
-    """Return the names of the parameters that are gathered in FP8."""
     return [name for name, p in sharded_weights(model) if local_part(p).gather_format.spec is not None]

@@ -1,13 +1,4 @@
-"""parallelize: the entry point to data-parallel training on many devices.
-
-    [dp_shard]                    FSDP2: ZeRO-3, or ZeRO-2 with reshard_after_forward=False; Gemini with cpu_offload
-    [dp_replicate]                DDP
-    [dp_replicate, dp_shard]      HSDP
-    [efsdp, ep]                   FSDP2 after `expert_parallel(model, mesh["ep"])`
-
-Unsupported combinations raise an error here, with the nearest one that works. Settings, recipes and parameters must be
-equal on all ranks; they are compared first, and an error on one rank is raised on all.
-"""
+"""parallelize: the entry point to data-parallel training on many devices, by FSDP2, DDP, or both (HSDP)."""
 
 import os
 from collections.abc import Iterator

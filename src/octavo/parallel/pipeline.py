@@ -1,19 +1,8 @@
 """`PipelineStage`, a stage of `torch.distributed.pipelining` that sends FP8 messages, under torch's own schedules.
 
-    forward   stage i ──activation──▶ stage i+1      legend: B sequences of a micro-batch, S tokens of each,
-    backward  stage i ◀──gradient──── stage i+1              H width: payloads are [B,S,H], or [...,H]
-
 A schedule asks a stage for the point-to-point operations of each micro-batch. The stage replaces their payloads by
 messages of `octavo.comm.encoding`, and decodes a received message into torch's buffer before the micro-batch is
-computed. Order, peers and number of the operations are torch's.
-
-In FP8 travel floating-point tensors of two or more dimensions that require a gradient, and these gradients. All others
-travel as they are: token ids, masks, positions, scalars, and everything in `schedule.eval`. Both ends decide by the
-metadata that torch exchanges between stages. Two stages on one rank hand tensors over without a message: exact.
-
-At its first step torch infers shapes by a forward and a backward of each stage on uninitialized memory. This pass runs
-inside `octavo.disabled()`, so no channel scale is measured in it. A scale per tensor (`tensorwise`) covers one
-micro-batch, so numbers would depend on how a batch is cut: an error.
+computed. Both ends decide by the metadata that torch exchanges what travels in FP8.
 """
 
 import math
@@ -208,7 +197,6 @@ class PipelineStage(pipelining.PipelineStage):
         return result
 
     def _decode(self, received: list[tuple[Tensor, Tensor]]) -> None:
-        """Give torch's buffers the values of messages."""
         for buffer, message in received:
             assert self._spec is not None
             _, columns = _matrix_shape(buffer.shape, self._spec)

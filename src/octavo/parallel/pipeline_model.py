@@ -2,11 +2,8 @@
 
     embedding, blocks 0…i  ──[B,S,H]──▶  blocks i…j  ──▶ … ──▶  blocks …n, norm, head and loss
 
-Each stage runs the model's own forward, with `Absent` in the place of what other stages have: it gets hidden states as
-`inputs_embeds`, and positions, masks and rotary embeddings are made anew. That is right only if the model adds nothing
-to `inputs_embeds` and hands nothing but hidden states from block to block. So both are tried on a few tokens, with the
-first two blocks (`check_pipeline_model`). Where blocks do not divide evenly, later stages have one more, except the
-last, which has the head.
+Each stage runs the model's own forward, with `Absent` in the place of what other stages have. Where blocks do not
+divide evenly, later stages have one more, except the last, which has the head.
 """
 
 from collections.abc import Iterator

@@ -4,10 +4,7 @@
     Fp8ColwiseParallel     Shard(0)   tokens sharded        features sharded      gather X     reduce ∂X
     Fp8RowwiseParallel     Shard(1)   features sharded      tokens sharded        reduce Y     gather G
 
-Inputs and outputs are this rank's parts, as plain tensors; inputs may be DTensors, as those of a norm under torch's
-`SequenceParallel`. Layers that read one X, as q, k and v, share its gather, and the reduction of ∂X. Saved for backward
-is the gathered X in FP8, one byte for each element of all tokens. Rejected: to save this rank's part and gather again,
-which saves 1/t of that memory and sends half as much again.
+Saved for backward is the gathered X in FP8, one byte for each element of all tokens.
 """
 
 from abc import abstractmethod
@@ -223,7 +220,6 @@ class Fp8RowwiseParallel(_Fp8Style):
 def _gather(
     exchange: TokenExchange, equal_shapes: EqualShapes, layer: nn.Module, args: Any, kwargs: Any
 ) -> tuple[Any, dict[str, Any]]:
-    """The hook before a column-parallel layer's forward."""
     exchange, input = present(layer, exchange), _input_of(args, kwargs)
     x = _local(input, exchange, exchange.placement(input))
     if exchange.sequence_dim is not None:
@@ -240,7 +236,6 @@ def _gather(
 def _features(
     exchange: TokenExchange, equal_shapes: EqualShapes, layer: nn.Module, args: Any, kwargs: Any
 ) -> tuple[Any, dict[str, Any]]:
-    """The hook before a row-parallel layer's forward."""
     input = _input_of(args, kwargs)
     x = equal_shapes(_local(input, exchange, Shard(input.ndim - 1)))
     return (DTensor.from_local(x, exchange.mesh, [Shard(x.ndim - 1)], run_check=False),), {}

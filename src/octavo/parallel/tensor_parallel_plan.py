@@ -6,13 +6,8 @@ With sequence parallelism each of t ranks has S/t tokens of every sequence betwe
                               │  ▲
                     gather [B,S,H]  reduce     around attention, whose heads the ranks share, and around the MLP
 
-Attention reads the numbers of its heads and tokens from its input, so that is gathered where attention begins, once for
-q, k and v. Everything that is not in the plan (norms, embedding, head, routers, experts) exists on every rank, computes
-on that rank's tokens, and leaves a summand of its gradient there: `sum_partial_gradients` adds these up, in one message
-for all. Rejected: these parameters as DTensors, which needs a message for each.
-
-Without sequence parallelism every rank has all tokens and whole gradients, except of parameters between the heads or
-features. Dropout there gets other random numbers on each rank (`divided_random`).
+What is not in the plan (norms, embedding, head, routers, experts) leaves a summand of its gradient on every rank.
+Rejected: these parameters as DTensors, which needs a message for each.
 """
 
 import inspect

@@ -3,11 +3,6 @@
     gather      parts of X or G to the whole, on every rank        [..., S/t, ..., K] → [..., S, ..., K]
     reduce      summands of Y or ∂X, and each rank's part of the sum    [..., S, ..., K] → [..., S/t, ..., K]
 
-    X in FP8      rows quantized where they are, bytes and scales in one message; products multiply them as they came
-    G in FP8      `octavo.comm.ADAPTIVE_SPEC`, widened; each rank then folds its scales into it
-    sums in FP8   the same, each summand rounded once, added up in float32 (`octavo.comm`)
-    else          two bytes: float32 travels as bfloat16
-
 `gather_input` and `reduce_output` are the two ends of a layer; each is the other's backward.
 """
 
@@ -109,13 +104,11 @@ class TokenExchange:
         return total.view(shape).to(x.dtype)
 
     def _joined(self, parts: Tensor) -> Tensor:
-        """Return the tokens of parts [t, ..., S/t, ..., K] in their order."""
         dim = self.dim(parts[0])
         return parts.movedim(0, dim).flatten(dim, dim + 1)
 
 
 def check_equal_parts(x: Tensor, dim: int, ranks: int) -> None:
-    """Raise ValueError unless the ranks divide a dimension."""
     if (size := x.shape[dim]) % ranks:
         what, whole = ("tokens", "the sequence") if dim < x.ndim - 1 else ("features", "it")
         raise ValueError(

@@ -1,10 +1,6 @@
-"""convert, the one line: decide for each linear layer, then convert in place.
+"""convert, the one line: decide for each linear layer, by rule or by cost on a GPU, then convert in place.
 
-Without a GPU, a recipe and a plan, the rules of `octavo.nn.select` decide: every layer is converted to the default
-recipe. With a GPU they select the candidates, and predicted cost decides among them. The number of tokens is unknown
-before the first batch, so one is assumed; every reason states it and the GPU, and `tokens` sets it. Each layer is
-assumed to be called once in eager mode with an input of its own: siblings that share an input gain a little more than
-predicted. `octavo.plan` uses a real batch.
+The number of tokens is unknown before the first batch, so one is assumed, and each layer to have an input of its own.
 """
 
 import sys

@@ -1,9 +1,7 @@
 """Decide by predicted cost which linear layers of a model compute in FP8, and in which recipe.
 
-The rules of `octavo.nn.select` choose the layers in question (`decide_by_rule`). Each of these gets the fastest
-recipe if that beats bf16 by `MIN_SPEEDUP`. Recipes within `TIE_FACTOR` of the fastest count as equally fast, and the
-first of them in `RECIPES`, which lists recipes by preference, wins: a model should not mix three recipes to gain a
-percent. Rules of thumb (few tokens, narrow outputs) decide nothing; they only explain the figures.
+Recipes within `TIE_FACTOR` of the fastest count as equally fast, and the first of them in `RECIPES`, which lists
+recipes by preference, wins: a model should not mix three recipes to gain a percent.
 """
 
 from collections.abc import Mapping, Sequence

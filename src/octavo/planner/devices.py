@@ -1,22 +1,7 @@
 """Gpu: the properties of a GPU that predictions use, a table of known GPUs, and a way to describe another one.
 
-Rates are dense peaks (no sparsity, float32 accumulation) from the vendors' data sheets. An `efficiency` next to each
-rate is the share that large products and copies reach. `efficiency_from` names its source:
-
-    measured    on an H100: `h100.json` beside this file, which `python -m benchmarks rates` makes from the result files
-                of that card. It holds shares, and times of products as `octavo calibrate` would, which take precedence
-                at their shapes. H800 and H100 PCIe take the shares, H200 those of FP8 products and maxima
-    published   for an H200: 8192³ bf16 products at 788 TFLOP/s and copies at 4.3 TB/s; for an H100: products with
-                scales by block
-    assumed     attention, links, launches and host times of all; all shares of other GPUs, for bf16 and copies those
-                published for an H200. Predicts whether large layers gain, not the gain to within 10 percentage points
-
-Another GPU, or a corrected known one, is a TOML table, as a path or a dictionary; missing fields come from its `like`.
-
-`Measurements` are times of products and quantizations on one GPU, written by `octavo calibrate`. A time holds for its
-measured shape. Between two measured shapes that differ in one dimension only, by a factor of at most
-`MAX_INTERPOLATION_FACTOR`, it is interpolated along that dimension; over so few tiles times are nearly linear. Nothing
-is extrapolated, and no time is scaled from one GPU to another. Without a measurement the roofline predicts.
+Rates are dense peaks of data sheets; `efficiency_from` names where the shares come from that large products and copies
+reach. `h100.json` beside this file is made by `python -m benchmarks rates` from the result files of that card.
 """
 
 import json
@@ -60,7 +45,6 @@ class Measurements:
 
 
 def read_measurements(path: Path) -> Measurements:
-    """Read a file that `octavo calibrate` wrote."""
     try:
         device, entries = read(path)
     except (OSError, UnicodeDecodeError) as error:

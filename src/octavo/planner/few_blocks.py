@@ -1,15 +1,7 @@
 """Predict what all blocks of a model do from copies of it with a few of them.
 
-A model of n equal blocks runs some first operations, n times the same block, and some last operations in forward, and
-the reverse in backward. So a record of n + 1 blocks is that of n with one block's part inserted (`insertion`), and that
-of N has this part N − n times. Amounts grow by the same with each block:
-
-    amount(N) = amount(n) + (N − n) · (amount(n + 1) − amount(n))
-
-A vision tower and a decoder grow independently of each other. The first blocks may differ from the others, as the dense
-ones of DeepSeek-V3; they run too. The peak of memory may fall on different events for 3 blocks and for 80; nothing is
-assumed about it. What is assumed is checked: the blocks have the same modules, parameters, settings and decisions, and
-the records agree in everything but one block's part. Else all blocks run.
+A record of n + 1 equal blocks is that of n with one block's part inserted (`insertion`), and amounts grow by the same
+with each block. What is assumed is checked: blocks and records agree in everything but that part, else all blocks run.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence

@@ -1,11 +1,4 @@
-"""Forecast: a plan made by predicted cost, with the predicted time and memory of a step next to those of bf16.
-
-A `Forecast` is a `Plan`, so `octavo.convert(model, plan=forecast)` carries it out and
-`Plan.from_json(forecast.to_json())` reads the decisions back. Every figure is a prediction from the GPU table in
-`octavo.planner.devices`, the models in `octavo.planner.roofline` and `octavo.planner.step`, and a run on fake tensors.
-Times that `octavo calibrate` measured on such a GPU replace predictions and are marked. docs/planner.md compares
-predictions with published measurements.
-"""
+"""Forecast: a plan made by predicted cost, with the time and memory of a step next to those of bf16."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -31,8 +24,6 @@ PART_NAMES = {  # Parts of a step for people, where the name of a part is not th
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedRun:
-    """A plan, with the time and memory of its step."""
-
     plan: Plan
     time: StepTime
     memory: MemoryPlan
@@ -70,12 +61,10 @@ class Forecast(Plan):
 
     @property
     def gain(self) -> float:
-        """Predicted speed-up of the whole step."""
         return self.bf16.seconds / self.planned.seconds
 
     @property
     def fits(self) -> bool:
-        """Whether a step as decided fits in the GPU's memory."""
         return self.memory.peak <= self.gpu.usable
 
     @property

@@ -1,12 +1,6 @@
 """Host time of linear layers in eager mode: what Python and PyTorch take to hand their work to the GPU.
 
-    bf16 linear    products · `Gpu.host_us`
-    FP8 linear     that · the recipe's entry in `RATIOS`, which `python -m benchmarks host` measured without a GPU
-
-Ratios carry over to other machines roughly, microseconds do not. `octavo calibrate` measures both on this machine
-(`measure`): a measured time of bf16 or of a recipe replaces its line. A recipe that was not measured is its ratio times
-the measured bf16. An equalized recipe without a ratio takes that of the recipe without equalization: its steady state
-has the same launches and dispatches (`tests/kernels/test_stub_driver.py`). Its refresh is not included.
+Ratios to bf16's carry over to other machines roughly, microseconds do not: `octavo calibrate` measures both.
 """
 
 import time

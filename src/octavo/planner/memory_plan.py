@@ -1,12 +1,6 @@
 """MemoryPlan: the memory of one GPU in a training step, by category, predicted without allocating anything.
 
-    peak = parameters + buffers + optimizer states + batch        held throughout
-         + gradients + activations + temporaries                  at the peak
-         + gathered                                               for communication, with several GPUs
-
-The categories of the last two lines do not peak at the same time: activations shrink while gradients grow. So the peak
-is not a sum of maxima; the step runs on fake tensors (`octavo.planner.step_memory`), and the plan reports its peak. Not
-counted: the CUDA context (0.5 GB), workspaces inside kernels, and what the caching allocator cannot use.
+Categories do not peak at the same time, so the peak is not a sum of maxima: it is that of the whole step.
 """
 
 import json
@@ -131,7 +125,6 @@ class MemoryPlan(Displayed):
         return largest_fitting(lambda size: replan(size).peak, peaks, limit_bytes)
 
     def to_json(self) -> str:
-        """Return the plan as JSON."""
         names = ("label", "device", "batch", "tokens", "peak", "phase", "at_peak", "largest",
                  "saved", "saved_by_dtype", "saved_by_layer", "notes")  # fmt: skip
         content = {name: getattr(self, name) for name in names}
@@ -262,7 +255,6 @@ def compare_memory(plans: Sequence[MemoryPlan], *, baseline: str, fitting: Seque
 
 
 def plan_notes(plans: Sequence[MemoryPlan]) -> list[str]:
-    """Return the remarks of all plans without repetition."""
     notes = dict.fromkeys(f"{plan.label}: {note}" for plan in plans for note in plan.notes)
     outside = "Not counted: the CUDA context, workspaces inside kernels, and what the allocator cannot use."
     return [*notes, outside]

@@ -1,10 +1,4 @@
-"""octavo.plan and octavo.inspect.memory: predict a training step of any model before renting a GPU.
-
-`plan` also finds out which linear layers gain from FP8 on a GPU, and in which recipe. One forward runs on fake copies
-of the model, to count the calls of each linear layer, their sizes and the other work; steps run on such copies for
-their memory (`octavo.planner.prediction`). The model is not changed and may be on meta. A GPU is read only if the
-device is this machine's and `octavo calibrate` has measured it.
-"""
+"""octavo.plan and octavo.inspect.memory: predict a training step of any model before renting a GPU."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence

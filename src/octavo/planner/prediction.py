@@ -1,13 +1,6 @@
 """The one way from a model to the memory and the time of its training step, on one of some GPUs.
 
-All doors describe the step by a `Workload`, and what they return is made here:
-
-    octavo.plan, octavo.inspect.memory    a `Workload` of a module and a batch       `octavo.planner.model_plan`
-    octavo plan, octavo init              a `Workload` of a configuration            `octavo.train.run_plan`
-
-    Workload.memory    from steps on fake copies of each stage                       `octavo.planner.step_memory`
-    Workload.time      from one forward of each stage, and the bytes it sends        `octavo.planner.step`
-    forecast           of the best plan, of level bf16, and as configured
+`octavo.planner.model_plan` makes a `Workload` of a module and a batch, `octavo.train.run_plan` of a configuration.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -54,12 +47,10 @@ class Stage:
 
     @property
     def first(self) -> bool:
-        """Whether it has the embedding."""
         return self.index == 0
 
     @property
     def last(self) -> bool:
-        """Whether it has the head."""
         return self.index == self.count - 1
 
     def kind(self, plan: Plan) -> Hashable:
@@ -97,17 +88,14 @@ class Workload:
         return replace(self, plan=ALL_BF16, step_config=self.step_config.bf16, traced={}, **changes)
 
     def planned(self, plan: Plan) -> "Workload":
-        """Return the same step with another plan."""
         return replace(self, plan=plan, traced={})
 
     def predict(self) -> PlannedRun:
-        """Predict memory and time of a step."""
         assert self.plan is not None
         memory = self.memory()
         return PlannedRun(plan=self.plan, time=self.time(memory), memory=memory)
 
     def time(self, memory: MemoryPlan) -> StepTime:
-        """Predict the time of a step."""
         assert self.gpu is not None and self.plan is not None
         gpu, config, times = self.gpu, self.step_config, []
         for index, trace in enumerate(self.forwards):

@@ -1,20 +1,11 @@
 """The roofline of a linear layer: predicted times of its products and quantization passes on a GPU.
 
     product [m,k]·[k,n]   max( 2·m·n·k / (peak · eff), bytes / bandwidth, launch )
-                          eff = efficiency · tiles / (tiles + multiprocessors / 2)
-                          efficiency of FP8 in backward: times its share with exact accumulation
+                          eff = efficiency · tiles / (tiles + multiprocessors / 2): half of the last wave is idle
                           tiles = m·n / 128², times k / 512 if the output has fewer tiles than the GPU multiprocessors
     quantization pass     max( bytes / bandwidth, launch )
-    in eager PyTorch      at least the host's time (`octavo.planner.host_time`), per layer and per step
 
-The experts of a mixture are one grouped product with the tiles of all, where a recipe has such; else one each.
-
-Tiles run in waves, one per multiprocessor, and on average half of the last wave is idle; small outputs are split along
-the contraction. Shape enters only this way, for bf16 and FP8 alike, so at small shapes the passes decide: they do not
-shrink as fast as the products.
-
-Forward, dgrad and wgrad are [M,K]·[K,N], [M,N]·[N,K], [N,M]·[M,K]. Bytes that quantization moves per element, besides
-scales (`octavo.nn.linear` on a GPU; bf16 is read at 2 bytes, FP8 written at 1 per memory order):
+Bytes that quantization moves per element, besides scales (bf16 is read at 2 bytes, FP8 written at 1 per memory order):
 
     operand                       by tensor       by row (rowwise)     by block (blockwise, mxfp8)
     X, read by several linears    2 + 2 + 1 + 1   2 + 1 + 1            2 + 1 + 1      once for all of them
@@ -22,22 +13,8 @@ scales (`octavo.nn.linear` on a GPU; bf16 is read at 2 bytes, FP8 written at 1 p
     W again in backward           2 + 1           2 + 1                2 + 1          with known scales
     G for dgrad and wgrad         2 + 2 + 1 + 1   2 + 2 + 1 + 1        2 + 1 + 1
 
-The amax of a whole tensor, or of columns, is a separate pass that reads everything once more; that of columns reaches
-`maxima_efficiency` of the bandwidth. A frozen W has no wgrad, so X needs no second memory order; an input without
-gradient has no dgrad.
-
-Channel scales (`octavo.nn.equalized`) move no further bytes, but column maxima of X (once for all layers that read it)
-and W, 2 bytes per element and `SCALES_LAUNCHES` small kernels, every `equalization` passes: that share of them counts
-in each forward. The first passes, which measure more often, do not count, nor does torch.compile, under which each
-forward computes them.
-
+The amax of a whole tensor, or of columns, is a pass of its own; a frozen W has no wgrad, so X needs one memory order.
 Measured times (`Gpu.measured`) replace the formulas, and a cost reports its measured share.
-
-Octavo's Triton kernel computes products that PyTorch's backend lacks for the GPU's compute capability (scales by block
-on Blackwell and Ada), at `triton_efficiency`, which is assumed.
-
-MX scales on a GPU whose matrix units lack them are emulated: products then run in bf16 at best. This module reads no
-device and no tensor.
 """
 
 import math
@@ -79,7 +56,6 @@ class LinearCall:
 
     @property
     def products(self) -> tuple[tuple[int, int, int], ...]:
-        """The same without names."""
         return tuple(self.named_products.values())
 
 
@@ -103,7 +79,6 @@ class Cost:
 
 
 def total(costs: Sequence[Cost]) -> Cost:
-    """Add up costs."""
     return Cost(
         forward=sum(cost.forward for cost in costs), backward=sum(cost.backward for cost in costs),
         host=sum(cost.host for cost in costs), measured=sum(cost.measured for cost in costs),
@@ -158,7 +133,6 @@ def triton_reason(gpu: Gpu, recipe: Recipe) -> str | None:
 
 
 def bf16_linear(gpu: Gpu, linear: LinearCall) -> Cost:
-    """Predict a linear layer in bf16: its products."""
     products = _products(gpu, linear)
     return _sum_cost(products, [], [], host=host_seconds(gpu, None, len(products)))
 
@@ -231,15 +205,12 @@ def _sum_cost(products: dict[str, Timed], forward: list[Timed], backward: list[T
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizeCall:
-    """Quantization of one matrix."""
-
     case: tuple[str, ...]  # In calibration tables
     shape: tuple[int, int]
     bytes: tuple[float, ...]  # Of each pass
     column_maxima: float = 0.0  # Bytes of a pass that finds maxima of columns
 
     def seconds(self, gpu: Gpu) -> float:
-        """Predict the time of all passes."""
         casts = sum(memory_time(gpu, size) for size in self.bytes)
         return casts + memory_time(gpu, self.column_maxima / gpu.maxima_efficiency)
 

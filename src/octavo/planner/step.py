@@ -1,49 +1,19 @@
 """Predict the time of a training step from a trace of one forward: linear layers by the roofline, the rest by simple
-models.
-
-    linears          `octavo.planner.roofline`, as decided
-    attention        operations / (bf16 peak · attention efficiency); backward 2.5 times forward
-    other products   max(operations / large bf16 products, bytes / bandwidth); backward twice forward
-    the rest         bytes / bandwidth, at least one launch each: every operation separately in eager mode, fused
-                     between products when compiled; backward twice forward
-    recomputation    forward again, for what activation checkpointing discards
-    optimizer        bytes per parameter of a rank's shard / bandwidth
-    communication    of sharded data parallelism: gather in forward; gather, scatter and reduction over copies in
-                     backward (below); only what compute of the same direction does not hide
-    host             eager mode takes at least the host's time: that of linears (`octavo.planner.host_time`), and of
-                     each other operation, with two in backward for each in forward; fused norms and gates take more
-
-Left out: data loading, clipping, stragglers, clocks that drop under load, and the multiprocessors that collectives use.
-So a predicted step is too short, and since bf16 pays these costs too, a predicted gain can be too large.
+models (docs/planner.md).
 
 Collectives. A group of W ranks has p of them on each of M machines. N is the size of the whole tensor: the result of
-an all-gather, the input of a reduce-scatter or an all-to-all. Links reach a share of their rate, in both directions at
-once.
+an all-gather, the input of a reduce-scatter or an all-to-all; `inside` and `between` are bytes/s of one GPU. A ring
+leaves a machine once, with partial sums, and p rings share its links; an all-to-all adds nothing up on the way.
 
-    all-gather, reduce-scatter   max( N·(W−1)/W / inside, N·(M−1)/M / (p · between) )
-    all-reduce                   twice that
+    all-gather, reduce-scatter   max( N·(W−1)/W / inside, N·(M−1)/M / (p · between) ); an all-reduce twice that
     all-to-all                   max( N·(p−1)/W / inside, N·(W−p)/W / between )
-    all-to-all in two stages     N·(p−1)/p / inside + N/p·(M−1)/M / between
 
-`inside` and `between` are bytes/s of one GPU. A ring that visits the GPUs of a machine one after the other leaves the
-machine once, with partial sums, and p rings share the work so that each GPU's link to other machines carries 1/p. An
-all-to-all adds nothing on the way: all p GPUs send everything. FP8 gradients use an all-to-all, so across machines they
-send half the bytes of a ring but take p/2 times its time. Two stages, inside a machine first (ZeRO++, arXiv 2306.10209,
-section 3.3), repair that.
-
-Bytes sent are (W − 1)/W of the whole tensor of a group of W ranks, and twice that in an all-reduce. Compute waits for
-collectives of tokens (tensor, context and expert parallelism), as a traced step hands them to torch; it hides those of
-weights, gathered by FSDP2 for forward and for backward, and of gradients.
-
-Pipelines. The schedules of `torch.distributed.pipelining` are simulated: when each stage computes, and what it holds.
+Pipelines. Each rank computes the actions of torch's schedule in their order, none at the same time as another:
 
     F  forward of a micro-batch        after F of the stage before it, and its message
     B  backward                        after B of the stage behind it, and its message
     I  gradients of inputs only        as B; half of its time
     W  gradients of weights            after I; the other half
-
-Each rank computes its actions in the order that torch's schedule gives them (`pipeline_order`), none at the same time
-as another. Activations of a micro-batch are held from F to B, or to W.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -86,13 +56,11 @@ class ParallelLayout(Protocol):
     """The fields of `octavo.parallel.Parallel` that the planner reads."""
 
     @property
-    def reshard_after_forward(self) -> bool: ...  # noqa: D102
-
+    def reshard_after_forward(self) -> bool: ...
     @property
-    def cpu_offload(self) -> bool: ...  # noqa: D102
-
+    def cpu_offload(self) -> bool: ...
     @property
-    def fp8_comm(self) -> str: ...  # noqa: D102
+    def fp8_comm(self) -> str: ...
 
     def sizes(self, world_size: int) -> tuple[int, int]:
         """Return (copies, ranks of each) for a world size; raise ValueError if they do not divide it."""
@@ -100,8 +68,6 @@ class ParallelLayout(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class StepConfig:
-    """How a step runs."""
-
     gpus: int = 1  # Number of GPUs, each with its own batch
     copies: int = 1  # Copies of the model, each shared by `gpus / copies` GPUs (FSDP2)
     tp: int = 1  # GPUs that share each linear layer
@@ -149,7 +115,6 @@ class StepConfig:
 
 
 def is_count(value: object) -> bool:
-    """Return whether a value is an integer of 1 or more."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
@@ -209,7 +174,6 @@ class Sent:
     backward: bool = False  # Whether it is sent in backward
 
     def times(self, count: int) -> "Sent":
-        """Return the same, sent several times."""
         return replace(self, bytes=self.bytes * count, seconds=self.seconds * count)
 
 
@@ -284,8 +248,6 @@ def sharded(gpu: Gpu, trace: Trace, config: StepConfig, saved: float) -> tuple[l
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """Predicted seconds of a step by part."""
-
     linears: float  # Products of linear layers, and quantization
     attention: float  # Fused attention
     products: float  # Other matrix products
@@ -303,12 +265,10 @@ class StepTime:
 
     @property
     def seconds(self) -> float:
-        """Sum of the parts."""
         return float(sum(getattr(self, part) for part in PARTS))
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens per second of all GPUs."""
         return self.tokens / self.seconds
 
     @property
@@ -317,10 +277,8 @@ class StepTime:
         return self.flops / self.seconds / self.peak
 
     def to_json(self) -> dict[str, float]:
-        """Return a plain dictionary."""
-        return asdict(self) | {
-            "seconds": self.seconds, "tokens_per_second": self.tokens_per_second, "mfu": self.mfu,
-        }  # fmt: skip
+        derived = {"seconds": self.seconds, "tokens_per_second": self.tokens_per_second, "mfu": self.mfu}
+        return asdict(self) | derived
 
 
 PARTS = ("linears", "attention", "products", "rest", "optimizer", "communication", "waiting", "bubble")
@@ -339,7 +297,6 @@ def step_time(
     gpu: Gpu, trace: Trace, costs: Sequence[Cost], step_config: StepConfig, tokens: int, saved: float = 0.0,
     messages: Mapping[tuple[str, bool], int] = {},
 ) -> StepTime:  # fmt: skip
-    """Predict the time of a step."""
     recompute, linears = step_config.recompute, total(costs)
     rate = gpu.bf16_tflops * 1e12
     attention = trace.attention / (rate * gpu.attention_efficiency)
@@ -409,7 +366,6 @@ class Action:
 
 @cache
 def schedule_actions(schedule: str, ranks: int, micro_batches: int) -> tuple[tuple[Action, ...], ...]:
-    """Return the actions of each rank, in order."""
     from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
     kind: Any = get_schedule_class(schedule)

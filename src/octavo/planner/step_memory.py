@@ -1,15 +1,6 @@
 """The memory of a training step: recorded on fake tensors, extrapolated to all blocks, divided over ranks.
 
-    follow_step        records a step                                        `octavo.planner.timeline`
-    trace_blocks       of a few blocks: what all of them add                 `octavo.planner.few_blocks`
-    FewBlocks.whole    the step of all blocks
-    memory_per_rank    of several GPUs: what one of them holds
-
-A model of many equal blocks takes a second or two: steps run on fake copies with two and with three of the blocks, and
-their difference gives that of, say, 80. Another batch takes one step more, if each block repeats the one before it
-(`repeated`).
-
-One rank of many that share a model (FSDP2) holds, of what one process with the whole model holds:
+By the rules of torch 2.13's FSDP2, a rank of many holds, of what one process with the whole model holds:
 
     held                 parameters, optimizer states and finished gradients: 1 / ranks of each
     gathered             parameters outside the blocks (embedding, head), throughout; the weights of the current block;
@@ -17,9 +8,6 @@ One rank of many that share a model (FSDP2) holds, of what one process with the 
     whole gradients      of parameters outside the blocks, until backward ends; of the current block
     in flight            gradients of the previous block, in the dtype of the reduction
     activations, …       as in one process with the same batch
-
-These are the rules of torch 2.13's FSDP2. The tests compare them with FSDP2 steps recorded storage by storage
-(docs/scaling.md). Padding of shards that do not divide evenly is left out.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -73,8 +61,6 @@ class ShardGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class StepTrace:
-    """One step, as recorded."""
-
     events: StorageEvents  # Its storage events
     tokens: int  # Elements of the batch's first tensor
     # Parameters of the largest block, which are gathered and scattered together if the model is sharded.
@@ -251,7 +237,6 @@ def _growth(few: StepTrace, more: StepTrace) -> Growth | None:
 
 
 def trace_again(trace: TraceBlocks, size: int, known: FewBlocks) -> FewBlocks:
-    """Trace the step with another batch."""
     if size == known.size:
         return known
     # What collectives send grows with the batch, so it takes the step with one more block.

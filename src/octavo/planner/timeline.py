@@ -1,18 +1,7 @@
-"""Timeline: record every storage that a training step allocates, and the peak of the sum.
+"""Timeline: record every storage that a training step allocates, with real tensors and under FakeTensorMode alike.
 
-A dispatch mode sees the outputs of every operation below autograd, with real tensors and under FakeTensorMode alike. A
-storage starts when it first appears and ends when its Python object dies. Tensor subclasses that wrap tensors (DTensor)
-count as their inner tensors. Storages are classified afterwards, so the timeline keeps all events (a few thousand for a
-7B model) rather than a running sum:
-
-    held before the step        labelled by the caller: parameters, optimizer states, batch
-    gradients                   storages that a parameter's `.grad` used
-    activations                 alive when a backward begins: saved by autograd or anything else
-    temporaries                 the rest
-
-`torch.distributed._tools.mem_tracker` counts the same bytes (the tests compare the two peaks) but calls everything
-allocated in forward an activation, so tensors saved for backward and forward's temporaries share one number. Neither
-sees memory inside kernels, the CUDA context, or fragmentation.
+A storage starts when the dispatch mode first sees it and ends when its Python object dies. Storages are classified
+afterwards: those alive when a backward begins are activations, those that a parameter's `.grad` used gradients.
 """
 
 import math
@@ -52,7 +41,6 @@ class MemorySample:
 
     @property
     def total(self) -> int:
-        """Sum over the categories."""
         return sum(self.bytes.values())
 
 
@@ -78,7 +66,6 @@ class MemorySeries:
 
     @property
     def peaks(self) -> dict[str, MemorySample]:
-        """The peak of each phase."""
         rows: dict[str, list[int]] = {}
         for at, phase in enumerate(self.phases):
             rows.setdefault(phase, []).append(at)
@@ -86,7 +73,6 @@ class MemorySeries:
 
     @property
     def largest(self) -> dict[str, int]:
-        """Maximum bytes of each category over time."""
         return dict(zip(self.kinds, self.table.amax(dim=0).tolist(), strict=True))
 
     def merge(self, kind: str, into: str) -> "MemorySeries":
@@ -123,8 +109,6 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class StorageEvents:
-    """All events of a step."""
-
     held: Mapping[str, int]  # Bytes before the step, by category
     forward: Sequence[Event]
     backward: Sequence[Event]
@@ -156,8 +140,6 @@ def memory_series(held: Mapping[str, int], events: Sequence[Event]) -> MemorySer
 
 
 class Timeline(TorchDispatchMode):
-    """Records storages while it is active."""
-
     def __init__(self, allocation_granularity: int = 1) -> None:
         TorchDispatchMode.__init__(self)
         self._granularity = allocation_granularity
@@ -184,7 +166,6 @@ class Timeline(TorchDispatchMode):
             self._kinds[self._number(tensor)] = kind
 
     def set_phase(self, name: str) -> None:
-        """Set the phase of the events that follow."""
         self._phase = name
 
     def follow(self, model: nn.Module, blocks: Iterable[nn.Module] = ()) -> None:

@@ -1,14 +1,7 @@
 """Trace: the operations of one forward of a model, recorded on fake tensors, for `octavo.planner.step`.
 
-Every operation is one of
-
-    a linear layer       a call of a named module: its sizes, its gradients, whether its input is new
-    attention            fused attention: its operations, half of them if causal
-    another product      a matrix product or convolution: its operations and bytes
-    the rest             bytes read and written by each operation, as eager mode runs it
-
-For compiled models the rest is also counted in bytes by region: the operations between two products form one kernel
-that reads its outside inputs and writes the outputs that are read later. Inductor's fusions are less regular.
+For compiled models, the operations between two products form one kernel that reads its outside inputs and writes the
+outputs that are read later. Inductor's fusions are less regular.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -52,16 +45,12 @@ VARLEN = "torch_attn::_varlen_attn"
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """Operations and bytes of a product."""
-
     flops: float
     bytes: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trace:
-    """One forward of a model."""
-
     calls: Mapping[str, tuple[LinearCall, ...]]  # Calls of linear layers by module name
     attention: float  # Operations of fused attention
     products: tuple[Work, ...]  # Matrix products outside of linear layers
@@ -75,7 +64,6 @@ class Trace:
 
 
 def trace(model: nn.Module, linears: Mapping[str, nn.Module], forward: Callable[[], Any]) -> Trace:
-    """Record one forward."""
     tracer = _Tracer()
     with ExitStack() as stack:
         for name, module in linears.items():
