@@ -133,20 +133,19 @@ class Autopilot:
     @property
     def measures(self) -> dict[str, list[str | Recipe]]:
         """Recipes by layer that `Watch.step` should measure in the next step if it is sampled."""
-        recipes_by_layer: dict[str, list[str | Recipe]] = {}
+        requests: list[tuple[str, str | Recipe]] = []
         if self.should_repeat:
             modules = dict(self._model.named_modules())
             for layer in self._suspects:
                 own = getattr(modules.get(layer), "recipe", None)
-                recipes_by_layer[layer] = [*([own] if own is not None else []), *self._fallbacks]
-        for layer, before in self._trials.items():
-            recipes_by_layer.setdefault(layer, []).append(self._recipe(layer, before) or before)
-        for layer in self._first_recipes if self._restore_after else ():
-            recipes_by_layer.setdefault(layer, []).append(self._first_recipes[layer])
-        for recipes in recipes_by_layer.values():  # the first of each name
-            names = [recipe if isinstance(recipe, str) else recipe.name for recipe in recipes]
-            recipes[:] = [recipe for at, recipe in enumerate(recipes) if names[at] not in names[:at]]
-        return {layer: recipes for layer, recipes in recipes_by_layer.items() if layer not in self._elsewhere}
+                requests += [(layer, recipe) for recipe in (own, *self._fallbacks) if recipe is not None]
+        requests += [(layer, self._recipe(layer, before) or before) for layer, before in self._trials.items()]
+        requests += self._first_recipes.items() if self._restore_after else ()
+        by_layer: dict[str, dict[str, str | Recipe]] = {}
+        for layer, recipe in requests:
+            name = recipe if isinstance(recipe, str) else recipe.name
+            by_layer.setdefault(layer, {}).setdefault(name, recipe)
+        return {layer: [*recipes.values()] for layer, recipes in by_layer.items() if layer not in self._elsewhere}
 
     def act(
         self, rows: Sequence[OperandStats] | None = None, errors: Mapping[str, Mapping[str, float]] | None = None, *,
@@ -296,7 +295,7 @@ class Autopilot:
 
     def _move(self, move: RecipeChange) -> bool:
         """Carry out a move. A layer that cannot be moved stays as it is, with a warning; returns whether it was."""
-        layer: Any = None if move.layer in self._elsewhere else self._model.get_submodule(move.layer)
+        layer = None if move.layer in self._elsewhere else self._model.get_submodule(move.layer)
         first = self._first_recipes.get(move.layer) or (self._elsewhere[move.layer] if layer is None else layer.recipe)
         assert isinstance(first, Recipe)
         if (error := self._change(move)) is not None:
@@ -329,7 +328,7 @@ def _layers_of_other_stages(model: nn.Module, stages: dist.ProcessGroup | None) 
     """Return the linear layers that only other ranks have, with their recipes."""
     if stages is None:
         return {}
-    linears: Any = [(name, m) for name, m in model.named_modules() if is_converted(m) or is_linear(m)]
+    linears = [(name, m) for name, m in model.named_modules() if is_converted(m) or is_linear(m)]
     own = {name: module.recipe if is_converted(module) else None for name, module in linears}
     by_rank = gather_objects(own, stages)
     return {name: recipe for layers in by_rank for name, recipe in layers.items() if name not in own}

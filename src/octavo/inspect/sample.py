@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,9 @@ from octavo.runtime.execution_context import is_capturing
 from octavo.runtime.switch import SWITCH
 from octavo.runtime.torch_compat import disable_current_modes, in_backward, local_part
 from octavo.tensor import ScaledTensor
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor.placement_types import Placement
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,8 @@ class WatchedLayer:
 
 
 Channels = list[ChannelScales | None]  # Channel scales of X and W in the layer's own recipe and each what-if recipe
+Args = tuple[Tensor, ...]  # Of a linear layer
+Kwargs = dict[str, Tensor]
 
 
 class Sample:
@@ -89,7 +94,7 @@ class Sample:
         for handle in self._handles:
             handle.remove()
 
-    def _save_input(self, layer: WatchedLayer, _: nn.Module, args: Any, kwargs: Any) -> None:
+    def _save_input(self, layer: WatchedLayer, _: nn.Module, args: Args, kwargs: Kwargs) -> None:
         if not SWITCH.off:
             x = self._before_gather[layer.name] = _input(args, kwargs)
             if is_capturing(x.device):
@@ -98,7 +103,7 @@ class Sample:
                     "hooks: capture it outside of Watch.step(), and run sampled steps eagerly"
                 )
 
-    def _count_inputs(self, layer: WatchedLayer, _: nn.Module, args: Any, kwargs: Any) -> None:
+    def _count_inputs(self, layer: WatchedLayer, _: nn.Module, args: Args, kwargs: Kwargs) -> None:
         if layer.name not in self._before_gather:
             return
         x, own_x = local_part(_input(args, kwargs)), local_part(self._before_gather.pop(layer.name))
@@ -126,7 +131,7 @@ class Sample:
                 self.errors.save_operands(layer.name, layer.module, _matrix(exact), own)
 
     def _hook_output(
-        self, layer: WatchedLayer, distributed: bool, module: nn.Module, args: Any, kwargs: Any, y: Tensor
+        self, layer: WatchedLayer, distributed: bool, module: nn.Module, args: Args, kwargs: Kwargs, y: Tensor
     ) -> None:
         places = getattr(y, "placements", None)
         if distributed and places is None:
@@ -237,15 +242,15 @@ def _exact(x: Tensor) -> Tensor:
     return x.dequantized() if sent is None or gather is None else gather(sent.detach())
 
 
-def _local_gradient(g: Tensor, places: Any) -> Tensor:
+def _local_gradient(g: Tensor, places: "Sequence[Placement] | None") -> Tensor:
     """Return this rank's part of G, which the layer gets as its output is placed; summands have whole gradients."""
     if places is None:
         return g
-    from torch.distributed.tensor import Replicate  # slow import
+    from torch.distributed.tensor import DTensor, Replicate  # slow import
 
-    gradient: Any = g
     whole = tuple(Replicate() if place.is_partial() else place for place in places)
-    part: Tensor = local_part(gradient if gradient.placements == whole else gradient.redistribute(placements=whole))
+    assert isinstance(g, DTensor)
+    part: Tensor = local_part(g if g.placements == whole else g.redistribute(placements=whole))
     return part
 
 
@@ -254,9 +259,8 @@ def _read(x: Tensor) -> Tensor:
     return (x != 0).any(1, keepdim=True).float()
 
 
-def _input(args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    x: Tensor = args[0] if args else next(iter(kwargs.values()))
-    return x
+def _input(args: Args, kwargs: Kwargs) -> Tensor:
+    return args[0] if args else next(iter(kwargs.values()))
 
 
 def _matrix(x: Tensor) -> Tensor:

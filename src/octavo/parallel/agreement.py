@@ -22,11 +22,12 @@ from octavo.tensor import local_tensor
 T = TypeVar("T")
 
 
-def gather_reports(report: Any, mesh: Any) -> list[Any]:
+def gather_reports(report: object, mesh: object) -> list[Any]:
     """Return the reports of all ranks of a mesh; of all ranks of the world if it has them, or is not a `DeviceMesh`."""
-    reports = [report]
-    is_part = isinstance(mesh, DeviceMesh) and mesh.size() < dist.get_world_size()
-    for group in mesh.get_all_groups() if is_part else [None]:
+    reports, groups = [report], list[dist.ProcessGroup | None]([None])
+    if isinstance(mesh, DeviceMesh) and mesh.size() < dist.get_world_size():
+        groups = [*mesh.get_all_groups()]
+    for group in groups:
         with unset_fake_temporarily():  # of a plan
             reports = [report for part in gather_objects(reports, group) for report in part]
     return reports
@@ -52,7 +53,7 @@ class EqualShapes:
     def __init__(self, mesh: DeviceMesh, kind: str) -> None:
         self._mesh, self._kind, self._compared = mesh, kind, False
 
-    def __deepcopy__(self, memo: Any) -> "EqualShapes":
+    def __deepcopy__(self, memo: object) -> "EqualShapes":
         return EqualShapes(self._mesh, self._kind)  # meshes do not copy
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -70,8 +71,9 @@ class EqualShapes:
 
 
 def check_on_all_ranks(
-    function: str, model: Any, mesh: Any, check: Callable[[], tuple[T, list[Any]]], *, compare_values: bool = False
-) -> T:
+    function: str, model: nn.Module, mesh: object, check: Callable[[], tuple[T, list[Any]]], *,
+    compare_values: bool = False,
+) -> T:  # fmt: skip
     """Check the arguments of a function that all ranks call; raise on every rank if one has an error or they differ."""
     problem, digests = None, dict[str, str]()
     try:
@@ -130,7 +132,7 @@ def broadcast_values(tensors: Iterable[Tensor], group: dist.ProcessGroup, device
                 part.copy_(values)
 
 
-def agree_on_adamw(device: torch.device, mesh: Any) -> None:
+def agree_on_adamw(device: torch.device, mesh: DeviceMesh) -> None:
     """Have `octavo.AdamW` step on one backend on all ranks, with a warning if they would choose different ones."""
     # Triton's step is not bitwise the reference's. Ranks that hold copies of a parameter and step it on different
     # backends would drift apart.

@@ -104,7 +104,7 @@ def _check(model: Any, mesh: DeviceMesh) -> list[nn.Module]:
 
 
 def _attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: object
 ) -> tuple[Tensor, None]:
     """Transformers' interface of attention: [B,H,S/p,D] to [B,S/p,H,Dv]."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -113,7 +113,7 @@ def _attention(
     equal_shapes(query)
     whole = query.shape[2] * mesh.size()
     window = kwargs.get("sliding_window")
-    if attention_mask is not None or (window is not None and window < whole):
+    if attention_mask is not None or (isinstance(window, int) and window < whole):
         what = "an attention mask" if attention_mask is not None else f"a window of {window} in {whole} tokens"
         raise ValueError(f"context parallelism does not support {what}: use sequences without it, or cp = 1")
     if torch.is_autocast_enabled(query.device.type):  # as it does with the inputs of attention
@@ -135,7 +135,7 @@ _GROUP = parse_spec(ADAPTIVE_SPEC).granularity.columns  # Elements of a message 
 
 def ulysses_attention(
     q: Tensor, k: Tensor, v: Tensor, group: Group = None, *,
-    attention: Callable[..., Tensor] = F.scaled_dot_product_attention, fp8_comm: bool = True, **kwargs: Any,
+    attention: Callable[..., Tensor] = F.scaled_dot_product_attention, fp8_comm: bool = True, **kwargs: object,
 ) -> Tensor:  # fmt: skip
     """Compute attention over a sequence of which each rank has an equal, consecutive part.
 
@@ -176,14 +176,14 @@ def ulysses_attention(
     ]
     y = attention(*whole, **kwargs)
     back = y.unflatten(2, (ranks, -1)).movedim(2, 0)  # [p,B,H/p,S/p,Dv]
-    mine: Tensor = _exchange(back.reshape(ranks, -1), group, fp8_comm).view(back.shape)
-    return mine.movedim(0, 1).flatten(1, 2)
+    return _exchange(back.reshape(ranks, -1), group, fp8_comm).view(back.shape).movedim(0, 1).flatten(1, 2)
 
 
-def _exchange(parts: Tensor, group: Group, fp8: bool) -> Any:
+def _exchange(parts: Tensor, group: Group, fp8: bool) -> Tensor:
     """Send row r of [p,n] to rank r, and return the rows that arrive."""
     sizes = [parts.shape[1]] * parts.shape[0]
-    return exchange_rows(parts.flatten(), sizes, sizes, group, fp8=fp8).view(parts.shape)
+    received: Tensor = exchange_rows(parts.flatten(), sizes, sizes, group, fp8=fp8)
+    return received.view(parts.shape)
 
 
 def _check_operands(q: Tensor, k: Tensor, v: Tensor, ranks: int) -> None:

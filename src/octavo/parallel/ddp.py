@@ -8,7 +8,6 @@ of the bucket has changed since. That costs two float32 copies of the gradients,
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -76,7 +75,7 @@ class Fp8AllReduce:
         model.register_forward_pre_hook(lambda *_: setattr(self, "_joined", 0))
         model.register_comm_hook(self, _hook)
 
-    def average(self, bucket: Any) -> Tensor:
+    def average(self, bucket: GradBucket) -> Tensor:
         """Return the average [n] of a bucket over the ranks, which DDP hands over in the order of their indices."""
         gradient, model = bucket.buffer(), self._model()
         if bucket.index() == 0:
@@ -161,7 +160,7 @@ def replicate(model: nn.Module, mesh: DeviceMesh, *, fp8: str | None) -> nn.Modu
     if fp8 is not None:
         Fp8AllReduce(group, spec=fp8).register(ddp_model)
 
-    def refuse_join(model: nn.Module, inputs: Any) -> None:
+    def refuse_join(model: nn.Module, inputs: object) -> None:
         if is_under_join(model) and any(equalized_layers(model)):
             raise ValueError(
                 "model.join() with equalization: each forward exchanges scales with all ranks, and "

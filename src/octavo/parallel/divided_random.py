@@ -7,7 +7,6 @@ one number further if that was used: the same on all ranks, in recomputation, an
 
 import hashlib
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -56,12 +55,12 @@ class _Divided:
         self._inside: list[Tensor] = []
 
     @_EAGERLY
-    def enter(self, *_: Any) -> None:
+    def enter(self, *_: object) -> None:
         """Begin a forward of the module. A recomputed part of an earlier one may have had no end."""
         self._entered, self._outside = True, []
 
     @_EAGERLY
-    def begin(self, layer: nn.Module, args: Any, y: Tensor) -> None:
+    def begin(self, layer: nn.Module, args: object, y: Tensor) -> None:
         """Seed the generators for this rank, unless the module's first divided layer has done so."""
         if not self._owner.training or y.is_meta or isinstance(y, FakeTensor):
             return
@@ -81,7 +80,7 @@ class _Divided:
         self._inside = self._states()
 
     @_EAGERLY
-    def end(self, *_: Any) -> None:
+    def end(self, *_: object) -> None:
         """Return to the random numbers of all ranks."""
         if not self._outside:
             return
@@ -93,7 +92,7 @@ class _Divided:
             torch.rand((), device="cpu")  # whose state the next hash reads
 
     @_EAGERLY
-    def leave(self, *_: Any) -> None:
+    def leave(self, *_: object) -> None:
         self.end()
         self._entered = False
 

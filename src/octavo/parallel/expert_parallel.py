@@ -6,7 +6,7 @@ message that also carries what has to be equal on all ranks (`_call_code`).
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -80,7 +80,7 @@ def expert_parallel(model: nn.Module, mesh: DeviceMesh, *, fp8_comm: bool = True
     return model
 
 
-def has_expert_names(mesh: Any) -> bool:
+def has_expert_names(mesh: object) -> TypeGuard[DeviceMesh]:
     return isinstance(mesh, DeviceMesh) and mesh.mesh_dim_names == ("efsdp", "ep")
 
 
@@ -88,16 +88,16 @@ def distributed_experts(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if is_converted_experts(module) and module.octavo_exchange]
 
 
-def check_expert_mesh(model: nn.Module, mesh: Any) -> None:
+def check_expert_mesh(model: nn.Module, mesh: object) -> None:
     """Raise ValueError unless `mesh` is [efsdp, ep] exactly if the experts of a model are distributed over its ep."""
     distributed: list[Any] = [module.down_proj for module in distributed_experts(model)]
-    named = has_expert_names(mesh)
-    if named and not distributed:
+    expert_mesh = mesh["ep"] if has_expert_names(mesh) else None
+    if expert_mesh is not None and not distributed:
         raise ValueError(
             "a mesh [efsdp, ep] is for a model whose experts are distributed: call "
             "octavo.parallel.expert_parallel(model, mesh['ep']) first"
         )
-    if any(not named or weight.device_mesh != mesh["ep"] for weight in distributed):
+    if any(weight.device_mesh != expert_mesh for weight in distributed):
         raise ValueError(
             "expert_parallel distributed the experts of this model over one dimension of a mesh: give parallelize that "
             "mesh, with dimensions named 'efsdp' and 'ep', such as init_device_mesh('cuda', (2, 4), "

@@ -7,7 +7,7 @@ the copies of HSDP in `reduce_dtype`: FSDP2 offers no hook for that.
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -41,7 +41,7 @@ class Fp8ReduceScatter:
     def __init__(self, spec: str) -> None:
         self.spec = spec
 
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Allocate memory for FSDP2's copy of the gradients, or for their sum."""
         return torch.empty(size, dtype=dtype, device=device)
 
@@ -225,7 +225,7 @@ def _update_recipe(model: "weakref.ref[nn.Module]", gather_format: GatherFormat,
     gather_format.spec, gather_format.scale = spec, None
 
 
-def _unwrap_shards(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+def _unwrap_shards(module: nn.Module, state: dict[str, Any], prefix: str, metadata: object) -> None:
     for name, value in state.items():
         if isinstance(local_part(value), ShardedWeight):
             state[name] = placed_like(value, local_tensor(value))

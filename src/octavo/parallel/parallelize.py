@@ -187,7 +187,7 @@ def _share_scales(model: nn.Module, mesh: DeviceMesh) -> None:
         for group in groups:
             dist.all_reduce(maxima, dist.ReduceOp.MAX, group)
 
-    def before_forward(module: nn.Module, inputs: Any) -> None:
+    def before_forward(module: nn.Module, inputs: object) -> None:
         if module.training and torch.is_grad_enabled():
             reduce_scales(module, all_reduce_max, device)
 

@@ -168,7 +168,7 @@ class PipelineStage(pipelining.PipelineStage):
         stage: Any = super()
         return stage.get_local_bwd_output(mb_index) if self.has_backward else ()
 
-    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
+    def set_local_bwd_input(self, next_stage_bwd_outputs: tuple[Tensor | None, ...], mb_index: int) -> None:
         """Take the gradients of a micro-batch's outputs from a stage on this rank; none in evaluation."""
         if self.has_backward:
             super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)

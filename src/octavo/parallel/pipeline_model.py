@@ -6,7 +6,7 @@ Each stage runs the model's own forward, with `Absent` in the place of what othe
 divide evenly, later stages have one more, except the last, which has the head.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,6 +27,8 @@ SCHEDULES = {  # Stages per rank of each schedule
 }  # fmt: skip
 V_SCHEDULES = ("ZBVZeroBubble", "DualPipeV")
 PROBE_TOKENS = 4
+Args = tuple[Any, ...]  # Of a block
+Kwargs = dict[str, Any]
 
 
 def stages_of(rank: int, ranks: int, schedule: str) -> list[int]:
@@ -75,7 +77,7 @@ class StageModule(nn.Module):
             yield x
             return
 
-        def give(block: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        def give(block: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
             return ((x, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": x})
 
         with self.parts[0].register_forward_pre_hook(give, with_kwargs=True, prepend=True):
@@ -220,25 +222,19 @@ class Pipeline:
 
     def step(self, inputs: Tensor, targets: Tensor, scale: float) -> Tensor:
         """Compute the gradients of a batch. Returns the sum of the losses of its micro-batches; 0 without the head."""
-        self._scale, losses = scale, list[Tensor]()
-        arguments = (inputs,) if self.first else ()
-        self._schedule.step(
-            *arguments, target=targets if self.last else None, losses=losses if self.last else None, labels=targets,
-            return_outputs=False,
-        )  # fmt: skip
-        if not self.last:
-            return torch.zeros((), device=targets.device)
-        return torch.stack([loss.detach() for loss in losses]).sum() / scale
+        losses = self._run(self._schedule.step, inputs, targets, scale)
+        return torch.stack(losses).sum() / scale if self.last else torch.zeros((), device=targets.device)
 
     def losses(self, inputs: Tensor, targets: Tensor) -> Tensor | None:
         """Return the loss of each micro-batch of a batch, without gradients; None without the head. As `step`."""
-        losses = list[Tensor]()
-        self._scale = 1.0
-        self._schedule.eval(
-            *((inputs,) if self.first else ()), target=targets if self.last else None, labels=targets, losses=losses,
-            return_outputs=False,
-        )  # fmt: skip
+        losses = self._run(self._schedule.eval, inputs, targets, 1.0)
         return torch.stack(losses) if self.last else None
+
+    def _run(self, call: Callable[..., object], inputs: Tensor, targets: Tensor, scale: float) -> list[Tensor]:
+        self._scale, losses = scale, list[Tensor]()
+        own = {"target": targets, "losses": losses} if self.last else {}
+        call(*((inputs,) if self.first else ()), **own, labels=targets, return_outputs=False)
+        return [loss.detach() for loss in losses]
 
     def alone(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Run the stages of this rank one after the other, without the others. Returns the last output."""

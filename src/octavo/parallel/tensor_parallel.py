@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -31,13 +31,15 @@ from octavo.runtime.switch import SWITCH
 
 KIND = "tensor parallelism"  # What ranks are ranks of, in messages
 _GATHERED = InputCastCache()  # The last X that a column-parallel layer gathered, per thread
+Args = tuple[Tensor, ...]  # Of a linear layer
+Kwargs = dict[str, Tensor]
 _PARTS: Any = WeakIdKeyDictionary()  # What replaced a parameter, for other layers that share it
 
 
 class _Fp8Style(ParallelStyle):
     weight_dim: int
     split_size: str
-    bias_placement: Any
+    bias_placement: Placement
 
     def __init__(
         self, *, sequence_dim: int | None = -2, gather: Literal["fp8", "bf16"] = "fp8",
@@ -218,8 +220,8 @@ class Fp8RowwiseParallel(_Fp8Style):
 
 
 def _gather(
-    exchange: TokenExchange, equal_shapes: EqualShapes, layer: nn.Module, args: Any, kwargs: Any
-) -> tuple[Any, dict[str, Any]]:
+    exchange: TokenExchange, equal_shapes: EqualShapes, layer: nn.Module, args: Args, kwargs: Kwargs
+) -> tuple[Args, Kwargs]:
     exchange, input = present(layer, exchange), _input_of(args, kwargs)
     x = _local(input, exchange, exchange.placement(input))
     if exchange.sequence_dim is not None:
@@ -234,14 +236,14 @@ def _gather(
 
 
 def _features(
-    exchange: TokenExchange, equal_shapes: EqualShapes, layer: nn.Module, args: Any, kwargs: Any
-) -> tuple[Any, dict[str, Any]]:
+    exchange: TokenExchange, equal_shapes: EqualShapes, layer: nn.Module, args: Args, kwargs: Kwargs
+) -> tuple[Args, Kwargs]:
     input = _input_of(args, kwargs)
     x = equal_shapes(_local(input, exchange, Shard(input.ndim - 1)))
     return (DTensor.from_local(x, exchange.mesh, [Shard(x.ndim - 1)], run_check=False),), {}
 
 
-def as_plain(y: Any) -> Tensor:
+def as_plain(y: DTensor) -> Tensor:
     """Return this rank's part of Y, not as a view: FSDP2 warns about those, and they cannot be changed in place."""
     local = y.to_local()
     return torch.ops.aten._unsafe_view(local, local.shape)  # type: ignore[no-any-return]
@@ -258,15 +260,15 @@ def gathered_spec(layer: nn.Module, exchange: TokenExchange) -> QuantSpec | None
     return layer.recipe.x if exchange.fp8_gather and isinstance(layer, LinearLike) and fits(layer.recipe) else None
 
 
-def _input_of(args: Any, kwargs: Any) -> Any:
+def _input_of(args: Args, kwargs: Kwargs) -> Tensor:
     return args[0] if args else kwargs["input"]
 
 
-def _local(x: Tensor, exchange: TokenExchange, placement: Any) -> Tensor:
+def _local(x: Tensor, exchange: TokenExchange, placement: Placement) -> Tensor:
     """Return this rank's part of an input that is a DTensor; a plain tensor is one."""
     if not isinstance(x, DTensor):
         return x
-    if placement.is_shard():
+    if isinstance(placement, Shard):
         check_equal_parts(x, placement.dim, exchange.mesh.size())
     if x.placements != (placement,):
         x = x.redistribute(placements=[placement])

@@ -12,7 +12,7 @@ Rejected: these parameters as DTensors, which needs a message for each.
 
 import inspect
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from octavo.nn.report import NOTE_ATTRIBUTE
 from octavo.parallel.agreement import EqualShapes, check_mesh, check_on_all_ranks
@@ -40,6 +40,8 @@ from octavo.runtime.blocks import Absent, find_block_list, find_blocks
 from octavo.runtime.swap import all_or_nothing
 from octavo.tensor import local_tensor
 
+Args = tuple[Any, ...]  # Of a block or of attention
+Kwargs = dict[str, Any]
 _EXPERT_STYLES = ("packed_colwise", "moe_tp_experts", "grouped_gemm", "ep_dispatch_experts")
 _BETWEEN_HEADS = "replicated_with_grad_allreduce"
 _MIXES_TOKENS = ("attn", "attention", "mamba", "mixer", "conv", "rnn", "recurrent", "ssm", "delta")
@@ -52,6 +54,8 @@ _BLOCK_ARGUMENTS = {
 """Arguments of blocks that are right for a part of the tokens: attention, which has all of them, reads the others."""
 _PARTIAL: WeakKeyDictionary[nn.Module, frozenset[str]] = WeakKeyDictionary()
 """Names of the parameters of a model of whose gradients each rank has a summand."""
+Wire = Literal["fp8", "bf16"]
+Styles = dict[str, ParallelStyle]
 
 
 def tensor_parallel(
@@ -98,7 +102,7 @@ def tensor_parallel(
         >>> octavo.parallel.sum_partial_gradients(model, mesh["tp"])
     """
 
-    def check() -> tuple[tuple[dict[str, Any], set[str]], list[Any]]:
+    def check() -> tuple[tuple[Styles, set[str]], list[Any]]:
         check_mesh("tensor_parallel", mesh, "dp_shard", "tp")
         check_model("tensor_parallel", model)
         plan, partial_names = _plan(model, sequence_parallel, gather, reduce)
@@ -151,7 +155,7 @@ def sum_over(gradients: Iterable[Tensor], mesh: DeviceMesh) -> None:
         part.copy_(total.view_as(part))
 
 
-def _plan(model: Any, sequence_parallel: bool, gather: str, reduce: str) -> tuple[dict[str, Any], set[str]]:
+def _plan(model: nn.Module, sequence_parallel: bool, gather: Wire, reduce: Wire) -> tuple[Styles, set[str]]:
     """Return styles by name of the linear layer, and the names of parameters with partial gradients."""
     kind, base = type(model).__name__, getattr(model, "base_model", model)
     config = getattr(model, "config", None)
@@ -162,7 +166,7 @@ def _plan(model: Any, sequence_parallel: bool, gather: str, reduce: str) -> tupl
             "octavo.parallel.Fp8ColwiseParallel and Fp8RowwiseParallel, or use dp_shard, cp or pp instead"
         )
     prefix = next((f"{name}." for name, module in model.named_modules() if module is base and name), "")
-    styles: dict[str, Any] = {}
+    styles: Styles = {}
     between_heads: list[str] = []
     # In the patterns of Transformers, * is a number.
     regexes = {re.escape(prefix + p).replace(r"\*", r"\d+"): s for p, s in patterns.items()}
@@ -195,7 +199,7 @@ def _plan(model: Any, sequence_parallel: bool, gather: str, reduce: str) -> tupl
     return styles, names
 
 
-def _between_features(model: nn.Module, styles: dict[str, Any]) -> Iterator[str]:
+def _between_features(model: nn.Module, styles: Styles) -> Iterator[str]:
     """Yield the modules of an MLP that compute on its features, as an activation function with parameters."""
     for owner in {name.rpartition(".")[0] for name in styles}:
         parent = model.get_submodule(owner)
@@ -206,7 +210,7 @@ def _between_features(model: nn.Module, styles: dict[str, Any]) -> Iterator[str]
 
 
 def _style(
-    parent: nn.Module, linear: nn.Linear, style: str, sequence_parallel: bool, gather: Any, reduce: Any
+    parent: nn.Module, linear: nn.Linear, style: str, sequence_parallel: bool, gather: Wire, reduce: Wire
 ) -> Fp8ColwiseParallel | Fp8RowwiseParallel:
     head_dim = getattr(parent, "head_dim", None)
     split = linear.out_features if style == "colwise" else linear.in_features
@@ -229,7 +233,7 @@ def _is_attention(module: nn.Module) -> bool:
     return hasattr(module, "is_causal") or "attention" in type(module).__name__.lower()
 
 
-def _check_blocks(model: Any, plan: dict[str, Any]) -> None:
+def _check_blocks(model: nn.Module, plan: Styles) -> None:
     """Raise ValueError for layers outside the blocks, and for blocks that read more of all tokens than their states."""
     kind, names = type(model).__name__, {module: name for name, module in model.named_modules()}
     stack = find_block_list(model)
@@ -252,7 +256,7 @@ def _check_blocks(model: Any, plan: dict[str, Any]) -> None:
             )
 
 
-def _check_token_mixers(model: Any, plan: dict[str, Any]) -> None:
+def _check_token_mixers(model: nn.Module, plan: Styles) -> None:
     """Raise ValueError for a module that mixes tokens and whose input the plan does not gather."""
     names = {module: name for name, module in model.named_modules()}
     attention = {n.rpartition(".")[0] for n, style in plan.items() if isinstance(style, _ColwiseOfGathered)}
@@ -269,7 +273,7 @@ def _check_token_mixers(model: Any, plan: dict[str, Any]) -> None:
                 )
 
 
-def _note_head(model: Any, plan: dict[str, Any], sequence_parallel: bool) -> None:
+def _note_head(model: nn.Module, plan: Styles, sequence_parallel: bool) -> None:
     """Have `octavo.report` say of the head that no rank has a part of the vocabulary."""
     find = getattr(model, "get_output_embeddings", None)
     head = find() if callable(find) else None
@@ -278,7 +282,7 @@ def _note_head(model: Any, plan: dict[str, Any], sequence_parallel: bool) -> Non
         vars(head)[NOTE_ATTRIBUTE] = lambda head: f"whole on each rank of tensor parallelism, for {tokens}"
 
 
-def _divide_tokens(model: Any, mesh: DeviceMesh, plan: dict[str, Any], fp8_gather: bool, fp8_reduce: bool) -> None:
+def _divide_tokens(model: nn.Module, mesh: DeviceMesh, plan: Styles, fp8_gather: bool, fp8_reduce: bool) -> None:
     """Divide tokens before the first block, and gather them before attention."""
     exchange = TokenExchange(mesh=mesh, sequence_dim=-2, fp8_gather=fp8_gather, fp8_reduce=fp8_reduce)
     first = find_block_list(model)[0]
@@ -293,20 +297,21 @@ def _divide_tokens(model: Any, mesh: DeviceMesh, plan: dict[str, Any], fp8_gathe
         model.get_submodule(name).register_forward_pre_hook(hook, with_kwargs=True)
 
 
-def _split_input(mesh: DeviceMesh, block: nn.Module, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
+def _split_input(mesh: DeviceMesh, block: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
     return _with_hidden_states(args, kwargs, lambda x: split_tokens(x, mesh))
 
 
 def _gather_attention_input(
-    exchange: TokenExchange, equal_shapes: EqualShapes, linears: list[nn.Module], attention: Any, args: Any, kwargs: Any
-) -> tuple[Any, dict[str, Any]]:
+    exchange: TokenExchange, equal_shapes: EqualShapes, linears: list[nn.Module], attention: nn.Module, args: Args,
+    kwargs: Kwargs,
+) -> tuple[Args, Kwargs]:  # fmt: skip
     exchange = present(linears[0], exchange)
     specs = {gathered_spec(layer, exchange) for layer in linears}  # one if all read the same FP8 rows
     spec = specs.pop() if len(specs) == 1 else None
     return _with_hidden_states(args, kwargs, lambda x: gather_input(equal_shapes(x), exchange, spec))
 
 
-def _with_hidden_states(args: Any, kwargs: Any, change: Any) -> tuple[Any, dict[str, Any]]:
+def _with_hidden_states(args: Args, kwargs: Kwargs, change: Callable[[Tensor], Tensor]) -> tuple[Args, Kwargs]:
     """Change the hidden states among the arguments of a block or of attention."""
     if "hidden_states" in kwargs:
         return args, kwargs | {"hidden_states": change(kwargs["hidden_states"])}

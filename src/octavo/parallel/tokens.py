@@ -34,7 +34,7 @@ class TokenExchange:
     fp8_gather: bool  # Gather in FP8
     fp8_reduce: bool  # Send summands in FP8; only with tokens to share
 
-    def __deepcopy__(self, memo: Any) -> "TokenExchange":
+    def __deepcopy__(self, memo: object) -> "TokenExchange":
         return self  # meshes do not copy
 
     def dim(self, x: Tensor) -> int:
@@ -135,7 +135,7 @@ class _GatherInput(torch.autograd.Function):
         return DTensor.from_local(whole, exchange.mesh, [Replicate()], run_check=False)
 
     @staticmethod
-    def backward(ctx: Any, grad: Any) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: DTensor) -> tuple[Tensor | None, ...]:
         if grad.placements == (Partial(),):
             return _ReduceOutput.apply(grad, ctx.exchange), None, None, None
         return grad.redistribute(placements=[ctx.placement]).to_local(), None, None, None
@@ -143,11 +143,11 @@ class _GatherInput(torch.autograd.Function):
 
 class _ReduceOutput(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, y: Any, exchange: TokenExchange) -> Tensor:
+    def forward(ctx: Any, y: DTensor, exchange: TokenExchange) -> Tensor:
         ctx.exchange = exchange
         if y.placements == (Partial(),):
             return exchange.reduce(y.to_local())
-        return y.redistribute(placements=[exchange.placement(y)]).to_local()  # type: ignore[no-any-return]
+        return y.redistribute(placements=[exchange.placement(y)]).to_local()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

@@ -99,14 +99,14 @@ def convert(
     if plan is not None:
         return apply_plan(model, plan, keep_weights=keep_weights, frozen=frozen, verbose=verbose)
     keep_weights |= precision is not None and precision.keep_weights
-    gpu = local_gpu_name() if device is None else device
-    if gpu in (None, "cpu") or frozen == "fp8" or not _is_auto(recipe, precision):
+    no_gpu = local_gpu_name() is None if device is None else device == "cpu"
+    if no_gpu or frozen == "fp8" or not _is_auto(recipe, precision):
         recipe = None if recipe == AUTO else recipe
         by_rule = rule_plan(model, recipe, precision=precision, skip=skip, filter=filter, activations=activations)
         by_rule = with_weight_only(by_rule, weight_only, model) if frozen == "fp8" else by_rule
         return apply_plan(model, by_rule, keep_weights=keep_weights, frozen=frozen, verbose=verbose)
     precision = precision or Precision(recipe=AUTO, skip=tuple(skip), activations=activations)
-    by_cost, where = _plan_on(gpu, device is None, model, precision, filter, tokens)
+    by_cost, where = _plan_on(device, model, precision, filter, tokens)
     if by_cost.converted or by_cost.activation_modules:
         return apply_plan(model, by_cost, keep_weights=keep_weights, verbose=verbose)
     return _left_alone(model, by_cost, where, tokens, verbose)
@@ -125,8 +125,8 @@ def _left_alone(model: M, plan: Plan, where: str, tokens: int, verbose: bool) ->
 
 
 def _check_request(
-    model: nn.Module, recipe: Any, precision: Precision | None, plan: Plan | None, skip: Sequence[str], filter: Any,
-    keep_weights: bool, activations: str, device: Any, tokens: int, frozen: str,
+    model: nn.Module, recipe: object, precision: Precision | None, plan: Plan | None, skip: Sequence[str],
+    filter: object, keep_weights: bool, activations: str, device: object, tokens: int, frozen: str,
 ) -> None:  # fmt: skip
     check_frozen(frozen)
     if frozen == "fp8" and device not in (None, "cpu"):
@@ -167,7 +167,7 @@ def _check_request(
         )
 
 
-def _is_auto(recipe: Any, precision: Precision | None) -> bool:
+def _is_auto(recipe: object, precision: Precision | None) -> bool:
     if precision is None:
         return recipe is None or recipe == AUTO
     return precision.recipe == AUTO and precision.matmul == "fp8"
@@ -179,22 +179,24 @@ def local_gpu_name() -> str | None:
 
 
 def _plan_on(
-    gpu: Any, local: bool, model: nn.Module, precision: Precision, filter: Filter | ModuleFilter | None, tokens: int
-) -> tuple[Plan, str]:
-    """Plan a model for a GPU; return the plan and the name of the GPU."""
+    device: "str | Path | Mapping[str, Any] | Gpu | None", model: nn.Module, precision: Precision,
+    filter: Filter | ModuleFilter | None, tokens: int,
+) -> tuple[Plan, str]:  # fmt: skip
+    """Plan a model for a GPU, None for this machine's; return the plan and the name of the GPU."""
     from octavo.planner.decide import decide_by_rule
     from octavo.planner.devices import find_gpu, gpu_by_driver_name, with_measurements
 
-    properties = gpu_by_driver_name(gpu) if local else find_gpu(gpu)
+    name = local_gpu_name() or ""
+    properties = gpu_by_driver_name(name) if device is None else find_gpu(device)
     if properties is None:
         rule = decide_by_rule(model, precision, filter).plan
         if not rule.converted:
             raise nothing_converted(rule)
-        note = f"by rule: {gpu} is not in the table of GPUs, so no cost is known"
+        note = f"by rule: {name} is not in the table of GPUs, so no cost is known"
         decisions = {f: replace(d, reason=f"{d.reason}; {note}") if d.recipe else d for f, d in rule.decisions.items()}
-        return Plan(decisions, rule.activations), gpu
+        return Plan(decisions, rule.activations), name
     plan = plan_on_gpu(model, with_measurements(properties, None), precision, filter, tokens)
-    return plan, gpu if local else properties.name
+    return plan, name if device is None else properties.name
 
 
 def plan_on_gpu(

@@ -94,10 +94,7 @@ def decide_by_rule(
     model: nn.Module, precision: Precision, filter: FilterLike | None = None, *,
     recipes: Sequence[Recipe] | None = None, heads: bool = False,
 ) -> RuleDecisions:  # fmt: skip
-    """Decide by the rules of `octavo.nn.select`. Raises ValueError if a layer is converted already.
-
-    `recipes`: those to choose from, by default the precision's; `heads`: whether cost decides vocabulary heads too.
-    """
+    """Decide by the rules of `octavo.nn.select`; `heads`: whether cost decides vocabulary heads too."""
     check_unconverted(model)
     recipes = recipes or candidates(precision.recipe if precision.matmul == "fp8" else AUTO)
     recipe = recipes[0] if precision.matmul == "fp8" else None
@@ -146,9 +143,7 @@ def decide(gpu: Gpu, calls: Sequence[LinearCall], recipes: Sequence[Recipe], *, 
 
 
 def break_even(gpu: Gpu, tokens: int, recipes: Sequence[Recipe], *, eager: bool, largest: int = 16384) -> int | None:
-    """Return the smallest K = N, in steps of 64, from which FP8 pays at this number of tokens; None if none up to
-    `largest`.
-    """
+    """Return the smallest K = N, in steps of 64, from which FP8 pays at this number of tokens; None if none does."""
     smallest = None
     for side in range(largest - largest % 64, 0, -64):
         call = LinearCall(m=tokens, k=side, n=side)

@@ -71,7 +71,7 @@ def unpacked_sequences() -> Iterator[None]:
     """Keep Transformers from looking for packed sequences in a batch."""
     # It reads position ids to detect packing: on a GPU the host waits for them. For fake ones it assumes packing and
     # builds a mask of [sequences, length, length], which disables flash attention. Most runs do not pack.
-    masks: Any = sys.modules.get("transformers.masking_utils")
+    masks = sys.modules.get("transformers.masking_utils")
     name, thread = "find_packed_sequence_indices", threading.get_ident()
     original = getattr(masks, name, None)
     with _lock:
@@ -126,10 +126,10 @@ def fake_copy(
         return copy.deepcopy(model, memo)
 
 
-def fake_batch(batch: Any, size: int | None, dtype: torch.dtype, device: torch.device) -> Any:
+def fake_batch(batch: object, size: int | None, dtype: torch.dtype, device: torch.device) -> Any:
     """Build a batch without storage in the form of the given one: a mapping, a tuple or list, or one tensor."""
 
-    def make(name: str, value: Any) -> Any:
+    def make(name: str, value: object) -> Any:
         if isinstance(value, Tensor):
             shape, kind = tuple(value.shape), value.dtype
         elif isinstance(value, tuple | list | torch.Size) and value and all(isinstance(n, int) for n in value):

@@ -57,9 +57,7 @@ def equal_stacks(model: nn.Module, plan: Plan) -> list[Stack]:
 
 
 def leading_blocks(blocks: Sequence[nn.Module], names: Mapping[int, str], plan: Plan) -> int | None:
-    """Return the number of first blocks after which all are equal: 0 if all are, 3 in DeepSeek-V3. None if no two
-    blocks at the end are equal, or blocks share parameters.
-    """
+    """Return the number of first blocks after which all are equal; None if the last two differ, or share parameters."""
     owned = [id(parameter) for block in blocks for parameter in block.parameters()]
     if not blocks or len(set(map(id, blocks))) < len(blocks) or len(set(owned)) < len(owned):
         return None
@@ -143,11 +141,8 @@ def from_few_blocks(
     stacks: Sequence[Stack], trace: Callable[[Mapping[str, int]], T],
     combine: Callable[[Sequence[Stack], T, Sequence[T]], R | None],
 ) -> R | None:  # fmt: skip
-    """Combine a record of few blocks with one of a block more of each stack; None if none are a basis for all blocks.
-
-    `trace` records a copy with so many blocks of some stacks, by name.
-    """
-    # First all stacks, then each one short with all others whole.
+    """Combine a record of few blocks with one of a block more of each stack; None if none is a basis for all blocks."""
+    # `trace` takes numbers of blocks by stack. First all stacks, then each one short with all others whole.
     short = [stack for stack in stacks if stack.extra]
     tries = [stacks] if stacks else []
     for stack in short if len(short) > 1 else ():

@@ -1,6 +1,7 @@
 """octavo.plan and octavo.inspect.memory: predict a training step of any model before renting a GPU."""
 
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -35,10 +36,11 @@ from octavo.runtime.blocks import find_blocks
 from octavo.runtime.torch_compat import tree_leaves
 
 Loss = Callable[[nn.Module, Any], Tensor]
+MakeOptimizer = Callable[..., torch.optim.Optimizer] | torch.optim.Optimizer | None
 
 
 def plan(
-    model: nn.Module, batch: Any, seq: int | None = None, *, device: str | Path | Mapping[str, Any] | Gpu = "h100",
+    model: nn.Module, batch: object, seq: int | None = None, *, device: str | Path | Mapping[str, Any] | Gpu = "h100",
     world_size: int = 1, parallel: ParallelLayout | None = None, precision: Precision | None = None,
     recipe: str | Recipe = "auto", skip: Sequence[str] = (), filter: FilterLike | None = None, heads: bool = False,
     compiled: bool = False, checkpointing: str = "none", micro_batches: int = 1, calibration: str | Path | None = None,
@@ -100,7 +102,7 @@ def plan(
     workload = Workload(
         model=model, stages=(Stage(model=model),), plan=best, step_config=step_config, sequences=inputs.sequences,
         trace_step=partial(step, level), gpu=gpu, whole=traced, forwards=(own,), extrapolates=traced.extrapolated,
-        tokens=seq * batch if seq is not None else max((c.m for cs in traced.calls.values() for c in cs), default=1),
+        tokens=math.prod(inputs.sizes[0]) if seq else max((c.m for cs in traced.calls.values() for c in cs), default=1),
         offloaded=parallel is not None and parallel.cpu_offload,
         notes=(_SELECTIVE_NOTE,) if checkpointing == "selective" else (),
     )  # fmt: skip
@@ -135,7 +137,7 @@ _SELECTIVE_NOTE = (
 
 
 def memory(
-    model: nn.Module, batch: Any, *,
+    model: nn.Module, batch: object, *,
     optimizer: Callable[..., torch.optim.Optimizer] | torch.optim.Optimizer | None = None,
     precision: Precision | None = None, loss: Loss | None = None, micro_batches: int = 1,
     device: str | torch.device = "cuda",
@@ -229,13 +231,13 @@ def _recipes(precision: Precision | None, recipe: str | Recipe, skip: Sequence[s
 
 @dataclass(frozen=True, kw_only=True)
 class _Inputs:
-    batch: Any  # Tensors or shapes, to be made without storage
+    batch: object  # Tensors or shapes, to be made without storage
     dtype: torch.dtype  # Of floating inputs given as shapes
     place: torch.device
     sizes: Sequence[tuple[int, ...]]  # Shapes of its tensors
 
     @classmethod
-    def of(cls, model: nn.Module, batch: Any, device: str, or_else: str = "") -> "_Inputs":
+    def of(cls, model: nn.Module, batch: object, device: str, or_else: str = "") -> "_Inputs":
         dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
         inputs = cls(batch=batch, dtype=dtype, place=fake_device(torch.device(device)), sizes=())
         with fake_tensors():
@@ -255,7 +257,7 @@ class _Inputs:
         return fake_batch(self.batch, None if self.sizes and size == self.sequences else size, self.dtype, self.place)
 
 
-def _shapes(model: nn.Module, batch: Any, seq: int | None) -> Any:
+def _shapes(model: nn.Module, batch: object, seq: int | None) -> object:
     if seq is None:
         if isinstance(batch, int):
             raise TypeError("plan takes batch and seq, as in plan(model, 4, 2048), or the input of the model")
@@ -269,7 +271,7 @@ def _shapes(model: nn.Module, batch: Any, seq: int | None) -> Any:
 
 
 def trace_step(
-    model: nn.Module, inputs: Any, stepper: torch.optim.Optimizer | None, loss: Loss, step_config: StepConfig,
+    model: nn.Module, inputs: object, stepper: torch.optim.Optimizer | None, loss: Loss, step_config: StepConfig,
     granularity: int,
 ) -> StepTrace:  # fmt: skip
     """Record a step of a fake model under FakeTensorMode."""
@@ -281,7 +283,7 @@ def trace_step(
     return follow_step(model, inputs, stepper, forward_backward, step_config=step_config, granularity=granularity)
 
 
-def default_loss(model: nn.Module, batch: Any) -> Tensor:
+def default_loss(model: nn.Module, batch: object) -> Tensor:
     """Return the model's `.loss` if it has one, else the sum of its outputs that require a gradient."""
     outputs = call(model, batch)
     if isinstance(loss := getattr(outputs, "loss", None), Tensor):
@@ -295,7 +297,7 @@ def default_loss(model: nn.Module, batch: Any) -> Tensor:
     return sum((leaf.sum() for leaf in leaves[1:]), leaves[0].sum())
 
 
-def _optimizer(optimizer: Any, model: nn.Module) -> torch.optim.Optimizer | None:
+def _optimizer(optimizer: MakeOptimizer, model: nn.Module) -> torch.optim.Optimizer | None:
     parameters = [p for p in model.parameters() if p.requires_grad]
     if optimizer is None or not parameters:
         return None

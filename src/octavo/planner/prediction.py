@@ -150,10 +150,7 @@ Sizes = Mapping[str, int]  # Bytes by category
 def held_beside(
     config: StepConfig, alone: Sequence[Sizes], hidden: int
 ) -> dict[int, tuple[Sizes, Mapping[str, Sizes]]]:
-    """Return what a GPU of a pipeline holds beside a micro-batch of each of its stages: all the time, and by phase.
-
-    `alone`: the largest sizes of each stage; `hidden`: bytes of a micro-batch's hidden states.
-    """
+    """Return what a GPU of a pipeline holds beside a micro-batch of each of its stages: all the time, and by phase."""
     beside: dict[int, tuple[Sizes, Mapping[str, Sizes]]] = {}
     for row in schedule_actions(config.schedule, config.pp, config.micro_batches):
         own, most = sorted({action.stage for action in row}), most_in_flight(row)

@@ -107,9 +107,7 @@ def memory_time(gpu: Gpu, moved: float) -> float:
 
 
 def fp8_rate(gpu: Gpu, recipe: Recipe, *, exact: bool = False) -> float | None:
-    """Return the FLOP/s of large FP8 products of a recipe: forward ones, or with `exact` accumulation backward ones;
-    None if they are emulated in bf16.
-    """
+    """Return the FLOP/s of large FP8 products, backward ones with `exact` accumulation; None if emulated in bf16."""
     if not gpu.fp8_tflops or (recipe.x.scale_rule == "e8m0" and not gpu.native_mx):
         return None
     scales = recipe.x.granularity
@@ -124,9 +122,7 @@ def fp8_rate(gpu: Gpu, recipe: Recipe, *, exact: bool = False) -> float | None:
 
 
 def triton_reason(gpu: Gpu, recipe: Recipe) -> str | None:
-    """Return why Triton computes products of this recipe on this GPU, as PyTorch's backend reports it; None if PyTorch
-    does.
-    """
+    """Return why Triton computes products of this recipe on this GPU; None if PyTorch does."""
     capability = divmod(gpu.capability, 10)
     reasons = (unsupported_by_capability(capability, case) for case in cases_of(recipe).values() if gpu.capability)
     return next(filter(None, reasons), None)

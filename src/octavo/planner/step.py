@@ -119,9 +119,7 @@ def is_count(value: object) -> bool:
 
 
 def layout_settings(gpus: int, layout: ParallelLayout | None, *, apart: int = 1) -> dict[str, Any]:
-    """Return the `StepConfig` fields that describe how a model is distributed over GPUs, with the FP8 communication
-    that `octavo.parallelize` would choose.
-    """
+    """Return the `StepConfig` fields of a layout, with the FP8 communication that `octavo.parallelize` would choose."""
     # `"auto"` gathers in FP8 if weights cross machines of `GPUS_PER_MACHINE` GPUs, and sends gradients in FP8 if each
     # of these GPUs is on another machine: if GPUs that share layers are between them.
     if not is_count(gpus):
@@ -219,9 +217,7 @@ def exchanged(gpu: Gpu, messages: Mapping[tuple[str, bool], int], *, ranks: int)
 
 
 def sharded(gpu: Gpu, trace: Trace, config: StepConfig, saved: float) -> tuple[list[Sent], list[Sent]]:
-    """Return what FSDP2 sends in one micro-batch: one gather of all weights, less the bytes `saved` by FP8; the
-    reduction of all gradients.
-    """
+    """Return FSDP2's gathers of all weights, less the bytes `saved` by FP8, and its reductions of all gradients."""
     # 1 / `ep` of the ranks share the parameters of their experts, and all ranks the others.
     experts = trace.experts / max(trace.parameters, 1) if config.ep > 1 else 0.0
     gathers, reductions = [], []
@@ -434,9 +430,7 @@ def simulate(
 
 
 def most_in_flight(row: Sequence[Action]) -> dict[tuple[str, int], dict[int, int]]:
-    """Return the numbers of other micro-batches whose activations a rank holds, by stage, when it holds most: for each
-    ("F", stage), during a forward of that stage; for ("B", stage), during a backward.
-    """
+    """Return how many other micro-batches' activations a rank holds at most, by stage, in "F" and "B" of a stage."""
     held: dict[int, int] = {action.stage: 0 for action in row}
     most: dict[tuple[str, int], dict[int, int]] = {}
     for action in row:

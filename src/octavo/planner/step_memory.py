@@ -78,12 +78,12 @@ class StepTrace:
 
 
 def follow_step(
-    model: nn.Module, batch: Any, stepper: torch.optim.Optimizer | None, forward_backward: Callable[[], Any], *,
+    model: nn.Module, batch: object, stepper: torch.optim.Optimizer | None, forward_backward: Callable[[], object], *,
     step_config: StepConfig, granularity: int, states: Callable[[], Any] | None = None,
     gradients: Callable[[], Sequence[Tensor]] = tuple, before_step: Callable[[], Any] = lambda: None,
 ) -> StepTrace:  # fmt: skip
     """Record a step of a fake model under FakeTensorMode. `states`: what holds those of the optimizer, and masters."""
-    made: Any = [] if stepper is None else make_states(stepper)
+    made = [] if stepper is None else make_states(stepper)
     earlier = make_gradients(stepper) if stepper is not None and step_config.micro_batches > 1 else []
     timeline, blocks = Timeline(granularity), find_blocks(model)
     tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
@@ -104,45 +104,39 @@ def follow_step(
             stepper.step()
     inside = {id(p): p for block in blocks for p in block.parameters()}
     timeline.relabel([p.grad for p in inside.values() if p.grad is not None], BLOCK_GRADIENTS)
-    compressed = _in_fp8(model) if step_config.fp8_gather else {}
+    layers = [m for m in model.modules() if is_converted(m) and m.recipe.supports_fp8_gather]
+    in_fp8 = {id(layer.weight) for layer in layers if step_config.fp8_gather}
     by_block = [list(block.parameters()) for block in blocks]
     largest = max(by_block, key=lambda parameters: sum(local_part(p).numel() for p in parameters), default=[])
     outside = [p for p in model.parameters() if id(p) not in inside]
     # Bytes of a gradient's element that is being reduced: of a block, and of parameters outside.
     reduced = (0.0, FP8_BYTES_PER_ELEMENT) if step_config.fp8_reduce else (step_config.reduce_bytes,) * 2
     return StepTrace(
-        events=timeline.events(), tokens=max(tensors[0].numel(), 1), block=_group(largest, compressed, reduced[0]),
-        rest=_group(outside, compressed, reduced[1]), messages=timeline.messages, outputs=timeline.outputs,
+        events=timeline.events(), tokens=max(tensors[0].numel(), 1), block=_group(largest, in_fp8, reduced[0]),
+        rest=_group(outside, in_fp8, reduced[1]), messages=timeline.messages, outputs=timeline.outputs,
     )  # fmt: skip
 
 
-def _in_fp8(model: nn.Module) -> dict[int, int]:
-    """Return the bytes of each weight that is gathered in FP8, by id."""
-    layers: list[Any] = [m for m in model.modules() if is_converted(m) and m.recipe.supports_fp8_gather]
-    weights = [(id(layer.weight), local_part(layer.weight)) for layer in layers]
-    return {key: weight.numel() + 4 * weight.shape[0] for key, weight in weights}
-
-
-def _gathered_bytes(parameter: nn.Parameter) -> int:
+def _gathered_bytes(parameter: nn.Parameter, in_fp8: set[int]) -> int:
+    weight: Tensor = local_part(parameter)
+    if id(parameter) in in_fp8:
+        return weight.numel() + 4 * weight.shape[0]
     resident = as_resident(parameter)
-    size: int = local_part(parameter).nbytes if resident is None else resident.data_.nbytes + resident.scale.nbytes
-    return size
+    return weight.nbytes if resident is None else resident.data_.nbytes + resident.scale.nbytes
 
 
-def _group(parameters: list[nn.Parameter], compressed: dict[int, int], reduced: float) -> ShardGroup:
+def _group(parameters: list[nn.Parameter], in_fp8: set[int], reduced: float) -> ShardGroup:
     granularity = ALLOCATION_GRANULARITY["cuda"]
     trained = [local_part(p) for p in parameters if p.requires_grad]
     elements = sum(p.numel() for p in trained)
     return ShardGroup(
-        gathered=sum(compressed.get(id(p)) or _gathered_bytes(p) for p in parameters), elements=elements,
+        gathered=sum(_gathered_bytes(p, in_fp8) for p in parameters), elements=elements,
         gradients=sum(-(-p.nbytes // granularity) * granularity for p in trained), reduced=int(reduced * elements),
     )  # fmt: skip
 
 
 def make_states(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Allocate the states of all parameters and return them. Optimizers other than Octavo's take a step, so call it
-    under FakeTensorMode.
-    """
+    """Allocate the states of all parameters, under FakeTensorMode: optimizers other than Octavo's take a step."""
     if isinstance(optimizer, Optimizer):
         optimizer.make_states()
     else:
@@ -275,13 +269,9 @@ def memory_per_rank(
     whole: MemorySeries, config: StepConfig, blocks: int, block: ShardGroup, rest: ShardGroup, *,
     offloaded: bool = False, spread: float = 1.0, widened: int = 1,
 ) -> MemorySeries:  # fmt: skip
-    """Convert the memory series of one process into that of a rank with the same batch.
-
-    `block`: the largest of the blocks; `rest`: parameters outside of them; `offloaded`: whether shards, with their
-    gradients and states, are in host memory; `spread`: bytes of all parameters over those of the traced process, which
-    has a part of the experts; `widened`: bytes of a sharded gradient's element over those of a whole gradient's, 2 for
-    float32 shards of a model that computes in bf16.
-    """
+    """Convert the memory series of one process into that of a rank with the same batch; `block` is the largest."""
+    # `spread`: bytes of all parameters over those of the traced process, which has a part of the experts. `widened`:
+    # bytes of a sharded gradient's element over a whole one's, 2 for float32 shards of a model that computes in bf16.
 
     def split(size: Tensor) -> Tensor:
         total = (size * spread).long() if spread != 1 else size

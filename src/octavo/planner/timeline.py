@@ -202,7 +202,7 @@ class Timeline(TorchDispatchMode):
         TorchDispatchMode.__enter__(self)
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         TorchDispatchMode.__exit__(self, *error)
         self._mark("step end")
 
@@ -247,7 +247,7 @@ class Timeline(TorchDispatchMode):
         self._events.append((number, size - self._sizes.get(number, 0), self._phase))
         self._sizes[number] = size
 
-    def _end(self, number: int, _: Any) -> None:
+    def _end(self, number: int, _: object) -> None:
         del self._alive[number]
         self._change(number, 0)
 

@@ -4,7 +4,7 @@ For compiled models, the operations between two products form one kernel that re
 outputs that are read later. Inductor's fusions are less regular.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -189,7 +189,7 @@ class _Tracer(TorchDispatchMode):
         self._region += 1
         self._reads([x])
 
-    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+    def leave(self, module: nn.Module, args: object, output: object) -> None:
         if looks_like_experts(module):
             self._in_experts -= 1
             return
@@ -261,11 +261,11 @@ class _Tracer(TorchDispatchMode):
         flops = 2.0 * outputs[0].numel() * contracted
         self.products.append(Work(flops=flops, bytes=sum(_size(t) for t in (*inputs, *outputs))))
 
-    def _reads(self, tensors: Any) -> None:
+    def _reads(self, tensors: Iterable[Tensor]) -> None:
         for tensor in map(local_part, tensors):
             self._read.setdefault(self._storage_id(tensor), set()).add(self._region)
 
-    def _writes(self, tensors: Any) -> None:
+    def _writes(self, tensors: object) -> None:
         for tensor in tree_leaves(tensors):
             if isinstance(tensor := local_part(tensor), Tensor):
                 self._written.setdefault(self._storage_id(tensor), self._region)
