@@ -1,9 +1,9 @@
 """Channel equalization on ranks: one s for all, also in weights that travel in FP8, and states that resume."""
 
 import pytest
-from training import full, make, train, whole
+from test_changing import changing_job
+from training import full, make, train
 
-from octavo.nn import change_recipe
 from octavo.nn import equalized as scales
 from octavo.nn.equalized import equalized_layers
 from octavo.numerics import equalized
@@ -57,29 +57,18 @@ def test_layers_with_one_weight_have_one_s(gloo, ties):
     assert off[0] == gather[0]
 
 
-def changing_job(settings, recipes):
-    """Losses of two steps in each of some recipes, which layers change to as the autopilot does it, and the weights."""
-    model = parallelize(make(recipes[0]), Parallel(**settings))
-    losses = train(model, 2)
-    for number, recipe in enumerate(recipes[1:], 1):
-        for name in ("blocks.0.up", "blocks.1.down"):
-            change_recipe(model, name, recipe, reason="a test")
-        losses += train(model, 2, first=2 * number)
-    return losses, whole(model), set(scales.state_dict(model)), set(parameters_in_fp8(model))
-
-
 @pytest.mark.parametrize(
-    ("recipes", "equalized_layers"),
+    ("recipes", "count"),
     [
         (("tensorwise", "rowwise_equalized"), 2),
         pytest.param(("tensorwise", "rowwise_equalized", "tensorwise"), 0, marks=pytest.mark.thorough),
         pytest.param(("rowwise_equalized", "rowwise", "rowwise_equalized"), 4, marks=pytest.mark.thorough),
     ],
 )
-def test_layers_that_begin_and_end_to_equalize(gloo, recipes, equalized_layers):
+def test_layers_that_begin_and_end_to_equalize(gloo, recipes, count):
     """FP8 gathers follow: the numbers are those of plain gathers, on all ranks."""
-    off, gather = (gloo.run(changing_job, 2, SETTINGS[name], recipes) for name in ("off", "gather"))
-    for (losses, weights, names, _), (expected, reference, _, _) in zip(gather, off, strict=True):
-        assert losses == expected and all((weights[name] == reference[name]).all() for name in reference)
-        assert len(names) == equalized_layers
-    assert len(gather[0][3]) == 4 and not off[0][3]
+    off, gather = (gloo.run(changing_job, 2, SETTINGS[name], *recipes) for name in ("off", "gather"))
+    for ours, theirs in zip(gather, off, strict=True):
+        assert ours.losses == theirs.losses and len(ours.equalized) == count
+        assert all((ours.weights[name] == reference).all() for name, reference in theirs.weights.items())
+    assert len(gather[0].gathered[-1]) == 4 and not off[0].gathered[-1]

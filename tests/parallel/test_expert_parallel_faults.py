@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
-from training import full
+from training import full_bytes
 
 import octavo
 from octavo.parallel import clip_grad_norm_, expert_parallel, parallelize
@@ -130,11 +130,11 @@ def step(model, optimizer, number, factor=1.0, spoil=None):
 
 
 def whole(model, optimizer):
-    """Parameters and states; Gloo has no collectives of FP8 and 16-bit integers, float32 holds their values."""
-    values = {name: parameter for name, parameter in model.named_parameters()}
+    """Parameters and states, as bytes."""
+    values = {(name, ""): parameter.detach() for name, parameter in model.named_parameters()}
     for name, parameter in model.named_parameters():
-        values |= {f"{name}.{key}": value.float() for key, value in optimizer.state[parameter].items()}
-    return {n: full(v).detach().clone() for n, v in values.items()}
+        values |= {(name, key): value for key, value in optimizer.state[parameter].items()}
+    return {name: full_bytes(value).clone() for name, value in values.items()}
 
 
 def same(one, other):

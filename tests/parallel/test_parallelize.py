@@ -20,9 +20,13 @@ from processes import on_ranks
 pytestmark = pytest.mark.dist
 
 
-def refused(call, message, kind=ValueError):
+def refused(message, model, *arguments, kind=ValueError, **options):
     with pytest.raises(kind, match=re.escape(message)):
-        call()
+        parallelize(model, *arguments, **options)
+
+
+def mesh_of(*shape, **options):
+    return init_device_mesh("cpu", shape, **options)
 
 
 class FullyShardedDataParallel(nn.Module):
@@ -34,66 +38,49 @@ Old = FullyShardedDataParallel
 
 @on_ranks(2)
 def test_mistakes_are_named():
-    named = {"mesh_dim_names": ("dp_replicate", "dp_shard")}
-    refused(
-        lambda: parallelize(make(), Parallel(dp_shard=3)),
-        "does not equal the world size 2: take dp_replicate from [1, 2]",
-    )
-    refused(lambda: parallelize(make(), Parallel(dp_replicate=4)), "parallel.dp_replicate = 4 × parallel.dp_shard = -1")
-    refused(
-        lambda: parallelize(make(), init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))), "got dimensions ('tp',)"
-    )
-    refused(lambda: parallelize(make(), init_device_mesh("cpu", (1, 2))), "a two-dimensional mesh needs names")
-    refused(lambda: parallelize(make(), init_device_mesh("cpu", (1, 1, 2))), "takes a mesh [dp_shard]")
-    refused(lambda: parallelize(make(), fp8_comm="fp8"), "fp8_comm is 'auto', 'on', 'gather' or 'off'; got 'fp8'")
-    refused(
-        lambda: parallelize(make(), Parallel(dp_replicate=2), cpu_offload=True),
-        "cpu_offload needs shards, and this mesh has copies only: add a dp_shard dimension",
-    )
-    refused(lambda: parallelize(make(), Parallel(dp_replicate=2), dtype=torch.bfloat16), "needs shards")
+    refused("does not equal the world size 2: take dp_replicate from [1, 2]", make(), Parallel(dp_shard=3))
+    refused("parallel.dp_replicate = 4 × parallel.dp_shard = -1", make(), Parallel(dp_replicate=4))
+    refused("got dimensions ('tp',)", make(), mesh_of(2, mesh_dim_names=("tp",)))
+    refused("a two-dimensional mesh needs names", make(), mesh_of(1, 2))
+    refused("takes a mesh [dp_shard]", make(), mesh_of(1, 1, 2))
+    refused("fp8_comm is 'auto', 'on', 'gather' or 'off'; got 'fp8'", make(), fp8_comm="fp8")
+    no_shards = "cpu_offload needs shards, and this mesh has copies only: add a dp_shard dimension"
+    refused(no_shards, make(), Parallel(dp_replicate=2), cpu_offload=True)
+    refused("needs shards", make(), Parallel(dp_replicate=2), dtype=torch.bfloat16)
     for name, dtype in (("dtype", torch.int8), ("dtype", torch.float8_e4m3fn), ("reduce_dtype", "bf16")):
-        model = make()
-        refused(lambda m=model, k={name: dtype}: parallelize(m, **k), f"{name} is a floating-point", TypeError)
+        refused(f"{name} is a floating-point", model := make(), kind=TypeError, **{name: dtype})
         assert not isinstance(model, FSDPModule)
     for recipe in ("blockwise", "mxfp8"):
         for comm in ("on", "gather"):
             model = make(recipe, hidden=128)
-            refused(lambda m=model, c=comm: parallelize(m, fp8_comm=c), f"fp8_comm={comm!r} with recipe {recipe}")
+            refused(f"fp8_comm={comm!r} with recipe {recipe}", model, fp8_comm=comm)
             assert not isinstance(model, FSDPModule)
     sharded = parallelize(make(), fp8_comm="off")
-    refused(lambda: parallelize(sharded), "already: call parallelize once, on the whole model")
+    refused("already: call parallelize once, on the whole model", sharded)
     copied = parallelize(make(), Parallel(dp_replicate=2), fp8_comm="off")
-    refused(lambda: parallelize(copied), "the model is a DistributedDataParallel already")
+    refused("the model is a DistributedDataParallel already", copied)
     inside = make()
     fully_shard(inside.blocks[0])
-    refused(lambda: parallelize(inside), "blocks.0 is a FSDPBlock already")
-    refused(
-        lambda: parallelize(make(), precision=octavo.Precision.level("fp8")),
-        "layers of this model are converted already",
-    )
-    refused(lambda: parallelize(nn.Sequential(Old()), fp8_comm="off"), "0 is a FullyShardedDataParallel (FSDP1)")
+    refused("blocks.0 is a FSDPBlock already", inside)
+    refused("layers of this model are converted already", make(), precision=octavo.Precision.level("fp8"))
+    refused("0 is a FullyShardedDataParallel (FSDP1)", nn.Sequential(Old()), fp8_comm="off")
     # Nothing hangs afterwards.
     dist.barrier()
-    assert init_device_mesh("cpu", (1, 2), **named).shape == (1, 2)
+    assert mesh_of(1, 2, mesh_dim_names=("dp_replicate", "dp_shard")).shape == (1, 2)
 
 
 @on_ranks(2)
 def test_what_one_rank_does_wrong_stops_all():
-    rank = dist.get_rank()
-    odd = rank == 1
-    refused(
-        lambda: parallelize(make("tensorwise" if odd else "rowwise")),
-        "rank 1 and rank 0 call parallelize with different recipes of layers: all ranks must agree",
-    )
-    refused(lambda: parallelize(make(None if odd else "rowwise")), "different recipes of layers")
-    refused(lambda: parallelize(make(), fp8_comm="off" if odd else "on"), "different settings")
-    refused(lambda: parallelize(make(), dtype=torch.bfloat16 if odd else None), "different settings")
-    refused(lambda: parallelize(make(hidden=64 if odd else 128)), "different parameters")
-    refused(lambda: parallelize(make(frozen=("embed",) if odd else ())), "different parameters")
-    refused(
-        lambda: parallelize(make(), Parallel(dp_replicate=1, dp_shard=2 if odd else 5)),
-        "parallelize fails on rank 0: parallel.dp_replicate" if odd else "parallel.dp_shard = 5 does not equal",
-    )
+    odd = dist.get_rank() == 1
+    recipes = "rank 1 and rank 0 call parallelize with different recipes of layers: all ranks must agree"
+    refused(recipes, make("tensorwise" if odd else "rowwise"))
+    refused("different recipes of layers", make(None if odd else "rowwise"))
+    refused("different settings", make(), fp8_comm="off" if odd else "on")
+    refused("different settings", make(), dtype=torch.bfloat16 if odd else None)
+    refused("different parameters", make(hidden=64 if odd else 128))
+    refused("different parameters", make(frozen=("embed",) if odd else ()))
+    message = "parallelize fails on rank 0: parallel." if odd else "parallel.dp_shard = 5 does not equal"
+    refused(message, make(), Parallel(dp_replicate=1, dp_shard=2 if odd else 5))
 
 
 class Odd(nn.Module):
@@ -106,7 +93,7 @@ class Odd(nn.Module):
 @on_ranks(2, timeout=30.0)
 def test_no_rank_waits_for_one_that_made_a_mistake():
     """Mistakes of rank 1 that leave nothing to compare: rank 0 does not wait for it."""
-    odd, mesh = dist.get_rank() == 1, init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
+    odd, mesh = dist.get_rank() == 1, mesh_of(2, mesh_dim_names=("dp_shard",))
     for function in (
         parallelize, octavo.parallel.expert_parallel, octavo.parallel.context_parallel, octavo.parallel.tensor_parallel
     ):  # fmt: skip
@@ -115,7 +102,7 @@ def test_no_rank_waits_for_one_that_made_a_mistake():
             with pytest.raises(kind if odd else ValueError) as error:
                 function(*(mistake if odd else (make(), mesh)))
             assert odd or function is not parallelize or "parallelize fails on rank 1: " in str(error.value)
-    refused(lambda: parallelize(make(), mesh if odd else Parallel(dp_replicate=2)), "different settings")
+    refused("different settings", make(), mesh if odd else Parallel(dp_replicate=2))
 
 
 @on_ranks(3)
@@ -123,10 +110,8 @@ def test_a_model_that_one_rank_converted_is_told_on_every_rank():
     precision = octavo.Precision.level("fp8")
     model = make("rowwise" if dist.get_rank() == 1 else None)
     before = classes(model)
-    refused(
-        lambda: parallelize(model, precision=precision),
-        "converted already" if dist.get_rank() == 1 else "parallelize fails on rank 1: 4 layers",
-    )
+    message = "converted already" if dist.get_rank() == 1 else "parallelize fails on rank 1: 4 layers"
+    refused(message, model, precision=precision)
     assert classes(model) == before
 
 
@@ -141,7 +126,7 @@ def test_what_stops_midway_leaves_the_model_as_it_was():
     model.scalar = nn.Parameter(torch.tensor(1.0))
     before = classes(model), [(id(p), p.clone()) for p in model.parameters()]
     for _ in range(2):
-        refused(lambda: parallelize(model, precision=octavo.Precision.level("fp8"), fp8_comm="gather"), "scalar")
+        refused("scalar", model, precision=octavo.Precision.level("fp8"), fp8_comm="gather")
         assert classes(model) == before[0]
         assert all(id(p) == i and torch.equal(p, q) for p, (i, q) in zip(model.parameters(), before[1], strict=True))
     assert torch.equal(loss_of(model, tokens), loss_of(whole, tokens))
@@ -179,16 +164,15 @@ def test_sizes():
 
 @on_ranks(2)
 def test_ways_to_say_the_same():
-    """Every way to say the same thing."""
     names = ("dp_replicate", "dp_shard")
     precision = octavo.Precision.level("fp8")
     ways = (
         lambda: parallelize(make(), fp8_comm="gather"),
         lambda: parallelize(make(), Parallel(fp8_comm="gather")),
         lambda: parallelize(make(), Parallel(fp8_comm="off"), fp8_comm="gather"),
-        lambda: parallelize(make(), init_device_mesh("cpu", (2,)), fp8_comm="gather"),
-        lambda: parallelize(make(), init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",)), fp8_comm="gather"),
-        lambda: parallelize(make(), init_device_mesh("cpu", (1, 2), mesh_dim_names=names), fp8_comm="gather"),
+        lambda: parallelize(make(), mesh_of(2), fp8_comm="gather"),
+        lambda: parallelize(make(), mesh_of(2, mesh_dim_names=("dp_shard",)), fp8_comm="gather"),
+        lambda: parallelize(make(), mesh_of(1, 2, mesh_dim_names=names), fp8_comm="gather"),
         lambda: parallelize(make(None), precision=precision, fp8_comm="gather"),
     )
     losses = []

@@ -259,57 +259,47 @@ def test_the_others_notice_a_killed_rank(gloo):
         gloo.run(killed_job, 2)
 
 
-def mistake(case):
-    rank, device = dist.get_rank(), torch.device("cpu")
-    model = converted("tensorwise" if case == "tensorwise" else "rowwise", blocks=BLOCKS)
-    if case == "format":
-        pipeline = Pipeline("1F1B", model, spec=("e4m3/row", "e4m3/1x128")[rank])
-    elif case == "off":
-        pipeline = Pipeline("1F1B", model, fp8_comm=rank == 0)
-    elif case == "V":
-        parts = [nn.Linear(8, 8), nn.Linear(8, 8)]
-        stages = [PipelineStage(part, i, 4, device) for i, part in zip((rank, rank + 2), parts, strict=True)]
-        schedule = pipelining.ScheduleZBVZeroBubble(stages, 4, loss_fn=nn.functional.mse_loss)
-        schedule.step(torch.ones(4, 8))
-    elif case == "one stage each":
-        stage = PipelineStage(nn.Linear(8, 8), rank, 4, device)
-        pipelining.Schedule1F1B(stage, 4, loss_fn=nn.functional.mse_loss).step(torch.ones(4, 8))
-    elif case == "shared":
+def step_of(schedule, *stages, of, micros=4):
+    """A step of linear stages with these numbers on this rank, of so many."""
+    own = [PipelineStage(nn.Linear(8, 8), index, of, torch.device("cpu")) for index in stages]
+    own = own if len(own) > 1 else own[0]
+    getattr(pipelining, f"Schedule{schedule}")(own, micros, loss_fn=nn.functional.mse_loss).step(torch.ones(4, 8))
+
+
+def pipeline_step(name="1F1B", recipe="rowwise", shared=False, **options):
+    model = converted(recipe, blocks=BLOCKS)
+    if shared:
         model.head.weight = model.embed.weight
-        pipeline = Pipeline("ZBVZeroBubble", model)
-    elif case == "few":
-        pipeline = Pipeline("1F1B", model, micros=1)
-    elif case == "few for DualPipeV":
-        pipeline = Pipeline("DualPipeV", model, micros=3)
-    elif case == "three":
-        parts = [nn.Linear(8, 8) for _ in range(3)]
-        stages = [PipelineStage(part, 3 * rank + i, 6, device) for i, part in enumerate(parts)]
-        pipelining.ScheduleZBVZeroBubble(stages, 4)
-    else:
-        pipeline = Pipeline("1F1B", model)
-    pipeline.step(batch(0))
+    Pipeline(name, model, **options).step(batch(0))
 
 
 MISTAKES = {
-    "format": "equal in one pipeline: rank 0: [(2, 'e4m3/row')]; rank 1: [(2, 'e4m3/1x128')]",
-    "off": "rank 0: [(2, 'fp8/1x128')]; rank 1: [(2, 'no FP8')]",
-    "V": "ranks hold the stages [[0, 2], [1, 3]], but the schedule expects [[0, 3], [1, 2]]. V sched",
-    "one stage each": "ranks hold the stages [[0], [1]], but the schedule expects [[0, 2], [1, 3]]",
-    "shared": "rank 0 of the pipeline: stages 0 and 3 share a parameter (embed.weight, head.weight)",
-    "tensorwise": "blocks.0.up of stage 0 has recipe 'tensorwise', whose scales per tensor",
-    "few": "Number of microbatches (1) must be greater than",
-    "few for DualPipeV": "at least as many microbatches as stages, but got 3 microbatches and 4 stages",
-    "three": "requires exactly 2 stages per rank, but got 3",
-}
+    "equal in one pipeline: rank 0: [(2, 'e4m3/row')]; rank 1: [(2, 'e4m3/1x128')]":
+        lambda rank: pipeline_step(spec=("e4m3/row", "e4m3/1x128")[rank]),
+    "rank 0: [(2, 'fp8/1x128')]; rank 1: [(2, 'no FP8')]": lambda rank: pipeline_step(fp8_comm=rank == 0),
+    "ranks hold the stages [[0, 2], [1, 3]], but the schedule expects [[0, 3], [1, 2]]. V sched":
+        lambda rank: step_of("ZBVZeroBubble", rank, rank + 2, of=4),
+    "ranks hold the stages [[0], [1]], but the schedule expects [[0, 2], [1, 3]]":
+        lambda rank: step_of("1F1B", rank, of=4),
+    "rank 0 of the pipeline: stages 0 and 3 share a parameter (embed.weight, head.weight)":
+        lambda rank: pipeline_step("ZBVZeroBubble", shared=True),
+    "blocks.0.up of stage 0 has recipe 'tensorwise', whose scales per tensor":
+        lambda rank: pipeline_step(recipe="tensorwise"),
+    "Number of microbatches (1) must be greater than": lambda rank: pipeline_step(micros=1),
+    "at least as many microbatches as stages, but got 3 microbatches and 4 stages":
+        lambda rank: pipeline_step("DualPipeV", micros=3),
+    "requires exactly 2 stages per rank, but got 3":
+        lambda rank: step_of("ZBVZeroBubble", *(3 * rank + i for i in range(3)), of=6),
+}  # fmt: skip
 
 
 @pytest.mark.thorough
 @on_ranks(2)
 def test_mistakes_raise_on_all_ranks():
     """At the first step or, where torch checks, when the schedule is made."""
-    for case, text in MISTAKES.items():
-        with pytest.raises(ValueError, match=re.escape(text)):
-            mistake(case)
+    for message, mistake in MISTAKES.items():
+        with pytest.raises(ValueError, match=re.escape(message)):
+            mistake(dist.get_rank())
 
 
 def test_an_unknown_spec():

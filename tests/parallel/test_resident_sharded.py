@@ -6,7 +6,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from training import full
+from training import full, full_bytes
 
 import octavo
 from octavo.nn import ResidentWeight, change_recipe
@@ -99,25 +99,7 @@ def test_shards_compute_what_one_process_computes(gloo, recipe, how, ranks, dtyp
 
 
 def bits(model):
-    return {k: full(v).clone() for k, v in whole_bytes(model).items()}
-
-
-def whole_bytes(model):
-    """The state, with FP8 data as bytes: Gloo has no FP8."""
-    from torch.distributed.tensor import DTensor
-
-    state = {}
-    for name, value in model.state_dict().items():
-        if value.element_size() > 1:
-            state[name] = value
-        elif hasattr(value, "placements"):
-            local = value.to_local().view(torch.uint8)
-            state[name] = DTensor.from_local(
-                local, value.device_mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride()
-            )  # fmt: skip
-        else:
-            state[name] = value.view(torch.uint8)
-    return state
+    return {name: full_bytes(value) for name, value in model.state_dict().items()}
 
 
 def save_job(recipe, folder):

@@ -1,6 +1,7 @@
 """Octavo's own styles of tensor and sequence parallelism, with FP8 on the wire."""
 
 import copy
+import re
 from functools import partial
 
 import pytest
@@ -95,28 +96,22 @@ def test_every_recipe_is_close_to_one_process(gloo):
             assert (calls[-1].dtype == torch.uint8) == (reduce == "fp8" and recipe is not None)
 
 
-def bytes_job(width, gather, reduce):
-    """Bytes that a rank gives in forward and in backward, by collective and dtype."""
-    model = linears(sizes=[(width, 2 * width), (2 * width, width)])
-    options = {"gather": gather, "reduce": reduce}
-    parallelize_module(model, tp_mesh(), {"0": Fp8ColwiseParallel(**options), "1": Fp8RowwiseParallel(**options)})
-    x = torch.randn(2, 4, width).bfloat16().float()
-    model(x)
-    with CollectiveRecorder() as forward:
-        y = model(x.requires_grad_())
-    with CollectiveRecorder() as backward:
-        y.backward(torch.randn_like(y))
-    return [[(call.name, call.bytes) for call in recorder.calls] for recorder in (forward, backward)]
-
-
-def test_bytes_on_the_wire(gloo):
+@on_ranks(2)
+def test_bytes_on_the_wire():
     """At most 0.52 of those of bf16, in each of the four exchanges of two layers."""
-    fp8, bf16 = (gloo.run(bytes_job, 2, 384, wire, wire)[0] for wire in ("fp8", "bf16"))
-    for ours, theirs in zip(fp8, bf16, strict=True):
-        assert len(ours) == len(theirs) == 2
-        for (_, sent), (_, reference) in zip(ours, theirs, strict=True):
-            assert 0.5 < sent / reference <= 0.52
-    assert [name for name, _ in bf16[0]] == ["_allgather_base_", "_reduce_scatter_base_"]
+    sent = {}
+    for wire in ("fp8", "bf16"):
+        model = linears(sizes=[(384, 768), (768, 384)])
+        plan = {"0": Fp8ColwiseParallel(gather=wire, reduce=wire), "1": Fp8RowwiseParallel(gather=wire, reduce=wire)}
+        parallelize_module(model, tp_mesh(), plan)
+        x = torch.randn(2, 4, 384).bfloat16().float()
+        model(x)
+        with CollectiveRecorder() as recorder:
+            y = model(x.requires_grad_())
+            y.backward(torch.randn_like(y))
+        sent[wire] = [call.bytes for call in recorder.calls]
+    assert [call.name for call in recorder.calls] == ["_allgather_base_", "_reduce_scatter_base_"] * 2
+    assert len(sent["fp8"]) == 4 and all(0.5 < a / b <= 0.52 for a, b in zip(*sent.values(), strict=True))
 
 
 class Siblings(nn.Module):
@@ -149,31 +144,26 @@ BETWEEN = {"nothing": lambda x: x, "in place": lambda x: x.mul_(3.0)}
 @on_ranks(2)
 def test_layers_that_read_one_input_share_its_gather(between, norm, gathers):
     """One gather of X and one reduction of ∂X for q, k and v, besides those of the row; none of a changed X."""
-    model = {}
-    for name in ("alone", "ours"):
-        torch.manual_seed(0)
-        model[name] = converted(Siblings(BETWEEN[between]))
+    torch.manual_seed(0)
+    alone = converted(Siblings(BETWEEN[between]))
+    ours = copy.deepcopy(alone)
     plan = {name: Fp8ColwiseParallel() for name in "qkv"} | {"o": Fp8RowwiseParallel()}
     if norm:
         plan["norm"] = SequenceParallel()
-    parallelize_module(model["ours"], tp_mesh(), plan)
+    parallelize_module(ours, tp_mesh(), plan)
     x = torch.randn(2, 8, 64)
-    model["ours"](part(x, 1))
+    ours(part(x, 1))
     leaves = x.clone().requires_grad_(), part(x, 1).requires_grad_()
-    y_alone = model["alone"](leaves[0])
+    y_alone = alone(leaves[0])
     y_alone.backward(torch.ones_like(y_alone))
     with CollectiveRecorder() as recorder:
-        y = model["ours"](leaves[1])
+        y = ours(leaves[1])
         y.backward(torch.ones_like(y))
     pairs = [(part(y_alone, 1), y), (part(leaves[0].grad, 1), leaves[1].grad)]
-    grads = dict(model["alone"].named_parameters())
-    names = [name for name in grads if norm or not name.startswith("norm")]
-    ours = dict(model["ours"].named_parameters())
-    pairs += [(grads[name].grad, full(ours[name].grad)) for name in names]
-    similarity_, calls = min(similarity(*pair) for pair in pairs), [call.name for call in recorder.calls]
-    assert similarity_ > 20
-    assert calls.count("_allgather_base_") == gathers
-    assert calls.count("_reduce_scatter_base_") == gathers
+    for (name, expected), actual in zip(alone.named_parameters(), ours.parameters(), strict=True):
+        pairs += [(expected.grad, full(actual.grad))] if norm or not name.startswith("norm") else []
+    assert min(similarity(*pair) for pair in pairs) > 20
+    assert len(recorder.named("_allgather_base_")) == len(recorder.named("_reduce_scatter_base_")) == gathers
 
 
 def equalized_job(fsdp):
@@ -332,49 +322,41 @@ def test_copies_without_shards_are_refused_over_tensor_parallelism():
         parallelize(model, mesh["dp_replicate"])
 
 
+COLUMN, ROW = Fp8ColwiseParallel, Fp8RowwiseParallel
 REFUSED = [
-    "recipe 'tensorwise' has one scale per tensor",
-    "heads = 3 is not divided by 2 ranks of tensor parallelism: take one of [1] ranks",
-    "out_features = 65 is not divided by 2 ranks of tensor parallelism: take one of [1] ranks, or pad it to 66",
-    "in_features = 63 is not divided by 2 ranks",
-    "in_features = 64 is not 6 equal heads", "got Embedding: name a linear layer", "takes a mesh of one dimension",
-    "out_features = 65 is not divided by 2 ranks", "with different settings (Fp8ColwiseParallel(",
-    "this layer is distributed already", "different shapes: [[2, 3, 128], [2, 4, 128]]. Give each an equal part",
-    "sequence_dim=-2 is no dimension of tokens of an input of shape [128]",
-    "5 tokens are not an equal part for each of 2 ranks of tensor parallelism, in dimension 1 of [2, 5, 64]: pad the "
-    "sequence to 6",
+    ("recipe 'tensorwise' has one scale per tensor", lambda rank: (linears("tensorwise")[0], COLUMN())),
+    ("heads = 3 is not divided by 2 ranks of tensor parallelism: take one of [1] ranks",
+     lambda rank: (nn.Linear(64, 66), COLUMN(heads=3))),
+    ("out_features = 65 is not divided by 2 ranks of tensor parallelism: take one of [1] ranks, or pad it to 66",
+     lambda rank: (nn.Linear(64, 65), COLUMN())),
+    ("in_features = 63 is not divided by 2 ranks", lambda rank: (nn.Linear(63, 64), ROW())),
+    ("in_features = 64 is not 6 equal heads", lambda rank: (nn.Linear(64, 65), ROW(heads=6))),
+    ("got Embedding: name a linear layer", lambda rank: (nn.Embedding(64, 64), ROW())),
+    ("takes a mesh of one dimension",
+     lambda rank: (nn.Linear(64, 64), ROW(), init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp")))),
+    ("out_features = 65 is not divided by 2 ranks", lambda rank: (nn.Linear(64, 64 if rank else 65), COLUMN())),
+    ("with different settings (Fp8ColwiseParallel(", lambda rank: (nn.Linear(64, 64), COLUMN(sequence_dim=rank))),
 ]  # fmt: skip
 
 
 @on_ranks(2)
 def test_what_cannot_be_distributed_is_refused_on_every_rank():
-    rank, errors = dist.get_rank(), []
-    column, row = Fp8ColwiseParallel, Fp8RowwiseParallel
-    errors.append(refusal(linears("tensorwise")[0], column()))
-    errors.append(refusal(nn.Linear(64, 66), column(heads=3)))
-    errors.append(refusal(nn.Linear(64, 65), column()))
-    errors.append(refusal(nn.Linear(63, 64), row()))
-    errors.append(refusal(nn.Linear(64, 65), row(heads=6)))
-    errors.append(refusal(nn.Embedding(64, 64), row()))
-    errors.append(refusal(nn.Linear(64, 64), row(), init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))))
-    errors.append(refusal(nn.Linear(64, 64 if rank else 65), column()))
-    errors.append(refusal(nn.Linear(64, 64), column(sequence_dim=rank)))
-    twice = linears()
-    parallelize_module(twice, tp_mesh(), {"0": column()})
-    with pytest.raises(ValueError) as error:
-        parallelize_module(twice, tp_mesh(), {"0": row()})
-    errors.append(str(error.value))
-    for x in (torch.randn(2, 3 + rank, 128), torch.randn(128)):
-        with pytest.raises(ValueError) as error:
-            twice(x)
-        errors.append(str(error.value))
-    down = nn.Sequential(nn.Linear(64, 64))
-    parallelize_module(down, tp_mesh(), {"0": row()})
-    with pytest.raises(ValueError) as error:
-        down(torch.randn(2, 5, 32))
-    errors = [*errors, str(error.value)]
-    for error, expected in zip(errors, REFUSED, strict=True):
-        assert expected in error
+    rank = dist.get_rank()
+    for message, arguments in REFUSED:
+        assert message in refusal(*arguments(rank))
+    twice, down = linears(), nn.Sequential(nn.Linear(64, 64))
+    parallelize_module(twice, tp_mesh(), {"0": COLUMN()})
+    parallelize_module(down, tp_mesh(), {"0": ROW()})
+    with pytest.raises(ValueError, match="this layer is distributed already"):
+        parallelize_module(twice, tp_mesh(), {"0": ROW()})
+    for model, x, message in (
+        (twice, torch.randn(2, 3 + rank, 128), "different shapes: [[2, 3, 128], [2, 4, 128]]. Give each an equal part"),
+        (twice, torch.randn(128), "sequence_dim=-2 is no dimension of tokens of an input of shape [128]"),
+        (down, torch.randn(2, 5, 32), "5 tokens are not an equal part for each of 2 ranks of tensor parallelism, in "
+         "dimension 1 of [2, 5, 64]: pad the sequence to 6"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=re.escape(message)):
+            model(x)
 
 
 @pytest.mark.parametrize(
@@ -407,33 +389,23 @@ def test_a_report_says_what_layers_send():
     assert octavo.report(model)[1].reason.endswith("row-parallel: Y reduced in FP8, G gathered in FP8")
 
 
-class Way:
-    """Ways to run a model, each of which must compute the same."""
+def copied(model, x):
+    twin = copy.deepcopy(model)
+    for parameter, other in zip(twin.parameters(), model.parameters(), strict=True):
+        parameter.register_hook(partial(other.__setattr__, "grad"))
+    return twin(x)
 
-    @staticmethod
-    def plain(model, x):
-        return model(x)
 
-    @staticmethod
-    def checkpointed(model, x):
-        return checkpoint(model, x, use_reentrant=False)
-
-    @staticmethod
-    def copied(model, x):
-        copied = copy.deepcopy(model)
-        for parameter, other in zip(copied.parameters(), model.parameters(), strict=True):
-            parameter.register_hook(partial(other.__setattr__, "grad"))
-        return copied(x)
-
-    @staticmethod
-    def named(model, x):
-        return model[1](input=model[0](input=x))
+WAYS = {  # to run a model, each of which must compute the same
+    "checkpointed": (lambda model, x: checkpoint(model, x, use_reentrant=False), torch.bfloat16),
+    "copied": (copied, torch.float32), "named": (lambda model, x: model[1](input=model[0](input=x)), torch.float16),
+}  # fmt: skip
 
 
 def compared_with_plain(way, dtype):
     x = part(torch.randn(2, 8, 128, generator=torch.Generator().manual_seed(0)).to(dtype), 1)
     results = []
-    for run in (Way.plain, way):
+    for run in (nn.Module.__call__, way):
         model = linears().to(dtype)
         parallelize_module(model, tp_mesh(), {"0": Fp8ColwiseParallel(), "1": Fp8RowwiseParallel()})
         leaf = x.clone().requires_grad_()
@@ -446,9 +418,8 @@ def compared_with_plain(way, dtype):
 @pytest.mark.thorough
 @on_ranks(2)
 def test_every_way_to_run_a_model_computes_the_same():
-    ways = (Way.checkpointed, torch.bfloat16), (Way.copied, torch.float32), (Way.named, torch.float16)
-    rank = {way.__name__: compared_with_plain(way, dtype) for way, dtype in ways}
-    assert all(similarity == INFINITE for of_way in rank.values() for similarity in of_way), rank
+    for name, way in WAYS.items():
+        assert set(compared_with_plain(*way)) == {INFINITE}, name
 
 
 @on_ranks(2)
@@ -476,8 +447,7 @@ def test_disabled_layers_send_no_fp8():
         y.sum().backward()
         expected = model["alone"](x)
     dtypes = {call.dtype for call in recorder.calls if call.name != "allgather_"}
-    similarity_, dtypes = sqnr(part(expected, 1), y), dtypes
-    assert similarity_ > 45 and torch.bfloat16 in dtypes
+    assert sqnr(part(expected, 1), y) > 45 and torch.bfloat16 in dtypes
 
 
 @pytest.mark.thorough

@@ -12,30 +12,19 @@ from training import one_process, run
 pytestmark = pytest.mark.dist
 
 MODES = {
-    "zero3": (2, {}),
-    "zero2": (2, {"reshard_after_forward": False}),
-    "offload": (2, {"cpu_offload": True}),
-    "hsdp": (4, {"dp_replicate": 2, "dp_shard": 2}),
-    "ddp": (2, {"dp_replicate": 2}),
-}
+    "zero3": (2, {}), "zero2": (2, {"reshard_after_forward": False}), "offload": (2, {"cpu_offload": True}),
+    "hsdp": (4, {"dp_replicate": 2, "dp_shard": 2}), "ddp": (2, {"dp_replicate": 2}),
+}  # fmt: skip
 CASES = [
-    ("zero3", "rowwise", "off", False, 1),
-    ("zero3", "rowwise", "gather", True, 4),
-    ("zero3", "rowwise", "on", False, 1),
-    ("zero3", "tensorwise", "off", True, 1),
+    ("zero3", "rowwise", "off", False, 1), ("zero3", "rowwise", "gather", True, 4),
+    ("zero3", "rowwise", "on", False, 1), ("zero3", "tensorwise", "off", True, 1),
     ("zero3", "tensorwise", "gather", False, 4),
-    ("zero2", "rowwise", "gather", False, 1),
-    ("zero2", "tensorwise", "gather", True, 1),
-    ("zero2", "rowwise", "on", False, 4),
-    ("offload", "rowwise", "gather", False, 1),
-    ("offload", "tensorwise", "on", False, 1),
-    ("hsdp", "rowwise", "gather", False, 4),
-    ("hsdp", "tensorwise", "off", False, 1),
-    ("hsdp", "tensorwise", "on", False, 1),
-    ("ddp", "rowwise", "off", True, 4),
-    ("ddp", "tensorwise", "off", False, 1),
-    ("ddp", "rowwise", "on", False, 1),
-]
+    ("zero2", "rowwise", "gather", False, 1), ("zero2", "tensorwise", "gather", True, 1),
+    ("zero2", "rowwise", "on", False, 4), ("offload", "rowwise", "gather", False, 1),
+    ("offload", "tensorwise", "on", False, 1), ("hsdp", "rowwise", "gather", False, 4),
+    ("hsdp", "tensorwise", "off", False, 1), ("hsdp", "tensorwise", "on", False, 1), ("ddp", "rowwise", "off", True, 4),
+    ("ddp", "tensorwise", "off", False, 1), ("ddp", "rowwise", "on", False, 1),
+]  # fmt: skip
 
 
 @pytest.mark.slow

@@ -91,6 +91,16 @@ def full(tensor):
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def full_bytes(value):
+    """All of a tensor as bytes: Gloo sends no float8."""
+    if not isinstance(value, DTensor):
+        return (value if value.ndim else value.view(1)).view(torch.uint8)
+    shape = torch.Size((*value.shape[:-1], value.shape[-1] * value.element_size()))
+    stride = torch.empty(shape, device="meta").stride()
+    local = value.to_local().view(torch.uint8)
+    return DTensor.from_local(local, value.device_mesh, value.placements, shape=shape, stride=stride).full_tensor()
+
+
 def loss_of(model, tokens, micros=1):
     logits = model(tokens[:, :-1])
     return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten()) / micros
@@ -161,16 +171,19 @@ def alone(world, steps=20, micros=1, optimizer="torch", reverse=False, pairs=Fal
     return losses, {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
+@contextmanager
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @cache
 def one_process(*args, **options):
     """`alone` in one thread, as ranks compute; once for each set of options."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with backend_options(options.get("backend")):
-            return alone(*args, **options)
-    finally:
-        torch.set_num_threads(threads)
+    with one_thread(), backend_options(options.get("backend")):
+        return alone(*args, **options)
 
 
 def train(model, steps=20, micros=1, optimizer="torch", first=0, stepper=None, sync_each=False):
