@@ -48,37 +48,27 @@ def by_formula(x, spec, fold=None, scale=None):
     }
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
-@pytest.mark.parametrize("text", SPECS)
-def test_figures_are_those_of_the_formulas(text, dtype, monkeypatch):
+CASES = [(text, dtype, None) for text in SPECS for dtype in (torch.bfloat16, torch.float32, torch.float16)]
+FOLDED = [(text, torch.bfloat16, shape) for text in ("e4m3/row", "e4m3/column") for shape in ((150, 1), (1, 300))]
+
+
+@pytest.mark.parametrize(("text", "dtype", "folded"), CASES + FOLDED)
+def test_figures_are_those_of_the_formulas(text, dtype, folded, monkeypatch):
     monkeypatch.setattr("octavo.numerics.row_chunks.CHUNK_ELEMENTS", 10000)  # more bands than one
     x, spec = wide(dtype=dtype), QuantSpec.parse(text)
-    row = stats(x, OperandFormat(spec))
-    for name, value in by_formula(x, spec).items():
+    fold = folded and torch.rand(folded, generator=torch.Generator().manual_seed(1)) + 0.1
+    row = stats(x, OperandFormat(spec, fold))
+    for name, value in by_formula(x, spec, fold).items():
         assert getattr(row, name) == pytest.approx(value, rel=1e-9), name
     assert (row.elements, row.nonfinite, row.saturation) == (x.numel(), 0, 0)
     assert row.underflow > 0
 
 
-@pytest.mark.parametrize("shape", [(150, 1), (1, 300)])
-@pytest.mark.parametrize("text", ["e4m3/row", "e4m3/column"])
-def test_the_folded_matrix_is_what_is_counted(text, shape, monkeypatch):
-    monkeypatch.setattr("octavo.numerics.row_chunks.CHUNK_ELEMENTS", 10000)
-    fold = torch.rand(shape, generator=torch.Generator().manual_seed(1)) + 0.1
-    x, spec = wide(), QuantSpec.parse(text)
-    row = stats(x, OperandFormat(spec, fold))
-    for name, value in by_formula(x, spec, fold).items():
-        assert getattr(row, name) == pytest.approx(value, rel=1e-9), name
-
-
 def test_what_if_is_what_the_other_form_would_have():
     x, fold = wide(), torch.rand(1, 300, generator=torch.Generator().manual_seed(1)) + 0.1
     specs = [QuantSpec.parse(text) for text in ("e5m2/tensor", "e4m3/1x128")]
-    row = stats(
-        x,
-        OperandFormat(QuantSpec.parse("e4m3/row")),
-        [OperandFormat(specs[0]), OperandFormat(specs[1], fold), OperandFormat(None)],
-    )
+    others = [OperandFormat(specs[0]), OperandFormat(specs[1], fold), OperandFormat(None)]
+    row = stats(x, OperandFormat(QuantSpec.parse("e4m3/row")), others)
     assert row.what_if["other0"] == pytest.approx(by_formula(x, specs[0])["sqnr"], rel=1e-9)
     assert row.what_if["other1"] == pytest.approx(by_formula(x, specs[1], fold)["sqnr"], rel=1e-9)
     assert row.what_if["other2"] == math.inf  # high precision loses nothing
@@ -118,14 +108,8 @@ def test_scales_that_are_given_saturate():
 
 @pytest.mark.parametrize("shape", [(0, 8), (4, 0), (0, 0)])
 def test_an_operand_without_elements_is_no_row(shape):
-    assert (
-        stats(
-            torch.zeros(shape),
-            OperandFormat(QuantSpec.parse("e4m3/row")),
-            [OperandFormat(QuantSpec.parse("e4m3/1x128"))],
-        )
-        is None
-    )
+    forms = [OperandFormat(QuantSpec.parse(text)) for text in ("e4m3/row", "e4m3/1x128")]
+    assert stats(torch.zeros(shape), forms[0], forms[1:]) is None
 
 
 def test_what_is_multiplied_by_zeros_is_not_lost():

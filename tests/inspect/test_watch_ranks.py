@@ -142,39 +142,25 @@ def test_a_nan_on_one_rank_is_named_on_all(settings, operand):
     assert [what for *_, what in crossings].count("nonfinite") == 1
 
 
-def uneven():
+@on_ranks(2)
+def test_layers_that_some_ranks_do_not_run():
     """Rank 1 leaves a layer out, rank 0 another one."""
-    model = nn.ModuleList(octavo.nn.Linear(32, 32) for _ in range(3))
-    watch = Watch(model, every=1)
+    model, rank = nn.ModuleList(octavo.nn.Linear(32, 32) for _ in range(3)), dist.get_rank()
+    watch, idle = Watch(model, every=1), Watch(nn.ModuleList([model[0]]), every=1)
     with watch.step():
-        model[dist.get_rank()](torch.ones(2 + dist.get_rank(), 32)).sum().backward()
-    idle = Watch(nn.ModuleList([model[0]]), every=1)
+        model[rank](torch.ones(2 + rank, 32)).sum().backward()
     with idle.step():
-        if dist.get_rank() == 0:
+        if rank == 0:
             model[0](torch.ones(2, 32))
-    return watch.rows, idle.rows
+    elements = {("0", "x"): 64, ("0", "w"): 1024, ("1", "x"): 96, ("1", "w"): 1024}
+    assert {named(row): row.elements for row in watch.rows if row.operand in "xw"} == elements
+    assert {named(row) for row in idle.rows} == {("0", "x"), ("0", "w")}
 
 
-def test_layers_that_some_ranks_do_not_run(gloo):
-    ranks = gloo.run(uneven, 2)
-    assert ranks[0] == ranks[1]
-    both, one = ranks[0]
-    assert {named(row): row.elements for row in both if row.operand in "xw"} == {
-        ("0", "x"): 64, ("0", "w"): 1024, ("1", "x"): 96, ("1", "w"): 1024,
-    }  # fmt: skip
-    assert {named(row) for row in one} == {("0", "x"), ("0", "w")}
-
-
-def others():
-    watch = Watch(nn.ModuleList([octavo.nn.Linear(32, 32) for _ in range(1 + dist.get_rank())]), every=1)
-    try:
-        with watch.step():
-            pass
-    except RuntimeError as error:
-        return str(error)
-
-
-def test_ranks_with_other_layers_are_told_so(gloo):
-    for rank, message in enumerate(gloo.run(others, 2)):
-        assert f"ranks watch different layers (here {1 + rank}" in message
-        assert "group=" in message
+@on_ranks(2)
+def test_ranks_with_other_layers_are_told_so():
+    count = 1 + dist.get_rank()
+    watch = Watch(nn.ModuleList([octavo.nn.Linear(32, 32) for _ in range(count)]), every=1)
+    message = rf"ranks watch different layers \(here {count}.*group="
+    with pytest.raises(RuntimeError, match=message), watch.step():
+        pass

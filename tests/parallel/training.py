@@ -92,13 +92,14 @@ def full(tensor):
 
 
 def full_bytes(value):
-    """All of a tensor as bytes: Gloo sends no float8."""
-    if not isinstance(value, DTensor):
-        return (value if value.ndim else value.view(1)).view(torch.uint8)
-    shape = torch.Size((*value.shape[:-1], value.shape[-1] * value.element_size()))
+    """All of a tensor as bytes, in a last dimension: Gloo sends no float8."""
+    local = value.to_local() if isinstance(value, DTensor) else value
+    parts = local.reshape(-1).view(torch.uint8).view(*local.shape, local.element_size())
+    if local is value:
+        return parts
+    shape = torch.Size((*value.shape, local.element_size()))
     stride = torch.empty(shape, device="meta").stride()
-    local = value.to_local().view(torch.uint8)
-    return DTensor.from_local(local, value.device_mesh, value.placements, shape=shape, stride=stride).full_tensor()
+    return DTensor.from_local(parts, value.device_mesh, value.placements, shape=shape, stride=stride).full_tensor()
 
 
 def loss_of(model, tokens, micros=1):

@@ -12,11 +12,6 @@ def test_every_gpu_says_where_its_figures_are_from():
         assert gpu.fp8_tflops == 0 or 1.9 < gpu.fp8_tflops / gpu.bf16_tflops < 2.1, name  # both dense
 
 
-@pytest.mark.parametrize("name", ["h100", "H100", "H100 SXM", "NVIDIA H100", "h100_sxm"])
-def test_a_name_in_any_spelling(name):
-    assert find_gpu(name) is DEVICES["h100"]
-
-
 def test_measured_times_are_of_the_h100_alone():
     measured = DEVICES["h100"].measured
     assert measured.device == "NVIDIA H100 80GB HBM3"
@@ -25,41 +20,26 @@ def test_measured_times_are_of_the_h100_alone():
     assert find_gpu({"like": "h100", "bf16_tflops": 800}).measured is None
 
 
-def test_other_spellings_are_other_gpus():
-    assert find_gpu("H100 PCIe") is find_gpu("h100-pcie") is DEVICES["h100-pcie"]
-    assert find_gpu("RTX 4090") is find_gpu("4090") is DEVICES["rtx4090"]
+SPELLINGS = {
+    "h100": "h100", "H100": "h100", "H100 SXM": "h100", "NVIDIA H100": "h100", "h100_sxm": "h100", "4090": "rtx4090",
+    "H100 PCIe": "h100-pcie", "h100-pcie": "h100-pcie", "RTX 4090": "rtx4090", "NVIDIA H100 80GB HBM3": "h100",
+}  # fmt: skip
+DRIVERS = {
+    "NVIDIA H100 80GB HBM3": "h100", "NVIDIA H100 PCIe": "h100-pcie", "NVIDIA H200": "h200", "NVIDIA L4": "l4",
+    "NVIDIA A100-SXM4-80GB": "a100", "NVIDIA L40S": "l40s", "NVIDIA GeForce RTX 4090": "rtx4090",
+    "NVIDIA GeForce RTX 5090": "rtx5090", "NVIDIA B200": "b200", "AMD Instinct MI300X": "mi300x",
+} | dict.fromkeys((  # another memory, another rate
+    "NVIDIA H100 NVL", "NVIDIA H200 NVL", "NVIDIA A100-SXM4-40GB", "NVIDIA A100 80GB PCIe", "NVIDIA L40",
+    "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 5090 D", "NVIDIA GB200", "Tesla T4", "",
+))  # fmt: skip
+
+
+@pytest.mark.parametrize(("names", "find"), [(SPELLINGS, find_gpu), (DRIVERS, gpu_by_driver_name)])
+def test_names_in_any_spelling_and_those_that_drivers_give(names, find):
+    for name, key in names.items():
+        assert find(name) is DEVICES.get(key), name
     assert find_gpu(DEVICES["l4"]) is DEVICES["l4"]
-    assert find_gpu("NVIDIA H100 80GB HBM3") is DEVICES["h100"]
     assert find_gpu({"like": "H100 PCIe"}).bf16_tflops == DEVICES["h100-pcie"].bf16_tflops
-
-
-@pytest.mark.parametrize(
-    ("name", "key"),
-    [
-        ("NVIDIA H100 80GB HBM3", "h100"),
-        ("NVIDIA H100 PCIe", "h100-pcie"),
-        ("NVIDIA H100 NVL", None),  # another memory, another rate
-        ("NVIDIA H200", "h200"),
-        ("NVIDIA H200 NVL", None),
-        ("NVIDIA A100-SXM4-40GB", None),
-        ("NVIDIA A100 80GB PCIe", None),
-        ("NVIDIA A100-SXM4-80GB", "a100"),
-        ("NVIDIA L4", "l4"),
-        ("NVIDIA L40S", "l40s"),
-        ("NVIDIA L40", None),
-        ("NVIDIA GeForce RTX 4090", "rtx4090"),
-        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
-        ("NVIDIA GeForce RTX 5090 D", None),
-        ("NVIDIA GeForce RTX 5090", "rtx5090"),
-        ("NVIDIA B200", "b200"),
-        ("NVIDIA GB200", None),
-        ("AMD Instinct MI300X", "mi300x"),
-        ("Tesla T4", None),
-        ("", None),
-    ],
-)
-def test_names_that_drivers_give(name, key):
-    assert gpu_by_driver_name(name) is (None if key is None else DEVICES[key])
 
 
 def test_every_gpu_has_a_name_that_drivers_give():

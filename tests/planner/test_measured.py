@@ -1,5 +1,6 @@
 """Measured times in the place of predicted ones: where they hold, where they do not, and that the reason says so."""
 
+import json
 from dataclasses import asdict, replace
 
 import pytest
@@ -34,12 +35,9 @@ def gpu(*tables):
 
 @pytest.mark.parametrize("name", list(RECIPES))
 def test_everything_that_a_linear_takes_is_found_under_the_keys_of_calibrate(name):
-    if name == "mxfp8":
-        cost = fp8_linear(
-            replace(DEVICES["b200"], measured=gpu(entries(RECIPES[name], SHAPE, 100.0)).measured), CALL, RECIPES[name]
-        )
-    else:
-        cost = fp8_linear(gpu(entries(RECIPES[name], SHAPE, 100.0)), CALL, RECIPES[name])
+    device = DEVICES["b200"] if name == "mxfp8" else H100
+    table = gpu(entries(RECIPES[name], SHAPE, 100.0)).measured
+    cost = fp8_linear(replace(device, measured=table), CALL, RECIPES[name])
     wgrad = name == "rowwise_hp_wgrad"
     assert cost.measured == pytest.approx((6 if wgrad else 7) * 100e-6)  # X, W, W again and G; the FP8 products
     refreshes = RECIPES[name].equalization > 0  # of which `calibrate` measures nothing
@@ -99,8 +97,6 @@ def test_files_that_are_no_tables(tmp_path, text):
 
 
 def test_a_file_is_read(tmp_path):
-    import json
-
     file = tmp_path / "table.json"
     made = entries(RECIPES["rowwise"], SHAPE, 7.0)
     file.write_text(json.dumps({"format": 2, "device": "NVIDIA H100 80GB HBM3", "entries": [asdict(e) for e in made]}))

@@ -113,49 +113,40 @@ def test_printed_and_as_json(wide):
     assert f"{speed.gain:.2f}× bf16" in speed.summary
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"batch": 0, "seq": 8}, ValueError, "batch is an integer of 1 or more; got 0"),
-        ({"batch": 2, "seq": -1}, ValueError, "seq is an integer of 1 or more"),
-        ({"batch": 2}, TypeError, "plan takes batch and seq"),
-        ({"batch": {"n": 7}}, ValueError, "contains no tensor and no shape"),
-        ({"batch": {"input_ids": (2, 3, 4)}}, ValueError, r"cannot run a batch of shapes \[\[2, 3, 4\]\]"),
-        ({"batch": 2, "seq": 8, "device": "h1000"}, ValueError, "unknown GPU 'h1000'.*did you mean 'h100'"),
-        ({"batch": 2, "seq": 8, "recipe": "rowwize"}, ValueError, "did you mean 'rowwise'"),
-        ({"batch": 2, "seq": 8, "checkpointing": "ful"}, ValueError, "did you mean 'full'"),
-        ({"batch": 2, "seq": 8, "world_size": 0}, ValueError, "gpus is an integer of 1 or more"),
-        ({"batch": 2, "seq": 8, "world_size": 8, "parallel": Parallel(dp_replicate=3)}, ValueError, "dp_replicate = 3"),
-        ({"batch": 2, "seq": 8, "world_size": True}, ValueError, "gpus is an integer of 1 or more; got True"),
-        ({"batch": True, "seq": 8}, ValueError, "batch is an integer of 1 or more; got True"),
-        ({"batch": (2, 8)}, ValueError, r"no tensor and no shape: \(2, 8\). Pass .* plan\(model, 4, 2048\)"),
-        ({"batch": 2, "seq": 8, "precision": "bf16"}, TypeError, "precision is an octavo.Precision.*got 'bf16'"),
-        ({"batch": 2, "seq": 8, "parallel": {"tp": 2}}, TypeError, "got {'tp': 2}. Tensor, sequence.* not predicted"),
-        (
-            {"batch": 2, "seq": 8, "world_size": 8, "parallel": Parallel(dp_replicate=8, cpu_offload=True)},
-            ValueError,
-            "cpu_offload needs shards",
-        ),
-        ({"batch": 2, "seq": 8, "micro_batches": 0}, ValueError, "micro_batches is an integer of 1 or more"),
-        ({"batch": 2, "seq": 8, "skip": "a"}, TypeError, r"write skip=\['a'\]"),
-        ({"batch": 2, "seq": 8, "calibration": "none.json"}, ValueError, "cannot read the calibration from none.json"),
-        (
-            {"batch": 2, "seq": 8, "recipe": "rowwise", "precision": Precision()},
-            ValueError,
-            "precision includes recipe",
-        ),
-    ],
-    ids=str,
-)
+ASKED = {"batch": 2, "seq": 8}
+MISTAKES = [
+    ({"batch": 2}, TypeError, "plan takes batch and seq"),
+    ({"batch": {"n": 7}}, ValueError, "contains no tensor and no shape"),
+    ({"batch": {"input_ids": (2, 3, 4)}}, ValueError, r"cannot run a batch of shapes \[\[2, 3, 4\]\]"),
+    ({"batch": (2, 8)}, ValueError, r"no tensor and no shape: \(2, 8\). Pass .* plan\(model, 4, 2048\)"),
+    (ASKED | {"batch": 0}, ValueError, "batch is an integer of 1 or more; got 0"),
+    (ASKED | {"batch": True}, ValueError, "batch is an integer of 1 or more; got True"),
+    (ASKED | {"seq": -1}, ValueError, "seq is an integer of 1 or more"),
+    (ASKED | {"device": "h1000"}, ValueError, "unknown GPU 'h1000'.*did you mean 'h100'"),
+    (ASKED | {"recipe": "rowwize"}, ValueError, "did you mean 'rowwise'"),
+    (ASKED | {"checkpointing": "ful"}, ValueError, "did you mean 'full'"),
+    (ASKED | {"world_size": 0}, ValueError, "gpus is an integer of 1 or more"),
+    (ASKED | {"world_size": True}, ValueError, "gpus is an integer of 1 or more; got True"),
+    (ASKED | {"world_size": 8, "parallel": Parallel(dp_replicate=3)}, ValueError, "dp_replicate = 3"),
+    (ASKED | {"world_size": 8, "parallel": Parallel(dp_replicate=8, cpu_offload=True)}, ValueError, "offload needs sh"),
+    (ASKED | {"precision": "bf16"}, TypeError, "precision is an octavo.Precision.*got 'bf16'"),
+    (ASKED | {"parallel": {"tp": 2}}, TypeError, "got {'tp': 2}. Tensor, sequence.* not predicted"),
+    (ASKED | {"micro_batches": 0}, ValueError, "micro_batches is an integer of 1 or more"),
+    (ASKED | {"skip": "a"}, TypeError, r"write skip=\['a'\]"),
+    (ASKED | {"calibration": "none.json"}, ValueError, "cannot read the calibration from none.json"),
+    (ASKED | {"recipe": "rowwise", "precision": Precision()}, ValueError, "precision includes recipe"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "error", "message"), MISTAKES, ids=str)
 def test_mistakes(arguments, error, message):
     with pytest.raises(error, match=message):
         plan(llama(), **arguments)
 
 
 def test_models_that_cannot_be_planned():
-    with pytest.raises(
-        TypeError, match=r"plan takes a torch.nn.Module, the model itself; got a str. For a file: octavo plan CONFIG"
-    ):
+    message = "plan takes a torch.nn.Module, the model itself; got a str. For a file: octavo plan CONFIG"
+    with pytest.raises(TypeError, match=message):
         plan("gpt2", 2, 16)
     with pytest.raises(ValueError, match="no parameter of this model requires a gradient"):
         plan(llama().requires_grad_(False), 2, 16)

@@ -1,11 +1,13 @@
 """Memory of a rank of many: within 5 % of FSDP2 steps recorded storage by storage."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from sharded_arms import ARMS, build, compact
+from torch.utils.checkpoint import checkpoint
 
 import octavo
 from octavo.nn.causal import chunked_loss
@@ -32,10 +34,6 @@ CPU = torch.device("cpu")
 
 def predicted(name, arm, recompute):
     """Memory series of a whole step in bf16, groups, and blocks, of a model of docs/scaling.md."""
-    from functools import partial
-
-    from torch.utils.checkpoint import checkpoint
-
     entry = TRACED["models"][name]
     blocks = entry["config"]["num_hidden_layers"]
     model = build(entry["kind"], entry["config"] | {"num_hidden_layers": 3}, arm).bfloat16()
@@ -74,10 +72,7 @@ def test_a_rank_of_fsdp2(name, arm, recompute):
 
 
 def test_by_hand():
-    block, rest = (
-        ShardGroup(gathered=10, gradients=20, reduced=40),
-        ShardGroup(gathered=100, gradients=200, reduced=400),
-    )
+    block, rest = (ShardGroup(gathered=n, gradients=2 * n, reduced=4 * n) for n in (10, 100))
     kinds = (PARAMETERS, STATES, ACTIVATIONS, TEMPORARIES, GRADIENTS, BLOCK_GRADIENTS)
     rows = {
         "forward": (800, 1600, 5, 6, 0, 0),

@@ -21,11 +21,15 @@ def peak(timeline):
     return sample.phase, {kind: size for kind, size in sample.bytes.items() if size}
 
 
-def test_a_step_by_hand():
-    weight = torch.nn.Parameter(torch.ones(256))
-    timeline = Timeline()
+def followed_weight():
+    weight, timeline = torch.nn.Parameter(torch.ones(256)), Timeline()
     timeline.label([weight], "parameters")
     weight.register_post_accumulate_grad_hook(lambda p: timeline.relabel([p.grad], GRADIENTS))
+    return weight, timeline
+
+
+def test_a_step_by_hand():
+    weight, timeline = followed_weight()
     with timeline:
         timeline.set_phase("forward")
         passing = torch.zeros(4 * 256)  # gone before the next
@@ -35,10 +39,8 @@ def test_a_step_by_hand():
         loss.backward()
         del y, loss
     # Alive when backward begins: y, the sum, and the 1 that backward starts from.
-    assert largest(timeline)["parameters"] == KILO
-    assert largest(timeline)[GRADIENTS] == KILO
-    assert largest(timeline)[ACTIVATIONS] == KILO + 8
-    assert largest(timeline)[TEMPORARIES] == 4 * KILO
+    sizes = {"parameters": KILO, GRADIENTS: KILO, ACTIVATIONS: KILO + 8, TEMPORARIES: 4 * KILO}
+    assert largest(timeline) == sizes
     assert peak(timeline) == ("forward", {"parameters": KILO, TEMPORARIES: 4 * KILO})
 
 
@@ -54,10 +56,7 @@ def test_what_is_held_has_one_name_and_views_are_their_storage():
 
 
 def test_gradients_of_an_earlier_micro_batch_are_no_activations():
-    weight = torch.nn.Parameter(torch.ones(256))
-    timeline = Timeline()
-    timeline.label([weight], "parameters")
-    weight.register_post_accumulate_grad_hook(lambda p: timeline.relabel([p.grad], GRADIENTS))
+    weight, timeline = followed_weight()
     with timeline:
         for _ in range(3):
             weight.exp().sum().backward()
