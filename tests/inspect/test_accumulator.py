@@ -32,7 +32,6 @@ def wide(rows=150, columns=300, dtype=torch.bfloat16):
 
 
 def by_formula(x, spec, fold=None, scale=None):
-    """Of a finite matrix."""
     q = quantize(x, spec, fold, scale=scale)
     exact = x.float() if fold is None else x.float() * fold
     there = q.data.float() * q.expanded_scale()

@@ -15,7 +15,6 @@ NAN = math.nan
 
 
 def judged(losses, base=BASE, **options):
-    """The verdict on one arm."""
     comparison = compare_losses(base[: len(losses)], {"arm": losses}, **options)
     assert comparison.exit_code == {"pass": 0, "fail": 1, "inconclusive": 3}[comparison.arms[0].outcome]
     return comparison.arms[0]

@@ -27,13 +27,11 @@ from octavo.inspect.paired_test import (
 
 
 def of(gaps, **options):
-    """The test of these gaps, in percent."""
     base = 1.000000001  # all digits
     return paired_test([base] * len(gaps), [base * (1 + gap / 100) for gap in gaps], **options)
 
 
 def unit(pairs, **options):
-    """Gaps of mean 0 and deviation 1."""
     options = {"confidence": 0.95, "arms": 1, "planned": MOST_SEEDS} | options
     return PairedTest(gaps=(0.0,) * pairs, mean=0, deviation=1, **options)
 

@@ -41,7 +41,6 @@ class Part(nn.Module):
 
 
 def stages_of(name, rank, ranks):
-    """The stages of a rank, and of all."""
     if name in SINGLE:
         return [rank], ranks
     return ([rank, 2 * ranks - 1 - rank] if name in V else [rank, rank + ranks]), 2 * ranks
@@ -136,12 +135,10 @@ def one_process(steps, micros=MICROS, lr=1e-3, recipe="rowwise", boundaries=(), 
 
 
 def difference(losses, reference):
-    """The largest relative difference of a step."""
     assert len(losses) == len(reference) and all(map(math.isfinite, losses)), losses
     return max(abs(a - b) / b for a, b in zip(losses, reference, strict=True))
 
 
 def converted(recipe="rowwise", keep_weights=False, activations="bf16", **options):
-    """The model of `training`, the same on every rank."""
     model = make(None, **options)
     return octavo.convert(model, recipe, keep_weights=keep_weights, activations=activations, verbose=False)

@@ -99,7 +99,6 @@ def test_with_error_feedback_nothing_is_lost(gloo, world):
 
 @on_ranks(2)
 def test_parallelize_makes_ddp():
-    """`parallelize` makes DDP of a mesh of copies, by name or by size."""
     from torch.distributed.device_mesh import init_device_mesh
 
     losses = []

@@ -83,8 +83,6 @@ def test_a_layer_that_is_called_alone_leaves_random_numbers_as_they_were():
 
 
 class Block(nn.Module):
-    """Attention and an MLP in one module."""
-
     def __init__(self):
         super().__init__()
         self.q, self.o, self.up, self.down = (nn.Linear(16, 16) for _ in range(4))

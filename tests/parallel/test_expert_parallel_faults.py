@@ -149,7 +149,6 @@ def spoil_experts(model):
 
 @on_ranks(4)
 def test_a_nan_on_one_rank_leaves_no_trace():
-    """A NaN on one rank of four: a run that skips it is the run without it."""
     undisturbed, disturbed = distributed(2), distributed(2)
     losses = [step(*undisturbed, number) for number in range(3)]
     assert step(*disturbed, 0) == losses[0]

@@ -151,7 +151,8 @@ def test_tied_parameters(gloo, tie):
 # --- state ---
 
 
-def state_job(path):
+@on_ranks(2)
+def test_state_dict_is_plain():
     """`state_dict` is that of any FSDP2 model: DTensors of plain tensors, under the model's own names."""
     model = parallelize(make(), Parallel(fp8_comm="gather"))
     train(model, steps=2)
@@ -170,19 +171,12 @@ def state_job(path):
     other = parallelize(make(seed=1), Parallel(fp8_comm="off"))
     other.load_state_dict(loaded)
     assert all(torch.equal(value.full_tensor(), before[name]) for name, value in other.state_dict().items())
-    if dist.get_rank() == 0:
-        torch.save(before, path)
+    make().load_state_dict(saved_and_loaded(before))
 
 
 def local(parameter):
     inner = parameter._local_tensor
     return getattr(inner, "local", inner).untyped_storage()
-
-
-def test_state_dict_is_plain(gloo, tmp_path):
-    gloo.run(state_job, 2, str(tmp_path / "whole.pt"))
-    one = make()
-    one.load_state_dict(torch.load(tmp_path / "whole.pt", weights_only=True))
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
@@ -218,7 +212,6 @@ def test_writes_to_weights_that_are_gathered_in_fp8(recipe, tmp_path):
 @pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
 @on_ranks(2)
 def test_inference_and_other_optimizers_between_passes(recipe):
-    """What happens between forward and backward, or between steps, and is none of the model's business."""
     model, plain = parallelize(make(recipe), Parallel(fp8_comm="gather")), make(recipe)
     stepper, expected = optimizer_of("octavo", model.parameters()), optimizer_of("octavo", plain.parameters())
     other = torch.nn.Parameter(torch.ones(1))
@@ -354,19 +347,16 @@ def test_misuse_of_a_gathered_model():
 
 
 @pytest.mark.thorough
-def test_a_recipe_by_row_with_wgrad_in_high_precision_is_gathered(gloo):
-    off, gather = (
-        gloo.run(run, 2, {"fp8_comm": c}, {"recipe": "rowwise_hp_wgrad", "steps": 4}) for c in ("off", "gather")
-    )
-    assert [x for x, _ in off] == [x for x, _ in gather]
+@on_ranks(2)
+def test_a_recipe_by_row_with_wgrad_in_high_precision_is_gathered():
+    options = {"recipe": "rowwise_hp_wgrad", "steps": 4, "parameters": False}
+    assert run({"fp8_comm": "off"}, options) == run({"fp8_comm": "gather"}, options)
 
 
 # --- copies of shards ---
 
 
 class Mixed(nn.Module):
-    """Parameters of several kinds, and a buffer."""
-
     def __init__(self):
         super().__init__()
         self.base, self.inner, self.head = nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 6).bfloat16()
@@ -450,7 +440,6 @@ def test_another_dtype_afterwards():
 
 @on_ranks(2)
 def test_evaluation_clipping_and_autocast():
-    """Evaluation, inference mode, clipping and autocast."""
     model, tokens = parallelize(make(), Parallel(fp8_comm="gather")), share(0, 0, 0)
     exact = make()
     with torch.no_grad():
@@ -464,16 +453,14 @@ def test_evaluation_clipping_and_autocast():
     torch.testing.assert_close(norms[0].full_tensor(), norms[1])
 
 
-def written_job(fp8_comm):
-    """Outputs before and after weights grow without a step of an optimizer."""
-    model, x = parallelize(make("tensorwise", blocks=1), Parallel(fp8_comm=fp8_comm)), torch.zeros(2, 8, dtype=int)
-    before = model(x).detach()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(WIDTH)
-    return before, model(x).detach()
-
-
-def test_scales_by_tensor_follow_weights_written_without_an_optimizer(gloo):
-    for gathered, plain in zip(gloo.run(written_job, 2, "gather"), gloo.run(written_job, 2, "off"), strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(gathered, plain, strict=True))
+@on_ranks(2)
+def test_scales_by_tensor_follow_weights_written_without_an_optimizer():
+    x, outputs = torch.zeros(2, 8, dtype=int), []
+    for comm in ("gather", "off"):
+        model = parallelize(make("tensorwise", blocks=1), Parallel(fp8_comm=comm))
+        before = model(x)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(WIDTH)
+        outputs.append((before, model(x)))
+    assert all(map(torch.equal, *outputs))

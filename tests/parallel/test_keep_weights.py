@@ -57,7 +57,6 @@ UNSHARDED = ("one process", "ddp", "our ddp")
 
 
 def synchronizing(model, last):
-    """Whether this micro-batch's backward is the one that exchanges gradients."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(last)
     elif not last and isinstance(model, DistributedDataParallel | FullyShardedDataParallel):

@@ -29,7 +29,6 @@ MESSAGES_BEFORE = {name: (2,) if name in SINGLE else (1, 3) if name in V else (1
 
 
 def last(results):
-    """What the rank of the last stage returned."""
     (result,) = [result for result in results if result]
     return result
 
@@ -75,7 +74,6 @@ def test_specs_and_widths(gloo, spec):
 
 
 def traffic_job(name, width, fp8_comm):
-    """Messages of the second step: their dtypes and bytes; the elements that one carries."""
     pipeline = Pipeline(name, converted(blocks=BLOCKS, dtype=torch.bfloat16, width=width), fp8_comm=fp8_comm)
     pipeline.step(batch(0))
     with CollectiveRecorder() as tap:

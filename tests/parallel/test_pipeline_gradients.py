@@ -37,7 +37,6 @@ def gradients_of(model, backward, batches):
 
 
 def merged(results):
-    """The gradients of all stages."""
     return {name: gradient for of_rank in results for name, gradient in of_rank.items()}
 
 

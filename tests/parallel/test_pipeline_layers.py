@@ -1,7 +1,5 @@
 """What converted layers do inside pipeline stages: state, weight casts, checkpointing, FP8 activations, FSDP2."""
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -47,26 +45,20 @@ def test_inferring_metadata_measures_nothing(gloo, checkpointing):
         assert any((factor != 1).any() for factor in scales)
 
 
-def casts_job(name, keep):
-    """Losses, and the weight casts of each step."""
-    casts, original = [], weights._cast
-    weights._cast = lambda *arguments: casts.append(1) or original(*arguments)
-    try:
-        pipeline = Pipeline(name, converted(keep_weights=keep, blocks=BLOCKS))
-        counts = []
+def casts_job(name):
+    """Losses with kept weights, and without; casts of kept weights before each step, and after the last."""
+    counts, casts, original = [], [], weights._cast
+    pipeline = Pipeline(name, converted(keep_weights=True, blocks=BLOCKS))
 
-        def around():
-            counts.append(len(casts))
-            return accumulating(pipeline.parts) if keep else nullcontext()
+    def around():
+        counts.append(len(casts))
+        return accumulating(pipeline.parts)
 
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(weights, "_cast", lambda *arguments: casts.append(1) or original(*arguments))
         losses = train(pipeline, 3, around=around)
-    finally:
-        weights._cast = original
-    return losses, [after - before for before, after in zip(counts, [*counts[1:], len(casts)], strict=True)]
-
-
-def both_casts_job(name):
-    return casts_job(name, True), casts_job(name, False)
+    plain = train(Pipeline(name, converted(blocks=BLOCKS)), 3)
+    return losses, plain, [*counts, len(casts)]
 
 
 @pytest.mark.thorough
@@ -76,9 +68,9 @@ def both_casts_job(name):
 )
 def test_weights_are_quantized_once_a_step(gloo, name):
     """Once for all micro-batches, and a second time by the check at the end of `accumulating`; the same losses."""
-    kept, freed = zip(*gloo.run(both_casts_job, 2, name), strict=True)
-    assert [counts for _, counts in kept] == [[2 * BLOCKS] * 3] * 2
-    assert last([losses for losses, _ in kept]) == last([losses for losses, _ in freed])
+    kept, freed, counts = zip(*gloo.run(casts_job, 2, name), strict=True)
+    assert counts == ([2 * BLOCKS * step for step in range(4)],) * 2
+    assert last(kept) == last(freed)
 
 
 def options_job(name, options):
@@ -93,7 +85,6 @@ def options_job(name, options):
 @pytest.mark.parametrize("activations", ["bf16", "fp8"])
 @pytest.mark.parametrize("name", ["1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"])
 def test_checkpointing_and_fp8_activations(gloo, name, activations, checkpointing):
-    """Loss and every gradient are those of one process, bit for bit."""
     options = {"activations": activations, "checkpointing": checkpointing}
     model = converted(blocks=BLOCKS, **options)
     for tokens in batch(0).chunk(MICROS):

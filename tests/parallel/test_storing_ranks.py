@@ -31,8 +31,6 @@ class Norm(nn.RMSNorm):
 
 
 class Block(nn.Module):
-    """Attention and a gated MLP behind norms."""
-
     def __init__(self):
         super().__init__()
         self.norm_1, self.norm_2 = Norm(WIDTH), nn.LayerNorm(WIDTH)
@@ -49,8 +47,6 @@ class Block(nn.Module):
 
 
 class MLP(nn.Module):
-    """Gated."""
-
     def __init__(self):
         super().__init__()
         self.gate_proj = nn.Linear(WIDTH, HIDDEN, bias=False)  # a bias is stored apart, but where FSDP has freed it
@@ -62,8 +58,6 @@ class MLP(nn.Module):
 
 
 class Model(nn.Module):
-    """Two blocks."""
-
     def __init__(self):
         super().__init__()
         self.blocks, self.norm = nn.ModuleList(Block() for _ in range(2)), nn.LayerNorm(WIDTH)

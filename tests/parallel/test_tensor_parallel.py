@@ -69,7 +69,6 @@ def test_torch_styles_train_as_one_process_does(gloo, sequence, recipe):
 
 
 def fsdp_job(optimizer, steps):
-    """FSDP2 by hand over tensor parallelism by PyTorch's styles."""
     model = make("rowwise", hidden=256)
     mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("dp", "tp"))
     for block in model.blocks:
@@ -202,7 +201,6 @@ def test_every_placement_computes_the_same(gloo):
 
 
 def test_a_whole_bias_gets_its_whole_gradient(gloo):
-    """On every rank, of a b that is no DTensor."""
     cases = [(w, Shard(1), True, (5, 33, 7), True) for w in (Shard(0), Shard(1), Replicate())]
     for results in gloo.run(placements_job, 2, cases):
         assert min(map(min, results)) > 24

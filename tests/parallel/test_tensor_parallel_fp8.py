@@ -115,8 +115,6 @@ def test_bytes_on_the_wire():
 
 
 class Siblings(nn.Module):
-    """q, k and v of one input, and an output projection."""
-
     def __init__(self, between=None):
         super().__init__()
         self.norm = nn.LayerNorm(64)
@@ -274,18 +272,18 @@ def test_weights_gathered_in_fp8_over_tensor_parallelism(gloo, sequence):
             assert torch.equal(reference, gradients[name]), name
 
 
-def clip_job(norm_type, sequence, fsdp):
-    """The norm of all gradients, that of the whole ones, and the largest error of the clipped ones."""
+def clip_job(norm_type, sequence, fsdp, mesh_count):
+    """The norm is that of the whole gradients, each counted once, on every rank."""
     model, data = distributed(sequence, fsdp)
     tokens = batch(0).chunk(data[1])[data[0]]
     full(model(tokens[:, :-1])).square().mean().backward()
     gradients = {name: full(p.grad).clone() for name, p in model.named_parameters()}
     meshes = {getattr(p, "device_mesh", None) for p in model.parameters()}
-    norm = clip_grad_norm_(model.parameters(), 0.01, norm_type)
     expected = torch.nn.utils.get_total_norm(list(gradients.values()), norm_type)
-    factor = 0.01 / (expected + 1e-6)
-    errors = [(full(p.grad) - factor * gradients[name]).abs().max() for name, p in model.named_parameters()]
-    return norm.item(), expected.item(), max(errors).item(), len(meshes)
+    norm = clip_grad_norm_(model.parameters(), 0.01, norm_type)
+    assert len(meshes) == mesh_count and norm.item() == pytest.approx(expected.item(), rel=1e-5)
+    for name, parameter in model.named_parameters():
+        assert (full(parameter.grad) - 0.01 / (expected + 1e-6) * gradients[name]).abs().max() < 1e-7, name
 
 
 @pytest.mark.parametrize(
@@ -297,11 +295,7 @@ def clip_job(norm_type, sequence, fsdp):
     ],
 )
 def test_gradients_of_several_meshes_are_clipped_together(gloo, norm_type, sequence, fsdp, meshes):
-    """The norm is that of the whole gradients, each counted once, on every rank."""
-    for norm, expected, error, count in gloo.run(clip_job, 2 if fsdp is None else 4, norm_type, sequence, fsdp):
-        assert count == meshes
-        assert norm == pytest.approx(expected, rel=1e-5)
-        assert error < 1e-7
+    gloo.run(clip_job, 2 if fsdp is None else 4, norm_type, sequence, fsdp, meshes)
 
 
 def refusal(layer, style, mesh=None):
@@ -359,16 +353,13 @@ def test_what_cannot_be_distributed_is_refused_on_every_rank():
             model(x)
 
 
-@pytest.mark.parametrize(
-    ("options", "error"),
-    [
+@pytest.mark.parametrize("style", [COLUMN, ROW])
+def test_settings_are_checked(style):
+    for options, error in (
         ({"gather": "fp9"}, "gather is 'fp8' or 'bf16'; got 'fp9'"),
         ({"reduce": "fp32"}, "reduce is 'fp8' or 'bf16'; got 'fp32'"),
         ({"reduce": "fp8", "sequence_dim": None}, "needs a sequence_dim"),
-    ],
-)
-def test_settings_are_checked(options, error):
-    for style in (Fp8ColwiseParallel, Fp8RowwiseParallel):
+    ):
         with pytest.raises(ValueError, match=error):
             style(**options)
 

@@ -96,7 +96,6 @@ def test_parameters_of_an_activation_function(gloo):
 
 @on_ranks(2)
 def test_attention_gathers_once_for_q_k_and_v():
-    """Two gathers and two reductions per block."""
     sent = {}
     for gather in ("fp8", "bf16"):
         model = tensor_parallel(model_of("llama", dtype=torch.bfloat16), mesh_of(), gather=gather)
@@ -168,7 +167,6 @@ def test_uneven_sequences_and_a_second_call():
 @pytest.mark.parametrize("wrapped", [False, True])
 @on_ranks(2)
 def test_adapters_are_refused(wrapped):
-    """A model with adapters stays as it is."""
     peft = pytest.importorskip("peft")
     model = model_of("llama", chunked=False)
     settings = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
@@ -187,7 +185,6 @@ def test_adapters_are_refused(wrapped):
 @pytest.mark.thorough
 @on_ranks(2)
 def test_resident_weights_are_refused():
-    """A model whose frozen weights exist in FP8 only stays as it is."""
     model = model_of("mixtral", fp8=False, chunked=False)
     octavo.convert(model, "rowwise", frozen="fp8", verbose=False)
     expected = model(input_ids=tokens_of()).logits

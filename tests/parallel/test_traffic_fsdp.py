@@ -17,7 +17,6 @@ pytestmark = pytest.mark.dist
 
 
 def traffic_job(recipe, comm, micros, optimizer="torch", sync_each=False, **settings):
-    """Collectives [per step] of steps 2 and 3."""
     model = parallelize(make(recipe), Parallel(fp8_comm=comm, **settings))
     stepper = optimizer_of(optimizer, model.parameters())
     calls = []
@@ -63,7 +62,6 @@ def test_fp8_moments_ask_all_ranks_about_nan_once_a_step(gloo):
 
 
 def bytes_job(recipe, comm, dtype):
-    """Bytes that a rank gives in one step."""
     model = make(recipe, width=256, hidden=512, dtype=dtype)
     model = parallelize(model, Parallel(fp8_comm=comm), reduce_dtype=dtype)
     with CollectiveRecorder() as tap:
@@ -108,24 +106,22 @@ def memory_job(recipe, comm):
     """Bytes of a block's gathered weights inside its forward, and after it."""
     model = make(recipe, width=256, hidden=512, dtype=torch.bfloat16)
     model = parallelize(model, Parallel(fp8_comm=comm))
-    inside = {}
+    block, sizes, inside = model.blocks[0], [], []
 
-    def look(module, *_):
-        for name in ("up", "down"):
-            weight = getattr(module, name).weight
+    def look(*_):
+        inside.clear()
+        for weight in (block.up.weight, block.down.weight):
             tensors = [weight.data_, weight.scale] if isinstance(weight, Fp8AllGatherOutput) else [weight]
-            inside[name] = [tensor.untyped_storage() for tensor in tensors]
-        sizes.append(sum(storage.nbytes() for storages in inside.values() for storage in storages))
+            inside.extend(tensor.untyped_storage() for tensor in tensors)
+        sizes.append(sum(storage.nbytes() for storage in inside))
 
-    sizes = []
-    model.blocks[0].up.register_forward_pre_hook(lambda *_: look(model.blocks[0]))
+    block.up.register_forward_pre_hook(look)
     tokens = share(0, 0, 0)
     with torch.no_grad(), _Wide() as made:
         model(tokens)
         model(tokens)
-    freed = sum(storage.nbytes() for storages in inside.values() for storage in storages)
     whole_in_bf16 = {(torch.Tensor, shape) for shape in ((512, 256), (256, 512))} & made.shapes
-    return sizes, freed, whole_in_bf16
+    return sizes, sum(storage.nbytes() for storage in inside), whole_in_bf16
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])

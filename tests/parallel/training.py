@@ -55,7 +55,6 @@ class Tiny(nn.Module):
 
 
 def make(recipe="rowwise", checkpointing=False, frozen=(), seed=0, dtype=torch.float32, backend=None, **options):
-    """The model, the same on every rank."""
     torch.manual_seed(seed)
     model = Tiny(**options).to(dtype)
     for name, parameter in model.named_parameters():
@@ -87,7 +86,6 @@ def share(step, rank, micro):
 
 
 def full(tensor):
-    """All of a DTensor; other tensors as they are."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 

@@ -26,7 +26,6 @@ def compact(arm):
 
 
 def build(kind, config, arm):
-    """A causal language model on meta, converted."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with torch.device("meta"):

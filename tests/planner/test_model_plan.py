@@ -231,7 +231,6 @@ FAST = {"like": "h100", "launch_us": 0, "host_us": 0, "memory_tbs": 1000}
 
 @pytest.mark.slow
 def test_llama_3_70b_takes_seconds():
-    """In a process of its own: what it takes is this one's alone."""
     code = (
         "import resource, time, torch; from transformers import LlamaConfig, LlamaForCausalLM; import octavo.inspect\n"
         "config = LlamaConfig(hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, vocab_size=128256,\n"
