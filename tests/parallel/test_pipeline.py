@@ -198,27 +198,22 @@ def test_evaluation_is_exact(gloo):
 
 def nonfinite_job(value):
     """A value in one token of what stage 0 sends, then in the gradient that stage 1 sends; the tokens it spoils."""
-    rank, device = dist.get_rank(), torch.device("cpu")
-    x = torch.randn(2, 3, 256)
-    spoiled = []
+    rank, x, spoiled = dist.get_rank(), torch.randn(2, 3, 256), []
+    mask = torch.zeros(1, 3, 256, dtype=torch.bool)
+    mask[0, 1, 5] = True
+
+    def spoil_gradient(module, args):
+        x = args[0] * 1.0
+        x.register_hook(lambda g: torch.where(mask, value, g))
+        return (x,)
+
     for in_backward in (False, True):
-        layer = nn.Linear(256, 256)
-        part = octavo.convert(layer, verbose=False) if rank == 0 else Receiver()
-
-        def spoil(y, in_backward=in_backward):
-            mask = torch.zeros(1, 3, 256).index_put(
-                (torch.tensor(0), torch.tensor(1), torch.tensor(5)), torch.tensor(1.0)
-            )
-            if in_backward:
-                y.register_hook(lambda g: torch.where(mask > 0, value, g))
-                return y
-            return torch.where(mask > 0, value, y)
-
+        part = octavo.convert(nn.Linear(256, 256), verbose=False) if rank == 0 else Receiver()
         if rank == 0 and not in_backward:
-            part.register_forward_hook(lambda module, args, y: spoil(y))
+            part.register_forward_hook(lambda module, args, y: torch.where(mask, value, y))
         if rank == 1 and in_backward:
-            part.register_forward_pre_hook(lambda module, args: (spoil(args[0] * 1.0),))
-        stage = PipelineStage(part, rank, 2, device)
+            part.register_forward_pre_hook(spoil_gradient)
+        stage = PipelineStage(part, rank, 2, torch.device("cpu"))
         schedule = pipelining.ScheduleGPipe(stage, 2, loss_fn=lambda y, _: y.sum())
         schedule.step(*((x,) if rank == 0 else ()), **({"target": torch.zeros(2)} if rank else {}))
         if rank == 0:

@@ -5,7 +5,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 from training import full, full_bytes
 
 import octavo
@@ -143,8 +145,6 @@ def test_a_checkpoint_loads_on_another_number_of_ranks(gloo, recipe, assign, tmp
 @on_ranks(2)
 def test_values_in_high_precision_load_into_shards():
     """Sharded as the model, they are quantized."""
-    from torch.distributed.tensor import Shard, distribute_tensor
-
     plain = torch.randn(257, 128, generator=torch.Generator().manual_seed(7))
     for recipe in ("rowwise", "tensorwise"):
         model = sharded(recipe)
@@ -187,8 +187,6 @@ def mixture_of(family, recipe):
 
 
 def experts_job(family, recipe, how):
-    from torch.distributed.device_mesh import init_device_mesh
-
     model = mixture_of(family, recipe)
     if how == "ep":
         mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("efsdp", "ep"))
@@ -200,14 +198,14 @@ def experts_job(family, recipe, how):
     return loss_of(model, dist.get_rank()), gradients(model), size
 
 
+CASES_OF_EXPERTS = [
+    ("mixtral", "blockwise", "off", 2), ("gpt_oss", "rowwise", "gather", 2), ("qwen3_moe", "rowwise", "off", 4),
+    ("mixtral", "rowwise", "ep", 2),
+]  # fmt: skip
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("family", "recipe", "how", "ranks"),
-    [
-        ("mixtral", "blockwise", "off", 2), ("gpt_oss", "rowwise", "gather", 2), ("qwen3_moe", "rowwise", "off", 4),
-        ("mixtral", "rowwise", "ep", 2),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("family", "recipe", "how", "ranks"), CASES_OF_EXPERTS)
 def test_experts_are_sharded_by_experts(gloo, family, recipe, how, ranks):
     results = gloo.run(experts_job, ranks, family, recipe, how)
     model = mixture_of(family, recipe)

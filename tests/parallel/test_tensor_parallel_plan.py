@@ -53,35 +53,44 @@ def gradients(model, tokens):
     return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
 
 
-def job(family, fp8, divides, chunked=True, **changes):
-    """SQNR of each gradient to plain float32: of one process, and of ranks. And both losses."""
-    tokens, mesh = tokens_of(), mesh_of()
+def job(family, fp8, how, chunked=True, **changes):
+    """SQNR of each gradient to plain float32: of one process, and of ranks. And both losses.
+
+    `how`: tensor parallelism, with sequences divided ("sp") or not ("tp"), or context parallelism ("cp").
+    """
+    tokens, mesh = tokens_of(), mesh_of("cp" if how == "cp" else "tp")
+    rank, parts = mesh.get_local_rank(), 1 if how == "tp" else mesh.size()
     one_loss, one = gradients(model_of(family, fp8, chunked=chunked, **changes), tokens)
     _, exact = gradients(model_of(family, fp8=False, chunked=False, **changes), tokens)
-    model = tensor_parallel(model_of(family, fp8, chunked=chunked, **changes), mesh, sequence_parallel=divides)
-    labels = tokens[:, 1:]
-    labels = labels.chunk(mesh.size(), 1)[mesh.get_local_rank()].contiguous() if divides else labels.contiguous()
-    loss = model(input_ids=tokens[:, :-1], labels=labels, shift_labels=labels).loss
-    loss = loss / mesh.size() if divides else loss
+    model = model_of(family, fp8, chunked=chunked, **changes)
+    inputs, labels, positions = tokens[:, :-1], tokens[:, 1:].chunk(parts, 1)[rank % parts].contiguous(), {}
+    if how == "cp":
+        context_parallel(model, mesh, fp8_comm=fp8)
+        inputs = inputs.chunk(parts, 1)[rank].contiguous()
+        positions["position_ids"] = torch.arange(32).chunk(parts)[rank].unsqueeze(0)
+    else:
+        tensor_parallel(model, mesh, sequence_parallel=how == "sp")
+    loss = model(input_ids=inputs, labels=labels, shift_labels=labels, **positions).loss / parts
     loss.backward()
-    sum_partial_gradients(model, mesh)
-    total = loss.detach().clone()
-    if divides:
+    total, quality = loss.detach().clone(), {}
+    if parts > 1:
         dist.all_reduce(total)
-    quality = {}
+    sum_partial_gradients(model, mesh)  # none under context parallelism, where each rank has a summand of all
     for name, parameter in model.named_parameters():
+        if how == "cp":
+            dist.all_reduce(parameter.grad)
         quality[name] = sqnr(exact[name], one[name]), sqnr(exact[name], full(parameter.grad))
     return one_loss.item(), total.item(), quality
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("family", "divides"),
-    [("llama", True), ("llama", False), ("qwen3", True), ("cohere", True), ("mixtral", False), ("qwen3_moe", True)],
+    ("family", "how"),
+    [("llama", "sp"), ("llama", "tp"), ("qwen3", "sp"), ("cohere", "sp"), ("mixtral", "tp"), ("qwen3_moe", "sp")],
 )
-def test_every_gradient_is_that_of_one_process(gloo, family, divides):
+def test_every_gradient_is_that_of_one_process(gloo, family, how):
     """In high precision, so that a summand that is missing shows: sums travel in bf16, 40 dB."""
-    alone, ranks, quality = gloo.run(job, 2, family, False, divides)[0]
+    alone, ranks, quality = gloo.run(job, 2, family, False, how)[0]
     assert ranks == pytest.approx(alone, rel=2e-4)
     bad = {name: pair for name, pair in quality.items() if pair[1] < 35}
     assert not bad and len(quality) > 10
@@ -90,7 +99,7 @@ def test_every_gradient_is_that_of_one_process(gloo, family, divides):
 @pytest.mark.thorough
 def test_parameters_of_an_activation_function(gloo):
     """Each rank has a summand of their gradient: of its features."""
-    _, _, quality = gloo.run(job, 2, "apertus", False, False)[0]
+    _, _, quality = gloo.run(job, 2, "apertus", False, "tp")[0]
     assert min(pair[1] for name, pair in quality.items() if "act_fn" in name) > 28
 
 
@@ -231,36 +240,17 @@ def test_hooks_of_distributed_layers_run_once_and_change_nothing(gloo):
 # --- context parallelism ---
 
 
-def context_job(family, fp8):
-    tokens, mesh = tokens_of(), mesh_of("cp")
-    one_loss, one = gradients(model_of(family, fp8), tokens)
-    _, exact = gradients(model_of(family, fp8=False, chunked=False), tokens)
-    model = context_parallel(model_of(family, fp8), mesh, fp8_comm=fp8)
-    part, rank = 32 // mesh.size(), mesh.get_local_rank()
-    inputs, labels = (t.chunk(mesh.size(), 1)[rank].contiguous() for t in (tokens[:, :-1], tokens[:, 1:]))
-    positions = torch.arange(rank * part, (rank + 1) * part).unsqueeze(0)
-    loss = model(input_ids=inputs, labels=labels, shift_labels=labels, position_ids=positions).loss / mesh.size()
-    loss.backward()
-    total = loss.detach().clone()
-    dist.all_reduce(total)
-    quality = {}
-    for name, parameter in model.named_parameters():
-        dist.all_reduce(parameter.grad)
-        quality[name] = sqnr(exact[name], one[name]), sqnr(exact[name], parameter.grad)
-    return one_loss.item(), total.item(), quality
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
 def test_parts_of_sequences_give_the_same_gradients(gloo, family):
-    alone, ranks, quality = gloo.run(context_job, 2, family, False)[0]
+    alone, ranks, quality = gloo.run(job, 2, family, False, "cp")[0]
     assert ranks == pytest.approx(alone, rel=1e-5)
     assert min(pair[1] for pair in quality.values()) > 100
 
 
 @pytest.mark.thorough
 def test_parts_of_sequences_in_fp8_lose_little(gloo):
-    alone, ranks, quality = gloo.run(context_job, 2, "llama", True)[0]
+    alone, ranks, quality = gloo.run(job, 2, "llama", True, "cp")[0]
     assert ranks == pytest.approx(alone, rel=2e-3)
     assert all(ours >= theirs - 1.5 for theirs, ours in quality.values())
 
