@@ -28,8 +28,7 @@ _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(16)
 class PairedTest:
     """The test of one arm, from n pairs of runs that did not fail."""
 
-    # Loss of the arm above the baseline's, one per pair, in percent of the baseline's mean loss.
-    gaps: tuple[float, ...]
+    gaps: tuple[float, ...]  # Loss above the baseline's, one per pair, in percent of the baseline's mean loss
     mean: float  # Their mean
     deviation: float  # Their standard deviation, of n − 1 degrees of freedom, with the rounding of the losses
     confidence: float  # Confidence of the verdicts on all arms together

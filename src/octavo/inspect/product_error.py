@@ -32,8 +32,7 @@ class Operands:
 
     x: Tensor  # [M,K]
     w: Tensor  # [N,K]
-    # Channel scales, if it equalizes, of each recipe to measure, by its name.
-    channels: Mapping[str, ChannelScales | None]
+    channels: Mapping[str, ChannelScales | None]  # Of each recipe to measure, by its name
 
 
 class ProductErrors:

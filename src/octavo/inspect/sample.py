@@ -37,8 +37,7 @@ if TYPE_CHECKING:
 class Factors:
     """The factors that X or W contributes to G, float32 [M,1] or [1,N]."""
 
-    # Factors folded into G, for the layer's own recipe and each what-if recipe; None for no factor.
-    folds: list[Tensor | None]
+    folds: list[Tensor | None]  # Factors folded into G, for the layer's own recipe and each what-if recipe
     read: Tensor  # 1 for rows of X or W with any non-zero value, else 0
 
 

@@ -4,7 +4,6 @@ Hooks return nothing and run outside of dispatch modes, autograd and the caches 
 computes bitwise the same as any other.
 """
 
-import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -145,7 +144,7 @@ class Watch(Displayed):
 
     def _rows(self, sample: Sample) -> list[OperandStats]:
         layers = {layer.name: layer for layer in sample.layers if layer.counted}
-        group = self._multi_rank_group(list(layers), sample.device)
+        group = self._multi_rank_group(list(layers))
         keys = [(name, operand) for name in layers for operand in OPERANDS]
         accumulators = sample.accumulators.reduced(keys, group, sample.device)
         self.errors = sample.errors.reduced(group, sample.device)
@@ -164,7 +163,7 @@ class Watch(Displayed):
             rows.append(row)
         return rows
 
-    def _multi_rank_group(self, names: list[str], device: torch.device) -> dist.ProcessGroup | None:
+    def _multi_rank_group(self, names: list[str]) -> dist.ProcessGroup | None:
         """Return the group if it has more than one rank. Compare the ranks' layers whenever they change."""
         if not (dist.is_available() and dist.is_initialized()):
             return None
@@ -172,10 +171,7 @@ class Watch(Displayed):
         if dist.get_world_size(group) == 1:
             return None
         if names != self._compared_names:
-            own = zlib.crc32("\n".join(names).encode())
-            extremes = torch.tensor([own, -own], dtype=torch.int64, device=device)
-            dist.all_reduce(extremes, dist.ReduceOp.MAX, group)
-            if (extremes.sum() != 0).item():
+            if any(other != names for other in gather_objects(names, group)):
                 raise RuntimeError(
                     f"Watch: ranks watch different layers (here {len(names)}, {', '.join(names[:2])}, …): give the "
                     "group of ranks that hold the same ones, Watch(model, group=…)"

@@ -43,10 +43,9 @@ def context_parallel(model: nn.Module, mesh: DeviceMesh, *, fp8_comm: bool = Tru
 
     Raises:
         TypeError: If `model` is not a module or `mesh` not a `DeviceMesh`.
-        ValueError: If the model does not use Transformers' attention functions, the ranks do not divide its heads, it
-            has layers of another kind than full attention, or ranks differ. On every rank; the model is left as it was.
-            In a forward: for an attention mask, or a window shorter than the sequence. In the first forward: if ranks
-            have parts of different shapes.
+        ValueError: If the model does not use Transformers' attention functions, has other layers than full attention or
+            heads that the ranks do not divide, or ranks differ. On every rank; the model is left as it was. In a
+            forward: for an attention mask, a short window, or in the first one parts of different shapes.
 
     Examples:
         >>> mesh = init_device_mesh("cuda", (8, 4), mesh_dim_names=("dp", "cp"))  # doctest: +SKIP

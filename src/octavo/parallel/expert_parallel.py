@@ -44,10 +44,8 @@ def expert_parallel(model: nn.Module, mesh: DeviceMesh, *, fp8_comm: bool = True
 
     Raises:
         TypeError: If `model` is not a module or `mesh` not a `DeviceMesh`.
-        ValueError: If the mesh has several dimensions, the model has no converted experts, or experts that are
-            distributed already, that the ranks cannot share, that have adapters, or whose parameters another module
-            shares; or if settings or parameters differ between ranks. On every rank of the mesh; the model is left as
-            it was.
+        ValueError: If the mesh has several dimensions, for experts that cannot be distributed (docs/parallel.md), or if
+            ranks differ. On every rank of the mesh; the model is left as it was.
 
     Every rank must call the model equally often. If ranks call it differently (only some inside `octavo.disabled()`,
     `torch.no_grad()` or autocast, or with inputs of other dtypes), all raise RuntimeError. An error on one rank in

@@ -66,10 +66,8 @@ def shard(
     cpu_offload: bool,
 ) -> nn.Module:  # fmt: skip
     """Apply `fully_shard` to the repeated blocks of a model, then to the rest, in place."""
-    # Blocks that share parameters with other modules, or have a part that is called outside of them (`CALLED_OUTSIDE`),
-    # belong to the rest, because one FSDP2 group must own them, and gather them for both calls. A module whose
-    # parameters have another dtype than most of its block, such as a router that Transformers keeps in float32, is its
-    # own group: FSDP2 groups have one dtype. Its gradients are reduced in `reduce_dtype`.
+    # A module whose parameters have another dtype than most of its block, such as a router that Transformers keeps in
+    # float32, is its own group: FSDP2 groups have one dtype. Its gradients are reduced in `reduce_dtype`.
     if fp8_gather:
         expert_ranks = 1 if expert_mesh is None else expert_mesh.size()
         _mark_fp8_weights(model, dtype, mesh.size(mesh.ndim - 1), expert_ranks)

@@ -31,9 +31,8 @@ _STAGES: WeakSet["PipelineStage"] = WeakSet()
 class PipelineStage(pipelining.PipelineStage):
     """A part of a model, on one rank of a pipeline, that exchanges activations and their gradients in FP8.
 
-    It replaces `torch.distributed.pipelining.PipelineStage`, for every schedule of torch: `ScheduleGPipe`,
-    `Schedule1F1B`, `ScheduleInterleaved1F1B`, `ScheduleLoopedBFS`, `ScheduleInterleavedZeroBubble`,
-    `ScheduleZBVZeroBubble`, `ScheduleDualPipeV`. All stages of a pipeline must be of this class.
+    It replaces `torch.distributed.pipelining.PipelineStage`, for every schedule of torch. All stages of a pipeline must
+    be of this class.
 
     Activations are [B,S,H] or [...,H], float32, bfloat16 or float16, and arrive in the dtype in which they were sent. A
     message takes 1.03 bytes per element if H is a multiple of 128. Other tensors, and all of `schedule.eval`, travel as
@@ -50,9 +49,8 @@ class PipelineStage(pipelining.PipelineStage):
 
     Raises:
         ValueError: For an unknown spec. From the first step, on all ranks: if ranks differ in these settings, a
-            schedule expects other stages on a rank (V schedules take stages i and n-1-i), two stages on a rank share a
-            parameter, or a layer has a scale per tensor (recipe `tensorwise`).
-        ValueError: In a step whose micro-batches have other sizes than the first one, on the rank that would send it.
+            schedule expects other stages on a rank, two stages on a rank share a parameter, or a layer has a scale per
+            tensor. In a step whose micro-batches have other sizes than the first one, on the rank that would send it.
         RuntimeError: Before torch 2.13, whose stages do not exchange the metadata that this class needs. From the first
             backward, if a zero-bubble schedule meets weights that FSDP2 frees after forward.
 

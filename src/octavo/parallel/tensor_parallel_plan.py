@@ -82,10 +82,9 @@ def tensor_parallel(
 
     Raises:
         TypeError: If `model` is not a module or `mesh` not a `DeviceMesh`.
-        ValueError: If the config has no plan, or one of other styles; for experts that are distributed; if heads or
-            features are not divided by the ranks; if sequence parallelism meets attention that is not in the plan; for
-            a recipe with one scale per tensor; or if ranks differ. On every rank; the model is left as it was. In a
-            forward: for a sequence that the ranks do not divide, and in the first one for ranks with unequal inputs.
+        ValueError: For a model that cannot be distributed so (docs/parallel.md), or if ranks differ; on every rank, and
+            the model is left as it was. In a forward: for a sequence that the ranks do not divide, and in the first one
+            for ranks with unequal inputs.
 
     Examples:
         Under `torchrun`, on each rank:

@@ -81,22 +81,16 @@ class Gpu:
     memory_gib: float  # Memory size in GiB, as drivers report it: the advertised size minus what error correction takes
     link_gbs: float  # Bandwidth to other GPUs of the machine, GB/s per direction
     multiprocessors: int  # Number of multiprocessors: output tiles computed at a time
-    # Bandwidth to other machines, GB/s per direction: the usual value for machines with this GPU.
-    network_gbs: float = 50.0
+    network_gbs: float = 50.0  # Bandwidth to other machines, GB/s per direction, as is usual with this GPU
     native_mx: bool = False  # Whether its matrix units apply MX scales themselves
-    # Compute capability times ten, such as 90 for sm_90; it decides which scaled products PyTorch has. 0 for GPUs of
-    # other vendors, which are assumed to have all of them.
-    capability: int = 0
+    capability: int = 0  # 90 for sm_90: which scaled products PyTorch has. 0: of another vendor, assumed to have all
     bf16_efficiency: float = 0.80  # Share of the peak that large bf16 products reach
     fp8_efficiency: float = 0.70  # Share of the peak that large FP8 products reach with scales by tensor
     row_efficiency: float = 1.0  # Share of that rate that they reach with scales by row
-    # Share of the rate of forward products that backward ones, which accumulate exactly, reach with scales by tensor.
-    exact_efficiency: float = 1.0
+    exact_efficiency: float = 1.0  # Share of the rate by tensor that backward products, which sum exactly, reach
     row_exact_efficiency: float = 1.0  # The same with scales by row
     block_efficiency: float = 0.62  # The same with scales by block along the contraction
-    # Upper bound on the share of the peak for FP8 products that PyTorch lacks on this GPU, so that Octavo's Triton
-    # kernel computes them.
-    triton_efficiency: float = 0.50
+    triton_efficiency: float = 0.50  # Largest share of the peak of products that PyTorch lacks and Triton computes
     attention_efficiency: float = 0.40  # Share of the bf16 peak that fused attention reaches
     memory_efficiency: float = 0.90  # Share of the bandwidth that large copies reach
     maxima_efficiency: float = 1.0  # Share of the bandwidth of copies that a pass which finds maxima of columns reaches
@@ -104,10 +98,8 @@ class Gpu:
     launch_us: float = 2.5  # Time of the smallest kernel when launches are queued, µs
     host_us: float = 8.0  # Host time per operation of eager PyTorch, µs
     rates_from: str = "given"  # Source of the rates
-    # Source of the efficiencies.
     efficiency_from: str = "assumed: an H200's, published, and no loss by exact accumulation"
-    # Measured times of products and quantizations, such as those of `octavo calibrate`; they take precedence over the
-    # fields above.
+    # Times of products and quantizations, as of `octavo calibrate`, which take precedence over the fields above.
     measured: Measurements | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:

@@ -52,8 +52,7 @@ class Forecast(Plan):
     parameters: int  # Elements of all parameters
     times: Mapping[str, LinearDecision]  # `.bf16` and `.planned` seconds of every linear layer
     planned: StepTime  # Time of the step as planned
-    # Time of the same step at precision level bf16: every layer in bf16, float32 moments, no FP8 communication.
-    bf16: StepTime
+    bf16: StepTime  # Time of the same step at precision level bf16
     memory: MemoryPlan  # Memory of one GPU as planned
     bf16_memory: MemoryPlan  # Memory of one GPU at level bf16
     break_even: int | None  # Smallest K = N from which FP8 pays at this number of tokens; None if none does up to 16384

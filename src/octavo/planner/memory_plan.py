@@ -43,15 +43,12 @@ class MemoryPlan(Displayed):
     batch: int  # Sequences (first dimension of the batch) of one forward
     tokens: int  # Elements of the batch's first tensor: for a language model, tokens of one forward
     series: MemorySeries  # Bytes by category (`octavo.planner.timeline.KINDS`) and "gathered" at all times of the step
-    # Bytes that one forward saves for backward, by dtype; empty in a forecast.
-    saved_by_dtype: Mapping[str, int] = field(default_factory=dict)
+    saved_by_dtype: Mapping[str, int] = field(default_factory=dict)  # Saved by a forward; empty in a forecast
     saved_by_layer: Mapping[str, int] = field(default_factory=dict)  # The same by the module that saves them
     notes: tuple[str, ...] = ()  # Remarks for the reader
     outputs: int = 0  # Number of tensors that the operations of the traced step return
-    # Number of blocks that were run, and of all blocks: (2, 80), or (80, 80) if all were run.
-    traced_blocks: tuple[int, int] = (0, 0)
-    # What a GPU hands to collectives of tensor, context and expert parallelism in a micro-batch, for each stage of a
-    # pipeline.
+    traced_blocks: tuple[int, int] = (0, 0)  # Number of blocks that were run, and of all blocks
+    # What a GPU hands to collectives of tokens in a micro-batch, for each stage of a pipeline.
     messages: Sequence[Mapping[tuple[str, bool], int]] = ()
     stage_message: int = 0  # Bytes of one message between stages
     replan: "Callable[[int], MemoryPlan] | None" = field(default=None, compare=False)
@@ -145,9 +142,8 @@ def with_saved(plan: MemoryPlan, saved: Audit) -> MemoryPlan:
 
 def largest_fitting(peak: Callable[[int], int], peaks: dict[int, int], limit_bytes: int) -> int:
     """Return the largest batch whose peak is at most `limit_bytes`; 0 if none fits. `peaks` has two or more."""
-    # A peak is a maximum of sums that are linear in the batch, so it is convex: it never grows by less from one
-    # sequence to the next. Two known peaks bound all others, from above between them and from below outside. A few
-    # evaluations suffice.
+    # A peak is a maximum of sums that are linear in the batch, so it is convex: two known peaks bound all others, from
+    # above between them and from below outside. A few evaluations suffice.
     while True:
         low, high = _bounds(peaks, limit_bytes)
         if high is not None and high - low <= 1:

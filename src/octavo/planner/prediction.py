@@ -71,12 +71,10 @@ class Workload:
     # Traces a step of a stage with so many blocks of some stacks, by name, and this many sequences.
     trace_step: "Callable[[Workload, Stage, Mapping[str, int], int], StepTrace]"
     extrapolates: bool = False  # Whether a few of equal blocks stand for all
-    # Of a prediction of time: the GPU, one forward of the whole model in bf16 and of each stage as planned, and the
-    # tokens of a micro-batch on one GPU.
-    gpu: Gpu | None = None
-    whole: Trace | None = None
-    forwards: Sequence[Trace] = ()
-    tokens: int = 0
+    gpu: Gpu | None = None  # As the following, of a prediction of time
+    whole: Trace | None = None  # One forward of the whole model in bf16
+    forwards: Sequence[Trace] = ()  # One forward of each stage as planned
+    tokens: int = 0  # Of a micro-batch on one GPU
     offloaded: bool = False  # Whether shards, with their gradients and states, are in host memory
     # Bytes of a micro-batch's hidden states on a GPU of a pipeline, and of the message with them, by sequences.
     message: "Callable[[Workload, int], tuple[int, int]]" = lambda workload, size: (0, 0)

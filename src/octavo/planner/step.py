@@ -77,8 +77,7 @@ class StepConfig:
     schedule: str = "1F1B"  # Schedule of the pipeline, a name of torch's
     keeps_gathered: bool = False  # Whether gathered weights stay from forward to backward (ZeRO-2)
     fp8_gather: bool = False  # Whether the weights of converted layers are gathered in FP8
-    # Whether the frozen weights of converted layers are resident in FP8, in which they are gathered too.
-    resident: bool = False
+    resident: bool = False  # Whether frozen weights of converted layers are resident, and gathered, in FP8
     fp8_reduce: bool = False  # Whether gradients are communicated in FP8
     reduce_bytes: int = 4  # Bytes per element of gradients that are communicated and reduced in another dtype
     micro_batches: int = 1  # Forwards and backwards per step
@@ -86,9 +85,7 @@ class StepConfig:
     recompute: Recompute = CHECKPOINTING["none"]  # Activation checkpointing
     optimizer_bytes: float = BF16_OPTIMIZER  # Per trained parameter, moved by a step of the optimizer
     bf16_optimizer_bytes: float = BF16_OPTIMIZER  # The same of the bf16 step
-    # FLOPs of the optimizer's products, as of Muon, for the layers of a stage, which its GPUs share; the messages
-    # between them are left out.
-    optimizer_flops: float = 0.0
+    optimizer_flops: float = 0.0  # Of the optimizer's products, as Muon's, for the layers of a stage
 
     def __post_init__(self) -> None:
         for name in ("gpus", "micro_batches"):

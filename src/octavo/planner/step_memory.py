@@ -63,8 +63,7 @@ class ShardGroup:
 class StepTrace:
     events: StorageEvents  # Its storage events
     tokens: int  # Elements of the batch's first tensor
-    # Parameters of the largest block, which are gathered and scattered together if the model is sharded.
-    block: ShardGroup
+    block: ShardGroup  # Parameters of the largest block
     rest: ShardGroup  # Parameters outside the blocks
     messages: Sent = field(default_factory=dict)
     outputs: int = 0  # Number of tensors that its operations return
